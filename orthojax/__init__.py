@@ -1,0 +1,61 @@
+"""orthojax: language models without attention sinks and outlier activations.
+
+Letters that name array axes inside functions: B batch, T query positions, S key positions, N query heads,
+K key-value heads, H head width, D d_model, V vocabulary.
+
+Public names resolve on first use, so a project that takes only the optimizer needs only jax and optax.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from orthojax import analysis as analysis
+    from orthojax import optim as optim
+    from orthojax import quant as quant
+    from orthojax.config import ModelConfig as ModelConfig
+    from orthojax.model import Transformer as Transformer
+    from orthojax.model import gpt2 as gpt2
+    from orthojax.model import llama2 as llama2
+    from orthojax.ops import dot_product_attention as dot_product_attention
+    from orthojax.ops import kurtosis as kurtosis
+    from orthojax.ops import softmax1 as softmax1
+    from orthojax.optim import Rotation as Rotation
+    from orthojax.optim import in_rotated_basis as in_rotated_basis
+    from orthojax.optim import orthoadam as orthoadam
+    from orthojax.optim import rotate as rotate
+    from orthojax.optim import scale_by_orthoadam as scale_by_orthoadam
+    from orthojax.optim import unrotate as unrotate
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "softmax1": "ops",
+    "dot_product_attention": "ops",
+    "kurtosis": "ops",
+    "Rotation": "optim",
+    "rotate": "optim",
+    "unrotate": "optim",
+    "scale_by_orthoadam": "optim",
+    "in_rotated_basis": "optim",
+    "orthoadam": "optim",
+    "ModelConfig": "config",
+    "Transformer": "model",
+    "gpt2": "model",
+    "llama2": "model",
+}
+_ROOMS = ("ops", "optim", "model", "data", "analysis", "quant", "train", "experiments", "config")
+
+__all__ = ["__version__", *_HOME, "analysis", "optim", "quant"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"orthojax.{_HOME[name]}"), name)
+    if name in _ROOMS:
+        return importlib.import_module(f"orthojax.{name}")
+    raise AttributeError(f"module 'orthojax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOME) | set(_ROOMS))

@@ -1,0 +1,574 @@
+"""What a run is made of: frozen dataclasses, strict overrides and a JSON round trip.
+
+Standard library only, so that a mistyped flag is refused before anything heavy is imported.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeVar
+
+
+class UserError(ValueError):
+    """Something that the user gave is wrong: the command lines show it without a traceback and exit with 2."""
+
+    def __init__(self, problem: str, *, allowed: str = "", hint: str = ""):
+        """Keeps at most three lines.
+
+        Args:
+          problem: What was wrong, with the offending value.
+          allowed: What is allowed instead.
+          hint: The nearest right name, or what to do next.
+        """
+        super().__init__("\n".join(line for line in (problem, allowed, hint) if line))
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The hint 'did you mean ...?' for a mistyped name, or '' where nothing is near."""
+    found = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean {found[0]!r}?" if found else ""
+
+
+def _require(holds: bool, problem: str, allowed: str = "") -> None:
+    if not holds:
+        raise UserError(problem, allowed=allowed)
+
+
+Position = Literal["learned", "rotary", "none"]
+Norm = Literal["layernorm", "rmsnorm", "rmsnorm_single", "none"]
+NormalizerName = Literal["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "sigmoid"]
+Mlp = Literal["gelu", "relu", "swiglu", "linear", "none"]
+RotationKind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
+RotationScope = Literal["layer", "parameter", "tree"]
+RotationAxes = Literal["output", "input", "both", "residual", "writers"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """One decoder-only transformer; a family such as GPT-2 is a set of these values (`orthojax.model.presets`).
+
+    Attributes:
+      vocab_size: Rows of the token embedding.
+      max_length: Rows of the learned position embedding; the longest sequence where positions are learned.
+      d_model: Width of the residual stream.
+      num_layers: Number of blocks.
+      num_heads: Query heads.
+      num_kv_heads: Key and value heads; None means `num_heads` (no grouping).
+      d_mlp: Hidden width of the MLP (of each half for swiglu).
+      position: Position information: a learned table, rotary on queries and keys, or none.
+      rope_theta: Base wavelength of rotary positions.
+      norm: `rmsnorm_single` has one scalar gain for all channels.
+      norm_eps: Added to the variance inside every norm.
+      use_bias: Biases in every linear layer.
+      normalizer: What turns attention logits into weights.
+      normalizer_n: The n of `softmax_n`: exp(x_i) / (n + sum_j exp(x_j)).
+      mlp: Kind of MLP, for all layers or one for each; `linear` is one d_model x d_model map.
+      attention: Whether blocks attend, for all layers or one for each.
+      gated_attention: Multiply each head's output with a sigmoid gate computed from the block's normed input.
+      tie_embeddings: Use the token embedding as the output head.
+      relaxed_causal_tokens: The first k tokens see each other (0: plain causal mask).
+      embedding_init_std: Standard deviation of the initial embeddings.
+      init_std: Standard deviation of initial kernels; residual-writing ones are scaled by 1/sqrt(2 num_layers).
+      scan_layers: One compiled block scanned over stacked parameters instead of num_layers unrolled ones.
+      remat: Recompute each block in the backward pass instead of keeping its intermediates.
+      dtype: Dtype of the matrix products; parameters, norms, attention statistics and logits stay float32.
+    """
+
+    vocab_size: int = 2048
+    max_length: int = 1024
+    d_model: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    d_mlp: int = 512
+    position: Position = "learned"
+    rope_theta: float = 10_000.0
+    norm: Norm = "rmsnorm_single"
+    norm_eps: float = 1e-5
+    use_bias: bool = False
+    normalizer: NormalizerName = "softmax1"
+    normalizer_n: float = 1.0
+    mlp: Mlp | tuple[Mlp, ...] = "gelu"
+    attention: bool | tuple[bool, ...] = True
+    gated_attention: bool = False
+    tie_embeddings: bool = True
+    relaxed_causal_tokens: int = 0
+    embedding_init_std: float = 0.02
+    init_std: float = 0.02
+    scan_layers: bool = True
+    remat: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self):
+        for name in ("vocab_size", "max_length", "d_model", "num_layers", "num_heads", "d_mlp"):
+            value = getattr(self, name)
+            _require(value > 0, f"model.{name}={value}", "a positive number")
+        _require(
+            self.d_model % self.num_heads == 0,
+            f"model.d_model={self.d_model} is not divisible by model.num_heads={self.num_heads}",
+            f"a multiple of {self.num_heads}",
+        )
+        kv = self.kv_heads
+        _require(
+            kv > 0 and self.num_heads % kv == 0,
+            f"model.num_kv_heads={kv} does not divide model.num_heads={self.num_heads}",
+            f"a divisor of {self.num_heads}",
+        )
+        _require(
+            self.position != "rotary" or self.head_dim % 2 == 0,
+            f"model.position='rotary' needs an even head width, but d_model / num_heads = {self.head_dim}",
+            "an even d_model / num_heads, or position 'learned' or 'none'",
+        )
+        _require(
+            self.normalizer_n >= 0.0 and math.isfinite(self.normalizer_n),
+            f"model.normalizer_n={self.normalizer_n}",
+            "a finite number >= 0",
+        )
+        _require(
+            0 <= self.relaxed_causal_tokens <= self.max_length,
+            f"model.relaxed_causal_tokens={self.relaxed_causal_tokens}",
+            f"0 to model.max_length={self.max_length}",
+        )
+        for name in ("norm_eps", "init_std", "embedding_init_std", "rope_theta"):
+            value = getattr(self, name)
+            _require(value > 0.0 and math.isfinite(value), f"model.{name}={value}", "a finite positive number")
+        for name in ("mlp", "attention"):
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                _require(
+                    len(value) == self.num_layers,
+                    f"model.{name} names {len(value)} layers, but model.num_layers={self.num_layers}",
+                    "one value, or one for each layer",
+                )
+                _require(
+                    not self.scan_layers or len(set(value)) == 1,
+                    f"model.{name}={value} differs between layers, which a scan over layers cannot express",
+                    "model.scan_layers=false, or equal layers",
+                )
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.d_model // self.num_heads
+
+    def layer_mlp(self, layer: int) -> Mlp:
+        """Kind of MLP of one layer."""
+        return self.mlp[layer] if isinstance(self.mlp, tuple) else self.mlp
+
+    def layer_attention(self, layer: int) -> bool:
+        """Whether one layer attends."""
+        return self.attention[layer] if isinstance(self.attention, tuple) else self.attention
+
+
+@dataclasses.dataclass(frozen=True)
+class RotationConfig:
+    """The basis of OrthoAdam; the meanings stand in `orthojax.Rotation`.
+
+    Attributes:
+      kind: Which orthogonal matrix.
+      axes: Which axes of every kernel: its last (`output`), the one before (`input`), `both`, the d_model axis of
+        every kernel (`residual`) or of those that write to the residual stream only (`writers`).
+      embeddings: Whether embedding tables are rotated too, along d_model.
+      scope: One matrix for every layer of every parameter, or the wider controls.
+      seed: Seed of the matrices; independent of the run's seed.
+    """
+
+    kind: RotationKind = "hadamard"
+    axes: RotationAxes = "output"
+    embeddings: bool = True
+    scope: RotationScope = "layer"
+    seed: int = 0
+
+    def __post_init__(self):
+        _require(0 <= self.seed < 2**32, f"optim.rotation.seed={self.seed}", "0 to 2**32 - 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer and its learning-rate schedule (linear warm-up, then cosine decay).
+
+    Attributes:
+      optimizer: `adam` is AdamW where `weight_decay` > 0; `rmsprop` is Adam with b1 = 0 (the paper does not say).
+      learning_rate: Peak learning rate.
+      warmup_steps: Steps of linear warm-up from 0.
+      final_learning_rate_fraction: Learning rate at the last step as a fraction of the peak; 1 keeps it constant.
+      b1: Decay of the first moment (adam, orthoadam).
+      b2: Decay of the second moment (adam, orthoadam, rmsprop).
+      eps: Added to the root of the second moment.
+      momentum: Of `sgd`; 0 for plain SGD.
+      weight_decay: Decoupled, scaled by the learning rate; on kernels and embeddings only.
+      clip_norm: Largest global gradient norm; None never clips.
+      rotation: The basis of `orthoadam`.
+    """
+
+    optimizer: Literal["adam", "orthoadam", "rmsprop", "sgd"] = "orthoadam"
+    learning_rate: float = 1e-3
+    warmup_steps: int = 100
+    final_learning_rate_fraction: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip_norm: float | None = 1.0
+    rotation: RotationConfig = RotationConfig()
+
+    def __post_init__(self):
+        for name in ("learning_rate", "eps"):
+            value = getattr(self, name)
+            _require(value > 0.0 and math.isfinite(value), f"optim.{name}={value}", "a finite positive number")
+        for name in ("b1", "b2", "momentum"):
+            value = getattr(self, name)
+            _require(0.0 <= value < 1.0, f"optim.{name}={value}", "0 <= value < 1")
+        _require(self.weight_decay >= 0.0, f"optim.weight_decay={self.weight_decay}", "a number >= 0")
+        _require(self.warmup_steps >= 0, f"optim.warmup_steps={self.warmup_steps}", "a number >= 0")
+        value = self.final_learning_rate_fraction
+        _require(0.0 <= value <= 1.0, f"optim.final_learning_rate_fraction={value}", "0 to 1")
+        _require(self.clip_norm is None or self.clip_norm > 0.0, f"optim.clip_norm={self.clip_norm}", "none or > 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from.
+
+    Attributes:
+      kind: `embedded` is Python's own standard library, `text` reads the text or jsonl files in `paths`, `tokens` a
+        train and a validation token file made by launch/prepare_data.py, `bigram_backcopy` is the synthetic task.
+      paths: Files of `text` (any number) or `tokens` (two: train, validation).
+      tokenizer: `bytes`, `bpe:N` (trained on the corpus, N ids) or the path of a tokenizer.json.
+      sequence_length: Input positions of one row.
+      bos: Start every row with the beginning-of-sequence token.
+      seed: Seed of the order of the rows.
+      trigger_count: Bigram-Backcopy: the k most frequent characters are triggers.
+    """
+
+    kind: Literal["embedded", "text", "tokens", "bigram_backcopy"] = "embedded"
+    paths: tuple[str, ...] = ()
+    tokenizer: str = "bpe:2048"
+    sequence_length: int = 64
+    bos: bool = False
+    seed: int = 0
+    trigger_count: int = 3
+
+    def __post_init__(self):
+        _require(self.sequence_length >= 2, f"data.sequence_length={self.sequence_length}", "at least 2")
+        _require(self.trigger_count >= 1, f"data.trigger_count={self.trigger_count}", "at least 1")
+        _require(0 <= self.seed < 2**32, f"data.seed={self.seed}", "0 to 2**32 - 1")
+        if self.kind == "text":
+            _require(len(self.paths) > 0, "data.kind='text' without files", "data.paths=FILE[,FILE...]")
+        elif self.kind == "tokens":
+            _require(
+                len(self.paths) == 2,
+                f"data.kind='tokens' with {len(self.paths)} files",
+                "data.paths=TRAIN.bin,VALIDATION.bin",
+            )
+        else:
+            _require(not self.paths, f"data.paths={self.paths} is not read by data.kind={self.kind!r}", "kind 'text' or 'tokens'")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The run.
+
+    Attributes:
+      steps: Optimizer steps.
+      batch_size: Sequences per step.
+      seed: Seed of the initial parameters.
+      log_every_steps: Steps between lines of metrics.jsonl.
+      eval_every_steps: Steps between validation losses; 0 leaves them out.
+      checkpoint_every_steps: Steps between checkpoints; one is also written at the end and on SIGTERM or Ctrl-C.
+      keep_checkpoints: How many of the newest checkpoints stay.
+    """
+
+    steps: int = 1000
+    batch_size: int = 16
+    seed: int = 0
+    log_every_steps: int = 20
+    eval_every_steps: int = 100
+    checkpoint_every_steps: int = 100
+    keep_checkpoints: int = 2
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints"):
+            value = getattr(self, name)
+            _require(value >= 1, f"train.{name}={value}", "at least 1")
+        _require(self.eval_every_steps >= 0, f"train.eval_every_steps={self.eval_every_steps}", "at least 0")
+        _require(0 <= self.seed < 2**32, f"train.seed={self.seed}", "0 to 2**32 - 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """The fixed evaluation set: the first `sequences` rows of the validation split.
+
+    Attributes:
+      sequences: Number of sequences; a multiple of `batch_size`.
+      batch_size: Sequences per batch, and the set over which dynamic quantisation scales are taken.
+    """
+
+    sequences: int = 256
+    batch_size: int = 32
+
+    def __post_init__(self):
+        _require(self.batch_size >= 1, f"eval.batch_size={self.batch_size}", "at least 1")
+        _require(
+            self.sequences >= 1 and self.sequences % self.batch_size == 0,
+            f"eval.sequences={self.sequences} is not a positive multiple of eval.batch_size={self.batch_size}",
+            f"a multiple of {self.batch_size}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that determines a run."""
+
+    model: ModelConfig = ModelConfig()
+    optim: OptimConfig = OptimConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+
+    def __post_init__(self):
+        length = self.data.sequence_length
+        _require(
+            self.model.position != "learned" or length <= self.model.max_length,
+            f"data.sequence_length={length} is longer than model.max_length={self.model.max_length}",
+            f"at most {self.model.max_length} where positions are learned",
+        )
+        _require(
+            self.model.relaxed_causal_tokens < length,
+            f"model.relaxed_causal_tokens={self.model.relaxed_causal_tokens} leaves no loss position",
+            f"less than data.sequence_length={length}",
+        )
+        _require(
+            self.optim.warmup_steps <= self.train.steps,
+            f"optim.warmup_steps={self.optim.warmup_steps} is more than train.steps={self.train.steps}",
+            f"at most {self.train.steps}",
+        )
+
+
+T = TypeVar("T")
+
+
+def _plain(text: str, kind: type) -> Any:
+    lowered = text.strip().lower()
+    if kind is bool:
+        return {"true": True, "false": False}[lowered]
+    if kind is int:
+        value = float(lowered) if any(c in lowered for c in ".e") else int(lowered)
+        if value != int(value):
+            raise ValueError
+        return int(value)  # 1e3 is an int to anyone who types it
+    return kind(text)
+
+
+def read_value(text: str, hint: Any) -> Any:
+    """Reads a command-line text as a value of the annotated type.
+
+    Args:
+      text: What the user typed.
+      hint: bool, int, float, str, a Literal, a tuple of one type, or a union of these.
+
+    Raises:
+      ValueError: Where the text is no such value.
+
+    >>> read_value("1e3", int), read_value("none", float | None), read_value("relu,gelu", Mlp | tuple[Mlp, ...])
+    (1000, None, ('relu', 'gelu'))
+    """
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is type(None):
+        if text.strip().lower() == "none":
+            return None
+        raise ValueError(text)
+    if origin is Literal:
+        for value in args:
+            if str(value) == text.strip():
+                return value
+        raise ValueError(text)
+    if origin is tuple:
+        return tuple(read_value(part.strip(), args[0]) for part in text.split(",") if part.strip())
+    if origin in (typing.Union, types.UnionType):
+        options = sorted(args, key=lambda option: typing.get_origin(option) is tuple)  # one value before many
+        for option in options:
+            try:
+                return read_value(text, option)
+            except (ValueError, KeyError):
+                continue
+        raise ValueError(text)
+    try:
+        return _plain(text, hint)
+    except KeyError as error:
+        raise ValueError(text) from error
+
+
+def describe_type(hint: Any) -> str:
+    """The allowed values of an annotation, in words for a user."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is type(None):
+        return "none"
+    if origin is Literal:
+        return " | ".join(str(value) for value in args)
+    if origin is tuple:
+        return f"a comma-separated list of ({describe_type(args[0])})"
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(describe_type(option) for option in args)
+    return {bool: "true | false", int: "an integer", float: "a number", str: "a text"}[hint]
+
+
+def _conforms(value: Any, hint: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in args
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_conforms(item, args[0]) for item in value)
+    if origin in (typing.Union, types.UnionType):
+        return any(_conforms(value, option) for option in args)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def field_paths(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Every leaf field of a (nested) config class by dotted path, with its type.
+
+    >>> list(field_paths(Config))[:2]
+    ['model.vocab_size', 'model.max_length']
+    """
+    paths: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            paths |= field_paths(typing.cast(type, hint), f"{prefix}{name}.")
+        else:
+            paths[f"{prefix}{name}"] = hint
+    return paths
+
+
+def _replace_nested(config: T, nested: Mapping[str, Any]) -> T:
+    changes = {
+        name: _replace_nested(getattr(config, name), value) if isinstance(value, Mapping) else value
+        for name, value in nested.items()
+    }
+    return dataclasses.replace(typing.cast(Any, config), **changes)
+
+
+def replace(config: T, changes: Mapping[str, Any]) -> T:
+    """A copy with values changed by dotted path, all at once, so that fields that must agree can change together.
+
+    Args:
+      config: A config.
+      changes: Dotted path -> new value; a str is read as typed on a command line unless the field is a str.
+
+    Raises:
+      UserError: For an unknown field, a value of the wrong type, or an impossible combination.
+
+    >>> replace(Config(), {"model.d_model": 6, "model.num_heads": "3"}).model.head_dim
+    2
+    """
+    hints = field_paths(type(config))
+    nested: dict[str, Any] = {}
+    for path, value in changes.items():
+        if path not in hints:
+            group = [name for name in hints if name.startswith(path + ".")]
+            names = group or [name for name in hints if name.rpartition(".")[0] == path.rpartition(".")[0]] or hints
+            raise UserError(
+                f"unknown config field {path!r}",
+                allowed="known: " + ", ".join(names),
+                hint=nearest(path, hints) or nearest(path.rpartition(".")[2], [name.rpartition(".")[2] for name in hints]),
+            )
+        hint = hints[path]
+        if isinstance(value, str) and not _conforms(value, hint):
+            try:
+                value = read_value(value, hint)
+            except (ValueError, OverflowError):
+                literals = [str(item) for item in _literals(hint)]
+                raise UserError(
+                    f"config.{path}={value!r} is not valid", allowed=describe_type(hint), hint=nearest(value, literals)
+                ) from None
+        if not _conforms(value, hint):
+            raise UserError(f"config.{path}={value!r} has the wrong type", allowed=describe_type(hint))
+        *groups, name = path.split(".")
+        inner = nested
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[name] = value
+    return _replace_nested(config, nested)
+
+
+def _literals(hint: Any) -> tuple[Any, ...]:
+    args = typing.get_args(hint)
+    return args if typing.get_origin(hint) is Literal else tuple(value for arg in args for value in _literals(arg))
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """Every leaf value by dotted path."""
+    flat = {}
+    for path in field_paths(type(config)):
+        value = config
+        for name in path.split("."):
+            value = getattr(value, name)
+        flat[path] = value
+    return flat
+
+
+def changed_fields(base: Any, config: Any) -> dict[str, Any]:
+    """The fields by which `config` differs from `base`, by dotted path."""
+    before = flatten(base)
+    return {path: value for path, value in flatten(config).items() if value != before[path]}
+
+
+def to_json(config: Any) -> str:
+    """The config as indented JSON; `from_json` reads it back."""
+    return json.dumps(dataclasses.asdict(config), indent=2)
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:
+    """Builds a config from nested plain values; every field must be there and no other.
+
+    Raises:
+      UserError: For an unknown, missing or mistyped field.
+    """
+    hints = typing.get_type_hints(cls)
+    if not isinstance(values, Mapping) or set(values) != set(hints):
+        named = set(values) if isinstance(values, Mapping) else set()
+        raise UserError(
+            f"{where} does not describe a {cls.__name__} of this version of orthojax",
+            allowed="missing: " + (", ".join(sorted(set(hints) - named)) or "nothing"),
+            hint="unknown: " + (", ".join(sorted(named - set(hints))) or "nothing"),
+        )
+    fields = {}
+    for name, hint in hints.items():
+        value = values[name]
+        if dataclasses.is_dataclass(hint):
+            fields[name] = from_dict(typing.cast(type, hint), value, f"{where}.{name}")
+            continue
+        value = tuple(value) if isinstance(value, list) else value
+        if not _conforms(value, hint):
+            raise UserError(f"{where}.{name}={value!r} has the wrong type", allowed=describe_type(hint))
+        fields[name] = value
+    return cls(**fields)
+
+
+def from_json(cls: type[T], text: str) -> T:
+    """Reads what `to_json` wrote.
+
+    Raises:
+      UserError: Where the text is no JSON, or not of this class.
+
+    >>> from_json(Config, to_json(Config())) == Config()
+    True
+    """
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"not a JSON config: {error}") from None
+    return from_dict(cls, values)

@@ -1,0 +1,43 @@
+"""One transformer for all families, and the presets that name them.
+
+The presets are plain values; flax is imported when `Transformer` is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from orthojax.model.presets import flops_per_token, gpt2, llama2, parameter_count
+
+if TYPE_CHECKING:
+    from orthojax.model.layers import stack_layers, unstack_layers
+    from orthojax.model.transformer import LinearFunction, Observe, Taps, Transformer, linear
+
+_HOME = {
+    "LinearFunction": "transformer",
+    "Observe": "transformer",
+    "Taps": "transformer",
+    "Transformer": "transformer",
+    "linear": "transformer",
+    "stack_layers": "layers",
+    "unstack_layers": "layers",
+}
+
+__all__ = [
+    "LinearFunction",
+    "Observe",
+    "Taps",
+    "Transformer",
+    "flops_per_token",
+    "gpt2",
+    "linear",
+    "llama2",
+    "parameter_count",
+    "stack_layers",
+    "unstack_layers",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"orthojax.model.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'orthojax.model' has no attribute {name!r}")

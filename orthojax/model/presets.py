@@ -1,0 +1,127 @@
+"""Families and sizes: what `gpt2` and `llama2` mean as values of `ModelConfig`.
+
+Both are stock. What the paper changes (RMSNormSingle, no biases, softmax-1) is a change of these values:
+`gpt2("130m", norm="rmsnorm_single", use_bias=False, normalizer="softmax1")`.
+"""
+
+import dataclasses
+from typing import Any
+
+from orthojax.config import ModelConfig, UserError, nearest
+
+_GPT2 = ModelConfig(
+    vocab_size=50_257,
+    position="learned",
+    norm="layernorm",
+    use_bias=True,
+    mlp="gelu",
+    normalizer="softmax",
+    tie_embeddings=True,
+)
+_LLAMA2 = ModelConfig(
+    vocab_size=32_000,
+    position="rotary",
+    norm="rmsnorm",
+    use_bias=False,
+    mlp="swiglu",
+    normalizer="softmax",
+    tie_embeddings=False,
+)
+
+# Sizes of From Attention to Activation (arXiv 2410.17174); it names widths and parameter counts, the rest is usual.
+_GPT2_SIZES = {
+    "tiny": {"num_layers": 4, "d_model": 128, "num_heads": 4, "d_mlp": 512, "vocab_size": 2048},
+    "60m": {"num_layers": 12, "d_model": 512, "num_heads": 8, "d_mlp": 2048},
+    "130m": {"num_layers": 12, "d_model": 768, "num_heads": 12, "d_mlp": 3072},
+    "350m": {"num_layers": 24, "d_model": 1024, "num_heads": 16, "d_mlp": 4096},
+    "1.4b": {"num_layers": 24, "d_model": 2048, "num_heads": 16, "d_mlp": 8192},
+}
+_LLAMA2_SIZES = {
+    "tiny": {"num_layers": 4, "d_model": 128, "num_heads": 4, "d_mlp": 344, "vocab_size": 2048},
+    "130m": {"num_layers": 12, "d_model": 768, "num_heads": 12, "d_mlp": 2048},
+}
+
+
+def _preset(family: str, base: ModelConfig, sizes: dict[str, dict[str, int]], size: str, changes: dict[str, Any]):
+    if size not in sizes:
+        raise UserError(f"unknown {family} size {size!r}", allowed=" | ".join(sizes), hint=nearest(size, sizes))
+    names = [field.name for field in dataclasses.fields(ModelConfig)]
+    for name in changes:
+        if name not in names:
+            raise UserError(f"unknown model field {name!r}", allowed=", ".join(names), hint=nearest(name, names))
+    return dataclasses.replace(base, **(sizes[size] | changes))
+
+
+def gpt2(size: str, **changes: Any) -> ModelConfig:
+    """GPT-2: learned positions, LayerNorm, biases, GELU, tied embeddings.
+
+    Args:
+      size: "tiny" | "60m" | "130m" | "350m" | "1.4b".
+      **changes: Fields of `ModelConfig` to set otherwise.
+
+    Raises:
+      UserError: For an unknown size or field, or an impossible combination.
+
+    >>> gpt2("130m").d_model, gpt2("130m", normalizer="softmax1").normalizer
+    (768, 'softmax1')
+    """
+    return _preset("gpt2", _GPT2, _GPT2_SIZES, size, changes)
+
+
+def llama2(size: str, **changes: Any) -> ModelConfig:
+    """Llama 2: rotary positions, RMSNorm, no biases, SwiGLU, untied head.
+
+    Args:
+      size: "tiny" | "130m".
+      **changes: Fields of `ModelConfig` to set otherwise.
+
+    Raises:
+      UserError: For an unknown size or field, or an impossible combination.
+    """
+    return _preset("llama2", _LLAMA2, _LLAMA2_SIZES, size, changes)
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Number of parameters, from the formula; a test compares it with the arrays.
+
+    >>> parameter_count(gpt2("130m"))
+    124439808
+    """
+    c = config
+    bias = 1 if c.use_bias else 0
+    gains = {"layernorm": c.d_model * (1 + bias), "rmsnorm": c.d_model, "rmsnorm_single": 1, "none": 0}
+    norm = gains[c.norm]
+    query, kv = c.num_heads * c.head_dim, c.kv_heads * c.head_dim
+    attention = c.d_model * (query + 2 * kv) + query * c.d_model + bias * (query + 2 * kv + c.d_model) + norm
+    attention += (c.d_model + bias) * c.num_heads if c.gated_attention else 0
+    attention += c.num_heads if c.normalizer == "learned_sink" else 0
+    two = 2 * c.d_model * c.d_mlp + bias * (c.d_mlp + c.d_model) + norm
+    mlp = {
+        "gelu": two,
+        "relu": two,
+        "swiglu": two + (c.d_model + bias) * c.d_mlp,
+        "linear": c.d_model**2 + bias * c.d_model + norm,
+        "none": 0,
+    }
+    total = c.vocab_size * c.d_model * (1 if c.tie_embeddings else 2) + norm
+    total += c.max_length * c.d_model if c.position == "learned" else 0
+    for layer in range(c.num_layers):
+        total += (attention if c.layer_attention(layer) else 0) + mlp[c.layer_mlp(layer)]
+    return total
+
+
+def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
+    """Floating-point operations of one training step for each token, forward and backward.
+
+    6 for each parameter that takes part in a matrix product (the token table once, as the head; the position table
+    never), and 12 T d_model in every layer for the products with keys and values, causality not counted as a saving.
+
+    Args:
+      config: The model.
+      sequence_length: T.
+    """
+    c = config
+    tables = c.max_length * c.d_model if c.position == "learned" else 0
+    tables += 0 if c.tie_embeddings else c.vocab_size * c.d_model
+    attending = sum(c.layer_attention(layer) for layer in range(c.num_layers))
+    return 6 * (parameter_count(c) - tables) + 12 * attending * sequence_length * c.d_model

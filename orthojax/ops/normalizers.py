@@ -1,0 +1,224 @@
+"""What turns attention logits into weights.
+
+Every normalizer has the signature of `jax.nn.softmax`: `(logits, axis=-1, where=None)`, `where` is a boolean mask that
+means "keep". Weights have the shape and dtype of the logits; half precision is computed in float32. Where a row keeps
+nothing, its weights are exactly zero, except for `softmax`, which keeps the meaning it has in `jax.nn`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+Normalizer = Literal["softmax", "softmax1", "relu", "sigmoid"] | float | jax.Array
+
+
+def _at_least_float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _masked(logits: jax.Array, where: jax.Array | None) -> jax.Array:
+    return logits if where is None else jnp.where(where, logits, -jnp.inf)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _softmax_with_sink(logits: jax.Array, axis: int, sink: jax.Array) -> jax.Array:
+    """exp(x_i) / (exp(sink) + sum_j exp(x_j)) for a sink logit that broadcasts against the logits."""
+    # The sink takes part in the shift: exp(sink - shift) can then neither overflow, however negative the
+    # logits are, nor vanish together with all other terms. A shift of -inf (nothing kept, no sink) would give NaN.
+    shift = jnp.maximum(jnp.max(logits, axis, keepdims=True), sink)
+    shift = jnp.where(shift == -jnp.inf, 0.0, shift)
+    unnormalized = jnp.exp(logits - shift)
+    total = jnp.sum(unnormalized, axis, keepdims=True) + jnp.exp(sink - shift)
+    return unnormalized / jnp.where(total == 0.0, 1.0, total)
+
+
+@_softmax_with_sink.defjvp
+def _softmax_with_sink_jvp(axis, primals, tangents):
+    # d y = y (t - sum_j y_j t_j - y_sink t_sink): only the output is needed, so only it is saved. Automatic
+    # differentiation of the lines above would save the shifted exponentials and their sum as well.
+    logits, sink = primals
+    t, t_sink = tangents
+    y = _softmax_with_sink(logits, axis, sink)
+    inner = jnp.sum(y * t, axis, keepdims=True)
+    inner += (1.0 - jnp.sum(y, axis, keepdims=True)) * t_sink
+    return y, y * (t - inner)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _softmax_n(logits: jax.Array, axis: int, n: float) -> jax.Array:
+    """exp(x_i) / (n + sum_j exp(x_j)): a constant sink, whose derivative costs nothing."""
+    log_n = jnp.log(jnp.asarray(n, logits.dtype))
+    shift = jnp.maximum(jnp.max(logits, axis, keepdims=True), log_n)
+    shift = jnp.where(shift == -jnp.inf, 0.0, shift)
+    unnormalized = jnp.exp(logits - shift)
+    total = jnp.sum(unnormalized, axis, keepdims=True) + n * jnp.exp(-shift)
+    return unnormalized / jnp.where(total == 0.0, 1.0, total)
+
+
+@_softmax_n.defjvp
+def _softmax_n_jvp(axis, n, primals, tangents):
+    (logits,), (t,) = primals, tangents
+    y = _softmax_n(logits, axis, n)
+    return y, y * (t - jnp.sum(y * t, axis, keepdims=True))
+
+
+def softmax_n(logits: jax.Array, n: float, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
+    """Softmax with n in the denominator: exp(x_i) / (n + sum_j exp(x_j)); n = 1 is `softmax1`, n = 0 is softmax.
+
+    Args:
+      logits: Floating array.
+      n: A number >= 0; the attention that may go nowhere, as if n further keys had logit 0 and value 0.
+      axis: The axis of the keys.
+      where: Boolean mask that broadcasts against `logits`; entries that are False get weight 0.
+
+    Returns:
+      Weights, shape and dtype of `logits`; each row sums to less than 1 where n > 0.
+    """
+    if not n >= 0.0:
+        raise ValueError(f"softmax_n needs n >= 0, got {n}")
+    return _softmax_n(_masked(_at_least_float32(logits), where), axis, float(n)).astype(logits.dtype)
+
+
+def softmax1(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
+    """softmax-1: exp(x_i) / (1 + sum_j exp(x_j)), attention that may go nowhere.
+
+    The 1 acts as a key with logit 0 and value 0, so a head with nothing to say need not park its weight on the
+    first token. The shift that keeps it stable is max(0, max_j x_j), since unlike softmax it is not invariant to
+    adding a constant: finite, correct weights for any logits, and exact zeros where nothing is kept.
+
+    Args:
+      logits: Floating array; half precision is computed in float32.
+      axis: The axis of the keys.
+      where: Boolean mask that broadcasts against `logits`; entries that are False get weight 0.
+
+    Returns:
+      Weights, shape and dtype of `logits`; each row sums to less than 1. The derivative rule saves them only.
+
+    Reference:
+      From Attention to Activation, `arXiv 2410.17174 <https://arxiv.org/abs/2410.17174>`_, 2024, Eq. 1.
+
+    >>> import jax.numpy as jnp
+    >>> [round(float(w), 4) for w in softmax1(jnp.array([0.0, 0.0, -1e9]))]
+    [0.3333, 0.3333, 0.0]
+    >>> float(softmax1(jnp.full(4, -100.0)).sum()) < 1e-40  # softmax would share out a whole 1
+    True
+    """
+    return softmax_n(logits, 1.0, axis, where)
+
+
+def softmax_with_sink(
+    logits: jax.Array, sink: jax.Array, axis: int = -1, where: jax.Array | None = None
+) -> jax.Array:
+    """Softmax with a (learned) sink logit: exp(x_i) / (exp(sink) + sum_j exp(x_j)); sink = 0 is `softmax1`.
+
+    Args:
+      logits: Floating array.
+      sink: Array that broadcasts against `logits` with length 1 along `axis`; differentiable.
+      axis: The axis of the keys.
+      where: Boolean mask that broadcasts against `logits`; entries that are False get weight 0.
+
+    Returns:
+      Weights, shape and dtype of `logits`.
+    """
+    x = _masked(_at_least_float32(logits), where)
+    return _softmax_with_sink(x, axis, sink.astype(x.dtype)).astype(logits.dtype)
+
+
+def softmax(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
+    """exp(x_i) / sum_j exp(x_j), as `jax.nn.softmax`, in float32 at least.
+
+    Args:
+      logits: Floating array.
+      axis: The axis of the keys.
+      where: Boolean mask that broadcasts against `logits`. As in `jax.nn.dot_product_attention` a masked logit
+        becomes the dtype's lowest number, so a row that keeps nothing spreads its weight evenly over all keys.
+
+    Returns:
+      Weights, shape and dtype of `logits`.
+    """
+    x = _at_least_float32(logits)
+    if where is not None:
+        x = jnp.where(where, x, 0.7 * jnp.finfo(x.dtype).min)
+    return jax.nn.softmax(x, axis).astype(logits.dtype)
+
+
+def relu(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
+    """max(x_i, 0) / (number of visible keys).
+
+    Args:
+      logits: Floating array.
+      axis: The axis of the keys.
+      where: Boolean mask that broadcasts against `logits`; its True entries along `axis` are the visible keys.
+
+    Returns:
+      Weights, shape and dtype of `logits`; rows need not sum to 1.
+
+    Reference:
+      Active-Dormant Attention Heads, `arXiv 2410.13835 <https://arxiv.org/abs/2410.13835>`_, 2024.
+
+    >>> import jax.numpy as jnp
+    >>> relu(jnp.array([2.0, -1.0, 4.0]), where=jnp.array([True, True, False])).tolist()
+    [1.0, 0.0, 0.0]
+    """
+    x = jnp.maximum(_at_least_float32(logits), 0.0)
+    if where is None:
+        return (x / x.shape[axis]).astype(logits.dtype)
+    visible = jnp.sum(where, axis, keepdims=True) if where.shape[axis] > 1 else where * logits.shape[axis]
+    return jnp.where(where, x / jnp.maximum(visible, 1), 0.0).astype(logits.dtype)
+
+
+def sigmoid(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
+    """1 / (1 + exp(-x_i)) for each key by itself, with no normalisation over keys.
+
+    Args:
+      logits: Floating array.
+      axis: The axis of the keys; here for the common signature, no sum runs over it.
+      where: Boolean mask that broadcasts against `logits`; entries that are False get weight 0.
+
+    Returns:
+      Weights, shape and dtype of `logits`; rows need not sum to 1.
+
+    Reference:
+      When Attention Sink Emerges in Language Models, `arXiv 2410.10781 <https://arxiv.org/abs/2410.10781>`_, 2024
+      (sigmoid attention without normalisation).
+    """
+    del axis
+    weights = jax.nn.sigmoid(_at_least_float32(logits))
+    return (weights if where is None else jnp.where(where, weights, 0.0)).astype(logits.dtype)
+
+
+_BY_NAME: dict[str, Callable[..., jax.Array]] = {
+    "softmax": softmax,
+    "softmax1": softmax1,
+    "relu": relu,
+    "sigmoid": sigmoid,
+}
+
+
+def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array | None = None) -> jax.Array:
+    """Weights over the last axis of attention logits.
+
+    Args:
+      normalizer: A name, a number n (`softmax_n`), or an array [heads] of sink logits (`softmax_with_sink`).
+      logits: [batch, heads, queries, keys].
+      where: Boolean mask that broadcasts against `logits`.
+
+    Returns:
+      Weights, shape and dtype of `logits`.
+
+    Raises:
+      ValueError: For an unknown name, a negative n, or sink logits that are not one for each head.
+    """
+    if isinstance(normalizer, str):
+        if normalizer not in _BY_NAME:
+            raise ValueError(f"unknown normalizer {normalizer!r}; known: {', '.join(_BY_NAME)}, a number, an array [heads]")
+        return _BY_NAME[normalizer](logits, where=where)
+    if isinstance(normalizer, int | float):
+        return softmax_n(logits, normalizer, where=where)
+    heads = logits.shape[-3]
+    if normalizer.shape != (heads,):
+        raise ValueError(f"sink logits have shape {normalizer.shape}; expected one for each head, ({heads},)")
+    return softmax_with_sink(logits, normalizer[None, :, None, None], where=where)
