@@ -27,6 +27,18 @@ class UserError(ValueError):
         super().__init__("\n".join(line for line in (problem, allowed, hint) if line))
 
 
+class Interrupted(Exception):
+    """The run was asked to stop and has saved its state.
+
+    Attributes:
+      signum: The signal that asked.
+    """
+
+    def __init__(self, signum: int, step: int):
+        super().__init__(f"stopped at step {step}, state saved; run the same command to go on")
+        self.signum = signum
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """The hint 'did you mean ...?' for a mistyped name, or '' where nothing is near."""
     found = difflib.get_close_matches(name, list(names), n=1)
@@ -307,10 +319,10 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """The fixed evaluation set: the first `sequences` rows of the validation split.
+    """The fixed evaluation set: rows of the validation split.
 
     Attributes:
-      sequences: Number of sequences; a multiple of `batch_size`.
+      sequences: Number of sequences, spread evenly over the split; a multiple of `batch_size`.
       batch_size: Sequences per batch, and the set over which dynamic quantisation scales are taken.
     """
 
@@ -349,9 +361,9 @@ class Config:
             f"less than data.sequence_length={length}",
         )
         _require(
-            self.optim.warmup_steps <= self.train.steps,
-            f"optim.warmup_steps={self.optim.warmup_steps} is more than train.steps={self.train.steps}",
-            f"at most {self.train.steps}",
+            self.optim.warmup_steps < self.train.steps,
+            f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of train.steps={self.train.steps}",
+            f"less than {self.train.steps}",
         )
 
 

@@ -1,0 +1,72 @@
+"""What the papers measure, as functions on arrays, and as statistics that a model reduces to while it runs.
+
+From Attention to Activation (arXiv 2410.17174): kurtosis, largest activations, norm ratio, attention to the first key.
+Active-Dormant Attention Heads (arXiv 2410.13835): sinks, value-state drains, residual-state peaks, Bigram-Backcopy.
+"""
+
+from orthojax.analysis.activations import (
+    kurtosis_first,
+    kurtosis_pooled,
+    kurtosis_rest,
+    max_abs_first,
+    max_abs_first_maximum,
+    max_abs_rest,
+    max_abs_rest_maximum,
+    norm_ratio_first,
+    norm_ratio_rest,
+    residual_norm_first,
+    residual_norm_rest,
+)
+from orthojax.analysis.attention import (
+    first_attention_fraction,
+    first_attention_mass,
+    first_attention_mass_by_head,
+    sink_rate,
+)
+from orthojax.analysis.backcopy import (
+    backcopy_risk_nats,
+    bigram_excess_risk_nats,
+    sink_attention,
+    sink_logit_gap,
+)
+from orthojax.analysis.observe import (
+    Statistics,
+    Taps,
+    combine,
+    finalize,
+    observe_backcopy,
+    observe_backcopy_risks,
+    observe_language_model,
+)
+from orthojax.analysis.values import value_norm_first, value_norm_rest
+
+__all__ = [
+    "Statistics",
+    "Taps",
+    "backcopy_risk_nats",
+    "bigram_excess_risk_nats",
+    "combine",
+    "finalize",
+    "first_attention_fraction",
+    "first_attention_mass",
+    "first_attention_mass_by_head",
+    "kurtosis_first",
+    "kurtosis_pooled",
+    "kurtosis_rest",
+    "max_abs_first",
+    "max_abs_first_maximum",
+    "max_abs_rest",
+    "max_abs_rest_maximum",
+    "norm_ratio_first",
+    "norm_ratio_rest",
+    "observe_backcopy",
+    "observe_backcopy_risks",
+    "observe_language_model",
+    "residual_norm_first",
+    "residual_norm_rest",
+    "sink_attention",
+    "sink_logit_gap",
+    "sink_rate",
+    "value_norm_first",
+    "value_norm_rest",
+]

@@ -3,7 +3,6 @@
 from orthojax.ops.attention import attention_logits, attention_weights, dot_product_attention, visible_keys
 from orthojax.ops.losses import cross_entropy_nats
 from orthojax.ops.normalizers import Normalizer, relu, sigmoid, softmax, softmax1, softmax_n, softmax_with_sink
-from orthojax.ops.rotary import rotary
 from orthojax.ops.statistics import kurtosis, norm_ratio
 
 __all__ = [
@@ -15,7 +14,6 @@ __all__ = [
     "kurtosis",
     "norm_ratio",
     "relu",
-    "rotary",
     "sigmoid",
     "softmax",
     "softmax1",

@@ -1,0 +1,19 @@
+"""Optimizers: rotation of gradients as optax transformations, OrthoAdam, schedules.
+
+>>> import optax
+>>> r = Rotation(kind="haar")
+>>> the_same = optax.chain(rotate(r), optax.scale_by_adam(), unrotate(r)), scale_by_orthoadam(rotation=r)
+"""
+
+from orthojax.optim.axes import RotatedAxes as RotatedAxes
+from orthojax.optim.axes import generic_axes as generic_axes
+from orthojax.optim.orthoadam import RotatedState as RotatedState
+from orthojax.optim.orthoadam import in_rotated_basis as in_rotated_basis
+from orthojax.optim.orthoadam import orthoadam as orthoadam
+from orthojax.optim.orthoadam import scale_by_orthoadam as scale_by_orthoadam
+from orthojax.optim.plan import Rotation as Rotation
+from orthojax.optim.rotation import RotationState as RotationState
+from orthojax.optim.rotation import describe as describe
+from orthojax.optim.rotation import rotate as rotate
+from orthojax.optim.rotation import unrotate as unrotate
+from orthojax.optim.schedules import warmup_cosine as warmup_cosine

@@ -1,0 +1,41 @@
+"""Training and evaluation of one model: inputs, step, optimizer, checkpoints, loop."""
+
+from orthojax.train.checkpoint import (
+    Checkpoints,
+    find_checkpoint,
+    list_arrays,
+    read_config,
+    read_json_item,
+    read_params,
+)
+from orthojax.train.evaluation import Metrics, evaluate, evaluation_stages
+from orthojax.train.inputs import Inputs, open_inputs
+from orthojax.train.loop import DivergedError, prepare_workdir, train, write_text
+from orthojax.train.metric_writer import read_metrics
+from orthojax.train.optimizer import make_optimizer, make_rotation
+from orthojax.train.step import StepMetrics, TrainState, init_state, make_train_step
+
+__all__ = [
+    "Checkpoints",
+    "DivergedError",
+    "Inputs",
+    "Metrics",
+    "StepMetrics",
+    "TrainState",
+    "evaluate",
+    "evaluation_stages",
+    "find_checkpoint",
+    "init_state",
+    "list_arrays",
+    "make_optimizer",
+    "make_rotation",
+    "make_train_step",
+    "open_inputs",
+    "prepare_workdir",
+    "read_config",
+    "read_json_item",
+    "read_metrics",
+    "read_params",
+    "train",
+    "write_text",
+]

@@ -1,0 +1,57 @@
+"""Reproduces one experiment: python launch/reproduce.py --experiment=quick --scale=tiny --seeds=0,1,2.
+
+Without flags it runs the main job: two small language models on real text, vanilla and cured, in a few minutes on two
+CPU cores. Writes results.json, report.md, report.html and figures/ under the workdir; started again, it goes on where
+it was and skips what is done.
+"""
+
+from pathlib import Path
+
+from absl import flags
+
+from orthojax import cli
+from orthojax.config import UserError, nearest
+
+cli.define_cache_dir()
+flags.DEFINE_string("experiment", "quick", "Which experiment; an unknown name lists them.")
+flags.DEFINE_string("scale", "tiny", "tiny: two CPU cores; small: one GPU; paper: the paper's own setting.")
+flags.DEFINE_string("seeds", "0", "Seeds, separated by commas.")
+flags.DEFINE_string("workdir", None, "Folder of the study; runs/EXPERIMENT-SCALE where not given.")
+FLAGS = flags.FLAGS
+
+
+def _seeds() -> tuple[int, ...]:
+    try:
+        seeds = tuple(int(seed) for seed in FLAGS.seeds.split(","))
+    except ValueError:
+        seeds = ()
+    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise UserError(f"--seeds={FLAGS.seeds!r}", allowed="different integers >= 0, separated by commas: 0,1,2")
+    return seeds
+
+
+def main(_: list[str]) -> None:
+    seeds = _seeds()
+    if FLAGS.scale not in ("tiny", "small", "paper"):
+        raise UserError(f"unknown scale {FLAGS.scale!r}", allowed="tiny | small | paper")
+
+    from orthojax.experiments import EXPERIMENTS, print_report, run_study, write_report
+
+    if FLAGS.experiment not in EXPERIMENTS:
+        raise UserError(
+            f"unknown experiment {FLAGS.experiment!r}",
+            allowed=" | ".join(EXPERIMENTS),
+            hint=nearest(FLAGS.experiment, EXPERIMENTS),
+        )
+    experiment = EXPERIMENTS[FLAGS.experiment]
+    workdir = Path(FLAGS.workdir or f"runs/{FLAGS.experiment}-{FLAGS.scale}")
+    print(f"{experiment.name}: {experiment.title}\nworkdir {workdir}", flush=True)
+    study = run_study(experiment, FLAGS.scale, seeds, workdir, Path(FLAGS.cache_dir))
+    report = experiment.report(study)
+    write_report(report, workdir)
+    print_report(report)
+    print(f"\nwritten: {workdir}/report.html, report.md, results.json, figures/")
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,44 @@
+"""Trains one model: python launch/train.py --config=configs/tiny.py --config.train.steps=500 --workdir=runs/mine.
+
+Writes config.json, metrics.jsonl and checkpoints/ under the workdir. Started again with the same flags, it goes on
+where it was.
+"""
+
+from pathlib import Path
+
+from absl import flags
+
+from orthojax import cli
+
+cli.define_config()
+cli.define_cache_dir()
+flags.DEFINE_string("workdir", None, "Folder of the run; runs/NAME_OF_THE_CONFIG_FILE where not given.")
+FLAGS = flags.FLAGS
+
+
+def main(_: list[str]) -> None:
+    config = cli.load_config()
+    workdir = Path(FLAGS.workdir or f"runs/{Path(FLAGS.config).stem if FLAGS.config else 'train'}")
+
+    from orthojax.model import parameter_count
+    from orthojax.progress import Progress, tokenizing_progress
+    from orthojax.train import open_inputs, prepare_workdir, train
+
+    prepare_workdir(workdir, config)
+    print(f"workdir {workdir}: {parameter_count(config.model):,} parameters, {config.train.steps:,} steps", flush=True)
+    inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress())
+    for name, value in inputs.provenance.items():
+        print(f"  {name}: {value}", flush=True)
+    with Progress(config.train.steps) as progress:
+        train(
+            config,
+            inputs,
+            workdir,
+            on_start=progress.skip,
+            on_step=lambda step, loss: progress.advance(1, f"step {step}/{config.train.steps} loss {loss:.4f}"),
+        )
+    print(f"done: {workdir}/metrics.jsonl, {workdir}/checkpoints")
+
+
+if __name__ == "__main__":
+    cli.run(main)

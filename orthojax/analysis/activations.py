@@ -1,0 +1,118 @@
+"""Outliers of hidden states. Legend: B batch, T positions, D d_model.
+
+Hidden states are block outputs after the second residual add, one array [B, T, D] for each layer; embeddings and the
+final norm's output do not belong to them. `first` is position 0, `rest` are the positions >= 1 (so T >= 2). Every
+function takes one layer and averages over sequences; averaging over layers comes after.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from orthojax.ops.statistics import at_least_float32, kurtosis, norm_ratio
+
+
+def _magnitude(hidden: ArrayLike) -> jax.Array:
+    return jnp.max(jnp.abs(at_least_float32(hidden)), axis=-1)
+
+
+def _length(hidden: ArrayLike) -> jax.Array:
+    return jnp.linalg.norm(at_least_float32(hidden), axis=-1)
+
+
+def kurtosis_first(hidden: ArrayLike) -> jax.Array:
+    """Kurtosis over channels at position 0, mean over sequences: E_b[kappa(x[b, 0])].
+
+    Definition: raw, over channels, per layer and position; `first` = position 0 (arXiv 2410.17174, Eq. 2 and Table 2).
+
+    Args:
+      hidden: Hidden states of one layer, [B, T, D].
+
+    Returns:
+      A scalar, at least float32.
+    """
+    return jnp.mean(kurtosis(jnp.asarray(hidden)[:, 0]))
+
+
+def kurtosis_rest(hidden: ArrayLike) -> jax.Array:
+    """Kurtosis over channels, mean over positions >= 1 and sequences; see `kurtosis_first`."""
+    return jnp.mean(kurtosis(jnp.asarray(hidden)[:, 1:]))
+
+
+def kurtosis_pooled(hidden: ArrayLike) -> jax.Array:
+    """Kurtosis over channels, mean over all positions and sequences; see `kurtosis_first`.
+
+    Definition: tables that print one column print first, rest and pooled (pooled over all positions).
+    """
+    return jnp.mean(kurtosis(hidden))
+
+
+def max_abs_first(hidden: ArrayLike) -> jax.Array:
+    """Largest absolute activation at position 0, mean over sequences: E_b[max_d |x[b, 0, d]|].
+
+    Definition: per sequence the max over channels, mean over sequences, then over layers (arXiv 2410.17174, Table 2).
+
+    Args:
+      hidden: Hidden states of one layer, [B, T, D].
+
+    Returns:
+      A scalar, at least float32.
+    """
+    return jnp.mean(_magnitude(hidden)[:, 0])
+
+
+def max_abs_rest(hidden: ArrayLike) -> jax.Array:
+    """Largest absolute activation over positions >= 1, mean over sequences: E_b[max_{t >= 1, d} |x[b, t, d]|].
+
+    Definition: per sequence the max over channels and over positions >= 1, mean over sequences; see `max_abs_first`.
+    """
+    return jnp.mean(jnp.max(_magnitude(hidden)[:, 1:], axis=1))
+
+
+def max_abs_first_maximum(hidden: ArrayLike) -> jax.Array:
+    """Largest absolute activation at position 0 over all sequences; grows with their number, so report both."""
+    return jnp.max(_magnitude(hidden)[:, 0])
+
+
+def max_abs_rest_maximum(hidden: ArrayLike) -> jax.Array:
+    """Largest absolute activation at positions >= 1 over all sequences; grows with their number, so report both."""
+    return jnp.max(_magnitude(hidden)[:, 1:])
+
+
+def norm_ratio_first(hidden: ArrayLike) -> jax.Array:
+    """max|x| / ||x||_2 at position 0, mean over sequences.
+
+    Definition: max|x| / ||x||_2 per position (arXiv 2410.17174, section 4.2 and Appendix I.3).
+
+    Args:
+      hidden: Hidden states of one layer, [B, T, D].
+
+    Returns:
+      A scalar in [1 / sqrt(D), 1], at least float32.
+    """
+    return jnp.mean(norm_ratio(jnp.asarray(hidden)[:, 0]))
+
+
+def norm_ratio_rest(hidden: ArrayLike) -> jax.Array:
+    """max|x| / ||x||_2, mean over positions >= 1 and sequences; see `norm_ratio_first`."""
+    return jnp.mean(norm_ratio(jnp.asarray(hidden)[:, 1:]))
+
+
+def residual_norm_first(hidden: ArrayLike) -> jax.Array:
+    """||x||_2 at position 0, mean over sequences: the residual-state peak.
+
+    Definition: the l2 norm of a block's output (Active-Dormant Attention Heads, arXiv 2410.13835); measured for
+    language models too.
+
+    Args:
+      hidden: Hidden states of one layer, [B, T, D].
+
+    Returns:
+      A scalar, at least float32.
+    """
+    return jnp.mean(_length(hidden)[:, 0])
+
+
+def residual_norm_rest(hidden: ArrayLike) -> jax.Array:
+    """||x||_2, mean over positions >= 1 and sequences; see `residual_norm_first`."""
+    return jnp.mean(_length(hidden)[:, 1:])

@@ -1,0 +1,127 @@
+"""Bigram-Backcopy: how well each half of the task is solved, and how the sink forms.
+
+Active-Dormant Attention Heads, arXiv 2410.13835. At a trigger the next token is a copy of the previous one, elsewhere
+it is drawn from the bigram law of the current token. Legend: B batch, N query heads, T query positions, S key
+positions, V vocabulary. Means over selected positions come as (sum, count), so that batches with different numbers of
+triggers add up.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from orthojax.ops.statistics import at_least_float32
+
+SumAndCount = tuple[jax.Array, jax.Array]
+
+
+def _sum_and_count(values: jax.Array, where: jax.Array) -> SumAndCount:
+    return jnp.sum(values, where=where), jnp.sum(where, dtype=jnp.int32)
+
+
+def _cross_entropy(oracle_probs: jax.Array, log_probs: jax.Array) -> jax.Array:
+    """-sum_v q(v) log p(v) in nats over the last axis, terms with q = 0 dropped."""
+    possible = oracle_probs > 0.0
+    # log p may be -inf where q = 0, and 0 * -inf is nan.
+    return -jnp.sum(oracle_probs * jnp.where(possible, log_probs, 0.0), axis=-1)
+
+
+def backcopy_risk_sum(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
+    """`backcopy_risk_nats` as (sum in nats, number of trigger positions)."""
+    risk = _cross_entropy(at_least_float32(oracle_probs), at_least_float32(log_probs))
+    return _sum_and_count(risk, jnp.asarray(is_trigger))
+
+
+def bigram_excess_risk_sum(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
+    """`bigram_excess_risk_nats` as (sum in nats, number of other positions)."""
+    oracle = at_least_float32(oracle_probs)
+    entropy = _cross_entropy(oracle, jnp.log(jnp.where(oracle > 0.0, oracle, 1.0)))
+    risk = _cross_entropy(oracle, at_least_float32(log_probs))
+    return _sum_and_count(risk - entropy, ~jnp.asarray(is_trigger))
+
+
+def backcopy_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
+    """Risk where the task is to copy: mean over trigger positions of -sum_v q(v) log p(v).
+
+    The expected cross-entropy under the oracle q, terms with q = 0 dropped; the oracle's own is 0.
+
+    Args:
+      log_probs: Log-probabilities of the model in nats, [B, T, V].
+      oracle_probs: Probabilities of the next token under the law of the data, [B, T, V].
+      is_trigger: Whether the token at a position is a trigger, bool [B, T].
+
+    Returns:
+      A scalar in nats, at least float32; nan without triggers.
+    """
+    total, count = backcopy_risk_sum(log_probs, oracle_probs, is_trigger)
+    return total / count
+
+
+def bigram_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
+    """Risk above the oracle's where the task is the bigram: mean over non-trigger positions of KL(q || p).
+
+    Definition: the bigram risk over all non-trigger positions, the BOS position included, less the same with the oracle
+    in the model's place. The oracle's row at BOS must be the true law of the first token (triggers excluded), else a
+    perfect model would show a positive excess.
+
+    Args:
+      log_probs: Log-probabilities of the model in nats, [B, T, V].
+      oracle_probs: Probabilities of the next token under the law of the data, [B, T, V].
+      is_trigger: Whether the token at a position is a trigger, bool [B, T].
+
+    Returns:
+      A scalar in nats, >= 0 up to rounding, at least float32.
+    """
+    total, count = bigram_excess_risk_sum(log_probs, oracle_probs, is_trigger)
+    return total / count
+
+
+def sink_attention_sum(weights: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
+    """`sink_attention` as (sum, number of non-trigger positions)."""
+    on_first = jnp.mean(at_least_float32(weights)[..., 0], axis=1)
+    return _sum_and_count(on_first, ~jnp.asarray(is_trigger))
+
+
+def sink_attention(weights: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
+    """Attention to BOS where the head should be dormant.
+
+    Definition: mean over batch and non-trigger positions of the weight on key 0, the BOS row (1 for softmax) included;
+    mean over heads. One layer; over layers the maximum is reported.
+
+    Args:
+      weights: Attention weights of one layer, [B, N, T, S].
+      is_trigger: Whether the token at a position is a trigger, bool [B, T].
+
+    Returns:
+      A scalar, at least float32.
+    """
+    total, count = sink_attention_sum(weights, is_trigger)
+    return total / count
+
+
+def sink_logit_gap_sum(logits: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
+    """`sink_logit_gap` as (sum, number of non-trigger queries at positions >= 2)."""
+    logits = at_least_float32(logits)
+    query = jnp.arange(logits.shape[-2])[:, None]
+    key = jnp.arange(logits.shape[-1])[None, :]
+    between = ((key >= 1) & (key < query))[None, None]  # logits come before the mask: later keys hold anything
+    others = jnp.sum(logits, axis=-1, where=between) / jnp.maximum(query[:, 0] - 1, 1)[None, None]
+    gap = jnp.mean(logits[..., 0] - others, axis=1)
+    return _sum_and_count(gap, ~jnp.asarray(is_trigger) & (query[:, 0] >= 2)[None])
+
+
+def sink_logit_gap(logits: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
+    """How far the logit on BOS stands above the others where the head should be dormant.
+
+    Definition: for a query i >= 2 the logit on key 0 minus the mean logit of keys 1 .. i - 1 (neither BOS nor itself),
+    averaged over non-trigger queries, batch and heads.
+
+    Args:
+      logits: Scaled attention logits of one layer, before the mask, [B, N, T, S].
+      is_trigger: Whether the token at a position is a trigger, bool [B, T].
+
+    Returns:
+      A scalar, at least float32; nan where no query qualifies.
+    """
+    total, count = sink_logit_gap_sum(logits, is_trigger)
+    return total / count

@@ -1,0 +1,162 @@
+"""What the command lines share: flags, `--config.x=` overrides, and errors that a user can act on."""
+
+import errno
+import importlib.util
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from absl import app, flags, logging
+
+from orthojax.config import Config, Interrupted, UserError, describe_type, field_paths, nearest, replace
+
+# Operating-system errors that the user can mend: no space, file too large, quota, permission, read-only, a file where
+# a folder should be.
+_USER_ERRNOS = {
+    errno.ENOSPC,
+    errno.EFBIG,
+    errno.EDQUOT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOENT,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+}
+
+_overrides: dict[str, str] = {}
+
+
+def define_config() -> None:
+    """Defines `--config=FILE`; `load_config` reads it and the `--config.x=` overrides."""
+    flags.DEFINE_string(
+        "config", None, "Python file with get_config() -> orthojax.config.Config; the defaults without it."
+    )
+
+
+def define_cache_dir() -> None:
+    """Defines `--cache_dir`, where tokenised corpora are kept between runs."""
+    flags.DEFINE_string("cache_dir", "runs/data", "Folder of tokenised corpora, shared by runs.")
+
+
+def load_config() -> Config:
+    """The config of `--config`, with every `--config.x=` override applied at once.
+
+    Raises:
+      UserError: For a missing or broken file, an unknown field, a wrong value or an impossible combination.
+    """
+    path = flags.FLAGS["config"].value
+    return replace(_config_from_file(Path(path)) if path else Config(), _overrides)
+
+
+def _config_from_file(path: Path) -> Config:
+    if not path.is_file():
+        near = nearest(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [])
+        raise UserError(f"no such config file: {path}", allowed="a Python file with get_config()", hint=near)
+    spec = importlib.util.spec_from_file_location("orthojax_user_config", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"not a Python file: {path}", allowed="a Python file with get_config()")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except UserError:
+        raise
+    except Exception as error:  # the file is the user's
+        raise UserError(f"config file {path} fails: {type(error).__name__}: {error}") from error
+    if not callable(getattr(module, "get_config", None)):
+        raise UserError(f"config file {path} has no get_config()", allowed="get_config() -> orthojax.config.Config")
+    config = module.get_config()
+    if not isinstance(config, Config):
+        raise UserError(f"get_config() of {path} returned a {type(config).__name__}", allowed="orthojax.config.Config")
+    return config
+
+
+def _take_overrides(argv: Sequence[str]) -> list[str]:
+    """Moves `--config.x=value` and `--config.x value` out of argv: absl would call them unknown."""
+    rest, waiting = [], ""
+    for argument in argv:
+        if waiting:
+            _overrides[waiting], waiting = argument, ""
+        elif argument.startswith(("--config.", "-config.")):
+            name, equals, value = argument.partition("config.")[2].partition("=")
+            if equals:
+                _overrides[name] = value
+            else:
+                waiting = name
+        else:
+            rest.append(argument)
+    if waiting:
+        raise UserError(f"--config.{waiting} has no value", allowed=f"--config.{waiting}=VALUE")
+    return rest
+
+
+def _help(main_module: Any) -> str:
+    lines = [(main_module.__doc__ or "").strip(), "", "flags:"]
+    own = flags.FLAGS.flags_by_module_dict().get(sys.argv[0], []) + flags.FLAGS.get_flags_for_module(main_module)
+    shared = flags.FLAGS.flags_by_module_dict().get("orthojax.cli", [])
+    for flag in sorted({flag.name: flag for flag in [*own, *shared]}.values(), key=lambda flag: flag.name):
+        lines.append(f"  --{flag.name}={flag.default}  {flag.help}")
+    if "config" in flags.FLAGS:
+        lines += ["", "config fields, as in --config.optim.learning_rate=3e-4:"]
+        lines += [f"  --config.{path}=({describe_type(hint)})" for path, hint in field_paths(Config).items()]
+    return "\n".join(lines)
+
+
+def _fail(error: BaseException) -> NoReturn:
+    lines = [line for line in str(error).splitlines() if line.strip()][:3]
+    print("\n".join(["error: " + lines[0], *(f"  {line}" for line in lines[1:])]), file=sys.stderr)
+    sys.exit(2)
+
+
+def _guarded(call: Callable[[], Any]) -> Any:
+    """Calls; an error of the user becomes at most three lines and exit code 2, one of ours keeps its traceback."""
+    try:
+        return call()
+    except (UserError, flags.Error) as error:
+        _fail(error)
+    except Interrupted as stop:
+        print(stop, file=sys.stderr)
+        sys.exit(128 + stop.signum)
+    except KeyboardInterrupt:
+        print("stopped; run the same command to go on", file=sys.stderr)
+        sys.exit(130)
+    except OSError as error:
+        if error.errno not in _USER_ERRNOS:
+            raise
+        _fail(UserError(f"{error.strerror}: {error.filename or 'while writing'}"))
+
+
+def run(main: Callable[[list[str]], None], *, positional: str = "") -> None:
+    """Parses flags and calls `main` with the positional arguments; the whole of a launch script's `__main__`.
+
+    Args:
+      main: The script.
+      positional: Name of the one positional argument that it wants, if any.
+    """
+    main_module = sys.modules["__main__"]
+
+    def parse(argv: Sequence[str]) -> list[str]:
+        if any(argument in ("--help", "-h", "-help", "--helpfull", "--helpshort") for argument in argv[1:]):
+            print(_help(main_module))
+            sys.exit(0)
+
+        def strictly() -> list[str]:
+            rest = flags.FLAGS([argv[0], *_take_overrides(argv[1:])])[1:]
+            if _overrides and "config" not in flags.FLAGS:
+                raise UserError("this command reads no config", hint="the config of a checkpoint is stored in it")
+            if positional and len(rest) != 1:
+                raise UserError(f"{len(rest)} arguments given", allowed=f"one: {positional}")
+            if rest and not positional:
+                raise UserError(f"unexpected argument {rest[0]!r}", allowed="--flag=value", hint="--help lists the flags")
+            return rest
+
+        return _guarded(strictly)
+
+    logging.set_verbosity(logging.ERROR)  # Orbax tells much at INFO; --verbosity=0 brings it back
+    # SIGTERM unwinds the stack, so that files are closed and half-written checkpoints finish.
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    app.run(lambda arguments: _guarded(lambda: main(arguments)), flags_parser=parse)

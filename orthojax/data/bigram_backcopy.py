@@ -1,0 +1,168 @@
+"""The Bigram-Backcopy task: a synthetic language on which attention sinks form within minutes.
+
+A sequence starts with <s>. After most characters the next one follows a bigram law; after one of a few trigger
+characters it is a copy of the character before the trigger. The task is that of Guo et al., "Active-Dormant
+Attention Heads" (arXiv:2410.13835); here the bigrams are those of any text, and the oracle is exact at <s> too.
+"""
+
+import collections
+import dataclasses
+
+import numpy as np
+
+from orthojax.config import UserError
+
+
+def default_text() -> str:
+    """The language reference inside the standard library (`pydoc_data.topics`), about 460,000 characters.
+
+    Raises:
+      UserError: Where this Python comes without it.
+    """
+    try:
+        import pydoc_data.topics  # type: ignore[import-untyped]
+    except ImportError:
+        raise UserError("this Python comes without pydoc_data.topics", allowed="a complete standard library") from None
+    topics = pydoc_data.topics.topics
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BigramBackcopy:
+    """The task, made from the character statistics of a text with `from_text`.
+
+    Ids are those of the sorted characters, then <s>; V is their number. With T the triggers and pi the shares of the
+    characters, a sequence x is drawn as
+
+      x_0 = <s>;  x_1 ~ pi without T, renormalised;
+      x_{i+1} = x_{i-1} where x_i is in T (backcopy), else x_{i+1} ~ P[x_i] (bigram).
+
+    So two triggers never stand side by side, and <s> never comes again.
+
+    Attributes:
+      characters: The alphabet, sorted; id i is characters[i].
+      bos_id: Id of <s>, V - 1.
+      triggers: int [k], the k most frequent characters, the most frequent first.
+      marginal: pi, float64 [V]; 0 for <s>.
+      first: The law of x_1, float64 [V]; 0 for triggers and <s>.
+      transition: P, float64 [V, V]. The row of a character has the shares of its successors in the text, read as a
+        circle so that its last character has one too (and pi P = pi exactly). The row of <s> is `first`.
+    """
+
+    characters: tuple[str, ...]
+    bos_id: int
+    triggers: np.ndarray
+    marginal: np.ndarray
+    first: np.ndarray
+    transition: np.ndarray
+    # For sampling: all characters of the text grouped by the one before them, and those that may stand first. To draw
+    # from P[x] is to pick one of the places where x stands in the text, and to look at what follows there.
+    _successors: np.ndarray = dataclasses.field(repr=False)
+    _start: np.ndarray = dataclasses.field(repr=False)
+    _count: np.ndarray = dataclasses.field(repr=False)
+    _first_pool: np.ndarray = dataclasses.field(repr=False)
+
+    @classmethod
+    def from_text(cls, text: str, trigger_count: int = 3) -> "BigramBackcopy":
+        """Takes the statistics of a text.
+
+        Args:
+          text: Any text; `default_text()` where one does not care.
+          trigger_count: k, the number of most frequent characters that are triggers; ties go to the smaller character.
+
+        Raises:
+          UserError: Where the text does not have more than k different characters.
+
+        >>> task = BigramBackcopy.from_text("abacabad", trigger_count=1)
+        >>> task.characters, task.bos_id, task.triggers.tolist(), task.transition[1].tolist()
+        (('a', 'b', 'c', 'd'), 4, [0], [1.0, 0.0, 0.0, 0.0, 0.0])
+        """
+        shares = collections.Counter(text)
+        characters = tuple(sorted(shares))
+        if len(characters) <= trigger_count:
+            raise UserError(
+                f"a text with {len(characters)} different characters cannot have {trigger_count} triggers",
+                allowed=f"data.trigger_count less than {len(characters)}" if len(characters) > 1 else "a longer text",
+            )
+        number = {character: i for i, character in enumerate(characters)}
+        ids = np.fromiter((number[character] for character in text), np.int32, len(text))
+        bos_id, size = len(characters), len(characters) + 1
+        count = np.bincount(ids, minlength=size)
+        triggers = np.argsort(-count[:bos_id], kind="stable")[:trigger_count]
+
+        following = np.roll(ids, -1)
+        transition = np.bincount(ids.astype(np.int64) * size + following, minlength=size * size).astype(np.float64)
+        transition = transition.reshape(size, size)
+        transition[:bos_id] /= count[:bos_id, None]
+        first = np.where(np.isin(np.arange(size), triggers), 0, count)
+        first = first / first.sum()
+        transition[bos_id] = first
+        return cls(
+            characters=characters,
+            bos_id=bos_id,
+            triggers=triggers,
+            marginal=count / count.sum(),
+            first=first,
+            transition=transition,
+            _successors=following[np.argsort(ids, kind="stable")],
+            _start=np.cumsum(count) - count,
+            _count=count,
+            _first_pool=ids[~np.isin(ids, triggers)],
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """V: the characters and <s>."""
+        return self.bos_id + 1
+
+    def batch(self, step: int, batch_size: int, sequence_length: int, seed: int) -> np.ndarray:
+        """Draws the sequences of one step; they depend on the arguments only, so steps may come in any order.
+
+        A longer `sequence_length` continues the same sequences.
+
+        Args:
+          step: Counter, 0 or more.
+          batch_size: B.
+          sequence_length: T, the input positions.
+          seed: 0 or more; take another one for evaluation.
+
+        Returns:
+          int32 [B, T + 1]: inputs are [:, :-1], targets [:, 1:].
+        """
+        uniform = np.random.default_rng([seed, step]).random((sequence_length, batch_size))
+        trigger = np.isin(np.arange(self.vocab_size), self.triggers)
+        x = np.empty((sequence_length + 1, batch_size), np.int32)
+        x[0] = self.bos_id
+        x[1] = self._first_pool[(uniform[0] * len(self._first_pool)).astype(np.int64)]
+        for i in range(1, sequence_length):
+            place = (uniform[i] * self._count[x[i]]).astype(np.int64)  # < count, as uniform <= 1 - 2**-53
+            drawn = self._successors[self._start[x[i]] + place]
+            x[i + 1] = np.where(trigger[x[i]], x[i - 1], drawn)
+        return np.ascontiguousarray(x.T)
+
+    def is_trigger(self, tokens: np.ndarray) -> np.ndarray:
+        """Whether each id is a trigger; bool, the shape of `tokens`."""
+        return np.isin(tokens, self.triggers)
+
+    def oracle(self, tokens: np.ndarray) -> np.ndarray:
+        """The true law of the next token at every position.
+
+        Args:
+          tokens: int [B, T], inputs that start with <s>.
+
+        Returns:
+          float64 [B, T, V]; rows sum to one. At a trigger all mass is on the token before it, elsewhere it is the
+          bigram row, at <s> the law of the first character.
+
+        Raises:
+          ValueError: Where a sequence starts with a trigger, so that nothing stands before it.
+        """
+        tokens = np.asarray(tokens)
+        trigger = self.is_trigger(tokens)
+        if trigger[:, 0].any():
+            raise ValueError("a sequence starts with a trigger: the oracle needs the token before it")
+        law = self.transition[tokens]
+        row, position = np.nonzero(trigger)
+        law[row, position] = 0.0
+        law[row, position, tokens[row, position - 1]] = 1.0
+        return law

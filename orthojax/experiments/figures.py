@@ -1,0 +1,119 @@
+"""Drawing: each function makes one matplotlib figure from plain values and knows nothing of files."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display
+
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+
+COLORS = ("#c0392b", "#1f6fb2", "#2e8b57", "#b8860b", "#6a51a3", "#444444")
+_STYLE = {
+    "figure.constrained_layout.use": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "legend.frameon": False,
+    "svg.hashsalt": "orthojax",  # the same picture is the same file
+}
+
+
+def lines(
+    curves: Mapping[str, tuple[Sequence[float], np.ndarray]],
+    *,
+    x_label: str,
+    y_label: str,
+    y_scale: Literal["linear", "log"] = "linear",
+    reference: tuple[float, str] | None = None,
+    integer_x: bool = False,
+) -> Figure:
+    """Curves with a band from the smallest to the largest seed.
+
+    Args:
+      curves: Label -> (x [n], y [seeds, n]).
+      x_label: Of the x axis.
+      y_label: Of the y axis.
+      y_scale: Of the y axis.
+      reference: A horizontal line and what it means.
+      integer_x: Put ticks at the x values only.
+    """
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(5.2, 3.2))
+        for (label, (x, y)), color in zip(curves.items(), COLORS, strict=False):
+            y = np.atleast_2d(y)
+            axes.plot(x, y.mean(0), color=color, label=label, marker="o" if len(x) <= 12 else None, markersize=4)
+            if len(y) > 1:
+                axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.15, linewidth=0)
+        if reference:
+            axes.axhline(reference[0], color="#888888", linestyle="--", linewidth=1, label=reference[1])
+        if integer_x:
+            axes.set_xticks(sorted({float(value) for x, _ in curves.values() for value in x}))
+        axes.set(xlabel=x_label, ylabel=y_label, yscale=y_scale)
+        axes.legend()
+    return figure
+
+
+def bars(
+    groups: Sequence[str], values: Mapping[str, np.ndarray], *, y_label: str, y_scale: Literal["linear", "log"] = "linear"
+) -> Figure:
+    """Grouped bars with whiskers from the smallest to the largest seed.
+
+    Args:
+      groups: Names along the x axis.
+      values: Label -> [seeds, groups].
+      y_label: Of the y axis.
+      y_scale: Of the y axis.
+    """
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(max(5.2, 0.95 * len(groups) + 1.0), 3.2))
+        width = 0.8 / len(values)
+        for i, ((label, y), color) in enumerate(zip(values.items(), COLORS, strict=False)):
+            y = np.atleast_2d(y)
+            x = np.arange(len(groups)) + (i - (len(values) - 1) / 2) * width
+            mean = y.mean(0)
+            axes.bar(x, mean, width, color=color, label=label)
+            if len(y) > 1:
+                axes.errorbar(x, mean, np.abs([mean - y.min(0), y.max(0) - mean]), fmt="none", ecolor="#333333", capsize=2)
+        axes.set_xticks(np.arange(len(groups)), groups)
+        axes.grid(visible=False, axis="x")
+        axes.set(ylabel=y_label, yscale=y_scale)
+        if y_scale == "linear":
+            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        axes.legend()
+    return figure
+
+
+def maps(
+    panels: Mapping[str, np.ndarray], *, x_label: str, y_label: str, value_label: str, log: bool = False
+) -> Figure:
+    """Heat maps side by side with one colour scale.
+
+    Args:
+      panels: Title -> [rows, columns].
+      x_label: Of the columns.
+      y_label: Of the rows.
+      value_label: Of the colours.
+      log: Logarithmic colours, for values whose range would hide all but the largest.
+    """
+    values = np.concatenate([panel.ravel() for panel in panels.values()])
+    top = float(values.max())
+    norm = LogNorm(vmin=max(float(np.quantile(values[values > 0], 0.02)), top * 1e-6), vmax=top) if log else Normalize(0, top)
+    with plt.rc_context(_STYLE | {"axes.grid": False}):
+        figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels) + 0.6, 3.8), squeeze=False)
+        image = None
+        for ax, (title, panel) in zip(axes[0], panels.items(), strict=True):
+            shown = np.where(panel > 0, panel, np.nan) if log else panel
+            image = ax.imshow(shown, norm=norm, cmap="magma", aspect="auto", interpolation="nearest")
+            ax.set_facecolor("#000004")  # the colour of nothing, where the logarithm has no value
+            ax.set(title=title, xlabel=x_label, ylabel=y_label)
+        if image is not None:
+            figure.colorbar(image, ax=list(axes[0]), label=value_label, shrink=0.9)
+    return figure

@@ -1,0 +1,342 @@
+"""The main job: vanilla against cured on real text, and the sink of Bigram-Backcopy under three normalizers."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.experiments import figures
+from orthojax.experiments.report import Claim, Picture, Report, Table
+from orthojax.experiments.study import Experiment, Study, Variant
+from orthojax.model import gpt2, parameter_count
+from orthojax.train import read_metrics
+
+LANGUAGE_MODEL = Config(
+    # The paper's changes to GPT-2, for both variants: one gain in every norm, no biases.
+    model=gpt2("tiny", norm="rmsnorm_single", use_bias=False, max_length=64, scan_layers=False),
+    optim=OptimConfig(optimizer="adam", learning_rate=5e-3, warmup_steps=100),
+    data=DataConfig(kind="embedded", tokenizer="bpe:2048", sequence_length=64, bos=True),
+    train=TrainConfig(steps=800, batch_size=16, checkpoint_every_steps=50),
+    eval=EvalConfig(sequences=512, batch_size=64),
+)
+
+BACKCOPY_MODEL = Config(
+    model=ModelConfig(
+        vocab_size=128, max_length=64, d_model=64, num_layers=1, num_heads=1, d_mlp=256, normalizer="softmax",
+        mlp="relu", scan_layers=False,
+    ),
+    optim=OptimConfig(optimizer="adam", learning_rate=3e-3, warmup_steps=20, final_learning_rate_fraction=1.0),
+    data=DataConfig(kind="bigram_backcopy", sequence_length=64),
+    train=TrainConfig(steps=400, batch_size=64, checkpoint_every_steps=100, eval_every_steps=50),
+    eval=EvalConfig(sequences=256, batch_size=64),
+)
+
+
+def cured(config: Config) -> Config:
+    """The same run with softmax-1 and OrthoAdam."""
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, normalizer="softmax1"),
+        optim=dataclasses.replace(config.optim, optimizer="orthoadam"),
+    )
+
+
+def _with_normalizer(config: Config, normalizer) -> Config:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, normalizer=normalizer))
+
+
+def _tiny() -> tuple[Variant, ...]:
+    return (
+        Variant("vanilla", "softmax + Adam", LANGUAGE_MODEL),
+        Variant("cured", "softmax-1 + OrthoAdam", cured(LANGUAGE_MODEL)),
+        Variant("backcopy_softmax", "softmax", BACKCOPY_MODEL),
+        Variant("backcopy_softmax1", "softmax-1", _with_normalizer(BACKCOPY_MODEL, "softmax1")),
+        Variant("backcopy_relu", "ReLU", _with_normalizer(BACKCOPY_MODEL, "relu")),
+    )
+
+
+_LANGUAGE_METRICS = {
+    "perplexity": "perplexity",
+    "bits_per_byte": "bits per byte",
+    "kurtosis_first": "kurtosis, first token (Gaussian: 3)",
+    "kurtosis_rest": "kurtosis, other tokens",
+    "max_abs_first": "max |activation|, first token",
+    "max_abs_rest": "max |activation|, other tokens",
+    "norm_ratio_first": "max / l2 norm, first token",
+    "norm_ratio_rest": "max / l2 norm, other tokens",
+    "first_attention_mass": "attention mass on the first token",
+    "first_attention_fraction": "first token gets most attention, fraction",
+    "sink_rate": "heads with a mean > 0.3 on the first token, fraction",
+    "value_norm_first": "value norm, first token",
+    "value_norm_rest": "value norm, other tokens",
+    "residual_norm_first": "residual norm, first token",
+    "residual_norm_rest": "residual norm, other tokens",
+    "perplexity_int8_fine": "perplexity, int8 fine",
+    "perplexity_int8_fine_per_token": "perplexity, int8 fine, per-token form",
+    "perplexity_int8_moderate": "perplexity, int8 moderate",
+    "perplexity_int8_coarse": "perplexity, int8 coarse",
+    "perplexity_int4_zeropoint": "perplexity, int4 zeropoint",
+}
+_BACKCOPY_METRICS = {
+    "sink_attention": "attention on <s> at non-triggers",
+    "sink_logit_gap": "logit gap to <s> at non-triggers",
+    "value_norm_first": "value norm of <s>",
+    "value_norm_rest": "value norm of other tokens",
+    "residual_norm_first": "residual norm of <s>",
+    "residual_norm_rest": "residual norm of other tokens",
+    "backcopy_risk_nats": "backcopy risk (nats)",
+    "bigram_excess_risk_nats": "bigram excess risk (nats)",
+}
+_QUANTIZATION = {
+    "perplexity": "float32",
+    "perplexity_int8_fine": "int8 fine",
+    "perplexity_int8_moderate": "int8 moderate",
+    "perplexity_int8_coarse": "int8 coarse",
+    "perplexity_int4_zeropoint": "int4 zeropoint",
+}
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def _spread(values: list[float]) -> str:
+    """Mean, and with several seeds the range."""
+    if not values:
+        return "failed"
+    mean = _number(float(np.mean(values)))
+    return mean if len(values) == 1 else f"{mean} ({_number(min(values))} to {_number(max(values))})"
+
+
+def _table(study: Study, caption: str, variants: list[Variant], metrics: Mapping[str, str]) -> Table:
+    rows = [[label, *(_spread(study.values(v.name, key)) for v in variants)] for key, label in metrics.items()]
+    return Table(caption, ["", *(variant.label for variant in variants)], rows)
+
+
+def _split(study: Study) -> tuple[list[Variant], list[Variant]]:
+    backcopy = [v for v in study.variants if v.config.data.kind == "bigram_backcopy"]
+    return [v for v in study.variants if v not in backcopy], backcopy
+
+
+def _curves(study: Study, variants: list[Variant], key: str) -> dict[str, tuple[list[float], np.ndarray]]:
+    curves = {}
+    for variant in variants:
+        runs = [read_metrics(study.run_dir(variant.name, seed) / "metrics.jsonl") for seed in study.seeds]
+        points = [{line["step"]: line[key] for line in run if key in line} for run in runs]
+        steps = sorted(set.intersection(*(set(point) for point in points)))
+        curves[variant.label] = (steps, np.array([[point[step] for step in steps] for point in points]))
+    return curves
+
+
+def _layers(study: Study, variants: list[Variant], metric: str) -> dict[str, tuple[list[float], np.ndarray]]:
+    values = {variant.label: study.by_layer(variant.name, metric) for variant in variants}
+    return {label: (list(range(1, y.shape[1] + 1)), y) for label, y in values.items()}
+
+
+def _layer_pictures(study: Study, models: list[Variant]) -> list[Picture]:
+    pictures = []
+    for metric, name, y_label, reference in (
+        ("kurtosis", "kurtosis_by_layer", "kurtosis of hidden states", (3.0, "Gaussian")),
+        ("max_abs", "max_abs_by_layer", "max |activation|", None),
+    ):
+        curves = {}
+        for part, words in (("first", "first token"), ("rest", "others")):
+            curves |= {f"{k}, {words}": v for k, v in _layers(study, models, f"{metric}_{part}").items()}
+        figure = figures.lines(
+            curves, x_label="layer", y_label=y_label, y_scale="log", reference=reference, integer_x=True
+        )
+        pictures.append(Picture(name, f"{y_label[0].upper()}{y_label[1:]} after each layer.", figure))
+    mass = figures.lines(
+        _layers(study, models, "first_attention_mass"),
+        x_label="layer",
+        y_label="attention mass on the first token",
+        integer_x=True,
+    )
+    return [*pictures, Picture("first_attention_by_layer", "Mean attention weight on the first token.", mass)]
+
+
+def _example_pictures(study: Study, models: list[Variant]) -> list[Picture]:
+    examples = {v.label: np.load(study.run_dir(v.name, study.seeds[0]) / "example.npz") for v in models}
+    attention = figures.maps(
+        {label: example["attention"] for label, example in examples.items()},
+        x_label="key position",
+        y_label="query position",
+        value_label="attention weight",
+        log=True,
+    )
+    hidden = figures.maps(
+        {label: example["hidden"] for label, example in examples.items()},
+        x_label="channel",
+        y_label="position",
+        value_label="|hidden state|",
+    )
+    return [
+        Picture(
+            "attention_map",
+            f"Attention on one held-out sequence, mean over heads and layers (seed {study.seeds[0]}).",
+            attention,
+            "png",
+        ),
+        Picture(
+            "hidden_states",
+            f"|Hidden state| on the same sequence, mean over layers: bright columns are outlier channels "
+            f"(seed {study.seeds[0]}).",
+            hidden,
+            "png",
+        ),
+    ]
+
+
+def _pictures(study: Study, models: list[Variant], backcopy: list[Variant]) -> list[Picture]:
+    training = figures.lines(
+        _curves(study, models, "validation_loss_nats"), x_label="step", y_label="held-out loss (nats per token)"
+    )
+    quantization = figures.bars(
+        list(_QUANTIZATION.values()),
+        {v.label: np.array([study.values(v.name, key) for key in _QUANTIZATION]).T for v in models},
+        y_label="perplexity",
+    )
+    sink = figures.bars(
+        ["attention on <s>", "value norm of <s> / others"],
+        {
+            v.label: np.array(
+                [
+                    study.values(v.name, "sink_attention"),
+                    np.divide(study.values(v.name, "value_norm_first"), study.values(v.name, "value_norm_rest")),
+                ]
+            ).T
+            for v in backcopy
+        },
+        y_label="",
+    )
+    return [
+        Picture("training_curves", "Held-out loss during training.", training),
+        *_layer_pictures(study, models),
+        Picture("quantization", "Perplexity by quantisation setting; linear layers only.", quantization),
+        Picture("backcopy", "Bigram-Backcopy: sink and value drain by normalizer.", sink),
+        *_example_pictures(study, models),
+    ]
+
+
+def _language_claims(study: Study) -> list[Claim]:
+    def both(metric: str) -> tuple[float, float]:
+        return study.mean("vanilla", metric), study.mean("cured", metric)
+
+    k_first, k_rest, m_first, m_rest = (
+        both(f"{metric}_{part}") for metric in ("kurtosis", "max_abs") for part in ("first", "rest")
+    )
+    mass, fraction, perplexity = both("first_attention_mass"), both("first_attention_fraction"), both("perplexity")
+    coarse, four = both("perplexity_int8_coarse"), both("perplexity_int4_zeropoint")
+    penalty = {name: [q[i] / perplexity[i] - 1 for i in (0, 1)] for name, q in (("coarse", coarse), ("int4", four))}
+    gap = perplexity[1] / perplexity[0] - 1
+    small = max(abs(p) for ps in penalty.values() for p in ps) < 0.01
+    return [
+        Claim(
+            "holds" if max(k_first[1], k_rest[1]) < 3.5 and min(k_first[0], k_rest[0]) > 4 else "does not hold",
+            f"softmax-1 with OrthoAdam removes outlier channels. Kurtosis of hidden states, first / other tokens: "
+            f"{k_first[0]:.1f} / {k_rest[0]:.1f} vanilla, {k_first[1]:.1f} / {k_rest[1]:.1f} cured "
+            f"(criterion: cured below 3.5 where vanilla is above 4; a Gaussian has 3).",
+        ),
+        Claim(
+            "holds" if m_first[1] < 0.67 * m_first[0] and m_rest[1] < 0.67 * m_rest[0] else "does not hold",
+            f"It shrinks the largest activations. Mean largest |activation|, first / other tokens: {m_first[0]:.0f} / "
+            f"{m_rest[0]:.0f} vanilla, {m_first[1]:.0f} / {m_rest[1]:.0f} cured (criterion: by a third or more, both).",
+        ),
+        Claim(
+            "holds" if mass[1] < 0.5 * mass[0] else "does not hold",
+            f"It takes attention off the first token. Mass on it: {mass[0]:.1%} vanilla, {mass[1]:.1%} cured "
+            f"(criterion: at most half).",
+        ),
+        Claim(
+            "not visible at this scale" if fraction[0] < 0.1 else "holds" if fraction[1] < 0.5 * fraction[0] else "does not hold",
+            f"The first token is the most attended key less often: {fraction[0]:.1%} of (query, head) pairs vanilla, "
+            f"{fraction[1]:.1%} cured (criterion: at most half, where vanilla has 10% or more).",
+        ),
+        Claim(
+            "holds" if gap < 0.03 else "does not hold",
+            f"It costs no performance: perplexity {perplexity[0]:.1f} vanilla, {perplexity[1]:.1f} cured, "
+            f"{gap:+.1%} (criterion: at most 3% worse).",
+        ),
+        Claim(
+            "not visible at this scale" if small else "holds" if all(p[1] < p[0] for p in penalty.values()) else "does not hold",
+            f"It survives crude quantisation better. Perplexity penalty at int8 coarse: {penalty['coarse'][0]:+.2%} "
+            f"vanilla, {penalty['coarse'][1]:+.2%} cured; at int4 zeropoint: {penalty['int4'][0]:+.2%} vanilla, "
+            f"{penalty['int4'][1]:+.2%} cured (criterion: both smaller; not visible where all are under 1%).",
+        ),
+    ]
+
+
+def _backcopy_claims(study: Study) -> list[Claim]:
+    names = ("backcopy_softmax", "backcopy_softmax1", "backcopy_relu")
+    sink = [study.mean(name, "sink_attention") for name in names]
+    drain = [study.mean(name, "value_norm_first") / study.mean(name, "value_norm_rest") for name in names]
+    return [
+        Claim(
+            "holds" if sink[0] > 0.5 and drain[0] < 0.5 else "does not hold",
+            f"Bigram-Backcopy: softmax attention parks on <s> and drains its value. Attention {sink[0]:.2f}, value norm "
+            f"{drain[0]:.2f} of the others' (criterion: above 0.5 and below 0.5).",
+        ),
+        Claim(
+            "holds" if sink[1] < 0.5 * sink[0] else "does not hold",
+            f"Bigram-Backcopy: softmax-1 alone removes that sink. Attention on <s> {sink[1]:.2f} against {sink[0]:.2f} "
+            f"with softmax; value norm {drain[1]:.2f} of the others' (criterion: at most half the attention).",
+        ),
+        Claim(
+            "holds" if sink[2] < 0.05 else "does not hold",
+            f"Bigram-Backcopy: ReLU attention has no sink. Attention on <s> {sink[2]:.3f} (criterion: below 0.05).",
+        ),
+    ]
+
+
+def report(study: Study) -> Report:
+    """Tables, claims and figures of the main job."""
+    models, backcopy = _split(study)
+    provenance = study.results["provenance"]
+    config = models[0].config
+    corpus = next(entry for entry in provenance["data"] if "file_count" in entry)
+    seeds = ", ".join(map(str, study.seeds))
+    anecdote = " One seed is an anecdote: run with --seeds=0,1,2 for a spread." if len(study.seeds) == 1 else ""
+    finished = not study.failures()
+    return Report(
+        title="Two small language models: softmax + Adam, and softmax-1 + OrthoAdam",
+        summary=[
+            f"Both models have {parameter_count(config.model):,} parameters ({config.model.num_layers} layers, d_model "
+            f"{config.model.d_model}, RMSNormSingle, no biases), the same initial parameters and the same "
+            f"{config.train.steps} batches of {config.train.batch_size} x {config.data.sequence_length} tokens. They "
+            f"differ in the attention normalizer and the optimizer only. Seeds: {seeds}.{anecdote}",
+            f"The text is Python's own standard library ({corpus['file_count']} files, real text on every machine), held-"
+            f"out files are used for evaluation. It is not C4: numbers compare with each other, not with the paper's.",
+            *study.failures(),
+        ],
+        claims=[*_language_claims(study), *_backcopy_claims(study)] if finished else [],
+        tables=[
+            _table(study, "Language models on held-out files", models, _LANGUAGE_METRICS),
+            _table(study, "Bigram-Backcopy, one layer, Adam, by normalizer", backcopy, _BACKCOPY_METRICS),
+        ],
+        pictures=_pictures(study, models, backcopy) if finished else [],
+        notes=[
+            f"python launch/reproduce.py --experiment={study.experiment.name} --scale={study.scale} "
+            f"--seeds={seeds.replace(' ', '')}",
+            f"{provenance['date']}, {provenance['device']}, "
+            + ", ".join(f"{name} {number}" for name, number in provenance["versions"].items()),
+            f"corpus sha256 {corpus['source_sha256']}, tokenizer {corpus['tokenizer']}, "
+            f"{corpus['train']['n_tokens']:,} training tokens",
+            f"evaluated on {config.eval.sequences} sequences; dynamic quantisation scales over batches of "
+            f"{config.eval.batch_size}; quantised are linear layers only",
+        ],
+        links=[("results.json", "results.json"), ("report.md", "report.md")]
+        + [
+            (f"{v.name}, seed {seed}: config", f"runs/{v.name}-seed{seed}/config.json")
+            for v in study.variants
+            for seed in study.seeds
+        ],
+    )
+
+
+EXPERIMENT = Experiment(
+    name="quick",
+    title="the main job: vanilla against cured, and the Backcopy sink",
+    scales={"tiny": _tiny},
+    report=report,
+)

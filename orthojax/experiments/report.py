@@ -1,0 +1,110 @@
+"""What a finished experiment shows, and its three forms: console, Markdown, one self-contained HTML page."""
+
+import base64
+import io
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jinja2
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+from orthojax.train import write_text
+
+
+class Table(NamedTuple):
+    """A table of texts; the first column names the row."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class Picture(NamedTuple):
+    """A figure with its file name (no ending) and caption."""
+
+    name: str
+    caption: str
+    figure: Figure
+    form: Literal["svg", "png"] = "svg"
+
+
+class Claim(NamedTuple):
+    """A sentence that says whether something held, with its numbers and the criterion."""
+
+    verdict: Literal["holds", "does not hold", "not visible at this scale"]
+    text: str
+
+
+class Report(NamedTuple):
+    """Everything that a reader gets to see, in this order."""
+
+    title: str
+    summary: Sequence[str]  # paragraphs
+    claims: Sequence[Claim]
+    tables: Sequence[Table]
+    pictures: Sequence[Picture]
+    notes: Sequence[str]  # what was run on what, and how to run it again
+    links: Sequence[tuple[str, str]]  # (text, path relative to the workdir)
+
+
+def to_text(table: Table) -> str:
+    """A table for a console, columns aligned."""
+    rows = [list(table.columns), *[list(row) for row in table.rows]]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
+    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))) for row in rows]
+    return "\n".join([table.caption, "-" * len(lines[0]), lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def print_report(report: Report) -> None:
+    """Tables, claims and notes on standard output."""
+    for table in report.tables:
+        print("\n" + to_text(table))
+    print()
+    for claim in report.claims:
+        print(textwrap.fill(f"{claim.verdict.upper()}: {claim.text}", 110, subsequent_indent="  "))
+
+
+def write_report(report: Report, workdir: Path) -> None:
+    """Writes report.md, report.html and figures/ under the workdir."""
+    figures = workdir / "figures"
+    figures.mkdir(exist_ok=True)
+    embedded = []
+    for picture in report.pictures:
+        content = _render(picture.figure, picture.form)
+        (figures / f"{picture.name}.{picture.form}").write_bytes(content)
+        kind = "svg+xml" if picture.form == "svg" else "png"
+        embedded.append((picture, f"data:image/{kind};base64,{base64.b64encode(content).decode()}"))
+    write_text(workdir / "report.md", _markdown(report))
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("orthojax.experiments", "templates"), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    page = environment.get_template("report.html").render(report=report, pictures=embedded)
+    write_text(workdir / "report.html", page)
+
+
+def _render(figure: Figure, form: str) -> bytes:
+    buffer = io.BytesIO()
+    metadata: dict[str, Any] = {"Date": None} if form == "svg" else {}
+    figure.savefig(buffer, format=form, dpi=130, metadata=metadata)
+    plt.close(figure)
+    return buffer.getvalue()
+
+
+def _markdown(report: Report) -> str:
+    parts = [f"# {report.title}", *report.summary]
+    if report.claims:
+        parts.append("## What held and what did not")
+        parts.append("\n".join(f"- **{claim.verdict}**: {claim.text}" for claim in report.claims))
+    for table in report.tables:
+        head = "| " + " | ".join(table.columns) + " |"
+        rule = "|" + "|".join(["---"] + ["---:"] * (len(table.columns) - 1)) + "|"
+        body = ["| " + " | ".join(row) + " |" for row in table.rows]
+        parts.append("\n".join([f"**{table.caption}**", "", head, rule, *body]))
+    for picture in report.pictures:
+        parts.append(f"![{picture.caption}](figures/{picture.name}.{picture.form})\n\n*{picture.caption}*")
+    parts.append("## How this was made")
+    parts.append("\n".join(f"- {note}" for note in report.notes))
+    return "\n\n".join(parts) + "\n"

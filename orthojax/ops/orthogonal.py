@@ -1,0 +1,269 @@
+"""Orthogonal maps along one axis of an array: fast fixed transforms, hashed signs, Haar matrices.
+
+The fixed transforms need no stored matrix: an orthonormal Hadamard (or cosine) transform is applied as two small
+factors, and made unique by random signs which are a hash of a key, hence constants of the program and no state.
+"""
+
+import functools
+import math
+import string
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.fft
+import numpy as np
+
+FixedKind = Literal["hadamard", "dct"]
+
+# A factor of 128 x 128 float32 is 64 kB: compilers fold it, tensor cores like it. Two of them reach 16,384.
+_MAX_FACTOR = 128
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """A bijection of uint32 in which every input bit flips every output bit with probability close to 1/2."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x21F0AAAD)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x735A2D97)
+    return x ^ (x >> np.uint32(15))
+
+
+def hash_bits(key: int, layers: Sequence[int], n: int) -> np.ndarray:
+    """Pseudo-random bits that are the same on every machine and with every version of NumPy and JAX.
+
+    Entry (l, i) is a hash of `key` and the counter `layers[l] * n + i` (modulo 2**32).
+
+    Args:
+      key: 0 to 2**32 - 1.
+      layers: Layer numbers >= 0.
+      n: Entries of each layer.
+
+    Returns:
+      uint32 [len(layers), n].
+    """
+    counter = (np.asarray(layers, np.uint64)[:, None] * np.uint64(n) + np.arange(n, dtype=np.uint64)).astype(np.uint32)
+    outer = _mix(np.asarray([key], np.uint32))
+    # Two rounds with two keys: after one, the streams of two keys would be reorderings of each other.
+    return _mix(_mix(counter ^ outer) + _mix(outer ^ np.uint32(0x9E3779B9)))
+
+
+def hash_signs(key: int, layers: Sequence[int], n: int) -> np.ndarray:
+    """Random signs: +1 where the top bit of `hash_bits` is 0, else -1.
+
+    Args:
+      key: 0 to 2**32 - 1.
+      layers: Layer numbers >= 0.
+      n: Entries of each layer.
+
+    Returns:
+      int8 [len(layers), n] of +1 and -1.
+
+    >>> hash_signs(0, [0, 1], 8)
+    array([[ 1, -1,  1, -1,  1, -1,  1,  1],
+           [ 1,  1,  1,  1, -1,  1,  1, -1]], dtype=int8)
+    """
+    return (1 - 2 * (hash_bits(key, layers, n) >> np.uint32(31)).astype(np.int8)).astype(np.int8)
+
+
+def hash_permutations(key: int, layers: Sequence[int], n: int) -> np.ndarray:
+    """Random permutations: the stable order of `hash_bits`.
+
+    Args:
+      key: 0 to 2**32 - 1.
+      layers: Layer numbers >= 0.
+      n: Entries of each layer.
+
+    Returns:
+      int32 [len(layers), n]; each row is a permutation of 0..n-1.
+    """
+    return np.argsort(hash_bits(key, layers, n), axis=-1, kind="stable").astype(np.int32)
+
+
+def haar(seed: Sequence[int], n: int) -> np.ndarray:
+    """A matrix from the Haar (uniform) distribution on the orthogonal group, drawn on the host.
+
+    QR of a Gaussian matrix, with the signs chosen such that R has a positive diagonal: without that choice the result
+    is orthogonal but not uniform (Mezzadri, How to generate random matrices from the classical compact groups, 2007).
+
+    Args:
+      seed: Integers >= 0; equal seeds give equal matrices.
+      n: Size.
+
+    Returns:
+      float64 [n, n], with max |Q^T Q - I| below 1e-12.
+    """
+    q, r = np.linalg.qr(np.random.default_rng(list(seed)).standard_normal((n, n)))
+    return q * np.where(np.diagonal(r) < 0, -1.0, 1.0)
+
+
+def _paley_core(q: int) -> np.ndarray | None:
+    """[q, q] of Legendre symbols of i - j for a prime q, else None."""
+    if q < 3 or any(q % d == 0 for d in range(2, math.isqrt(q) + 1)):
+        return None
+    symbol = np.full(q, -1, np.int8)
+    symbol[[i * i % q for i in range(q)]] = 1
+    symbol[0] = 0
+    return symbol[(np.arange(q)[:, None] - np.arange(q)) % q]
+
+
+def _paley(n: int) -> np.ndarray | None:
+    """Paley's Hadamard matrix of order q + 1 (prime q = 3 mod 4) or 2 (q + 1) (prime q = 1 mod 4), if there is one."""
+    for q, residue in ((n - 1, 3), (n // 2 - 1, 1)):
+        core = _paley_core(q)
+        if q % 4 != residue or core is None:
+            continue
+        conference = np.pad(core, ((1, 0), (1, 0)), constant_values=1)
+        conference[0, 0] = 0
+        if residue == 1:
+            identity = np.eye(q + 1, dtype=np.int8)
+            return np.kron(conference, [[1, 1], [1, -1]]) + np.kron(identity, [[1, -1], [-1, -1]])
+        conference[1:, 0] = -1
+        return conference + np.eye(q + 1, dtype=np.int8)
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def hadamard_matrix(n: int) -> np.ndarray | None:
+    """A Hadamard matrix: entries +1 and -1, orthogonal rows.
+
+    Sylvester's doubling of orders 1 and of Paley's 12, 20, 28, 36, 44, ...; so every power of two, 12 * 2**k, 20 *
+    2**k.
+
+    Args:
+      n: Order.
+
+    Returns:
+      int8 [n, n], or None where these constructions give none.
+
+    >>> hadamard_matrix(4)
+    array([[ 1,  1,  1,  1],
+           [ 1, -1,  1, -1],
+           [ 1,  1, -1, -1],
+           [ 1, -1, -1,  1]], dtype=int8)
+    >>> hadamard_matrix(6) is None
+    True
+    """
+    if n == 1:
+        return np.ones((1, 1), np.int8)
+    if n < 1 or (n != 2 and n % 4):
+        return None
+    half = hadamard_matrix(n // 2)
+    found = _paley(n) if half is None else np.kron(np.array([[1, 1], [1, -1]]), half)
+    return None if found is None else found.astype(np.int8)
+
+
+@functools.lru_cache(maxsize=256)
+def dct_matrix(n: int) -> np.ndarray:
+    """The orthonormal cosine transform (DCT-II): C[k, i] = sqrt(2/n) cos(pi k (2i + 1) / 2n), C[0, i] = sqrt(1/n).
+
+    Args:
+      n: Size.
+
+    Returns:
+      float64 [n, n].
+    """
+    k, i = np.arange(n)[:, None], np.arange(n)[None, :]
+    # Reduced modulo 4n in integers: the cosine of a small argument is exact to the last bit.
+    matrix = np.cos(np.pi / (2 * n) * (k * (2 * i + 1) % (4 * n))) * math.sqrt(2.0 / n)
+    matrix[0] = math.sqrt(1.0 / n)
+    return matrix
+
+
+@functools.lru_cache(maxsize=1024)
+def factor_sizes(n: int, kind: FixedKind = "hadamard") -> tuple[int, ...]:
+    """Into which factors the transform of size n is split.
+
+    Args:
+      n: Size of the axis.
+      kind: `dct` is never split.
+
+    Returns:
+      (n,) up to 128; else two factors of at most 128, the pair that has the largest Hadamard part, then the most equal;
+      () where there is no such pair (a prime factor over 128, or n over 16,384) and a cosine transform is used.
+
+    >>> factor_sizes(64), factor_sizes(768), factor_sizes(1000), factor_sizes(4099)
+    ((64,), (24, 32), (25, 40), ())
+    """
+    if n <= _MAX_FACTOR:
+        return (n,)
+    pairs = [(a, n // a) for a in range(2, math.isqrt(n) + 1) if n % a == 0 and n // a <= _MAX_FACTOR]
+    if kind == "dct" or not pairs:
+        return ()
+
+    def hadamard_part(pair: tuple[int, int]) -> int:
+        return math.prod(size for size in pair if hadamard_matrix(size) is not None)
+
+    return max(pairs, key=lambda pair: (hadamard_part(pair), pair[0]))
+
+
+def apply_matrix(
+    x: jax.Array, matrix: jax.Array, axis: int, *, batch_axes: Sequence[int] = (), transpose: bool = False
+) -> jax.Array:
+    """Multiplies one axis with a matrix and leaves it where it is: y[..., i, ...] = sum_j matrix[i, j] x[..., j, ...].
+
+    Args:
+      x: [..., n, ...].
+      matrix: [*batch, n, n], cast to the dtype of x.
+      axis: The axis of x that is multiplied, >= 0.
+      batch_axes: The axes of x, >= 0, along which every slice has its own matrix, in the order of `matrix`.
+      transpose: Multiply with the transpose instead.
+
+    Returns:
+      An array like x.
+    """
+    letters = string.ascii_lowercase[: x.ndim]
+    old, new = letters[axis], "Z"
+    batch = "".join(letters[a] for a in batch_axes)
+    pair = old + new if transpose else new + old
+    spec = f"{letters},{batch}{pair}->{letters.replace(old, new)}"
+    return jnp.einsum(spec, x, jnp.asarray(matrix, x.dtype))
+
+
+def fixed_transform(x: jax.Array, axis: int, *, kind: FixedKind = "hadamard", transpose: bool = False) -> jax.Array:
+    """Applies a fixed orthonormal transform F, or its transpose (which is its inverse), along one axis.
+
+    `hadamard`: every entry of F is +1/sqrt(n) or -1/sqrt(n) where Hadamard factors exist (up to 16,384: each power of
+    two, 12 * 2**k, 20 * 2**k and many more); other sizes are a Hadamard times a cosine transform, or a cosine
+    transform. The rows of F are in the order in which the two matrix products leave them, which spares a transposition.
+
+    Args:
+      x: A float array [..., n, ...].
+      axis: The transformed axis, >= 0.
+      kind: `dct` is the orthonormal DCT-II for every n.
+      transpose: Apply F^T.
+
+    Returns:
+      An array of x's shape and dtype.
+
+    >>> x = jnp.array([1.0, 0.0, 0.0, 0.0])
+    >>> print(fixed_transform(x, 0))
+    [0.5 0.5 0.5 0.5]
+    """
+    n = x.shape[axis]
+    sizes = factor_sizes(n, kind)
+    if not sizes:
+        transform = jax.scipy.fft.idct if transpose else jax.scipy.fft.dct
+        return transform(x, axis=axis, norm="ortho")
+    matrices, scale = [], 1.0
+    for size in sizes:
+        hadamard = hadamard_matrix(size) if kind == "hadamard" else None
+        if hadamard is None:
+            matrices.append(dct_matrix(size))
+        else:
+            # Entries of +-1 are exact in the reduced precision that accelerators multiply with, 1/sqrt(n) is not.
+            matrices.append(hadamard)
+            scale /= math.sqrt(size)
+    if len(sizes) == 1:
+        return apply_matrix(x, matrices[0], axis, transpose=transpose) * scale
+    before, after = string.ascii_lowercase[:axis], string.ascii_lowercase[axis : x.ndim - 1]
+    sizes = sizes[::-1] if transpose else sizes
+    y = x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
+    outer, inner = (jnp.asarray(matrix, x.dtype) for matrix in matrices)
+    # The rotated side counts (inner, outer): the second product may then append its axis instead of inserting it.
+    if transpose:
+        y = jnp.einsum(f"{before}YX{after},Xx->{before}Yx{after}", y, outer)
+        y = jnp.einsum(f"{before}Yx{after},Yy->{before}xy{after}", y, inner)
+    else:
+        y = jnp.einsum(f"{before}xy{after},Yy->{before}xY{after}", y, inner)
+        y = jnp.einsum(f"{before}xY{after},Xx->{before}YX{after}", y, outer)
+    return y.reshape(x.shape) * scale

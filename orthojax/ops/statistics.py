@@ -1,0 +1,76 @@
+"""Statistics of activation vectors: how far a few channels stand out from the others."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+
+def at_least_float32(x: ArrayLike) -> jax.Array:
+    """`x` in float32, or in float64 where it is that already: statistics of half precision are taken in float32."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def kurtosis(x: ArrayLike, axis: int = -1) -> jax.Array:
+    """Raw kurtosis along one axis.
+
+    kappa = E[(x - mu)^4] / E[(x - mu)^2]^2 with mu = E[x], all means over `axis` (From Attention to Activation,
+    arXiv 2410.17174, Eq. 2). Raw, not excess: 3 for a Gaussian. For D values 1 <= kappa <= D - 2 + 1 / (D - 1), the
+    upper end for a one-hot vector. It depends neither on a factor nor on an offset.
+
+    A constant vector has no kurtosis (0/0); it gets 0, which no other vector can have, so that one dead position does
+    not turn the mean over a data set into nan. Not-finite values give nan.
+
+    Args:
+      x: Values, any real dtype.
+      axis: The axis of the D values, usually channels.
+
+    Returns:
+      `x` without `axis`; float32, or float64 for float64.
+
+    >>> import jax.numpy as jnp
+    >>> float(kurtosis(jnp.array([-1.0, 1.0, -1.0, 1.0])))
+    1.0
+    >>> round(float(kurtosis(jnp.array([0.0, 0.0, 7.0, 0.0]))), 4)  # a single outlier: D - 2 + 1 / (D - 1)
+    2.3333
+    >>> float(kurtosis(jnp.full(4, 0.1)))
+    0.0
+    """
+    x = at_least_float32(x)
+    centred = x - jnp.mean(x, axis, keepdims=True)
+    # Fourth powers of outliers overflow long before the outliers do, so take them relative to the largest one.
+    # The ratio does not depend on that factor, hence neither does its gradient.
+    scale = jax.lax.stop_gradient(jnp.max(jnp.abs(centred), axis, keepdims=True))
+    # The rounded mean of equal values can differ from them, so compare the values themselves.
+    constant = jnp.max(x, axis, keepdims=True) == jnp.min(x, axis, keepdims=True)
+    constant |= scale < jnp.finfo(x.dtype).tiny
+    # A vector with some spread in place of a constant one keeps the gradient finite too.
+    stand_in = jnp.ones_like(centred)
+    squared = jnp.square(jnp.where(constant, stand_in, centred / jnp.where(constant, 1.0, scale)))
+    ratio = jnp.mean(jnp.square(squared), axis) / jnp.square(jnp.mean(squared, axis))
+    return jnp.where(jnp.squeeze(constant, axis), 0.0, ratio)
+
+
+def norm_ratio(x: ArrayLike, axis: int = -1) -> jax.Array:
+    """max|x| / ||x||_2 along one axis: 1 where one channel is everything, 1 / sqrt(D) where all D are equally large.
+
+    The proxy for outliers of From Attention to Activation (arXiv 2410.17174, section 4.2 and Appendix H). A zero vector
+    gets 0, which no other vector can have.
+
+    Args:
+      x: Values, any real dtype.
+      axis: The axis of the D values, usually channels.
+
+    Returns:
+      `x` without `axis`; float32, or float64 for float64.
+
+    >>> import jax.numpy as jnp
+    >>> float(norm_ratio(jnp.array([3.0, 0.0, -4.0]))), float(norm_ratio(jnp.zeros(3)))
+    (0.800000011920929, 0.0)
+    """
+    x = at_least_float32(x)
+    peak = jnp.max(jnp.abs(x), axis, keepdims=True)
+    zero = peak < jnp.finfo(x.dtype).tiny
+    # Relative to the peak the squares neither overflow nor vanish, and the ratio is 1 over the norm.
+    relative = jnp.where(zero, 1.0, x / jnp.where(zero, 1.0, peak))
+    return jnp.where(jnp.squeeze(zero, axis), 0.0, 1.0 / jnp.linalg.norm(relative, axis=axis))

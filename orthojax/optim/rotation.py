@@ -1,0 +1,222 @@
+"""Turning trees into the basis of the optimizer and back, as functions and as optax transformations."""
+
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from orthojax.ops import orthogonal
+from orthojax.optim.plan import DEFAULT_ROTATION, LeafPlan, Rotation, Turn, plan_leaf
+
+
+class RotationState(NamedTuple):
+    """State of `rotate` and `unrotate`.
+
+    Attributes:
+      basis: `haar`: a nested dict by path with the leaves basis_0, basis_1 [*stacked, n, n], or one empty array if no
+        parameter is rotated. Other kinds: (), no array at all.
+    """
+
+    basis: Any
+
+
+def _parts(path: str) -> list[str]:
+    return path.split("/") if path else []
+
+
+def _basis_shape(plan: LeafPlan, turn: Turn) -> tuple[int, ...]:
+    return (*plan.stacked_shape, turn.size, turn.size)
+
+
+def _draw_haar(rotation: Rotation, plan: LeafPlan, turn: Turn, dtype: Any) -> jax.Array:
+    """Q of every layer. A callback of known shape: eval_shape runs no QR, jit embeds no constant of this size."""
+    key, shape = zlib.crc32(turn.name.encode()), _basis_shape(plan, turn)
+
+    def draw() -> np.ndarray:
+        seeds = [(rotation.seed, key, layer) for layer in turn.layers]
+        return np.stack([orthogonal.haar(seed, turn.size) for seed in seeds]).reshape(shape).astype(dtype)
+
+    return jax.pure_callback(draw, jax.ShapeDtypeStruct(shape, dtype))
+
+
+def init_basis(rotation: Rotation, params: optax.Params) -> Any:
+    """What must be remembered of the bases of `params`; see `RotationState.basis`.
+
+    Raises:
+      ValueError: Where haar matrices would be over 8 times as large as their parameter.
+    """
+    if rotation.kind != "haar":
+        return ()
+    basis: dict[str, Any] = {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        plan = plan_leaf(rotation, keys, leaf)
+        dtype = jnp.promote_types(jnp.result_type(leaf), jnp.float32)
+        for i, turn in enumerate(plan.turns):
+            node = basis
+            for part in _parts(plan.path):
+                node = node.setdefault(part, {})
+            node[f"basis_{i}"] = _draw_haar(rotation, plan, turn, dtype)
+    # An array, not an empty dict: optax.tree.map_params must see something that is no parameter.
+    return basis or jnp.zeros((0,), jnp.float32)
+
+
+def _stored_basis(basis: Any, plan: LeafPlan, i: int) -> jax.Array:
+    node = basis
+    for part in (*_parts(plan.path), f"basis_{i}"):
+        if not isinstance(node, dict) or part not in node:
+            raise ValueError(f"{plan.path!r} has no basis in the state; allowed: the tree that the state was made for")
+        node = node[part]
+    shape = _basis_shape(plan, plan.turns[i])
+    if node.shape != shape:
+        raise ValueError(f"{plan.path}: the basis in the state has shape {node.shape}; allowed: {shape}")
+    return node
+
+
+def _along(rows: np.ndarray, axes: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """Reshapes a constant [prod(stacked), n] such that it broadcasts along `axes` of an array of `shape`."""
+    values = rows.reshape([shape[axis] for axis in axes]).transpose(np.argsort(axes))
+    return values.reshape([length if axis in axes else 1 for axis, length in enumerate(shape)])
+
+
+def _turn_axis(
+    x: jax.Array, axis: int, stacked: tuple[int, ...], rotation: Rotation, turn: Turn, stored: Any, transpose: bool
+) -> jax.Array:
+    """Q, or Q^T, along one axis of x, with its own Q for every slice along `stacked`."""
+    if rotation.kind == "haar":
+        return orthogonal.apply_matrix(x, stored, axis, batch_axes=stacked, transpose=transpose)
+    key, where = rotation.seed ^ zlib.crc32(turn.name.encode()), (*stacked, axis)
+    constant = _along(orthogonal.hash_signs(key, turn.layers, turn.size), where, x.shape)
+    signs = jnp.asarray(constant).astype(x.dtype)  # the program holds one byte for each sign
+    if rotation.kind == "signed_permutation":
+        # Another key: the order of the hashes is not independent of their top bits.
+        order = orthogonal.hash_permutations(key ^ 0xFFFFFFFF, turn.layers, turn.size)
+        if transpose:
+            return signs * jnp.take_along_axis(x, _along(np.argsort(order, axis=-1), where, x.shape), axis)
+        return jnp.take_along_axis(signs * x, _along(order, where, x.shape), axis)
+    kind = "dct" if rotation.kind == "dct" else "hadamard"
+    if transpose:
+        return signs * orthogonal.fixed_transform(x, axis, kind=kind, transpose=True)
+    return orthogonal.fixed_transform(signs * x, axis, kind=kind)
+
+
+def _turn_group(
+    x: jax.Array, plan: LeafPlan, rotation: Rotation, turn: Turn, stored: Any, transpose: bool
+) -> jax.Array:
+    """As `_turn_axis` for a group of axes, which are flattened meanwhile."""
+    width, rest = len(turn.axes), [axis for axis in range(x.ndim) if axis not in turn.axes]
+    adjacent = turn.axes == tuple(range(turn.axes[0], turn.axes[0] + width))
+    first = turn.axes[0] if adjacent else len(rest)
+    there = tuple(range(first, first + width))
+    y = x if adjacent else jnp.moveaxis(x, turn.axes, there)
+    flat = y.reshape(*y.shape[:first], turn.size, *y.shape[first + width :])
+    stacked = tuple(rest.index(axis) + (rest.index(axis) >= first) for axis in plan.stacked)
+    flat = _turn_axis(flat, first, stacked, rotation, turn, stored, transpose)
+    y = flat.reshape(y.shape)
+    return y if adjacent else jnp.moveaxis(y, there, turn.axes)
+
+
+def apply_rotation(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool = False) -> Any:
+    """Q, or Q^T, on every rotated array of a tree.
+
+    Args:
+      rotation: Which basis.
+      tree: Parameters, or gradients or updates of them; None and masked nodes are passed over.
+      basis: From `init_basis` of the same tree.
+      transpose: Turn back.
+
+    Returns:
+      A tree of the same shapes and dtypes. Computed in at least float32.
+
+    Raises:
+      ValueError: Where `basis` was made for another tree.
+    """
+
+    def leaf_fn(keys: tuple[Any, ...], leaf: Any) -> Any:
+        plan = plan_leaf(rotation, keys, leaf)
+        if not plan.turns:
+            return leaf
+        sharding = None if rotation.layout is None else rotation.layout(plan.path)
+        x = jnp.asarray(leaf)
+        dtype = x.dtype
+        x = x.astype(jnp.promote_types(dtype, jnp.float32))
+        x = x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+        for i, turn in enumerate(plan.turns):
+            stored = _stored_basis(basis, plan, i) if rotation.kind == "haar" else None
+            x = _turn_group(x, plan, rotation, turn, stored, transpose)
+            x = x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+        return x.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf_fn, tree)
+
+
+def _transformation(rotation: Rotation, transpose: bool) -> optax.GradientTransformation:
+    def init_fn(params):
+        return RotationState(init_basis(rotation, params))
+
+    def update_fn(updates, state, params=None):
+        del params
+        return apply_rotation(rotation, updates, state.basis, transpose=transpose), state
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def rotate(rotation: Rotation = DEFAULT_ROTATION) -> optax.GradientTransformation:
+    """Turns gradients into the basis of the optimizer: g' = Q g along each rotated axis.
+
+    `optax.chain(rotate(r), optax.scale_by_adam(), unrotate(r))` is OrthoAdam (Algorithm 1 of From Attention to
+    Activation, `arXiv 2410.17174 <https://arxiv.org/abs/2410.17174>`_). What stands between the two sees rotated
+    gradients and plain parameters; `in_rotated_basis` hands it rotated ones, and keeps a `haar` basis once instead of
+    twice.
+
+    Args:
+      rotation: Which basis.
+
+    Returns:
+      A transformation with a `RotationState`.
+    """
+    return _transformation(rotation, transpose=False)
+
+
+def unrotate(rotation: Rotation = DEFAULT_ROTATION) -> optax.GradientTransformation:
+    """Turns updates back into the basis of the parameters: s = Q^T s' along each rotated axis; the inverse of `rotate`.
+
+    Args:
+      rotation: The same as in `rotate`.
+
+    Returns:
+      A transformation with a `RotationState`.
+    """
+    return _transformation(rotation, transpose=True)
+
+
+def describe(rotation: Rotation, params: optax.Params) -> dict[str, str]:
+    """What is rotated and how, and what is left alone and why, by path.
+
+    Args:
+      rotation: Which basis.
+      params: Arrays, or the jax.ShapeDtypeStruct of `jax.eval_shape`.
+
+    Raises:
+      ValueError: As the init of the optimizer would.
+
+    >>> params = {"kernel": jnp.zeros((2, 8, 768)), "bias": jnp.zeros(8)}
+    >>> for path, what in describe(Rotation(), params).items():
+    ...     print(f"{path}: {what}")
+    bias: left alone: 1 axes, fewer than 2
+    kernel: axes (2,): hadamard 768 = 24 x 32, 2 layers
+    """
+    report = {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        plan = plan_leaf(rotation, keys, leaf)
+        parts = []
+        for turn in plan.turns:
+            text = f"axes {turn.axes}: {rotation.kind} {turn.size}"
+            sizes = orthogonal.factor_sizes(turn.size, "dct" if rotation.kind == "dct" else "hadamard")
+            if rotation.kind == "hadamard" and len(sizes) != 1:
+                text += " = " + " x ".join(map(str, sizes)) if sizes else " (cosine transform)"
+            parts.append(text + (f", {len(turn.layers)} layers" if plan.stacked else ""))
+        report[plan.path] = "; ".join([*parts, *(f"left alone: {reason}" for reason in plan.left_alone)])
+    return report

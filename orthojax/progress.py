@@ -1,0 +1,93 @@
+"""Progress of long work: a bar on a terminal, plain lines elsewhere, and an estimate of the time left."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from tqdm import tqdm
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes}:{seconds:02d}"
+
+
+class Progress:
+    """Shows how much of a known amount of work is done; the unit of work is the caller's."""
+
+    def __init__(self, total: float, *, stream: TextIO | None = None, every_seconds: float = 10.0):
+        """Starts the clock.
+
+        Args:
+          total: All the work there is, done or not.
+          stream: Where to show it; standard error where None.
+          every_seconds: Between plain lines; a terminal gets a bar instead.
+        """
+        self._total, self._every = max(total, 1e-9), every_seconds
+        self._stream = sys.stderr if stream is None else stream
+        self.done = self._skipped = 0.0  # work, in the caller's unit
+        self._start = time.monotonic()
+        self._last_line = -float("inf")
+        self._bar = None
+        if self._stream.isatty():
+            form = "{percentage:3.0f}%|{bar}| {postfix}"
+            self._bar = tqdm(total=self._total, file=self._stream, bar_format=form, dynamic_ncols=True)
+
+    def skip(self, work: float) -> None:
+        """Counts work that an earlier call did: it says nothing about the speed of this one."""
+        self._skipped += work
+        self.advance(work)
+
+    def advance(self, work: float, message: str = "") -> None:
+        """Adds finished work and shows it."""
+        self.done = min(self.done + work, self._total)
+        if not message:
+            return
+        status = f"{message} | {_clock(time.monotonic() - self._start)} elapsed{self._left()}"
+        if self._bar is not None:
+            self._bar.n = self.done
+            self._bar.set_postfix_str(status)
+        elif time.monotonic() - self._last_line >= self._every:
+            self._last_line = time.monotonic()
+            print(f"{100 * self.done / self._total:3.0f}% {status}", file=self._stream, flush=True)
+
+    def _left(self) -> str:
+        fresh = self.done - self._skipped
+        if fresh <= 0.01 * self._total:
+            return ""
+        seconds = (time.monotonic() - self._start) * (self._total - self.done) / fresh
+        return f", about {_clock(seconds)} left"
+
+    def say(self, message: str) -> None:
+        """Prints a line above the bar."""
+        if self._bar is not None:
+            tqdm.write(message, file=self._stream)
+        else:
+            print(message, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Ends the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def tokenizing_progress(stream: TextIO | None = None) -> Callable[[str, int, int], None]:
+    """A callback that shows how far tokenising is: (what, bytes done, bytes in all)."""
+    shown: dict[str, Progress] = {}
+
+    def report(what: str, done: int, total: int) -> None:
+        if what not in shown:
+            shown[what] = Progress(max(total, 1), stream=stream, every_seconds=2.0)
+        progress = shown[what]
+        progress.advance(done - progress.done, f"tokenising {what}: {done / 1e6:.1f} of {total / 1e6:.1f} MB")
+        if done >= total:
+            progress.close()
+
+    return report

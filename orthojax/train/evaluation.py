@@ -1,0 +1,121 @@
+"""Evaluation of parameters on the fixed evaluation set: loss, outliers, attention, quantisation."""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orthojax import analysis, quant
+from orthojax.config import Config
+from orthojax.model import Transformer
+from orthojax.train.inputs import Inputs
+from orthojax.train.step import loss_sum_nats, split_tokens
+
+Metrics = dict[str, float]
+
+
+@partial(jax.jit, static_argnums=0)
+def _loss(model: Transformer, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return loss_sum_nats(model, params, tokens)
+
+
+@partial(jax.jit, static_argnums=0)
+def _language_model_statistics(model: Transformer, params: Any, tokens: jax.Array) -> analysis.Statistics:
+    inputs, _ = split_tokens(tokens)
+    _, statistics = model.apply({"params": params}, inputs, observe=analysis.observe_language_model)
+    return statistics
+
+
+@partial(jax.jit, static_argnums=0)
+def _backcopy_statistics(model: Transformer, params: Any, tokens: jax.Array, oracle: jax.Array, is_trigger: jax.Array):
+    inputs, _ = split_tokens(tokens)
+    logits, statistics = model.apply({"params": params}, inputs, observe=analysis.observe_backcopy(is_trigger))
+    log_probs = jax.nn.log_softmax(logits)
+    return statistics, analysis.observe_backcopy_risks(log_probs, oracle, is_trigger)
+
+
+def _batches(config: Config, inputs: Inputs) -> Iterator[np.ndarray]:
+    size = config.eval.batch_size
+    return (inputs.evaluation[i : i + size] for i in range(0, len(inputs.evaluation), size))
+
+
+def mean_loss_nats(model: Transformer, params: Any, config: Config, inputs: Inputs) -> float:
+    """Mean next-token loss over all target positions of the evaluation set, in nats."""
+    total = count = 0.0
+    for tokens in _batches(config, inputs):
+        batch_total, batch_count = _loss(model, params, tokens)
+        total, count = total + float(batch_total), count + float(batch_count)
+    return total / count
+
+
+def validation_loss_nats(config: Config, params: Any, inputs: Inputs) -> float:
+    """`mean_loss_nats` of the model that the config describes."""
+    return mean_loss_nats(Transformer(config.model), params, config, inputs)
+
+
+def _perplexity(loss_nats: float) -> float:
+    return math.exp(min(loss_nats, 700.0))  # quantisation can ruin a model beyond the range of a float
+
+
+def evaluate(
+    config: Config, params: Any, inputs: Inputs, *, on_progress: Callable[[str], None] = lambda what: None
+) -> Metrics:
+    """All metrics of a trained model; `evaluation_stages` says how many parts that has.
+
+    Args:
+      config: What the parameters were trained with.
+      params: The parameters.
+      inputs: Their data.
+      on_progress: Called with the name of each part when it is done.
+
+    Returns:
+      For text `perplexity`, `loss_nats`, `bits_per_byte`, the outlier and attention statistics of
+      `analysis.observe_language_model`, and `perplexity_<setting>` for every quantisation setting; for
+      Bigram-Backcopy its risks and the statistics of `analysis.observe_backcopy`. Values by layer end in `/layer_i`.
+    """
+    model = Transformer(config.model)
+    if inputs.task is not None:
+        metrics = _evaluate_backcopy(model, params, config, inputs)
+        on_progress("statistics")
+        return metrics
+    loss = mean_loss_nats(model, params, config, inputs)
+    metrics: Metrics = {"perplexity": _perplexity(loss), "loss_nats": loss}
+    if inputs.bits_per_nat_of_loss is not None:
+        metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
+    statistics = None
+    for tokens in _batches(config, inputs):
+        new = _language_model_statistics(model, params, tokens)
+        statistics = new if statistics is None else analysis.combine(statistics, new)
+    assert statistics is not None
+    metrics |= analysis.finalize(statistics)
+    on_progress("statistics")
+    for name, setting in quant.SETTINGS.items():
+        quantized = Transformer(config.model, linear=quant.quantized_linear(setting))
+        metrics[f"perplexity_{name}"] = _perplexity(mean_loss_nats(quantized, params, config, inputs))
+        on_progress(name)
+    return metrics
+
+
+def evaluation_stages(config: Config) -> int:
+    """How often `evaluate` calls `on_progress`."""
+    return 1 if config.data.kind == "bigram_backcopy" else 1 + len(quant.SETTINGS)
+
+
+def _evaluate_backcopy(model: Transformer, params: Any, config: Config, inputs: Inputs) -> Metrics:
+    assert inputs.task is not None
+    layers = risks = None
+    for tokens in _batches(config, inputs):
+        oracle = inputs.task.oracle(tokens[:, :-1]).astype(np.float32)
+        # Ids that the model has but the task has not are impossible.
+        oracle = np.pad(oracle, ((0, 0), (0, 0), (0, config.model.vocab_size - oracle.shape[-1])))
+        new = _backcopy_statistics(model, params, tokens, oracle, inputs.task.is_trigger(tokens[:, :-1]))
+        layers = new[0] if layers is None else analysis.combine(layers, new[0])
+        risks = new[1] if risks is None else analysis.combine(risks, new[1])
+    assert layers is not None and risks is not None
+    loss = mean_loss_nats(model, params, config, inputs)
+    return {"loss_nats": loss} | analysis.finalize(layers) | analysis.finalize(risks)
+

@@ -1,0 +1,44 @@
+"""metrics.jsonl: one JSON object a line, the truth about a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class MetricWriter:
+    """Appends to a metrics file; on resume, lines past the restored step are dropped first."""
+
+    def __init__(self, path: Path, resume_step: int):
+        """Opens the file.
+
+        Args:
+          path: The metrics.jsonl.
+          resume_step: Optimizer steps that the restored state has taken; 0 starts afresh.
+        """
+        kept = [line for line in read_metrics(path) if line["step"] <= resume_step]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Writes one line, at once."""
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> "MetricWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All lines of a metrics file, [] where there is none; a last line that was cut off is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break  # killed while writing; what follows is rewritten on resume
+    return lines

@@ -1,0 +1,90 @@
+"""The pure training step and its state."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from orthojax.config import Config, ModelConfig
+from orthojax.model import Transformer
+from orthojax.ops.losses import cross_entropy_nats
+from orthojax.train.optimizer import make_optimizer
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes."""
+
+    step: jax.Array  # shape=(), dtype=int32: optimizer steps taken
+    params: Any  # float32
+    opt_state: Any
+
+
+class StepMetrics(NamedTuple):
+    """Sums and counts of one step, all shape=()."""
+
+    loss_sum_nats: jax.Array
+    target_tokens: jax.Array
+    grad_norm: jax.Array
+
+
+def split_tokens(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows [B, T + 1] -> inputs [B, T] and the next tokens [B, T]."""
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_positions(config: ModelConfig, length: int) -> jax.Array:
+    """Which of `length` positions enter the loss: all but those whose target a relaxed causal mask shows.
+
+    Returns:
+      Boolean [1, length].
+    """
+    return (jnp.arange(length) >= config.relaxed_causal_tokens - 1)[None]
+
+
+def loss_sum_nats(model: Transformer, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Summed next-token loss and number of target tokens.
+
+    Args:
+      model: The transformer.
+      params: Its parameters.
+      tokens: int [B, T + 1].
+    """
+    inputs, targets = split_tokens(tokens)
+    logits, _ = model.apply({"params": params}, inputs)
+    counted = loss_positions(model.config, inputs.shape[1])
+    losses = jnp.where(counted, cross_entropy_nats(logits, targets), 0.0)
+    return jnp.sum(losses), jnp.sum(jnp.broadcast_to(counted, targets.shape))
+
+
+def init_state(config: Config) -> TrainState:
+    """The state before the first step; parameters depend on `train.seed` and the model only."""
+    model = Transformer(config.model)
+    optimizer = make_optimizer(config.optim, config.train.steps)
+
+    @jax.jit
+    def init(key):
+        tokens = jnp.zeros((1, config.data.sequence_length), jnp.int32)
+        params = model.init(key, tokens)["params"]
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    return init(jax.random.key(config.train.seed))
+
+
+def make_train_step(config: Config) -> Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]:
+    """The jitted step (state, tokens int32 [B, T + 1]) -> (state, metrics); it takes over the state's memory."""
+    model = Transformer(config.model)
+    optimizer = make_optimizer(config.optim, config.train.steps)
+
+    def mean_loss(params, tokens):
+        total, count = loss_sum_nats(model, params, tokens)
+        return total / count, (total, count)
+
+    def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, StepMetrics]:
+        (_, (total, count)), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params, tokens)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, opt_state), StepMetrics(total, count, optax.global_norm(grads))
+
+    return jax.jit(train_step, donate_argnums=0)

@@ -1,0 +1,118 @@
+"""Batches: a pure function of seed and step, every row once in an epoch, and the two layouts of a row."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from orthojax.config import UserError
+from orthojax.data.batches import TokenBatches
+
+T, B, ROWS = 3, 4, 12
+
+
+def batches(**changes):
+    """Twelve rows, so that three batches are an epoch; token i has the value i."""
+    arguments = {"tokens": np.arange(ROWS * T + 1, dtype=np.uint16), "sequence_length": T, "batch_size": B, "seed": 5}
+    return TokenBatches(**(arguments | changes))
+
+
+def row_numbers(batch):
+    return (batch[:, 0] // T).tolist()
+
+
+def test_rows_are_slices_of_the_tokens():
+    for step in range(6):
+        batch = batches()(step)
+        assert batch.dtype == np.int32
+        assert batch.shape == (B, T + 1)
+        np.testing.assert_array_equal(batch, batch[:, :1] + np.arange(T + 1))
+        assert (batch[:, 0] % T == 0).all()
+
+
+def test_random_access_equals_iteration_and_resume():
+    source = batches()
+    forward = [source(step) for step in range(10)]
+    for step in reversed(range(10)):
+        np.testing.assert_array_equal(source(step), forward[step])
+    resumed = batches()
+    np.testing.assert_array_equal(resumed(7), forward[7])  # the first thing that a restarted run asks for
+
+
+def test_order_equals_iteration_of_grain():
+    import grain
+
+    dataset = grain.MapDataset.range(ROWS).seed(5).shuffle().repeat(3).batch(B)
+    for step, indices in enumerate(dataset.to_iter_dataset()):
+        assert row_numbers(batches()(step)) == indices.tolist()
+
+
+def test_another_process_agrees():
+    code = (
+        "import numpy as np\nfrom orthojax.data.batches import TokenBatches\n"
+        f"print(TokenBatches(np.arange({ROWS * T + 1}), {T}, {B}, 5)(8).tolist())"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == str(batches()(8).tolist())
+
+
+def test_epochs_hold_every_row_once_in_new_orders():
+    source = batches()
+    epochs = [[row for step in range(3) for row in row_numbers(source(3 * epoch + step))] for epoch in range(4)]
+    assert all(sorted(epoch) == list(range(ROWS)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert epochs[0] != list(range(ROWS))
+    assert row_numbers(batches(seed=6)(0)) != row_numbers(batches(seed=5)(0))
+
+
+def test_batches_run_across_epochs():
+    source = batches(batch_size=5)
+    rows = [row for step in range(12) for row in row_numbers(source(step))]
+    for epoch in range(5):
+        assert sorted(rows[epoch * ROWS : (epoch + 1) * ROWS]) == list(range(ROWS))
+
+
+def test_layout_with_bos():
+    source = batches(tokens=np.arange(ROWS * T), bos_id=999)
+    assert source.n_rows == ROWS
+    rows = source.spread_rows(ROWS)
+    assert (rows[:, 0] == 999).all()
+    np.testing.assert_array_equal(rows[:, 1:].ravel(), np.arange(ROWS * T))  # every token is a target, once
+    batch = source(2)
+    assert (batch[:, 0] == 999).all()
+    np.testing.assert_array_equal(batch[:, 1:], batch[:, 1:2] + np.arange(T))
+
+
+def test_layout_without_bos():
+    rows = batches().spread_rows(ROWS)
+    np.testing.assert_array_equal(rows[:, 1:].ravel(), np.arange(1, ROWS * T + 1))
+    np.testing.assert_array_equal(rows[:, :-1].ravel(), np.arange(ROWS * T))
+
+
+def test_bos_id_zero_is_a_bos():
+    assert (batches(bos_id=0).spread_rows(3)[:, 0] == 0).all()
+
+
+def test_spread_rows_do_not_import_grain():
+    code = (
+        "import sys\nimport numpy as np\nfrom orthojax.data.batches import TokenBatches\n"
+        "TokenBatches(np.arange(20), 4, 2, 0).spread_rows(2)\nprint('grain' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_too_few_tokens():
+    exact = B * T + 1
+    assert batches(tokens=np.arange(exact)).n_rows == B
+    with pytest.raises(
+        UserError, match=f"{exact - 1} tokens are too few for a batch of 4 rows of 3: {exact} are needed"
+    ):
+        batches(tokens=np.arange(exact - 1))
+    assert batches(tokens=np.arange(B * T), bos_id=0).n_rows == B
+    with pytest.raises(UserError, match=f"{B * T} are needed"):
+        batches(tokens=np.arange(B * T - 1), bos_id=0)
+    with pytest.raises(UserError, match="37 tokens make 12 rows of 3, but 13 are wanted"):
+        batches().spread_rows(ROWS + 1)
+    with pytest.raises(UserError, match="too few"):
+        batches(tokens=np.arange(0))

@@ -1,0 +1,175 @@
+"""The orthogonal maps, each against the dense matrix or the property that defines it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.fft
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orthojax.ops import orthogonal
+
+SIZES = (768, 1000, 1024, 1152, 1536, 1600, 2048, 3072)
+
+
+def dense(n, kind="hadamard", transpose=False):
+    with jax.enable_x64(True):
+        return np.asarray(
+            jax.jit(lambda x: orthogonal.fixed_transform(x, 0, kind=kind, transpose=transpose))(np.eye(n))
+        )
+
+
+@pytest.mark.parametrize("n", [768, 1000, 1536])
+def test_large_transforms_are_orthogonal_in_float64(n):
+    matrix = dense(n)
+    np.testing.assert_allclose(matrix.T @ matrix, np.eye(n), atol=1e-12)
+
+
+@settings(max_examples=12)  # every size compiles anew
+@given(st.integers(2, 600))
+def test_any_size_is_orthogonal_in_float64_and_the_transpose_is_its_transpose(n):
+    both = jax.jit(lambda x: [orthogonal.fixed_transform(x, 0, transpose=transpose) for transpose in (False, True)])
+    with jax.enable_x64(True):
+        matrix, transposed = map(np.asarray, both(np.eye(n)))
+    np.testing.assert_allclose(matrix.T @ matrix, np.eye(n), atol=1e-12)
+    np.testing.assert_allclose(transposed, matrix.T, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 3, 12, 100, 131, 262, 600, *SIZES, 4099])
+def test_float32_round_trip_and_length(n):
+    x = np.random.default_rng(n).standard_normal((3, n)).astype(np.float32)
+    there = jax.jit(lambda x: orthogonal.fixed_transform(x, 1))(x)
+    back = jax.jit(lambda x: orthogonal.fixed_transform(x, 1, transpose=True))(there)
+    assert there.dtype == jnp.float32
+    scale = np.abs(x).max()
+    np.testing.assert_allclose(back, x, atol=1e-6 * scale)
+    norm = np.linalg.norm(x.astype(np.float64), axis=1)
+    np.testing.assert_allclose(np.linalg.norm(np.asarray(there, np.float64), axis=1), norm, rtol=1e-6)
+
+
+@pytest.mark.parametrize("n", [2, 4, 12, 20, 24, 28, 36, 40, 128, 160, 240, 256, 640, 768, 1024, 1280, 1536])
+def test_entries_have_equal_magnitude_where_hadamard_factors_exist(n):
+    np.testing.assert_allclose(np.abs(dense(n)), 1 / np.sqrt(n), rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "n", [2**k for k in range(1, 15)] + [12 * 2**k for k in range(11)] + [20 * 2**k for k in range(10)]
+)
+def test_these_sizes_split_into_hadamard_factors(n):
+    sizes = orthogonal.factor_sizes(n)
+    assert np.prod(sizes) == n
+    assert max(sizes) <= 128
+    assert all(orthogonal.hadamard_matrix(size) is not None for size in sizes)
+
+
+def test_hadamard_matrices_have_orthogonal_rows_of_signs():
+    found = []
+    for n in range(1, 129):
+        matrix = orthogonal.hadamard_matrix(n)
+        if matrix is not None:
+            found.append(n)
+            assert set(np.unique(matrix)) <= {-1, 1}
+            np.testing.assert_array_equal(matrix.astype(int) @ matrix.T.astype(int), n * np.eye(n, dtype=int))
+    assert {1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 64, 80, 96, 128} <= set(found)
+    assert not {3, 6, 10, 18, 100} & set(found)
+
+
+@pytest.mark.parametrize("n", [3, 60, 128, 131, 512, 4099])
+def test_dct_is_the_orthonormal_dct_two_of_scipy(n, x64):
+    x = np.random.default_rng(n).standard_normal((2, n))
+    ours = orthogonal.fixed_transform(jnp.asarray(x), 1, kind="dct")
+    np.testing.assert_allclose(ours, scipy.fft.dct(x, norm="ortho", axis=1), atol=1e-11)
+
+
+@pytest.mark.parametrize("n", [6, 24, 131, 144])
+def test_every_axis_is_transformed_in_place(n, x64):
+    matrix = dense(n)
+    for axis, shape in enumerate([(n, 2, 3), (2, n, 3), (2, 3, n)]):
+        x = np.random.default_rng(0).standard_normal(shape)
+        for transpose, q in ((False, matrix), (True, matrix.T)):
+            want = np.moveaxis(np.tensordot(q, x, (1, axis)), 0, axis)
+            apply = jax.jit(functools.partial(orthogonal.fixed_transform, axis=axis, transpose=transpose))
+            got = apply(jnp.asarray(x))
+            np.testing.assert_allclose(got, want, atol=1e-12)
+
+
+def test_programs_hold_no_large_constant():
+    for n in (131, 1000, 3072, 4099, 16384):
+        text = jax.jit(lambda x: orthogonal.fixed_transform(x, 1)).lower(jnp.zeros((1, n))).as_text()
+        assert len(text) < 300_000, n  # two hexadecimal 128 x 128 float32 matrices have 262,144 digits
+
+
+def test_apply_matrix_is_an_einsum_with_one_matrix_for_each_slice(x64):
+    rng = np.random.default_rng(0)
+    x, matrices = rng.standard_normal((2, 5, 3, 4)), rng.standard_normal((4, 2, 5, 5))
+    got = orthogonal.apply_matrix(jnp.asarray(x), jnp.asarray(matrices), 1, batch_axes=(3, 0))
+    back = orthogonal.apply_matrix(jnp.asarray(x), jnp.asarray(matrices), 1, batch_axes=(3, 0), transpose=True)
+    for i in range(2):
+        for j in range(4):
+            np.testing.assert_allclose(got[i, :, :, j], matrices[j, i] @ x[i, :, :, j], atol=1e-13)
+            np.testing.assert_allclose(back[i, :, :, j], matrices[j, i].T @ x[i, :, :, j], atol=1e-13)
+
+
+@pytest.mark.parametrize("n", [2, 7, 300])
+def test_haar_is_orthogonal_and_a_function_of_its_seed(n):
+    q = orthogonal.haar((0, 1, 2), n)
+    assert np.abs(q.T @ q - np.eye(n)).max() < 1e-12
+    np.testing.assert_array_equal(q, orthogonal.haar((0, 1, 2), n))
+    assert np.abs(q - orthogonal.haar((0, 1, 3), n)).max() > 0.1
+
+
+def test_haar_has_the_moments_of_the_uniform_distribution():
+    """QR without the choice of signs has E[q_00] < 0; the uniform one has 0, and E[tr Q] = 0, E[(tr Q)^2] = 1."""
+    draws = np.stack([orthogonal.haar((0, i), 4) for i in range(4000)])
+    traces = np.trace(draws, axis1=1, axis2=2)
+    assert abs(draws[:, 0, 0].mean()) < 0.04  # the standard error is 0.5 / sqrt(4000) = 0.008
+    assert abs(traces.mean()) < 0.08
+    assert abs((traces**2).mean() - 1) < 0.12
+
+
+def test_haar_has_a_positive_diagonal_of_r():
+    gaussian = np.random.default_rng([5]).standard_normal((9, 9))
+    assert (np.diagonal(orthogonal.haar((5,), 9).T @ gaussian) > 0).all()
+
+
+def _reference_hash(key, counter):
+    """The same mixer in Python integers."""
+
+    def mix(x):
+        x = (x ^ (x >> 16)) * 0x21F0AAAD % 2**32
+        x = (x ^ (x >> 15)) * 0x735A2D97 % 2**32
+        return x ^ (x >> 15)
+
+    outer = mix(key)
+    return mix((mix(counter ^ outer) + mix(outer ^ 0x9E3779B9)) % 2**32)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(1, 70))
+def test_hash_bits_are_a_function_of_key_and_counter(key, layer, n):
+    bits = orthogonal.hash_bits(key, [layer], n)
+    assert bits.dtype == np.uint32
+    assert bits[0].tolist() == [_reference_hash(key, (layer * n + i) % 2**32) for i in range(n)]
+
+
+def test_golden_signs():
+    """These must never change: checkpoints hold moments in this basis."""
+    signs = orthogonal.hash_signs(0xDEADBEEF, [0, 5], 16)
+    assert signs.dtype == np.int8
+    assert np.packbits(signs > 0, axis=-1).tolist() == [[141, 53], [149, 251]]
+
+
+def test_signs_are_balanced_and_independent():
+    signs = np.concatenate([orthogonal.hash_signs(key, range(8), 512) for key in range(40)]).astype(float)
+    assert abs(signs.mean()) < 0.01  # the standard error is 0.0025
+    correlations = signs @ signs.T / 512 - np.eye(len(signs))
+    assert np.abs(correlations).max() < 6 / np.sqrt(512)
+    assert abs((signs[:, 1:] * signs[:, :-1]).mean()) < 0.01
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 200))
+def test_permutations_are_permutations(key, n):
+    rows = orthogonal.hash_permutations(key, [0, 3], n)
+    np.testing.assert_array_equal(np.sort(rows, axis=-1), np.tile(np.arange(n), (2, 1)))

@@ -1,0 +1,135 @@
+"""Fake quantisation against an independent library, float64 formulas and properties."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import qwix
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from orthojax.ops import quantize
+
+# Compiled whole: op by op, every new shape would compile a dozen little programs.
+absmax = jax.jit(quantize.absmax, static_argnums=(1, 2))
+zeropoint = jax.jit(quantize.zeropoint, static_argnums=(1, 2))
+
+SCHEMES = {"absmax": (absmax, 8), "zeropoint": (zeropoint, 4)}
+
+
+def reference_absmax(x, bits, axes):
+    x = np.asarray(x, np.float64)
+    step = np.abs(x).max(axis=axes, keepdims=True) / (2 ** (bits - 1) - 1)
+    return np.round(x / step) * step
+
+
+def reference_zeropoint(x, bits, axes):
+    x = np.asarray(x, np.float64)
+    low, high = x.min(axis=axes, keepdims=True), x.max(axis=axes, keepdims=True)
+    step = (high - low) / (2**bits - 1)
+    shift = np.round(low / step)
+    return np.clip(np.round(x / step), shift, shift + 2**bits - 1) * step
+
+
+@pytest.mark.parametrize(("axes", "bits"), [(None, 8), (None, 4), (1, 3), ((0, 2), 8), ((-1,), 4)])
+def test_match_the_formulas(axes, bits, x64):
+    x = np.random.default_rng(0).normal(size=(5, 6, 7))
+    np.testing.assert_allclose(absmax(x, bits, axes), reference_absmax(x, bits, axes), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(zeropoint(x, bits, axes), reference_zeropoint(x, bits, axes), rtol=1e-12, atol=1e-14)
+    shifted = x + 20
+    got = zeropoint(shifted, bits, axes)
+    np.testing.assert_allclose(got, reference_zeropoint(shifted, bits, axes), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("axes", "channels"), [(None, ()), (0, (1,))])
+def test_agree_with_qwix(axes, channels):
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(64, 48)), jnp.float32)
+    # qwix's int8 reaches to 127.5; its bound times 127.5 / 127 makes the step max|x| / 127.
+    theirs = qwix.quantize(x, jnp.int8, channelwise_axes=channels, calibration_method="absmax,1.003937")
+    close = np.isclose(absmax(x, 8, axes), qwix.dequantize(theirs), rtol=1e-5)
+    assert close.mean() > 0.999  # an element near a tie may fall on either side
+    # qwix pulls 0 into the range, so this agreement needs channels on both sides of 0.
+    theirs = qwix.quantize(x, jnp.int4, channelwise_axes=channels, calibration_method="minmax")
+    close = np.isclose(zeropoint(x, 4, axes), qwix.dequantize(theirs), rtol=1e-5, atol=1e-6)
+    assert close.mean() > 0.999
+
+
+def test_zeropoint_uses_all_levels_on_one_side_of_zero():
+    x = jnp.asarray(np.random.default_rng(2).uniform(3.0, 4.0, size=2000), jnp.float32)
+    y = zeropoint(x)
+    assert len(np.unique(y)) == 16
+    np.testing.assert_allclose(jnp.max(jnp.abs(y - x)), 1 / 30, rtol=0.01)
+
+
+def test_zeropoint_keeps_its_top_level_where_both_ends_are_ties():
+    # -6.5 and 8.5 round to -6 and 8: fifteen levels, one too few, were the largest value not the largest by definition.
+    once = zeropoint(jnp.array([-6.5, 0.0, 8.5]))
+    np.testing.assert_allclose(once, [-6.0, 0.0, 9.0], rtol=1e-6)
+    np.testing.assert_allclose(zeropoint(once), once, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_degenerate_slices(name):
+    function, bits = SCHEMES[name]
+    x = jnp.array([[0.0, 0.0, 0.0], [2.5, 2.5, 2.5], [-1e-42, 0.0, 1e-42], [1.0, 0.0, -2.0], [jnp.inf, 1.0, 0.0]])
+    y = function(x, bits, 1)
+    assert jnp.isfinite(y[:4]).all()
+    np.testing.assert_array_equal(y[:2], x[:2])
+    assert y[3, 1] == 0.0
+    assert jnp.isnan(y[4]).any()  # a broken activation must not pass for a good one
+    with pytest.raises(ValueError, match="allowed: 2 to 16"):
+        function(x, 1)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_dtype_comes_back_and_half_precision_is_quantised_in_float32(name, dtype):
+    function, bits = SCHEMES[name]
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(16, 16)), dtype)
+    y = function(x, bits, 0)
+    assert y.dtype == dtype
+    np.testing.assert_array_equal(y, function(x.astype(jnp.float32), bits, 0).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_absmax_twice_is_absmax_once_to_the_bit(dtype, compiled):
+    function = absmax if compiled else quantize.absmax  # the compiler may turn divisions into products
+    x = jnp.asarray(np.random.default_rng(4).normal(size=(200, 100)) * 0.037, dtype)
+    for bits in (2, 8) if compiled else (3, 8):
+        once = function(x, bits, 1)
+        np.testing.assert_array_equal(function(once, bits, 1), once)
+        assert len(np.unique(np.abs(np.float32(function(x, bits))))) <= 2 ** (bits - 1)
+        np.testing.assert_array_equal(jnp.max(jnp.abs(once), 1), jnp.max(jnp.abs(x), 1))
+
+
+# One shape, so that nothing compiles twice.
+VALUES = hnp.arrays(np.float32, (3, 8), elements=st.floats(-1e4, 1e4, width=32))
+
+
+@given(VALUES)
+def test_absmax_properties(x):
+    y = np.asarray(absmax(x, 8, 1))
+    step = np.abs(x).max(1, keepdims=True) / 127
+    assert (np.abs(y - x) <= step / 2 * (1 + 1e-4)).all()
+    np.testing.assert_array_equal(absmax(-x, 8, 1), -y)
+    np.testing.assert_array_equal(absmax(y, 8, 1), y)
+    assert (y[x == 0] == 0).all()
+
+
+@given(VALUES)
+def test_zeropoint_properties(x):
+    y = np.asarray(zeropoint(x, 4, 1))
+    low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
+    step, rounding = (high - low) / 15, 4e-6 * np.abs(x).max(1, keepdims=True)
+    assert (np.abs(y - x) <= step / 2 + rounding).all()
+    straddles = (low <= 0) & (high >= 0)
+    assert (y[np.broadcast_to(straddles, x.shape) & (x == 0)] == 0).all()
+    # Far from 0 compared with their range, float32 values do not resolve the step; then only closeness can be asked.
+    twice = np.asarray(zeropoint(y, 4, 1))
+    near = np.broadcast_to(straddles, x.shape)
+    np.testing.assert_allclose(twice[near], y[near], rtol=1e-5)
+    assert (np.abs(twice - y) <= step / 2 + rounding).all()
+    order = np.argsort(x, axis=1)
+    assert (np.diff(np.take_along_axis(y, order, 1), axis=1) >= 0).all()

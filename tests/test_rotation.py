@@ -1,0 +1,303 @@
+"""Which basis on which axes: rules, uniqueness, state, refusals and layout."""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from orthojax.ops import orthogonal
+from orthojax.optim import RotatedAxes, Rotation, RotationState, describe, orthoadam, rotate, unrotate
+
+KINDS = ("haar", "hadamard", "dct", "signed_permutation")
+
+
+def turned(rotation, params, back=False):
+    transform = (unrotate if back else rotate)(rotation)
+    return transform.update(params, transform.init(params))[0]
+
+
+def eyes(shapes):
+    return {
+        path: jnp.asarray(np.tile(np.eye(shape[-1], dtype=np.float32), (*shape[:-2], 1, 1)))
+        for path, shape in shapes.items()
+    }
+
+
+def bases(rotation, shapes):
+    """Q^T of every layer of every parameter, by path and layer."""
+    out = turned(rotation, eyes(shapes))
+    return {(path, i): q for path, x in out.items() for i, q in enumerate(np.reshape(x, (-1, *x.shape[-2:])))}
+
+
+SHAPES = {
+    "q/kernel": (3, 8, 8),
+    "k/kernel": (3, 8, 8),
+    "up_0/kernel": (8, 8),
+    "up_1/kernel": (8, 8),
+    "up/kernel": (8, 8),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layer_of_every_parameter_has_its_own_basis(kind):
+    found = bases(Rotation(kind), SHAPES)
+    assert len(found) == 9
+    assert len({np.round(q, 4).tobytes() for q in found.values()}) == 9
+    for q in found.values():
+        np.testing.assert_allclose(q @ q.T, np.eye(8), atol=1e-6)
+    again, other = bases(Rotation(kind), SHAPES), bases(Rotation(kind, seed=1), SHAPES)
+    for key, q in found.items():
+        np.testing.assert_array_equal(q, again[key])
+        assert np.abs(q - other[key]).max() > 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("scope", "distinct"), [("parameter", 4), ("tree", 1)])
+def test_wider_scopes_share_the_basis(kind, scope, distinct):
+    found = bases(Rotation(kind, scope=scope), SHAPES)
+    assert len({np.round(q, 4).tobytes() for q in found.values()}) == distinct
+    assert len({np.round(found["q/kernel", i], 4).tobytes() for i in range(3)}) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unrotate_inverts_rotate_on_every_choice_of_axes(kind, x64):
+    x = {"w": jnp.asarray(np.random.default_rng(0).standard_normal((2, 2, 4, 3)))}
+    choices = [
+        RotatedAxes((3,)),
+        RotatedAxes((1, 3), stacked=(0,)),
+        RotatedAxes(((2, 3),), stacked=(0,)),
+        RotatedAxes(((1, 3), 2), stacked=(0,)),  # not adjacent
+        RotatedAxes(((3, 1),), stacked=(2, 0)),
+        RotatedAxes((0,), stacked=(3,)),
+    ]
+    for choice in choices:
+        rotation = Rotation(kind, axes=lambda path, leaf, choice=choice: choice)
+        there = turned(rotation, x)
+        assert np.abs(there["w"] - x["w"]).max() > 0.1
+        np.testing.assert_allclose(np.linalg.norm(there["w"]), np.linalg.norm(x["w"]), rtol=1e-12)
+        np.testing.assert_allclose(turned(rotation, there, back=True)["w"], x["w"], atol=1e-12)
+
+
+def test_a_group_is_flattened_and_stacked_axes_are_counted_in_their_order(x64):
+    """Against the definition: Q of layer l = i_stacked0 * size_stacked1 + i_stacked1, on the row-major flat group."""
+    x = np.random.default_rng(0).standard_normal((2, 3, 4, 5))
+    rotation = Rotation("hadamard", lambda path, leaf: RotatedAxes(((3, 1),), stacked=(2, 0)))
+    got = turned(rotation, {"w": jnp.asarray(x)})["w"]
+    transform = np.asarray(orthogonal.fixed_transform(jnp.eye(15, dtype=jnp.float64), 0))
+    signs = orthogonal.hash_signs(zlib.crc32(b"w/*:0"), range(8), 15)
+    for i in range(4):
+        for j in range(2):
+            flat = x[j, :, i, :].T.reshape(15)
+            want = (transform @ (signs[i * 2 + j] * flat)).reshape(5, 3).T
+            np.testing.assert_allclose(got[j, :, i, :], want, atol=1e-12)
+
+
+def test_the_axes_of_a_kernel():
+    x = {"w": jnp.asarray(np.random.default_rng(0).standard_normal((8, 12)), jnp.float32)}
+    gram_rows, gram_columns = (lambda y: y @ y.T), (lambda y: y.T @ y)
+    for axes, keeps_rows, keeps_columns in (("output", True, False), ("input", False, True), ("both", False, False)):
+        y = turned(Rotation(axes=axes), x)["w"]
+        assert np.allclose(gram_rows(y), gram_rows(x["w"]), atol=1e-4) == keeps_rows
+        assert np.allclose(gram_columns(y), gram_columns(x["w"]), atol=1e-4) == keeps_columns
+
+
+def test_describe_says_what_is_left_alone_and_why():
+    s = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    params = {
+        "embed": {"table": s(50257, 768)},
+        "head": {"kernel": s(768, 50257)},
+        "layers": {"mlp": {"kernel": s(12, 768, 3072), "bias": s(12, 3072)}, "norm": {"scale": s(12, 768)}},
+        "gain": s(),
+        "none": {"kernel": s(0, 4)},
+        "steps": {"kernel": s(4, 4, dtype=jnp.int32)},
+        "odd": {"kernel": s(262, 131)},
+        "one": {"kernel": s(8, 1)},
+    }
+    found = describe(Rotation(axes="both"), params)
+    assert found == {
+        "embed/table": "axes (1,): hadamard 768 = 24 x 32",
+        "gain": "left alone: 0 axes, fewer than 2",
+        "head/kernel": "axes (0,): hadamard 768 = 24 x 32",
+        "layers/mlp/bias": "left alone: its name is 'bias'",
+        "layers/mlp/kernel": "axes (1,): hadamard 768 = 24 x 32, 12 layers; "
+        "axes (2,): hadamard 3072 = 48 x 64, 12 layers",
+        "layers/norm/scale": "left alone: its name is 'scale'",
+        "none/kernel": "left alone: it is empty",
+        "odd/kernel": "axes (0,): hadamard 262 (cosine transform); axes (1,): hadamard 131 (cosine transform)",
+        "one/kernel": "axes (0,): hadamard 8",
+        "steps/kernel": "left alone: its dtype is int32",
+    }
+    refused = describe(Rotation(), {"head": params["head"]})
+    assert refused == {"head/kernel": "left alone: no output axis of length 2 to 16384"}
+    haar = Rotation("haar", lambda path, leaf: RotatedAxes((0, 1)))
+    wide = describe(haar, {"wide": s(4097, 1024)})
+    assert wide == {"wide": "axes (1,): haar 1024; left alone: axes (0,): length 4097 is over 4096"}
+    assert describe(Rotation(axes=lambda path, leaf: None), {"w": s(4, 4)}) == {
+        "w": "left alone: the axes rule says so"
+    }
+
+
+def test_a_haar_basis_far_larger_than_its_parameter_is_refused():
+    assert describe(Rotation("haar", "both"), {"w": jnp.zeros((768, 3072))})  # 4.25 times its size
+    with pytest.raises(
+        ValueError, match=r"head/kernel \(4, 64\).* \[64\] rows have 4096 elements, over 8 times its 256"
+    ):
+        orthoadam(1e-3, rotation=Rotation("haar")).init({"head": {"kernel": jnp.zeros((4, 64))}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"kind": "hadamar"}, "kind='hadamar'; allowed: haar, hadamard, dct, identity, signed_permutation"),
+        ({"axes": "outputs"}, "axes='outputs'; allowed: output, input, both or a function"),
+        ({"axes": None}, "axes=None"),
+        ({"scope": "layers"}, "scope='layers'; allowed: layer, parameter, tree"),
+        ({"seed": -1}, "seed=-1; allowed: an integer 0 to"),
+        ({"seed": 2**32}, "seed=4294967296"),
+        ({"seed": 1.0}, "seed=1.0"),
+        ({"layout": "replicated"}, "layout='replicated'; allowed: None or a function"),
+    ],
+)
+def test_a_wrong_rotation_is_refused_when_it_is_made(fields, words):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        Rotation(**fields)
+    assert words in str(error.value)
+
+
+def test_wrong_axes_are_refused():
+    for fields in (((),), (((),),), ((0, 0),), (((0, 1), 1),), ((1,), (1,))):
+        with pytest.raises(ValueError, match="allowed: at least one group"):
+            RotatedAxes(*fields)
+    for axes in (RotatedAxes((2,)), RotatedAxes((-3,)), RotatedAxes((1, -1))):
+        with pytest.raises(ValueError, match=r"mlp/kernel: RotatedAxes.* parameter of 2 axes"):
+            turned(Rotation(axes=lambda path, leaf, axes=axes: axes), {"mlp": {"kernel": jnp.ones((4, 4))}})
+
+
+def test_a_rotation_is_hashable_and_not_callable():
+    assert not callable(Rotation())
+    assert len({Rotation(), Rotation("hadamard"), Rotation(seed=1)}) == 2
+
+
+def test_the_state():
+    params = {"mlp": {"kernel": jnp.ones((3, 4, 8)), "bias": jnp.ones(8)}}
+    assert rotate(Rotation()).init(params) == RotationState(())
+    state = rotate(Rotation("haar", "both")).init({"params": params})
+    assert jax.tree.map(lambda x: (x.shape, x.dtype.name), state.basis) == {
+        "mlp": {"kernel": {"basis_0": ((3, 4, 4), "float32"), "basis_1": ((3, 8, 8), "float32")}}
+    }
+    assert jax.tree.map(jnp.shape, rotate(Rotation("haar")).init({"bias": jnp.ones(4)})) == RotationState((0,))
+    assert set(rotate(Rotation("haar")).init(jnp.ones((4, 4))).basis) == {"basis_0"}
+    adam, ours = optax.adam(1e-3).init(params), orthoadam(1e-3).init(params)
+    assert [x.shape for x in jax.tree.leaves(ours)] == [x.shape for x in jax.tree.leaves(adam)]
+
+
+def test_haar_dtypes(x64):
+    params = {
+        "w": jnp.ones((4, 4), jnp.float64),
+        "v": jnp.ones((4, 4), jnp.float32),
+        "u": jnp.ones((4, 4), jnp.bfloat16),
+    }
+    basis = rotate(Rotation("haar")).init(params).basis
+    assert {path: node["basis_0"].dtype.name for path, node in basis.items()} == {
+        "w": "float64",
+        "v": "float32",
+        "u": "float32",
+    }
+
+
+def test_a_state_of_another_tree_is_refused():
+    transform = rotate(Rotation("haar"))
+    state = transform.init({"a": jnp.ones((4, 4))})
+    with pytest.raises(ValueError, match="'c' has no basis in the state"):
+        transform.update({"c": jnp.ones((4, 4))}, state)
+    with pytest.raises(ValueError, match=r"basis in the state has shape \(4, 4\); allowed: \(8, 8\)"):
+        transform.update({"a": jnp.ones((4, 8))}, state)
+
+
+def test_eval_shape_and_lowering_of_init_draw_nothing(monkeypatch):
+    params = {"w": jnp.ones((2, 64, 64))}
+    optimizer = orthoadam(1e-3, rotation=Rotation("haar"))
+    with monkeypatch.context() as patch:
+        patch.setattr(orthogonal, "haar", lambda *_: pytest.fail("a matrix was drawn"))
+        shapes = jax.eval_shape(optimizer.init, params)
+        lowered = jax.jit(optimizer.init).lower(params)
+    assert shapes[0].basis["w"]["basis_0"].shape == (2, 64, 64)
+    assert len(lowered.as_text()) < 20_000
+    eager, jitted = optimizer.init(params), jax.jit(optimizer.init)(params)
+    np.testing.assert_array_equal(eager[0].basis["w"]["basis_0"], jitted[0].basis["w"]["basis_0"])
+    np.testing.assert_array_equal(
+        eager[0].basis["w"]["basis_0"][1], orthogonal.haar((0, zlib.crc32(b"w/*:0"), 1), 64).astype(np.float32)
+    )
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "haar"])
+def test_boxes_and_collections_do_not_change_the_basis(kind):
+    """linen boxes and nnx variables show `.value` at init and hide it at update, and `params/` may be there or not."""
+    nn, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
+    w = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float32)
+    transform = rotate(Rotation(kind))
+    plain = {"mlp": {"kernel": w}}
+    want, _ = transform.update(plain, transform.init(plain))
+    boxed = {"params": {"mlp": {"kernel": nn.Partitioned(w, (None, None))}}}
+    state = transform.init(boxed)
+    assert jax.tree.structure(state) == jax.tree.structure(transform.init(plain))
+    for tree in (boxed, plain, {"params": plain}, nnx.State({"mlp": {"kernel": nnx.Param(w)}})):
+        got, _ = transform.update(tree, state)
+        np.testing.assert_array_equal(jax.tree.leaves(got)[0], want["mlp"]["kernel"])
+    # A parameter that is called "value" is no box.
+    assert list(describe(Rotation(kind), {"attention": {"value": w}})) == ["attention/value"]
+
+
+def test_nnx_optimizer():
+    nnx = pytest.importorskip("flax.nnx")
+    for kind in ("hadamard", "haar"):
+        model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+        before = np.asarray(model.kernel[...])
+        optimizer = nnx.Optimizer(model, orthoadam(1e-2, rotation=Rotation(kind)), wrt=nnx.Param)
+        grads = nnx.grad(lambda m: jnp.sum(m(jnp.arange(8.0).reshape(2, 4)) ** 2))(model)
+        optimizer.update(model, grads)
+        assert np.abs(np.asarray(model.kernel[...]) - before).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "haar"])
+def test_a_layout_changes_no_number(kind):
+    """Eight devices: parameters sharded on the rotated axis, the rotation done in another layout."""
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    stored = NamedSharding(mesh, PartitionSpec(None, None, "fsdp"))
+    turning = NamedSharding(mesh, PartitionSpec(None, "fsdp", None))
+    seen = []
+
+    def layout(path):
+        seen.append(path)
+        return turning
+
+    rng = np.random.default_rng(0)
+    params, *gradients = ({"w": jnp.asarray(rng.standard_normal((2, 16, 24)), jnp.float32)} for _ in range(4))
+    results = []
+    for rotation, sharding in ((Rotation(kind), None), (Rotation(kind, layout=layout), stored)):
+        optimizer = orthoadam(1e-2, rotation=rotation)
+        place = (lambda x: x) if sharding is None else (lambda x: jax.device_put(x, {"w": stored}))
+        p = place(params)
+        state = optimizer.init(p)
+        if sharding is not None:
+            assert state[0].inner.mu["w"].sharding == stored
+        step = jax.jit(optimizer.update)
+        for g in gradients:
+            updates, state = step(place(g), state, p)
+            p = optax.apply_updates(p, updates)
+        results.append(np.asarray(p["w"]))
+    np.testing.assert_allclose(*results, atol=1e-6)
+    assert set(seen) == {"w"}
+
+
+def test_jitted_init_of_a_haar_basis_with_shardings():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    params = {"w": jnp.ones((16, 24))}
+    optimizer = orthoadam(1e-2, rotation=Rotation("haar"))
+    shardings = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), jax.eval_shape(optimizer.init, params))
+    state = jax.jit(optimizer.init, out_shardings=shardings)(params)
+    np.testing.assert_array_equal(state[0].basis["w"]["basis_0"], optimizer.init(params)[0].basis["w"]["basis_0"])

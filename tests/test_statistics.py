@@ -1,0 +1,105 @@
+"""Kurtosis and norm ratio against float64 loops and closed forms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from orthojax.ops import statistics
+
+# Compiled whole: op by op, every new shape would compile a dozen little programs.
+kurtosis = jax.jit(statistics.kurtosis, static_argnums=1)
+norm_ratio = jax.jit(statistics.norm_ratio, static_argnums=1)
+
+
+def reference_kurtosis(x):
+    x = np.asarray(x, np.float64)
+    mean = sum(x) / len(x)
+    fourth = sum((value - mean) ** 4 for value in x) / len(x)
+    second = sum((value - mean) ** 2 for value in x) / len(x)
+    return fourth / second**2
+
+
+def test_match_the_equations_on_every_axis():
+    x = np.random.default_rng(0).standard_t(3, (5, 4, 7))
+    for axis in (0, -1):
+        np.testing.assert_allclose(kurtosis(x, axis), np.apply_along_axis(reference_kurtosis, axis, x), rtol=1e-5)
+        ratio = np.abs(x).max(axis) / np.sqrt((x**2).sum(axis))
+        np.testing.assert_allclose(norm_ratio(x, axis), ratio, rtol=1e-6)
+
+
+def test_float64_stays_float64(x64):
+    x = np.random.default_rng(1).normal(size=(3, 50))
+    assert kurtosis(x).dtype == norm_ratio(x).dtype == jnp.float64
+    np.testing.assert_allclose(kurtosis(x), [reference_kurtosis(row) for row in x], rtol=1e-12)
+
+
+@pytest.mark.parametrize("d", [2, 512])
+def test_one_hot_reaches_the_upper_bounds(d):
+    x = -7.5 * jax.nn.one_hot(d - 1, d)
+    np.testing.assert_allclose(kurtosis(x), d - 2 + 1 / (d - 1), rtol=1e-5)
+    assert norm_ratio(x) == 1.0
+
+
+def test_known_distributions():
+    keys = jax.random.split(jax.random.key(0), 2)
+    np.testing.assert_allclose(kurtosis(jax.random.normal(keys[0], (400_000,))), 3.0, atol=0.05)
+    np.testing.assert_allclose(kurtosis(jax.random.uniform(keys[1], (400_000,))), 1.8, atol=0.02)
+    signs = jnp.tile(jnp.array([1.0, -1.0]), 50)
+    np.testing.assert_allclose(kurtosis(signs), 1.0, rtol=1e-6)
+    np.testing.assert_allclose(norm_ratio(signs), 0.1, rtol=1e-6)
+
+
+def test_an_outlier_of_height_d_over_gaussian_noise():
+    # x = alpha e_i + z with alpha = D: about D - 4 + 12 / D (arXiv 2410.17174, Appendix G, with the slip in G.3 mended)
+    d = 1024
+    noise = np.random.default_rng(2).normal(size=(200, d))
+    noise[:, 3] += d
+    np.testing.assert_allclose(kurtosis(noise).mean(), d - 4 + 12 / d, rtol=3e-3)
+
+
+def test_degenerate_vectors_get_zero():
+    for value in (0.0, 0.1, -3e4, 1e-42):
+        assert kurtosis(np.full((2, 8), value, np.float32)).tolist() == [0.0, 0.0]
+    assert norm_ratio(np.zeros((2, 8))).tolist() == [0.0, 0.0]
+    x = jnp.stack([jnp.full(8, 0.1), jnp.arange(8.0)])  # a dead row does not disturb its neighbour
+    np.testing.assert_allclose(kurtosis(x), [0.0, reference_kurtosis(np.arange(8))], rtol=1e-6)
+    assert jnp.isnan(kurtosis(jnp.array([1.0, jnp.nan])))
+    assert jnp.isnan(norm_ratio(jnp.array([1.0, jnp.nan])))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e12, 1e30])
+def test_no_overflow_and_no_underflow(scale):
+    x = np.random.default_rng(3).normal(size=64)
+    np.testing.assert_allclose(kurtosis(np.float32(x * scale)), reference_kurtosis(x), rtol=1e-5)
+    np.testing.assert_allclose(norm_ratio(np.float32(x * scale)), np.abs(x).max() / np.linalg.norm(x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_measured_in_float32(dtype):
+    x = jnp.asarray(np.random.default_rng(4).normal(size=(3, 256)) * 100, dtype)
+    assert kurtosis(x).dtype == norm_ratio(x).dtype == jnp.float32
+    exact = np.asarray(x.astype(jnp.float32))
+    np.testing.assert_allclose(kurtosis(x), [reference_kurtosis(row) for row in exact], rtol=1e-5)
+    assert kurtosis(jnp.array([1, 2, 4])).dtype == jnp.float32
+
+
+def test_gradients_are_right_and_finite(x64):
+    x = np.random.default_rng(5).normal(size=12)
+    gradient = jax.jit(jax.grad(kurtosis))(x)
+    for i in range(len(x)):
+        step = np.eye(len(x))[i] * 1e-6
+        slope = (reference_kurtosis(x + step) - reference_kurtosis(x - step)) / 2e-6
+        np.testing.assert_allclose(gradient[i], slope, rtol=1e-5, atol=1e-7)
+    for function in (kurtosis, norm_ratio):
+        assert np.isfinite(jax.jit(jax.grad(function))(jnp.zeros(12))).all()
+
+
+@given(hnp.arrays(np.float32, (3, 7), elements=st.floats(-1e3, 1e3, width=32)))
+def test_bounds_hold(x):
+    for kappa, ratio in zip(kurtosis(x).tolist(), norm_ratio(x).tolist(), strict=True):
+        assert kappa == 0.0 or 1.0 - 1e-5 <= kappa <= (5 + 1 / 6) * (1 + 1e-5)
+        assert ratio == 0.0 or (1 - 1e-6) / 7**0.5 <= ratio <= 1.0 + 1e-6
