@@ -35,7 +35,9 @@ def main(_: list[str]) -> None:
     if FLAGS.scale not in ("tiny", "small", "paper"):
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed="tiny | small | paper")
 
-    from orthojax.experiments import EXPERIMENTS, print_report, run_study, write_report
+    from orthojax.experiments.catalog import EXPERIMENTS
+    from orthojax.experiments.report import print_report, write_report
+    from orthojax.experiments.study import run_study
 
     if FLAGS.experiment not in EXPERIMENTS:
         raise UserError(

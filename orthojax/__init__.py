@@ -46,7 +46,7 @@ _HOME = {
 }
 _ROOMS = ("ops", "optim", "model", "data", "analysis", "quant", "train", "experiments", "config")
 
-__all__ = ["__version__", *_HOME, "analysis", "optim", "quant"]  # noqa: PLE0604
+__all__ = ["__version__", *_HOME, "analysis", "optim", "quant"]
 
 
 def __getattr__(name: str) -> Any:

@@ -63,13 +63,13 @@ def _config_from_file(path: Path) -> Config:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
+        if not callable(getattr(module, "get_config", None)):
+            raise UserError(f"config file {path} has no get_config()", allowed="get_config() -> orthojax.config.Config")
+        config = module.get_config()
     except UserError:
         raise
     except Exception as error:  # the file is the user's
         raise UserError(f"config file {path} fails: {type(error).__name__}: {error}") from error
-    if not callable(getattr(module, "get_config", None)):
-        raise UserError(f"config file {path} has no get_config()", allowed="get_config() -> orthojax.config.Config")
-    config = module.get_config()
     if not isinstance(config, Config):
         raise UserError(f"get_config() of {path} returned a {type(config).__name__}", allowed="orthojax.config.Config")
     return config

@@ -50,6 +50,51 @@ def _require(holds: bool, problem: str, allowed: str = "") -> None:
         raise UserError(problem, allowed=allowed)
 
 
+def describe_type(hint: Any) -> str:
+    """The allowed values of an annotation, in words for a user."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is type(None):
+        return "none"
+    if origin is Literal:
+        return " | ".join(str(value) for value in args)
+    if origin is tuple:
+        return f"a comma-separated list of ({describe_type(args[0])})"
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(describe_type(option) for option in args)
+    if dataclasses.is_dataclass(hint):
+        return typing.cast(type, hint).__name__
+    return {bool: "true | false", int: "an integer", float: "a number", str: "a text"}[hint]
+
+
+def _literals(hint: Any) -> tuple[Any, ...]:
+    args = typing.get_args(hint)
+    return args if typing.get_origin(hint) is Literal else tuple(value for arg in args for value in _literals(arg))
+
+
+def _conforms(value: Any, hint: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in args
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_conforms(item, args[0]) for item in value)
+    if origin in (typing.Union, types.UnionType):
+        return any(_conforms(value, option) for option in args)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _check_types(config: Any, group: str) -> None:
+    """A config built in Python is held to its annotations as one built from overrides is."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if not _conforms(value, hint):
+            near = nearest(value, map(str, _literals(hint))) if isinstance(value, str) else ""
+            raise UserError(f"{group}.{name}={value!r} is not valid", allowed=describe_type(hint), hint=near)
+
+
 Position = Literal["learned", "rotary", "none"]
 Norm = Literal["layernorm", "rmsnorm", "rmsnorm_single", "none"]
 NormalizerName = Literal["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "sigmoid"]
@@ -116,6 +161,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self):
+        _check_types(self, "model")
         for name in ("vocab_size", "max_length", "d_model", "num_layers", "num_heads", "d_mlp"):
             value = getattr(self, name)
             _require(value > 0, f"model.{name}={value}", "a positive number")
@@ -201,6 +247,7 @@ class RotationConfig:
     seed: int = 0
 
     def __post_init__(self):
+        _check_types(self, "optim.rotation")
         _require(0 <= self.seed < 2**32, f"optim.rotation.seed={self.seed}", "0 to 2**32 - 1")
 
 
@@ -235,13 +282,15 @@ class OptimConfig:
     rotation: RotationConfig = RotationConfig()
 
     def __post_init__(self):
+        _check_types(self, "optim")
         for name in ("learning_rate", "eps"):
             value = getattr(self, name)
             _require(value > 0.0 and math.isfinite(value), f"optim.{name}={value}", "a finite positive number")
         for name in ("b1", "b2", "momentum"):
             value = getattr(self, name)
             _require(0.0 <= value < 1.0, f"optim.{name}={value}", "0 <= value < 1")
-        _require(self.weight_decay >= 0.0, f"optim.weight_decay={self.weight_decay}", "a number >= 0")
+        finite = math.isfinite(self.weight_decay)
+        _require(self.weight_decay >= 0.0 and finite, f"optim.weight_decay={self.weight_decay}", "a finite number >= 0")
         _require(self.warmup_steps >= 0, f"optim.warmup_steps={self.warmup_steps}", "a number >= 0")
         value = self.final_learning_rate_fraction
         _require(0.0 <= value <= 1.0, f"optim.final_learning_rate_fraction={value}", "0 to 1")
@@ -272,6 +321,7 @@ class DataConfig:
     trigger_count: int = 3
 
     def __post_init__(self):
+        _check_types(self, "data")
         _require(self.sequence_length >= 2, f"data.sequence_length={self.sequence_length}", "at least 2")
         _require(self.trigger_count >= 1, f"data.trigger_count={self.trigger_count}", "at least 1")
         _require(0 <= self.seed < 2**32, f"data.seed={self.seed}", "0 to 2**32 - 1")
@@ -284,7 +334,11 @@ class DataConfig:
                 "data.paths=TRAIN.bin,VALIDATION.bin",
             )
         else:
-            _require(not self.paths, f"data.paths={self.paths} is not read by data.kind={self.kind!r}", "kind 'text' or 'tokens'")
+            _require(
+                not self.paths,
+                f"data.paths={self.paths} is not read by data.kind={self.kind!r}",
+                "kind 'text' or 'tokens'",
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,6 +364,7 @@ class TrainConfig:
     keep_checkpoints: int = 2
 
     def __post_init__(self):
+        _check_types(self, "train")
         for name in ("steps", "batch_size", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints"):
             value = getattr(self, name)
             _require(value >= 1, f"train.{name}={value}", "at least 1")
@@ -330,6 +385,7 @@ class EvalConfig:
     batch_size: int = 32
 
     def __post_init__(self):
+        _check_types(self, "eval")
         _require(self.batch_size >= 1, f"eval.batch_size={self.batch_size}", "at least 1")
         _require(
             self.sequences >= 1 and self.sequences % self.batch_size == 0,
@@ -349,6 +405,7 @@ class Config:
     eval: EvalConfig = EvalConfig()
 
     def __post_init__(self):
+        _check_types(self, "config")
         length = self.data.sequence_length
         _require(
             self.model.position != "learned" or length <= self.model.max_length,
@@ -421,35 +478,6 @@ def read_value(text: str, hint: Any) -> Any:
         raise ValueError(text) from error
 
 
-def describe_type(hint: Any) -> str:
-    """The allowed values of an annotation, in words for a user."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is type(None):
-        return "none"
-    if origin is Literal:
-        return " | ".join(str(value) for value in args)
-    if origin is tuple:
-        return f"a comma-separated list of ({describe_type(args[0])})"
-    if origin in (typing.Union, types.UnionType):
-        return ", or ".join(describe_type(option) for option in args)
-    return {bool: "true | false", int: "an integer", float: "a number", str: "a text"}[hint]
-
-
-def _conforms(value: Any, hint: Any) -> bool:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return value in args
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_conforms(item, args[0]) for item in value)
-    if origin in (typing.Union, types.UnionType):
-        return any(_conforms(value, option) for option in args)
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
 def field_paths(cls: type, prefix: str = "") -> dict[str, Any]:
     """Every leaf field of a (nested) config class by dotted path, with its type.
 
@@ -495,7 +523,8 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
             raise UserError(
                 f"unknown config field {path!r}",
                 allowed="known: " + ", ".join(names),
-                hint=nearest(path, hints) or nearest(path.rpartition(".")[2], [name.rpartition(".")[2] for name in hints]),
+                hint=nearest(path, hints)
+                or nearest(path.rpartition(".")[2], [name.rpartition(".")[2] for name in hints]),
             )
         hint = hints[path]
         if isinstance(value, str) and not _conforms(value, hint):
@@ -514,11 +543,6 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
             inner = inner.setdefault(group, {})
         inner[name] = value
     return _replace_nested(config, nested)
-
-
-def _literals(hint: Any) -> tuple[Any, ...]:
-    args = typing.get_args(hint)
-    return args if typing.get_origin(hint) is Literal else tuple(value for arg in args for value in _literals(arg))
 
 
 def flatten(config: Any) -> dict[str, Any]:

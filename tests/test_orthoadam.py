@@ -21,8 +21,6 @@ from orthojax.optim import (
     warmup_cosine,
 )
 
-STATELESS = ("hadamard", "dct")
-
 
 def tree(dtype=jnp.float32, seed=0):
     """Kernels of sizes with and without a Hadamard matrix, a stack of three layers, a bias and a scalar."""
@@ -80,8 +78,9 @@ def numpy_orthoadam(w, gradients, q, *, lr=1e-3, b1=0.9, b2=0.999, eps=1e-8):
     return w
 
 
-@pytest.mark.parametrize("kind", ["haar", "hadamard", "dct", "signed_permutation"])
-@pytest.mark.parametrize("shape", [(5, 12), (7, 9), (3, 4, 6)])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("haar", (5, 9)), ("haar", (3, 4, 6)), ("hadamard", (3, 4, 12)), ("dct", (5, 6))]
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-10), (np.float32, 1e-5)])
 def test_algorithm_1_in_numpy(kind, shape, dtype, tolerance):
     with jax.enable_x64(True):
@@ -172,7 +171,7 @@ def test_the_inner_transformation_sees_rotated_parameters():
     assert_close(updates, params, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["hadamard", "haar", "dct", "signed_permutation"])
+@pytest.mark.parametrize("kind", ["hadamard", "haar", "signed_permutation"])
 def test_scanned_and_unrolled_layers_have_equal_trajectories(kind):
     rng = np.random.default_rng(0)
     values = rng.standard_normal((12, 4, 5, 8)).astype(np.float32)
@@ -229,9 +228,8 @@ def test_half_precision_leaves_are_rotated_in_float32():
         np.testing.assert_array_equal(turned[0], turned[1].astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("rotation", [Rotation(), Rotation("haar")])
-def test_optax_wrappers(rotation):
-    params = tree()
+def test_optax_wrappers():
+    rotation, params = Rotation("haar"), tree()  # the kind that has a state
     plain = run(orthoadam(1e-2, rotation=rotation), params, 4)
 
     injected = optax.inject_hyperparams(orthoadam)(1e-2, weight_decay=0.0, rotation=rotation)

@@ -38,7 +38,7 @@ def test_any_size_is_orthogonal_in_float64_and_the_transpose_is_its_transpose(n)
     np.testing.assert_allclose(transposed, matrix.T, atol=1e-12)
 
 
-@pytest.mark.parametrize("n", [2, 3, 12, 100, 131, 262, 600, *SIZES, 4099])
+@pytest.mark.parametrize("n", [3, 100, 262, *SIZES, 4099])
 def test_float32_round_trip_and_length(n):
     x = np.random.default_rng(n).standard_normal((3, n)).astype(np.float32)
     there = jax.jit(lambda x: orthogonal.fixed_transform(x, 1))(x)

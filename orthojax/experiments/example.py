@@ -29,7 +29,9 @@ def example_maps(config: Config, params: Any, tokens: np.ndarray) -> dict[str, n
         return jnp.mean(taps.attention_weights[0], axis=0), jnp.abs(taps.residual[0])
 
     model = Transformer(config.model)
-    _, (attention, hidden) = jax.jit(lambda p, t: model.apply({"params": p}, t, observe=observe))(params, tokens[None, :-1])
+    _, (attention, hidden) = jax.jit(lambda p, t: model.apply({"params": p}, t, observe=observe))(
+        params, tokens[None, :-1]
+    )
     return {
         "attention": np.asarray(attention.mean(0)),
         "hidden": np.asarray(hidden.mean(0)),

@@ -9,8 +9,10 @@ matplotlib.use("Agg")  # no display
 
 import numpy as np
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 COLORS = ("#c0392b", "#1f6fb2", "#2e8b57", "#b8860b", "#6a51a3", "#444444")
 _STYLE = {
@@ -34,6 +36,7 @@ def lines(
     y_scale: Literal["linear", "log"] = "linear",
     reference: tuple[float, str] | None = None,
     integer_x: bool = False,
+    pairs: bool = False,
 ) -> Figure:
     """Curves with a band from the smallest to the largest seed.
 
@@ -44,25 +47,41 @@ def lines(
       y_scale: Of the y axis.
       reference: A horizontal line and what it means.
       integer_x: Put ticks at the x values only.
+      pairs: Curves 2i and 2i + 1 belong together: one colour, solid and dashed.
     """
     with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(5.2, 3.2))
-        for (label, (x, y)), color in zip(curves.items(), COLORS, strict=False):
+        figure, axes = plt.subplots(figsize=(5.2, 3.6))
+        for i, (label, (x, y)) in enumerate(curves.items()):
+            color, style = (COLORS[i // 2], ("-", "--")[i % 2]) if pairs else (COLORS[i], "-")
             y = np.atleast_2d(y)
-            axes.plot(x, y.mean(0), color=color, label=label, marker="o" if len(x) <= 12 else None, markersize=4)
+            marker = "o" if len(x) <= 12 else None
+            axes.plot(x, y.mean(0), color=color, linestyle=style, label=label, marker=marker, markersize=4)
             if len(y) > 1:
                 axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.15, linewidth=0)
         if reference:
-            axes.axhline(reference[0], color="#888888", linestyle="--", linewidth=1, label=reference[1])
+            axes.axhline(reference[0], color="#888888", linestyle=":", linewidth=1.2, label=reference[1])
         if integer_x:
             axes.set_xticks(sorted({float(value) for x, _ in curves.values() for value in x}))
         axes.set(xlabel=x_label, ylabel=y_label, yscale=y_scale)
-        axes.legend()
+        _finish(figure, axes, y_scale)
     return figure
 
 
+def _finish(figure: Figure, axes: Axes, y_scale: str) -> None:
+    """Plain numbers on a logarithmic axis, and the legend below, where it hides nothing."""
+    if y_scale == "log":
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+
+
 def bars(
-    groups: Sequence[str], values: Mapping[str, np.ndarray], *, y_label: str, y_scale: Literal["linear", "log"] = "linear"
+    groups: Sequence[str],
+    values: Mapping[str, np.ndarray],
+    *,
+    y_label: str,
+    texts: Mapping[str, Sequence[str]] | None = None,
 ) -> Figure:
     """Grouped bars with whiskers from the smallest to the largest seed.
 
@@ -70,24 +89,27 @@ def bars(
       groups: Names along the x axis.
       values: Label -> [seeds, groups].
       y_label: Of the y axis.
-      y_scale: Of the y axis.
+      texts: Label -> what to write above its bars [groups].
     """
     with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(max(5.2, 0.95 * len(groups) + 1.0), 3.2))
+        figure, axes = plt.subplots(figsize=(max(5.2, 1.1 * len(groups) + 1.0), 3.6))
         width = 0.8 / len(values)
         for i, ((label, y), color) in enumerate(zip(values.items(), COLORS, strict=False)):
             y = np.atleast_2d(y)
             x = np.arange(len(groups)) + (i - (len(values) - 1) / 2) * width
             mean = y.mean(0)
-            axes.bar(x, mean, width, color=color, label=label)
+            drawn = axes.bar(x, mean, width, color=color, label=label)
+            if texts:
+                axes.bar_label(drawn, texts[label], fontsize=7, padding=2)
             if len(y) > 1:
-                axes.errorbar(x, mean, np.abs([mean - y.min(0), y.max(0) - mean]), fmt="none", ecolor="#333333", capsize=2)
+                axes.errorbar(
+                    x, mean, np.abs([mean - y.min(0), y.max(0) - mean]), fmt="none", ecolor="#333333", capsize=2
+                )
         axes.set_xticks(np.arange(len(groups)), groups)
         axes.grid(visible=False, axis="x")
-        axes.set(ylabel=y_label, yscale=y_scale)
-        if y_scale == "linear":
-            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-        axes.legend()
+        axes.set(ylabel=y_label)
+        axes.margins(y=0.1)
+        _finish(figure, axes, "linear")
     return figure
 
 
@@ -105,7 +127,11 @@ def maps(
     """
     values = np.concatenate([panel.ravel() for panel in panels.values()])
     top = float(values.max())
-    norm = LogNorm(vmin=max(float(np.quantile(values[values > 0], 0.02)), top * 1e-6), vmax=top) if log else Normalize(0, top)
+    norm = (
+        LogNorm(vmin=max(float(np.quantile(values[values > 0], 0.02)), top * 1e-6), vmax=top)
+        if log
+        else Normalize(0, top)
+    )
     with plt.rc_context(_STYLE | {"axes.grid": False}):
         figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels) + 0.6, 3.8), squeeze=False)
         image = None

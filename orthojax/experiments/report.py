@@ -31,10 +31,13 @@ class Picture(NamedTuple):
     form: Literal["svg", "png"] = "svg"
 
 
+Verdict = Literal["holds", "does not hold", "not visible at this scale"]
+
+
 class Claim(NamedTuple):
     """A sentence that says whether something held, with its numbers and the criterion."""
 
-    verdict: Literal["holds", "does not hold", "not visible at this scale"]
+    verdict: Verdict
     text: str
 
 
@@ -54,7 +57,10 @@ def to_text(table: Table) -> str:
     """A table for a console, columns aligned."""
     rows = [list(table.columns), *[list(row) for row in table.rows]]
     widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
-    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))) for row in rows]
+    lines = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
     return "\n".join([table.caption, "-" * len(lines[0]), lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
@@ -79,7 +85,9 @@ def write_report(report: Report, workdir: Path) -> None:
         embedded.append((picture, f"data:image/{kind};base64,{base64.b64encode(content).decode()}"))
     write_text(workdir / "report.md", _markdown(report))
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("orthojax.experiments", "templates"), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.PackageLoader("orthojax.experiments", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
     )
     page = environment.get_template("report.html").render(report=report, pictures=embedded)
     write_text(workdir / "report.html", page)

@@ -212,7 +212,8 @@ def _provenance(seeds: Sequence[int], data: list[dict[str, Any]], seconds: float
     names = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
     sources = {entry["source"]: entry for entry in data}
     return {
-        "versions": {"orthojax": __version__, "python": platform.python_version()} | {name: version(name) for name in names},
+        "versions": {"orthojax": __version__, "python": platform.python_version()}
+        | {name: version(name) for name in names},
         "device": f"{jax.devices()[0].device_kind} x {jax.device_count()}, {os.cpu_count()} CPU cores",
         "seeds": list(seeds),
         "data": list(sources.values()),

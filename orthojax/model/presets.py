@@ -113,15 +113,17 @@ def parameter_count(config: ModelConfig) -> int:
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Floating-point operations of one training step for each token, forward and backward.
 
-    6 for each parameter that takes part in a matrix product (the token table once, as the head; the position table
-    never), and 12 T d_model in every layer for the products with keys and values, causality not counted as a saving.
+    6 for each parameter that takes part in a matrix product (the token table once, as the head; the position table,
+    gains and biases never), and 12 T d_model in every layer for the products with keys and values, causality not counted as a saving.
 
     Args:
       config: The model.
       sequence_length: T.
     """
     c = config
-    tables = c.max_length * c.d_model if c.position == "learned" else 0
-    tables += 0 if c.tie_embeddings else c.vocab_size * c.d_model
+    normalizer = "softmax" if c.normalizer == "learned_sink" else c.normalizer
+    matrices = parameter_count(dataclasses.replace(c, norm="none", use_bias=False, normalizer=normalizer))
+    matrices -= c.max_length * c.d_model if c.position == "learned" else 0
+    matrices -= 0 if c.tie_embeddings else c.vocab_size * c.d_model
     attending = sum(c.layer_attention(layer) for layer in range(c.num_layers))
-    return 6 * (parameter_count(c) - tables) + 12 * attending * sequence_length * c.d_model
+    return 6 * matrices + 12 * attending * sequence_length * c.d_model

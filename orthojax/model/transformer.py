@@ -48,9 +48,8 @@ class LinearFunction(Protocol):
 
 
 def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
-    """x @ kernel + bias."""
-    del path
-    y = x @ kernel
+    """x @ kernel + bias; the head's product stays in float32, since a loss on logits rounded to bfloat16 is noisy."""
+    y = jnp.matmul(x, kernel, preferred_element_type=jnp.float32 if path == "head" else None)
     return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
 
 
@@ -248,6 +247,9 @@ class Transformer(nn.Module):
 
         Returns:
           Logits [B, T, V] float32, and the observations (None without `observe`).
+
+        Raises:
+          ValueError: For sequences longer than `max_length` where positions are learned.
         """
         c = self.config
         dtype = jnp.dtype(c.dtype)
@@ -255,6 +257,8 @@ class Transformer(nn.Module):
         embed = nn.Embed(c.vocab_size, c.d_model, embedding_init=init, name="token_embedding")
         x = embed(tokens)
         if c.position == "learned":
+            if tokens.shape[1] > c.max_length:
+                raise ValueError(f"{tokens.shape[1]} tokens are more than the model's max_length={c.max_length}")
             positions = nn.Embed(c.max_length, c.d_model, embedding_init=init, name="position_embedding")
             x += positions(jnp.arange(tokens.shape[1]))[None]
         x, observed = self._blocks(x, observe)

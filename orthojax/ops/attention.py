@@ -132,7 +132,7 @@ def _xla_attention(query, key, value, bias, visible, query_seq_lengths, normaliz
     return output
 
 
-def _check_shapes(query, key, value, bias, mask) -> None:
+def _check_shapes(query, key, value, bias, mask, lengths, local_window_size) -> None:
     if query.ndim != 4 or key.ndim != 4:
         raise ValueError(f"query and key must be [batch, length, heads, width]; got {query.shape} and {key.shape}")
     if key.shape != value.shape:
@@ -151,6 +151,18 @@ def _check_shapes(query, key, value, bias, mask) -> None:
             raise ValueError(f"{name} has shape {array.shape}, which does not broadcast to {(B, N, T, S)}")
     if mask is not None and mask.dtype != jnp.bool_:
         raise ValueError(f"mask must be boolean (True keeps), got {mask.dtype}; an additive mask is a bias")
+    for name, array in lengths.items():
+        if array is not None and (array.shape != (B,) or not jnp.issubdtype(array.dtype, jnp.integer)):
+            raise ValueError(f"{name} must be integers of shape {(B,)}, got {array.dtype} of shape {array.shape}")
+    if isinstance(local_window_size, tuple | list) and len(local_window_size) != 2:
+        raise ValueError(f"local_window_size must be one int or (left, right), got {local_window_size}")
+
+
+def _at_least_4d(array: jax.Array | None) -> jax.Array | None:
+    if array is None:
+        return None
+    array = jnp.asarray(array)
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
 def dot_product_attention(
@@ -174,11 +186,11 @@ def dot_product_attention(
     float32 at least; the weights are rounded to the dtype of `value` for the second product.
 
     Args:
-      query: [B, T, N, H].
-      key: [B, S, K, H]; K divides N (grouped-query attention).
-      value: [B, S, K, H].
-      bias: Added to the logits; [B or 1, N or 1, T or 1, S or 1].
-      mask: Boolean, True keeps; [B or 1, N or 1, T or 1, S or 1].
+      query: [B, T, N, H], or [T, N, H] for one sequence.
+      key: [B, S, K, H] or [S, K, H]; K divides N (grouped-query attention).
+      value: [B, S, K, H] or [S, K, H].
+      bias: Added to the logits; [B or 1, N or 1, T or 1, S or 1], missing leading axes are 1.
+      mask: Boolean, True keeps; [B or 1, N or 1, T or 1, S or 1], missing leading axes are 1.
       normalizer: "softmax1" | "softmax" | "relu" | "sigmoid", a number n (softmax_n), or an array [N] of learned
         sink logits, one for each query head. See `orthojax.ops.normalizers`.
       scale: Factor of the logits; 1 / sqrt(H) where None.
@@ -189,7 +201,7 @@ def dot_product_attention(
       implementation: None picks; "xla" computes the whole matrix of weights.
 
     Returns:
-      [B, T, N, H], dtype of `value`.
+      Shape of `query`, dtype of `value`.
 
     Raises:
       ValueError: For shapes that do not fit, a mask that is not boolean, an unknown normalizer or implementation.
@@ -201,16 +213,21 @@ def dot_product_attention(
     """
     if implementation not in (None, "xla"):
         raise ValueError(f"unknown implementation {implementation!r}; allowed: None, 'xla'")
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    _check_shapes(query, key, value, bias, mask)
+    shape = jnp.shape(query)
+    if not 3 <= len(shape) <= 4:
+        raise ValueError(f"query must be [batch, length, heads, width] or [length, heads, width]; got {shape}")
+    query, key, value, bias, mask = (_at_least_4d(array) for array in (query, key, value, bias, mask))
+    lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
+    lengths = {name: None if array is None else jnp.asarray(array) for name, array in lengths.items()}
+    _check_shapes(query, key, value, bias, mask, lengths, local_window_size)
     visible = visible_keys(
         query.shape[0],
         query.shape[1],
         key.shape[1],
         mask=mask,
         is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
         local_window_size=local_window_size,
+        **lengths,
     )
-    return _xla_attention(query, key, value, bias, visible, query_seq_lengths, normalizer, scale)
+    query_seq_lengths = lengths["query_seq_lengths"]
+    return _xla_attention(query, key, value, bias, visible, query_seq_lengths, normalizer, scale).reshape(shape)

@@ -1,10 +1,12 @@
 """What turns attention logits into weights.
 
 Every normalizer has the signature of `jax.nn.softmax`: `(logits, axis=-1, where=None)`, `where` is a boolean mask that
-means "keep". Weights have the shape and dtype of the logits; half precision is computed in float32. Where a row keeps
-nothing, its weights are exactly zero, except for `softmax`, which keeps the meaning it has in `jax.nn`.
+means "keep". Weights have the shape and dtype of the logits (float32 for integers); half precision is computed in float32.
+Where a row keeps nothing, its weights are exactly zero, except for `softmax`, which keeps the meaning it has in
+`jax.nn`.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Literal
@@ -16,7 +18,12 @@ Normalizer = Literal["softmax", "softmax1", "relu", "sigmoid"] | float | jax.Arr
 
 
 def _at_least_float32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
+
+
+def _as_dtype_of(logits: jax.Array, weights: jax.Array) -> jax.Array:
+    dtype = jnp.result_type(logits)
+    return weights.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else weights  # integers would round to 0
 
 
 def _masked(logits: jax.Array, where: jax.Array | None) -> jax.Array:
@@ -77,9 +84,9 @@ def softmax_n(logits: jax.Array, n: float, axis: int = -1, where: jax.Array | No
     Returns:
       Weights, shape and dtype of `logits`; each row sums to less than 1 where n > 0.
     """
-    if not n >= 0.0:
-        raise ValueError(f"softmax_n needs n >= 0, got {n}")
-    return _softmax_n(_masked(_at_least_float32(logits), where), axis, float(n)).astype(logits.dtype)
+    if not (n >= 0.0 and math.isfinite(n)):
+        raise ValueError(f"softmax_n needs a finite n >= 0, got {n}")
+    return _as_dtype_of(logits, _softmax_n(_masked(_at_least_float32(logits), where), axis, float(n)))
 
 
 def softmax1(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
@@ -124,7 +131,7 @@ def softmax_with_sink(
       Weights, shape and dtype of `logits`.
     """
     x = _masked(_at_least_float32(logits), where)
-    return _softmax_with_sink(x, axis, sink.astype(x.dtype)).astype(logits.dtype)
+    return _as_dtype_of(logits, _softmax_with_sink(x, axis, jnp.asarray(sink, x.dtype)))
 
 
 def softmax(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
@@ -142,7 +149,7 @@ def softmax(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -
     x = _at_least_float32(logits)
     if where is not None:
         x = jnp.where(where, x, 0.7 * jnp.finfo(x.dtype).min)
-    return jax.nn.softmax(x, axis).astype(logits.dtype)
+    return _as_dtype_of(logits, jax.nn.softmax(x, axis))
 
 
 def relu(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
@@ -165,9 +172,12 @@ def relu(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> j
     """
     x = jnp.maximum(_at_least_float32(logits), 0.0)
     if where is None:
-        return (x / x.shape[axis]).astype(logits.dtype)
-    visible = jnp.sum(where, axis, keepdims=True) if where.shape[axis] > 1 else where * logits.shape[axis]
-    return jnp.where(where, x / jnp.maximum(visible, 1), 0.0).astype(logits.dtype)
+        return _as_dtype_of(logits, x / x.shape[axis])
+    where = jnp.asarray(where)
+    where = where.reshape((1,) * (x.ndim - where.ndim) + where.shape)
+    # A mask of length 1 along the axis stands for all its keys; the sum runs over the mask as it is, which is smaller.
+    visible = jnp.sum(where, axis, keepdims=True) * (x.shape[axis] // where.shape[axis])
+    return _as_dtype_of(logits, jnp.where(where, x / jnp.maximum(visible, 1), 0.0))
 
 
 def sigmoid(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
@@ -187,7 +197,7 @@ def sigmoid(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -
     """
     del axis
     weights = jax.nn.sigmoid(_at_least_float32(logits))
-    return (weights if where is None else jnp.where(where, weights, 0.0)).astype(logits.dtype)
+    return _as_dtype_of(logits, weights if where is None else jnp.where(where, weights, 0.0))
 
 
 _BY_NAME: dict[str, Callable[..., jax.Array]] = {
@@ -210,7 +220,7 @@ def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array
       Weights, shape and dtype of `logits`.
 
     Raises:
-      ValueError: For an unknown name, a negative n, or sink logits that are not one for each head.
+      ValueError: For an unknown name, a negative or infinite n, or sink logits that are not one for each head.
     """
     if isinstance(normalizer, str):
         if normalizer not in _BY_NAME:

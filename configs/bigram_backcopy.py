@@ -1,0 +1,16 @@
+"""One layer on Bigram-Backcopy: the sink on <s> and its value drain, within seconds.
+
+Reproduces: the softmax row of the main job's Backcopy table; after Active-Dormant Attention Heads, four times narrower.
+Command:    python launch/train.py --config=configs/bigram_backcopy.py
+            python launch/evaluate.py --checkpoint=runs/bigram_backcopy
+            --config.model.normalizer=softmax1 or relu for the other rows
+Expected:   see results/README.md; attention on <s> at non-triggers about 0.8 after 400 steps.
+Hardware:   two CPU cores, about 15 s.
+"""
+
+from orthojax.config import Config
+from orthojax.experiments.base_configs import BACKCOPY_MODEL
+
+
+def get_config() -> Config:
+    return BACKCOPY_MODEL

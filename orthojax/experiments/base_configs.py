@@ -1,0 +1,55 @@
+"""The runs that experiments and configs/*.py start from. Values only: reading a config must not import jax."""
+
+import dataclasses
+
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, NormalizerName, OptimConfig, TrainConfig
+from orthojax.model.presets import gpt2
+
+LANGUAGE_MODEL = Config(
+    # The paper's changes to GPT-2, for both variants: one gain in every norm, no biases.
+    model=gpt2("tiny", norm="rmsnorm_single", use_bias=False, max_length=64, scan_layers=False),
+    optim=OptimConfig(optimizer="adam", learning_rate=5e-3, warmup_steps=100),
+    data=DataConfig(kind="embedded", tokenizer="bpe:2048", sequence_length=64, bos=True),
+    train=TrainConfig(steps=800, batch_size=16, checkpoint_every_steps=50),
+    eval=EvalConfig(sequences=512, batch_size=64),
+)
+
+BACKCOPY_MODEL = Config(
+    # The one-layer model of Active-Dormant Attention Heads, four times narrower: one head, ReLU, LayerNorm with a bias
+    # (which we cannot have without biases in linear layers), embeddings of standard deviation 1, kernels of
+    # 1 / sqrt(3 d_model).
+    model=ModelConfig(
+        vocab_size=128,
+        max_length=64,
+        d_model=64,
+        num_layers=1,
+        num_heads=1,
+        d_mlp=256,
+        norm="layernorm",
+        use_bias=True,
+        normalizer="softmax",
+        mlp="relu",
+        tie_embeddings=False,
+        embedding_init_std=1.0,
+        init_std=0.072,
+        scan_layers=False,
+    ),
+    optim=OptimConfig(optimizer="adam", learning_rate=3e-3, warmup_steps=20, final_learning_rate_fraction=1.0),
+    data=DataConfig(kind="bigram_backcopy", sequence_length=64),
+    train=TrainConfig(steps=400, batch_size=64, checkpoint_every_steps=100, eval_every_steps=50),
+    eval=EvalConfig(sequences=256, batch_size=64),
+)
+
+
+def cured(config: Config) -> Config:
+    """The same run with softmax-1 and OrthoAdam."""
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, normalizer="softmax1"),
+        optim=dataclasses.replace(config.optim, optimizer="orthoadam"),
+    )
+
+
+def with_normalizer(config: Config, normalizer: NormalizerName) -> Config:
+    """The same run with another attention normalizer."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, normalizer=normalizer))
