@@ -34,13 +34,13 @@ def main(_: list[str]) -> None:
     )
 
     step_folder = find_checkpoint(Path(FLAGS.checkpoint))
+    workdir = Path(FLAGS.workdir) if FLAGS.workdir else step_folder.parent.parent
+    workdir.mkdir(parents=True, exist_ok=True)  # before the work, so that a wrong path costs nothing
     config = read_config(step_folder)
     inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress())
     params = read_params(step_folder)
     with Progress(evaluation_stages(config), every_seconds=0.0) as progress:
         metrics = evaluate(config, params, inputs, on_progress=lambda part: progress.advance(1, part))
-    workdir = Path(FLAGS.workdir) if FLAGS.workdir else step_folder.parent.parent
-    workdir.mkdir(parents=True, exist_ok=True)
     result = {"checkpoint": str(step_folder), "data": inputs.provenance, "metrics": metrics}
     write_text(workdir / "evaluation.json", json.dumps(result, indent=2) + "\n")
     for name, value in metrics.items():

@@ -28,7 +28,7 @@ def main(_: list[str]) -> None:
     output = Path(FLAGS.output)
     if output.exists():
         raise UserError(f"{output} already exists", allowed="a folder that does not exist yet")
-    corpus = embedded_corpus() if FLAGS.input == "embedded" else text_corpus(FLAGS.input.split(","))
+    corpus = embedded_corpus() if FLAGS.input == "embedded" else text_corpus([path for path in FLAGS.input.split(",") if path])
     print(f"{corpus.description}: {corpus.file_count} files, sha256 {corpus.sha256}")
     build_dataset(output, corpus, FLAGS.tokenizer, tokenizing_progress())
     dataset = open_pair(output / "train.bin", output / "validation.bin")

@@ -25,15 +25,18 @@ def _seeds() -> tuple[int, ...]:
         seeds = tuple(int(seed) for seed in FLAGS.seeds.split(","))
     except ValueError:
         seeds = ()
-    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise UserError(f"--seeds={FLAGS.seeds!r}", allowed="different integers >= 0, separated by commas: 0,1,2")
+    if not seeds or min(seeds) < 0 or max(seeds) >= 2**32 or len(set(seeds)) < len(seeds):
+        raise UserError(
+            f"--seeds={FLAGS.seeds!r}", allowed="different integers, 0 to 2**32 - 1, separated by commas: 0,1,2"
+        )
     return seeds
 
 
 def main(_: list[str]) -> None:
     seeds = _seeds()
-    if FLAGS.scale not in ("tiny", "small", "paper"):
-        raise UserError(f"unknown scale {FLAGS.scale!r}", allowed="tiny | small | paper")
+    scales = ("tiny", "small", "paper")
+    if FLAGS.scale not in scales:
+        raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(scales), hint=nearest(FLAGS.scale, scales))
 
     from orthojax.experiments.catalog import EXPERIMENTS
     from orthojax.experiments.report import print_report, write_report

@@ -22,9 +22,9 @@ def main(_: list[str]) -> None:
 
     from orthojax.model import parameter_count
     from orthojax.progress import Progress, tokenizing_progress
-    from orthojax.train import open_inputs, prepare_workdir, train
+    from orthojax.train import check_workdir, open_inputs, train
 
-    prepare_workdir(workdir, config)
+    check_workdir(workdir, config)
     print(f"workdir {workdir}: {parameter_count(config.model):,} parameters, {config.train.steps:,} steps", flush=True)
     inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress())
     for name, value in inputs.provenance.items():

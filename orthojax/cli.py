@@ -1,9 +1,13 @@
 """What the command lines share: flags, `--config.x=` overrides, and errors that a user can act on."""
 
+import atexit
 import errno
 import importlib.util
+import os
 import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,6 +33,7 @@ _USER_ERRNOS = {
 }
 
 _overrides: dict[str, str] = {}
+_held_back: list[str] = []
 
 
 def define_config() -> None:
@@ -69,10 +74,15 @@ def _config_from_file(path: Path) -> Config:
     except UserError:
         raise
     except Exception as error:  # the file is the user's
-        raise UserError(f"config file {path} fails: {type(error).__name__}: {error}") from error
+        raise UserError(f"config file {path} fails: {_where(error, path)}{type(error).__name__}: {error}") from error
     if not isinstance(config, Config):
         raise UserError(f"get_config() of {path} returned a {type(config).__name__}", allowed="orthojax.config.Config")
     return config
+
+
+def _where(error: Exception, path: Path) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"line {lines[-1]}, " if lines else ""
 
 
 def _take_overrides(argv: Sequence[str]) -> list[str]:
@@ -109,7 +119,24 @@ def _help(main_module: Any) -> str:
 def _fail(error: BaseException) -> NoReturn:
     lines = [line for line in str(error).splitlines() if line.strip()][:3]
     print("\n".join(["error: " + lines[0], *(f"  {line}" for line in lines[1:])]), file=sys.stderr)
+    _held_back.clear()
     sys.exit(2)
+
+
+def _hold_back_background_errors() -> None:
+    """Tracebacks of other threads wait for the end: where it is a user's error, they would only bury its lines."""
+
+    def hold(kind: Any, error: Any, trace: Any) -> None:
+        _held_back.append("".join(traceback.format_exception(kind, error, trace)))
+
+    def hold_unless_main(kind: Any, error: Any, trace: Any) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        (sys.__excepthook__ if is_main else hold)(kind, error, trace)
+
+    sys.excepthook = hold_unless_main
+    threading.excepthook = lambda report: hold(report.exc_type, report.exc_value, report.exc_traceback)
+    sys.unraisablehook = lambda report: hold(report.exc_type, report.exc_value, report.exc_traceback)
+    atexit.register(lambda: print(*_held_back, sep="", end="", file=sys.stderr))
 
 
 def _guarded(call: Callable[[], Any]) -> Any:
@@ -124,6 +151,9 @@ def _guarded(call: Callable[[], Any]) -> Any:
     except KeyboardInterrupt:
         print("stopped; run the same command to go on", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # as in `inspect_checkpoint.py DIR | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         if error.errno not in _USER_ERRNOS:
             raise
@@ -151,12 +181,15 @@ def run(main: Callable[[list[str]], None], *, positional: str = "") -> None:
             if positional and len(rest) != 1:
                 raise UserError(f"{len(rest)} arguments given", allowed=f"one: {positional}")
             if rest and not positional:
-                raise UserError(f"unexpected argument {rest[0]!r}", allowed="--flag=value", hint="--help lists the flags")
+                raise UserError(
+                    f"unexpected argument {rest[0]!r}", allowed="--flag=value", hint="--help lists the flags"
+                )
             return rest
 
         return _guarded(strictly)
 
-    logging.set_verbosity(logging.ERROR)  # Orbax tells much at INFO; --verbosity=0 brings it back
+    logging.set_verbosity(logging.FATAL)  # Orbax tells much, and all that it raises twice; --verbosity=0 brings it back
+    _hold_back_background_errors()
     # SIGTERM unwinds the stack, so that files are closed and half-written checkpoints finish.
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     app.run(lambda arguments: _guarded(lambda: main(arguments)), flags_parser=parse)

@@ -79,14 +79,16 @@ class Progress:
 
 
 def tokenizing_progress(stream: TextIO | None = None) -> Callable[[str, int, int], None]:
-    """A callback that shows how far tokenising is: (what, bytes done, bytes in all)."""
+    """A callback that shows how far tokenising is: (what, bytes done, bytes in all), one thing after the other."""
     shown: dict[str, Progress] = {}
 
     def report(what: str, done: int, total: int) -> None:
         if what not in shown:
+            for finished in shown.values():
+                finished.close()
             shown[what] = Progress(max(total, 1), stream=stream, every_seconds=2.0)
-        progress = shown[what]
-        progress.advance(done - progress.done, f"tokenising {what}: {done / 1e6:.1f} of {total / 1e6:.1f} MB")
+        progress, label = shown[what], what if what.startswith("training ") else f"tokenising {what}"
+        progress.advance(done - progress.done, f"{label}: {done / 1e6:.1f} of {total / 1e6:.1f} MB")
         if done >= total:
             progress.close()
 

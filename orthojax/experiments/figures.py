@@ -10,7 +10,7 @@ matplotlib.use("Agg")  # no display
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, Normalize
+from matplotlib.colors import LogNorm, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -20,6 +20,8 @@ _STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
+    "legend.fontsize": 8.5,
     "grid.color": "#e4e4e4",
     "font.size": 10,
     "axes.titlesize": 10,
@@ -123,14 +125,14 @@ def maps(
       x_label: Of the columns.
       y_label: Of the rows.
       value_label: Of the colours.
-      log: Logarithmic colours, for values whose range would hide all but the largest.
+      log: Logarithmic colours, for values over many powers of ten; otherwise colours go with the square root.
     """
     values = np.concatenate([panel.ravel() for panel in panels.values()])
     top = float(values.max())
     norm = (
         LogNorm(vmin=max(float(np.quantile(values[values > 0], 0.02)), top * 1e-6), vmax=top)
         if log
-        else Normalize(0, top)
+        else PowerNorm(0.5, 0.0, top)
     )
     with plt.rc_context(_STYLE | {"axes.grid": False}):
         figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels) + 0.6, 3.8), squeeze=False)

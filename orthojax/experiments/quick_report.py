@@ -95,7 +95,7 @@ def _layer_pictures(study: Study, models: list[Variant]) -> list[Picture]:
         ("max_abs", "max_abs_by_layer", "max |activation|", None),
     ):
         curves = {}
-        for part, words in (("first", "first token"), ("rest", "others")):
+        for part, words in (("first", "first"), ("rest", "others")):
             curves |= {(label, words): y for label, y in _layers(study, models, f"{metric}_{part}").items()}
         figure = figures.lines(
             {
@@ -109,7 +109,9 @@ def _layer_pictures(study: Study, models: list[Variant]) -> list[Picture]:
             integer_x=True,
             pairs=True,
         )
-        pictures.append(Picture(name, f"{y_label[0].upper()}{y_label[1:]} after each layer.", figure))
+        pictures.append(
+            Picture(name, f"{y_label[0].upper()}{y_label[1:]} after each layer, first token and others.", figure)
+        )
     mass = figures.lines(
         _layers(study, models, "first_attention_mass"),
         x_label="layer",

@@ -176,16 +176,16 @@ def _evaluation_cost(config: Config) -> float:
 
 def _finish_run(variant: Variant, seed: int, folder: Path, cache_dir: Path, progress: Progress) -> dict[str, Any]:
     """The row of one run, training and evaluating only what is missing."""
-    config = variant.with_seed(seed)
+    config, label = variant.with_seed(seed), f"{variant.label}, seed {seed}"
     row = {"variant": variant.name, "seed": seed, "overrides": changed_fields(Config(), config)}
     done = folder / "evaluation.json"
     if done.exists():
         progress.skip(_cost(config))
         return row | json.loads(done.read_text(encoding="utf-8"))
     inputs = open_inputs(config, cache_dir, progress=tokenizing_progress())
+    progress.say(f"{label}: {describe_data(inputs.provenance)}")
     evaluation_cost = _evaluation_cost(config)
     step_cost = (_cost(config) - evaluation_cost) / config.train.steps
-    label = f"{variant.label}, seed {seed}"
 
     def on_step(step: int, loss: float) -> None:
         progress.advance(step_cost, f"{label}: step {step}/{config.train.steps} loss {loss:.3f}")
@@ -206,6 +206,16 @@ def _finish_run(variant: Variant, seed: int, folder: Path, cache_dir: Path, prog
     finished = {"metrics": metrics, "data": inputs.provenance}
     write_text(done, json.dumps(finished, indent=2) + "\n")
     return row | finished
+
+
+def describe_data(provenance: dict[str, Any]) -> str:
+    """Where the tokens of a run come from, in one line."""
+    if "file_count" not in provenance:
+        return provenance["source"]
+    return (
+        f"{provenance['source']}: {provenance['file_count']} files, sha256 {provenance['source_sha256'][:12]}, "
+        f"{provenance['train']['n_tokens']:,} training tokens, {provenance['tokenizer']}"
+    )
 
 
 def _provenance(seeds: Sequence[int], data: list[dict[str, Any]], seconds: float) -> dict[str, Any]:

@@ -114,7 +114,8 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Floating-point operations of one training step for each token, forward and backward.
 
     6 for each parameter that takes part in a matrix product (the token table once, as the head; the position table,
-    gains and biases never), and 12 T d_model in every layer for the products with keys and values, causality not counted as a saving.
+    gains and biases never), and 12 T d_model in every layer that attends for the products with keys and values,
+    causality not counted as a saving.
 
     Args:
       config: The model.

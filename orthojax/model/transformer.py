@@ -43,12 +43,12 @@ class LinearFunction(Protocol):
     """What a linear layer computes; `quant` puts a quantised one in its place."""
 
     def __call__(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
-        """x [..., in], kernel [in, out], bias [out] -> [..., out]; `path` names the layer, as in layers/mlp/input."""
+        """Maps x [..., in], kernel [in, out], bias [out] to [..., out]; `path` is the layer's, as layers/mlp/input."""
         ...
 
 
 def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
-    """x @ kernel + bias; the head's product stays in float32, since a loss on logits rounded to bfloat16 is noisy."""
+    """The product x @ kernel + bias; logits (`head`) stay float32, rounded to bfloat16 they make a noisy loss."""
     y = jnp.matmul(x, kernel, preferred_element_type=jnp.float32 if path == "head" else None)
     return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
 

@@ -49,9 +49,9 @@ def visible_keys(
         left, right = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
         parts.append(((s >= t - left) & (s <= t + right))[None, None])
     if query_seq_lengths is not None:
-        parts.append((t < query_seq_lengths.reshape(batch, 1, 1))[:, None])
+        parts.append((t[None] < query_seq_lengths.reshape(batch, 1, 1))[:, None])
     if key_value_seq_lengths is not None:
-        parts.append((s < key_value_seq_lengths.reshape(batch, 1, 1))[:, None])
+        parts.append((s[None] < key_value_seq_lengths.reshape(batch, 1, 1))[:, None])
     if not parts:
         return None
     visible = parts[0]
@@ -100,9 +100,7 @@ def attention_logits(
     return logits if bias is None else logits + bias.astype(dtype)
 
 
-def attention_weights(
-    logits: jax.Array, visible: jax.Array | None, normalizer: Normalizer = "softmax1"
-) -> jax.Array:
+def attention_weights(logits: jax.Array, visible: jax.Array | None, normalizer: Normalizer = "softmax1") -> jax.Array:
     """Weights of the definition that `dot_product_attention` computes, for analysis.
 
     Args:

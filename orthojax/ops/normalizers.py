@@ -1,9 +1,9 @@
 """What turns attention logits into weights.
 
 Every normalizer has the signature of `jax.nn.softmax`: `(logits, axis=-1, where=None)`, `where` is a boolean mask that
-means "keep". Weights have the shape and dtype of the logits (float32 for integers); half precision is computed in float32.
-Where a row keeps nothing, its weights are exactly zero, except for `softmax`, which keeps the meaning it has in
-`jax.nn`.
+means "keep". Weights have the shape and dtype of the logits (float32 for integers); half precision is computed in
+float32. Where a row keeps nothing, its weights are exactly zero, except for `softmax`, which keeps the meaning it has
+in `jax.nn`.
 """
 
 import math
@@ -116,9 +116,7 @@ def softmax1(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) 
     return softmax_n(logits, 1.0, axis, where)
 
 
-def softmax_with_sink(
-    logits: jax.Array, sink: jax.Array, axis: int = -1, where: jax.Array | None = None
-) -> jax.Array:
+def softmax_with_sink(logits: jax.Array, sink: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
     """Softmax with a (learned) sink logit: exp(x_i) / (exp(sink) + sum_j exp(x_j)); sink = 0 is `softmax1`.
 
     Args:
@@ -224,7 +222,8 @@ def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array
     """
     if isinstance(normalizer, str):
         if normalizer not in _BY_NAME:
-            raise ValueError(f"unknown normalizer {normalizer!r}; known: {', '.join(_BY_NAME)}, a number, an array [heads]")
+            known = ", ".join(_BY_NAME)
+            raise ValueError(f"unknown normalizer {normalizer!r}; known: {known}, a number, an array [heads]")
         return _BY_NAME[normalizer](logits, where=where)
     if isinstance(normalizer, int | float):
         return softmax_n(logits, normalizer, where=where)

@@ -4,6 +4,7 @@ Only linear layers round anything; embeddings, norms and softmax stay float. Act
 from the batch that passes through, so the batches of an evaluation belong to its result.
 """
 
+import functools
 import re
 from typing import Any, Protocol
 
@@ -44,6 +45,7 @@ def _quantize_kernel(kernel: jax.Array, setting: QuantizationSetting) -> jax.Arr
     return _fake_quantize(kernel, setting, {"output_channel": -2, "tensor": (-2, -1)}[setting.weights])
 
 
+@functools.cache  # the same function for the same setting, so that jit compiles a model with it once
 def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) -> Linear:
     """A linear layer that rounds its operands as `setting` says, for a model that lets its linear layers be replaced.
 

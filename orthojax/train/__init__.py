@@ -9,8 +9,9 @@ from orthojax.train.checkpoint import (
     read_params,
 )
 from orthojax.train.evaluation import Metrics, evaluate, evaluation_stages
+from orthojax.train.files import write_text
 from orthojax.train.inputs import Inputs, open_inputs
-from orthojax.train.loop import DivergedError, prepare_workdir, train, write_text
+from orthojax.train.loop import DivergedError, check_workdir, prepare_workdir, train
 from orthojax.train.metric_writer import read_metrics
 from orthojax.train.optimizer import make_optimizer, make_rotation
 from orthojax.train.step import StepMetrics, TrainState, init_state, make_train_step
@@ -22,6 +23,7 @@ __all__ = [
     "Metrics",
     "StepMetrics",
     "TrainState",
+    "check_workdir",
     "evaluate",
     "evaluation_stages",
     "find_checkpoint",

@@ -1,10 +1,12 @@
-"""Checkpoints: Orbax, four items a step with plain names, readable without orthojax.
+"""Checkpoints: Orbax, five items a step with plain names, readable without orthojax.
 
 `checkpoints/STEP/` holds `params` and `opt_state` (arrays), `config` (JSON, the whole config, so that a softmax-1 model
-can not be evaluated as softmax) and `data` (JSON: the position in the data and the hashes of what was read).
+can not be evaluated as softmax), `data` (JSON: the position in the data and the hashes of what was read) and
+`checksums` (JSON: the CRC-32 of every array, because Orbax restores a flipped byte without a word).
 """
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from orthojax.config import Config, UserError, from_dict, to_json
-from orthojax.train.step import TrainState
+from orthojax.train.step import TrainState, parameter_shapes
 
 FORMAT_VERSION = 1
 
@@ -64,6 +66,9 @@ class Checkpoints:
                     opt_state=ocp.args.StandardSave(state.opt_state),
                     config=ocp.args.JsonSave(json.loads(to_json(config))),
                     data=ocp.args.JsonSave(data | {"next_step": step}),
+                    checksums=ocp.args.JsonSave(
+                        {"params": _checksums(state.params), "opt_state": _checksums(state.opt_state)}
+                    ),
                 ),
             )
         except Exception as error:
@@ -105,6 +110,8 @@ class Checkpoints:
             )
         except Exception as error:
             raise _read_error(self.directory / str(step), error) from error
+        _require_intact(self.directory / str(step), "params", restored.params)
+        _require_intact(self.directory / str(step), "opt_state", restored.opt_state)
         return TrainState(jax.numpy.asarray(step, like.step.dtype), restored.params, restored.opt_state)
 
     def _write_error(self, error: Exception) -> UserError:
@@ -129,12 +136,31 @@ def _read_error(path: Path, error: Exception) -> UserError:
     )
 
 
+def _by_path(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def _checksums(tree: Any) -> dict[str, int]:
+    """CRC-32 of the bytes of every array by path, row-major."""
+    arrays = {path: np.ascontiguousarray(jax.device_get(leaf)) for path, leaf in _by_path(tree).items()}
+    return {path: zlib.crc32(array.view(np.uint8)) for path, array in arrays.items()}
+
+
+def _require_intact(step_folder: Path, item: str, tree: Any) -> None:
+    saved = read_json_item(step_folder, "checksums").get(item)
+    for path, checksum in _checksums(tree).items():
+        if not isinstance(saved, dict) or saved.get(path) != checksum:
+            raise _read_error(step_folder, ValueError(f"{item}/{path} does not have its checksum: it is damaged"))
+
+
 def find_checkpoint(path: Path) -> Path:
     """The newest step folder behind what a user names: a workdir, its `checkpoints` folder, or a step folder.
 
     Raises:
       UserError: Where there is none.
     """
+    path = path.absolute()
     if not path.exists():
         raise UserError(f"no such checkpoint: {path}", allowed="a workdir, its checkpoints folder, or one step's folder")
     for folder in (path / "checkpoints", path):
@@ -154,14 +180,17 @@ def read_json_item(step_folder: Path, item: str) -> dict[str, Any]:
     Raises:
       UserError: Where it is missing or damaged.
     """
-    path = step_folder / item / "metadata"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads((step_folder / item / "metadata").read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("no JSON object")
     except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else _first_line(error)
         raise UserError(
-            f"{step_folder} is not a complete orthojax checkpoint: {path.name} of {item!r}: {_first_line(error)}",
+            f"{step_folder} is not a complete orthojax checkpoint: item {item!r}: {reason}",
             allowed="a checkpoint written by orthojax",
         ) from None
+    return values
 
 
 def read_config(step_folder: Path) -> Config:
@@ -184,7 +213,10 @@ def read_tree(step_folder: Path, item: str) -> Any:
     """
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            return checkpointer.metadata(step_folder.absolute() / item).item_metadata.tree
+            metadata = checkpointer.metadata(step_folder.absolute() / item).item_metadata
+            if metadata is None:
+                raise ValueError("its metadata is missing or damaged")
+            return metadata.tree
     except Exception as error:
         raise _read_error(step_folder / item, error) from error
 
@@ -195,24 +227,31 @@ def list_arrays(step_folder: Path, item: str) -> list[tuple[str, tuple[int, ...]
     Raises:
       UserError: Where the item is missing or damaged.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(read_tree(step_folder, item))
-    return [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), tuple(leaf.shape), str(np.dtype(leaf.dtype)))
-        for path, leaf in leaves
-    ]
+    arrays = _by_path(read_tree(step_folder, item))
+    return [(path, tuple(leaf.shape), str(np.dtype(leaf.dtype))) for path, leaf in arrays.items()]
 
 
 def read_params(step_folder: Path) -> Any:
     """The parameters alone, as a nested dict of float32 arrays on the first device, whatever saved them.
 
     Raises:
-      UserError: Where they are missing or damaged.
+      UserError: Where they are missing or damaged, or not those of the model in the checkpoint's config.
     """
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     tree = read_tree(step_folder, "params")
+    found = {path: tuple(leaf.shape) for path, leaf in _by_path(tree).items()}
+    expected = {path: leaf.shape for path, leaf in _by_path(parameter_shapes(read_config(step_folder))).items()}
+    if found != expected:
+        path = min(path for path in found | expected if found.get(path) != expected.get(path))
+        raise _read_error(
+            step_folder,
+            ValueError(f"its config wants {path} {expected.get(path, 'absent')}, it is {found.get(path, 'absent')}"),
+        )
     like = jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape, np.dtype(m.dtype), sharding=device), tree)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            return checkpointer.restore(step_folder.absolute() / "params", like)
+            params = checkpointer.restore(step_folder.absolute() / "params", like)
     except Exception as error:
         raise _read_error(step_folder / "params", error) from error
+    _require_intact(step_folder, "params", params)
+    return params

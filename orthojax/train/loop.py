@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 
 from orthojax.config import Config, Interrupted, UserError, changed_fields, from_json, to_json
-from orthojax.train.checkpoint import Checkpoints, read_json_item
+from orthojax.train.checkpoint import Checkpoints, read_config, read_json_item
 from orthojax.train.evaluation import validation_loss_nats
+from orthojax.train.files import write_text
 from orthojax.train.inputs import Inputs
 from orthojax.train.metric_writer import MetricWriter
 from orthojax.train.optimizer import learning_rate_schedule
@@ -21,6 +23,14 @@ from orthojax.train.step import StepMetrics, TrainState, init_state, make_train_
 
 class DivergedError(UserError):
     """The loss became NaN or infinite."""
+
+
+def _require_finite(what: str, step: int, value: float) -> None:
+    if not math.isfinite(value):
+        raise DivergedError(
+            f"the {what} is not finite at step {step}: {value}",
+            hint="the last good checkpoint is kept; try a lower optim.learning_rate or a longer warm-up elsewhere",
+        )
 
 
 class _StopRequest:
@@ -52,41 +62,51 @@ def _stop_on_signals():
         restore()
 
 
+def check_workdir(workdir: Path, config: Config) -> None:
+    """Looks whether a run of this config may go there; writes nothing.
+
+    Raises:
+      UserError: Where the path is a file, or already holds a run of another config.
+    """
+    path = workdir / "config.json"
+    if any(part.is_file() for part in (workdir, *workdir.parents)):
+        raise UserError(f"workdir {workdir} is a file", allowed="a folder, new or of an earlier call")
+    if path.exists():
+        try:
+            before = from_json(Config, path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path}: {error}", hint="another --workdir, or the right config.json") from error
+        _require_same(config, before, str(workdir))
+
+
 def prepare_workdir(workdir: Path, config: Config) -> None:
     """Creates the folder of a run and writes its config.json.
 
     Raises:
-      UserError: Where the path is a file, cannot be written, or already holds a run of another config.
+      UserError: As `check_workdir`.
     """
-    path = workdir / "config.json"
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            before = from_json(Config, path.read_text(encoding="utf-8"))
-            changed = changed_fields(before, config)
-            if changed:
-                raise UserError(
-                    f"{workdir} holds a run with another config: {', '.join(sorted(changed))} differ",
-                    allowed="the config of that run, or another --workdir",
-                )
-            return
-        write_text(path, to_json(config) + "\n")
-    except (FileExistsError, NotADirectoryError) as error:
-        raise UserError(f"workdir {workdir} is a file", allowed="a folder, new or of an earlier call") from error
+    check_workdir(workdir, config)
+    workdir.mkdir(parents=True, exist_ok=True)
+    if not (workdir / "config.json").exists():
+        write_text(workdir / "config.json", to_json(config) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file that is either whole or not there."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+def _require_same(config: Config, before: Config, where: str) -> None:
+    changed = changed_fields(before, config)
+    if changed:
+        raise UserError(
+            f"{where} holds a run with another config: {', '.join(sorted(changed))} differ",
+            allowed="the config of that run, or another --workdir",
+        )
 
 
-def _restore(checkpoints: Checkpoints, state: TrainState, inputs: Inputs) -> TrainState:
+def _restore(checkpoints: Checkpoints, state: TrainState, config: Config, inputs: Inputs) -> TrainState:
     step = checkpoints.latest_step()
     if step is None:
         return state
-    saved = read_json_item(checkpoints.directory / str(step), "data")
+    folder = checkpoints.directory / str(step)
+    _require_same(config, read_config(folder), str(folder))
+    saved = read_json_item(folder, "data")
     for name, value in inputs.provenance.items():
         if saved.get(name) != value:
             raise UserError(
@@ -120,11 +140,8 @@ class _Recorder:
     def _handle(self, step: int, metrics: StepMetrics) -> None:
         total, tokens, grad_norm = (float(value) for value in jax.device_get(metrics))
         loss = total / tokens
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            raise DivergedError(
-                f"the loss or its gradient is not finite at step {step} (loss {loss}, gradient norm {grad_norm})",
-                hint="the last good checkpoint is kept; a lower optim.learning_rate or a longer warm-up may help",
-            )
+        _require_finite("loss", step, loss)
+        _require_finite("norm of the gradient", step, grad_norm)
         every = self._config.train.log_every_steps
         if step % every == 0 or step in (1, self._config.train.steps):
             now, (before, at) = time.monotonic(), self._clock
@@ -178,7 +195,7 @@ def train(
     prepare_workdir(workdir, config)
     steps, every = config.train.steps, config.train
     with Checkpoints(workdir / "checkpoints", keep=config.train.keep_checkpoints) as checkpoints:
-        state = _restore(checkpoints, init_state(config), inputs)
+        state = _restore(checkpoints, init_state(config), config, inputs)
         start = int(state.step)
         on_start(start)
         if start >= steps:
@@ -190,16 +207,21 @@ def train(
             for step in range(start + 1, steps + 1):
                 state, metrics = train_step(state, jax.device_put(inputs.batch(step - 1)))
                 recorder.put(step, metrics)
-                last = step == steps or stop.signum is not None
+                stopping = stop.signum  # looked at once: a later signal belongs to the next step
                 if every.eval_every_steps and (step % every.eval_every_steps == 0 or step == steps):
                     recorder.flush()
                     loss = validation_loss_nats(config, state.params, inputs)
+                    _require_finite("validation loss", step, loss)
                     writer.write({"step": step, "validation_loss_nats": loss})
-                if step % every.checkpoint_every_steps == 0 or last:
-                    recorder.flush()  # a state is saved only when its loss is known to be finite
+                if step % every.checkpoint_every_steps == 0 or step == steps or stopping is not None:
+                    recorder.flush()
+                    # The loss was that of the parameters before this step; what is saved must be good too.
+                    _require_finite("norm of the parameters", step, float(optax.global_norm(state.params)))
                     checkpoints.save(state, config, inputs.provenance)
-                if stop.signum is not None:
+                if stopping is not None:
                     checkpoints.wait()
-                    raise Interrupted(stop.signum, step)
+                    raise Interrupted(stopping, step)
         checkpoints.wait()
+        if stop.signum is not None:
+            raise Interrupted(stop.signum, steps)
     return state

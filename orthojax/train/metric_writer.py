@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from orthojax.train.files import write_text
+
 
 class MetricWriter:
     """Appends to a metrics file; on resume, lines past the restored step are dropped first."""
@@ -16,13 +18,21 @@ class MetricWriter:
           resume_step: Optimizer steps that the restored state has taken; 0 starts afresh.
         """
         kept = [line for line in read_metrics(path) if line["step"] <= resume_step]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
+        # Not in place: a kill in between would lose the lines of the steps that are not repeated.
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._path = path
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, values: dict[str, Any]) -> None:
-        """Writes one line, at once."""
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        """Writes one line, at once.
+
+        Raises:
+          OSError: Where the disk refuses, with the name of the file.
+        """
+        try:
+            self._file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def __enter__(self) -> "MetricWriter":
         return self
@@ -36,9 +46,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             lines.append(json.loads(line))
-        except json.JSONDecodeError:
+        except ValueError:
             break  # killed while writing; what follows is rewritten on resume
     return lines

@@ -58,15 +58,23 @@ def loss_sum_nats(model: Transformer, params: Any, tokens: jax.Array) -> tuple[j
     return jnp.sum(losses), jnp.sum(jnp.broadcast_to(counted, targets.shape))
 
 
+def _init_params(config: Config, key: jax.Array) -> Any:
+    tokens = jnp.zeros((1, config.data.sequence_length), jnp.int32)
+    return Transformer(config.model).init(key, tokens)["params"]
+
+
+def parameter_shapes(config: Config) -> Any:
+    """The parameters that the model of a config has, as jax.ShapeDtypeStruct."""
+    return jax.eval_shape(lambda: _init_params(config, jax.random.key(0)))
+
+
 def init_state(config: Config) -> TrainState:
     """The state before the first step; parameters depend on `train.seed` and the model only."""
-    model = Transformer(config.model)
     optimizer = make_optimizer(config.optim, config.train.steps)
 
     @jax.jit
     def init(key):
-        tokens = jnp.zeros((1, config.data.sequence_length), jnp.int32)
-        params = model.init(key, tokens)["params"]
+        params = _init_params(config, key)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
     return init(jax.random.key(config.train.seed))
@@ -85,6 +93,6 @@ def make_train_step(config: Config) -> Callable[[TrainState, jax.Array], tuple[T
         (_, (total, count)), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params, tokens)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, opt_state), StepMetrics(total, count, optax.global_norm(grads))
+        return TrainState(state.step + 1, params, opt_state), StepMetrics(total, count, optax.tree.norm(grads))
 
     return jax.jit(train_step, donate_argnums=0)

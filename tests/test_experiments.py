@@ -1,0 +1,225 @@
+"""A study from its variants to its report, with models that take a second."""
+
+import base64
+import dataclasses
+import json
+import re
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from orthojax.config import Config, UserError, replace
+from orthojax.experiments import figures, quick_report
+from orthojax.experiments.base_configs import BACKCOPY_MODEL, LANGUAGE_MODEL, cured, with_normalizer
+from orthojax.experiments.catalog import EXPERIMENTS
+from orthojax.experiments.example import example_maps
+from orthojax.experiments.report import Claim, Report, Table, to_text, write_report
+from orthojax.experiments.study import Experiment, Variant, run_study
+from orthojax.train import init_state
+
+SEEDS = (0, 1)
+PROSE = "The quick brown fox jumps over the lazy dog, and nobody in particular is very much surprised by that. "
+
+
+def small(config: Config, **changes) -> Config:
+    shrink = {
+        "train.steps": 4,
+        "train.batch_size": 4,
+        "train.log_every_steps": 2,
+        "train.eval_every_steps": 2,
+        "train.checkpoint_every_steps": 2,
+        "eval.sequences": 4,
+        "eval.batch_size": 2,
+        "model.d_model": 16,
+        "model.num_heads": 2,
+        "model.num_layers": 1,
+        "model.d_mlp": 16,
+        "model.max_length": 16,
+        "data.sequence_length": 16,
+        "optim.warmup_steps": 1,
+    }
+    return replace(config, shrink | changes)
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory):
+    text = tmp_path_factory.mktemp("text") / "prose.txt"
+    text.write_text(PROSE * 60, encoding="utf-8")
+    data = {"data.kind": "text", "data.paths": (str(text),), "data.tokenizer": "bytes", "model.vocab_size": 258}
+    language = small(LANGUAGE_MODEL, **data)
+    backcopy = small(BACKCOPY_MODEL)
+    return (
+        Variant("vanilla", "softmax + Adam", language),
+        Variant("cured", "softmax-1 + OrthoAdam", cured(language)),
+        Variant("backcopy_softmax", "softmax", backcopy),
+        Variant("backcopy_softmax1", "softmax-1", with_normalizer(backcopy, "softmax1")),
+        Variant("backcopy_relu", "ReLU", with_normalizer(backcopy, "relu")),
+    )
+
+
+@pytest.fixture(scope="module")
+def experiment(variants):
+    return Experiment("quick", "a small one", {"tiny": lambda: variants}, quick_report.report)
+
+
+@pytest.fixture(scope="module")
+def study(experiment, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("study")
+    return run_study(experiment, "tiny", SEEDS, workdir, workdir / "data")
+
+
+def test_every_variant_and_seed_has_a_row_with_its_overrides(study, variants):
+    results = json.loads((study.workdir / "results.json").read_text())
+    assert results["experiment"] == "quick"
+    assert results["scale"] == "tiny"
+    rows = {(row["variant"], row["seed"]): row for row in results["rows"]}
+    assert set(rows) == {(variant.name, seed) for variant in variants for seed in SEEDS}
+    overrides = rows["vanilla", 1]["overrides"]
+    overrides = {path: tuple(v) if isinstance(v, list) else v for path, v in overrides.items()}
+    assert replace(Config(), overrides) == variants[0].with_seed(1)
+    assert results["provenance"]["versions"]["jax"]
+    assert len(results["provenance"]["data"]) == 2  # the text and the synthetic task
+
+
+def test_variants_start_from_the_same_parameters_and_batches(variants):
+    vanilla, cured_run = (variant.with_seed(3) for variant in variants[:2])
+    a, b = init_state(vanilla).params, init_state(cured_run).params
+    np.testing.assert_array_equal(a["token_embedding"]["embedding"], b["token_embedding"]["embedding"])
+    np.testing.assert_array_equal(a["layers_0"]["mlp"]["input"]["kernel"], b["layers_0"]["mlp"]["input"]["kernel"])
+    assert vanilla.data == cured_run.data
+    assert vanilla.train == cured_run.train
+
+
+def test_seeds_differ(study):
+    assert len(set(study.values("vanilla", "perplexity"))) == 2
+
+
+def test_a_second_call_trains_nothing_and_gives_the_same_rows(study, experiment, monkeypatch):
+    from orthojax.experiments import study as module
+
+    monkeypatch.setattr(module, "train", lambda *args, **kwargs: pytest.fail("trained again"))
+    again = run_study(experiment, "tiny", SEEDS, study.workdir, study.workdir / "data")
+    assert again.results["rows"] == study.results["rows"]
+
+
+def test_an_unfinished_run_is_evaluated_from_its_checkpoint(study, experiment):
+    done = study.run_dir("cured", 0) / "evaluation.json"
+    before = done.read_text()
+    done.unlink()
+    run_study(experiment, "tiny", SEEDS, study.workdir, study.workdir / "data")
+    assert done.read_text() == before
+
+
+def test_a_diverging_variant_is_reported_and_the_others_finish(variants, tmp_path):
+    broken = dataclasses.replace(
+        variants[0],
+        name="broken",
+        config=replace(variants[0].config, {"optim.learning_rate": 1e30, "optim.eps": 1e-30}),
+    )
+    experiment = Experiment(
+        "quick", "one diverges", {"tiny": lambda: (broken, variants[3])}, lambda study: study.failures()
+    )
+    study = run_study(experiment, "tiny", (0,), tmp_path, tmp_path / "data")
+    assert [row["variant"] for row in study.results["rows"]] == ["broken", "backcopy_softmax1"]
+    (failure,) = experiment.report(study)
+    assert "broken" in failure
+    assert "not finite at step" in failure
+    assert study.values("backcopy_softmax1", "sink_attention")
+
+
+def test_an_unknown_scale_names_the_known_ones(experiment, tmp_path):
+    with pytest.raises(UserError, match="has no scale 'paper'") as error:
+        run_study(experiment, "paper", (0,), tmp_path / "w", tmp_path)
+    assert "tiny" in str(error.value)
+    assert not (tmp_path / "w").exists()
+
+
+def test_report_files_are_complete_and_self_contained(study, experiment):
+    report = experiment.report(study)
+    write_report(report, study.workdir)
+    page = (study.workdir / "report.html").read_text()
+    assert not re.findall(r"""(?:src|href)=["'](?:https?:)?//""", page)
+    sources = re.findall(r'src="data:image/(svg\+xml|png);base64,([^"]+)"', page)
+    assert len(sources) == 2 * len(report.pictures)  # each in its place and zoomed
+    for form, content in sources:
+        start = base64.b64decode(content)[:8]
+        assert start == b"\x89PNG\r\n\x1a\n" if form == "png" else start.startswith(b"<?xml")
+    markdown = (study.workdir / "report.md").read_text()
+    names = {
+        "training_curves",
+        "kurtosis_by_layer",
+        "max_abs_by_layer",
+        "first_attention_by_layer",
+        "attention_map",
+        "hidden_states",
+        "quantization",
+        "backcopy",
+    }
+    assert {picture.name for picture in report.pictures} == names
+    for picture in report.pictures:
+        assert (study.workdir / "figures" / f"{picture.name}.{picture.form}").stat().st_size > 1000
+        assert picture.name in markdown
+    for claim in report.claims:
+        assert "criterion" in claim.text
+        assert claim.text in markdown
+
+
+def test_tables_show_mean_and_range_of_the_seeds(study, experiment):
+    table = experiment.report(study).tables[0]
+    values = study.values("vanilla", "perplexity")
+    cell = dict(zip(table.columns, table.rows[0], strict=True))["softmax + Adam"]
+    mean, low, high = (float(x.replace(",", "")) for x in re.findall(r"[\d.,]+", cell))
+    assert mean == pytest.approx(np.mean(values), rel=0.01)
+    assert (low, high) == pytest.approx((min(values), max(values)), rel=0.01)
+
+
+def test_the_page_escapes_what_it_shows(tmp_path):
+    report = Report(
+        "<script>", ["a & b"], [Claim("holds", "1 < 2")], [Table("t", ["", "x"], [["r", "<i>"]])], [], [], []
+    )
+    write_report(report, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "<script>" not in page
+    assert "1 &lt; 2" in page
+
+
+def test_console_table_is_aligned():
+    lines = to_text(Table("caption", ["", "a"], [["long name", "1"], ["x", "22"]])).splitlines()
+    assert lines[0] == "caption"
+    assert len({len(line) for line in lines[1:]}) == 1
+
+
+def test_example_attention_rows_sum_to_one_for_softmax_and_less_for_softmax1(variants):
+    tokens = np.arange(17)
+    for variant, lowest in zip(variants[:2], (1 - 1e-5, 0.0), strict=True):
+        maps = example_maps(variant.config, init_state(variant.config).params, tokens)
+        assert maps["attention"].shape == (16, 16)
+        assert maps["hidden"].shape == (16, 16)
+        sums = maps["attention"].sum(-1)
+        assert (sums > lowest).all()
+        assert (sums < 1 + 1e-5).all()
+        assert (sums < 0.99).any() == (variant.name == "cured")
+        assert np.triu(maps["attention"], 1).max() == 0.0
+
+
+def test_figures_draw_what_they_are_given():
+    figure = figures.lines({"a": ([1, 2], np.array([[1.0, 3.0], [3.0, 5.0]]))}, x_label="x", y_label="y")
+    (line,) = figure.axes[0].get_lines()
+    assert list(line.get_ydata()) == [2.0, 4.0]  # the mean over seeds
+    figure = figures.bars(["g"], {"a": np.array([[1.0]]), "b": np.array([[2.0]])}, y_label="y")
+    assert sorted(bar.get_height() for bar in figure.axes[0].patches) == [1.0, 2.0]
+    figure = figures.maps({"a": np.eye(3), "b": 2 * np.eye(3)}, x_label="", y_label="", value_label="", log=True)
+    assert {image.norm.vmax for ax in figure.axes for image in ax.get_images()} == {2.0}  # one scale for all panels
+    plt.close("all")
+
+
+def test_the_default_experiment_exists_and_its_variants_differ_only_where_they_should():
+    variants = {variant.name: variant.config for variant in EXPERIMENTS["quick"].scales["tiny"]()}
+    assert variants["cured"] == cured(variants["vanilla"])
+    assert (
+        dataclasses.replace(variants["cured"], model=variants["vanilla"].model, optim=variants["vanilla"].optim)
+        == variants["vanilla"]
+    )
+    assert variants["vanilla"].model.norm == "rmsnorm_single"
+    assert not variants["vanilla"].model.use_bias

@@ -1,0 +1,367 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from orthojax.ops import normalizers
+from orthojax.ops.normalizers import apply_normalizer, relu, sigmoid, softmax, softmax1, softmax_n, softmax_with_sink
+
+SINK = 0.7
+WITH_SINK = lambda x, axis=-1, where=None: softmax_with_sink(x, jnp.asarray(SINK, x.dtype), axis, where)  # noqa: E731
+HALF = lambda x, axis=-1, where=None: softmax_n(x, 0.5, axis, where)  # noqa: E731
+ALL = {"softmax": softmax, "softmax1": softmax1, "softmax_n": HALF, "sink": WITH_SINK, "relu": relu, "sigmoid": sigmoid}
+MASKED_ROWS_ARE_ZERO = [name for name in ALL if name != "softmax"]
+DENOMINATORS = {"softmax": 0.0, "softmax1": 1.0, "softmax_n": 0.5, "sink": np.exp(SINK)}
+
+
+def oracle(name, x, where=None):
+    """The definitions over the last axis in float64, with loops and a shift that cannot fail."""
+    x = np.asarray(x, np.float64)
+    where = np.broadcast_to(True if where is None else np.asarray(where), x.shape)
+    y = np.zeros_like(x)
+    for row in np.ndindex(x.shape[:-1]):
+        keep = where[row]
+        kept = x[row][keep]
+        if name == "sigmoid":
+            y[row][keep] = 1.0 / (1.0 + np.exp(-kept))
+        elif name == "relu":
+            y[row][keep] = np.maximum(kept, 0.0) / max(keep.sum(), 1)
+        elif keep.any():
+            n = DENOMINATORS[name]
+            shift = max(kept.max(), -np.inf if n == 0.0 else np.log(n))
+            e = np.exp(kept - shift)
+            y[row][keep] = e / (n * np.exp(-shift) + e.sum())
+        elif name == "softmax":
+            y[row] = 1.0 / x.shape[-1]
+    return y
+
+
+@functools.cache
+def _example(shape=(3, 4, 7), seed=0, scale=3.0):
+    return np.random.default_rng(seed).normal(size=shape) * scale
+
+
+def _mask(shape=(3, 4, 7)):
+    where = np.random.default_rng(1).random(shape) < 0.6
+    where[1, 2] = False  # one row that keeps nothing
+    where[0, 0] = True
+    return where
+
+
+# The contract of every normalizer.
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("masked", [False, True])
+def test_value_is_the_definition_in_float64(name, masked):
+    where = _mask() if masked else None
+    y = ALL[name](jnp.asarray(_example()), where=None if where is None else jnp.asarray(where))
+    assert y.dtype == jnp.float64
+    np.testing.assert_allclose(y, oracle(name, _example(), where), rtol=1e-13, atol=1e-300)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_half_precision_is_the_float32_result_rounded_once(name, dtype):
+    x, where = jnp.asarray(_example(), dtype), jnp.asarray(_mask())
+    y = ALL[name](x, where=where)
+    assert y.dtype == dtype
+    # A Python scalar sink or n is the same number in both precisions only if it is exactly representable.
+    expected = softmax_with_sink(x.astype(jnp.float32), jnp.asarray(SINK, dtype), -1, where) if name == "sink" else None
+    expected = ALL[name](x.astype(jnp.float32), where=where) if expected is None else expected
+    assert expected.dtype == jnp.float32
+    np.testing.assert_array_equal(y, expected.astype(dtype))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_axis_is_the_axis_of_the_keys(name):
+    x, where = jnp.asarray(_example(), jnp.float32), jnp.asarray(_mask())
+    expected = ALL[name](x, where=where)
+    for axis in (0, 1, -2):
+        moved = ALL[name](jnp.moveaxis(x, -1, axis), axis=axis, where=jnp.moveaxis(where, -1, axis))
+        np.testing.assert_allclose(jnp.moveaxis(moved, axis, -1), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_weights_are_in_the_unit_interval_and_rows_sum_to_at_most_one(name):
+    y = np.asarray(ALL[name](jnp.asarray(_example((50, 9), scale=10.0), jnp.float32)), np.float64)
+    assert (y >= 0.0).all()
+    if name == "softmax":
+        np.testing.assert_allclose(y.sum(-1), 1.0, rtol=1e-6)
+    elif name in DENOMINATORS:
+        assert (y.sum(-1) <= 1.0 + 1e-6).all()
+        assert y.sum(-1).min() < 0.999
+    elif name == "sigmoid":
+        assert (y <= 1.0).all()
+        assert y.sum(-1).max() > 1.0
+
+
+@pytest.mark.parametrize("name", MASKED_ROWS_ARE_ZERO)
+@pytest.mark.parametrize("garbage", [0.0, -1e4, 1e4, 1e30, np.inf, np.nan])
+def test_masked_entries_are_exact_zeros_whatever_stands_in_them(name, garbage):
+    where = _mask()
+    x = np.where(where, _example(), garbage).astype(np.float32)
+    y = np.asarray(ALL[name](jnp.asarray(x), where=jnp.asarray(where)))
+    assert (y[~where] == 0.0).all()
+    clean = ALL[name](jnp.asarray(np.where(where, x, 0.0)), where=jnp.asarray(where))
+    np.testing.assert_array_equal(y, clean)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("garbage", [0.0, 1e30, np.inf])
+def test_gradient_is_finite_and_zero_where_masked(name, garbage):
+    where = _mask()
+    x = np.where(where, _example(), garbage).astype(np.float32)
+    f = lambda x: jnp.sum(jnp.sin(3.0 * ALL[name](x, where=jnp.asarray(where))))  # noqa: E731
+    gradient = np.asarray(jax.grad(f)(jnp.asarray(x)))
+    assert np.isfinite(gradient).all()
+    assert (gradient[~where] == 0.0).all()
+    assert (gradient[where] != 0.0).any()
+
+
+@pytest.mark.parametrize("name", MASKED_ROWS_ARE_ZERO)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_all_minus_infinity_row_is_zero_with_zero_gradient(name, dtype):
+    x = jnp.full((2, 5), -jnp.inf, dtype)
+    y, pullback = jax.vjp(ALL[name], x)
+    np.testing.assert_array_equal(y, np.zeros((2, 5)))
+    np.testing.assert_array_equal(pullback(jnp.ones_like(y))[0], np.zeros((2, 5)))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_jit_and_vmap_change_nothing(name):
+    x, where = jnp.asarray(_example(), jnp.float32), jnp.asarray(_mask())
+    f = lambda x, where: ALL[name](x, where=where)  # noqa: E731
+    expected = f(x, where)
+    np.testing.assert_allclose(jax.jit(f)(x, where), expected, rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(jax.vmap(jax.vmap(f))(x, where), expected, rtol=1e-6, atol=1e-12)
+
+
+# Eq. 1 and its neighbours.
+
+
+@pytest.mark.usefixtures("x64")
+def test_softmax1_is_equation_1():
+    x = _example()
+    expected = np.exp(x) / (1.0 + np.exp(x).sum(-1, keepdims=True))
+    np.testing.assert_allclose(softmax1(jnp.asarray(x)), expected, rtol=1e-14)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("shift", [0.0, -700.0, 700.0, 1e4, -1e4])
+def test_softmax1_is_softmax_with_one_appended_zero_logit(shift):
+    x = _example() + shift
+    appended = np.concatenate([x, np.zeros((*x.shape[:-1], 1))], -1)
+    np.testing.assert_allclose(softmax1(jnp.asarray(x)), jax.nn.softmax(appended)[..., :-1], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_softmax_n_is_softmax_with_n_appended_zero_logits(n):
+    x = jnp.asarray(_example(), jnp.float32)
+    appended = jnp.concatenate([x, jnp.zeros((*x.shape[:-1], n))], -1)
+    np.testing.assert_allclose(softmax_n(x, n), jax.nn.softmax(appended)[..., :-n], rtol=1e-5)
+
+
+def test_softmax_n_spans_softmax_and_softmax1_and_sink_spans_softmax_n():
+    x, where = jnp.asarray(_example(), jnp.float32), jnp.asarray(_mask()).at[1, 2, 0].set(True)
+    np.testing.assert_allclose(softmax_n(x, 0.0, where=where), jax.nn.softmax(x, where=where), rtol=1e-6)
+    np.testing.assert_array_equal(softmax_n(x, 1.0, where=where), softmax1(x, where=where))
+    for n in (0.0, 0.3, 1.0, 20.0):
+        sink = jnp.full((1, 1, 1), np.log(n) if n else -np.inf, jnp.float32)
+        np.testing.assert_allclose(softmax_with_sink(x, sink, where=where), softmax_n(x, n, where=where), rtol=1e-5)
+
+
+def test_softmax_is_jax_nn_softmax_and_its_masked_row_is_even():
+    x, where = jnp.asarray(_example(), jnp.float32), _mask()
+    np.testing.assert_array_equal(softmax(x), jax.nn.softmax(x))
+    y = softmax(x, where=jnp.asarray(where))
+    kept = jax.nn.softmax(x, where=jnp.asarray(where))
+    np.testing.assert_allclose(np.delete(y.reshape(12, 7), 6, 0), np.delete(kept.reshape(12, 7), 6, 0), rtol=1e-6)
+    np.testing.assert_allclose(y[1, 2], np.full(7, 1 / 7), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("size", [1e4, -1e4, -1e30, 1e30])
+def test_softmax1_is_right_for_extreme_logits(dtype, size):
+    size = float(np.clip(size, float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max)))
+    y = softmax1(jnp.array([size, size, -size, 0.0], dtype))
+    expected = [0.5, 0.5, 0.0, 0.0] if size > 0 else [0.0, 0.0, 1.0, 0.0]
+    np.testing.assert_array_equal(y, np.asarray(expected, y.dtype))
+    alone = softmax1(jnp.full(3, size, dtype))
+    np.testing.assert_allclose(np.asarray(alone, np.float64), 1 / 3 if size > 0 else 0.0, rtol=4e-3)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_softmax1_of_large_negative_half_precision_logits_does_not_underflow_early(dtype):
+    x = jnp.array([-9.0, -8.0, -7.0], dtype)  # a shift by the row max alone would add exp(7) to the denominator's 1
+    exact = np.exp([-9.0, -8.0, -7.0]) / (1.0 + np.exp([-9.0, -8.0, -7.0]).sum())
+    np.testing.assert_allclose(np.asarray(softmax1(x), np.float64), exact, rtol=2.0**-8)
+
+
+def test_one_infinite_negative_logit_is_a_masked_one():
+    x = jnp.array([1.0, -jnp.inf, 2.0])
+    np.testing.assert_array_equal(softmax1(x), softmax1(x, where=jnp.array([True, False, True])))
+
+
+def test_sink_keeps_every_row_finite_however_large_it_is():
+    x = jnp.array([[1e4, 0.0], [-1e4, -1e4], [-jnp.inf, -jnp.inf]])
+    for sink in (-1e4, 1e4, -jnp.inf, 1e30):
+        y = np.asarray(softmax_with_sink(x, jnp.full((1, 1), sink)))
+        assert np.isfinite(y).all()
+        assert (y[2] == 0.0).all()
+
+
+# ReLU counts the keys that a query sees.
+
+MASK_SHAPES = [(2, 3, 4, 5), (1, 1, 4, 5), (2, 1, 1, 5), (2, 3, 4, 1), (1, 1, 1, 1), (4, 5), (5,), ()]
+
+
+@pytest.mark.parametrize("shape", MASK_SHAPES)
+@pytest.mark.parametrize("name", ALL)
+def test_masks_of_every_broadcastable_shape_mean_the_same(name, shape):
+    x = jnp.asarray(_example((2, 3, 4, 5)), jnp.float32)
+    where = np.random.default_rng(2).random(shape) < 0.5
+    for mask in (where, ~where):
+        full = jnp.asarray(np.broadcast_to(mask, x.shape))
+        with jax.numpy_rank_promotion("allow"):  # a caller's own choice
+            y = ALL[name](x, where=jnp.asarray(mask))
+        np.testing.assert_array_equal(y, ALL[name](x, where=full))
+        np.testing.assert_allclose(y, oracle(name, x, full), rtol=1e-5, atol=1e-7)
+
+
+def test_relu_divides_by_the_visible_keys_on_any_axis():
+    x = jnp.ones((3, 4))
+    where = jnp.array([[True], [True], [False]])
+    np.testing.assert_allclose(relu(x, axis=0, where=where), np.repeat([[0.5], [0.5], [0.0]], 4, 1))
+    with jax.numpy_rank_promotion("allow"):
+        kept = relu(x, axis=0, where=jnp.array([True, True, False, False]))
+    np.testing.assert_allclose(kept, np.repeat([[1 / 3, 1 / 3, 0.0, 0.0]], 3, 0), rtol=1e-6)
+
+
+# Derivatives.
+
+
+def _jacobian(y):
+    return np.diag(y) - np.outer(y, y)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("n", [0.0, 0.5, 1.0, 3.0])
+def test_first_derivative_is_the_analytic_jacobian(n):
+    x = jnp.asarray(_example((7,)))
+    y = np.asarray(softmax_n(x, n))
+    np.testing.assert_allclose(jax.jacrev(lambda x: softmax_n(x, n))(x), _jacobian(y), atol=1e-15)
+    np.testing.assert_allclose(jax.jacfwd(lambda x: softmax_n(x, n))(x), _jacobian(y), atol=1e-15)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("masked", [False, True])
+def test_first_and_second_derivatives_match_finite_differences(name, masked):
+    x = jnp.asarray(_example((2, 5), scale=1.5))
+    where = jnp.array([[True, False, True, True, False], [False] * 5]) if masked else None
+    check_grads(jax.jit(lambda x: ALL[name](x, where=where)), (x,), order=2, atol=1e-6, rtol=1e-6, eps=1e-5)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ["softmax1", "softmax_n", "sink"])
+def test_second_derivatives_are_those_of_plain_automatic_differentiation(name):
+    x, c = jnp.asarray(_example((5,))), jnp.asarray(_example((5,), seed=3))
+    n = DENOMINATORS[name]
+    plain = lambda x: jnp.sum(c * jnp.exp(x) / (n + jnp.sum(jnp.exp(x))))  # noqa: E731
+    ours = lambda x: jnp.sum(c * ALL[name](x))  # noqa: E731
+    expected = jax.jit(jax.hessian(plain))(x)
+    assert np.abs(expected).max() > 1e-2
+    grad_of_grad = jax.jit(jax.vmap(lambda row: jax.grad(lambda x: jax.grad(ours)(x) @ row)(x)))(jnp.eye(5))
+    jvp_of_vjp = lambda row: jax.jvp(lambda x: jax.vjp(ours, x)[1](1.0)[0], (x,), (row,))[1]  # noqa: E731
+    jvp_of_vjp = jax.jit(jax.vmap(jvp_of_vjp))(jnp.eye(5))
+    for hessian in (jax.jit(jax.hessian(ours))(x), grad_of_grad, jvp_of_vjp):
+        np.testing.assert_allclose(hessian, expected, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.usefixtures("x64")
+def test_sink_gradient_is_exact_as_that_of_an_appended_logit():
+    x, c = jnp.asarray(_example((2, 3, 4, 5))), jnp.asarray(_example((2, 3, 4, 5), seed=4))
+    where = jnp.asarray(_mask((2, 3, 4, 5)))
+    sink = jnp.asarray(_example((3,), seed=5))
+
+    def appended(x, sink):
+        column = jnp.broadcast_to(sink[None, :, None, None], (2, 3, 4, 1))
+        x = jnp.concatenate([jnp.where(where, x, -jnp.inf), column], -1)
+        return jnp.sum(jnp.sin(c * jax.nn.softmax(x)[..., :-1]))
+
+    def ours(x, sink):
+        return jnp.sum(jnp.sin(c * apply_normalizer(sink, x, where)))
+
+    for a, b in zip(
+        jax.jit(jax.grad(ours, (0, 1)))(x, sink), jax.jit(jax.grad(appended, (0, 1)))(x, sink), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-15)
+    check_grads(jax.jit(ours), (x, sink), order=2, modes=["rev"], atol=1e-5, rtol=1e-5, eps=1e-5)
+
+
+def _saved(f, *args):
+    """Shapes of what the backward pass keeps, without what is an argument anyway."""
+    pullback = jax.vjp(f, *args)[1]
+    return [leaf for leaf in jax.tree.leaves(pullback) if hasattr(leaf, "shape") and leaf.size > 1]
+
+
+@pytest.mark.parametrize("name", ["softmax1", "softmax_n"])
+def test_derivative_rule_saves_only_the_output(name):
+    x = jnp.asarray(_example((64, 32)), jnp.float32)
+    saved = _saved(ALL[name], x)
+    assert [leaf.shape for leaf in saved] == [(64, 32)]
+    np.testing.assert_array_equal(saved[0], ALL[name](x))
+    plain = _saved(lambda x: jnp.exp(x) / (1.0 + jnp.sum(jnp.exp(x), -1, keepdims=True)), x)
+    assert sum(leaf.size for leaf in plain) > x.size  # so that the measure itself can fail
+
+
+def test_sink_rule_saves_the_output_and_one_number_for_each_row():
+    x = jnp.asarray(_example((64, 32)), jnp.float32)
+    saved = _saved(softmax_with_sink, x, jnp.zeros((64, 1)))
+    assert sorted({leaf.shape for leaf in saved}) == [(64, 1), (64, 32)]
+    assert sum(leaf.shape == (64, 32) for leaf in saved) == 1
+
+
+# What is refused, and what is taken.
+
+
+@pytest.mark.parametrize("n", [-1.0, float("nan"), float("inf")])
+def test_impossible_n_is_refused(n):
+    with pytest.raises(ValueError, match=r"n >= 0"):
+        softmax_n(jnp.zeros(3), n)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_integer_logits_give_float_weights_and_numpy_arrays_are_taken(name):
+    x = np.array([[1, 2, -3]])
+    y = ALL[name](jnp.asarray(x)) if name != "sink" else softmax_with_sink(x, np.full((1, 1), SINK))
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y, oracle(name, x), rtol=1e-5)
+    taken = softmax_with_sink(x / 2, SINK) if name == "sink" else ALL[name](x / 2, where=x > 0)
+    assert isinstance(taken, jax.Array)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "problem"),
+    [
+        ("softmx", "softmx"),
+        (-0.5, "-0.5"),
+        (jnp.zeros(3), r"\(3,\).*\(2,\)"),
+        (jnp.zeros((1, 2)), r"\(1, 2\)"),
+        (np.float32(1.0), r"\(\)"),
+    ],
+)
+def test_apply_normalizer_names_what_it_cannot_use(normalizer, problem):
+    with pytest.raises(ValueError, match=problem):
+        apply_normalizer(normalizer, jnp.zeros((1, 2, 3, 3)))
+
+
+@pytest.mark.parametrize("name", ["softmax", "softmax1", "relu", "sigmoid"])
+def test_apply_normalizer_finds_every_name(name):
+    x = jnp.asarray(_example((1, 2, 3, 4)), jnp.float32)
+    np.testing.assert_array_equal(apply_normalizer(name, x), getattr(normalizers, name)(x))
