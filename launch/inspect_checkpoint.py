@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
         print(f"  {path} = {value}")
     print("data:")
     for name, value in read_json_item(step_folder, "data").items():
-        print(f"  {name}: {value}")
+        print(f"  {name}: {value!r}")
     for item in ("params", "opt_state"):
         arrays = list_arrays(step_folder, item)
         print(f"{item}: {len(arrays)} arrays, {sum(math.prod(shape) for _, shape, _ in arrays):,} numbers")

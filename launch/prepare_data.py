@@ -33,7 +33,7 @@ def main(_: list[str]) -> None:
     build_dataset(output, corpus, FLAGS.tokenizer, tokenizing_progress())
     dataset = open_pair(output / "train.bin", output / "validation.bin")
     for name, value in dataset.provenance.items():
-        print(f"  {name}: {value}")
+        print(f"  {name}: {value!r}")
     print(f"written: {output}/train.bin, {output}/validation.bin, {output}/tokenizer.json")
 
 

@@ -28,7 +28,7 @@ def main(_: list[str]) -> None:
     print(f"workdir {workdir}: {parameter_count(config.model):,} parameters, {config.train.steps:,} steps", flush=True)
     inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress())
     for name, value in inputs.provenance.items():
-        print(f"  {name}: {value}", flush=True)
+        print(f"  {name}: {value!r}", flush=True)
     with Progress(config.train.steps) as progress:
         train(
             config,

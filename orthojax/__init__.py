@@ -46,7 +46,24 @@ _HOME = {
 }
 _ROOMS = ("ops", "optim", "model", "data", "analysis", "quant", "train", "experiments", "config")
 
-__all__ = ["__version__", *_HOME, "analysis", "optim", "quant"]
+__all__ = [
+    "ModelConfig",
+    "Rotation",
+    "Transformer",
+    "analysis",
+    "dot_product_attention",
+    "gpt2",
+    "in_rotated_basis",
+    "kurtosis",
+    "llama2",
+    "optim",
+    "orthoadam",
+    "quant",
+    "rotate",
+    "scale_by_orthoadam",
+    "softmax1",
+    "unrotate",
+]
 
 
 def __getattr__(name: str) -> Any:

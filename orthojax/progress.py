@@ -1,5 +1,6 @@
 """Progress of long work: a bar on a terminal, plain lines elsewhere, and an estimate of the time left."""
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -31,8 +32,11 @@ class Progress:
         self._last_line = -float("inf")
         self._bar = None
         if self._stream.isatty():
-            form = "{percentage:3.0f}%|{bar}| {postfix}"
-            self._bar = tqdm(total=self._total, file=self._stream, bar_format=form, dynamic_ncols=True)
+            form = "{percentage:3.0f}%|{bar:20}| {desc}"
+            size = shutil.get_terminal_size()  # 80 x 24 where the terminal does not say; tqdm would show nothing
+            self._bar = tqdm(
+                total=self._total, file=self._stream, bar_format=form, ncols=size.columns, nrows=size.lines
+            )
 
     def skip(self, work: float) -> None:
         """Counts work that an earlier call did: it says nothing about the speed of this one."""
@@ -47,7 +51,7 @@ class Progress:
         status = f"{message} | {_clock(time.monotonic() - self._start)} elapsed{self._left()}"
         if self._bar is not None:
             self._bar.n = self.done
-            self._bar.set_postfix_str(status)
+            self._bar.set_description_str(status)
         elif time.monotonic() - self._last_line >= self._every:
             self._last_line = time.monotonic()
             print(f"{100 * self.done / self._total:3.0f}% {status}", file=self._stream, flush=True)

@@ -221,6 +221,8 @@ def test_planted_sink():
     assert compiled("sink_attention")(weights, is_trigger) == 1.0
     no_sink = np.eye(5)[None, None]
     assert compiled("sink_attention")(no_sink, is_trigger) == 0.25  # the BOS row is one of four
+    assert compiled("sink_attention_rest")(weights, is_trigger) == 1.0
+    assert compiled("sink_attention_rest")(no_sink, is_trigger) == 0.0
     logits = np.zeros((1, 1, 5, 5))
     logits[..., 0] = 4.0
     logits[0, 0] += np.triu(np.full((5, 5), np.inf))  # own and later keys, which the mask would hide, never enter

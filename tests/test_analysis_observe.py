@@ -32,6 +32,7 @@ LANGUAGE_MODEL_KEYS = {
 }
 BACKCOPY_KEYS = {
     "sink_attention",
+    "sink_attention_rest",
     "sink_logit_gap",
     "value_norm_first",
     "value_norm_rest",

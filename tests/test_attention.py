@@ -93,25 +93,35 @@ def _as_arrays(case):
     return {name: jnp.asarray(value) if isinstance(value, np.ndarray) else value for name, value in case.items()}
 
 
+def attend(f, *args, **options):
+    """Calls an attention function compiled: one small program is faster than its operations one by one."""
+    arrays = {name: value for name, value in options.items() if isinstance(value, jax.Array)}
+    fixed = {name: value for name, value in options.items() if name not in arrays}
+    return jax.jit(lambda args, arrays: f(*args, **arrays, **fixed))(args, arrays)
+
+
 # The softmax of jax.nn is an independent implementation with the same arguments.
 
 
-@pytest.mark.parametrize("kv_heads", [N, N // 2, 1])
-@pytest.mark.parametrize("case", CASES)
+GROUPS = [(case, 2) for case in CASES] + [(case, heads) for case in ("plain", "everything") for heads in (1, N)]
+
+
+@pytest.mark.parametrize(("case", "kv_heads"), GROUPS)
 def test_softmax_is_jax_nn_dot_product_attention(case, kv_heads):
     q, k, v = _arrays(kv_heads=kv_heads)
     case = _as_arrays(CASES[case])
-    ours = dot_product_attention(q, k, v, normalizer="softmax", **case)
-    theirs = jax.nn.dot_product_attention(q, k, v, **case)
+    ours = attend(dot_product_attention, q, k, v, normalizer="softmax", **case)
+    theirs = attend(jax.nn.dot_product_attention, q, k, v, **case)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("t", "s"), [(1, 1), (1, 9), (9, 1), (13, 13)])
+@pytest.mark.parametrize(("t", "s"), [(1, 1), (1, 9), (13, 13)])
 def test_softmax_is_jax_nn_for_single_and_odd_lengths(t, s):
     q, k, v = _arrays(t, s, kv_heads=2, width=3)
     for causal in (False, True):
-        ours = dot_product_attention(q, k, v, normalizer="softmax", is_causal=causal)
-        np.testing.assert_allclose(ours, jax.nn.dot_product_attention(q, k, v, is_causal=causal), rtol=1e-5, atol=1e-6)
+        ours = attend(dot_product_attention, q, k, v, normalizer="softmax", is_causal=causal)
+        theirs = attend(jax.nn.dot_product_attention, q, k, v, is_causal=causal)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kv_heads", [N, 2])
@@ -133,25 +143,21 @@ def test_softmax_gradients_are_those_of_jax_nn(kv_heads):
 def test_one_sequence_without_a_batch_axis_is_taken_as_jax_nn_takes_it():
     q, k, v = (a[0] for a in _arrays())
     mask, bias = _mask()[0], _bias()[0, 0]
-    ours = dot_product_attention(q, k, v, bias, mask, normalizer="softmax")
+    ours = attend(dot_product_attention, q, k, v, bias, mask, normalizer="softmax")
     assert ours.shape == q.shape
-    np.testing.assert_allclose(ours, jax.nn.dot_product_attention(q, k, v, bias, mask), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(
-        ours,
-        dot_product_attention(q[None], k[None], v[None], bias[None, None], mask[None], normalizer="softmax")[0],
-        rtol=1e-6,
-    )
+    theirs = attend(jax.nn.dot_product_attention, q, k, v, bias, mask)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 # Every normalizer against the definition.
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
-@pytest.mark.parametrize("case", ["plain", "causal", "mask", "mask of keys", "left and right window", "everything"])
+@pytest.mark.parametrize("case", ["plain", "mask of keys", "everything"])
 def test_every_normalizer_is_the_definition(name, case):
     q, k, v = _arrays(kv_heads=2)
     case = CASES[case]
-    got = dot_product_attention(q, k, v, normalizer=_normalizer(name), **_as_arrays(case))
+    got = attend(dot_product_attention, q, k, v, normalizer=_normalizer(name), **_as_arrays(case))
     np.testing.assert_allclose(got, oracle(name, q, k, v, **case), rtol=1e-5, atol=2e-6)
 
 
@@ -177,9 +183,10 @@ def test_softmax1_is_jax_nn_softmax_with_a_zero_key_and_value(is_causal):
         k, v = (jnp.pad(a, ((0, 0), (0, 1), (0, 0), (0, 0))) for a in (k, v))
         return jax.nn.dot_product_attention(q, k, v, mask=mask)
 
-    np.testing.assert_allclose(ours(q, k, v), theirs(q, k, v), rtol=1e-5, atol=1e-6)
-    gradients = [jax.jit(jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), (0, 1, 2)))(q, k, v) for f in (ours, theirs)]
-    for a, b in zip(*gradients, strict=True):
+    def results(f):
+        return f(q, k, v), *jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), (0, 1, 2))(q, k, v)
+
+    for a, b in zip(jax.jit(lambda: results(ours))(), jax.jit(lambda: results(theirs))(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -188,10 +195,10 @@ def test_padded_queries_give_zeros_and_no_gradient(name):
     q, k, v = _arrays()
     lengths = jnp.array([2, 0], jnp.int32)
 
-    def attend(q, k, v):
+    def padded(q, k, v):
         return dot_product_attention(q, k, v, normalizer=_normalizer(name), query_seq_lengths=lengths)
 
-    out, pullback = jax.vjp(attend, q, k, v)
+    out, pullback = jax.vjp(jax.jit(padded), q, k, v)
     assert (out[0, :2] != 0.0).any()
     assert (out[0, 2:] == 0.0).all()
     assert (out[1] == 0.0).all()
@@ -207,10 +214,10 @@ def test_fully_masked_rows_are_exact_zeros_with_finite_gradients(name):
     q, k, v = _arrays()
     mask = _mask().at[0, 1, 2].set(False)
 
-    def attend(q, k, v):
+    def masked(q, k, v):
         return dot_product_attention(q, k, v, mask=mask, normalizer=_normalizer(name))
 
-    out, pullback = jax.vjp(attend, q, k, v)
+    out, pullback = jax.vjp(jax.jit(masked), q, k, v)
     assert (out[0, 2, 1] == 0.0).all()
     assert (out[0, 2, 0] != 0.0).any()
     gradients = pullback(jnp.ones_like(out))
@@ -229,8 +236,9 @@ def test_relu_counts_what_mask_causality_and_lengths_leave_and_not_the_bias():
     np.testing.assert_allclose(out[0, :, 0, 0], [1.0, 1.0, 1.0, 1.0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", NORMALIZERS)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("softmax1", jnp.float16), *((name, jnp.bfloat16) for name in NORMALIZERS)]
+)
 def test_half_precision_goes_in_and_out_and_logits_stay_float32(name, dtype):
     q, k, v = _arrays(kv_heads=2, dtype=dtype)
     got = dot_product_attention(q, k, v, normalizer=_normalizer(name), is_causal=True)
@@ -249,8 +257,7 @@ def test_attention_of_half_precision_is_not_the_product_of_rounded_logits():
     np.testing.assert_allclose(attention_logits(q, k), exact, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", NORMALIZERS)
-@pytest.mark.parametrize("kv_heads", [N, 2])
+@pytest.mark.parametrize(("name", "kv_heads"), [("softmax1", N), *((name, 2) for name in NORMALIZERS)])
 def test_weights_for_analysis_times_values_are_the_output(name, kv_heads):
     q, k, v = _arrays(kv_heads=kv_heads)
     hides = {"mask": _mask(), "is_causal": True}

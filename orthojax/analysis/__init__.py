@@ -27,6 +27,7 @@ from orthojax.analysis.backcopy import (
     backcopy_risk_nats,
     bigram_excess_risk_nats,
     sink_attention,
+    sink_attention_rest,
     sink_logit_gap,
 )
 from orthojax.analysis.observe import (
@@ -65,6 +66,7 @@ __all__ = [
     "residual_norm_first",
     "residual_norm_rest",
     "sink_attention",
+    "sink_attention_rest",
     "sink_logit_gap",
     "sink_rate",
     "value_norm_first",

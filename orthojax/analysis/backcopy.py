@@ -99,6 +99,28 @@ def sink_attention(weights: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
     return total / count
 
 
+def sink_attention_rest_sum(weights: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
+    """`sink_attention_rest` as (sum, number of non-trigger positions >= 1)."""
+    return sink_attention_sum(jnp.asarray(weights)[:, :, 1:], jnp.asarray(is_trigger)[:, 1:])
+
+
+def sink_attention_rest(weights: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
+    """`sink_attention` without the BOS row.
+
+    BOS sees only itself. Softmax gives it 1 there, but weights that are not normalised are unbounded in that row, and
+    ReLU attention without any sink can reach 10, enough to move the mean over all rows.
+
+    Args:
+      weights: Attention weights of one layer, [B, N, T, S].
+      is_trigger: Whether the token at a position is a trigger, bool [B, T].
+
+    Returns:
+      A scalar, at least float32.
+    """
+    total, count = sink_attention_rest_sum(weights, is_trigger)
+    return total / count
+
+
 def sink_logit_gap_sum(logits: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
     """`sink_logit_gap` as (sum, number of non-trigger queries at positions >= 2)."""
     logits = at_least_float32(logits)

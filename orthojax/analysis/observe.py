@@ -15,8 +15,8 @@ from jax.typing import ArrayLike
 
 from orthojax.analysis import activations, attention, backcopy, values
 
-# A maximum over layers although each layer's value is a mean; see `finalize`.
-_MAXIMUM_OVER_LAYERS = ("sink_attention",)
+# Maxima over layers although each layer's value is a mean; see `finalize`.
+_MAXIMUM_OVER_LAYERS = ("sink_attention", "sink_attention_rest")
 
 _HIDDEN_STATE_MEANS = {
     "kurtosis_first": activations.kurtosis_first,
@@ -127,6 +127,7 @@ def observe_backcopy(is_trigger: ArrayLike) -> Callable[[Taps], Statistics]:
         }
         sums = {name: (mean * sequences, sequences) for name, mean in means.items()}
         sums["sink_attention"] = backcopy.sink_attention_sum(taps.attention_weights, is_trigger)
+        sums["sink_attention_rest"] = backcopy.sink_attention_rest_sum(taps.attention_weights, is_trigger)
         sums["sink_logit_gap"] = backcopy.sink_logit_gap_sum(taps.attention_logits, is_trigger)
         return _from_sums(sequences, sums)
 
@@ -163,9 +164,9 @@ def combine(a: Statistics, b: Statistics) -> Statistics:
 def finalize(statistics: Statistics, *, sink_threshold: float = 0.3) -> dict[str, float]:
     """The metrics by name, on the host in float64.
 
-    Definitions: a key without `/layer_i` is the mean over layers; Bigram-Backcopy's `sink_attention` is the maximum
-    over layers, and so are the keys that end in `_maximum`. `sink_rate` is the share of (layer, head) whose mean weight
-    on key 0 exceeds the threshold.
+    Definitions: a key without `/layer_i` is the mean over layers; Bigram-Backcopy's `sink_attention` and
+    `sink_attention_rest` are the maximum over layers, and so are the keys that end in `_maximum`. `sink_rate` is the
+    share of (layer, head) whose mean weight on key 0 exceeds the threshold.
 
     Args:
       statistics: Of all batches, leaves stacked over layers (or without layers).

@@ -1,7 +1,7 @@
 """What a picture of one model needs: its attention and its hidden states on one held-out sequence."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -43,5 +43,5 @@ def save_example(config: Config, params: Any, inputs: Inputs, path: Path) -> Non
     """Writes `example_maps` of the first evaluation sequence as an .npz."""
     maps = example_maps(config, params, inputs.evaluation[0])
     temporary = path.with_suffix(".tmp.npz")
-    np.savez_compressed(temporary, **maps)
+    np.savez_compressed(temporary, **cast(Any, maps))
     temporary.replace(path)

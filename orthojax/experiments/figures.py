@@ -1,7 +1,7 @@
 """Drawing: each function makes one matplotlib figure from plain values and knows nothing of files."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import matplotlib
 
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 COLORS = ("#c0392b", "#1f6fb2", "#2e8b57", "#b8860b", "#6a51a3", "#444444")
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -134,7 +134,7 @@ def maps(
         if log
         else PowerNorm(0.5, 0.0, top)
     )
-    with plt.rc_context(_STYLE | {"axes.grid": False}):
+    with plt.rc_context({**_STYLE, "axes.grid": False}):
         figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels) + 0.6, 3.8), squeeze=False)
         image = None
         for ax, (title, panel) in zip(axes[0], panels.items(), strict=True):

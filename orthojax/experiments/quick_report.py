@@ -34,6 +34,7 @@ _LANGUAGE_METRICS = {
 }
 _BACKCOPY_METRICS = {
     "sink_attention": "attention on <s> at non-triggers",
+    "sink_attention_rest": "the same without the row of <s> itself",
     "sink_logit_gap": "logit gap to <s> at non-triggers",
     "value_norm_first": "value norm of <s>",
     "value_norm_rest": "value norm of other tokens",
@@ -175,7 +176,7 @@ def _pictures(study: Study, models: list[Variant], backcopy: list[Variant]) -> l
         {
             v.label: np.array(
                 [
-                    study.values(v.name, "sink_attention"),
+                    study.values(v.name, "sink_attention_rest"),
                     np.divide(study.values(v.name, "value_norm_first"), study.values(v.name, "value_norm_rest")),
                 ]
             ).T
@@ -262,7 +263,7 @@ def _quantization_claim(study: Study) -> Claim:
 
 def _backcopy_claims(study: Study) -> list[Claim]:
     names = ("backcopy_softmax", "backcopy_softmax1", "backcopy_relu")
-    sink = [study.mean(name, "sink_attention") for name in names]
+    sink = [study.mean(name, "sink_attention_rest") for name in names]
     drain = [study.mean(name, "value_norm_first") / study.mean(name, "value_norm_rest") for name in names]
     return [
         Claim(

@@ -216,7 +216,7 @@ def train(
                 if step % every.checkpoint_every_steps == 0 or step == steps or stopping is not None:
                     recorder.flush()
                     # The loss was that of the parameters before this step; what is saved must be good too.
-                    _require_finite("norm of the parameters", step, float(optax.global_norm(state.params)))
+                    _require_finite("norm of the parameters", step, float(optax.tree.norm(state.params)))
                     checkpoints.save(state, config, inputs.provenance)
                 if stopping is not None:
                     checkpoints.wait()

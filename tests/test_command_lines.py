@@ -1,0 +1,534 @@
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import orbax.checkpoint as ocp
+import pytest
+
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, field_paths, to_json
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ("train", "evaluate", "inspect_checkpoint", "prepare_data", "reproduce")
+CONFIG = Config(
+    model=ModelConfig(vocab_size=258, max_length=8, d_model=16, num_layers=1, num_heads=2, d_mlp=32, scan_layers=False),
+    optim=OptimConfig(warmup_steps=2),
+    data=DataConfig(kind="text", paths=("text.txt",), tokenizer="bytes", sequence_length=8),
+    train=TrainConfig(steps=6, batch_size=4, log_every_steps=1, eval_every_steps=3, checkpoint_every_steps=3),
+    eval=EvalConfig(sequences=8, batch_size=4),
+)
+PROGRESS = re.compile(r"^ *\d+% ")
+
+
+def run(script, *arguments, cwd, limit_bytes=None, code=None):
+    """A command line, in a process of its own as a user starts it."""
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    start = [str(ROOT / "launch" / f"{script}.py")] if code is None else ["-c", code]
+    return subprocess.run(
+        [sys.executable, *start, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300,
+        preexec_fn=limit if limit_bytes else None,
+    )  # fmt: skip
+
+
+def complaint(done):
+    """The lines of an error as a user must see it: exit code 2, at most three lines besides the progress."""
+    lines = [line for line in done.stderr.splitlines() if not PROGRESS.match(line)]
+    assert done.returncode == 2, done.stderr
+    assert 1 <= len(lines) <= 3, done.stderr
+    assert lines[0].startswith("error: ")
+    assert "Traceback" not in done.stderr + done.stdout
+    assert all(len(line) < 1000 for line in lines)
+    return "\n".join(lines)
+
+
+def snapshot(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A folder with a text, a config file, a cache and a finished run `run`."""
+    home = tmp_path_factory.mktemp("trained")
+    (home / "text.txt").write_text("the sink and the peak, the norm and the token. " * 60)
+    (home / "small.json").write_text(to_json(CONFIG))
+    (home / "small.py").write_text(
+        "from pathlib import Path\nfrom orthojax.config import Config, from_json\n\n\n"
+        "def get_config():\n    return from_json(Config, Path('small.json').read_text())\n"
+    )
+    done = run("train", "--config=small.py", "--workdir=run", "--cache_dir=cache", cwd=home)
+    assert done.returncode == 0, done.stderr
+    return home
+
+
+@pytest.fixture
+def home(trained, tmp_path):
+    """A copy of `trained` that a test may damage."""
+    return Path(shutil.copytree(trained, tmp_path / "home"))
+
+
+# What is refused before anything heavy is imported. (script, arguments, what the lines name.)
+
+PARSING = {
+    "unknown flag": ("train", ["--verbosely=1"], ["verbosely"]),
+    "mistyped flag": ("train", ["--wrkdir=a"], ["wrkdir", "workdir"]),
+    "mistyped flag of evaluate": ("evaluate", ["--chekpoint=a"], ["chekpoint", "checkpoint"]),
+    "flag without a value": ("train", ["--workdir"], ["workdir"]),
+    "positional argument": ("train", ["configs/x.py"], ["'configs/x.py'", "--help"]),
+    "two positional arguments": ("inspect_checkpoint", ["a", "b"], ["2 arguments", "a checkpoint folder"]),
+    "no positional argument": ("inspect_checkpoint", [], ["0 arguments", "a checkpoint folder"]),
+    "unknown field": ("train", ["--config.model.depth=3"], ["model.depth", "model.num_layers"]),
+    "mistyped field": ("train", ["--config.model.d_modle=8"], ["model.d_modle", "did you mean 'model.d_model'"]),
+    "field of another group": ("train", ["--config.learning_rate=1"], ["learning_rate", "optim"]),
+    "group without field": ("train", ["--config.model=3"], ["'model'", "model.d_model"]),
+    "override without a value": ("train", ["--config.train.steps"], ["--config.train.steps", "VALUE"]),
+    "override without a config": ("evaluate", ["--config.train.steps=3"], ["reads no config"]),
+    "override of reproduce": ("reproduce", ["--config.train.steps=3"], ["reads no config"]),
+    "mistyped literal": ("train", ["--config.model.normalizer=sofmax1"], ["'sofmax1'", "did you mean 'softmax1'"]),
+    "mistyped optimizer": ("train", ["--config.optim.optimizer=ortoadam"], ["'ortoadam'", "orthoadam"]),
+    "text for an integer": ("train", ["--config.train.steps=many"], ["train.steps='many'", "an integer"]),
+    "text for a number": ("train", ["--config.optim.learning_rate=fast"], ["'fast'", "a number"]),
+    "text for a switch": ("train", ["--config.model.use_bias=maybe"], ["'maybe'", "true | false"]),
+    "infinite integer": ("train", ["--config.train.steps=1e999"], ["'1e999'", "an integer"]),
+    "fraction of a step": ("train", ["--config.train.steps=1.5"], ["train.steps='1.5'", "an integer"]),
+    "empty value": ("train", ["--config.train.steps="], ["train.steps=''", "an integer"]),
+    "negative number": ("train", ["--config.model.num_layers=-1"], ["model.num_layers=-1", "positive"]),
+    "zero batch": ("train", ["--config.train.batch_size=0"], ["train.batch_size=0", "at least 1"]),
+    "negative seed": ("train", ["--config.train.seed=-1"], ["train.seed=-1", "0 to 2**32 - 1"]),
+    "not a number": ("train", ["--config.optim.learning_rate=nan"], ["optim.learning_rate=nan", "finite"]),
+    "infinite weight decay": ("train", ["--config.optim.weight_decay=-inf"], ["optim.weight_decay=-inf", ">= 0"]),
+    "b2 of one": ("train", ["--config.optim.b2=1"], ["optim.b2=1", "value < 1"]),
+    "heads do not divide the width": ("train", ["--config.model.num_heads=3"], ["128", "num_heads=3", "multiple of 3"]),
+    "odd head width with rotary": (
+        "train",
+        ["--config.model.d_model=12", "--config.model.num_heads=4", "--config.model.position=rotary"],
+        ["even head width", "= 3", "learned"],
+    ),
+    "key heads do not divide heads": ("train", ["--config.model.num_kv_heads=3"], ["num_kv_heads=3", "divisor of 4"]),
+    "warm-up as long as the run": ("train", ["--config.train.steps=100"], ["warmup_steps=100", "less than 100"]),
+    "sequence longer than positions": (
+        "train", ["--config.data.sequence_length=2000"], ["sequence_length=2000", "max_length=1024"],
+    ),
+    "too few layers named": ("train", ["--config.model.mlp=gelu,relu"], ["model.mlp", "2 layers", "num_layers=4"]),
+    "mixed layers in a scan": (
+        "train", ["--config.model.mlp=gelu,relu,relu,gelu"], ["model.mlp", "model.scan_layers=false"],
+    ),
+    "evaluation not in whole batches": ("train", ["--config.eval.sequences=33"], ["eval.sequences=33", "multiple of 32"]),
+    "text without files": ("train", ["--config.data.kind=text"], ["data.kind='text'", "data.paths=FILE"]),
+    "files that are not read": ("train", ["--config.data.paths=a.txt"], ["a.txt", "'text'"]),
+    "one token file": (
+        "train", ["--config.data.kind=tokens", "--config.data.paths=a.bin"], ["1 files", "VALIDATION.bin"],
+    ),
+    "missing config file": ("train", ["--config=smal.py"], ["smal.py", "did you mean 'small.py'"]),
+    "config file in a missing folder": ("train", ["--config=no/small.py"], ["no/small.py", "get_config()"]),
+    "config file that is no Python": ("train", ["--config=small.json"], ["small.json", "a Python file"]),
+    "config file that is a folder": ("train", ["--config=run"], ["run", "a Python file"]),
+    "no checkpoint named": ("evaluate", [], ["--checkpoint", "DIR"]),
+    "no output named": ("prepare_data", [], ["--output", "DIR"]),
+    "unknown scale": ("reproduce", ["--scale=tinny"], ["'tinny'", "tiny | small | paper", "did you mean 'tiny'"]),
+    "seeds that are no numbers": ("reproduce", ["--seeds=1,two"], ["'1,two'", "0,1,2"]),
+    "a seed twice": ("reproduce", ["--seeds=1,1"], ["'1,1'", "different"]),
+    "a negative seed": ("reproduce", ["--seeds=-1"], ["'-1'", "0 to"]),
+    "a seed too large": ("reproduce", ["--seeds=4294967296"], ["4294967296", "2**32 - 1"]),
+    "no seeds": ("reproduce", ["--seeds="], ["''", "0,1,2"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PARSING)
+def test_wrong_arguments_are_refused_at_once_and_nothing_is_written(trained, case):
+    script, arguments, words = PARSING[case]
+    before = snapshot(trained)
+    said = complaint(run(script, *arguments, cwd=trained))
+    assert all(word in said for word in words), said
+    assert snapshot(trained) == before
+
+
+BROKEN_CONFIGS = {
+    "syntax": ("def get_config(:\n", ["SyntaxError", "line 1"]),
+    "import": ("import numpie\n", ["numpie"]),
+    "no get_config": ("config = 3\n", ["has no get_config()", "orthojax.config.Config"]),
+    "wrong type": ("def get_config():\n    return {'steps': 3}\n", ["returned a dict", "orthojax.config.Config"]),
+    "raises": ("def get_config():\n    return 1 / 0\n", ["ZeroDivisionError", "line 2"]),
+    "mistyped keyword": (
+        "from orthojax.config import Config, TrainConfig\ndef get_config():\n    return Config(train=TrainConfig(step=3))\n",
+        ["TypeError", "'step'", "line 3"],
+    ),
+    "impossible": (
+        "from orthojax.config import Config, TrainConfig\ndef get_config():\n    return Config(train=TrainConfig(steps=0))\n",
+        ["train.steps=0", "at least 1"],
+    ),
+    "not UTF-8": (b"# \xff\xfe\n", ["broken.py"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN_CONFIGS)
+def test_a_broken_config_file_is_named_with_what_is_wrong(tmp_path, case):
+    text, words = BROKEN_CONFIGS[case]
+    (tmp_path / "broken.py").write_bytes(text if isinstance(text, bytes) else text.encode())
+    said = complaint(run("train", "--config=broken.py", cwd=tmp_path))
+    assert all(word in said for word in words), said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_parsing_imports_nothing_heavy(tmp_path):
+    code = (
+        f"import runpy, sys, atexit\nsys.path.insert(0, '')\nsys.argv = ['train.py', '--config.train.steps=0']\n"
+        f"atexit.register(lambda: print(sorted(sys.modules.keys() & {{'jax', 'numpy', 'flax', 'orbax', 'optax'}})))\n"
+        f"runpy.run_path({str(ROOT / 'launch' / 'train.py')!r}, run_name='__main__')"
+    )
+    done = run("", cwd=tmp_path, code=code)
+    assert done.returncode == 2
+    assert done.stdout == "[]\n"
+
+
+# Wrong files. (changed from the trained folder, arguments, words.)
+
+SMALL = ["--config=small.py", "--cache_dir=cache"]
+
+
+def write(name, content):
+    def change(home):
+        path = home / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return change
+
+
+def text(name, *more):
+    return [*SMALL, "--workdir=new", f"--config.data.paths={name}", *more]
+
+
+FILES = {
+    "missing text": (None, text("nope.txt"), ["nope.txt"]),
+    "empty text": (write("a.txt", ""), text("a.txt"), ["no text", "a.txt"]),
+    "not UTF-8": (write("a.txt", b"abc\xff" * 400), text("a.txt"), ["a.txt", "UTF-8", "0xff", "offset 3"]),
+    "jsonl without text": (write("a.jsonl", '{"txt": "a"}\n'), text("a.jsonl"), ["a.jsonl, line 1", '"text"']),
+    "jsonl that is no JSON": (write("a.jsonl", '{"text": "a"}\nb\n'), text("a.jsonl"), ["a.jsonl, line 2", "JSON"]),
+    "a folder as text": (None, text("run"), ["run", "folder"]),
+    "text too short for a batch": (write("a.txt", "short text"), text("a.txt"), ["too few", "batch of 4 rows"]),
+    "unknown tokenizer": (None, text("text.txt", "--config.data.tokenizer=byte"), ["'byte'", "did you mean 'bytes'"]),
+    "tokenizer that is no JSON": (
+        write("tokenizer.json", "{"), text("text.txt", "--config.data.tokenizer=tokenizer.json"), ["tokenizer.json"],
+    ),
+    "tokenizer too small": (None, text("text.txt", "--config.data.tokenizer=bpe:10"), ["bpe:10", "bpe:260"]),
+    "vocabulary larger than the model": (
+        None, text("text.txt", "--config.model.vocab_size=100"), ["model.vocab_size=100", "258"],
+    ),
+    "evaluation set larger than the text": (
+        None, text("text.txt", "--config.eval.sequences=4000"), ["4000 are wanted", "at most"],
+    ),
+    "workdir that is a file": (write("new", "kept"), [*SMALL, "--workdir=new"], ["new is a file"]),
+    "workdir below a file": (write("new", "kept"), [*SMALL, "--workdir=new/run"], ["is a file"]),
+    "workdir of another config": (
+        None, [*SMALL, "--workdir=run", "--config.optim.b1=0.5"], ["run", "optim.b1", "another --workdir"],
+    ),
+    "damaged config.json": (write("run/config.json", "{"), [*SMALL, "--workdir=run"], ["run/config.json", "JSON"]),
+    "checkpoints that are a file": (write("new/checkpoints", "kept"), [*SMALL, "--workdir=new"], ["new/checkpoints"]),
+    "token files that are missing": (
+        None,
+        [*SMALL, "--workdir=new", "--config.data.kind=tokens", "--config.data.paths=a.bin,b.bin"],
+        ["no token file a.bin", "prepare_data"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_wrong_files_are_refused_and_the_workdir_is_left_alone(home, case):
+    change, arguments, words = FILES[case]
+    if change:
+        change(home)
+    before = snapshot(home)
+    said = complaint(run("train", *arguments, cwd=home))
+    assert all(word in said for word in words), said
+    after = {path: content for path, content in snapshot(home).items() if path.parts[0] != "cache"}
+    before = {path: content for path, content in before.items() if path.parts[0] != "cache"}
+    if case == "checkpoints that are a file":  # found out when the run starts
+        after.pop(Path("new/config.json"))
+    assert after == before
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write to")
+def test_an_unwritable_workdir_is_named(home):
+    assert "/proc/orthojax" in complaint(run("train", *SMALL, "--workdir=/proc/orthojax", cwd=home))
+
+
+# Wrong checkpoints.
+
+
+def remove(name):
+    return lambda home: shutil.rmtree(home / name)
+
+
+def halve(pattern):
+    def change(home):
+        files = [path for path in (home / "run/checkpoints/6").glob(pattern) if path.is_file()]
+        assert files
+        for path in files:
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    return change
+
+
+def edit_config(home):
+    path = home / "run/checkpoints/6/config/metadata"
+    values = json.loads(path.read_text())
+    values["model"]["d_mlp"] = 64
+    path.write_text(json.dumps(values))
+
+
+def drop_field(home):
+    path = home / "run/checkpoints/6/config/metadata"
+    values = json.loads(path.read_text())
+    del values["model"]["d_mlp"]
+    path.write_text(json.dumps(values))
+
+
+def foreign(home):
+    shutil.rmtree(home / "run/checkpoints")
+    with ocp.CheckpointManager(home / "run/checkpoints") as manager:
+        manager.save(6, args=ocp.args.Composite(state=ocp.args.StandardSave({"w": 1.0})))
+
+
+CHECKPOINTS = {
+    "missing": (remove("run"), ["run", "no such checkpoint"]),
+    "empty": (remove("run/checkpoints"), ["no orthojax checkpoint", "run"]),
+    "of another program": (foreign, ["not a complete orthojax checkpoint", "'config'"]),
+    "config no JSON": (write("run/checkpoints/6/config/metadata", "{"), ["'config'", "run/checkpoints/6"]),
+    "config a list": (write("run/checkpoints/6/config/metadata", "[]"), ["'config'", "no JSON object"]),
+    "config not UTF-8": (write("run/checkpoints/6/config/metadata", b"\xff"), ["'config'"]),
+    "config of another model": (edit_config, ["layers_0/mlp/input/kernel", "(16, 64)", "(16, 32)"]),
+    "config of another version": (drop_field, ["missing: d_mlp"]),
+    "truncated arrays": (halve("params/ocdbt.process_0/d/*"), ["cannot read", "run/checkpoints/6"]),
+    "truncated names": (halve("params/_METADATA"), ["cannot read", "run/checkpoints/6"]),
+    "no parameters": (remove("run/checkpoints/6/params"), ["cannot read", "run/checkpoints/6"]),
+    "no checksums": (remove("run/checkpoints/6/checksums"), ["'checksums'", "run/checkpoints/6"]),
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_bad_checkpoint_is_not_evaluated(home, case):
+    change, words = CHECKPOINTS[case]
+    change(home)
+    said = complaint(run("evaluate", "--checkpoint=run", "--cache_dir=cache", cwd=home))
+    assert all(word in said for word in words), said
+    assert not list(home.rglob("evaluation.json"))
+
+
+@pytest.mark.parametrize("case", ["missing", "of another program", "config no JSON", "truncated names"])
+def test_a_bad_checkpoint_is_not_shown(home, case):
+    change, words = CHECKPOINTS[case]
+    change(home)
+    said = complaint(run("inspect_checkpoint", "run", cwd=home))
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("case", ["of another program", "config of another model", "truncated arrays"])
+def test_training_does_not_go_on_from_a_bad_checkpoint(home, case):
+    halted = home / "small.json"
+    CHECKPOINTS[case][0](home)
+    before = snapshot(home)
+    said = complaint(run("train", *SMALL, "--workdir=run", cwd=home))
+    assert "run/checkpoints/6" in said, said
+    assert halted.exists()
+    assert snapshot(home / "run/checkpoints").items() <= {
+        path.relative_to("run/checkpoints"): content
+        for path, content in before.items()
+        if path.parts[:2] == ("run", "checkpoints")
+    }.items() | {(Path("metadata/_ROOT_METADATA"), (home / "run/checkpoints/metadata/_ROOT_METADATA").read_bytes())}
+
+
+def test_an_evaluation_that_cannot_be_written_is_refused_before_the_work(home):
+    (home / "file").write_text("kept")
+    done = run("evaluate", "--checkpoint=run", "--cache_dir=cache", "--workdir=file", cwd=home)
+    assert "file" in complaint(done)
+    assert not PROGRESS.search(done.stderr)
+    assert (home / "file").read_text() == "kept"
+
+
+def test_an_unknown_experiment_is_refused_with_the_known_ones(tmp_path):
+    said = complaint(run("reproduce", "--experiment=quik", cwd=tmp_path))
+    assert "'quik'" in said
+    assert "did you mean 'quick'?" in said
+    assert not list(tmp_path.iterdir())
+
+
+# A full disk: a limit on the size of files stands in for it.
+
+
+def test_a_full_disk_while_saving_keeps_the_last_checkpoint(home):
+    shutil.rmtree(home / "run/checkpoints/6")
+    arguments = ["train", *SMALL, "--workdir=run"]
+    said = complaint(run(*arguments, cwd=home, limit_bytes=4096))
+    assert "cannot write a checkpoint to" in said
+    assert "the checkpoint of step 3 is kept" in said
+    assert run("inspect_checkpoint", "run", cwd=home).returncode == 0
+    assert run(*arguments, cwd=home).returncode == 0
+    assert (home / "run/checkpoints/6").is_dir()
+
+
+def test_a_full_disk_while_writing_metrics_names_the_file(home):
+    said = complaint(run("train", *SMALL, "--workdir=new", cwd=home, limit_bytes=200))
+    assert "new/" in said
+    assert "File too large" in said
+
+
+def test_a_full_disk_while_tokenising_leaves_no_half_cache(home):
+    said = complaint(
+        run("train", "--config=small.py", "--cache_dir=other", "--workdir=new", cwd=home, limit_bytes=1024)
+    )
+    assert "File too large" in said
+    assert not [path for path in (home / "other").iterdir() if path.is_dir()]
+    assert not (home / "new").exists()
+
+
+# Preparing token files.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--input=text.txt", "--output=run"], ["run already exists"]),
+        (["--input=nope.txt", "--output=new"], ["nope.txt"]),
+        (["--input=", "--output=new"], ["no text files"]),
+        (["--input=text.txt", "--tokenizer=bpe:many", "--output=new"], ["'bpe:many'", "bpe:N"]),
+        (["--input=text.txt", "--output=small.py/new"], ["small.py/new"]),
+    ],
+)
+def test_token_files_are_not_made_from_wrong_arguments(home, arguments, words):
+    before = snapshot(home)
+    said = complaint(run("prepare_data", *arguments, cwd=home))
+    assert all(word in said for word in words), said
+    assert snapshot(home) == before
+
+
+def test_token_files_are_made_trained_on_and_refused_when_cut(home):
+    done = run("prepare_data", "--input=text.txt,", "--output=tokens", cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (home / "tokens").iterdir()} == {
+        "tokenizer.json", "train.bin", "train.json", "validation.bin", "validation.json",
+    }  # fmt: skip
+    arguments = [
+        *SMALL, "--workdir=new", "--config.data.kind=tokens",
+        "--config.data.paths=tokens/train.bin,tokens/validation.bin",
+    ]  # fmt: skip
+    done = run("train", *arguments, cwd=home)
+    assert done.returncode == 0, done.stderr
+    losses = [
+        [(line["step"], line.get("loss_nats")) for line in map(json.loads, (home / name / "metrics.jsonl").open())]
+        for name in ("new", "run")
+    ]
+    assert losses[0] == losses[1]  # the same text as by data.kind=text
+    content = (home / "tokens/train.bin").read_bytes()
+    (home / "tokens/train.bin").write_bytes(content[:-2])
+    shutil.rmtree(home / "new")
+    said = complaint(run("train", *arguments, cwd=home))
+    assert "tokens/train.bin" in said
+    assert "cut short" in said
+    assert not (home / "new").exists()
+
+
+# What works.
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_lists_every_flag_and_every_config_field(tmp_path, script):
+    done = run(script, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    source = (ROOT / "launch" / f"{script}.py").read_text()
+    flags = re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', source)
+    flags += [flag for flag in ("config", "cache_dir") if f"cli.define_{flag}()" in source]
+    assert flags or script == "inspect_checkpoint"
+    assert all(f"--{flag}=" in done.stdout for flag in flags)
+    assert source.split('"""')[1].splitlines()[0] in done.stdout
+    fields = [f"--config.{path}=" in done.stdout for path in field_paths(Config)]
+    assert all(fields) if script == "train" else not any(fields)
+
+
+def test_a_run_is_trained_evaluated_and_inspected(home):
+    run_dir = home / "run"
+    assert json.loads((run_dir / "config.json").read_text()) == json.loads(to_json(CONFIG))
+    done = run("evaluate", "--checkpoint=run/checkpoints/3", "--cache_dir=cache", "--workdir=elsewhere", cwd=home)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((home / "elsewhere/evaluation.json").read_text())
+    assert result["checkpoint"].endswith("run/checkpoints/3")
+    assert f"{result['metrics']['perplexity']:.6g}" in done.stdout
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    validation = {line["step"]: line["validation_loss_nats"] for line in lines if "validation_loss_nats" in line}
+    assert result["metrics"]["loss_nats"] == pytest.approx(validation[3], rel=1e-5)
+    done = run("inspect_checkpoint", "run", cwd=home)
+    assert done.returncode == 0, done.stderr
+    for line in (r"step 6\b", r"model\.normalizer = softmax1", r"layers_0/attention/query/kernel +float32 +\[16, 16\]"):
+        assert re.search(line, done.stdout), done.stdout
+
+
+def test_evaluation_goes_beside_the_checkpoints_from_inside_their_folder_too(home):
+    done = run("evaluate", "--checkpoint=6", f"--cache_dir={home}/cache", cwd=home / "run/checkpoints")
+    assert done.returncode == 2  # data.paths are relative to where training was started
+    assert "text.txt" in complaint(done)
+    (home / "run/checkpoints/text.txt").symlink_to(home / "text.txt")
+    done = run("evaluate", "--checkpoint=6", f"--cache_dir={home}/cache", cwd=home / "run/checkpoints")
+    assert done.returncode == 0, done.stderr
+    assert (home / "run/evaluation.json").is_file()
+
+
+def test_the_default_workdir_is_ignored_by_git_and_1e1_is_an_integer(home):
+    done = run("train", "--config=small.py", "--cache_dir=cache", "--config.train.steps", "1e1", cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert (home / "runs/small/checkpoints/10").is_dir()
+    assert "workdir runs/small" in done.stdout
+    assert "runs/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+CRASH = """
+import sys, threading
+sys.argv = ["train.py"]
+from orthojax import cli
+from orthojax.config import UserError
+
+def other_thread():
+    raise RuntimeError("in another thread")
+
+def main(_):
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    thread.join()
+    {body}
+
+cli.run(main)
+"""
+
+
+def test_a_crash_of_ours_keeps_its_traceback(tmp_path):
+    done = run("", cwd=tmp_path, code=CRASH.format(body="raise KeyError('a defect')"))
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "KeyError: 'a defect'" in done.stderr
+    assert "RuntimeError: in another thread" in done.stderr
+
+
+def test_what_other_threads_say_is_told_unless_the_user_is_to_blame(tmp_path):
+    done = run("", cwd=tmp_path, code=CRASH.format(body="pass"))
+    assert done.returncode == 0
+    assert "RuntimeError: in another thread" in done.stderr
+    done = run("", cwd=tmp_path, code=CRASH.format(body="raise UserError('wrong', hint='so')"))
+    assert complaint(done) == "error: wrong\n  so"
+
+
+def test_a_closed_pipe_is_no_crash(trained):
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "launch/inspect_checkpoint.py"), "run"],
+        cwd=trained, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 128 + 13

@@ -1,0 +1,398 @@
+import dataclasses
+import json
+import math
+import typing
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orthojax.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    Mlp,
+    ModelConfig,
+    OptimConfig,
+    RotationConfig,
+    TrainConfig,
+    UserError,
+    changed_fields,
+    describe_type,
+    field_paths,
+    flatten,
+    from_dict,
+    from_json,
+    nearest,
+    read_value,
+    replace,
+    to_json,
+)
+
+PATHS = field_paths(Config)
+
+
+def refusal(call, *args) -> list[str]:
+    """The lines of the error that a call must raise: at most three, none of them empty."""
+    with pytest.raises(UserError) as caught:
+        call(*args)
+    lines = str(caught.value).split("\n")
+    assert 1 <= len(lines) <= 3
+    assert all(line.strip() for line in lines)
+    return lines
+
+
+# Reading what was typed.
+
+
+@pytest.mark.parametrize(
+    ("text", "hint", "value"),
+    [
+        ("12", int, 12),
+        (" 12 ", int, 12),
+        ("-3", int, -3),
+        ("1e3", int, 1000),
+        ("1.5e2", int, 150),
+        ("3e-4", float, 3e-4),
+        ("2", float, 2.0),
+        ("true", bool, True),
+        ("False", bool, False),
+        ("some text", str, "some text"),
+        ("12", str, "12"),
+        ("none", int | None, None),
+        ("None", float | None, None),
+        ("4", int | None, 4),
+        ("0.5", float | None, 0.5),
+        ("relu", Mlp, "relu"),
+        (" relu ", Mlp, "relu"),
+        ("relu", Mlp | tuple[Mlp, ...], "relu"),
+        ("relu,none", Mlp | tuple[Mlp, ...], ("relu", "none")),
+        ("relu, gelu", Mlp | tuple[Mlp, ...], ("relu", "gelu")),
+        ("relu,", Mlp | tuple[Mlp, ...], ("relu",)),
+        ("true", bool | tuple[bool, ...], True),
+        ("true,false", bool | tuple[bool, ...], (True, False)),
+        ("a.txt,b.txt", tuple[str, ...], ("a.txt", "b.txt")),
+        ("a.txt", tuple[str, ...], ("a.txt",)),
+        ("", tuple[str, ...], ()),
+    ],
+)
+def test_every_type_is_read_from_text(text, hint, value):
+    read = read_value(text, hint)
+    assert read == value
+    assert type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("1.5", int),
+        ("one", int),
+        ("", int),
+        ("nan", int),
+        ("true", int),
+        ("fast", float),
+        ("", float),
+        ("1", bool),
+        ("yes", bool),
+        ("", bool),
+        ("nothing", int | None),
+        ("RELU", Mlp),
+        ("", Mlp),
+        ("relu;gelu", Mlp | tuple[Mlp, ...]),
+        ("true,maybe", bool | tuple[bool, ...]),
+        ("x", type(None)),
+    ],
+)
+def test_text_of_another_type_is_refused(text, hint):
+    with pytest.raises(ValueError):  # noqa: PT011
+        read_value(text, hint)
+
+
+@pytest.mark.parametrize("hint", dict.fromkeys(PATHS.values()), ids=str)
+def test_every_type_of_a_field_has_words(hint):
+    assert describe_type(hint)
+
+
+# Overrides.
+
+OVERRIDES = {
+    "model.d_model": ("256", 256),
+    "model.num_kv_heads": ("2", 2),
+    "model.position": ("rotary", "rotary"),
+    "model.attention": ("true", True),
+    "model.scan_layers": ("false", False),
+    "optim.learning_rate": ("3e-4", 3e-4),
+    "optim.clip_norm": ("none", None),
+    "optim.rotation.kind": ("haar", "haar"),
+    "data.tokenizer": ("bytes", "bytes"),
+    "train.steps": ("2e3", 2000),
+    "eval.sequences": ("64", 64),
+}
+
+
+@pytest.mark.parametrize("path", OVERRIDES)
+def test_one_override_changes_one_field(path):
+    text, value = OVERRIDES[path]
+    assert changed_fields(Config(), replace(Config(), {path: text})) == (
+        {path: value} if path != "model.attention" else {}
+    )
+    assert replace(Config(), {path: value}) == replace(Config(), {path: text})
+
+
+def test_fields_that_must_agree_change_together_in_any_order():
+    together = {"model.d_model": "6", "model.num_heads": "3"}
+    for changes in (together, dict(reversed(together.items()))):
+        config = replace(Config(), changes)
+        assert (config.model.d_model, config.model.num_heads, config.model.head_dim) == (6, 3, 2)
+    refusal(replace, Config(), {"model.d_model": "6"})
+    config = replace(Config(), {"data.kind": "text", "data.paths": "a,b"})
+    assert config.data.paths == ("a", "b")
+    per_layer = {"model.num_layers": 2, "model.mlp": "relu,none", "model.scan_layers": "false"}
+    assert replace(Config(), per_layer).model.layer_mlp(1) == "none"
+
+
+def test_a_text_field_keeps_its_text():
+    assert replace(Config(), {"data.tokenizer": "true"}).data.tokenizer == "true"
+
+
+def test_nothing_changed_is_the_same_config():
+    assert replace(Config(), {}) == Config()
+    assert changed_fields(Config(), Config()) == {}
+
+
+BAD_OVERRIDES = [
+    ("model.d_modle", "3", ["d_modle", "model.d_model"]),
+    ("d_model", "3", ["'d_model'", "model."]),
+    ("optim.learning_rte", "3", ["optim.learning_rate"]),
+    ("optim.rotation.knd", "haar", ["optim.rotation.kind"]),
+    ("model", "gpt2", ["model.d_model"]),
+    ("modle.d_model", "3", ["did you mean 'model.d_model'?"]),
+    ("", "3", ["''"]),
+    ("model.d_model", "wide", ["model.d_model='wide'", "an integer"]),
+    ("model.d_model", "12.5", ["12.5", "an integer"]),
+    ("model.d_model", "1e400", ["1e400", "an integer"]),
+    ("model.d_model", "", ["''", "an integer"]),
+    ("model.d_model", 12.5, ["12.5", "an integer"]),
+    ("model.d_model", True, ["True", "an integer"]),
+    ("model.d_model", None, ["None", "an integer"]),
+    ("model.d_model", 0, ["model.d_model=0", "positive"]),
+    ("model.d_model", 130, ["130", "4", "a multiple of 4"]),
+    ("model.num_kv_heads", "3", ["num_kv_heads=3", "a divisor of 4"]),
+    ("model.num_kv_heads", "0", ["num_kv_heads=0"]),
+    ("model.num_kv_heads", "1e400", ["1e400"]),
+    ("model.use_bias", "1", ["'1'", "true | false"]),
+    ("model.use_bias", 1, ["1", "true | false"]),
+    ("model.position", "rotry", ["rotry", "learned | rotary | none", "did you mean 'rotary'?"]),
+    ("model.norm", "layer_norm", ["layer_norm", "rmsnorm_single", "did you mean 'layernorm'?"]),
+    ("model.normalizer", "softmax-1", ["softmax-1", "did you mean 'softmax1'?"]),
+    ("model.mlp", "swigl", ["swigl", "did you mean 'swiglu'?"]),
+    ("model.mlp", "gelu,gelu", ["2 layers", "num_layers=4", "one for each layer"]),
+    ("model.mlp", "gelu,gelu,relu,relu", ["differs between layers", "scan_layers=false"]),
+    ("model.attention", "true,true,true,false", ["differs between layers", "scan_layers=false"]),
+    ("model.attention", (True, 1, True, True), ["true | false"]),
+    ("model.normalizer_n", "-1", ["-1", ">= 0"]),
+    ("model.normalizer_n", "inf", ["inf", "finite"]),
+    ("model.rope_theta", "nan", ["nan", "finite"]),
+    ("model.norm_eps", "0", ["norm_eps=0", "positive"]),
+    ("model.relaxed_causal_tokens", "-1", ["-1", "0 to"]),
+    ("model.relaxed_causal_tokens", "64", ["64", "data.sequence_length=64"]),
+    ("model.max_length", "32", ["sequence_length=64", "max_length=32"]),
+    ("model.dtype", "float16", ["float16", "float32 | bfloat16"]),
+    ("optim.optimizer", "ortoadam", ["ortoadam", "did you mean 'orthoadam'?"]),
+    ("optim.learning_rate", "0", ["learning_rate=0", "positive"]),
+    ("optim.learning_rate", "nan", ["nan"]),
+    ("optim.b1", "1", ["b1=1", "< 1"]),
+    ("optim.weight_decay", "-0.1", ["-0.1"]),
+    ("optim.weight_decay", "inf", ["inf", "finite"]),
+    ("optim.clip_norm", "0", ["clip_norm=0", "none"]),
+    ("optim.clip_norm", "big", ["big", "none"]),
+    ("optim.warmup_steps", "1000", ["warmup_steps=1000", "train.steps=1000"]),
+    ("optim.warmup_steps", "-1", ["-1"]),
+    ("optim.final_learning_rate_fraction", "1.1", ["1.1", "0 to 1"]),
+    ("optim.rotation.kind", "harr", ["harr", "did you mean 'haar'?"]),
+    ("optim.rotation.seed", "-1", ["-1"]),
+    ("data.kind", "text", ["without files", "data.paths"]),
+    ("data.kind", "tokens", ["0 files", "TRAIN"]),
+    ("data.paths", "a.txt", ["a.txt", "embedded"]),
+    ("data.paths", ["a.txt"], ["a.txt", "comma-separated"]),
+    ("data.sequence_length", "1", ["sequence_length=1", "at least 2"]),
+    ("data.seed", str(2**32), [str(2**32)]),
+    ("data.trigger_count", "0", ["trigger_count=0"]),
+    ("train.batch_size", "0", ["batch_size=0", "at least 1"]),
+    ("train.eval_every_steps", "-1", ["-1"]),
+    ("eval.sequences", "100", ["100", "eval.batch_size=32"]),
+    ("eval.batch_size", "0", ["batch_size=0"]),
+    ("model.d_model", "1\n2\n3\n4", ["an integer"]),
+    ("model.a\nb\nc\nd", "1", ["model.d_model"]),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "words"), BAD_OVERRIDES)
+def test_a_bad_override_is_refused_in_three_lines_that_help(path, value, words):
+    text = "\n".join(refusal(replace, Config(), {path: value}))
+    for word in words:
+        assert word in text
+
+
+def test_rotary_with_an_odd_head_width_is_refused():
+    lines = refusal(replace, Config(), {"model.position": "rotary", "model.d_model": 12, "model.num_heads": 4})
+    assert "= 3" in lines[0]
+
+
+# Configs built in Python are held to the same types as overrides.
+
+
+@pytest.mark.parametrize(
+    ("cls", "field", "value", "word"),
+    [
+        (ModelConfig, "norm", "layer_norm", "did you mean 'layernorm'?"),
+        (ModelConfig, "position", "rotery", "did you mean 'rotary'?"),
+        (ModelConfig, "normalizer", "sofmax1", "did you mean 'softmax1'?"),
+        (ModelConfig, "mlp", ["gelu"] * 4, "comma-separated"),
+        (ModelConfig, "mlp", ("gelu", "gelu", "gelu", "rely"), "gelu"),
+        (ModelConfig, "d_model", "128", "an integer"),
+        (ModelConfig, "d_model", 128.0, "an integer"),
+        (ModelConfig, "scan_layers", "false", "true | false"),
+        (RotationConfig, "axes", "outputs", "did you mean 'output'?"),
+        (OptimConfig, "optimizer", "adamw", "did you mean 'adam'?"),
+        (OptimConfig, "rotation", "haar", "RotationConfig"),
+        (DataConfig, "paths", "file.txt", "comma-separated"),
+        (TrainConfig, "steps", 1e3, "an integer"),
+        (EvalConfig, "sequences", "256", "an integer"),
+        (Config, "model", OptimConfig(), "ModelConfig"),
+    ],
+)
+def test_a_config_built_with_a_wrong_value_is_refused(cls, field, value, word):
+    text = "\n".join(refusal(lambda: cls(**{field: value})))
+    assert f"{field}=" in text
+    assert word in text
+
+
+# JSON.
+
+
+def _values(hint: Any) -> st.SearchStrategy:
+    """Values of an annotation, small enough to be allowed nearly everywhere."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is type(None):
+        return st.none()
+    if origin is typing.Literal:
+        return st.sampled_from(args)
+    if origin is tuple:
+        return st.lists(_values(args[0]), max_size=4).map(tuple)
+    if args:
+        return st.one_of([_values(arg) for arg in args])
+    if hint is float:
+        return st.floats(0.0, 1e6) | st.sampled_from([1e-8, 0.5, 0.1 + 0.2, 5e-324])
+    return {int: st.integers(0, 512), bool: st.booleans(), str: st.text(max_size=8)}[hint]
+
+
+@st.composite
+def configs(draw):
+    """A valid config that differs from the default in some fields; changes that alone are impossible are left out."""
+    config = Config()
+    for path in draw(st.lists(st.sampled_from(sorted(PATHS)), max_size=12, unique=True)):
+        try:
+            config = replace(config, {path: draw(_values(PATHS[path]))})
+        except UserError:
+            continue
+    return config
+
+
+@given(configs())
+def test_json_round_trip(config):
+    assert from_json(Config, to_json(config)) == config
+    assert json.loads(to_json(config))  # plain JSON: no NaN, no Infinity
+    assert "Infinity" not in to_json(config)
+
+
+@given(configs(), configs())
+def test_changed_fields_is_the_inverse_of_replace(base, config):
+    changes = changed_fields(base, config)
+    assert replace(base, changes) == config
+    assert set(changes) <= set(PATHS)
+    assert all(flatten(base)[path] != value for path, value in changes.items())
+
+
+@given(st.sampled_from(sorted(PATHS)), st.text(max_size=12) | st.sampled_from(["nan", "inf", "-1", "1e999", "none"]))
+def test_any_text_is_read_or_refused_in_three_lines(path, text):
+    try:
+        config = replace(Config(), {path: text})
+    except UserError as error:
+        assert 1 <= len(str(error).split("\n")) <= 3  # noqa: PT017
+    else:
+        assert from_json(Config, to_json(config)) == config
+
+
+@given(st.text(max_size=12), st.text(max_size=5))
+def test_any_name_that_is_no_field_is_refused_in_three_lines(path, text):
+    if path not in PATHS:
+        refusal(replace, Config(), {path: text})
+
+
+def _broken(change):
+    values = dataclasses.asdict(Config())
+    change(values)
+    return values
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda v: v.pop("optim"), ["config", "missing: optim"]),
+        (lambda v: v["model"].pop("d_model"), ["config.model", "missing: d_model"]),
+        (lambda v: v["model"].update(width=3), ["config.model", "unknown: width"]),
+        (lambda v: v["optim"]["rotation"].update(x=3), ["config.optim.rotation", "unknown: x"]),
+        (lambda v: v["model"].update(d_model="128"), ["config.model.d_model='128'", "an integer"]),
+        (lambda v: v["model"].update(d_model=128.0), ["config.model.d_model=128.0", "an integer"]),
+        (lambda v: v["model"].update(use_bias=0), ["use_bias=0", "true | false"]),
+        (lambda v: v["model"].update(normalizer="softmax2"), ["softmax2"]),
+        (lambda v: v["model"].update(d_model=130), ["130", "multiple"]),
+        (lambda v: v["data"].update(paths="a"), ["paths"]),
+        (lambda v: v["optim"].update(learning_rate=math.nan), ["nan"]),
+        (lambda v: v.update(model=[1, 2]), ["config.model"]),
+        (lambda v: v.update(model=None), ["config.model"]),
+    ],
+)
+def test_a_foreign_or_damaged_json_is_refused(change, words):
+    text = "\n".join(refusal(from_json, Config, json.dumps(_broken(change))))
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '"x"', to_json(Config())[:-5], "\x00\x01"])
+def test_what_is_no_json_config_is_refused(text):
+    refusal(from_json, Config, text)
+
+
+def test_a_part_of_a_config_is_read_by_itself():
+    model = ModelConfig(d_model=64, mlp=("gelu", "relu"), num_layers=2, scan_layers=False)
+    assert from_json(ModelConfig, to_json(model)) == model
+    assert from_dict(ModelConfig, dataclasses.asdict(model)) == model
+
+
+# Small parts.
+
+
+def test_every_leaf_has_a_path_and_a_value():
+    assert list(flatten(Config())) == list(PATHS)
+    assert PATHS["optim.rotation.kind"] == typing.get_type_hints(RotationConfig)["kind"]
+    assert not any(dataclasses.is_dataclass(value) for value in flatten(Config()).values())
+
+
+def test_configs_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().model.d_model = 3
+
+
+def test_user_error_drops_empty_lines_and_nearest_is_silent_when_nothing_is_near():
+    assert str(UserError("a", hint="c")) == "a\nc"
+    assert nearest("softmax_1", ["softmax1", "relu"]) == "did you mean 'softmax1'?"
+    assert nearest("zzz", ["softmax1", "relu"]) == ""
+
+
+@pytest.mark.parametrize("cls", [ModelConfig, RotationConfig, OptimConfig, DataConfig, TrainConfig, EvalConfig])
+def test_every_field_is_documented(cls):
+    for field in dataclasses.fields(cls):
+        assert f"\n      {field.name}: " in cls.__doc__

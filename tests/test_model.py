@@ -1,0 +1,574 @@
+import dataclasses
+import math
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from orthojax.config import ModelConfig, UserError
+from orthojax.model import (
+    Transformer,
+    flops_per_token,
+    gpt2,
+    linear,
+    llama2,
+    parameter_count,
+    stack_layers,
+    unstack_layers,
+)
+from orthojax.model.transformer import Taps
+
+SMALL = {"vocab_size": 11, "max_length": 16, "d_model": 8, "num_layers": 2, "num_heads": 4, "d_mlp": 12}
+SMALL |= {"scan_layers": False}
+TINY = ModelConfig(**SMALL)
+GPT2 = gpt2("tiny", **SMALL)
+LLAMA2 = llama2("tiny", **SMALL)
+RICH = dataclasses.replace(
+    LLAMA2, num_kv_heads=2, gated_attention=True, normalizer="learned_sink", use_bias=True, relaxed_causal_tokens=2
+)
+NORMALIZERS = ["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "sigmoid"]
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 7)))
+
+
+def shapes(config, length=7):
+    """Paths and shapes of the parameters, without computing any."""
+    tree = jax.eval_shape(Transformer(config).init, jax.random.key(0), jnp.zeros((1, length), jnp.int32))
+    return {
+        jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree["params"])
+    }
+
+
+def random_params(config):
+    """Every parameter random, biases, gains and sinks too; a parameter of one name is the same in every config."""
+    config = dataclasses.replace(config, scan_layers=False)
+    tree = jax.eval_shape(Transformer(config).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+
+    def leaf(path, leaf):
+        name = jax.tree_util.keystr(path)
+        draw = np.random.default_rng(zlib.crc32(name.encode())).normal(size=leaf.shape)
+        return jnp.asarray(0.5 * draw + ("scale" in name), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def apply(config, params, tokens=TOKENS, **options):
+    return Transformer(config).apply({"params": params}, tokens, **options)
+
+
+def run(config, tokens=TOKENS, **options):
+    return apply(config, random_params(config), tokens, **options)
+
+
+# An independent forward pass: NumPy, float64, one head at a time.
+
+
+def _np_linear(x, p):
+    y = x @ p["kernel"]
+    return y + p["bias"] if "bias" in p else y
+
+
+def _np_norm(x, config, p):
+    if config.norm == "none":
+        return x
+    if config.norm == "layernorm":
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + config.norm_eps)
+    else:
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps)
+    return x * p["scale"] + p.get("bias", 0.0)
+
+
+def _np_rotary(x, theta):
+    half = x.shape[-1] // 2
+    angles = np.outer(np.arange(x.shape[0]), theta ** (-np.arange(half) / half))
+    z = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * angles)
+    return np.concatenate([z.real, z.imag], -1)
+
+
+def _np_weights(config, logits, visible, sink):
+    """One head of one sequence, [T, S]."""
+    x = np.where(visible, logits, -np.inf)
+    if config.normalizer == "relu":
+        return np.maximum(x, 0.0) / visible.sum(-1, keepdims=True)
+    if config.normalizer == "sigmoid":
+        return 1.0 / (1.0 + np.exp(-x))
+    n = {"softmax": 0.0, "softmax1": 1.0, "softmax_n": config.normalizer_n, "learned_sink": np.exp(sink)}
+    return np.exp(x) / (n[config.normalizer] + np.exp(x).sum(-1, keepdims=True))
+
+
+def _np_attention(config, x, p):
+    """One sequence [T, D] -> output [T, D] and what the taps show of it."""
+    T, H, group = len(x), config.head_dim, config.num_heads // config.kv_heads
+    t, s = np.indices((T, T))
+    visible = (s <= t) | ((t < config.relaxed_causal_tokens) & (s < config.relaxed_causal_tokens))
+    q, k, v = (_np_linear(x, p[name]) for name in ("query", "key", "value"))
+    output, logits, weights, value_norms = np.zeros((T, config.num_heads * H)), [], [], []
+    for head in range(config.num_heads):
+        own, shared = slice(head * H, head * H + H), slice(head // group * H, head // group * H + H)
+        qh, kh, vh = q[:, own], k[:, shared], v[:, shared]
+        if config.position == "rotary":
+            qh, kh = _np_rotary(qh, config.rope_theta), _np_rotary(kh, config.rope_theta)
+        logits.append(qh @ kh.T / math.sqrt(H))
+        weights.append(_np_weights(config, logits[-1], visible, p.get("sink", np.zeros(99))[head]))
+        gate = 1.0 / (1.0 + np.exp(-_np_linear(x, p["gate"])[:, head, None])) if config.gated_attention else 1.0
+        output[:, own] = gate * (weights[-1] @ vh)
+        value_norms.append([np.linalg.norm(row @ p["output"]["kernel"][own]) for row in vh])
+    taps = {"attention_logits": logits, "attention_weights": weights, "value_norms": value_norms}
+    taps["values"] = v.reshape(T, config.kv_heads, H)
+    return _np_linear(output, p["output"]), taps
+
+
+def _np_mlp(kind, x, p):
+    if kind == "linear":
+        return _np_linear(x, p["output"])
+    hidden = _np_linear(x, p["input"])
+    if kind == "swiglu":
+        gate = _np_linear(x, p["gate"])
+        hidden = gate / (1.0 + np.exp(-gate)) * hidden
+    elif kind == "gelu":
+        hidden = 0.5 * hidden * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (hidden + 0.044715 * hidden**3)))
+    else:
+        hidden = np.maximum(hidden, 0.0)
+    return _np_linear(hidden, p["output"])
+
+
+def numpy_forward(config, params, tokens):
+    """Logits of one sequence [T, V], and the taps of every layer."""
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    table = params["token_embedding"]["embedding"]
+    x = table[np.asarray(tokens)]
+    if config.position == "learned":
+        x = x + params["position_embedding"]["embedding"][: len(tokens)]
+    layers = []
+    for layer in range(config.num_layers):
+        p = params.get(f"layers_{layer}", {})
+        attended, taps = 0.0 * x, {}
+        if config.layer_attention(layer):
+            attended, taps = _np_attention(config, _np_norm(x, config, p.get("attention_norm")), p["attention"])
+        middle = x + attended
+        mlp = 0.0 * x
+        if config.layer_mlp(layer) != "none":
+            mlp = _np_mlp(config.layer_mlp(layer), _np_norm(middle, config, p.get("mlp_norm")), p["mlp"])
+        x = middle + mlp
+        layers.append(
+            {**taps, "attention_output": attended, "mlp_output": mlp, "post_attention": middle, "residual": x}
+        )
+    x = _np_norm(x, config, params.get("final_norm"))
+    return x @ (table.T if config.tie_embeddings else params["head"]["kernel"]), layers
+
+
+ORACLE_CONFIGS = {
+    "gpt2": GPT2,
+    "llama2": LLAMA2,
+    "rich": RICH,
+    "grouped heads": dataclasses.replace(GPT2, num_kv_heads=1, normalizer="softmax1"),
+    "gated relu": dataclasses.replace(GPT2, gated_attention=True, normalizer="relu", mlp="relu"),
+    "layers differ": dataclasses.replace(TINY, mlp=("linear", "none"), attention=(False, True), norm="none"),
+    "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
+    "softmax_n": dataclasses.replace(TINY, normalizer="softmax_n", normalizer_n=3.0, position="none", use_bias=True),
+}
+
+
+@pytest.mark.parametrize("name", ORACLE_CONFIGS)
+def test_model_and_taps_are_those_of_an_independent_float64_forward_pass(name):
+    config = ORACLE_CONFIGS[name]
+    params = random_params(config)
+    logits, taps = apply(config, params, observe=lambda taps: taps)
+    assert logits.dtype == jnp.float32
+    assert logits.std() > 0.1
+    for i, tokens in enumerate(TOKENS):
+        expected, layers = numpy_forward(config, params, tokens)
+        np.testing.assert_allclose(logits[i], expected, rtol=1e-4, atol=1e-4)
+        for layer, seen in enumerate(layers):
+            for field, value in seen.items():
+                np.testing.assert_allclose(
+                    getattr(taps, field)[layer, i], value, rtol=1e-4, atol=1e-4, err_msg=f"{field} of layer {layer}"
+                )
+
+
+def test_taps_form_the_residual_chain_and_show_the_mask():
+    logits, taps = run(RICH, observe=lambda taps: taps)
+    assert isinstance(taps, Taps)
+    assert {name: leaf.shape[0] for name, leaf in taps._asdict().items()} == dict.fromkeys(Taps._fields, 2)
+    np.testing.assert_allclose(taps.residual, taps.post_attention + taps.mlp_output, rtol=1e-6)
+    np.testing.assert_allclose(taps.post_attention[1], taps.residual[0] + taps.attention_output[1], rtol=1e-6)
+    assert taps.visible.shape == (2, 1, 1, 7, 7)
+    assert (jnp.where(taps.visible, 0.0, taps.attention_weights) == 0.0).all()
+    assert bool(taps.visible[0, 0, 0, 0, 1])
+    np.testing.assert_array_equal(logits, run(RICH)[0])
+
+
+def test_layers_without_attention_show_taps_of_the_same_shapes_without_weight():
+    config = dataclasses.replace(TINY, attention=(False, True))
+    taps = run(config, observe=lambda taps: taps)[1]
+    assert (taps.attention_weights[0] == 0.0).all()
+    assert (taps.value_norms[0] == 0.0).all()
+    assert (taps.attention_weights[1] > 0.0).any()
+
+
+def _flops(observe):
+    params = random_params(GPT2)
+    compiled = jax.jit(lambda params: apply(GPT2, params, observe=observe)).lower(params).compile()
+    return compiled.cost_analysis()["flops"]
+
+
+def test_unread_taps_cost_nothing_under_jit():
+    nothing = _flops(None)
+    assert nothing > 0
+    assert _flops(lambda taps: ()) == nothing
+    assert _flops(lambda taps: taps.value_norms.mean()) > nothing  # so that the measure itself can fail
+
+
+# Causality: later tokens never change earlier logits. Perturbing tokens proves it for every position mode, where
+# gradients of position embeddings would prove it for learned positions only.
+
+
+def perturbed_logits(config, length=6):
+    """[1 + T, T, V]: row 0 is a sequence, row 1 + i the same sequence with token i replaced."""
+    tokens = np.tile(np.arange(1, 1 + length), (1 + length, 1))
+    tokens[np.arange(1, 1 + length), np.arange(length)] = 10
+    return np.asarray(run(config, jnp.asarray(tokens))[0])
+
+
+def _changes(logits, i, t):
+    return np.abs(logits[1 + i, t] - logits[0, t]).max()
+
+
+@pytest.mark.parametrize("position", ["learned", "rotary", "none"])
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_later_tokens_never_change_earlier_logits(position, normalizer):
+    logits = perturbed_logits(dataclasses.replace(TINY, position=position, normalizer=normalizer))
+    for i in range(6):
+        for t in range(6):
+            if t < i:
+                np.testing.assert_allclose(logits[1 + i, t], logits[0, t], rtol=1e-6, atol=1e-6)
+            else:
+                assert _changes(logits, i, t) > 1e-4
+
+
+@pytest.mark.parametrize("position", ["learned", "rotary", "none"])
+def test_relaxed_tokens_see_each_other_and_no_later_one(position):
+    logits = perturbed_logits(dataclasses.replace(TINY, position=position, relaxed_causal_tokens=3))
+    for i in range(6):
+        for t in range(6):
+            if t >= i or max(i, t) < 3:
+                assert _changes(logits, i, t) > 1e-4
+            else:
+                np.testing.assert_allclose(logits[1 + i, t], logits[0, t], rtol=1e-6, atol=1e-6)
+
+
+def test_relaxing_changes_nothing_for_queries_that_see_all_k_tokens_anyway():
+    config = dataclasses.replace(TINY, num_layers=1)
+    plain, relaxed = run(config)[0], run(dataclasses.replace(config, relaxed_causal_tokens=3))[0]
+    np.testing.assert_allclose(relaxed[:, 2:], plain[:, 2:], rtol=1e-6, atol=1e-6)
+    assert (np.abs(relaxed[:, :2] - plain[:, :2]).max(-1) > 1e-4).all()
+    np.testing.assert_array_equal(run(dataclasses.replace(config, relaxed_causal_tokens=1))[0], plain)
+
+
+# Scanned, unrolled and recomputed layers are one model.
+
+
+def _loss(config):
+    def loss(params):
+        logits, seen = apply(config, params, observe=lambda taps: jnp.mean(taps.residual**2))
+        return jnp.mean(jnp.sin(logits)), (logits, seen)
+
+    return jax.value_and_grad(loss, has_aux=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("gpt2", {"scan_layers": True}), ("rich", {"scan_layers": True, "remat": True}), ("gpt2", {"remat": True})],
+)
+def test_scan_and_remat_change_neither_logits_nor_gradients_nor_observations(name, changes):
+    unrolled = ORACLE_CONFIGS[name]
+    config, params = dataclasses.replace(unrolled, **changes), random_params(unrolled)
+    (_, (logits, seen)), gradients = _loss(unrolled)(params)
+    other = stack_layers(params) if config.scan_layers else params
+    other_loss = jax.jit(_loss(config)) if config.scan_layers else _loss(config)
+    (_, (other_logits, other_seen)), other_gradients = other_loss(other)
+    np.testing.assert_allclose(other_logits, logits, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(other_seen, seen, rtol=1e-5)
+    other_gradients = unstack_layers(other_gradients) if config.scan_layers else other_gradients
+    assert jax.tree.structure(gradients) == jax.tree.structure(other_gradients)
+    leaves = jax.tree_util.tree_leaves_with_path(gradients)
+    for (path, a), b in zip(leaves, jax.tree.leaves(other_gradients), strict=True):
+        assert np.abs(a).max() > (0.0 if "key" in str(path) and "bias" in str(path) else 1e-5), path
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5 * max(1.0, np.abs(a).max()), err_msg=str(path))
+
+
+def test_stack_layers_and_unstack_layers_are_inverse_and_keep_the_order_of_twelve_layers():
+    config = dataclasses.replace(TINY, num_layers=12)
+    params = random_params(config)
+    stacked = stack_layers(params)
+    again = unstack_layers(stacked)
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert {name: leaf for name, leaf in shapes(dataclasses.replace(config, scan_layers=True)).items()} == {
+        jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(stacked)
+    }
+
+
+# Every field does something.
+
+# field: (what the base needs for the field to matter, the new value)
+FIELDS = {
+    "vocab_size": ({}, 12),
+    "max_length": ({}, 20),
+    "d_model": ({}, 16),
+    "num_layers": ({}, 3),
+    "num_heads": ({}, 2),
+    "num_kv_heads": ({}, 2),
+    "d_mlp": ({}, 16),
+    "position": ({}, "none"),
+    "rope_theta": ({"position": "rotary", "d_model": 16}, 100.0),
+    "norm": ({}, "rmsnorm"),
+    "norm_eps": ({}, 0.1),
+    "use_bias": ({}, True),
+    "normalizer": ({}, "softmax"),
+    "normalizer_n": ({"normalizer": "softmax_n"}, 2.0),
+    "mlp": ({}, "relu"),
+    "attention": ({}, (True, False)),
+    "gated_attention": ({}, True),
+    "tie_embeddings": ({}, False),
+    "relaxed_causal_tokens": ({}, 2),
+    "dtype": ({}, "bfloat16"),
+}
+INITIAL = {"embedding_init_std": 0.5, "init_std": 0.5}
+WITHOUT_EFFECT_ON_LOGITS = {"scan_layers": True, "remat": True}
+
+
+def test_the_sensitivity_tests_cover_every_field():
+    names = [*FIELDS, *INITIAL, *WITHOUT_EFFECT_ON_LOGITS]
+    assert sorted(names) == sorted(field.name for field in dataclasses.fields(ModelConfig))
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_field_changes_parameters_or_logits(field):
+    needs, value = FIELDS[field]
+    base = dataclasses.replace(TINY, **needs)
+    changed = dataclasses.replace(base, **{field: value})
+    assert changed != base
+    if shapes(base) == shapes(changed):
+        assert np.abs(run(changed)[0] - run(base)[0]).max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("position", ["learned", "rotary", "none"]),
+        ("norm", ["layernorm", "rmsnorm", "rmsnorm_single", "none"]),
+        ("normalizer", NORMALIZERS),
+        ("mlp", ["gelu", "relu", "swiglu", "linear", "none"]),
+    ],
+)
+def test_every_value_of_a_switch_is_its_own_model(field, values):
+    base = dataclasses.replace(TINY, normalizer_n=2.0)
+    logits = [run(dataclasses.replace(base, **{field: value}))[0] for value in values]
+    for i, a in enumerate(logits):
+        for b in logits[:i]:
+            assert np.abs(a - b).max() > 1e-3
+
+
+def test_init_std_fields_scale_what_they_name():
+    def init(**changes):
+        config = dataclasses.replace(TINY, d_model=64, d_mlp=64, num_layers=2, tie_embeddings=False, **changes)
+        return Transformer(config).init(jax.random.key(0), TOKENS[:1, :2])["params"]
+
+    base, changed = init(), init(init_std=0.5, embedding_init_std=0.1)
+    for name in ("token_embedding", "position_embedding"):
+        np.testing.assert_allclose(changed[name]["embedding"], base[name]["embedding"] * 5, rtol=1e-5)
+        assert 0.018 < base[name]["embedding"].std() < 0.022
+    for kernel in (lambda p: p["head"]["kernel"], lambda p: p["layers_1"]["mlp"]["input"]["kernel"]):
+        np.testing.assert_allclose(kernel(changed), kernel(base) * 25, rtol=1e-5)
+        assert 0.018 < kernel(base).std() < 0.022
+    for part in ("attention", "mlp"):  # what writes to the residual stream: 2 * 2 terms add up there
+        assert 0.009 < base["layers_0"][part]["output"]["kernel"].std() < 0.011
+
+
+def test_scan_layers_changes_the_names_of_parameters_only():
+    scanned, unrolled = shapes(dataclasses.replace(TINY, scan_layers=True)), shapes(TINY)
+    assert scanned["['layers']['mlp']['input']['kernel']"] == (2, 8, 12)
+    assert unrolled["['layers_1']['mlp']['input']['kernel']"] == (8, 12)
+    assert sum(map(math.prod, scanned.values())) == sum(map(math.prod, unrolled.values()))
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_remat_recomputes_in_the_backward_pass(scan):
+    def saved_numbers(remat):
+        config = dataclasses.replace(TINY, remat=remat, scan_layers=scan, num_layers=4)
+        params = random_params(config)
+        params = stack_layers(params) if scan else params
+        pullback = jax.eval_shape(lambda params: jax.vjp(lambda p: apply(config, p)[0], params)[1], params)
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pullback))
+
+    assert saved_numbers(True) < 0.6 * saved_numbers(False)
+
+
+# Parts.
+
+
+def test_grouped_heads_are_repeated_key_value_heads():
+    config = dataclasses.replace(TINY, num_kv_heads=2)
+    params = random_params(config)
+    full = jax.tree.map(lambda leaf: leaf, params)
+    for layer in ("layers_0", "layers_1"):
+        for name in ("key", "value"):
+            kernel = params[layer]["attention"][name]["kernel"].reshape(8, 2, 2)
+            full[layer]["attention"][name]["kernel"] = jnp.repeat(kernel, 2, axis=1).reshape(8, 8)
+    np.testing.assert_allclose(apply(TINY, full)[0], apply(config, params)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_gate_of_zero_logits_halves_every_head():
+    config = dataclasses.replace(TINY, gated_attention=True)
+    params = random_params(config)
+    halved = random_params(TINY)
+    for layer in ("layers_0", "layers_1"):
+        params[layer]["attention"]["gate"]["kernel"] *= 0.0
+        halved[layer]["attention"]["output"]["kernel"] *= 0.5
+    np.testing.assert_allclose(apply(config, params)[0], apply(TINY, halved)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_sink_of_zero_is_softmax1_and_one_sink_serves_one_head():
+    config = dataclasses.replace(TINY, normalizer="learned_sink")
+    params = random_params(config)
+    assert params["layers_0"]["attention"]["sink"].shape == (4,)
+    weights = lambda params: apply(config, params, observe=lambda taps: taps.attention_weights)[1]  # noqa: E731
+    raised = jax.tree.map(lambda leaf: leaf, params)
+    raised["layers_0"]["attention"]["sink"] = raised["layers_0"]["attention"]["sink"].at[2].add(1.0)
+    change = np.abs(weights(raised)[0] - weights(params)[0]).max((0, 2, 3))
+    assert (change > 1e-3).tolist() == [False, False, True, False]
+    for layer in ("layers_0", "layers_1"):
+        params[layer]["attention"]["sink"] = jnp.zeros(4)
+    np.testing.assert_allclose(apply(config, params)[0], run(TINY)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bfloat16_computes_products_and_leaves_parameters_and_logits_float32(tied):
+    config = dataclasses.replace(RICH, tie_embeddings=tied)
+    half = dataclasses.replace(config, dtype="bfloat16")
+    tree = jax.eval_shape(Transformer(half).init, jax.random.key(0), TOKENS)
+    assert {leaf.dtype for leaf in jax.tree.leaves(tree)} == {jnp.dtype("float32")}
+    # Small weights make attention smooth: with logits near 20 the rounding of the weights alone moves the argmax.
+    params = jax.tree.map(lambda leaf: 0.4 * leaf, random_params(config))
+    logits, taps = apply(half, params, observe=lambda taps: taps)
+    expected = apply(config, params)[0]
+    assert logits.dtype == jnp.float32
+    assert taps.values.dtype == jnp.bfloat16
+    assert taps.residual.dtype == taps.attention_weights.dtype == jnp.float32
+    # bfloat16 keeps 8 bits, that is 0.004; two layers of products of that precision.
+    assert 1e-4 < np.abs(logits - expected).max() < 0.02 * np.abs(expected).max()
+    # The last product accumulates in float32, so its results are not multiples of bfloat16 steps.
+    assert (logits.astype(jnp.bfloat16).astype(jnp.float32) != logits).mean() > 0.9
+
+
+def test_every_kernel_but_the_embeddings_passes_through_the_linear_function():
+    paths = []
+
+    def recording(x, kernel, bias, path):
+        paths.append(path)
+        assert (bias is not None) == (path != "head")
+        return linear(x, kernel, bias, path)
+
+    Transformer(RICH, recording).apply({"params": random_params(RICH)}, TOKENS)
+    kernels = {name for name in shapes(RICH) if name.endswith("['kernel']")}
+    assert {"".join(f"['{part}']" for part in path.split("/")) + "['kernel']" for path in paths} == kernels
+    assert len(paths) == len(kernels) == 2 * 8 + 1
+
+
+def test_linear_is_a_product_and_a_bias():
+    x, kernel, bias = jnp.arange(6.0).reshape(1, 2, 3), jnp.arange(12.0).reshape(3, 4), jnp.arange(4.0)
+    np.testing.assert_array_equal(
+        linear(x, kernel, bias, "mlp/input"), np.asarray(x) @ np.asarray(kernel) + np.arange(4.0)
+    )
+
+
+def test_rmsnorm_single_commutes_with_a_rotation_of_the_channels_and_rmsnorm_does_not():
+    rotation, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(8, 8)))
+
+    def gap(norm):
+        config = dataclasses.replace(TINY, norm=norm, mlp="none", attention=False, position="none")
+        params = random_params(config)
+        rotated = {"token_embedding": {"embedding": params["token_embedding"]["embedding"] @ rotation}}
+        return np.abs(apply(config, params | rotated)[0] - apply(config, params)[0]).max()
+
+    assert gap("rmsnorm_single") < 1e-5
+    assert gap("rmsnorm") > 1e-2
+
+
+@pytest.mark.parametrize("position", ["learned", "rotary", "none"])
+def test_sequences_longer_than_max_length_are_refused_where_positions_are_learned(position):
+    config = dataclasses.replace(TINY, position=position, max_length=4)
+    assert shapes(config, length=4)
+    if position != "learned":
+        assert shapes(config, length=5)
+        return
+    with pytest.raises(ValueError, match=r"5 tokens are more than .*max_length=4"):
+        shapes(config, length=5)
+
+
+# Presets and counts.
+
+PRESETS = [(gpt2, size) for size in ("tiny", "60m", "130m", "350m", "1.4b")] + [(llama2, "tiny"), (llama2, "130m")]
+
+
+@pytest.mark.parametrize(("family", "size"), PRESETS)
+@pytest.mark.parametrize("changes", [{}, {"norm": "rmsnorm_single", "use_bias": False, "normalizer": "softmax1"}])
+def test_parameter_count_of_presets_is_that_of_the_arrays(family, size, changes):
+    config = family(size, scan_layers=True, **changes)
+    count = sum(map(math.prod, shapes(config).values()))
+    assert parameter_count(config) == count
+    if size != "tiny":
+        named = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
+        assert abs(count / named - 1.0) < 0.1
+
+
+@pytest.mark.parametrize("name", ORACLE_CONFIGS)
+@pytest.mark.parametrize("changes", [{}, {"use_bias": True, "norm": "layernorm"}, {"norm": "none", "mlp": "swiglu"}])
+def test_parameter_count_of_every_switch_is_that_of_the_arrays(name, changes):
+    config = dataclasses.replace(ORACLE_CONFIGS[name], **changes)
+    assert parameter_count(config) == sum(map(math.prod, shapes(config).values()))
+
+
+def test_presets_are_stock():
+    assert set(shapes(GPT2)) >= {"['position_embedding']['embedding']", "['layers_0']['mlp']['input']['bias']"}
+    assert "['head']['kernel']" not in shapes(GPT2)
+    assert "['head']['kernel']" in shapes(LLAMA2)
+    assert not any("bias" in name or "position" in name for name in shapes(LLAMA2))
+    assert parameter_count(gpt2("130m")) == 124_439_808  # GPT-2 small, as published
+    assert gpt2("130m").normalizer == llama2("130m").normalizer == "softmax"
+    assert gpt2("130m", normalizer="softmax1", d_model=384).d_model == 384
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: gpt2("130"), ["'130'", "130m", "did you mean '130m'?"]),
+        (lambda: llama2("1.4b"), ["'1.4b'", "tiny | 130m"]),
+        (lambda: gpt2("tiny", normaliser="softmax1"), ["normaliser", "did you mean 'normalizer'?"]),
+        (lambda: gpt2("tiny", normalizer="softmx1"), ["softmx1", "did you mean 'softmax1'?"]),
+        (lambda: gpt2("tiny", d_model=130), ["130", "num_heads=4"]),
+        (lambda: llama2("tiny", d_model=12, num_heads=4), ["even head width"]),
+        (lambda: gpt2("tiny", d_model="wide"), ["wide", "an integer"]),
+    ],
+)
+def test_presets_refuse_unknown_sizes_and_fields_with_a_suggestion(call, words):
+    with pytest.raises(UserError) as caught:
+        call()
+    assert len(str(caught.value).split("\n")) <= 3
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_flops_per_token_by_hand():
+    # d = 8, 2 layers, d_mlp 12, V 11: attention 4 * 8 * 8, MLP 2 * 8 * 12 (3 * for swiglu), head 8 * 11.
+    gpt = 2 * (4 * 8 * 8 + 2 * 8 * 12) + 8 * 11
+    llama = 2 * (4 * 8 * 8 + 3 * 8 * 12) + 8 * 11
+    scores = 2 * (3 * 2 * 2 * 8 * 5)  # layers x (forward + 2 backward) x (QK, AV) x 2 d T
+    assert flops_per_token(GPT2, 5) == 6 * gpt + scores
+    assert flops_per_token(LLAMA2, 5) == 6 * llama + scores
+    assert flops_per_token(dataclasses.replace(TINY, attention=(True, False)), 5) == 6 * (gpt - 4 * 64) + scores // 2
+    grouped = dataclasses.replace(TINY, num_kv_heads=2, gated_attention=True, normalizer="learned_sink")
+    assert flops_per_token(grouped, 5) == 6 * (gpt + 2 * (8 * 4 - 2 * 8 * 4)) + scores

@@ -1,0 +1,576 @@
+import dataclasses
+import functools
+import io
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from orthojax import quant
+from orthojax.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimConfig,
+    RotationConfig,
+    TrainConfig,
+    replace,
+)
+from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
+from orthojax.model import Transformer, stack_layers, unstack_layers
+from orthojax.optim import RotatedAxes, rotate, unrotate
+from orthojax.progress import Progress, tokenizing_progress
+from orthojax.train import (
+    DivergedError,
+    Inputs,
+    evaluate,
+    evaluation_stages,
+    find_checkpoint,
+    init_state,
+    make_optimizer,
+    make_rotation,
+    make_train_step,
+    read_metrics,
+    read_params,
+    train,
+)
+from orthojax.train.optimizer import decay_mask, learning_rate_schedule, rotated_axes
+from orthojax.train.step import loss_sum_nats, parameter_shapes
+
+CONFIG = Config(
+    model=ModelConfig(vocab_size=32, max_length=8, d_model=16, num_layers=1, num_heads=2, d_mlp=32, scan_layers=False),
+    optim=OptimConfig(optimizer="sgd", learning_rate=0.1, warmup_steps=0, final_learning_rate_fraction=1.0),
+    data=DataConfig(sequence_length=8),
+    train=TrainConfig(steps=10, batch_size=4, log_every_steps=1, eval_every_steps=0, checkpoint_every_steps=100),
+    eval=EvalConfig(sequences=16, batch_size=8),
+)
+# A model that has every kind of parameter.
+RICH = dataclasses.replace(
+    CONFIG.model, norm="layernorm", use_bias=True, normalizer="learned_sink", mlp="swiglu", gated_attention=True,
+    tie_embeddings=False,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def tokens(step=0, rows=4, length=9, vocab=32):
+    return np.random.default_rng(step).integers(0, vocab, (rows, length), dtype=np.int32)
+
+
+def inputs(rows=16, vocab=32):
+    return Inputs(
+        lambda step: tokens(step, vocab=vocab), tokens(999, rows, vocab=vocab), 0.75, {"source": "test"}, None
+    )
+
+
+def by_path(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def assert_trees_close(a, b, **tolerance):
+    a, b = by_path(a), by_path(b)
+    assert a.keys() == b.keys()
+    for path in a:
+        np.testing.assert_allclose(a[path], b[path], err_msg=path, **tolerance)
+
+
+@functools.cache
+def forward(model):
+    return jax.jit(lambda params, tokens: Transformer(model).apply({"params": params}, tokens)[0])
+
+
+@functools.cache
+def initial(config):
+    return jax.tree.map(np.array, init_state(config))
+
+
+def fresh(config):
+    return jax.tree.map(jnp.array, initial(config))
+
+
+train_step = functools.cache(make_train_step)
+
+
+def numpy_losses(logits, targets):
+    logits = np.asarray(logits, np.float64)
+    log_z = np.log(np.exp(logits).sum(-1))
+    return log_z - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+
+
+def independent_loss(model, params, rows):
+    log_probs = jax.nn.log_softmax(forward(model)(params, rows[:, :-1]))
+    return -jnp.mean(jnp.take_along_axis(log_probs, rows[:, 1:, None], axis=-1))
+
+
+# The step.
+
+
+def test_one_step_is_the_loss_and_the_update_computed_by_hand():
+    config = replace(CONFIG, {"optim.clip_norm": None})
+    rows, before = tokens(), initial(config).params
+    expected_grads = jax.jit(jax.grad(lambda p: independent_loss(config.model, p, rows)))(before)
+    state, metrics = train_step(config)(fresh(config), rows)
+
+    losses = numpy_losses(forward(config.model)(before, rows[:, :-1]), rows[:, 1:])
+    assert int(metrics.target_tokens) == losses.size
+    assert float(metrics.loss_sum_nats) == pytest.approx(losses.sum(), rel=1e-5)
+    norm = math.sqrt(sum(np.sum(np.square(np.asarray(g, np.float64))) for g in jax.tree.leaves(expected_grads)))
+    assert float(metrics.grad_norm) == pytest.approx(norm, rel=1e-4)
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, before, expected_grads)
+    assert_trees_close(state.params, expected, rtol=1e-5, atol=1e-7)
+    assert int(state.step) == 1
+
+
+def test_the_gradient_of_the_step_is_the_slope_of_the_loss():
+    config = replace(CONFIG, {"optim.clip_norm": None, "optim.learning_rate": 1e-3})
+    state, first = train_step(config)(fresh(config), tokens())
+    change = jax.tree.map(lambda a, b: float(np.sum((a - b) ** 2)), state.params, initial(config).params)
+    moved = math.sqrt(sum(jax.tree.leaves(change)))
+    _, second = train_step(config)(state, tokens())
+    drop = float(first.loss_sum_nats - second.loss_sum_nats) / int(first.target_tokens)
+    assert drop == pytest.approx(float(first.grad_norm) * moved, rel=0.02)
+
+
+def test_the_state_gives_up_its_memory_to_the_step():
+    state = fresh(CONFIG)
+    train_step(CONFIG)(state, tokens())
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_the_initial_parameters_depend_on_the_seed_alone():
+    first = initial(CONFIG).params
+    same = initial(replace(CONFIG, {"optim.momentum": 0.5, "data.seed": 3, "data.sequence_length": 4})).params
+    other = initial(replace(CONFIG, {"train.seed": 1})).params
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(same), strict=True))
+    assert not np.array_equal(by_path(first)["token_embedding/embedding"], by_path(other)["token_embedding/embedding"])
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 5])
+def test_positions_whose_target_a_relaxed_mask_shows_are_no_loss_positions(k):
+    config = replace(CONFIG, {"model.relaxed_causal_tokens": k})
+    model, rows = Transformer(config.model), tokens()
+    params = initial(CONFIG).params
+    logits = forward(config.model)(params, rows[:, :-1])
+    # The target of position t is token t + 1; tokens 0 .. k - 1 are visible to each other.
+    counted = [t for t in range(8) if not t + 1 <= k - 1]
+    total, count = jax.jit(lambda p: loss_sum_nats(model, p, rows))(params)
+    assert int(count) == 4 * len(counted)
+    assert float(total) == pytest.approx(numpy_losses(logits, rows[:, 1:])[:, counted].sum(), rel=1e-5)
+
+
+# The optimizer.
+
+
+@pytest.mark.parametrize(("t", "fraction"), [(0, 0.0), (1, 0.25), (4, 1.0), (8, 0.1 + 0.9 * 0.5), (12, 0.1), (50, 0.1)])
+def test_the_learning_rate_warms_up_and_falls_as_a_cosine(t, fraction):
+    schedule = learning_rate_schedule(
+        OptimConfig(learning_rate=2e-3, warmup_steps=4, final_learning_rate_fraction=0.1), steps=12
+    )
+    assert float(schedule(t)) == pytest.approx(2e-3 * fraction, rel=1e-5)
+
+
+def test_clipping_bounds_the_update_and_leaves_the_reported_norm():
+    config = replace(CONFIG, {"optim.clip_norm": 0.01})
+    state, metrics = train_step(config)(fresh(config), tokens())
+    change = jax.tree.map(lambda a, b: float(np.sum((a - b) ** 2)), state.params, initial(config).params)
+    assert float(metrics.grad_norm) > 0.1
+    assert math.sqrt(sum(jax.tree.leaves(change))) == pytest.approx(0.1 * 0.01, rel=1e-3)
+
+
+def test_weight_decay_acts_on_kernels_and_embeddings_only():
+    mask = by_path(decay_mask(parameter_shapes(dataclasses.replace(CONFIG, model=RICH))))
+    assert {path.rpartition("/")[2] for path, decays in mask.items() if decays} == {"kernel", "embedding"}
+    assert {path.rpartition("/")[2] for path, decays in mask.items() if not decays} == {"scale", "bias", "sink"}
+
+
+OPTIMIZERS = {
+    "adam": ({"optimizer": "adam"}, lambda c: [optax.scale_by_adam(0.8, 0.95, 1e-6)]),
+    "adamw": (
+        {"optimizer": "adam", "weight_decay": 0.1},
+        lambda c: [optax.scale_by_adam(0.8, 0.95, 1e-6), optax.add_decayed_weights(0.1, MASK)],
+    ),
+    "orthoadam": (
+        {"optimizer": "orthoadam"},
+        lambda c: [
+            rotate(make_rotation(c.rotation)), optax.scale_by_adam(0.8, 0.95, 1e-6), unrotate(make_rotation(c.rotation))
+        ],
+    ),
+    "rmsprop": ({"optimizer": "rmsprop"}, lambda c: [optax.scale_by_adam(0.0, 0.95, 1e-6)]),
+    "sgd": ({"optimizer": "sgd"}, lambda c: []),
+    "momentum": ({"optimizer": "sgd", "momentum": 0.7}, lambda c: [optax.trace(0.7)]),
+}  # fmt: skip
+TREE = {
+    "layers_0": {"mlp": {"input": {"kernel": (4, 8), "bias": (8,)}}, "mlp_norm": {"scale": (4,)}},
+    "token_embedding": {"embedding": (6, 4)},
+}
+MASK = {
+    "layers_0": {"mlp": {"input": {"kernel": True, "bias": False}}, "mlp_norm": {"scale": False}},
+    "token_embedding": {"embedding": True},
+}
+
+
+def random_tree(seed, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: jnp.asarray(rng.normal(size=shape), dtype), TREE, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def three_steps(optimizer, params):
+    return jax.jit(functools.partial(_three_steps, optimizer))(params)
+
+
+def _three_steps(optimizer, params):
+    state = optimizer.init(params)
+    for seed in range(3):
+        updates, state = optimizer.update(random_tree(seed + 1), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_three_steps_equal_a_chain_built_by_hand(name, clip):
+    changes, scalings = OPTIMIZERS[name]
+    common = {"learning_rate": 0.01, "warmup_steps": 2, "b1": 0.8, "b2": 0.95, "eps": 1e-6, "clip_norm": clip}
+    config = OptimConfig(**(common | changes))
+    by_hand = optax.chain(
+        *([optax.clip_by_global_norm(clip)] if clip else []),
+        *scalings(config),
+        optax.scale_by_schedule(lambda t: -learning_rate_schedule(config, 10)(t)),
+    )
+    params = random_tree(0)
+    got = three_steps(make_optimizer(config, 10), params)
+    assert_trees_close(got, three_steps(by_hand, params), rtol=1e-6, atol=1e-7)
+    assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(params), strict=True))
+
+
+def test_the_optimizers_differ():
+    results = [
+        three_steps(make_optimizer(OptimConfig(warmup_steps=0, **changes), 10), random_tree(0))
+        for changes, _ in OPTIMIZERS.values()
+    ]
+    kernels = [np.asarray(result["layers_0"]["mlp"]["input"]["kernel"]) for result in results]
+    assert all(np.max(np.abs(a - b)) > 1e-5 for i, a in enumerate(kernels) for b in kernels[:i])
+
+
+def test_rmsprop_is_the_gradient_over_the_root_of_its_second_moment():
+    config = OptimConfig(optimizer="rmsprop", learning_rate=0.01, warmup_steps=0, b2=0.9, eps=1e-5, clip_norm=None)
+    x = np.asarray(random_tree(0)["token_embedding"]["embedding"], np.float64)
+    nu = np.zeros_like(x)
+    for t in range(3):
+        g = np.asarray(random_tree(t + 1)["token_embedding"]["embedding"], np.float64)
+        nu = 0.9 * nu + 0.1 * g**2
+        x -= float(learning_rate_schedule(config, 10)(t)) * g / (np.sqrt(nu / (1 - 0.9 ** (t + 1))) + 1e-5)
+    got = three_steps(make_optimizer(config, 10), random_tree(0))["token_embedding"]["embedding"]
+    np.testing.assert_allclose(got, x, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_optimizer_state_has_plain_names(name):
+    config = OptimConfig(**OPTIMIZERS[name][0])
+    state = make_optimizer(config, 200).init(random_tree(0))
+    parts = ["clip", config.optimizer, *(["weight_decay"] if config.weight_decay else []), "learning_rate"]
+    assert list(state) == parts
+    moment = {"adam": "adam/mu", "orthoadam": "orthoadam/inner/mu", "rmsprop": "rmsprop/nu"}.get(config.optimizer)
+    moment = "sgd/trace" if config.momentum else moment
+    if moment:
+        assert f"{moment}/layers_0/mlp/input/kernel" in by_path(state)
+
+
+# The rotation of our own parameters. Axes are counted from the end; None: left alone.
+
+READER = {"output": (-1,), "input": (-2,), "both": (-2, -1), "residual": (-2,), "writers": None}
+WRITER = {"output": (-1,), "input": (-2,), "both": (-2, -1), "residual": (-1,), "writers": (-1,)}
+EMBEDDING = dict.fromkeys(READER, (-1,))
+HEAD = dict.fromkeys(READER, (-2,)) | {"writers": None}
+ALONE = dict.fromkeys(READER)
+IN_A_LAYER = {
+    **{f"attention/{name}/kernel": READER for name in ("query", "key", "value", "gate")},
+    **{f"mlp/{name}/kernel": READER for name in ("input", "gate")},
+    **{f"{name}/output/kernel": WRITER for name in ("attention", "mlp")},
+    **{f"attention/{name}/bias": ALONE for name in ("query", "key", "value", "gate", "output")},
+    **{f"mlp/{name}/bias": ALONE for name in ("input", "gate", "output")},
+    **{f"{norm}/{name}": ALONE for norm in ("attention_norm", "mlp_norm") for name in ("scale", "bias")},
+    "attention/sink": ALONE,
+}
+OUTSIDE = {
+    "token_embedding/embedding": EMBEDDING,
+    "position_embedding/embedding": EMBEDDING,
+    "head/kernel": HEAD,
+    "final_norm/scale": ALONE,
+    "final_norm/bias": ALONE,
+}
+
+
+@pytest.mark.parametrize("embeddings", [True, False])
+@pytest.mark.parametrize("axes", READER)
+@pytest.mark.parametrize("scan", [True, False])
+def test_which_axes_of_which_parameter_are_rotated(scan, axes, embeddings):
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(RICH, num_layers=2, scan_layers=scan))
+    rule = rotated_axes(RotationConfig(axes=axes, embeddings=embeddings))
+    shapes = by_path(parameter_shapes(config))
+    layers = ["layers"] if scan else ["layers_0", "layers_1"]
+    expected = OUTSIDE | {f"{layer}/{path}": what for layer in layers for path, what in IN_A_LAYER.items()}
+    assert shapes.keys() == expected.keys()
+    for path, shape in shapes.items():
+        chosen = expected[path][axes]
+        if not embeddings and path in OUTSIDE:
+            chosen = None
+        stacked = (0,) if scan and path.startswith("layers/") else ()
+        wanted = RotatedAxes(tuple((axis % shape.ndim,) for axis in chosen), stacked) if chosen else None
+        assert rule(path, shape) == wanted, path
+
+
+def test_every_parameter_and_every_layer_has_its_own_basis():
+    model = dataclasses.replace(CONFIG.model, num_layers=3)
+    rotation = rotate(make_rotation(RotationConfig()))
+    params = jax.tree.map(
+        lambda s: jnp.ones(s.shape), parameter_shapes(dataclasses.replace(CONFIG, model=model)),
+    )  # fmt: skip
+    updates, _ = jax.jit(rotation.update)(params, rotation.init(params))
+    turned = [np.asarray(leaf[0]) for path, leaf in by_path(updates).items() if leaf.ndim == 2 and leaf.shape[1] == 16]
+    assert len(turned) == 3 * 5 + 2
+    assert all(np.max(np.abs(a - b)) > 0.1 for i, a in enumerate(turned) for b in turned[:i])
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "haar"])
+def test_scanned_and_unrolled_layers_get_the_same_updates(kind):
+    config = OptimConfig(warmup_steps=0, weight_decay=0.1, rotation=RotationConfig(kind=kind, axes="both"))
+    other = dataclasses.replace(config, rotation=dataclasses.replace(config.rotation, seed=1))
+    shapes = parameter_shapes(replace(CONFIG, {"model.scan_layers": True, "model.num_layers": 2}))
+    trees = [jax.tree.map(lambda s, i=i: np.random.default_rng(i).normal(size=s.shape), shapes) for i in range(4)]
+    trees = [jax.tree.map(np.float32, tree) for tree in trees]
+
+    def run(config, params, *gradients):
+        optimizer = make_optimizer(config, 10)
+        state = optimizer.init(params)
+        for gradient in gradients:
+            updates, state = optimizer.update(gradient, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    run = jax.jit(run, static_argnums=0)
+    scanned, turned = unstack_layers(run(config, *trees)), unstack_layers(run(other, *trees))
+    assert_trees_close(scanned, run(config, *map(unstack_layers, trees)), rtol=0, atol=2e-6)
+    kernels = [by_path(tree)["layers_1/mlp/input/kernel"] for tree in (scanned, turned)]
+    assert np.max(np.abs(kernels[0] - kernels[1])) > 1e-4  # the comparison above would see another basis
+
+
+def test_scanned_and_unrolled_models_train_alike_with_orthoadam():
+    # A large eps, because Adam turns rounding noise into steps where a gradient is nearly 0.
+    changes = {"optim.optimizer": "orthoadam", "optim.learning_rate": 1e-2, "optim.eps": 1e-3, "model.num_layers": 2}
+    unrolled, scanned = (replace(CONFIG, changes | {"model.scan_layers": scan}) for scan in (False, True))
+    a, b = fresh(unrolled), fresh(scanned)._replace(params=stack_layers(initial(unrolled).params))
+    for i in range(4):
+        (a, _), (b, _) = train_step(unrolled)(a, tokens(i)), train_step(scanned)(b, tokens(i))
+    assert_trees_close(a.params, unstack_layers(b.params), rtol=0, atol=2e-5)
+    moved = jax.tree.map(lambda x, y: float(np.max(np.abs(x - y))), a.params, initial(unrolled).params)
+    assert min(jax.tree.leaves(moved)) > 1e-4
+
+
+# Evaluation.
+
+TWO_LAYERS = replace(CONFIG, {"model.num_layers": 2})
+TEXT_KEYS = {
+    "perplexity", "loss_nats", "bits_per_byte", "kurtosis_first", "kurtosis_rest", "max_abs_first", "max_abs_rest",
+    "first_attention_fraction", "first_attention_mass", "norm_ratio_first", "norm_ratio_rest", "value_norm_first",
+    "value_norm_rest", "residual_norm_first", "residual_norm_rest", "perplexity_int8_fine", "perplexity_int8_moderate",
+    "perplexity_int8_coarse", "perplexity_int4_zeropoint",
+}  # fmt: skip
+BACKCOPY_KEYS = {
+    "backcopy_risk_nats", "bigram_excess_risk_nats", "sink_attention", "sink_logit_gap", "value_norm_first",
+    "value_norm_rest", "residual_norm_first", "residual_norm_rest",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def evaluated():
+    params = initial(TWO_LAYERS).params
+    parts = []
+    metrics = evaluate(TWO_LAYERS, params, inputs(), on_progress=parts.append)
+    assert len(parts) == evaluation_stages(TWO_LAYERS) == 1 + len(quant.SETTINGS)
+    return params, metrics
+
+
+def test_perplexity_is_exp_of_the_mean_loss_over_all_targets(evaluated):
+    params, metrics = evaluated
+    rows = inputs().evaluation
+    losses = [numpy_losses(forward(TWO_LAYERS.model)(params, row[None, :-1]), row[None, 1:]) for row in rows]
+    loss = np.mean(losses)
+    assert metrics["loss_nats"] == pytest.approx(loss, rel=1e-6)
+    assert metrics["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert metrics["bits_per_byte"] == pytest.approx(loss * 0.75, rel=1e-6)
+
+
+def test_a_text_model_has_every_metric_and_each_by_layer(evaluated):
+    _, metrics = evaluated
+    assert metrics.keys() >= TEXT_KEYS
+    assert all(math.isfinite(value) for value in metrics.values())
+    layered = {key for key in TEXT_KEYS if not key.startswith(("perplexity", "loss", "bits"))}
+    assert metrics.keys() >= {f"{key}/layer_{layer}" for key in layered for layer in range(2)}
+    for key in layered:
+        assert metrics[key] == pytest.approx((metrics[f"{key}/layer_0"] + metrics[f"{key}/layer_1"]) / 2, rel=1e-6)
+
+
+def test_quantised_perplexities_differ_from_the_float_one_and_from_each_other(evaluated):
+    values = [value for key, value in evaluated[1].items() if key.startswith("perplexity")]
+    assert len(values) == len(set(values)) == 1 + len(quant.SETTINGS)
+
+
+def test_the_evaluation_does_not_depend_on_the_batch_size(evaluated, monkeypatch):
+    params, metrics = evaluated
+    monkeypatch.setattr(quant, "SETTINGS", {})  # their scales are taken over a batch
+    config = replace(TWO_LAYERS, {"eval.batch_size": 2})
+    smaller = evaluate(config, params, inputs())
+    assert smaller.keys() == {key for key in metrics if not key.startswith("perplexity_")}
+    for key, value in smaller.items():
+        assert value == pytest.approx(metrics[key], rel=2e-5), key
+
+
+def test_bigram_backcopy_has_every_metric():
+    task = BigramBackcopy.from_text(default_text(), 3)
+    config = dataclasses.replace(
+        TWO_LAYERS,
+        model=dataclasses.replace(TWO_LAYERS.model, vocab_size=task.vocab_size + 3),
+        data=DataConfig(kind="bigram_backcopy", sequence_length=8),
+    )
+    data = Inputs(lambda step: tokens(step), task.batch(0, 16, 8, 7), None, {}, task)
+    params = initial(config).params
+    metrics = evaluate(config, params, data)
+    assert metrics.keys() >= BACKCOPY_KEYS | {"loss_nats"}
+    assert not metrics.keys() & {"perplexity", "bits_per_byte"}
+    assert metrics.keys() >= {f"{key}/layer_1" for key in BACKCOPY_KEYS if "risk" not in key}
+    assert all(math.isfinite(value) for value in metrics.values())
+    smaller = evaluate(replace(config, {"eval.batch_size": 4}), params, data)
+    assert smaller == pytest.approx(metrics, rel=1e-4)
+    assert evaluation_stages(config) == 1
+
+
+# The loop.
+
+
+def test_metrics_tell_the_learning_rate_and_the_loss_of_their_own_step(tmp_path):
+    config = replace(CONFIG, {"optim.warmup_steps": 4, "train.steps": 6, "train.eval_every_steps": 3})
+    seen = []
+    state = train(config, inputs(), tmp_path, on_step=lambda step, loss: seen.append((step, loss)))
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    steps = [line for line in lines if "loss_nats" in line]
+    assert [line["step"] for line in steps] == [step for step, _ in seen] == [1, 2, 3, 4, 5, 6]
+    assert [line["loss_nats"] for line in steps] == [loss for _, loss in seen]
+    np.testing.assert_allclose([line["learning_rate"] for line in steps], [0, 0.025, 0.05, 0.075, 0.1, 0.1], rtol=1e-6)
+    assert [line["tokens"] for line in steps] == [32 * step for step in range(1, 7)]
+    validation = {line["step"]: line["validation_loss_nats"] for line in lines if "validation_loss_nats" in line}
+    assert validation.keys() == {3, 6}
+    rows = inputs().evaluation
+    losses = numpy_losses(forward(config.model)(state.params, rows[:, :-1]), rows[:, 1:])
+    assert validation[6] == pytest.approx(losses.mean(), rel=1e-6)
+    assert int(state.step) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "step"),
+    [
+        # The first update has learning rate 0, the second is absurd.
+        ({}, "loss|gradient", 3),
+        ({"train.eval_every_steps": 1, "model.norm": "none"}, "validation loss", 2),
+        ({"train.checkpoint_every_steps": 1}, "parameters", 2),
+    ],
+)
+def test_a_run_that_diverges_names_the_step_and_keeps_the_last_good_checkpoint(tmp_path, changes, what, step):
+    start = {"optim.learning_rate": 1e30, "optim.warmup_steps": 2}
+    config = replace(CONFIG, start | {"train.checkpoint_every_steps": 100} | changes)
+    with pytest.raises(DivergedError, match=rf"({what}).* is not finite at step {step}") as error:
+        train(config, inputs(), tmp_path)
+    assert len(str(error.value).splitlines()) <= 3
+    assert all(math.isfinite(line.get("loss_nats", 0.0)) for line in read_metrics(tmp_path / "metrics.jsonl"))
+    if config.train.checkpoint_every_steps == 1:
+        folder = find_checkpoint(tmp_path)
+        assert folder.name == "1"
+        assert_trees_close(read_params(folder), initial(config).params, rtol=0)
+
+
+# Progress.
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("orthojax.progress.time", clock)
+    return clock
+
+
+def test_plain_lines_come_every_ten_seconds_with_the_time_left(clock):
+    stream = io.StringIO()
+    with Progress(100, stream=stream) as progress:
+        for second in range(1, 26):
+            clock.now = float(second)
+            progress.advance(1, f"step {second}")
+    assert stream.getvalue().splitlines() == [
+        "  1% step 1 | 0:01 elapsed",  # too early to tell
+        " 11% step 11 | 0:11 elapsed, about 1:29 left",
+        " 21% step 21 | 0:21 elapsed, about 1:19 left",
+    ]
+
+
+def test_work_of_an_earlier_call_does_not_make_this_one_look_fast(clock):
+    stream = io.StringIO()
+    progress = Progress(100, stream=stream)
+    progress.skip(50)
+    clock.now = 20.0
+    progress.advance(10, "half an hour later")
+    assert stream.getvalue() == " 60% half an hour later | 0:20 elapsed, about 1:20 left\n"
+
+
+def test_a_bar_is_drawn_on_a_terminal_only(clock):
+    plain, terminal = io.StringIO(), Terminal()
+    for stream in (plain, terminal):
+        with Progress(10, stream=stream, every_seconds=0.0) as progress:
+            clock.now += 5.0
+            progress.advance(5, "half")
+            progress.say("a line")
+    assert "|" not in plain.getvalue().splitlines()[0].split("half")[0]
+    assert "\r" not in plain.getvalue()
+    assert re.search(r"\r 50%\|.*\| *,? *half", terminal.getvalue())
+    assert plain.getvalue().splitlines()[-1] == "a line"
+    assert "a line" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_progress_of_tokenising_ends_each_part_before_the_next(clock, kind):
+    stream = kind()
+    report = tokenizing_progress(stream)
+    report("training bpe:300", 0, 2_000_000)
+    report("train", 1_000_000, 2_000_000)
+    clock.now = 5.0
+    report("train", 2_000_000, 2_000_000)
+    report("validation", 0, 0)
+    text = stream.getvalue()
+    for part in ("training bpe:300: 0.0 of 2.0 MB", "tokenising train: 2.0 of 2.0 MB", "tokenising validation: 0.0"):
+        assert part in text
+    assert "tokenising training" not in text
+    if kind is Terminal:  # a bar that is ended is followed by a new line
+        assert text.count("\n") == 3
