@@ -11,7 +11,9 @@ from absl import flags
 from orthojax import cli
 from orthojax.config import UserError
 
-flags.DEFINE_string("input", "embedded", "Text or jsonl files, separated by commas, or 'embedded': Python's own library.")
+flags.DEFINE_string(
+    "input", "embedded", "Text or jsonl files, separated by commas, or 'embedded': Python's own library."
+)
 flags.DEFINE_string("tokenizer", "bytes", "bytes | bpe:N | the path of a tokenizer.json.")
 flags.DEFINE_string("output", None, "Folder of the token files; it must not exist yet.")
 FLAGS = flags.FLAGS
@@ -28,7 +30,11 @@ def main(_: list[str]) -> None:
     output = Path(FLAGS.output)
     if output.exists():
         raise UserError(f"{output} already exists", allowed="a folder that does not exist yet")
-    corpus = embedded_corpus() if FLAGS.input == "embedded" else text_corpus([path for path in FLAGS.input.split(",") if path])
+    corpus = (
+        embedded_corpus()
+        if FLAGS.input == "embedded"
+        else text_corpus([path for path in FLAGS.input.split(",") if path])
+    )
     print(f"{corpus.description}: {corpus.file_count} files, sha256 {corpus.sha256}")
     build_dataset(output, corpus, FLAGS.tokenizer, tokenizing_progress())
     dataset = open_pair(output / "train.bin", output / "validation.bin")

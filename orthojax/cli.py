@@ -81,7 +81,8 @@ def _config_from_file(path: Path) -> Config:
 
 
 def _where(error: Exception, path: Path) -> str:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
     return f"line {lines[-1]}, " if lines else ""
 
 

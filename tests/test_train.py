@@ -453,8 +453,6 @@ def test_bigram_backcopy_has_every_metric():
     assert not metrics.keys() & {"perplexity", "bits_per_byte"}
     assert metrics.keys() >= {f"{key}/layer_1" for key in BACKCOPY_KEYS if "risk" not in key}
     assert all(math.isfinite(value) for value in metrics.values())
-    smaller = evaluate(replace(config, {"eval.batch_size": 4}), params, data)
-    assert smaller == pytest.approx(metrics, rel=1e-4)
     assert evaluation_stages(config) == 1
 
 

@@ -162,7 +162,9 @@ def find_checkpoint(path: Path) -> Path:
     """
     path = path.absolute()
     if not path.exists():
-        raise UserError(f"no such checkpoint: {path}", allowed="a workdir, its checkpoints folder, or one step's folder")
+        raise UserError(
+            f"no such checkpoint: {path}", allowed="a workdir, its checkpoints folder, or one step's folder"
+        )
     for folder in (path / "checkpoints", path):
         steps = [int(p.name) for p in folder.glob("*") if p.name.isdigit() and p.is_dir()] if folder.is_dir() else []
         if steps:

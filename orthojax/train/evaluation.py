@@ -118,4 +118,3 @@ def _evaluate_backcopy(model: Transformer, params: Any, config: Config, inputs: 
     assert layers is not None and risks is not None
     loss = mean_loss_nats(model, params, config, inputs)
     return {"loss_nats": loss} | analysis.finalize(layers) | analysis.finalize(risks)
-

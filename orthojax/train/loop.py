@@ -110,7 +110,7 @@ def _restore(checkpoints: Checkpoints, state: TrainState, config: Config, inputs
     for name, value in inputs.provenance.items():
         if saved.get(name) != value:
             raise UserError(
-                f"the data differs from that of the checkpoint of step {step}: {name} is {value!r}, not {saved.get(name)!r}",
+                f"the data is not that of the checkpoint of step {step}: {name} is {value!r}, not {saved.get(name)!r}",
                 allowed="the data that the run began with, or another --workdir",
             )
     return checkpoints.restore(state, step)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import optax
 
-from orthojax.config import ModelConfig, OptimConfig, RotationConfig
+from orthojax.config import OptimConfig, RotationConfig
 from orthojax.optim import RotatedAxes, Rotation, scale_by_orthoadam, warmup_cosine
 
 _WRITERS = ("attention/output", "mlp/output")
