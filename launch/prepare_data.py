@@ -1,7 +1,7 @@
 """Turns text into token files: python launch/prepare_data.py --input=a.txt,b.jsonl --tokenizer=bpe:2048 --output=DIR.
 
-Writes train.bin, validation.bin (each with a JSON sidecar) and tokenizer.json under the output folder; train on them with
---config.data.kind=tokens --config.data.paths=DIR/train.bin,DIR/validation.bin.
+Writes train.bin, validation.bin (each with a JSON sidecar) and tokenizer.json under the output folder; train on them
+with --config.data.kind=tokens --config.data.paths=DIR/train.bin,DIR/validation.bin.
 """
 
 from pathlib import Path

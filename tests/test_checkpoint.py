@@ -192,6 +192,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(finished, tmp_path, step
     assert starts == [max(saved for saved in (0, 3, 6, 9) if saved <= step - (step % 3 == 0))]
     assert bits(state) == finished[1]
     assert losses(tmp_path) == losses(finished[0])
+    assert loop.make_train_step(CONFIG)._cache_size() <= 2  # one program for a new state, one for a restored one
 
 
 def test_a_finished_run_is_not_touched_again(finished, copy):

@@ -397,6 +397,11 @@ def test_scan_layers_changes_the_names_of_parameters_only():
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_remat_recomputes_in_the_backward_pass(scan):
+    # Outside a scan only prevent_cse keeps XLA from merging the recomputation with the original.
+    config = dataclasses.replace(TINY, remat=True, scan_layers=scan)
+    params = stack_layers(random_params(config)) if scan else random_params(config)
+    assert f"prevent_cse={not scan}" in str(jax.make_jaxpr(lambda params: apply(config, params)[0])(params))
+
     def saved_numbers(remat):
         config = dataclasses.replace(TINY, remat=remat, scan_layers=scan, num_layers=4)
         params = random_params(config)

@@ -202,6 +202,13 @@ def test_softmax1_of_large_negative_half_precision_logits_does_not_underflow_ear
     np.testing.assert_allclose(np.asarray(softmax1(x), np.float64), exact, rtol=2.0**-8)
 
 
+def test_weights_survive_where_both_the_logits_and_n_are_tiny():
+    x = jnp.full(4, -100.0)  # exp(100) overflows float32, so a shift by the row max alone would give 0
+    expected = np.exp(-100.0) / (1e-30 + 4 * np.exp(-100.0))
+    np.testing.assert_allclose(softmax_n(x, 1e-30), expected, rtol=1e-4)
+    np.testing.assert_allclose(softmax_with_sink(x, jnp.log(jnp.full(1, 1e-30))), expected, rtol=1e-4)
+
+
 def test_one_infinite_negative_logit_is_a_masked_one():
     x = jnp.array([1.0, -jnp.inf, 2.0])
     np.testing.assert_array_equal(softmax1(x), softmax1(x, where=jnp.array([True, False, True])))

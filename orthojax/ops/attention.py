@@ -156,9 +156,7 @@ def _check_shapes(query, key, value, bias, mask, lengths, local_window_size) -> 
         raise ValueError(f"local_window_size must be one int or (left, right), got {local_window_size}")
 
 
-def _at_least_4d(array: jax.Array | None) -> jax.Array | None:
-    if array is None:
-        return None
+def _at_least_4d(array: jax.Array) -> jax.Array:
     array = jnp.asarray(array)
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
@@ -214,7 +212,8 @@ def dot_product_attention(
     shape = jnp.shape(query)
     if not 3 <= len(shape) <= 4:
         raise ValueError(f"query must be [batch, length, heads, width] or [length, heads, width]; got {shape}")
-    query, key, value, bias, mask = (_at_least_4d(array) for array in (query, key, value, bias, mask))
+    query, key, value = _at_least_4d(query), _at_least_4d(key), _at_least_4d(value)
+    bias, mask = (None if array is None else _at_least_4d(array) for array in (bias, mask))
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     lengths = {name: None if array is None else jnp.asarray(array) for name, array in lengths.items()}
     _check_shapes(query, key, value, bias, mask, lengths, local_window_size)

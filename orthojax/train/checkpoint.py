@@ -110,9 +110,11 @@ class Checkpoints:
             )
         except Exception as error:
             raise _read_error(self.directory / str(step), error) from error
-        _require_intact(self.directory / str(step), "params", restored.params)
-        _require_intact(self.directory / str(step), "opt_state", restored.opt_state)
-        return TrainState(jax.numpy.asarray(step, like.step.dtype), restored.params, restored.opt_state)
+        _require_intact(self.directory / str(step), "params", restored["params"])
+        _require_intact(self.directory / str(step), "opt_state", restored["opt_state"])
+        # Placed as the arrays are: a step without a place would make the second training step compile again.
+        step_taken = jax.device_put(np.asarray(step, like.step.dtype), like.step.sharding)
+        return TrainState(step_taken, restored["params"], restored["opt_state"])
 
     def _write_error(self, error: Exception) -> UserError:
         steps = sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdigit())
@@ -144,7 +146,7 @@ def _by_path(tree: Any) -> dict[str, Any]:
 def _checksums(tree: Any) -> dict[str, int]:
     """CRC-32 of the bytes of every array by path, row-major."""
     arrays = {path: np.ascontiguousarray(jax.device_get(leaf)) for path, leaf in _by_path(tree).items()}
-    return {path: zlib.crc32(array.view(np.uint8)) for path, array in arrays.items()}
+    return {path: zlib.crc32(array.view(np.uint8).data) for path, array in arrays.items()}
 
 
 def _require_intact(step_folder: Path, item: str, tree: Any) -> None:

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from orthojax import analysis, quant
@@ -26,8 +25,8 @@ def _loss(model: Transformer, params: Any, tokens: jax.Array) -> tuple[jax.Array
 @partial(jax.jit, static_argnums=0)
 def _language_model_statistics(model: Transformer, params: Any, tokens: jax.Array) -> analysis.Statistics:
     inputs, _ = split_tokens(tokens)
-    _, statistics = model.apply({"params": params}, inputs, observe=analysis.observe_language_model)
-    return statistics
+    observed: Any = model.apply({"params": params}, inputs, observe=analysis.observe_language_model)
+    return observed[1]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -115,6 +114,7 @@ def _evaluate_backcopy(model: Transformer, params: Any, config: Config, inputs: 
         new = _backcopy_statistics(model, params, tokens, oracle, inputs.task.is_trigger(tokens[:, :-1]))
         layers = new[0] if layers is None else analysis.combine(layers, new[0])
         risks = new[1] if risks is None else analysis.combine(risks, new[1])
-    assert layers is not None and risks is not None
+    assert layers is not None
+    assert risks is not None
     loss = mean_loss_nats(model, params, config, inputs)
     return {"loss_nats": loss} | analysis.finalize(layers) | analysis.finalize(risks)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from orthojax.config import Config, Interrupted, UserError, changed_fields, from_json, to_json
@@ -152,7 +153,7 @@ class _Recorder:
                     "step": step,
                     "tokens": step * int(tokens),
                     "loss_nats": loss,
-                    "learning_rate": float(self._schedule(step - 1)),
+                    "learning_rate": float(np.asarray(self._schedule(step - 1))),
                     "grad_norm": grad_norm,
                     "tokens_per_second": round(rate, 1),
                 }
