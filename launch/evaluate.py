@@ -10,7 +10,7 @@ from pathlib import Path
 from absl import flags
 
 from orthojax import cli
-from orthojax.config import UserError
+from orthojax.errors import UserError
 
 cli.define_cache_dir()
 flags.DEFINE_string("checkpoint", None, "A run's workdir, its checkpoints folder, or one step's folder.")

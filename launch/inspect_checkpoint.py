@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from orthojax import cli
-from orthojax.config import flatten
+from orthojax.fields import flatten
 
 
 def main(arguments: list[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from absl import flags
 
 from orthojax import cli
-from orthojax.config import UserError
+from orthojax.errors import UserError
 
 flags.DEFINE_string(
     "input", "embedded", "Text or jsonl files, separated by commas, or 'embedded': Python's own library."

@@ -10,7 +10,7 @@ from pathlib import Path
 from absl import flags
 
 from orthojax import cli
-from orthojax.config import UserError, nearest
+from orthojax.errors import UserError, nearest
 
 cli.define_cache_dir()
 flags.DEFINE_string("experiment", "quick", "Which experiment; an unknown name lists them.")

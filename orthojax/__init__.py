@@ -44,7 +44,7 @@ _HOME = {
     "gpt2": "model",
     "llama2": "model",
 }
-_ROOMS = ("ops", "optim", "model", "data", "analysis", "quant", "train", "experiments", "config")
+_ROOMS = ("ops", "optim", "model", "data", "analysis", "quant", "train", "experiments")
 
 __all__ = [
     "ModelConfig",

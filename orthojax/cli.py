@@ -14,7 +14,9 @@ from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
-from orthojax.config import Config, Interrupted, UserError, describe_type, field_paths, nearest, replace
+from orthojax.config import Config
+from orthojax.errors import Interrupted, UserError, nearest
+from orthojax.fields import describe_type, field_paths, replace
 
 # Operating-system errors that the user can mend: no space, file too large, quota, permission, read-only, a file where
 # a folder should be.

@@ -1,98 +1,19 @@
-"""What a run is made of: frozen dataclasses, strict overrides and a JSON round trip.
+"""What a run is made of: frozen dataclasses that refuse impossible values.
 
 Standard library only, so that a mistyped flag is refused before anything heavy is imported.
 """
 
 import dataclasses
-import difflib
-import json
 import math
-import types
-import typing
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
-
-class UserError(ValueError):
-    """Something that the user gave is wrong: the command lines show it without a traceback and exit with 2."""
-
-    def __init__(self, problem: str, *, allowed: str = "", hint: str = ""):
-        """Keeps at most three lines.
-
-        Args:
-          problem: What was wrong, with the offending value.
-          allowed: What is allowed instead.
-          hint: The nearest right name, or what to do next.
-        """
-        super().__init__("\n".join(line for line in (problem, allowed, hint) if line))
-
-
-class Interrupted(Exception):
-    """The run was asked to stop and has saved its state.
-
-    Attributes:
-      signum: The signal that asked.
-    """
-
-    def __init__(self, signum: int, step: int):
-        super().__init__(f"stopped at step {step}, state saved; run the same command to go on")
-        self.signum = signum
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The hint 'did you mean ...?' for a mistyped name, or '' where nothing is near."""
-    found = difflib.get_close_matches(name, list(names), n=1)
-    return f"did you mean {found[0]!r}?" if found else ""
+from orthojax.errors import UserError
+from orthojax.fields import check_types
 
 
 def _require(holds: bool, problem: str, allowed: str = "") -> None:
     if not holds:
         raise UserError(problem, allowed=allowed)
-
-
-def describe_type(hint: Any) -> str:
-    """The allowed values of an annotation, in words for a user."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is type(None):
-        return "none"
-    if origin is Literal:
-        return " | ".join(str(value) for value in args)
-    if origin is tuple:
-        return f"a comma-separated list of ({describe_type(args[0])})"
-    if origin in (typing.Union, types.UnionType):
-        return ", or ".join(describe_type(option) for option in args)
-    if dataclasses.is_dataclass(hint):
-        return typing.cast(type, hint).__name__
-    return {bool: "true | false", int: "an integer", float: "a number", str: "a text"}[hint]
-
-
-def _literals(hint: Any) -> tuple[Any, ...]:
-    args = typing.get_args(hint)
-    return args if typing.get_origin(hint) is Literal else tuple(value for arg in args for value in _literals(arg))
-
-
-def _conforms(value: Any, hint: Any) -> bool:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return value in args
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_conforms(item, args[0]) for item in value)
-    if origin in (typing.Union, types.UnionType):
-        return any(_conforms(value, option) for option in args)
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def _check_types(config: Any, group: str) -> None:
-    """A config built in Python is held to its annotations as one built from overrides is."""
-    for name, hint in typing.get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        if not _conforms(value, hint):
-            near = nearest(value, map(str, _literals(hint))) if isinstance(value, str) else ""
-            raise UserError(f"{group}.{name}={value!r} is not valid", allowed=describe_type(hint), hint=near)
 
 
 Position = Literal["learned", "rotary", "none"]
@@ -161,7 +82,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self):
-        _check_types(self, "model")
+        check_types(self, "model")
         for name in ("vocab_size", "max_length", "d_model", "num_layers", "num_heads", "d_mlp"):
             value = getattr(self, name)
             _require(value > 0, f"model.{name}={value}", "a positive number")
@@ -247,7 +168,7 @@ class RotationConfig:
     seed: int = 0
 
     def __post_init__(self):
-        _check_types(self, "optim.rotation")
+        check_types(self, "optim.rotation")
         _require(0 <= self.seed < 2**32, f"optim.rotation.seed={self.seed}", "0 to 2**32 - 1")
 
 
@@ -282,7 +203,7 @@ class OptimConfig:
     rotation: RotationConfig = RotationConfig()
 
     def __post_init__(self):
-        _check_types(self, "optim")
+        check_types(self, "optim")
         for name in ("learning_rate", "eps"):
             value = getattr(self, name)
             _require(value > 0.0 and math.isfinite(value), f"optim.{name}={value}", "a finite positive number")
@@ -321,7 +242,7 @@ class DataConfig:
     trigger_count: int = 3
 
     def __post_init__(self):
-        _check_types(self, "data")
+        check_types(self, "data")
         _require(self.sequence_length >= 2, f"data.sequence_length={self.sequence_length}", "at least 2")
         _require(self.trigger_count >= 1, f"data.trigger_count={self.trigger_count}", "at least 1")
         _require(0 <= self.seed < 2**32, f"data.seed={self.seed}", "0 to 2**32 - 1")
@@ -364,7 +285,7 @@ class TrainConfig:
     keep_checkpoints: int = 2
 
     def __post_init__(self):
-        _check_types(self, "train")
+        check_types(self, "train")
         for name in ("steps", "batch_size", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints"):
             value = getattr(self, name)
             _require(value >= 1, f"train.{name}={value}", "at least 1")
@@ -385,7 +306,7 @@ class EvalConfig:
     batch_size: int = 32
 
     def __post_init__(self):
-        _check_types(self, "eval")
+        check_types(self, "eval")
         _require(self.batch_size >= 1, f"eval.batch_size={self.batch_size}", "at least 1")
         _require(
             self.sequences >= 1 and self.sequences % self.batch_size == 0,
@@ -405,7 +326,7 @@ class Config:
     eval: EvalConfig = EvalConfig()
 
     def __post_init__(self):
-        _check_types(self, "config")
+        check_types(self, "config")
         length = self.data.sequence_length
         _require(
             self.model.position != "learned" or length <= self.model.max_length,
@@ -422,189 +343,3 @@ class Config:
             f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of train.steps={self.train.steps}",
             f"less than {self.train.steps}",
         )
-
-
-T = TypeVar("T")
-
-
-def _plain(text: str, kind: type) -> Any:
-    lowered = text.strip().lower()
-    if kind is bool:
-        return {"true": True, "false": False}[lowered]
-    if kind is int:
-        value = float(lowered) if any(c in lowered for c in ".e") else int(lowered)
-        if value != int(value):
-            raise ValueError
-        return int(value)  # 1e3 is an int to anyone who types it
-    return kind(text)
-
-
-def read_value(text: str, hint: Any) -> Any:
-    """Reads a command-line text as a value of the annotated type.
-
-    Args:
-      text: What the user typed.
-      hint: bool, int, float, str, a Literal, a tuple of one type, or a union of these.
-
-    Raises:
-      ValueError: Where the text is no such value.
-
-    >>> read_value("1e3", int), read_value("none", float | None), read_value("relu,gelu", Mlp | tuple[Mlp, ...])
-    (1000, None, ('relu', 'gelu'))
-    """
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is type(None):
-        if text.strip().lower() == "none":
-            return None
-        raise ValueError(text)
-    if origin is Literal:
-        for value in args:
-            if str(value) == text.strip():
-                return value
-        raise ValueError(text)
-    if origin is tuple:
-        return tuple(read_value(part.strip(), args[0]) for part in text.split(",") if part.strip())
-    if origin in (typing.Union, types.UnionType):
-        options = sorted(args, key=lambda option: typing.get_origin(option) is tuple)  # one value before many
-        for option in options:
-            try:
-                return read_value(text, option)
-            except (ValueError, KeyError):
-                continue
-        raise ValueError(text)
-    try:
-        return _plain(text, hint)
-    except KeyError as error:
-        raise ValueError(text) from error
-
-
-def field_paths(cls: type, prefix: str = "") -> dict[str, Any]:
-    """Every leaf field of a (nested) config class by dotted path, with its type.
-
-    >>> list(field_paths(Config))[:2]
-    ['model.vocab_size', 'model.max_length']
-    """
-    paths: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(cls).items():
-        if dataclasses.is_dataclass(hint):
-            paths |= field_paths(typing.cast(type, hint), f"{prefix}{name}.")
-        else:
-            paths[f"{prefix}{name}"] = hint
-    return paths
-
-
-def _replace_nested(config: T, nested: Mapping[str, Any]) -> T:
-    changes = {
-        name: _replace_nested(getattr(config, name), value) if isinstance(value, Mapping) else value
-        for name, value in nested.items()
-    }
-    return dataclasses.replace(typing.cast(Any, config), **changes)
-
-
-def replace(config: T, changes: Mapping[str, Any]) -> T:
-    """A copy with values changed by dotted path, all at once, so that fields that must agree can change together.
-
-    Args:
-      config: A config.
-      changes: Dotted path -> new value; a str is read as typed on a command line unless the field is a str.
-
-    Raises:
-      UserError: For an unknown field, a value of the wrong type, or an impossible combination.
-
-    >>> replace(Config(), {"model.d_model": 6, "model.num_heads": "3"}).model.head_dim
-    2
-    """
-    hints = field_paths(type(config))
-    nested: dict[str, Any] = {}
-    for path, value in changes.items():
-        if path not in hints:
-            group = [name for name in hints if name.startswith(path + ".")]
-            names = group or [name for name in hints if name.rpartition(".")[0] == path.rpartition(".")[0]] or hints
-            raise UserError(
-                f"unknown config field {path!r}",
-                allowed="known: " + ", ".join(names),
-                hint=nearest(path, hints)
-                or nearest(path.rpartition(".")[2], [name.rpartition(".")[2] for name in hints]),
-            )
-        hint = hints[path]
-        if isinstance(value, str) and not _conforms(value, hint):
-            try:
-                value = read_value(value, hint)
-            except (ValueError, OverflowError):
-                literals = [str(item) for item in _literals(hint)]
-                raise UserError(
-                    f"config.{path}={value!r} is not valid", allowed=describe_type(hint), hint=nearest(value, literals)
-                ) from None
-        if not _conforms(value, hint):
-            raise UserError(f"config.{path}={value!r} has the wrong type", allowed=describe_type(hint))
-        *groups, name = path.split(".")
-        inner = nested
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[name] = value
-    return _replace_nested(config, nested)
-
-
-def flatten(config: Any) -> dict[str, Any]:
-    """Every leaf value by dotted path."""
-    flat = {}
-    for path in field_paths(type(config)):
-        value = config
-        for name in path.split("."):
-            value = getattr(value, name)
-        flat[path] = value
-    return flat
-
-
-def changed_fields(base: Any, config: Any) -> dict[str, Any]:
-    """The fields by which `config` differs from `base`, by dotted path."""
-    before = flatten(base)
-    return {path: value for path, value in flatten(config).items() if value != before[path]}
-
-
-def to_json(config: Any) -> str:
-    """The config as indented JSON; `from_json` reads it back."""
-    return json.dumps(dataclasses.asdict(config), indent=2)
-
-
-def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:
-    """Builds a config from nested plain values; every field must be there and no other.
-
-    Raises:
-      UserError: For an unknown, missing or mistyped field.
-    """
-    hints = typing.get_type_hints(cls)
-    if not isinstance(values, Mapping) or set(values) != set(hints):
-        named = set(values) if isinstance(values, Mapping) else set()
-        raise UserError(
-            f"{where} does not describe a {cls.__name__} of this version of orthojax",
-            allowed="missing: " + (", ".join(sorted(set(hints) - named)) or "nothing"),
-            hint="unknown: " + (", ".join(sorted(named - set(hints))) or "nothing"),
-        )
-    fields = {}
-    for name, hint in hints.items():
-        value = values[name]
-        if dataclasses.is_dataclass(hint):
-            fields[name] = from_dict(typing.cast(type, hint), value, f"{where}.{name}")
-            continue
-        value = tuple(value) if isinstance(value, list) else value
-        if not _conforms(value, hint):
-            raise UserError(f"{where}.{name}={value!r} has the wrong type", allowed=describe_type(hint))
-        fields[name] = value
-    return cls(**fields)
-
-
-def from_json(cls: type[T], text: str) -> T:
-    """Reads what `to_json` wrote.
-
-    Raises:
-      UserError: Where the text is no JSON, or not of this class.
-
-    >>> from_json(Config, to_json(Config())) == Config()
-    True
-    """
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"not a JSON config: {error}") from None
-    return from_dict(cls, values)

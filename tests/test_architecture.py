@@ -15,6 +15,8 @@ import orthojax
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "orthojax"
 FLOORS = {
+    "errors": -2,  # the ground: the standard library alone
+    "fields": -1,
     "ops": 0,
     "config": 0,
     "progress": 0,
@@ -40,12 +42,17 @@ NEVER = {
     "experiments": {"launch"},
     "benchmarks": {"launch", "experiments"},
 }
-ONLY = {"config": set(), "progress": {"tqdm"}}  # what else than the standard library these may import
+ONLY = {
+    "errors": set(),
+    "fields": set(),
+    "config": set(),
+    "progress": {"tqdm"},
+}  # what else than the standard library these may import
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "launch").glob("*.py")])
 IDS = [str(path.relative_to(ROOT)) for path in SOURCES]
 
 LONGEST_FILE, LONGEST_FUNCTION = 300, 60
-LONGER_FILES = {"orthojax/config.py": 620, "orthojax/experiments/quick_report.py": 350}
+LONGER_FILES = {"orthojax/config.py": 350, "orthojax/experiments/quick_report.py": 350}
 LONGER_FUNCTIONS = {"orthojax/config.py:ModelConfig.__post_init__": 70}
 
 

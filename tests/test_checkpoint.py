@@ -15,17 +15,9 @@ import jax
 import numpy as np
 import pytest
 
-from orthojax.config import (
-    Config,
-    DataConfig,
-    EvalConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-    UserError,
-    replace,
-    to_json,
-)
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.errors import UserError
+from orthojax.fields import replace, to_json
 from orthojax.train import (
     Checkpoints,
     Inputs,
@@ -387,7 +379,7 @@ def home(tmp_path_factory):
     )
     (home / "config.json").write_text(to_json(config))
     (home / "config.py").write_text(
-        "from pathlib import Path\nfrom orthojax.config import Config, from_json\n"
+        "from pathlib import Path\nfrom orthojax.config import Config\nfrom orthojax.fields import from_json\n"
         "def get_config():\n    return from_json(Config, Path('config.json').read_text())\n"
     )
     process = command(home / "whole", home)

@@ -8,23 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orthojax.config import (
-    Config,
-    DataConfig,
-    EvalConfig,
-    Mlp,
-    ModelConfig,
-    OptimConfig,
-    RotationConfig,
-    TrainConfig,
-    UserError,
+from orthojax.config import Config, DataConfig, EvalConfig, Mlp, ModelConfig, OptimConfig, RotationConfig, TrainConfig
+from orthojax.errors import UserError, nearest
+from orthojax.fields import (
     changed_fields,
     describe_type,
     field_paths,
     flatten,
     from_dict,
     from_json,
-    nearest,
     read_value,
     replace,
     to_json,

@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from orthojax.config import UserError
 from orthojax.data.batches import TokenBatches
+from orthojax.errors import UserError
 
 T, B, ROWS = 3, 4, 12
 

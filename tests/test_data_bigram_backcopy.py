@@ -5,8 +5,8 @@ import collections
 import numpy as np
 import pytest
 
-from orthojax.config import UserError
 from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
+from orthojax.errors import UserError
 
 B, T = 1024, 64
 

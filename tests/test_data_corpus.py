@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
-from orthojax.config import UserError
 from orthojax.data import corpus as corpus_lib
 from orthojax.data.corpus import Document, embedded_corpus, split_by_name, split_by_text, text_corpus
+from orthojax.errors import UserError
 
 
 @pytest.fixture(scope="module")

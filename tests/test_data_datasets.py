@@ -8,11 +8,12 @@ import sys
 import numpy as np
 import pytest
 
-from orthojax.config import DataConfig, UserError
+from orthojax.config import DataConfig
 from orthojax.data import datasets
 from orthojax.data.corpus import embedded_corpus, text_corpus
 from orthojax.data.datasets import open_dataset
 from orthojax.data.tokenizers import load_tokenizer
+from orthojax.errors import UserError
 
 TEXT = "Some words that come again, and again some words.\n" * 40
 

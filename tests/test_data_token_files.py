@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from orthojax.config import UserError
 from orthojax.data import token_files
 from orthojax.data.corpus import Document
 from orthojax.data.token_files import open_token_file, prepare, sidecar_path
 from orthojax.data.tokenizers import ByteTokenizer
+from orthojax.errors import UserError
 
 DOCUMENTS = [Document("a", "hé"), Document("b", "")]
 

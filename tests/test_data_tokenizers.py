@@ -11,8 +11,8 @@ import pytest
 import tokenizers as hf
 from hypothesis import strategies as st
 
-from orthojax.config import UserError
 from orthojax.data.tokenizers import ByteTokenizer, load_tokenizer, make_tokenizer, tokenizer_identity, train_bpe
+from orthojax.errors import UserError
 
 TEXTS = [
     "def word(a, b):\n    return a + b  # größer\n" * 3,

@@ -9,13 +9,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from orthojax.config import Config, UserError, replace
+from orthojax.config import Config
+from orthojax.errors import UserError
 from orthojax.experiments import figures, quick_report
 from orthojax.experiments.base_configs import BACKCOPY_MODEL, LANGUAGE_MODEL, cured, with_normalizer
 from orthojax.experiments.catalog import EXPERIMENTS
 from orthojax.experiments.example import example_maps
 from orthojax.experiments.report import Claim, Report, Table, to_text, write_report
 from orthojax.experiments.study import Experiment, Variant, run_study
+from orthojax.fields import replace
 from orthojax.train import init_state
 
 SEEDS = (0, 1)

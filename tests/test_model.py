@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orthojax.config import ModelConfig, UserError
+from orthojax.config import ModelConfig
+from orthojax.errors import UserError
 from orthojax.model import (
     Transformer,
     flops_per_token,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from orthojax import quant
-from orthojax.config import UserError
+from orthojax.errors import UserError
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, 5, 12)) * np.exp(RNG.normal(size=12))

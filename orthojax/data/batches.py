@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from orthojax.config import UserError
+from orthojax.errors import UserError
 
 
 class TokenBatches:

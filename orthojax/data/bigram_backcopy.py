@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from orthojax.config import UserError
+from orthojax.errors import UserError
 
 
 def default_text() -> str:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from orthojax.config import UserError
+from orthojax.errors import UserError
 
 # Folders of the standard library that are left out, by what would be wrong with keeping them.
 DROPPED_FOLDERS = frozenset(

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from orthojax.config import DataConfig, UserError
+from orthojax.config import DataConfig
 from orthojax.data.corpus import Corpus, embedded_corpus, text_corpus
 from orthojax.data.token_files import FORMAT_VERSION, Progress, TokenFile, open_token_file, prepare
 from orthojax.data.tokenizers import make_tokenizer, tokenizer_identity
+from orthojax.errors import UserError
 
 # Goes up with any change of the rules of corpora, splits or tokenizers, so that old caches are not taken for new ones.
 RULES_VERSION = 1

@@ -16,9 +16,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from orthojax.config import UserError
 from orthojax.data.corpus import Document
 from orthojax.data.tokenizers import Tokenizer
+from orthojax.errors import UserError
 
 FORMAT_VERSION = 1
 _ENCODE_CHARACTERS = 1 << 20  # so much text is tokenised at once, which bounds memory and paces the progress

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from orthojax.config import UserError
+from orthojax.errors import UserError
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 ALLOWED = "bytes | bpe:N (N ids, trained on the corpus) | the path of a tokenizer.json"

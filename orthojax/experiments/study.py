@@ -14,8 +14,10 @@ import jax
 import numpy as np
 
 from orthojax import __version__
-from orthojax.config import Config, UserError, changed_fields, nearest, replace
+from orthojax.config import Config
+from orthojax.errors import UserError, nearest
 from orthojax.experiments.example import save_example
+from orthojax.fields import changed_fields, replace
 from orthojax.model import flops_per_token
 from orthojax.progress import Progress, tokenizing_progress
 from orthojax.train import (

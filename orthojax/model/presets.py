@@ -7,7 +7,8 @@ Both are stock. What the paper changes (RMSNormSingle, no biases, softmax-1) is 
 import dataclasses
 from typing import Any
 
-from orthojax.config import ModelConfig, UserError, nearest
+from orthojax.config import ModelConfig
+from orthojax.errors import UserError, nearest
 
 _GPT2 = ModelConfig(
     vocab_size=50_257,

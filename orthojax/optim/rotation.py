@@ -34,12 +34,16 @@ def _basis_shape(plan: LeafPlan, turn: Turn) -> tuple[int, ...]:
 def _draw_haar(rotation: Rotation, plan: LeafPlan, turn: Turn, dtype: Any) -> jax.Array:
     """Q of every layer. A callback of known shape: eval_shape runs no QR, jit embeds no constant of this size."""
     key, shape = zlib.crc32(turn.name.encode()), _basis_shape(plan, turn)
+    words = np.dtype(dtype).itemsize // 4
 
     def draw() -> np.ndarray:
         seeds = [(rotation.seed, key, layer) for layer in turn.layers]
-        return np.stack([orthogonal.haar(seed, turn.size) for seed in seeds]).reshape(shape).astype(dtype)
+        matrices = np.stack([orthogonal.haar(seed, turn.size) for seed in seeds]).reshape(shape).astype(dtype)
+        return matrices.view(np.uint32).reshape(*shape, words)
 
-    return jax.pure_callback(draw, jax.ShapeDtypeStruct(shape, dtype))
+    # As words: the thread that a callback runs in does not know of a local jax.enable_x64, and would refuse float64.
+    drawn = jax.pure_callback(draw, jax.ShapeDtypeStruct((*shape, words), np.uint32))
+    return jax.lax.bitcast_convert_type(drawn if words > 1 else drawn[..., 0], dtype)
 
 
 def init_basis(rotation: Rotation, params: optax.Params) -> Any:

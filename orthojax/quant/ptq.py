@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from orthojax.config import UserError
+from orthojax.errors import UserError
 from orthojax.ops.quantize import Axes, absmax, zeropoint
 from orthojax.ops.statistics import at_least_float32
 from orthojax.quant.settings import QuantizationSetting

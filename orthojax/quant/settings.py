@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from orthojax.config import UserError
+from orthojax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

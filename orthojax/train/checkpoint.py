@@ -14,7 +14,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from orthojax.config import Config, UserError, from_dict, to_json
+from orthojax.config import Config
+from orthojax.errors import UserError
+from orthojax.fields import from_dict, to_json
 from orthojax.train.step import TrainState, parameter_shapes
 
 FORMAT_VERSION = 1

@@ -12,7 +12,9 @@ import jax
 import numpy as np
 import optax
 
-from orthojax.config import Config, Interrupted, UserError, changed_fields, from_json, to_json
+from orthojax.config import Config
+from orthojax.errors import Interrupted, UserError
+from orthojax.fields import changed_fields, from_json, to_json
 from orthojax.train.checkpoint import Checkpoints, read_config, read_json_item
 from orthojax.train.evaluation import validation_loss_nats
 from orthojax.train.files import write_text

@@ -1,0 +1,36 @@
+"""What a user is told when something that they gave is wrong."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Something that the user gave is wrong: the command lines show it without a traceback and exit with 2."""
+
+    def __init__(self, problem: str, *, allowed: str = "", hint: str = ""):
+        """Keeps at most three lines.
+
+        Args:
+          problem: What was wrong, with the offending value.
+          allowed: What is allowed instead.
+          hint: The nearest right name, or what to do next.
+        """
+        super().__init__("\n".join(line for line in (problem, allowed, hint) if line))
+
+
+class Interrupted(Exception):
+    """The run was asked to stop and has saved its state.
+
+    Attributes:
+      signum: The signal that asked.
+    """
+
+    def __init__(self, signum: int, step: int):
+        super().__init__(f"stopped at step {step}, state saved; run the same command to go on")
+        self.signum = signum
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The hint 'did you mean ...?' for a mistyped name, or '' where nothing is near."""
+    found = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean {found[0]!r}?" if found else ""
