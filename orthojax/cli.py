@@ -122,8 +122,12 @@ def _help(main_module: Any) -> str:
 def _fail(error: BaseException) -> NoReturn:
     lines = [line for line in str(error).splitlines() if line.strip()][:3]
     print("\n".join(["error: " + lines[0], *(f"  {line}" for line in lines[1:])]), file=sys.stderr)
-    _held_back.clear()
+    atexit.unregister(_print_held_back)
     sys.exit(2)
+
+
+def _print_held_back() -> None:
+    print(*_held_back, sep="", end="", file=sys.stderr)
 
 
 def _hold_back_background_errors() -> None:
@@ -139,7 +143,7 @@ def _hold_back_background_errors() -> None:
     sys.excepthook = hold_unless_main
     threading.excepthook = lambda report: hold(report.exc_type, report.exc_value, report.exc_traceback)
     sys.unraisablehook = lambda report: hold(report.exc_type, report.exc_value, report.exc_traceback)
-    atexit.register(lambda: print(*_held_back, sep="", end="", file=sys.stderr))
+    atexit.register(_print_held_back)
 
 
 def _guarded(call: Callable[[], Any]) -> Any:

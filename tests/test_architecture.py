@@ -47,7 +47,7 @@ ONLY = {
     "fields": set(),
     "config": set(),
     "progress": {"tqdm"},
-}  # what else than the standard library these may import
+}  # what else than the standard library and what lies below these may import
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "launch").glob("*.py")])
 IDS = [str(path.relative_to(ROOT)) for path in SOURCES]
 
@@ -142,7 +142,7 @@ def test_a_room_never_imports_what_its_line_of_the_table_forbids(path):
 def test_the_ground_floor_needs_the_standard_library_only(room):
     modules = _imports(PACKAGE / f"{room}.py")
     assert libraries_of(modules) - set(sys.stdlib_module_names) <= ONLY[room]
-    assert not rooms_of(modules)
+    assert rooms_of(modules) <= {"errors", "fields"}
 
 
 def test_heavy_libraries_have_one_door_each():
