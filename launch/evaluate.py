@@ -30,6 +30,7 @@ def main(_: list[str]) -> None:
         open_inputs,
         read_config,
         read_params,
+        require_same_data,
         write_text,
     )
 
@@ -38,6 +39,7 @@ def main(_: list[str]) -> None:
     workdir.mkdir(parents=True, exist_ok=True)  # before the work, so that a wrong path costs nothing
     config = read_config(step_folder)
     inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress())
+    require_same_data(step_folder, inputs.provenance)
     params = read_params(step_folder)
     with Progress(evaluation_stages(config), every_seconds=0.0) as progress:
         metrics = evaluate(config, params, inputs, on_progress=lambda part: progress.advance(1, part))

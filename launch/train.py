@@ -1,5 +1,6 @@
-"""Trains one model: python launch/train.py --config=configs/tiny.py --config.train.steps=500 --workdir=runs/mine.
+"""Trains one model: python launch/train.py --config=configs/tiny_cured.py --workdir=runs/mine.
 
+Any field of the config can be set on the command line, as in --config.train.steps=2000 --config.train.seed=1.
 Writes config.json, metrics.jsonl and checkpoints/ under the workdir. Started again with the same flags, it goes on
 where it was.
 """

@@ -356,6 +356,13 @@ def test_training_does_not_go_on_from_a_bad_checkpoint(home, case):
     assert snapshot(home / "run") == before
 
 
+def test_a_checkpoint_is_not_evaluated_on_other_data_than_its_own(home):
+    (home / "text.txt").write_text("quite another text, with other words in it and of another length. " * 60)
+    said = complaint(run("evaluate", "--checkpoint=run", "--cache_dir=cache", cwd=home))
+    assert "run/checkpoints/6: source_sha256 is" in said, said
+    assert not list(home.rglob("evaluation.json"))
+
+
 def test_an_evaluation_that_cannot_be_written_is_refused_before_the_work(home):
     (home / "file").write_text("kept")
     done = run("evaluate", "--checkpoint=run", "--cache_dir=cache", "--workdir=file", cwd=home)

@@ -7,6 +7,7 @@ from orthojax.train.checkpoint import (
     read_config,
     read_json_item,
     read_params,
+    require_same_data,
 )
 from orthojax.train.evaluation import Metrics, evaluate, evaluation_stages
 from orthojax.train.files import write_text
@@ -38,6 +39,7 @@ __all__ = [
     "read_json_item",
     "read_metrics",
     "read_params",
+    "require_same_data",
     "train",
     "write_text",
 ]

@@ -208,6 +208,25 @@ def read_config(step_folder: Path) -> Config:
     return from_dict(Config, read_json_item(step_folder, "config"), f"the config in {step_folder}")
 
 
+def require_same_data(step_folder: Path, provenance: dict[str, Any]) -> None:
+    """Refuses other tokens than those that a checkpoint was trained on: their ids would mean something else.
+
+    Args:
+      step_folder: The checkpoint.
+      provenance: Of the data that is there now.
+
+    Raises:
+      UserError: Where they differ, as when the embedded corpus comes from another Python version.
+    """
+    saved = read_json_item(step_folder, "data")
+    for name, value in provenance.items():
+        if saved.get(name) != value:
+            raise UserError(
+                f"the data is not that of the checkpoint {step_folder}: {name} is {value!r}, not {saved.get(name)!r}",
+                allowed="the data that the run began with, or a run of its own in another --workdir",
+            )
+
+
 def read_tree(step_folder: Path, item: str) -> Any:
     """Names, shapes and dtypes of `params` or `opt_state`, no array read.
 

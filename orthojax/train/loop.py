@@ -15,7 +15,7 @@ import optax
 from orthojax.config import Config
 from orthojax.errors import Interrupted, UserError
 from orthojax.fields import changed_fields, from_json, to_json
-from orthojax.train.checkpoint import Checkpoints, read_config, read_json_item
+from orthojax.train.checkpoint import Checkpoints, read_config, require_same_data
 from orthojax.train.evaluation import validation_loss_nats
 from orthojax.train.files import write_text
 from orthojax.train.inputs import Inputs
@@ -109,13 +109,7 @@ def _restore(checkpoints: Checkpoints, state: TrainState, config: Config, inputs
         return state
     folder = checkpoints.directory / str(step)
     _require_same(config, read_config(folder), str(folder))
-    saved = read_json_item(folder, "data")
-    for name, value in inputs.provenance.items():
-        if saved.get(name) != value:
-            raise UserError(
-                f"the data is not that of the checkpoint of step {step}: {name} is {value!r}, not {saved.get(name)!r}",
-                allowed="the data that the run began with, or another --workdir",
-            )
+    require_same_data(folder, inputs.provenance)
     return checkpoints.restore(state, step)
 
 
