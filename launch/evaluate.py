@@ -27,6 +27,7 @@ def main(_: list[str]) -> None:
         evaluate,
         evaluation_stages,
         find_checkpoint,
+        make_folder,
         open_inputs,
         read_config,
         read_params,
@@ -36,7 +37,7 @@ def main(_: list[str]) -> None:
 
     step_folder = find_checkpoint(Path(FLAGS.checkpoint))
     workdir = Path(FLAGS.workdir) if FLAGS.workdir else step_folder.parent.parent
-    workdir.mkdir(parents=True, exist_ok=True)  # before the work, so that a wrong path costs nothing
+    make_folder(workdir, "workdir")  # before the work, so that a wrong path costs nothing
     config = read_config(step_folder)
     inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress())
     require_same_data(step_folder, inputs.provenance)

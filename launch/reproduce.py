@@ -14,7 +14,7 @@ from orthojax.errors import UserError, nearest
 
 cli.define_cache_dir()
 flags.DEFINE_string("experiment", "quick", "Which experiment; an unknown name lists them.")
-flags.DEFINE_string("scale", "tiny", "tiny: two CPU cores; small: one GPU; paper: the paper's own setting.")
+flags.DEFINE_string("scale", "tiny", "tiny: two CPU cores; small: one GPU; paper: its own setting. Not all have all.")
 flags.DEFINE_string("seeds", "0", "Seeds, separated by commas.")
 flags.DEFINE_string("workdir", None, "Folder of the study; runs/EXPERIMENT-SCALE where not given.")
 FLAGS = flags.FLAGS
@@ -49,8 +49,10 @@ def main(_: list[str]) -> None:
             hint=nearest(FLAGS.experiment, EXPERIMENTS),
         )
     experiment = EXPERIMENTS[FLAGS.experiment]
+    variants = experiment.variants(FLAGS.scale)
     workdir = Path(FLAGS.workdir or f"runs/{FLAGS.experiment}-{FLAGS.scale}")
-    print(f"{experiment.name}: {experiment.title}\nworkdir {workdir}", flush=True)
+    runs = f"{len(variants)} variants, seeds {FLAGS.seeds}"
+    print(f"{experiment.name}: {experiment.title}\nworkdir {workdir}: {runs}", flush=True)
     study = run_study(experiment, FLAGS.scale, seeds, workdir, Path(FLAGS.cache_dir))
     report = experiment.report(study)
     write_report(report, workdir)

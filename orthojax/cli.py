@@ -16,10 +16,10 @@ from absl import app, flags, logging
 
 from orthojax.config import Config
 from orthojax.errors import Interrupted, UserError, nearest
-from orthojax.fields import describe_type, field_paths, replace
+from orthojax.fields import describe_type, field_paths, flatten, replace
 
-# Operating-system errors that the user can mend: no space, file too large, quota, permission, read-only, a file where
-# a folder should be.
+# Operating-system errors that the user can mend wherever they come from: no space, file too large, quota, permission,
+# read-only. A file that is missing may be ours: where it is the user's, whoever opens it says so.
 _USER_ERRNOS = {
     errno.ENOSPC,
     errno.EFBIG,
@@ -27,11 +27,6 @@ _USER_ERRNOS = {
     errno.EACCES,
     errno.EPERM,
     errno.EROFS,
-    errno.ENOENT,
-    errno.EEXIST,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ENAMETOOLONG,
 }
 
 _overrides: dict[str, str] = {}
@@ -115,7 +110,10 @@ def _help(main_module: Any) -> str:
         lines.append(f"  --{flag.name}={flag.default}  {flag.help}")
     if "config" in flags.FLAGS:
         lines += ["", "config fields, as in --config.optim.learning_rate=3e-4:"]
-        lines += [f"  --config.{path}=({describe_type(hint)})" for path, hint in field_paths(Config).items()]
+        defaults = flatten(Config())
+        lines += [
+            f"  --config.{path}={defaults[path]}  ({describe_type(hint)})" for path, hint in field_paths(Config).items()
+        ]
     return "\n".join(lines)
 
 

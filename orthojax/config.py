@@ -215,6 +215,11 @@ class OptimConfig:
         _require(self.warmup_steps >= 0, f"optim.warmup_steps={self.warmup_steps}", "a number >= 0")
         value = self.final_learning_rate_fraction
         _require(0.0 <= value <= 1.0, f"optim.final_learning_rate_fraction={value}", "0 to 1")
+        _require(
+            self.momentum == 0.0 or self.optimizer == "sgd",
+            f"optim.momentum={self.momentum} is not read by optim.optimizer={self.optimizer!r}",
+            "0, or optimizer 'sgd'; the others have b1",
+        )
         _require(self.clip_norm is None or self.clip_norm > 0.0, f"optim.clip_norm={self.clip_norm}", "none or > 0")
 
 

@@ -15,7 +15,7 @@ class UserError(ValueError):
           allowed: What is allowed instead.
           hint: The nearest right name, or what to do next.
         """
-        super().__init__("\n".join(line for line in (problem, allowed, hint) if line))
+        super().__init__("\n".join(line for line in (problem, allowed and f"allowed: {allowed}", hint) if line))
 
 
 class Interrupted(Exception):

@@ -155,7 +155,7 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
             names = group or [name for name in hints if name.rpartition(".")[0] == path.rpartition(".")[0]] or hints
             raise UserError(
                 f"unknown config field {path!r}",
-                allowed="known: " + ", ".join(names),
+                allowed=", ".join(names),
                 hint=nearest(path, hints)
                 or nearest(path.rpartition(".")[2], [name.rpartition(".")[2] for name in hints]),
             )
@@ -211,7 +211,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") ->
         named = set(values) if isinstance(values, Mapping) else set()
         raise UserError(
             f"{where} does not describe a {cls.__name__} of this version of orthojax",
-            allowed="missing: " + (", ".join(sorted(set(hints) - named)) or "nothing"),
+            allowed="its fields, all of them; missing: " + (", ".join(sorted(set(hints) - named)) or "nothing"),
             hint="unknown: " + (", ".join(sorted(named - set(hints))) or "nothing"),
         )
     fields = {}

@@ -3,8 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orthojax.ops import attention_logits, attention_weights, dot_product_attention, visible_keys
+from orthojax.ops import attention_logits, dot_product_attention, visible_keys
 from orthojax.ops.attention import relaxed_causal_mask
+from orthojax.ops.normalizers import apply_normalizer
 
 NORMALIZERS = {"softmax": "softmax", "softmax1": "softmax1", "softmax_n": 0.5, "sink": (0.3, -1.0, 2.0, 0.0)}
 NORMALIZERS |= {"relu": "relu", "sigmoid": "sigmoid"}
@@ -261,7 +262,7 @@ def test_attention_of_half_precision_is_not_the_product_of_rounded_logits():
 def test_weights_for_analysis_times_values_are_the_output(name, kv_heads):
     q, k, v = _arrays(kv_heads=kv_heads)
     hides = {"mask": _mask(), "is_causal": True}
-    weights = attention_weights(attention_logits(q, k, _bias()), visible_keys(B, T, S, **hides), _normalizer(name))
+    weights = apply_normalizer(_normalizer(name), attention_logits(q, k, _bias()), visible_keys(B, T, S, **hides))
     assert weights.shape == (B, N, T, S)
     output = np.einsum("BNTS,BSNH->BTNH", weights, np.repeat(v, N // kv_heads, 2))
     got = dot_product_attention(q, k, v, _bias(), normalizer=_normalizer(name), **hides)
@@ -365,3 +366,18 @@ def test_good_shapes_are_not_refused():
 def test_options_that_mean_nothing_are_named(options, problem):
     with pytest.raises(ValueError, match=problem):
         _call(**options)
+
+
+@pytest.mark.parametrize("window", [-1, (2, -1), 1.5, "3", (1, 2, 3)])
+def test_a_window_that_is_none_is_refused(window):
+    q, k, v = _arrays()
+    with pytest.raises(ValueError, match="local_window_size"):
+        dot_product_attention(q, k, v, local_window_size=window)
+
+
+def test_numpy_numbers_are_numbers():
+    q, k, v = _arrays()
+    np.testing.assert_array_equal(
+        dot_product_attention(q, k, v, local_window_size=np.int64(2), normalizer=np.float32(2.0)),
+        dot_product_attention(q, k, v, local_window_size=2, normalizer=2.0),
+    )

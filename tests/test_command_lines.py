@@ -467,7 +467,7 @@ def test_help_lists_every_flag_and_every_config_field(tmp_path, script):
     assert flags or script == "inspect_checkpoint"
     assert all(f"--{flag}=" in done.stdout for flag in flags)
     assert source.split('"""')[1].splitlines()[0] in done.stdout
-    fields = [f"  --config.{path}=(" in done.stdout for path in field_paths(Config)]
+    fields = [f"  --config.{path}=" in done.stdout for path in field_paths(Config)]
     assert all(fields) if script == "train" else not any(fields)
 
 

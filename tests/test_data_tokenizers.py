@@ -117,7 +117,7 @@ def test_vocab_size_counts_to_the_largest_id(tmp_path):
 
 
 def test_bad_files(tmp_path):
-    with pytest.raises(UserError, match=r"no end-of-text token\none of .*<\|endoftext\|>"):
+    with pytest.raises(UserError, match=r"no end-of-text token\nallowed: one of .*<\|endoftext\|>"):
         make_tokenizer(foreign(tmp_path / "none.json", []), ())
     for name, content, message in [
         ("a.json", b"{", "is not JSON"),
@@ -137,12 +137,12 @@ def test_bad_files(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("byte", r"unknown tokenizer 'byte'\nbytes \| bpe:N.*\ndid you mean 'bytes'"),
+        ("byte", r"unknown tokenizer 'byte'\nallowed: bytes \| bpe:N.*\ndid you mean 'bytes'"),
         ("bpe", r"unknown tokenizer 'bpe'\n.*\ndid you mean 'bpe:2048'"),
         ("bpe:", r"unknown tokenizer 'bpe:'"),
         ("bpe:-300", r"unknown tokenizer 'bpe:-300'"),
         ("bpe:2k", r"unknown tokenizer 'bpe:2k'"),
-        ("bpe:259", r"'bpe:259' is too small\nbpe:260 or more"),
+        ("bpe:259", r"'bpe:259' is too small\nallowed: bpe:260 or more"),
         ("bpe:5000", r"'bpe:5000' needs more text: there are only \d+ different ids"),
         ("", "unknown tokenizer|is a folder"),
     ],

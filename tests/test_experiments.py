@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 
+import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from orthojax.experiments.example import example_maps
 from orthojax.experiments.report import Claim, Report, Table, to_text, write_report
 from orthojax.experiments.study import Experiment, Variant, run_study
 from orthojax.fields import replace
-from orthojax.train import init_state
+from orthojax.train import init_state, open_inputs
 
 SEEDS = (0, 1)
 PROSE = "The quick brown fox jumps over the lazy dog, and nobody in particular is very much surprised by that. "
@@ -84,13 +85,14 @@ def test_every_variant_and_seed_has_a_row_with_its_overrides(study, variants):
     assert len(results["provenance"]["data"]) == 2  # the text and the synthetic task
 
 
-def test_variants_start_from_the_same_parameters_and_batches(variants):
+def test_variants_start_from_the_same_parameters_and_batches(variants, tmp_path):
     vanilla, cured_run = (variant.with_seed(3) for variant in variants[:2])
     a, b = init_state(vanilla).params, init_state(cured_run).params
-    np.testing.assert_array_equal(a["token_embedding"]["embedding"], b["token_embedding"]["embedding"])
-    np.testing.assert_array_equal(a["layers_0"]["mlp"]["input"]["kernel"], b["layers_0"]["mlp"]["input"]["kernel"])
-    assert vanilla.data == cured_run.data
-    assert vanilla.train == cured_run.train
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    first, second = (open_inputs(config, tmp_path) for config in (vanilla, cured_run))
+    for step in (0, 7):
+        np.testing.assert_array_equal(first.batch(step), second.batch(step))
+    assert not np.array_equal(first.batch(0), first.batch(7))
 
 
 def test_seeds_differ(study):
@@ -106,11 +108,30 @@ def test_a_second_call_trains_nothing_and_gives_the_same_rows(study, experiment,
 
 
 def test_an_unfinished_run_is_evaluated_from_its_checkpoint(study, experiment):
-    done = study.run_dir("cured", 0) / "evaluation.json"
-    before = done.read_text()
+    done = study.run_dir("cured", 0) / "row.json"
+    before = json.loads(done.read_text())
     done.unlink()
     run_study(experiment, "tiny", SEEDS, study.workdir, study.workdir / "data")
-    assert done.read_text() == before
+    after = json.loads(done.read_text())
+    assert after["metrics"] == before["metrics"]
+    done.write_text(json.dumps(before))
+
+
+def test_an_evaluation_of_a_stopped_run_is_not_taken_for_its_result(study, experiment, tmp_path):
+    stopped = tmp_path / "runs/vanilla-seed0"
+    stopped.mkdir(parents=True)
+    (stopped / "evaluation.json").write_text('{"metrics": {"loss_nats": 99.0}}')  # as launch/evaluate.py leaves it
+    only = dataclasses.replace(experiment, scales={"tiny": lambda: study.variants[:1]})
+    again = run_study(only, "tiny", (0,), tmp_path, study.workdir / "data")
+    assert again.values("vanilla", "loss_nats") == study.values("vanilla", "loss_nats")[:1]
+    assert (stopped / "example.npz").exists()
+
+
+def test_results_of_another_config_are_refused(study, experiment):
+    changed = dataclasses.replace(study.variants[0], config=replace(study.variants[0].config, {"train.steps": 6}))
+    other = dataclasses.replace(experiment, scales={"tiny": lambda: (changed,)})
+    with pytest.raises(UserError, match=r"another config: train\.steps differ"):
+        run_study(other, "tiny", SEEDS, study.workdir, study.workdir / "data")
 
 
 def test_a_diverging_variant_is_reported_and_the_others_finish(variants, tmp_path):
@@ -162,6 +183,9 @@ def test_report_files_are_complete_and_self_contained(study, experiment):
     for picture in report.pictures:
         assert (study.workdir / "figures" / f"{picture.name}.{picture.form}").stat().st_size > 1000
         assert picture.name in markdown
+    for line in markdown.splitlines():
+        if line.startswith("| "):
+            assert len(re.findall(r"(?<!\\)\|", line)) in {len(table.columns) + 1 for table in report.tables}
     for claim in report.claims:
         assert "criterion" in claim.text
         assert claim.text in markdown

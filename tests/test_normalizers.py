@@ -361,7 +361,9 @@ def test_integer_logits_give_float_weights_and_numpy_arrays_are_taken(name):
         (-0.5, "-0.5"),
         (jnp.zeros(3), r"\(3,\).*\(2,\)"),
         (jnp.zeros((1, 2)), r"\(1, 2\)"),
-        (np.float32(1.0), r"\(\)"),
+        (None, "None.*softmax1"),
+        (True, "True.*a number"),
+        ([0.0, 0.0], r"array \[heads\]"),
     ],
 )
 def test_apply_normalizer_names_what_it_cannot_use(normalizer, problem):

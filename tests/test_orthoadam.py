@@ -317,3 +317,9 @@ def test_imports_without_flax():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "(4, 4)", done.stderr
+
+
+def test_a_rotation_is_not_given_by_its_name():
+    for make in (lambda: orthoadam(0.1, rotation="haar"), lambda: rotate("haar"), lambda: unrotate(None)):  # pyright: ignore
+        with pytest.raises(TypeError, match="Rotation"):
+            make()

@@ -7,6 +7,8 @@ import pytest
 
 from orthojax import quant
 from orthojax.errors import UserError
+from orthojax.model import linear as model_linear
+from orthojax.quant import SETTINGS, quantized_linear
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, 5, 12)) * np.exp(RNG.normal(size=12))
@@ -119,3 +121,14 @@ def test_params_refusals():
         quant.quantize_params(params, quant.INT4_ZEROPOINT, "weight")
     with pytest.raises(UserError, match="matches bias"):
         quant.quantize_params(params, quant.INT4_ZEROPOINT, "bias")
+
+
+def test_a_float_head_is_the_models_own_in_half_precision():
+    rng = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((3, 8), (8, 5)))
+    expected = model_linear(x, kernel, None, "head")
+    assert expected.dtype == jnp.float32  # logits are not rounded
+    for setting in SETTINGS.values():
+        np.testing.assert_array_equal(quantized_linear(setting)(x, kernel, None, "head"), expected)
+        assert quantized_linear(setting, include="")(x, kernel, None, "head").dtype == jnp.float32
+        assert quantized_linear(setting)(x, kernel, None, "mlp/input").dtype == jnp.bfloat16

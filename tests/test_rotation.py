@@ -127,7 +127,7 @@ def test_describe_says_what_is_left_alone_and_why():
         "axes (2,): hadamard 3072 = 48 x 64, 12 layers",
         "layers/norm/scale": "left alone: its name is 'scale'",
         "none/kernel": "left alone: it is empty",
-        "odd/kernel": "axes (0,): hadamard 262 (cosine transform); axes (1,): hadamard 131 (cosine transform)",
+        "odd/kernel": "axes (0,): hadamard 262 (cosine); axes (1,): hadamard 131 (cosine)",
         "one/kernel": "axes (0,): hadamard 8",
         "steps/kernel": "left alone: its dtype is int32",
     }

@@ -15,8 +15,11 @@ _LANGUAGE_METRICS = {
     "bits_per_byte": "bits per byte",
     "kurtosis_first": "kurtosis, first token (Gaussian: 3)",
     "kurtosis_rest": "kurtosis, other tokens",
+    "kurtosis_pooled": "kurtosis, all tokens",
     "max_abs_first": "max |activation|, first token",
     "max_abs_rest": "max |activation|, other tokens",
+    "max_abs_first_maximum": "the same over the whole set, first token",
+    "max_abs_rest_maximum": "the same over the whole set, other tokens",
     "norm_ratio_first": "max / l2 norm, first token",
     "norm_ratio_rest": "max / l2 norm, other tokens",
     "first_attention_mass": "attention mass on the first token",
@@ -316,6 +319,7 @@ def report(study: Study) -> Report:
             + ", ".join(f"{name} {number}" for name, number in provenance["versions"].items()),
             f"corpus sha256 {corpus['source_sha256']}, tokenizer {corpus['tokenizer']}, "
             f"{corpus['train']['n_tokens']:,} training tokens",
+            f"{provenance['wall_seconds'] / 60:.1f} minutes for {len(study.results['rows'])} runs",
             f"evaluated on {config.eval.sequences} sequences; dynamic quantisation scales over batches of "
             f"{config.eval.batch_size}; quantised are linear layers only",
         ],

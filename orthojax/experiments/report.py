@@ -109,7 +109,7 @@ def _markdown(report: Report) -> str:
     for table in report.tables:
         head = "| " + " | ".join(table.columns) + " |"
         rule = "|" + "|".join(["---"] + ["---:"] * (len(table.columns) - 1)) + "|"
-        body = ["| " + " | ".join(row) + " |" for row in table.rows]
+        body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table.rows]
         parts.append("\n".join([f"**{table.caption}**", "", head, rule, *body]))
     for picture in report.pictures:
         parts.append(f"![{picture.caption}](figures/{picture.name}.{picture.form})\n\n*{picture.caption}*")

@@ -22,9 +22,11 @@ from orthojax.model import flops_per_token
 from orthojax.progress import Progress, tokenizing_progress
 from orthojax.train import (
     DivergedError,
+    check_workdir,
     evaluate,
     evaluation_stages,
     find_checkpoint,
+    make_folder,
     open_inputs,
     read_params,
     train,
@@ -66,6 +68,20 @@ class Experiment:
     title: str
     scales: dict[str, Callable[[], tuple[Variant, ...]]]
     report: Callable[["Study"], Any]
+
+    def variants(self, scale: str) -> tuple[Variant, ...]:
+        """The variants of one scale.
+
+        Raises:
+          UserError: Where the experiment does not have it.
+        """
+        if scale not in self.scales:
+            raise UserError(
+                f"experiment {self.name!r} has no scale {scale!r}",
+                allowed=" | ".join(self.scales),
+                hint=nearest(scale, self.scales),
+            )
+        return self.scales[scale]()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,15 +149,8 @@ def run_study(experiment: Experiment, scale: str, seeds: Sequence[int], workdir:
     Raises:
       UserError: For an unknown scale, or what `train` refuses.
     """
-    if scale not in experiment.scales:
-        raise UserError(
-            f"experiment {experiment.name!r} has no scale {scale!r}",
-            allowed=" | ".join(experiment.scales),
-            hint=nearest(scale, experiment.scales),
-        )
-    started = time.monotonic()
-    variants = experiment.scales[scale]()
-    _make_folder(workdir)
+    variants = experiment.variants(scale)
+    make_folder(workdir, "workdir")
     runs = [(variant, seed) for seed in seeds for variant in variants]
     rows = []
     with Progress(sum(_cost(variant.config) for variant, _ in runs)) as progress:
@@ -150,18 +159,11 @@ def run_study(experiment: Experiment, scale: str, seeds: Sequence[int], workdir:
     results = {
         "experiment": experiment.name,
         "scale": scale,
-        "provenance": _provenance(seeds, [row.pop("data") for row in rows], time.monotonic() - started),
-        "rows": rows,
+        "provenance": _provenance(seeds, rows),
+        "rows": [{name: value for name, value in row.items() if name != "data"} for row in rows],
     }
     write_text(workdir / "results.json", json.dumps(results, indent=2) + "\n")
     return Study(experiment, scale, variants, tuple(seeds), workdir, results)
-
-
-def _make_folder(workdir: Path) -> None:
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise UserError(f"workdir {workdir} is a file", allowed="a folder, new or of an earlier call") from None
 
 
 def _cost(config: Config) -> float:
@@ -180,7 +182,8 @@ def _finish_run(variant: Variant, seed: int, folder: Path, cache_dir: Path, prog
     """The row of one run, training and evaluating only what is missing."""
     config, label = variant.with_seed(seed), f"{variant.label}, seed {seed}"
     row = {"variant": variant.name, "seed": seed, "overrides": changed_fields(Config(), config)}
-    done = folder / "evaluation.json"
+    check_workdir(folder, config)
+    done = folder / "row.json"
     if done.exists():
         progress.skip(_cost(config))
         return row | json.loads(done.read_text(encoding="utf-8"))
@@ -205,7 +208,7 @@ def _finish_run(variant: Variant, seed: int, folder: Path, cache_dir: Path, prog
     )
     save_example(config, params, inputs, folder / "example.npz")
     progress.say(f"{label}: done in {time.monotonic() - started:.0f} s, loss {metrics['loss_nats']:.4f} nats")
-    finished = {"metrics": metrics, "data": inputs.provenance}
+    finished = {"metrics": metrics, "seconds": round(time.monotonic() - started, 1), "data": inputs.provenance}
     write_text(done, json.dumps(finished, indent=2) + "\n")
     return row | finished
 
@@ -220,9 +223,9 @@ def describe_data(provenance: dict[str, Any]) -> str:
     )
 
 
-def _provenance(seeds: Sequence[int], data: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+def _provenance(seeds: Sequence[int], rows: list[dict[str, Any]]) -> dict[str, Any]:
     names = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
-    sources = {entry["source"]: entry for entry in data}
+    sources = {row["data"]["source"]: row["data"] for row in rows}
     return {
         "versions": {"orthojax": __version__, "python": platform.python_version()}
         | {name: version(name) for name in names},
@@ -230,5 +233,6 @@ def _provenance(seeds: Sequence[int], data: list[dict[str, Any]], seconds: float
         "seeds": list(seeds),
         "data": list(sources.values()),
         "date": time.strftime("%Y-%m-%d"),
-        "wall_seconds_of_last_call": round(seconds, 1),
+        # A run that was stopped counts the call that finished it only.
+        "wall_seconds": round(sum(row.get("seconds", 0.0) for row in rows), 1),
     }

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from orthojax.config import Mlp, ModelConfig
 from orthojax.ops.attention import (
     attention_logits,
-    attention_weights,
     dot_product_attention,
     relaxed_causal_mask,
 )
-from orthojax.ops.normalizers import Normalizer
+from orthojax.ops.normalizers import Normalizer, apply_normalizer
 from orthojax.ops.rotary import rotary
 
 
@@ -136,7 +135,7 @@ class Attention(_Part):
         logits = attention_logits(query, key)
         taps = {
             "attention_logits": logits,
-            "attention_weights": attention_weights(logits, visible, normalizer),
+            "attention_weights": apply_normalizer(normalizer, logits, visible),
             "visible": visible,
             "values": value,
             "value_norms": self._value_norms(value),

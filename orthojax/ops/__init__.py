@@ -1,14 +1,23 @@
 """Pure functions on arrays: nothing here knows of flax, optax or any state."""
 
-from orthojax.ops.attention import attention_logits, attention_weights, dot_product_attention, visible_keys
+from orthojax.ops.attention import attention_logits, dot_product_attention, visible_keys
 from orthojax.ops.losses import cross_entropy_nats
-from orthojax.ops.normalizers import Normalizer, relu, sigmoid, softmax, softmax1, softmax_n, softmax_with_sink
+from orthojax.ops.normalizers import (
+    Normalizer,
+    apply_normalizer,
+    relu,
+    sigmoid,
+    softmax,
+    softmax1,
+    softmax_n,
+    softmax_with_sink,
+)
 from orthojax.ops.statistics import kurtosis, norm_ratio
 
 __all__ = [
     "Normalizer",
+    "apply_normalizer",
     "attention_logits",
-    "attention_weights",
     "cross_entropy_nats",
     "dot_product_attention",
     "kurtosis",

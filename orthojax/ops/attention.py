@@ -4,6 +4,7 @@ Letters inside functions: B batch, T query positions, S key positions, N query h
 H head width.
 """
 
+import operator
 from typing import Literal
 
 import jax
@@ -12,6 +13,17 @@ import jax.numpy as jnp
 from orthojax.ops.normalizers import Normalizer, apply_normalizer
 
 Implementation = Literal["xla"]
+
+
+def _window(size: int | tuple[int, int]) -> tuple[int, int]:
+    """(left, right) of a `local_window_size`."""
+    try:
+        left, right = map(operator.index, size if isinstance(size, tuple | list) else (size, size))
+    except (TypeError, ValueError):
+        left = right = -1
+    if min(left, right) < 0:
+        raise ValueError(f"local_window_size must be one int or (left, right), each >= 0, got {size}")
+    return left, right
 
 
 def visible_keys(
@@ -46,7 +58,7 @@ def visible_keys(
     if is_causal:
         parts.append((s <= t)[None, None])
     if local_window_size is not None:
-        left, right = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
+        left, right = _window(local_window_size)
         parts.append(((s >= t - left) & (s <= t + right))[None, None])
     if query_seq_lengths is not None:
         parts.append((t[None] < query_seq_lengths.reshape(batch, 1, 1))[:, None])
@@ -100,24 +112,10 @@ def attention_logits(
     return logits if bias is None else logits + bias.astype(dtype)
 
 
-def attention_weights(logits: jax.Array, visible: jax.Array | None, normalizer: Normalizer = "softmax1") -> jax.Array:
-    """Weights of the definition that `dot_product_attention` computes, for analysis.
-
-    Args:
-      logits: [B, N, T, S], from `attention_logits`.
-      visible: From `visible_keys`.
-      normalizer: See `dot_product_attention`.
-
-    Returns:
-      [B, N, T, S], dtype of the logits.
-    """
-    return apply_normalizer(normalizer, logits, visible)
-
-
 def _xla_attention(query, key, value, bias, visible, query_seq_lengths, normalizer, scale) -> jax.Array:
     B, T, N, H = query.shape
     K = value.shape[2]
-    weights = attention_weights(attention_logits(query, key, bias, scale=scale), visible, normalizer)
+    weights = apply_normalizer(normalizer, attention_logits(query, key, bias, scale=scale), visible)
     weights = weights.astype(value.dtype)
     if N == K:
         output = jnp.einsum("BNTS,BSNH->BTNH", weights, value)
@@ -139,7 +137,7 @@ def _check_shapes(query, key, value, bias, mask, lengths, local_window_size) -> 
     S, K = key.shape[1:3]
     if key.shape[0] != B or key.shape[3] != H:
         raise ValueError(f"query {query.shape} and key {key.shape} differ in batch or head width")
-    if N % K:
+    if K == 0 or N % K:
         raise ValueError(f"the number of query heads ({N}) must be a multiple of the key-value heads ({K})")
     for name, array in (("bias", bias), ("mask", mask)):
         if array is None:
@@ -152,8 +150,8 @@ def _check_shapes(query, key, value, bias, mask, lengths, local_window_size) -> 
     for name, array in lengths.items():
         if array is not None and (array.shape != (B,) or not jnp.issubdtype(array.dtype, jnp.integer)):
             raise ValueError(f"{name} must be integers of shape {(B,)}, got {array.dtype} of shape {array.shape}")
-    if isinstance(local_window_size, tuple | list) and len(local_window_size) != 2:
-        raise ValueError(f"local_window_size must be one int or (left, right), got {local_window_size}")
+    if local_window_size is not None:
+        _window(local_window_size)
 
 
 def _at_least_4d(array: jax.Array) -> jax.Array:

@@ -7,18 +7,18 @@ in `jax.nn`.
 """
 
 import math
+import numbers
 from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from orthojax.ops.statistics import at_least_float32
 
 Normalizer = Literal["softmax", "softmax1", "relu", "sigmoid"] | float | jax.Array
-
-
-def _at_least_float32(x: jax.Array) -> jax.Array:
-    return jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
 
 
 def _as_dtype_of(logits: jax.Array, weights: jax.Array) -> jax.Array:
@@ -86,7 +86,7 @@ def softmax_n(logits: jax.Array, n: float, axis: int = -1, where: jax.Array | No
     """
     if not (n >= 0.0 and math.isfinite(n)):
         raise ValueError(f"softmax_n needs a finite n >= 0, got {n}")
-    return _as_dtype_of(logits, _softmax_n(_masked(_at_least_float32(logits), where), axis, float(n)))
+    return _as_dtype_of(logits, _softmax_n(_masked(at_least_float32(logits), where), axis, float(n)))
 
 
 def softmax1(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
@@ -128,7 +128,7 @@ def softmax_with_sink(logits: jax.Array, sink: jax.Array, axis: int = -1, where:
     Returns:
       Weights, shape and dtype of `logits`.
     """
-    x = _masked(_at_least_float32(logits), where)
+    x = _masked(at_least_float32(logits), where)
     return _as_dtype_of(logits, _softmax_with_sink(x, axis, jnp.asarray(sink, x.dtype)))
 
 
@@ -144,7 +144,7 @@ def softmax(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -
     Returns:
       Weights, shape and dtype of `logits`.
     """
-    x = _at_least_float32(logits)
+    x = at_least_float32(logits)
     if where is not None:
         x = jnp.where(where, x, 0.7 * jnp.finfo(x.dtype).min)
     return _as_dtype_of(logits, jax.nn.softmax(x, axis))
@@ -168,7 +168,7 @@ def relu(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> j
     >>> relu(jnp.array([2.0, -1.0, 4.0]), where=jnp.array([True, True, False])).tolist()
     [1.0, 0.0, 0.0]
     """
-    x = jnp.maximum(_at_least_float32(logits), 0.0)
+    x = jnp.maximum(at_least_float32(logits), 0.0)
     if where is None:
         return _as_dtype_of(logits, x / x.shape[axis])
     where = jnp.asarray(where)
@@ -194,7 +194,7 @@ def sigmoid(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -
       (sigmoid attention without normalisation).
     """
     del axis
-    weights = jax.nn.sigmoid(_at_least_float32(logits))
+    weights = jax.nn.sigmoid(at_least_float32(logits))
     return _as_dtype_of(logits, weights if where is None else jnp.where(where, weights, 0.0))
 
 
@@ -225,9 +225,11 @@ def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array
             known = ", ".join(_BY_NAME)
             raise ValueError(f"unknown normalizer {normalizer!r}; known: {known}, a number, an array [heads]")
         return _BY_NAME[normalizer](logits, where=where)
-    if isinstance(normalizer, int | float):
-        return softmax_n(logits, normalizer, where=where)
+    if isinstance(normalizer, numbers.Real) and not isinstance(normalizer, bool):
+        return softmax_n(logits, float(normalizer), where=where)
+    if not isinstance(normalizer, jax.Array | np.ndarray):
+        raise ValueError(f"normalizer {normalizer!r}; allowed: {', '.join(_BY_NAME)}, a number, an array [heads]")
     heads = logits.shape[-3]
     if normalizer.shape != (heads,):
         raise ValueError(f"sink logits have shape {normalizer.shape}; expected one for each head, ({heads},)")
-    return softmax_with_sink(logits, normalizer[None, :, None, None], where=where)
+    return softmax_with_sink(logits, jnp.asarray(normalizer)[None, :, None, None], where=where)

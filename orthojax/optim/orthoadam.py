@@ -6,7 +6,7 @@ import jax
 import jax.core
 import optax
 
-from orthojax.optim.plan import DEFAULT_ROTATION, Rotation
+from orthojax.optim.plan import DEFAULT_ROTATION, Rotation, require_rotation
 from orthojax.optim.rotation import apply_rotation, init_basis
 
 
@@ -56,6 +56,7 @@ def in_rotated_basis(
       >>> updates["kernel"].shape
       (4, 8)
     """
+    require_rotation(rotation)
     extended = optax.with_extra_args_support(inner)
 
     def init_fn(params):

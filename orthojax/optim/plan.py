@@ -26,7 +26,8 @@ class Rotation:
     the same on every machine and mesh, and the same for scanned and unrolled layers. Renaming a module changes its Q.
 
     Attributes:
-      kind: `hadamard`: a fixed Hadamard transform (a cosine transform where a size has none) after random signs; keeps
+      kind: `hadamard`: a fixed Hadamard transform after random signs (sizes that Sylvester's and Paley's
+        constructions over primes give; a cosine transform, or a product with one, elsewhere); keeps
         no state. `haar`: a dense uniformly random matrix, as in the paper; kept in the state (float32; float64 for
         float64 parameters); axes over 4,096 are left alone. `dct`: a cosine transform after random signs. Two controls:
         `identity`, and `signed_permutation`, which Adam does not notice.
@@ -63,6 +64,16 @@ class Rotation:
 
 
 DEFAULT_ROTATION = Rotation()
+
+
+def require_rotation(rotation: Rotation) -> None:
+    """Refuses what only looks like a rotation, such as the name of a kind.
+
+    Raises:
+      TypeError: Unless `rotation` is a `Rotation`.
+    """
+    if not isinstance(rotation, Rotation):
+        raise TypeError(f"rotation={rotation!r}; allowed: a Rotation, such as Rotation(kind='haar')")
 
 
 class Turn(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from orthojax.ops import orthogonal
-from orthojax.optim.plan import DEFAULT_ROTATION, LeafPlan, Rotation, Turn, plan_leaf
+from orthojax.optim.plan import DEFAULT_ROTATION, LeafPlan, Rotation, Turn, plan_leaf, require_rotation
 
 
 class RotationState(NamedTuple):
@@ -157,6 +157,8 @@ def apply_rotation(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool
 
 
 def _transformation(rotation: Rotation, transpose: bool) -> optax.GradientTransformation:
+    require_rotation(rotation)
+
     def init_fn(params):
         return RotationState(init_basis(rotation, params))
 
@@ -211,6 +213,8 @@ def describe(rotation: Rotation, params: optax.Params) -> dict[str, str]:
     ...     print(f"{path}: {what}")
     bias: left alone: 1 axes, fewer than 2
     kernel: axes (2,): hadamard 768 = 24 x 32, 2 layers
+    >>> describe(Rotation(), {"kernel": jnp.zeros((8, 1000))})
+    {'kernel': 'axes (1,): hadamard 1000 = 25 (cosine) x 40'}
     """
     report = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -219,8 +223,9 @@ def describe(rotation: Rotation, params: optax.Params) -> dict[str, str]:
         for turn in plan.turns:
             text = f"axes {turn.axes}: {rotation.kind} {turn.size}"
             sizes = orthogonal.factor_sizes(turn.size, "dct" if rotation.kind == "dct" else "hadamard")
-            if rotation.kind == "hadamard" and len(sizes) != 1:
-                text += " = " + " x ".join(map(str, sizes)) if sizes else " (cosine transform)"
+            if rotation.kind == "hadamard":
+                names = [f"{n}" if orthogonal.hadamard_matrix(n) is not None else f"{n} (cosine)" for n in sizes]
+                text += " = " + " x ".join(names) if sizes else " (cosine)"
             parts.append(text + (f", {len(turn.layers)} layers" if plan.stacked else ""))
         report[plan.path] = "; ".join([*parts, *(f"left alone: {reason}" for reason in plan.left_alone)])
     return report

@@ -1,6 +1,6 @@
 """Post-training quantisation of linear layers, simulated in floats (From Attention to Activation, arXiv 2410.17174)."""
 
-from orthojax.quant.ptq import ALL_BUT_HEAD, Linear, quantize_params, quantized_linear
+from orthojax.quant.ptq import ALL_BUT_HEAD, quantize_params, quantized_linear
 from orthojax.quant.settings import (
     INT4_ZEROPOINT,
     INT8_COARSE,
@@ -19,7 +19,6 @@ __all__ = [
     "INT8_FINE_PER_TOKEN",
     "INT8_MODERATE",
     "SETTINGS",
-    "Linear",
     "QuantizationSetting",
     "quantize_params",
     "quantized_linear",

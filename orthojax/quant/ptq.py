@@ -6,7 +6,7 @@ from the batch that passes through, so the batches of an evaluation belong to it
 
 import functools
 import re
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,8 @@ from orthojax.ops.quantize import Axes, absmax, zeropoint
 from orthojax.ops.statistics import at_least_float32
 from orthojax.quant.settings import QuantizationSetting
 
-
-class Linear(Protocol):
-    """What a linear layer computes."""
-
-    def __call__(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
-        """Maps x [..., in], kernel [in, out] and bias [out] to [..., out]; `path` names the layer."""
-        ...
-
+if TYPE_CHECKING:
+    from orthojax.model import LinearFunction
 
 ALL_BUT_HEAD = r"^(?!(.*/)?head(/|$))"
 """Every path in which no component is called head."""
@@ -46,7 +40,7 @@ def _quantize_kernel(kernel: jax.Array, setting: QuantizationSetting) -> jax.Arr
 
 
 @functools.cache  # the same function for the same setting, so that jit compiles a model with it once
-def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) -> Linear:
+def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) -> "LinearFunction":
     """A linear layer that rounds its operands as `setting` says, for a model that lets its linear layers be replaced.
 
     Definition: linear layers only; embeddings, head, norms and softmax stay float (`include=""` adds an untied head).
@@ -70,21 +64,21 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
     >>> float(linear(x, kernel, None, "mlp/input")[0, 0]), float(linear(x, kernel, None, "head")[0, 0])
     (16129.0, 16129.400390625)
     """
+    from orthojax.model import linear as float_linear  # here, so that flax is not needed for `quantize_params`
+
     pattern = _pattern(include)
 
     def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
-        quantize = pattern.search(path) is not None
-        a = at_least_float32(x) if quantize else x
-        w = _quantize_kernel(at_least_float32(kernel), setting) if quantize else kernel
-        if quantize and setting.inputs is not None:
+        if pattern.search(path) is None:
+            return float_linear(x, kernel, bias, path)
+        a, w = at_least_float32(x), _quantize_kernel(at_least_float32(kernel), setting)
+        if setting.inputs is not None:
             input_axes = {"feature": tuple(range(x.ndim - 1)), "token": -1, "tensor": None}[setting.inputs]
             a = _fake_quantize(a, setting, input_axes)
-        y = a @ w
-        if bias is not None:
-            y += bias.reshape((1,) * (y.ndim - 1) + bias.shape)
-        if quantize and setting.outputs is not None:
+        y = float_linear(a, w, bias, path)
+        if setting.outputs is not None:
             y = _fake_quantize(y, setting, None)
-        return y.astype(x.dtype)
+        return y if path == "head" else y.astype(x.dtype)
 
     return linear
 

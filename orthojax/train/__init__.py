@@ -10,7 +10,7 @@ from orthojax.train.checkpoint import (
     require_same_data,
 )
 from orthojax.train.evaluation import Metrics, evaluate, evaluation_stages
-from orthojax.train.files import write_text
+from orthojax.train.files import make_folder, write_text
 from orthojax.train.inputs import Inputs, open_inputs
 from orthojax.train.loop import DivergedError, check_workdir, prepare_workdir, train
 from orthojax.train.metric_writer import read_metrics
@@ -30,6 +30,7 @@ __all__ = [
     "find_checkpoint",
     "init_state",
     "list_arrays",
+    "make_folder",
     "make_optimizer",
     "make_rotation",
     "make_train_step",

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.fields import from_dict, to_json
+from orthojax.train.files import make_folder
 from orthojax.train.step import TrainState, parameter_shapes
 
 FORMAT_VERSION = 1
@@ -33,6 +34,7 @@ class Checkpoints:
           keep: How many of the newest steps stay.
         """
         self.directory = directory.absolute()
+        make_folder(self.directory, "checkpoints folder")
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(
             self.directory, options=options, metadata={"format": "orthojax", "version": FORMAT_VERSION}

@@ -1,6 +1,23 @@
-"""Files that are either whole or not there."""
+"""Files that are either whole or not there, and the folders that they go to."""
 
 from pathlib import Path
+
+from orthojax.errors import UserError
+
+
+def make_folder(path: Path, what: str) -> None:
+    """Makes a folder, with its parents, unless it is there.
+
+    Raises:
+      UserError: Where the path, or a part of it, is a file or cannot be written; `what` names it.
+    """
+    allowed = "a folder, new or of an earlier call"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"{what} {path} is a file", allowed=allowed) from None
+    except OSError as error:
+        raise UserError(f"{what} {path} cannot be made: {error.strerror}", allowed=allowed) from error
 
 
 def write_text(path: Path, text: str) -> None:

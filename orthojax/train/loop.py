@@ -17,7 +17,7 @@ from orthojax.errors import Interrupted, UserError
 from orthojax.fields import changed_fields, from_json, to_json
 from orthojax.train.checkpoint import Checkpoints, read_config, require_same_data
 from orthojax.train.evaluation import validation_loss_nats
-from orthojax.train.files import write_text
+from orthojax.train.files import make_folder, write_text
 from orthojax.train.inputs import Inputs
 from orthojax.train.metric_writer import MetricWriter
 from orthojax.train.optimizer import learning_rate_schedule
@@ -89,7 +89,7 @@ def prepare_workdir(workdir: Path, config: Config) -> None:
       UserError: As `check_workdir`.
     """
     check_workdir(workdir, config)
-    workdir.mkdir(parents=True, exist_ok=True)
+    make_folder(workdir, "workdir")
     if not (workdir / "config.json").exists():
         write_text(workdir / "config.json", to_json(config) + "\n")
 
