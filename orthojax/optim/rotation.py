@@ -225,7 +225,8 @@ def describe(rotation: Rotation, params: optax.Params) -> dict[str, str]:
             sizes = orthogonal.factor_sizes(turn.size, "dct" if rotation.kind == "dct" else "hadamard")
             if rotation.kind == "hadamard":
                 names = [f"{n}" if orthogonal.hadamard_matrix(n) is not None else f"{n} (cosine)" for n in sizes]
-                text += " = " + " x ".join(names) if sizes else " (cosine)"
+                if names != [str(turn.size)]:
+                    text += " = " + " x ".join(names) if names else " (cosine)"
             parts.append(text + (f", {len(turn.layers)} layers" if plan.stacked else ""))
         report[plan.path] = "; ".join([*parts, *(f"left alone: {reason}" for reason in plan.left_alone)])
     return report
