@@ -105,11 +105,12 @@ def test_changes_make_a_new_folder(text_config, tmp_path):
 
 
 def test_moved_files_keep_their_cache(text_config, tmp_path, monkeypatch):
-    open_dataset(text_config, tmp_path / "cache")
+    before = open_dataset(text_config, tmp_path / "cache")
     (tmp_path / "elsewhere").mkdir()
     paths = [(tmp_path / name).rename(tmp_path / "elsewhere" / name) for name in ("a.txt", "b.txt")]
     monkeypatch.setattr(datasets, "build_dataset", forbid)
-    open_dataset(dataclasses.replace(text_config, paths=tuple(map(str, paths))), tmp_path / "cache")
+    moved = open_dataset(dataclasses.replace(text_config, paths=tuple(map(str, paths))), tmp_path / "cache")
+    assert moved.provenance == before.provenance
 
 
 def test_two_processes_build_the_same(text_config, tmp_path, monkeypatch):
