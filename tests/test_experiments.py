@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import jax
 import matplotlib.pyplot as plt
@@ -125,6 +126,17 @@ def test_an_evaluation_of_a_stopped_run_is_not_taken_for_its_result(study, exper
     again = run_study(only, "tiny", (0,), tmp_path, study.workdir / "data")
     assert again.values("vanilla", "loss_nats") == study.values("vanilla", "loss_nats")[:1]
     assert (stopped / "example.npz").exists()
+
+
+def test_results_of_other_data_are_refused(study, experiment):
+    (path,) = study.variants[0].config.data.paths
+    before = Path(path).read_text()
+    Path(path).write_text(before.replace("fox", "cat"))
+    try:
+        with pytest.raises(UserError, match="the data is not that of the checkpoint"):
+            run_study(experiment, "tiny", SEEDS, study.workdir, study.workdir / "data")
+    finally:
+        Path(path).write_text(before)
 
 
 def test_results_of_another_config_are_refused(study, experiment):

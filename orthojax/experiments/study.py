@@ -29,6 +29,7 @@ from orthojax.train import (
     make_folder,
     open_inputs,
     read_params,
+    require_same_data,
     train,
     write_text,
 )
@@ -183,11 +184,12 @@ def _finish_run(variant: Variant, seed: int, folder: Path, cache_dir: Path, prog
     config, label = variant.with_seed(seed), f"{variant.label}, seed {seed}"
     row = {"variant": variant.name, "seed": seed, "overrides": changed_fields(Config(), config)}
     check_workdir(folder, config)
+    inputs = open_inputs(config, cache_dir, progress=tokenizing_progress())
     done = folder / "row.json"
     if done.exists():
+        require_same_data(find_checkpoint(folder), inputs.provenance)
         progress.skip(_cost(config))
         return row | json.loads(done.read_text(encoding="utf-8"))
-    inputs = open_inputs(config, cache_dir, progress=tokenizing_progress())
     progress.say(f"{label}: {describe_data(inputs.provenance)}")
     evaluation_cost = _evaluation_cost(config)
     step_cost = (_cost(config) - evaluation_cost) / config.train.steps
