@@ -48,6 +48,7 @@ class ModelConfig:
       attention: Whether blocks attend, for all layers or one for each.
       gated_attention: Multiply each head's output with a sigmoid gate computed from the block's normed input.
       tie_embeddings: Use the token embedding as the output head.
+      fixed_rotation: Turn what each part writes to the residual stream by a fixed orthogonal matrix of its own.
       relaxed_causal_tokens: The first k tokens see each other (0: plain causal mask).
       embedding_init_std: Standard deviation of the initial embeddings.
       init_std: Standard deviation of initial kernels; residual-writing ones are scaled by 1/sqrt(2 num_layers).
@@ -74,6 +75,7 @@ class ModelConfig:
     attention: bool | tuple[bool, ...] = True
     gated_attention: bool = False
     tie_embeddings: bool = True
+    fixed_rotation: bool = False
     relaxed_causal_tokens: int = 0
     embedding_init_std: float = 0.02
     init_std: float = 0.02
@@ -111,6 +113,11 @@ class ModelConfig:
             0 <= self.relaxed_causal_tokens <= self.max_length,
             f"model.relaxed_causal_tokens={self.relaxed_causal_tokens}",
             f"0 to model.max_length={self.max_length}",
+        )
+        _require(
+            not (self.fixed_rotation and self.scan_layers),
+            "model.fixed_rotation differs between layers, which a scan over layers cannot express",
+            "model.scan_layers=false",
         )
         for name in ("norm_eps", "init_std", "embedding_init_std", "rope_theta"):
             value = getattr(self, name)

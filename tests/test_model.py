@@ -19,6 +19,7 @@ from orthojax.model import (
     stack_layers,
     unstack_layers,
 )
+from orthojax.model.fixed_rotation import to_residual
 from orthojax.model.transformer import Taps
 
 SMALL = {"vocab_size": 11, "max_length": 16, "d_model": 8, "num_layers": 2, "num_heads": 4, "d_mlp": 12}
@@ -335,6 +336,7 @@ FIELDS = {
     "gated_attention": ({}, True),
     "tie_embeddings": ({}, False),
     "relaxed_causal_tokens": ({}, 2),
+    "fixed_rotation": ({}, True),
     "dtype": ({}, "bfloat16"),
 }
 INITIAL = {"embedding_init_std": 0.5, "init_std": 0.5}
@@ -582,3 +584,21 @@ def test_flops_per_token_by_hand():
     assert flops_per_token(dataclasses.replace(TINY, attention=(True, False)), 5) == 6 * (gpt - 4 * 64) + scores // 2
     grouped = dataclasses.replace(TINY, num_kv_heads=2, gated_attention=True, normalizer="learned_sink")
     assert flops_per_token(grouped, 5) == 6 * (gpt + 2 * (8 * 4 - 2 * 8 * 4)) + scores
+
+
+def test_a_fixed_rotation_is_the_plain_model_with_turned_tables_and_writers():
+    config = dataclasses.replace(TINY, d_model=24, use_bias=False)  # 24 is no power of two
+    params = random_params(config)
+    folded = jax.tree.map(lambda leaf: leaf, params)
+    for path in (("token_embedding", "embedding"), ("position_embedding", "embedding")):
+        table = folded[path[0]]
+        table["embedding"] = to_residual(table["embedding"], f"{'/'.join(path)}:0")
+    for layer in range(config.num_layers):
+        for part in ("attention", "mlp"):
+            output = folded[f"layers_{layer}"][part]["output"]
+            output["kernel"] = to_residual(output["kernel"], f"layers/{part}/output/kernel/*:0", layer)
+    turned, taps = apply(dataclasses.replace(config, fixed_rotation=True), params, observe=lambda taps: taps)
+    plain, plain_taps = apply(config, folded, observe=lambda taps: taps)
+    np.testing.assert_allclose(turned, plain, atol=2e-4)
+    np.testing.assert_allclose(taps.residual, plain_taps.residual, atol=2e-4)
+    np.testing.assert_allclose(taps.value_norms, plain_taps.value_norms, atol=2e-4)

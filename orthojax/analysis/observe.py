@@ -80,19 +80,25 @@ class Statistics(NamedTuple):
     maximum: dict[str, jax.Array]
 
 
-def observe_language_model(taps: Taps, *, post_attention: bool = False) -> Statistics:
+def observe_language_model(
+    taps: Taps, *, post_attention: bool = False, basis: ArrayLike | None = None
+) -> Statistics:
     """The outlier and attention statistics of one layer of a language model.
 
     Args:
       taps: What the block shows.
       post_attention: Also take the statistics of hidden states from the residual stream after attention, under names
         that start with `post_attention_`.
+      basis: An orthogonal matrix Q [D, D]; also take the statistics of Q x for every hidden state x, under names that
+        start with `rotated_`.
 
     Returns:
       Means over sequences as sums, and maxima over sequences.
     """
     sequences = jnp.asarray(taps.residual.shape[0], jnp.int32)
     hidden_states = {"": taps.residual} | ({"post_attention_": taps.post_attention} if post_attention else {})
+    if basis is not None:
+        hidden_states["rotated_"] = taps.residual @ jnp.asarray(basis, taps.residual.dtype).T
     means, maximum = {}, {}
     for prefix, hidden in hidden_states.items():
         means |= {prefix + name: metric(hidden) for name, metric in _HIDDEN_STATE_MEANS.items()}

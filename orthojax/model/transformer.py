@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from orthojax.config import Mlp, ModelConfig
+from orthojax.model.fixed_rotation import from_residual, to_residual
 from orthojax.ops.attention import (
     attention_logits,
     dot_product_attention,
@@ -36,6 +37,8 @@ class Taps(NamedTuple):
 
 
 Observe = Callable[[Taps], Any]
+
+TOKEN_TABLE = "token_embedding/embedding:0"
 
 
 class LinearFunction(Protocol):
@@ -194,6 +197,7 @@ class Block(nn.Module):
         zero = jnp.zeros_like(x)
         if c.layer_attention(self.layer):
             attention_output, taps = Attention(c, self.linear, name="attention")(Norm(c, name="attention_norm")(x))
+            attention_output = self._to_residual(attention_output, "attention")
         else:
             attention_output, taps = zero, self._no_attention_taps(B, T)
         x = post_attention = x + attention_output
@@ -202,6 +206,7 @@ class Block(nn.Module):
             mlp_output = zero
         else:
             mlp_output = Feedforward(c, self.linear, kind, name="mlp")(Norm(c, name="mlp_norm")(x))
+            mlp_output = self._to_residual(mlp_output, "mlp")
         x = x + mlp_output
         if self.observe is None:
             return x, None
@@ -213,6 +218,9 @@ class Block(nn.Module):
             **taps,
         )
         return x, self.observe(seen)
+
+    def _to_residual(self, x: jax.Array, part: str) -> jax.Array:
+        return to_residual(x, f"layers/{part}/output/kernel/*:0", self.layer) if self.config.fixed_rotation else x
 
     def _no_attention_taps(self, B: int, T: int) -> dict[str, jax.Array]:
         c = self.config
@@ -255,14 +263,17 @@ class Transformer(nn.Module):
         init = nn.initializers.normal(c.embedding_init_std)
         embed = nn.Embed(c.vocab_size, c.d_model, embedding_init=init, name="token_embedding")
         x = embed(tokens)
+        x = to_residual(x, TOKEN_TABLE) if c.fixed_rotation else x
         if c.position == "learned":
             if tokens.shape[1] > c.max_length:
                 raise ValueError(f"{tokens.shape[1]} tokens are more than the model's max_length={c.max_length}")
             positions = nn.Embed(c.max_length, c.d_model, embedding_init=init, name="position_embedding")
-            x += positions(jnp.arange(tokens.shape[1]))[None]
+            added = positions(jnp.arange(tokens.shape[1]))[None]
+            x += to_residual(added, "position_embedding/embedding:0") if c.fixed_rotation else added
         x, observed = self._blocks(x, observe)
         x = Norm(c, name="final_norm")(x).astype(dtype)
         if c.tie_embeddings:
+            x = from_residual(x, TOKEN_TABLE) if c.fixed_rotation else x
             kernel = embed.embedding.astype(dtype)
             return jnp.einsum("BTD,VD->BTV", x, kernel, preferred_element_type=jnp.float32), observed
         head = Linear(c.vocab_size, False, c.init_std, dtype, self.linear, name="head")

@@ -12,6 +12,7 @@ from orthojax import analysis, quant
 from orthojax.config import Config
 from orthojax.model import Transformer
 from orthojax.train.inputs import Inputs
+from orthojax.train.optimizer import shared_basis
 from orthojax.train.step import loss_sum_nats, split_tokens
 
 Metrics = dict[str, float]
@@ -23,9 +24,12 @@ def _loss(model: Transformer, params: Any, tokens: jax.Array) -> tuple[jax.Array
 
 
 @partial(jax.jit, static_argnums=0)
-def _language_model_statistics(model: Transformer, params: Any, tokens: jax.Array) -> analysis.Statistics:
+def _language_model_statistics(
+    model: Transformer, params: Any, tokens: jax.Array, basis: jax.Array | None
+) -> analysis.Statistics:
     inputs, _ = split_tokens(tokens)
-    observed: Any = model.apply({"params": params}, inputs, observe=analysis.observe_language_model)
+    observe = partial(analysis.observe_language_model, basis=basis)
+    observed: Any = model.apply({"params": params}, inputs, observe=observe)
     return observed[1]
 
 
@@ -73,7 +77,7 @@ def evaluate(
 
     Returns:
       For text `perplexity`, `loss_nats`, `bits_per_byte`, the outlier and attention statistics of
-      `analysis.observe_language_model`, and `perplexity_<setting>` for every quantisation setting; for
+      `analysis.observe_language_model` (those of `rotated_` hidden states where all parameters share one basis), and `perplexity_<setting>` for every quantisation setting; for
       Bigram-Backcopy its risks and the statistics of `analysis.observe_backcopy`. Values by layer end in `/layer_i`.
     """
     model = Transformer(config.model)
@@ -85,9 +89,9 @@ def evaluate(
     metrics: Metrics = {"perplexity": _perplexity(loss), "loss_nats": loss}
     if inputs.bits_per_nat_of_loss is not None:
         metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
-    statistics = None
+    statistics, basis = None, shared_basis(config.optim, config.model.d_model)
     for tokens in _batches(config, inputs):
-        new = _language_model_statistics(model, params, tokens)
+        new = _language_model_statistics(model, params, tokens, basis)
         statistics = new if statistics is None else analysis.combine(statistics, new)
     assert statistics is not None
     metrics |= analysis.finalize(statistics)

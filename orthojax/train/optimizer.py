@@ -1,12 +1,14 @@
 """The optimizer of a run, built from its config: an optax chain whose parts have plain names in the checkpoint."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from orthojax.config import OptimConfig, RotationConfig
-from orthojax.optim import RotatedAxes, Rotation, scale_by_orthoadam, warmup_cosine
+from orthojax.optim import RotatedAxes, Rotation, rotate, scale_by_orthoadam, warmup_cosine
 
 _WRITERS = ("attention/output", "mlp/output")
 _TABLES = ("token_embedding", "position_embedding", "head")
@@ -49,6 +51,19 @@ def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruc
 def make_rotation(config: RotationConfig) -> Rotation:
     """The `Rotation` of a run's config, for the transformer's own parameters."""
     return Rotation(kind=config.kind, axes=rotated_axes(config), seed=config.seed, scope=config.scope)
+
+
+def shared_basis(config: OptimConfig, d_model: int) -> jax.Array | None:
+    """The one matrix Q [d_model, d_model] that every parameter shares under the scope `tree`, else None.
+
+    Training there is Adam on a network whose residual stream is Q x, so Q x is where its outliers are looked for.
+    """
+    if config.optimizer != "orthoadam" or config.rotation.scope != "tree":
+        return None
+    rotation = dataclasses.replace(make_rotation(config.rotation), axes="output")
+    turn = rotate(rotation)
+    rows = {"unit_vectors": jnp.eye(d_model)}
+    return turn.update(rows, turn.init(rows))[0]["unit_vectors"].T
 
 
 def decay_mask(params: optax.Params) -> optax.Params:
