@@ -23,6 +23,10 @@ Mlp = Literal["gelu", "relu", "swiglu", "linear", "none"]
 RotationKind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
 RotationScope = Literal["layer", "parameter", "tree"]
 RotationAxes = Literal["output", "input", "both", "residual", "writers"]
+OptimizerName = Literal[
+    "adam", "orthoadam", "rmsprop", "sgd", "adagrad", "adamax", "amsgrad", "adabelief", "adafactor", "lion", "signum",
+    "lamb", "novograd", "muon",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,20 +188,23 @@ class OptimConfig:
     """The optimizer and its learning-rate schedule (linear warm-up, then cosine decay).
 
     Attributes:
-      optimizer: `adam` is AdamW where `weight_decay` > 0; `rmsprop` is Adam with b1 = 0 (the paper does not say).
+      optimizer: `adam` is AdamW where `weight_decay` > 0; `rmsprop` is Adam with b1 = 0 (the paper does not say);
+        `signum` is the sign of momentum; `muon` treats embeddings and vectors with Adam.
+      rotated: Run the optimizer in the basis of `rotation`; `orthoadam` is `adam` with this.
       learning_rate: Peak learning rate.
       warmup_steps: Steps of linear warm-up from 0.
       final_learning_rate_fraction: Learning rate at the last step as a fraction of the peak; 1 keeps it constant.
-      b1: Decay of the first moment (adam, orthoadam).
-      b2: Decay of the second moment (adam, orthoadam, rmsprop).
+      b1: Decay of the first moment, where there is one (of Lion: the first of its two).
+      b2: Decay of the second moment, where there is one (of Lion: of its momentum).
       eps: Added to the root of the second moment.
-      momentum: Of `sgd`; 0 for plain SGD.
+      momentum: Of `sgd`, `signum` and `muon`; 0 for plain SGD.
       weight_decay: Decoupled, scaled by the learning rate; on kernels and embeddings only.
       clip_norm: Largest global gradient norm; None never clips.
-      rotation: The basis of `orthoadam`.
+      rotation: The basis of `orthoadam`, and of any other that is `rotated`.
     """
 
-    optimizer: Literal["adam", "orthoadam", "rmsprop", "sgd"] = "orthoadam"
+    optimizer: OptimizerName = "orthoadam"
+    rotated: bool = False
     learning_rate: float = 1e-3
     warmup_steps: int = 100
     final_learning_rate_fraction: float = 0.1
@@ -223,11 +230,21 @@ class OptimConfig:
         value = self.final_learning_rate_fraction
         _require(0.0 <= value <= 1.0, f"optim.final_learning_rate_fraction={value}", "0 to 1")
         _require(
-            self.momentum == 0.0 or self.optimizer == "sgd",
+            self.momentum == 0.0 or self.optimizer in ("sgd", "signum", "muon"),
             f"optim.momentum={self.momentum} is not read by optim.optimizer={self.optimizer!r}",
-            "0, or optimizer 'sgd'; the others have b1",
+            "0, or optimizer 'sgd', 'signum' or 'muon'; the others have b1 or no momentum",
+        )
+        _require(
+            not (self.rotated and self.optimizer == "orthoadam"),
+            "optim.rotated=true with optim.optimizer='orthoadam', which is rotated anyway",
+            "optimizer 'orthoadam' alone, or 'adam' with rotated",
         )
         _require(self.clip_norm is None or self.clip_norm > 0.0, f"optim.clip_norm={self.clip_norm}", "none or > 0")
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether the optimizer runs in the basis of `rotation`."""
+        return self.rotated or self.optimizer == "orthoadam"
 
 
 @dataclasses.dataclass(frozen=True)

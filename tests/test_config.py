@@ -191,6 +191,8 @@ BAD_OVERRIDES = [
     ("model.relaxed_causal_tokens", "64", ["64", "data.sequence_length=64"]),
     ("model.max_length", "32", ["sequence_length=64", "max_length=32"]),
     ("model.dtype", "float16", ["float16", "float32 | bfloat16"]),
+    ("optim.rotated", "true", ["optim.rotated=true", "'orthoadam'"]),
+    ("model.fixed_rotation", "true", ["fixed_rotation", "scan_layers=false"]),
     ("optim.optimizer", "ortoadam", ["ortoadam", "did you mean 'orthoadam'?"]),
     ("optim.learning_rate", "0", ["learning_rate=0", "positive"]),
     ("optim.learning_rate", "nan", ["nan"]),

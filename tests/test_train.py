@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 from orthojax import quant
@@ -186,6 +187,10 @@ def test_weight_decay_acts_on_kernels_and_embeddings_only():
     assert {path.rpartition("/")[2] for path, decays in mask.items() if not decays} == {"scale", "bias", "sink"}
 
 
+def kernels_only(params):
+    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params)
+
+
 OPTIMIZERS = {
     "adam": ({"optimizer": "adam"}, lambda c: [optax.scale_by_adam(0.8, 0.95, 1e-6)]),
     "adamw": (
@@ -201,6 +206,42 @@ OPTIMIZERS = {
     "rmsprop": ({"optimizer": "rmsprop"}, lambda c: [optax.scale_by_adam(0.0, 0.95, 1e-6)]),
     "sgd": ({"optimizer": "sgd"}, lambda c: []),
     "momentum": ({"optimizer": "sgd", "momentum": 0.7}, lambda c: [optax.trace(0.7)]),
+    "adagrad": ({"optimizer": "adagrad"}, lambda c: [optax.scale_by_rss(0.0, 1e-6)]),
+    "adamax": ({"optimizer": "adamax"}, lambda c: [optax.scale_by_adamax(0.8, 0.95, 1e-6)]),
+    "amsgrad": ({"optimizer": "amsgrad"}, lambda c: [optax.scale_by_amsgrad(0.8, 0.95, 1e-6)]),
+    "adabelief": ({"optimizer": "adabelief"}, lambda c: [optax.scale_by_belief(0.8, 0.95, 1e-16)]),
+    "adafactor": (
+        {"optimizer": "adafactor"}, lambda c: [optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)]
+    ),
+    "lion": ({"optimizer": "lion"}, lambda c: [optax.scale_by_lion(0.8, 0.95)]),
+    "rotated_lion": (
+        {"optimizer": "lion", "rotated": True},
+        lambda c: [
+            rotate(make_rotation(c.rotation)), optax.scale_by_lion(0.8, 0.95), unrotate(make_rotation(c.rotation))
+        ],
+    ),
+    "signum": ({"optimizer": "signum", "momentum": 0.7}, lambda c: [optax.trace(0.7), optax.scale_by_sign()]),
+    "lamb": ({"optimizer": "lamb"}, lambda c: [optax.scale_by_adam(0.8, 0.95, 1e-6), optax.scale_by_trust_ratio()]),
+    "novograd": ({"optimizer": "novograd"}, lambda c: [optax.scale_by_novograd(0.8, 0.95, 1e-6)]),
+    "muon": (
+        {"optimizer": "muon", "momentum": 0.7},
+        lambda c: [
+            optax.partition(
+                {
+                    "kernel": optax.chain(
+                        optax.contrib.muon(
+                            1.0, beta=0.7, consistent_rms=0.2, muon_weight_dimension_numbers=kernels_only
+                        ),
+                        optax.scale(-1.0),
+                    ),
+                    "other": optax.scale_by_adam(0.8, 0.95, 1e-6),
+                },
+                lambda params: jax.tree_util.tree_map_with_path(
+                    lambda path, _: "kernel" if path[-1].key == "kernel" else "other", params
+                ),
+            )
+        ],
+    ),
 }  # fmt: skip
 TREE = {
     "layers_0": {"mlp": {"input": {"kernel": (4, 8), "bias": (8,)}}, "mlp_norm": {"scale": (4,)}},
@@ -276,7 +317,8 @@ def test_the_optimizer_state_has_plain_names(name):
     parts = ["clip", config.optimizer, *(["weight_decay"] if config.weight_decay else []), "learning_rate"]
     assert list(state) == parts
     moment = {"adam": "adam/mu", "orthoadam": "orthoadam/inner/mu", "rmsprop": "rmsprop/nu"}.get(config.optimizer)
-    moment = "sgd/trace" if config.momentum else moment
+    moment = "sgd/trace" if config.optimizer == "sgd" and config.momentum else moment
+    moment = "lion/inner/mu" if config.rotated else moment
     if moment:
         assert f"{moment}/layers_0/mlp/input/kernel" in by_path(state)
 

@@ -80,9 +80,7 @@ class Statistics(NamedTuple):
     maximum: dict[str, jax.Array]
 
 
-def observe_language_model(
-    taps: Taps, *, post_attention: bool = False, basis: ArrayLike | None = None
-) -> Statistics:
+def observe_language_model(taps: Taps, *, post_attention: bool = False, basis: ArrayLike | None = None) -> Statistics:
     """The outlier and attention statistics of one layer of a language model.
 
     Args:

@@ -1,40 +1,20 @@
 """How the main job is told: tables, claims with their criteria, figures."""
 
-from collections.abc import Mapping
-
 import numpy as np
 
-from orthojax.experiments import figures
-from orthojax.experiments.report import Claim, Picture, Report, Table, Verdict
+from orthojax.experiments import figures, summaries
+from orthojax.experiments.report import Claim, Picture, Report
 from orthojax.experiments.study import Study, Variant
+from orthojax.experiments.summaries import (
+    METRICS,
+    QUANTIZATION,
+    layer_curves,
+    metric_table,
+    training_curves,
+    verdict,
+)
 from orthojax.model import parameter_count
-from orthojax.train import read_metrics
 
-_LANGUAGE_METRICS = {
-    "perplexity": "perplexity",
-    "bits_per_byte": "bits per byte",
-    "kurtosis_first": "kurtosis, first token (Gaussian: 3)",
-    "kurtosis_rest": "kurtosis, other tokens",
-    "kurtosis_pooled": "kurtosis, all tokens",
-    "max_abs_first": "max |activation|, first token",
-    "max_abs_rest": "max |activation|, other tokens",
-    "max_abs_first_maximum": "the same over the whole set, first token",
-    "max_abs_rest_maximum": "the same over the whole set, other tokens",
-    "norm_ratio_first": "max / l2 norm, first token",
-    "norm_ratio_rest": "max / l2 norm, other tokens",
-    "first_attention_mass": "attention mass on the first token",
-    "first_attention_fraction": "first token gets most attention, fraction",
-    "sink_rate": "heads with a mean > 0.3 on the first token, fraction",
-    "value_norm_first": "value norm, first token",
-    "value_norm_rest": "value norm, other tokens",
-    "residual_norm_first": "residual norm, first token",
-    "residual_norm_rest": "residual norm, other tokens",
-    "perplexity_int8_fine": "perplexity, int8 fine",
-    "perplexity_int8_fine_per_token": "perplexity, int8 fine, per-token form",
-    "perplexity_int8_moderate": "perplexity, int8 moderate",
-    "perplexity_int8_coarse": "perplexity, int8 coarse",
-    "perplexity_int4_zeropoint": "perplexity, int4 zeropoint",
-}
 _BACKCOPY_METRICS = {
     "sink_attention": "attention on <s> at non-triggers",
     "sink_attention_rest": "the same without the row of <s> itself",
@@ -46,50 +26,11 @@ _BACKCOPY_METRICS = {
     "backcopy_risk_nats": "backcopy risk (nats)",
     "bigram_excess_risk_nats": "bigram excess risk (nats)",
 }
-_QUANTIZATION = {
-    "perplexity": "float32",
-    "perplexity_int8_fine": "int8 fine",
-    "perplexity_int8_moderate": "int8 moderate",
-    "perplexity_int8_coarse": "int8 coarse",
-    "perplexity_int4_zeropoint": "int4 zeropoint",
-}
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
-
-
-def _spread(values: list[float]) -> str:
-    """Mean, and with several seeds the range."""
-    if not values:
-        return "failed"
-    mean = _number(float(np.mean(values)))
-    return mean if len(values) == 1 else f"{mean} ({_number(min(values))} to {_number(max(values))})"
-
-
-def _table(study: Study, caption: str, variants: list[Variant], metrics: Mapping[str, str]) -> Table:
-    rows = [[label, *(_spread(study.values(v.name, key)) for v in variants)] for key, label in metrics.items()]
-    return Table(caption, ["", *(variant.label for variant in variants)], rows)
 
 
 def _split(study: Study) -> tuple[list[Variant], list[Variant]]:
     backcopy = [v for v in study.variants if v.config.data.kind == "bigram_backcopy"]
     return [v for v in study.variants if v not in backcopy], backcopy
-
-
-def _curves(study: Study, variants: list[Variant], key: str) -> dict[str, tuple[list[float], np.ndarray]]:
-    curves = {}
-    for variant in variants:
-        runs = [read_metrics(study.run_dir(variant.name, seed) / "metrics.jsonl") for seed in study.seeds]
-        points = [{line["step"]: line[key] for line in run if key in line} for run in runs]
-        steps = sorted(set.intersection(*(set(point) for point in points)))
-        curves[variant.label] = (steps, np.array([[point[step] for step in steps] for point in points]))
-    return curves
-
-
-def _layers(study: Study, variants: list[Variant], metric: str) -> dict[str, tuple[list[float], np.ndarray]]:
-    values = {variant.label: study.by_layer(variant.name, metric) for variant in variants}
-    return {label: (list(range(1, y.shape[1] + 1)), y) for label, y in values.items()}
 
 
 def _layer_pictures(study: Study, models: list[Variant]) -> list[Picture]:
@@ -100,7 +41,7 @@ def _layer_pictures(study: Study, models: list[Variant]) -> list[Picture]:
     ):
         curves = {}
         for part, words in (("first", "first"), ("rest", "others")):
-            curves |= {(label, words): y for label, y in _layers(study, models, f"{metric}_{part}").items()}
+            curves |= {(label, words): y for label, y in layer_curves(study, models, f"{metric}_{part}").items()}
         figure = figures.lines(
             {
                 f"{label}, {words}": curves[label, words]
@@ -117,7 +58,7 @@ def _layer_pictures(study: Study, models: list[Variant]) -> list[Picture]:
             Picture(name, f"{y_label[0].upper()}{y_label[1:]} after each layer, first token and others.", figure)
         )
     mass = figures.lines(
-        _layers(study, models, "first_attention_mass"),
+        layer_curves(study, models, "first_attention_mass"),
         x_label="layer",
         y_label="attention mass on the first token",
         integer_x=True,
@@ -163,14 +104,14 @@ def _penalty(study: Study, variant: str, metric: str) -> float:
 
 def _pictures(study: Study, models: list[Variant], backcopy: list[Variant]) -> list[Picture]:
     training = figures.lines(
-        _curves(study, models, "validation_loss_nats"), x_label="step", y_label="held-out loss (nats per token)"
+        training_curves(study, models, "validation_loss_nats"), x_label="step", y_label="held-out loss (nats per token)"
     )
     quantization = figures.bars(
-        list(_QUANTIZATION.values()),
-        {v.label: np.array([study.values(v.name, key) for key in _QUANTIZATION]).T for v in models},
+        list(QUANTIZATION.values()),
+        {v.label: np.array([study.values(v.name, key) for key in QUANTIZATION]).T for v in models},
         y_label="perplexity",
         texts={
-            v.label: ["", *(f"{_penalty(study, v.name, key):+.2%}" for key in _QUANTIZATION if key != "perplexity")]
+            v.label: ["", *(f"{_penalty(study, v.name, key):+.2%}" for key in QUANTIZATION if key != "perplexity")]
             for v in models
         },
     )
@@ -198,10 +139,6 @@ def _pictures(study: Study, models: list[Variant], backcopy: list[Variant]) -> l
     ]
 
 
-def _verdict(holds: bool, *, visible: bool = True) -> Verdict:
-    return "not visible at this scale" if not visible else "holds" if holds else "does not hold"
-
-
 def _language_claims(study: Study) -> list[Claim]:
     def both(metric: str) -> tuple[float, float]:
         return study.mean("vanilla", metric), study.mean("cured", metric)
@@ -212,19 +149,19 @@ def _language_claims(study: Study) -> list[Claim]:
     gap = perplexity[1] / perplexity[0] - 1
     return [
         Claim(
-            _verdict(max(k_first[1], k_rest[1]) < 3.5, visible=min(k_first[0], k_rest[0]) > 4),
+            verdict(max(k_first[1], k_rest[1]) < 3.5, visible=min(k_first[0], k_rest[0]) > 4),
             f"softmax-1 with OrthoAdam removes outlier channels. Kurtosis of hidden states, first / other tokens: "
             f"{k_first[0]:.1f} / {k_rest[0]:.1f} vanilla, {k_first[1]:.1f} / {k_rest[1]:.1f} cured "
             f"(criterion: cured below 3.5; visible where vanilla is above 4; a Gaussian has 3).",
         ),
         Claim(
-            _verdict(m_first[1] < 0.67 * m_first[0] and m_rest[1] < 0.67 * m_rest[0]),
+            verdict(m_first[1] < 0.67 * m_first[0] and m_rest[1] < 0.67 * m_rest[0]),
             f"It shrinks the largest activations. Mean largest |activation|, first / other tokens: {m_first[0]:.0f} / "
             f"{m_rest[0]:.0f} vanilla, {m_first[1]:.0f} / {m_rest[1]:.0f} cured (criterion: by a third or more, both).",
         ),
         *_attention_claims(study, both("first_attention_mass"), both("first_attention_fraction")),
         Claim(
-            _verdict(gap < 0.03),
+            verdict(gap < 0.03),
             f"It costs no performance: perplexity {perplexity[0]:.1f} vanilla, {perplexity[1]:.1f} cured, "
             f"{gap:+.1%} (criterion: at most 3% worse).",
         ),
@@ -238,13 +175,13 @@ def _attention_claims(study: Study, mass: tuple[float, float], fraction: tuple[f
     uniform = [sum(1 / (t + extra) for t in range(1, length + 1)) / length for extra in (0, 1)]
     return [
         Claim(
-            _verdict(mass[1] < 0.5 * mass[0], visible=mass[0] > 2 * uniform[0]),
+            verdict(mass[1] < 0.5 * mass[0], visible=mass[0] > 2 * uniform[0]),
             f"It takes attention off the first token. Mass on it: {mass[0]:.1%} vanilla, {mass[1]:.1%} cured; equal "
             f"logits would give {uniform[0]:.1%} and {uniform[1]:.1%} (criterion: at most half; visible where vanilla "
             f"has twice what equal logits give).",
         ),
         Claim(
-            _verdict(fraction[1] < 0.5 * fraction[0], visible=fraction[0] > 0.2),
+            verdict(fraction[1] < 0.5 * fraction[0], visible=fraction[0] > 0.2),
             f"The first token is the most attended key less often: {fraction[0]:.1%} of (query, head) pairs vanilla, "
             f"{fraction[1]:.1%} cured (criterion: at most half; visible where vanilla has more than 20%).",
         ),
@@ -257,7 +194,7 @@ def _quantization_claim(study: Study) -> Claim:
         for setting in ("int8_coarse", "int4_zeropoint")
     )
     return Claim(
-        _verdict(coarse[1] < coarse[0] and four[1] < four[0], visible=max(coarse[0], four[0]) > 0.01),
+        verdict(coarse[1] < coarse[0] and four[1] < four[0], visible=max(coarse[0], four[0]) > 0.01),
         f"It survives crude quantisation better. Perplexity penalty at int8 coarse: {coarse[0]:+.2%} vanilla, "
         f"{coarse[1]:+.2%} cured; at int4 zeropoint: {four[0]:+.2%} vanilla, {four[1]:+.2%} cured (criterion: both "
         f"smaller; visible where vanilla loses more than 1%).",
@@ -270,17 +207,17 @@ def _backcopy_claims(study: Study) -> list[Claim]:
     drain = [study.mean(name, "value_norm_first") / study.mean(name, "value_norm_rest") for name in names]
     return [
         Claim(
-            _verdict(sink[0] > 0.5 and drain[0] < 0.5),
+            verdict(sink[0] > 0.5 and drain[0] < 0.5),
             f"Bigram-Backcopy: softmax attention parks on <s> and drains its value. Attention {sink[0]:.2f}, value "
             f"norm {drain[0]:.2f} of the others' (criterion: above 0.5 and below 0.5).",
         ),
         Claim(
-            _verdict(sink[1] < 0.5 * sink[0], visible=sink[0] > 0.5),
+            verdict(sink[1] < 0.5 * sink[0], visible=sink[0] > 0.5),
             f"Bigram-Backcopy: softmax-1 alone removes that sink. Attention on <s> {sink[1]:.2f} against {sink[0]:.2f} "
             f"with softmax; value norm {drain[1]:.2f} of the others' (criterion: at most half the attention).",
         ),
         Claim(
-            _verdict(sink[2] < 0.05),
+            verdict(sink[2] < 0.05),
             f"Bigram-Backcopy: ReLU attention has no sink. Attention on <s> {sink[2]:.3f} (criterion: below 0.05).",
         ),
     ]
@@ -289,11 +226,7 @@ def _backcopy_claims(study: Study) -> list[Claim]:
 def report(study: Study) -> Report:
     """Tables, claims and figures of the main job."""
     models, backcopy = _split(study)
-    provenance = study.results["provenance"]
     config = models[0].config
-    corpus = next(entry for entry in provenance["data"] if "file_count" in entry)
-    seeds = ", ".join(map(str, study.seeds))
-    anecdote = " One seed is an anecdote: run with --seeds=0,1,2 for a spread." if len(study.seeds) == 1 else ""
     finished = not study.failures()
     return Report(
         title="Two small language models: softmax + Adam, and softmax-1 + OrthoAdam",
@@ -301,32 +234,16 @@ def report(study: Study) -> Report:
             f"Both models have {parameter_count(config.model):,} parameters ({config.model.num_layers} layers, d_model "
             f"{config.model.d_model}, RMSNormSingle, no biases), the same initial parameters and the same "
             f"{config.train.steps} batches of {config.train.batch_size} x {config.data.sequence_length} tokens. They "
-            f"differ in the attention normalizer and the optimizer only. Seeds: {seeds}.{anecdote}",
-            f"The text is Python's own standard library ({corpus['file_count']} files, real text on every machine); "
-            f"evaluation uses held-out files. It is not C4: numbers compare with each other, not with the paper's.",
+            f"differ in the attention normalizer and the optimizer only. {summaries.seeds_sentence(study)}",
+            summaries.corpus_sentence(study),
             *study.failures(),
         ],
         claims=[*_language_claims(study), *_backcopy_claims(study)] if finished else [],
         tables=[
-            _table(study, "Language models on held-out files", models, _LANGUAGE_METRICS),
-            _table(study, "Bigram-Backcopy, one layer, Adam, by normalizer", backcopy, _BACKCOPY_METRICS),
+            metric_table(study, "Language models on held-out files", models, METRICS),
+            metric_table(study, "Bigram-Backcopy, one layer, Adam, by normalizer", backcopy, _BACKCOPY_METRICS),
         ],
         pictures=_pictures(study, models, backcopy) if finished else [],
-        notes=[
-            f"python launch/reproduce.py --experiment={study.experiment.name} --scale={study.scale} "
-            f"--seeds={seeds.replace(' ', '')}",
-            f"{provenance['date']}, {provenance['device']}, "
-            + ", ".join(f"{name} {number}" for name, number in provenance["versions"].items()),
-            f"corpus sha256 {corpus['source_sha256']}, tokenizer {corpus['tokenizer']}, "
-            f"{corpus['train']['n_tokens']:,} training tokens",
-            f"{provenance['wall_seconds'] / 60:.1f} minutes for {len(study.results['rows'])} runs",
-            f"evaluated on {config.eval.sequences} sequences; dynamic quantisation scales over batches of "
-            f"{config.eval.batch_size}; quantised are linear layers only",
-        ],
-        links=[("results.json", "results.json"), ("report.md", "report.md")]
-        + [
-            (f"{v.name}, seed {seed}: config", f"runs/{v.name}-seed{seed}/config.json")
-            for v in study.variants
-            for seed in study.seeds
-        ],
+        notes=summaries.notes(study),
+        links=summaries.links(study),
     )

@@ -1,7 +1,5 @@
 """Which rotation OrthoAdam should have: one factor at a time, with the controls that tell what does the work."""
 
-import dataclasses
-
 from orthojax.config import Config
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured, with_normalizer
 from orthojax.experiments.study import Variant
@@ -22,24 +20,29 @@ REFERENCES = (
     Variant("vanilla", "softmax, Adam", with_normalizer(_adam(BASE), "softmax")),
     Variant("adam", "softmax-1, Adam", _adam(BASE)),
 )
-KINDS_AND_AXES = tuple(
-    _rotated(f"{kind}_{axes}", f"{kind}, {axes}", kind=kind, axes=axes)
-    for kind, axes in (
-        ("hadamard", "output"),
-        ("haar", "output"),
-        ("dct", "output"),
-        ("hadamard", "both"),
-        ("haar", "both"),
-        ("hadamard", "residual"),
-        ("hadamard", "writers"),
-        ("hadamard", "input"),
-    )
-) + (_rotated("no_embeddings", "hadamard, output, not the embeddings", embeddings=False),)
+KINDS_AND_AXES = (
+    *(
+        _rotated(f"{kind}_{axes}", f"{kind}, {axes}", kind=kind, axes=axes)
+        for kind, axes in (
+            ("hadamard", "output"),
+            ("haar", "output"),
+            ("dct", "output"),
+            ("hadamard", "both"),
+            ("haar", "both"),
+            ("hadamard", "residual"),
+            ("hadamard", "writers"),
+            ("hadamard", "input"),
+        )
+    ),
+    _rotated("no_embeddings", "hadamard, output, not the embeddings", embeddings=False),
+)
 CONTROLS = (
     _rotated("identity", "identity", kind="identity"),
     _rotated("signed_permutation", "signed permutation, both", kind="signed_permutation", axes="both"),
     _rotated("shared", "one hadamard for the whole tree, residual", scope="tree", axes="residual"),
-    Variant("fixed_in_model", "fixed hadamard in the model, Adam", replace(_adam(BASE), {"model.fixed_rotation": True})),
+    Variant(
+        "fixed_in_model", "fixed hadamard in the model, Adam", replace(_adam(BASE), {"model.fixed_rotation": True})
+    ),
 )
 SETTINGS = tuple(
     Variant(f"{axes}_{name}", f"hadamard, {axes}, {label}", replace(BASE, {"optim.rotation.axes": axes, **change}))

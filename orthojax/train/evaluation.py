@@ -77,8 +77,9 @@ def evaluate(
 
     Returns:
       For text `perplexity`, `loss_nats`, `bits_per_byte`, the outlier and attention statistics of
-      `analysis.observe_language_model` (those of `rotated_` hidden states where all parameters share one basis), and `perplexity_<setting>` for every quantisation setting; for
-      Bigram-Backcopy its risks and the statistics of `analysis.observe_backcopy`. Values by layer end in `/layer_i`.
+      `analysis.observe_language_model` (also of `rotated_` hidden states where all parameters share one basis), and
+      `perplexity_<setting>` for every quantisation setting; for Bigram-Backcopy its risks and the statistics of
+      `analysis.observe_backcopy`. Values by layer end in `/layer_i`.
     """
     model = Transformer(config.model)
     if inputs.task is not None:

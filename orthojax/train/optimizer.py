@@ -2,13 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from orthojax.config import OptimConfig, RotationConfig
-from orthojax.optim import RotatedAxes, Rotation, rotate, scale_by_orthoadam, warmup_cosine
+from orthojax.optim import RotatedAxes, Rotation, in_rotated_basis, rotate, scale_by_orthoadam, warmup_cosine
 
 _WRITERS = ("attention/output", "mlp/output")
 _TABLES = ("token_embedding", "position_embedding", "head")
@@ -58,12 +60,13 @@ def shared_basis(config: OptimConfig, d_model: int) -> jax.Array | None:
 
     Training there is Adam on a network whose residual stream is Q x, so Q x is where its outliers are looked for.
     """
-    if config.optimizer != "orthoadam" or config.rotation.scope != "tree":
+    if not config.is_rotated or config.rotation.scope != "tree":
         return None
     rotation = dataclasses.replace(make_rotation(config.rotation), axes="output")
     turn = rotate(rotation)
     rows = {"unit_vectors": jnp.eye(d_model)}
-    return turn.update(rows, turn.init(rows))[0]["unit_vectors"].T
+    turned: Any = turn.update(rows, turn.init(rows))[0]
+    return turned["unit_vectors"].T
 
 
 def decay_mask(params: optax.Params) -> optax.Params:
@@ -79,6 +82,55 @@ def learning_rate_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     return warmup_cosine(config.learning_rate, config.warmup_steps, steps, config.final_learning_rate_fraction)
 
 
+def _is_kernel(path: tuple[Any, ...]) -> bool:
+    return str(path[-1].key) == "kernel"
+
+
+def _muon(config: OptimConfig) -> optax.GradientTransformation:
+    """Muon on kernels, Adam on embeddings and vectors; updates of both have Adam's usual size, 0.2 RMS."""
+
+    def labels(params: optax.Params) -> optax.Params:
+        return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if _is_kernel(path) else "adam", params)
+
+    def dimensions(params: optax.Params) -> Any:
+        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params)
+
+    def to_rms(updates: optax.Updates, _: Any) -> optax.Updates:
+        # All singular values are about 1, so that the RMS is 1 / sqrt(longer side).
+        return jax.tree.map(lambda u: u * (0.2 * max(u.shape[-2:]) ** 0.5), updates)
+
+    muon = optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=dimensions)
+    adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
+    return optax.partition({"muon": optax.chain(muon, optax.stateless(to_rms)), "adam": adam}, labels)
+
+
+def _scaling(config: OptimConfig) -> optax.GradientTransformation:
+    """What the optimizer makes of gradients, before weight decay and learning rate."""
+    b1, b2, eps = config.b1, config.b2, config.eps
+    adam = optax.scale_by_adam(b1, b2, eps)
+    scalings: dict[str, Callable[[], optax.GradientTransformation]] = {
+        "adam": lambda: adam,
+        # RMSProp is Adam without a first moment, bias correction included.
+        "rmsprop": lambda: optax.scale_by_adam(0.0, b2, eps),
+        "sgd": lambda: optax.trace(config.momentum) if config.momentum else optax.identity(),
+        # The usual initial accumulator of 0.1 is far above the squared gradients of a language model.
+        "adagrad": lambda: optax.scale_by_rss(initial_accumulator_value=0.0, eps=eps),
+        "adamax": lambda: optax.scale_by_adamax(b1, b2, eps),
+        "amsgrad": lambda: optax.scale_by_amsgrad(b1, b2, eps),
+        "adabelief": lambda: optax.scale_by_belief(b1, b2, eps=1e-16),
+        "adafactor": lambda: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
+        "lion": lambda: optax.scale_by_lion(b1, b2),
+        "signum": lambda: optax.chain(optax.trace(config.momentum), optax.scale_by_sign()),
+        "lamb": lambda: optax.chain(adam, optax.scale_by_trust_ratio()),
+        "novograd": lambda: optax.scale_by_novograd(b1, b2, eps),
+        "muon": lambda: _muon(config),
+    }
+    if config.optimizer == "orthoadam":
+        return scale_by_orthoadam(b1, b2, eps, rotation=make_rotation(config.rotation))
+    scaling = scalings[config.optimizer]()
+    return in_rotated_basis(scaling, make_rotation(config.rotation)) if config.rotated else scaling
+
+
 def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
     """Clipping, the optimizer's own scaling, decoupled weight decay, learning rate.
 
@@ -89,19 +141,10 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
     Returns:
       A named chain, so that a checkpoint shows `opt_state/orthoadam/...`.
     """
-    scalings: dict[str, Callable[[], optax.GradientTransformation]] = {
-        "adam": lambda: optax.scale_by_adam(config.b1, config.b2, config.eps),
-        "orthoadam": lambda: scale_by_orthoadam(
-            config.b1, config.b2, config.eps, rotation=make_rotation(config.rotation)
-        ),
-        # RMSProp is Adam without a first moment, bias correction included.
-        "rmsprop": lambda: optax.scale_by_adam(0.0, config.b2, config.eps),
-        "sgd": lambda: optax.trace(config.momentum) if config.momentum else optax.identity(),
-    }
     parts: list[tuple[str, optax.GradientTransformation]] = []
     if config.clip_norm is not None:
         parts.append(("clip", optax.clip_by_global_norm(config.clip_norm)))
-    parts.append((config.optimizer, scalings[config.optimizer]()))
+    parts.append((config.optimizer, _scaling(config)))
     if config.weight_decay:
         parts.append(("weight_decay", optax.add_decayed_weights(config.weight_decay, decay_mask)))
     parts.append(("learning_rate", optax.scale_by_learning_rate(learning_rate_schedule(config, steps))))

@@ -1,0 +1,155 @@
+"""What every report needs from a finished study: numbers with their spread, tables, curves, and how it was made."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from orthojax.experiments.report import Table, Verdict
+from orthojax.experiments.study import Study, Variant
+from orthojax.train import read_metrics
+
+METRICS = {
+    "perplexity": "perplexity",
+    "bits_per_byte": "bits per byte",
+    "kurtosis_first": "kurtosis, first token (Gaussian: 3)",
+    "kurtosis_rest": "kurtosis, other tokens",
+    "kurtosis_pooled": "kurtosis, all tokens",
+    "max_abs_first": "max |activation|, first token",
+    "max_abs_rest": "max |activation|, other tokens",
+    "max_abs_first_maximum": "the same over the whole set, first token",
+    "max_abs_rest_maximum": "the same over the whole set, other tokens",
+    "norm_ratio_first": "max / l2 norm, first token",
+    "norm_ratio_rest": "max / l2 norm, other tokens",
+    "first_attention_mass": "attention mass on the first token",
+    "first_attention_fraction": "first token gets most attention, fraction",
+    "sink_rate": "heads with a mean > 0.3 on the first token, fraction",
+    "value_norm_first": "value norm, first token",
+    "value_norm_rest": "value norm, other tokens",
+    "residual_norm_first": "residual norm, first token",
+    "residual_norm_rest": "residual norm, other tokens",
+    "perplexity_int8_fine": "perplexity, int8 fine",
+    "perplexity_int8_fine_per_token": "perplexity, int8 fine, per-token form",
+    "perplexity_int8_moderate": "perplexity, int8 moderate",
+    "perplexity_int8_coarse": "perplexity, int8 coarse",
+    "perplexity_int4_zeropoint": "perplexity, int4 zeropoint",
+}
+QUANTIZATION = {
+    "perplexity": "float32",
+    "perplexity_int8_fine": "int8 fine",
+    "perplexity_int8_moderate": "int8 moderate",
+    "perplexity_int8_coarse": "int8 coarse",
+    "perplexity_int4_zeropoint": "int4 zeropoint",
+}
+
+Curves = dict[str, tuple[list[float], np.ndarray]]  # label -> (x [n], y [seeds, n])
+
+
+def number(value: float) -> str:
+    """Three digits."""
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def spread(values: Sequence[float], show: Callable[[float], str] = number) -> str:
+    """Mean, and with several seeds the range."""
+    if not values:
+        return "failed"
+    mean = show(float(np.mean(values)))
+    return mean if len(values) == 1 else f"{mean} ({show(min(values))} to {show(max(values))})"
+
+
+def metric_table(
+    study: Study,
+    caption: str,
+    variants: Sequence[Variant],
+    metrics: Mapping[str, str],
+    *,
+    rows: Literal["metrics", "variants"] = "metrics",
+) -> Table:
+    """A table of `spread`s.
+
+    Args:
+      study: Where the values are.
+      caption: Of the table.
+      variants: Which variants.
+      metrics: Metric -> its label.
+      rows: What has a row of its own; the other has columns.
+    """
+    cells = {(v.name, key): spread(study.values(v.name, key)) for v in variants for key in metrics}
+    if rows == "variants":
+        body = [[v.label, *(cells[v.name, key] for key in metrics)] for v in variants]
+        return Table(caption, ["", *metrics.values()], body)
+    body = [[label, *(cells[v.name, key] for v in variants)] for key, label in metrics.items()]
+    return Table(caption, ["", *(v.label for v in variants)], body)
+
+
+def training_curves(study: Study, variants: Sequence[Variant], key: str) -> Curves:
+    """One entry of metrics.jsonl by step, at the steps that all seeds have."""
+    curves: Curves = {}
+    for variant in variants:
+        runs = [read_metrics(study.run_dir(variant.name, seed) / "metrics.jsonl") for seed in study.seeds]
+        points = [{line["step"]: line[key] for line in run if key in line} for run in runs]
+        steps = sorted(set.intersection(*(set(point) for point in points)))
+        curves[variant.label] = (steps, np.array([[point[step] for step in steps] for point in points]))
+    return curves
+
+
+def layer_curves(study: Study, variants: Sequence[Variant], metric: str) -> Curves:
+    """One metric after each layer, counted from 1."""
+    values = {variant.label: study.by_layer(variant.name, metric) for variant in variants}
+    return {label: (list(range(1, y.shape[1] + 1)), y) for label, y in values.items()}
+
+
+def penalties(study: Study, variant: str, metric: str) -> list[float]:
+    """By which fraction a quantised perplexity is above the float one, for each seed."""
+    pairs = zip(study.values(variant, metric), study.values(variant, "perplexity"), strict=True)
+    return [quantized / plain - 1 for quantized, plain in pairs]
+
+
+def verdict(holds: bool, *, visible: bool = True) -> Verdict:
+    """What a claim's criterion says."""
+    return "not visible at this scale" if not visible else "holds" if holds else "does not hold"
+
+
+def seeds_sentence(study: Study) -> str:
+    """Which seeds, and what one seed is worth."""
+    anecdote = " One seed is an anecdote: run with --seeds=0,1,2 for a spread." if len(study.seeds) == 1 else ""
+    return f"Seeds: {', '.join(map(str, study.seeds))}.{anecdote}"
+
+
+def corpus_sentence(study: Study) -> str:
+    """What the text is and what it is not."""
+    return (
+        f"The text is Python's own standard library ({_corpus(study)['file_count']} files, real text on every "
+        f"machine); evaluation uses held-out files. It is not C4: numbers compare with each other, not with the "
+        f"paper's."
+    )
+
+
+def _corpus(study: Study) -> dict:
+    return next(entry for entry in study.results["provenance"]["data"] if "file_count" in entry)
+
+
+def notes(study: Study) -> list[str]:
+    """The command, the machine, the data, the time and the evaluation."""
+    provenance, corpus, config = study.results["provenance"], _corpus(study), study.variants[0].config
+    return [
+        f"python launch/reproduce.py --experiment={study.experiment.name} --scale={study.scale} "
+        f"--seeds={','.join(map(str, study.seeds))}",
+        f"{provenance['date']}, {provenance['device']}, "
+        + ", ".join(f"{name} {number}" for name, number in provenance["versions"].items()),
+        f"corpus sha256 {corpus['source_sha256']}, tokenizer {corpus['tokenizer']}, "
+        f"{corpus['train']['n_tokens']:,} training tokens",
+        f"{provenance['wall_seconds'] / 60:.1f} minutes for {len(study.results['rows'])} runs",
+        f"evaluated on {config.eval.sequences} sequences; dynamic quantisation scales over batches of "
+        f"{config.eval.batch_size}; quantised are linear layers only",
+    ]
+
+
+def links(study: Study) -> list[tuple[str, str]]:
+    """The raw results and the config of every run."""
+    return [("results.json", "results.json"), ("report.md", "report.md")] + [
+        (f"{v.name}, seed {seed}: config", f"runs/{v.name}-seed{seed}/config.json")
+        for v in study.variants
+        for seed in study.seeds
+    ]
