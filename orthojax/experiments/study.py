@@ -2,18 +2,13 @@
 
 import dataclasses
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from orthojax import __version__
 from orthojax.config import Config
 from orthojax.errors import UserError, nearest
 from orthojax.experiments.example import save_example
@@ -23,6 +18,7 @@ from orthojax.progress import Progress, tokenizing_progress
 from orthojax.train import (
     DivergedError,
     check_workdir,
+    environment,
     evaluate,
     evaluation_stages,
     find_checkpoint,
@@ -226,15 +222,10 @@ def describe_data(provenance: dict[str, Any]) -> str:
 
 
 def _provenance(seeds: Sequence[int], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    names = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
     sources = {row["data"]["source"]: row["data"] for row in rows}
-    return {
-        "versions": {"orthojax": __version__, "python": platform.python_version()}
-        | {name: version(name) for name in names},
-        "device": f"{jax.devices()[0].device_kind} x {jax.device_count()}, {os.cpu_count()} CPU cores",
+    return environment() | {
         "seeds": list(seeds),
         "data": list(sources.values()),
-        "date": time.strftime("%Y-%m-%d"),
         # A run that was stopped counts the call that finished it only.
         "wall_seconds": round(sum(row.get("seconds", 0.0) for row in rows), 1),
     }

@@ -15,25 +15,31 @@ from orthojax.train.inputs import Inputs, open_inputs
 from orthojax.train.loop import DivergedError, check_workdir, prepare_workdir, train
 from orthojax.train.metric_writer import read_metrics
 from orthojax.train.optimizer import make_optimizer, make_rotation
+from orthojax.train.provenance import environment
 from orthojax.train.step import StepMetrics, TrainState, init_state, make_train_step
+from orthojax.train.timing import Spread, interleaved_seconds, median_ratio, spread
 
 __all__ = [
     "Checkpoints",
     "DivergedError",
     "Inputs",
     "Metrics",
+    "Spread",
     "StepMetrics",
     "TrainState",
     "check_workdir",
+    "environment",
     "evaluate",
     "evaluation_stages",
     "find_checkpoint",
     "init_state",
+    "interleaved_seconds",
     "list_arrays",
     "make_folder",
     "make_optimizer",
     "make_rotation",
     "make_train_step",
+    "median_ratio",
     "open_inputs",
     "prepare_workdir",
     "read_config",
@@ -41,6 +47,7 @@ __all__ = [
     "read_metrics",
     "read_params",
     "require_same_data",
+    "spread",
     "train",
     "write_text",
 ]
