@@ -1,5 +1,8 @@
 """Every experiment by name."""
 
-from orthojax.experiments import quick
+from orthojax.experiments import optimizer_outliers, quick, rotation_ablation
 
-EXPERIMENTS = {experiment.name: experiment for experiment in (quick.EXPERIMENT,)}
+EXPERIMENTS = {
+    experiment.name: experiment
+    for experiment in (quick.EXPERIMENT, rotation_ablation.EXPERIMENT, optimizer_outliers.EXPERIMENT)
+}

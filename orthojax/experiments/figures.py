@@ -115,6 +115,38 @@ def bars(
     return figure
 
 
+def scatter(
+    points: Mapping[str, Sequence[tuple[float, float, str]]],
+    *,
+    x_label: str,
+    y_label: str,
+    y_scale: Literal["linear", "log"] = "linear",
+    reference: tuple[float, str] | None = None,
+) -> Figure:
+    """Named points in groups of one colour.
+
+    Args:
+      points: Group -> (x, y, name) of each.
+      x_label: Of the x axis.
+      y_label: Of the y axis.
+      y_scale: Of the y axis.
+      reference: A horizontal line and what it means.
+    """
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(7.2, 4.8))
+        for (label, group), color in zip(points.items(), COLORS, strict=False):
+            axes.scatter([x for x, _, _ in group], [y for _, y, _ in group], color=color, s=22, label=label, zorder=3)
+            for x, y, name in group:
+                axes.annotate(
+                    name, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7, color=color, alpha=0.9
+                )
+        if reference:
+            axes.axhline(reference[0], color="#888888", linestyle=":", linewidth=1.2, label=reference[1])
+        axes.set(xlabel=x_label, ylabel=y_label, yscale=y_scale)
+        _finish(figure, axes, y_scale)
+    return figure
+
+
 def maps(
     panels: Mapping[str, np.ndarray], *, x_label: str, y_label: str, value_label: str, log: bool = False
 ) -> Figure:

@@ -2,7 +2,8 @@
 
 from orthojax.config import Config
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured, with_normalizer
-from orthojax.experiments.study import Variant
+from orthojax.experiments.rotation_report import report
+from orthojax.experiments.study import Experiment, Variant
 from orthojax.fields import replace
 
 BASE = replace(cured(LANGUAGE_MODEL), {"train.steps": 500})
@@ -52,4 +53,12 @@ SETTINGS = tuple(
         ("eps_1e-4", "eps = 1e-4", {"optim.eps": 1e-4}),
     )
     for axes in ("output", "both")
+)
+
+EXPERIMENT = Experiment(
+    name="rotation_ablation",
+    title="which rotation for OrthoAdam: kinds, axes and controls, one factor at a time",
+    scales={"tiny": lambda: (*REFERENCES, *KINDS_AND_AXES, *CONTROLS, *SETTINGS)},
+    report=report,
+    cost_reference="adam",
 )

@@ -11,12 +11,15 @@ import numpy as np
 
 from orthojax.config import Config
 from orthojax.errors import UserError, nearest
+from orthojax.experiments.costs import measure_costs
 from orthojax.experiments.example import save_example
+from orthojax.experiments.learning_rates import TRIAL_STEPS, best_learning_rate, try_learning_rates
 from orthojax.fields import changed_fields, replace
 from orthojax.model import flops_per_token
 from orthojax.progress import Progress, tokenizing_progress
 from orthojax.train import (
     DivergedError,
+    Inputs,
     check_workdir,
     environment,
     evaluate,
@@ -39,11 +42,13 @@ class Variant:
       name: Of the row and the run folder.
       label: For people, in tables and legends.
       config: Its run; a seed replaces `train.seed` and `data.seed`.
+      learning_rates: Where given, the one that does best in short trials replaces the config's.
     """
 
     name: str
     label: str
     config: Config
+    learning_rates: tuple[float, ...] = ()
 
     def with_seed(self, seed: int) -> Config:
         """The config of one seed."""
@@ -59,12 +64,14 @@ class Experiment:
       title: Of the report.
       scales: Scale name -> its variants.
       report: Makes the report from the finished study.
+      cost_reference: Where given, the time of a training step of each variant is measured relative to this one.
     """
 
     name: str
     title: str
     scales: dict[str, Callable[[], tuple[Variant, ...]]]
     report: Callable[["Study"], Any]
+    cost_reference: str | None = None
 
     def variants(self, scale: str) -> tuple[Variant, ...]:
         """The variants of one scale.
@@ -150,15 +157,20 @@ def run_study(experiment: Experiment, scale: str, seeds: Sequence[int], workdir:
     make_folder(workdir, "workdir")
     runs = [(variant, seed) for seed in seeds for variant in variants]
     rows = []
-    with Progress(sum(_cost(variant.config) for variant, _ in runs)) as progress:
+    costs = {}
+    with Progress(sum(_cost(variant.config) + _trial_cost(variant) for variant, _ in runs)) as progress:
         for variant, seed in runs:
             rows.append(_finish_run(variant, seed, run_dir(workdir, variant.name, seed), cache_dir, progress))
+        if experiment.cost_reference:
+            configs = {variant.name: variant.config for variant in variants}
+            measured = measure_costs(configs, experiment.cost_reference, workdir / "costs.json", progress.say)
+            costs = {"costs": measured}
     results = {
         "experiment": experiment.name,
         "scale": scale,
         "provenance": _provenance(seeds, rows),
         "rows": [{name: value for name, value in row.items() if name != "data"} for row in rows],
-    }
+    } | costs
     write_text(workdir / "results.json", json.dumps(results, indent=2) + "\n")
     return Study(experiment, scale, variants, tuple(seeds), workdir, results)
 
@@ -175,20 +187,55 @@ def _evaluation_cost(config: Config) -> float:
     return 2 * flops * config.eval.sequences * evaluation_stages(config)
 
 
+def _step_cost(config: Config) -> float:
+    return (_cost(config) - _evaluation_cost(config)) / config.train.steps
+
+
+def _trial_cost(variant: Variant) -> float:
+    return len(variant.learning_rates) * TRIAL_STEPS * _step_cost(variant.config)
+
+
 def _finish_run(variant: Variant, seed: int, folder: Path, cache_dir: Path, progress: Progress) -> dict[str, Any]:
     """The row of one run, training and evaluating only what is missing."""
     config, label = variant.with_seed(seed), f"{variant.label}, seed {seed}"
-    row = {"variant": variant.name, "seed": seed, "overrides": changed_fields(Config(), config)}
-    check_workdir(folder, config)
+    if not variant.learning_rates:
+        check_workdir(folder, config)
     inputs = open_inputs(config, cache_dir, progress=tokenizing_progress())
+    row: dict[str, Any] = {"variant": variant.name, "seed": seed}
+    if variant.learning_rates:
+        row["learning_rates"] = _try_learning_rates(variant, config, folder / "learning_rates", inputs, progress)
+        config = replace(config, {"optim.learning_rate": best_learning_rate(row["learning_rates"])})
+        check_workdir(folder, config)
+    row["overrides"] = changed_fields(Config(), config)
     done = folder / "row.json"
     if done.exists():
         require_same_data(find_checkpoint(folder), inputs.provenance)
         progress.skip(_cost(config))
         return row | json.loads(done.read_text(encoding="utf-8"))
     progress.say(f"{label}: {describe_data(inputs.provenance)}")
-    evaluation_cost = _evaluation_cost(config)
-    step_cost = (_cost(config) - evaluation_cost) / config.train.steps
+    finished = _train_and_evaluate(config, label, inputs, folder, progress) | {"data": inputs.provenance}
+    if "failed" not in finished:
+        write_text(done, json.dumps(finished, indent=2) + "\n")
+    return row | finished
+
+
+def _try_learning_rates(
+    variant: Variant, config: Config, folder: Path, inputs: Inputs, progress: Progress
+) -> dict[str, float | None]:
+    cost, advanced = _step_cost(config), 0.0
+
+    def on_step(rate: str, step: int, loss: float) -> None:
+        nonlocal advanced
+        advanced += cost
+        progress.advance(cost, f"{variant.label}: trying learning rate {rate}: step {step}/{TRIAL_STEPS} {loss:.3f}")
+
+    losses = try_learning_rates(config, variant.learning_rates, folder, inputs, on_step)
+    progress.skip(max(_trial_cost(variant) - advanced, 0.0))  # what an earlier call did, or divergence spared
+    return losses
+
+
+def _train_and_evaluate(config: Config, label: str, inputs: Inputs, folder: Path, progress: Progress) -> dict[str, Any]:
+    step_cost, stage_cost = _step_cost(config), _evaluation_cost(config) / evaluation_stages(config)
 
     def on_step(step: int, loss: float) -> None:
         progress.advance(step_cost, f"{label}: step {step}/{config.train.steps} loss {loss:.3f}")
@@ -198,17 +245,14 @@ def _finish_run(variant: Variant, seed: int, folder: Path, cache_dir: Path, prog
         train(config, inputs, folder, on_start=lambda step: progress.skip(step * step_cost), on_step=on_step)
     except DivergedError as error:
         progress.say(f"{label}: {error}")
-        return row | {"metrics": {}, "failed": str(error), "data": inputs.provenance}
+        return {"metrics": {}, "failed": str(error)}
     params = read_params(find_checkpoint(folder))
-    stage_cost = evaluation_cost / evaluation_stages(config)
     metrics = evaluate(
         config, params, inputs, on_progress=lambda part: progress.advance(stage_cost, f"{label}: evaluated {part}")
     )
     save_example(config, params, inputs, folder / "example.npz")
     progress.say(f"{label}: done in {time.monotonic() - started:.0f} s, loss {metrics['loss_nats']:.4f} nats")
-    finished = {"metrics": metrics, "seconds": round(time.monotonic() - started, 1), "data": inputs.provenance}
-    write_text(done, json.dumps(finished, indent=2) + "\n")
-    return row | finished
+    return {"metrics": metrics, "seconds": round(time.monotonic() - started, 1)}
 
 
 def describe_data(provenance: dict[str, Any]) -> str:

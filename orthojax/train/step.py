@@ -68,6 +68,15 @@ def parameter_shapes(config: Config) -> Any:
     return jax.eval_shape(lambda: _init_params(config, jax.random.key(0)))
 
 
+def optimizer_state_bytes(config: Config) -> int:
+    """Bytes of the optimizer state of a run; nothing is computed."""
+    optimizer = make_optimizer(config.optim, config.train.steps)
+    return sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(jax.eval_shape(optimizer.init, parameter_shapes(config)))
+    )
+
+
 def init_state(config: Config) -> TrainState:
     """The state before the first step; parameters depend on `train.seed` and the model only."""
     optimizer = make_optimizer(config.optim, config.train.steps)

@@ -1,0 +1,222 @@
+"""How `rotation_ablation` is told."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from orthojax.experiments import figures, summaries
+from orthojax.experiments.report import Claim, Picture, Report, Table
+from orthojax.experiments.study import Study, Variant
+from orthojax.experiments.summaries import metric_table, number, spread, verdict
+from orthojax.model import parameter_count
+
+_METRICS = {
+    "perplexity": "perplexity",
+    "kurtosis_first": "kurtosis, first token",
+    "kurtosis_rest": "kurtosis, others",
+    "max_abs_first": "max |x|, first token",
+    "max_abs_rest": "max |x|, others",
+    "first_attention_mass": "attention on first token",
+}
+_SETTINGS = {
+    "int8_fine": "int8 fine",
+    "int8_moderate": "int8 moderate",
+    "int8_coarse": "int8 coarse",
+    "int4_zeropoint": "int4 zeropoint",
+}
+_CURED = 3.5
+_DRAWN = ("vanilla", "adam", "hadamard_output", "haar_output", "hadamard_both", "hadamard_input")
+
+
+def _kurtosis(study: Study, name: str, prefix: str = "") -> tuple[float, float]:
+    return study.mean(name, f"{prefix}kurtosis_first"), study.mean(name, f"{prefix}kurtosis_rest")
+
+
+def _show(kurtosis: tuple[float, float]) -> str:
+    return f"{kurtosis[0]:.2f} / {kurtosis[1]:.2f}"
+
+
+def _paired(study: Study, name: str, reference: str) -> list[float]:
+    """By which fraction the perplexity of a variant is above that of another, seed by seed."""
+    pairs = zip(study.values(name, "perplexity"), study.values(reference, "perplexity"), strict=True)
+    return [a / b - 1 for a, b in pairs]
+
+
+def _percent(value: float) -> str:
+    return f"{value:+.2%}"
+
+
+def _variant_table(
+    caption: str, study: Study, columns: Sequence[str], cells: Callable[[Variant], Sequence[str]]
+) -> Table:
+    return Table(caption, ["", *columns], [[v.label, *cells(v)] for v in study.variants])
+
+
+def _tables(study: Study) -> list[Table]:
+    layers = study.by_layer(study.variants[0].name, "kurtosis_first").shape[1]
+
+    def by_layer(variant: Variant) -> list[str]:
+        first, rest = (study.by_layer(variant.name, f"kurtosis_{part}").mean(0) for part in ("first", "rest"))
+        return [f"{number(a)} / {number(b)}" for a, b in zip(first, rest, strict=True)]
+
+    def quantized(variant: Variant) -> list[str]:
+        return [spread(summaries.penalties(study, variant.name, f"perplexity_{key}"), _percent) for key in _SETTINGS]
+
+    tables = [
+        metric_table(study, "Perplexity, outliers, attention", study.variants, _METRICS, rows="variants"),
+        _variant_table(
+            "Kurtosis after each layer, first token / others, mean over seeds",
+            study,
+            [f"layer {layer + 1}" for layer in range(layers)],
+            by_layer,
+        ),
+        _variant_table("Change of perplexity by quantisation", study, list(_SETTINGS.values()), quantized),
+        _variant_table(
+            "Perplexity relative to softmax-1 with Adam, seed by seed",
+            study,
+            ["mean (range)", *(f"seed {seed}" for seed in study.seeds)],
+            lambda v: [
+                spread(_paired(study, v.name, "adam"), _percent),
+                *(_percent(value) for value in _paired(study, v.name, "adam")),
+            ],
+        ),
+    ]
+    return [*tables, _cost_table(study)]
+
+
+def _cost_table(study: Study) -> Table:
+    costs = study.results["costs"]
+    adam_bytes = costs["adam"]["optimizer_state_bytes"]
+
+    def cells(variant: Variant) -> list[str]:
+        cost = costs[variant.name]
+        median, lower, upper = cost["step_ratio"]
+        size = cost["optimizer_state_bytes"]
+        return [f"{median:.2f} ({lower:.2f} to {upper:.2f})", f"{size:,}", f"{size / adam_bytes:.3f}"]
+
+    columns = ["step time / Adam's: median (quartiles)", "optimizer state, bytes", "/ Adam's"]
+    return _variant_table("Cost of a training step", study, columns, cells)
+
+
+def _claims(study: Study) -> list[Claim]:
+    return [*_cure_claims(study), *_axes_claims(study), *_control_claims(study)]
+
+
+def _cure_claims(study: Study) -> list[Claim]:
+    adam = max(_kurtosis(study, "adam"))
+    kinds = {kind: _kurtosis(study, f"{kind}_output") for kind in ("haar", "hadamard", "dct")}
+    shown = ", ".join(f"{kind} {_show(kurtosis)}" for kind, kurtosis in kinds.items())
+    gaps = {kind: _paired(study, f"{kind}_output", "haar_output") for kind in ("hadamard", "dct")}
+    return [
+        Claim(
+            verdict(all(max(kurtosis) < _CURED for kurtosis in kinds.values()), visible=adam > 4),
+            f"A structured rotation cures as a dense one does. Kurtosis first / others, output axis: {shown}; "
+            f"softmax-1 with Adam {_show(_kurtosis(study, 'adam'))} (criterion: all below {_CURED}; visible where Adam "
+            f"is above 4). Perplexity against haar: "
+            + ", ".join(f"{kind} {spread(values, _percent)}" for kind, values in gaps.items())
+            + ".",
+        )
+    ]
+
+
+def _axes_claims(study: Study) -> list[Claim]:
+    output, inputs = _kurtosis(study, "hadamard_output"), _kurtosis(study, "hadamard_input")
+    settings = {"": "", "_warmup_300": "warm-up 300", "_b2_095": "b2 0.95", "_eps_1e-4": "eps 1e-4"}
+    gaps = {
+        words or "as it is": _paired(
+            study, f"both{suffix}" if suffix else "hadamard_both", f"output{suffix}" if suffix else "hadamard_output"
+        )
+        for suffix, words in settings.items()
+    }
+    main = gaps["as it is"]
+    both = _kurtosis(study, "hadamard_both")
+    return [
+        Claim(
+            verdict(max(output) < _CURED < max(inputs)),
+            f"It is the axis that writes which matters. Kurtosis first / others: output axis {_show(output)}, input "
+            f"axis {_show(inputs)}, residual axis {_show(_kurtosis(study, 'hadamard_residual'))}, what writes to the "
+            f"residual stream only {_show(_kurtosis(study, 'hadamard_writers'))} (criterion: output below {_CURED}, "
+            f"input above).",
+        ),
+        Claim(
+            verdict(min(main) > 0),
+            f"Both axes cost perplexity against the output axis alone: {spread(main, _percent)} (criterion: worse in "
+            f"every seed); kurtosis {_show(both)} against {_show(output)}. With other settings: "
+            + ", ".join(f"{words} {spread(values, _percent)}" for words, values in gaps.items() if values is not main)
+            + ".",
+        ),
+    ]
+
+
+def _control_claims(study: Study) -> list[Claim]:
+    differences = {
+        name: max(abs(np.log1p(_paired(study, name, "adam")))) for name in ("identity", "signed_permutation")
+    }
+    shared, own = _kurtosis(study, "shared"), _kurtosis(study, "shared", "rotated_")
+    adam, writers = _kurtosis(study, "adam"), _kurtosis(study, "hadamard_writers")
+    fixed = _kurtosis(study, "fixed_in_model")
+    return [
+        Claim(
+            verdict(differences["identity"] == 0 and differences["signed_permutation"] < 0.01),
+            f"The identity and a signed permutation are no rotation for Adam. Largest difference of the loss from "
+            f"Adam's over all seeds: {differences['identity']:.1e} and {differences['signed_permutation']:.1e} nats "
+            f"(criterion: 0, and below 0.01, since rounding differs).",
+        ),
+        Claim(
+            verdict(max(shared) < _CURED < max(own)),
+            f"One matrix for the whole tree only looks like a cure. Kurtosis first / others: {_show(shared)} in the "
+            f"model's basis, {_show(own)} in its own, where it is Adam ({_show(adam)}) (criterion: below and above "
+            f"{_CURED}).",
+        ),
+        Claim(
+            verdict(max(abs(np.log(np.divide(fixed, writers)))) < 0.1),
+            f"A fixed matrix inside the model does the same as one inside the optimizer. Kurtosis first / others: "
+            f"{_show(fixed)} with Adam and fixed matrices behind what writes to the residual stream, {_show(writers)} "
+            f"with OrthoAdam on the same parts; perplexity "
+            f"{spread(_paired(study, 'fixed_in_model', 'hadamard_writers'), _percent)} (criterion: kurtosis within "
+            f"10%).",
+        ),
+    ]
+
+
+def _pictures(study: Study) -> list[Picture]:
+    drawn = [v for v in study.variants if v.name in _DRAWN]
+    pictures = []
+    for part, words in (("first", "first token"), ("rest", "other tokens")):
+        figure = figures.lines(
+            summaries.layer_curves(study, drawn, f"kurtosis_{part}"), x_label="layer", y_label=f"kurtosis, {words}",
+            y_scale="log", reference=(3.0, "Gaussian"), integer_x=True,
+        )  # fmt: skip
+        pictures.append(Picture(f"kurtosis_{part}_by_layer", f"Kurtosis after each layer, {words}.", figure))
+    points = {
+        "all variants": [
+            (study.mean(v.name, "perplexity"), max(_kurtosis(study, v.name)), v.label) for v in study.variants
+        ]
+    }
+    figure = figures.scatter(
+        points, x_label="perplexity", y_label="kurtosis, larger of first token and others", y_scale="log",
+        reference=(3.0, "Gaussian"),
+    )  # fmt: skip
+    return [*pictures, Picture("perplexity_and_kurtosis", "Perplexity and kurtosis of every variant.", figure)]
+
+
+def report(study: Study) -> Report:
+    """Tables by variant, claims about kinds, axes and controls, figures by layer."""
+    config = study.variants[0].config
+    finished = not study.failures()
+    return Report(
+        title="Which rotation for OrthoAdam",
+        summary=[
+            f"One language model ({parameter_count(config.model):,} parameters, RMSNormSingle, no biases), "
+            f"{config.train.steps} steps of {config.train.batch_size} x {config.data.sequence_length} tokens. All but "
+            f"the first variant have softmax-1 attention; they differ in the rotation, or in one setting, alone. "
+            f"{summaries.seeds_sentence(study)}",
+            summaries.corpus_sentence(study),
+            *study.failures(),
+        ],
+        claims=_claims(study) if finished else [],
+        tables=_tables(study),
+        pictures=_pictures(study) if finished else [],
+        notes=summaries.notes(study),
+        links=summaries.links(study),
+    )
