@@ -1,0 +1,100 @@
+"""Compile time of the whole training step with OrthoAdam against that with Adam."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from orthojax.benchmarks.program import Program, compile_program
+from orthojax.benchmarks.suite import (
+    TINY_MODEL,
+    Column,
+    Row,
+    Suite,
+    bytes_text,
+    seconds_text,
+    spread_metrics,
+    spread_text,
+)
+from orthojax.config import Config, DataConfig, ModelConfig, OptimConfig
+from orthojax.model import gpt2
+from orthojax.train import init_state, interleaved_seconds, make_train_step, median_ratio, spread
+
+_BATCH_SIZE, _SEQUENCE_LENGTH = 8, 256  # nothing runs: compile time hardly depends on them
+_OPTIMIZERS = {"adam": OptimConfig(optimizer="adam"), "orthoadam": OptimConfig(optimizer="orthoadam")}
+
+
+class _Compilation(NamedTuple):
+    lower_seconds: float
+    compile_seconds: float
+    memory: dict[str, int | None]
+
+    @property
+    def seconds(self) -> float:
+        return self.lower_seconds + self.compile_seconds
+
+
+def compile_train_step(model: ModelConfig, optim: OptimConfig) -> Program:
+    """Compiles the training step of a model from shapes alone."""
+    sequence_length = min(_SEQUENCE_LENGTH, model.max_length)
+    config = Config(model=model, optim=optim, data=DataConfig(sequence_length=sequence_length))
+    state = jax.eval_shape(lambda: init_state(config))
+    tokens = jax.ShapeDtypeStruct((_BATCH_SIZE, sequence_length + 1), jnp.int32)
+    return compile_program(make_train_step(config), state, tokens)
+
+
+def measure_model(case: str, model: ModelConfig, repeats: int) -> Row:
+    """Compiles the steps with Adam and with OrthoAdam in turn.
+
+    Args:
+      case: A name for the model.
+      model: What is trained.
+      repeats: Compilations of each.
+    """
+    found: dict[str, list[_Compilation]] = {name: [] for name in _OPTIMIZERS}
+
+    def compiler(name: str) -> Callable[[], None]:
+        def compile_once() -> None:
+            program = compile_train_step(model, _OPTIMIZERS[name])
+            found[name].append(_Compilation(program.lower_seconds, program.compile_seconds, program.memory))
+
+        return compile_once
+
+    # For the order: the seconds that count leave out what comes before lowering.
+    interleaved_seconds({name: compiler(name) for name in _OPTIMIZERS}, repeats, warmup=0)
+    ours, adam = found["orthoadam"], found["adam"]
+    metrics: dict[str, Any] = spread_metrics(
+        "compile_seconds_ratio", median_ratio([each.seconds for each in ours], [each.seconds for each in adam])
+    )
+    for prefix, compilations in (("", ours), ("adam_", adam)):
+        metrics[f"{prefix}lower_seconds"] = spread([each.lower_seconds for each in compilations]).median
+        metrics[f"{prefix}compile_seconds"] = spread([each.compile_seconds for each in compilations]).median
+        metrics |= {f"{prefix}{name}": count for name, count in compilations[0].memory.items()}
+    return Row(case, "orthoadam", metrics | {"repetitions": repeats})
+
+
+def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
+    if tiny:
+        yield measure_model("gpt2 tiny unrolled", TINY_MODEL, repeats)
+        return
+    for optim in _OPTIMIZERS.values():  # what a process pays once, whatever it compiles
+        compile_train_step(TINY_MODEL, optim)
+    yield measure_model("gpt2 350m unrolled", gpt2("350m", scan_layers=False), repeats)
+
+
+SUITE = Suite(
+    name="compile",
+    title="Lowering and compiling the training step with OrthoAdam, against Adam: median ratio (quartiles)",
+    measure=_measure,
+    columns=(
+        Column("compile time ratio", spread_text("compile_seconds_ratio")),
+        Column("lowering", lambda m: seconds_text(m["lower_seconds"])),
+        Column("of adam", lambda m: seconds_text(m["adam_lower_seconds"])),
+        Column("compiling", lambda m: seconds_text(m["compile_seconds"])),
+        Column("of adam", lambda m: seconds_text(m["adam_compile_seconds"])),
+        Column("temporary", lambda m: bytes_text(m["temp_bytes"])),
+        Column("of adam", lambda m: bytes_text(m["adam_temp_bytes"])),
+    ),
+    repeats=3,
+)

@@ -1,0 +1,266 @@
+"""The step of OrthoAdam against that of `optax.adamw`: time, state, temporary memory, compilation."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from orthojax.benchmarks.program import Program, compile_program
+from orthojax.benchmarks.suite import (
+    TINY_MODEL,
+    Column,
+    Row,
+    Suite,
+    bytes_text,
+    seconds_text,
+    spread_metrics,
+    spread_text,
+)
+from orthojax.config import Config, DataConfig, ModelConfig, RotationConfig
+from orthojax.fields import replace
+from orthojax.model import gpt2
+from orthojax.optim import orthoadam
+from orthojax.train import interleaved_seconds, make_rotation, median_ratio, spread
+from orthojax.train.step import parameter_shapes
+
+# Of both optimizers; the values do not matter for the time, but that weight decay is there does.
+_LEARNING_RATE, _WEIGHT_DECAY = 1e-3, 0.1
+_SHORTEST_REPETITION_SECONDS = 0.02  # one call of a small kernel is too short for the clock and for the scheduler
+_LONGEST_ROW_SECONDS, _FEWEST_REPETITIONS = 60.0, 3  # dense rotations of a whole model on a CPU are slow
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Parameters on which the optimizers are compared.
+
+    Attributes:
+      name: For people.
+      shapes: A tree of jax.ShapeDtypeStruct.
+      rotations: What is measured on them: "KIND AXES", as in `RotationConfig`.
+      left_out: What is not, of the same form, with the reason.
+    """
+
+    name: str
+    shapes: Any
+    rotations: tuple[str, ...]
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+_KERNEL_ROTATIONS = tuple(
+    f"{kind} {axes}" for kind in ("hadamard", "dct", "haar") for axes in ("output", "input", "both")
+)
+_MODEL_ROTATIONS = (
+    *(f"hadamard {axes}" for axes in ("output", "input", "both", "residual")),
+    *(f"{kind} {axes}" for kind in ("dct", "haar") for axes in ("output", "residual")),
+)
+_MODEL_LEFT_OUT = {
+    "dct input": "to keep the run short; the kernels show it",
+    "dct both": "to keep the run short; the kernels show it",
+    "haar input": "to keep the run short; the kernels show it",
+    "haar both": "to keep the run short; its matrices are 2.4 times as large as the parameters; the kernels show it",
+}
+
+
+def cases(tiny: bool) -> list[Case]:
+    """Two kernels [in, out] of GPT-2 130M, and the whole of it unrolled and with stacked layers [layers, in, out].
+
+    Args:
+      tiny: A model that takes no time, and few rotations.
+    """
+    model = TINY_MODEL if tiny else gpt2("130m")
+    on_kernels = ("hadamard output", "haar both") if tiny else _KERNEL_ROTATIONS
+    on_models = ("hadamard residual", "haar output") if tiny else _MODEL_ROTATIONS
+    left_out = {} if tiny else _MODEL_LEFT_OUT
+    found = []
+    for columns in (model.d_model, model.d_mlp):
+        shape = jax.ShapeDtypeStruct((model.d_model, columns), jnp.float32)
+        found.append(Case(f"{model.d_model}x{columns}", {"kernel": shape}, on_kernels))
+    for name, scan_layers in (("unrolled", False), ("stacked", True)):
+        shapes = _model_shapes(dataclasses.replace(model, scan_layers=scan_layers))
+        found.append(Case(f"gpt2 {'tiny' if tiny else '130m'} {name}", shapes, on_models, left_out))
+    return found
+
+
+def _model_shapes(model: ModelConfig) -> Any:
+    return parameter_shapes(Config(model=model, data=DataConfig(sequence_length=model.max_length)))
+
+
+def _random(shapes: Any, scale: float) -> Any:
+    generator = np.random.default_rng(0)
+
+    def draw(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.asarray(generator.standard_normal(leaf.shape, np.float32) * np.float32(scale))
+
+    return jax.tree.map(draw, shapes)
+
+
+def _state_like(shapes: Any) -> Any:
+    """A state of the right shapes: zeros, and Gaussian matrices of unit scale where a haar basis is kept.
+
+    A true haar matrix of 3,072 rows takes seconds to draw, and a product with it exactly as long as with this one.
+    """
+
+    def fill(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if any(str(getattr(key, "key", "")).startswith("basis_") for key in keys):
+            return _random(leaf, leaf.shape[-1] ** -0.5)
+        return jnp.zeros(leaf.shape, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def tree_bytes(shapes: Any) -> int:
+    """Bytes of a tree of arrays or shapes.
+
+    >>> tree_bytes({"mu": jax.ShapeDtypeStruct((768, 768), jnp.float32)})
+    2359296
+    """
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def _free_bytes() -> int | None:
+    """Memory that the default device has left, or None where nobody says."""
+    if stats := jax.devices()[0].memory_stats():
+        return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+    info = Path("/proc/meminfo")
+    if jax.default_backend() != "cpu" or not info.exists():
+        return None
+    return next(int(line.split()[1]) * 1024 for line in info.open() if line.startswith("MemAvailable"))
+
+
+def optimizer_step(optimizer: optax.GradientTransformation) -> Any:
+    """The jitted (params, state, grads) -> (params, state), which takes over the memory of params and state."""
+
+    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+class _Contender:
+    """One optimizer, compiled for a case, with its state; parameters and gradients are the case's."""
+
+    def __init__(self, optimizer: optax.GradientTransformation, shapes: Any):
+        self.state_shapes = jax.eval_shape(optimizer.init, shapes)
+        self.program: Program = compile_program(optimizer_step(optimizer), shapes, self.state_shapes, shapes)
+        self.state: Any = None
+
+    def caller(self, params: list[Any], grads: Any, calls: int) -> Callable[[], Any]:
+        """A function that takes `calls` steps; `params` is a box, because every step takes over its content."""
+        self.state = _state_like(self.state_shapes) if self.state is None else self.state
+
+        def call() -> Any:
+            for _ in range(calls):
+                params[0], self.state = self.program.run(params[0], self.state, grads)
+            return params[0]
+
+        return call
+
+    def metrics(self, prefix: str) -> dict[str, Any]:
+        found = {"state_bytes": tree_bytes(self.state_shapes), **self.program.memory}
+        found |= {"lower_seconds": self.program.lower_seconds, "compile_seconds": self.program.compile_seconds}
+        return {f"{prefix}{name}": value for name, value in found.items()}
+
+
+def _adamw() -> optax.GradientTransformation:
+    return optax.adamw(_LEARNING_RATE, weight_decay=_WEIGHT_DECAY)
+
+
+def _orthoadam(name: str) -> optax.GradientTransformation:
+    rotation = make_rotation(replace(RotationConfig(), dict(zip(("kind", "axes"), name.split(), strict=True))))
+    return orthoadam(_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, rotation=rotation)
+
+
+def _missing_memory(case: Case, reference: _Contender, contender: _Contender) -> str:
+    """Why a comparison does not fit, or ""."""
+    temporary = max(each.program.memory["temp_bytes"] or 0 for each in (reference, contender))
+    states = tree_bytes(contender.state_shapes) + (tree_bytes(reference.state_shapes) if reference.state is None else 0)
+    needed, free = states + temporary + 2 * tree_bytes(case.shapes), _free_bytes()
+    if free is None or needed <= free:
+        return ""
+    return f"parameters, gradients, states and temporaries take {bytes_text(needed)}, {bytes_text(free)} are free"
+
+
+def _seconds_of(call: Callable[[], Any]) -> float:
+    return interleaved_seconds({"": call}, 1, warmup=1)[""][0]
+
+
+def measure_case(case: Case, repeats: int) -> Iterator[Row]:
+    """The rows of one case: every rotation against `optax.adamw`, and `optax.adamw` against itself.
+
+    A repetition runs adamw, adamw again and the rotation, in turn. A call is one step, parameters applied; several
+    calls make a repetition where one is short. Gradients are the same at every step.
+
+    Args:
+      case: What is measured.
+      repeats: Repetitions; fewer, but at least three, where a row would take over a minute.
+    """
+    reference = _Contender(_adamw(), case.shapes)
+    params: list[Any] = []
+    grads: Any = None
+    for name in case.rotations:
+        contender = _Contender(_orthoadam(name), case.shapes)
+        if missing := _missing_memory(case, reference, contender):
+            yield Row(case.name, name, {}, missing)
+            continue
+        if not params:
+            params, grads = [_random(case.shapes, 0.02)], _random(case.shapes, 1e-3)
+        once = [_seconds_of(each.caller(params, grads, 1)) for each in (reference, contender)]
+        calls = max(1, math.ceil(_SHORTEST_REPETITION_SECONDS / once[0]))
+        affordable = int(_LONGEST_ROW_SECONDS / (calls * (2 * once[0] + once[1])))
+        repetitions = min(repeats, max(affordable, _FEWEST_REPETITIONS))
+        adamw = reference.caller(params, grads, calls)
+        functions = {"adamw": adamw, "adamw again": adamw, "orthoadam": contender.caller(params, grads, calls)}
+        seconds = {
+            which: [repetition / calls for repetition in found]
+            for which, found in interleaved_seconds(functions, repetitions, warmup=0).items()
+        }
+        yield Row(case.name, name, _metrics(reference, contender, seconds, calls))
+    for name, why in case.left_out.items():
+        yield Row(case.name, name, {}, why)
+
+
+def _metrics(
+    reference: _Contender, contender: _Contender, seconds: dict[str, list[float]], calls: int
+) -> dict[str, Any]:
+    sizes = reference.metrics("adamw_") | contender.metrics("")
+    return {
+        **spread_metrics("step_seconds_ratio", median_ratio(seconds["orthoadam"], seconds["adamw"])),
+        **spread_metrics("control_ratio", median_ratio(seconds["adamw again"], seconds["adamw"])),
+        **spread_metrics("step_seconds", spread(seconds["orthoadam"])),
+        **spread_metrics("adamw_step_seconds", spread(seconds["adamw"])),
+        "repetitions": len(seconds["adamw"]),
+        "steps_per_repetition": calls,
+        "state_bytes_ratio": sizes["state_bytes"] / sizes["adamw_state_bytes"],
+        **sizes,
+    }
+
+
+def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
+    for case in cases(tiny):
+        yield from measure_case(case, repeats)
+
+
+SUITE = Suite(
+    name="optimizer",
+    title="One step of OrthoAdam, parameters applied, against optax.adamw: median ratio (quartiles)",
+    measure=_measure,
+    columns=(
+        Column("step time ratio", spread_text("step_seconds_ratio")),
+        Column("adamw to itself", spread_text("control_ratio")),
+        Column("step", lambda m: seconds_text(m["step_seconds"])),
+        Column("adamw", lambda m: seconds_text(m["adamw_step_seconds"])),
+        Column("state ratio", lambda m: f"{m['state_bytes_ratio']:.4g}"),
+        Column("temporary", lambda m: bytes_text(m["temp_bytes"])),
+        Column("of adamw", lambda m: bytes_text(m["adamw_temp_bytes"])),
+        Column("compilation", lambda m: seconds_text(m["lower_seconds"] + m["compile_seconds"])),
+        Column("of adamw", lambda m: seconds_text(m["adamw_lower_seconds"] + m["adamw_compile_seconds"])),
+    ),
+    repeats=10,
+)
