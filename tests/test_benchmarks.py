@@ -96,7 +96,7 @@ def test_bytes_of_a_kernel_are_those_of_the_closed_form(tiny, case, variant, bas
 
 
 def test_hadamard_has_the_state_of_adamw_on_the_whole_model_and_haar_its_matrices(tiny):
-    d, d_mlp, layers = 16, 24, 2
+    d, d_mlp, layers = 16, 24, 1
     # Along the last axis of six kernels a layer, and d_model of the two tables.
     matrices = layers * (5 * d**2 + d_mlp**2) + 2 * d**2
     for name in ("gpt2 tiny unrolled", "gpt2 tiny stacked"):
@@ -176,7 +176,7 @@ def test_repetitions_take_turns_and_short_steps_are_bundled(monkeypatch):
 
 @pytest.mark.parametrize(("seconds", "repeats", "expected"), [(1.0, 50, 20), (30.0, 50, 3), (30.0, 2, 2)])
 def test_slow_steps_are_repeated_less_often(monkeypatch, seconds, repeats, expected):
-    """Sixty seconds hold 20 repetitions of three calls of one second; of thirty seconds each there are three all the same."""
+    """A minute holds 20 repetitions of three calls of one second, and none of thirty seconds, yet there are three."""
     monkeypatch.setattr(
         optimizer,
         "interleaved_seconds",

@@ -12,7 +12,7 @@ from orthojax.model import gpt2
 from orthojax.train import Spread, environment, make_folder, write_text
 
 TINY_MODEL = gpt2(
-    "tiny", d_model=16, d_mlp=24, num_heads=2, num_layers=2, vocab_size=32, max_length=16, scan_layers=False
+    "tiny", d_model=16, d_mlp=24, num_heads=2, num_layers=1, vocab_size=32, max_length=16, scan_layers=False
 )
 
 
