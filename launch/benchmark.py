@@ -35,9 +35,13 @@ def main(_: list[str]) -> None:
             raise UserError(f"unknown suite {name!r}", allowed=" | ".join(SUITES), hint=nearest(name, SUITES))
     jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
     command = shlex.join(["python", "launch/benchmark.py", *sys.argv[1:]])
-    suites = [SUITES[name] for name in dict.fromkeys(names)]
-    run_suites(suites, Path(FLAGS.workdir), repeats=FLAGS.repeats, tiny=FLAGS.tiny, command=command)
-    print(f"\nwritten: {Path(FLAGS.workdir) / 'benchmark.json'}")
+    suites, workdir = [SUITES[name] for name in dict.fromkeys(names)], Path(FLAGS.workdir)
+    try:
+        run_suites(suites, workdir, repeats=FLAGS.repeats, tiny=FLAGS.tiny, command=command)
+    except KeyboardInterrupt:
+        print(f"stopped; {workdir / 'benchmark.json'} holds the rows that were printed", file=sys.stderr)
+        sys.exit(130)
+    print(f"\nwritten: {workdir / 'benchmark.json'}")
 
 
 if __name__ == "__main__":
