@@ -65,10 +65,13 @@ def test_the_record_says_how_it_was_made(tiny):
 
 
 def test_times_are_positive_and_their_quartiles_in_order(tiny):
-    names = ("step_seconds_ratio", "control_ratio", "step_seconds", "adamw_step_seconds")
+    names = {
+        "optimizer": ("step_seconds_ratio", "control_ratio", "step_seconds", "adamw_step_seconds"),
+        "compile": ("compile_seconds_ratio", "compile_cpu_seconds_ratio"),
+    }
     for row in tiny[0]["rows"]:
         metrics = row["metrics"]
-        for name in names if row["suite"] == "optimizer" else ("compile_seconds_ratio",):
+        for name in names[row["suite"]]:
             lower, median, upper = (metrics[name + quartile] for quartile in ("_lower_quartile", "", "_upper_quartile"))
             assert 0 < lower <= median <= upper
         assert metrics["repetitions"] == 2
@@ -250,6 +253,7 @@ def test_compiling_starts_anew_every_time_and_counts_bytes():
     assert program.memory["donated_bytes"] == 4 * 64 * 64
     assert program.lower_seconds > 0
     assert program.compile_seconds > 0
+    assert program.cpu_seconds > 0
     x = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
     np.testing.assert_allclose(program.run(x, np.ones((64, 64), np.float32)), x @ x.T + 1, rtol=1e-4, atol=1e-5)
 
@@ -261,7 +265,8 @@ def test_compile_times_are_those_of_the_programs_taken_in_turn(monkeypatch):
         assert model is suite.TINY_MODEL
         compiled.append(optim.optimizer)
         slow = {"adam": 1.0, "orthoadam": 1.5}[optim.optimizer] * len(compiled)  # a machine that gets slower
-        return Program(None, 0.25 * slow, 0.75 * slow, {"temp_bytes": len(optim.optimizer)})
+        cpu = {"adam": 1.0, "orthoadam": 1.2}[optim.optimizer]
+        return Program(None, 0.25 * slow, 0.75 * slow, cpu, {"temp_bytes": len(optim.optimizer)})
 
     monkeypatch.setattr(compilation, "compile_train_step", fake)
     row = compilation.measure_model("a case", suite.TINY_MODEL, 3)
@@ -269,6 +274,7 @@ def test_compile_times_are_those_of_the_programs_taken_in_turn(monkeypatch):
     ratios = [1.5 * 2 / 1, 1.5 * 3 / 4, 1.5 * 6 / 5]
     assert row.metrics["compile_seconds_ratio"] == pytest.approx(np.median(ratios))
     assert row.metrics["compile_seconds_ratio_lower_quartile"] == pytest.approx(np.percentile(ratios, 25))
+    assert row.metrics["compile_cpu_seconds_ratio"] == pytest.approx(1.2)
     assert row.metrics["adam_lower_seconds"] == pytest.approx(0.25 * 4)
     assert row.metrics["compile_seconds"] == pytest.approx(0.75 * 1.5 * 3)
     assert (row.metrics["temp_bytes"], row.metrics["adam_temp_bytes"]) == (9, 4)

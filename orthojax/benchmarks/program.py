@@ -10,16 +10,18 @@ class Program(NamedTuple):
     """A compiled function.
 
     Attributes:
-      run: The executable; called like the function.
+      run: The executable, a jax.stages.Compiled; called like the function.
       lower_seconds: Tracing and lowering.
       compile_seconds: XLA's own time.
+      cpu_seconds: Processor time of both, over all threads: what other work on the machine hardly changes.
       memory: Bytes as the compiler counts them: `argument_bytes`, of which `donated_bytes` are given over to results,
         and `temp_bytes` besides arguments and results. None where the backend does not tell.
     """
 
-    run: jax.stages.Compiled
+    run: Any
     lower_seconds: float
     compile_seconds: float
+    cpu_seconds: float
     memory: dict[str, int | None]
 
 
@@ -33,11 +35,11 @@ def compile_program(function: Any, *arguments: Any) -> Program:
       *arguments: Arrays or jax.ShapeDtypeStruct; only shapes and dtypes matter.
     """
     jax.clear_caches()
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     lowered = function.lower(*arguments)
     middle = time.perf_counter()
     compiled = lowered.compile()
-    ended = time.perf_counter()
+    ended, cpu_ended = time.perf_counter(), time.process_time()
     analysis = compiled.memory_analysis()
     names = {
         "argument_bytes": "argument_size_in_bytes",
@@ -45,4 +47,4 @@ def compile_program(function: Any, *arguments: Any) -> Program:
         "temp_bytes": "temp_size_in_bytes",
     }
     memory = {ours: getattr(analysis, theirs, None) for ours, theirs in names.items()}
-    return Program(compiled, middle - started, ended - middle, memory)
+    return Program(compiled, middle - started, ended - middle, cpu_ended - cpu_started, memory)
