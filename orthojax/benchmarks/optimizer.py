@@ -1,6 +1,7 @@
 """The step of OrthoAdam against that of `optax.adamw`: time, state, temporary memory, compilation."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,17 +144,34 @@ def optimizer_step(optimizer: optax.GradientTransformation) -> Any:
     return jax.jit(step, donate_argnums=(0, 1))
 
 
+class _Inputs:
+    """Parameters and gradients of a case, made when first used."""
+
+    def __init__(self, shapes: Any):
+        self.shapes = shapes
+
+    @functools.cached_property
+    def params(self) -> list[Any]:
+        """A box of one tree, because every step takes over the tree and leaves another."""
+        return [_random(self.shapes, 0.02)]
+
+    @functools.cached_property
+    def grads(self) -> Any:
+        return _random(self.shapes, 1e-3)
+
+
 class _Contender:
-    """One optimizer, compiled for a case, with its state; parameters and gradients are the case's."""
+    """One optimizer, compiled for a case, with its state."""
 
     def __init__(self, optimizer: optax.GradientTransformation, shapes: Any):
         self.state_shapes = jax.eval_shape(optimizer.init, shapes)
         self.program: Program = compile_program(optimizer_step(optimizer), shapes, self.state_shapes, shapes)
         self.state: Any = None
 
-    def caller(self, params: list[Any], grads: Any, calls: int) -> Callable[[], Any]:
-        """A function that takes `calls` steps; `params` is a box, because every step takes over its content."""
+    def caller(self, inputs: _Inputs, calls: int) -> Callable[[], Any]:
+        """A function that takes `calls` steps."""
         self.state = _state_like(self.state_shapes) if self.state is None else self.state
+        params, grads = inputs.params, inputs.grads
 
         def call() -> Any:
             for _ in range(calls):
@@ -177,14 +195,16 @@ def _orthoadam(name: str) -> optax.GradientTransformation:
     return orthoadam(_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, rotation=rotation)
 
 
-def _missing_memory(case: Case, reference: _Contender, contender: _Contender) -> str:
+def _missing_memory(inputs: _Inputs, reference: _Contender, contender: _Contender) -> str:
     """Why a comparison does not fit, or ""."""
-    temporary = max(each.program.memory["temp_bytes"] or 0 for each in (reference, contender))
-    states = tree_bytes(contender.state_shapes) + (tree_bytes(reference.state_shapes) if reference.state is None else 0)
-    needed, free = states + temporary + 2 * tree_bytes(case.shapes), _free_bytes()
+    needed = tree_bytes(contender.state_shapes)
+    needed += max(each.program.memory["temp_bytes"] or 0 for each in (reference, contender))
+    if reference.state is None:  # neither are parameters and gradients there
+        needed += 2 * tree_bytes(inputs.shapes) + tree_bytes(reference.state_shapes)
+    free = _free_bytes()
     if free is None or needed <= free:
         return ""
-    return f"parameters, gradients, states and temporaries take {bytes_text(needed)}, {bytes_text(free)} are free"
+    return f"it needs {bytes_text(needed)} of memory, {bytes_text(free)} are free"
 
 
 def _seconds_of(call: Callable[[], Any]) -> float:
@@ -201,29 +221,28 @@ def measure_case(case: Case, repeats: int) -> Iterator[Row]:
       case: What is measured.
       repeats: Repetitions; fewer, but at least three, where a row would take over a minute.
     """
-    reference = _Contender(_adamw(), case.shapes)
-    params: list[Any] = []
-    grads: Any = None
+    inputs, reference = _Inputs(case.shapes), _Contender(_adamw(), case.shapes)
     for name in case.rotations:
-        contender = _Contender(_orthoadam(name), case.shapes)
-        if missing := _missing_memory(case, reference, contender):
-            yield Row(case.name, name, {}, missing)
-            continue
-        if not params:
-            params, grads = [_random(case.shapes, 0.02)], _random(case.shapes, 1e-3)
-        once = [_seconds_of(each.caller(params, grads, 1)) for each in (reference, contender)]
-        calls = max(1, math.ceil(_SHORTEST_REPETITION_SECONDS / once[0]))
-        affordable = int(_LONGEST_ROW_SECONDS / (calls * (2 * once[0] + once[1])))
-        repetitions = min(repeats, max(affordable, _FEWEST_REPETITIONS))
-        adamw = reference.caller(params, grads, calls)
-        functions = {"adamw": adamw, "adamw again": adamw, "orthoadam": contender.caller(params, grads, calls)}
-        seconds = {
-            which: [repetition / calls for repetition in found]
-            for which, found in interleaved_seconds(functions, repetitions, warmup=0).items()
-        }
-        yield Row(case.name, name, _metrics(reference, contender, seconds, calls))
+        yield _measure_rotation(case.name, name, inputs, reference, repeats)
     for name, why in case.left_out.items():
         yield Row(case.name, name, {}, why)
+
+
+def _measure_rotation(case: str, name: str, inputs: _Inputs, reference: _Contender, repeats: int) -> Row:
+    contender = _Contender(_orthoadam(name), inputs.shapes)
+    if missing := _missing_memory(inputs, reference, contender):
+        return Row(case, name, {}, missing)
+    once = [_seconds_of(each.caller(inputs, 1)) for each in (reference, contender)]
+    calls = max(1, math.ceil(_SHORTEST_REPETITION_SECONDS / once[0]))
+    affordable = int(_LONGEST_ROW_SECONDS / (calls * (2 * once[0] + once[1])))
+    repetitions = min(repeats, max(affordable, _FEWEST_REPETITIONS))
+    adamw = reference.caller(inputs, calls)
+    functions = {"adamw": adamw, "adamw again": adamw, "orthoadam": contender.caller(inputs, calls)}
+    seconds = {
+        which: [repetition / calls for repetition in found]
+        for which, found in interleaved_seconds(functions, repetitions, warmup=0).items()
+    }
+    return Row(case, name, _metrics(reference, contender, seconds, calls))
 
 
 def _metrics(
