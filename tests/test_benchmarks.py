@@ -15,6 +15,7 @@ import pytest
 
 from orthojax.benchmarks import compilation, optimizer, suite
 from orthojax.benchmarks.catalog import SUITES
+from orthojax.benchmarks.optimizer_cases import KERNEL_ROTATIONS
 from orthojax.benchmarks.program import Program, compile_program
 from orthojax.config import Config
 from orthojax.fields import changed_fields
@@ -221,7 +222,7 @@ def test_free_memory_is_a_plausible_number():
 def test_every_rotation_of_a_model_is_measured_or_left_out_with_a_reason():
     for case in optimizer.cases(tiny=False):
         assert not set(case.rotations) & set(case.left_out)
-        assert set(case.rotations) | set(case.left_out) >= set(optimizer._KERNEL_ROTATIONS)
+        assert set(case.rotations) | set(case.left_out) >= set(KERNEL_ROTATIONS)
         assert all(case.left_out.values())
         for name in case.rotations:
             jax.eval_shape(optimizer._orthoadam(name).init, case.shapes)

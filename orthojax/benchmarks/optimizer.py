@@ -1,6 +1,5 @@
 """The step of OrthoAdam against that of `optax.adamw`: time, state, temporary memory, compilation."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -12,84 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from orthojax.benchmarks.optimizer_cases import Case, cases
 from orthojax.benchmarks.program import Program, compile_program
-from orthojax.benchmarks.suite import (
-    TINY_MODEL,
-    Column,
-    Row,
-    Suite,
-    bytes_text,
-    seconds_text,
-    spread_metrics,
-    spread_text,
-)
-from orthojax.config import Config, DataConfig, ModelConfig, RotationConfig
+from orthojax.benchmarks.suite import Column, Row, Suite, bytes_text, seconds_text, spread_metrics, spread_text
+from orthojax.config import RotationConfig
 from orthojax.fields import replace
-from orthojax.model import gpt2
 from orthojax.optim import orthoadam
 from orthojax.train import interleaved_seconds, make_rotation, median_ratio, spread
-from orthojax.train.step import parameter_shapes
 
 # Of both optimizers; the values do not matter for the time, but that weight decay is there does.
 _LEARNING_RATE, _WEIGHT_DECAY = 1e-3, 0.1
 _SHORTEST_REPETITION_SECONDS = 0.02  # one call of a small kernel is too short for the clock and for the scheduler
 _LONGEST_ROW_SECONDS, _FEWEST_REPETITIONS = 60.0, 3  # dense rotations of a whole model on a CPU are slow
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Parameters on which the optimizers are compared.
-
-    Attributes:
-      name: For people.
-      shapes: A tree of jax.ShapeDtypeStruct.
-      rotations: What is measured on them: "KIND AXES", as in `RotationConfig`.
-      left_out: What is not, of the same form, with the reason.
-    """
-
-    name: str
-    shapes: Any
-    rotations: tuple[str, ...]
-    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
-
-
-_KERNEL_ROTATIONS = tuple(
-    f"{kind} {axes}" for kind in ("hadamard", "dct", "haar") for axes in ("output", "input", "both")
-)
-_MODEL_ROTATIONS = (
-    *(f"hadamard {axes}" for axes in ("output", "input", "both", "residual")),
-    *(f"{kind} {axes}" for kind in ("dct", "haar") for axes in ("output", "residual")),
-)
-_MODEL_LEFT_OUT = {
-    "dct input": "to keep the run short; the kernels show it",
-    "dct both": "to keep the run short; the kernels show it",
-    "haar input": "to keep the run short; the kernels show it",
-    "haar both": "to keep the run short; its matrices are 2.4 times as large as the parameters; the kernels show it",
-}
-
-
-def cases(tiny: bool) -> list[Case]:
-    """Two kernels [in, out] of GPT-2 130M, and the whole of it unrolled and with stacked layers [layers, in, out].
-
-    Args:
-      tiny: A model that takes no time, and few rotations.
-    """
-    model = TINY_MODEL if tiny else gpt2("130m")
-    on_kernels = ("hadamard output", "haar both") if tiny else _KERNEL_ROTATIONS
-    on_models = ("hadamard residual", "haar output") if tiny else _MODEL_ROTATIONS
-    left_out = {} if tiny else _MODEL_LEFT_OUT
-    found = []
-    for columns in (model.d_model, model.d_mlp):
-        shape = jax.ShapeDtypeStruct((model.d_model, columns), jnp.float32)
-        found.append(Case(f"{model.d_model}x{columns}", {"kernel": shape}, on_kernels))
-    for name, scan_layers in (("unrolled", False), ("stacked", True)):
-        shapes = _model_shapes(dataclasses.replace(model, scan_layers=scan_layers))
-        found.append(Case(f"gpt2 {'tiny' if tiny else '130m'} {name}", shapes, on_models, left_out))
-    return found
-
-
-def _model_shapes(model: ModelConfig) -> Any:
-    return parameter_shapes(Config(model=model, data=DataConfig(sequence_length=model.max_length)))
 
 
 def _random(shapes: Any, scale: float) -> Any:
