@@ -13,7 +13,7 @@ from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimCo
 from orthojax.fields import field_paths, to_json
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ("train", "evaluate", "inspect_checkpoint", "prepare_data", "reproduce")
+SCRIPTS = ("train", "evaluate", "inspect_checkpoint", "prepare_data", "reproduce", "benchmark")
 CONFIG = Config(
     model=ModelConfig(vocab_size=258, max_length=8, d_model=16, num_layers=1, num_heads=2, d_mlp=32, scan_layers=False),
     optim=OptimConfig(warmup_steps=2),
@@ -158,6 +158,13 @@ PARSING = {
     "unknown scale": ("reproduce", ["--scale=tinny"], ["'tinny'", "tiny | small | paper", "did you mean 'tiny'"]),
     "seeds that are no numbers": ("reproduce", ["--seeds=1,two"], ["'1,two'", "0,1,2"]),
     "a negative seed": ("reproduce", ["--seeds=-1"], ["'-1'", "0 to"]),
+    "no repetition": ("benchmark", ["--repeats=0"], ["--repeats=0", "at least 1"]),
+    "repetitions that are no number": ("benchmark", ["--repeats=many"], ["repeats", "many"]),
+    "unknown suite": (
+        "benchmark", ["--suite=compile,optimiser"], ["'optimiser'", "optimizer | compile", "did you mean 'optimizer'"],
+    ),
+    "no suite": ("benchmark", ["--suite="], ["unknown suite ''", "optimizer | compile"]),
+    "benchmark into a file": ("benchmark", ["--tiny", "--workdir=text.txt"], ["text.txt is a file"]),
     "a seed too large": ("reproduce", ["--seeds=4294967296"], ["4294967296", "2**32 - 1"]),
 }  # fmt: skip
 

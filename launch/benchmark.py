@@ -1,0 +1,48 @@
+"""Measures what OrthoAdam costs on this machine: python launch/benchmark.py --suite=optimizer,compile.
+
+Every number is a ratio to what it replaces, measured in turn within one process, with its spread. Writes benchmark.json
+under the workdir after each row, and prints each row as it comes; the tables come last.
+"""
+
+import shlex
+import sys
+from pathlib import Path
+
+from absl import flags
+
+from orthojax import cli
+from orthojax.errors import UserError, nearest
+
+flags.DEFINE_string("suite", None, "What to measure, separated by commas; every suite where not given.")
+flags.DEFINE_integer("repeats", None, "Repetitions of each measurement; each suite's own number where not given.")
+flags.DEFINE_bool("tiny", False, "Small shapes, seconds in all: shows that everything runs, not how fast.")
+flags.DEFINE_string("workdir", "runs/benchmark", "Where benchmark.json goes.")
+FLAGS = flags.FLAGS
+
+
+def main(_: list[str]) -> None:
+    if FLAGS.repeats is not None and FLAGS.repeats < 1:
+        raise UserError(f"--repeats={FLAGS.repeats}", allowed="at least 1")
+
+    import jax
+
+    from orthojax.benchmarks.catalog import SUITES
+    from orthojax.benchmarks.suite import run_suites
+
+    names = list(SUITES) if FLAGS.suite is None else FLAGS.suite.split(",")
+    for name in names:
+        if name not in SUITES:
+            raise UserError(f"unknown suite {name!r}", allowed=" | ".join(SUITES), hint=nearest(name, SUITES))
+    jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
+    command = shlex.join(["python", "launch/benchmark.py", *sys.argv[1:]])
+    suites, workdir = [SUITES[name] for name in dict.fromkeys(names)], Path(FLAGS.workdir)
+    try:
+        run_suites(suites, workdir, repeats=FLAGS.repeats, tiny=FLAGS.tiny, command=command)
+    except KeyboardInterrupt:
+        print(f"stopped; {workdir / 'benchmark.json'} holds the rows that were printed", file=sys.stderr)
+        sys.exit(130)
+    print(f"\nwritten: {workdir / 'benchmark.json'}")
+
+
+if __name__ == "__main__":
+    cli.run(main)
