@@ -147,13 +147,6 @@ def test_signed_permutation_is_adam_and_true_rotations_are_not():
         assert distance(run(orthoadam(1e-2, rotation=Rotation(kind)), tree(), 10), adam) > 1e-3
 
 
-def test_rotating_momentum_changes_nothing_and_rotating_lion_does():
-    momentum = optax.chain(optax.trace(0.9), optax.scale_by_learning_rate(0.1))
-    assert_close(run(in_rotated_basis(momentum), tree(), 10), run(momentum, tree(), 10), atol=2e-6)
-    lion = optax.chain(optax.scale_by_lion(), optax.scale_by_learning_rate(0.1))
-    assert distance(run(in_rotated_basis(lion), tree(), 10), run(lion, tree(), 10)) > 0.1
-
-
 def test_the_inner_transformation_sees_rotated_parameters():
     def inner_init(params):
         return params
