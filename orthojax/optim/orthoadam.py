@@ -16,7 +16,8 @@ class RotatedState(NamedTuple):
     """State of `in_rotated_basis`.
 
     Attributes:
-      basis: As in `RotationState`; () unless the kind is `haar`.
+      basis: As in `RotationState`; () unless the kind is `haar`. `optax.tree.map_params` takes a whole dict of them
+        for one field that is no parameter.
       inner: State of the inner transformation, whose parameter-like arrays are in the rotated basis.
     """
 
