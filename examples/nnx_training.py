@@ -1,7 +1,6 @@
 """A byte-level language model in flax nnx; `python examples/nnx_training.py adamw` trains it without OrthoAdam."""
 
 import inspect
-import statistics
 import sys
 
 import jax.numpy as jnp
@@ -35,9 +34,7 @@ def kernel_axes(path, leaf):
 
 def main(name: str = "orthoadam") -> None:
     rngs = nnx.Rngs(0)
-    model = nnx.Sequential(
-        nnx.Embed(128, WIDTH, rngs=rngs), Block(rngs), Block(rngs), nnx.Linear(WIDTH, 128, rngs=rngs)
-    )
+    model = nnx.Sequential(nnx.Embed(128, WIDTH, rngs=rngs), Block(rngs), nnx.Linear(WIDTH, 128, rngs=rngs))
     tx = optax.adamw(3e-3, weight_decay=1e-4)
     if name == "orthoadam":  # <- the swap
         tx = orthojax.orthoadam(3e-3, weight_decay=1e-4, rotation=orthojax.Rotation(axes=kernel_axes))
@@ -52,7 +49,7 @@ def main(name: str = "orthoadam") -> None:
         optimizer.update(model, grads)
         return value
 
-    text = np.frombuffer(inspect.getsource(statistics).encode("ascii", "ignore"), np.uint8)
+    text = np.frombuffer(inspect.getsource(inspect).encode("ascii", "ignore"), np.uint8)
     starts = np.random.default_rng(0).integers(0, len(text) - CONTEXT, (STEPS, BATCH, 1)) + np.arange(CONTEXT + 1)
     losses = [float(step(model, optimizer, jnp.asarray(text[rows], jnp.int32))) for rows in starts]
     print(f"{name}: {losses[0]:.2f} -> {np.mean(losses[-5:]):.2f} nats per byte")

@@ -184,7 +184,7 @@ class LinenModel(nn.Module):
 @pytest.mark.parametrize("kind", KINDS)
 def test_linen_with_scanned_layers_and_boxes(kind):
     model = LinenModel()
-    boxed = model.init(jax.random.key(0), X)
+    boxed = jax.jit(model.init, compiler_options=QUICK)(jax.random.key(0), X)
     plain = nn.unbox(boxed)["params"]
     assert isinstance(boxed["params"]["layers"]["Dense_0"]["kernel"], nn.Partitioned)
     rotation = Rotation(kind)
@@ -227,7 +227,7 @@ def test_nnx_optimizer(kind, axes):
     }
     optimizer = nnx.Optimizer(model, orthoadam(0.03, weight_decay=1e-3, rotation=rotation), wrt=nnx.Param)
 
-    @functools.partial(nnx.jit, compiler_options=QUICK)
+    @nnx.jit
     def step(model, optimizer):
         def loss(model):
             return jnp.mean((model(SEQUENCES) - jnp.roll(SEQUENCES, 1, axis=1)) ** 2)
