@@ -261,7 +261,7 @@ def wrapped(kind):
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["haar", pytest.param("hadamard", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", wrapped("hadamard"))
 def test_wrappers(name, kind):
     optimizer, plain = wrapped(kind)[name], orthoadam(0.1, rotation=Rotation(kind))

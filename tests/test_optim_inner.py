@@ -259,7 +259,7 @@ def test_trees_that_share_no_basis_are_refused():
     lookahead = in_rotated_basis(optax.lookahead(optax.sgd(0.1), 5, 0.5))
     pair = optax.LookaheadParams.init_synced(PARAMS)
     with pytest.raises(
-        ValueError, match=r"updates and parameters differ: 'kernel' \(4, 8\).*\['fast/kernel', 'slow/kernel'\]"
+        ValueError, match=r"updates and parameters differ: 'kernel' of shape \(4, 8\).*\['fast/kernel', 'slow/kernel'\]"
     ):
         lookahead.update(PARAMS, lookahead.init(pair), pair)
     around = optax.lookahead(orthoadam(0.1), 5, 0.5)

@@ -17,7 +17,7 @@ from flax import nnx
 from orthojax.optim import RotatedAxes, Rotation, describe, generic_axes, orthoadam
 
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests wait for
-KINDS = ("hadamard", "haar")
+KINDS = ("hadamard", pytest.param("haar", marks=pytest.mark.slow))
 X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 4)), jnp.float32)
 Y = jnp.sin(X[:, :1] + 2 * X[:, 1:2])
 SEQUENCES = jnp.asarray(np.random.default_rng(1).standard_normal((3, 5, 8)), jnp.float32)
@@ -181,7 +181,7 @@ class LinenModel(nn.Module):
         return nn.Dense(1, name="head")(x)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["haar", pytest.param("hadamard", marks=pytest.mark.slow)])
 def test_linen_with_scanned_layers_and_boxes(kind):
     model = LinenModel()
     boxed = jax.jit(model.init, compiler_options=QUICK)(jax.random.key(0), X)
@@ -215,7 +215,11 @@ class NnxModel(nnx.Module):
         return x + self.attention(self.dropout(self.norm(x)))
 
 
-@pytest.mark.parametrize(("kind", "axes"), [("haar", "output"), ("hadamard", attention_axes)], ids=["haar", "named"])
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [("hadamard", attention_axes), pytest.param("haar", "output", marks=pytest.mark.slow)],
+    ids=["named", "generic"],
+)
 def test_nnx_optimizer(kind, axes):
     model = NnxModel(nnx.Rngs(0))
     rotation = Rotation(kind, axes)
