@@ -147,13 +147,6 @@ def test_signed_permutation_is_adam_and_true_rotations_are_not():
         assert distance(run(orthoadam(1e-2, rotation=Rotation(kind)), tree(), 10), adam) > 1e-3
 
 
-def test_rotating_momentum_changes_nothing_and_rotating_lion_does():
-    momentum = optax.chain(optax.trace(0.9), optax.scale_by_learning_rate(0.1))
-    assert_close(run(in_rotated_basis(momentum), tree(), 10), run(momentum, tree(), 10), atol=2e-6)
-    lion = optax.chain(optax.scale_by_lion(), optax.scale_by_learning_rate(0.1))
-    assert distance(run(in_rotated_basis(lion), tree(), 10), run(lion, tree(), 10)) > 0.1
-
-
 def test_the_inner_transformation_sees_rotated_parameters():
     def inner_init(params):
         return params
@@ -228,45 +221,6 @@ def test_half_precision_leaves_are_rotated_in_float32():
         np.testing.assert_array_equal(turned[0], turned[1].astype(jnp.bfloat16))
 
 
-def test_optax_wrappers():
-    rotation, params = Rotation("haar"), tree()  # the kind that has a state
-    plain = run(orthoadam(1e-2, rotation=rotation), params, 4)
-
-    injected = optax.inject_hyperparams(orthoadam)(1e-2, weight_decay=0.0, rotation=rotation)
-    assert_close(run(injected, params, 4), plain, atol=1e-6)
-    scheduled = optax.inject_hyperparams(orthoadam)(optax.constant_schedule(1e-2), rotation=rotation)
-    assert_close(run(scheduled, params, 4), plain, atol=1e-6)
-    assert_close(run(orthoadam(optax.constant_schedule(1e-2), rotation=rotation), params, 4), plain, atol=1e-6)
-
-    every_second = optax.MultiSteps(orthoadam(1e-2, rotation=rotation), 2)
-    repeated = lambda dtype, i: tree(dtype, (i + 1) // 2)  # noqa: E731
-    assert_close(run(every_second, params, 8, repeated), plain, atol=1e-6)
-
-    label = lambda p: jax.tree.map_with_path(lambda keys, _: "a" if keys[0].key == "a" else "rest", p)  # noqa: E731
-    both = optax.partition({"a": orthoadam(1e-2, rotation=rotation), "rest": orthoadam(1e-2, rotation=rotation)}, label)
-    assert_close(run(both, params, 4), plain, atol=1e-6)
-
-    kept = {"a": True, "layers": False, "gain": False}
-    masked = run(optax.masked(orthoadam(1e-2, rotation=rotation), kept), params, 4)
-    assert_close(masked["a"], plain["a"], atol=1e-6)
-
-    finite = optax.apply_if_finite(orthoadam(1e-2, rotation=rotation), 3)
-    assert_close(run(finite, params, 4), plain, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["haar", "hadamard", "identity"])
-def test_tree_map_params_finds_the_moments_and_nothing_else(kind):
-    for params in (tree(), {"bias": jnp.ones(3)}):
-        optimizer = optax.named_chain(
-            ("orthoadam", scale_by_orthoadam(rotation=Rotation(kind))), ("lr", optax.scale(-0.1))
-        )
-        state = optimizer.init(params)
-        marked = optax.tree.map_params(optimizer, lambda _: "p", state, transform_non_params=lambda _: "other")
-        flat = jax.tree.leaves(marked)
-        assert flat.count("p") == 2 * len(jax.tree.leaves(params))
-        assert marked["orthoadam"].inner.count == "other"
-
-
 def test_weight_decay():
     params, grads = tree(), tree(seed=1)
     mask = {"a": {"kernel": True, "bias": False}, "layers": True, "gain": False}
@@ -279,19 +233,6 @@ def test_weight_decay():
     )
     assert_close(difference, optax.tree.scale(-1e-2 * 0.3, params), atol=1e-6)
     assert jax.tree.structure(plain.init(params)) == jax.tree.structure(decayed.init(params))
-
-
-def test_vmap_over_models():
-    stack = jax.tree.map(lambda *x: jnp.stack(x), *(tree(seed=i) for i in range(3)))
-    for kind in ("hadamard", "haar"):
-        optimizer = orthoadam(1e-2, rotation=Rotation(kind))
-
-        def step(params, grads, optimizer=optimizer):
-            return optimizer.update(grads, optimizer.init(params), params)[0]
-
-        together = jax.jit(jax.vmap(step))(stack, stack)
-        for i in range(3):
-            assert_close(jax.tree.map(lambda x, i=i: x[i], together), step(tree(seed=i), tree(seed=i)), atol=1e-5)
 
 
 def test_the_schedule():

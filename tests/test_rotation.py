@@ -252,17 +252,6 @@ def test_boxes_and_collections_do_not_change_the_basis(kind):
     assert list(describe(Rotation(kind), {"attention": {"value": w}})) == ["attention/value"]
 
 
-def test_nnx_optimizer():
-    nnx = pytest.importorskip("flax.nnx")
-    for kind in ("hadamard", "haar"):
-        model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
-        before = np.asarray(model.kernel[...])
-        optimizer = nnx.Optimizer(model, orthoadam(1e-2, rotation=Rotation(kind)), wrt=nnx.Param)
-        grads = nnx.grad(lambda m: jnp.sum(m(jnp.arange(8.0).reshape(2, 4)) ** 2))(model)
-        optimizer.update(model, grads)
-        assert np.abs(np.asarray(model.kernel[...]) - before).max() > 1e-3
-
-
 def test_a_layout_changes_no_number():
     """Eight devices: parameters sharded on the rotated axis, the rotation done in another layout."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -85,9 +85,16 @@ def generic_axes(path: str, leaf: jax.ShapeDtypeStruct, axes: GenericAxes = "out
 
     Left alone: fewer than two axes, and the names bias, b, scale, offset whatever their shape (a scanned scale is [L,
     d]). Where the path contains "embed": the last axis, one basis for all rows. Else the last two axes are taken for a
-    kernel [in, out] (PyTorch's and Equinox's [out, in] is the other way round) and the axes before them for stacked
-    layers. For kernels with several feature axes, as those of convolutions and of flax's DenseGeneral, this is valid
-    but weak: a head axis is then turned within each head only. Name the axes yourself there.
+    kernel [in, out] and the axes before them for stacked layers. That is right for Dense and Linear of flax and haiku,
+    scanned or not. Name the axes yourself (a rule for `Rotation.axes`) where it is not:
+
+    - Equinox's and PyTorch's kernels are [out, in]: ask for "input" to turn what they write. A gain that is called
+      weight is safe as a vector, but stacked [L, d] it looks like a kernel.
+    - flax's attention: query, key and value [d, heads, head_dim] are turned within each head only, every row of d
+      counting as a layer; out [heads, head_dim, d] has a basis for each head. Valid but weak, and `haar` refuses out
+      where d is over 8 head_dim, and the others where head_dim is over 8 heads. `RotatedAxes(((1, 2),))` and
+      `RotatedAxes((2,))` take them for the matrices [d, heads * head_dim] and [heads * head_dim, d].
+    - Convolutions: each spatial position counts as a layer.
 
     Args:
       path: The parameter's path, as `describe` prints it.

@@ -1,0 +1,39 @@
+"""The examples run as they stand, in a process of their own, and stay short enough to be copied."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(name, *arguments):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_are_short(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+
+
+@pytest.mark.parametrize("name", ["orthoadam", pytest.param("adamw", marks=pytest.mark.slow)])
+def test_nnx_training(name):
+    printed = re.fullmatch(r"(\w+): ([\d.]+) -> ([\d.]+) nats per byte\n", run("nnx_training.py", *[name]))
+    assert printed
+    assert printed[1] == name
+    first, last = float(printed[2]), float(printed[3])
+    assert first > 4.5  # about ln 128 = 4.85, before anything is learnt
+    assert last < 3.0
+
+
+def test_there_is_an_example():
+    assert [path.name for path in EXAMPLES] == ["nnx_training.py"]

@@ -1,0 +1,457 @@
+"""The contract that every optax optimizer is held to, for OrthoAdam and for compositions of our own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from orthojax.optim import Rotation, describe, in_rotated_basis, orthoadam, scale_by_orthoadam
+
+QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests wait for
+KINDS = ("hadamard", "haar")
+
+
+def lion(learning_rate, rotation):
+    return optax.chain(in_rotated_basis(optax.scale_by_lion(), rotation), optax.scale_by_learning_rate(learning_rate))
+
+
+def rms_with_momentum(learning_rate, rotation):
+    inner = optax.chain(optax.scale_by_rms(bias_correction=True), optax.trace(0.5))
+    return optax.chain(in_rotated_basis(inner, rotation), optax.scale_by_learning_rate(learning_rate))
+
+
+def factored(learning_rate, rotation):
+    inner = optax.adafactor(learning_rate, min_dim_size_to_factor=2, multiply_by_parameter_scale=False)
+    return in_rotated_basis(inner, rotation)
+
+
+MAKERS = {
+    "orthoadam": lambda lr, r: orthoadam(lr, rotation=r),
+    "orthoadam, decay": lambda lr, r: orthoadam(lr, weight_decay=1e-3, rotation=r),
+    "lion": lion,
+    "rms": rms_with_momentum,
+    "adafactor": factored,
+}
+every_optimizer = pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        pytest.param(make, kind, id=f"{name}-{kind}", marks=() if name == "orthoadam" else pytest.mark.slow)
+        for name, make in MAKERS.items()
+        for kind in KINDS
+    ],
+)
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def mixed(seed=0, dtype=jnp.float32):
+    """Matrices, a stack, a vector, a scalar, an empty leaf and none."""
+    return {
+        "mlp": {"kernel": normal(seed, 4, 6, dtype=dtype), "bias": normal(seed + 1, 6, dtype=dtype)},
+        "layers": [normal(seed + 2, 2, 3, 4, dtype=dtype)],
+        "gain": normal(seed + 3, dtype=dtype),
+        "empty": jnp.zeros((0, 4), dtype),
+        "none": None,
+    }
+
+
+def minimise(optimizer, loss, params, steps):
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(params):
+        def step(carry, _):
+            params, state = carry
+            value, grads = jax.value_and_grad(loss)(params)
+            updates, state = optimizer.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), value
+
+        return jax.lax.scan(step, (params, optimizer.init(params)), length=steps)
+
+    (params, _), values = run(params)
+    return params, float(values[0]), float(loss(params))
+
+
+def one_step(optimizer, params, grads, state=None, **extra_args):
+    state = optimizer.init(params) if state is None else state
+    updates, state = optimizer.update(grads, state, params, **extra_args)
+    return optax.apply_updates(params, updates), state
+
+
+def assert_same(got, want, atol=0.0):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=0), got, want)
+
+
+def kinds_of(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+# Convergence.
+
+
+@every_optimizer
+def test_converges_on_parabolas(make, kind):
+    target = mixed(10)
+
+    def loss(params):
+        return sum(jnp.sum((p - t) ** 2) for p, t in zip(jax.tree.leaves(params), jax.tree.leaves(target), strict=True))
+
+    schedule = optax.cosine_decay_schedule(0.1, 300)
+    found, first, last = minimise(make(schedule, Rotation(kind, "both")), loss, mixed(), 300)
+    assert first > 10
+    assert last < 1e-3
+    assert_same(found, target, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_converges_on_rosenbrock(kind):
+    """In a matrix that is really turned: each row is one Rosenbrock problem of four variables, at (1, 1, 1, 1)."""
+
+    def loss(x):
+        return jnp.sum(100 * (x[:, 1:] - x[:, :-1] ** 2) ** 2 + (1 - x[:, :-1]) ** 2)
+
+    rotation = Rotation(kind)
+    assert describe(rotation, jnp.zeros((3, 4))) == {"": f"axes (1,): {kind} 4"}
+    found, first, last = minimise(orthoadam(0.02, rotation=rotation), loss, jnp.zeros((3, 4)), 4000)
+    assert first == 9
+    assert last < 1e-3
+    np.testing.assert_allclose(found, 1.0, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float64_and_half_precision(kind):
+    for dtype, moments in ((jnp.float64, None), (jnp.bfloat16, jnp.float32), (jnp.float16, jnp.float32)):
+        with jax.enable_x64(dtype == jnp.float64):
+            params, grads = ({"w": normal(i, 4, 6, dtype=dtype), "b": normal(i + 1, dtype=dtype)} for i in (0, 5))
+            optimizer = orthoadam(0.1, eps=1e-4, mu_dtype=moments, rotation=Rotation(kind))
+            new, state = one_step(optimizer, params, grads)
+            assert kinds_of(new) == kinds_of(params)
+            assert kinds_of(state) == kinds_of(optimizer.init(params))
+            inner = state[0].inner
+            assert inner.mu["w"].dtype == (moments or dtype)
+            with jax.enable_x64(True):
+                wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (params, grads))
+                want, _ = one_step(orthoadam(0.1, eps=1e-4, rotation=Rotation(kind)), *wide)
+            # The first step is of size 0.1; a gradient that is rounded after its rotation may lose 2**-8 of it.
+            tolerance = {jnp.float64: 1e-12, jnp.bfloat16: 0.04, jnp.float16: 0.01}[dtype]
+            as_numpy = functools.partial(jax.tree.map, lambda x: np.asarray(x, np.float64))
+            assert_same(as_numpy(new), as_numpy(want), atol=tolerance)
+            assert all(np.isfinite(x).all() for x in jax.tree.leaves(as_numpy(new)))
+
+
+# What others pass, inject and trace.
+
+
+@every_optimizer
+def test_extra_arguments_are_tolerated(make, kind):
+    optimizer = make(0.1, Rotation(kind))
+    plain, _ = one_step(optimizer, mixed(), mixed(5))
+    extra, _ = one_step(
+        optimizer, mixed(), mixed(5), value=jnp.ones(()), grad=mixed(5), value_fn=lambda p: 0.0, batch=[np.ones(3), "x"]
+    )
+    assert_same(extra, plain)
+
+
+def test_extra_arguments_reach_the_inner_transformation():
+    def update(updates, state, params=None, *, loss, **unused_extra_args):
+        return jax.tree.map(lambda u: loss * u, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    optimizer = optax.chain(in_rotated_basis(inner, Rotation("haar")), optax.scale(-1.0))
+    grads = {"w": normal(1, 4, 4)}
+    updates, _ = optimizer.update(grads, optimizer.init(grads), loss=3.0, other=1)
+    np.testing.assert_allclose(updates["w"], -3 * grads["w"], atol=1e-5)
+
+
+@every_optimizer
+def test_one_compilation_serves_all_steps_and_types_are_stable(make, kind):
+    optimizer = make(optax.linear_schedule(0.1, 0.0, 10), Rotation(kind))
+    traces = []
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def step(params, state, grads, take):
+        traces.append(1)
+        # Both branches must agree in every type; so must the carry of the scan below.
+        return jax.lax.cond(take, lambda: one_step(optimizer, params, grads, state), lambda: (params, state))
+
+    params, state = mixed(), optimizer.init(mixed())
+    start = kinds_of((params, state))
+    kept, _ = step(params, state, mixed(1), False)
+    assert_same(kept, params)
+    by_steps = params, state
+    for i in range(3):
+        by_steps = step(*by_steps, mixed(i), True)
+    assert len(traces) == 1
+    assert kinds_of(by_steps) == start
+    grads = jax.tree.map(lambda *x: jnp.stack(x), *(mixed(i) for i in range(3)))
+    scanned, _ = jax.lax.scan(
+        lambda carry, g: (one_step(optimizer, carry[0], g, carry[1]), None), (params, state), grads
+    )
+    assert_same(scanned[0], by_steps[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_injected_hyperparameters(kind):
+    """New values need no compilation, and every number may be a schedule."""
+    made = optax.inject_hyperparams(orthoadam)(
+        0.1, b1=0.8, b2=0.95, eps=1e-3, weight_decay=0.1, rotation=Rotation(kind)
+    )
+    params, state = mixed(), made.init(mixed())
+    assert set(state.hyperparams) >= {"learning_rate", "b1", "b2", "eps", "weight_decay"}
+    traces = []
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def step(params, state, grads):
+        traces.append(1)
+        return one_step(made, params, grads, state)
+
+    for changed in ({}, {"learning_rate": 0.3}, {"b1": 0.5, "b2": 0.5}, {"eps": 0.1}, {"weight_decay": 0.0}):
+        hyperparams = {"learning_rate": 0.1, "b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1} | changed
+        for name, value in changed.items():
+            state.hyperparams[name] = jnp.asarray(value, jnp.float32)
+        got, _ = step(params, state, mixed(5))
+        want, _ = one_step(orthoadam(**hyperparams, rotation=Rotation(kind)), params, mixed(5))
+        assert_same(got, want, atol=1e-5)
+        state = made.init(params)
+    assert len(traces) == 1
+
+
+def test_injected_schedules():
+    rotation, lr = Rotation("haar"), optax.linear_schedule(0.1, 0.0, 4)
+    injected = optax.inject_hyperparams(orthoadam, static_args="rotation")(
+        lr, b1=lambda count: 0.9 - 0.1 * count, weight_decay=optax.constant_schedule(0.1), rotation=rotation
+    )
+    params, state = mixed(), injected.init(mixed())
+    want, want_state = params, orthoadam(0.1, rotation=rotation).init(mixed())
+    for i in range(3):
+        params, state = one_step(injected, params, mixed(i), state)
+        now = orthoadam(float(lr(i)), b1=0.9 - 0.1 * i, weight_decay=0.1, rotation=rotation)
+        want, want_state = one_step(now, want, mixed(i), want_state)
+    assert_same(params, want, atol=1e-5)
+    assert float(state.hyperparams["b1"]) == pytest.approx(0.7)
+
+
+# Wrappers: each against the plain optimizer.
+
+
+def labels(params):
+    return jax.tree.map_with_path(lambda keys, _: "mlp" if keys[0].key == "mlp" else "rest", params)
+
+
+def wrapped(kind):
+    make = functools.partial(orthoadam, 0.1, rotation=Rotation(kind))
+    both = {"mlp": make(), "rest": make()}
+    kept = {"mlp": True, "layers": False, "gain": False, "empty": False, "none": None}
+    return {
+        "chain": optax.chain(optax.clip(1e9), make()),
+        "named_chain": optax.named_chain(("orthoadam", make())),
+        "partition": optax.partition(both, labels),
+        "multi_transform": optax.multi_transform(both, labels),
+        "masked": optax.masked(make(), kept),
+        "apply_if_finite": optax.apply_if_finite(make(), 3),
+        "MultiSteps": optax.MultiSteps(make(), 2).gradient_transformation(),
+        "inject_hyperparams": optax.inject_hyperparams(orthoadam)(0.1, rotation=Rotation(kind)),
+        "schedule": orthoadam(optax.constant_schedule(0.1), rotation=Rotation(kind)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["haar", pytest.param("hadamard", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", wrapped("hadamard"))
+def test_wrappers(name, kind):
+    optimizer, plain = wrapped(kind)[name], orthoadam(0.1, rotation=Rotation(kind))
+    params = want = mixed()
+    state, want_state = optimizer.init(params), plain.init(params)
+    start = kinds_of(state)
+    step = jax.jit(functools.partial(one_step, optimizer), compiler_options=QUICK)
+    for i in (1, 2):
+        for _ in range(2 if name == "MultiSteps" else 1):
+            params, state = step(params, mixed(i), state)
+        want, want_state = one_step(plain, want, mixed(i), want_state)
+    if name == "masked":
+        params, want = params["mlp"], want["mlp"]
+    assert_same(params, want, atol=1e-5)
+    assert kinds_of(state) == start
+
+
+def test_a_step_that_is_not_finite_is_skipped():
+    optimizer = optax.apply_if_finite(orthoadam(0.1, rotation=Rotation("haar")), 3)
+    bad = mixed(1) | {"gain": jnp.asarray(jnp.nan)}
+    kept, state = one_step(optimizer, mixed(), bad)
+    assert_same(kept, mixed())
+    assert int(state.total_notfinite) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", wrapped("hadamard"))
+def test_map_params_finds_the_moments_and_nothing_else(name, kind):
+    optimizer = wrapped(kind)[name]
+    state = optimizer.init(mixed())
+    marked = optax.tree.map_params(
+        optimizer,
+        lambda x: f"{x.shape}",
+        state,
+        transform_non_params=lambda x: jax.tree.map(lambda _: "other", x),  # a haar basis comes as one dict
+    )
+    assert jax.tree.structure(marked) == jax.tree.structure(state)
+    moments = []
+    for (keys, leaf), mark in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(marked), strict=True):
+        path = jax.tree_util.keystr(keys)
+        is_moment = ".mu" in path or ".nu" in path or ".acc_grads" in path
+        assert mark == (f"{leaf.shape}" if is_moment else "other"), path
+        moments += [path] if is_moment else []
+    assert len(moments) == {"masked": 4, "MultiSteps": 15}.get(name, 10)  # mu and nu of five arrays; gradients beside
+
+
+def test_map_params_where_nothing_is_rotated():
+    optimizer, params = orthoadam(0.1, rotation=Rotation("haar")), {"bias": jnp.ones(3)}
+    marked = optax.tree.map_params(optimizer, lambda _: "p", optimizer.init(params), transform_non_params=lambda _: "o")
+    assert sorted(jax.tree.leaves(marked)) == ["o", "o", "p", "p"]  # count and the empty basis; mu and nu
+
+
+# Odd trees.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_single_arrays_scalars_and_empty_trees(kind):
+    optimizer = orthoadam(0.1, weight_decay=0.1, rotation=Rotation(kind))
+    for params in (normal(0, 4, 6), normal(0, 4), normal(0), jnp.zeros((0, 3)), {}, {"a": None}, [()]):
+        grads = jax.tree.map(lambda x: x + 1.0, params)
+        new, state = one_step(optimizer, params, grads)
+        assert kinds_of((new, state)) == kinds_of((params, optimizer.init(params)))
+
+
+@every_optimizer
+def test_init_has_a_shape_and_vmaps(make, kind):
+    optimizer = make(0.1, Rotation(kind))
+    shapes = jax.eval_shape(optimizer.init, mixed())
+    assert kinds_of(shapes) == kinds_of(optimizer.init(mixed()))
+
+    def first_step(params, grads):
+        return one_step(optimizer, params, grads)[0]
+
+    def stack(*seeds):
+        return jax.tree.map(lambda *x: jnp.stack(x), *(mixed(i) for i in seeds))
+
+    together = jax.vmap(first_step)(stack(0, 1), stack(5, 6))
+    for i in range(2):
+        assert_same(jax.tree.map(lambda x, i=i: x[i], together), first_step(mixed(i), mixed(5 + i)), atol=1e-4)
+
+
+# Checkpoints and placement.
+
+
+def train(optimizer, params, state, seeds):
+    step = jax.jit(functools.partial(one_step, optimizer))
+    for i in seeds:
+        params, state = step(params, mixed(i), state)
+    return params, state
+
+
+@pytest.mark.parametrize("typed", [True, False], ids=["with a target", "as it lies"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_continues_bit_for_bit(kind, typed, tmp_path):
+    optimizer = optax.named_chain(
+        ("clip", optax.clip_by_global_norm(1.0)),
+        ("orthoadam", scale_by_orthoadam(rotation=Rotation(kind))),
+        ("learning_rate", optax.scale_by_learning_rate(optax.linear_schedule(0.1, 0.0, 10))),
+    )
+    params = {k: v for k, v in mixed().items() if k not in ("empty", "none")}  # Orbax stores no empty array
+    grads = lambda i: {k: v for k, v in mixed(i).items() if k in params}  # noqa: E731
+    state = optimizer.init(params)
+    for i in range(3):
+        params, state = one_step(optimizer, params, grads(i), state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "at", {"params": params, "opt_state": state})
+        checkpointer.wait_until_finished()
+        target = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+        restored = checkpointer.restore(tmp_path / "at", target if typed else None)
+    if typed:
+        assert jax.tree.structure(restored["opt_state"]) == jax.tree.structure(state)
+    else:
+        found = restored["opt_state"]["orthoadam"]
+        assert set(found["inner"]) == {"count", "mu", "nu"}
+        assert ("basis" in found and bool(found["basis"])) == (kind == "haar")
+        restored = {"params": restored["params"], "opt_state": _rebuilt(state, restored["opt_state"])}
+    for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves({"params": params, "opt_state": state}), strict=True):
+        np.testing.assert_array_equal(a, b)
+    going, resumed = (params, state), (restored["params"], restored["opt_state"])
+    for i in range(3, 6):
+        going, resumed = (one_step(optimizer, p, grads(i), s) for p, s in (going, resumed))
+    jax.tree.map(np.testing.assert_array_equal, going[0], resumed[0])
+
+
+def _rebuilt(state, plain):
+    """The typed state from the plain dicts and lists that Orbax gives without a target, matched by path."""
+
+    def by_path(tree):
+        paths = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf for keys, leaf in paths}
+
+    found, wanted = by_path(plain), by_path(state)
+    assert set(found) == set(wanted)
+    return jax.tree.unflatten(jax.tree.structure(state), [found[path] for path in wanted])
+
+
+def test_hadamard_keeps_no_more_than_adam(tmp_path):
+    """State bytes, names and types of the leaves, and bytes on disk."""
+    params = {"mlp": {"kernel": normal(0, 64, 96), "bias": normal(1, 96)}}
+    sizes, names = {}, {}
+    for name, scaling in (("adam", optax.scale_by_adam()), ("hadamard", scale_by_orthoadam())):
+        state = scaling.init(params)
+        moments = state if name == "adam" else state.inner
+        assert isinstance(moments, optax.ScaleByAdamState)
+        names[name] = {
+            jax.tree_util.keystr(keys): (leaf.shape, leaf.dtype.name, leaf.nbytes)
+            for keys, leaf in jax.tree_util.tree_leaves_with_path(moments)
+        }
+        assert len(names[name]) == len(jax.tree.leaves(state))  # nothing beside them
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / name, state)
+            checkpointer.wait_until_finished()
+            arrays = checkpointer.metadata(tmp_path / name).item_metadata.tree
+        leaves = jax.tree.leaves(arrays, is_leaf=lambda x: hasattr(x, "shape"))
+        sizes[name] = sum(int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in leaves if hasattr(x, "shape"))
+    assert names["hadamard"] == names["adam"]
+    assert sizes["hadamard"] == sizes["adam"] == 4 + 2 * 4 * (64 * 96 + 96)
+
+
+def test_a_haar_state_reshards():
+    """Moved to other devices and layouts between steps: the same numbers, and the state stays where it was put."""
+    params, grads = {"w": normal(0, 16, 24)}, [{"w": normal(i, 16, 24)} for i in range(1, 5)]
+    optimizer = orthoadam(0.1, rotation=Rotation("haar"))
+    want, want_state = params, optimizer.init(params)
+    for g in grads:
+        want, want_state = one_step(optimizer, want, g, want_state)
+
+    meshes = [
+        jax.make_mesh(shape, ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2) for shape in ((2, 2), (8, 1))
+    ]
+    specs = [PartitionSpec("x", "y"), PartitionSpec(None, "x"), PartitionSpec("x"), PartitionSpec()]
+    state = optimizer.init(params)
+    for i, (g, spec) in enumerate(zip(grads, specs, strict=True)):
+        mesh = meshes[i % 2]
+        moments = NamedSharding(mesh, spec)
+        # The basis is sharded by its rows here, which no rule asks for; it must only stay right.
+        placed = optax.tree.map_params(
+            optimizer,
+            lambda x, s=moments: jax.device_put(x, s),
+            state,
+            transform_non_params=lambda tree, m=mesh: jax.tree.map(
+                lambda x: jax.device_put(x, NamedSharding(m, PartitionSpec("x") if x.ndim == 2 else PartitionSpec())),
+                tree,
+            ),
+        )
+        params = jax.device_put(params, moments)
+        step = jax.jit(
+            functools.partial(one_step, optimizer), out_shardings=(moments, jax.tree.map(lambda x: x.sharding, placed))
+        )
+        params, state = step(params, jax.device_put(g, moments), placed)
+        assert state[0].inner.mu["w"].sharding == moments
+    np.testing.assert_allclose(params["w"], want["w"], atol=1e-5)
+    np.testing.assert_array_equal(state[0].basis["w"]["basis_0"], want_state[0].basis["w"]["basis_0"])

@@ -1,0 +1,296 @@
+"""`in_rotated_basis` around the optimizers of optax, against the same ones on a problem that is rotated by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+from orthojax.optim import Rotation, describe, in_rotated_basis, orthoadam, rotate
+
+QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests wait for
+
+
+def tree(seed, dtype=jnp.float64):
+    rng = np.random.default_rng(seed)
+    shapes = {"kernel": (6, 8), "bias": (8,)}
+    return {name: jnp.asarray(rng.standard_normal(shape), dtype) for name, shape in shapes.items()}
+
+
+def basis(rotation, dtype=jnp.float64):
+    """Q [8, 8] of the kernel, by turning the identity."""
+    transform, eye = rotate(rotation), {"kernel": jnp.eye(8, dtype=dtype)}
+    return transform.update(eye, transform.init(eye))[0]["kernel"].T
+
+
+def by_hand(params, q):
+    """Q on each row of the kernel; nothing of orthojax is used here."""
+    return {**params, "kernel": params["kernel"] @ q.T}
+
+
+def loss(params):
+    """Smooth, not quadratic, and with axes of very different curvature."""
+    x = np.random.default_rng(0).standard_normal((16, 6)) * np.array([1, 3, 0.3, 1, 2, 1])
+    y = jnp.tanh(jnp.asarray(x, params["kernel"].dtype) @ params["kernel"] + params["bias"][None])
+    return jnp.mean((y - 0.5 * jnp.arange(8.0, dtype=y.dtype)[None]) ** 2)
+
+
+def run(optimizer, params, q, *, steps, reads_loss):
+    """Parameters after some steps of an optimizer on loss(Q^T params)."""
+
+    def step(carry, _):
+        params, state = carry
+        value, grads = jax.value_and_grad(lambda p: loss(by_hand(p, q.T)))(params)
+        updates, state = optimizer.update(grads, state, params, **({"value": value} if reads_loss else {}))
+        return (optax.apply_updates(params, updates), state), None
+
+    return jax.lax.scan(step, (params, optimizer.init(params)), length=steps)[0][0]
+
+
+def trajectories(inner, rotation, *, steps=6, dtype=jnp.float64, reads_loss=False):
+    """(start, in_rotated_basis(inner) on the loss, inner on the rotated loss, turned back, inner on the loss)."""
+    q, start, eye = basis(rotation, dtype), tree(1, dtype), jnp.eye(8, dtype=dtype)
+    compiled = (
+        jax.jit(functools.partial(run, o, steps=steps, reads_loss=reads_loss), compiler_options=QUICK)
+        for o in (in_rotated_basis(inner, rotation), inner)
+    )
+    ours, theirs = compiled
+    return start, ours(start, eye), by_hand(theirs(by_hand(start, q), q), q.T), theirs(start, eye)
+
+
+def distance(a, b):
+    return max(float(jnp.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+ELEMENTWISE = {
+    "rms": lambda: optax.chain(optax.scale_by_rms(), optax.scale(-0.02)),
+    "rmsprop, centred, with momentum": lambda: optax.rmsprop(0.02, centered=True, momentum=0.9),
+    "lion": lambda: optax.lion(0.02, weight_decay=0.1),
+    "adamw": lambda: optax.adamw(0.02, weight_decay=0.1, mask={"kernel": True, "bias": False}),
+    "nadamw": lambda: optax.nadamw(0.02),
+    "amsgrad": lambda: optax.amsgrad(0.02),
+    "adamaxw": lambda: optax.adamaxw(0.02),
+    "adabelief": lambda: optax.adabelief(0.02),
+    "adan": lambda: optax.adan(0.02, weight_decay=0.1),
+    "radam": lambda: optax.radam(0.1),
+    "yogi": lambda: optax.yogi(0.02),
+    "lamb": lambda: optax.lamb(0.02, weight_decay=0.1),
+    "sign_sgd": lambda: optax.sign_sgd(0.02),
+    "rprop": lambda: optax.rprop(0.02),
+    "adagrad": lambda: optax.adagrad(0.1),
+    "adadelta": lambda: optax.adadelta(1.0),
+    "sm3": lambda: optax.sm3(0.1),
+    "optimistic_adam": lambda: optax.optimistic_adam_v2(0.02),
+    "adafactor": lambda: optax.adafactor(0.02, min_dim_size_to_factor=3),
+    "factored rms and trust ratio": lambda: optax.chain(
+        optax.scale_by_factored_rms(min_dim_size_to_factor=3), optax.scale_by_trust_ratio(), optax.scale(-0.05)
+    ),
+    "adaptive gradient clipping": lambda: optax.chain(optax.adaptive_grad_clip(0.05), optax.sgd(0.5)),
+    "ademamix": lambda: contrib.ademamix(0.02),
+    "adopt": lambda: contrib.adopt(0.02),
+    "acprop": lambda: contrib.acprop(0.02),
+    "cocob": lambda: contrib.cocob(0.1),
+    "dadapt_adamw": lambda: contrib.dadapt_adamw(1.0, estim_lr0=0.01),
+    "madgrad": lambda: contrib.madgrad(0.02),
+    "prodigy": lambda: contrib.prodigy(1.0, estim_lr0=0.01),
+    "momo_adam": lambda: contrib.momo_adam(0.02),  # reads the loss
+    "mechanic": lambda: contrib.mechanize(optax.adam(1.0), s_init=0.01),
+    "schedule_free adam": lambda: contrib.schedule_free(optax.adam(0.02, b1=0.0), 0.02),
+    "sharpness-aware": lambda: contrib.sam(optax.adam(0.02), optax.sgd(0.01), sync_period=2),
+    "injected, by parts": lambda: optax.partition(
+        {"w": optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.02, 0.0, 20)), "b": optax.sgd(0.1)},
+        lambda p: jax.tree.map_with_path(lambda keys, _: "b" if keys[-1].key == "bias" else "w", p),
+    ),
+    "every second step": lambda: optax.MultiSteps(optax.adam(0.02), 2).gradient_transformation(),
+}
+# What does not prefer a basis: there the rotation is a change of names.
+EQUIVARIANT = {
+    "sgd": lambda: optax.sgd(0.3),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "nesterov, clipped and decayed": lambda: optax.chain(
+        optax.clip_by_global_norm(0.5), optax.add_decayed_weights(0.01), optax.sgd(0.1, momentum=0.9, nesterov=True)
+    ),
+    "novograd": lambda: optax.novograd(0.05),  # one second moment for each array
+    "lars": lambda: optax.lars(0.3),
+    "fromage": lambda: optax.fromage(0.05),
+    "normalised": lambda: optax.chain(contrib.normalize(), optax.sgd(0.1)),
+    "polyak": lambda: optax.polyak_sgd(0.5),  # reads the loss
+    "lbfgs directions": lambda: optax.chain(optax.scale_by_lbfgs(), optax.scale(-0.1)),
+    "dog": lambda: contrib.dog(1.0, init_step=("distance", 0.01)),
+    "momo": lambda: contrib.momo(0.1),
+    "sgd on plateaus": lambda: optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau(patience=1)),
+    # Newton-Schulz of a matrix that is turned on the right is the same polynomial; its Adam sees biases only.
+    "muon": lambda: contrib.muon(0.02, adam_learning_rate=0.02),
+}
+
+
+# One of each sort; the others are run with the slow tests.
+QUICK_ONES = ("rms", "lion", "adamw", "adafactor", "lamb", "momo_adam", "sharpness-aware", "injected, by parts")
+QUICK_ONES += ("sgd", "nesterov, clipped and decayed", "lbfgs directions", "muon")
+READS_LOSS = ("momo", "momo_adam", "polyak", "sgd on plateaus")
+
+
+def each(optimizers):
+    return [pytest.param(name, marks=() if name in QUICK_ONES else pytest.mark.slow) for name in optimizers]
+
+
+@pytest.mark.parametrize("name", each(ELEMENTWISE))
+def test_equals_the_inner_optimizer_on_the_rotated_problem(name, x64):
+    inner = ELEMENTWISE[name]()
+    kind = "haar" if name in ("rms", "lion", "adafactor") else "hadamard"
+    start, got, want, plain = trajectories(inner, Rotation(kind), reads_loss=name in READS_LOSS)
+    assert distance(got, want) < 1e-10
+    assert distance(got, start) > 1e-3
+    assert distance(got, plain) > 1e-3  # it is another optimizer
+
+
+@pytest.mark.parametrize("name", each(EQUIVARIANT))
+def test_what_is_equivariant_does_not_notice(name, x64):
+    # Biases are vectors: what is left alone is the same by construction.
+    start, got, want, plain = trajectories(EQUIVARIANT[name](), Rotation("haar"), reads_loss=name in READS_LOSS)
+    assert distance(got, want) < 1e-10
+    assert distance(got, plain) < 1e-10
+    assert distance(got, start) > 1e-3
+
+
+def test_adam_does_not_notice_a_signed_permutation(x64):
+    start, got, want, plain = trajectories(optax.adam(0.02), Rotation("signed_permutation"))
+    assert distance(got, want) < 1e-12
+    assert distance(got, plain) < 1e-12
+    assert distance(by_hand(start, basis(Rotation("signed_permutation"))), start) > 0.1
+
+
+def test_the_loss_falls_around_muon_and_adafactor_in_float32():
+    for inner in (contrib.muon(0.05), optax.adafactor(0.05, min_dim_size_to_factor=3), contrib.prodigy(1.0)):
+        start, got, _, _ = trajectories(inner, Rotation(), steps=60, dtype=jnp.float32)
+        assert loss(got) < 0.9 * loss(start)
+
+
+def test_the_state_keeps_the_shapes_that_the_inner_transformation_gave_it():
+    params = {"kernel": jnp.ones((256, 128)), "bias": jnp.ones(128)}
+    inner = optax.scale_by_factored_rms()
+    ours = in_rotated_basis(inner)
+    describe_arrays = lambda state: jax.tree.map(lambda x: (x.shape, x.dtype), state)  # noqa: E731
+    assert describe_arrays(ours.init(params).inner) == describe_arrays(inner.init(params))
+    assert ours.init(params).inner.v_row["kernel"].shape == (128,)
+
+
+# What cannot work: functions of the parameters, and trees like them, belong to another basis.
+
+PARAMS = {"kernel": jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float32)}
+
+
+def bowl(params):
+    return jnp.sum((params["kernel"] - 1.0) ** 2 * jnp.arange(1.0, 9.0)[None])
+
+
+def update(optimizer, **extra_args):
+    step = jax.jit(lambda p, s: optimizer.update(jax.grad(bowl)(p), s, p, **extra_args), compiler_options=QUICK)
+    return optax.apply_updates(PARAMS, step(PARAMS, optimizer.init(PARAMS))[0])
+
+
+SEARCH = {"value": bowl(PARAMS), "grad": jax.grad(bowl)(PARAMS), "value_fn": bowl}
+REFUSED = {
+    "lbfgs": (lambda: optax.lbfgs(), SEARCH, "value_fn"),
+    "backtracking": (
+        lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(9)),
+        SEARCH,
+        "value_fn",
+    ),
+    "zoom": (lambda: optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(9)), SEARCH, "value_fn"),
+    "sophia": (lambda: contrib.sophia(0.1), {"obj_fn": bowl}, "obj_fn"),
+    "sam": (
+        lambda: contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
+        {"grad_fn": lambda p, _: jax.grad(bowl)(p)},
+        "grad_fn",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_functions_of_the_parameters_are_refused_where_they_are_used(name):
+    make, extra_args, used = REFUSED[name]
+    with pytest.raises(ValueError, match=rf"extra argument '{used}', which lives in the basis of the parameters"):
+        update(in_rotated_basis(make()), **extra_args)
+    # The identity turns nothing, so there is nothing to refuse.
+    plain, same = (update(o, **extra_args) for o in (make(), in_rotated_basis(make(), Rotation("identity"))))
+    np.testing.assert_array_equal(plain["kernel"], same["kernel"])
+
+
+def test_arrays_like_the_parameters_are_refused_where_they_are_used():
+    def update_fn(updates, state, params=None, *, curvature, **unused_extra_args):
+        return jax.tree.map(lambda u, h: u / (1.0 + h), updates, curvature), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
+    with pytest.raises(ValueError, match="extra argument 'curvature', which lives in the basis"):
+        update(in_rotated_basis(inner), curvature=PARAMS)
+    update(in_rotated_basis(inner), curvature={"kernel": 1.0})  # a scalar for each array knows no basis
+
+
+@pytest.mark.parametrize(
+    ("inner", "search"),
+    [
+        (lambda: optax.inject_hyperparams(optax.scale_by_adam)(b1=0.8), optax.scale_by_backtracking_linesearch(20)),
+        (lambda: optax.masked(optax.scale_by_adam(), {"kernel": True}), optax.scale_by_backtracking_linesearch(20)),
+        (lambda: optax.scale_by_lbfgs(), optax.scale_by_zoom_linesearch(20)),
+    ],
+    ids=["injected", "masked", "lbfgs"],
+)
+def test_a_line_search_works_around_it(inner, search):
+    """It hands its arguments to every part of a chain, of which the inner transformation uses none."""
+    optimizer = optax.chain(in_rotated_basis(inner()), optax.scale(-1.0), search)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def step(params, state):
+        value, grad = jax.value_and_grad(bowl)(params)
+        updates, state = optimizer.update(grad, state, params, value=value, grad=grad, value_fn=bowl)
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, optimizer.init(PARAMS)
+    for _ in range(4):
+        params, state = step(params, state)
+    assert bowl(params) < 0.9 * bowl(PARAMS)
+
+
+def test_trees_that_share_no_basis_are_refused():
+    lookahead = in_rotated_basis(optax.lookahead(optax.sgd(0.1), 5, 0.5))
+    pair = optax.LookaheadParams.init_synced(PARAMS)
+    with pytest.raises(
+        ValueError, match=r"updates and parameters differ: 'kernel' of shape \(4, 8\).*\['fast/kernel', 'slow/kernel'\]"
+    ):
+        lookahead.update(PARAMS, lookahead.init(pair), pair)
+    around = optax.lookahead(orthoadam(0.1), 5, 0.5)
+    updates, _ = around.update(PARAMS, around.init(pair), pair)
+    assert updates.fast["kernel"].shape == (4, 8)
+
+    examples = {"kernel": jnp.ones((3, 4, 8))}  # gradients of three examples
+    private = in_rotated_basis(contrib.differentially_private_aggregate(1.0, 1.0, 0))
+    with pytest.raises(ValueError, match=r"returns another tree.*\(4, 8\) against shape \(3, 4, 8\)"):
+        private.update(examples, private.init(PARAMS))
+    with pytest.raises(ValueError, match=r"updates and parameters differ.*\(3, 4, 8\) against shape \(4, 8\)"):
+        private.update(examples, private.init(PARAMS), PARAMS)
+
+
+def test_what_is_no_transformation_is_refused():
+    with pytest.raises(TypeError, match="allowed: an optax transformation"):
+        in_rotated_basis(optax.adam)  # pyright: ignore
+
+
+def test_weight_decay_and_global_norms_are_the_same_in_either_basis(x64):
+    """So it does not matter where they stand in a chain."""
+    params, grads, rotation = tree(1), tree(2), Rotation("haar")
+    for part in (optax.add_decayed_weights(0.1), optax.clip_by_global_norm(0.1)):
+        inside, outside = in_rotated_basis(part, rotation), part
+        got, _ = inside.update(grads, inside.init(params), params)
+        want, _ = outside.update(grads, outside.init(params), params)
+        assert distance(got, want) < 1e-12
+
+
+def test_the_problem_is_rotated():
+    assert describe(Rotation(), tree(0, jnp.float32)) == {
+        "bias": "left alone: 1 axes, fewer than 2",
+        "kernel": "axes (1,): hadamard 8",
+    }
