@@ -22,6 +22,15 @@ def dimension_names(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]
     return [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
 
 
+def _canonical(mesh: Any, names: Sequence[tuple[str, ...]], memory_kind: str | None = None) -> NamedSharding:
+    # jit takes P("x") and P("x", None) for two types and would compile again for its own output, which has the trailing
+    # None over Explicit axes and has it not over Auto ones.
+    spec = [over[0] if len(over) == 1 else over or None for over in names]
+    while spec and spec[-1] is None and AxisType.Explicit not in mesh.axis_types:
+        spec.pop()
+    return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=memory_kind)
+
+
 def known_sharding(x: Any) -> NamedSharding | None:
     """How an array is split, as far as it can be told: of a traced one, over Explicit mesh axes only."""
     if not isinstance(x, jax.Array):
@@ -58,7 +67,7 @@ def over_shards(
     # On a mesh of mixed kinds, a traced sharding tells about Explicit axes only; the others stay the compiler's.
     mixed = isinstance(x, jax.core.Tracer) and AxisType.Explicit in kinds.values()
     manual = {name for name, kind in kinds.items() if kind == AxisType.Explicit or not mixed}
-    spec = PartitionSpec(*(entry or None for entry in names))
+    spec = PartitionSpec(*(over or None for over in names))
     mapped = jax.shard_map(
         lambda shard, whole: local_fn(shard, whole, names),
         mesh=mesh,
@@ -191,7 +200,7 @@ def zero1(rotation: Rotation, params: optax.Params, shardings: Any, axis: str = 
             return sharding
         chosen = max(free, key=lambda d: (d not in rotated, not names[d], leaf.shape[d]))
         names[chosen] += (axis,)
-        return NamedSharding(mesh, PartitionSpec(*(over or None for over in names)), memory_kind=sharding.memory_kind)
+        return _canonical(mesh, names, sharding.memory_kind)
 
     return jax.tree_util.tree_map_with_path(split, params, shardings)
 
@@ -218,17 +227,22 @@ def state_shardings(optimizer: optax.GradientTransformation, params: optax.Param
       >>> moments = zero1(rotation, params, own)
       >>> optimizer = orthoadam(1e-3, rotation=Rotation("haar", layout=layout_of(moments)))
       >>> found = state_shardings(optimizer, params, moments)
-      >>> found[0].inner.mu["kernel"].spec, found[0].basis["kernel"]["basis_0"].spec
-      (PartitionSpec('data', None), PartitionSpec())
+      >>> print(found[0].inner.mu["kernel"].spec, found[0].basis["kernel"]["basis_0"].spec)
+      P('data',) P()
       >>> state = jax.jit(optimizer.init, out_shardings=found)(params)
     """
     meshes = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
     if len(meshes) != 1:
         raise ValueError(f"state_shardings got {len(meshes)} meshes; allowed: one for all parameters")
-    everywhere = NamedSharding(meshes.pop(), PartitionSpec())
+    mesh = meshes.pop()
+
+    def everywhere(x: Any) -> NamedSharding:
+        return _canonical(mesh, [()] * len(x.shape))
 
     def of_moment(moment: Any, param: Any, sharding: NamedSharding) -> NamedSharding:
-        return sharding if moment.shape == jnp.shape(param) else everywhere
+        if moment.shape != jnp.shape(param):
+            return everywhere(moment)
+        return _canonical(mesh, dimension_names(sharding, len(moment.shape)), sharding.memory_kind)
 
     return optax.tree.map_params(
         optimizer,
@@ -236,5 +250,5 @@ def state_shardings(optimizer: optax.GradientTransformation, params: optax.Param
         jax.eval_shape(optimizer.init, params),
         params,
         shardings,
-        transform_non_params=lambda _: everywhere,
+        transform_non_params=lambda subtree: jax.tree.map(everywhere, subtree),
     )

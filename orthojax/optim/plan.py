@@ -36,12 +36,11 @@ class Rotation:
       seed: 0 to 2**32 - 1.
       scope: `layer` as above. Two controls: with `parameter` the layers of a parameter share Q; with `tree` all axes of
         one size do, which for a network is little more than Adam seen from another frame.
-      layout: A function path -> jax.sharding.Sharding | None that tells how a parameter's moments are split over a mesh;
-        needed on a mesh of Auto axes (where a traced array does not tell it), by `layout_of(shardings)` with the
-        shardings of the parameters, or of `zero1`. A split axis is then turned between two all-to-alls of one shard,
-        an axis that is whole without communication; see `layout.gather_axes` for lengths that do not divide. Without it
-        the compiler decides, and may gather a parameter whose rotated axis is split. Explicit axes need none. The basis
-        never depends on the mesh.
+      layout: A function path -> jax.sharding.Sharding | None: where a parameter's moments are, on a mesh. Made by
+        `layout_of(shardings)`, of the parameters' shardings or of those of `zero1`. On a mesh of Auto axes jit does not
+        tell us, so give it there if rotated axes are split: otherwise the compiler may gather them. Explicit axes need
+        none but for `zero1`. A rotated axis that is split is turned between two all-to-alls of one shard (details in
+        `layout.gather_axes`), one that is whole without communication. The basis never depends on the mesh.
 
     Raises:
       ValueError: For a value that is not allowed.
