@@ -282,13 +282,18 @@ def test_zero1(kind, mesh_kind, x64):
     }
     assert moments == place_by(mesh, expected, shapes)
     rotation = Rotation(kind, layout=layout_of(moments))
-    got, state, hlo = run(orthoadam(1e-2, rotation=rotation), trees, shardings, moments)
+    optimizer = orthoadam(1e-2, rotation=rotation)
+    # By Explicit axes the updates leave as the gradients came; by Auto axes the caller says where the sum is to be.
+    got, state, hlo = run(optimizer, trees, shardings, moments, out_shardings=mesh_kind == AUTO)
     assert_close(got, want, 1e-10)
     mu = state[0].inner.mu
     local = {path: x.addressable_shards[0].data.size for path, x in mu.items()}
     assert local == {"a/kernel": 384, "b/kernel": 16, "odd/kernel": 15, "norm/scale": 4, "bias": 5}
     # What a device holds of each updated parameter: all of it, or its fsdp half.
     assert collectives(hlo) == [("all-gather", 8 * n) for n in (16, 64, 4 * 16 * 24)]
+    params, gradient = (jax.device_put(tree, shardings) for tree in trees[:2])
+    updates, state = optimizer.update(gradient, optimizer.init(params), params)  # outside of jit
+    assert jax.tree.map(lambda x: x.sharding, (updates, state[0].inner.nu)) == (shardings, moments)
 
 
 def test_zero1_of_a_whole_step_with_a_sum_over_data(x64):
@@ -416,8 +421,13 @@ def test_a_mesh_of_both_kinds_of_axes(x64):
     shapes = {"w/kernel": (16, 24)}
     trees = [random_tree(shapes, np.float64, seed) for seed in range(3)]
     want, _, _ = run(orthoadam(1e-2), trees)
-    got, _, _ = run(orthoadam(1e-2), trees, place_by(mesh, {"w/kernel": P("tensor", "fsdp")}, shapes))
+    shardings = place_by(mesh, {"w/kernel": P("tensor", "fsdp")}, shapes)
+    got, _, _ = run(orthoadam(1e-2), trees, shardings)
     assert_close(got, want, 1e-10)
+    x = jax.device_put(trees[1], shardings)
+    turned, _ = rotate().update(x, rotate().init(x))  # outside of jit both are known
+    assert turned["w/kernel"].sharding == shardings["w/kernel"]
+    assert_close(turned, rotate().update(trees[1], rotate().init(x))[0], 1e-12)
 
 
 def test_states_that_are_not_like_parameters_and_what_is_refused():
