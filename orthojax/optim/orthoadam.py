@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import numpy as np
 import optax
 
@@ -23,13 +22,6 @@ class RotatedState(NamedTuple):
 
     basis: Any
     inner: optax.OptState
-
-
-def _placed_like(param: Any, rotated: Any) -> Any:
-    # Outside jit the result of a rotation may be laid out otherwise, and zeros_like in the inner init would follow it.
-    if isinstance(param, jax.Array) and not isinstance(param, jax.core.Tracer):
-        return jax.device_put(rotated, param.sharding)
-    return rotated
 
 
 def _outline(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
@@ -119,8 +111,7 @@ def in_rotated_basis(
 
     def init_fn(params):
         basis = init_basis(rotation, params)
-        rotated = jax.tree.map(_placed_like, params, apply_rotation(rotation, params, basis))
-        return RotatedState(basis, extended.init(rotated))
+        return RotatedState(basis, extended.init(apply_rotation(rotation, params, basis)))
 
     def update_fn(updates, state, params=None, **extra_args):
         if params is not None:
@@ -131,7 +122,8 @@ def in_rotated_basis(
         extra_args = _guarded(extra_args, rotation, updates)
         rotated, inner_state = extended.update(rotated, state.inner, rotated_params, **extra_args)
         _require_part(rotated, updates, "the inner transformation returns another tree than it was given")
-        return apply_rotation(rotation, rotated, state.basis, transpose=True), RotatedState(state.basis, inner_state)
+        turned_back = apply_rotation(rotation, rotated, state.basis, transpose=True, like=updates)
+        return turned_back, RotatedState(state.basis, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
