@@ -263,36 +263,6 @@ def test_nnx_optimizer():
         assert np.abs(np.asarray(model.kernel[...]) - before).max() > 1e-3
 
 
-def test_a_layout_changes_no_number():
-    """Eight devices: parameters sharded on the rotated axis, the rotation done in another layout."""
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    stored = NamedSharding(mesh, PartitionSpec(None, None, "fsdp"))
-    turning = NamedSharding(mesh, PartitionSpec(None, "fsdp", None))
-    seen = []
-
-    def layout(path):
-        seen.append(path)
-        return turning
-
-    rng = np.random.default_rng(0)
-    params, *gradients = ({"w": jnp.asarray(rng.standard_normal((2, 16, 24)), jnp.float32)} for _ in range(4))
-    results = []
-    for rotation, sharding in ((Rotation(), None), (Rotation(layout=layout), stored)):
-        optimizer = orthoadam(1e-2, rotation=rotation)
-        place = (lambda x: x) if sharding is None else (lambda x: jax.device_put(x, {"w": stored}))
-        p = place(params)
-        state = optimizer.init(p)
-        if sharding is not None:
-            assert state[0].inner.mu["w"].sharding == stored
-        step = jax.jit(optimizer.update)
-        for g in gradients:
-            updates, state = step(place(g), state, p)
-            p = optax.apply_updates(p, updates)
-        results.append(np.asarray(p["w"]))
-    np.testing.assert_allclose(*results, atol=1e-6)
-    assert set(seen) == {"w"}
-
-
 def test_jitted_init_of_a_haar_basis_with_shardings():
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     params = {"w": jnp.ones((16, 24))}

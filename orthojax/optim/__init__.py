@@ -7,6 +7,9 @@
 
 from orthojax.optim.axes import RotatedAxes as RotatedAxes
 from orthojax.optim.axes import generic_axes as generic_axes
+from orthojax.optim.layout import layout_of as layout_of
+from orthojax.optim.layout import state_shardings as state_shardings
+from orthojax.optim.layout import zero1 as zero1
 from orthojax.optim.orthoadam import RotatedState as RotatedState
 from orthojax.optim.orthoadam import in_rotated_basis as in_rotated_basis
 from orthojax.optim.orthoadam import orthoadam as orthoadam

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import optax
 
 from orthojax.optim.plan import DEFAULT_ROTATION, Rotation, require_rotation
@@ -20,13 +19,6 @@ class RotatedState(NamedTuple):
 
     basis: Any
     inner: optax.OptState
-
-
-def _placed_like(param: Any, rotated: Any) -> Any:
-    # Outside jit the result of a rotation may be laid out otherwise, and zeros_like in the inner init would follow it.
-    if isinstance(param, jax.Array) and not isinstance(param, jax.core.Tracer):
-        return jax.device_put(rotated, param.sharding)
-    return rotated
 
 
 def in_rotated_basis(
@@ -61,15 +53,15 @@ def in_rotated_basis(
 
     def init_fn(params):
         basis = init_basis(rotation, params)
-        rotated = jax.tree.map(_placed_like, params, apply_rotation(rotation, params, basis))
-        return RotatedState(basis, extended.init(rotated))
+        return RotatedState(basis, extended.init(apply_rotation(rotation, params, basis)))
 
     def update_fn(updates, state, params=None, **extra_args):
         rotated = apply_rotation(rotation, updates, state.basis)
         # Where the inner transformation does not read the parameters, jit removes their rotation.
         rotated_params = None if params is None else apply_rotation(rotation, params, state.basis)
         rotated, inner_state = extended.update(rotated, state.inner, rotated_params, **extra_args)
-        return apply_rotation(rotation, rotated, state.basis, transpose=True), RotatedState(state.basis, inner_state)
+        turned_back = apply_rotation(rotation, rotated, state.basis, transpose=True, like=updates)
+        return turned_back, RotatedState(state.basis, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -36,8 +36,11 @@ class Rotation:
       seed: 0 to 2**32 - 1.
       scope: `layer` as above. Two controls: with `parameter` the layers of a parameter share Q; with `tree` all axes of
         one size do, which for a network is little more than Adam seen from another frame.
-      layout: A function path -> jax.sharding.Sharding | None; where it gives one, arrays are constrained to it before
-        and after each rotation. The basis never depends on it.
+      layout: A function path -> jax.sharding.Sharding | None: where a parameter's moments are, on a mesh. Made by
+        `layout_of(shardings)`, of the parameters' shardings or of those of `zero1`. On a mesh of Auto axes jit does not
+        tell us, so give it there if rotated axes are split: otherwise the compiler may gather them. Explicit axes need
+        none but for `zero1`. A rotated axis that is split is turned between two all-to-alls of one shard (details in
+        `layout.gather_axes`), one that is whole without communication. The basis never depends on the mesh.
 
     Raises:
       ValueError: For a value that is not allowed.

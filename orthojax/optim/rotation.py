@@ -1,5 +1,6 @@
 """Turning trees into the basis of the optimizer and back, as functions and as optax transformations."""
 
+import functools
 import zlib
 from typing import Any, NamedTuple
 
@@ -9,7 +10,8 @@ import numpy as np
 import optax
 
 from orthojax.ops import orthogonal
-from orthojax.optim.plan import DEFAULT_ROTATION, LeafPlan, Rotation, Turn, plan_leaf, require_rotation
+from orthojax.optim import layout
+from orthojax.optim.plan import DEFAULT_ROTATION, Kind, LeafPlan, Rotation, Turn, plan_leaf, require_rotation
 
 
 class RotationState(NamedTuple):
@@ -79,35 +81,49 @@ def _stored_basis(basis: Any, plan: LeafPlan, i: int) -> jax.Array:
     return node
 
 
-def _along(rows: np.ndarray, axes: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
-    """Reshapes a constant [prod(stacked), n] such that it broadcasts along `axes` of an array of `shape`."""
-    values = rows.reshape([shape[axis] for axis in axes]).transpose(np.argsort(axes))
+def _along(values: Any, axes: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    """Reshapes a constant [*lengths of axes] such that it broadcasts along `axes` of an array of `shape`."""
+    values = values.transpose(np.argsort(axes))
     return values.reshape([length if axis in axes else 1 for axis, length in enumerate(shape)])
 
 
+def _constants(rotation: Rotation, plan: LeafPlan, basis: Any, transpose: bool) -> tuple[tuple[Any, ...], ...]:
+    """What each turn needs, all layers of it: (Q [*stacked, n, n],) or (signs [*stacked, n],) and maybe an order."""
+    if rotation.kind == "haar":
+        return tuple((_stored_basis(basis, plan, i),) for i in range(len(plan.turns)))
+    found = []
+    for turn in plan.turns:
+        key, shape = rotation.seed ^ zlib.crc32(turn.name.encode()), (*plan.stacked_shape, turn.size)
+        # The program holds one byte for each sign.
+        constants = (orthogonal.hash_signs(key, turn.layers, turn.size).reshape(shape),)
+        if rotation.kind == "signed_permutation":
+            # Another key: the order of the hashes is not independent of their top bits.
+            order = orthogonal.hash_permutations(key ^ 0xFFFFFFFF, turn.layers, turn.size).reshape(shape)
+            constants += (np.argsort(order, axis=-1) if transpose else order,)
+        found.append(constants)
+    return tuple(found)
+
+
 def _turn_axis(
-    x: jax.Array, axis: int, stacked: tuple[int, ...], rotation: Rotation, turn: Turn, stored: Any, transpose: bool
+    x: jax.Array, axis: int, stacked: tuple[int, ...], kind: Kind, constants: tuple[Any, ...], transpose: bool
 ) -> jax.Array:
     """Q, or Q^T, along one axis of x, with its own Q for every slice along `stacked`."""
-    if rotation.kind == "haar":
-        return orthogonal.apply_matrix(x, stored, axis, batch_axes=stacked, transpose=transpose)
-    key, where = rotation.seed ^ zlib.crc32(turn.name.encode()), (*stacked, axis)
-    constant = _along(orthogonal.hash_signs(key, turn.layers, turn.size), where, x.shape)
-    signs = jnp.asarray(constant).astype(x.dtype)  # the program holds one byte for each sign
-    if rotation.kind == "signed_permutation":
-        # Another key: the order of the hashes is not independent of their top bits.
-        order = orthogonal.hash_permutations(key ^ 0xFFFFFFFF, turn.layers, turn.size)
+    if kind == "haar":
+        return orthogonal.apply_matrix(x, constants[0], axis, batch_axes=stacked, transpose=transpose)
+    signs, *order = (jnp.asarray(_along(constant, (*stacked, axis), x.shape)) for constant in constants)
+    signs = signs.astype(x.dtype)
+    if kind == "signed_permutation":
         if transpose:
-            return signs * jnp.take_along_axis(x, _along(np.argsort(order, axis=-1), where, x.shape), axis)
-        return jnp.take_along_axis(signs * x, _along(order, where, x.shape), axis)
-    kind = "dct" if rotation.kind == "dct" else "hadamard"
+            return signs * jnp.take_along_axis(x, order[0], axis)
+        return jnp.take_along_axis(signs * x, order[0], axis)
+    fixed = "dct" if kind == "dct" else "hadamard"
     if transpose:
-        return signs * orthogonal.fixed_transform(x, axis, kind=kind, transpose=True)
-    return orthogonal.fixed_transform(signs * x, axis, kind=kind)
+        return signs * orthogonal.fixed_transform(x, axis, kind=fixed, transpose=True)
+    return orthogonal.fixed_transform(signs * x, axis, kind=fixed)
 
 
 def _turn_group(
-    x: jax.Array, plan: LeafPlan, rotation: Rotation, turn: Turn, stored: Any, transpose: bool
+    x: jax.Array, plan: LeafPlan, turn: Turn, kind: Kind, constants: tuple[Any, ...], transpose: bool
 ) -> jax.Array:
     """As `_turn_axis` for a group of axes, which are flattened meanwhile."""
     width, rest = len(turn.axes), [axis for axis in range(x.ndim) if axis not in turn.axes]
@@ -117,12 +133,30 @@ def _turn_group(
     y = x if adjacent else jnp.moveaxis(x, turn.axes, there)
     flat = y.reshape(*y.shape[:first], turn.size, *y.shape[first + width :])
     stacked = tuple(rest.index(axis) + (rest.index(axis) >= first) for axis in plan.stacked)
-    flat = _turn_axis(flat, first, stacked, rotation, turn, stored, transpose)
+    flat = _turn_axis(flat, first, stacked, kind, constants, transpose)
     y = flat.reshape(y.shape)
     return y if adjacent else jnp.moveaxis(y, there, turn.axes)
 
 
-def apply_rotation(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool = False) -> Any:
+# Jitted, so that outside of jit too the shards are turned by one program, compiled once for each shape.
+@functools.partial(jax.jit, static_argnames=("plan", "kind", "sharding", "transpose"), inline=True)
+def _turn_sharded(
+    x: jax.Array, constants: Any, plan: LeafPlan, kind: Kind, sharding: jax.sharding.NamedSharding, transpose: bool
+) -> jax.Array:
+    """Every turn of a parameter that is split as `sharding` says; the result is split in the same way."""
+
+    def local_fn(shard, constants, names):
+        for turn, whole in zip(plan.turns, constants, strict=True):
+            moved, over, back = layout.gather_axes(shard, turn.axes, plan.stacked, names)
+            lengths = [moved.shape[axis] for axis in plan.stacked]
+            mine = tuple(layout.local_slice(c, [over[axis] for axis in plan.stacked], lengths) for c in whole)
+            shard = back(_turn_group(moved, plan, turn, kind, mine, transpose))
+        return shard
+
+    return layout.over_shards(local_fn, x, constants, sharding)
+
+
+def apply_rotation(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool = False, like: Any = None) -> Any:
     """Q, or Q^T, on every rotated array of a tree.
 
     Args:
@@ -130,6 +164,8 @@ def apply_rotation(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool
       tree: Parameters, or gradients or updates of them; None and masked nodes are passed over.
       basis: From `init_basis` of the same tree.
       transpose: Turn back.
+      like: A tree of the same structure. Where it is known how one of its arrays is split over a mesh (outside of jit,
+        or by Explicit axes), the result is split in the same way; elsewhere as `rotation.layout` says.
 
     Returns:
       A tree of the same shapes and dtypes. Computed in at least float32.
@@ -138,22 +174,32 @@ def apply_rotation(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool
       ValueError: Where `basis` was made for another tree.
     """
 
-    def leaf_fn(keys: tuple[Any, ...], leaf: Any) -> Any:
+    def leaf_fn(keys: tuple[Any, ...], leaf: Any, wanted: Any = None) -> Any:
         plan = plan_leaf(rotation, keys, leaf)
-        if not plan.turns:
+        given = None if rotation.layout is None else rotation.layout(plan.path)
+        if not plan.turns and given is None:
             return leaf
-        sharding = None if rotation.layout is None else rotation.layout(plan.path)
         x = jnp.asarray(leaf)
-        dtype = x.dtype
-        x = x.astype(jnp.promote_types(dtype, jnp.float32))
-        x = x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
-        for i, turn in enumerate(plan.turns):
-            stored = _stored_basis(basis, plan, i) if rotation.kind == "haar" else None
-            x = _turn_group(x, plan, rotation, turn, stored, transpose)
-            x = x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
-        return x.astype(dtype)
+        x = x if given is None else layout.place(x, given)
+        if plan.turns:
+            x = _turn_leaf(rotation, plan, x, given or layout.known_sharding(x), basis, transpose)
+        after = None if given is None else layout.known_sharding(wanted)
+        return x if after is None else layout.place(x, after)
 
-    return jax.tree_util.tree_map_with_path(leaf_fn, tree)
+    return jax.tree_util.tree_map_with_path(leaf_fn, tree, *(() if like is None else (like,)))
+
+
+def _turn_leaf(
+    rotation: Rotation, plan: LeafPlan, x: jax.Array, sharding: Any, basis: Any, transpose: bool
+) -> jax.Array:
+    constants = _constants(rotation, plan, basis, transpose)
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        y = _turn_sharded(y, constants, plan, rotation.kind, sharding, transpose)
+    else:
+        for turn, mine in zip(plan.turns, constants, strict=True):
+            y = _turn_group(y, plan, turn, rotation.kind, mine, transpose)
+    return y.astype(x.dtype)
 
 
 def _transformation(rotation: Rotation, transpose: bool) -> optax.GradientTransformation:
@@ -163,8 +209,8 @@ def _transformation(rotation: Rotation, transpose: bool) -> optax.GradientTransf
         return RotationState(init_basis(rotation, params))
 
     def update_fn(updates, state, params=None):
-        del params
-        return apply_rotation(rotation, updates, state.basis, transpose=transpose), state
+        like = params if transpose else None
+        return apply_rotation(rotation, updates, state.basis, transpose=transpose, like=like), state
 
     return optax.GradientTransformation(init_fn, update_fn)
 

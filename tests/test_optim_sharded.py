@@ -1,0 +1,437 @@
+"""The optimizer on a mesh of fake devices: equal numbers, stable shardings, and what travels between devices."""
+
+import dataclasses
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from orthojax.optim import (
+    RotatedAxes,
+    Rotation,
+    in_rotated_basis,
+    layout_of,
+    orthoadam,
+    rotate,
+    scale_by_orthoadam,
+    state_shardings,
+    unrotate,
+    zero1,
+)
+
+P = PartitionSpec
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+NAMES = ("data", "fsdp", "tensor")
+
+# A small transformer with scanned layers, an unrolled one, and 7 positions, which no mesh divides.
+SHAPES = {
+    "token_embedding": {"embedding": (24, 16)},
+    "position_embedding": {"embedding": (7, 16)},
+    "layers": {
+        "attention": {"output": {"kernel": (2, 16, 16)}},
+        "mlp": {"up": {"kernel": (2, 16, 32), "bias": (2, 32)}},
+        "norm": {"scale": (2, 16)},
+    },
+    "layers_2": {"mlp": {"down": {"kernel": (32, 16)}}},
+}
+SPECS = {
+    "token_embedding": {"embedding": P("tensor", "fsdp")},
+    "position_embedding": {"embedding": P(None, "fsdp")},
+    "layers": {
+        "attention": {"output": {"kernel": P(None, "tensor", "fsdp")}},
+        "mlp": {"up": {"kernel": P(None, "fsdp", "tensor"), "bias": P(None, "tensor")}},
+        "norm": {"scale": P(None, "fsdp")},
+    },
+    "layers_2": {"mlp": {"down": {"kernel": P(("fsdp", "tensor"))}}},
+}
+
+
+def make_mesh(shape, kind=AUTO, names=NAMES):
+    devices = jax.devices()[: math.prod(shape)]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=devices)
+
+
+def place_by(mesh, specs, shapes):
+    """Shardings as jit itself writes them: with trailing None over Explicit axes, without over Auto ones."""
+
+    def sharding(spec, shape):
+        full = (*spec, *[None] * (len(shape) - len(spec)))
+        while full and full[-1] is None and EXPLICIT not in mesh.axis_types:
+            full = full[:-1]
+        return NamedSharding(mesh, P(*full))
+
+    return jax.tree.map(sharding, specs, shapes, is_leaf=lambda x: isinstance(x, P))
+
+
+def random_tree(shapes, dtype, seed):
+    rng = np.random.default_rng(seed)
+    draw = lambda shape: np.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
+    return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def run(optimizer, trees, shardings=None, moments=None, out_shardings=True, state=None):
+    """(params, state, HLO) after one jitted update for every tree but the first, which is the parameters.
+
+    On the way: the updates and the new state are where the parameters and the old state were, and one program did all.
+    """
+    put = (lambda x: jax.tree.map(jnp.asarray, x)) if shardings is None else (lambda x: jax.device_put(x, shardings))
+    params = put(trees[0])
+    update = jax.jit(optimizer.update)
+    if shardings is not None:
+        state_at = state_shardings(optimizer, params, shardings if moments is None else moments)
+        state = jax.jit(optimizer.init, out_shardings=state_at)(params) if state is None else state
+        if out_shardings:
+            update = jax.jit(optimizer.update, out_shardings=(shardings, state_at))
+    state = optimizer.init(params) if state is None else state
+    hlo = update.lower(put(trees[1]), state, params).compile().as_text()
+    for tree in trees[1:]:
+        before, before_state = params, state
+        updates, state = update(put(tree), state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        for old, new in zip(
+            jax.tree.leaves((before, before, before_state)), jax.tree.leaves((params, updates, state)), strict=True
+        ):
+            assert (new.shape, new.dtype) == (old.shape, old.dtype)
+            assert shardings is None or new.sharding == old.sharding
+    assert update._cache_size() == 1
+    return params, state, hlo
+
+
+BYTES = {"f64": 8, "f32": 4, "bf16": 2, "s32": 4, "u32": 4, "s8": 1, "pred": 1}
+COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast)(?:-start)?\("
+)
+
+
+def collectives(hlo):
+    """(kind, bytes of the result on one device) of every collective in a compiled program, sorted."""
+    found = []
+    for result, kind in COLLECTIVE.findall(hlo):
+        arrays = re.findall(r"(\w+)\[([\d,]*)\]", result)
+        found.append((kind, sum(BYTES[t] * math.prod(int(n) for n in dims.split(",") if n) for t, dims in arrays)))
+    return sorted(found)
+
+
+def expected_exchanges(rotated, shapes, specs, mesh, itemsize):
+    """Four all-to-alls for every rotated dimension that is split: there and back, of gradient and of update."""
+    out = []
+
+    def leaf(keys, shape, spec):
+        split = [math.prod(mesh.shape[n] for n in ((e,) if isinstance(e, str) else e or ())) for e in spec]
+        split += [1] * (len(shape) - len(split))
+        for dim in rotated(jax.tree_util.keystr(keys, simple=True, separator="/"), shape):
+            if (width := split[dim]) > 1:
+                local = [n // s for n, s in zip(shape, split, strict=True)]
+                if not any(n % width == 0 for d, n in enumerate(local) if d != dim):
+                    other = max((n, d) for d, n in enumerate(local) if d != dim)[1]
+                    local[other] += -local[other] % width
+                out.extend([("all-to-all", itemsize * math.prod(local))] * 4)
+
+    jax.tree_util.tree_map_with_path(leaf, shapes, specs, is_leaf=lambda x: isinstance(x, tuple))
+    return sorted(out)
+
+
+def both_kernel_axes(path, shape):
+    if path.endswith("embedding"):
+        return (len(shape) - 1,)
+    return (len(shape) - 2, len(shape) - 1) if path.endswith("kernel") else ()
+
+
+def assert_close(a, b, atol):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=0, atol=atol), a, b)
+
+
+def test_the_counter_sees_every_collective():
+    mesh = make_mesh((8,), names=("fsdp",))
+    split, whole = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
+    x = jax.device_put(jnp.ones((16, 8)), split)
+    hlo = lambda f, out: jax.jit(f, out_shardings=out).lower(x).compile().as_text()  # noqa: E731
+    assert collectives(hlo(lambda x: x + 1, split)) == []
+    assert collectives(hlo(lambda x: x + 1, whole)) == [("all-gather", 512)]
+    assert collectives(hlo(lambda x: jnp.sum(x, 0), whole)) == [("all-reduce", 32)]
+    assert collectives(hlo(lambda x: x + 1, NamedSharding(mesh, P(None, "fsdp")))) == [("all-to-all", 64)]
+
+
+@pytest.fixture(scope="module")
+def unsharded():
+    """Parameters after three updates on one device, by kind."""
+    found = {}
+
+    def get(kind):
+        if kind not in found:
+            trees = [random_tree(SHAPES, np.float64, seed) for seed in range(4)]
+            found[kind] = trees, run(orthoadam(1e-2, rotation=Rotation(kind, "both")), trees)[0]
+        return found[kind]
+
+    return get
+
+
+MESHES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (1, 2, 2)]
+QUICK = {
+    (AUTO, (8, 1, 1), "hadamard"),
+    (AUTO, (1, 8, 1), "hadamard"),
+    (AUTO, (1, 2, 2), "hadamard"),
+    (AUTO, (1, 4, 2), "haar"),
+    (EXPLICIT, (2, 2, 2), "haar"),
+    (EXPLICIT, (1, 4, 2), "hadamard"),
+}
+CASES = [
+    pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+    for case in itertools.product((AUTO, EXPLICIT), MESHES, ("hadamard", "haar"))
+]
+
+
+@pytest.mark.parametrize(("mesh_kind", "shape", "kind"), CASES)
+def test_update_equals_the_unsharded_one_and_only_shards_travel(mesh_kind, shape, kind, unsharded, x64):
+    trees, want = unsharded(kind)
+    mesh = make_mesh(shape, mesh_kind)
+    shardings = place_by(mesh, SPECS, SHAPES)
+    # Explicit axes tell where an array is, Auto axes do not.
+    rotation = Rotation(kind, "both", layout=layout_of(shardings) if mesh_kind == AUTO else None)
+    propagated = shape in ((2, 2, 2), (1, 2, 2))
+    got, state, hlo = run(orthoadam(1e-2, rotation=rotation), trees, shardings, out_shardings=not propagated)
+    assert_close(got, want, 1e-10)
+    assert collectives(hlo) == expected_exchanges(both_kernel_axes, SHAPES, SPECS, mesh, 8)
+    for basis in jax.tree.leaves(state[0].basis):
+        assert basis.sharding.is_fully_replicated
+
+
+UNSPLIT = {  # the output axis is rotated
+    "stacked/kernel": ((8, 16, 24), P(None, "fsdp")),
+    "by_layer/kernel": ((8, 16, 24), P("fsdp", "tensor")),
+    "embedding": ((24, 16), P(("fsdp", "tensor"))),
+    "norm/scale": ((8, 16), P("fsdp", "tensor")),
+}
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "haar"])
+@pytest.mark.parametrize("given", ["layout", "explicit axes", "nothing"])
+def test_nothing_travels_where_the_rotated_axis_is_whole(given, kind):
+    """Also float32; and with Auto axes the compiler needs no layout for this."""
+    shapes, specs = ({path: pair[i] for path, pair in UNSPLIT.items()} for i in (0, 1))
+    trees = [random_tree(shapes, np.float32, seed) for seed in range(3)]
+    want, _, _ = run(orthoadam(1e-2, rotation=Rotation(kind)), trees)
+    shardings = place_by(make_mesh((1, 4, 2), EXPLICIT if given == "explicit axes" else AUTO), specs, shapes)
+    rotation = Rotation(kind, layout=layout_of(shardings) if given == "layout" else None)
+    got, _, hlo = run(orthoadam(1e-2, rotation=rotation), trees, shardings, out_shardings=given == "layout")
+    assert_close(got, want, 1e-6)
+    assert collectives(hlo) == []
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "haar"])
+def test_a_state_continues_on_another_mesh(kind, unsharded, x64, tmp_path):
+    trees, want = unsharded(kind)
+    first, second = (
+        place_by(make_mesh((2, 2, 2)), SPECS, SHAPES),
+        place_by(make_mesh((1, 4), EXPLICIT, NAMES[1:]), SPECS, SHAPES),
+    )
+    params, state, _ = run(
+        orthoadam(1e-2, rotation=Rotation(kind, "both", layout=layout_of(first))), trees[:3], first, out_shardings=True
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", (params, state))
+    optimizer = orthoadam(1e-2, rotation=Rotation(kind, "both"))
+    like = jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        (params, state),
+        (second, state_shardings(optimizer, params, second)),
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        params, state = checkpointer.restore(tmp_path / "state", like)
+    got, _, _ = run(optimizer, [params, trees[3]], second, state=state)
+    assert_close(got, want, 1e-10)
+
+
+def test_a_moment_layout_in_which_the_rotated_axis_is_whole_halves_what_travels(x64):
+    shapes, mesh = {"w/kernel": (2, 16, 24)}, make_mesh((8,), names=("fsdp",))
+    trees = [random_tree(shapes, np.float64, seed) for seed in range(4)]
+    want, _, _ = run(orthoadam(1e-2), trees)
+    stored = place_by(mesh, {"w/kernel": P(None, None, "fsdp")}, shapes)
+    turned = place_by(mesh, {"w/kernel": P(None, "fsdp")}, shapes)
+    optimizer = orthoadam(1e-2, rotation=Rotation(layout=layout_of(turned)))
+    got, _, hlo = run(optimizer, trees, stored, moments=turned)
+    assert_close(got, want, 1e-10)
+    assert collectives(hlo) == [("all-to-all", 2 * 16 * 3 * 8)] * 2
+
+
+@pytest.mark.parametrize("mesh_kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("kind", ["hadamard", "haar"])
+def test_zero1(kind, mesh_kind, x64):
+    """Moments split over data: state bytes over its size, equal numbers, one all-gather of each update."""
+    shapes = {"a/kernel": (4, 16, 24), "b/kernel": (16, 8), "odd/kernel": (3, 5), "norm/scale": (16,), "bias": (5,)}
+    specs = {"a/kernel": P(), "b/kernel": P("fsdp"), "odd/kernel": P(), "norm/scale": P(), "bias": P()}
+    trees = [random_tree(shapes, np.float64, seed) for seed in range(4)]
+    want, _, _ = run(orthoadam(1e-2, rotation=Rotation(kind)), trees)
+    mesh = make_mesh((4, 2), mesh_kind, NAMES[:2])
+    shardings = place_by(mesh, specs, shapes)
+    moments = zero1(Rotation(kind), jax.tree.map(jnp.asarray, trees[0]), shardings)
+    assert {path: sharding.spec for path, sharding in moments.items()} == {
+        "a/kernel": P(None, "data"),  # the longest that is not rotated
+        "b/kernel": P(("fsdp", "data")),  # split already, but not rotated
+        "odd/kernel": P(),
+        "norm/scale": P("data"),
+        "bias": P(),
+    }
+    rotation = Rotation(kind, layout=layout_of(moments))
+    got, state, hlo = run(orthoadam(1e-2, rotation=rotation), trees, shardings, moments)
+    assert_close(got, want, 1e-10)
+    mu = state[0].inner.mu
+    local = {path: x.addressable_shards[0].data.size for path, x in mu.items()}
+    assert local == {"a/kernel": 384, "b/kernel": 16, "odd/kernel": 15, "norm/scale": 4, "bias": 5}
+    # What a device holds of each updated parameter: all of it, or its fsdp half.
+    assert collectives(hlo) == [("all-gather", 8 * n) for n in (16, 64, 4 * 16 * 24)]
+
+
+def test_zero1_of_a_whole_step_with_a_sum_over_data(x64):
+    """In a data-parallel step the gradient's sum comes first; then nothing but the gathered updates travels."""
+    mesh = make_mesh((8,), names=("data",))
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    params = {"w": jax.device_put(jnp.asarray(random_tree((16, 24), np.float64, 0)), whole)}
+    x, y = (jnp.asarray(random_tree(shape, np.float64, 1)) for shape in ((64, 16), (64, 24)))
+    moments = zero1(Rotation(), params, {"w": whole})
+    optimizer = orthoadam(1e-2, weight_decay=0.1, rotation=Rotation(layout=layout_of(moments)))
+
+    def step(params, state, x, y):
+        grads = jax.grad(lambda p: jnp.mean((x @ p["w"] - y) ** 2))(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    plain = orthoadam(1e-2, weight_decay=0.1)
+    grads = jax.grad(lambda p: jnp.mean((x @ p["w"] - y) ** 2))(params)
+    want = optax.apply_updates(params, plain.update(grads, plain.init(params), params)[0])
+    state_at = state_shardings(optimizer, params, moments)
+    state = jax.jit(optimizer.init, out_shardings=state_at)(params)
+    jitted = jax.jit(step, out_shardings=({"w": whole}, state_at))
+    arguments = (params, state, jax.device_put(x, rows), jax.device_put(y, rows))
+    compiled = jitted.lower(*arguments).compile()
+    assert_close(compiled(*arguments)[0], want, 1e-10)
+    travelled = collectives(compiled.as_text())
+    assert [kind for kind, _ in travelled] in (["all-gather", "all-reduce"], ["all-gather", "reduce-scatter"])
+    assert travelled[0] == ("all-gather", 8 * 16 * 24)
+    # Two moments of an eighth, a whole parameter, x, y and the count.
+    held = 8 * (2 * 16 * 24 // 8 + 16 * 24 + 8 * 16 + 8 * 24) + 4
+    assert compiled.memory_analysis().argument_size_in_bytes == held
+
+
+@pytest.mark.parametrize("mesh_kind", [AUTO, EXPLICIT])
+def test_the_literal_chain_and_other_inner_transformations(mesh_kind, x64):
+    shapes, specs = {"w/kernel": (4, 16, 24)}, {"w/kernel": P(None, "tensor", "fsdp")}
+    trees = [random_tree(shapes, np.float64, seed) for seed in range(4)]
+    shardings = place_by(make_mesh((1, 4, 2), mesh_kind), specs, shapes)
+    plain = Rotation("haar")
+    ours = Rotation("haar", layout=layout_of(shardings) if mesh_kind == AUTO else None)
+    for make in (
+        lambda r: optax.chain(rotate(r), optax.scale_by_adam(), unrotate(r)),
+        lambda r: in_rotated_basis(optax.adamw(1e-2), r),  # reads the rotated parameters
+    ):
+        want, _, _ = run(make(plain), trees)
+        with jax.set_mesh(shardings["w/kernel"].mesh):
+            got, _, hlo = run(make(ours), trees, shardings, out_shardings=False)
+        assert_close(got, want, 1e-10)
+        assert {kind for kind, _ in collectives(hlo)} == {"all-to-all"}
+
+
+@pytest.mark.parametrize("mesh_kind", [AUTO, EXPLICIT])
+def test_groups_and_indivisible_axes(mesh_kind, x64):
+    """Several axes in one group, each split; and the cases that need a gather: no other axis, or a stacked odd one."""
+    cases = {
+        "group": ((3, 4, 8, 6), P(None, "fsdp", "tensor"), RotatedAxes(((1, 2), 3), stacked=(0,))),
+        "apart": ((4, 6, 8), P("tensor", None, "fsdp"), RotatedAxes(((2, 0),))),
+        "layers": ((8, 8), P("tensor", "fsdp"), RotatedAxes((1,), stacked=(0,))),
+        "gathered": ((2, 4), P("tensor", "fsdp"), RotatedAxes(((0, 1),))),
+        "gathered_odd": ((3, 8), P(None, "fsdp"), RotatedAxes((1,), stacked=(0,))),
+    }
+    shapes, specs = ({path: case[i] for path, case in cases.items()} for i in (0, 1))
+    shardings = place_by(make_mesh((1, 4, 2), mesh_kind), specs, shapes)
+    x = random_tree(shapes, np.float64, 0)
+    placed = jax.device_put(x, shardings)
+    for kind in ("hadamard", "haar", "signed_permutation"):
+        plain = Rotation(kind, lambda path, leaf: cases[path][2])
+        want, _ = rotate(plain).update(x, rotate(plain).init(x))
+        ours = dataclasses.replace(plain, layout=layout_of(shardings) if mesh_kind == AUTO else None)
+        state = rotate(ours).init(placed)
+        compiled = jax.jit(rotate(ours).update).lower(placed, state).compile()
+        got, _ = compiled(placed, state)
+        assert jax.tree.map(lambda x: x.sharding, got) == shardings
+        assert_close(got, want, 1e-12)
+        assert_close(jax.jit(unrotate(ours).update)(got, state)[0], x, 1e-12)
+        sizes = [size for name, size in collectives(compiled.as_text()) if name == "all-gather"]
+        assert sorted(sizes) == [32, 64, 192]  # all of (2, 4) in two steps, all of (3, 8); nothing else
+
+
+@pytest.mark.parametrize("mesh_kind", [AUTO, EXPLICIT])
+def test_outside_of_jit_in_scan_vmap_and_eval_shape(mesh_kind):
+    shapes, specs = {"w/kernel": (4, 16, 24), "b": (24,)}, {"w/kernel": P(None, "tensor", "fsdp"), "b": P("fsdp")}
+    trees = [random_tree(shapes, np.float32, seed) for seed in range(3)]
+    optimizer = orthoadam(1e-2)
+    want, _, _ = run(optimizer, trees)
+    shardings = place_by(make_mesh((1, 4, 2), mesh_kind), specs, shapes)
+    params, *gradients = (jax.device_put(tree, shardings) for tree in trees)
+    shapes_of_state = jax.eval_shape(optimizer.init, params)
+
+    got, state = params, optimizer.init(params)  # outside of jit the arrays tell where they are, with any mesh
+    assert jax.tree.map(jnp.shape, shapes_of_state) == jax.tree.map(jnp.shape, state)
+    for moment in (state[0].inner.mu, state[0].inner.nu):
+        assert jax.tree.map(lambda x: x.sharding, moment) == shardings
+    for gradient in gradients:
+        updates, state = optimizer.update(gradient, state, got)
+        assert jax.tree.map(lambda x: x.sharding, updates) == shardings
+        got = optax.apply_updates(got, updates)
+    assert_close(got, want, 2e-5)
+
+    if mesh_kind == AUTO:
+        optimizer = orthoadam(1e-2, rotation=Rotation(layout=layout_of(shardings)))
+    stacked = jax.device_put(
+        jax.tree.map(lambda *x: np.stack(x), *trees[1:]),
+        jax.tree.map(lambda s: NamedSharding(s.mesh, P(None, *s.spec)), shardings),
+    )
+
+    @jax.jit
+    def scanned(params, state, stacked):
+        def step(carry, gradient):
+            updates, state = optimizer.update(gradient, carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        return jax.lax.scan(step, (params, state), stacked)[0][0]
+
+    assert_close(scanned(params, optimizer.init(params), stacked), want, 2e-5)
+
+    one_step = jax.jit(lambda g: optimizer.update(g, optimizer.init(params), params)[0])
+    both = jax.jit(jax.vmap(lambda g: optimizer.update(g, optimizer.init(params), params)[0]))(stacked)
+    for i, gradient in enumerate(gradients):
+        assert_close(jax.tree.map(lambda x, i=i: x[i], both), one_step(gradient), 2e-5)
+
+
+def test_a_mesh_of_both_kinds_of_axes(x64):
+    """Explicit axes tell us, the Auto axis stays the compiler's."""
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(EXPLICIT, AUTO))
+    shapes = {"w/kernel": (16, 24)}
+    trees = [random_tree(shapes, np.float64, seed) for seed in range(3)]
+    want, _, _ = run(orthoadam(1e-2), trees)
+    got, _, _ = run(orthoadam(1e-2), trees, place_by(mesh, {"w/kernel": P("tensor", "fsdp")}, shapes))
+    assert_close(got, want, 1e-10)
+
+
+def test_states_that_are_not_like_parameters_and_what_is_refused():
+    mesh = make_mesh((2, 4), names=("data", "fsdp"))
+    params = {"w": jnp.ones((256, 128)), "b": jnp.ones(8)}
+    shardings = place_by(mesh, {"w": P(None, "fsdp"), "b": P("fsdp")}, {"w": (256, 128), "b": (8,)})
+    optimizer = in_rotated_basis(optax.adafactor(1e-3), Rotation("haar"))  # two factored moments of w
+    found = state_shardings(optimizer, params, shardings)
+    state = jax.jit(optimizer.init, out_shardings=found)(params)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    assert {s.spec for s, x in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True) if x.ndim != 1} == {P()}
+    with pytest.raises(ValueError, match="zero1 axis='dat'; allowed: an axis of the mesh, data, fsdp"):
+        zero1(Rotation(), params, shardings, axis="dat")
+    with pytest.raises(ValueError, match="got 2 meshes; allowed: one"):
+        state_shardings(optimizer, params, {**shardings, "b": NamedSharding(make_mesh((8,), names=("x",)), P())})
+    misnamed = scale_by_orthoadam(rotation=Rotation(layout=layout_of(shardings)))
+    with pytest.raises(ValueError, match="'kernel' has no sharding in the layout; allowed: b, w"):
+        misnamed.init({"kernel": jnp.ones((4, 4))})
