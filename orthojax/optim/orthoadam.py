@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from orthojax.optim.layerwise import update_layer_by_layer
 from orthojax.optim.plan import DEFAULT_ROTATION, Rotation, require_rotation
 from orthojax.optim.rotation import apply_rotation, init_basis
 
@@ -74,6 +75,7 @@ def scale_by_orthoadam(
     eps_root: jax.typing.ArrayLike = 0.0,
     mu_dtype: Any = None,
     rotation: Rotation = DEFAULT_ROTATION,
+    layer_by_layer: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales updates by Adam in a rotated basis: OrthoAdam without its learning rate.
 
@@ -96,10 +98,25 @@ def scale_by_orthoadam(
       eps_root: Added inside the root.
       mu_dtype: Dtype of the first moment; None means that of the parameter.
       rotation: Which basis.
+      layer_by_layer: Go through a stacked parameter with a loop over its layers; same state, same result. See Memory
+        and cost.
 
     Returns:
       A transformation with a `RotatedState` whose `inner` is Adam's state: arrays `mu` and `nu` of the parameters'
       shapes.
+
+    Memory and cost:
+      State: Adam's, to the byte, for `hadamard` and `dct`, whose signs are constants of the program; `haar` adds n**2
+      values for every rotated axis of length n and every layer. Arithmetic: two products along each rotated axis for
+      every step; for each element of the parameter that is 4 n FLOP for `haar`, and for `hadamard` too on accelerators
+      up to n = 1,024, where memory is the limit; elsewhere 4 (a + b + ...), where n = a b ... (see
+      `ops.orthogonal.fixed_transform`). A model costs about 6 FLOP for each parameter and token, so with a large batch
+      neither shows. Temporaries: about two arrays of the size of a parameter (its rotated gradient and update), for one
+      parameter at a time as far as the compiler orders it so; for a stacked parameter that is all layers, unless
+      `layer_by_layer`. Take `hadamard` unless you compare with the paper, whose bases are `haar`.
+
+      The seed of the rotation is static, a constant of the program: runs that are vmapped over seeds of the model share
+      their bases.
 
     References:
       From Attention to Activation: Unravelling the Enigmas of Large Language Models, Algorithm 1,
@@ -109,7 +126,17 @@ def scale_by_orthoadam(
       A gradient that is exactly 0 in the rotated basis becomes rounding noise, which Adam amplifies to a step of full
       size; gradients of real data are not of this kind, an all-ones test gradient under `hadamard` is.
     """
-    return in_rotated_basis(optax.scale_by_adam(b1, b2, eps, eps_root, mu_dtype=mu_dtype), rotation)
+    adam = optax.scale_by_adam(b1, b2, eps, eps_root, mu_dtype=mu_dtype)
+    plain = in_rotated_basis(adam, rotation)
+    if not layer_by_layer:
+        return plain
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del params, extra_args
+        scaled, inner = update_layer_by_layer(adam, rotation, updates, state.basis, state.inner)
+        return scaled, RotatedState(state.basis, inner)
+
+    return optax.GradientTransformationExtraArgs(plain.init, update_fn)
 
 
 def orthoadam(
@@ -123,6 +150,7 @@ def orthoadam(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any = None,
     rotation: Rotation = DEFAULT_ROTATION,
+    layer_by_layer: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""OrthoAdam, with decoupled weight decay.
 
@@ -143,6 +171,7 @@ def orthoadam(
         `params`.
       mask: Where to decay: a tree of bools, or a function from the parameters to one; None decays all.
       rotation: Which basis; `describe(rotation, params)` shows it.
+      layer_by_layer: Loop over the layers of stacked parameters, for less temporary memory; see `scale_by_orthoadam`.
 
     Returns:
       The optimizer.
@@ -169,7 +198,9 @@ def orthoadam(
     # Decided by type first: inject_hyperparams passes a tracer, which must not be compared.
     undecayed = isinstance(weight_decay, int | float) and weight_decay == 0.0
     return optax.chain(
-        scale_by_orthoadam(b1, b2, eps, eps_root=eps_root, mu_dtype=mu_dtype, rotation=rotation),
+        scale_by_orthoadam(
+            b1, b2, eps, eps_root=eps_root, mu_dtype=mu_dtype, rotation=rotation, layer_by_layer=layer_by_layer
+        ),
         optax.identity() if undecayed else optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
