@@ -33,10 +33,10 @@ def _canonical(mesh: Any, names: Sequence[tuple[str, ...]], memory_kind: str | N
 
 def known_sharding(x: Any) -> NamedSharding | None:
     """How an array is split, as far as it can be told: of a traced one, over Explicit mesh axes only."""
-    if not isinstance(x, jax.Array):
-        return None
-    found = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
-    return found if isinstance(found, NamedSharding) and any(dimension_names(found, x.ndim)) else None
+    if isinstance(x, jax.core.Tracer):
+        found = jax.typeof(x).sharding
+        return found if AxisType.Explicit in found.mesh.axis_types else None
+    return x.sharding if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) else None
 
 
 def place(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -63,17 +63,17 @@ def over_shards(
       An array like x, split in the same way.
     """
     mesh, names = sharding.mesh, dimension_names(sharding, x.ndim)
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    # On a mesh of mixed kinds, a traced sharding tells about Explicit axes only; the others stay the compiler's.
-    mixed = isinstance(x, jax.core.Tracer) and AxisType.Explicit in kinds.values()
-    manual = {name for name, kind in kinds.items() if kind == AxisType.Explicit or not mixed}
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
+    # On a mesh of both kinds, a traced sharding tells about Explicit axes only; the others stay the compiler's.
+    only_explicit = explicit and explicit.issuperset(name for over in names for name in over)
     spec = PartitionSpec(*(over or None for over in names))
     mapped = jax.shard_map(
         lambda shard, whole: local_fn(shard, whole, names),
         mesh=mesh,
         in_specs=(spec, PartitionSpec()),
         out_specs=spec,
-        axis_names=manual,
+        axis_names=explicit if only_explicit else set(mesh.axis_names),
     )
     return mapped(x, constants)
 

@@ -38,9 +38,10 @@ class Rotation:
         one size do, which for a network is little more than Adam seen from another frame.
       layout: A function path -> jax.sharding.Sharding | None: where a parameter's moments are, on a mesh. Made by
         `layout_of(shardings)`, of the parameters' shardings or of those of `zero1`. On a mesh of Auto axes jit does not
-        tell us, so give it there if rotated axes are split: otherwise the compiler may gather them. Explicit axes need
+        tell us, so give it there if rotated axes are split: else whole axes of them may travel. Explicit axes need
         none but for `zero1`. A rotated axis that is split is turned between two all-to-alls of one shard (details in
-        `layout.gather_axes`), one that is whole without communication. The basis never depends on the mesh.
+        `layout.gather_axes`), one that is whole without communication: moments whose layout keeps the rotated axis
+        whole halve what travels. The basis never depends on the mesh.
 
     Raises:
       ValueError: For a value that is not allowed.

@@ -189,7 +189,7 @@ def _turn_leaf(
 ) -> jax.Array:
     constants = _constants(rotation, plan, basis, transpose)
     y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    if isinstance(sharding, jax.sharding.NamedSharding):
+    if isinstance(sharding, jax.sharding.NamedSharding) and any(sharding.spec):
         y = _turn_sharded(y, constants, plan, rotation.kind, sharding, transpose)
     else:
         for turn, mine in zip(plan.turns, constants, strict=True):
