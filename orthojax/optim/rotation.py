@@ -210,16 +210,7 @@ def turn_whole(rotation: Rotation, plan: LeafPlan, leaf: Any, basis: Any, *, tra
 def turn_one_layer(
     rotation: Rotation, plan: LeafPlan, x: jax.Array, basis: Any, layer: Any, *, transpose: bool = False
 ) -> jax.Array:
-    """Q, or Q^T, of one layer on that layer alone.
-
-    Args:
-      rotation: Which basis.
-      plan: Of a parameter whose first axes, k of them, are stacked.
-      x: One layer, without those axes.
-      basis: From `init_basis`.
-      layer: Its number, which may be traced; row-major where k > 1.
-      transpose: Turn back.
-    """
+    """Q, or Q^T, on one layer x of a parameter whose first axes are stacked; `layer`, row-major, may be traced."""
     k = len(plan.stacked)
     alone = plan._replace(stacked=(), stacked_shape=())
     y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
