@@ -163,13 +163,15 @@ def _kronecker_factors(n: int, kind: FixedKind) -> tuple[list[np.ndarray], float
 
 
 def _butterflies(matrix: np.ndarray) -> list[np.ndarray]:
-    """The Kronecker factors, of 8 rows at most where that is possible, of a matrix from `hadamard_matrix`."""
+    """The Kronecker factors of a matrix from `hadamard_matrix`: of 4 or 8 rows, and what cannot be split so."""
     n = len(matrix)
-    if matrix.dtype == np.int8 and n > 8:
-        for radix in (8, 4, 2):
-            rest = hadamard_matrix(n // radix) if n % radix == 0 else None
-            if rest is not None:
-                return [hadamard_matrix(radix), *_butterflies(rest)]
+    for radix in (8, 4) if matrix.dtype == np.int8 else ():
+        # A butterfly of 2 rows saves less arithmetic than its pass over the array costs.
+        butterfly, rest = (
+            hadamard_matrix(m) if n >= 4 * radix and n % radix == 0 else None for m in (radix, n // radix)
+        )
+        if butterfly is not None and rest is not None:
+            return [butterfly, *_butterflies(rest)]
     return [matrix]
 
 
@@ -219,9 +221,10 @@ def fixed_transform(x: jax.Array, axis: int, *, kind: FixedKind = "hadamard", tr
     `hadamard`: every entry of F is +1/sqrt(n) or -1/sqrt(n) where Hadamard factors exist (up to 16,384: each power of
     two, 12 * 2**k, 20 * 2**k and many more); other sizes are a Hadamard times a cosine transform, or a cosine
     transform. F is the Kronecker product of the matrices of `factor_sizes`, on every platform; how it is computed is
-    decided when the program is lowered for one. CPU: butterflies of 8 rows at most, except that the inner factor of
-    the last axis is one matrix product; 2 (a + b + ...) FLOP for each element, a, b, ... being the rows. Others: one
-    dense matrix up to n = 1,024, where 2 n FLOP for each element take no longer than reading it; else the two factors.
+    decided when the program is lowered for one. CPU: butterflies of 4 or 8 rows where there are, except that the inner
+    factor of the last axis is one matrix product; 2 (a + b + ...) FLOP for each element, a, b, ... being the rows.
+    Others: one dense matrix up to n = 1,024, where 2 n FLOP for each element take no longer than reading it; above,
+    the two factors.
 
     Args:
       x: A float array [..., n, ...].

@@ -29,7 +29,7 @@ def update_layer_by_layer(
     Returns:
       (rescaled updates, new state): the same as of the plain way.
     """
-    count = adam.update((), optax.ScaleByAdamState(state.count, (), ()))[1].count
+    counted: Any = adam.update((), optax.ScaleByAdamState(state.count, (), ()))[1]
     leaves, treedef = jax.tree_util.tree_flatten_with_path(updates)
     moments = zip(treedef.flatten_up_to(state.mu), treedef.flatten_up_to(state.nu), strict=True)
     done = []
@@ -44,11 +44,12 @@ def update_layer_by_layer(
             scaled, mu, nu = step(turned, mu, nu)
             done.append((turn_whole(rotation, plan, scaled, basis, transpose=True), mu, nu))
     new, mu, nu = (treedef.unflatten([triple[i] for triple in done]) for i in range(3))
-    return new, optax.ScaleByAdamState(count, mu, nu)
+    return new, optax.ScaleByAdamState(counted.count, mu, nu)
 
 
-def _adam_step(adam: optax.GradientTransformation, count: jax.Array, gradient: Any, mu: Any, nu: Any) -> tuple:
-    scaled, state = adam.update(gradient, optax.ScaleByAdamState(count, mu, nu))
+def _adam_step(adam: optax.GradientTransformation, count: Any, gradient: Any, mu: Any, nu: Any) -> tuple:
+    scaled, new = adam.update(gradient, optax.ScaleByAdamState(count, mu, nu))
+    state: Any = new
     return scaled, state.mu, state.nu
 
 
