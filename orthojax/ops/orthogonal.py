@@ -15,10 +15,15 @@ import jax.numpy as jnp
 import jax.scipy.fft
 import numpy as np
 
+from orthojax.ops.hadamard import dct_matrix as dct_matrix
+from orthojax.ops.hadamard import hadamard_matrix as hadamard_matrix
+
 FixedKind = Literal["hadamard", "dct"]
 
 # A factor of 128 x 128 float32 is 64 kB: compilers fold it, tensor cores like it. Two of them reach 16,384.
 _MAX_FACTOR = 128
+# On accelerators; see `fixed_transform`.
+_MAX_DENSE = 1024
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -96,79 +101,6 @@ def haar(seed: Sequence[int], n: int) -> np.ndarray:
     return q * np.where(np.diagonal(r) < 0, -1.0, 1.0)
 
 
-def _paley_core(q: int) -> np.ndarray | None:
-    """[q, q] of Legendre symbols of i - j for a prime q, else None."""
-    if q < 3 or any(q % d == 0 for d in range(2, math.isqrt(q) + 1)):
-        return None
-    symbol = np.full(q, -1, np.int8)
-    symbol[[i * i % q for i in range(q)]] = 1
-    symbol[0] = 0
-    return symbol[(np.arange(q)[:, None] - np.arange(q)) % q]
-
-
-def _paley(n: int) -> np.ndarray | None:
-    """Paley's Hadamard matrix of order q + 1 (prime q = 3 mod 4) or 2 (q + 1) (prime q = 1 mod 4), if there is one."""
-    for q, residue in ((n - 1, 3), (n // 2 - 1, 1)):
-        core = _paley_core(q)
-        if q % 4 != residue or core is None:
-            continue
-        conference = np.pad(core, ((1, 0), (1, 0)), constant_values=1)
-        conference[0, 0] = 0
-        if residue == 1:
-            identity = np.eye(q + 1, dtype=np.int8)
-            return np.kron(conference, [[1, 1], [1, -1]]) + np.kron(identity, [[1, -1], [-1, -1]])
-        conference[1:, 0] = -1
-        return conference + np.eye(q + 1, dtype=np.int8)
-    return None
-
-
-@functools.lru_cache(maxsize=256)
-def hadamard_matrix(n: int) -> np.ndarray | None:
-    """A Hadamard matrix: entries +1 and -1, orthogonal rows.
-
-    Sylvester's doubling of orders 1 and of Paley's 12, 20, 28, 36, 44, ...; so every power of two, 12 * 2**k, 20 *
-    2**k.
-
-    Args:
-      n: Order.
-
-    Returns:
-      int8 [n, n], or None where these constructions give none.
-
-    >>> hadamard_matrix(4)
-    array([[ 1,  1,  1,  1],
-           [ 1, -1,  1, -1],
-           [ 1,  1, -1, -1],
-           [ 1, -1, -1,  1]], dtype=int8)
-    >>> hadamard_matrix(6) is None
-    True
-    """
-    if n == 1:
-        return np.ones((1, 1), np.int8)
-    if n < 1 or (n != 2 and n % 4):
-        return None
-    half = hadamard_matrix(n // 2)
-    found = _paley(n) if half is None else np.kron(np.array([[1, 1], [1, -1]]), half)
-    return None if found is None else found.astype(np.int8)
-
-
-@functools.lru_cache(maxsize=256)
-def dct_matrix(n: int) -> np.ndarray:
-    """The orthonormal cosine transform (DCT-II): C[k, i] = sqrt(2/n) cos(pi k (2i + 1) / 2n), C[0, i] = sqrt(1/n).
-
-    Args:
-      n: Size.
-
-    Returns:
-      float64 [n, n].
-    """
-    k, i = np.arange(n)[:, None], np.arange(n)[None, :]
-    # Reduced modulo 4n in integers: the cosine of a small argument is exact to the last bit.
-    matrix = np.cos(np.pi / (2 * n) * (k * (2 * i + 1) % (4 * n))) * math.sqrt(2.0 / n)
-    matrix[0] = math.sqrt(1.0 / n)
-    return matrix
-
-
 @functools.lru_cache(maxsize=1024)
 def factor_sizes(n: int, kind: FixedKind = "hadamard") -> tuple[int, ...]:
     """Into which factors the transform of size n is split.
@@ -219,12 +151,80 @@ def apply_matrix(
     return jnp.einsum(spec, x, jnp.asarray(matrix, x.dtype))
 
 
+def _kronecker_factors(n: int, kind: FixedKind) -> tuple[list[np.ndarray], float]:
+    """The one or two matrices of `factor_sizes`, and what their product is scaled with to be orthonormal."""
+    factors, scale = [], 1.0
+    for size in factor_sizes(n, kind):
+        hadamard = hadamard_matrix(size) if kind == "hadamard" else None
+        factors.append(dct_matrix(size) if hadamard is None else hadamard)
+        # Entries of +-1 are exact in the reduced precision that accelerators multiply with, 1/sqrt(n) is not.
+        scale *= 1.0 if hadamard is None else 1 / math.sqrt(size)
+    return factors, scale
+
+
+def _butterflies(matrix: np.ndarray) -> list[np.ndarray]:
+    """The Kronecker factors of a matrix from `hadamard_matrix`: of 4 or 8 rows, and what cannot be split so."""
+    n = len(matrix)
+    for radix in (8, 4) if matrix.dtype == np.int8 else ():
+        # A butterfly of 2 rows saves less arithmetic than its pass over the array costs.
+        butterfly, rest = (
+            hadamard_matrix(m) if n >= 4 * radix and n % radix == 0 else None for m in (radix, n // radix)
+        )
+        if butterfly is not None and rest is not None:
+            return [butterfly, *_butterflies(rest)]
+    return [matrix]
+
+
+def _constant(matrix: np.ndarray, x: jax.Array) -> jax.Array:
+    """A matrix in the dtype of x; the program holds one byte for each sign."""
+    return jnp.asarray(matrix if matrix.dtype == np.int8 else matrix.astype(x.dtype)).astype(x.dtype)
+
+
+def _apply_kronecker(x: jax.Array, factors: Sequence[np.ndarray], axis: int, transpose: bool) -> jax.Array:
+    """Multiplies one axis with the Kronecker product of `factors`, one after the other, and moves no axis."""
+    sizes = [len(factor) for factor in factors]
+    y = x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
+    for i, factor in enumerate(factors):
+        matrix, at = _constant(factor.T if transpose else factor, x), axis + i
+        if at == y.ndim - 1:
+            y = y @ matrix.T
+        else:
+            # With one copy of the matrix for each leading index the product comes out in place: otherwise XLA
+            # appends the new axis and transposes, which costs the CPU more than the product.
+            matrices = jnp.broadcast_to(matrix, (*y.shape[:at], *matrix.shape))
+            leading = tuple(range(at))
+            y = jax.lax.dot_general(matrices, y, (((at + 1,), (at,)), (leading, leading)))
+    return y.reshape(x.shape)
+
+
+def _on_cpu(x: jax.Array, factors: Sequence[np.ndarray], axis: int, transpose: bool) -> jax.Array:
+    # The innermost factor of the last axis is a plain matrix product on contiguous rows: there a large one is faster.
+    whole = len(factors) if axis == x.ndim - 1 else len(factors) + 1
+    small = [part for factor in factors[: whole - 1] for part in _butterflies(factor)]
+    return _apply_kronecker(x, [*small, *factors[whole - 1 :]], axis, transpose)
+
+
+def _on_accelerator(x: jax.Array, factors: Sequence[np.ndarray], axis: int, transpose: bool) -> jax.Array:
+    n = x.shape[axis]
+    if n > _MAX_DENSE:
+        return _apply_kronecker(x, factors, axis, transpose)
+    # Built by the program from its factors, which are small constants.
+    matrix = functools.reduce(jnp.kron, [_constant(factor, x) for factor in factors])
+    return apply_matrix(x, matrix, axis, transpose=transpose)
+
+
+# A jitted function inside the program: leaves of equal shape are traced and lowered once.
+@functools.partial(jax.jit, static_argnames=("axis", "kind", "transpose"))
 def fixed_transform(x: jax.Array, axis: int, *, kind: FixedKind = "hadamard", transpose: bool = False) -> jax.Array:
     """Applies a fixed orthonormal transform F, or its transpose (which is its inverse), along one axis.
 
     `hadamard`: every entry of F is +1/sqrt(n) or -1/sqrt(n) where Hadamard factors exist (up to 16,384: each power of
     two, 12 * 2**k, 20 * 2**k and many more); other sizes are a Hadamard times a cosine transform, or a cosine
-    transform. The rows of F are in the order in which the two matrix products leave them, which spares a transposition.
+    transform. F is the Kronecker product of the matrices of `factor_sizes`, on every platform; how it is computed is
+    decided when the program is lowered for one. CPU: butterflies of 4 or 8 rows where there are, except that the inner
+    factor of the last axis is one matrix product; 2 (a + b + ...) FLOP for each element, a, b, ... being the rows.
+    Others: one dense matrix up to n = 1,024, where 2 n FLOP for each element take no longer than reading it; above,
+    the two factors.
 
     Args:
       x: A float array [..., n, ...].
@@ -239,31 +239,10 @@ def fixed_transform(x: jax.Array, axis: int, *, kind: FixedKind = "hadamard", tr
     >>> print(fixed_transform(x, 0))
     [0.5 0.5 0.5 0.5]
     """
-    n = x.shape[axis]
-    sizes = factor_sizes(n, kind)
-    if not sizes:
+    factors, scale = _kronecker_factors(x.shape[axis], kind)
+    if not factors:
         transform = jax.scipy.fft.idct if transpose else jax.scipy.fft.dct
         return transform(x, axis=axis, norm="ortho")
-    matrices, scale = [], 1.0
-    for size in sizes:
-        hadamard = hadamard_matrix(size) if kind == "hadamard" else None
-        if hadamard is None:
-            matrices.append(dct_matrix(size))
-        else:
-            # Entries of +-1 are exact in the reduced precision that accelerators multiply with, 1/sqrt(n) is not.
-            matrices.append(hadamard)
-            scale /= math.sqrt(size)
-    if len(sizes) == 1:
-        return apply_matrix(x, matrices[0], axis, transpose=transpose) * scale
-    before, after = string.ascii_lowercase[:axis], string.ascii_lowercase[axis : x.ndim - 1]
-    sizes = sizes[::-1] if transpose else sizes
-    y = x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
-    outer, inner = (jnp.asarray(matrix, x.dtype) for matrix in matrices)
-    # The rotated side counts (inner, outer): the second product may then append its axis instead of inserting it.
-    if transpose:
-        y = jnp.einsum(f"{before}YX{after},Xx->{before}Yx{after}", y, outer)
-        y = jnp.einsum(f"{before}Yx{after},Yy->{before}xy{after}", y, inner)
-    else:
-        y = jnp.einsum(f"{before}xy{after},Yy->{before}xY{after}", y, inner)
-        y = jnp.einsum(f"{before}xY{after},Xx->{before}YX{after}", y, outer)
-    return y.reshape(x.shape) * scale
+    how = {"factors": factors, "axis": axis, "transpose": transpose}
+    cpu, other = functools.partial(_on_cpu, **how), functools.partial(_on_accelerator, **how)
+    return jax.lax.platform_dependent(x, cpu=cpu, default=other) * scale

@@ -10,11 +10,11 @@ from orthojax.optim.axes import generic_axes as generic_axes
 from orthojax.optim.layout import layout_of as layout_of
 from orthojax.optim.layout import state_shardings as state_shardings
 from orthojax.optim.layout import zero1 as zero1
-from orthojax.optim.orthoadam import RotatedState as RotatedState
-from orthojax.optim.orthoadam import in_rotated_basis as in_rotated_basis
 from orthojax.optim.orthoadam import orthoadam as orthoadam
 from orthojax.optim.orthoadam import scale_by_orthoadam as scale_by_orthoadam
 from orthojax.optim.plan import Rotation as Rotation
+from orthojax.optim.rotated_basis import RotatedState as RotatedState
+from orthojax.optim.rotated_basis import in_rotated_basis as in_rotated_basis
 from orthojax.optim.rotation import RotationState as RotationState
 from orthojax.optim.rotation import describe as describe
 from orthojax.optim.rotation import rotate as rotate

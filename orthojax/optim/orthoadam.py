@@ -1,131 +1,13 @@
 """OrthoAdam: Adam whose moments live in a rotated basis."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 import optax
 
-from orthojax.optim.axes import leaf_path
-from orthojax.optim.plan import DEFAULT_ROTATION, Rotation, plan_leaf, require_rotation
-from orthojax.optim.rotation import apply_rotation, init_basis
-
-
-class RotatedState(NamedTuple):
-    """State of `in_rotated_basis`.
-
-    Attributes:
-      basis: As in `RotationState`; () unless the kind is `haar`. `optax.tree.map_params` takes a whole dict of them
-        for one field that is no parameter.
-      inner: State of the inner transformation, whose parameter-like arrays are in the rotated basis.
-    """
-
-    basis: Any
-    inner: optax.OptState
-
-
-def _outline(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
-    return [(leaf_path(keys), np.shape(leaf)) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _require_part(part: Any, whole: Any, message: str) -> None:
-    """Refuses trees that share no basis: a leaf of `part` must be in `whole`, with the same path and shape."""
-    known = dict(_outline(whole))
-    for path, shape in _outline(part):
-        if known.get(path) != shape:
-            there = f"shape {known[path]}" if path in known else f"no such path among {list(known)}"
-            raise ValueError(
-                f"{message}: {path!r} of shape {shape} against {there}; allowed: the same paths and shapes"
-            )
-
-
-class _InOtherBasis(np.lib.mixins.NDArrayOperatorsMixin):
-    """Stands for a function of parameters, or an array like one, that the inner transformation must not use."""
-
-    def __init__(self, name: str):
-        self._name = name
-
-    def _refuse(self, *unused_args, **unused_kwargs):
-        raise ValueError(
-            f"the inner transformation uses the extra argument {self._name!r}, which lives in the basis of the "
-            "parameters, not in the rotated one; allowed inside in_rotated_basis: extra arguments that know no "
-            "parameters, such as a loss. Line searches and the like belong outside, after it in an optax.chain"
-        )
-
-    # Any use is one of these: a call, a conversion to an array, arithmetic, an attribute (shape, dtype, a signature).
-    __call__ = __jax_array__ = __array_ufunc__ = __getattr__ = _refuse
-
-
-def _guarded(extra_args: dict[str, Any], rotation: Rotation, updates: optax.Updates) -> dict[str, Any]:
-    """Extra arguments, where functions and trees like the parameters may be handed through but not be used."""
-    leaves = jax.tree_util.tree_leaves_with_path(updates)
-    if not any(plan_leaf(rotation, keys, leaf).turns for keys, leaf in leaves):
-        return extra_args
-    outline, guarded = _outline(updates), dict(extra_args)
-    for name, value in extra_args.items():
-        if callable(value):
-            guarded[name] = _InOtherBasis(name)
-        elif _outline(value) == outline:
-            guarded[name] = jax.tree.map(lambda _, name=name: _InOtherBasis(name), value)
-    return guarded
-
-
-def in_rotated_basis(
-    inner: optax.GradientTransformation, rotation: Rotation = DEFAULT_ROTATION
-) -> optax.GradientTransformationExtraArgs:
-    r"""Runs any optax transformation in a rotated basis.
-
-    .. math::
-      g'_t = Q g_t, \quad (s'_t, z_t) = \mathrm{inner}(g'_t, z_{t-1}, Q \theta), \quad s_t = Q^T s'_t
-
-    For an inner transformation that is equivariant under rotation (SGD, momentum, Muon's polar factor) nothing
-    changes; for an elementwise one, such as Adam, RMSProp or Lion, the basis decides.
-
-    Args:
-      inner: Sees gradients and parameters in the rotated basis, at init and at update, and keeps its state there:
-        what reads parameters out of the state (schedule_free_eval_params) belongs outside, around this one. Extra
-        arguments of the update are passed on; one that lives in the basis of the parameters (a function, or a tree
-        like the parameters, as line searches take) must not be used by it.
-      rotation: Which basis.
-
-    Returns:
-      A transformation with a `RotatedState`.
-
-    Raises:
-      TypeError: Unless `inner` is an optax transformation.
-      ValueError: In the update: where the inner transformation uses such an extra argument; where updates, parameters
-        and what the inner transformation returns are not of one tree (lookahead).
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> optimizer = optax.chain(in_rotated_basis(optax.scale_by_rms()), optax.scale_by_learning_rate(0.1))
-      >>> params = {"kernel": jnp.ones((4, 8))}
-      >>> updates, _ = optimizer.update(params, optimizer.init(params))
-      >>> updates["kernel"].shape
-      (4, 8)
-    """
-    require_rotation(rotation)
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(f"inner={inner!r}; allowed: an optax transformation, such as optax.scale_by_rms()")
-    extended = optax.with_extra_args_support(inner)
-
-    def init_fn(params):
-        basis = init_basis(rotation, params)
-        return RotatedState(basis, extended.init(apply_rotation(rotation, params, basis)))
-
-    def update_fn(updates, state, params=None, **extra_args):
-        if params is not None:
-            _require_part(updates, params, "updates and parameters differ")
-        rotated = apply_rotation(rotation, updates, state.basis)
-        # Where the inner transformation does not read the parameters, jit removes their rotation.
-        rotated_params = None if params is None else apply_rotation(rotation, params, state.basis)
-        extra_args = _guarded(extra_args, rotation, updates)
-        rotated, inner_state = extended.update(rotated, state.inner, rotated_params, **extra_args)
-        _require_part(rotated, updates, "the inner transformation returns another tree than it was given")
-        turned_back = apply_rotation(rotation, rotated, state.basis, transpose=True, like=updates)
-        return turned_back, RotatedState(state.basis, inner_state)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+from orthojax.optim.layerwise import update_layer_by_layer
+from orthojax.optim.plan import DEFAULT_ROTATION, Rotation
+from orthojax.optim.rotated_basis import RotatedState, in_rotated_basis
 
 
 def scale_by_orthoadam(
@@ -136,6 +18,7 @@ def scale_by_orthoadam(
     eps_root: jax.typing.ArrayLike = 0.0,
     mu_dtype: Any = None,
     rotation: Rotation = DEFAULT_ROTATION,
+    layer_by_layer: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales updates by Adam in a rotated basis: OrthoAdam without its learning rate.
 
@@ -158,10 +41,25 @@ def scale_by_orthoadam(
       eps_root: Added inside the root.
       mu_dtype: Dtype of the first moment; None means that of the parameter.
       rotation: Which basis.
+      layer_by_layer: Go through a stacked parameter with a loop over its layers; same state, same result. See Memory
+        and cost.
 
     Returns:
       A transformation with a `RotatedState` whose `inner` is Adam's state: arrays `mu` and `nu` of the parameters'
       shapes.
+
+    Memory and cost:
+      State: Adam's, to the byte, for `hadamard` and `dct`, whose signs are constants of the program; `haar` adds n**2
+      values for every rotated axis of length n and every layer. Arithmetic: two products along each rotated axis for
+      every step; for each element of the parameter that is 4 n FLOP for `haar`, and for `hadamard` too on accelerators
+      up to n = 1,024, where memory is the limit; elsewhere 4 (a + b + ...), where n = a b ... (see
+      `ops.orthogonal.fixed_transform`). A model costs about 6 FLOP for each parameter and token, so with a large batch
+      neither shows. Temporaries: about two arrays of the size of a parameter (its rotated gradient and update), for one
+      parameter at a time as far as the compiler orders it so; for a stacked parameter that is all layers, unless
+      `layer_by_layer`. Take `hadamard` unless you compare with the paper, whose bases are `haar`.
+
+      The seed of the rotation is static, a constant of the program: runs that are vmapped over seeds of the model share
+      their bases.
 
     References:
       From Attention to Activation: Unravelling the Enigmas of Large Language Models, Algorithm 1,
@@ -171,7 +69,17 @@ def scale_by_orthoadam(
       A gradient that is exactly 0 in the rotated basis becomes rounding noise, which Adam amplifies to a step of full
       size; gradients of real data are not of this kind, an all-ones test gradient under `hadamard` is.
     """
-    return in_rotated_basis(optax.scale_by_adam(b1, b2, eps, eps_root, mu_dtype=mu_dtype), rotation)
+    adam = optax.scale_by_adam(b1, b2, eps, eps_root, mu_dtype=mu_dtype)
+    plain = in_rotated_basis(adam, rotation)
+    if not layer_by_layer:
+        return plain
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del params, extra_args
+        scaled, inner = update_layer_by_layer(adam, rotation, updates, state.basis, state.inner)
+        return scaled, RotatedState(state.basis, inner)
+
+    return optax.GradientTransformationExtraArgs(plain.init, update_fn)
 
 
 def orthoadam(
@@ -185,6 +93,7 @@ def orthoadam(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any = None,
     rotation: Rotation = DEFAULT_ROTATION,
+    layer_by_layer: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""OrthoAdam, with decoupled weight decay.
 
@@ -205,6 +114,7 @@ def orthoadam(
         `params`.
       mask: Where to decay: a tree of bools, or a function from the parameters to one; None decays all.
       rotation: Which basis; `describe(rotation, params)` shows it.
+      layer_by_layer: Loop over the layers of stacked parameters, for less temporary memory; see `scale_by_orthoadam`.
 
     Returns:
       The optimizer.
@@ -231,7 +141,9 @@ def orthoadam(
     # Decided by type first: inject_hyperparams passes a tracer, which must not be compared.
     undecayed = isinstance(weight_decay, int | float) and weight_decay == 0.0
     return optax.chain(
-        scale_by_orthoadam(b1, b2, eps, eps_root=eps_root, mu_dtype=mu_dtype, rotation=rotation),
+        scale_by_orthoadam(
+            b1, b2, eps, eps_root=eps_root, mu_dtype=mu_dtype, rotation=rotation, layer_by_layer=layer_by_layer
+        ),
         optax.identity() if undecayed else optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )

@@ -176,13 +176,8 @@ def apply_rotation(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool
 
     def leaf_fn(keys: tuple[Any, ...], leaf: Any, wanted: Any = None) -> Any:
         plan = plan_leaf(rotation, keys, leaf)
+        x = turn_whole(rotation, plan, leaf, basis, transpose=transpose)
         given = None if rotation.layout is None else rotation.layout(plan.path)
-        if not plan.turns and given is None:
-            return leaf
-        x = jnp.asarray(leaf)
-        x = x if given is None else layout.place(x, given)
-        if plan.turns:
-            x = _turn_leaf(rotation, plan, x, given or layout.known_sharding(x), basis, transpose)
         after = None if given is None else layout.known_sharding(wanted)
         return x if after is None else layout.place(x, after)
 
@@ -199,6 +194,30 @@ def _turn_leaf(
     else:
         for turn, mine in zip(plan.turns, constants, strict=True):
             y = _turn_group(y, plan, turn, rotation.kind, mine, transpose)
+    return y.astype(x.dtype)
+
+
+def turn_whole(rotation: Rotation, plan: LeafPlan, leaf: Any, basis: Any, *, transpose: bool = False) -> Any:
+    """Q, or Q^T, on one parameter, as `apply_rotation` does it."""
+    given = None if rotation.layout is None else rotation.layout(plan.path)
+    if not plan.turns and given is None:
+        return leaf
+    x = jnp.asarray(leaf)
+    x = x if given is None else layout.place(x, given)
+    return _turn_leaf(rotation, plan, x, given or layout.known_sharding(x), basis, transpose) if plan.turns else x
+
+
+def turn_one_layer(
+    rotation: Rotation, plan: LeafPlan, x: jax.Array, basis: Any, layer: Any, *, transpose: bool = False
+) -> jax.Array:
+    """Q, or Q^T, on one layer x of a parameter whose first axes are stacked; `layer`, row-major, may be traced."""
+    k = len(plan.stacked)
+    alone = plan._replace(stacked=(), stacked_shape=())
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    for turn, constants in zip(plan.turns, _constants(rotation, plan, basis, transpose), strict=True):
+        mine = tuple(jnp.asarray(c).reshape(-1, *c.shape[k:])[layer] for c in constants)
+        moved = turn._replace(axes=tuple(axis - k for axis in turn.axes))
+        y = _turn_group(y, alone, moved, rotation.kind, mine, transpose)
     return y.astype(x.dtype)
 
 
