@@ -201,6 +201,7 @@ class OptimConfig:
       weight_decay: Decoupled, scaled by the learning rate; on kernels and embeddings only.
       clip_norm: Largest global gradient norm; None never clips.
       rotation: The basis of `orthoadam`, and of any other that is `rotated`.
+      layer_by_layer: `orthoadam` goes through scanned layers one by one, for less temporary memory.
     """
 
     optimizer: OptimizerName = "orthoadam"
@@ -215,6 +216,7 @@ class OptimConfig:
     weight_decay: float = 0.0
     clip_norm: float | None = 1.0
     rotation: RotationConfig = RotationConfig()
+    layer_by_layer: bool = False
 
     def __post_init__(self):
         check_types(self, "optim")
@@ -238,6 +240,11 @@ class OptimConfig:
             not (self.rotated and self.optimizer == "orthoadam"),
             "optim.rotated=true with optim.optimizer='orthoadam', which is rotated anyway",
             "optimizer 'orthoadam' alone, or 'adam' with rotated",
+        )
+        _require(
+            not self.layer_by_layer or self.optimizer == "orthoadam",
+            f"optim.layer_by_layer=true is not read by optim.optimizer={self.optimizer!r}",
+            "false, or optimizer 'orthoadam'",
         )
         _require(self.clip_norm is None or self.clip_norm > 0.0, f"optim.clip_norm={self.clip_norm}", "none or > 0")
 

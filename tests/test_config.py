@@ -250,6 +250,7 @@ def test_rotary_with_an_odd_head_width_is_refused():
         (ModelConfig, "scan_layers", "false", "true | false"),
         (RotationConfig, "axes", "outputs", "did you mean 'output'?"),
         (OptimConfig, "optimizer", "adamw", "did you mean 'adam'?"),
+        (OptimConfig, "layer_by_layer", 1, "true | false"),
         (OptimConfig, "rotation", "haar", "RotationConfig"),
         (DataConfig, "paths", "file.txt", "comma-separated"),
         (TrainConfig, "steps", 1e3, "an integer"),

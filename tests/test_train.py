@@ -402,10 +402,14 @@ def test_scanned_and_unrolled_layers_get_the_same_updates(kind):
     assert np.max(np.abs(kernels[0] - kernels[1])) > 1e-4  # the comparison above would see another basis
 
 
-def test_scanned_and_unrolled_models_train_alike_with_orthoadam():
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_scanned_and_unrolled_models_train_alike_with_orthoadam(layer_by_layer):
     # A large eps, because Adam turns rounding noise into steps where a gradient is nearly 0.
     changes = {"optim.optimizer": "orthoadam", "optim.learning_rate": 1e-2, "optim.eps": 1e-3, "model.num_layers": 2}
     unrolled, scanned = (replace(CONFIG, changes | {"model.scan_layers": scan}) for scan in (False, True))
+    scanned = replace(scanned, {"optim.layer_by_layer": layer_by_layer})
+    loops = str(jax.make_jaxpr(train_step(scanned))(fresh(scanned), tokens(0))).count("while[")
+    assert (loops > 0) == layer_by_layer
     a, b = fresh(unrolled), fresh(scanned)._replace(params=stack_layers(initial(unrolled).params))
     for i in range(4):
         (a, _), (b, _) = train_step(unrolled)(a, tokens(i)), train_step(scanned)(b, tokens(i))

@@ -124,8 +124,9 @@ def _adamw() -> optax.GradientTransformation:
 
 
 def _orthoadam(name: str) -> optax.GradientTransformation:
-    rotation = make_rotation(replace(RotationConfig(), dict(zip(("kind", "axes"), name.split(), strict=True))))
-    return orthoadam(_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, rotation=rotation)
+    kind, axes, *by_layer = name.split()
+    rotation = make_rotation(replace(RotationConfig(), {"kind": kind, "axes": axes}))
+    return orthoadam(_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, rotation=rotation, layer_by_layer=bool(by_layer))
 
 
 def _missing_memory(inputs: _Inputs, reference: _Contender, contender: _Contender) -> str:

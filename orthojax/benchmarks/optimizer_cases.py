@@ -19,7 +19,7 @@ class Case:
     Attributes:
       name: For people.
       shapes: A tree of jax.ShapeDtypeStruct.
-      rotations: What is measured on them: "KIND AXES", as in `RotationConfig`.
+      rotations: What is measured on them: "KIND AXES", as in `RotationConfig`, and maybe "layer_by_layer" after it.
       left_out: What is not, of the same form, with the reason.
     """
 
@@ -60,7 +60,8 @@ def cases(tiny: bool) -> list[Case]:
         found.append(Case(f"{model.d_model}x{columns}", {"kernel": shape}, on_kernels))
     for name, scan_layers in (("unrolled", False), ("stacked", True)):
         shapes = _model_shapes(dataclasses.replace(model, scan_layers=scan_layers))
-        found.append(Case(f"gpt2 {'tiny' if tiny else '130m'} {name}", shapes, on_models, left_out))
+        by_layer = (f"{on_models[0]} layer_by_layer",) if scan_layers else ()
+        found.append(Case(f"gpt2 {'tiny' if tiny else '130m'} {name}", shapes, on_models + by_layer, left_out))
     return found
 
 

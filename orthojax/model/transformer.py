@@ -13,11 +13,7 @@ import jax.numpy as jnp
 
 from orthojax.config import Mlp, ModelConfig
 from orthojax.model.fixed_rotation import from_residual, to_residual
-from orthojax.ops.attention import (
-    attention_logits,
-    dot_product_attention,
-    relaxed_causal_mask,
-)
+from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask
 from orthojax.ops.normalizers import Normalizer, apply_normalizer
 from orthojax.ops.rotary import rotary
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from orthojax.optim.plan import LeafPlan, Rotation, plan_leaf
-from orthojax.optim.rotation import turn_one_layer, turn_whole
+from orthojax.optim.turn import turn_one_layer, turn_whole
 
 
 def update_layer_by_layer(
@@ -36,13 +36,13 @@ def update_layer_by_layer(
     for (keys, gradient), (mu, nu) in zip(leaves, moments, strict=True):
         plan = plan_leaf(rotation, keys, gradient)
         step = functools.partial(_adam_step, adam, state.count)
-        in_front = plan.stacked == tuple(range(len(plan.stacked))) and plan.turns
-        if plan.stacked and in_front and (rotation.layout is None or rotation.layout(plan.path) is None):
+        loops = plan.turns and plan.stacked and plan.stacked == tuple(range(len(plan.stacked)))
+        if loops and (rotation.layout is None or rotation.layout(plan.path) is None):
             done.append(_loop(step, rotation, plan, gradient, mu, nu, basis))
         else:
             turned = turn_whole(rotation, plan, gradient, basis)
             scaled, mu, nu = step(turned, mu, nu)
-            done.append((turn_whole(rotation, plan, scaled, basis, transpose=True), mu, nu))
+            done.append((turn_whole(rotation, plan, scaled, basis, transpose=True, like=gradient), mu, nu))
     new, mu, nu = (treedef.unflatten([triple[i] for triple in done]) for i in range(3))
     return new, optax.ScaleByAdamState(counted.count, mu, nu)
 

@@ -7,8 +7,9 @@ import numpy as np
 import optax
 
 from orthojax.optim.axes import leaf_path
+from orthojax.optim.basis import init_basis
 from orthojax.optim.plan import DEFAULT_ROTATION, Rotation, plan_leaf, require_rotation
-from orthojax.optim.rotation import apply_rotation, init_basis
+from orthojax.optim.rotation import apply_rotation
 
 
 class RotatedState(NamedTuple):

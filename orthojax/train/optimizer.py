@@ -126,7 +126,8 @@ def _scaling(config: OptimConfig) -> optax.GradientTransformation:
         "muon": lambda: _muon(config),
     }
     if config.optimizer == "orthoadam":
-        return scale_by_orthoadam(b1, b2, eps, rotation=make_rotation(config.rotation))
+        rotation = make_rotation(config.rotation)
+        return scale_by_orthoadam(b1, b2, eps, rotation=rotation, layer_by_layer=config.layer_by_layer)
     scaling = scalings[config.optimizer]()
     return in_rotated_basis(scaling, make_rotation(config.rotation)) if config.rotated else scaling
 
