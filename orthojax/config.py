@@ -22,7 +22,7 @@ NormalizerName = Literal["softmax", "softmax1", "softmax_n", "learned_sink", "re
 Mlp = Literal["gelu", "relu", "swiglu", "linear", "none"]
 RotationKind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
 RotationScope = Literal["layer", "parameter", "tree"]
-RotationAxes = Literal["output", "input", "both", "residual", "writers"]
+RotationAxes = Literal["output", "input", "both", "residual", "writers", "none"]
 OptimizerName = Literal[
     "adam", "orthoadam", "rmsprop", "sgd", "adagrad", "adamax", "amsgrad", "adabelief", "adafactor", "lion", "signum",
     "lamb", "novograd", "muon",
@@ -166,7 +166,7 @@ class RotationConfig:
     Attributes:
       kind: Which orthogonal matrix.
       axes: Which axes of every kernel: its last (`output`), the one before (`input`), `both`, the d_model axis of
-        every kernel (`residual`) or of those that write to the residual stream only (`writers`).
+        every kernel (`residual`) or of those that write to the residual stream only (`writers`), or `none`.
       embeddings: Whether embedding tables are rotated too, along d_model.
       scope: One matrix for every layer of every parameter, or the wider controls.
       seed: Seed of the matrices; independent of the run's seed.

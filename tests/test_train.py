@@ -325,8 +325,8 @@ def test_the_optimizer_state_has_plain_names(name):
 
 # The rotation of our own parameters. Axes are counted from the end; None: left alone.
 
-READER = {"output": (-1,), "input": (-2,), "both": (-2, -1), "residual": (-2,), "writers": None}
-WRITER = {"output": (-1,), "input": (-2,), "both": (-2, -1), "residual": (-1,), "writers": (-1,)}
+READER = {"output": (-1,), "input": (-2,), "both": (-2, -1), "residual": (-2,), "writers": None, "none": None}
+WRITER = {"output": (-1,), "input": (-2,), "both": (-2, -1), "residual": (-1,), "writers": (-1,), "none": None}
 EMBEDDING = dict.fromkeys(READER, (-1,))
 HEAD = dict.fromkeys(READER, (-2,)) | {"writers": None}
 ALONE = dict.fromkeys(READER)
@@ -441,8 +441,8 @@ def test_adam_with_a_fixed_rotation_in_the_model_is_orthoadam_on_the_writers_see
     other = fresh(turned)
     other = other._replace(params=jax.tree.map(jnp.copy, turn.update(state.params, turn.init(state.params))[0]))
     for step in range(4):
-        state, metrics = make_train_step(plain)(state, tokens(step))
-        other, other_metrics = make_train_step(turned)(other, tokens(step))
+        state, metrics = train_step(plain)(state, tokens(step))
+        other, other_metrics = train_step(turned)(other, tokens(step))
         np.testing.assert_allclose(metrics.loss_sum_nats, other_metrics.loss_sum_nats, rtol=1e-5)
     assert_trees_close(turn.update(state.params, turn.init(state.params))[0], other.params, atol=2e-4)
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), other.params, fresh(turned).params)
@@ -462,8 +462,8 @@ def test_in_the_shared_basis_a_model_of_one_rotation_is_what_adam_trains():
     state, other = fresh(config), fresh(adam)
     other = other._replace(params=jax.tree.map(jnp.copy, turn.update(state.params, turn.init(state.params))[0]))
     for step in range(3):
-        state, _ = make_train_step(config)(state, tokens(step))
-        other, _ = make_train_step(adam)(other, tokens(step))
+        state, _ = train_step(config)(state, tokens(step))
+        other, _ = train_step(adam)(other, tokens(step))
     metrics, other_metrics = (evaluate(c, s.params, inputs()) for c, s in ((config, state), (adam, other)))
     # Two runs in float32 whose gradients near zero Adam amplifies.
     for name in ("kurtosis_first", "kurtosis_rest", "max_abs_rest"):

@@ -21,21 +21,23 @@ REFERENCES = (
     Variant("vanilla", "softmax, Adam", with_normalizer(_adam(BASE), "softmax")),
     Variant("adam", "softmax-1, Adam", _adam(BASE)),
 )
-KINDS_AND_AXES = (
-    *(
-        _rotated(f"{kind}_{axes}", f"{kind}, {axes}", kind=kind, axes=axes)
-        for kind, axes in (
-            ("hadamard", "output"),
-            ("haar", "output"),
-            ("dct", "output"),
-            ("hadamard", "both"),
-            ("haar", "both"),
-            ("hadamard", "residual"),
-            ("hadamard", "writers"),
-            ("hadamard", "input"),
-        )
-    ),
+KINDS_AND_AXES = tuple(
+    _rotated(f"{kind}_{axes}", f"{kind}, {axes}", kind=kind, axes=axes)
+    for kind, axes in (
+        ("hadamard", "output"),
+        ("haar", "output"),
+        ("dct", "output"),
+        ("hadamard", "both"),
+        ("haar", "both"),
+        ("hadamard", "residual"),
+        ("hadamard", "writers"),
+        ("hadamard", "input"),
+    )
+)
+EMBEDDINGS = (
     _rotated("no_embeddings", "hadamard, output, not the embeddings", embeddings=False),
+    _rotated("embeddings_only", "hadamard, embeddings alone", axes="none"),
+    _rotated("input_no_embeddings", "hadamard, input, not the embeddings", axes="input", embeddings=False),
 )
 CONTROLS = (
     _rotated("identity", "identity", kind="identity"),
@@ -58,7 +60,7 @@ SETTINGS = tuple(
 EXPERIMENT = Experiment(
     name="rotation_ablation",
     title="which rotation for OrthoAdam: kinds, axes and controls, one factor at a time",
-    scales={"tiny": lambda: (*REFERENCES, *KINDS_AND_AXES, *CONTROLS, *SETTINGS)},
+    scales={"tiny": lambda: (*REFERENCES, *KINDS_AND_AXES, *EMBEDDINGS, *CONTROLS, *SETTINGS)},
     report=report,
     cost_reference="adam",
 )

@@ -139,6 +139,14 @@ def _axes_claims(study: Study) -> list[Claim]:
             f"input above).",
         ),
         Claim(
+            verdict(max(output) < _CURED < max(_kurtosis(study, "no_embeddings"))),
+            f"The embedding tables must be rotated. Kurtosis first / others, output axis: {_show(output)} with them, "
+            f"{_show(_kurtosis(study, 'no_embeddings'))} without; input axis {_show(inputs)} with, "
+            f"{_show(_kurtosis(study, 'input_no_embeddings'))} without; the tables alone "
+            f"{_show(_kurtosis(study, 'embeddings_only'))} (criterion: output below {_CURED} with them, above "
+            f"without).",
+        ),
+        Claim(
             verdict(min(main) > 0),
             f"Both axes cost perplexity against the output axis alone: {spread(main, _percent)} (criterion: worse in "
             f"every seed); kurtosis {_show(both)} against {_show(output)}. With other settings: "

@@ -44,6 +44,7 @@ def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruc
             "both": (before, last),
             "residual": (last if writes else before,),
             "writers": (last,) if writes else (),
+            "none": (),
         }[rotation.axes]
         return RotatedAxes(tuple((axis,) for axis in chosen), stacked=tuple(range(before))) if chosen else None
 
