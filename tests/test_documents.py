@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import subprocess
+import textwrap
 from pathlib import Path
 
 import jax
@@ -20,7 +21,8 @@ README = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    found = re.findall(rf"^( *)```{language}\n(.*?)```", README, re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(block) for _, block in found]
 
 
 def test_readme_opens_with_two_commands_that_stand_alone():
@@ -40,7 +42,7 @@ def test_ci_runs_the_very_test_command_of_the_readme():
 
 
 def test_optimizers_of_the_readme_are_the_same_and_run():
-    (code,) = [block for block in blocks("python") if "orthojax.orthoadam(" in block]
+    (code,) = [block for block in blocks("python") if "from_parts" in block]
     names: dict = {}
     exec(code, names)
     params = {"kernel": jax.random.normal(jax.random.key(0), (8, 16))}
@@ -53,6 +55,17 @@ def test_optimizers_of_the_readme_are_the_same_and_run():
     lion, _ = names["lion"].update(grads, names["lion"].init(params), params)
     plain = optax.scale_by_lion()
     assert not jnp.allclose(lion["kernel"], plain.update(grads, plain.init(params), params)[0]["kernel"])
+
+
+def test_the_readme_shards_the_state_over_the_data_axis():
+    (code,) = [block for block in blocks("python") if "zero1" in block]
+    mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    params = {"kernel": jnp.ones((8, 16))}
+    shardings = {"kernel": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "fsdp"))}
+    names = {"orthojax": orthojax, "params": params, "shardings": shardings, "r": orthojax.Rotation()}
+    exec(code, names)
+    state = jax.jit(names["optimizer"].init, out_shardings=names["state_shardings"])(params)
+    assert state[0].inner.mu["kernel"].addressable_shards[0].data.shape == (2, 8)
 
 
 def test_attention_of_the_readme_runs():

@@ -95,25 +95,34 @@ def orthoadam(
     rotation: Rotation = DEFAULT_ROTATION,
     layer_by_layer: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""OrthoAdam, with decoupled weight decay.
+    r"""OrthoAdam: Adam in a rotated basis, with decoupled weight decay; takes the place of `optax.adamw`.
+
+    For every parameter (and every layer of a stacked one) with its own fixed orthogonal matrix :math:`Q`,
 
     .. math::
-      \theta_t = \theta_{t-1} - \eta_t (s_t + \lambda \theta_{t-1})
+      g'_t &= Q \nabla_\theta L(\theta_{t-1}) \\
+      \mu_t &= \beta_1 \mu_{t-1} + (1 - \beta_1) g'_t \\
+      \nu_t &= \beta_2 \nu_{t-1} + (1 - \beta_2) {g'_t}^2 \\
+      s'_t &= \frac{\mu_t / (1 - \beta_1^t)}{\sqrt{\nu_t / (1 - \beta_2^t) + \bar\varepsilon} + \varepsilon} \\
+      \theta_t &= \theta_{t-1} - \eta_t (Q^T s'_t + \lambda \theta_{t-1})
 
-    where :math:`s_t` comes from `scale_by_orthoadam`. The decay acts in the basis of the parameters, where it is the
-    same.
+    The decay acts in the basis of the parameters, where it is the same. Hyperparameters of AdamW carry over. The state
+    has the bytes of Adam's (with the default rotation), and a step costs two fast transforms of every rotated
+    parameter more than AdamW's, whatever the batch; `scale_by_orthoadam` tells both in full.
 
     Args:
-      learning_rate: A number or a schedule.
-      b1: Decay of the first moment.
-      b2: Decay of the second moment.
-      eps: Added to the root of the second moment.
-      eps_root: Added inside the root.
-      mu_dtype: Dtype of the first moment; None means that of the parameter.
+      learning_rate: A number or a schedule; what is good for Adam is a good start.
+      b1: Decay of the first moment; larger averages over more steps.
+      b2: Decay of the second moment; larger averages over more steps.
+      eps: Added to the root of the second moment; where gradients are far below it the step shrinks, and with it the
+        difference between bases.
+      eps_root: Added inside the root; above 0 it makes the update differentiable at 0.
+      mu_dtype: Dtype of the first moment; None means that of the parameter. bfloat16 saves a quarter of the state.
       weight_decay: Strength of the decay, multiplied by the learning rate; unless it is the constant 0 the update needs
-        `params`.
+        `params`. (The default of `optax.adamw` is 1e-4.)
       mask: Where to decay: a tree of bools, or a function from the parameters to one; None decays all.
-      rotation: Which basis; `describe(rotation, params)` shows it.
+      rotation: Which basis; `describe(rotation, params)` shows it. Kernels are taken for [in, out] and embeddings are
+        found by name; name the axes of other layouts yourself (`Rotation.axes`).
       layer_by_layer: Loop over the layers of stacked parameters, for less temporary memory; see `scale_by_orthoadam`.
 
     Returns:
