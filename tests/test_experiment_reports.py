@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -169,7 +170,14 @@ def test_optimizers_come_in_pairs_that_differ_in_the_basis_alone():
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
+def quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory, quick_compilation):
     text = tmp_path_factory.mktemp("text") / "prose.txt"
     text.write_text("What goes up must come down, unless it is fast enough. " * 60, encoding="utf-8")
     return replace(
