@@ -21,3 +21,11 @@ def x64():
     """Float64 for tests of formulas."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Programs that compile faster than they run: for a module that trains tiny models for a few steps."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

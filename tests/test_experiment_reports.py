@@ -4,7 +4,6 @@ import dataclasses
 import json
 from pathlib import Path
 
-import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -167,13 +166,6 @@ def test_optimizers_come_in_pairs_that_differ_in_the_basis_alone():
 
 
 # What studies measure, with a model that takes a second.
-
-
-@pytest.fixture(scope="module")
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

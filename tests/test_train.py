@@ -35,6 +35,8 @@ from orthojax.train import (
 from orthojax.train.optimizer import decay_mask, learning_rate_schedule, rotated_axes, shared_basis
 from orthojax.train.step import loss_sum_nats, parameter_shapes
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = Config(
     model=ModelConfig(vocab_size=32, max_length=8, d_model=16, num_layers=1, num_heads=2, d_mlp=32, scan_layers=False),
     optim=OptimConfig(optimizer="sgd", learning_rate=0.1, warmup_steps=0, final_learning_rate_fraction=1.0),
@@ -47,13 +49,6 @@ RICH = dataclasses.replace(
     CONFIG.model, norm="layernorm", use_bias=True, normalizer="learned_sink", mlp="swiglu", gated_attention=True,
     tie_embeddings=False,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def tokens(step=0, rows=4, length=9, vocab=32):

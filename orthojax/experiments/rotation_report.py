@@ -177,8 +177,8 @@ def _control_claims(study: Study) -> list[Claim]:
             f"{_CURED}).",
         ),
         Claim(
-            # Equal trajectories need matched initial parameters, which a test has; from others the kurtosis of one vector
-            # of D channels varies by sqrt(24 / D), as that of Gaussian noise does.
+            # Equal trajectories need matched initial parameters, which a test has; from others the kurtosis of one
+            # vector of D channels varies by sqrt(24 / D), as that of Gaussian noise does.
             verdict(max(*fixed, *writers) < _CURED),
             f"A fixed matrix inside the model does what one inside the optimizer does. Kurtosis first / others: "
             f"{_show(fixed)} with Adam and fixed matrices behind what writes to the residual stream, {_show(writers)} "
