@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from orthojax.config import Config
+from orthojax.errors import UserError
 from orthojax.experiments import optimizer_outliers, rotation_ablation
 from orthojax.experiments.base_configs import LANGUAGE_MODEL
 from orthojax.experiments.catalog import EXPERIMENTS
@@ -103,6 +104,21 @@ def test_a_perplexity_that_contradicts_a_claim_of_the_ablation_turns_its_verdict
     assert len(wrong) == 1
     assert claim in wrong[0].text
     plt.close("all")
+
+
+@pytest.mark.parametrize("failed", [{("dct_output", 1)}, {("vanilla", seed) for seed in (0, 1, 2)}, {("adam", 0)}])
+def test_a_run_that_failed_is_told_and_the_others_stay(failed, tmp_path):
+    study = ablation()
+    for row in study.results["rows"]:
+        if (row["variant"], row["seed"]) in failed:
+            row |= {"metrics": {}, "failed": "the loss is not finite at step 3"}
+    report = rotation_ablation.EXPERIMENT.report(study)
+    assert any("not finite at step 3" in text for text in report.summary)
+    assert report.claims == []
+    write_report(report, tmp_path)
+    perplexities = {row[0]: row[1] for row in report.tables[0].rows}
+    assert perplexities["haar, output"].startswith("60.1 (60 to 60.2)")
+    assert (perplexities["softmax, Adam"] == "failed") == (("vanilla", 2) in failed)
 
 
 def test_without_outliers_there_is_nothing_to_cure():
@@ -202,6 +218,10 @@ def test_the_best_learning_rate_of_short_trials_is_taken_and_trials_are_not_repe
     monkeypatch.setattr(learning_rates, "train", lambda *args, **kwargs: pytest.fail("tried again"))
     again = run_study(experiment, "tiny", (0,), tmp_path, tmp_path / "data")
     assert again.results["rows"] == study.results["rows"]
+    other = dataclasses.replace(variant, config=replace(tiny, {"train.batch_size": 8}))
+    changed = dataclasses.replace(experiment, scales={"tiny": lambda: (other,)})
+    with pytest.raises(UserError, match="another config"):
+        run_study(changed, "tiny", (0,), tmp_path, tmp_path / "data")
 
 
 def test_a_trial_is_a_short_run_of_the_same_config(tiny):
@@ -228,6 +248,9 @@ def test_costs_are_measured_relative_to_the_reference_and_kept(tiny, tmp_path, m
     assert costs["haar"]["optimizer_state_bytes"] - costs["adam"]["optimizer_state_bytes"] == stored
     assert costs["haar"]["optimizer_state_bytes"] == optimizer_state_bytes(variants[1].config)
     monkeypatch.setattr(module, "interleaved_seconds", lambda *args: pytest.fail("timed again"))
+    other_runs = {v.name: replace(v.config, {"train.batch_size": 8}) for v in variants}
+    with pytest.raises(pytest.fail.Exception, match="timed again"):
+        module.measure_costs(other_runs, "adam", tmp_path / "costs.json", print)
     assert run_study(experiment, "tiny", (0,), tmp_path, tmp_path / "data").results["costs"] == costs
     assert np.isfinite(study.values("haar", "perplexity")).all()
 

@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 import textwrap
+import zlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orthojax.optim import Rotation, rotate
+from orthojax.optim import RotatedAxes, Rotation, rotate
 
 # sqrt(n) Q x, whose entries are integers: x counts 1, 2, ..., n on every row.
 GOLDEN = {
@@ -67,6 +68,51 @@ def test_the_bases_are_these(seed):
     assert rotated(seed, second_of_two) == GOLDEN[seed]
     with jax.enable_x64(True):
         assert rotated(seed, dtype=jnp.float64) == GOLDEN[seed]
+
+
+def pattern(*shape):
+    return jnp.asarray(np.arange(np.prod(shape)).reshape(shape) * 7919 % 13 - 6.0)
+
+
+def turned(rotation, x):
+    transform, tree = rotate(rotation), {"mlp": {"kernel": x}}
+    return np.asarray(transform.update(tree, transform.init(tree))[0]["mlp"]["kernel"])
+
+
+@pytest.mark.parametrize(
+    ("rotation", "shape", "squared_scale", "checksum"),
+    [
+        (Rotation(), (2, 768), 768, 0xB0853628),
+        (Rotation(), (2, 3072), 3072, 0x6D6BEFE2),
+        (Rotation(axes="both"), (96, 768), 96 * 768, 0xAB1E9774),
+        (Rotation(axes="both", seed=5), (3, 48, 80), 48 * 80, 0x1E41ABDF),
+        (Rotation(axes=lambda path, leaf: RotatedAxes(((0, 2),))), (12, 5, 64), 768, 0xEACB868B),
+        (Rotation("signed_permutation", axes="both"), (24, 131), 1, 0x2838F5E4),
+    ],
+)
+def test_large_bases_of_signs_are_these(rotation, shape, squared_scale, checksum, x64):
+    values = turned(rotation, pattern(*shape)) * np.sqrt(squared_scale)  # integers
+    np.testing.assert_allclose(values, values.round(), atol=1e-9)
+    assert zlib.crc32(values.round().astype("<i8").tobytes()) == checksum
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "values"),
+    [
+        ("hadamard", 1000, [0.5375872022286244, -2.5614449047363865, 1.931257693896781, 0.03305806080186391]),
+        ("hadamard", 131, [-4.543261094637397, 8.3358812661533, -2.9387607106521965, -2.5586022926447023]),
+        ("dct", 131, [-4.543261094637397, 8.3358812661533, -2.9387607106521965, -2.5586022926447023]),
+        ("dct", 768, [-7.216878364870323, -4.732242371887171, -4.763139720814413, -2.337669456492124]),
+    ],
+)
+def test_bases_with_a_cosine_are_these(kind, n, values, x64):
+    row = turned(Rotation(kind), pattern(2, n))[1]
+    np.testing.assert_allclose(row[[0, 1, n // 2, n - 1]], values, atol=1e-11)
+
+
+def test_a_haar_basis_is_this(x64):
+    want = [-0.46304928, 0.70829328, 0.17193932, 0.16323841, -0.47586653, 0.03531479]
+    np.testing.assert_allclose(turned(Rotation("haar", seed=3), jnp.eye(6))[0], want, atol=1e-8)
 
 
 def test_they_are_built_from_the_definition():

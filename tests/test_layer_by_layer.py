@@ -31,7 +31,7 @@ def axes(path, leaf):
     return RotatedAxes(((-2, -1),) if leaf.ndim == 4 else (-2, -1), stacked=tuple(range(leaf.ndim - 2)))
 
 
-def trajectory(optimizer, dtype, steps=4):
+def trajectory(optimizer, dtype, steps=4, gradient_dtype=None):
     params = tree(0, dtype)
     state = optimizer.init(params)
 
@@ -41,8 +41,17 @@ def trajectory(optimizer, dtype, steps=4):
         return optax.apply_updates(params, updates), state
 
     for i in range(steps):
-        params, state = step(params, state, tree(i + 1, dtype))
+        params, state = step(params, state, tree(i + 1, gradient_dtype or dtype))
     return params, state
+
+
+def assert_same(ours, plain, tolerance):
+    assert jax.tree.structure(ours) == jax.tree.structure(plain)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        # A moment in bfloat16 may round to the neighbouring number.
+        rtol = max(tolerance, 0.01 if x.dtype == jnp.bfloat16 else 0.0)
+        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), atol=tolerance, rtol=rtol)
 
 
 @pytest.mark.parametrize(
@@ -62,12 +71,26 @@ def test_the_result_is_that_of_the_plain_way(kind, dtype, tolerance, mu_dtype):
     with jax.enable_x64(dtype == "float64"):
         options = {"weight_decay": 0.1, "mu_dtype": mu_dtype, "rotation": Rotation(kind, axes)}
         plain, ours = (trajectory(orthoadam(1e-2, layer_by_layer=flag, **options), dtype) for flag in (False, True))
-    assert jax.tree.structure(ours) == jax.tree.structure(plain)
-    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        # A moment in bfloat16 may round to the neighbouring number.
-        rtol = max(tolerance, 0.01 if x.dtype == jnp.bfloat16 else 0.0)
-        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), atol=tolerance, rtol=rtol)
+    assert_same(ours, plain, tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_and_hyperparameters_may_be_wider_than_the_parameters(dtype):
+    plain, ours = (
+        trajectory(orthoadam(1e-2, rotation=Rotation(axes=axes), layer_by_layer=flag), dtype, 1, "float32")
+        for flag in (False, True)
+    )
+    assert jax.tree.leaves(ours[1][0].inner.mu)[0].dtype == jnp.float32  # as optax's Adam makes them of such gradients
+    assert_same(ours, plain, 0.02)
+    injected = (
+        trajectory(
+            optax.inject_hyperparams(orthoadam)(1e-2, b1=0.8, rotation=Rotation(axes=axes), layer_by_layer=flag),
+            dtype,
+            1,
+        )
+        for flag in (True, False)
+    )
+    assert_same(*injected, 0.02)
 
 
 @pytest.mark.parametrize("rotation", [Rotation(), Rotation(axes="input"), Rotation("haar", "input")])

@@ -399,11 +399,11 @@ def _rebuilt(state, plain):
 
 
 def test_hadamard_keeps_no_more_than_adam(tmp_path):
-    """State bytes, names and types of the leaves, and bytes on disk."""
-    params = {"mlp": {"kernel": normal(0, 64, 96), "bias": normal(1, 96)}}
+    """Names, types and bytes of the leaves, and bytes on disk, where names and metadata may take 4 kB more."""
+    params = {"mlp": {"kernel": normal(0, 256, 384), "bias": normal(1, 384)}}
     sizes, names = {}, {}
     for name, scaling in (("adam", optax.scale_by_adam()), ("hadamard", scale_by_orthoadam())):
-        state = scaling.init(params)
+        _, state = scaling.update(params, scaling.init(params))  # moments that do not compress
         moments = state if name == "adam" else state.inner
         assert isinstance(moments, optax.ScaleByAdamState)
         names[name] = {
@@ -413,12 +413,10 @@ def test_hadamard_keeps_no_more_than_adam(tmp_path):
         assert len(names[name]) == len(jax.tree.leaves(state))  # nothing beside them
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(tmp_path / name, state)
-            checkpointer.wait_until_finished()
-            arrays = checkpointer.metadata(tmp_path / name).item_metadata.tree
-        leaves = jax.tree.leaves(arrays, is_leaf=lambda x: hasattr(x, "shape"))
-        sizes[name] = sum(int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in leaves if hasattr(x, "shape"))
+        sizes[name] = sum(path.stat().st_size for path in (tmp_path / name).rglob("*") if path.is_file())
     assert names["hadamard"] == names["adam"]
-    assert sizes["hadamard"] == sizes["adam"] == 4 + 2 * 4 * (64 * 96 + 96)
+    assert sizes["adam"] > 1.5 * 4 * 256 * 384
+    assert abs(sizes["hadamard"] - sizes["adam"]) < 0.01 * sizes["adam"] + 4096
 
 
 def test_a_haar_state_reshards():

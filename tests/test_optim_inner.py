@@ -229,6 +229,13 @@ def test_arrays_like_the_parameters_are_refused_where_they_are_used():
         update(in_rotated_basis(inner), curvature=PARAMS)
     update(in_rotated_basis(inner), curvature={"kernel": 1.0})  # a scalar for each array knows no basis
 
+    def nested_fn(updates, state, params=None, *, extras, **unused_extra_args):
+        return jax.tree.map(lambda u, h: u / (1.0 + h), updates, extras["curvature"][1]), state
+
+    nested = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), nested_fn)
+    with pytest.raises(ValueError, match="extra argument 'extras', which lives in the basis"):
+        update(in_rotated_basis(nested), extras={"curvature": (0.5, PARAMS)})
+
 
 @pytest.mark.parametrize(
     ("inner", "search"),

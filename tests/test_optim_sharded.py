@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -446,3 +447,68 @@ def test_states_that_are_not_like_parameters_and_what_is_refused():
     misnamed = scale_by_orthoadam(rotation=Rotation(layout=layout_of(shardings)))
     with pytest.raises(ValueError, match="'kernel' has no sharding in the layout; allowed: b, w"):
         misnamed.init({"kernel": jnp.ones((4, 4))})
+
+
+@pytest.mark.parametrize(("mesh_kind", "kind"), [(AUTO, "hadamard"), (EXPLICIT, "haar")])
+def test_layer_by_layer_turns_the_layers_of_each_shard(mesh_kind, kind, x64):
+    """Split layers need nothing from elsewhere; split rotated axes exchange one layer of one shard at a time."""
+    shapes = {"over_layers/kernel": (8, 16, 24), "over_output/kernel": (3, 16, 24), "whole/kernel": (2, 8, 8)}
+    specs = {
+        "over_layers/kernel": P("fsdp", "tensor"),
+        "over_output/kernel": P(None, None, "fsdp"),
+        "whole/kernel": P(),
+    }
+    trees = [random_tree(shapes, np.float64, seed) for seed in range(4)]
+    want, _, _ = run(orthoadam(1e-2, rotation=Rotation(kind)), trees)
+    mesh = make_mesh((1, 4, 2), mesh_kind)
+    shardings = place_by(mesh, specs, shapes)
+    rotation = Rotation(kind, layout=layout_of(shardings) if mesh_kind == AUTO else None)
+    got, _, hlo = run(orthoadam(1e-2, rotation=rotation, layer_by_layer=True), trees, shardings)
+    assert_close(got, want, 1e-10)
+    assert collectives(hlo) == [("all-to-all", 8 * 16 * 24 // 4)] * 4
+
+
+@pytest.mark.parametrize("mesh_kind", [AUTO, EXPLICIT])
+def test_vmap_over_models_that_are_split_over_the_mesh(mesh_kind, x64):
+    mesh = make_mesh((2, 4), mesh_kind, ("models", "fsdp"))
+    shapes = {"w": {"kernel": (4, 16, 24)}}  # four models
+    shardings = place_by(mesh, {"w": {"kernel": P("models", None, "fsdp")}}, shapes)
+    optimizer = orthoadam(1e-2)
+    trees = [random_tree(shapes, np.float64, seed) for seed in range(2)]
+    step = lambda g, p: optimizer.update(g, optimizer.init(p), p)[0]  # noqa: E731
+    want = jax.vmap(step)(*(jax.tree.map(jnp.asarray, tree) for tree in trees))
+    got = jit(jax.vmap(step))(*(jax.device_put(tree, shardings) for tree in trees))
+    assert_close(got, want, 1e-10)
+
+
+def test_masked_and_partitioned_states_have_shardings():
+    mesh = make_mesh((2, 4), names=("data", "fsdp"))
+    params = {"w": jnp.ones((8, 16)), "b": jnp.ones(8)}
+    shardings = place_by(mesh, {"w": P(None, "fsdp"), "b": P("fsdp")}, {"w": (8, 16), "b": (8,)})
+    for optimizer in (
+        optax.masked(orthoadam(1e-2), {"w": True, "b": False}),
+        optax.partition({"ours": orthoadam(1e-2), "sgd": optax.sgd(0.1)}, {"w": "ours", "b": "sgd"}),
+        in_rotated_basis(optax.contrib.muon(1e-2)),
+    ):
+        found = state_shardings(optimizer, params, shardings)
+        state = jit(optimizer.init, out_shardings=found)(params)
+        moments = [x for x in jax.tree.leaves(state) if x.shape == (8, 16)]
+        assert moments
+        assert all(x.sharding == shardings["w"] for x in moments)
+
+
+def test_a_haar_basis_that_is_split_and_a_layout_that_does_not_divide(x64):
+    mesh = make_mesh((2, 4), EXPLICIT, ("data", "fsdp"))
+    x = random_tree({"w": (8, 16)}, np.float64, 0)
+    transform = rotate(Rotation("haar"))
+    state = transform.init(x)
+    want, _ = transform.update(x, state)
+    rows = NamedSharding(mesh, P("fsdp", None))
+    placed = jax.device_put(x, {"w": NamedSharding(mesh, P(None, "fsdp"))})
+    assert_close(jit(transform.update)(placed, jax.device_put(state, rows))[0], want, 1e-12)
+    uneven = Rotation(layout=lambda path: NamedSharding(mesh, P("fsdp")))
+    with pytest.raises(ValueError, match=r"w: \(6, 8\) does not divide over .*; allowed: multiples of \[4, 1\]"):
+        jax.eval_shape(rotate(uneven).update, {"w": jax.ShapeDtypeStruct((6, 8), jnp.float64)}, rotate(uneven).init({}))
+    for sharding in (None, jax.sharding.SingleDeviceSharding(jax.devices()[0])):
+        with pytest.raises(ValueError, match=r"allowed: a jax\.sharding\.NamedSharding"):
+            zero1(Rotation(), {"w": jnp.ones((8, 16))}, {"w": sharding} if sharding else {"w": "data"})

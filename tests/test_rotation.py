@@ -259,3 +259,47 @@ def test_jitted_init_of_a_haar_basis_with_shardings():
     shardings = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), jax.eval_shape(optimizer.init, params))
     state = jax.jit(optimizer.init, out_shardings=shardings)(params)
     np.testing.assert_array_equal(state[0].basis["w"]["basis_0"], optimizer.init(params)[0].basis["w"]["basis_0"])
+
+
+def test_an_unrolled_parameter_that_is_stacked_itself_has_the_bases_of_its_scanned_form():
+    """Experts or heads inside each layer: slices are counted layer by layer."""
+    x = np.random.default_rng(0).standard_normal((3, 4, 8, 16))
+    turn = lambda tree: rotate().update(tree, rotate().init(tree))[0]  # noqa: E731
+    scanned = turn({"layers": {"query": {"kernel": jnp.asarray(x)}}})["layers"]["query"]["kernel"]
+    for layer in range(3):
+        unrolled = turn({f"layers_{layer}": {"query": {"kernel": jnp.asarray(x[layer])}}})
+        np.testing.assert_array_equal(unrolled[f"layers_{layer}"]["query"]["kernel"], scanned[layer])
+
+
+def test_what_is_no_array_is_left_alone():
+    tree = {"kernel": jnp.ones((4, 8)), "activation": jax.nn.relu, "name": "dense"}
+    assert describe(Rotation(), tree)["activation"] == "left alone: it is no array"
+    params = {"kernel": tree["kernel"], "activation": None, "name": None}
+    optimizer = orthoadam(0.1)
+    updates, _ = optimizer.update(params, optimizer.init(params), tree)  # a whole equinox model, say
+    want, _ = optimizer.update(params, optimizer.init(params), params)
+    np.testing.assert_array_equal(updates["kernel"], want["kernel"])
+
+
+@pytest.mark.parametrize("found", ["output", (), False, (-1,)])
+def test_an_axes_rule_returns_rotated_axes_or_none(found):
+    turn = rotate(Rotation(axes=lambda path, leaf: found))
+    with pytest.raises(TypeError, match=r"kernel: the axes rule returned .*; allowed: RotatedAxes or None"):
+        turn.update({"kernel": jnp.ones((4, 8))}, RotationState(()))
+
+
+def test_mistakes_have_clear_errors():
+    params = {"kernel": jnp.ones((4, 8))}
+    haar, hadamard = rotate(Rotation("haar")), rotate(Rotation())
+    with pytest.raises(ValueError, match="has a haar basis, the rotation is of kind 'hadamard'"):
+        hadamard.update(params, haar.init(params))
+    with pytest.raises(ValueError, match="'kernel' has no basis in the state; allowed: the tree and the kind"):
+        haar.update(params, hadamard.init(params))
+    for wrong in (-1, [0]):
+        with pytest.raises(ValueError, match=r"allowed: (tuples|at least one group)"):
+            RotatedAxes(-1 if wrong == -1 else (0,), stacked=0 if wrong == [0] else ())
+    assert Rotation(seed=np.int64(3)) == Rotation(seed=3)
+    with pytest.raises(TypeError, match=r"b1=Rotation\(.*; allowed: a number; a Rotation is given as rotation="):
+        orthoadam(0.1, Rotation("haar"))
+    with pytest.raises(TypeError, match="rotation='haar'; allowed: a Rotation"):
+        describe("haar", params)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from orthojax.benchmarks.suite import TINY_MODEL
 from orthojax.config import Config, DataConfig, ModelConfig
 from orthojax.model import gpt2
-from orthojax.train.step import parameter_shapes
+from orthojax.train import parameter_shapes
 
 
 @dataclasses.dataclass(frozen=True)

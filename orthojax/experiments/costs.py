@@ -9,7 +9,15 @@ import jax
 import numpy as np
 
 from orthojax.config import Config
-from orthojax.train import init_state, interleaved_seconds, make_train_step, median_ratio, optimizer_state_bytes
+from orthojax.fields import to_json
+from orthojax.train import (
+    init_state,
+    interleaved_seconds,
+    make_train_step,
+    median_ratio,
+    optimizer_state_bytes,
+    write_text,
+)
 
 REPEATS = 15
 
@@ -22,17 +30,18 @@ def measure_costs(
     Args:
       configs: Variant -> its run.
       reference: The variant that ratios refer to.
-      path: JSON file of an earlier measurement of the same variants, which is then returned; else it is written.
+      path: JSON file of an earlier measurement of the same runs, which is then returned; else it is written.
       say: Takes a line of progress.
 
     Returns:
       Variant -> `step_ratio` (median and quartiles of the time of a training step over that of the reference in the
       same repetition), `step_seconds` (median) and `optimizer_state_bytes`.
     """
+    made_for = {name: json.loads(to_json(config)) for name, config in configs.items()}
     if path.exists():
-        costs = json.loads(path.read_text(encoding="utf-8"))
-        if set(costs) == set(configs):
-            return costs
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["configs"] == made_for:
+            return kept["costs"]
     say(f"timing the training step of {len(configs)} variants in turn")
     steps = {name: _stepper(config) for name, config in configs.items()}
     seconds = interleaved_seconds(steps, REPEATS)
@@ -44,7 +53,7 @@ def measure_costs(
         }
         for name, config in configs.items()
     }
-    path.write_text(json.dumps(costs, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps({"costs": costs, "configs": made_for}, indent=2) + "\n")
     return costs
 
 

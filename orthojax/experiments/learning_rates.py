@@ -7,7 +7,7 @@ from pathlib import Path
 
 from orthojax.config import Config
 from orthojax.fields import replace
-from orthojax.train import DivergedError, Inputs, read_metrics, train, write_text
+from orthojax.train import DivergedError, Inputs, check_workdir, read_metrics, train, write_text
 
 TRIAL_STEPS = 200
 
@@ -29,7 +29,7 @@ def trial_config(config: Config, rate: float) -> Config:
 def try_learning_rates(
     config: Config, rates: Sequence[float], folder: Path, inputs: Inputs, on_step: Callable[[str, int, float], None]
 ) -> dict[str, float | None]:
-    """Held-out loss after a short run with each learning rate.
+    """Held-out loss after a short run with each learning rate, of six digits.
 
     Args:
       config: What the trials are shorter runs of.
@@ -38,21 +38,26 @@ def try_learning_rates(
       inputs: Their data.
       on_step: Called with (rate, step, loss) after each step.
 
+    Raises:
+      UserError: Where a trial of another run is there.
+
     Returns:
       Learning rate, as text, -> loss in nats; None where the run diverged.
     """
-    path, names = folder / "losses.json", [f"{rate:g}" for rate in rates]
-    if path.exists() and list(losses := json.loads(path.read_text(encoding="utf-8"))) == names:
+    trials = {name: trial_config(config, float(name)) for name in (f"{rate:g}" for rate in rates)}
+    for name, trial in trials.items():
+        check_workdir(folder / name, trial)
+    path = folder / "losses.json"
+    if path.exists() and list(losses := json.loads(path.read_text(encoding="utf-8"))) == list(trials):
         return losses
     losses = {}
-    for rate, name in zip(rates, names, strict=True):
-        run = folder / name
+    for name, trial in trials.items():
         try:
-            train(trial_config(config, rate), inputs, run, on_step=partial(on_step, name))
+            train(trial, inputs, folder / name, on_step=partial(on_step, name))
         except DivergedError:
             losses[name] = None
         else:
-            lines = read_metrics(run / "metrics.jsonl")
+            lines = read_metrics(folder / name / "metrics.jsonl")
             losses[name] = [line["validation_loss_nats"] for line in lines if "validation_loss_nats" in line][-1]
     write_text(path, json.dumps(losses) + "\n")
     return losses

@@ -1,6 +1,7 @@
 """How `optimizer_outliers` is told."""
 
-from orthojax.experiments import figures, summaries
+from orthojax.config import OptimConfig
+from orthojax.experiments import summaries
 from orthojax.experiments.report import Claim, Picture, Report, Table
 from orthojax.experiments.study import Study, Variant
 from orthojax.experiments.summaries import metric_table, spread, verdict
@@ -14,7 +15,7 @@ _METRICS = {
     "max_abs_rest": "max |x|, others",
     "norm_ratio_rest": "max / l2 norm, others",
 }
-_SETTINGS = {"int8_coarse": "int8 coarse", "int4_zeropoint": "int4 zeropoint"}
+_SETTINGS = ("perplexity_int8_coarse", "perplexity_int4_zeropoint")
 
 _OUTLIERS, _CURED = 4.0, 3.5  # kurtosis above the first is called outliers, below the second cured
 
@@ -33,7 +34,7 @@ def _learning_rates(study: Study) -> Table:
     rows = []
     for row in study.results["rows"]:
         losses = row["learning_rates"]
-        chosen = row["overrides"].get("optim.learning_rate", 1e-3)
+        chosen = row["overrides"].get("optim.learning_rate", OptimConfig().learning_rate)
         rates = list(losses)
         at_edge = f"{chosen:g}" in (rates[0], rates[-1])
         label = next(v.label for v in study.variants if v.name == row["variant"])
@@ -46,14 +47,13 @@ def _quantization(study: Study) -> Table:
     rows = [
         [
             v.label,
-            *(
-                spread(summaries.penalties(study, v.name, f"perplexity_{key}"), lambda value: f"{value:+.2%}")
-                for key in _SETTINGS
-            ),
+            *(spread(summaries.penalties(study, v.name, key), lambda value: f"{value:+.2%}") for key in _SETTINGS),
         ]
         for v in study.variants
     ]
-    return Table("Change of perplexity by quantisation", ["", *_SETTINGS.values()], rows)
+    return Table(
+        "Change of perplexity by quantisation", ["", *(summaries.QUANTIZATION[key] for key in _SETTINGS)], rows
+    )
 
 
 def _claims(study: Study) -> list[Claim]:
@@ -82,20 +82,9 @@ def _claims(study: Study) -> list[Claim]:
 
 
 def _pictures(study: Study) -> list[Picture]:
-    points = {
-        label: [
-            (study.mean(v.name, "perplexity"), _kurtosis(study, v), v.label.removesuffix(", rotated")) for v in group
-        ]
-        for label, group in (
-            ("as it is", [plain for plain, _ in _pairs(study)]),
-            ("in a rotated basis", [rotated for _, rotated in _pairs(study)]),
-        )
-    }
-    figure = figures.scatter(
-        points, x_label="perplexity", y_label="kurtosis, larger of first token and others", y_scale="log",
-        reference=(3.0, "Gaussian"),
-    )  # fmt: skip
-    return [Picture("perplexity_and_kurtosis", "Perplexity and kurtosis of every optimizer.", figure)]
+    groups = zip(("as it is", "in a rotated basis"), zip(*_pairs(study), strict=True), strict=True)
+    points = {label: [(v, _kurtosis(study, v)) for v in group] for label, group in groups}
+    return [summaries.perplexity_and_kurtosis(study, points)]
 
 
 def report(study: Study) -> Report:

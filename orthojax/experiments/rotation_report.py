@@ -18,12 +18,6 @@ _METRICS = {
     "max_abs_rest": "max |x|, others",
     "first_attention_mass": "attention on first token",
 }
-_SETTINGS = {
-    "int8_fine": "int8 fine",
-    "int8_moderate": "int8 moderate",
-    "int8_coarse": "int8 coarse",
-    "int4_zeropoint": "int4 zeropoint",
-}
 _CURED = 3.5
 _DRAWN = ("vanilla", "adam", "hadamard_output", "haar_output", "hadamard_both", "hadamard_input")
 
@@ -38,8 +32,7 @@ def _show(kurtosis: tuple[float, float]) -> str:
 
 def _paired(study: Study, name: str, reference: str) -> list[float]:
     """By which fraction the perplexity of a variant is above that of another, seed by seed."""
-    pairs = zip(study.values(name, "perplexity"), study.values(reference, "perplexity"), strict=True)
-    return [a / b - 1 for a, b in pairs]
+    return [a / b - 1 for a, b in study.pairs(name, reference, "perplexity").values()]
 
 
 def _percent(value: float) -> str:
@@ -53,14 +46,23 @@ def _variant_table(
 
 
 def _tables(study: Study) -> list[Table]:
-    layers = study.by_layer(study.variants[0].name, "kurtosis_first").shape[1]
+    layers = study.variants[0].config.model.num_layers
 
     def by_layer(variant: Variant) -> list[str]:
-        first, rest = (study.by_layer(variant.name, f"kurtosis_{part}").mean(0) for part in ("first", "rest"))
-        return [f"{number(a)} / {number(b)}" for a, b in zip(first, rest, strict=True)]
+        first, rest = (study.by_layer(variant.name, f"kurtosis_{part}") for part in ("first", "rest"))
+        if not first.size:
+            return ["failed"] * layers
+        return [f"{number(a)} / {number(b)}" for a, b in zip(first.mean(0), rest.mean(0), strict=True)]
+
+    def paired(variant: Variant) -> list[str]:
+        pairs = study.pairs(variant.name, "adam", "perplexity")
+        by_seed = [_percent(pairs[seed][0] / pairs[seed][1] - 1) if seed in pairs else "failed" for seed in study.seeds]
+        return [spread(_paired(study, variant.name, "adam"), _percent), *by_seed]
+
+    settings = {key: label for key, label in summaries.QUANTIZATION.items() if key != "perplexity"}
 
     def quantized(variant: Variant) -> list[str]:
-        return [spread(summaries.penalties(study, variant.name, f"perplexity_{key}"), _percent) for key in _SETTINGS]
+        return [spread(summaries.penalties(study, variant.name, key), _percent) for key in settings]
 
     tables = [
         metric_table(study, "Perplexity, outliers, attention", study.variants, _METRICS, rows="variants"),
@@ -70,15 +72,12 @@ def _tables(study: Study) -> list[Table]:
             [f"layer {layer + 1}" for layer in range(layers)],
             by_layer,
         ),
-        _variant_table("Change of perplexity by quantisation", study, list(_SETTINGS.values()), quantized),
+        _variant_table("Change of perplexity by quantisation", study, list(settings.values()), quantized),
         _variant_table(
             "Perplexity relative to softmax-1 with Adam, seed by seed",
             study,
             ["mean (range)", *(f"seed {seed}" for seed in study.seeds)],
-            lambda v: [
-                spread(_paired(study, v.name, "adam"), _percent),
-                *(_percent(value) for value in _paired(study, v.name, "adam")),
-            ],
+            paired,
         ),
     ]
     return [*tables, _cost_table(study)]
@@ -121,14 +120,9 @@ def _cure_claims(study: Study) -> list[Claim]:
 
 def _axes_claims(study: Study) -> list[Claim]:
     output, inputs = _kurtosis(study, "hadamard_output"), _kurtosis(study, "hadamard_input")
-    settings = {"": "", "_warmup_300": "warm-up 300", "_b2_095": "b2 0.95", "_eps_1e-4": "eps 1e-4"}
-    gaps = {
-        words or "as it is": _paired(
-            study, f"both{suffix}" if suffix else "hadamard_both", f"output{suffix}" if suffix else "hadamard_output"
-        )
-        for suffix, words in settings.items()
-    }
-    main = gaps["as it is"]
+    settings = {"warmup_300": "warm-up 300", "b2_095": "b2 0.95", "eps_1e-4": "eps 1e-4"}
+    gaps = {words: _paired(study, f"both_{name}", f"output_{name}") for name, words in settings.items()}
+    main = _paired(study, "hadamard_both", "hadamard_output")
     both = _kurtosis(study, "hadamard_both")
     return [
         Claim(
@@ -150,7 +144,7 @@ def _axes_claims(study: Study) -> list[Claim]:
             verdict(min(main) > 0),
             f"Both axes cost perplexity against the output axis alone: {spread(main, _percent)} (criterion: worse in "
             f"every seed); kurtosis {_show(both)} against {_show(output)}. With other settings: "
-            + ", ".join(f"{words} {spread(values, _percent)}" for words, values in gaps.items() if values is not main)
+            + ", ".join(f"{words} {spread(values, _percent)}" for words, values in gaps.items())
             + ".",
         ),
     ]
@@ -198,16 +192,8 @@ def _pictures(study: Study) -> list[Picture]:
             y_scale="log", reference=(3.0, "Gaussian"), integer_x=True,
         )  # fmt: skip
         pictures.append(Picture(f"kurtosis_{part}_by_layer", f"Kurtosis after each layer, {words}.", figure))
-    points = {
-        "all variants": [
-            (study.mean(v.name, "perplexity"), max(_kurtosis(study, v.name)), v.label) for v in study.variants
-        ]
-    }
-    figure = figures.scatter(
-        points, x_label="perplexity", y_label="kurtosis, larger of first token and others", y_scale="log",
-        reference=(3.0, "Gaussian"),
-    )  # fmt: skip
-    return [*pictures, Picture("perplexity_and_kurtosis", "Perplexity and kurtosis of every variant.", figure)]
+    points = [(v, max(_kurtosis(study, v.name))) for v in study.variants]
+    return [*pictures, summaries.perplexity_and_kurtosis(study, {"all variants": points})]
 
 
 def report(study: Study) -> Report:

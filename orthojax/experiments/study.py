@@ -112,10 +112,19 @@ class Study:
         """The folder of one run."""
         return run_dir(self.workdir, variant, seed)
 
-    def values(self, variant: str, metric: str) -> list[float]:
-        """One metric of one variant, a value for each seed that finished."""
+    def by_seed(self, variant: str, metric: str) -> dict[int, float]:
+        """One metric of one variant, of every seed that finished."""
         rows = [row for row in self.results["rows"] if row["variant"] == variant]
-        return [row["metrics"][metric] for row in rows if metric in row["metrics"]]
+        return {row["seed"]: row["metrics"][metric] for row in rows if metric in row["metrics"]}
+
+    def values(self, variant: str, metric: str) -> list[float]:
+        """The values of `by_seed`."""
+        return list(self.by_seed(variant, metric).values())
+
+    def pairs(self, variant: str, reference: str, metric: str) -> dict[int, tuple[float, float]]:
+        """One metric of two variants, of every seed that both finished."""
+        a, b = self.by_seed(variant, metric), self.by_seed(reference, metric)
+        return {seed: (a[seed], b[seed]) for seed in a if seed in b}
 
     def mean(self, variant: str, metric: str) -> float:
         """The mean of `values`; nan where no seed finished."""

@@ -5,7 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from orthojax.experiments.report import Table, Verdict
+from orthojax.experiments import figures
+from orthojax.experiments.report import Picture, Table, Verdict
 from orthojax.experiments.study import Study, Variant
 from orthojax.train import read_metrics
 
@@ -104,6 +105,21 @@ def penalties(study: Study, variant: str, metric: str) -> list[float]:
     """By which fraction a quantised perplexity is above the float one, for each seed."""
     pairs = zip(study.values(variant, metric), study.values(variant, "perplexity"), strict=True)
     return [quantized / plain - 1 for quantized, plain in pairs]
+
+
+def perplexity_and_kurtosis(study: Study, groups: Mapping[str, Sequence[tuple[Variant, float]]]) -> Picture:
+    """Every variant as a point; groups have (variant, kurtosis)."""
+    points = {
+        label: [
+            (study.mean(v.name, "perplexity"), kurtosis, v.label.removesuffix(", rotated")) for v, kurtosis in group
+        ]
+        for label, group in groups.items()
+    }
+    figure = figures.scatter(
+        points, x_label="perplexity", y_label="kurtosis, larger of first token and others", y_scale="log",
+        reference=(3.0, "Gaussian"),
+    )  # fmt: skip
+    return Picture("perplexity_and_kurtosis", "Perplexity and kurtosis.", figure)
 
 
 def verdict(holds: bool, *, visible: bool = True) -> Verdict:

@@ -36,6 +36,10 @@ class RotatedAxes:
     stacked: tuple[int, ...] = ()
 
     def __post_init__(self):
+        if not isinstance(self.groups, tuple | list) or not isinstance(self.stacked, tuple | list):
+            raise ValueError(
+                f"RotatedAxes(groups={self.groups}, stacked={self.stacked}); allowed: tuples, as in RotatedAxes((-1,))"
+            )
         groups = tuple((group,) if isinstance(group, int) else tuple(group) for group in self.groups)
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "stacked", tuple(self.stacked))
@@ -52,7 +56,7 @@ class RotatedAxes:
         Raises:
           ValueError: Where the parameter has no such axis, or one axis is named in two ways.
         """
-        groups = tuple((group,) if isinstance(group, int) else group for group in self.groups)
+        groups: Any = self.groups  # tuples since __post_init__
         named = [axis for group in (*groups, self.stacked) for axis in group]
         if any(not -ndim <= axis < ndim for axis in named) or len({axis % ndim for axis in named}) < len(named):
             raise ValueError(f"{path}: {self} does not fit a parameter of {ndim} axes; allowed: each of its axes once")
@@ -132,28 +136,27 @@ def leaf_path(keys: tuple[Any, ...]) -> str:
 
 
 def canonical_name(path: str, is_stacked: bool) -> tuple[str, int]:
-    """The name and layer number that identify a basis.
+    """The name and number that identify a basis.
 
-    They are the same for `layers_3/x`, for `layers/3/x` and for slice 3 of a stacked `layers/x`.
+    They are the same for `layers_3/x` and for `layers/3/x`, whose number is 3; and with `number * slices + slice` as
+    the number of each slice along stacked axes, also for slice 3 of a scanned `layers/x`. Parameters whose names differ
+    in nothing else share a basis.
 
     Args:
       path: From `leaf_path`.
-      is_stacked: Whether the parameter has stacked axes, which then supply the layer numbers; its name keeps its
-        digits.
+      is_stacked: Whether the parameter has stacked axes.
 
     Returns:
-      (name, layer). Names of numbered and of stacked parameters end in "/*", so that `w` and `w_0` differ.
+      (name, number). Names of numbered and of stacked parameters end in "/*", so that `w` and `w_0` differ.
 
     >>> canonical_name("layers_3/mlp/kernel", False), canonical_name("layers/3/mlp/kernel", False)
     (('layers/mlp/kernel/*', 3), ('layers/mlp/kernel/*', 3))
     >>> canonical_name("layers/mlp/kernel", True), canonical_name("head/kernel", False)
     (('layers/mlp/kernel/*', 0), ('head/kernel', 0))
     """
-    if is_stacked:
-        return f"{path}/*", 0
     parts = path.split("/")
     for i, part in enumerate(parts):
         if numbered := re.fullmatch(r"(?:(.*)_)?([0-9]+)", part):
             stem = [numbered[1]] if numbered[1] else []
             return "/".join([*parts[:i], *stem, *parts[i + 1 :], "*"]), int(numbered[2]) % 2**32
-    return path, 0
+    return (f"{path}/*" if is_stacked else path), 0

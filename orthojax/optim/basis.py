@@ -60,7 +60,9 @@ def _stored_basis(basis: Any, plan: LeafPlan, i: int) -> jax.Array:
     node = basis
     for part in (*_parts(plan.path), f"basis_{i}"):
         if not isinstance(node, dict) or part not in node:
-            raise ValueError(f"{plan.path!r} has no basis in the state; allowed: the tree that the state was made for")
+            raise ValueError(
+                f"{plan.path!r} has no basis in the state; allowed: the tree and the kind that the state was made for"
+            )
         node = node[part]
     shape = _basis_shape(plan, plan.turns[i])
     if node.shape != shape:

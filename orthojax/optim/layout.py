@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from orthojax.optim.axes import leaf_path
 from orthojax.optim.plan import Rotation, plan_leaf
 
+Names = Sequence[tuple[str, ...]]  # the mesh axes that each dimension is split over
 Undo = Callable[[jax.Array], jax.Array]
 
 
@@ -22,13 +23,13 @@ def dimension_names(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]
     return [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
 
 
-def _canonical(mesh: Any, names: Sequence[tuple[str, ...]], memory_kind: str | None = None) -> NamedSharding:
+def _canonical(mesh: Any, names: Names) -> NamedSharding:
     # jit takes P("x") and P("x", None) for two types and would compile again for its own output, which has the trailing
     # None over Explicit axes and has it not over Auto ones.
     spec = [over[0] if len(over) == 1 else over or None for over in names]
     while spec and spec[-1] is None and AxisType.Explicit not in mesh.axis_types:
         spec.pop()
-    return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=memory_kind)
+    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def known_sharding(x: Any) -> NamedSharding | None:
@@ -48,39 +49,63 @@ def place(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def over_shards(
-    local_fn: Callable[[jax.Array, Any, list[tuple[str, ...]]], jax.Array], x: jax.Array, constants: Any, sharding: Any
-) -> jax.Array:
+def split_sharding(path: str, x: Any, given: Any) -> NamedSharding | None:
+    """How a parameter is split, by its layout or as far as it can be told; None where it is whole.
+
+    Raises:
+      ValueError: For a sharding that does not divide it evenly.
+    """
+    sharding = known_sharding(x) if given is None else given
+    if not isinstance(sharding, NamedSharding) or not any(sharding.spec):
+        return None
+    widths = [math.prod(sharding.mesh.shape[name] for name in over) for over in dimension_names(sharding, x.ndim)]
+    if any(length % width for length, width in zip(x.shape, widths, strict=True)):
+        raise ValueError(f"{path}: {x.shape} does not divide over {sharding.spec}; allowed: multiples of {widths}")
+    return sharding
+
+
+def over_shards(local_fn: Callable[[Any, Any, Names], Any], x: Any, constants: Any, sharding: NamedSharding) -> Any:
     """`local_fn` on every device's shard of x.
 
     Args:
-      local_fn: (shard, constants, mesh axes of each dimension) -> an array like the shard.
-      x: An array that is, or is to be, split as `sharding` says.
+      local_fn: (shard, constants, mesh axes of each dimension) -> what is like the shard.
+      x: An array, or a tuple of arrays of one shape, split as `sharding` says, or to be split so.
       constants: A tree of arrays that every device gets whole.
-      sharding: A NamedSharding that divides x evenly.
+      sharding: Divides x evenly.
 
     Returns:
-      An array like x, split in the same way.
+      What is like x, split in the same way.
     """
-    mesh, names = sharding.mesh, dimension_names(sharding, x.ndim)
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
-    # On a mesh of both kinds, a traced sharding tells about Explicit axes only; the others stay the compiler's.
-    only_explicit = explicit and explicit.issuperset(name for over in names for name in over)
+    first = jax.tree.leaves(x)[0]
+    mesh, names = sharding.mesh, dimension_names(sharding, first.ndim)
+    explicit = AxisType.Explicit in mesh.axis_types
+    # A traced sharding tells about Explicit axes only: others stay the compiler's, and a vmap may have taken some.
+    told = explicit and isinstance(first, jax.core.Tracer)
+    manual = {name for over in names for name in over} if told else set(mesh.axis_names)
+    whole = NamedSharding(mesh, PartitionSpec())
+    constants = jax.tree.map(lambda c: c if known_sharding(c) is None else place(c, whole), constants)
     spec = PartitionSpec(*(over or None for over in names))
     mapped = jax.shard_map(
         lambda shard, whole: local_fn(shard, whole, names),
         mesh=mesh,
         in_specs=(spec, PartitionSpec()),
         out_specs=spec,
-        axis_names=explicit if only_explicit else set(mesh.axis_names),
+        axis_names=manual,
     )
     return mapped(x, constants)
 
 
-def local_slice(constant: jax.Array, names: Sequence[tuple[str, ...]], lengths: Sequence[int]) -> jax.Array:
-    """Inside `over_shards`: the part of a whole array that belongs to this device's shard, along its first axes."""
-    for axis, (over, length) in enumerate(zip(names, lengths, strict=True)):
+def local_slice(constant: Any, stacked: Sequence[int], shape: Sequence[int], names: Names) -> Any:
+    """What belongs to a shard of a whole constant whose first axes are the stacked axes of the parameter.
+
+    Args:
+      constant: [*lengths of the whole stacked axes, ...].
+      stacked: Which axes of the parameter these are.
+      shape: Of the shard.
+      names: Mesh axes that each dimension of the parameter is split over.
+    """
+    for axis, dimension in enumerate(stacked):
+        over, length = names[dimension], shape[dimension]
         if over:
             start = jax.lax.axis_index(over) * length
             constant = jax.lax.dynamic_slice_in_dim(constant, start, length, axis)
@@ -88,7 +113,7 @@ def local_slice(constant: jax.Array, names: Sequence[tuple[str, ...]], lengths: 
 
 
 def gather_axes(
-    x: jax.Array, axes: Sequence[int], stacked: Sequence[int], names: Sequence[tuple[str, ...]]
+    x: jax.Array, axes: Sequence[int], stacked: Sequence[int], names: Names
 ) -> tuple[jax.Array, list[tuple[str, ...]], Undo]:
     """Inside `over_shards`: makes `axes` whole on every device, by an all-to-all that splits another axis instead.
 
@@ -100,7 +125,7 @@ def gather_axes(
       x: The shard of one device.
       axes: What must be whole.
       stacked: Axes that must not be padded.
-      names: Mesh axes that each dimension is split over.
+      names: Mesh axes that each dimension is split over; where none is, nothing is done, outside of shards too.
 
     Returns:
       The moved shard, the mesh axes of its dimensions, and the function that moves an array of that shape back.
@@ -162,6 +187,11 @@ def layout_of(shardings: Any) -> Callable[[str], jax.sharding.Sharding | None]:
     return layout
 
 
+def _require_named(sharding: Any, path: str) -> None:
+    if not isinstance(sharding, NamedSharding):
+        raise ValueError(f"{path}: its sharding is {sharding!r}; allowed: a jax.sharding.NamedSharding")
+
+
 def zero1(rotation: Rotation, params: optax.Params, shardings: Any, axis: str = "data") -> Any:
     """Shardings of the moments that split them over the data axis of the mesh too (ZeRO stage 1).
 
@@ -190,6 +220,7 @@ def zero1(rotation: Rotation, params: optax.Params, shardings: Any, axis: str = 
     """
 
     def split(keys: tuple[Any, ...], leaf: Any, sharding: NamedSharding) -> NamedSharding:
+        _require_named(sharding, leaf_path(keys))
         mesh, names = sharding.mesh, dimension_names(sharding, len(leaf.shape))
         if axis not in mesh.shape:
             raise ValueError(f"zero1 axis={axis!r}; allowed: an axis of the mesh, {', '.join(mesh.axis_names)}")
@@ -200,7 +231,7 @@ def zero1(rotation: Rotation, params: optax.Params, shardings: Any, axis: str = 
             return sharding
         chosen = max(free, key=lambda d: (d not in rotated, not names[d], leaf.shape[d]))
         names[chosen] += (axis,)
-        return _canonical(mesh, names, sharding.memory_kind)
+        return _canonical(mesh, names)
 
     return jax.tree_util.tree_map_with_path(split, params, shardings)
 
@@ -231,6 +262,8 @@ def state_shardings(optimizer: optax.GradientTransformation, params: optax.Param
       P('data',) P()
       >>> state = jax.jit(optimizer.init, out_shardings=found)(params)
     """
+    for keys, sharding in jax.tree_util.tree_leaves_with_path(shardings):
+        _require_named(sharding, leaf_path(keys))
     meshes = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
     if len(meshes) != 1:
         raise ValueError(f"state_shardings got {len(meshes)} meshes; allowed: one for all parameters")
@@ -239,10 +272,12 @@ def state_shardings(optimizer: optax.GradientTransformation, params: optax.Param
     def everywhere(x: Any) -> NamedSharding:
         return _canonical(mesh, [()] * len(x.shape))
 
-    def of_moment(moment: Any, param: Any, sharding: NamedSharding) -> NamedSharding:
+    def of_moment(moment: Any, param: Any, sharding: NamedSharding) -> Any:
+        if isinstance(moment, optax.MaskedNode):
+            return moment
         if moment.shape != jnp.shape(param):
             return everywhere(moment)
-        return _canonical(mesh, dimension_names(sharding, len(moment.shape)), sharding.memory_kind)
+        return _canonical(mesh, dimension_names(sharding, len(moment.shape)))
 
     return optax.tree.map_params(
         optimizer,
@@ -251,4 +286,5 @@ def state_shardings(optimizer: optax.GradientTransformation, params: optax.Param
         params,
         shardings,
         transform_non_params=lambda subtree: jax.tree.map(everywhere, subtree),
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
     )

@@ -1,5 +1,6 @@
 """OrthoAdam: Adam whose moments live in a rotated basis."""
 
+import functools
 from typing import Any
 
 import jax
@@ -41,8 +42,8 @@ def scale_by_orthoadam(
       eps_root: Added inside the root.
       mu_dtype: Dtype of the first moment; None means that of the parameter.
       rotation: Which basis.
-      layer_by_layer: Go through a stacked parameter with a loop over its layers; same state, same result. See Memory
-        and cost.
+      layer_by_layer: Go through a stacked parameter with a loop over its layers (over each of its slices, where
+        several axes are stacked); same state, same result, on a mesh too. See Memory and cost.
 
     Returns:
       A transformation with a `RotatedState` whose `inner` is Adam's state: arrays `mu` and `nu` of the parameters'
@@ -69,14 +70,18 @@ def scale_by_orthoadam(
       A gradient that is exactly 0 in the rotated basis becomes rounding noise, which Adam amplifies to a step of full
       size; gradients of real data are not of this kind, an all-ones test gradient under `hadamard` is.
     """
-    adam = optax.scale_by_adam(b1, b2, eps, eps_root, mu_dtype=mu_dtype)
-    plain = in_rotated_basis(adam, rotation)
+    hyperparams: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
+    for name, value in hyperparams.items():
+        if isinstance(value, Rotation):
+            raise TypeError(f"{name}={value!r}; allowed: a number; a Rotation is given as rotation=...")
+    make_adam = functools.partial(optax.scale_by_adam, mu_dtype=mu_dtype)
+    plain = in_rotated_basis(make_adam(**hyperparams), rotation)
     if not layer_by_layer:
         return plain
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
-        scaled, inner = update_layer_by_layer(adam, rotation, updates, state.basis, state.inner)
+        scaled, inner = update_layer_by_layer(make_adam, hyperparams, rotation, updates, state.basis, state.inner)
         return scaled, RotatedState(state.basis, inner)
 
     return optax.GradientTransformationExtraArgs(plain.init, update_fn)

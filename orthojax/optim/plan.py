@@ -8,8 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from orthojax.optim.axes import AxesRule, GenericAxes, canonical_name, generic_axes_or_reason, leaf_path
+from orthojax.optim.axes import AxesRule, GenericAxes, RotatedAxes, canonical_name, generic_axes_or_reason, leaf_path
 
 Kind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
 Scope = Literal["layer", "parameter", "tree"]
@@ -23,7 +24,9 @@ class Rotation:
     """Which orthogonal matrix Q, on which axes of which parameter.
 
     Every parameter, and every layer of a stacked one, has its own Q, which is a function of (seed, name, layer) alone:
-    the same on every machine and mesh, and the same for scanned and unrolled layers. Renaming a module changes its Q.
+    the same on every machine and mesh (`haar` up to the rounding of LAPACK), and the same for scanned and unrolled
+    layers. Renaming a module changes its Q; two names that differ in how they are numbered alone (`a_0/w`, `a/0/w`)
+    share one.
 
     Attributes:
       kind: `hadamard`: a fixed Hadamard transform after random signs (sizes that Sylvester's and Paley's
@@ -41,7 +44,8 @@ class Rotation:
         tell us, so give it there if rotated axes are split: else whole axes of them may travel. Explicit axes need
         none but for `zero1`. A rotated axis that is split is turned between two all-to-alls of one shard (details in
         `layout.gather_axes`), one that is whole without communication: moments whose layout keeps the rotated axis
-        whole halve what travels. The basis never depends on the mesh.
+        whole halve what travels. The basis never depends on the mesh. Inside a `shard_map` of your own an array counts
+        as the whole parameter: keep rotated axes whole there.
 
     Raises:
       ValueError: For a value that is not allowed.
@@ -61,8 +65,10 @@ class Rotation:
             if value not in names and not (name == "axes" and callable(value)):
                 extra = " or a function (path, shape) -> RotatedAxes | None" if name == "axes" else ""
                 raise ValueError(f"Rotation {name}={value!r}; allowed: {', '.join(names)}{extra}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
+        integer = isinstance(self.seed, int | np.integer) and not isinstance(self.seed, bool)
+        if not integer or not 0 <= self.seed < 2**32:
             raise ValueError(f"Rotation seed={self.seed!r}; allowed: an integer 0 to 2**32 - 1")
+        object.__setattr__(self, "seed", int(self.seed))
         if self.layout is not None and not callable(self.layout):
             raise ValueError(f"Rotation layout={self.layout!r}; allowed: None or a function path -> Sharding | None")
 
@@ -108,9 +114,13 @@ def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> LeafPlan:
       leaf: An array, a scalar or a jax.ShapeDtypeStruct.
 
     Raises:
+      TypeError: For a rule that returns something else.
       ValueError: For axes that the parameter does not have, or haar matrices over 8 times its size.
     """
-    path, shape = leaf_path(keys), jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+    path = leaf_path(keys)
+    if not hasattr(leaf, "shape") and not isinstance(leaf, int | float | complex):
+        return LeafPlan(path, (), (), (), ("it is no array",))
+    shape = jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
     if rotation.kind == "identity":
         found = "the rotation is the identity"
     elif not jnp.issubdtype(shape.dtype, jnp.floating):
@@ -118,7 +128,10 @@ def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> LeafPlan:
     elif shape.size == 0:
         found = "it is empty"
     elif callable(rotation.axes):
-        found = rotation.axes(path, shape) or "the axes rule says so"
+        found = rotation.axes(path, shape)
+        if found is not None and not isinstance(found, RotatedAxes):
+            raise TypeError(f"{path}: the axes rule returned {found!r}; allowed: RotatedAxes or None")
+        found = "the axes rule says so" if found is None else found
     else:
         found = generic_axes_or_reason(path, shape, rotation.axes)
     if isinstance(found, str):
@@ -127,7 +140,8 @@ def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> LeafPlan:
     groups, stacked = found.of(path, len(shape.shape))
     name, layer = canonical_name(path, bool(stacked))
     stacked_shape = tuple(shape.shape[axis] for axis in stacked)
-    layers = tuple(range(math.prod(stacked_shape))) if stacked else (layer,)
+    slices = math.prod(stacked_shape)
+    layers = tuple(layer * slices + i for i in range(slices)) if stacked else (layer,)
     if rotation.scope != "layer":
         stacked, stacked_shape, layers = (), (), (0,)
     turns, left_alone = [], []

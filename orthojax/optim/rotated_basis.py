@@ -62,13 +62,19 @@ def _guarded(extra_args: dict[str, Any], rotation: Rotation, updates: optax.Upda
     leaves = jax.tree_util.tree_leaves_with_path(updates)
     if not any(plan_leaf(rotation, keys, leaf).turns for keys, leaf in leaves):
         return extra_args
-    outline, guarded = _outline(updates), dict(extra_args)
-    for name, value in extra_args.items():
+    outline = _outline(updates)
+
+    def guard(name: str, value: Any) -> Any:
         if callable(value):
-            guarded[name] = _InOtherBasis(name)
-        elif _outline(value) == outline:
-            guarded[name] = jax.tree.map(lambda _, name=name: _InOtherBasis(name), value)
-    return guarded
+            return _InOtherBasis(name)
+        if _outline(value) == outline:
+            return jax.tree.map(lambda _: _InOtherBasis(name), value)
+        if isinstance(value, dict):
+            return {key: guard(name, inner) for key, inner in value.items()}
+        plain = type(value) in (list, tuple)
+        return type(value)(guard(name, inner) for inner in value) if plain else value
+
+    return {name: guard(name, value) for name, value in extra_args.items()}
 
 
 def in_rotated_basis(
@@ -86,7 +92,8 @@ def in_rotated_basis(
       inner: Sees gradients and parameters in the rotated basis, at init and at update, and keeps its state there:
         what reads parameters out of the state (schedule_free_eval_params) belongs outside, around this one. Extra
         arguments of the update are passed on; one that lives in the basis of the parameters (a function, or a tree
-        like the parameters, as line searches take) must not be used by it.
+        like the parameters, as line searches take) must not be used by it. A constraint on single parameters
+        (keep_params_nonnegative) would act on rotated ones: put it outside.
       rotation: Which basis.
 
     Returns:

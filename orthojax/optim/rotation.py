@@ -37,8 +37,12 @@ def apply_rotation(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool
       A tree of the same shapes and dtypes. Computed in at least float32.
 
     Raises:
-      ValueError: Where `basis` was made for another tree.
+      ValueError: Where `basis` was made for another tree or kind.
     """
+    if rotation.kind != "haar" and jax.tree.leaves(basis):
+        raise ValueError(
+            f"the state has a haar basis, the rotation is of kind {rotation.kind!r}; allowed: the same kind"
+        )
 
     def leaf_fn(keys: tuple[Any, ...], leaf: Any, wanted: Any = None) -> Any:
         plan = plan_leaf(rotation, keys, leaf)
@@ -54,7 +58,7 @@ def _transformation(rotation: Rotation, transpose: bool) -> optax.GradientTransf
         return RotationState(init_basis(rotation, params))
 
     def update_fn(updates, state, params=None):
-        like = params if transpose else None
+        like = params if transpose and rotation.layout is not None else None
         return apply_rotation(rotation, updates, state.basis, transpose=transpose, like=like), state
 
     return optax.GradientTransformation(init_fn, update_fn)
@@ -108,6 +112,7 @@ def describe(rotation: Rotation, params: optax.Params) -> dict[str, str]:
     >>> describe(Rotation(), {"kernel": jnp.zeros((8, 1000))})
     {'kernel': 'axes (1,): hadamard 1000 = 25 (cosine) x 40'}
     """
+    require_rotation(rotation)
     report = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
         plan = plan_leaf(rotation, keys, leaf)

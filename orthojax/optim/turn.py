@@ -53,35 +53,39 @@ def _turn_group(
     return y if adjacent else jnp.moveaxis(y, there, turn.axes)
 
 
+def turn_shard(
+    x: jax.Array, plan: LeafPlan, kind: Kind, constants: Any, names: layout.Names, transpose: bool = False
+) -> jax.Array:
+    """Q, or Q^T, on the shard that one device has of a parameter, or on the whole of it.
+
+    Args:
+      x: The shard; outside of `layout.over_shards` the whole parameter.
+      plan: Of the whole parameter.
+      kind: Of the rotation.
+      constants: Of the whole parameter, from `turn_constants`.
+      names: Mesh axes that each dimension is split over.
+      transpose: Turn back.
+
+    Returns:
+      An array like x. Computed in at least float32.
+    """
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    for turn, whole in zip(plan.turns, constants, strict=True):
+        moved, over, back = layout.gather_axes(y, turn.axes, plan.stacked, names)
+        mine = tuple(layout.local_slice(c, plan.stacked, moved.shape, over) for c in whole)
+        y = back(_turn_group(moved, plan, turn, kind, mine, transpose))
+    return y.astype(x.dtype)
+
+
 # Jitted, so that outside of jit too the shards are turned by one program, compiled once for each shape.
 @functools.partial(jax.jit, static_argnames=("plan", "kind", "sharding", "transpose"), inline=True)
 def _turn_sharded(
     x: jax.Array, constants: Any, plan: LeafPlan, kind: Kind, sharding: jax.sharding.NamedSharding, transpose: bool
 ) -> jax.Array:
-    """Every turn of a parameter that is split as `sharding` says; the result is split in the same way."""
-
-    def local_fn(shard, constants, names):
-        for turn, whole in zip(plan.turns, constants, strict=True):
-            moved, over, back = layout.gather_axes(shard, turn.axes, plan.stacked, names)
-            lengths = [moved.shape[axis] for axis in plan.stacked]
-            mine = tuple(layout.local_slice(c, [over[axis] for axis in plan.stacked], lengths) for c in whole)
-            shard = back(_turn_group(moved, plan, turn, kind, mine, transpose))
-        return shard
+    def local_fn(shard: jax.Array, constants: Any, names: layout.Names) -> jax.Array:
+        return turn_shard(shard, plan, kind, constants, names, transpose)
 
     return layout.over_shards(local_fn, x, constants, sharding)
-
-
-def _turn_leaf(
-    rotation: Rotation, plan: LeafPlan, x: jax.Array, sharding: Any, basis: Any, transpose: bool
-) -> jax.Array:
-    constants = turn_constants(rotation, plan, basis, transpose)
-    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    if isinstance(sharding, jax.sharding.NamedSharding) and any(sharding.spec):
-        y = _turn_sharded(y, constants, plan, rotation.kind, sharding, transpose)
-    else:
-        for turn, mine in zip(plan.turns, constants, strict=True):
-            y = _turn_group(y, plan, turn, rotation.kind, mine, transpose)
-    return y.astype(x.dtype)
 
 
 def turn_whole(
@@ -92,22 +96,13 @@ def turn_whole(
     if not plan.turns and given is None:
         return leaf
     x = jnp.asarray(leaf)
+    sharding = layout.split_sharding(plan.path, x, given)
     x = x if given is None else layout.place(x, given)
     if plan.turns:
-        x = _turn_leaf(rotation, plan, x, given or layout.known_sharding(x), basis, transpose)
+        constants = turn_constants(rotation, plan, basis, transpose)
+        if sharding is None:
+            x = turn_shard(x, plan, rotation.kind, constants, [()] * x.ndim, transpose)
+        else:
+            x = _turn_sharded(x, constants, plan, rotation.kind, sharding, transpose)
     after = None if given is None else layout.known_sharding(like)
     return x if after is None else layout.place(x, after)
-
-
-def turn_one_layer(
-    rotation: Rotation, plan: LeafPlan, x: jax.Array, basis: Any, layer: Any, *, transpose: bool = False
-) -> jax.Array:
-    """Q, or Q^T, on one layer x of a parameter whose first axes are stacked; `layer`, row-major, may be traced."""
-    k = len(plan.stacked)
-    alone = plan._replace(stacked=(), stacked_shape=())
-    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    for turn, constants in zip(plan.turns, turn_constants(rotation, plan, basis, transpose), strict=True):
-        mine = tuple(jnp.asarray(c).reshape(-1, *c.shape[k:])[layer] for c in constants)
-        moved = turn._replace(axes=tuple(axis - k for axis in turn.axes))
-        y = _turn_group(y, alone, moved, rotation.kind, mine, transpose)
-    return y.astype(x.dtype)

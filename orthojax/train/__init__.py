@@ -16,7 +16,14 @@ from orthojax.train.loop import DivergedError, check_workdir, prepare_workdir, t
 from orthojax.train.metric_writer import read_metrics
 from orthojax.train.optimizer import make_optimizer, make_rotation
 from orthojax.train.provenance import environment
-from orthojax.train.step import StepMetrics, TrainState, init_state, make_train_step, optimizer_state_bytes
+from orthojax.train.step import (
+    StepMetrics,
+    TrainState,
+    init_state,
+    make_train_step,
+    optimizer_state_bytes,
+    parameter_shapes,
+)
 from orthojax.train.timing import Spread, interleaved_seconds, median_ratio, spread
 
 __all__ = [
@@ -42,6 +49,7 @@ __all__ = [
     "median_ratio",
     "open_inputs",
     "optimizer_state_bytes",
+    "parameter_shapes",
     "prepare_workdir",
     "read_config",
     "read_json_item",
