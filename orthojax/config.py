@@ -25,7 +25,7 @@ RotationScope = Literal["layer", "parameter", "tree"]
 RotationAxes = Literal["output", "input", "both", "residual", "writers", "none"]
 OptimizerName = Literal[
     "adam", "orthoadam", "rmsprop", "sgd", "adagrad", "adamax", "amsgrad", "adabelief", "adafactor", "lion", "signum",
-    "lamb", "novograd", "muon",
+    "lamb", "novograd", "ademamix", "muon",
 ]  # fmt: skip
 
 

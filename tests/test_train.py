@@ -218,6 +218,7 @@ OPTIMIZERS = {
     "signum": ({"optimizer": "signum", "momentum": 0.7}, lambda c: [optax.trace(0.7), optax.scale_by_sign()]),
     "lamb": ({"optimizer": "lamb"}, lambda c: [optax.scale_by_adam(0.8, 0.95, 1e-6), optax.scale_by_trust_ratio()]),
     "novograd": ({"optimizer": "novograd"}, lambda c: [optax.scale_by_novograd(0.8, 0.95, 1e-6)]),
+    "ademamix": ({"optimizer": "ademamix"}, lambda c: [optax.contrib.scale_by_ademamix(0.8, 0.95, eps=1e-6)]),
     "muon": (
         {"optimizer": "muon", "momentum": 0.7},
         lambda c: [

@@ -21,6 +21,7 @@ OPTIMIZERS = {
     "signum": ("Signum", {"momentum": 0.9}, 5e-4),
     "lamb": ("LAMB", {}, 1e-2),
     "novograd": ("NovoGrad", {"b2": 0.98}, 0.1),
+    "ademamix": ("AdEMAMix", {}, 2e-3),
     "muon": ("Muon", {"momentum": 0.95}, 1e-2),
 }
 

@@ -124,6 +124,7 @@ def _scaling(config: OptimConfig) -> optax.GradientTransformation:
         "signum": lambda: optax.chain(optax.trace(config.momentum), optax.scale_by_sign()),
         "lamb": lambda: optax.chain(adam, optax.scale_by_trust_ratio()),
         "novograd": lambda: optax.scale_by_novograd(b1, b2, eps),
+        "ademamix": lambda: optax.contrib.scale_by_ademamix(b1, b2, eps=eps),
         "muon": lambda: _muon(config),
     }
     if config.optimizer == "orthoadam":
