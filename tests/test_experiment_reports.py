@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -69,6 +70,9 @@ def test_the_ablation_report_tells_every_variant_and_every_claim_with_its_criter
     assert all("criterion" in claim.text for claim in report.claims)
     write_report(report, tmp_path)
     assert (tmp_path / "figures/perplexity_and_kurtosis.svg").stat().st_size > 1000
+    for line in (tmp_path / "report.md").read_text().splitlines():
+        if line.startswith("| "):  # a bar inside a cell is no border, in headings too
+            assert len(re.findall(r"(?<!\\)\|", line)) - 1 in {len(table.columns) for table in report.tables}
     plt.close("all")
 
 

@@ -107,7 +107,7 @@ def _markdown(report: Report) -> str:
         parts.append("## What held and what did not")
         parts.append("\n".join(f"- **{claim.verdict}**: {claim.text}" for claim in report.claims))
     for table in report.tables:
-        head = "| " + " | ".join(table.columns) + " |"
+        head = "| " + " | ".join(cell.replace("|", "\\|") for cell in table.columns) + " |"
         rule = "|" + "|".join(["---"] + ["---:"] * (len(table.columns) - 1)) + "|"
         body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table.rows]
         parts.append("\n".join([f"**{table.caption}**", "", head, rule, *body]))
