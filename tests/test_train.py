@@ -287,7 +287,7 @@ def test_three_steps_equal_a_chain_built_by_hand(name, clip):
 
 def test_the_optimizers_differ():
     results = [
-        three_steps(make_optimizer(OptimConfig(warmup_steps=0, **changes), 10), random_tree(0))
+        three_steps(make_optimizer(OptimConfig(learning_rate=0.1, warmup_steps=0, **changes), 10), random_tree(0))
         for changes, _ in OPTIMIZERS.values()
     ]
     kernels = [np.asarray(result["layers_0"]["mlp"]["input"]["kernel"]) for result in results]
