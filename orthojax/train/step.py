@@ -1,5 +1,6 @@
 """The pure training step and its state."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from orthojax.config import Config, ModelConfig
+from orthojax.fields import replace
 from orthojax.model import Transformer
 from orthojax.ops.losses import cross_entropy_nats
 from orthojax.train.optimizer import make_optimizer
@@ -77,8 +79,16 @@ def optimizer_state_bytes(config: Config) -> int:
     )
 
 
-def init_state(config: Config) -> TrainState:
-    """The state before the first step; parameters depend on `train.seed` and the model only."""
+# Runs that differ in their seeds alone, as those of a study, share their compiled programs.
+
+
+def _program(config: Config) -> Config:
+    """What the compiled programs of a run depend on."""
+    return replace(config, {"train.seed": 0, "data.seed": 0})
+
+
+@functools.lru_cache(maxsize=32)
+def _jitted_init(config: Config) -> Callable[[jax.Array], TrainState]:
     optimizer = make_optimizer(config.optim, config.train.steps)
 
     @jax.jit
@@ -86,11 +96,11 @@ def init_state(config: Config) -> TrainState:
         params = _init_params(config, key)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
-    return init(jax.random.key(config.train.seed))
+    return init
 
 
-def make_train_step(config: Config) -> Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]:
-    """The jitted step (state, tokens int32 [B, T + 1]) -> (state, metrics); it takes over the state's memory."""
+@functools.lru_cache(maxsize=32)
+def _jitted_train_step(config: Config) -> Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]:
     model = Transformer(config.model)
     optimizer = make_optimizer(config.optim, config.train.steps)
 
@@ -105,3 +115,13 @@ def make_train_step(config: Config) -> Callable[[TrainState, jax.Array], tuple[T
         return TrainState(state.step + 1, params, opt_state), StepMetrics(total, count, optax.tree.norm(grads))
 
     return jax.jit(train_step, donate_argnums=0)
+
+
+def init_state(config: Config) -> TrainState:
+    """The state before the first step; parameters depend on `train.seed` and the model only."""
+    return _jitted_init(_program(config))(jax.random.key(config.train.seed))
+
+
+def make_train_step(config: Config) -> Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]:
+    """The jitted step (state, tokens int32 [B, T + 1]) -> (state, metrics); it takes over the state's memory."""
+    return _jitted_train_step(_program(config))
