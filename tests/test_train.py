@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import io
+import itertools
 import math
 import re
 
@@ -286,12 +287,17 @@ def test_three_steps_equal_a_chain_built_by_hand(name, clip):
 
 
 def test_the_optimizers_differ():
-    results = [
-        three_steps(make_optimizer(OptimConfig(learning_rate=0.1, warmup_steps=0, **changes), 10), random_tree(0))
-        for changes, _ in OPTIMIZERS.values()
-    ]
-    kernels = [np.asarray(result["layers_0"]["mlp"]["input"]["kernel"]) for result in results]
-    assert all(np.max(np.abs(a - b)) > 1e-5 for i, a in enumerate(kernels) for b in kernels[:i])
+    kernels = {
+        name: np.asarray(
+            three_steps(make_optimizer(OptimConfig(warmup_steps=0, **changes), 10), random_tree(0))
+            ["layers_0"]["mlp"]["input"]["kernel"]
+        )
+        for name, (changes, _) in OPTIMIZERS.items()
+    }  # fmt: skip
+    for a, b in itertools.combinations(kernels, 2):
+        # After three steps the slow momentum of AdEMAMix, of 1e4 steps, has hardly begun to differ from Adam.
+        least = 1e-7 if {a, b} == {"adam", "ademamix"} else 1e-5
+        assert np.max(np.abs(kernels[a] - kernels[b])) > least, (a, b)
 
 
 def test_rmsprop_is_the_gradient_over_the_root_of_its_second_moment():

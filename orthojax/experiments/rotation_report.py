@@ -171,14 +171,12 @@ def _control_claims(study: Study) -> list[Claim]:
             f"{_CURED}).",
         ),
         Claim(
-            # Equal trajectories need matched initial parameters, which a test has; from others the kurtosis of one
-            # vector of D channels varies by sqrt(24 / D), as that of Gaussian noise does.
-            verdict(max(*fixed, *writers) < _CURED),
+            verdict(max(abs(np.log(np.divide(fixed, writers)))) < 0.1),
             f"A fixed matrix inside the model does what one inside the optimizer does. Kurtosis first / others: "
             f"{_show(fixed)} with Adam and fixed matrices behind what writes to the residual stream, {_show(writers)} "
             f"with OrthoAdam on the same parts; perplexity "
-            f"{spread(_paired(study, 'fixed_in_model', 'hadamard_writers'), _percent)} (criterion: both below "
-            f"{_CURED}).",
+            f"{spread(_paired(study, 'fixed_in_model', 'hadamard_writers'), _percent)} (criterion: kurtosis "
+            f"within 10%).",
         ),
     ]
 
