@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -121,6 +122,7 @@ def _fail(error: BaseException) -> NoReturn:
     lines = [line for line in str(error).splitlines() if line.strip()][:3]
     print("\n".join(["error: " + lines[0], *(f"  {line}" for line in lines[1:])]), file=sys.stderr)
     atexit.unregister(_print_held_back)
+    warnings.simplefilter("ignore")  # Orbax leaves coroutines behind when a write fails
     sys.exit(2)
 
 
