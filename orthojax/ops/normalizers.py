@@ -233,3 +233,23 @@ def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array
     if normalizer.shape != (heads,):
         raise ValueError(f"sink logits have shape {normalizer.shape}; expected one for each head, ({heads},)")
     return softmax_with_sink(logits, jnp.asarray(normalizer)[None, :, None, None], where=where)
+
+
+def sink_logit(normalizer: Normalizer) -> float | jax.Array | None:
+    """The logit a of normalizers that are exp(x_i) / (exp(a) + sum_j exp(x_j)): what fused kernels can compute.
+
+    Args:
+      normalizer: As for `apply_normalizer`.
+
+    Returns:
+      0.0 for "softmax1", log n for a number n, the array itself for an array, -inf for "softmax" (no sink), and None
+      where a normalizer is none of these.
+
+    >>> sink_logit("softmax1"), sink_logit("softmax"), sink_logit("relu")
+    (0.0, -inf, None)
+    """
+    if isinstance(normalizer, str):
+        return {"softmax1": 0.0, "softmax": -math.inf}.get(normalizer)
+    if isinstance(normalizer, jax.Array | np.ndarray):
+        return jnp.asarray(normalizer)
+    return math.log(normalizer) if normalizer else -math.inf

@@ -1,0 +1,81 @@
+"""Which implementation computes an attention."""
+
+import contextlib
+import contextvars
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Literal, get_args
+
+import jax
+
+from orthojax.ops.attention.inputs import AttentionInputs
+
+Implementation = Literal["xla", "xla_chunked", "cudnn", "splash"]
+
+_KERNELS = {"gpu": "cudnn", "tpu": "splash"}
+# From this size on of [B, N, T, S] weights in float32, they are made one chunk of queries at a time.
+_LARGEST_WEIGHTS_BYTES = 2**30
+
+_fallback_forbidden = contextvars.ContextVar("_fallback_forbidden", default=False)
+
+
+@contextlib.contextmanager
+def forbid_fallback() -> Iterator[None]:
+    """Within it, `implementation=None` is the vendor's kernel or an error, on a platform that has one.
+
+    For benchmarks. It holds while functions are traced; what was compiled before stays as it is.
+
+    >>> with forbid_fallback():
+    ...     pass
+    """
+    token = _fallback_forbidden.set(True)
+    try:
+        yield
+    finally:
+        _fallback_forbidden.reset(token)
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"orthojax.ops.attention.{name}")  # a kernel's module may take a second to import
+
+
+@functools.cache  # one warning for each reason
+def _warn(kernel: str, reason: str) -> None:
+    warnings.warn(f"attention falls back from {kernel!r} to plain XLA, which is slower: {reason}", stacklevel=2)
+
+
+def choose(inputs: AttentionInputs, implementation: Implementation | None) -> Callable[[AttentionInputs], jax.Array]:
+    """The function that computes the attention.
+
+    Args:
+      inputs: What is asked.
+      implementation: A name, or None to pick by platform, dtype, shape and options.
+
+    Raises:
+      ValueError: For an unknown name.
+      NotImplementedError: Where the named implementation cannot do it; where None would have to fall back within
+        `forbid_fallback`.
+    """
+    if implementation is not None:
+        if implementation not in get_args(Implementation):
+            allowed = ", ".join(map(repr, get_args(Implementation)))
+            raise ValueError(f"unknown implementation {implementation!r}; allowed: None, {allowed}")
+        module = _module(implementation)
+        if problem := module.unsupported(inputs):
+            raise NotImplementedError(f"attention with implementation={implementation!r}: {problem}")
+        return module.attend
+    kernel = _KERNELS.get(jax.default_backend())
+    if kernel is not None and inputs.query.shape[1] > 1:  # one query is a matrix-vector product: nothing to fuse
+        module = _module(kernel)
+        problem = module.unsupported(inputs) or module.unavailable()
+        if not problem:
+            return module.attend
+        if _fallback_forbidden.get():
+            raise NotImplementedError(f"attention may not fall back from {kernel!r} here: {problem}")
+        _warn(kernel, problem)
+    B, T, N, _ = inputs.query.shape
+    large = 4 * B * N * T * inputs.key.shape[1] > _LARGEST_WEIGHTS_BYTES
+    return _module("xla_chunked" if large else "xla").attend
