@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from orthojax.model import Transformer as Transformer
     from orthojax.model import gpt2 as gpt2
     from orthojax.model import llama2 as llama2
+    from orthojax.ops import attention_fn as attention_fn
     from orthojax.ops import dot_product_attention as dot_product_attention
     from orthojax.ops import kurtosis as kurtosis
     from orthojax.ops import softmax1 as softmax1
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "softmax1": "ops",
+    "attention_fn": "ops",
     "dot_product_attention": "ops",
     "kurtosis": "ops",
     "Rotation": "optim",
@@ -51,6 +53,7 @@ __all__ = [
     "Rotation",
     "Transformer",
     "analysis",
+    "attention_fn",
     "dot_product_attention",
     "gpt2",
     "in_rotated_basis",

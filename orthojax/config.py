@@ -306,6 +306,9 @@ class TrainConfig:
       steps: Optimizer steps.
       batch_size: Sequences per step.
       seed: Seed of the initial parameters.
+      init_from: A checkpoint or workdir whose parameters are the initial ones instead, as for fine-tuning; the
+        optimizer starts anew.
+      allow_normalizer_change: Let the model's normalizer differ from that of `init_from`.
       log_every_steps: Steps between lines of metrics.jsonl.
       eval_every_steps: Steps between validation losses; 0 leaves them out.
       checkpoint_every_steps: Steps between checkpoints; one is also written at the end and on SIGTERM or Ctrl-C.
@@ -315,6 +318,8 @@ class TrainConfig:
     steps: int = 1000
     batch_size: int = 16
     seed: int = 0
+    init_from: str = ""
+    allow_normalizer_change: bool = False
     log_every_steps: int = 20
     eval_every_steps: int = 100
     checkpoint_every_steps: int = 100
@@ -327,6 +332,11 @@ class TrainConfig:
             _require(value >= 1, f"train.{name}={value}", "at least 1")
         _require(self.eval_every_steps >= 0, f"train.eval_every_steps={self.eval_every_steps}", "at least 0")
         _require(0 <= self.seed < 2**32, f"train.seed={self.seed}", "0 to 2**32 - 1")
+        _require(
+            bool(self.init_from) or not self.allow_normalizer_change,
+            "train.allow_normalizer_change without a checkpoint to start from",
+            "with train.init_from=DIR",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

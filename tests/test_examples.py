@@ -35,5 +35,14 @@ def test_nnx_training(name):
     assert last < 3.0
 
 
-def test_there_is_an_example():
-    assert [path.name for path in EXAMPLES] == ["nnx_training.py"]
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_attention_in_ten_lines(library):
+    name = f"{library}_attention.py"
+    code = [line for line in (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()[1:] if line]
+    assert len(code) <= 10
+    assert run(name) == "(2, 16, 64)\n"
+
+
+def test_every_example_is_run_by_a_test():
+    tested = {"linen_attention.py", "nnx_attention.py", "nnx_training.py"}
+    assert {path.name for path in EXAMPLES} == tested

@@ -15,6 +15,7 @@ from orthojax.train.inputs import Inputs, open_inputs
 from orthojax.train.loop import DivergedError, check_workdir, prepare_workdir, train
 from orthojax.train.metric_writer import read_metrics
 from orthojax.train.optimizer import make_optimizer, make_rotation
+from orthojax.train.pretrained import load_params
 from orthojax.train.provenance import environment
 from orthojax.train.step import (
     StepMetrics,
@@ -42,6 +43,7 @@ __all__ = [
     "init_state",
     "interleaved_seconds",
     "list_arrays",
+    "load_params",
     "make_folder",
     "make_optimizer",
     "make_rotation",

@@ -21,6 +21,7 @@ from orthojax.train.files import make_folder, write_text
 from orthojax.train.inputs import Inputs
 from orthojax.train.metric_writer import MetricWriter
 from orthojax.train.optimizer import learning_rate_schedule
+from orthojax.train.pretrained import initial_params
 from orthojax.train.step import StepMetrics, TrainState, init_state, make_train_step
 
 
@@ -103,8 +104,14 @@ def _require_same(config: Config, before: Config, where: str) -> None:
         )
 
 
-def _restore(checkpoints: Checkpoints, state: TrainState, config: Config, inputs: Inputs) -> TrainState:
-    step = checkpoints.latest_step()
+def _first_state(checkpoints: Checkpoints, config: Config, inputs: Inputs) -> TrainState:
+    """The newest checkpoint of the run, or its beginning."""
+    state, step = init_state(config), checkpoints.latest_step()
+    if step is None and config.train.init_from:
+        given = initial_params(config, inputs.provenance)
+        return state._replace(
+            params=jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), given, state.params)
+        )
     if step is None:
         return state
     folder = checkpoints.directory / str(step)
@@ -192,7 +199,7 @@ def train(
     prepare_workdir(workdir, config)
     steps, every = config.train.steps, config.train
     with Checkpoints(workdir / "checkpoints", keep=config.train.keep_checkpoints) as checkpoints:
-        state = _restore(checkpoints, init_state(config), config, inputs)
+        state = _first_state(checkpoints, config, inputs)
         start = int(state.step)
         on_start(start)
         if start >= steps:

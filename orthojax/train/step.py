@@ -79,12 +79,14 @@ def optimizer_state_bytes(config: Config) -> int:
     )
 
 
-# Runs that differ in their seeds alone, as those of a study, share their compiled programs.
+# Runs that differ in their seeds or their start alone, as those of a study, share their compiled programs.
 
 
 def _program(config: Config) -> Config:
     """What the compiled programs of a run depend on."""
-    return replace(config, {"train.seed": 0, "data.seed": 0})
+    return replace(
+        config, {"train.seed": 0, "data.seed": 0, "train.init_from": "", "train.allow_normalizer_change": False}
+    )
 
 
 @functools.lru_cache(maxsize=32)

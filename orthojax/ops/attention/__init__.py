@@ -8,6 +8,7 @@ H head width. `dot_product.py` is the entry, `choice.py` picks the implementatio
 - `unavailable() -> str` for a vendor's kernel: why it cannot run in this process, or "".
 """
 
+from orthojax.ops.attention.adapter import attention_fn
 from orthojax.ops.attention.choice import Implementation, forbid_fallback
 from orthojax.ops.attention.dot_product import dot_product_attention
 from orthojax.ops.attention.inputs import AttentionInputs
@@ -17,6 +18,7 @@ from orthojax.ops.attention.xla import attention_logits
 __all__ = [
     "AttentionInputs",
     "Implementation",
+    "attention_fn",
     "attention_logits",
     "dot_product_attention",
     "forbid_fallback",

@@ -1,0 +1,131 @@
+"""The parameters of one run as the start of another: what may differ, and what is refused."""
+
+import jax
+import numpy as np
+import pytest
+
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.errors import UserError
+from orthojax.fields import replace
+from orthojax.model import Transformer, stack_layers
+from orthojax.train import Inputs, load_params, read_config, train
+
+MODEL = ModelConfig(
+    vocab_size=64,
+    max_length=8,
+    d_model=16,
+    num_layers=2,
+    num_heads=2,
+    d_mlp=32,
+    scan_layers=False,
+    normalizer="softmax",
+)
+CONFIG = Config(
+    model=MODEL,
+    optim=OptimConfig(optimizer="adam", learning_rate=0.01, warmup_steps=1),
+    data=DataConfig(sequence_length=8),
+    train=TrainConfig(steps=2, batch_size=4, eval_every_steps=0),
+    eval=EvalConfig(sequences=4, batch_size=4),
+)
+
+
+def rows(step):
+    return np.random.default_rng(step).integers(0, 64, (4, 9), dtype=np.int32)
+
+
+INPUTS = Inputs(rows, rows(99), None, {"source": "test", "tokenizer_sha256": "abc"}, None)
+TOKENS = rows(7)[:, :-1]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A softmax model after two steps: its workdir and its parameters."""
+    workdir = tmp_path_factory.mktemp("softmax")
+    return workdir, jax.device_get(train(CONFIG, INPUTS, workdir).params)
+
+
+def logits(model, params):
+    return Transformer(model).apply({"params": params}, TOKENS)[0]
+
+
+def test_the_same_model_gets_the_parameters(finished):
+    workdir, params = finished
+    jax.tree.map(np.testing.assert_array_equal, load_params(workdir, MODEL), params)
+
+
+def test_what_does_not_change_the_function_may_differ(finished):
+    workdir, params = finished
+    other = replace(MODEL, {"remat": True, "dtype": "bfloat16", "init_std": 0.5})
+    jax.tree.map(np.testing.assert_array_equal, load_params(workdir, other), params)
+
+
+def test_layers_are_stacked_for_a_model_that_scans_and_taken_apart_again(finished, tmp_path):
+    workdir, params = finished
+    scanned = replace(MODEL, {"scan_layers": True})
+    stacked = load_params(workdir, scanned)
+    jax.tree.map(np.testing.assert_array_equal, stacked, stack_layers(params))
+    np.testing.assert_allclose(logits(scanned, stacked), logits(MODEL, params), rtol=1e-4, atol=1e-5)
+    train(replace(CONFIG, {"model.scan_layers": True, "train.init_from": str(workdir)}), INPUTS, tmp_path / "scanned")
+    unrolled = load_params(tmp_path / "scanned", MODEL)
+    assert jax.tree.map(np.shape, unrolled) == jax.tree.map(np.shape, params)
+
+
+@pytest.mark.parametrize("normalizer", ["softmax1", "relu", "softmax_n"])
+def test_a_softmax_model_does_not_become_another_unless_that_is_said(finished, normalizer):
+    workdir, params = finished
+    other = replace(MODEL, {"normalizer": normalizer, "normalizer_n": 2.0 if normalizer == "softmax_n" else 1.0})
+    with pytest.raises(UserError, match=rf"normalizer='softmax', not '{normalizer}'") as refused:
+        load_params(workdir, other)
+    assert "allow_normalizer_change=true" in str(refused.value)
+    jax.tree.map(np.testing.assert_array_equal, load_params(workdir, other, allow_normalizer_change=True), params)
+
+
+OTHER = {"mlp": "relu", "norm_eps": 1e-3, "position": "rotary", "d_mlp": 64, "num_heads": 4, "tie_embeddings": False}
+
+
+@pytest.mark.parametrize("field", OTHER)
+@pytest.mark.parametrize("allowed", [False, True])
+def test_models_with_another_meaning_are_refused_whatever_their_shapes(finished, field, allowed):
+    other = replace(MODEL, {field: OTHER[field], "normalizer": "softmax1"})
+    with pytest.raises(UserError, match=rf"model\.{field}=.*not {OTHER[field]!r}") as refused:
+        load_params(finished[0], other, allow_normalizer_change=allowed)
+    assert "allow_normalizer_change" not in str(refused.value)  # it would not help
+
+
+def test_a_learned_sink_has_no_parameters_to_start_from(finished):
+    with pytest.raises(UserError, match="normalizer='softmax', not 'learned_sink'"):
+        load_params(finished[0], replace(MODEL, {"normalizer": "learned_sink"}), allow_normalizer_change=True)
+
+
+def test_a_run_starts_from_the_parameters_and_goes_on_from_its_own_checkpoint(finished, tmp_path):
+    workdir, params = finished
+    changes = {"train.init_from": str(workdir), "train.allow_normalizer_change": True, "model.normalizer": "softmax1"}
+    config = replace(CONFIG, changes)
+    with pytest.raises(UserError, match="allow_normalizer_change"):
+        train(replace(config, {"train.allow_normalizer_change": False}), INPUTS, tmp_path / "refused")
+    # No step is taken where the learning rate is zero: the end shows the beginning.
+    still = replace(config, {"optim.learning_rate": 1e-30, "optim.final_learning_rate_fraction": 1.0})
+    begun = train(still, INPUTS, tmp_path / "begun").params
+    jax.tree.map(np.testing.assert_array_equal, begun, params)
+    after = jax.device_get(train(config, INPUTS, tmp_path / "tuned").params)
+    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True))
+    assert read_config(next((tmp_path / "tuned" / "checkpoints").glob("[0-9]*"))).model.normalizer == "softmax1"
+    again = jax.device_get(train(config, INPUTS, tmp_path / "tuned").params)
+    jax.tree.map(np.testing.assert_array_equal, again, after)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_sha256", "characters"])
+def test_other_token_ids_are_refused(finished, tmp_path, name):
+    other = INPUTS._replace(provenance=INPUTS.provenance | {name: "xyz"})
+    with pytest.raises(UserError, match=rf"{name} is 'xyz', not"):
+        train(replace(CONFIG, {"train.init_from": str(finished[0])}), other, tmp_path / "tuned")
+
+
+def test_a_change_of_normalizer_without_a_start_is_refused():
+    with pytest.raises(UserError, match=r"train\.init_from=DIR"):
+        TrainConfig(allow_normalizer_change=True)
+
+
+def test_a_missing_checkpoint_is_named(tmp_path):
+    with pytest.raises(UserError, match="no such checkpoint"):
+        load_params(tmp_path / "nowhere", MODEL)
