@@ -219,6 +219,7 @@ def test_flags_are_parsed_before_jax_is_imported():
 
 PUBLIC = [
     "softmax1",
+    "attention_fn",
     "dot_product_attention",
     "kurtosis",
     "Rotation",

@@ -9,10 +9,18 @@ from flax import nnx
 
 import orthojax
 
+pytestmark = pytest.mark.usefixtures("flax_promotes_ranks")
 BATCH, LENGTH, WIDTH, HEADS = 2, 7, 16, 4
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(BATCH, LENGTH, WIDTH)), jnp.float32)
 PADDING = jnp.asarray(RNG.random((BATCH, 1, 1, LENGTH)) < 0.7).at[..., 0].set(True)
+
+
+@pytest.fixture
+def flax_promotes_ranks():
+    """Its layers add biases [heads, width] to [B, T, heads, width], which our own code may not do."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def definition(normalizer, q, k, v, visible):
