@@ -1,0 +1,168 @@
+"""Attention by the splash kernel on TPUs: exp(x_i) / (exp(a) + sum_j exp(x_j)) with the sink a inside the kernel.
+
+softmax-1 is a = 0 and costs what softmax costs. There is no TPU in our tests: numbers are those of the kernel in
+interpret mode, structure that of its lowering for TPUs.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orthojax.ops.attention.inputs import AttentionInputs
+from orthojax.ops.normalizers import apply_normalizer, sink_logit
+
+try:
+    from orthojax.ops.attention import splash_kernel
+except ImportError as error:  # an experimental module of jax: it may move
+    splash_kernel, _MISSING = None, f"jax {jax.__version__} has no splash kernel ({error})"
+else:
+    _MISSING = ""
+
+_INTERPRET = False  # tests set it: the kernel as plain XLA, where there is no TPU
+_DTYPES = ("float32", "bfloat16")
+_LENGTH_MULTIPLE = 128
+_WIDTH_MULTIPLE = 64
+# Stands for a sink of -inf, with which a row that sees nothing would be 0 / 0; exp of it is zero beside any logit.
+_NO_SINK = -1e38
+
+
+def unsupported(inputs: AttentionInputs) -> str:
+    """Why the kernel cannot compute this, naming what is allowed, or "".
+
+    Args:
+      inputs: Of any lengths and head width.
+
+    Returns:
+      A reason: a bias, a mask array, a normalizer without kernel, a dtype, or a jax without the kernel.
+
+    Raises:
+      ValueError: For a normalizer that is none.
+    """
+    heads = inputs.query.shape[2]
+    jax.eval_shape(functools.partial(apply_normalizer, inputs.normalizer), jnp.zeros((1, heads, 1, 1)))
+    dtypes = sorted({str(a.dtype) for a in (inputs.query, inputs.key, inputs.value)})
+    if _MISSING:
+        return _MISSING
+    if inputs.bias is not None:
+        return "the kernel adds no bias; allowed: bias=None"
+    if inputs.mask is not None:
+        return "the kernel takes no mask array; allowed: is_causal, local_window_size and sequence lengths"
+    if sink_logit(inputs.normalizer) is None:
+        return f"normalizer {inputs.normalizer!r} has no kernel; allowed: 'softmax1', 'softmax', a number, an array [heads]"
+    if len(dtypes) > 1 or dtypes[0] not in _DTYPES:
+        return f"query, key and value are {', '.join(dtypes)}; allowed: one of {', '.join(_DTYPES)} for all three"
+    return ""
+
+
+def unavailable() -> str:
+    """Why the kernel cannot run in this process, or ""."""
+    if _MISSING:
+        return _MISSING
+    backend = jax.default_backend()
+    return "" if backend == "tpu" or _INTERPRET else f"it needs a TPU, and the backend is {backend!r}"
+
+
+def attend(inputs: AttentionInputs) -> jax.Array:
+    """Attention by the splash kernel, of any lengths and head width, sharded over batch and heads.
+
+    Lengths are padded to multiples of 128 and head widths to multiples of 64. The scale is multiplied into the query
+    in float32 and rounded once: exact where the scale is a power of two, as for widths of 64 and 256.
+
+    Args:
+      inputs: For which `unsupported` is "".
+
+    Returns:
+      [B, T, N, H] in the dtype of `value`. Its residuals carry the checkpoint name "attn_out", so that
+      `jax.checkpoint_policies.save_only_these_names("attn_out")` runs the kernel forward once.
+    """
+    B, T, N, H = inputs.query.shape
+    K = inputs.key.shape[2]
+    visible = _visible(inputs)
+    query = (inputs.query.astype(jnp.float32) * inputs.scale).astype(inputs.query.dtype)
+    query = _kernel_layout(query, visible.lengths[0]).reshape(B, K, N // K, visible.lengths[0], -1)
+    key, value = (_kernel_layout(a, visible.lengths[1]) for a in (inputs.key, inputs.value))
+    segments = _segments(inputs, visible.lengths)
+    out = splash_kernel.attention(visible, _INTERPRET, query, key, value, *segments, _sinks(inputs))
+    out = jnp.swapaxes(out.reshape(B, N, *out.shape[3:])[:, :, :T, :H], 1, 2)
+    return _spread_evenly(inputs, out) if _has_no_sink(inputs) else out
+
+
+def _has_no_sink(inputs: AttentionInputs) -> bool:
+    sink = sink_logit(inputs.normalizer)
+    return isinstance(sink, float) and sink == -math.inf
+
+
+def _window(inputs: AttentionInputs) -> tuple[int, int]:
+    """(left, right) of causality and window together, at most what reaches every key."""
+    T, S = inputs.query.shape[1], inputs.key.shape[1]
+    left, right = inputs.local_window_size or (T, S)
+    return min(left, T - 1), min(0 if inputs.is_causal else right, right, S - 1)
+
+
+def _visible(inputs: AttentionInputs) -> "splash_kernel.Visible":
+    T, S = inputs.query.shape[1], inputs.key.shape[1]
+    left, right = _window(inputs)
+    lengths = tuple(-(-length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE for length in (T, S))
+    right_is_open = right == S - 1
+    return splash_kernel.Visible(
+        lengths,
+        left=left if left < T - 1 else None,
+        right=None if right_is_open else right,
+        keys=S if lengths[1] > S and (right_is_open or T - 1 + right >= S) else None,  # where a query reaches padding
+    )
+
+
+def _kernel_layout(array: jax.Array, length: int) -> jax.Array:
+    """[B, T, N, H] to [B, N, length, width], padded with zeros."""
+    _, T, _, H = array.shape
+    return jnp.swapaxes(jnp.pad(array, ((0, 0), (0, length - T), (0, 0), (0, -H % _WIDTH_MULTIPLE))), 1, 2)
+
+
+def _segments(inputs: AttentionInputs, lengths: tuple[int, int]) -> tuple[jax.Array | None, jax.Array | None]:
+    """int32 [B, T] and [B, S]: 0 within the sequence; padded queries are in segment 1 and padded keys in 2, alone."""
+    given = (inputs.query_seq_lengths, inputs.key_value_seq_lengths)
+    if given == (None, None):
+        return given
+    B = inputs.query.shape[0]
+    query, key = (
+        jnp.zeros((B, n), jnp.int32) if end is None else alone * (jnp.arange(n)[None] >= end[:, None]).astype(jnp.int32)
+        for alone, n, end in zip((1, 2), lengths, given, strict=True)
+    )
+    return query, key
+
+
+def _sinks(inputs: AttentionInputs) -> jax.Array | None:
+    """float32 [B, K, G], or None for a softmax of which every row sees something."""
+    sink = sink_logit(inputs.normalizer)
+    if _has_no_sink(inputs) and inputs.query_seq_lengths is None and _blind(inputs) is None:
+        return None
+    B, _, N, _ = inputs.query.shape
+    K = inputs.key.shape[2]
+    sinks = jnp.maximum(jnp.broadcast_to(jnp.asarray(sink, jnp.float32), (N,)), _NO_SINK)
+    return jnp.broadcast_to(sinks.reshape(1, K, N // K), (B, K, N // K))
+
+
+def _blind(inputs: AttentionInputs) -> jax.Array | np.ndarray | None:
+    """Boolean [B or 1, T]: the queries that see no key for causality, window and key lengths; None if all see some."""
+    T, S = inputs.query.shape[1], inputs.key.shape[1]
+    left, right = _window(inputs)
+    first = np.maximum(np.arange(T) - left, 0)[None]
+    last = np.minimum(np.arange(T) + right, S - 1)[None]
+    if inputs.key_value_seq_lengths is not None:
+        return first > jnp.minimum(last, inputs.key_value_seq_lengths[:, None] - 1)
+    return first > last if (first > last).any() else None
+
+
+def _spread_evenly(inputs: AttentionInputs, out: jax.Array) -> jax.Array:
+    """`out` with the mean of the values in rows that see nothing: what softmax means in `jax.nn`."""
+    blind = _blind(inputs)
+    if blind is None:
+        return out
+    if inputs.query_seq_lengths is not None:
+        blind &= np.arange(out.shape[1])[None] < inputs.query_seq_lengths[:, None]
+    mean = jnp.mean(inputs.value.astype(jnp.float32), 1, keepdims=True).astype(out.dtype)
+    mean = jnp.repeat(mean, out.shape[2] // mean.shape[2], 2)
+    return jnp.where(blind[..., None, None], mean, out)

@@ -1,0 +1,191 @@
+"""The splash kernel of `jax.experimental.pallas.ops.tpu`, forward and backward, for masks known when tracing.
+
+The only file that touches the kernel's module, so that its absence is one failed import. Letters as in the package; G
+query heads share one key-value head. Lengths are multiples of 128, the kernel's smallest block.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+from orthojax.ops.attention.splash_sharding import on_shards
+
+RESIDUAL_NAME = "attn_out"  # for checkpoint policies that keep what attention returned
+BLOCKS = (512, 256, 128)  # positions that the kernel takes at once, of queries and of keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Visible(masks.Mask):
+    """Query t sees keys t - left .. t + right below `keys`; None leaves a side open. Never a [T, S] array.
+
+    The kernel evaluates it for one block at a time; splash's own masks know no end of the keys. A mask with
+    `q_sequence` and `mask_function` is one that splash computes in the kernel.
+    """
+
+    lengths: tuple[int, int]  # T, S
+    left: int | None
+    right: int | None
+    keys: int | None
+
+    def __call__(self, t, s):
+        """Boolean, for positions of NumPy or of the kernel that broadcast against each other."""
+        visible = None if self.keys is None else s < self.keys
+        for bound in (
+            None if self.left is None else s >= t - self.left,
+            None if self.right is None else s <= t + self.right,
+        ):
+            if bound is not None:
+                visible = bound if visible is None else visible & bound
+        return visible
+
+    def __getitem__(self, slices) -> np.ndarray:
+        t, s = (np.arange(length)[part] for length, part in zip(self.lengths, slices, strict=True))
+        return np.broadcast_to(self(t[:, None], s[None, :]), (len(t), len(s)))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(T, S)."""
+        return self.lengths
+
+    @property
+    def q_sequence(self) -> np.ndarray:
+        """The position of each query."""
+        return np.arange(self.lengths[0], dtype=np.int32)
+
+    @property
+    def mask_function(self) -> "Visible":
+        """What the kernel calls; equal masks share compiled code."""
+        return self
+
+
+def _kernel(visible: Visible, *, interpret: bool, with_lse: bool) -> kernels.SplashAttentionKernel:
+    """Splash's object for one mask and any number of heads: a pytree of small arrays, an entry for each two blocks."""
+    is_open = visible.left is visible.right is visible.keys is None
+    mask = masks.FullMask(visible.lengths) if is_open else visible  # splash tests no positions under a full mask
+    q, k = (next(block for block in BLOCKS if length % block == 0) for length in visible.lengths)
+    blocks = kernels.BlockSizes(
+        block_q=q, block_kv=k, block_q_dkv=q, block_kv_dkv=k, block_kv_dkv_compute=k, use_fused_bwd_kernel=True
+    )
+    return kernels.make_splash_mha(
+        masks.MultiHeadMask((mask,)),
+        block_sizes=blocks,
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=with_lse,
+        interpret=interpret,
+    )
+
+
+def _forward(kernel, query, key, value, query_segments=None, key_segments=None, sinks=None):
+    B, K, G, T, H = query.shape
+    segments = None if query_segments is None else kernels.SegmentIds(query_segments, key_segments)
+    sinks = None if sinks is None else sinks.reshape(B, K * G)
+    result = jax.vmap(kernel)(query.reshape(B, K * G, T, H), key, value, segments, sinks)
+    if not kernel.kwargs["save_residuals"]:
+        return (result.reshape(query.shape),)
+    out, (lse,) = result
+    return out.reshape(query.shape), lse.reshape(B, K, G, T)
+
+
+def _backward(kernel, query, key, value, out, lse, d_out, query_segments=None, key_segments=None):
+    """d_query, d_key, d_value.
+
+    With `out` and `lse` of an attention with a sink, the backward kernel of softmax is that attention's: its weights
+    are exp(logit - lse), and the sink adds nothing to rowsum(out * d_out), having no value.
+    """
+    settings = ("mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function")
+    settings += ("attn_logits_soft_cap", "interpret")
+    segments = None if query_segments is None else kernels.SegmentIds(query_segments, key_segments)
+
+    def gradients(query, key, value, segments, out, lse, d_out):
+        # The rule of splash's own derivative: there is no public way to it that does not run the forward again.
+        residuals = (query, key, value, segments, None, out, lse, None, kernel.dkv_mask_info)
+        return kernels._splash_attention_bwd(False, *(kernel.kwargs[s] for s in settings), residuals, d_out)[3:6]
+
+    query_, out, lse, d_out = (a.reshape(len(a), -1, *a.shape[3:]) for a in (query, out, lse, d_out))
+    d_query, d_key, d_value = jax.vmap(gradients)(query_, key, value, segments, out, lse, d_out)
+    return d_query.reshape(query.shape), d_key, d_value
+
+
+_DIMENSIONS = {
+    "query": "bkgth",
+    "key": "bksh",
+    "value": "bksh",
+    "query_segments": "bt",
+    "key_segments": "bs",
+    "sinks": "bkg",
+    "out": "bkgth",
+    "lse": "bkgt",
+    "d_out": "bkgth",
+}
+
+
+def _on_shards(function, results, kernel, **arrays):
+    names = tuple(name for name, array in arrays.items() if array is not None)
+
+    def named(kernel, *shards):
+        return function(kernel, **dict(zip(names, shards, strict=True)))
+
+    operands, results = (tuple(_DIMENSIONS[name] for name in side) for side in (names, results))
+    return on_shards(named, operands, results, kernel, *(arrays[name] for name in names))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attention(
+    visible: Visible,
+    interpret: bool,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_segments: jax.Array | None,
+    key_segments: jax.Array | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """exp(x_i) / (exp(sink) + sum_j exp(x_j)) @ value with x = query @ key^T, on shards of batch and heads.
+
+    Args:
+      visible: Which keys each query sees.
+      interpret: Run as plain XLA, for tests where there is no TPU.
+      query: [B, K, G, T, H], scaled.
+      key: [B, K, S, H].
+      value: [B, K, S, H].
+      query_segments: None, or int32 [B, T]; a query sees keys of its own segment only.
+      key_segments: None, or int32 [B, S].
+      sinks: None, or float32 [B, K, G]. Without them, a row that sees nothing is undefined.
+
+    Returns:
+      [B, K, G, T, H] in the dtype of `query`.
+    """
+    kernel = _kernel(visible, interpret=interpret, with_lse=False)
+    arrays = {"query": query, "key": key, "value": value}
+    segments = {"query_segments": query_segments, "key_segments": key_segments}
+    return _on_shards(_forward, ("out",), kernel, **arrays, **segments, sinks=sinks)[0]
+
+
+def _attention_fwd(visible, interpret, query, key, value, query_segments, key_segments, sinks):
+    kernel = _kernel(visible, interpret=interpret, with_lse=True)
+    arrays = {"query": query, "key": key, "value": value}
+    arrays |= {"query_segments": query_segments, "key_segments": key_segments, "sinks": sinks}
+    results = _on_shards(_forward, ("out", "lse"), kernel, **arrays)
+    out, lse = (checkpoint_name(a, RESIDUAL_NAME) for a in results)
+    return out, arrays | {"out": out, "lse": lse}
+
+
+def _attention_bwd(visible, interpret, residuals, d_out):
+    kernel = _kernel(visible, interpret=interpret, with_lse=True)
+    sinks = residuals.pop("sinks")
+    d_query, d_key, d_value = _on_shards(_backward, ("query", "key", "value"), kernel, **residuals, d_out=d_out)
+    d_sinks = None
+    if sinks is not None:  # dead code where the sinks are constants; splash's own rounds these terms to bfloat16
+        rows = jnp.sum(residuals["out"].astype(jnp.float32) * d_out.astype(jnp.float32), -1)
+        d_sinks = -jnp.sum(jnp.exp(sinks[..., None] - residuals["lse"]) * rows, -1)
+    return d_query, d_key, d_value, None, None, d_sinks
+
+
+attention.defvjp(_attention_fwd, _attention_bwd)
