@@ -46,15 +46,23 @@ def unsupported(inputs: AttentionInputs) -> str:
     dtypes = sorted({str(a.dtype) for a in (inputs.query, inputs.key, inputs.value)})
     if _MISSING:
         return _MISSING
+    if _varies(inputs.query):
+        return "splash's results carry no record of mesh axes; allowed within shard_map: check_vma=False"
     if inputs.bias is not None:
         return "the kernel adds no bias; allowed: bias=None"
     if inputs.mask is not None:
         return "the kernel takes no mask array; allowed: is_causal, local_window_size and sequence lengths"
     if sink_logit(inputs.normalizer) is None:
-        return f"normalizer {inputs.normalizer!r} has no kernel; allowed: 'softmax1', 'softmax', a number, an array [heads]"
+        allowed = "'softmax1', 'softmax', a number, an array [heads]"
+        return f"normalizer {inputs.normalizer!r} has no kernel; allowed: {allowed}"
     if len(dtypes) > 1 or dtypes[0] not in _DTYPES:
         return f"query, key and value are {', '.join(dtypes)}; allowed: one of {', '.join(_DTYPES)} for all three"
     return ""
+
+
+def _varies(array: jax.Array) -> bool:
+    """Whether it is an array inside a `shard_map` that checks over which axes each array varies."""
+    return bool(getattr(getattr(jax.typeof(array), "mat", None), "varying", ()))
 
 
 def unavailable() -> str:
@@ -62,7 +70,11 @@ def unavailable() -> str:
     if _MISSING:
         return _MISSING
     backend = jax.default_backend()
-    return "" if backend == "tpu" or _INTERPRET else f"it needs a TPU, and the backend is {backend!r}"
+    if backend != "tpu":
+        return f"the kernel runs on TPUs; the backend is {backend!r}"
+    if jax.device_count() > 1 and jax.sharding.get_abstract_mesh().empty:
+        return "XLA cannot partition the kernel by itself; allowed on several devices: within jax.set_mesh or shard_map"
+    return ""
 
 
 def attend(inputs: AttentionInputs) -> jax.Array:
@@ -78,15 +90,21 @@ def attend(inputs: AttentionInputs) -> jax.Array:
       [B, T, N, H] in the dtype of `value`. Its residuals carry the checkpoint name "attn_out", so that
       `jax.checkpoint_policies.save_only_these_names("attn_out")` runs the kernel forward once.
     """
-    B, T, N, H = inputs.query.shape
-    K = inputs.key.shape[2]
+    T, H = inputs.query.shape[1], inputs.query.shape[3]
     visible = _visible(inputs)
     query = (inputs.query.astype(jnp.float32) * inputs.scale).astype(inputs.query.dtype)
-    query = _kernel_layout(query, visible.lengths[0]).reshape(B, K, N // K, visible.lengths[0], -1)
+    query = _kernel_layout(query, visible.lengths[0])
     key, value = (_kernel_layout(a, visible.lengths[1]) for a in (inputs.key, inputs.value))
-    segments = _segments(inputs, visible.lengths)
-    out = splash_kernel.attention(visible, _INTERPRET, query, key, value, *segments, _sinks(inputs))
-    out = jnp.swapaxes(out.reshape(B, N, *out.shape[3:])[:, :, :T, :H], 1, 2)
+    out = splash_kernel.attention(
+        visible,
+        _INTERPRET,
+        query=query,
+        key=key,
+        value=value,
+        sinks=_sinks(inputs),
+        **_segments(inputs, visible.lengths),
+    )
+    out = jnp.swapaxes(out[:, :, :T, :H], 1, 2)
     return _spread_evenly(inputs, out) if _has_no_sink(inputs) else out
 
 
@@ -121,28 +139,26 @@ def _kernel_layout(array: jax.Array, length: int) -> jax.Array:
     return jnp.swapaxes(jnp.pad(array, ((0, 0), (0, length - T), (0, 0), (0, -H % _WIDTH_MULTIPLE))), 1, 2)
 
 
-def _segments(inputs: AttentionInputs, lengths: tuple[int, int]) -> tuple[jax.Array | None, jax.Array | None]:
+def _segments(inputs: AttentionInputs, lengths: tuple[int, int]) -> dict[str, jax.Array]:
     """int32 [B, T] and [B, S]: 0 within the sequence; padded queries are in segment 1 and padded keys in 2, alone."""
-    given = (inputs.query_seq_lengths, inputs.key_value_seq_lengths)
-    if given == (None, None):
-        return given
+    ends = (inputs.query_seq_lengths, inputs.key_value_seq_lengths)
+    if ends == (None, None):
+        return {}
     B = inputs.query.shape[0]
-    query, key = (
-        jnp.zeros((B, n), jnp.int32) if end is None else alone * (jnp.arange(n)[None] >= end[:, None]).astype(jnp.int32)
-        for alone, n, end in zip((1, 2), lengths, given, strict=True)
-    )
-    return query, key
+    segments = {}
+    for segment, name, length, end in zip((1, 2), ("query", "key"), lengths, ends, strict=True):
+        is_padding = jnp.zeros((B, length), bool) if end is None else jnp.arange(length)[None] >= end[:, None]
+        segments[f"{name}_segments"] = jnp.where(is_padding, segment, 0).astype(jnp.int32)
+    return segments
 
 
 def _sinks(inputs: AttentionInputs) -> jax.Array | None:
-    """float32 [B, K, G], or None for a softmax of which every row sees something."""
+    """float32 [B, N], or None for a softmax of which every row sees something."""
     sink = sink_logit(inputs.normalizer)
     if _has_no_sink(inputs) and inputs.query_seq_lengths is None and _blind(inputs) is None:
         return None
     B, _, N, _ = inputs.query.shape
-    K = inputs.key.shape[2]
-    sinks = jnp.maximum(jnp.broadcast_to(jnp.asarray(sink, jnp.float32), (N,)), _NO_SINK)
-    return jnp.broadcast_to(sinks.reshape(1, K, N // K), (B, K, N // K))
+    return jnp.broadcast_to(jnp.maximum(jnp.asarray(sink, jnp.float32), _NO_SINK), (B, N))
 
 
 def _blind(inputs: AttentionInputs) -> jax.Array | np.ndarray | None:

@@ -1,7 +1,7 @@
 """The splash kernel of `jax.experimental.pallas.ops.tpu`, forward and backward, for masks known when tracing.
 
-The only file that touches the kernel's module, so that its absence is one failed import. Letters as in the package; G
-query heads share one key-value head. Lengths are multiples of 128, the kernel's smallest block.
+The only file that touches the kernel's module, so that its absence is one failed import. Letters as in the package.
+Lengths are multiples of 128, the kernel's smallest block.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from orthojax.ops.attention.splash_sharding import on_shards
+from orthojax.ops.attention.splash_sharding import on_shards, sharded_alike
 
 RESIDUAL_NAME = "attn_out"  # for checkpoint policies that keep what attention returned
 BLOCKS = (512, 256, 128)  # positions that the kernel takes at once, of queries and of keys
@@ -83,14 +83,9 @@ def _kernel(visible: Visible, *, interpret: bool, with_lse: bool) -> kernels.Spl
 
 
 def _forward(kernel, query, key, value, query_segments=None, key_segments=None, sinks=None):
-    B, K, G, T, H = query.shape
     segments = None if query_segments is None else kernels.SegmentIds(query_segments, key_segments)
-    sinks = None if sinks is None else sinks.reshape(B, K * G)
-    result = jax.vmap(kernel)(query.reshape(B, K * G, T, H), key, value, segments, sinks)
-    if not kernel.kwargs["save_residuals"]:
-        return (result.reshape(query.shape),)
-    out, (lse,) = result
-    return out.reshape(query.shape), lse.reshape(B, K, G, T)
+    result = jax.vmap(kernel)(query, key, value, segments, sinks)
+    return (result[0], *result[1]) if kernel.kwargs["save_residuals"] else (result,)
 
 
 def _backward(kernel, query, key, value, out, lse, d_out, query_segments=None, key_segments=None):
@@ -108,26 +103,24 @@ def _backward(kernel, query, key, value, out, lse, d_out, query_segments=None, k
         residuals = (query, key, value, segments, None, out, lse, None, kernel.dkv_mask_info)
         return kernels._splash_attention_bwd(False, *(kernel.kwargs[s] for s in settings), residuals, d_out)[3:6]
 
-    query_, out, lse, d_out = (a.reshape(len(a), -1, *a.shape[3:]) for a in (query, out, lse, d_out))
-    d_query, d_key, d_value = jax.vmap(gradients)(query_, key, value, segments, out, lse, d_out)
-    return d_query.reshape(query.shape), d_key, d_value
+    return jax.vmap(gradients)(query, key, value, segments, out, lse, d_out)
 
 
 _DIMENSIONS = {
-    "query": "bkgth",
+    "query": "bnth",
     "key": "bksh",
     "value": "bksh",
     "query_segments": "bt",
     "key_segments": "bs",
-    "sinks": "bkg",
-    "out": "bkgth",
-    "lse": "bkgt",
-    "d_out": "bkgth",
+    "sinks": "bn",
+    "out": "bnth",
+    "lse": "bnt",
+    "d_out": "bnth",
 }
 
 
-def _on_shards(function, results, kernel, **arrays):
-    names = tuple(name for name, array in arrays.items() if array is not None)
+def _on_shards(function, results, kernel, arrays):
+    names = tuple(name for name in _DIMENSIONS if arrays.get(name) is not None)  # the query first
 
     def named(kernel, *shards):
         return function(kernel, **dict(zip(names, shards, strict=True)))
@@ -137,55 +130,47 @@ def _on_shards(function, results, kernel, **arrays):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attention(
-    visible: Visible,
-    interpret: bool,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    query_segments: jax.Array | None,
-    key_segments: jax.Array | None,
-    sinks: jax.Array | None,
-) -> jax.Array:
+def _attention(visible: Visible, interpret: bool, arrays: dict[str, jax.Array]) -> jax.Array:
+    kernel = _kernel(visible, interpret=interpret, with_lse=False)
+    return _on_shards(_forward, ("out",), kernel, arrays)[0]
+
+
+def _attention_fwd(visible, interpret, arrays):
+    kernel = _kernel(visible, interpret=interpret, with_lse=True)
+    results = _on_shards(_forward, ("out", "lse"), kernel, arrays)
+    out, lse = (checkpoint_name(a, RESIDUAL_NAME) for a in results)
+    return out, (arrays, out, lse)
+
+
+def _attention_bwd(visible, interpret, residuals, d_out):
+    arrays, out, lse = residuals
+    kernel = _kernel(visible, interpret=interpret, with_lse=True)
+    names = ("query", "key", "value")
+    inputs = {name: array for name, array in arrays.items() if name != "sinks"}
+    gradients = _on_shards(_backward, names, kernel, inputs | {"out": out, "lse": lse, "d_out": d_out})
+    gradients = dict.fromkeys(arrays) | dict(zip(names, gradients, strict=True))
+    if "sinks" in arrays:  # dead code where they are constants; splash's own rounds these terms to bfloat16
+        rows = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1)
+        gradients["sinks"] = -jnp.sum(jnp.exp(arrays["sinks"][..., None] - lse) * rows, -1)
+    return (gradients,)
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def attention(visible: Visible, interpret: bool, **arrays: jax.Array | None) -> jax.Array:
     """exp(x_i) / (exp(sink) + sum_j exp(x_j)) @ value with x = query @ key^T, on shards of batch and heads.
 
     Args:
       visible: Which keys each query sees.
       interpret: Run as plain XLA, for tests where there is no TPU.
-      query: [B, K, G, T, H], scaled.
-      key: [B, K, S, H].
-      value: [B, K, S, H].
-      query_segments: None, or int32 [B, T]; a query sees keys of its own segment only.
-      key_segments: None, or int32 [B, S].
-      sinks: None, or float32 [B, K, G]. Without them, a row that sees nothing is undefined.
+      **arrays: query [B, N, T, H], scaled; key [B, K, S, H]; value [B, K, S, H]. Optional (None): query_segments int32
+        [B, T] with key_segments int32 [B, S], where a query sees keys of its own segment only; sinks float32 [B, N],
+        without which a row that sees nothing is undefined.
 
     Returns:
-      [B, K, G, T, H] in the dtype of `query`.
+      [B, N, T, H] in the dtype of `query`.
     """
-    kernel = _kernel(visible, interpret=interpret, with_lse=False)
-    arrays = {"query": query, "key": key, "value": value}
-    segments = {"query_segments": query_segments, "key_segments": key_segments}
-    return _on_shards(_forward, ("out",), kernel, **arrays, **segments, sinks=sinks)[0]
-
-
-def _attention_fwd(visible, interpret, query, key, value, query_segments, key_segments, sinks):
-    kernel = _kernel(visible, interpret=interpret, with_lse=True)
-    arrays = {"query": query, "key": key, "value": value}
-    arrays |= {"query_segments": query_segments, "key_segments": key_segments, "sinks": sinks}
-    results = _on_shards(_forward, ("out", "lse"), kernel, **arrays)
-    out, lse = (checkpoint_name(a, RESIDUAL_NAME) for a in results)
-    return out, arrays | {"out": out, "lse": lse}
-
-
-def _attention_bwd(visible, interpret, residuals, d_out):
-    kernel = _kernel(visible, interpret=interpret, with_lse=True)
-    sinks = residuals.pop("sinks")
-    d_query, d_key, d_value = _on_shards(_backward, ("query", "key", "value"), kernel, **residuals, d_out=d_out)
-    d_sinks = None
-    if sinks is not None:  # dead code where the sinks are constants; splash's own rounds these terms to bfloat16
-        rows = jnp.sum(residuals["out"].astype(jnp.float32) * d_out.astype(jnp.float32), -1)
-        d_sinks = -jnp.sum(jnp.exp(sinks[..., None] - residuals["lse"]) * rows, -1)
-    return d_query, d_key, d_value, None, None, d_sinks
-
-
-attention.defvjp(_attention_fwd, _attention_bwd)
+    given = {name: arrays[name] for name in _DIMENSIONS if arrays.get(name) is not None}
+    alike = sharded_alike(tuple(_DIMENSIONS[name] for name in given), *given.values())
+    return _attention(visible, interpret, dict(zip(given, alike, strict=True)))
