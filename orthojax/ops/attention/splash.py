@@ -16,10 +16,10 @@ from orthojax.ops.normalizers import apply_normalizer, sink_logit
 
 try:
     from orthojax.ops.attention import splash_kernel
-except ImportError as error:  # an experimental module of jax: it may move
-    splash_kernel, _MISSING = None, f"jax {jax.__version__} has no splash kernel ({error})"
-else:
+
     _MISSING = ""
+except ImportError as error:  # an experimental module of jax: it may move
+    _MISSING = f"jax {jax.__version__} has no splash kernel ({error})"
 
 _INTERPRET = False  # tests set it: the kernel as plain XLA, where there is no TPU
 _DTYPES = ("float32", "bfloat16")
@@ -36,18 +36,21 @@ def unsupported(inputs: AttentionInputs) -> str:
       inputs: Of any lengths and head width.
 
     Returns:
-      A reason: a bias, a mask array, a normalizer without kernel, a dtype, or a jax without the kernel.
+      A reason: a bias, a mask array, a normalizer without kernel, a dtype, a `shard_map` that checks varying axes, x64
+      mode, or a jax without the kernel.
 
     Raises:
       ValueError: For a normalizer that is none.
     """
-    heads = inputs.query.shape[2]
-    jax.eval_shape(functools.partial(apply_normalizer, inputs.normalizer), jnp.zeros((1, heads, 1, 1)))
+    logits = jax.ShapeDtypeStruct((1, inputs.query.shape[2], 1, 1), jnp.float32)
+    jax.eval_shape(functools.partial(apply_normalizer, inputs.normalizer), logits)  # is it a normalizer?
     dtypes = sorted({str(a.dtype) for a in (inputs.query, inputs.key, inputs.value)})
     if _MISSING:
         return _MISSING
     if _varies(inputs.query):
         return "splash's results carry no record of mesh axes; allowed within shard_map: check_vma=False"
+    if jax.config.read("jax_enable_x64"):
+        return "splash's index arithmetic mixes int32 with the wider default; allowed: jax_enable_x64 off"
     if inputs.bias is not None:
         return "the kernel adds no bias; allowed: bias=None"
     if inputs.mask is not None:
@@ -123,13 +126,13 @@ def _window(inputs: AttentionInputs) -> tuple[int, int]:
 def _visible(inputs: AttentionInputs) -> "splash_kernel.Visible":
     T, S = inputs.query.shape[1], inputs.key.shape[1]
     left, right = _window(inputs)
-    lengths = tuple(-(-length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE for length in (T, S))
+    padded_T, padded_S = (-(-length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE for length in (T, S))
     right_is_open = right == S - 1
     return splash_kernel.Visible(
-        lengths,
+        (padded_T, padded_S),
         left=left if left < T - 1 else None,
         right=None if right_is_open else right,
-        keys=S if lengths[1] > S and (right_is_open or T - 1 + right >= S) else None,  # where a query reaches padding
+        keys=S if padded_S > S and (right_is_open or T - 1 + right >= S) else None,  # where a query reaches padding
     )
 
 
@@ -142,7 +145,7 @@ def _kernel_layout(array: jax.Array, length: int) -> jax.Array:
 def _segments(inputs: AttentionInputs, lengths: tuple[int, int]) -> dict[str, jax.Array]:
     """int32 [B, T] and [B, S]: 0 within the sequence; padded queries are in segment 1 and padded keys in 2, alone."""
     ends = (inputs.query_seq_lengths, inputs.key_value_seq_lengths)
-    if ends == (None, None):
+    if all(end is None for end in ends):
         return {}
     B = inputs.query.shape[0]
     segments = {}
@@ -178,7 +181,7 @@ def _spread_evenly(inputs: AttentionInputs, out: jax.Array) -> jax.Array:
     if blind is None:
         return out
     if inputs.query_seq_lengths is not None:
-        blind &= np.arange(out.shape[1])[None] < inputs.query_seq_lengths[:, None]
+        blind = blind & (np.arange(out.shape[1])[None] < inputs.query_seq_lengths[:, None])
     mean = jnp.mean(inputs.value.astype(jnp.float32), 1, keepdims=True).astype(out.dtype)
     mean = jnp.repeat(mean, out.shape[2] // mean.shape[2], 2)
     return jnp.where(blind[..., None, None], mean, out)

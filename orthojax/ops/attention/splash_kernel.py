@@ -6,6 +6,7 @@ Lengths are multiples of 128, the kernel's smallest block.
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -35,14 +36,10 @@ class Visible(masks.Mask):
 
     def __call__(self, t, s):
         """Boolean, for positions of NumPy or of the kernel that broadcast against each other."""
-        visible = None if self.keys is None else s < self.keys
-        for bound in (
-            None if self.left is None else s >= t - self.left,
-            None if self.right is None else s <= t + self.right,
-        ):
-            if bound is not None:
-                visible = bound if visible is None else visible & bound
-        return visible
+        bounds = [] if self.keys is None else [s < self.keys]
+        bounds += [] if self.left is None else [s >= t - self.left]
+        bounds += [] if self.right is None else [s <= t + self.right]
+        return functools.reduce(operator.and_, bounds)
 
     def __getitem__(self, slices) -> np.ndarray:
         t, s = (np.arange(length)[part] for length, part in zip(self.lengths, slices, strict=True))
@@ -82,27 +79,29 @@ def _kernel(visible: Visible, *, interpret: bool, with_lse: bool) -> kernels.Spl
     )
 
 
+def _segment_ids(query_segments: jax.Array | None, key_segments: jax.Array | None) -> kernels.SegmentIds | None:
+    return None if query_segments is None or key_segments is None else kernels.SegmentIds(query_segments, key_segments)
+
+
 def _forward(kernel, query, key, value, query_segments=None, key_segments=None, sinks=None):
-    segments = None if query_segments is None else kernels.SegmentIds(query_segments, key_segments)
-    result = jax.vmap(kernel)(query, key, value, segments, sinks)
+    """(out,), or (out, lse) from a kernel made with_lse; lse is log(exp(sink) + sum_j exp(x_j))."""
+    result = jax.vmap(kernel)(query, key, value, _segment_ids(query_segments, key_segments), sinks)
     return (result[0], *result[1]) if kernel.kwargs["save_residuals"] else (result,)
 
 
 def _backward(kernel, query, key, value, out, lse, d_out, query_segments=None, key_segments=None):
-    """d_query, d_key, d_value.
+    """(d_query, d_key, d_value).
 
     With `out` and `lse` of an attention with a sink, the backward kernel of softmax is that attention's: its weights
-    are exp(logit - lse), and the sink adds nothing to rowsum(out * d_out), having no value.
+    are exp(x - lse), and the sink adds nothing to rowsum(out * d_out), having no value.
     """
-    settings = ("mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function")
-    settings += ("attn_logits_soft_cap", "interpret")
-    segments = None if query_segments is None else kernels.SegmentIds(query_segments, key_segments)
 
     def gradients(query, key, value, segments, out, lse, d_out):
         # The rule of splash's own derivative: there is no public way to it that does not run the forward again.
         residuals = (query, key, value, segments, None, out, lse, None, kernel.dkv_mask_info)
-        return kernels._splash_attention_bwd(False, *(kernel.kwargs[s] for s in settings), residuals, d_out)[3:6]
+        return kernels._splash_attention_bwd(**kernel.kwargs, res=residuals, do=d_out)[3:6]
 
+    segments = _segment_ids(query_segments, key_segments)
     return jax.vmap(gradients)(query, key, value, segments, out, lse, d_out)
 
 
@@ -171,6 +170,6 @@ def attention(visible: Visible, interpret: bool, **arrays: jax.Array | None) -> 
     Returns:
       [B, N, T, H] in the dtype of `query`.
     """
-    given = {name: arrays[name] for name in _DIMENSIONS if arrays.get(name) is not None}
+    given = {name: array for name in _DIMENSIONS if (array := arrays.get(name)) is not None}
     alike = sharded_alike(tuple(_DIMENSIONS[name] for name in given), *given.values())
     return _attention(visible, interpret, dict(zip(given, alike, strict=True)))
