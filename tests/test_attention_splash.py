@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from orthojax.ops import dot_product_attention
-from orthojax.ops.attention import forbid_fallback, splash, splash_kernel
+from orthojax.ops.attention import forbid_fallback, splash, splash_kernel, visible_keys
+from orthojax.ops.attention.inputs import prepare_inputs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -191,6 +192,30 @@ def test_bfloat16_is_as_near_to_the_definition_as_its_roundings_allow(width):
     for head, h in enumerate(np.eye(N) * 1e-5):
         plus, minus = (np.sum(_exact(case, *arguments[:3], arguments[3] + step) * d_out) for step in (h, -h))
         np.testing.assert_allclose(gradients[3][head], (plus - minus) / 2e-5, rtol=0.01, atol=0.1)
+
+
+# Which keys the kernel is told that each query sees.
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [None, (0, 0), (9, 3), (200, 500), (500, 130)])
+@pytest.mark.parametrize(("T", "S"), [(1, 5), (128, 128), (130, 100), (130, 260), (300, 100)])
+def test_the_mask_of_padded_lengths_is_that_of_visible_keys(T, S, window, is_causal):
+    q, k, v, _ = (np.zeros((1, length, 1, 8), np.float32) for length in (T, S, S, T))
+    options = {"is_causal": is_causal, "local_window_size": window}
+    lengths = {"query_seq_lengths": None, "key_value_seq_lengths": None}
+    inputs = prepare_inputs(q, k, v, None, None, normalizer="softmax", scale=None, **options, **lengths)
+    visible = splash._visible(inputs)
+    padded = visible.lengths
+    assert all(p % 128 == 0 and p - 128 < n <= p for n, p in zip((T, S), padded, strict=True))
+    is_open = visible.left is visible.right is visible.keys is None
+    seen = np.ones(padded, bool) if is_open else np.asarray(visible[:, :])
+    expected = visible_keys(1, T, S, **options)
+    expected = np.ones((T, S), bool) if expected is None else np.asarray(expected)[0, 0]
+    np.testing.assert_array_equal(seen[:T, :S], expected)
+    assert not seen[:T, S:].any()
+    blind = splash._blind(inputs)
+    np.testing.assert_array_equal(np.zeros(T, bool) if blind is None else blind[0], ~expected.any(1))
 
 
 # Sharded over batch and heads.
