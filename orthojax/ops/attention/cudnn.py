@@ -13,6 +13,7 @@ JAX gives the kernel's lse no gradient.
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -116,7 +117,7 @@ def attend(inputs: AttentionInputs) -> jax.Array:
         a = None if a == -np.inf else jnp.full(inputs.query.shape[2], a, jnp.float32)
     else:
         a = a.astype(jnp.float32)
-    return _attention(settings, operands, a)
+    return _attention(settings, *cudnn_partition.varying_alike((operands, a)))
 
 
 def _bias(inputs: AttentionInputs) -> jax.Array | None:
@@ -212,7 +213,7 @@ def _backward_rule(settings, residuals, cotangent):
     settings = settings._replace(bias_gradient=fixed.bias_gradient)
     gradients = cudnn_partition.backward(settings, operands, Statistics(lse, output, cotangent))
     query, key, value, bias = (*gradients, None)[:4]
-    if operands.query_lengths is not None:
+    if operands.query_lengths is not None and operands.key_lengths is not None:
         query = jnp.where(_before_end(query, operands.query_lengths), query, 0)
         key, value = (jnp.where(_before_end(x, operands.key_lengths), x, 0) for x in (key, value))
     sink_gradient = None
@@ -220,7 +221,9 @@ def _backward_rule(settings, residuals, cotangent):
         inner = jnp.sum(cotangent.astype(jnp.float32) * output.astype(jnp.float32), -1)
         weight = jnp.exp(sink[None, :, None] - lse)
         sink_gradient = -jnp.sum(weight * jnp.swapaxes(inner, 1, 2), (0, 2))
-    return Operands(query, key, value, bias, None, None), sink_gradient
+    pairs = zip((query, key, value, bias, sink_gradient), (*operands[:4], sink), strict=True)
+    *gradients, sink_gradient = itertools.starmap(cudnn_partition.sharded_as, pairs)
+    return Operands(*gradients, None, None), sink_gradient
 
 
 _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

@@ -132,10 +132,40 @@ def _on_one_device(
     return results
 
 
+def is_explicit(sharding: Any) -> bool:
+    """Whether a sharding is one of those that are part of an array's type."""
+    return AxisType.Explicit in (sharding.mesh.axis_types or ())
+
+
+def sharded_as(gradient: jax.Array | None, primal: jax.Array | None) -> jax.Array | None:
+    """A gradient with the sharding of its input, which is a matter of types where mesh axes are explicit."""
+    if gradient is None or primal is None or not is_explicit(jax.typeof(primal).sharding):
+        return gradient
+    return jax.sharding.reshard(gradient, jax.typeof(primal).sharding)
+
+
+def varying_alike(arrays: Any) -> Any:
+    """Inside `shard_map`: arrays that are all typed as differing between the same devices, as a derivative rule wants.
+
+    The transpose of the cast sums the gradient of what the devices share.
+    """
+
+    def axes_of(array: jax.Array) -> frozenset[str]:
+        return jax.typeof(array).mat.varying
+
+    every = frozenset[str]().union(*map(axes_of, jax.tree.leaves(arrays)))
+
+    def cast(array: jax.Array) -> jax.Array:
+        missing = every - axes_of(array)
+        return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
+
+    return jax.tree.map(cast, arrays)
+
+
 def _over_mesh(settings: Settings, operands: Operands, statistics: Statistics | None) -> tuple[jax.Array, ...]:
     sharding = jax.typeof(operands.query).sharding
     mesh = sharding.mesh
-    if AxisType.Explicit not in getattr(mesh, "axis_types", ()):
+    if not is_explicit(sharding):
         return _partitioned(settings, operands, statistics)
     # Explicit axes are part of the arrays' types, so the cut is known while tracing.
     specs = _specs(sharding, settings, operands, statistics)
@@ -160,7 +190,7 @@ def _sharding_rule(settings, mesh, value_types, result_types) -> tuple[str, dict
     del mesh
     shapes = [list(value_type.shape) for value_type in value_types]
     (B, _, N, _), (_, _, K, _) = shapes[0], shapes[1]
-    heads, sizes = ("n", {}) if N == K else ("(n g)", {"n": K, "g": N // K})
+    heads, sizes = ("n", {}) if N == K else ("(n g)", {"g": N // K})
     rows, keys, lse = f"b t {heads} h", "b s n h", f"b {heads} t"
     arguments = [rows, keys, keys]
     backward = len(result_types) > 2
