@@ -1,6 +1,5 @@
 """The real custom derivative with its rules for vmap and meshes, on CPU: only cuDNN's two primitives are stand-ins."""
 
-import contextlib
 import functools
 import re
 
@@ -15,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from orthojax.ops.attention import cudnn, cudnn_kernel, dot_product_attention
 from orthojax.ops.attention.inputs import prepare_inputs
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 B, N, H = 2, 4, 8
 SINK = np.array([0.3, -1.0, 2.0, 0.0], np.float32)
@@ -77,25 +78,26 @@ def _kernel_backward(query, key, value, bias, query_lengths, key_lengths, *rest,
     return results
 
 
-@contextlib.contextmanager
-def _lowered_on_cpu(rules):
-    for primitive, rule in rules.items():
+STAND_INS = {
+    vendor._dot_product_attention_fwd_p: _kernel_forward,
+    vendor._dot_product_attention_bwd_p: _kernel_backward,
+    cudnn_kernel.needs_cuda_p: lambda x: [x],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_what_was_compiled():
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
+def kernels():
+    for primitive, rule in STAND_INS.items():
         mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=True), platform="cpu")
     yield
-    for primitive in rules:
+    for primitive in STAND_INS:
         del mlir._platform_specific_lowerings["cpu"][primitive]
-    jax.clear_caches()  # what was compiled with the stand-ins
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    rules = {
-        vendor._dot_product_attention_fwd_p: _kernel_forward,
-        vendor._dot_product_attention_bwd_p: _kernel_backward,
-        cudnn_kernel.needs_cuda_p: lambda x: [x],
-    }
-    with _lowered_on_cpu(rules):
-        yield
 
 
 # The definition, in NumPy and float64; its gradients are central differences.
@@ -286,11 +288,9 @@ def test_over_a_mesh_of_batch_and_heads_nothing_is_gathered(case, kind):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("case", ["sink", "one length", "bias of each"])
+@pytest.mark.parametrize("case", ["sink", "bias of each"])
 def test_inside_shard_map_it_is_attention_of_the_parts(case):
     attend, arrays = _meshed(case)
-    if case == "one length":
-        attend = lambda q, k, v, bias, sink: _attend(q, k, v, is_causal=True, key_value_seq_lengths=jnp.full(len(q), 4))
     weights = jnp.asarray(np.random.default_rng(5).normal(size=arrays[0].shape), jnp.float32)
     loss = lambda attend: lambda *arrays: jnp.sum(attend(*arrays) * weights)  # noqa: E731
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -301,3 +301,249 @@ def test_inside_shard_map_it_is_attention_of_the_parts(case):
     want = jax.jit(jax.value_and_grad(loss(attend), range(5)))(*arrays)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert error(a, b) < 1e-5
+
+
+# Normalizers, precision, extremes.
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("normalizer", "sink"),
+    [("softmax", -np.inf), ("softmax1", 0.0), (0.5, np.log(0.5)), (3.0, np.log(3.0)), (0.0, -np.inf)],
+)
+def test_every_normalizer_with_a_sink_is_the_definition(normalizer, sink):
+    q, k, v, bias = _arrays(kv_heads=2)
+    weights = np.random.default_rng(5).normal(size=q.shape)
+    visible = _visible(6, 6, is_causal=True)
+    output, gradients = expected(weights, visible, H**-0.5, q, k, v, 0 * bias, np.full(N, sink))
+    got, got_gradients = results(
+        lambda q, k, v: _attend(q, k, v, normalizer=normalizer, is_causal=True), weights, q, k, v
+    )
+    for a, b in zip((got, *got_gradients), (output, *gradients[:3]), strict=True):
+        assert error(a, b) < 1e-5
+
+
+def test_the_gate_with_plain_differentiation_fails_the_same_check(kernels):
+    del kernels
+    q, k, v, bias = _arrays()
+    weights = np.random.default_rng(5).normal(size=q.shape)
+    output, gradients = expected(weights, _visible(6, 6, is_causal=True), H**-0.5, q, k, v, 0 * bias, np.zeros(N))
+
+    def naive(q, k, v):
+        output, lse = jax.nn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
+        return output * jax.nn.sigmoid(lse)[..., None]
+
+    def errors(attend):
+        got, got_gradients = results(attend, weights, q, k, v)
+        pairs = zip((got, *got_gradients), (output, *gradients[:3]), strict=True)
+        return [error(a, b) for a, b in pairs]
+
+    assert max(errors(lambda q, k, v: _attend(q, k, v, is_causal=True))) < 1e-5
+    wrong = errors(naive)
+    assert max(wrong[0], wrong[3]) < 1e-5  # the output and the value's gradient are right, so nobody would notice
+    assert min(wrong[1], wrong[2]) > 0.05
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_near_the_definition(dtype):
+    q, k, v, bias = _arrays(t=8, s=8, kv_heads=2, bias_shape=(1, N, 8, 8), dtype=dtype)
+    weights = np.asarray(jnp.asarray(np.random.default_rng(5).normal(size=q.shape), dtype), np.float64)
+    visible = _visible(8, 8, is_causal=True, **LENGTHS)
+    output, gradients = expected(weights, visible, H**-0.5, q, k, v, bias, SINK)
+    lengths = {name: jnp.asarray(x) for name, x in LENGTHS.items()}
+
+    def attend(q, k, v, bias, sink):
+        return dot_product_attention(q, k, v, bias, normalizer=sink, is_causal=True, implementation="cudnn", **lengths)
+
+    got, got_gradients = results(attend, weights, q, k, v, bias, jnp.asarray(SINK))
+    assert [a.dtype for a in (got, *got_gradients)] == [dtype] * 5 + [jnp.float32]
+    for a, b in zip((got, *got_gradients), (output, *gradients), strict=True):
+        assert error(a, b) < 2e-2
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("normalizer", ["softmax1", "softmax", "sink"])
+def test_scores_of_ten_thousand_are_exact(normalizer, dtype):
+    signs = np.sign(np.random.default_rng(0).normal(size=(B, 6, N, 1)))
+    q = jnp.asarray(100 * signs * np.eye(H)[0], dtype)
+    k = jnp.asarray(np.arange(-50, 100, 25).reshape(1, 6, 1, 1) * np.ones((B, 6, N, 1)) * np.eye(H)[0], dtype)
+    v = _arrays(dtype=dtype)[2]  # scores are -10,000, -7,500 .. 10,000: one key takes it all, or the sink does
+    sink = {"softmax1": np.zeros(N), "softmax": np.full(N, -np.inf), "sink": SINK}[normalizer]
+    visible = _visible(6, 6, is_causal=True)
+    output = oracle(visible, 1.0, *(np.asarray(a, np.float64) for a in (q, k, v)), 0.0, sink)
+    argument = jnp.asarray(SINK) if normalizer == "sink" else normalizer
+    got, gradients = results(
+        lambda q, k, v: _attend(q, k, v, normalizer=argument, scale=1.0, is_causal=True), np.ones(q.shape), q, k, v
+    )
+    # Scores tie nowhere, so float32 loses nothing, large as they are, but where the score is 0: weight 1/2 or less.
+    assert error(got, output) < (1e-5 if dtype == jnp.float32 else 4e-3)
+    assert all(jnp.isfinite(gradient).all() for gradient in gradients)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_large_negative_logits_leave_all_to_the_sink(dtype):
+    ones = jnp.ones((B, 6, N, H), dtype)
+    got, gradients = results(lambda q, k, v: _attend(q, k, v, is_causal=True), ones, -150 * ones, 60 * ones, ones)
+    assert (got == 0.0).all()  # logits are -25,456
+    assert all((gradient == 0.0).all() for gradient in gradients)
+    hidden = jnp.full((1, 1, 1, 6), -1e30)  # beyond what either dtype may add to a logit
+    got, gradients = results(lambda q, k, v, bias: _attend(q, k, v, bias), ones, ones, ones, ones, hidden)
+    assert (got == 0.0).all()
+    assert all((gradient == 0.0).all() for gradient in gradients)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_numbers_that_are_not_are_not_hidden():
+    q, k, v, _ = _arrays()
+    got = _attend(q.at[0, 3, 1, 0].set(jnp.nan), k, v, **{name: jnp.asarray(x) for name, x in LENGTHS.items()})
+    assert jnp.isnan(got[0, 3, 1]).all()
+    assert jnp.isfinite(got[1]).all()
+
+
+# vmap.
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("shared", "bias_batch"), [("none", B), ("query", B), ("bias", B), ("bias", 1), ("key", 1), ("lengths", B)]
+)
+def test_vmap_is_a_loop(shared, bias_batch):
+    each = [_arrays(t=4, s=4, bias_shape=(bias_batch, N, 4, 4), seed=i) for i in range(3)]
+    stacked = [jnp.stack(arrays) for arrays in zip(*each, strict=True)]
+    stacked += [jnp.stack([jnp.asarray(SINK) + i for i in range(3)]), jnp.array([[3, 4], [1, 4], [0, 3]], jnp.int32)]
+    names = ("query", "key", "value", "bias", "sink", "lengths")
+    axes = tuple(None if name == shared else 0 for name in names)
+    arguments = [array if axis == 0 else array[0] for array, axis in zip(stacked, axes, strict=True)]
+
+    def loss(q, k, v, bias, sink, lengths):
+        return jnp.sum(jnp.sin(_attend(q, k, v, bias, normalizer=sink, key_value_seq_lengths=lengths)))
+
+    def total(*arguments):
+        return jnp.sum(jax.vmap(loss, axes)(*arguments))
+
+    f = jax.value_and_grad(loss, range(5))
+    got = jax.jit(lambda *a: (jax.vmap(f, axes)(*a), jax.grad(total, range(5))(*a)))(*arguments)
+    single = jax.jit(f)
+    loop = [single(*(a if axis is None else a[i] for a, axis in zip(arguments, axes, strict=True))) for i in range(3)]
+    loop = jax.tree.map(lambda *arrays: jnp.stack(arrays), *loop)
+    summed = [a if axis == 0 else jnp.sum(a, 0) for a, axis in zip(loop[1], axes, strict=False)]
+    for a, b in zip(jax.tree.leaves(got), (*jax.tree.leaves(loop), *summed), strict=True):
+        assert error(a, b) < 1e-5
+
+
+# What is compiled for CUDA, on a machine without it.
+
+HALF = [jnp.asarray(a, jnp.bfloat16) for a in _arrays(kv_heads=2, bias_shape=(1, N, 6, 6))]
+
+
+def _for_cuda(f, *arrays):
+    """The names of the kernels in what is lowered, and its text."""
+    text = jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    return re.findall(r"__cudnn\$\w+", text), text
+
+
+def _cudnn(q, k, v, bias=None, **options):
+    return dot_product_attention(q, k, v, bias, is_causal=True, implementation="cudnn", **options)
+
+
+@pytest.mark.parametrize("normalizer", ["softmax1", "softmax", "sink"])
+def test_one_kernel_forward_and_one_backward(normalizer):
+    normalizer = jnp.asarray(SINK) if normalizer == "sink" else normalizer
+    f = lambda q, k, v: jnp.sum(_cudnn(q, k, v, normalizer=normalizer).astype(jnp.float32))  # noqa: E731
+    kernels, text = _for_cuda(f, *HALF[:3])
+    assert kernels == ["__cudnn$fmhaSoftmax"]
+    kernels, _ = _for_cuda(jax.grad(f, (0, 1, 2)), *HALF[:3])
+    assert kernels == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    assert ("exponential" in text or "logistic" in text) == (normalizer != "softmax")  # no gate where there is no sink
+
+
+def test_a_remat_policy_that_saves_the_name_runs_attention_once():
+    policies = jax.checkpoint_policies
+    named = policies.save_only_these_names(cudnn.ATTENTION_NAME)
+
+    def kernels(policy):
+        def layer(x, _):
+            q = x.reshape(B, 6, N, H)
+            x = x + jnp.tanh(_cudnn(q, q[:, :, :2], q[:, :, 2:], normalizer=jnp.asarray(SINK))).reshape(x.shape)
+            return x @ jnp.eye(N * H, dtype=x.dtype), None
+
+        body = layer if policy is None else jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        loss = lambda x: jnp.sum(jax.lax.scan(body, x, length=2)[0].astype(jnp.float32))  # noqa: E731
+        names, _ = _for_cuda(jax.grad(loss), HALF[0].reshape(B, 6, N * H))
+        return names.count("__cudnn$fmhaSoftmax"), names.count("__cudnn$fmhaSoftmaxBackward")
+
+    assert kernels(None) == (1, 1)
+    assert kernels(policies.nothing_saveable) == (2, 1)  # what the name is for
+    assert kernels(named) == (1, 1)
+    dots = policies.dots_with_no_batch_dims_saveable
+    assert kernels(policies.save_from_both_policies(dots, named)) == (1, 1)
+
+
+@pytest.mark.parametrize(("wanted", "mask", "has_gradient"), [(0, False, False), (3, False, True), (0, True, False)])
+def test_the_kernel_makes_a_gradient_of_the_bias_only_where_one_is_wanted(wanted, mask, has_gradient):
+    def loss(q, k, v, bias):
+        options = {"mask": jnp.ones((6, 6), bool)} if mask else {"bias": bias}
+        return jnp.sum(_cudnn(q, k, v, **options).astype(jnp.float32))
+
+    kernels, text = _for_cuda(jax.grad(loss, wanted), *HALF)
+    assert kernels == ["__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"]
+    (line,) = (line for line in text.splitlines() if "BiasSoftmaxBackward" in line)
+    results = re.findall(r"tensor<[^>]*>", line.rsplit("->", 1)[1])
+    assert len(results) == 4 + has_gradient  # query, key, value, workspace
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "grad", "vmap", "compile"])
+def test_another_platform_is_refused_when_it_is_compiled(how):
+    q, k, v, _ = HALF
+    calls = {
+        "eager": lambda: _cudnn(q, k, v),
+        "jit": lambda: jax.jit(_cudnn)(q, k, v),
+        "grad": lambda: jax.grad(lambda q: jnp.sum(_cudnn(q, k, v).astype(jnp.float32)))(q),
+        "vmap": lambda: jax.vmap(_cudnn)(q[None], k[None], v[None]),
+        "compile": lambda: jax.jit(_cudnn).lower(q, k, v),
+    }
+    assert jax.eval_shape(_cudnn, q, k, v).shape == q.shape
+    with pytest.raises(NotImplementedError, match=r"needs an NVIDIA GPU.*compiled for 'cpu'"):
+        calls[how]()
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"normalizer": "relu"}, "'relu'.*allowed: 'softmax1'"),
+        ({"scale": jnp.float32(0.5)}, "scale must be a number"),
+        ({"dtype": jnp.float32}, "be bfloat16 or all float16, got float32"),
+        ({"value_dtype": jnp.float16}, "all be bfloat16 or all float16, got bfloat16, float16"),
+        ({"width": 12}, "multiple of 8 up to 256, got 12"),
+        ({"width": 264}, "multiple of 8 up to 256, got 264"),
+        ({"length": 5, "mask": jnp.ones((5, 5), bool)}, "must be even, got 5 and 5"),
+        ({"length": 5, "bias": jnp.ones((5, 5))}, "must be even, got 5 and 5"),
+        ({"local_window_size": 2}, r"\(left, 0\) or causal, got \(2, 2\)"),
+        ({"local_window_size": (2, 0), "mask": jnp.ones((6, 6), bool)}, "window cannot be combined"),
+        ({"local_window_size": (2, 0), "keys": 4}, "at least as many keys as queries, got 4 and 6"),
+        ({"normalizer": 0.0, "mask": jnp.ones((6, 6), bool)}, "n = 0"),
+        ({"normalizer": 0, "key_value_seq_lengths": jnp.array([1, 2])}, "n = 0"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused_by_name(options, problem):
+    options = dict(options)
+    dtype, width = options.pop("dtype", jnp.bfloat16), options.pop("width", 8)
+    value_dtype, length = options.pop("value_dtype", dtype), options.pop("length", 6)
+    q, v = jnp.zeros((B, length, N, width), dtype), jnp.zeros((B, options.pop("keys", length), N, width), value_dtype)
+    with pytest.raises(NotImplementedError, match=problem):
+        dot_product_attention(q, v.astype(dtype), v, implementation="cudnn", **options)
+
+
+def test_explicit_axes_that_the_kernel_cannot_be_cut_by_are_refused():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+    q, k = jnp.zeros((4, 8, 8, 8), jnp.bfloat16), jnp.zeros((4, 8, 2, 8), jnp.bfloat16)
+    for spec, problem in ((P(None, "x"), "only batch and heads"), (P(None, None, "x"), r"key-value heads \(2\)")):
+        placed = jax.device_put(q, NamedSharding(mesh, spec))
+        with pytest.raises(NotImplementedError, match=problem):
+            dot_product_attention(placed, k, k, implementation="cudnn")
