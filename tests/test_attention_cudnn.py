@@ -263,9 +263,12 @@ def _placed(mesh, arrays, kind):
     return [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
 
 
+SLOW = {"lengths", "bias of each", "bias for all"}
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("case", MESHED)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in MESHED])
 def test_over_a_mesh_of_batch_and_heads_nothing_is_gathered(case, kind):
     attend, arrays = _meshed(case)
     weights = jnp.asarray(np.random.default_rng(5).normal(size=arrays[0].shape), jnp.float32)
@@ -363,8 +366,9 @@ def test_half_precision_is_near_the_definition(dtype):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("normalizer", ["softmax1", "softmax", "sink"])
+@pytest.mark.parametrize(
+    ("normalizer", "dtype"), [("sink", jnp.float32), ("softmax1", jnp.bfloat16), ("softmax", jnp.float16)]
+)
 def test_scores_of_ten_thousand_are_exact(normalizer, dtype):
     signs = np.sign(np.random.default_rng(0).normal(size=(B, 6, N, 1)))
     q = jnp.asarray(100 * signs * np.eye(H)[0], dtype)
@@ -408,7 +412,13 @@ def test_numbers_that_are_not_are_not_hidden():
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
-    ("shared", "bias_batch"), [("none", B), ("query", B), ("bias", B), ("bias", 1), ("key", 1), ("lengths", B)]
+    ("shared", "bias_batch"),
+    [
+        ("query", B),
+        ("bias", 1),
+        ("lengths", B),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("none", B), ("bias", B), ("key", 1))),
+    ],
 )
 def test_vmap_is_a_loop(shared, bias_batch):
     each = [_arrays(t=4, s=4, bias_shape=(bias_batch, N, 4, 4), seed=i) for i in range(3)]
