@@ -230,6 +230,7 @@ def test_output_and_every_gradient_are_the_definition_and_its_finite_differences
 MESHED = {
     "sink": {"normalizer": jnp.asarray(SINK)},
     "softmax1": {"normalizer": "softmax1", "kv_heads": 2},
+    "one key head": {"normalizer": "softmax1", "kv_heads": 1},
     "lengths": {"normalizer": jnp.asarray(SINK), **{name: jnp.asarray(x) for name, x in LENGTHS.items()}},
     "one length": {"normalizer": "softmax1", "key_value_seq_lengths": jnp.array([6, 3], jnp.int32)},
     "bias of each": {"normalizer": "softmax1", "bias_shape": (B, N, 6, 6)},
@@ -256,7 +257,9 @@ def _meshed(case):
 
 def _placed(mesh, arrays, kind):
     """Rows cut over both axes. Bias and sink are whole where the compiler may choose, or else cut like their axes."""
-    specs = [P("data", None, "tensor", None)] * 3 + [P(), P()]
+    rows = P("data", None, "tensor", None)
+    keys = rows if arrays[1].shape[2] > 1 else P("data")
+    specs = [rows, keys, keys, P(), P()]
     if kind == AxisType.Explicit:
         bias = arrays[3].shape
         specs[3:] = [P("data" if bias[0] == B else None, "tensor" if bias[1] == N else None, None, None), P("tensor")]
@@ -288,6 +291,19 @@ def test_over_a_mesh_of_batch_and_heads_nothing_is_gathered(case, kind):
     for a, b in zip(got_gradients, gradients, strict=True):
         assert error(a, b) < 1e-5
     assert not re.findall("all-gather|all-to-all|collective-permute", compiled.as_text())
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("spec", [P("data", None, "tensor"), P(None, ("data", "tensor"))])
+def test_a_cut_that_the_kernel_cannot_have_is_gathered(spec):
+    arrays = _arrays(t=8, s=8, kv_heads=2)[:3]
+    loss = lambda *arrays: jnp.sum(jnp.sin(_attend(*arrays, is_causal=True)))  # noqa: E731
+    f = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    placed = [jax.device_put(arrays[0], NamedSharding(mesh, spec)), *arrays[1:]]
+    placed[1:] = [jax.device_put(array, NamedSharding(mesh, P("data"))) for array in arrays[1:]]
+    for a, b in zip(jax.tree.leaves(f(*placed)), jax.tree.leaves(f(*arrays)), strict=True):
+        assert error(a, b) < 1e-5
 
 
 @pytest.mark.usefixtures("kernels")
@@ -548,6 +564,17 @@ def test_what_the_kernel_cannot_do_is_refused_by_name(options, problem):
     q, v = jnp.zeros((B, length, N, width), dtype), jnp.zeros((B, options.pop("keys", length), N, width), value_dtype)
     with pytest.raises(NotImplementedError, match=problem):
         dot_product_attention(q, v.astype(dtype), v, implementation="cudnn", **options)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "problem"),
+    [("softmax2", "normalizer 'softmax2'"), (-1.0, "got -1"), (jnp.zeros(3), r"\(3,\).*\(4,\)")],
+)
+def test_a_normalizer_that_is_none_is_an_error_in_the_same_words(normalizer, problem):
+    q = jnp.zeros((B, 6, N, H), jnp.bfloat16)
+    for implementation in ("cudnn", "xla"):
+        with pytest.raises(ValueError, match=problem):
+            dot_product_attention(q, q, q, normalizer=normalizer, implementation=implementation)
 
 
 def test_explicit_axes_that_the_kernel_cannot_be_cut_by_are_refused():

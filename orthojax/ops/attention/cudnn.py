@@ -25,15 +25,21 @@ from jax.custom_derivatives import SymbolicZero
 from orthojax.ops.attention import cudnn_partition, cudnn_probe, cudnn_public
 from orthojax.ops.attention.cudnn_kernel import Operands, Settings, Statistics, private_module
 from orthojax.ops.attention.inputs import AttentionInputs
-from orthojax.ops.normalizers import sink_logit
+from orthojax.ops.normalizers import apply_normalizer, sink_logit
 
 ATTENTION_NAME = "attn_out"  # what a remat policy must save so that attention runs once: save_only_these_names
 
 
 def unsupported(inputs: AttentionInputs) -> str:
-    """Why cuDNN cannot do this, naming what is allowed, or ""."""
-    H = inputs.query.shape[3]
+    """Why cuDNN cannot do this, naming what is allowed, or "".
+
+    Raises:
+      ValueError: For a normalizer that is none.
+    """
+    N, H = inputs.query.shape[2:]
     widest = cudnn_probe.widest_head()
+    # Raises for a normalizer that means nothing, in the words of every other implementation.
+    jax.eval_shape(lambda: apply_normalizer(inputs.normalizer, jnp.zeros((1, N, 1, 1))))
     dtypes = {a.dtype.name for a in (inputs.query, inputs.key, inputs.value)}
     if not isinstance(inputs.scale, int | float | np.number):
         return "scale must be a number, not an array: the kernel is compiled for it"
@@ -65,7 +71,7 @@ def _unsupported_visibility(inputs: AttentionInputs) -> str:
             return f"a window needs at least as many keys as queries, got {S} and {T}"
     without_sink = not isinstance(inputs.normalizer, str | jax.Array | np.ndarray) and not inputs.normalizer
     if without_sink and (inputs.mask is not None or inputs.key_value_seq_lengths is not None):
-        return "softmax_n with n = 0 and a mask or key lengths: a row that sees nothing would not be zero; n > 0 is"
+        return "softmax_n with n = 0 cannot have a mask or key lengths: rows that see no key would not be zero"
     return ""
 
 
@@ -74,12 +80,10 @@ def _unsupported_sharding(inputs: AttentionInputs) -> str:
     batch, length, heads, width = (*sharding.spec, None, None, None, None)[:4]
     if length or width:
         return f"only batch and heads can be sharded, got a query with {sharding.spec}"
-    cut = cudnn_partition.axes(sharding.spec, sharding.mesh.shape, inputs.query.shape[0], inputs.key.shape[2])
-    if cut != (batch, heads):
-        return (
-            f"the mesh axes {sharding.spec} must divide the batch ({inputs.query.shape[0]}) "
-            f"and the key-value heads ({inputs.key.shape[2]})"
-        )
+    B, _, N, _ = inputs.query.shape
+    K = inputs.key.shape[2]
+    if cudnn_partition.axes(sharding.spec, sharding.mesh.shape, B, N, K) != (batch, heads):
+        return f"the mesh axes {sharding.spec} must divide the batch ({B}) and the key-value heads ({K})"
     return ""
 
 
@@ -98,6 +102,7 @@ def attend(inputs: AttentionInputs) -> jax.Array:
     Returns:
       [B, T, N, H] in the dtype of the query. Rows that see no key are zero where there is a sink, and what cuDNN makes
       of them for "softmax"; queries beyond their length are zero. Saved for the backward pass under `ATTENTION_NAME`.
+      It has no forward-mode derivative and no second one.
 
     Raises:
       NotImplementedError: When it is compiled for another platform than CUDA.
@@ -112,12 +117,15 @@ def attend(inputs: AttentionInputs) -> jax.Array:
         left_window=None if window is None else window[0],
     )
     operands = Operands(inputs.query, inputs.key, inputs.value, _bias(inputs), *_lengths(inputs))
+    return _attention(settings, *cudnn_partition.varying_alike((operands, _sinks(inputs))))
+
+
+def _sinks(inputs: AttentionInputs) -> jax.Array | None:
+    """One logit for each query head, float32 [N]; None for softmax, which then computes no gate."""
     a = sink_logit(inputs.normalizer)
-    if isinstance(a, float):
-        a = None if a == -np.inf else jnp.full(inputs.query.shape[2], a, jnp.float32)
-    else:
-        a = a.astype(jnp.float32)
-    return _attention(settings, *cudnn_partition.varying_alike((operands, a)))
+    if isinstance(a, float) and a == -np.inf:
+        return None
+    return jnp.broadcast_to(jnp.asarray(a, jnp.float32), inputs.query.shape[2:3])
 
 
 def _bias(inputs: AttentionInputs) -> jax.Array | None:
@@ -183,7 +191,7 @@ def _before_end(rows: jax.Array, lengths: jax.Array) -> jax.Array:
 
 
 def _rows_that_see(settings: Settings, operands: Operands) -> jax.Array | None:
-    """Which queries are no padding and see a key: [B, 1, T]; None for all. A mask is no matter of its: it is a bias."""
+    """Which queries are no padding and see a key: [B, 1, T]; None for all. What a mask hides is a finite bias here."""
     if operands.query_lengths is None or operands.key_lengths is None:
         return None
     t = jnp.arange(operands.query.shape[1])[None]
@@ -205,25 +213,27 @@ def _is_primal(leaf: Any) -> bool:
 
 def _backward_rule(settings, residuals, cotangent):
     operands, sink, output, lse, fixed = residuals
+    queries, keys = operands.query_lengths, operands.key_lengths
     if isinstance(cotangent, SymbolicZero):
         cotangent = jnp.zeros(output.shape, output.dtype)
-    if operands.query_lengths is not None:
+    if queries is not None:
         # Nothing of what stands in padding may leak, neither into the gradients nor out of them.
-        cotangent = jnp.where(_before_end(output, operands.query_lengths), cotangent, 0)
+        cotangent = jnp.where(_before_end(output, queries), cotangent, 0)
     settings = settings._replace(bias_gradient=fixed.bias_gradient)
-    gradients = cudnn_partition.backward(settings, operands, Statistics(lse, output, cotangent))
-    query, key, value, bias = (*gradients, None)[:4]
-    if operands.query_lengths is not None and operands.key_lengths is not None:
-        query = jnp.where(_before_end(query, operands.query_lengths), query, 0)
-        key, value = (jnp.where(_before_end(x, operands.key_lengths), x, 0) for x in (key, value))
+    query, key, value, *rest = cudnn_partition.backward(settings, operands, Statistics(lse, output, cotangent))
+    bias = rest[0] if rest else None
+    if queries is not None:
+        query = jnp.where(_before_end(query, queries), query, 0)
+        key = jnp.where(_before_end(key, keys), key, 0)
+        value = jnp.where(_before_end(value, keys), value, 0)
     sink_gradient = None
     if sink is not None:
         inner = jnp.sum(cotangent.astype(jnp.float32) * output.astype(jnp.float32), -1)
         weight = jnp.exp(sink[None, :, None] - lse)
         sink_gradient = -jnp.sum(weight * jnp.swapaxes(inner, 1, 2), (0, 2))
     pairs = zip((query, key, value, bias, sink_gradient), (*operands[:4], sink), strict=True)
-    *gradients, sink_gradient = itertools.starmap(cudnn_partition.sharded_as, pairs)
-    return Operands(*gradients, None, None), sink_gradient
+    query, key, value, bias, sink_gradient = itertools.starmap(cudnn_partition.sharded_as, pairs)
+    return Operands(query, key, value, bias, None, None), sink_gradient  # pyright: ignore[reportArgumentType]
 
 
 _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

@@ -88,26 +88,32 @@ def _as_tuple(names: Any) -> tuple[str, ...]:
     return () if names is None else names if isinstance(names, tuple) else (names,)
 
 
-def axes(spec: Sequence[Any], sizes: Any, batch: int, key_heads: int) -> Axes:
-    """The part of the query's PartitionSpec that the kernel can be cut by: what divides the batch and the key heads."""
+def axes(spec: Sequence[Any], sizes: Any, batch: int, heads: int, key_heads: int) -> Axes:
+    """The part of the query's PartitionSpec that the kernel can be cut by.
+
+    Axes must divide the batch, and the key heads; a single key head serves query heads on any number of devices.
+    """
     batch_names, _, head_names, *_ = (*spec, None, None, None)
     return Axes(
         None if batch % _length(batch_names, sizes) else batch_names,
-        None if key_heads % _length(head_names, sizes) else head_names,
+        None if (heads if key_heads == 1 else key_heads) % _length(head_names, sizes) else head_names,
     )
 
 
 class _Specs(NamedTuple):
     arguments: tuple[Operands, Statistics | None]  # of PartitionSpecs
     results: tuple[P, ...]
-    bias_sum: tuple[str, ...]  # mesh axes whose devices share one bias
+    sums: tuple[tuple[str, ...], ...]  # of each result: mesh axes whose devices each have a part of the sum
 
 
 def _specs(sharding: Any, settings: Settings, operands: Operands, statistics: Statistics | None) -> _Specs:
     B, _, N, _ = operands.query.shape
-    cut = axes(sharding.spec, sharding.mesh.shape, B, operands.key.shape[2])
-    rows, lse, bias, lengths = P(cut.batch, None, cut.heads, None), P(cut.batch, cut.heads, None), None, None
-    bias_sum: tuple[str, ...] = ()
+    K = operands.key.shape[2]
+    cut = axes(sharding.spec, sharding.mesh.shape, B, N, K)
+    rows, lse = P(cut.batch, None, cut.heads, None), P(cut.batch, cut.heads, None)
+    keys = P(cut.batch, None, None if K == 1 else cut.heads, None)
+    key_sum = _as_tuple(cut.heads) if K == 1 else ()
+    bias, lengths, bias_sum = None, None, ()
     if operands.bias is not None:
         batch = cut.batch if operands.bias.shape[0] == B else None
         heads = cut.heads if operands.bias.shape[1] == N else None
@@ -115,21 +121,25 @@ def _specs(sharding: Any, settings: Settings, operands: Operands, statistics: St
         bias_sum = (*(() if batch else _as_tuple(cut.batch)), *(() if heads else _as_tuple(cut.heads)))
     if operands.query_lengths is not None:
         lengths = P(cut.batch)
-    inputs: Any = Operands(rows, rows, rows, bias, lengths, lengths)  # pyright: ignore[reportArgumentType]
+    inputs: Any = Operands(rows, keys, keys, bias, lengths, lengths)  # pyright: ignore[reportArgumentType]
     if statistics is None:
-        return _Specs((inputs, None), (rows, lse), ())
-    results = (rows, rows, rows, bias) if settings.bias_gradient and bias is not None else (rows, rows, rows)
+        return _Specs((inputs, None), (rows, lse), ((), ()))
     outputs: Any = Statistics(lse, rows, rows)  # pyright: ignore[reportArgumentType]
-    return _Specs((inputs, outputs), results, bias_sum)
+    results, sums = (rows, keys, keys), ((), key_sum, key_sum)
+    if settings.bias_gradient and bias is not None:
+        results, sums = (*results, bias), (*sums, bias_sum)
+    return _Specs((inputs, outputs), results, sums)
 
 
 def _on_one_device(
-    settings: Settings, operands: Operands, statistics: Statistics | None, bias_sum: tuple[str, ...] = ()
+    settings: Settings,
+    operands: Operands,
+    statistics: Statistics | None,
+    sums: tuple[tuple[str, ...], ...] = ((), (), (), ()),
 ) -> tuple[jax.Array, ...]:
     results = bind(private_module(), settings, operands, statistics)
-    if settings.bias_gradient and statistics is not None and bias_sum:
-        results = (*results[:3], jax.lax.psum(results[3], bias_sum))
-    return results
+    pairs = zip(results, sums, strict=False)
+    return tuple(jax.lax.psum(result, names) if names else result for result, names in pairs)
 
 
 def is_explicit(sharding: Any) -> bool:
@@ -171,7 +181,7 @@ def _over_mesh(settings: Settings, operands: Operands, statistics: Statistics | 
     specs = _specs(sharding, settings, operands, statistics)
 
     def local(operands, statistics):
-        return _on_one_device(settings, operands, statistics, specs.bias_sum)
+        return _on_one_device(settings, operands, statistics, specs.sums)
 
     arguments = jax.tree.map(
         lambda array, spec: jax.sharding.reshard(array, NamedSharding(mesh, spec)),
@@ -185,19 +195,19 @@ def _over_mesh(settings: Settings, operands: Operands, statistics: Statistics | 
 # Automatic axes: the compiler calls back with the cut that it arrived at.
 
 
-def _sharding_rule(settings, mesh, value_types, result_types) -> tuple[str, dict[str, int]]:
+def _sharding_rule(settings, mesh, value_types, result_types) -> str:
     """How cuts spread between the arrays, in the einsum-like notation of Shardy."""
     del mesh
     shapes = [list(value_type.shape) for value_type in value_types]
     (B, _, N, _), (_, _, K, _) = shapes[0], shapes[1]
-    heads, sizes = ("n", {}) if N == K else ("(n g)", {"g": N // K})
-    rows, keys, lse = f"b t {heads} h", "b s n h", f"b {heads} t"
+    # Heads of queries and of groups of them stay unrelated here: half a mesh axis has no name for `_partition` to read.
+    rows, keys, lse = "b t n h", "b s n h" if N == K else "b s k h", "b n t"
     arguments = [rows, keys, keys]
     backward = len(result_types) > 2
     rest = shapes[3 : len(shapes) - 3 if backward else None]
     bias = ""
     if rest and len(rest[0]) == 4:
-        bias = f"{'b' if rest[0][0] == B else 'x'} {heads if rest[0][1] == N else 'y'} t s"
+        bias = f"{'b' if rest[0][0] == B else 'x'} {'n' if rest[0][1] == N else 'y'} t s"
         arguments.append(bias)
     arguments += ["b"] * sum(len(shape) == 1 for shape in rest)
     if backward:
@@ -205,7 +215,7 @@ def _sharding_rule(settings, mesh, value_types, result_types) -> tuple[str, dict
         results = [rows, keys, keys] + [bias] * settings.bias_gradient
     else:
         results = [rows, lse]
-    return f"{', '.join(arguments)} -> {', '.join(results)}", sizes
+    return f"{', '.join(arguments)} -> {', '.join(results)}"
 
 
 def _partition(settings, mesh, arguments, results):
@@ -214,7 +224,7 @@ def _partition(settings, mesh, arguments, results):
     specs = _specs(operands.query.sharding, settings, operands, statistics)
 
     def local(operands, statistics):
-        return _on_one_device(settings, operands, statistics, specs.bias_sum)
+        return _on_one_device(settings, operands, statistics, specs.sums)
 
     arguments, results = (
         jax.tree.map(lambda spec: NamedSharding(mesh, spec), tree) for tree in (specs.arguments, specs.results)

@@ -17,7 +17,7 @@ import numpy as np
 
 from orthojax.ops.attention import xla
 from orthojax.ops.attention.cudnn_kernel import outside_of_traces
-from orthojax.ops.attention.inputs import AttentionInputs, prepare_inputs
+from orthojax.ops.attention.inputs import AttentionInputs
 
 _LEAST_CAPABILITY = (8, 0)  # Ampere
 _TOLERANCE = 0.05  # of bfloat16 numbers near 1; a kernel that is wrong is wrong by far more
@@ -100,9 +100,7 @@ def _largest_difference(attend: Callable[[AttentionInputs], jax.Array]) -> float
 
     def results(attend, q, k, v):
         def loss(q, k, v):
-            options = {"normalizer": "softmax1", "scale": None, "is_causal": True, "local_window_size": None}
-            lengths = {"query_seq_lengths": None, "key_value_seq_lengths": None}
-            output = attend(prepare_inputs(q, k, v, None, None, **options, **lengths))
+            output = attend(AttentionInputs(q, k, v, None, None, "softmax1", 0.125, True, None, None, None))
             return jnp.mean(jnp.square(output.astype(jnp.float32))) * 64, output
 
         (_, output), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
