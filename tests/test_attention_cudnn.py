@@ -198,8 +198,15 @@ CASES = {
 }
 
 
+def quick_and_slow(cases, slow):
+    """Cases for `parametrize`; `slow` are those that others contain in part."""
+    return [pytest.param(case, marks=[pytest.mark.slow] * (case in slow)) for case in cases]
+
+
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", quick_and_slow(CASES, {"plain", "scale", "odd lengths", "window", "lengths", "mask", "one query"})
+)
 def test_output_and_every_gradient_are_the_definition_and_its_finite_differences(case):
     options = dict(CASES[case])
     arrays = _arrays(*(options.pop(name, default) for name, default in (("t", 6), ("s", 6), ("kv_heads", N))))
@@ -266,12 +273,11 @@ def _placed(mesh, arrays, kind):
     return [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
 
 
-SLOW = {"lengths", "bias of each", "bias for all"}
-
-
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in MESHED])
+@pytest.mark.parametrize(
+    "case", quick_and_slow(MESHED, {"softmax1", "one length", "lengths", "bias of each", "bias for all"})
+)
 def test_over_a_mesh_of_batch_and_heads_nothing_is_gathered(case, kind):
     attend, arrays = _meshed(case)
     weights = jnp.asarray(np.random.default_rng(5).normal(size=arrays[0].shape), jnp.float32)
@@ -294,7 +300,9 @@ def test_over_a_mesh_of_batch_and_heads_nothing_is_gathered(case, kind):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("spec", [P("data", None, "tensor"), P(None, ("data", "tensor"))])
+@pytest.mark.parametrize(
+    "spec", quick_and_slow([P("data", None, "tensor"), P(None, ("data", "tensor"))], {P(None, ("data", "tensor"))})
+)
 def test_a_cut_that_the_kernel_cannot_have_is_gathered(spec):
     arrays = _arrays(t=8, s=8, kv_heads=2)[:3]
     loss = lambda *arrays: jnp.sum(jnp.sin(_attend(*arrays, is_causal=True)))  # noqa: E731
@@ -403,7 +411,7 @@ def test_scores_of_ten_thousand_are_exact(normalizer, dtype):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", quick_and_slow([jnp.bfloat16, jnp.float16], {jnp.bfloat16}))
 def test_large_negative_logits_leave_all_to_the_sink(dtype):
     ones = jnp.ones((B, 6, N, H), dtype)
     got, gradients = results(lambda q, k, v: _attend(q, k, v, is_causal=True), ones, -150 * ones, 60 * ones, ones)
@@ -418,7 +426,8 @@ def test_large_negative_logits_leave_all_to_the_sink(dtype):
 @pytest.mark.usefixtures("kernels")
 def test_numbers_that_are_not_are_not_hidden():
     q, k, v, _ = _arrays()
-    got = _attend(q.at[0, 3, 1, 0].set(jnp.nan), k, v, **{name: jnp.asarray(x) for name, x in LENGTHS.items()})
+    lengths = {name: jnp.asarray(x) for name, x in LENGTHS.items()}
+    got = jax.jit(lambda q: _attend(q, k, v, **lengths))(q.at[0, 3, 1, 0].set(jnp.nan))
     assert jnp.isnan(got[0, 3, 1]).all()
     assert jnp.isfinite(got[1]).all()
 

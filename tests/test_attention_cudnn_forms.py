@@ -71,7 +71,14 @@ PUBLIC = {
 
 @pytest.mark.parametrize(
     ("case", "normalizer"),
-    [*((case, "sink") for case in PUBLIC), ("plain", "softmax1"), ("causal lengths", "softmax1"), ("causal", 2.5)],
+    [
+        ("plain", "softmax1"),
+        ("causal lengths", "softmax1"),
+        ("causal", 2.5),
+        ("more keys", "sink"),
+        ("causal lengths", "sink"),
+        *(pytest.param(case, "sink", marks=pytest.mark.slow) for case in ("plain", "causal", "scale", "lengths")),
+    ],
 )
 def test_the_public_form_is_the_same_attention(case, normalizer):
     options = dict(PUBLIC[case])
