@@ -12,7 +12,7 @@ from jax._src.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from orthojax.ops.attention import cudnn, cudnn_kernel, dot_product_attention
+from orthojax.ops.attention import ATTENTION_NAME, cudnn, cudnn_kernel, dot_product_attention
 from orthojax.ops.attention.inputs import prepare_inputs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -497,7 +497,7 @@ def test_one_kernel_forward_and_one_backward(normalizer):
 
 def test_a_remat_policy_that_saves_the_name_runs_attention_once():
     policies = jax.checkpoint_policies
-    named = policies.save_only_these_names(cudnn.ATTENTION_NAME)
+    named = policies.save_only_these_names(ATTENTION_NAME)
 
     def kernels(policy):
         def layer(x, _):

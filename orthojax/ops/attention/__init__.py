@@ -11,11 +11,12 @@ H head width. `dot_product.py` is the entry, `choice.py` picks the implementatio
 from orthojax.ops.attention.adapter import attention_fn
 from orthojax.ops.attention.choice import Implementation, forbid_fallback
 from orthojax.ops.attention.dot_product import dot_product_attention
-from orthojax.ops.attention.inputs import AttentionInputs
+from orthojax.ops.attention.inputs import ATTENTION_NAME, AttentionInputs
 from orthojax.ops.attention.visibility import relaxed_causal_mask, visible_keys
 from orthojax.ops.attention.xla import attention_logits
 
 __all__ = [
+    "ATTENTION_NAME",
     "AttentionInputs",
     "Implementation",
     "attention_fn",

@@ -24,10 +24,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from orthojax.ops.attention import cudnn_partition, cudnn_probe, cudnn_public
 from orthojax.ops.attention.cudnn_kernel import Operands, Settings, Statistics, private_module
-from orthojax.ops.attention.inputs import AttentionInputs
+from orthojax.ops.attention.inputs import ATTENTION_NAME, AttentionInputs
 from orthojax.ops.normalizers import apply_normalizer, sink_logit
-
-ATTENTION_NAME = "attn_out"  # what a remat policy must save so that attention runs once: save_only_these_names
 
 
 def unsupported(inputs: AttentionInputs) -> str:

@@ -8,6 +8,10 @@ import jax.numpy as jnp
 from orthojax.ops.attention.visibility import visible_keys, window_sides
 from orthojax.ops.normalizers import Normalizer
 
+# Under this name the vendors' kernels save their output and statistics: where a remat policy keeps it, as in
+# jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME), attention runs forward once.
+ATTENTION_NAME = "attn_out"
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionInputs:

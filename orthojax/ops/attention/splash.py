@@ -90,8 +90,7 @@ def attend(inputs: AttentionInputs) -> jax.Array:
       inputs: For which `unsupported` is "".
 
     Returns:
-      [B, T, N, H] in the dtype of `value`. Its residuals carry the checkpoint name "attn_out", so that
-      `jax.checkpoint_policies.save_only_these_names("attn_out")` runs the kernel forward once.
+      [B, T, N, H] in the dtype of `value`. Saved for the backward pass under `ATTENTION_NAME`.
     """
     T, H = inputs.query.shape[1], inputs.query.shape[3]
     visible = _visible(inputs)

@@ -15,9 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+from orthojax.ops.attention.inputs import ATTENTION_NAME
 from orthojax.ops.attention.splash_sharding import on_shards, sharded_alike
 
-RESIDUAL_NAME = "attn_out"  # for checkpoint policies that keep what attention returned
 BLOCKS = (512, 256, 128)  # positions that the kernel takes at once, of queries and of keys
 
 
@@ -137,7 +137,7 @@ def _attention(visible: Visible, interpret: bool, arrays: dict[str, jax.Array]) 
 def _attention_fwd(visible, interpret, arrays):
     kernel = _kernel(visible, interpret=interpret, with_lse=True)
     results = _on_shards(_forward, ("out", "lse"), kernel, arrays)
-    out, lse = (checkpoint_name(a, RESIDUAL_NAME) for a in results)
+    out, lse = (checkpoint_name(a, ATTENTION_NAME) for a in results)
     return out, (arrays, out, lse)
 
 
