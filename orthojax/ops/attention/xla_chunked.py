@@ -18,8 +18,8 @@ from orthojax.ops.attention.xla import attend_visible, without_padding
 from orthojax.ops.statistics import at_least_float32
 
 # Weights of one chunk: larger ones fall out of a CPU's cache, many smaller ones pay for each turn of the loop.
-_CHUNK_BYTES = 2**24
-_FEWEST_QUERIES = 16
+_CHUNK_BYTES = 2**23
+_FEWEST_QUERIES = 32
 # Under a causal mask the chunks are split into so many runs; those of a run take the keys up to the end of the run.
 _CAUSAL_RUNS = 4
 
@@ -38,7 +38,7 @@ def _queries_per_chunk(inputs: AttentionInputs) -> int:
 
 
 def _may_leave_keys_out(inputs: AttentionInputs) -> bool:
-    """Whether keys that causality or the window hides have no weight; softmax spreads that of an empty row over them."""
+    """Whether keys that causality or the window hides have no weight: in an empty row of softmax they have."""
     if not isinstance(inputs.normalizer, str) or inputs.normalizer != "softmax":
         return True
     left, _ = inputs.local_window_size or (inputs.query.shape[1], 0)
