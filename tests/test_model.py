@@ -490,7 +490,7 @@ def test_weights_of_the_taps_times_values_are_what_the_attention_of_the_model_re
     values = np.repeat(np.asarray(taps.values[0], np.float64), 2, axis=2)
     expected = np.einsum("BNTS,BSNH->BTNH", np.asarray(taps.attention_weights[0], np.float64), values)
     assert np.abs(expected).max() > 0.1
-    np.testing.assert_allclose(outputs[0], expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(outputs[-1], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_sink_of_zero_is_softmax1_and_one_sink_serves_one_head():
