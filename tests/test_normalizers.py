@@ -263,8 +263,8 @@ def test_clipped_softmax_of_known_weights_is_their_stretched_and_cut_form():
 def test_clipped_softmax_has_no_gradient_where_it_is_cut():
     x = jnp.log(jnp.array([0.02, 0.08, 0.9]))
     jacobian = np.asarray(jax.jacrev(lambda x: clipped_softmax(x, -0.05, 1.2))(x))
-    assert (jacobian[2] == 0.0).all()
-    np.testing.assert_allclose(jacobian[:2], 1.25 * _jacobian(np.array([0.02, 0.08, 0.9]))[:2], rtol=1e-5)
+    assert (jacobian[[0, 2]] == 0.0).all()
+    np.testing.assert_allclose(jacobian[1], 1.25 * _jacobian(np.array([0.02, 0.08, 0.9]))[1], rtol=1e-5)
 
 
 @pytest.mark.parametrize(("gamma", "zeta"), [(0.1, 1.0), (-np.inf, 1.0), (np.nan, 1.0), (0.0, 0.9), (0.0, np.inf)])
