@@ -18,7 +18,7 @@ def _require(holds: bool, problem: str, allowed: str = "") -> None:
 
 Position = Literal["learned", "rotary", "none"]
 Norm = Literal["layernorm", "rmsnorm", "rmsnorm_single", "none"]
-NormalizerName = Literal["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "sigmoid"]
+NormalizerName = Literal["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "sigmoid", "clipped_softmax"]
 Mlp = Literal["gelu", "relu", "swiglu", "linear", "none"]
 RotationKind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
 RotationScope = Literal["layer", "parameter", "tree"]
@@ -48,9 +48,14 @@ class ModelConfig:
       use_bias: Biases in every linear layer.
       normalizer: What turns attention logits into weights.
       normalizer_n: The n of `softmax_n`: exp(x_i) / (n + sum_j exp(x_j)).
+      normalizer_gamma: The gamma <= 0 of `clipped_softmax`: clip((zeta - gamma) softmax(x) + gamma, 0, 1).
+      normalizer_zeta: Its zeta >= 1.
       mlp: Kind of MLP, for all layers or one for each; `linear` is one d_model x d_model map.
       attention: Whether blocks attend, for all layers or one for each.
-      gated_attention: Multiply each head's output with a sigmoid gate computed from the block's normed input.
+      gated_attention: Multiply each head's output at each position by sigmoid(w . x + b), x the block's normed input
+        with all its channels; b, starting at 0, where `use_bias`. It is the gate from all features to all heads of
+        Quantizable Transformers, arXiv 2306.12929, whose main form gives a head its own slice of x, and always a bias,
+        which starts at the logit of the gate's first value.
       tie_embeddings: Use the token embedding as the output head.
       fixed_rotation: Turn what each part writes to the residual stream by a fixed orthogonal matrix of its own.
       relaxed_causal_tokens: The first k tokens see each other (0: plain causal mask).
@@ -75,6 +80,8 @@ class ModelConfig:
     use_bias: bool = False
     normalizer: NormalizerName = "softmax1"
     normalizer_n: float = 1.0
+    normalizer_gamma: float = -0.025
+    normalizer_zeta: float = 1.0
     mlp: Mlp | tuple[Mlp, ...] = "gelu"
     attention: bool | tuple[bool, ...] = True
     gated_attention: bool = False
@@ -113,6 +120,9 @@ class ModelConfig:
             f"model.normalizer_n={self.normalizer_n}",
             "a finite number >= 0",
         )
+        gamma, zeta = self.normalizer_gamma, self.normalizer_zeta
+        _require(-math.inf < gamma <= 0.0, f"model.normalizer_gamma={gamma}", "a finite number <= 0")
+        _require(1.0 <= zeta < math.inf, f"model.normalizer_zeta={zeta}", "a finite number >= 1")
         _require(
             0 <= self.relaxed_causal_tokens <= self.max_length,
             f"model.relaxed_causal_tokens={self.relaxed_causal_tokens}",

@@ -52,7 +52,7 @@ SOURCES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "launch").glob("*.py")])
 IDS = [str(path.relative_to(ROOT)) for path in SOURCES]
 
 LONGEST_FILE, LONGEST_FUNCTION = 300, 60
-LONGER_FILES = {"orthojax/config.py": 400}
+LONGER_FILES = {"orthojax/config.py": 420}
 LONGER_FUNCTIONS = {"orthojax/config.py:ModelConfig.__post_init__": 70}
 
 

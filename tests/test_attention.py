@@ -5,10 +5,10 @@ import pytest
 
 from orthojax.ops import attention_logits, dot_product_attention, visible_keys
 from orthojax.ops.attention import relaxed_causal_mask
-from orthojax.ops.normalizers import apply_normalizer
+from orthojax.ops.normalizers import ClippedSoftmax, apply_normalizer
 
 NORMALIZERS = {"softmax": "softmax", "softmax1": "softmax1", "softmax_n": 0.5, "sink": (0.3, -1.0, 2.0, 0.0)}
-NORMALIZERS |= {"relu": "relu", "sigmoid": "sigmoid"}
+NORMALIZERS |= {"relu": "relu", "sigmoid": "sigmoid", "clipped": ClippedSoftmax(-0.1, 1.2)}
 B, T, S, N, H = 2, 5, 7, 4, 8
 LENGTHS = {"query_seq_lengths": np.array([3, 5], np.int32), "key_value_seq_lengths": np.array([7, 4], np.int32)}
 
@@ -64,6 +64,8 @@ def oracle(name, q, k, v, bias=None, scale=None, **hides):
             weights = np.maximum(x, 0.0) / max(len(keys), 1)
         elif name == "sigmoid":
             weights = 1.0 / (1.0 + np.exp(-x))
+        elif name == "clipped":
+            weights = np.clip(1.3 * np.exp(x) / np.exp(x).sum() - 0.1, 0.0, 1.0) if keys else x
         else:
             n = {"softmax": 0.0, "softmax1": 1.0, "softmax_n": 0.5, "sink": np.exp(NORMALIZERS["sink"][h])}[name]
             weights = np.exp(x) / (n + np.exp(x).sum()) if keys else x
@@ -210,7 +212,7 @@ def test_padded_queries_give_zeros_and_no_gradient(name):
         assert (gradient[0] != 0.0).any()
 
 
-@pytest.mark.parametrize("name", ["softmax1", "sink", "relu", "sigmoid"])
+@pytest.mark.parametrize("name", ["softmax1", "sink", "relu", "sigmoid", "clipped"])
 def test_fully_masked_rows_are_exact_zeros_with_finite_gradients(name):
     q, k, v = _arrays()
     mask = _mask().at[0, 1, 2].set(False)

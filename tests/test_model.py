@@ -17,10 +17,13 @@ from orthojax.model import (
     llama2,
     parameter_count,
     stack_layers,
+    transformer,
     unstack_layers,
 )
 from orthojax.model.fixed_rotation import to_residual
 from orthojax.model.transformer import Taps
+from orthojax.ops import dot_product_attention
+from orthojax.ops.attention import xla_chunked
 
 SMALL = {"vocab_size": 11, "max_length": 16, "d_model": 8, "num_layers": 2, "num_heads": 4, "d_mlp": 12}
 SMALL |= {"scan_layers": False}
@@ -30,7 +33,7 @@ LLAMA2 = llama2("tiny", **SMALL)
 RICH = dataclasses.replace(
     LLAMA2, num_kv_heads=2, gated_attention=True, normalizer="learned_sink", use_bias=True, relaxed_causal_tokens=2
 )
-NORMALIZERS = ["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "sigmoid"]
+NORMALIZERS = ["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "sigmoid", "clipped_softmax"]
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 7)))
 
 
@@ -95,6 +98,9 @@ def _np_weights(config, logits, visible, sink):
         return np.maximum(x, 0.0) / visible.sum(-1, keepdims=True)
     if config.normalizer == "sigmoid":
         return 1.0 / (1.0 + np.exp(-x))
+    if config.normalizer == "clipped_softmax":
+        gamma, zeta = config.normalizer_gamma, config.normalizer_zeta
+        return np.clip((zeta - gamma) * np.exp(x) / np.exp(x).sum(-1, keepdims=True) + gamma, 0.0, 1.0) * visible
     n = {"softmax": 0.0, "softmax1": 1.0, "softmax_n": config.normalizer_n, "learned_sink": np.exp(sink)}
     return np.exp(x) / (n[config.normalizer] + np.exp(x).sum(-1, keepdims=True))
 
@@ -168,6 +174,7 @@ ORACLE_CONFIGS = {
     "gated relu": dataclasses.replace(GPT2, gated_attention=True, normalizer="relu", mlp="relu"),
     "layers differ": dataclasses.replace(TINY, mlp=("linear", "none"), attention=(False, True), norm="none"),
     "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
+    "clipped": dataclasses.replace(GPT2, normalizer="clipped_softmax", normalizer_gamma=-0.1, normalizer_zeta=1.1),
     "softmax_n": dataclasses.replace(TINY, normalizer="softmax_n", normalizer_n=3.0, position="none", use_bias=True),
 }
 
@@ -331,6 +338,8 @@ FIELDS = {
     "use_bias": ({}, True),
     "normalizer": ({}, "softmax"),
     "normalizer_n": ({"normalizer": "softmax_n"}, 2.0),
+    "normalizer_gamma": ({"normalizer": "clipped_softmax"}, -0.2),
+    "normalizer_zeta": ({"normalizer": "clipped_softmax"}, 1.2),
     "mlp": ({}, "relu"),
     "attention": ({}, (True, False)),
     "gated_attention": ({}, True),
@@ -368,7 +377,7 @@ def test_every_field_changes_parameters_or_logits(field):
     ],
 )
 def test_every_value_of_a_switch_is_its_own_model(field, values):
-    base = dataclasses.replace(TINY, normalizer_n=2.0)
+    base = dataclasses.replace(TINY, normalizer_n=2.0, normalizer_gamma=-0.1)
     logits = [run(dataclasses.replace(base, **{field: value}))[0] for value in values]
     for i, a in enumerate(logits):
         for b in logits[:i]:
@@ -441,6 +450,47 @@ def test_a_gate_of_zero_logits_halves_every_head():
         params[layer]["attention"]["gate"]["kernel"] *= 0.0
         halved[layer]["attention"]["output"]["kernel"] *= 0.5
     np.testing.assert_allclose(apply(config, params)[0], apply(TINY, halved)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_gate_is_the_sigmoid_of_its_bias_where_its_kernel_is_zero():
+    config = dataclasses.replace(TINY, gated_attention=True, use_bias=True)
+    params, scaled = random_params(config), random_params(dataclasses.replace(TINY, use_bias=True))
+    share = np.array([0.25, 0.5, 0.9, 0.01])  # of each head
+    for layer in ("layers_0", "layers_1"):
+        params[layer]["attention"]["gate"]["kernel"] *= 0.0
+        params[layer]["attention"]["gate"]["bias"] = jnp.asarray(np.log(share / (1.0 - share)), jnp.float32)
+        scaled[layer]["attention"]["output"]["kernel"] *= jnp.asarray(np.repeat(share, 2)[:, None], jnp.float32)
+    np.testing.assert_allclose(
+        apply(config, params)[0],
+        apply(dataclasses.replace(config, gated_attention=False), scaled)[0],
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("relaxed", [0, 3])
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("implementation", ["xla", "xla_chunked"])
+def test_weights_of_the_taps_times_values_are_what_the_attention_of_the_model_returns(
+    monkeypatch, implementation, normalizer, relaxed
+):
+    config = dataclasses.replace(
+        TINY, num_layers=1, num_kv_heads=2, normalizer=normalizer, normalizer_n=2.0, relaxed_causal_tokens=relaxed
+    )
+    outputs = []
+
+    def recording(*args, **options):
+        outputs.append(dot_product_attention(*args, implementation=implementation, **options))
+        return outputs[-1]
+
+    monkeypatch.setattr(transformer, "dot_product_attention", recording)
+    monkeypatch.setattr(xla_chunked, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(xla_chunked, "_FEWEST_QUERIES", 3)
+    taps = run(config, observe=lambda taps: taps)[1]
+    values = np.repeat(np.asarray(taps.values[0], np.float64), 2, axis=2)
+    expected = np.einsum("BNTS,BSNH->BTNH", np.asarray(taps.attention_weights[0], np.float64), values)
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(outputs[-1], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_sink_of_zero_is_softmax1_and_one_sink_serves_one_head():

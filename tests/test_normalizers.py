@@ -7,12 +7,25 @@ import pytest
 from jax.test_util import check_grads
 
 from orthojax.ops import normalizers
-from orthojax.ops.normalizers import apply_normalizer, relu, sigmoid, softmax, softmax1, softmax_n, softmax_with_sink
+from orthojax.ops.normalizers import (
+    ClippedSoftmax,
+    apply_normalizer,
+    clipped_softmax,
+    relu,
+    sigmoid,
+    sink_logit,
+    softmax,
+    softmax1,
+    softmax_n,
+    softmax_with_sink,
+)
 
 SINK = 0.7
 WITH_SINK = lambda x, axis=-1, where=None: softmax_with_sink(x, jnp.asarray(SINK, x.dtype), axis, where)  # noqa: E731
 HALF = lambda x, axis=-1, where=None: softmax_n(x, 0.5, axis, where)  # noqa: E731
+CLIPPED = lambda x, axis=-1, where=None: clipped_softmax(x, -0.1, 1.2, axis, where)  # noqa: E731
 ALL = {"softmax": softmax, "softmax1": softmax1, "softmax_n": HALF, "sink": WITH_SINK, "relu": relu, "sigmoid": sigmoid}
+ALL |= {"clipped": CLIPPED}
 MASKED_ROWS_ARE_ZERO = [name for name in ALL if name != "softmax"]
 DENOMINATORS = {"softmax": 0.0, "softmax1": 1.0, "softmax_n": 0.5, "sink": np.exp(SINK)}
 
@@ -30,10 +43,12 @@ def oracle(name, x, where=None):
         elif name == "relu":
             y[row][keep] = np.maximum(kept, 0.0) / max(keep.sum(), 1)
         elif keep.any():
-            n = DENOMINATORS[name]
+            n = DENOMINATORS.get(name, 0.0)
             shift = max(kept.max(), -np.inf if n == 0.0 else np.log(n))
             e = np.exp(kept - shift)
             y[row][keep] = e / (n * np.exp(-shift) + e.sum())
+            if name == "clipped":
+                y[row][keep] = np.minimum(np.maximum(1.3 * y[row][keep] - 0.1, 0.0), 1.0)
         elif name == "softmax":
             y[row] = 1.0 / x.shape[-1]
     return y
@@ -220,6 +235,43 @@ def test_sink_keeps_every_row_finite_however_large_it_is():
         y = np.asarray(softmax_with_sink(x, jnp.full((1, 1), sink)))
         assert np.isfinite(y).all()
         assert (y[2] == 0.0).all()
+
+
+@pytest.mark.parametrize("n", [0.0, 1e-300, 1.0, 1e30])
+@pytest.mark.parametrize("size", [-1e4, -100.0, 100.0, 1e4])
+def test_softmax_n_of_large_logits_is_finite_for_every_n(n, size):
+    # With n = 0 the sink's term must be 0 and not 0 * exp(100), which overflows.
+    exponent = -np.inf if n == 0.0 else np.log(n)
+    expected = 1.0 / (4.0 + np.exp(min(exponent - size, 700.0)))
+    np.testing.assert_allclose(softmax_n(jnp.full(4, size), n), np.full(4, expected), rtol=1e-4, atol=1e-30)
+
+
+# Clipped softmax: exact zeros and ones of finite logits.
+
+
+def test_clipped_softmax_of_known_weights_is_their_stretched_and_cut_form():
+    x = jnp.log(jnp.array([0.02, 0.08, 0.9]))
+    np.testing.assert_allclose(clipped_softmax(x, -0.05, 1.0), [0.0, 0.034, 0.895], rtol=1e-5)
+    np.testing.assert_allclose(clipped_softmax(x, 0.0, 1.25), [0.025, 0.1, 1.0], rtol=1e-5)
+    np.testing.assert_allclose(clipped_softmax(x, 0.0, 1.0), jax.nn.softmax(x), rtol=1e-6)
+    y = clipped_softmax(x, -0.05, 1.25)
+    assert (y[0], y[2]) == (0.0, 1.0)  # exactly
+    np.testing.assert_array_equal(apply_normalizer(ClippedSoftmax(-0.05, 1.25), x), y)
+    assert sink_logit(ClippedSoftmax()) is None
+
+
+def test_clipped_softmax_has_no_gradient_where_it_is_cut():
+    x = jnp.log(jnp.array([0.02, 0.08, 0.9]))
+    jacobian = np.asarray(jax.jacrev(lambda x: clipped_softmax(x, -0.05, 1.2))(x))
+    assert (jacobian[[0, 2]] == 0.0).all()
+    np.testing.assert_allclose(jacobian[1], 1.25 * _jacobian(np.array([0.02, 0.08, 0.9]))[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("gamma", "zeta"), [(0.1, 1.0), (-np.inf, 1.0), (np.nan, 1.0), (0.0, 0.9), (0.0, np.inf)])
+def test_clipped_softmax_refuses_what_the_paper_does_not_allow(gamma, zeta):
+    for build in (lambda: ClippedSoftmax(gamma, zeta), lambda: clipped_softmax(jnp.zeros(3), gamma, zeta)):
+        with pytest.raises(ValueError, match=r"gamma <= 0 .* zeta >= 1"):
+            build()
 
 
 # ReLU counts the keys that a query sees.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from orthojax.config import Mlp, ModelConfig
 from orthojax.model.fixed_rotation import from_residual, to_residual
 from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask
-from orthojax.ops.normalizers import Normalizer, apply_normalizer
+from orthojax.ops.normalizers import ClippedSoftmax, Normalizer, apply_normalizer
 from orthojax.ops.rotary import rotary
 
 
@@ -145,6 +145,8 @@ class Attention(_Part):
         c = self.config
         if c.normalizer == "softmax_n":
             return c.normalizer_n
+        if c.normalizer == "clipped_softmax":
+            return ClippedSoftmax(c.normalizer_gamma, c.normalizer_zeta)
         if c.normalizer == "learned_sink":
             return self.param("sink", nn.initializers.zeros, (c.num_heads,), jnp.float32)
         return c.normalizer

@@ -6,19 +6,41 @@ float32. Where a row keeps nothing, its weights are exactly zero, except for `so
 in `jax.nn`.
 """
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Callable
-from functools import partial
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from orthojax.ops.sink_softmax import softmax_with_constant, softmax_with_sink_array
 from orthojax.ops.statistics import at_least_float32
 
-Normalizer = Literal["softmax", "softmax1", "relu", "sigmoid"] | float | jax.Array
+
+@dataclasses.dataclass(frozen=True)
+class ClippedSoftmax:
+    """The normalizer `clipped_softmax` with its two numbers.
+
+    Attributes:
+      gamma: <= 0; where it is less, small weights become exactly 0. Its usual size is some -10 / (number of keys).
+      zeta: >= 1; where it is more, large weights become exactly 1.
+
+    Raises:
+      ValueError: For numbers outside these ranges, which the paper does not allow, or not finite.
+    """
+
+    gamma: float = -0.025
+    zeta: float = 1.0
+
+    def __post_init__(self):
+        if not -math.inf < self.gamma <= 0.0 or not 1.0 <= self.zeta < math.inf:
+            raise ValueError(f"{self}; allowed: a finite gamma <= 0 and a finite zeta >= 1")
+
+
+Normalizer = Literal["softmax", "softmax1", "relu", "sigmoid"] | float | jax.Array | ClippedSoftmax
 
 
 def _as_dtype_of(logits: jax.Array, weights: jax.Array) -> jax.Array:
@@ -28,48 +50,6 @@ def _as_dtype_of(logits: jax.Array, weights: jax.Array) -> jax.Array:
 
 def _masked(logits: jax.Array, where: jax.Array | None) -> jax.Array:
     return logits if where is None else jnp.where(where, logits, -jnp.inf)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _softmax_with_sink(logits: jax.Array, axis: int, sink: jax.Array) -> jax.Array:
-    """exp(x_i) / (exp(sink) + sum_j exp(x_j)) for a sink logit that broadcasts against the logits."""
-    # The sink takes part in the shift: exp(sink - shift) can then neither overflow, however negative the
-    # logits are, nor vanish together with all other terms. A shift of -inf (nothing kept, no sink) would give NaN.
-    shift = jnp.maximum(jnp.max(logits, axis, keepdims=True), sink)
-    shift = jnp.where(shift == -jnp.inf, 0.0, shift)
-    unnormalized = jnp.exp(logits - shift)
-    total = jnp.sum(unnormalized, axis, keepdims=True) + jnp.exp(sink - shift)
-    return unnormalized / jnp.where(total == 0.0, 1.0, total)
-
-
-@_softmax_with_sink.defjvp
-def _softmax_with_sink_jvp(axis, primals, tangents):
-    # d y = y (t - sum_j y_j t_j - y_sink t_sink): only the output is needed, so only it is saved. Automatic
-    # differentiation of the lines above would save the shifted exponentials and their sum as well.
-    logits, sink = primals
-    t, t_sink = tangents
-    y = _softmax_with_sink(logits, axis, sink)
-    inner = jnp.sum(y * t, axis, keepdims=True)
-    inner += (1.0 - jnp.sum(y, axis, keepdims=True)) * t_sink
-    return y, y * (t - inner)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _softmax_n(logits: jax.Array, axis: int, n: float) -> jax.Array:
-    """exp(x_i) / (n + sum_j exp(x_j)): a constant sink, whose derivative costs nothing."""
-    log_n = jnp.log(jnp.asarray(n, logits.dtype))
-    shift = jnp.maximum(jnp.max(logits, axis, keepdims=True), log_n)
-    shift = jnp.where(shift == -jnp.inf, 0.0, shift)
-    unnormalized = jnp.exp(logits - shift)
-    total = jnp.sum(unnormalized, axis, keepdims=True) + n * jnp.exp(-shift)
-    return unnormalized / jnp.where(total == 0.0, 1.0, total)
-
-
-@_softmax_n.defjvp
-def _softmax_n_jvp(axis, n, primals, tangents):
-    (logits,), (t,) = primals, tangents
-    y = _softmax_n(logits, axis, n)
-    return y, y * (t - jnp.sum(y * t, axis, keepdims=True))
 
 
 def softmax_n(logits: jax.Array, n: float, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
@@ -83,10 +63,17 @@ def softmax_n(logits: jax.Array, n: float, axis: int = -1, where: jax.Array | No
 
     Returns:
       Weights, shape and dtype of `logits`; each row sums to less than 1 where n > 0.
+
+    Raises:
+      ValueError: For an n that is negative or not finite.
+
+    Reference:
+      Attention Is Off By One, `<https://www.evanmiller.org/attention-is-off-by-one.html>`_, 2023 (n = 1); any n in
+      Flash-Attention-Softmax-N, `<https://github.com/softmax1/Flash-Attention-Softmax-N>`_, 2023.
     """
     if not (n >= 0.0 and math.isfinite(n)):
         raise ValueError(f"softmax_n needs a finite n >= 0, got {n}")
-    return _as_dtype_of(logits, _softmax_n(_masked(at_least_float32(logits), where), axis, float(n)))
+    return _as_dtype_of(logits, softmax_with_constant(_masked(at_least_float32(logits), where), axis, float(n)))
 
 
 def softmax1(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
@@ -126,10 +113,13 @@ def softmax_with_sink(logits: jax.Array, sink: jax.Array, axis: int = -1, where:
       where: Boolean mask that broadcasts against `logits`; entries that are False get weight 0.
 
     Returns:
-      Weights, shape and dtype of `logits`.
+      Weights, shape and dtype of `logits`; each row sums to less than 1 where its sink is finite.
+
+    Reference:
+      One learned logit for each head, as in gpt-oss, `arXiv 2508.10925 <https://arxiv.org/abs/2508.10925>`_, 2025.
     """
     x = _masked(at_least_float32(logits), where)
-    return _as_dtype_of(logits, _softmax_with_sink(x, axis, jnp.asarray(sink, x.dtype)))
+    return _as_dtype_of(logits, softmax_with_sink_array(x, axis, jnp.asarray(sink, x.dtype)))
 
 
 def softmax(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
@@ -143,11 +133,50 @@ def softmax(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -
 
     Returns:
       Weights, shape and dtype of `logits`.
+
+    Reference:
+      Attention Is All You Need, `arXiv 1706.03762 <https://arxiv.org/abs/1706.03762>`_, 2017, Eq. 1.
     """
     x = at_least_float32(logits)
     if where is not None:
         x = jnp.where(where, x, 0.7 * jnp.finfo(x.dtype).min)
     return _as_dtype_of(logits, jax.nn.softmax(x, axis))
+
+
+def clipped_softmax(
+    logits: jax.Array,
+    gamma: float = ClippedSoftmax.gamma,
+    zeta: float = ClippedSoftmax.zeta,
+    axis: int = -1,
+    where: jax.Array | None = None,
+) -> jax.Array:
+    """clip((zeta - gamma) softmax(x) + gamma, 0, 1): softmax stretched to [gamma, zeta] and cut to [0, 1].
+
+    A head can give weight 0 to a key, or 1, with finite logits, and has no gradient where the cut holds.
+
+    Args:
+      logits: Floating array.
+      gamma: <= 0. The paper takes gamma = -alpha / T with alpha about 12 at T = 512 keys, or a fixed -0.025 at T = 128.
+      zeta: >= 1.
+      axis: The axis of the keys.
+      where: Boolean mask that broadcasts against `logits`; entries that are False get weight 0.
+
+    Returns:
+      Weights, shape and dtype of `logits`; rows need not sum to 1.
+
+    Raises:
+      ValueError: For a positive gamma or a zeta below 1, or numbers that are not finite.
+
+    Reference:
+      Quantizable Transformers, `arXiv 2306.12929 <https://arxiv.org/abs/2306.12929>`_, 2023.
+
+    >>> import jax.numpy as jnp
+    >>> [round(float(w), 3) for w in clipped_softmax(jnp.log(jnp.array([0.1, 0.3, 0.6])), gamma=-0.25, zeta=1.5)]
+    [0.0, 0.275, 0.8]
+    """
+    ClippedSoftmax(gamma, zeta)
+    x = _masked(at_least_float32(logits), where)
+    return _as_dtype_of(logits, jnp.clip((zeta - gamma) * softmax_with_constant(x, axis, 0.0) + gamma, 0.0, 1.0))
 
 
 def relu(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
@@ -204,13 +233,15 @@ _BY_NAME: dict[str, Callable[..., jax.Array]] = {
     "relu": relu,
     "sigmoid": sigmoid,
 }
+_ALLOWED = ", ".join(_BY_NAME) + ", a number, an array [heads], a ClippedSoftmax"
 
 
 def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array | None = None) -> jax.Array:
     """Weights over the last axis of attention logits.
 
     Args:
-      normalizer: A name, a number n (`softmax_n`), or an array [heads] of sink logits (`softmax_with_sink`).
+      normalizer: A name, a number n (`softmax_n`), an array [heads] of sink logits (`softmax_with_sink`), or a
+        `ClippedSoftmax`.
       logits: [batch, heads, queries, keys].
       where: Boolean mask that broadcasts against `logits`.
 
@@ -222,13 +253,14 @@ def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array
     """
     if isinstance(normalizer, str):
         if normalizer not in _BY_NAME:
-            known = ", ".join(_BY_NAME)
-            raise ValueError(f"unknown normalizer {normalizer!r}; known: {known}, a number, an array [heads]")
+            raise ValueError(f"unknown normalizer {normalizer!r}; allowed: {_ALLOWED}")
         return _BY_NAME[normalizer](logits, where=where)
     if isinstance(normalizer, numbers.Real) and not isinstance(normalizer, bool):
         return softmax_n(logits, float(normalizer), where=where)
+    if isinstance(normalizer, ClippedSoftmax):
+        return clipped_softmax(logits, normalizer.gamma, normalizer.zeta, where=where)
     if not isinstance(normalizer, jax.Array | np.ndarray):
-        raise ValueError(f"normalizer {normalizer!r}; allowed: {', '.join(_BY_NAME)}, a number, an array [heads]")
+        raise ValueError(f"normalizer {normalizer!r}; allowed: {_ALLOWED}")
     heads = logits.shape[-3]
     if normalizer.shape != (heads,):
         raise ValueError(f"sink logits have shape {normalizer.shape}; expected one for each head, ({heads},)")
@@ -250,6 +282,8 @@ def sink_logit(normalizer: Normalizer) -> float | jax.Array | None:
     """
     if isinstance(normalizer, str):
         return {"softmax1": 0.0, "softmax": -math.inf}.get(normalizer)
+    if isinstance(normalizer, ClippedSoftmax):
+        return None
     if isinstance(normalizer, jax.Array | np.ndarray):
         return jnp.asarray(normalizer)
     return math.log(normalizer) if normalizer else -math.inf

@@ -7,7 +7,11 @@ import jax.numpy as jnp
 
 
 def window_sides(size: int | tuple[int, int]) -> tuple[int, int]:
-    """(left, right) of a `local_window_size`."""
+    """(left, right) of a `local_window_size`.
+
+    Raises:
+      ValueError: For anything but one int or two, each >= 0.
+    """
     try:
         left, right = map(operator.index, size if isinstance(size, tuple | list) else (size, size))
     except (TypeError, ValueError):
@@ -27,6 +31,8 @@ def visible_keys(
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    query_start: int | jax.Array = 0,
+    key_start: int | jax.Array = 0,
 ) -> jax.Array | None:
     """Which keys each query sees: everything that hides a key, in one boolean mask.
 
@@ -39,12 +45,14 @@ def visible_keys(
       query_seq_lengths: int32 [B]; queries from this position on see nothing.
       key_value_seq_lengths: int32 [B]; keys from this position on are seen by none.
       local_window_size: Query t sees keys t - left .. t + right; an int means both sides.
+      query_start: Position of the first of these queries, where they are a part of the sequence; `mask` is of the part.
+      key_start: Position of the first of these keys.
 
     Returns:
       Boolean mask that broadcasts to [B, N, T, S], or None where every query sees every key.
     """
-    t = jnp.arange(query_length)[:, None]
-    s = jnp.arange(key_length)[None, :]
+    t = (query_start + jnp.arange(query_length))[:, None]
+    s = (key_start + jnp.arange(key_length))[None, :]
     parts: list[jax.Array] = [] if mask is None else [mask]
     if is_causal:
         parts.append((s <= t)[None, None])
