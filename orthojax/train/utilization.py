@@ -84,8 +84,8 @@ def model_flops_utilization(
     Returns:
       The fraction, or None where the peak is unknown.
 
-    >>> model_flops_utilization(500_000, 798_031_872, "NVIDIA H200", 1)
-    0.40345392922143584
+    >>> round(model_flops_utilization(500_000, 798_031_872, "NVIDIA H200", 1), 3)
+    0.403
     """
     peak = peak_flops_per_second(jax.devices()[0].device_kind if device_kind is None else device_kind)
     if peak is None:
