@@ -192,7 +192,7 @@ def state_bytes(variants=VARIANTS):
 
 @pytest.mark.parametrize(("room_for", "batch_size", "compilations"), [(16, 16, 1), (15, 8, 2), (3, 2, 2), (1, 1, 2)])
 def test_the_batch_is_halved_until_it_fits(monkeypatch, fake_compiler, room_for, batch_size, compilations):
-    free = 1.05 * (state_bytes() + 1000 * room_for) + 1
+    free = 1.1 * (state_bytes() + 1000 * room_for) + 1
     monkeypatch.setattr(train_step, "free_bytes", lambda: free)
     found, program = train_step.fitting_step(dataclasses.replace(TINY, batch_size=16))
     assert found == batch_size

@@ -53,7 +53,7 @@ def test_the_command_measures_every_suite_case_and_rotation(tiny):
     wanted.append(("compile", "gpt2 tiny unrolled", "orthoadam"))
     attentions = attention_cases.cases("cpu", tiny=True)
     assert {case.implementation for case in attentions} == {"xla", "xla_chunked"}
-    wanted += [("attention", case.name, name) for case in attentions for name in ("softmax1", "learned sink")]
+    wanted += [("attention", case.name, name) for case in attentions for name in case.contenders]
     wanted += [("train_step", "gpt2 tiny 2x16", name) for name in train_step_cases.VARIANTS]
     assert rows == wanted
     lines = printed.splitlines()

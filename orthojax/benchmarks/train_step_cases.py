@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax.benchmarks.suite import TINY_MODEL
-from orthojax.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.config import Config, DataConfig, ModelConfig, NormalizerName, OptimConfig, OptimizerName, TrainConfig
 from orthojax.model import gpt2
 
 # (normalizer, optimizer) by name; the first is what all are compared with, the last is what the paper proposes.
-VARIANTS = {
+VARIANTS: dict[str, tuple[NormalizerName, OptimizerName]] = {
     "softmax + AdamW": ("softmax", "adam"),
     "softmax1 + AdamW": ("softmax1", "adam"),
     "softmax + OrthoAdam": ("softmax", "orthoadam"),
