@@ -94,14 +94,14 @@ def test_forward_and_backward_trace_just_these_products(name):
 
 @pytest.mark.parametrize("name", ["gpt2", "grouped", "mixed layers"])
 def test_xla_counts_the_forward_pass_alike(name):
-    """Within 10%: XLA also counts elementwise work, which at this width is 2% to 7% of the whole, and never less."""
+    """Within 4%: XLA also counts elementwise work, here 1% to 2.2% of the whole."""
     model, batch, length = dataclasses.replace(MODELS[name], d_model=128, d_mlp=512), 2, 32
     tokens = jnp.zeros((batch, length), jnp.int32)
     params = jax.eval_shape(Transformer(model).init, jax.random.key(0), tokens)["params"]
     forward = jax.jit(lambda params: Transformer(model).apply({"params": params}, tokens)[0])
     counted = forward.lower(params).compile().cost_analysis()["flops"]
     products = batch * length * model_flops_per_token(model, length, causal=False) / 3
-    assert products <= counted <= 1.10 * products
+    assert products <= counted <= 1.04 * products
 
 
 def test_peaks_go_by_the_exact_kind_of_device():
