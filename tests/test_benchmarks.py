@@ -14,13 +14,14 @@ import numpy as np
 import optax
 import pytest
 
-from orthojax.benchmarks import compilation, optimizer, suite
+from orthojax.benchmarks import attention_cases, compilation, optimizer, suite, train_step_cases
 from orthojax.benchmarks.catalog import SUITES
 from orthojax.benchmarks.optimizer_cases import KERNEL_ROTATIONS
-from orthojax.benchmarks.program import Program, compile_program
+from orthojax.benchmarks.program import Program, compile_program, free_bytes, tree_bytes
 from orthojax.config import Config
 from orthojax.fields import changed_fields
 from orthojax.optim import RotatedState, Rotation, orthoadam, scale_by_orthoadam
+from orthojax.train import provenance
 
 ROOT = Path(__file__).parents[1]
 KERNEL = {"kernel": jax.ShapeDtypeStruct((16, 24), jnp.float32)}
@@ -29,11 +30,14 @@ KERNEL = {"kernel": jax.ShapeDtypeStruct((16, 24), jnp.float32)}
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """The whole command at its smallest: what it wrote and what it printed."""
-    home = tmp_path_factory.mktemp("benchmark")
+    home, absent = tmp_path_factory.mktemp("benchmark"), tmp_path_factory.mktemp("absent")
+    for library in ("grain", "tensorflow_datasets"):  # a machine that only measures need not have them
+        (absent / f"{library}.py").write_text(f"raise ImportError('{library} is absent')")
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(absent), environment.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, str(ROOT / "launch/benchmark.py"), "--tiny", "--repeats=2", "--workdir=out"],
-        cwd=home, env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
-        capture_output=True, text=True, timeout=300,
+        cwd=home, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -46,19 +50,25 @@ def test_the_command_measures_every_suite_case_and_rotation(tiny):
     assert results["finished"]
     rows = [(row["suite"], row["case"], row["variant"]) for row in results["rows"]]
     wanted = [("optimizer", case.name, name) for case in optimizer.cases(tiny=True) for name in case.rotations]
-    assert rows == [*wanted, ("compile", "gpt2 tiny unrolled", "orthoadam")]
+    wanted.append(("compile", "gpt2 tiny unrolled", "orthoadam"))
+    attentions = attention_cases.cases("cpu", tiny=True)
+    assert {case.implementation for case in attentions} == {"xla", "xla_chunked"}
+    wanted += [("attention", case.name, name) for case in attentions for name in case.contenders]
+    wanted += [("train_step", "gpt2 tiny 2x16", name) for name in train_step_cases.VARIANTS]
+    assert rows == wanted
     lines = printed.splitlines()
     for i, row in enumerate(rows):  # as they come, in order, and again in the tables
         assert lines[i].startswith(", ".join(row) + ": ")
     for _, case, variant in rows:
-        assert sum(case in line and bool(re.search(rf"{variant}(?! layer)", line)) for line in lines) == 2
+        pattern = rf"{re.escape(case)}(, |  +){re.escape(variant)}(: |  +)"
+        assert sum(bool(re.search(pattern, line)) for line in lines) == 2
     assert lines[-1] == "written: out/benchmark.json"
 
 
 def test_the_record_says_how_it_was_made(tiny):
     provenance = tiny[0]["provenance"]
     assert provenance["command"] == "python launch/benchmark.py --tiny --repeats=2 --workdir=out"
-    assert provenance["repeats"] == {"optimizer": 2, "compile": 2}
+    assert provenance["repeats"] == dict.fromkeys(("optimizer", "compile", "attention", "train_step"), 2)
     assert provenance["tiny"] is True
     assert provenance["versions"]["jax"] == jax.__version__
     assert provenance["versions"]["optax"] == optax.__version__
@@ -71,6 +81,8 @@ def test_times_are_positive_and_their_quartiles_in_order(tiny):
     names = {
         "optimizer": ("step_seconds_ratio", "control_ratio", "step_seconds", "adamw_step_seconds"),
         "compile": ("compile_seconds_ratio", "compile_cpu_seconds_ratio"),
+        "attention": ("seconds_ratio", "control_ratio", "seconds", "softmax_seconds"),
+        "train_step": ("step_seconds_ratio", "control_ratio", "step_seconds"),
     }
     for row in tiny[0]["rows"]:
         metrics = row["metrics"]
@@ -78,8 +90,9 @@ def test_times_are_positive_and_their_quartiles_in_order(tiny):
             lower, median, upper = (metrics[name + quartile] for quartile in ("_lower_quartile", "", "_upper_quartile"))
             assert 0 < lower <= median <= upper
         assert metrics["repetitions"] == 2
-        assert metrics["lower_seconds"] > 0
         assert metrics["compile_seconds"] > 0
+        if row["suite"] in ("optimizer", "compile"):
+            assert metrics["lower_seconds"] > 0
 
 
 @pytest.mark.parametrize(
@@ -110,6 +123,22 @@ def test_hadamard_has_the_state_of_adamw_on_the_whole_model_and_haar_its_matrice
         assert found["hadamard residual"]["state_bytes_ratio"] == 1.0
         extra = found["haar output"]["state_bytes"] - found["haar output"]["adamw_state_bytes"]
         assert extra == 4 * matrices
+
+
+def test_a_training_step_has_its_tokens_memory_and_loss(tiny):
+    rows = {row["variant"]: row["metrics"] for row in tiny[0]["rows"] if row["suite"] == "train_step"}
+    reference = rows["softmax + AdamW"]
+    parameters = 32 * 16 + 16 * 16 + (4 * 16**2 + 4 * 16) + (2 * 16 * 24 + 24 + 16) + 3 * 2 * 16
+    assert reference["parameters"] == parameters
+    for metrics in rows.values():
+        assert metrics["tokens_per_second"] == pytest.approx(32 / metrics["step_seconds"])
+        assert metrics["mfu"] is None  # nobody knows the peak of this processor
+        # Parameters, two moments, three counts of steps, tokens; hadamard keeps no state.
+        assert metrics["argument_bytes"] == 4 * (3 * parameters + 3 + 2 * 17)
+        assert metrics["peak_bytes"] >= metrics["argument_bytes"] + metrics["temp_bytes"]
+        assert metrics["peak_bytes_ratio"] == metrics["peak_bytes"] / reference["peak_bytes"]
+        assert 0 < metrics["loss_nats"] < 10
+    assert reference["step_seconds_ratio"] == reference["control_ratio"]
 
 
 # What is timed.
@@ -205,7 +234,7 @@ def test_what_does_not_fit_into_memory_is_left_out_with_the_reason(monkeypatch, 
         for made in (optimizer._adamw(), optimizer._orthoadam("hadamard output"))
     )
     needed = 2 * 4 * 16 * 24 + 2 * state + temporary  # parameters, gradients, two states
-    monkeypatch.setattr(optimizer, "_free_bytes", lambda: needed - short)
+    monkeypatch.setattr(optimizer, "free_bytes", lambda: needed - short)
     rows = list(optimizer.measure_case(optimizer.Case("kernel", KERNEL, ("hadamard output",), {"dct": "so"}), 1))
     assert len(rows) == 2
     assert bool(rows[0].left_out) == left_out
@@ -216,7 +245,7 @@ def test_what_does_not_fit_into_memory_is_left_out_with_the_reason(monkeypatch, 
 
 
 def test_free_memory_is_a_plausible_number():
-    free = optimizer._free_bytes()
+    free = free_bytes()
     if free is not None:  # not every system tells
         assert 2**26 < free < 2**50
 
@@ -230,7 +259,7 @@ def test_every_rotation_of_a_model_is_measured_or_left_out_with_a_reason():
             jax.eval_shape(optimizer._orthoadam(name).init, case.shapes)
     shapes = [case.shapes for case in optimizer.cases(tiny=False)]
     assert [tree["kernel"].shape for tree in shapes[:2]] == [(768, 768), (768, 3072)]
-    assert [optimizer.tree_bytes(tree) for tree in shapes[2:]] == [4 * 124_439_808] * 2
+    assert [tree_bytes(tree) for tree in shapes[2:]] == [4 * 124_439_808] * 2
 
 
 # Compilation.
@@ -290,6 +319,13 @@ def test_the_two_training_steps_differ_in_their_optimizer_alone():
 
 
 # The record.
+
+
+def test_a_library_that_is_not_installed_has_no_version(monkeypatch):
+    monkeypatch.setattr(provenance, "_LIBRARIES", ("jax", "a library of next year"))
+    assert (
+        provenance.environment()["versions"].items() >= {"jax": jax.__version__, "a library of next year": None}.items()
+    )
 
 
 def fake_suite(rows, fail=None):

@@ -1,6 +1,8 @@
 """Every suite by name."""
 
-from orthojax.benchmarks import compilation, optimizer
+from orthojax.benchmarks import attention, compilation, optimizer, train_step
 from orthojax.benchmarks.suite import Suite
 
-SUITES: dict[str, Suite] = {suite.name: suite for suite in (optimizer.SUITE, compilation.SUITE)}
+SUITES: dict[str, Suite] = {
+    suite.name: suite for suite in (optimizer.SUITE, compilation.SUITE, attention.SUITE, train_step.SUITE)
+}

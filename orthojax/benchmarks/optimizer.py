@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 import optax
 
 from orthojax.benchmarks.optimizer_cases import Case, cases
-from orthojax.benchmarks.program import Program, compile_program
+from orthojax.benchmarks.program import Program, compile_program, free_bytes, tree_bytes
 from orthojax.benchmarks.suite import Column, Row, Suite, bytes_text, seconds_text, spread_metrics, spread_text
 from orthojax.config import RotationConfig
 from orthojax.fields import replace
@@ -46,25 +45,6 @@ def _state_like(shapes: Any) -> Any:
         return jnp.zeros(leaf.shape, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
-
-
-def tree_bytes(shapes: Any) -> int:
-    """Bytes of a tree of arrays or shapes.
-
-    >>> tree_bytes({"mu": jax.ShapeDtypeStruct((768, 768), jnp.float32)})
-    2359296
-    """
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-
-
-def _free_bytes() -> int | None:
-    """Memory that the default device has left, or None where nobody says."""
-    if stats := jax.devices()[0].memory_stats():
-        return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
-    info = Path("/proc/meminfo")
-    if jax.default_backend() != "cpu" or not info.exists():
-        return None
-    return next(int(line.split()[1]) * 1024 for line in info.open() if line.startswith("MemAvailable"))
 
 
 def optimizer_step(optimizer: optax.GradientTransformation) -> Any:
@@ -135,7 +115,7 @@ def _missing_memory(inputs: _Inputs, reference: _Contender, contender: _Contende
     needed += max(each.program.memory["temp_bytes"] or 0 for each in (reference, contender))
     if reference.state is None:  # neither are parameters and gradients there
         needed += 2 * tree_bytes(inputs.shapes) + tree_bytes(reference.state_shapes)
-    free = _free_bytes()
+    free = free_bytes()
     if free is None or needed <= free:
         return ""
     return f"it needs {bytes_text(needed)} of memory, {bytes_text(free)} are free"

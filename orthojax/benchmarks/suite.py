@@ -32,6 +32,49 @@ class Row(NamedTuple):
     left_out: str = ""
 
 
+class TimeBudget:
+    """The time that a suite may take: what it has not begun by then is left out.
+
+    Args:
+      seconds: From now on.
+      clock: Seconds from any origin.
+    """
+
+    LEFT_OUT = "time budget"
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._end = clock, clock() + seconds
+
+    def seconds_left(self) -> float:
+        """What remains, at least 0."""
+        return max(0.0, self._end - self._clock())
+
+    def repetitions(self, wanted: int, seconds: float, longest: float) -> int:
+        """As many as are wanted, or as fit into what is left and into `longest`; but three, where so many are wanted.
+
+        Args:
+          wanted: Repetitions.
+          seconds: Of one repetition.
+          longest: The seconds that all of them may take.
+        """
+        affordable = int(min(self.seconds_left(), longest) / max(seconds, 1e-9))
+        return min(wanted, max(3, affordable))
+
+
+# How an implementation refuses (NotImplementedError is a RuntimeError, and so are XLA's), or jax.nn an argument.
+FAILURES = (RuntimeError, ValueError)
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error, for a row that is left out.
+
+    >>> reason(NotImplementedError("heads wider than 128"))
+    'NotImplementedError: heads wider than 128'
+    """
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}"[:300]
+
+
 class Column(NamedTuple):
     """A column of the printed table: its heading, and what it shows of a row's metrics."""
 
@@ -75,6 +118,11 @@ def spread_text(name: str) -> Callable[[dict[str, Any]], str]:
         return f"{metrics[name]:.3g} ({lower:.3g}-{upper:.3g})"
 
     return text
+
+
+def measured(name: str, text: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], str]:
+    """Shows a text, or "-" where the metric `name` was not measured or does not exist for the row."""
+    return lambda metrics: "-" if metrics.get(name) is None else text(metrics)
 
 
 def seconds_text(seconds: float) -> str:

@@ -26,6 +26,7 @@ from orthojax.train.step import (
     parameter_shapes,
 )
 from orthojax.train.timing import Spread, interleaved_seconds, median_ratio, spread
+from orthojax.train.utilization import model_flops_per_token, model_flops_utilization, peak_flops_per_second
 
 __all__ = [
     "Checkpoints",
@@ -49,9 +50,12 @@ __all__ = [
     "make_rotation",
     "make_train_step",
     "median_ratio",
+    "model_flops_per_token",
+    "model_flops_utilization",
     "open_inputs",
     "optimizer_state_bytes",
     "parameter_shapes",
+    "peak_flops_per_second",
     "prepare_workdir",
     "read_config",
     "read_json_item",
