@@ -19,6 +19,7 @@ def _require(holds: bool, problem: str, allowed: str = "") -> None:
 Position = Literal["learned", "rotary", "none"]
 Norm = Literal["layernorm", "rmsnorm", "rmsnorm_single", "none"]
 NormalizerName = Literal["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "sigmoid", "clipped_softmax"]
+AttentionImplementation = Literal["auto", "xla", "xla_chunked", "cudnn", "splash"]
 Mlp = Literal["gelu", "relu", "swiglu", "linear", "none"]
 RotationKind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
 RotationScope = Literal["layer", "parameter", "tree"]
@@ -50,6 +51,7 @@ class ModelConfig:
       normalizer_n: The n of `softmax_n`: exp(x_i) / (n + sum_j exp(x_j)).
       normalizer_gamma: The gamma <= 0 of `clipped_softmax`: clip((zeta - gamma) softmax(x) + gamma, 0, 1).
       normalizer_zeta: Its zeta >= 1.
+      attention_implementation: The kernel of the attention; `auto` picks by platform, dtype and shape.
       mlp: Kind of MLP, for all layers or one for each; `linear` is one d_model x d_model map.
       attention: Whether blocks attend, for all layers or one for each.
       gated_attention: Multiply each head's output at each position by sigmoid(w . x + b), x the block's normed input
@@ -82,6 +84,7 @@ class ModelConfig:
     normalizer_n: float = 1.0
     normalizer_gamma: float = -0.025
     normalizer_zeta: float = 1.0
+    attention_implementation: AttentionImplementation = "auto"
     mlp: Mlp | tuple[Mlp, ...] = "gelu"
     attention: bool | tuple[bool, ...] = True
     gated_attention: bool = False

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from orthojax.config import Mlp, ModelConfig
 from orthojax.model.fixed_rotation import from_residual, to_residual
-from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask
+from orthojax.ops.attention import ATTENTION_NAME, attention_logits, dot_product_attention, relaxed_causal_mask
 from orthojax.ops.normalizers import ClippedSoftmax, Normalizer, apply_normalizer
 from orthojax.ops.rotary import rotary
 
@@ -124,10 +124,9 @@ class Attention(_Part):
             query, key = (rotary(a, jnp.arange(T), c.rope_theta) for a in (query, key))
         visible = relaxed_causal_mask(T, c.relaxed_causal_tokens)
         normalizer = self._normalizer()
-        relaxed = c.relaxed_causal_tokens > 1
-        heads = dot_product_attention(
-            query, key, value, mask=visible if relaxed else None, is_causal=not relaxed, normalizer=normalizer
-        )
+        hides = {"mask": visible} if c.relaxed_causal_tokens > 1 else {"is_causal": True}
+        kernel = None if c.attention_implementation == "auto" else c.attention_implementation
+        heads = dot_product_attention(query, key, value, normalizer=normalizer, implementation=kernel, **hides)
         if c.gated_attention:
             heads *= jax.nn.sigmoid(self.dense("gate", c.num_heads)(x))[..., None]
         output = self.dense("output", c.d_model, writes_residual=True)(heads.reshape(B, T, -1))
@@ -281,8 +280,10 @@ class Transformer(nn.Module):
         c = self.config
         block = Block
         if c.remat:
-            # Inside a scan the loop itself keeps XLA from merging the recomputation with the original.
-            block = nn.remat(Block, prevent_cse=not c.scan_layers)
+            # Inside a scan the loop itself keeps XLA from merging the recomputation with the original. What a vendor's
+            # attention kernel returned is kept, so that it runs once.
+            keep = jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME)
+            block = nn.remat(Block, prevent_cse=not c.scan_layers, policy=keep)
         if c.scan_layers:
             body = nn.scan(
                 lambda module, carry, _: module(carry),

@@ -10,7 +10,7 @@ from orthojax.model import stack_layers, unstack_layers
 from orthojax.train.checkpoint import find_checkpoint, read_config, read_json_item, read_params
 
 # What may differ without changing the function that the parameters compute, beyond rounding.
-_SAME_FUNCTION = {"init_std", "embedding_init_std", "scan_layers", "remat", "dtype"}
+_SAME_FUNCTION = {"init_std", "embedding_init_std", "scan_layers", "remat", "dtype", "attention_implementation"}
 
 
 def load_params(path: Path, model: ModelConfig, *, allow_normalizer_change: bool = False) -> Any:
