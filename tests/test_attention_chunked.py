@@ -22,7 +22,7 @@ B, N, H = 2, 4, 8
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of at most three queries, so that lengths of tests have many."""
-    monkeypatch.setattr(xla_chunked, "_CHUNK_BYTES", 1)
+    monkeypatch.setitem(xla_chunked._CHUNK_BYTES, "cpu", 1)
     monkeypatch.setattr(xla_chunked, "_FEWEST_QUERIES", 3)
 
 
@@ -225,7 +225,17 @@ def _temporary_bytes(t, implementation, **options):
     return memory.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"is_causal": True, "local_window_size": 256}])
+_slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=_slow),
+        {"is_causal": True},
+        pytest.param({"is_causal": True, "local_window_size": 256}, marks=_slow),
+    ],
+)
 def test_memory_of_chunks_is_linear_in_the_length(options):
     lengths = (2048, 4096, 8192)
     chunked = [_temporary_bytes(t, "xla_chunked", **options) for t in lengths]

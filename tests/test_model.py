@@ -349,7 +349,7 @@ FIELDS = {
     "dtype": ({}, "bfloat16"),
 }
 INITIAL = {"embedding_init_std": 0.5, "init_std": 0.5}
-WITHOUT_EFFECT_ON_LOGITS = {"scan_layers": True, "remat": True}
+WITHOUT_EFFECT_ON_LOGITS = {"scan_layers": True, "remat": True, "attention_implementation": "xla_chunked"}
 
 
 def test_the_sensitivity_tests_cover_every_field():
@@ -475,16 +475,23 @@ def test_weights_of_the_taps_times_values_are_what_the_attention_of_the_model_re
     monkeypatch, implementation, normalizer, relaxed
 ):
     config = dataclasses.replace(
-        TINY, num_layers=1, num_kv_heads=2, normalizer=normalizer, normalizer_n=2.0, relaxed_causal_tokens=relaxed
+        TINY,
+        num_layers=1,
+        num_kv_heads=2,
+        normalizer=normalizer,
+        normalizer_n=2.0,
+        relaxed_causal_tokens=relaxed,
+        attention_implementation=implementation,
     )
     outputs = []
 
     def recording(*args, **options):
-        outputs.append(dot_product_attention(*args, implementation=implementation, **options))
+        assert options["implementation"] == implementation
+        outputs.append(dot_product_attention(*args, **options))
         return outputs[-1]
 
     monkeypatch.setattr(transformer, "dot_product_attention", recording)
-    monkeypatch.setattr(xla_chunked, "_CHUNK_BYTES", 1)
+    monkeypatch.setitem(xla_chunked._CHUNK_BYTES, "cpu", 1)
     monkeypatch.setattr(xla_chunked, "_FEWEST_QUERIES", 3)
     taps = run(config, observe=lambda taps: taps)[1]
     values = np.repeat(np.asarray(taps.values[0], np.float64), 2, axis=2)

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from orthojax.ops.attention import Implementation, dot_product_attention
+from orthojax.ops.attention.cudnn_public import with_sink_key
+from orthojax.ops.attention.inputs import prepare_inputs
 
 # (query, key, value [B, T, N, H], sink logits float32 [N]) -> [B, T, N, H]; causal. All but one ignore the sink.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -71,15 +73,12 @@ def vendor_softmax(implementation: str) -> Attend:
 
 
 def zero_row(implementation: str) -> Attend:
-    """softmax-1 from `jax.nn` alone: a key of zeros in front, whose logit is 0 and whose value adds nothing.
-
-    A query of zeros goes in front as well, to keep the causal mask in its place; its output is dropped.
-    """
-    softmax = vendor_softmax(implementation)
+    """softmax-1 from `jax.nn` alone: what ours is where JAX's private cuDNN module is not as expected."""
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, sink: jax.Array) -> jax.Array:
-        query, key, value = (jnp.pad(array, ((0, 0), (1, 0), (0, 0), (0, 0))) for array in (query, key, value))
-        return softmax(query, key, value, sink)[:, 1:]
+        del sink
+        inputs = prepare_inputs(query, key, value, normalizer="softmax1", is_causal=True)
+        return with_sink_key(inputs, implementation)
 
     return attend
 

@@ -5,6 +5,7 @@ D d_model, V vocabulary.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
@@ -123,10 +124,10 @@ class Attention(_Part):
         if c.position == "rotary":
             query, key = (rotary(a, jnp.arange(T), c.rope_theta) for a in (query, key))
         visible = relaxed_causal_mask(T, c.relaxed_causal_tokens)
-        normalizer = self._normalizer()
-        hides = {"mask": visible} if c.relaxed_causal_tokens > 1 else {"is_causal": True}
-        kernel = None if c.attention_implementation == "auto" else c.attention_implementation
-        heads = dot_product_attention(query, key, value, normalizer=normalizer, implementation=kernel, **hides)
+        normalizer, relaxed = self._normalizer(), c.relaxed_causal_tokens > 1
+        implementation = None if c.attention_implementation == "auto" else c.attention_implementation
+        attend = partial(dot_product_attention, normalizer=normalizer, implementation=implementation)
+        heads = attend(query, key, value, mask=visible if relaxed else None, is_causal=not relaxed)
         if c.gated_attention:
             heads *= jax.nn.sigmoid(self.dense("gate", c.num_heads)(x))[..., None]
         output = self.dense("output", c.d_model, writes_residual=True)(heads.reshape(B, T, -1))
@@ -280,8 +281,7 @@ class Transformer(nn.Module):
         c = self.config
         block = Block
         if c.remat:
-            # Inside a scan the loop itself keeps XLA from merging the recomputation with the original. What a vendor's
-            # attention kernel returned is kept, so that it runs once.
+            # Inside a scan the loop itself keeps XLA from merging recomputation and original. A fused kernel runs once.
             keep = jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME)
             block = nn.remat(Block, prevent_cse=not c.scan_layers, policy=keep)
         if c.scan_layers:

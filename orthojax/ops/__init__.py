@@ -1,10 +1,19 @@
 """Pure functions on arrays: nothing here knows of flax, optax or any state."""
 
-from orthojax.ops.attention import attention_fn, attention_logits, dot_product_attention, visible_keys
+from orthojax.ops.attention import (
+    ATTENTION_NAME,
+    attention_fn,
+    attention_logits,
+    dot_product_attention,
+    forbid_fallback,
+    visible_keys,
+)
 from orthojax.ops.losses import cross_entropy_nats
 from orthojax.ops.normalizers import (
+    ClippedSoftmax,
     Normalizer,
     apply_normalizer,
+    clipped_softmax,
     relu,
     sigmoid,
     softmax,
@@ -15,12 +24,16 @@ from orthojax.ops.normalizers import (
 from orthojax.ops.statistics import kurtosis, norm_ratio
 
 __all__ = [
+    "ATTENTION_NAME",
+    "ClippedSoftmax",
     "Normalizer",
     "apply_normalizer",
     "attention_fn",
     "attention_logits",
+    "clipped_softmax",
     "cross_entropy_nats",
     "dot_product_attention",
+    "forbid_fallback",
     "kurtosis",
     "norm_ratio",
     "relu",

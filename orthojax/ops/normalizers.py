@@ -71,8 +71,7 @@ def softmax_n(logits: jax.Array, n: float, axis: int = -1, where: jax.Array | No
       Attention Is Off By One, `<https://www.evanmiller.org/attention-is-off-by-one.html>`_, 2023 (n = 1); any n in
       Flash-Attention-Softmax-N, `<https://github.com/softmax1/Flash-Attention-Softmax-N>`_, 2023.
     """
-    if not (n >= 0.0 and math.isfinite(n)):
-        raise ValueError(f"softmax_n needs a finite n >= 0, got {n}")
+    check_normalizer(float(n))
     return _as_dtype_of(logits, softmax_with_constant(_masked(at_least_float32(logits), where), axis, float(n)))
 
 
@@ -236,6 +235,25 @@ _BY_NAME: dict[str, Callable[..., jax.Array]] = {
 _ALLOWED = ", ".join(_BY_NAME) + ", a number, an array [heads], a ClippedSoftmax"
 
 
+def check_normalizer(normalizer: Normalizer, *heads: int) -> None:
+    """Whether it is a normalizer, for so many heads where it is an array.
+
+    Raises:
+      ValueError: For an unknown name, a negative or infinite n, or sink logits that are not one for each head.
+    """
+    if isinstance(normalizer, str):
+        if normalizer not in _BY_NAME:
+            raise ValueError(f"unknown normalizer {normalizer!r}; allowed: {_ALLOWED}")
+    elif isinstance(normalizer, jax.Array | np.ndarray):
+        if normalizer.shape != heads:
+            raise ValueError(f"sink logits have shape {normalizer.shape}; expected one for each head, {heads}")
+    elif isinstance(normalizer, numbers.Real) and not isinstance(normalizer, bool):
+        if not 0.0 <= float(normalizer) < math.inf:
+            raise ValueError(f"softmax_n needs a finite n >= 0, got {normalizer}")
+    elif not isinstance(normalizer, ClippedSoftmax):
+        raise ValueError(f"normalizer {normalizer!r}; allowed: {_ALLOWED}")
+
+
 def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array | None = None) -> jax.Array:
     """Weights over the last axis of attention logits.
 
@@ -249,21 +267,15 @@ def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array
       Weights, shape and dtype of `logits`.
 
     Raises:
-      ValueError: For an unknown name, a negative or infinite n, or sink logits that are not one for each head.
+      ValueError: As `check_normalizer`.
     """
+    check_normalizer(normalizer, *logits.shape[-3:-2])
     if isinstance(normalizer, str):
-        if normalizer not in _BY_NAME:
-            raise ValueError(f"unknown normalizer {normalizer!r}; allowed: {_ALLOWED}")
         return _BY_NAME[normalizer](logits, where=where)
-    if isinstance(normalizer, numbers.Real) and not isinstance(normalizer, bool):
-        return softmax_n(logits, float(normalizer), where=where)
     if isinstance(normalizer, ClippedSoftmax):
         return clipped_softmax(logits, normalizer.gamma, normalizer.zeta, where=where)
     if not isinstance(normalizer, jax.Array | np.ndarray):
-        raise ValueError(f"normalizer {normalizer!r}; allowed: {_ALLOWED}")
-    heads = logits.shape[-3]
-    if normalizer.shape != (heads,):
-        raise ValueError(f"sink logits have shape {normalizer.shape}; expected one for each head, ({heads},)")
+        return softmax_n(logits, float(normalizer), where=where)
     return softmax_with_sink(logits, jnp.asarray(normalizer)[None, :, None, None], where=where)
 
 
@@ -280,10 +292,8 @@ def sink_logit(normalizer: Normalizer) -> float | jax.Array | None:
     >>> sink_logit("softmax1"), sink_logit("softmax"), sink_logit("relu")
     (0.0, -inf, None)
     """
-    if isinstance(normalizer, str):
-        return {"softmax1": 0.0, "softmax": -math.inf}.get(normalizer)
-    if isinstance(normalizer, ClippedSoftmax):
-        return None
+    if isinstance(normalizer, str | ClippedSoftmax):
+        return {"softmax1": 0.0, "softmax": -math.inf}.get(normalizer)  # pyright: ignore[reportArgumentType]
     if isinstance(normalizer, jax.Array | np.ndarray):
         return jnp.asarray(normalizer)
     return math.log(normalizer) if normalizer else -math.inf

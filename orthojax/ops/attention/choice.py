@@ -20,7 +20,6 @@ _KERNELS = {"gpu": "cudnn", "tpu": "splash"}
 # passes take 0.6 of the time then where a causal mask leaves keys out, and about the same time elsewhere; on a GPU or
 # TPU the reason is memory alone.
 _LARGEST_WEIGHTS_BYTES = {"cpu": 2**26}
-_LARGEST_WEIGHTS_BYTES_ELSEWHERE = 2**30
 
 _fallback_forbidden = contextvars.ContextVar("_fallback_forbidden", default=False)
 
@@ -80,6 +79,5 @@ def choose(inputs: AttentionInputs, implementation: Implementation | None) -> Ca
             raise NotImplementedError(f"attention may not fall back from {kernel!r} here: {problem}")
         _warn(kernel, problem)
     B, T, N, _ = inputs.query.shape
-    largest = _LARGEST_WEIGHTS_BYTES.get(jax.default_backend(), _LARGEST_WEIGHTS_BYTES_ELSEWHERE)
-    large = 4 * B * N * T * inputs.key.shape[1] > largest
+    large = 4 * B * N * T * inputs.key.shape[1] > _LARGEST_WEIGHTS_BYTES.get(jax.default_backend(), 2**30)
     return _module("xla_chunked" if large else "xla").attend

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 
 
 class Settings(NamedTuple):
@@ -137,24 +135,3 @@ def bind(module: Any, settings: Settings, operands: Operands, statistics: Statis
     if statistics is None:
         return tuple(module._dot_product_attention_fwd_p_wrapper.bind(*arrays, **parameters, is_training=True))
     return tuple(module._dot_product_attention_bwd_p_wrapper.bind(*arrays, *statistics, **parameters))
-
-
-# Other platforms.
-
-needs_cuda_p = Primitive("orthojax_needs_cuda")
-needs_cuda_p.def_abstract_eval(lambda x: x)
-needs_cuda_p.def_impl(jax.jit(needs_cuda_p.bind))
-batching.defvectorized(needs_cuda_p)
-
-
-def _refuse(ctx: mlir.LoweringRuleContext, x: Any) -> Any:
-    del x
-    platforms = ctx.module_context.platforms
-    raise NotImplementedError(
-        "attention with implementation='cudnn' needs an NVIDIA GPU, and this program is compiled for "
-        f"{' and '.join(map(repr, platforms))}; implementation='xla' runs everywhere, None picks by platform"
-    )
-
-
-mlir.register_lowering(needs_cuda_p, _refuse)
-mlir.register_lowering(needs_cuda_p, lambda ctx, x: [x], platform="cuda")

@@ -16,7 +16,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from orthojax.ops.attention.cudnn_kernel import Operands, Settings, Statistics, bind, needs_cuda_p, private_module
+from orthojax.ops.attention.cudnn_kernel import Operands, Settings, Statistics, bind, private_module
+from orthojax.ops.attention.platforms import compiled_for
 
 
 def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -40,7 +41,7 @@ def backward(settings: Settings, operands: Operands, statistics: Statistics) -> 
 def _vmappable(settings: Settings, operands: Operands, statistics: Statistics | None) -> tuple[jax.Array, ...]:
     @custom_vmap
     def kernel(operands, statistics):
-        operands = operands._replace(query=needs_cuda_p.bind(operands.query))
+        operands = operands._replace(query=compiled_for(operands.query, "cudnn", "cuda"))
         return _over_mesh(settings, operands, statistics)
 
     @kernel.def_vmap

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from orthojax.ops.attention.visibility import visible_keys, window_sides
-from orthojax.ops.normalizers import Normalizer
+from orthojax.ops.normalizers import Normalizer, check_normalizer
 
 # Under this name the vendors' kernels save their output and statistics: where a remat policy keeps it, as in
 # jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME), attention runs forward once.
@@ -92,20 +92,20 @@ def prepare_inputs(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
     *,
     normalizer: Normalizer,
-    scale: float | None,
-    is_causal: bool,
-    query_seq_lengths: jax.Array | None,
-    key_value_seq_lengths: jax.Array | None,
-    local_window_size: int | tuple[int, int] | None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
 ) -> AttentionInputs:
     """Checks the arguments of `dot_product_attention` and gives them a leading batch axis.
 
     Raises:
-      ValueError: For shapes that do not fit, or a mask that is not boolean.
+      ValueError: For shapes that do not fit, a mask that is not boolean, or a normalizer that is none.
     """
     shape = jnp.shape(query)
     if not 3 <= len(shape) <= 4:
@@ -115,6 +115,7 @@ def prepare_inputs(
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     lengths = {name: None if array is None else jnp.asarray(array) for name, array in lengths.items()}
     _check_shapes(query, key, value, bias, mask, lengths, local_window_size)
+    check_normalizer(normalizer, query.shape[2])
     return AttentionInputs(
         query,
         key,

@@ -4,7 +4,6 @@ softmax-1 is a = 0 and costs what softmax costs. There is no TPU in our tests: n
 interpret mode, structure that of its lowering for TPUs.
 """
 
-import functools
 import math
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax.ops.attention.inputs import AttentionInputs
-from orthojax.ops.normalizers import apply_normalizer, sink_logit
+from orthojax.ops.normalizers import sink_logit
 
 try:
     from orthojax.ops.attention import splash_kernel
@@ -38,12 +37,7 @@ def unsupported(inputs: AttentionInputs) -> str:
     Returns:
       A reason: a bias, a mask array, a normalizer without kernel, a dtype, a `shard_map` that checks varying axes, x64
       mode, or a jax without the kernel.
-
-    Raises:
-      ValueError: For a normalizer that is none.
     """
-    logits = jax.ShapeDtypeStruct((1, inputs.query.shape[2], 1, 1), jnp.float32)
-    jax.eval_shape(functools.partial(apply_normalizer, inputs.normalizer), logits)  # is it a normalizer?
     dtypes = sorted({str(a.dtype) for a in (inputs.query, inputs.key, inputs.value)})
     if _MISSING:
         return _MISSING

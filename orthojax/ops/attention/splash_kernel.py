@@ -16,6 +16,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from orthojax.ops.attention.inputs import ATTENTION_NAME
+from orthojax.ops.attention.platforms import compiled_for
 from orthojax.ops.attention.splash_sharding import on_shards, sharded_alike
 
 BLOCKS = (512, 256, 128)  # positions that the kernel takes at once, of queries and of keys
@@ -131,12 +132,16 @@ def _on_shards(function, results, kernel, arrays):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(visible: Visible, interpret: bool, arrays: dict[str, jax.Array]) -> jax.Array:
     kernel = _kernel(visible, interpret=interpret, with_lse=False)
-    return _on_shards(_forward, ("out",), kernel, arrays)[0]
+    return _on_shards(_forward, ("out",), kernel, _for_tpu(arrays, interpret))[0]
+
+
+def _for_tpu(arrays: dict[str, jax.Array], interpret: bool) -> dict[str, jax.Array]:
+    return arrays if interpret else arrays | {"query": compiled_for(arrays["query"], "splash", "tpu")}
 
 
 def _attention_fwd(visible, interpret, arrays):
     kernel = _kernel(visible, interpret=interpret, with_lse=True)
-    results = _on_shards(_forward, ("out", "lse"), kernel, arrays)
+    results = _on_shards(_forward, ("out", "lse"), kernel, _for_tpu(arrays, interpret))
     out, lse = (checkpoint_name(a, ATTENTION_NAME) for a in results)
     return out, (arrays, out, lse)
 

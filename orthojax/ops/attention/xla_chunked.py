@@ -20,7 +20,6 @@ from orthojax.ops.statistics import at_least_float32
 # Weights of one chunk: larger ones fall out of a CPU's cache, many smaller ones pay for each turn of the loop. A GPU
 # or TPU wants enough to do in each turn.
 _CHUNK_BYTES = {"cpu": 2**23}
-_CHUNK_BYTES_ELSEWHERE = 2**28
 _FEWEST_QUERIES = 32
 # Under a causal mask the chunks are split into so many runs; those of a run take the keys up to the end of the run.
 _CAUSAL_RUNS = 4
@@ -35,8 +34,7 @@ def unsupported(inputs: AttentionInputs) -> str:
 def _queries_per_chunk(inputs: AttentionInputs) -> int:
     B, T, N, _ = inputs.query.shape
     row = B * N * inputs.key.shape[1] * jnp.promote_types(inputs.query.dtype, jnp.float32).itemsize
-    most = _CHUNK_BYTES.get(jax.default_backend(), _CHUNK_BYTES_ELSEWHERE)
-    chunks = -(-T // max(most // row, _FEWEST_QUERIES))
+    chunks = -(-T // max(_CHUNK_BYTES.get(jax.default_backend(), 2**28) // row, _FEWEST_QUERIES))
     return -(-T // chunks)  # chunks of nearly one size: little padding
 
 
