@@ -10,6 +10,8 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# XLA's own passes run, and so the programs have their real structure; LLVM's, which cost more than tiny programs take.
+jax.config.update("jax_disable_most_optimizations", True)
 
 # The first example of a property pays for compilation, so a deadline would only measure that.
 hypothesis.settings.register_profile("orthojax", deadline=None, max_examples=25, derandomize=True)
@@ -21,11 +23,3 @@ def x64():
     """Float64 for tests of formulas."""
     with jax.enable_x64(True):
         yield
-
-
-@pytest.fixture(scope="module")
-def quick_compilation():
-    """Programs that compile faster than they run: for a module that trains tiny models for a few steps."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)

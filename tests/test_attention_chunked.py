@@ -26,14 +26,6 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(xla_chunked, "_FEWEST_QUERIES", 3)
 
 
-@pytest.fixture
-def quick_programs():
-    """Programs that compile faster than they run, for many small ones."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def _arrays(t, s, kv_heads=N, seed=0):
     rng = np.random.default_rng(seed)
     return [rng.normal(size=(B, length, heads, H)) for length, heads in ((t, N), (s, kv_heads), (s, kv_heads))]
@@ -119,7 +111,7 @@ def _as_arrays(options, dtype) -> dict[str, Any]:
     return {name: cast(a) if isinstance(a, np.ndarray) else a for name, a in options.items()}
 
 
-@pytest.mark.usefixtures("x64", "small_chunks", "quick_programs")
+@pytest.mark.usefixtures("x64", "small_chunks")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_normalizer_is_the_definition_in_float64(implementation, case):
@@ -140,7 +132,7 @@ def test_every_normalizer_is_the_definition_in_float64(implementation, case):
         np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-13, err_msg=name)
 
 
-@pytest.mark.usefixtures("x64", "small_chunks", "quick_programs")
+@pytest.mark.usefixtures("x64", "small_chunks")
 @pytest.mark.parametrize("case", GRADIENT_CASES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_gradients_are_finite_differences_of_the_definition(implementation, case):

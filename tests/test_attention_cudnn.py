@@ -15,8 +15,6 @@ from jax.sharding import PartitionSpec as P
 from orthojax.ops.attention import ATTENTION_NAME, cudnn, dot_product_attention, platforms
 from orthojax.ops.attention.inputs import prepare_inputs
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 B, N, H = 2, 4, 8
 SINK = np.array([0.3, -1.0, 2.0, 0.0], np.float32)
 

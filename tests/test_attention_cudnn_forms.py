@@ -22,8 +22,6 @@ from orthojax.ops.attention import (
 )
 from orthojax.ops.attention.inputs import prepare_inputs
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 B, T, N, H = 2, 6, 4, 8
 SINK = jnp.array([0.3, -1.0, 4.3, 0.0])
 

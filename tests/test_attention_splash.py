@@ -15,8 +15,6 @@ from orthojax.ops import dot_product_attention
 from orthojax.ops.attention import forbid_fallback, splash, splash_kernel, visible_keys
 from orthojax.ops.attention.inputs import prepare_inputs
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SINKS = (0.3, -1.0, 2.0, -np.inf)
 N = len(SINKS)
 

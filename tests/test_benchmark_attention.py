@@ -13,8 +13,6 @@ from orthojax.benchmarks import attention, attention_cases
 from orthojax.benchmarks.program import Program
 from orthojax.benchmarks.suite import TimeBudget
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SHAPE = (2, 7, 3, 8)
 FORWARD = attention_cases.Case(
     SHAPE, "xla", False, jnp.float32, attention_cases.vendor_softmax("xla"),

@@ -17,8 +17,6 @@ from orthojax.model import parameter_count
 from orthojax.ops.attention import choice
 from orthojax.train import StepMetrics, init_state, model_flops_utilization
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 (TINY,) = train_step_cases.cases("cpu", tiny=True)
 VARIANTS = tuple(train_step_cases.VARIANTS)
 

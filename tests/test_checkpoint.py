@@ -52,9 +52,7 @@ def compile_once():
         patch.setattr(loop, "init_state", lambda config: jax.tree.map(jax.numpy.copy, first(config)))
         # What Orbax leaves behind when it cannot read, besides the exception that it raises.
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-        jax.config.update("jax_disable_most_optimizations", True)
         yield
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def rows(step):

@@ -189,7 +189,7 @@ def test_optimizers_come_in_pairs_that_differ_in_the_basis_alone():
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory, quick_compilation):
+def tiny(tmp_path_factory):
     text = tmp_path_factory.mktemp("text") / "prose.txt"
     text.write_text("What goes up must come down, unless it is fast enough. " * 60, encoding="utf-8")
     return replace(

@@ -23,7 +23,6 @@ from orthojax.fields import replace
 from orthojax.train import init_state, open_inputs
 
 SEEDS = (0, 1)
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 PROSE = "The quick brown fox jumps over the lazy dog, and nobody in particular is very much surprised by that. "
 
 
@@ -48,7 +47,7 @@ def small(config: Config, **changes) -> Config:
 
 
 @pytest.fixture(scope="module")
-def variants(tmp_path_factory, quick_compilation):
+def variants(tmp_path_factory):
     text = tmp_path_factory.mktemp("text") / "prose.txt"
     text.write_text(PROSE * 60, encoding="utf-8")
     data = {"data.kind": "text", "data.paths": (str(text),), "data.tokenizer": "bytes", "model.vocab_size": 258}

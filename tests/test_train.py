@@ -36,8 +36,6 @@ from orthojax.train import (
 from orthojax.train.optimizer import decay_mask, learning_rate_schedule, rotated_axes, shared_basis
 from orthojax.train.step import loss_sum_nats, parameter_shapes
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CONFIG = Config(
     model=ModelConfig(vocab_size=32, max_length=8, d_model=16, num_layers=1, num_heads=2, d_mlp=32, scan_layers=False),
     optim=OptimConfig(optimizer="sgd", learning_rate=0.1, warmup_steps=0, final_learning_rate_fraction=1.0),
