@@ -168,7 +168,7 @@ def test_gradients_are_finite_differences_of_the_definition(implementation, case
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("size", [1e4, -1e4])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.float16])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_scores_of_ten_thousand_give_the_definition_and_finite_gradients(implementation, dtype, size):
     t = 7

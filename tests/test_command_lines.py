@@ -169,6 +169,11 @@ PARSING = {
 }  # fmt: skip
 
 
+def some_quick(cases, count):
+    """Every case; all but the first so many are slow, since each costs the start of a process."""
+    return [case if i < count else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(cases)]
+
+
 @pytest.mark.parametrize("case", PARSING)
 def test_wrong_arguments_are_refused_at_once_and_nothing_is_written(trained, case):
     script, arguments, words = PARSING[case]
@@ -264,7 +269,7 @@ FILES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", FILES)
+@pytest.mark.parametrize("case", some_quick(FILES, 6))
 def test_wrong_files_are_refused_and_the_workdir_is_left_alone(home, case):
     change, arguments, words = FILES[case]
     if change:
@@ -334,7 +339,7 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("case", CHECKPOINTS)
+@pytest.mark.parametrize("case", some_quick(CHECKPOINTS, 3))
 def test_a_bad_checkpoint_is_not_evaluated(home, case):
     change, words = CHECKPOINTS[case]
     change(home)
@@ -343,7 +348,7 @@ def test_a_bad_checkpoint_is_not_evaluated(home, case):
     assert not list(home.rglob("evaluation.json"))
 
 
-@pytest.mark.parametrize("case", ["of another program", "truncated names"])
+@pytest.mark.parametrize("case", some_quick(["truncated names", "of another program"], 1))
 def test_a_bad_checkpoint_is_not_shown(home, case):
     change, words = CHECKPOINTS[case]
     change(home)
@@ -351,7 +356,7 @@ def test_a_bad_checkpoint_is_not_shown(home, case):
     assert all(word in said for word in words), said
 
 
-@pytest.mark.parametrize("case", ["config of another model", "truncated arrays"])
+@pytest.mark.parametrize("case", some_quick(["truncated arrays", "config of another model"], 1))
 def test_training_does_not_go_on_from_a_bad_checkpoint(home, case):
     (home / "run/checkpoints/6").rename(home / "run/checkpoints/4")  # of a run that was stopped
     shutil.copytree(home / "run/checkpoints/4", home / "run/checkpoints/6")

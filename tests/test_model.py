@@ -288,7 +288,10 @@ def _loss(config):
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [("gpt2", {"scan_layers": True}), ("rich", {"scan_layers": True, "remat": True})],
+    [
+        pytest.param("gpt2", {"scan_layers": True}, marks=pytest.mark.slow),
+        ("rich", {"scan_layers": True, "remat": True}),
+    ],
 )
 def test_scan_and_remat_change_neither_logits_nor_gradients_nor_observations(name, changes):
     unrolled = ORACLE_CONFIGS[name]
@@ -468,7 +471,7 @@ def test_a_gate_is_the_sigmoid_of_its_bias_where_its_kernel_is_zero():
     )
 
 
-@pytest.mark.parametrize("relaxed", [0, 3])
+@pytest.mark.parametrize("relaxed", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 @pytest.mark.parametrize("implementation", ["xla", "xla_chunked"])
 def test_weights_of_the_taps_times_values_are_what_the_attention_of_the_model_returns(

@@ -328,7 +328,7 @@ def test_zero1_of_a_whole_step_with_a_sum_over_data(x64):
     assert compiled.memory_analysis().argument_size_in_bytes == held
 
 
-@pytest.mark.parametrize("mesh_kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("mesh_kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)])
 def test_the_literal_chain_and_other_inner_transformations(mesh_kind, x64):
     shapes, specs = {"w/kernel": (4, 16, 24)}, {"w/kernel": P(None, "tensor", "fsdp")}
     trees = [random_tree(shapes, np.float64, seed) for seed in range(4)]
@@ -373,7 +373,7 @@ def test_groups_and_indivisible_axes(mesh_kind, kind, x64):
     assert sizes == [16, 64, 192]  # of (2, 4) one axis and then the other, all of (3, 8); nothing else
 
 
-@pytest.mark.parametrize("mesh_kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("mesh_kind", [pytest.param(AUTO, marks=pytest.mark.slow), EXPLICIT])
 def test_outside_of_jit_in_scan_vmap_and_eval_shape(mesh_kind):
     shapes, specs = {"w/kernel": (4, 16, 24), "b": (24,)}, {"w/kernel": P(None, "tensor", "fsdp"), "b": P("fsdp")}
     trees = [random_tree(shapes, np.float32, seed) for seed in range(3)]
@@ -468,7 +468,7 @@ def test_layer_by_layer_turns_the_layers_of_each_shard(mesh_kind, kind, x64):
     assert collectives(hlo) == [("all-to-all", 8 * 16 * 24 // 4)] * 4
 
 
-@pytest.mark.parametrize("mesh_kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("mesh_kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)])
 def test_vmap_over_models_that_are_split_over_the_mesh(mesh_kind, x64):
     mesh = make_mesh((2, 4), mesh_kind, ("models", "fsdp"))
     shapes = {"w": {"kernel": (4, 16, 24)}}  # four models

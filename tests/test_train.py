@@ -402,7 +402,7 @@ def test_scanned_and_unrolled_layers_get_the_same_updates(kind):
     assert np.max(np.abs(kernels[0] - kernels[1])) > 1e-4  # the comparison above would see another basis
 
 
-@pytest.mark.parametrize("layer_by_layer", [False, True])
+@pytest.mark.parametrize("layer_by_layer", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_scanned_and_unrolled_models_train_alike_with_orthoadam(layer_by_layer):
     # A large eps, because Adam turns rounding noise into steps where a gradient is nearly 0.
     changes = {"optim.optimizer": "orthoadam", "optim.learning_rate": 1e-2, "optim.eps": 1e-3, "model.num_layers": 2}
