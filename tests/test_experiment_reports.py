@@ -238,6 +238,7 @@ def test_when_every_trial_diverged_the_smallest_rate_is_left():
     assert best_learning_rate({"0.3": None, "0.1": None}) == 0.1
 
 
+@pytest.mark.slow
 def test_costs_are_measured_relative_to_the_reference_and_kept(tiny, tmp_path, monkeypatch):
     from orthojax.experiments import costs as module
 

@@ -387,6 +387,7 @@ def test_every_value_of_a_switch_is_its_own_model(field, values):
             assert np.abs(a - b).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_init_std_fields_scale_what_they_name():
     def init(**changes):
         config = dataclasses.replace(TINY, d_model=64, d_mlp=64, num_layers=2, tie_embeddings=False, **changes)

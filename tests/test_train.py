@@ -449,6 +449,7 @@ def test_adam_with_a_fixed_rotation_in_the_model_is_orthoadam_on_the_writers_see
     assert min(jax.tree.leaves(moved)) > 0.05
 
 
+@pytest.mark.slow
 def test_in_the_shared_basis_a_model_of_one_rotation_is_what_adam_trains():
     shared = {"optim.optimizer": "orthoadam", "optim.rotation.axes": "residual", "optim.rotation.scope": "tree"}
     config = replace(CONFIG, {**shared, "optim.learning_rate": 0.01})
@@ -516,6 +517,7 @@ def test_the_evaluation_does_not_depend_on_the_batch_size(evaluated, monkeypatch
         assert value == pytest.approx(metrics[key], rel=2e-5), key
 
 
+@pytest.mark.slow
 def test_bigram_backcopy_has_every_metric():
     task = BigramBackcopy.from_text(default_text(), 3)
     config = dataclasses.replace(
