@@ -200,22 +200,34 @@ def to_json(config: Any) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2)
 
 
+def added(default: T) -> T:
+    """A dataclass field that JSON written by older versions may lack.
+
+    Args:
+      default: The value that means what they did without it.
+    """
+    return typing.cast(Any, dataclasses.field(default=default, metadata={"added": True}))
+
+
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:
-    """Builds a config from nested plain values; every field must be there and no other.
+    """Builds a config from nested plain values; every field must be there and no other, but for `added` ones.
 
     Raises:
       UserError: For an unknown, missing or mistyped field.
     """
     hints = typing.get_type_hints(cls)
-    if not isinstance(values, Mapping) or set(values) != set(hints):
-        named = set(values) if isinstance(values, Mapping) else set()
+    newer = {field.name for field in dataclasses.fields(typing.cast(Any, cls)) if field.metadata.get("added")}
+    named = set(values) if isinstance(values, Mapping) else set()
+    if not isinstance(values, Mapping) or not set(hints) - newer <= named <= set(hints):
         raise UserError(
             f"{where} does not describe a {cls.__name__} of this version of orthojax",
-            allowed="its fields, all of them; missing: " + (", ".join(sorted(set(hints) - named)) or "nothing"),
+            allowed="its fields, all of them; missing: " + (", ".join(sorted(set(hints) - newer - named)) or "nothing"),
             hint="unknown: " + (", ".join(sorted(named - set(hints))) or "nothing"),
         )
     fields = {}
     for name, hint in hints.items():
+        if name not in values:
+            continue
         value = values[name]
         if dataclasses.is_dataclass(hint):
             fields[name] = from_dict(typing.cast(type, hint), value, f"{where}.{name}")

@@ -52,8 +52,8 @@ SOURCES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "launch").glob("*.py")])
 IDS = [str(path.relative_to(ROOT)) for path in SOURCES]
 
 LONGEST_FILE, LONGEST_FUNCTION = 300, 60
-LONGER_FILES = {"orthojax/config.py": 420}
-LONGER_FUNCTIONS = {"orthojax/config.py:ModelConfig.__post_init__": 70}
+LONGER_FILES: dict[str, int] = {}
+LONGER_FUNCTIONS = {"orthojax/config/model.py:ModelConfig.__post_init__": 70}
 
 
 def _room(path: Path) -> str:
@@ -140,9 +140,11 @@ def test_a_room_never_imports_what_its_line_of_the_table_forbids(path):
 
 @pytest.mark.parametrize("room", ONLY)
 def test_the_ground_floor_needs_the_standard_library_only(room):
-    modules = _imports(PACKAGE / f"{room}.py")
-    assert libraries_of(modules) - set(sys.stdlib_module_names) <= ONLY[room]
-    assert rooms_of(modules) <= {"errors", "fields"}
+    paths = [path for path in SOURCES if _room(path) == room]
+    assert paths
+    for modules in map(_imports, paths):
+        assert libraries_of(modules) - set(sys.stdlib_module_names) <= ONLY[room]
+        assert rooms_of(modules) <= {"errors", "fields", room}
 
 
 def test_heavy_libraries_have_one_door_each():

@@ -395,3 +395,13 @@ def test_user_error_drops_empty_lines_and_nearest_is_silent_when_nothing_is_near
 def test_every_field_is_documented(cls):
     for field in dataclasses.fields(cls):
         assert f"\n      {field.name}: " in cls.__doc__
+
+
+def test_json_of_older_versions_may_lack_the_fields_added_since():
+    values = json.loads(to_json(Config()))
+    del values["model"]["normalizer_gamma"], values["optim"]["layer_by_layer"], values["train"]["init_from"]
+    assert from_json(Config, json.dumps(values)) == Config()
+    del values["model"]["normalizer"]
+    problem, allowed, _ = refusal(lambda: from_json(Config, json.dumps(values)))
+    assert "ModelConfig" in problem
+    assert allowed.endswith("missing: normalizer")

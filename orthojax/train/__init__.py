@@ -12,11 +12,12 @@ from orthojax.train.checkpoint import (
 from orthojax.train.evaluation import Metrics, evaluate, evaluation_stages
 from orthojax.train.files import make_folder, write_text
 from orthojax.train.inputs import Inputs, open_inputs
-from orthojax.train.loop import DivergedError, check_workdir, prepare_workdir, train
+from orthojax.train.loop import train
 from orthojax.train.metric_writer import read_metrics
 from orthojax.train.optimizer import make_optimizer, make_rotation
 from orthojax.train.pretrained import load_params
 from orthojax.train.provenance import environment
+from orthojax.train.recorder import DivergedError
 from orthojax.train.step import (
     StepMetrics,
     TrainState,
@@ -27,6 +28,7 @@ from orthojax.train.step import (
 )
 from orthojax.train.timing import Spread, interleaved_seconds, median_ratio, spread
 from orthojax.train.utilization import model_flops_per_token, model_flops_utilization, peak_flops_per_second
+from orthojax.train.workdir import check_workdir, prepare_workdir
 
 __all__ = [
     "Checkpoints",

@@ -1,0 +1,69 @@
+"""What a run is made of: frozen dataclasses that refuse impossible values.
+
+Standard library only, so that a mistyped flag is refused before anything heavy is imported.
+"""
+
+import dataclasses
+
+from orthojax.config.checks import require
+from orthojax.config.data import DataConfig
+from orthojax.config.model import AttentionImplementation, Mlp, ModelConfig, Norm, NormalizerName, Position
+from orthojax.config.optim import (
+    OptimConfig,
+    OptimizerName,
+    RotationAxes,
+    RotationConfig,
+    RotationKind,
+    RotationScope,
+)
+from orthojax.config.run import EvalConfig, TrainConfig
+from orthojax.fields import check_types
+
+__all__ = [
+    "AttentionImplementation",
+    "Config",
+    "DataConfig",
+    "EvalConfig",
+    "Mlp",
+    "ModelConfig",
+    "Norm",
+    "NormalizerName",
+    "OptimConfig",
+    "OptimizerName",
+    "Position",
+    "RotationAxes",
+    "RotationConfig",
+    "RotationKind",
+    "RotationScope",
+    "TrainConfig",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that determines a run."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+
+    def __post_init__(self):
+        check_types(self, "config")
+        length = self.data.sequence_length
+        require(
+            self.model.position != "learned" or length <= self.model.max_length,
+            f"data.sequence_length={length} is longer than model.max_length={self.model.max_length}",
+            f"at most {self.model.max_length} where positions are learned",
+        )
+        require(
+            self.model.relaxed_causal_tokens < length,
+            f"model.relaxed_causal_tokens={self.model.relaxed_causal_tokens} leaves no loss position",
+            f"less than data.sequence_length={length}",
+        )
+        require(
+            self.optim.warmup_steps < self.train.steps,
+            f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of train.steps={self.train.steps}",
+            f"less than {self.train.steps}",
+        )
