@@ -383,3 +383,44 @@ def test_numpy_numbers_are_numbers():
         dot_product_attention(q, k, v, local_window_size=np.int64(2), normalizer=np.float32(2.0)),
         dot_product_attention(q, k, v, local_window_size=2, normalizer=2.0),
     )
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_no_sequences_and_no_queries_give_nothing(axis):
+    q, k, v = _arrays()
+    q = q[:0] if axis == 0 else q[:, :0]
+    k, v = (k[:0], v[:0]) if axis == 0 else (k, v)
+    for implementation in ("xla", "xla_chunked", None):
+        assert dot_product_attention(q, k, v, implementation=implementation).shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"key": np.ones((B, 0, N, H), np.float32), "value": np.ones((B, 0, N, H), np.float32)}, "there are no keys"),
+        ({"query": np.ones((B, T, N, H), np.int32)}, "query must be of a floating dtype, got int32"),
+        ({"value": np.ones((B, S, N, H), np.complex64)}, "value must be of a floating dtype, got complex64"),
+        ({"scale": "0.3"}, "scale must be a number, got '0.3'"),
+        ({"scale": np.ones(3)}, "scale must be a number"),
+    ],
+)
+def test_what_has_no_attention_is_named(change, problem):
+    q, k, v = _arrays()
+    with pytest.raises(ValueError, match=problem):
+        dot_product_attention(**({"query": q, "key": k, "value": v} | change))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "xla_chunked"])
+def test_on_a_mesh_batch_and_heads_stay_where_they_are(implementation):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    where = jax.NamedSharding(mesh, jax.P("a", None, "b"))
+    q, k, v = (jnp.asarray(np.tile(a, (4, 1, 1, 1))[:8]) for a in _arrays())
+
+    def loss(q, k, v):
+        return jnp.sum(jnp.square(dot_product_attention(q, k, v, is_causal=True, implementation=implementation)))
+
+    gradients = jax.grad(loss, (0, 1, 2))
+    compiled = jax.jit(gradients, in_shardings=(where,) * 3, out_shardings=where).lower(q, k, v).compile()
+    assert not [word for word in ("all-gather", "all-to-all", "all-reduce") if word in compiled.as_text()]
+    for got, expected in zip(compiled(q, k, v), gradients(q, k, v), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)

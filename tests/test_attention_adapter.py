@@ -136,7 +136,8 @@ def test_sowing_through_the_layer_is_refused(sow):
         sow(orthojax.attention_fn(), sow_weights=True)
 
 
-def test_causal_attention_of_other_lengths_needs_a_mask():
+@pytest.mark.parametrize(("queries", "mask"), [(1, None), (3, None), (3, np.ones((1, 1, 3, LENGTH), bool))])
+def test_causal_attention_of_other_lengths_is_refused_but_for_one_query_with_a_mask(queries, mask):
     q = X.reshape(BATCH, LENGTH, HEADS, -1)
-    with pytest.raises(ValueError, match="1 queries to 7 keys needs a mask"):
-        orthojax.attention_fn(is_causal=True)(q[:, :1], q, q)
+    with pytest.raises(ValueError, match=f"causal attention of {queries} queries to 7 keys"):
+        orthojax.attention_fn(is_causal=True)(q[:, :queries], q, q, mask=mask)

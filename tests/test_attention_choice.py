@@ -40,7 +40,7 @@ def on(monkeypatch):
     def change(platform, kernel):
         real, name = choice._module, {"gpu": "cudnn", "tpu": "splash"}.get(platform)
         monkeypatch.setattr(choice, "_module", lambda asked: kernel if asked == name else real(asked))
-        monkeypatch.setattr(jax, "default_backend", lambda: platform)
+        monkeypatch.setattr(choice, "_platform", lambda array: platform)
         choice._warn.cache_clear()
 
     yield change
@@ -170,3 +170,27 @@ def test_a_model_on_cudnn_attends_once_forward_and_once_backward_in_each_layer(s
     layers = 1 if scan else 2  # a scan's body stands once
     assert text.count("@__cudnn$fmhaSoftmax(") == layers
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") == layers
+
+
+def test_none_picks_for_the_device_of_arrays_and_for_the_default_device_of_traces(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert choice._platform(Q) == "cpu"
+
+    def traced():
+        seen = []
+        jax.eval_shape(lambda q: (seen.append(choice._platform(q)), q)[1], Q)
+        return seen[0]
+
+    assert traced() == "gpu"
+    with jax.default_device(jax.devices("cpu")[1]):
+        assert traced() == "cpu"
+    with jax.default_device("tpu"):
+        assert traced() == "tpu"
+
+
+def test_cudnn_by_name_says_what_is_wrong_with_it_on_a_gpu(on):
+    on("gpu", Kernel(unavailable="its library is missing"))
+    with pytest.raises(NotImplementedError, match="implementation='cudnn': its library is missing"):
+        dot_product_attention(Q, K, V, implementation="cudnn")
+    on("cpu", Kernel(unavailable="there is no GPU"))  # lowered here, run elsewhere
+    dot_product_attention(Q, K, V, implementation="xla")

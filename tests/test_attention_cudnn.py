@@ -543,6 +543,16 @@ def test_another_platform_is_refused_when_it_is_compiled(how):
         calls[how]()
 
 
+def test_a_second_derivative_is_refused_in_words():
+    q, k, v, _ = HALF
+
+    def loss(q):
+        return jnp.sum(_cudnn(q, k, v).astype(jnp.float32))
+
+    with pytest.raises(NotImplementedError, match="'cudnn' has no second derivative"):
+        jax.eval_shape(jax.grad(lambda q: jnp.sum(jax.grad(loss)(q).astype(jnp.float32))), q)
+
+
 # What is refused.
 
 

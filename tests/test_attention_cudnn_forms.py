@@ -220,7 +220,10 @@ def test_a_kernel_that_fails_comes_with_advice(monkeypatch, tmp_path):
 
     _gpu(monkeypatch, (9, 0))
     problem = cudnn_probe.problem(fails)
-    assert problem == "cuDNN's attention fails: RuntimeError: No valid engine configs"
+    assert problem == (
+        "cuDNN's attention fails: RuntimeError: No valid engine configs. With CUDA 13, cuDNN wants libnvrtc-builtins "
+        "on the path of the loader (LD_LIBRARY_PATH)"
+    )
     (tmp_path / "libnvrtc-builtins.so.13.0").write_text("not a library")
     _gpu(monkeypatch, (9, 0), [tmp_path])
     problem = cudnn_probe.problem(fails)

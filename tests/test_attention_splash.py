@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from orthojax.ops import dot_product_attention
-from orthojax.ops.attention import forbid_fallback, splash, splash_kernel, visible_keys
+from orthojax.ops.attention import forbid_fallback, splash, splash_kernel, splash_sharding, visible_keys
 from orthojax.ops.attention.inputs import prepare_inputs
 
 SINKS = (0.3, -1.0, 2.0, -np.inf)
@@ -84,6 +84,7 @@ CASES = {
         {"local_window_size": (9, 3), "query_ends": np.array([200, 300])},
     ),
     "softmax, both lengths": (130, 100, 2, "softmax", ENDS),
+    "softmax_n with n = 0, rows without keys": (130, 100, 2, 0.0, ENDS),
     "softmax, plain": (128, 256, 2, "softmax", {}),
 }
 CASES["bfloat16, sinks, causal"] = (128, 128, 2, (0.3, -1.0, 2.0, 0.0), {"is_causal": True})
@@ -113,7 +114,7 @@ def _step(case):
 def _exact(case, q, k, v, sinks):
     _, _, _, normalizer, options = CASES[case]
     if not isinstance(normalizer, tuple):
-        sinks = {"softmax1": 0.0, "softmax": None, 0.5: np.log(0.5)}[normalizer]
+        sinks = {"softmax1": 0.0, "softmax": None, 0.5: np.log(0.5), 0.0: None}[normalizer]
     out, blind = reference(q, k, v, sinks, **options)
     return _spread(out, blind, v) if normalizer == "softmax" else out
 
@@ -327,6 +328,23 @@ def test_vmap_is_a_batch(unsharded):
     got = jax.jit(lambda *a: step(*a, attend=folded))(q, k, v, ends)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(unsharded), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_axes_of_other_names_are_warned_of_and_those_that_divide_are_used():
+    arguments, causal, _ = _sharded_problem()
+    splash_sharding._warn_of_others.cache_clear()
+    with (
+        jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)),
+        pytest.warns(UserWarning, match=r"not split over the mesh axes 'model': .*heads over 'tensor'"),
+    ):
+        jax.eval_shape(causal, *arguments)
+    shapes = [a.shape for a in (jnp.zeros((4, 2, 8, 8)), jnp.zeros((4, 2, 8, 8)))]
+    specs, _ = splash_sharding._specs(
+        ("bntd", "bksd"), (), shapes, {"b": ("data", "fsdp"), "n": ("tensor",), "k": ("tensor",)},
+        {"data": 4, "fsdp": 2, "tensor": 2},
+    )  # fmt: skip
+    assert specs == [P(("data",), ("tensor",), None, None)] * 2  # 4 sequences over 4, not over 8
 
 
 # The structure of what is lowered for TPUs.

@@ -265,7 +265,7 @@ def test_what_has_not_begun_when_the_time_is_over_is_left_out(monkeypatch, fake_
 
     monkeypatch.setattr(train_step, "compile_step", slow)
     budget = TimeBudget(seconds - 0.5, clock=lambda: now.seconds)
-    first, second = (list(train_step.measure_cases([case], 3, budget)) for case in (TINY, TINY))
+    first, second = (list(train_step.measure_cases([case], 3, budget, reserved=0.0)) for case in (TINY, TINY))
     assert [row.left_out for row in first] == [""] * compiled + ["time budget"] * (4 - compiled)
     for row in first[:compiled]:
         assert ("step_seconds" in row.metrics) == timed
@@ -273,3 +273,18 @@ def test_what_has_not_begun_when_the_time_is_over_is_left_out(monkeypatch, fake_
         assert row.metrics["peak_bytes"] > 0
     if not timed:
         assert [row.left_out for row in second] == ["time budget"] * 4
+
+
+def test_the_memory_of_what_there_is_no_time_to_run_is_measured_all_the_same(monkeypatch, fake_seconds):
+    now = types.SimpleNamespace(seconds=0.0)
+
+    def slow(case, variant, batch_size):
+        now.seconds += 5.0
+        return fake_program(batch_size, variant)
+
+    monkeypatch.setattr(train_step, "compile_step", slow)
+    budget = TimeBudget(50.0, clock=lambda: now.seconds)  # four variants take 20 s to compile
+    rows = list(train_step.measure_cases([TINY, TINY, TINY], 3, budget, reserved=25.0))
+    assert ["step_seconds" in row.metrics for row in rows] == [True] * 4 + [False] * 8
+    assert ["peak_bytes" in row.metrics for row in rows] == [True] * 10 + [False] * 2
+    assert [row.left_out for row in rows] == [""] * 10 + ["time budget"] * 2

@@ -63,8 +63,8 @@ def attention_fn(
             }
         )
         T, S, batch = query.shape[-3], key.shape[-3], query.shape[:-3]
-        if (causal or is_causal) and T != S and mask is None:
-            raise ValueError(f"causal attention of {T} queries to {S} keys needs a mask that says which they see")
+        if (causal or is_causal) and T != S and (mask is None or T > 1):
+            raise ValueError(f"causal attention of {T} queries to {S} keys; allowed: as many, or one query and a mask")
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         output = dot_product_attention(
             *(array.astype(dtype).reshape(-1, *array.shape[-3:]) for array in (query, key, value)),

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Literal, get_args
 
 import jax
+from jax.core import Tracer
 
 from orthojax.ops.attention.inputs import AttentionInputs
 
@@ -46,7 +47,18 @@ def _module(name: str) -> ModuleType:
 
 @functools.cache  # one warning for each reason
 def _warn(kernel: str, reason: str) -> None:
-    warnings.warn(f"attention falls back from {kernel!r} to plain XLA, which is slower: {reason}", stacklevel=2)
+    # In the line that calls `dot_product_attention`.
+    warnings.warn(f"attention falls back from {kernel!r} to plain XLA, which is slower: {reason}", stacklevel=4)
+
+
+def _platform(array: jax.Array) -> str:
+    """Where the attention will run, as far as tracing can tell: "cpu", "gpu" or "tpu"."""
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(array, Tracer):
+        device = next(iter(array.devices()))
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform
 
 
 def choose(inputs: AttentionInputs, implementation: Implementation | None) -> Callable[[AttentionInputs], jax.Array]:
@@ -54,7 +66,9 @@ def choose(inputs: AttentionInputs, implementation: Implementation | None) -> Ca
 
     Args:
       inputs: What is asked.
-      implementation: A name, or None to pick by platform, dtype, shape and options.
+      implementation: A name, or None to pick by platform, dtype, shape and options. The platform is that of the
+        query's device, of `jax.default_device` while tracing, or the default one: a program that is traced on a GPU's
+        machine to be lowered for a CPU must say "xla".
 
     Raises:
       ValueError: For an unknown name.
@@ -66,10 +80,14 @@ def choose(inputs: AttentionInputs, implementation: Implementation | None) -> Ca
             allowed = ", ".join(map(repr, get_args(Implementation)))
             raise ValueError(f"unknown implementation {implementation!r}; allowed: None, {allowed}")
         module = _module(implementation)
-        if problem := module.unsupported(inputs):
+        problem = module.unsupported(inputs)
+        if implementation == "cudnn" and not problem and _platform(inputs.query) == "gpu":
+            problem = module.unavailable()  # rather than what the vendor's stack would say of it
+        if problem:
             raise NotImplementedError(f"attention with implementation={implementation!r}: {problem}")
         return module.attend
-    kernel = _KERNELS.get(jax.default_backend())
+    platform = _platform(inputs.query)
+    kernel = _KERNELS.get(platform)
     if kernel is not None and inputs.query.shape[1] > 1:  # one query is a matrix-vector product: nothing to fuse
         module = _module(kernel)
         problem = module.unsupported(inputs) or module.unavailable()
@@ -79,5 +97,5 @@ def choose(inputs: AttentionInputs, implementation: Implementation | None) -> Ca
             raise NotImplementedError(f"attention may not fall back from {kernel!r} here: {problem}")
         _warn(kernel, problem)
     B, T, N, _ = inputs.query.shape
-    large = 4 * B * N * T * inputs.key.shape[1] > _LARGEST_WEIGHTS_BYTES.get(jax.default_backend(), 2**30)
+    large = 4 * B * N * T * inputs.key.shape[1] > _LARGEST_WEIGHTS_BYTES.get(platform, 2**30)
     return _module("xla_chunked" if large else "xla").attend

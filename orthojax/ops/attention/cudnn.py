@@ -92,9 +92,10 @@ def attend(inputs: AttentionInputs) -> jax.Array:
       inputs: bfloat16 or float16; a bias is rounded to that dtype. The scale is fixed when compiled.
 
     Returns:
-      [B, T, N, H] in the dtype of the query. Rows that see no key are zero where there is a sink, and what cuDNN makes
-      of them for "softmax"; queries beyond their length are zero. Saved for the backward pass under `ATTENTION_NAME`.
-      It has no forward-mode derivative and no second one.
+      [B, T, N, H] in the dtype of the query. Rows that see no key are zero where there is a finite sink, and what
+      cuDNN makes of them for "softmax" and a sink of -inf, gradients included (NaN for a key length of 0); queries
+      beyond their length are zero. In float16 a mask hides logits up to 2^15 only. Saved for the backward pass under
+      `ATTENTION_NAME`. It has no forward-mode derivative and no second one.
 
     Raises:
       NotImplementedError: When it is compiled for another platform than CUDA.
@@ -127,7 +128,9 @@ def _bias(inputs: AttentionInputs) -> jax.Array | None:
     dtype = inputs.query.dtype
     # Far below any logit, and far enough from the dtype's lowest number that a logit may be added to it.
     hidden = jnp.asarray(-(2.0**15) if dtype == jnp.float16 else -(2.0**41), dtype)
-    bias = jnp.zeros((1, 1, 1, 1), dtype) if inputs.bias is None else jnp.maximum(inputs.bias, hidden).astype(dtype)
+    bias = (
+        jnp.zeros((1, 1, 1, 1), dtype) if inputs.bias is None else jnp.clip(inputs.bias, hidden, -hidden).astype(dtype)
+    )
     if inputs.mask is not None:
         bias = jnp.where(inputs.mask, bias, hidden)
     return jnp.broadcast_to(bias, (*bias.shape[:2], inputs.query.shape[1], inputs.key.shape[1]))
@@ -172,7 +175,7 @@ def _forward(settings: Settings, operands: Operands, sink: jax.Array | None) -> 
     sees = _rows_that_see(settings, operands)
     if sees is not None:  # the kernel's numbers of rows that see nothing may be anything
         gate = jnp.where(sees, gate, 0.0)
-        lse = jnp.where(sees, lse, a)
+        lse = jnp.where(sees, lse, jnp.maximum(a, 0.0))  # finite, also where a learned sink is -inf
     gate = jnp.swapaxes(gate, 1, 2)[..., None]
     return jnp.where(gate == 0.0, 0.0, output * gate).astype(output.dtype), lse
 

@@ -67,7 +67,7 @@ def preload_builtins() -> str:
 def _advice() -> str:
     folders = _library_folders()
     if not folders:
-        return ""
+        return ". With CUDA 13, cuDNN wants libnvrtc-builtins on the path of the loader (LD_LIBRARY_PATH)"
     path = ":".join(map(str, folders))
     return f". With CUDA 13, cuDNN may miss libnvrtc-builtins: try LD_LIBRARY_PATH={path}:$LD_LIBRARY_PATH"
 
@@ -80,7 +80,9 @@ def problem(attend: Callable[[AttentionInputs], jax.Array]) -> str:
     """
     capability = compute_capability()
     if capability is None:
-        return f"cuDNN needs an NVIDIA GPU, and the default backend is {jax.default_backend()!r}"
+        backend = jax.default_backend()
+        found = "the GPU is of another make" if backend == "gpu" else f"the default backend is {backend!r}"
+        return f"cuDNN needs an NVIDIA GPU, and {found}"
     if capability < _LEAST_CAPABILITY:
         return "cuDNN's attention needs compute capability {}.{}, got {}.{}".format(*_LEAST_CAPABILITY, *capability)
     not_loaded = preload_builtins()

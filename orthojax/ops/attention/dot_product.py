@@ -44,12 +44,14 @@ def dot_product_attention(
       implementation: None picks by platform, dtype and shape. "xla" computes the whole matrix of weights, on any
         platform; "xla_chunked" does so for one chunk of queries at a time, in memory linear in T; "cudnn" is the
         vendor's kernel on NVIDIA GPUs; "splash" the kernel on TPUs. One that is named never falls back to another.
+        The two kernels have a first derivative in reverse mode only.
 
     Returns:
       Shape of `query`, dtype of `value`.
 
     Raises:
-      ValueError: For shapes that do not fit, a mask that is not boolean, an unknown normalizer or implementation.
+      ValueError: For shapes or dtypes that do not fit, a mask that is not boolean, an unknown normalizer or
+        implementation.
       NotImplementedError: Where the named implementation cannot do what is asked, saying what it cannot; or where
         None would have to fall back within `forbid_fallback`.
 
@@ -71,4 +73,7 @@ def dot_product_attention(
         key_value_seq_lengths=key_value_seq_lengths,
         local_window_size=local_window_size,
     )
-    return choose(inputs, implementation)(inputs).reshape(jnp.shape(query))
+    attend = choose(inputs, implementation)
+    if inputs.query.size == 0:
+        return jnp.zeros(jnp.shape(query), inputs.value.dtype)
+    return attend(inputs).reshape(jnp.shape(query))

@@ -1,9 +1,11 @@
 """The arguments of one call of attention, checked once for every implementation."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from orthojax.ops.attention.visibility import visible_keys, window_sides
 from orthojax.ops.normalizers import Normalizer, check_normalizer
@@ -57,6 +59,16 @@ class AttentionInputs:
         )
 
 
+def _check_kinds(scale: Any, **arrays: jax.Array | None) -> None:
+    for name, array in arrays.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} must be of a floating dtype, got {array.dtype}")
+    if scale is not None and (
+        not isinstance(scale, int | float | np.number | np.ndarray | jax.Array) or np.ndim(scale)
+    ):
+        raise ValueError(f"scale must be a number, got {scale!r}")
+
+
 def _check_shapes(query, key, value, bias, mask, lengths, local_window_size) -> None:
     if query.ndim != 4 or key.ndim != 4:
         raise ValueError(f"query and key must be [batch, length, heads, width]; got {query.shape} and {key.shape}")
@@ -66,6 +78,8 @@ def _check_shapes(query, key, value, bias, mask, lengths, local_window_size) -> 
     S, K = key.shape[1:3]
     if key.shape[0] != B or key.shape[3] != H:
         raise ValueError(f"query {query.shape} and key {key.shape} differ in batch or head width")
+    if S == 0:
+        raise ValueError(f"there are no keys: key has shape {key.shape}")
     if K == 0 or N % K:
         raise ValueError(f"the number of query heads ({N}) must be a multiple of the key-value heads ({K})")
     for name, array in (("bias", bias), ("mask", mask)):
@@ -105,7 +119,7 @@ def prepare_inputs(
     """Checks the arguments of `dot_product_attention` and gives them a leading batch axis.
 
     Raises:
-      ValueError: For shapes that do not fit, a mask that is not boolean, or a normalizer that is none.
+      ValueError: For shapes or dtypes that do not fit, a mask that is not boolean, or a normalizer that is none.
     """
     shape = jnp.shape(query)
     if not 3 <= len(shape) <= 4:
@@ -115,6 +129,7 @@ def prepare_inputs(
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     lengths = {name: None if array is None else jnp.asarray(array) for name, array in lengths.items()}
     _check_shapes(query, key, value, bias, mask, lengths, local_window_size)
+    _check_kinds(scale, query=query, key=key, value=value, bias=bias)
     check_normalizer(normalizer, query.shape[2])
     return AttentionInputs(
         query,

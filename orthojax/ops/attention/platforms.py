@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 _HARDWARE = {"cuda": "an NVIDIA GPU", "tpu": "a TPU"}
 
@@ -37,9 +37,17 @@ def _lower(ctx: mlir.LoweringRuleContext, x: Any, *, implementation: str, platfo
     if set(platforms) != {platform}:
         raise NotImplementedError(
             f"attention with implementation={implementation!r} needs {_HARDWARE[platform]}, and this program is "
-            f"compiled for {' and '.join(map(repr, platforms))}; implementation='xla' runs everywhere, None picks"
+            f"compiled for {' and '.join(map(repr, platforms))}; 'xla' runs everywhere, None picks by the device"
         )
     return [x]
 
 
+def _no_second_derivative(primals: Any, tangents: Any, *, implementation: str, platform: str) -> Any:
+    del primals, tangents, platform
+    raise NotImplementedError(
+        f"attention by {implementation!r} has no second derivative and no forward-mode one; implementation='xla' has"
+    )
+
+
+ad.primitive_jvps[_compiled_for_p] = _no_second_derivative
 mlir.register_lowering(_compiled_for_p, _lower)

@@ -101,12 +101,7 @@ def attend(inputs: AttentionInputs) -> jax.Array:
         **_segments(inputs, visible.lengths),
     )
     out = jnp.swapaxes(out[:, :, :T, :H], 1, 2)
-    return _spread_evenly(inputs, out) if _has_no_sink(inputs) else out
-
-
-def _has_no_sink(inputs: AttentionInputs) -> bool:
-    sink = sink_logit(inputs.normalizer)
-    return isinstance(sink, float) and sink == -math.inf
+    return _spread_evenly(inputs, out) if isinstance(inputs.normalizer, str) and inputs.normalizer == "softmax" else out
 
 
 def _window(inputs: AttentionInputs) -> tuple[int, int]:
@@ -149,9 +144,9 @@ def _segments(inputs: AttentionInputs, lengths: tuple[int, int]) -> dict[str, ja
 
 
 def _sinks(inputs: AttentionInputs) -> jax.Array | None:
-    """float32 [B, N], or None for a softmax of which every row sees something."""
+    """float32 [B, N], or None for softmax, or softmax_n with n = 0, where every row sees something."""
     sink = sink_logit(inputs.normalizer)
-    if _has_no_sink(inputs) and inputs.query_seq_lengths is None and _blind(inputs) is None:
+    if isinstance(sink, float) and sink == -math.inf and inputs.query_seq_lengths is None and _blind(inputs) is None:
         return None
     B, _, N, _ = inputs.query.shape
     return jnp.broadcast_to(jnp.maximum(jnp.asarray(sink, jnp.float32), _NO_SINK), (B, N))

@@ -7,6 +7,7 @@ other dimension is whole.
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,15 @@ def _names(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def _dividing(names: tuple[str, ...], size: int, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
+    """As many of the mesh axes, in their order, as make equal shards of a dimension."""
+    kept: tuple[str, ...] = ()
+    for name in names:
+        if size % math.prod(mesh_shape[axis] for axis in (*kept, name)) == 0:
+            kept = (*kept, name)
+    return kept
+
+
 def _specs(
     operands: tuple[str, ...],
     results: tuple[str, ...],
@@ -31,11 +41,10 @@ def _specs(
     axes: Mapping[str, tuple[str, ...]],
     mesh_shape: Mapping[str, int],
 ) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
-    """How operands and results are sharded when batch and heads are over `axes`, where shards are of equal size."""
+    """How operands and results are sharded when batch and heads are over those of `axes` that make equal shards."""
     sizes = dict(zip("".join(operands), itertools.chain(*shapes), strict=True))
     size = {"b": sizes["b"]} | dict.fromkeys("nk", math.gcd(sizes["n"], sizes["k"]))
-    shards = {letter: math.prod(mesh_shape[name] for name in names) for letter, names in axes.items()}
-    kept = {letter: names or None for letter, names in axes.items() if size[letter] % shards[letter] == 0}
+    kept = {letter: _dividing(names, size[letter], mesh_shape) or None for letter, names in axes.items()}
     operand_specs, result_specs = (
         [PartitionSpec(*(kept.get(letter) for letter in dims)) for dims in side] for side in (operands, results)
     )
@@ -116,6 +125,17 @@ def sharded_alike(operands: tuple[str, ...], *arrays: jax.Array) -> tuple[jax.Ar
     return tuple(jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs[0], strict=True))
 
 
+@functools.cache  # one warning for each set of names
+def _warn_of_others(names: tuple[str, ...]) -> None:
+    if names:
+        warnings.warn(
+            f"attention by 'splash' is not split over the mesh axes {', '.join(map(repr, names))}: the batch is split "
+            f"over {', '.join(map(repr, BATCH_AXES))} and heads over {', '.join(map(repr, HEAD_AXES))}; name the axes "
+            "so, make them Explicit, or call it within jax.shard_map",
+            stacklevel=2,
+        )
+
+
 def on_shards(
     function: Callable[..., tuple[jax.Array, ...]],
     operands: tuple[str, ...],
@@ -128,7 +148,8 @@ def on_shards(
     - Inside a `shard_map` over all axes of a mesh it is a plain call.
     - On Explicit axes the type of the first array says how it is sharded; the others must be `sharded_alike`.
     - On the Auto axes of a mesh that is set (`jax.set_mesh`) the batch is over "data" and "fsdp" and heads are over
-      "tensor", as far as such axes exist and divide them.
+      "tensor", as far as such axes exist and divide them. Over axes of other names every device gets everything; a
+      warning says so once.
     - Without a mesh, `custom_partitioning` asks XLA's partitioner, which knows how the arrays are sharded. CPUs do so;
       TPU compilers are reported not to (https://github.com/jax-ml/jax/issues/38196, open in 2026): set the mesh there.
 
@@ -153,6 +174,7 @@ def on_shards(
         return _when_compiled(function, operands, results, whole, *arrays)
     else:
         batch, heads = (tuple(name for name in names if name in free) for names in (BATCH_AXES, HEAD_AXES))
+        _warn_of_others(tuple(sorted(n for n in free.difference(batch, heads) if mesh.shape[n] > 1)))
         axes = {"b": batch, "n": heads, "k": heads}
         specs = _specs(operands, results, [a.shape for a in arrays], axes, mesh.shape)
     # What the kernel returns carries no record of the axes over which it varies, so there is nothing to check.
