@@ -287,6 +287,7 @@ def test_explicit_axes_are_taken_from_the_types(unsharded):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.slow
 @pytest.mark.parametrize("manual", [("x", "y"), ("x",)])
+@pytest.mark.filterwarnings("ignore:attention by .splash. is not split")
 def test_inside_a_shard_map(manual, unsharded):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     arguments, causal, step = _sharded_problem()
