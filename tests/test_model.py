@@ -17,9 +17,9 @@ from orthojax.model import (
     llama2,
     parameter_count,
     stack_layers,
-    transformer,
     unstack_layers,
 )
+from orthojax.model import attention as model_attention
 from orthojax.model.fixed_rotation import to_residual
 from orthojax.model.transformer import Taps
 from orthojax.ops import dot_product_attention
@@ -494,7 +494,7 @@ def test_weights_of_the_taps_times_values_are_what_the_attention_of_the_model_re
         outputs.append(dot_product_attention(*args, **options))
         return outputs[-1]
 
-    monkeypatch.setattr(transformer, "dot_product_attention", recording)
+    monkeypatch.setattr(model_attention, "dot_product_attention", recording)
     monkeypatch.setitem(xla_chunked._CHUNK_BYTES, "cpu", 1)
     monkeypatch.setattr(xla_chunked, "_FEWEST_QUERIES", 3)
     taps = run(config, observe=lambda taps: taps)[1]
