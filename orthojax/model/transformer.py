@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from orthojax.config import ModelConfig
+from orthojax.config import ModelConfig, Remat
 from orthojax.model.attention import Attention
 from orthojax.model.dense import Linear, LinearFunction, linear
 from orthojax.model.fixed_rotation import from_residual, to_residual
@@ -90,6 +90,15 @@ class Block(nn.Module):
         }
 
 
+def _kept(remat: Remat) -> Callable[..., Any] | None:
+    """The policy that says what of a block is kept for the backward pass; None keeps nothing."""
+    policies = jax.checkpoint_policies
+    attention = policies.save_only_these_names(ATTENTION_NAME)  # so that a fused kernel runs once
+    if remat == "dots":
+        return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention)
+    return None if remat == "full" else attention
+
+
 class Transformer(nn.Module):
     """Decoder-only transformer with every switch of `ModelConfig`.
 
@@ -102,15 +111,19 @@ class Transformer(nn.Module):
     linear: LinearFunction = linear
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, *, observe: Observe | None = None) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, tokens: jax.Array, *, observe: Observe | None = None, head: bool = True
+    ) -> tuple[jax.Array, Any]:
         """Next-token logits, and what `observe` returns for every layer.
 
         Args:
           tokens: int [B, T].
           observe: Called once in every block; its leaves come back stacked along a leading layer axis.
+          head: False leaves out the last product, so that whoever calls can make it piece by piece.
 
         Returns:
-          Logits [B, T, V] float32, and the observations (None without `observe`).
+          Logits [B, T, V] float32, and the observations (None without `observe`). Without the head, what it is applied
+          to instead of logits: the final hidden states [B, T, D] in `config.dtype`, for which see `head_kernel`.
 
         Raises:
           ValueError: For sequences longer than `max_length` where positions are learned.
@@ -131,18 +144,34 @@ class Transformer(nn.Module):
         x = Norm(c, name="final_norm")(x).astype(dtype)
         if c.tie_embeddings:
             x = from_residual(x, TOKEN_TABLE) if c.fixed_rotation else x
+        if not head:
+            return x, observed
+        if c.tie_embeddings:
             kernel = embed.embedding.astype(dtype)
             return jnp.einsum("BTD,VD->BTV", x, kernel, preferred_element_type=jnp.float32), observed
-        head = Linear(c.vocab_size, False, c.init_std, dtype, self.linear, name="head")
-        return head(x).astype(jnp.float32), observed
+        logits = Linear(c.vocab_size, False, c.init_std, dtype, self.linear, name="head")(x)
+        return logits.astype(jnp.float32), observed
+
+    def head_kernel(self, params: Any) -> tuple[jax.Array, int] | None:
+        """The kernel that maps final hidden states to logits, and which of its axes is the vocabulary.
+
+        Args:
+          params: The parameters, as `init` returns them under "params".
+
+        Returns:
+          (token table [V, D], 0) or (head [D, V], 1), float32; None where the logits are no plain product: a `linear`
+          of another kind may quantise the head, by statistics of all positions.
+        """
+        if self.config.tie_embeddings:
+            return params["token_embedding"]["embedding"], 0
+        return (params["head"]["kernel"], 1) if self.linear is linear else None
 
     def _blocks(self, x: jax.Array, observe: Observe | None) -> tuple[jax.Array, Any]:
         c = self.config
         block = Block
         if c.remat:
-            # Inside a scan the loop itself keeps XLA from merging recomputation and original. A fused kernel runs once.
-            keep = jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME)
-            block = nn.remat(Block, prevent_cse=not c.scan_layers, policy=keep)
+            # Inside a scan the loop itself keeps XLA from merging recomputation and original.
+            block = nn.remat(Block, prevent_cse=not c.scan_layers, policy=_kept(c.remat))
         if c.scan_layers:
             body = nn.scan(
                 lambda module, carry, _: module(carry),

@@ -13,8 +13,10 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 BATCH_AXES, VOCAB_AXIS = ("data", "fsdp"), "tensor"  # of a mesh that is set, as far as it has them
-# The logits that one device holds at once: enough to keep an accelerator busy, little beside the model.
-LOGITS_BYTES = 2**29
+# The logits that one device holds at once; their exponentials and gradients come to as much again. An accelerator wants
+# enough to do in each turn of the loop, which also reads and writes the kernel's gradient.
+_LOGITS_BYTES = {"cpu": 2**28}
+_LOGITS_BYTES_ELSEWHERE = 2**29
 
 
 def positions_at_once(B: int, T: int, V: int, asked: int | None = None) -> int:
@@ -24,19 +26,19 @@ def positions_at_once(B: int, T: int, V: int, asked: int | None = None) -> int:
       B: Sequences.
       T: Positions.
       V: Vocabulary.
-      asked: So many, at most T; None for the most whose float32 logits on one device take `LOGITS_BYTES`, at least
-        one. On the Auto axes of a mesh that is set (`jax.set_mesh`) sequences are over "data" and "fsdp" and the
-        vocabulary is over "tensor", where they divide.
+      asked: So many, at most T; None for the most whose float32 logits take 256 MB on a CPU or 512 MB on another
+        device, at least one. On the Auto axes of a mesh that is set (`jax.set_mesh`) sequences are over "data" and
+        "fsdp" and the vocabulary is over "tensor", where they divide.
 
-    >>> positions_at_once(16, 64, 2048), positions_at_once(512, 256, 50_304), positions_at_once(4, 8, 10, asked=3)
-    (64, 5, 3)
+    >>> positions_at_once(16, 64, 2048), positions_at_once(4, 8, 10, asked=3)
+    (64, 3)
     """
     if asked is not None:
         return min(asked, T)
     mesh = jax.sharding.get_abstract_mesh()
     tensor = mesh.shape[VOCAB_AXIS] if VOCAB_AXIS in _auto_axes(mesh) else 1
     row = B // _shards(mesh, _batch_axes(mesh, B)) * 4 * (V // tensor if V % tensor == 0 else V)
-    chunks = -(-T // max(LOGITS_BYTES // row, 1))
+    chunks = -(-T // max(_LOGITS_BYTES.get(jax.default_backend(), _LOGITS_BYTES_ELSEWHERE) // row, 1))
     return -(-T // chunks)  # chunks of nearly one size: little is computed twice
 
 
@@ -132,7 +134,7 @@ def _on_shards(positions: int, vocab_axis: int, with_gradients: bool, hidden, ke
 
 
 def _chunk_by_chunk(positions: int, vocab_axis: int, with_gradients: bool, hidden, kernel, targets, weights):
-    B, T, D = hidden.shape
+    T = hidden.shape[1]
     wide, W = weights.dtype, kernel.astype(hidden.dtype)
     V = kernel.shape[vocab_axis]
     vocabulary = lax.broadcasted_iota(targets.dtype, (1, 1, V), 2)
