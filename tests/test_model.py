@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orthojax.config import ModelConfig
+from orthojax.config import Config, ModelConfig
 from orthojax.errors import UserError
+from orthojax.fields import from_json, replace, to_json
 from orthojax.model import (
     Transformer,
     flops_per_token,
@@ -426,6 +427,38 @@ def test_remat_recomputes_in_the_backward_pass(scan):
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pullback))
 
     assert saved_numbers(True) < 0.6 * saved_numbers(False)
+
+
+def _gradient(config):
+    """The jitted gradient of a loss, and parameters for it."""
+    params = random_params(config)
+    params = stack_layers(params) if config.scan_layers else params
+    return jax.jit(jax.grad(lambda params: jnp.mean(jnp.sin(apply(config, params)[0])))), params
+
+
+def test_what_remat_keeps_changes_memory_and_no_gradient():
+    # Wide enough for intermediates to outweigh the residual stream; scanned, as a CPU merges what is unrolled.
+    base = dataclasses.replace(TINY, num_layers=4, d_mlp=256, scan_layers=True)
+    found = {}
+    for remat in (False, "dots", True, "full"):
+        step, params = _gradient(dataclasses.replace(base, remat=remat))
+        compiled = step.lower(params).compile()
+        found[remat] = (compiled.memory_analysis().temp_size_in_bytes, compiled(params))
+    for _, gradients in found.values():
+        for a, b in zip(jax.tree.leaves(found[False][1]), jax.tree.leaves(gradients), strict=True):
+            np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5)
+    memory = {remat: size for remat, (size, _) in found.items()}
+    assert memory["full"] <= memory[True] < 0.8 * memory["dots"]
+    assert memory["dots"] < 0.5 * memory[False]
+
+
+def test_older_json_says_of_remat_true_or_false_and_the_command_line_any_of_them():
+    for remat in (False, True, "dots", "full"):
+        config = Config(model=ModelConfig(remat=remat))
+        assert from_json(Config, to_json(config)) == config
+        assert replace(Config(), {"model.remat": str(remat).lower()}) == config
+    with pytest.raises(UserError, match="did you mean 'dots'"):
+        ModelConfig(remat="dot")
 
 
 def test_remat_of_unrolled_layers_does_not_change_logits():
