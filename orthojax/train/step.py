@@ -58,11 +58,12 @@ def loss_sum_nats(
       chunk_positions: `train.loss_chunk_positions`; all logits exist at once where a quantised head wants it so.
     """
     inputs, targets = split_tokens(tokens)
-    counted = loss_positions(model.config, inputs.shape[1])
+    B, T = inputs.shape
+    counted = loss_positions(model.config, T)
     count = jnp.sum(jnp.broadcast_to(counted, targets.shape))
-    positions = positions_at_once(*inputs.shape, model.config.vocab_size, chunk_positions)
+    positions = positions_at_once(B, T, model.config.vocab_size, chunk_positions)
     head = model.head_kernel(params)
-    if head is None or positions == inputs.shape[1]:
+    if head is None or positions == T:
         logits, _ = model.apply({"params": params}, inputs)
         return jnp.sum(jnp.where(counted, cross_entropy_nats(logits, targets), 0.0)), count
     hidden: Any = model.apply({"params": params}, inputs, head=False)
