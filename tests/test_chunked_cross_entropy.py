@@ -71,7 +71,7 @@ def test_loss_and_gradients_are_those_of_float64_for_any_shape_and_chunk(B, T, D
         assert relative_error(found, expected) < 1e-5 or np.abs(expected).max() < 1e-6
 
 
-@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("vocab_axis", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_bfloat16_rounds_gradients_of_hidden_states_and_sums_those_of_the_kernel_in_float32(vocab_axis):
     operands = problem(8, 64, 16, 128, dtype=jnp.bfloat16)
     loss, dx, dW = chunked(*operands, 5, vocab_axis)
@@ -147,7 +147,7 @@ def _temporary_bytes(B, T, V, positions, *, gradient):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("gradient", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_memory_grows_with_the_chunk_and_not_with_the_number_of_positions(gradient):
     logits = 4 * 2 * 4 * 2048  # of one chunk of 4 positions
     few, many = (_temporary_bytes(2, T, 2048, 4, gradient=gradient) for T in (64, 256))
@@ -161,6 +161,8 @@ def test_memory_grows_with_the_chunk_and_not_with_the_number_of_positions(gradie
 
 
 # On a mesh.
+
+MORE_SIZES = [pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((8, 1, 1), (4, 1, 2))]
 
 
 def _mesh(*sizes):
@@ -181,7 +183,7 @@ def _collectives(text):
     return found
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (4, 1, 2)])
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2), *MORE_SIZES])
 @pytest.mark.parametrize("vocab_axis", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_on_a_mesh_logits_and_hidden_states_stay_where_they_are(sizes, vocab_axis):
     B, T, D, V = 8, 12, 16, 96
@@ -259,7 +261,6 @@ MODELS = {
     "fixed rotation": dataclasses.replace(MODEL, fixed_rotation=True),
     "fixed rotation, untied": dataclasses.replace(MODEL, fixed_rotation=True, tie_embeddings=False),
 }
-QUICK = {"relaxed", "fixed rotation, untied"}  # what the others check is among these
 TOKENS = np.random.default_rng(3).integers(0, 24, (4, 12))
 
 
@@ -269,7 +270,7 @@ def _params(config):
     return jax.tree.map(lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32), shapes)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in MODELS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "relaxed" else pytest.mark.slow) for n in MODELS])
 def test_a_chunked_loss_of_a_model_has_the_gradients_of_the_plain_one(name):
     config, params = MODELS[name], _params(MODELS[name])
     loss = lambda params, positions: loss_sum_nats(Transformer(config), params, TOKENS, positions)  # noqa: E731
