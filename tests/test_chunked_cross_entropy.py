@@ -134,6 +134,16 @@ def test_the_head_is_multiplied_once_and_gradients_only_where_they_are_asked_for
     assert _products(jax.grad(loss, (0, 1)), hidden, kernel) == 3
 
 
+def test_in_bfloat16_every_product_multiplies_bfloat16_and_sums_float32():
+    hidden, kernel, targets, weights = problem(dtype=jnp.bfloat16)
+    loss = lambda hidden, kernel: chunked_cross_entropy_sum_nats(hidden, kernel, targets, weights, positions=2)  # noqa: E731
+    text = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, kernel).as_text()
+    types = re.findall(r"stablehlo.dot_general .* : (.*)", text)
+    assert len(types) == 3
+    for line in types:
+        assert re.fullmatch(r"\(tensor<\S+xbf16>, tensor<\S+xbf16>\) -> tensor<\S+xf32>", line), line
+
+
 def _temporary_bytes(B, T, V, positions, *, gradient):
     operands = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((B, T, 8), (8, V))]
     targets, weights = jnp.zeros((B, T), jnp.int32), jnp.ones((1, T))

@@ -96,8 +96,8 @@ def _loss(positions: int, vocab_axis: int, hidden, kernel, targets, weights) -> 
 
 
 def _forward(positions: int, vocab_axis: int, hidden, kernel, targets, weights):
-    loss, *gradients = _on_shards(positions, vocab_axis, True, hidden, kernel, targets, weights)
-    return loss, gradients
+    loss, dx, dW = _on_shards(positions, vocab_axis, True, hidden, kernel, targets, weights)
+    return loss, (dx, dW.astype(kernel.dtype))
 
 
 def _backward(positions: int, vocab_axis: int, gradients, cotangent):
@@ -110,6 +110,7 @@ _loss.defvjp(_forward, _backward)
 
 def _on_shards(positions: int, vocab_axis: int, with_gradients: bool, hidden, kernel, targets, weights):
     """(loss, gradient of hidden, gradient of the kernel), or (loss,): each device on its own sequences."""
+    kernel = kernel.astype(hidden.dtype)  # before it is gathered
     local = partial(_chunk_by_chunk, positions, vocab_axis, with_gradients)
     mesh = jax.sharding.get_abstract_mesh()
     axes = _batch_axes(mesh, hidden.shape[0])
@@ -134,11 +135,9 @@ def _on_shards(positions: int, vocab_axis: int, with_gradients: bool, hidden, ke
 
 
 def _chunk_by_chunk(positions: int, vocab_axis: int, with_gradients: bool, hidden, kernel, targets, weights):
-    T = hidden.shape[1]
-    wide, W = weights.dtype, kernel.astype(hidden.dtype)
-    V = kernel.shape[vocab_axis]
+    T, V = hidden.shape[1], kernel.shape[vocab_axis]
     vocabulary = lax.broadcasted_iota(targets.dtype, (1, 1, V), 2)
-    product = partial(jnp.einsum, preferred_element_type=wide)
+    product = partial(jnp.einsum, preferred_element_type=weights.dtype)
     letters = "DV" if vocab_axis == 1 else "VD"
 
     def chunk(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -147,7 +146,7 @@ def _chunk_by_chunk(positions: int, vocab_axis: int, with_gradients: bool, hidde
         x, target, weight = (lax.dynamic_slice_in_dim(a, start, positions, 1) for a in (hidden, targets, weights))
         new = (start + jnp.arange(positions) >= i * positions)[None]
         weight = jnp.where(new, weight, 0.0)
-        logits = product(f"BTD,{letters}->BTV", x, W)
+        logits = product(f"BTD,{letters}->BTV", x, kernel)
         top = jnp.max(logits, -1, keepdims=True)
         exp = jnp.exp(logits - top)
         total = jnp.sum(exp, -1, keepdims=True)
@@ -159,13 +158,12 @@ def _chunk_by_chunk(positions: int, vocab_axis: int, with_gradients: bool, hidde
         if not with_gradients:
             return (loss,)
         error = (weight[..., None] * (exp / total - is_target)).astype(x.dtype)
-        dx = product(f"BTV,{letters}->BTD", error, W).astype(x.dtype)
+        dx = product(f"BTV,{letters}->BTD", error, kernel).astype(x.dtype)
         dx = jnp.where(new[..., None], dx, lax.dynamic_slice_in_dim(carry[1], start, positions, 1))
         dW = product(f"BTD,BTV->{letters}", x, error)
         return loss, lax.dynamic_update_slice_in_dim(carry[1], dx, start, 1), carry[2] + dW
 
-    carry: tuple[Any, ...] = (jnp.zeros((), wide),)
+    carry: tuple[Any, ...] = (jnp.zeros((), weights.dtype),)
     if with_gradients:
-        carry = (*carry, jnp.zeros_like(hidden), jnp.zeros(kernel.shape, wide))
-    carry = lax.fori_loop(0, -(-T // positions), chunk, carry)
-    return carry if not with_gradients else (*carry[:2], carry[2].astype(kernel.dtype))
+        carry = (*carry, jnp.zeros_like(hidden), jnp.zeros(kernel.shape, weights.dtype))
+    return lax.fori_loop(0, -(-T // positions), chunk, carry)
