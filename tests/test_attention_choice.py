@@ -154,8 +154,8 @@ def test_unknown_names_are_refused_with_all_that_are_known():
 
 
 @pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("remat", [False, True])
-def test_a_model_on_cudnn_attends_once_forward_and_once_backward_in_each_layer(scan, remat):
+@pytest.mark.parametrize("remat", [False, True, "dots", "full"])
+def test_a_model_on_cudnn_attends_once_forward_unless_it_keeps_nothing_and_once_backward_in_each_layer(scan, remat):
     config = gpt2(
         "tiny", d_model=32, d_mlp=32, num_heads=2, num_layers=2, vocab_size=16, max_length=64, dtype="bfloat16",
         normalizer="softmax1", attention_implementation="cudnn", scan_layers=scan, remat=remat,
@@ -168,7 +168,7 @@ def test_a_model_on_cudnn_attends_once_forward_and_once_backward_in_each_layer(s
 
     text = jax.jit(jax.grad(loss)).trace(params, tokens).lower(lowering_platforms=("cuda",)).as_text()
     layers = 1 if scan else 2  # a scan's body stands once
-    assert text.count("@__cudnn$fmhaSoftmax(") == layers
+    assert text.count("@__cudnn$fmhaSoftmax(") == layers * (2 if remat == "full" else 1)
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") == layers
 
 

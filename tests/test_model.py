@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orthojax.config import ModelConfig
+from orthojax.config import Config, ModelConfig
 from orthojax.errors import UserError
+from orthojax.fields import from_json, replace, to_json
 from orthojax.model import (
     Transformer,
     flops_per_token,
@@ -17,9 +18,9 @@ from orthojax.model import (
     llama2,
     parameter_count,
     stack_layers,
-    transformer,
     unstack_layers,
 )
+from orthojax.model import attention as model_attention
 from orthojax.model.fixed_rotation import to_residual
 from orthojax.model.transformer import Taps
 from orthojax.ops import dot_product_attention
@@ -428,6 +429,38 @@ def test_remat_recomputes_in_the_backward_pass(scan):
     assert saved_numbers(True) < 0.6 * saved_numbers(False)
 
 
+def _gradient(config):
+    """The jitted gradient of a loss, and parameters for it."""
+    params = random_params(config)
+    params = stack_layers(params) if config.scan_layers else params
+    return jax.jit(jax.grad(lambda params: jnp.mean(jnp.sin(apply(config, params)[0])))), params
+
+
+def test_what_remat_keeps_changes_memory_and_no_gradient():
+    # Wide enough for intermediates to outweigh the residual stream; scanned, as a CPU merges what is unrolled.
+    base = dataclasses.replace(TINY, num_layers=4, d_mlp=256, scan_layers=True)
+    found = {}
+    for remat in (False, "dots", True, "full"):
+        step, params = _gradient(dataclasses.replace(base, remat=remat))
+        compiled = step.lower(params).compile()
+        found[remat] = (compiled.memory_analysis().temp_size_in_bytes, compiled(params))
+    for _, gradients in found.values():
+        for a, b in zip(jax.tree.leaves(found[False][1]), jax.tree.leaves(gradients), strict=True):
+            np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5)
+    memory = {remat: size for remat, (size, _) in found.items()}
+    assert memory["full"] <= memory[True] < 0.8 * memory["dots"]
+    assert memory["dots"] < 0.5 * memory[False]
+
+
+def test_older_json_says_of_remat_true_or_false_and_the_command_line_any_of_them():
+    for remat in (False, True, "dots", "full"):
+        config = Config(model=ModelConfig(remat=remat))
+        assert from_json(Config, to_json(config)) == config
+        assert replace(Config(), {"model.remat": str(remat).lower()}) == config
+    with pytest.raises(UserError, match="did you mean 'dots'"):
+        ModelConfig(remat="dot")
+
+
 def test_remat_of_unrolled_layers_does_not_change_logits():
     np.testing.assert_allclose(run(dataclasses.replace(RICH, remat=True))[0], run(RICH)[0], rtol=1e-5, atol=1e-5)
 
@@ -494,7 +527,7 @@ def test_weights_of_the_taps_times_values_are_what_the_attention_of_the_model_re
         outputs.append(dot_product_attention(*args, **options))
         return outputs[-1]
 
-    monkeypatch.setattr(transformer, "dot_product_attention", recording)
+    monkeypatch.setattr(model_attention, "dot_product_attention", recording)
     monkeypatch.setitem(xla_chunked._CHUNK_BYTES, "cpu", 1)
     monkeypatch.setattr(xla_chunked, "_FEWEST_QUERIES", 3)
     taps = run(config, observe=lambda taps: taps)[1]

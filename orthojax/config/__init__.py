@@ -7,7 +7,7 @@ import dataclasses
 
 from orthojax.config.checks import require
 from orthojax.config.data import DataConfig
-from orthojax.config.model import AttentionImplementation, Mlp, ModelConfig, Norm, NormalizerName, Position
+from orthojax.config.model import AttentionImplementation, Mlp, ModelConfig, Norm, NormalizerName, Position, Remat
 from orthojax.config.optim import (
     OptimConfig,
     OptimizerName,
@@ -31,6 +31,7 @@ __all__ = [
     "OptimConfig",
     "OptimizerName",
     "Position",
+    "Remat",
     "RotationAxes",
     "RotationConfig",
     "RotationKind",

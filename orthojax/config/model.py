@@ -12,6 +12,7 @@ Norm = Literal["layernorm", "rmsnorm", "rmsnorm_single", "none"]
 NormalizerName = Literal["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "sigmoid", "clipped_softmax"]
 AttentionImplementation = Literal["auto", "xla", "xla_chunked", "cudnn", "splash"]
 Mlp = Literal["gelu", "relu", "swiglu", "linear", "none"]
+Remat = bool | Literal["dots", "full"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,8 @@ class ModelConfig:
       embedding_init_std: Standard deviation of the initial embeddings.
       init_std: Standard deviation of initial kernels; residual-writing ones are scaled by 1/sqrt(2 num_layers).
       scan_layers: One compiled block scanned over stacked parameters instead of num_layers unrolled ones.
-      remat: Recompute each block in the backward pass instead of keeping its intermediates.
+      remat: Recompute each block in the backward pass instead of keeping its intermediates: true keeps the results of a
+        fused attention kernel, `dots` also those of linear layers, which costs little time, `full` keeps nothing.
       dtype: Dtype of the matrix products; parameters, norms, attention statistics and logits stay float32.
     """
 
@@ -78,7 +80,7 @@ class ModelConfig:
     embedding_init_std: float = 0.02
     init_std: float = 0.02
     scan_layers: bool = True
-    remat: bool = False
+    remat: Remat = False
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self):

@@ -17,6 +17,8 @@ class TrainConfig:
       init_from: A checkpoint or workdir whose parameters are the initial ones instead, as for fine-tuning; the
         optimizer starts anew.
       allow_normalizer_change: Let the model's normalizer differ from that of `init_from`.
+      loss_chunk_positions: Of so many positions of every sequence the logits exist at once, in training and validation;
+        None takes as many as make 256 MB of logits on a CPU or 512 MB on another device.
       log_every_steps: Steps between lines of metrics.jsonl.
       eval_every_steps: Steps between validation losses; 0 leaves them out.
       checkpoint_every_steps: Steps between checkpoints; one is also written at the end and on SIGTERM or Ctrl-C.
@@ -28,6 +30,7 @@ class TrainConfig:
     seed: int = 0
     init_from: str = added("")
     allow_normalizer_change: bool = added(False)
+    loss_chunk_positions: int | None = added(None)
     log_every_steps: int = 20
     eval_every_steps: int = 100
     checkpoint_every_steps: int = 100
@@ -38,6 +41,8 @@ class TrainConfig:
         for name in ("steps", "batch_size", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints"):
             value = getattr(self, name)
             require(value >= 1, f"train.{name}={value}", "at least 1")
+        positions = self.loss_chunk_positions
+        require(positions is None or positions >= 1, f"train.loss_chunk_positions={positions}", "none, or at least 1")
         require(self.eval_every_steps >= 0, f"train.eval_every_steps={self.eval_every_steps}", "at least 0")
         require(0 <= self.seed < 2**32, f"train.seed={self.seed}", "0 to 2**32 - 1")
         require(

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 from orthojax.model.presets import flops_per_token, gpt2, llama2, parameter_count
 
 if TYPE_CHECKING:
+    from orthojax.model.dense import LinearFunction, linear
     from orthojax.model.layers import stack_layers, unstack_layers
-    from orthojax.model.transformer import LinearFunction, Observe, Taps, Transformer, linear
+    from orthojax.model.transformer import Observe, Taps, Transformer
 
 _HOME = {
-    "LinearFunction": "transformer",
+    "LinearFunction": "dense",
     "Observe": "transformer",
     "Taps": "transformer",
     "Transformer": "transformer",
-    "linear": "transformer",
+    "linear": "dense",
     "stack_layers": "layers",
     "unstack_layers": "layers",
 }

@@ -1,22 +1,24 @@
 """One decoder-only transformer for every family; a family is a preset of `ModelConfig` (`orthojax.model.presets`).
 
-Letters inside functions: B batch, T query positions, S key positions, N query heads, K key-value heads, H head width,
-D d_model, V vocabulary.
+Letters inside functions: B batch, T query positions, S key positions, N query heads, D d_model, V vocabulary.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from orthojax.config import Mlp, ModelConfig
+from orthojax.config import ModelConfig, Remat
+from orthojax.model.attention import Attention
+from orthojax.model.dense import Linear, LinearFunction, linear
 from orthojax.model.fixed_rotation import from_residual, to_residual
-from orthojax.ops.attention import ATTENTION_NAME, attention_logits, dot_product_attention, relaxed_causal_mask
-from orthojax.ops.normalizers import ClippedSoftmax, Normalizer, apply_normalizer
-from orthojax.ops.rotary import rotary
+from orthojax.model.mlp import Feedforward
+from orthojax.model.norm import Norm
+from orthojax.ops.attention import ATTENTION_NAME, relaxed_causal_mask
+
+TOKEN_TABLE = "token_embedding/embedding:0"
 
 
 class Taps(NamedTuple):
@@ -34,149 +36,6 @@ class Taps(NamedTuple):
 
 
 Observe = Callable[[Taps], Any]
-
-TOKEN_TABLE = "token_embedding/embedding:0"
-
-
-class LinearFunction(Protocol):
-    """What a linear layer computes; `quant` puts a quantised one in its place."""
-
-    def __call__(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
-        """Maps x [..., in], kernel [in, out], bias [out] to [..., out]; `path` is the layer's, as layers/mlp/input."""
-        ...
-
-
-def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
-    """The product x @ kernel + bias; logits (`head`) stay float32, rounded to bfloat16 they make a noisy loss."""
-    y = jnp.matmul(x, kernel, preferred_element_type=jnp.float32 if path == "head" else None)
-    return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
-
-
-class Linear(nn.Module):
-    """The one linear layer: every kernel of the model but the embeddings passes through `function`."""
-
-    features: int
-    use_bias: bool
-    init_std: float
-    dtype: Any
-    function: LinearFunction
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., in] -> [..., features] in `dtype`."""
-        kernel = self.param("kernel", nn.initializers.normal(self.init_std), (x.shape[-1], self.features), jnp.float32)
-        bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32) if self.use_bias else None
-        bias = None if bias is None else bias.astype(self.dtype)
-        return self.function(x.astype(self.dtype), kernel.astype(self.dtype), bias, "/".join(self.path))
-
-
-class Norm(nn.Module):
-    """Normalisation over channels, in float32.
-
-    `rmsnorm_single` is RMSNorm with one scalar gain: it commutes with every rotation of the channels, so it prefers no
-    basis. `layernorm` has a bias where linear layers have one.
-    """
-
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D] float32."""
-        c = self.config
-        if c.norm == "none":
-            return x
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        if c.norm == "layernorm":
-            x -= jnp.mean(x, -1, keepdims=True)
-        x *= jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + c.norm_eps)
-        shape = () if c.norm == "rmsnorm_single" else (x.shape[-1],)
-        scale = self.param("scale", nn.initializers.ones, shape, jnp.float32)
-        x *= scale.reshape((1, 1, -1))
-        if c.norm == "layernorm" and c.use_bias:
-            x += self.param("bias", nn.initializers.zeros, shape, jnp.float32).reshape((1, 1, -1))
-        return x
-
-
-class _Part(nn.Module):
-    """What attention and MLP share: a config and the way to make a linear layer from it."""
-
-    config: ModelConfig
-    linear: LinearFunction
-
-    def dense(self, name: str, features: int, *, writes_residual: bool = False) -> Linear:
-        c = self.config
-        # GPT-2's rule: 2 num_layers terms add up in the residual stream, so each starts that much smaller.
-        std = c.init_std / (2 * c.num_layers) ** 0.5 if writes_residual else c.init_std
-        return Linear(features, c.use_bias, std, jnp.dtype(c.dtype), self.linear, name=name)
-
-
-class Attention(_Part):
-    """Multi-head attention over the model's own mask."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """[B, T, D] -> ([B, T, D], the taps that attention fills)."""
-        c = self.config
-        B, T, _ = x.shape
-        query = self.dense("query", c.num_heads * c.head_dim)(x).reshape(B, T, c.num_heads, c.head_dim)
-        key = self.dense("key", c.kv_heads * c.head_dim)(x).reshape(B, T, c.kv_heads, c.head_dim)
-        value = self.dense("value", c.kv_heads * c.head_dim)(x).reshape(B, T, c.kv_heads, c.head_dim)
-        if c.position == "rotary":
-            query, key = (rotary(a, jnp.arange(T), c.rope_theta) for a in (query, key))
-        visible = relaxed_causal_mask(T, c.relaxed_causal_tokens)
-        normalizer, relaxed = self._normalizer(), c.relaxed_causal_tokens > 1
-        implementation = None if c.attention_implementation == "auto" else c.attention_implementation
-        attend = partial(dot_product_attention, normalizer=normalizer, implementation=implementation)
-        heads = attend(query, key, value, mask=visible if relaxed else None, is_causal=not relaxed)
-        if c.gated_attention:
-            heads *= jax.nn.sigmoid(self.dense("gate", c.num_heads)(x))[..., None]
-        output = self.dense("output", c.d_model, writes_residual=True)(heads.reshape(B, T, -1))
-        logits = attention_logits(query, key)
-        taps = {
-            "attention_logits": logits,
-            "attention_weights": apply_normalizer(normalizer, logits, visible),
-            "visible": visible,
-            "values": value,
-            "value_norms": self._value_norms(value),
-        }
-        return output, taps
-
-    def _normalizer(self) -> Normalizer:
-        c = self.config
-        if c.normalizer == "softmax_n":
-            return c.normalizer_n
-        if c.normalizer == "clipped_softmax":
-            return ClippedSoftmax(c.normalizer_gamma, c.normalizer_zeta)
-        if c.normalizer == "learned_sink":
-            return self.param("sink", nn.initializers.zeros, (c.num_heads,), jnp.float32)
-        return c.normalizer
-
-    def _value_norms(self, value: jax.Array) -> jax.Array:
-        # ||W^T v||^2 = v^T (W W^T) v with the H x H Gram matrix of each head: no [B, N, S, D] array.
-        c = self.config
-        kernel = self.variables["params"]["output"]["kernel"].reshape(c.num_heads, c.head_dim, c.d_model)
-        gram = jnp.einsum("NHD,NGD->NHG", kernel, kernel)
-        value = jnp.repeat(value.astype(gram.dtype), c.num_heads // c.kv_heads, axis=2)
-        return jnp.sqrt(jnp.maximum(jnp.einsum("BSNH,NHG,BSNG->BNS", value, gram, value), 0.0))
-
-
-class Feedforward(_Part):
-    """The MLP of one block."""
-
-    kind: Mlp
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
-        c = self.config
-        if self.kind != "linear":
-            hidden = self.dense("input", c.d_mlp)(x)
-            if self.kind == "swiglu":
-                hidden = jax.nn.silu(self.dense("gate", c.d_mlp)(x)) * hidden
-            else:
-                hidden = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}[self.kind](hidden)
-            x = hidden
-        return self.dense("output", c.d_model, writes_residual=True)(x)
 
 
 class Block(nn.Module):
@@ -231,6 +90,15 @@ class Block(nn.Module):
         }
 
 
+def _kept(remat: Remat) -> Callable[..., Any] | None:
+    """The policy that says what of a block is kept for the backward pass; None keeps nothing."""
+    policies = jax.checkpoint_policies
+    attention = policies.save_only_these_names(ATTENTION_NAME)  # so that a fused kernel runs once
+    if remat == "dots":
+        return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention)
+    return None if remat == "full" else attention
+
+
 class Transformer(nn.Module):
     """Decoder-only transformer with every switch of `ModelConfig`.
 
@@ -243,15 +111,19 @@ class Transformer(nn.Module):
     linear: LinearFunction = linear
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, *, observe: Observe | None = None) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, tokens: jax.Array, *, observe: Observe | None = None, head: bool = True
+    ) -> tuple[jax.Array, Any]:
         """Next-token logits, and what `observe` returns for every layer.
 
         Args:
           tokens: int [B, T].
           observe: Called once in every block; its leaves come back stacked along a leading layer axis.
+          head: False leaves out the last product, so that whoever calls can make it piece by piece.
 
         Returns:
-          Logits [B, T, V] float32, and the observations (None without `observe`).
+          Logits [B, T, V] float32, and the observations (None without `observe`). Without the head, what it is applied
+          to instead of logits: the final hidden states [B, T, D] in `config.dtype`, for which see `head_kernel`.
 
         Raises:
           ValueError: For sequences longer than `max_length` where positions are learned.
@@ -272,18 +144,34 @@ class Transformer(nn.Module):
         x = Norm(c, name="final_norm")(x).astype(dtype)
         if c.tie_embeddings:
             x = from_residual(x, TOKEN_TABLE) if c.fixed_rotation else x
+        if not head:
+            return x, observed
+        if c.tie_embeddings:
             kernel = embed.embedding.astype(dtype)
             return jnp.einsum("BTD,VD->BTV", x, kernel, preferred_element_type=jnp.float32), observed
-        head = Linear(c.vocab_size, False, c.init_std, dtype, self.linear, name="head")
-        return head(x).astype(jnp.float32), observed
+        logits = Linear(c.vocab_size, False, c.init_std, dtype, self.linear, name="head")(x)
+        return logits.astype(jnp.float32), observed
+
+    def head_kernel(self, params: Any) -> tuple[jax.Array, int] | None:
+        """The kernel that maps final hidden states to logits, and which of its axes is the vocabulary.
+
+        Args:
+          params: The parameters, as `init` returns them under "params".
+
+        Returns:
+          (token table [V, D], 0) or (head [D, V], 1), float32; None where the logits are no plain product: a `linear`
+          of another kind may quantise the head, by statistics of all positions.
+        """
+        if self.config.tie_embeddings:
+            return params["token_embedding"]["embedding"], 0
+        return (params["head"]["kernel"], 1) if self.linear is linear else None
 
     def _blocks(self, x: jax.Array, observe: Observe | None) -> tuple[jax.Array, Any]:
         c = self.config
         block = Block
         if c.remat:
-            # Inside a scan the loop itself keeps XLA from merging recomputation and original. A fused kernel runs once.
-            keep = jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME)
-            block = nn.remat(Block, prevent_cse=not c.scan_layers, policy=keep)
+            # Inside a scan the loop itself keeps XLA from merging recomputation and original.
+            block = nn.remat(Block, prevent_cse=not c.scan_layers, policy=_kept(c.remat))
         if c.scan_layers:
             body = nn.scan(
                 lambda module, carry, _: module(carry),

@@ -8,6 +8,7 @@ from orthojax.ops.attention import (
     forbid_fallback,
     visible_keys,
 )
+from orthojax.ops.chunked_cross_entropy import chunked_cross_entropy_sum_nats, positions_at_once
 from orthojax.ops.losses import cross_entropy_nats
 from orthojax.ops.normalizers import (
     ClippedSoftmax,
@@ -30,12 +31,14 @@ __all__ = [
     "apply_normalizer",
     "attention_fn",
     "attention_logits",
+    "chunked_cross_entropy_sum_nats",
     "clipped_softmax",
     "cross_entropy_nats",
     "dot_product_attention",
     "forbid_fallback",
     "kurtosis",
     "norm_ratio",
+    "positions_at_once",
     "relu",
     "sigmoid",
     "softmax",

@@ -15,6 +15,7 @@ from orthojax.train.inputs import Inputs, open_inputs
 from orthojax.train.loop import train
 from orthojax.train.metric_writer import read_metrics
 from orthojax.train.optimizer import make_optimizer, make_rotation
+from orthojax.train.plan import Estimate, estimate
 from orthojax.train.pretrained import load_params
 from orthojax.train.provenance import environment
 from orthojax.train.recorder import DivergedError
@@ -33,6 +34,7 @@ from orthojax.train.workdir import check_workdir, prepare_workdir
 __all__ = [
     "Checkpoints",
     "DivergedError",
+    "Estimate",
     "Inputs",
     "Metrics",
     "Spread",
@@ -40,6 +42,7 @@ __all__ = [
     "TrainState",
     "check_workdir",
     "environment",
+    "estimate",
     "evaluate",
     "evaluation_stages",
     "find_checkpoint",

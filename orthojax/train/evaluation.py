@@ -18,9 +18,9 @@ from orthojax.train.step import loss_sum_nats, split_tokens
 Metrics = dict[str, float]
 
 
-@partial(jax.jit, static_argnums=0)
-def _loss(model: Transformer, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return loss_sum_nats(model, params, tokens)
+@partial(jax.jit, static_argnums=(0, 3))
+def _loss(model: Transformer, params: Any, tokens: jax.Array, positions: int | None) -> tuple[jax.Array, jax.Array]:
+    return loss_sum_nats(model, params, tokens, positions)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -50,7 +50,7 @@ def mean_loss_nats(model: Transformer, params: Any, config: Config, inputs: Inpu
     """Mean next-token loss over all target positions of the evaluation set, in nats."""
     total = count = 0.0
     for tokens in _batches(config, inputs):
-        batch_total, batch_count = _loss(model, params, tokens)
+        batch_total, batch_count = _loss(model, params, tokens, config.train.loss_chunk_positions)
         total, count = total + float(batch_total), count + float(batch_count)
     return total / count
 

@@ -11,6 +11,7 @@ import optax
 from orthojax.config import Config, ModelConfig
 from orthojax.fields import replace
 from orthojax.model import Transformer
+from orthojax.ops.chunked_cross_entropy import chunked_cross_entropy_sum_nats, positions_at_once
 from orthojax.ops.losses import cross_entropy_nats
 from orthojax.train.optimizer import make_optimizer
 
@@ -45,19 +46,30 @@ def loss_positions(config: ModelConfig, length: int) -> jax.Array:
     return (jnp.arange(length) >= config.relaxed_causal_tokens - 1)[None]
 
 
-def loss_sum_nats(model: Transformer, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def loss_sum_nats(
+    model: Transformer, params: Any, tokens: jax.Array, chunk_positions: int | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Summed next-token loss and number of target tokens.
 
     Args:
       model: The transformer.
       params: Its parameters.
       tokens: int [B, T + 1].
+      chunk_positions: `train.loss_chunk_positions`; all logits exist at once where a quantised head wants it so.
     """
     inputs, targets = split_tokens(tokens)
-    logits, _ = model.apply({"params": params}, inputs)
-    counted = loss_positions(model.config, inputs.shape[1])
-    losses = jnp.where(counted, cross_entropy_nats(logits, targets), 0.0)
-    return jnp.sum(losses), jnp.sum(jnp.broadcast_to(counted, targets.shape))
+    B, T = inputs.shape
+    counted = loss_positions(model.config, T)
+    count = jnp.sum(jnp.broadcast_to(counted, targets.shape))
+    positions = positions_at_once(B, T, model.config.vocab_size, chunk_positions)
+    head = model.head_kernel(params)
+    if head is None or positions == T:
+        logits, _ = model.apply({"params": params}, inputs)
+        return jnp.sum(jnp.where(counted, cross_entropy_nats(logits, targets), 0.0)), count
+    hidden: Any = model.apply({"params": params}, inputs, head=False)
+    kernel, axis = head
+    loss = chunked_cross_entropy_sum_nats(hidden[0], kernel, targets, counted, positions=positions, vocab_axis=axis)
+    return loss, count
 
 
 def _init_params(config: Config, key: jax.Array) -> Any:
@@ -107,7 +119,7 @@ def _jitted_train_step(config: Config) -> Callable[[TrainState, jax.Array], tupl
     optimizer = make_optimizer(config.optim, config.train.steps)
 
     def mean_loss(params, tokens):
-        total, count = loss_sum_nats(model, params, tokens)
+        total, count = loss_sum_nats(model, params, tokens, config.train.loss_chunk_positions)
         return total / count, (total, count)
 
     def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, StepMetrics]:

@@ -68,6 +68,11 @@ def peak_flops_per_second(device_kind: str) -> float | None:
     return _PEAK_FLOPS_PER_SECOND.get(device_kind)
 
 
+def device_kinds() -> list[str]:
+    """The devices whose peak is known."""
+    return list(_PEAK_FLOPS_PER_SECOND)
+
+
 def model_flops_utilization(
     tokens_per_second: float, flops_per_token: float, device_kind: str | None = None, device_count: int | None = None
 ) -> float | None:

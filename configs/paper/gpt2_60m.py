@@ -1,0 +1,39 @@
+"""GPT-2 60M on 21 billion tokens of C4: softmax or softmax-1, Adam or OrthoAdam, 256 to 1,024 tokens a sequence.
+
+Reproduces: From Attention to Activation (arXiv 2410.17174):
+            rows GPT2 60M of Tables 2 and 3, and those of 60M in Table 6.
+Data:       FILE is GPT-2's tokenizer.json; the same again with --split=validation
+    python launch/prepare_data.py --tfds_dir=DIR --dataset=c4/en --split=train --tokenizer=FILE --output=data/c4_gpt2
+Command:    python launch/train.py --config=configs/paper/gpt2_60m.py --workdir=runs/NAME FLAGS
+            python launch/evaluate.py --checkpoint=runs/NAME
+Hardware:   as many devices as there are; hours are those of one NVIDIA H200 at 35% of its peak, by the FLOPs of the
+            model. The paper had eight V100 of 32 GB.
+Expected:   for the FLAGS of each run, what the paper prints ("-": nothing), and hours:
+            perplexity | kurtosis of position 0 and of the rest | max |x| of both | share of queries whose
+            largest weight is key 0 | perplexity in int8 coarse, moderate, fine | in int4.
+            Two slips of Table 6 are mended, see orthojax/experiments/paper_tables.py.
+
+    (nothing)
+      31.88 | 313.8 77.9 | 1856.1 266.6 | 0.489 | 43.53 34.87 32.15 | 68.5 | 6.57 h
+    --config.model.normalizer=softmax1
+      31.6 | 105.6 81.4 | 304.9 259.0 | 0.021 | - - - | - | 6.57 h
+    --config.optim.optimizer=orthoadam
+      32.4 | 260.8 10.6 | 1419.9 114.7 | 0.365 | - - - | - | 6.57 h
+    --config.model.normalizer=softmax1 --config.optim.optimizer=orthoadam
+      31.83 | 7.6 7.0 | 92.8 87.8 | 0.019 | 32.3 32.18 31.89 | 33.9 | 6.57 h
+    --config.data.sequence_length=512
+      32.66 | - - | - - | - | 48.55 37.24 33.07 | - | 13.5 h
+    --config.data.sequence_length=1024
+      33.52 | - - | - - | - | 57.68 38.22 33.8 | - | 28.2 h
+    --config.data.sequence_length=512 --config.model.normalizer=softmax1 --config.optim.optimizer=orthoadam
+      31.93 | - - | - - | - | 32.46 32.32 32.0 | - | 13.5 h
+    --config.data.sequence_length=1024 --config.model.normalizer=softmax1 --config.optim.optimizer=orthoadam
+      32.25 | - - | - - | - | 32.85 32.73 32.32 | - | 28.2 h
+"""
+
+from orthojax.config import Config
+from orthojax.experiments.paper_configs import gpt2_run
+
+
+def get_config() -> Config:
+    return gpt2_run("60m")

@@ -1,0 +1,30 @@
+"""Llama 2 130M on 42 billion tokens of C4: softmax or softmax-1, Adam or OrthoAdam.
+
+Reproduces: From Attention to Activation (arXiv 2410.17174):
+            rows Llama2 130M of Tables 2 and 3.
+Data:       FILE is Llama 2's tokenizer.model; the same again with --split=validation
+    python launch/prepare_data.py --tfds_dir=DIR --dataset=c4/en --split=train --tokenizer=FILE --output=data/c4_llama2
+Command:    python launch/train.py --config=configs/paper/llama2_130m.py --workdir=runs/NAME FLAGS
+            python launch/evaluate.py --checkpoint=runs/NAME
+Hardware:   as many devices as there are; hours are those of one NVIDIA H200 at 35% of its peak, by the FLOPs of the
+            model. The paper had eight V100 of 32 GB.
+Expected:   for the FLAGS of each run, what the paper prints ("-": nothing), and hours:
+            perplexity | kurtosis of position 0 and of the rest | max |x| of both | share of queries whose
+            largest weight is key 0 | perplexity in int8 coarse, moderate, fine | in int4.
+
+    (nothing)
+      17.39 | 435.0 170.0 | 4622.7 1627.4 | 0.105 | 43.61 24.46 17.69 | 21.5 | 22.6 h
+    --config.model.normalizer=softmax1
+      17.2 | 208.2 181.2 | 1340.4 1229.5 | 0.016 | - - - | - | 22.6 h
+    --config.optim.optimizer=orthoadam
+      17.4 | 435.8 169.5 | 4685.9 1629.1 | 0.103 | - - - | - | 22.6 h
+    --config.model.normalizer=softmax1 --config.optim.optimizer=orthoadam
+      17.31 | 4.2 6.9 | 161.1 157.0 | 0.017 | 20.85 20.11 17.38 | 19.7 | 22.6 h
+"""
+
+from orthojax.config import Config
+from orthojax.experiments.paper_configs import llama2_run
+
+
+def get_config() -> Config:
+    return llama2_run()

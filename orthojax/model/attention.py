@@ -1,0 +1,66 @@
+"""The attention of one block.
+
+Letters inside functions: B batch, T query positions, S key positions, N query heads, K key-value heads, H head width,
+D d_model.
+"""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from orthojax.model.dense import Part
+from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask
+from orthojax.ops.normalizers import ClippedSoftmax, Normalizer, apply_normalizer
+from orthojax.ops.rotary import rotary
+
+
+class Attention(Part):
+    """Multi-head attention over the model's own mask."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """[B, T, D] -> ([B, T, D], the taps that attention fills)."""
+        c = self.config
+        B, T, _ = x.shape
+        query = self.dense("query", c.num_heads * c.head_dim)(x).reshape(B, T, c.num_heads, c.head_dim)
+        key = self.dense("key", c.kv_heads * c.head_dim)(x).reshape(B, T, c.kv_heads, c.head_dim)
+        value = self.dense("value", c.kv_heads * c.head_dim)(x).reshape(B, T, c.kv_heads, c.head_dim)
+        if c.position == "rotary":
+            query, key = (rotary(a, jnp.arange(T), c.rope_theta) for a in (query, key))
+        visible = relaxed_causal_mask(T, c.relaxed_causal_tokens)
+        normalizer, relaxed = self._normalizer(), c.relaxed_causal_tokens > 1
+        implementation = None if c.attention_implementation == "auto" else c.attention_implementation
+        attend = partial(dot_product_attention, normalizer=normalizer, implementation=implementation)
+        heads = attend(query, key, value, mask=visible if relaxed else None, is_causal=not relaxed)
+        if c.gated_attention:
+            heads *= jax.nn.sigmoid(self.dense("gate", c.num_heads)(x))[..., None]
+        output = self.dense("output", c.d_model, writes_residual=True)(heads.reshape(B, T, -1))
+        logits = attention_logits(query, key)
+        taps = {
+            "attention_logits": logits,
+            "attention_weights": apply_normalizer(normalizer, logits, visible),
+            "visible": visible,
+            "values": value,
+            "value_norms": self._value_norms(value),
+        }
+        return output, taps
+
+    def _normalizer(self) -> Normalizer:
+        c = self.config
+        if c.normalizer == "softmax_n":
+            return c.normalizer_n
+        if c.normalizer == "clipped_softmax":
+            return ClippedSoftmax(c.normalizer_gamma, c.normalizer_zeta)
+        if c.normalizer == "learned_sink":
+            return self.param("sink", nn.initializers.zeros, (c.num_heads,), jnp.float32)
+        return c.normalizer
+
+    def _value_norms(self, value: jax.Array) -> jax.Array:
+        # ||W^T v||^2 = v^T (W W^T) v with the H x H Gram matrix of each head: no [B, N, S, D] array.
+        c = self.config
+        kernel = self.variables["params"]["output"]["kernel"].reshape(c.num_heads, c.head_dim, c.d_model)
+        gram = jnp.einsum("NHD,NGD->NHG", kernel, kernel)
+        value = jnp.repeat(value.astype(gram.dtype), c.num_heads // c.kv_heads, axis=2)
+        return jnp.sqrt(jnp.maximum(jnp.einsum("BSNH,NHG,BSNG->BNS", value, gram, value), 0.0))

@@ -1,0 +1,169 @@
+"""Cross-entropy of next tokens from final hidden states: the logits of a few positions at a time exist, never all.
+
+Letters: B sequences, T positions, D d_model, V vocabulary.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+BATCH_AXES, VOCAB_AXIS = ("data", "fsdp"), "tensor"  # of a mesh that is set, as far as it has them
+# The logits that one device holds at once; their exponentials and gradients come to as much again. An accelerator wants
+# enough to do in each turn of the loop, which also reads and writes the kernel's gradient.
+_LOGITS_BYTES = {"cpu": 2**28}
+_LOGITS_BYTES_ELSEWHERE = 2**29
+
+
+def positions_at_once(B: int, T: int, V: int, asked: int | None = None) -> int:
+    """Of how many positions of every sequence the logits exist at once: T where there is no need for chunks.
+
+    Args:
+      B: Sequences.
+      T: Positions.
+      V: Vocabulary.
+      asked: So many, at most T; None for the most whose float32 logits take 256 MB on a CPU or 512 MB on another
+        device, at least one. On the Auto axes of a mesh that is set (`jax.set_mesh`) sequences are over "data" and
+        "fsdp" and the vocabulary is over "tensor", where they divide.
+
+    >>> positions_at_once(16, 64, 2048), positions_at_once(4, 8, 10, asked=3)
+    (64, 3)
+    """
+    if asked is not None:
+        return min(asked, T)
+    mesh = jax.sharding.get_abstract_mesh()
+    tensor = mesh.shape[VOCAB_AXIS] if VOCAB_AXIS in _auto_axes(mesh) else 1
+    row = B // _shards(mesh, _batch_axes(mesh, B)) * 4 * (V // tensor if V % tensor == 0 else V)
+    chunks = -(-T // max(_LOGITS_BYTES.get(jax.default_backend(), _LOGITS_BYTES_ELSEWHERE) // row, 1))
+    return -(-T // chunks)  # chunks of nearly one size: little is computed twice
+
+
+def _auto_axes(mesh: jax.sharding.AbstractMesh) -> set[str]:
+    return {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+
+
+def _shards(mesh: jax.sharding.AbstractMesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[name] for name in axes)
+
+
+def _batch_axes(mesh: jax.sharding.AbstractMesh, B: int) -> tuple[str, ...]:
+    """The mesh axes over which sequences are split."""
+    axes = tuple(name for name in BATCH_AXES if name in _auto_axes(mesh))
+    return axes if B % _shards(mesh, axes) == 0 else ()
+
+
+def chunked_cross_entropy_sum_nats(
+    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array, *, positions: int, vocab_axis: int = 1
+) -> jax.Array:
+    """sum_bt weights[b, t] (logsumexp(x[b, t] W) - (x[b, t] W)[targets[b, t]]), in nats.
+
+    It is `cross_entropy_nats` of the logits x W, summed, in the memory of the logits of a chunk of positions. Where it
+    is differentiated, the forward pass computes the gradients of x and W along with the loss, chunk by chunk, as they
+    only wait for the one number with which the backward pass multiplies them: the product x W is computed once. Where
+    it is not differentiated, neither are gradients computed. There are no second derivatives, and no forward-mode ones.
+
+    On the Auto axes "data" and "fsdp" of a mesh that is set (`jax.set_mesh`) every device goes through its own
+    sequences: W is gathered once, its gradient summed over devices once, and x stays where it is.
+
+    Args:
+      hidden: x, [B, T, D]; its dtype is that of the products' operands, float32 or wider that of their sums.
+      kernel: W, [D, V], or [V, D] with `vocab_axis=0`, as an embedding table is; its gradient is summed in float32.
+      targets: int [B, T].
+      weights: [B, T] or [1, T], constants: no gradient flows to them. Targets of weight 0 may be any number.
+      positions: Of so many positions, of all sequences, the logits exist at once.
+      vocab_axis: The axis of V in the kernel.
+
+    Returns:
+      A scalar, at least float32.
+
+    >>> import jax.numpy as jnp
+    >>> x, W, targets = jnp.zeros((1, 3, 2)), jnp.ones((2, 4)), jnp.array([[0, 3, 1]])
+    >>> float(chunked_cross_entropy_sum_nats(x, W, targets, jnp.ones((1, 3)), positions=2))  # 3 ln 4
+    4.158883094787598
+    """
+    dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+    weights = jnp.broadcast_to(lax.stop_gradient(weights).astype(dtype), targets.shape)
+    return _loss(min(positions, targets.shape[1]), vocab_axis, hidden, kernel, targets, weights)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _loss(positions: int, vocab_axis: int, hidden, kernel, targets, weights) -> jax.Array:
+    return _on_shards(positions, vocab_axis, False, hidden, kernel, targets, weights)[0]
+
+
+def _forward(positions: int, vocab_axis: int, hidden, kernel, targets, weights):
+    loss, dx, dW = _on_shards(positions, vocab_axis, True, hidden, kernel, targets, weights)
+    return loss, (dx, dW.astype(kernel.dtype))
+
+
+def _backward(positions: int, vocab_axis: int, gradients, cotangent):
+    del positions, vocab_axis
+    return (*((g * cotangent).astype(g.dtype) for g in gradients), None, None)
+
+
+_loss.defvjp(_forward, _backward)
+
+
+def _on_shards(positions: int, vocab_axis: int, with_gradients: bool, hidden, kernel, targets, weights):
+    """(loss, gradient of hidden, gradient of the kernel), or (loss,): each device on its own sequences."""
+    kernel = kernel.astype(hidden.dtype)  # before it is gathered
+    local = partial(_chunk_by_chunk, positions, vocab_axis, with_gradients)
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = _batch_axes(mesh, hidden.shape[0])
+    if _shards(mesh, axes) == 1:
+        return local(hidden, kernel, targets, weights)
+
+    def shard(*operands):
+        # The partitioner would sum the kernel's gradient over devices in every chunk.
+        loss, *gradients = local(*operands)
+        return (lax.psum(loss, axes), *gradients[:1], *(lax.psum(g, axes) for g in gradients[1:]))
+
+    split, whole = PartitionSpec(axes), PartitionSpec()
+    mapped = jax.shard_map(
+        shard,
+        mesh=mesh,
+        in_specs=(split, whole, split, split),
+        out_specs=(whole, split, whole) if with_gradients else (whole,),
+        axis_names=set(axes),
+        check_vma=False,
+    )
+    return mapped(hidden, kernel, targets, weights)
+
+
+def _chunk_by_chunk(positions: int, vocab_axis: int, with_gradients: bool, hidden, kernel, targets, weights):
+    T, V = hidden.shape[1], kernel.shape[vocab_axis]
+    vocabulary = lax.broadcasted_iota(targets.dtype, (1, 1, V), 2)
+    product = partial(jnp.einsum, preferred_element_type=weights.dtype)
+    letters = "DV" if vocab_axis == 1 else "VD"
+
+    def chunk(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        # The last chunk begins early enough to be full; what an earlier one has done counts nothing there.
+        start = jnp.minimum(i * positions, T - positions)
+        x, target, weight = (lax.dynamic_slice_in_dim(a, start, positions, 1) for a in (hidden, targets, weights))
+        new = (start + jnp.arange(positions) >= i * positions)[None]
+        weight = jnp.where(new, weight, 0.0)
+        logits = product(f"BTD,{letters}->BTV", x, kernel)
+        top = jnp.max(logits, -1, keepdims=True)
+        exp = jnp.exp(logits - top)
+        total = jnp.sum(exp, -1, keepdims=True)
+        # Compared with every id rather than looked up: where the vocabulary is split, nothing has to be gathered.
+        is_target = vocabulary == target[..., None]
+        target_logit = jnp.sum(jnp.where(is_target, logits, 0.0), -1)
+        losses = (top + jnp.log(total))[..., 0] - target_logit
+        loss = carry[0] + jnp.sum(weight * losses)
+        if not with_gradients:
+            return (loss,)
+        error = (weight[..., None] * (exp / total - is_target)).astype(x.dtype)
+        dx = product(f"BTV,{letters}->BTD", error, kernel).astype(x.dtype)
+        dx = jnp.where(new[..., None], dx, lax.dynamic_slice_in_dim(carry[1], start, positions, 1))
+        dW = product(f"BTD,BTV->{letters}", x, error)
+        return loss, lax.dynamic_update_slice_in_dim(carry[1], dx, start, 1), carry[2] + dW
+
+    carry: tuple[Any, ...] = (jnp.zeros((), weights.dtype),)
+    if with_gradients:
+        carry = (*carry, jnp.zeros_like(hidden), jnp.zeros(kernel.shape, weights.dtype))
+    return lax.fori_loop(0, -(-T // positions), chunk, carry)

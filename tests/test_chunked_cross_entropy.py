@@ -1,0 +1,359 @@
+"""The chunked loss: a float64 oracle, memory, what travels on a mesh, its place in training and evaluation."""
+
+import dataclasses
+import math
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from orthojax import quant
+from orthojax.config import Config, ModelConfig
+from orthojax.fields import replace
+from orthojax.model import Transformer
+from orthojax.ops import chunked_cross_entropy, chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
+from orthojax.train.step import init_state, loss_sum_nats, make_train_step
+
+AXES = ("data", "fsdp", "tensor")
+
+
+def numpy_loss(hidden, kernel, targets, weights):
+    """The weighted sum and its gradients by hidden states and kernel [D, V], in float64."""
+    hidden, kernel = np.asarray(hidden, np.float64), np.asarray(kernel, np.float64)
+    logits = hidden @ kernel
+    logits -= logits.max(-1, keepdims=True)
+    log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    weights = np.broadcast_to(np.asarray(weights, np.float64), targets.shape)[..., None]
+    is_target = np.eye(kernel.shape[1])[targets]
+    error = weights * (np.exp(log_probabilities) - is_target)
+    loss = -(weights * is_target * log_probabilities).sum()
+    return loss, error @ kernel.T, np.einsum("btd,btv->dv", hidden, error)
+
+
+def problem(B=3, T=7, D=5, V=11, *, dtype=jnp.float32, rows=1):
+    rng = np.random.default_rng(B * 1000 + T * 100 + D * 10 + V)
+    hidden = jnp.asarray(rng.normal(size=(B, T, D)), dtype)
+    kernel = jnp.asarray(rng.normal(size=(D, V)), dtype).astype(jnp.float32)  # numbers that the dtype has
+    weights = rng.integers(0, 2, (rows, T)) * rng.random((rows, T)).round(2)
+    return hidden, kernel, rng.integers(0, V, (B, T)), jnp.asarray(weights, jnp.float32)
+
+
+def chunked(hidden, kernel, targets, weights, positions, vocab_axis=1):
+    kernel = kernel if vocab_axis == 1 else kernel.T
+
+    def loss(hidden, kernel):
+        return chunked_cross_entropy_sum_nats(
+            hidden, kernel, targets, weights, positions=positions, vocab_axis=vocab_axis
+        )
+
+    value, (dx, dW) = jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, kernel)
+    return value, dx, dW if vocab_axis == 1 else dW.T
+
+
+def relative_error(found, expected):
+    return np.abs(np.asarray(found, np.float64) - expected).max() / max(np.abs(expected).max(), 1e-30)
+
+
+@settings(max_examples=5)
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 5), st.integers(2, 12), st.integers(1, 10), st.booleans())
+@example(2, 9, 3, 7, 4, True)  # the last chunk begins early
+@example(2, 8, 3, 7, 4, False)
+@example(1, 1, 1, 2, 5, True)
+def test_loss_and_gradients_are_those_of_float64_for_any_shape_and_chunk(B, T, D, V, positions, tied):
+    operands = problem(B, T, D, V, rows=B if T % 2 else 1)
+    for found, expected in zip(chunked(*operands, positions, 0 if tied else 1), numpy_loss(*operands), strict=True):
+        assert relative_error(found, expected) < 1e-5 or np.abs(expected).max() < 1e-6
+
+
+@pytest.mark.parametrize("vocab_axis", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_bfloat16_rounds_gradients_of_hidden_states_and_sums_those_of_the_kernel_in_float32(vocab_axis):
+    operands = problem(8, 64, 16, 128, dtype=jnp.bfloat16)
+    loss, dx, dW = chunked(*operands, 5, vocab_axis)
+    expected = numpy_loss(*operands)
+    assert loss.dtype == dW.dtype == jnp.float32
+    assert dx.dtype == jnp.bfloat16
+    assert relative_error(loss, expected[0]) < 1e-5
+    assert relative_error(dx, expected[1]) < 2**-8
+    # 512 positions add up. Rounded after every chunk, the sum would be wrong by more than half a step of bfloat16.
+    assert relative_error(dW, expected[2]) < 2**-9
+    assert (dW.astype(jnp.bfloat16).astype(jnp.float32) != dW).mean() > 0.9
+
+
+def test_float64_is_kept(x64):
+    hidden, kernel, targets, weights = problem()
+    operands = (hidden.astype(jnp.float64), kernel.astype(jnp.float64), targets, weights.astype(jnp.float64))
+    for found, expected in zip(chunked(*operands, 3), numpy_loss(*operands), strict=True):
+        assert found.dtype == jnp.float64
+        assert relative_error(found, expected) < 1e-14
+
+
+def test_logits_far_from_zero_and_targets_without_weight_do_no_harm():
+    hidden, kernel, targets, weights = problem()
+    operands = (1e4 * hidden, kernel, targets, weights)
+    for found, expected in zip(chunked(*operands, 2), numpy_loss(*operands), strict=True):
+        assert relative_error(found, expected) < 1e-5
+    weights = weights.at[0, 2].set(0.0)
+    elsewhere = np.where(np.arange(7) == 2, -1, targets)
+    results = (chunked(hidden, kernel, t, weights, 2) for t in (targets, elsewhere))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_no_gradient_flows_to_weights_and_a_scale_reaches_both_others():
+    hidden, kernel, targets, weights = problem()
+
+    def loss(hidden, kernel, weights):
+        return 3.0 * chunked_cross_entropy_sum_nats(hidden, kernel, targets, weights, positions=2)
+
+    dx, dW, dweights = jax.grad(loss, (0, 1, 2))(hidden, kernel, weights)
+    expected = numpy_loss(hidden, kernel, targets, weights)
+    assert relative_error(dx, 3.0 * expected[1]) < 1e-5
+    assert relative_error(dW, 3.0 * expected[2]) < 1e-5
+    assert (dweights == 0.0).all()
+
+
+# What is computed, and in which memory.
+
+
+def _products(function, *operands):
+    """Matrix products in the traced function, loops counted once."""
+    return str(jax.make_jaxpr(function)(*operands)).count("dot_general")
+
+
+def test_the_head_is_multiplied_once_and_gradients_only_where_they_are_asked_for():
+    hidden, kernel, targets, weights = problem()
+    loss = lambda hidden, kernel: chunked_cross_entropy_sum_nats(hidden, kernel, targets, weights, positions=2)  # noqa: E731
+    assert _products(loss, hidden, kernel) == 1
+    assert relative_error(loss(hidden, kernel), numpy_loss(hidden, kernel, targets, weights)[0]) < 1e-5
+    assert _products(jax.grad(loss, (0, 1)), hidden, kernel) == 3
+
+
+def test_in_bfloat16_every_product_multiplies_bfloat16_and_sums_float32():
+    hidden, kernel, targets, weights = problem(dtype=jnp.bfloat16)
+    loss = lambda hidden, kernel: chunked_cross_entropy_sum_nats(hidden, kernel, targets, weights, positions=2)  # noqa: E731
+    text = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, kernel).as_text()
+    types = re.findall(r"stablehlo.dot_general .* : (.*)", text)
+    assert len(types) == 3
+    for line in types:
+        assert re.fullmatch(r"\(tensor<\S+xbf16>, tensor<\S+xbf16>\) -> tensor<\S+xf32>", line), line
+
+
+def _temporary_bytes(B, T, V, positions, *, gradient):
+    operands = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((B, T, 8), (8, V))]
+    targets, weights = jnp.zeros((B, T), jnp.int32), jnp.ones((1, T))
+
+    def loss(hidden, kernel):
+        if positions is None:
+            return jnp.sum(cross_entropy_nats(hidden @ kernel, targets))
+        return chunked_cross_entropy_sum_nats(hidden, kernel, targets, weights, positions=positions)
+
+    compiled = jax.jit(jax.grad(loss, (0, 1)) if gradient else loss).lower(*operands).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("gradient", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_memory_grows_with_the_chunk_and_not_with_the_number_of_positions(gradient):
+    logits = 4 * 2 * 4 * 2048  # of one chunk of 4 positions
+    few, many = (_temporary_bytes(2, T, 2048, 4, gradient=gradient) for T in (64, 256))
+    # What may grow is as small as hidden states: 8 numbers a position, where logits are 2,048.
+    assert many - few < 4 * 2 * 192 * 8 * 4
+    assert few < 4.5 * logits
+    assert 1.8 < _temporary_bytes(2, 256, 2048, 32, gradient=gradient) / _temporary_bytes(
+        2, 256, 2048, 16, gradient=gradient
+    )
+    assert _temporary_bytes(2, 256, 2048, None, gradient=gradient) > 10 * many
+
+
+# On a mesh.
+
+MORE_SIZES = [pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((8, 1, 1), (4, 1, 2))]
+
+
+def _mesh(*sizes):
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _collectives(text):
+    """(kind, bytes of its largest array, whether it stands inside a loop) of every collective of a compiled program."""
+    found, computation = [], ""
+    bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
+    for line in text.splitlines():
+        if match := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            computation = match[1]
+        if match := re.search(r" = (.*?) (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)\(", line):
+            shapes = re.findall(r"f32\[([\d,]*)\]", match[1])
+            largest = max(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
+            found.append((match[2], 4 * largest, computation in bodies))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2), *MORE_SIZES])
+@pytest.mark.parametrize("vocab_axis", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_on_a_mesh_logits_and_hidden_states_stay_where_they_are(sizes, vocab_axis):
+    B, T, D, V = 8, 12, 16, 96
+    hidden, kernel, targets, weights = problem(B, T, D, V)
+    kernel_spec = ("tensor", "fsdp") if vocab_axis == 0 else ("fsdp", "tensor")
+    mesh = _mesh(*sizes)
+    rows, table, one = (NamedSharding(mesh, PartitionSpec(*s)) for s in ((("data", "fsdp"),), kernel_spec, ()))
+
+    def loss(hidden, kernel, targets):
+        return chunked_cross_entropy_sum_nats(hidden, kernel, targets, weights, positions=5, vocab_axis=vocab_axis)
+
+    step = jax.jit(
+        jax.value_and_grad(loss, (0, 1)), in_shardings=(rows, table, rows), out_shardings=(one, (rows, table))
+    )
+    given_kernel = kernel if vocab_axis == 1 else kernel.T
+    operands = zip((hidden, given_kernel, jnp.asarray(targets)), (rows, table, rows), strict=True)
+    placed = [jax.device_put(operand, sharding) for operand, sharding in operands]
+    with jax.set_mesh(mesh):
+        compiled = step.lower(*placed).compile()
+    value, (dx, dW) = compiled(*placed)
+    found = (value, dx, dW if vocab_axis == 1 else dW.T)
+    for a, b in zip(found, numpy_loss(hidden, kernel, targets, weights), strict=True):
+        assert relative_error(a, b) < 1e-5
+    data, fsdp, tensor = sizes
+    for kind, size, in_loop in (collectives := _collectives(compiled.as_text())):
+        if in_loop:  # the statistics and the gradient of a chunk's own hidden states, where the vocabulary is split
+            assert kind == "all-reduce", collectives
+            assert tensor > 1
+            assert size <= 4 * B // (data * fsdp) * 5 * D
+        else:  # the kernel comes, and its gradient goes, once
+            assert kind in ("all-gather", "all-reduce", "reduce-scatter"), collectives
+            assert size <= 4 * D * V // tensor
+    assert sum(size == 4 * D * V // tensor and not in_loop for _, size, in_loop in collectives) <= 3
+
+
+def test_without_a_mesh_the_partitioner_keeps_the_same_numbers():
+    hidden, kernel, targets, weights = problem(8)
+    rows = NamedSharding(_mesh(4, 2, 1), PartitionSpec(("data", "fsdp")))
+    expected = numpy_loss(hidden, kernel, targets, weights)
+    for found, value in zip(chunked(jax.device_put(hidden, rows), kernel, targets, weights, 3), expected, strict=True):
+        assert relative_error(found, value) < 1e-5
+
+
+def test_sequences_that_do_not_divide_among_the_devices_are_no_error():
+    operands = problem(3)
+    with jax.set_mesh(_mesh(2, 2, 2)):
+        found = chunked(*operands, 2)
+    for a, b in zip(found, numpy_loss(*operands), strict=True):
+        assert relative_error(a, b) < 1e-5
+
+
+def test_the_size_of_a_chunk_follows_from_what_one_device_holds(monkeypatch):
+    monkeypatch.setitem(chunked_cross_entropy._LOGITS_BYTES, "cpu", 4 * 4 * 10 * 6)  # 6 positions of 4 sequences
+    assert positions_at_once(4, 6, 10) == 6
+    assert positions_at_once(4, 7, 10) == 4  # two chunks of nearly one size
+    assert positions_at_once(400, 7, 10) == 1
+    assert positions_at_once(400, 7, 10, asked=3) == 3
+    assert positions_at_once(4, 7, 10, asked=100) == 7
+    with jax.set_mesh(_mesh(2, 2, 2)):
+        assert positions_at_once(16, 7, 20) == 4
+        assert positions_at_once(16, 6, 20) == 6
+        assert positions_at_once(16, 6, 21) == 2  # an odd vocabulary is not split
+        assert positions_at_once(6, 6, 20) == 3  # sequences that do not divide are not split
+
+
+# In training and evaluation.
+
+MODEL = ModelConfig(
+    vocab_size=24, max_length=64, d_model=16, num_layers=1, num_heads=2, d_mlp=24, scan_layers=False, use_bias=True
+)
+MODELS = {
+    "tied": MODEL,
+    "untied": dataclasses.replace(MODEL, tie_embeddings=False),
+    "relaxed": dataclasses.replace(MODEL, relaxed_causal_tokens=4),
+    "fixed rotation": dataclasses.replace(MODEL, fixed_rotation=True),
+    "fixed rotation, untied": dataclasses.replace(MODEL, fixed_rotation=True, tie_embeddings=False),
+}
+TOKENS = np.random.default_rng(3).integers(0, 24, (4, 12))
+
+
+def _params(config):
+    shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), TOKENS)["params"]
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32), shapes)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "relaxed" else pytest.mark.slow) for n in MODELS])
+def test_a_chunked_loss_of_a_model_has_the_gradients_of_the_plain_one(name):
+    config, params = MODELS[name], _params(MODELS[name])
+    loss = lambda params, positions: loss_sum_nats(Transformer(config), params, TOKENS, positions)  # noqa: E731
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+    (plain, count), expected = step(params, None)
+    (value, other_count), gradients = step(params, 4)
+    assert count == other_count == 4 * (8 if name == "relaxed" else 11)
+    np.testing.assert_allclose(value, plain, rtol=1e-6)
+    assert jax.tree.structure(gradients) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5 * np.abs(a).max() + 1e-6, err_msg=str(path))
+
+
+def test_small_runs_keep_the_plain_loss_and_chunks_are_what_the_field_says(monkeypatch):
+    config = Config(model=MODEL)
+    params, seen = _params(MODEL), []
+
+    def recording(*args, positions, **options):
+        seen.append(positions)
+        return chunked_cross_entropy_sum_nats(*args, positions=positions, **options)
+
+    monkeypatch.setattr("orthojax.train.step.chunked_cross_entropy_sum_nats", recording)
+    loss = lambda asked: loss_sum_nats(Transformer(MODEL), params, TOKENS, asked)  # noqa: E731
+    assert config.train.loss_chunk_positions is None
+    loss(None), loss(11), loss(100)
+    assert seen == []
+    loss(3)
+    assert seen == [3]
+    monkeypatch.setitem(chunked_cross_entropy._LOGITS_BYTES, "cpu", 1)
+    loss(None)
+    assert seen == [3, 1]
+
+
+def test_a_training_step_with_chunks_is_the_plain_step():
+    changes = {"optim.optimizer": "adam", "optim.warmup_steps": 0, "data.sequence_length": 11}
+    config = replace(Config(model=MODEL), changes)
+    chunks = replace(config, {"train.loss_chunk_positions": 4})
+    state, metrics = make_train_step(config)(init_state(config), TOKENS)
+    other_state, other_metrics = make_train_step(chunks)(init_state(config), TOKENS)
+    np.testing.assert_allclose(other_metrics.loss_sum_nats, metrics.loss_sum_nats, rtol=1e-6)
+    np.testing.assert_allclose(other_metrics.grad_norm, metrics.grad_norm, rtol=1e-5)
+    assert jax.tree.structure(state) == jax.tree.structure(other_state)
+
+
+@pytest.mark.parametrize(
+    ("name", "include"),
+    [("untied", ""), ("tied", quant.ALL_BUT_HEAD), pytest.param("untied", quant.ALL_BUT_HEAD, marks=pytest.mark.slow)],
+)
+def test_quantised_models_keep_their_head_whole_where_it_may_be_quantised(name, include):
+    setting, config = quant.INT8_COARSE, MODELS[name]
+    model = Transformer(config, linear=quant.quantized_linear(setting, include))
+    params = _params(config)
+    plain, chunks = (jax.jit(partial(loss_sum_nats, model, chunk_positions=n))(params, TOKENS)[0] for n in (None, 2))
+    np.testing.assert_allclose(chunks, plain, rtol=1e-6)
+    assert (model.head_kernel(params) is None) == (name == "untied")
+    if include == "" and name == "untied":
+        left_float = Transformer(config, linear=quant.quantized_linear(setting))
+        assert (
+            jax.jit(partial(loss_sum_nats, left_float))(params, TOKENS)[0] != plain
+        )  # so that rounding the head shows
+
+
+@pytest.mark.parametrize("name", ["untied", pytest.param("fixed rotation", marks=pytest.mark.slow)])
+def test_the_model_without_its_head_is_what_the_head_is_applied_to(name):
+    model, params = Transformer(MODELS[name]), _params(MODELS[name])
+    both = jax.jit(
+        lambda params: (
+            model.apply({"params": params}, TOKENS),
+            model.apply({"params": params}, TOKENS, head=False, observe=lambda taps: taps.residual),
+        )
+    )
+    (logits, _), (hidden, seen) = both(params)
+    kernel, axis = model.head_kernel(params)
+    np.testing.assert_allclose(hidden @ (kernel if axis == 1 else kernel.T), logits, rtol=1e-5, atol=1e-5)
+    assert seen.shape == (1, 4, 12, 16)
+    assert kernel.dtype == jnp.float32
