@@ -51,7 +51,7 @@ def define_compile_cache() -> None:
     flags.DEFINE_string(
         "compile_cache",
         None,
-        "Folder of compiled programs, shared by runs; '' for none; ~/.cache/orthojax/xla if None.",
+        "Folder of compiled programs, shared by runs; '' for none. Default ~/.cache/orthojax/xla.",
     )
 
 

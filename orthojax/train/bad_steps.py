@@ -81,7 +81,8 @@ def leave_out_bad_steps(
         after: Any = jax.tree.map(lambda new, old: jnp.where(bad, old, new), after, before)
         return updates, after | {STATE_NAME: _count(seen, bad, value)}
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    update_with_loss: Any = update  # optax's type does not know of arguments by name
+    return optax.GradientTransformationExtraArgs(init, update_with_loss)
 
 
 def _count(seen: BadSteps, bad: jax.Array, loss: jax.Array) -> BadSteps:

@@ -3,6 +3,7 @@
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -31,19 +32,18 @@ def keep_compiled_programs(folder: str | None = None) -> Path | None:
     Returns:
       Where programs are kept, or None.
     """
-    if folder == "" or (folder is None and not jax.config.jax_enable_compilation_cache):
+    settings: Any = jax.config
+    if folder == "" or (folder is None and not settings.jax_enable_compilation_cache):
         jax.config.update("jax_enable_compilation_cache", False)
         return None
-    chosen = folder or jax.config.jax_compilation_cache_dir
+    chosen = folder or settings.jax_compilation_cache_dir
     try:
         path = Path(chosen) if chosen else default_folder()
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(f"no permission to write to {path}")
     except (OSError, RuntimeError) as error:
-        warnings.warn(
-            f"compiled programs are not kept: {error}; --compile_cache=DIR names another folder", stacklevel=2
-        )
+        warnings.warn(f"compiled programs are not kept: {error}; --compile_cache=DIR is another folder", stacklevel=2)
         jax.config.update("jax_enable_compilation_cache", False)
         return None
     jax.config.update("jax_enable_compilation_cache", True)

@@ -118,6 +118,7 @@ def _jitted_train_step(config: Config) -> Callable[[TrainState, jax.Array], tupl
 
     def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, StepMetrics]:
         (loss, (total, count)), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params, tokens)
+        opt_state: Any
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=loss)
         params = optax.apply_updates(state.params, updates)
         metrics = StepMetrics(
