@@ -6,6 +6,7 @@ where it was.
 """
 
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -13,6 +14,7 @@ from orthojax import cli
 
 cli.define_config()
 cli.define_cache_dir()
+cli.define_compile_cache()
 flags.DEFINE_string("workdir", None, "Folder of the run; runs/NAME_OF_THE_CONFIG_FILE where not given.")
 FLAGS = flags.FLAGS
 
@@ -23,20 +25,30 @@ def main(_: list[str]) -> None:
 
     from orthojax.model import parameter_count
     from orthojax.progress import Progress, tokenizing_progress
-    from orthojax.train import check_workdir, open_inputs, train
+    from orthojax.train import check_workdir, describe_line, keep_compiled_programs, open_inputs, train
 
     check_workdir(workdir, config)
+    keep_compiled_programs(FLAGS.compile_cache)
     print(f"workdir {workdir}: {parameter_count(config.model):,} parameters, {config.train.steps:,} steps", flush=True)
     inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress())
     for name, value in inputs.provenance.items():
         print(f"  {name}: {value!r}", flush=True)
-    with Progress(config.train.steps) as progress:
+    with Progress(config.train.steps, every_seconds=0.0) as progress:
+
+        def show(line: dict[str, Any]) -> None:
+            message = describe_line(line, config.train.steps)
+            if "event" in line:
+                progress.say(message)
+            else:
+                progress.advance(line["step"] - progress.done, message)
+
         train(
             config,
             inputs,
             workdir,
             on_start=progress.skip,
-            on_step=lambda step, loss: progress.advance(1, f"step {step}/{config.train.steps} loss {loss:.4f}"),
+            on_step=lambda step, _: progress.advance(step - progress.done),
+            on_line=show,
         )
     print(f"done: {workdir}/metrics.jsonl, {workdir}/checkpoints")
 

@@ -46,6 +46,15 @@ def define_cache_dir() -> None:
     flags.DEFINE_string("cache_dir", "runs/data", "Folder of tokenised corpora, shared by runs.")
 
 
+def define_compile_cache() -> None:
+    """Defines `--compile_cache`, for `orthojax.train.keep_compiled_programs`."""
+    flags.DEFINE_string(
+        "compile_cache",
+        None,
+        "Folder of compiled programs, shared by runs; '' for none. Default ~/.cache/orthojax/xla.",
+    )
+
+
 def load_config() -> Config:
     """The config of `--config`, with every `--config.x=` override applied at once.
 

@@ -32,8 +32,9 @@ class Progress:
         self._last_line = -float("inf")
         self._bar = None
         if self._stream.isatty():
-            form = "{percentage:3.0f}%|{bar:20}| {desc}"
             size = shutil.get_terminal_size()  # 80 x 24 where the terminal does not say; tqdm would show nothing
+            width = 20 if size.columns >= 120 else 4  # the message and the time left matter more
+            form = f"{{percentage:3.0f}}%|{{bar:{width}}}| {{desc}}"
             self._bar = tqdm(
                 total=self._total, file=self._stream, bar_format=form, ncols=size.columns, nrows=size.lines
             )
@@ -48,10 +49,11 @@ class Progress:
         self.done = min(self.done + work, self._total)
         if not message:
             return
-        status = f"{message} | {_clock(time.monotonic() - self._start)} elapsed{self._left()}"
+        passed, left = _clock(time.monotonic() - self._start), self._left()
+        status = f"{message} | {passed} elapsed{left and f', about {left} left'}"
         if self._bar is not None:
             self._bar.n = self.done
-            self._bar.set_description_str(status)
+            self._bar.set_description_str(f"{message} | {passed}{left and f', {left} left'}")
         elif time.monotonic() - self._last_line >= self._every:
             self._last_line = time.monotonic()
             print(f"{100 * self.done / self._total:3.0f}% {status}", file=self._stream, flush=True)
@@ -61,7 +63,7 @@ class Progress:
         if fresh <= 0.01 * self._total:
             return ""
         seconds = (time.monotonic() - self._start) * (self._total - self.done) / fresh
-        return f", about {_clock(seconds)} left"
+        return _clock(seconds)
 
     def say(self, message: str) -> None:
         """Prints a line above the bar."""

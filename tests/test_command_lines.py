@@ -40,6 +40,7 @@ def environment(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_PLATFORMS", "cpu")
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        patch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         yield
@@ -52,7 +53,7 @@ def run(script, *arguments, cwd, limit_bytes=None, code=None):
         start = ["-c", code]
     elif limit_bytes is not None:
         start = ["-c", LIMITED, str(limit_bytes), *start]
-        del environment["JAX_COMPILATION_CACHE_DIR"]
+        environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     return subprocess.run(
         [sys.executable, *start, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
     )

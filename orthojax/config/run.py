@@ -1,6 +1,8 @@
 """Training and evaluation as values."""
 
 import dataclasses
+import math
+from typing import Literal
 
 from orthojax.config.checks import require
 from orthojax.fields import added, check_types
@@ -20,6 +22,12 @@ class TrainConfig:
       loss_chunk_positions: Of so many positions of every sequence the logits exist at once, in training and validation;
         None takes as many as make 256 MB of logits on a CPU or 512 MB on another device.
       log_every_steps: Steps between lines of metrics.jsonl.
+      probe_every_steps: Steps between looks at the outliers and the attention of a few validation rows; 0: none.
+      probe_sequences: How many rows, of the `eval.sequences`; all of those where they are fewer.
+      tensorboard: Also write metrics.jsonl as TensorBoard events, under tensorboard/.
+      on_bad_step: What follows where a loss or gradient norm is not finite, or a loss spikes: `stop` with an error;
+        `skip` the batch; `roll_back` to the last checkpoint of the schedule and leave out the batches since.
+      spike_nats: A loss so far above its running mean is a spike; none: no loss is.
       eval_every_steps: Steps between validation losses; 0 leaves them out.
       checkpoint_every_steps: Steps between checkpoints; one is also written at the end and on SIGTERM or Ctrl-C.
       keep_checkpoints: How many of the newest checkpoints stay.
@@ -32,6 +40,11 @@ class TrainConfig:
     allow_normalizer_change: bool = added(False)
     loss_chunk_positions: int | None = added(None)
     log_every_steps: int = 20
+    probe_every_steps: int = added(100)
+    probe_sequences: int = added(8)
+    tensorboard: bool = added(False)
+    on_bad_step: Literal["stop", "skip", "roll_back"] = added("stop")
+    spike_nats: float | None = added(None)
     eval_every_steps: int = 100
     checkpoint_every_steps: int = 100
     keep_checkpoints: int = 2
@@ -43,13 +56,26 @@ class TrainConfig:
             require(value >= 1, f"train.{name}={value}", "at least 1")
         positions = self.loss_chunk_positions
         require(positions is None or positions >= 1, f"train.loss_chunk_positions={positions}", "none, or at least 1")
-        require(self.eval_every_steps >= 0, f"train.eval_every_steps={self.eval_every_steps}", "at least 0")
+        require(self.probe_sequences >= 1, f"train.probe_sequences={self.probe_sequences}", "at least 1")
+        for name in ("eval_every_steps", "probe_every_steps"):
+            value = getattr(self, name)
+            require(value >= 0, f"train.{name}={value}", "at least 0")
+        require(
+            self.spike_nats is None or 0.0 < self.spike_nats < math.inf,
+            f"train.spike_nats={self.spike_nats}",
+            "none, or a finite number > 0",
+        )
         require(0 <= self.seed < 2**32, f"train.seed={self.seed}", "0 to 2**32 - 1")
         require(
             bool(self.init_from) or not self.allow_normalizer_change,
             "train.allow_normalizer_change without a checkpoint to start from",
             "with train.init_from=DIR",
         )
+
+    @property
+    def watches_steps(self) -> bool:
+        """Whether the optimizer itself looks out for bad steps and leaves them out."""
+        return self.on_bad_step != "stop" or self.spike_nats is not None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Training and evaluation of one model: inputs, step, optimizer, checkpoints, loop."""
 
+from orthojax.train.bad_steps import DivergedError, leave_out_bad_steps
 from orthojax.train.checkpoint import (
     Checkpoints,
     find_checkpoint,
@@ -9,16 +10,16 @@ from orthojax.train.checkpoint import (
     read_params,
     require_same_data,
 )
+from orthojax.train.compile_cache import keep_compiled_programs
 from orthojax.train.evaluation import Metrics, evaluate, evaluation_stages
 from orthojax.train.files import make_folder, write_text
 from orthojax.train.inputs import Inputs, open_inputs
 from orthojax.train.loop import train
-from orthojax.train.metric_writer import read_metrics
-from orthojax.train.optimizer import make_optimizer, make_rotation
+from orthojax.train.metric_writer import describe_line, read_metrics
+from orthojax.train.optimizer import make_optimizer, make_rotation, run_optimizer
 from orthojax.train.plan import Estimate, estimate
 from orthojax.train.pretrained import load_params
 from orthojax.train.provenance import environment
-from orthojax.train.recorder import DivergedError
 from orthojax.train.step import (
     StepMetrics,
     TrainState,
@@ -41,6 +42,7 @@ __all__ = [
     "StepMetrics",
     "TrainState",
     "check_workdir",
+    "describe_line",
     "environment",
     "estimate",
     "evaluate",
@@ -48,6 +50,8 @@ __all__ = [
     "find_checkpoint",
     "init_state",
     "interleaved_seconds",
+    "keep_compiled_programs",
+    "leave_out_bad_steps",
     "list_arrays",
     "load_params",
     "make_folder",
@@ -67,6 +71,7 @@ __all__ = [
     "read_metrics",
     "read_params",
     "require_same_data",
+    "run_optimizer",
     "spread",
     "train",
     "write_text",

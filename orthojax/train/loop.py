@@ -2,37 +2,42 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
-import optax
 
 from orthojax.config import Config
 from orthojax.errors import Interrupted
+from orthojax.train.bad_steps import RollBack
 from orthojax.train.checkpoint import Checkpoints, read_config, require_same_data
 from orthojax.train.evaluation import validation_loss_nats
 from orthojax.train.inputs import Inputs
-from orthojax.train.metric_writer import MetricWriter
+from orthojax.train.metric_writer import ROLLED_BACK, MetricWriter
 from orthojax.train.pretrained import initial_params
-from orthojax.train.recorder import Recorder, require_finite
+from orthojax.train.probe import Probe
+from orthojax.train.recorder import Recorder
+from orthojax.train.roll_back import Position, read_position, step_before
 from orthojax.train.signals import stop_on_signals
 from orthojax.train.step import TrainState, init_state, make_train_step
+from orthojax.train.tensorboard import TensorBoard
 from orthojax.train.workdir import prepare_workdir, require_same_config
 
 
-def _first_state(checkpoints: Checkpoints, config: Config, inputs: Inputs) -> TrainState:
-    """The newest checkpoint of the run, or its beginning."""
-    state, step = init_state(config), checkpoints.latest_step()
+def _state_after(
+    step: int | None, checkpoints: Checkpoints, config: Config, inputs: Inputs
+) -> tuple[TrainState, Position]:
+    """The state in the checkpoint of that step and its place in the data, or the run's beginning."""
+    state = init_state(config)
     if step is None and config.train.init_from:
         given = initial_params(config, inputs.provenance)
-        return state._replace(
-            params=jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), given, state.params)
-        )
+        params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), given, state.params)
+        return state._replace(params=params), Position()
     if step is None:
-        return state
+        return state, Position()
     folder = checkpoints.directory / str(step)
     require_same_config(config, read_config(folder), str(folder))
     require_same_data(folder, inputs.provenance)
-    return checkpoints.restore(state, step)
+    return checkpoints.restore(state, step), read_position(folder)
 
 
 def train(
@@ -42,53 +47,67 @@ def train(
     *,
     on_start: Callable[[int], None] = lambda step: None,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
+    on_line: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> TrainState:
     """Trains to `train.steps`, going on from the newest checkpoint of the workdir where there is one.
 
     Writes `config.json`, `metrics.jsonl` and `checkpoints/` under the workdir. On the same machine a run that was
-    stopped anywhere, by kill -9 too, ends with the same bits as one that was not.
+    stopped anywhere, by kill -9 too, ends with the same bits as one that was not, whatever bad steps it met.
 
     Args:
       config: The run.
       inputs: Its data, from `open_inputs`.
       workdir: Its folder.
       on_start: Called once with the number of steps already done.
-      on_step: Called with (step, loss in nats) after every step.
+      on_step: Called with (step, loss in nats) after every step; a step that a run goes back to comes again.
+      on_line: Called with every line of metrics.jsonl.
 
     Returns:
       The final state.
 
     Raises:
       UserError: Where the workdir, a checkpoint or the disk does not allow it.
-      DivergedError: Where the loss is not finite.
+      DivergedError: At a bad step that ends the run; see `train.on_bad_step`.
       Interrupted: On SIGINT or SIGTERM, when the state is saved.
     """
+    tensorboard = TensorBoard(workdir / "tensorboard") if config.train.tensorboard else None
     prepare_workdir(workdir, config)
     steps, every = config.train.steps, config.train
-    with Checkpoints(workdir / "checkpoints", keep=config.train.keep_checkpoints) as checkpoints:
-        state = _first_state(checkpoints, config, inputs)
-        start = int(state.step)
-        on_start(start)
-        if start >= steps:
+    with Checkpoints(workdir / "checkpoints", keep=every.keep_checkpoints) as checkpoints:
+        state, position = _state_after(checkpoints.latest_step(), checkpoints, config, inputs)
+        step = int(state.step)
+        on_start(step)
+        if step >= steps:
             return state
-        train_step = make_train_step(config)
-        with MetricWriter(workdir / "metrics.jsonl", start) as writer, stop_on_signals() as stop:
+        train_step, probe = make_train_step(config), Probe(config, inputs)
+        lines = MetricWriter(workdir / "metrics.jsonl", step, tensorboard=tensorboard, on_line=on_line)
+        with lines as writer, stop_on_signals() as stop:
             recorder = Recorder(config, writer, on_step)
-            recorder.start(start)
-            for step in range(start + 1, steps + 1):
-                state, metrics = train_step(state, jax.device_put(inputs.batch(step - 1)))
-                recorder.put(step, metrics)
+            recorder.start(step)
+            while step < steps:
+                step += 1
+                state, metrics = train_step(state, jax.device_put(inputs.batch(position.batch(step))))
                 stopping = stop.signum  # looked at once: a later signal belongs to the next step
-                if every.eval_every_steps and (step % every.eval_every_steps == 0 or step == steps):
-                    recorder.flush()
-                    loss = validation_loss_nats(config, state.params, inputs)
-                    require_finite("validation loss", step, loss)
-                    writer.write({"step": step, "validation_loss_nats": loss})
-                if step % every.checkpoint_every_steps == 0 or step == steps or stopping is not None:
-                    recorder.flush()
-                    # The loss was that of the parameters before this step; what is saved must be good too.
-                    require_finite("norm of the parameters", step, float(optax.tree.norm(state.params)))
-                    checkpoints.save(state, config, inputs.provenance)
+                try:
+                    recorder.put(step, metrics, probe(step, state.params))
+                    if every.eval_every_steps and (step % every.eval_every_steps == 0 or step == steps):
+                        recorder.flush()
+                        loss = validation_loss_nats(config, state.params, inputs)
+                        recorder.require_finite("validation loss", step, loss)
+                        writer.write({"step": step, "validation_loss_nats": loss})
+                    scheduled = step % every.checkpoint_every_steps == 0 or step == steps
+                    if scheduled or stopping is not None:
+                        recorder.flush()
+                        # The loss was that of the parameters before this step; what is saved must be good too.
+                        recorder.require_finite("norm of the parameters", step, recorder.param_norm)
+                        position = position._replace(roll_backs=0) if scheduled else position
+                        checkpoints.save(state, config, inputs.provenance | position.to_json())
+                except RollBack as bad:
+                    checkpoints.wait()
+                    del state, metrics  # their memory is needed
+                    state, position, step = _go_back(bad, position, checkpoints, config, inputs, writer)
+                    recorder.start(step)
+                    continue
                 if stopping is not None:
                     checkpoints.wait()
                     raise Interrupted(stopping, step)
@@ -96,3 +115,19 @@ def train(
         if stop.signum is not None:
             raise Interrupted(stop.signum, steps)
     return state
+
+
+def _go_back(
+    bad: RollBack, position: Position, checkpoints: Checkpoints, config: Config, inputs: Inputs, writer: MetricWriter
+) -> tuple[TrainState, Position, int]:
+    """The state, place in the data and step that a run goes on from after a bad step."""
+    newest, every = checkpoints.latest_step(), config.train.checkpoint_every_steps
+    origin = step_before(bad.step, every, checkpoints.directory, newest)
+    step = origin or 0
+    position = position.after(bad, step)
+    state, _ = _state_after(origin, checkpoints, config, inputs)
+    writer.roll_back(step)
+    # Under the step that comes next, so that a resumed run drops it with what it will do again.
+    told = {"step": step + 1, "event": ROLLED_BACK, "why": bad.why, "to_step": step}
+    writer.write(told | position.to_json())
+    return state, position, step

@@ -1,44 +1,74 @@
 """metrics.jsonl: one JSON object a line, the truth about a run."""
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from orthojax.train.files import write_text
+from orthojax.train.tensorboard import TensorBoard
+
+ROLLED_BACK = "rolled_back"
 
 
 class MetricWriter:
-    """Appends to a metrics file; on resume, lines past the restored step are dropped first."""
+    """Appends to a metrics file; what a restored state does not know of is dropped first."""
 
-    def __init__(self, path: Path, resume_step: int):
+    def __init__(
+        self,
+        path: Path,
+        resume_step: int,
+        *,
+        tensorboard: TensorBoard | None = None,
+        on_line: Callable[[dict[str, Any]], None] = lambda values: None,
+    ):
         """Opens the file.
 
         Args:
           path: The metrics.jsonl.
           resume_step: Optimizer steps that the restored state has taken; 0 starts afresh.
+          tensorboard: Where the same values go, too.
+          on_line: Called with every line that is written.
         """
-        kept = [line for line in read_metrics(path) if line["step"] <= resume_step]
+        self._path, self._tensorboard, self._on_line = path, tensorboard, on_line
+        self._keep([line for line in read_metrics(path) if line["step"] <= resume_step])
+
+    def roll_back(self, step: int) -> None:
+        """Drops the lines of later steps, but for those that tell of other roll-backs to this one."""
+        self._file.close()
+        lines = read_metrics(self._path)
+        self._keep([line for line in lines if line["step"] <= step or line.get("event") == ROLLED_BACK])
+
+    def _keep(self, lines: list[dict[str, Any]]) -> None:
         # Not in place: a kill in between would lose the lines of the steps that are not repeated.
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._path = path
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        write_text(self._path, "".join(json.dumps(line) + "\n" for line in lines))
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        if self._tensorboard:
+            self._tensorboard.restart(lines)
 
     def write(self, values: dict[str, Any]) -> None:
-        """Writes one line, at once.
+        """Writes one line, at once; numbers that are not finite, which JSON does not have, are left out.
 
         Raises:
           OSError: Where the disk refuses, with the name of the file.
         """
+        values = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
         try:
             self._file.write(json.dumps(values) + "\n")
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
+        if self._tensorboard:
+            self._tensorboard.write(values)
+        self._on_line(values)
 
     def __enter__(self) -> "MetricWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+        if self._tensorboard:
+            self._tensorboard.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -52,3 +82,40 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             break  # killed while writing; what follows is rewritten on resume
     return lines
+
+
+def describe_line(line: dict[str, Any], steps: int) -> str:
+    """A line for people.
+
+    Args:
+      line: As in metrics.jsonl.
+      steps: Of the whole run.
+
+    >>> describe_line({"step": 40, "loss_nats": 4.2, "learning_rate": 3e-4, "tokens_per_second": 51234.5}, 800)
+    'step 40/800 loss 4.2000 lr 3.00e-04 51.2k tokens/s'
+    >>> describe_line({"step": 7, "event": "skipped", "why": "the loss is not finite at step 7: nan"}, 800)
+    'step 7/800 skipped: the loss is not finite at step 7: nan'
+    """
+    parts = [f"step {line['step']}/{steps}"]
+    if "event" in line:
+        parts.append(f"{line['event'].replace('_', ' ')}: {line['why']}")
+    for key, form in (
+        ("loss_nats", "loss {:.4f}"),
+        ("learning_rate", "lr {:.2e}"),
+        ("tokens_per_second", "{}tokens/s"),
+        ("mfu", "MFU {:.1%}"),
+        ("validation_loss_nats", "validation loss {:.4f}"),
+        ("kurtosis_first", "kurtosis {:.2f} first,"),
+        ("kurtosis_rest", "{:.2f} rest"),
+    ):
+        if key in line:
+            value = _short(line[key]) if key == "tokens_per_second" else line[key]
+            parts.append(form.format(value))
+    return " ".join(parts)
+
+
+def _short(number: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{letter} "
+    return f"{number:.0f} "

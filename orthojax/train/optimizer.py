@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from orthojax.config import OptimConfig, RotationConfig
+from orthojax.config import Config, OptimConfig, RotationConfig
 from orthojax.optim import RotatedAxes, Rotation, in_rotated_basis, rotate, scale_by_orthoadam, warmup_cosine
+from orthojax.train.bad_steps import leave_out_bad_steps
 
 _WRITERS = ("attention/output", "mlp/output")
 _TABLES = ("token_embedding", "position_embedding", "head")
@@ -152,3 +153,15 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
         parts.append(("weight_decay", optax.add_decayed_weights(config.weight_decay, decay_mask)))
     parts.append(("learning_rate", optax.scale_by_learning_rate(learning_rate_schedule(config, steps))))
     return optax.named_chain(*parts)
+
+
+def run_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of a run: that of `make_optimizer`, which leaves out bad steps where the run watches for them.
+
+    Returns:
+      A transformation to which `update` may always give `value=` the loss in nats.
+    """
+    optimizer = make_optimizer(config.optim, config.train.steps)
+    if config.train.watches_steps:
+        return leave_out_bad_steps(optimizer, config.train.spike_nats)
+    return optax.with_extra_args_support(optimizer)

@@ -1,75 +1,110 @@
-"""What a run tells of its steps, and what it makes of a loss that is not finite."""
+"""What a run tells of its steps, and what it makes of the bad ones."""
 
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
-import numpy as np
 
+from orthojax.analysis import Statistics
 from orthojax.config import Config
-from orthojax.errors import UserError
+from orthojax.train.bad_steps import MOST_IN_A_ROW, DivergedError, RollBack, diverged, why_bad
 from orthojax.train.metric_writer import MetricWriter
-from orthojax.train.optimizer import learning_rate_schedule
+from orthojax.train.probe import probe_metrics
 from orthojax.train.step import StepMetrics
-
-
-class DivergedError(UserError):
-    """The loss became NaN or infinite."""
-
-
-def require_finite(what: str, step: int, value: float) -> None:
-    """Raises DivergedError, naming the step, unless the value is finite."""
-    if not math.isfinite(value):
-        raise DivergedError(
-            f"the {what} is not finite at step {step}: {value}",
-            hint="the last good checkpoint is kept; try a lower optim.learning_rate or a longer warm-up elsewhere",
-        )
+from orthojax.train.utilization import model_flops_per_token, model_flops_utilization
 
 
 class Recorder:
-    """Fetches metrics one step late, so that the device never waits for the host; stops on a non-finite loss."""
+    """Fetches metrics one step late, so that the device never waits for the host; judges the steps by the run's policy.
+
+    Attributes:
+      param_norm: Norm of the parameters after the last step that was handled.
+    """
 
     def __init__(self, config: Config, writer: MetricWriter, on_step: Callable[[int, float], None]):
         self._config, self._writer, self._on_step = config, writer, on_step
-        self._schedule = learning_rate_schedule(config.optim, config.train.steps)
-        self._pending: tuple[int, StepMetrics] | None = None
-        self._clock = (time.monotonic(), 0)
+        self._flops_per_token = model_flops_per_token(config.model, config.data.sequence_length)
+        self.param_norm = 0.0
 
-    def put(self, step: int, metrics: StepMetrics) -> None:
-        """Takes the metrics of `step` and handles those of the step before."""
-        previous, self._pending = self._pending, (step, metrics)
+    def start(self, step: int) -> None:
+        """Begins after so many steps, with nothing pending: sets the clock of tokens per second."""
+        self._pending: tuple[int, StepMetrics, Statistics | None] | None = None
+        self._clock = (time.monotonic(), step)
+
+    def put(self, step: int, metrics: StepMetrics, probed: Statistics | None = None) -> None:
+        """Takes the metrics of `step`, and what the probe saw after it, and handles those of the step before.
+
+        Raises:
+          DivergedError: Where the step before ends the run.
+          RollBack: Where the run goes back to before it.
+        """
+        previous, self._pending = self._pending, (step, metrics, probed)
         if previous:
             self._handle(*previous)
 
     def flush(self) -> None:
-        """Handles what is pending."""
-        if self._pending:
-            self._handle(*self._pending)
-            self._pending = None
+        """Handles what is pending; raises as `put`."""
+        previous, self._pending = self._pending, None
+        if previous:
+            self._handle(*previous)
 
-    def _handle(self, step: int, metrics: StepMetrics) -> None:
-        total, tokens, grad_norm = (float(value) for value in jax.device_get(metrics))
-        loss = total / tokens
-        require_finite("loss", step, loss)
-        require_finite("norm of the gradient", step, grad_norm)
-        every = self._config.train.log_every_steps
-        if step % every == 0 or step in (1, self._config.train.steps):
-            now, (before, at) = time.monotonic(), self._clock
-            self._clock = (now, step)
-            rate = (step - at) * tokens / (now - before)
-            self._writer.write(
-                {
-                    "step": step,
-                    "tokens": step * int(tokens),
-                    "loss_nats": loss,
-                    "learning_rate": float(np.asarray(self._schedule(step - 1))),
-                    "grad_norm": grad_norm,
-                    "tokens_per_second": round(rate, 1),
-                }
-            )
+    def require_finite(self, what: str, step: int, value: float) -> None:
+        """Judges another number of a step: no step can be skipped for it, but the run can go back.
+
+        Raises:
+          DivergedError: Where it is not finite.
+          RollBack: The same, where that is the policy.
+        """
+        if not math.isfinite(value):
+            raise self._refusal(step, f"the {what} is not finite at step {step}: {value}")
+
+    def _handle(self, step: int, metrics: StepMetrics, probed: Statistics | None) -> None:
+        metrics, probed = jax.device_get((metrics, probed))
+        loss, grad_norm = float(metrics.loss_sum_nats) / float(metrics.target_tokens), float(metrics.grad_norm)
+        self.param_norm = float(metrics.param_norm)
+        train = self._config.train
+        why = why_bad(step, loss, grad_norm, metrics.bad_steps, train.spike_nats)
+        if why and train.on_bad_step != "skip":
+            raise self._refusal(step, why)
+        if why:
+            self._skipped(step, why, metrics)
+        elif step % train.log_every_steps == 0 or step in (1, train.steps):
+            self._writer.write(self._line(step, loss, grad_norm, metrics))
+        if probed is not None:
+            self._writer.write({"step": step} | probe_metrics(probed))
         self._on_step(step, loss)
 
-    def start(self, step: int) -> None:
-        """Starts the clock of tokens per second."""
-        self._clock = (time.monotonic(), step)
+    def _line(self, step: int, loss: float, grad_norm: float, metrics: StepMetrics) -> dict[str, Any]:
+        now, (before, at) = time.monotonic(), self._clock
+        self._clock = (now, step)
+        tokens, update_norm = int(metrics.target_tokens), float(metrics.update_norm)
+        rate = (step - at) * tokens / max(now - before, 1e-9)
+        line = {
+            "step": step,
+            "tokens": step * tokens,
+            "loss_nats": loss,
+            "learning_rate": float(metrics.learning_rate),
+            "grad_norm": grad_norm,
+            "update_norm": update_norm,
+            "param_norm": self.param_norm,
+            "update_to_param_ratio": update_norm / self.param_norm if self.param_norm else math.inf,
+            "tokens_per_second": round(rate, 1),
+        }
+        mfu = model_flops_utilization(rate, self._flops_per_token)
+        if mfu is not None:
+            line["mfu"] = round(mfu, 4)
+        if self._config.train.on_bad_step == "skip" and metrics.bad_steps is not None:
+            line["skipped_steps"] = int(metrics.bad_steps.skipped_steps)
+        return line
+
+    def _skipped(self, step: int, why: str, metrics: StepMetrics) -> None:
+        assert metrics.bad_steps is not None
+        skipped, in_a_row = int(metrics.bad_steps.skipped_steps), int(metrics.bad_steps.in_a_row)
+        self._writer.write({"step": step, "event": "skipped", "why": why, "skipped_steps": skipped})
+        if in_a_row >= MOST_IN_A_ROW:
+            raise diverged(f"{in_a_row} steps in a row were skipped, {skipped} in all; {why}")
+
+    def _refusal(self, step: int, why: str) -> DivergedError | RollBack:
+        return RollBack(step, why) if self._config.train.on_bad_step == "roll_back" else diverged(why)

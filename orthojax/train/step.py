@@ -13,7 +13,8 @@ from orthojax.fields import replace
 from orthojax.model import Transformer
 from orthojax.ops.chunked_cross_entropy import chunked_cross_entropy_sum_nats, positions_at_once
 from orthojax.ops.losses import cross_entropy_nats
-from orthojax.train.optimizer import make_optimizer
+from orthojax.train.bad_steps import STATE_NAME, BadSteps
+from orthojax.train.optimizer import learning_rate_schedule, run_optimizer
 
 
 class TrainState(NamedTuple):
@@ -25,11 +26,15 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """Sums and counts of one step, all shape=()."""
+    """What one step tells, all shape=(); norms are those of all parameters together."""
 
     loss_sum_nats: jax.Array
     target_tokens: jax.Array
-    grad_norm: jax.Array
+    grad_norm: jax.Array  # before clipping
+    learning_rate: jax.Array
+    update_norm: jax.Array  # of what was added to the parameters
+    param_norm: jax.Array  # of the parameters after it
+    bad_steps: BadSteps | None  # where the run watches for them
 
 
 def split_tokens(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -84,7 +89,7 @@ def parameter_shapes(config: Config) -> Any:
 
 def optimizer_state_bytes(config: Config) -> int:
     """Bytes of the optimizer state of a run; nothing is computed."""
-    optimizer = make_optimizer(config.optim, config.train.steps)
+    optimizer = run_optimizer(config)
     return sum(
         leaf.size * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(jax.eval_shape(optimizer.init, parameter_shapes(config)))
@@ -103,7 +108,7 @@ def _program(config: Config) -> Config:
 
 @functools.lru_cache(maxsize=32)
 def _jitted_init(config: Config) -> Callable[[jax.Array], TrainState]:
-    optimizer = make_optimizer(config.optim, config.train.steps)
+    optimizer = run_optimizer(config)
 
     @jax.jit
     def init(key):
@@ -116,17 +121,28 @@ def _jitted_init(config: Config) -> Callable[[jax.Array], TrainState]:
 @functools.lru_cache(maxsize=32)
 def _jitted_train_step(config: Config) -> Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]:
     model = Transformer(config.model)
-    optimizer = make_optimizer(config.optim, config.train.steps)
+    optimizer = run_optimizer(config)
+    schedule = learning_rate_schedule(config.optim, config.train.steps)
 
     def mean_loss(params, tokens):
         total, count = loss_sum_nats(model, params, tokens, config.train.loss_chunk_positions)
         return total / count, (total, count)
 
     def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, StepMetrics]:
-        (_, (total, count)), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params, tokens)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        (loss, (total, count)), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params, tokens)
+        opt_state: Any
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=loss)
         params = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, opt_state), StepMetrics(total, count, optax.tree.norm(grads))
+        metrics = StepMetrics(
+            loss_sum_nats=total,
+            target_tokens=count,
+            grad_norm=optax.tree.norm(grads),
+            learning_rate=jnp.asarray(schedule(state.opt_state["learning_rate"].count)),
+            update_norm=optax.tree.norm(updates),
+            param_norm=optax.tree.norm(params),
+            bad_steps=opt_state.get(STATE_NAME),
+        )
+        return TrainState(state.step + 1, params, opt_state), metrics
 
     return jax.jit(train_step, donate_argnums=0)
 

@@ -1,0 +1,339 @@
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import math
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
+from orthojax.errors import UserError
+from orthojax.fields import replace
+from orthojax.model import flops_per_token
+from orthojax.progress import Progress
+from orthojax.train import (
+    Inputs,
+    evaluate,
+    init_state,
+    keep_compiled_programs,
+    loop,
+    make_train_step,
+    read_metrics,
+    train,
+    utilization,
+)
+from orthojax.train.compile_cache import default_folder
+from orthojax.train.optimizer import learning_rate_schedule
+from orthojax.train.probe import PROBED, Probe, probe_metrics
+
+ROOT = Path(__file__).parents[1]
+CONFIG = Config(
+    model=ModelConfig(vocab_size=32, max_length=8, d_model=16, num_layers=2, num_heads=2, d_mlp=32),
+    optim=OptimConfig(optimizer="adam", learning_rate=0.02, warmup_steps=2),
+    data=DataConfig(sequence_length=8),
+    train=TrainConfig(
+        steps=8, batch_size=4, log_every_steps=2, eval_every_steps=0, checkpoint_every_steps=4,
+        probe_every_steps=3, probe_sequences=4,
+    ),
+    eval=EvalConfig(sequences=12, batch_size=4),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once():
+    """The runs differ in what they tell alone, and share their compiled functions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "init_state", lambda _: init_state(CONFIG))
+        patch.setattr(loop, "make_train_step", lambda _: make_train_step(CONFIG))
+        yield
+
+
+def rows(step, n=4):
+    return np.random.default_rng(step).integers(0, 32, (n, 9), dtype=np.int32)
+
+
+INPUTS = Inputs(rows, rows(999, 12), None, {"source": "test"}, None)
+
+
+def norm(tree):
+    return math.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree)))
+
+
+@functools.cache
+def states():
+    """The parameters before the first step and after each."""
+    state, step = init_state(CONFIG), make_train_step(CONFIG)
+    params = [jax.tree.map(np.array, state.params)]
+    for i in range(8):
+        state, _ = step(state, rows(i))
+        params.append(jax.tree.map(np.array, state.params))
+    return params
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One run with all telemetry on, on devices of a made-up peak; its folder and the lines that it called out."""
+    folder, told = tmp_path_factory.mktemp("run"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utilization, "_PEAK_FLOPS_PER_SECOND", {"cpu": 1e9})
+        state = train(replace(CONFIG, {"train.tensorboard": True}), INPUTS, folder, on_line=told.append)
+    return folder, told, state
+
+
+def test_a_line_tells_the_norms_the_rate_and_the_speed_of_its_step(run):
+    params = states()
+    lines = [line for line in read_metrics(run[0] / "metrics.jsonl") if "loss_nats" in line]
+    assert [line["step"] for line in lines] == [1, 2, 4, 6, 8]
+    schedule = learning_rate_schedule(CONFIG.optim, 8)
+    for line in lines:
+        before, after = params[line["step"] - 1], params[line["step"]]
+        assert line["param_norm"] == pytest.approx(norm(after), rel=1e-5)
+        update = jax.tree.map(np.subtract, after, before)
+        assert line["update_norm"] == pytest.approx(norm(update), rel=1e-4, abs=1e-9)
+        assert line["update_to_param_ratio"] == pytest.approx(norm(update) / norm(after), rel=1e-4, abs=1e-9)
+        assert line["learning_rate"] == pytest.approx(float(schedule(line["step"] - 1)), rel=1e-6)
+        # All eight fake devices, and half of the attention matrix, which is all that a causal model needs.
+        flops = flops_per_token(CONFIG.model, 8) - 6 * 2 * 8 * 16
+        assert line["mfu"] == pytest.approx(line["tokens_per_second"] * flops / (1e9 * 8), abs=1e-4)
+    assert max(line["update_norm"] for line in lines) > 0.1
+
+
+def test_where_the_peak_is_unknown_there_is_no_mfu(tmp_path):
+    train(replace(CONFIG, {"train.probe_every_steps": 0}), INPUTS, tmp_path)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert all("tokens_per_second" in line and "mfu" not in line for line in lines)
+    assert len(lines) == 5
+
+
+def test_what_a_run_calls_out_is_what_it_writes(run):
+    assert run[1] == read_metrics(run[0] / "metrics.jsonl")
+
+
+# The probe.
+
+
+def test_the_probe_sees_what_the_evaluation_of_its_rows_sees(run, monkeypatch):
+    monkeypatch.setattr("orthojax.quant.SETTINGS", {})
+    lines = [line for line in read_metrics(run[0] / "metrics.jsonl") if "kurtosis_first" in line]
+    assert [line["step"] for line in lines] == [3, 6]
+    params = states()
+    for line in lines:
+        few = INPUTS._replace(evaluation=INPUTS.evaluation[[0, 3, 6, 9]])
+        expected = evaluate(CONFIG, params[line["step"]], few)
+        names = {f"{name}{suffix}" for name in PROBED for suffix in ("", "/layer_0", "/layer_1")}
+        sinks = {"sink_rate", "sink_rate/layer_0", "sink_rate/layer_1"}
+        assert line.keys() == names | sinks | {"step", "probe_sequences"}
+        for name in names | sinks:
+            assert line[name] == pytest.approx(expected[name], rel=1e-5), name
+        assert line["probe_sequences"] == 4
+    assert lines[0]["kurtosis_first/layer_0"] != lines[0]["kurtosis_first/layer_1"]
+
+
+def test_looking_changes_no_bit_of_the_run(run):
+    for a, b in zip(jax.tree.leaves(run[2].params), jax.tree.leaves(states()[-1]), strict=True):
+        assert np.array_equal(a, b)
+
+
+@pytest.mark.slow
+def test_bigram_backcopy_is_probed_with_its_own_statistics():
+    task = BigramBackcopy.from_text(default_text(), 3)
+    model = dataclasses.replace(CONFIG.model, vocab_size=task.vocab_size)
+    config = dataclasses.replace(CONFIG, model=model, data=DataConfig(kind="bigram_backcopy", sequence_length=8))
+    data = Inputs(rows, task.batch(0, 4, 8, 7), None, {}, task)
+    params = init_state(config).params
+    metrics = probe_metrics(Probe(config, data)(3, params))
+    expected = evaluate(config, params, data)
+    assert metrics.pop("probe_sequences") == 4
+    assert metrics.keys() >= {"sink_attention", "sink_logit_gap/layer_1", "value_norm_first", "residual_norm_rest"}
+    for name, value in metrics.items():
+        assert value == pytest.approx(expected[name], rel=1e-5), name
+
+
+# TensorBoard.
+
+
+def scalars(folder):
+    """(tag, step) -> every value, from the records of the event files: length, its checksum, bytes, their checksum."""
+    from tensorboardX.proto import event_pb2
+
+    found = {}
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (size,) = struct.unpack_from("<Q", data, at)
+            event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
+            at += 12 + size + 4
+            for value in event.summary.value:
+                found.setdefault((value.tag, event.step), []).append(value.simple_value)
+    return found
+
+
+def as_scalars(lines):
+    return {(name, line["step"]): [np.float32(v)] for line in lines for name, v in line.items() if name != "step"}
+
+
+def test_tensorboard_has_every_number_once_also_after_a_resume(run, tmp_path):
+    assert scalars(run[0] / "tensorboard") == as_scalars(read_metrics(run[0] / "metrics.jsonl"))
+    shutil.copytree(run[0], tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/8")
+    (tmp_path / "run/tensorboard/note.txt").write_text("not ours")
+    train(replace(CONFIG, {"train.tensorboard": True}), INPUTS, tmp_path / "run")
+    lines = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 6, 6, 8]
+    assert scalars(tmp_path / "run/tensorboard") == as_scalars(lines)
+    assert (tmp_path / "run/tensorboard/note.txt").exists()
+
+
+def test_without_its_package_tensorboard_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(UserError, match=r"tensorboardX") as error:
+        train(replace(CONFIG, {"train.tensorboard": True}), INPUTS, tmp_path / "run")
+    assert "orthojax[tensorboard]" in str(error.value)
+    assert len(str(error.value).splitlines()) == 3
+    assert not (tmp_path / "run").exists()
+
+
+# No waiting.
+
+
+def test_the_loop_moves_nothing_between_host_and_device_unasked(tmp_path):
+    config = replace(CONFIG, {"train.checkpoint_every_steps": 3})
+    seen = []
+    with contextlib.ExitStack() as stack:
+
+        def on_start(_):
+            stack.enter_context(jax.transfer_guard("disallow"))
+
+        def on_step(step, _):
+            seen.append(step)
+            if step == 4:  # the guard is awake
+                with pytest.raises(Exception, match=r"[Dd]isallowed host-to-device transfer"):
+                    jax.numpy.add(np.ones(2), 1)
+
+        train(config, INPUTS, tmp_path, on_start=on_start, on_step=on_step)
+    assert seen == list(range(1, 9))
+
+
+def test_the_host_asks_for_a_step_only_when_the_next_one_is_under_way(tmp_path, monkeypatch):
+    config = replace(CONFIG, {"train.checkpoint_every_steps": 8})
+    happened, of = [], {}
+    step, get = make_train_step(config), jax.device_get
+
+    def dispatched(state, tokens):
+        state, metrics = step(state, tokens)
+        number = len(of) + 1
+        of[number] = [id(leaf) for leaf in jax.tree.leaves(metrics)]
+        kept.append(metrics)
+        happened.append(("dispatched", number))
+        return state, metrics
+
+    def fetched(tree):
+        ids = [id(leaf) for leaf in jax.tree.leaves(tree)]
+        happened.extend(("fetched", number) for number, own in of.items() if set(own) & set(ids))
+        return get(tree)
+
+    kept = []  # so that ids stay unique
+    monkeypatch.setattr(loop, "make_train_step", lambda _: dispatched)
+    monkeypatch.setattr(jax, "device_get", fetched)
+    train(config, INPUTS, tmp_path)
+    for number in range(1, 8):
+        assert happened.index(("fetched", number)) > happened.index(("dispatched", number + 1))
+    assert [number for what, number in happened if what == "fetched"] == list(range(1, 9))
+
+
+# The console.
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_on_a_narrow_terminal_the_line_still_shows_the_time_left(monkeypatch):
+    monkeypatch.setattr("orthojax.progress.shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
+    stream = Terminal()
+    with Progress(800, stream=stream) as progress:
+        progress.advance(400, "step 400/800 loss 4.2000 lr 3.00e-04 51.2k tokens/s")
+    assert "tokens/s | 0:00, 0:00 left" in stream.getvalue()
+
+
+# Compiled programs.
+
+
+@pytest.fixture
+def jax_settings():
+    names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_where_compiled_programs_are_kept(jax_settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert default_folder() == tmp_path / "cache/orthojax/xla"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert default_folder() == tmp_path / "home/.cache/orthojax/xla"
+
+    jax.config.update("jax_enable_compilation_cache", False)  # as JAX_ENABLE_COMPILATION_CACHE=false does
+    assert keep_compiled_programs() is None
+    assert not (tmp_path / "home").exists()
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))  # as JAX_COMPILATION_CACHE_DIR does
+    assert keep_compiled_programs() == tmp_path / "own"
+    assert keep_compiled_programs(str(tmp_path / "flag")) == tmp_path / "flag"
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "flag")
+    assert keep_compiled_programs("") is None
+    assert not jax.config.jax_enable_compilation_cache
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(jax_settings, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    with pytest.warns(UserWarning, match="compiled programs are not kept: .*file"):
+        assert keep_compiled_programs(str(tmp_path / "file/cache")) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_allclose(jax.jit(lambda x: x * 7.25)(np.ones(3, np.float32)), 7.25)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_the_programs_of_the_first(tmp_path):
+    code = """
+import jax, jax.monitoring, json
+from orthojax.train import keep_compiled_programs
+counts = {}
+def count(name, **_): counts[name.rpartition("/")[2]] = counts.get(name.rpartition("/")[2], 0) + 1
+jax.monitoring.register_event_listener(count)
+keep_compiled_programs()
+print(float(jax.jit(lambda x: jax.numpy.sin(x) @ x)(jax.numpy.arange(8.0))))
+print(json.dumps({name: counts.get(name, 0) for name in ("cache_hits", "cache_misses")}))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"} | {
+        "XDG_CACHE_HOME": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_ENABLE_COMPILATION_CACHE": "true", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
+    }  # fmt: skip
+    said = [
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        .stdout.splitlines()
+        for _ in range(2)
+    ]  # fmt: skip
+    assert said[0][0] == said[1][0]
+    first, second = (json.loads(lines[1]) for lines in said)
+    assert first["cache_hits"] == 0
+    assert first["cache_misses"] >= 1
+    assert second["cache_misses"] == 0
+    assert second["cache_hits"] >= 1
+    assert list((tmp_path / "orthojax/xla").iterdir())
