@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from orthojax.data import token_files
-from orthojax.data.corpus import Document
+from orthojax.data import encoding, token_files
+from orthojax.data.text_files import Document
 from orthojax.data.token_files import open_token_file, prepare, sidecar_path
 from orthojax.data.tokenizers import ByteTokenizer
 from orthojax.errors import UserError
@@ -43,6 +43,8 @@ def test_contents_and_sidecar(tmp_path):
         "file_count": 2,
         "split": "train",
         "data_sha256": hashlib.sha256(raw).hexdigest(),
+        "sample_sha256": hashlib.sha256(raw).hexdigest(),  # all of so small a file
+        "shard": "",
     }
     assert sorted(p.name for p in file.path.parent.iterdir()) == ["train.bin", "train.json"]
 
@@ -58,7 +60,7 @@ def test_dtype_holds_every_id(tmp_path, vocab_size, dtype):
 def test_batches_of_documents_do_not_show(tmp_path, monkeypatch):
     documents = [Document(str(i), "x" * i) for i in range(30)]
     whole = make(tmp_path / "a.bin", documents)
-    monkeypatch.setattr(token_files, "_ENCODE_CHARACTERS", 50)
+    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 50)
     calls = []
     parts = make(tmp_path / "b.bin", iter(documents), total_bytes=435, progress=lambda *call: calls.append(call))
     assert parts.info == whole.info
