@@ -100,10 +100,10 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
 def resolve_split(split: str, sizes: dict[str, int]) -> tuple[str, int, int]:
     """A split in the notation of TFDS as (name, first example, the one after the last).
 
-    Percentages are rounded to the closest example, as TFDS does.
+    As TFDS does, percentages are rounded to the closest example, and where one bound is one, both are.
 
-    >>> resolve_split("train[10%:-5]", {"train": 44})
-    ('train', 4, 39)
+    >>> resolve_split("train[10%:]", {"train": 44}), resolve_split("train[-10:-5]", {"train": 44})
+    (('train', 4, 44), ('train', 34, 39))
 
     Raises:
       UserError: For an unknown split, another notation, or an empty slice.
@@ -115,10 +115,10 @@ def resolve_split(split: str, sizes: dict[str, int]) -> tuple[str, int, int]:
     if name not in sizes:
         raise UserError(f"there is no split {name!r}", allowed=" | ".join(sizes), hint=nearest(name, sizes))
     size = sizes[name]
-    bounds = []
+    bounds, percent = [], "%" in split
     for text, default in ((match[2], 0), (match[3], size)):
         bound = default if text is None else int(text.rstrip("%"))
-        if text and text.endswith("%"):
+        if text and percent:
             bound = round(bound * size / 100)
         bounds.append(min(max(bound + size if bound < 0 else bound, 0), size))
     if bounds[0] >= bounds[1]:

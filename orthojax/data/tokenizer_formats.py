@@ -123,7 +123,7 @@ def _read_ranks(content: bytes, where: Path) -> dict[bytes, int]:
 
 
 def _letters() -> list[str]:
-    """The character that stands for each byte in such vocabularies: itself where it is printed, else one from 256 on."""
+    """The character that stands for each byte: itself where it is printed, else one from 256 on."""
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printed else next(others)) for byte in range(256)]

@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     read_rows: Callable[[int, int, int], np.ndarray] | None = None  # reads a part of a batch, where that saves reading
 
     def batch_rows(self, step: int, start: int, stop: int) -> np.ndarray:
-        """The rows [start, stop) of the batch of one step, int32 [stop - start, T + 1], for a process that holds them."""
+        """Rows [start, stop) of the batch of a step, int32 [stop - start, T + 1], for a process that holds them."""
         return self.read_rows(step, start, stop) if self.read_rows else self.batch(step)[start:stop]
 
 
