@@ -127,11 +127,53 @@ def test_wrong_files(tmp_path):
     with pytest.raises(UserError, match=r"train\.bin has 8 bytes, its sidecar says 10"):
         open_token_file(path)
     path.write_bytes(b"\x01" + original[1:])
-    open_token_file(path)
     with pytest.raises(UserError, match=r"train\.bin does not have the sha256 of its sidecar"):
-        open_token_file(path, verify=True)
+        open_token_file(path)
     with pytest.raises(UserError, match="its own sidecar"):
         make(tmp_path / "train.json")
+
+
+def test_a_look_at_a_large_file_and_the_whole_of_it(tmp_path):
+    """Another file of the same size is noticed at once, one changed byte when all is read."""
+    path = tmp_path / "train.bin"
+    make(path, [Document("a", "word " * 40_000)])
+    content, block = bytearray(path.read_bytes()), 4096
+    blocks = [content[(len(content) - block) * i // 15 :][:block] for i in range(16)]
+    assert json.loads(sidecar_path(path).read_text())["sample_sha256"] == hashlib.sha256(b"".join(blocks)).hexdigest()
+    content[block] ^= 1
+    path.write_bytes(content)
+    open_token_file(path)
+    with pytest.raises(UserError, match="does not have the sha256 of its sidecar"):
+        open_token_file(path, verify=True)
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="does not have the sha256 of its sidecar"):
+        open_token_file(path)
+
+
+def test_sidecars_of_earlier_versions(tmp_path):
+    path = tmp_path / "train.bin"
+    make(path)
+    values = json.loads(sidecar_path(path).read_text())
+    del values["sample_sha256"], values["shard"]
+    sidecar_path(path).write_text(json.dumps(values))
+    assert open_token_file(path, verify=True).info.shard == ""
+
+
+def test_long_documents_are_cut_at_lines(tmp_path, monkeypatch):
+    seen = []
+
+    class Listening(ByteTokenizer):
+        def encode_batch(self, texts):
+            seen.extend(texts)
+            return super().encode_batch(texts)
+
+    documents = [Document("a", "0123\n5678\nabcdefghijklmnop"), Document("b", "short")]
+    whole = make(tmp_path / "a.bin", documents)
+    monkeypatch.setattr(encoding, "_LONGEST_TEXT", 8)
+    cut = make(tmp_path / "b.bin", documents, tokenizer=Listening())
+    assert seen == ["0123\n", "5678\n", "abcdefgh", "ijklmnop", "short"]
+    assert cut.tokens.tolist() == whole.tokens.tolist()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import numpy as np
 from orthojax.errors import UserError
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, with its bits reversed
-_BLOCK = 1024  # bytes whose CRC is one lookup each, all at once
+_BLOCK = 256  # bytes whose CRC is one lookup each, all at once
 _HEADER = struct.Struct("<QI")
 
 
@@ -63,10 +63,10 @@ def crc32c(data: bytes) -> int:
         message = head + data[4:]
         return functools.reduce(operator.xor, map(list.__getitem__, reversed(last[: len(data)]), message)) ^ 0xFFFFFFFF
     blocks = np.zeros(-(-len(data) // _BLOCK) * _BLOCK, np.uint8)
-    blocks[-len(data) :] = np.frombuffer(data, np.uint8)
     begin = len(blocks) - len(data)
+    blocks[begin:] = np.frombuffer(data, np.uint8)
     blocks[begin : begin + 4] ^= 255
-    parts = np.bitwise_xor.reduce(table[blocks.reshape(-1, _BLOCK) + _OFFSETS], axis=1)
+    parts = np.bitwise_xor.reduce(table.take(blocks.reshape(-1, _BLOCK) + _OFFSETS), axis=1)
     crc = 0
     for part in parts.tolist():  # the CRC so far acts on a block as if its first four bytes were XORed with it
         crc = first[0][crc & 255] ^ first[1][crc >> 8 & 255] ^ first[2][crc >> 16 & 255] ^ first[3][crc >> 24] ^ part
@@ -89,36 +89,40 @@ def read_records(path: Path, skip: int = 0) -> Iterator[bytes]:
     Raises:
       UserError: Where the file cannot be read, ends within a record, or a CRC does not match.
     """
-    number, offset = 0, 0
+    number = offset = 0
     try:
         with open(path, "rb") as file:
             while header := file.read(_HEADER.size):
-                where = f"record {number} of {path}, at byte {offset},"
-                length = _length(header, where)
+                length = _length(header)
                 if number < skip:
                     file.seek(length + 4, 1)
                 else:
-                    yield _data(file, length, where)
+                    yield _data(file, length)
                 number, offset = number + 1, offset + _HEADER.size + length + 4
+    except ValueError as error:
+        raise UserError(
+            f"record {number} of {path}, at byte {offset}, {error}", hint="no TFRecord file, or fetch it again"
+        ) from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _length(header: bytes, where: str) -> int:
+def _length(header: bytes) -> int:
     if len(header) < _HEADER.size:
-        raise UserError(f"{where} is cut short", hint="fetch the file again")
+        raise ValueError("is cut short")
     length, crc = _HEADER.unpack(header)
     if masked_crc32c(header[:8]) != crc:
-        raise UserError(f"{where} has a damaged length: no TFRecord file, or a damaged one", hint="fetch it again")
+        raise ValueError("has a damaged length")
     return length
 
 
-def _data(file: IO[bytes], length: int, where: str) -> bytes:
-    data, crc = file.read(length), file.read(4)
-    if len(data) < length or len(crc) < 4:
-        raise UserError(f"{where} is cut short", hint="fetch the file again")
-    if masked_crc32c(data) != int.from_bytes(crc, "little"):
-        raise UserError(f"{where} does not have its checksum: the file is damaged", hint="fetch it again")
+def _data(file: IO[bytes], length: int) -> bytes:
+    content = file.read(length + 4)
+    if len(content) < length + 4:
+        raise ValueError("is cut short")
+    data = content[:length]
+    if masked_crc32c(data) != int.from_bytes(content[length:], "little"):
+        raise ValueError("does not have its checksum")
     return data
 
 
@@ -152,18 +156,22 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 def _fields(message: bytes, number: int) -> Iterator[bytes]:
     """The contents of every length-delimited field of that number; others are passed over."""
-    position = 0
+    position, size = 0, len(message)
     try:
-        while position < len(message):
-            key, position = _varint(message, position)
+        while position < size:
+            key, position = message[position], position + 1
+            if key > 127:
+                key, position = _varint(message, position - 1)
             kind = key & 7
             if kind == 2:
-                length, position = _varint(message, position)
-                if position + length > len(message):
+                length, position = message[position], position + 1
+                if length > 127:
+                    length, position = _varint(message, position - 1)
+                begin, position = position, position + length
+                if position > size:
                     raise ValueError("a field runs past the end")
                 if key >> 3 == number:
-                    yield message[position : position + length]
-                position += length
+                    yield message[begin:position]
             elif kind == 0:
                 _, position = _varint(message, position)
             elif kind in (1, 5):
