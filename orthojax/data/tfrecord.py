@@ -132,14 +132,13 @@ def bytes_feature(example: bytes, name: str) -> bytes | None:
     Raises:
       ValueError: Where the bytes are no such message.
     """
-    found, wanted = None, name.encode()
+    wanted = name.encode()
     for features in _fields(example, 1):
         for entry in _fields(features, 1):
-            if next(iter(_fields(entry, 1)), b"") == wanted:
+            if next(_fields(entry, 1), b"") == wanted:
                 lists = [part for feature in _fields(entry, 2) for part in _fields(feature, 1)]
-                values = [value for part in lists for value in _fields(part, 1)]
-                found = values[0] if values else None
-    return found
+                return next((value for part in lists for value in _fields(part, 1)), None)
+    return None
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:

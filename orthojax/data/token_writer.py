@@ -229,6 +229,7 @@ def _finished(path: Path, made_of: dict[str, Any], notes: Path) -> TokenFile | N
     if path.exists() and (sidecar_path(path).exists() or not notes.exists()):
         file = open_token_file(path)
         _require_same(path, dataclasses.asdict(file.info), made_of, "the same command, or another --output")
+        notes.unlink(missing_ok=True)
         return file
     return None
 
