@@ -60,6 +60,18 @@ def require_usable(folder: Path, tokenizer_spec: str) -> None:
         raise UserError(f"{folder} is a file", allowed="a new or empty folder")
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder, where it is not there.
+
+    Raises:
+      UserError: Where it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder}: {error.strerror}") from None
+
+
 def text_parts(paths: Sequence[str] | None, splits: Sequence[str], folder: Path) -> list[Part]:
     """Splits of text files, or of the embedded corpus.
 
@@ -128,7 +140,7 @@ def prepare(
     names = [part.name for part in parts]
     if len(set(names)) < len(names):
         raise UserError(f"the token files would have one name: {', '.join(names)}", allowed="one split, with --name")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     tokenizer = shared_tokenizer(folder / "tokenizer.json", tokenizer_spec, lambda: _sample(parts[0]))
     files = []
     for part in parts:
@@ -194,7 +206,7 @@ def _open_text(paths: Sequence[str] | None, folder: Path, *, divide: bool) -> tu
         hold_out = HoldOut(**known["hold_out"])
     elif divide:
         hold_out = corpus.hold_out(documents(text_source(corpus).pieces(0, 1)))
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         content = {"files": files, "sha256": corpus.sha256, "hold_out": dataclasses.asdict(hold_out)}
         _replace(notes, json.dumps(content, indent=2) + "\n")
     return corpus, hold_out

@@ -237,7 +237,8 @@ def _array_record_pieces(
 def _read_array_record(folder: Path, split: str, feature: str, size: float, start: int, *, stop: int) -> Iterator[Item]:
     import tensorflow_datasets as tfds  # slow to import
 
-    source: Any = tfds.builder_from_directory(str(folder)).as_data_source(split=split)
+    builder: Any = tfds.builder_from_directory(str(folder))
+    source = builder.as_data_source(split=split)
     for first in range(start, stop, _READ_AT_ONCE):
         numbers = range(first, min(first + _READ_AT_ONCE, stop))
         for number, example in zip(numbers, source.__getitems__(list(numbers)), strict=True):

@@ -243,6 +243,7 @@ def _write_tokens(
 
 def _read_sidecar(path: Path, again: str) -> TokenFileInfo:
     sidecar = sidecar_path(path)
+    values: Any = None
     try:
         values = json.loads(sidecar.read_bytes())
     except FileNotFoundError:
@@ -252,7 +253,7 @@ def _read_sidecar(path: Path, again: str) -> TokenFileInfo:
     hints = typing.get_type_hints(TokenFileInfo)
     version = values.get("format_version") if isinstance(values, dict) else None
     if isinstance(values, dict):
-        values = {"sample_sha256": "", "shard": ""} | values  # earlier versions wrote neither
+        values = {"sample_sha256": "", "shard": "", **values}  # earlier versions wrote neither
     if version != FORMAT_VERSION or {name: type(value) for name, value in values.items()} != hints:
         raise UserError(f"{sidecar} does not describe a token file of format {FORMAT_VERSION}", hint=again)
     if values["dtype"] not in ("uint16", "uint32") or values["n_tokens"] < 1:

@@ -6,9 +6,9 @@ all of them, in their order.
 
 import bisect
 import dataclasses
-import functools
 import glob
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -31,14 +31,14 @@ def shard_path(path: Path, index: int, count: int) -> Path:
 
 
 class JoinedTokens:
-    """Memory maps of several files, sliced as if they were one array.
+    """Memory maps of several files, sliced as if they were one array; very many files are opened for each reading.
 
     Attributes:
       dtype: uint16 or uint32.
     """
 
     def __init__(self, paths: list[Path], lengths: list[int], dtype: np.dtype):
-        """Opens nothing yet.
+        """Opens the files, where they are not too many.
 
         Args:
           paths: Files of little-endian integers.
@@ -48,10 +48,18 @@ class JoinedTokens:
         self.dtype = dtype
         self._paths = paths
         self._ends = np.cumsum(lengths).tolist()
-        self._map = functools.lru_cache(_OPEN_AT_ONCE)(self._open)
+        few = len(paths) <= _OPEN_AT_ONCE
+        self._maps = [np.asarray(np.memmap(path, dtype, "r")) for path in paths] if few else []
 
-    def _open(self, index: int) -> np.ndarray:
-        return np.asarray(np.memmap(self._paths[index], self.dtype, "r"))
+    def _read(self, index: int, start: int, stop: int) -> np.ndarray:
+        if self._maps:
+            return self._maps[index][start:stop]
+        file = os.open(self._paths[index], os.O_RDONLY)
+        try:
+            size = self.dtype.itemsize
+            return np.frombuffer(os.pread(file, (stop - start) * size, start * size), self.dtype)
+        finally:
+            os.close(file)
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -66,7 +74,7 @@ class JoinedTokens:
         while start < stop:
             first = self._ends[index - 1] if index else 0
             end = min(stop, self._ends[index])
-            parts.append(self._map(index)[start - first : end - first])
+            parts.append(self._read(index, start - first, end - first))
             start, index = end, index + 1
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
 
