@@ -348,8 +348,9 @@ def test_wrong_requests(tmp_path):
         prepared(tmp_path / "out", [tmp_path / "a.txt"], shard=(1, 2))
     assert not [name for name in contents(tmp_path / "out") if name != "tokenizer.json"]
     parts = text_parts([str(tmp_path / "a.txt")], ["all"], tmp_path / "out")
-    with pytest.raises(UserError, match=r"--name=a/b is no name"):
-        renamed(parts, "a/b")
+    for name in ("a/b", "source"):  # the sidecar of the latter would be the folder's source.json
+        with pytest.raises(UserError, match=rf"--name={name} is no name"):
+            renamed(parts, name)
     with pytest.raises(UserError, match="one name: x, x"):
         prepare(tmp_path / "out", renamed(parts * 2, "x"), "bytes")
     with pytest.raises(UserError, match="already exists and holds no token files"):

@@ -109,9 +109,9 @@ def renamed(parts: Sequence[Part], name: str) -> list[Part]:
     """The parts with another name for their token files; as they are where it is ''.
 
     Raises:
-      UserError: Where it is no name of a file.
+      UserError: Where it is no name of a file, or that of another file of the folder.
     """
-    if name and (name != Path(name).name or name.startswith(".")):
+    if name and (name != Path(name).name or name.startswith(".") or name in ("tokenizer", "source")):
         raise UserError(f"--name={name} is no name of a file", allowed="a name such as train")
     return [dataclasses.replace(part, name=name or part.name) for part in parts]
 
