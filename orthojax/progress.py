@@ -11,7 +11,8 @@ from tqdm import tqdm
 
 def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes}:{seconds:02d}"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 class Progress:
@@ -97,5 +98,30 @@ def tokenizing_progress(stream: TextIO | None = None) -> Callable[[str, int, int
         progress.advance(done - progress.done, f"{label}: {done / 1e6:.1f} of {total / 1e6:.1f} MB")
         if done >= total:
             progress.close()
+
+    return report
+
+
+def preparation_progress(what: str, stream: TextIO | None = None) -> Callable[[int, int, int], None]:
+    """A callback that shows how far a token file is: (bytes of the source done, in all, tokens so far).
+
+    What was there at the first call was done before this process, and says nothing about its speed.
+    """
+    shown: list[Progress] = []
+    begin = [0, time.monotonic()]
+
+    def report(done: int, total: int, tokens: int) -> None:
+        if not shown:
+            shown.append(Progress(max(total, 1), stream=stream, every_seconds=2.0))
+            shown[0].skip(done)
+            begin[:] = tokens, time.monotonic()
+        seconds = time.monotonic() - begin[1]
+        speed = f", {(tokens - begin[0]) / seconds / 1e6:.2f}M tokens/s" if seconds else ""
+        size = (
+            f"{done / 1e6:.1f} of {total / 1e6:.1f} MB" if total < 1e10 else f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"
+        )
+        shown[0].advance(done - shown[0].done, f"tokenising {what}: {size}, {tokens / 1e6:.1f}M tokens{speed}")
+        if done >= total:
+            shown[0].close()
 
     return report

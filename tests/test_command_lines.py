@@ -444,7 +444,7 @@ def test_token_files_are_made_trained_on_and_refused_when_cut(home):
     done = run("prepare_data", "--input=text.txt,", "--output=tokens", cwd=home)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in (home / "tokens").iterdir()} == {
-        "tokenizer.json", "train.bin", "train.json", "validation.bin", "validation.json",
+        "source.json", "tokenizer.json", "train.bin", "train.json", "validation.bin", "validation.json",
     }  # fmt: skip
     arguments = [
         *SMALL, "--workdir=new", "--config.data.kind=tokens",

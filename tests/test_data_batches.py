@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from orthojax.data.batches import TokenBatches
+from orthojax.data.token_shards import JoinedTokens
 from orthojax.errors import UserError
 
 T, B, ROWS = 3, 4, 12
@@ -116,3 +117,34 @@ def test_too_few_tokens():
         batches().spread_rows(ROWS + 1)
     with pytest.raises(UserError, match="too few"):
         batches(tokens=np.arange(0))
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_read_their_rows_of_the_one_batch(processes):
+    source, share = batches(batch_size=8), 8 // processes
+    for step in (0, 3, 11):
+        parts = [batches(batch_size=8).rows(step, p * share, (p + 1) * share) for p in range(processes)]
+        np.testing.assert_array_equal(np.concatenate(parts), source(step))
+    assert source.rows(0, 3, 3).shape == (0, T + 1)
+    with pytest.raises(IndexError, match="rows 4:9 of a batch of 8"):
+        source.rows(0, 4, 9)
+
+
+def test_no_other_rows_are_read():
+    """A part of a batch touches no more of the file than its own rows."""
+    read = []
+
+    class Watched(JoinedTokens):
+        def __init__(self):
+            pass
+
+        def __len__(self):
+            return ROWS * T + 1
+
+        def __getitem__(self, part):
+            read.append(part.start // T)
+            return np.arange(part.start, part.stop)
+
+    source = TokenBatches(Watched(), T, B, 5)
+    rows = source.rows(4, 1, 3)
+    assert read == row_numbers(rows) == row_numbers(batches()(4))[1:3]

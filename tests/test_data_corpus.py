@@ -9,7 +9,9 @@ import subprocess
 import pytest
 
 from orthojax.data import corpus as corpus_lib
-from orthojax.data.corpus import Document, embedded_corpus, split_by_name, split_by_text, text_corpus
+from orthojax.data.corpus import embedded_corpus, text_corpus
+from orthojax.data.splits import BY_NAME, divide, hold_out_by_text
+from orthojax.data.text_files import Document
 from orthojax.errors import UserError
 
 
@@ -77,7 +79,7 @@ def test_embedded_split_is_by_file_and_stable(stdlib):
     assert sorted(train + validation) == sorted(stdlib.documents())
     assert 0.05 < sum(len(text) for _, text in validation) / sum(len(text) for _, text in train + validation) < 0.10
     # A file stays where it is, whatever its text and whatever other files there are.
-    _, alone = split_by_name([Document(name, "changed") for name, _ in validation])
+    _, alone = divide([Document(name, "changed") for name, _ in validation], BY_NAME)
     assert [name for name, _ in alone] == [name for name, _ in validation]
 
 
@@ -154,6 +156,10 @@ def test_bad_paths(tmp_path):
         text_corpus([tmp_path / "missing.txt"])
     with pytest.raises(UserError, match="no text files"):
         text_corpus([])
+
+
+def split_by_text(documents):
+    return divide(documents, hold_out_by_text(iter(documents)))
 
 
 def test_text_split_of_many_documents():

@@ -156,7 +156,7 @@ def test_kind_tokens(text_config, tmp_path):
     np.testing.assert_array_equal(opened.train, made.train)
     np.testing.assert_array_equal(opened.validation, made.validation)
     assert opened.provenance == made.provenance
-    assert opened.tokenizer_path is None
+    assert opened.tokenizer_path == made.tokenizer_path
     assert not (tmp_path / "unused").exists()
     with pytest.raises(UserError, match="is a validation split"):
         open_dataset(dataclasses.replace(config, paths=config.paths[::-1]), tmp_path)

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from orthojax.data import token_files
-from orthojax.data.corpus import Document
+from orthojax.data import encoding, token_files
+from orthojax.data.text_files import Document
 from orthojax.data.token_files import open_token_file, prepare, sidecar_path
 from orthojax.data.tokenizers import ByteTokenizer
 from orthojax.errors import UserError
@@ -43,6 +43,8 @@ def test_contents_and_sidecar(tmp_path):
         "file_count": 2,
         "split": "train",
         "data_sha256": hashlib.sha256(raw).hexdigest(),
+        "sample_sha256": hashlib.sha256(raw).hexdigest(),  # all of so small a file
+        "shard": "",
     }
     assert sorted(p.name for p in file.path.parent.iterdir()) == ["train.bin", "train.json"]
 
@@ -58,7 +60,7 @@ def test_dtype_holds_every_id(tmp_path, vocab_size, dtype):
 def test_batches_of_documents_do_not_show(tmp_path, monkeypatch):
     documents = [Document(str(i), "x" * i) for i in range(30)]
     whole = make(tmp_path / "a.bin", documents)
-    monkeypatch.setattr(token_files, "_ENCODE_CHARACTERS", 50)
+    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 50)
     calls = []
     parts = make(tmp_path / "b.bin", iter(documents), total_bytes=435, progress=lambda *call: calls.append(call))
     assert parts.info == whole.info
@@ -125,11 +127,53 @@ def test_wrong_files(tmp_path):
     with pytest.raises(UserError, match=r"train\.bin has 8 bytes, its sidecar says 10"):
         open_token_file(path)
     path.write_bytes(b"\x01" + original[1:])
-    open_token_file(path)
     with pytest.raises(UserError, match=r"train\.bin does not have the sha256 of its sidecar"):
-        open_token_file(path, verify=True)
+        open_token_file(path)
     with pytest.raises(UserError, match="its own sidecar"):
         make(tmp_path / "train.json")
+
+
+def test_a_look_at_a_large_file_and_the_whole_of_it(tmp_path):
+    """Another file of the same size is noticed at once, one changed byte when all is read."""
+    path = tmp_path / "train.bin"
+    make(path, [Document("a", "word " * 40_000)])
+    content, block = bytearray(path.read_bytes()), 4096
+    blocks = [content[(len(content) - block) * i // 15 :][:block] for i in range(16)]
+    assert json.loads(sidecar_path(path).read_text())["sample_sha256"] == hashlib.sha256(b"".join(blocks)).hexdigest()
+    content[block] ^= 1
+    path.write_bytes(content)
+    open_token_file(path)
+    with pytest.raises(UserError, match="does not have the sha256 of its sidecar"):
+        open_token_file(path, verify=True)
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="does not have the sha256 of its sidecar"):
+        open_token_file(path)
+
+
+def test_sidecars_of_earlier_versions(tmp_path):
+    path = tmp_path / "train.bin"
+    make(path)
+    values = json.loads(sidecar_path(path).read_text())
+    del values["sample_sha256"], values["shard"]
+    sidecar_path(path).write_text(json.dumps(values))
+    assert open_token_file(path, verify=True).info.shard == ""
+
+
+def test_long_documents_are_cut_at_lines(tmp_path, monkeypatch):
+    seen = []
+
+    class Listening(ByteTokenizer):
+        def encode_batch(self, texts):
+            seen.extend(texts)
+            return super().encode_batch(texts)
+
+    documents = [Document("a", "0123\n5678\nabcdefghijklmnop"), Document("b", "short")]
+    whole = make(tmp_path / "a.bin", documents)
+    monkeypatch.setattr(encoding, "_LONGEST_TEXT", 8)
+    cut = make(tmp_path / "b.bin", documents, tokenizer=Listening())
+    assert seen == ["0123\n", "5678\n", "abcdefgh", "ijklmnop", "short"]
+    assert cut.tokens.tolist() == whole.tokens.tolist()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from orthojax.config.checks import require
-from orthojax.fields import check_types
+from orthojax.fields import added, check_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,12 +14,16 @@ class DataConfig:
     Attributes:
       kind: `embedded` is Python's own standard library, `text` reads the text or jsonl files in `paths`, `tokens` a
         train and a validation token file made by launch/prepare_data.py, `bigram_backcopy` is the synthetic task.
-      paths: Files of `text` (any number) or `tokens` (two: train, validation).
-      tokenizer: `bytes`, `bpe:N` (trained on the corpus, N ids) or the path of a tokenizer.json.
+      paths: Of `text`, files, folders and patterns (any number); of `tokens` two: the train and the validation file,
+        each either there or, under the same name, in shards that --shard=i/n of launch/prepare_data.py made.
+      tokenizer: `bytes`, `bpe:N` (trained on the corpus, N ids) or the path of a tokenizer: a tokenizer.json, GPT-2's
+        vocab.json beside its merges.txt, a sentencepiece .model or the token ranks of Llama 3.
       sequence_length: Input positions of one row.
       bos: Start every row with the beginning-of-sequence token.
       seed: Seed of the order of the rows.
       trigger_count: Bigram-Backcopy: the k most frequent characters are triggers.
+      verify: Compare the sha256 of all token files when they are opened, which reads them whole; otherwise their sizes
+        and a few blocks of each are compared.
     """
 
     kind: Literal["embedded", "text", "tokens", "bigram_backcopy"] = "embedded"
@@ -29,6 +33,7 @@ class DataConfig:
     bos: bool = False
     seed: int = 0
     trigger_count: int = 3
+    verify: bool = added(False)
 
     def __post_init__(self):
         check_types(self, "data")

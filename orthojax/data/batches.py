@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from orthojax.data.token_shards import JoinedTokens, Tokens
 from orthojax.errors import UserError
 
 
@@ -26,7 +27,7 @@ class TokenBatches:
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: Tokens,
         sequence_length: int,
         batch_size: int,
         seed: int,
@@ -35,7 +36,7 @@ class TokenBatches:
         """Cuts the tokens into rows; nothing is read yet.
 
         Args:
-          tokens: Integers [n], usually the memory map of a token file.
+          tokens: Integers [n], usually the memory map of a token file or those of several.
           sequence_length: T, the input positions of a row.
           batch_size: Rows of a batch.
           seed: Seed of the order of the rows.
@@ -47,7 +48,8 @@ class TokenBatches:
           UserError: Where the tokens do not fill one batch.
         """
         extra = 0 if bos_id is not None else 1  # the last target lies one past the inputs unless bos shifts them
-        self.tokens = np.asarray(tokens)  # still the memory map, but slices of a plain array are cheaper
+        # Still the memory map, but slices of a plain array are cheaper.
+        self.tokens = tokens if isinstance(tokens, JoinedTokens) else np.asarray(tokens)
         self.sequence_length = sequence_length
         self.batch_size = batch_size
         self.seed = seed
@@ -64,7 +66,7 @@ class TokenBatches:
     def _order(self) -> Any:
         import grain  # slow to import, and not needed for `spread_rows`
 
-        return grain.MapDataset.range(self.n_rows).seed(self.seed).shuffle().repeat().batch(self.batch_size)
+        return grain.MapDataset.range(self.n_rows).seed(self.seed).shuffle().repeat()
 
     def __call__(self, step: int) -> np.ndarray:
         """The batch of one step.
@@ -75,7 +77,23 @@ class TokenBatches:
         Returns:
           int32 [batch_size, sequence_length + 1].
         """
-        return self._rows(self._order[step].tolist())
+        return self.rows(step, 0, self.batch_size)
+
+    def rows(self, step: int, start: int, stop: int) -> np.ndarray:
+        """Some rows of the batch of one step, for a process that holds a part of it; no others are read.
+
+        Args:
+          step: 0 or more.
+          start: The first row of the batch.
+          stop: The row after the last, at most batch_size.
+
+        Returns:
+          int32 [stop - start, sequence_length + 1], equal to `self(step)[start:stop]`.
+        """
+        if not 0 <= start <= stop <= self.batch_size:
+            raise IndexError(f"rows {start}:{stop} of a batch of {self.batch_size}")
+        order, first = self._order, step * self.batch_size
+        return self._rows([int(order[first + i]) for i in range(start, stop)])
 
     def spread_rows(self, n: int) -> np.ndarray:
         """Rows spread evenly over the whole text, in its order, for evaluation.

@@ -9,16 +9,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from orthojax.config import DataConfig
 from orthojax.data.corpus import Corpus, embedded_corpus, text_corpus
-from orthojax.data.token_files import FORMAT_VERSION, Progress, TokenFile, open_token_file, prepare
+from orthojax.data.token_files import FORMAT_VERSION, Progress, prepare
+from orthojax.data.token_shards import TokenFiles, Tokens, open_token_files
 from orthojax.data.tokenizers import make_tokenizer, tokenizer_identity
 from orthojax.errors import UserError
 
 # Goes up with any change of the rules of corpora, splits or tokenizers, so that old caches are not taken for new ones.
-RULES_VERSION = 1
+RULES_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Dataset:
       vocab_size: One more than the largest possible id.
       bos_id: Id that starts a row where rows start with one.
       eos_id: Id that follows every document.
-      train: uint16 or uint32 [n], a read-only memory map.
+      train: uint16 or uint32 [n], a read-only memory map or, of several files, what reads as one.
       validation: The same of the validation split.
       validation_bytes: UTF-8 bytes of the validation text; bits per byte are nats per token / ln 2 times
         len(validation) / validation_bytes.
@@ -40,8 +39,8 @@ class Dataset:
     vocab_size: int
     bos_id: int
     eos_id: int
-    train: np.ndarray
-    validation: np.ndarray
+    train: Tokens
+    validation: Tokens
     validation_bytes: int
     tokenizer_path: Path | None
     provenance: dict[str, Any]
@@ -63,7 +62,7 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
       ValueError: For kind `bigram_backcopy`, which has no token files.
     """
     if config.kind == "tokens":
-        return open_pair(Path(config.paths[0]), Path(config.paths[1]))
+        return open_pair(Path(config.paths[0]), Path(config.paths[1]), verify=config.verify)
     if config.kind == "bigram_backcopy":
         raise ValueError("bigram_backcopy is generated: see orthojax.data.bigram_backcopy")
     identity = tokenizer_identity(config.tokenizer)
@@ -73,8 +72,7 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
     folder = Path(cache_dir) / f"{corpus.kind}-{short}-{key.hexdigest()[:16]}"
     if not folder.is_dir():
         build_dataset(folder, corpus, config.tokenizer, progress)
-    dataset = open_pair(folder / "train.bin", folder / "validation.bin")
-    return dataclasses.replace(dataset, tokenizer_path=folder / "tokenizer.json")
+    return open_pair(folder / "train.bin", folder / "validation.bin", verify=config.verify)
 
 
 def build_dataset(folder: Path, corpus: Corpus, tokenizer_spec: str, progress: Progress | None) -> None:
@@ -122,13 +120,20 @@ def build_dataset(folder: Path, corpus: Corpus, tokenizer_spec: str, progress: P
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def open_pair(train_path: Path, validation_path: Path) -> Dataset:
-    """Opens a train and a validation token file.
+def open_pair(train_path: Path, validation_path: Path, *, verify: bool = False) -> Dataset:
+    """Opens a train and a validation token file, or all shards of each: see `orthojax.data.token_shards`.
+
+    A tokenizer.json beside the train file has to be the one that made it.
+
+    Args:
+      train_path: As `open_token_files`.
+      validation_path: The same.
+      verify: Compare the sha256 of every file, which reads them whole.
 
     Raises:
-      UserError: Where a file is missing or damaged, or the two do not belong together.
+      UserError: Where a file is missing or damaged, or they do not belong together.
     """
-    train, validation = open_token_file(train_path), open_token_file(validation_path)
+    train, validation = open_token_files(train_path, verify=verify), open_token_files(validation_path, verify=verify)
     if train.info.tokenizer_sha256 != validation.info.tokenizer_sha256:
         raise UserError(
             f"{train_path} and {validation_path} were made with different tokenizers "
@@ -147,7 +152,7 @@ def open_pair(train_path: Path, validation_path: Path) -> Dataset:
         train=train.tokens,
         validation=validation.tokens,
         validation_bytes=validation.info.n_bytes,
-        tokenizer_path=None,
+        tokenizer_path=_tokenizer_beside(train),
         provenance={
             "source": train.info.source,
             "source_sha256": train.info.source_sha256,
@@ -160,7 +165,19 @@ def open_pair(train_path: Path, validation_path: Path) -> Dataset:
     )
 
 
-def _facts(file: TokenFile) -> dict[str, Any]:
+def _tokenizer_beside(train: TokenFiles) -> Path | None:
+    path = train.path.parent / "tokenizer.json"
+    if not path.is_file():
+        return None
+    if hashlib.sha256(path.read_bytes()).hexdigest() != train.info.tokenizer_sha256:
+        raise UserError(
+            f"{path} is not the tokenizer of {train.path}: its sha256 is another one",
+            hint="put the right one back, or delete it: training needs the ids only",
+        )
+    return path
+
+
+def _facts(file: TokenFiles) -> dict[str, Any]:
     info = file.info
     return {
         "n_tokens": info.n_tokens,

@@ -1,6 +1,15 @@
-"""Text to ids and back: bytes, byte-level BPE trained on the corpus, or the user's own tokenizer.json.
+"""Text to ids and back: bytes, byte-level BPE trained on the corpus, or a published tokenizer by its path.
 
-The Hugging Face package `tokenizers` is imported only where a BPE is trained, loaded or used.
+| what | begins a row, where asked | follows every document |
+|---|---|---|
+| `bytes` | 256 | 257 |
+| `bpe:N` | <|bos|> | <|eos|> |
+| tokenizer.json | the first of `_BOS_NAMES` that it has, else as the next | the first of `_EOS_NAMES` |
+| GPT-2: vocab.json and merges.txt | <|endoftext|> | <|endoftext|> |
+| sentencepiece .model | its bos, or eos where it has none | its eos |
+| Llama 3: ranks in base64 | <|begin_of_text|> | <|end_of_text|> |
+
+The packages `tokenizers` and `sentencepiece` are imported only where they are used.
 """
 
 import abc
@@ -17,7 +26,10 @@ import numpy as np
 from orthojax.errors import UserError
 
 BOS, EOS = "<|bos|>", "<|eos|>"
-ALLOWED = "bytes | bpe:N (N ids, trained on the corpus) | the path of a tokenizer.json"
+ALLOWED = (
+    "bytes | bpe:N (N ids, trained on the corpus) | the path of a tokenizer.json, GPT-2's vocab.json, a sentencepiece "
+    ".model, the ranks of Llama 3, or of a folder with one"
+)
 SMALLEST_BPE = 260
 # What published tokenizers call the two; the first that exists counts.
 _EOS_NAMES = (EOS, "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|end▁of▁sentence|>")
@@ -120,14 +132,14 @@ def tokenizer_identity(spec: str) -> str:
         return spec
     if spec.startswith("bpe:"):
         return f"bpe:{_bpe_size(spec)}"
-    return "sha256:" + hashlib.sha256(_read_file(spec)).hexdigest()
+    return "sha256:" + hashlib.sha256(b"".join(_read_file(str(path)) for path in _files(spec))).hexdigest()
 
 
 def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
     """Makes the tokenizer that a config names.
 
     Args:
-      spec: `bytes`, `bpe:N` or the path of a tokenizer.json.
+      spec: `bytes`, `bpe:N` or a path, as `load_tokenizer`.
       texts: What `bpe:N` is trained on; not read otherwise.
 
     Raises:
@@ -176,27 +188,52 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
-    """Reads a tokenizer.json, or what `Tokenizer.save` wrote.
+    """Reads a published tokenizer, or what `Tokenizer.save` wrote.
 
     Args:
-      path: The file.
+      path: A tokenizer.json; GPT-2's vocab.json, beside its merges.txt; a sentencepiece .model; the ranks of Llama 3;
+        or a folder with one of them. What a file is shows in its contents.
       spec: What the tokenizer calls itself; None takes the file's name.
 
     Raises:
-      UserError: Where the file is missing, is no tokenizer.json, or has no end-of-text token under a usual name.
+      UserError: Where the file is missing, is no tokenizer, or has no end-of-text token under a usual name.
     """
-    content = _read_file(str(path))
+    from orthojax.data import sentencepiece_model, tokenizer_formats
+
+    file, *merges = _files(str(path))
+    content, spec = _read_file(str(file)), Path(path).name if spec is None else spec
     if content == _BYTES_FILE.encode():
         return ByteTokenizer()
-    allowed = "the tokenizer.json of a Hugging Face tokenizer"
-    try:
-        text = content.decode()
-        is_tokenizer = isinstance(json.loads(text), dict)
-    except ValueError:
-        raise UserError(f"{path} is not JSON", allowed=allowed) from None
-    if not is_tokenizer:
-        raise UserError(f"{path} is JSON, but not of a tokenizer", allowed=allowed)
-    return _from_json(text, Path(path).name if spec is None else spec, str(path))
+    if merges:
+        text = tokenizer_formats.gpt2_json(content, _read_file(str(merges[0])), file)
+    elif tokenizer_formats.is_ranks(content):
+        text = tokenizer_formats.ranks_json(content, file)
+    elif file.suffix == ".model":
+        return sentencepiece_model.load(content, spec, str(file))
+    else:
+        allowed = "the tokenizer.json of a Hugging Face tokenizer"
+        try:
+            text = content.decode()
+            values = json.loads(text)
+        except ValueError:
+            raise UserError(f"{file} is not JSON", allowed=allowed) from None
+        if not isinstance(values, dict):
+            raise UserError(f"{file} is JSON, but not of a tokenizer", allowed=allowed)
+        if model := sentencepiece_model.unwrap(values):
+            return sentencepiece_model.load(model, spec, str(file))
+    return _from_json(text, spec, str(file))
+
+
+def _files(spec: str) -> list[Path]:
+    """The files that a path means: one, or GPT-2's two."""
+    pairs, path = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}, Path(spec)
+    if path.is_dir():
+        names = ["tokenizer.json", *pairs, "tokenizer.model", "spiece.model"]
+        found = [name for name in names if (path / name).is_file()]
+        if not found:
+            raise UserError(f"tokenizer {spec!r} is a folder without a tokenizer", allowed=" | ".join(names))
+        path = path / found[0]
+    return [path, path.with_name(pairs[path.name])] if path.name in pairs else [path]
 
 
 def _from_json(text: str, spec: str, where: str) -> Tokenizer:
@@ -231,8 +268,6 @@ def _bpe_size(spec: str) -> int:
 
 def _read_file(spec: str) -> bytes:
     path = Path(spec)
-    if path.is_dir():
-        raise UserError(f"tokenizer {spec!r} is a folder", allowed=ALLOWED)
     try:
         return path.read_bytes()
     except FileNotFoundError:

@@ -22,6 +22,11 @@ class Inputs(NamedTuple):
     bits_per_nat_of_loss: float | None  # bits per byte of text for each nat per token; None without text
     provenance: dict[str, Any]  # JSON values: hashes and counts of everything read
     task: BigramBackcopy | None  # the synthetic task, where it is one
+    read_rows: Callable[[int, int, int], np.ndarray] | None = None  # reads a part of a batch, where that saves reading
+
+    def batch_rows(self, step: int, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of the batch of a step, int32 [stop - start, T + 1], for a process that holds them."""
+        return self.read_rows(step, start, stop) if self.read_rows else self.batch(step)[start:stop]
 
 
 def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int, int], None] | None = None) -> Inputs:
@@ -58,6 +63,7 @@ def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int
         len(dataset.validation) / dataset.validation_bytes / math.log(2),
         dataset.provenance,
         None,
+        batches.rows,
     )
 
 
