@@ -20,7 +20,10 @@ class TrainConfig:
       log_every_steps: Steps between lines of metrics.jsonl.
       eval_every_steps: Steps between validation losses; 0 leaves them out.
       checkpoint_every_steps: Steps between checkpoints; one is also written at the end and on SIGTERM or Ctrl-C.
-      keep_checkpoints: How many of the newest checkpoints stay.
+      keep_checkpoints: How many of the newest checkpoints stay; with 2, there is one to go on from where the newest is
+        damaged.
+      keep_every_steps: Checkpoints at multiples of so many steps stay for good; 0 leaves that out.
+      keep_best: How many of the checkpoints with the lowest validation loss stay.
     """
 
     steps: int = 1000
@@ -32,12 +35,26 @@ class TrainConfig:
     eval_every_steps: int = 100
     checkpoint_every_steps: int = 100
     keep_checkpoints: int = 2
+    keep_every_steps: int = added(0)
+    keep_best: int = added(0)
 
     def __post_init__(self):
         check_types(self, "train")
         for name in ("steps", "batch_size", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints"):
             value = getattr(self, name)
             require(value >= 1, f"train.{name}={value}", "at least 1")
+        require(self.keep_best >= 0, f"train.keep_best={self.keep_best}", "at least 0")
+        require(
+            not self.keep_best or self.eval_every_steps > 0,
+            f"train.keep_best={self.keep_best} without validation losses",
+            "with train.eval_every_steps of at least 1",
+        )
+        require(
+            self.keep_every_steps >= 0 and self.keep_every_steps % self.checkpoint_every_steps == 0,
+            f"train.keep_every_steps={self.keep_every_steps} with "
+            f"train.checkpoint_every_steps={self.checkpoint_every_steps}",
+            f"0, or a multiple of {self.checkpoint_every_steps}",
+        )
         require(self.eval_every_steps >= 0, f"train.eval_every_steps={self.eval_every_steps}", "at least 0")
         require(0 <= self.seed < 2**32, f"train.seed={self.seed}", "0 to 2**32 - 1")
         require(

@@ -2,12 +2,14 @@
 
 from orthojax.train.checkpoint import (
     Checkpoints,
+    DamagedError,
     find_checkpoint,
     list_arrays,
     read_config,
     read_json_item,
     read_params,
     require_same_data,
+    verify_checkpoint,
 )
 from orthojax.train.evaluation import Metrics, evaluate, evaluation_stages
 from orthojax.train.files import make_folder, write_text
@@ -32,6 +34,7 @@ from orthojax.train.workdir import check_workdir, prepare_workdir
 
 __all__ = [
     "Checkpoints",
+    "DamagedError",
     "DivergedError",
     "Inputs",
     "Metrics",
@@ -66,5 +69,6 @@ __all__ = [
     "require_same_data",
     "spread",
     "train",
+    "verify_checkpoint",
     "write_text",
 ]

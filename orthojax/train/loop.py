@@ -20,19 +20,26 @@ from orthojax.train.workdir import prepare_workdir, require_same_config
 
 
 def _first_state(checkpoints: Checkpoints, config: Config, inputs: Inputs) -> TrainState:
-    """The newest checkpoint of the run, or its beginning."""
-    state, step = init_state(config), checkpoints.latest_step()
-    if step is None and config.train.init_from:
+    """The newest whole checkpoint of the run, or its beginning."""
+
+    def accept(folder: Path) -> None:
+        require_same_config(config, read_config(folder), str(folder))
+        require_same_data(folder, inputs.provenance)
+
+    state = init_state(config)
+    saved = checkpoints.restore_newest(state, accept)
+    if saved is None and config.train.init_from:
         given = initial_params(config, inputs.provenance)
         return state._replace(
             params=jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), given, state.params)
         )
-    if step is None:
-        return state
-    folder = checkpoints.directory / str(step)
-    require_same_config(config, read_config(folder), str(folder))
-    require_same_data(folder, inputs.provenance)
-    return checkpoints.restore(state, step)
+    return state if saved is None else saved
+
+
+def _open_checkpoints(config: Config, workdir: Path) -> Checkpoints:
+    train = config.train
+    keep = {"keep": train.keep_checkpoints, "keep_every_steps": train.keep_every_steps, "keep_best": train.keep_best}
+    return Checkpoints(workdir / "checkpoints", **keep)
 
 
 def train(
@@ -61,11 +68,11 @@ def train(
     Raises:
       UserError: Where the workdir, a checkpoint or the disk does not allow it.
       DivergedError: Where the loss is not finite.
-      Interrupted: On SIGINT or SIGTERM, when the state is saved.
+      Interrupted: On SIGINT, SIGTERM or a preemption notice, when the state is saved.
     """
     prepare_workdir(workdir, config)
     steps, every = config.train.steps, config.train
-    with Checkpoints(workdir / "checkpoints", keep=config.train.keep_checkpoints) as checkpoints:
+    with _open_checkpoints(config, workdir) as checkpoints:
         state = _first_state(checkpoints, config, inputs)
         start = int(state.step)
         on_start(start)
@@ -78,12 +85,14 @@ def train(
             for step in range(start + 1, steps + 1):
                 state, metrics = train_step(state, jax.device_put(inputs.batch(step - 1)))
                 recorder.put(step, metrics)
-                stopping = stop.signum  # looked at once: a later signal belongs to the next step
+                checkpoints.check()
+                stopping = stop.at(step)  # asked once: a later signal belongs to the next step
                 if every.eval_every_steps and (step % every.eval_every_steps == 0 or step == steps):
                     recorder.flush()
                     loss = validation_loss_nats(config, state.params, inputs)
                     require_finite("validation loss", step, loss)
                     writer.write({"step": step, "validation_loss_nats": loss})
+                    checkpoints.validated(step, loss)
                 if step % every.checkpoint_every_steps == 0 or step == steps or stopping is not None:
                     recorder.flush()
                     # The loss was that of the parameters before this step; what is saved must be good too.
