@@ -38,7 +38,9 @@ class ChecksumHandler(ocp.AsyncCheckpointHandler):
                 }
                 for item, arrays in on_host.items()
             }
-            (directory / file_name(jax.process_index())).write_text(json.dumps(header | sums))
+            content = header | sums
+            content["own"] = json_checksum(content)  # of this very file
+            (directory / file_name(jax.process_index())).write_text(json.dumps(content))
 
         return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="checksums")]
 

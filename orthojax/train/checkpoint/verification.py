@@ -55,6 +55,8 @@ def read_checksums(step_folder: Path) -> Checksums:
         described: dict[str, dict[str, str]] = {"params": {}, "opt_state": {}}
         for process in range(int(first["processes"])):
             part = read_json_item(step_folder, "checksums", file_name(process)) if process else first
+            if part.pop("own", None) != json_checksum(part):
+                raise ValueError(f"{file_name(process)} does not have its own checksum")
             for item, arrays in sums.items():
                 for path, text in part[item].items():
                     kind, _, number = text.partition(" ")
@@ -65,7 +67,8 @@ def read_checksums(step_folder: Path) -> Checksums:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, DamagedError):
             raise
-        raise DamagedError(step_folder, f"item 'checksums': {type(error).__name__}: {error}") from error
+        problem = "{} is not a complete orthojax checkpoint: {}"
+        raise DamagedError(step_folder, f"item 'checksums': {error}", problem=problem) from error
 
 
 def require_fitting(step_folder: Path, checksums: Checksums, item: str, like: Any) -> None:
