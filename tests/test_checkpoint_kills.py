@@ -1,4 +1,4 @@
-"""Signals and kill -9 through the command line: nothing is lost, and the end is bit for bit that of an undisturbed run."""
+"""Signals and kill -9 through the command line: nothing is lost, and the end has the bits of an undisturbed run."""
 
 import os
 import random
