@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import future
 
 from orthojax.train.checkpoint.checksums import ALGORITHM, copy_to_host, describe_array, json_checksum, parts_sum
 
@@ -42,7 +43,7 @@ class ChecksumHandler(ocp.AsyncCheckpointHandler):
             content["own"] = json_checksum(content)  # of this very file
             (directory / file_name(jax.process_index())).write_text(json.dumps(content))
 
-        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="checksums")]
+        return [future.CommitFutureAwaitingContractedSignals(write(), name="checksums")]
 
     def save(self, directory: Any, args: "ChecksumSave") -> None:
         """The same, waited for."""

@@ -121,7 +121,7 @@ def _reader() -> ocp.StandardCheckpointer:
     return ocp.StandardCheckpointer(multiprocessing_options=alone)
 
 
-def _read_whole(step_folder: Path, item: str, device: jax.Device) -> Any:
+def _read_whole(step_folder: Path, item: str, device: Any) -> Any:
     """The item on one device, checked.
 
     Raises:
