@@ -1,10 +1,7 @@
 import functools
-import json
 import logging
 import random
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -131,41 +128,13 @@ def test_a_checkpoint_is_found_from_every_folder(finished, where, monkeypatch):
     assert find_checkpoint(Path(".")) == found
 
 
-FOREIGN_READER = """
-import json, sys, pathlib
-import jax
-import orbax.checkpoint as ocp
-
-step = pathlib.Path(sys.argv[1])
-checkpointer = ocp.StandardCheckpointer()
-device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-names, sums = [], {}
-for item in ("params", "opt_state"):
-    tree = checkpointer.metadata(step / item).item_metadata.tree
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    names += [f"{item}/{jax.tree_util.keystr(path, simple=True, separator='/')}" for path, leaf in leaves]
-    if item == "params":
-        like = jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device), tree)
-        params = checkpointer.restore(step / item, like)
-        sums = {"kernel": float(params["layers_0"]["attention"]["query"]["kernel"].sum())}
-assert not [name for name in sys.modules if name.startswith("orthojax")]
-print(json.dumps([names, sums, ocp.CheckpointManager(step.parent).latest_step()]))
-"""
-
-
-def test_plain_orbax_reads_it_and_finds_plain_names(finished):
+def test_names_are_plain(finished):
+    """What plain Orbax finds, which tests/test_checkpoint_meshes.py shows in a process without orthojax."""
     step = find_checkpoint(finished[0])
-    done = subprocess.run(
-        [sys.executable, "-c", FOREIGN_READER, str(step)], capture_output=True, text=True, check=True, cwd="/"
-    )
-    names, sums, latest = json.loads(done.stdout)
+    names = [f"{item}/{path}" for item in ("params", "opt_state") for path, _, _ in list_arrays(step, item)]
     kernel = "layers_0/attention/query/kernel"
     assert {f"params/{kernel}", f"opt_state/orthoadam/inner/mu/{kernel}", f"opt_state/orthoadam/inner/nu/{kernel}",
             "opt_state/learning_rate/count", "params/token_embedding/embedding"} <= set(names)  # fmt: skip
-    assert names == [f"{item}/{path}" for item in ("params", "opt_state") for path, _, _ in list_arrays(step, item)]
-    expected = read_params(step)["layers_0"]["attention"]["query"]["kernel"].sum()
-    assert sums["kernel"] == pytest.approx(float(expected), rel=1e-6)
-    assert latest == 11
 
 
 # Going on.

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zlib
@@ -80,10 +81,11 @@ def saved(tmp_path_factory):
 
 
 SLOW = ("adam", "hadamard")
+MESHES = [(4, 1, 2), (8, 1, 1)]
 
 
 @pytest.mark.parametrize("kind", ["haar", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
-@pytest.mark.parametrize("sizes", [(4, 1, 2), (8, 1, 1), (1, 1, 1)])
+@pytest.mark.parametrize("sizes", [*MESHES, (1, 1, 1)])
 def test_a_state_saved_over_a_mesh_is_restored_onto_another(saved, kind, sizes):
     home, states = saved
     like = placed(init_state(replace(CONFIG, KINDS[kind])), sizes)
@@ -96,7 +98,7 @@ def test_a_state_saved_over_a_mesh_is_restored_onto_another(saved, kind, sizes):
         assert any("basis" in path for path in by_path(state.opt_state))
 
 
-@pytest.mark.parametrize("sizes", [(4, 1, 2), (8, 1, 1), (1, 1, 1)])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in MESHES)])
 def test_and_the_other_way_round(tmp_path, sizes):
     state = state_of(CONFIG)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
@@ -125,9 +127,13 @@ def test_the_parameters_alone_are_read_onto_one_device(saved, kind):
 def test_a_state_of_another_structure_is_refused_and_not_called_damaged(saved):
     home, _ = saved
     with Checkpoints(home / "adam/checkpoints", keep=2) as checkpoints:
-        for changes in ({"optim.rotation.kind": "haar"}, {"model.d_mlp": 64}, {"model.tie_embeddings": False}):
+        like = init_state(replace(CONFIG, KINDS["adam"]))
+        wider = like._replace(params=jax.tree.map(lambda x: np.tile(x, 2), like.params))
+        narrower = like._replace(params={name: tree for name, tree in like.params.items() if "embedding" not in name})
+        shorter = like._replace(opt_state=jax.tree.map(lambda x: x.astype("float16"), like.opt_state))
+        for other in (init_state(replace(CONFIG, KINDS["haar"])), wider, narrower, shorter):
             with pytest.raises(UserError, match="is of another structure: ") as refused:
-                checkpoints.restore_newest(init_state(replace(CONFIG, changes)))
+                checkpoints.restore_newest(other)
             assert not isinstance(refused.value, DamagedError)
     assert find_checkpoint(home / "adam").name == "5"
 
@@ -249,6 +255,12 @@ def test_verification_finds_what_is_damaged(saved, tmp_path):
     path.write_text(path.read_text().replace("5", "6"))
     with pytest.raises(DamagedError, match="data does not have its checksum"):
         verify_checkpoint(step)
+
+
+@pytest.mark.slow
+def test_inspection_finds_what_is_damaged(saved, tmp_path):
+    step = shutil.copytree(saved[0] / "adam/checkpoints/5", tmp_path / "5")
+    (step / "data/metadata").write_text("{}")
     done = inspect(".", "--verify", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: cannot read the checkpoint")
