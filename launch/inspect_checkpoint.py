@@ -1,17 +1,25 @@
-"""Shows what a checkpoint holds: python launch/inspect_checkpoint.py runs/mine.
+"""Shows what a checkpoint holds: python launch/inspect_checkpoint.py runs/mine --verify.
 
-Prints the step, the config and every array's name, shape and dtype; no array is read.
+Prints the step, the config, the data, and every array's name, type, shape and size. No array is read, unless --verify
+compares all of them with their checksums.
 """
 
 import math
 from pathlib import Path
 
+from absl import flags
+
 from orthojax import cli
 from orthojax.fields import flatten
 
+flags.DEFINE_bool("verify", False, "Read every array and compare it with its checksum.")
+FLAGS = flags.FLAGS
+
 
 def main(arguments: list[str]) -> None:
-    from orthojax.train import find_checkpoint, list_arrays, read_config, read_json_item
+    import numpy as np
+
+    from orthojax.train import find_checkpoint, list_arrays, read_config, read_json_item, verify_checkpoint
 
     step_folder = find_checkpoint(Path(arguments[0]))
     config = read_config(step_folder)
@@ -19,14 +27,20 @@ def main(arguments: list[str]) -> None:
     print("config:")
     for path, value in flatten(config).items():
         print(f"  {path} = {value}")
-    print("data:")
-    for name, value in read_json_item(step_folder, "data").items():
-        print(f"  {name}: {value!r}")
+    for item in ("data", "validation"):
+        if (step_folder / item).is_dir():
+            print(f"{item}:")
+            for name, value in read_json_item(step_folder, item).items():
+                print(f"  {name}: {value!r}")
     for item in ("params", "opt_state"):
         arrays = list_arrays(step_folder, item)
-        print(f"{item}: {len(arrays)} arrays, {sum(math.prod(shape) for _, shape, _ in arrays):,} numbers")
-        for path, shape, dtype in arrays:
-            print(f"  {path:64} {dtype:10} {list(shape)}")
+        sizes = [math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in arrays]
+        numbers = sum(math.prod(shape) for _, shape, _ in arrays)
+        print(f"{item}: {len(arrays)} arrays, {numbers:,} numbers, {sum(sizes):,} bytes")
+        for (path, shape, dtype), size in zip(arrays, sizes, strict=True):
+            print(f"  {path:64} {dtype:10} {list(shape)} {size:,} bytes")
+    if FLAGS.verify:
+        print(f"checksums: all hold, of {verify_checkpoint(step_folder):,} bytes")
 
 
 if __name__ == "__main__":

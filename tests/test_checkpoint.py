@@ -1,13 +1,7 @@
-import dataclasses
 import functools
-import json
 import logging
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,9 +11,10 @@ import pytest
 
 from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
 from orthojax.errors import UserError
-from orthojax.fields import replace, to_json
+from orthojax.fields import flatten, from_json, replace, to_json
 from orthojax.train import (
     Checkpoints,
+    DamagedError,
     Inputs,
     find_checkpoint,
     list_arrays,
@@ -30,9 +25,10 @@ from orthojax.train import (
     read_params,
     train,
 )
+from orthojax.train.checkpoint import Keep, Validation, handler, manager
+from orthojax.train.workdir import FREE_FIELDS, is_free, require_same_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-ROOT = Path(__file__).parents[1]
 CONFIG = Config(
     model=ModelConfig(vocab_size=258, max_length=8, d_model=16, num_layers=1, num_heads=2, d_mlp=32, scan_layers=False),
     optim=OptimConfig(optimizer="orthoadam", learning_rate=0.01, warmup_steps=2),
@@ -132,41 +128,13 @@ def test_a_checkpoint_is_found_from_every_folder(finished, where, monkeypatch):
     assert find_checkpoint(Path(".")) == found
 
 
-FOREIGN_READER = """
-import json, sys, pathlib
-import jax
-import orbax.checkpoint as ocp
-
-step = pathlib.Path(sys.argv[1])
-checkpointer = ocp.StandardCheckpointer()
-device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-names, sums = [], {}
-for item in ("params", "opt_state"):
-    tree = checkpointer.metadata(step / item).item_metadata.tree
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    names += [f"{item}/{jax.tree_util.keystr(path, simple=True, separator='/')}" for path, leaf in leaves]
-    if item == "params":
-        like = jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device), tree)
-        params = checkpointer.restore(step / item, like)
-        sums = {"kernel": float(params["layers_0"]["attention"]["query"]["kernel"].sum())}
-assert not [name for name in sys.modules if name.startswith("orthojax")]
-print(json.dumps([names, sums, ocp.CheckpointManager(step.parent).latest_step()]))
-"""
-
-
-def test_plain_orbax_reads_it_and_finds_plain_names(finished):
+def test_names_are_plain(finished):
+    """What plain Orbax finds, which tests/test_checkpoint_meshes.py shows in a process without orthojax."""
     step = find_checkpoint(finished[0])
-    done = subprocess.run(
-        [sys.executable, "-c", FOREIGN_READER, str(step)], capture_output=True, text=True, check=True, cwd="/"
-    )
-    names, sums, latest = json.loads(done.stdout)
+    names = [f"{item}/{path}" for item in ("params", "opt_state") for path, _, _ in list_arrays(step, item)]
     kernel = "layers_0/attention/query/kernel"
     assert {f"params/{kernel}", f"opt_state/orthoadam/inner/mu/{kernel}", f"opt_state/orthoadam/inner/nu/{kernel}",
             "opt_state/learning_rate/count", "params/token_embedding/embedding"} <= set(names)  # fmt: skip
-    assert names == [f"{item}/{path}" for item in ("params", "opt_state") for path, _, _ in list_arrays(step, item)]
-    expected = read_params(step)["layers_0"]["attention"]["query"]["kernel"].sum()
-    assert sums["kernel"] == pytest.approx(float(expected), rel=1e-6)
-    assert latest == 11
 
 
 # Going on.
@@ -290,14 +258,22 @@ def test_a_flipped_byte_is_noticed_or_changes_nothing(finished, copy):
     assert bits(read_params(step)) == good
 
 
-@pytest.mark.parametrize("item", ["params", "opt_state"])
-def test_a_wrong_number_is_refused_by_name_where_orbax_is_silent(copy, item):
-    path = copy / "checkpoints" / "11" / "checksums" / "metadata"
-    checksums = json.loads(path.read_text())
-    name = next(name for name in checksums[item] if name.endswith("mlp/input/kernel"))
-    checksums[item][name] ^= 1
-    path.write_text(json.dumps(checksums))
-    with pytest.raises(UserError, match=f"{item}/{name}"):
+def test_a_wrong_number_is_refused_by_name_where_orbax_is_silent(copy, monkeypatch):
+    """What is read differs from what was written in one bit, as after a flipped byte that the format lets pass."""
+    read = manager.restore_item
+
+    def misread(folder, item, like):
+        tree = read(folder, item, like)
+        if item == "opt_state" and folder.name == "11":
+            kernel = tree["orthoadam"].inner.mu["layers_0"]["mlp"]["input"]["kernel"]
+            flipped = np.asarray(kernel).view(np.uint32) ^ np.eye(*kernel.shape, dtype=np.uint32)
+            tree["orthoadam"].inner.mu["layers_0"]["mlp"]["input"]["kernel"] = jax.numpy.asarray(
+                flipped.view(np.float32)
+            )
+        return tree
+
+    monkeypatch.setattr(manager, "restore_item", misread)
+    with pytest.raises(DamagedError, match="opt_state/orthoadam/inner/mu/layers_0/mlp/input/kernel does not have its"):
         restored(copy, CONFIG, 11)
 
 
@@ -314,13 +290,76 @@ def test_truncated_arrays_are_refused(copy, item):
             read_params(step)
 
 
-def test_going_on_from_the_checkpoint_before_a_damaged_one(finished, copy):
-    for file in array_files(find_checkpoint(copy), "params"):
-        file.write_bytes(b"")
-    with pytest.raises(UserError, match="delete that step's folder to go on from the one before"):
+def damage_file(path, how):
+    content = bytearray(path.read_bytes())
+    if how == "flipped":
+        content[len(content) // 2] ^= 0x10
+    path.write_bytes({"flipped": content, "cut": content[: len(content) // 2], "empty": b""}[how])
+
+
+def largest(folder):
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+DAMAGE = {
+    "a flipped byte in the parameters": lambda step: damage_file(largest(step / "params"), "flipped"),
+    "a flipped byte in the config": lambda step: damage_file(step / "config/metadata", "flipped"),
+    "cut arrays": lambda step: damage_file(largest(step / "opt_state"), "cut"),
+    "garbled checksums": lambda step: damage_file(step / "checksums/metadata", "flipped"),
+    "no parameters": lambda step: shutil.rmtree(step / "params"),
+    "no validation loss": lambda step: shutil.rmtree(step / "validation"),
+    "cut names": lambda step: damage_file(step / "params/_METADATA", "cut"),
+    "flipped data": lambda step: damage_file(step / "data/metadata", "flipped"),
+    "no config": lambda step: shutil.rmtree(step / "config"),
+    "no checksums": lambda step: shutil.rmtree(step / "checksums"),
+    "empty arrays": lambda step: damage_file(largest(step / "params"), "empty"),
+}
+QUICK = 4
+CASES = [case if i < QUICK else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(DAMAGE)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_goes_on_from_the_checkpoint_before_a_damaged_one(finished, copy, case, capsys):
+    DAMAGE[case](copy / "checkpoints" / "11")
+    damaged, starts = snapshot(copy / "checkpoints" / "11"), []
+    assert bits(train(CONFIG, INPUTS, copy, on_start=starts.append)) == finished[1]
+    assert starts == [9]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    aside = copy / "checkpoints" / "11.damaged"
+    assert said[0].startswith("warning: the checkpoint of step 11 is damaged: ")
+    assert said[0].endswith(f"going on from step 9, the damaged one is now {aside}")
+    assert {path.relative_to(aside): content for path, content in snapshot(aside).items()} == {
+        path.relative_to(copy / "checkpoints" / "11"): content for path, content in damaged.items()
+    }
+    assert losses(copy) == losses(finished[0])
+    assert bits(restored(copy, CONFIG, 11)) == finished[1]  # written again
+    assert find_checkpoint(copy).name == "11"
+
+
+def test_a_second_damage_of_the_same_step_gets_a_name_of_its_own(copy, capsys):
+    for _ in range(2):
+        DAMAGE["no config"](copy / "checkpoints" / "11")
         train(CONFIG, INPUTS, copy)
-    shutil.rmtree(copy / "checkpoints" / "11")
-    assert bits(train(CONFIG, INPUTS, copy)) == finished[1]
+    assert {path.name for path in (copy / "checkpoints").glob("11*")} == {"11", "11.damaged", "11.damaged-2"}
+
+
+def test_where_every_checkpoint_is_damaged_nothing_is_touched(copy):
+    for step in ("9", "11"):
+        DAMAGE["no parameters"](copy / "checkpoints" / step)
+    before = snapshot(copy)
+    with pytest.raises(UserError, match="all 2 are damaged") as refused:
+        train(CONFIG, INPUTS, copy)
+    assert len(str(refused.value).splitlines()) <= 3
+    assert "checkpoints/11" in str(refused.value).splitlines()[0]
+    assert snapshot(copy) == before
+
+
+def test_a_named_checkpoint_that_is_damaged_is_refused_and_the_others_are_told(copy):
+    DAMAGE["a flipped byte in the parameters"](copy / "checkpoints" / "11")
+    with pytest.raises(DamagedError, match=r"checkpoints/11.*\n.*\nalso in .*/checkpoints: 9$"):
+        read_params(find_checkpoint(copy))
+    assert bits(read_params(find_checkpoint(copy / "checkpoints/9")))
 
 
 def test_parameters_that_the_config_does_not_describe_are_refused(copy):
@@ -330,104 +369,118 @@ def test_parameters_that_the_config_does_not_describe_are_refused(copy):
         read_params(step)
 
 
-# Signals and kills, through the command line.
+# What stays.
 
 
-def command(workdir, home):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_ENABLE_COMPILATION_CACHE": "true",
-        "JAX_COMPILATION_CACHE_DIR": str(home / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    arguments = [f"--config={home}/config.py", f"--workdir={workdir}", f"--cache_dir={home}/cache"]
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "launch" / "train.py"), *arguments], env=environment, cwd=home,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+def test_checkpoints_are_kept_by_number_by_interval_and_by_validation_loss():
+    """Against a plain statement of the rule, over random histories of saving and measuring."""
+    rng = random.Random(0)
+    for _ in range(300):
+        keep = Keep(newest=rng.randint(1, 3), every_steps=rng.choice([0, 4, 6]), best=rng.randint(0, 3))
+        there, validations, newest = [], {}, None
+        for step in range(2, 40, 2):
+            if rng.random() < 0.4:
+                newest = Validation(step, rng.choice([1.0, 2.0, 3.0, 4.0]))
+            there.append(step)
+            if newest:
+                validations[step] = newest
+            bearers = {loss.step: min(s for s in there if validations.get(s) == loss) for loss in validations.values()
+                       if any(validations.get(s) == loss for s in there)}  # fmt: skip
+            kept = keep.kept(there, validations)
+            for s in there:
+                better = [
+                    t for t in bearers.values()
+                    if validations[t].loss_nats < validations.get(s, Validation(0, 0)).loss_nats
+                    or (validations[t].loss_nats == validations.get(s, Validation(0, 0)).loss_nats and t > s)
+                ]  # fmt: skip
+                wanted = (
+                    there.index(s) >= len(there) - keep.newest
+                    or (keep.every_steps > 0 and s % keep.every_steps == 0)
+                    or (s in bearers.values() and len(better) < keep.best)
+                )
+                assert (s in kept) == wanted, (keep, there, validations, s)
+            there = sorted(kept)
+        assert there[-1] == 38
 
 
-def last_step(workdir):
-    try:
-        return max((line["step"] for line in read_metrics(workdir / "metrics.jsonl")), default=0)
-    except FileNotFoundError:
-        return 0
-
-
-def disturb(workdir, home, signum, steps, seconds=600.0):
-    """Runs until so many steps more than ever before are done, or so long, and sends a signal."""
-    wanted, stop = last_step(workdir) + steps, time.monotonic() + seconds
-    process = command(workdir, home)
-    while process.poll() is None and last_step(workdir) < wanted and time.monotonic() < stop:
-        time.sleep(0.002)
-    process.send_signal(signum)
-    return process, process.communicate(timeout=120)[1]
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """Config, text, and an undisturbed run of the command line."""
-    home = tmp_path_factory.mktemp("home")
-    words = np.random.default_rng(0).choice(["alpha", "beta", "gamma", "sink", "peak", "the"], 3000)
-    (home / "text.txt").write_text(" ".join(words))
-    config = dataclasses.replace(
+def test_the_best_stay_also_across_a_restart(tmp_path, monkeypatch):
+    values = iter([3.0, 1.0, 2.0, 5.0, 4.0])
+    monkeypatch.setattr(loop, "validation_loss_nats", lambda *_: next(values))
+    config = replace(
         CONFIG,
-        data=DataConfig(kind="text", paths=("text.txt",), tokenizer="bytes", sequence_length=8),
-        train=TrainConfig(steps=300, batch_size=4, log_every_steps=1, eval_every_steps=50, checkpoint_every_steps=20),
-    )
-    (home / "config.json").write_text(to_json(config))
-    (home / "config.py").write_text(
-        "from pathlib import Path\nfrom orthojax.config import Config\nfrom orthojax.fields import from_json\n"
-        "def get_config():\n    return from_json(Config, Path('config.json').read_text())\n"
-    )
-    process = command(home / "whole", home)
-    error = process.communicate(timeout=120)[1]
-    assert process.returncode == 0, error
-    return home
+        {"train.keep_checkpoints": 1, "train.keep_best": 2, "train.keep_every_steps": 8, "train.eval_every_steps": 2,
+         "train.checkpoint_every_steps": 1, "train.steps": 10},
+    )  # fmt: skip
+    with pytest.raises(Stop):
+        train(config, INPUTS, tmp_path, on_step=stop_at(7))
+    folder = tmp_path / "checkpoints"
+    assert {path.name for path in folder.glob("[0-9]*")} == {"4", "6"}
+    train(config, INPUTS, tmp_path)
+    # Measured at 2, 4, 6, 8, 10; step 8 stays for its number, step 10 as the newest.
+    assert {path.name for path in folder.glob("[0-9]*")} == {"4", "6", "8", "10"}
+    assert read_json_item(folder / "4", "validation") == {"step": 4, "loss_nats": 1.0}
 
 
-def assert_same_run(home, workdir):
-    assert losses(workdir) == losses(home / "whole")
-    a, b = (find_checkpoint(folder) for folder in (home / "whole", workdir))
-    assert a.name == b.name == "300"
-    assert bits(read_params(a)) == bits(read_params(b))
-    assert read_json_item(a, "checksums") == read_json_item(b, "checksums")  # the optimizer's state too
-    assert not list((workdir / "checkpoints").glob("*tmp*"))
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train.keep_best": -1}, "keep_best=-1"),
+        ({"train.keep_best": 1, "train.eval_every_steps": 0}, "keep_best=1 without validation losses"),
+        ({"train.keep_every_steps": 4}, "keep_every_steps=4 with train.checkpoint_every_steps=3"),
+        ({"train.keep_every_steps": -3}, "keep_every_steps=-3"),
+    ],
+)
+def test_impossible_rules_are_refused(changes, words):
+    with pytest.raises(UserError, match=words):
+        replace(CONFIG, changes)
 
 
-def assert_stopped_cleanly(process, error, workdir, signum):
-    assert process.returncode == 128 + signum, error
-    step = int(find_checkpoint(workdir).name)
-    assert f"stopped at step {step}, state saved" in error.splitlines()[-1]
-    assert "Traceback" not in error
-    assert read_metrics(workdir / "metrics.jsonl")[-1]["step"] == step
+# Going on with another config.
 
 
-def finish(home, workdir):
-    process = command(workdir, home)
-    error = process.communicate(timeout=120)[1]
-    assert process.returncode == 0, error
-    assert_same_run(home, workdir)
+def test_what_is_told_and_kept_may_change_when_a_run_goes_on(finished, tmp_path):
+    with pytest.raises(Stop):
+        train(CONFIG, INPUTS, tmp_path, on_step=stop_at(4))
+    other = replace(
+        CONFIG,
+        {"train.log_every_steps": 1, "train.eval_every_steps": 5, "train.checkpoint_every_steps": 2,
+         "train.keep_checkpoints": 3, "train.keep_best": 1, "train.keep_every_steps": 4},
+    )  # fmt: skip
+    assert bits(train(other, INPUTS, tmp_path)) == finished[1]
+    assert from_json(Config, (tmp_path / "config.json").read_text()) == other  # the newest
+    assert read_config(tmp_path / "checkpoints" / "11") == other
+    train(CONFIG, INPUTS, tmp_path)
 
 
-def test_signals_save_and_kills_lose_nothing(home, tmp_path):
-    workdir = tmp_path / "run"
-    for signum, steps in ((signal.SIGTERM, 33), (signal.SIGKILL, 17), (signal.SIGINT, 12), (signal.SIGKILL, 31)):
-        process, error = disturb(workdir, home, signum, steps)
-        if signum == signal.SIGKILL:
-            assert process.returncode == -signum, error
-        else:
-            assert_stopped_cleanly(process, error, workdir, signum)
-    finish(home, workdir)
+def test_every_field_is_free_or_refused(tmp_path):
+    assert [name for name in FREE_FIELDS if name[-1] not in "._" and is_free(name) is False] == []
+    for path in flatten(CONFIG):
+        if is_free(path):
+            assert path.split(".")[0] in {"train", "model", "mesh"}
+    for path, value in {"optim.b1": 0.5, "train.steps": 20, "train.seed": 1, "train.batch_size": 8, "data.seed": 1,
+                        "model.dtype": "bfloat16", "eval.sequences": 16}.items():  # fmt: skip
+        with pytest.raises(UserError, match=f"{path} differ"):
+            require_same_config(replace(CONFIG, {path: value}), CONFIG, "here")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_ten_kills_at_random_moments_lose_nothing(home, tmp_path, seed):
-    rng, workdir = random.Random(seed), tmp_path / "run"
-    for kill in range(10):
-        # Every third one strikes while it starts: imports, compilation, restoring.
-        seconds = rng.uniform(0.5, 4.0) if kill % 3 == 2 else 600.0
-        disturb(workdir, home, signal.SIGKILL, rng.randrange(1, 15), seconds)
-    finish(home, workdir)
+# Writing that fails in the background.
+
+
+def test_a_write_that_fails_in_the_background_stops_the_run_and_keeps_the_last_good_one(tmp_path, monkeypatch):
+    real, done = handler.parts_sum, []
+
+    def failing(shape, parts):
+        if done and done[-1] >= 6:
+            raise OSError(28, "No space left on device")
+        return real(shape, parts)
+
+    monkeypatch.setattr(handler, "parts_sum", failing)
+    with pytest.raises(UserError, match=r"No space left(.|\n)*the checkpoint of step 3 is kept"):
+        train(CONFIG, INPUTS, tmp_path, on_step=lambda step, _: (done.append(step), time.sleep(0.05 * (step > 6))))
+    assert done[-1] < 11  # not at the end of the run only
+    assert find_checkpoint(tmp_path).name == "3"
+    monkeypatch.undo()
+    starts = []
+    train(CONFIG, INPUTS, tmp_path, on_start=starts.append)
+    assert starts == [3]
+    assert not list((tmp_path / "checkpoints").glob("*tmp*"))

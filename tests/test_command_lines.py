@@ -363,6 +363,7 @@ def test_training_does_not_go_on_from_a_bad_checkpoint(home, case):
     shutil.copytree(home / "run/checkpoints/4", home / "run/checkpoints/6")
     CHECKPOINTS[case][0](home)
     shutil.rmtree(home / "run/checkpoints/4")
+    shutil.rmtree(home / "run/checkpoints/3")  # or it would go on from that one
     before = snapshot(home / "run")
     said = complaint(run("train", *SMALL, "--workdir=run", cwd=home))
     assert "run/checkpoints/6" in said, said

@@ -30,7 +30,10 @@ class TrainConfig:
       spike_nats: A loss so far above its running mean is a spike; none: no loss is.
       eval_every_steps: Steps between validation losses; 0 leaves them out.
       checkpoint_every_steps: Steps between checkpoints; one is also written at the end and on SIGTERM or Ctrl-C.
-      keep_checkpoints: How many of the newest checkpoints stay.
+      keep_checkpoints: How many of the newest checkpoints stay; with 2, there is one to go on from where the newest is
+        damaged.
+      keep_every_steps: Checkpoints at multiples of so many steps stay for good; 0 leaves that out.
+      keep_best: How many of the checkpoints with the lowest validation loss stay.
     """
 
     steps: int = 1000
@@ -48,6 +51,8 @@ class TrainConfig:
     eval_every_steps: int = 100
     checkpoint_every_steps: int = 100
     keep_checkpoints: int = 2
+    keep_every_steps: int = added(0)
+    keep_best: int = added(0)
 
     def __post_init__(self):
         check_types(self, "train")
@@ -64,6 +69,18 @@ class TrainConfig:
             self.spike_nats is None or 0.0 < self.spike_nats < math.inf,
             f"train.spike_nats={self.spike_nats}",
             "none, or a finite number > 0",
+        )
+        require(self.keep_best >= 0, f"train.keep_best={self.keep_best}", "at least 0")
+        require(
+            not self.keep_best or self.eval_every_steps > 0,
+            f"train.keep_best={self.keep_best} without validation losses",
+            "with train.eval_every_steps of at least 1",
+        )
+        require(
+            self.keep_every_steps >= 0 and self.keep_every_steps % self.checkpoint_every_steps == 0,
+            f"train.keep_every_steps={self.keep_every_steps} with "
+            f"train.checkpoint_every_steps={self.checkpoint_every_steps}",
+            f"0, or a multiple of {self.checkpoint_every_steps}",
         )
         require(0 <= self.seed < 2**32, f"train.seed={self.seed}", "0 to 2**32 - 1")
         require(

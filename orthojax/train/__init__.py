@@ -3,12 +3,14 @@
 from orthojax.train.bad_steps import DivergedError, leave_out_bad_steps
 from orthojax.train.checkpoint import (
     Checkpoints,
+    DamagedError,
     find_checkpoint,
     list_arrays,
     read_config,
     read_json_item,
     read_params,
     require_same_data,
+    verify_checkpoint,
 )
 from orthojax.train.compile_cache import keep_compiled_programs
 from orthojax.train.evaluation import Metrics, evaluate, evaluation_stages
@@ -34,6 +36,7 @@ from orthojax.train.workdir import check_workdir, prepare_workdir
 
 __all__ = [
     "Checkpoints",
+    "DamagedError",
     "DivergedError",
     "Estimate",
     "Inputs",
@@ -74,5 +77,6 @@ __all__ = [
     "run_optimizer",
     "spread",
     "train",
+    "verify_checkpoint",
     "write_text",
 ]

@@ -23,21 +23,32 @@ from orthojax.train.tensorboard import TensorBoard
 from orthojax.train.workdir import prepare_workdir, require_same_config
 
 
-def _state_after(
-    step: int | None, checkpoints: Checkpoints, config: Config, inputs: Inputs
-) -> tuple[TrainState, Position]:
-    """The state in the checkpoint of that step and its place in the data, or the run's beginning."""
+def _beginning(config: Config, inputs: Inputs) -> TrainState:
+    """The state before the first step."""
     state = init_state(config)
-    if step is None and config.train.init_from:
-        given = initial_params(config, inputs.provenance)
-        params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), given, state.params)
-        return state._replace(params=params), Position()
-    if step is None:
-        return state, Position()
-    folder = checkpoints.directory / str(step)
-    require_same_config(config, read_config(folder), str(folder))
-    require_same_data(folder, inputs.provenance)
-    return checkpoints.restore(state, step), read_position(folder)
+    if not config.train.init_from:
+        return state
+    given = initial_params(config, inputs.provenance)
+    return state._replace(params=jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), given, state.params))
+
+
+def _newest_state(checkpoints: Checkpoints, config: Config, inputs: Inputs) -> tuple[TrainState, Position]:
+    """The newest whole checkpoint of the run with its place in the data, or the beginning."""
+
+    def accept(folder: Path) -> None:
+        require_same_config(config, read_config(folder), str(folder))
+        require_same_data(folder, inputs.provenance)
+
+    saved = checkpoints.restore_newest(init_state(config), accept)
+    if saved is None:
+        return _beginning(config, inputs), Position()
+    return saved, read_position(checkpoints.directory / str(int(saved.step)))
+
+
+def _open_checkpoints(config: Config, workdir: Path) -> Checkpoints:
+    train = config.train
+    keep = {"keep": train.keep_checkpoints, "keep_every_steps": train.keep_every_steps, "keep_best": train.keep_best}
+    return Checkpoints(workdir / "checkpoints", **keep)
 
 
 def train(
@@ -68,13 +79,13 @@ def train(
     Raises:
       UserError: Where the workdir, a checkpoint or the disk does not allow it.
       DivergedError: At a bad step that ends the run; see `train.on_bad_step`.
-      Interrupted: On SIGINT or SIGTERM, when the state is saved.
+      Interrupted: On SIGINT, SIGTERM or a preemption notice, when the state is saved.
     """
     tensorboard = TensorBoard(workdir / "tensorboard") if config.train.tensorboard else None
     prepare_workdir(workdir, config)
     steps, every = config.train.steps, config.train
-    with Checkpoints(workdir / "checkpoints", keep=every.keep_checkpoints) as checkpoints:
-        state, position = _state_after(checkpoints.latest_step(), checkpoints, config, inputs)
+    with _open_checkpoints(config, workdir) as checkpoints:
+        state, position = _newest_state(checkpoints, config, inputs)
         step = int(state.step)
         on_start(step)
         if step >= steps:
@@ -87,7 +98,8 @@ def train(
             while step < steps:
                 step += 1
                 state, metrics = train_step(state, jax.device_put(inputs.batch(position.batch(step))))
-                stopping = stop.signum  # looked at once: a later signal belongs to the next step
+                checkpoints.check()
+                stopping = stop.at(step)  # asked once: a later signal belongs to the next step
                 try:
                     recorder.put(step, metrics, probe(step, state.params))
                     if every.eval_every_steps and (step % every.eval_every_steps == 0 or step == steps):
@@ -95,6 +107,7 @@ def train(
                         loss = validation_loss_nats(config, state.params, inputs)
                         recorder.require_finite("validation loss", step, loss)
                         writer.write({"step": step, "validation_loss_nats": loss})
+                        checkpoints.validated(step, loss)
                     scheduled = step % every.checkpoint_every_steps == 0 or step == steps
                     if scheduled or stopping is not None:
                         recorder.flush()
@@ -125,7 +138,8 @@ def _go_back(
     origin = step_before(bad.step, every, checkpoints.directory, newest)
     step = origin or 0
     position = position.after(bad, step)
-    state, _ = _state_after(origin, checkpoints, config, inputs)
+    checkpoints.forget_after(step)  # what a signal saved since, on the way to the bad step
+    state = _beginning(config, inputs) if origin is None else checkpoints.restore(init_state(config), origin)
     writer.roll_back(step)
     # Under the step that comes next, so that a resumed run drops it with what it will do again.
     told = {"step": step + 1, "event": ROLLED_BACK, "why": bad.why, "to_step": step}

@@ -7,6 +7,24 @@ from orthojax.errors import UserError
 from orthojax.fields import changed_fields, from_json, to_json
 from orthojax.train.files import make_folder, write_text
 
+# What may differ when a run goes on, as dotted paths; those with a dot or an underscore at the end stand for all that
+# begin so. It is what is told and kept of the run, and how its computation is laid out: not which numbers it computes,
+# beyond rounding. The number of steps is not among them, because the learning rate depends on it.
+FREE_FIELDS = (
+    "train.log_every_steps",
+    "train.eval_every_steps",
+    "train.checkpoint_every_steps",
+    "train.keep_checkpoints",
+    "train.keep_every_steps",
+    "train.keep_best",
+    "train.accumulation_steps",
+    "train.tensorboard",
+    "train.probe_",
+    "mesh.",
+    "model.remat",
+    "model.attention_implementation",
+)
+
 
 def check_workdir(workdir: Path, config: Config) -> None:
     """Looks whether a run of this config may go there; writes nothing.
@@ -14,38 +32,57 @@ def check_workdir(workdir: Path, config: Config) -> None:
     Raises:
       UserError: Where the path is a file, or already holds a run of another config.
     """
-    path = workdir / "config.json"
     if any(part.is_file() for part in (workdir, *workdir.parents)):
         raise UserError(f"workdir {workdir} is a file", allowed="a folder, new or of an earlier call")
-    if path.exists():
-        try:
-            before = from_json(Config, path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{path}: {error}", hint="another --workdir, or the right config.json") from error
+    before = _read_config(workdir)
+    if before is not None:
         require_same_config(config, before, str(workdir))
 
 
 def prepare_workdir(workdir: Path, config: Config) -> None:
     """Creates the folder of a run and writes its config.json.
 
+    Where the run goes on with other `FREE_FIELDS`, config.json becomes the newest config, which is what the run now
+    does; every checkpoint holds the config that it was saved under.
+
     Raises:
       UserError: As `check_workdir`.
     """
     check_workdir(workdir, config)
     make_folder(workdir, "workdir")
-    if not (workdir / "config.json").exists():
+    if _read_config(workdir) != config:
         write_text(workdir / "config.json", to_json(config) + "\n")
 
 
+def _read_config(workdir: Path) -> Config | None:
+    path = workdir / "config.json"
+    if not path.exists():
+        return None
+    try:
+        return from_json(Config, path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}", hint="another --workdir, or the right config.json") from error
+
+
+def is_free(path: str) -> bool:
+    """Whether a field may differ when a run goes on.
+
+    >>> is_free("train.keep_best"), is_free("train.steps"), is_free("mesh.data")
+    (True, False, True)
+    """
+    return any(path.startswith(free) if free[-1] in "._" else path == free for free in FREE_FIELDS)
+
+
 def require_same_config(config: Config, before: Config, where: str) -> None:
-    """Refuses to go on with another config than the run began with.
+    """Refuses to go on with another config than the run began with, but for `FREE_FIELDS`.
 
     Raises:
       UserError: Naming the fields that differ.
     """
-    changed = changed_fields(before, config)
+    changed = sorted(path for path in changed_fields(before, config) if not is_free(path))
     if changed:
         raise UserError(
-            f"{where} holds a run with another config: {', '.join(sorted(changed))} differ",
+            f"{where} holds a run with another config: {', '.join(changed)} differ",
             allowed="the config of that run, or another --workdir",
+            hint="what is logged, evaluated, checkpointed and kept, and the mesh, may differ",
         )

@@ -1,0 +1,174 @@
+"""Signals and kill -9 through the command line: nothing is lost, and the end has the bits of an undisturbed run."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.fields import to_json
+from orthojax.train import find_checkpoint, read_json_item, read_metrics, read_params, verify_checkpoint
+
+ROOT = Path(__file__).parents[1]
+
+
+def config(steps, eval_every_steps, checkpoint_every_steps):
+    return Config(
+        model=ModelConfig(
+            vocab_size=258, max_length=8, d_model=16, num_layers=1, num_heads=2, d_mlp=32, scan_layers=False
+        ),
+        optim=OptimConfig(optimizer="orthoadam", learning_rate=0.01, warmup_steps=2),
+        data=DataConfig(kind="text", paths=("text.txt",), tokenizer="bytes", sequence_length=8),
+        train=TrainConfig(
+            steps=steps, batch_size=4, log_every_steps=1, eval_every_steps=eval_every_steps,
+            checkpoint_every_steps=checkpoint_every_steps,
+        ),
+        eval=EvalConfig(sequences=8, batch_size=8),
+    )  # fmt: skip
+
+
+def prepare(home, config):
+    """Text and config, and an undisturbed run of the command line."""
+    words = np.random.default_rng(0).choice(["alpha", "beta", "gamma", "sink", "peak", "the"], 3000)
+    (home / "text.txt").write_text(" ".join(words))
+    (home / "config.json").write_text(to_json(config))
+    (home / "config.py").write_text(
+        "from pathlib import Path\nfrom orthojax.config import Config\nfrom orthojax.fields import from_json\n"
+        "def get_config():\n    return from_json(Config, Path('config.json').read_text())\n"
+    )
+    run_to_the_end(home, home / "whole")
+    return home
+
+
+def command(home, workdir):
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(home / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    arguments = [f"--config={home}/config.py", f"--workdir={workdir}", f"--cache_dir={home}/cache"]
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "launch" / "train.py"), *arguments], env=environment, cwd=home,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def run_to_the_end(home, workdir):
+    process = command(home, workdir)
+    error = process.communicate(timeout=300)[1]
+    assert process.returncode == 0, error
+    assert "damaged" not in error
+
+
+def identity(path):
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None, 0
+    return status.st_ino, status.st_size
+
+
+def wait_for_steps(process, workdir, steps):
+    """Until the run, which first writes metrics.jsonl anew, has logged so many lines of its own."""
+    path = workdir / "metrics.jsonl"
+    before, lines = identity(path)[0], 0
+    while process.poll() is None and identity(path)[0] in (None, before):
+        time.sleep(0.005)
+    size = identity(path)[1]
+    while process.poll() is None and lines < steps:
+        if identity(path)[1] > size:
+            size, lines = identity(path)[1], lines + 1
+        time.sleep(0.001)
+
+
+def disturb(home, workdir, signum, *, steps=0, seconds=0.0):
+    """Starts the run and sends it a signal, so many steps after its start, then so much time."""
+    process = command(home, workdir)
+    if steps:
+        wait_for_steps(process, workdir, steps)
+    time.sleep(seconds)
+    process.send_signal(signum)
+    return process.wait(timeout=120), process.communicate()[1]
+
+
+def was_writing(workdir):
+    """Whether a killed run has left a checkpoint that is not complete."""
+    return bool(list((workdir / "checkpoints").glob("*tmp*")))
+
+
+def losses(workdir):
+    """All that metrics.jsonl says, but for the speed."""
+    lines = read_metrics(workdir / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+
+
+def bits(tree):
+    return [(leaf.dtype, leaf.shape, np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
+
+
+def assert_same_run(home, workdir):
+    assert losses(workdir) == losses(home / "whole")
+    a, b = (find_checkpoint(folder) for folder in (home / "whole", workdir))
+    assert a.name == b.name
+    assert bits(read_params(a)) == bits(read_params(b))
+    assert verify_checkpoint(a) == verify_checkpoint(b)
+    assert read_json_item(a, "checksums") == read_json_item(b, "checksums")  # the optimizer's state too
+    steps = {path.name for path in (home / "whole" / "checkpoints").iterdir()}
+    assert {path.name for path in (workdir / "checkpoints").iterdir()} == steps  # nothing half-written, none set aside
+
+
+def assert_stopped_cleanly(returned, error, workdir, signum):
+    assert returned == 128 + signum, error
+    step = int(find_checkpoint(workdir).name)
+    assert f"stopped at step {step}, state saved" in error.splitlines()[-1]
+    assert "Traceback" not in error
+    assert read_metrics(workdir / "metrics.jsonl")[-1]["step"] == step
+
+
+def test_a_signal_saves_and_kills_lose_nothing(tmp_path):
+    home, workdir = prepare(tmp_path, config(steps=40, eval_every_steps=20, checkpoint_every_steps=4)), tmp_path / "run"
+    for steps, seconds in ((2, 0.03), (9, 0.0)):
+        assert disturb(home, workdir, signal.SIGKILL, steps=steps, seconds=seconds)[0] == -signal.SIGKILL
+    returned, error = disturb(home, workdir, signal.SIGTERM, steps=1)
+    assert_stopped_cleanly(returned, error, workdir, signal.SIGTERM)
+    run_to_the_end(home, workdir)
+    assert_same_run(home, workdir)
+
+
+@pytest.fixture(scope="module")
+def long_home(tmp_path_factory):
+    """A run that is long enough for many kills, undisturbed."""
+    return prepare(tmp_path_factory.mktemp("home"), config(steps=400, eval_every_steps=50, checkpoint_every_steps=3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_hundred_kills_at_random_moments_lose_nothing(long_home, tmp_path, seed):
+    """Four runs of 25 kills each; most of the time between two steps is a checkpoint being written."""
+    rng, workdir, writing, began = random.Random(seed), tmp_path / "run", 0, time.monotonic()
+    for kill in range(25):
+        # Every fifth one strikes while it starts: imports, restoring, the first program.
+        starting = kill % 5 == 4
+        seconds = rng.uniform(0.2, 5.0) if starting else rng.uniform(0.0, 0.1)
+        returned, error = disturb(
+            long_home, workdir, signal.SIGKILL, steps=0 if starting else rng.randint(1, 12), seconds=seconds
+        )
+        assert returned == -signal.SIGKILL, error
+        writing += was_writing(workdir)
+        if kill == 12:  # saved and killed runs follow one another
+            returned, error = disturb(long_home, workdir, signal.SIGINT, steps=1)
+            assert_stopped_cleanly(returned, error, workdir, signal.SIGINT)
+    step = read_metrics(workdir / "metrics.jsonl")[-1]["step"]
+    seconds = time.monotonic() - began
+    print(f"\n{writing} of 25 kills struck while a checkpoint was written; step {step} of 400; {seconds:.0f} s")
+    assert writing >= 3
+    run_to_the_end(long_home, workdir)
+    assert_same_run(long_home, workdir)
