@@ -1,9 +1,11 @@
 """The training loop: batches in, metrics.jsonl and checkpoints out, exact resume."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import numpy as np
 import optax
 
 from orthojax.config import Config
@@ -11,12 +13,15 @@ from orthojax.errors import Interrupted
 from orthojax.train.checkpoint import Checkpoints, read_config, require_same_data
 from orthojax.train.evaluation import validation_loss_nats
 from orthojax.train.inputs import Inputs
-from orthojax.train.metric_writer import MetricWriter
+from orthojax.train.mesh import make_mesh, place_rows, place_tree
+from orthojax.train.metric_writer import MetricWriter, NoWriter
+from orthojax.train.multihost import StopVote, is_primary
+from orthojax.train.prefetch import prefetched
 from orthojax.train.pretrained import initial_params
 from orthojax.train.recorder import Recorder, require_finite
 from orthojax.train.signals import stop_on_signals
 from orthojax.train.step import TrainState, init_state, make_train_step
-from orthojax.train.workdir import prepare_workdir, require_same_config
+from orthojax.train.workdir import check_workdir, prepare_workdir, require_same_config
 
 
 def _first_state(checkpoints: Checkpoints, config: Config, inputs: Inputs) -> TrainState:
@@ -24,15 +29,18 @@ def _first_state(checkpoints: Checkpoints, config: Config, inputs: Inputs) -> Tr
     state, step = init_state(config), checkpoints.latest_step()
     if step is None and config.train.init_from:
         given = initial_params(config, inputs.provenance)
-        return state._replace(
-            params=jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), given, state.params)
-        )
+        return state._replace(params=place_tree(given, state.params))
     if step is None:
         return state
     folder = checkpoints.directory / str(step)
     require_same_config(config, read_config(folder), str(folder))
     require_same_data(folder, inputs.provenance)
     return checkpoints.restore(state, step)
+
+
+def _read_rows(inputs: Inputs, step: int, start: int, stop: int) -> np.ndarray:
+    """Rows start to stop of one batch."""
+    return inputs.batch(step)[start:stop]
 
 
 def train(
@@ -48,6 +56,9 @@ def train(
     Writes `config.json`, `metrics.jsonl` and `checkpoints/` under the workdir. On the same machine a run that was
     stopped anywhere, by kill -9 too, ends with the same bits as one that was not.
 
+    Runs on the mesh of `config.mesh`, and may go on on another one. With several processes every one calls this, with a
+    workdir that all of them see; process 0 alone writes the config and the metrics.
+
     Args:
       config: The run.
       inputs: Its data, from `open_inputs`.
@@ -59,11 +70,12 @@ def train(
       The final state.
 
     Raises:
-      UserError: Where the workdir, a checkpoint or the disk does not allow it.
+      UserError: Where the workdir, a checkpoint, the disk or the number of devices does not allow it.
       DivergedError: Where the loss is not finite.
       Interrupted: On SIGINT or SIGTERM, when the state is saved.
     """
-    prepare_workdir(workdir, config)
+    mesh = make_mesh(config)
+    (prepare_workdir if is_primary() else check_workdir)(workdir, config)
     steps, every = config.train.steps, config.train
     with Checkpoints(workdir / "checkpoints", keep=config.train.keep_checkpoints) as checkpoints:
         state = _first_state(checkpoints, config, inputs)
@@ -72,13 +84,21 @@ def train(
         if start >= steps:
             return state
         train_step = make_train_step(config)
-        with MetricWriter(workdir / "metrics.jsonl", start) as writer, stop_on_signals() as stop:
-            recorder = Recorder(config, writer, on_step)
+
+        def batch(step: int) -> jax.Array:
+            return place_rows(mesh, every.batch_size, lambda first, last: _read_rows(inputs, step, first, last))
+
+        with (
+            MetricWriter(workdir / "metrics.jsonl", start) if is_primary() else NoWriter() as writer,
+            stop_on_signals() as stop,
+            contextlib.closing(prefetched(batch, start, steps)) as batches,
+        ):
+            recorder, vote = Recorder(config, writer, on_step), StopVote()
             recorder.start(start)
-            for step in range(start + 1, steps + 1):
-                state, metrics = train_step(state, jax.device_put(inputs.batch(step - 1)))
+            for step, tokens in enumerate(batches, start + 1):
+                state, metrics = train_step(state, tokens)
                 recorder.put(step, metrics)
-                stopping = stop.signum  # looked at once: a later signal belongs to the next step
+                stopping = vote(stop.signum)  # looked at once: a later signal belongs to the next step
                 if every.eval_every_steps and (step % every.eval_every_steps == 0 or step == steps):
                     recorder.flush()
                     loss = validation_loss_nats(config, state.params, inputs)

@@ -12,6 +12,8 @@ import optax.contrib
 from orthojax.config import OptimConfig, RotationConfig
 from orthojax.optim import RotatedAxes, Rotation, in_rotated_basis, rotate, scale_by_orthoadam, warmup_cosine
 
+Layout = Callable[[str], jax.sharding.Sharding | None]
+
 _WRITERS = ("attention/output", "mlp/output")
 _TABLES = ("token_embedding", "position_embedding", "head")
 
@@ -51,9 +53,9 @@ def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruc
     return axes
 
 
-def make_rotation(config: RotationConfig) -> Rotation:
-    """The `Rotation` of a run's config, for the transformer's own parameters."""
-    return Rotation(kind=config.kind, axes=rotated_axes(config), seed=config.seed, scope=config.scope)
+def make_rotation(config: RotationConfig, layout: Layout | None = None) -> Rotation:
+    """The `Rotation` of a run's config, for the transformer's own parameters; `layout` says where moments are."""
+    return Rotation(config.kind, rotated_axes(config), config.seed, config.scope, layout)
 
 
 def shared_basis(config: OptimConfig, d_model: int) -> jax.Array | None:
@@ -105,7 +107,7 @@ def _muon(config: OptimConfig) -> optax.GradientTransformation:
     return optax.partition({"muon": optax.chain(muon, optax.stateless(to_rms)), "adam": adam}, labels)
 
 
-def _scaling(config: OptimConfig) -> optax.GradientTransformation:
+def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransformation:
     """What the optimizer makes of gradients, before weight decay and learning rate."""
     b1, b2, eps = config.b1, config.b2, config.eps
     adam = optax.scale_by_adam(b1, b2, eps)
@@ -128,18 +130,19 @@ def _scaling(config: OptimConfig) -> optax.GradientTransformation:
         "muon": lambda: _muon(config),
     }
     if config.optimizer == "orthoadam":
-        rotation = make_rotation(config.rotation)
+        rotation = make_rotation(config.rotation, layout)
         return scale_by_orthoadam(b1, b2, eps, rotation=rotation, layer_by_layer=config.layer_by_layer)
     scaling = scalings[config.optimizer]()
-    return in_rotated_basis(scaling, make_rotation(config.rotation)) if config.rotated else scaling
+    return in_rotated_basis(scaling, make_rotation(config.rotation, layout)) if config.rotated else scaling
 
 
-def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
+def make_optimizer(config: OptimConfig, steps: int, layout: Layout | None = None) -> optax.GradientTransformation:
     """Clipping, the optimizer's own scaling, decoupled weight decay, learning rate.
 
     Args:
       config: The optimizer and its schedule.
       steps: Length of the run, where the schedule ends.
+      layout: On a mesh: where the moments of each parameter are, from `layout_of`.
 
     Returns:
       A named chain, so that a checkpoint shows `opt_state/orthoadam/...`.
@@ -147,7 +150,7 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
     parts: list[tuple[str, optax.GradientTransformation]] = []
     if config.clip_norm is not None:
         parts.append(("clip", optax.clip_by_global_norm(config.clip_norm)))
-    parts.append((config.optimizer, _scaling(config)))
+    parts.append((config.optimizer, _scaling(config, layout)))
     if config.weight_decay:
         parts.append(("weight_decay", optax.add_decayed_weights(config.weight_decay, decay_mask)))
     parts.append(("learning_rate", optax.scale_by_learning_rate(learning_rate_schedule(config, steps))))

@@ -37,13 +37,18 @@ def prepare_workdir(workdir: Path, config: Config) -> None:
         write_text(workdir / "config.json", to_json(config) + "\n")
 
 
+def _may_change(field: str) -> bool:
+    # How the same step is computed: on which devices, in how many parts.
+    return field.startswith("mesh.") or field == "train.accumulation_steps"
+
+
 def require_same_config(config: Config, before: Config, where: str) -> None:
     """Refuses to go on with another config than the run began with.
 
     Raises:
       UserError: Naming the fields that differ.
     """
-    changed = changed_fields(before, config)
+    changed = [field for field in changed_fields(before, config) if not _may_change(field)]
     if changed:
         raise UserError(
             f"{where} holds a run with another config: {', '.join(sorted(changed))} differ",
