@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from orthojax.config import Config
 from orthojax.errors import UserError
@@ -147,9 +148,15 @@ def _by_path(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
+def _whole(array: Any) -> np.ndarray:
+    if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    return np.asarray(array)
+
+
 def _checksums(tree: Any) -> dict[str, int]:
     """CRC-32 of the bytes of every array by path, row-major."""
-    arrays = {path: np.ascontiguousarray(jax.device_get(leaf)) for path, leaf in _by_path(tree).items()}
+    arrays = {path: np.ascontiguousarray(_whole(leaf)) for path, leaf in _by_path(tree).items()}
     return {path: zlib.crc32(array.view(np.uint8).data) for path, array in arrays.items()}
 
 
