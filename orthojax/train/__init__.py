@@ -13,6 +13,7 @@ from orthojax.train.evaluation import Metrics, evaluate, evaluation_stages
 from orthojax.train.files import make_folder, write_text
 from orthojax.train.inputs import Inputs, open_inputs
 from orthojax.train.loop import train
+from orthojax.train.mesh import make_mesh, place_rows, unused_devices
 from orthojax.train.metric_writer import read_metrics
 from orthojax.train.optimizer import make_optimizer, make_rotation
 from orthojax.train.pretrained import load_params
@@ -25,6 +26,7 @@ from orthojax.train.step import (
     make_train_step,
     optimizer_state_bytes,
     parameter_shapes,
+    state_shapes,
 )
 from orthojax.train.timing import Spread, interleaved_seconds, median_ratio, spread
 from orthojax.train.utilization import model_flops_per_token, model_flops_utilization, peak_flops_per_second
@@ -48,6 +50,7 @@ __all__ = [
     "list_arrays",
     "load_params",
     "make_folder",
+    "make_mesh",
     "make_optimizer",
     "make_rotation",
     "make_train_step",
@@ -58,6 +61,7 @@ __all__ = [
     "optimizer_state_bytes",
     "parameter_shapes",
     "peak_flops_per_second",
+    "place_rows",
     "prepare_workdir",
     "read_config",
     "read_json_item",
@@ -65,6 +69,8 @@ __all__ = [
     "read_params",
     "require_same_data",
     "spread",
+    "state_shapes",
     "train",
+    "unused_devices",
     "write_text",
 ]

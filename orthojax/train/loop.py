@@ -15,7 +15,7 @@ from orthojax.train.evaluation import validation_loss_nats
 from orthojax.train.inputs import Inputs
 from orthojax.train.mesh import make_mesh, place_rows, place_tree
 from orthojax.train.metric_writer import MetricWriter, NoWriter
-from orthojax.train.multihost import StopVote, is_primary
+from orthojax.train.multihost import is_primary
 from orthojax.train.prefetch import prefetched
 from orthojax.train.pretrained import initial_params
 from orthojax.train.recorder import Recorder, require_finite
@@ -93,12 +93,12 @@ def train(
             stop_on_signals() as stop,
             contextlib.closing(prefetched(batch, start, steps)) as batches,
         ):
-            recorder, vote = Recorder(config, writer, on_step), StopVote()
+            recorder = Recorder(config, writer, on_step)
             recorder.start(start)
             for step, tokens in enumerate(batches, start + 1):
                 state, metrics = train_step(state, tokens)
                 recorder.put(step, metrics)
-                stopping = vote(stop.signum)  # looked at once: a later signal belongs to the next step
+                stopping = stop.signum  # looked at once: a later signal belongs to the next step
                 if every.eval_every_steps and (step % every.eval_every_steps == 0 or step == steps):
                     recorder.flush()
                     loss = validation_loss_nats(config, state.params, inputs)

@@ -1,9 +1,6 @@
 """Several processes, on one machine or many, as one run; `jax.distributed` finds and watches them."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orthojax.errors import UserError
 
@@ -56,30 +53,3 @@ def initialize(
 def is_primary() -> bool:
     """Whether this is process 0, which alone writes config.json, metrics and to the console."""
     return jax.process_index() == 0
-
-
-class StopVote:
-    """What one process was asked for, all do, after the same step: who left alone would leave the others waiting.
-
-    One small sum of the devices a step, fetched a step late as the metrics are, so that nothing waits for it. With one
-    process there is no vote.
-    """
-
-    def __init__(self):
-        self._pending: jax.Array | None = None
-        if jax.process_count() > 1:
-            mesh = Mesh(np.asarray(jax.devices()), ("device",))
-            self._each = NamedSharding(mesh, PartitionSpec("device"))
-            # A function of its own for each vote: the cache of a shared one would outlive the devices.
-            self._largest = jax.jit(lambda x: jnp.max(x), out_shardings=NamedSharding(mesh, PartitionSpec()))
-
-    def __call__(self, signum: int | None) -> int | None:
-        """Gives this process's request; returns the one that all of them know of, from the step before."""
-        if jax.process_count() == 1:
-            return signum
-        mine = np.asarray([signum or 0], np.int32)
-        before, self._pending = (
-            self._pending,
-            self._largest(jax.make_array_from_callback((jax.device_count(),), self._each, lambda _: mine)),
-        )
-        return None if before is None else int(before) or None
