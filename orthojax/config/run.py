@@ -38,7 +38,14 @@ class TrainConfig:
 
     def __post_init__(self):
         check_types(self, "train")
-        for name in ("steps", "batch_size", "accumulation_steps", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints"):
+        for name in (
+            "steps",
+            "batch_size",
+            "accumulation_steps",
+            "log_every_steps",
+            "checkpoint_every_steps",
+            "keep_checkpoints",
+        ):
             value = getattr(self, name)
             require(value >= 1, f"train.{name}={value}", "at least 1")
         require(self.eval_every_steps >= 0, f"train.eval_every_steps={self.eval_every_steps}", "at least 0")
