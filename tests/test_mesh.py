@@ -50,6 +50,12 @@ def on(config, data=1, fsdp=1, tensor=1, **changes):
     return dataclasses.replace(replace(config, changes), mesh=MeshConfig(data, fsdp, tensor))
 
 
+def mesh_for(config):
+    mesh = make_mesh(config)
+    assert mesh is not None
+    return mesh
+
+
 def tokens(step):
     """Rows that count up or down by steps of their own: something to learn."""
     rng = np.random.default_rng(step)
@@ -129,7 +135,7 @@ def test_one_device_is_no_mesh_and_the_others_are_told():
     assert unused_devices(CONFIG) == "uses 1 of 8 devices; --config.mesh.data=-1 takes all"
     assert unused_devices(on(CONFIG, 2, 2)) == "uses 4 of 8 devices; --config.mesh.data=-1 takes all"
     assert unused_devices(on(CONFIG, -1)) == ""
-    assert dict(make_mesh(on(CONFIG, 2, -1)).shape) == {"data": 2, "fsdp": 4, "tensor": 1}
+    assert dict(mesh_for(on(CONFIG, 2, -1)).shape) == {"data": 2, "fsdp": 4, "tensor": 1}
 
 
 # Where things are.
@@ -148,7 +154,7 @@ WHOLE = {"final_norm/scale": P(), "layers/attention_norm/scale": P(), "layers/ml
 
 def specs(config):
     """Specs of the parameters and of their moments, by path."""
-    shapes, mesh = parameter_shapes(config), make_mesh(config)
+    shapes, mesh = parameter_shapes(config), mesh_for(config)
     params = parameter_shardings(config.model, shapes, mesh)
     moments = moment_shardings(config, shapes, params)
     return ({path: sharding.spec for path, sharding in by_path(tree).items()} for tree in (params, moments))
@@ -437,11 +443,10 @@ def test_an_error_while_reading_surfaces_at_its_step_and_the_thread_ends():
             raise UserError("the file is gone")
         return step
 
-    ahead, seen = prefetched(prepare, 0, 9), []
+    ahead = prefetched(prepare, 0, 9)
+    assert [next(ahead) for _ in range(4)] == [0, 1, 2, 3]
     with pytest.raises(UserError, match="gone"):
-        for value in ahead:
-            seen.append(value)
-    assert seen == [0, 1, 2, 3]
+        next(ahead)
     left = prefetched(prepare, 5, 100)
     next(left)
     left.close()

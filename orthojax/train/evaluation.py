@@ -20,8 +20,8 @@ from orthojax.train.step import loss_sum_nats, split_tokens
 Metrics = dict[str, float]
 
 
-# Parameters are where training left them, on a mesh or not. What leaves a program is whole on every device, so that every
-# process can read it.
+# Parameters are where training left them, on a mesh or not. What leaves a program is whole on every device, so that
+# every process can read it.
 
 
 @partial(jax.jit, static_argnums=0)

@@ -92,12 +92,13 @@ def place_rows(mesh: Mesh | None, count: int, read: Callable[[int, int], np.ndar
         return jax.device_put(read(0, count))
     shares = mesh.shape["data"] * mesh.shape["fsdp"]
     sharding = NamedSharding(mesh, ROWS if count % shares == 0 else PartitionSpec())
-    spans = [index[0].indices(count) for index in sharding.addressable_devices_indices_map((count,)).values()]
+    indices: Any = sharding.addressable_devices_indices_map((count,)).values()
+    spans = [index[0].indices(count) for index in indices]
     # One reading: on usual meshes the rows of a process lie together.
     first, last = min(span[0] for span in spans), max(span[1] for span in spans)
     rows = read(first, last)
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(count)
         return rows[start - first : stop - first]
 

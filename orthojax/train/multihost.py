@@ -18,7 +18,7 @@ def initialize(
     when they are started again.
 
     Args:
-      coordinator_address: HOST:PORT of process 0. None asks the cluster (Slurm, Open MPI, GKE, Cloud TPU) for all three.
+      coordinator_address: HOST:PORT of process 0. None asks the cluster (Slurm, Open MPI, GKE, Cloud TPU) for all.
       num_processes: Of all machines together.
       process_id: 0 to num_processes - 1.
       heartbeat_timeout_seconds: Silence after which a process counts as dead.

@@ -1,14 +1,14 @@
 """Reading ahead: the next batches are prepared while the devices work on this one."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def prefetched(prepare: Callable[[int], T], start: int, stop: int, *, depth: int = 2) -> Iterator[T]:
+def prefetched(prepare: Callable[[int], T], start: int, stop: int, *, depth: int = 2) -> Generator[T, None, None]:
     """prepare(start), ..., prepare(stop - 1), in order, each made in a background thread before it is wanted.
 
     Close it (`contextlib.closing`) where it may not be used up: what is being prepared is then awaited, what waits is

@@ -154,7 +154,7 @@ def _jitted_train_step(config: Config) -> Callable[[TrainState, jax.Array], tupl
         return total / count, (total, count)
 
     def where_params_are(grads):
-        # Said here, or the compiler would spread the layout of the moments over the backward pass, and move activations.
+        # Or else the compiler would spread the moments' layout over the backward pass, and move activations.
         return grads if layout.state is None else jax.lax.with_sharding_constraint(grads, layout.state.params)
 
     def sums(params, tokens):
