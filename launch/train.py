@@ -2,7 +2,8 @@
 
 Any field of the config can be set on the command line, as in --config.train.steps=2000 --config.train.seed=1.
 Writes config.json, metrics.jsonl and checkpoints/ under the workdir. Started again with the same flags, it goes on
-where it was.
+where it was. --config.mesh.data=-1 uses all devices; --multihost joins the processes of a cluster, each started with
+the same flags and a workdir that all of them see.
 """
 
 from pathlib import Path
@@ -16,6 +17,10 @@ cli.define_config()
 cli.define_cache_dir()
 cli.define_compile_cache()
 flags.DEFINE_string("workdir", None, "Folder of the run; runs/NAME_OF_THE_CONFIG_FILE where not given.")
+flags.DEFINE_bool("multihost", False, "Join the processes that Slurm, Open MPI, GKE or Cloud TPU started.")
+flags.DEFINE_string("coordinator_address", None, "HOST:PORT of process 0, where no cluster tells; with the next two.")
+flags.DEFINE_integer("num_processes", None, "Processes of all machines together.", lower_bound=1)
+flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", lower_bound=0)
 FLAGS = flags.FLAGS
 
 
@@ -25,14 +30,37 @@ def main(_: list[str]) -> None:
 
     from orthojax.model import parameter_count
     from orthojax.progress import Progress, tokenizing_progress
-    from orthojax.train import check_workdir, describe_line, keep_compiled_programs, open_inputs, train
+    from orthojax.train import (
+        check_workdir,
+        describe_line,
+        keep_compiled_programs,
+        multihost,
+        open_inputs,
+        train,
+        unused_devices,
+    )
+
+    explicit = (FLAGS.coordinator_address, FLAGS.num_processes, FLAGS.process_id)
+    if FLAGS.multihost or explicit != (None, None, None):
+        multihost.initialize(*explicit)
+    speaks = multihost.is_primary()
+
+    def say(line: str) -> None:
+        if speaks:
+            print(line, flush=True)
 
     check_workdir(workdir, config)
     keep_compiled_programs(FLAGS.compile_cache)
-    print(f"workdir {workdir}: {parameter_count(config.model):,} parameters, {config.train.steps:,} steps", flush=True)
-    inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress())
+    say(f"workdir {workdir}: {parameter_count(config.model):,} parameters, {config.train.steps:,} steps")
+    if line := unused_devices(config):
+        say(f"  {line}")
+    # Every process makes the token files that it does not find; the first to finish keeps them.
+    inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress() if speaks else None)
     for name, value in inputs.provenance.items():
-        print(f"  {name}: {value!r}", flush=True)
+        say(f"  {name}: {value!r}")
+    if not speaks:
+        train(config, inputs, workdir)
+        return
     with Progress(config.train.steps, every_seconds=0.0) as progress:
 
         def show(line: dict[str, Any]) -> None:

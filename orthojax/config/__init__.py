@@ -7,6 +7,7 @@ import dataclasses
 
 from orthojax.config.checks import require
 from orthojax.config.data import DataConfig
+from orthojax.config.mesh import MeshConfig
 from orthojax.config.model import AttentionImplementation, Mlp, ModelConfig, Norm, NormalizerName, Position, Remat
 from orthojax.config.optim import (
     OptimConfig,
@@ -17,13 +18,14 @@ from orthojax.config.optim import (
     RotationScope,
 )
 from orthojax.config.run import EvalConfig, TrainConfig
-from orthojax.fields import check_types
+from orthojax.fields import added, check_types
 
 __all__ = [
     "AttentionImplementation",
     "Config",
     "DataConfig",
     "EvalConfig",
+    "MeshConfig",
     "Mlp",
     "ModelConfig",
     "Norm",
@@ -49,6 +51,7 @@ class Config:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    mesh: MeshConfig = added(MeshConfig())
 
     def __post_init__(self):
         check_types(self, "config")
@@ -68,3 +71,29 @@ class Config:
             f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of train.steps={self.train.steps}",
             f"less than {self.train.steps}",
         )
+        if -1 not in (self.mesh.data, self.mesh.fsdp):
+            self._require_rows(self.mesh.data * self.mesh.fsdp)
+
+    def _require_rows(self, shares: int) -> None:
+        rows = shares * self.train.accumulation_steps
+        require(
+            self.train.batch_size % rows == 0,
+            f"train.batch_size={self.train.batch_size} is not divisible by mesh.data * mesh.fsdp * "
+            f"train.accumulation_steps = {rows}",
+            f"a multiple of {rows}",
+        )
+        require(
+            self.eval.batch_size % shares == 0,
+            f"eval.batch_size={self.eval.batch_size} is not divisible by mesh.data * mesh.fsdp = {shares}",
+            f"a multiple of {shares}",
+        )
+
+    def mesh_sizes(self, device_count: int) -> tuple[int, int, int]:
+        """`MeshConfig.sizes`, where the batches divide over them.
+
+        Raises:
+          UserError: Where the devices are too few, or a batch does not divide.
+        """
+        data, fsdp, tensor = self.mesh.sizes(device_count)
+        self._require_rows(data * fsdp)
+        return data, fsdp, tensor

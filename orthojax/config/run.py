@@ -15,6 +15,8 @@ class TrainConfig:
     Attributes:
       steps: Optimizer steps.
       batch_size: Sequences per step.
+      accumulation_steps: Parts of a batch that go through the model one after the other, for less memory; their
+        gradients are added before the optimizer's one step.
       seed: Seed of the initial parameters.
       init_from: A checkpoint or workdir whose parameters are the initial ones instead, as for fine-tuning; the
         optimizer starts anew.
@@ -38,6 +40,7 @@ class TrainConfig:
 
     steps: int = 1000
     batch_size: int = 16
+    accumulation_steps: int = added(1)
     seed: int = 0
     init_from: str = added("")
     allow_normalizer_change: bool = added(False)
@@ -56,7 +59,14 @@ class TrainConfig:
 
     def __post_init__(self):
         check_types(self, "train")
-        for name in ("steps", "batch_size", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints"):
+        for name in (
+            "steps",
+            "batch_size",
+            "accumulation_steps",
+            "log_every_steps",
+            "checkpoint_every_steps",
+            "keep_checkpoints",
+        ):
             value = getattr(self, name)
             require(value >= 1, f"train.{name}={value}", "at least 1")
         positions = self.loss_chunk_positions

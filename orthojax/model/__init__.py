@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from orthojax.model.presets import flops_per_token, gpt2, llama2, parameter_count
 
 if TYPE_CHECKING:
-    from orthojax.model.dense import LinearFunction, linear
+    from orthojax.model.dense import LinearFunction, linear, plain_product
     from orthojax.model.layers import stack_layers, unstack_layers
     from orthojax.model.transformer import Observe, Taps, Transformer
 
@@ -19,6 +19,7 @@ _HOME = {
     "Taps": "transformer",
     "Transformer": "transformer",
     "linear": "dense",
+    "plain_product": "dense",
     "stack_layers": "layers",
     "unstack_layers": "layers",
 }
@@ -33,6 +34,7 @@ __all__ = [
     "linear",
     "llama2",
     "parameter_count",
+    "plain_product",
     "stack_layers",
     "unstack_layers",
 ]

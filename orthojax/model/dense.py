@@ -1,12 +1,15 @@
 """The linear layers of the transformer, and how they start."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from orthojax.config import ModelConfig
+
+F = TypeVar("F", bound="LinearFunction")
+_PLAIN = "is_plain_product"
 
 
 class LinearFunction(Protocol):
@@ -17,6 +20,18 @@ class LinearFunction(Protocol):
         ...
 
 
+def plain_product(function: F) -> F:
+    """Marks a linear function as x @ kernel + bias, whatever it says of where things are: its head may go in chunks."""
+    setattr(function, _PLAIN, True)
+    return function
+
+
+def is_plain_product(function: LinearFunction) -> bool:
+    """Whether it bears the mark of `plain_product`."""
+    return getattr(function, _PLAIN, False)
+
+
+@plain_product
 def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
     """The product x @ kernel + bias; logits (`head`) stay float32, rounded to bfloat16 they make a noisy loss."""
     y = jnp.matmul(x, kernel, preferred_element_type=jnp.float32 if path == "head" else None)

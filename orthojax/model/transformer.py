@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from orthojax.config import ModelConfig, Remat
 from orthojax.model.attention import Attention
-from orthojax.model.dense import Linear, LinearFunction, linear
+from orthojax.model.dense import Linear, LinearFunction, is_plain_product, linear
 from orthojax.model.fixed_rotation import from_residual, to_residual
 from orthojax.model.mlp import Feedforward
 from orthojax.model.norm import Norm
@@ -164,7 +164,7 @@ class Transformer(nn.Module):
         """
         if self.config.tie_embeddings:
             return params["token_embedding"]["embedding"], 0
-        return (params["head"]["kernel"], 1) if self.linear is linear else None
+        return (params["head"]["kernel"], 1) if is_plain_product(self.linear) else None
 
     def _blocks(self, x: jax.Array, observe: Observe | None) -> tuple[jax.Array, Any]:
         c = self.config

@@ -17,6 +17,7 @@ from orthojax.train.evaluation import Metrics, evaluate, evaluation_stages
 from orthojax.train.files import make_folder, write_text
 from orthojax.train.inputs import Inputs, open_inputs
 from orthojax.train.loop import train
+from orthojax.train.mesh import make_mesh, place_rows, unused_devices
 from orthojax.train.metric_writer import describe_line, read_metrics
 from orthojax.train.optimizer import make_optimizer, make_rotation, run_optimizer
 from orthojax.train.plan import Estimate, estimate
@@ -29,6 +30,7 @@ from orthojax.train.step import (
     make_train_step,
     optimizer_state_bytes,
     parameter_shapes,
+    state_shapes,
 )
 from orthojax.train.timing import Spread, interleaved_seconds, median_ratio, spread
 from orthojax.train.utilization import model_flops_per_token, model_flops_utilization, peak_flops_per_second
@@ -58,6 +60,7 @@ __all__ = [
     "list_arrays",
     "load_params",
     "make_folder",
+    "make_mesh",
     "make_optimizer",
     "make_rotation",
     "make_train_step",
@@ -68,6 +71,7 @@ __all__ = [
     "optimizer_state_bytes",
     "parameter_shapes",
     "peak_flops_per_second",
+    "place_rows",
     "prepare_workdir",
     "read_config",
     "read_json_item",
@@ -76,7 +80,9 @@ __all__ = [
     "require_same_data",
     "run_optimizer",
     "spread",
+    "state_shapes",
     "train",
+    "unused_devices",
     "verify_checkpoint",
     "write_text",
 ]

@@ -7,20 +7,26 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from orthojax import analysis, quant
 from orthojax.config import Config
 from orthojax.model import Transformer
 from orthojax.train.inputs import Inputs
+from orthojax.train.mesh import constrain, in_mesh, mesh_of, place_rows
 from orthojax.train.optimizer import shared_basis
 from orthojax.train.step import loss_sum_nats, split_tokens
 
 Metrics = dict[str, float]
 
 
+# Parameters are where training left them, on a mesh or not. What leaves a program is whole on every device, so that
+# every process can read it.
+
+
 @partial(jax.jit, static_argnums=(0, 3))
 def _loss(model: Transformer, params: Any, tokens: jax.Array, positions: int | None) -> tuple[jax.Array, jax.Array]:
-    return loss_sum_nats(model, params, tokens, positions)
+    return constrain(loss_sum_nats(model, params, tokens, positions), PartitionSpec())
 
 
 @partial(jax.jit, static_argnums=0)
@@ -30,7 +36,7 @@ def _language_model_statistics(
     inputs, _ = split_tokens(tokens)
     observe = partial(analysis.observe_language_model, basis=basis)
     observed: Any = model.apply({"params": params}, inputs, observe=observe)
-    return observed[1]
+    return constrain(observed[1], PartitionSpec())
 
 
 @partial(jax.jit, static_argnums=0)
@@ -38,7 +44,8 @@ def _backcopy_statistics(model: Transformer, params: Any, tokens: jax.Array, ora
     inputs, _ = split_tokens(tokens)
     logits, statistics = model.apply({"params": params}, inputs, observe=analysis.observe_backcopy(is_trigger))
     log_probs = jax.nn.log_softmax(logits)
-    return statistics, analysis.observe_backcopy_risks(log_probs, oracle, is_trigger)
+    risks = analysis.observe_backcopy_risks(log_probs, oracle, is_trigger)
+    return constrain((statistics, risks), PartitionSpec())
 
 
 def _batches(config: Config, inputs: Inputs) -> Iterator[np.ndarray]:
@@ -46,12 +53,18 @@ def _batches(config: Config, inputs: Inputs) -> Iterator[np.ndarray]:
     return (inputs.evaluation[i : i + size] for i in range(0, len(inputs.evaluation), size))
 
 
+def _on_mesh(mesh: Mesh | None, rows: np.ndarray) -> Any:
+    return rows if mesh is None else place_rows(mesh, len(rows), lambda start, stop: rows[start:stop])
+
+
 def mean_loss_nats(model: Transformer, params: Any, config: Config, inputs: Inputs) -> float:
     """Mean next-token loss over all target positions of the evaluation set, in nats."""
-    total = count = 0.0
-    for tokens in _batches(config, inputs):
-        batch_total, batch_count = _loss(model, params, tokens, config.train.loss_chunk_positions)
-        total, count = total + float(batch_total), count + float(batch_count)
+    total, count, mesh = 0.0, 0.0, mesh_of(params)
+    with in_mesh(mesh):
+        for tokens in _batches(config, inputs):
+            rows = _on_mesh(mesh, tokens)
+            batch_total, batch_count = _loss(model, params, rows, config.train.loss_chunk_positions)
+            total, count = total + float(batch_total), count + float(batch_count)
     return total / count
 
 
@@ -90,10 +103,11 @@ def evaluate(
     metrics: Metrics = {"perplexity": _perplexity(loss), "loss_nats": loss}
     if inputs.bits_per_nat_of_loss is not None:
         metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
-    statistics, basis = None, shared_basis(config.optim, config.model.d_model)
-    for tokens in _batches(config, inputs):
-        new = _language_model_statistics(model, params, tokens, basis)
-        statistics = new if statistics is None else analysis.combine(statistics, new)
+    statistics, basis, mesh = None, shared_basis(config.optim, config.model.d_model), mesh_of(params)
+    with in_mesh(mesh):
+        for tokens in _batches(config, inputs):
+            new = _language_model_statistics(model, params, _on_mesh(mesh, tokens), basis)
+            statistics = new if statistics is None else analysis.combine(statistics, new)
     assert statistics is not None
     metrics |= analysis.finalize(statistics)
     on_progress("statistics")
@@ -111,12 +125,14 @@ def evaluation_stages(config: Config) -> int:
 
 def _evaluate_backcopy(model: Transformer, params: Any, config: Config, inputs: Inputs) -> Metrics:
     assert inputs.task is not None
-    layers = risks = None
+    layers, risks, mesh = None, None, mesh_of(params)
     for tokens in _batches(config, inputs):
         oracle = inputs.task.oracle(tokens[:, :-1]).astype(np.float32)
         # Ids that the model has but the task has not are impossible.
         oracle = np.pad(oracle, ((0, 0), (0, 0), (0, config.model.vocab_size - oracle.shape[-1])))
-        new = _backcopy_statistics(model, params, tokens, oracle, inputs.task.is_trigger(tokens[:, :-1]))
+        rows = [_on_mesh(mesh, array) for array in (tokens, oracle, inputs.task.is_trigger(tokens[:, :-1]))]
+        with in_mesh(mesh):
+            new = _backcopy_statistics(model, params, *rows)
         layers = new[0] if layers is None else analysis.combine(layers, new[0])
         risks = new[1] if risks is None else analysis.combine(risks, new[1])
     assert layers is not None

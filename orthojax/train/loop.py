@@ -1,10 +1,12 @@
 """The training loop: batches in, metrics.jsonl and checkpoints out, exact resume."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from orthojax.config import Config
 from orthojax.errors import Interrupted
@@ -12,43 +14,18 @@ from orthojax.train.bad_steps import RollBack
 from orthojax.train.checkpoint import Checkpoints, read_config, require_same_data
 from orthojax.train.evaluation import validation_loss_nats
 from orthojax.train.inputs import Inputs
-from orthojax.train.metric_writer import ROLLED_BACK, MetricWriter
+from orthojax.train.mesh import make_mesh, place_rows, place_tree
+from orthojax.train.metric_writer import ROLLED_BACK, MetricWriter, NoWriter
+from orthojax.train.multihost import is_primary
+from orthojax.train.prefetch import prefetched
 from orthojax.train.pretrained import initial_params
 from orthojax.train.probe import Probe
 from orthojax.train.recorder import Recorder
 from orthojax.train.roll_back import Position, read_position, step_before
-from orthojax.train.signals import stop_on_signals
+from orthojax.train.signals import StopRequest, stop_on_signals
 from orthojax.train.step import TrainState, init_state, make_train_step
 from orthojax.train.tensorboard import TensorBoard
-from orthojax.train.workdir import prepare_workdir, require_same_config
-
-
-def _beginning(config: Config, inputs: Inputs) -> TrainState:
-    """The state before the first step."""
-    state = init_state(config)
-    if not config.train.init_from:
-        return state
-    given = initial_params(config, inputs.provenance)
-    return state._replace(params=jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), given, state.params))
-
-
-def _newest_state(checkpoints: Checkpoints, config: Config, inputs: Inputs) -> tuple[TrainState, Position]:
-    """The newest whole checkpoint of the run with its place in the data, or the beginning."""
-
-    def accept(folder: Path) -> None:
-        require_same_config(config, read_config(folder), str(folder))
-        require_same_data(folder, inputs.provenance)
-
-    saved = checkpoints.restore_newest(init_state(config), accept)
-    if saved is None:
-        return _beginning(config, inputs), Position()
-    return saved, read_position(checkpoints.directory / str(int(saved.step)))
-
-
-def _open_checkpoints(config: Config, workdir: Path) -> Checkpoints:
-    train = config.train
-    keep = {"keep": train.keep_checkpoints, "keep_every_steps": train.keep_every_steps, "keep_best": train.keep_best}
-    return Checkpoints(workdir / "checkpoints", **keep)
+from orthojax.train.workdir import check_workdir, prepare_workdir, require_same_config
 
 
 def train(
@@ -65,6 +42,9 @@ def train(
     Writes `config.json`, `metrics.jsonl` and `checkpoints/` under the workdir. On the same machine a run that was
     stopped anywhere, by kill -9 too, ends with the same bits as one that was not, whatever bad steps it met.
 
+    Runs on the mesh of `config.mesh`, and may go on on another one. With several processes every one calls this, with a
+    workdir that all of them see; process 0 alone writes the config and the metrics.
+
     Args:
       config: The run.
       inputs: Its data, from `open_inputs`.
@@ -77,71 +57,148 @@ def train(
       The final state.
 
     Raises:
-      UserError: Where the workdir, a checkpoint or the disk does not allow it.
+      UserError: Where the workdir, a checkpoint, the disk or the number of devices does not allow it.
       DivergedError: At a bad step that ends the run; see `train.on_bad_step`.
       Interrupted: On SIGINT, SIGTERM or a preemption notice, when the state is saved.
     """
-    tensorboard = TensorBoard(workdir / "tensorboard") if config.train.tensorboard else None
-    prepare_workdir(workdir, config)
-    steps, every = config.train.steps, config.train
-    with _open_checkpoints(config, workdir) as checkpoints:
+    mesh, settings = make_mesh(config), config.train
+    tensorboard = TensorBoard(workdir / "tensorboard") if settings.tensorboard and is_primary() else None
+    (prepare_workdir if is_primary() else check_workdir)(workdir, config)
+    kept = (settings.keep_checkpoints, settings.keep_every_steps, settings.keep_best)
+    keep = dict(zip(("keep", "keep_every_steps", "keep_best"), kept, strict=True))
+    with Checkpoints(workdir / "checkpoints", **keep) as checkpoints:
         state, position = _newest_state(checkpoints, config, inputs)
         step = int(state.step)
         on_start(step)
-        if step >= steps:
+        if step >= settings.steps:
             return state
-        train_step, probe = make_train_step(config), Probe(config, inputs)
-        lines = MetricWriter(workdir / "metrics.jsonl", step, tensorboard=tensorboard, on_line=on_line)
-        with lines as writer, stop_on_signals() as stop:
-            recorder = Recorder(config, writer, on_step)
-            recorder.start(step)
-            while step < steps:
-                step += 1
-                state, metrics = train_step(state, jax.device_put(inputs.batch(position.batch(step))))
-                checkpoints.check()
-                stopping = stop.at(step)  # asked once: a later signal belongs to the next step
-                try:
-                    recorder.put(step, metrics, probe(step, state.params))
-                    if every.eval_every_steps and (step % every.eval_every_steps == 0 or step == steps):
-                        recorder.flush()
-                        loss = validation_loss_nats(config, state.params, inputs)
-                        recorder.require_finite("validation loss", step, loss)
-                        writer.write({"step": step, "validation_loss_nats": loss})
-                        checkpoints.validated(step, loss)
-                    scheduled = step % every.checkpoint_every_steps == 0 or step == steps
-                    if scheduled or stopping is not None:
-                        recorder.flush()
-                        # The loss was that of the parameters before this step; what is saved must be good too.
-                        recorder.require_finite("norm of the parameters", step, recorder.param_norm)
-                        position = position._replace(roll_backs=0) if scheduled else position
-                        checkpoints.save(state, config, inputs.provenance | position.to_json())
-                except RollBack as bad:
-                    checkpoints.wait()
-                    del state, metrics  # their memory is needed
-                    state, position, step = _go_back(bad, position, checkpoints, config, inputs, writer)
-                    recorder.start(step)
-                    continue
-                if stopping is not None:
-                    checkpoints.wait()
-                    raise Interrupted(stopping, step)
+        path = workdir / "metrics.jsonl"
+        lines = MetricWriter(path, step, tensorboard=tensorboard, on_line=on_line) if is_primary() else NoWriter()
+        with lines as writer, stop_on_signals() as stop, contextlib.ExitStack() as at_the_end:
+            run = _Run(config, inputs, mesh, checkpoints, writer, Recorder(config, writer, on_step))
+            at_the_end.callback(run.close)
+            state = run.train(state, step, position, stop)
         checkpoints.wait()
         if stop.signum is not None:
-            raise Interrupted(stop.signum, steps)
+            raise Interrupted(stop.signum, settings.steps)
     return state
 
 
-def _go_back(
-    bad: RollBack, position: Position, checkpoints: Checkpoints, config: Config, inputs: Inputs, writer: MetricWriter
-) -> tuple[TrainState, Position, int]:
-    """The state, place in the data and step that a run goes on from after a bad step."""
-    newest, every = checkpoints.latest_step(), config.train.checkpoint_every_steps
-    origin = step_before(bad.step, every, checkpoints.directory, newest)
-    step = origin or 0
-    position = position.after(bad, step)
-    checkpoints.forget_after(step)  # what a signal saved since, on the way to the bad step
-    state = _beginning(config, inputs) if origin is None else checkpoints.restore(init_state(config), origin)
-    writer.roll_back(step)
-    # Under the step that comes next, so that a resumed run drops it with what it will do again.
-    told = {"step": step + 1, "event": ROLLED_BACK, "why": bad.why, "to_step": step}
-    writer.write(told | position.to_json())
-    return state, position, step
+def _beginning(config: Config, inputs: Inputs) -> TrainState:
+    """The state before the first step."""
+    state = init_state(config)
+    if not config.train.init_from:
+        return state
+    return state._replace(params=place_tree(initial_params(config, inputs.provenance), state.params))
+
+
+def _newest_state(checkpoints: Checkpoints, config: Config, inputs: Inputs) -> tuple[TrainState, Position]:
+    """The newest whole checkpoint of the run with its place in the data, or the beginning."""
+
+    def accept(folder: Path) -> None:
+        require_same_config(config, read_config(folder), str(folder))
+        require_same_data(folder, inputs.provenance)
+
+    saved = checkpoints.restore_newest(init_state(config), accept)
+    if saved is None:
+        return _beginning(config, inputs), Position()
+    return saved, read_position(checkpoints.directory / str(int(saved.step)))
+
+
+class _Run:
+    """The steps of a run, and what follows each of them."""
+
+    def __init__(
+        self,
+        config: Config,
+        inputs: Inputs,
+        mesh: Mesh | None,
+        checkpoints: Checkpoints,
+        writer: MetricWriter,
+        recorder: Recorder,
+    ):
+        self._config, self._inputs, self._mesh = config, inputs, mesh
+        self._checkpoints, self._writer, self._recorder = checkpoints, writer, recorder
+        self._batches: Generator[jax.Array, None, None] | None = None
+
+    def close(self) -> None:
+        """Waits for the batch that is being read."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def _start(self, step: int, position: Position) -> Generator[jax.Array, None, None]:
+        """The batches of the steps after this one, read ahead."""
+        self.close()
+        self._recorder.start(step)
+
+        def read(step: int) -> jax.Array:
+            def rows(first: int, last: int):
+                return self._inputs.batch_rows(position.batch(step), first, last)
+
+            return place_rows(self._mesh, self._config.train.batch_size, rows)
+
+        self._batches = prefetched(read, step + 1, self._config.train.steps + 1)
+        return self._batches
+
+    def train(self, state: TrainState, step: int, position: Position, stop: StopRequest) -> TrainState:
+        """Trains from a step on to the last."""
+        train_step, probe = make_train_step(self._config), Probe(self._config, self._inputs, self._mesh)
+        batches = self._start(step, position)
+        while step < self._config.train.steps:
+            step += 1
+            state, metrics = train_step(state, next(batches))
+            self._checkpoints.check()
+            stopping = stop.at(step)  # asked once: a later signal belongs to the next step
+            try:
+                self._recorder.put(step, metrics, probe(step, state.params))
+                self._validate(step, state)
+                position = self._save(step, state, position, stopping=stopping is not None)
+            except RollBack as bad:
+                del state, metrics  # their memory is needed
+                state, position, step = self._go_back(bad, position)
+                batches = self._start(step, position)
+                continue
+            if stopping is not None:
+                self._checkpoints.wait()
+                raise Interrupted(stopping, step)
+        return state
+
+    def _validate(self, step: int, state: TrainState) -> None:
+        every = self._config.train.eval_every_steps
+        if not every or (step % every and step != self._config.train.steps):
+            return
+        self._recorder.flush()
+        loss = validation_loss_nats(self._config, state.params, self._inputs)
+        self._recorder.require_finite("validation loss", step, loss)
+        self._writer.write({"step": step, "validation_loss_nats": loss})
+        self._checkpoints.validated(step, loss)
+
+    def _save(self, step: int, state: TrainState, position: Position, *, stopping: bool) -> Position:
+        scheduled = step % self._config.train.checkpoint_every_steps == 0 or step == self._config.train.steps
+        if not scheduled and not stopping:
+            return position
+        self._recorder.flush()
+        # The loss was that of the parameters before this step; what is saved must be good too.
+        self._recorder.require_finite("norm of the parameters", step, self._recorder.param_norm)
+        position = position._replace(roll_backs=0) if scheduled else position
+        self._checkpoints.save(state, self._config, self._inputs.provenance | position.to_json())
+        return position
+
+    def _go_back(self, bad: RollBack, position: Position) -> tuple[TrainState, Position, int]:
+        """The state, place in the data and step that the run goes on from after a bad step."""
+        checkpoints = self._checkpoints
+        checkpoints.wait()
+        every, newest = self._config.train.checkpoint_every_steps, checkpoints.latest_step()
+        origin = step_before(bad.step, every, checkpoints.directory, newest)
+        step = origin or 0
+        position = position.after(bad, step)
+        checkpoints.forget_after(step)  # what a signal saved since, on the way to the bad step
+        if origin is None:
+            state = _beginning(self._config, self._inputs)
+        else:
+            state = checkpoints.restore(init_state(self._config), origin)
+        self._writer.roll_back(step)
+        # Under the step that comes next, so that a resumed run drops it with what it will do again.
+        told = {"step": step + 1, "event": ROLLED_BACK, "why": bad.why, "to_step": step}
+        self._writer.write(told | position.to_json())
+        return state, position, step

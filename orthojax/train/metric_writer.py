@@ -71,6 +71,22 @@ class MetricWriter:
             self._tensorboard.close()
 
 
+class NoWriter(MetricWriter):
+    """Writes nothing: of several processes one does."""
+
+    def __init__(self):
+        pass
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Drops them."""
+
+    def roll_back(self, step: int) -> None:
+        """There is nothing to drop."""
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All lines of a metrics file, [] where there is none; a last line that was cut off is left out."""
     if not path.exists():

@@ -13,6 +13,8 @@ from orthojax.config import Config, OptimConfig, RotationConfig
 from orthojax.optim import RotatedAxes, Rotation, in_rotated_basis, rotate, scale_by_orthoadam, warmup_cosine
 from orthojax.train.bad_steps import leave_out_bad_steps
 
+Layout = Callable[[str], jax.sharding.Sharding | None]
+
 _WRITERS = ("attention/output", "mlp/output")
 _TABLES = ("token_embedding", "position_embedding", "head")
 
@@ -52,9 +54,9 @@ def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruc
     return axes
 
 
-def make_rotation(config: RotationConfig) -> Rotation:
-    """The `Rotation` of a run's config, for the transformer's own parameters."""
-    return Rotation(kind=config.kind, axes=rotated_axes(config), seed=config.seed, scope=config.scope)
+def make_rotation(config: RotationConfig, layout: Layout | None = None) -> Rotation:
+    """The `Rotation` of a run's config, for the transformer's own parameters; `layout` says where moments are."""
+    return Rotation(config.kind, rotated_axes(config), config.seed, config.scope, layout)
 
 
 def shared_basis(config: OptimConfig, d_model: int) -> jax.Array | None:
@@ -106,7 +108,7 @@ def _muon(config: OptimConfig) -> optax.GradientTransformation:
     return optax.partition({"muon": optax.chain(muon, optax.stateless(to_rms)), "adam": adam}, labels)
 
 
-def _scaling(config: OptimConfig) -> optax.GradientTransformation:
+def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransformation:
     """What the optimizer makes of gradients, before weight decay and learning rate."""
     b1, b2, eps = config.b1, config.b2, config.eps
     adam = optax.scale_by_adam(b1, b2, eps)
@@ -129,18 +131,19 @@ def _scaling(config: OptimConfig) -> optax.GradientTransformation:
         "muon": lambda: _muon(config),
     }
     if config.optimizer == "orthoadam":
-        rotation = make_rotation(config.rotation)
+        rotation = make_rotation(config.rotation, layout)
         return scale_by_orthoadam(b1, b2, eps, rotation=rotation, layer_by_layer=config.layer_by_layer)
     scaling = scalings[config.optimizer]()
-    return in_rotated_basis(scaling, make_rotation(config.rotation)) if config.rotated else scaling
+    return in_rotated_basis(scaling, make_rotation(config.rotation, layout)) if config.rotated else scaling
 
 
-def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
+def make_optimizer(config: OptimConfig, steps: int, layout: Layout | None = None) -> optax.GradientTransformation:
     """Clipping, the optimizer's own scaling, decoupled weight decay, learning rate.
 
     Args:
       config: The optimizer and its schedule.
       steps: Length of the run, where the schedule ends.
+      layout: On a mesh: where the moments of each parameter are, from `layout_of`.
 
     Returns:
       A named chain, so that a checkpoint shows `opt_state/orthoadam/...`.
@@ -148,20 +151,24 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
     parts: list[tuple[str, optax.GradientTransformation]] = []
     if config.clip_norm is not None:
         parts.append(("clip", optax.clip_by_global_norm(config.clip_norm)))
-    parts.append((config.optimizer, _scaling(config)))
+    parts.append((config.optimizer, _scaling(config, layout)))
     if config.weight_decay:
         parts.append(("weight_decay", optax.add_decayed_weights(config.weight_decay, decay_mask)))
     parts.append(("learning_rate", optax.scale_by_learning_rate(learning_rate_schedule(config, steps))))
     return optax.named_chain(*parts)
 
 
-def run_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
+def run_optimizer(config: Config, layout: Layout | None = None) -> optax.GradientTransformationExtraArgs:
     """The optimizer of a run: that of `make_optimizer`, which leaves out bad steps where the run watches for them.
+
+    Args:
+      config: The run.
+      layout: As for `make_optimizer`.
 
     Returns:
       A transformation to which `update` may always give `value=` the loss in nats.
     """
-    optimizer = make_optimizer(config.optim, config.train.steps)
+    optimizer = make_optimizer(config.optim, config.train.steps, layout)
     if config.train.watches_steps:
         return leave_out_bad_steps(optimizer, config.train.spike_nats)
     return optax.with_extra_args_support(optimizer)

@@ -1,0 +1,501 @@
+"""Training on a mesh of eight fake devices: the numbers of one device, less memory on each, and what travels."""
+
+import dataclasses
+import functools
+import math
+import re
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from orthojax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.errors import UserError
+from orthojax.fields import from_json, replace, to_json
+from orthojax.model import gpt2, llama2
+from orthojax.train import (
+    Inputs,
+    evaluate,
+    init_state,
+    make_mesh,
+    make_train_step,
+    parameter_shapes,
+    place_rows,
+    read_metrics,
+    state_shapes,
+    train,
+    unused_devices,
+)
+from orthojax.train import step as step_module
+from orthojax.train.prefetch import prefetched
+from orthojax.train.sharding import moment_shardings, parameter_shardings
+
+ROWS, LENGTH, VOCAB = 16, 16, 64
+SIZE = {"d_model": 32, "num_heads": 4, "num_layers": 2, "d_mlp": 64, "vocab_size": VOCAB, "max_length": LENGTH}
+CONFIG = Config(
+    model=gpt2("tiny", **SIZE, normalizer="softmax1"),
+    optim=OptimConfig(optimizer="orthoadam", learning_rate=3e-3, warmup_steps=2, weight_decay=0.1),
+    data=DataConfig(sequence_length=LENGTH),
+    train=TrainConfig(steps=20, batch_size=ROWS, log_every_steps=1, eval_every_steps=0, checkpoint_every_steps=10),
+    eval=EvalConfig(sequences=ROWS, batch_size=ROWS),
+)
+LLAMA = dataclasses.replace(CONFIG, model=llama2("tiny", **SIZE, num_kv_heads=2, normalizer="softmax1"))
+
+
+def on(config, data=1, fsdp=1, tensor=1, **changes):
+    return dataclasses.replace(replace(config, changes), mesh=MeshConfig(data, fsdp, tensor))
+
+
+def mesh_for(config):
+    mesh = make_mesh(config)
+    assert mesh is not None
+    return mesh
+
+
+def tokens(step):
+    """Rows that count up or down by steps of their own: something to learn."""
+    rng = np.random.default_rng(step)
+    first, by = rng.integers(0, VOCAB, (ROWS, 1)), rng.integers(-2, 3, (ROWS, 1))
+    return ((first + by * np.arange(LENGTH + 1)) % VOCAB).astype(np.int32)
+
+
+INPUTS = Inputs(tokens, tokens(999), 0.75, {"source": "test"}, None)
+
+
+def run(config, steps=20):
+    """(losses, gradient norms, final state) of the first steps."""
+    mesh, state, step, seen = make_mesh(config), init_state(config), make_train_step(config), []
+    for i in range(steps):
+        state, metrics = step(state, place_rows(mesh, ROWS, lambda a, b, i=i: tokens(i)[a:b]))
+        seen.append(metrics)
+    assert step._cache_size() == 1
+    seen = jax.device_get(seen)
+    return np.array([m.loss_sum_nats / m.target_tokens for m in seen]), np.array([m.grad_norm for m in seen]), state
+
+
+@functools.cache
+def on_one_device(config, steps=20):
+    losses, norms, state = run(config, steps)
+    return losses, norms, jax.device_get(state)
+
+
+def by_path(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+# The config.
+
+
+def test_sizes_of_a_mesh():
+    assert MeshConfig().sizes(8) == (1, 1, 1)
+    assert MeshConfig(-1).sizes(8) == (8, 1, 1)
+    assert MeshConfig(2, -1, 2).sizes(8) == (2, 2, 2)
+    assert MeshConfig(2, 1, -1).sizes(6) == (2, 1, 3)
+    assert MeshConfig(2).sizes(8) == (2, 1, 1)  # the others are left out, which `unused_devices` tells
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MeshConfig(0), r"mesh.data=0\nallowed: at least 1, or -1 for all devices left"),
+        (lambda: MeshConfig(fsdp=-1, tensor=-1), "more than one -1"),
+        (lambda: MeshConfig(4, 4).sizes(8), r"data=4, fsdp=4, tensor=1 needs 16 devices, and there are 8\n.*at most 8"),
+        (lambda: MeshConfig(2).sizes(1), "needs 2 devices, and there is 1"),
+        (lambda: MeshConfig(-1, 1, 3).sizes(8), "3 does not divide the 8 devices"),
+        (lambda: on(CONFIG, 5), r"train.batch_size=16 is not divisible by .* = 5\nallowed: a multiple of 5"),
+        (lambda: on(CONFIG, 4, 2, **{"train.accumulation_steps": 4}), r"batch_size=16 .*\.accumulation_steps = 32"),
+        (lambda: on(CONFIG, 8, **{"eval.batch_size": 4}), r"eval.batch_size=4 is not divisible by .* = 8"),
+        (lambda: replace(CONFIG, {"train.accumulation_steps": 0}), "accumulation_steps=0"),
+        (lambda: make_mesh(on(CONFIG, 16)), "needs 16 devices, and there are 8"),
+        (lambda: make_mesh(on(CONFIG, -1, **{"train.batch_size": 12})), "train.batch_size=12 is not divisible"),
+        (lambda: init_state(on(CONFIG, 1, 1, 9)), "needs 9 devices"),
+    ],
+)
+def test_what_a_mesh_cannot_be(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+def test_a_config_written_before_there_were_meshes_is_one_of_one_device():
+    config = from_json(Config, re.sub(r',\s*"mesh": {[^}]*}|"accumulation_steps": 1,', "", to_json(CONFIG)))
+    assert config == CONFIG
+    assert config.mesh == MeshConfig(1, 1, 1)
+
+
+def test_one_device_is_no_mesh_and_the_others_are_told():
+    assert make_mesh(CONFIG) is None
+    assert isinstance(
+        init_state(CONFIG).params["token_embedding"]["embedding"].sharding, jax.sharding.SingleDeviceSharding
+    )
+    assert unused_devices(CONFIG) == "uses 1 of 8 devices; --config.mesh.data=-1 takes all"
+    assert unused_devices(on(CONFIG, 2, 2)) == "uses 4 of 8 devices; --config.mesh.data=-1 takes all"
+    assert unused_devices(on(CONFIG, -1)) == ""
+    assert dict(mesh_for(on(CONFIG, 2, -1)).shape) == {"data": 2, "fsdp": 4, "tensor": 1}
+
+
+# Where things are.
+
+BOTH = ("tensor", "fsdp")
+KERNELS = {
+    "attention/query/kernel": P(None, "fsdp", "tensor"),
+    "attention/key/kernel": P(None, "fsdp", "tensor"),
+    "attention/value/kernel": P(None, "fsdp", "tensor"),
+    "attention/output/kernel": P(None, BOTH),
+    "mlp/input/kernel": P(None, "fsdp", "tensor"),
+    "mlp/output/kernel": P(None, BOTH),
+}
+WHOLE = {"final_norm/scale": P(), "layers/attention_norm/scale": P(), "layers/mlp_norm/scale": P()}
+
+
+def specs(config):
+    """Specs of the parameters and of their moments, by path."""
+    shapes, mesh = parameter_shapes(config), mesh_for(config)
+    params = parameter_shardings(config.model, shapes, mesh)
+    moments = moment_shardings(config, shapes, params)
+    return ({path: sharding.spec for path, sharding in by_path(tree).items()} for tree in (params, moments))
+
+
+def test_where_the_parameters_of_llama_are():
+    params, _ = specs(on(LLAMA, 2, 2, 2))
+    kernels = {f"layers/{path}": spec for path, spec in KERNELS.items()}
+    assert params == WHOLE | kernels | {
+        "layers/mlp/gate/kernel": P(None, "fsdp", "tensor"),
+        "token_embedding/embedding": P(BOTH),
+        "head/kernel": P(None, BOTH),
+    }
+
+
+def test_where_the_parameters_of_unrolled_gpt2_are():
+    params, _ = specs(on(CONFIG, 2, 2, 2, **{"model.scan_layers": False}))
+    kernels = {f"layers_1/{path}": P(*spec[1:]) for path, spec in KERNELS.items()}
+    biases = {
+        **{f"layers_1/attention/{name}/bias": P("tensor") for name in ("query", "key", "value")},
+        "layers_1/mlp/input/bias": P("tensor"),
+        "layers_1/attention/output/bias": P(),
+        "layers_1/mlp/output/bias": P(),
+    }
+    expected = kernels | biases | {"token_embedding/embedding": P(BOTH), "position_embedding/embedding": P("fsdp")}
+    assert {path: params[path] for path in expected} == expected
+
+
+def test_what_does_not_divide_stays_whole_or_takes_the_other_axis():
+    odd = {"model.vocab_size": 65, "model.num_heads": 2, "model.d_model": 36, "model.max_length": 17, "model.d_mlp": 66}
+    params, _ = specs(on(CONFIG, 1, 2, 4, **odd))
+    assert params["token_embedding/embedding"] == P(None, "fsdp")  # GPT-2's own vocabulary is odd
+    assert params["position_embedding/embedding"] == P(None, "fsdp")
+    assert params["layers/attention/query/kernel"] == P(None, "fsdp")  # 36 divides by 4, its two heads do not
+    assert params["layers/mlp/input/kernel"] == P(None, "fsdp")
+    params, _ = specs(on(LLAMA, 1, 2, 4))  # four heads in two groups
+    assert params["layers/attention/query/kernel"] == P(None, "fsdp")
+    params, _ = specs(on(CONFIG, 1, 5, 1, **{"train.batch_size": 5, "eval.sequences": 5, "eval.batch_size": 5}))
+    assert set(params.values()) == {P()}
+
+
+@pytest.mark.parametrize("optimizer", [pytest.param("adam", marks=pytest.mark.slow), "orthoadam"])
+def test_moments_are_split_over_data_too_and_bases_nowhere(optimizer):
+    config = on(LLAMA, 2, 2, 2, **{"optim.optimizer": optimizer, "optim.rotation.kind": "haar"})
+    params, moments = specs(config)
+    split = {path for path, spec in moments.items() if "data" in str(spec)}
+    assert split == set(moments)  # every length here is even
+    # One that is whole and, of OrthoAdam, not rotated comes first: here the layers.
+    assert moments["layers/mlp/input/kernel"] == P("data", "fsdp", "tensor")
+    assert moments["head/kernel"] == (P("data", BOTH) if optimizer == "adam" else P(None, (*BOTH, "data")))
+    state = init_state(config)
+    assert {path: x.sharding.spec for path, x in by_path(state.params).items()} == params
+    inner = state.opt_state[optimizer]
+    if optimizer == "orthoadam":
+        bases = jax.tree.leaves(inner.basis)
+        assert bases
+        assert all(basis.sharding.is_fully_replicated for basis in bases)
+        inner = inner.inner
+    for moment in (inner.mu, inner.nu):
+        assert {path: x.sharding.spec for path, x in by_path(moment).items()} == moments
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state_shapes(config)) == jax.tree.map(
+        lambda x: (x.shape, x.dtype, x.sharding), state
+    )
+
+
+@pytest.mark.slow
+def test_the_initial_state_does_not_depend_on_the_mesh():
+    one, split = jax.device_get((init_state(CONFIG), init_state(on(CONFIG, 2, 2, 2))))
+    jax.tree.map(np.testing.assert_array_equal, split, one)
+
+
+# The numbers.
+
+MESHES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (4, 1, 2)]
+FAMILIES = {"gpt2": CONFIG, "llama2": LLAMA}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("optimizer", ["adam", "orthoadam"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_are_those_of_one_device(family, optimizer, mesh):
+    config = replace(FAMILIES[family], {"optim.optimizer": optimizer})
+    want, norms, _ = on_one_device(config)
+    assert want[-1] < want[0] - 0.3  # it learns
+    got, got_norms, _ = run(on(config, *mesh))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(got_norms, norms, rtol=1e-4)
+
+
+SMALL = replace(CONFIG, {"model.num_layers": 1, "model.scan_layers": False})
+
+
+def test_losses_and_parameters_on_all_three_axes_in_short():
+    want, _, final = on_one_device(SMALL, 4)
+    got, _, state = run(on(SMALL, 2, 2, 2), 4)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), jax.device_get(state.params), final.params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optim.rotation.axes": "both"},
+        {"optim.rotation.kind": "haar", "optim.layer_by_layer": True},
+        {"optim.optimizer": "lion", "optim.rotated": True},
+        {"optim.optimizer": "adafactor"},
+        {"optim.optimizer": "muon"},
+        {"model.remat": True, "model.normalizer": "learned_sink", "model.gated_attention": True},
+        {"model.attention_implementation": "xla_chunked", "model.tie_embeddings": False},
+    ],
+    ids=str,
+)
+def test_other_optimizers_and_models_on_all_three_axes(changes):
+    config = replace(CONFIG, changes)
+    want, _, _ = on_one_device(config, 6)
+    got, _, _ = run(on(config, 2, 2, 2), 6)
+    np.testing.assert_allclose(got, want, rtol=0, atol=5e-5 if "lion" in changes.values() else 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2)])
+def test_bfloat16_runs_and_is_near(mesh):
+    config = replace(CONFIG, {"model.dtype": "bfloat16"})
+    want, _, _ = on_one_device(CONFIG, 10)
+    got, _, state = run(on(config, *mesh), 10)
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got, want, atol=0.03)
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {np.dtype("float32")}
+
+
+# Gradient accumulation.
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
+def test_accumulated_parts_are_the_whole_batch_where_they_count_differently(mesh, monkeypatch):
+    """Only even targets count, of which every part has another number."""
+
+    def even_loss(model, params, rows):
+        logits, _ = model.apply({"params": params}, rows[:, :-1])
+        log_probs, targets = jax.nn.log_softmax(logits), rows[:, 1:]
+        counted = targets % 2 == 0
+        return -jnp.sum(jnp.take_along_axis(log_probs, targets[..., None], -1)[..., 0] * counted), jnp.sum(counted)
+
+    monkeypatch.setattr(step_module, "loss_sum_nats", even_loss)
+    base = replace(SMALL, {"optim.learning_rate": 4e-3})  # its programs are its own
+    whole, parts = base, on(base, *mesh, **{"train.accumulation_steps": 4})
+    counts = [np.sum(tokens(0)[i::4, 1:] % 2 == 0) for i in range(4)]
+    assert len(set(counts)) > 1
+    results = []
+    for config in (whole, parts):
+        rows = place_rows(make_mesh(config), ROWS, lambda a, b: tokens(0)[a:b])
+        results.append(jax.device_get(make_train_step(config)(init_state(config), rows)))
+    (state, metrics), (other, others) = results
+    assert metrics.target_tokens == others.target_tokens == sum(counts)
+    np.testing.assert_allclose(others.loss_sum_nats, metrics.loss_sum_nats, rtol=1e-6)
+    np.testing.assert_allclose(others.grad_norm, metrics.grad_norm, rtol=1e-5)
+    mu, other_mu = (by_path(s.opt_state["orthoadam"].inner.mu) for s in (state, other))
+    for path in mu:
+        np.testing.assert_allclose(other_mu[path], mu[path], atol=1e-7, err_msg=path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (4, 1, 1)])
+def test_losses_of_accumulated_parts(mesh):
+    want, _, _ = on_one_device(CONFIG)
+    got, _, _ = run(on(CONFIG, *mesh, **{"train.accumulation_steps": 4 if mesh == (1, 1, 1) else 2}))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+# Memory, and what travels.
+
+
+def compiled(config):
+    rows = jax.ShapeDtypeStruct((config.train.batch_size, config.data.sequence_length + 1), np.int32)
+    return make_train_step(config).lower(state_shapes(config), rows).compile()
+
+
+def test_memory_of_each_device_falls():
+    """Bytes of arguments, exactly: what is divided by eight and what is not."""
+    kernels = {path: leaf.size * 4 for path, leaf in by_path(parameter_shapes(SMALL)).items() if leaf.ndim > 1}
+    every = {path: leaf.size * 4 for path, leaf in by_path(parameter_shapes(SMALL)).items()}
+    tables, vectors = sum(kernels.values()), sum(every.values()) - sum(kernels.values())
+    fixed = 4 * 3 + 4 * (LENGTH + 1) * ROWS // 8  # three counters and the rows
+    fsdp, data = (compiled(on(SMALL, *mesh)).memory_analysis() for mesh in ((1, 8), (8, 1)))
+    assert fsdp.argument_size_in_bytes == 3 * tables // 8 + 3 * vectors + fixed
+    assert data.argument_size_in_bytes == (tables + vectors) + 2 * (tables + vectors) // 8 + fixed
+    for mesh in (fsdp, data):
+        assert mesh.alias_size_in_bytes == mesh.argument_size_in_bytes - 4 * (LENGTH + 1) * ROWS // 8  # donated
+
+
+COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
+
+
+def travels(program):
+    """{kind: the shapes of what its results are on one device}"""
+    found = {}
+    for result, kind in COLLECTIVE.findall(program.as_text()):
+        shapes = {tuple(int(n) for n in dims.split(",") if n) for dims in re.findall(r"\w+\[([\d,]*)\]", result)}
+        found[kind] = found.get(kind, set()) | shapes
+    return found
+
+
+@pytest.mark.slow
+def test_kernels_travel_and_activations_stay():
+    """A batch of many tokens: whatever has its rows is an activation."""
+    config = replace(CONFIG, {"train.batch_size": 64, "model.num_layers": 3, "model.vocab_size": 96, "model.d_mlp": 80})
+    shapes = {tuple(leaf.shape[-2:]) for leaf in jax.tree.leaves(parameter_shapes(config)) if leaf.ndim > 1}
+    program = compiled(on(config, 1, 8))
+    found = travels(program)
+    assert set(found) <= {"all-gather", "all-reduce", "reduce-scatter"}
+    assert found["all-gather"] <= shapes  # one layer at a time, never the stack
+    assert all(len(shape) < 3 for shape in found["all-reduce"])
+    # Over tensor: of OrthoAdam the gradient and the update of what is rotated along a split axis, and no whole axis.
+    both = {
+        name: travels(compiled(on(replace(config, {"optim.optimizer": name}), 1, 4, 2)))
+        for name in ("adam", "orthoadam")
+    }
+    assert "all-to-all" not in both["adam"]
+    assert both["orthoadam"].pop("all-to-all") == {(3, 32 // 4 // 2, 32 // 2), (3, 32 // 4 // 2, 80 // 2)}
+    assert both["orthoadam"] == both["adam"]
+
+
+@pytest.mark.slow
+def test_temporaries_fall_with_the_rows():
+    big = replace(SMALL, {"train.batch_size": 64, "model.vocab_size": 512})
+    one, fsdp = (compiled(config).memory_analysis().temp_size_in_bytes for config in (big, on(big, 1, 8)))
+    assert fsdp < one / 4
+
+
+def test_attention_kernels_see_the_mesh():
+    """splash cannot be split by the compiler: it maps itself over the shards of the mesh that it finds."""
+    model = ModelConfig(
+        vocab_size=64, d_model=128, num_heads=2, d_mlp=64, num_layers=1, attention_implementation="splash"
+    )
+    config = dataclasses.replace(SMALL, model=model, data=DataConfig(sequence_length=128))
+    config = on(config, 2, 2, 2)
+    rows = jax.ShapeDtypeStruct((ROWS, 129), np.int32)
+    assert "shard_map" in str(jax.make_jaxpr(make_train_step(config))(state_shapes(config), rows))
+
+
+# Rows.
+
+
+@pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2), (1, 1, 8)])
+def test_every_device_has_its_rows(mesh):
+    reads = []
+
+    def read(start, stop):
+        reads.append((start, stop))
+        return tokens(0)[start:stop]
+
+    placed = place_rows(make_mesh(on(CONFIG, *mesh)), ROWS, read)
+    assert reads == [(0, ROWS)]
+    np.testing.assert_array_equal(placed, tokens(0))
+    each = ROWS // (mesh[0] * mesh[1])
+    for shard in placed.addressable_shards:
+        assert shard.data.shape == (each, LENGTH + 1)
+        np.testing.assert_array_equal(shard.data, tokens(0)[shard.index])
+
+
+def test_prefetched_reads_two_ahead_and_in_order():
+    started, go = [], threading.Event()
+
+    def prepare(step):
+        started.append(step)
+        go.wait(10)
+        return step * 10
+
+    ahead = prefetched(prepare, 3, 9)
+    go.set()
+    seen = []
+    for value in ahead:
+        seen.append(value)
+        time.sleep(0.02)
+        assert max(started) <= value // 10 + 2 + 1  # two wait, and one may be asked for already
+    assert seen == [30, 40, 50, 60, 70, 80]
+    assert started == [3, 4, 5, 6, 7, 8]
+    assert list(prefetched(prepare, 5, 5)) == []
+
+
+def test_an_error_while_reading_surfaces_at_its_step_and_the_thread_ends():
+    def prepare(step):
+        if step == 4:
+            raise UserError("the file is gone")
+        return step
+
+    ahead = prefetched(prepare, 0, 9)
+    assert [next(ahead) for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(UserError, match="gone"):
+        next(ahead)
+    left = prefetched(prepare, 5, 100)
+    next(left)
+    left.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+# The whole way.
+
+
+def losses(workdir):
+    return [line["loss_nats"] for line in read_metrics(workdir / "metrics.jsonl") if "loss_nats" in line]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_mesh_and_is_evaluated_where_it_lies(tmp_path):
+    config = replace(CONFIG, {"train.eval_every_steps": 10})
+    train(config, INPUTS, tmp_path / "one")
+
+    class Stopped(Exception):
+        pass
+
+    def stop(step, _):
+        if step == 12:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        train(on(config, 2, 2, 2), INPUTS, tmp_path / "run", on_step=stop)
+    state = train(on(config, 4, 1, 2, **{"train.accumulation_steps": 2}), INPUTS, tmp_path / "run")
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "one"), rtol=0, atol=1e-5)
+    split = evaluate(config, state.params, INPUTS)
+    whole = evaluate(config, jax.device_get(state.params), INPUTS)
+    assert split.keys() == whole.keys()
+    for name, value in whole.items():
+        # A value that lies between two integers may be rounded to either.
+        tolerance = 0.02 if "int" in name else 1e-4
+        assert math.isclose(split[name], value, rel_tol=tolerance, abs_tol=tolerance), name
+
+
+@pytest.mark.slow
+def test_the_batches_of_a_run_come_from_its_rows_alone(tmp_path):
+    """As a run over a mesh reads them; and what reading raises ends the run."""
+    config = replace(SMALL, {"train.steps": 3, "optim.warmup_steps": 0})
+
+    def broken(step):
+        if step == 2:
+            raise UserError("the file is gone")
+        return tokens(step)
+
+    with pytest.raises(UserError, match="gone"):
+        train(on(config, 8), INPUTS._replace(batch=broken), tmp_path)
+    want, _, _ = on_one_device(config, 3)
+    np.testing.assert_allclose(losses(tmp_path), want[:1], atol=1e-5)

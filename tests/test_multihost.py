@@ -1,0 +1,183 @@
+"""Several processes on this machine as one run: equal losses, one set of files, and nobody waits for the dead."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from orthojax.errors import UserError
+from orthojax.train import list_arrays, multihost, read_metrics
+
+ROOT = Path(__file__).parents[1]
+FLAGS = {
+    "data.kind": "bigram_backcopy",
+    "data.sequence_length": 16,
+    "model.vocab_size": 256,
+    "model.d_model": 32,
+    "model.num_layers": 2,
+    "model.num_heads": 4,
+    "model.d_mlp": 64,
+    "optim.optimizer": "orthoadam",
+    "optim.warmup_steps": 2,
+    "train.steps": 8,
+    "train.batch_size": 16,
+    "train.log_every_steps": 1,
+    "train.eval_every_steps": 4,
+    "train.checkpoint_every_steps": 4,
+    "eval.sequences": 32,
+}
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def start(arguments, devices):
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run(workdir, cache, mesh, processes=1):
+    """launch/train.py over eight devices; the console of each process, without what the CPU's own transport says."""
+    flags = [f"--config.{name}={value}" for name, value in (FLAGS | mesh).items()]
+    command = ["launch/train.py", f"--workdir={workdir}", f"--cache_dir={cache}", *flags]
+    if processes > 1:
+        command += [f"--coordinator_address=localhost:{free_port()}", f"--num_processes={processes}"]
+    started = [
+        start([str(ROOT / command[0]), *command[1:], *([f"--process_id={i}"] if processes > 1 else [])], 8 // processes)
+        for i in range(processes)
+    ]
+    consoles = []
+    for process in started:
+        out, err = process.communicate(timeout=400)
+        assert process.returncode == 0, err
+        consoles.append([line for line in out.splitlines() if not line.startswith("[Gloo]")])
+    return consoles
+
+
+def losses(workdir):
+    """(step, name) -> loss, of training and validation."""
+    lines = read_metrics(Path(workdir) / "metrics.jsonl")
+    return {(line["step"], name): line[name] for line in lines for name in line if name.endswith("loss_nats")}
+
+
+def assert_same_losses(got, want):
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        assert got[key] == pytest.approx(value, abs=1e-5), key
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run of one process on one device."""
+    folder = tmp_path_factory.mktemp("alone")
+    console = run(folder / "run", folder / "cache", {})
+    return folder, console[0]
+
+
+MESH = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+
+
+@pytest.mark.slow
+def test_one_process_says_which_devices_it_leaves_out(alone):
+    assert "  uses 1 of 8 devices; --config.mesh.data=-1 takes all" in alone[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_several_processes_are_one_run_that_goes_on_with_another_number(alone, tmp_path, processes):
+    folder, want = alone[0], losses(alone[0] / "run")
+    assert len(want) == 8 + 2
+    workdir = tmp_path / "run"
+    consoles = run(workdir, folder / "cache", MESH, processes)
+    assert any("done" in line for line in consoles[0])
+    assert consoles[1:] == [[]] * (processes - 1)
+    assert_same_losses(losses(workdir), want)
+    assert json.loads((workdir / "config.json").read_text())["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
+    # Every process wrote its own shards of the one checkpoint.
+    assert len(list((workdir / "checkpoints" / "8" / "params").glob("ocdbt.process_*"))) == processes
+    arrays = list_arrays(workdir / "checkpoints" / "8", "params")
+    assert arrays == list_arrays(folder / "run" / "checkpoints" / "8", "params")
+    # From the checkpoint in the middle on: another number of processes, another mesh, and one device.
+    for others, mesh in ((6 - processes, {"mesh.fsdp": -1}), (1, {})):
+        copy = Path(shutil.copytree(workdir, tmp_path / f"with_{others}"))
+        shutil.rmtree(copy / "checkpoints" / "8")
+        run(copy, folder / "cache", mesh, others)
+        assert_same_losses(losses(copy), want)
+
+
+MEETING = """
+import sys, time
+import numpy as np
+from orthojax.train import multihost
+multihost.initialize(sys.argv[1], 2, int(sys.argv[2]), heartbeat_timeout_seconds=10)
+from jax.experimental import multihost_utils
+while True:
+    assert multihost_utils.process_allgather(np.ones(2)).sum() == 4
+    print("met", flush=True)
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_who_loses_another_process_does_not_wait_for_ever(victim):
+    address = f"localhost:{free_port()}"
+    processes = [start(["-c", MEETING, address, str(i)], 1) for i in range(2)]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            while process.stdout.readline() != "met\n":
+                assert process.poll() is None
+        processes[victim].send_signal(signal.SIGKILL)
+        started = time.monotonic()
+        assert processes[1 - victim].wait(timeout=120) != 0
+        assert time.monotonic() - started < 60  # six times the heartbeat's timeout, on a machine that is busy
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("localhost:1", None, None), "coordinator_address=localhost:1, num_processes=None, process_id=None"),
+        ((None, 2, 0), "coordinator_address=None, num_processes=2, process_id=0"),
+        (("localhost:1", 2, 2), "process_id=2 of 2 processes"),
+    ],
+)
+def test_processes_that_are_not_described_are_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        multihost.initialize(*given)
+
+
+def test_without_a_cluster_the_error_says_what_to_give(monkeypatch):
+    def none_found(*_, **__):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(multihost.jax.distributed, "initialize", none_found)
+    with pytest.raises(UserError, match="do not come together: coordinator_address should be defined") as error:
+        multihost.initialize()
+    assert "--coordinator_address=HOST:PORT" in str(error.value)
+
+
+def test_this_process_is_the_primary_one():
+    assert multihost.is_primary()
