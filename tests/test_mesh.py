@@ -294,7 +294,7 @@ def test_bfloat16_runs_and_is_near(mesh):
 def test_accumulated_parts_are_the_whole_batch_where_they_count_differently(mesh, monkeypatch):
     """Only even targets count, of which every part has another number."""
 
-    def even_loss(model, params, rows):
+    def even_loss(model, params, rows, _):
         logits, _ = model.apply({"params": params}, rows[:, :-1])
         log_probs, targets = jax.nn.log_softmax(logits), rows[:, 1:]
         counted = targets % 2 == 0
