@@ -12,6 +12,8 @@ from typing import Any
 from absl import flags
 
 from orthojax import cli
+from orthojax.config import Config
+from orthojax.errors import UserError
 
 cli.define_config()
 cli.define_cache_dir()
@@ -21,11 +23,31 @@ flags.DEFINE_bool("multihost", False, "Join the processes that Slurm, Open MPI, 
 flags.DEFINE_string("coordinator_address", None, "HOST:PORT of process 0, where no cluster tells; with the next two.")
 flags.DEFINE_integer("num_processes", None, "Processes of all machines together.", lower_bound=1)
 flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", lower_bound=0)
+flags.DEFINE_bool("dry_run", False, "Tell what the run would take, compile its step and stop; no data is read.")
+flags.DEFINE_integer("pretend_devices", None, "For a dry run: as if there were so many devices.", lower_bound=1)
 FLAGS = flags.FLAGS
+
+
+def _dry_run(config: Config) -> None:
+    import jax
+
+    if FLAGS.pretend_devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", FLAGS.pretend_devices)
+
+    from orthojax.train import dry_run
+
+    for line in dry_run(config):
+        print(line, flush=True)
 
 
 def main(_: list[str]) -> None:
     config = cli.load_config()
+    if FLAGS.pretend_devices is not None and not FLAGS.dry_run:
+        raise UserError("--pretend_devices without --dry_run", allowed="both, or neither")
+    if FLAGS.dry_run:
+        _dry_run(config)
+        return
     workdir = Path(FLAGS.workdir or f"runs/{Path(FLAGS.config).stem if FLAGS.config else 'train'}")
 
     from orthojax.model import parameter_count

@@ -7,7 +7,7 @@ numbers that the paper's tables print for it (`orthojax.experiments.paper_tables
 import dataclasses
 from typing import NamedTuple
 
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from orthojax.experiments.paper_tables import TABLE_2, TABLE_3, TABLE_5, TABLE_6
 from orthojax.fields import replace
 from orthojax.model.presets import gpt2, llama2
@@ -67,6 +67,7 @@ def _config(model: ModelConfig, steps: int, warmup_steps: int, data_folder: str,
             checkpoint_every_steps=2_000,
         ),
         eval=EvalConfig(sequences=100_000, batch_size=160),
+        mesh=MeshConfig(data=-1),
     )
 
 

@@ -13,6 +13,7 @@ from orthojax.train.checkpoint import (
     verify_checkpoint,
 )
 from orthojax.train.compile_cache import keep_compiled_programs
+from orthojax.train.dry_run import dry_run
 from orthojax.train.evaluation import Metrics, evaluate, evaluation_stages
 from orthojax.train.files import make_folder, write_text
 from orthojax.train.inputs import Inputs, open_inputs
@@ -48,6 +49,7 @@ __all__ = [
     "TrainState",
     "check_workdir",
     "describe_line",
+    "dry_run",
     "environment",
     "estimate",
     "evaluate",
