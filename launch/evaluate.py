@@ -13,6 +13,7 @@ from orthojax import cli
 from orthojax.errors import UserError
 
 cli.define_cache_dir()
+cli.define_compile_cache()
 flags.DEFINE_string("checkpoint", None, "A run's workdir, its checkpoints folder, or one step's folder.")
 flags.DEFINE_string("workdir", None, "Where evaluation.json goes; beside the checkpoints where not given.")
 FLAGS = flags.FLAGS
@@ -27,6 +28,7 @@ def main(_: list[str]) -> None:
         evaluate,
         evaluation_stages,
         find_checkpoint,
+        keep_compiled_programs,
         make_folder,
         open_inputs,
         read_config,
@@ -36,6 +38,7 @@ def main(_: list[str]) -> None:
     )
 
     step_folder = find_checkpoint(Path(FLAGS.checkpoint))
+    keep_compiled_programs(FLAGS.compile_cache)
     workdir = Path(FLAGS.workdir) if FLAGS.workdir else step_folder.parent.parent
     make_folder(workdir, "workdir")  # before the work, so that a wrong path costs nothing
     config = read_config(step_folder)

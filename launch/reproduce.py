@@ -13,6 +13,7 @@ from orthojax import cli
 from orthojax.errors import UserError, nearest
 
 cli.define_cache_dir()
+cli.define_compile_cache()
 flags.DEFINE_string("experiment", "quick", "Which experiment; an unknown name lists them.")
 flags.DEFINE_string("scale", "tiny", "tiny: two CPU cores; small: one GPU; paper: its own setting. Not all have all.")
 flags.DEFINE_string("seeds", "0", "Seeds, separated by commas.")
@@ -41,6 +42,7 @@ def main(_: list[str]) -> None:
     from orthojax.experiments.catalog import EXPERIMENTS
     from orthojax.experiments.report import print_report, write_report
     from orthojax.experiments.study import run_study
+    from orthojax.train import keep_compiled_programs
 
     if FLAGS.experiment not in EXPERIMENTS:
         raise UserError(
@@ -49,6 +51,7 @@ def main(_: list[str]) -> None:
             hint=nearest(FLAGS.experiment, EXPERIMENTS),
         )
     experiment = EXPERIMENTS[FLAGS.experiment]
+    keep_compiled_programs(FLAGS.compile_cache)
     variants = experiment.variants(FLAGS.scale)
     workdir = Path(FLAGS.workdir or f"runs/{FLAGS.experiment}-{FLAGS.scale}")
     runs = f"{len(variants)} variants, seeds {FLAGS.seeds}"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from orthojax.config import Config, ModelConfig
+from orthojax.config import Config, ModelConfig, TrainConfig
 from orthojax.fields import replace
 from orthojax.model import Transformer, linear
 from orthojax.ops.chunked_cross_entropy import chunked_cross_entropy_sum_nats, positions_at_once
@@ -108,14 +108,29 @@ class Layout(NamedTuple):
     state: TrainState | None  # of NamedSharding
 
 
-# Runs that differ in their seeds or their start alone, as those of a study, share their compiled programs.
+# Runs that differ in what no program reads, as the seeds of a study, share their compiled programs.
+_NOT_COMPILED = {
+    f"train.{name}": getattr(TrainConfig(), name)
+    for name in (
+        "seed",
+        "init_from",
+        "allow_normalizer_change",
+        "log_every_steps",
+        "probe_every_steps",
+        "probe_sequences",
+        "tensorboard",
+        "eval_every_steps",
+        "checkpoint_every_steps",
+        "keep_checkpoints",
+        "keep_every_steps",
+        "keep_best",
+    )
+} | {"data.seed": 0, "data.verify": False}
 
 
 def _program(config: Config) -> Config:
     """What the compiled programs of a run depend on."""
-    return replace(
-        config, {"train.seed": 0, "data.seed": 0, "train.init_from": "", "train.allow_normalizer_change": False}
-    )
+    return replace(config, _NOT_COMPILED)
 
 
 @functools.lru_cache(maxsize=32)

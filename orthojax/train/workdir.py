@@ -18,9 +18,11 @@ FREE_FIELDS = (
     "train.keep_every_steps",
     "train.keep_best",
     "train.accumulation_steps",
+    "train.loss_chunk_positions",
     "train.tensorboard",
     "train.probe_",
     "mesh.",
+    "data.verify",
     "model.remat",
     "model.attention_implementation",
 )
