@@ -164,6 +164,7 @@ def test_scores_of_ten_thousand_keep_output_and_gradients_finite_and_right():
     assert all(jnp.isfinite(gradient).all() for gradient in gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_large_negative_logits_in_bfloat16_attend_nowhere():
     _, k, v, d_out = _arrays(128, 128, width=64, dtype=jnp.bfloat16)

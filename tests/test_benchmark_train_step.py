@@ -46,7 +46,7 @@ def fake_seconds(monkeypatch):
     """Replaces the runs: variants are slower the later they come, and the loss is 2 nats."""
 
     def seconds(case, programs, batch_size, repeats, budget):
-        metrics = StepMetrics(jnp.float32(64.0), jnp.int32(32), jnp.float32(1.0))
+        metrics = StepMetrics(jnp.float32(64.0), jnp.int32(32), *[jnp.float32(1.0)] * 4, None)
         found = {variant: [1.0 + VARIANTS.index(variant)] * repeats for variant in programs}
         return found | {"control": [1.01] * repeats}, dict.fromkeys(programs, metrics)
 
@@ -115,6 +115,7 @@ def test_a_step_is_traced_where_attention_may_not_fall_back(monkeypatch):
     assert not choice._fallback_forbidden.get()
 
 
+@pytest.mark.slow
 def test_a_runner_takes_the_steps_of_training():
     variant = "softmax1 + AdamW"
     tokens = TINY.tokens(2)

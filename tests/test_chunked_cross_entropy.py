@@ -294,6 +294,7 @@ def test_a_chunked_loss_of_a_model_has_the_gradients_of_the_plain_one(name):
         np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5 * np.abs(a).max() + 1e-6, err_msg=str(path))
 
 
+@pytest.mark.slow
 def test_small_runs_keep_the_plain_loss_and_chunks_are_what_the_field_says(monkeypatch):
     config = Config(model=MODEL)
     params, seen = _params(MODEL), []

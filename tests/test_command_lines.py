@@ -395,6 +395,7 @@ def test_an_unknown_experiment_is_refused_with_the_known_ones(tmp_path):
 # A full disk: a limit on the size of files stands in for it.
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_saving_keeps_the_last_checkpoint(home):
     shutil.rmtree(home / "run/checkpoints/6")
     arguments = ["train", *SMALL, "--workdir=run"]

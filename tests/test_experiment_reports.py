@@ -204,6 +204,7 @@ def tiny(tmp_path_factory):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_best_learning_rate_of_short_trials_is_taken_and_trials_are_not_repeated(tiny, tmp_path, monkeypatch):
     from orthojax.experiments import learning_rates
 

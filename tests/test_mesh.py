@@ -290,6 +290,7 @@ def test_bfloat16_runs_and_is_near(mesh):
 # Gradient accumulation.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
 def test_accumulated_parts_are_the_whole_batch_where_they_count_differently(mesh, monkeypatch):
     """Only even targets count, of which every part has another number."""

@@ -163,6 +163,7 @@ def test_adam_does_not_notice_a_signed_permutation(x64):
     assert distance(by_hand(start, basis(Rotation("signed_permutation"))), start) > 0.1
 
 
+@pytest.mark.slow
 def test_the_loss_falls_around_muon_and_adafactor_in_float32():
     for inner in (contrib.muon(0.05), optax.adafactor(0.05, min_dim_size_to_factor=3), contrib.prodigy(1.0)):
         start, got, _, _ = trajectories(inner, Rotation(), steps=60, dtype=jnp.float32)
@@ -237,6 +238,7 @@ def test_arrays_like_the_parameters_are_refused_where_they_are_used():
         update(in_rotated_basis(nested), extras={"curvature": (0.5, PARAMS)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inner", "search"),
     [

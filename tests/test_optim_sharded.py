@@ -231,7 +231,7 @@ def test_nothing_travels_where_the_rotated_axis_is_whole(given, kind):
     assert collectives(hlo) == []
 
 
-@pytest.mark.parametrize("kind", ["hadamard", "haar"])
+@pytest.mark.parametrize("kind", ["hadamard", pytest.param("haar", marks=pytest.mark.slow)])
 def test_a_state_continues_on_another_mesh(kind, x64, tmp_path):
     shapes = {"embedding": (24, 16), "layers": {"kernel": (2, 16, 32)}}
     specs = {"embedding": P("tensor", "fsdp"), "layers": {"kernel": P(None, "fsdp", "tensor")}}
@@ -264,7 +264,9 @@ def test_a_moment_layout_in_which_the_rotated_axis_is_whole_halves_what_travels(
     assert collectives(hlo) == [("all-to-all", 2 * 16 * 3 * 8)] * 2
 
 
-@pytest.mark.parametrize(("kind", "mesh_kind"), [("haar", AUTO), ("hadamard", EXPLICIT)])
+@pytest.mark.parametrize(
+    ("kind", "mesh_kind"), [("haar", AUTO), pytest.param("hadamard", EXPLICIT, marks=pytest.mark.slow)]
+)
 def test_zero1(kind, mesh_kind, x64):
     """Moments split over data: state bytes over its size, equal numbers, one all-gather of each update."""
     shapes = {"a/kernel": (4, 16, 24), "b/kernel": (16, 8), "odd/kernel": (3, 5), "norm/scale": (16,), "bias": (5,)}
@@ -297,6 +299,7 @@ def test_zero1(kind, mesh_kind, x64):
     assert jax.tree.map(lambda x: x.sharding, (updates, state[0].inner.nu)) == (shardings, moments)
 
 
+@pytest.mark.slow  # tests of meshes train whole steps so
 def test_zero1_of_a_whole_step_with_a_sum_over_data(x64):
     """In a data-parallel step the gradient's sum comes first; then nothing but the gathered updates travels."""
     mesh = make_mesh((8,), names=("data",))
@@ -346,7 +349,14 @@ def test_the_literal_chain_and_other_inner_transformations(mesh_kind, x64):
         assert {kind for kind, _ in collectives(hlo)} == {"all-to-all"}
 
 
-@pytest.mark.parametrize(("mesh_kind", "kind"), [(AUTO, "haar"), (AUTO, "signed_permutation"), (EXPLICIT, "hadamard")])
+@pytest.mark.parametrize(
+    ("mesh_kind", "kind"),
+    [
+        pytest.param(AUTO, "haar", marks=pytest.mark.slow),
+        pytest.param(AUTO, "signed_permutation", marks=pytest.mark.slow),
+        (EXPLICIT, "hadamard"),
+    ],
+)
 def test_groups_and_indivisible_axes(mesh_kind, kind, x64):
     """Several axes in one group, each split; and the cases that need a gather: no other axis, or a stacked odd one."""
     cases = {
@@ -373,7 +383,8 @@ def test_groups_and_indivisible_axes(mesh_kind, kind, x64):
     assert sizes == [16, 64, 192]  # of (2, 4) one axis and then the other, all of (3, 8); nothing else
 
 
-@pytest.mark.parametrize("mesh_kind", [pytest.param(AUTO, marks=pytest.mark.slow), EXPLICIT])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_kind", [AUTO, EXPLICIT])
 def test_outside_of_jit_in_scan_vmap_and_eval_shape(mesh_kind):
     shapes, specs = {"w/kernel": (4, 16, 24), "b": (24,)}, {"w/kernel": P(None, "tensor", "fsdp"), "b": P("fsdp")}
     trees = [random_tree(shapes, np.float32, seed) for seed in range(3)]
@@ -449,7 +460,9 @@ def test_states_that_are_not_like_parameters_and_what_is_refused():
         misnamed.init({"kernel": jnp.ones((4, 4))})
 
 
-@pytest.mark.parametrize(("mesh_kind", "kind"), [(AUTO, "hadamard"), (EXPLICIT, "haar")])
+@pytest.mark.parametrize(
+    ("mesh_kind", "kind"), [(AUTO, "hadamard"), pytest.param(EXPLICIT, "haar", marks=pytest.mark.slow)]
+)
 def test_layer_by_layer_turns_the_layers_of_each_shard(mesh_kind, kind, x64):
     """Split layers need nothing from elsewhere; split rotated axes exchange one layer of one shard at a time."""
     shapes = {"over_layers/kernel": (8, 16, 24), "over_output/kernel": (3, 16, 24), "whole/kernel": (2, 8, 8)}

@@ -66,6 +66,7 @@ def test_what_does_not_change_the_function_may_differ(finished):
     jax.tree.map(np.testing.assert_array_equal, load_params(workdir, other), params)
 
 
+@pytest.mark.slow
 def test_layers_are_stacked_for_a_model_that_scans_and_taken_apart_again(finished, tmp_path):
     workdir, params = finished
     scanned = replace(MODEL, {"scan_layers": True})
