@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from orthojax.data.sources import documents
 from orthojax.data.tfds_folder import find_folder, open_tfds, resolve_split
-from orthojax.data.tfrecord import bytes_feature, crc32c, masked_crc32c, read_records
+from orthojax.data.tfrecord import bytes_feature, crc32c, crc32c_of_each, masked_crc32c, read_records
 from orthojax.errors import UserError
 
 TEXTS = [f"text {i} größer " * (i % 7) for i in range(50)]  # every seventh is empty
@@ -286,3 +286,19 @@ def test_text_that_is_no_utf8(tmp_path):
     (folder / "c4-train.tfrecord-00000-of-00001").write_bytes(framed(example(text=b"ab\xff")))
     with pytest.raises(UserError, match=r"record 0 of .* is not UTF-8 text: invalid start byte at byte 2"):
         texts_of(open_tfds(folder, "train"))
+
+
+def test_the_sums_of_many_records_at_once(tmp_path):
+    rng = np.random.default_rng(0)
+    messages = [rng.bytes(size) for size in (0, 1, 3, 4, 511, 512, 513, 40_000, 2, 1024, *range(60))]
+    assert crc32c_of_each(messages) == list(map(bitwise_crc32c, messages))
+    assert crc32c_of_each([]) == []
+    path = tmp_path / "many.tfrecord"
+    parts = [framed(rng.bytes(64)) for _ in range(40)]
+    damaged = bytearray(b"".join(parts))
+    damaged[len(parts[0]) * 30 + 20] ^= 1
+    path.write_bytes(damaged)
+    reader = read_records(path)
+    assert [framed(next(reader)) for _ in range(30)] == parts[:30]  # those before it are given
+    with pytest.raises(UserError, match=rf"record 30 of .*, at byte {len(parts[0]) * 30}, does not have its checksum"):
+        next(reader)
