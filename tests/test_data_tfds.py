@@ -281,6 +281,36 @@ def test_incomplete_folders(tmp_path):
         open_tfds(folder, "train")
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        {"name": "c4", "version": "3.0.1", "splits": {"train": 1}},
+        {"version": "3.0.1", "splits": [{"name": "train", "shardLengths": ["1"]}]},
+        {"name": "c4", "version": "3.0.1", "splits": [{"name": "train", "shardLengths": ["many"]}]},
+        {"name": "c4", "version": "3.0.1", "splits": [{"shardLengths": ["1"]}]},
+    ],
+)
+def test_metadata_of_another_kind(tmp_path, content):
+    folder = write_tfrecord(tmp_path, texts=["a"], shards=1)
+    (folder / "dataset_info.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"dataset_info\.json does not describe a data set of TFDS"):
+        open_tfds(folder, "train")
+
+
+def test_templates_and_features_of_another_kind(tmp_path):
+    folder = write_tfrecord(tmp_path, texts=["a"], shards=1)
+    (folder / "features.json").write_text('{"featuresDict": []}')
+    with pytest.raises(UserError, match=r"features\.json does not describe features"):
+        open_tfds(folder, "train")
+    (folder / "features.json").unlink()
+    info = json.loads((folder / "dataset_info.json").read_text())
+    info["splits"][0]["filepathTemplate"] = "{DATASET}-{PLACE}"
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    with pytest.raises(UserError, match=r"names its files '\{DATASET\}-\{PLACE\}'\nallowed: \{DATASET\}, \{SPLIT\}"):
+        open_tfds(folder, "train")
+
+
 def test_text_that_is_no_utf8(tmp_path):
     folder = write_tfrecord(tmp_path, texts=["a"], shards=1)
     (folder / "c4-train.tfrecord-00000-of-00001").write_bytes(framed(example(text=b"ab\xff")))
