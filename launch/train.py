@@ -29,6 +29,8 @@ FLAGS = flags.FLAGS
 
 
 def _dry_run(config: Config) -> None:
+    if not FLAGS.dry_run:
+        raise UserError("--pretend_devices without --dry_run", allowed="both, or neither")
     import jax
 
     if FLAGS.pretend_devices is not None:
@@ -43,9 +45,7 @@ def _dry_run(config: Config) -> None:
 
 def main(_: list[str]) -> None:
     config = cli.load_config()
-    if FLAGS.pretend_devices is not None and not FLAGS.dry_run:
-        raise UserError("--pretend_devices without --dry_run", allowed="both, or neither")
-    if FLAGS.dry_run:
+    if FLAGS.dry_run or FLAGS.pretend_devices is not None:
         _dry_run(config)
         return
     workdir = Path(FLAGS.workdir or f"runs/{Path(FLAGS.config).stem if FLAGS.config else 'train'}")

@@ -59,6 +59,12 @@ class Progress:
             self._last_line = time.monotonic()
             print(f"{100 * self.done / self._total:3.0f}% {status}", file=self._stream, flush=True)
 
+    def finish(self, message: str) -> None:
+        """Shows that all is done, however short it took, and ends the bar."""
+        self._every = 0.0
+        self.advance(self._total - self.done, message)
+        self.close()
+
     def _left(self) -> str:
         fresh = self.done - self._skipped
         if fresh <= 0.01 * self._total:
@@ -120,8 +126,10 @@ def preparation_progress(what: str, stream: TextIO | None = None) -> Callable[[i
         size = (
             f"{done / 1e6:.1f} of {total / 1e6:.1f} MB" if total < 1e10 else f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"
         )
-        shown[0].advance(done - shown[0].done, f"tokenising {what}: {size}, {tokens / 1e6:.1f}M tokens{speed}")
+        message = f"tokenising {what}: {size}, {tokens / 1e6:.1f}M tokens{speed}"
         if done >= total:
-            shown[0].close()
+            shown[0].finish(message)
+        else:
+            shown[0].advance(done - shown[0].done, message)
 
     return report

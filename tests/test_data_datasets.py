@@ -166,6 +166,11 @@ def test_kind_tokens(text_config, tmp_path):
     mixed = dataclasses.replace(config, paths=(config.paths[0], str(other / "validation.bin")))
     with pytest.raises(UserError, match=r"different tokenizers \(bytes, bpe:270\)"):
         open_dataset(mixed, tmp_path)
+    for spec in ("bytes", str(folder / "tokenizer.json")):
+        open_dataset(dataclasses.replace(config, tokenizer=spec), tmp_path)
+    for spec in ("bpe:270", str(other / "tokenizer.json")):
+        with pytest.raises(UserError, match=r"data\.tokenizer=.* is not what made the token files: that is bytes"):
+            open_dataset(dataclasses.replace(config, tokenizer=spec), tmp_path)
 
 
 def test_synthetic_task_has_no_files(tmp_path):

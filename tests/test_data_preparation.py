@@ -355,6 +355,9 @@ def test_wrong_requests(tmp_path):
         prepare(tmp_path / "out", renamed(parts * 2, "x"), "bytes")
     with pytest.raises(UserError, match="already exists and holds no token files"):
         require_usable(tmp_path, "bytes")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / ".tokenizer.json.1-ab").touch()  # what another process is just writing there
+    require_usable(tmp_path / "begun", "bytes")
     with pytest.raises(UserError, match=r"a\.txt is a file"):
         require_usable(tmp_path / "a.txt", "bytes")
     (file,) = prepare(tmp_path / "out", renamed(parts, "mine"), "bytes")

@@ -130,15 +130,19 @@ def test_damage_is_found_in_every_shard(home):
         open_dataset(config, home / "unused")
 
 
-def test_verify_reads_all_of_every_file(home):
-    """A look at a few blocks does not see every byte; `data.verify` does."""
+def test_verify_reads_all_of_every_file(home, monkeypatch):
+    """A look at a few blocks does not see every byte; `data.verify` does, and always where there is little to read."""
     shard = shard_path(home / "many/train.bin", 3, SHARDS)
     values = json.loads(sidecar_path(shard).read_text())
     sidecar_path(shard).write_text(json.dumps(values | {"data_sha256": "0" * 64}))
     paths = (str(home / "many/train.bin"), str(home / "many/validation.bin"))
+    monkeypatch.setattr(token_shards, "_ALWAYS_COMPARED_BYTES", 1000)
     open_dataset(DataConfig(kind="tokens", paths=paths), home / "unused")
     with pytest.raises(UserError, match=r"train-00003-of-00005\.bin does not have the sha256"):
         open_dataset(DataConfig(kind="tokens", paths=paths, verify=True), home / "unused")
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"train-00003-of-00005\.bin does not have the sha256"):
+        open_dataset(DataConfig(kind="tokens", paths=paths), home / "unused")
 
 
 def test_another_tokenizer_beside_the_files_is_refused(home):

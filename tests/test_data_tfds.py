@@ -4,15 +4,19 @@ import json
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from orthojax.data import encoding, token_writer
+from orthojax.data.preparation import prepare, tfds_parts
 from orthojax.data.sources import documents
 from orthojax.data.tfds_folder import find_folder, open_tfds, resolve_split
-from orthojax.data.tfrecord import bytes_feature, crc32c, masked_crc32c, read_records
+from orthojax.data.tfrecord import bytes_feature, crc32c, crc32c_of_each, masked_crc32c, read_records
+from orthojax.data.token_shards import open_token_files
 from orthojax.errors import UserError
 
 TEXTS = [f"text {i} größer " * (i % 7) for i in range(50)]  # every seventh is empty
@@ -281,8 +285,117 @@ def test_incomplete_folders(tmp_path):
         open_tfds(folder, "train")
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        {"name": "c4", "version": "3.0.1", "splits": {"train": 1}},
+        {"version": "3.0.1", "splits": [{"name": "train", "shardLengths": ["1"]}]},
+        {"name": "c4", "version": "3.0.1", "splits": [{"name": "train", "shardLengths": ["many"]}]},
+        {"name": "c4", "version": "3.0.1", "splits": [{"shardLengths": ["1"]}]},
+    ],
+)
+def test_metadata_of_another_kind(tmp_path, content):
+    folder = write_tfrecord(tmp_path, texts=["a"], shards=1)
+    (folder / "dataset_info.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"dataset_info\.json does not describe a data set of TFDS"):
+        open_tfds(folder, "train")
+
+
+def test_templates_and_features_of_another_kind(tmp_path):
+    folder = write_tfrecord(tmp_path, texts=["a"], shards=1)
+    (folder / "features.json").write_text('{"featuresDict": []}')
+    with pytest.raises(UserError, match=r"features\.json does not describe features"):
+        open_tfds(folder, "train")
+    (folder / "features.json").unlink()
+    info = json.loads((folder / "dataset_info.json").read_text())
+    info["splits"][0]["filepathTemplate"] = "{DATASET}-{PLACE}"
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    with pytest.raises(UserError, match=r"names its files '\{DATASET\}-\{PLACE\}'\nallowed: \{DATASET\}, \{SPLIT\}"):
+        open_tfds(folder, "train")
+
+
 def test_text_that_is_no_utf8(tmp_path):
     folder = write_tfrecord(tmp_path, texts=["a"], shards=1)
     (folder / "c4-train.tfrecord-00000-of-00001").write_bytes(framed(example(text=b"ab\xff")))
     with pytest.raises(UserError, match=r"record 0 of .* is not UTF-8 text: invalid start byte at byte 2"):
         texts_of(open_tfds(folder, "train"))
+
+
+def test_the_sums_of_many_records_at_once(tmp_path):
+    rng = np.random.default_rng(0)
+    messages = [rng.bytes(size) for size in (0, 1, 3, 4, 511, 512, 513, 40_000, 2, 1024, *range(60))]
+    assert crc32c_of_each(messages) == list(map(bitwise_crc32c, messages))
+    assert crc32c_of_each([]) == []
+    path = tmp_path / "many.tfrecord"
+    parts = [framed(rng.bytes(64)) for _ in range(40)]
+    damaged = bytearray(b"".join(parts))
+    damaged[len(parts[0]) * 30 + 20] ^= 1
+    path.write_bytes(damaged)
+    reader = read_records(path)
+    assert [framed(next(reader)) for _ in range(30)] == parts[:30]  # those before it are given
+    with pytest.raises(UserError, match=rf"record 30 of .*, at byte {len(parts[0]) * 30}, does not have its checksum"):
+        next(reader)
+
+
+@pytest.fixture(params=["tfrecord", "array_record"])
+def data_set(request, tmp_path, array_record):
+    """A folder of TFDS with `TEXTS` as its split train, and the name of the data set."""
+    if request.param == "array_record":
+        return array_record[0], "small"
+    write_tfrecord(tmp_path / "tfds")
+    return tmp_path / "tfds", "c4/en"
+
+
+def test_token_files_of_a_data_set(data_set, tmp_path, monkeypatch):
+    """Whole, in shards, and after a failure at every batch: the bytes of the texts, an end after each."""
+    wanted = np.concatenate([[*text.encode(), 257] for text in TEXTS[5:47] if text])
+
+    def make(folder, shard=(0, 1)):
+        return prepare(tmp_path / folder, tfds_parts(*data_set, ["train[5:47]"], "text"), "bytes", shard=shard)
+
+    (whole,) = make("whole")
+    np.testing.assert_array_equal(whole.tokens, wanted)
+    assert (whole.info.split, whole.info.n_documents) == ("train[5:47]", sum(map(bool, TEXTS[5:47])))
+    assert whole.info.source.endswith(" train[5:47]")
+    for index in (1, 2, 0):
+        make("shards", (index, 3))
+    np.testing.assert_array_equal(open_token_files(tmp_path / "shards/train.bin").tokens[:], wanted)
+
+    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 200)
+    real, left = token_writer.encode, []
+
+    def failing(tokenizer, texts):
+        if not left:
+            raise OSError(28, "No space left on device")
+        return left.pop() and real(tokenizer, texts)
+
+    monkeypatch.setattr(token_writer, "encode", failing)
+    for _ in range(40):
+        left[:] = [True] * 3
+        try:
+            (file,) = make("again")
+            break
+        except UserError as error:
+            assert "No space left" in str(error)  # noqa: PT017
+    assert file.path.read_bytes() == whole.path.read_bytes()
+
+
+def test_the_command_line(tmp_path):
+    write_tfrecord(tmp_path / "tfds")
+    script = Path(__file__).parents[1] / "launch/prepare_data.py"
+    arguments = ["--tfds_dir=tfds", "--dataset=c4/en", "--split=train", "--tokenizer=bytes", "--output=tokens"]
+
+    def run(*more):
+        return subprocess.run(
+            [sys.executable, str(script), *arguments, *more], cwd=tmp_path, capture_output=True, text=True
+        )
+
+    for index in (0, 1):
+        done = run(f"--shard={index}/2")
+        assert done.returncode == 0, done.stderr
+    wanted = np.concatenate([[*text.encode(), 257] for text in TEXTS if text])
+    np.testing.assert_array_equal(open_token_files(tmp_path / "tokens/train.bin").tokens[:], wanted)
+    refused = run("--split=validation")
+    assert refused.returncode == 2
+    assert "there is no split 'validation'" in refused.stderr

@@ -62,11 +62,14 @@ def test_every_parameter_is_told_with_the_bytes_that_a_device_really_holds(told)
 def test_parts_of_the_memory_are_told_and_add_up(told):
     start = told.index("memory of each device:")
     sizes = {}
-    for line in told[start + 1 : -1]:
+    for line in told[start + 1 : -2]:
         name, size = line.strip().split(": ")
         number, unit = size.split()
         sizes[name] = float(number) * {"kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
     together = sizes.pop("together")
+    assert sizes.pop("of these gradients, at most") == sizes["parameters"]
+    # 16 rows over data and fsdp, 16 positions, 64 ids over tensor, float32: 16/4 * 16 * 64/2 * 4
+    assert sizes.pop("of these logits, each time that they exist") == pytest.approx(8192, rel=0.01)
     assert list(sizes) == ["parameters", "optimizer state", "tokens of a batch", "gradients, activations, logits"]
     assert together == pytest.approx(sum(sizes.values()), rel=0.01)
     assert min(sizes.values()) > 0

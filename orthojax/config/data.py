@@ -17,13 +17,14 @@ class DataConfig:
       paths: Of `text`, files, folders and patterns (any number); of `tokens` two: the train and the validation file,
         each either there or, under the same name, in shards that --shard=i/n of launch/prepare_data.py made.
       tokenizer: `bytes`, `bpe:N` (trained on the corpus, N ids) or the path of a tokenizer: a tokenizer.json, GPT-2's
-        vocab.json beside its merges.txt, a sentencepiece .model or the token ranks of Llama 3.
+        vocab.json beside its merges.txt, a sentencepiece .model or the token ranks of Llama 3. Of `tokens`, what the
+        files have to be made with, where it is not the default.
       sequence_length: Input positions of one row.
       bos: Start every row with the beginning-of-sequence token.
       seed: Seed of the order of the rows.
       trigger_count: Bigram-Backcopy: the k most frequent characters are triggers.
-      verify: Compare the sha256 of all token files when they are opened, which reads them whole; otherwise their sizes
-        and a few blocks of each are compared.
+      verify: Compare the sha256 of all token files when they are opened, which reads them whole; otherwise, of files of
+        more than 256 MB together, their sizes and a few blocks of each are compared.
     """
 
     kind: Literal["embedded", "text", "tokens", "bigram_backcopy"] = "embedded"

@@ -62,7 +62,9 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
       ValueError: For kind `bigram_backcopy`, which has no token files.
     """
     if config.kind == "tokens":
-        return open_pair(Path(config.paths[0]), Path(config.paths[1]), verify=config.verify)
+        dataset = open_pair(Path(config.paths[0]), Path(config.paths[1]), verify=config.verify)
+        _require_tokenizer(config.tokenizer, dataset)
+        return dataset
     if config.kind == "bigram_backcopy":
         raise ValueError("bigram_backcopy is generated: see orthojax.data.bigram_backcopy")
     identity = tokenizer_identity(config.tokenizer)
@@ -163,6 +165,22 @@ def open_pair(train_path: Path, validation_path: Path, *, verify: bool = False) 
             "validation": _facts(validation),
         },
     )
+
+
+def _require_tokenizer(spec: str, dataset: Dataset) -> None:
+    """Refuses token files of another tokenizer than the config names; its default names none."""
+    made_with, sha256 = dataset.provenance["tokenizer"], dataset.provenance["tokenizer_sha256"]
+    if spec == DataConfig.tokenizer:
+        return
+    if spec.startswith("bpe:"):
+        same = tokenizer_identity(spec) == made_with
+    else:
+        same = make_tokenizer(spec, ()).sha256 == sha256
+    if not same:
+        raise UserError(
+            f"data.tokenizer={spec} is not what made the token files: that is {made_with}, sha256 {sha256}",
+            allowed="its name or path, or the default, which takes any",
+        )
 
 
 def _tokenizer_beside(train: TokenFiles) -> Path | None:

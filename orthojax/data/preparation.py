@@ -53,7 +53,7 @@ def require_usable(folder: Path, tokenizer_spec: str) -> None:
       UserError: For an unknown tokenizer, or a folder with other things in it.
     """
     tokenizer_identity(tokenizer_spec)
-    if folder.is_dir() and any(folder.iterdir()):
+    if folder.is_dir() and any(path.name[0] != "." for path in folder.iterdir()):  # another process may just begin
         if not any((folder / name).exists() for name in ("tokenizer.json", "source.json")):
             raise UserError(f"{folder} already exists and holds no token files", allowed="a new or empty folder")
     elif folder.exists() and not folder.is_dir():

@@ -75,15 +75,13 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
     Raises:
       UserError: Where the metadata, the split, a shard or the feature is missing.
     """
-    info = _read_json(folder / "dataset_info.json")
+    info = _read_info(folder)
     name, begin, end = resolve_split(split, _split_sizes(info, folder))
-    features = folder / "features.json"
-    if features.is_file():
-        present = _read_json(features).get("featuresDict", {}).get("features", {})
-        if feature not in present:
-            raise UserError(
-                f"{folder} has no feature {feature!r}", allowed=" | ".join(present), hint=nearest(feature, present)
-            )
+    present = _read_features(folder)
+    if present is not None and feature not in present:
+        raise UserError(
+            f"{folder} has no feature {feature!r}", allowed=" | ".join(present), hint=nearest(feature, present)
+        )
     shards = _shards(folder, info, name)
     digest = hashlib.sha256(json.dumps([info, split, feature]).encode())
     digest.update("".join(f"{shard.path.name} {shard.path.stat().st_size}\n" for shard in shards).encode())
@@ -151,6 +149,33 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not JSON", hint="fetch the folder again") from None
 
 
+def _read_info(folder: Path) -> dict[str, Any]:
+    """dataset_info.json, with what is read of it where TFDS writes it."""
+    path = folder / "dataset_info.json"
+    info = _read_json(path)
+    try:
+        texts = [info["name"], info["version"], *(split["name"] for split in info.get("splits", []))]
+        for split in info.get("splits", []):
+            texts.append(split.get("filepathTemplate", ""))
+            texts += map(str, map(int, split.get("shardLengths", [])))
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise UserError(f"{path} does not describe a data set of TFDS", hint="fetch the folder again") from None
+    return info
+
+
+def _read_features(folder: Path) -> dict[str, Any] | None:
+    """The features by name; None where the folder does not tell."""
+    path = folder / "features.json"
+    if not path.is_file():
+        return None
+    try:
+        return dict(_read_json(path).get("featuresDict", {}).get("features", {}))
+    except (AttributeError, TypeError, ValueError):
+        raise UserError(f"{path} does not describe features of TFDS", hint="fetch the folder again") from None
+
+
 def _split_sizes(info: dict[str, Any], folder: Path) -> dict[str, int]:
     sizes = {split["name"]: sum(map(int, split.get("shardLengths", []))) for split in info.get("splits", [])}
     if not any(sizes.values()):
@@ -170,7 +195,12 @@ def _shards(folder: Path, info: dict[str, Any], split: str) -> list[Shard]:
         place = f"{index:05d}-of-{len(lengths):05d}"
         values = {"DATASET": info["name"], "SPLIT": split, "FILEFORMAT": file_format, "SHARD_X_OF_Y": place}
         values |= {"SHARD_INDEX": f"{index:05d}", "NUM_SHARDS": f"{len(lengths):05d}"}
-        shards.append(Shard(folder / template.format(**values), length))
+        try:
+            shards.append(Shard(folder / template.format(**values), length))
+        except (AttributeError, LookupError, ValueError):
+            raise UserError(
+                f"dataset_info.json of {folder} names its files {template!r}", allowed="{" + "}, {".join(values) + "}"
+            ) from None
     missing = [shard.path.name for shard in shards if not shard.path.is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

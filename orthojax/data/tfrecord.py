@@ -6,9 +6,8 @@ format is that of tensorflow/core/lib/io/record_writer.h; the message that of te
 """
 
 import functools
-import operator
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -17,17 +16,18 @@ import numpy as np
 from orthojax.errors import UserError
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, with its bits reversed
-_BLOCK = 256  # bytes whose CRC is one lookup each, all at once
+_BLOCK = 512  # bytes whose CRC is one lookup each, all at once
+_ROWS = 64  # blocks at once, so that what is made of them stays in a core's cache
+_GROUP = 1 << 18  # bytes of records that are checked at once
 _HEADER = struct.Struct("<QI")
 
 
 @functools.cache
-def _tables() -> tuple[np.ndarray, list[list[int]], list[list[int]]]:
+def _tables() -> tuple[np.ndarray, list[list[int]], list[int]]:
     """What byte b adds to a CRC that starts from zero, by how many bytes follow it.
 
     Returns:
-      uint32 [_BLOCK * 256], the first byte of a block first; the same as lists for the last 8 bytes, the last one
-      first, and for the first 4, the first one first.
+      uint32 [_BLOCK * 256], the first byte of a block first; the same as lists for its first 4 bytes; and for its last.
     """
     byte = np.arange(256, dtype=np.uint32)
     for _ in range(8):
@@ -35,8 +35,7 @@ def _tables() -> tuple[np.ndarray, list[list[int]], list[list[int]]]:
     rows = [byte]
     for _ in range(_BLOCK - 1):
         rows.append((rows[-1] >> 8) ^ byte[rows[-1] & 255])
-    last = [row.tolist() for row in rows[:8]]
-    return np.stack(rows[::-1]).reshape(-1), last, [row.tolist() for row in rows[:-5:-1]]
+    return np.stack(rows[::-1]).reshape(-1), [row.tolist() for row in rows[:-5:-1]], byte.tolist()
 
 
 _OFFSETS = np.arange(_BLOCK, dtype=np.int64) * 256
@@ -45,38 +44,64 @@ _OFFSETS = np.arange(_BLOCK, dtype=np.int64) * 256
 def crc32c(data: bytes) -> int:
     """CRC-32C of some bytes.
 
-    A CRC is linear over XOR, so the bytes of a block are looked up independently, which NumPy does at once.
-
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
     """
-    table, last, first = _tables()
-    if len(data) < 4:
-        crc = 0xFFFFFFFF
-        for byte in data:
-            crc = (crc >> 8) ^ last[0][(crc ^ byte) & 255]
-        return crc ^ 0xFFFFFFFF
+    return crc32c_of_each([data])[0]
+
+
+def crc32c_of_each(messages: Sequence[bytes]) -> list[int]:
+    """CRC-32C of every message.
+
+    A CRC is linear over XOR, so the bytes of a block are looked up independently, which NumPy does at once for the
+    blocks of all messages: one by one, most of the time would go into calls.
+    """
     # The initial value 0xffffffff is the same as inverting the first four bytes and starting from zero; and a CRC that
     # starts from zero does not see leading zero bytes, so the first block may be filled up with them.
-    head = bytes(byte ^ 255 for byte in data[:4])
-    if len(data) <= 8:
-        message = head + data[4:]
-        return functools.reduce(operator.xor, map(list.__getitem__, reversed(last[: len(data)]), message)) ^ 0xFFFFFFFF
-    blocks = np.zeros(-(-len(data) // _BLOCK) * _BLOCK, np.uint8)
-    begin = len(blocks) - len(data)
-    blocks[begin:] = np.frombuffer(data, np.uint8)
-    blocks[begin : begin + 4] ^= 255
-    parts = np.bitwise_xor.reduce(table.take(blocks.reshape(-1, _BLOCK) + _OFFSETS), axis=1)
-    crc = 0
-    for part in parts.tolist():  # the CRC so far acts on a block as if its first four bytes were XORed with it
-        crc = first[0][crc & 255] ^ first[1][crc >> 8 & 255] ^ first[2][crc >> 16 & 255] ^ first[3][crc >> 24] ^ part
+    long = [message for message in messages if len(message) >= 4]
+    parts = [part for message in long for part in (bytes(-len(message) % _BLOCK), message)]
+    blocks = np.frombuffer(bytearray().join(parts), np.uint8)
+    ends = np.cumsum([-(-len(message) // _BLOCK) for message in long], dtype=np.int64)
+    begins = ends * _BLOCK - np.array([len(message) for message in long], np.int64)
+    blocks[(begins[:, None] + np.arange(4)).reshape(-1)] ^= 255
+    sums = _block_sums(blocks.reshape(-1, _BLOCK))
+    (a, b, c, d), block, found = _tables()[1], 0, []
+    for end in ends.tolist():
+        crc = 0
+        for part in sums[block:end]:  # the CRC so far acts on a block as if its first four bytes were XORed with it
+            crc = a[crc & 255] ^ b[crc >> 8 & 255] ^ c[crc >> 16 & 255] ^ d[crc >> 24] ^ part
+        found.append(crc ^ 0xFFFFFFFF)
+        block = end
+    if len(long) == len(messages):
+        return found
+    rest = iter(found)
+    return [_short_crc32c(message) if len(message) < 4 else next(rest) for message in messages]
+
+
+def _block_sums(blocks: np.ndarray) -> list[int]:
+    """The CRC of every row of uint8 [n, _BLOCK], started from zero."""
+    table, sums = _tables()[0], []
+    for first in range(0, len(blocks), _ROWS):
+        places = blocks[first : first + _ROWS] + _OFFSETS
+        sums += np.bitwise_xor.reduce(table.take(places, mode="clip"), axis=1).tolist()
+    return sums
+
+
+def _short_crc32c(data: bytes) -> int:
+    crc, last = 0xFFFFFFFF, _tables()[2]
+    for byte in data:
+        crc = (crc >> 8) ^ last[(crc ^ byte) & 255]
     return crc ^ 0xFFFFFFFF
 
 
+def _masked(crc: int) -> int:
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+@functools.lru_cache(1 << 14)  # lengths come again
 def masked_crc32c(data: bytes) -> int:
     """The CRC as it is stored in a TFRecord: rotated right by 15 bits, plus a constant."""
-    crc = crc32c(data)
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    return _masked(_short_crc32c(data))
 
 
 def read_records(path: Path, skip: int = 0) -> Iterator[bytes]:
@@ -87,24 +112,49 @@ def read_records(path: Path, skip: int = 0) -> Iterator[bytes]:
       skip: So many records are passed over, reading their lengths only.
 
     Raises:
-      UserError: Where the file cannot be read, ends within a record, or a CRC does not match.
+      UserError: Where the file cannot be read, ends within a record, or a CRC does not match; the records before that
+        one are given first.
     """
-    number = offset = 0
+    number, offset, problem = 0, 0, ""
     try:
         with open(path, "rb") as file:
-            while header := file.read(_HEADER.size):
+            while number < skip and (header := file.read(_HEADER.size)):
                 length = _length(header)
-                if number < skip:
-                    file.seek(length + 4, 1)
-                else:
-                    yield _data(file, length)
+                file.seek(length + 4, 1)
                 number, offset = number + 1, offset + _HEADER.size + length + 4
+            while not problem:
+                contents, problem = _read_group(file)
+                if not contents and not problem:
+                    return
+                sums = crc32c_of_each([content[:-4] for content in contents])
+                for content, crc in zip(contents, sums, strict=True):
+                    if _masked(crc) != int.from_bytes(content[-4:], "little"):
+                        raise ValueError("does not have its checksum")
+                    yield content[:-4]
+                    number, offset = number + 1, offset + _HEADER.size + len(content)
+            raise ValueError(problem)
     except ValueError as error:
         raise UserError(
             f"record {number} of {path}, at byte {offset}, {error}", hint="no TFRecord file, or fetch it again"
         ) from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _read_group(file: IO[bytes]) -> tuple[list[bytes], str]:
+    """The next records, each with its CRC at its end, not compared yet; and what is wrong with the one after them."""
+    contents, size = [], 0
+    try:
+        while size < _GROUP and (header := file.read(_HEADER.size)):
+            length = _length(header) + 4
+            content = file.read(length)
+            if len(content) < length:
+                raise ValueError("is cut short")
+            contents.append(content)
+            size += length
+    except ValueError as error:
+        return contents, str(error)
+    return contents, ""
 
 
 def _length(header: bytes) -> int:
@@ -116,16 +166,6 @@ def _length(header: bytes) -> int:
     return length
 
 
-def _data(file: IO[bytes], length: int) -> bytes:
-    content = file.read(length + 4)
-    if len(content) < length + 4:
-        raise ValueError("is cut short")
-    data = content[:length]
-    if masked_crc32c(data) != int.from_bytes(content[length:], "little"):
-        raise ValueError("does not have its checksum")
-    return data
-
-
 def bytes_feature(example: bytes, name: str) -> bytes | None:
     """The first value of a bytes feature of a serialized tf.train.Example; None where there is none of that name.
 
@@ -133,12 +173,24 @@ def bytes_feature(example: bytes, name: str) -> bytes | None:
       ValueError: Where the bytes are no such message.
     """
     wanted = name.encode()
-    for features in _fields(example, 1):
-        for entry in _fields(features, 1):
-            if next(_fields(entry, 1), b"") == wanted:
-                lists = [part for feature in _fields(entry, 2) for part in _fields(feature, 1)]
-                return next((value for part in lists for value in _fields(part, 1)), None)
+    key = b"\n" + _as_varint(len(wanted)) + wanted  # as an entry begins where its key stands first, which is usual
+    for features in _fields(example, 0, len(example), 1):
+        for begin, end in _fields(example, *features, 1):
+            if example.startswith(key, begin, end) or (
+                not example.startswith(b"\n", begin, end)
+                and any(example[slice(*span)] == wanted for span in _fields(example, begin, end, 1)[:1])
+            ):
+                for feature in _fields(example, begin, end, 2):
+                    for values in _fields(example, *feature, 1):
+                        for value in _fields(example, *values, 1):
+                            return example[slice(*value)]
+                return None
     return None
+
+
+def _as_varint(value: int) -> bytes:
+    low, rest = value & 127, value >> 7
+    return bytes([low | 128]) + _as_varint(rest) if rest else bytes([low])
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
@@ -153,29 +205,33 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
             raise ValueError("a number of more than ten bytes")
 
 
-def _fields(message: bytes, number: int) -> Iterator[bytes]:
-    """The contents of every length-delimited field of that number; others are passed over."""
-    position, size = 0, len(message)
+def _fields(data: bytes, position: int, end: int, number: int) -> list[tuple[int, int]]:
+    """Where the contents of every length-delimited field of that number begin and end; others are passed over.
+
+    The message is data[position:end].
+    """
+    found = []
     try:
-        while position < size:
-            key, position = message[position], position + 1
+        while position < end:
+            key, position = data[position], position + 1
             if key > 127:
-                key, position = _varint(message, position - 1)
+                key, position = _varint(data, position - 1)
             kind = key & 7
             if kind == 2:
-                length, position = message[position], position + 1
+                length, position = data[position], position + 1
                 if length > 127:
-                    length, position = _varint(message, position - 1)
+                    length, position = _varint(data, position - 1)
                 begin, position = position, position + length
-                if position > size:
-                    raise ValueError("a field runs past the end")
                 if key >> 3 == number:
-                    yield message[begin:position]
+                    found.append((begin, position))
             elif kind == 0:
-                _, position = _varint(message, position)
+                _, position = _varint(data, position)
             elif kind in (1, 5):
                 position += 8 if kind == 1 else 4
             else:
                 raise ValueError(f"a field of wire type {kind}")
     except IndexError:
         raise ValueError("a number runs past the end") from None
+    if position > end:
+        raise ValueError("a field runs past the end")
+    return found

@@ -10,6 +10,7 @@ import glob
 import hashlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from orthojax.data.token_files import TokenFile, TokenFileInfo, open_token_file
 from orthojax.errors import UserError
 
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
+_ALWAYS_COMPARED_BYTES = 1 << 28  # which takes a second at most
 _OPEN_AT_ONCE = 256  # every memory map holds a file open, of which a process may have about a thousand
 
 
@@ -103,7 +105,8 @@ def open_token_files(path: Path, *, verify: bool = False) -> TokenFiles:
     Args:
       path: `DIR/train.bin`, for that file or, where there is none, for the shards `DIR/train-?????-of-?????.bin`; or a
         pattern such as `DIR/*/train-*.bin`, for shards in several folders.
-      verify: Compare the sha256 of every file, which reads them whole.
+      verify: Compare the sha256 of every file, which reads them whole; of files of 256 MB together it always is,
+        and of others a few blocks of each.
 
     Raises:
       UserError: Where a file is missing or damaged, or they do not belong together.
@@ -112,6 +115,7 @@ def open_token_files(path: Path, *, verify: bool = False) -> TokenFiles:
     if not pattern and not path.exists() and path.suffix == ".bin":
         pattern = f"{glob.escape(str(path.with_suffix('')))}-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].bin"
     shards = {shard: _place(shard) for shard in map(Path, glob.glob(pattern))}
+    verify = verify or _total_bytes(shards or [path]) <= _ALWAYS_COMPARED_BYTES
     if not shards:
         file = open_token_file(path, verify=verify)
         if file.info.shard:
@@ -133,6 +137,10 @@ def open_token_files(path: Path, *, verify: bool = False) -> TokenFiles:
     lengths = [info.n_tokens for info in infos]
     joined = JoinedTokens([file.path for file in files], lengths, np.dtype(info.dtype).newbyteorder("<"))
     return TokenFiles(path, info, joined)
+
+
+def _total_bytes(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def _place(path: Path) -> tuple[int, int]:

@@ -13,6 +13,7 @@ The packages `tokenizers` and `sentencepiece` are imported only where they are u
 """
 
 import abc
+import array
 import dataclasses
 import difflib
 import hashlib
@@ -110,7 +111,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of every text, int32 [length]; each text is encoded whole."""
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+        # By way of array.array, which reads a list of ints three times as fast as NumPy.
+        return [np.array(array.array("I", encoding.ids), np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of some ids, without special tokens; bytes that are no UTF-8 become U+FFFD."""

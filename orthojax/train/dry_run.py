@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from orthojax.config import Config
-from orthojax.train.mesh import ROWS, make_mesh
+from orthojax.ops.chunked_cross_entropy import positions_at_once
+from orthojax.train.mesh import ROWS, in_mesh, make_mesh
 from orthojax.train.plan import estimate
 from orthojax.train.step import TrainState, make_train_step, state_shapes
 from orthojax.train.utilization import device_kinds, peak_flops_per_second
@@ -73,9 +74,24 @@ def dry_run(config: Config) -> Iterator[str]:
     }
     for name, size in parts.items():
         yield f"  {name}: {_size(size)}"
+    yield f"    of these gradients, at most: {_size(bytes_on_one_device(state.params))}"
+    yield f"    of these logits, each time that they exist: {_size(_logits_bytes(config, mesh))}"
     if temporary is not None:
         yield f"  together: {_size(sum(size or 0 for size in parts.values()))}"
+    if jax.default_backend() == "cpu":
+        yield "  (as a CPU's program; fused attention of GPUs and TPUs does not keep the matrix of weights)"
     yield f"compiled for {jax.default_backend()} in {seconds:.0f} s; nothing was trained"
+
+
+def _logits_bytes(config: Config, mesh: Mesh | None) -> int:
+    """Of the float32 logits of as many positions as the loss takes at once, on one device."""
+    rows, vocabulary = config.train.batch_size // config.train.accumulation_steps, config.model.vocab_size
+    with in_mesh(mesh):
+        positions = positions_at_once(rows, config.data.sequence_length, vocabulary, config.train.loss_chunk_positions)
+    sizes = {} if mesh is None else dict(mesh.shape)
+    split = sizes.get("data", 1) * sizes.get("fsdp", 1)
+    tensor = sizes.get("tensor", 1)
+    return -(-rows // split) * positions * (vocabulary // tensor if vocabulary % tensor == 0 else vocabulary) * 4
 
 
 def _hours(config: Config, kind: str, count: int) -> Iterator[str]:

@@ -33,9 +33,13 @@ class DamagedError(UserError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, of at most 200 characters."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:200]
+    """The first line of what an exception says; of a long one 200 characters, since the cause stands at its end.
+
+    >>> first_line(ValueError("writing " + "x" * 300 + ": No space left on device"))[-30:]
+    'xxxxx: No space left on device'
+    """
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if len(text) <= 200 else f"{text[:97]} ... {text[-98:]}"
 
 
 def steps_in(folder: Path) -> list[int]:
