@@ -59,6 +59,7 @@ def main(_: list[str]) -> None:
         multihost,
         open_inputs,
         train,
+        undivided,
         unused_devices,
     )
 
@@ -74,7 +75,7 @@ def main(_: list[str]) -> None:
     check_workdir(workdir, config)
     keep_compiled_programs(FLAGS.compile_cache)
     say(f"workdir {workdir}: {parameter_count(config.model):,} parameters, {config.train.steps:,} steps")
-    if line := unused_devices(config):
+    for line in filter(None, (unused_devices(config), undivided(config))):
         say(f"  {line}")
     # Every process makes the token files that it does not find; the first to finish keeps them.
     inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress() if speaks else None)

@@ -18,7 +18,7 @@ from orthojax.train.evaluation import Metrics, evaluate, evaluation_stages
 from orthojax.train.files import make_folder, write_text
 from orthojax.train.inputs import Inputs, open_inputs
 from orthojax.train.loop import train
-from orthojax.train.mesh import make_mesh, place_rows, unused_devices
+from orthojax.train.mesh import make_mesh, place_rows, undivided, unused_devices
 from orthojax.train.metric_writer import describe_line, read_metrics
 from orthojax.train.optimizer import make_optimizer, make_rotation, run_optimizer
 from orthojax.train.plan import Estimate, estimate
@@ -84,6 +84,7 @@ __all__ = [
     "spread",
     "state_shapes",
     "train",
+    "undivided",
     "unused_devices",
     "verify_checkpoint",
     "write_text",

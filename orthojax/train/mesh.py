@@ -49,6 +49,19 @@ def unused_devices(config: Config) -> str:
     return f"uses {used} of {count} devices; --config.mesh.data=-1 takes all" if used < count else ""
 
 
+def undivided(config: Config) -> str:
+    """A line for the user where `tensor` does not divide what it is to split, so that its devices do the same; else ''.
+
+    Raises:
+      UserError: As `make_mesh`.
+    """
+    mesh, model = make_mesh(config), config.model
+    tensor = 1 if mesh is None else mesh.shape["tensor"]
+    sizes = {"key-value heads": model.kv_heads, "MLP width": model.d_mlp, "vocabulary": model.vocab_size}
+    whole = [f"{name} {size:,}" for name, size in sizes.items() if size % tensor]
+    return f"mesh.tensor={tensor} does not divide, and leaves whole: {', '.join(whole)}" if whole else ""
+
+
 def mesh_of(tree: Any) -> Mesh | None:
     """The mesh over which the arrays of a tree lie; None for one device, or arrays of the host."""
     for leaf in jax.tree.leaves(tree):
@@ -102,7 +115,7 @@ def place_rows(mesh: Mesh | None, count: int, read: Callable[[int, int], np.ndar
         start, stop, _ = index[0].indices(count)
         return rows[start - first : stop - first]
 
-    return jax.make_array_from_callback((count, *rows.shape[1:]), sharding, shard)
+    return _put((count, *rows.shape[1:]), sharding, shard)
 
 
 def place_tree(tree: Any, like: Any) -> Any:
@@ -112,6 +125,12 @@ def place_tree(tree: Any, like: Any) -> Any:
         if where.is_fully_addressable:
             return jax.device_put(array, where.sharding)
         whole = np.asarray(array)
-        return jax.make_array_from_callback(whole.shape, where.sharding, lambda index: whole[index])
+        return _put(whole.shape, where.sharding, lambda index: whole[index])
 
     return jax.tree.map(place, tree, like)
+
+
+def _put(shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callable[[Any], np.ndarray]) -> jax.Array:
+    """Transfers what `read` gives for each device's index; asked for, though JAX's transfer guard does not see that."""
+    with jax.transfer_guard_host_to_device("allow"):
+        return jax.make_array_from_callback(shape, sharding, read)
