@@ -20,6 +20,7 @@ from orthojax.fields import from_json, replace, to_json
 from orthojax.model import gpt2, llama2
 from orthojax.train import (
     Inputs,
+    about_mesh,
     evaluate,
     init_state,
     make_mesh,
@@ -29,8 +30,6 @@ from orthojax.train import (
     read_metrics,
     state_shapes,
     train,
-    undivided,
-    unused_devices,
 )
 from orthojax.train import step as step_module
 from orthojax.train.prefetch import prefetched
@@ -98,7 +97,7 @@ def test_sizes_of_a_mesh():
     assert MeshConfig(-1).sizes(8) == (8, 1, 1)
     assert MeshConfig(2, -1, 2).sizes(8) == (2, 2, 2)
     assert MeshConfig(2, 1, -1).sizes(6) == (2, 1, 3)
-    assert MeshConfig(2).sizes(8) == (2, 1, 1)  # the others are left out, which `unused_devices` tells
+    assert MeshConfig(2).sizes(8) == (2, 1, 1)  # the others are left out, which `about_mesh` tells
 
 
 @pytest.mark.parametrize(
@@ -134,17 +133,18 @@ def test_one_device_is_no_mesh_and_the_others_are_told():
     assert isinstance(
         init_state(CONFIG).params["token_embedding"]["embedding"].sharding, jax.sharding.SingleDeviceSharding
     )
-    assert unused_devices(CONFIG) == "uses 1 of 8 devices; --config.mesh.data=-1 takes all"
-    assert unused_devices(on(CONFIG, 2, 2)) == "uses 4 of 8 devices; --config.mesh.data=-1 takes all"
-    assert unused_devices(on(CONFIG, -1)) == ""
+    assert about_mesh(CONFIG) == ["uses 1 of 8 devices; --config.mesh.data=-1 takes all"]
+    assert about_mesh(on(CONFIG, 2, 2)) == ["uses 4 of 8 devices; --config.mesh.data=-1 takes all"]
+    assert about_mesh(on(CONFIG, -1)) == []
     assert dict(mesh_for(on(CONFIG, 2, -1)).shape) == {"data": 2, "fsdp": 4, "tensor": 1}
 
 
 def test_what_tensor_does_not_divide_is_told():
-    assert undivided(CONFIG) == undivided(on(CONFIG, 2, 2, 2)) == undivided(on(LLAMA, tensor=2)) == ""
-    assert undivided(on(LLAMA, tensor=4)) == "mesh.tensor=4 does not divide, and leaves whole: key-value heads 2"
+    assert about_mesh(on(CONFIG, 2, 2, 2)) == about_mesh(on(LLAMA, 4, 1, 2)) == []
+    told = "mesh.tensor=4 does not divide, and leaves whole: key-value heads 2"
+    assert about_mesh(on(LLAMA, 2, 1, 4)) == [told]
     told = "mesh.tensor=3 does not divide, and leaves whole: key-value heads 4, MLP width 64, vocabulary 64"
-    assert undivided(on(CONFIG, tensor=3)) == told
+    assert about_mesh(on(CONFIG, 2, 1, 3))[1:] == [told]
 
 
 # Where things are.

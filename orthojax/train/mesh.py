@@ -38,28 +38,20 @@ def make_mesh(config: Config) -> Mesh | None:
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:size])
 
 
-def unused_devices(config: Config) -> str:
-    """A line for the user where the mesh leaves devices out, else ''.
+def about_mesh(config: Config) -> list[str]:
+    """Lines for the user, where the mesh wastes devices: some are left out, or those of `tensor` do the same work.
 
     Raises:
       UserError: As `make_mesh`.
     """
-    count, mesh = jax.device_count(), make_mesh(config)
-    used = 1 if mesh is None else mesh.size
-    return f"uses {used} of {count} devices; --config.mesh.data=-1 takes all" if used < count else ""
-
-
-def undivided(config: Config) -> str:
-    """A line for the user where `tensor` does not divide what it is to split, so that its devices do the same; else ''.
-
-    Raises:
-      UserError: As `make_mesh`.
-    """
-    mesh, model = make_mesh(config), config.model
-    tensor = 1 if mesh is None else mesh.shape["tensor"]
+    count, mesh, model, lines = jax.device_count(), make_mesh(config), config.model, []
+    used, tensor = (1, 1) if mesh is None else (mesh.size, mesh.shape["tensor"])
+    if used < count:
+        lines.append(f"uses {used} of {count} devices; --config.mesh.data=-1 takes all")
     sizes = {"key-value heads": model.kv_heads, "MLP width": model.d_mlp, "vocabulary": model.vocab_size}
-    whole = [f"{name} {size:,}" for name, size in sizes.items() if size % tensor]
-    return f"mesh.tensor={tensor} does not divide, and leaves whole: {', '.join(whole)}" if whole else ""
+    if whole := [f"{name} {size:,}" for name, size in sizes.items() if size % tensor]:
+        lines.append(f"mesh.tensor={tensor} does not divide, and leaves whole: {', '.join(whole)}")
+    return lines
 
 
 def mesh_of(tree: Any) -> Mesh | None:
