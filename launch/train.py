@@ -31,6 +31,8 @@ FLAGS = flags.FLAGS
 def _dry_run(config: Config) -> None:
     if not FLAGS.dry_run:
         raise UserError("--pretend_devices without --dry_run", allowed="both, or neither")
+    if FLAGS.multihost or FLAGS.coordinator_address:
+        raise UserError("a dry run joins no other processes", hint="--pretend_devices=N for the devices of all of them")
     import jax
 
     if FLAGS.pretend_devices is not None:
@@ -43,46 +45,10 @@ def _dry_run(config: Config) -> None:
         print(line, flush=True)
 
 
-def main(_: list[str]) -> None:
-    config = cli.load_config()
-    if FLAGS.dry_run or FLAGS.pretend_devices is not None:
-        _dry_run(config)
-        return
-    workdir = Path(FLAGS.workdir or f"runs/{Path(FLAGS.config).stem if FLAGS.config else 'train'}")
+def _train_and_tell(config: Config, inputs: Any, workdir: Path) -> None:
+    from orthojax.progress import Progress
+    from orthojax.train import describe_line, train
 
-    from orthojax.model import parameter_count
-    from orthojax.progress import Progress, tokenizing_progress
-    from orthojax.train import (
-        check_workdir,
-        describe_line,
-        keep_compiled_programs,
-        multihost,
-        open_inputs,
-        train,
-        unused_devices,
-    )
-
-    explicit = (FLAGS.coordinator_address, FLAGS.num_processes, FLAGS.process_id)
-    if FLAGS.multihost or explicit != (None, None, None):
-        multihost.initialize(*explicit)
-    speaks = multihost.is_primary()
-
-    def say(line: str) -> None:
-        if speaks:
-            print(line, flush=True)
-
-    check_workdir(workdir, config)
-    keep_compiled_programs(FLAGS.compile_cache)
-    say(f"workdir {workdir}: {parameter_count(config.model):,} parameters, {config.train.steps:,} steps")
-    if line := unused_devices(config):
-        say(f"  {line}")
-    # Every process makes the token files that it does not find; the first to finish keeps them.
-    inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress() if speaks else None)
-    for name, value in inputs.provenance.items():
-        say(f"  {name}: {value!r}")
-    if not speaks:
-        train(config, inputs, workdir)
-        return
     with Progress(config.train.steps, every_seconds=0.0) as progress:
 
         def show(line: dict[str, Any]) -> None:
@@ -100,7 +66,49 @@ def main(_: list[str]) -> None:
             on_step=lambda step, _: progress.advance(step - progress.done),
             on_line=show,
         )
-    print(f"done: {workdir}/metrics.jsonl, {workdir}/checkpoints")
+
+
+def main(_: list[str]) -> None:
+    config = cli.load_config()
+    if FLAGS.dry_run or FLAGS.pretend_devices is not None:
+        _dry_run(config)
+        return
+    workdir = Path(FLAGS.workdir or f"runs/{Path(FLAGS.config).stem if FLAGS.config else 'train'}")
+
+    from orthojax.model import parameter_count
+    from orthojax.progress import tokenizing_progress
+    from orthojax.train import (
+        about_mesh,
+        check_workdir,
+        keep_compiled_programs,
+        multihost,
+        open_inputs,
+        train,
+    )
+
+    explicit = (FLAGS.coordinator_address, FLAGS.num_processes, FLAGS.process_id)
+    if FLAGS.multihost or explicit != (None, None, None):
+        multihost.initialize(*explicit)
+    speaks = multihost.is_primary()
+
+    def say(line: str) -> None:
+        if speaks:
+            print(line, flush=True)
+
+    check_workdir(workdir, config)
+    keep_compiled_programs(FLAGS.compile_cache)
+    say(f"workdir {workdir}: {parameter_count(config.model):,} parameters, {config.train.steps:,} steps")
+    for line in about_mesh(config):
+        say(f"  {line}")
+    # Every process makes the token files that it does not find; the first to finish keeps them.
+    inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress() if speaks else None)
+    for name, value in inputs.provenance.items():
+        say(f"  {name}: {value!r}")
+    if speaks:
+        _train_and_tell(config, inputs, workdir)
+        print(f"done: {workdir}/metrics.jsonl, {workdir}/checkpoints")
+    else:
+        train(config, inputs, workdir)
 
 
 if __name__ == "__main__":

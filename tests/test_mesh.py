@@ -1,5 +1,6 @@
 """Training on a mesh of eight fake devices: the numbers of one device, less memory on each, and what travels."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -19,6 +20,7 @@ from orthojax.fields import from_json, replace, to_json
 from orthojax.model import gpt2, llama2
 from orthojax.train import (
     Inputs,
+    about_mesh,
     evaluate,
     init_state,
     make_mesh,
@@ -28,7 +30,6 @@ from orthojax.train import (
     read_metrics,
     state_shapes,
     train,
-    unused_devices,
 )
 from orthojax.train import step as step_module
 from orthojax.train.prefetch import prefetched
@@ -96,7 +97,7 @@ def test_sizes_of_a_mesh():
     assert MeshConfig(-1).sizes(8) == (8, 1, 1)
     assert MeshConfig(2, -1, 2).sizes(8) == (2, 2, 2)
     assert MeshConfig(2, 1, -1).sizes(6) == (2, 1, 3)
-    assert MeshConfig(2).sizes(8) == (2, 1, 1)  # the others are left out, which `unused_devices` tells
+    assert MeshConfig(2).sizes(8) == (2, 1, 1)  # the others are left out, which `about_mesh` tells
 
 
 @pytest.mark.parametrize(
@@ -132,10 +133,18 @@ def test_one_device_is_no_mesh_and_the_others_are_told():
     assert isinstance(
         init_state(CONFIG).params["token_embedding"]["embedding"].sharding, jax.sharding.SingleDeviceSharding
     )
-    assert unused_devices(CONFIG) == "uses 1 of 8 devices; --config.mesh.data=-1 takes all"
-    assert unused_devices(on(CONFIG, 2, 2)) == "uses 4 of 8 devices; --config.mesh.data=-1 takes all"
-    assert unused_devices(on(CONFIG, -1)) == ""
+    assert about_mesh(CONFIG) == ["uses 1 of 8 devices; --config.mesh.data=-1 takes all"]
+    assert about_mesh(on(CONFIG, 2, 2)) == ["uses 4 of 8 devices; --config.mesh.data=-1 takes all"]
+    assert about_mesh(on(CONFIG, -1)) == []
     assert dict(mesh_for(on(CONFIG, 2, -1)).shape) == {"data": 2, "fsdp": 4, "tensor": 1}
+
+
+def test_what_tensor_does_not_divide_is_told():
+    assert about_mesh(on(CONFIG, 2, 2, 2)) == about_mesh(on(LLAMA, 4, 1, 2)) == []
+    told = "mesh.tensor=4 does not divide, and leaves whole: key-value heads 2"
+    assert about_mesh(on(LLAMA, 2, 1, 4)) == [told]
+    told = "mesh.tensor=3 does not divide, and leaves whole: key-value heads 4, MLP width 64, vocabulary 64"
+    assert about_mesh(on(CONFIG, 2, 1, 3))[1:] == [told]
 
 
 # Where things are.
@@ -484,6 +493,56 @@ def test_a_run_goes_on_on_another_mesh_and_is_evaluated_where_it_lies(tmp_path):
         # A value that lies between two integers may be rounded to either.
         tolerance = 0.02 if "int" in name else 1e-4
         assert math.isclose(split[name], value, rel_tol=tolerance, abs_tol=tolerance), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["skip", "roll_back"])
+def test_bad_steps_on_a_mesh_with_an_untied_head_chunks_and_parts(policy, tmp_path):
+    """What was decided, measured, probed and kept is that of one device."""
+
+    def batch(step):
+        rows = tokens(step)
+        if step in (2, 6, 8):
+            rows[3, 4] = 1000  # an id that the model does not have: the loss is nan
+        return rows
+
+    changes = {
+        "model.num_layers": 1, "model.tie_embeddings": False,
+        "train.steps": 10, "train.batch_size": ROWS, "train.accumulation_steps": 2, "train.loss_chunk_positions": 5,
+        "train.on_bad_step": policy, "train.spike_nats": 2.0, "train.checkpoint_every_steps": 4,
+        "train.eval_every_steps": 4, "train.keep_best": 1, "train.probe_every_steps": 4, "train.probe_sequences": 3,
+    }  # fmt: skip
+    config = replace(LLAMA, changes)
+    seen = {}
+    for name, one in (("one", config), ("split", on(config, 2, 2, 2))):
+        state = jax.device_get(train(one, INPUTS._replace(batch=batch), tmp_path / name))
+        folders = {path.name for path in (tmp_path / name / "checkpoints").iterdir()}
+        seen[name] = state, read_metrics(tmp_path / name / "metrics.jsonl"), folders
+    (state, lines, folders), (other, others, other_folders) = seen["one"], seen["split"]
+    assert {line["event"] for line in lines if "event" in line} == {"skip": {"skipped"}, "roll_back": {"rolled_back"}}[
+        policy
+    ]
+    assert folders == other_folders
+    assert len(lines) == len(others)
+    for a, b in zip(lines, others, strict=True):
+        assert a.keys() == b.keys()
+        for key in a.keys() - {"tokens_per_second"}:
+            assert b[key] == (a[key] if isinstance(a[key], str) else pytest.approx(a[key], rel=1e-3, abs=1e-5)), key
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5), other, state)
+
+
+@pytest.mark.slow
+def test_on_a_mesh_nothing_moves_between_host_and_devices_unasked(tmp_path):
+    config = replace(SMALL, {"train.steps": 6, "train.eval_every_steps": 3, "train.checkpoint_every_steps": 3})
+    with contextlib.ExitStack() as stack:
+
+        def on_start(_):
+            stack.enter_context(jax.transfer_guard("disallow"))
+
+        state = train(on(config, 2, 2, 2), INPUTS, tmp_path, on_start=on_start)
+        with pytest.raises(Exception, match=r"[Dd]isallowed host-to-device transfer"):
+            jax.numpy.add(np.ones(2), 1)
+    assert int(state.step) == 6
 
 
 @pytest.mark.slow

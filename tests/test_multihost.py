@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from orthojax.errors import UserError
-from orthojax.train import list_arrays, multihost, read_metrics
+from orthojax.train import list_arrays, multihost, read_metrics, signals
 
 ROOT = Path(__file__).parents[1]
 FLAGS = {
@@ -123,6 +123,65 @@ def test_several_processes_are_one_run_that_goes_on_with_another_number(alone, t
         assert_same_losses(losses(copy), want)
 
 
+POLICY = """
+import dataclasses, json, sys
+import jax, numpy as np
+from pathlib import Path
+from orthojax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.train import Inputs, multihost, train
+
+workdir, policy, start_from, address, count, index = *sys.argv[1:5], int(sys.argv[5]), int(sys.argv[6])
+if count > 1:
+    multihost.initialize(address, count, index)
+config = Config(
+    model=ModelConfig(vocab_size=32, max_length=8, d_model=16, num_layers=1, num_heads=2, d_mlp=32, scan_layers=False,
+                      tie_embeddings=False),
+    optim=OptimConfig(learning_rate=0.01, warmup_steps=0),
+    data=DataConfig(sequence_length=8),
+    train=TrainConfig(steps=12, batch_size=8, log_every_steps=1, checkpoint_every_steps=4, eval_every_steps=4,
+                      keep_best=1, probe_every_steps=5, probe_sequences=3, on_bad_step=policy, spike_nats=3.0,
+                      loss_chunk_positions=3, init_from=start_from),
+    eval=EvalConfig(sequences=8, batch_size=8),
+    mesh=MeshConfig(1, 1, 1) if count == 1 else MeshConfig(2, 2, 2),
+)
+
+def rows(step):
+    rows = np.random.default_rng(step).integers(0, 32, (8, 9), dtype=np.int32)
+    if step in (2, 6, 8):
+        rows[1, 4] = 1000  # an id that the model does not have: the loss is nan
+    return rows
+
+train(config, Inputs(rows, rows(999), None, {"source": "test"}, None), Path(workdir))
+"""
+
+
+def run_policy(workdir, policy, start_from, count):
+    address = f"localhost:{free_port()}"
+    arguments = ["-c", POLICY, str(workdir), policy, str(start_from), address, str(count)]
+    processes = [start([*arguments, str(i)], 8 // count) for i in range(count)]
+    ends = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0] * count, ends
+    return read_metrics(workdir / "metrics.jsonl"), {path.name for path in (workdir / "checkpoints").iterdir()}
+
+
+@pytest.mark.slow
+def test_two_processes_judge_steps_keep_checkpoints_and_begin_alike(tmp_path):
+    """Every process decides for itself; the second run begins with the parameters of the first."""
+    before = ""
+    for policy in ("skip", "roll_back"):
+        lines, kept = run_policy(tmp_path / f"{policy}_1", policy, before, 1)
+        others, also_kept = run_policy(tmp_path / f"{policy}_2", policy, before, 2)
+        before = tmp_path / f"{policy}_1"
+        assert len([line for line in lines if "event" in line]) == {"skip": 3, "roll_back": 3}[policy]
+        assert kept == also_kept
+        assert len(lines) == len(others)
+        for a, b in zip(lines, others, strict=True):
+            assert a.keys() == b.keys()
+            for key in a.keys() - {"tokens_per_second"}:
+                close = pytest.approx(a[key], rel=1e-3, abs=1e-5) if isinstance(a[key], float) else a[key]
+                assert b[key] == close, (key, a["step"])
+
+
 MEETING = """
 import sys, time
 import numpy as np
@@ -162,6 +221,11 @@ def test_who_loses_another_process_does_not_wait_for_ever(victim):
         (("localhost:1", None, None), "coordinator_address=localhost:1, num_processes=None, process_id=None"),
         ((None, 2, 0), "coordinator_address=None, num_processes=2, process_id=0"),
         (("localhost:1", 2, 2), "process_id=2 of 2 processes"),
+        (("localhost", 2, 0), "coordinator_address=localhost\nallowed: HOST:PORT"),
+        ((":8476", 2, 0), "coordinator_address=:8476\nallowed: HOST:PORT"),
+        (("localhost:http", 2, 0), "localhost:http\nallowed: HOST:PORT of process 0, with a port of 1 to 65535"),
+        (("localhost:65536", 2, 1), "port of 1 to 65535"),
+        (("two words:8476", 2, 1), "coordinator_address=two words:8476: "),
     ],
 )
 def test_processes_that_are_not_described_are_refused(given, message):
@@ -181,3 +245,19 @@ def test_without_a_cluster_the_error_says_what_to_give(monkeypatch):
 
 def test_this_process_is_the_primary_one():
     assert multihost.is_primary()
+
+
+def test_many_processes_stop_at_the_number_that_they_agreed_on_though_one_goes_back(monkeypatch):
+    """A run that rolls back meets its steps again; what it asks with must not, or the agreed number may never come."""
+    asked = []
+
+    def reached(number):
+        asked.append(number)
+        return number == 9
+
+    monkeypatch.setattr(signals.multihost_utils, "reached_preemption_sync_point", reached)
+    stop = signals.StopRequest(agreed=True)
+    told = [stop.at(step) for step in (7, 8, 5, 6, 7)]  # back to step 4 after step 8
+    assert asked == [7, 8, 9]
+    assert told == [None, None, signal.SIGTERM, signal.SIGTERM, signal.SIGTERM]  # until it can save
+    assert stop.signum == signal.SIGTERM

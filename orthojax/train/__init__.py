@@ -18,7 +18,7 @@ from orthojax.train.evaluation import Metrics, evaluate, evaluation_stages
 from orthojax.train.files import make_folder, write_text
 from orthojax.train.inputs import Inputs, open_inputs
 from orthojax.train.loop import train
-from orthojax.train.mesh import make_mesh, place_rows, unused_devices
+from orthojax.train.mesh import about_mesh, make_mesh, place_rows
 from orthojax.train.metric_writer import describe_line, read_metrics
 from orthojax.train.optimizer import make_optimizer, make_rotation, run_optimizer
 from orthojax.train.plan import Estimate, estimate
@@ -47,6 +47,7 @@ __all__ = [
     "Spread",
     "StepMetrics",
     "TrainState",
+    "about_mesh",
     "check_workdir",
     "describe_line",
     "dry_run",
@@ -84,7 +85,6 @@ __all__ = [
     "spread",
     "state_shapes",
     "train",
-    "unused_devices",
     "verify_checkpoint",
     "write_text",
 ]

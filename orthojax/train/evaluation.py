@@ -54,18 +54,20 @@ def _batches(config: Config, inputs: Inputs) -> Iterator[np.ndarray]:
 
 
 def _on_mesh(mesh: Mesh | None, rows: np.ndarray) -> Any:
-    return rows if mesh is None else place_rows(mesh, len(rows), lambda start, stop: rows[start:stop])
+    return place_rows(mesh, len(rows), lambda start, stop: rows[start:stop])
 
 
 def mean_loss_nats(model: Transformer, params: Any, config: Config, inputs: Inputs) -> float:
     """Mean next-token loss over all target positions of the evaluation set, in nats."""
-    total, count, mesh = 0.0, 0.0, mesh_of(params)
+    mesh, positions = mesh_of(params), config.train.loss_chunk_positions
+    sums: list[Any] = []
     with in_mesh(mesh):
-        for tokens in _batches(config, inputs):
-            rows = _on_mesh(mesh, tokens)
-            batch_total, batch_count = _loss(model, params, rows, config.train.loss_chunk_positions)
-            total, count = total + float(batch_total), count + float(batch_count)
-    return total / count
+        for rows in _batches(config, inputs):
+            sums.append(_loss(model, params, _on_mesh(mesh, rows), positions))
+            if len(sums) > 1:  # one late, so that the devices do not wait for the host
+                sums[-2] = jax.device_get(sums[-2])
+    totals, counts = zip(*jax.device_get(sums), strict=True)
+    return sum(map(float, totals)) / sum(map(float, counts))
 
 
 def validation_loss_nats(config: Config, params: Any, inputs: Inputs) -> float:

@@ -75,7 +75,8 @@ def train(
         path = workdir / "metrics.jsonl"
         lines = MetricWriter(path, step, tensorboard=tensorboard, on_line=on_line) if is_primary() else NoWriter()
         with lines as writer, stop_on_signals() as stop, contextlib.ExitStack() as at_the_end:
-            run = _Run(config, inputs, mesh, checkpoints, writer, Recorder(config, writer, on_step))
+            recorder = Recorder(config, writer, on_step, 1 if mesh is None else mesh.size)
+            run = _Run(config, inputs, mesh, checkpoints, writer, recorder)
             at_the_end.callback(run.close)
             state = run.train(state, step, position, stop)
         checkpoints.wait()
@@ -168,7 +169,8 @@ class _Run:
         if not every or (step % every and step != self._config.train.steps):
             return
         self._recorder.flush()
-        loss = validation_loss_nats(self._config, state.params, self._inputs)
+        with self._recorder.pause():
+            loss = validation_loss_nats(self._config, state.params, self._inputs)
         self._recorder.require_finite("validation loss", step, loss)
         self._writer.write({"step": step, "validation_loss_nats": loss})
         self._checkpoints.validated(step, loss)

@@ -38,15 +38,20 @@ def make_mesh(config: Config) -> Mesh | None:
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:size])
 
 
-def unused_devices(config: Config) -> str:
-    """A line for the user where the mesh leaves devices out, else ''.
+def about_mesh(config: Config) -> list[str]:
+    """Lines for the user, where the mesh wastes devices: some are left out, or those of `tensor` do the same work.
 
     Raises:
       UserError: As `make_mesh`.
     """
-    count, mesh = jax.device_count(), make_mesh(config)
-    used = 1 if mesh is None else mesh.size
-    return f"uses {used} of {count} devices; --config.mesh.data=-1 takes all" if used < count else ""
+    count, mesh, model, lines = jax.device_count(), make_mesh(config), config.model, []
+    used, tensor = (1, 1) if mesh is None else (mesh.size, mesh.shape["tensor"])
+    if used < count:
+        lines.append(f"uses {used} of {count} devices; --config.mesh.data=-1 takes all")
+    sizes = {"key-value heads": model.kv_heads, "MLP width": model.d_mlp, "vocabulary": model.vocab_size}
+    if whole := [f"{name} {size:,}" for name, size in sizes.items() if size % tensor]:
+        lines.append(f"mesh.tensor={tensor} does not divide, and leaves whole: {', '.join(whole)}")
+    return lines
 
 
 def mesh_of(tree: Any) -> Mesh | None:
@@ -102,7 +107,7 @@ def place_rows(mesh: Mesh | None, count: int, read: Callable[[int, int], np.ndar
         start, stop, _ = index[0].indices(count)
         return rows[start - first : stop - first]
 
-    return jax.make_array_from_callback((count, *rows.shape[1:]), sharding, shard)
+    return _put((count, *rows.shape[1:]), sharding, shard)
 
 
 def place_tree(tree: Any, like: Any) -> Any:
@@ -112,6 +117,12 @@ def place_tree(tree: Any, like: Any) -> Any:
         if where.is_fully_addressable:
             return jax.device_put(array, where.sharding)
         whole = np.asarray(array)
-        return jax.make_array_from_callback(whole.shape, where.sharding, lambda index: whole[index])
+        return _put(whole.shape, where.sharding, lambda index: whole[index])
 
     return jax.tree.map(place, tree, like)
+
+
+def _put(shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callable[[Any], np.ndarray]) -> jax.Array:
+    """Transfers what `read` gives for each device's index; asked for, though JAX's transfer guard does not see that."""
+    with jax.transfer_guard_host_to_device("allow"):
+        return jax.make_array_from_callback(shape, sharding, read)

@@ -1,8 +1,9 @@
 """What a run tells of its steps, and what it makes of the bad ones."""
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,8 +24,10 @@ class Recorder:
       param_norm: Norm of the parameters after the last step that was handled.
     """
 
-    def __init__(self, config: Config, writer: MetricWriter, on_step: Callable[[int, float], None]):
-        self._config, self._writer, self._on_step = config, writer, on_step
+    def __init__(
+        self, config: Config, writer: MetricWriter, on_step: Callable[[int, float], None], device_count: int = 1
+    ):
+        self._config, self._writer, self._on_step, self._device_count = config, writer, on_step, device_count
         self._flops_per_token = model_flops_per_token(config.model, config.data.sequence_length)
         self.param_norm = 0.0
 
@@ -32,6 +35,14 @@ class Recorder:
         """Begins after so many steps, with nothing pending: sets the clock of tokens per second."""
         self._pending: tuple[int, StepMetrics, Statistics | None] | None = None
         self._clock = (time.monotonic(), step)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around what is not training: tokens per second, and MFU, do not count its time."""
+        began = time.monotonic()
+        yield
+        before, step = self._clock
+        self._clock = (before + time.monotonic() - began, step)
 
     def put(self, step: int, metrics: StepMetrics, probed: Statistics | None = None) -> None:
         """Takes the metrics of `step`, and what the probe saw after it, and handles those of the step before.
@@ -92,7 +103,7 @@ class Recorder:
             "update_to_param_ratio": update_norm / self.param_norm if self.param_norm else math.inf,
             "tokens_per_second": round(rate, 1),
         }
-        mfu = model_flops_utilization(rate, self._flops_per_token)
+        mfu = model_flops_utilization(rate, self._flops_per_token, device_count=self._device_count)
         if mfu is not None:
             line["mfu"] = round(mfu, 4)
         if self._config.train.on_bad_step == "skip" and metrics.bad_steps is not None:

@@ -28,19 +28,21 @@ class StopRequest:
           agreed: Many processes run, and must stop at the same step.
         """
         self.signum: int | None = None  # of the first signal to this process
-        self._agreed = agreed
+        self._agreed, self._asked = agreed, 0
 
     def at(self, step: int) -> int | None:
-        """The signal that stops the run after this step; asked by every process after every step.
+        """The signal that stops the run after this step, or one before it; asked by every process after every step.
 
         On one process this costs nothing; on many it reads a counter of this process.
         """
-        if not self._agreed:
+        if not self._agreed or self.signum is not None:
             return self.signum
-        if multihost_utils.reached_preemption_sync_point(step):
-            self.signum = self.signum or signal.SIGTERM
-            return signal.SIGTERM
-        return None
+        # The processes agree on one number that all of them will reach, which steps are not: a run may go back to a
+        # checkpoint. All ask equally often, so that this is the same number in each.
+        self._asked = max(self._asked + 1, step)
+        if multihost_utils.reached_preemption_sync_point(self._asked):
+            self.signum = signal.SIGTERM
+        return self.signum
 
 
 @contextmanager

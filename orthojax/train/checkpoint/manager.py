@@ -130,6 +130,7 @@ class Checkpoints:
         for later in [later for later in self.steps() if later > step]:
             self._manager.delete(later)
             self._validations.pop(later, None)
+        self._newest_validation = self._validations.get(step)
 
     # Reading.
 
