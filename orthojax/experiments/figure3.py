@@ -173,10 +173,10 @@ def draw() -> Figure:
 
 def _channels() -> Figure:
     size = 64
-    x, channels = dominated_vectors(size, SAMPLES, 0)
+    x, channels = dominated_vectors(size, 1, 0)
     curves = {}
     for rotation, label in LABELS.items():
-        curves[label] = (np.arange(size).tolist(), np.abs(turn(x, channels, rotation, 0)[0]))
+        curves[label] = (np.arange(size).tolist(), np.abs(turn(x, channels, rotation, 0)))
     return figures.lines(curves, x_label="channel", y_label="|entry|")
 
 

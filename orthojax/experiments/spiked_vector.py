@@ -2,8 +2,8 @@ r"""The spiked vector of From Attention to Activation (arXiv 2410.17174, appendi
 
 :math:`x = \alpha e_i + z` with :math:`z \sim N(0, I_D)` has one outlier channel. Turned by an orthogonal Q that does
 not depend on z it is :math:`y = \alpha q + z'` with the unit vector :math:`q = Q e_i` and :math:`z' \sim N(0, I_D)`
-again, so that everything follows from alpha and q. Everything here is float64 NumPy, but for the rotations, which are
-those of the optimizer.
+again, so that everything follows from alpha and q. Everything here is float64 NumPy, but for the Hadamard rotation,
+which is the optimizer's.
 """
 
 import functools
@@ -13,6 +13,7 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
+from orthojax.ops import orthogonal
 from orthojax.optim import Rotation, rotate
 
 RotationName = Literal["none", "aligned", "hadamard", "haar"]
@@ -159,7 +160,7 @@ def turn(x: np.ndarray, channels: np.ndarray, rotation: RotationName, seed: int)
     """Q x for every row.
 
     `aligned` is the Q of the paper, for every row its own: the reflection that takes e_i to (1, ..., 1) / sqrt(D),
-    which exists for every D. `haar` and `hadamard` are one matrix for all rows, that of the optimizer.
+    which exists for every D. `haar` and `hadamard` are one matrix for all rows, made as the optimizer makes them.
 
     Args:
       x: float64 [n, D].
@@ -168,13 +169,16 @@ def turn(x: np.ndarray, channels: np.ndarray, rotation: RotationName, seed: int)
       seed: Of the matrix.
 
     Returns:
-      float64 [n, D]; with float64 off, the rotations of the optimizer are float32.
+      float64 [n, D]; `hadamard` is float32 where JAX's float64 is off.
     """
     if rotation == "none":
         return x
     if rotation == "aligned":
         normal = np.eye(x.shape[1])[channels] - 1 / math.sqrt(x.shape[1])
         return x - 2 * normal * np.sum(normal * x, -1, keepdims=True) / np.sum(normal**2, -1, keepdims=True)
+    if rotation == "haar":
+        # Not the key of the samples: the matrix is made of Gaussian draws too, and must not depend on the noise.
+        return x @ orthogonal.haar((seed, x.shape[1], 1), x.shape[1]).T
     transformation = rotate(Rotation(rotation, axes="output", seed=seed))
     rows = {"rows": jnp.asarray(x)}
     turned = transformation.update(rows, transformation.init(rows))[0]
