@@ -159,7 +159,7 @@ def _draw_space(axes: Any) -> None:
         axes.plot(*arc, color="#cccccc", linewidth=1)
     axes.set(xlim=(0, 1.1), ylim=(0, 1.1), zlim=(0, 1.1), xlabel="channel 1", ylabel="channel 2", zlabel="channel 3")
     axes.set_title("D = 3")
-    axes.view_init(elev=28, azim=62)
+    axes.view_init(elev=22, azim=-62)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), frameon=False, fontsize=8.5)
 
 
