@@ -2,7 +2,7 @@
 
 Without flags it runs the main job: two small language models on real text, vanilla and cured, in a few minutes on two
 CPU cores. Writes results.json, report.md, report.html and figures/ under the workdir; started again, it goes on where
-it was and skips what is done.
+it was and skips what is done. Appendices E, G, H and figure3 train nothing and take seconds.
 """
 
 from pathlib import Path
@@ -39,25 +39,30 @@ def main(_: list[str]) -> None:
     if FLAGS.scale not in scales:
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(scales), hint=nearest(FLAGS.scale, scales))
 
-    from orthojax.experiments.catalog import EXPERIMENTS
+    from orthojax.experiments.calculation import run_calculation
+    from orthojax.experiments.catalog import CALCULATIONS, EXPERIMENTS
     from orthojax.experiments.report import print_report, write_report
     from orthojax.experiments.study import run_study
     from orthojax.train import keep_compiled_programs
 
-    if FLAGS.experiment not in EXPERIMENTS:
+    known = EXPERIMENTS | CALCULATIONS
+    if FLAGS.experiment not in known:
         raise UserError(
             f"unknown experiment {FLAGS.experiment!r}",
-            allowed=" | ".join(EXPERIMENTS),
-            hint=nearest(FLAGS.experiment, EXPERIMENTS),
+            allowed=" | ".join(known),
+            hint=nearest(FLAGS.experiment, known),
         )
-    experiment = EXPERIMENTS[FLAGS.experiment]
     keep_compiled_programs(FLAGS.compile_cache)
-    variants = experiment.variants(FLAGS.scale)
     workdir = Path(FLAGS.workdir or f"runs/{FLAGS.experiment}-{FLAGS.scale}")
-    runs = f"{len(variants)} variants, seeds {FLAGS.seeds}"
-    print(f"{experiment.name}: {experiment.title}\nworkdir {workdir}: {runs}", flush=True)
-    study = run_study(experiment, FLAGS.scale, seeds, workdir, Path(FLAGS.cache_dir))
-    report = experiment.report(study)
+    if calculation := CALCULATIONS.get(FLAGS.experiment):
+        calculation.require_scale(FLAGS.scale)
+        print(f"{calculation.name}: {calculation.title}\nworkdir {workdir}: seeds {FLAGS.seeds}", flush=True)
+        report = calculation.report(run_calculation(calculation, FLAGS.scale, seeds, workdir))
+    else:
+        experiment = EXPERIMENTS[FLAGS.experiment]
+        runs = f"{len(experiment.variants(FLAGS.scale))} variants, seeds {FLAGS.seeds}"
+        print(f"{experiment.name}: {experiment.title}\nworkdir {workdir}: {runs}", flush=True)
+        report = experiment.report(run_study(experiment, FLAGS.scale, seeds, workdir, Path(FLAGS.cache_dir)))
     write_report(report, workdir)
     print_report(report)
     print(f"\nwritten: {workdir}/report.html, report.md, results.json, figures/")
