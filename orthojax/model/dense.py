@@ -51,8 +51,10 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., in] -> [..., features] in `dtype`."""
-        kernel: Any = self.get_variable("params", "kernel")
-        if not isinstance(kernel, Quantized):  # its integers have another shape and keep their type
+        given = self.get_variable("params", "kernel")
+        if isinstance(given, Quantized):  # its integers have another shape, and keep their type
+            kernel: Any = given
+        else:
             init = nn.initializers.normal(self.init_std)
             kernel = self.param("kernel", init, (x.shape[-1], self.features), jnp.float32).astype(self.dtype)
         bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32) if self.use_bias else None

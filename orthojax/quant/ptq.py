@@ -1,4 +1,4 @@
-"""Post-training quantisation, simulated in floats: by a function in place of x @ kernel + bias, or on a tree of weights.
+"""Post-training quantisation, simulated: by a function in place of x @ kernel + bias, or on a tree of weights.
 
 Only linear layers round anything; embeddings, norms and softmax stay float. Activation steps are dynamic: they come
 from the batch that passes through, so the batches of an evaluation belong to its result.

@@ -12,7 +12,8 @@ JSON items, is still read and checked.
 A quantised checkpoint has `params`, `config` and `data` so, no `opt_state`, and the JSON item `quantization`.
 
 In reading order: `items` (JSON items, damage), `checksums` (of arrays), `handler` (writes them), `verification` (checks
-them), `reading` (one checkpoint), `keeping` (which stay), `manager` (the checkpoints of a run), `quantized` (made from one of them).
+them), `reading` (one checkpoint), `keeping` (which stay), `manager` (the checkpoints of a run), `quantized` (made from
+one of them).
 """
 
 from orthojax.train.checkpoint.items import DamagedError, read_json_item
