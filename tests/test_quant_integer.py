@@ -94,7 +94,9 @@ def test_every_setting_is_its_integer_sums_and_its_simulation(name, x64):
     np.testing.assert_allclose(y, simulated, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [name if name == "w4a4_group64" else pytest.param(name, marks=pytest.mark.slow) for name in ON_INTEGERS]
+)
 def test_in_float32_they_agree_to_a_millionth_of_the_largest_output(name):
     x, kernel, bias = (jnp.asarray(a, jnp.float32) for a in (X, KERNEL, BIAS))
     _, y, simulated = on_integers(ON_INTEGERS[name], x, kernel, bias)
@@ -144,47 +146,58 @@ def test_sums_that_int32_does_not_hold_are_refused():
 
 
 # qwix has bounds of 127.5 and 7.5, ours are 127 and 7.
-@pytest.mark.parametrize(("bits", "qtype", "bound"), [(8, jnp.int8, 127.5 / 127), (4, jnp.int4, 7.5 / 7)])
+@pytest.mark.parametrize(
+    ("bits", "qtype", "bound"),
+    [pytest.param(8, jnp.int8, 127.5 / 127, marks=pytest.mark.slow), (4, jnp.int4, 7.5 / 7)],
+)
 def test_groups_and_products_agree_with_qwix(bits, qtype, bound):
     x, kernel = jnp.asarray(X[0], jnp.float32), jnp.asarray(KERNEL, jnp.float32)
     setting = QuantizationSetting(bits, "absmax", "output_channel", "token", activation_bits=8, group_size=32)
     stored, y, _ = on_integers(setting, x, kernel, None)
-    theirs = qwix.quantize(
-        kernel, qtype, channelwise_axes=(1,), tiled_axes={0: 32}, calibration_method=f"absmax,{bound}"
-    )
+
+    @jax.jit
+    def theirs(x, kernel, integers):
+        w = qwix.quantize(
+            kernel, qtype, channelwise_axes=(1,), tiled_axes={0: 32}, calibration_method=f"absmax,{bound}"
+        )
+        tokens = qwix.quantize(x, jnp.int8, channelwise_axes=(0,), calibration_method="absmax,1.003937")
+        # The same integers for both: theirs may differ from ours where an element is near a tie.
+        same = dataclasses.replace(w, qvalue=integers.astype(qtype))
+        return w.qvalue.astype(jnp.int8), w.scale, qwix.dot_general(tokens, same, (((1,), (0,)), ((), ())))
+
     integers = unpack(stored.integers) if stored.is_packed else stored.integers
-    assert (integers == theirs.qvalue.astype(jnp.int8)).mean() > 0.999  # an element near a tie may fall on either side
-    np.testing.assert_allclose(stored.step, theirs.scale, rtol=1e-5)
-    tokens = qwix.quantize(x, jnp.int8, channelwise_axes=(0,), calibration_method="absmax,1.003937")
-    # The same integers for both: theirs may differ from ours where an element is near a tie.
-    same = dataclasses.replace(theirs, qvalue=integers.astype(qtype))
-    product = qwix.dot_general(tokens, same, (((1,), (0,)), ((), ())))
-    np.testing.assert_allclose(y, product, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(product))))
+    their_integers, step, product = theirs(x, kernel, integers)
+    assert np.mean(integers == their_integers) > 0.999
+    np.testing.assert_allclose(stored.step, step, rtol=1e-5)
+    np.testing.assert_allclose(y, product, rtol=1e-4, atol=1e-5 * np.max(np.abs(product)))
 
 
-def test_integers_are_the_fake_quantised_values_and_lie_where_they_may():
-    x = jnp.asarray(KERNEL, jnp.float32)
-    for bits in (2, 3, 4, 8):
-        for scheme, function, low in (
-            ("absmax", absmax, 1 - 2 ** (bits - 1)),
-            ("zeropoint", zeropoint, -(2 ** (bits - 1))),
-        ):
-            q, values, expected = (
-                jax.jit(lambda x, f=function, s=scheme, b=bits: (q := quantize(x, s, b, 0), dequantize(q), f(x, b, 0)))
-            )(x)
-            np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
-            assert q.integers.dtype == jnp.int8
-            assert int(q.integers.min()) >= low
-            assert int(q.integers.max()) == 2 ** (bits - 1) - 1
+@pytest.mark.parametrize("scheme", ["absmax", "zeropoint"])
+@pytest.mark.parametrize("bits", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+def test_integers_are_the_fake_quantised_values_and_lie_where_they_may(scheme, bits):
+    function = {"absmax": absmax, "zeropoint": zeropoint}[scheme]
+
+    @jax.jit
+    def both(x):
+        q = quantize(x, scheme, bits, 0)
+        return q.integers, dequantize(q), function(x, bits, 0)
+
+    integers, values, expected = both(jnp.asarray(KERNEL, jnp.float32))
+    np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
+    integers = np.asarray(integers)
+    assert integers.dtype == np.int8
+    assert integers.min() == (-(2 ** (bits - 1)) if scheme == "zeropoint" else 1 - 2 ** (bits - 1))
+    assert integers.max() == 2 ** (bits - 1) - 1
 
 
 def test_degenerate_slices_keep_their_values():
     x = jnp.array([[0.0, 0.0, 0.0], [2.5, 2.5, 2.5], [-3.0, -3.0, -3.0], [1.0, 0.0, -2.0], [jnp.inf, 1.0, 0.0]])
     for scheme, function in (("absmax", absmax), ("zeropoint", zeropoint)):
-        values = jax.jit(lambda x, scheme=scheme: dequantize(quantize(x, scheme, 4, 1)))(x)
-        np.testing.assert_allclose(values[:4], jax.jit(function, static_argnums=(1, 2))(x, 4, 1)[:4], rtol=1e-6)
-        assert jnp.isnan(values[4]).any()
-        assert not jnp.isnan(values[:4]).any()
+        both = jax.jit(lambda x, s=scheme, f=function: (dequantize(quantize(x, s, 4, 1)), f(x, 4, 1)))
+        values, expected = map(np.asarray, both(x))
+        np.testing.assert_allclose(values[:4], expected[:4], rtol=1e-6)
+        assert np.isnan(values[4]).any()
+        assert not np.isnan(values[:4]).any()
     with pytest.raises(ValueError, match="does not fit into int8"):
         quantize(x, "absmax", 9)
 
@@ -232,16 +245,17 @@ def test_a_model_on_integers_is_its_simulation_with_stacked_kernels_apart(scan, 
     setting = QuantizationSetting(4, "absmax", "output_channel", "token", activation_bits=8, group_size=32)
     tokens = jnp.asarray(RNG.integers(0, 50, (2, 8)))
     shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens)["params"]
-    params = jax.tree.map(lambda leaf: jnp.asarray(RNG.normal(size=leaf.shape) * 0.1), shapes)
-    # Layers of very different sizes: a step shared by two of them would show.
-    params = jax.tree.map(
-        lambda x: 3.0 * x * (10.0 ** np.arange(2).reshape(2, *[1] * (x.ndim - 1)) if scan and x.ndim == 3 else 1.0),
-        params,
-    )
+
+    def numbers(leaf):
+        # Stacked kernels of very different sizes: a step shared by two layers would show.
+        sizes = np.array([1.0, 10.0]).reshape(2, 1, 1) if leaf.ndim == 3 else 1.0
+        return 0.3 * sizes * RNG.normal(size=leaf.shape)
+
+    params = jax.tree.map(numbers, shapes)
     stored = integer_params(params, setting)
-    assert sum(
-        isinstance(leaf, Quantized) for leaf in jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, Quantized))
-    ) == (7 if scan else 12)
+    leaves = jax.tree.leaves(stored, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    assert sum(isinstance(leaf, Quantized) for leaf in leaves) == (7 if scan else 12)  # stacked are one
+    assert not isinstance(stored.get("head", {}).get("kernel"), Quantized)
 
     @jax.jit
     def all_three(params, stored):
@@ -254,7 +268,8 @@ def test_a_model_on_integers_is_its_simulation_with_stacked_kernels_apart(scan, 
         return simulated, got, seen, plain
 
     simulated, got, seen, plain = all_three(params, stored)
-    scale = float(jnp.max(jnp.abs(simulated)))
+    simulated, got, plain = map(np.asarray, (simulated, got, plain))
+    scale = np.max(np.abs(simulated))
     np.testing.assert_allclose(got, simulated, atol=1e-5 * scale, rtol=0)
     assert jnp.isfinite(seen).all()
-    assert float(jnp.max(jnp.abs(got - plain))) > 1e-3 * scale
+    assert np.max(np.abs(got - plain)) > 1e-3 * scale
