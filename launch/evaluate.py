@@ -2,8 +2,8 @@
 
 Measures perplexity, outliers, attention and every quantisation setting on the held-out files of the checkpoint's own
 data, with the model that it was trained as, and writes evaluation.json. --settings=w4a8,w4a4_group64 (or all) adds
-quantisation settings. --quantize=w4a8_group64 writes a quantised checkpoint, quantized/w4a8_group64 beside the
-checkpoints, and evaluates that: a quantised checkpoint runs on its integers, and its metrics are those of that model.
+quantisation settings. --quantize=w4a8_group64 writes a quantised checkpoint, under --workdir or quantized/w4a8_group64
+beside the checkpoints, and evaluates that: a quantised checkpoint runs on its integers.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from orthojax.errors import UserError
 cli.define_cache_dir()
 cli.define_compile_cache()
 flags.DEFINE_string("checkpoint", None, "A run's workdir, its checkpoints folder, or one step's folder.")
-flags.DEFINE_string("workdir", None, "Where evaluation.json goes; beside the checkpoints where not given.")
+flags.DEFINE_string("workdir", None, "Where evaluation.json goes; beside the checkpoints if not given.")
 flags.DEFINE_list("settings", [], "Quantisation settings to simulate beside the paper's five; all for every one.")
 flags.DEFINE_string("quantize", None, "Quantisation setting by which to write a checkpoint of integers; evaluates it.")
 FLAGS = flags.FLAGS
@@ -50,20 +50,23 @@ def main(_: list[str]) -> None:
     names = list(quant.MORE_SETTINGS) if FLAGS.settings == ["all"] else FLAGS.settings
     settings = quant.SETTINGS | {name: quant.setting_named(name) for name in names}
     step_folder = find_checkpoint(Path(FLAGS.checkpoint))
+    if names and (FLAGS.quantize or is_quantized(step_folder)):
+        raise UserError("--settings needs the kernels of a float checkpoint", allowed="a call of its own, on the run")
+    beside = step_folder.parent.parent
     if FLAGS.quantize:
-        folder = step_folder.parent.parent / "quantized" / FLAGS.quantize / "checkpoints"
-        step_folder = quantize_checkpoint(step_folder, quant.setting_named(FLAGS.quantize), folder)
-        print(f"quantised: {step_folder}")
+        quant.require_integers(quant.setting_named(FLAGS.quantize))
+        beside = beside / "quantized" / FLAGS.quantize
     keep_compiled_programs(FLAGS.compile_cache)
-    workdir = Path(FLAGS.workdir) if FLAGS.workdir else step_folder.parent.parent
+    workdir = Path(FLAGS.workdir) if FLAGS.workdir else beside
     make_folder(workdir, "workdir")  # before the work, so that a wrong path costs nothing
     config = read_config(step_folder)
     inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress())
     require_same_data(step_folder, inputs.provenance)
+    if FLAGS.quantize:
+        step_folder = quantize_checkpoint(step_folder, quant.setting_named(FLAGS.quantize), workdir / "checkpoints")
+        print(f"quantised: {step_folder}")
     result = {"checkpoint": str(step_folder), "data": inputs.provenance}
     if is_quantized(step_folder):
-        if names:
-            raise UserError(f"{step_folder} is quantised already", allowed="--settings for a checkpoint of floats")
         setting, params = read_quantized(step_folder)
         result["quantization"] = dataclasses.asdict(setting)
         linear, settings = quant.integer_linear(setting), {}

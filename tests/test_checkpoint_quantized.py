@@ -128,6 +128,9 @@ def test_refusals(float_step, quantized_step, tmp_path):
     with pytest.raises(UserError, match="group_size=128 does not divide the 64 input features of layers/attention"):
         quantize_checkpoint(float_step, quant.setting_named("w4a8_group128"), tmp_path / "large")
     assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="holds the checkpoints of a run"):
+        quantize_checkpoint(float_step, W4A8, float_step.parent)
+    assert not is_quantized(float_step)
 
 
 @pytest.mark.slow
@@ -190,8 +193,10 @@ def test_the_command_line_quantises_evaluates_and_evaluates_again(tmp_path):
     run(*evaluate, f"--checkpoint={folder}")
     assert json.loads((folder / "evaluation.json").read_text()) == first
     assert "kernel/integers" in run("inspect_checkpoint", str(folder), "--verify")
+    told = run(*evaluate, "--checkpoint=run", "--quantize=w4a8", "--workdir=run", status=2)
+    assert "holds the checkpoints of a run" in told
     told = run(*evaluate, f"--checkpoint={folder}", "--settings=w4a8", status=2)
-    assert "is quantised already" in told
+    assert "needs the kernels of a float checkpoint" in told
     told = run(*evaluate, "--checkpoint=run", "--quantize=w4a8_group46", status=2)
     assert "did you mean 'w4a8_group64'?" in told
     told = run(*evaluate, f"--checkpoint={folder}", "--quantize=w4a8", status=2)

@@ -19,7 +19,7 @@ from orthojax.ops.quantize import Quantized
 from orthojax.quant import QuantizationSetting
 from orthojax.train.checkpoint.checksums import by_path
 from orthojax.train.checkpoint.handler import ChecksumSave, registry
-from orthojax.train.checkpoint.items import DamagedError, first_line, read_json_item
+from orthojax.train.checkpoint.items import DamagedError, first_line, read_json_item, steps_in
 from orthojax.train.checkpoint.reading import (
     QUANTIZATION,
     array_items,
@@ -47,15 +47,21 @@ def quantize_checkpoint(
     Args:
       step_folder: The checkpoint of a run.
       setting: Which runs on integers, or leaves activations float.
-      directory: Where the folder of the step goes; one that is there is replaced.
+      directory: Where the folder of the step goes; one of an earlier call is replaced.
       include: As of `quant.integer_params`.
 
     Returns:
       The folder of the step.
 
     Raises:
-      UserError: As `read_params` and `quant.integer_params`; where the disk refuses.
+      UserError: As `read_params` and `quant.integer_params`; where `directory` holds checkpoints of a run, or the disk
+        refuses.
     """
+    directory = directory.absolute()
+    if any(not is_quantized(directory / str(step)) for step in steps_in(directory)):
+        raise UserError(
+            f"{directory} holds the checkpoints of a run", allowed="a folder of its own, such as --workdir=DIR"
+        )
     quant.require_integers(setting)  # before anything is read
     quantized = quant.integer_params(read_params(step_folder), setting, include)
     data = read_json_item(step_folder, "data")
@@ -66,7 +72,6 @@ def quantize_checkpoint(
         "data": data,
         QUANTIZATION: {"version": _VERSION, "setting": dataclasses.asdict(setting), "include": include},
     }
-    directory = directory.absolute()
     make_folder(directory, "checkpoints folder")
     items: dict[str, Any] = {item: ocp.args.JsonSave(content) for item, content in values.items()}
     items |= {
