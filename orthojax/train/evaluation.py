@@ -83,7 +83,7 @@ def evaluate(
     inputs: Inputs,
     *,
     linear: LinearFunction = linear,
-    settings: Mapping[str, quant.QuantizationSetting] = quant.SETTINGS,
+    settings: Mapping[str, quant.QuantizationSetting] | None = None,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Metrics:
     """All metrics of a trained model; `evaluation_stages` says how many parts that has.
@@ -93,7 +93,7 @@ def evaluate(
       params: The parameters.
       inputs: Their data.
       linear: What a linear layer computes, such as `quant.integer_linear(setting)` where the kernels are integers.
-      settings: By which to quantise float parameters, by name.
+      settings: By which to quantise float parameters, by name; `quant.SETTINGS` where not given.
       on_progress: Called with the name of each part when it is done.
 
     Returns:
@@ -119,16 +119,16 @@ def evaluate(
     assert statistics is not None
     metrics |= analysis.finalize(statistics)
     on_progress("statistics")
-    for name, setting in settings.items():
+    for name, setting in (quant.SETTINGS if settings is None else settings).items():
         quantized = Transformer(config.model, linear=quant.quantized_linear(setting))
         metrics[f"perplexity_{name}"] = _perplexity(mean_loss_nats(quantized, params, config, inputs))
         on_progress(name)
     return metrics
 
 
-def evaluation_stages(config: Config, settings: Mapping[str, quant.QuantizationSetting] = quant.SETTINGS) -> int:
+def evaluation_stages(config: Config, settings: Mapping[str, quant.QuantizationSetting] | None = None) -> int:
     """How often `evaluate` calls `on_progress`."""
-    return 1 if config.data.kind == "bigram_backcopy" else 1 + len(settings)
+    return 1 if config.data.kind == "bigram_backcopy" else 1 + len(quant.SETTINGS if settings is None else settings)
 
 
 def _evaluate_backcopy(model: Transformer, params: Any, config: Config, inputs: Inputs) -> Metrics:
