@@ -1,9 +1,12 @@
 """Evaluates a checkpoint: python launch/evaluate.py --checkpoint=runs/mine.
 
 Measures perplexity, outliers, attention and every quantisation setting on the held-out files of the checkpoint's own
-data, with the model that it was trained as, and writes evaluation.json.
+data, with the model that it was trained as, and writes evaluation.json. --settings=w4a8,w4a4_group64 (or all) adds
+quantisation settings. --quantize=w4a8_group64 writes a quantised checkpoint, under --workdir or quantized/w4a8_group64
+beside the checkpoints, and evaluates that: a quantised checkpoint runs on its integers.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -15,7 +18,9 @@ from orthojax.errors import UserError
 cli.define_cache_dir()
 cli.define_compile_cache()
 flags.DEFINE_string("checkpoint", None, "A run's workdir, its checkpoints folder, or one step's folder.")
-flags.DEFINE_string("workdir", None, "Where evaluation.json goes; beside the checkpoints where not given.")
+flags.DEFINE_string("workdir", None, "Where evaluation.json goes; beside the checkpoints if not given.")
+flags.DEFINE_list("settings", [], "Quantisation settings to simulate beside the paper's five; all for every one.")
+flags.DEFINE_string("quantize", None, "Quantisation setting by which to write a checkpoint of integers; evaluates it.")
 FLAGS = flags.FLAGS
 
 
@@ -23,31 +28,55 @@ def main(_: list[str]) -> None:
     if not FLAGS.checkpoint:
         raise UserError("--checkpoint is missing", allowed="--checkpoint=DIR")
 
+    from orthojax import quant
+    from orthojax.model import linear as float_linear
     from orthojax.progress import Progress, tokenizing_progress
     from orthojax.train import (
         evaluate,
         evaluation_stages,
         find_checkpoint,
+        is_quantized,
         keep_compiled_programs,
         make_folder,
         open_inputs,
+        quantize_checkpoint,
         read_config,
         read_params,
+        read_quantized,
         require_same_data,
         write_text,
     )
 
+    names = list(quant.MORE_SETTINGS) if FLAGS.settings == ["all"] else FLAGS.settings
+    settings = quant.SETTINGS | {name: quant.setting_named(name) for name in names}
     step_folder = find_checkpoint(Path(FLAGS.checkpoint))
+    if names and (FLAGS.quantize or is_quantized(step_folder)):
+        raise UserError("--settings needs the kernels of a float checkpoint", allowed="a call of its own, on the run")
+    beside = step_folder.parent.parent
+    if FLAGS.quantize:
+        quant.require_integers(quant.setting_named(FLAGS.quantize))
+        beside = beside / "quantized" / FLAGS.quantize
     keep_compiled_programs(FLAGS.compile_cache)
-    workdir = Path(FLAGS.workdir) if FLAGS.workdir else step_folder.parent.parent
+    workdir = Path(FLAGS.workdir) if FLAGS.workdir else beside
     make_folder(workdir, "workdir")  # before the work, so that a wrong path costs nothing
     config = read_config(step_folder)
     inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress())
     require_same_data(step_folder, inputs.provenance)
-    params = read_params(step_folder)
-    with Progress(evaluation_stages(config), every_seconds=0.0) as progress:
-        metrics = evaluate(config, params, inputs, on_progress=lambda part: progress.advance(1, part))
-    result = {"checkpoint": str(step_folder), "data": inputs.provenance, "metrics": metrics}
+    if FLAGS.quantize:
+        step_folder = quantize_checkpoint(step_folder, quant.setting_named(FLAGS.quantize), workdir / "checkpoints")
+        print(f"quantised: {step_folder}")
+    result = {"checkpoint": str(step_folder), "data": inputs.provenance}
+    if is_quantized(step_folder):
+        setting, params = read_quantized(step_folder)
+        result["quantization"] = dataclasses.asdict(setting)
+        linear, settings = quant.integer_linear(setting), {}
+    else:
+        params, linear = read_params(step_folder), float_linear
+    with Progress(evaluation_stages(config, settings), every_seconds=0.0) as progress:
+        metrics = evaluate(
+            config, params, inputs, linear=linear, settings=settings, on_progress=lambda part: progress.advance(1, part)
+        )
+    result["metrics"] = metrics
     write_text(workdir / "evaluation.json", json.dumps(result, indent=2) + "\n")
     for name, value in metrics.items():
         if "/" not in name:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from orthojax.config import ModelConfig
+from orthojax.ops.quantize import Quantized
 
 F = TypeVar("F", bound="LinearFunction")
 _PLAIN = "is_plain_product"
@@ -50,10 +51,15 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., in] -> [..., features] in `dtype`."""
-        kernel = self.param("kernel", nn.initializers.normal(self.init_std), (x.shape[-1], self.features), jnp.float32)
+        given = self.get_variable("params", "kernel")
+        if isinstance(given, Quantized):  # its integers have another shape, and keep their type
+            kernel: Any = given
+        else:
+            init = nn.initializers.normal(self.init_std)
+            kernel = self.param("kernel", init, (x.shape[-1], self.features), jnp.float32).astype(self.dtype)
         bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32) if self.use_bias else None
         bias = None if bias is None else bias.astype(self.dtype)
-        return self.function(x.astype(self.dtype), kernel.astype(self.dtype), bias, "/".join(self.path))
+        return self.function(x.astype(self.dtype), kernel, bias, "/".join(self.path))
 
 
 class Part(nn.Module):

@@ -1,10 +1,12 @@
-"""Fake quantisation: round values to an integer grid and return them as floats on that grid.
+"""Quantisation: values on an integer grid, as floats on that grid (fake quantisation) or as the integers themselves.
 
 What integers would do to a model can be simulated in floats: x -> round(x / step) * step is what quantising and
 dequantising gives. `axes` says which elements share one step. Nothing here has a useful gradient (rounding is flat).
 """
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax.typing import ArrayLike
 from orthojax.ops.statistics import at_least_float32
 
 Axes = int | Sequence[int] | None
+Scheme = Literal["absmax", "zeropoint"]
 
 
 def _reduced(axes: Axes) -> int | tuple[int, ...] | None:
@@ -48,11 +51,8 @@ def absmax(x: ArrayLike, bits: int = 8, axes: Axes = None) -> jax.Array:
     [-127.0, 0.0, 1.0, 63.0]
     """
     _require_bits(bits)
-    wide, axes = at_least_float32(x), _reduced(axes)
-    largest = 2 ** (bits - 1) - 1
-    peak = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
-    zero = peak < jnp.finfo(wide.dtype).tiny
-    integers = jnp.round(wide / jnp.where(zero, 1.0, peak) * largest)
+    wide, largest = at_least_float32(x), 2 ** (bits - 1) - 1
+    integers, peak, zero = _absmax_integers(wide, bits, axes)
     # (integer / largest) * peak, not integer * (peak / largest): the peak comes back exactly, and with it the step.
     fraction = jnp.where(jnp.abs(integers) == largest, jnp.sign(integers), integers / largest)
     return jnp.where(zero, wide, fraction * peak).astype(jnp.asarray(x).dtype)
@@ -85,15 +85,155 @@ def zeropoint(x: ArrayLike, bits: int = 4, axes: Axes = None) -> jax.Array:
     [-1.0, 0.0, 2.0]
     """
     _require_bits(bits)
-    wide, axes = at_least_float32(x), _reduced(axes)
+    wide = at_least_float32(x)
+    integers, _, step, constant = _zeropoint_integers(wide, bits, axes)
+    return jnp.where(constant, wide, integers * step).astype(jnp.asarray(x).dtype)
+
+
+def _absmax_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Integers as floats, max|x| of every slice, and which slices are zero."""
+    peak = jnp.max(jnp.abs(wide), axis=_reduced(axes), keepdims=True)
+    zero = peak < jnp.finfo(wide.dtype).tiny
+    return jnp.round(wide / jnp.where(zero, 1.0, peak) * (2 ** (bits - 1) - 1)), peak, zero
+
+
+def _zeropoint_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Integers as floats, the smallest that a slice may have, its step, and which slices are constant."""
     levels = 2**bits - 1
-    low = jnp.min(wide, axis=axes, keepdims=True)
-    high = jnp.max(wide, axis=axes, keepdims=True)
+    low = jnp.min(wide, axis=_reduced(axes), keepdims=True)
+    high = jnp.max(wide, axis=_reduced(axes), keepdims=True)
     step = (high - low) / levels
     constant = (high == low) | (step < jnp.finfo(wide.dtype).tiny)
     safe = jnp.where(constant, 1.0, step)
     bottom = jnp.round(low / safe)
     integers = jnp.clip(jnp.round(wide / safe), bottom, bottom + levels)
     # high / step and low / step are `levels` apart; where both are ties, rounding could lose the top level.
-    integers = jnp.where(wide == high, bottom + levels, integers)
-    return jnp.where(constant, wide, integers * safe).astype(jnp.asarray(x).dtype)
+    return jnp.where(wide == high, bottom + levels, integers), bottom, safe, constant
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """An array as integers: its values are (integers + shift) * step, as `dequantize` computes them.
+
+    Attributes:
+      integers: int8, with the shape of the array; or uint8 after `pack`, half as many along axis -2.
+      step: Floating; every axis has the length 1, that of the array, or a divisor of it, the number of groups.
+      shift: Whole numbers as floats, shaped as `step`; None where 0 is 0 (absmax). It is the zero point z of
+        `zeropoint`, moved by the 2^(bits-1) by which signed integers differ from unsigned ones.
+    """
+
+    integers: jax.Array
+    step: jax.Array
+    shift: jax.Array | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a byte holds two integers."""
+        return self.integers.dtype == jnp.uint8
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        *leading, rows, columns = self.integers.shape
+        return (*leading, 2 * rows, columns) if self.is_packed else self.integers.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the values."""
+        return self.step.dtype
+
+    def reshape(self, *shape: Any) -> jax.Array:
+        """The values in another shape: what reads a kernel as an array may read a quantised one."""
+        return dequantize(self).reshape(*shape)
+
+
+def quantize(x: ArrayLike, scheme: Scheme, bits: int, axes: Axes = None) -> Quantized:
+    """What `absmax` or `zeropoint` round to, as integers of 8 bits and steps.
+
+    `dequantize` of it is `absmax(x, bits, axes)` or `zeropoint(x, bits, axes)`, up to the rounding of floats. Slices of
+    zeros (absmax) and constant slices (zeropoint) keep their value; one with a not-finite value has the step nan.
+
+    Args:
+      x: Floating values; half precision is quantised in float32.
+      scheme: `absmax`: integers within -(2^(bits-1) - 1) .. 2^(bits-1) - 1; `zeropoint`: all 2^bits of that width.
+      bits: Width of the integers, 2 to 8.
+      axes: The axes that share one step; None: all of them.
+
+    Returns:
+      Integers shaped as `x`; steps, and shifts of `zeropoint`, with the length 1 along `axes`, in float32 or wider.
+
+    >>> import jax.numpy as jnp
+    >>> q = quantize(jnp.array([-127.0, 0.0, 0.6, 63.4]), "absmax", 8)
+    >>> q.integers.tolist(), q.step.tolist(), q.shift
+    ([-127, 0, 1, 63], [1.0], None)
+    >>> q = quantize(jnp.array([10.0, 13.2, 25.0]), "zeropoint", 4)
+    >>> q.integers.tolist(), q.shift.tolist()
+    ([-8, -5, 7], [18.0])
+    """
+    if not 2 <= bits <= 8:
+        raise ValueError(f"bits={bits} does not fit into int8; allowed: 2 to 8")
+    wide = at_least_float32(x)
+    if scheme == "absmax":
+        integers, peak, _ = _absmax_integers(wide, bits, axes)
+        finite, shift = jnp.isfinite(peak), None
+        step = peak / (2 ** (bits - 1) - 1)
+    else:
+        half = 2 ** (bits - 1)
+        integers, bottom, step, constant = _zeropoint_integers(wide, bits, axes)
+        low = jnp.min(wide, axis=_reduced(axes), keepdims=True)
+        finite = jnp.isfinite(low) & jnp.isfinite(step)
+        # A constant slice is once its value: integer -half, and shift + integer = 1.
+        step = jnp.where(constant, low, step)
+        shift = jnp.where(constant, 1.0, bottom) + half
+        integers = jnp.where(constant, -half, integers - shift)
+    integers = jnp.where(finite, integers, 0.0).astype(jnp.int8)
+    return Quantized(integers, jnp.where(finite, step, jnp.nan), shift)
+
+
+def dequantize(x: Quantized) -> jax.Array:
+    """The values (integers + shift) * step in the dtype of the steps, with the shape of the array.
+
+    >>> import jax.numpy as jnp
+    >>> dequantize(quantize(jnp.array([10.0, 13.2, 25.0]), "zeropoint", 4)).round(4).tolist()
+    [10.0, 13.0, 25.0]
+    """
+    integers = unpack(x.integers) if x.is_packed else x.integers
+    # Axes of which several neighbours share a step are split in two: the groups, and what is in one.
+    lengths = [(s, n // s) if 1 < s < n else (n,) for n, s in zip(integers.shape, x.step.shape, strict=True)]
+    grouped = integers.reshape([length for axis in lengths for length in axis]).astype(x.step.dtype)
+    shape = [
+        length for axis, s in zip(lengths, x.step.shape, strict=True) for length in ((s, 1) if len(axis) == 2 else (s,))
+    ]
+    grouped = grouped if x.shift is None else grouped + x.shift.reshape(shape)
+    return (grouped * x.step.reshape(shape)).reshape(integers.shape)
+
+
+def pack(integers: jax.Array) -> jax.Array:
+    """Two integers of 4 bits in a byte.
+
+    Args:
+      integers: int8 [..., 2 n, out] within -8 .. 7.
+
+    Returns:
+      uint8 [..., n, out]: row 2 i in the low four bits of row i, row 2 i + 1 in the high four, as two's complements.
+
+    >>> import jax.numpy as jnp
+    >>> pack(jnp.array([[-1], [7]], jnp.int8)).tolist()
+    [[127]]
+    """
+    nibbles = jax.lax.bitcast_convert_type(integers, jnp.uint8) & 15
+    return nibbles[..., 0::2, :] | (nibbles[..., 1::2, :] << 4)
+
+
+def unpack(packed: jax.Array) -> jax.Array:
+    """The inverse of `pack`: uint8 [..., n, out] -> int8 [..., 2 n, out].
+
+    >>> import jax.numpy as jnp
+    >>> unpack(jnp.array([[127]], jnp.uint8)).tolist()
+    [[-1], [7]]
+    """
+    both = jnp.stack([packed << 4, packed], axis=-2)
+    signed = jax.lax.bitcast_convert_type(both, jnp.int8) >> 4  # arithmetic: the sign comes along
+    *leading, rows, _, columns = signed.shape
+    return signed.reshape(*leading, 2 * rows, columns)

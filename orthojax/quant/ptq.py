@@ -6,6 +6,7 @@ from the batch that passes through, so the batches of an evaluation belong to it
 
 import functools
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,20 +24,52 @@ ALL_BUT_HEAD = r"^(?!(.*/)?head(/|$))"
 """Every path in which no component is called head."""
 
 
-def _pattern(include: str) -> re.Pattern[str]:
+def compile_pattern(include: str) -> re.Pattern[str]:
+    """The rule of paths, or a UserError."""
     try:
         return re.compile(include)
     except re.error as error:
         raise UserError(f"include={include!r} is not a regular expression: {error}") from None
 
 
-def _fake_quantize(x: jax.Array, setting: QuantizationSetting, axes: Axes) -> jax.Array:
-    return {"absmax": absmax, "zeropoint": zeropoint}[setting.scheme](x, setting.bits, axes)
+def fake_quantize(x: jax.Array, setting: QuantizationSetting, bits: int, axes: Axes) -> jax.Array:
+    """`absmax` or `zeropoint` of x."""
+    return {"absmax": absmax, "zeropoint": zeropoint}[setting.scheme](x, bits, axes)
 
 
-def _quantize_kernel(kernel: jax.Array, setting: QuantizationSetting) -> jax.Array:
-    # The last two axes are [in, out]; any axes before them stack kernels that know nothing of each other.
-    return _fake_quantize(kernel, setting, {"output_channel": -2, "tensor": (-2, -1)}[setting.weights])
+def input_axes(x: jax.Array, setting: QuantizationSetting) -> Axes:
+    """The axes of x that share one step."""
+    assert setting.inputs is not None
+    return {"feature": tuple(range(x.ndim - 1)), "token": -1, "tensor": None}[setting.inputs]
+
+
+def weight_axes(setting: QuantizationSetting) -> Axes:
+    """The axes that share one step, of kernels [..., in, out] whose groups are split off."""
+    # Any axes before the last two stack kernels that know nothing of each other.
+    return {"output_channel": -2, "tensor": (-2, -1)}[setting.weights]
+
+
+def split_groups(kernel: jax.Array, setting: QuantizationSetting, path: str) -> jax.Array:
+    """[..., in, out] -> [..., groups, in / groups, out]; without groups, the kernel.
+
+    Raises:
+      UserError: Where the size of a group does not divide `in`.
+    """
+    size = setting.group_size
+    if size is None:
+        return kernel
+    *leading, features, outputs = kernel.shape
+    if features % size:
+        raise UserError(
+            f"group_size={size} does not divide the {features} input features of {path}",
+            allowed=f"a divisor of {features}",
+        )
+    return kernel.reshape(*leading, features // size, size, outputs)
+
+
+def _fake_quantize_kernel(kernel: jax.Array, setting: QuantizationSetting, path: str) -> jax.Array:
+    groups = split_groups(kernel, setting, path)
+    return fake_quantize(groups, setting, setting.bits, weight_axes(setting)).reshape(kernel.shape)
 
 
 @functools.cache  # the same function for the same setting, so that jit compiles a model with it once
@@ -55,7 +88,7 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
       `layers/attention/query`; it gives [..., out].
 
     Raises:
-      UserError: Where `include` is no regular expression.
+      UserError: Where `include` is no regular expression; from `linear`, where a group does not divide `in`.
 
     >>> import jax.numpy as jnp
     >>> from orthojax.quant import INT8_MODERATE
@@ -66,18 +99,17 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
     """
     from orthojax.model import linear as float_linear  # here, so that flax is not needed for `quantize_params`
 
-    pattern = _pattern(include)
+    pattern = compile_pattern(include)
 
     def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
         if pattern.search(path) is None:
             return float_linear(x, kernel, bias, path)
-        a, w = at_least_float32(x), _quantize_kernel(at_least_float32(kernel), setting)
+        a, w = at_least_float32(x), _fake_quantize_kernel(at_least_float32(kernel), setting, path)
         if setting.inputs is not None:
-            input_axes = {"feature": tuple(range(x.ndim - 1)), "token": -1, "tensor": None}[setting.inputs]
-            a = _fake_quantize(a, setting, input_axes)
+            a = fake_quantize(a, setting, setting.input_bits, input_axes(a, setting))
         y = float_linear(a, w, bias, path)
         if setting.outputs is not None:
-            y = _fake_quantize(y, setting, None)
+            y = fake_quantize(y, setting, setting.input_bits, None)
         return y if path == "head" else y.astype(x.dtype)
 
     return linear
@@ -96,7 +128,8 @@ def quantize_params(params: Any, setting: QuantizationSetting, include: str) -> 
       The same tree, same shapes and dtypes.
 
     Raises:
-      UserError: Where the setting rounds activations, nothing matches, or a match is no matrix.
+      UserError: Where the setting rounds activations, nothing matches, a match is no matrix, or a group does not divide
+        its `in`.
 
     >>> import jax.numpy as jnp
     >>> from orthojax.quant import INT4_ZEROPOINT
@@ -106,7 +139,16 @@ def quantize_params(params: Any, setting: QuantizationSetting, include: str) -> 
     """
     if setting.inputs is not None or setting.outputs is not None:
         raise UserError(f"{setting} rounds activations, which parameters do not have", allowed="a weights-only setting")
-    pattern, matched = _pattern(include), []
+    return map_kernels(params, include, lambda kernel, path: _fake_quantize_kernel(jnp.asarray(kernel), setting, path))
+
+
+def map_kernels(params: Any, include: str, function: Callable[[Any, str], Any]) -> Any:
+    """The tree with `function(kernel, path)` in place of every leaf whose path matches.
+
+    Raises:
+      UserError: Where nothing matches, or a match is no matrix.
+    """
+    pattern, matched = compile_pattern(include), []
 
     def visit(key_path: Any, leaf: Any) -> Any:
         path = jax.tree_util.keystr(key_path, simple=True, separator="/")
@@ -117,9 +159,9 @@ def quantize_params(params: Any, setting: QuantizationSetting, include: str) -> 
             raise UserError(
                 f"include={include!r} matches {path}, which has shape {jnp.shape(leaf)}", allowed="[..., in, out]"
             )
-        return _quantize_kernel(jnp.asarray(leaf), setting)
+        return function(leaf, path)
 
-    quantized = jax.tree_util.tree_map_with_path(visit, params)
+    mapped = jax.tree_util.tree_map_with_path(visit, params)
     if not matched:
         raise UserError(f"include={include!r} matches no parameter")
-    return quantized
+    return mapped

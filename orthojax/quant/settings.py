@@ -1,9 +1,10 @@
-"""The quantisation settings of From Attention to Activation (arXiv 2410.17174, section 5.2), as data."""
+"""Quantisation settings as data: those of From Attention to Activation (arXiv 2410.17174, section 5.2), and more."""
 
 import dataclasses
 from typing import Literal
 
-from orthojax.errors import UserError
+from orthojax.errors import UserError, nearest
+from orthojax.fields import added
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,13 +12,16 @@ class QuantizationSetting:
     """What a linear layer y = x @ kernel + bias rounds, and which values share a step.
 
     Attributes:
-      bits: Width of all integers.
+      bits: Width of the integers of weights, and of all others where `activation_bits` is not given.
       scheme: `absmax` (symmetric) or `zeropoint` (from smallest to largest value).
       weights: One step for each output channel (column of the kernel), or one for the whole kernel.
       inputs: Steps of x: one for each input feature over all tokens of the batch, one for each token over its features,
         one for the whole batch, or None for inputs that stay float. One for each feature cannot be pulled out of an
         integer product: it can be simulated, not run on integers.
       outputs: One step for all of y, bias included, or None for outputs that stay float.
+      activation_bits: Width of the integers of inputs and outputs, where it is another.
+      group_size: So many neighbouring input features of one output channel share a step; it must divide the input
+        features of every layer. None: all of them do.
     """
 
     bits: int
@@ -25,10 +29,23 @@ class QuantizationSetting:
     weights: Literal["output_channel", "tensor"]
     inputs: Literal["feature", "token", "tensor"] | None = None
     outputs: Literal["tensor"] | None = None
+    activation_bits: int | None = added(None)
+    group_size: int | None = added(None)
 
     def __post_init__(self):
-        if not 2 <= self.bits <= 16:
-            raise UserError(f"bits={self.bits} cannot be simulated", allowed="2 to 16")
+        for name, bits in (("bits", self.bits), ("activation_bits", self.input_bits)):
+            if not 2 <= bits <= 16:
+                raise UserError(f"{name}={bits} cannot be simulated", allowed="2 to 16")
+        if self.group_size is not None and (self.group_size < 1 or self.weights == "tensor"):
+            raise UserError(
+                f"group_size={self.group_size} with weights={self.weights!r} says nothing",
+                allowed="1 or more, with weights='output_channel'",
+            )
+
+    @property
+    def input_bits(self) -> int:
+        """Width of the integers of activations."""
+        return self.bits if self.activation_bits is None else self.activation_bits
 
 
 INT8_FINE = QuantizationSetting(8, "absmax", "output_channel", inputs="feature")
@@ -54,3 +71,42 @@ SETTINGS = {
     "int4_zeropoint": INT4_ZEROPOINT,
 }
 """The settings by the name that their metric `perplexity_<name>` carries."""
+
+
+def _per_token(bits: int, activation_bits: int, group_size: int | None) -> QuantizationSetting:
+    return QuantizationSetting(
+        bits, "absmax", "output_channel", inputs="token", activation_bits=activation_bits, group_size=group_size
+    )
+
+
+MORE_SETTINGS = {
+    "w8a8_group64": _per_token(8, 8, 64),
+    "w8a8_group128": _per_token(8, 8, 128),
+    "w4a8": _per_token(4, 8, None),
+    "w4a8_group64": _per_token(4, 8, 64),
+    "w4a8_group128": _per_token(4, 8, 128),
+    "w4a4": _per_token(4, 4, None),
+    "w4a4_group64": _per_token(4, 4, 64),
+    "w4a4_group128": _per_token(4, 4, 128),
+    "int4_zeropoint_group64": QuantizationSetting(4, "zeropoint", "output_channel", group_size=64),
+    "int4_zeropoint_group128": QuantizationSetting(4, "zeropoint", "output_channel", group_size=128),
+}
+"""Settings beyond the paper's, evaluated where they are asked for: wXaY has weights of X bits, a step for each output
+channel (and group), and inputs of Y bits, a step for each token."""
+
+
+def setting_named(name: str) -> QuantizationSetting:
+    """A setting of `SETTINGS` or `MORE_SETTINGS`.
+
+    Raises:
+      UserError: For another name.
+
+    >>> setting_named("w4a8_group64").group_size
+    64
+    """
+    settings = SETTINGS | MORE_SETTINGS
+    if name not in settings:
+        raise UserError(
+            f"unknown quantisation setting {name!r}", allowed=", ".join(settings), hint=nearest(name, settings)
+        )
+    return settings[name]

@@ -1,7 +1,7 @@
 """Evaluation of parameters on the fixed evaluation set: loss, outliers, attention, quantisation."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from orthojax import analysis, quant
 from orthojax.config import Config
-from orthojax.model import Transformer
+from orthojax.model import LinearFunction, Transformer, linear
 from orthojax.train.inputs import Inputs
 from orthojax.train.mesh import constrain, in_mesh, mesh_of, place_rows
 from orthojax.train.optimizer import shared_basis
@@ -80,7 +80,13 @@ def _perplexity(loss_nats: float) -> float:
 
 
 def evaluate(
-    config: Config, params: Any, inputs: Inputs, *, on_progress: Callable[[str], None] = lambda what: None
+    config: Config,
+    params: Any,
+    inputs: Inputs,
+    *,
+    linear: LinearFunction = linear,
+    settings: Mapping[str, quant.QuantizationSetting] | None = None,
+    on_progress: Callable[[str], None] = lambda what: None,
 ) -> Metrics:
     """All metrics of a trained model; `evaluation_stages` says how many parts that has.
 
@@ -88,15 +94,17 @@ def evaluate(
       config: What the parameters were trained with.
       params: The parameters.
       inputs: Their data.
+      linear: What a linear layer computes, such as `quant.integer_linear(setting)` where the kernels are integers.
+      settings: By which to quantise float parameters, by name; `quant.SETTINGS` where not given.
       on_progress: Called with the name of each part when it is done.
 
     Returns:
       For text `perplexity`, `loss_nats`, `bits_per_byte`, the outlier and attention statistics of
       `analysis.observe_language_model` (also of `rotated_` hidden states where all parameters share one basis), and
-      `perplexity_<setting>` for every quantisation setting; for Bigram-Backcopy its risks and the statistics of
+      `perplexity_<setting>` for every one of `settings`; for Bigram-Backcopy its risks and the statistics of
       `analysis.observe_backcopy`. Values by layer end in `/layer_i`.
     """
-    model = Transformer(config.model)
+    model = Transformer(config.model, linear=linear)
     if inputs.task is not None:
         metrics = _evaluate_backcopy(model, params, config, inputs)
         on_progress("statistics")
@@ -113,16 +121,16 @@ def evaluate(
     assert statistics is not None
     metrics |= analysis.finalize(statistics)
     on_progress("statistics")
-    for name, setting in quant.SETTINGS.items():
+    for name, setting in (quant.SETTINGS if settings is None else settings).items():
         quantized = Transformer(config.model, linear=quant.quantized_linear(setting))
         metrics[f"perplexity_{name}"] = _perplexity(mean_loss_nats(quantized, params, config, inputs))
         on_progress(name)
     return metrics
 
 
-def evaluation_stages(config: Config) -> int:
+def evaluation_stages(config: Config, settings: Mapping[str, quant.QuantizationSetting] | None = None) -> int:
     """How often `evaluate` calls `on_progress`."""
-    return 1 if config.data.kind == "bigram_backcopy" else 1 + len(quant.SETTINGS)
+    return 1 if config.data.kind == "bigram_backcopy" else 1 + len(quant.SETTINGS if settings is None else settings)
 
 
 def _evaluate_backcopy(model: Transformer, params: Any, config: Config, inputs: Inputs) -> Metrics:

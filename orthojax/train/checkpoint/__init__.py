@@ -9,14 +9,19 @@ The file `checksums/metadata` says how arrays are summed (see the module `checks
 process; every further process adds `checksums/process_N`. Format 1, which had a CRC-32 of every array and none of the
 JSON items, is still read and checked.
 
+A quantised checkpoint has `params`, `config` and `data` so, no `opt_state`, and the JSON item `quantization`.
+
 In reading order: `items` (JSON items, damage), `checksums` (of arrays), `handler` (writes them), `verification` (checks
-them), `reading` (one checkpoint), `keeping` (which stay), `manager` (the checkpoints of a run).
+them), `reading` (one checkpoint), `keeping` (which stay), `manager` (the checkpoints of a run), `quantized` (made from
+one of them).
 """
 
 from orthojax.train.checkpoint.items import DamagedError, read_json_item
 from orthojax.train.checkpoint.keeping import Keep, Validation
 from orthojax.train.checkpoint.manager import FORMAT_VERSION, Checkpoints
+from orthojax.train.checkpoint.quantized import is_quantized, quantize_checkpoint, read_quantized
 from orthojax.train.checkpoint.reading import (
+    array_items,
     find_checkpoint,
     list_arrays,
     read_config,
@@ -32,11 +37,15 @@ __all__ = [
     "DamagedError",
     "Keep",
     "Validation",
+    "array_items",
     "find_checkpoint",
+    "is_quantized",
     "list_arrays",
+    "quantize_checkpoint",
     "read_config",
     "read_json_item",
     "read_params",
+    "read_quantized",
     "read_tree",
     "require_same_data",
     "verify_checkpoint",

@@ -15,7 +15,8 @@ from orthojax.train.checkpoint.items import DamagedError, read_json_item, steps_
 from orthojax.train.checkpoint.verification import read_checksums, require_intact, require_intact_values
 from orthojax.train.step import parameter_shapes
 
-ARRAYS = ("params", "opt_state")  # the items of arrays
+ARRAYS = ("params", "opt_state")  # the items of arrays; a quantised checkpoint has the first alone
+QUANTIZATION = "quantization"  # the JSON item by which that is known
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -97,6 +98,11 @@ def list_arrays(step_folder: Path, item: str) -> list[tuple[str, tuple[int, ...]
     return [(path, tuple(leaf.shape), str(np.dtype(leaf.dtype))) for path, leaf in arrays.items()]
 
 
+def array_items(step_folder: Path) -> tuple[str, ...]:
+    """Which items of arrays a checkpoint should have."""
+    return ARRAYS[:1] if (step_folder / QUANTIZATION).is_dir() else ARRAYS
+
+
 def restore_item(step_folder: Path, item: str, like: Any) -> Any:
     """Reads this process's part of `params` or `opt_state`, without waiting for other processes; nothing is checked.
 
@@ -121,7 +127,7 @@ def _reader() -> ocp.StandardCheckpointer:
     return ocp.StandardCheckpointer(multiprocessing_options=alone)
 
 
-def _read_whole(step_folder: Path, item: str, device: Any) -> Any:
+def read_whole(step_folder: Path, item: str, device: Any) -> Any:
     """The item on one device, checked.
 
     Raises:
@@ -147,8 +153,13 @@ def read_params(step_folder: Path) -> Any:
     Whatever mesh, device count and process count saved them.
 
     Raises:
-      UserError: Where they are missing or damaged, or not those of the model in the checkpoint's config.
+      UserError: Where they are missing, damaged or quantised, or not those of the model in the checkpoint's config.
     """
+    if array_items(step_folder) != ARRAYS:
+        raise UserError(
+            f"the checkpoint {step_folder} is quantised: its kernels are integers",
+            allowed="the checkpoint that it was made from",
+        )
     found = {path: shape for path, shape, _ in list_arrays(step_folder, "params")}
     expected = {path: leaf.shape for path, leaf in by_path(parameter_shapes(read_config(step_folder))).items()}
     if found != expected:
@@ -156,7 +167,7 @@ def read_params(step_folder: Path) -> Any:
         raise DamagedError(
             step_folder, f"its config wants {path} {expected.get(path, 'absent')}, it is {found.get(path, 'absent')}"
         )
-    params = _read_whole(step_folder, "params", jax.local_devices()[0])
+    params = read_whole(step_folder, "params", jax.local_devices()[0])
     require_intact_values(step_folder, read_checksums(step_folder))
     return params
 
@@ -172,4 +183,8 @@ def verify_checkpoint(step_folder: Path) -> int:
     """
     require_intact_values(step_folder, read_checksums(step_folder))
     host = jax.local_devices(backend="cpu")[0]
-    return sum(leaf.nbytes for item in ARRAYS for leaf in jax.tree.leaves(_read_whole(step_folder, item, host)))
+    return sum(
+        leaf.nbytes
+        for item in array_items(step_folder)
+        for leaf in jax.tree.leaves(read_whole(step_folder, item, host))
+    )

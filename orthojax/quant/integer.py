@@ -1,0 +1,175 @@
+"""Post-training quantisation on integers: kernels quantised ahead, products of int8 accumulated in int32.
+
+Per output o, with K input features in groups g, x = (q_x + z_x) s_x and w = (q_w + z_w) s_w,
+
+    y_o = s_x sum_g s_w[g, o] (sum_i q_x q_w + z_w sum_i q_x + z_x sum_i q_w + |g| z_x z_w),
+
+where i runs over the group: the first sum is an integer product, and what follows it is rank one. That holds wherever
+the step of an input does not depend on the feature; it is then what `quantized_linear` simulates.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from orthojax.errors import UserError
+from orthojax.ops.quantize import Quantized, dequantize, pack, quantize, unpack
+from orthojax.ops.statistics import at_least_float32
+from orthojax.quant.ptq import fake_quantize, input_axes, map_kernels, split_groups, weight_axes
+from orthojax.quant.settings import QuantizationSetting
+
+if TYPE_CHECKING:
+    from orthojax.model import LinearFunction
+
+KERNELS_BUT_HEAD = r"^(?!(.*/)?head/)(.*/)?kernel$"
+"""Every parameter called kernel, but those of a component called head."""
+
+
+def require_integers(setting: QuantizationSetting) -> None:
+    """Refuses what does not run on integers.
+
+    Raises:
+      UserError: With the reason.
+    """
+    if setting.inputs == "feature":
+        raise UserError(
+            "a step for each input feature cannot be pulled out of the sum over input features: no integer product",
+            allowed="inputs='token' or 'tensor', or None",
+            hint="int8_fine_per_token is the form of int8_fine that runs on integers",
+        )
+    if max(setting.bits, setting.input_bits) > 8:
+        raise UserError(
+            f"bits={setting.bits}, activation_bits={setting.input_bits}: integer products have operands of 8 bits",
+            allowed="2 to 8",
+        )
+
+
+def _quantize_kernel(kernel: Any, setting: QuantizationSetting, path: str) -> Quantized:
+    groups = split_groups(at_least_float32(kernel), setting, path)
+    q = quantize(groups, setting.scheme, setting.bits, weight_axes(setting))
+    shape, size = jnp.shape(kernel), groups.shape[-2]
+    # Sums of the widest integers must stay within int32.
+    longest = 2 ** (31 - (setting.bits - 1) - (setting.input_bits - 1)) - 1
+    if size > longest:
+        raise UserError(
+            f"{path} has {size} input features in one sum, which int32 may not hold",
+            allowed=f"at most {longest}; group_size makes shorter sums",
+        )
+    integers = q.integers.reshape(shape)
+    if setting.bits <= 4 and size % 2 == 0:
+        integers = pack(integers)
+    # A step for each group stands where its input features stood.
+    squeezed = [s if s is None or setting.group_size is None else s.squeeze(-2) for s in (q.step, q.shift)]
+    return Quantized(integers, squeezed[0], squeezed[1])  # pyright: ignore
+
+
+def integer_params(params: Any, setting: QuantizationSetting, include: str = KERNELS_BUT_HEAD) -> Any:
+    """A tree of parameters with its kernels quantised once, for a model whose linear layers are `integer_linear`.
+
+    Args:
+      params: Any tree of arrays; kernels are [..., in, out], leading axes stack kernels.
+      setting: Which runs on integers, or leaves activations float.
+      include: Regular expression searched in each path (keys joined by `/`); exactly its matches are quantised.
+
+    Returns:
+      The same tree with an `orthojax.ops.quantize.Quantized` for each match: int8 integers, or two of at most 4 bits in
+      a byte where the input features (of a group) are even in number. Its steps are [..., 1, 1], [..., 1, out] or
+      [..., groups, out].
+
+    Raises:
+      UserError: Where the setting does not run on integers, nothing matches, a match is no matrix, or a group does not
+        divide its `in`.
+
+    >>> import jax.numpy as jnp
+    >>> from orthojax.quant import INT4_ZEROPOINT
+    >>> q = integer_params({"kernel": jnp.array([[15.0], [7.4], [0.0], [1.0]])}, INT4_ZEROPOINT)["kernel"]
+    >>> q.integers.shape, q.step.tolist(), q.reshape(-1).tolist()
+    ((2, 1), [[1.0]], [15.0, 7.0, 0.0, 1.0])
+    """
+    require_integers(setting)
+    quantize_kernel = jax.jit(_quantize_kernel, static_argnums=(1, 2))
+    return map_kernels(params, include, lambda kernel, path: quantize_kernel(kernel, setting, path))
+
+
+def integer_product(x: Quantized, kernel: Quantized) -> jax.Array:
+    """The product x @ kernel on integers: int8 operands, int32 sums, one for each group of input features.
+
+    Args:
+      x: [..., in] with one step for each token or for all.
+      kernel: [in, out] with steps [1, 1], [1, out] or [groups, out].
+
+    Returns:
+      [..., out] in the dtype of the steps.
+    """
+    groups, dtype = kernel.step.shape[0], kernel.step.dtype
+
+    def group_product(integers: jax.Array, weights: jax.Array, step: jax.Array, shift: jax.Array | None) -> jax.Array:
+        weights = unpack(weights) if kernel.is_packed else weights
+        contracted = ((integers.ndim - 1,), (0,))
+        sums = jax.lax.dot_general(integers, weights, (contracted, ((), ())), preferred_element_type=jnp.int32)
+        row = (1,) * (integers.ndim - 1) + (-1,)
+        y = sums.astype(dtype)
+        if shift is not None:
+            y += shift.reshape(row) * jnp.sum(integers, -1, dtype=jnp.int32, keepdims=True).astype(dtype)
+        if x.shift is not None:
+            columns = jnp.sum(weights, 0, dtype=jnp.int32).astype(dtype)
+            y += x.shift * (columns if shift is None else columns + weights.shape[0] * shift).reshape(row)
+        return y * step.reshape(row)
+
+    if groups == 1:
+        first = None if kernel.shift is None else kernel.shift[0]
+        return group_product(x.integers, kernel.integers, kernel.step[0], first) * x.step
+    # One after the other: XLA has no fast batched integer product on a CPU, and one [groups, ..., out] would be large.
+    by_group = (
+        jnp.moveaxis(x.integers.reshape(*x.integers.shape[:-1], groups, -1), -2, 0),
+        kernel.integers.reshape(groups, -1, kernel.integers.shape[-1]),
+        kernel.step,
+        kernel.shift,
+    )
+    total = jnp.zeros((*x.integers.shape[:-1], kernel.step.shape[-1]), dtype)
+    total, _ = jax.lax.scan(lambda total, group: (total + group_product(*group), None), total, by_group)
+    return total * x.step
+
+
+@functools.cache  # the same function for the same setting, so that jit compiles a model with it once
+def integer_linear(setting: QuantizationSetting) -> "LinearFunction":
+    """A linear layer on the kernels of `integer_params`, for a model that lets its linear layers be replaced.
+
+    Inputs are quantised as they come and multiplied as integers; bias and outputs as in `quantized_linear`. It equals
+    `quantized_linear` of the same setting up to the rounding of floats: 1e-6 of the largest output in float32. Where
+    the setting leaves inputs float there is no integer product: the kernel is dequantised, then multiplied.
+
+    Returns:
+      `linear(x, kernel, bias, path)` with x [..., in], bias [out] or None, giving [..., out] in the dtype of x, as
+      `quantized_linear`; a kernel that is an array is multiplied as it is.
+
+    Raises:
+      UserError: Where the setting does not run on integers.
+
+    >>> import jax.numpy as jnp
+    >>> from orthojax.quant import INT8_MODERATE
+    >>> kernel = integer_params({"kernel": jnp.array([[127.0], [1.0]])}, INT8_MODERATE)["kernel"]
+    >>> float(integer_linear(INT8_MODERATE)(jnp.array([[127.0, 0.4]]), kernel, None, "mlp/input")[0, 0])
+    16129.0
+    """
+    from orthojax.model import linear as float_linear  # here, so that flax is not needed for `integer_params`
+
+    require_integers(setting)
+
+    def linear(x: jax.Array, kernel: Any, bias: jax.Array | None, path: str) -> jax.Array:
+        if not isinstance(kernel, Quantized):
+            return float_linear(x, kernel, bias, path)
+        wide = at_least_float32(x)
+        if setting.inputs is None:
+            y = float_linear(wide, dequantize(kernel), bias, path)
+        else:
+            a = quantize(wide, setting.scheme, setting.input_bits, input_axes(wide, setting))
+            y = integer_product(a, kernel)
+            y = y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
+        if setting.outputs is not None:
+            y = fake_quantize(y, setting, setting.input_bits, None)
+        return y if path == "head" else y.astype(x.dtype)
+
+    return linear

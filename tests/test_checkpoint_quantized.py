@@ -1,0 +1,203 @@
+"""Quantised checkpoints: what is written, what a foreign reader finds, what is refused, and the command line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from orthojax import quant
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.errors import UserError
+from orthojax.fields import to_json
+from orthojax.ops.quantize import absmax, zeropoint
+from orthojax.train import (
+    Checkpoints,
+    DamagedError,
+    TrainState,
+    find_checkpoint,
+    is_quantized,
+    list_arrays,
+    parameter_shapes,
+    quantize_checkpoint,
+    read_config,
+    read_json_item,
+    read_params,
+    read_quantized,
+    verify_checkpoint,
+)
+
+ROOT = Path(__file__).parents[1]
+CONFIG = Config(
+    model=ModelConfig(vocab_size=258, max_length=8, d_model=64, num_layers=2, num_heads=2, d_mlp=128),
+    optim=OptimConfig(warmup_steps=2),
+    data=DataConfig(kind="text", paths=("text.txt",), tokenizer="bytes", sequence_length=8),
+    train=TrainConfig(steps=4, batch_size=4, log_every_steps=1, eval_every_steps=2, checkpoint_every_steps=2),
+    eval=EvalConfig(sequences=8, batch_size=4),
+)
+W4A8 = quant.setting_named("w4a8_group64")
+KERNEL = "layers/mlp/output/kernel"
+
+
+@pytest.fixture(scope="module")
+def float_step(tmp_path_factory):
+    """A checkpoint of random parameters after seven steps."""
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), parameter_shapes(CONFIG))
+    state = TrainState(jnp.int32(7), params, {"count": jnp.int32(7)})
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    with Checkpoints(folder, keep=1) as checkpoints:
+        checkpoints.save(state, CONFIG, {"source": "test"})
+    return find_checkpoint(folder)
+
+
+@pytest.fixture(scope="module")
+def quantized_step(float_step, tmp_path_factory):
+    return quantize_checkpoint(float_step, W4A8, tmp_path_factory.mktemp("quantized") / "checkpoints")
+
+
+def by_path(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
+
+
+def assert_same_bits(got, expected):
+    got, expected = by_path(got), by_path(expected)
+    assert got.keys() == expected.keys()
+    for path, array in expected.items():
+        assert got[path].dtype == array.dtype
+        np.testing.assert_array_equal(got[path], array, err_msg=path)
+
+
+def test_what_is_read_is_what_was_quantised(float_step, quantized_step):
+    setting, params = read_quantized(find_checkpoint(quantized_step.parent.parent))
+    assert setting == W4A8
+    assert_same_bits(params, quant.integer_params(read_params(float_step), W4A8))
+    assert read_config(quantized_step) == CONFIG
+    assert read_json_item(quantized_step, "data") == {"source": "test", "next_step": 7}
+    assert is_quantized(quantized_step)
+    assert not is_quantized(float_step)
+    assert verify_checkpoint(quantized_step) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+def test_a_foreign_reader_finds_plain_names_and_decodes_them_with_numpy(float_step, quantized_step):
+    with ocp.StandardCheckpointer() as checkpointer:
+        arrays = by_path(checkpointer.restore(quantized_step / "params"))
+    packed, step = arrays[f"{KERNEL}/integers"], arrays[f"{KERNEL}/step"]
+    assert packed.dtype == np.uint8
+    assert packed.shape == (2, 64, 64)
+    assert step.shape == (2, 2, 64)  # layers, groups, outputs
+    nibbles = np.stack([packed & 15, packed >> 4], axis=-2).reshape(2, 128, 64).astype(np.int64)
+    values = (nibbles - 16 * (nibbles > 7)).reshape(2, 2, 64, 64) * step[:, :, None]
+    kernel = np.asarray(by_path(read_params(float_step))[KERNEL], np.float64).reshape(2, 2, 64, 64)
+    expected = np.abs(kernel).max(2, keepdims=True) / 7
+    np.testing.assert_allclose(values, np.round(kernel / expected) * expected, rtol=1e-5)
+    kinds = {path.rpartition("/")[2]: dtype for path, _, dtype in list_arrays(quantized_step, "params")}
+    assert kinds["integers"] == "uint8"
+    assert kinds["embedding"] == "float32"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int4_zeropoint", "int8_moderate"])
+def test_other_settings_and_a_second_writing(float_step, tmp_path, name):
+    setting = quant.setting_named(name)
+    quantize_checkpoint(float_step, W4A8, tmp_path)
+    step = quantize_checkpoint(float_step, setting, tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["7"]
+    got, params = read_quantized(step)
+    assert got == setting
+    expected = by_path(read_params(float_step))[KERNEL]
+    expected = zeropoint(expected, 4, 1) if name == "int4_zeropoint" else absmax(expected, 8, (1, 2))
+    kernel = params["layers"]["mlp"]["output"]["kernel"]
+    np.testing.assert_allclose(kernel.reshape(2, 128, 64), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_refusals(float_step, quantized_step, tmp_path):
+    with pytest.raises(UserError, match="is quantised: its kernels are integers"):
+        read_params(quantized_step)
+    with pytest.raises(UserError, match="is not quantised"):
+        read_quantized(float_step)
+    with pytest.raises(UserError, match="cannot be pulled out of the sum"):
+        quantize_checkpoint(float_step, quant.INT8_FINE, tmp_path / "fine")
+    with pytest.raises(UserError, match="group_size=128 does not divide the 64 input features of layers/attention"):
+        quantize_checkpoint(float_step, quant.setting_named("w4a8_group128"), tmp_path / "large")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="holds the checkpoints of a run"):
+        quantize_checkpoint(float_step, W4A8, float_step.parent)
+    assert not is_quantized(float_step)
+
+
+@pytest.mark.slow
+def test_damage_is_found(float_step, tmp_path):
+    step = quantize_checkpoint(float_step, W4A8, tmp_path)
+    header = step / "quantization" / "metadata"
+    whole = header.read_text()
+    header.write_text(whole.replace('"activation_bits": 8', '"activation_bits": 4'))
+    with pytest.raises(DamagedError, match="quantization does not have its checksum"):
+        read_quantized(step)
+    header.write_text(json.dumps({**json.loads(whole), "version": 99}))
+    with pytest.raises(UserError, match="version 99"):
+        read_quantized(step)
+    header.write_text(whole)
+    read_quantized(step)
+    largest = max((step / "params").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    with pytest.raises(DamagedError):
+        read_quantized(step)
+
+
+def test_a_quantised_checkpoint_of_another_model_is_refused(quantized_step, tmp_path, monkeypatch):
+    other = parameter_shapes(CONFIG)
+    other["layers"]["mlp"]["output"]["kernel"] = jax.ShapeDtypeStruct((2, 256, 64), jnp.float32)
+    monkeypatch.setattr("orthojax.train.checkpoint.quantized.parameter_shapes", lambda config: other)
+    with pytest.raises(DamagedError, match=f"its config wants {KERNEL}"):
+        read_quantized(quantized_step)
+
+
+@pytest.mark.slow
+def test_the_command_line_quantises_evaluates_and_evaluates_again(tmp_path):
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 400)
+    (tmp_path / "config.json").write_text(to_json(CONFIG))
+    code = "from orthojax.fields import from_json\nfrom orthojax.config import Config\nfrom pathlib import Path\n"
+    code += "def get_config():\n    return from_json(Config, Path('config.json').read_text())\n"
+    (tmp_path / "config.py").write_text(code)
+
+    def run(script, *arguments, status=0):
+        command = [sys.executable, str(ROOT / "launch" / f"{script}.py"), *arguments]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == status, done.stderr
+        return done.stdout + done.stderr
+
+    run("train", "--config=config.py", "--workdir=run", "--compile_cache=")
+    evaluate = ("evaluate", "--compile_cache=")
+    run(*evaluate, "--checkpoint=run", "--settings=w4a8_group64")
+    simulated = json.loads((tmp_path / "run/evaluation.json").read_text())["metrics"]
+    assert {key for key in simulated if key.startswith("perplexity_")} == {
+        f"perplexity_{name}" for name in (*quant.SETTINGS, "w4a8_group64")
+    }
+    run(*evaluate, "--checkpoint=run", "--quantize=w4a8_group64")
+    folder = tmp_path / "run/quantized/w4a8_group64"
+    first = json.loads((folder / "evaluation.json").read_text())
+    assert first["quantization"]["group_size"] == 64
+    # An activation that falls between two integers in the one may fall on the other side in the other.
+    assert first["metrics"]["perplexity"] == pytest.approx(simulated["perplexity_w4a8_group64"], rel=1e-3)
+    run(*evaluate, f"--checkpoint={folder}")
+    assert json.loads((folder / "evaluation.json").read_text()) == first
+    assert "kernel/integers" in run("inspect_checkpoint", str(folder), "--verify")
+    told = run(*evaluate, "--checkpoint=run", "--quantize=w4a8", "--workdir=run", status=2)
+    assert "holds the checkpoints of a run" in told
+    told = run(*evaluate, f"--checkpoint={folder}", "--settings=w4a8", status=2)
+    assert "needs the kernels of a float checkpoint" in told
+    told = run(*evaluate, "--checkpoint=run", "--quantize=w4a8_group46", status=2)
+    assert "did you mean 'w4a8_group64'?" in told
+    told = run(*evaluate, f"--checkpoint={folder}", "--quantize=w4a8", status=2)
+    assert "its kernels are integers" in told
