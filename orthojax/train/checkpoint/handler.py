@@ -46,7 +46,7 @@ class ChecksumHandler(ocp.AsyncCheckpointHandler):
         return [future.CommitFutureAwaitingContractedSignals(write(), name="checksums")]
 
     def save(self, directory: Any, args: "ChecksumSave") -> None:
-        """The same, waited for."""
+        """Orbax's interface has it; it asks an asynchronous handler through `async_save` alone."""
         raise NotImplementedError("checkpoints are written in the background")
 
     def restore(self, directory: Any, args: Any = None) -> Any:
