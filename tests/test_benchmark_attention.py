@@ -195,6 +195,7 @@ def test_slow_attentions_are_repeated_less_often(monkeypatch, fake_compiler):
 # What is left out.
 
 
+@pytest.mark.slow
 def test_what_an_implementation_refuses_is_left_out_with_the_reason():
     rows = list(attention.measure_cases([with_contenders(FORWARD, "refuses", "softmax1"), BACKWARD], 2, TimeBudget(60)))
     assert [(row.variant, bool(row.left_out)) for row in rows] == [

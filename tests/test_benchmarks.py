@@ -45,6 +45,7 @@ def tiny(tmp_path_factory):
     return json.loads((home / "out/benchmark.json").read_text()), done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_measures_every_suite_case_and_rotation(tiny):
     results, printed = tiny
     assert results["finished"]
@@ -65,6 +66,7 @@ def test_the_command_measures_every_suite_case_and_rotation(tiny):
     assert lines[-1] == "written: out/benchmark.json"
 
 
+@pytest.mark.slow
 def test_the_record_says_how_it_was_made(tiny):
     provenance = tiny[0]["provenance"]
     assert provenance["command"] == "python launch/benchmark.py --tiny --repeats=2 --workdir=out"
@@ -77,6 +79,7 @@ def test_the_record_says_how_it_was_made(tiny):
     assert provenance["wall_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_times_are_positive_and_their_quartiles_in_order(tiny):
     names = {
         "optimizer": ("step_seconds_ratio", "control_ratio", "step_seconds", "adamw_step_seconds"),
@@ -95,6 +98,7 @@ def test_times_are_positive_and_their_quartiles_in_order(tiny):
             assert metrics["lower_seconds"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "variant", "basis_numbers"),
     [("16x16", "hadamard output", 0), ("16x16", "haar both", 2 * 16**2), ("16x24", "haar both", 16**2 + 24**2)],
@@ -114,6 +118,7 @@ def test_bytes_of_a_kernel_are_those_of_the_closed_form(tiny, case, variant, bas
     assert metrics["temp_bytes"] >= params  # the rotated gradient
 
 
+@pytest.mark.slow
 def test_hadamard_has_the_state_of_adamw_on_the_whole_model_and_haar_its_matrices(tiny):
     d, d_mlp, layers = 16, 24, 1
     # Along the last axis of six kernels a layer, and d_model of the two tables.
@@ -125,6 +130,7 @@ def test_hadamard_has_the_state_of_adamw_on_the_whole_model_and_haar_its_matrice
         assert extra == 4 * matrices
 
 
+@pytest.mark.slow
 def test_a_training_step_has_its_tokens_memory_and_loss(tiny):
     rows = {row["variant"]: row["metrics"] for row in tiny[0]["rows"] if row["suite"] == "train_step"}
     reference = rows["softmax + AdamW"]

@@ -436,6 +436,7 @@ def _gradient(config):
     return jax.jit(jax.grad(lambda params: jnp.mean(jnp.sin(apply(config, params)[0])))), params
 
 
+@pytest.mark.slow
 def test_what_remat_keeps_changes_memory_and_no_gradient():
     # Wide enough for intermediates to outweigh the residual stream; scanned, as a CPU merges what is unrolled.
     base = dataclasses.replace(TINY, num_layers=4, d_mlp=256, scan_layers=True)

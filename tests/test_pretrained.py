@@ -104,6 +104,7 @@ def test_a_learned_sink_has_no_parameters_to_start_from(finished):
         load_params(finished[0], replace(MODEL, {"normalizer": "learned_sink"}), allow_normalizer_change=True)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_the_parameters_and_goes_on_from_its_own_checkpoint(finished, tmp_path):
     workdir, params = finished
     changes = {"train.init_from": str(workdir), "train.allow_normalizer_change": True, "model.normalizer": "softmax1"}

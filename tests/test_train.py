@@ -379,6 +379,7 @@ def test_every_parameter_and_every_layer_has_its_own_basis():
     assert all(np.max(np.abs(a - b)) > 0.1 for i, a in enumerate(turned) for b in turned[:i])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hadamard", "haar"])
 def test_scanned_and_unrolled_layers_get_the_same_updates(kind):
     config = OptimConfig(warmup_steps=0, weight_decay=0.1, rotation=RotationConfig(kind=kind, axes="both"))
@@ -402,6 +403,7 @@ def test_scanned_and_unrolled_layers_get_the_same_updates(kind):
     assert np.max(np.abs(kernels[0] - kernels[1])) > 1e-4  # the comparison above would see another basis
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer_by_layer", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_scanned_and_unrolled_models_train_alike_with_orthoadam(layer_by_layer):
     # A large eps, because Adam turns rounding noise into steps where a gradient is nearly 0.
@@ -433,6 +435,7 @@ BACKCOPY_KEYS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_adam_with_a_fixed_rotation_in_the_model_is_orthoadam_on_the_writers_seen_in_other_coordinates():
     plain = replace(CONFIG, {"optim.optimizer": "orthoadam", "optim.rotation.axes": "writers", "optim.eps": 1e-4})
     turned = replace(CONFIG, {"optim.optimizer": "adam", "optim.eps": 1e-4, "model.fixed_rotation": True})
