@@ -9,8 +9,8 @@ Command:    python launch/train.py --config=configs/python_packages.py --workdir
             --config.optim.optimizer=orthoadam; stopped at any time, it goes on where it was.
             python launch/evaluate.py --checkpoint=runs/packages_vanilla
 Hardware:   one GPU: 393 million tokens, some 13 times over the text, so that it is learned by heart: not yet run.
-            Two CPU cores: smaller, with what results/README.md says; far less than once over the text.
-Expected:   results/README.md.
+            Two CPU cores: only much smaller, by --config.model.d_model=192 and the like.
+Expected:   not yet measured.
 """
 
 from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig
