@@ -5,7 +5,9 @@ CPU cores. Writes results.json, report.md, report.html and figures/ under the wo
 it was and skips what is done. Appendices E, G, H and figure3 train nothing and take seconds.
 """
 
+import functools
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -18,6 +20,9 @@ flags.DEFINE_string("experiment", "quick", "Which experiment; an unknown name li
 flags.DEFINE_string("scale", "tiny", "tiny: two CPU cores; small: one GPU; paper: its own setting. Not all have all.")
 flags.DEFINE_string("seeds", "0", "Seeds, separated by commas.")
 flags.DEFINE_string("workdir", None, "Folder of the study; runs/EXPERIMENT-SCALE where not given.")
+flags.DEFINE_string("runs_dir", "runs/models", "Folder of trained runs, shared by experiments.")
+flags.DEFINE_list("model", [], "Existing models to measure as well, NAME=CHECKPOINT[,NAME=CHECKPOINT].")
+flags.DEFINE_integer("jobs", None, "How many runs at once; one for each GPU or CPU core where not given.", 1)
 FLAGS = flags.FLAGS
 
 
@@ -33,16 +38,30 @@ def _seeds() -> tuple[int, ...]:
     return seeds
 
 
+def _models() -> list[Any]:
+    """The variants of --model."""
+    from orthojax.experiments.study.study import given_model
+
+    pairs = [text.partition("=") for text in FLAGS.model]
+    names = [name for name, _, _ in pairs]
+    if not all(name and path for name, _, path in pairs) or len(set(names)) < len(names):
+        raise UserError(
+            f"--model={','.join(FLAGS.model)}", allowed="different names: NAME=CHECKPOINT[,NAME=CHECKPOINT]"
+        )
+    return [given_model(name, Path(path)) for name, _, path in pairs]
+
+
 def main(_: list[str]) -> None:
     seeds = _seeds()
     scales = ("tiny", "small", "paper")
     if FLAGS.scale not in scales:
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(scales), hint=nearest(FLAGS.scale, scales))
 
-    from orthojax.experiments.calculation import run_calculation
     from orthojax.experiments.catalog import CALCULATIONS, EXPERIMENTS
-    from orthojax.experiments.report import print_report, write_report
-    from orthojax.experiments.study import run_study
+    from orthojax.experiments.reporting.page import print_report, write_report
+    from orthojax.experiments.study.calculation import run_calculation
+    from orthojax.experiments.study.study import run_study
+    from orthojax.experiments.study.workers import places
     from orthojax.train import keep_compiled_programs
 
     known = EXPERIMENTS | CALCULATIONS
@@ -62,7 +81,18 @@ def main(_: list[str]) -> None:
         experiment = EXPERIMENTS[FLAGS.experiment]
         runs = f"{len(experiment.variants(FLAGS.scale))} variants, seeds {FLAGS.seeds}"
         print(f"{experiment.name}: {experiment.title}\nworkdir {workdir}: {runs}", flush=True)
-        report = experiment.report(run_study(experiment, FLAGS.scale, seeds, workdir, Path(FLAGS.cache_dir)))
+        study = run_study(
+            experiment,
+            FLAGS.scale,
+            seeds,
+            workdir,
+            runs_dir=Path(FLAGS.runs_dir),
+            cache_dir=Path(FLAGS.cache_dir),
+            models=_models(),
+            where=places(FLAGS.jobs),
+            prepare=functools.partial(keep_compiled_programs, FLAGS.compile_cache),
+        )
+        report = experiment.report(study)
     write_report(report, workdir)
     print_report(report)
     print(f"\nwritten: {workdir}/report.html, report.md, results.json, figures/")

@@ -25,9 +25,14 @@ class Interrupted(Exception):
       signum: The signal that asked.
     """
 
-    def __init__(self, signum: int, step: int):
-        super().__init__(f"stopped at step {step}, state saved; run the same command to go on")
+    def __init__(self, signum: int, step: int | None = None):
+        super().__init__(signum, step)  # so that it travels between processes
         self.signum = signum
+        self._step = step
+
+    def __str__(self) -> str:
+        at = "" if self._step is None else f" at step {self._step}"
+        return f"stopped{at}, state saved; run the same command to go on"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

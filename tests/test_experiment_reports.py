@@ -11,12 +11,13 @@ import pytest
 
 from orthojax.config import Config
 from orthojax.errors import UserError
-from orthojax.experiments import optimizer_outliers, rotation_ablation
 from orthojax.experiments.base_configs import LANGUAGE_MODEL
 from orthojax.experiments.catalog import EXPERIMENTS
-from orthojax.experiments.learning_rates import TRIAL_STEPS, best_learning_rate, trial_config
-from orthojax.experiments.report import write_report
-from orthojax.experiments.study import Experiment, Study, Variant, run_study
+from orthojax.experiments.ours import optimizer_outliers, rotation_ablation
+from orthojax.experiments.reporting.page import write_report
+from orthojax.experiments.study.learning_rates import TRIAL_STEPS, best_learning_rate, trial_config
+from orthojax.experiments.study.study import Experiment, Study, run_study
+from orthojax.experiments.study.variant import Variant
 from orthojax.fields import changed_fields, replace
 from orthojax.optim import Rotation
 from orthojax.train import make_rotation, optimizer_state_bytes, read_metrics
@@ -37,10 +38,9 @@ def made_up(experiment, kurtosis, perplexity, seeds=(0, 1, 2), **extra):
                 value = k if not name.startswith("rotated") else 30.0
                 metrics |= {name: value} | {f"{name}/layer_{layer}": value for layer in range(4)}
             rates = {f"{rate:g}": 5.0 + i for i, rate in enumerate(v.learning_rates)}
-            rows.append(
-                {"variant": v.name, "seed": seed, "overrides": changed_fields(Config(), v.config), "metrics": metrics}
-                | ({"learning_rates": rates} if rates else {})
-            )
+            row = {"variant": v.name, "seed": seed, "overrides": changed_fields(Config(), v.config)}
+            row |= {"metrics": metrics, "run": f"{v.name}-seed{seed}"}
+            rows.append(row | ({"learning_rates": rates} if rates else {}))
     data = {"file_count": 3, "source_sha256": "0" * 64, "tokenizer": "bpe:2048", "train": {"n_tokens": 10}}
     provenance = {"versions": {"jax": "0"}, "device": "cpu", "seeds": list(seeds), "data": [data], "date": "2000-01-01"}
     results = {"rows": rows, "provenance": provenance | {"wall_seconds": 60.0}} | extra
@@ -206,12 +206,13 @@ def tiny(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_best_learning_rate_of_short_trials_is_taken_and_trials_are_not_repeated(tiny, tmp_path, monkeypatch):
-    from orthojax.experiments import learning_rates
+    from orthojax.experiments.study import learning_rates
 
     monkeypatch.setattr(learning_rates, "TRIAL_STEPS", 6)
     variant = Variant("adam", "Adam", tiny, learning_rates=(1e-5, 3e-2, 1e30))
     experiment = Experiment("trial", "", {"tiny": lambda: (variant,)}, lambda study: None)
-    study = run_study(experiment, "tiny", (0,), tmp_path, tmp_path / "data")
+    folders = {"runs_dir": tmp_path / "runs", "cache_dir": tmp_path / "data"}
+    study = run_study(experiment, "tiny", (0,), tmp_path, **folders)
     (row,) = study.results["rows"]
     losses = row["learning_rates"]
     assert list(losses) == ["1e-05", "0.03", "1e+30"]
@@ -221,12 +222,12 @@ def test_the_best_learning_rate_of_short_trials_is_taken_and_trials_are_not_repe
     used = read_metrics(study.run_dir("adam", 0) / "metrics.jsonl")
     assert max(line.get("learning_rate", 0.0) for line in used) == pytest.approx(0.03)
     monkeypatch.setattr(learning_rates, "train", lambda *args, **kwargs: pytest.fail("tried again"))
-    again = run_study(experiment, "tiny", (0,), tmp_path, tmp_path / "data")
+    again = run_study(experiment, "tiny", (0,), tmp_path, **folders)
     assert again.results["rows"] == study.results["rows"]
     other = dataclasses.replace(variant, config=replace(tiny, {"train.batch_size": 8}))
     changed = dataclasses.replace(experiment, scales={"tiny": lambda: (other,)})
     with pytest.raises(UserError, match="another config"):
-        run_study(changed, "tiny", (0,), tmp_path, tmp_path / "data")
+        run_study(changed, "tiny", (0,), tmp_path, **folders)
 
 
 def test_a_trial_is_a_short_run_of_the_same_config(tiny):
@@ -246,7 +247,8 @@ def test_costs_are_measured_relative_to_the_reference_and_kept(tiny, tmp_path, m
     haar = {"optim.optimizer": "orthoadam", "optim.rotation.kind": "haar"}
     variants = (Variant("adam", "Adam", tiny), Variant("haar", "haar", replace(tiny, haar)))
     experiment = Experiment("c", "", {"tiny": lambda: variants}, lambda study: None, cost_reference="adam")
-    study = run_study(experiment, "tiny", (0,), tmp_path, tmp_path / "data")
+    folders = {"runs_dir": tmp_path / "runs", "cache_dir": tmp_path / "data"}
+    study = run_study(experiment, "tiny", (0,), tmp_path, **folders)
     costs = json.loads((tmp_path / "results.json").read_text())["costs"]
     assert costs["adam"]["step_ratio"] == [1.0, 1.0, 1.0]
     assert 0.3 < costs["haar"]["step_ratio"][0] < 30
@@ -257,7 +259,7 @@ def test_costs_are_measured_relative_to_the_reference_and_kept(tiny, tmp_path, m
     other_runs = {v.name: replace(v.config, {"train.batch_size": 8}) for v in variants}
     with pytest.raises(pytest.fail.Exception, match="timed again"):
         module.measure_costs(other_runs, "adam", tmp_path / "costs.json", print)
-    assert run_study(experiment, "tiny", (0,), tmp_path, tmp_path / "data").results["costs"] == costs
+    assert run_study(experiment, "tiny", (0,), tmp_path, **folders).results["costs"] == costs
     assert np.isfinite(study.values("haar", "perplexity")).all()
 
 

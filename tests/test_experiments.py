@@ -13,17 +13,23 @@ import pytest
 
 from orthojax.config import Config
 from orthojax.errors import UserError
-from orthojax.experiments import figures, quick_report
 from orthojax.experiments.base_configs import BACKCOPY_MODEL, LANGUAGE_MODEL, cured, with_normalizer
 from orthojax.experiments.catalog import EXPERIMENTS
-from orthojax.experiments.example import example_maps
-from orthojax.experiments.report import Claim, Report, Table, to_text, write_report
-from orthojax.experiments.study import Experiment, Variant, run_study
+from orthojax.experiments.ours import quick_report
+from orthojax.experiments.reporting import drawing
+from orthojax.experiments.reporting.page import Claim, Report, Table, to_text, write_report
+from orthojax.experiments.study.example import example_maps
+from orthojax.experiments.study.study import Experiment, run_study
+from orthojax.experiments.study.variant import Variant, run_name
 from orthojax.fields import replace
 from orthojax.train import init_state, open_inputs
 
 SEEDS = (0, 1)
 PROSE = "The quick brown fox jumps over the lazy dog, and nobody in particular is very much surprised by that. "
+
+
+def folders(workdir):
+    return {"runs_dir": workdir / "runs", "cache_dir": workdir / "data"}
 
 
 def small(config: Config, **changes) -> Config:
@@ -70,7 +76,7 @@ def experiment(variants):
 @pytest.fixture(scope="module")
 def study(experiment, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("study")
-    return run_study(experiment, "tiny", SEEDS, workdir, workdir / "data")
+    return run_study(experiment, "tiny", SEEDS, workdir, **folders(workdir))
 
 
 def test_every_variant_and_seed_has_a_row_with_its_overrides(study, variants):
@@ -101,31 +107,21 @@ def test_seeds_differ(study):
 
 
 def test_a_second_call_trains_nothing_and_gives_the_same_rows(study, experiment, monkeypatch):
-    from orthojax.experiments import study as module
+    from orthojax.experiments.study import runs as module
 
     monkeypatch.setattr(module, "train", lambda *args, **kwargs: pytest.fail("trained again"))
-    again = run_study(experiment, "tiny", SEEDS, study.workdir, study.workdir / "data")
+    again = run_study(experiment, "tiny", SEEDS, study.workdir, **folders(study.workdir))
     assert again.results["rows"] == study.results["rows"]
 
 
 def test_an_unfinished_run_is_evaluated_from_its_checkpoint(study, experiment):
-    done = study.run_dir("cured", 0) / "row.json"
+    done = study.run_dir("cured", 0) / "measured/evaluation.json"
     before = json.loads(done.read_text())
     done.unlink()
-    run_study(experiment, "tiny", SEEDS, study.workdir, study.workdir / "data")
+    run_study(experiment, "tiny", SEEDS, study.workdir, **folders(study.workdir))
     after = json.loads(done.read_text())
-    assert after["metrics"] == before["metrics"]
+    assert after == before
     done.write_text(json.dumps(before))
-
-
-def test_an_evaluation_of_a_stopped_run_is_not_taken_for_its_result(study, experiment, tmp_path):
-    stopped = tmp_path / "runs/vanilla-seed0"
-    stopped.mkdir(parents=True)
-    (stopped / "evaluation.json").write_text('{"metrics": {"loss_nats": 99.0}}')  # as launch/evaluate.py leaves it
-    only = dataclasses.replace(experiment, scales={"tiny": lambda: study.variants[:1]})
-    again = run_study(only, "tiny", (0,), tmp_path, study.workdir / "data")
-    assert again.values("vanilla", "loss_nats") == study.values("vanilla", "loss_nats")[:1]
-    assert (stopped / "example.npz").exists()
 
 
 def test_results_of_other_data_are_refused(study, experiment):
@@ -134,16 +130,29 @@ def test_results_of_other_data_are_refused(study, experiment):
     Path(path).write_text(before.replace("fox", "cat"))
     try:
         with pytest.raises(UserError, match="the data is not that of the checkpoint"):
-            run_study(experiment, "tiny", SEEDS, study.workdir, study.workdir / "data")
+            run_study(experiment, "tiny", SEEDS, study.workdir, **folders(study.workdir))
     finally:
         Path(path).write_text(before)
 
 
-def test_results_of_another_config_are_refused(study, experiment):
-    changed = dataclasses.replace(study.variants[0], config=replace(study.variants[0].config, {"train.steps": 6}))
-    other = dataclasses.replace(experiment, scales={"tiny": lambda: (changed,)})
-    with pytest.raises(UserError, match=r"another config: train\.steps differ"):
-        run_study(other, "tiny", SEEDS, study.workdir, study.workdir / "data")
+def test_experiments_share_the_runs_that_they_have_in_common(study, experiment, monkeypatch, tmp_path):
+    from orthojax.experiments.study import runs as module
+
+    monkeypatch.setattr(module, "train", lambda *args, **kwargs: pytest.fail("trained again"))
+    renamed = dataclasses.replace(study.variants[1], name="another_name", label="another label")
+    other = dataclasses.replace(experiment, name="other", scales={"tiny": lambda: (renamed,)})
+    where = folders(study.workdir)
+    shared = run_study(other, "tiny", (1,), tmp_path, **where)
+    assert shared.values("another_name", "perplexity") == study.values("cured", "perplexity")[1:]
+    assert shared.run_dir("another_name", 1).resolve() == study.run_dir("cured", 1).resolve()
+
+
+def test_another_config_is_another_run(study):
+    variant = study.variants[0]
+    changed = dataclasses.replace(variant, config=replace(variant.config, {"train.steps": 6}))
+    tried = dataclasses.replace(variant, learning_rates=(1e-3, 1e-2))
+    names = {run_name(v, seed) for v in (variant, changed, tried) for seed in SEEDS}
+    assert len(names) == 6
 
 
 def test_a_diverging_variant_is_reported_and_the_others_finish(variants, tmp_path):
@@ -155,7 +164,7 @@ def test_a_diverging_variant_is_reported_and_the_others_finish(variants, tmp_pat
     experiment = Experiment(
         "quick", "one diverges", {"tiny": lambda: (broken, variants[3])}, lambda study: study.failures()
     )
-    study = run_study(experiment, "tiny", (0,), tmp_path, tmp_path / "data")
+    study = run_study(experiment, "tiny", (0,), tmp_path, **folders(tmp_path))
     assert [row["variant"] for row in study.results["rows"]] == ["broken", "backcopy_softmax1"]
     (failure,) = experiment.report(study)
     assert "broken" in failure
@@ -165,7 +174,7 @@ def test_a_diverging_variant_is_reported_and_the_others_finish(variants, tmp_pat
 
 def test_an_unknown_scale_names_the_known_ones(experiment, tmp_path):
     with pytest.raises(UserError, match="has no scale 'paper'") as error:
-        run_study(experiment, "paper", (0,), tmp_path / "w", tmp_path)
+        run_study(experiment, "paper", (0,), tmp_path / "w", **folders(tmp_path))
     assert "tiny" in str(error.value)
     assert not (tmp_path / "w").exists()
 
@@ -232,8 +241,8 @@ def test_example_attention_rows_sum_to_one_for_softmax_and_less_for_softmax1(var
     tokens = np.arange(17)
     for variant, lowest in zip(variants[:2], (1 - 1e-5, 0.0), strict=True):
         maps = example_maps(variant.config, init_state(variant.config).params, tokens)
-        assert maps["attention"].shape == (16, 16)
-        assert maps["hidden"].shape == (16, 16)
+        assert maps["attention"].shape == (4, 16, 16)
+        assert maps["hidden"].shape == (4, 16, 16)
         sums = maps["attention"].sum(-1)
         assert (sums > lowest).all()
         assert (sums < 1 + 1e-5).all()
@@ -242,12 +251,12 @@ def test_example_attention_rows_sum_to_one_for_softmax_and_less_for_softmax1(var
 
 
 def test_figures_draw_what_they_are_given():
-    figure = figures.lines({"a": ([1, 2], np.array([[1.0, 3.0], [3.0, 5.0]]))}, x_label="x", y_label="y")
+    figure = drawing.lines({"a": ([1, 2], np.array([[1.0, 3.0], [3.0, 5.0]]))}, x_label="x", y_label="y")
     (line,) = figure.axes[0].get_lines()
     assert list(line.get_ydata()) == [2.0, 4.0]  # the mean over seeds
-    figure = figures.bars(["g"], {"a": np.array([[1.0]]), "b": np.array([[2.0]])}, y_label="y")
+    figure = drawing.bars(["g"], {"a": np.array([[1.0]]), "b": np.array([[2.0]])}, y_label="y")
     assert sorted(bar.get_height() for bar in figure.axes[0].patches) == [1.0, 2.0]
-    figure = figures.maps({"a": np.eye(3), "b": 2 * np.eye(3)}, x_label="", y_label="", value_label="", log=True)
+    figure = drawing.maps({"a": np.eye(3), "b": 2 * np.eye(3)}, x_label="", y_label="", value_label="", log=True)
     assert {image.norm.vmax for ax in figure.axes for image in ax.get_images()} == {2.0}  # one scale for all panels
     plt.close("all")
 

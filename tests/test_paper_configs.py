@@ -10,7 +10,7 @@ import pytest
 
 from orthojax.config import Config
 from orthojax.errors import UserError
-from orthojax.experiments.paper_configs import FILES, NOT_STATED, PaperRun, paper_runs
+from orthojax.experiments.from_attention.paper_configs import FILES, NOT_STATED, PaperRun, paper_runs
 from orthojax.fields import flatten, from_json, replace, to_json
 from orthojax.model import parameter_count
 from orthojax.train import estimate
@@ -153,7 +153,8 @@ def test_what_the_paper_does_not_state_is_one_table_and_so_in_every_run():
 
 
 def test_reading_a_config_imports_no_jax():
-    code = "import sys; import orthojax.experiments.paper_configs as p; p.paper_runs(); print('jax' in sys.modules)"
+    module = "orthojax.experiments.from_attention.paper_configs"
+    code = f"import sys; import {module} as p; p.paper_runs(); print('jax' in sys.modules)"
     environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
     process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert process.stdout == "False\n"

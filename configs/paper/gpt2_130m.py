@@ -11,7 +11,7 @@ Hardware:   as many devices as there are; hours are those of one NVIDIA H200 at 
 Expected:   for the FLAGS of each run, what the paper prints ("-": nothing), and hours:
             perplexity | kurtosis of position 0 and of the rest | max |x| of both | share of queries whose
             largest weight is key 0 | perplexity in int8 coarse, moderate, fine | in int4.
-            Two slips of Table 6 are mended, see orthojax/experiments/paper_tables.py.
+            Two slips of Table 6 are mended, see orthojax/experiments/from_attention/paper_tables.py.
 
     (nothing)
       22.89 | 514.9 141.5 | 7018.1 1014.8 | 0.527 | 46.49 28.31 23.07 | 679.9 | 25.4 h
@@ -32,7 +32,7 @@ Expected:   for the FLAGS of each run, what the paper prints ("-": nothing), and
 """
 
 from orthojax.config import Config
-from orthojax.experiments.paper_configs import gpt2_run
+from orthojax.experiments.from_attention.paper_configs import gpt2_run
 
 
 def get_config() -> Config:

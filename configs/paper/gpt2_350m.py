@@ -23,7 +23,7 @@ Expected:   for the FLAGS of each run, what the paper prints ("-": nothing), and
 """
 
 from orthojax.config import Config
-from orthojax.experiments.paper_configs import gpt2_run
+from orthojax.experiments.from_attention.paper_configs import gpt2_run
 
 
 def get_config() -> Config:

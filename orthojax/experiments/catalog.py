@@ -1,14 +1,7 @@
 """Every experiment by name."""
 
-from orthojax.experiments import (
-    appendix_e,
-    appendix_g,
-    appendix_h,
-    figure3,
-    optimizer_outliers,
-    quick,
-    rotation_ablation,
-)
+from orthojax.experiments.from_attention import appendix_e, appendix_g, appendix_h, figure3
+from orthojax.experiments.ours import optimizer_outliers, quick, rotation_ablation
 
 EXPERIMENTS = {
     experiment.name: experiment

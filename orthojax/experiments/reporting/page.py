@@ -34,6 +34,11 @@ class Picture(NamedTuple):
 Verdict = Literal["holds", "does not hold", "not visible at this scale"]
 
 
+def verdict(holds: bool, *, visible: bool = True) -> Verdict:
+    """What a claim's criterion says."""
+    return "not visible at this scale" if not visible else "holds" if holds else "does not hold"
+
+
 class Claim(NamedTuple):
     """A sentence that says whether something held, with its numbers and the criterion."""
 
@@ -85,7 +90,7 @@ def write_report(report: Report, workdir: Path) -> None:
         embedded.append((picture, f"data:image/{kind};base64,{base64.b64encode(content).decode()}"))
     write_text(workdir / "report.md", _markdown(report))
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("orthojax.experiments", "templates"),
+        loader=jinja2.PackageLoader("orthojax.experiments.reporting", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from orthojax.errors import UserError
-from orthojax.experiments.summaries import number, spread
+from orthojax.experiments.reporting.formats import number, spread
 from orthojax.progress import Progress
 from orthojax.train import environment, make_folder, write_text
 

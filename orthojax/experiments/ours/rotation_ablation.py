@@ -2,8 +2,9 @@
 
 from orthojax.config import Config
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured, with_normalizer
-from orthojax.experiments.rotation_report import report
-from orthojax.experiments.study import Experiment, Variant
+from orthojax.experiments.ours.rotation_report import report
+from orthojax.experiments.study.study import Experiment
+from orthojax.experiments.study.variant import Variant
 from orthojax.fields import replace
 
 BASE = replace(cured(LANGUAGE_MODEL), {"train.steps": 500})

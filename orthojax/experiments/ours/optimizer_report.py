@@ -1,10 +1,12 @@
 """How `optimizer_outliers` is told."""
 
 from orthojax.config import OptimConfig
-from orthojax.experiments import summaries
-from orthojax.experiments.report import Claim, Picture, Report, Table
-from orthojax.experiments.study import Study, Variant
-from orthojax.experiments.summaries import metric_table, spread, verdict
+from orthojax.experiments.reporting import summaries
+from orthojax.experiments.reporting.formats import spread
+from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
+from orthojax.experiments.reporting.summaries import metric_table
+from orthojax.experiments.study.study import Study
+from orthojax.experiments.study.variant import Variant
 from orthojax.model import parameter_count
 
 _METRICS = {

@@ -8,11 +8,10 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from orthojax.experiments import figures
-from orthojax.experiments.calculation import Calculated, Calculation, Case
-from orthojax.experiments.report import Claim, Picture, Report, Table
-from orthojax.experiments.spiked_vector import LABELS, RotationName, mean_norm_ratio_of_direction, turn
-from orthojax.experiments.summaries import verdict
+from orthojax.experiments.from_attention.spiked_vector import LABELS, RotationName, mean_norm_ratio_of_direction, turn
+from orthojax.experiments.reporting import drawing
+from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
+from orthojax.experiments.study.calculation import Calculated, Calculation, Case
 from orthojax.ops.statistics import norm_ratio
 
 SIZES = (2, 3, 64, 768)
@@ -177,7 +176,7 @@ def _channels() -> Figure:
     curves = {}
     for rotation, label in LABELS.items():
         curves[label] = (np.arange(size).tolist(), np.abs(turn(x, channels, rotation, 0)))
-    return figures.lines(curves, x_label="channel", y_label="|entry|")
+    return drawing.lines(curves, x_label="channel", y_label="|entry|")
 
 
 def report(result: Calculated) -> Report:

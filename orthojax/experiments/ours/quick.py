@@ -1,8 +1,9 @@
 """The main job: vanilla against cured on real text, and the sink of Bigram-Backcopy under three normalizers."""
 
 from orthojax.experiments.base_configs import BACKCOPY_MODEL, LANGUAGE_MODEL, cured, with_normalizer
-from orthojax.experiments.quick_report import report
-from orthojax.experiments.study import Experiment, Variant
+from orthojax.experiments.ours.quick_report import report
+from orthojax.experiments.study.study import Experiment
+from orthojax.experiments.study.variant import Variant
 
 
 def _tiny() -> tuple[Variant, ...]:

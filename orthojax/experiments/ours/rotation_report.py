@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from orthojax.experiments import figures, summaries
-from orthojax.experiments.report import Claim, Picture, Report, Table
-from orthojax.experiments.study import Study, Variant
-from orthojax.experiments.summaries import metric_table, number, spread, verdict
+from orthojax.experiments.reporting import drawing, summaries
+from orthojax.experiments.reporting.formats import number, spread
+from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
+from orthojax.experiments.reporting.summaries import metric_table
+from orthojax.experiments.study.study import Study
+from orthojax.experiments.study.variant import Variant
 from orthojax.model import parameter_count
 
 _METRICS = {
@@ -185,7 +187,7 @@ def _pictures(study: Study) -> list[Picture]:
     drawn = [v for v in study.variants if v.name in _DRAWN]
     pictures = []
     for part, words in (("first", "first token"), ("rest", "other tokens")):
-        figure = figures.lines(
+        figure = drawing.lines(
             summaries.layer_curves(study, drawn, f"kurtosis_{part}"), x_label="layer", y_label=f"kurtosis, {words}",
             y_scale="log", reference=(3.0, "Gaussian"), integer_x=True,
         )  # fmt: skip

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax.config import OptimConfig, RotationConfig
-from orthojax.experiments.appendix_e_report import report
-from orthojax.experiments.calculation import Calculation, Case
-from orthojax.experiments.equivariance import layer_deviations
-from orthojax.experiments.optimizer_outliers import OPTIMIZERS
+from orthojax.experiments.from_attention.appendix_e_report import report
+from orthojax.experiments.from_attention.equivariance import layer_deviations
+from orthojax.experiments.ours.optimizer_outliers import OPTIMIZERS
+from orthojax.experiments.study.calculation import Calculation, Case
 from orthojax.fields import changed_fields
 from orthojax.ops import orthogonal
 from orthojax.train import make_optimizer

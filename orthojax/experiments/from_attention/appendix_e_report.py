@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from orthojax.experiments import figures
-from orthojax.experiments.calculation import Calculated
-from orthojax.experiments.equivariance import LAYERS
-from orthojax.experiments.report import Claim, Picture, Report, Table
-from orthojax.experiments.summaries import spread, verdict
+from orthojax.experiments.from_attention.equivariance import LAYERS
+from orthojax.experiments.reporting import drawing
+from orthojax.experiments.reporting.formats import spread
+from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
+from orthojax.experiments.study.calculation import Calculated
 
 EQUAL, DIFFERENT = 1e-9, 1e-2  # rounding after a hundred steps in float64 is below, another trajectory above
 _SAID = {"sgd_plain": "independent", "sgd": "independent", "adam": "dependent", "rmsprop": "dependent"}
@@ -135,7 +135,7 @@ def _picture(result: Calculated) -> Picture:
     for name in _DRAWN:
         values = [result.values(name, f"deviation/step_{step}") for step in steps]
         curves[labels[name]] = (steps, np.log10(np.array(values).T))
-    figure = figures.lines(curves, x_label="step", y_label="log10 of the deviation")
+    figure = drawing.lines(curves, x_label="step", y_label="log10 of the deviation")
     return Picture(
         "deviation_by_step",
         "Training in two bases: how far apart, relative to the distance from the start; range over seeds.",

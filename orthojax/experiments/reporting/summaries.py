@@ -1,13 +1,15 @@
 """What every report needs from a finished study: numbers with their spread, tables, curves, and how it was made."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
-from orthojax.experiments import figures
-from orthojax.experiments.report import Picture, Table, Verdict
-from orthojax.experiments.study import Study, Variant
+from orthojax.experiments.reporting import drawing
+from orthojax.experiments.reporting.formats import spread
+from orthojax.experiments.reporting.page import Picture, Table
+from orthojax.experiments.study.study import Study
+from orthojax.experiments.study.variant import Variant
 from orthojax.train import read_metrics
 
 METRICS = {
@@ -44,19 +46,6 @@ QUANTIZATION = {
 }
 
 Curves = dict[str, tuple[list[float], np.ndarray]]  # label -> (x [n], y [seeds, n])
-
-
-def number(value: float) -> str:
-    """Three digits."""
-    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
-
-
-def spread(values: Sequence[float], show: Callable[[float], str] = number) -> str:
-    """Mean, and with several seeds the range."""
-    if not values:
-        return "failed"
-    mean = show(float(np.mean(values)))
-    return mean if len(values) == 1 else f"{mean} ({show(min(values))} to {show(max(values))})"
 
 
 def metric_table(
@@ -115,16 +104,11 @@ def perplexity_and_kurtosis(study: Study, groups: Mapping[str, Sequence[tuple[Va
         ]
         for label, group in groups.items()
     }
-    figure = figures.scatter(
+    figure = drawing.scatter(
         points, x_label="perplexity", y_label="kurtosis, larger of first token and others", y_scale="log",
         reference=(3.0, "Gaussian"),
     )  # fmt: skip
     return Picture("perplexity_and_kurtosis", "Perplexity and kurtosis.", figure)
-
-
-def verdict(holds: bool, *, visible: bool = True) -> Verdict:
-    """What a claim's criterion says."""
-    return "not visible at this scale" if not visible else "holds" if holds else "does not hold"
 
 
 def seeds_sentence(study: Study) -> str:
@@ -164,8 +148,9 @@ def notes(study: Study) -> list[str]:
 
 def links(study: Study) -> list[tuple[str, str]]:
     """The raw results and the config of every run."""
-    return [("results.json", "results.json"), ("report.md", "report.md")] + [
-        (f"{v.name}, seed {seed}: config", f"runs/{v.name}-seed{seed}/config.json")
-        for v in study.variants
-        for seed in study.seeds
+    configs = [
+        (f"{row['variant']}, seed {row['seed']}: config", f"{row['run']}/config.json")
+        for row in study.results["rows"]
+        if (study.workdir / row["run"] / "config.json").exists()  # not of a model that was only measured
     ]
+    return [("results.json", "results.json"), ("report.md", "report.md"), *configs]

@@ -1,14 +1,14 @@
 """The runs of From Attention to Activation (arXiv 2410.17174): one table of settings. Values only, without jax.
 
 A file of configs/paper/ is one of the functions here. A run is such a file and what is typed after it, and has the
-numbers that the paper's tables print for it (`orthojax.experiments.paper_tables`).
+numbers that the paper's tables print for it (`orthojax.experiments.from_attention.paper_tables`).
 """
 
 import dataclasses
 from typing import NamedTuple
 
 from orthojax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
-from orthojax.experiments.paper_tables import TABLE_2, TABLE_3, TABLE_5, TABLE_6
+from orthojax.experiments.from_attention.paper_tables import TABLE_2, TABLE_3, TABLE_5, TABLE_6
 from orthojax.fields import replace
 from orthojax.model.presets import gpt2, llama2
 
@@ -137,15 +137,21 @@ class PaperRun(NamedTuple):
 
 
 _SOFTMAX1, _ORTHOADAM = {"model.normalizer": "softmax1"}, {"optim.optimizer": "orthoadam"}
-_VARIANTS: dict[str, dict[str, str]] = {
+METHODS: dict[str, dict[str, str]] = {
     "vanilla": {},
     "softmax1": _SOFTMAX1,
     "orthoadam": _ORTHOADAM,
     "cured": _SOFTMAX1 | _ORTHOADAM,
 }
-_NORMS = {"LayerNorm": "layernorm", "RMSNorm-M": "rmsnorm", "RMSNorm-S": "rmsnorm_single"}
-_POSITIONS = {"Absolute": "learned", "None": "none", "Rotary": "rotary"}
-_OPTIMIZERS = {"Adam": "adam", "RMSProp": "rmsprop", "OrthoAdam": "orthoadam"}
+NORMS = {"LayerNorm": "layernorm", "RMSNorm-M": "rmsnorm", "RMSNorm-S": "rmsnorm_single"}
+POSITIONS = {"Absolute": "learned", "None": "none", "Rotary": "rotary"}
+OPTIMIZERS = {  # name in the paper -> ours, and its momentum
+    "Adam": ("adam", 0.0),
+    "RMSProp": ("rmsprop", 0.0),
+    "OrthoAdam": ("orthoadam", 0.0),
+    "SGD w/mom": ("sgd", 0.9),
+    "SGD w/o mom": ("sgd", 0.0),
+}
 
 
 def _main_runs() -> list[PaperRun]:
@@ -157,11 +163,11 @@ def _main_runs() -> list[PaperRun]:
         ("gpt2_1_4b", "GPT2 1.4B"),
         ("llama2_130m", "Llama2 130M"),
     ):
-        for variant, changes in _VARIANTS.items():
+        for variant, changes in METHODS.items():
             expected = TABLE_2.get((model, variant), {}) | TABLE_3.get((model, variant), {})
             runs.append(PaperRun(file, changes, expected))
     for (size, length, variant), expected in TABLE_6.items():
-        runs.append(PaperRun(f"gpt2_{size}", {"data.sequence_length": str(length)} | _VARIANTS[variant], expected))
+        runs.append(PaperRun(f"gpt2_{size}", {"data.sequence_length": str(length)} | METHODS[variant], expected))
     return runs
 
 
@@ -174,9 +180,9 @@ def _ablation_runs() -> list[PaperRun]:
             continue
         wanted = {
             "model.use_bias": str(biases).lower(),
-            "model.position": _POSITIONS[position],
-            "model.norm": _NORMS[norm],
-            "optim.optimizer": _OPTIMIZERS[optimizer],
+            "model.position": POSITIONS[position],
+            "model.norm": NORMS[norm],
+            "optim.optimizer": OPTIMIZERS[optimizer][0],
             "model.normalizer": "softmax1" if softmax1 else "softmax",
         }
         base = ablation_run()

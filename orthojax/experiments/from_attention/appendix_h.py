@@ -6,10 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from orthojax.experiments import figures
-from orthojax.experiments.calculation import Calculated, Calculation, Case
-from orthojax.experiments.report import Claim, Picture, Report, Table
-from orthojax.experiments.spiked_vector import (
+from orthojax.experiments.from_attention.spiked_vector import (
     LABELS,
     RotationName,
     direction_kurtosis,
@@ -21,7 +18,9 @@ from orthojax.experiments.spiked_vector import (
     spiked_vectors,
     turn,
 )
-from orthojax.experiments.summaries import verdict
+from orthojax.experiments.reporting import drawing
+from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
+from orthojax.experiments.study.calculation import Calculated, Calculation, Case
 from orthojax.ops.statistics import kurtosis, norm_ratio
 
 SAMPLES = 256
@@ -234,11 +233,11 @@ def _pictures(result: Calculated) -> list[Picture]:
             found[f"{label}, closed form"] = (list(SIZES), closed.mean(0))
         return found
 
-    ratio = figures.lines(
+    ratio = drawing.lines(
         curves("norm_ratio_squared"), x_label="D = alpha", y_label="max|y|^2 / ||y||^2", y_scale="log",
         integer_x=True, pairs=True,
     )  # fmt: skip
-    spread = figures.lines(
+    spread = drawing.lines(
         curves("kurtosis"), x_label="D = alpha", y_label="kurtosis", y_scale="log", reference=(3.0, "Gaussian"),
         integer_x=True, pairs=True,
     )  # fmt: skip

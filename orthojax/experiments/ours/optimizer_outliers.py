@@ -1,8 +1,9 @@
 """Which optimizers grow outlier activations, as they are and in a rotated basis."""
 
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, with_normalizer
-from orthojax.experiments.optimizer_report import report
-from orthojax.experiments.study import Experiment, Variant
+from orthojax.experiments.ours.optimizer_report import report
+from orthojax.experiments.study.study import Experiment
+from orthojax.experiments.study.variant import Variant
 from orthojax.fields import replace
 
 BASE = replace(with_normalizer(LANGUAGE_MODEL, "softmax1"), {"train.steps": 500})

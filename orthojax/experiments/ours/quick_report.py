@@ -2,17 +2,17 @@
 
 import numpy as np
 
-from orthojax.experiments import figures, summaries
-from orthojax.experiments.report import Claim, Picture, Report
-from orthojax.experiments.study import Study, Variant
-from orthojax.experiments.summaries import (
+from orthojax.experiments.reporting import drawing, summaries
+from orthojax.experiments.reporting.page import Claim, Picture, Report, verdict
+from orthojax.experiments.reporting.summaries import (
     METRICS,
     QUANTIZATION,
     layer_curves,
     metric_table,
     training_curves,
-    verdict,
 )
+from orthojax.experiments.study.study import Study
+from orthojax.experiments.study.variant import Variant
 from orthojax.model import parameter_count
 
 _BACKCOPY_METRICS = {
@@ -42,7 +42,7 @@ def _layer_pictures(study: Study, models: list[Variant]) -> list[Picture]:
         curves = {}
         for part, words in (("first", "first"), ("rest", "others")):
             curves |= {(label, words): y for label, y in layer_curves(study, models, f"{metric}_{part}").items()}
-        figure = figures.lines(
+        figure = drawing.lines(
             {
                 f"{label}, {words}": curves[label, words]
                 for label, words in sorted(curves, key=lambda k: labels.index(k[0]))
@@ -57,7 +57,7 @@ def _layer_pictures(study: Study, models: list[Variant]) -> list[Picture]:
         pictures.append(
             Picture(name, f"{y_label[0].upper()}{y_label[1:]} after each layer, first token and others.", figure)
         )
-    mass = figures.lines(
+    mass = drawing.lines(
         layer_curves(study, models, "first_attention_mass"),
         x_label="layer",
         y_label="attention mass on the first token",
@@ -67,16 +67,16 @@ def _layer_pictures(study: Study, models: list[Variant]) -> list[Picture]:
 
 
 def _example_pictures(study: Study, models: list[Variant]) -> list[Picture]:
-    examples = {v.label: np.load(study.run_dir(v.name, study.seeds[0]) / "example.npz") for v in models}
-    attention = figures.maps(
-        {label: example["attention"] for label, example in examples.items()},
+    examples = {v.label: study.arrays(v.name, study.seeds[0], "maps") for v in models}
+    attention = drawing.maps(
+        {label: example["attention"][0] for label, example in examples.items()},
         x_label="key position",
         y_label="query position",
         value_label="attention weight",
         log=True,
     )
-    hidden = figures.maps(
-        {label: example["hidden"] for label, example in examples.items()},
+    hidden = drawing.maps(
+        {label: example["hidden"][0] for label, example in examples.items()},
         x_label="channel",
         y_label="position",
         value_label="|hidden state|",
@@ -103,10 +103,10 @@ def _penalty(study: Study, variant: str, metric: str) -> float:
 
 
 def _pictures(study: Study, models: list[Variant], backcopy: list[Variant]) -> list[Picture]:
-    training = figures.lines(
+    training = drawing.lines(
         training_curves(study, models, "validation_loss_nats"), x_label="step", y_label="held-out loss (nats per token)"
     )
-    quantization = figures.bars(
+    quantization = drawing.bars(
         list(QUANTIZATION.values()),
         {v.label: np.array([study.values(v.name, key) for key in QUANTIZATION]).T for v in models},
         y_label="perplexity",
@@ -115,7 +115,7 @@ def _pictures(study: Study, models: list[Variant], backcopy: list[Variant]) -> l
             for v in models
         },
     )
-    sink = figures.bars(
+    sink = drawing.bars(
         ["attention on <s>", "value norm of <s> / others"],
         {
             v.label: np.array(

@@ -6,11 +6,16 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from orthojax.experiments import figures
-from orthojax.experiments.calculation import Calculated, Calculation, Case
-from orthojax.experiments.report import Claim, Picture, Report, Table
-from orthojax.experiments.spiked_vector import mixture_kurtosis, simplified_kurtosis, spike_kurtosis, spiked_vectors
-from orthojax.experiments.summaries import number, verdict
+from orthojax.experiments.from_attention.spiked_vector import (
+    mixture_kurtosis,
+    simplified_kurtosis,
+    spike_kurtosis,
+    spiked_vectors,
+)
+from orthojax.experiments.reporting import drawing
+from orthojax.experiments.reporting.formats import number
+from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
+from orthojax.experiments.study.calculation import Calculated, Calculation, Case
 from orthojax.ops.statistics import kurtosis
 
 _kurtosis = jax.jit(kurtosis)  # compiled for each shape once, not operation by operation
@@ -161,7 +166,7 @@ def _picture(result: Calculated) -> Picture:
             for label, value in zip(list(curves)[2:], (measured, spike_kurtosis(alpha, d)), strict=True):
                 curves[label][0].append(d)
                 curves[label][1].append([value])
-    figure = figures.lines(
+    figure = drawing.lines(
         {label: (x, np.array(y).T) for label, (x, y) in curves.items()},
         x_label="D", y_label="kurtosis", reference=(3.0, "Gaussian"), pairs=True,
     )  # fmt: skip

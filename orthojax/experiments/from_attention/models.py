@@ -1,0 +1,137 @@
+"""The models of Tables 2, 3, 6, 8 and 9 and of most figures: five sizes x {softmax, softmax-1} x {Adam, OrthoAdam}."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.experiments.from_attention.paper_configs import METHODS, gpt2_run, llama2_run
+from orthojax.experiments.study.variant import Variant
+from orthojax.fields import replace
+from orthojax.model.presets import gpt2, llama2
+
+# Name -> label, which is that of `paper_tables`.
+MODELS = {
+    "gpt2_60m": "GPT2 60M",
+    "gpt2_130m": "GPT2 130M",
+    "gpt2_350m": "GPT2 350M",
+    "gpt2_1_4b": "GPT2 1.4B",
+    "llama2_130m": "Llama2 130M",
+}
+# Name of one of `paper_configs.METHODS` -> label.
+METHOD_LABELS = {
+    "vanilla": "softmax + Adam",
+    "softmax1": "softmax-1 + Adam",
+    "orthoadam": "softmax + OrthoAdam",
+    "cured": "softmax-1 + OrthoAdam",
+}
+SCALES = ("tiny", "small", "paper")
+
+# Stand-ins for the paper's models: the same order of widths, and all else that the paper states, at a thousandth of
+# the parameters. Width and text are what grows outliers within 500 steps; see results/README.md.
+_TINY_WIDTHS = {"gpt2_60m": 96, "gpt2_130m": 128, "gpt2_350m": 160, "gpt2_1_4b": 192, "llama2_130m": 128}
+# (layers, width, heads): one GPU within half an hour for all of them.
+_SMALL_SIZES = {
+    "gpt2_60m": (6, 256, 4),
+    "gpt2_130m": (6, 384, 6),
+    "gpt2_350m": (8, 512, 8),
+    "gpt2_1_4b": (8, 768, 12),
+    "llama2_130m": (6, 384, 6),
+}
+
+
+def _swiglu_width(d_model: int) -> int:
+    """Eight thirds of the width, in multiples of 8: the parameters of an MLP of four times the width."""
+    return 8 * round(d_model / 3)
+
+
+def _shape(model: str, layers: int, d_model: int, heads: int, vocab_size: int, length: int) -> ModelConfig:
+    is_llama = model.startswith("llama2")
+    shape = {
+        "num_layers": layers,
+        "d_model": d_model,
+        "num_heads": heads,
+        "d_mlp": _swiglu_width(d_model) if is_llama else 4 * d_model,
+        "vocab_size": vocab_size,
+        "max_length": length,
+        "norm": "rmsnorm_single",
+        "use_bias": False,
+    }
+    return llama2("tiny", **shape) if is_llama else gpt2("tiny", **shape)
+
+
+def tiny_run(model: str, length: int = 64) -> Config:
+    """Softmax and Adam on two CPU cores: about 1M parameters and 500 steps of 16 sequences.
+
+    Args:
+      model: One of `MODELS`.
+      length: Tokens of a sequence.
+    """
+    shape = _shape(model, 4, _TINY_WIDTHS[model], 4, 2048, length)
+    return Config(
+        model=ModelConfig(**{**vars(shape), "scan_layers": False}),  # compiles slower, runs faster
+        optim=OptimConfig(optimizer="adam", learning_rate=5e-3, warmup_steps=100),
+        # Position 0 is the same token in every row, as the dominance of the first token shows it sooner.
+        data=DataConfig(kind="embedded", tokenizer="bpe:2048", sequence_length=length, bos=True),
+        train=TrainConfig(
+            steps=500, batch_size=16, eval_every_steps=125, probe_every_steps=0, checkpoint_every_steps=125
+        ),
+        eval=EvalConfig(sequences=256, batch_size=64),
+    )
+
+
+def small_run(model: str, length: int = 128) -> Config:
+    """Softmax and Adam on one GPU: 5M to 60M parameters and 2,000 steps of 64 sequences.
+
+    Args:
+      model: One of `MODELS`.
+      length: Tokens of a sequence.
+    """
+    shape = _shape(model, *_SMALL_SIZES[model], 8192, length)
+    return Config(
+        model=ModelConfig(**{**vars(shape), "dtype": "bfloat16"}),
+        optim=OptimConfig(optimizer="adam", learning_rate=2e-3, warmup_steps=200),
+        data=DataConfig(kind="embedded", tokenizer="bpe:8192", sequence_length=length, bos=True),
+        train=TrainConfig(steps=2000, batch_size=64, eval_every_steps=250, checkpoint_every_steps=500),
+        eval=EvalConfig(sequences=1024, batch_size=128),
+    )
+
+
+def paper_run(model: str, length: int = 256) -> Config:
+    """Softmax and Adam on C4, as the paper has it.
+
+    Args:
+      model: One of `MODELS`.
+      length: Tokens of a sequence.
+    """
+    config = llama2_run() if model == "llama2_130m" else gpt2_run(model.removeprefix("gpt2_").replace("_", "."))
+    return replace(config, {"data.sequence_length": length})
+
+
+RUNS: Mapping[str, Callable[..., Config]] = {"tiny": tiny_run, "small": small_run, "paper": paper_run}
+# Scale -> sequence lengths that stand for 256, 512 and 1,024.
+LENGTHS = {"tiny": (64, 128, 256), "small": (128, 256, 512), "paper": (256, 512, 1024)}
+
+
+def variant_name(model: str, method: str) -> str:
+    """The name of a variant of `grid`."""
+    return f"{model}_{method}"
+
+
+def grid(
+    scale: str, models: Sequence[str] = tuple(MODELS), methods: Sequence[str] = tuple(METHOD_LABELS)
+) -> tuple[Variant, ...]:
+    """Every method with every model.
+
+    Args:
+      scale: One of `SCALES`.
+      models: Of `MODELS`.
+      methods: Of `METHOD_LABELS`.
+    """
+    return tuple(
+        Variant(
+            variant_name(model, method),
+            f"{MODELS[model]}, {METHOD_LABELS[method]}",
+            replace(RUNS[scale](model), METHODS[method]),
+        )
+        for model in models
+        for method in methods
+    )

@@ -1,0 +1,1 @@
+"""Comparisons of our own, beyond the papers."""
