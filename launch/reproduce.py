@@ -18,7 +18,7 @@ cli.define_cache_dir()
 cli.define_compile_cache()
 flags.DEFINE_string("experiment", "quick", "Which experiment; an unknown name lists them.")
 flags.DEFINE_string("scale", "tiny", "tiny: two CPU cores; small: one GPU; paper: its own setting. Not all have all.")
-flags.DEFINE_string("seeds", "0", "Seeds, separated by commas.")
+flags.DEFINE_string("seeds", None, "Seeds, separated by commas; 0 for most experiments where not given.")
 flags.DEFINE_string("workdir", None, "Folder of the study; runs/EXPERIMENT-SCALE where not given.")
 flags.DEFINE_string("runs_dir", "runs/models", "Folder of trained runs, shared by experiments.")
 flags.DEFINE_list("model", [], "Existing models to measure as well, NAME=CHECKPOINT[,NAME=CHECKPOINT].")
@@ -52,35 +52,31 @@ def _models() -> list[Any]:
 
 
 def main(_: list[str]) -> None:
-    seeds = _seeds()
     scales = ("tiny", "small", "paper")
     if FLAGS.scale not in scales:
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(scales), hint=nearest(FLAGS.scale, scales))
 
-    from orthojax.experiments.catalog import CALCULATIONS, EXPERIMENTS
+    from orthojax.experiments.catalog import find
     from orthojax.experiments.reporting.page import print_report, write_report
-    from orthojax.experiments.study.calculation import run_calculation
+    from orthojax.experiments.study.calculation import Calculation, run_calculation
     from orthojax.experiments.study.study import run_study
     from orthojax.experiments.study.workers import places
     from orthojax.train import keep_compiled_programs
 
-    known = EXPERIMENTS | CALCULATIONS
-    if FLAGS.experiment not in known:
-        raise UserError(
-            f"unknown experiment {FLAGS.experiment!r}",
-            allowed=" | ".join(known),
-            hint=nearest(FLAGS.experiment, known),
-        )
+    experiment = find(FLAGS.experiment)
+    seeds = experiment.seeds if FLAGS.seeds is None else _seeds()
     keep_compiled_programs(FLAGS.compile_cache)
-    workdir = Path(FLAGS.workdir or f"runs/{FLAGS.experiment}-{FLAGS.scale}")
-    if calculation := CALCULATIONS.get(FLAGS.experiment):
-        calculation.require_scale(FLAGS.scale)
-        print(f"{calculation.name}: {calculation.title}\nworkdir {workdir}: seeds {FLAGS.seeds}", flush=True)
-        report = calculation.report(run_calculation(calculation, FLAGS.scale, seeds, workdir))
+    workdir = Path(FLAGS.workdir or f"runs/{experiment.name}-{FLAGS.scale}")
+    told = ", ".join(map(str, seeds))
+    about = f"{experiment.name}: {experiment.title}\nworkdir {workdir}:"
+    if isinstance(experiment, Calculation):
+        experiment.require_scale(FLAGS.scale)
+        if FLAGS.model:
+            raise UserError(f"experiment {experiment.name!r} measures no models", allowed="no --model")
+        print(f"{about} seeds {told}", flush=True)
+        report = experiment.report(run_calculation(experiment, FLAGS.scale, seeds, workdir))
     else:
-        experiment = EXPERIMENTS[FLAGS.experiment]
-        runs = f"{len(experiment.variants(FLAGS.scale))} variants, seeds {FLAGS.seeds}"
-        print(f"{experiment.name}: {experiment.title}\nworkdir {workdir}: {runs}", flush=True)
+        print(f"{about} {len(experiment.variants(FLAGS.scale))} variants, seeds {told}", flush=True)
         study = run_study(
             experiment,
             FLAGS.scale,

@@ -12,7 +12,7 @@ import pytest
 from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.experiments.base_configs import LANGUAGE_MODEL
-from orthojax.experiments.catalog import EXPERIMENTS
+from orthojax.experiments.catalog import ALL, find
 from orthojax.experiments.ours import optimizer_outliers, rotation_ablation
 from orthojax.experiments.reporting.page import write_report
 from orthojax.experiments.study.learning_rates import TRIAL_STEPS, best_learning_rate, trial_config
@@ -263,7 +263,16 @@ def test_costs_are_measured_relative_to_the_reference_and_kept(tiny, tmp_path, m
     assert np.isfinite(study.values("haar", "perplexity")).all()
 
 
-def test_every_experiment_stands_under_its_own_name():
-    assert all(name == experiment.name for name, experiment in EXPERIMENTS.items())
-    names = {dataclasses.asdict(v)["name"] for e in EXPERIMENTS.values() for v in e.variants("tiny")}
-    assert len(names) >= 40
+def test_no_two_experiments_have_a_name_in_common():
+    names = [name for found in ALL for name in (found.name, *found.also)]
+    assert len(set(names)) == len(names)
+    assert all(find(name).name == name or name in find(name).also for name in names)
+    with pytest.raises(UserError, match="unknown experiment 'figure33x'"):
+        find("figure33x")
+
+
+@pytest.mark.parametrize("experiment", [found for found in ALL if isinstance(found, Experiment)], ids=lambda e: e.name)
+def test_the_variants_of_an_experiment_have_names_of_their_own(experiment):
+    for scale in experiment.scales:
+        variants = experiment.variants(scale)
+        assert len({variant.name for variant in variants}) == len(variants)

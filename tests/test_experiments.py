@@ -14,8 +14,7 @@ import pytest
 from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.experiments.base_configs import BACKCOPY_MODEL, LANGUAGE_MODEL, cured, with_normalizer
-from orthojax.experiments.catalog import EXPERIMENTS
-from orthojax.experiments.ours import quick_report
+from orthojax.experiments.ours import quick, quick_report
 from orthojax.experiments.reporting import drawing
 from orthojax.experiments.reporting.page import Claim, Report, Table, to_text, write_report
 from orthojax.experiments.study.example import example_maps
@@ -262,7 +261,7 @@ def test_figures_draw_what_they_are_given():
 
 
 def test_the_default_experiment_exists_and_its_variants_differ_only_where_they_should():
-    variants = {variant.name: variant.config for variant in EXPERIMENTS["quick"].scales["tiny"]()}
+    variants = {variant.name: variant.config for variant in quick.EXPERIMENT.variants("tiny")}
     assert variants["cured"] == cured(variants["vanilla"])
     assert (
         dataclasses.replace(variants["cured"], model=variants["vanilla"].model, optim=variants["vanilla"].optim)

@@ -1,20 +1,36 @@
 """Every experiment by name."""
 
+from orthojax.errors import UserError, nearest
 from orthojax.experiments.from_attention import appendix_e, appendix_g, appendix_h, figure3
 from orthojax.experiments.ours import optimizer_outliers, quick, rotation_ablation
+from orthojax.experiments.study.calculation import Calculation
+from orthojax.experiments.study.study import Experiment
 
-EXPERIMENTS = {
-    experiment.name: experiment
-    for experiment in (quick.EXPERIMENT, rotation_ablation.EXPERIMENT, optimizer_outliers.EXPERIMENT)
-}
+# In the order in which they are listed.
+ALL: tuple[Experiment | Calculation, ...] = (
+    quick.EXPERIMENT,
+    figure3.CALCULATION,
+    appendix_e.CALCULATION,
+    appendix_g.CALCULATION,
+    appendix_h.CALCULATION,
+    rotation_ablation.EXPERIMENT,
+    optimizer_outliers.EXPERIMENT,
+)
 
-# What needs no training.
-CALCULATIONS = {
-    calculation.name: calculation
-    for calculation in (
-        figure3.CALCULATION,
-        appendix_e.CALCULATION,
-        appendix_g.CALCULATION,
-        appendix_h.CALCULATION,
-    )
-}
+
+def by_name() -> dict[str, Experiment | Calculation]:
+    """Every name, also of those with several, -> its experiment."""
+    return {name: found for found in ALL for name in (found.name, *found.also)}
+
+
+def find(name: str) -> Experiment | Calculation:
+    """The experiment of a name.
+
+    Raises:
+      UserError: For an unknown one.
+    """
+    known = by_name()
+    if name not in known:
+        names = " | ".join(found.name for found in ALL)
+        raise UserError(f"unknown experiment {name!r}", allowed=names, hint=nearest(name, known))
+    return known[name]

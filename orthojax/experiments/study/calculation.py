@@ -39,12 +39,16 @@ class Calculation:
       title: Of the report.
       compute: Makes the rows of one seed; it runs with float64 on.
       report: Makes the report from all of them.
+      also: Further names of it.
+      seeds: Where none are given.
     """
 
     name: str
     title: str
     compute: Callable[[int], Sequence[Case]]
     report: Callable[["Calculated"], Any]
+    also: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0,)
 
     def require_scale(self, scale: str) -> None:
         """Refuses all scales but `tiny`: nothing here grows with a model.

@@ -29,6 +29,8 @@ class Experiment:
       title: Of the report.
       scales: Scale name -> its variants.
       report: Makes the report from the finished study.
+      also: Further names of it, as of figures that differ only by model.
+      seeds: Where none are given.
       measures: What is measured of every model beyond `measures.ALWAYS`.
       takes_models: Whether --model=NAME=CHECKPOINT adds rows of existing models.
       cost_reference: Where given, the time of a training step of each variant is measured relative to this one.
@@ -38,6 +40,8 @@ class Experiment:
     title: str
     scales: dict[str, Callable[[], tuple[Variant, ...]]]
     report: Callable[["Study"], Any]
+    also: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0,)
     measures: tuple[Measure, ...] = ()
     takes_models: bool = False
     cost_reference: str | None = None
