@@ -9,8 +9,8 @@ Command:    python launch/train.py --config=configs/python_packages.py --workdir
             --config.optim.optimizer=orthoadam; stopped at any time, it goes on where it was.
             python launch/evaluate.py --checkpoint=runs/packages_vanilla
 Hardware:   one GPU: 393 million tokens, some 13 times over the text, so that it is learned by heart: not yet run.
-            Two CPU cores: only much smaller, by --config.model.d_model=192 and the like.
-Expected:   not yet measured.
+            Two CPU cores: 3.5M parameters in 20 minutes by the flags that results/README.md has; 0.09 of an epoch.
+Expected:   there, one seed: perplexity 41.1 vanilla and 42.4 cured; kurtosis of the rest 13.3 and 3.0.
 """
 
 from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig
