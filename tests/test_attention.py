@@ -410,7 +410,7 @@ def test_what_has_no_attention_is_named(change, problem):
         dot_product_attention(**({"query": q, "key": k, "value": v} | change))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "xla_chunked"])
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("xla_chunked", marks=pytest.mark.slow)])
 def test_on_a_mesh_batch_and_heads_stay_where_they_are(implementation):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     where = jax.NamedSharding(mesh, jax.P("a", None, "b"))

@@ -1,9 +1,11 @@
+import functools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import orbax.checkpoint as ocp
@@ -44,10 +46,30 @@ def environment(tmp_path_factory):
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         yield
+        if server.cache_info().currsize:
+            server().communicate()
 
 
-def run(script, *arguments, cwd, limit_bytes=None, code=None):
-    """A command line, in a process of its own as a user starts it."""
+@functools.cache
+def server():
+    """The process whose forks the commands are; see command_server.py."""
+    command = [sys.executable, str(ROOT / "tests/command_server.py")]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def run(script, *arguments, cwd):
+    """A command line, in a process of its own."""
+    command = [str(ROOT / "launch" / f"{script}.py"), *arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        told, errors = Path(folder, "output"), Path(folder, "errors")
+        server().stdin.write(json.dumps([command[0], command[1:], str(cwd), str(told), str(errors)]) + "\n")
+        server().stdin.flush()
+        code = int(server().stdout.readline())
+        return subprocess.CompletedProcess(command, code, told.read_text(), errors.read_text())
+
+
+def run_anew(script, *arguments, cwd, limit_bytes=None, code=None):
+    """The same from the beginning, as a user starts it, or with a limit on what it may write, or of code."""
     start, environment = [str(ROOT / "launch" / f"{script}.py")], dict(os.environ)
     if code is not None:
         start = ["-c", code]
@@ -217,7 +239,7 @@ def test_parsing_imports_nothing_heavy(tmp_path):
         f"atexit.register(lambda: print(sorted(sys.modules.keys() & {{'jax', 'numpy', 'flax', 'orbax', 'optax'}})))\n"
         f"runpy.run_path({str(ROOT / 'launch' / 'train.py')!r}, run_name='__main__')"
     )
-    done = run("", cwd=tmp_path, code=code)
+    done = run_anew("", cwd=tmp_path, code=code)
     assert done.returncode == 2
     assert done.stdout == "[]\n"
 
@@ -399,7 +421,7 @@ def test_an_unknown_experiment_is_refused_with_the_known_ones(tmp_path):
 def test_a_full_disk_while_saving_keeps_the_last_checkpoint(home):
     shutil.rmtree(home / "run/checkpoints/6")
     arguments = ["train", *SMALL, "--workdir=run"]
-    said = complaint(run(*arguments, cwd=home, limit_bytes=4096))
+    said = complaint(run_anew(*arguments, cwd=home, limit_bytes=4096))
     assert "cannot write a checkpoint to" in said
     assert "the checkpoint of step 3 is kept" in said
     assert (home / "run/checkpoints/3/params").is_dir()
@@ -408,14 +430,14 @@ def test_a_full_disk_while_saving_keeps_the_last_checkpoint(home):
 
 
 def test_a_full_disk_while_writing_metrics_names_the_file(home):
-    said = complaint(run("train", *SMALL, "--workdir=new", cwd=home, limit_bytes=200))
+    said = complaint(run_anew("train", *SMALL, "--workdir=new", cwd=home, limit_bytes=200))
     assert "new/" in said
     assert "File too large" in said
 
 
 def test_a_full_disk_while_tokenising_leaves_no_half_cache(home):
     said = complaint(
-        run("train", "--config=small.py", "--cache_dir=other", "--workdir=new", cwd=home, limit_bytes=1024)
+        run_anew("train", "--config=small.py", "--cache_dir=other", "--workdir=new", cwd=home, limit_bytes=1024)
     )
     assert "File too large" in said
     assert not [path for path in (home / "other").iterdir() if path.is_dir()]
@@ -531,7 +553,7 @@ cli.run(main)
 
 
 def test_a_crash_of_ours_keeps_its_traceback(tmp_path):
-    done = run("", cwd=tmp_path, code=CRASH.format(body="raise KeyError('a defect')"))
+    done = run_anew("", cwd=tmp_path, code=CRASH.format(body="raise KeyError('a defect')"))
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "KeyError: 'a defect'" in done.stderr
@@ -539,10 +561,10 @@ def test_a_crash_of_ours_keeps_its_traceback(tmp_path):
 
 
 def test_what_other_threads_say_is_told_unless_the_user_is_to_blame(tmp_path):
-    done = run("", cwd=tmp_path, code=CRASH.format(body="pass"))
+    done = run_anew("", cwd=tmp_path, code=CRASH.format(body="pass"))
     assert done.returncode == 0
     assert "RuntimeError: in another thread" in done.stderr
-    done = run("", cwd=tmp_path, code=CRASH.format(body="raise UserError('wrong', hint='so')"))
+    done = run_anew("", cwd=tmp_path, code=CRASH.format(body="raise UserError('wrong', hint='so')"))
     assert complaint(done) == "error: wrong\n  so"
 
 

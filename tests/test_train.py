@@ -284,6 +284,7 @@ def test_three_steps_equal_a_chain_built_by_hand(name, clip):
     assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(params), strict=True))
 
 
+@pytest.mark.slow
 def test_the_optimizers_differ():
     kernels = {
         name: np.asarray(

@@ -1,0 +1,35 @@
+"""Runs command lines in processes of their own that need not import JAX and all else again: forks of this one.
+
+Reads requests from standard input, one JSON list a line: [script, arguments, folder, file for its output, file for its
+errors]. Answers each with the exit code. It has imported what scripts import, and has used no device yet: a process
+that has cannot be forked.
+"""
+
+import json
+import os
+import runpy
+import sys
+
+
+def become(script: str, arguments: list[str], cwd: str, output: str, errors: str) -> None:
+    """Turns this process into the command."""
+    os.chdir(cwd)
+    for stream, path in ((sys.stdin, os.devnull), (sys.stdout, output), (sys.stderr, errors)):
+        file = os.open(path, os.O_RDONLY if stream is sys.stdin else os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, stream.fileno())
+    sys.argv = [script, *arguments]
+    sys.path[0] = os.path.dirname(script)
+    runpy.run_path(script, run_name="__main__")
+
+
+def main() -> None:
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            become(*json.loads(line))
+            return
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(code, flush=True)
+
+
+main()
