@@ -92,9 +92,12 @@ def judge(
     cases = {label: case(label, *names) for label, names in finished.items()}
     visible = [case for case in cases.values() if case.visible]
     told = "; ".join(f"{label} {case.numbers}{_mark(case, len(cases))}".strip() for label, case in cases.items())
-    left_out = [label or "what it compares" for label in groups if label not in finished]
-    failed = f" Not measured, since a run failed: {', '.join(left_out)}." if left_out else ""
-    counted = f" In {sum(c.holds for c in visible)} of {len(visible)} where it can be seen." if len(cases) > 1 else ""
+    left_out = [label for label in groups if label not in finished]
+    failed = (
+        f" Not measured, since a run failed{': ' if any(left_out) else ''}{', '.join(left_out)}." if left_out else ""
+    )
+    holding = sum(case.holds for case in visible)
+    counted = f" So in {holding} of {len(visible)} where it can be seen." if visible and len(cases) > 1 else ""
     return Claim(
         verdict(all(case.holds for case in visible), visible=bool(visible)),
         f"{sentence}{' ' + told + '.' if told else ''}{counted}{failed} (Criterion: {criterion}.)",

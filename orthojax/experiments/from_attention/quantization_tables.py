@@ -117,7 +117,7 @@ def loses_less(
     return case
 
 
-def advantage(study: Study, vanilla: str, cured: str, setting: str) -> float:
-    """By how many points the perplexity of cured is below vanilla's under a setting."""
-    before, after = means(study, setting, vanilla, cured)
+def advantage(study: Study, pair: Sequence[str], setting: str) -> float:
+    """By how many points the perplexity of the second of (vanilla, cured) is below the first's under a setting."""
+    before, after = means(study, setting, *pair)
     return before - after

@@ -1,5 +1,4 @@
-"""Table 2: five models x {softmax, softmax-1} x {Adam, OrthoAdam}; claims of sections 3.2 and 5.1, "
-"abstract, conclusion."""
+"""Table 2: five models x {softmax, softmax-1} x {Adam, OrthoAdam}."""
 
 import functools
 
@@ -77,7 +76,7 @@ def report(study: Study) -> Report:
 
 EXPERIMENT = Experiment(
     name="table2",
-    title="softmax-1 and OrthoAdam, alone and together: perplexity, kurtosis, largest activations, first-token attention",
+    title="softmax-1 and OrthoAdam, alone and together: perplexity, outliers, first-token attention",
     scales={scale: functools.partial(grid, scale) for scale in SCALES},
     report=report,
 )

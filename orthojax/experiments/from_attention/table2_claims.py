@@ -1,4 +1,4 @@
-"""What the paper says of Table 2, each sentence with a criterion."""
+"""What the paper says of Table 2 (abstract, sections 3.2 and 5.1, conclusion), each sentence with a criterion."""
 
 from collections.abc import Callable
 

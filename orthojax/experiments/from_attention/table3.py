@@ -1,6 +1,7 @@
 """Table 3: the models of Table 2, vanilla and cured, quantised after training; claims of 5.2, abstract, conclusion."""
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -51,7 +52,7 @@ def _claims(study: Study) -> list[Claim]:
     return [*robust, *_sizes(study, groups)]
 
 
-def _sizes(study: Study, groups: dict[str, list[str]]) -> list[Claim]:
+def _sizes(study: Study, groups: Mapping[str, Sequence[str]]) -> list[Claim]:
     """How much: catastrophe, and reductions 'by up to'."""
 
     def keeps(label: str, vanilla: str, cured: str) -> Case:
@@ -68,7 +69,7 @@ def _sizes(study: Study, groups: dict[str, list[str]]) -> list[Claim]:
 
     def coarse(label: str, vanilla: str, cured: str) -> Case:
         full = study.mean(vanilla, "perplexity")
-        points = advantage(study, vanilla, cured, _COARSE)
+        points = advantage(study, (vanilla, cured), _COARSE)
         visible = loss(study, vanilla, _COARSE) >= VISIBLE_LOSS
         return Case(f"{points:+.2f} points of {full:.2f}, {percent(points / full)}", points >= full, visible)
 
@@ -119,10 +120,17 @@ def _sizes(study: Study, groups: dict[str, list[str]]) -> list[Claim]:
     ]
 
 
-def _best(study: Study, groups: dict[str, list[str]], sentence: str, criterion: str, case, setting: str) -> Claim:
+def _best(
+    study: Study,
+    groups: Mapping[str, Sequence[str]],
+    sentence: str,
+    criterion: str,
+    case: Callable[..., Case],
+    setting: str,
+) -> Claim:
     """A claim of the form 'by up to', for the model with the largest advantage."""
     done = [label for label, names in groups.items() if all(study.values(name, setting) for name in names)]
-    best = max(done, key=lambda label: advantage(study, *groups[label], setting), default=None)
+    best = max(done, key=lambda label: advantage(study, groups[label], setting), default=None)
     return judge(study, sentence, criterion, {best: groups[best]} if best else groups, case)
 
 

@@ -96,7 +96,7 @@ def _attention(study: Study) -> list[Claim]:
         return Case(argmax(cured, without), dominated(without), dominated(reference))
 
     visible = f"visible where the softmax row with LayerNorm has {dominates}"
-    ten = [name for name, row in BY_NAME.items() if row[4]]
+    with_softmax1 = [name for name, (*_, is_softmax1) in BY_NAME.items() if is_softmax1]
     return [
         judge(
             study,
@@ -118,13 +118,13 @@ def _attention(study: Study) -> list[Claim]:
             study,
             "Softmax-1 brings it down to about 2%, which is what chance gives at 256 tokens (5.3).",
             f"in every softmax-1 row at most half of what exceeds equal logits is left; {visible}",
-            {"": [_NO_BIASES, *ten]},
+            {"": [_NO_BIASES, *with_softmax1]},
             softmax1,
         ),
         judge(
             study,
             "Taking softmax-1 away from the cured model brings the dominance back (5.3).",
-            f"{dominates}, without softmax-1; {visible}",
+            f"without softmax-1 {dominates}; {visible}",
             {"": [_NO_BIASES, _CURED, _WITHOUT["softmax instead of softmax-1"]]},
             again,
         ),

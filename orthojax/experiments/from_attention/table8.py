@@ -1,6 +1,8 @@
 """Table 8: width against the largest activation of the vanilla models; claims of 4.2 and appendices G and H."""
 
 import functools
+import itertools
+from collections.abc import Callable
 
 from orthojax.experiments.from_attention.beside_the_paper import GRID, OUTLIERS, Case, about, judge, means, models_of
 from orthojax.experiments.from_attention.models import MODELS, SCALES, grid
@@ -56,11 +58,11 @@ def _claims(study: Study) -> list[Claim]:
         text = f"{alpha / widths[name]:.2f} D (paper {paper_alpha / paper_width:.1f} D)"
         return Case(text, alpha > widths[name], study.mean(name, "kurtosis_first") > OUTLIERS)
 
-    def growing(metric: str, paper: list[float]):
+    def growing(metric: str, paper: list[float]) -> Callable[..., Case]:
         def case(label: str, *names: str) -> Case:
             values = means(study, metric, *names)
             told = ", ".join(f"{number(value)} at {widths[name]}" for value, name in zip(values, names, strict=True))
-            rising = all(a < b for a, b in zip(values, values[1:], strict=False))
+            rising = all(a < b for a, b in itertools.pairwise(values))
             text = f"{told} (paper {', '.join(map(number, paper))})"
             return Case(text, rising, len(names) > 1 and study.mean(names[-1], "kurtosis_first") > OUTLIERS)
 

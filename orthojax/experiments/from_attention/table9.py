@@ -32,7 +32,7 @@ def pearson(x: ArrayLike, y: ArrayLike) -> float:
     >>> pearson([1, 2, 3], [2, 4, 6])
     1.0
     """
-    a, b = (np.asarray(values, np.float64) - np.mean(values) for values in (x, y))
+    a, b = (values - values.mean() for values in (np.asarray(x, np.float64), np.asarray(y, np.float64)))
     norms = np.linalg.norm(a) * np.linalg.norm(b)
     return float(np.clip(a @ b / norms, -1.0, 1.0)) if norms > 0 else float("nan")
 
