@@ -94,7 +94,9 @@ def judge(
     told = "; ".join(f"{label} {case.numbers}{_mark(case, len(cases))}".strip() for label, case in cases.items())
     left_out = [label for label in groups if label not in finished]
     failed = (
-        f" Not measured, since a run failed{': ' if any(left_out) else ''}{', '.join(left_out)}." if left_out else ""
+        f" Not measured, since a run failed or is missing{': ' if any(left_out) else ''}{', '.join(left_out)}."
+        if left_out
+        else ""
     )
     holding = sum(case.holds for case in visible)
     counted = f" So in {holding} of {len(visible)} where it can be seen." if visible and len(cases) > 1 else ""
@@ -120,11 +122,11 @@ def arrow(values: Sequence[float], paper: Sequence[float | None] = (), show: Cal
     """What becomes of a number, and in the paper.
 
     >>> arrow([0.2, 0.1], [0.5, 0.02])
-    '0.2 -> 0.1 (paper 0.5 -> 0.02)'
+    '0.2 → 0.1 (paper 0.5 → 0.02)'
     """
 
     def told(numbers: Sequence[float | None]) -> str:
-        return " -> ".join("-" if value is None else show(value) for value in numbers)
+        return " → ".join("-" if value is None else show(value) for value in numbers)
 
     return told(values) + (f" (paper {told(paper)})" if paper else "")
 
@@ -140,8 +142,8 @@ def equal_logits(length: int, *, softmax1: bool = False) -> float:
     Query t of T = `length` sees t keys, so softmax gives it 1/t and softmax-1 1/(t + 1). It is also, without the 1, the
     share of queries whose largest weight is key 0 where no key is preferred: 1/t each.
 
-    >>> equal_logits(2), equal_logits(2, softmax1=True)
-    (0.75, 0.4166666666666667)
+    >>> equal_logits(2), round(equal_logits(2, softmax1=True), 4)
+    (0.75, 0.4167)
     """
     return float(np.mean(1.0 / (np.arange(1, length + 1) + softmax1)))
 

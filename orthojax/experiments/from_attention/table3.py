@@ -41,7 +41,7 @@ def _claims(study: Study) -> list[Claim]:
     robust = [
         judge(
             study,
-            f"Softmax-1 with OrthoAdam makes more robust against {name_of(setting)} (5.2). Perplexity lost, vanilla -> "
+            f"Softmax-1 with OrthoAdam makes more robust against {name_of(setting)} (5.2). Perplexity lost, vanilla → "
             f"cured:",
             f"cured loses the smaller fraction, in every model; {_LOST}",
             groups,
@@ -49,11 +49,11 @@ def _claims(study: Study) -> list[Claim]:
         )
         for setting in (*INT8, INT4)
     ]
-    return [*robust, *_sizes(study, groups)]
+    return [*robust, *_sizes(study, groups), *_up_to(study, groups)]
 
 
 def _sizes(study: Study, groups: Mapping[str, Sequence[str]]) -> list[Claim]:
-    """How much: catastrophe, and reductions 'by up to'."""
+    """What is a small loss, and what a catastrophe."""
 
     def keeps(label: str, vanilla: str, cured: str) -> Case:
         ours = [loss(study, cured, setting) for setting in INT8[:2]]
@@ -67,21 +67,6 @@ def _sizes(study: Study, groups: Mapping[str, Sequence[str]]) -> list[Claim]:
         paper = [paper_loss(metrics, INT4) for metrics in _paper(label)]
         return Case(arrow(ours, paper, percent), ours[0] >= 1.0 and ours[1] <= 0.1, ours[0] >= VISIBLE_LOSS)
 
-    def coarse(label: str, vanilla: str, cured: str) -> Case:
-        full = study.mean(vanilla, "perplexity")
-        points = advantage(study, (vanilla, cured), _COARSE)
-        visible = loss(study, vanilla, _COARSE) >= VISIBLE_LOSS
-        return Case(f"{points:+.2f} points of {full:.2f}, {percent(points / full)}", points >= full, visible)
-
-    def penalty(label: str, vanilla: str, cured: str) -> Case:
-        before, after = (
-            b - a
-            for a, b in zip(means(study, "perplexity", vanilla, cured), means(study, INT4, vanilla, cured), strict=True)
-        )
-        text = f"{before:+.3g} -> {after:+.3g} points"
-        visible = loss(study, vanilla, INT4) >= 1.0
-        return Case(text, after <= 0.01 * before, visible)
-
     gpt2 = {label: names for label, names in groups.items() if label.startswith("GPT2")}
     return [
         judge(
@@ -93,11 +78,33 @@ def _sizes(study: Study, groups: Mapping[str, Sequence[str]]) -> list[Claim]:
         ),
         judge(
             study,
-            "Four bits are catastrophic for vanilla GPT2, a small loss for cured (5.2). Lost, vanilla -> cured:",
+            "Four bits are catastrophic for vanilla GPT2, a small loss for cured (5.2). Lost, vanilla → cured:",
             f"vanilla's perplexity at least doubles, cured's rises by a tenth at most; {_LOST}",
             gpt2,
             catastrophe,
         ),
+    ]
+
+
+def _up_to(study: Study, groups: Mapping[str, Sequence[str]]) -> list[Claim]:
+    """Reductions 'by up to'."""
+
+    def coarse(label: str, vanilla: str, cured: str) -> Case:
+        full = study.mean(vanilla, "perplexity")
+        points = advantage(study, (vanilla, cured), _COARSE)
+        visible = loss(study, vanilla, _COARSE) >= VISIBLE_LOSS
+        return Case(f"{points:+.2f} points of {full:.2f}, {percent(points / full)}", points >= full, visible)
+
+    def penalty(label: str, vanilla: str, cured: str) -> Case:
+        before, after = (
+            b - a
+            for a, b in zip(means(study, "perplexity", vanilla, cured), means(study, INT4, vanilla, cured), strict=True)
+        )
+        text = f"{before:+.3g} → {after:+.3g} points"
+        visible = loss(study, vanilla, INT4) >= 1.0
+        return Case(text, after <= 0.01 * before, visible)
+
+    return [
         _best(
             study,
             groups,
@@ -137,11 +144,15 @@ def _best(
 def _picture(study: Study) -> list[Picture]:
     if study.failures():
         return []
-    groups = models_of(study, "vanilla", "cured")
+    groups = {
+        label: [summaries.penalties(study, name, _COARSE) for name in names]
+        for label, names in models_of(study, "vanilla", "cured").items()
+        if all(study.values(name, _COARSE) for name in names)
+    }
+    if not groups:
+        return []
     values = {
-        words: np.array(
-            [[100 * x for x in summaries.penalties(study, names[i], _COARSE)] for names in groups.values()]
-        ).T
+        words: 100 * np.array([pair[i] for pair in groups.values()]).T
         for i, words in enumerate(("softmax + Adam", "softmax-1 + OrthoAdam"))
     }
     figure = drawing.bars(list(groups), values, y_label="perplexity lost at int8 coarse, %")

@@ -102,14 +102,14 @@ def _claims(study: Study) -> list[Claim]:
     return [
         judge(
             study,
-            f"Longer sequences cost a cured model nothing (appendix C). Perplexity at {first} -> {last} tokens:",
+            f"Longer sequences cost a cured model nothing (appendix C). Perplexity at {first} → {last} tokens:",
             "at most 2% above that of the shortest; the paper has +1.3% and +0.4%",
             ends,
             longer,
         ),
         judge(
             study,
-            "Cured outperforms vanilla at every length, quantised most of all. Perplexity, vanilla -> cured:",
+            "Cured outperforms vanilla at every length, quantised most of all. Perplexity, vanilla → cured:",
             f"at full precision at most {EQUAL_PERPLEXITY:.0%} above, at coarse below, at every length",
             groups,
             better,
@@ -117,7 +117,7 @@ def _claims(study: Study) -> list[Claim]:
         *(
             judge(
                 study,
-                f"At every length cured loses less to {name_of(setting)}. Lost, vanilla -> cured:",
+                f"At every length cured loses less to {name_of(setting)}. Lost, vanilla → cured:",
                 f"the smaller fraction; visible where vanilla loses {VISIBLE_LOSS:.1%} or more",
                 groups,
                 loses_less(study, setting, paper.__getitem__),
