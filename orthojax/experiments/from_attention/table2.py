@@ -1,5 +1,6 @@
 """Table 2: five models x {softmax, softmax-1} x {Adam, OrthoAdam}."""
 
+import dataclasses
 import functools
 
 from orthojax.experiments.from_attention import table2_claims
@@ -42,11 +43,14 @@ def _paired(study: Study) -> Table:
 
 def _training_curves(study: Study) -> list[Picture]:
     """Vanilla and cured: ten curves are what a picture bears."""
-    drawn = [
-        v for model in MODELS for v in study.variants if v.name in (f"{model}_vanilla", f"{model}_cured")
+    pairs = [
+        [v for v in study.variants if v.name == variant_name(model, method)]
+        for model in MODELS
+        for method in ("vanilla", "cured")
     ]  # the two of a model are neighbours
-    if study.failures() or len(drawn) != 2 * len(MODELS):
+    if study.failures() or not all(pairs):
         return []
+    drawn = [dataclasses.replace(v, label=f"{MODELS[GRID[v.name][0]]}, {GRID[v.name][1]}") for (v,) in pairs]
     curves = summaries.training_curves(study, drawn, "validation_loss_nats")
     figure = drawing.lines(curves, x_label="step", y_label="held-out loss (nats per token)", pairs=True)
     return [Picture("training_curves", "Held-out loss during training, vanilla and cured.", figure)]

@@ -7,7 +7,7 @@ from orthojax.experiments.from_attention.ablation import BY_NAME, rows
 from orthojax.experiments.from_attention.beside_the_paper import Column, about, beside, equal_logits, length_of
 from orthojax.experiments.from_attention.models import SCALES
 from orthojax.experiments.from_attention.paper_tables import TABLE_5
-from orthojax.experiments.reporting import summaries
+from orthojax.experiments.reporting import drawing, summaries
 from orthojax.experiments.reporting.page import Picture, Report, Table
 from orthojax.experiments.study.study import Experiment, Study
 
@@ -37,26 +37,27 @@ def _table(study: Study) -> Table:
         _COLUMNS,
     )
     body = []
-    for variant, row in zip(study.variants, table.rows, strict=True):
+    for i, (variant, row) in enumerate(zip(study.variants, table.rows, strict=True), 1):
         rate, steps = variant.config.optim.learning_rate, variant.config.train.steps
         differs = [f"rate {rate:g}"] if rate != usual.optim.learning_rate else []
         differs += [f"{steps / usual.train.steps:g} x the steps"] if steps != usual.train.steps else []
-        body.append([row[0], ", ".join(differs) or "-", *row[1:]])
+        body.append([f"{i}. {row[0]}", ", ".join(differs) or "-", *row[1:]])
     return Table(table.caption, ["", "differs in", *table.columns[1:]], body)
 
 
 def _picture(study: Study) -> list[Picture]:
     if study.failures():
         return []
-    points = [(v, study.mean(v.name, "kurtosis_pooled")) for v in study.variants]
-    groups = {
-        "Adam, RMSProp": [p for p in points if p[0].config.optim.optimizer in ("adam", "rmsprop")],
-        "SGD": [p for p in points if p[0].config.optim.optimizer == "sgd"],
-        "OrthoAdam": [p for p in points if p[0].config.optim.optimizer == "orthoadam"],
-    }
-    picture = summaries.perplexity_and_kurtosis(study, {label: group for label, group in groups.items() if group})
-    picture.figure.axes[0].set_ylabel("kurtosis, all tokens")
-    return [picture]
+    groups: dict[str, list[tuple[float, float, str]]] = {"Adam, RMSProp": [], "SGD": [], "OrthoAdam": []}
+    for i, v in enumerate(study.variants, 1):
+        name = v.config.optim.optimizer
+        group = "SGD" if name == "sgd" else "OrthoAdam" if name == "orthoadam" else "Adam, RMSProp"
+        point = (study.mean(v.name, "perplexity"), study.mean(v.name, "kurtosis_pooled"), str(i))
+        groups[group].append(point)
+    figure = drawing.scatter(
+        groups, x_label="perplexity", y_label="kurtosis, all tokens", y_scale="log", reference=(3.0, "Gaussian")
+    )
+    return [Picture("perplexity_and_kurtosis", "Perplexity and kurtosis; numbers are rows of the table.", figure)]
 
 
 def report(study: Study) -> Report:

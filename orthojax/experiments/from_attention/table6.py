@@ -135,7 +135,7 @@ def _picture(study: Study) -> list[Picture]:
     for model in _SIZES:
         for method in _PAIR:
             lost = [summaries.penalties(study, _name(model, length, method), INT8[0]) for length in lengths]
-            curves[f"{MODELS[model]}, {METHOD_LABELS[method]}"] = (lengths, 100 * np.array(lost).T)
+            curves[f"{MODELS[model]}, {method}"] = (lengths, 100 * np.array(lost).T)
     figure = drawing.lines(
         curves, x_label="tokens of a sequence", y_label="perplexity lost at int8 coarse, %", integer_x=True, pairs=True
     )
