@@ -1,7 +1,18 @@
 """Every experiment by name."""
 
 from orthojax.errors import UserError, nearest
-from orthojax.experiments.from_attention import appendix_e, appendix_g, appendix_h, figure3
+from orthojax.experiments.from_attention import (
+    appendix_e,
+    appendix_g,
+    appendix_h,
+    figure3,
+    table2,
+    table3,
+    table5,
+    table6,
+    table8,
+    table9,
+)
 from orthojax.experiments.ours import optimizer_outliers, quick, rotation_ablation
 from orthojax.experiments.study.calculation import Calculation
 from orthojax.experiments.study.study import Experiment
@@ -9,6 +20,12 @@ from orthojax.experiments.study.study import Experiment
 # In the order in which they are listed.
 ALL: tuple[Experiment | Calculation, ...] = (
     quick.EXPERIMENT,
+    table2.EXPERIMENT,
+    table3.EXPERIMENT,
+    table5.EXPERIMENT,
+    table6.EXPERIMENT,
+    table8.EXPERIMENT,
+    table9.EXPERIMENT,
     figure3.CALCULATION,
     appendix_e.CALCULATION,
     appendix_g.CALCULATION,

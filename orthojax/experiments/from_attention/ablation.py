@@ -27,6 +27,9 @@ def row_name(row: Row) -> str:
     return "_".join([*parts, *(["biases"] if biases else []), "softmax1" if softmax1 else "softmax"])
 
 
+BY_NAME = {row_name(row): row for row in TABLE_5}  # name of a variant -> its row
+
+
 def row_label(row: Row) -> str:
     """The same for people, in the words of the paper."""
     biases, position, norm, optimizer, softmax1 = row

@@ -119,6 +119,9 @@ def seeds_sentence(study: Study) -> str:
 
 def corpus_sentence(study: Study) -> str:
     """What the text is and what it is not."""
+    if study.variants[0].config.data.kind != "embedded":
+        corpus = _corpus(study)
+        return f"The text is {corpus['source']} ({corpus['train']['n_tokens']:,} training tokens)."
     return (
         f"The text is Python's own standard library ({_corpus(study)['file_count']} files, real text on every "
         f"machine); evaluation uses held-out files. It is not C4: numbers compare with each other, not with the "

@@ -1,0 +1,172 @@
+"""What the reports of the trained tables share: the paper's numbers beside ours, and claims over several models."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from orthojax.experiments.from_attention.models import METHOD_LABELS, MODELS, variant_name
+from orthojax.experiments.reporting import summaries
+from orthojax.experiments.reporting.formats import number, spread
+from orthojax.experiments.reporting.page import Claim, Table, verdict
+from orthojax.experiments.study.study import Study
+from orthojax.experiments.study.variant import Variant
+
+# Decided before any run of the tables. Kurtosis above the first is called outliers, below the second none; a Gaussian
+# has `GAUSSIAN`.
+OUTLIERS, CURED, GAUSSIAN = 4.0, 3.5, 3.0
+# The first token dominates where it has this many times the attention that equal logits would give it.
+DOMINANCE = 1.5
+# A perplexity that is at most this much above another equals it.
+EQUAL_PERPLEXITY = 0.01
+
+GRID = {variant_name(model, method): (model, method) for model in MODELS for method in METHOD_LABELS}
+
+
+class Column(NamedTuple):
+    """A column of a table that has the paper's numbers beside ours.
+
+    Attributes:
+      heading: Of the column.
+      metric: Ours, or of the paper's row.
+      from_paper: Whether it is the paper's.
+      show: A number as text.
+    """
+
+    heading: str
+    metric: str
+    from_paper: bool = False
+    show: Callable[[float], str] = number
+
+
+def beside(
+    study: Study, caption: str, rows: Sequence[tuple[Variant, Mapping[str, float]]], columns: Sequence[Column]
+) -> Table:
+    """A row for every variant: means with the range over seeds, and the paper's numbers.
+
+    Args:
+      study: Where ours are.
+      caption: Of the table.
+      rows: Variant, and what the paper prints for it: metric -> number; "-" stands where it prints nothing.
+      columns: In their order.
+    """
+
+    def cell(variant: Variant, paper: Mapping[str, float], column: Column) -> str:
+        if not column.from_paper:
+            return spread(study.values(variant.name, column.metric), column.show)
+        return column.show(paper[column.metric]) if column.metric in paper else "-"
+
+    body = [[variant.label, *(cell(variant, paper, column) for column in columns)] for variant, paper in rows]
+    return Table(caption, ["", *(column.heading for column in columns)], body)
+
+
+class Case(NamedTuple):
+    """A claim for one model, or for one pair of rows.
+
+    Attributes:
+      numbers: Ours and the paper's.
+      holds: What the criterion says.
+      visible: Whether there is something to see.
+    """
+
+    numbers: str
+    holds: bool
+    visible: bool = True
+
+
+def judge(
+    study: Study, sentence: str, criterion: str, groups: Mapping[str, Sequence[str]], case: Callable[..., Case]
+) -> Claim:
+    """A claim that must hold in every group of variants where it can be seen.
+
+    Args:
+      study: Where the numbers are.
+      sentence: What is claimed.
+      criterion: Decided beforehand.
+      groups: Label -> the variants that one case needs; a group of which one failed in all seeds is left out and named.
+      case: (label, *variants) -> `Case`.
+    """
+    finished = {
+        label: names for label, names in groups.items() if all(study.values(name, "perplexity") for name in names)
+    }
+    cases = {label: case(label, *names) for label, names in finished.items()}
+    visible = [case for case in cases.values() if case.visible]
+    told = "; ".join(f"{label} {case.numbers}{_mark(case, len(cases))}".strip() for label, case in cases.items())
+    left_out = [label for label in groups if label not in finished]
+    failed = (
+        f" Not measured, since a run failed or is missing{': ' if any(left_out) else ''}{', '.join(left_out)}."
+        if left_out
+        else ""
+    )
+    holding = sum(case.holds for case in visible)
+    counted = f" So in {holding} of {len(visible)} where it can be seen." if visible and len(cases) > 1 else ""
+    return Claim(
+        verdict(all(case.holds for case in visible), visible=bool(visible)),
+        f"{sentence}{' ' + told + '.' if told else ''}{counted}{failed} (Criterion: {criterion}.)",
+    )
+
+
+def _mark(case: Case, count: int) -> str:
+    if count == 1:
+        return ""
+    return " (nothing to see)" if not case.visible else "" if case.holds else " (NOT so)"
+
+
+def models_of(study: Study, *methods: str) -> dict[str, list[str]]:
+    """Groups for `judge`: the label of every model of `GRID` in the study -> its variants with these methods."""
+    present = {GRID[variant.name][0] for variant in study.variants if variant.name in GRID}
+    return {MODELS[model]: [variant_name(model, m) for m in methods] for model in MODELS if model in present}
+
+
+def arrow(values: Sequence[float], paper: Sequence[float | None] = (), show: Callable[[float], str] = number) -> str:
+    """What becomes of a number, and in the paper.
+
+    >>> arrow([0.2, 0.1], [0.5, 0.02])
+    '0.2 → 0.1 (paper 0.5 → 0.02)'
+    """
+
+    def told(numbers: Sequence[float | None]) -> str:
+        return " → ".join("-" if value is None else show(value) for value in numbers)
+
+    return told(values) + (f" (paper {told(paper)})" if paper else "")
+
+
+def means(study: Study, metric: str, *names: str) -> list[float]:
+    """The mean over seeds of each variant."""
+    return [study.mean(name, metric) for name in names]
+
+
+def equal_logits(length: int, *, softmax1: bool = False) -> float:
+    """Mean weight on key 0 over the queries of a causal row, if all logits were 0.
+
+    Query t of T = `length` sees t keys, so softmax gives it 1/t and softmax-1 1/(t + 1). It is also, without the 1, the
+    share of queries whose largest weight is key 0 where no key is preferred: 1/t each.
+
+    >>> equal_logits(2), round(equal_logits(2, softmax1=True), 4)
+    (0.75, 0.4167)
+    """
+    return float(np.mean(1.0 / (np.arange(1, length + 1) + softmax1)))
+
+
+def length_of(study: Study) -> int:
+    """Tokens of a sequence of the first variant."""
+    return study.variants[0].config.data.sequence_length
+
+
+def about(study: Study) -> list[str]:
+    """What was trained on what: paragraphs for the summary."""
+    train = study.variants[0].config.train
+    stand_ins = (
+        ""
+        if study.scale == "paper"
+        else " They stand in for the paper's models by order of width and are far smaller and trained far "
+        "shorter; rows "
+        "have the paper's names."
+    )
+    return [
+        f"Scale {study.scale}: {train.batch_size} sequences of {length_of(study)} tokens a step.{stand_ins} Every "
+        f"number is a mean over seeds, with the range; the paper's, of one run each on C4, stands beside it. "
+        f"{summaries.seeds_sentence(study)}",
+        summaries.corpus_sentence(study),
+        *study.failures(),
+    ]
