@@ -1,7 +1,16 @@
 """Every experiment by name."""
 
 from orthojax.errors import UserError, nearest
-from orthojax.experiments.from_attention import appendix_e, appendix_g, appendix_h, figure3
+from orthojax.experiments.from_attention import (
+    appendix_e,
+    appendix_g,
+    appendix_h,
+    figure1,
+    figure3,
+    hidden_maps,
+    layer_progression,
+    training_curves,
+)
 from orthojax.experiments.ours import optimizer_outliers, quick, rotation_ablation
 from orthojax.experiments.study.calculation import Calculation
 from orthojax.experiments.study.study import Experiment
@@ -9,7 +18,12 @@ from orthojax.experiments.study.study import Experiment
 # In the order in which they are listed.
 ALL: tuple[Experiment | Calculation, ...] = (
     quick.EXPERIMENT,
+    figure1.EXPERIMENT,
     figure3.CALCULATION,
+    *layer_progression.EXPERIMENTS,
+    hidden_maps.HIDDEN_STATES,
+    hidden_maps.ATTENTION_MAPS,
+    training_curves.EXPERIMENT,
     appendix_e.CALCULATION,
     appendix_g.CALCULATION,
     appendix_h.CALCULATION,
