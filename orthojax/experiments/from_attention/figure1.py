@@ -64,8 +64,8 @@ def _claims(study: Study) -> list[Claim]:
         Claim(
             verdict(of_vanilla[1] > 4, visible=of_vanilla[1] > 4 or at_scale),
             f"With softmax and Adam the hidden states have outlier channels. Kurtosis of the first token "
-            f"{kurtosis[0][0]}, of others {kurtosis[1][0]} (criterion: of others above 4, where a Gaussian has 3; visible where "
-            f"they do, or at the paper's scale).",
+            f"{kurtosis[0][0]}, of others {kurtosis[1][0]} (criterion: of others above 4, where a Gaussian has 3; "
+            f"visible where it is, or at the paper's scale).",
         ),
         Claim(
             verdict(of_cured[0] <= limit and of_cured[1] < 3.5, visible=of_vanilla[1] > 4),

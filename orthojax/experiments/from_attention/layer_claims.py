@@ -38,13 +38,31 @@ def _few(values: np.ndarray) -> np.ndarray:
     return values[np.unique(np.linspace(0, len(values) - 1, 6).round().astype(int))]
 
 
-def _most(text: str, criterion: str, judged: Layers, holds: Callable[[str, np.ndarray], bool], seen: str) -> Claim:
-    """A claim on the majority of some models; visible where there is one."""
-    good = [label for label, values in judged.items() if holds(label, values)]
+def _most(
+    text: str,
+    criterion: str,
+    among: Layers,
+    judged: Callable[[str, np.ndarray], bool],
+    seen: str,
+    holds: Callable[[str, np.ndarray], bool],
+) -> Claim:
+    """A claim on most models in which there is something to see.
+
+    Args:
+      text: The claim.
+      criterion: What `holds` asks of the layers of a model.
+      among: The models.
+      judged: Whether there is something to see in a model.
+      seen: The same in words.
+      holds: The criterion.
+    """
+    models = {label: values for label, values in among.items() if judged(label, values)}
+    good = [label for label, values in models.items() if holds(label, values)]
+    told = f"So in {len(good)} of {len(models)} models ({', '.join(good) or 'none'})"
     return Claim(
-        verdict(2 * len(good) > len(judged), visible=bool(judged)),
-        f"{text} It does in {len(good)} of {len(judged)} ({', '.join(good) or 'none'}); layers from first to last: "
-        f"{_show(judged)} (criterion: {criterion}, in most models; judged are models where {seen}).",
+        verdict(2 * len(good) > len(models), visible=bool(models)),
+        f"{text} {told if models else 'There is nothing to see in any model'}; layers from first to last: "
+        f"{_show(models or among)} (criterion: {criterion}, in most of the models where {seen}).",
     )
 
 
@@ -61,70 +79,79 @@ def dominance_claims(study: Study) -> list[Claim]:
     metric = "first_attention_fraction"
     chance = chance_of_first(study.variants[0].config.data.sequence_length)
     seen = f"a layer is above {2 * chance:.2g}, twice what chance gives"
+
+    def dominant(_: str, values: np.ndarray) -> bool:
+        return bool(values.max() > 2 * chance)
+
     claims = []
     for method, words in (("vanilla", "softmax and Adam"), ("orthoadam", "softmax and OrthoAdam")):
-        judged = {k: v for k, v in _layers(study, method, metric).items() if v.max() > 2 * chance}
+        layers = _layers(study, method, metric)
         rises = _most(
             f"With {words}, dominance begins low and rises to a peak in the middle layers.",
             "the largest is of a layer that is neither first nor last, and the first layer has less than half of it",
-            judged, lambda _, v: 0 < v.argmax() < len(v) - 1 and bool(v[0] < v.max() / 2), seen,
+            layers, dominant, seen, lambda _, v: bool(0 < v.argmax() < len(v) - 1 and v[0] < v.max() / 2),
         )  # fmt: skip
         falls = _most(
             f"With {words}, dominance falls in the final layers.",
-            "the last layer has less than the largest", judged, lambda _, v: v[-1] < v.max(), seen,
+            "the last layer has less than the largest",
+            layers, dominant, seen, lambda _, v: bool(v[-1] < v.max()),
         )  # fmt: skip
         claims += [rises, falls]
-    for method, of in (("softmax1", "vanilla"), ("cured", "orthoadam")):
-        largest = {k: float(v.max()) for k, v in _layers(study, of, metric).items() if v.max() > 2 * chance}
+    for method, of, words in (("softmax1", "vanilla", "Adam"), ("cured", "orthoadam", "OrthoAdam")):
+        softmax = _layers(study, of, metric)
         claims.append(
             _most(
-                f"softmax-1 removes dominance in every layer ({'Adam' if of == 'vanilla' else 'OrthoAdam'}).",
+                f"With {words}, softmax-1 removes dominance in every layer.",
                 "no layer has more than half of softmax's largest",
-                {k: v for k, v in _layers(study, method, metric).items() if k in largest},
-                lambda label, v, largest=largest: v.max() <= largest[label] / 2,
-                f"{seen} with softmax",
+                _layers(study, method, metric),
+                lambda label, _, softmax=softmax: dominant(label, softmax[label]), f"{seen}, with softmax",
+                lambda label, v, softmax=softmax: bool(v.max() <= softmax[label].max() / 2),
             )
-        )
+        )  # fmt: skip
     return claims
 
 
 def _growth(study: Study, metric: str, words: str, limit: Callable[[int], float], limit_words: str) -> list[Claim]:
     """Appendices I.2 and I.3: growing without OrthoAdam; with it, lower at first; with softmax-1 too, always low."""
-    vanilla = _layers(study, "vanilla", metric)
+    vanilla, softmax1, orthoadam, cured = (
+        _layers(study, method, metric) for method in ("vanilla", "softmax1", "orthoadam", "cured")
+    )
     limits = {label: limit(_width(study, label)) for label in vanilla}
     seen = f"a layer is above {limit_words}"
 
-    def above(layers: Layers) -> Layers:
-        return {label: values for label, values in layers.items() if values.max() > limits[label]}
+    def above(label: str, values: np.ndarray) -> bool:
+        return bool(values.max() > limits[label])
 
     claims = [
         _most(
-            f"With {method_words}, the {words} grows with depth.", "rank correlation of layer and value above 0",
-            above(_layers(study, method, metric)), lambda _, v: _rank_correlation(v) > 0, seen,
+            f"With {method}, the {words} grows with depth{_factors(layers)}.",
+            "rank correlation of layer and value above 0",
+            layers, above, seen, lambda _, v: _rank_correlation(v) > 0,
         )
-        for method, method_words in (("vanilla", "softmax and Adam"), ("softmax1", "softmax-1 and Adam"))
+        for method, layers in (("softmax and Adam", vanilla), ("softmax-1 and Adam", softmax1))
     ]  # fmt: skip
-    claims.append(
-        _most(
-            f"With OrthoAdam alone the {words} grows as well, from a lower start.",
-            "rank correlation above 0, and the first layer below that of softmax and Adam",
-            above(_layers(study, "orthoadam", metric)),
-            lambda label, v: _rank_correlation(v) > 0 and v[0] < vanilla[label][0], seen,
-        )
+    alone = _most(
+        f"With OrthoAdam alone the {words} grows as well, from a lower start.",
+        "rank correlation above 0, and the first layer below that of softmax and Adam",
+        orthoadam, above, seen, lambda label, v: bool(_rank_correlation(v) > 0 and v[0] < vanilla[label][0]),
     )  # fmt: skip
-    cured = {label: v for label, v in _layers(study, "cured", metric).items() if label in above(vanilla)}
-    good = [label for label, v in cured.items() if v[:-1].max(initial=0) <= limits[label]]
-    told = ", ".join(f"{label} {limits[label]:.3g}" for label in cured) or "none"
-    claims.append(
-        Claim(
-            verdict(len(good) == len(cured), visible=bool(cured)),
-            f"With both the {words} stays that of a Gaussian vector in every layer; the paper sees small rises in "
-            f"the last layers of two of five models. So in {len(good)} of {len(cured)}; layers from first to last: "
-            f"{_show(cured)} (criterion: all layers but the last at most {limit_words}: {told}; judged are models "
-            f"where a layer of softmax and Adam is above it).",
-        )
+    judged = {label: values for label, values in cured.items() if above(label, vanilla[label])}
+    good = [label for label, values in judged.items() if values[:-1].max(initial=0) <= limits[label]]
+    told = ", ".join(f"{label} {limits[label]:.3g}" for label in judged) or "none"
+    both = Claim(
+        verdict(len(good) == len(judged), visible=bool(judged)),
+        f"With both the {words} stays that of a Gaussian vector in every layer; the paper sees small rises in the "
+        f"last layers of two of five models. So in {len(good)} of {len(judged)} models; layers from first to last: "
+        f"{_show(judged)} (criterion: all layers but the last at most {limit_words}: {told}; in all of the models "
+        f"where a layer of softmax and Adam is above it).",
     )
-    return claims
+    return [*claims, alone, both]
+
+
+def _factors(layers: Layers) -> str:
+    """By what: a trend says nothing of its size."""
+    shown = ", ".join(f"{label} {values.max() / values[0]:.3g}" for label, values in layers.items())
+    return f" (largest over first layer: {shown})"
 
 
 def kurtosis_claims(study: Study) -> list[Claim]:
@@ -133,28 +160,34 @@ def kurtosis_claims(study: Study) -> list[Claim]:
     return _growth(study, "kurtosis_first", "kurtosis of the first token", gaussian_kurtosis_limit, words)
 
 
+def _norm_ratio_limit(d_model: int) -> float:
+    return 1.5 * mean_norm_ratio_of_direction(d_model)
+
+
 def norm_ratio_claims(study: Study) -> list[Claim]:
     """Appendix I.3, where 'the same commentary applies'."""
     words = "1.5 times the mean of a Gaussian vector"
-    limit = lambda d_model: 1.5 * mean_norm_ratio_of_direction(d_model)  # noqa: E731
-    return _growth(study, "norm_ratio_first", "norm ratio of the first token", limit, words)
+    return _growth(study, "norm_ratio_first", "norm ratio of the first token", _norm_ratio_limit, words)
 
 
 def max_abs_claims(study: Study) -> list[Claim]:
     """Appendices I.4 and J: outliers are established in early layers and persist; both methods together shrink them."""
     vanilla, cured = (_layers(study, method, "max_abs_first") for method in ("vanilla", "cured"))
     kurtosis = _layers(study, "vanilla", "kurtosis_first")
-    judged = {k: v for k, v in vanilla.items() if kurtosis[k].max() > gaussian_kurtosis_limit(_width(study, k))}
     seen = "a layer of softmax and Adam has a kurtosis above 3 + 3 sqrt(24 / D), so outliers"
+
+    def outliers(label: str, _: np.ndarray) -> bool:
+        return bool(kurtosis[label].max() > gaussian_kurtosis_limit(_width(study, label)))
+
     return [
         _most(
-            "Outliers of the first token are established in early layers and persist.",
+            "With softmax and Adam, outliers of the first token are established in early layers and persist.",
             "from layer L / 4 of L on, rounded down, the last aside, no layer has less than half of the largest",
-            judged, lambda _, v: v[len(v) // 4 : -1].min(initial=np.inf) >= v.max() / 2, seen,
+            vanilla, outliers, seen, lambda _, v: bool(v[len(v) // 4 : -1].min(initial=np.inf) >= v.max() / 2),
         ),
         _most(
             "Softmax-1 with OrthoAdam has smaller activations of the first token in every layer.",
-            f"below softmax and Adam in every layer, whose layers are: {_show(judged)}",
-            {k: cured[k] for k in judged}, lambda label, v: bool((v < vanilla[label]).all()), seen,
+            "below softmax and Adam in every layer",
+            cured, outliers, seen, lambda label, v: bool((v < vanilla[label]).all()),
         ),
     ]  # fmt: skip

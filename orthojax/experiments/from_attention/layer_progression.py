@@ -5,6 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
+from orthojax.config import Config
+from orthojax.experiments.from_attention.criteria import chance_of_first
 from orthojax.experiments.from_attention.layer_claims import (
     dominance_claims,
     kurtosis_claims,
@@ -12,6 +14,7 @@ from orthojax.experiments.from_attention.layer_claims import (
     norm_ratio_claims,
 )
 from orthojax.experiments.from_attention.models import MODELS, SCALES, grid
+from orthojax.experiments.from_attention.spiked_vector import mean_norm_ratio_of_direction
 from orthojax.experiments.reporting import drawing, summaries
 from orthojax.experiments.reporting.formats import number, spread
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table
@@ -29,7 +32,7 @@ class Quantity:
       label: For people.
       y_scale: Of the y axis.
       claims: What the paper says of it.
-      reference: A line in every picture.
+      reference: A line in a picture of models that have it in common: its value for a model, and what it means.
     """
 
     figure: int
@@ -37,13 +40,27 @@ class Quantity:
     label: str
     y_scale: Literal["linear", "log"]
     claims: Callable[[Study], list[Claim]]
-    reference: tuple[float, str] | None = None
+    reference: Callable[[Config], tuple[float, str]] | None = None
+
+
+def _chance(config: Config) -> tuple[float, str]:
+    return chance_of_first(config.data.sequence_length), "by chance"
+
+
+def _gaussian_kurtosis(_: Config) -> tuple[float, str]:
+    return 3.0, "Gaussian"
+
+
+def _gaussian_norm_ratio(config: Config) -> tuple[float, str]:
+    return mean_norm_ratio_of_direction(config.model.d_model), "Gaussian"
 
 
 QUANTITIES = (
-    Quantity(7, "first_attention_fraction", "first token gets most attention, fraction", "linear", dominance_claims),
-    Quantity(12, "kurtosis_first", "kurtosis, first token", "log", kurtosis_claims, (3.0, "Gaussian")),
-    Quantity(17, "norm_ratio_first", "max|x| / l2 norm, first token", "linear", norm_ratio_claims),
+    Quantity(7, "first_attention_fraction", "first-token dominance, fraction", "linear", dominance_claims, _chance),
+    Quantity(12, "kurtosis_first", "kurtosis, first token", "log", kurtosis_claims, _gaussian_kurtosis),
+    Quantity(
+        17, "norm_ratio_first", "max|x| / l2 norm, first token", "linear", norm_ratio_claims, _gaussian_norm_ratio
+    ),
     Quantity(22, "max_abs_first", "max |activation|, first token", "log", max_abs_claims),
 )
 _OFFSETS = {"gpt2_60m": 0, "gpt2_130m": 1, "gpt2_350m": 2, "gpt2_1_4b": 2, "llama2_130m": 3}  # of the figure's number
@@ -68,10 +85,12 @@ def _pictures(study: Study, quantity: Quantity) -> list[Picture]:
         curves = summaries.layer_curves(study, variants, quantity.metric, normalized=True)
         if not curves:
             continue
+        references = {quantity.reference(v.config) for v in variants} if quantity.reference else set()
         figure = drawing.lines(
             {label.removeprefix(f"{words}, "): curve for label, curve in curves.items()},
             x_label="layer, from 0 (first) to 1 (last)", y_label=quantity.label, y_scale=quantity.y_scale,
-            reference=quantity.reference,
+            y_limits=(0.0, None) if quantity.y_scale == "linear" else None,
+            reference=references.pop() if len(references) == 1 else None,
         )  # fmt: skip
         pictures.append(Picture(name, f"{words}: {quantity.label}, layer by layer.", figure))
     return pictures

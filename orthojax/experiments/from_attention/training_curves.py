@@ -92,7 +92,7 @@ def _picture(study: Study, model: str) -> Picture | None:
         curves[name] = (steps[::every], smooth[:, ::every])
         dots[name] = held_out[label]
         low.append(min(smooth.min(), held_out[label][1].min()))
-        high.append(smooth[:, len(steps) // 10 :].max())  # what comes before would flatten the rest
+        high.append(smooth[:, len(steps) // 5 :].max())  # what comes before would flatten the rest
     margin = 0.05 * (max(high) - min(low))
     figure = drawing.lines(
         curves,

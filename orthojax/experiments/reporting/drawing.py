@@ -69,7 +69,7 @@ def lines(
     x_label: str,
     y_label: str,
     y_scale: Literal["linear", "log"] = "linear",
-    y_limits: tuple[float, float] | None = None,
+    y_limits: tuple[float | None, float | None] | None = None,
     reference: tuple[float, str] | None = None,
     dots: Mapping[str, tuple[Sequence[float], np.ndarray]] | None = None,
     integer_x: bool = False,
@@ -82,7 +82,7 @@ def lines(
       x_label: Of the x axis.
       y_label: Of the y axis.
       y_scale: Of the y axis.
-      y_limits: Of the y axis, where not what the curves take.
+      y_limits: Of the y axis, where not what the curves take; None on a side for what they take.
       reference: A horizontal line and what it means.
       dots: Label of a curve -> (x [n], y [seeds, n]): what belongs to it, as the mean over seeds, without a line.
       integer_x: Put ticks at the x values only.
@@ -100,7 +100,8 @@ def lines(
                 axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.15, linewidth=0)
             if dots and label in dots:
                 at, values = dots[label]
-                axes.plot(at, np.atleast_2d(values).mean(0), _MARKERS[i % len(_MARKERS)], color=color, markersize=5)
+                mean, marker = np.atleast_2d(values).mean(0), _MARKERS[i % len(_MARKERS)]
+                axes.plot(at, mean, marker, color=color, markersize=6, fillstyle="none")
         if reference:
             axes.axhline(reference[0], color="#888888", linestyle=":", linewidth=1.2, label=reference[1])
         if integer_x:
