@@ -3,6 +3,7 @@
 import numpy as np
 
 from orthojax.experiments.reporting import drawing, summaries
+from orthojax.experiments.reporting.model_pictures import model_pictures
 from orthojax.experiments.reporting.page import Claim, Picture, Report, verdict
 from orthojax.experiments.reporting.summaries import (
     METRICS,
@@ -66,38 +67,6 @@ def _layer_pictures(study: Study, models: list[Variant]) -> list[Picture]:
     return [*pictures, Picture("first_attention_by_layer", "Mean attention weight on the first token.", mass)]
 
 
-def _example_pictures(study: Study, models: list[Variant]) -> list[Picture]:
-    examples = {v.label: study.arrays(v.name, study.seeds[0], "maps") for v in models}
-    attention = drawing.maps(
-        {label: example["attention"][0] for label, example in examples.items()},
-        x_label="key position",
-        y_label="query position",
-        value_label="attention weight",
-        log=True,
-    )
-    hidden = drawing.maps(
-        {label: example["hidden"][0] for label, example in examples.items()},
-        x_label="channel",
-        y_label="position",
-        value_label="|hidden state|",
-    )
-    return [
-        Picture(
-            "attention_map",
-            f"Attention on one held-out sequence, mean over heads and layers (seed {study.seeds[0]}).",
-            attention,
-            "png",
-        ),
-        Picture(
-            "hidden_states",
-            f"|Hidden state| on the same sequence, mean over layers: bright columns are outlier channels "
-            f"(seed {study.seeds[0]}).",
-            hidden,
-            "png",
-        ),
-    ]
-
-
 def _penalty(study: Study, variant: str, metric: str) -> float:
     return study.mean(variant, metric) / study.mean(variant, "perplexity") - 1
 
@@ -135,7 +104,7 @@ def _pictures(study: Study, models: list[Variant], backcopy: list[Variant]) -> l
             "quantization", "Perplexity by quantisation setting, and its change; linear layers only.", quantization
         ),
         Picture("backcopy", "Bigram-Backcopy: sink and value drain by normalizer.", sink),
-        *_example_pictures(study, models),
+        *model_pictures(study, models),
     ]
 
 

@@ -1,6 +1,7 @@
 """Drawing: each function makes one matplotlib figure from plain values and knows nothing of files."""
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any, Literal
 
 import matplotlib
@@ -10,11 +11,22 @@ matplotlib.use("Agg")  # no display
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, PowerNorm
+from matplotlib.colors import LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-COLORS = ("#c0392b", "#1f6fb2", "#2e8b57", "#b8860b", "#6a51a3", "#444444")
+COLORS = (
+    "#c0392b", "#1f6fb2", "#2e8b57", "#b8860b", "#6a51a3", "#444444", "#17909c", "#c2558f", "#7f5539", "#7d8f1a",
+)  # fmt: skip
+# What is compared everywhere has the same colour everywhere.
+METHOD_COLORS = {
+    "softmax + Adam": COLORS[0],
+    "softmax-1 + Adam": COLORS[3],
+    "softmax + OrthoAdam": COLORS[4],
+    "softmax-1 + OrthoAdam": COLORS[1],
+}
+_LINE_STYLES = ("-", "--", ":", "-.")
+_MARKERS = "os^Dv<>PX*"
 _STYLE: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
     "axes.spines.top": False,
@@ -30,13 +42,36 @@ _STYLE: dict[Any, Any] = {
 }
 
 
+def looks(labels: Sequence[str], *, pairs: bool = False) -> list[tuple[str, str]]:
+    """A colour and a line style for each label, no two alike among the first forty.
+
+    A label that names one of `METHOD_COLORS` has its colour, the others take the colours that are left; where a colour
+    comes again, the line style changes.
+
+    Args:
+      labels: In the order of the legend.
+      pairs: Labels 2i and 2i + 1 belong together and have one colour.
+
+    >>> looks(["softmax + Adam, first", "softmax + Adam, others", "ReLU"])
+    [('#c0392b', '-'), ('#c0392b', '--'), ('#1f6fb2', '-')]
+    """
+    methods = [next((color for name, color in METHOD_COLORS.items() if name in label), None) for label in labels]
+    free = cycle([color for color in COLORS if color not in methods])
+    colors: list[str] = []
+    for i, color in enumerate(methods):
+        colors.append(color or (colors[-1] if pairs and i % 2 else next(free)))
+    return [(color, _LINE_STYLES[colors[:i].count(color) % 4]) for i, color in enumerate(colors)]
+
+
 def lines(
     curves: Mapping[str, tuple[Sequence[float], np.ndarray]],
     *,
     x_label: str,
     y_label: str,
     y_scale: Literal["linear", "log"] = "linear",
+    y_limits: tuple[float | None, float | None] | None = None,
     reference: tuple[float, str] | None = None,
+    dots: Mapping[str, tuple[Sequence[float], np.ndarray]] | None = None,
     integer_x: bool = False,
     pairs: bool = False,
 ) -> Figure:
@@ -47,24 +82,31 @@ def lines(
       x_label: Of the x axis.
       y_label: Of the y axis.
       y_scale: Of the y axis.
+      y_limits: Of the y axis, where not what the curves take; None on a side for what they take.
       reference: A horizontal line and what it means.
+      dots: Label of a curve -> (x [n], y [seeds, n]): what belongs to it, as the mean over seeds, without a line.
       integer_x: Put ticks at the x values only.
       pairs: Curves 2i and 2i + 1 belong together: one colour, solid and dashed.
     """
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(5.2, 3.6))
-        for i, (label, (x, y)) in enumerate(curves.items()):
-            color, style = (COLORS[i // 2], ("-", "--")[i % 2]) if pairs else (COLORS[i], "-")
+        for i, ((label, (x, y)), (color, style)) in enumerate(
+            zip(curves.items(), looks(list(curves), pairs=pairs), strict=True)
+        ):
             y = np.atleast_2d(y)
-            marker = "o" if len(x) <= 12 else None
+            marker = _MARKERS[i % len(_MARKERS)] if len(x) <= 12 else None
             axes.plot(x, y.mean(0), color=color, linestyle=style, label=label, marker=marker, markersize=4)
             if len(y) > 1:
                 axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.15, linewidth=0)
+            if dots and label in dots:
+                at, values = dots[label]
+                mean, marker = np.atleast_2d(values).mean(0), _MARKERS[i % len(_MARKERS)]
+                axes.plot(at, mean, marker, color=color, markersize=6, fillstyle="none")
         if reference:
             axes.axhline(reference[0], color="#888888", linestyle=":", linewidth=1.2, label=reference[1])
         if integer_x:
             axes.set_xticks(sorted({float(value) for x, _ in curves.values() for value in x}))
-        axes.set(xlabel=x_label, ylabel=y_label, yscale=y_scale)
+        axes.set(xlabel=x_label, ylabel=y_label, yscale=y_scale, ylim=y_limits)
         _finish(figure, axes, y_scale)
     return figure
 
@@ -96,7 +138,7 @@ def bars(
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(max(5.2, 1.1 * len(groups) + 1.0), 3.6))
         width = 0.8 / len(values)
-        for i, ((label, y), color) in enumerate(zip(values.items(), COLORS, strict=False)):
+        for i, ((label, y), (color, _)) in enumerate(zip(values.items(), looks(list(values)), strict=True)):
             y = np.atleast_2d(y)
             x = np.arange(len(groups)) + (i - (len(values) - 1) / 2) * width
             mean = y.mean(0)
@@ -134,7 +176,7 @@ def scatter(
     """
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(7.2, 4.8))
-        for (label, group), color in zip(points.items(), COLORS, strict=False):
+        for (label, group), (color, _) in zip(points.items(), looks(list(points)), strict=True):
             axes.scatter([x for x, _, _ in group], [y for _, y, _ in group], color=color, s=22, label=label, zorder=3)
             for x, y, name in group:
                 axes.annotate(
@@ -148,9 +190,15 @@ def scatter(
 
 
 def maps(
-    panels: Mapping[str, np.ndarray], *, x_label: str, y_label: str, value_label: str, log: bool = False
+    panels: Mapping[str, np.ndarray],
+    *,
+    x_label: str,
+    y_label: str,
+    value_label: str,
+    log: bool = False,
+    x_ticks: Sequence[str] | None = None,
 ) -> Figure:
-    """Heat maps side by side with one colour scale.
+    """Heat maps with one colour scale: two beside each other, from five on four.
 
     Args:
       panels: Title -> [rows, columns].
@@ -158,22 +206,36 @@ def maps(
       y_label: Of the rows.
       value_label: Of the colours.
       log: Logarithmic colours, for values over many powers of ten; otherwise colours go with the square root.
+      x_ticks: Names of the columns, where these are not counted from 0.
     """
-    values = np.concatenate([panel.ravel() for panel in panels.values()])
-    top = float(values.max())
-    norm = (
-        LogNorm(vmin=max(float(np.quantile(values[values > 0], 0.02)), top * 1e-6), vmax=top)
-        if log
-        else PowerNorm(0.5, 0.0, top)
-    )
-    with plt.rc_context({**_STYLE, "axes.grid": False}):
-        figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels) + 0.6, 3.8), squeeze=False)
+    across = min(len(panels), 2 if len(panels) <= 4 else 4)
+    down = -(-len(panels) // across)
+    width, height = (3.5, 3.3) if across <= 2 else (2.5, 2.5)
+    norm = _color_scale(np.concatenate([panel.ravel() for panel in panels.values()]), log=log)
+    # Large letters, so that they can be read on a phone, where the picture is half as wide.
+    with plt.rc_context({**_STYLE, "axes.grid": False, "font.size": 12, "axes.titlesize": 11}):
+        figure, grid = plt.subplots(down, across, figsize=(width * across + 0.9, height * down), squeeze=False)
         image = None
-        for ax, (title, panel) in zip(axes[0], panels.items(), strict=True):
+        for i, ((title, panel), ax) in enumerate(zip(panels.items(), grid.flat, strict=False)):
             shown = np.where(panel > 0, panel, np.nan) if log else panel
             image = ax.imshow(shown, norm=norm, cmap="magma", aspect="auto", interpolation="nearest")
             ax.set_facecolor("#000004")  # the colour of nothing, where the logarithm has no value
-            ax.set(title=title, xlabel=x_label, ylabel=y_label)
+            ax.set_title(title.replace(", ", ",\n", 1) if across > 2 else title)
+            if x_ticks:
+                ax.set_xticks(range(len(x_ticks)), x_ticks, rotation=90, fontsize=10)
+            if i % across == 0:
+                ax.set_ylabel(y_label)
+            if i + across >= len(panels):
+                ax.set_xlabel(x_label)
+        for ax in list(grid.flat)[len(panels) :]:
+            ax.set_visible(False)
         if image is not None:
-            figure.colorbar(image, ax=list(axes[0]), label=value_label, shrink=0.9)
+            figure.colorbar(image, ax=grid, label=value_label, shrink=min(0.9, 4 / down))
     return figure
+
+
+def _color_scale(values: np.ndarray, *, log: bool) -> Normalize:
+    top = float(values.max())
+    if log:
+        return LogNorm(vmin=max(float(np.quantile(values[values > 0], 0.02)), top * 1e-6), vmax=top)
+    return PowerNorm(0.5, 0.0, top)

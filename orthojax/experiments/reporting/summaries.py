@@ -73,21 +73,43 @@ def metric_table(
     return Table(caption, ["", *(v.label for v in variants)], body)
 
 
+def finished_seeds(study: Study, variant: Variant) -> list[int]:
+    """The seeds of the runs that did not fail; of a given model the one that it was trained with."""
+    return list(study.by_seed(variant.name, "loss_nats"))
+
+
+def finished(study: Study, variants: Sequence[Variant]) -> list[Variant]:
+    """The variants of which at least one seed did not fail."""
+    return [variant for variant in variants if finished_seeds(study, variant)]
+
+
 def training_curves(study: Study, variants: Sequence[Variant], key: str) -> Curves:
-    """One entry of metrics.jsonl by step, at the steps that all seeds have."""
+    """One entry of metrics.jsonl by step, at the steps that all seeds have; of the variants and seeds that finished."""
     curves: Curves = {}
-    for variant in variants:
-        runs = [read_metrics(study.run_dir(variant.name, seed) / "metrics.jsonl") for seed in study.seeds]
+    for variant in finished(study, variants):
+        seeds = finished_seeds(study, variant)
+        runs = [read_metrics(study.run_dir(variant.name, seed) / "metrics.jsonl") for seed in seeds]
         points = [{line["step"]: line[key] for line in run if key in line} for run in runs]
         steps = sorted(set.intersection(*(set(point) for point in points)))
         curves[variant.label] = (steps, np.array([[point[step] for step in steps] for point in points]))
     return curves
 
 
-def layer_curves(study: Study, variants: Sequence[Variant], metric: str) -> Curves:
-    """One metric after each layer, counted from 1."""
+def layer_curves(study: Study, variants: Sequence[Variant], metric: str, *, normalized: bool = False) -> Curves:
+    """One metric after each layer, of the variants that finished.
+
+    Args:
+      study: Where the values are.
+      variants: Which variants.
+      metric: Without `/layer_i`.
+      normalized: The x of layer m of L, counted from 0, is m / (L - 1) and 0 for a single layer; otherwise m + 1.
+    """
     values = {variant.label: study.by_layer(variant.name, metric) for variant in variants}
-    return {label: (list(range(1, y.shape[1] + 1)), y) for label, y in values.items()}
+    return {
+        label: ([m / max(y.shape[1] - 1, 1) if normalized else m + 1 for m in range(y.shape[1])], y)
+        for label, y in values.items()
+        if y.size
+    }
 
 
 def penalties(study: Study, variant: str, metric: str) -> list[float]:

@@ -9,7 +9,7 @@ import numpy as np
 from orthojax.config import Config
 from orthojax.model import Taps, Transformer
 
-PANELS = ("mean over layers", "first layer", "a quarter of the layers", "three quarters of the layers")
+PANELS: tuple[str, ...] = ("mean over layers", "first layer", "a quarter of the layers", "three quarters of the layers")
 
 
 def example_maps(config: Config, params: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:

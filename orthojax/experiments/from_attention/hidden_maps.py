@@ -1,0 +1,176 @@
+"""Figures 27 to 40: hidden states and attention maps of models, mean over layers and three single layers."""
+
+from functools import partial
+
+import numpy as np
+
+from orthojax.experiments.from_attention.criteria import chance_of_first
+from orthojax.experiments.from_attention.figure1 import CURED, VANILLA, two_variants
+from orthojax.experiments.from_attention.models import SCALES
+from orthojax.experiments.reporting import summaries
+from orthojax.experiments.reporting.formats import number, spread
+from orthojax.experiments.reporting.model_pictures import draw_attention, draw_hidden, example_of
+from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
+from orthojax.experiments.study.channel_overlap import CHANNEL_OVERLAP, SEQUENCES
+from orthojax.experiments.study.example import PANELS
+from orthojax.experiments.study.study import Experiment, Study
+
+CHANNELS = 16  # shown
+_SAME = 0.8  # an overlap of at least this is 'the same channels'
+_OVERLAPS = {"sequences": "input", "positions": "position", "layers": "layer"}
+
+
+def largest_channels(hidden: np.ndarray, count: int) -> np.ndarray:
+    """The channels of the largest values at any position of the first panel, in increasing order.
+
+    Args:
+      hidden: |hidden state| of `PANELS`, [4, T, D].
+      count: How many at most.
+    """
+    return np.sort(np.argsort(-hidden[0].max(axis=0), kind="stable")[:count])
+
+
+def _hidden_pictures(study: Study) -> list[Picture]:
+    pictures = []
+    for variant in summaries.finished(study, study.variants):
+        hidden = example_of(study, variant)["hidden"]
+        channels = largest_channels(hidden, CHANNELS)
+        caption = (
+            f"{variant.label}: |hidden state| of one held-out sequence in the {len(channels)} channels that have the "
+            f"largest values, of {hidden.shape[-1]}."
+        )
+        panels = dict(zip(PANELS, hidden[:, :, channels], strict=True))
+        pictures.append(Picture(f"hidden_{variant.name}", caption, draw_hidden(panels, channels.tolist()), "png"))
+    return pictures
+
+
+def _attention_pictures(study: Study) -> list[Picture]:
+    pictures = []
+    for variant in summaries.finished(study, study.variants):
+        panels = dict(zip(PANELS, example_of(study, variant)["attention"], strict=True))
+        caption = f"{variant.label}: attention on one held-out sequence, mean over heads."
+        pictures.append(Picture(f"attention_{variant.name}", caption, draw_attention(panels), "png"))
+    return pictures
+
+
+def _overlap_table(study: Study) -> Table:
+    metrics = {f"channel_overlap_{key}": f"between {key}" for key in _OVERLAPS}
+    columns = metrics | {
+        "channel_overlap_chance": "by chance",
+        "channel_most_frequent_fraction": "sequences with the most frequent channel",
+        "kurtosis_rest": "kurtosis, tokens but the first",
+    }
+    return summaries.metric_table(
+        study, "Overlap of the largest channels, a thirty-second of all", study.variants, columns, rows="variants"
+    )
+
+
+def _overlap_claims(study: Study) -> list[Claim]:
+    """'The same feature channels always exhibit outlier activations' (section 2.2), of softmax and Adam."""
+    kurtosis, chance = study.mean(VANILLA, "kurtosis_rest"), study.mean(VANILLA, "channel_overlap_chance")
+    claims = []
+    for key, what in _OVERLAPS.items():
+        metric = f"channel_overlap_{key}"
+        others = {v.label: study.values(v.name, metric) for v in study.variants if v.name != VANILLA}
+        shown = ", ".join(f"{label} {spread(values)}" for label, values in others.items() if values)
+        claims.append(
+            Claim(
+                verdict(study.mean(VANILLA, metric) >= _SAME, visible=kurtosis > 4),
+                f"The same channels are the outliers for every {what}. Overlap of the largest channels between two "
+                f"{key} with softmax and Adam: {spread(study.values(VANILLA, metric))}; {shown}; by chance "
+                f"{chance:.3f} (criterion: at least {_SAME:g}; visible where the kurtosis of tokens but the first, "
+                f"{kurtosis:.1f}, is above 4).",
+            )
+        )
+    return claims
+
+
+def hidden_report(study: Study) -> Report:
+    """Maps of hidden states, and whether the same channels stick out everywhere."""
+    return Report(
+        title="Figures 27 to 33: hidden states",
+        summary=[
+            "The paper shows pretrained models here; --model=NAME=CHECKPOINT adds any. Without one the report is of "
+            f"GPT2 130M, or of what stands for it at this scale. {summaries.seeds_sentence(study)}",
+            f"The largest channels of a sequence and a layer are the thirty-second of all channels with the largest "
+            f"mean |hidden state| over positions; those of a position have the largest |hidden state|. Overlap is the "
+            f"share that two such sets have in common, mean over all pairs: of up to {SEQUENCES} held-out sequences in "
+            f"the same layer, of the positions of a sequence, and of the layers of a sequence.",
+            summaries.corpus_sentence(study),
+            *study.failures(),
+        ],
+        claims=[] if study.failures() else _overlap_claims(study),
+        tables=[_overlap_table(study)],
+        pictures=_hidden_pictures(study),
+        notes=summaries.notes(study),
+        links=summaries.links(study),
+    )
+
+
+def _attention_table(study: Study) -> Table:
+    rows = []
+    for variant in study.variants:
+        layers = study.by_layer(variant.name, "first_attention_mass")
+        shown = ", ".join(number(float(value)) for value in layers.mean(0)) if layers.size else "failed"
+        means = [spread(study.values(variant.name, f"first_attention_{key}")) for key in ("fraction", "mass")]
+        rows.append([variant.label, *means, shown])
+    columns = ["fraction of pairs", "mass", "mass by layer, from the first"]
+    return Table("Attention on the first token", ["", *columns], rows)
+
+
+def _attention_claims(study: Study) -> list[Claim]:
+    """'Generally after the first or second layer, first token attention dominance is highly established' (K)."""
+    mass = {name: study.by_layer(name, "first_attention_mass").mean(0) for name in (VANILLA, CURED)}
+    chance, largest = chance_of_first(study.variants[0].config.data.sequence_length), float(mass[VANILLA].max())
+    shown = {name: ", ".join(number(float(value)) for value in values) for name, values in mass.items()}
+    visible = largest > 2 * chance
+    return [
+        Claim(
+            verdict(bool((mass[VANILLA][2:] >= largest / 2).all()), visible=visible),
+            f"With softmax and Adam dominance is established after the first or second layer and persists. Mass on "
+            f"the first token by layer: {shown[VANILLA]} (criterion: from the third layer on no layer has less than "
+            f"half of the largest; visible where that is above {2 * chance:.2g}, twice what uniform attention gives).",
+        ),
+        Claim(
+            verdict(bool(mass[CURED].max() <= largest / 2), visible=visible),
+            f"With softmax-1 and OrthoAdam no layer has it. Mass by layer: {shown[CURED]} (criterion: at most half of "
+            f"the largest with softmax and Adam; visible as above).",
+        ),
+    ]
+
+
+def attention_report(study: Study) -> Report:
+    """Attention maps, and in which layers the first token dominates."""
+    return Report(
+        title="Figures 34 to 40: attention maps",
+        summary=[
+            "The paper shows pretrained models here; --model=NAME=CHECKPOINT adds any. Without one the report is of "
+            f"GPT2 130M, or of what stands for it at this scale. {summaries.seeds_sentence(study)}",
+            summaries.corpus_sentence(study),
+            *study.failures(),
+        ],
+        claims=[] if study.failures() else _attention_claims(study),
+        tables=[_attention_table(study)],
+        pictures=_attention_pictures(study),
+        notes=summaries.notes(study),
+        links=summaries.links(study),
+    )
+
+
+HIDDEN_STATES = Experiment(
+    name="figure27",
+    title="hidden states in the channels of the largest values; whether these are the same everywhere",
+    scales={scale: partial(two_variants, scale) for scale in SCALES},
+    report=hidden_report,
+    also=tuple(f"figure{n}" for n in range(28, 34)),
+    measures=(CHANNEL_OVERLAP,),
+    takes_models=True,
+)
+ATTENTION_MAPS = Experiment(
+    name="figure34",
+    title="attention maps, mean over layers and three single layers",
+    scales={scale: partial(two_variants, scale) for scale in SCALES},
+    report=attention_report,
+    also=tuple(f"figure{n}" for n in range(35, 41)),
+    takes_models=True,
+)

@@ -1,0 +1,437 @@
+"""Figures 1, 7 to 44 of From Attention to Activation: what is measured for them, and what their reports conclude."""
+
+import dataclasses
+import itertools
+import json
+import re
+from pathlib import Path
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from orthojax.config import Config, DataConfig, EvalConfig
+from orthojax.experiments.catalog import find
+from orthojax.experiments.from_attention.criteria import chance_of_first, gaussian_kurtosis_limit
+from orthojax.experiments.from_attention.hidden_maps import CHANNELS, largest_channels
+from orthojax.experiments.from_attention.models import MODELS
+from orthojax.experiments.from_attention.training_curves import running_mean, spikes, window_of
+from orthojax.experiments.reporting import drawing, model_pictures
+from orthojax.experiments.reporting.page import write_report
+from orthojax.experiments.reporting.summaries import layer_curves, training_curves
+from orthojax.experiments.study import channel_overlap as overlap
+from orthojax.experiments.study.measures import Measure, Measured, keep
+from orthojax.experiments.study.study import Study
+from orthojax.fields import changed_fields
+from orthojax.model import gpt2
+from orthojax.train import init_state
+
+LAYERS, POSITIONS, CHANNEL_COUNT = 4, 6, 64
+METHODS = ("vanilla", "softmax1", "orthoadam", "cured")
+
+
+def slow(*names):
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+# The overlap of channels.
+
+
+def pairwise(sets):
+    """Mean of |A & B| / |A| over all pairs, one by one."""
+    return np.mean([len(a & b) / len(a) for a, b in itertools.combinations(sets, 2)])
+
+
+def largest(values, count):
+    """Sorted one after the other, ties to the lower index."""
+    return set(sorted(range(len(values)), key=lambda d: (-values[d], d))[:count])
+
+
+def test_overlap_is_the_mean_over_pairs_of_what_two_sets_share():
+    rng = np.random.default_rng(0)
+    magnitude = rng.normal(size=(3, 7, 96)).astype(np.float32).round(1)  # with ties
+    members = np.asarray(overlap.top_channels(magnitude))
+    sets = [[largest(row, 3) for row in rows] for rows in magnitude]
+    assert [[set(np.flatnonzero(row)) for row in rows] for rows in members] == sets
+    np.testing.assert_allclose(overlap.mean_overlap(members, axis=1), [pairwise(rows) for rows in sets], atol=1e-6)
+    by_column = [pairwise([sets[i][j] for i in range(3)]) for j in range(7)]
+    np.testing.assert_allclose(overlap.mean_overlap(members, axis=0), by_column, atol=1e-6)
+
+
+def test_random_sets_overlap_by_k_over_d_and_equal_ones_wholly():
+    D, n = 256, 400
+    k = overlap.top_count(D)
+    random = overlap.top_channels(np.random.default_rng(1).normal(size=(n, D)))
+    # A pair's overlap is hypergeometric: variance k/D (1-k/D) (D-k) / (k (D-1)); pairs are nearly uncorrelated.
+    deviation = np.sqrt(k / D * (1 - k / D) * (D - k) / (k * (D - 1)) / (n * (n - 1) / 2))
+    assert abs(float(overlap.mean_overlap(random, axis=0)) - k / D) < 5 * deviation
+    same = np.tile(np.asarray(random)[:1], (n, 1))
+    assert float(overlap.mean_overlap(same, axis=0)) == pytest.approx(1.0, abs=1e-6)
+
+
+class Planted:
+    """In place of a model: the tokens of a sequence say which hidden states it has."""
+
+    def __init__(self, hidden):
+        self.hidden = hidden  # [B, layers, T, D]
+
+    def __call__(self, config):
+        return self
+
+    def apply(self, variables, tokens, *, observe):
+        hidden = jax.numpy.asarray(self.hidden)[tokens[:, 0]]
+        seen = [observe(type("Taps", (), {"residual": hidden[:, layer]})) for layer in range(hidden.shape[1])]
+        return None, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *seen)
+
+
+def measured(hidden, monkeypatch):
+    monkeypatch.setattr(overlap, "Transformer", Planted(np.asarray(hidden, np.float32)))
+    config = Config(eval=EvalConfig(batch_size=2))  # more than one batch, and a smaller last one
+    B, _, T, _ = hidden.shape
+    return overlap.channel_overlap(config, {}, np.tile(np.arange(B)[:, None], (1, T + 1)))
+
+
+def test_planted_outlier_channels_are_the_same_everywhere(monkeypatch):
+    hidden = np.random.default_rng(0).normal(size=(4, LAYERS, POSITIONS, CHANNEL_COUNT))
+    hidden[..., [7, 40]] += 50.0  # D // 32 = 2 channels
+    metrics, arrays = measured(hidden, monkeypatch)
+    for key in ("sequences", "positions", "layers"):
+        assert metrics[f"channel_overlap_{key}"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["channel_overlap_chance"] == 2 / 64
+    assert metrics["channel_most_frequent_fraction"] == 1.0
+    assert set(np.flatnonzero(arrays["frequency"][0])) == {7, 40}
+
+
+def test_the_overlaps_of_a_model_are_those_of_sets_taken_one_by_one(monkeypatch):
+    hidden = np.random.default_rng(2).normal(size=(5, LAYERS, POSITIONS, CHANNEL_COUNT)).astype(np.float32)
+    hidden[:, :2, :, 3] += 2.0  # in half of the layers
+    metrics, arrays = measured(hidden, monkeypatch)
+    mean = np.abs(hidden.astype(np.float64)).mean(axis=2)  # [B, layers, D]
+    sets = [[largest(mean[b, layer], 2) for layer in range(LAYERS)] for b in range(5)]
+    between_sequences = [pairwise([sets[b][layer] for b in range(5)]) for layer in range(LAYERS)]
+    between_positions = [
+        np.mean([pairwise([largest(abs(row), 2) for row in hidden[b, layer]]) for b in range(5)])
+        for layer in range(LAYERS)
+    ]
+    for layer in range(LAYERS):
+        assert metrics[f"channel_overlap_sequences/layer_{layer}"] == pytest.approx(between_sequences[layer], abs=1e-6)
+        assert metrics[f"channel_overlap_positions/layer_{layer}"] == pytest.approx(between_positions[layer], abs=1e-6)
+    assert metrics["channel_overlap_sequences"] == pytest.approx(np.mean(between_sequences), abs=1e-6)
+    assert metrics["channel_overlap_layers"] == pytest.approx(np.mean([pairwise(rows) for rows in sets]), abs=1e-6)
+    np.testing.assert_allclose(arrays["magnitude"], mean.mean(0), rtol=1e-5)
+    counts = [[sum(d in sets[b][layer] for b in range(5)) for d in range(CHANNEL_COUNT)] for layer in range(LAYERS)]
+    np.testing.assert_allclose(arrays["frequency"], np.array(counts) / 5, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scanned", [True, False])
+def test_a_model_with_one_layer_has_no_overlap_between_layers(scanned):
+    model = gpt2("tiny", num_layers=1, d_model=32, num_heads=2, vocab_size=8, max_length=8, scan_layers=scanned)
+    config = Config(model=model, data=DataConfig(sequence_length=8))
+    tokens = np.random.default_rng(0).integers(0, 8, (3, 9))
+    metrics, arrays = overlap.channel_overlap(config, init_state(config).params, tokens)
+    assert "channel_overlap_layers" not in metrics
+    assert 0.0 <= metrics["channel_overlap_sequences"] <= 1.0
+    assert arrays["frequency"].shape == (1, 32)
+
+
+def test_the_channels_that_are_shown_are_those_of_the_largest_values():
+    hidden = np.zeros((4, POSITIONS, CHANNEL_COUNT))
+    hidden[0, 3, [9, 2, 50]] = [7.0, 9.0, 8.0]
+    hidden[1, 0, 11] = 99.0  # of the first layer alone
+    assert largest_channels(hidden, 3).tolist() == [2, 9, 50]
+
+
+# What no dominance and no outlier look like.
+
+
+def test_chance_and_limit_are_what_samples_give():
+    rng = np.random.default_rng(0)
+    weights = np.tril(rng.random((4000, 8, 8)))
+    share = (weights.argmax(-1) == 0).mean()
+    assert share == pytest.approx(chance_of_first(8), abs=4 * 0.5 / np.sqrt(4000 * 8))
+    x = rng.normal(size=(20_000, 96))
+    x = (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True)
+    kurtosis = (x**4).mean(-1)
+    assert gaussian_kurtosis_limit(96) == pytest.approx(3 + 3 * kurtosis.std(), rel=0.05)
+    assert np.mean(kurtosis > gaussian_kurtosis_limit(96)) < 0.02
+
+
+# Losses.
+
+
+def test_the_running_mean_is_of_the_last_values_up_to_each():
+    losses = np.random.default_rng(0).normal(size=(2, 9))
+    for window in (1, 3, 20):
+        expected = [[row[max(0, i + 1 - window) : i + 1].mean() for i in range(9)] for row in losses]
+        np.testing.assert_allclose(running_mean(losses, window), expected, atol=1e-12)
+
+
+def test_a_spike_is_more_than_a_nat_above_the_mean_before_it_and_after_warm_up():
+    steps, losses = np.arange(20, 520, 20), np.linspace(6.0, 4.0, 25)
+    assert window_of(25) == 3
+    assert spikes(steps, losses, 100) == 0
+    losses[10] = losses[7:10].mean() + 1.01
+    assert spikes(steps, losses, 100) == 1
+    assert spikes(steps, losses, 300) == 0  # step 220 is before
+    losses[10] = losses[7:10].mean() + 0.99
+    assert spikes(steps, losses, 100) == 0
+
+
+# Reports.
+
+VALUES = {  # by method: what the paper would have, of every layer
+    "first_attention_fraction": ([0.1, 0.6, 0.5, 0.2], [0.02] * 4, [0.1, 0.5, 0.3, 0.2], [0.02] * 4),
+    "first_attention_mass": ([0.2, 0.5, 0.5, 0.3], [0.03] * 4, [0.2, 0.5, 0.5, 0.3], [0.03] * 4),
+    "kurtosis_first": ([10, 20, 40, 45], [8, 9, 20, 30], [5, 8, 9, 20], [3, 3.1, 3, 3.4]),
+    "norm_ratio_first": ([0.5, 0.6, 0.7, 0.8], [0.5, 0.6, 0.7, 0.8], [0.45, 0.5, 0.6, 0.7], [0.25] * 4),
+    "max_abs_first": ([30, 50, 52, 40], [30, 40, 41, 42], [20, 30, 40, 50], [8, 9, 9, 10]),
+    "kurtosis_rest": ([6, 7, 8, 9], [6, 7, 8, 9], [3, 4, 4, 5], [3] * 4),
+}
+SINGLE = {"perplexity": 50.0, "max_abs_rest": 10.0, "loss_nats": 4.0, "channel_overlap_chance": 1 / 32}
+SINGLE |= {f"channel_overlap_{key}": 0.9 for key in ("sequences", "positions", "layers")}
+SINGLE |= {"channel_most_frequent_fraction": 1.0}
+
+
+def made_up(name, workdir=None, *, seeds=(0, 1), change=None, failed=(), losses=None):
+    """A study with the values above, changed by `change(variant, metric, values)`, and runs on disk where wanted."""
+    experiment = find(name)
+    variants, rows = experiment.variants("tiny"), []
+    for seed, v in itertools.product(seeds, variants):
+        method = v.name.rsplit("_", 1)[1]
+        metrics = dict(SINGLE)
+        for metric, by_method in VALUES.items():
+            values = np.array(by_method[METHODS.index(method)], float)
+            values = change(v.name, metric, values) if change else values
+            metrics |= {f"{metric}/layer_{i}": float(value) for i, value in enumerate(values)}
+            metrics[metric] = float(values.mean())
+        if change:
+            metrics |= {metric: float(change(v.name, metric, np.array(SINGLE[metric]))) for metric in SINGLE}
+        row = {"variant": v.name, "seed": seed, "overrides": changed_fields(Config(), v.config), "metrics": metrics}
+        row["run"] = f"{v.name}-seed{seed}"
+        rows.append(row | ({"metrics": {}, "failed": "killed"} if (v.name, seed) in failed else {}))
+        if workdir and (v.name, seed) not in failed:
+            write_run(workdir / row["run"], losses)
+    data = {"file_count": 3, "source_sha256": "0" * 64, "tokenizer": "bpe:2048", "train": {"n_tokens": 10}}
+    provenance = {"versions": {"jax": "0"}, "device": "cpu", "seeds": list(seeds), "data": [data], "date": "2000-01-01"}
+    results = {"rows": rows, "provenance": provenance | {"wall_seconds": 60.0}}
+    return Study(experiment, "tiny", variants, tuple(seeds), workdir or Path(), results)
+
+
+def write_run(folder, losses):
+    rng = np.random.default_rng(0)
+    maps = {"attention": rng.random((4, 8, 8)), "hidden": rng.random((4, 8, CHANNEL_COUNT)), "tokens": np.arange(8)}
+    keep(folder, Measure("maps", lambda *_: Measured({}, {})), Measured({}, maps))
+    lines = [{"step": 20 * i, "loss_nats": loss} for i, loss in enumerate(losses or [7.0, 6.0, 5.0, 4.5, 4.4], 1)]
+    lines += [{"step": step, "validation_loss_nats": 5.0 - step / 100} for step in (50, 100)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def layer_claims(study):
+    """Those of a report on layers, without its pictures."""
+    return study.experiment.report.keywords["quantity"].claims(study)
+
+
+def verdicts(study):
+    return [claim.verdict for claim in study.experiment.report(study).claims]
+
+
+@pytest.mark.parametrize("name", ["figure7", *slow("figure12", "figure17", "figure22")])
+def test_every_claim_on_layers_holds_for_what_the_paper_describes_and_has_a_criterion(name):
+    study = made_up(name)
+    report = study.experiment.report(study)
+    assert {claim.verdict for claim in report.claims} == {"holds"}
+    assert all("criterion" in claim.text for claim in report.claims)
+    assert len(report.tables[0].rows) == 20
+    first = int(name.removeprefix("figure"))
+    numbers = [int(re.findall(r"figure(\d+)_", picture.name)[0]) - first for picture in report.pictures]
+    assert numbers == [0, 1, 2, 2, 3]  # one for each model; 350M and 1.4B are one figure there
+    for picture in report.pictures:
+        labels = [line.get_label() for line in picture.figure.axes[0].get_lines()]
+        assert labels[:4] == ["softmax + Adam", "softmax-1 + Adam", "softmax + OrthoAdam", "softmax-1 + OrthoAdam"]
+    plt.close("all")
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "values", "claim"),
+    [
+        ("figure7", "vanilla", [0.6, 0.5, 0.4, 0.2], "With softmax and Adam, dominance begins low"),
+        ("figure7", "orthoadam", [0.1, 0.5, 0.3, 0.5], "With softmax and OrthoAdam, dominance falls"),
+        ("figure7", "cured", [0.1, 0.4, 0.1, 0.1], "With OrthoAdam, softmax-1 removes"),
+        ("figure12", "softmax1", [30, 20, 10, 9], "With softmax-1 and Adam, the kurtosis"),
+        ("figure12", "orthoadam", [11, 12, 13, 14], "With OrthoAdam alone"),
+        ("figure12", "cured", [3, 5, 3, 3], "With both"),
+        ("figure17", "vanilla", [0.8, 0.7, 0.6, 0.5], "With softmax and Adam, the norm ratio"),
+        ("figure22", "vanilla", [30, 20, 50, 60], "outliers of the first token are established"),
+        ("figure22", "cured", [8, 9, 9, 60], "smaller activations"),
+    ],
+)  # fmt: skip
+def test_layers_that_contradict_a_claim_turn_its_verdict_alone(name, method, values, claim):
+    metric = find(name).report.keywords["quantity"].metric
+
+    def change(variant, key, old):
+        turned = key == metric and variant.endswith(f"_{method}")
+        return np.array(values, float) if turned and not variant.startswith("llama2") else old  # most models
+
+    study = made_up(name, change=change)
+    wrong = [c for c in layer_claims(study) if c.verdict != "holds"]
+    assert [c.verdict for c in wrong] == ["does not hold"]
+    assert claim in wrong[0].text
+
+
+def test_without_dominance_or_outliers_nothing_is_claimed_of_them():
+    flat = {"first_attention_fraction": 0.07, "kurtosis_first": 3.0, "norm_ratio_first": 0.25}
+    for name in ("figure7", "figure12", "figure17", "figure22"):
+        study = made_up(name, change=lambda _, metric, old: np.full_like(old, flat.get(metric, 1.0)))
+        assert {claim.verdict for claim in layer_claims(study)} == {"not visible at this scale"}
+
+
+def test_layers_stand_between_0_and_1_and_a_single_one_at_0():
+    study = made_up("figure7")
+    (x, _), *_ = layer_curves(study, study.variants, "kurtosis_first", normalized=True).values()
+    assert x == [0, 1 / 3, 2 / 3, 1]
+    single = made_up("figure7", change=lambda _, __, old: old[:1] if old.ndim else old)
+    (x, y), *_ = layer_curves(single, single.variants, "kurtosis_first", normalized=True).values()
+    assert x == [0]
+    assert y.shape == (2, 1)
+    assert "holds" not in {claim.verdict for claim in layer_claims(single)[:2]}
+
+
+@pytest.mark.parametrize(
+    "name", ["figure1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("figure27", "figure34"))]
+)
+def test_reports_of_maps_show_every_model_and_hold_for_what_the_paper_describes(name, tmp_path):
+    study = made_up(name, tmp_path)
+    report = study.experiment.report(study)
+    assert [claim.verdict for claim in report.claims] == ["holds"] * len(report.claims)
+    assert all("criterion" in claim.text for claim in report.claims)
+    write_report(report, tmp_path)
+    for picture in report.pictures:
+        assert (tmp_path / f"figures/{picture.name}.png").stat().st_size > 1000
+    plt.close("all")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "variant", "metric", "value", "claim"),
+    [
+        ("figure1", "gpt2_130m_cured", "first_attention_fraction", 0.3, "Softmax-1 eliminates"),
+        ("figure1", "gpt2_130m_cured", "kurtosis_rest", 3.6, "OrthoAdam and softmax-1 remove"),
+        ("figure27", "gpt2_130m_vanilla", "channel_overlap_positions", 0.7, "for every position"),
+        ("figure34", "gpt2_130m_cured", "first_attention_mass", 0.3, "no layer has it"),
+    ],
+)  # fmt: skip
+def test_numbers_that_contradict_a_claim_on_maps_turn_its_verdict_alone(name, variant, metric, value, claim, tmp_path):
+    def change(v, key, old):
+        return np.full_like(old, value) if (v, key) == (variant, metric) else old
+
+    study = made_up(name, tmp_path, change=change)
+    wrong = [c for c in study.experiment.report(study).claims if c.verdict != "holds"]
+    assert [c.verdict for c in wrong] == ["does not hold"]
+    assert claim in wrong[0].text
+    plt.close("all")
+
+
+@pytest.mark.slow
+def test_what_a_small_model_does_not_have_yet_is_no_failure_and_at_the_papers_scale_it_is(tmp_path):
+    def change(variant, metric, old):
+        return np.full_like(old, 0.05) if metric == "first_attention_fraction" else old
+
+    study = made_up("figure1", tmp_path, change=change)
+    assert verdicts(study)[:2] == ["not visible at this scale"] * 2
+    assert verdicts(dataclasses.replace(study, scale="paper"))[:2] == ["does not hold", "not visible at this scale"]
+    plt.close("all")
+
+
+@pytest.mark.slow
+def test_training_curves_hold_for_equal_losses_without_spikes(tmp_path):
+    study = made_up("figure41", tmp_path)
+    report = study.experiment.report(study)
+    assert [claim.verdict for claim in report.claims] == ["holds"] * 4
+    assert [picture.name.split("_")[0] for picture in report.pictures] == [
+        "figure41", "figure42", "figure43", "figure43", "figure44",
+    ]  # fmt: skip
+    assert len(report.tables[0].rows) == 20
+    worse = made_up(
+        "figure41", tmp_path, change=lambda v, m, old: old + 0.06 * (m == "loss_nats" and v == "gpt2_350m_softmax1")
+    )
+    assert verdicts(worse) == ["holds", "does not hold", "holds", "holds"]
+    spiky = made_up("figure41", tmp_path, seeds=(0,), losses=[7.0] * 20 + [5.0] * 5 + [6.2] + [5.0] * 5)
+    assert verdicts(spiky)[0] == "does not hold"  # the spike at step 520, where warm-up has ended at 100
+    plt.close("all")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "figure1",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("figure7", "figure27", "figure34", "figure41")),
+    ],
+)
+def test_runs_that_failed_are_told_and_the_others_are_shown(name, tmp_path):
+    failed = {("gpt2_130m_vanilla", 0), ("gpt2_130m_cured", 0), ("gpt2_130m_cured", 1)}
+    study = made_up(name, tmp_path, failed=failed)
+    report = study.experiment.report(study)
+    assert sum("killed" in text for text in report.summary) == 3
+    assert report.claims == []
+    assert any("failed" in row for row in report.tables[0].rows)
+    write_report(report, tmp_path)
+    curves = training_curves(study, study.variants, "loss_nats")
+    labels = {v.name: v.label for v in study.variants}
+    assert curves[labels["gpt2_130m_vanilla"]][1].shape == (1, 5)
+    assert labels["gpt2_130m_cured"] not in curves
+    plt.close("all")
+
+
+# Pictures.
+
+
+@pytest.mark.slow
+def test_pictures_of_models_have_a_panel_for_every_model_that_finished(tmp_path):
+    study = made_up("figure7", tmp_path, failed={("llama2_130m_cured", 0), ("llama2_130m_cured", 1)})
+    pictures = model_pictures.model_pictures(study, study.variants)
+    assert [picture.name for picture in pictures] == ["attention_map", "hidden_states"]
+    for picture in pictures:
+        shown = [ax.get_title() for ax in picture.figure.axes if ax.get_visible() and ax.get_images()]
+        assert len(shown) == 19
+        assert all(MODELS["llama2_130m"] in title for title in shown[-3:])
+    assert model_pictures.model_pictures(study, study.variants[-1:]) == []
+    plt.close("all")
+
+
+def test_a_method_has_one_colour_whatever_else_is_drawn():
+    labels = ["ReLU", "softmax-1 + OrthoAdam", "sigmoid", "GPT2 60M, softmax + Adam", "GPT2 130M, softmax + Adam"]
+    looks = drawing.looks(labels)
+    assert [color for color, _ in looks[1::2]] == [
+        drawing.METHOD_COLORS["softmax-1 + OrthoAdam"],
+        drawing.METHOD_COLORS["softmax + Adam"],
+    ]
+    assert looks[3][0] == looks[4][0]
+    assert looks[3][1] != looks[4][1]
+    assert len(set(drawing.looks([f"curve {i}" for i in range(40)]))) == 40
+    pairs = drawing.looks(["a first", "a others", "b first", "b others"], pairs=True)
+    assert [pairs[0][0], pairs[2][0]] == [pairs[1][0], pairs[3][0]]
+    assert pairs[0][0] != pairs[2][0]
+    assert [style for _, style in pairs] == ["-", "--"] * 2
+
+
+@pytest.mark.parametrize(("count", "grid"), [(1, (1, 1)), (2, (1, 2)), (4, (2, 2)), (5, (2, 4))])
+def test_panels_wrap_over_rows_and_share_one_scale(count, grid):
+    figure = drawing.maps(
+        {str(i): np.full((3, 3), i + 1.0) for i in range(count)}, x_label="x", y_label="y", value_label="v"
+    )
+    panels = [ax for ax in figure.axes if ax.get_images()]
+    assert len(panels) == count
+    assert {ax.get_images()[0].norm.vmax for ax in panels} == {count}
+    spec = panels[0].get_gridspec()
+    assert (spec.nrows, spec.ncols) == grid
+    assert sum(bool(ax.get_xlabel()) for ax in panels) == min(count, grid[1])  # below every column
+    plt.close("all")
+
+
+def test_a_hidden_map_names_its_channels():
+    figure = model_pictures.draw_hidden({"a": np.ones((3, 2))}, channels=[5, 61])
+    assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["5", "61"]
+    assert CHANNELS <= 20  # as many names as fit below a panel
+    plt.close("all")
