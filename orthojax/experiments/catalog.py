@@ -1,20 +1,24 @@
 """Every experiment by name."""
 
 from orthojax.errors import UserError, nearest
-from orthojax.experiments.from_attention import appendix_e, appendix_g, appendix_h, figure3
-from orthojax.experiments.ours import optimizer_outliers, quick, rotation_ablation
+from orthojax.experiments.from_attention import appendix_e, appendix_g, appendix_h, figure3, table1, table4, table7
+from orthojax.experiments.ours import normalizers, optimizer_outliers, quick, rotation_ablation
 from orthojax.experiments.study.calculation import Calculation
 from orthojax.experiments.study.study import Experiment
 
 # In the order in which they are listed.
 ALL: tuple[Experiment | Calculation, ...] = (
     quick.EXPERIMENT,
+    table1.EXPERIMENT,
+    table4.EXPERIMENT,
+    table7.EXPERIMENT,
     figure3.CALCULATION,
     appendix_e.CALCULATION,
     appendix_g.CALCULATION,
     appendix_h.CALCULATION,
     rotation_ablation.EXPERIMENT,
     optimizer_outliers.EXPERIMENT,
+    normalizers.EXPERIMENT,
 )
 
 
