@@ -46,7 +46,7 @@ _COLUMNS = ("perplexity", "at 4 bits", "difference", "change")
 
 def _tables(study: Study) -> list[Table]:
     in_paper = {
-        variant_name(model, method): _printed(*(TABLE_3[label, method][key] for key in ("perplexity", _FOUR_BITS)))
+        variant_name(model, method): _printed(*(TABLE_3[label, method][key] for key in ("perplexity", _FOUR_BITS)))[:3]
         for model, label in MODELS.items()
         for method in _METHODS
     }
@@ -55,9 +55,9 @@ def _tables(study: Study) -> list[Table]:
         full, four = (study.values(variant.name, key) for key in ("perplexity", _FOUR_BITS))
         differences = [b - a for a, b in zip(full, four, strict=True)]
         change = spread(summaries.penalties(study, variant.name, _FOUR_BITS), _percent)
-        paper = in_paper.get(variant.name, [""] * len(_COLUMNS))
+        paper = in_paper.get(variant.name, [""] * 3)
         rows.append([variant.label, spread(full), spread(four), spread(differences), change, *paper])
-    columns = ["", *_COLUMNS, *(f"paper: {column}" for column in _COLUMNS)]
+    columns = ["", *_COLUMNS, *(f"paper: {column}" for column in _COLUMNS[:3])]
     theirs = [[model, *_printed(*metrics.values())] for model, metrics in TABLE_1.items()]
     return [
         Table("Perplexity in full precision and with weights of 4 bits", columns, rows),
@@ -74,7 +74,7 @@ def _claims(study: Study) -> list[Claim]:
 
     def told(variants: Sequence[Variant]) -> str:
         changes = (spread(summaries.penalties(study, v.name, _FOUR_BITS), _percent) for v in variants)
-        return "; ".join(f"{v.label} {change}" for v, change in zip(variants, changes, strict=True))
+        return "; ".join(f"{v.label.split(',')[0]} {change}" for v, change in zip(variants, changes, strict=True))
 
     return [
         Claim(

@@ -1,5 +1,6 @@
 """How `normalizers` is told."""
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -26,8 +27,6 @@ _METRICS = {
     "perplexity": "perplexity",
     "kurtosis_first": "kurtosis, first token",
     "kurtosis_rest": "kurtosis, others",
-    "max_abs_first": "max |x|, first token",
-    "max_abs_rest": "max |x|, others",
     "first_attention_fraction": "first token most attended, fraction",
     "first_attention_share": "weight on it, share of a row's",
     "first_attention_mass": "weight on it",
@@ -88,9 +87,9 @@ def _dominance_claim(study: Study) -> Claim:
     return Claim(
         verdict(len(removed) == len(NORMALIZERS) - 1, visible=softmax > _DOMINANT),
         f"Whatever lets a head attend to nothing removes the first token's dominance. With Adam it is the most "
-        f"attended one: {_told(study, 'adam', lambda name: f'{_dominance(study, name):.1%}')}; with half or less of softmax's: "
-        f"{', '.join(removed) or 'none'}. The paper, GPT2 60M: softmax 48.9%, softmax-1 2.1% (criterion: at most half "
-        f"with every other one; visible where softmax has more than {_DOMINANT:.0%}).",
+        f"attended one: {_told(study, 'adam', lambda name: f'{_dominance(study, name):.1%}')}; with half or less of "
+        f"softmax's: {', '.join(removed) or 'none'}. The paper, GPT2 60M: softmax 48.9%, softmax-1 2.1% (criterion: "
+        f"at most half with every other one; visible where softmax has more than {_DOMINANT:.0%}).",
     )
 
 
@@ -153,8 +152,11 @@ def _sgd_claims(study: Study) -> list[Claim]:
 def _pictures(study: Study) -> list[Picture]:
     variants = {v.name: v for v in study.variants}
     groups = {
-        label: [(variants[name], _worse(study, name)) for name in (variant_name(n, optimizer) for n in NORMALIZERS)]
-        for optimizer, label in OPTIMIZERS.items()
+        label: [
+            (dataclasses.replace(variants[variant_name(n, o)], label=words), _worse(study, variant_name(n, o)))
+            for n, words in NORMALIZERS.items()
+        ]
+        for o, label in OPTIMIZERS.items()
     }
     fractions = drawing.bars(
         [label.replace(", ", ",\n").replace(" s", "\ns") for label in NORMALIZERS.values()],
