@@ -136,10 +136,10 @@ def integer_product(x: Quantized, kernel: Quantized) -> jax.Array:
         return jnp.moveaxis(values.reshape(*values.shape[:-1], groups, -1), -2, 0)
 
     def add(total: jax.Array, group: Any) -> tuple[jax.Array, None]:
-        *operands, own = group
+        integers, weights, step, shift, own = group
         if own is None:
-            return total + group_product(*operands, x.shift), None
-        return total + group_product(*operands, own.shift) * own.step, None
+            return total + group_product(integers, weights, step, shift, x.shift), None
+        return total + group_product(integers, weights, step, shift, own.shift) * own.step, None
 
     # One after the other: XLA has no fast batched integer product on a CPU, and one [groups, ..., out] would be large.
     kernels = kernel.integers.reshape(groups, -1, kernel.integers.shape[-1]), kernel.step, kernel.shift
