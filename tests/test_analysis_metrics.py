@@ -85,15 +85,18 @@ def test_attention_metrics_match_loops(normalised):
     weights = attention_weights()
     if not normalised:
         weights = np.maximum(weights - 0.3, 0.0)  # like ReLU attention: many rows are all zero
-    wins, mass = 0, 0.0
+        weights[0, 0, 3] = 0.0
+    wins, mass, share = 0, 0.0, 0.0
     for b in range(B):
         for n in range(N):
             for t in range(T):
                 row = weights[b, n, t]
                 wins += row[0] > 0 and all(row[0] > other for other in row[1:])
                 mass += row[0]
+                share += row[0] / row.sum() if row.sum() > 0 else 0.0
     np.testing.assert_allclose(compiled("first_attention_fraction")(weights), wins / (B * N * T), rtol=1e-6)
     np.testing.assert_allclose(compiled("first_attention_mass")(weights), mass / (B * N * T), rtol=1e-6)
+    np.testing.assert_allclose(compiled("first_attention_share")(weights), share / (B * N * T), rtol=1e-6)
     by_head = compiled("first_attention_mass_by_head")(weights)
     np.testing.assert_allclose(by_head, [weights[:, n, :, 0].mean() for n in range(N)], rtol=1e-6)
 

@@ -242,11 +242,11 @@ def test_when_every_trial_diverged_the_smallest_rate_is_left():
 
 @pytest.mark.slow
 def test_costs_are_measured_relative_to_the_reference_and_kept(tiny, tmp_path, monkeypatch):
-    from orthojax.experiments import costs as module
+    from orthojax.experiments.study import costs as module
 
     haar = {"optim.optimizer": "orthoadam", "optim.rotation.kind": "haar"}
     variants = (Variant("adam", "Adam", tiny), Variant("haar", "haar", replace(tiny, haar)))
-    experiment = Experiment("c", "", {"tiny": lambda: variants}, lambda study: None, cost_reference="adam")
+    experiment = Experiment("c", "", {"tiny": lambda: variants}, lambda study: None, cost_reference=lambda _: "adam")
     folders = {"runs_dir": tmp_path / "runs", "cache_dir": tmp_path / "data"}
     study = run_study(experiment, "tiny", (0,), tmp_path, **folders)
     costs = json.loads((tmp_path / "results.json").read_text())["costs"]
@@ -258,7 +258,7 @@ def test_costs_are_measured_relative_to_the_reference_and_kept(tiny, tmp_path, m
     monkeypatch.setattr(module, "interleaved_seconds", lambda *args: pytest.fail("timed again"))
     other_runs = {v.name: replace(v.config, {"train.batch_size": 8}) for v in variants}
     with pytest.raises(pytest.fail.Exception, match="timed again"):
-        module.measure_costs(other_runs, "adam", tmp_path / "costs.json", print)
+        module.measure_costs(other_runs, lambda _: "adam", tmp_path / "costs.json", print)
     assert run_study(experiment, "tiny", (0,), tmp_path, **folders).results["costs"] == costs
     assert np.isfinite(study.values("haar", "perplexity")).all()
 

@@ -24,6 +24,8 @@ ON_INTEGERS = {
     "int8_coarse": quant.INT8_COARSE,
     "int4_zeropoint": quant.INT4_ZEROPOINT,
     "zeropoint_both": QuantizationSetting(4, "zeropoint", "output_channel", "token", None, 8, 32),
+    "zeropoint_groups_of_both": QuantizationSetting(4, "zeropoint", "output_channel", "group", None, 8, 32),
+    "one_group_of_both": QuantizationSetting(4, "absmax", "output_channel", "group", group_size=128),
     "zeropoint_tensors": QuantizationSetting(8, "zeropoint", "tensor", "tensor", "tensor"),
     "groups_of_odd_size": QuantizationSetting(4, "absmax", "output_channel", "tensor", group_size=1),
     **quant.MORE_SETTINGS,
@@ -59,10 +61,14 @@ def reference(x, kernel, bias, setting):
         )
     else:
         bits = setting.activation_bits or setting.bits
-        qx, sx, zx = rounded(x, setting.scheme, bits, None if setting.inputs == "tensor" else -1)
-        tokens = (qx + zx).reshape(-1, groups, features // groups)
-        y = sum((tokens[:, g] @ w[g]) * step[min(g, len(step) - 1)] for g in range(groups))
-        y = y.reshape(*x.shape[:-1], outputs) * sx
+        qx, sx, zx = rounded(
+            x.reshape(*x.shape[:-1], groups, features // groups),
+            setting.scheme,
+            bits,
+            {"tensor": None, "token": (-2, -1), "group": -1}[setting.inputs],
+        )
+        sx = np.broadcast_to(sx, (*x.shape[:-1], groups, 1))
+        y = sum(((qx + zx)[..., g, :] @ w[g]) * step[min(g, len(step) - 1)] * sx[..., g, :] for g in range(groups))
     y = y.reshape(*x.shape[:-1], outputs) + bias
     if setting.outputs is not None:
         q, step, z = rounded(y, setting.scheme, setting.activation_bits or setting.bits, None)
@@ -80,7 +86,7 @@ def on_integers(setting, x, kernel, bias):
 
 
 # A program for each takes its time; these see every part of the sum.
-QUICK = ("int8_coarse", "zeropoint_both", "w4a4_group64")
+QUICK = ("int8_coarse", "zeropoint_both", "zeropoint_groups_of_both", "w4a4_group64")
 SETTINGS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ON_INTEGERS]
 
 
@@ -232,6 +238,8 @@ def test_refusals_say_why():
             call()
     with pytest.raises(UserError, match="group_size=8 with weights='tensor'"):
         QuantizationSetting(4, "absmax", "tensor", group_size=8)
+    with pytest.raises(UserError, match="inputs='group' without group_size"):
+        QuantizationSetting(4, "absmax", "output_channel", "group")
     with pytest.raises(UserError, match="activation_bits=1 "):
         QuantizationSetting(4, "absmax", "tensor", activation_bits=1)
     with pytest.raises(UserError, match="did you mean 'w4a8_group64'"):

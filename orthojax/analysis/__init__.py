@@ -21,6 +21,7 @@ from orthojax.analysis.attention import (
     first_attention_fraction,
     first_attention_mass,
     first_attention_mass_by_head,
+    first_attention_share,
     sink_rate,
 )
 from orthojax.analysis.backcopy import (
@@ -51,6 +52,7 @@ __all__ = [
     "first_attention_fraction",
     "first_attention_mass",
     "first_attention_mass_by_head",
+    "first_attention_share",
     "kurtosis_first",
     "kurtosis_pooled",
     "kurtosis_rest",

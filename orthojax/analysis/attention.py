@@ -60,6 +60,28 @@ def first_attention_mass(weights: ArrayLike) -> jax.Array:
     return jnp.mean(first_attention_mass_by_head(weights))
 
 
+def first_attention_share(weights: ArrayLike) -> jax.Array:
+    """Weight on key 0 as a share of all weight of its row, mean over all (query, head) pairs.
+
+    Definition: mean of w_0 / sum_j w_j over the pairs of `first_attention_fraction`; a row of zeros counts 0. It
+    compares normalizers whose rows do not sum to 1, as ReLU's and sigmoid's, and is `first_attention_mass` where rows
+    do. The papers do not have it.
+
+    Args:
+      weights: Attention weights of one layer, [B, N, T, S], not negative.
+
+    Returns:
+      A scalar in [0, 1], at least float32.
+
+    >>> import jax.numpy as jnp
+    >>> float(first_attention_share(jnp.array([[[[0.5, 0.0], [0.1, 0.3], [0.0, 0.0], [0.0, 2.0]]]])))
+    0.3125
+    """
+    weights = at_least_float32(weights)
+    total = jnp.sum(weights, axis=-1)
+    return jnp.mean(weights[..., 0] / jnp.where(total > 0.0, total, 1.0))
+
+
 def sink_rate(mass_by_head: ArrayLike, threshold: float = 0.3) -> jax.Array:
     """Share of (layer, head) that are attention sinks.
 

@@ -9,25 +9,31 @@ from orthojax.experiments.from_attention import (
     figure3,
     hidden_maps,
     layer_progression,
+    table1,
     table2,
     table3,
+    table4,
     table5,
     table6,
+    table7,
     table8,
     table9,
     training_curves,
 )
-from orthojax.experiments.ours import optimizer_outliers, quick, rotation_ablation
+from orthojax.experiments.ours import normalizers, optimizer_outliers, quick, rotation_ablation
 from orthojax.experiments.study.calculation import Calculation
 from orthojax.experiments.study.study import Experiment
 
 # In the order in which they are listed.
 ALL: tuple[Experiment | Calculation, ...] = (
     quick.EXPERIMENT,
+    table1.EXPERIMENT,
     table2.EXPERIMENT,
     table3.EXPERIMENT,
+    table4.EXPERIMENT,
     table5.EXPERIMENT,
     table6.EXPERIMENT,
+    table7.EXPERIMENT,
     table8.EXPERIMENT,
     table9.EXPERIMENT,
     figure1.EXPERIMENT,
@@ -41,6 +47,7 @@ ALL: tuple[Experiment | Calculation, ...] = (
     appendix_h.CALCULATION,
     rotation_ablation.EXPERIMENT,
     optimizer_outliers.EXPERIMENT,
+    normalizers.EXPERIMENT,
 )
 
 

@@ -4,8 +4,9 @@ Per output o, with K input features in groups g, x = (q_x + z_x) s_x and w = (q_
 
     y_o = s_x sum_g s_w[g, o] (sum_i q_x q_w + z_w sum_i q_x + z_x sum_i q_w + |g| z_x z_w),
 
-where i runs over the group: the first sum is an integer product, and what follows it is rank one. That holds wherever
-the step of an input does not depend on the feature; it is then what `quantized_linear` simulates.
+where i runs over the group: the first sum is an integer product, and what follows it is rank one. Inputs with a step
+for each group have s_x and z_x of the group, within the outer sum. That holds wherever the step of an input does not
+depend on the feature within a group; it is then what `quantized_linear` simulates.
 """
 
 import functools
@@ -17,7 +18,14 @@ import jax.numpy as jnp
 from orthojax.errors import UserError
 from orthojax.ops.quantize import Quantized, dequantize, pack, quantize, unpack
 from orthojax.ops.statistics import at_least_float32
-from orthojax.quant.ptq import fake_quantize, input_axes, map_kernels, split_groups, weight_axes
+from orthojax.quant.ptq import (
+    fake_quantize,
+    input_axes,
+    map_kernels,
+    split_groups,
+    split_input_groups,
+    weight_axes,
+)
 from orthojax.quant.settings import QuantizationSetting
 
 if TYPE_CHECKING:
@@ -36,7 +44,7 @@ def require_integers(setting: QuantizationSetting) -> None:
     if setting.inputs == "feature":
         raise UserError(
             "a step for each input feature cannot be pulled out of the sum over input features: no integer product",
-            allowed="inputs='token' or 'tensor', or None",
+            allowed="inputs='token', 'group' or 'tensor', or None",
             hint="int8_fine_per_token is the form of int8_fine that runs on integers",
         )
     if max(setting.bits, setting.input_bits) > 8:
@@ -97,7 +105,7 @@ def integer_product(x: Quantized, kernel: Quantized) -> jax.Array:
     """The product x @ kernel on integers: int8 operands, int32 sums, one for each group of input features.
 
     Args:
-      x: [..., in] with one step for each token or for all.
+      x: [..., in] with one step for each token, for each token and group of the kernel ([..., groups]), or for all.
       kernel: [in, out] with steps [1, 1], [1, out] or [groups, out].
 
     Returns:
@@ -105,7 +113,9 @@ def integer_product(x: Quantized, kernel: Quantized) -> jax.Array:
     """
     groups, dtype = kernel.step.shape[0], kernel.step.dtype
 
-    def group_product(integers: jax.Array, weights: jax.Array, step: jax.Array, shift: jax.Array | None) -> jax.Array:
+    def group_product(
+        integers: jax.Array, weights: jax.Array, step: jax.Array, shift: jax.Array | None, x_shift: jax.Array | None
+    ) -> jax.Array:
         weights = unpack(weights) if kernel.is_packed else weights
         contracted = ((integers.ndim - 1,), (0,))
         sums = jax.lax.dot_general(integers, weights, (contracted, ((), ())), preferred_element_type=jnp.int32)
@@ -113,24 +123,38 @@ def integer_product(x: Quantized, kernel: Quantized) -> jax.Array:
         y = sums.astype(dtype)
         if shift is not None:
             y += shift.reshape(row) * jnp.sum(integers, -1, dtype=jnp.int32, keepdims=True).astype(dtype)
-        if x.shift is not None:
+        if x_shift is not None:
             columns = jnp.sum(weights, 0, dtype=jnp.int32).astype(dtype)
-            y += x.shift * (columns if shift is None else columns + weights.shape[0] * shift).reshape(row)
+            y += x_shift * (columns if shift is None else columns + weights.shape[0] * shift).reshape(row)
         return y * step.reshape(row)
 
     if groups == 1:
         first = None if kernel.shift is None else kernel.shift[0]
-        return group_product(x.integers, kernel.integers, kernel.step[0], first) * x.step
+        return group_product(x.integers, kernel.integers, kernel.step[0], first, x.shift) * x.step
+
+    def by_group(values: jax.Array) -> jax.Array:
+        return jnp.moveaxis(values.reshape(*values.shape[:-1], groups, -1), -2, 0)
+
+    def add(total: jax.Array, group: Any) -> tuple[jax.Array, None]:
+        integers, weights, step, shift, own = group
+        if own is None:
+            return total + group_product(integers, weights, step, shift, x.shift), None
+        return total + group_product(integers, weights, step, shift, own.shift) * own.step, None
+
     # One after the other: XLA has no fast batched integer product on a CPU, and one [groups, ..., out] would be large.
-    by_group = (
-        jnp.moveaxis(x.integers.reshape(*x.integers.shape[:-1], groups, -1), -2, 0),
-        kernel.integers.reshape(groups, -1, kernel.integers.shape[-1]),
-        kernel.step,
-        kernel.shift,
-    )
+    kernels = kernel.integers.reshape(groups, -1, kernel.integers.shape[-1]), kernel.step, kernel.shift
+    own = jax.tree.map(by_group, x) if x.step.shape[-1] == groups else None  # with a step for each group
     total = jnp.zeros((*x.integers.shape[:-1], kernel.step.shape[-1]), dtype)
-    total, _ = jax.lax.scan(lambda total, group: (total + group_product(*group), None), total, by_group)
-    return total * x.step
+    total, _ = jax.lax.scan(add, total, (by_group(x.integers), *kernels, own))
+    return total if own is not None else total * x.step
+
+
+def _quantize_inputs(x: jax.Array, setting: QuantizationSetting) -> Quantized:
+    groups = split_input_groups(x, setting)
+    q = quantize(groups, setting.scheme, setting.input_bits, input_axes(groups, setting))
+    if setting.inputs != "group":
+        return q
+    return Quantized(q.integers.reshape(x.shape), q.step[..., 0], None if q.shift is None else q.shift[..., 0])
 
 
 @functools.cache  # the same function for the same setting, so that jit compiles a model with it once
@@ -165,8 +189,7 @@ def integer_linear(setting: QuantizationSetting) -> "LinearFunction":
         if setting.inputs is None:
             y = float_linear(wide, dequantize(kernel), bias, path)
         else:
-            a = quantize(wide, setting.scheme, setting.input_bits, input_axes(wide, setting))
-            y = integer_product(a, kernel)
+            y = integer_product(_quantize_inputs(wide, setting), kernel)
             y = y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
         if setting.outputs is not None:
             y = fake_quantize(y, setting, setting.input_bits, None)

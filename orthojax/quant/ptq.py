@@ -38,9 +38,14 @@ def fake_quantize(x: jax.Array, setting: QuantizationSetting, bits: int, axes: A
 
 
 def input_axes(x: jax.Array, setting: QuantizationSetting) -> Axes:
-    """The axes of x that share one step."""
+    """The axes of x that share one step, of inputs [..., in] whose groups are split off."""
     assert setting.inputs is not None
-    return {"feature": tuple(range(x.ndim - 1)), "token": -1, "tensor": None}[setting.inputs]
+    return {"feature": tuple(range(x.ndim - 1)), "token": -1, "group": -1, "tensor": None}[setting.inputs]
+
+
+def split_input_groups(x: jax.Array, setting: QuantizationSetting) -> jax.Array:
+    """[..., in] -> [..., groups, in / groups] where a token has a step for each group; else x."""
+    return x.reshape(*x.shape[:-1], -1, setting.group_size) if setting.inputs == "group" else x
 
 
 def weight_axes(setting: QuantizationSetting) -> Axes:
@@ -106,7 +111,9 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
             return float_linear(x, kernel, bias, path)
         a, w = at_least_float32(x), _fake_quantize_kernel(at_least_float32(kernel), setting, path)
         if setting.inputs is not None:
-            a = fake_quantize(a, setting, setting.input_bits, input_axes(a, setting))
+            groups = split_input_groups(a, setting)
+            groups = fake_quantize(groups, setting, setting.input_bits, input_axes(groups, setting))
+            a = groups.reshape(a.shape)
         y = float_linear(a, w, bias, path)
         if setting.outputs is not None:
             y = fake_quantize(y, setting, setting.input_bits, None)

@@ -16,8 +16,9 @@ class QuantizationSetting:
       scheme: `absmax` (symmetric) or `zeropoint` (from smallest to largest value).
       weights: One step for each output channel (column of the kernel), or one for the whole kernel.
       inputs: Steps of x: one for each input feature over all tokens of the batch, one for each token over its features,
-        one for the whole batch, or None for inputs that stay float. One for each feature cannot be pulled out of an
-        integer product: it can be simulated, not run on integers.
+        one for each token and group of `group_size` features, one for the whole batch, or None for inputs that stay
+        float. One for each feature cannot be pulled out of an integer product: it can be simulated, not run on
+        integers.
       outputs: One step for all of y, bias included, or None for outputs that stay float.
       activation_bits: Width of the integers of inputs and outputs, where it is another.
       group_size: So many neighbouring input features of one output channel share a step; it must divide the input
@@ -27,7 +28,7 @@ class QuantizationSetting:
     bits: int
     scheme: Literal["absmax", "zeropoint"]
     weights: Literal["output_channel", "tensor"]
-    inputs: Literal["feature", "token", "tensor"] | None = None
+    inputs: Literal["feature", "token", "group", "tensor"] | None = None
     outputs: Literal["tensor"] | None = None
     activation_bits: int | None = added(None)
     group_size: int | None = added(None)
@@ -41,6 +42,8 @@ class QuantizationSetting:
                 f"group_size={self.group_size} with weights={self.weights!r} says nothing",
                 allowed="1 or more, with weights='output_channel'",
             )
+        if self.inputs == "group" and self.group_size is None:
+            raise UserError("inputs='group' without group_size", allowed="group_size=N, or inputs='token'")
 
     @property
     def input_bits(self) -> int:
@@ -73,9 +76,11 @@ SETTINGS = {
 """The settings by the name that their metric `perplexity_<name>` carries."""
 
 
-def _per_token(bits: int, activation_bits: int, group_size: int | None) -> QuantizationSetting:
+def _per_token(
+    bits: int, activation_bits: int, group_size: int | None, inputs: Literal["token", "group"] = "token"
+) -> QuantizationSetting:
     return QuantizationSetting(
-        bits, "absmax", "output_channel", inputs="token", activation_bits=activation_bits, group_size=group_size
+        bits, "absmax", "output_channel", inputs=inputs, activation_bits=activation_bits, group_size=group_size
     )
 
 
@@ -85,14 +90,18 @@ MORE_SETTINGS = {
     "w4a8": _per_token(4, 8, None),
     "w4a8_group64": _per_token(4, 8, 64),
     "w4a8_group128": _per_token(4, 8, 128),
+    "w4a8_group64_both": _per_token(4, 8, 64, "group"),
+    "w4a8_group128_both": _per_token(4, 8, 128, "group"),
     "w4a4": _per_token(4, 4, None),
     "w4a4_group64": _per_token(4, 4, 64),
     "w4a4_group128": _per_token(4, 4, 128),
+    "w4a4_group64_both": _per_token(4, 4, 64, "group"),
+    "w4a4_group128_both": _per_token(4, 4, 128, "group"),
     "int4_zeropoint_group64": QuantizationSetting(4, "zeropoint", "output_channel", group_size=64),
     "int4_zeropoint_group128": QuantizationSetting(4, "zeropoint", "output_channel", group_size=128),
 }
 """Settings beyond the paper's, evaluated where they are asked for: wXaY has weights of X bits, a step for each output
-channel (and group), and inputs of Y bits, a step for each token."""
+channel (and group), and inputs of Y bits, a step for each token; with `_both`, for each token and group."""
 
 
 def setting_named(name: str) -> QuantizationSetting:

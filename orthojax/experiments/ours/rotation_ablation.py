@@ -63,5 +63,5 @@ EXPERIMENT = Experiment(
     title="which rotation for OrthoAdam: kinds, axes and controls, one factor at a time",
     scales={"tiny": lambda: (*REFERENCES, *KINDS_AND_AXES, *EMBEDDINGS, *CONTROLS, *SETTINGS)},
     report=report,
-    cost_reference="adam",
+    cost_reference=lambda _: "adam",
 )

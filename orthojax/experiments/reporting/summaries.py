@@ -1,5 +1,6 @@
 """What every report needs from a finished study: numbers with their spread, tables, curves, and how it was made."""
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -142,8 +143,8 @@ def seeds_sentence(study: Study) -> str:
 def corpus_sentence(study: Study) -> str:
     """What the text is and what it is not."""
     if study.variants[0].config.data.kind != "embedded":
-        corpus = _corpus(study)
-        return f"The text is {corpus['source']} ({corpus['train']['n_tokens']:,} training tokens)."
+        sources = dict.fromkeys(entry["source"] for entry in study.results["provenance"]["data"])
+        return f"The text is {'; and '.join(sources)}. Evaluation uses held-out rows."
     return (
         f"The text is Python's own standard library ({_corpus(study)['file_count']} files, real text on every "
         f"machine); evaluation uses held-out files. It is not C4: numbers compare with each other, not with the "
@@ -158,9 +159,10 @@ def _corpus(study: Study) -> dict:
 def notes(study: Study) -> list[str]:
     """The command, the machine, the data, the time and the evaluation."""
     provenance, corpus, config = study.results["provenance"], _corpus(study), study.variants[0].config
+    models = ",".join(f"{v.name}={os.path.relpath(v.checkpoint)}" for v in study.variants if v.checkpoint)
     return [
         f"python launch/reproduce.py --experiment={study.experiment.name} --scale={study.scale} "
-        f"--seeds={','.join(map(str, study.seeds))}",
+        f"--seeds={','.join(map(str, study.seeds))}" + (f" --model={models}" if models else ""),
         f"{provenance['date']}, {provenance['device']}, "
         + ", ".join(f"{name} {number}" for name, number in provenance["versions"].items()),
         f"corpus sha256 {corpus['source_sha256']}, tokenizer {corpus['tokenizer']}, "

@@ -1,4 +1,4 @@
-"""What the variants of a study cost: time of a training step, measured in turn, and bytes of optimizer state."""
+"""What the variants of a study cost: time of a training step, measured in turn, and bytes of memory."""
 
 import json
 from collections.abc import Callable
@@ -13,9 +13,11 @@ from orthojax.fields import to_json
 from orthojax.train import (
     init_state,
     interleaved_seconds,
+    make_mesh,
     make_train_step,
     median_ratio,
     optimizer_state_bytes,
+    place_rows,
     write_text,
 )
 
@@ -23,48 +25,76 @@ REPEATS = 15
 
 
 def measure_costs(
-    configs: dict[str, Config], reference: str, path: Path, say: Callable[[str], None]
+    configs: dict[str, Config], reference: Callable[[str], str], path: Path, say: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
-    """Step time relative to a reference variant, and state bytes; kept in a file, since it takes minutes.
+    """Step time relative to a reference variant, and bytes; kept in a file, since it takes minutes.
+
+    Variants of one reference are timed in turn, those of another one before or after them: so only the states of one
+    group are in memory at once.
 
     Args:
       configs: Variant -> its run.
-      reference: The variant that ratios refer to.
+      reference: Variant -> the variant that its ratio refers to, which refers to itself.
       path: JSON file of an earlier measurement of the same runs, which is then returned; else it is written.
       say: Takes a line of progress.
 
     Returns:
       Variant -> `step_ratio` (median and quartiles of the time of a training step over that of the reference in the
-      same repetition), `step_seconds` (median) and `optimizer_state_bytes`.
+      same repetition), `step_seconds` (median), `optimizer_state_bytes` and `program_bytes` (all that the compiled step
+      needs on a device; None where the compiler does not tell); or `failed` with the reason, as for want of memory.
     """
     made_for = {name: json.loads(to_json(config)) for name, config in configs.items()}
     if path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["configs"] == made_for:
             return kept["costs"]
-    say(f"timing the training step of {len(configs)} variants in turn")
-    steps = {name: _stepper(config) for name, config in configs.items()}
-    seconds = interleaved_seconds(steps, REPEATS)
-    costs = {
-        name: {
-            "step_ratio": median_ratio(seconds[name], seconds[reference]),
-            "step_seconds": float(np.median(seconds[name])),
-            "optimizer_state_bytes": optimizer_state_bytes(config),
-        }
-        for name, config in configs.items()
-    }
+    costs = {}
+    for base in dict.fromkeys(map(reference, configs)):
+        group = {name: config for name, config in configs.items() if reference(name) == base}
+        say(f"timing the training step of {', '.join(group)} in turn")
+        try:
+            costs |= _costs_of_group(group, base)
+        except jax.errors.JaxRuntimeError as error:
+            costs |= {name: {"failed": str(error).splitlines()[0]} for name in group}
     write_text(path, json.dumps({"costs": costs, "configs": made_for}, indent=2) + "\n")
     return costs
 
 
-def _stepper(config: Config) -> Callable[[], Any]:
-    """A function that takes one more training step on random tokens."""
-    shape = (config.train.batch_size, config.data.sequence_length + 1)
-    tokens = jax.device_put(np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32))
-    train_step, states = make_train_step(config), [init_state(config)]
+def _costs_of_group(configs: dict[str, Config], reference: str) -> dict[str, dict[str, Any]]:
+    steps = {name: _Stepper(config) for name, config in configs.items()}
+    seconds = interleaved_seconds(steps, REPEATS)
+    return {
+        name: {
+            "step_ratio": median_ratio(seconds[name], seconds[reference]),
+            "step_seconds": float(np.median(seconds[name])),
+            "optimizer_state_bytes": optimizer_state_bytes(config),
+            "program_bytes": steps[name].program_bytes(),
+        }
+        for name, config in configs.items()
+    }
 
-    def step() -> Any:
-        states[0], metrics = train_step(states[0], tokens)
+
+class _Stepper:
+    """Takes one more training step on random tokens whenever it is called."""
+
+    def __init__(self, config: Config):
+        shape = (config.train.batch_size, config.data.sequence_length + 1)
+        rows = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
+        self._tokens = place_rows(make_mesh(config), len(rows), lambda start, stop: rows[start:stop])
+        self._state = init_state(config)
+        step: Any = make_train_step(config)
+        self._program = step.lower(self._state, self._tokens).compile()
+
+    def __call__(self) -> Any:
+        self._state, metrics = self._program(self._state, self._tokens)
         return metrics
 
-    return step
+    def program_bytes(self) -> int | None:
+        """Arguments, results and temporaries of one step, memory that is given over counted once."""
+        memory = self._program.memory_analysis()
+        names = ("argument", "output", "temp", "alias")
+        sizes = [getattr(memory, f"{name}_size_in_bytes", None) for name in names]
+        if None in sizes:
+            return None
+        *needed, given_over = (int(size or 0) for size in sizes)
+        return sum(needed) - given_over

@@ -33,7 +33,9 @@ class Experiment:
       seeds: Where none are given.
       measures: What is measured of every model beyond `measures.ALWAYS`.
       takes_models: Whether --model=NAME=CHECKPOINT adds rows of existing models.
-      cost_reference: Where given, the time of a training step of each variant is measured relative to this one.
+      cost_reference: Where given, the cost of a training step of each variant is measured: its name -> that of the
+        variant which its time is relative to.
+      trains: Whether its variants are trained and measured, or only their cost is.
     """
 
     name: str
@@ -44,7 +46,8 @@ class Experiment:
     seeds: tuple[int, ...] = (0,)
     measures: tuple[Measure, ...] = ()
     takes_models: bool = False
-    cost_reference: str | None = None
+    cost_reference: Callable[[str], str] | None = None
+    trains: bool = True
 
     def variants(self, scale: str) -> tuple[Variant, ...]:
         """The variants of one scale.
@@ -174,7 +177,7 @@ def run_study(
     if not variants:
         raise UserError(f"experiment {experiment.name!r} needs a model", allowed="--model=NAME=CHECKPOINT[,...]")
     make_folder(workdir, "workdir")
-    runs = [Run(v, seed, runs_dir / run_name(v, seed)) for seed in seeds for v in trained]
+    runs = [Run(v, seed, runs_dir / run_name(v, seed)) for seed in seeds for v in trained if experiment.trains]
     runs += [Run(v, v.config.train.seed, workdir / "models" / run_name(v, v.config.train.seed)) for v in models]
     tasks = [Task(run, experiment.measures, cache_dir) for run in runs]
     for config in {_data_of(run.config): run.config for run in runs}.values():
