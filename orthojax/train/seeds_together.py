@@ -210,7 +210,8 @@ def _train(seeds: Sequence[_Seed], state: TrainState, step: int, stop: StopReque
             stopping = stop.at(step)  # asked once: a later signal belongs to the next step
             for seed, told in zip(seeds, metrics, strict=True):
                 if seed.error is None:
-                    seed.after(step, told, lambda i=seed.index: _part(state, i), stopping=stopping is not None)
+                    part = functools.partial(_part, state, seed.index)
+                    seed.after(step, told, part, stopping=stopping is not None)
             if all(seed.error for seed in seeds):
                 break
             if stopping is not None:

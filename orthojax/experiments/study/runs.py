@@ -149,6 +149,11 @@ def _finish(task: Task, tell: _Tally) -> Row:
         return row
 
 
+def is_trained(folder: Path) -> bool:
+    """Whether the run of this folder is trained to its end, which divergence is as well."""
+    return any((folder / name).exists() for name in (TRAINED, _DIVERGED))
+
+
 def lost(tasks: Sequence[Task], reason: str) -> list[Row]:
     """The rows of runs whose process died."""
     return [
@@ -255,7 +260,7 @@ def _train_together(tasks: Sequence[Task], tallies: Sequence[_Tally]) -> None:
         left = [
             (task.run, open_inputs(task.run.config, task.cache_dir), tally)
             for task, tally in zip(tasks, tallies, strict=True)
-            if not any((task.run.folder / name).exists() for name in (TRAINED, _DIVERGED))
+            if not is_trained(task.run.folder)
         ]
         if len(left) < 2:
             return  # alone, as `finish` does it

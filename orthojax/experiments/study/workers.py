@@ -26,7 +26,7 @@ _SHOWN = 2  # workers whose last words stand in the progress
 
 
 class Teller(Protocol):
-    """Takes what there is to tell of long work, as `orthojax.progress.Progress` does; the unit of work is the caller's."""
+    """Takes what there is to tell of long work, as `orthojax.progress.Progress` does; the caller chooses the unit."""
 
     def advance(self, work: float, message: str = "") -> None:
         """Work that was done."""
@@ -188,6 +188,9 @@ class _Pool(Generic[T, R]):
                     os.kill(process.pid, signal.SIGINT)
 
     def _end(self) -> None:
+        for connection in self._workers:
+            with contextlib.suppress(OSError):
+                connection.send(None)
         for connection, (process, _) in self._workers.items():
             with contextlib.suppress(EOFError, OSError):
                 while True:
@@ -215,12 +218,13 @@ class _Pool(Generic[T, R]):
         left = list(reversed(range(len(tasks))))
 
         def give(connection: Connection) -> None:
-            task = None
             if left and not self._asked:
                 self._at[connection] = left.pop()
-                task = tasks[self._at[connection]]
-            with contextlib.suppress(OSError):  # it was killed; reading from it will tell
-                connection.send(task)
+                with contextlib.suppress(OSError):  # it was killed; reading from it will tell
+                    connection.send(tasks[self._at[connection]])
+            else:
+                with contextlib.suppress(OSError):
+                    connection.send(None)  # its memory is wanted
 
         for place in where[: len(tasks)]:
             if not self._asked:
