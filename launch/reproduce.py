@@ -7,7 +7,6 @@ it was and skips what is done. --list shows all experiments, how much of each is
 
 import functools
 from pathlib import Path
-from typing import Any
 
 from absl import flags
 
@@ -27,7 +26,10 @@ flags.DEFINE_integer("jobs", None, "Runs at once, at most; not given: one for ea
 FLAGS = flags.FLAGS
 
 
-def _seeds() -> tuple[int, ...]:
+def _seeds() -> tuple[int, ...] | None:
+    """Those of --seeds; None where not given."""
+    if FLAGS.seeds is None:
+        return None
     try:
         seeds = tuple(int(seed) for seed in FLAGS.seeds.split(","))
     except ValueError:
@@ -39,33 +41,31 @@ def _seeds() -> tuple[int, ...]:
     return seeds
 
 
-def _models() -> list[Any]:
-    """The variants of --model."""
-    from orthojax.experiments.study.study import given_model
-
+def _models() -> dict[str, Path]:
+    """Name -> checkpoint, of --model."""
     pairs = [text.partition("=") for text in FLAGS.model]
-    names = [name for name, _, _ in pairs]
-    if not all(name and path for name, _, path in pairs) or len(set(names)) < len(names):
+    models = {name.strip(): Path(path) for name, _, path in pairs if name.strip() and path}
+    if len(models) < len(pairs):
         raise UserError(
             f"--model={','.join(FLAGS.model)}", allowed="different names: NAME=CHECKPOINT[,NAME=CHECKPOINT]"
         )
-    return [given_model(name, Path(path)) for name, _, path in pairs]
+    return models
 
 
 def main(_: list[str]) -> None:
     scales = ("tiny", "small", "paper")
     if FLAGS.scale not in scales:
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(scales), hint=nearest(FLAGS.scale, scales))
+    given, models = _seeds(), _models()
 
     from orthojax.experiments.catalog import ALL, find
     from orthojax.experiments.reporting.page import print_report, write_report
     from orthojax.experiments.study.calculation import Calculation, run_calculation
     from orthojax.experiments.study.listing import listing
     from orthojax.experiments.study.places import places
-    from orthojax.experiments.study.study import run_study
+    from orthojax.experiments.study.study import given_model, run_study
     from orthojax.train import keep_compiled_programs
 
-    given = None if FLAGS.seeds is None else _seeds()
     keep_compiled_programs(FLAGS.compile_cache)
     if FLAGS.list:
         print(listing(ALL, FLAGS.scale, given, Path(FLAGS.runs_dir), places(FLAGS.jobs)))
@@ -77,7 +77,7 @@ def main(_: list[str]) -> None:
     about = f"{experiment.name}: {experiment.title}\nworkdir {workdir}:"
     if isinstance(experiment, Calculation):
         experiment.require_scale(FLAGS.scale)
-        if FLAGS.model:
+        if models:
             raise UserError(f"experiment {experiment.name!r} measures no models", allowed="no --model")
         print(f"{about} seeds {told}", flush=True)
         report = experiment.report(run_calculation(experiment, FLAGS.scale, seeds, workdir))
@@ -90,7 +90,7 @@ def main(_: list[str]) -> None:
             workdir,
             runs_dir=Path(FLAGS.runs_dir),
             cache_dir=Path(FLAGS.cache_dir),
-            models=_models(),
+            models=[given_model(name, path) for name, path in models.items()],
             where=places(FLAGS.jobs),
             prepare=functools.partial(keep_compiled_programs, FLAGS.compile_cache),
         )
