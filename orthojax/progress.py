@@ -40,7 +40,7 @@ class Progress:
             size = shutil.get_terminal_size()  # 80 x 24 where the terminal does not say; tqdm would show nothing
             width = 20 if size.columns >= 120 else 4  # the message and the time left matter more
             form = f"{{percentage:3.0f}}%|{{bar:{width}}}| {{desc}}"
-            self._room = size.columns - width - len("100%|| ") - 1  # a line as wide as the terminal would wrap
+            self._room = size.columns - width - len("100%|| ")
             self._bar = tqdm(
                 total=self._total, file=self._stream, bar_format=form, ncols=size.columns, nrows=size.lines
             )

@@ -166,7 +166,7 @@ PARSING = {
     ),
     "no suite": ("benchmark", ["--suite="], ["unknown suite ''", "optimizer | compile"]),
     "benchmark into a file": ("benchmark", ["--tiny", "--workdir=text.txt"], ["text.txt is a file"]),
-    "no job": ("reproduce", ["--jobs=0"], ["jobs", "1"]),
+    "no job": ("reproduce", ["--jobs=0"], ["--jobs=0", "positive integer"]),
     "a model without a name": ("reproduce", ["--model=runs/a"], ["--model=runs/a", "NAME=CHECKPOINT"]),
     "two models of one name": ("reproduce", ["--model=a=x,a=y"], ["--model=a=x,a=y", "different names"]),
     "a seed too large": ("reproduce", ["--seeds=4294967296"], ["4294967296", "2**32 - 1"]),

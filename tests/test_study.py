@@ -20,9 +20,10 @@ from orthojax.experiments.study import schedule
 from orthojax.experiments.study.calculation import Calculation
 from orthojax.experiments.study.listing import Speed, calibrated_speed, listing, measured_speed, short_names
 from orthojax.experiments.study.places import Place
-from orthojax.experiments.study.runs import Task, cost, lost, training_flops
+from orthojax.experiments.study.runs import lost
 from orthojax.experiments.study.schedule import grouped, seeds_at_once
 from orthojax.experiments.study.study import Experiment, run_study
+from orthojax.experiments.study.tasks import Task, cost, training_flops
 from orthojax.experiments.study.variant import Run, Variant, run_name
 from orthojax.fields import replace, to_json
 from orthojax.model import gpt2

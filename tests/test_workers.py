@@ -1,7 +1,9 @@
 """Real processes: what they are given, what they tell, and how they end."""
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from orthojax.errors import Interrupted, UserError
 from orthojax.experiments.study import places as module
 from orthojax.experiments.study.places import Place, places
 from orthojax.experiments.study.workers import run_all
+from orthojax.progress import Progress
 
 ROOT = Path(__file__).parents[1]
 TWO = [Place(), Place()]
@@ -274,6 +277,17 @@ def test_progress_shows_two_workers_in_a_steady_order():
     assert all(len(parts) <= 3 for parts in both)
     assert all(parts[2] == "1 more" for parts in both if len(parts) == 3)
     assert all(parts[:2] == sorted(parts[:2]) for parts in both)
+
+
+def test_a_message_longer_than_the_terminal_leaves_room_for_the_time(monkeypatch):
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    monkeypatch.setattr("orthojax.progress.shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
+    with Progress(10, stream=stream) as progress:
+        progress.advance(5, "GPT2 60M, softmax + Adam, seed 0: step 12/500 loss 6.1; " * 2)
+    line = stream.getvalue().split("\r")[-1].rstrip()
+    assert re.fullmatch(r" 50%\|##  \| GPT2 60M, softmax \+ Adam, seed 0: step 12/500.*\.\.\. \| 0:00, 0:00 left", line)
+    assert len(line) == 80
 
 
 # Places.

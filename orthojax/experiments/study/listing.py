@@ -17,8 +17,9 @@ from orthojax.errors import UserError
 from orthojax.experiments.base_configs import LANGUAGE_MODEL
 from orthojax.experiments.study.calculation import Calculation
 from orthojax.experiments.study.places import Place
-from orthojax.experiments.study.runs import TRAINED, Task, cost, is_trained, training_flops
+from orthojax.experiments.study.runs import TRAINED, is_trained
 from orthojax.experiments.study.study import Experiment
+from orthojax.experiments.study.tasks import Task, cost, training_flops
 from orthojax.experiments.study.variant import Run, run_name
 from orthojax.fields import from_json, replace
 from orthojax.train import init_state, make_train_step

@@ -1,7 +1,6 @@
 """The runs of a study: what is missing of their training and of what is measured, and their rows of results.json."""
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import math
@@ -14,11 +13,10 @@ import jax
 
 from orthojax.config import Config
 from orthojax.experiments.study.learning_rates import TRIAL_STEPS, best_learning_rate, try_learning_rates
-from orthojax.experiments.study.measures import ALWAYS, Measure, keep, kept
-from orthojax.experiments.study.variant import Run
+from orthojax.experiments.study.measures import keep, kept
+from orthojax.experiments.study.tasks import Tally, Task, cost, stage_cost, training_flops, trial_cost
 from orthojax.experiments.study.workers import Teller
 from orthojax.fields import changed_fields, replace
-from orthojax.model import flops_per_token
 from orthojax.train import (
     DivergedError,
     Inputs,
@@ -40,71 +38,6 @@ _DIVERGED = "diverged.txt"  # why; a deterministic run does so again
 _SEEDS = "trained.seeds"  # the seeds that were trained in one compiled call with it
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """A run, and what is wanted of it.
-
-    Attributes:
-      run: Which.
-      measures: Beyond those of every run.
-      cache_dir: Folder of tokenised corpora.
-    """
-
-    run: Run
-    measures: tuple[Measure, ...]
-    cache_dir: Path
-
-    @property
-    def all_measures(self) -> tuple[Measure, ...]:
-        """Those of every run, and its own."""
-        return (*ALWAYS, *self.measures)
-
-
-def training_flops(config: Config) -> float:
-    """FLOPs of all training steps of a run."""
-    flops = flops_per_token(config.model, config.data.sequence_length) * config.data.sequence_length
-    return flops * config.train.steps * config.train.batch_size
-
-
-def _stage_cost(config: Config) -> float:
-    # Forward only, so a third; that much again for compiling each stage at the small scales where it matters.
-    flops = flops_per_token(config.model, config.data.sequence_length) * config.data.sequence_length / 3
-    return 2 * flops * config.eval.sequences
-
-
-def _measure_cost(task: Task) -> float:
-    config = task.run.config
-    return sum(measure.stages(config) for measure in task.all_measures) * _stage_cost(config)
-
-
-def _trial_cost(task: Task) -> float:
-    config = task.run.config
-    return len(task.run.variant.learning_rates) * TRIAL_STEPS * training_flops(config) / config.train.steps
-
-
-def cost(task: Task) -> float:
-    """Expected work of a task, in training FLOPs, done or not."""
-    trained = 0.0 if task.run.variant.checkpoint else training_flops(task.run.config) + _trial_cost(task)
-    return trained + _measure_cost(task)
-
-
-class _Tally:
-    """A `Teller` that knows how much work of one task was told, done or skipped."""
-
-    def __init__(self, tell: Teller):
-        self._tell, self._told, self.say = tell, 0.0, tell.say
-
-    def advance(self, work: float, message: str = "") -> None:
-        self._told += work
-        self._tell.advance(work, message)
-
-    def reach(self, work: float) -> None:
-        """Skips up to so much of the task: an earlier call did it, or it fell away."""
-        if work > self._told:
-            self._tell.skip(work - self._told)
-            self._told = work
-
-
 def finish(tasks: Sequence[Task], tell: Teller) -> list[Row]:
     """The rows of runs, training and measuring only what is missing.
 
@@ -121,13 +54,13 @@ def finish(tasks: Sequence[Task], tell: Teller) -> list[Row]:
       UserError: Where a folder holds another run, or one of other data.
       Interrupted: On SIGINT or SIGTERM, when the state is saved.
     """
-    tallies = [_Tally(tell) for _ in tasks]
+    tallies = [Tally(tell) for _ in tasks]
     if len(tasks) > 1:
         _train_together(tasks, tallies)
     return [_finish(task, tally) for task, tally in zip(tasks, tallies, strict=True)]
 
 
-def _finish(task: Task, tell: _Tally) -> Row:
+def _finish(task: Task, tell: Tally) -> Row:
     run, config = task.run, task.run.config
     make_folder(run.folder, "folder of a run")
     with _alone_in(run.folder, run.label, tell):
@@ -169,7 +102,7 @@ def lost(tasks: Sequence[Task], reason: str) -> list[Row]:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path, label: str, tell: _Tally) -> Iterator[None]:
+def _alone_in(folder: Path, label: str, tell: Tally) -> Iterator[None]:
     """Waits while another process works on the same run, which two experiments may share."""
     with (folder / "lock").open("w") as file:
         try:
@@ -208,7 +141,7 @@ def _number(path: Path) -> float | None:
     return float(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def _try_learning_rates(task: Task, inputs: Inputs, tell: _Tally) -> dict[str, float | None]:
+def _try_learning_rates(task: Task, inputs: Inputs, tell: Tally) -> dict[str, float | None]:
     run, step_cost = task.run, training_flops(task.run.config) / task.run.config.train.steps
 
     def on_step(rate: str, step: int, loss: float) -> None:
@@ -216,13 +149,13 @@ def _try_learning_rates(task: Task, inputs: Inputs, tell: _Tally) -> dict[str, f
         tell.advance(step_cost, message)
 
     losses = try_learning_rates(run.config, run.variant.learning_rates, run.folder / "learning_rates", inputs, on_step)
-    tell.reach(_trial_cost(task))  # what an earlier call did, or divergence spared
+    tell.reach(trial_cost(task))  # what an earlier call did, or divergence spared
     return losses
 
 
-def _trained(task: Task, config: Config, inputs: Inputs, tell: _Tally) -> Path:
+def _trained(task: Task, config: Config, inputs: Inputs, tell: Tally) -> Path:
     """The folder of the last step's checkpoint."""
-    run, before, step_cost = task.run, _trial_cost(task), training_flops(config) / config.train.steps
+    run, before, step_cost = task.run, trial_cost(task), training_flops(config) / config.train.steps
     check_workdir(run.folder, config)
     if (run.folder / _DIVERGED).exists():
         raise DivergedError((run.folder / _DIVERGED).read_text(encoding="utf-8").strip())
@@ -250,7 +183,7 @@ def _noting_divergence(folder: Path) -> Iterator[None]:
         raise
 
 
-def _train_together(tasks: Sequence[Task], tallies: Sequence[_Tally]) -> None:
+def _train_together(tasks: Sequence[Task], tallies: Sequence[Tally]) -> None:
     """Trains the runs of a variant that are not trained yet in one compiled call."""
     for task in tasks:
         make_folder(task.run.folder, "folder of a run")
@@ -289,15 +222,15 @@ def _train_together(tasks: Sequence[Task], tallies: Sequence[_Tally]) -> None:
             tells[0].say(f"{label}: {str(error).splitlines()[0]}; now one by one")
 
 
-def _measured(task: Task, config: Config, checkpoint: Path, inputs: Inputs, tell: _Tally) -> Row:
+def _measured(task: Task, config: Config, checkpoint: Path, inputs: Inputs, tell: Tally) -> Row:
     """Metrics and seconds of a trained run; numbers that are not finite, which JSON does not have, are left out."""
-    run, stage_cost = task.run, _stage_cost(config)
+    run, part_cost = task.run, stage_cost(config)
     row: Row = {"metrics": {}}
     for measure in task.all_measures:
         found = kept(run.folder, measure)
         if found is None:
             measured = measure.measure(
-                config, checkpoint, inputs, lambda part: tell.advance(stage_cost, f"{run.label}: measured {part}")
+                config, checkpoint, inputs, lambda part: tell.advance(part_cost, f"{run.label}: measured {part}")
             )
             keep(run.folder, measure, measured)
             found = measured.metrics

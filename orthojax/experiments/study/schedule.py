@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from orthojax.config import Config
 from orthojax.experiments.study.places import Place
-from orthojax.experiments.study.runs import Task
+from orthojax.experiments.study.tasks import Task
 from orthojax.train import can_train_seeds, estimate
 
 # A training step of more fills an accelerator by itself: 10 ms of the fastest GPU of the table of peaks.

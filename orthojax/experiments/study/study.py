@@ -14,8 +14,9 @@ from orthojax.errors import UserError, nearest
 from orthojax.experiments.study.costs import measure_costs
 from orthojax.experiments.study.measures import Measure, arrays
 from orthojax.experiments.study.places import Place
-from orthojax.experiments.study.runs import Row, Task, cost, finish, lost
+from orthojax.experiments.study.runs import Row, finish, lost
 from orthojax.experiments.study.schedule import grouped
+from orthojax.experiments.study.tasks import Task, cost
 from orthojax.experiments.study.variant import Run, Variant, run_name
 from orthojax.experiments.study.workers import do_nothing, run_all
 from orthojax.fields import replace
