@@ -99,6 +99,7 @@ def test_the_seeds_differ_and_each_reads_its_own_batches(tmp_path):
     assert np.abs(a - b).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_seed_that_diverges_is_told_and_the_others_go_on(tmp_path):
     configs = seeds_of(CONFIG)
     poisoned = inputs_of(configs[0])
