@@ -2,12 +2,11 @@
 
 Without flags it runs the main job: two small language models on real text, vanilla and cured, in a few minutes on two
 CPU cores. Writes results.json, report.md, report.html and figures/ under the workdir; started again, it goes on where
-it was and skips what is done. Appendices E, G, H and figure3 train nothing and take seconds.
+it was and skips what is done. --list shows all experiments, how much of each is done, and what the rest takes here.
 """
 
 import functools
 from pathlib import Path
-from typing import Any
 
 from absl import flags
 
@@ -16,17 +15,21 @@ from orthojax.errors import UserError, nearest
 
 cli.define_cache_dir()
 cli.define_compile_cache()
-flags.DEFINE_string("experiment", "quick", "Which experiment; an unknown name lists them.")
+flags.DEFINE_string("experiment", "quick", "Which experiment; --list shows them.")
+flags.DEFINE_bool("list", False, "Lists all experiments, what is done and what the rest takes here, and ends.")
 flags.DEFINE_string("scale", "tiny", "tiny: two CPU cores; small: one GPU; paper: its own setting. Not all have all.")
 flags.DEFINE_string("seeds", None, "Seeds, separated by commas; 0 for most experiments where not given.")
 flags.DEFINE_string("workdir", None, "Folder of the study; runs/EXPERIMENT-SCALE where not given.")
-flags.DEFINE_string("runs_dir", "runs/models", "Folder of trained runs, shared by experiments.")
-flags.DEFINE_list("model", [], "Existing models to measure as well, NAME=CHECKPOINT[,NAME=CHECKPOINT].")
-flags.DEFINE_integer("jobs", None, "How many runs at once; one for each GPU or CPU core where not given.", 1)
+flags.DEFINE_string("runs_dir", "runs/models", "Folder of trained runs, shared by experiments: none is trained twice.")
+flags.DEFINE_list("model", [], "Existing models to measure as well: NAME=CHECKPOINT[,NAME=CHECKPOINT].")
+flags.DEFINE_integer("jobs", None, "Runs at once, at most; not given: one for each GPU, or CPU core with memory.", 1)
 FLAGS = flags.FLAGS
 
 
-def _seeds() -> tuple[int, ...]:
+def _seeds() -> tuple[int, ...] | None:
+    """Those of --seeds; None where not given."""
+    if FLAGS.seeds is None:
+        return None
     try:
         seeds = tuple(int(seed) for seed in FLAGS.seeds.split(","))
     except ValueError:
@@ -38,40 +41,43 @@ def _seeds() -> tuple[int, ...]:
     return seeds
 
 
-def _models() -> list[Any]:
-    """The variants of --model."""
-    from orthojax.experiments.study.study import given_model
-
+def _models() -> dict[str, Path]:
+    """Name -> checkpoint, of --model."""
     pairs = [text.partition("=") for text in FLAGS.model]
-    names = [name for name, _, _ in pairs]
-    if not all(name and path for name, _, path in pairs) or len(set(names)) < len(names):
+    models = {name.strip(): Path(path) for name, _, path in pairs if name.strip() and path}
+    if len(models) < len(pairs):
         raise UserError(
             f"--model={','.join(FLAGS.model)}", allowed="different names: NAME=CHECKPOINT[,NAME=CHECKPOINT]"
         )
-    return [given_model(name, Path(path)) for name, _, path in pairs]
+    return models
 
 
 def main(_: list[str]) -> None:
     scales = ("tiny", "small", "paper")
     if FLAGS.scale not in scales:
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(scales), hint=nearest(FLAGS.scale, scales))
+    given, models = _seeds(), _models()
 
-    from orthojax.experiments.catalog import find
+    from orthojax.experiments.catalog import ALL, find
     from orthojax.experiments.reporting.page import print_report, write_report
     from orthojax.experiments.study.calculation import Calculation, run_calculation
-    from orthojax.experiments.study.study import run_study
-    from orthojax.experiments.study.workers import places
+    from orthojax.experiments.study.listing import listing
+    from orthojax.experiments.study.places import places
+    from orthojax.experiments.study.study import given_model, run_study
     from orthojax.train import keep_compiled_programs
 
-    experiment = find(FLAGS.experiment)
-    seeds = experiment.seeds if FLAGS.seeds is None else _seeds()
     keep_compiled_programs(FLAGS.compile_cache)
+    if FLAGS.list:
+        print(listing(ALL, FLAGS.scale, given, Path(FLAGS.runs_dir), places(FLAGS.jobs)))
+        return
+    experiment = find(FLAGS.experiment)
+    seeds = experiment.seeds if given is None else given
     workdir = Path(FLAGS.workdir or f"runs/{experiment.name}-{FLAGS.scale}")
     told = ", ".join(map(str, seeds))
     about = f"{experiment.name}: {experiment.title}\nworkdir {workdir}:"
     if isinstance(experiment, Calculation):
         experiment.require_scale(FLAGS.scale)
-        if FLAGS.model:
+        if models:
             raise UserError(f"experiment {experiment.name!r} measures no models", allowed="no --model")
         print(f"{about} seeds {told}", flush=True)
         report = experiment.report(run_calculation(experiment, FLAGS.scale, seeds, workdir))
@@ -84,7 +90,7 @@ def main(_: list[str]) -> None:
             workdir,
             runs_dir=Path(FLAGS.runs_dir),
             cache_dir=Path(FLAGS.cache_dir),
-            models=_models(),
+            models=[given_model(name, path) for name, path in models.items()],
             where=places(FLAGS.jobs),
             prepare=functools.partial(keep_compiled_programs, FLAGS.compile_cache),
         )

@@ -15,6 +15,10 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: max(length - 3, 0)] + "..."
+
+
 class Progress:
     """Shows how much of a known amount of work is done; the unit of work is the caller's."""
 
@@ -36,6 +40,7 @@ class Progress:
             size = shutil.get_terminal_size()  # 80 x 24 where the terminal does not say; tqdm would show nothing
             width = 20 if size.columns >= 120 else 4  # the message and the time left matter more
             form = f"{{percentage:3.0f}}%|{{bar:{width}}}| {{desc}}"
+            self._room = size.columns - width - len("100%|| ")
             self._bar = tqdm(
                 total=self._total, file=self._stream, bar_format=form, ncols=size.columns, nrows=size.lines
             )
@@ -54,7 +59,8 @@ class Progress:
         status = f"{message} | {passed} elapsed{left and f', about {left} left'}"
         if self._bar is not None:
             self._bar.n = self.done
-            self._bar.set_description_str(f"{message} | {passed}{left and f', {left} left'}")
+            tail = f" | {passed}{left and f', {left} left'}"
+            self._bar.set_description_str(_cut(message, self._room - len(tail)) + tail)
         elif time.monotonic() - self._last_line >= self._every:
             self._last_line = time.monotonic()
             print(f"{100 * self.done / self._total:3.0f}% {status}", file=self._stream, flush=True)

@@ -188,6 +188,9 @@ PARSING = {
     ),
     "no suite": ("benchmark", ["--suite="], ["unknown suite ''", "optimizer | compile"]),
     "benchmark into a file": ("benchmark", ["--tiny", "--workdir=text.txt"], ["text.txt is a file"]),
+    "no job": ("reproduce", ["--jobs=0"], ["--jobs=0", "positive integer"]),
+    "a model without a name": ("reproduce", ["--model=runs/a"], ["--model=runs/a", "NAME=CHECKPOINT"]),
+    "two models of one name": ("reproduce", ["--model=a=x,a=y"], ["--model=a=x,a=y", "different names"]),
     "a seed too large": ("reproduce", ["--seeds=4294967296"], ["4294967296", "2**32 - 1"]),
 }  # fmt: skip
 
@@ -411,6 +414,32 @@ def test_an_unknown_experiment_is_refused_with_the_known_ones(tmp_path):
     said = complaint(run("reproduce", "--experiment=quik", cwd=tmp_path))
     assert "'quik'" in said
     assert "did you mean 'quick'?" in said
+    assert not list(tmp_path.iterdir())
+
+
+MODELS = {
+    "missing": (["--experiment=quick", "--model=mine=nowhere"], ["nowhere", "no such checkpoint"]),
+    "where none is measured": (["--experiment=quick", "--model=mine=run"], ["'quick' measures no existing models"]),
+    "of a calculation": (["--experiment=appendix_h", "--model=mine=run"], ["'appendix_h' measures no models"]),
+    "at a missing scale": (["--experiment=quick", "--scale=paper"], ["has no scale 'paper'", "tiny"]),
+}
+
+
+@pytest.mark.parametrize("case", some_quick(MODELS, 1))
+def test_models_and_scales_that_an_experiment_does_not_have_are_refused(trained, case):
+    arguments, words = MODELS[case]
+    before = snapshot(trained)
+    said = complaint(run("reproduce", *arguments, "--workdir=new", "--runs_dir=models", cwd=trained))
+    assert all(word in said for word in words), said
+    assert snapshot(trained) == before
+
+
+@pytest.mark.slow
+def test_the_list_writes_nothing(tmp_path):
+    done = run("reproduce", "--list", "--compile_cache=", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "quick" in done.stdout
+    assert "all experiments together" in done.stdout
     assert not list(tmp_path.iterdir())
 
 

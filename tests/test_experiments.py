@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -15,13 +16,14 @@ from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.experiments.base_configs import BACKCOPY_MODEL, LANGUAGE_MODEL, cured, with_normalizer
 from orthojax.experiments.ours import quick, quick_report
-from orthojax.experiments.reporting import drawing
+from orthojax.experiments.reporting import drawing, summaries
 from orthojax.experiments.reporting.page import Claim, Report, Table, to_text, write_report
+from orthojax.experiments.study import measures
 from orthojax.experiments.study.example import example_maps
 from orthojax.experiments.study.study import Experiment, run_study
 from orthojax.experiments.study.variant import Variant, run_name
 from orthojax.fields import replace
-from orthojax.train import init_state, open_inputs
+from orthojax.train import evaluate, init_state, open_inputs
 
 SEEDS = (0, 1)
 PROSE = "The quick brown fox jumps over the lazy dog, and nobody in particular is very much surprised by that. "
@@ -33,9 +35,9 @@ def folders(workdir):
 
 def small(config: Config, **changes) -> Config:
     shrink = {
-        "train.steps": 4,
+        "train.steps": 2,
         "train.batch_size": 4,
-        "train.log_every_steps": 2,
+        "train.log_every_steps": 1,
         "train.eval_every_steps": 2,
         "train.checkpoint_every_steps": 2,
         "eval.sequences": 4,
@@ -73,20 +75,37 @@ def experiment(variants):
 
 
 @pytest.fixture(scope="module")
-def study(experiment, tmp_path_factory):
+def study(variants, tmp_path_factory):
+    """One variant of each kind, two seeds; quantised perplexities, whose compilation takes longest, are left out."""
     workdir = tmp_path_factory.mktemp("study")
-    return run_study(experiment, "tiny", SEEDS, workdir, **folders(workdir))
+    trained = Experiment("quick", "a small one", {"tiny": lambda: (variants[0], variants[2])}, quick_report.report)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measures, "evaluate", functools.partial(evaluate, settings={}))
+        yield run_study(trained, "tiny", SEEDS, workdir, **folders(workdir))
 
 
-def test_every_variant_and_seed_has_a_row_with_its_overrides(study, variants):
+@pytest.fixture(scope="module")
+def whole(study, experiment, variants):
+    """The study as if the other variants had been trained, with the numbers of these, and quantised."""
+    rows = []
+    for variant in variants:
+        like = "vanilla" if variant.config.data.kind == "text" else "backcopy_softmax"
+        for row in [row for row in study.results["rows"] if row["variant"] == like]:
+            quantized = {name: 10.0 for name in summaries.METRICS if name.startswith("perplexity_")}
+            rows.append(row | {"variant": variant.name, "metrics": quantized | row["metrics"]})
+    results = study.results | {"rows": rows}
+    return dataclasses.replace(study, experiment=experiment, variants=variants, results=results)
+
+
+def test_every_variant_and_seed_has_a_row_with_its_overrides(study):
     results = json.loads((study.workdir / "results.json").read_text())
     assert results["experiment"] == "quick"
     assert results["scale"] == "tiny"
     rows = {(row["variant"], row["seed"]): row for row in results["rows"]}
-    assert set(rows) == {(variant.name, seed) for variant in variants for seed in SEEDS}
+    assert set(rows) == {(variant.name, seed) for variant in study.variants for seed in SEEDS}
     overrides = rows["vanilla", 1]["overrides"]
     overrides = {path: tuple(v) if isinstance(v, list) else v for path, v in overrides.items()}
-    assert replace(Config(), overrides) == variants[0].with_seed(1)
+    assert replace(Config(), overrides) == study.variants[0].with_seed(1)
     assert results["provenance"]["versions"]["jax"]
     assert len(results["provenance"]["data"]) == 2  # the text and the synthetic task
 
@@ -105,31 +124,31 @@ def test_seeds_differ(study):
     assert len(set(study.values("vanilla", "perplexity"))) == 2
 
 
-def test_a_second_call_trains_nothing_and_gives_the_same_rows(study, experiment, monkeypatch):
+def test_a_second_call_trains_nothing_and_gives_the_same_rows(study, monkeypatch):
     from orthojax.experiments.study import runs as module
 
     monkeypatch.setattr(module, "train", lambda *args, **kwargs: pytest.fail("trained again"))
-    again = run_study(experiment, "tiny", SEEDS, study.workdir, **folders(study.workdir))
+    again = run_study(study.experiment, "tiny", SEEDS, study.workdir, **folders(study.workdir))
     assert again.results["rows"] == study.results["rows"]
 
 
-def test_an_unfinished_run_is_evaluated_from_its_checkpoint(study, experiment):
-    done = study.run_dir("cured", 0) / "measured/evaluation.json"
+def test_an_unfinished_run_is_evaluated_from_its_checkpoint(study):
+    done = study.run_dir("vanilla", 0) / "measured/evaluation.json"
     before = json.loads(done.read_text())
     done.unlink()
-    run_study(experiment, "tiny", SEEDS, study.workdir, **folders(study.workdir))
+    run_study(study.experiment, "tiny", SEEDS, study.workdir, **folders(study.workdir))
     after = json.loads(done.read_text())
     assert after == before
     done.write_text(json.dumps(before))
 
 
-def test_results_of_other_data_are_refused(study, experiment):
+def test_results_of_other_data_are_refused(study):
     (path,) = study.variants[0].config.data.paths
     before = Path(path).read_text()
     Path(path).write_text(before.replace("fox", "cat"))
     try:
         with pytest.raises(UserError, match="the data is not that of the checkpoint"):
-            run_study(experiment, "tiny", SEEDS, study.workdir, **folders(study.workdir))
+            run_study(study.experiment, "tiny", SEEDS, study.workdir, **folders(study.workdir))
     finally:
         Path(path).write_text(before)
 
@@ -142,8 +161,8 @@ def test_experiments_share_the_runs_that_they_have_in_common(study, experiment, 
     other = dataclasses.replace(experiment, name="other", scales={"tiny": lambda: (renamed,)})
     where = folders(study.workdir)
     shared = run_study(other, "tiny", (1,), tmp_path, **where)
-    assert shared.values("another_name", "perplexity") == study.values("cured", "perplexity")[1:]
-    assert shared.run_dir("another_name", 1).resolve() == study.run_dir("cured", 1).resolve()
+    assert shared.values("another_name", "loss_nats") == study.values("backcopy_softmax", "loss_nats")[1:]
+    assert shared.run_dir("another_name", 1).resolve() == study.run_dir("backcopy_softmax", 1).resolve()
 
 
 def test_another_config_is_another_run(study):
@@ -154,21 +173,23 @@ def test_another_config_is_another_run(study):
     assert len(names) == 6
 
 
-def test_a_diverging_variant_is_reported_and_the_others_finish(variants, tmp_path):
-    broken = dataclasses.replace(
-        variants[0],
-        name="broken",
-        config=replace(variants[0].config, {"optim.learning_rate": 1e30, "optim.eps": 1e-30}),
-    )
-    experiment = Experiment(
-        "quick", "one diverges", {"tiny": lambda: (broken, variants[3])}, lambda study: study.failures()
-    )
-    study = run_study(experiment, "tiny", (0,), tmp_path, **folders(tmp_path))
-    assert [row["variant"] for row in study.results["rows"]] == ["broken", "backcopy_softmax1"]
-    (failure,) = experiment.report(study)
+def test_a_diverging_variant_is_reported_and_the_others_finish(study, tmp_path, monkeypatch):
+    from orthojax.experiments.study import runs as module
+
+    good = study.variants[1]
+    wild = {"optim.learning_rate": 1e30, "optim.eps": 1e-30, "train.steps": 6, "train.eval_every_steps": 0}
+    broken = dataclasses.replace(good, name="broken", config=replace(good.config, wild))
+    experiment = Experiment("quick", "one diverges", {"tiny": lambda: (broken, good)}, lambda study: study.failures())
+    where = folders(study.workdir)
+    done = run_study(experiment, "tiny", (0,), tmp_path, **where)
+    assert [row["variant"] for row in done.results["rows"]] == ["broken", "backcopy_softmax"]
+    assert done.results["rows"][0]["overrides"]["optim.learning_rate"] == 1e30
+    (failure,) = experiment.report(done)
     assert "broken" in failure
     assert "not finite at step" in failure
-    assert study.values("backcopy_softmax1", "sink_attention")
+    assert done.values("backcopy_softmax", "sink_attention")
+    monkeypatch.setattr(module, "train", lambda *args, **kwargs: pytest.fail("diverged again"))
+    assert run_study(experiment, "tiny", (0,), tmp_path, **where).results["rows"] == done.results["rows"]
 
 
 def test_an_unknown_scale_names_the_known_ones(experiment, tmp_path):
@@ -178,13 +199,14 @@ def test_an_unknown_scale_names_the_known_ones(experiment, tmp_path):
     assert not (tmp_path / "w").exists()
 
 
-def test_report_files_are_complete_and_self_contained(study, experiment):
-    report = experiment.report(study)
+def test_report_files_are_complete_and_self_contained(whole):
+    study = whole
+    report = study.experiment.report(study)
     write_report(report, study.workdir)
     page = (study.workdir / "report.html").read_text()
     assert not re.findall(r"""(?:src|href)=["'](?:https?:)?//""", page)
     sources = re.findall(r'src="data:image/(svg\+xml|png);base64,([^"]+)"', page)
-    assert len(sources) == 2 * len(report.pictures)  # each in its place and zoomed
+    assert len(sources) == len(report.pictures)
     for form, content in sources:
         start = base64.b64decode(content)[:8]
         assert start == b"\x89PNG\r\n\x1a\n" if form == "png" else start.startswith(b"<?xml")
@@ -211,9 +233,9 @@ def test_report_files_are_complete_and_self_contained(study, experiment):
         assert claim.text in markdown
 
 
-def test_tables_show_mean_and_range_of_the_seeds(study, experiment):
-    table = experiment.report(study).tables[0]
-    values = study.values("vanilla", "perplexity")
+def test_tables_show_mean_and_range_of_the_seeds(whole):
+    table = whole.experiment.report(whole).tables[0]
+    values = whole.values("vanilla", "perplexity")
     cell = dict(zip(table.columns, table.rows[0], strict=True))["softmax + Adam"]
     mean, low, high = (float(x.replace(",", "")) for x in re.findall(r"[\d.,]+", cell))
     assert mean == pytest.approx(np.mean(values), rel=0.01)
@@ -228,6 +250,16 @@ def test_the_page_escapes_what_it_shows(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert "<script>" not in page
     assert "1 &lt; 2" in page
+
+
+def test_many_links_are_folded(tmp_path):
+    for count, folded in ((12, False), (13, True)):
+        links = [("results.json", "results.json"), *((f"run {i}", f"runs/{i}/config.json") for i in range(count))]
+        write_report(Report("t", [], [], [], [], [], links), tmp_path)
+        page = (tmp_path / "report.html").read_text()
+        assert page.count("<a href=") == count + 1
+        assert (f"<summary>{count} files of runs</summary>" in page) == folded
+        assert "[results.json](results.json)" in (tmp_path / "report.md").read_text()
 
 
 def test_console_table_is_aligned():

@@ -28,6 +28,7 @@ from orthojax.train.optimizer import make_optimizer, make_rotation, run_optimize
 from orthojax.train.plan import Estimate, estimate
 from orthojax.train.pretrained import load_params
 from orthojax.train.provenance import environment
+from orthojax.train.seeds_together import can_train_seeds, train_seeds
 from orthojax.train.step import (
     StepMetrics,
     TrainState,
@@ -53,6 +54,7 @@ __all__ = [
     "TrainState",
     "about_mesh",
     "array_items",
+    "can_train_seeds",
     "check_workdir",
     "describe_line",
     "dry_run",
@@ -93,6 +95,7 @@ __all__ = [
     "spread",
     "state_shapes",
     "train",
+    "train_seeds",
     "verify_checkpoint",
     "write_text",
 ]

@@ -67,7 +67,7 @@ def train(
     kept = (settings.keep_checkpoints, settings.keep_every_steps, settings.keep_best)
     keep = dict(zip(("keep", "keep_every_steps", "keep_best"), kept, strict=True))
     with Checkpoints(workdir / "checkpoints", **keep) as checkpoints:
-        state, position = _newest_state(checkpoints, config, inputs)
+        state, position = newest_state(checkpoints, config, inputs)
         step = int(state.step)
         on_start(step)
         if step >= settings.steps:
@@ -93,7 +93,7 @@ def _beginning(config: Config, inputs: Inputs) -> TrainState:
     return state._replace(params=place_tree(initial_params(config, inputs.provenance), state.params))
 
 
-def _newest_state(checkpoints: Checkpoints, config: Config, inputs: Inputs) -> tuple[TrainState, Position]:
+def newest_state(checkpoints: Checkpoints, config: Config, inputs: Inputs) -> tuple[TrainState, Position]:
     """The newest whole checkpoint of the run with its place in the data, or the beginning."""
 
     def accept(folder: Path) -> None:

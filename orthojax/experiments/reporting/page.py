@@ -13,6 +13,8 @@ from matplotlib.figure import Figure
 
 from orthojax.train import write_text
 
+_LINKS_SHOWN = 12  # of files of runs; more are folded
+
 
 class Table(NamedTuple):
     """A table of texts; the first column names the row."""
@@ -84,18 +86,29 @@ def write_report(report: Report, workdir: Path) -> None:
     figures.mkdir(exist_ok=True)
     embedded = []
     for picture in report.pictures:
+        width, height = picture.figure.get_size_inches()
         content = _render(picture.figure, picture.form)
         (figures / f"{picture.name}.{picture.form}").write_bytes(content)
         kind = "svg+xml" if picture.form == "svg" else "png"
-        embedded.append((picture, f"data:image/{kind};base64,{base64.b64encode(content).decode()}"))
+        embedded.append(
+            (picture, f"data:image/{kind};base64,{base64.b64encode(content).decode()}", f"{width / height:.4f}")
+        )
     write_text(workdir / "report.md", _markdown(report))
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("orthojax.experiments.reporting", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )
-    page = environment.get_template("report.html").render(report=report, pictures=embedded)
+    page = environment.get_template("report.html").render(report=report, pictures=embedded, links=_link_lists(report))
     write_text(workdir / "report.html", page)
+
+
+def _link_lists(report: Report) -> list[tuple[str, list[tuple[str, str]], bool]]:
+    """(heading, links, whether they are folded): the files of the study, then those of its runs, which may be many."""
+    own = [link for link in report.links if "/" not in link[1]]
+    runs = [link for link in report.links if "/" in link[1]]
+    lists = [("", own, False), (f"{len(runs)} files of runs", runs, len(runs) > _LINKS_SHOWN)]
+    return [part for part in lists if part[1]]
 
 
 def _render(figure: Figure, form: str) -> bytes:
@@ -120,4 +133,6 @@ def _markdown(report: Report) -> str:
         parts.append(f"![{picture.caption}](figures/{picture.name}.{picture.form})\n\n*{picture.caption}*")
     parts.append("## How this was made")
     parts.append("\n".join(f"- {note}" for note in report.notes))
+    if report.links:
+        parts.append("\n".join(f"- [{text}]({path})" for text, path in report.links if path != "report.md"))
     return "\n\n".join(parts) + "\n"

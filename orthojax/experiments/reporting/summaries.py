@@ -170,6 +170,18 @@ def notes(study: Study) -> list[str]:
         f"{provenance['wall_seconds'] / 60:.1f} minutes for {len(study.results['rows'])} runs",
         f"evaluated on {config.eval.sequences} sequences; dynamic quantisation scales over batches of "
         f"{config.eval.batch_size}; quantised are linear layers only",
+        *_seeds_together(study),
+    ]
+
+
+def _seeds_together(study: Study) -> list[str]:
+    """Which runs shared a compiled call, and what they share then."""
+    rows = [row for row in study.results["rows"] if "trained_with" in row]
+    if not rows:
+        return []
+    return [
+        f"{len(rows)} runs were trained with other seeds of their variant in one compiled call, which changes nothing "
+        f"but rounding; rotations are the same for all seeds (optim.rotation.seed), as they are for seeds trained alone"
     ]
 
 

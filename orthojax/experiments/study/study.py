@@ -13,9 +13,13 @@ from orthojax.config import Config
 from orthojax.errors import UserError, nearest
 from orthojax.experiments.study.costs import measure_costs
 from orthojax.experiments.study.measures import Measure, arrays
-from orthojax.experiments.study.runs import Row, Task, cost, finish, lost
+from orthojax.experiments.study.places import Place
+from orthojax.experiments.study.runs import Row, finish, lost
+from orthojax.experiments.study.schedule import grouped
+from orthojax.experiments.study.tasks import Task, cost
 from orthojax.experiments.study.variant import Run, Variant, run_name
-from orthojax.experiments.study.workers import Place, do_nothing, run_all
+from orthojax.experiments.study.workers import do_nothing, run_all
+from orthojax.fields import replace
 from orthojax.progress import Progress, tokenizing_progress
 from orthojax.train import environment, find_checkpoint, make_folder, open_inputs, read_config, write_text
 
@@ -182,9 +186,12 @@ def run_study(
     tasks = [Task(run, experiment.measures, cache_dir) for run in runs]
     for config in {_data_of(run.config): run.config for run in runs}.values():
         open_inputs(config, cache_dir, progress=tokenizing_progress())  # tokenises once, before the workers start
+    groups, where = grouped(tasks, where)
     costs = {}
     with Progress(sum(map(cost, tasks))) as progress:
-        rows = run_all(finish, tasks, where, progress, prepare=prepare, lost=lost)
+        finished = run_all(finish, groups, where, progress, prepare=prepare, lost=lost)
+        by_run = {(row["variant"], row["seed"]): row for rows in finished for row in rows}
+        rows = [by_run[run.variant.name, run.seed] for run in runs]
         if experiment.cost_reference:
             configs = {variant.name: variant.config for variant in trained}
             measured = measure_costs(configs, experiment.cost_reference, workdir / "costs.json", progress.say)
@@ -203,7 +210,7 @@ def run_study(
 
 
 def _data_of(config: Config) -> object:
-    return config.data, config.train.batch_size, config.eval
+    return replace(config, {"data.seed": 0}).data, config.train.batch_size, config.eval
 
 
 def _provenance(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
@@ -211,6 +218,6 @@ def _provenance(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
     return environment() | {
         "seeds": list(seeds),
         "data": list(sources.values()),
-        # Of training alone, and of a run that was stopped, the call that finished it only.
+        # Of training alone, summed over runs, by whichever call and experiment.
         "wall_seconds": round(sum(row.get("seconds", 0.0) for row in rows), 1),
     }

@@ -1,83 +1,44 @@
-"""Tasks on everything the machine has: a process for every core of a CPU, or for every GPU.
+"""Tasks in several processes: each has its place, tells what it does, and saves its state when it is asked to stop.
 
-A model of a study at `tiny` scale is too small for two cores: two such runs at once, one on each, finish 1.2 to 1.4
-times sooner than one after the other (measured, 64 to 160 channels wide). Where there is one accelerator, this process
-does everything.
+Ctrl-C and SIGTERM reach the parent, which passes them on once: a worker that trains saves its state and ends, one that
+does something else ends at once. A second signal kills. Workers end where their parent is killed.
 """
 
 import contextlib
-import dataclasses
-import importlib.util
 import multiprocessing
 import os
 import signal
+import sys
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from orthojax.errors import Interrupted, UserError
-from orthojax.experiments.study.runs import Teller
+from orthojax.experiments.study.places import Place
 
 T = TypeVar("T")
 R = TypeVar("R")
-_MEMORY_BYTES = 2 << 30  # that a worker should have
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SHOWN = 2  # workers whose last words stand in the progress
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a worker runs.
+class Teller(Protocol):
+    """Takes what there is to tell of long work, as `orthojax.progress.Progress` does; the caller chooses the unit."""
 
-    Attributes:
-      cores: Of the CPU; empty for any.
-      environment: Variables that JAX reads.
-    """
+    def advance(self, work: float, message: str = "") -> None:
+        """Work that was done."""
+        ...
 
-    cores: tuple[int, ...] = ()
-    environment: tuple[tuple[str, str], ...] = ()
+    def skip(self, work: float) -> None:
+        """Work that an earlier call did."""
+        ...
 
-    def enter(self) -> None:
-        """Moves this process there; to be called before JAX looks for devices."""
-        os.environ.update(self.environment)
-        if self.cores:
-            os.sched_setaffinity(0, self.cores)
-
-
-def places(jobs: int | None = None) -> list[Place]:
-    """Where the workers of this machine run; a single one is this process itself.
-
-    Args:
-      jobs: How many at most; None takes one for each GPU, or where there is none, for each core whose share of the
-        free memory is 2 GB.
-    """
-    gpus = _gpus()
-    if gpus:
-        found = [Place(environment=(("CUDA_VISIBLE_DEVICES", gpu),)) for gpu in gpus]
-        return found[:jobs]
-    if not hasattr(os, "sched_setaffinity"):  # macOS, where nothing says which cores a process may use
-        return [Place()] * (jobs or 1)
-    cores = sorted(os.sched_getaffinity(0))
-    count = min(jobs or _by_memory(len(cores)), len(cores))
-    return [Place(cores=tuple(cores[i::count])) for i in range(count)]
-
-
-def _gpus() -> list[str]:
-    """The NVIDIA GPUs that JAX would use; asking JAX itself would take their memory."""
-    if os.environ.get("JAX_PLATFORMS", "cuda").split(",")[0] not in ("cuda", "gpu"):
-        return []
-    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        return []
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [gpu for gpu in chosen.split(",") if gpu]
-    return [path.name.removeprefix("nvidia") for path in sorted(Path("/dev").glob("nvidia[0-9]*"))]
-
-
-def _by_memory(cores: int) -> int:
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(cores, free // _MEMORY_BYTES))
+    def say(self, message: str) -> None:
+        """A line of its own."""
+        ...
 
 
 def do_nothing() -> None:
@@ -91,29 +52,34 @@ def run_all(
     tell: Teller,
     *,
     prepare: Callable[[], object] = do_nothing,
-    lost: Callable[[T], R],
+    lost: Callable[[T, str], R],
 ) -> list[R]:
     """`[do(task, tell) for task in tasks]`, in as many processes as there are places.
 
     Args:
       do: A function of a module; what it takes and gives travels between processes.
       tasks: In the order in which they begin.
-      where: Of the workers; one place means this process.
+      where: Of the workers; with one place, or one task, this process does everything.
       tell: Gets what all of them tell.
       prepare: Called once in every process.
-      lost: The result of a task whose worker died, killed for want of memory for example.
+      lost: (task, reason) -> the result of a task whose worker was killed, for want of memory for example.
 
     Raises:
-      UserError: The first that a task raised, when the others have been stopped.
+      UserError: The first that a task raised; the others have then saved their state and ended.
       Interrupted: On SIGINT or SIGTERM, when every worker has saved its state and ended.
+      KeyboardInterrupt: On a second one, which kills the workers.
+      OSError: As a task raised it.
       RuntimeError: For a fault of ours in a worker, with its traceback.
     """
     if len(where) == 1 or len(tasks) == 1:
         prepare()
         return [do(task, tell) for task in tasks]
-    pool = _Pool(do, prepare, tell)
-    with pool.open(where[: len(tasks)]):
-        return pool.run(tasks, lost)
+    pool = _Pool(do, prepare, tell, lost)
+    with pool.open():
+        return pool.run(tasks, where)
+
+
+# In a worker.
 
 
 class _Told:
@@ -123,20 +89,31 @@ class _Told:
         self._connection = connection
 
     def advance(self, work: float, message: str = "") -> None:
-        self._connection.send(("advance", work, message))
+        self._send("advance", work, message)
 
     def skip(self, work: float) -> None:
-        self._connection.send(("skip", work))
+        self._send("skip", work)
 
     def say(self, message: str) -> None:
-        self._connection.send(("say", message))
+        self._send("say", message)
+
+    def _send(self, *words: Any) -> None:
+        try:
+            self._connection.send(words)
+        except OSError:
+            sys.exit(1)  # the parent is gone
 
 
 def _serve(
     connection: Connection, place: Place, do: Callable[[Any, Teller], Any], prepare: Callable[[], object]
 ) -> None:
-    """What a worker does: takes tasks until there are no more."""
-    os.setsid()  # Ctrl-C reaches the parent alone, which passes it on once
+    """What a worker does: takes tasks until there are no more.
+
+    SIGTERM stays blocked: schedulers send it to every process, and the parent alone says when to stop.
+    """
+    os.setsid()  # Ctrl-C reaches the parent alone
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # `train` saves its state; where nothing is trained, this ends it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     place.enter()
     prepare()
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
@@ -147,101 +124,163 @@ def _serve(
 def _answer(do: Callable[[Any, Teller], Any], task: Any, tell: Teller) -> tuple[str, Any]:
     try:
         return "done", do(task, tell)
-    except (UserError, Interrupted) as error:
+    except Interrupted as stop:
+        return "stopped", stop.signum
+    except UserError as error:
+        return "raised", UserError(str(error))  # its subclasses may want other arguments
+    except OSError as error:
+        error.add_note(f"in a worker:\n{traceback.format_exc()}")
         return "raised", error
-    except BrokenPipeError:
-        raise
     except Exception:
         return "raised", RuntimeError(f"in a worker:\n{traceback.format_exc()}")
+
+
+# In the parent.
 
 
 class _Pool(Generic[T, R]):
     """Workers, and which task each of them is at."""
 
-    def __init__(self, do: Callable[[T, Teller], R], prepare: Callable[[], object], tell: Teller):
-        self._do, self._prepare, self._tell = do, prepare, tell
+    def __init__(
+        self,
+        do: Callable[[T, Teller], R],
+        prepare: Callable[[], object],
+        tell: Teller,
+        lost: Callable[[T, str], R],
+    ):
+        self._do, self._prepare, self._tell, self._lost = do, prepare, tell, lost
         self._workers: dict[Connection, tuple[BaseProcess, Place]] = {}
+        self._at: dict[Connection, int] = {}  # the task of each that works
+        self._words: dict[Connection, str] = {}  # its last
         self._signum: int | None = None
+        self._asked = False
 
     @contextlib.contextmanager
-    def open(self, where: Sequence[Place]) -> Iterator[None]:
-        """Starts the workers, and ends them whatever happens; signals are passed on to them."""
-        before = {signum: signal.signal(signum, self._stop) for signum in (signal.SIGINT, signal.SIGTERM)}
+    def open(self) -> Iterator[None]:
+        """Signals are passed on to the workers, and all of them have ended when this ends."""
+        before = {signum: signal.signal(signum, self._on_signal) for signum in _SIGNALS}
         try:
-            for place in where:
-                self._start(place)
             yield
+        except BaseException:
+            self._ask_to_stop()
+            raise
         finally:
-            if self._signum is None:
-                self._terminate()
-            for connection, (process, _) in self._workers.items():
-                process.join()
-                connection.close()
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
+            try:
+                self._end()
+            finally:
+                for signum, handler in before.items():
+                    signal.signal(signum, handler)
 
-    def _stop(self, signum: int, _: Any) -> None:
+    def _on_signal(self, signum: int, _: Any) -> None:
         if self._signum is not None:  # a second signal: now
             for process, _place in self._workers.values():
                 process.kill()
             raise KeyboardInterrupt
         self._signum = signum
-        self._terminate()
+        self._ask_to_stop()
 
-    def _terminate(self) -> None:
-        """Once for each worker: it saves the state of the run that it is in, and would die of a second signal."""
-        for process, _ in self._workers.values():
-            process.terminate()
+    def _ask_to_stop(self) -> None:
+        """Once: a worker saves the state of the run that it is in, and would die of a second signal."""
+        if not self._asked:
+            self._asked = True
+            for process, _ in self._workers.values():
+                if process.is_alive() and process.pid is not None:
+                    os.kill(process.pid, signal.SIGINT)
+
+    def _end(self) -> None:
+        for connection in self._workers:
+            with contextlib.suppress(OSError):
+                connection.send(None)
+        for connection, (process, _) in self._workers.items():
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    connection.recv()  # what is on its way, so that a worker that saves does not wait for a reader
+            process.join()
+            connection.close()
 
     def _start(self, place: Place) -> Connection:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, place, self._do, self._prepare))
-        process.start()
+        resource_tracker.ensure_running()  # else `start` starts it, and unblocks signals when it has
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the worker begins with them blocked
+        try:
+            process.start()
+            self._workers[ours] = (process, place)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        self._workers[ours] = (process, place)
         return ours
 
-    def run(self, tasks: Sequence[T], lost: Callable[[T], R]) -> list[R]:
+    def run(self, tasks: Sequence[T], where: Sequence[Place]) -> list[R]:
         """The results in the order of the tasks."""
         results: dict[int, R] = {}
-        left = iter(range(len(tasks)))
-        at: dict[Connection, int] = {}
+        left = list(reversed(range(len(tasks))))
 
         def give(connection: Connection) -> None:
-            index = None if self._signum is not None else next(left, None)
-            if index is not None:
-                at[connection] = index
-                connection.send(tasks[index])
+            if left and not self._asked:
+                self._at[connection] = left.pop()
+                with contextlib.suppress(OSError):  # it was killed; reading from it will tell
+                    connection.send(tasks[self._at[connection]])
+            else:
+                with contextlib.suppress(OSError):
+                    connection.send(None)  # its memory is wanted
 
-        for connection in list(self._workers):
-            give(connection)
-        while at:
-            for connection, message in self._messages(list(at)):
-                if message is None:
-                    index, (_, place) = at.pop(connection), self._workers.pop(connection)
-                    if self._signum is None:
-                        results[index] = lost(tasks[index])
-                        give(self._start(place))
-                elif message[0] == "done":
-                    results[at.pop(connection)] = message[1]
+        for place in where[: len(tasks)]:
+            if not self._asked:
+                give(self._start(place))
+        while self._at:
+            for connection in [ready for ready in wait(list(self._at)) if isinstance(ready, Connection)]:
+                kind, *rest = self._read(connection)
+                if kind in ("advance", "skip", "say"):
+                    self._pass_on(connection, kind, *rest)
+                    continue
+                index = self._at.pop(connection)
+                self._words.pop(connection, None)
+                if kind == "done":
+                    results[index] = rest[0]
                     give(connection)
-                elif message[0] == "raised" and not isinstance(message[1], Interrupted):
-                    raise message[1]
-                elif message[0] == "raised":
-                    at.pop(connection)
-                else:
-                    getattr(self._tell, message[0])(*message[1:])
+                elif kind == "raised":
+                    raise rest[0]
+                elif kind == "stopped" and self._signum is None:  # by a signal from elsewhere: so do all
+                    self._signum = rest[0]
+                    self._ask_to_stop()
+                elif kind == "gone" and not self._asked:
+                    results[index] = self._lost(tasks[index], self._how_it_ended(connection))
+                    if left:
+                        give(self._start(self._workers[connection][1]))
         if self._signum is not None:
             raise Interrupted(self._signum)
         return [results[i] for i in range(len(tasks))]
 
-    def _messages(self, connections: list[Connection]) -> Generator[tuple[Connection, Any], None, None]:
-        """What has arrived; None from a worker that is gone."""
-        for ready in wait(connections):
-            connection: Any = ready
-            try:
-                message = connection.recv()
-            except (EOFError, ConnectionResetError):
-                message = None
-            yield connection, message
+    def _read(self, connection: Connection) -> tuple[Any, ...]:
+        try:
+            return connection.recv()
+        except (EOFError, ConnectionResetError):
+            return ("gone",)
+
+    def _how_it_ended(self, connection: Connection) -> str:
+        """The reason for a row.
+
+        Raises:
+          RuntimeError: Where it was not killed but failed outside of its tasks.
+        """
+        process, _ = self._workers[connection]
+        process.join()
+        code = process.exitcode or 0
+        if code >= 0:
+            self._fail(code)
+        want = ", as for want of memory" if -code == signal.SIGKILL else ""
+        return f"its process was ended by {signal.Signals(-code).name}{want}"
+
+    def _fail(self, code: int) -> NoReturn:
+        raise RuntimeError(f"a worker ended with exit code {code}; what it said is above")
+
+    def _pass_on(self, connection: Connection, kind: str, *words: Any) -> None:
+        """Progress shows what the first workers are at, always in the same order, so that it can be read."""
+        if kind == "advance" and words[1]:
+            self._words[connection] = words[1]
+            shown = [self._words[worker] for worker in self._workers if worker in self._words]
+            more = f"; {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+            words = (words[0], "; ".join(shown[:_SHOWN]) + more)
+        getattr(self._tell, kind)(*words)
