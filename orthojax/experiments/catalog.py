@@ -1,7 +1,15 @@
 """Every experiment by name."""
 
 from orthojax.errors import UserError, nearest
-from orthojax.experiments.from_attention import appendix_e, appendix_g, appendix_h, figure3
+from orthojax.experiments.from_attention import (
+    appendix_e,
+    appendix_g,
+    appendix_h,
+    figure2,
+    figure3,
+    figure4,
+    figure6,
+)
 from orthojax.experiments.ours import optimizer_outliers, quick, rotation_ablation
 from orthojax.experiments.study.calculation import Calculation
 from orthojax.experiments.study.study import Experiment
@@ -9,7 +17,10 @@ from orthojax.experiments.study.study import Experiment
 # In the order in which they are listed.
 ALL: tuple[Experiment | Calculation, ...] = (
     quick.EXPERIMENT,
+    figure2.EXPERIMENT,
     figure3.CALCULATION,
+    figure4.EXPERIMENT,
+    figure6.EXPERIMENT,
     appendix_e.CALCULATION,
     appendix_g.CALCULATION,
     appendix_h.CALCULATION,
