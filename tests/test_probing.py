@@ -3,6 +3,8 @@
 import math
 from collections import Counter
 from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +24,22 @@ from orthojax.experiments.from_attention.output_bases import output_bases, outpu
 from orthojax.experiments.from_attention.paper_configs import paper_runs
 from orthojax.experiments.reporting.page import write_report
 from orthojax.experiments.study.measures import Measured, keep
-from orthojax.experiments.study.study import Experiment, Study, run_study
-from orthojax.experiments.study.variant import Run, Variant
+from orthojax.experiments.study.study import Study
+from orthojax.experiments.study.variant import Run
 from orthojax.fields import changed_fields, replace
 from orthojax.model import Transformer
 from orthojax.optim import rotate
-from orthojax.train import find_checkpoint, list_arrays, make_rotation, open_inputs, read_optimizer_state, read_params
+from orthojax.train import (
+    Inputs,
+    find_checkpoint,
+    list_arrays,
+    make_rotation,
+    open_inputs,
+    read_optimizer_state,
+    read_params,
+    train,
+)
+from orthojax.train.evaluation import validation_loss_nats
 
 TEXT = "What goes up must come down, unless it is fast enough, or nobody has told it so. "
 
@@ -204,12 +216,19 @@ def test_kurtosis_in_bases_is_that_of_numpy_with_its_own_singular_vectors():
     turned = np.asarray(analysis.in_singular_basis(x.reshape(-1, 5, 8).astype(np.float32)))
     # Signs of singular vectors are arbitrary.
     np.testing.assert_allclose(
-        np.abs(turned), [np.abs(X @ v) for X, v in zip(x.reshape(-1, 5, 8), V, strict=True)], atol=1e-4
+        np.abs(turned), [np.abs(X @ v) for X, v in zip(x.reshape(-1, 5, 8), V, strict=True)], atol=2e-3
     )
     assert np.all(turned[..., 5:] == 0)
     wanted = float64_kurtosis(turned.astype(np.float64)).mean(-1).reshape(2, 3)
     np.testing.assert_allclose(found["xv"], wanted, rtol=1e-4)
     assert set(figure6.kurtosis_in_bases(jnp.asarray(x), None)) == {"x", "xv"}
+
+
+@pytest.mark.parametrize(("T", "D"), [(9, 4), (4, 9)])
+def test_the_singular_basis_is_that_of_numpy_for_sequences_of_any_length(T, D):
+    x = np.random.default_rng(8).normal(size=(2, T, D)).astype(np.float32)
+    wanted = [np.abs(X @ np.linalg.svd(X)[2].T) for X in x.astype(np.float64)]
+    np.testing.assert_allclose(np.abs(analysis.in_singular_basis(x)), wanted, atol=2e-3)  # roots of rounding, where 0
 
 
 def test_gaussians_are_3_in_every_basis_and_a_spike_planted_in_one_shows_there_alone():
@@ -259,55 +278,57 @@ def tiny(tmp_path_factory):
     )  # fmt: skip
 
 
+class Trained(NamedTuple):
+    config: Config
+    checkpoint: Path
+    inputs: Inputs
+    params: Any
+    measured: dict[str, Measured]
+
+
 @pytest.fixture(scope="module")
-def study(tiny, tmp_path_factory):
-    """Every measure of the three experiments, of a vanilla and a cured model with a relaxed mask."""
-    relaxed = replace(tiny, {"model.relaxed_causal_tokens": 10})
-    pair = (Variant("vanilla", "vanilla", relaxed), Variant("cured", "cured", cured(relaxed)))
-    measures = tuple(m for e in (figure2, figure4, figure6) for m in e.EXPERIMENT.measures)
-    experiment = Experiment("probing", "", {"tiny": lambda: pair}, lambda study: None, measures=measures)
-    workdir = tmp_path_factory.mktemp("study")
-    return run_study(experiment, "tiny", (0,), workdir, runs_dir=workdir / "runs", cache_dir=workdir / "data")
+def trained(tiny, tmp_path_factory):
+    """A vanilla and a cured model with a relaxed mask, and what the three experiments measure of them."""
+    folder, relaxed, models = tmp_path_factory.mktemp("runs"), replace(tiny, {"model.relaxed_causal_tokens": 10}), {}
+    for name, config in (("vanilla", relaxed), ("cured", cured(relaxed))):
+        inputs = open_inputs(config, folder / "data")
+        train(config, inputs, folder / name)
+        checkpoint = find_checkpoint(folder / name)
+        measures = [m for e in (figure2, figure4, figure6) for m in e.EXPERIMENT.measures]
+        measured = {m.name: m.measure(config, checkpoint, inputs, lambda part: None) for m in measures}
+        models[name] = Trained(config, checkpoint, inputs, read_params(checkpoint), measured)
+    return models
 
 
-def _opened(study, name):
-    checkpoint = find_checkpoint(study.run_dir(name, 0))
-    config = next(v for v in study.variants if v.name == name).with_seed(0)
-    return config, checkpoint, read_params(checkpoint), open_inputs(config, study.workdir / "data")
-
-
-def test_the_perplexity_after_the_first_keys_is_that_of_the_relaxed_evaluation(study):
-    for name in ("vanilla", "cured"):
-        (found,), (wanted,) = (study.values(name, key) for key in ("perplexity_after_first_keys", "perplexity"))
-        assert found == pytest.approx(wanted, rel=1e-5)
-
-
-def test_the_first_keys_are_measured_over_all_sequences_heads_and_layers(study):
-    config, _, params, inputs = _opened(study, "vanilla")
+@pytest.mark.slow
+def test_the_first_keys_are_measured_over_all_sequences_heads_and_layers(trained):
+    config, _, inputs, params, measured = trained["vanilla"]
 
     def weights(taps):
         return taps.attention_weights
 
     _, seen = Transformer(config.model).apply({"params": params}, inputs.evaluation[:, :-1], observe=weights)
     seen = np.asarray(seen, np.float64)  # [L, B, N, T, S]
-    kept = study.arrays("vanilla", 0, "first_keys")
+    metrics, kept = measured["first_keys"]
     mass = seen[..., 10:, :10].mean(-2)
     np.testing.assert_allclose(kept["mass_by_head"], mass.mean(1), rtol=1e-5)
     np.testing.assert_allclose(kept["mass_by_sequence"], mass.mean((0, 2)), rtol=1e-5)
     np.testing.assert_allclose(kept["map"], seen.mean((0, 1, 2))[:, :24], rtol=1e-5)
-    (winner,) = study.values("vanilla", "winner")
-    assert winner == np.argmax(mass.mean((0, 1, 2)))
+    assert metrics["winner"] == np.argmax(mass.mean((0, 1, 2)))
+    loss = validation_loss_nats(config, params, inputs)  # a relaxed evaluation has the same positions
+    assert metrics["perplexity_after_first_keys"] == pytest.approx(math.exp(loss), rel=1e-5)
 
 
-def test_moments_are_read_from_the_checkpoint_and_compared_in_their_own_basis(study):
-    for name in ("vanilla", "cured"):
-        config, checkpoint, params, _ = _opened(study, name)
+@pytest.mark.slow
+def test_moments_are_read_from_the_checkpoint_and_compared_in_their_own_basis(trained):
+    for name, (config, checkpoint, _, params, measured) in trained.items():
         state = read_optimizer_state(checkpoint)
         assert {path for path, _, _ in list_arrays(checkpoint, "opt_state")} == {
-            jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(state)
+            jax.tree_util.keystr(path, simple=True, separator="/")
+            for path, _ in jax.tree_util.tree_leaves_with_path(state)
         }
         nu = output_weights.second_moments(state)
-        kept = study.arrays(name, 0, "output_weights")
+        kept = measured["output_weights"].arrays
         summed = np.asarray(nu["layers_1"]["mlp"]["output"]["kernel"], np.float64).sum(0)
         np.testing.assert_allclose(kept["mlp_output_moments"][1], summed, rtol=1e-6)
         kernel = np.asarray(params["layers_1"]["mlp"]["output"]["kernel"])
@@ -324,8 +345,9 @@ def test_an_optimizer_without_second_moments_has_none():
     assert output_weights.second_moments({"sgd": {"trace": {"layers_0": 1}}, "count": 0}) is None
 
 
-def test_what_a_layer_adds_is_the_difference_of_hidden_states(study):
-    config, _, params, inputs = _opened(study, "cured")
+@pytest.mark.slow
+def test_what_a_layer_adds_is_the_difference_of_hidden_states(trained):
+    config, _, inputs, params, measured = trained["cured"]
 
     def residual(taps):
         return taps.residual - taps.post_attention, taps.residual, taps.post_attention - taps.attention_output
@@ -335,9 +357,10 @@ def test_what_a_layer_adds_is_the_difference_of_hidden_states(study):
     )
     for what, x in (("added", after - before), ("mlp", mlp)):
         wanted = float64_kurtosis(np.asarray(x, np.float64)).mean((1, 2))
-        np.testing.assert_allclose(study.by_layer("cured", f"{what}_kurtosis_x")[0], wanted, rtol=1e-3)
-    assert not study.values("vanilla", "added_kurtosis_xq")
-    assert study.values("cured", "added_kurtosis_xq")
+        found = [measured["bases"].metrics[f"{what}_kurtosis_x/layer_{layer}"] for layer in range(2)]
+        np.testing.assert_allclose(found, wanted, rtol=1e-3)
+    assert "added_kurtosis_xq" in measured["bases"].metrics
+    assert "added_kurtosis_xq" not in trained["vanilla"].measured["bases"].metrics
 
 
 # Reports, of made-up numbers.
@@ -388,8 +411,6 @@ def test_figure_2_says_who_wins_and_what_the_seeds_can_tell(tmp_path):
     assert all("criterion" in claim.text for claim in report.claims)
     for table in report.tables:
         assert {len(row) for row in table.rows} == {len(table.columns)}
-    write_report(report, tmp_path)
-    assert (tmp_path / "figures/relaxed_mass_by_key.svg").stat().st_size > 1000
     plt.close("all")
 
 

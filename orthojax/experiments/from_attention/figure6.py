@@ -26,7 +26,7 @@ from orthojax.ops.statistics import at_least_float32, kurtosis
 from orthojax.train import Inputs, read_params
 
 # Of the evaluation set, at most; and at once, since the activations of all layers of so many are held.
-_SEQUENCES, _AT_ONCE = 256, 8
+_SEQUENCES, _AT_ONCE = 128, 8
 
 
 def _observe(taps: Taps) -> dict[str, jax.Array]:

@@ -112,7 +112,7 @@ def output_weight_pictures(study: Study, variants: Sequence[Variant]) -> list[Pi
             row = {f"{words}: norm": kept[f"{part}_norms"]}
             row |= {f"{words}: norm{own}": kept[f"{part}_own_norms"]} if turned else {}
             if f"{part}_moments" in kept:
-                row[f"{words}: summed second moments{own}"] = kept[f"{part}_moments"]
+                row[f"{words}: moments{own}"] = kept[f"{part}_moments"]
             rows.append(row)
         caption = (
             f"{variant.label}: Euclidean norm of the weights of each output channel"

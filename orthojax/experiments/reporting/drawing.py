@@ -167,7 +167,7 @@ def profiles(rows: Sequence[Mapping[str, np.ndarray]], *, x_label: str) -> Figur
             for ax in line[len(row) :]:
                 ax.set_visible(False)
         handles, labels = axes[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right center")
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(layers, 8))
     return figure
 
 
