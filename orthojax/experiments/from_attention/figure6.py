@@ -26,7 +26,7 @@ from orthojax.ops.statistics import at_least_float32, kurtosis
 from orthojax.train import Inputs, read_params
 
 # Of the evaluation set, at most; and at once, since the activations of all layers of so many are held.
-_SEQUENCES, _AT_ONCE = 128, 8
+_SEQUENCES, _AT_ONCE = 64, 8
 
 
 def _observe(taps: Taps) -> dict[str, jax.Array]:
@@ -34,7 +34,14 @@ def _observe(taps: Taps) -> dict[str, jax.Array]:
     return {"added": attention + mlp, "mlp": mlp}
 
 
-def kurtosis_in_bases(x: jax.Array, bases: jax.Array | None) -> dict[str, jax.Array]:
+@jax.jit
+def _mean_kurtosis(x: jax.Array, bases: jax.Array | None) -> jax.Array:
+    """Over channels of X Q, mean over positions: [L, B, T, D], [L, D, E] -> [L, B]."""
+    turned = x if bases is None else jnp.einsum("LBTD,LDE->LBTE", x, bases, precision="highest")
+    return jnp.mean(kurtosis(turned), axis=-1)
+
+
+def kurtosis_in_bases(x: jax.Array, bases: np.ndarray | None) -> dict[str, np.ndarray]:
     """Kurtosis over channels of X, X Q, X Q^T and X V, mean over positions.
 
     Args:
@@ -44,28 +51,32 @@ def kurtosis_in_bases(x: jax.Array, bases: jax.Array | None) -> dict[str, jax.Ar
     Returns:
       `x`, `xq`, `xqt` and `xv` -> [L, B]. V are the right singular vectors of each sequence's X.
     """
-    turned = {"x": x, "xv": in_singular_basis(x.reshape(-1, *x.shape[-2:])).reshape(x.shape)}
+    found = {"x": _mean_kurtosis(x, None)}
     if bases is not None:
-        turned["xq"] = jnp.einsum("LBTD,LDE->LBTE", x, bases, precision="highest")
-        turned["xqt"] = jnp.einsum("LBTD,LED->LBTE", x, bases, precision="highest")
-    return {name: jnp.mean(kurtosis(y), axis=-1) for name, y in turned.items()}
+        found |= {"xq": _mean_kurtosis(x, bases), "xqt": _mean_kurtosis(x, bases.swapaxes(1, 2))}
+    found["xv"] = _mean_kurtosis(in_singular_basis(x).astype(np.float32), None)
+    return jax.device_get(found)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _look(model: Transformer, params: Any, tokens: jax.Array, bases: jax.Array | None) -> dict[str, jax.Array]:
+def _activations(model: Transformer, params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
     observed: Any = model.apply({"params": params}, tokens[:, :-1], observe=_observe, head=False)
-    return {
-        f"{what}_kurtosis_{basis}": values
-        for what, x in observed[1].items()
-        for basis, values in kurtosis_in_bases(x, bases).items()
-    }
+    return observed[1]
 
 
 def _measure(config: Config, checkpoint: Path, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
     model, params = Transformer(config.model), read_params(checkpoint)
-    bases = jnp.asarray(output_bases(config, "mlp_output")) if config.optim.is_rotated else None
-    rows = inputs.evaluation[:_SEQUENCES]
-    looks = [jax.device_get(_look(model, params, rows[i : i + _AT_ONCE], bases)) for i in range(0, len(rows), _AT_ONCE)]
+    bases = output_bases(config, "mlp_output") if config.optim.is_rotated else None
+    rows, looks = inputs.evaluation[:_SEQUENCES], []
+    for i in range(0, len(rows), _AT_ONCE):
+        activations = _activations(model, params, rows[i : i + _AT_ONCE])
+        looks.append(
+            {
+                f"{what}_kurtosis_{basis}": values
+                for what, x in activations.items()
+                for basis, values in kurtosis_in_bases(x, bases).items()
+            }
+        )
     on_progress("bases")
     metrics = {}
     for name in looks[0]:
