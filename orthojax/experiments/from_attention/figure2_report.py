@@ -57,8 +57,8 @@ def what_seeds_can_tell(count: int) -> str:
         < _LEVEL
     )  # fmt: skip
     return (
-        f"{count} seeds refute a uniform distribution where one token wins {needed} of them, and cannot confirm it: "
-        f"five tokens that share all wins would pass too"
+        f"{count} seeds refute a uniform distribution where one token wins {needed} of them and the others differ, and "
+        f"cannot confirm it: half of the tokens sharing all wins would pass too"
     )
 
 

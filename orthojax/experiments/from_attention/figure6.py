@@ -16,7 +16,7 @@ import numpy as np
 
 from orthojax.analysis import in_singular_basis
 from orthojax.config import Config
-from orthojax.experiments.from_attention.figure6_report import report
+from orthojax.experiments.from_attention.figure6_report import SEQUENCES, report
 from orthojax.experiments.from_attention.models import SCALES, grid
 from orthojax.experiments.from_attention.output_bases import output_bases
 from orthojax.experiments.study.measures import Measure, Measured
@@ -25,8 +25,8 @@ from orthojax.model import Taps, Transformer
 from orthojax.ops.statistics import at_least_float32, kurtosis
 from orthojax.train import Inputs, read_params
 
-# Of the evaluation set, at most; and at once, since the activations of all layers of so many are held.
-_SEQUENCES, _AT_ONCE = 64, 8
+# Sequences, since the activations of all layers of so many are held.
+_AT_ONCE = 8
 
 
 def _observe(taps: Taps) -> dict[str, jax.Array]:
@@ -67,7 +67,7 @@ def _activations(model: Transformer, params: Any, tokens: jax.Array) -> dict[str
 def _measure(config: Config, checkpoint: Path, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
     model, params = Transformer(config.model), read_params(checkpoint)
     bases = output_bases(config, "mlp_output") if config.optim.is_rotated else None
-    rows, looks = inputs.evaluation[:_SEQUENCES], []
+    rows, looks = inputs.evaluation[:SEQUENCES], []
     for i in range(0, len(rows), _AT_ONCE):
         activations = _activations(model, params, rows[i : i + _AT_ONCE])
         looks.append(

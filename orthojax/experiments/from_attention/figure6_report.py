@@ -11,6 +11,7 @@ from orthojax.experiments.study.study import Study
 CURED, VANILLA = variant_name("gpt2_350m", "cured"), variant_name("gpt2_350m", "vanilla")
 _BASES = {"x": "X", "xq": "X Q", "xqt": "X Q^T", "xv": "X V"}
 _WHAT = {"added": "what a block adds", "mlp": "MLP output alone"}
+SEQUENCES = 64  # of the evaluation set, at most
 _CURED, _VISIBLE = 3.5, 4.0  # as in rotation_ablation
 _SAME = 1.25
 
@@ -117,6 +118,6 @@ def report(study: Study) -> Report:
         claims=_claims(study) if finished else [],
         tables=_tables(study),
         pictures=_pictures(study) if finished else [],
-        notes=summaries.notes(study),
+        notes=[*summaries.notes(study), f"kurtosis in other bases: the first {SEQUENCES} sequences of these, at most"],
         links=summaries.links(study),
     )
