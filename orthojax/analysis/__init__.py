@@ -31,6 +31,20 @@ from orthojax.analysis.backcopy import (
     sink_attention_rest,
     sink_logit_gap,
 )
+from orthojax.analysis.bases import in_singular_basis
+from orthojax.analysis.channels import (
+    channel_norms,
+    extreme_overlap,
+    outlier_scores,
+    rank_correlation,
+    summed_second_moments,
+)
+from orthojax.analysis.key_positions import (
+    attention_fraction_by_key,
+    attention_mass_by_key,
+    equal_logits_mass,
+    uniformity_p_value,
+)
 from orthojax.analysis.observe import (
     Statistics,
     Taps,
@@ -45,14 +59,20 @@ from orthojax.analysis.values import value_norm_first, value_norm_rest
 __all__ = [
     "Statistics",
     "Taps",
+    "attention_fraction_by_key",
+    "attention_mass_by_key",
     "backcopy_risk_nats",
     "bigram_excess_risk_nats",
+    "channel_norms",
     "combine",
+    "equal_logits_mass",
+    "extreme_overlap",
     "finalize",
     "first_attention_fraction",
     "first_attention_mass",
     "first_attention_mass_by_head",
     "first_attention_share",
+    "in_singular_basis",
     "kurtosis_first",
     "kurtosis_pooled",
     "kurtosis_rest",
@@ -65,12 +85,16 @@ __all__ = [
     "observe_backcopy",
     "observe_backcopy_risks",
     "observe_language_model",
+    "outlier_scores",
+    "rank_correlation",
     "residual_norm_first",
     "residual_norm_rest",
     "sink_attention",
     "sink_attention_rest",
     "sink_logit_gap",
     "sink_rate",
+    "summed_second_moments",
+    "uniformity_p_value",
     "value_norm_first",
     "value_norm_rest",
 ]

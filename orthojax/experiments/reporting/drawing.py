@@ -189,6 +189,30 @@ def scatter(
     return figure
 
 
+def profiles(rows: Sequence[Mapping[str, np.ndarray]], *, x_label: str) -> Figure:
+    """Panels in rows, each with a curve for every layer, from dark (the first) to light, on a logarithmic axis.
+
+    Args:
+      rows: In each, title -> [layers, n].
+      x_label: Of the n values.
+    """
+    with plt.rc_context(_STYLE):
+        columns = max(len(row) for row in rows)
+        figure, axes = plt.subplots(len(rows), columns, figsize=(4.4 * columns + 0.6, 2.7 * len(rows)), squeeze=False)
+        layers = max(len(panel) for row in rows for panel in row.values())
+        colors = plt.get_cmap("viridis", layers + 1)  # the last one is too light for a line
+        for row, line in zip(rows, axes, strict=True):
+            for ax, (title, panel) in zip(line, row.items(), strict=False):
+                for layer, values in enumerate(panel):
+                    ax.plot(values, color=colors(layer), linewidth=0.8, label=f"layer {layer + 1}")
+                ax.set(title=title, xlabel=x_label, yscale="log")
+            for ax in line[len(row) :]:
+                ax.set_visible(False)
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(layers, 8))
+    return figure
+
+
 def maps(
     panels: Mapping[str, np.ndarray],
     *,

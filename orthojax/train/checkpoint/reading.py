@@ -172,6 +172,22 @@ def read_params(step_folder: Path) -> Any:
     return params
 
 
+def read_optimizer_state(step_folder: Path) -> Any:
+    """The optimizer state alone, as a nested dict of arrays on the first device of this process.
+
+    Its names are those that `list_arrays` shows: named tuples by field, as in ["adam"]["nu"]["layers_0"].
+
+    Raises:
+      UserError: Where it is missing or damaged; a quantised checkpoint has none.
+    """
+    if array_items(step_folder) != ARRAYS:
+        raise UserError(
+            f"the checkpoint {step_folder} is quantised: it has no optimizer state",
+            allowed="the checkpoint that it was made from",
+        )
+    return read_whole(step_folder, "opt_state", jax.local_devices()[0])
+
+
 def verify_checkpoint(step_folder: Path) -> int:
     """Reads everything of a checkpoint once and compares it with its checksums.
 

@@ -1,0 +1,123 @@
+"""How `figure6` is told."""
+
+import numpy as np
+
+from orthojax.experiments.from_attention.models import variant_name
+from orthojax.experiments.reporting import drawing, summaries
+from orthojax.experiments.reporting.formats import spread
+from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
+from orthojax.experiments.study.study import Study
+
+CURED, VANILLA = variant_name("gpt2_350m", "cured"), variant_name("gpt2_350m", "vanilla")
+_BASES = {"x": "X", "xq": "X Q", "xqt": "X Q^T", "xv": "X V"}
+_WHAT = {"added": "what a block adds", "mlp": "MLP output alone"}
+SEQUENCES = 64  # of the evaluation set, at most
+_CURED, _VISIBLE = 3.5, 4.0  # as in rotation_ablation
+_SAME = 1.25
+
+
+def _rows(study: Study) -> list[tuple[str, str, str]]:
+    """(label, variant, metric) of everything that is measured."""
+    labels = {v.name: v.label for v in study.variants}
+    return [
+        (f"{labels[variant]}: {_BASES[basis]}, {words}", variant, f"{what}_kurtosis_{basis}")
+        for what, words in _WHAT.items()
+        for variant, bases in ((CURED, tuple(_BASES)), (VANILLA, ("x", "xv")))
+        for basis in bases
+    ]
+
+
+def _tables(study: Study) -> list[Table]:
+    layers = study.variants[0].config.model.num_layers
+    body = []
+    for label, variant, metric in _rows(study):
+        by_layer = study.by_layer(variant, metric)
+        cells = [spread([float(value) for value in values]) for values in by_layer.T] or ["failed"] * layers
+        body.append([label, spread(study.values(variant, metric)), *cells])
+    columns = ["", "all layers", *(f"layer {layer + 1}" for layer in range(layers))]
+    return [Table("Kurtosis over channels, mean over positions and sequences", columns, body)]
+
+
+def _largest_ratio(study: Study, what: str, basis: str) -> float:
+    """How far the kurtosis in a basis is from that of X, as the largest ratio of a layer and seed, either way."""
+    x, y = (study.by_layer(CURED, f"{what}_kurtosis_{name}") for name in ("x", basis))
+    return float(np.exp(np.max(np.abs(np.log(y / x)))))
+
+
+def _claims(study: Study) -> list[Claim]:
+    shown = {
+        basis: spread(study.values(CURED, f"added_kurtosis_{basis}")) + f", MLP alone "
+        f"{spread(study.values(CURED, f'mlp_kurtosis_{basis}'))}"
+        for basis in _BASES
+    }  # fmt: skip
+    means = [study.mean(CURED, f"{what}_kurtosis_{basis}") for what in _WHAT for basis in ("x", "xq", "xqt")]
+    ratios = [_largest_ratio(study, what, basis) for what in _WHAT for basis in ("xq", "xqt")]
+    vanilla = study.mean(VANILLA, "added_kurtosis_x")
+    larger = [
+        study.by_layer(CURED, f"{what}_kurtosis_xv") > study.by_layer(CURED, f"{what}_kurtosis_x") for what in _WHAT
+    ]
+    pairs = study.pairs(VANILLA, CURED, "added_kurtosis_x").values()
+    visible = vanilla > _VISIBLE
+    return [
+        Claim(
+            verdict(max(ratios) < _SAME, visible=visible),
+            f"Outliers do not hide in OrthoAdam's basis (Figure 6). Cured, X: {shown['x']}; X Q: {shown['xq']}; X Q^T: "
+            f"{shown['xqt']}; farthest from X in any layer and seed by a factor of {max(ratios):.2f} (criterion: below "
+            f"{_SAME}; visible where the vanilla model's X is above {_VISIBLE:g}: {vanilla:.2f}).",
+        ),
+        Claim(
+            verdict(max(means) < _CURED, visible=visible),
+            f"In all three bases the kurtosis is near that of a Gaussian, 3. Means over layers and seeds "
+            f"{min(means):.2f} to {max(means):.2f} (criterion: all below {_CURED}; visible as above).",
+        ),
+        Claim(
+            verdict(all(bool(layers.all()) for layers in larger)),
+            f"A basis with larger kurtosis exists: that of the singular vectors, X V: {shown['xv']} (criterion: above "
+            f"X in every layer and seed).",
+        ),
+        Claim(
+            verdict(all(a > b for a, b in pairs), visible=visible),
+            f"The vanilla model's layers write outliers. X: {spread(study.values(VANILLA, 'added_kurtosis_x'))} "
+            f"vanilla, {spread(study.values(CURED, 'added_kurtosis_x'))} cured (criterion: larger in every seed; "
+            f"visible as above).",
+        ),
+    ]
+
+
+def _pictures(study: Study) -> list[Picture]:
+    pictures = []
+    labels = {CURED: "cured", VANILLA: "vanilla"}
+    for what, words in _WHAT.items():
+        curves = {}
+        for variant, basis in (*((CURED, basis) for basis in _BASES), (VANILLA, "x")):
+            y = study.by_layer(variant, f"{what}_kurtosis_{basis}")
+            curves[f"{labels[variant]}, {_BASES[basis]}"] = (list(range(1, y.shape[1] + 1)), y)
+        figure = drawing.lines(
+            curves, x_label="layer", y_label="kurtosis", y_scale="log", reference=(3.0, "Gaussian"), integer_x=True
+        )
+        pictures.append(Picture(f"kurtosis_in_bases_{what}", f"Kurtosis of {words}, in four bases.", figure))
+    return pictures
+
+
+def report(study: Study) -> Report:
+    """Kurtosis by basis and layer, and whether outliers hide in one of them."""
+    finished = not study.failures()
+    config = study.variants[0].config
+    return Report(
+        title="What each layer adds, in other bases",
+        summary=[
+            f"GPT2 350M, or what stands for it, {config.train.steps} steps. X [T, D] is what a layer adds to the "
+            f"hidden states of one sequence: attention output plus MLP output, which is x_m - x_(m-1); and the "
+            f"MLP's part alone. Q is OrthoAdam's matrix for the output channels of that layer's MLP output kernel (a "
+            f"gradient row g becomes Q g, so X Q^T is X in OrthoAdam's basis), V the right singular vectors of each "
+            f"sequence's X. Where a sequence has fewer tokens than there are channels, X V has channels that are 0. "
+            f"{summaries.seeds_sentence(study)}",
+            summaries.corpus_sentence(study),
+            *study.failures(),
+        ],
+        claims=_claims(study) if finished else [],
+        tables=_tables(study),
+        pictures=_pictures(study) if finished else [],
+        notes=[*summaries.notes(study), f"kurtosis in other bases: the first {SEQUENCES} sequences of these, at most"],
+        links=summaries.links(study),
+    )
