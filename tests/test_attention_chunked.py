@@ -113,7 +113,7 @@ def _as_arrays(options, dtype) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("x64", "small_chunks")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.slow), "xla_chunked"])
 def test_every_normalizer_is_the_definition_in_float64(implementation, case):
     t, s, kv_heads, options = CASES[case]
     args = _arrays(t, s, kv_heads)
@@ -169,7 +169,7 @@ def test_gradients_are_finite_differences_of_the_definition(implementation, case
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("size", [1e4, -1e4])
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.float16])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.slow), "xla_chunked"])
 def test_scores_of_ten_thousand_give_the_definition_and_finite_gradients(implementation, dtype, size):
     t = 7
     q, k, v = (jnp.asarray(a, dtype) for a in _arrays(t, t))

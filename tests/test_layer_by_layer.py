@@ -58,12 +58,12 @@ def assert_same(ours, plain, tolerance):
     ("kind", "dtype", "tolerance", "mu_dtype"),
     [
         ("hadamard", "float64", 1e-10, None),
-        ("haar", "float64", 1e-10, None),
+        pytest.param("haar", "float64", 1e-10, None, marks=pytest.mark.slow),
         ("hadamard", "float32", 1e-5, "bfloat16"),
         ("haar", "float32", 1e-5, None),
         pytest.param("dct", "float32", 1e-5, None, marks=pytest.mark.slow),
         pytest.param("signed_permutation", "float32", 1e-5, None, marks=pytest.mark.slow),
-        ("hadamard", "bfloat16", 0.02, None),
+        pytest.param("hadamard", "bfloat16", 0.02, None, marks=pytest.mark.slow),
         ("hadamard", "bfloat16", 0.02, "float32"),
     ],
 )
@@ -74,7 +74,7 @@ def test_the_result_is_that_of_the_plain_way(kind, dtype, tolerance, mu_dtype):
     assert_same(ours, plain, tolerance)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_gradients_and_hyperparameters_may_be_wider_than_the_parameters(dtype):
     plain, ours = (
         trajectory(orthoadam(1e-2, rotation=Rotation(axes=axes), layer_by_layer=flag), dtype, 1, "float32")

@@ -217,7 +217,7 @@ UNSPLIT = {  # the output axis is rotated
 }
 
 
-@pytest.mark.parametrize("kind", ["hadamard", "haar"])
+@pytest.mark.parametrize("kind", ["hadamard", pytest.param("haar", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("given", ["layout", "explicit axes", "nothing"])
 def test_nothing_travels_where_the_rotated_axis_is_whole(given, kind):
     """Also float32; and with Auto axes the compiler needs no layout for this."""

@@ -268,7 +268,7 @@ def _three_steps(optimizer, params):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.slow), 1.0])
 def test_three_steps_equal_a_chain_built_by_hand(name, clip):
     changes, scalings = OPTIMIZERS[name]
     common = {"learning_rate": 0.01, "warmup_steps": 2, "b1": 0.8, "b2": 0.95, "eps": 1e-6, "clip_norm": clip}
