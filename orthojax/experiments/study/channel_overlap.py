@@ -18,18 +18,16 @@ from orthojax.train import Inputs, read_params
 SEQUENCES = 100
 
 
-def top_channels(magnitude: ArrayLike, count: int) -> jax.Array:
-    """Which channels are among the largest, the lower index first where two are equal.
+def ranks(magnitude: ArrayLike) -> jax.Array:
+    """Places of the channels, 0 for the largest; the lower index comes first where two are equal.
 
     Args:
       magnitude: [..., D].
-      count: How many are.
 
     Returns:
-      bool [..., D].
+      int32 [..., D].
     """
-    rank = jnp.argsort(jnp.argsort(-jnp.asarray(magnitude), axis=-1, stable=True), axis=-1)
-    return rank < count
+    return jnp.argsort(jnp.argsort(-jnp.asarray(magnitude), axis=-1, stable=True), axis=-1)
 
 
 def mean_overlap(members: ArrayLike, axis: int) -> jax.Array:
@@ -74,11 +72,8 @@ def channel_overlap(config: Config, params: Any, tokens: np.ndarray) -> Measured
 
     def observe(taps: Taps) -> dict[str, tuple[jax.Array, jax.Array]]:
         magnitude = jnp.abs(taps.residual.astype(jnp.float32))
-        by_sequence = jnp.mean(magnitude, axis=1)
-        return {
-            name: (top_channels(by_sequence, k), mean_overlap(top_channels(magnitude, k), axis=1))
-            for name, k in counts.items()
-        }
+        of_sequence, of_positions = ranks(jnp.mean(magnitude, axis=1)), ranks(magnitude)
+        return {name: (of_sequence < k, mean_overlap(of_positions < k, axis=1)) for name, k in counts.items()}
 
     @jax.jit
     def measure(params: Any, tokens: jax.Array) -> Any:
