@@ -55,13 +55,13 @@ def _attention_pictures(study: Study) -> list[Picture]:
 
 
 def _overlap_table(study: Study) -> Table:
-    columns = {
+    rows = {
         f"{sets}_{key}": f"{words}, {key.replace('_', ' ')}"
         for sets, words in _SETS.items()
         for key in (*_OVERLAPS, "by_chance")
     }
-    columns["kurtosis_rest"] = "kurtosis, tokens but the first"
-    return summaries.metric_table(study, "Overlap of the largest channels", study.variants, columns, rows="variants")
+    rows["kurtosis_rest"] = "kurtosis, tokens but the first"
+    return summaries.metric_table(study, "Overlap of the largest channels", study.variants, rows)
 
 
 def _overlap_claims(study: Study) -> list[Claim]:
