@@ -38,6 +38,7 @@ from orthojax.analysis.channels import (
     outlier_scores,
     rank_correlation,
     summed_second_moments,
+    top_count,
 )
 from orthojax.analysis.key_positions import (
     attention_fraction_by_key,
@@ -94,6 +95,7 @@ __all__ = [
     "sink_logit_gap",
     "sink_rate",
     "summed_second_moments",
+    "top_count",
     "uniformity_p_value",
     "value_norm_first",
     "value_norm_rest",

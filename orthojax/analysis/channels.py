@@ -12,6 +12,15 @@ from numpy.typing import ArrayLike
 OUTLIER_SCORE = 5.0
 
 
+def top_count(size: int) -> int:
+    """How many of D channels count as the top ones: a thirty-second, one at least.
+
+    >>> [top_count(D) for D in (16, 96, 768)]
+    [1, 3, 24]
+    """
+    return max(1, size // 32)
+
+
 def channel_norms(kernel: ArrayLike) -> np.ndarray:
     """The Euclidean norm of the weights of each output channel, sqrt(sum_i W[i, d]^2).
 

@@ -52,13 +52,14 @@ def what_seeds_can_tell(count: int) -> str:
     """How uneven the winners of so many seeds must be for uniformity to be refuted."""
     if KEYS ** (1 - count) >= _LEVEL:
         return f"{count} seed{'s' if count > 1 else ''} cannot refute a uniform distribution, whoever wins"
-    needed = next(
-        wins for wins in range(2, count + 1) if uniformity_p_value([wins, *[1] * (count - wins), *[0] * KEYS][:KEYS])
-        < _LEVEL
-    )  # fmt: skip
+
+    def counts(wins: int) -> list[int]:
+        return [wins, *(len(range(key, count - wins, KEYS - 1)) for key in range(KEYS - 1))]
+
+    needed = next(wins for wins in range(2, count + 1) if uniformity_p_value(counts(wins)) < _LEVEL)
     return (
-        f"{count} seeds refute a uniform distribution where one token wins {needed} of them and the others differ, and "
-        f"cannot confirm it: half of the tokens sharing all wins would pass too"
+        f"{count} seeds refute a uniform distribution where one token wins {needed} of them and the others win equally "
+        f"often, and cannot confirm it"
     )
 
 
@@ -104,26 +105,29 @@ def _claims(study: Study) -> list[Claim]:
     mass = spread(study.values(RELAXED, "winner_mass"))
     others = spread(study.values(RELAXED, "others_mass"))
     visible = all(reference)
+    won = visible and all(dominates)  # where nobody dominates, the largest of ten masses is noise
     heads, sequences = (study.mean(RELAXED, f"winner_of_{of}") for of in ("heads", "sequences"))
     return [
         Claim(
             verdict(all(dominates), visible=visible),
             f"One of the first {KEYS} tokens still dominates (section 3.2, Figure 2). Its mass {mass}, of another of "
             f"the ten {others}, with equal logits {number(_equal(study))} (criterion: over {_FACTOR:g} times both, in "
-            f"every seed: {sum(dominates)} of {len(dominates)}; visible where the first token dominates so under a "
-            f"causal mask: {sum(reference)} of {len(reference)} seeds, mass "
+            f"every seed: {sum(dominates)} of {len(dominates)}; visible where a token dominates so under a causal "
+            f"mask: {sum(reference)} of {len(reference)} seeds, mass "
             f"{spread(study.values(PLAIN, 'winner_mass'))}).",
         ),
         Claim(
-            verdict(set(plain.values()) == {0} and set(winners.values()) != {0}, visible=visible),
+            verdict(set(plain.values()) == {0} and set(winners.values()) != {0}, visible=won),
             f"It is the mask that privileges the first token. Under a causal mask key 0 wins in "
             f"{sum(key == 0 for key in plain.values())} of {len(plain)} seeds, where {KEYS} tokens see each other in "
-            f"{counts[0]} of {len(winners)} (criterion: in all, and not in all).",
+            f"{counts[0]} of {len(winners)} (criterion: in all, and not in all; visible where one token dominates "
+            f"under either mask).",
         ),
         Claim(
-            verdict(p_value >= _LEVEL, visible=visible and KEYS ** (1 - len(winners)) < _LEVEL),
+            verdict(p_value >= _LEVEL, visible=won and KEYS ** (1 - len(winners)) < _LEVEL),
             f"Which of the {KEYS} it is, is uniformly distributed ('this happens with uniform distribution'). Winners: "
-            f"{told}; exact multinomial test of uniformity p = {p_value:.3g} (criterion: at least {_LEVEL}). "
+            f"{told}; exact multinomial test of uniformity p = {p_value:.3g} (criterion: at least {_LEVEL}; visible as "
+            f"before, with seeds enough). "
             f"{what_seeds_can_tell(len(winners))}. Within a seed the winner is a matter of position where it wins in "
             f"most heads ({heads:.0%}) and sequences ({sequences:.0%}).",
         ),

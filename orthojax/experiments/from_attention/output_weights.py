@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from orthojax.analysis import channel_norms, extreme_overlap, outlier_scores, rank_correlation, summed_second_moments
+from orthojax.analysis import (
+    channel_norms,
+    extreme_overlap,
+    outlier_scores,
+    rank_correlation,
+    summed_second_moments,
+    top_count,
+)
 from orthojax.analysis.channels import OUTLIER_SCORE
 from orthojax.config import Config
 from orthojax.experiments.from_attention.output_bases import PARTS, output_bases, output_kernels, turns_output
@@ -22,11 +29,6 @@ from orthojax.experiments.study.variant import Variant
 from orthojax.train import Inputs, read_optimizer_state, read_params
 
 WORDS = {"mlp_output": "MLP output", "attention_output": "attention output"}
-
-
-def top_count(d_model: int) -> int:
-    """How many channels count as the top ones: a 32nd of them, at least 4."""
-    return max(4, d_model // 32)
 
 
 def second_moments(state: Any) -> Any:

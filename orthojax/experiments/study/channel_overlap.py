@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from orthojax.analysis import top_count
 from orthojax.config import Config
 from orthojax.experiments.study.measures import Measure, Measured
 from orthojax.model import Taps, Transformer
@@ -17,24 +18,16 @@ from orthojax.train import Inputs, read_params
 SEQUENCES = 100
 
 
-def top_count(d_model: int) -> int:
-    """How many channels count as the largest: a thirty-second of them, one at least."""
-    return max(1, d_model // 32)
-
-
-def top_channels(magnitude: ArrayLike) -> jax.Array:
-    """Which channels are among the `top_count(D)` largest, the lower index first where two are equal.
+def ranks(magnitude: ArrayLike) -> jax.Array:
+    """Places of the channels, 0 for the largest; the lower index comes first where two are equal.
 
     Args:
       magnitude: [..., D].
 
     Returns:
-      bool [..., D].
+      int32 [..., D].
     """
-    magnitude = jnp.asarray(magnitude)
-    D = magnitude.shape[-1]
-    rank = jnp.argsort(jnp.argsort(-magnitude, axis=-1, stable=True), axis=-1)
-    return rank < top_count(D)
+    return jnp.argsort(jnp.argsort(-jnp.asarray(magnitude), axis=-1, stable=True), axis=-1)
 
 
 def mean_overlap(members: ArrayLike, axis: int) -> jax.Array:
@@ -60,8 +53,9 @@ def mean_overlap(members: ArrayLike, axis: int) -> jax.Array:
 def channel_overlap(config: Config, params: Any, tokens: np.ndarray) -> Measured:
     """Overlap of the largest channels of hidden states between inputs, positions and layers.
 
-    The set of a sequence and layer are the `top_count(D)` channels of largest mean |x| over positions, that of a
-    position those of largest |x|. Overlaps are `mean_overlap`s.
+    The set of a sequence and layer are the k channels of largest mean |x| over positions, that of a position those of
+    largest |x|. Overlaps are `mean_overlap`s. Two k, since nobody knows how many outlier channels a model has: where
+    there are fewer than k, ordinary channels fill the sets; where there are several, k = 1 sees them take turns.
 
     Args:
       config: Of the model.
@@ -69,45 +63,47 @@ def channel_overlap(config: Config, params: Any, tokens: np.ndarray) -> Measured
       tokens: int [B, T + 1], B and T at least 2.
 
     Returns:
-      Metrics `channel_overlap_sequences`: between sequences, mean over layers; `channel_overlap_positions`: between
-      the positions of a sequence, mean over sequences and layers; both also by layer; `channel_overlap_layers`:
-      between the layers of a sequence, mean over sequences, where there are several; `channel_overlap_chance`: k / D;
-      `channel_most_frequent_fraction`: share of sequences of which the most frequent channel is among the largest, mean
-      over layers.
-      Arrays `frequency` [layers, D]: share of sequences of which a channel is among the largest, and `magnitude`
-      [layers, D]: mean |x| over positions and sequences.
+      Metrics `largest_channels_*` for k = `top_count(D)` and `largest_channel_*` for k = 1: `between_sequences`, mean
+      over layers; `between_positions` of a sequence, mean over sequences and layers; both also by layer;
+      `between_layers` of a sequence, mean over sequences, where there are several; `by_chance`, k / D.
     """
+    D = config.model.d_model
+    counts = {"largest_channels": top_count(D), "largest_channel": 1}
 
-    def observe(taps: Taps) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def observe(taps: Taps) -> dict[str, tuple[jax.Array, jax.Array]]:
         magnitude = jnp.abs(taps.residual.astype(jnp.float32))
-        by_sequence = jnp.mean(magnitude, axis=1)
-        return top_channels(by_sequence), mean_overlap(top_channels(magnitude), axis=1), by_sequence
+        of_sequence, of_positions = ranks(jnp.mean(magnitude, axis=1)), ranks(magnitude)
+        return {name: (of_sequence < k, mean_overlap(of_positions < k, axis=1)) for name, k in counts.items()}
 
     @jax.jit
-    def measure(params: Any, tokens: jax.Array) -> tuple[jax.Array, ...]:
+    def measure(params: Any, tokens: jax.Array) -> Any:
         observed: Any = Transformer(config.model).apply({"params": params}, tokens, observe=observe)
         return observed[1]
 
     # In batches of the evaluation's size, since a paper's model has 100 sequences of 1,024 positions to remember.
     size = config.eval.batch_size
     batches = [jax.device_get(measure(params, tokens[i : i + size, :-1])) for i in range(0, len(tokens), size)]
-    members, positions, magnitude = (np.concatenate(parts, axis=1) for parts in zip(*batches, strict=True))
+    sets = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *batches)
+    metrics = {}
+    for name, (members, positions) in sets.items():
+        metrics |= {f"{name}_{key}": value for key, value in _overlaps(members, positions).items()}
+        metrics[f"{name}_by_chance"] = counts[name] / D
+    return Measured(metrics, {})
+
+
+def _overlaps(members: np.ndarray, positions: np.ndarray) -> dict[str, float]:
+    """From the sets of all sequences, bool [layers, B, D], and the overlaps between positions [layers, B]."""
     by_layer = {
-        "channel_overlap_sequences": np.asarray(mean_overlap(members, axis=1), np.float64),
-        "channel_overlap_positions": positions.astype(np.float64).mean(axis=1),
+        "between_sequences": np.asarray(mean_overlap(members, axis=1), np.float64),
+        "between_positions": positions.astype(np.float64).mean(axis=1),
     }
-    layers, D = members.shape[0], members.shape[-1]
-    frequency = members.mean(axis=1)
-    metrics = {
-        "channel_overlap_chance": top_count(D) / D,
-        "channel_most_frequent_fraction": float(frequency.max(axis=-1).mean()),
-    }
+    metrics = {}
     for name, values in by_layer.items():
         metrics[name] = float(values.mean())
         metrics |= {f"{name}/layer_{layer}": float(value) for layer, value in enumerate(values)}
-    if layers > 1:
-        metrics["channel_overlap_layers"] = float(np.mean(mean_overlap(members, axis=0)))
-    return Measured(metrics, {"frequency": frequency, "magnitude": magnitude.mean(axis=1)})
+    if len(members) > 1:
+        metrics["between_layers"] = float(np.mean(mean_overlap(members, axis=0)))
+    return metrics
 
 
 def _measure(config: Config, checkpoint: Path, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
@@ -116,4 +112,4 @@ def _measure(config: Config, checkpoint: Path, inputs: Inputs, on_progress: Call
     return measured
 
 
-CHANNEL_OVERLAP = Measure("channel_overlap", _measure)
+CHANNEL_OVERLAP = Measure("largest_channels", _measure)
