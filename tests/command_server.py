@@ -32,4 +32,5 @@ def main() -> None:
         print(code, flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()
