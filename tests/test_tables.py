@@ -10,7 +10,8 @@ import pytest
 
 from orthojax.config import Config
 from orthojax.experiments.from_attention import ablation, models, table2, table3, table5, table6, table8, table9
-from orthojax.experiments.from_attention.beside_the_paper import GRID, equal_logits
+from orthojax.experiments.from_attention.beside_the_paper import GRID
+from orthojax.experiments.from_attention.criteria import chance_of_first
 from orthojax.experiments.from_attention.paper_configs import paper_runs
 from orthojax.experiments.from_attention.paper_tables import TABLE_2, TABLE_3, TABLE_5, TABLE_6, TABLE_8, TABLE_9
 from orthojax.experiments.reporting.page import write_report
@@ -228,7 +229,7 @@ def test_runs_that_failed_are_told_in_tables_and_claims(name, which, tmp_path):
 
 
 def test_where_vanilla_shows_nothing_there_is_nothing_to_see():
-    chance = equal_logits(64)
+    chance = chance_of_first(64)
     calm = row_metrics(kurtosis_first=3.1, kurtosis_rest=3.0, kurtosis_pooled=3.0)
     calm |= dict.fromkeys(("first_attention_fraction", "first_attention_mass"), 1.4 * chance)
     calm |= {key: 20.05 for key in calm if key.startswith("perplexity_")}
@@ -265,9 +266,9 @@ def test_chance_is_the_harmonic_mean_of_the_keys_a_query_sees():
     logits = rng.normal(size=(4000, length, length))
     visible = np.tril(np.ones((length, length), bool))
     first = np.where(visible, logits, -np.inf).argmax(-1) == 0
-    assert first.mean() == pytest.approx(equal_logits(length), abs=0.005)
+    assert first.mean() == pytest.approx(chance_of_first(length), abs=0.005)
     weights = visible / (1 + visible.sum(-1, keepdims=True))
-    assert weights[:, 0].mean() == pytest.approx(equal_logits(length, softmax1=True))
+    assert weights[:, 0].mean() == pytest.approx(chance_of_first(length, softmax1=True))
 
 
 # Table 9.
