@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from orthojax.experiments.from_attention.models import METHOD_LABELS, MODELS, variant_name
 from orthojax.experiments.from_attention.output_weights import MEASURE, WORDS
 from orthojax.experiments.reporting import drawing, summaries
@@ -147,10 +149,11 @@ def appendix_b(study: Study, variants: Sequence[Variant]) -> list[Picture]:
     kept = {v.label: study.arrays(v.name, summaries.finished_seeds(study, v)[0], MEASURE.name) for v in shown}
     pictures = model_pictures(study, shown)
     for part, words in WORDS.items() if kept else ():
-        panels = [{label: arrays[f"{part}_norms"]} for label, arrays in kept.items()]
-        rows = [dict(item for panel in panels[i : i + 4] for item in panel.items()) for i in range(0, len(panels), 4)]
-        caption = f"Euclidean norm of the weights of each output channel of the {words}; a line for each layer."
-        pictures.append(Picture(f"{part}_norms", caption, drawing.profiles(rows, x_label="channel"), "png"))
+        norms = {label: arrays[f"{part}_norms"] for label, arrays in kept.items()}
+        panels = {label: values / np.median(values, axis=1, keepdims=True) for label, values in norms.items()}
+        caption = f"Euclidean norm of the weights of each output channel of the {words}, over the median of the layer."
+        figure = drawing.maps(panels, x_label="channel", y_label="layer, from 0", value_label="norm / median")
+        pictures.append(Picture(f"{part}_norms", caption, figure, "png"))
     return pictures
 
 
