@@ -96,6 +96,8 @@ def test_one_model_turns_the_verdicts_that_are_about_it(name, change, expected):
 def test_where_four_bits_cost_nothing_nothing_is_claimed_and_a_given_cured_model_is_ours():
     study = four_bits(lambda name: 0.005 if "vanilla" in name else 0.001)
     assert verdicts(table1.EXPERIMENT.report(study)) == ["not visible at this scale"] * 3
+    little = four_bits(lambda name: 0.15 if "vanilla" in name else 0.1)  # broken is nobody
+    assert verdicts(table1.EXPERIMENT.report(little)) == ["does not hold", "not visible at this scale", "holds"]
     ours = Variant("theirs", "theirs", table1.EXPERIMENT.variants("tiny")[1].config)
     claims = table1.EXPERIMENT.report(four_bits(paper_change, given=(ours,))).claims
     assert "theirs" not in claims[0].text

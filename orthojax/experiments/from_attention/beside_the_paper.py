@@ -6,19 +6,13 @@ from typing import NamedTuple
 import numpy as np
 
 from orthojax.experiments.from_attention.models import METHOD_LABELS, MODELS, variant_name
-from orthojax.experiments.reporting import summaries
+from orthojax.experiments.from_attention.output_weights import MEASURE, WORDS
+from orthojax.experiments.reporting import drawing, summaries
 from orthojax.experiments.reporting.formats import number, spread
-from orthojax.experiments.reporting.page import Claim, Table, verdict
+from orthojax.experiments.reporting.model_pictures import model_pictures
+from orthojax.experiments.reporting.page import Claim, Picture, Table, verdict
 from orthojax.experiments.study.study import Study
 from orthojax.experiments.study.variant import Variant
-
-# Decided before any run of the tables. Kurtosis above the first is called outliers, below the second none; a Gaussian
-# has `GAUSSIAN`.
-OUTLIERS, CURED, GAUSSIAN = 4.0, 3.5, 3.0
-# The first token dominates where it has this many times the attention that equal logits would give it.
-DOMINANCE = 1.5
-# A perplexity that is at most this much above another equals it.
-EQUAL_PERPLEXITY = 0.01
 
 GRID = {variant_name(model, method): (model, method) for model in MODELS for method in METHOD_LABELS}
 
@@ -136,37 +130,41 @@ def means(study: Study, metric: str, *names: str) -> list[float]:
     return [study.mean(name, metric) for name in names]
 
 
-def equal_logits(length: int, *, softmax1: bool = False) -> float:
-    """Mean weight on key 0 over the queries of a causal row, if all logits were 0.
-
-    Query t of T = `length` sees t keys, so softmax gives it 1/t and softmax-1 1/(t + 1). It is also, without the 1, the
-    share of queries whose largest weight is key 0 where no key is preferred: 1/t each.
-
-    >>> equal_logits(2), round(equal_logits(2, softmax1=True), 4)
-    (0.75, 0.4167)
-    """
-    return float(np.mean(1.0 / (np.arange(1, length + 1) + softmax1)))
-
-
 def length_of(study: Study) -> int:
     """Tokens of a sequence of the first variant."""
     return study.variants[0].config.data.sequence_length
 
 
+def appendix_b(study: Study, variants: Sequence[Variant]) -> list[Picture]:
+    """Attention maps, hidden states and norms of output weights of every trained model, of its first seed.
+
+    The paper has them in its supplementary material (appendix B): there the norm of each output channel of the last
+    linear layer of every attention and MLP block.
+
+    Args:
+      study: An experiment that has `output_weights.MEASURE` among its measures.
+      variants: Which of its variants; labels name the panels.
+    """
+    shown = summaries.finished(study, variants)
+    kept = {v.label: study.arrays(v.name, summaries.finished_seeds(study, v)[0], MEASURE.name) for v in shown}
+    pictures = model_pictures(study, shown)
+    for part, words in WORDS.items() if kept else ():
+        norms = {label: arrays[f"{part}_norms"] for label, arrays in kept.items()}
+        panels = {label: values / np.median(values, axis=1, keepdims=True) for label, values in norms.items()}
+        caption = f"Euclidean norm of the weights of each output channel of the {words}, over the median of the layer."
+        figure = drawing.maps(panels, x_label="channel", y_label="layer, from 0", value_label="norm / median")
+        pictures.append(Picture(f"{part}_norms", caption, figure, "png"))
+    return pictures
+
+
 def about(study: Study) -> list[str]:
     """What was trained on what: paragraphs for the summary."""
     train = study.variants[0].config.train
-    stand_ins = (
-        ""
-        if study.scale == "paper"
-        else " They stand in for the paper's models by order of width and are far smaller and trained far "
-        "shorter; rows "
-        "have the paper's names."
-    )
+    stand_ins = " Models stand in for the paper's by order of width; they are far smaller and trained far shorter."
     return [
-        f"Scale {study.scale}: {train.batch_size} sequences of {length_of(study)} tokens a step.{stand_ins} Every "
-        f"number is a mean over seeds, with the range; the paper's, of one run each on C4, stands beside it. "
-        f"{summaries.seeds_sentence(study)}",
+        f"Scale {study.scale}: {train.batch_size} sequences of {length_of(study)} tokens a step."
+        f"{'' if study.scale == 'paper' else stand_ins} Every number is a mean over seeds, with the range; the "
+        f"paper's, of one run each on C4, stands beside it. {summaries.seeds_sentence(study)}",
         summaries.corpus_sentence(study),
         *study.failures(),
     ]

@@ -1,20 +1,32 @@
-"""What no dominance and no outlier look like: the lines that criteria of claims refer to."""
+"""What criteria of claims refer to: what no dominance and no outliers look like."""
 
 import math
 
+import numpy as np
 
-def chance_of_first(length: int) -> float:
-    """Share of queries whose largest weight is key 0 where each picks one of its visible keys by chance: H_T / T.
+GAUSSIAN = 3.0  # kurtosis of one
+# A mean kurtosis over layers above the first is called outliers, below the second none.
+OUTLIERS, CURED = 4.0, 3.5
+# The first token dominates where it has this many times what `chance_of_first` gives it.
+DOMINANCE = 2.0
+# A perplexity that is at most this fraction above another equals it.
+EQUAL_PERPLEXITY = 0.01
 
-    It is also the mean weight on key 0 of uniform attention, as query t sees t + 1 keys.
+
+def chance_of_first(length: int, *, softmax1: bool = False) -> float:
+    """Mean weight on key 0 over the queries of a causal row, if all logits were 0: H_T / T with softmax.
+
+    Query t of T = `length`, from 1, sees t keys, so softmax gives each 1/t and softmax-1 1/(t + 1). The former is also
+    the share of queries whose largest weight is key 0 where each prefers one of its keys by chance.
 
     Args:
       length: T, tokens of a sequence.
+      softmax1: Whether the weights are those of softmax-1.
 
-    >>> chance_of_first(2)
-    0.75
+    >>> chance_of_first(2), round(chance_of_first(2, softmax1=True), 4)
+    (0.75, 0.4167)
     """
-    return sum(1 / (t + 1) for t in range(length)) / length
+    return float(np.mean(1.0 / (np.arange(1, length + 1) + softmax1)))
 
 
 def gaussian_kurtosis_limit(d_model: int) -> float:
@@ -29,4 +41,4 @@ def gaussian_kurtosis_limit(d_model: int) -> float:
     >>> gaussian_kurtosis_limit(96)
     4.5
     """
-    return 3 + 3 * math.sqrt(24 / d_model)
+    return GAUSSIAN + 3 * math.sqrt(24 / d_model)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from orthojax.analysis import rank_correlation
-from orthojax.experiments.from_attention.criteria import chance_of_first, gaussian_kurtosis_limit
+from orthojax.experiments.from_attention.criteria import DOMINANCE, chance_of_first, gaussian_kurtosis_limit
 from orthojax.experiments.from_attention.models import MODELS, variant_name
 from orthojax.experiments.from_attention.spiked_vector import mean_norm_ratio_of_direction
 from orthojax.experiments.reporting.formats import number
@@ -79,11 +79,11 @@ def _grows(values: np.ndarray) -> bool:
 def dominance_claims(study: Study) -> list[Claim]:
     """Appendix I.1: low at first, a peak in the middle, less at the end; and none with softmax-1."""
     metric = "first_attention_fraction"
-    chance = chance_of_first(study.variants[0].config.data.sequence_length)
-    seen = f"a layer is above {2 * chance:.2g}, twice what chance gives"
+    least = DOMINANCE * chance_of_first(study.variants[0].config.data.sequence_length)
+    seen = f"a layer is above {least:.2g}, twice what chance gives"
 
     def dominant(_: str, values: np.ndarray) -> bool:
-        return bool(values.max() > 2 * chance)
+        return bool(values.max() > least)
 
     claims = []
     for method, words in (("vanilla", "softmax and Adam"), ("orthoadam", "softmax and OrthoAdam")):

@@ -70,7 +70,8 @@ def _claims(study: Study) -> list[Claim]:
     ours = [v for v in measured if _is_cured(v)]
     others = [v for v in measured if not _is_cured(v)]
     judged = [v for v in others if v.name != _USABLE]
-    visible = max(_change(study, v) for v in others) > _VISIBLE
+    highest = max(_change(study, v) for v in others)
+    visible = highest > _VISIBLE
 
     def told(variants: Sequence[Variant]) -> str:
         changes = (spread(summaries.penalties(study, v.name, _FOUR_BITS), _percent) for v in variants)
@@ -86,10 +87,10 @@ def _claims(study: Study) -> list[Claim]:
             f"higher).",
         ),
         Claim(
-            verdict(max(_change(study, v) for v in ours) <= _KEPT, visible=visible),
+            verdict(max(_change(study, v) for v in ours) <= _KEPT, visible=highest > _KEPT),
             f"They do not break models trained with softmax-1 and OrthoAdam. Perplexity: {told(ours)}. The paper: "
             f"+2.0% to +6.5% for GPT2, +13.8% for Llama2 (criterion: at most {_KEPT:.0%} higher; visible where one of "
-            f"the others is more than {_VISIBLE:.0%} higher).",
+            f"the others is more).",
         ),
         _smaller_claim(study, visible),
     ]

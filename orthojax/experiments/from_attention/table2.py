@@ -4,8 +4,18 @@ import dataclasses
 import functools
 
 from orthojax.experiments.from_attention import table2_claims
-from orthojax.experiments.from_attention.beside_the_paper import GRID, Column, about, beside, equal_logits, length_of
+from orthojax.experiments.from_attention.beside_the_paper import (
+    GRID,
+    Column,
+    about,
+    appendix_b,
+    beside,
+    length_of,
+    models_of,
+)
+from orthojax.experiments.from_attention.criteria import chance_of_first
 from orthojax.experiments.from_attention.models import MODELS, SCALES, grid, variant_name
+from orthojax.experiments.from_attention.output_weights import MEASURE
 from orthojax.experiments.from_attention.paper_tables import TABLE_2
 from orthojax.experiments.reporting import drawing, summaries
 from orthojax.experiments.reporting.page import Picture, Report, Table
@@ -42,37 +52,38 @@ def _paired(study: Study) -> Table:
 
 
 def _training_curves(study: Study) -> list[Picture]:
-    """Vanilla and cured: ten curves are what a picture bears."""
-    pairs = [
-        [v for v in study.variants if v.name == variant_name(model, method)]
-        for model in MODELS
-        for method in ("vanilla", "cured")
+    """Vanilla and cured, of the models of which both finished: ten curves are what a picture bears."""
+    finished = {v.name: v for v in summaries.finished(study, study.variants)}
+    drawn = [
+        dataclasses.replace(finished[name], label=f"{label}, {GRID[name][1]}")
+        for label, names in models_of(study, "vanilla", "cured").items()
+        for name in names
+        if set(names) <= set(finished)
     ]  # the two of a model are neighbours
-    if study.failures() or not all(pairs):
+    if not drawn:
         return []
-    drawn = [dataclasses.replace(v, label=f"{MODELS[GRID[v.name][0]]}, {GRID[v.name][1]}") for (v,) in pairs]
     curves = summaries.training_curves(study, drawn, "validation_loss_nats")
     figure = drawing.lines(curves, x_label="step", y_label="held-out loss (nats per token)", pairs=True)
     return [Picture("training_curves", "Held-out loss during training, vanilla and cured.", figure)]
 
 
 def report(study: Study) -> Report:
-    """The table beside the paper's, paired changes, claims, training curves."""
+    """The table beside the paper's, paired changes, claims, training curves, pictures of the models."""
     length = length_of(study)
+    chance = chance_of_first(length)
     rows = [(v, TABLE_2.get((MODELS[GRID[v.name][0]], GRID[v.name][1]), {})) for v in study.variants]
     return Report(
         title="Table 2: softmax-1 and OrthoAdam, alone and together",
         summary=[
             *about(study),
-            f"If all logits were equal, the first key would have {equal_logits(length):.3f} of all attention with "
-            f"softmax ({equal_logits(length, softmax1=True):.3f} with softmax-1) at {length} tokens, and would be the "
-            f"most attended in {equal_logits(length):.3f} of (query, head) pairs if no key were preferred; in the "
-            f"paper, at 256 tokens, {equal_logits(256):.3f}: its 2% is what chance gives. First-token dominance is "
-            f"what exceeds that.",
+            f"With equal logits the first key has {chance:.3f} of all attention at {length} tokens "
+            f"({chance_of_first(length, softmax1=True):.3f} with softmax-1), and by chance it is the most attended one "
+            f"of {chance:.3f} of (query, head) pairs. In the paper, at 256 tokens, that is {chance_of_first(256):.3f}: "
+            f"its 2% is what chance gives. First-token dominance is what exceeds it.",
         ],
         claims=table2_claims.claims(study),
         tables=[beside(study, "Perplexity, outliers, first-token attention", rows, _COLUMNS), _paired(study)],
-        pictures=_training_curves(study),
+        pictures=[*_training_curves(study), *appendix_b(study, study.variants)],
         notes=summaries.notes(study),
         links=summaries.links(study),
     )
@@ -83,4 +94,5 @@ EXPERIMENT = Experiment(
     title="softmax-1 and OrthoAdam, alone and together: perplexity, outliers, first-token attention",
     scales={scale: functools.partial(grid, scale) for scale in SCALES},
     report=report,
+    measures=(MEASURE,),
 )

@@ -2,19 +2,14 @@
 
 from collections.abc import Callable
 
-from orthojax.experiments.from_attention.beside_the_paper import (
+from orthojax.experiments.from_attention.beside_the_paper import Case, arrow, judge, length_of, means, models_of
+from orthojax.experiments.from_attention.criteria import (
     CURED,
     DOMINANCE,
     EQUAL_PERPLEXITY,
     GAUSSIAN,
     OUTLIERS,
-    Case,
-    arrow,
-    equal_logits,
-    judge,
-    length_of,
-    means,
-    models_of,
+    chance_of_first,
 )
 from orthojax.experiments.from_attention.paper_tables import TABLE_2
 from orthojax.experiments.reporting.formats import percent
@@ -72,8 +67,8 @@ def _perplexity(study: Study) -> list[Claim]:
 
 
 def _attention(study: Study) -> list[Claim]:
-    chance = equal_logits(length_of(study))
-    uniform = {_FRACTION: (chance, chance), _MASS: (chance, equal_logits(length_of(study), softmax1=True))}
+    chance = chance_of_first(length_of(study))
+    uniform = {_FRACTION: (chance, chance), _MASS: (chance, chance_of_first(length_of(study), softmax1=True))}
     at_chance = f"vanilla has {DOMINANCE:g} times the {chance:.3f} that equal logits give, or more"
 
     def excess(metric: str, before: float, after: float, *, softmax1: bool) -> float:
@@ -104,8 +99,7 @@ def _attention(study: Study) -> list[Claim]:
         judge(
             study,
             "Softmax-1 alone removes first-token dominance (3.2, 5.1).",
-            "of what exceeds equal logits at most half is left, of argmax and of mass; visible where "
-            f"{at_chance}, both",
+            f"at most half is left of what exceeds equal logits, argmax and mass; visible where {at_chance}, both",
             models_of(study, "vanilla", "softmax1"),
             removed,
         ),
@@ -118,9 +112,8 @@ def _attention(study: Study) -> list[Claim]:
         ),
         judge(
             study,
-            "Section 3.2's two models (those of Table 2's GPT2 130M, by its numbers), softmax → softmax-1: "
-            "argmax 53% → "
-            "2%, mass 46% → 4% in the paper.",
+            "Section 3.2's two models (those of Table 2's GPT2 130M, by its numbers), softmax → softmax-1: argmax "
+            "53% → 2%, mass 46% → 4% in the paper.",
             f"both at most half of what exceeds equal logits; visible where {at_chance}, both",
             {label: names for label, names in models_of(study, "vanilla", "softmax1").items() if label == "GPT2 130M"},
             removed,
@@ -136,7 +129,7 @@ def _less_dominance(study: Study) -> Claim:
         "equal logits would be as large a reduction",
         _FRACTION,
         wanted=0.9,
-        floor=equal_logits(length_of(study)),
+        floor=chance_of_first(length_of(study)),
     )
 
 
@@ -178,15 +171,14 @@ def _single_methods(study: Study) -> list[Claim]:
     return [
         judge(
             study,
-            "Softmax-1 alone leaves the outliers of other tokens where they were. Kurtosis of other tokens:",
+            "Softmax-1 alone leaves the outliers of other tokens where they were. Their kurtosis:",
             stays,
             models_of(study, "vanilla", "softmax1"),
             left("kurtosis_rest", "softmax1", lambda excess: excess >= 0.5),
         ),
         judge(
             study,
-            "OrthoAdam alone removes the outliers of other tokens (in the paper not in Llama2). Kurtosis of "
-            "other tokens:",
+            "OrthoAdam alone removes the outliers of other tokens (in the paper not in Llama2). Their kurtosis:",
             f"at most half of the kurtosis above {GAUSSIAN:g} is left; {visible}",
             models_of(study, "vanilla", "orthoadam"),
             left("kurtosis_rest", "orthoadam", lambda excess: excess <= 0.5),
@@ -232,8 +224,7 @@ def _both_methods(study: Study) -> list[Claim]:
         judge(
             study,
             "Each method lowers kurtosis, both together lower it most (5.1). Vanilla → softmax-1 → OrthoAdam → both:",
-            "softmax-1 lowers the first token's, OrthoAdam the others', and both together are lowest of "
-            f"both; {either}",
+            f"softmax-1 lowers the first token's, OrthoAdam the others', and both together are lowest; {either}",
             models_of(study, "vanilla", "softmax1", "orthoadam", "cured"),
             most,
         ),
@@ -244,9 +235,8 @@ def _less_kurtosis(study: Study) -> Claim:
     return _largest(
         study,
         "Kurtosis falls by up to 99.8% (abstract: 1657 to 3.1; conclusion).",
-        "the largest reduction of the first token's kurtosis is 99% or more; visible where a Gaussian's "
-        "3 would be as "
-        "large a reduction, for which vanilla must reach 300; D channels cannot exceed a kurtosis of D - 1",
+        "the largest reduction of the first token's kurtosis is 99% or more; visible where a Gaussian's 3 would be as "
+        "large a reduction, for which vanilla must reach 300; that of D channels cannot exceed D - 2 + 1 / (D - 1)",
         "kurtosis_first",
         wanted=0.99,
         floor=GAUSSIAN,

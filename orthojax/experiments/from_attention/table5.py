@@ -1,15 +1,19 @@
 """Table 5: the fourteen rows of the ablation; claims of sections 3.1, 4.1 and 5.3."""
 
+import dataclasses
 import functools
 
 from orthojax.experiments.from_attention import table5_claims
 from orthojax.experiments.from_attention.ablation import BY_NAME, rows
-from orthojax.experiments.from_attention.beside_the_paper import Column, about, beside, equal_logits, length_of
+from orthojax.experiments.from_attention.beside_the_paper import Column, about, appendix_b, beside, length_of
+from orthojax.experiments.from_attention.criteria import chance_of_first
 from orthojax.experiments.from_attention.models import SCALES
+from orthojax.experiments.from_attention.output_weights import MEASURE
 from orthojax.experiments.from_attention.paper_tables import TABLE_5
 from orthojax.experiments.reporting import drawing, summaries
 from orthojax.experiments.reporting.page import Picture, Report, Table
 from orthojax.experiments.study.study import Experiment, Study
+from orthojax.experiments.study.variant import Variant
 
 _COLUMNS = (
     Column("PPL", "perplexity"),
@@ -45,15 +49,22 @@ def _table(study: Study) -> Table:
     return Table(table.caption, ["", "differs in", *table.columns[1:]], body)
 
 
+def _numbered(study: Study) -> list[Variant]:
+    """The rows that finished, each under its number: the label as a whole would not fit on a panel."""
+    numbers = {v.name: i for i, v in enumerate(study.variants, 1)}
+    shown = summaries.finished(study, study.variants)
+    return [dataclasses.replace(v, label=f"{numbers[v.name]}. {v.label.split(',')[0]}") for v in shown]
+
+
 def _picture(study: Study) -> list[Picture]:
-    if study.failures():
-        return []
     groups: dict[str, list[tuple[float, float, str]]] = {"Adam, RMSProp": [], "SGD": [], "OrthoAdam": []}
-    for i, v in enumerate(study.variants, 1):
+    for v in _numbered(study):
         name = v.config.optim.optimizer
         group = "SGD" if name == "sgd" else "OrthoAdam" if name == "orthoadam" else "Adam, RMSProp"
-        point = (study.mean(v.name, "perplexity"), study.mean(v.name, "kurtosis_pooled"), str(i))
+        point = (study.mean(v.name, "perplexity"), study.mean(v.name, "kurtosis_pooled"), v.label.split(".")[0])
         groups[group].append(point)
+    if not any(groups.values()):
+        return []
     figure = drawing.scatter(
         groups, x_label="perplexity", y_label="kurtosis, all tokens", y_scale="log", reference=(3.0, "Gaussian")
     )
@@ -61,25 +72,22 @@ def _picture(study: Study) -> list[Picture]:
 
 
 def report(study: Study) -> Report:
-    """The table beside the paper's, claims, perplexity against kurtosis."""
+    """The table beside the paper's, claims, perplexity against kurtosis, pictures of the models."""
     usual, length = study.variants[0].config, length_of(study)
     return Report(
         title="Table 5: what makes outliers, and what removes them",
         summary=[
             *about(study),
             f"{usual.train.steps} steps at a peak learning rate of {usual.optim.learning_rate:g} where a row "
-            "does not say "
-            "otherwise; the paper has 40,000 and 0.001, for SGD 320,000 and 0.2. It does not say over which "
-            "tokens its "
-            "kurtosis and largest activation are taken: ours are of the first token, of the others, and of "
-            "all (pooled). "
-            f"Equal logits would give the first key {equal_logits(length):.3f} of attention with softmax, and the "
-            f"most-attended place in {equal_logits(length):.3f} of (query, head) pairs; in the paper, at 256 tokens, "
-            f"{equal_logits(256):.3f}.",
+            f"does not say otherwise; the paper has 40,000 and 0.001, for SGD 320,000 and 0.2. It does not say over "
+            f"which tokens its kurtosis and largest activation are taken: ours are of the first token, of the others, "
+            f"and of all (pooled). With equal logits the first key has {chance_of_first(length):.3f} of all attention, "
+            f"and by chance it is the most attended one of as many (query, head) pairs; in the paper, at 256 tokens, "
+            f"{chance_of_first(256):.3f}.",
         ],
         claims=table5_claims.claims(study),
         tables=[_table(study)],
-        pictures=_picture(study),
+        pictures=[*_picture(study), *appendix_b(study, _numbered(study))],
         notes=summaries.notes(study),
         links=summaries.links(study),
     )
@@ -90,4 +98,5 @@ EXPERIMENT = Experiment(
     title="what makes outliers, and what removes them: biases, positions, norms, optimizers, softmax-1",
     scales={scale: functools.partial(rows, scale) for scale in SCALES},
     report=report,
+    measures=(MEASURE,),
 )

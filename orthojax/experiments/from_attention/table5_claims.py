@@ -3,18 +3,14 @@
 from collections.abc import Sequence
 
 from orthojax.experiments.from_attention.ablation import BY_NAME, Row, row_name
-from orthojax.experiments.from_attention.beside_the_paper import (
+from orthojax.experiments.from_attention.beside_the_paper import Case, arrow, judge, length_of, means
+from orthojax.experiments.from_attention.criteria import (
     CURED,
     DOMINANCE,
     EQUAL_PERPLEXITY,
     GAUSSIAN,
     OUTLIERS,
-    Case,
-    arrow,
-    equal_logits,
-    judge,
-    length_of,
-    means,
+    chance_of_first,
 )
 from orthojax.experiments.from_attention.paper_tables import TABLE_5
 from orthojax.experiments.reporting.formats import number, percent
@@ -64,7 +60,7 @@ def _kurtosis(study: Study, *names: str) -> str:
 
 
 def _attention(study: Study) -> list[Claim]:
-    chance = equal_logits(length_of(study))
+    chance = chance_of_first(length_of(study))
     dominates = f"{DOMINANCE:g} times the {chance:.3f} that equal logits give, or more"
 
     def argmax(*names: str) -> str:
@@ -122,7 +118,7 @@ def _attention(study: Study) -> list[Claim]:
 
 
 def _dominance_again(study: Study) -> Claim:
-    least = DOMINANCE * equal_logits(length_of(study))
+    least = DOMINANCE * chance_of_first(length_of(study))
 
     def again(label: str, reference: str, cured: str, without: str) -> Case:
         values = means(study, _FRACTION, cured, without)
@@ -135,8 +131,7 @@ def _dominance_again(study: Study) -> Claim:
     return judge(
         study,
         "Taking softmax-1 away from the cured model brings the dominance back (5.3).",
-        f"argmax at least {DOMINANCE:g} times what equal logits give; visible where the softmax row with "
-        "LayerNorm has it",
+        f"argmax at least {DOMINANCE:g} times what equal logits give; visible where softmax with LayerNorm has it",
         {"": [_NO_BIASES, _CURED, _WITHOUT["softmax instead of softmax-1"]]},
         again,
     )
@@ -166,8 +161,7 @@ def _norms(study: Study) -> list[Claim]:
     return [
         judge(
             study,
-            "RMSNorm with a gain for every channel does not reduce outliers (5.3). Pooled kurtosis, "
-            "LayerNorm → RMSNorm-M:",
+            "RMSNorm with a gain for every channel does not reduce outliers (5.3). Pooled kurtosis, LayerNorm → it:",
             f"at least three quarters of what is above {GAUSSIAN:g} stay; visible where LayerNorm's is above "
             f"{OUTLIERS:g}",
             {"": [_LAYERNORM, _RMSNORM_M]},
@@ -208,9 +202,8 @@ def _optimizers(study: Study) -> list[Claim]:
     return [
         judge(
             study,
-            "It is adaptive optimizers that make outliers: kurtosis 140 with Adam, 70 with RMSProp, about 3 "
-            "to 5 with SGD "
-            f"(4.1, 5.3).{told} Pooled, Adam → RMSProp → SGD with momentum → without:",
+            "It is adaptive optimizers that make outliers: kurtosis 140 with Adam, 70 with RMSProp, about 3 to 5 with "
+            f"SGD (4.1, 5.3).{told} Pooled, Adam → RMSProp → SGD with momentum → without:",
             f"Adam above RMSProp above {OUTLIERS:g}, and SGD has a tenth or less of Adam's excess over {GAUSSIAN:g}; "
             f"visible where Adam's is above {OUTLIERS:g}",
             {"": [_ADAM, _RMSPROP, _MOMENTUM, _SGD]},
@@ -218,9 +211,8 @@ def _optimizers(study: Study) -> list[Claim]:
         ),
         judge(
             study,
-            "SGD without momentum has a much higher perplexity (5.3; section 4.1 says so of SGD altogether, "
-            "but Table 5's "
-            "lowest is SGD with momentum, at 8 times the steps). Adam → with momentum → without:",
+            "SGD without momentum has a much higher perplexity (5.3; section 4.1 says so of SGD altogether, but Table "
+            "5's lowest is SGD with momentum, at 8 times the steps). Adam → with momentum → without:",
             "more than 5% above both others",
             {"": [_ADAM, _MOMENTUM, _SGD]},
             perplexity,
@@ -258,8 +250,7 @@ def _together(study: Study) -> list[Claim]:
     return [
         judge(
             study,
-            "OrthoAdam with softmax-1 and RMSNorm-S has a kurtosis of 3 at Adam's perplexity (5.3). Pooled, "
-            "Adam → OrthoAdam:",
+            "OrthoAdam with softmax-1 and RMSNorm-S has a kurtosis of 3 at Adam's perplexity (5.3). Pooled, Adam → it:",
             f"first, others and pooled below {CURED:g}, perplexity at most {EQUAL_PERPLEXITY:.0%} above; {seen}",
             {"": [_ADAM, _CURED]},
             gone,

@@ -4,7 +4,8 @@ import functools
 
 import numpy as np
 
-from orthojax.experiments.from_attention.beside_the_paper import EQUAL_PERPLEXITY, Case, about, arrow, judge, means
+from orthojax.experiments.from_attention.beside_the_paper import Case, about, arrow, judge, means
+from orthojax.experiments.from_attention.criteria import EQUAL_PERPLEXITY
 from orthojax.experiments.from_attention.models import LENGTHS, METHOD_LABELS, MODELS, RUNS, SCALES
 from orthojax.experiments.from_attention.paper_configs import METHODS
 from orthojax.experiments.from_attention.paper_tables import TABLE_3, TABLE_6
@@ -152,12 +153,10 @@ def report(study: Study) -> Report:
         title="Table 6: longer training sequences",
         summary=[
             *about(study),
-            "The number of sequences in a step is the same at every length, so longer ones are also more "
-            f"tokens.{stand} "
+            f"A step has the same number of sequences at every length, so longer ones are also more tokens.{stand} "
             f"Two slips of the print are mended in the paper's columns: the cured 60M rows of 256 and 512 tokens stand "
             "in each other's place, and the cured 130M one of 1,024 tokens has 23.87 for 22.87. Of its "
-            "differences one "
-            f"pair is reversed, too (0.06 and 0.47); ours are computed from its perplexities.",
+            "differences one pair is reversed, too (0.06 and 0.47); ours are computed from its perplexities.",
         ],
         claims=_claims(study),
         tables=[*tables(study, rows, settings), paired_table(study, _groups(study), settings)],

@@ -4,6 +4,7 @@ It trains nothing: the models are given in pairs, --model=BASE=CHECKPOINT,TUNED=
 is one run and another that began from it with train.init_from.
 """
 
+from orthojax.experiments.from_attention.criteria import DOMINANCE, OUTLIERS, chance_of_first
 from orthojax.experiments.from_attention.models import SCALES
 from orthojax.experiments.from_attention.paper_tables import TABLE_7
 from orthojax.experiments.reporting import summaries
@@ -23,9 +24,7 @@ _METRICS = {
 _MORE = {"kurtosis_rest": "kurtosis, other tokens", "perplexity": "perplexity"}
 
 Pair = tuple[Variant, Variant]
-# A change of at most this fraction leaves a number as it was. Below the others there is nothing to see: the fraction of
-# (query, head) pairs that attend most to the first token, and kurtosis (a Gaussian has 3).
-_SAME, _DOMINANT, _OUTLIERS = 0.05, 0.2, 4.0
+_SAME = 0.05  # a change of at most this fraction leaves a number as it was
 
 
 def _pairs(study: Study) -> list[Pair]:
@@ -36,6 +35,11 @@ def _pairs(study: Study) -> list[Pair]:
 def _change(study: Study, pair: Pair, metric: str) -> float:
     """Of a metric by fine-tuning, as a fraction."""
     return study.mean(pair[1].name, metric) / study.mean(pair[0].name, metric) - 1
+
+
+def _least(variant: Variant) -> float:
+    """The fraction of (query, head) pairs from which on the first token dominates."""
+    return DOMINANCE * chance_of_first(variant.config.data.sequence_length)
 
 
 def _tables(study: Study) -> list[Table]:
@@ -64,9 +68,9 @@ def _measured(study: Study) -> list[Pair]:
 
 def _claims(study: Study) -> list[Claim]:
     pairs = _measured(study)
-    dominated = [p for p in pairs if study.mean(p[0].name, "first_attention_fraction") > _DOMINANT]
-    peaked = [p for p in pairs if study.mean(p[0].name, "kurtosis_first") > _OUTLIERS]
-    spiky = [p for p in pairs if study.mean(p[0].name, "kurtosis_pooled") > _OUTLIERS]
+    dominated = [p for p in pairs if study.mean(p[0].name, "first_attention_fraction") >= _least(p[0])]
+    peaked = [p for p in pairs if study.mean(p[0].name, "kurtosis_first") > OUTLIERS]
+    spiky = [p for p in pairs if study.mean(p[0].name, "kurtosis_pooled") > OUTLIERS]
 
     def told(metric: str) -> str:
         return "; ".join(
@@ -87,17 +91,17 @@ def _claims(study: Study) -> list[Claim]:
             f"Fine-tuning leaves the attention to the first token as it was. Most attended: "
             f"{told('first_attention_fraction')}; mass: {told('first_attention_mass')}. The paper: 95.45% to 95.53%, "
             f"and 73.49% to 70.13% (criterion: both within {_SAME:.0%} of the base model's; visible where the first "
-            f"token is most attended by more than {_DOMINANT:.0%} in it).",
+            f"token is most attended by {DOMINANCE:g} times the fraction of pairs that chance gives, or more, in it).",
         ),
         Claim(
             verdict(all(same(p, "kurtosis_first") for p in peaked), visible=bool(peaked)),
             f"It leaves the kurtosis of the first token as it was: {told('kurtosis_first')}. The paper: 1227 to 1228 "
-            f"(criterion: within {_SAME:.0%}; visible where the base model's is above {_OUTLIERS:g}).",
+            f"(criterion: within {_SAME:.0%}; visible where the base model's is above {OUTLIERS:g}).",
         ),
         Claim(
             verdict(all(_change(study, p, "kurtosis_pooled") > _SAME for p in spiky), visible=bool(spiky)),
             f"It raises the mean kurtosis: {told('kurtosis_pooled')}. The paper: 55 to 69 (criterion: by more than "
-            f"{_SAME:.0%}; visible where the base model's is above {_OUTLIERS:g}).",
+            f"{_SAME:.0%}; visible where the base model's is above {OUTLIERS:g}).",
         ),
     ]
 

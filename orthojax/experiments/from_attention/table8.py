@@ -4,7 +4,8 @@ import functools
 import itertools
 from collections.abc import Callable
 
-from orthojax.experiments.from_attention.beside_the_paper import GRID, OUTLIERS, Case, about, judge, means, models_of
+from orthojax.experiments.from_attention.beside_the_paper import GRID, Case, about, judge, means, models_of
+from orthojax.experiments.from_attention.criteria import OUTLIERS
 from orthojax.experiments.from_attention.models import MODELS, SCALES, grid
 from orthojax.experiments.from_attention.paper_tables import TABLE_2, TABLE_8
 from orthojax.experiments.reporting import drawing, summaries
@@ -126,9 +127,8 @@ def report(study: Study) -> Report:
             *about(study),
             "The paper's 'maximum activation value' is, number for number, Table 2's column of the first token (1856, "
             "7018, ...): the largest |activation| over channels at position 0, its mean over sequences and then over "
-            "layers. That is alpha here. The largest over the whole evaluation set (mean over layers) stands "
-            "beside it, "
-            "and the same of other tokens. The runs are those of table2.",
+            "layers. That is alpha here. The largest over the whole evaluation set (mean over layers) stands beside "
+            "it, and the same of other tokens. The runs are those of table2.",
         ],
         claims=_claims(study),
         tables=[_table(study)],

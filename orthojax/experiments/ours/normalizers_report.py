@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from orthojax.experiments.from_attention.criteria import CURED, DOMINANCE, OUTLIERS, chance_of_first
 from orthojax.experiments.reporting import drawing, summaries
 from orthojax.experiments.reporting.formats import number, spread
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
@@ -31,9 +32,7 @@ _METRICS = {
     "first_attention_share": "weight on it, share of a row's",
     "first_attention_mass": "weight on it",
 }
-# Kurtosis above the first is called outliers, below the second cured. The first token dominates where it is the most
-# attended one of more than such a fraction of (query, head) pairs, and no longer does at half of what it had.
-_OUTLIERS, _CURED, _DOMINANT, _HALF = 4.0, 3.5, 0.2, 0.5
+_VANILLA = "softmax_adam"
 
 
 def variant_name(normalizer: str, optimizer: str) -> str:
@@ -50,21 +49,34 @@ def _dominance(study: Study, name: str) -> float:
     return study.mean(name, "first_attention_fraction")
 
 
+def _chance(study: Study) -> float:
+    return chance_of_first(study.variants[0].config.data.sequence_length)
+
+
+def _dominates(study: Study, name: str) -> bool:
+    """Whether the first token does, in a variant with softmax."""
+    return _dominance(study, name) >= DOMINANCE * _chance(study)
+
+
+def _is_removed(study: Study, name: str) -> bool:
+    """Whether at most half is left of what exceeds chance in softmax with Adam."""
+    return 2 * (_dominance(study, name) - _chance(study)) <= _dominance(study, _VANILLA) - _chance(study)
+
+
 def _told(study: Study, optimizer: str, show: Callable[[str], str]) -> str:
     """Something of every normalizer with one optimizer."""
     return ", ".join(f"{label} {show(variant_name(name, optimizer))}" for name, label in NORMALIZERS.items())
 
 
 def _what_is_removed(study: Study) -> Table:
-    vanilla = variant_name("softmax", "adam")
-    dominant, outliers = _dominance(study, vanilla) > _DOMINANT, _worse(study, vanilla) > _OUTLIERS
+    dominant, outliers = _dominates(study, _VANILLA), _worse(study, _VANILLA) > OUTLIERS
 
     def cell(name: str) -> str:
         if not study.values(name, "perplexity"):
             return "failed"
         removed = {
-            "dominance": dominant and _dominance(study, name) <= _HALF * _dominance(study, vanilla),
-            "outliers": outliers and _worse(study, name) < _CURED,
+            "dominance": dominant and _is_removed(study, name),
+            "outliers": outliers and _worse(study, name) < CURED,
         }
         words = "both" if all(removed.values()) else next((w for w, gone in removed.items() if gone), "neither")
         return f"{words}, {spread(study.values(name, 'perplexity'))}"
@@ -81,15 +93,14 @@ def _claims(study: Study) -> list[Claim]:
 
 
 def _dominance_claim(study: Study) -> Claim:
-    fractions = {name: _dominance(study, variant_name(name, "adam")) for name in NORMALIZERS}
-    softmax = fractions["softmax"]
-    removed = [label for name, label in NORMALIZERS.items() if fractions[name] <= _HALF * softmax]
+    removed = [label for name, label in NORMALIZERS.items() if _is_removed(study, variant_name(name, "adam"))]
     return Claim(
-        verdict(len(removed) == len(NORMALIZERS) - 1, visible=softmax > _DOMINANT),
+        verdict(len(removed) == len(NORMALIZERS) - 1, visible=_dominates(study, _VANILLA)),
         f"Whatever lets a head attend to nothing removes the first token's dominance. With Adam it is the most "
-        f"attended one: {_told(study, 'adam', lambda name: f'{_dominance(study, name):.1%}')}; with half or less of "
-        f"softmax's: {', '.join(removed) or 'none'}. The paper, GPT2 60M: softmax 48.9%, softmax-1 2.1% (criterion: "
-        f"at most half with every other one; visible where softmax has more than {_DOMINANT:.0%}).",
+        f"attended one: {_told(study, 'adam', lambda name: f'{_dominance(study, name):.1%}')}; by chance "
+        f"{_chance(study):.1%}; removed with: {', '.join(removed) or 'none'}. The paper, GPT2 60M: softmax 48.9%, "
+        f"softmax-1 2.1% (criterion: with every other one at most half of what exceeds chance is left; visible where "
+        f"softmax has {DOMINANCE:g} times chance or more).",
     )
 
 
@@ -100,29 +111,29 @@ def _adaptive_claims(study: Study) -> list[Claim]:
     def all_rest(optimizer: str) -> list[float]:
         return [study.mean(variant_name(name, optimizer), "kurtosis_rest") for name in NORMALIZERS]
 
-    visible = study.mean(variant_name("softmax", "adam"), "kurtosis_rest") > _OUTLIERS
+    visible = study.mean(_VANILLA, "kurtosis_rest") > OUTLIERS
     first = {n: study.mean(variant_name(n, "orthoadam"), "kurtosis_first") for n in ("softmax", "softmax1")}
-    dominance = _dominance(study, variant_name("softmax", "orthoadam"))
+    softmax = variant_name("softmax", "orthoadam")
     return [
         Claim(
-            verdict(min(all_rest("adam")) >= _CURED, visible=visible),
+            verdict(min(all_rest("adam")) >= CURED, visible=visible),
             f"No normalizer alone removes the outliers of tokens after the first. Their kurtosis with Adam: "
-            f"{_told(study, 'adam', rest)}. The paper: softmax 77.9, softmax-1 81.4 (criterion: {_CURED} or more with "
-            f"every one; visible where softmax has more than {_OUTLIERS:g}).",
+            f"{_told(study, 'adam', rest)}. The paper: softmax 77.9, softmax-1 81.4 (criterion: {CURED} or more with "
+            f"every one; visible where softmax has more than {OUTLIERS:g}).",
         ),
         Claim(
-            verdict(max(all_rest("orthoadam")) < _CURED, visible=visible),
+            verdict(max(all_rest("orthoadam")) < CURED, visible=visible),
             f"OrthoAdam removes them whatever the normalizer. Their kurtosis: {_told(study, 'orthoadam', rest)}. The "
-            f"paper: softmax 10.6, softmax-1 7.0 (criterion: below {_CURED} with every one; visible where softmax with "
-            f"Adam has more than {_OUTLIERS:g}).",
+            f"paper: softmax 10.6, softmax-1 7.0 (criterion: below {CURED} with every one; visible where softmax with "
+            f"Adam has more than {OUTLIERS:g}).",
         ),
         Claim(
-            verdict(first["softmax1"] < _CURED <= first["softmax"], visible=dominance > _DOMINANT),
+            verdict(first["softmax1"] < CURED <= first["softmax"], visible=_dominates(study, softmax)),
             f"With OrthoAdam the outliers of the first token stay as long as softmax lets it dominate. Its kurtosis: "
             f"{_told(study, 'orthoadam', lambda name: number(study.mean(name, 'kurtosis_first')))}. The paper: softmax "
-            f"260.8, softmax-1 7.6 (criterion: below {_CURED} with softmax-1, not with softmax; visible where with "
-            f"softmax and OrthoAdam the first token is most attended by more than {_DOMINANT:.0%}: here "
-            f"{dominance:.1%}).",
+            f"260.8, softmax-1 7.6 (criterion: below {CURED} with softmax-1, not with softmax; visible where with "
+            f"softmax and OrthoAdam the first token is most attended by {DOMINANCE:g} times the "
+            f"{_chance(study):.1%} that chance gives, or more: here by {_dominance(study, softmax):.1%}).",
         ),
     ]
 
@@ -136,10 +147,10 @@ def _sgd_claims(study: Study) -> list[Claim]:
     gaps = ", ".join(f"{NORMALIZERS[name]} {sgd / adam - 1:+.1%}" for name, (sgd, adam) in perplexity.items())
     return [
         Claim(
-            verdict(max(kurtosis) <= _OUTLIERS, visible=_worse(study, variant_name("softmax", "adam")) > _OUTLIERS),
+            verdict(max(kurtosis) <= OUTLIERS, visible=_worse(study, _VANILLA) > OUTLIERS),
             f"SGD makes no outliers whatever the normalizer. Kurtosis, the larger of first token and others: "
             f"{_told(study, 'sgd', lambda name: number(_worse(study, name)))}. The paper, 130M with softmax-1: 5.0 "
-            f"(criterion: at most {_OUTLIERS:g} with every one; visible where softmax with Adam has more).",
+            f"(criterion: at most {OUTLIERS:g} with every one; visible where softmax with Adam has more).",
         ),
         Claim(
             verdict(all(sgd > adam for sgd, adam in perplexity.values())),

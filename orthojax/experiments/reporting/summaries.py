@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -141,32 +141,43 @@ def seeds_sentence(study: Study) -> str:
 
 
 def corpus_sentence(study: Study) -> str:
-    """What the text is and what it is not."""
+    """What the texts are and what they are not."""
+    data = study.results["provenance"]["data"]
     if study.variants[0].config.data.kind != "embedded":
-        sources = dict.fromkeys(entry["source"] for entry in study.results["provenance"]["data"])
-        return f"The text is {'; and '.join(sources)}. Evaluation uses held-out rows."
+        return f"The text is {_sources(data)}. Evaluation uses held-out rows."
+    given = any(v.checkpoint for v in study.variants)
+    others = f" Given models may have other text: {_sources(data[1:])}." if given and data[1:] else ""
+    files = f"{data[0]['file_count']} files, " if data else ""
     return (
-        f"The text is Python's own standard library ({_corpus(study)['file_count']} files, real text on every "
-        f"machine); evaluation uses held-out files. It is not C4: numbers compare with each other, not with the "
-        f"paper's."
+        f"The text is Python's own standard library ({files}real text on every machine); evaluation uses held-out "
+        f"files. It is not C4: numbers compare with each other, not with the paper's.{others}"
     )
 
 
-def _corpus(study: Study) -> dict:
-    return next(entry for entry in study.results["provenance"]["data"] if "file_count" in entry)
+def _sources(data: Sequence[Mapping[str, Any]]) -> str:
+    return "; and ".join(dict.fromkeys(entry["source"] for entry in data)) or "unknown, as no run began"
+
+
+def _corpus_note(entry: Mapping[str, Any]) -> str:
+    """What was read, exactly; `entry` is what `Inputs.provenance` was."""
+    if "tokenizer" not in entry:
+        return entry["source"]
+    return (
+        f"corpus sha256 {entry['source_sha256']}, tokenizer {entry['tokenizer']}, "
+        f"{entry['train']['n_tokens']:,} training tokens"
+    )
 
 
 def notes(study: Study) -> list[str]:
     """The command, the machine, the data, the time and the evaluation."""
-    provenance, corpus, config = study.results["provenance"], _corpus(study), study.variants[0].config
+    provenance, config = study.results["provenance"], study.variants[0].config
     models = ",".join(f"{v.name}={os.path.relpath(v.checkpoint)}" for v in study.variants if v.checkpoint)
     return [
         f"python launch/reproduce.py --experiment={study.experiment.name} --scale={study.scale} "
         f"--seeds={','.join(map(str, study.seeds))}" + (f" --model={models}" if models else ""),
         f"{provenance['date']}, {provenance['device']}, "
         + ", ".join(f"{name} {number}" for name, number in provenance["versions"].items()),
-        f"corpus sha256 {corpus['source_sha256']}, tokenizer {corpus['tokenizer']}, "
-        f"{corpus['train']['n_tokens']:,} training tokens",
+        *map(_corpus_note, provenance["data"]),
         f"{provenance['wall_seconds'] / 60:.1f} minutes for {len(study.results['rows'])} runs",
         f"evaluated on {config.eval.sequences} sequences; dynamic quantisation scales over batches of "
         f"{config.eval.batch_size}; quantised are linear layers only",

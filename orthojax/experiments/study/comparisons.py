@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
-Pairs = Mapping[
-    int, tuple[float, float]
-]  # seed -> (value of a variant, value of the reference), as `Study.pairs` gives
+# Seed -> (value of a variant, value of the reference), as `Study.pairs` gives.
+Pairs = Mapping[int, tuple[float, float]]
 
 _CONFIDENCE = 0.95
 
@@ -75,14 +74,14 @@ def _mean_and_interval(by_seed: Mapping[int, float]) -> tuple[float, tuple[float
 
 
 def difference_text(pairs: Pairs, show: Callable[[float], str] = "{:+.3g}".format) -> str:
-    """`difference` in words.
+    """`difference` in words: its mean, and with several seeds the interval.
 
     Args:
       pairs: See there.
       show: A number with its sign.
 
     >>> difference_text({0: (3.0, 1.0)})
-    '+2 (one seed, no interval)'
+    '+2'
     """
     return _text(difference(pairs), show) if pairs else "failed"
 
@@ -99,6 +98,6 @@ def change_text(pairs: Pairs) -> str:
 def _text(comparison: Comparison, show: Callable[[float], str], unit: str = "") -> str:
     mean = show(comparison.mean) + unit
     if comparison.interval is None:
-        return f"{mean} (one seed, no interval)"
+        return mean
     lower, upper = map(show, comparison.interval)
     return f"{mean} (95% CI {lower} to {upper}, {len(comparison.by_seed)} seeds)"
