@@ -1,5 +1,6 @@
 """What a study does with its runs: who is trained together, what is listed, and a real command that is stopped."""
 
+import io
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from orthojax.experiments.study.tasks import Task, cost, training_flops
 from orthojax.experiments.study.variant import Run, Variant, run_name
 from orthojax.fields import replace, to_json
 from orthojax.model import gpt2
+from orthojax.progress import Progress
 
 ROOT = Path(__file__).parents[1]
 TINY = Config(
@@ -102,7 +104,9 @@ def test_a_study_whose_seeds_are_trained_together_says_so(tmp_path, monkeypatch)
 
 
 def test_runs_whose_process_died_have_rows_with_the_reason():
-    (row, other) = lost(tasks_of([Variant("a", "a", TINY)]), "killed")
+    said = io.StringIO()
+    (row, other) = lost(tasks_of([Variant("a", "A", TINY)]), "killed", Progress(1.0, stream=said))
+    assert said.getvalue() == "A, seed 0: killed\nA, seed 1: killed\n"
     assert row == {"variant": "a", "seed": 0, "overrides": row["overrides"], "metrics": {}, "failed": "killed"}
     assert replace(Config(), other["overrides"]).train.seed == 1
 

@@ -87,8 +87,10 @@ def is_trained(folder: Path) -> bool:
     return any((folder / name).exists() for name in (TRAINED, _DIVERGED))
 
 
-def lost(tasks: Sequence[Task], reason: str) -> list[Row]:
-    """The rows of runs whose process died."""
+def lost(tasks: Sequence[Task], reason: str, tell: Teller) -> list[Row]:
+    """The rows of runs whose process died, which is told; a later call goes on with them."""
+    for task in tasks:
+        tell.say(f"{task.run.label}: {reason}")
     return [
         {
             "variant": task.run.variant.name,
