@@ -72,7 +72,7 @@ def to_text(table: Table) -> str:
 
 
 def print_report(report: Report) -> None:
-    """Tables, claims and notes on standard output."""
+    """Tables and claims on standard output."""
     for table in report.tables:
         print("\n" + to_text(table))
     print()
