@@ -21,8 +21,8 @@ from orthojax.experiments.study import costs, schedule
 from orthojax.experiments.study import listing as module
 from orthojax.experiments.study.calculation import Calculation
 from orthojax.experiments.study.listing import Speed, calibrated_speed, listing, measured_speed, short_names
-from orthojax.experiments.study.places import Place
 from orthojax.experiments.study.measures import ALWAYS, Measure, Measured, keep
+from orthojax.experiments.study.places import Place
 from orthojax.experiments.study.runs import left, lost
 from orthojax.experiments.study.schedule import grouped, seeds_at_once
 from orthojax.experiments.study.study import Experiment, run_study
