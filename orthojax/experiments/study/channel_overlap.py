@@ -1,5 +1,6 @@
 """Whether the same channels are the largest for every input, at every position and in every layer."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from orthojax.config import Config
+from orthojax.config import Config, ModelConfig
 from orthojax.experiments.study.measures import Measure, Measured
 from orthojax.model import Taps, Transformer
 from orthojax.train import Inputs, read_params
@@ -77,17 +78,7 @@ def channel_overlap(config: Config, params: Any, tokens: np.ndarray) -> Measured
       Arrays `frequency` [layers, D]: share of sequences of which a channel is among the largest, and `magnitude`
       [layers, D]: mean |x| over positions and sequences.
     """
-
-    def observe(taps: Taps) -> tuple[jax.Array, jax.Array, jax.Array]:
-        magnitude = jnp.abs(taps.residual.astype(jnp.float32))
-        by_sequence = jnp.mean(magnitude, axis=1)
-        return top_channels(by_sequence), mean_overlap(top_channels(magnitude), axis=1), by_sequence
-
-    @jax.jit
-    def measure(params: Any, tokens: jax.Array) -> tuple[jax.Array, ...]:
-        observed: Any = Transformer(config.model).apply({"params": params}, tokens, observe=observe)
-        return observed[1]
-
+    measure = _overlaps(config.model)
     # In batches of the evaluation's size, since a paper's model has 100 sequences of 1,024 positions to remember.
     size = config.eval.batch_size
     batches = [jax.device_get(measure(params, tokens[i : i + size, :-1])) for i in range(0, len(tokens), size)]
@@ -108,6 +99,22 @@ def channel_overlap(config: Config, params: Any, tokens: np.ndarray) -> Measured
     if layers > 1:
         metrics["channel_overlap_layers"] = float(np.mean(mean_overlap(members, axis=0)))
     return Measured(metrics, {"frequency": frequency, "magnitude": magnitude.mean(axis=1)})
+
+
+@functools.lru_cache(maxsize=32)  # variants that differ in their optimizer share a program, and so do seeds
+def _overlaps(model: ModelConfig) -> Callable[[Any, ArrayLike], tuple[jax.Array, ...]]:
+    """The jitted (params, tokens [B, T]) -> by layer `top_channels`, `mean_overlap` of positions, mean |x|."""
+
+    def observe(taps: Taps) -> tuple[jax.Array, jax.Array, jax.Array]:
+        magnitude = jnp.abs(taps.residual.astype(jnp.float32))
+        by_sequence = jnp.mean(magnitude, axis=1)
+        return top_channels(by_sequence), mean_overlap(top_channels(magnitude), axis=1), by_sequence
+
+    def measure(params: Any, tokens: ArrayLike) -> tuple[jax.Array, ...]:
+        observed: Any = Transformer(model).apply({"params": params}, tokens, observe=observe)
+        return observed[1]
+
+    return jax.jit(measure)
 
 
 def _measure(config: Config, checkpoint: Path, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
