@@ -45,6 +45,7 @@ def small(config: Config, **changes) -> Config:
         "model.d_model": 16,
         "model.num_heads": 2,
         "model.num_layers": 1,
+        "model.scan_layers": False,
         "model.d_mlp": 16,
         "model.max_length": 16,
         "data.sequence_length": 16,

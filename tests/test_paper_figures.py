@@ -86,6 +86,7 @@ class Planted:
 
 def measured(hidden, monkeypatch):
     monkeypatch.setattr(overlap, "Transformer", Planted(np.asarray(hidden, np.float32)))
+    overlap._sets.cache_clear()  # which would know another model of this config
     B, _, T, D = hidden.shape
     # More than one batch, and a smaller last one.
     config = replace(Config(eval=EvalConfig(batch_size=2)), {"model.d_model": D})

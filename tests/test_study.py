@@ -1,5 +1,7 @@
 """What a study does with its runs: who is trained together, what is listed, and a real command that is stopped."""
 
+import dataclasses
+import io
 import json
 import os
 import re
@@ -15,18 +17,20 @@ from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimCo
 from orthojax.errors import UserError
 from orthojax.experiments.catalog import ALL
 from orthojax.experiments.from_attention.models import tiny_run
+from orthojax.experiments.study import costs, schedule
 from orthojax.experiments.study import listing as module
-from orthojax.experiments.study import schedule
 from orthojax.experiments.study.calculation import Calculation
 from orthojax.experiments.study.listing import Speed, calibrated_speed, listing, measured_speed, short_names
+from orthojax.experiments.study.measures import ALWAYS, Measure, Measured, keep
 from orthojax.experiments.study.places import Place
-from orthojax.experiments.study.runs import lost
+from orthojax.experiments.study.runs import left, lost
 from orthojax.experiments.study.schedule import grouped, seeds_at_once
 from orthojax.experiments.study.study import Experiment, run_study
-from orthojax.experiments.study.tasks import Task, cost, training_flops
+from orthojax.experiments.study.tasks import Task, cost, stage_cost, training_flops
 from orthojax.experiments.study.variant import Run, Variant, run_name
 from orthojax.fields import replace, to_json
 from orthojax.model import gpt2
+from orthojax.progress import Progress
 
 ROOT = Path(__file__).parents[1]
 TINY = Config(
@@ -102,7 +106,9 @@ def test_a_study_whose_seeds_are_trained_together_says_so(tmp_path, monkeypatch)
 
 
 def test_runs_whose_process_died_have_rows_with_the_reason():
-    (row, other) = lost(tasks_of([Variant("a", "a", TINY)]), "killed")
+    said = io.StringIO()
+    (row, other) = lost(tasks_of([Variant("a", "A", TINY)]), "killed", Progress(1.0, stream=said))
+    assert said.getvalue() == "A, seed 0: killed\nA, seed 1: killed\n"
     assert row == {"variant": "a", "seed": 0, "overrides": row["overrides"], "metrics": {}, "failed": "killed"}
     assert replace(Config(), other["overrides"]).train.seed == 1
 
@@ -115,6 +121,8 @@ def made(home, variant, seed, seconds):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(to_json(variant.with_seed(seed)))
     (folder / "trained.seconds").write_text(f"{seconds}\n")
+    for measure in ALWAYS:
+        keep(folder, measure, Measured({}, {}))
 
 
 def experiments():
@@ -124,6 +132,7 @@ def experiments():
         Experiment("first", "of two runs", {"tiny": lambda: (a, b)}, print, also=("figure7", "figure8", "figure9")),
         Experiment("second", "shares one", {"tiny": lambda: (b, c), "paper": lambda: (c,)}, print),
         Experiment("given", "measures models", {"tiny": lambda: ()}, print, takes_models=True),
+        Experiment("timed", "trains nothing", {"tiny": lambda: (a, b)}, print, trains=False),
         Calculation("formula", "computed", lambda seed: [], print),
     ), (a, b, c)
 
@@ -143,9 +152,27 @@ def test_the_list_counts_what_is_done_and_shared_runs_once(tmp_path):
     assert cells("first, figure7 ... figure9") == ["2 (1 done)", f"{minutes['b']:,.0f}"]
     assert cells("second") == ["2 (0 done)", f"{minutes['b'] + minutes['c']:,.0f}"]
     assert cells("all experiments together")[0] == "3 (1 done)"
-    assert "needs --model" in rows["given"]
+    assert cells("given") == ["-", "needs --model"]
+    assert cells("timed") == ["-", "a few"]
     assert cells("formula") == ["-", "under 1"]
     assert "median of the 1 runs" in "\n".join(rows.values())
+
+
+def test_what_is_not_measured_yet_of_a_trained_run_takes_its_time(tmp_path):
+    _, (a, *_) = experiments()
+    (task,) = tasks_of((a,), (0,), tmp_path)
+    training = training_flops(a.config)
+    assert left(task) == cost(task) > training
+    made(tmp_path, a, 0, 1.0)
+    assert left(task) == 0.0
+    assert left(dataclasses.replace(task, measures=(ALWAYS[0],))) == 0.0
+    more = Measure("more", print, lambda config: 7)
+    assert left(dataclasses.replace(task, measures=(more,))) == 7 * stage_cost(a.config)
+    (task.run.folder / "measured/evaluation.json").unlink()
+    (task.run.folder / "measured/maps.json").unlink()
+    assert left(task) == pytest.approx(cost(task) - training)
+    (task.run.folder / "diverged.txt").write_text("at step 3\n")
+    assert left(task) == 0.0
 
 
 def test_two_places_halve_the_time_but_of_the_longest_run(tmp_path):
@@ -191,6 +218,24 @@ def test_every_experiment_is_listed_with_all_its_names(tmp_path, monkeypatch):
         assert found.title in text
     assert "seeds 0, 1" in text
     assert "2 runs at once" in text
+
+
+def test_costs_of_another_device_or_other_runs_are_measured_again(tmp_path, monkeypatch):
+    devices, measured = ["cpu x 1"], []
+    monkeypatch.setattr(costs, "environment", lambda: {"device": devices[-1]})
+    monkeypatch.setattr(costs, "_costs_of_group", lambda group, base: measured.append(base) or {base: {}})
+
+    def measure(config):
+        return costs.measure_costs({"a": config}, lambda name: name, tmp_path / "costs.json", lambda line: None)
+
+    assert measure(TINY) == measure(TINY) == {"a": {}}
+    assert len(measured) == 1
+    devices.append("another")
+    measure(TINY)
+    measure(TINY)
+    assert len(measured) == 2
+    measure(replace(TINY, {"train.batch_size": 8}))
+    assert len(measured) == 3
 
 
 # A real command, stopped and started again.

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from absl import logging
 
 from orthojax.errors import Interrupted, UserError
 from orthojax.experiments.study import places as module
@@ -61,7 +62,8 @@ def fail(kind, tell):
     return kind
 
 
-def reason(task, why):
+def reason(task, why, tell):
+    tell.say(f"lost {task}")
     return f"{task}: {why}"
 
 
@@ -84,8 +86,25 @@ def test_one_place_or_one_task_is_this_process():
     assert prepared == [1, 1]
 
 
+def verbosity(task, tell):
+    return os.getpid(), logging.get_verbosity()
+
+
+def test_libraries_log_in_workers_as_much_as_in_the_parent():
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.FATAL)
+    try:
+        results = run_all(verbosity, [1, 2], TWO, Heard(), lost=reason)
+    finally:
+        logging.set_verbosity(before)
+    assert {level for _, level in results} == {logging.FATAL}
+    assert os.getpid() not in {pid for pid, _ in results}
+
+
 def test_a_killed_worker_loses_its_task_alone():
-    results = run_all(fail, ["a", "killed", "b", "c"], TWO, Heard(), lost=reason)
+    heard = Heard()
+    results = run_all(fail, ["a", "killed", "b", "c"], TWO, heard, lost=reason)
+    assert heard.lines == ["lost killed"]
     assert results == ["a", "killed: its process was ended by SIGKILL, as for want of memory", "b", "c"]
 
 

@@ -157,7 +157,7 @@ def report(study: Study) -> Report:
 
 EXPERIMENT = Experiment(
     name="table1",
-    title="Table 1: weights of 4 bits break other models, and not the cured ones",
+    title="weights of 4 bits break other models, and not the cured ones",
     scales={scale: lambda scale=scale: grid(scale, methods=_METHODS) for scale in SCALES},
     report=report,
     takes_models=True,

@@ -161,7 +161,7 @@ def report(study: Study) -> Report:
 
 EXPERIMENT = Experiment(
     name="table4",
-    title="Table 4: time and memory of a training step; trains nothing",
+    title="time and memory of a training step; trains nothing",
     scales={scale: lambda scale=scale: grid(scale, methods=_METHODS) for scale in SCALES},
     report=report,
     cost_reference=_reference,

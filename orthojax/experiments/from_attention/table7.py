@@ -140,7 +140,7 @@ def report(study: Study) -> Report:
 
 EXPERIMENT = Experiment(
     name="table7",
-    title="Table 7: given models before and after fine-tuning (--model=BASE=CHECKPOINT,TUNED=CHECKPOINT)",
+    title="given models before and after fine-tuning (--model=BASE=CHECKPOINT,TUNED=CHECKPOINT)",
     scales=dict.fromkeys(SCALES, lambda: ()),
     report=report,
     takes_models=True,

@@ -49,7 +49,7 @@ class Claim(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Everything that a reader gets to see, in this order."""
+    """Everything that a reader gets to see."""
 
     title: str
     summary: Sequence[str]  # paragraphs
@@ -72,7 +72,7 @@ def to_text(table: Table) -> str:
 
 
 def print_report(report: Report) -> None:
-    """Tables, claims and notes on standard output."""
+    """Tables and claims on standard output."""
     for table in report.tables:
         print("\n" + to_text(table))
     print()
@@ -121,14 +121,14 @@ def _render(figure: Figure, form: str) -> bytes:
 
 def _markdown(report: Report) -> str:
     parts = [f"# {report.title}", *report.summary]
-    if report.claims:
-        parts.append("## What held and what did not")
-        parts.append("\n".join(f"- **{claim.verdict}**: {claim.text}" for claim in report.claims))
     for table in report.tables:
         head = "| " + " | ".join(cell.replace("|", "\\|") for cell in table.columns) + " |"
         rule = "|" + "|".join(["---"] + ["---:"] * (len(table.columns) - 1)) + "|"
         body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table.rows]
         parts.append("\n".join([f"**{table.caption}**", "", head, rule, *body]))
+    if report.claims:
+        parts.append("## What held and what did not")
+        parts.append("\n".join(f"- **{claim.verdict}**: {claim.text}" for claim in report.claims))
     for picture in report.pictures:
         parts.append(f"![{picture.caption}](figures/{picture.name}.{picture.form})\n\n*{picture.caption}*")
     parts.append("## How this was made")

@@ -1,5 +1,6 @@
 """Whether the same channels are the largest for every input, at every position and in every layer."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from orthojax.analysis import top_count
-from orthojax.config import Config
+from orthojax.config import Config, ModelConfig
 from orthojax.experiments.study.measures import Measure, Measured
 from orthojax.model import Taps, Transformer
 from orthojax.train import Inputs, read_params
@@ -68,18 +69,7 @@ def channel_overlap(config: Config, params: Any, tokens: np.ndarray) -> Measured
       `between_layers` of a sequence, mean over sequences, where there are several; `by_chance`, k / D.
     """
     D = config.model.d_model
-    counts = {"largest_channels": top_count(D), "largest_channel": 1}
-
-    def observe(taps: Taps) -> dict[str, tuple[jax.Array, jax.Array]]:
-        magnitude = jnp.abs(taps.residual.astype(jnp.float32))
-        of_sequence, of_positions = ranks(jnp.mean(magnitude, axis=1)), ranks(magnitude)
-        return {name: (of_sequence < k, mean_overlap(of_positions < k, axis=1)) for name, k in counts.items()}
-
-    @jax.jit
-    def measure(params: Any, tokens: jax.Array) -> Any:
-        observed: Any = Transformer(config.model).apply({"params": params}, tokens, observe=observe)
-        return observed[1]
-
+    measure = _sets(config.model)
     # In batches of the evaluation's size, since a paper's model has 100 sequences of 1,024 positions to remember.
     size = config.eval.batch_size
     batches = [jax.device_get(measure(params, tokens[i : i + size, :-1])) for i in range(0, len(tokens), size)]
@@ -87,7 +77,7 @@ def channel_overlap(config: Config, params: Any, tokens: np.ndarray) -> Measured
     metrics = {}
     for name, (members, positions) in sets.items():
         metrics |= {f"{name}_{key}": value for key, value in _overlaps(members, positions).items()}
-        metrics[f"{name}_by_chance"] = counts[name] / D
+        metrics[f"{name}_by_chance"] = _counts(D)[name] / D
     return Measured(metrics, {})
 
 
@@ -104,6 +94,28 @@ def _overlaps(members: np.ndarray, positions: np.ndarray) -> dict[str, float]:
     if len(members) > 1:
         metrics["between_layers"] = float(np.mean(mean_overlap(members, axis=0)))
     return metrics
+
+
+def _counts(d_model: int) -> dict[str, int]:
+    """Prefix of the metrics -> k."""
+    return {"largest_channels": top_count(d_model), "largest_channel": 1}
+
+
+@functools.lru_cache(maxsize=32)  # variants that differ in their optimizer share a program, and so do seeds
+def _sets(model: ModelConfig) -> Callable[[Any, ArrayLike], dict[str, tuple[jax.Array, jax.Array]]]:
+    """The jitted (params, tokens [B, T]) -> by prefix: sets [layers, B, D], overlaps of positions [layers, B]."""
+    counts = _counts(model.d_model)
+
+    def observe(taps: Taps) -> dict[str, tuple[jax.Array, jax.Array]]:
+        magnitude = jnp.abs(taps.residual.astype(jnp.float32))
+        of_sequence, of_positions = ranks(jnp.mean(magnitude, axis=1)), ranks(magnitude)
+        return {name: (of_sequence < k, mean_overlap(of_positions < k, axis=1)) for name, k in counts.items()}
+
+    def measure(params: Any, tokens: ArrayLike) -> dict[str, tuple[jax.Array, jax.Array]]:
+        observed: Any = Transformer(model).apply({"params": params}, tokens, observe=observe)
+        return observed[1]
+
+    return jax.jit(measure)
 
 
 def _measure(config: Config, checkpoint: Path, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:

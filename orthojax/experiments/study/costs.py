@@ -11,6 +11,7 @@ import numpy as np
 from orthojax.config import Config
 from orthojax.fields import to_json
 from orthojax.train import (
+    environment,
     init_state,
     interleaved_seconds,
     make_mesh,
@@ -35,7 +36,8 @@ def measure_costs(
     Args:
       configs: Variant -> its run.
       reference: Variant -> the variant that its ratio refers to, which refers to itself.
-      path: JSON file of an earlier measurement of the same runs, which is then returned; else it is written.
+      path: JSON file of an earlier measurement of the same runs on the same device, which is then returned; else it is
+        written.
       say: Takes a line of progress.
 
     Returns:
@@ -43,10 +45,13 @@ def measure_costs(
       same repetition), `step_seconds` (median), `optimizer_state_bytes` and `program_bytes` (all that the compiled step
       needs on a device; None where the compiler does not tell); or `failed` with the reason, as for want of memory.
     """
-    made_for = {name: json.loads(to_json(config)) for name, config in configs.items()}
+    made_for = {
+        "device": environment()["device"],
+        "configs": {name: json.loads(to_json(config)) for name, config in configs.items()},
+    }
     if path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["configs"] == made_for:
+        if kept == made_for | {"costs": kept["costs"]}:
             return kept["costs"]
     costs = {}
     for base in dict.fromkeys(map(reference, configs)):
@@ -56,7 +61,7 @@ def measure_costs(
             costs |= _costs_of_group(group, base)
         except jax.errors.JaxRuntimeError as error:
             costs |= {name: {"failed": str(error).splitlines()[0]} for name in group}
-    write_text(path, json.dumps({"costs": costs, "configs": made_for}, indent=2) + "\n")
+    write_text(path, json.dumps({"costs": costs} | made_for, indent=2) + "\n")
     return costs
 
 

@@ -17,9 +17,9 @@ from orthojax.errors import UserError
 from orthojax.experiments.base_configs import LANGUAGE_MODEL
 from orthojax.experiments.study.calculation import Calculation
 from orthojax.experiments.study.places import Place
-from orthojax.experiments.study.runs import TRAINED, is_trained
+from orthojax.experiments.study.runs import TRAINED, is_trained, left
 from orthojax.experiments.study.study import Experiment
-from orthojax.experiments.study.tasks import Task, cost, training_flops
+from orthojax.experiments.study.tasks import Task, training_flops
 from orthojax.experiments.study.variant import Run, run_name
 from orthojax.fields import from_json, replace
 from orthojax.train import init_state, make_train_step
@@ -114,7 +114,7 @@ def _at(place: Place) -> Iterator[None]:
 
 
 def _tasks(experiment: Experiment, scale: str, seeds: Sequence[int] | None, runs_dir: Path) -> dict[Path, Task]:
-    variants = experiment.variants(scale) if scale in experiment.scales else ()
+    variants = experiment.variants(scale) if experiment.trains and scale in experiment.scales else ()
     return {
         folder: Task(Run(variant, seed, folder), experiment.measures, runs_dir)
         for seed in (experiment.seeds if seeds is None else seeds)
@@ -130,8 +130,8 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _minutes(tasks: dict[Path, Task], speed: Speed, places: int) -> float:
     """What is left of them, on so many places at once; none is faster than its longest run."""
-    left = [cost(task) / speed.flops_per_second / 60 for folder, task in tasks.items() if not is_trained(folder)]
-    return max(sum(left) / places, max(left)) if left else 0.0
+    minutes = [left(task) / speed.flops_per_second / 60 for task in tasks.values()]
+    return max(sum(minutes) / places, max(minutes, default=0.0))
 
 
 def _clock(minutes: float) -> str:
@@ -166,17 +166,22 @@ def listing(
         known = sorted({name for found in trained for name in found.scales})
         raise UserError(f"no experiment has the scale {scale!r}", allowed=" | ".join(known))
     speed = measured_speed(runs_dir) or calibrated_speed(where[0])
-    rows, every = [["--experiment=", "runs", "minutes left", "scales", ""]], {}
+    rows = [["--experiment=", "runs", "minutes left", "scales", ""]]
+    every: dict[Path, Task] = {}
     for found in experiments:
         names = short_names([found.name, *found.also])
         if isinstance(found, Calculation):
             rows.append([names, "-", "under 1", "tiny", found.title])
             continue
         tasks = _tasks(found, scale, seeds, runs_dir)
-        every |= tasks
+        for folder, task in tasks.items():  # with all that is measured of a shared run
+            measures = (*every[folder].measures, *task.measures) if folder in every else task.measures
+            every[folder] = dataclasses.replace(task, measures=tuple(dict.fromkeys(measures)))
         minutes = _clock(_minutes(tasks, speed, len(where)))
-        if not tasks:
-            minutes = "needs --model" if scale in found.scales else f"not at {scale}"
+        if scale not in found.scales:
+            minutes = f"not at {scale}"
+        elif not tasks:
+            minutes = "needs --model" if found.trains else "a few"
         rows.append([names, _count(tasks), minutes, " ".join(found.scales), found.title])
     rows.append(["all experiments together", _count(every), _clock(_minutes(every, speed, len(where))), "", ""])
     head, *body, total = _aligned(rows)

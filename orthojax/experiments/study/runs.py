@@ -14,7 +14,16 @@ import jax
 from orthojax.config import Config
 from orthojax.experiments.study.learning_rates import TRIAL_STEPS, best_learning_rate, try_learning_rates
 from orthojax.experiments.study.measures import keep, kept
-from orthojax.experiments.study.tasks import Tally, Task, cost, stage_cost, training_flops, trial_cost
+from orthojax.experiments.study.tasks import (
+    Tally,
+    Task,
+    cost,
+    measuring_cost,
+    stage_cost,
+    training_cost,
+    training_flops,
+    trial_cost,
+)
 from orthojax.experiments.study.workers import Teller
 from orthojax.fields import changed_fields, replace
 from orthojax.train import (
@@ -87,8 +96,19 @@ def is_trained(folder: Path) -> bool:
     return any((folder / name).exists() for name in (TRAINED, _DIVERGED))
 
 
-def lost(tasks: Sequence[Task], reason: str) -> list[Row]:
-    """The rows of runs whose process died."""
+def left(task: Task) -> float:
+    """Expected work of a task that no earlier call did, in training FLOPs."""
+    folder = task.run.folder
+    if (folder / _DIVERGED).exists():
+        return 0.0
+    measuring = measuring_cost(task, [measure for measure in task.all_measures if kept(folder, measure) is None])
+    return measuring if is_trained(folder) else measuring + training_cost(task)
+
+
+def lost(tasks: Sequence[Task], reason: str, tell: Teller) -> list[Row]:
+    """The rows of runs whose process died, which is told; a later call goes on with them."""
+    for task in tasks:
+        tell.say(f"{task.run.label}: {reason}")
     return [
         {
             "variant": task.run.variant.name,
@@ -190,14 +210,14 @@ def _train_together(tasks: Sequence[Task], tallies: Sequence[Tally]) -> None:
     with contextlib.ExitStack() as locks:
         for task, tell in sorted(zip(tasks, tallies, strict=True), key=lambda pair: pair[0].run.folder):
             locks.enter_context(_alone_in(task.run.folder, task.run.label, tell))
-        left = [
+        missing = [
             (task.run, open_inputs(task.run.config, task.cache_dir), tally)
             for task, tally in zip(tasks, tallies, strict=True)
             if not is_trained(task.run.folder)
         ]
-        if len(left) < 2:
+        if len(missing) < 2:
             return  # alone, as `finish` does it
-        runs, inputs, tells = zip(*left, strict=True)
+        runs, inputs, tells = zip(*missing, strict=True)
         config, folders, seeds = runs[0].config, [run.folder for run in runs], [run.seed for run in runs]
         step_cost = training_flops(config) / config.train.steps
         label = f"{runs[0].variant.label}, seeds {', '.join(map(str, seeds))} together"

@@ -1,6 +1,7 @@
 """What is wanted of a run, and how much work that is, in training FLOPs."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from orthojax.config import Config
@@ -44,21 +45,26 @@ def stage_cost(config: Config) -> float:
     return 2 * flops * config.eval.sequences
 
 
-def _measure_cost(task: Task) -> float:
-    config = task.run.config
-    return sum(measure.stages(config) for measure in task.all_measures) * stage_cost(config)
-
-
 def trial_cost(task: Task) -> float:
     """Work of the trials of its learning rates."""
     config = task.run.config
     return len(task.run.variant.learning_rates) * TRIAL_STEPS * training_flops(config) / config.train.steps
 
 
+def training_cost(task: Task) -> float:
+    """Work of the training and its trials; a model that exists needs none."""
+    return 0.0 if task.run.variant.checkpoint else training_flops(task.run.config) + trial_cost(task)
+
+
+def measuring_cost(task: Task, measures: Sequence[Measure]) -> float:
+    """Work of some measures of a task."""
+    config = task.run.config
+    return sum(measure.stages(config) for measure in measures) * stage_cost(config)
+
+
 def cost(task: Task) -> float:
     """Expected work of a task, in training FLOPs, done or not."""
-    trained = 0.0 if task.run.variant.checkpoint else training_flops(task.run.config) + trial_cost(task)
-    return trained + _measure_cost(task)
+    return training_cost(task) + measuring_cost(task, task.all_measures)
 
 
 class Tally:

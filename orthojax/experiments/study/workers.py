@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+from absl import logging
 
 from orthojax.errors import Interrupted, UserError
 from orthojax.experiments.study.places import Place
@@ -52,7 +54,7 @@ def run_all(
     tell: Teller,
     *,
     prepare: Callable[[], object] = do_nothing,
-    lost: Callable[[T, str], R],
+    lost: Callable[[T, str, Teller], R],
 ) -> list[R]:
     """`[do(task, tell) for task in tasks]`, in as many processes as there are places.
 
@@ -62,7 +64,7 @@ def run_all(
       where: Of the workers; with one place, or one task, this process does everything.
       tell: Gets what all of them tell.
       prepare: Called once in every process.
-      lost: (task, reason) -> the result of a task whose worker was killed, for want of memory for example.
+      lost: (task, reason, tell) -> the result of a task whose worker was killed, for want of memory for example.
 
     Raises:
       UserError: The first that a task raised; the others have then saved their state and ended.
@@ -105,15 +107,20 @@ class _Told:
 
 
 def _serve(
-    connection: Connection, place: Place, do: Callable[[Any, Teller], Any], prepare: Callable[[], object]
+    connection: Connection,
+    place: Place,
+    do: Callable[[Any, Teller], Any],
+    prepare: Callable[[], object],
+    verbosity: int,
 ) -> None:
-    """What a worker does: takes tasks until there are no more.
+    """What a worker does: takes tasks until there are no more; libraries log as much as in the parent.
 
     SIGTERM stays blocked: schedulers send it to every process, and the parent alone says when to stop.
     """
     os.setsid()  # Ctrl-C reaches the parent alone
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # `train` saves its state; where nothing is trained, this ends it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    logging.set_verbosity(verbosity)
     place.enter()
     prepare()
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
@@ -146,7 +153,7 @@ class _Pool(Generic[T, R]):
         do: Callable[[T, Teller], R],
         prepare: Callable[[], object],
         tell: Teller,
-        lost: Callable[[T, str], R],
+        lost: Callable[[T, str, Teller], R],
     ):
         self._do, self._prepare, self._tell, self._lost = do, prepare, tell, lost
         self._workers: dict[Connection, tuple[BaseProcess, Place]] = {}
@@ -201,7 +208,8 @@ class _Pool(Generic[T, R]):
     def _start(self, place: Place) -> Connection:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, place, self._do, self._prepare))
+        told = (theirs, place, self._do, self._prepare, logging.get_verbosity())
+        process = context.Process(target=_serve, args=told)
         resource_tracker.ensure_running()  # else `start` starts it, and unblocks signals when it has
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the worker begins with them blocked
         try:
@@ -246,7 +254,7 @@ class _Pool(Generic[T, R]):
                     self._signum = rest[0]
                     self._ask_to_stop()
                 elif kind == "gone" and not self._asked:
-                    results[index] = self._lost(tasks[index], self._how_it_ended(connection))
+                    results[index] = self._lost(tasks[index], self._how_it_ended(connection), self._tell)
                     if left:
                         give(self._start(self._workers[connection][1]))
         if self._signum is not None:
@@ -269,12 +277,9 @@ class _Pool(Generic[T, R]):
         process.join()
         code = process.exitcode or 0
         if code >= 0:
-            self._fail(code)
+            raise RuntimeError(f"a worker ended with exit code {code}; what it said is above")
         want = ", as for want of memory" if -code == signal.SIGKILL else ""
         return f"its process was ended by {signal.Signals(-code).name}{want}"
-
-    def _fail(self, code: int) -> NoReturn:
-        raise RuntimeError(f"a worker ended with exit code {code}; what it said is above")
 
     def _pass_on(self, connection: Connection, kind: str, *words: Any) -> None:
         """Progress shows what the first workers are at, always in the same order, so that it can be read."""
