@@ -134,7 +134,7 @@ def test_every_normalizer_is_the_definition_in_float64(implementation, case):
 
 @pytest.mark.usefixtures("x64", "small_chunks")
 @pytest.mark.parametrize("case", GRADIENT_CASES)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.slow), "xla_chunked"])
 def test_gradients_are_finite_differences_of_the_definition(implementation, case):
     t, s, kv_heads, options = CASES[case]
     q, k, v = _arrays(t, s, kv_heads)

@@ -256,8 +256,11 @@ def _check_sharded(compiled, arguments, expected, spec):
 
 
 MESHES = {"data and heads": (("data", "tensor"), (4, 2)), "data, fsdp, heads": (("data", "fsdp", "tensor"), (2, 2, 2))}
-SHARDED = [("data and heads", False), ("data, fsdp, heads", True)]
-SHARDED += [pytest.param(mesh, not is_set, marks=pytest.mark.slow) for mesh, is_set in SHARDED]
+SHARDED = [("data, fsdp, heads", True)]
+SHARDED += [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in (("data, fsdp, heads", False), ("data and heads", False), ("data and heads", True))
+]
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -140,7 +140,7 @@ def test_names_are_plain(finished):
 # Going on.
 
 
-@pytest.mark.parametrize("step", [1, 3, 7])
+@pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.slow) for step in (1, 7)), 3])
 def test_a_run_that_was_stopped_ends_with_the_same_bits(finished, tmp_path, step):
     with pytest.raises(Stop):
         train(CONFIG, INPUTS, tmp_path, on_step=stop_at(step))
@@ -403,6 +403,7 @@ def test_checkpoints_are_kept_by_number_by_interval_and_by_validation_loss():
         assert there[-1] == 38
 
 
+@pytest.mark.slow
 def test_the_best_stay_also_across_a_restart(tmp_path, monkeypatch):
     values = iter([3.0, 1.0, 2.0, 5.0, 4.0])
     monkeypatch.setattr(loop, "validation_loss_nats", lambda *_: next(values))

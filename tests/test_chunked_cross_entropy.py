@@ -328,7 +328,11 @@ def test_a_training_step_with_chunks_is_the_plain_step():
 
 @pytest.mark.parametrize(
     ("name", "include"),
-    [("untied", ""), ("tied", quant.ALL_BUT_HEAD), pytest.param("untied", quant.ALL_BUT_HEAD, marks=pytest.mark.slow)],
+    [
+        pytest.param("untied", "", marks=pytest.mark.slow),
+        ("tied", quant.ALL_BUT_HEAD),
+        pytest.param("untied", quant.ALL_BUT_HEAD, marks=pytest.mark.slow),
+    ],
 )
 def test_quantised_models_keep_their_head_whole_where_it_may_be_quantised(name, include):
     setting, config = quant.INT8_COARSE, MODELS[name]

@@ -25,7 +25,8 @@ def test_examples_are_short(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) < 60
 
 
-@pytest.mark.parametrize("name", ["orthoadam", pytest.param("adamw", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["orthoadam", "adamw"])
 def test_nnx_training(name):
     printed = re.fullmatch(r"(\w+): ([\d.]+) -> ([\d.]+) nats per byte\n", run("nnx_training.py", *[name]))
     assert printed
@@ -35,7 +36,7 @@ def test_nnx_training(name):
     assert last < 3.0
 
 
-@pytest.mark.parametrize("library", ["linen", "nnx"])
+@pytest.mark.parametrize("library", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_attention_in_ten_lines(library):
     name = f"{library}_attention.py"
     code = [line for line in (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()[1:] if line]

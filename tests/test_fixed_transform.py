@@ -46,7 +46,11 @@ def test_every_form_is_the_kronecker_product(form, n, axis, transpose, single):
         check(form, n, axis, transpose, *((np.float32, 1e-5) if single else (np.float64, 1e-12)))
 
 
-@pytest.mark.parametrize("n", [512, 640, 768, 1000, 1024, 2048, 2304, 3072, 4096])
+QUICK_SIZES = (768, 1000, 2304)  # each with another odd factor
+SLOW_SIZES = (512, 640, 1024, 2048, 3072, 4096)
+
+
+@pytest.mark.parametrize("n", [*QUICK_SIZES, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_SIZES)])
 def test_every_form_at_the_sizes_of_models(n):
     with jax.enable_x64(True):
         for i, form in enumerate(FORMS):

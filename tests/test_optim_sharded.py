@@ -182,11 +182,9 @@ def unsharded():
 MESHES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (1, 2, 2)]
 QUICK = {
     (AUTO, (8, 1, 1), "hadamard"),
-    (AUTO, (1, 8, 1), "hadamard"),
     (AUTO, (1, 2, 2), "hadamard"),
     (AUTO, (1, 4, 2), "haar"),
     (EXPLICIT, (2, 2, 2), "haar"),
-    (EXPLICIT, (1, 4, 2), "hadamard"),
 }
 CASES = [
     pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
@@ -354,7 +352,7 @@ def test_the_literal_chain_and_other_inner_transformations(mesh_kind, x64):
     [
         pytest.param(AUTO, "haar", marks=pytest.mark.slow),
         pytest.param(AUTO, "signed_permutation", marks=pytest.mark.slow),
-        (EXPLICIT, "hadamard"),
+        pytest.param(EXPLICIT, "hadamard", marks=pytest.mark.slow),
     ],
 )
 def test_groups_and_indivisible_axes(mesh_kind, kind, x64):

@@ -98,7 +98,7 @@ def test_algorithm_1_in_numpy(kind, shape, dtype, tolerance):
     assert np.abs(want - w).max() > 0.05
 
 
-@pytest.mark.parametrize("kind", ["haar", "hadamard"])
+@pytest.mark.parametrize("kind", ["haar", pytest.param("hadamard", marks=pytest.mark.slow)])
 def test_equals_adam_on_the_reparametrised_model(kind, x64):
     """OrthoAdam on W is Q^T Adam on W' = Q W: the same loss, seen through W = Q^T W'."""
     rotation = Rotation(kind)
@@ -164,7 +164,9 @@ def test_the_inner_transformation_sees_rotated_parameters():
     assert_close(updates, params, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["hadamard", "haar", "signed_permutation"])
+@pytest.mark.parametrize(
+    "kind", ["hadamard", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("haar", "signed_permutation"))]
+)
 def test_scanned_and_unrolled_layers_have_equal_trajectories(kind):
     rng = np.random.default_rng(0)
     values = rng.standard_normal((12, 4, 5, 8)).astype(np.float32)

@@ -123,6 +123,7 @@ def test_params_refusals():
         quant.quantize_params(params, quant.INT4_ZEROPOINT, "bias")
 
 
+@pytest.mark.slow
 def test_a_float_head_is_the_models_own_in_half_precision():
     rng = np.random.default_rng(0)
     x, kernel = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((3, 8), (8, 5)))

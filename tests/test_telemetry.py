@@ -201,6 +201,7 @@ def as_scalars(lines):
     return {(name, line["step"]): [np.float32(v)] for line in lines for name, v in line.items() if name != "step"}
 
 
+@pytest.mark.slow
 def test_tensorboard_has_every_number_once_also_after_a_resume(run, tmp_path):
     assert scalars(run[0] / "tensorboard") == as_scalars(read_metrics(run[0] / "metrics.jsonl"))
     shutil.copytree(run[0], tmp_path / "run")
