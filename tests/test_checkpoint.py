@@ -475,9 +475,16 @@ def test_a_write_that_fails_in_the_background_stops_the_run_and_keeps_the_last_g
             raise OSError(28, "No space left on device")
         return real(shape, parts)
 
+    def on_step(step, _):
+        deadline = time.monotonic() + 60
+        while step == 5 and not (tmp_path / "checkpoints/3").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)  # the one before is whole when the disk gets full
+        done.append(step)
+        time.sleep(0.05 * (step > 6))
+
     monkeypatch.setattr(handler, "parts_sum", failing)
     with pytest.raises(UserError, match=r"No space left(.|\n)*the checkpoint of step 3 is kept"):
-        train(CONFIG, INPUTS, tmp_path, on_step=lambda step, _: (done.append(step), time.sleep(0.05 * (step > 6))))
+        train(CONFIG, INPUTS, tmp_path, on_step=on_step)
     assert done[-1] < 11  # not at the end of the run only
     assert find_checkpoint(tmp_path).name == "3"
     monkeypatch.undo()
