@@ -314,19 +314,29 @@ def test_pictures_of_a_finished_study_and_intervals_over_seeds(tmp_path):
         plt.close("all")
 
 
-def test_notes_name_every_corpus_and_cope_with_none():
+def test_the_frame_of_a_report_names_every_corpus_and_copes_with_none():
+    def told(study):
+        report = summaries.study_report(study, "", ["About."], claims=[], tables=[], extra_notes=["Last."])
+        assert report.summary[0] == "About."
+        assert report.notes[-1] == "Last."
+        return report.summary[1], "; ".join(report.notes)
+
     study = study_of(table9.EXPERIMENT, "tiny", of_table_9)
     data = study.results["provenance"]["data"]
     data += [data[0] | {"source": "prose", "source_sha256": "1" * 64}, {"source": "a task", "characters": "abc"}]
-    notes = "; ".join(summaries.notes(study))
+    summary, notes = told(study)
     assert all(text in notes for text in ("sha256 000", "sha256 111", "a task"))
-    assert "prose" not in summaries.corpus_sentence(study)
+    assert "prose" not in summary
     given = dataclasses.replace(study.variants[0], name="mine", checkpoint=Path("mine"))
-    with_given = dataclasses.replace(study, variants=(*study.variants, given))
-    assert "Given models may have other text: prose; and a task." in summaries.corpus_sentence(with_given)
+    with_given, _ = told(dataclasses.replace(study, variants=(*study.variants, given)))
+    assert "Given models may have other text: prose; and a task." in with_given
+    assert "Seeds: " in with_given
+    only_given, _ = told(dataclasses.replace(study, variants=(given,)))
+    assert "Seeds: " not in only_given
     data.clear()
-    assert "Python's own standard library" in summaries.corpus_sentence(study)
-    assert "sha256" not in "; ".join(summaries.notes(study))
+    summary, notes = told(study)
+    assert "Python's own standard library" in summary
+    assert "sha256" not in notes
 
 
 def test_chance_is_the_harmonic_mean_of_the_keys_a_query_sees():

@@ -157,14 +157,12 @@ def appendix_b(study: Study, variants: Sequence[Variant]) -> list[Picture]:
     return pictures
 
 
-def about(study: Study) -> list[str]:
-    """What was trained on what: paragraphs for the summary."""
+def about(study: Study) -> str:
+    """What was trained on what, for the summary of a table of the paper."""
     train = study.variants[0].config.train
     stand_ins = " Models stand in for the paper's by order of width; they are far smaller and trained far shorter."
-    return [
+    return (
         f"Scale {study.scale}: {train.batch_size} sequences of {length_of(study)} tokens a step."
         f"{'' if study.scale == 'paper' else stand_ins} Every number is a mean over seeds, with the range; the "
-        f"paper's, of one run each on C4, stands beside it. {summaries.seeds_sentence(study)}",
-        summaries.corpus_sentence(study),
-        *study.failures(),
-    ]
+        f"paper's, of one run each on C4, stands beside it."
+    )

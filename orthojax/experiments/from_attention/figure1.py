@@ -79,21 +79,18 @@ def _claims(study: Study) -> list[Claim]:
 
 def report(study: Study) -> Report:
     """Maps of both models and of every given one, and the numbers behind them."""
-    return Report(
-        title="Figure 1: first-token dominance and outlier activations, with and without",
-        summary=[
+    return summaries.study_report(
+        study,
+        "Figure 1: first-token dominance and outlier activations, with and without",
+        [
             "The paper shows a pretrained GPT2-Medium above, which --model=NAME=CHECKPOINT adds to these maps, and its "
-            f"own model with softmax-1 and OrthoAdam below. {summaries.seeds_sentence(study)}",
-            summaries.corpus_sentence(study),
-            *study.failures(),
+            "own model with softmax-1 and OrthoAdam below.",
         ],
         claims=[] if study.failures() else _claims(study),
         tables=[
             summaries.metric_table(study, "What the maps show, in numbers", study.variants, _METRICS, rows="variants")
         ],
         pictures=model_pictures(study, study.variants),
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )
 
 

@@ -158,22 +158,19 @@ def report(study: Study) -> Report:
     """Who wins in which seed, and whether that looks uniform."""
     config = study.variants[0].config
     finished = not study.failures()
-    return Report(
-        title="A causal mask relaxed for the first ten tokens",
-        summary=[
+    return summaries.study_report(
+        study,
+        "A causal mask relaxed for the first ten tokens",
+        [
             f"Softmax attention and Adam, {parameter_count(config.model):,} parameters, {config.train.steps} steps of "
             f"{config.train.batch_size} x {config.data.sequence_length} tokens. The first {KEYS} tokens see each "
             f"other; targets that this shows ({KEYS - 1} positions) enter neither the loss nor the perplexity, and the "
-            f"same positions are left out of the other model's perplexity here. {summaries.seeds_sentence(study)}",
+            f"same positions are left out of the other model's perplexity here.",
             "Rows do not begin with a BOS, unlike those of most other experiments at this scale: it would be the same "
             "token at position 0 of every sequence, privileged by what it is and not by the mask. The paper's GPT-2 "
             "has none either.",
-            summaries.corpus_sentence(study),
-            *study.failures(),
         ],
         claims=_claims(study) if finished else [],
         tables=_tables(study),
         pictures=_pictures(study) if finished else [],
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )

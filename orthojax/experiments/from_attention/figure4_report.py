@@ -164,21 +164,18 @@ def report(study: Study) -> Report:
     """Weights and moments by channel, layer by layer, and what appendix E says of them."""
     finished = not study.failures()
     config = study.variants[0].config
-    return Report(
-        title="Weights of the output projections and their second moments",
-        summary=[
+    return summaries.study_report(
+        study,
+        "Weights of the output projections and their second moments",
+        [
             f"The models of Table 2 after {config.train.steps} steps, vanilla (softmax, Adam) and cured (softmax-1, "
             f"OrthoAdam). For each output channel of the two projections that write to the residual stream: the norm "
             f"of its weights, and Adam's second moments of their gradients, summed, both as the last "
-            f"step left them. {summaries.seeds_sentence(study)}",
+            f"step left them.",
             "OrthoAdam's moments live in a basis of its own. There the weights are shown both in the model's basis and "
             "turned into that of OrthoAdam, and all comparisons with moments are made in the latter.",
-            summaries.corpus_sentence(study),
-            *study.failures(),
         ],
         claims=_claims(study) if finished else [],
         tables=_tables(study),
         pictures=output_weight_pictures(study, study.variants) if finished else [],
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )

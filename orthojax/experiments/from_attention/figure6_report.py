@@ -103,21 +103,18 @@ def report(study: Study) -> Report:
     """Kurtosis by basis and layer, and whether outliers hide in one of them."""
     finished = not study.failures()
     config = study.variants[0].config
-    return Report(
-        title="What each layer adds, in other bases",
-        summary=[
+    return summaries.study_report(
+        study,
+        "What each layer adds, in other bases",
+        [
             f"GPT2 350M, or what stands for it, {config.train.steps} steps. X [T, D] is what a layer adds to the "
             f"hidden states of one sequence: attention output plus MLP output, which is x_m - x_(m-1); and the "
             f"MLP's part alone. Q is OrthoAdam's matrix for the output channels of that layer's MLP output kernel (a "
             f"gradient row g becomes Q g, so X Q^T is X in OrthoAdam's basis), V the right singular vectors of each "
-            f"sequence's X. Where a sequence has fewer tokens than there are channels, X V has channels that are 0. "
-            f"{summaries.seeds_sentence(study)}",
-            summaries.corpus_sentence(study),
-            *study.failures(),
+            f"sequence's X. Where a sequence has fewer tokens than there are channels, X V has channels that are 0.",
         ],
         claims=_claims(study) if finished else [],
         tables=_tables(study),
         pictures=_pictures(study) if finished else [],
-        notes=[*summaries.notes(study), f"kurtosis in other bases: the first {SEQUENCES} sequences of these, at most"],
-        links=summaries.links(study),
+        extra_notes=[f"kurtosis in other bases: the first {SEQUENCES} sequences of these, at most"],
     )

@@ -88,25 +88,22 @@ def _overlap_claims(study: Study) -> list[Claim]:
 
 def hidden_report(study: Study) -> Report:
     """Maps of hidden states, and whether the same channels stick out everywhere."""
-    return Report(
-        title="Figures 27 to 33: hidden states",
-        summary=[
+    return summaries.study_report(
+        study,
+        "Figures 27 to 33: hidden states",
+        [
             "The paper shows pretrained models here; --model=NAME=CHECKPOINT adds any. Without one the report is of "
-            f"GPT2 130M, or of what stands for it at this scale. {summaries.seeds_sentence(study)}",
+            "GPT2 130M, or of what stands for it at this scale.",
             f"The largest channels of a sequence and a layer are those with the largest mean |hidden state| over "
             f"positions, those of a position have the largest |hidden state|. Overlap is the share that two such sets "
             f"have in common, mean over all pairs: of up to {SEQUENCES} held-out sequences in the same layer, of the "
             f"positions of a sequence, and of the layers of a sequence. Sets of two sizes: the largest channel alone, "
             f"which several outliers may be in turns, and a 32nd of all channels, most of which are ordinary where "
             f"there are fewer outliers.",
-            summaries.corpus_sentence(study),
-            *study.failures(),
         ],
         claims=[] if study.failures() else _overlap_claims(study),
         tables=[_overlap_table(study)],
         pictures=_hidden_pictures(study),
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )
 
 
@@ -144,19 +141,16 @@ def _attention_claims(study: Study) -> list[Claim]:
 
 def attention_report(study: Study) -> Report:
     """Attention maps, and in which layers the first token dominates."""
-    return Report(
-        title="Figures 34 to 40: attention maps",
-        summary=[
+    return summaries.study_report(
+        study,
+        "Figures 34 to 40: attention maps",
+        [
             "The paper shows pretrained models here; --model=NAME=CHECKPOINT adds any. Without one the report is of "
-            f"GPT2 130M, or of what stands for it at this scale. {summaries.seeds_sentence(study)}",
-            summaries.corpus_sentence(study),
-            *study.failures(),
+            "GPT2 130M, or of what stands for it at this scale.",
         ],
         claims=[] if study.failures() else _attention_claims(study),
         tables=[_attention_table(study)],
         pictures=_attention_pictures(study),
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )
 
 

@@ -118,20 +118,16 @@ def report(study: Study, quantity: Quantity) -> Report:
     """One picture for each model, its four methods as curves; the trends that appendix I names."""
     numbers = f"{quantity.figure} to {quantity.figure + _GIVEN}"
     given = "" if _given(study) else f" Figure {quantity.figure + _GIVEN} is of models given with --model; none was."
-    return Report(
-        title=f"Figures {numbers}: {quantity.label}, layer by layer",
-        summary=[
+    return summaries.study_report(
+        study,
+        f"Figures {numbers}: {quantity.label}, layer by layer",
+        [
             f"Five models by four methods, the runs of Table 2.{given} Layer m of L, counted from 0, stands at "
-            f"m / (L - 1). Curves are means over seeds, bands go from the smallest to the largest seed. "
-            f"{summaries.seeds_sentence(study)}",
-            summaries.corpus_sentence(study),
-            *study.failures(),
+            f"m / (L - 1). Curves are means over seeds, bands go from the smallest to the largest seed.",
         ],
         claims=[] if study.failures() else quantity.claims(study),
         tables=[_table(study, quantity)],
         pictures=_pictures(study, quantity),
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )
 
 

@@ -135,23 +135,20 @@ def report(study: Study) -> Report:
     """Both precisions of every model beside what the paper prints, and whether 4 bits break it."""
     config = study.variants[0].config
     finished = not study.failures()
-    return Report(
-        title="Table 1: perplexity with weights of 4 bits",
-        summary=[
+    return summaries.study_report(
+        study,
+        "Table 1: perplexity with weights of 4 bits",
+        [
             f"{len(MODELS)} models with softmax and Adam, and with softmax-1 and OrthoAdam, {config.train.steps} steps "
             f"of {config.train.batch_size} x {config.data.sequence_length} tokens each; the paper has GPT2 350M and "
             f"1.4B here. Models given by --model follow, each on the held-out rows of its own data; ours are those "
             f"trained with softmax-1 and in a rotated basis, all others are others. The difference of the paper's last "
             f"row is 0.3 in its Table 1 and 0.2 in its Table 3: 13.6 against 13.3 and against 13.33, which would "
-            f"round to 0.3 as well. {summaries.seeds_sentence(study)}",
-            summaries.corpus_sentence(study),
-            *study.failures(),
+            f"round to 0.3 as well.",
         ],
         claims=_claims(study) if finished else [],
         tables=_tables(study),
         pictures=[_picture(study)] if finished else [],
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )
 
 

@@ -72,10 +72,11 @@ def report(study: Study) -> Report:
     length = length_of(study)
     chance = chance_of_first(length)
     rows = [(v, TABLE_2.get((MODELS[GRID[v.name][0]], GRID[v.name][1]), {})) for v in study.variants]
-    return Report(
-        title="Table 2: softmax-1 and OrthoAdam, alone and together",
-        summary=[
-            *about(study),
+    return summaries.study_report(
+        study,
+        "Table 2: softmax-1 and OrthoAdam, alone and together",
+        [
+            about(study),
             f"With equal logits the first key has {chance:.3f} of all attention at {length} tokens "
             f"({chance_of_first(length, softmax1=True):.3f} with softmax-1), and by chance it is the most attended one "
             f"of {chance:.3f} of (query, head) pairs. In the paper, at 256 tokens, that is {chance_of_first(256):.3f}: "
@@ -84,8 +85,6 @@ def report(study: Study) -> Report:
         claims=table2_claims.claims(study),
         tables=[beside(study, "Perplexity, outliers, first-token attention", rows, _COLUMNS), _paired(study)],
         pictures=[*_training_curves(study), *appendix_b(study, study.variants)],
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )
 
 

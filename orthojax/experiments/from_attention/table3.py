@@ -165,10 +165,11 @@ def report(study: Study) -> Report:
     """Perplexities, differences, paired comparison, claims, pictures of the models."""
     rows = [(v, TABLE_3[MODELS[GRID[v.name][0]], GRID[v.name][1]]) for v in study.variants]
     pairs = {label: (vanilla, cured) for label, (vanilla, cured) in models_of(study, "vanilla", "cured").items()}
-    return Report(
-        title="Table 3: quantisation after training, vanilla and cured",
-        summary=[
-            *about(study),
+    return summaries.study_report(
+        study,
+        "Table 3: quantisation after training, vanilla and cured",
+        [
+            about(study),
             "Int8 is absmax: coarse has one scale per tensor for inputs, outputs and weights, moderate for inputs and "
             "weights, fine one per input feature and per output channel of the weights; per token is the form of fine "
             "that runs on integers, which the paper does not have. Int4 is zeropoint, weights alone, per output "
@@ -177,8 +178,6 @@ def report(study: Study) -> Report:
         claims=_claims(study),
         tables=[*tables(study, rows, _SETTINGS), paired_table(study, pairs, _SETTINGS)],
         pictures=[*_picture(study), *appendix_b(study, study.variants)],
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )
 
 

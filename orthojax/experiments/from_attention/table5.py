@@ -74,10 +74,11 @@ def _picture(study: Study) -> list[Picture]:
 def report(study: Study) -> Report:
     """The table beside the paper's, claims, perplexity against kurtosis, pictures of the models."""
     usual, length = study.variants[0].config, length_of(study)
-    return Report(
-        title="Table 5: what makes outliers, and what removes them",
-        summary=[
-            *about(study),
+    return summaries.study_report(
+        study,
+        "Table 5: what makes outliers, and what removes them",
+        [
+            about(study),
             f"{usual.train.steps} steps at a peak learning rate of {usual.optim.learning_rate:g} where a row "
             f"does not say otherwise; the paper has 40,000 and 0.001, for SGD 320,000 and 0.2. It does not say over "
             f"which tokens its kurtosis and largest activation are taken: ours are of the first token, of the others, "
@@ -88,8 +89,6 @@ def report(study: Study) -> Report:
         claims=table5_claims.claims(study),
         tables=[_table(study)],
         pictures=[*_picture(study), *appendix_b(study, _numbered(study))],
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )
 
 

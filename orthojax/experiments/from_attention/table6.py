@@ -149,10 +149,11 @@ def report(study: Study) -> Report:
     rows = [(variant, cells[variant.name]) for variant in study.variants]
     settings, lengths = (*INT8, PER_TOKEN), ", ".join(map(str, LENGTHS[study.scale]))
     stand = "" if study.scale == "paper" else f" Lengths of {lengths} tokens stand for 256, 512 and 1,024."
-    return Report(
-        title="Table 6: longer training sequences",
-        summary=[
-            *about(study),
+    return summaries.study_report(
+        study,
+        "Table 6: longer training sequences",
+        [
+            about(study),
             f"A step has the same number of sequences at every length, so longer ones are also more tokens.{stand} "
             f"Two slips of the print are mended in the paper's columns: the cured 60M rows of 256 and 512 tokens stand "
             "in each other's place, and the cured 130M one of 1,024 tokens has 23.87 for 22.87. Of its "
@@ -161,8 +162,6 @@ def report(study: Study) -> Report:
         claims=_claims(study),
         tables=[*tables(study, rows, settings), paired_table(study, _groups(study), settings)],
         pictures=_picture(study),
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )
 
 

@@ -118,23 +118,20 @@ def _origins(study: Study) -> list[str]:
 def report(study: Study) -> Report:
     """The given models, pair by pair, and whether the second of each is like the first."""
     odd = [f"{study.variants[-1].label} has no second model." for _ in range(len(study.variants) % 2)]
-    return Report(
-        title="Table 7: first-token attention and kurtosis before and after fine-tuning",
-        summary=[
+    return summaries.study_report(
+        study,
+        "Table 7: first-token attention and kurtosis before and after fine-tuning",
+        [
             "The given models in their order, two by two: a base model, and the same one fine-tuned. The paper has "
             "Llama-3.1-8B and its Instruct form. Its 'average kurtosis' is here the mean over all positions, the first "
             "among them, of every layer. Each model is measured on the held-out rows of its own data, so where these "
             "differ the change is of model and text together. "
             "One pair is an anecdote: there is no spread.",
             *odd,
-            summaries.corpus_sentence(study),
-            *study.failures(),
         ],
         claims=_claims(study) if _measured(study) else [],
         tables=_tables(study),
-        pictures=[],
-        notes=[*summaries.notes(study), *_origins(study)],
-        links=summaries.links(study),
+        extra_notes=_origins(study),
     )
 
 

@@ -121,10 +121,11 @@ def _picture(study: Study) -> list[Picture]:
 
 def report(study: Study) -> Report:
     """The table beside the paper's, claims, the figure."""
-    return Report(
-        title="Table 8: width and the largest activation",
-        summary=[
-            *about(study),
+    return summaries.study_report(
+        study,
+        "Table 8: width and the largest activation",
+        [
+            about(study),
             "The paper's 'maximum activation value' is, number for number, Table 2's column of the first token (1856, "
             "7018, ...): the largest |activation| over channels at position 0, its mean over sequences and then over "
             "layers. That is alpha here. The largest over the whole evaluation set (mean over layers) stands beside "
@@ -133,8 +134,6 @@ def report(study: Study) -> Report:
         claims=_claims(study),
         tables=[_table(study)],
         pictures=_picture(study),
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )
 
 

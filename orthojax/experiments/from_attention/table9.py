@@ -102,19 +102,17 @@ def report(study: Study) -> Report:
         if layers[0] < 12
         else ""
     )
-    return Report(
-        title="Table 9: kurtosis and norm ratio by layer",
-        summary=[
-            *about(study),
+    return summaries.study_report(
+        study,
+        "Table 9: kurtosis and norm ratio by layer",
+        [
+            about(study),
             f"Both are means over the evaluation set at each layer; the coefficient is over layers, of each seed.{few} "
             f"Where a model has no outliers, kurtosis hardly differs between layers, and what is left to correlate is "
             f"small. The runs are those of table2; --model=NAME=CHECKPOINT adds rows.",
         ],
         claims=_claims(study),
         tables=[_table(study), _public()],
-        pictures=[],
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )
 
 

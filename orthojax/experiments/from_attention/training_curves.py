@@ -155,20 +155,17 @@ def report(study: Study) -> Report:
     """One picture for each model; stability and final losses."""
     failures = study.failures()
     pictures = [_picture(study, model) for model in _models(study)]
-    return Report(
-        title="Figures 41 to 44: training curves",
-        summary=[
+    return summaries.study_report(
+        study,
+        "Figures 41 to 44: training curves",
+        [
             "Five models by four methods, the runs of Table 2. Lines are the running mean of the training loss over "
             "a twentieth of the logged steps, three at least; markers are the loss on held-out text. Both are means "
-            f"over seeds, with bands from the smallest to the largest. {summaries.seeds_sentence(study)}",
-            summaries.corpus_sentence(study),
-            *failures,
+            "over seeds, with bands from the smallest to the largest.",
         ],
         claims=[] if failures else _claims(study),
         tables=[_table(study)],
         pictures=[picture for picture in pictures if picture],
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )
 
 

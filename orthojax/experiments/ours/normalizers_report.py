@@ -188,19 +188,18 @@ def report(study: Study) -> Report:
     config = study.variants[0].config
     sgd_steps = max(v.config.train.steps for v in study.variants)
     finished = not study.failures()
-    return Report(
-        title="Normalizers and optimizers: who removes dominance, who removes outliers",
-        summary=[
+    return summaries.study_report(
+        study,
+        "Normalizers and optimizers: who removes dominance, who removes outliers",
+        [
             f"One language model ({parameter_count(config.model):,} parameters, RMSNormSingle, no biases) with "
             f"{len(NORMALIZERS)} kinds of attention and {len(OPTIMIZERS)} optimizers, {config.train.steps} steps of "
             f"{config.train.batch_size} x {config.data.sequence_length} tokens; SGD has {sgd_steps} steps and the "
-            f"paper's learning rate of 0.2, the others have Adam's. {summaries.seeds_sentence(study)}",
+            f"paper's learning rate of 0.2, the others have Adam's.",
             "The weights of ReLU and sigmoid are not normalised, so the weight on the first token is no share of the "
             "attention: across normalizers compare the fraction of (query, head) pairs that attend most to it, and its "
             "share of a row's whole weight. Gated attention has the weights of softmax and multiplies what a head "
             "writes by a gate, so a head can do nothing while its weights rest on the first token.",
-            summaries.corpus_sentence(study),
-            *study.failures(),
         ],
         claims=_claims(study) if finished else [],
         tables=[
@@ -208,6 +207,4 @@ def report(study: Study) -> Report:
             summaries.metric_table(study, "Perplexity, outliers, attention", study.variants, _METRICS, rows="variants"),
         ],
         pictures=_pictures(study) if finished else [],
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )

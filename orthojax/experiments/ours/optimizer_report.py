@@ -93,17 +93,15 @@ def report(study: Study) -> Report:
     """Tables, claims and the picture of perplexity against kurtosis."""
     config = study.variants[0].config
     finished = not study.failures()
-    return Report(
-        title="Which optimizers grow outlier activations",
-        summary=[
+    return summaries.study_report(
+        study,
+        "Which optimizers grow outlier activations",
+        [
             f"One language model with softmax-1 attention ({parameter_count(config.model):,} parameters, "
             f"RMSNormSingle, no biases), {config.train.steps} steps of {config.train.batch_size} x "
             f"{config.data.sequence_length} tokens, trained by {len(study.variants) // 2} optimizers as they are and "
             f"in a rotated basis (hadamard, axes {config.optim.rotation.axes}). The learning rate is the best of three "
-            f"by a short run of each. "
-            f"{summaries.seeds_sentence(study)}",
-            summaries.corpus_sentence(study),
-            *study.failures(),
+            f"by a short run of each.",
         ],
         claims=_claims(study) if finished else [],
         tables=[
@@ -112,6 +110,4 @@ def report(study: Study) -> Report:
             _learning_rates(study),
         ],
         pictures=_pictures(study) if finished else [],
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )

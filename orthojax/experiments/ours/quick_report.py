@@ -197,15 +197,14 @@ def report(study: Study) -> Report:
     models, backcopy = _split(study)
     config = models[0].config
     finished = not study.failures()
-    return Report(
-        title="Two small language models: softmax + Adam, and softmax-1 + OrthoAdam",
-        summary=[
+    return summaries.study_report(
+        study,
+        "Two small language models: softmax + Adam, and softmax-1 + OrthoAdam",
+        [
             f"Both models have {parameter_count(config.model):,} parameters ({config.model.num_layers} layers, d_model "
             f"{config.model.d_model}, RMSNormSingle, no biases), the same initial parameters and the same "
             f"{config.train.steps} batches of {config.train.batch_size} x {config.data.sequence_length} tokens. They "
-            f"differ in the attention normalizer and the optimizer only. {summaries.seeds_sentence(study)}",
-            summaries.corpus_sentence(study),
-            *study.failures(),
+            f"differ in the attention normalizer and the optimizer only.",
         ],
         claims=[*_language_claims(study), *_backcopy_claims(study)] if finished else [],
         tables=[
@@ -213,6 +212,4 @@ def report(study: Study) -> Report:
             metric_table(study, "Bigram-Backcopy, one layer, Adam, by normalizer", backcopy, _BACKCOPY_METRICS),
         ],
         pictures=_pictures(study, models, backcopy) if finished else [],
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )

@@ -200,19 +200,15 @@ def report(study: Study) -> Report:
     """Tables by variant, claims about kinds, axes and controls, figures by layer."""
     config = study.variants[0].config
     finished = not study.failures()
-    return Report(
-        title="Which rotation for OrthoAdam",
-        summary=[
+    return summaries.study_report(
+        study,
+        "Which rotation for OrthoAdam",
+        [
             f"One language model ({parameter_count(config.model):,} parameters, RMSNormSingle, no biases), "
             f"{config.train.steps} steps of {config.train.batch_size} x {config.data.sequence_length} tokens. All but "
-            f"the first variant have softmax-1 attention; they differ in the rotation, or in one setting, alone. "
-            f"{summaries.seeds_sentence(study)}",
-            summaries.corpus_sentence(study),
-            *study.failures(),
+            f"the first variant have softmax-1 attention; they differ in the rotation, or in one setting, alone.",
         ],
         claims=_claims(study) if finished else [],
         tables=_tables(study),
         pictures=_pictures(study) if finished else [],
-        notes=summaries.notes(study),
-        links=summaries.links(study),
     )

@@ -8,7 +8,7 @@ import numpy as np
 
 from orthojax.experiments.reporting import drawing
 from orthojax.experiments.reporting.formats import spread
-from orthojax.experiments.reporting.page import Picture, Table
+from orthojax.experiments.reporting.page import Claim, Picture, Report, Table
 from orthojax.experiments.study.study import Study
 from orthojax.experiments.study.variant import Variant
 from orthojax.train import read_metrics
@@ -134,13 +134,47 @@ def perplexity_and_kurtosis(study: Study, groups: Mapping[str, Sequence[tuple[Va
     return Picture("perplexity_and_kurtosis", "Perplexity and kurtosis.", figure)
 
 
-def seeds_sentence(study: Study) -> str:
-    """Which seeds, and what one seed is worth."""
+def study_report(
+    study: Study,
+    title: str,
+    summary: Sequence[str],
+    *,
+    claims: Sequence[Claim],
+    tables: Sequence[Table],
+    pictures: Sequence[Picture] = (),
+    extra_notes: Sequence[str] = (),
+) -> Report:
+    """A report of models: what is special to it, framed by what all have: seeds, text, failures, how it was made.
+
+    Args:
+      study: What is reported.
+      title: Of the page.
+      summary: Paragraphs; seeds, text and what failed follow.
+      claims: What held and what did not.
+      tables: In their order.
+      pictures: In their order.
+      extra_notes: On how it was made, after what every report has.
+    """
+    return Report(
+        title=title,
+        summary=[*summary, f"{_seeds_sentence(study)}{_corpus_sentence(study)}", *study.failures()],
+        claims=claims,
+        tables=tables,
+        pictures=pictures,
+        notes=[*_notes(study), *extra_notes],
+        links=_links(study),
+    )
+
+
+def _seeds_sentence(study: Study) -> str:
+    """Which seeds, and what one seed is worth; nothing where all models are given ones."""
+    if all(variant.checkpoint for variant in study.variants):
+        return ""
     anecdote = " One seed is an anecdote: run with --seeds=0,1,2 for a spread." if len(study.seeds) == 1 else ""
-    return f"Seeds: {', '.join(map(str, study.seeds))}.{anecdote}"
+    return f"Seeds: {', '.join(map(str, study.seeds))}.{anecdote} "
 
 
-def corpus_sentence(study: Study) -> str:
+def _corpus_sentence(study: Study) -> str:
     """What the texts are and what they are not."""
     data = study.results["provenance"]["data"]
     if study.variants[0].config.data.kind != "embedded":
@@ -168,7 +202,7 @@ def _corpus_note(entry: Mapping[str, Any]) -> str:
     )
 
 
-def notes(study: Study) -> list[str]:
+def _notes(study: Study) -> list[str]:
     """The command, the machine, the data, the time and the evaluation."""
     provenance, config = study.results["provenance"], study.variants[0].config
     models = ",".join(f"{v.name}={os.path.relpath(v.checkpoint)}" for v in study.variants if v.checkpoint)
@@ -196,7 +230,7 @@ def _seeds_together(study: Study) -> list[str]:
     ]
 
 
-def links(study: Study) -> list[tuple[str, str]]:
+def _links(study: Study) -> list[tuple[str, str]]:
     """The raw results and the config of every run."""
     configs = [
         (f"{row['variant']}, seed {row['seed']}: config", f"{row['run']}/config.json")
