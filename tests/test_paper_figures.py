@@ -13,11 +13,11 @@ import pytest
 
 from orthojax.config import Config, DataConfig, EvalConfig
 from orthojax.experiments.catalog import find
-from orthojax.experiments.from_attention.criteria import chance_of_first, gaussian_kurtosis_limit
 from orthojax.experiments.from_attention.hidden_maps import CHANNELS, _overlap_claims, largest_channels
 from orthojax.experiments.from_attention.models import MODELS
 from orthojax.experiments.from_attention.training_curves import running_mean, spikes, window_of
 from orthojax.experiments.reporting import drawing, model_pictures
+from orthojax.experiments.reporting.criteria import chance_of_first, gaussian_kurtosis_limit
 from orthojax.experiments.reporting.page import write_report
 from orthojax.experiments.reporting.summaries import layer_curves, training_curves
 from orthojax.experiments.study import channel_overlap as overlap

@@ -13,6 +13,7 @@ from orthojax.experiments.from_attention.spiked_vector import (
     spiked_vectors,
 )
 from orthojax.experiments.reporting import drawing
+from orthojax.experiments.reporting.criteria import GAUSSIAN
 from orthojax.experiments.reporting.formats import number
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
 from orthojax.experiments.study.calculation import Calculated, Calculation, Case
@@ -168,7 +169,7 @@ def _picture(result: Calculated) -> Picture:
                 curves[label][1].append([value])
     figure = drawing.lines(
         {label: (x, np.array(y).T) for label, (x, y) in curves.items()},
-        x_label="D", y_label="kurtosis", reference=(3.0, "Gaussian"), pairs=True,
+        x_label="D", y_label="kurtosis", reference=(GAUSSIAN, "Gaussian"), pairs=True,
     )  # fmt: skip
     return Picture("kurtosis_by_size", "Kurtosis of a vector with one outlier channel, and of trained models.", figure)
 

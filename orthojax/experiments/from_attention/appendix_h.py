@@ -19,6 +19,7 @@ from orthojax.experiments.from_attention.spiked_vector import (
     turn,
 )
 from orthojax.experiments.reporting import drawing
+from orthojax.experiments.reporting.criteria import GAUSSIAN
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
 from orthojax.experiments.study.calculation import Calculated, Calculation, Case
 from orthojax.ops.statistics import kurtosis, norm_ratio
@@ -238,7 +239,7 @@ def _pictures(result: Calculated) -> list[Picture]:
         integer_x=True, pairs=True,
     )  # fmt: skip
     spread = drawing.lines(
-        curves("kurtosis"), x_label="D = alpha", y_label="kurtosis", y_scale="log", reference=(3.0, "Gaussian"),
+        curves("kurtosis"), x_label="D = alpha", y_label="kurtosis", y_scale="log", reference=(GAUSSIAN, "Gaussian"),
         integer_x=True, pairs=True,
     )  # fmt: skip
     return [

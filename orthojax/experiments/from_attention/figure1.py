@@ -2,9 +2,15 @@
 
 from functools import partial
 
-from orthojax.experiments.from_attention.criteria import chance_of_first, gaussian_kurtosis_limit
 from orthojax.experiments.from_attention.models import METHOD_LABELS, SCALES, grid, variant_name
 from orthojax.experiments.reporting import summaries
+from orthojax.experiments.reporting.criteria import (
+    DOMINANCE,
+    NO_OUTLIERS,
+    OUTLIERS,
+    chance_of_first,
+    gaussian_kurtosis_limit,
+)
 from orthojax.experiments.reporting.formats import spread
 from orthojax.experiments.reporting.model_pictures import model_pictures
 from orthojax.experiments.reporting.page import Claim, Report, verdict
@@ -40,7 +46,8 @@ def _claims(study: Study) -> list[Claim]:
         return spread(study.values(VANILLA, metric)), spread(study.values(CURED, metric))
 
     config = study.variants[0].config
-    chance, limit = chance_of_first(config.data.sequence_length), gaussian_kurtosis_limit(config.model.d_model)
+    dominance = DOMINANCE * chance_of_first(config.data.sequence_length)
+    limit = gaussian_kurtosis_limit(config.model.d_model)
     fraction = study.mean(VANILLA, "first_attention_fraction"), study.mean(CURED, "first_attention_fraction")
     mass, kurtosis = both("first_attention_mass"), (both("kurtosis_first"), both("kurtosis_rest"))
     of_vanilla, of_cured = (
@@ -50,29 +57,30 @@ def _claims(study: Study) -> list[Claim]:
     at_scale = study.scale == "paper"  # where a phenomenon has to show; a small model may just not have it yet
     return [
         Claim(
-            verdict(fraction[0] > 2 * chance, visible=fraction[0] > 2 * chance or at_scale),
+            verdict(fraction[0] > dominance, visible=fraction[0] > dominance or at_scale),
             f"With softmax and Adam the first key token dominates. It has the largest weight for {shown[0]} of all "
             f"(query, head) pairs and {mass[0]} of all attention; the paper's GPT2-Medium {PAPER_FRACTION:g} and "
-            f"{PAPER_MASS:g} (criterion: the former above {2 * chance:.2g}, twice what chance gives; visible "
-            f"where it does, or at the paper's scale).",
+            f"{PAPER_MASS:g} (criterion: the former above {dominance:.2g}, {DOMINANCE:g} times what chance gives; "
+            f"visible where it does, or at the paper's scale).",
         ),
         Claim(
-            verdict(fraction[1] <= fraction[0] / 2, visible=fraction[0] > 2 * chance),
+            verdict(fraction[1] <= fraction[0] / 2, visible=fraction[0] > dominance),
             f"Softmax-1 eliminates that dominance. Cured, the share of pairs is {shown[1]} and the mass {mass[1]} "
             f"(criterion: at most half the share of pairs; visible where the first token dominates with softmax).",
         ),
         Claim(
-            verdict(of_vanilla[1] > 4, visible=of_vanilla[1] > 4 or at_scale),
+            verdict(of_vanilla[1] > OUTLIERS, visible=of_vanilla[1] > OUTLIERS or at_scale),
             f"With softmax and Adam the hidden states have outlier channels. Kurtosis of the first token "
-            f"{kurtosis[0][0]}, of others {kurtosis[1][0]} (criterion: of others above 4, where a Gaussian has 3; "
-            f"visible where it is, or at the paper's scale).",
+            f"{kurtosis[0][0]}, of others {kurtosis[1][0]} (criterion: of others above {OUTLIERS:g}, where a Gaussian "
+            f"has 3; visible where it is, or at the paper's scale).",
         ),
         Claim(
-            verdict(of_cured[0] <= limit and of_cured[1] < 3.5, visible=of_vanilla[1] > 4),
+            verdict(of_cured[0] <= limit and of_cured[1] < NO_OUTLIERS, visible=of_vanilla[1] > OUTLIERS),
             f"OrthoAdam and softmax-1 remove them. Kurtosis of the first token {kurtosis[0][1]}, of others "
             f"{kurtosis[1][1]}; perplexity {both('perplexity')[1]} against {both('perplexity')[0]} (criterion: of the "
             f"first token, which is one vector in each layer, at most {limit:.2f}, three standard deviations above "
-            f"a Gaussian's; of others below 3.5; visible where softmax and Adam has more than 4).",
+            f"a Gaussian's; of others below {NO_OUTLIERS:g}; visible where softmax and Adam has more than "
+            f"{OUTLIERS:g}).",
         ),
     ]
 

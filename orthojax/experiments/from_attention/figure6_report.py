@@ -4,6 +4,7 @@ import numpy as np
 
 from orthojax.experiments.from_attention.models import variant_name
 from orthojax.experiments.reporting import drawing, summaries
+from orthojax.experiments.reporting.criteria import GAUSSIAN, NO_OUTLIERS, OUTLIERS
 from orthojax.experiments.reporting.formats import spread
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
 from orthojax.experiments.study.study import Study
@@ -12,7 +13,6 @@ CURED, VANILLA = variant_name("gpt2_350m", "cured"), variant_name("gpt2_350m", "
 _BASES = {"x": "X", "xq": "X Q", "xqt": "X Q^T", "xv": "X V"}
 _WHAT = {"added": "what a block adds", "mlp": "MLP output alone"}
 SEQUENCES = 64  # of the evaluation set, at most
-_CURED, _VISIBLE = 3.5, 4.0  # as in rotation_ablation
 _SAME = 1.25
 
 
@@ -57,18 +57,18 @@ def _claims(study: Study) -> list[Claim]:
         study.by_layer(CURED, f"{what}_kurtosis_xv") > study.by_layer(CURED, f"{what}_kurtosis_x") for what in _WHAT
     ]
     pairs = study.pairs(VANILLA, CURED, "added_kurtosis_x").values()
-    visible = vanilla > _VISIBLE
+    visible = vanilla > OUTLIERS
     return [
         Claim(
             verdict(max(ratios) < _SAME, visible=visible),
             f"Outliers do not hide in OrthoAdam's basis (Figure 6). Cured, X: {shown['x']}; X Q: {shown['xq']}; X Q^T: "
             f"{shown['xqt']}; farthest from X in any layer and seed by a factor of {max(ratios):.2f} (criterion: below "
-            f"{_SAME}; visible where the vanilla model's X is above {_VISIBLE:g}: {vanilla:.2f}).",
+            f"{_SAME}; visible where the vanilla model's X is above {OUTLIERS:g}: {vanilla:.2f}).",
         ),
         Claim(
-            verdict(max(means) < _CURED, visible=visible),
+            verdict(max(means) < NO_OUTLIERS, visible=visible),
             f"In all three bases the kurtosis is near that of a Gaussian, 3. Means over layers and seeds "
-            f"{min(means):.2f} to {max(means):.2f} (criterion: all below {_CURED}; visible as above).",
+            f"{min(means):.2f} to {max(means):.2f} (criterion: all below {NO_OUTLIERS}; visible as above).",
         ),
         Claim(
             verdict(all(bool(layers.all()) for layers in larger)),
@@ -93,7 +93,7 @@ def _pictures(study: Study) -> list[Picture]:
             y = study.by_layer(variant, f"{what}_kurtosis_{basis}")
             curves[f"{labels[variant]}, {_BASES[basis]}"] = (list(range(1, y.shape[1] + 1)), y)
         figure = drawing.lines(
-            curves, x_label="layer", y_label="kurtosis", y_scale="log", reference=(3.0, "Gaussian"), integer_x=True
+            curves, x_label="layer", y_label="kurtosis", y_scale="log", reference=(GAUSSIAN, "Gaussian"), integer_x=True
         )
         pictures.append(Picture(f"kurtosis_in_bases_{what}", f"Kurtosis of {words}, in four bases.", figure))
     return pictures

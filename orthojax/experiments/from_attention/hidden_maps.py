@@ -4,10 +4,10 @@ from functools import partial
 
 import numpy as np
 
-from orthojax.experiments.from_attention.criteria import chance_of_first
 from orthojax.experiments.from_attention.figure1 import CURED, VANILLA, two_variants
 from orthojax.experiments.from_attention.models import SCALES
 from orthojax.experiments.reporting import summaries
+from orthojax.experiments.reporting.criteria import DOMINANCE, OUTLIERS, chance_of_first
 from orthojax.experiments.reporting.formats import number, spread
 from orthojax.experiments.reporting.model_pictures import draw_attention, draw_hidden, example_of
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
@@ -76,11 +76,11 @@ def _overlap_claims(study: Study) -> list[Claim]:
         )
         claims.append(
             Claim(
-                verdict(overlap >= _SAME, visible=kurtosis > 4 and without < _SAME),
+                verdict(overlap >= _SAME, visible=kurtosis > OUTLIERS and without < _SAME),
                 f"The same channels are the outliers for every {what}. Overlap {key.replace('_', ' ')}: {shown} "
                 f"(criterion: with softmax and Adam at least {_SAME:g} for one of the two; visible where the kurtosis "
-                f"of its tokens but the first, {kurtosis:.1f}, is above 4, and where softmax-1 with OrthoAdam, which "
-                f"has no outliers to share, is below {_SAME:g}).",
+                f"of its tokens but the first, {kurtosis:.1f}, is above {OUTLIERS:g}, and where softmax-1 with "
+                f"OrthoAdam, which has no outliers to share, is below {_SAME:g}).",
             )
         )
     return claims
@@ -121,15 +121,17 @@ def _attention_table(study: Study) -> Table:
 def _attention_claims(study: Study) -> list[Claim]:
     """'Generally after the first or second layer, first token attention dominance is highly established' (K)."""
     mass = {name: study.by_layer(name, "first_attention_mass").mean(0) for name in (VANILLA, CURED)}
-    chance, largest = chance_of_first(study.variants[0].config.data.sequence_length), float(mass[VANILLA].max())
+    dominance = DOMINANCE * chance_of_first(study.variants[0].config.data.sequence_length)
+    largest = float(mass[VANILLA].max())
     shown = {name: ", ".join(number(float(value)) for value in values) for name, values in mass.items()}
-    visible = largest > 2 * chance
+    visible = largest > dominance
     return [
         Claim(
             verdict(bool((mass[VANILLA][2:] >= largest / 2).all()), visible=visible),
             f"With softmax and Adam dominance is established after the first or second layer and persists. Mass on "
             f"the first token by layer: {shown[VANILLA]} (criterion: from the third layer on no layer has less than "
-            f"half of the largest; visible where that is above {2 * chance:.2g}, twice what uniform attention gives).",
+            f"half of the largest; visible where that is above {dominance:.2g}, {DOMINANCE:g} times what uniform "
+            f"attention gives).",
         ),
         Claim(
             verdict(bool(mass[CURED].max() <= largest / 2), visible=visible),

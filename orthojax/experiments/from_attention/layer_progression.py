@@ -6,7 +6,6 @@ from functools import partial
 from typing import Literal
 
 from orthojax.config import Config
-from orthojax.experiments.from_attention.criteria import chance_of_first
 from orthojax.experiments.from_attention.layer_claims import (
     dominance_claims,
     kurtosis_claims,
@@ -16,6 +15,7 @@ from orthojax.experiments.from_attention.layer_claims import (
 from orthojax.experiments.from_attention.models import MODELS, SCALES, grid
 from orthojax.experiments.from_attention.spiked_vector import mean_norm_ratio_of_direction
 from orthojax.experiments.reporting import drawing, summaries
+from orthojax.experiments.reporting.criteria import chance_of_first
 from orthojax.experiments.reporting.formats import number, spread
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table
 from orthojax.experiments.study.study import Experiment, Study

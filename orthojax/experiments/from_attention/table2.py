@@ -13,11 +13,11 @@ from orthojax.experiments.from_attention.beside_the_paper import (
     length_of,
     models_of,
 )
-from orthojax.experiments.from_attention.criteria import chance_of_first
 from orthojax.experiments.from_attention.models import MODELS, SCALES, grid, variant_name
 from orthojax.experiments.from_attention.output_weights import MEASURE
 from orthojax.experiments.from_attention.paper_tables import TABLE_2
 from orthojax.experiments.reporting import drawing, summaries
+from orthojax.experiments.reporting.criteria import chance_of_first
 from orthojax.experiments.reporting.page import Picture, Report, Table
 from orthojax.experiments.study.comparisons import change_text, difference_text
 from orthojax.experiments.study.study import Experiment, Study

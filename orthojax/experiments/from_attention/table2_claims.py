@@ -3,15 +3,15 @@
 from collections.abc import Callable
 
 from orthojax.experiments.from_attention.beside_the_paper import Case, arrow, judge, length_of, means, models_of
-from orthojax.experiments.from_attention.criteria import (
-    CURED,
+from orthojax.experiments.from_attention.paper_tables import TABLE_2
+from orthojax.experiments.reporting.criteria import (
     DOMINANCE,
     EQUAL_PERPLEXITY,
     GAUSSIAN,
+    NO_OUTLIERS,
     OUTLIERS,
     chance_of_first,
 )
-from orthojax.experiments.from_attention.paper_tables import TABLE_2
 from orthojax.experiments.reporting.formats import percent
 from orthojax.experiments.reporting.page import Claim
 from orthojax.experiments.study.comparisons import change_text
@@ -203,7 +203,7 @@ def _both_methods(study: Study) -> list[Claim]:
             f"{words} {arrow(values[metric], _paper(label, metric, 'vanilla', 'cured'))}"
             for metric, words in _PARTS.items()
         )
-        return Case(text, max(after for _, after in values.values()) < CURED, outliers(vanilla))
+        return Case(text, max(after for _, after in values.values()) < NO_OUTLIERS, outliers(vanilla))
 
     def most(label: str, vanilla: str, softmax1: str, orthoadam: str, cured: str) -> Case:
         values = {metric: means(study, metric, vanilla, softmax1, orthoadam, cured) for metric in _PARTS}
@@ -217,7 +217,7 @@ def _both_methods(study: Study) -> list[Claim]:
         judge(
             study,
             "Both together leave no outliers. Kurtosis:",
-            f"both below {CURED:g}, a Gaussian having {GAUSSIAN:g}; {either}",
+            f"both below {NO_OUTLIERS:g}, a Gaussian having {GAUSSIAN:g}; {either}",
             models_of(study, "vanilla", "cured"),
             gone,
         ),

@@ -6,11 +6,11 @@ import functools
 from orthojax.experiments.from_attention import table5_claims
 from orthojax.experiments.from_attention.ablation import BY_NAME, rows
 from orthojax.experiments.from_attention.beside_the_paper import Column, about, appendix_b, beside, length_of
-from orthojax.experiments.from_attention.criteria import chance_of_first
 from orthojax.experiments.from_attention.models import SCALES
 from orthojax.experiments.from_attention.output_weights import MEASURE
 from orthojax.experiments.from_attention.paper_tables import TABLE_5
 from orthojax.experiments.reporting import drawing, summaries
+from orthojax.experiments.reporting.criteria import GAUSSIAN, chance_of_first
 from orthojax.experiments.reporting.page import Picture, Report, Table
 from orthojax.experiments.study.study import Experiment, Study
 from orthojax.experiments.study.variant import Variant
@@ -66,7 +66,7 @@ def _picture(study: Study) -> list[Picture]:
     if not any(groups.values()):
         return []
     figure = drawing.scatter(
-        groups, x_label="perplexity", y_label="kurtosis, all tokens", y_scale="log", reference=(3.0, "Gaussian")
+        groups, x_label="perplexity", y_label="kurtosis, all tokens", y_scale="log", reference=(GAUSSIAN, "Gaussian")
     )
     return [Picture("perplexity_and_kurtosis", "Perplexity and kurtosis; numbers are rows of the table.", figure)]
 

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 from orthojax.experiments.from_attention.ablation import BY_NAME, Row, row_name
 from orthojax.experiments.from_attention.beside_the_paper import Case, arrow, judge, length_of, means
-from orthojax.experiments.from_attention.criteria import (
-    CURED,
+from orthojax.experiments.from_attention.paper_tables import TABLE_5
+from orthojax.experiments.reporting.criteria import (
     DOMINANCE,
     EQUAL_PERPLEXITY,
     GAUSSIAN,
+    NO_OUTLIERS,
     OUTLIERS,
     chance_of_first,
 )
-from orthojax.experiments.from_attention.paper_tables import TABLE_5
 from orthojax.experiments.reporting.formats import number, percent
 from orthojax.experiments.reporting.page import Claim
 from orthojax.experiments.study.comparisons import change_text
@@ -233,7 +233,7 @@ def _together(study: Study) -> list[Claim]:
             f"{_kurtosis(study, adam, cured)}; first {number(values[0])}, others {number(values[1])}; perplexity "
             f"{change_text(study.pairs(cured, adam, 'perplexity'))} (paper +0.8%)"
         )
-        return Case(text, max(values) < CURED and gap <= EQUAL_PERPLEXITY, study.mean(adam, _POOLED) > OUTLIERS)
+        return Case(text, max(values) < NO_OUTLIERS and gap <= EQUAL_PERPLEXITY, study.mean(adam, _POOLED) > OUTLIERS)
 
     def smaller(label: str, adam: str, cured: str) -> Case:
         parts = [means(study, f"max_abs_{part}", adam, cured) for part in ("first", "rest")]
@@ -251,7 +251,7 @@ def _together(study: Study) -> list[Claim]:
         judge(
             study,
             "OrthoAdam with softmax-1 and RMSNorm-S has a kurtosis of 3 at Adam's perplexity (5.3). Pooled, Adam → it:",
-            f"first, others and pooled below {CURED:g}, perplexity at most {EQUAL_PERPLEXITY:.0%} above; {seen}",
+            f"first, others and pooled below {NO_OUTLIERS:g}, perplexity at most {EQUAL_PERPLEXITY:.0%} above; {seen}",
             {"": [_ADAM, _CURED]},
             gone,
         ),

@@ -5,7 +5,6 @@ import functools
 import numpy as np
 
 from orthojax.experiments.from_attention.beside_the_paper import Case, about, arrow, judge, means
-from orthojax.experiments.from_attention.criteria import EQUAL_PERPLEXITY
 from orthojax.experiments.from_attention.models import LENGTHS, METHOD_LABELS, MODELS, RUNS, SCALES
 from orthojax.experiments.from_attention.paper_configs import METHODS
 from orthojax.experiments.from_attention.paper_tables import TABLE_3, TABLE_6
@@ -20,6 +19,7 @@ from orthojax.experiments.from_attention.quantization_tables import (
     tables,
 )
 from orthojax.experiments.reporting import drawing, summaries
+from orthojax.experiments.reporting.criteria import EQUAL_PERPLEXITY
 from orthojax.experiments.reporting.page import Claim, Picture, Report
 from orthojax.experiments.study.study import Experiment, Study
 from orthojax.experiments.study.variant import Variant

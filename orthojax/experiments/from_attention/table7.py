@@ -4,10 +4,10 @@ It trains nothing: the models are given in pairs, --model=BASE=CHECKPOINT,TUNED=
 is one run and another that began from it with train.init_from.
 """
 
-from orthojax.experiments.from_attention.criteria import DOMINANCE, OUTLIERS, chance_of_first
 from orthojax.experiments.from_attention.models import SCALES
 from orthojax.experiments.from_attention.paper_tables import TABLE_7
 from orthojax.experiments.reporting import summaries
+from orthojax.experiments.reporting.criteria import DOMINANCE, OUTLIERS, chance_of_first
 from orthojax.experiments.reporting.formats import number
 from orthojax.experiments.reporting.page import Claim, Report, Table, verdict
 from orthojax.experiments.study.study import Experiment, Study

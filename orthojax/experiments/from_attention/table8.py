@@ -5,10 +5,10 @@ import itertools
 from collections.abc import Callable
 
 from orthojax.experiments.from_attention.beside_the_paper import GRID, Case, about, judge, means, models_of
-from orthojax.experiments.from_attention.criteria import OUTLIERS
 from orthojax.experiments.from_attention.models import MODELS, SCALES, grid
 from orthojax.experiments.from_attention.paper_tables import TABLE_2, TABLE_8
 from orthojax.experiments.reporting import drawing, summaries
+from orthojax.experiments.reporting.criteria import OUTLIERS
 from orthojax.experiments.reporting.formats import number, spread
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table
 from orthojax.experiments.study.study import Experiment, Study

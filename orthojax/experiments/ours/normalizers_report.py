@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from orthojax.experiments.from_attention.criteria import CURED, DOMINANCE, OUTLIERS, chance_of_first
 from orthojax.experiments.reporting import drawing, summaries
+from orthojax.experiments.reporting.criteria import DOMINANCE, NO_OUTLIERS, OUTLIERS, chance_of_first
 from orthojax.experiments.reporting.formats import number, spread
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
 from orthojax.experiments.study.study import Study
@@ -76,7 +76,7 @@ def _what_is_removed(study: Study) -> Table:
             return "failed"
         removed = {
             "dominance": dominant and _is_removed(study, name),
-            "outliers": outliers and _worse(study, name) < CURED,
+            "outliers": outliers and _worse(study, name) < NO_OUTLIERS,
         }
         words = "both" if all(removed.values()) else next((w for w, gone in removed.items() if gone), "neither")
         return f"{words}, {spread(study.values(name, 'perplexity'))}"
@@ -116,23 +116,23 @@ def _adaptive_claims(study: Study) -> list[Claim]:
     softmax = variant_name("softmax", "orthoadam")
     return [
         Claim(
-            verdict(min(all_rest("adam")) >= CURED, visible=visible),
+            verdict(min(all_rest("adam")) >= NO_OUTLIERS, visible=visible),
             f"No normalizer alone removes the outliers of tokens after the first. Their kurtosis with Adam: "
-            f"{_told(study, 'adam', rest)}. The paper: softmax 77.9, softmax-1 81.4 (criterion: {CURED} or more with "
-            f"every one; visible where softmax has more than {OUTLIERS:g}).",
+            f"{_told(study, 'adam', rest)}. The paper: softmax 77.9, softmax-1 81.4 (criterion: {NO_OUTLIERS} or more "
+            f"with every one; visible where softmax has more than {OUTLIERS:g}).",
         ),
         Claim(
-            verdict(max(all_rest("orthoadam")) < CURED, visible=visible),
+            verdict(max(all_rest("orthoadam")) < NO_OUTLIERS, visible=visible),
             f"OrthoAdam removes them whatever the normalizer. Their kurtosis: {_told(study, 'orthoadam', rest)}. The "
-            f"paper: softmax 10.6, softmax-1 7.0 (criterion: below {CURED} with every one; visible where softmax with "
-            f"Adam has more than {OUTLIERS:g}).",
+            f"paper: softmax 10.6, softmax-1 7.0 (criterion: below {NO_OUTLIERS} with every one; visible where softmax "
+            f"with Adam has more than {OUTLIERS:g}).",
         ),
         Claim(
-            verdict(first["softmax1"] < CURED <= first["softmax"], visible=_dominates(study, softmax)),
+            verdict(first["softmax1"] < NO_OUTLIERS <= first["softmax"], visible=_dominates(study, softmax)),
             f"With OrthoAdam the outliers of the first token stay as long as softmax lets it dominate. Its kurtosis: "
             f"{_told(study, 'orthoadam', lambda name: number(study.mean(name, 'kurtosis_first')))}. The paper: softmax "
-            f"260.8, softmax-1 7.6 (criterion: below {CURED} with softmax-1, not with softmax; visible where with "
-            f"softmax and OrthoAdam the first token is most attended by {DOMINANCE:g} times the "
+            f"260.8, softmax-1 7.6 (criterion: below {NO_OUTLIERS} with softmax-1, not with softmax; visible where "
+            f"with softmax and OrthoAdam the first token is most attended by {DOMINANCE:g} times the "
             f"{_chance(study):.1%} that chance gives, or more: here by {_dominance(study, softmax):.1%}).",
         ),
     ]

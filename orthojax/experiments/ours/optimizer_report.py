@@ -2,6 +2,7 @@
 
 from orthojax.config import OptimConfig
 from orthojax.experiments.reporting import summaries
+from orthojax.experiments.reporting.criteria import NO_OUTLIERS, OUTLIERS
 from orthojax.experiments.reporting.formats import spread
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
 from orthojax.experiments.reporting.summaries import metric_table
@@ -18,8 +19,6 @@ _METRICS = {
     "norm_ratio_rest": "max / l2 norm, others",
 }
 _SETTINGS = ("perplexity_int8_coarse", "perplexity_int4_zeropoint")
-
-_OUTLIERS, _CURED = 4.0, 3.5  # kurtosis above the first is called outliers, below the second cured
 
 
 def _pairs(study: Study) -> list[tuple[Variant, Variant]]:
@@ -60,9 +59,9 @@ def _quantization(study: Study) -> Table:
 
 def _claims(study: Study) -> list[Claim]:
     pairs = _pairs(study)
-    with_outliers = [plain for plain, _ in pairs if _kurtosis(study, plain) > _OUTLIERS]
+    with_outliers = [plain for plain, _ in pairs if _kurtosis(study, plain) > OUTLIERS]
     without = [plain for plain, _ in pairs if plain not in with_outliers]
-    cured = [r for plain, r in pairs if plain in with_outliers and _kurtosis(study, r) < _CURED]
+    cured = [r for plain, r in pairs if plain in with_outliers and _kurtosis(study, r) < NO_OUTLIERS]
     adam, sgd = (next(p for p, _ in pairs if p.name == name) for name in ("adam", "sgd"))
 
     def names(variants: list[Variant]) -> str:
@@ -72,13 +71,13 @@ def _claims(study: Study) -> list[Claim]:
         Claim(
             verdict(adam in with_outliers and sgd in without),
             f"Adaptive optimizers make outliers, SGD does not. Kurtosis (the larger of first token and others) above "
-            f"{_OUTLIERS:g}: {names(with_outliers)}; not above: {names(without)} (criterion: Adam above, SGD not).",
+            f"{OUTLIERS:g}: {names(with_outliers)}; not above: {names(without)} (criterion: Adam above, SGD not).",
         ),
         Claim(
             verdict(len(cured) == len(with_outliers), visible=bool(with_outliers)),
             f"A rotated basis cures whichever optimizer makes them. Of {len(with_outliers)} with outliers "
-            f"{len(cured)} are below {_CURED:g} when rotated: {names([r for p, r in pairs if p in with_outliers])} "
-            f"(criterion: all of them).",
+            f"{len(cured)} are below {NO_OUTLIERS:g} when rotated: "
+            f"{names([r for p, r in pairs if p in with_outliers])} (criterion: all of them).",
         ),
     ]
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 from orthojax.experiments.reporting import drawing, summaries
+from orthojax.experiments.reporting.criteria import GAUSSIAN, NO_OUTLIERS, OUTLIERS
 from orthojax.experiments.reporting.model_pictures import model_pictures
 from orthojax.experiments.reporting.page import Claim, Picture, Report, verdict
 from orthojax.experiments.reporting.summaries import (
@@ -37,7 +38,7 @@ def _split(study: Study) -> tuple[list[Variant], list[Variant]]:
 def _layer_pictures(study: Study, models: list[Variant]) -> list[Picture]:
     pictures, labels = [], [variant.label for variant in models]
     for metric, name, y_label, reference in (
-        ("kurtosis", "kurtosis_by_layer", "kurtosis of hidden states", (3.0, "Gaussian")),
+        ("kurtosis", "kurtosis_by_layer", "kurtosis of hidden states", (GAUSSIAN, "Gaussian")),
         ("max_abs", "max_abs_by_layer", "max |activation|", None),
     ):
         curves = {}
@@ -118,10 +119,10 @@ def _language_claims(study: Study) -> list[Claim]:
     gap = perplexity[1] / perplexity[0] - 1
     return [
         Claim(
-            verdict(max(k_first[1], k_rest[1]) < 3.5, visible=min(k_first[0], k_rest[0]) > 4),
+            verdict(max(k_first[1], k_rest[1]) < NO_OUTLIERS, visible=min(k_first[0], k_rest[0]) > OUTLIERS),
             f"softmax-1 with OrthoAdam removes outlier channels. Kurtosis of hidden states, first / other tokens: "
             f"{k_first[0]:.1f} / {k_rest[0]:.1f} vanilla, {k_first[1]:.1f} / {k_rest[1]:.1f} cured "
-            f"(criterion: cured below 3.5; visible where vanilla is above 4; a Gaussian has 3).",
+            f"(criterion: cured below {NO_OUTLIERS:g}; visible where vanilla is above {OUTLIERS:g}; a Gaussian has 3).",
         ),
         Claim(
             verdict(m_first[1] < 0.67 * m_first[0] and m_rest[1] < 0.67 * m_rest[0]),

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from orthojax.experiments.reporting import drawing, summaries
+from orthojax.experiments.reporting.criteria import GAUSSIAN, NO_OUTLIERS, OUTLIERS
 from orthojax.experiments.reporting.formats import number, spread
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
 from orthojax.experiments.reporting.summaries import metric_table
@@ -20,7 +21,6 @@ _METRICS = {
     "max_abs_rest": "max |x|, others",
     "first_attention_mass": "attention on first token",
 }
-_CURED = 3.5
 _DRAWN = ("vanilla", "adam", "hadamard_output", "haar_output", "hadamard_both", "hadamard_input")
 
 
@@ -110,10 +110,10 @@ def _cure_claims(study: Study) -> list[Claim]:
     gaps = {kind: _paired(study, f"{kind}_output", "haar_output") for kind in ("hadamard", "dct")}
     return [
         Claim(
-            verdict(all(max(kurtosis) < _CURED for kurtosis in kinds.values()), visible=adam > 4),
+            verdict(all(max(kurtosis) < NO_OUTLIERS for kurtosis in kinds.values()), visible=adam > OUTLIERS),
             f"A structured rotation cures as a dense one does. Kurtosis first / others, output axis: {shown}; "
-            f"softmax-1 with Adam {_show(_kurtosis(study, 'adam'))} (criterion: all below {_CURED}; visible where Adam "
-            f"is above 4). Perplexity against haar: "
+            f"softmax-1 with Adam {_show(_kurtosis(study, 'adam'))} (criterion: all below {NO_OUTLIERS}; visible where "
+            f"Adam is above {OUTLIERS:g}). Perplexity against haar: "
             + ", ".join(f"{kind} {spread(values, _percent)}" for kind, values in gaps.items())
             + ".",
         )
@@ -128,18 +128,18 @@ def _axes_claims(study: Study) -> list[Claim]:
     both = _kurtosis(study, "hadamard_both")
     return [
         Claim(
-            verdict(max(output) < _CURED < max(inputs)),
+            verdict(max(output) < NO_OUTLIERS < max(inputs)),
             f"It is the axis that writes which matters. Kurtosis first / others: output axis {_show(output)}, input "
             f"axis {_show(inputs)}, residual axis {_show(_kurtosis(study, 'hadamard_residual'))}, what writes to the "
-            f"residual stream only {_show(_kurtosis(study, 'hadamard_writers'))} (criterion: output below {_CURED}, "
-            f"input above).",
+            f"residual stream only {_show(_kurtosis(study, 'hadamard_writers'))} (criterion: output below "
+            f"{NO_OUTLIERS}, input above).",
         ),
         Claim(
-            verdict(max(output) < _CURED < max(_kurtosis(study, "no_embeddings"))),
+            verdict(max(output) < NO_OUTLIERS < max(_kurtosis(study, "no_embeddings"))),
             f"The embedding tables must be rotated. Kurtosis first / others, output axis: {_show(output)} with them, "
             f"{_show(_kurtosis(study, 'no_embeddings'))} without; input axis {_show(inputs)} with, "
             f"{_show(_kurtosis(study, 'input_no_embeddings'))} without; the tables alone "
-            f"{_show(_kurtosis(study, 'embeddings_only'))} (criterion: output below {_CURED} with them, above "
+            f"{_show(_kurtosis(study, 'embeddings_only'))} (criterion: output below {NO_OUTLIERS} with them, above "
             f"without).",
         ),
         Claim(
@@ -167,10 +167,10 @@ def _control_claims(study: Study) -> list[Claim]:
             f"(criterion: 0, and below 0.01, since rounding differs).",
         ),
         Claim(
-            verdict(max(shared) < _CURED < max(own)),
+            verdict(max(shared) < NO_OUTLIERS < max(own)),
             f"One matrix for the whole tree only looks like a cure. Kurtosis first / others: {_show(shared)} in the "
             f"model's basis, {_show(own)} in its own, where it is Adam ({_show(adam)}) (criterion: below and above "
-            f"{_CURED}).",
+            f"{NO_OUTLIERS}).",
         ),
         Claim(
             verdict(max(abs(np.log(np.divide(fixed, writers)))) < 0.1),
@@ -189,7 +189,7 @@ def _pictures(study: Study) -> list[Picture]:
     for part, words in (("first", "first token"), ("rest", "other tokens")):
         figure = drawing.lines(
             summaries.layer_curves(study, drawn, f"kurtosis_{part}"), x_label="layer", y_label=f"kurtosis, {words}",
-            y_scale="log", reference=(3.0, "Gaussian"), integer_x=True,
+            y_scale="log", reference=(GAUSSIAN, "Gaussian"), integer_x=True,
         )  # fmt: skip
         pictures.append(Picture(f"kurtosis_{part}_by_layer", f"Kurtosis after each layer, {words}.", figure))
     points = [(v, max(_kurtosis(study, v.name))) for v in study.variants]

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from orthojax.experiments.reporting import drawing
+from orthojax.experiments.reporting.criteria import GAUSSIAN
 from orthojax.experiments.reporting.formats import spread
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table
 from orthojax.experiments.study.study import Study
@@ -129,7 +130,7 @@ def perplexity_and_kurtosis(study: Study, groups: Mapping[str, Sequence[tuple[Va
     }
     figure = drawing.scatter(
         points, x_label="perplexity", y_label="kurtosis, larger of first token and others", y_scale="log",
-        reference=(3.0, "Gaussian"),
+        reference=(GAUSSIAN, "Gaussian"),
     )  # fmt: skip
     return Picture("perplexity_and_kurtosis", "Perplexity and kurtosis.", figure)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 GAUSSIAN = 3.0  # kurtosis of one
 # A mean kurtosis over layers above the first is called outliers, below the second none.
-OUTLIERS, CURED = 4.0, 3.5
+OUTLIERS, NO_OUTLIERS = 4.0, 3.5
 # The first token dominates where it has this many times what `chance_of_first` gives it.
 DOMINANCE = 2.0
 # A perplexity that is at most this fraction above another equals it.
