@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import html
 import json
 import re
 from pathlib import Path
@@ -158,11 +159,11 @@ CONTRADICTED = {
 @pytest.mark.parametrize("name", TABLES)
 def test_from_the_papers_numbers_follow_the_papers_claims_but_where_its_tables_contradict_them(name):
     claims = conclude(name).claims
-    wrong = [claim.text for claim in claims if claim.verdict != "holds"]
+    wrong = [claim.whole() for claim in claims if claim.verdict != "holds"]
     assert len(wrong) == len(CONTRADICTED.get(name, []))
     for text, expected in zip(wrong, CONTRADICTED.get(name, []), strict=True):
         assert text.startswith(expected)
-    assert all("Criterion: " in claim.text and not re.search(r"\bnan\b", claim.text) for claim in claims)
+    assert all("Criterion: " in claim.closing and not re.search(r"\bnan\b", claim.whole()) for claim in claims)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -250,7 +251,7 @@ def test_runs_that_failed_are_told_in_tables_and_claims(name, which, tmp_path):
     assert any("not finite at step 3" in text for text in report.summary)
     assert "failed" in report.tables[0].rows[0]
     assert len({len(row) for row in report.tables[0].rows} | {len(report.tables[0].columns)}) == 1
-    told = [claim for claim in report.claims if "Not measured, since a run failed or is missing" in claim.text]
+    told = [claim for claim in report.claims if "Not measured, since a run failed or is missing" in claim.closing]
     assert told if which == "first" else len(told) == len(report.claims)
     if which == "all":
         assert {claim.verdict for claim in report.claims} == {"not visible at this scale"}
@@ -295,6 +296,10 @@ def test_pictures_of_a_finished_study_and_intervals_over_seeds(tmp_path):
                 np.savez(folder / "measured/output_weights.npz", **norms)
         report = experiment.report(study)
         write_report(report, study.workdir)
+        forms = [html.unescape((study.workdir / f"report.{form}").read_text()) for form in ("md", "html")]
+        for claim in report.claims:  # in their parts, and as one paragraph
+            parts = [claim.text, *claim.cases, claim.closing]
+            assert all(part in form for part in parts for form in [*forms, claim.whole()])
         kept = [study.workdir / f"figures/{picture.name}.{picture.form}" for picture in report.pictures]
         assert all(path.stat().st_size > 1000 for path in kept)
         of_models = {"attention_map", "hidden_states", "mlp_output_norms", "attention_output_norms"}

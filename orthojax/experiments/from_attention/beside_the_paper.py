@@ -85,18 +85,20 @@ def judge(
     }
     cases = {label: case(label, *names) for label, names in finished.items()}
     visible = [case for case in cases.values() if case.visible]
-    told = "; ".join(f"{label} {case.numbers}{_mark(case, len(cases))}".strip() for label, case in cases.items())
+    told = [f"{label} {case.numbers}{_mark(case, len(cases))}".strip() for label, case in cases.items()]
     left_out = [label for label in groups if label not in finished]
     failed = (
-        f" Not measured, since a run failed or is missing{': ' if any(left_out) else ''}{', '.join(left_out)}."
+        f"Not measured, since a run failed or is missing{': ' if any(left_out) else ''}{', '.join(left_out)}. "
         if left_out
         else ""
     )
     holding = sum(case.holds for case in visible)
-    counted = f" So in {holding} of {len(visible)} where it can be seen." if visible and len(cases) > 1 else ""
+    counted = f"So in {holding} of {len(visible)} where it can be seen. " if visible and len(cases) > 1 else ""
     return Claim(
         verdict(all(case.holds for case in visible), visible=bool(visible)),
-        f"{sentence}{' ' + told + '.' if told else ''}{counted}{failed} (Criterion: {criterion}.)",
+        f"{sentence} {told[0]}." if len(told) == 1 else sentence,
+        told if len(told) > 1 else (),
+        f"{counted}{failed}Criterion: {criterion}.",
     )
 
 

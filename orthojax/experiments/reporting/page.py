@@ -42,10 +42,24 @@ def verdict(holds: bool, *, visible: bool = True) -> Verdict:
 
 
 class Claim(NamedTuple):
-    """A sentence that says whether something held, with its numbers and the criterion."""
+    """Whether something held.
+
+    Attributes:
+      verdict: What the criterion says.
+      text: What is claimed, with its numbers and the criterion where these are few.
+      cases: The numbers of each model, where there are several.
+      closing: What follows the cases: how many of them it holds for, and the criterion.
+    """
 
     verdict: Verdict
     text: str
+    cases: Sequence[str] = ()
+    closing: str = ""
+
+    def whole(self) -> str:
+        """All of it as one paragraph."""
+        cases = f" {'; '.join(self.cases)}." if self.cases else ""
+        return f"{self.text}{cases} {self.closing}".strip()
 
 
 class Report(NamedTuple):
@@ -77,7 +91,7 @@ def print_report(report: Report) -> None:
         print("\n" + to_text(table))
     print()
     for claim in report.claims:
-        print(textwrap.fill(f"{claim.verdict.upper()}: {claim.text}", 110, subsequent_indent="  "))
+        print(textwrap.fill(f"{claim.verdict.upper()}: {claim.whole()}", 110, subsequent_indent="  "))
 
 
 def write_report(report: Report, workdir: Path) -> None:
@@ -101,6 +115,11 @@ def write_report(report: Report, workdir: Path) -> None:
     )
     page = environment.get_template("report.html").render(report=report, pictures=embedded, links=_link_lists(report))
     write_text(workdir / "report.html", page)
+
+
+def _claim_markdown(claim: Claim) -> str:
+    lines = [f"- **{claim.verdict}**: {claim.text}", *(f"  - {case}" for case in claim.cases)]
+    return "\n".join([*lines, *([f"\n  {claim.closing}"] if claim.closing else [])])
 
 
 def _link_lists(report: Report) -> list[tuple[str, list[tuple[str, str]], bool]]:
@@ -128,7 +147,7 @@ def _markdown(report: Report) -> str:
         parts.append("\n".join([f"**{table.caption}**", "", head, rule, *body]))
     if report.claims:
         parts.append("## What held and what did not")
-        parts.append("\n".join(f"- **{claim.verdict}**: {claim.text}" for claim in report.claims))
+        parts.append("\n".join(map(_claim_markdown, report.claims)))
     for picture in report.pictures:
         parts.append(f"![{picture.caption}](figures/{picture.name}.{picture.form})\n\n*{picture.caption}*")
     parts.append("## How this was made")
