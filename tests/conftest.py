@@ -1,9 +1,15 @@
 """Every test sees eight fake CPU devices and strict broadcasting; nothing here needs a network or a GPU."""
 
+import importlib.metadata
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # the user's; a test that wants one names its folder
+# XLA's older code generator compiles tiny programs several times as fast, here and in child processes. A flag that
+# jaxlib does not know ends the process, and later ones have the newer generator only.
+if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
+    flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 
 import hypothesis
 import jax
