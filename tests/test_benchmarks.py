@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from orthojax.benchmarks import attention_cases, compilation, optimizer, suite, train_step_cases
+from orthojax.benchmarks import attention_cases, compilation, optimizer, quantization, suite, train_step_cases
 from orthojax.benchmarks.catalog import SUITES
 from orthojax.benchmarks.optimizer_cases import KERNEL_ROTATIONS
 from orthojax.benchmarks.program import Program, compile_program, free_bytes, tree_bytes
@@ -56,6 +56,7 @@ def test_the_command_measures_every_suite_case_and_rotation(tiny):
     assert {case.implementation for case in attentions} == {"xla", "xla_chunked"}
     wanted += [("attention", case.name, name) for case in attentions for name in case.contenders]
     wanted += [("train_step", "gpt2 tiny 2x16", name) for name in train_step_cases.VARIANTS]
+    wanted += [("quantization", case.name, name) for case in quantization.cases(tiny=True) for name in case.settings]
     assert rows == wanted
     lines = printed.splitlines()
     for i, row in enumerate(rows):  # as they come, in order, and again in the tables
@@ -70,7 +71,7 @@ def test_the_command_measures_every_suite_case_and_rotation(tiny):
 def test_the_record_says_how_it_was_made(tiny):
     provenance = tiny[0]["provenance"]
     assert provenance["command"] == "python launch/benchmark.py --tiny --repeats=2 --workdir=out"
-    assert provenance["repeats"] == dict.fromkeys(("optimizer", "compile", "attention", "train_step"), 2)
+    assert provenance["repeats"] == dict.fromkeys(SUITES, 2)
     assert provenance["tiny"] is True
     assert provenance["versions"]["jax"] == jax.__version__
     assert provenance["versions"]["optax"] == optax.__version__
@@ -86,6 +87,7 @@ def test_times_are_positive_and_their_quartiles_in_order(tiny):
         "compile": ("compile_seconds_ratio", "compile_cpu_seconds_ratio"),
         "attention": ("seconds_ratio", "control_ratio", "seconds", "softmax_seconds"),
         "train_step": ("step_seconds_ratio", "control_ratio", "step_seconds"),
+        "quantization": ("seconds_ratio", "control_ratio", "seconds", "float32_seconds"),
     }
     for row in tiny[0]["rows"]:
         metrics = row["metrics"]
@@ -248,6 +250,23 @@ def test_what_does_not_fit_into_memory_is_left_out_with_the_reason(monkeypatch, 
     assert rows[1] == suite.Row("kernel", "dct", {}, "so")
     if left_out:
         assert f"{needed / 1e3:.3g} kB" in rows[0].left_out
+
+
+def test_integer_kernels_have_the_bytes_of_the_closed_form_and_late_rows_are_left_out():
+    layer, _, model = quantization.cases(tiny=True)
+    rows = {row.variant: row for row in quantization.measure_case(layer, 2, suite.TimeBudget(60))}
+    assert {row.metrics["float32_params_bytes"] for row in rows.values()} == {4 * 16 * 24}
+    found = {name: row.metrics["params_bytes"] for name, row in rows.items()}
+    # Integers, two of 4 bits in a byte; then one step, one for each output, or one and a shift for each output.
+    assert found == {
+        "int8_moderate": 16 * 24 + 4,
+        "w4a8": 16 * 24 // 2 + 4 * 24,
+        "int4_zeropoint": 16 * 24 // 2 + 2 * 4 * 24,
+    }
+    assert all(row.metrics["seconds_ratio"] > 0 for row in rows.values())
+    assert rows["w4a8"].metrics["params_bytes_ratio"] == pytest.approx(288 / 1536)
+    late = list(quantization.measure_case(model, 2, suite.TimeBudget(0)))
+    assert [row.left_out for row in late] == ["time budget"] * 3
 
 
 def test_free_memory_is_a_plausible_number():
