@@ -17,7 +17,7 @@ from absl import app, flags, logging
 
 from orthojax.config import Config
 from orthojax.errors import Interrupted, UserError, nearest
-from orthojax.fields import describe_type, field_paths, flatten, replace
+from orthojax.fields import describe_type, field_paths, flatten, from_json, replace
 
 # Operating-system errors that the user can mend wherever they come from: no space, file too large, quota, permission,
 # read-only. A file that is missing may be ours: where it is the user's, whoever opens it says so.
@@ -30,15 +30,15 @@ _USER_ERRNOS = {
     errno.EROFS,
 }
 
+_CONFIG_FILE = "Python file with get_config() -> orthojax.config.Config, or the config.json of a run"
+
 _overrides: dict[str, str] = {}
 _held_back: list[str] = []
 
 
 def define_config() -> None:
     """Defines `--config=FILE`; `load_config` reads it and the `--config.x=` overrides."""
-    flags.DEFINE_string(
-        "config", None, "Python file with get_config() -> orthojax.config.Config; the defaults without it."
-    )
+    flags.DEFINE_string("config", None, f"{_CONFIG_FILE}; the defaults without it.")
 
 
 def define_cache_dir() -> None:
@@ -68,10 +68,12 @@ def load_config() -> Config:
 def _config_from_file(path: Path) -> Config:
     if not path.is_file():
         near = nearest(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [])
-        raise UserError(f"no such config file: {path}", allowed="a Python file with get_config()", hint=near)
+        raise UserError(f"no such config file: {path}", allowed=_CONFIG_FILE, hint=near)
+    if path.suffix == ".json":
+        return _config_from_json(path)
     spec = importlib.util.spec_from_file_location("orthojax_user_config", path)
     if spec is None or spec.loader is None:
-        raise UserError(f"not a Python file: {path}", allowed="a Python file with get_config()")
+        raise UserError(f"not a Python file: {path}", allowed=_CONFIG_FILE)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -85,6 +87,13 @@ def _config_from_file(path: Path) -> Config:
     if not isinstance(config, Config):
         raise UserError(f"get_config() of {path} returned a {type(config).__name__}", allowed="orthojax.config.Config")
     return config
+
+
+def _config_from_json(path: Path) -> Config:
+    try:
+        return from_json(Config, path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def _where(error: Exception, path: Path) -> str:

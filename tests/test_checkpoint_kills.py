@@ -39,10 +39,6 @@ def prepare(home, config):
     words = np.random.default_rng(0).choice(["alpha", "beta", "gamma", "sink", "peak", "the"], 3000)
     (home / "text.txt").write_text(" ".join(words))
     (home / "config.json").write_text(to_json(config))
-    (home / "config.py").write_text(
-        "from pathlib import Path\nfrom orthojax.config import Config\nfrom orthojax.fields import from_json\n"
-        "def get_config():\n    return from_json(Config, Path('config.json').read_text())\n"
-    )
     run_to_the_end(home, home / "whole")
     return home
 
@@ -54,7 +50,7 @@ def command(home, workdir):
         "JAX_COMPILATION_CACHE_DIR": str(home / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    arguments = [f"--config={home}/config.py", f"--workdir={workdir}", f"--cache_dir={home}/cache"]
+    arguments = [f"--config={home}/config.json", f"--workdir={workdir}", f"--cache_dir={home}/cache"]
     return subprocess.Popen(
         [sys.executable, str(ROOT / "launch" / "train.py"), *arguments], env=environment, cwd=home,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,

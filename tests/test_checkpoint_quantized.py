@@ -166,9 +166,6 @@ def test_a_quantised_checkpoint_of_another_model_is_refused(quantized_step, tmp_
 def test_the_command_line_quantises_evaluates_and_evaluates_again(tmp_path):
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 400)
     (tmp_path / "config.json").write_text(to_json(CONFIG))
-    code = "from orthojax.fields import from_json\nfrom orthojax.config import Config\nfrom pathlib import Path\n"
-    code += "def get_config():\n    return from_json(Config, Path('config.json').read_text())\n"
-    (tmp_path / "config.py").write_text(code)
 
     def run(script, *arguments, status=0):
         command = [sys.executable, str(ROOT / "launch" / f"{script}.py"), *arguments]
@@ -177,7 +174,7 @@ def test_the_command_line_quantises_evaluates_and_evaluates_again(tmp_path):
         assert done.returncode == status, done.stderr
         return done.stdout + done.stderr
 
-    run("train", "--config=config.py", "--workdir=run", "--compile_cache=")
+    run("train", "--config=config.json", "--workdir=run", "--compile_cache=")
     evaluate = ("evaluate", "--compile_cache=")
     run(*evaluate, "--checkpoint=run", "--settings=w4a8_group64")
     simulated = json.loads((tmp_path / "run/evaluation.json").read_text())["metrics"]

@@ -174,8 +174,8 @@ PARSING = {
     ),
     "missing config file": ("train", ["--config=smal.py"], ["smal.py", "did you mean 'small.py'"]),
     "config file in a missing folder": ("train", ["--config=no/small.py"], ["no/small.py", "get_config()"]),
-    "config file that is no Python": ("train", ["--config=small.json"], ["small.json", "a Python file"]),
-    "config file that is a folder": ("train", ["--config=run"], ["run", "a Python file"]),
+    "config file that is no Python": ("train", ["--config=text.txt"], ["text.txt", "Python file"]),
+    "config file that is a folder": ("train", ["--config=run"], ["run", "Python file"]),
     "no checkpoint named": ("evaluate", [], ["--checkpoint", "DIR"]),
     "no output named": ("prepare_data", [], ["--output", "DIR"]),
     "unknown scale": ("reproduce", ["--scale=tinny"], ["'tinny'", "tiny | small | paper", "did you mean 'tiny'"]),
@@ -234,6 +234,25 @@ def test_a_broken_config_file_is_named_with_what_is_wrong(tmp_path, case):
     said = complaint(run("train", "--config=broken.py", cwd=tmp_path))
     assert all(word in said for word in words), said
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_starts_from_the_config_of_another(trained, tmp_path):
+    arguments = [f"--config={trained}/run/config.json", "--config.train.steps=3", f"--cache_dir={trained}/cache"]
+    done = run("train", *arguments, f"--config.data.paths={trained}/text.txt", "--workdir=again", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    changed = {"train": {"steps": 3}, "data": {"paths": [f"{trained}/text.txt"]}}
+    other, again = (
+        json.loads((folder / "config.json").read_text()) for folder in (trained / "run", tmp_path / "again")
+    )
+    assert again == {part: values | changed.get(part, {}) for part, values in other.items()}
+
+
+@pytest.mark.parametrize(("text", "words"), [("{", "not a JSON config"), ('{"optimizer": 3}', "optimizer")])
+def test_json_that_is_no_config_is_named_with_what_is_wrong(tmp_path, text, words):
+    (tmp_path / "broken.json").write_text(text)
+    said = complaint(run("train", "--config=broken.json", cwd=tmp_path))
+    assert "broken.json: " in said
+    assert words in said
 
 
 def test_parsing_imports_nothing_heavy(tmp_path):
