@@ -82,7 +82,10 @@ def main(_: list[str]) -> None:
         print(f"{about} seeds {told}", flush=True)
         report = experiment.report(run_calculation(experiment, FLAGS.scale, seeds, workdir))
     else:
-        print(f"{about} {len(experiment.variants(FLAGS.scale))} variants, seeds {told}", flush=True)
+        trained = experiment.variants(FLAGS.scale)
+        counts = [f"{len(trained)} variants, seeds {told}"] if trained else []
+        counts += [f"{len(models)} given models"] if models else []
+        print(f"{about} {'; '.join(counts) or 'no models'}", flush=True)
         study = run_study(
             experiment,
             FLAGS.scale,
