@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from orthojax.benchmarks import attention_cases, compilation, optimizer, quantization, suite, train_step_cases
+from orthojax.benchmarks import attention_cases, compilation, data, optimizer, quantization, suite, train_step_cases
 from orthojax.benchmarks.catalog import SUITES
 from orthojax.benchmarks.optimizer_cases import KERNEL_ROTATIONS
 from orthojax.benchmarks.program import Program, compile_program, free_bytes, tree_bytes
@@ -57,11 +57,16 @@ def test_the_command_measures_every_suite_case_and_rotation(tiny):
     wanted += [("attention", case.name, name) for case in attentions for name in case.contenders]
     wanted += [("train_step", "gpt2 tiny 2x16", name) for name in train_step_cases.VARIANTS]
     wanted += [("quantization", case.name, name) for case in quantization.cases(tiny=True) for name in case.settings]
+    wanted += [
+        ("data", "0.1 MB of jsonl, 50 documents, bpe:300", "token file"),
+        ("data", "100 batches of 4 x 8", "batches"),
+    ]
     assert rows == wanted
+    assert results["rows"][-1]["left_out"] == "ImportError: grain is absent"
     lines = printed.splitlines()
     for i, row in enumerate(rows):  # as they come, in order, and again in the tables
         assert lines[i].startswith(", ".join(row) + ": ")
-    for _, case, variant in rows:
+    for _, case, variant in rows[:-1]:
         pattern = rf"{re.escape(case)}(, |  +){re.escape(variant)}(: |  +)"
         assert sum(bool(re.search(pattern, line)) for line in lines) == 2
     assert lines[-1] == "written: out/benchmark.json"
@@ -88,14 +93,16 @@ def test_times_are_positive_and_their_quartiles_in_order(tiny):
         "attention": ("seconds_ratio", "control_ratio", "seconds", "softmax_seconds"),
         "train_step": ("step_seconds_ratio", "control_ratio", "step_seconds"),
         "quantization": ("seconds_ratio", "control_ratio", "seconds", "float32_seconds"),
+        "data": ("seconds",),
     }
-    for row in tiny[0]["rows"]:
+    for row in tiny[0]["rows"][:-1]:  # the last was left out
         metrics = row["metrics"]
         for name in names[row["suite"]]:
             lower, median, upper = (metrics[name + quartile] for quartile in ("_lower_quartile", "", "_upper_quartile"))
             assert 0 < lower <= median <= upper
         assert metrics["repetitions"] == 2
-        assert metrics["compile_seconds"] > 0
+        if row["suite"] != "data":
+            assert metrics["compile_seconds"] > 0
         if row["suite"] in ("optimizer", "compile"):
             assert metrics["lower_seconds"] > 0
 
@@ -250,6 +257,16 @@ def test_what_does_not_fit_into_memory_is_left_out_with_the_reason(monkeypatch, 
     assert rows[1] == suite.Row("kernel", "dct", {}, "so")
     if left_out:
         assert f"{needed / 1e3:.3g} kB" in rows[0].left_out
+
+
+def test_prepared_and_read_tokens_are_counted():
+    prepared, batches = data.SUITE.measure(1, True)
+    assert prepared.case == "0.1 MB of jsonl, 50 documents, bpe:300"
+    bytes_per_second = 50 * 2000 / prepared.metrics["seconds"]
+    assert 1 < bytes_per_second / prepared.metrics["tokens_per_second"] < 10  # a token of code has a few bytes
+    assert prepared.metrics["speed_ratio"] > 0
+    tokens = batches.metrics["tokens_per_second"] * batches.metrics["seconds"]
+    assert tokens == pytest.approx(100 * 4 * 8)
 
 
 def test_integer_kernels_have_the_bytes_of_the_closed_form_and_late_rows_are_left_out():

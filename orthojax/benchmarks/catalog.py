@@ -1,9 +1,16 @@
 """Every suite by name."""
 
-from orthojax.benchmarks import attention, compilation, optimizer, quantization, train_step
+from orthojax.benchmarks import attention, compilation, data, optimizer, quantization, train_step
 from orthojax.benchmarks.suite import Suite
 
 SUITES: dict[str, Suite] = {
     suite.name: suite
-    for suite in (optimizer.SUITE, compilation.SUITE, attention.SUITE, train_step.SUITE, quantization.SUITE)
+    for suite in (
+        optimizer.SUITE,
+        compilation.SUITE,
+        attention.SUITE,
+        train_step.SUITE,
+        quantization.SUITE,
+        data.SUITE,
+    )
 }
