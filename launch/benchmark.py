@@ -3,9 +3,10 @@
 optimizer and compile: the step and the compilation of OrthoAdam against AdamW. attention: softmax-1 and learned sinks
 against softmax by the same kind of kernel. train_step: time, MFU and memory of GPT-2's training step with both against
 softmax and AdamW; these two take at most eight minutes together. quantization: linear layers and a model with kernels
-of int8 and int4 against float32, time and memory. data: token files against the tokenizer library, batches.
+of int8 and int4 against float32, time and memory. data: token files against the tokenizer library, and
+batches of rows. Both take some minutes.
 
-Every number is a ratio to what it replaces, measured in turn within one process, with its spread. Writes benchmark.json
+What replaces something is measured as a ratio to it, in turn within one process, with its spread. Writes benchmark.json
 under the workdir after each row, and prints each row as it comes; the tables come last.
 """
 

@@ -84,7 +84,7 @@ def main(_: list[str]) -> None:
     else:
         trained = experiment.variants(FLAGS.scale)
         counts = [f"{len(trained)} variants, seeds {told}"] if trained else []
-        counts += [f"{len(models)} given models"] if models else []
+        counts += [f"{len(models)} given model{'s' if len(models) > 1 else ''}"] if models else []
         print(f"{about} {'; '.join(counts) or 'no models'}", flush=True)
         study = run_study(
             experiment,

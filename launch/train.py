@@ -18,7 +18,7 @@ from orthojax.errors import UserError
 cli.define_config()
 cli.define_cache_dir()
 cli.define_compile_cache()
-flags.DEFINE_string("workdir", None, "Folder of the run; runs/NAME_OF_THE_CONFIG_FILE where not given.")
+flags.DEFINE_string("workdir", None, "Folder of the run; runs/NAME where not given and the config is NAME.py.")
 flags.DEFINE_bool("multihost", False, "Join the processes that Slurm, Open MPI, GKE or Cloud TPU started.")
 flags.DEFINE_string("coordinator_address", None, "HOST:PORT of process 0, where no cluster tells; with the next two.")
 flags.DEFINE_integer("num_processes", None, "Processes of all machines together.", lower_bound=1)
@@ -26,6 +26,15 @@ flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", lowe
 flags.DEFINE_bool("dry_run", False, "Tell what the run would take, compile its step and stop; no data is read.")
 flags.DEFINE_integer("pretend_devices", None, "For a dry run: as if there were so many devices.", lower_bound=1)
 FLAGS = flags.FLAGS
+
+
+def _workdir() -> Path:
+    if FLAGS.workdir:
+        return Path(FLAGS.workdir)
+    config = Path(FLAGS.config or "train.py")
+    if config.suffix == ".json":  # all of them are called config.json
+        raise UserError(f"--workdir is missing, and {config} names no run", allowed="--workdir=DIR")
+    return Path("runs", config.stem)
 
 
 def _dry_run(config: Config) -> None:
@@ -73,7 +82,7 @@ def main(_: list[str]) -> None:
     if FLAGS.dry_run or FLAGS.pretend_devices is not None:
         _dry_run(config)
         return
-    workdir = Path(FLAGS.workdir or f"runs/{Path(FLAGS.config).stem if FLAGS.config else 'train'}")
+    workdir = _workdir()
 
     from orthojax.model import parameter_count
     from orthojax.progress import tokenizing_progress

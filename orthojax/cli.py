@@ -67,7 +67,8 @@ def load_config() -> Config:
 
 def _config_from_file(path: Path) -> Config:
     if not path.is_file():
-        near = nearest(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [])
+        names = [p.name for p in path.parent.iterdir() if p.suffix in (".py", ".json")] if path.parent.is_dir() else []
+        near = nearest(path.name, names)
         raise UserError(f"no such config file: {path}", allowed=_CONFIG_FILE, hint=near)
     if path.suffix == ".json":
         return _config_from_json(path)

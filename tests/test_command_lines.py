@@ -176,6 +176,8 @@ PARSING = {
     "config file in a missing folder": ("train", ["--config=no/small.py"], ["no/small.py", "get_config()"]),
     "config file that is no Python": ("train", ["--config=text.txt"], ["text.txt", "Python file"]),
     "config file that is a folder": ("train", ["--config=run"], ["run", "Python file"]),
+    "config of a run without a workdir": ("train", ["--config=run/config.json"], ["run/config.json", "--workdir"]),
+    "mistyped config of a run": ("train", ["--config=run/confg.json"], ["run/confg.json", "'config.json'"]),
     "no checkpoint named": ("evaluate", [], ["--checkpoint", "DIR"]),
     "no output named": ("prepare_data", [], ["--output", "DIR"]),
     "unknown scale": ("reproduce", ["--scale=tinny"], ["'tinny'", "tiny | small | paper", "did you mean 'tiny'"]),
@@ -250,7 +252,7 @@ def test_a_run_starts_from_the_config_of_another(trained, tmp_path):
 @pytest.mark.parametrize(("text", "words"), [("{", "not a JSON config"), ('{"optimizer": 3}', "optimizer")])
 def test_json_that_is_no_config_is_named_with_what_is_wrong(tmp_path, text, words):
     (tmp_path / "broken.json").write_text(text)
-    said = complaint(run("train", "--config=broken.json", cwd=tmp_path))
+    said = complaint(run("train", "--config=broken.json", "--workdir=new", cwd=tmp_path))
     assert "broken.json: " in said
     assert words in said
 

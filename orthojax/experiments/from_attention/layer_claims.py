@@ -80,7 +80,7 @@ def dominance_claims(study: Study) -> list[Claim]:
     """Appendix I.1: low at first, a peak in the middle, less at the end; and none with softmax-1."""
     metric = "first_attention_fraction"
     least = DOMINANCE * chance_of_first(study.variants[0].config.data.sequence_length)
-    seen = f"a layer is above {least:.2g}, twice what chance gives"
+    seen = f"a layer is above {least:.2g}, {DOMINANCE:g} times what chance gives"
 
     def dominant(_: str, values: np.ndarray) -> bool:
         return bool(values.max() > least)
