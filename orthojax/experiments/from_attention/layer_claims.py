@@ -34,9 +34,8 @@ def _width(study: Study, label: str) -> int:
     return next(v for v in study.variants if v.name == variant_name(model, "vanilla")).config.model.d_model
 
 
-def _show(layers: Mapping[str, np.ndarray]) -> str:
-    shown = (f"{label} {', '.join(number(float(value)) for value in _few(values))}" for label, values in layers.items())
-    return "; ".join(shown) or "none"
+def _cases(layers: Mapping[str, np.ndarray]) -> list[str]:
+    return [f"{label} {', '.join(number(float(value)) for value in _few(values))}" for label, values in layers.items()]
 
 
 def _few(values: np.ndarray) -> np.ndarray:
@@ -67,8 +66,10 @@ def _most(
     told = f"So in {len(good)} of {len(models)} models ({', '.join(good) or 'none'})"
     return Claim(
         verdict(2 * len(good) > len(models), visible=bool(models)),
-        f"{text} {told if models else 'There is nothing to see in any model'}; layers from first to last: "
-        f"{_show(models or among)} (criterion: {criterion}, in most of the models where {seen}).",
+        f"{text} Layers from first to last:",
+        _cases(models or among),
+        f"{told if models else 'There is nothing to see in any model'} (criterion: {criterion}, in most of the models "
+        f"where {seen}).",
     )
 
 
@@ -143,9 +144,10 @@ def _growth(study: Study, metric: str, words: str, limit: Callable[[int], float]
     both = Claim(
         verdict(len(good) == len(judged), visible=bool(judged)),
         f"With both the {words} stays that of a Gaussian vector in every layer; the paper sees small rises in the "
-        f"last layers of two of five models. So in {len(good)} of {len(judged)} models; layers from first to last: "
-        f"{_show(judged)} (criterion: all layers but the last at most {limit_words}: {told}; in all of the models "
-        f"where a layer of softmax and Adam is above it).",
+        f"last layers of two of five models. Layers from first to last:",
+        _cases(judged or cured),
+        f"So in {len(good)} of {len(judged)} models (criterion: all layers but the last at most {limit_words}: "
+        f"{told}; in all of the models where a layer of softmax and Adam is above it).",
     )
     return [*claims, alone, both]
 

@@ -140,12 +140,13 @@ def _claims(study: Study) -> list[Claim]:
         if method == "vanilla":
             continue
         differences = {label: _differences(study, model, method) for model, label in _models(study).items()}
-        shown = ", ".join(f"{label} {spread(values, _signed)}" for label, values in differences.items())
         claims.append(
             Claim(
                 verdict(all(np.mean(values) <= SIMILAR_NATS for values in differences.values())),
                 f"{words} converges to a loss similar to that of softmax + Adam. Held-out loss less that of the same "
-                f"seed: {shown} nats (criterion: on average at most {SIMILAR_NATS:g} nats above, in every model).",
+                f"seed, nats:",
+                [f"{label} {spread(values, _signed)}" for label, values in differences.items()],
+                f"(Criterion: on average at most {SIMILAR_NATS:g} nats above, in every model.)",
             )
         )
     return claims
