@@ -1,20 +1,24 @@
 """Reading text and tokens: token files against the tokenizer library alone, and batches of rows."""
 
+import functools
 import json
+import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from orthojax.benchmarks.suite import Column, Row, Suite, measured, reason, seconds_text, spread_metrics, spread_text
 from orthojax.data.batches import TokenBatches
 from orthojax.data.corpus import embedded_corpus
-from orthojax.data.preparation import prepare, text_parts
+from orthojax.data.preparation import Part, prepare, text_parts, tfds_parts
+from orthojax.data.tfrecord import as_varint, crc32c, masked_crc
 from orthojax.data.token_files import TokenFile
 from orthojax.data.tokenizers import make_tokenizer
 from orthojax.train import interleaved_seconds, median_ratio, spread
 
 _DOCUMENT_CHARACTERS = 2_000  # about those of a web page of C4
+_COPIES = 3  # of the corpus, so that what a token file costs but once weighs as little as with more text
 _TINY_DOCUMENTS = 50
 _ROWS, _SEQUENCE_LENGTH, _BATCHES = 64, 512, 100
 
@@ -24,39 +28,75 @@ def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
     size = _DOCUMENT_CHARACTERS
     texts = [text[i : i + size] for text in whole for i in range(0, len(text), size)]
     texts = texts[:_TINY_DOCUMENTS] if tiny else texts
+    tokenizer = make_tokenizer("bpe:300" if tiny else "bpe:8192", texts)
+    texts *= 1 if tiny else _COPIES
     with tempfile.TemporaryDirectory() as home:
-        row, file = _preparation(texts, "bpe:300" if tiny else "bpe:8192", Path(home), repeats)
-        yield row
+        data = Path(home) / "data"
+        data.mkdir()
+        jsonl = data / "text.jsonl"
+        jsonl.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        _write_tfds(data, texts)
+        sources = {
+            "jsonl": lambda folder: text_parts([str(jsonl)], ["all"], folder),
+            "TFRecord": lambda folder: tfds_parts(data, "", ["train"], "text"),
+        }
+        rows, file = _preparation(texts, tokenizer, sources, Path(home), repeats)
+        yield from rows
         yield _batches(file, 4 if tiny else _ROWS, 8 if tiny else _SEQUENCE_LENGTH, repeats)
 
 
-def _preparation(texts: list[str], tokenizer_spec: str, home: Path, repeats: int) -> tuple[Row, TokenFile]:
-    """From a jsonl file to a token file with its checksums, against the tokenizer library on texts in memory."""
-    source, tokenizer_path = home / "text.jsonl", home / "tokenizer.json"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    tokenizer: Any = make_tokenizer(tokenizer_spec, texts)
+def _preparation(
+    texts: Sequence[str],
+    tokenizer: Any,
+    sources: Mapping[str, Callable[[Path], list[Part]]],
+    home: Path,
+    repeats: int,
+) -> tuple[list[Row], TokenFile]:
+    """From files of text to a token file with its checksums, against the tokenizer library on texts in memory."""
+    tokenizer_path = home / "tokenizer.json"
     tokenizer.save(tokenizer_path)
-    made: list[TokenFile] = []
+    made: dict[str, list[TokenFile]] = {name: [] for name in sources}
 
     def library() -> int:
         return len(tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False))
 
-    def token_file() -> None:
-        folder = home / str(len(made))  # a new one, since what is there already is not made again
-        made.extend(prepare(folder, text_parts([str(source)], ["all"], folder), str(tokenizer_path)))
+    def token_file(name: str) -> None:
+        folder = home / f"{name}-{len(made[name])}"  # a new one, since what is there already is not made again
+        made[name] += prepare(folder, sources[name](folder), str(tokenizer_path))
 
-    functions = {"library": library, "library again": library, "token file": token_file}
-    seconds = interleaved_seconds(functions, repeats)
-    info = made[0].info
-    metrics = {
-        **spread_metrics("speed_ratio", median_ratio(seconds["library"], seconds["token file"])),
-        **spread_metrics("control_ratio", median_ratio(seconds["library again"], seconds["library"])),
-        **spread_metrics("seconds", spread(seconds["token file"])),
-        "tokens_per_second": info.n_tokens / spread(seconds["token file"]).median,
-        "repetitions": repeats,
-    }
-    name = f"{info.n_bytes / 1e6:.1f} MB of jsonl, {len(texts)} documents, {tokenizer_spec}"
-    return Row(name, "token file", metrics), made[0]
+    files = {name: functools.partial(token_file, name) for name in sources}
+    seconds = interleaved_seconds({"library": library, "library again": library, **files}, repeats)
+    rows = []
+    for name in sources:
+        info = made[name][0].info
+        metrics = {
+            **spread_metrics("speed_ratio", median_ratio(seconds["library"], seconds[name])),
+            **spread_metrics("control_ratio", median_ratio(seconds["library again"], seconds["library"])),
+            **spread_metrics("seconds", spread(seconds[name])),
+            "tokens_per_second": info.n_tokens / spread(seconds[name]).median,
+            "repetitions": repeats,
+        }
+        case = f"{info.n_bytes / 1e6:.1f} MB of {name}, {len(texts)} documents, {tokenizer.spec}"
+        rows.append(Row(case, "token file", metrics))
+    return rows, made["jsonl"][0]
+
+
+def _write_tfds(folder: Path, texts: Sequence[str]) -> None:
+    """A TensorFlow Datasets folder with one TFRecord shard."""
+    with open(folder / "text-train.tfrecord-00000-of-00001", "wb") as file:
+        for text in texts:
+            value = _field(1, _field(1, text.encode()))  # Feature.bytes_list.value
+            example = _field(1, _field(1, _field(1, b"text") + _field(2, value)))
+            for part in (struct.pack("<Q", len(example)), example):
+                file.write(part + struct.pack("<I", masked_crc(crc32c(part))))
+    split = {"name": "train", "shardLengths": [str(len(texts))]}
+    info = {"name": "text", "version": "1.0.0", "fileFormat": "tfrecord", "splits": [split]}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """A length-delimited field of a protocol buffer message."""
+    return bytes([number << 3 | 2]) + as_varint(len(content)) + content
 
 
 def _batches(file: TokenFile, rows: int, sequence_length: int, repeats: int) -> Row:

@@ -8,7 +8,7 @@ import numpy as np
 from orthojax.data.tokenizers import Tokenizer
 
 T = TypeVar("T")
-_BATCH_CHARACTERS = 1 << 20  # so much text is tokenised at once, which bounds memory and paces the progress
+_BATCH_CHARACTERS = 1 << 21  # so much text is tokenised at once, which bounds memory and paces the progress
 _LONGEST_TEXT = 1 << 22  # characters; a longer document is tokenised in pieces
 
 
@@ -30,7 +30,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, int]
     """
     pieces = [piece for text in texts for piece in _cut(text)]
     rows = tokenizer.encode_batch([piece for piece, _ in pieces])
-    end, dtype = np.array([tokenizer.eos_id]), token_dtype(tokenizer.vocab_size)
+    end, dtype = np.array([tokenizer.eos_id], np.int32), token_dtype(tokenizer.vocab_size)
     parts = [part for row, (_, last) in zip(rows, pieces, strict=True) for part in ((row, end) if last else (row,))]
     return np.concatenate(parts).astype(dtype), sum(len(text.encode()) for text in texts)
 
@@ -46,7 +46,7 @@ def _cut(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def batches(items: Iterable[T], text: Callable[[T], str]) -> Iterator[list[T]]:
-    """Groups items so that each group has about a million characters of text."""
+    """Groups items so that each group has about two million characters of text."""
     group, characters = [], 0
     for item in items:
         group.append(item)

@@ -94,7 +94,7 @@ def read_documents(name: str, path: Path, start: int = 0, stop: int | None = Non
       UserError: For a file that cannot be read or decompressed, is not UTF-8, or has a bad line.
     """
     try:
-        with open(path, "rb") as raw, _decompressed(path, raw) as file:
+        with open(path, "rb", buffering=_BLOCK) as raw, _decompressed(path, raw) as file:
             if is_jsonl(path):
                 for item in _read_lines(name, path, file, start, stop):
                     yield item if file is raw else item._replace(offset=raw.tell())

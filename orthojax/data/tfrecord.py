@@ -94,14 +94,15 @@ def _short_crc32c(data: bytes) -> int:
     return crc ^ 0xFFFFFFFF
 
 
-def _masked(crc: int) -> int:
+def masked_crc(crc: int) -> int:
+    """A CRC as a TFRecord stores it: rotated right by 15 bits, plus a constant."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 @functools.lru_cache(1 << 14)  # lengths come again
 def masked_crc32c(data: bytes) -> int:
-    """The CRC as it is stored in a TFRecord: rotated right by 15 bits, plus a constant."""
-    return _masked(_short_crc32c(data))
+    """The masked CRC of a few bytes."""
+    return masked_crc(_short_crc32c(data))
 
 
 def read_records(path: Path, skip: int = 0) -> Iterator[bytes]:
@@ -117,7 +118,7 @@ def read_records(path: Path, skip: int = 0) -> Iterator[bytes]:
     """
     number, offset, problem = 0, 0, ""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", buffering=_GROUP) as file:
             while number < skip and (header := file.read(_HEADER.size)):
                 length = _length(header)
                 file.seek(length + 4, 1)
@@ -128,7 +129,7 @@ def read_records(path: Path, skip: int = 0) -> Iterator[bytes]:
                     return
                 sums = crc32c_of_each([content[:-4] for content in contents])
                 for content, crc in zip(contents, sums, strict=True):
-                    if _masked(crc) != int.from_bytes(content[-4:], "little"):
+                    if masked_crc(crc) != int.from_bytes(content[-4:], "little"):
                         raise ValueError("does not have its checksum")
                     yield content[:-4]
                     number, offset = number + 1, offset + _HEADER.size + len(content)
@@ -166,6 +167,12 @@ def _length(header: bytes) -> int:
     return length
 
 
+def as_varint(value: int) -> bytes:
+    """A number from 0 on as a protocol buffer message stores it: seven bits a byte, the lowest first."""
+    low, rest = value & 127, value >> 7
+    return bytes([low | 128]) + as_varint(rest) if rest else bytes([low])
+
+
 def bytes_feature(example: bytes, name: str) -> bytes | None:
     """The first value of a bytes feature of a serialized tf.train.Example; None where there is none of that name.
 
@@ -173,7 +180,7 @@ def bytes_feature(example: bytes, name: str) -> bytes | None:
       ValueError: Where the bytes are no such message.
     """
     wanted = name.encode()
-    key = b"\n" + _as_varint(len(wanted)) + wanted  # as an entry begins where its key stands first, which is usual
+    key = b"\n" + as_varint(len(wanted)) + wanted  # as an entry begins where its key stands first, which is usual
     for features in _fields(example, 0, len(example), 1):
         for begin, end in _fields(example, *features, 1):
             if example.startswith(key, begin, end) or (
@@ -186,11 +193,6 @@ def bytes_feature(example: bytes, name: str) -> bytes | None:
                             return example[slice(*value)]
                 return None
     return None
-
-
-def _as_varint(value: int) -> bytes:
-    low, rest = value & 127, value >> 7
-    return bytes([low | 128]) + _as_varint(rest) if rest else bytes([low])
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
