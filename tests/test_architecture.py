@@ -20,6 +20,7 @@ FLOORS = {
     "ops": 0,
     "config": 0,
     "progress": 0,
+    "locks": 0,
     "optim": 1,
     "model": 1,
     "data": 1,
@@ -47,6 +48,7 @@ ONLY = {
     "fields": set(),
     "config": set(),
     "progress": {"tqdm"},
+    "locks": set(),
 }  # what else than the standard library and what lies below these may import
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "launch").glob("*.py")])
 IDS = [str(path.relative_to(ROOT)) for path in SOURCES]

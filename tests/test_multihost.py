@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from orthojax.errors import UserError
@@ -241,6 +242,51 @@ def test_without_a_cluster_the_error_says_what_to_give(monkeypatch):
     with pytest.raises(UserError, match="do not come together: coordinator_address should be defined") as error:
         multihost.initialize()
     assert "--coordinator_address=HOST:PORT" in str(error.value)
+
+
+def flags_of_text(tmp_path, text, **changes):
+    """One process's command line on a text file of its own."""
+    path = tmp_path / f"{text[:5]}.txt"
+    path.write_text(text * 400)
+    flags = FLAGS | {"data.kind": "text", "data.tokenizer": "bytes", "model.vocab_size": 258, "mesh.data": 2} | changes
+    flags |= {"data.paths": str(path), "train.steps": 4}
+    return [f"--config.{name}={value}" for name, value in flags.items()]
+
+
+def run_two(tmp_path, workdir, first, second):
+    """(exit status, console, errors) of two processes, each with its own flags, as on machines of its own."""
+    together = [f"--workdir={workdir}", f"--coordinator_address=localhost:{free_port()}", "--num_processes=2"]
+    script, caches = str(ROOT / "launch/train.py"), [f"--cache_dir={tmp_path / f'cache{i}'}" for i in range(2)]
+    started = [
+        start([script, *together, f"--process_id={i}", caches[i], *flags], 1) for i, flags in enumerate((first, second))
+    ]
+    ends = [process.communicate(timeout=200) for process in started]
+    return [(process.returncode, *end) for process, end in zip(started, ends, strict=True)]
+
+
+def test_processes_with_other_data_or_another_config_end_together(tmp_path):
+    """Each would train on, and their gradients would be added up."""
+    text = flags_of_text(tmp_path, "the quick brown fox. ")
+    other = flags_of_text(tmp_path, "a lazy dog is it. ", **{"train.seed": 7})
+    for status, _, errors in run_two(tmp_path, tmp_path / "run", text, other):
+        assert status == 2
+        assert "not as that of process 0 are config of process 1 and data of process 1" in errors
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    ends = run_two(tmp_path, tmp_path / "run", text, text)
+    assert [status for status, *_ in ends] == [0, 0], ends
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) > 0
+
+
+def test_the_agreement_names_who_differs_in_what():
+    row = np.zeros(1 + 2 * 32, np.uint8)
+    rows = np.stack([row, row, row])
+    multihost._require_agreement(rows, ["config", "data"])
+    rows[2, 1 + 32] = 1
+    with pytest.raises(UserError, match="not as that of process 0 are data of process 2\n"):
+        multihost._require_agreement(rows, ["config", "data"])
+    rows[1, 0] = 1
+    with pytest.raises(UserError, match="process 1 cannot begin"):
+        multihost._require_agreement(rows, ["config", "data"])
 
 
 def test_this_process_is_the_primary_one():

@@ -2,6 +2,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import json
 import math
 import re
 
@@ -15,6 +16,7 @@ import pytest
 from orthojax import quant
 from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, RotationConfig, TrainConfig
 from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
+from orthojax.errors import UserError
 from orthojax.fields import replace
 from orthojax.model import Transformer, stack_layers, unstack_layers
 from orthojax.optim import RotatedAxes, rotate, unrotate
@@ -655,3 +657,18 @@ def test_progress_of_tokenising_ends_each_part_before_the_next(clock, kind):
     assert "tokenising training" not in text
     if kind is Terminal:  # a bar that is ended is followed by a new line
         assert text.count("\n") == 3
+
+
+def test_a_second_run_is_kept_off_the_folder_of_the_first(tmp_path):
+    """It would take the checkpoint that is being written for one that was left unfinished."""
+    refused = []
+
+    def second(step, loss):
+        with pytest.raises(UserError, match=f"another process is training in {tmp_path}") as error:
+            train(replace(CONFIG, {"train.log_every_steps": 3}), inputs(), tmp_path)
+        refused.append(str(error.value))
+
+    train(CONFIG, inputs(), tmp_path, on_step=second)
+    assert len(refused) == 10
+    assert json.loads((tmp_path / "config.json").read_text())["train"]["log_every_steps"] == 1
+    train(CONFIG, inputs(), tmp_path)  # afterwards it is free

@@ -6,7 +6,6 @@ in the source it goes on. Documents are tokenised one by one, so where a call wa
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -30,6 +29,7 @@ from orthojax.data.token_files import (
 )
 from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
+from orthojax.locks import try_lock
 
 _SAVE_SECONDS = 10.0
 _AT_ONCE = 2  # batches that are tokenised while others are read and written
@@ -99,7 +99,8 @@ def write_token_file(
         if path.exists():  # killed between the renaming of the file and the writing of its sidecar
             os.replace(path, partial)
         with open(partial, "a+b") as file:
-            _lock(file, path)
+            if not try_lock(file):
+                raise UserError(f"another process is writing {path}", allowed="one process for each shard: --shard=i/n")
             if sidecar_path(path).exists():  # another process has just finished
                 return open_token_file(path)
             writer = _Writer(file, notes, tokenizer, made_of)
@@ -232,18 +233,3 @@ def _finished(path: Path, made_of: dict[str, Any], notes: Path) -> TokenFile | N
         notes.unlink(missing_ok=True)
         return file
     return None
-
-
-def _lock(file: IO[bytes], path: Path) -> None:
-    """Keeps a second process off; the operating system unlocks the file when the first one ends, however it does."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    with contextlib.suppress(OSError):  # some network file systems cannot lock
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another process is writing {path}", allowed="one process for each shard: --shard=i/n"
-            ) from None

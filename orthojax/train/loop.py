@@ -1,7 +1,8 @@
 """The training loop: batches in, metrics.jsonl and checkpoints out, exact resume."""
 
 import contextlib
-from collections.abc import Callable, Generator
+import json
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ from jax.sharding import Mesh
 
 from orthojax.config import Config
 from orthojax.errors import Interrupted
+from orthojax.fields import to_json
 from orthojax.train.bad_steps import RollBack
 from orthojax.train.checkpoint import Checkpoints, read_config, require_same_data
 from orthojax.train.evaluation import validation_loss_nats
 from orthojax.train.inputs import Inputs
 from orthojax.train.mesh import make_mesh, place_rows, place_tree
 from orthojax.train.metric_writer import ROLLED_BACK, MetricWriter, NoWriter
-from orthojax.train.multihost import is_primary
+from orthojax.train.multihost import begin_together, is_primary
 from orthojax.train.prefetch import prefetched
 from orthojax.train.pretrained import initial_params
 from orthojax.train.probe import Probe
@@ -25,7 +27,7 @@ from orthojax.train.roll_back import Position, read_position, step_before
 from orthojax.train.signals import StopRequest, stop_on_signals
 from orthojax.train.step import TrainState, init_state, make_train_step
 from orthojax.train.tensorboard import TensorBoard
-from orthojax.train.workdir import check_workdir, prepare_workdir, require_same_config
+from orthojax.train.workdir import alone_in, check_workdir, prepare_workdir, require_same_config
 
 
 def train(
@@ -63,10 +65,9 @@ def train(
     """
     mesh, settings = make_mesh(config), config.train
     tensorboard = TensorBoard(workdir / "tensorboard") if settings.tensorboard and is_primary() else None
-    (prepare_workdir if is_primary() else check_workdir)(workdir, config)
     kept = (settings.keep_checkpoints, settings.keep_every_steps, settings.keep_best)
     keep = dict(zip(("keep", "keep_every_steps", "keep_best"), kept, strict=True))
-    with Checkpoints(workdir / "checkpoints", **keep) as checkpoints:
+    with _begun(config, inputs, workdir), Checkpoints(workdir / "checkpoints", **keep) as checkpoints:
         state, position = newest_state(checkpoints, config, inputs)
         step = int(state.step)
         on_start(step)
@@ -83,6 +84,21 @@ def train(
         if stop.signum is not None:
             raise Interrupted(stop.signum, settings.steps)
     return state
+
+
+@contextlib.contextmanager
+def _begun(config: Config, inputs: Inputs, workdir: Path) -> Iterator[None]:
+    """All processes at one run, in a folder that no other run is in."""
+    with contextlib.ExitStack() as held:
+
+        def prepare() -> None:
+            check_workdir(workdir, config)
+            if is_primary():
+                held.enter_context(alone_in(workdir))
+                prepare_workdir(workdir, config)
+
+        begin_together(prepare, {"config": to_json(config), "data": json.dumps(inputs.provenance, sort_keys=True)})
+        yield
 
 
 def _beginning(config: Config, inputs: Inputs) -> TrainState:

@@ -1,8 +1,11 @@
 """Several processes, on one machine or many, as one run; `jax.distributed` finds and watches them."""
 
+import hashlib
 import socket
+from collections.abc import Callable, Mapping
 
 import jax
+import numpy as np
 
 from orthojax.errors import UserError
 
@@ -70,3 +73,52 @@ def _require_address(address: str) -> None:
 def is_primary() -> bool:
     """Whether this is process 0, which alone writes config.json, metrics and to the console."""
     return jax.process_index() == 0
+
+
+def begin_together(prepare: Callable[[], None], same: Mapping[str, str]) -> None:
+    """Calls a function on every process, and goes on where it succeeds on all and all are about to do the same.
+
+    One that fails alone, or trains with another config or on other data, would be noticed by nobody: the others would
+    wait for it, or take its gradients for those of their own run.
+
+    Args:
+      prepare: Called here; a UserError of it ends all processes.
+      same: What must not differ between processes, by name.
+
+    Raises:
+      UserError: That of `prepare`, or which processes failed in it, or differ from process 0 and in what.
+    """
+    failure = None
+    try:
+        prepare()
+    except UserError as error:
+        failure = error
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        digests = [hashlib.sha256(value.encode()).digest() for value in same.values()]
+        own = np.frombuffer(bytes([failure is not None]) + b"".join(digests), np.uint8)
+        rows = np.asarray(multihost_utils.process_allgather(own))
+        if failure is None:
+            _require_agreement(rows, list(same))
+    if failure is not None:
+        raise failure
+
+
+def _require_agreement(rows: np.ndarray, names: list[str]) -> None:
+    """Of uint8 [processes, 1 + 32 * names]: whether a process failed, and the sha256 of everything named."""
+    failed = np.flatnonzero(rows[:, 0])
+    if failed.size:
+        raise UserError(f"process {', '.join(map(str, failed))} cannot begin", hint="its own message says why")
+    digests = rows[:, 1:].reshape(len(rows), len(names), 32)
+    differs = (digests != digests[0]).any(axis=-1)
+    told = [
+        f"{name} of process {', '.join(map(str, np.flatnonzero(column)))}"
+        for name, column in zip(names, differs.T, strict=True)
+        if column.any()
+    ]
+    if told:
+        raise UserError(
+            f"the processes are not of one run: not as that of process 0 are {' and '.join(told)}",
+            allowed="the same config, the same files and the same version of Python on every machine",
+        )

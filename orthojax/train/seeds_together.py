@@ -25,7 +25,7 @@ from orthojax.train.recorder import Recorder
 from orthojax.train.signals import StopRequest, stop_on_signals
 from orthojax.train.step import StepMetrics, TrainState, make_train_step
 from orthojax.train.tensorboard import TensorBoard
-from orthojax.train.workdir import prepare_workdir
+from orthojax.train.workdir import alone_in, prepare_workdir
 
 
 def can_train_seeds(config: Config) -> bool:
@@ -101,6 +101,7 @@ class _Seed:
         self.index, self.config, self.inputs, self._workdir = index, config, inputs, workdir
         self._on_step = on_step
         self.error: DivergedError | None = None
+        stack.enter_context(alone_in(workdir))
         prepare_workdir(workdir, config)
         train = config.train
         kept = {"keep_every_steps": train.keep_every_steps, "keep_best": train.keep_best}

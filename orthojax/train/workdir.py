@@ -1,10 +1,13 @@
 """The folder of a run, which belongs to one config."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.fields import changed_fields, from_json, to_json
+from orthojax.locks import try_lock
 from orthojax.train.files import make_folder, write_text
 
 # What may differ when a run goes on, as dotted paths; those with a dot or an underscore at the end stand for all that
@@ -54,6 +57,22 @@ def prepare_workdir(workdir: Path, config: Config) -> None:
     make_folder(workdir, "workdir")
     if _read_config(workdir) != config:
         write_text(workdir / "config.json", to_json(config) + "\n")
+
+
+@contextlib.contextmanager
+def alone_in(workdir: Path) -> Iterator[None]:
+    """Keeps a second call off the folder of a run, where it would take the first one's unfinished checkpoint away.
+
+    Raises:
+      UserError: Where another process has it, or it cannot be made.
+    """
+    make_folder(workdir, "workdir")
+    with open(workdir / ".lock", "w") as file:
+        if not try_lock(file):
+            raise UserError(
+                f"another process is training in {workdir}", allowed="another --workdir, or to wait until it ends"
+            )
+        yield
 
 
 def _read_config(workdir: Path) -> Config | None:
