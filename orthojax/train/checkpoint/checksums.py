@@ -54,7 +54,7 @@ def host_parts(array: jax.Array) -> list[Part]:
       host copy.
     """
     return [
-        (tuple(piece.start or 0 for piece in shard.index), np.asarray(shard.data))
+        (tuple(piece.start or 0 for piece in shard.index), jax.device_get(shard.data))
         for shard in array.addressable_shards
         if shard.replica_id == 0
     ]

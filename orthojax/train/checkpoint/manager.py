@@ -88,7 +88,7 @@ class Checkpoints:
         Raises:
           UserError: Where the disk refuses this write or refused the one before; earlier checkpoints stay.
         """
-        step = int(state.step)
+        step = int(jax.device_get(state.step))
         arrays = {"params": state.params, "opt_state": state.opt_state}
         values: dict[str, Any] = {"config": json.loads(to_json(config)), "data": data | {"next_step": step}}
         if self._newest_validation:
