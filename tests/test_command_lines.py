@@ -164,9 +164,6 @@ PARSING = {
     "mixed layers in a scan": (
         "train", ["--config.model.mlp=gelu,relu,relu,gelu"], ["model.mlp", "model.scan_layers=false"],
     ),
-    "evaluation not in whole batches": (
-        "train", ["--config.eval.sequences=33"], ["eval.sequences=33", "multiple of 32"],
-    ),
     "text without files": ("train", ["--config.data.kind=text"], ["data.kind='text'", "data.paths=FILE"]),
     "files that are not read": ("train", ["--config.data.paths=a.txt"], ["a.txt", "'text'"]),
     "one token file": (

@@ -219,7 +219,7 @@ BAD_OVERRIDES = [
     ("data.trigger_count", "0", ["trigger_count=0"]),
     ("train.batch_size", "0", ["batch_size=0", "at least 1"]),
     ("train.eval_every_steps", "-1", ["-1"]),
-    ("eval.sequences", "100", ["100", "eval.batch_size=32"]),
+    ("eval.sequences", "0", ["sequences=0", "at least 1"]),
     ("eval.batch_size", "0", ["batch_size=0"]),
     ("model.d_model", "1\n2\n3\n4", ["an integer"]),
     ("model.a\nb\nc\nd", "1", ["model.d_model"]),

@@ -495,6 +495,18 @@ def test_a_run_goes_on_on_another_mesh_and_is_evaluated_where_it_lies(tmp_path):
         assert math.isclose(split[name], value, rel_tol=tolerance, abs_tol=tolerance), name
 
 
+def test_a_last_evaluation_batch_that_does_not_divide_counts_as_the_others():
+    inputs = INPUTS._replace(evaluation=tokens(999)[:13])
+    config = replace(CONFIG, {"eval.sequences": 13, "eval.batch_size": 13})
+    state = init_state(on(CONFIG, 4))
+    whole = evaluate(config, jax.device_get(state.params), inputs, settings={})
+    assert whole["sequences"] == 13
+    ragged = replace(config, {"eval.batch_size": 8})  # 8 rows, two on a device; then 5 on each
+    for params in (state.params, jax.device_get(state.params)):
+        found = evaluate(ragged, params, inputs, settings={})
+        assert found == {name: pytest.approx(value, rel=1e-4, abs=1e-5) for name, value in whole.items()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "roll_back"])
 def test_bad_steps_on_a_mesh_with_an_untied_head_chunks_and_parts(policy, tmp_path):
