@@ -14,7 +14,16 @@ import numpy as np
 import optax
 import pytest
 
-from orthojax.benchmarks import attention_cases, compilation, data, optimizer, quantization, suite, train_step_cases
+from orthojax.benchmarks import (
+    attention_cases,
+    compilation,
+    data,
+    optimizer,
+    quantization,
+    suite,
+    telemetry,
+    train_step_cases,
+)
 from orthojax.benchmarks.catalog import SUITES
 from orthojax.benchmarks.optimizer_cases import KERNEL_ROTATIONS
 from orthojax.benchmarks.program import Program, compile_program, free_bytes, tree_bytes
@@ -56,6 +65,7 @@ def test_the_command_measures_every_suite_case_and_rotation(tiny):
     assert {case.implementation for case in attentions} == {"xla", "xla_chunked"}
     wanted += [("attention", case.name, name) for case in attentions for name in case.contenders]
     wanted += [("train_step", "gpt2 tiny 2x16", name) for name in train_step_cases.VARIANTS]
+    wanted += [("telemetry", "gpt2 tiny 2x16", "telemetry")]
     wanted += [("quantization", case.name, name) for case in quantization.cases(tiny=True) for name in case.settings]
     wanted += [
         ("data", "0.1 MB of jsonl, 50 documents, bpe:300", "token file"),
@@ -94,6 +104,7 @@ def test_times_are_positive_and_their_quartiles_in_order(tiny):
         "attention": ("seconds_ratio", "control_ratio", "seconds", "softmax_seconds"),
         "train_step": ("step_seconds_ratio", "control_ratio", "step_seconds"),
         "quantization": ("seconds_ratio", "control_ratio", "seconds", "float32_seconds"),
+        "telemetry": ("telemetry_ratio", "step_seconds"),
         "data": ("seconds",),
     }
     for row in tiny[0]["rows"][:-1]:  # the last was left out
@@ -102,7 +113,7 @@ def test_times_are_positive_and_their_quartiles_in_order(tiny):
             lower, median, upper = (metrics[name + quartile] for quartile in ("_lower_quartile", "", "_upper_quartile"))
             assert 0 < lower <= median <= upper
         assert metrics["repetitions"] == 2
-        if row["suite"] != "data":
+        if row["suite"] not in ("telemetry", "data"):
             assert metrics["compile_seconds"] > 0
         if row["suite"] in ("optimizer", "compile"):
             assert metrics["lower_seconds"] > 0
@@ -271,6 +282,14 @@ def test_prepared_and_read_tokens_are_counted():
         assert row.metrics["speed_ratio"] > 0
     tokens = batches.metrics["tokens_per_second"] * batches.metrics["seconds"]
     assert tokens == pytest.approx(100 * 4 * 8)
+
+
+def test_telemetry_is_the_sum_of_its_parts_over_a_step():
+    (row,) = telemetry.SUITE.measure(1, True)
+    parts = [row.metrics[f"{part}_seconds_per_step"] for part in ("probe", "norms", "record")]
+    assert min(parts) > 0
+    assert row.metrics["telemetry_ratio"] == pytest.approx(sum(parts) / row.metrics["step_seconds"])
+    assert (row.metrics["probe_every_steps"], row.metrics["log_every_steps"]) == (100, 20)
 
 
 def test_integer_kernels_have_the_bytes_of_the_closed_form_and_late_rows_are_left_out():

@@ -1,6 +1,6 @@
 """Every suite by name."""
 
-from orthojax.benchmarks import attention, compilation, data, optimizer, quantization, train_step
+from orthojax.benchmarks import attention, compilation, data, optimizer, quantization, telemetry, train_step
 from orthojax.benchmarks.suite import Suite
 
 SUITES: dict[str, Suite] = {
@@ -10,6 +10,7 @@ SUITES: dict[str, Suite] = {
         compilation.SUITE,
         attention.SUITE,
         train_step.SUITE,
+        telemetry.SUITE,
         quantization.SUITE,
         data.SUITE,
     )
