@@ -43,7 +43,7 @@ def made_up(experiment, kurtosis, perplexity, seeds=(0, 1, 2), **extra):
             rows.append(row | ({"learning_rates": rates} if rates else {}))
     data = {"file_count": 3, "source_sha256": "0" * 64, "tokenizer": "bpe:2048", "train": {"n_tokens": 10}}
     provenance = {"versions": {"jax": "0"}, "device": "cpu", "seeds": list(seeds), "data": [data], "date": "2000-01-01"}
-    results = {"rows": rows, "provenance": provenance | {"wall_seconds": 60.0}} | extra
+    results = {"rows": rows, "provenance": provenance | {"training_seconds": 60.0}} | extra
     return Study(experiment, "tiny", variants, tuple(seeds), Path(), results)
 
 

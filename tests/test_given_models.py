@@ -33,7 +33,7 @@ def made_up(experiment, variants, metrics, seeds=(0, 1, 2), **extra):
             row = {"variant": v.name, "seed": seed, "overrides": {}, "metrics": values or {}, "run": v.name}
             rows.append(row if values is not None else row | {"failed": "the loss is not finite at step 3"})
     provenance = {"versions": {"jax": "0"}, "device": "cpu", "seeds": list(seeds), "data": [DATA], "date": "2000-01-01"}
-    results = {"rows": rows, "provenance": provenance | {"wall_seconds": 60.0}} | extra
+    results = {"rows": rows, "provenance": provenance | {"training_seconds": 60.0}} | extra
     return Study(experiment, "tiny", tuple(variants), tuple(seeds), Path(), results)
 
 
@@ -173,8 +173,9 @@ def test_a_model_that_does_not_fit_leaves_the_others():
 # Table 7, and real models.
 
 
-def pair(fraction=1.0, mass=1.0, first=1.0, pooled=1.3, base=0.95):
-    variants = [Variant(name, name, LANGUAGE_MODEL) for name in ("base", "tuned", "odd")]
+def pair(fraction=1.0, mass=1.0, first=1.0, pooled=1.3, base=0.95, tokenizer="bytes"):
+    configs = [replace(LANGUAGE_MODEL, {"data.tokenizer": name}) for name in ("bytes", tokenizer, "bytes")]
+    variants = [Variant(name, name, c) for name, c in zip(("base", "tuned", "odd"), configs, strict=True)]
 
     def metrics(name, seed):
         tuned = name == "tuned"
@@ -199,6 +200,8 @@ def pair(fraction=1.0, mass=1.0, first=1.0, pooled=1.3, base=0.95):
         ({"first": 0.9}, ["holds", "does not hold", "holds"]),
         ({"pooled": 1.0}, ["holds", "holds", "does not hold"]),
         ({"base": 0.1}, ["not visible at this scale", "holds", "holds"]),
+        ({"tokenizer": "bpe:2048"}, ["not visible at this scale"] * 3),  # another model on another text
+        ({"tokenizer": "bpe:2048", "first": 0.5}, ["not visible at this scale"] * 3),
     ],
 )
 def test_what_fine_tuning_changes_decides_the_verdicts_of_table_7(changes, expected):

@@ -43,7 +43,13 @@ def study(seeds=(0, 1), **changes):
                 metrics = {"kurtosis_first": first, "kurtosis_rest": rest, "first_attention_fraction": dominance}
                 metrics |= {"first_attention_share": 0.1, "first_attention_mass": 0.1, "perplexity": perplexity + seed}
                 rows.append(row | {"metrics": metrics})
-    provenance = {"versions": {"jax": "0"}, "device": "cpu", "data": [DATA], "date": "2000-01-01", "wall_seconds": 1.0}
+    provenance = {
+        "versions": {"jax": "0"},
+        "device": "cpu",
+        "data": [DATA],
+        "date": "2000-01-01",
+        "training_seconds": 1.0,
+    }
     results = {"rows": rows, "provenance": provenance}
     return Study(EXPERIMENT, "tiny", EXPERIMENT.variants("tiny"), tuple(seeds), Path(), results)
 

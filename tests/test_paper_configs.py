@@ -10,7 +10,7 @@ import pytest
 
 from orthojax.config import Config
 from orthojax.errors import UserError
-from orthojax.experiments.from_attention.paper_configs import FILES, NOT_STATED, PaperRun, paper_runs
+from orthojax.experiments.from_attention.paper_configs import DIFFERS, FILES, NOT_STATED, PaperRun, paper_runs
 from orthojax.fields import flatten, from_json, replace, to_json
 from orthojax.model import parameter_count
 from orthojax.train import estimate
@@ -90,6 +90,7 @@ def test_parameters_tokens_and_settings_are_the_papers(run):
     assert abs(parameter_count(config.model) / parameters - 1.0) < 0.1
     assert (config.train.steps, config.optim.warmup_steps, config.train.batch_size) == (steps, warmup, 512)
     assert config.eval.sequences == 100_000
+    assert [config.mesh_sizes(devices) for devices in (8, 64, 256)] == [(n, 1, 1) for n in (8, 64, 256)]
     length = config.data.sequence_length
     assert round(estimate(config).tokens / 1e9 * 256 / length) == billions
     assert config.optim.learning_rate == (0.2 if config.optim.optimizer == "sgd" else 1e-3)
@@ -142,12 +143,16 @@ def test_penalties_of_quantisation_are_the_differences_that_the_paper_prints():
         assert expected["perplexity_int8_fine"] - expected["perplexity"] == pytest.approx(fine, abs=1e-6)
 
 
-def test_what_the_paper_does_not_state_is_one_table_and_so_in_every_run():
-    table = re.findall(r"^\| (.+?) \| (.+?) \|$", (FOLDER / "README.md").read_text(), re.MULTILINE)
-    assert table[-len(NOT_STATED) :] == [(what, choice) for what, choice, _ in NOT_STATED]
+@pytest.mark.parametrize(
+    ("rows", "heading"), [(NOT_STATED, "Not stated, "), (DIFFERS, "What differs from the paper, on purpose:")]
+)
+def test_what_the_paper_does_not_state_or_has_otherwise_is_one_table_and_so_in_every_run(rows, heading):
+    _, part = (FOLDER / "README.md").read_text().split(f"\n{heading}")
+    _, *table = re.findall(r"^\| (.+?) \| (.+?) \|$", part.split("|\n\n")[0] + "|", re.MULTILINE)
+    assert table == [(what, choice) for what, choice, _ in rows]
     for run in RUNS:
         flat = flatten(run.config)
-        for what, _, fields in NOT_STATED:
+        for what, _, fields in rows:
             for path, value in fields.items():
                 assert flat[path] == value, (what, run)
 

@@ -19,7 +19,14 @@ from orthojax.config import Config, OptimConfig, RotationConfig
 from orthojax.errors import UserError
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured
 from orthojax.experiments.catalog import find
-from orthojax.experiments.from_attention import figure2, figure2_report, figure4, figure6, output_weights
+from orthojax.experiments.from_attention import (
+    figure2,
+    figure2_report,
+    figure4,
+    figure6,
+    figure6_report,
+    output_weights,
+)
 from orthojax.experiments.from_attention.output_bases import output_bases, output_kernels
 from orthojax.experiments.from_attention.paper_configs import paper_runs
 from orthojax.experiments.reporting.page import write_report
@@ -383,7 +390,7 @@ def made_up(module, workdir, measured, seeds, *, failed=()):
         rows.append(row | ({"metrics": {}, "failed": "the loss is not finite at step 3"} if bad else {}))
     data = {"file_count": 3, "source_sha256": "0" * 64, "tokenizer": "bpe:2048", "train": {"n_tokens": 10}}
     provenance = {"versions": {"jax": "0"}, "device": "cpu", "seeds": list(seeds), "data": [data], "date": "2000-01-01"}
-    results = {"rows": rows, "provenance": provenance | {"wall_seconds": 60.0}}
+    results = {"rows": rows, "provenance": provenance | {"training_seconds": 60.0}}
     return Study(experiment, "tiny", variants, tuple(seeds), workdir, results)
 
 
@@ -491,7 +498,8 @@ def kurtosis(**changed):
     [
         ({}, ["holds"] * 4),
         ({"xqt": 30.0}, ["does not hold", "does not hold", "holds", "holds"]),
-        ({"xv": 3.0}, ["holds", "holds", "does not hold", "holds"]),
+        ({"xv": 3.0}, ["holds", "holds", "not visible at this scale", "holds"]),  # Gaussian values have more
+        ({"x": 25.0}, ["does not hold", "does not hold", "does not hold", "holds"]),
         ({"vanilla_x": 3.1}, [*["not visible at this scale"] * 2, "holds", "not visible at this scale"]),
     ],
 )
@@ -501,6 +509,18 @@ def test_figure_6_says_whether_outliers_hide_in_the_basis_of_orthoadam(tmp_path,
     for table in report.tables:
         assert {len(row) for row in table.rows} == {len(table.columns)}
     plt.close("all")
+
+
+@pytest.mark.parametrize(("tokens", "d_model"), [(64, 160), (96, 24)])
+def test_gaussian_values_have_a_basis_of_larger_kurtosis_too(tokens, d_model):
+    x, xv = figure6_report.gaussian_kurtosis(tokens, d_model)
+    rng, found = np.random.default_rng(7), []
+    for _ in range(40):
+        sample = rng.normal(size=(tokens, d_model))
+        right = np.linalg.svd(sample)[2]
+        found.append([float64_kurtosis(values).mean() for values in (sample, sample @ right.T)])
+    assert (x, xv) == pytest.approx(tuple(np.mean(found, axis=0)), rel=0.05)
+    assert xv > x
 
 
 @pytest.mark.parametrize(

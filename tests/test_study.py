@@ -184,6 +184,13 @@ def test_two_places_halve_the_time_but_of_the_longest_run(tmp_path):
     assert module._minutes(tasks, speed, 9) == pytest.approx(max(costs))
 
 
+def test_minutes_of_years_are_not_counted():
+    assert [module._clock(minutes) for minutes in (0.0, 0.5, 59.6, 600.0, 60_000.0)] == [
+        "-", "under 1", "60", "600 (10 hours)", "60,000 (1,000 hours)",
+    ]  # fmt: skip
+    assert {module._clock(minutes) for minutes in (60_001.0, 1e9, float("inf"))} == {"over 1,000 hours here"}
+
+
 def test_the_speed_is_the_median_of_finished_runs_and_damaged_ones_are_left_out(tmp_path):
     _, (a, b, c) = experiments()
     assert measured_speed(tmp_path) is None

@@ -1,7 +1,10 @@
 """How `figure6` is told."""
 
+import functools
+
 import numpy as np
 
+from orthojax.analysis import in_singular_basis
 from orthojax.experiments.from_attention.models import variant_name
 from orthojax.experiments.reporting import drawing, summaries
 from orthojax.experiments.reporting.criteria import GAUSSIAN, NO_OUTLIERS, OUTLIERS
@@ -14,6 +17,7 @@ _BASES = {"x": "X", "xq": "X Q", "xqt": "X Q^T", "xv": "X V"}
 _WHAT = {"added": "what a block adds", "mlp": "MLP output alone"}
 SEQUENCES = 64  # of the evaluation set, at most
 _SAME = 1.25
+_SAMPLES = 8  # matrices of Gaussian values; their kurtosis hardly varies
 
 
 def _rows(study: Study) -> list[tuple[str, str, str]]:
@@ -44,6 +48,39 @@ def _largest_ratio(study: Study, what: str, basis: str) -> float:
     return float(np.exp(np.max(np.abs(np.log(y / x)))))
 
 
+@functools.cache
+def gaussian_kurtosis(tokens: int, d_model: int) -> tuple[float, float]:
+    """Kurtosis over channels, mean over positions, of independent Gaussian values X [T, D] and of their X V.
+
+    Args:
+      tokens: T.
+      d_model: D.
+    """
+    x = np.random.default_rng(0).normal(size=(_SAMPLES, tokens, d_model))
+
+    def mean_kurtosis(values: np.ndarray) -> float:
+        centred = values - values.mean(-1, keepdims=True)
+        return float(((centred**4).mean(-1) / (centred**2).mean(-1) ** 2).mean())
+
+    return mean_kurtosis(x), mean_kurtosis(in_singular_basis(x))
+
+
+def _singular_basis(study: Study, shown: str) -> Claim:
+    """Of X V, beside what it is of a matrix in which nothing sticks out."""
+    config = study.variants[0].config
+    shape = config.data.sequence_length, config.model.d_model
+    x, xv = gaussian_kurtosis(*shape)
+    measured = {what: study.by_layer(CURED, f"{what}_kurtosis_xv") for what in _WHAT}
+    larger = all(bool((xvs > study.by_layer(CURED, f"{what}_kurtosis_x")).all()) for what, xvs in measured.items())
+    return Claim(
+        verdict(larger, visible=min(float(xvs.mean()) for xvs in measured.values()) > xv),
+        f"A basis with larger kurtosis exists: that of the singular vectors, X V: {shown}. Any matrix has one: "
+        f"independent Gaussian values of the same shape, {shape[0]} x {shape[1]}, have {x:.2f} in X and {xv:.2f} in "
+        f"X V, so this says nothing of outliers (criterion: above X in every layer and seed; visible where the mean "
+        f"of each X V is above that of the Gaussian values).",
+    )
+
+
 def _claims(study: Study) -> list[Claim]:
     shown = {
         basis: spread(study.values(CURED, f"added_kurtosis_{basis}")) + f", MLP alone "
@@ -53,9 +90,6 @@ def _claims(study: Study) -> list[Claim]:
     means = [study.mean(CURED, f"{what}_kurtosis_{basis}") for what in _WHAT for basis in ("x", "xq", "xqt")]
     ratios = [_largest_ratio(study, what, basis) for what in _WHAT for basis in ("xq", "xqt")]
     vanilla = study.mean(VANILLA, "added_kurtosis_x")
-    larger = [
-        study.by_layer(CURED, f"{what}_kurtosis_xv") > study.by_layer(CURED, f"{what}_kurtosis_x") for what in _WHAT
-    ]
     pairs = study.pairs(VANILLA, CURED, "added_kurtosis_x").values()
     visible = vanilla > OUTLIERS
     return [
@@ -70,11 +104,7 @@ def _claims(study: Study) -> list[Claim]:
             f"In all three bases the kurtosis is near that of a Gaussian, 3. Means over layers and seeds "
             f"{min(means):.2f} to {max(means):.2f} (criterion: all below {NO_OUTLIERS}; visible as above).",
         ),
-        Claim(
-            verdict(all(bool(layers.all()) for layers in larger)),
-            f"A basis with larger kurtosis exists: that of the singular vectors, X V: {shown['xv']} (criterion: above "
-            f"X in every layer and seed).",
-        ),
+        _singular_basis(study, shown["xv"]),
         Claim(
             verdict(all(a > b for a, b in pairs), visible=visible),
             f"The vanilla model's layers write outliers. X: {spread(study.values(VANILLA, 'added_kurtosis_x'))} "

@@ -25,6 +25,7 @@ _MORE = {"kurtosis_rest": "kurtosis, other tokens", "perplexity": "perplexity"}
 
 Pair = tuple[Variant, Variant]
 _SAME = 0.05  # a change of at most this fraction leaves a number as it was
+_ON_THE_SAME = "and where both have the same data: otherwise model and text change together"
 
 
 def _pairs(study: Study) -> list[Pair]:
@@ -66,11 +67,17 @@ def _measured(study: Study) -> list[Pair]:
     return [pair for pair in _pairs(study) if all(study.values(v.name, "kurtosis_pooled") for v in pair)]
 
 
+def _other_data(pair: Pair) -> list[str]:
+    """Fields of the data that the two do not share; with any, they are measured on different text."""
+    return sorted(changed_fields(pair[0].config.data, pair[1].config.data))
+
+
 def _claims(study: Study) -> list[Claim]:
     pairs = _measured(study)
-    dominated = [p for p in pairs if study.mean(p[0].name, "first_attention_fraction") >= _least(p[0])]
-    peaked = [p for p in pairs if study.mean(p[0].name, "kurtosis_first") > OUTLIERS]
-    spiky = [p for p in pairs if study.mean(p[0].name, "kurtosis_pooled") > OUTLIERS]
+    comparable = [p for p in pairs if not _other_data(p)]
+    dominated = [p for p in comparable if study.mean(p[0].name, "first_attention_fraction") >= _least(p[0])]
+    peaked = [p for p in comparable if study.mean(p[0].name, "kurtosis_first") > OUTLIERS]
+    spiky = [p for p in comparable if study.mean(p[0].name, "kurtosis_pooled") > OUTLIERS]
 
     def told(metric: str) -> str:
         return "; ".join(
@@ -91,17 +98,18 @@ def _claims(study: Study) -> list[Claim]:
             f"Fine-tuning leaves the attention to the first token as it was. Most attended: "
             f"{told('first_attention_fraction')}; mass: {told('first_attention_mass')}. The paper: 95.45% to 95.53%, "
             f"and 73.49% to 70.13% (criterion: both within {_SAME:.0%} of the base model's; visible where the first "
-            f"token is most attended by {DOMINANCE:g} times the fraction of pairs that chance gives, or more, in it).",
+            f"token is most attended by {DOMINANCE:g} times the fraction of pairs that chance gives, or more, in it, "
+            f"{_ON_THE_SAME}).",
         ),
         Claim(
             verdict(all(same(p, "kurtosis_first") for p in peaked), visible=bool(peaked)),
             f"It leaves the kurtosis of the first token as it was: {told('kurtosis_first')}. The paper: 1227 to 1228 "
-            f"(criterion: within {_SAME:.0%}; visible where the base model's is above {OUTLIERS:g}).",
+            f"(criterion: within {_SAME:.0%}; visible where the base model's is above {OUTLIERS:g}, {_ON_THE_SAME}).",
         ),
         Claim(
             verdict(all(_change(study, p, "kurtosis_pooled") > _SAME for p in spiky), visible=bool(spiky)),
             f"It raises the mean kurtosis: {told('kurtosis_pooled')}. The paper: 55 to 69 (criterion: by more than "
-            f"{_SAME:.0%}; visible where the base model's is above {OUTLIERS:g}).",
+            f"{_SAME:.0%}; visible where the base model's is above {OUTLIERS:g}, {_ON_THE_SAME}).",
         ),
     ]
 
@@ -110,7 +118,7 @@ def _origins(study: Study) -> list[str]:
     """What each second model began from, by its own config, and on what else than its base it was trained."""
     return [
         f"{tuned.label}: begins from {tuned.config.train.init_from or 'no other model, by its config'}; data that "
-        f"differs from {base.label}'s: {', '.join(changed_fields(base.config.data, tuned.config.data)) or 'none'}"
+        f"differs from {base.label}'s: {', '.join(_other_data((base, tuned))) or 'none'}"
         for base, tuned in _pairs(study)
     ]
 

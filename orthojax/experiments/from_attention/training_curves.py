@@ -16,7 +16,8 @@ from orthojax.experiments.study.variant import Variant
 from orthojax.train import read_metrics
 
 _FIGURES = {"gpt2_60m": 41, "gpt2_130m": 42, "gpt2_350m": 43, "gpt2_1_4b": 43, "llama2_130m": 44}
-SPIKE_NATS, SIMILAR_NATS = 1.0, 0.05
+SPIKE_NATS = 1.0
+SIMILAR_NATS = 0.02  # the largest difference that Table 2 of the paper has is 0.016, of 32.4 and 31.9
 _DRAWN = 300  # points of a curve
 
 

@@ -213,7 +213,8 @@ def _notes(study: Study) -> list[str]:
         f"{provenance['date']}, {provenance['device']}, "
         + ", ".join(f"{name} {number}" for name, number in provenance["versions"].items()),
         *map(_corpus_note, provenance["data"]),
-        f"{provenance['wall_seconds'] / 60:.1f} minutes for {len(study.results['rows'])} runs",
+        f"{provenance['training_seconds'] / 60:.1f} minutes of training, summed over {len(study.results['rows'])} runs "
+        "(several run at once)",
         f"evaluated on {config.eval.sequences} sequences; dynamic quantisation scales over batches of "
         f"{config.eval.batch_size}; quantised are linear layers only",
         *_seeds_together(study),

@@ -25,6 +25,7 @@ from orthojax.fields import from_json, replace
 from orthojax.train import init_state, make_train_step
 
 _CALIBRATION_SECONDS = 1.0
+_LONGEST_HOURS = 1000  # an estimate above it only says that this is not the machine for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +140,8 @@ def _clock(minutes: float) -> str:
         return "-"
     if minutes < 1:
         return "under 1"
+    if minutes > 60 * _LONGEST_HOURS:
+        return f"over {_LONGEST_HOURS:,} hours here"
     return f"{minutes:.0f}" if minutes < 600 else f"{minutes:,.0f} ({minutes / 60:,.0f} hours)"
 
 

@@ -218,6 +218,6 @@ def _provenance(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
     return environment() | {
         "seeds": list(seeds),
         "data": list(sources.values()),
-        # Of training alone, summed over runs, by whichever call and experiment.
-        "wall_seconds": round(sum(row.get("seconds", 0.0) for row in rows), 1),
+        # Summed over runs, of which several may run at once, by whichever call and experiment.
+        "training_seconds": round(sum(row.get("seconds", 0.0) for row in rows), 1),
     }
