@@ -1,7 +1,9 @@
 import functools
 import logging
+import os
 import random
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -10,12 +12,13 @@ import numpy as np
 import pytest
 
 from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
-from orthojax.errors import UserError
+from orthojax.errors import Interrupted, UserError
 from orthojax.fields import flatten, from_json, replace, to_json
 from orthojax.train import (
     Checkpoints,
     DamagedError,
     Inputs,
+    evaluation,
     find_checkpoint,
     list_arrays,
     loop,
@@ -151,6 +154,30 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(finished, tmp_path, step
     assert bits(state) == finished[1]
     assert losses(tmp_path) == losses(finished[0])
     assert loop.make_train_step(CONFIG)._cache_size() <= 2  # one program for a new state, one for a restored one
+
+
+@pytest.mark.parametrize("step", [4, 8, 11])
+def test_a_signal_cuts_a_validation_off_which_is_done_first_when_the_run_goes_on(finished, tmp_path, monkeypatch, step):
+    """It may take minutes, and whoever stops the run waits for seconds."""
+    validations = []
+
+    def interrupted(config, params, inputs, after_batch):
+        validations.append(len(validations) + 1)
+        if validations == [*range(1, -(-step // 4) + 1)]:  # of this step, the first time
+            os.kill(os.getpid(), signal.SIGTERM)
+        loss = evaluation.validation_loss_nats(config, params, inputs)
+        after_batch()
+        return loss
+
+    monkeypatch.setattr(loop, "validation_loss_nats", interrupted)
+    with pytest.raises(Interrupted) as stopped:
+        train(CONFIG, INPUTS, tmp_path)
+    assert stopped.value.signum == signal.SIGTERM
+    assert find_checkpoint(tmp_path).name == str(step)
+    assert "validation_loss_nats" not in read_metrics(tmp_path / "metrics.jsonl")[-1]
+    assert bits(train(CONFIG, INPUTS, tmp_path)) == finished[1]
+    assert losses(tmp_path) == losses(finished[0])
+    assert len(validations) == 3 + 1
 
 
 def test_a_finished_run_is_not_touched_again(finished, copy):

@@ -57,8 +57,10 @@ def _on_mesh(mesh: Mesh | None, rows: np.ndarray) -> Any:
     return place_rows(mesh, len(rows), lambda start, stop: rows[start:stop])
 
 
-def mean_loss_nats(model: Transformer, params: Any, config: Config, inputs: Inputs) -> float:
-    """Mean next-token loss over all target positions of the evaluation set, in nats."""
+def mean_loss_nats(
+    model: Transformer, params: Any, config: Config, inputs: Inputs, after_batch: Callable[[], None] = lambda: None
+) -> float:
+    """Mean next-token loss over all target positions of the evaluation set, in nats; `after_batch` may raise."""
     mesh, positions = mesh_of(params), config.train.loss_chunk_positions
     sums: list[Any] = []
     with in_mesh(mesh):
@@ -66,13 +68,16 @@ def mean_loss_nats(model: Transformer, params: Any, config: Config, inputs: Inpu
             sums.append(_loss(model, params, _on_mesh(mesh, rows), positions))
             if len(sums) > 1:  # one late, so that the devices do not wait for the host
                 sums[-2] = jax.device_get(sums[-2])
+            after_batch()
     totals, counts = zip(*jax.device_get(sums), strict=True)
     return sum(map(float, totals)) / sum(map(float, counts))
 
 
-def validation_loss_nats(config: Config, params: Any, inputs: Inputs) -> float:
+def validation_loss_nats(
+    config: Config, params: Any, inputs: Inputs, after_batch: Callable[[], None] = lambda: None
+) -> float:
     """`mean_loss_nats` of the model that the config describes."""
-    return mean_loss_nats(Transformer(config.model), params, config, inputs)
+    return mean_loss_nats(Transformer(config.model), params, config, inputs, after_batch)
 
 
 def _perplexity(loss_nats: float) -> float:

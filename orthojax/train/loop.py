@@ -71,7 +71,7 @@ def train(
         state, position = newest_state(checkpoints, config, inputs)
         step = int(state.step)
         on_start(step)
-        if step >= settings.steps:
+        if step >= settings.steps and not _owes_validation(config, checkpoints, step):
             return state
         path = workdir / "metrics.jsonl"
         lines = MetricWriter(path, step, tensorboard=tensorboard, on_line=on_line) if is_primary() else NoWriter()
@@ -122,6 +122,20 @@ def newest_state(checkpoints: Checkpoints, config: Config, inputs: Inputs) -> tu
     return saved, read_position(checkpoints.directory / str(int(saved.step)))
 
 
+def _validates(config: Config, step: int) -> bool:
+    every = config.train.eval_every_steps
+    return bool(every) and (step % every == 0 or step == config.train.steps)
+
+
+def _owes_validation(config: Config, checkpoints: Checkpoints, step: int) -> bool:
+    """Whether the run was stopped after this step before it had validated, and so does that first."""
+    return step > 0 and _validates(config, step) and not checkpoints.is_validated(step)
+
+
+class _Stopping(Exception):
+    """A signal came during a validation."""
+
+
 class _Run:
     """The steps of a run, and what follows each of them."""
 
@@ -160,36 +174,52 @@ class _Run:
     def train(self, state: TrainState, step: int, position: Position, stop: StopRequest) -> TrainState:
         """Trains from a step on to the last."""
         train_step, probe = make_train_step(self._config), Probe(self._config, self._inputs, self._mesh)
-        batches = self._start(step, position)
-        while step < self._config.train.steps:
-            step += 1
-            state, metrics = train_step(state, next(batches))
-            self._checkpoints.check()
-            stopping = stop.at(step)  # asked once: a later signal belongs to the next step
+        batches, owed = self._start(step, position), _owes_validation(self._config, self._checkpoints, step)
+        while owed or step < self._config.train.steps:
             try:
-                self._recorder.put(step, metrics, probe(step, state.params))
-                self._validate(step, state)
-                position = self._save(step, state, position, stopping=stopping is not None)
+                if owed:
+                    stopping = self._validate(step, state, stop)
+                else:
+                    step += 1
+                    state, metrics = train_step(state, next(batches))
+                    self._checkpoints.check()
+                    stopping = stop.at(step)
+                    self._recorder.put(step, metrics, probe(step, state.params))
+                    stopping = stopping or self._validate(step, state, stop)
+                    position = self._save(step, state, position, stopping=stopping is not None)
             except RollBack as bad:
-                del state, metrics  # their memory is needed
+                del state  # its memory is needed
                 state, position, step = self._go_back(bad, position)
-                batches = self._start(step, position)
+                batches, owed = self._start(step, position), False
                 continue
             if stopping is not None:
                 self._checkpoints.wait()
                 raise Interrupted(stopping, step)
+            owed = False
         return state
 
-    def _validate(self, step: int, state: TrainState) -> None:
-        every = self._config.train.eval_every_steps
-        if not every or (step % every and step != self._config.train.steps):
-            return
+    def _validate(self, step: int, state: TrainState, stop: StopRequest) -> int | None:
+        """Validates where the schedule asks for it; gives the signal that came meanwhile and cut it off.
+
+        It may take longer than whoever stops the run waits: what is left out is done first when the run goes on.
+        """
+        if not _validates(self._config, step):
+            return None
         self._recorder.flush()
-        with self._recorder.pause():
-            loss = validation_loss_nats(self._config, state.params, self._inputs)
+
+        def leave() -> None:
+            if stop.at(step) is not None:
+                raise _Stopping
+
+        try:
+            with self._recorder.pause():
+                loss = validation_loss_nats(self._config, state.params, self._inputs, leave)
+        except _Stopping:
+            return stop.signum
         self._recorder.require_finite("validation loss", step, loss)
         self._writer.write({"step": step, "validation_loss_nats": loss})
         self._checkpoints.validated(step, loss)
+        return None
 
     def _save(self, step: int, state: TrainState, position: Position, *, stopping: bool) -> Position:
         scheduled = step % self._config.train.checkpoint_every_steps == 0 or step == self._config.train.steps

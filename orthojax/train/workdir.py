@@ -67,7 +67,7 @@ def alone_in(workdir: Path) -> Iterator[None]:
       UserError: Where another process has it, or it cannot be made.
     """
     make_folder(workdir, "workdir")
-    with open(workdir / ".lock", "w") as file:
+    with open(workdir / ".lock", "a") as file:
         if not try_lock(file):
             raise UserError(
                 f"another process is training in {workdir}", allowed="another --workdir, or to wait until it ends"

@@ -74,6 +74,10 @@ class Checkpoints:
         """Takes note of a validation loss: later checkpoints bear it, and are kept by it."""
         self._newest_validation = Validation(step, loss_nats)
 
+    def is_validated(self, step: int) -> bool:
+        """Whether the checkpoint of a step bears that step's own validation loss."""
+        return step in self._validations and self._validations[step].step == step
+
     def save(self, state: TrainState, config: Config, data: dict[str, Any]) -> None:
         """Writes a step in the background; it appears under its name only when it is complete.
 
