@@ -69,6 +69,7 @@ def test_the_command_measures_every_suite_case_and_rotation(tiny):
     wanted += [("quantization", case.name, name) for case in quantization.cases(tiny=True) for name in case.settings]
     wanted += [
         ("data", "0.1 MB of jsonl, 50 documents, bpe:300", "token file"),
+        ("data", "0.1 MB of jsonl, divided, 50 documents, bpe:300", "token file"),
         ("data", "0.1 MB of TFRecord, 50 documents, bpe:300", "token file"),
         ("data", "100 batches of 4 x 8", "batches"),
     ]
@@ -274,7 +275,7 @@ def test_what_does_not_fit_into_memory_is_left_out_with_the_reason(monkeypatch, 
 def test_prepared_and_read_tokens_are_counted():
     *prepared, batches = data.SUITE.measure(1, True)
     assert [row.case for row in prepared] == [
-        f"0.1 MB of {kind}, 50 documents, bpe:300" for kind in ("jsonl", "TFRecord")
+        f"0.1 MB of {kind}, 50 documents, bpe:300" for kind in ("jsonl", "jsonl, divided", "TFRecord")
     ]
     for row in prepared:
         bytes_per_second = 50 * 2000 / row.metrics["seconds"]

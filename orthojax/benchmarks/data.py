@@ -38,6 +38,7 @@ def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
         _write_tfds(data, texts)
         sources = {
             "jsonl": lambda folder: text_parts([str(jsonl)], ["all"], folder),
+            "jsonl, divided": lambda folder: text_parts([str(jsonl)], ["train", "validation"], folder),
             "TFRecord": lambda folder: tfds_parts(data, "", ["train"], "text"),
         }
         rows, file = _preparation(texts, tokenizer, sources, Path(home), repeats)
@@ -55,30 +56,30 @@ def _preparation(
     """From files of text to a token file with its checksums, against the tokenizer library on texts in memory."""
     tokenizer_path = home / "tokenizer.json"
     tokenizer.save(tokenizer_path)
-    made: dict[str, list[TokenFile]] = {name: [] for name in sources}
+    made: dict[str, list[list[TokenFile]]] = {name: [] for name in sources}
 
     def library() -> int:
         return len(tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False))
 
     def token_file(name: str) -> None:
         folder = home / f"{name}-{len(made[name])}"  # a new one, since what is there already is not made again
-        made[name] += prepare(folder, sources[name](folder), str(tokenizer_path))
+        made[name].append(prepare(folder, sources[name](folder), str(tokenizer_path)))
 
     files = {name: functools.partial(token_file, name) for name in sources}
     seconds = interleaved_seconds({"library": library, "library again": library, **files}, repeats)
     rows = []
     for name in sources:
-        info = made[name][0].info
+        n_tokens, n_bytes = (sum(getattr(file.info, of) for file in made[name][0]) for of in ("n_tokens", "n_bytes"))
         metrics = {
             **spread_metrics("speed_ratio", median_ratio(seconds["library"], seconds[name])),
             **spread_metrics("control_ratio", median_ratio(seconds["library again"], seconds["library"])),
             **spread_metrics("seconds", spread(seconds[name])),
-            "tokens_per_second": info.n_tokens / spread(seconds[name]).median,
+            "tokens_per_second": n_tokens / spread(seconds[name]).median,
             "repetitions": repeats,
         }
-        case = f"{info.n_bytes / 1e6:.1f} MB of {name}, {len(texts)} documents, {tokenizer.spec}"
+        case = f"{n_bytes / 1e6:.1f} MB of {name}, {len(texts)} documents, {tokenizer.spec}"
         rows.append(Row(case, "token file", metrics))
-    return rows, made["jsonl"][0]
+    return rows, made["jsonl"][0][0]
 
 
 def _write_tfds(folder: Path, texts: Sequence[str]) -> None:
