@@ -672,3 +672,9 @@ def test_a_second_run_is_kept_off_the_folder_of_the_first(tmp_path):
     assert len(refused) == 10
     assert json.loads((tmp_path / "config.json").read_text())["train"]["log_every_steps"] == 1
     train(CONFIG, inputs(), tmp_path)  # afterwards it is free
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / ".lock").mkdir()  # permissions do not stop every user
+    with pytest.raises(UserError, match=f"cannot write to workdir {tmp_path}: Is a directory"):
+        train(CONFIG, inputs(), tmp_path)

@@ -67,7 +67,11 @@ def alone_in(workdir: Path) -> Iterator[None]:
       UserError: Where another process has it, or it cannot be made.
     """
     make_folder(workdir, "workdir")
-    with open(workdir / ".lock", "a") as file:
+    try:
+        file = open(workdir / ".lock", "a")
+    except OSError as error:
+        raise UserError(f"cannot write to workdir {workdir}: {error.strerror}", allowed="a folder of yours") from error
+    with file:
         if not try_lock(file):
             raise UserError(
                 f"another process is training in {workdir}", allowed="another --workdir, or to wait until it ends"
