@@ -99,17 +99,19 @@ def begin_together(prepare: Callable[[], None], same: Mapping[str, str]) -> None
         digests = [hashlib.sha256(value.encode()).digest() for value in same.values()]
         own = np.frombuffer(bytes([failure is not None]) + b"".join(digests), np.uint8)
         rows = np.asarray(multihost_utils.process_allgather(own))
-        if failure is None:
-            _require_agreement(rows, list(same))
+        _require_agreement(rows, list(same))
+        failed = np.flatnonzero(rows[:, 0])
+        if failure is None and failed.size:
+            raise UserError(f"process {', '.join(map(str, failed))} cannot begin", hint="its own message says why")
     if failure is not None:
         raise failure
 
 
 def _require_agreement(rows: np.ndarray, names: list[str]) -> None:
-    """Of uint8 [processes, 1 + 32 * names]: whether a process failed, and the sha256 of everything named."""
-    failed = np.flatnonzero(rows[:, 0])
-    if failed.size:
-        raise UserError(f"process {', '.join(map(str, failed))} cannot begin", hint="its own message says why")
+    """Of uint8 [processes, 1 + 32 * names]: whether a process failed, and the sha256 of everything named.
+
+    Before failures: one of another config may fail for what process 0 has just written.
+    """
     digests = rows[:, 1:].reshape(len(rows), len(names), 32)
     differs = (digests != digests[0]).any(axis=-1)
     told = [
