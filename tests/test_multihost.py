@@ -286,6 +286,24 @@ def test_the_agreement_names_who_differs_in_what():
         multihost._require_agreement(rows, ["config", "data"])
 
 
+@pytest.mark.parametrize(("here", "there"), [(False, False), (False, True), (True, False), (True, True)])
+def test_what_one_process_cannot_do_ends_all(monkeypatch, here, there):
+    def prepare():
+        if here:
+            raise UserError("the folder is a file")
+
+    def gathered(own):
+        return np.stack([own, np.concatenate([np.array([there], np.uint8), own[1:]])])
+
+    monkeypatch.setattr(multihost.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(signals.multihost_utils, "process_allgather", gathered)
+    if not (here or there):
+        multihost.begin_together(prepare, {"config": "a"})
+        return
+    with pytest.raises(UserError, match="the folder is a file" if here else "process 1 cannot begin"):
+        multihost.begin_together(prepare, {"config": "a"})
+
+
 def test_this_process_is_the_primary_one():
     assert multihost.is_primary()
 

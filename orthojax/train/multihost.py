@@ -110,7 +110,7 @@ def begin_together(prepare: Callable[[], None], same: Mapping[str, str]) -> None
 def _require_agreement(rows: np.ndarray, names: list[str]) -> None:
     """Of uint8 [processes, 1 + 32 * names]: whether a process failed, and the sha256 of everything named.
 
-    Before failures: one of another config may fail for what process 0 has just written.
+    Differences are told before failures: a process of another config may fail for what process 0 has just written.
     """
     digests = rows[:, 1:].reshape(len(rows), len(names), 32)
     differs = (digests != digests[0]).any(axis=-1)
