@@ -273,7 +273,7 @@ def test_what_does_not_fit_into_memory_is_left_out_with_the_reason(monkeypatch, 
 
 
 def test_prepared_and_read_tokens_are_counted():
-    *prepared, batches = data.SUITE.measure(1, True)
+    *prepared, one_file, shards = data.SUITE.measure(1, True)
     assert [row.case for row in prepared] == [
         f"0.1 MB of {kind}, 50 documents, bpe:300" for kind in ("jsonl", "jsonl, divided", "TFRecord")
     ]
@@ -281,8 +281,9 @@ def test_prepared_and_read_tokens_are_counted():
         bytes_per_second = 50 * 2000 / row.metrics["seconds"]
         assert 1 < bytes_per_second / row.metrics["tokens_per_second"] < 10  # a token of code has a few bytes
         assert row.metrics["speed_ratio"] > 0
-    tokens = batches.metrics["tokens_per_second"] * batches.metrics["seconds"]
-    assert tokens == pytest.approx(100 * 4 * 8)
+    for batches in (one_file, shards):
+        tokens = batches.metrics["tokens_per_second"] * batches.metrics["seconds"]
+        assert tokens == pytest.approx(100 * 4 * 8)
 
 
 def test_telemetry_is_the_sum_of_its_parts_over_a_step():

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import itertools
 import json
 import shutil
 import subprocess
@@ -170,6 +171,15 @@ def test_text_split_of_many_documents():
     assert not {text for _, text in train} & {text for _, text in validation}  # twins stay together
     renamed = [Document("other " + name, text) for name, text in reversed(documents)]
     assert {text for _, text in split_by_text(renamed)[1]} == {text for _, text in validation}
+
+
+def test_text_split_of_text_without_end():
+    """A tenth of it, to four standard deviations, from a look at its beginning, whatever is repeated there."""
+    repeated = (Document("", f"text {i % 3}") for i in range(9_000))
+    hold_out = hold_out_by_text(itertools.chain(repeated, (Document("", f"text {i}") for i in itertools.count())))
+    later = [Document("", f"later text {i}") for i in range(20_000)]
+    _, validation = divide(later, hold_out)
+    assert len(validation) / len(later) == pytest.approx(0.1, abs=4 * (0.09 / 4096 + 0.09 / 20_000) ** 0.5)
 
 
 @pytest.mark.parametrize(

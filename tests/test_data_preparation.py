@@ -173,6 +173,16 @@ def test_what_was_found_out_about_the_text_is_kept(tmp_path, monkeypatch):
     assert text_parts([str(path)], ["validation"], tmp_path / "out")[0].source.sha256 != first.source.sha256
 
 
+def test_splits_of_one_text_are_made_in_one_pass(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text(LINES)
+    parts = text_parts([str(tmp_path / "a.jsonl")], ["train", "validation"], tmp_path / "out")
+    opened = []
+    monkeypatch.setattr("orthojax.data.text_files._decompressed", lambda path, raw: opened.append(path) or raw)
+    told = []
+    prepare(tmp_path / "out", parts, "bytes", report=lambda what: told.append(what) or (lambda *_: None))
+    assert (opened, told) == ([tmp_path / "a.jsonl"], ["train and validation"])
+
+
 # Stopping and going on.
 
 
@@ -183,12 +193,13 @@ def small_batches(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("splits", [("all",), ("train", "validation")])
 @pytest.mark.parametrize("shard", [(0, 1), (1, 3)])
-def test_a_failed_call_goes_on_where_it_was(tmp_path, monkeypatch, shard):
+def test_a_failed_call_goes_on_where_it_was(tmp_path, monkeypatch, shard, splits):
     (tmp_path / "a.jsonl").write_text(LINES)
     (tmp_path / "b.txt").write_text("one more file")
     paths = [tmp_path / "a.jsonl", tmp_path / "b.txt"]
-    prepared(tmp_path / "whole", paths, shard=shard)
+    prepared(tmp_path / "whole", paths, splits=splits, shard=shard)
     real, batches = ByteTokenizer.encode_batch, []
 
     def failing(tokenizer, batch):
@@ -199,10 +210,11 @@ def test_a_failed_call_goes_on_where_it_was(tmp_path, monkeypatch, shard):
 
     monkeypatch.setattr(ByteTokenizer, "encode_batch", failing)
     reported, calls = [], 0
+    options = {"splits": splits, "shard": shard, "report": lambda _: lambda *call: reported.append(call)}
     while calls < 30 and (not reported or reported[-1][0] < reported[-1][1]):
         calls += 1
         try:
-            prepared(tmp_path / "parts", paths, shard=shard, report=lambda _: lambda *call: reported.append(call))
+            prepared(tmp_path / "parts", paths, **options)
         except UserError as error:
             assert "No space left" in str(error)  # noqa: PT017
             assert [name for name in contents(tmp_path / "parts") if name.endswith(".partial")]
@@ -210,7 +222,7 @@ def test_a_failed_call_goes_on_where_it_was(tmp_path, monkeypatch, shard):
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
     assert [done for done, *_ in reported] == sorted(done for done, *_ in reported)
     monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda *_: pytest.fail("made again"))
-    prepared(tmp_path / "parts", paths, shard=shard)
+    prepared(tmp_path / "parts", paths, splits=splits, shard=shard)
 
 
 KILLED = """

@@ -45,6 +45,13 @@ def test_bpe_round_trip(bpe, texts):
         assert not np.isin(row, [bpe.bos_id, bpe.eos_id]).any()
 
 
+def test_ids_are_those_of_the_package_as_it_comes(bpe):
+    """Of more words than it keeps the ids of, and met twice."""
+    texts = [" ".join(f"größe{i}" for i in range(20_000))] * 2
+    expected = [encoding.ids for encoding in hf.Tokenizer.from_str(bpe.serialized).encode_batch(texts)]
+    assert [ids.tolist() for ids in bpe.encode_batch(texts)] == expected
+
+
 def test_bpe_shape(bpe):
     assert (bpe.spec, bpe.vocab_size, bpe.bos_id, bpe.eos_id) == ("bpe:300", 300, 0, 1)
     assert len(bpe.encode_batch(TEXTS)[0]) < len(TEXTS[0].encode()) / 2

@@ -14,22 +14,21 @@ from orthojax.data.corpus import embedded_corpus
 from orthojax.data.preparation import Part, prepare, text_parts, tfds_parts
 from orthojax.data.tfrecord import as_varint, crc32c, masked_crc
 from orthojax.data.token_files import TokenFile
+from orthojax.data.token_shards import Tokens, open_token_files
 from orthojax.data.tokenizers import make_tokenizer
 from orthojax.train import interleaved_seconds, median_ratio, spread
 
 _DOCUMENT_CHARACTERS = 2_000  # about those of a web page of C4
 _COPIES = 3  # of the corpus, so that what a token file costs but once weighs as little as with more text
 _TINY_DOCUMENTS = 50
+_SHARDS = 4
 _ROWS, _SEQUENCE_LENGTH, _BATCHES = 64, 512, 100
 
 
 def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
-    whole = [document.text for document in embedded_corpus().documents()]
-    size = _DOCUMENT_CHARACTERS
-    texts = [text[i : i + size] for text in whole for i in range(0, len(text), size)]
+    texts = [text for text in _texts() if text]
     texts = texts[:_TINY_DOCUMENTS] if tiny else texts
-    tokenizer = make_tokenizer("bpe:300" if tiny else "bpe:8192", texts)
-    texts *= 1 if tiny else _COPIES
+    tokenizer = make_tokenizer("bpe:300" if tiny else "bpe:8192", texts[: len(texts) // _COPIES])
     with tempfile.TemporaryDirectory() as home:
         data = Path(home) / "data"
         data.mkdir()
@@ -43,7 +42,24 @@ def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
         }
         rows, file = _preparation(texts, tokenizer, sources, Path(home), repeats)
         yield from rows
-        yield _batches(file, 4 if tiny else _ROWS, 8 if tiny else _SEQUENCE_LENGTH, repeats)
+        folder = Path(home) / "shards"
+        for index in range(_SHARDS):
+            parts = sources["jsonl"](folder)
+            prepare(folder, parts, str(Path(home) / "tokenizer.json"), shard=(index, _SHARDS))
+        shards = open_token_files(folder / "all.bin")
+        shape = (4, 8) if tiny else (_ROWS, _SEQUENCE_LENGTH)
+        yield _batches(file.tokens, "one file", *shape, repeats)
+        yield _batches(shards.tokens, f"{_SHARDS} shards", *shape, repeats)
+
+
+def _texts() -> Iterator[str]:
+    """The corpus some times over, each time cut elsewhere, so that all documents are different ones."""
+    whole = [document.text for document in embedded_corpus().documents()]
+    size = _DOCUMENT_CHARACTERS
+    for copy in range(_COPIES):
+        for text in whole:
+            cuts = range(size * copy // _COPIES, len(text), size)
+            yield from (text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True))
 
 
 def _preparation(
@@ -54,12 +70,16 @@ def _preparation(
     repeats: int,
 ) -> tuple[list[Row], TokenFile]:
     """From files of text to a token file with its checksums, against the tokenizer library on texts in memory."""
+    import tokenizers
+
     tokenizer_path = home / "tokenizer.json"
     tokenizer.save(tokenizer_path)
     made: dict[str, list[list[TokenFile]]] = {name: [] for name in sources}
 
+    backend = tokenizers.Tokenizer.from_file(str(tokenizer_path))  # as it comes, with its own settings
+
     def library() -> int:
-        return len(tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False))
+        return len(backend.encode_batch_fast(texts, add_special_tokens=False))
 
     def token_file(name: str) -> None:
         folder = home / f"{name}-{len(made[name])}"  # a new one, since what is there already is not made again
@@ -100,15 +120,15 @@ def _field(number: int, content: bytes) -> bytes:
     return bytes([number << 3 | 2]) + as_varint(len(content)) + content
 
 
-def _batches(file: TokenFile, rows: int, sequence_length: int, repeats: int) -> Row:
+def _batches(tokens: Tokens, of: str, rows: int, sequence_length: int, repeats: int) -> Row:
     """Batches of shuffled rows as a training run takes them, one after the other."""
-    batches = TokenBatches(file.tokens, sequence_length, rows, seed=0)
+    batches = TokenBatches(tokens, sequence_length, rows, seed=0)
     position = iter(range(10**9))  # every batch is a new one
 
     def read() -> int:
         return sum(batches(next(position)).size for _ in range(_BATCHES))
 
-    case = f"{_BATCHES} batches of {rows} x {sequence_length}"
+    case = f"{_BATCHES} batches of {rows} x {sequence_length} of {of}"
     try:
         seconds = spread(interleaved_seconds({"": read}, repeats)[""])
     except ImportError as error:  # grain shuffles, and a machine that only measures need not have it

@@ -17,7 +17,7 @@ from orthojax.data.tokenizers import make_tokenizer, tokenizer_identity
 from orthojax.errors import UserError
 
 # Goes up with any change of the rules of corpora, splits or tokenizers, so that old caches are not taken for new ones.
-RULES_VERSION = 2
+RULES_VERSION = 3
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,14 +1,15 @@
 """From texts to the ids of a token file, in batches of bounded size."""
 
+import collections
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from orthojax.data.tokenizers import Tokenizer
 
 T = TypeVar("T")
-_BATCH_CHARACTERS = 1 << 21  # so much text is tokenised at once, which bounds memory and paces the progress
+_BATCH_CHARACTERS = 1 << 20  # so much text is tokenised at once, which bounds memory and paces the progress
 _LONGEST_TEXT = 1 << 22  # characters; a longer document is tokenised in pieces
 
 
@@ -45,14 +46,17 @@ def _cut(text: str) -> Iterator[tuple[str, bool]]:
     yield text[begin:], True
 
 
-def batches(items: Iterable[T], text: Callable[[T], str]) -> Iterator[list[T]]:
-    """Groups items so that each group has about two million characters of text."""
-    group, characters = [], 0
+def batches(
+    items: Iterable[T], text: Callable[[T], str], key: Callable[[T], Any] = lambda _: None
+) -> Iterator[list[T]]:
+    """Groups items so that each group has about a million characters of text, and all of it the same key."""
+    groups: dict[Any, list[T]] = {}
+    characters: collections.Counter[Any] = collections.Counter()
     for item in items:
-        group.append(item)
-        characters += len(text(item))
-        if characters >= _BATCH_CHARACTERS:
-            yield group
-            group, characters = [], 0
-    if group:
-        yield group
+        name = key(item)
+        groups.setdefault(name, []).append(item)
+        characters[name] += len(text(item))
+        if characters[name] >= _BATCH_CHARACTERS:
+            yield groups.pop(name)
+            del characters[name]
+    yield from groups.values()

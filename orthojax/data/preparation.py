@@ -19,7 +19,7 @@ from orthojax.data.text_files import Document, find_files
 from orthojax.data.tfds_folder import find_folder, open_tfds
 from orthojax.data.token_files import TokenFile
 from orthojax.data.token_shards import shard_path
-from orthojax.data.token_writer import Report, write_token_file
+from orthojax.data.token_writer import Output, Report, write_token_files
 from orthojax.data.tokenizers import BOS, EOS, Tokenizer, load_tokenizer, make_tokenizer, tokenizer_identity
 from orthojax.errors import UserError
 
@@ -78,8 +78,8 @@ def text_parts(paths: Sequence[str] | None, splits: Sequence[str], folder: Path)
     Args:
       paths: Files, folders and patterns; None takes the standard library of the running Python.
       splits: `train` and `validation`, as `orthojax.data.splits` divides them, or `all`, with nothing set aside.
-      folder: Of the token files. To divide text and to know its sha256 it is read once more; what comes of it is kept
-        in `source.json` there, as long as no file changes its size or time.
+      folder: Of the token files. To know the sha256 of the text it is read once more, and its beginning to divide it;
+        what comes of it is kept in `source.json` there, as long as no file changes its size or time.
 
     Raises:
       UserError: For an unknown split, or bad files.
@@ -142,20 +142,20 @@ def prepare(
         raise UserError(f"the token files would have one name: {', '.join(names)}", allowed="one split, with --name")
     make_folder(folder)
     tokenizer = shared_tokenizer(folder / "tokenizer.json", tokenizer_spec, lambda: _sample(parts[0]))
-    files = []
-    for part in parts:
-        label = part.name if shard[1] == 1 else f"{part.name}, shard {shard[0]}/{shard[1]}"
-        file = write_token_file(
-            shard_path(folder / f"{part.name}.bin", *shard),
-            part.source,
+    made: dict[str, TokenFile] = {}
+    for source in dict.fromkeys(part.source for part in parts):  # splits of the same text are made together
+        together = [part for part in parts if part.source == source]
+        label = " and ".join(part.name for part in together)
+        outputs = [Output(shard_path(folder / f"{part.name}.bin", *shard), part.split, part.text) for part in together]
+        files = write_token_files(
+            outputs,
+            source,
             tokenizer,
-            split=part.split,
-            part=part.text,
             shard=shard,
-            report=report(label) if report else None,
+            report=report(label if shard[1] == 1 else f"{label}, shard {shard[0]}/{shard[1]}") if report else None,
         )
-        files.append(file)
-    return files
+        made.update(zip((part.name for part in together), files, strict=True))
+    return [made[part.name] for part in parts]
 
 
 def shared_tokenizer(path: Path, spec: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:

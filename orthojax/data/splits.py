@@ -5,11 +5,10 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-import numpy as np
-
 from orthojax.data.text_files import Document
 
 Split = Literal["train", "validation", "all"]
+_TEXTS_FOR_THE_RULE = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,21 +43,24 @@ BY_NAME = HoldOut("name")
 
 
 def hold_out_by_text(documents: Iterable[Document]) -> HoldOut:
-    """The rule for the user's text, wherever the files lie and whatever their names; it keeps 8 bytes a document.
+    """The rule for the user's text, wherever the files lie and whatever their names.
 
-    With 20 documents or more the tenth of them (rounded down) whose texts have the smallest sha256 is set aside; equal
-    texts go the same way, so none is on both sides. With fewer documents, or where all are equal, it is the last tenth
-    of the characters of each document.
+    The tenth of the texts (rounded down) whose sha256 is smallest is set aside; equal texts count once and go the same
+    way, so none is on both sides. Of text without end that tenth is known well enough, to half a percent of the whole,
+    from its first 4,096 different texts: no more is read. With fewer than 20 different texts it is the last tenth of
+    the characters of each document.
 
     >>> hold_out_by_text([Document("a", "0123456789" * 2)]).rule
     'end'
     """
-    numbers = np.fromiter((_number(document.text) for document in documents), np.uint64)
+    numbers: set[int] = set()
+    for document in documents:
+        numbers.add(_number(document.text))
+        if len(numbers) == _TEXTS_FOR_THE_RULE:
+            break
     if len(numbers) < 20:
         return HoldOut("end")
-    tenth = len(numbers) // 10 - 1
-    limit = int(np.partition(numbers, tenth)[tenth])
-    return HoldOut("text", limit) if numbers.max() > limit else HoldOut("end")
+    return HoldOut("text", sorted(numbers)[len(numbers) // 10 - 1])
 
 
 def divide(documents: Sequence[Document], hold_out: HoldOut) -> tuple[list[Document], list[Document]]:

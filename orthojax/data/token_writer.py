@@ -1,4 +1,4 @@
-"""Writes a token file from a stream of any length, so that a stopped call goes on where it was.
+"""Writes token files from a stream of any length, so that a stopped call goes on where it was.
 
 While it grows, `train.bin` is called `train.bin.partial`; `train.bin.partial.json` says how much of it counts and where
 in the source it goes on. Documents are tokenised one by one, so where a call was stopped does not show in the file.
@@ -6,14 +6,17 @@ in the source it goes on. Documents are tokenised one by one, so where a call wa
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+import numpy as np
 
 from orthojax.data.encoding import batches, encode, token_dtype
 from orthojax.data.sources import Piece, Source
@@ -32,14 +35,30 @@ from orthojax.errors import UserError
 from orthojax.locks import try_lock
 
 _SAVE_SECONDS = 10.0
-_AT_ONCE = 2  # batches that are tokenised while others are read and written
+_AT_ONCE = 3  # batches that are tokenised while others are read and written
 
 Report = Callable[[int, int, int], Any]
 """Called now and then with bytes of the source that are done and in total, and the number of tokens so far."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """A token file to make of a source.
+
+    Attributes:
+      path: The .bin file.
+      split: Its name, for the sidecar.
+      part: What of a document is taken; '' leaves it out.
+    """
+
+    path: Path
+    split: str
+    part: Callable[[Document], str]
+
+
 class _Text(NamedTuple):
     text: str
+    writer: "_Writer"
     piece: int
     position: int
     done_bytes: int
@@ -57,115 +76,134 @@ class _State:
     done_bytes: int = 0  # of the source, on the disk
 
 
-def write_token_file(
-    path: Path,
+def write_token_files(
+    outputs: Sequence[Output],
     source: Source,
     tokenizer: Tokenizer,
     *,
-    split: str,
-    part: Callable[[Document], str],
     shard: tuple[int, int] = (0, 1),
     report: Report | None = None,
-) -> TokenFile:
-    """Tokenises a source, or a shard of it, into a token file; goes on with what an earlier call left.
+) -> list[TokenFile]:
+    """Tokenises a source, or a shard of it, into token files; goes on with what an earlier call left.
 
-    Reading, tokenising and writing overlap; memory is bounded by the longest document.
+    The source is read once for all of them. Reading, tokenising and writing overlap; memory is bounded by the longest
+    document.
 
     Args:
-      path: The .bin file. Where it is complete and of the same making, nothing is done.
+      outputs: The files. Nothing is done for those that are complete and of the same making.
       source: The documents.
       tokenizer: Gives the ids.
-      split: Its name, for the sidecar.
-      part: What of a document is taken; '' leaves it out.
       shard: (i, n) takes the i-th of n consecutive parts of the source.
       report: Called after every batch.
 
     Raises:
-      UserError: Where the file or what is left of it is of another making, another process writes it, it cannot be
-        written, or there are no documents; and as the reading of the source.
+      UserError: Where a file or what is left of it is of another making, another process writes it, it cannot be
+        written, or there are no documents for it; and as the reading of the source.
     """
     made_of = {
         **describe_tokenizer(tokenizer),
         "source": source.description,
         "source_sha256": source.sha256,
-        "split": split,
         "shard": "" if shard[1] == 1 else f"{shard[0]}/{shard[1]}",
     }
-    pieces = source.pieces(*shard)
-    partial, notes = path.with_name(path.name + ".partial"), path.with_name(path.name + ".partial.json")
     try:
-        if finished := _finished(path, made_of, notes):
-            return finished
-        if path.exists():  # killed between the renaming of the file and the writing of its sidecar
-            os.replace(path, partial)
-        with open(partial, "a+b") as file:
-            if not try_lock(file):
-                raise UserError(f"another process is writing {path}", allowed="one process for each shard: --shard=i/n")
-            if sidecar_path(path).exists():  # another process has just finished
-                return open_token_file(path)
-            writer = _Writer(file, notes, tokenizer, made_of)
-            writer.run(pieces, part, report or (lambda *_: None))
-            if not partial.exists():
-                raise UserError(
-                    f"no documents for the token file {path}",
-                    allowed="at least one document" + (" in each shard: take fewer" if shard[1] > 1 else ""),
-                )
-            info = writer.info(source.file_count, sample_sha256(partial))
-            os.replace(partial, path)
-            write_sidecar(path, info)
-            notes.unlink()
+        with contextlib.ExitStack() as stack:
+            opened = [_open(output, tokenizer, {**made_of, "split": output.split}, stack) for output in outputs]
+            if writers := [writer for writer in opened if writer]:
+                _run(writers, tokenizer, source.pieces(*shard), report or (lambda *_: None))
+            made = [writer for writer in writers if writer.state.n_documents]
+            for writer in made:
+                writer.complete(source.file_count)
     except OSError as error:
-        raise UserError(f"cannot write the token file {path}: {error}") from error
-    return open_token_file(path)
+        names = ", ".join(str(output.path) for output in outputs)
+        raise UserError(f"cannot write the token file {names}: {error}") from error
+    if len(made) < len(writers):
+        raise UserError(
+            f"no documents for the token file {', '.join(str(w.path) for w in writers if w not in made)}",
+            allowed="at least one document" + (" in each shard: take fewer" if shard[1] > 1 else ""),
+        )
+    return [open_token_file(output.path) for output in outputs]
+
+
+def _open(
+    output: Output, tokenizer: Tokenizer, made_of: dict[str, Any], stack: contextlib.ExitStack
+) -> "_Writer | None":
+    """A writer that goes on where the file ends; None where it is complete."""
+    path, partial, notes = output.path, *_partial_paths(output.path)
+    if path.exists() and (sidecar_path(path).exists() or not notes.exists()):
+        info = dataclasses.asdict(open_token_file(path).info)
+        _require_same(path, info, made_of, "the same command, or another --output")
+        notes.unlink(missing_ok=True)
+        return None
+    if path.exists():  # killed between the renaming of the file and the writing of its sidecar
+        os.replace(path, partial)
+    file = stack.enter_context(open(partial, "a+b"))
+    if not try_lock(file):
+        raise UserError(f"another process is writing {path}", allowed="one process for each shard: --shard=i/n")
+    if sidecar_path(path).exists():  # another process has just finished
+        return None
+    return _Writer(output, file, tokenizer, made_of)
+
+
+def _run(writers: "list[_Writer]", tokenizer: Tokenizer, pieces: list[Piece], report: Report) -> None:
+    """Goes on to the end of the pieces; what is done by then is kept whatever happens."""
+    total = sum(piece.n_bytes for piece in pieces)
+    saved = time.monotonic()
+
+    def tell() -> None:
+        done = max(writer.state.done_bytes for writer in writers)  # the last line may reach beyond a shard
+        report(min(done, total), total, sum(writer.state.n_tokens for writer in writers))
+
+    def append() -> None:
+        group, future = waiting.popleft()
+        group[0].writer.append(group, *future.result())
+        tell()
+
+    tell()
+    with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+        waiting: collections.deque[tuple[list[_Text], Any]] = collections.deque()
+        try:
+            for group in batches(_texts(pieces, writers), lambda item: item.text, lambda item: id(item.writer)):
+                waiting.append((group, pool.submit(encode, tokenizer, [item.text for item in group])))
+                if len(waiting) > _AT_ONCE:
+                    append()
+                if time.monotonic() - saved > _SAVE_SECONDS:
+                    for writer in writers:
+                        writer.save()
+                    saved = time.monotonic()
+            while waiting:
+                append()
+        finally:
+            for writer in writers:
+                writer.save()
+                writer.remove_if_empty()
+    report(total, total, sum(writer.state.n_tokens for writer in writers))
 
 
 class _Writer:
-    """The open partial file, with what is known about its contents."""
+    """The open partial file of an output, with what is known about its contents."""
 
-    def __init__(self, file: IO[bytes], notes: Path, tokenizer: Tokenizer, made_of: dict[str, Any]):
-        self._file, self._notes, self._tokenizer, self._made_of = file, notes, tokenizer, made_of
-        self._itemsize = token_dtype(tokenizer.vocab_size).itemsize
-        self._state = _read_notes(notes, made_of) if notes.exists() else _State()
-        size = self._state.n_tokens * self._itemsize
+    def __init__(self, output: Output, file: IO[bytes], tokenizer: Tokenizer, made_of: dict[str, Any]):
+        self.path, self.part = output.path, output.part
+        self._file, self._made_of = file, made_of
+        self._partial, self._notes = _partial_paths(output.path)
+        self.state = _read_notes(self._notes, made_of) if self._notes.exists() else _State()
+        size = self.state.n_tokens * token_dtype(tokenizer.vocab_size).itemsize
         if file.seek(0, os.SEEK_END) < size:
             raise UserError(
-                f"{file.name} is shorter than {notes.name} says", hint="delete both files and start the command again"
+                f"{file.name} is shorter than {self._notes.name} says",
+                hint="delete both files and start the command again",
             )
         file.truncate(size)
         file.seek(0)
         self._digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
 
-    def run(self, pieces: list[Piece], part: Callable[[Document], str], report: Report) -> None:
-        """Goes on to the end of the pieces; what is done by then is kept whatever happens."""
-        total = sum(piece.n_bytes for piece in pieces)
-        saved = time.monotonic()
-        texts = _texts(pieces, part, self._state)
-        report(self._state.done_bytes, total, self._state.n_tokens)
-        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-            waiting: collections.deque[tuple[list[_Text], Any]] = collections.deque()
-            try:
-                for group in batches(texts, lambda item: item.text):
-                    waiting.append((group, pool.submit(encode, self._tokenizer, [item.text for item in group])))
-                    if len(waiting) > _AT_ONCE:
-                        self._append(*waiting.popleft())
-                        report(self._state.done_bytes, total, self._state.n_tokens)
-                    if time.monotonic() - saved > _SAVE_SECONDS:
-                        self._save()
-                        saved = time.monotonic()
-                while waiting:
-                    self._append(*waiting.popleft())
-                report(total, total, self._state.n_tokens)
-            finally:
-                self._save()
-                if not self._state.n_documents:  # nothing to go on with
-                    os.unlink(self._file.name)
-
-    def _append(self, group: list[_Text], future: Any) -> None:
-        ids, n_bytes = future.result()
+    def append(self, group: list[_Text], ids: np.ndarray, n_bytes: int) -> None:
+        """Writes the ids of some documents."""
         self._file.write(ids.data)
         self._digest.update(ids.data)
-        state, last = self._state, group[-1]
-        self._state = _State(
+        state, last = self.state, group[-1]
+        self.state = _State(
             piece=last.piece,
             position=last.position,
             n_tokens=state.n_tokens + len(ids),
@@ -174,38 +212,54 @@ class _Writer:
             done_bytes=last.done_bytes,
         )
 
-    def _save(self) -> None:
+    def save(self) -> None:
         """The ids first, then the note that they count: in the other order a kill would leave a hole."""
-        if not self._state.n_documents:
+        if not self.state.n_documents:
             return
         self._file.flush()
         os.fsync(self._file.fileno())
         temporary = self._notes.with_name(self._notes.name + ".new")
-        temporary.write_text(json.dumps({"made_of": self._made_of, "state": dataclasses.asdict(self._state)}))
+        temporary.write_text(json.dumps({"made_of": self._made_of, "state": dataclasses.asdict(self.state)}))
         os.replace(temporary, self._notes)
 
-    def info(self, file_count: int, sample: str) -> TokenFileInfo:
-        """The sidecar."""
-        return TokenFileInfo(
+    def remove_if_empty(self) -> None:
+        """There would be nothing to go on with."""
+        if not self.state.n_documents:
+            self._partial.unlink()
+
+    def complete(self, file_count: int) -> None:
+        """Puts the file in its place, with its sidecar."""
+        info = TokenFileInfo(
             **self._made_of,
-            n_tokens=self._state.n_tokens,
-            n_bytes=self._state.n_bytes,
-            n_documents=self._state.n_documents,
+            n_tokens=self.state.n_tokens,
+            n_bytes=self.state.n_bytes,
+            n_documents=self.state.n_documents,
             file_count=file_count,
             data_sha256=self._digest.hexdigest(),
-            sample_sha256=sample,
+            sample_sha256=sample_sha256(self._partial),
         )
+        os.replace(self._partial, self.path)
+        write_sidecar(self.path, info)
+        self._notes.unlink()
 
 
-def _texts(pieces: list[Piece], part: Callable[[Document], str], state: _State) -> Iterator[_Text]:
+def _texts(pieces: list[Piece], writers: list[_Writer]) -> Iterator[_Text]:
+    """What each writer is to take, from where the first of them is."""
+    places = [(writer.state.piece, writer.state.position) for writer in writers]
+    first, position = min(places)
     before = 0
     for index, piece in enumerate(pieces):
-        if index >= state.piece:
-            start = state.position if index == state.piece and state.position >= 0 else piece.start
-            for item in piece.read(start):
-                if text := part(item.document):
-                    yield _Text(text, index, item.position, before + item.offset - piece.offset)
+        if index >= first:
+            for item in piece.read(position if index == first and position >= 0 else piece.start):
+                for writer, place in zip(writers, places, strict=True):
+                    if (index, item.position) > place and (text := writer.part(item.document)):
+                        yield _Text(text, writer, index, item.position, before + item.offset - piece.offset)
         before += piece.n_bytes
+
+
+def _partial_paths(path: Path) -> tuple[Path, Path]:
+    """The file while it grows, and the note on how far it is."""
+    return path.with_name(path.name + ".partial"), path.with_name(path.name + ".partial.json")
 
 
 def _read_notes(notes: Path, made_of: dict[str, Any]) -> _State:
@@ -224,12 +278,3 @@ def _require_same(path: Path, before: dict[str, Any], made_of: dict[str, Any], a
             raise UserError(
                 f"{path} is of another making: {name} was {before.get(name)!r}, is {value!r}", allowed=allowed
             )
-
-
-def _finished(path: Path, made_of: dict[str, Any], notes: Path) -> TokenFile | None:
-    if path.exists() and (sidecar_path(path).exists() or not notes.exists()):
-        file = open_token_file(path)
-        _require_same(path, dataclasses.asdict(file.info), made_of, "the same command, or another --output")
-        notes.unlink(missing_ok=True)
-        return file
-    return None

@@ -13,7 +13,6 @@ The packages `tokenizers` and `sentencepiece` are imported only where they are u
 """
 
 import abc
-import array
 import dataclasses
 import difflib
 import hashlib
@@ -35,6 +34,7 @@ SMALLEST_BPE = 260
 # What published tokenizers call the two; the first that exists counts.
 _EOS_NAMES = (EOS, "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|end▁of▁sentence|>")
 _BOS_NAMES = (BOS, "<s>", "<|begin_of_text|>", "<bos>", "<|begin▁of▁sentence|>")
+_CACHED_WORDS = 1 << 18  # whose ids are kept, about 50 MB; the package's own 10,000 are fewer than a corpus has
 _BYTES_FILE = json.dumps({"orthojax_tokenizer": "bytes", "vocab_size": 258, "bos_id": 256, "eos_id": 257})
 
 
@@ -111,8 +111,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of every text, int32 [length]; each text is encoded whole."""
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        # By way of array.array, which reads a list of ints three times as fast as NumPy.
-        return [np.frombuffer(array.array("i", encoding.ids), np.int32) for encoding in encodings]
+        # fromiter reads a list of ints faster than array does.
+        return [np.fromiter(encoding.ids, np.int32, len(encoding)) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of some ids, without special tokens; bytes that are no UTF-8 become U+FFFD."""
@@ -251,6 +251,8 @@ def _from_json(text: str, spec: str, where: str) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True  # a document that talks about <|eos|> does not end there
+    if resize := getattr(backend.model, "_resize_cache", None):  # not public; the ids are the same without
+        resize(_CACHED_WORDS)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     eos_id = next((vocabulary[name] for name in _EOS_NAMES if name in vocabulary), None)
     if eos_id is None:
