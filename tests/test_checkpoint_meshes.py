@@ -1,7 +1,6 @@
 """Checkpoints saved on one mesh and read on others, by training, by plain Orbax, and by the command line."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -9,6 +8,7 @@ import sys
 import zlib
 from pathlib import Path
 
+import foreign_reader
 import jax
 import numpy as np
 import pytest
@@ -163,60 +163,20 @@ def test_checkpoints_of_format_1_are_read_and_checked(saved, tmp_path):
 # Other readers, in processes of their own, with one device.
 
 
-def readme_snippet():
-    """The README's lines for reading without orthojax, of a path that the command line names."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    (snippet,) = [block for block in blocks if "import" in block and "orbax.checkpoint" in block]
-    assert "orthojax" not in snippet
-    snippet, replaced = re.subn(r'pathlib\.Path\("[^"]*/params"\)', "pathlib.Path(given)", snippet)
-    assert replaced == 1
-    return snippet
-
-
-FOREIGN = """
-import sys
-import numpy as np
-
-for given in sys.argv[2:]:
-    names = {{"given": given}}
-    exec({snippet!r}, names)
-    jax, arrays = names["jax"], {{}}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(names["params"]):
-        arrays[jax.tree_util.keystr(path, simple=True, separator="/")] = np.asarray(leaf)
-    np.savez(sys.argv[1] + "/" + given.replace("/", "-") + ".npz", **arrays)
-assert jax.device_count() == 1
-manager = names["ocp"].CheckpointManager(names["path"].parents[1])
-assert manager.latest_step() == 5
-json_items = ("config", "data", "checksums")
-restore = names["ocp"].args.JsonRestore
-found = manager.restore(5, args=names["ocp"].args.Composite(**{{item: restore() for item in json_items}}))
-assert all(found[item] for item in json_items)
-assert not [name for name in sys.modules if name.split(".")[0] == "orthojax"]
-"""
-
-
-def one_device():
-    return {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
-
-
 def test_the_snippet_of_the_readme_reads_every_kind(saved, tmp_path):
     home, states = saved
-    paths = [f"{kind}/checkpoints/5/{item}" for kind in KINDS for item in ("params", "opt_state")]
-    code = FOREIGN.format(snippet=readme_snippet())
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), *paths], cwd=home, env=one_device(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    for path in paths:
-        with np.load(tmp_path / (path.replace("/", "-") + ".npz")) as arrays:
-            found = {name: (str(values.dtype), values.tobytes()) for name, values in arrays.items()}
-        assert found == bits(getattr(states[path.split("/")[0]], path.split("/")[-1]))
+    items = [(kind, item) for kind in KINDS for item in ("params", "opt_state")]
+    found = foreign_reader.read(tmp_path, *(home / kind / "checkpoints/5" / item for kind, item in items))
+    for (kind, item), arrays in zip(items, found, strict=True):
+        assert {path: (str(values.dtype), values.tobytes()) for path, values in arrays.items()} == bits(
+            getattr(states[kind], item)
+        )
 
 
 def inspect(*arguments, cwd):
     return subprocess.run(
         [sys.executable, str(ROOT / "launch/inspect_checkpoint.py"), *arguments],
-        cwd=cwd, env=one_device(), capture_output=True, text=True,
+        cwd=cwd, env=foreign_reader.one_device(), capture_output=True, text=True,
     )  # fmt: skip
 
 

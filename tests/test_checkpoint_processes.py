@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import foreign_reader
 import jax
 import numpy as np
 import pytest
@@ -128,6 +129,23 @@ def test_two_processes_write_and_one_reads(written):
     np.testing.assert_array_equal(state.params["kernel"], kernel(6))
     np.testing.assert_array_equal(state.opt_state["mu"]["bias"], -kernel(6)[1])
     assert verify_checkpoint(find_checkpoint(written)) == 2 * 4 * (4096 + 64 + 64)
+
+
+def test_other_programs_read_what_two_processes_wrote(written, tmp_path):
+    (arrays,) = foreign_reader.read(tmp_path, written / "6/params")
+    assert {name: values.shape for name, values in arrays.items()} == {
+        "kernel": (64, 64),
+        "scale": (64,),
+        "bias": (64,),
+    }
+    np.testing.assert_array_equal(arrays["kernel"], kernel(6))
+    np.testing.assert_array_equal(arrays["bias"], kernel(6)[1])
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch/inspect_checkpoint.py"), str(written), "--verify"],
+        env=foreign_reader.one_device(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"checksums: all hold, of {2 * 4 * (4096 + 64 + 64):,} bytes" in done.stdout
 
 
 def test_the_sums_of_one_process_alone_are_not_enough(written, tmp_path):

@@ -20,11 +20,19 @@ _PEAK_FLOPS_PER_SECOND = {
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA A10G": 70e12,
+    "NVIDIA RTX A6000": 154.8e12,
+    "NVIDIA GeForce RTX 3090": 71e12,  # of the GeForce cards with sums in float32, as XLA takes them
+    "NVIDIA GeForce RTX 4090": 165.2e12,
     "TPU v3": 61.5e12,  # 123e12 a chip, whose two cores are two devices
     "TPU v4": 275e12,
     **dict.fromkeys(("TPU v5 lite", "TPU v5e"), 197e12),
     **dict.fromkeys(("TPU v5", "TPU v5p"), 459e12),
     **dict.fromkeys(("TPU v6 lite", "TPU v6e"), 918e12),
+    "TPU7x": 1153.5e12,  # 2307e12 a chip, as of v3
 }
 
 

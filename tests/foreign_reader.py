@@ -1,0 +1,62 @@
+"""Reads items of checkpoints with the README's lines for it, without orthojax, on one device: the tests run it alone.
+
+python foreign_reader.py OUTPUT STEP/params [STEP/opt_state ...] writes OUTPUT/0.npz, OUTPUT/1.npz, ... with an
+array for each leaf, under its path.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+
+
+def snippet() -> str:
+    """The README's lines, of a path that is called `given`."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (found,) = [block for block in blocks if "import" in block and "orbax.checkpoint" in block]
+    found, replaced = re.subn(r'pathlib\.Path\("[^"]*/params"\)', "pathlib.Path(given)", found)
+    assert replaced == 1
+    return found
+
+
+def one_device() -> dict[str, str]:
+    """The environment of a process without fake devices."""
+    return {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+
+
+def read(output: Path, *items: Path) -> list[dict[str, np.ndarray]]:
+    """What this program finds, for each item its arrays by path."""
+    command = [sys.executable, __file__, *map(str, (output, *items))]
+    done = subprocess.run(command, env=one_device(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = []
+    for index in range(len(items)):
+        with np.load(output / f"{index}.npz") as arrays:
+            found.append(dict(arrays))
+    return found
+
+
+def main(output: str, *items: str) -> None:
+    for index, given in enumerate(items):
+        names: dict = {"given": given}
+        exec(snippet(), names)
+        jax, ocp, step = names["jax"], names["ocp"], names["path"].parent
+        leaves = jax.tree_util.tree_leaves_with_path(names["params"])
+        arrays = {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
+        np.savez(f"{output}/{index}.npz", **arrays)
+        json_items = ("config", "data", "checksums")
+        restore = {item: ocp.args.JsonRestore() for item in json_items}
+        found = ocp.CheckpointManager(step.parent).restore(int(step.name), args=ocp.args.Composite(**restore))
+        assert found["config"]
+        assert found["checksums"]
+        assert jax.device_count() == 1
+    assert not [name for name in sys.modules if name.split(".")[0] == "orthojax"]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
