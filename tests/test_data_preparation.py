@@ -347,6 +347,11 @@ def test_two_processes_do_not_write_one_file(tmp_path):
         ):
             prepared(tmp_path / "out", [tmp_path / "a.jsonl"])
         assert (tmp_path / "out/all.bin.partial").exists()
+        parts = [*text_parts([str(tmp_path / "a.jsonl")], ["train"], tmp_path / "out")] * 2
+        parts[1] = dataclasses.replace(parts[1], name="all")
+        with pytest.raises(UserError, match=r"another process is writing .*all\.bin"):
+            prepare(tmp_path / "out", parts, "bytes")
+        assert not list((tmp_path / "out").glob("train.*"))
     prepared(tmp_path / "out", [tmp_path / "a.jsonl"])
 
 

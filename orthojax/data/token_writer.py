@@ -129,7 +129,8 @@ def _open(
     output: Output, tokenizer: Tokenizer, made_of: dict[str, Any], stack: contextlib.ExitStack
 ) -> "_Writer | None":
     """A writer that goes on where the file ends; None where it is complete."""
-    path, partial, notes = output.path, *_partial_paths(output.path)
+    path = output.path
+    partial, notes = _partial_paths(path)
     if path.exists() and (sidecar_path(path).exists() or not notes.exists()):
         info = dataclasses.asdict(open_token_file(path).info)
         _require_same(path, info, made_of, "the same command, or another --output")
@@ -141,8 +142,11 @@ def _open(
     if not try_lock(file):
         raise UserError(f"another process is writing {path}", allowed="one process for each shard: --shard=i/n")
     if sidecar_path(path).exists():  # another process has just finished
+        partial.unlink()
         return None
-    return _Writer(output, file, tokenizer, made_of)
+    writer = _Writer(output, file, tokenizer, made_of)
+    stack.callback(writer.remove_if_empty)
+    return writer
 
 
 def _run(writers: "list[_Writer]", tokenizer: Tokenizer, pieces: list[Piece], report: Report) -> None:
@@ -176,7 +180,6 @@ def _run(writers: "list[_Writer]", tokenizer: Tokenizer, pieces: list[Piece], re
         finally:
             for writer in writers:
                 writer.save()
-                writer.remove_if_empty()
     report(total, total, sum(writer.state.n_tokens for writer in writers))
 
 
@@ -223,7 +226,7 @@ class _Writer:
         os.replace(temporary, self._notes)
 
     def remove_if_empty(self) -> None:
-        """There would be nothing to go on with."""
+        """Leaves nothing where there would be nothing to go on with."""
         if not self.state.n_documents:
             self._partial.unlink()
 
