@@ -155,8 +155,9 @@ def _run(writers: "list[_Writer]", tokenizer: Tokenizer, pieces: list[Piece], re
     saved = time.monotonic()
 
     def tell() -> None:
-        done = max(writer.state.done_bytes for writer in writers)  # the last line may reach beyond a shard
-        report(min(done, total), total, sum(writer.state.n_tokens for writer in writers))
+        done = max(writer.state.done_bytes for writer in writers)
+        # Not all before all files are; and the last line may reach beyond a shard.
+        report(min(done, max(total - 1, 0)), total, sum(writer.state.n_tokens for writer in writers))
 
     def append() -> None:
         group, future = waiting.popleft()
