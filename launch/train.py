@@ -37,10 +37,14 @@ def _workdir() -> Path:
     return Path("runs", config.stem)
 
 
+def _processes() -> tuple[str | None, int | None, int | None]:
+    return FLAGS.coordinator_address, FLAGS.num_processes, FLAGS.process_id
+
+
 def _dry_run(config: Config) -> None:
     if not FLAGS.dry_run:
         raise UserError("--pretend_devices without --dry_run", allowed="both, or neither")
-    if FLAGS.multihost or FLAGS.coordinator_address:
+    if FLAGS.multihost or _processes() != (None, None, None):
         raise UserError("a dry run joins no other processes", hint="--pretend_devices=N for the devices of all of them")
     import jax
 
@@ -95,22 +99,24 @@ def main(_: list[str]) -> None:
         train,
     )
 
-    explicit = (FLAGS.coordinator_address, FLAGS.num_processes, FLAGS.process_id)
-    if FLAGS.multihost or explicit != (None, None, None):
-        multihost.initialize(*explicit)
+    if FLAGS.multihost or _processes() != (None, None, None):
+        multihost.initialize(*_processes())
     speaks = multihost.is_primary()
 
     def say(line: str) -> None:
         if speaks:
             print(line, flush=True)
 
-    check_workdir(workdir, config)
-    keep_compiled_programs(FLAGS.compile_cache)
-    say(f"workdir {workdir}: {parameter_count(config.model):,} parameters, {config.train.steps:,} steps")
-    for line in about_mesh(config):
-        say(f"  {line}")
-    # Every process makes the token files that it does not find; the first to finish keeps them.
-    inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress() if speaks else None)
+    def prepare() -> Any:
+        check_workdir(workdir, config)
+        keep_compiled_programs(FLAGS.compile_cache)
+        say(f"workdir {workdir}: {parameter_count(config.model):,} parameters, {config.train.steps:,} steps")
+        for line in about_mesh(config):
+            say(f"  {line}")
+        # Every process makes the token files that it does not find; the first to finish keeps them.
+        return open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress() if speaks else None)
+
+    inputs = multihost.begin_together(prepare)
     for name, value in inputs.provenance.items():
         say(f"  {name}: {value!r}")
     if speaks:

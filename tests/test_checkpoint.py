@@ -180,6 +180,34 @@ def test_a_signal_cuts_a_validation_off_which_is_done_first_when_the_run_goes_on
     assert len(validations) == 3 + 1
 
 
+def test_a_validation_that_a_signal_cut_off_counts_for_its_checkpoint(tmp_path, monkeypatch):
+    """Also after a kill: its loss then stands in metrics.jsonl alone."""
+    validations = []
+
+    def measured(config, params, inputs, after_batch):
+        validations.append(len(validations))
+        if len(validations) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        after_batch()
+        return float(len(validations))
+
+    monkeypatch.setattr(loop, "validation_loss_nats", measured)
+    config = replace(
+        CONFIG,
+        {"train.keep_checkpoints": 1, "train.keep_best": 1, "train.checkpoint_every_steps": 4, "train.steps": 12},
+    )
+    with pytest.raises(Interrupted):
+        train(config, INPUTS, tmp_path)
+    with pytest.raises(Stop):
+        train(config, INPUTS, tmp_path, on_step=stop_at(5))
+    train(config, INPUTS, tmp_path)
+    train(config, INPUTS, tmp_path)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    found = [(line["step"], line["validation_loss_nats"]) for line in lines if "validation_loss_nats" in line]
+    assert found == [(4, 2.0), (8, 3.0), (12, 4.0)]
+    assert {path.name for path in (tmp_path / "checkpoints").glob("[0-9]*")} == {"4", "12"}
+
+
 def test_a_finished_run_is_not_touched_again(finished, copy):
     before = {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.is_file()}
     assert bits(train(CONFIG, INPUTS, copy, on_step=stop_at(1))) == finished[1]
@@ -192,6 +220,15 @@ def test_metrics_past_the_restored_step_and_a_cut_line_are_dropped(finished, cop
         file.write(b'{"step": 12, "loss_nats": 1.0}\n{"step": 13, "loss_na\xc3')
     train(CONFIG, INPUTS, copy)
     assert losses(copy) == losses(finished[0])
+
+
+def test_a_spoilt_line_takes_no_others_away(finished, copy, capsys):
+    shutil.rmtree(copy / "checkpoints" / "11")
+    lines = (copy / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_bytes(b"".join([lines[0], b"\0" * 9 + b"\n", b"[1]\n", b"{}\n", *lines[1:]]))
+    train(CONFIG, INPUTS, copy)
+    assert losses(copy) == losses(finished[0])
+    assert "metrics.jsonl has 3 spoilt lines, which are dropped" in capsys.readouterr().err
 
 
 def test_a_kill_while_metrics_are_cut_back_loses_nothing(copy, monkeypatch):

@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from orthojax.data.preparation import prepare, renamed, require_usable, text_par
 from orthojax.data.sources import documents, sample, text_source
 from orthojax.data.text_files import find_files, read_documents
 from orthojax.data.token_files import open_token_file
+from orthojax.data.token_shards import open_token_files
 from orthojax.data.tokenizers import ByteTokenizer
 from orthojax.errors import UserError
 
@@ -353,6 +355,50 @@ def test_two_processes_do_not_write_one_file(tmp_path):
             prepare(tmp_path / "out", parts, "bytes")
         assert not list((tmp_path / "out").glob("train.*"))
     prepared(tmp_path / "out", [tmp_path / "a.jsonl"])
+
+
+def test_a_process_that_comes_while_a_file_is_put_in_place_takes_nothing_away(tmp_path, monkeypatch):
+    pytest.importorskip("fcntl")
+    (tmp_path / "a.jsonl").write_text(LINES)
+    real, out, said = token_writer.write_sidecar, tmp_path / "out", []
+
+    def interrupted(path, info):
+        monkeypatch.setattr(token_writer, "write_sidecar", real)
+        with pytest.raises(UserError, match="another process is writing") as error:
+            prepared(out, [tmp_path / "a.jsonl"])
+        said.append(error)
+        real(path, info)
+
+    monkeypatch.setattr(token_writer, "write_sidecar", interrupted)
+    prepared(out, [tmp_path / "a.jsonl"])
+    assert said
+    assert {path.name for path in out.iterdir()} == {"all.bin", "all.json", "tokenizer.json"}
+    open_token_file(out / "all.bin", verify=True)
+
+
+def test_what_was_deleted_is_made_again(tmp_path):
+    (tmp_path / "a.jsonl").write_text(LINES)
+    prepared(tmp_path / "whole", [tmp_path / "a.jsonl"], splits=("train", "validation"))
+    shutil.copytree(tmp_path / "whole", tmp_path / "out")
+    (tmp_path / "out/train.bin").unlink()
+    (tmp_path / "out/validation.json").unlink()
+    with pytest.raises(UserError, match=r"has no sidecar validation\.json\ndelete it and make it again"):
+        prepared(tmp_path / "out", [tmp_path / "a.jsonl"], splits=("train", "validation"))
+    (tmp_path / "out/validation.bin").unlink()
+    prepared(tmp_path / "out", [tmp_path / "a.jsonl"], splits=("train", "validation"))
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("before", "after"), [((0, 1), (0, 2)), ((0, 2), (0, 1)), ((0, 2), (1, 3))])
+def test_one_file_and_shards_of_it_are_not_mixed(tmp_path, before, after):
+    (tmp_path / "a.jsonl").write_text(LINES)
+    prepared(tmp_path / "out", [tmp_path / "a.jsonl"], shard=before)
+    with pytest.raises(UserError, match=r"all.*\.bin is there already\nallowed: the same --shard=i/n"):
+        prepared(tmp_path / "out", [tmp_path / "a.jsonl"], shard=after)
+    prepared(tmp_path / "other", [tmp_path / "a.jsonl"], shard=after)
+    shutil.copytree(tmp_path / "other", tmp_path / "out", dirs_exist_ok=True)
+    with pytest.raises(UserError, match=r"is there as one file and in shards|names shards of 2 and of 3 files"):
+        open_token_files(tmp_path / "out/all.bin")
 
 
 def test_wrong_requests(tmp_path):

@@ -118,7 +118,7 @@ def test_wrong_files(tmp_path):
         open_token_file(path)
     path.write_bytes(b"1234")
     with pytest.raises(
-        UserError, match=r"train\.bin has no sidecar train\.json\nmake it again with launch/prepare_data"
+        UserError, match=r"train\.bin has no sidecar train\.json\ndelete it and make it again with launch/prepare_data"
     ):
         open_token_file(path)
     make(path)

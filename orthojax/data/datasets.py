@@ -147,6 +147,10 @@ def open_pair(train_path: Path, validation_path: Path, *, verify: bool = False) 
             f"{train_path} is a validation split and {validation_path} a train split",
             allowed="data.paths=TRAIN.bin,VALIDATION.bin",
         )
+    if train.info.data_sha256 == validation.info.data_sha256:
+        raise UserError(
+            f"{train_path} and {validation_path} hold the same tokens", allowed="data.paths=TRAIN.bin,VALIDATION.bin"
+        )
     return Dataset(
         vocab_size=train.info.vocab_size,
         bos_id=train.info.bos_id,

@@ -18,7 +18,7 @@ from orthojax.data.splits import HoldOut
 from orthojax.data.text_files import Document, find_files
 from orthojax.data.tfds_folder import find_folder, open_tfds
 from orthojax.data.token_files import TokenFile
-from orthojax.data.token_shards import shard_path
+from orthojax.data.token_shards import require_alone, shard_path
 from orthojax.data.token_writer import Output, Report, write_token_files
 from orthojax.data.tokenizers import BOS, EOS, Tokenizer, load_tokenizer, make_tokenizer, tokenizer_identity
 from orthojax.errors import UserError
@@ -140,6 +140,8 @@ def prepare(
     names = [part.name for part in parts]
     if len(set(names)) < len(names):
         raise UserError(f"the token files would have one name: {', '.join(names)}", allowed="one split, with --name")
+    for name in names:
+        require_alone(folder / f"{name}.bin", shard[1])
     make_folder(folder)
     tokenizer = shared_tokenizer(folder / "tokenizer.json", tokenizer_spec, lambda: _sample(parts[0]))
     made: dict[str, TokenFile] = {}

@@ -111,10 +111,10 @@ def open_token_files(path: Path, *, verify: bool = False) -> TokenFiles:
     Raises:
       UserError: Where a file is missing or damaged, or they do not belong together.
     """
-    pattern = str(path) if glob.has_magic(str(path)) else ""
-    if not pattern and not path.exists() and path.suffix == ".bin":
-        pattern = f"{glob.escape(str(path.with_suffix('')))}-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].bin"
-    shards = {shard: _place(shard) for shard in map(Path, glob.glob(pattern))}
+    found = map(Path, glob.glob(str(path))) if glob.has_magic(str(path)) else find_shards(path)
+    shards = {shard: _place(shard) for shard in found}
+    if shards and path.exists():
+        raise UserError(f"{path} is there as one file and in shards", allowed="one of them; move the other away")
     verify = verify or _total_bytes(shards or [path]) <= _ALWAYS_COMPARED_BYTES
     if not shards:
         file = open_token_file(path, verify=verify)
@@ -137,6 +137,23 @@ def open_token_files(path: Path, *, verify: bool = False) -> TokenFiles:
     lengths = [info.n_tokens for info in infos]
     joined = JoinedTokens([file.path for file in files], lengths, np.dtype(info.dtype).newbyteorder("<"))
     return TokenFiles(path, info, joined)
+
+
+def find_shards(path: Path) -> list[Path]:
+    """All files that are named as shards of a token file."""
+    pattern = f"{glob.escape(str(path.with_suffix('')))}-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].bin"
+    return list(map(Path, glob.glob(pattern))) if path.suffix == ".bin" else []
+
+
+def require_alone(path: Path, count: int) -> None:
+    """Refuses to make a token file in `count` shards where it is there already in another number of them.
+
+    Raises:
+      UserError: Names what is there.
+    """
+    for other in (path, *find_shards(path)):
+        if other.exists() and (1 if other == path else _place(other)[1]) != count:
+            raise UserError(f"{other} is there already", allowed="the same --shard=i/n, another --output or --name")
 
 
 def _total_bytes(paths: Iterable[Path]) -> int:

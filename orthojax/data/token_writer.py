@@ -136,14 +136,20 @@ def _open(
         _require_same(path, info, made_of, "the same command, or another --output")
         notes.unlink(missing_ok=True)
         return None
-    if path.exists():  # killed between the renaming of the file and the writing of its sidecar
-        os.replace(path, partial)
-    file = stack.enter_context(open(partial, "a+b"))
-    if not try_lock(file):
-        raise UserError(f"another process is writing {path}", allowed="one process for each shard: --shard=i/n")
-    if sidecar_path(path).exists():  # another process has just finished
-        partial.unlink()
+    # In its place without its sidecar: a call was killed in between, or another one is just there, with its lock on it.
+    in_place = path.exists()
+    file = stack.enter_context(open(path, "r+b") if in_place else open(partial, "a+b"))
+    locked, complete = try_lock(file), path.exists() and sidecar_path(path).exists()
+    if not in_place and path.exists():  # what another process has just moved there
+        partial.unlink(missing_ok=True)
+        locked = False
+    if complete:
         return None
+    if not locked:
+        raise UserError(f"another process is writing {path}", allowed="one process for each shard: --shard=i/n")
+    if in_place:
+        os.replace(path, partial)
+    sidecar_path(path).unlink(missing_ok=True)  # of a file that was deleted
     writer = _Writer(output, file, tokenizer, made_of)
     stack.callback(writer.remove_if_empty)
     return writer

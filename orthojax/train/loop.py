@@ -17,7 +17,7 @@ from orthojax.train.checkpoint import Checkpoints, read_config, require_same_dat
 from orthojax.train.evaluation import validation_loss_nats
 from orthojax.train.inputs import Inputs
 from orthojax.train.mesh import make_mesh, place_rows, place_tree
-from orthojax.train.metric_writer import ROLLED_BACK, MetricWriter, NoWriter
+from orthojax.train.metric_writer import ROLLED_BACK, MetricWriter, NoWriter, validation_losses
 from orthojax.train.multihost import begin_together, is_primary
 from orthojax.train.prefetch import prefetched
 from orthojax.train.pretrained import initial_params
@@ -69,11 +69,12 @@ def train(
     keep = dict(zip(("keep", "keep_every_steps", "keep_best"), kept, strict=True))
     with _begun(config, inputs, workdir), Checkpoints(workdir / "checkpoints", **keep) as checkpoints:
         state, position = newest_state(checkpoints, config, inputs)
-        step = int(state.step)
+        step, path = int(state.step), workdir / "metrics.jsonl"
+        for validated, loss in sorted(validation_losses(path, step).items()):
+            checkpoints.validated(validated, loss)
         on_start(step)
         if step >= settings.steps and not _owes_validation(config, checkpoints, step):
             return state
-        path = workdir / "metrics.jsonl"
         lines = MetricWriter(path, step, tensorboard=tensorboard, on_line=on_line) if is_primary() else NoWriter()
         with lines as writer, stop_on_signals() as stop, contextlib.ExitStack() as at_the_end:
             recorder = Recorder(config, writer, on_step, 1 if mesh is None else mesh.size)

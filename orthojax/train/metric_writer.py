@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,10 @@ class MetricWriter:
           on_line: Called with every line that is written.
         """
         self._path, self._tensorboard, self._on_line = path, tensorboard, on_line
-        self._keep([line for line in read_metrics(path) if line["step"] <= resume_step])
+        lines, spoilt = _read(path)
+        if spoilt:
+            print(f"warning: {path} has {spoilt} spoilt lines, which are dropped", file=sys.stderr)
+        self._keep([line for line in lines if line["step"] <= resume_step])
 
     def roll_back(self, step: int) -> None:
         """Drops the lines of later steps, but for those that tell of other roll-backs to this one."""
@@ -88,16 +92,29 @@ class NoWriter(MetricWriter):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All lines of a metrics file, [] where there is none; a last line that was cut off is left out."""
-    if not path.exists():
-        return []
-    lines = []
-    for line in path.read_bytes().splitlines():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break  # killed while writing; what follows is rewritten on resume
-    return lines
+    """All lines of a metrics file, [] where there is none; those that a kill or a bad disk spoilt are left out."""
+    return _read(path)[0]
+
+
+def validation_losses(path: Path, last_step: int) -> dict[int, float]:
+    """The validation losses in nats of a metrics file up to a step, by their steps."""
+    lines = [line for line in read_metrics(path) if line["step"] <= last_step]
+    return {line["step"]: line["validation_loss_nats"] for line in lines if "validation_loss_nats" in line}
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The lines, and how many are spoilt besides a last one that was cut off, which is made again on resume."""
+    *whole, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    found = [_parse(line) for line in (*whole, last)]
+    return [values for values in found if values is not None], found[:-1].count(None)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
 
 
 def describe_line(line: dict[str, Any], steps: int) -> str:

@@ -3,11 +3,15 @@
 import hashlib
 import socket
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TypeVar, cast
 
 import jax
 import numpy as np
 
 from orthojax.errors import UserError
+
+T = TypeVar("T")
 
 
 def initialize(
@@ -75,7 +79,7 @@ def is_primary() -> bool:
     return jax.process_index() == 0
 
 
-def begin_together(prepare: Callable[[], None], same: Mapping[str, str]) -> None:
+def begin_together(prepare: Callable[[], T], same: Mapping[str, str] = MappingProxyType({})) -> T:
     """Calls a function on every process, and goes on where it succeeds on all and all are about to do the same.
 
     One that fails alone, or trains with another config or on other data, would be noticed by nobody: the others would
@@ -85,12 +89,15 @@ def begin_together(prepare: Callable[[], None], same: Mapping[str, str]) -> None
       prepare: Called here; a UserError of it ends all processes.
       same: What must not differ between processes, by name.
 
+    Returns:
+      What `prepare` returned.
+
     Raises:
       UserError: That of `prepare`, or which processes failed in it, or differ from process 0 and in what.
     """
-    failure = None
+    prepared = failure = None
     try:
-        prepare()
+        prepared = prepare()
     except UserError as error:
         failure = error
     if jax.process_count() > 1:
@@ -105,6 +112,7 @@ def begin_together(prepare: Callable[[], None], same: Mapping[str, str]) -> None
             raise UserError(f"process {', '.join(map(str, failed))} cannot begin", hint="its own message says why")
     if failure is not None:
         raise failure
+    return cast(T, prepared)
 
 
 def _require_agreement(rows: np.ndarray, names: list[str]) -> None:

@@ -71,11 +71,16 @@ class Checkpoints:
     # Writing.
 
     def validated(self, step: int, loss_nats: float) -> None:
-        """Takes note of a validation loss: later checkpoints bear it, and are kept by it."""
+        """Takes note of a validation loss: later checkpoints bear it, and are kept by it.
+
+        So is one that is there already: a signal had it saved before the loss was known.
+        """
         self._newest_validation = Validation(step, loss_nats)
+        if step in self.steps():
+            self._validations[step] = self._newest_validation
 
     def is_validated(self, step: int) -> bool:
-        """Whether the checkpoint of a step bears that step's own validation loss."""
+        """Whether the validation loss of a checkpoint's own step is known."""
         return step in self._validations and self._validations[step].step == step
 
     def save(self, state: TrainState, config: Config, data: dict[str, Any]) -> None:
