@@ -275,6 +275,11 @@ def test_processes_with_other_data_or_another_config_end_together(tmp_path):
     ends = run_two(tmp_path, tmp_path / "run", text, text)
     assert [status for status, *_ in ends] == [0, 0], ends
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) > 0
+    # What one of them finds before the run begins: another config than that of the folder, which is told by its name.
+    first, second = run_two(tmp_path, tmp_path / "run", text, [*text, "--config.train.seed=7"])
+    assert (first[0], second[0]) == (2, 2)
+    assert "error: process 1 cannot begin" in first[2]
+    assert "train.seed differ" in second[2]
 
 
 def test_the_agreement_names_who_differs_in_what():

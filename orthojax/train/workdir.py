@@ -35,10 +35,11 @@ def check_workdir(workdir: Path, config: Config) -> None:
     """Looks whether a run of this config may go there; writes nothing.
 
     Raises:
-      UserError: Where the path is a file, or already holds a run of another config.
+      UserError: Where the path, or a part of it, is a file, or it already holds a run of another config.
     """
-    if any(part.is_file() for part in (workdir, *workdir.parents)):
-        raise UserError(f"workdir {workdir} is a file", allowed="a folder, new or of an earlier call")
+    for path in (workdir / "checkpoints", workdir, *workdir.parents):
+        if path.is_file():
+            raise UserError(f"workdir {workdir}: {path} is a file", allowed="a folder, new or of an earlier call")
     before = _read_config(workdir)
     if before is not None:
         require_same_config(config, before, str(workdir))
