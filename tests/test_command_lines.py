@@ -304,7 +304,9 @@ FILES = {
         None, [*SMALL, "--workdir=run", "--config.optim.b1=0.5"], ["run", "optim.b1", "another --workdir"],
     ),
     "damaged config.json": (write("run/config.json", "{"), [*SMALL, "--workdir=run"], ["run/config.json", "JSON"]),
-    "checkpoints that are a file": (write("new/checkpoints", "kept"), [*SMALL, "--workdir=new"], ["checkpoints is a file"]),
+    "checkpoints that are a file": (
+        write("new/checkpoints", "kept"), [*SMALL, "--workdir=new"], ["new/checkpoints is a file"],
+    ),
     "token files that are missing": (
         None,
         [*SMALL, "--workdir=new", "--config.data.kind=tokens", "--config.data.paths=a.bin,b.bin"],

@@ -205,11 +205,10 @@ def open_token_file(path: str | Path, *, verify: bool = False) -> TokenFile:
       UserError: Where the file or its sidecar is missing, or they do not belong together.
     """
     path = Path(path)
-    again = (
-        f"delete it and make it again with launch/prepare_data.py or, if {path.parent} is a cache, delete that folder"
-    )
+    again = f"make it again with launch/prepare_data.py or, if {path.parent} is a cache, delete that folder"
     if not path.is_file():
         raise UserError(f"there is no token file {path}", hint=again)
+    again = f"delete it and {again}"
     info = _read_sidecar(path, again)
     expected = info.n_tokens * np.dtype(info.dtype).itemsize
     if path.stat().st_size != expected:

@@ -153,7 +153,10 @@ def require_alone(path: Path, count: int) -> None:
     """
     for other in (path, *find_shards(path)):
         if other.exists() and (1 if other == path else _place(other)[1]) != count:
-            raise UserError(f"{other} is there already", allowed="the same --shard=i/n, another --output or --name")
+            raise UserError(
+                f"{path.name} is there already, in another number of files: {other}",
+                allowed="the same --shard=i/n, or another --output or --name",
+            )
 
 
 def _total_bytes(paths: Iterable[Path]) -> int:

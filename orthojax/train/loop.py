@@ -70,8 +70,7 @@ def train(
     with _begun(config, inputs, workdir), Checkpoints(workdir / "checkpoints", **keep) as checkpoints:
         state, position = newest_state(checkpoints, config, inputs)
         step, path = int(state.step), workdir / "metrics.jsonl"
-        for validated, loss in sorted(validation_losses(path, step).items()):
-            checkpoints.validated(validated, loss)
+        checkpoints.validated_before(validation_losses(path, step))
         on_start(step)
         if step >= settings.steps and not _owes_validation(config, checkpoints, step):
             return state

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,11 @@ class Checkpoints:
         self._newest_validation = Validation(step, loss_nats)
         if step in self.steps():
             self._validations[step] = self._newest_validation
+
+    def validated_before(self, losses: Mapping[int, float]) -> None:
+        """Takes note of what was measured before this call of the run, by step; checkpoints do not bear all of it."""
+        for step in sorted(losses.keys() & {*self.steps(), max(losses, default=0)}):
+            self.validated(step, losses[step])
 
     def is_validated(self, step: int) -> bool:
         """Whether the validation loss of a checkpoint's own step is known."""
