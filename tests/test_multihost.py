@@ -69,7 +69,7 @@ def run(workdir, cache, mesh, processes=1):
     for process in started:
         out, err = process.communicate(timeout=400)
         assert process.returncode == 0, err
-        consoles.append([line for line in out.splitlines() if not line.startswith("[Gloo]")])
+        consoles.append([line for line in out.splitlines() if line and not line.startswith("[Gloo]")])
     return consoles
 
 
