@@ -211,7 +211,11 @@ def _shards(folder: Path, info: dict[str, Any], split: str) -> list[Shard]:
     return shards
 
 
-def _document(text: bytes | None, where: str, feature: str) -> Document:
+def _document(record: bytes, where: str, feature: str) -> Document:
+    try:
+        text = bytes_feature(record, feature)
+    except ValueError as error:
+        raise UserError(f"{where} is no tf.train.Example: {error}") from None
     if text is None:
         raise UserError(f"{where} has no bytes feature {feature!r}", allowed="--text_feature=NAME of one that is there")
     try:
@@ -240,12 +244,7 @@ def _tfrecord_pieces(shards: list[Shard], feature: str, begin: int, end: int, in
 def _read_tfrecord(shard: Shard, feature: str, size: float, start: int, *, stop: int) -> Iterator[Item]:
     number = start
     for number, record in enumerate(itertools.islice(read_records(shard.path, start), stop - start), start + 1):
-        where = f"record {number - 1} of {shard.path}"
-        try:
-            text = bytes_feature(record, feature)
-        except ValueError as error:
-            raise UserError(f"{where} is no tf.train.Example: {error}") from None
-        document = _document(text, where, feature)
+        document = _document(record, f"record {number - 1} of {shard.path}", feature)
         if document.text:
             yield Item(document, number, round(number * size))
     if number < stop:
@@ -268,12 +267,10 @@ def _read_array_record(folder: Path, split: str, feature: str, size: float, star
     import tensorflow_datasets as tfds  # slow to import
 
     builder: Any = tfds.builder_from_directory(str(folder))
-    source = builder.as_data_source(split=split)
+    source = builder.as_data_source(split=split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES)
     for first in range(start, stop, _READ_AT_ONCE):
         numbers = range(first, min(first + _READ_AT_ONCE, stop))
-        for number, example in zip(numbers, source.__getitems__(list(numbers)), strict=True):
-            text = example.get(feature)
-            text = text if isinstance(text, bytes) else None
-            document = _document(text, f"example {number} of {split!r} in {folder}", feature)
+        for number, record in zip(numbers, source.__getitems__(list(numbers)), strict=True):
+            document = _document(record, f"example {number} of {split!r} in {folder}", feature)
             if document.text:
                 yield Item(document, number + 1, round((number + 1) * size))
