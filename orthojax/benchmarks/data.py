@@ -12,6 +12,7 @@ from orthojax.benchmarks.suite import Column, Row, Suite, measured, reason, seco
 from orthojax.data.batches import TokenBatches
 from orthojax.data.corpus import embedded_corpus
 from orthojax.data.preparation import Part, prepare, text_parts, tfds_parts
+from orthojax.data.sources import documents
 from orthojax.data.tfrecord import as_varint, crc32c, masked_crc
 from orthojax.data.token_files import TokenFile
 from orthojax.data.token_shards import Tokens, open_token_files
@@ -34,12 +35,19 @@ def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
         data.mkdir()
         jsonl = data / "text.jsonl"
         jsonl.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-        _write_tfds(data, texts)
-        sources = {
+        sources: dict[str, Callable[[Path], list[Part]]] = {
             "jsonl": lambda folder: text_parts([str(jsonl)], ["all"], folder),
             "jsonl, divided": lambda folder: text_parts([str(jsonl)], ["train", "validation"], folder),
-            "TFRecord": lambda folder: tfds_parts(data, "", ["train"], "text"),
         }
+        for name, write in {"TFRecord": _write_tfrecord, "ArrayRecord": _write_array_record}.items():
+            read = functools.partial(lambda version, _: tfds_parts(version, "", ["train"], "text"), data / name)
+            try:
+                _write_tfds(data / name, texts, name, write)
+                next(documents(read(data)[0].source.pieces(0, 1)))
+            except ImportError as error:  # needs tensorflow-datasets, which a machine that only measures may lack
+                yield Row(name, "token file", {}, reason(error))
+                continue
+            sources[name] = read
         rows, file = _preparation(texts, tokenizer, sources, Path(home), repeats)
         yield from rows
         folder = Path(home) / "shards"
@@ -102,17 +110,37 @@ def _preparation(
     return rows, made["jsonl"][0][0]
 
 
-def _write_tfds(folder: Path, texts: Sequence[str]) -> None:
-    """A TensorFlow Datasets folder with one TFRecord shard."""
-    with open(folder / "text-train.tfrecord-00000-of-00001", "wb") as file:
-        for text in texts:
-            value = _field(1, _field(1, text.encode()))  # Feature.bytes_list.value
-            example = _field(1, _field(1, _field(1, b"text") + _field(2, value)))
+def _write_tfds(folder: Path, texts: Sequence[str], file_format: str, write: Callable[[Path, Iterator[bytes]], None]):
+    """A TensorFlow Datasets folder with one shard."""
+    folder.mkdir()
+    values = (_field(1, _field(1, text.encode())) for text in texts)  # Feature.bytes_list.value
+    examples = (_field(1, _field(1, _field(1, b"text") + _field(2, value))) for value in values)
+    suffix = {"TFRecord": "tfrecord", "ArrayRecord": "array_record"}[file_format]
+    path = folder / f"text-train.{suffix}-00000-of-00001"
+    write(path, examples)
+    split = {"name": "train", "shardLengths": [str(len(texts))], "numBytes": str(path.stat().st_size)}
+    info = {"name": "text", "version": "1.0.0", "fileFormat": suffix, "splits": [split]}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    text = {"pythonClassName": "tensorflow_datasets.core.features.text_feature.Text", "text": {}}
+    kind = "tensorflow_datasets.core.features.features_dict.FeaturesDict"
+    features = {"pythonClassName": kind, "featuresDict": {"features": {"text": text}}}
+    (folder / "features.json").write_text(json.dumps(features))
+
+
+def _write_tfrecord(path: Path, examples: Iterator[bytes]) -> None:
+    with open(path, "wb") as file:
+        for example in examples:
             for part in (struct.pack("<Q", len(example)), example):
                 file.write(part + struct.pack("<I", masked_crc(crc32c(part))))
-    split = {"name": "train", "shardLengths": [str(len(texts))]}
-    info = {"name": "text", "version": "1.0.0", "fileFormat": "tfrecord", "splits": [split]}
-    (folder / "dataset_info.json").write_text(json.dumps(info))
+
+
+def _write_array_record(path: Path, examples: Iterator[bytes]) -> None:
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    writer = ArrayRecordWriter(str(path), "group_size:1")  # as TensorFlow Datasets writes
+    for example in examples:
+        writer.write(example)
+    writer.close()
 
 
 def _field(number: int, content: bytes) -> bytes:

@@ -21,7 +21,7 @@ from orthojax.errors import UserError, nearest
 
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)$")
 _SPLIT = re.compile(r"([\w-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?$")
-_READ_AT_ONCE = 256  # records of an ArrayRecord
+_READ_AT_ONCE = 1 << 21  # bytes of an ArrayRecord, by the mean size of its records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,8 +268,9 @@ def _read_array_record(folder: Path, split: str, feature: str, size: float, star
 
     builder: Any = tfds.builder_from_directory(str(folder))
     source = builder.as_data_source(split=split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES)
-    for first in range(start, stop, _READ_AT_ONCE):
-        numbers = range(first, min(first + _READ_AT_ONCE, stop))
+    at_once = max(1, round(_READ_AT_ONCE / size))
+    for first in range(start, stop, at_once):
+        numbers = range(first, min(first + at_once, stop))
         for number, record in zip(numbers, source.__getitems__(list(numbers)), strict=True):
             document = _document(record, f"example {number} of {split!r} in {folder}", feature)
             if document.text:
