@@ -51,7 +51,10 @@ def main(output: str, *items: str) -> None:
         np.savez(f"{output}/{index}.npz", **arrays)
         json_items = ("config", "data", "checksums")
         restore = {item: ocp.args.JsonRestore() for item in json_items}
-        found = ocp.CheckpointManager(step.parent).restore(int(step.name), args=ocp.args.Composite(**restore))
+        manager = ocp.CheckpointManager(step.parent)
+        assert manager.latest_step() == int(step.name)
+        found = manager.restore(int(step.name), args=ocp.args.Composite(**restore))
+        assert all(found[item] is not None for item in json_items)
         assert found["config"]
         assert found["checksums"]
         assert jax.device_count() == 1

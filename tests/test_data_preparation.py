@@ -357,13 +357,18 @@ def test_two_processes_do_not_write_one_file(tmp_path):
     prepared(tmp_path / "out", [tmp_path / "a.jsonl"])
 
 
-def test_a_process_that_comes_while_a_file_is_put_in_place_takes_nothing_away(tmp_path, monkeypatch):
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_process_that_comes_while_a_file_is_put_in_place_takes_nothing_away(tmp_path, monkeypatch, complete):
     pytest.importorskip("fcntl")
     (tmp_path / "a.jsonl").write_text(LINES)
     real, out, said = token_writer.write_sidecar, tmp_path / "out", []
 
     def interrupted(path, info):
         monkeypatch.setattr(token_writer, "write_sidecar", real)
+        if complete:
+            real(path, info)
+            said.extend(prepared(out, [tmp_path / "a.jsonl"]))
+            return
         with pytest.raises(UserError, match="another process is writing") as error:
             prepared(out, [tmp_path / "a.jsonl"])
         said.append(error)

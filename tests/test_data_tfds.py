@@ -135,17 +135,26 @@ def test_records_and_features(tmp_path):
     path.write_bytes(b"".join(map(framed, messages)))
     assert list(read_records(path)) == messages
     assert list(read_records(path, 2)) == messages[2:]
-    assert [bytes_feature(message, "text") for message in messages] == [b"one", None, b"", None]
-    assert bytes_feature(messages[0], "url") == b"u"
+    assert [bytes_feature(message, "text") for message in messages] == [[b"one"], [], [b""], []]
+    assert bytes_feature(messages[0], "url") == [b"u"]
     # A message may hold fields of other kinds, and the value before the name.
     odd = field(1, field(1, field(2, field(1, field(1, b"two"))) + field(1, b"text") + varint(3 << 3) + varint(300)))
-    assert bytes_feature(varint(9 << 3 | 5) + b"1234" + odd + varint(8 << 3 | 1) + b"12345678", "text") == b"two"
+    assert bytes_feature(varint(9 << 3 | 5) + b"1234" + odd + varint(8 << 3 | 1) + b"12345678", "text") == [b"two"]
+
+
+def test_a_feature_with_several_texts_is_refused(tmp_path):
+    folder = write_tfrecord(tmp_path, ["one"], shards=1)
+    two = field(1, field(1, b"one") + field(1, b"two"))
+    record = framed(field(1, field(1, field(1, b"text") + field(2, two))))
+    (folder / "c4-train.tfrecord-00000-of-00001").write_bytes(record)
+    with pytest.raises(UserError, match=r"record 0 of .* has 2 texts in its feature 'text'"):
+        list(documents(open_tfds(folder, "train").pieces(0, 1)))
 
 
 @hypothesis.given(st.binary(max_size=60))
 def test_bytes_that_are_no_example_are_refused_or_have_no_text(data):
     try:
-        assert bytes_feature(data, "a name that is too long for it") is None
+        assert bytes_feature(data, "a name that is too long for it") == []
     except ValueError:
         pass
 

@@ -275,6 +275,9 @@ def test_processes_with_other_data_or_another_config_end_together(tmp_path):
     ends = run_two(tmp_path, tmp_path / "run", text, text)
     assert [status for status, *_ in ends] == [0, 0], ends
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) > 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert [status for status, *_ in run_two(tmp_path, tmp_path / "run", text, text)] == [0, 0]
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
     # What one of them finds before the run begins: another config than that of the folder, which is told by its name.
     first, second = run_two(tmp_path, tmp_path / "run", text, [*text, "--config.train.seed=7"])
     assert (first[0], second[0]) == (2, 2)
@@ -292,10 +295,11 @@ def test_the_agreement_names_who_differs_in_what():
 
 
 @pytest.mark.parametrize(("here", "there"), [(False, False), (False, True), (True, False), (True, True)])
-def test_what_one_process_cannot_do_ends_all(monkeypatch, here, there):
+@pytest.mark.parametrize("error", [UserError, PermissionError])
+def test_what_one_process_cannot_do_ends_all(monkeypatch, here, there, error):
     def prepare():
         if here:
-            raise UserError("the folder is a file")
+            raise error("the folder is a file")
 
     def gathered(own):
         return np.stack([own, np.concatenate([np.array([there], np.uint8), own[1:]])])
@@ -305,7 +309,8 @@ def test_what_one_process_cannot_do_ends_all(monkeypatch, here, there):
     if not (here or there):
         multihost.begin_together(prepare, {"config": "a"})
         return
-    with pytest.raises(UserError, match="the folder is a file" if here else "process 1 cannot begin"):
+    message = "the folder is a file" if here else "process 1 cannot begin"
+    with pytest.raises(error if here else UserError, match=message):
         multihost.begin_together(prepare, {"config": "a"})
 
 

@@ -61,7 +61,7 @@ def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
 
 
 def _texts() -> Iterator[str]:
-    """The corpus some times over, each time cut elsewhere, so that all documents are different ones."""
+    """The corpus some times over, each time cut elsewhere, so that almost all documents are different ones."""
     whole = [document.text for document in embedded_corpus().documents()]
     size = _DOCUMENT_CHARACTERS
     for copy in range(_COPIES):

@@ -82,7 +82,7 @@ class Corpus:
         return train, validation
 
     def hold_out(self, documents: Iterable[Document]) -> HoldOut:
-        """The rule of its split, for which the documents of `text` are read."""
+        """The rule of its split, for which the first documents of `text` are read."""
         return BY_NAME if self.kind == "embedded" else hold_out_by_text(documents)
 
 

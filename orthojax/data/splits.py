@@ -43,12 +43,12 @@ BY_NAME = HoldOut("name")
 
 
 def hold_out_by_text(documents: Iterable[Document]) -> HoldOut:
-    """The rule for the user's text, wherever the files lie and whatever their names.
+    """The rule for the user's text, wherever the files lie.
 
     The tenth of the texts (rounded down) whose sha256 is smallest is set aside; equal texts count once and go the same
     way, so none is on both sides. Of text without end that tenth is known well enough, to half a percent of the whole,
-    from its first 4,096 different texts: no more is read. With fewer than 20 different texts it is the last tenth of
-    the characters of each document.
+    from its first 4,096 different texts, in the order of the files: no more is read. With fewer than 20 different texts
+    it is the last tenth of the characters of each document.
 
     >>> hold_out_by_text([Document("a", "0123456789" * 2)]).rule
     'end'

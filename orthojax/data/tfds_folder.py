@@ -213,13 +213,14 @@ def _shards(folder: Path, info: dict[str, Any], split: str) -> list[Shard]:
 
 def _document(record: bytes, where: str, feature: str) -> Document:
     try:
-        text = bytes_feature(record, feature)
+        texts = bytes_feature(record, feature)
     except ValueError as error:
         raise UserError(f"{where} is no tf.train.Example: {error}") from None
-    if text is None:
-        raise UserError(f"{where} has no bytes feature {feature!r}", allowed="--text_feature=NAME of one that is there")
+    if len(texts) != 1:
+        what = f"{len(texts)} texts in its feature" if texts else "no bytes feature"
+        raise UserError(f"{where} has {what} {feature!r}", allowed="--text_feature=NAME of one that holds one text")
     try:
-        return Document(where, text.decode())
+        return Document(where, texts[0].decode())
     except UnicodeDecodeError as error:
         raise UserError(f"{where} is not UTF-8 text: {error.reason} at byte {error.start}", allowed="UTF-8") from None
 
@@ -268,7 +269,7 @@ def _read_array_record(folder: Path, split: str, feature: str, size: float, star
 
     builder: Any = tfds.builder_from_directory(str(folder))
     source = builder.as_data_source(split=split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES)
-    at_once = max(1, round(_READ_AT_ONCE / size))
+    at_once = round(_READ_AT_ONCE / min(max(size, 1), _READ_AT_ONCE))
     for first in range(start, stop, at_once):
         numbers = range(first, min(first + at_once, stop))
         for number, record in zip(numbers, source.__getitems__(list(numbers)), strict=True):

@@ -173,8 +173,8 @@ def as_varint(value: int) -> bytes:
     return bytes([low | 128]) + as_varint(rest) if rest else bytes([low])
 
 
-def bytes_feature(example: bytes, name: str) -> bytes | None:
-    """The first value of a bytes feature of a serialized tf.train.Example; None where there is none of that name.
+def bytes_feature(example: bytes, name: str) -> list[bytes]:
+    """The values of a bytes feature of a serialized tf.train.Example; [] where there is none of that name.
 
     Raises:
       ValueError: Where the bytes are no such message.
@@ -187,12 +187,13 @@ def bytes_feature(example: bytes, name: str) -> bytes | None:
                 not example.startswith(b"\n", begin, end)
                 and any(example[slice(*span)] == wanted for span in _fields(example, begin, end, 1)[:1])
             ):
-                for feature in _fields(example, begin, end, 2):
-                    for values in _fields(example, *feature, 1):
-                        for value in _fields(example, *values, 1):
-                            return example[slice(*value)]
-                return None
-    return None
+                return [
+                    example[slice(*value)]
+                    for feature in _fields(example, begin, end, 2)
+                    for values in _fields(example, *feature, 1)
+                    for value in _fields(example, *values, 1)
+                ]
+    return []
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:

@@ -132,8 +132,7 @@ def _open(
     path = output.path
     partial, notes = _partial_paths(path)
     if path.exists() and (sidecar_path(path).exists() or not notes.exists()):
-        info = dataclasses.asdict(open_token_file(path).info)
-        _require_same(path, info, made_of, "the same command, or another --output")
+        _require_same_file(path, made_of)
         notes.unlink(missing_ok=True)
         return None
     # In its place without its sidecar: a call was killed in between, or another one is just there, with its lock on it.
@@ -144,6 +143,7 @@ def _open(
         partial.unlink(missing_ok=True)
         locked = False
     if complete:
+        _require_same_file(path, made_of)
         return None
     if not locked:
         raise UserError(f"another process is writing {path}", allowed="one process for each shard: --shard=i/n")
@@ -250,7 +250,7 @@ class _Writer:
         )
         os.replace(self._partial, self.path)
         write_sidecar(self.path, info)
-        self._notes.unlink()
+        self._notes.unlink(missing_ok=True)  # another process that found the file complete may have done it
 
 
 def _texts(pieces: list[Piece], writers: list[_Writer]) -> Iterator[_Text]:
@@ -280,6 +280,11 @@ def _read_notes(notes: Path, made_of: dict[str, Any]) -> _State:
         raise UserError(f"{notes} is damaged", hint=f"delete it and {notes.stem} and start the command again") from None
     _require_same(notes, before, made_of, f"the same command, or delete {notes.name} and {notes.stem}")
     return state
+
+
+def _require_same_file(path: Path, made_of: dict[str, Any]) -> None:
+    info = dataclasses.asdict(open_token_file(path).info)
+    _require_same(path, info, made_of, "the same command, or another --output")
 
 
 def _require_same(path: Path, before: dict[str, Any], made_of: dict[str, Any], allowed: str) -> None:

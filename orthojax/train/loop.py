@@ -18,7 +18,7 @@ from orthojax.train.evaluation import validation_loss_nats
 from orthojax.train.inputs import Inputs
 from orthojax.train.mesh import make_mesh, place_rows, place_tree
 from orthojax.train.metric_writer import ROLLED_BACK, MetricWriter, NoWriter, validation_losses
-from orthojax.train.multihost import begin_together, is_primary
+from orthojax.train.multihost import begin_together, from_primary, is_primary
 from orthojax.train.prefetch import prefetched
 from orthojax.train.pretrained import initial_params
 from orthojax.train.probe import Probe
@@ -70,7 +70,7 @@ def train(
     with _begun(config, inputs, workdir), Checkpoints(workdir / "checkpoints", **keep) as checkpoints:
         state, position = newest_state(checkpoints, config, inputs)
         step, path = int(state.step), workdir / "metrics.jsonl"
-        checkpoints.validated_before(validation_losses(path, step))
+        checkpoints.validated_before(dict(from_primary([*validation_losses(path, step).items()])))
         on_start(step)
         if step >= settings.steps and not _owes_validation(config, checkpoints, step):
             return state

@@ -1,6 +1,7 @@
 """Several processes, on one machine or many, as one run; `jax.distributed` finds and watches them."""
 
 import hashlib
+import json
 import socket
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -86,19 +87,19 @@ def begin_together(prepare: Callable[[], T], same: Mapping[str, str] = MappingPr
     wait for it, or take its gradients for those of their own run.
 
     Args:
-      prepare: Called here; a UserError of it ends all processes.
+      prepare: Called here; an exception of it ends all processes.
       same: What must not differ between processes, by name.
 
     Returns:
       What `prepare` returned.
 
     Raises:
-      UserError: That of `prepare`, or which processes failed in it, or differ from process 0 and in what.
+      UserError: Which processes failed in `prepare`, or differ from process 0 and in what; here, what `prepare` raised.
     """
     prepared = failure = None
     try:
         prepared = prepare()
-    except UserError as error:
+    except Exception as error:
         failure = error
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
@@ -113,6 +114,18 @@ def begin_together(prepare: Callable[[], T], same: Mapping[str, str] = MappingPr
     if failure is not None:
         raise failure
     return cast(T, prepared)
+
+
+def from_primary(value: T) -> T:
+    """What process 0 calls it with, on every process; JSON values. All call it at the same place."""
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental import multihost_utils
+
+    content = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(content.size)))
+    content = content if is_primary() else np.zeros(size, np.uint8)
+    return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(content))))
 
 
 def _require_agreement(rows: np.ndarray, names: list[str]) -> None:
