@@ -21,7 +21,8 @@ from orthojax.data.corpus import embedded_corpus, text_corpus
 from orthojax.data.datasets import build_dataset
 from orthojax.data.preparation import prepare, renamed, require_usable, text_parts
 from orthojax.data.sources import documents, sample, text_source
-from orthojax.data.text_files import find_files, read_documents
+from orthojax.data.splits import HoldOut
+from orthojax.data.text_files import Document, find_files, read_documents
 from orthojax.data.token_files import open_token_file
 from orthojax.data.token_shards import open_token_files
 from orthojax.data.tokenizers import ByteTokenizer
@@ -171,6 +172,14 @@ def test_what_was_found_out_about_the_text_is_kept(tmp_path, monkeypatch):
     again = text_parts([str(path)], ["validation"], tmp_path / "out")[0]
     assert again.source.sha256 == first.source.sha256
     monkeypatch.undo()
+    # A rule that an earlier version found stays that of the folder, also where only the date of the file is another.
+    notes["hold_out"]["limit"], wanted = 2**62, HoldOut("text", 2**62)
+    (tmp_path / "out/source.json").write_text(json.dumps(notes))
+    for seconds in (0, 1_000):
+        os.utime(path, (seconds, seconds))
+        part = text_parts([str(path)], ["validation"], tmp_path / "out")[0]
+        found = [part.text(document) for document in documents(part.source.pieces(0, 1))]
+        assert found == [wanted.part(Document("", text), "validation") for text in TEXTS]
     path.write_text(LINES + '{"text": "more"}\n')
     assert text_parts([str(path)], ["validation"], tmp_path / "out")[0].source.sha256 != first.source.sha256
 

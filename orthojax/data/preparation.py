@@ -201,26 +201,30 @@ def _open_text(paths: Sequence[str] | None, folder: Path, *, divide: bool) -> tu
         return corpus, corpus.hold_out(())
     files = [[name, path.stat().st_size, path.stat().st_mtime_ns] for name, path in find_files(paths)]
     notes = folder / "source.json"
-    known = _read_notes(notes, files)
-    corpus = text_corpus(paths, known.get("sha256", ""))
-    hold_out = HoldOut("end")
-    if "hold_out" in known:
+    known = _read_notes(notes)
+    unchanged = known.get("files") == files
+    corpus = text_corpus(paths, known["sha256"] if unchanged else "")
+    if corpus.sha256 == known.get("sha256"):  # also where only a date changed: a rule of an earlier version goes on
         hold_out = HoldOut(**known["hold_out"])
     elif divide:
         hold_out = corpus.hold_out(documents(text_source(corpus).pieces(0, 1)))
+    else:
+        return corpus, HoldOut("end")  # which is not asked
+    if not unchanged:
         make_folder(folder)
         content = {"files": files, "sha256": corpus.sha256, "hold_out": dataclasses.asdict(hold_out)}
         _replace(notes, json.dumps(content, indent=2) + "\n")
     return corpus, hold_out
 
 
-def _read_notes(notes: Path, files: list[list[Any]]) -> dict[str, Any]:
-    """What an earlier call found out about these files; nothing where they are others."""
+def _read_notes(notes: Path) -> dict[str, Any]:
+    """What an earlier call found out about its files; {} where there was none."""
     try:
         content = json.loads(notes.read_bytes())
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) and content.get("files") == files else {}
+    whole = isinstance(content, dict) and {"files", "sha256", "hold_out"} <= content.keys()
+    return content if whole else {}
 
 
 def _replace(path: Path, content: str) -> None:
