@@ -167,7 +167,6 @@ def test_what_was_found_out_about_the_text_is_kept(tmp_path, monkeypatch):
     first = text_parts([str(path)], ["validation"], tmp_path / "out")[0]
     notes = json.loads((tmp_path / "out/source.json").read_text())
     assert notes["sha256"] == text_corpus([path]).sha256
-    monkeypatch.setattr("orthojax.data.preparation.text_source", lambda corpus: text_source(corpus))
     monkeypatch.setattr("orthojax.data.corpus.hashlib.file_digest", lambda *_: pytest.fail("read again"))
     again = text_parts([str(path)], ["validation"], tmp_path / "out")[0]
     assert again.source.sha256 == first.source.sha256

@@ -79,7 +79,8 @@ def text_parts(paths: Sequence[str] | None, splits: Sequence[str], folder: Path)
       paths: Files, folders and patterns; None takes the standard library of the running Python.
       splits: `train` and `validation`, as `orthojax.data.splits` divides them, or `all`, with nothing set aside.
       folder: Of the token files. To know the sha256 of the text it is read once more, and its beginning to divide it;
-        what comes of it is kept in `source.json` there, as long as no file changes its size or time.
+        what comes of it is kept in `source.json` there: the sha256 as long as no file changes its size or time, and
+        the rule that divides the text as long as the sha256 is the same.
 
     Raises:
       UserError: For an unknown split, or bad files.

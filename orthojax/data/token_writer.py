@@ -174,7 +174,7 @@ def _run(writers: "list[_Writer]", tokenizer: Tokenizer, pieces: list[Piece], re
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
         waiting: collections.deque[tuple[list[_Text], Any]] = collections.deque()
         try:
-            for group in batches(_texts(pieces, writers), lambda item: item.text, lambda item: id(item.writer)):
+            for group in batches(_texts(pieces, writers), lambda item: item.text, lambda item: item.writer):
                 waiting.append((group, pool.submit(encode, tokenizer, [item.text for item in group])))
                 if len(waiting) > _AT_ONCE:
                     append()

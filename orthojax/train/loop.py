@@ -70,7 +70,7 @@ def train(
     with _begun(config, inputs, workdir), Checkpoints(workdir / "checkpoints", **keep) as checkpoints:
         state, position = newest_state(checkpoints, config, inputs)
         step, path = int(state.step), workdir / "metrics.jsonl"
-        checkpoints.validated_before(dict(from_primary([*validation_losses(path, step).items()])))
+        checkpoints.validated_before(dict(from_primary(lambda: [*validation_losses(path, step).items()])))
         on_start(step)
         if step >= settings.steps and not _owes_validation(config, checkpoints, step):
             return state

@@ -116,10 +116,11 @@ def begin_together(prepare: Callable[[], T], same: Mapping[str, str] = MappingPr
     return cast(T, prepared)
 
 
-def from_primary(value: T) -> T:
-    """What process 0 calls it with, on every process; JSON values. All call it at the same place."""
+def from_primary(read: Callable[[], T]) -> T:
+    """What a function gives on process 0, which alone calls it, on every process; JSON values."""
+    value = read() if is_primary() else None
     if jax.process_count() == 1:
-        return value
+        return cast(T, value)
     from jax.experimental import multihost_utils
 
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
