@@ -20,7 +20,9 @@ FLOORS = {
     "ops": 0,
     "config": 0,
     "progress": 0,
-    "locks": 0,
+    "files": 0,
+    "formatting": 0,
+    "machine": 0,
     "optim": 1,
     "model": 1,
     "data": 1,
@@ -48,7 +50,8 @@ ONLY = {
     "fields": set(),
     "config": set(),
     "progress": {"tqdm"},
-    "locks": set(),
+    "files": set(),
+    "formatting": set(),
 }  # what else than the standard library and what lies below these may import
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "launch").glob("*.py")])
 IDS = [str(path.relative_to(ROOT)) for path in SOURCES]

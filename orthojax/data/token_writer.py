@@ -32,7 +32,7 @@ from orthojax.data.token_files import (
 )
 from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
-from orthojax.locks import try_lock
+from orthojax.files import try_lock
 
 _SAVE_SECONDS = 10.0
 _AT_ONCE = 3  # batches that are tokenised while others are read and written

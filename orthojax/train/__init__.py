@@ -1,5 +1,7 @@
 """Training and evaluation of one model: inputs, step, optimizer, checkpoints, loop."""
 
+from orthojax.files import make_folder, write_text
+from orthojax.machine import environment
 from orthojax.train.bad_steps import DivergedError, leave_out_bad_steps
 from orthojax.train.checkpoint import (
     Checkpoints,
@@ -20,7 +22,6 @@ from orthojax.train.checkpoint import (
 from orthojax.train.compile_cache import keep_compiled_programs
 from orthojax.train.dry_run import dry_run
 from orthojax.train.evaluation import Metrics, evaluate, evaluation_stages
-from orthojax.train.files import make_folder, write_text
 from orthojax.train.inputs import Inputs, open_inputs
 from orthojax.train.loop import train
 from orthojax.train.mesh import about_mesh, make_mesh, place_rows
@@ -28,7 +29,6 @@ from orthojax.train.metric_writer import describe_line, read_metrics
 from orthojax.train.optimizer import make_optimizer, make_rotation, run_optimizer
 from orthojax.train.plan import Estimate, estimate
 from orthojax.train.pretrained import load_params
-from orthojax.train.provenance import environment
 from orthojax.train.seeds_together import can_train_seeds, train_seeds
 from orthojax.train.step import (
     StepMetrics,

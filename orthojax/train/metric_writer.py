@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from orthojax.train.files import write_text
+from orthojax.files import write_text
 from orthojax.train.tensorboard import TensorBoard
 
 ROLLED_BACK = "rolled_back"

@@ -7,8 +7,7 @@ from pathlib import Path
 from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.fields import changed_fields, from_json, to_json
-from orthojax.locks import try_lock
-from orthojax.train.files import make_folder, write_text
+from orthojax.files import make_folder, try_lock, write_text
 
 # What may differ when a run goes on, as dotted paths; those with a dot or an underscore at the end stand for all that
 # begin so. It is what is told and kept of the run, and how its computation is laid out: not which numbers it computes,

@@ -4,9 +4,9 @@ import numpy as np
 
 from orthojax.experiments.from_attention.equivariance import LAYERS
 from orthojax.experiments.reporting import drawing
-from orthojax.experiments.reporting.formats import spread
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
 from orthojax.experiments.study.calculation import Calculated
+from orthojax.formatting import mean_and_range
 
 EQUAL, DIFFERENT = 1e-9, 1e-2  # rounding after a hundred steps in float64 is below, another trajectory above
 _SAID = {"sgd_plain": "independent", "sgd": "independent", "adam": "dependent", "rmsprop": "dependent"}
@@ -38,7 +38,7 @@ def _tables(result: Calculated) -> list[Table]:
         cells = []
         for metric in ("deviation", "deviation_turned_parameters"):
             values = result.values(f"layer_{name}", metric)
-            cells += [spread(values, _size), _kind(values)]
+            cells += [mean_and_range(values, _size), _kind(values)]
         if name.endswith("_equal"):
             cells[2:] = ["", ""]  # turned along, they are no longer equal
         layers.append([label, *cells, _SAID_OF_LAYERS.get(name, "")])
@@ -97,7 +97,7 @@ def _layer_claims(result: Calculated) -> list[Claim]:
         return _kind(result.values(f"layer_{name}", metric))
 
     def shown(*names: str, metric: str = "deviation") -> str:
-        return ", ".join(f"{LAYERS[n]} {spread(result.values(f'layer_{n}', metric), _size)}" for n in names)
+        return ", ".join(f"{LAYERS[n]} {mean_and_range(result.values(f'layer_{n}', metric), _size)}" for n in names)
 
     dependent = ("rmsnorm", "layernorm", "layernorm_equal", "bias")
     turned = "deviation_turned_parameters"

@@ -14,9 +14,9 @@ from orthojax.experiments.from_attention.spiked_vector import (
 )
 from orthojax.experiments.reporting import drawing
 from orthojax.experiments.reporting.criteria import GAUSSIAN
-from orthojax.experiments.reporting.formats import number
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
 from orthojax.experiments.study.calculation import Calculated, Calculation, Case
+from orthojax.formatting import number
 from orthojax.ops.statistics import kurtosis
 
 _kurtosis = jax.jit(kurtosis)  # compiled for each shape once, not operation by operation

@@ -8,11 +8,11 @@ import numpy as np
 from orthojax.experiments.from_attention.models import METHOD_LABELS, MODELS, variant_name
 from orthojax.experiments.from_attention.output_weights import MEASURE, WORDS
 from orthojax.experiments.reporting import drawing, summaries
-from orthojax.experiments.reporting.formats import number, spread
 from orthojax.experiments.reporting.model_pictures import model_pictures
 from orthojax.experiments.reporting.page import Claim, Picture, Table, verdict
 from orthojax.experiments.study.study import Study
 from orthojax.experiments.study.variant import Variant
+from orthojax.formatting import mean_and_range, number
 
 GRID = {variant_name(model, method): (model, method) for model in MODELS for method in METHOD_LABELS}
 
@@ -47,7 +47,7 @@ def beside(
 
     def cell(variant: Variant, paper: Mapping[str, float], column: Column) -> str:
         if not column.from_paper:
-            return spread(study.values(variant.name, column.metric), column.show)
+            return mean_and_range(study.values(variant.name, column.metric), column.show)
         return column.show(paper[column.metric]) if column.metric in paper else "-"
 
     body = [[variant.label, *(cell(variant, paper, column) for column in columns)] for variant, paper in rows]

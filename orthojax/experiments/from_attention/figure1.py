@@ -11,11 +11,11 @@ from orthojax.experiments.reporting.criteria import (
     chance_of_first,
     gaussian_kurtosis_limit,
 )
-from orthojax.experiments.reporting.formats import spread
 from orthojax.experiments.reporting.model_pictures import model_pictures
 from orthojax.experiments.reporting.page import Claim, Report, verdict
 from orthojax.experiments.study.study import Experiment, Study
 from orthojax.experiments.study.variant import Variant
+from orthojax.formatting import mean_and_range
 
 MODEL = "gpt2_130m"
 VANILLA, CURED = variant_name(MODEL, "vanilla"), variant_name(MODEL, "cured")
@@ -43,7 +43,7 @@ def two_variants(scale: str) -> tuple[Variant, ...]:
 
 def _claims(study: Study) -> list[Claim]:
     def both(metric: str) -> tuple[str, str]:
-        return spread(study.values(VANILLA, metric)), spread(study.values(CURED, metric))
+        return mean_and_range(study.values(VANILLA, metric)), mean_and_range(study.values(CURED, metric))
 
     config = study.variants[0].config
     dominance = DOMINANCE * chance_of_first(config.data.sequence_length)

@@ -6,10 +6,10 @@ import numpy as np
 
 from orthojax.analysis import equal_logits_mass, uniformity_p_value
 from orthojax.experiments.reporting import drawing, summaries
-from orthojax.experiments.reporting.formats import number, spread
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
 from orthojax.experiments.reporting.summaries import metric_table
 from orthojax.experiments.study.study import Study
+from orthojax.formatting import mean_and_range, number
 from orthojax.model import parameter_count
 
 KEYS = 10  # the paper's
@@ -102,8 +102,8 @@ def _claims(study: Study) -> list[Claim]:
     counts = _wins(list(winners.values()))
     p_value = uniformity_p_value(counts.tolist())
     told = ", ".join(f"seed {seed}: key {key}" for seed, key in winners.items())
-    mass = spread(study.values(RELAXED, "winner_mass"))
-    others = spread(study.values(RELAXED, "others_mass"))
+    mass = mean_and_range(study.values(RELAXED, "winner_mass"))
+    others = mean_and_range(study.values(RELAXED, "others_mass"))
     visible = all(reference)
     won = visible and all(dominates)  # where nobody dominates, the largest of ten masses is noise
     heads, sequences = (study.mean(RELAXED, f"winner_of_{of}") for of in ("heads", "sequences"))
@@ -114,7 +114,7 @@ def _claims(study: Study) -> list[Claim]:
             f"the ten {others}, with equal logits {number(_equal(study))} (criterion: over {_FACTOR:g} times both, in "
             f"every seed: {sum(dominates)} of {len(dominates)}; visible where a token dominates so under a causal "
             f"mask: {sum(reference)} of {len(reference)} seeds, mass "
-            f"{spread(study.values(PLAIN, 'winner_mass'))}).",
+            f"{mean_and_range(study.values(PLAIN, 'winner_mass'))}).",
         ),
         Claim(
             verdict(set(plain.values()) == {0} and set(winners.values()) != {0}, visible=won),

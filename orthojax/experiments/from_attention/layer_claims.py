@@ -12,9 +12,9 @@ from orthojax.analysis import rank_correlation
 from orthojax.experiments.from_attention.models import MODELS, variant_name
 from orthojax.experiments.from_attention.spiked_vector import mean_norm_ratio_of_direction
 from orthojax.experiments.reporting.criteria import DOMINANCE, chance_of_first, gaussian_kurtosis_limit
-from orthojax.experiments.reporting.formats import number
 from orthojax.experiments.reporting.page import Claim, verdict
 from orthojax.experiments.study.study import Study
+from orthojax.formatting import number
 
 # What is less is no growth: outliers that are there after the first layer stay in the residual stream, and rounding or
 # noise then decides which layer has the most.

@@ -16,10 +16,10 @@ from orthojax.experiments.from_attention.models import MODELS, SCALES, grid
 from orthojax.experiments.from_attention.spiked_vector import mean_norm_ratio_of_direction
 from orthojax.experiments.reporting import drawing, summaries
 from orthojax.experiments.reporting.criteria import chance_of_first
-from orthojax.experiments.reporting.formats import number, spread
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table
 from orthojax.experiments.study.study import Experiment, Study
 from orthojax.experiments.study.variant import Variant
+from orthojax.formatting import mean_and_range, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _row(study: Study, variant: Variant, metric: str) -> list[str]:
     if not values.size:
         return [variant.label, *["failed"] * (len(_COLUMNS) + 1)]
     layers, mean = values.shape[1], values.mean(0)
-    cells = [spread(values[:, round(x * (layers - 1))].tolist()) for x in _COLUMNS]
+    cells = [mean_and_range(values[:, round(x * (layers - 1))].tolist()) for x in _COLUMNS]
     return [variant.label, *cells, f"{number(float(mean.max()))}, layer {mean.argmax() + 1} of {layers}"]
 
 

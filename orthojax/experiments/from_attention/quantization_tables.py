@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from orthojax.experiments.from_attention.beside_the_paper import Case, Column, arrow, beside, means
-from orthojax.experiments.reporting.formats import percent, signed
 from orthojax.experiments.reporting.page import Table
 from orthojax.experiments.reporting.summaries import QUANTIZATION
 from orthojax.experiments.study.comparisons import difference_text
 from orthojax.experiments.study.study import Study
 from orthojax.experiments.study.variant import Variant
+from orthojax.formatting import percent, signed
 
 INT8 = ("perplexity_int8_coarse", "perplexity_int8_moderate", "perplexity_int8_fine")
 INT4 = "perplexity_int4_zeropoint"

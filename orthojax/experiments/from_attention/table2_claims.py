@@ -12,10 +12,10 @@ from orthojax.experiments.reporting.criteria import (
     OUTLIERS,
     chance_of_first,
 )
-from orthojax.experiments.reporting.formats import percent
 from orthojax.experiments.reporting.page import Claim
 from orthojax.experiments.study.comparisons import change_text
 from orthojax.experiments.study.study import Study
+from orthojax.formatting import percent
 
 _FRACTION, _MASS = "first_attention_fraction", "first_attention_mass"
 _PARTS = {"kurtosis_first": "first token", "kurtosis_rest": "others"}

@@ -34,9 +34,9 @@ from orthojax.experiments.from_attention.quantization_tables import (
     tables,
 )
 from orthojax.experiments.reporting import drawing, summaries
-from orthojax.experiments.reporting.formats import percent, signed
 from orthojax.experiments.reporting.page import Claim, Picture, Report
 from orthojax.experiments.study.study import Experiment, Study
+from orthojax.formatting import percent, signed
 
 _SETTINGS = (*INT8, PER_TOKEN, INT4)
 _COARSE = INT8[0]

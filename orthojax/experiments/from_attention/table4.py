@@ -4,9 +4,9 @@ from typing import Any
 
 from orthojax.experiments.from_attention.models import MODELS, SCALES, grid, variant_name
 from orthojax.experiments.from_attention.paper_tables import TABLE_4
-from orthojax.experiments.reporting.formats import number
 from orthojax.experiments.reporting.page import Claim, Report, Table, verdict
 from orthojax.experiments.study.study import Experiment, Study
+from orthojax.formatting import number
 from orthojax.model import parameter_count
 
 _METHODS = ("vanilla", "cured")

@@ -13,10 +13,10 @@ from orthojax.experiments.reporting.criteria import (
     OUTLIERS,
     chance_of_first,
 )
-from orthojax.experiments.reporting.formats import number, percent
 from orthojax.experiments.reporting.page import Claim
 from orthojax.experiments.study.comparisons import change_text
 from orthojax.experiments.study.study import Study
+from orthojax.formatting import number, percent
 
 
 def _row(norm: str, optimizer: str, softmax1: bool, position: str = "Absolute", biases: bool = False) -> str:

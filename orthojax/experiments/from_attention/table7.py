@@ -8,11 +8,11 @@ from orthojax.experiments.from_attention.models import SCALES
 from orthojax.experiments.from_attention.paper_tables import TABLE_7
 from orthojax.experiments.reporting import summaries
 from orthojax.experiments.reporting.criteria import DOMINANCE, OUTLIERS, chance_of_first
-from orthojax.experiments.reporting.formats import number
 from orthojax.experiments.reporting.page import Claim, Report, Table, verdict
 from orthojax.experiments.study.study import Experiment, Study
 from orthojax.experiments.study.variant import Variant
 from orthojax.fields import changed_fields
+from orthojax.formatting import number
 
 # The paper's four columns, and what it does not print.
 _METRICS = {

@@ -9,10 +9,10 @@ from orthojax.experiments.from_attention.models import MODELS, SCALES, grid
 from orthojax.experiments.from_attention.paper_tables import TABLE_2, TABLE_8
 from orthojax.experiments.reporting import drawing, summaries
 from orthojax.experiments.reporting.criteria import OUTLIERS
-from orthojax.experiments.reporting.formats import number, spread
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table
 from orthojax.experiments.study.study import Experiment, Study
 from orthojax.experiments.study.variant import Variant
+from orthojax.formatting import mean_and_range, number
 
 _ALPHA = "max_abs_first"
 _METRICS = {
@@ -38,12 +38,12 @@ def _table(study: Study) -> Table:
             [
                 _label(variant),
                 str(_width(variant)),
-                spread(alpha),
-                spread([value / _width(variant) for value in alpha]),
+                mean_and_range(alpha),
+                mean_and_range([value / _width(variant) for value in alpha]),
                 str(paper_width),
                 number(paper_alpha),
                 number(paper_alpha / paper_width),
-                *(spread(study.values(variant.name, key)) for key in _METRICS),
+                *(mean_and_range(study.values(variant.name, key)) for key in _METRICS),
             ]
         )
     columns = ["", "D", "alpha", "alpha / D", "D, paper", "alpha, paper", "alpha / D, paper", *_METRICS.values()]

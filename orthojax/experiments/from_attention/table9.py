@@ -9,10 +9,10 @@ from orthojax.experiments.from_attention.beside_the_paper import GRID, Case, abo
 from orthojax.experiments.from_attention.models import MODELS, SCALES, grid
 from orthojax.experiments.from_attention.paper_tables import TABLE_9, TABLE_9_PUBLIC
 from orthojax.experiments.reporting import summaries
-from orthojax.experiments.reporting.formats import spread
 from orthojax.experiments.reporting.page import Claim, Report, Table
 from orthojax.experiments.study.study import Experiment, Study
 from orthojax.experiments.study.variant import Variant
+from orthojax.formatting import mean_and_range
 
 _PARTS = {"first": "first token", "rest": "other tokens"}
 _STRONG = 0.5
@@ -62,7 +62,7 @@ def _table(study: Study) -> Table:
         cells = [variant.label, str(variant.config.model.num_layers)]
         for i, part in enumerate(_PARTS):
             paper = _paper(variant)
-            cells += [spread(correlations(study, variant.name, part), _show), _show(paper[i]) if paper else "-"]
+            cells += [mean_and_range(correlations(study, variant.name, part), _show), _show(paper[i]) if paper else "-"]
         body.append(cells)
     columns = ["", "layers", *(text for words in _PARTS.values() for text in (words, "paper"))]
     return Table("Correlation of kurtosis and norm ratio (max / l2 norm) over layers", columns, body)

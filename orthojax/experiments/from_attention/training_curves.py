@@ -9,10 +9,10 @@ import numpy as np
 from orthojax.experiments.from_attention.models import METHOD_LABELS, MODELS, SCALES, grid, variant_name
 from orthojax.experiments.from_attention.paper_tables import TABLE_2
 from orthojax.experiments.reporting import drawing, summaries
-from orthojax.experiments.reporting.formats import spread
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
 from orthojax.experiments.study.study import Experiment, Study
 from orthojax.experiments.study.variant import Variant
+from orthojax.formatting import mean_and_range
 from orthojax.train import read_metrics
 
 _FIGURES = {"gpt2_60m": 41, "gpt2_130m": 42, "gpt2_350m": 43, "gpt2_1_4b": 43, "llama2_130m": 44}
@@ -113,11 +113,11 @@ def _table(study: Study) -> Table:
             variant = next(v for v in study.variants if v.name == variant_name(model, method))
             printed, baseline = TABLE_2.get((label, method)), TABLE_2[label, "vanilla"]
             theirs = math.log(printed["perplexity"] / baseline["perplexity"]) if printed else None
-            difference = spread(_differences(study, model, method), _signed) if method != "vanilla" else ""
+            difference = mean_and_range(_differences(study, model, method), _signed) if method != "vanilla" else ""
             rows.append(
                 [
                     f"{label}, {words}",
-                    spread(study.values(variant.name, "loss_nats"), lambda value: f"{value:.3f}"),
+                    mean_and_range(study.values(variant.name, "loss_nats"), lambda value: f"{value:.3f}"),
                     difference,
                     _signed(theirs) if theirs is not None and method != "vanilla" else "",
                     str(sum(_spikes(study, variant))),
@@ -146,7 +146,7 @@ def _claims(study: Study) -> list[Claim]:
                 verdict(all(np.mean(values) <= SIMILAR_NATS for values in differences.values())),
                 f"{words} converges to a loss similar to that of softmax + Adam. Held-out loss less that of the same "
                 f"seed, nats:",
-                [f"{label} {spread(values, _signed)}" for label, values in differences.items()],
+                [f"{label} {mean_and_range(values, _signed)}" for label, values in differences.items()],
                 f"(Criterion: on average at most {SIMILAR_NATS:g} nats above, in every model.)",
             )
         )

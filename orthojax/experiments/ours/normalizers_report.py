@@ -7,9 +7,9 @@ import numpy as np
 
 from orthojax.experiments.reporting import drawing, summaries
 from orthojax.experiments.reporting.criteria import DOMINANCE, NO_OUTLIERS, OUTLIERS, chance_of_first
-from orthojax.experiments.reporting.formats import number, spread
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
 from orthojax.experiments.study.study import Study
+from orthojax.formatting import mean_and_range, number
 from orthojax.model import parameter_count
 
 # Name -> label.
@@ -79,7 +79,7 @@ def _what_is_removed(study: Study) -> Table:
             "outliers": outliers and _worse(study, name) < NO_OUTLIERS,
         }
         words = "both" if all(removed.values()) else next((w for w, gone in removed.items() if gone), "neither")
-        return f"{words}, {spread(study.values(name, 'perplexity'))}"
+        return f"{words}, {mean_and_range(study.values(name, 'perplexity'))}"
 
     missing = [word for word, shows in (("dominance", dominant), ("outliers", outliers)) if not shows]
     caption = "What is gone that softmax with Adam has, and the perplexity"

@@ -3,11 +3,11 @@
 from orthojax.config import OptimConfig
 from orthojax.experiments.reporting import summaries
 from orthojax.experiments.reporting.criteria import NO_OUTLIERS, OUTLIERS
-from orthojax.experiments.reporting.formats import spread
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
 from orthojax.experiments.reporting.summaries import metric_table
 from orthojax.experiments.study.study import Study
 from orthojax.experiments.study.variant import Variant
+from orthojax.formatting import mean_and_range
 from orthojax.model import parameter_count
 
 _METRICS = {
@@ -48,7 +48,10 @@ def _quantization(study: Study) -> Table:
     rows = [
         [
             v.label,
-            *(spread(summaries.penalties(study, v.name, key), lambda value: f"{value:+.2%}") for key in _SETTINGS),
+            *(
+                mean_and_range(summaries.penalties(study, v.name, key), lambda value: f"{value:+.2%}")
+                for key in _SETTINGS
+            ),
         ]
         for v in study.variants
     ]

@@ -8,10 +8,10 @@ import numpy as np
 
 from orthojax.experiments.reporting import drawing
 from orthojax.experiments.reporting.criteria import GAUSSIAN
-from orthojax.experiments.reporting.formats import spread
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table
 from orthojax.experiments.study.study import Study
 from orthojax.experiments.study.variant import Variant
+from orthojax.formatting import mean_and_range
 from orthojax.train import read_metrics
 
 METRICS = {
@@ -67,7 +67,7 @@ def metric_table(
       metrics: Metric -> its label.
       rows: What has a row of its own; the other has columns.
     """
-    cells = {(v.name, key): spread(study.values(v.name, key)) for v in variants for key in metrics}
+    cells = {(v.name, key): mean_and_range(study.values(v.name, key)) for v in variants for key in metrics}
     if rows == "variants":
         body = [[v.label, *(cells[v.name, key] for key in metrics)] for v in variants]
         return Table(caption, ["", *metrics.values()], body)

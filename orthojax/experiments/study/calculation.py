@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from orthojax.errors import UserError
-from orthojax.experiments.reporting.formats import number, spread
+from orthojax.formatting import mean_and_range, number
 from orthojax.progress import Progress
 from orthojax.train import environment, make_folder, write_text
 
@@ -84,7 +84,7 @@ class Calculated:
 
     def show(self, variant: str, metric: str, form: Callable[[float], str] = number) -> str:
         """Mean, and with several seeds the range."""
-        return spread(self.values(variant, metric), form)
+        return mean_and_range(self.values(variant, metric), form)
 
     def notes(self) -> list[str]:
         """The command, the machine and the time."""

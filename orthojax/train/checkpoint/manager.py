@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.fields import to_json
+from orthojax.files import make_folder
 from orthojax.train.checkpoint.handler import ChecksumSave, registry
 from orthojax.train.checkpoint.items import DamagedError, first_line, read_json_item, steps_in
 from orthojax.train.checkpoint.keeping import Keep, Preservation, Validation
@@ -23,7 +24,6 @@ from orthojax.train.checkpoint.verification import (
     require_intact_values,
     restore_agreed,
 )
-from orthojax.train.files import make_folder
 from orthojax.train.step import TrainState
 
 FORMAT_VERSION = 2

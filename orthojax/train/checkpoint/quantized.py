@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from orthojax import quant
 from orthojax.errors import UserError
 from orthojax.fields import from_dict, to_json
+from orthojax.files import make_folder
 from orthojax.ops.quantize import Quantized
 from orthojax.quant import QuantizationSetting
 from orthojax.train.checkpoint.checksums import by_path
@@ -28,7 +29,6 @@ from orthojax.train.checkpoint.reading import (
     read_whole,
 )
 from orthojax.train.checkpoint.verification import read_checksums, require_intact_values
-from orthojax.train.files import make_folder
 from orthojax.train.step import parameter_shapes
 
 _VERSION = 1

@@ -1,0 +1,65 @@
+"""Numbers, byte counts and aligned tables as text, the same in reports, consoles and listings."""
+
+import statistics
+from collections.abc import Callable, Sequence
+
+
+def number(value: float) -> str:
+    """Three significant digits; whole numbers with thousands separators from 100 on."""
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def signed(value: float) -> str:
+    """As `number`, with the sign."""
+    return f"{value:+.3g}" if abs(value) < 100 else f"{value:+,.0f}"
+
+
+def percent(value: float) -> str:
+    """A relative change, with its sign: 0.05 is '+5.00%'."""
+    return f"{value:+.2%}" if abs(value) < 1 else f"{value:+,.0%}"
+
+
+def mean_and_range(values: Sequence[float], show: Callable[[float], str] = number) -> str:
+    """The mean over seeds, and the range where there are several; 'failed' without any.
+
+    >>> mean_and_range([1.0, 2.0, 3.0])
+    '2 (1 to 3)'
+    """
+    if not values:
+        return "failed"
+    mean = show(statistics.fmean(values))
+    return mean if len(values) == 1 else f"{mean} ({show(min(values))} to {show(max(values))})"
+
+
+def byte_count(count: float | None) -> str:
+    """Bytes with a decimal unit; 'unknown' for None.
+
+    >>> byte_count(1_500_000), byte_count(None)
+    ('1.5 MB', 'unknown')
+    """
+    if count is None:
+        return "unknown"
+    for size, unit in ((1e9, "GB"), (1e6, "MB")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e3:.3g} kB"
+
+
+def align(rows: Sequence[Sequence[str]], *, numeric: bool = False) -> list[str]:
+    """Lines of a console table: every column as wide as its widest cell.
+
+    Args:
+      rows: Of equal lengths.
+      numeric: Right-align all columns but the first.
+
+    >>> align([["name", "n"], ["a", "10"]], numeric=True)
+    ['name   n', 'a     10']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if numeric and i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,49 @@
+"""The machine that a number was measured on: versions, device, memory."""
+
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_LIBRARIES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:  # not everything needs every library: benchmarks read no data
+        return None
+
+
+def environment() -> dict[str, Any]:
+    """Versions, device and date, for the JSON files of results.
+
+    Returns:
+      {"versions": {library: version}, "device": a one-line description, "date": "YYYY-MM-DD"}; the version of a
+      library that is not installed is None.
+    """
+    import jax
+
+    from orthojax import __version__
+
+    return {
+        "versions": {"orthojax": __version__, "python": platform.python_version()}
+        | {name: _version(name) for name in _LIBRARIES},
+        "device": f"{jax.devices()[0].device_kind} x {jax.device_count()}, {os.cpu_count()} CPU cores",
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def available_memory_bytes() -> int | None:
+    """Host memory that can be allocated, file caches included; None where the system does not report it."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # macOS has no such name, Windows no sysconf
+        return None
