@@ -9,7 +9,8 @@ from orthojax.experiments.reporting import summaries
 from orthojax.experiments.reporting.page import Claim, Report, Table, verdict
 from orthojax.experiments.study.study import Study
 from orthojax.experiments.study.variant import Variant
-from orthojax.formatting import mean_and_range, number
+from orthojax.formatting import mean_and_range as spread
+from orthojax.formatting import number
 
 _USUAL_SCORE = 3.5  # see OUTLIER_SCORE
 _COLUMNS = {
@@ -41,7 +42,7 @@ def _tables(study: Study) -> list[Table]:
     rows = []
     for variant in study.variants:
         for part, words in WORDS.items():
-            cells = [mean_and_range(study.values(variant.name, f"{part}_{name}")) for name in _COLUMNS]
+            cells = [spread(study.values(variant.name, f"{part}_{name}")) for name in _COLUMNS]
             rows.append([f"{variant.label}: {words}", *cells])
     layers = []
     for variant in study.variants:
@@ -53,14 +54,14 @@ def _tables(study: Study) -> list[Table]:
             large, small, correlation, overlap = (column[:, layer] for column in columns)
             held = "" if not large.sum() else "holds" if small.sum() == large.sum() else "does not hold"
             told = [f"{large.sum():g}", f"{small.sum():g}", held]
-            shown = [mean_and_range([float(value) for value in values]) for values in (correlation, overlap)]
+            shown = [spread([float(value) for value in values]) for values in (correlation, overlap)]
             layers.append([f"{variant.label}: layer {layer + 1}", *told, *shown])
     chance = [top_count(v.config.model.d_model) / v.config.model.d_model for v in study.variants]
     return [
         Table(
             f"By channel, mean over layers. An outlier is over {OUTLIER_SCORE:g} scaled median deviations from the "
             f"median, in logarithms; top channels: a 32nd, of which chance would have "
-            f"{mean_and_range(chance, '{:.1%}'.format)} in common",
+            f"{spread(chance, '{:.1%}'.format)} in common",
             ["", *_COLUMNS.values()],
             rows,
         ),
@@ -118,15 +119,15 @@ def _moment_claims(study: Study) -> list[Claim]:
         Claim(
             verdict(max(correlations) < 0),
             f"Channels whose second moments are small have large weights (appendix E). Softmax and Adam, MLP output: "
-            f"rank correlation {mean_and_range(correlations)} over layers and seeds, top channels in common "
-            f"{mean_and_range(overlap, '{:.0%}'.format)} where chance has {mean_and_range(counts, '{:.1%}'.format)} (criterion: "
+            f"rank correlation {spread(correlations)} over layers and seeds, top channels in common "
+            f"{spread(overlap, '{:.0%}'.format)} where chance has {spread(counts, '{:.1%}'.format)} (criterion: "
             f"correlation below 0 in every layer).",
         ),
         Claim(
             verdict(all(a <= 0.5 * b for a, b in spreads)),
             f"OrthoAdam's moments are considerably more uniform (Figure 5). Standard deviation of the log of the "
-            f"summed moments, MLP output, mean over layers: {mean_and_range([a for a, _ in spreads])} in OrthoAdam's own "
-            f"basis, {mean_and_range([b for _, b in spreads])} for Adam's (criterion: at most half, in every model and seed).",
+            f"summed moments, MLP output, mean over layers: {spread([a for a, _ in spreads])} in OrthoAdam's own "
+            f"basis, {spread([b for _, b in spreads])} for Adam's (criterion: at most half, in every model and seed).",
         ),
     ]
 
@@ -146,14 +147,14 @@ def _weight_claims(study: Study) -> list[Claim]:
         Claim(
             verdict(sum(left) <= 0.1 * sum(mlp), visible=sum(mlp) > 0),
             f"OrthoAdam and softmax-1 remove outlier weights (Figure 5). Outlier channels of the MLP outputs of a "
-            f"model, all layers: {mean_and_range(mlp, number)} with Adam and softmax, {mean_and_range(left, number)} cured; largest "
-            f"norm over median {mean_and_range(peaks)} and {mean_and_range(cured_peaks)} (criterion: at most a tenth; visible where "
+            f"model, all layers: {spread(mlp, number)} with Adam and softmax, {spread(left, number)} cured; largest "
+            f"norm over median {spread(peaks)} and {spread(cured_peaks)} (criterion: at most a tenth; visible where "
             f"Adam has any).",
         ),
         Claim(
             verdict(all(a > b for a, b in cases), visible=bool(cases)),
             f"Outlier weights are generally in the output layer of the MLP (appendix E). Outlier channels of a model "
-            f"with softmax and Adam, all layers: {mean_and_range(mlp, number)} in MLP outputs, {mean_and_range(attention, number)} in "
+            f"with softmax and Adam, all layers: {spread(mlp, number)} in MLP outputs, {spread(attention, number)} in "
             f"attention outputs; {len(cases)} of {len(mlp)} models and seeds have any (criterion: more in the MLP's, "
             f"in every one of these).",
         ),

@@ -10,7 +10,7 @@ from orthojax.experiments.reporting import drawing, summaries
 from orthojax.experiments.reporting.criteria import GAUSSIAN, NO_OUTLIERS, OUTLIERS
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
 from orthojax.experiments.study.study import Study
-from orthojax.formatting import mean_and_range
+from orthojax.formatting import mean_and_range as spread
 
 CURED, VANILLA = variant_name("gpt2_350m", "cured"), variant_name("gpt2_350m", "vanilla")
 _BASES = {"x": "X", "xq": "X Q", "xqt": "X Q^T", "xv": "X V"}
@@ -36,8 +36,8 @@ def _tables(study: Study) -> list[Table]:
     body = []
     for label, variant, metric in _rows(study):
         by_layer = study.by_layer(variant, metric)
-        cells = [mean_and_range([float(value) for value in values]) for values in by_layer.T] or ["failed"] * layers
-        body.append([label, mean_and_range(study.values(variant, metric)), *cells])
+        cells = [spread([float(value) for value in values]) for values in by_layer.T] or ["failed"] * layers
+        body.append([label, spread(study.values(variant, metric)), *cells])
     columns = ["", "all layers", *(f"layer {layer + 1}" for layer in range(layers))]
     return [Table("Kurtosis over channels, mean over positions and sequences", columns, body)]
 
@@ -83,8 +83,8 @@ def _singular_basis(study: Study, shown: str) -> Claim:
 
 def _claims(study: Study) -> list[Claim]:
     shown = {
-        basis: mean_and_range(study.values(CURED, f"added_kurtosis_{basis}")) + f", MLP alone "
-        f"{mean_and_range(study.values(CURED, f'mlp_kurtosis_{basis}'))}"
+        basis: spread(study.values(CURED, f"added_kurtosis_{basis}")) + f", MLP alone "
+        f"{spread(study.values(CURED, f'mlp_kurtosis_{basis}'))}"
         for basis in _BASES
     }  # fmt: skip
     means = [study.mean(CURED, f"{what}_kurtosis_{basis}") for what in _WHAT for basis in ("x", "xq", "xqt")]
@@ -107,8 +107,8 @@ def _claims(study: Study) -> list[Claim]:
         _singular_basis(study, shown["xv"]),
         Claim(
             verdict(all(a > b for a, b in pairs), visible=visible),
-            f"The vanilla model's layers write outliers. X: {mean_and_range(study.values(VANILLA, 'added_kurtosis_x'))} "
-            f"vanilla, {mean_and_range(study.values(CURED, 'added_kurtosis_x'))} cured (criterion: larger in every seed; "
+            f"The vanilla model's layers write outliers. X: {spread(study.values(VANILLA, 'added_kurtosis_x'))} "
+            f"vanilla, {spread(study.values(CURED, 'added_kurtosis_x'))} cured (criterion: larger in every seed; "
             f"visible as above).",
         ),
     ]

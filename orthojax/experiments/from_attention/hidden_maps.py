@@ -13,7 +13,8 @@ from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, v
 from orthojax.experiments.study.channel_overlap import CHANNEL_OVERLAP, SEQUENCES
 from orthojax.experiments.study.example import PANELS
 from orthojax.experiments.study.study import Experiment, Study
-from orthojax.formatting import mean_and_range, number
+from orthojax.formatting import mean_and_range as spread
+from orthojax.formatting import number
 
 CHANNELS = 16  # shown
 _SAME = 0.8  # an overlap of at least this is 'the same channels'
@@ -74,9 +75,7 @@ def _overlap_claims(study: Study) -> list[Claim]:
         below = any(without < _SAME for _, without in overlaps)
         shown = "; ".join(
             f"{v.label} "
-            + ", ".join(
-                f"{mean_and_range(study.values(v.name, f'{sets}_{key}'))} ({words})" for sets, words in _SETS.items()
-            )
+            + ", ".join(f"{spread(study.values(v.name, f'{sets}_{key}'))} ({words})" for sets, words in _SETS.items())
             for v in study.variants
         )
         claims.append(
@@ -119,7 +118,7 @@ def _attention_table(study: Study) -> Table:
     for variant in study.variants:
         layers = study.by_layer(variant.name, "first_attention_mass")
         shown = ", ".join(number(float(value)) for value in layers.mean(0)) if layers.size else "failed"
-        means = [mean_and_range(study.values(variant.name, f"first_attention_{key}")) for key in ("fraction", "mass")]
+        means = [spread(study.values(variant.name, f"first_attention_{key}")) for key in ("fraction", "mass")]
         rows.append([variant.label, *means, shown])
     columns = ["fraction of pairs", "mass", "mass by layer, from the first"]
     return Table("Attention on the first token", ["", *columns], rows)

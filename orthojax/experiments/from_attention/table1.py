@@ -8,7 +8,7 @@ from orthojax.experiments.reporting import drawing, summaries
 from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
 from orthojax.experiments.study.study import Experiment, Study
 from orthojax.experiments.study.variant import Variant
-from orthojax.formatting import mean_and_range
+from orthojax.formatting import mean_and_range as spread
 
 _FOUR_BITS = "perplexity_int4_zeropoint"
 _METHODS = ("vanilla", "cured")
@@ -54,11 +54,9 @@ def _tables(study: Study) -> list[Table]:
     for variant in study.variants:
         full, four = (study.values(variant.name, key) for key in ("perplexity", _FOUR_BITS))
         differences = [b - a for a, b in zip(full, four, strict=True)]
-        change = mean_and_range(summaries.penalties(study, variant.name, _FOUR_BITS), _percent)
+        change = spread(summaries.penalties(study, variant.name, _FOUR_BITS), _percent)
         paper = in_paper.get(variant.name, [""] * 3)
-        rows.append(
-            [variant.label, mean_and_range(full), mean_and_range(four), mean_and_range(differences), change, *paper]
-        )
+        rows.append([variant.label, spread(full), spread(four), spread(differences), change, *paper])
     columns = ["", *_COLUMNS, *(f"paper: {column}" for column in _COLUMNS[:3])]
     theirs = [[model, *_printed(*metrics.values())] for model, metrics in TABLE_1.items()]
     return [
@@ -76,7 +74,7 @@ def _claims(study: Study) -> list[Claim]:
     visible = highest > _VISIBLE
 
     def told(variants: Sequence[Variant]) -> list[str]:
-        changes = (mean_and_range(summaries.penalties(study, v.name, _FOUR_BITS), _percent) for v in variants)
+        changes = (spread(summaries.penalties(study, v.name, _FOUR_BITS), _percent) for v in variants)
         return [f"{v.label.split(',')[0]} {change}" for v, change in zip(variants, changes, strict=True)]
 
     return [

@@ -7,7 +7,7 @@ from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, v
 from orthojax.experiments.reporting.summaries import metric_table
 from orthojax.experiments.study.study import Study
 from orthojax.experiments.study.variant import Variant
-from orthojax.formatting import mean_and_range
+from orthojax.formatting import mean_and_range as spread
 from orthojax.model import parameter_count
 
 _METRICS = {
@@ -48,10 +48,7 @@ def _quantization(study: Study) -> Table:
     rows = [
         [
             v.label,
-            *(
-                mean_and_range(summaries.penalties(study, v.name, key), lambda value: f"{value:+.2%}")
-                for key in _SETTINGS
-            ),
+            *(spread(summaries.penalties(study, v.name, key), lambda value: f"{value:+.2%}") for key in _SETTINGS),
         ]
         for v in study.variants
     ]

@@ -10,7 +10,8 @@ from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, v
 from orthojax.experiments.reporting.summaries import metric_table
 from orthojax.experiments.study.study import Study
 from orthojax.experiments.study.variant import Variant
-from orthojax.formatting import mean_and_range, number
+from orthojax.formatting import mean_and_range as spread
+from orthojax.formatting import number
 from orthojax.model import parameter_count
 
 _METRICS = {
@@ -59,12 +60,12 @@ def _tables(study: Study) -> list[Table]:
     def paired(variant: Variant) -> list[str]:
         pairs = study.pairs(variant.name, "adam", "perplexity")
         by_seed = [_percent(pairs[seed][0] / pairs[seed][1] - 1) if seed in pairs else "failed" for seed in study.seeds]
-        return [mean_and_range(_paired(study, variant.name, "adam"), _percent), *by_seed]
+        return [spread(_paired(study, variant.name, "adam"), _percent), *by_seed]
 
     settings = {key: label for key, label in summaries.QUANTIZATION.items() if key != "perplexity"}
 
     def quantized(variant: Variant) -> list[str]:
-        return [mean_and_range(summaries.penalties(study, variant.name, key), _percent) for key in settings]
+        return [spread(summaries.penalties(study, variant.name, key), _percent) for key in settings]
 
     tables = [
         metric_table(study, "Perplexity, outliers, attention", study.variants, _METRICS, rows="variants"),
@@ -114,7 +115,7 @@ def _cure_claims(study: Study) -> list[Claim]:
             f"A structured rotation cures as a dense one does. Kurtosis first / others, output axis: {shown}; "
             f"softmax-1 with Adam {_show(_kurtosis(study, 'adam'))} (criterion: all below {NO_OUTLIERS}; visible where "
             f"Adam is above {OUTLIERS:g}). Perplexity against haar: "
-            + ", ".join(f"{kind} {mean_and_range(values, _percent)}" for kind, values in gaps.items())
+            + ", ".join(f"{kind} {spread(values, _percent)}" for kind, values in gaps.items())
             + ".",
         )
     ]
@@ -144,9 +145,9 @@ def _axes_claims(study: Study) -> list[Claim]:
         ),
         Claim(
             verdict(min(main) > 0),
-            f"Both axes cost perplexity against the output axis alone: {mean_and_range(main, _percent)} (criterion: worse in "
+            f"Both axes cost perplexity against the output axis alone: {spread(main, _percent)} (criterion: worse in "
             f"every seed); kurtosis {_show(both)} against {_show(output)}. With other settings: "
-            + ", ".join(f"{words} {mean_and_range(values, _percent)}" for words, values in gaps.items())
+            + ", ".join(f"{words} {spread(values, _percent)}" for words, values in gaps.items())
             + ".",
         ),
     ]
@@ -177,7 +178,7 @@ def _control_claims(study: Study) -> list[Claim]:
             f"A fixed matrix inside the model does what one inside the optimizer does. Kurtosis first / others: "
             f"{_show(fixed)} with Adam and fixed matrices behind what writes to the residual stream, {_show(writers)} "
             f"with OrthoAdam on the same parts; perplexity "
-            f"{mean_and_range(_paired(study, 'fixed_in_model', 'hadamard_writers'), _percent)} (criterion: kurtosis "
+            f"{spread(_paired(study, 'fixed_in_model', 'hadamard_writers'), _percent)} (criterion: kurtosis "
             f"within 10%).",
         ),
     ]
