@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
 from orthojax.experiments.from_attention.paper_configs import METHODS, gpt2_run, llama2_run
-from orthojax.experiments.study.variant import Variant
+from orthojax.experiments.experiment import Variant
+from orthojax.experiments.results import Results
 from orthojax.fields import replace
 from orthojax.model.presets import gpt2, llama2
 
@@ -134,4 +135,36 @@ def grid(
         )
         for model in models
         for method in methods
+    )
+
+
+# Name of a variant of `grid` -> (model, method).
+GRID = {variant_name(model, method): (model, method) for model in MODELS for method in METHOD_LABELS}
+
+
+def by_model(results: Results) -> dict[str, dict[str, str]]:
+    """`Experiment.groups` of grids: label of every model that was run -> method -> variant name."""
+    present = {GRID[result.name][0] for result in results if result.name in GRID}
+    return {
+        MODELS[model]: {
+            method: variant_name(model, method) for method in METHOD_LABELS if variant_name(model, method) in results
+        }
+        for model in MODELS
+        if model in present
+    }
+
+
+def paper_of_grid(table: Mapping[tuple[str, str], Mapping[str, float]]) -> dict[str, Mapping[str, float]]:
+    """`Experiment.paper` of grids, from a table of the paper by (label of a model, method)."""
+    return {name: table[MODELS[m], method] for name, (m, method) in GRID.items() if (MODELS[m], method) in table}
+
+
+def about(results: Results) -> str:
+    """What was trained on what, for the head of a report."""
+    train, length = results.first.config.train, results.first.config.data.sequence_length
+    stand_ins = " Models stand in for the paper's by order of width; they are far smaller and trained far shorter."
+    return (
+        f"Scale {results.scale}: {train.batch_size} sequences of {length} tokens a step."
+        f"{'' if results.scale == 'paper' else stand_ins} Every number is a mean over seeds, with the range; the "
+        f"paper's, of one run each on C4, stands beside it."
     )

@@ -1,0 +1,219 @@
+"""Claims as values, the one judge that decides them, and the terms in which their criteria are stated.
+
+Criteria are fixed before the seeds that decide them are run; one that was revised afterwards says so in its text.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from orthojax.experiments.results import NotMeasured, Numbers, Quantity, Result, Results, metric
+
+Verdict = Literal["holds", "does not hold", "not testable at this scale"]
+
+GAUSSIAN = 3.0  # its kurtosis
+# A mean kurtosis over layers above the first is called outliers, below the second none.
+OUTLIERS, NO_OUTLIERS = 4.0, 3.5
+DOMINANCE = 2.0  # the first token dominates from this multiple of `chance_of_first` on
+EQUAL_PERPLEXITY = 0.01  # a perplexity at most this fraction above another is called equal
+KURTOSIS = ("kurtosis_first", "kurtosis_rest")
+MAX_ABS = ("max_abs_first", "max_abs_rest")
+
+Names = Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One sentence of a paper, or of ours, with the criterion that decides it.
+
+    Attributes:
+      says: The claim.
+      of: Which variants the predicates take, in this order: roles of `Experiment.groups`, which makes one case for each
+        group; or label -> variant names, one case for each label; or a function of the results that gives that.
+      show: What is printed of each of these variants, with the paper's number where there is one.
+      holds: Of their `Result`s, the criterion.
+      criterion: The same in words.
+      testable: Of their `Result`s, whether there is anything to see; without it there always is.
+      where: Of the label of a group, whether the claim is about it.
+      largest: For claims of the form 'by up to': only the case with the largest value is judged.
+      most: Holds where more than half of the testable cases do, instead of all.
+      detail: Further numbers of a case as text.
+    """
+
+    says: str
+    of: Names | Mapping[str, Names] | Callable[[Results], Mapping[str, Names]]
+    holds: Callable[..., bool]
+    criterion: str
+    show: Sequence[str | Quantity] = ()
+    testable: Callable[..., bool] | None = None
+    where: Callable[[str], bool] = lambda label: True
+    largest: Callable[..., float] | None = None
+    most: bool = False
+    detail: Callable[..., str] | None = None
+
+
+class Judged(NamedTuple):
+    """A claim with its verdict.
+
+    Attributes:
+      verdict: What the criterion says.
+      says: The claim.
+      cases: One line of numbers for each case.
+      closing: The count, what was left out, and the criterion.
+    """
+
+    verdict: Verdict
+    says: str
+    cases: Sequence[str]
+    closing: str
+
+    @property
+    def paragraph(self) -> str:
+        """The whole as one paragraph."""
+        return " ".join([self.says, *([f"{'; '.join(self.cases)}."] if self.cases else []), self.closing])
+
+
+class _Case(NamedTuple):
+    testable: bool
+    holds: bool
+    text: str
+
+
+def judge(claim: Claim, results: Results) -> Judged:
+    """Decides a claim on the means over seeds.
+
+    A case of which a variant failed, or lacks a metric that the criterion reads, is left out and named; without any
+    testable case the claim is not testable.
+    """
+    groups = {label: names for label, names in _groups(claim, results).items() if claim.where(label)}
+    cases: dict[str, _Case] = {}
+    sizes: dict[str, float] = {}
+    missing = []
+    for label, names in groups.items():
+        try:
+            of = [results[name] for name in names]
+            testable = claim.testable is None or bool(claim.testable(*of))
+            case = _Case(testable, bool(claim.holds(*of)), _case_text(claim, of))
+            if claim.largest:
+                sizes[label] = claim.largest(*of)
+            cases[label] = case
+        except (NotMeasured, KeyError):
+            missing.append(label)
+    if sizes:
+        best = max(sizes, key=lambda label: sizes[label])
+        cases = {best: cases[best]}
+    tested = [case for case in cases.values() if case.testable]
+    held = sum(case.holds for case in tested)
+    return Judged(
+        _verdict(claim, held, len(tested)),
+        claim.says,
+        [_line(label, case, alone=len(cases) == 1) for label, case in cases.items() if label or case.text],
+        " ".join(_closing(claim, len(cases), held, len(tested), missing)),
+    )
+
+
+def _groups(claim: Claim, results: Results) -> Mapping[str, Names]:
+    if callable(claim.of):
+        return claim.of(results)
+    if isinstance(claim.of, Mapping):
+        return claim.of
+    found = {}
+    for label, roles in results.groups().items():
+        if all(role in roles for role in claim.of):
+            found[label] = [roles[role] for role in claim.of]
+    return found
+
+
+def _verdict(claim: Claim, held: int, tested: int) -> Verdict:
+    if not tested:
+        return "not testable at this scale"
+    return "holds" if (2 * held > tested if claim.most else held == tested) else "does not hold"
+
+
+def _case_text(claim: Claim, of: Sequence[Result]) -> str:
+    parts = []
+    for shown in claim.show:
+        quantity = metric(shown) if isinstance(shown, str) else shown
+        ours = " → ".join(_try(quantity, result) for result in of)
+        paper = [result.paper_cell(quantity) for result in of]
+        printed = f" (paper {' → '.join(paper)})" if any(cell != "-" for cell in paper) else ""
+        parts.append(f"{quantity.label} {ours}{printed}")
+    if claim.detail:
+        parts.append(claim.detail(*of))
+    return ", ".join(parts)
+
+
+def _try(quantity: Quantity, result: Result) -> str:
+    try:
+        return quantity.show(result.mean(quantity))
+    except NotMeasured:
+        return "-"
+
+
+def _line(label: str, case: _Case, *, alone: bool) -> str:
+    mark = "" if alone else " (not testable)" if not case.testable else "" if case.holds else " (does not hold)"
+    return f"{label}{': ' if label and case.text else ''}{case.text}{mark}"
+
+
+def _closing(claim: Claim, cases: int, held: int, tested: int, missing: Sequence[str]) -> list[str]:
+    sentences = [f"Holds in {held} of {tested} testable cases."] if tested and cases > 1 else []
+    if missing:
+        labels = ", ".join(label for label in missing if label)
+        sentences.append(f"Not measured, since a run failed or is missing{': ' if labels else ''}{labels}.")
+    most = ", in most of the testable cases" if claim.most else ""
+    return [*sentences, f"Criterion: {claim.criterion}{most}."]
+
+
+# Terms of criteria. Each takes `Result`s, or the numbers of one seed or of the paper.
+
+
+def chance_of_first(length: float, *, softmax1: bool = False) -> float:
+    """Mean weight on key 0 over the queries of a causal row if all logits were 0: H_T / T with softmax.
+
+    Query t of T = `length`, from 1, sees t keys, so softmax gives each 1/t and softmax-1 1/(t + 1). The former is also
+    the share of queries whose largest weight is key 0 where each prefers one of its keys by chance.
+
+    Args:
+      length: T, tokens of a sequence.
+      softmax1: Whether the weights are those of softmax-1.
+
+    >>> chance_of_first(2), round(chance_of_first(2, softmax1=True), 4)
+    (0.75, 0.4167)
+    """
+    return float(np.mean(1.0 / (np.arange(1, int(length) + 1) + softmax1)))
+
+
+def gaussian_kurtosis_limit(d_model: float) -> float:
+    """Kurtosis that D independent Gaussian values hardly exceed: 3 + 3 sqrt(24 / D), three standard deviations.
+
+    The variance of the sample kurtosis of n Gaussian values is 24 / n for large n. At position 0, where every sequence
+    may have the same token, a layer has one such vector, so its kurtosis is not 3 even where nothing sticks out.
+
+    >>> gaussian_kurtosis_limit(96)
+    4.5
+    """
+    return GAUSSIAN + 3 * math.sqrt(24 / d_model)
+
+
+def worst_kurtosis(of: Numbers) -> float:
+    """The larger kurtosis of the two, first token and others."""
+    return max(of.kurtosis_first, of.kurtosis_rest)
+
+
+def chance(of: Numbers) -> float:
+    """`chance_of_first` at the length of a model's sequences."""
+    return chance_of_first(of.sequence_length)
+
+
+def excess_left(before: float, after: float, floor: float, floor_after: float | None = None) -> float:
+    """The fraction of what exceeds a floor that is left; inf where nothing does.
+
+    >>> excess_left(5.0, 4.0, 3.0)
+    0.5
+    """
+    if before <= floor:
+        return math.inf
+    return (after - (floor if floor_after is None else floor_after)) / (before - floor)

@@ -1,0 +1,173 @@
+"""What an experiment is: models to train and measure, or a computation, and how its results are reported."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from orthojax.config import Config
+from orthojax.errors import UserError, nearest
+from orthojax.fields import changed_fields, replace
+
+if TYPE_CHECKING:
+    from orthojax.experiments.claims import Claim
+    from orthojax.experiments.measures import Measure
+    from orthojax.experiments.page import Picture, Table
+    from orthojax.experiments.results import Result, Results
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One model of an experiment.
+
+    Attributes:
+      name: Of its rows in results.json.
+      label: In tables and legends.
+      config: Its run; a seed replaces `train.seed` and `data.seed`.
+      learning_rates: Where given, the best of them in short trials replaces the config's.
+      checkpoint: The step folder of an existing model, which is measured and not trained.
+    """
+
+    name: str
+    label: str
+    config: Config
+    learning_rates: tuple[float, ...] = ()
+    checkpoint: Path | None = None
+
+    def with_seed(self, seed: int) -> Config:
+        """The config of one seed; that of an existing model as it is."""
+        return self.config if self.checkpoint else replace(self.config, {"train.seed": seed, "data.seed": seed})
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A variant with a seed.
+
+    Attributes:
+      variant: Which model.
+      seed: Of its parameters and of the order of its data.
+      folder: Where it is trained, and where its measurements are stored.
+    """
+
+    variant: Variant
+    seed: int
+    folder: Path
+
+    @property
+    def config(self) -> Config:
+        """What is trained, or what the checkpoint was trained with."""
+        return self.variant.with_seed(self.seed)
+
+    @property
+    def label(self) -> str:
+        """In progress messages."""
+        return f"{self.variant.label}, seed {self.seed}"
+
+
+def run_name(variant: Variant, seed: int) -> str:
+    """The folder name of a run, a function of its config alone, so that experiments share runs.
+
+    Fields at their defaults do not enter, so a new field renames no existing folder.
+
+    >>> run_name(Variant("a", "a", Config()), 0) == run_name(Variant("b", "b", Config()), 0)
+    True
+    """
+    config = variant.with_seed(seed)
+    key: object = changed_fields(Config(), config)
+    if variant.learning_rates or variant.checkpoint:
+        key = [key, variant.learning_rates, str(variant.checkpoint and variant.checkpoint.absolute())]
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
+    model = config.model
+    return f"{model.normalizer}-{config.optim.optimizer}-{model.num_layers}x{model.d_model}-{digest}-seed{seed}"
+
+
+class Case(NamedTuple):
+    """One row of a computation, for one seed.
+
+    Attributes:
+      variant: Name of the row.
+      overrides: Its setting; `label` in it is shown instead of the name.
+      metrics: Its numbers.
+    """
+
+    variant: str
+    overrides: dict[str, Any]
+    metrics: dict[str, float]
+
+
+# Metrics that the paper prints for a variant, by variant name.
+Paper = Mapping[str, Mapping[str, float]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A table, figure or appendix as data: what runs, what is claimed of it, and what the report shows.
+
+    Exactly one of `variants` and `compute` is given.
+
+    Attributes:
+      name: As in --experiment.
+      title: One line, for --list and the head of the report.
+      variants: Scale -> models to train and measure.
+      compute: Seed -> rows that follow from formulas and samples, in seconds; runs with float64 enabled.
+      scales: For which `variants` is defined.
+      seeds: Where none are given.
+      also: Further names of the same experiment, as of figures that differ only by model.
+      about: Paragraphs that open the report.
+      groups: Results -> label -> role -> variant name: how `Claim.of` finds its variants, once per label. Without it
+        there is one group without label, in which roles are variant names.
+      paper: The numbers printed in the paper, for all scales or as a function of the scale.
+      tables: Of the report; each makes one table, or several.
+      claims: Of the report.
+      pictures: Of the report; each makes any number of pictures, and is left out where a run failed.
+      measures: What is measured of every model beyond `measures.ALWAYS`.
+      takes_models: Whether --model=NAME=CHECKPOINT adds existing models as variants.
+      cost_reference: Where given, the cost of a training step is measured for every variant; maps a variant's name to
+        that of the variant its time is relative to.
+      trains: Whether variants are trained and measured, or only their cost is.
+      notes: Further lines on how the report was made.
+    """
+
+    name: str
+    title: str
+    variants: Callable[[str], tuple[Variant, ...]] | None = None
+    compute: Callable[[int], Sequence[Case]] | None = None
+    scales: tuple[str, ...] = ("tiny",)
+    seeds: tuple[int, ...] = (0,)
+    also: tuple[str, ...] = ()
+    about: "Callable[[Results], Sequence[str]]" = lambda results: ()
+    groups: "Callable[[Results], Mapping[str, Mapping[str, str]]] | None" = None
+    paper: Paper | Callable[[str], Paper] = dataclasses.field(default_factory=dict)
+    tables: "Sequence[Callable[[Results], Table | Sequence[Table]]]" = ()
+    claims: "Sequence[Claim]" = ()
+    pictures: "Sequence[Callable[[Results], Sequence[Picture]]]" = ()
+    measures: "tuple[Measure, ...]" = ()
+    takes_models: bool = False
+    cost_reference: Callable[[str], str] | None = None
+    trains: bool = True
+    notes: "Callable[[Results], Sequence[str]]" = lambda results: ()
+
+    def variants_at(self, scale: str) -> tuple[Variant, ...]:
+        """The variants of one scale; none of a computation.
+
+        Raises:
+          UserError: Where the experiment does not have the scale.
+        """
+        if scale not in self.scales:
+            raise UserError(
+                f"experiment {self.name!r} has no scale {scale!r}",
+                allowed=" | ".join(self.scales),
+                hint=nearest(scale, self.scales),
+            )
+        return self.variants(scale) if self.variants else ()
+
+    def paper_at(self, scale: str) -> Paper:
+        """The paper's numbers by variant name."""
+        return self.paper(scale) if callable(self.paper) else self.paper
+
+
+def each(keep: "Callable[[Result], bool]" = lambda result: True) -> "Callable[[Results], dict[str, tuple[str]]]":
+    """For `Claim.of`: one case for every variant that `keep` accepts, under its label."""
+    return lambda results: {r.label: (r.name,) for r in results if keep(r)}

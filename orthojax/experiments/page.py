@@ -1,0 +1,225 @@
+"""The report of an experiment, and its three forms: console, Markdown, one self-contained HTML page."""
+
+import base64
+import io
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jinja2
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+from orthojax.experiments.claims import Judged, judge
+from orthojax.experiments.results import Results
+from orthojax.files import write_text
+from orthojax.formatting import align
+
+_LINKS_SHOWN = 12  # of files of runs; more are folded
+
+
+class Table(NamedTuple):
+    """A table of texts; the first column names the row."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class Picture(NamedTuple):
+    """A figure with its file name (no ending) and caption."""
+
+    name: str
+    caption: str
+    figure: Figure
+    form: Literal["svg", "png"] = "svg"
+
+
+class Report(NamedTuple):
+    """Everything that a reader gets to see.
+
+    Attributes:
+      title: Of the page.
+      summary: Paragraphs.
+      claims: With their verdicts.
+      tables: In their order.
+      pictures: In their order.
+      notes: What was run on what, and how to run it again.
+      links: (text, path relative to the workdir).
+    """
+
+    title: str
+    summary: Sequence[str]
+    claims: Sequence[Judged]
+    tables: Sequence[Table]
+    pictures: Sequence[Picture]
+    notes: Sequence[str]
+    links: Sequence[tuple[str, str]]
+
+
+def make_report(results: Results) -> Report:
+    """The report that an experiment describes, of its results."""
+    experiment = results.experiment
+    tables: list[Table] = []
+    for build in experiment.tables:
+        built = build(results)
+        tables += [built] if isinstance(built, Table) else built
+    drawable = not results.failures() and any(result.seeds for result in results)
+    return Report(
+        title=experiment.title[:1].upper() + experiment.title[1:],
+        summary=[*experiment.about(results), *_data_sentences(results), *results.failures()],
+        claims=[judge(claim, results) for claim in experiment.claims],
+        tables=tables,
+        pictures=[picture for draw in experiment.pictures for picture in draw(results)] if drawable else [],
+        notes=[*_notes(results), *experiment.notes(results)],
+        links=_links(results),
+    )
+
+
+def _data_sentences(results: Results) -> list[str]:
+    """The seeds and the text."""
+    if results.experiment.compute or not results.experiment.trains:
+        return []
+    data = results.raw["provenance"]["data"]
+    sources = "; and ".join(dict.fromkeys(entry["source"] for entry in data)) or "unknown, as no run started"
+    given, sentences = [r for r in results if r.given], []
+    if len(given) < len(list(results)):
+        anecdote = " One seed is an anecdote: run with --seeds=0,1,2 for a spread." if len(results.seeds) == 1 else ""
+        sentences.append(f"Seeds: {', '.join(map(str, results.seeds))}.{anecdote}")
+    if results.first.config.data.kind != "embedded":
+        return [*sentences, f"The text is {sources}. Evaluation uses held-out rows."]
+    files = f"{data[0]['file_count']} files, " if data else ""
+    sentences.append(
+        f"The text is Python's own standard library ({files}real text on every machine); evaluation uses held-out "
+        "files. It is not C4: numbers compare with each other, not with the paper's."
+    )
+    return [*sentences, *([f"Given models may have other text: {sources}."] if given and data[1:] else [])]
+
+
+def _notes(results: Results) -> list[str]:
+    """The command, the machine, the data, the time and the evaluation."""
+    provenance, experiment = results.raw["provenance"], results.experiment
+    models = ",".join(f"{v.name}={os.path.relpath(v.checkpoint)}" for v in results.variants if v.checkpoint)
+    command = (
+        f"python launch/reproduce.py --experiment={experiment.name} --scale={results.scale} "
+        f"--seeds={','.join(map(str, results.seeds))}" + (f" --model={models}" if models else "")
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
+    notes = [command, f"{provenance['date']}, {provenance['device']}, {versions}"]
+    if experiment.compute:
+        return [*notes, f"{provenance['wall_seconds']} seconds, in float64; nothing is trained"]
+    if not experiment.trains:
+        return notes
+    config, runs = results.first.config, len(results.raw["rows"])
+    return [
+        *notes,
+        *map(_corpus, provenance["data"]),
+        f"{provenance['training_seconds'] / 60:.1f} minutes of training, summed over {runs} runs, of which several run "
+        "at once",
+        f"evaluated on {config.eval.sequences} sequences; dynamic quantisation scales over batches of "
+        f"{config.eval.batch_size}; only linear layers are quantised",
+    ]
+
+
+def _corpus(entry: Mapping[str, Any]) -> str:
+    """What was read, exactly; `entry` is `Inputs.provenance`."""
+    if "tokenizer" not in entry:
+        return entry["source"]
+    return (
+        f"corpus sha256 {entry['source_sha256']}, tokenizer {entry['tokenizer']}, "
+        f"{entry['train']['n_tokens']:,} training tokens"
+    )
+
+
+def _links(results: Results) -> list[tuple[str, str]]:
+    """The raw results, step costs and the config of every run."""
+    configs = [
+        (f"{row['variant']}, seed {row['seed']}: config", f"{row['run']}/config.json")
+        for row in results.raw["rows"]
+        if "run" in row and (results.workdir / row["run"] / "config.json").exists()  # given models have none
+    ]
+    own = [name for name in ("results.json", "costs.json", "report.md") if (results.workdir / name).exists()]
+    return [*((name, name) for name in own), *configs]
+
+
+def console_table(table: Table) -> str:
+    """A table with aligned columns."""
+    head, *body = align([list(table.columns), *map(list, table.rows)], numeric=True)
+    rule = "-" * max(map(len, (head, *body)))
+    return "\n".join([table.caption, rule, head, rule, *body])
+
+
+def print_report(report: Report) -> None:
+    """Tables and claims on standard output."""
+    for table in report.tables:
+        print("\n" + console_table(table))
+    print()
+    for claim in report.claims:
+        print(textwrap.fill(f"{claim.verdict.upper()}: {claim.paragraph}", 110, subsequent_indent="  "))
+
+
+def write_report(report: Report, workdir: Path) -> None:
+    """Writes report.md, report.html and figures/ under the workdir."""
+    figures = workdir / "figures"
+    figures.mkdir(exist_ok=True)
+    embedded = []
+    for picture in report.pictures:
+        width, height = picture.figure.get_size_inches()
+        content = _render(picture.figure, picture.form)
+        (figures / f"{picture.name}.{picture.form}").write_bytes(content)
+        kind = "svg+xml" if picture.form == "svg" else "png"
+        source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+        embedded.append((picture, source, f"{width / height:.4f}"))
+    write_text(workdir / "report.md", _markdown(report))
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("orthojax.experiments", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    page = environment.get_template("report.html").render(report=report, pictures=embedded, links=_link_lists(report))
+    write_text(workdir / "report.html", page)
+
+
+def _link_lists(report: Report) -> list[tuple[str, list[tuple[str, str]], bool]]:
+    """(heading, links, whether they are folded): the files of the study, then those of its runs, which may be many."""
+    own = [link for link in report.links if "/" not in link[1]]
+    runs = [link for link in report.links if "/" in link[1]]
+    lists = [("", own, False), (f"{len(runs)} files of runs", runs, len(runs) > _LINKS_SHOWN)]
+    return [part for part in lists if part[1]]
+
+
+def _render(figure: Figure, form: str) -> bytes:
+    buffer = io.BytesIO()
+    metadata: dict[str, Any] = {"Date": None} if form == "svg" else {}
+    figure.savefig(buffer, format=form, dpi=130, metadata=metadata)
+    plt.close(figure)
+    return buffer.getvalue()
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _markdown(report: Report) -> str:
+    parts = [f"# {report.title}", *report.summary]
+    for table in report.tables:
+        rule = "|" + "|".join(["---"] + ["---:"] * (len(table.columns) - 1)) + "|"
+        parts.append("\n".join([f"**{table.caption}**", "", _row(table.columns), rule, *map(_row, table.rows)]))
+    if report.claims:
+        parts.append("## What held and what did not")
+        parts.append("\n".join(map(_claim_markdown, report.claims)))
+    for picture in report.pictures:
+        parts.append(f"![{picture.caption}](figures/{picture.name}.{picture.form})\n\n*{picture.caption}*")
+    parts.append("## How this was made")
+    parts.append("\n".join(f"- {note}" for note in report.notes))
+    if report.links:
+        parts.append("\n".join(f"- [{text}]({path})" for text, path in report.links if path != "report.md"))
+    return "\n\n".join(parts) + "\n"
+
+
+def _claim_markdown(claim: Judged) -> str:
+    return "\n".join(
+        [f"- **{claim.verdict}**: {claim.says}", *(f"  - {case}" for case in claim.cases), f"\n  {claim.closing}"]
+    )

@@ -1,0 +1,213 @@
+"""The pictures of reports as data: curves over layers and steps, points, bars, and maps of single models."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from orthojax.config import Config
+from orthojax.experiments import drawing
+from orthojax.experiments.claims import GAUSSIAN, worst_kurtosis
+from orthojax.experiments.page import Picture
+from orthojax.experiments.results import NotMeasured, Numbers, Result, Results
+
+Keep = Callable[[Result], bool]
+
+
+def _every(result: Result) -> bool:
+    return True
+
+
+def finished(results: Results, keep: Keep = _every) -> list[Result]:
+    """The variants with a finished seed that `keep` accepts."""
+    return [result for result in results.finished if keep(result)]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCurves:
+    """Metrics after each layer, one curve for each variant and metric.
+
+    Attributes:
+      name: Of the file.
+      caption: Of the picture.
+      y_label: Of the y axis.
+      metrics: Metric -> words that are added to the variant's label; two metrics share a colour.
+      y_scale: Of the y axis.
+      reference: A horizontal line and what it means, which may depend on the config.
+      keep: Which variants.
+      label: Of a variant.
+      normalized: The x of layer m of L, counted from 0, is m / (L - 1); otherwise m + 1.
+    """
+
+    name: str
+    caption: str
+    y_label: str
+    metrics: Mapping[str, str]
+    y_scale: Literal["linear", "log"] = "linear"
+    reference: tuple[float, str] | Callable[[Config], tuple[float, str]] | None = None
+    keep: Keep = _every
+    label: Callable[[Result], str] = lambda result: result.label
+    normalized: bool = False
+
+    def __call__(self, results: Results) -> list[Picture]:
+        """The picture; none where no variant has the metrics."""
+        curves, references = {}, set()
+        for result in finished(results, self.keep):
+            for metric, words in self.metrics.items():
+                try:
+                    y = result.layers(metric)
+                except NotMeasured:
+                    continue
+                L = y.shape[1]
+                x = [m / max(L - 1, 1) for m in range(L)] if self.normalized else list(range(1, L + 1))
+                curves[", ".join(part for part in (self.label(result), words) if part)] = (x, y)
+                reference = self.reference
+                references.add(reference(result.config) if callable(reference) else reference)
+        if not curves:
+            return []
+        figure = drawing.lines(
+            curves,
+            x_label="layer, from 0 (first) to 1 (last)" if self.normalized else "layer",
+            y_label=self.y_label,
+            y_scale=self.y_scale,
+            y_limits=(0.0, None) if self.normalized and self.y_scale == "linear" else None,
+            reference=references.pop() if len(references) == 1 else None,
+            integer_x=not self.normalized,
+            pairs=len(self.metrics) == 2,
+        )
+        return [Picture(self.name, self.caption, figure)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingCurves:
+    """Held-out loss during training, one curve for each variant.
+
+    Attributes:
+      keep: Which variants.
+      label: Of a variant.
+      pairs: Variants 2i and 2i + 1 share a colour.
+    """
+
+    keep: Keep = _every
+    label: Callable[[Result], str] = lambda result: result.label
+    pairs: bool = False
+
+    def __call__(self, results: Results) -> list[Picture]:
+        """The picture."""
+        curves = {self.label(r): r.logged("validation_loss_nats") for r in finished(results, self.keep)}
+        figure = drawing.lines(curves, x_label="step", y_label="held-out loss (nats per token)", pairs=self.pairs)
+        return [Picture("training_curves", "Held-out loss during training.", figure)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Points:
+    """Every variant as a point, in groups of one colour.
+
+    Attributes:
+      name: Of the file.
+      caption: Of the picture.
+      x: Value on the x axis, of a variant's means.
+      y: Value on the y axis.
+      x_label: Of the x axis.
+      y_label: Of the y axis.
+      group: Label of a variant's group.
+      label: Of a point.
+      y_scale: Of the y axis.
+      reference: A horizontal line and what it means.
+    """
+
+    name: str
+    caption: str
+    x: Callable[[Result], float]
+    y: Callable[[Result], float]
+    x_label: str
+    y_label: str
+    group: Callable[[Result], str] = lambda result: "all variants"
+    label: Callable[[Result], str] = lambda result: result.label
+    y_scale: Literal["linear", "log"] = "linear"
+    reference: tuple[float, str] | None = None
+
+    def __call__(self, results: Results) -> list[Picture]:
+        """The picture; none where nothing is measured."""
+        points: dict[str, list[tuple[float, float, str]]] = {}
+        for result in results.finished:
+            try:
+                point = (self.x(result), self.y(result), self.label(result))
+            except NotMeasured:
+                continue
+            points.setdefault(self.group(result), []).append(point)
+        if not points:
+            return []
+        figure = drawing.scatter(
+            points, x_label=self.x_label, y_label=self.y_label, y_scale=self.y_scale, reference=self.reference
+        )
+        return [Picture(self.name, self.caption, figure)]
+
+
+def perplexity_and_kurtosis(
+    group: Callable[[Result], str] = lambda result: "all variants",
+    label: Callable[[Result], str] = lambda result: result.label,
+    kurtosis: Callable[[Numbers], float] = worst_kurtosis,
+    y_label: str = "kurtosis, larger of first token and others",
+) -> Points:
+    """Perplexity against kurtosis."""
+    return Points(
+        "perplexity_and_kurtosis",
+        "Perplexity and kurtosis.",
+        lambda result: result.perplexity,
+        kurtosis,
+        "perplexity",
+        y_label,
+        group,
+        label,
+        "log",
+        (GAUSSIAN, "Gaussian"),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelMaps:
+    """Attention and hidden states of one held-out sequence, a panel for every variant, of its first finished seed.
+
+    Attributes:
+      keep: Which variants.
+      label: Of a panel.
+    """
+
+    keep: Keep = _every
+    label: Callable[[Result], str] = lambda result: result.label
+
+    def __call__(self, results: Results) -> list[Picture]:
+        """Two pictures; none without a finished variant."""
+        shown = finished(results, self.keep)
+        if not shown:
+            return []
+        seeds = sorted({next(iter(result.seeds)) for result in shown})
+        which = f"seed {seeds[0]}" if len(seeds) == 1 else "the first seed of each"
+        maps = {self.label(result): result.arrays("maps") for result in shown}
+        attention = draw_attention({label: arrays["attention"][0] for label, arrays in maps.items()})
+        hidden = draw_hidden({label: arrays["hidden"][0] for label, arrays in maps.items()})
+        words = f"|Hidden state| on the same sequence, mean over layers: bright columns are outlier channels ({which})."
+        return [
+            Picture(
+                "attention_map",
+                f"Attention on one held-out sequence, mean over heads and layers ({which}).",
+                attention,
+                "png",
+            ),
+            Picture("hidden_states", words, hidden, "png"),
+        ]
+
+
+def draw_attention(panels: Mapping[str, np.ndarray]) -> drawing.Figure:
+    """Attention maps; title -> mean weight over heads [T, T]."""
+    return drawing.maps(
+        panels, x_label="key position", y_label="query position", value_label="attention weight", log=True
+    )
+
+
+def draw_hidden(panels: Mapping[str, np.ndarray], channels: Sequence[int] | None = None) -> drawing.Figure:
+    """Maps of hidden states; title -> |hidden state| [T, D], or of some channels only."""
+    ticks = None if channels is None else [str(channel) for channel in channels]
+    return drawing.maps(panels, x_label="channel", y_label="position", value_label="|hidden state|", x_ticks=ticks)

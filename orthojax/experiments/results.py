@@ -1,0 +1,304 @@
+"""The results of an experiment, as claims, tables and pictures read them.
+
+`results["vanilla"].kurtosis_first` is the mean over seeds of a metric of one variant; the paper's numbers and those of
+a single seed are read in the same way.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orthojax.config import Config
+from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.formatting import mean_and_range, number
+from orthojax.train import read_metrics
+
+
+class NotMeasured(AttributeError):
+    """A metric that a run does not have, because it failed or because the model has no such metric."""
+
+
+class Numbers:
+    """Metrics as attributes: of the paper, of one seed, or of a variant's mean over seeds."""
+
+    def __init__(self, metrics: Mapping[str, float]):
+        self._metrics = metrics
+
+    def __getattr__(self, metric: str) -> float:
+        if metric.startswith("__"):
+            raise AttributeError(metric)
+        return self[metric]
+
+    def __getitem__(self, metric: str) -> float:
+        try:
+            return self._metrics[metric]
+        except KeyError:
+            raise NotMeasured(metric) from None
+
+    def __contains__(self, metric: str) -> bool:
+        return metric in self._metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantity:
+    """A number of a variant that a claim, table or picture shows.
+
+    Attributes:
+      label: In tables and claims.
+      value: Computes it from one seed's metrics, or from the paper's.
+      show: The number as text.
+    """
+
+    label: str
+    value: Callable[[Numbers], float]
+    show: Callable[[float], str] = number
+
+
+def metric(name: str, label: str = "", show: Callable[[float], str] = number) -> Quantity:
+    """A metric as a quantity, under its usual label (`LABELS`) where none is given."""
+    return Quantity(label or LABELS.get(name, name), lambda numbers: numbers[name], show)
+
+
+class Result(Numbers):
+    """All finished seeds of one variant; an attribute is the mean over seeds of a metric.
+
+    Besides the metrics there are numbers of its config: `d_model`, `num_layers`, `sequence_length`, `steps`.
+
+    Attributes:
+      name: Of the variant.
+      label: Of the variant.
+      config: Of the variant; None in a computation.
+      given: Whether it is an existing model (--model) and not trained here.
+      paper: What the paper prints for it.
+      seeds: Seed -> its numbers, of the seeds that finished.
+      folders: Seed -> the folder of the run.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        label: str,
+        config: Config | None,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        paper: Mapping[str, float] | None = None,
+        given: bool = False,
+        folder: Path = Path(),
+    ):
+        """Collects the rows of results.json.
+
+        Args:
+          name: Of the variant.
+          label: Of the variant.
+          config: Of the variant.
+          rows: Its rows.
+          paper: What the paper prints for it.
+          given: Whether it is an existing model.
+          folder: Of results.json, to which folders of runs are relative.
+        """
+        self.name, self.label, self.given = name, label, given
+        self.config: Config = config  # pyright: ignore[reportAttributeAccessIssue]
+        self.paper = Numbers(paper or {})
+        settings = {} if config is None else _config_numbers(config)
+        finished = [row for row in rows if row["metrics"]]
+        self.seeds = {row["seed"]: Numbers({**settings, **row["metrics"]}) for row in finished}
+        self.folders = {row["seed"]: folder / row["run"] for row in finished if "run" in row}
+        self.rows = list(rows)
+        names = set().union(*(row["metrics"] for row in finished))
+        super().__init__(settings | {key: float(np.mean(self.values(key))) for key in names})
+
+    def by_seed(self, quantity: str | Quantity) -> dict[int, float]:
+        """The quantity of every seed that has it."""
+        value = metric(quantity).value if isinstance(quantity, str) else quantity.value
+        found = {}
+        for seed, numbers in self.seeds.items():
+            try:
+                found[seed] = value(numbers)
+            except NotMeasured:
+                continue
+        return found
+
+    def values(self, quantity: str | Quantity) -> list[float]:
+        """The values of `by_seed`."""
+        return list(self.by_seed(quantity).values())
+
+    def mean(self, quantity: str | Quantity) -> float:
+        """The mean of `values`.
+
+        Raises:
+          NotMeasured: Where no seed has it.
+        """
+        values = self.values(quantity)
+        if not values:
+            raise NotMeasured(quantity if isinstance(quantity, str) else quantity.label)
+        return float(np.mean(values))
+
+    def layers(self, name: str) -> np.ndarray:
+        """A metric by layer, [seeds, layers].
+
+        Raises:
+          NotMeasured: Where there is none.
+        """
+        layers = []
+        while values := self.values(f"{name}/layer_{len(layers)}"):
+            layers.append(values)
+        if not layers:
+            raise NotMeasured(name)
+        return np.array(layers).T
+
+    def layer_means(self, name: str) -> np.ndarray:
+        """The mean over seeds of `layers`, [layers]."""
+        return self.layers(name).mean(0)
+
+    def arrays(self, measure: str, seed: int | None = None) -> dict[str, np.ndarray]:
+        """The arrays that a measure stored for a seed, for the first that finished where None."""
+        folder = self.folders[next(iter(self.folders)) if seed is None else seed]
+        with np.load(folder / "measured" / f"{measure}.npz") as loaded:
+            return dict(loaded)
+
+    def logged(self, key: str) -> tuple[list[int], np.ndarray]:
+        """One entry of metrics.jsonl, at the steps that all seeds have: (steps [n], values [seeds, n])."""
+        runs = [read_metrics(folder / "metrics.jsonl") for folder in self.folders.values()]
+        points = [{line["step"]: line[key] for line in run if key in line} for run in runs]
+        steps = sorted(set.intersection(*(set(point) for point in points))) if points else []
+        return steps, np.array([[point[step] for step in steps] for point in points])
+
+    def cell(self, quantity: Quantity) -> str:
+        """Mean, and with several seeds the range; 'failed' where no seed has it."""
+        return mean_and_range(self.values(quantity), quantity.show)
+
+    def paper_cell(self, quantity: Quantity) -> str:
+        """What the paper prints, '-' where it prints nothing."""
+        try:
+            return quantity.show(quantity.value(self.paper))
+        except NotMeasured:
+            return "-"
+
+
+def _config_numbers(config: Config) -> dict[str, float]:
+    return {
+        "d_model": config.model.d_model,
+        "num_layers": config.model.num_layers,
+        "sequence_length": config.data.sequence_length,
+        "steps": config.train.steps,
+    }
+
+
+def pairs(result: Result, reference: Result, quantity: str | Quantity) -> dict[int, tuple[float, float]]:
+    """A quantity of two variants, of every seed that both have."""
+    a, b = result.by_seed(quantity), reference.by_seed(quantity)
+    return {seed: (a[seed], b[seed]) for seed in a if seed in b}
+
+
+class Results:
+    """A finished experiment: iterates over its variants' `Result`s, and finds one by name.
+
+    Attributes:
+      experiment: What was run.
+      scale: At which scale.
+      seeds: With which seeds.
+      workdir: Where.
+      raw: The content of results.json.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        scale: str,
+        seeds: Sequence[int],
+        workdir: Path,
+        raw: dict[str, Any],
+        variants: Sequence[Variant] | None = None,
+    ):
+        """Sorts the rows of results.json by variant.
+
+        Args:
+          experiment: What was run.
+          scale: At which scale.
+          seeds: With which seeds.
+          workdir: The folder of results.json.
+          raw: Its content.
+          variants: Those of the scale, and given models, in the order of the report; of the rows where None.
+        """
+        self.experiment, self.scale, self.seeds = experiment, scale, tuple(seeds)
+        self.workdir, self.raw = workdir, raw
+        rows: dict[str, list[Mapping[str, Any]]] = {v.name: [] for v in variants or ()}
+        for row in raw["rows"]:
+            rows.setdefault(row["variant"], []).append(row)
+        known, paper = {v.name: v for v in variants or ()}, experiment.paper_at(scale)
+        self._results = {}
+        for name, of_variant in rows.items():
+            variant = known.get(name)
+            label = variant.label if variant else of_variant[0]["overrides"].get("label", name)
+            config, given = (variant.config, variant.checkpoint is not None) if variant else (None, False)
+            self._results[name] = Result(
+                name, label, config, of_variant, paper=paper.get(name), given=given, folder=workdir
+            )
+        self.variants = tuple(variants or ())
+
+    def __getitem__(self, name: str) -> Result:
+        return self._results[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._results
+
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self._results.values())
+
+    @property
+    def finished(self) -> list[Result]:
+        """The variants of which at least one seed finished."""
+        return [result for result in self if result.seeds]
+
+    @property
+    def first(self) -> Result:
+        """The first variant, whose config stands for all in sentences such as 'steps of B x T tokens'."""
+        return next(iter(self))
+
+    def groups(self) -> Mapping[str, Mapping[str, str]]:
+        """Label -> role -> variant name; see `Experiment.groups`."""
+        if self.experiment.groups is None:
+            return {"": {name: name for name in self._results}}
+        return self.experiment.groups(self)
+
+    def failures(self) -> list[str]:
+        """One sentence for each run that did not finish."""
+        return [f"{r['variant']}, seed {r['seed']}: {r['failed']}" for r in self.raw["rows"] if "failed" in r]
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """The content of a results.json."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+LABELS = {
+    "perplexity": "perplexity",
+    "loss_nats": "held-out loss (nats)",
+    "bits_per_byte": "bits per byte",
+    "kurtosis_first": "kurtosis, first token",
+    "kurtosis_rest": "kurtosis, other tokens",
+    "kurtosis_pooled": "kurtosis, all tokens",
+    "max_abs_first": "max |activation|, first token",
+    "max_abs_rest": "max |activation|, other tokens",
+    "max_abs_first_maximum": "the same over the whole set, first token",
+    "max_abs_rest_maximum": "the same over the whole set, other tokens",
+    "norm_ratio_first": "max / l2 norm, first token",
+    "norm_ratio_rest": "max / l2 norm, other tokens",
+    "first_attention_mass": "attention mass on the first token",
+    "first_attention_fraction": "first token gets most attention, fraction",
+    "first_attention_share": "attention on the first token, share of a row",
+    "sink_rate": "heads with a mean > 0.3 on the first token, fraction",
+    "value_norm_first": "value norm, first token",
+    "value_norm_rest": "value norm, other tokens",
+    "residual_norm_first": "residual norm, first token",
+    "residual_norm_rest": "residual norm, other tokens",
+    "perplexity_int8_fine": "int8 fine",
+    "perplexity_int8_fine_per_token": "int8 fine, per-token form",
+    "perplexity_int8_moderate": "int8 moderate",
+    "perplexity_int8_coarse": "int8 coarse",
+    "perplexity_int4_zeropoint": "int4 zeropoint",
+}

@@ -1,0 +1,132 @@
+"""Tables of a report as data: which variants, which quantities, the paper's numbers beside ours, paired changes."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from scipy import stats
+
+from orthojax.experiments.page import Table
+from orthojax.experiments.results import Quantity, Result, Results, metric, pairs
+
+
+def _quantities(columns: Sequence[str | Quantity]) -> list[Quantity]:
+    return [metric(column) if isinstance(column, str) else column for column in columns]
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricTable:
+    """Means with the range over seeds; the paper's numbers beside ours where it prints any.
+
+    Attributes:
+      caption: Of the table.
+      quantities: One column each.
+      keep: Which variants have a row.
+      transposed: A row for each quantity and a column for each variant, without the paper's numbers.
+      label: Of a row.
+    """
+
+    caption: str
+    quantities: Sequence[str | Quantity]
+    keep: Callable[[Result], bool] = lambda result: True
+    transposed: bool = False
+    label: Callable[[Result], str] = lambda result: result.label
+
+    def __call__(self, results: Results) -> Table:
+        """The table of some results."""
+        kept, quantities = [result for result in results if self.keep(result)], _quantities(self.quantities)
+        if self.transposed:
+            body = [[q.label, *(result.cell(q) for result in kept)] for q in quantities]
+            return Table(self.caption, ["", *map(self.label, kept)], body)
+        columns, cells = [""], [[self.label(result)] for result in kept]
+        for quantity in quantities:
+            ours, paper = [r.cell(quantity) for r in kept], [r.paper_cell(quantity) for r in kept]
+            shown = [(quantity.label, ours)]
+            shown += [("paper", paper)] if any(cell != "-" for cell in paper) else []
+            for heading, column in shown:
+                columns.append(heading)
+                for row, cell in zip(cells, column, strict=True):
+                    row.append(cell)
+        return Table(self.caption, columns, cells)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairedTable:
+    """Changes from a reference variant of the same group and seeds, with 95% confidence intervals.
+
+    Attributes:
+      caption: Of the table.
+      reference: Its role in `Experiment.groups`.
+      changes: Quantities whose ratio is shown, as a change in percent.
+      differences: Quantities whose difference is shown.
+    """
+
+    caption: str
+    reference: str
+    changes: Sequence[str | Quantity] = ()
+    differences: Sequence[str | Quantity] = ()
+
+    def __call__(self, results: Results) -> Table:
+        """The table of some results."""
+        changes, differences = _quantities(self.changes), _quantities(self.differences)
+        body = []
+        for roles in results.groups().values():
+            base = results[roles[self.reference]]
+            for role, name in roles.items():
+                if role == self.reference or name not in results:
+                    continue
+                cells = [change_text(pairs(results[name], base, q)) for q in changes]
+                cells += [difference_text(pairs(results[name], base, q), "{:+.3g}".format) for q in differences]
+                body.append([results[name].label, *cells])
+        return Table(self.caption, ["", *(q.label for q in [*changes, *differences])], body)
+
+
+# Paired comparisons: variants of one seed share initial parameters and the order of the data.
+
+Pairs = Mapping[int, tuple[float, float]]  # seed -> (value of a variant, value of the reference)
+
+
+def _mean_and_interval(values: Sequence[float]) -> tuple[float, tuple[float, float] | None]:
+    """The mean, and the 95% confidence interval of a one-sample t-test; None with one value."""
+    if len(values) == 1:
+        return float(values[0]), None
+    mean = float(np.mean(values))
+    if np.ptp(values) == 0:
+        return mean, (mean, mean)
+    low, high = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    return mean, (float(low), float(high))
+
+
+def difference_text(pairs: Pairs, show: Callable[[float], str] = "{:+.3g}".format) -> str:
+    """Variant minus reference, paired by seed: the mean, and with several seeds its 95% confidence interval.
+
+    Args:
+      pairs: By seed.
+      show: A number with its sign.
+
+    >>> difference_text({0: (3.0, 1.0)})
+    '+2'
+    """
+    return _interval_text([a - b for a, b in pairs.values()], show)
+
+
+def change_text(pairs: Pairs) -> str:
+    """Variant over reference as a change in percent: the geometric mean, and its interval from logarithms.
+
+    >>> change_text({0: (98.0, 100.0), 1: (99.0, 100.0), 2: (99.4, 100.0)})
+    '-1.2% (95% CI -3.0 to +0.6, 3 seeds)'
+    """
+    if any(not value > 0 for pair in pairs.values() for value in pair):
+        return "not above 0"
+    logs = [math.log(a) - math.log(b) for a, b in pairs.values()]
+    return _interval_text(logs, lambda value: f"{100 * math.expm1(value):+.1f}", "%")
+
+
+def _interval_text(values: Sequence[float], show: Callable[[float], str], unit: str = "") -> str:
+    if not values:
+        return "failed"
+    mean, interval = _mean_and_interval(values)
+    if interval is None:
+        return show(mean) + unit
+    return f"{show(mean)}{unit} (95% CI {show(interval[0])} to {show(interval[1])}, {len(values)} seeds)"
