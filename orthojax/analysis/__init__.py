@@ -46,6 +46,7 @@ from orthojax.analysis.key_positions import (
     equal_logits_mass,
     uniformity_p_value,
 )
+from orthojax.analysis.measure import concatenate, measure
 from orthojax.analysis.observe import (
     Statistics,
     Taps,
@@ -66,6 +67,7 @@ __all__ = [
     "bigram_excess_risk_nats",
     "channel_norms",
     "combine",
+    "concatenate",
     "equal_logits_mass",
     "extreme_overlap",
     "finalize",
@@ -81,6 +83,7 @@ __all__ = [
     "max_abs_first_maximum",
     "max_abs_rest",
     "max_abs_rest_maximum",
+    "measure",
     "norm_ratio_first",
     "norm_ratio_rest",
     "observe_backcopy",

@@ -7,6 +7,22 @@ import dataclasses
 
 from orthojax.config.checks import require
 from orthojax.config.data import DataConfig
+from orthojax.config.fields import (
+    Affects,
+    added,
+    changed_fields,
+    check_types,
+    describe_type,
+    field_paths,
+    fields_affecting,
+    flatten,
+    from_dict,
+    from_json,
+    read_value,
+    replace,
+    setting,
+    to_json,
+)
 from orthojax.config.mesh import MeshConfig
 from orthojax.config.model import AttentionImplementation, Mlp, ModelConfig, Norm, NormalizerName, Position, Remat
 from orthojax.config.optim import (
@@ -18,9 +34,9 @@ from orthojax.config.optim import (
     RotationScope,
 )
 from orthojax.config.run import EvalConfig, TrainConfig
-from orthojax.fields import added, check_types
 
 __all__ = [
+    "Affects",
     "AttentionImplementation",
     "Config",
     "DataConfig",
@@ -39,6 +55,19 @@ __all__ = [
     "RotationKind",
     "RotationScope",
     "TrainConfig",
+    "added",
+    "changed_fields",
+    "check_types",
+    "describe_type",
+    "field_paths",
+    "fields_affecting",
+    "flatten",
+    "from_dict",
+    "from_json",
+    "read_value",
+    "replace",
+    "setting",
+    "to_json",
 ]
 
 

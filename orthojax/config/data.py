@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from orthojax.config.checks import require
-from orthojax.fields import added, check_types
+from orthojax.config.fields import added, check_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class DataConfig:
     bos: bool = False
     seed: int = 0
     trigger_count: int = 3
-    verify: bool = added(False)
+    verify: bool = added(False, affects="nothing")
 
     def __post_init__(self):
         check_types(self, "data")

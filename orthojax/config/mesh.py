@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from orthojax.config.checks import require
-from orthojax.fields import check_types
+from orthojax.config.fields import check_types, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,9 +20,9 @@ class MeshConfig:
       tensor: Devices that share heads, MLP width and vocabulary, and work on the same rows (tensor parallelism).
     """
 
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
+    data: int = setting(1, affects="computation")
+    fsdp: int = setting(1, affects="computation")
+    tensor: int = setting(1, affects="computation")
 
     def __post_init__(self):
         check_types(self, "mesh")

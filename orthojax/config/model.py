@@ -5,7 +5,7 @@ import math
 from typing import Literal
 
 from orthojax.config.checks import require
-from orthojax.fields import added, check_types
+from orthojax.config.fields import added, check_types, setting
 
 Position = Literal["learned", "rotary", "none"]
 Norm = Literal["layernorm", "rmsnorm", "rmsnorm_single", "none"]
@@ -70,17 +70,17 @@ class ModelConfig:
     normalizer_n: float = 1.0
     normalizer_gamma: float = added(-0.025)
     normalizer_zeta: float = added(1.0)
-    attention_implementation: AttentionImplementation = added("auto")
+    attention_implementation: AttentionImplementation = added("auto", affects="computation")
     mlp: Mlp | tuple[Mlp, ...] = "gelu"
     attention: bool | tuple[bool, ...] = True
     gated_attention: bool = False
     tie_embeddings: bool = True
     fixed_rotation: bool = False
     relaxed_causal_tokens: int = 0
-    embedding_init_std: float = 0.02
-    init_std: float = 0.02
-    scan_layers: bool = True
-    remat: Remat = False
+    embedding_init_std: float = setting(0.02, affects="start")
+    init_std: float = setting(0.02, affects="start")
+    scan_layers: bool = setting(True, affects="start")
+    remat: Remat = setting(False, affects="computation")
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self):

@@ -5,7 +5,7 @@ import math
 from typing import Literal
 
 from orthojax.config.checks import require
-from orthojax.fields import added, check_types
+from orthojax.config.fields import added, check_types
 
 RotationKind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
 RotationScope = Literal["layer", "parameter", "tree"]

@@ -5,7 +5,7 @@ import math
 from typing import Literal
 
 from orthojax.config.checks import require
-from orthojax.fields import added, check_types
+from orthojax.config.fields import added, check_types, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,22 +40,22 @@ class TrainConfig:
 
     steps: int = 1000
     batch_size: int = 16
-    accumulation_steps: int = added(1)
-    seed: int = 0
-    init_from: str = added("")
-    allow_normalizer_change: bool = added(False)
-    loss_chunk_positions: int | None = added(None)
-    log_every_steps: int = 20
-    probe_every_steps: int = added(100)
-    probe_sequences: int = added(8)
-    tensorboard: bool = added(False)
+    accumulation_steps: int = added(1, affects="computation")
+    seed: int = setting(0, affects="start")
+    init_from: str = added("", affects="start")
+    allow_normalizer_change: bool = added(False, affects="start")
+    loss_chunk_positions: int | None = added(None, affects="computation")
+    log_every_steps: int = setting(20, affects="nothing")
+    probe_every_steps: int = added(100, affects="nothing")
+    probe_sequences: int = added(8, affects="nothing")
+    tensorboard: bool = added(False, affects="nothing")
     on_bad_step: Literal["stop", "skip", "roll_back"] = added("stop")
     spike_nats: float | None = added(None)
-    eval_every_steps: int = 100
-    checkpoint_every_steps: int = 100
-    keep_checkpoints: int = 2
-    keep_every_steps: int = added(0)
-    keep_best: int = added(0)
+    eval_every_steps: int = setting(100, affects="nothing")
+    checkpoint_every_steps: int = setting(100, affects="nothing")
+    keep_checkpoints: int = setting(2, affects="nothing")
+    keep_every_steps: int = added(0, affects="nothing")
+    keep_best: int = added(0, affects="nothing")
 
     def __post_init__(self):
         check_types(self, "train")

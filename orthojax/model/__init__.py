@@ -11,14 +11,17 @@ from orthojax.model.presets import flops_per_token, gpt2, llama2, parameter_coun
 if TYPE_CHECKING:
     from orthojax.model.dense import LinearFunction, linear, plain_product
     from orthojax.model.layers import stack_layers, unstack_layers
+    from orthojax.model.loaded import LoadedModel, mesh_of
     from orthojax.model.transformer import Observe, Taps, Transformer
 
 _HOME = {
     "LinearFunction": "dense",
+    "LoadedModel": "loaded",
     "Observe": "transformer",
     "Taps": "transformer",
     "Transformer": "transformer",
     "linear": "dense",
+    "mesh_of": "loaded",
     "plain_product": "dense",
     "stack_layers": "layers",
     "unstack_layers": "layers",
@@ -26,6 +29,7 @@ _HOME = {
 
 __all__ = [
     "LinearFunction",
+    "LoadedModel",
     "Observe",
     "Taps",
     "Transformer",
@@ -33,6 +37,7 @@ __all__ = [
     "gpt2",
     "linear",
     "llama2",
+    "mesh_of",
     "parameter_count",
     "plain_product",
     "stack_layers",

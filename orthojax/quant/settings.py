@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from orthojax.config import added
 from orthojax.errors import UserError, nearest
-from orthojax.fields import added
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,288 @@
+"""Fields of config dataclasses: checked types, strict overrides by dotted path, and a JSON round trip."""
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from orthojax.errors import UserError, nearest
+
+T = TypeVar("T")
+
+Affects = Literal["numbers", "start", "computation", "nothing"]
+"""What a field of a config affects.
+
+- `numbers`: what a run computes; with another value it is another run. The default.
+- `start`: the same, but through its initial parameters only: the function of given parameters stays.
+- `computation`: how it is computed; another program with equal results, beyond rounding.
+- `nothing` of these: what is logged, probed, evaluated while training, kept.
+"""
+
+
+def describe_type(hint: Any) -> str:
+    """The allowed values of an annotation, in words for a user."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is type(None):
+        return "none"
+    if origin is Literal:
+        return " | ".join(str(value) for value in args)
+    if origin is tuple:
+        return f"a comma-separated list of ({describe_type(args[0])})"
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(describe_type(option) for option in args)
+    if dataclasses.is_dataclass(hint):
+        return typing.cast(type, hint).__name__
+    return {bool: "true | false", int: "an integer", float: "a number", str: "a text"}[hint]
+
+
+def _literals(hint: Any) -> tuple[Any, ...]:
+    args = typing.get_args(hint)
+    return args if typing.get_origin(hint) is Literal else tuple(value for arg in args for value in _literals(arg))
+
+
+def _conforms(value: Any, hint: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in args
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_conforms(item, args[0]) for item in value)
+    if origin in (typing.Union, types.UnionType):
+        return any(_conforms(value, option) for option in args)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def check_types(config: Any, group: str) -> None:
+    """A config built in Python is held to its annotations as one built from overrides is."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if not _conforms(value, hint):
+            near = nearest(value, map(str, _literals(hint))) if isinstance(value, str) else ""
+            raise UserError(f"{group}.{name}={value!r} is not valid", allowed=describe_type(hint), hint=near)
+
+
+def _plain(text: str, kind: type) -> Any:
+    lowered = text.strip().lower()
+    if kind is bool:
+        return {"true": True, "false": False}[lowered]
+    if kind is int:
+        value = float(lowered) if any(c in lowered for c in ".e") else int(lowered)
+        if value != int(value):
+            raise ValueError
+        return int(value)  # 1e3 is an int to anyone who types it
+    return kind(text)
+
+
+def read_value(text: str, hint: Any) -> Any:
+    """Reads a command-line text as a value of the annotated type.
+
+    Args:
+      text: What the user typed.
+      hint: bool, int, float, str, a Literal, a tuple of one type, or a union of these.
+
+    Raises:
+      ValueError: Where the text is no such value.
+
+    >>> from orthojax.config import Mlp
+    >>> read_value("1e3", int), read_value("none", float | None), read_value("relu,gelu", Mlp | tuple[Mlp, ...])
+    (1000, None, ('relu', 'gelu'))
+    """
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is type(None):
+        if text.strip().lower() == "none":
+            return None
+        raise ValueError(text)
+    if origin is Literal:
+        for value in args:
+            if str(value) == text.strip():
+                return value
+        raise ValueError(text)
+    if origin is tuple:
+        return tuple(read_value(part.strip(), args[0]) for part in text.split(",") if part.strip())
+    if origin in (typing.Union, types.UnionType):
+        options = sorted(args, key=lambda option: typing.get_origin(option) is tuple)  # one value before many
+        for option in options:
+            try:
+                return read_value(text, option)
+            except (ValueError, KeyError):
+                continue
+        raise ValueError(text)
+    try:
+        return _plain(text, hint)
+    except KeyError as error:
+        raise ValueError(text) from error
+
+
+def field_paths(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Every leaf field of a (nested) config class by dotted path, with its type.
+
+    >>> from orthojax.config import Config
+    >>> list(field_paths(Config))[:2]
+    ['model.vocab_size', 'model.max_length']
+    """
+    paths: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            paths |= field_paths(typing.cast(type, hint), f"{prefix}{name}.")
+        else:
+            paths[f"{prefix}{name}"] = hint
+    return paths
+
+
+def _replace_nested(config: T, nested: Mapping[str, Any]) -> T:
+    changes = {
+        name: _replace_nested(getattr(config, name), value) if isinstance(value, Mapping) else value
+        for name, value in nested.items()
+    }
+    return dataclasses.replace(typing.cast(Any, config), **changes)
+
+
+def replace(config: T, changes: Mapping[str, Any]) -> T:
+    """A copy with values changed by dotted path, all at once, so that fields that must agree can change together.
+
+    Args:
+      config: A config.
+      changes: Dotted path -> new value; a str is read as typed on a command line unless the field is a str.
+
+    Raises:
+      UserError: For an unknown field, a value of the wrong type, or an impossible combination.
+
+    >>> from orthojax.config import Config
+    >>> replace(Config(), {"model.d_model": 6, "model.num_heads": "3"}).model.head_dim
+    2
+    """
+    hints = field_paths(type(config))
+    nested: dict[str, Any] = {}
+    for path, value in changes.items():
+        if path not in hints:
+            group = [name for name in hints if name.startswith(path + ".")]
+            names = group or [name for name in hints if name.rpartition(".")[0] == path.rpartition(".")[0]] or hints
+            raise UserError(
+                f"unknown config field {path!r}",
+                allowed=", ".join(names),
+                hint=nearest(path, hints)
+                or nearest(path.rpartition(".")[2], [name.rpartition(".")[2] for name in hints]),
+            )
+        hint = hints[path]
+        if isinstance(value, str) and not _conforms(value, hint):
+            try:
+                value = read_value(value, hint)
+            except (ValueError, OverflowError):
+                choices = [str(item) for item in _literals(hint)]
+                raise UserError(
+                    f"config.{path}={value!r} is not valid", allowed=describe_type(hint), hint=nearest(value, choices)
+                ) from None
+        if not _conforms(value, hint):
+            raise UserError(f"config.{path}={value!r} has the wrong type", allowed=describe_type(hint))
+        *groups, name = path.split(".")
+        inner = nested
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[name] = value
+    return _replace_nested(config, nested)
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """Every leaf value by dotted path."""
+    flat = {}
+    for path in field_paths(type(config)):
+        value = config
+        for name in path.split("."):
+            value = getattr(value, name)
+        flat[path] = value
+    return flat
+
+
+def changed_fields(base: Any, config: Any) -> dict[str, Any]:
+    """The fields by which `config` differs from `base`, by dotted path."""
+    before = flatten(base)
+    return {path: value for path, value in flatten(config).items() if value != before[path]}
+
+
+def to_json(config: Any) -> str:
+    """The config as indented JSON; `from_json` reads it back."""
+    return json.dumps(dataclasses.asdict(config), indent=2)
+
+
+def setting(default: T, *, affects: Affects = "numbers", added: bool = False) -> T:
+    """A field of a config dataclass that says what it affects; a plain default affects the numbers.
+
+    Args:
+      default: Its default value; where it is `added`, the one that means what older versions did without it.
+      affects: What changes with it; see `Affects`.
+      added: Whether JSON written by older versions may lack it.
+    """
+    return typing.cast(Any, dataclasses.field(default=default, metadata={"affects": affects, "added": added}))
+
+
+def added(default: T, affects: Affects = "numbers") -> T:
+    """A `setting` that JSON written by older versions may lack."""
+    return setting(default, affects=affects, added=True)
+
+
+def fields_affecting(cls: type, *what: Affects, prefix: str = "") -> tuple[str, ...]:
+    """The dotted paths of a config class whose metadata says that they affect one of `what`.
+
+    >>> from orthojax.config import Config
+    >>> fields_affecting(Config, "computation")[:2]
+    ('model.attention_implementation', 'model.remat')
+    """
+    hints, paths = typing.get_type_hints(cls), []
+    for field in dataclasses.fields(typing.cast(Any, cls)):
+        if dataclasses.is_dataclass(hints[field.name]):
+            paths += fields_affecting(hints[field.name], *what, prefix=f"{prefix}{field.name}.")
+        elif field.metadata.get("affects", "numbers") in what:
+            paths.append(prefix + field.name)
+    return tuple(paths)
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:
+    """Builds a config from nested plain values; every field must be there and no other, but for `added` ones.
+
+    Raises:
+      UserError: For an unknown, missing or mistyped field.
+    """
+    hints = typing.get_type_hints(cls)
+    newer = {field.name for field in dataclasses.fields(typing.cast(Any, cls)) if field.metadata.get("added")}
+    named = set(values) if isinstance(values, Mapping) else set()
+    if not isinstance(values, Mapping) or not set(hints) - newer <= named <= set(hints):
+        raise UserError(
+            f"{where} does not describe a {cls.__name__} of this version of orthojax",
+            allowed="its fields, all of them; missing: " + (", ".join(sorted(set(hints) - newer - named)) or "nothing"),
+            hint="unknown: " + (", ".join(sorted(named - set(hints))) or "nothing"),
+        )
+    fields = {}
+    for name, hint in hints.items():
+        if name not in values:
+            continue
+        value = values[name]
+        if dataclasses.is_dataclass(hint):
+            fields[name] = from_dict(typing.cast(type, hint), value, f"{where}.{name}")
+            continue
+        value = tuple(value) if isinstance(value, list) else value
+        if not _conforms(value, hint):
+            raise UserError(f"{where}.{name}={value!r} has the wrong type", allowed=describe_type(hint))
+        fields[name] = value
+    return cls(**fields)
+
+
+def from_json(cls: type[T], text: str) -> T:
+    """Reads what `to_json` wrote.
+
+    Raises:
+      UserError: Where the text is no JSON, or not of this class.
+
+    >>> from orthojax.config import Config
+    >>> from_json(Config, to_json(Config())) == Config()
+    True
+    """
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"not a JSON config: {error}") from None
+    return from_dict(cls, values)
