@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
-from orthojax.experiments.from_attention.paper_configs import METHODS, gpt2_run, llama2_run
 from orthojax.experiments.experiment import Variant
+from orthojax.experiments.from_attention.paper_configs import METHODS, gpt2_run, llama2_run
 from orthojax.experiments.results import Results
 from orthojax.fields import replace
 from orthojax.model.presets import gpt2, llama2

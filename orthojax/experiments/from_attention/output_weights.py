@@ -1,13 +1,15 @@
-"""Norms of both output projections by output channel, beside the second moments that Adam has of them.
+"""The output projections, which write to the residual stream: weights, second moments and bases by output channel.
 
 From Attention to Activation (arXiv 2410.17174), appendix E, Figures 4 and 5. OrthoAdam's moments live in a basis of its
-own: there the weights are turned into that basis too, and compared in it.
+own: there the weights are rotated into that basis too, and compared in it.
 """
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from orthojax.analysis import (
@@ -20,13 +22,95 @@ from orthojax.analysis import (
 )
 from orthojax.analysis.channels import OUTLIER_SCORE
 from orthojax.config import Config
-from orthojax.experiments.from_attention.output_bases import PARTS, output_bases, output_kernels, turns_output
-from orthojax.experiments.reporting import drawing
-from orthojax.experiments.reporting.page import Picture
-from orthojax.experiments.study.measures import Measure, Measured
-from orthojax.experiments.study.study import Study
-from orthojax.experiments.study.variant import Variant
-from orthojax.train import Inputs, read_optimizer_state, read_params
+from orthojax.errors import UserError
+from orthojax.experiments import drawing
+from orthojax.experiments.measures import Measure, Measured, by_layer
+from orthojax.experiments.page import Picture
+from orthojax.experiments.results import Result, Results
+from orthojax.model import LoadedModel
+from orthojax.optim import RotatedAxes, rotate
+from orthojax.train import Inputs, make_rotation, read_optimizer_state
+
+# Name -> where the kernel [I, D] is in a layer; I are its input features, D is d_model.
+PARTS = {"mlp_output": "mlp/output", "attention_output": "attention/output"}
+
+
+def output_kernels(tree: Any, part: str) -> np.ndarray:
+    """The kernels of one output projection of all layers, scanned or not.
+
+    Args:
+      tree: Parameters, or a tree like them, as Adam's second moments are.
+      part: One of `PARTS`.
+
+    Returns:
+      [layers, I, D].
+    """
+
+    def kernel(layer: Any) -> np.ndarray:
+        for name in (*PARTS[part].split("/"), "kernel"):
+            layer = layer[name]
+        return np.asarray(layer)
+
+    if "layers" in tree:
+        return kernel(tree["layers"])
+    count = sum(name.startswith("layers_") for name in tree)
+    return np.stack([kernel(tree[f"layers_{layer}"]) for layer in range(count)])
+
+
+def _group(config: Config, path: str) -> int | None:
+    """Which of the rotated groups of axes is the output axis of a kernel [I, D]."""
+    rule: Any = make_rotation(config.optim.rotation).axes
+    axes = rule(path, jax.ShapeDtypeStruct((config.model.d_mlp, config.model.d_model), jnp.float32))
+    if not config.optim.is_rotated or config.optim.rotation.kind == "identity" or axes is None:
+        return None
+    return axes.groups.index((1,)) if (1,) in axes.groups else None
+
+
+def rotates_output(config: Config, part: str) -> bool:
+    """Whether the optimizer of a run rotates the output channels of a projection."""
+    return _group(config, f"layers_0/{PARTS[part]}/kernel") is not None
+
+
+def output_bases(config: Config, part: str) -> np.ndarray:
+    """The orthogonal matrices by which the optimizer rotates the output channels of a projection.
+
+    A gradient row g [D] becomes Q g, so that a kernel W [I, D] of the model is W Q^T in the optimizer's basis, and
+    activations X [T, D] that the kernel writes are X Q^T there.
+
+    Args:
+      config: The run.
+      part: One of `PARTS`.
+
+    Returns:
+      Q, [layers, D, D] float32.
+
+    Raises:
+      UserError: Where the optimizer does not rotate these channels.
+    """
+    if not rotates_output(config, part):
+        optim = config.optim
+        axes = f" with rotation.axes={optim.rotation.axes!r}, kind {optim.rotation.kind!r}" if optim.is_rotated else ""
+        raise UserError(
+            f"optimizer {optim.optimizer!r}{axes} has no d_model x d_model basis for {PARTS[part]}",
+            allowed="orthoadam with rotation.axes output, both, residual or writers, and a kind that rotates",
+        )
+    return np.stack([_basis(config, part, layer) for layer in range(config.model.num_layers)])
+
+
+def _basis(config: Config, part: str, layer: int) -> np.ndarray:
+    path, D = f"layers_{layer}/{PARTS[part]}/kernel", config.model.d_model
+    group = _group(config, path)
+    assert group is not None
+    # The name of a basis has the number of its group. An input axis of length 1 takes the first number where the
+    # kernel's own does, and is not rotated.
+    axes = RotatedAxes(((1,), (2,))[1 - group :])
+    rotation = rotate(dataclasses.replace(make_rotation(config.optim.rotation), axes=lambda path, leaf: axes))
+    tree: Any = jnp.eye(D)[:, None]
+    for name in reversed(path.split("/")):
+        tree = {name: tree}
+    rotated = jax.tree.leaves(rotation.update(tree, rotation.init(tree))[0])[0]
+    return np.asarray(rotated[:, 0]).T  # its rows were the images of the unit vectors
+
 
 WORDS = {"mlp_output": "MLP output", "attention_output": "attention output"}
 
@@ -40,19 +124,17 @@ def second_moments(state: Any) -> Any:
     return next((found for part in state.values() if (found := second_moments(part)) is not None), None)
 
 
-def _measure(config: Config, checkpoint: Path, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
-    params, moments = read_params(checkpoint), second_moments(read_optimizer_state(checkpoint))
+def _measure(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
+    config, moments = loaded.config, second_moments(read_optimizer_state(loaded.source))
     metrics, arrays = {}, {}
     for part in PARTS:
-        kernels = output_kernels(params, part).astype(np.float64)
+        kernels = output_kernels(loaded.params, part).astype(np.float64)
         norms = own = channel_norms(kernels)
-        if turns_output(config, part):
+        if rotates_output(config, part):
             own = channel_norms(kernels @ output_bases(config, part).swapaxes(1, 2))
         summed = None if moments is None else summed_second_moments(output_kernels(moments, part))
-        by_layer = channel_metrics(norms, own, summed)
-        for name, values in by_layer.items():
-            metrics[f"{part}_{name}"] = float(np.mean(values))
-            metrics |= {f"{part}_{name}/layer_{layer}": float(value) for layer, value in enumerate(values)}
+        for name, values in channel_metrics(norms, own, summed).items():
+            metrics |= by_layer(f"{part}_{name}", np.asarray(values))
         arrays |= {f"{part}_norms": norms, f"{part}_own_norms": own}
         arrays |= {} if summed is None else {f"{part}_moments": summed}
     on_progress("output weights")
@@ -90,37 +172,50 @@ def channel_metrics(norms: np.ndarray, own: np.ndarray, moments: np.ndarray | No
     return {name: [float(value) for value in values] for name, values in metrics.items()}
 
 
-MEASURE = Measure("output_weights", _measure)
+OUTPUT_WEIGHTS = Measure("output_weights", _measure)
 
 
-def output_weight_pictures(study: Study, variants: Sequence[Variant]) -> list[Picture]:
-    """Norms and summed second moments by channel, a picture for each variant, of its first seed that finished.
+@dataclasses.dataclass(frozen=True)
+class OutputNorms:
+    """Norms of output channels over the median of their layer, a panel for every variant (the paper's appendix B).
 
-    Args:
-      study: An experiment that has `MEASURE` among its measures.
-      variants: Which of its variants.
+    Attributes:
+      label: Of a panel.
     """
+
+    label: Callable[[Result], str] = lambda result: result.label
+
+    def __call__(self, results: Results) -> list[Picture]:
+        """A picture for each of `WORDS`, of the first finished seed of each variant."""
+        stored = {self.label(result): result.arrays(OUTPUT_WEIGHTS.name) for result in results.finished}
+        pictures = []
+        for part, words in WORDS.items() if stored else ():
+            norms = {label: arrays[f"{part}_norms"] for label, arrays in stored.items()}
+            panels = {label: values / np.median(values, axis=1, keepdims=True) for label, values in norms.items()}
+            caption = f"Euclidean norm of the weights of each output channel of the {words}, over the layer's median."
+            figure = drawing.maps(panels, x_label="channel", y_label="layer, from 0", value_label="norm / median")
+            pictures.append(Picture(f"{part}_norms", caption, figure, "png"))
+        return pictures
+
+
+def weights_and_moments(results: Results) -> list[Picture]:
+    """Norms and summed second moments by channel, a picture for each variant, of its first finished seed."""
     pictures = []
-    for variant in variants:
-        seeds = study.by_seed(variant.name, "mlp_output_norm_peak")
-        if not seeds:
-            continue
-        seed = min(seeds)
-        kept = study.arrays(variant.name, seed, MEASURE.name)
-        rows, turned = [], False
+    for result in results.finished:
+        stored, rows, rotated = result.arrays(OUTPUT_WEIGHTS.name), [], False
         for part, words in WORDS.items():
-            turned = turns_output(variant.config, part)
-            own = ", OrthoAdam's basis" if turned else ""
-            row = {f"{words}: norm": kept[f"{part}_norms"]}
-            row |= {f"{words}: norm{own}": kept[f"{part}_own_norms"]} if turned else {}
-            if f"{part}_moments" in kept:
-                row[f"{words}: moments{own}"] = kept[f"{part}_moments"]
+            rotated = rotates_output(result.config, part)
+            own = ", OrthoAdam's basis" if rotated else ""
+            row = {f"{words}: norm": stored[f"{part}_norms"]}
+            row |= {f"{words}: norm{own}": stored[f"{part}_own_norms"]} if rotated else {}
+            if f"{part}_moments" in stored:
+                row[f"{words}: moments{own}"] = stored[f"{part}_moments"]
             rows.append(row)
         caption = (
-            f"{variant.label}: Euclidean norm of the weights of each output channel"
-            f"{', in the basis of the model and in that of OrthoAdam' if turned else ''}, and Adam's second "
-            f"moments summed over the same weights; a line for each layer (seed {seed})."
+            f"{result.label}: Euclidean norm of the weights of each output channel"
+            f"{', in the basis of the model and in that of OrthoAdam' if rotated else ''}, and Adam's second moments "
+            f"summed over the same weights; a line for each layer (seed {next(iter(result.seeds))})."
         )
         figure = drawing.profiles(rows, x_label="channel")
-        pictures.append(Picture(f"output_weights_{variant.name}", caption, figure))
+        pictures.append(Picture(f"output_weights_{result.name}", caption, figure))
     return pictures

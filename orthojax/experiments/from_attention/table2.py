@@ -1,4 +1,4 @@
-"""Table 2: five models x {softmax, softmax-1} x {Adam, OrthoAdam}; claims of the abstract, 3.2, 5.1 and the conclusion."""
+"""Table 2: five models x {softmax, softmax-1} x {Adam, OrthoAdam}; claims of the abstract, sections 3.2 and 5.1."""
 
 from functools import partial
 

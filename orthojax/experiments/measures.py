@@ -1,0 +1,111 @@
+"""What is measured of a trained model, each stored in the folder of its run."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orthojax import analysis
+from orthojax.config import Config
+from orthojax.files import write_atomically, write_text
+from orthojax.model import LoadedModel, Taps
+from orthojax.train import Inputs, evaluate, evaluation_stages
+
+MAPS: tuple[str, ...] = ("mean over layers", "first layer", "a quarter of the layers", "three quarters of the layers")
+
+
+class Measured(NamedTuple):
+    """What one measure gives.
+
+    Attributes:
+      metrics: For results.json.
+      arrays: For pictures.
+    """
+
+    metrics: dict[str, float]
+    arrays: dict[str, np.ndarray]
+
+
+def _one(config: Config) -> int:
+    return 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """Something to measure of a model.
+
+    Attributes:
+      name: Of the files that store it, so a new definition needs a new name.
+      measure: (model, inputs, on_progress) -> `Measured`; on_progress is called with the name of each finished part. A
+        module-level function, so that worker processes find it.
+      stages: How many parts that has, each about as long as a pass over the evaluation set.
+    """
+
+    name: str
+    measure: Callable[[LoadedModel, Inputs, Callable[[str], None]], Measured]
+    stages: Callable[[Config], int] = _one  # a Measure travels between processes
+
+
+def by_layer(name: str, values: np.ndarray) -> dict[str, float]:
+    """The metrics of one value for each layer, [layers]: the mean as `name`, each as `name/layer_i`."""
+    layers = {f"{name}/layer_{layer}": float(value) for layer, value in enumerate(values)}
+    return {name: float(np.mean(values)), **layers}
+
+
+def _evaluate(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
+    return Measured(evaluate(loaded.config, loaded.params, inputs, on_progress=on_progress), {})
+
+
+def _observe_maps(taps: Taps) -> tuple[jax.Array, jax.Array]:
+    return jnp.mean(taps.attention_weights, axis=1), jnp.abs(taps.residual)
+
+
+def example_maps(loaded: LoadedModel, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Attention and hidden states on one sequence, as in Figures 1 and 27 to 40 of From Attention to Activation.
+
+    Args:
+      loaded: The model.
+      tokens: int [T + 1].
+
+    Returns:
+      `attention` [4, T, T], mean weight over heads, and `hidden` [4, T, D], |hidden state|, both of `MAPS`: the mean
+      over layers, then layers 0, L / 4 and 3 L / 4 of L, rounded down; `tokens` [T].
+    """
+    observed: Any = analysis.measure(loaded, [tokens[None, :-1]], _observe_maps)
+    attention, hidden = (
+        np.stack([x[:, 0].mean(0), x[0, 0], x[len(x) // 4, 0], x[3 * len(x) // 4, 0]])
+        for x in map(np.asarray, observed)
+    )
+    return {"attention": attention, "hidden": hidden, "tokens": tokens[:-1]}
+
+
+def _maps(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
+    maps = example_maps(loaded, inputs.evaluation[0])
+    on_progress("maps")
+    return Measured({}, maps)
+
+
+# Of every run.
+ALWAYS = (Measure("evaluation", _evaluate, evaluation_stages), Measure("maps", _maps))
+
+
+def stored(folder: Path, measure: Measure) -> dict[str, float] | None:
+    """The metrics that an earlier call stored, if it did."""
+    path = folder / "measured" / f"{measure.name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def store(folder: Path, measure: Measure, measured: Measured) -> None:
+    """Writes what was measured: arrays first, so that the metrics stand for both."""
+    (folder / "measured").mkdir(parents=True, exist_ok=True)
+    path = folder / "measured" / f"{measure.name}.json"
+    if measured.arrays:
+        arrays = functools.partial(np.savez_compressed, **cast(Any, measured.arrays))
+        write_atomically(path.with_suffix(".npz"), arrays)
+    write_text(path, json.dumps(measured.metrics, indent=2) + "\n")
