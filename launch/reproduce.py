@@ -1,8 +1,8 @@
 """Reproduces one experiment: python launch/reproduce.py --experiment=quick --scale=tiny --seeds=0,1,2.
 
 Without flags it runs the main job: two small language models on real text, vanilla and cured, in a few minutes on two
-CPU cores. Writes results.json, report.md, report.html and figures/ under the workdir; started again, it goes on where
-it was and skips what is done. --list shows all experiments, how much of each is done, and what the rest takes here.
+CPU cores. Writes results.json, report.md, report.html and figures/ under the workdir; a second call resumes
+and skips what is done. --list shows all experiments, how much of each is done, and what the rest takes here.
 """
 
 import functools
@@ -58,46 +58,37 @@ def main(_: list[str]) -> None:
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(scales), hint=nearest(FLAGS.scale, scales))
     given, models = _seeds(), _models()
 
-    from orthojax.experiments.catalog import ALL, find
-    from orthojax.experiments.reporting.page import print_report, write_report
-    from orthojax.experiments.study.calculation import Calculation, run_calculation
-    from orthojax.experiments.study.listing import listing
-    from orthojax.experiments.study.places import places
-    from orthojax.experiments.study.study import given_model, run_study
+    from orthojax.experiments.catalog import ALL, find, listing
+    from orthojax.experiments.page import make_report, print_report, write_report
+    from orthojax.experiments.places import places
+    from orthojax.experiments.study import given_model, run_experiment
     from orthojax.train import keep_compiled_programs
 
     keep_compiled_programs(FLAGS.compile_cache)
+    where = places(FLAGS.jobs)
     if FLAGS.list:
-        print(listing(ALL, FLAGS.scale, given, Path(FLAGS.runs_dir), places(FLAGS.jobs)))
+        print(listing(ALL, FLAGS.scale, given, Path(FLAGS.runs_dir), len(where)))
         return
     experiment = find(FLAGS.experiment)
     seeds = experiment.seeds if given is None else given
     workdir = Path(FLAGS.workdir or f"runs/{experiment.name}-{FLAGS.scale}")
-    told = ", ".join(map(str, seeds))
-    about = f"{experiment.name}: {experiment.title}\nworkdir {workdir}:"
-    if isinstance(experiment, Calculation):
-        experiment.require_scale(FLAGS.scale)
-        if models:
-            raise UserError(f"experiment {experiment.name!r} measures no models", allowed="no --model")
-        print(f"{about} seeds {told}", flush=True)
-        report = experiment.report(run_calculation(experiment, FLAGS.scale, seeds, workdir))
-    else:
-        trained = experiment.variants(FLAGS.scale)
-        counts = [f"{len(trained)} variants, seeds {told}"] if trained else []
-        counts += [f"{len(models)} given model{'s' if len(models) > 1 else ''}"] if models else []
-        print(f"{about} {'; '.join(counts) or 'no models'}", flush=True)
-        study = run_study(
-            experiment,
-            FLAGS.scale,
-            seeds,
-            workdir,
-            runs_dir=Path(FLAGS.runs_dir),
-            cache_dir=Path(FLAGS.cache_dir),
-            models=[given_model(name, path) for name, path in models.items()],
-            where=places(FLAGS.jobs),
-            prepare=functools.partial(keep_compiled_programs, FLAGS.compile_cache),
-        )
-        report = experiment.report(study)
+    trained = experiment.variants_at(FLAGS.scale)
+    counts = [f"{len(trained)} variants"] if trained else []
+    counts += [f"{len(models)} given model{'s' if len(models) > 1 else ''}"] if models else []
+    counts += [f"seeds {', '.join(map(str, seeds))}"] if trained or experiment.compute else []
+    print(f"{experiment.name}: {experiment.title}\nworkdir {workdir}: {'; '.join(counts) or 'no models'}", flush=True)
+    results = run_experiment(
+        experiment,
+        FLAGS.scale,
+        seeds,
+        workdir,
+        runs_dir=Path(FLAGS.runs_dir),
+        cache_dir=Path(FLAGS.cache_dir),
+        models=[given_model(name, path) for name, path in models.items()],
+        where=where,
+        setup=functools.partial(keep_compiled_programs, FLAGS.compile_cache),
+    )
+    report = make_report(results)
     write_report(report, workdir)
     print_report(report)
     print(f"\nwritten: {workdir}/report.html, report.md, results.json, figures/")

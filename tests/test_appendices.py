@@ -6,14 +6,14 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from orthojax.experiments.reporting.page import write_report
+from orthojax.experiments.study.calculation import Calculation, run_calculation
 
 from orthojax.errors import UserError
 from orthojax.experiments.catalog import ALL, find
 from orthojax.experiments.from_attention import appendix_e, appendix_g, appendix_h
 from orthojax.experiments.from_attention import spiked_vector as spiked
 from orthojax.experiments.from_attention.equivariance import layer_deviations
-from orthojax.experiments.reporting.page import write_report
-from orthojax.experiments.study.calculation import Calculation, run_calculation
 
 TRIALS = {trial.name: trial for trial in appendix_e.trials()}
 INDEPENDENT = {"sgd_plain", "sgd", "novograd", "muon", "orthoadam_follows"}

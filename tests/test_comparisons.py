@@ -4,9 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
-
 from orthojax.experiments.study.comparisons import change_text, difference, difference_text, ratio
+from scipy import stats
 
 
 def test_three_pairs_worked_by_hand():

@@ -8,16 +8,16 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from orthojax.experiments.reporting.page import write_report
+from orthojax.experiments.study.learning_rates import TRIAL_STEPS, best_learning_rate, trial_config
+from orthojax.experiments.study.study import Experiment, Study, run_study
+from orthojax.experiments.study.variant import Variant
 
 from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.experiments.base_configs import LANGUAGE_MODEL
 from orthojax.experiments.catalog import ALL, find
 from orthojax.experiments.ours import optimizer_outliers, rotation_ablation
-from orthojax.experiments.reporting.page import write_report
-from orthojax.experiments.study.learning_rates import TRIAL_STEPS, best_learning_rate, trial_config
-from orthojax.experiments.study.study import Experiment, Study, run_study
-from orthojax.experiments.study.variant import Variant
 from orthojax.fields import changed_fields, replace
 from orthojax.optim import Rotation
 from orthojax.train import make_rotation, optimizer_state_bytes, read_metrics

@@ -11,17 +11,17 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from orthojax.experiments.reporting import drawing, summaries
+from orthojax.experiments.reporting.page import Claim, Report, Table, to_text, write_report
+from orthojax.experiments.study.example import example_maps
+from orthojax.experiments.study.study import Experiment, run_study
+from orthojax.experiments.study.variant import Variant, run_name
 
 from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.experiments.base_configs import BACKCOPY_MODEL, LANGUAGE_MODEL, cured, with_normalizer
 from orthojax.experiments.ours import quick, quick_report
-from orthojax.experiments.reporting import drawing, summaries
-from orthojax.experiments.reporting.page import Claim, Report, Table, to_text, write_report
 from orthojax.experiments.study import measures
-from orthojax.experiments.study.example import example_maps
-from orthojax.experiments.study.study import Experiment, run_study
-from orthojax.experiments.study.variant import Variant, run_name
 from orthojax.fields import replace
 from orthojax.train import evaluate, init_state, open_inputs
 

@@ -7,6 +7,9 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from orthojax.experiments.reporting.page import write_report
+from orthojax.experiments.study.study import Study, given_model, run_study
+from orthojax.experiments.study.variant import Variant, run_name
 
 from orthojax.config import Config
 from orthojax.errors import UserError
@@ -14,9 +17,6 @@ from orthojax.experiments.base_configs import LANGUAGE_MODEL
 from orthojax.experiments.from_attention import table1, table4, table7
 from orthojax.experiments.from_attention.models import MODELS, grid
 from orthojax.experiments.from_attention.paper_tables import TABLE_1, TABLE_3, TABLE_4, TABLE_7
-from orthojax.experiments.reporting.page import write_report
-from orthojax.experiments.study.study import Study, given_model, run_study
-from orthojax.experiments.study.variant import Variant, run_name
 from orthojax.fields import replace
 from orthojax.train import open_inputs, optimizer_state_bytes, train
 

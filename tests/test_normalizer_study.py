@@ -6,13 +6,13 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-
-from orthojax.experiments.from_attention.models import grid
-from orthojax.experiments.ours import normalizers
 from orthojax.experiments.ours.normalizers_report import NORMALIZERS, OPTIMIZERS, variant_name
 from orthojax.experiments.reporting.page import write_report
 from orthojax.experiments.study.study import Study
 from orthojax.experiments.study.variant import run_name
+
+from orthojax.experiments.from_attention.models import grid
+from orthojax.experiments.ours import normalizers
 from orthojax.fields import changed_fields, replace
 from orthojax.model import Taps, Transformer
 from orthojax.train import Inputs, init_state

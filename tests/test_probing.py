@@ -12,6 +12,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import scipy.stats
+from orthojax.experiments.from_attention.output_bases import output_bases, output_kernels
+from orthojax.experiments.reporting.page import write_report
+from orthojax.experiments.study.measures import Measured, keep
+from orthojax.experiments.study.study import Study
+from orthojax.experiments.study.variant import Run
 
 from orthojax import analysis
 from orthojax.analysis.channels import OUTLIER_SCORE
@@ -27,12 +32,7 @@ from orthojax.experiments.from_attention import (
     figure6_report,
     output_weights,
 )
-from orthojax.experiments.from_attention.output_bases import output_bases, output_kernels
 from orthojax.experiments.from_attention.paper_configs import paper_runs
-from orthojax.experiments.reporting.page import write_report
-from orthojax.experiments.study.measures import Measured, keep
-from orthojax.experiments.study.study import Study
-from orthojax.experiments.study.variant import Run
 from orthojax.fields import changed_fields, replace
 from orthojax.model import Transformer
 from orthojax.optim import rotate

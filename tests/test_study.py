@@ -12,13 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
-from orthojax.errors import UserError
-from orthojax.experiments.catalog import ALL
-from orthojax.experiments.from_attention.models import tiny_run
-from orthojax.experiments.study import costs, schedule
-from orthojax.experiments.study import listing as module
 from orthojax.experiments.study.calculation import Calculation
 from orthojax.experiments.study.listing import Speed, calibrated_speed, listing, measured_speed, short_names
 from orthojax.experiments.study.measures import ALWAYS, Measure, Measured, keep
@@ -28,6 +21,13 @@ from orthojax.experiments.study.schedule import grouped, seeds_at_once
 from orthojax.experiments.study.study import Experiment, run_study
 from orthojax.experiments.study.tasks import Task, cost, stage_cost, training_flops
 from orthojax.experiments.study.variant import Run, Variant, run_name
+
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.errors import UserError
+from orthojax.experiments.catalog import ALL
+from orthojax.experiments.from_attention.models import tiny_run
+from orthojax.experiments.study import costs, schedule
+from orthojax.experiments.study import listing as module
 from orthojax.fields import replace, to_json
 from orthojax.model import gpt2
 from orthojax.progress import Progress

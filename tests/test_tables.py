@@ -10,6 +10,11 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from orthojax.experiments.reporting import summaries
+from orthojax.experiments.reporting.criteria import chance_of_first
+from orthojax.experiments.reporting.page import write_report
+from orthojax.experiments.study.study import Study
+from orthojax.experiments.study.variant import Variant, run_name
 
 from orthojax.config import Config
 from orthojax.experiments.from_attention import ablation, models, table2, table3, table5, table6, table8, table9
@@ -17,11 +22,6 @@ from orthojax.experiments.from_attention.beside_the_paper import GRID
 from orthojax.experiments.from_attention.output_weights import MEASURE, WORDS
 from orthojax.experiments.from_attention.paper_configs import paper_runs
 from orthojax.experiments.from_attention.paper_tables import TABLE_2, TABLE_3, TABLE_5, TABLE_6, TABLE_8, TABLE_9
-from orthojax.experiments.reporting import summaries
-from orthojax.experiments.reporting.criteria import chance_of_first
-from orthojax.experiments.reporting.page import write_report
-from orthojax.experiments.study.study import Study
-from orthojax.experiments.study.variant import Variant, run_name
 from orthojax.fields import changed_fields
 
 TABLES = {

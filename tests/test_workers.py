@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from absl import logging
+from orthojax.experiments.study.places import Place, places
+from orthojax.experiments.study.workers import run_all
 
 from orthojax.errors import Interrupted, UserError
 from orthojax.experiments.study import places as module
-from orthojax.experiments.study.places import Place, places
-from orthojax.experiments.study.workers import run_all
 from orthojax.progress import Progress
 
 ROOT = Path(__file__).parents[1]

@@ -1,6 +1,19 @@
-"""Every experiment by name."""
+"""Every experiment by name, and the listing of what is done and what the rest takes on this machine."""
 
+import dataclasses
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from orthojax.config import Config
 from orthojax.errors import UserError, nearest
+from orthojax.experiments.base_configs import LANGUAGE_MODEL
+from orthojax.experiments.experiment import Experiment, Run, run_name
 from orthojax.experiments.from_attention import (
     appendix_e,
     appendix_g,
@@ -10,8 +23,8 @@ from orthojax.experiments.from_attention import (
     figure3,
     figure4,
     figure6,
-    hidden_maps,
-    layer_progression,
+    layers,
+    maps,
     table1,
     table2,
     table3,
@@ -24,11 +37,13 @@ from orthojax.experiments.from_attention import (
     training_curves,
 )
 from orthojax.experiments.ours import normalizers, optimizer_outliers, quick, rotation_ablation
-from orthojax.experiments.study.calculation import Calculation
-from orthojax.experiments.study.study import Experiment
+from orthojax.experiments.runs import TRAINED, Task, is_trained, training_flops
+from orthojax.fields import from_json, replace
+from orthojax.formatting import align
+from orthojax.train import init_state, make_train_step
 
 # In the order in which they are listed.
-ALL: tuple[Experiment | Calculation, ...] = (
+ALL: tuple[Experiment, ...] = (
     quick.EXPERIMENT,
     table1.EXPERIMENT,
     table2.EXPERIMENT,
@@ -41,35 +56,175 @@ ALL: tuple[Experiment | Calculation, ...] = (
     table9.EXPERIMENT,
     figure1.EXPERIMENT,
     figure2.EXPERIMENT,
-    figure3.CALCULATION,
+    figure3.EXPERIMENT,
     figure4.EXPERIMENT,
     figure6.EXPERIMENT,
-    *layer_progression.EXPERIMENTS,
-    hidden_maps.HIDDEN_STATES,
-    hidden_maps.ATTENTION_MAPS,
+    *layers.EXPERIMENTS,
+    maps.HIDDEN_STATES,
+    maps.ATTENTION_MAPS,
     training_curves.EXPERIMENT,
-    appendix_e.CALCULATION,
-    appendix_g.CALCULATION,
-    appendix_h.CALCULATION,
+    appendix_e.EXPERIMENT,
+    appendix_g.EXPERIMENT,
+    appendix_h.EXPERIMENT,
     rotation_ablation.EXPERIMENT,
     optimizer_outliers.EXPERIMENT,
     normalizers.EXPERIMENT,
 )
+_CALIBRATION_SECONDS = 1.0
+_LONGEST_HOURS = 1000  # a longer estimate only means that this is not the machine for it
 
 
-def by_name() -> dict[str, Experiment | Calculation]:
-    """Every name, also of those with several, -> its experiment."""
-    return {name: found for found in ALL for name in (found.name, *found.also)}
-
-
-def find(name: str) -> Experiment | Calculation:
+def find(name: str) -> Experiment:
     """The experiment of a name.
 
     Raises:
       UserError: For an unknown one.
     """
-    known = by_name()
+    known = {name: experiment for experiment in ALL for name in (experiment.name, *experiment.also)}
     if name not in known:
-        names = " | ".join(found.name for found in ALL)
+        names = " | ".join(experiment.name for experiment in ALL)
         raise UserError(f"unknown experiment {name!r}", allowed=names, hint=nearest(name, known))
     return known[name]
+
+
+def short_names(names: Sequence[str]) -> str:
+    """Names in one line; consecutive numbers as a range.
+
+    >>> short_names(["figure7", "figure8", "figure9", "sinks", "table2", "table3"])
+    'figure7 ... figure9, sinks, table2, table3'
+    """
+
+    def numbered(name: str) -> tuple[str, int | None]:
+        found = re.fullmatch(r"(.*?)(\d+)", name)
+        return (found[1], int(found[2])) if found else (name, None)
+
+    runs: list[list[str]] = []
+    for name in names:
+        stem, number = numbered(name)
+        if runs and number is not None and numbered(runs[-1][-1]) == (stem, number - 1):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return ", ".join(f"{run[0]} ... {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """How fast one worker trains.
+
+    Attributes:
+      flops_per_second: Of the model's own matrix products.
+      source: Where that is from, in words.
+    """
+
+    flops_per_second: float
+    source: str
+
+
+def measured_speed(runs_dir: Path) -> Speed | None:
+    """The median over the runs that are finished there; None where there are none."""
+    speeds = []
+    for path in runs_dir.glob(f"*/{TRAINED}"):
+        try:
+            config = from_json(Config, (path.parent / "config.json").read_text(encoding="utf-8"))
+            speeds.append(training_flops(config) / float(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, ZeroDivisionError):
+            continue  # of another version, or damaged: an experiment that needs the run reports it
+    if not speeds:
+        return None
+    return Speed(statistics.median(speeds), f"median of the {len(speeds)} finished runs in {runs_dir}")
+
+
+def calibrated_speed() -> Speed:
+    """That of a small model's training step, after compiling it; takes seconds."""
+    config = replace(LANGUAGE_MODEL, {"model.num_layers": 1})
+    shape = (config.train.batch_size, config.data.sequence_length + 1)
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
+    state, step, count = init_state(config), make_train_step(config), 0
+    state, metrics = step(state, jax.device_put(tokens))
+    jax.block_until_ready(metrics)
+    started = time.monotonic()
+    while (seconds := time.monotonic() - started) < _CALIBRATION_SECONDS:
+        state, metrics = step(state, jax.device_put(tokens))
+        jax.block_until_ready(metrics)
+        count += 1
+    flops = training_flops(config) / config.train.steps * count
+    return Speed(flops / seconds, f"speed of {count} steps of a small model just now; other sizes differ")
+
+
+def listing(
+    experiments: Sequence[Experiment], scale: str, seeds: Sequence[int] | None, runs_dir: Path, workers: int
+) -> str:
+    """A console table of all experiments: runs, how many are done, and an estimate of the minutes left.
+
+    Args:
+      experiments: In order.
+      scale: Of the runs and minutes.
+      seeds: As given, or None for those of each experiment.
+      runs_dir: Folder of trained runs.
+      workers: Runs at once.
+
+    Raises:
+      UserError: For a scale that none has.
+    """
+    known = sorted({name for experiment in experiments if experiment.variants for name in experiment.scales})
+    if scale not in known:
+        raise UserError(f"no experiment has the scale {scale!r}", allowed=" | ".join(known))
+    speed = measured_speed(runs_dir) or calibrated_speed()
+
+    def minutes(tasks: dict[Path, Task]) -> float:
+        each = [task.remaining / speed.flops_per_second / 60 for task in tasks.values()]
+        return max(sum(each) / workers, max(each, default=0.0))  # none is faster than its longest run
+
+    rows = [["--experiment=", "runs", "minutes left", "scales", ""]]
+    every: dict[Path, Task] = {}
+    for found in experiments:
+        tasks = _tasks(found, scale, seeds, runs_dir)
+        for folder, task in tasks.items():  # with all that is measured of a shared run
+            measures = (*every[folder].measures, *task.measures) if folder in every else task.measures
+            every[folder] = dataclasses.replace(task, measures=tuple(dict.fromkeys(measures)))
+        left = _clock(minutes(tasks))
+        if found.compute:
+            left = "under 1"
+        elif scale not in found.scales:
+            left = f"not at {scale}"
+        elif not tasks:
+            left = "needs --model" if found.trains else "a few"
+        names = short_names([found.name, *found.also])
+        rows.append([names, _count(tasks), left, " ".join(found.scales), found.title])
+    rows.append(["all experiments together", _count(every), _clock(minutes(every)), "", ""])
+    head, *body, total = align(rows)
+    rule = "-" * max(map(len, (head, *body)))
+    of_seeds = "" if seeds is None else f", seeds {', '.join(map(str, seeds))}"
+    at_once = "one run at a time" if workers == 1 else f"{workers} runs at once"
+    about = [
+        f"Runs and minutes are those of scale {scale}{of_seeds}; experiments share runs, which the last line counts "
+        "once.",
+        f"Minutes are an estimate: training and measuring at {speed.flops_per_second:.3g} FLOP/s a run, {at_once}.",
+        f"That is the {speed.source}.",
+    ]
+    return "\n".join([head, rule, *body, rule, total, "", *about])
+
+
+def _tasks(experiment: Experiment, scale: str, seeds: Sequence[int] | None, runs_dir: Path) -> dict[Path, Task]:
+    variants = experiment.variants_at(scale) if experiment.trains and scale in experiment.scales else ()
+    return {
+        folder: Task(Run(variant, seed, folder), experiment.measures, runs_dir)
+        for seed in (experiment.seeds if seeds is None else seeds)
+        for variant in variants
+        for folder in [runs_dir / run_name(variant, seed)]
+    }
+
+
+def _clock(minutes: float) -> str:
+    if minutes == 0.0:
+        return "-"
+    if minutes < 1:
+        return "under 1"
+    if minutes > 60 * _LONGEST_HOURS:
+        return f"over {_LONGEST_HOURS:,} hours here"
+    return f"{minutes:.0f}" if minutes < 600 else f"{minutes:,.0f} ({minutes / 60:,.0f} hours)"
+
+
+def _count(tasks: dict[Path, Task]) -> str:
+    return f"{len(tasks)} ({sum(is_trained(folder) for folder in tasks)} done)" if tasks else "-"

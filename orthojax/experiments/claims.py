@@ -96,7 +96,7 @@ def judge(claim: Claim, results: Results) -> Judged:
         try:
             of = [results[name] for name in names]
             testable = claim.testable is None or bool(claim.testable(*of))
-            case = _Case(testable, bool(claim.holds(*of)), _case_text(claim, of))
+            case = _Case(testable, bool(claim.holds(*of)), _case_text(claim, label, of))
             if claim.largest:
                 sizes[label] = claim.largest(*of)
             cases[label] = case
@@ -109,7 +109,7 @@ def judge(claim: Claim, results: Results) -> Judged:
     held = sum(case.holds for case in tested)
     return Judged(
         _verdict(claim, held, len(tested)),
-        claim.says,
+        _says(claim, alone=list(cases) == [""]),
         [_line(label, case, alone=len(cases) == 1) for label, case in cases.items() if label or case.text],
         " ".join(_closing(claim, len(cases), held, len(tested), missing)),
     )
@@ -127,23 +127,40 @@ def _groups(claim: Claim, results: Results) -> Mapping[str, Names]:
     return found
 
 
+def _says(claim: Claim, *, alone: bool) -> str:
+    """The claim, with the quantity that all cases show where it is one."""
+    quantity = _single_quantity(claim)
+    return claim.says if alone or quantity is None else f"{claim.says} {quantity.label[0].upper()}{quantity.label[1:]}:"
+
+
+def _single_quantity(claim: Claim) -> Quantity | None:
+    quantities = [metric(shown) if isinstance(shown, str) else shown for shown in claim.show]
+    return quantities[0] if len(quantities) == 1 else None
+
+
 def _verdict(claim: Claim, held: int, tested: int) -> Verdict:
     if not tested:
         return "not testable at this scale"
     return "holds" if (2 * held > tested if claim.most else held == tested) else "does not hold"
 
 
-def _case_text(claim: Claim, of: Sequence[Result]) -> str:
+def _case_text(claim: Claim, label: str, of: Sequence[Result]) -> str:
+    """The numbers of a case: 'a → b (paper c → d)' in a group, which says what it compares, else by variant."""
     parts = []
     for shown in claim.show:
         quantity = metric(shown) if isinstance(shown, str) else shown
-        ours = " → ".join(_try(quantity, result) for result in of)
-        paper = [result.paper_cell(quantity) for result in of]
-        printed = f" (paper {' → '.join(paper)})" if any(cell != "-" for cell in paper) else ""
-        parts.append(f"{quantity.label} {ours}{printed}")
+        ours, paper = [_try(quantity, result) for result in of], [result.paper_cell(quantity) for result in of]
+        if label:
+            printed = f" (paper {' → '.join(paper)})" if any(cell != "-" for cell in paper) else ""
+            name = "" if len(claim.show) == 1 else f"{quantity.label} "
+            parts.append(f"{name}{' → '.join(ours)}{printed}")
+        else:
+            printed = [f" (paper {cell})" if cell != "-" else "" for cell in paper]
+            cells = [f"{r.label} {a}{b}" for r, a, b in zip(of, ours, printed, strict=True)]
+            parts.append(f"{quantity.label}: {', '.join(cells)}")
     if claim.detail:
         parts.append(claim.detail(*of))
-    return ", ".join(parts)
+    return (", " if label else "; ").join(parts)
 
 
 def _try(quantity: Quantity, result: Result) -> str:
@@ -155,7 +172,7 @@ def _try(quantity: Quantity, result: Result) -> str:
 
 def _line(label: str, case: _Case, *, alone: bool) -> str:
     mark = "" if alone else " (not testable)" if not case.testable else "" if case.holds else " (does not hold)"
-    return f"{label}{': ' if label and case.text else ''}{case.text}{mark}"
+    return f"{label} {case.text}{mark}".strip()
 
 
 def _closing(claim: Claim, cases: int, held: int, tested: int, missing: Sequence[str]) -> list[str]:

@@ -63,6 +63,11 @@ def metric(name: str, label: str = "", show: Callable[[float], str] = number) ->
     return Quantity(label or LABELS.get(name, name), lambda numbers: numbers[name], show)
 
 
+def penalty(setting: str) -> Quantity:
+    """The fraction by which a quantisation setting raises perplexity; `setting` is its metric, perplexity_..."""
+    return Quantity(LABELS.get(setting, setting), lambda n: n[setting] / n.perplexity - 1, "{:+.2%}".format)
+
+
 class Result(Numbers):
     """All finished seeds of one variant; an attribute is the mean over seeds of a metric.
 

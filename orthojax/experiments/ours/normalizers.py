@@ -1,29 +1,41 @@
 """Which attention normalizer removes the first token's dominance, the outliers, or both, with which optimizer."""
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from orthojax import analysis
-from orthojax.config import Config
+from orthojax.experiments import drawing
+from orthojax.experiments.claims import DOMINANCE, NO_OUTLIERS, OUTLIERS, Claim, chance, worst_kurtosis
+from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.ablation import SGD_STEPS
 from orthojax.experiments.from_attention.models import RUNS
-from orthojax.experiments.ours.normalizers_report import NORMALIZERS, OPTIMIZERS, report, variant_name
-from orthojax.experiments.study.measures import Measure, Measured
-from orthojax.experiments.study.study import Experiment
-from orthojax.experiments.study.variant import Variant
+from orthojax.experiments.measures import Measure, Measured
+from orthojax.experiments.page import Picture, Table
+from orthojax.experiments.pictures import perplexity_and_kurtosis
+from orthojax.experiments.results import NotMeasured, Quantity, Result, Results, metric
+from orthojax.experiments.tables import MetricTable
 from orthojax.fields import replace
-from orthojax.model import Taps, Transformer
-from orthojax.train import Inputs, read_params
+from orthojax.formatting import number
+from orthojax.model import LoadedModel, Taps, parameter_count
+from orthojax.train import Inputs
 
 MODEL = "gpt2_60m"  # the smallest; with softmax and softmax-1 under Adam and OrthoAdam its runs are those of Table 2
-_NORMALIZERS: dict[str, dict[str, object]] = {
-    name: {"model.gated_attention": True} if name == "gated" else {"model.normalizer": name} for name in NORMALIZERS
+NORMALIZERS = {
+    "softmax": "softmax",
+    "softmax1": "softmax-1",
+    "learned_sink": "learned sinks",
+    "clipped_softmax": "clipped softmax",
+    "relu": "ReLU",
+    "sigmoid": "sigmoid",
+    "gated": "softmax, gated",
 }
+OPTIMIZERS = {"adam": "Adam", "orthoadam": "OrthoAdam", "sgd": "SGD with momentum"}
 _SGD = {"optim.optimizer": "sgd", "optim.momentum": 0.9, "optim.learning_rate": 0.2}  # the paper's learning rate
+_FRACTION = metric("first_attention_fraction", "first token most attended", "{:.1%}".format)
+_KURTOSIS = Quantity("kurtosis, larger of first token and others", worst_kurtosis)
+_REST = metric("kurtosis_rest", "kurtosis of tokens after the first")
 
 
 def _variants(scale: str) -> tuple[Variant, ...]:
@@ -33,39 +45,183 @@ def _variants(scale: str) -> tuple[Variant, ...]:
         "orthoadam": {"optim.optimizer": "orthoadam"},
         "sgd": {**_SGD, "train.steps": SGD_STEPS[scale] * base.train.steps},
     }
+    normalizers: dict[str, dict[str, object]] = {
+        name: {"model.gated_attention": True} if name == "gated" else {"model.normalizer": name} for name in NORMALIZERS
+    }
     return tuple(
         Variant(
-            variant_name(normalizer, optimizer),
+            f"{normalizer}_{optimizer}",
             f"{NORMALIZERS[normalizer]}, {OPTIMIZERS[optimizer]}",
-            replace(base, {**_NORMALIZERS[normalizer], **optimizers[optimizer]}),
+            replace(base, {**normalizers[normalizer], **optimizers[optimizer]}),
         )
         for optimizer in OPTIMIZERS
         for normalizer in NORMALIZERS
     )
 
 
-def _measure_share(config: Config, checkpoint: Path, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
+def _observe(taps: Taps) -> jax.Array:
+    return analysis.first_attention_share(taps.attention_weights)[None]
+
+
+def _measure_share(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
     """`analysis.first_attention_share` over the evaluation set, mean over layers."""
-    model, params, size = Transformer(config.model), read_params(checkpoint), config.eval.batch_size
-
-    def observe(taps: Taps) -> jax.Array:
-        return analysis.first_attention_share(taps.attention_weights)
-
-    @jax.jit
-    def share(params: Any, tokens: jax.Array) -> jax.Array:
-        observed: Any = model.apply({"params": params}, tokens, observe=observe)
-        return jnp.mean(observed[1])
-
-    batches = [inputs.evaluation[i : i + size, :-1] for i in range(0, len(inputs.evaluation), size)]
-    total = sum(float(share(params, tokens)) * len(tokens) for tokens in batches)
+    rows, size = inputs.evaluation[:, :-1], loaded.config.eval.batch_size
+    batches = [rows[i : i + size] for i in range(0, len(rows), size)]
+    shares = np.asarray(analysis.measure(loaded, batches, _observe, join=analysis.concatenate))  # [layers, batches]
     on_progress("share")
-    return Measured({"first_attention_share": total / len(inputs.evaluation)}, {})
+    return Measured({"first_attention_share": float(np.average(shares.mean(0), weights=list(map(len, batches))))}, {})
+
+
+def _with(optimizer: str, *normalizers: str) -> tuple[str, ...]:
+    return tuple(f"{normalizer}_{optimizer}" for normalizer in normalizers or NORMALIZERS)
+
+
+def _dominates(softmax: Result, *_: Result) -> bool:
+    return softmax.first_attention_fraction >= DOMINANCE * chance(softmax)
+
+
+def _is_removed(softmax: Result, other: Result) -> bool:
+    """Whether at most half is left of what exceeds chance in softmax with Adam."""
+    floor = chance(softmax)
+    return 2 * (other.first_attention_fraction - floor) <= softmax.first_attention_fraction - floor
+
+
+def _rest_has_outliers(softmax_adam: Result, *_: Result) -> bool:
+    return softmax_adam.kurtosis_rest > OUTLIERS
+
+
+CLAIMS = (
+    Claim(
+        says="Whatever lets a head attend to nothing removes the first token's dominance. The paper, GPT2 60M: softmax "
+        "48.9%, softmax-1 2.1%.",
+        of=_with("adam"),
+        show=(_FRACTION,),
+        holds=lambda softmax, *others: all(_is_removed(softmax, other) for other in others),
+        criterion="with every other one at most half of what exceeds chance is left; testable where softmax has "
+        f"{DOMINANCE:g} times chance or more",
+        testable=_dominates,
+    ),
+    Claim(
+        says="No normalizer alone removes the outliers of tokens after the first. The paper: softmax 77.9, softmax-1 "
+        "81.4.",
+        of=_with("adam"),
+        show=(_REST,),
+        holds=lambda *every: min(r.kurtosis_rest for r in every) >= NO_OUTLIERS,
+        criterion=f"{NO_OUTLIERS} or more with every one; testable where softmax has more than {OUTLIERS:g}",
+        testable=_rest_has_outliers,
+    ),
+    Claim(
+        says="OrthoAdam removes them whatever the normalizer. The paper: softmax 10.6, softmax-1 7.0.",
+        of=("softmax_adam", *_with("orthoadam")),
+        show=(_REST,),
+        holds=lambda adam, *every: max(r.kurtosis_rest for r in every) < NO_OUTLIERS,
+        criterion=f"below {NO_OUTLIERS} with every one; testable where softmax with Adam has more than {OUTLIERS:g}",
+        testable=_rest_has_outliers,
+    ),
+    Claim(
+        says="With OrthoAdam the outliers of the first token stay as long as softmax lets it dominate. The paper: "
+        "softmax 260.8, softmax-1 7.6.",
+        of=_with("orthoadam", "softmax", "softmax1"),
+        show=("kurtosis_first", _FRACTION),
+        holds=lambda softmax, softmax1: softmax1.kurtosis_first < NO_OUTLIERS <= softmax.kurtosis_first,
+        criterion=f"below {NO_OUTLIERS} with softmax-1, not with softmax; testable where with softmax and OrthoAdam "
+        f"the first token is most attended by {DOMINANCE:g} times the share that chance gives, or more",
+        testable=_dominates,
+    ),
+    Claim(
+        says="SGD makes no outliers whatever the normalizer. The paper, 130M with softmax-1: 5.0.",
+        of=("softmax_adam", *_with("sgd")),
+        show=(_KURTOSIS,),
+        holds=lambda adam, *every: max(map(worst_kurtosis, every)) <= OUTLIERS,
+        criterion=f"at most {OUTLIERS:g} with every one; testable where softmax with Adam has more",
+        testable=lambda adam, *every: worst_kurtosis(adam) > OUTLIERS,
+    ),
+    Claim(
+        says="SGD costs perplexity. Adam against SGD; the paper, with eight times the steps: 26.6 against 25.3.",
+        of={label: (f"{name}_adam", f"{name}_sgd") for name, label in NORMALIZERS.items()},
+        show=("perplexity",),
+        holds=lambda adam, sgd: sgd.perplexity > adam.perplexity,
+        criterion="higher with every normalizer",
+    ),
+)
+
+
+def _about(results: Results) -> list[str]:
+    config, sgd_steps = results.first.config, results["softmax_sgd"].config.train.steps
+    return [
+        f"One language model ({parameter_count(config.model):,} parameters, RMSNormSingle, no biases) with "
+        f"{len(NORMALIZERS)} kinds of attention and {len(OPTIMIZERS)} optimizers, {config.train.steps} steps of "
+        f"{config.train.batch_size} x {config.data.sequence_length} tokens; SGD has {sgd_steps} steps and the paper's "
+        "learning rate of 0.2, the others have Adam's.",
+        f"By chance the first token is the most attended one of {chance(results.first):.1%} of (query, head) pairs. "
+        "The weights of ReLU and sigmoid are not normalised, so the weight on the first token is no share of the "
+        "attention: across normalizers compare the fraction of pairs, or its share of a row's whole weight. Gated "
+        "attention has the weights of softmax and multiplies what a head writes by a gate, so a head can do nothing "
+        "while its weights rest on the first token.",
+    ]
+
+
+def _what_is_removed(results: Results) -> Table:
+    """Which of the two phenomena of softmax with Adam are gone."""
+    vanilla = results["softmax_adam"]
+    try:
+        present = {"dominance": _dominates(vanilla), "outliers": worst_kurtosis(vanilla) > OUTLIERS}
+    except NotMeasured:
+        present = {}
+
+    def cell(result: Result) -> str:
+        if not result.seeds:
+            return "failed"
+        removed = {"dominance": _is_removed(vanilla, result), "outliers": worst_kurtosis(result) < NO_OUTLIERS}
+        gone = [word for word, shows in present.items() if shows and removed[word]]
+        return f"{'both' if len(gone) == 2 else gone[0] if gone else 'neither'}, {number(result.perplexity)}"
+
+    missing = [word for word, shows in present.items() if not shows]
+    caption = "What is gone that softmax with Adam has, and the perplexity"
+    caption += f"; it has no {' and no '.join(missing)} at this scale" if missing else ""
+    rows = [[label, *(cell(results[f"{n}_{o}"]) for o in OPTIMIZERS)] for n, label in NORMALIZERS.items()]
+    return Table(caption, ["", *OPTIMIZERS.values()], rows)
+
+
+def _fractions(results: Results) -> list[Picture]:
+    figure = drawing.bars(
+        [label.replace(", ", ",\n").replace(" s", "\ns") for label in NORMALIZERS.values()],
+        {
+            label: np.array([results[f"{n}_{o}"].values("first_attention_fraction") for n in NORMALIZERS]).T
+            for o, label in OPTIMIZERS.items()
+        },
+        y_label="first token most attended, fraction",
+    )
+    caption = "Share of (query, head) pairs that attend most to the first token."
+    return [Picture("first_attention", caption, figure)]
 
 
 EXPERIMENT = Experiment(
     name="normalizers",
     title="which attention normalizers and optimizers remove first-token dominance, outliers, or both",
-    scales={scale: lambda scale=scale: _variants(scale) for scale in ("tiny", "small")},
-    report=report,
+    variants=_variants,
+    scales=("tiny", "small"),
+    about=_about,
+    tables=(
+        _what_is_removed,
+        MetricTable(
+            "Perplexity, outliers, attention",
+            (
+                "perplexity",
+                "kurtosis_first",
+                "kurtosis_rest",
+                "first_attention_fraction",
+                "first_attention_share",
+                "first_attention_mass",
+            ),
+        ),
+    ),
+    claims=CLAIMS,
+    pictures=(
+        perplexity_and_kurtosis(
+            group=lambda result: result.label.rpartition(", ")[2], label=lambda result: result.label.rpartition(", ")[0]
+        ),
+        _fractions,
+    ),
     measures=(Measure("first_attention_share", _measure_share),),
 )

@@ -1,10 +1,15 @@
 """Which optimizers grow outlier activations, as they are and in a rotated basis."""
 
+from orthojax.config import OptimConfig
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, with_normalizer
-from orthojax.experiments.ours.optimizer_report import report
-from orthojax.experiments.study.study import Experiment
-from orthojax.experiments.study.variant import Variant
+from orthojax.experiments.claims import NO_OUTLIERS, OUTLIERS, Claim, worst_kurtosis
+from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.experiments.page import Table
+from orthojax.experiments.pictures import perplexity_and_kurtosis
+from orthojax.experiments.results import Quantity, Result, Results, penalty
+from orthojax.experiments.tables import MetricTable
 from orthojax.fields import replace
+from orthojax.model import parameter_count
 
 BASE = replace(with_normalizer(LANGUAGE_MODEL, "softmax1"), {"train.steps": 500})
 
@@ -25,9 +30,11 @@ OPTIMIZERS = {
     "ademamix": ("AdEMAMix", {}, 2e-3),
     "muon": ("Muon", {"momentum": 0.95}, 1e-2),
 }
+_PLAIN = tuple(OPTIMIZERS)
+_KURTOSIS = Quantity("kurtosis, larger of first token and others", worst_kurtosis)
 
 
-def _tiny() -> tuple[Variant, ...]:
+def _variants(scale: str) -> tuple[Variant, ...]:
     variants = []
     for name, (label, changes, middle) in OPTIMIZERS.items():
         rates = (middle / 3, middle, middle * 3)
@@ -40,9 +47,75 @@ def _tiny() -> tuple[Variant, ...]:
     return tuple(variants)
 
 
+def _adaptive_only(*plain: Result) -> bool:
+    kurtosis = {result.name: worst_kurtosis(result) for result in plain}
+    return kurtosis["adam"] > OUTLIERS >= kurtosis["sgd"]
+
+
+CLAIMS = (
+    Claim(
+        says="Adaptive optimizers make outliers, SGD does not.",
+        of=_PLAIN,
+        show=(_KURTOSIS,),
+        holds=_adaptive_only,
+        criterion=f"Adam above {OUTLIERS:g}, SGD not",
+    ),
+    Claim(
+        says="A rotated basis cures whichever optimizer makes them.",
+        of={label: (name, f"{name}_rotated") for name, (label, *_) in OPTIMIZERS.items()},
+        show=(_KURTOSIS,),
+        holds=lambda plain, rotated: worst_kurtosis(rotated) < NO_OUTLIERS,
+        criterion=f"rotated below {NO_OUTLIERS} for all; testable where the optimizer as it is has more than "
+        f"{OUTLIERS:g}",
+        testable=lambda plain, rotated: worst_kurtosis(plain) > OUTLIERS,
+    ),
+)
+
+
+def _about(results: Results) -> list[str]:
+    config = results.first.config
+    return [
+        f"One language model with softmax-1 attention ({parameter_count(config.model):,} parameters, RMSNormSingle, no "
+        f"biases), {config.train.steps} steps of {config.train.batch_size} x {config.data.sequence_length} tokens, "
+        f"trained by {len(OPTIMIZERS)} optimizers as they are and in a rotated basis (hadamard, axes "
+        f"{config.optim.rotation.axes}). The learning rate is the best of three in short runs."
+    ]
+
+
+def _learning_rates(results: Results) -> Table:
+    """Held-out loss of the short trials, and the choice; one at the edge may not be the best there is."""
+    rows = []
+    for row in results.raw["rows"]:
+        losses = row.get("learning_rates", {})
+        chosen = row["overrides"].get("optim.learning_rate", OptimConfig().learning_rate)
+        cells = [f"{rate}: {'diverged' if loss is None else format(loss, '.3f')}" for rate, loss in losses.items()]
+        edge = " (edge)" if f"{chosen:g}" in list(losses)[:: max(len(losses) - 1, 1)] else ""
+        label = results[row["variant"]].label
+        rows.append([label, str(row["seed"]), *(cells or ["failed"] * 3), f"{chosen:g}{edge}"])
+    return Table("Loss (nats) by learning rate after short runs", ["", "seed", "low", "middle", "high", "chosen"], rows)
+
+
 EXPERIMENT = Experiment(
     name="optimizer_outliers",
     title="which optimizers grow outlier activations, as they are and in a rotated basis",
-    scales={"tiny": _tiny},
-    report=report,
+    variants=_variants,
+    about=_about,
+    tables=(
+        MetricTable(
+            "Perplexity and outliers",
+            ("perplexity", "kurtosis_first", "kurtosis_rest", "max_abs_first", "max_abs_rest", "norm_ratio_rest"),
+        ),
+        MetricTable(
+            "Change of perplexity by quantisation",
+            (penalty("perplexity_int8_coarse"), penalty("perplexity_int4_zeropoint")),
+        ),
+        _learning_rates,
+    ),
+    claims=CLAIMS,
+    pictures=(
+        perplexity_and_kurtosis(
+            group=lambda result: "in a rotated basis" if result.name.endswith("_rotated") else "as it is",
+            label=lambda result: result.label.removesuffix(", rotated"),
+        ),
+    ),
 )

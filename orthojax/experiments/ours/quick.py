@@ -1,12 +1,42 @@
 """The main job: vanilla against cured on real text, and the sink of Bigram-Backcopy under three normalizers."""
 
+import numpy as np
+
+from orthojax.experiments import drawing
 from orthojax.experiments.base_configs import BACKCOPY_MODEL, LANGUAGE_MODEL, cured, with_normalizer
-from orthojax.experiments.ours.quick_report import report
-from orthojax.experiments.study.study import Experiment
-from orthojax.experiments.study.variant import Variant
+from orthojax.experiments.claims import (
+    GAUSSIAN,
+    KURTOSIS,
+    MAX_ABS,
+    NO_OUTLIERS,
+    OUTLIERS,
+    Claim,
+    chance,
+    worst_kurtosis,
+)
+from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.experiments.page import Picture
+from orthojax.experiments.pictures import LayerCurves, ModelMaps, TrainingCurves
+from orthojax.experiments.results import LABELS, Numbers, Quantity, Result, Results, penalty
+from orthojax.experiments.tables import MetricTable
+from orthojax.model import parameter_count
+
+_COARSE, _FOUR_BITS = "perplexity_int8_coarse", "perplexity_int4_zeropoint"
+_SETTINGS = ("perplexity_int8_fine", "perplexity_int8_moderate", _COARSE, _FOUR_BITS)
+_BACKCOPY = {
+    "sink_attention": "attention on <s> at non-triggers",
+    "sink_attention_rest": "the same without the row of <s> itself",
+    "sink_logit_gap": "logit gap to <s> at non-triggers",
+    "value_norm_first": "value norm of <s>",
+    "value_norm_rest": "value norm of other tokens",
+    "residual_norm_first": "residual norm of <s>",
+    "residual_norm_rest": "residual norm of other tokens",
+    "backcopy_risk_nats": "backcopy risk (nats)",
+    "bigram_excess_risk_nats": "bigram excess risk (nats)",
+}
 
 
-def _tiny() -> tuple[Variant, ...]:
+def _variants(scale: str) -> tuple[Variant, ...]:
     return (
         Variant("vanilla", "softmax + Adam", LANGUAGE_MODEL),
         Variant("cured", "softmax-1 + OrthoAdam", cured(LANGUAGE_MODEL)),
@@ -16,9 +46,178 @@ def _tiny() -> tuple[Variant, ...]:
     )
 
 
+def _is_backcopy(result: Result) -> bool:
+    return result.name.startswith("backcopy")
+
+
+def _is_language(result: Result) -> bool:
+    return not _is_backcopy(result)
+
+
+def _penalty(of: Numbers, setting: str) -> float:
+    return of[setting] / of.perplexity - 1
+
+
+def _drain(of: Numbers) -> float:
+    return of.value_norm_first / of.value_norm_rest
+
+
+_SINK = (
+    Quantity("attention on <s>", lambda of: of.sink_attention_rest, "{:.3f}".format),
+    Quantity("value norm of <s> over the others'", _drain, "{:.2f}".format),
+)
+CLAIMS = (
+    Claim(
+        says="softmax-1 with OrthoAdam removes outlier channels.",
+        of=("vanilla", "cured"),
+        show=KURTOSIS,
+        holds=lambda v, c: worst_kurtosis(c) < NO_OUTLIERS,
+        criterion=f"cured below {NO_OUTLIERS:g}; testable where vanilla is above {OUTLIERS:g}; a Gaussian has 3",
+        testable=lambda v, c: min(v.kurtosis_first, v.kurtosis_rest) > OUTLIERS,
+    ),
+    Claim(
+        says="It shrinks the largest activations.",
+        of=("vanilla", "cured"),
+        show=MAX_ABS,
+        holds=lambda v, c: all(c[key] < 0.67 * v[key] for key in MAX_ABS),
+        criterion="by a third or more, first token and others",
+    ),
+    Claim(
+        says="It takes attention off the first token.",
+        of=("vanilla", "cured"),
+        show=("first_attention_mass",),
+        holds=lambda v, c: c.first_attention_mass < 0.5 * v.first_attention_mass,
+        criterion="at most half; testable where vanilla has twice what equal logits give",
+        testable=lambda v, c: v.first_attention_mass > 2 * chance(v),
+    ),
+    Claim(
+        says="The first token is the most attended key less often.",
+        of=("vanilla", "cured"),
+        show=("first_attention_fraction",),
+        holds=lambda v, c: c.first_attention_fraction < 0.5 * v.first_attention_fraction,
+        criterion="at most half; testable where vanilla has more than 20%",
+        testable=lambda v, c: v.first_attention_fraction > 0.2,
+    ),
+    Claim(
+        says="It costs no performance.",
+        of=("vanilla", "cured"),
+        show=("perplexity",),
+        holds=lambda v, c: c.perplexity / v.perplexity - 1 < 0.03,
+        criterion="perplexity at most 3% worse",
+    ),
+    Claim(
+        says="It survives crude quantisation better: perplexity rises less.",
+        of=("vanilla", "cured"),
+        show=(penalty(_COARSE), penalty(_FOUR_BITS)),
+        holds=lambda v, c: all(_penalty(c, s) < _penalty(v, s) for s in (_COARSE, _FOUR_BITS)),
+        criterion="both penalties smaller; testable where vanilla loses more than 1%",
+        testable=lambda v, c: max(_penalty(v, s) for s in (_COARSE, _FOUR_BITS)) > 0.01,
+    ),
+    Claim(
+        says="Bigram-Backcopy: softmax attention parks on <s> and drains its value.",
+        of=("backcopy_softmax",),
+        show=_SINK,
+        holds=lambda s: s.sink_attention_rest > 0.5 and _drain(s) < 0.5,
+        criterion="attention above 0.5, value norm below 0.5 of the others'",
+    ),
+    Claim(
+        says="Bigram-Backcopy: softmax-1 alone removes that sink.",
+        of=("backcopy_softmax", "backcopy_softmax1"),
+        show=_SINK,
+        holds=lambda s, one: one.sink_attention_rest < 0.5 * s.sink_attention_rest,
+        criterion="at most half the attention; testable where softmax has more than 0.5",
+        testable=lambda s, one: s.sink_attention_rest > 0.5,
+    ),
+    Claim(
+        says="Bigram-Backcopy: ReLU attention has no sink.",
+        of=("backcopy_relu",),
+        show=_SINK[:1],
+        holds=lambda relu: relu.sink_attention_rest < 0.05,
+        criterion="attention on <s> below 0.05",
+    ),
+)
+
+
+def _about(results: Results) -> list[str]:
+    config = results["vanilla"].config
+    return [
+        f"Two small language models of {parameter_count(config.model):,} parameters ({config.model.num_layers} layers, "
+        f"d_model {config.model.d_model}, RMSNormSingle, no biases) with the same initial parameters and the same "
+        f"{config.train.steps} batches of {config.train.batch_size} x {config.data.sequence_length} tokens. They "
+        "differ in the attention normalizer and the optimizer only."
+    ]
+
+
+def _quantization(results: Results) -> list[Picture]:
+    keys, models = ("perplexity", *_SETTINGS), [results["vanilla"], results["cured"]]
+    figure = drawing.bars(
+        ["float32", *(LABELS[key] for key in _SETTINGS)],
+        {r.label: np.array([r.values(key) for key in keys]).T for r in models},
+        y_label="perplexity",
+        texts={r.label: ["", *(f"{_penalty(r, key):+.2%}" for key in _SETTINGS)] for r in models},
+    )
+    caption = "Perplexity by quantisation setting, and its change; only linear layers are quantised."
+    return [Picture("quantization", caption, figure)]
+
+
+def _backcopy(results: Results) -> list[Picture]:
+    figure = drawing.bars(
+        ["attention on <s>", "value norm of <s> / others"],
+        {r.label: np.array([r.values(q) for q in _SINK]).T for r in results if _is_backcopy(r)},
+        y_label="",
+    )
+    return [Picture("backcopy", "Bigram-Backcopy: sink and value drain by normalizer.", figure)]
+
+
+_PARTS = {"first": "first", "rest": "others"}
 EXPERIMENT = Experiment(
     name="quick",
-    title="the main job: vanilla against cured, and the Backcopy sink",
-    scales={"tiny": _tiny},
-    report=report,
+    title="the main job: softmax + Adam against softmax-1 + OrthoAdam, and the Backcopy sink",
+    variants=_variants,
+    about=_about,
+    tables=(
+        MetricTable(
+            "Language models on held-out files",
+            [key for key in LABELS if key not in ("loss_nats", "first_attention_share")],
+            keep=_is_language,
+            transposed=True,
+        ),
+        MetricTable(
+            "Bigram-Backcopy, one layer, Adam, by normalizer",
+            [Quantity(label, lambda of, key=key: of[key]) for key, label in _BACKCOPY.items()],
+            keep=_is_backcopy,
+            transposed=True,
+        ),
+    ),
+    claims=CLAIMS,
+    pictures=(
+        TrainingCurves(_is_language),
+        LayerCurves(
+            "kurtosis_by_layer",
+            "Kurtosis of hidden states after each layer, first token and others.",
+            "kurtosis of hidden states",
+            {f"kurtosis_{part}": words for part, words in _PARTS.items()},
+            "log",
+            (GAUSSIAN, "Gaussian"),
+            _is_language,
+        ),
+        LayerCurves(
+            "max_abs_by_layer",
+            "Max |activation| after each layer, first token and others.",
+            "max |activation|",
+            {f"max_abs_{part}": words for part, words in _PARTS.items()},
+            "log",
+            keep=_is_language,
+        ),
+        LayerCurves(
+            "first_attention_by_layer",
+            "Mean attention weight on the first token.",
+            "attention mass on the first token",
+            {"first_attention_mass": ""},
+            keep=_is_language,
+        ),
+        _quantization,
+        _backcopy,
+        ModelMaps(_is_language),
+    ),
 )

@@ -1,11 +1,20 @@
-"""Which rotation OrthoAdam should have: one factor at a time, with the controls that tell what does the work."""
+"""Which rotation OrthoAdam should have: one factor at a time, with the controls that show what does the work."""
+
+from functools import partial
+
+import numpy as np
 
 from orthojax.config import Config
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured, with_normalizer
-from orthojax.experiments.ours.rotation_report import report
-from orthojax.experiments.study.study import Experiment
-from orthojax.experiments.study.variant import Variant
+from orthojax.experiments.claims import GAUSSIAN, KURTOSIS, NO_OUTLIERS, OUTLIERS, Claim, worst_kurtosis
+from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.experiments.page import Table
+from orthojax.experiments.pictures import LayerCurves, perplexity_and_kurtosis
+from orthojax.experiments.results import Quantity, Result, Results, pairs, penalty
+from orthojax.experiments.tables import MetricTable
 from orthojax.fields import replace
+from orthojax.formatting import mean_and_range, number
+from orthojax.model import parameter_count
 
 BASE = replace(cured(LANGUAGE_MODEL), {"train.steps": 500})
 
@@ -58,10 +67,167 @@ SETTINGS = tuple(
     for axes in ("output", "both")
 )
 
+_DRAWN = ("vanilla", "adam", "hadamard_output", "haar_output", "hadamard_both", "hadamard_input")
+_SETTINGS = ("int8_fine", "int8_moderate", "int8_coarse", "int4_zeropoint")
+_percent = "{:+.2%}".format
+
+
+def _above(result: Result, reference: Result) -> list[float]:
+    """By which fraction the perplexity of a variant is above that of another, seed by seed."""
+    return [a / b - 1 for a, b in pairs(result, reference, "perplexity").values()]
+
+
+def _gap(of: Result, reference: Result) -> str:
+    return f"perplexity {mean_and_range(_above(of, reference), _percent)}"
+
+
+def _own_kurtosis(of: Result) -> float:
+    """The larger kurtosis in the optimizer's own basis, which all parameters share."""
+    return max(of.rotated_kurtosis_first, of.rotated_kurtosis_rest)
+
+
+def _largest_loss_difference(of: Result, adam: Result) -> float:
+    return max(abs(np.log1p(_above(of, adam))))
+
+
+def _controls_hold(adam: Result, identity: Result, permutation: Result) -> bool:
+    return _largest_loss_difference(identity, adam) == 0 and _largest_loss_difference(permutation, adam) < 0.01
+
+
+def _as_in_optimizer(fixed: Result, writers: Result) -> bool:
+    return max(abs(np.log([fixed[key] / writers[key] for key in KURTOSIS]))) < 0.1
+
+
+CLAIMS = (
+    Claim(
+        says="A structured rotation cures as a dense one does, on the output axis.",
+        of=("adam", "haar_output", "hadamard_output", "dct_output"),
+        show=KURTOSIS,
+        holds=lambda adam, *kinds: max(map(worst_kurtosis, kinds)) < NO_OUTLIERS,
+        criterion=f"all below {NO_OUTLIERS}; testable where Adam is above {OUTLIERS:g}",
+        testable=lambda adam, *kinds: worst_kurtosis(adam) > OUTLIERS,
+        detail=lambda adam, haar, hadamard, dct: f"against haar hadamard {_gap(hadamard, haar)}, dct {_gap(dct, haar)}",
+    ),
+    Claim(
+        says="It is the axis that writes which matters.",
+        of=("hadamard_output", "hadamard_input", "hadamard_residual", "hadamard_writers"),
+        show=KURTOSIS,
+        holds=lambda output, inputs, *_: worst_kurtosis(output) < NO_OUTLIERS < worst_kurtosis(inputs),
+        criterion=f"output axis below {NO_OUTLIERS}, input axis above",
+    ),
+    Claim(
+        says="The embedding tables must be rotated.",
+        of=("hadamard_output", "no_embeddings", "hadamard_input", "input_no_embeddings", "embeddings_only"),
+        show=KURTOSIS,
+        holds=lambda output, without, *_: worst_kurtosis(output) < NO_OUTLIERS < worst_kurtosis(without),
+        criterion=f"output axis below {NO_OUTLIERS} with them, above without",
+    ),
+    Claim(
+        says="Both axes cost perplexity against the output axis alone.",
+        of={"both → output": ("hadamard_both", "hadamard_output")},
+        show=KURTOSIS,
+        holds=lambda both, output: min(_above(both, output)) > 0,
+        criterion="worse in every seed",
+        detail=_gap,
+    ),
+    Claim(
+        says="The identity and a signed permutation are no rotation for Adam.",
+        of=("adam", "identity", "signed_permutation"),
+        show=("perplexity",),
+        holds=_controls_hold,
+        criterion="largest difference of the loss from Adam's over all seeds 0, and below 0.01, since rounding differs",
+        detail=lambda adam, *controls: (
+            "loss differs by "
+            + " and ".join(f"{_largest_loss_difference(control, adam):.1e} nats" for control in controls)
+        ),
+    ),
+    Claim(
+        says="One matrix for the whole tree only looks like a cure: in its own basis it is Adam.",
+        of=("shared", "adam"),
+        show=(*KURTOSIS, *(Quantity(f"{key}, own basis", lambda n, key=key: n[f"rotated_{key}"]) for key in KURTOSIS)),
+        holds=lambda shared, adam: worst_kurtosis(shared) < NO_OUTLIERS < _own_kurtosis(shared),
+        criterion=f"below {NO_OUTLIERS} in the model's basis, above in its own",
+    ),
+    Claim(
+        says="Fixed matrices inside the model, behind what writes to the residual stream, do with Adam what OrthoAdam "
+        "does on the same parts.",
+        of={"fixed → OrthoAdam": ("fixed_in_model", "hadamard_writers")},
+        show=KURTOSIS,
+        holds=_as_in_optimizer,
+        criterion="kurtosis within 10%",
+        detail=_gap,
+    ),
+)
+
+
+def _about(results: Results) -> list[str]:
+    config = results.first.config
+    return [
+        f"One language model ({parameter_count(config.model):,} parameters, RMSNormSingle, no biases), "
+        f"{config.train.steps} steps of {config.train.batch_size} x {config.data.sequence_length} tokens. All but the "
+        "first variant have softmax-1 attention; they differ in the rotation, or in one setting, alone."
+    ]
+
+
+def _by_layer(results: Results) -> Table:
+    layers = results.first.config.model.num_layers
+    rows = [
+        [r.label, *(f"{number(a)} / {number(b)}" for a, b in zip(*map(r.layer_means, KURTOSIS), strict=True))]
+        for r in results.finished
+    ]
+    columns = ["", *(f"layer {layer + 1}" for layer in range(layers))]
+    return Table("Kurtosis after each layer, first token / others, mean over seeds", columns, rows)
+
+
+def _paired(results: Results) -> Table:
+    adam, rows = results["adam"], []
+    for result in results.finished:
+        found = pairs(result, adam, "perplexity")
+        by_seed = [_percent(found[seed][0] / found[seed][1] - 1) if seed in found else "-" for seed in results.seeds]
+        rows.append([result.label, mean_and_range(_above(result, adam), _percent), *by_seed])
+    columns = ["", "mean (range)", *(f"seed {seed}" for seed in results.seeds)]
+    return Table("Perplexity relative to softmax-1 with Adam, seed by seed", columns, rows)
+
+
+def _costs(results: Results) -> Table:
+    costs, rows = results.raw["costs"], []
+    for result in results:
+        cost = costs[result.name]
+        if "failed" in cost:
+            rows.append([result.label, *["failed"] * 3])
+            continue
+        (median, lower, upper), size = cost["step_ratio"], cost["optimizer_state_bytes"]
+        adam_bytes = costs["adam"]["optimizer_state_bytes"]
+        rows.append(
+            [result.label, f"{median:.2f} ({lower:.2f} to {upper:.2f})", f"{size:,}", f"{size / adam_bytes:.3f}"]
+        )
+    columns = ["", "step time / Adam's: median (quartiles)", "optimizer state, bytes", "/ Adam's"]
+    return Table("Cost of a training step", columns, rows)
+
+
+_CURVES = partial(
+    LayerCurves, y_scale="log", reference=(GAUSSIAN, "Gaussian"), keep=lambda result: result.name in _DRAWN
+)
 EXPERIMENT = Experiment(
     name="rotation_ablation",
     title="which rotation for OrthoAdam: kinds, axes and controls, one factor at a time",
-    scales={"tiny": lambda: (*REFERENCES, *KINDS_AND_AXES, *EMBEDDINGS, *CONTROLS, *SETTINGS)},
-    report=report,
+    variants=lambda scale: (*REFERENCES, *KINDS_AND_AXES, *EMBEDDINGS, *CONTROLS, *SETTINGS),
+    about=_about,
+    tables=(
+        MetricTable(
+            "Perplexity, outliers, attention",
+            ("perplexity", *KURTOSIS, "max_abs_first", "max_abs_rest", "first_attention_mass"),
+        ),
+        _by_layer,
+        MetricTable("Change of perplexity by quantisation", [penalty(f"perplexity_{name}") for name in _SETTINGS]),
+        _paired,
+        _costs,
+    ),
+    claims=CLAIMS,
+    pictures=(
+        _CURVES("kurtosis_first_by_layer", "Kurtosis after each layer, first token.", "kurtosis", {KURTOSIS[0]: ""}),
+        _CURVES("kurtosis_rest_by_layer", "Kurtosis after each layer, other tokens.", "kurtosis", {KURTOSIS[1]: ""}),
+        perplexity_and_kurtosis(),
+    ),
     cost_reference=lambda _: "adam",
 )

@@ -1,4 +1,4 @@
-"""What the variants of a study cost: time of a training step, measured in turn, and bytes of memory."""
+"""What a training step of the variants costs: time, measured interleaved, and bytes of memory."""
 
 import json
 from collections.abc import Callable
@@ -10,8 +10,9 @@ import numpy as np
 
 from orthojax.config import Config
 from orthojax.fields import to_json
+from orthojax.files import write_text
+from orthojax.machine import environment
 from orthojax.train import (
-    environment,
     init_state,
     interleaved_seconds,
     make_mesh,
@@ -19,7 +20,6 @@ from orthojax.train import (
     median_ratio,
     optimizer_state_bytes,
     place_rows,
-    write_text,
 )
 
 REPEATS = 15
@@ -30,8 +30,8 @@ def measure_costs(
 ) -> dict[str, dict[str, Any]]:
     """Step time relative to a reference variant, and bytes; kept in a file, since it takes minutes.
 
-    Variants of one reference are timed in turn, those of another one before or after them: so only the states of one
-    group are in memory at once.
+    Variants of one reference are timed interleaved, group after group, so that only the states of one group are in
+    memory at once.
 
     Args:
       configs: Variant -> its run.
@@ -43,20 +43,20 @@ def measure_costs(
     Returns:
       Variant -> `step_ratio` (median and quartiles of the time of a training step over that of the reference in the
       same repetition), `step_seconds` (median), `optimizer_state_bytes` and `program_bytes` (all that the compiled step
-      needs on a device; None where the compiler does not tell); or `failed` with the reason, as for want of memory.
+      needs on a device; None where the compiler does not report it); or `failed` with the reason.
     """
     made_for = {
         "device": environment()["device"],
         "configs": {name: json.loads(to_json(config)) for name, config in configs.items()},
     }
     if path.exists():
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept == made_for | {"costs": kept["costs"]}:
-            return kept["costs"]
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored == made_for | {"costs": stored["costs"]}:
+            return stored["costs"]
     costs = {}
     for base in dict.fromkeys(map(reference, configs)):
         group = {name: config for name, config in configs.items() if reference(name) == base}
-        say(f"timing the training step of {', '.join(group)} in turn")
+        say(f"timing the training step of {', '.join(group)}, interleaved")
         try:
             costs |= _costs_of_group(group, base)
         except jax.errors.JaxRuntimeError as error:
@@ -95,11 +95,11 @@ class _Stepper:
         return metrics
 
     def program_bytes(self) -> int | None:
-        """Arguments, results and temporaries of one step, memory that is given over counted once."""
+        """Arguments, results and temporaries of one step; donated buffers counted once."""
         memory = self._program.memory_analysis()
         names = ("argument", "output", "temp", "alias")
         sizes = [getattr(memory, f"{name}_size_in_bytes", None) for name in names]
         if None in sizes:
             return None
-        *needed, given_over = (int(size or 0) for size in sizes)
-        return sum(needed) - given_over
+        *needed, donated = (int(size or 0) for size in sizes)
+        return sum(needed) - donated

@@ -1,7 +1,7 @@
-"""Where the runs of a study go: every core of a CPU, every GPU, or this process alone.
+"""Where the workers of an experiment run: one for each GPU, or for each CPU core with memory.
 
-A model of a study at `tiny` scale is too small for two cores: two such runs at once, one on each, finish 1.2 to 1.4
-times sooner than one after the other (measured, 64 to 160 channels wide).
+A model at `tiny` scale is too small for two cores: two such runs at once, one on each, finish 1.2 to 1.4 times sooner
+than one after the other (measured, 64 to 160 channels wide).
 """
 
 import dataclasses
@@ -11,7 +11,9 @@ import math
 import os
 from pathlib import Path
 
-_MEMORY_BYTES = 2 << 30  # that a worker should have
+from orthojax.machine import available_memory_bytes
+
+_WORKER_BYTES = 2 << 30  # memory that a worker should have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,24 +23,16 @@ class Place:
     Attributes:
       cores: Of the CPU; empty for any.
       environment: Variables that JAX reads.
-      accelerator: Whether it is a GPU or a TPU.
     """
 
     cores: tuple[int, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
-    accelerator: bool = False
-
-    def enter(self) -> None:
-        """Moves this process there; to be called before JAX looks for devices."""
-        os.environ.update(self.environment)
-        if self.cores:
-            os.sched_setaffinity(0, self.cores)
 
 
 def places(jobs: int | None = None) -> list[Place]:
     """Where the workers of this machine run; a single one is this process itself.
 
-    JAX is not asked, which would take an accelerator's memory.
+    JAX is not asked, which would allocate an accelerator's memory.
 
     Args:
       jobs: How many at most; None takes one for each NVIDIA GPU, one for other accelerators, or without any one for
@@ -47,10 +41,10 @@ def places(jobs: int | None = None) -> list[Place]:
     platforms = os.environ.get("JAX_PLATFORMS") or "cuda,tpu,cpu"
     gpus = _gpus() if "cuda" in platforms or "gpu" in platforms else []
     if gpus:
-        return [Place(environment=(("CUDA_VISIBLE_DEVICES", gpu),), accelerator=True) for gpu in gpus][:jobs]
+        return [Place(environment=(("CUDA_VISIBLE_DEVICES", gpu),)) for gpu in gpus][:jobs]
     if platforms != "cpu" and _other_accelerator():
-        return [Place(accelerator=True)]
-    if not hasattr(os, "sched_setaffinity"):  # macOS, where nothing says which cores a process may use
+        return [Place()]
+    if not hasattr(os, "sched_setaffinity"):  # macOS does not say which cores a process may use
         return [Place()] * (jobs or 1)
     cores = sorted(os.sched_getaffinity(0))
     count = min(jobs or _fitting(len(cores)), len(cores))
@@ -73,26 +67,17 @@ def _other_accelerator() -> bool:
 
 
 def _fitting(cores: int) -> int:
-    """How many workers the free memory, and what a container is allowed, have room for."""
+    """How many workers the free memory, and the limits of a container, have room for."""
     quota, _, period = _control_group("cpu.max").partition(" ")
     allowed = math.ceil(int(quota) / int(period)) if quota.isdigit() else cores
-    memory = _control_group("memory.max")
-    free = min(_free_bytes(), int(memory)) if memory.isdigit() else _free_bytes()
-    return max(1, min(cores, allowed, free // _MEMORY_BYTES))
+    limit, free = _control_group("memory.max"), available_memory_bytes()
+    memory = min(int(limit) if limit.isdigit() else math.inf, math.inf if free is None else free)
+    return int(max(1, min(cores, allowed, memory // _WORKER_BYTES)))
 
 
 def _control_group(name: str) -> str:
-    """A limit of the container, "max ..." where there is none, "" where nothing says it."""
+    """A limit of the container, "max ..." where there is none, "" where none can be read."""
     try:
         return Path("/sys/fs/cgroup", name).read_text(encoding="ascii").strip()
     except OSError:
         return ""
-
-
-def _free_bytes() -> int:
-    """Memory that can be had, file caches included."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,327 @@
+"""One run of an experiment: trains and measures what is missing, and gives its row of results.json."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from orthojax.config import Config
+from orthojax.experiments.experiment import Run
+from orthojax.experiments.measures import ALWAYS, Measure, store, stored
+from orthojax.fields import changed_fields, replace
+from orthojax.files import make_folder, try_lock, write_text
+from orthojax.model import flops_per_token
+from orthojax.train import (
+    DivergedError,
+    Inputs,
+    check_workdir,
+    find_checkpoint,
+    load,
+    open_inputs,
+    read_metrics,
+    require_same_data,
+    train,
+)
+
+Row = dict[str, Any]
+# What an experiment adds to the folder of a run.
+TRAINED = "trained.seconds"  # when training is complete: its seconds, summed over calls that were not killed
+_STOPPED = "stopped.seconds"  # of earlier calls that were stopped
+_DIVERGED = "diverged.txt"  # the reason; a deterministic run diverges again
+TRIAL_STEPS = 200  # of a learning rate
+
+
+class Reporter(Protocol):
+    """Takes the progress of long work, as `orthojax.progress.Progress` does; the unit is training FLOPs here."""
+
+    def advance(self, work: float, message: str = "") -> None:
+        """Work that was done."""
+        ...
+
+    def skip(self, work: float) -> None:
+        """Work that an earlier call did."""
+        ...
+
+    def say(self, message: str) -> None:
+        """A line of its own."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A run, and what is wanted of it.
+
+    Attributes:
+      run: Which.
+      measures: Beyond `ALWAYS`.
+      cache_dir: Folder of tokenised corpora.
+    """
+
+    run: Run
+    measures: tuple[Measure, ...]
+    cache_dir: Path
+
+    @property
+    def all_measures(self) -> tuple[Measure, ...]:
+        """`ALWAYS`, and its own."""
+        return (*ALWAYS, *self.measures)
+
+    @property
+    def trial_cost(self) -> float:
+        """Training FLOPs of the trials of its learning rates."""
+        config = self.run.config
+        return len(self.run.variant.learning_rates) * TRIAL_STEPS * training_flops(config) / config.train.steps
+
+    @property
+    def training_cost(self) -> float:
+        """Training FLOPs with the trials; none of an existing model."""
+        return 0.0 if self.run.variant.checkpoint else training_flops(self.run.config) + self.trial_cost
+
+    @property
+    def cost(self) -> float:
+        """Expected work, done or not, in training FLOPs."""
+        return self.training_cost + self.measuring_cost(self.all_measures)
+
+    @property
+    def stage_cost(self) -> float:
+        """Work of one stage of a measure."""
+        # Forward only, so a third; that much again for compiling each stage at the small scales where it matters.
+        config = self.run.config
+        flops = flops_per_token(config.model, config.data.sequence_length) * config.data.sequence_length / 3
+        return 2 * flops * config.eval.sequences
+
+    def measuring_cost(self, measures: Sequence[Measure]) -> float:
+        """Work of some of its measures."""
+        return sum(measure.stages(self.run.config) for measure in measures) * self.stage_cost
+
+    @property
+    def remaining(self) -> float:
+        """Expected work that no earlier call did."""
+        folder = self.run.folder
+        if (folder / _DIVERGED).exists():
+            return 0.0
+        measuring = self.measuring_cost([measure for measure in self.all_measures if stored(folder, measure) is None])
+        return measuring if is_trained(folder) else measuring + self.training_cost
+
+
+def training_flops(config: Config) -> float:
+    """FLOPs of all training steps of a run."""
+    flops = flops_per_token(config.model, config.data.sequence_length) * config.data.sequence_length
+    return flops * config.train.steps * config.train.batch_size
+
+
+def is_trained(folder: Path) -> bool:
+    """Whether the run of this folder was trained to its end, which divergence is as well."""
+    return any((folder / name).exists() for name in (TRAINED, _DIVERGED))
+
+
+class _Tally:
+    """Counts how much of one task was reported, so that what was skipped can be reported too."""
+
+    def __init__(self, reporter: Reporter):
+        self._reporter, self._done, self.say = reporter, 0.0, reporter.say
+
+    def advance(self, work: float, message: str = "") -> None:
+        self._done += work
+        self._reporter.advance(work, message)
+
+    def reach(self, work: float) -> None:
+        if work > self._done:
+            self._reporter.skip(work - self._done)
+            self._done = work
+
+
+def finish(task: Task, reporter: Reporter) -> Row:
+    """Trains and measures what is missing of a run.
+
+    Args:
+      task: The run.
+      reporter: Gets the progress.
+
+    Returns:
+      `variant`, `seed`, `overrides` (fields that differ from `Config()`), `metrics` (finite ones), `seconds` (of
+      training), `data` (provenance); where it diverged or did not fit into memory no metrics, and the reason as
+      `failed`.
+
+    Raises:
+      UserError: Where the folder holds another run, or one of other data.
+      Interrupted: On SIGINT or SIGTERM, after the state was saved.
+    """
+    tally, run, config = _Tally(reporter), task.run, task.run.config
+    make_folder(run.folder, "folder of a run")
+    with _locked(run, tally):
+        inputs = open_inputs(config, task.cache_dir)
+        row = failed_row(run, "") | {"data": inputs.provenance}
+        del row["failed"]
+        try:
+            if run.variant.learning_rates:
+                losses = _try_learning_rates(task, inputs, tally)
+                config = replace(config, {"optim.learning_rate": best_learning_rate(losses)})
+                row |= {"learning_rates": losses, "overrides": changed_fields(Config(), config)}
+            checkpoint = run.variant.checkpoint or _trained(task, config, inputs, tally)
+            require_same_data(checkpoint, inputs.provenance)
+            row["metrics"] = _measured(task, config, checkpoint, inputs, tally)
+            if (run.folder / TRAINED).exists():
+                row["seconds"] = _seconds(run.folder / TRAINED)
+        except (DivergedError, jax.errors.JaxRuntimeError) as error:
+            tally.say(f"{run.label}: {error}")
+            row["failed"] = (str(error) or type(error).__name__).splitlines()[0]
+        tally.reach(task.cost)
+        return row
+
+
+def failed_row(run: Run, reason: str) -> Row:
+    """The row of a run that did not finish; a later call resumes it."""
+    overrides = changed_fields(Config(), run.config)
+    return {
+        "variant": run.variant.name,
+        "seed": run.seed,
+        "overrides": overrides,
+        "metrics": {},
+        "failed": reason,
+    }
+
+
+@contextlib.contextmanager
+def _locked(run: Run, tally: _Tally) -> Iterator[None]:
+    """Waits while another process works on the same run, which two experiments may share."""
+    with (run.folder / "lock").open("w") as file:
+        if not try_lock(file):
+            tally.say(f"{run.label}: another process is working on it, waiting")
+            while not try_lock(file):
+                time.sleep(0.5)
+        yield
+
+
+def _seconds(path: Path) -> float:
+    return float(path.read_text(encoding="utf-8")) if path.exists() else 0.0
+
+
+@contextlib.contextmanager
+def _timed(folder: Path) -> Iterator[None]:
+    """Writes the seconds of a training, with those of earlier calls that were stopped; notes divergence."""
+    started, before = time.monotonic(), _seconds(folder / _STOPPED)
+
+    def write(name: str) -> None:
+        write_text(folder / name, f"{before + time.monotonic() - started:.1f}\n")
+
+    try:
+        yield
+    except DivergedError as error:
+        write_text(folder / _DIVERGED, f"{error}\n")
+        raise
+    except BaseException:
+        with contextlib.suppress(OSError):  # what stopped it matters more
+            write(_STOPPED)
+        raise
+    write(TRAINED)
+
+
+def _trained(task: Task, config: Config, inputs: Inputs, tally: _Tally) -> Path:
+    """The step folder of the last checkpoint."""
+    run, before, step_cost = task.run, task.trial_cost, training_flops(config) / config.train.steps
+    check_workdir(run.folder, config)
+    if (run.folder / _DIVERGED).exists():
+        raise DivergedError((run.folder / _DIVERGED).read_text(encoding="utf-8").strip())
+    if not (run.folder / TRAINED).exists():
+        tally.say(f"{run.label}: {describe_data(inputs.provenance)}")
+        with _timed(run.folder):
+            train(
+                config,
+                inputs,
+                run.folder,
+                on_start=lambda step: tally.reach(before + step * step_cost),
+                on_step=lambda step, loss: tally.advance(
+                    step_cost, f"{run.label}: step {step}/{config.train.steps} loss {loss:.3f}"
+                ),
+            )
+    tally.reach(before + training_flops(config))
+    return find_checkpoint(run.folder)
+
+
+def _measured(task: Task, config: Config, checkpoint: Path, inputs: Inputs, tally: _Tally) -> dict[str, float]:
+    """The metrics of a trained run; numbers that are not finite, which JSON does not have, are left out."""
+    run, metrics, loaded = task.run, {}, None
+    for measure in task.all_measures:
+        found = stored(run.folder, measure)
+        if found is None:
+            loaded = loaded or load(checkpoint)._replace(config=config)
+            measured = measure.measure(
+                loaded, inputs, lambda part: tally.advance(task.stage_cost, f"{run.label}: measured {part}")
+            )
+            store(run.folder, measure, measured)
+            found = measured.metrics
+        metrics |= {name: value for name, value in found.items() if math.isfinite(value)}
+    return metrics
+
+
+def describe_data(provenance: dict[str, Any]) -> str:
+    """Where the tokens of a run come from, in one line."""
+    if "file_count" not in provenance:
+        return provenance["source"]
+    return (
+        f"{provenance['source']}: {provenance['file_count']} files, sha256 {provenance['source_sha256'][:12]}, "
+        f"{provenance['train']['n_tokens']:,} training tokens, {provenance['tokenizer']}"
+    )
+
+
+# A fair learning rate for optimizers whose updates differ in size: short trials, then the best one.
+
+
+def trial_config(config: Config, rate: float) -> Config:
+    """The trial of one learning rate: the same run, shorter, with a quarter of its steps as warm-up at most."""
+    return replace(
+        config,
+        {
+            "optim.learning_rate": rate,
+            "optim.warmup_steps": min(config.optim.warmup_steps, TRIAL_STEPS // 4),
+            "train.steps": TRIAL_STEPS,
+            "train.eval_every_steps": TRIAL_STEPS,
+            "train.checkpoint_every_steps": TRIAL_STEPS,
+        },
+    )
+
+
+def _try_learning_rates(task: Task, inputs: Inputs, tally: _Tally) -> dict[str, float | None]:
+    """Learning rate, with six digits, -> held-out loss in nats after a short run; None where it diverged."""
+    run, folder = task.run, task.run.folder / "learning_rates"
+    step_cost = training_flops(run.config) / run.config.train.steps
+    trials = {name: trial_config(run.config, float(name)) for name in (f"{r:g}" for r in run.variant.learning_rates)}
+    for name, trial in trials.items():
+        check_workdir(folder / name, trial)
+    path = folder / "losses.json"
+    losses = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if list(losses) != list(trials):
+        losses = {}
+        for name, trial in trials.items():
+
+            def on_step(step: int, loss: float, name: str = name) -> None:
+                message = f"trying learning rate {name}: step {step}/{TRIAL_STEPS} {loss:.3f}"
+                tally.advance(step_cost, f"{run.variant.label}: {message}")
+
+            try:
+                train(trial, inputs, folder / name, on_step=on_step)
+            except DivergedError:
+                losses[name] = None
+            else:
+                lines = read_metrics(folder / name / "metrics.jsonl")
+                losses[name] = [line["validation_loss_nats"] for line in lines if "validation_loss_nats" in line][-1]
+        write_text(path, json.dumps(losses) + "\n")
+    tally.reach(task.trial_cost)  # what an earlier call did, or divergence spared
+    return losses
+
+
+def best_learning_rate(losses: dict[str, float | None]) -> float:
+    """The rate of the smallest loss; the smallest rate where every trial diverged.
+
+    >>> best_learning_rate({"0.1": None, "0.03": 4.5, "0.01": 4.7})
+    0.03
+    """
+    finite = {name: loss for name, loss in losses.items() if loss is not None}
+    return float(min(finite, key=finite.__getitem__)) if finite else min(map(float, losses))

@@ -1,0 +1,159 @@
+"""Running an experiment: what is not done yet, resumable, into one results.json."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from orthojax.config import Config
+from orthojax.errors import UserError
+from orthojax.experiments.costs import measure_costs
+from orthojax.experiments.experiment import Experiment, Run, Variant, run_name
+from orthojax.experiments.places import Place
+from orthojax.experiments.results import Results
+from orthojax.experiments.runs import Row, Task, failed_row, finish
+from orthojax.experiments.workers import run_all
+from orthojax.fields import replace
+from orthojax.files import make_folder, write_text
+from orthojax.machine import environment
+from orthojax.progress import Progress, tokenizing_progress
+from orthojax.train import find_checkpoint, open_inputs, read_config
+
+
+def given_model(name: str, path: Path) -> Variant:
+    """An existing model as a variant that is measured and not trained.
+
+    Args:
+      name: Of its row.
+      path: A run's workdir, its checkpoints folder or one step's folder.
+
+    Raises:
+      UserError: Where there is no checkpoint.
+    """
+    checkpoint = find_checkpoint(path)
+    return Variant(name, name, read_config(checkpoint), checkpoint=checkpoint)
+
+
+def nothing() -> None:
+    """Sets up nothing."""
+
+
+def run_experiment(
+    experiment: Experiment,
+    scale: str,
+    seeds: Sequence[int],
+    workdir: Path,
+    *,
+    runs_dir: Path = Path("runs/models"),
+    cache_dir: Path = Path("runs/data"),
+    models: Sequence[Variant] = (),
+    where: Sequence[Place] = (Place(),),
+    setup: Callable[[], object] = nothing,
+) -> Results:
+    """Trains, measures or computes what is not done yet and writes results.json.
+
+    Args:
+      experiment: What to run.
+      scale: One of its scales.
+      seeds: Of parameters, data order and everything random; the same for every variant.
+      workdir: Folder of the results.
+      runs_dir: Folder of trained runs, shared with other experiments; see `run_name`.
+      cache_dir: Folder of tokenised corpora.
+      models: Existing models to measure beside those that are trained; see `given_model`.
+      where: Of the workers, from `places`.
+      setup: Called once in every worker.
+
+    Raises:
+      UserError: For an unknown scale, models where the experiment takes none, or what `train` refuses.
+      Interrupted: On SIGINT or SIGTERM, after the state of every run was saved.
+    """
+    trained = experiment.variants_at(scale)
+    variants = (*trained, *models)
+    if models and not experiment.takes_models:
+        raise UserError(f"experiment {experiment.name!r} measures no existing models", allowed="no --model")
+    if clash := {v.name for v in models} & {v.name for v in trained}:
+        raise UserError(f"--model {min(clash)!r} has the name of a variant", allowed="another name")
+    if not variants and not experiment.compute:
+        raise UserError(f"experiment {experiment.name!r} needs a model", allowed="--model=NAME=CHECKPOINT[,...]")
+    make_folder(workdir, "workdir")
+    if experiment.compute:
+        content = _computed(experiment, seeds)
+    else:
+        runs = [Run(v, seed, runs_dir / run_name(v, seed)) for seed in seeds for v in trained if experiment.trains]
+        runs += [Run(v, v.config.train.seed, workdir / "models" / run_name(v, v.config.train.seed)) for v in models]
+        content = _trained(experiment, trained, runs, seeds, workdir, cache_dir, where, setup)
+    raw = {"experiment": experiment.name, "scale": scale, **content}
+    write_text(workdir / "results.json", json.dumps(raw, indent=2) + "\n")
+    return Results(experiment, scale, seeds, workdir, raw, variants)
+
+
+def _computed(experiment: Experiment, seeds: Sequence[int]) -> dict[str, Any]:
+    """Every seed of a computation; repeated by every call, since it takes seconds."""
+    assert experiment.compute is not None
+    rows, started = [], time.monotonic()
+    with Progress(len(seeds)) as progress:
+        for seed in seeds:
+            with jax.enable_x64(True):
+                cases = experiment.compute(seed)
+            rows += [
+                {"variant": c.variant, "seed": seed, "overrides": c.overrides, "metrics": c.metrics} for c in cases
+            ]
+            progress.advance(1, f"{experiment.name}: seed {seed}")
+    seconds = round(time.monotonic() - started, 1)
+    return {"provenance": environment() | {"seeds": list(seeds), "data": [], "wall_seconds": seconds}, "rows": rows}
+
+
+def _trained(
+    experiment: Experiment,
+    trained: Sequence[Variant],
+    runs: Sequence[Run],
+    seeds: Sequence[int],
+    workdir: Path,
+    cache_dir: Path,
+    where: Sequence[Place],
+    setup: Callable[[], object],
+) -> dict[str, Any]:
+    tasks = [Task(run, experiment.measures, cache_dir) for run in runs]
+    for config in {_data_of(run.config): run.config for run in runs}.values():
+        open_inputs(config, cache_dir, progress=tokenizing_progress())  # tokenises once, before the workers start
+    meshes = [(run.config.mesh.data, run.config.mesh.fsdp, run.config.mesh.tensor) for run in runs]
+    if any(mesh != (1, 1, 1) for mesh in meshes):  # such a run wants all devices, and so one process
+        where = [Place()]
+    costs = {}
+    with Progress(sum(task.cost for task in tasks)) as progress:
+
+        def lost(task: Task, reason: str) -> Row:
+            progress.say(f"{task.run.label}: {reason}")
+            return failed_row(task.run, reason)
+
+        rows = run_all(finish, tasks, where, progress, setup=setup, lost=lost) if tasks else []
+        if experiment.cost_reference:
+            configs = {variant.name: variant.config for variant in trained}
+            measured = measure_costs(configs, experiment.cost_reference, workdir / "costs.json", progress.say)
+            costs = {"costs": measured}
+    folders = [os.path.relpath(run.folder, workdir) for run in runs]
+    return {
+        "provenance": _provenance(seeds, rows),
+        "rows": [
+            {name: value for name, value in row.items() if name != "data"} | {"run": folder}
+            for row, folder in zip(rows, folders, strict=True)
+        ],
+    } | costs
+
+
+def _data_of(config: Config) -> object:
+    return replace(config, {"data.seed": 0}).data, config.train.batch_size, config.eval
+
+
+def _provenance(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
+    sources = {json.dumps(row["data"], sort_keys=True): row["data"] for row in rows if "data" in row}
+    return environment() | {
+        "seeds": list(seeds),
+        "data": list(sources.values()),
+        # Summed over runs, of which several may run at once, in whichever call and experiment.
+        "training_seconds": round(sum(row.get("seconds", 0.0) for row in rows), 1),
+    }

@@ -1,1 +1,0 @@
-"""Trained models, calculations and what is measured of them, resumable and shared between experiments."""
