@@ -1,8 +1,9 @@
-"""What a study does with its runs: who is trained together, what is listed, and a real command that is stopped."""
+"""An experiment from its variants to its report, with models that take a second; the listing; a command that is stopped."""
 
+import base64
 import dataclasses
-import io
 import json
+import math
 import os
 import re
 import signal
@@ -11,300 +12,471 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
 import pytest
-from orthojax.experiments.study.calculation import Calculation
-from orthojax.experiments.study.listing import Speed, calibrated_speed, listing, measured_speed, short_names
-from orthojax.experiments.study.measures import ALWAYS, Measure, Measured, keep
-from orthojax.experiments.study.places import Place
-from orthojax.experiments.study.runs import left, lost
-from orthojax.experiments.study.schedule import grouped, seeds_at_once
-from orthojax.experiments.study.study import Experiment, run_study
-from orthojax.experiments.study.tasks import Task, cost, stage_cost, training_flops
-from orthojax.experiments.study.variant import Run, Variant, run_name
+from scipy import stats
 
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.config import Config, replace, to_json
 from orthojax.errors import UserError
-from orthojax.experiments.catalog import ALL
-from orthojax.experiments.from_attention.models import tiny_run
-from orthojax.experiments.study import costs, schedule
-from orthojax.experiments.study import listing as module
-from orthojax.fields import replace, to_json
-from orthojax.model import gpt2
-from orthojax.progress import Progress
+from orthojax.experiments import drawing, runs
+from orthojax.experiments.base_configs import BACKCOPY_MODEL, LANGUAGE_MODEL, cured
+from orthojax.experiments.catalog import listing, measured_speed
+from orthojax.experiments.claims import Claim, judge
+from orthojax.experiments.experiment import Case, Experiment, Run, Variant, run_name
+from orthojax.experiments.measures import ALWAYS, Measure, Measured, example_maps, store
+from orthojax.experiments.page import Report, Table, console_table, make_report, write_report
+from orthojax.experiments.pictures import LayerCurves, ModelMaps, TrainingCurves, perplexity_and_kurtosis
+from orthojax.experiments.runs import Task, best_learning_rate, training_flops, trial_config
+from orthojax.experiments.study import given_model, run_experiment
+from orthojax.experiments.tables import MetricTable, PairedTable, change_text, difference_text
+from orthojax.model import LoadedModel, Transformer
+from orthojax.train import init_state, open_inputs
 
 ROOT = Path(__file__).parents[1]
-TINY = Config(
-    model=ModelConfig(vocab_size=128, max_length=8, d_model=16, num_layers=1, num_heads=2, d_mlp=16, scan_layers=False),
-    optim=OptimConfig(optimizer="adam", learning_rate=1e-3, warmup_steps=1),
-    data=DataConfig(kind="bigram_backcopy", sequence_length=8),
-    train=TrainConfig(steps=2, batch_size=4, eval_every_steps=0, checkpoint_every_steps=2, probe_every_steps=0),
-    eval=EvalConfig(sequences=4, batch_size=4),
-)
-GPU, CORES = [Place(accelerator=True)], [Place((0,)), Place((1,))]
+SEEDS = (0, 1)
+PROSE = "The quick brown fox jumps over the lazy dog, and nobody in particular is very much surprised by that. "
 
 
-def tasks_of(variants, seeds=(0, 1), home=Path("runs")):
-    return [Task(Run(v, seed, home / run_name(v, seed)), (), home) for seed in seeds for v in variants]
+def small(config: Config, **changes) -> Config:
+    shape = {"d_model": 16, "num_heads": 2, "num_layers": 1, "d_mlp": 16, "max_length": 16, "scan_layers": False}
+    train = {"steps": 2, "batch_size": 4, "log_every_steps": 1, "eval_every_steps": 2, "checkpoint_every_steps": 2}
+    shrink = {f"model.{name}": value for name, value in shape.items()}
+    shrink |= {f"train.{name}": value for name, value in train.items()}
+    shrink |= {"eval.sequences": 4, "eval.batch_size": 2, "data.sequence_length": 16, "optim.warmup_steps": 1}
+    return replace(config, shrink | changes)
 
 
-# Who is trained together.
+BACKCOPY = Variant("backcopy", "softmax", small(BACKCOPY_MODEL))  # whose evaluation compiles fastest
 
 
-def test_seeds_are_trained_together_on_an_accelerator_where_a_step_is_small():
-    assert seeds_at_once(TINY, accelerator=True)
-    assert not seeds_at_once(TINY, accelerator=False)
-    assert not seeds_at_once(replace(TINY, {"mesh.data": -1}), accelerator=True)
-    assert not seeds_at_once(replace(TINY, {"train.on_bad_step": "skip"}), accelerator=True)
-    large = Config(gpt2("130m"), data=DataConfig(sequence_length=256), train=TrainConfig(1000, 512))
-    assert not seeds_at_once(large, accelerator=True)  # 1e14 FLOPs a step
+def folders(home):
+    return {"runs_dir": home / "runs", "cache_dir": home / "data"}
 
 
-def test_groups_are_the_seeds_of_a_variant():
-    a, b = Variant("a", "a", TINY), Variant("b", "b", replace(TINY, {"optim.b1": 0.5}))
-    trials = Variant("c", "c", TINY, learning_rates=(0.1, 0.2))
-    groups, where = grouped(tasks_of([a, b, trials]), GPU)
-    told = [[(task.run.variant.name, task.run.seed) for task in group] for group in groups]
-    assert told == [[("a", 0), ("a", 1)], [("b", 0), ("b", 1)], [("c", 0)], [("c", 1)]]
-    assert where == GPU
-    assert all(len(group) == 1 for group in grouped(tasks_of([a, b]), CORES)[0])
+def experiment_of(*variants, **fields):
+    return Experiment(**{"name": "made", "title": "made up", "variants": lambda scale: variants} | fields)
 
 
-def test_no_place_is_left_without_work_for_the_sake_of_a_group():
-    a = Variant("a", "a", TINY)
-    groups, where = grouped(tasks_of([a]), GPU * 2)
-    assert [len(group) for group in groups] == [1, 1]
-    assert len(where) == 2
+@pytest.fixture(scope="module")
+def language(tmp_path_factory):
+    text = tmp_path_factory.mktemp("text") / "prose.txt"
+    text.write_text(PROSE * 60, encoding="utf-8")
+    data = {"data.kind": "text", "data.paths": (str(text),), "data.tokenizer": "bytes", "model.vocab_size": 258}
+    config = small(LANGUAGE_MODEL, **data)
+    return Variant("vanilla", "softmax + Adam", config), Variant("cured", "softmax-1 + OrthoAdam", cured(config))
 
 
-def test_runs_on_a_mesh_have_the_machine_for_themselves():
-    a = Variant("a", "a", replace(TINY, {"mesh.data": 2}))
-    groups, where = grouped(tasks_of([a]), GPU * 8)
-    assert [len(group) for group in groups] == [1, 1]
-    assert where == [Place(accelerator=True)]
+@pytest.fixture(scope="module")
+def study(language, tmp_path_factory):
+    """Two language models and two seeds, with a claim, tables and one picture of each kind."""
+    home = tmp_path_factory.mktemp("study")
+    experiment = experiment_of(
+        *language,
+        claims=(Claim(says="It is lower.", of=("vanilla", "cured"), show=("perplexity",), holds=lambda v, c: False,
+                      criterion="lower"),),
+        tables=(MetricTable("Metrics", ("perplexity", "kurtosis_first")), PairedTable("Changes", "vanilla", ("perplexity",))),
+        pictures=(TrainingCurves(), ModelMaps(), LayerCurves("layers", "By layer.", "kurtosis", {"kurtosis_first": ""}),
+                  perplexity_and_kurtosis()),
+    )  # fmt: skip
+    return run_experiment(experiment, "tiny", SEEDS, home, **folders(home))
 
 
-@pytest.mark.slow
-def test_a_study_whose_seeds_are_trained_together_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(schedule, "seeds_at_once", lambda config, *, accelerator: True)
-    variant = Variant("a", "a", TINY)
-    experiment = Experiment("e", "", {"tiny": lambda: (variant,)}, lambda study: None)
-    folders = {"runs_dir": tmp_path / "runs", "cache_dir": tmp_path / "data"}
-    study = run_study(experiment, "tiny", (0, 1, 2), tmp_path / "w", **folders)
-    for row in study.results["rows"]:
-        assert row["trained_with"] == [0, 1, 2]
-        assert row["seconds"] >= 0.0
-        assert row["metrics"]["sink_attention"] > 0.0
-    monkeypatch.undo()
-    alone = run_study(
-        experiment, "tiny", (0,), tmp_path / "v", runs_dir=tmp_path / "alone", cache_dir=tmp_path / "data"
+# What is run.
+
+
+def test_every_variant_and_seed_has_a_row_with_its_overrides(study, language):
+    raw = json.loads((study.workdir / "results.json").read_text())
+    assert (raw["experiment"], raw["scale"]) == ("made", "tiny")
+    rows = {(row["variant"], row["seed"]): row for row in raw["rows"]}
+    assert set(rows) == {(variant.name, seed) for variant in language for seed in SEEDS}
+    overrides = rows["cured", 1]["overrides"]
+    overrides = {path: tuple(v) if isinstance(v, list) else v for path, v in overrides.items()}
+    assert replace(Config(), overrides) == language[1].with_seed(1)
+    assert raw["provenance"]["versions"]["jax"]
+    assert [entry["tokenizer"] for entry in raw["provenance"]["data"]] == ["bytes"]
+    assert len(set(study["vanilla"].values("perplexity"))) == 2
+
+
+def test_variants_start_from_the_same_parameters_and_batches(language, tmp_path):
+    configs = [variant.with_seed(3) for variant in language]
+    jax.tree.map(np.testing.assert_array_equal, *(init_state(config).params for config in configs))
+    first, second = (open_inputs(config, tmp_path) for config in configs)
+    for step in (0, 7):
+        np.testing.assert_array_equal(first.batch(step), second.batch(step))
+    assert not np.array_equal(first.batch(0), first.batch(7))
+
+
+def test_a_second_call_trains_nothing_and_shares_runs_with_other_experiments(study, language, monkeypatch, tmp_path):
+    monkeypatch.setattr(runs, "train", lambda *args, **kwargs: pytest.fail("trained again"))
+    again = run_experiment(study.experiment, "tiny", SEEDS, study.workdir, **folders(study.workdir))
+    assert again.raw["rows"] == study.raw["rows"]
+    renamed = dataclasses.replace(language[1], name="another", label="another label")
+    shared = run_experiment(experiment_of(renamed), "tiny", (1,), tmp_path, **folders(study.workdir))
+    assert shared["another"].values("loss_nats") == study["cured"].values("loss_nats")[1:]
+    done = study["vanilla"].folders[0] / "measured/evaluation.json"
+    before = json.loads(done.read_text())
+    done.unlink()  # as if it had been stopped after training
+    run_experiment(study.experiment, "tiny", SEEDS, study.workdir, **folders(study.workdir))
+    assert json.loads(done.read_text()) == before
+
+
+def test_results_of_other_data_are_refused(study, language):
+    path = Path(language[0].config.data.paths[0])
+    before = path.read_text()
+    path.write_text(before.replace("fox", "cat"))
+    try:
+        with pytest.raises(UserError, match="the data is not that of the checkpoint"):
+            run_experiment(study.experiment, "tiny", SEEDS, study.workdir, **folders(study.workdir))
+    finally:
+        path.write_text(before)
+
+
+def test_another_config_is_another_run():
+    changed = dataclasses.replace(BACKCOPY, config=replace(BACKCOPY.config, {"train.steps": 6}))
+    tried = dataclasses.replace(BACKCOPY, learning_rates=(1e-3, 1e-2))
+    assert len({run_name(v, seed) for v in (BACKCOPY, changed, tried) for seed in SEEDS}) == 6
+
+
+def test_a_diverging_variant_is_reported_and_the_others_finish(tmp_path, monkeypatch):
+    wild = {"optim.learning_rate": 1e30, "optim.eps": 1e-30, "train.steps": 6, "train.eval_every_steps": 0}
+    broken = dataclasses.replace(BACKCOPY, name="broken", config=replace(BACKCOPY.config, wild))
+    experiment = experiment_of(
+        broken,
+        BACKCOPY,
+        tables=(MetricTable("t", ("sink_attention",)),),
+        claims=(Claim(says="c", of=("broken",), holds=lambda b: b.sink_attention > 0, criterion="any"),),
     )
-    assert "trained_with" not in alone.results["rows"][0]
-    for name, value in alone.results["rows"][0]["metrics"].items():
-        assert study.by_seed("a", name)[0] == pytest.approx(value, rel=1e-3, abs=1e-4), name
-    again = run_study(experiment, "tiny", (0, 1, 2), tmp_path / "w", **folders)
-    assert again.results["rows"] == study.results["rows"]
+    done = run_experiment(experiment, "tiny", (0,), tmp_path, **folders(tmp_path))
+    assert [row["variant"] for row in done.raw["rows"]] == ["broken", "backcopy"]
+    report = make_report(done)
+    assert any("broken, seed 0: the " in line and "not finite at step" in line for line in report.summary)
+    assert report.tables[0].rows[0][1] == "failed"
+    assert report.tables[0].rows[1][1] != "failed"
+    assert report.claims[0].verdict == "not testable at this scale"
+    assert report.pictures == []
+    monkeypatch.setattr(runs, "train", lambda *args, **kwargs: pytest.fail("trained again"))
+    assert run_experiment(experiment, "tiny", (0,), tmp_path, **folders(tmp_path)).raw["rows"] == done.raw["rows"]
 
 
-def test_runs_whose_process_died_have_rows_with_the_reason():
-    said = io.StringIO()
-    (row, other) = lost(tasks_of([Variant("a", "A", TINY)]), "killed", Progress(1.0, stream=said))
-    assert said.getvalue() == "A, seed 0: killed\nA, seed 1: killed\n"
-    assert row == {"variant": "a", "seed": 0, "overrides": row["overrides"], "metrics": {}, "failed": "killed"}
-    assert replace(Config(), other["overrides"]).train.seed == 1
+def test_what_cannot_run_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(UserError, match="has no scale 'paper'\nallowed: tiny"):
+        run_experiment(experiment_of(BACKCOPY), "paper", (0,), tmp_path / "w")
+    with pytest.raises(UserError, match="measures no existing models"):
+        run_experiment(experiment_of(BACKCOPY), "tiny", (0,), tmp_path / "w", models=[BACKCOPY])
+    with pytest.raises(UserError, match="has the name of a variant"):
+        run_experiment(experiment_of(BACKCOPY, takes_models=True), "tiny", (0,), tmp_path / "w", models=[BACKCOPY])
+    with pytest.raises(UserError, match="needs a model\nallowed: --model=NAME=CHECKPOINT"):
+        run_experiment(experiment_of(takes_models=True), "tiny", (0,), tmp_path / "w")
+    assert not (tmp_path / "w").exists()
 
 
-# What is listed.
+def test_a_given_model_is_measured_and_not_trained(study, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "train", lambda *args, **kwargs: pytest.fail("trained"))
+    model = given_model("mine", study["cured"].folders[1])
+    assert model.checkpoint.name == "2"
+    done = run_experiment(
+        experiment_of(takes_models=True), "tiny", (0,), tmp_path, models=[model], **folders(study.workdir)
+    )
+    assert done["mine"].given
+    assert done["mine"].perplexity == pytest.approx(study["cured"].values("perplexity")[1], rel=1e-6)
+    assert "--model=mine=" in make_report(done).notes[0]
 
 
-def made(home, variant, seed, seconds):
-    folder = home / run_name(variant, seed)
+def test_a_computation_runs_in_float64_and_its_rows_are_read_like_variants(tmp_path):
+    def compute(seed):
+        return [Case("row", {"label": "a row"}, {"value": float(jax.numpy.ones(()).dtype.itemsize + seed)})]
+
+    claim = Claim(says="c", of=("row",), show=("value",), holds=lambda row: row.value == 8.5, criterion="8.5")
+    experiment = Experiment(
+        name="made", title="t", compute=compute, claims=(claim,), tables=(MetricTable("t", ("value",)),)
+    )
+    done = run_experiment(experiment, "tiny", (0, 1), tmp_path)
+    report = make_report(done)
+    assert report.claims[0].verdict == "holds"
+    assert report.tables[0].rows == [["a row", "8.5 (8 to 9)"]]
+    with pytest.raises(UserError, match="has no scale 'small'"):
+        run_experiment(experiment, "small", (0,), tmp_path)
+
+
+# Learning rates.
+
+
+def test_trials_are_shorter_runs_and_the_best_one_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "TRIAL_STEPS", 3)
+    trial = trial_config(replace(BACKCOPY.config, {"train.steps": 40, "optim.warmup_steps": 20}), 0.25)
+    assert (trial.train.steps, trial.optim.learning_rate, trial.optim.warmup_steps) == (3, 0.25, 0)
+    wild = dataclasses.replace(
+        BACKCOPY, learning_rates=(1e-3, 1e30), config=replace(BACKCOPY.config, {"optim.eps": 1e-30})
+    )
+    done = run_experiment(experiment_of(wild), "tiny", (0,), tmp_path, **folders(tmp_path))
+    (row,) = done.raw["rows"]
+    assert row["learning_rates"]["1e+30"] is None
+    assert row["learning_rates"]["0.001"] > 0
+    assert row["overrides"]["optim.learning_rate"] == 1e-3
+    monkeypatch.setattr(runs, "train", lambda *args, **kwargs: pytest.fail("trained again"))
+    assert run_experiment(experiment_of(wild), "tiny", (0,), tmp_path, **folders(tmp_path)).raw["rows"] == [row]
+    assert best_learning_rate({"0.1": None, "0.2": None}) == 0.1
+
+
+# What is reported.
+
+
+def test_report_files_are_complete_and_self_contained(study):
+    report = make_report(study)
+    write_report(report, study.workdir)
+    page = (study.workdir / "report.html").read_text()
+    assert not re.findall(r"""(?:src|href)=["'](?:https?:)?//""", page)
+    sources = re.findall(r'src="data:image/(svg\+xml|png);base64,([^"]+)"', page)
+    assert len(sources) == len(report.pictures) == 5
+    for form, content in sources:
+        start = base64.b64decode(content)[:8]
+        assert start == b"\x89PNG\r\n\x1a\n" if form == "png" else start.startswith(b"<?xml")
+    markdown = (study.workdir / "report.md").read_text()
+    for picture in report.pictures:
+        assert (study.workdir / "figures" / f"{picture.name}.{picture.form}").stat().st_size > 1000
+        assert picture.name in markdown
+    for claim in report.claims:
+        assert f"**{claim.verdict}**: {claim.says}" in markdown
+        assert "Criterion: lower." in markdown
+    assert "Python's own standard library" not in markdown  # the text is another
+    assert "Seeds: 0, 1." in markdown
+    assert "[results.json](results.json)" in markdown
+
+
+def test_tables_show_mean_and_range_and_paired_changes(study):
+    metrics, changes = make_report(study).tables
+    values = study["vanilla"].values("perplexity")
+    mean, low, high = (float(x.replace(",", "")) for x in re.findall(r"[\d.,]+", metrics.rows[0][1]))
+    assert mean == pytest.approx(np.mean(values), rel=0.01)
+    assert (low, high) == pytest.approx((min(values), max(values)), rel=0.01)
+    assert [row[0] for row in changes.rows] == ["softmax-1 + OrthoAdam"]
+    assert "95% CI" in changes.rows[0][1]
+
+
+def test_paired_intervals_are_those_of_a_t_test():
+    a, b = np.array([3.1, 2.9, 3.4, 3.0]), np.array([2.0, 2.2, 2.1, 2.4])
+    low, high = stats.ttest_rel(a, b).confidence_interval(0.95)
+    text = difference_text(dict(enumerate(zip(a, b, strict=True))))
+    assert text == f"{np.mean(a - b):+.3g} (95% CI {low:+.3g} to {high:+.3g}, 4 seeds)"
+    low, high = np.expm1(stats.ttest_rel(np.log(a), np.log(b)).confidence_interval(0.95))
+    change = math.exp(np.mean(np.log(a) - np.log(b))) - 1
+    text = change_text(dict(enumerate(zip(a, b, strict=True))))
+    assert text == f"{100 * change:+.1f}% (95% CI {100 * low:+.1f} to {100 * high:+.1f}, 4 seeds)"
+    assert difference_text({}) == change_text({}) == "failed"
+
+
+def test_the_page_escapes_what_it_shows_and_folds_many_links(tmp_path):
+    for count, folded in ((12, False), (13, True)):
+        links = [("results.json", "results.json"), *((f"run {i}", f"runs/{i}/config.json") for i in range(count))]
+        table = Table("t | u", ["", "x"], [["r", "<i> | y"]])
+        write_report(Report("<script>", ["a & b"], [], [table], [], [], links), tmp_path)
+        page, markdown = ((tmp_path / f"report.{form}").read_text() for form in ("html", "md"))
+        assert "<script>" not in page
+        assert "a &amp; b" in page
+        assert page.count("<a href=") == count + 1
+        assert (f"<summary>{count} files of runs</summary>" in page) == folded
+        assert "| r | <i> \\| y |" in markdown
+    lines = console_table(table).splitlines()
+    assert len({len(line) for line in lines[2:]}) == 1
+
+
+def test_example_attention_rows_sum_to_one_for_softmax_and_less_for_softmax1(language):
+    for variant, lowest in zip(language, (1 - 1e-5, 0.0), strict=True):
+        params, model = init_state(variant.config).params, Transformer(variant.config.model)
+        maps = example_maps(LoadedModel(model, params, variant.config, None, Path()), np.arange(17))
+        assert maps["attention"].shape == (4, 16, 16)
+        assert maps["hidden"].shape == (4, 16, 16)
+        sums = maps["attention"].sum(-1)
+        assert (sums > lowest).all()
+        assert (sums < 1 + 1e-5).all()
+        assert (sums < 0.99).any() == (variant.name == "cured")
+        assert np.triu(maps["attention"], 1).max() == 0.0
+
+
+def test_figures_draw_what_they_are_given():
+    figure = drawing.lines({"a": ([1, 2], np.array([[1.0, 3.0], [3.0, 5.0]]))}, x_label="x", y_label="y")
+    (line,) = figure.axes[0].get_lines()
+    assert list(line.get_ydata()) == [2.0, 4.0]  # the mean over seeds
+    figure = drawing.bars(["g"], {"a": np.array([[1.0]]), "b": np.array([[2.0]])}, y_label="y")
+    assert sorted(bar.get_height() for bar in figure.axes[0].patches) == [1.0, 2.0]
+    figure = drawing.maps({"a": np.eye(3), "b": 2 * np.eye(3)}, x_label="", y_label="", value_label="", log=True)
+    assert {image.norm.vmax for ax in figure.axes for image in ax.get_images()} == {2.0}  # one scale for all panels
+    looks = drawing.looks([f"curve {i}" for i in range(40)])
+    assert len(set(looks)) == 40
+    plt.close("all")
+
+
+# The judge.
+
+
+def results_of(metrics, groups=None):
+    """Results of computed rows: variant -> metrics of each seed; [] is a variant that failed."""
+    rows = [
+        {"variant": name, "seed": seed, "overrides": {"label": name.upper()}, "metrics": values}
+        for name, seeds in metrics.items()
+        for seed, values in enumerate(seeds or [{}])
+    ]
+    fields = {"groups": (lambda results: groups)} if groups else {}
+    experiment = Experiment(name="made", title="t", compute=lambda seed: [], **fields)
+    from orthojax.experiments.results import Results
+
+    return Results(experiment, "tiny", (0,), Path(), {"rows": rows})
+
+
+GROUPS = {model: {"old": f"{model}_old", "new": f"{model}_new"} for model in "abc"}
+
+
+def halved(**fields):
+    given = {"says": "It halves.", "of": ("old", "new"), "show": ("x",), "criterion": "at most half; testable above 1"}
+    predicates = {"holds": lambda old, new: new.x <= old.x / 2, "testable": lambda old, new: old.x > 1}
+    return Claim(**given | predicates | fields)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "fields", "verdict", "closing"),
+    [
+        ({"a": (8, 4), "b": (4, 1), "c": (2, 1)}, {}, "holds", "Holds in 3 of 3 testable cases."),
+        ({"a": (8, 4), "b": (4, 3), "c": (2, 1)}, {}, "does not hold", "Holds in 2 of 3 testable cases."),
+        ({"a": (8, 4), "b": (4, 3), "c": (2, 1)}, {"most": True}, "holds", "in most of the testable cases."),
+        ({"a": (8, 4), "b": (4, 3), "c": (2, 2)}, {"most": True}, "does not hold", "Holds in 1 of 3"),
+        ({"a": (8, 4), "b": (1, 3), "c": (1, 1)}, {}, "holds", "Holds in 1 of 1 testable cases."),
+        ({"a": (1, 4), "b": (1, 3), "c": (1, 1)}, {}, "not testable at this scale", "Criterion: at most half"),
+        ({"a": (8, 4), "b": (4, 3), "c": (2, 2)}, {"where": "a".__eq__}, "holds", "Criterion: at most half"),
+        ({"a": (8, 4), "b": (4, 3), "c": (9, 2)}, {"largest": lambda old, new: old.x}, "holds", "Criterion:"),
+        ({"a": (8, 4), "b": (4, None), "c": (2, 1)}, {}, "holds", "a run failed or is missing: b."),
+        ({"a": (None, 4)}, {}, "not testable at this scale", "a run failed or is missing: a, b, c."),
+    ],
+)
+def test_verdicts(pairs, fields, verdict, closing):
+    metrics = {}
+    for model, values in pairs.items():
+        for role, value in zip(("old", "new"), values, strict=True):
+            metrics[f"{model}_{role}"] = [] if value is None else [{"x": value - 0.5}, {"x": value + 0.5}]
+    judged = judge(halved(**fields), results_of(metrics, GROUPS))
+    assert judged.verdict == verdict
+    assert closing in judged.closing
+    assert "nan" not in judged.paragraph
+
+
+def test_claims_find_their_variants_by_role_by_name_or_by_a_function():
+    results = results_of({"p": [{"x": 4.0}], "q": [{"x": 1.0}], "r": [{"x": 3.0}]})
+    for of in (("p", "q"), {"": ("p", "q")}, lambda results: {"": ("p", "q")}):
+        assert judge(halved(of=of), results).cases == ["x: P 4, Q 1"]
+    both = judge(halved(of={"one": ("p", "q"), "two": ("p", "r")}), results)
+    assert both.cases == ["one 4 → 1", "two 4 → 3 (does not hold)"]
+    assert both.says == "It halves. X:"
+
+
+# The listing.
+
+
+def made(home, variant, seconds):
+    folder = home / run_name(variant, 0)
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(to_json(variant.with_seed(seed)))
+    (folder / "config.json").write_text(to_json(variant.with_seed(0)))
     (folder / "trained.seconds").write_text(f"{seconds}\n")
     for measure in ALWAYS:
-        keep(folder, measure, Measured({}, {}))
+        store(folder, measure, Measured({}, {}))
 
 
-def experiments():
-    lengths = {"a": 2000, "b": 3000, "c": 4000}
-    a, b, c = (Variant(name, name, replace(TINY, {"train.steps": steps})) for name, steps in lengths.items())
-    return (
-        Experiment("first", "of two runs", {"tiny": lambda: (a, b)}, print, also=("figure7", "figure8", "figure9")),
-        Experiment("second", "shares one", {"tiny": lambda: (b, c), "paper": lambda: (c,)}, print),
-        Experiment("given", "measures models", {"tiny": lambda: ()}, print, takes_models=True),
-        Experiment("timed", "trains nothing", {"tiny": lambda: (a, b)}, print, trains=False),
-        Calculation("formula", "computed", lambda seed: [], print),
-    ), (a, b, c)
+def long_runs():
+    steps = {"a": 2000, "b": 3000, "c": 4000}
+    return [Variant(name, name, replace(BACKCOPY.config, {"train.steps": n})) for name, n in steps.items()]
 
 
 def test_the_list_counts_what_is_done_and_shared_runs_once(tmp_path):
-    found, (a, b, c) = experiments()
-    config = a.with_seed(0)
-    made(tmp_path, a, 0, training_flops(config) / 1e6)  # a megaflop a second
-    rows = {
-        line.split("  ")[0].strip(): line for line in listing(found, "tiny", None, tmp_path, [Place()]).splitlines()
-    }
-    minutes = {v.name: cost(task) / 1e6 / 60 for v, task in zip((a, b, c), tasks_of((a, b, c), (0,)), strict=True)}
-
-    def cells(name):
-        return re.split(r" {2,}", rows[name])[1:3]
-
-    assert cells("first, figure7 ... figure9") == ["2 (1 done)", f"{minutes['b']:,.0f}"]
-    assert cells("second") == ["2 (0 done)", f"{minutes['b'] + minutes['c']:,.0f}"]
-    assert cells("all experiments together")[0] == "3 (1 done)"
-    assert cells("given") == ["-", "needs --model"]
-    assert cells("timed") == ["-", "a few"]
-    assert cells("formula") == ["-", "under 1"]
-    assert "median of the 1 runs" in "\n".join(rows.values())
+    a, b, c = long_runs()
+    made(tmp_path, a, training_flops(a.with_seed(0)) / 1e6)  # a megaflop a second
+    found = [
+        experiment_of(a, b, name="first", also=("figure7", "figure8", "figure9")),
+        experiment_of(b, c, name="second", scales=("tiny", "paper")),
+        experiment_of(name="given", takes_models=True),
+        experiment_of(a, b, name="timed", trains=False),
+        Experiment(name="formula", title="t", compute=lambda seed: []),
+    ]
+    text = listing(found, "tiny", None, tmp_path, 1)
+    rows = {re.split(r" {2,}", line)[0]: re.split(r" {2,}", line)[1:3] for line in text.splitlines()}
+    minutes = {v.name: Task(Run(v, 0, tmp_path), (), tmp_path).cost / 1e6 / 60 for v in (a, b, c)}
+    assert rows["first, figure7 ... figure9"] == ["2 (1 done)", f"{minutes['b']:,.0f}"]
+    assert rows["second"] == ["2 (0 done)", f"{minutes['b'] + minutes['c']:,.0f}"]
+    assert rows["all experiments together"][0] == "3 (1 done)"
+    assert rows["given"] == ["-", "needs --model"]
+    assert rows["timed"] == ["-", "a few"]
+    assert rows["formula"] == ["-", "under 1"]
+    assert "median of the 1 finished runs" in text
+    at_once = listing(found, "tiny", None, tmp_path, 2)
+    assert f"{minutes['c']:,.0f}" in at_once  # no faster than the longest run
+    with pytest.raises(UserError, match="no experiment has the scale 'small'"):
+        listing(found, "small", None, tmp_path, 1)
 
 
 def test_what_is_not_measured_yet_of_a_trained_run_takes_its_time(tmp_path):
-    _, (a, *_) = experiments()
-    (task,) = tasks_of((a,), (0,), tmp_path)
-    training = training_flops(a.config)
-    assert left(task) == cost(task) > training
-    made(tmp_path, a, 0, 1.0)
-    assert left(task) == 0.0
-    assert left(dataclasses.replace(task, measures=(ALWAYS[0],))) == 0.0
-    more = Measure("more", print, lambda config: 7)
-    assert left(dataclasses.replace(task, measures=(more,))) == 7 * stage_cost(a.config)
+    a = long_runs()[0]
+    task = Task(Run(a, 0, tmp_path / run_name(a, 0)), (), tmp_path)
+    assert task.remaining == task.cost > training_flops(a.config)
+    made(tmp_path, a, 1.0)
+    assert task.remaining == 0.0
+    more = dataclasses.replace(task, measures=(Measure("more", print, lambda config: 7),))
+    assert more.remaining == 7 * task.stage_cost
     (task.run.folder / "measured/evaluation.json").unlink()
     (task.run.folder / "measured/maps.json").unlink()
-    assert left(task) == pytest.approx(cost(task) - training)
+    assert task.remaining == pytest.approx(task.cost - training_flops(a.config))
     (task.run.folder / "diverged.txt").write_text("at step 3\n")
-    assert left(task) == 0.0
+    assert task.remaining == 0.0
 
 
-def test_two_places_halve_the_time_but_of_the_longest_run(tmp_path):
-    _, variants = experiments()
-    tasks = {task.run.folder: task for task in tasks_of(variants, (0,), tmp_path)}
-    speed, costs = Speed(1e6, ""), [cost(task) / 1e6 / 60 for task in tasks.values()]
-    assert module._minutes(tasks, speed, 1) == pytest.approx(sum(costs))
-    assert module._minutes(tasks, speed, 2) == pytest.approx(max(sum(costs) / 2, max(costs)))
-    assert module._minutes(tasks, speed, 9) == pytest.approx(max(costs))
-
-
-def test_minutes_of_years_are_not_counted():
-    assert [module._clock(minutes) for minutes in (0.0, 0.5, 59.6, 600.0, 60_000.0)] == [
-        "-", "under 1", "60", "600 (10 hours)", "60,000 (1,000 hours)",
-    ]  # fmt: skip
-    assert {module._clock(minutes) for minutes in (60_001.0, 1e9, float("inf"))} == {"over 1,000 hours here"}
-
-
-def test_the_speed_is_the_median_of_finished_runs_and_damaged_ones_are_left_out(tmp_path):
-    _, (a, b, c) = experiments()
+def test_the_speed_is_the_median_of_finished_runs_without_damaged_ones(tmp_path):
     assert measured_speed(tmp_path) is None
-    for variant, speed in ((a, 1e6), (b, 3e6), (c, 9e6)):
-        made(tmp_path, variant, 0, training_flops(variant.config) / speed)
+    for variant, speed in zip(long_runs(), (1e6, 3e6, 9e6), strict=True):
+        made(tmp_path, variant, training_flops(variant.config) / speed)
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged/trained.seconds").write_text("1.0")
-    speed = measured_speed(tmp_path)
-    assert speed.flops_per_second == pytest.approx(3e6)
-    assert "median of the 3 runs" in speed.source
-
-
-def test_a_scale_that_nothing_has_is_refused(tmp_path):
-    found, _ = experiments()
-    with pytest.raises(UserError, match="no experiment has the scale 'small'"):
-        listing(found, "small", None, tmp_path, [Place()])
-
-
-@pytest.mark.slow
-def test_a_machine_without_runs_is_calibrated():
-    cores = os.sched_getaffinity(0)
-    speed = calibrated_speed(Place((min(cores),)))
-    assert 1e6 < speed.flops_per_second < 1e15
-    assert os.sched_getaffinity(0) == cores
-
-
-def test_every_experiment_is_listed_with_all_its_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "calibrated_speed", lambda place: Speed(1e10, "one of a test"))
-    text = listing(ALL, "tiny", (0, 1), tmp_path, CORES)
-    for found in ALL:
-        assert short_names([found.name, *found.also]) in text
-        assert found.title in text
-    assert "seeds 0, 1" in text
-    assert "2 runs at once" in text
-
-
-def test_costs_of_another_device_or_other_runs_are_measured_again(tmp_path, monkeypatch):
-    devices, measured = ["cpu x 1"], []
-    monkeypatch.setattr(costs, "environment", lambda: {"device": devices[-1]})
-    monkeypatch.setattr(costs, "_costs_of_group", lambda group, base: measured.append(base) or {base: {}})
-
-    def measure(config):
-        return costs.measure_costs({"a": config}, lambda name: name, tmp_path / "costs.json", lambda line: None)
-
-    assert measure(TINY) == measure(TINY) == {"a": {}}
-    assert len(measured) == 1
-    devices.append("another")
-    measure(TINY)
-    measure(TINY)
-    assert len(measured) == 2
-    measure(replace(TINY, {"train.batch_size": 8}))
-    assert len(measured) == 3
+    assert measured_speed(tmp_path).flops_per_second == pytest.approx(3e6)
 
 
 # A real command, stopped and started again.
 
-EXPERIMENT = """
+START = """
+import sys
+from orthojax.config import Config, from_json, replace
 from orthojax.experiments import catalog
-from orthojax.experiments.reporting.page import Report
-from orthojax.experiments.study.study import Experiment
-from orthojax.experiments.study.variant import Variant
-from orthojax.config import Config
-from orthojax.fields import from_json, replace
+from orthojax.experiments.experiment import Experiment, Variant
 
 CONFIG = from_json(Config, {config!r})
-MADE = Experiment("made", "made up", {{"tiny": lambda: (
-    Variant("a", "A", CONFIG), Variant("b", "B", replace(CONFIG, {{"optim.b1": 0.5}})))}},
-    lambda study: Report("made", [], [], [], [], [], []))
+MADE = Experiment(name="made", title="made up", variants=lambda scale: (
+    Variant("a", "A", CONFIG), Variant("b", "B", replace(CONFIG, {{"optim.b1": 0.5}}))))
 catalog.ALL = (*catalog.ALL, MADE)
-"""
-START = """
-import runpy, sys
-sys.path.insert(0, ".")
-import made
 if __name__ == "__main__":
+    import runpy
     runpy.run_path({script!r}, run_name="__main__")
 """
 
 
 @pytest.mark.slow
-def test_a_stopped_command_goes_on_where_it_was(tmp_path):
-    config = replace(TINY, {"train.steps": 4000, "train.checkpoint_every_steps": 2000})
-    (tmp_path / "made.py").write_text(EXPERIMENT.format(config=to_json(config)))
-    (tmp_path / "start.py").write_text(START.format(script=str(ROOT / "launch/reproduce.py")))
+def test_a_stopped_command_resumes(tmp_path):
+    config = replace(BACKCOPY.config, {"train.steps": 4000, "train.checkpoint_every_steps": 2000})
+    (tmp_path / "start.py").write_text(START.format(config=to_json(config), script=str(ROOT / "launch/reproduce.py")))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "start.py", "--experiment=made", "--compile_cache=", "--jobs=2"]
-
-    def start():
-        return subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-
-    process = start()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes)
     for _ in range(1200):
         if len(list(tmp_path.glob("runs/models/*/metrics.jsonl"))) == 2 or process.poll() is not None:
             break
         time.sleep(0.1)
     time.sleep(2.0)
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGINT, said
-    assert said.splitlines()[-1] == "stopped, state saved; run the same command to go on"
-    assert "Traceback" not in said
-    steps = [int(path.name) for path in tmp_path.glob("runs/models/*/checkpoints/[0-9]*")]
-    assert steps
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGINT, errors
+    assert "Traceback" not in errors
+    assert "state saved; run the same command to resume" in errors.splitlines()[-1]
+    assert list(tmp_path.glob("runs/models/*/checkpoints/[0-9]*"))
     assert not (tmp_path / "runs/made-tiny/results.json").exists()
-    process = start()
-    _, said = process.communicate(timeout=280)
-    assert process.returncode == 0, said
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes)
+    _, errors = process.communicate(timeout=280)
+    assert process.returncode == 0, errors
     rows = json.loads((tmp_path / "runs/made-tiny/results.json").read_text())["rows"]
     assert [(row["variant"], row["seed"]) for row in rows] == [("a", 0), ("b", 0)]
     assert all(row["metrics"] and row["seconds"] > 1.0 for row in rows)
-
-
-def test_the_tiny_runs_are_grouped_on_a_gpu_as_intended():
-    assert seeds_at_once(tiny_run("gpt2_1_4b"), accelerator=True)
