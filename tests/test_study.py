@@ -1,4 +1,4 @@
-"""An experiment from its variants to its report, with models that take a second; the listing; a command that is stopped."""
+"""An experiment from its variants to its report, with models that take a second; the judge; the listing."""
 
 import base64
 import dataclasses
@@ -76,7 +76,8 @@ def study(language, tmp_path_factory):
         *language,
         claims=(Claim(says="It is lower.", of=("vanilla", "cured"), show=("perplexity",), holds=lambda v, c: False,
                       criterion="lower"),),
-        tables=(MetricTable("Metrics", ("perplexity", "kurtosis_first")), PairedTable("Changes", "vanilla", ("perplexity",))),
+        tables=(MetricTable("Metrics", ("perplexity", "kurtosis_first")),
+                PairedTable("Changes", "vanilla", ("perplexity",))),
         pictures=(TrainingCurves(), ModelMaps(), LayerCurves("layers", "By layer.", "kurtosis", {"kurtosis_first": ""}),
                   perplexity_and_kurtosis()),
     )  # fmt: skip
