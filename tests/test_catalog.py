@@ -1,0 +1,370 @@
+"""Every experiment: its verdicts on the committed results, on the paper's own numbers, and on runs that failed."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orthojax.config import Config, changed_fields, replace
+from orthojax.errors import UserError
+from orthojax.experiments.catalog import ALL, find
+from orthojax.experiments.claims import Judged, judge
+from orthojax.experiments.experiment import Experiment, Variant, run_name
+from orthojax.experiments.from_attention import models
+from orthojax.experiments.from_attention.paper_configs import paper_runs
+from orthojax.experiments.from_attention.paper_tables import TABLE_2, TABLE_3, TABLE_5, TABLE_6
+from orthojax.experiments.from_attention.table5 import BY_NAME
+from orthojax.experiments.ours import rotation_ablation
+from orthojax.experiments.page import make_report
+from orthojax.experiments.results import Results, read_results
+from orthojax.optim import Rotation
+from orthojax.train import make_rotation
+
+RESULTS = Path(__file__).parents[1] / "results"
+GRID_TABLES = ("table2", "table3", "table5", "table6", "table8", "table9")
+WORDS = {"+": "holds", "-": "does not hold", "?": "not testable at this scale"}
+# What the committed results have shown since they were measured; those without results.json read table2's.
+VERDICTS = {
+    "appendix_e": "+++++--",
+    "appendix_g": "+-++",
+    "appendix_h": "++---++-",
+    "figure1": "??++",
+    "figure12": "--?+",
+    "figure17": "--?+",
+    "figure2": "???",
+    "figure22": "++",
+    "figure27": "--+",
+    "figure3": "++",
+    "figure34": "??",
+    "figure4": "---++",
+    "figure6": "++++",
+    "figure7": "??????",
+    "normalizers": "?++?+-",
+    "optimizer_outliers": "-+",
+    "quick": "++??+?+-+",
+    "rotation_ablation": "+-+-+++",
+    "table1": "???",
+    "table2": "--????++-+-?-",
+    "table3": "????????",
+    "table4": "++",
+    "table5": "????+--+-++-",
+    "table6": "?+???",
+    "table7": "???",
+    "table8": "-+-",
+    "table9": "-",
+}
+
+
+def experiment_named(name: str) -> Experiment:
+    return next(experiment for experiment in ALL if experiment.name == name)
+
+
+def committed(experiment: Experiment) -> Results:
+    path = RESULTS / experiment.name.replace("_", "-") / "results.json"
+    for candidate in (path, RESULTS / experiment.name / "results.json", RESULTS / "quick-tiny/results.json"):
+        if candidate.exists() and (candidate.parent.name != "quick-tiny" or experiment.name == "quick"):
+            raw = read_results(candidate)
+            break
+    else:
+        raw = read_results(RESULTS / "table2/results.json")
+        known = {variant.name for variant in experiment.variants_at("tiny")}
+        raw["rows"] = [row for row in raw["rows"] if row["variant"] in known]
+    variants = list(experiment.variants_at(raw["scale"]))
+    for row in raw["rows"]:
+        if not experiment.compute and row["variant"] not in {variant.name for variant in variants}:  # a given model
+            overrides = {k: tuple(v) if isinstance(v, list) else v for k, v in row["overrides"].items()}
+            config = replace(Config(), overrides)
+            variants.append(Variant(row["variant"], row["variant"], config, checkpoint=RESULTS / "nowhere"))
+    return Results(experiment, raw["scale"], raw["provenance"].get("seeds", (0,)), RESULTS / "x", raw, variants)
+
+
+def texts_of(results: Results, experiment: Experiment) -> list[str]:
+    """Everything that the report says, without pictures, which need the runs."""
+    report = make_report(
+        Results(
+            dataclasses.replace(experiment, pictures=()),
+            results.scale,
+            results.seeds,
+            results.workdir,
+            results.raw,
+            results.variants or None,
+        )
+    )
+    for table in report.tables:
+        assert {len(row) for row in table.rows} <= {len(table.columns)}, table.caption
+    cells = [cell for table in report.tables for row in [table.columns, *table.rows] for cell in row]
+    return [report.title, *report.summary, *cells, *report.notes, *(claim.paragraph for claim in report.claims)]
+
+
+def test_every_experiment_has_one_name_a_title_and_a_source_of_numbers():
+    names = [name for experiment in ALL for name in (experiment.name, *experiment.also)]
+    assert len(set(names)) == len(names)
+    assert set(VERDICTS) | {"figure41"} == {experiment.name for experiment in ALL}
+    for experiment in ALL:
+        assert find(experiment.name) is experiment
+        assert len(experiment.title) > 10
+        assert (experiment.variants is None) != (experiment.compute is None)
+    assert find("figure44").name == "figure41"
+    with pytest.raises(UserError, match="unknown experiment 'tabel2'") as error:
+        find("tabel2")
+    assert "'table2'" in str(error.value)
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_verdicts_on_the_committed_results(name):
+    experiment = experiment_named(name)
+    results = committed(experiment)
+    assert [judge(claim, results).verdict for claim in experiment.claims] == [WORDS[v] for v in VERDICTS[name]]
+    texts = texts_of(results, experiment)
+    assert not [text for text in texts if re.search(r"\bnan\b|\bNone\b|\binf\b", text)]
+
+
+@pytest.mark.parametrize("name", [name for name in VERDICTS if experiment_named(name).variants])
+@pytest.mark.parametrize("which", ["first", "all"])
+def test_runs_that_failed_give_no_nan_and_leave_the_others(name, which):
+    experiment = experiment_named(name)
+    results = committed(experiment)
+    if not results.raw["rows"]:
+        return  # costs alone
+    first = results.raw["rows"][0]["variant"]
+    for row in results.raw["rows"]:
+        if which == "all" or row["variant"] == first:
+            row |= {"metrics": {}, "failed": "the loss is not finite at step 3"}
+    results = Results(experiment, results.scale, results.seeds, results.workdir, results.raw, results.variants)
+    texts = texts_of(results, experiment)
+    assert not [text for text in texts if re.search(r"\bnan\b|\bNone\b|\binf\b", text)]
+    assert any(f"{first}, seed" in text and "not finite at step 3" in text for text in texts)
+    if which == "all":
+        verdicts = {judge(claim, results).verdict for claim in experiment.claims}
+        assert verdicts == {"not testable at this scale"}
+
+
+# The paper's own numbers.
+
+
+def row_metrics(**given):
+    """Every metric that a report shows, in a vanilla model that nothing happens to."""
+    base = dict.fromkeys(("perplexity", "kurtosis_first", "kurtosis_rest", "kurtosis_pooled"), 20.0)
+    base |= dict.fromkeys(("max_abs_first", "max_abs_rest", "max_abs_first_maximum", "max_abs_rest_maximum"), 50.0)
+    base |= {"first_attention_fraction": 0.4, "first_attention_mass": 0.4} | given
+    for key in ("int8_coarse", "int8_moderate", "int8_fine", "int8_fine_per_token", "int4_zeropoint"):
+        base.setdefault(f"perplexity_{key}", 1.1 * base["perplexity"])
+    return base
+
+
+def of_grid(table, **more):
+    def metrics(name):
+        model, method = models.GRID[name]
+        key = models.MODELS[model], method
+        return row_metrics(**table[key], **{k: v[method] for k, v in more.items()}) if key in table else None
+
+    return metrics
+
+
+def of_table_5(name):
+    paper = TABLE_5[BY_NAME[name]]
+    fraction = paper["first_attention_fraction"]
+    found = dict.fromkeys(("kurtosis_first", "kurtosis_rest", "kurtosis_pooled"), paper["kurtosis"])
+    found |= dict.fromkeys(("max_abs_first", "max_abs_rest"), paper["max_abs"])
+    found |= {"perplexity": paper["perplexity"], "first_attention_fraction": fraction}
+    return row_metrics(**found, first_attention_mass=fraction / 2)
+
+
+def of_table_6(name):
+    model, length, method = name.rsplit("_", 2)
+    key = (model.removeprefix("gpt2_"), int(length), method)
+    return row_metrics(**TABLE_6.get(key, TABLE_3[models.MODELS[model], method]))
+
+
+def of_table_9(name):
+    layers = np.arange(1.0, 13.0)
+    by_layer = {"kurtosis_first": layers, "norm_ratio_first": layers**2, "kurtosis_rest": layers}
+    by_layer["norm_ratio_rest"] = 1 / layers
+    return row_metrics() | {f"{key}/layer_{i}": y for key, values in by_layer.items() for i, y in enumerate(values)}
+
+
+MASS = {"vanilla": 0.46, "softmax1": 0.04, "orthoadam": 0.4, "cured": 0.04}
+OF_TABLE_2 = of_grid(TABLE_2, first_attention_mass=MASS)
+PAPER = dict(
+    zip(GRID_TABLES, (OF_TABLE_2, of_grid(TABLE_3), of_table_5, of_table_6, OF_TABLE_2, of_table_9), strict=True)
+)
+
+
+def made_up(experiment, metrics, seeds=(0,), scale="paper") -> Results:
+    """Results whose metrics are `metrics(variant name)`, the same for every seed; None is a run that failed."""
+    variants, rows = experiment.variants_at(scale), []
+    for seed in seeds:
+        for v in variants:
+            found = metrics(v.name)
+            row = {"variant": v.name, "seed": seed, "overrides": {}, "metrics": dict(found or {})}
+            rows.append(row if found else row | {"failed": "not in the paper"})
+    return Results(experiment, scale, seeds, Path(), {"rows": rows}, variants)
+
+
+def judged(name, metrics=None, **options) -> list[Judged]:
+    experiment = experiment_named(name)
+    results = made_up(experiment, metrics or PAPER[name], **options)
+    return [judge(claim, results) for claim in experiment.claims]
+
+
+# What the paper's own numbers contradict: Llama2's outliers stay with OrthoAdam alone, 60M and 130M keep a kurtosis of
+# 7 to 10 with both, cured Llama2 loses a fifth at coarse. The correlation planted above is negative for other tokens.
+CONTRADICTED = {
+    "table2": ["OrthoAdam alone removes the outliers", "Both together leave no outliers"],
+    "table3": ["Cured models maintain performance"],
+    "table9": ["Kurtosis and norm ratio go together"],
+}
+
+
+@pytest.mark.parametrize("name", GRID_TABLES)
+def test_the_papers_numbers_give_the_papers_verdicts_but_where_its_tables_contradict_them(name):
+    wrong = [claim.says for claim in judged(name) if claim.verdict != "holds"]
+    assert len(wrong) == len(CONTRADICTED.get(name, []))
+    assert all(says.startswith(text) for says, text in zip(wrong, CONTRADICTED.get(name, []), strict=True))
+
+
+def with_change(name, variant, change):
+    return lambda v: (PAPER[name](v) or {}) | (change if v == variant else {}) or None
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "change", "claim"),
+    [
+        ("table2", "gpt2_1_4b_cured", {"perplexity": 13.6}, "Perplexity with softmax-1 and OrthoAdam together"),
+        ("table2", "gpt2_60m_softmax1", {"kurtosis_rest": 20.0}, "Softmax-1 alone leaves the outliers"),
+        ("table2", "gpt2_60m_orthoadam", {"kurtosis_first": 100.0}, "OrthoAdam alone does not remove"),
+        ("table2", "gpt2_60m_orthoadam", {"first_attention_fraction": 0.1}, "It is softmax-1 that does it"),
+        ("table2", "llama2_130m_softmax1", {"first_attention_mass": 0.3}, "Softmax-1 alone removes"),
+        ("table2", "llama2_130m_cured", {"max_abs_rest": 1500.0}, "The largest activations shrink"),
+        ("table3", "gpt2_350m_cured", {"perplexity_int8_moderate": 20.5}, "int8 moderate"),
+        ("table3", "gpt2_130m_cured", {"perplexity_int4_zeropoint": 26.0}, "Four bits are catastrophic"),
+        ("table5", "adam_rmsnorm_learned_softmax1", {"kurtosis_pooled": 160.0}, "RMSNorm with a"),
+        ("table5", "sgd_rmsnorm_single_learned_softmax1", {"perplexity": 27.0}, "SGD without momentum"),
+        ("table5", "orthoadam_rmsnorm_single_learned_softmax", {"kurtosis_pooled": 3.1}, "All three are needed"),
+        ("table5", "orthoadam_rmsnorm_single_learned_softmax1", {"max_abs_first": 400.0}, "It shrinks the largest"),
+        ("table5", "rmsprop_rmsnorm_single_learned_softmax1", {"kurtosis_pooled": 3.9}, "It is adaptive optimizers"),
+        ("table5", "adam_layernorm_none_softmax", {"first_attention_mass": 0.2}, "Without positions"),
+        ("table6", "gpt2_60m_1024_cured", {"perplexity": 32.6}, "Longer sequences cost"),
+        ("table6", "gpt2_130m_512_cured", {"perplexity_int8_fine": 23.5}, "At every length cured loses less"),
+        ("table8", "gpt2_130m_vanilla", {"max_abs_first": 700.0}, "The largest activation alpha is"),
+        ("table8", "gpt2_350m_vanilla", {"kurtosis_first": 500.0}, "Wider models have larger kurtosis"),
+    ],
+)
+def test_a_number_that_contradicts_a_claim_changes_its_verdict(name, variant, change, claim):
+    before, after = judged(name), judged(name, with_change(name, variant, change))
+    different = [b.says for a, b in zip(before, after, strict=True) if a.verdict != b.verdict]
+    assert any(claim in says for says in different), different
+    assert len(different) <= 2  # a claim may have a sharper form, and one of all models follows that of one
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "counted"),
+    [
+        ({}, "holds", "in 2 of 2"),  # the paper's SGD without momentum is 25% above Adam, so it says nothing
+        ({"sgd": {"perplexity": 27.0}}, "holds", "in 3 of 3"),
+        ({"sgd": {"perplexity": 27.0, "kurtosis_pooled": 60.0}}, "does not hold", "in 2 of 3"),
+        ({"sgd_momentum": {"kurtosis_pooled": 60.0}}, "does not hold", "in 1 of 2"),
+        ({"rmsprop": {"kurtosis_pooled": 3.0, "perplexity": 30.0}}, "holds", "in 1 of 1"),
+        ({name: {"perplexity": 40.0} for name in ("rmsprop", "sgd_momentum", "sgd")}, WORDS["?"], ""),
+    ],
+)
+def test_an_optimizer_is_judged_by_its_outliers_where_it_has_learned_as_much_as_adam(changes, verdict, counted):
+    def metrics(name):
+        return of_table_5(name) | changes.get(name.removesuffix("_rmsnorm_single_learned_softmax1"), {})
+
+    (claim,) = [c for c in judged("table5", metrics) if "It is adaptive" in c.says]
+    assert claim.verdict == verdict
+    assert counted in claim.closing
+
+
+def test_what_costs_nothing_is_not_testable_and_what_cured_alone_loses_is():
+    def lost(vanilla, cured):
+        factor = {"vanilla": vanilla, "cured": cured}
+        keys = [key for key in row_metrics() if key.startswith("perplexity_")]
+        return lambda name: row_metrics(**dict.fromkeys(keys, 20.0 * factor[name.rpartition("_")[2]]))
+
+    assert {c.verdict for c in judged("table3", lost(1.001, 1.001))} == {WORDS["?"]}
+    assert {c.verdict for c in judged("table3", lost(1.001, 1.5))} <= {"does not hold", WORDS["?"]}
+    assert [c.verdict for c in judged("table3", lost(1.001, 1.5))][:4] == ["does not hold"] * 4
+
+
+CURED = {"haar_output", "hadamard_output", "dct_output", "hadamard_both", "haar_both", "hadamard_residual"}
+CURED |= {"hadamard_writers", "embeddings_only", "shared", "fixed_in_model"}
+CURED |= {v.name for v in rotation_ablation.SETTINGS}
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "claim"),
+    [
+        (None, {}, None),
+        ("dct_output", {"kurtosis_first": 4.0}, "A structured rotation"),
+        ("hadamard_input", {"kurtosis_first": 3.0, "kurtosis_rest": 3.0}, "the axis that writes"),
+        ("no_embeddings", {"kurtosis_first": 3.0, "kurtosis_rest": 3.0}, "The embedding tables"),
+        ("shared", {"kurtosis_first": 9.0}, "One matrix for the whole tree"),
+        ("fixed_in_model", {"kurtosis_first": 5.0}, "Fixed matrices inside"),
+        ("hadamard_both", {"perplexity": 59.0}, "Both axes cost perplexity"),
+        ("identity", {"perplexity": 60.01}, "no rotation for Adam"),
+        ("signed_permutation", {"perplexity": 61.0}, "no rotation for Adam"),
+    ],
+)
+def test_each_claim_of_the_ablation_is_about_its_own_variant(variant, change, claim):
+    def metrics(name):
+        kurtosis = 3.0 if name in CURED else 8.0
+        found = row_metrics(perplexity=60.0 + ("both" in name), kurtosis_first=kurtosis, kurtosis_rest=kurtosis)
+        found |= {"rotated_kurtosis_first": 30.0, "rotated_kurtosis_rest": 30.0}
+        return found | (change if name == variant else {})
+
+    wrong = [c.says for c in judged("rotation_ablation", metrics, scale="tiny") if c.verdict != "holds"]
+    assert [claim in says for says in wrong] == ([True] if claim else [])
+
+
+# What is trained.
+
+
+@pytest.mark.parametrize("scale", models.SCALES)
+def test_tables_share_the_runs_of_table_2(scale):
+    def names(name):
+        return {run_name(variant, 0) for variant in experiment_named(name).variants_at(scale)}
+
+    shared = names("table2")
+    assert len(shared) == 20
+    assert names("table9") == names("figure7") == names("figure41") == shared
+    for name, count in (("table1", 10), ("table3", 10), ("table4", 10), ("table8", 5), ("figure1", 2)):
+        assert len(names(name)) == count
+        assert names(name) <= shared
+    assert len(names("table6")) == 12
+    assert len(names("table6") & shared) == 4  # those of the first length
+
+
+def test_at_paper_scale_every_run_is_one_of_the_papers():
+    theirs = {run.config for run in paper_runs()}
+    ours = {v.config for name in GRID_TABLES for v in experiment_named(name).variants_at("paper")}
+    assert ours <= theirs
+    (relaxed,) = theirs - ours
+    assert relaxed.model.relaxed_causal_tokens == 10  # Figure 2
+
+
+def test_variants_differ_only_where_they_should():
+    quick = {v.name: v.config for v in experiment_named("quick").variants_at("tiny")}
+    assert set(changed_fields(quick["vanilla"], quick["cured"])) == {"model.normalizer", "optim.optimizer"}
+    by_name = {v.name: v.config for v in experiment_named("table6").variants_at("tiny")}
+    for name, config in by_name.items():
+        model, _, method = name.rsplit("_", 2)
+        changed = changed_fields(by_name[f"{model}_64_{method}"], config)
+        assert set(changed) <= {"data.sequence_length", "model.max_length"}
+    ablation = {v.name: v.config for v in experiment_named("rotation_ablation").variants_at("tiny")}
+    assert make_rotation(ablation["hadamard_output"].optim.rotation).kind == Rotation().kind == "hadamard"
+    for name in ("haar_output", "dct_output"):
+        assert set(changed_fields(ablation["hadamard_output"], ablation[name])) == {"optim.rotation.kind"}
+    for v in experiment_named("optimizer_outliers").variants_at("tiny"):
+        assert len(v.learning_rates) == 3
+        assert v.config.optim.rotated == v.name.endswith("_rotated")
+
+
+def test_committed_results_name_their_provenance():
+    for path in RESULTS.glob("*/results.json"):
+        provenance = json.loads(path.read_text())["provenance"]
+        assert {"versions", "device", "date"} <= set(provenance), path
