@@ -21,8 +21,7 @@ from orthojax.model import (
     unstack_layers,
 )
 from orthojax.model import attention as model_attention
-from orthojax.model.fixed_rotation import to_residual
-from orthojax.model.transformer import Taps
+from orthojax.model.transformer import Taps, to_residual
 from orthojax.ops import dot_product_attention
 from orthojax.ops.attention import xla_chunked
 

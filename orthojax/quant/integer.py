@@ -19,6 +19,7 @@ from orthojax.errors import UserError
 from orthojax.ops.quantize import Quantized, dequantize, pack, quantize, unpack
 from orthojax.ops.statistics import at_least_float32
 from orthojax.quant.ptq import (
+    QuantizationSetting,
     fake_quantize,
     input_axes,
     map_kernels,
@@ -26,7 +27,6 @@ from orthojax.quant.ptq import (
     split_input_groups,
     weight_axes,
 )
-from orthojax.quant.settings import QuantizationSetting
 
 if TYPE_CHECKING:
     from orthojax.model import LinearFunction
