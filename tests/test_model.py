@@ -24,7 +24,7 @@ from orthojax.model import attention as model_attention
 from orthojax.model.fixed_rotation import to_residual
 from orthojax.model.transformer import Taps
 from orthojax.ops import dot_product_attention
-from orthojax.ops.attention import xla_chunked
+from orthojax.ops.attention import xla as xla_chunked
 
 SMALL = {"vocab_size": 11, "max_length": 16, "d_model": 8, "num_layers": 2, "num_heads": 4, "d_mlp": 12}
 SMALL |= {"scan_layers": False}

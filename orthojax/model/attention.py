@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from orthojax.model.dense import Part
+from orthojax.ops import rotary
 from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask
 from orthojax.ops.normalizers import ClippedSoftmax, Normalizer, apply_normalizer
-from orthojax.ops.rotary import rotary
 
 
 class Attention(Part):

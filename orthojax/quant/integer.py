@@ -65,11 +65,11 @@ def _quantize_kernel(kernel: Any, setting: QuantizationSetting, path: str) -> Qu
             f"{path} has {size} input features in one sum, which int32 may not hold",
             allowed=f"at most {longest}; group_size makes shorter sums",
         )
-    integers = q.integers.reshape(shape)
+    integers = q.qvalue.reshape(shape)
     if setting.bits <= 4 and size % 2 == 0:
         integers = pack(integers)
     # A step for each group stands where its input features stood.
-    squeezed = [s if s is None or setting.group_size is None else s.squeeze(-2) for s in (q.step, q.shift)]
+    squeezed = [s if s is None or setting.group_size is None else s.squeeze(-2) for s in (q.scale, q.zero_point)]
     return Quantized(integers, squeezed[0], squeezed[1])  # pyright: ignore
 
 
@@ -93,7 +93,7 @@ def integer_params(params: Any, setting: QuantizationSetting, include: str = KER
     >>> import jax.numpy as jnp
     >>> from orthojax.quant import INT4_ZEROPOINT
     >>> q = integer_params({"kernel": jnp.array([[15.0], [7.4], [0.0], [1.0]])}, INT4_ZEROPOINT)["kernel"]
-    >>> q.integers.shape, q.step.tolist(), q.reshape(-1).tolist()
+    >>> q.qvalue.shape, q.scale.tolist(), q.reshape(-1).tolist()
     ((2, 1), [[1.0]], [15.0, 7.0, 0.0, 1.0])
     """
     require_integers(setting)
@@ -111,7 +111,7 @@ def integer_product(x: Quantized, kernel: Quantized) -> jax.Array:
     Returns:
       [..., out] in the dtype of the steps.
     """
-    groups, dtype = kernel.step.shape[0], kernel.step.dtype
+    groups, dtype = kernel.scale.shape[0], kernel.scale.dtype
 
     def group_product(
         integers: jax.Array, weights: jax.Array, step: jax.Array, shift: jax.Array | None, x_shift: jax.Array | None
@@ -129,8 +129,8 @@ def integer_product(x: Quantized, kernel: Quantized) -> jax.Array:
         return y * step.reshape(row)
 
     if groups == 1:
-        first = None if kernel.shift is None else kernel.shift[0]
-        return group_product(x.integers, kernel.integers, kernel.step[0], first, x.shift) * x.step
+        first = None if kernel.zero_point is None else kernel.zero_point[0]
+        return group_product(x.qvalue, kernel.qvalue, kernel.scale[0], first, x.zero_point) * x.scale
 
     def by_group(values: jax.Array) -> jax.Array:
         return jnp.moveaxis(values.reshape(*values.shape[:-1], groups, -1), -2, 0)
@@ -138,15 +138,15 @@ def integer_product(x: Quantized, kernel: Quantized) -> jax.Array:
     def add(total: jax.Array, group: Any) -> tuple[jax.Array, None]:
         integers, weights, step, shift, own = group
         if own is None:
-            return total + group_product(integers, weights, step, shift, x.shift), None
-        return total + group_product(integers, weights, step, shift, own.shift) * own.step, None
+            return total + group_product(integers, weights, step, shift, x.zero_point), None
+        return total + group_product(integers, weights, step, shift, own.zero_point) * own.scale, None
 
     # One after the other: XLA has no fast batched integer product on a CPU, and one [groups, ..., out] would be large.
-    kernels = kernel.integers.reshape(groups, -1, kernel.integers.shape[-1]), kernel.step, kernel.shift
-    own = jax.tree.map(by_group, x) if x.step.shape[-1] == groups else None  # with a step for each group
-    total = jnp.zeros((*x.integers.shape[:-1], kernel.step.shape[-1]), dtype)
-    total, _ = jax.lax.scan(add, total, (by_group(x.integers), *kernels, own))
-    return total if own is not None else total * x.step
+    kernels = kernel.qvalue.reshape(groups, -1, kernel.qvalue.shape[-1]), kernel.scale, kernel.zero_point
+    own = jax.tree.map(by_group, x) if x.scale.shape[-1] == groups else None  # with a step for each group
+    total = jnp.zeros((*x.qvalue.shape[:-1], kernel.scale.shape[-1]), dtype)
+    total, _ = jax.lax.scan(add, total, (by_group(x.qvalue), *kernels, own))
+    return total if own is not None else total * x.scale
 
 
 def _quantize_inputs(x: jax.Array, setting: QuantizationSetting) -> Quantized:
@@ -154,7 +154,7 @@ def _quantize_inputs(x: jax.Array, setting: QuantizationSetting) -> Quantized:
     q = quantize(groups, setting.scheme, setting.input_bits, input_axes(groups, setting))
     if setting.inputs != "group":
         return q
-    return Quantized(q.integers.reshape(x.shape), q.step[..., 0], None if q.shift is None else q.shift[..., 0])
+    return Quantized(q.qvalue.reshape(x.shape), q.scale[..., 0], None if q.zero_point is None else q.zero_point[..., 0])
 
 
 @functools.cache  # the same function for the same setting, so that jit compiles a model with it once
