@@ -23,7 +23,7 @@ from orthojax.model import (
 from orthojax.model import attention as model_attention
 from orthojax.model.transformer import Taps, to_residual
 from orthojax.ops import dot_product_attention
-from orthojax.ops.attention import xla_chunked
+from orthojax.ops.attention import xla as xla_chunked
 
 SMALL = {"vocab_size": 11, "max_length": 16, "d_model": 8, "num_layers": 2, "num_heads": 4, "d_mlp": 12}
 SMALL |= {"scan_layers": False}

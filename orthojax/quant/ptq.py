@@ -27,19 +27,18 @@ ALL_BUT_HEAD = r"^(?!(.*/)?head(/|$))"
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationSetting:
-    """What a linear layer y = x @ kernel + bias rounds, and which values share a step.
+    """What a linear layer y = x @ kernel + bias rounds, and which values share a scale.
 
     Attributes:
       bits: Width of the integers of weights, and of all others where `activation_bits` is not given.
       scheme: `absmax` (symmetric) or `zeropoint` (from smallest to largest value).
-      weights: One step for each output channel (column of the kernel), or one for the whole kernel.
-      inputs: Steps of x: one for each input feature over all tokens of the batch, one for each token over its features,
-        one for each token and group of `group_size` features, one for the whole batch, or None for inputs that stay
-        float. One for each feature cannot be pulled out of an integer product: it can be simulated, not run on
-        integers.
-      outputs: One step for all of y, bias included, or None for outputs that stay float.
-      activation_bits: Width of the integers of inputs and outputs, where it is another.
-      group_size: So many neighbouring input features of one output channel share a step; it must divide the input
+      weights: One scale for each output channel (column of the kernel), or one for the whole kernel.
+      inputs: Scales of x: one for each input feature over all tokens of the batch, one for each token over its
+        features, one for each token and group of `group_size` features, one for the whole batch, or None for inputs
+        that stay float. One for each feature cannot be pulled out of an integer product: simulation only.
+      outputs: One scale for all of y, bias included, or None for outputs that stay float.
+      activation_bits: Width of the integers of inputs and outputs, where it differs.
+      group_size: Neighbouring input features of one output channel that share a scale; it must divide the input
         features of every layer. None: all of them do.
     """
 
@@ -70,19 +69,19 @@ class QuantizationSetting:
 
 
 INT8_FINE = QuantizationSetting(8, "absmax", "output_channel", inputs="feature")
-"""Per-channel steps for weights and input activations, the paper's words."""
+"""Per-channel scales for weights and input activations, the paper's words."""
 
 INT8_FINE_PER_TOKEN = QuantizationSetting(8, "absmax", "output_channel", inputs="token")
-"""The form of `INT8_FINE` that runs on integers: input activations have a step for each token."""
+"""The form of `INT8_FINE` that runs on integers: input activations have a scale for each token."""
 
 INT8_MODERATE = QuantizationSetting(8, "absmax", "tensor", inputs="tensor")
-"""One step for a kernel, one for its input activations."""
+"""One scale for a kernel, one for its input activations."""
 
 INT8_COARSE = QuantizationSetting(8, "absmax", "tensor", inputs="tensor", outputs="tensor")
 """`INT8_MODERATE`, and output activations too."""
 
 INT4_ZEROPOINT = QuantizationSetting(4, "zeropoint", "output_channel")
-"""Weights only, asymmetric, a step for each output channel."""
+"""Weights only, asymmetric, a scale for each output channel."""
 
 SETTINGS = {
     "int8_fine": INT8_FINE,
@@ -118,8 +117,8 @@ MORE_SETTINGS = {
     "int4_zeropoint_group64": QuantizationSetting(4, "zeropoint", "output_channel", group_size=64),
     "int4_zeropoint_group128": QuantizationSetting(4, "zeropoint", "output_channel", group_size=128),
 }
-"""Settings beyond the paper's, evaluated where they are asked for: wXaY has weights of X bits, a step for each output
-channel (and group), and inputs of Y bits, a step for each token; with `_both`, for each token and group."""
+"""Settings beyond the paper's, evaluated where they are asked for: wXaY has weights of X bits, a scale for each output
+channel (and group), and inputs of Y bits, a scale for each token; with `_both`, for each token and group."""
 
 
 def setting_named(name: str) -> QuantizationSetting:
@@ -153,18 +152,18 @@ def fake_quantize(x: jax.Array, setting: QuantizationSetting, bits: int, axes: A
 
 
 def input_axes(x: jax.Array, setting: QuantizationSetting) -> Axes:
-    """The axes of x that share one step, of inputs [..., in] whose groups are split off."""
+    """The axes of x that share one scale, of inputs [..., in] whose groups are split off."""
     assert setting.inputs is not None
     return {"feature": tuple(range(x.ndim - 1)), "token": -1, "group": -1, "tensor": None}[setting.inputs]
 
 
 def split_input_groups(x: jax.Array, setting: QuantizationSetting) -> jax.Array:
-    """[..., in] -> [..., groups, in / groups] where a token has a step for each group; else x."""
+    """[..., in] -> [..., groups, in / groups] where a token has a scale for each group; else x."""
     return x.reshape(*x.shape[:-1], -1, setting.group_size) if setting.inputs == "group" else x
 
 
 def weight_axes(setting: QuantizationSetting) -> Axes:
-    """The axes that share one step, of kernels [..., in, out] whose groups are split off."""
+    """The axes that share one scale, of kernels [..., in, out] whose groups are split off."""
     # Any axes before the last two stack kernels that know nothing of each other.
     return {"output_channel": -2, "tensor": (-2, -1)}[setting.weights]
 
