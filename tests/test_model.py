@@ -255,6 +255,8 @@ def test_later_tokens_never_change_earlier_logits(position, normalizer):
 
 @pytest.mark.parametrize("position", ["learned", "rotary", "none"])
 def test_relaxed_tokens_see_each_other_and_no_later_one(position):
+    config = dataclasses.replace(TINY, position=position)
+    np.testing.assert_array_equal(run(dataclasses.replace(config, relaxed_causal_tokens=1))[0], run(config)[0])
     logits = perturbed_logits(dataclasses.replace(TINY, position=position, relaxed_causal_tokens=3))
     for i in range(6):
         for t in range(6):
@@ -262,14 +264,6 @@ def test_relaxed_tokens_see_each_other_and_no_later_one(position):
                 assert _changes(logits, i, t) > 1e-4
             else:
                 np.testing.assert_allclose(logits[1 + i, t], logits[0, t], rtol=1e-6, atol=1e-6)
-
-
-def test_relaxing_changes_nothing_for_queries_that_see_all_k_tokens_anyway():
-    config = dataclasses.replace(TINY, num_layers=1)
-    plain, relaxed = run(config)[0], run(dataclasses.replace(config, relaxed_causal_tokens=3))[0]
-    np.testing.assert_allclose(relaxed[:, 2:], plain[:, 2:], rtol=1e-6, atol=1e-6)
-    assert (np.abs(relaxed[:, :2] - plain[:, :2]).max(-1) > 1e-4).all()
-    np.testing.assert_array_equal(run(dataclasses.replace(config, relaxed_causal_tokens=1))[0], plain)
 
 
 # Layers take inputs.
@@ -389,23 +383,6 @@ def test_every_field_changes_parameters_or_logits(field):
     assert changed != base
     if shapes(base) == shapes(changed):
         assert np.abs(run(changed)[0] - run(base)[0]).max() > 1e-4
-
-
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("position", ["learned", "rotary", "none"]),
-        ("norm", ["layernorm", "rmsnorm", "rmsnorm_single", "none"]),
-        ("normalizer", NORMALIZERS),
-        ("mlp", ["gelu", "relu", "swiglu", "linear", "none"]),
-    ],
-)
-def test_every_value_of_a_switch_is_its_own_model(field, values):
-    base = dataclasses.replace(TINY, normalizer_n=2.0, normalizer_gamma=-0.1)
-    logits = [run(dataclasses.replace(base, **{field: value}))[0] for value in values]
-    for i, a in enumerate(logits):
-        for b in logits[:i]:
-            assert np.abs(a - b).max() > 1e-3
 
 
 @pytest.mark.slow

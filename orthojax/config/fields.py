@@ -17,7 +17,7 @@ Affects = Literal["numbers", "start", "computation", "nothing"]
 
 - `numbers`: what a run computes; with another value it is another run. The default.
 - `start`: the same, but through its initial parameters only: the function of given parameters stays.
-- `computation`: how it is computed; another program with equal results, beyond rounding.
+- `computation`: how it is computed; another program with equal results up to rounding.
 - `nothing` of these: what is logged, probed, evaluated while training, kept.
 """
 
@@ -154,7 +154,9 @@ def field_paths(cls: type, prefix: str = "") -> dict[str, Any]:
 def _from_flat(cls: type[T], flat: Mapping[str, Any], prefix: str = "") -> T:
     return cls(
         **{
-            name: _from_flat(hint, flat, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else flat[prefix + name]
+            name: _from_flat(typing.cast(type, hint), flat, f"{prefix}{name}.")
+            if dataclasses.is_dataclass(hint)
+            else flat[prefix + name]
             for name, hint in _type_hints(cls).items()
         }
     )
@@ -183,10 +185,8 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
             try:
                 value = read_value(value, hint)
             except (ValueError, OverflowError):
-                near = nearest(value, map(str, _literals(hint)))
-                raise UserError(
-                    f"config.{path}={value!r} is not valid", allowed=describe_type(hint), hint=near
-                ) from None
+                problem, near = f"config.{path}={value!r} is not valid", nearest(value, map(str, _literals(hint)))
+                raise UserError(problem, allowed=describe_type(hint), hint=near) from None
         if not _conforms(value, hint):
             raise UserError(f"config.{path}={value!r} has the wrong type", allowed=describe_type(hint))
         flat[path] = value
@@ -271,10 +271,8 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") ->
             hint="unknown: " + (", ".join(sorted(named - set(hints))) or "nothing"),
         )
     fields = {}
-    for name, hint in hints.items():
-        if name not in values:
-            continue
-        value = values[name]
+    for name, value in values.items():
+        hint = hints[name]
         if dataclasses.is_dataclass(hint):
             fields[name] = from_dict(typing.cast(type, hint), value, f"{where}.{name}")
             continue
