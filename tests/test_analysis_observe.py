@@ -191,9 +191,8 @@ def test_measure_joins_batches_with_their_arguments_and_outputs_on_any_mesh(load
         (jax.device_put(TOKENS[:4], rows), jnp.float32(2.0)),
         (jax.device_put(TOKENS[4:], rows), jnp.float32(3.0)),
     ]
-    logits, taps = jax.jit(lambda p: loaded.model.apply({"params": p}, TOKENS, observe=lambda taps: taps))(
-        jax.device_get(loaded.params)
-    )
+    whole = jax.jit(lambda params: loaded.model.apply({"params": params}, TOKENS, observe=lambda taps: taps))
+    logits, taps = jax.device_get(whole(jax.device_get(loaded.params)))
     scale = np.float32([2, 2, 2, 2, 3, 3]).reshape(6, 1, 1)
     seen, largest = analysis.measure(
         loaded, iter(batches), _scaled_residual, output=_largest, join=analysis.concatenate

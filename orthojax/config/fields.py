@@ -152,14 +152,11 @@ def field_paths(cls: type, prefix: str = "") -> dict[str, Any]:
 
 
 def _from_flat(cls: type[T], flat: Mapping[str, Any], prefix: str = "") -> T:
-    return cls(
-        **{
-            name: _from_flat(typing.cast(type, hint), flat, f"{prefix}{name}.")
-            if dataclasses.is_dataclass(hint)
-            else flat[prefix + name]
-            for name, hint in _type_hints(cls).items()
-        }
-    )
+    values = {}
+    for name, hint in _type_hints(cls).items():
+        path = prefix + name
+        values[name] = flat[path] if path in flat else _from_flat(hint, flat, f"{path}.")
+    return cls(**values)
 
 
 def replace(config: T, changes: Mapping[str, Any]) -> T:
