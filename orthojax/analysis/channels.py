@@ -5,6 +5,7 @@ input features, D output channels, T positions. On the host, in float64: these a
 """
 
 import warnings
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -82,8 +83,8 @@ def rank_correlation(a: ArrayLike, b: ArrayLike) -> float:
     from scipy import stats  # here, because it takes a second to import
 
     with warnings.catch_warnings(action="ignore", category=stats.ConstantInputWarning):
-        correlation, _ = stats.spearmanr(np.asarray(a, np.float64), np.asarray(b, np.float64))
-    return float(correlation)
+        found: Any = stats.spearmanr(np.asarray(a, np.float64), np.asarray(b, np.float64))
+    return float(found.statistic)
 
 
 def extreme_overlap(large: ArrayLike, small: ArrayLike, count: int) -> float:
