@@ -92,28 +92,21 @@ SETTINGS = {
 }
 """The settings by the name that their metric `perplexity_<name>` carries."""
 
-
-def _per_token(
-    bits: int, activation_bits: int, group_size: int | None, inputs: Literal["token", "group"] = "token"
-) -> QuantizationSetting:
-    return QuantizationSetting(
-        bits, "absmax", "output_channel", inputs=inputs, activation_bits=activation_bits, group_size=group_size
-    )
-
+_per_token = functools.partial(QuantizationSetting, scheme="absmax", weights="output_channel", inputs="token")
 
 MORE_SETTINGS = {
-    "w8a8_group64": _per_token(8, 8, 64),
-    "w8a8_group128": _per_token(8, 8, 128),
-    "w4a8": _per_token(4, 8, None),
-    "w4a8_group64": _per_token(4, 8, 64),
-    "w4a8_group128": _per_token(4, 8, 128),
-    "w4a8_group64_both": _per_token(4, 8, 64, "group"),
-    "w4a8_group128_both": _per_token(4, 8, 128, "group"),
-    "w4a4": _per_token(4, 4, None),
-    "w4a4_group64": _per_token(4, 4, 64),
-    "w4a4_group128": _per_token(4, 4, 128),
-    "w4a4_group64_both": _per_token(4, 4, 64, "group"),
-    "w4a4_group128_both": _per_token(4, 4, 128, "group"),
+    "w8a8_group64": _per_token(8, activation_bits=8, group_size=64),
+    "w8a8_group128": _per_token(8, activation_bits=8, group_size=128),
+    "w4a8": _per_token(4, activation_bits=8),
+    "w4a8_group64": _per_token(4, activation_bits=8, group_size=64),
+    "w4a8_group128": _per_token(4, activation_bits=8, group_size=128),
+    "w4a8_group64_both": _per_token(4, activation_bits=8, group_size=64, inputs="group"),
+    "w4a8_group128_both": _per_token(4, activation_bits=8, group_size=128, inputs="group"),
+    "w4a4": _per_token(4, activation_bits=4),
+    "w4a4_group64": _per_token(4, activation_bits=4, group_size=64),
+    "w4a4_group128": _per_token(4, activation_bits=4, group_size=128),
+    "w4a4_group64_both": _per_token(4, activation_bits=4, group_size=64, inputs="group"),
+    "w4a4_group128_both": _per_token(4, activation_bits=4, group_size=128, inputs="group"),
     "int4_zeropoint_group64": QuantizationSetting(4, "zeropoint", "output_channel", group_size=64),
     "int4_zeropoint_group128": QuantizationSetting(4, "zeropoint", "output_channel", group_size=128),
 }
