@@ -1,6 +1,7 @@
-"""Statistics of layers and batches: keys, averages over layers, and independence of the split into batches."""
+"""Statistics of layers and batches: keys, averages over layers, independence of the split into batches, measuring."""
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -9,36 +10,22 @@ import numpy as np
 import pytest
 
 from orthojax import analysis
+from orthojax.config import Config
+from orthojax.model import LoadedModel, Transformer, gpt2
 
 L, B, N, T, D, V = 3, 8, 2, 6, 16, 5
 
-LANGUAGE_MODEL_KEYS = {
-    "kurtosis_first",
-    "kurtosis_rest",
-    "kurtosis_pooled",
-    "max_abs_first",
-    "max_abs_rest",
-    "max_abs_first_maximum",
-    "max_abs_rest_maximum",
-    "first_attention_fraction",
-    "first_attention_mass",
-    "sink_rate",
-    "norm_ratio_first",
-    "norm_ratio_rest",
-    "value_norm_first",
-    "value_norm_rest",
-    "residual_norm_first",
-    "residual_norm_rest",
+FIRST_AND_REST = {
+    f"{name}_{where}"
+    for name in ("kurtosis", "max_abs", "norm_ratio", "value_norm", "residual_norm")
+    for where in ("first", "rest")
 }
-BACKCOPY_KEYS = {
-    "sink_attention",
-    "sink_attention_rest",
-    "sink_logit_gap",
-    "value_norm_first",
-    "value_norm_rest",
-    "residual_norm_first",
-    "residual_norm_rest",
+LANGUAGE_MODEL_KEYS = FIRST_AND_REST | {
+    *("kurtosis_pooled", "max_abs_first_maximum", "max_abs_rest_maximum"),
+    *("first_attention_fraction", "first_attention_mass", "sink_rate"),
 }
+BACKCOPY_KEYS = {name for name in FIRST_AND_REST if "norm_" in name and "ratio" not in name}
+BACKCOPY_KEYS |= {"sink_attention", "sink_attention_rest", "sink_logit_gap"}
 
 
 def layers_of_taps(seed=0):
@@ -168,3 +155,71 @@ def test_risks_are_metrics_without_layers_and_do_not_depend_on_the_batches():
 def test_a_metric_without_any_term_is_nan_and_no_warning():
     statistics = analysis.Statistics(jnp.ones(2, jnp.int32), {"x": jnp.zeros(2)}, {"x": jnp.zeros(2, jnp.int32)}, {})
     assert np.isnan(analysis.finalize(statistics)["x"])
+
+
+# The one loop. Functions of the module, so that one program serves all calls.
+
+
+def _scaled_residual(taps, scale):
+    return {"residual": scale * taps.residual, "weights": taps.attention_weights}
+
+
+def _largest(logits, scale):
+    return scale * jnp.max(logits, axis=-1)[None]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    model = gpt2("tiny", d_model=8, num_layers=2, num_heads=2, d_mlp=8, vocab_size=16, max_length=8)
+    params = jax.jit(Transformer(model).init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    return LoadedModel(Transformer(model), jax.tree.map(lambda leaf: 5 * leaf, params), Config(), None, Path())
+
+
+TOKENS = np.random.default_rng(0).integers(0, 16, (6, 8))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_measure_joins_batches_with_their_arguments_and_outputs_on_any_mesh(loaded, devices):
+    if devices > 1:
+        mesh = jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        loaded = loaded._replace(params=jax.device_put(loaded.params, placed))
+        rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    else:
+        rows = jax.devices()[0]
+    batches = [
+        (jax.device_put(TOKENS[:4], rows), jnp.float32(2.0)),
+        (jax.device_put(TOKENS[4:], rows), jnp.float32(3.0)),
+    ]
+    whole = jax.jit(lambda params: loaded.model.apply({"params": params}, TOKENS, observe=lambda taps: taps))
+    logits, taps = jax.device_get(whole(jax.device_get(loaded.params)))
+    scale = np.float32([2, 2, 2, 2, 3, 3]).reshape(6, 1, 1)
+    seen, largest = analysis.measure(
+        loaded, iter(batches), _scaled_residual, output=_largest, join=analysis.concatenate
+    )
+    np.testing.assert_allclose(seen["residual"], scale * taps.residual, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(seen["weights"], taps.attention_weights, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(largest[0], scale[..., 0] * logits.max(-1), rtol=1e-5)
+    one = analysis.measure(loaded, batches[:1], _scaled_residual)
+    np.testing.assert_allclose(one["residual"], 2 * taps.residual[:, :4], rtol=1e-5, atol=1e-6)
+    assert one["residual"].is_fully_replicated
+
+
+def test_measured_statistics_do_not_depend_on_the_batches_and_compile_once(loaded):
+    whole = analysis.finalize(analysis.measure(loaded, [TOKENS], analysis.observe_language_model))
+    assert whole["sequences"] == 6
+    parts = [TOKENS[:3], TOKENS[3:]]
+    assert_same(whole, analysis.finalize(analysis.measure(loaded, parts, analysis.observe_language_model)))
+    calls = []
+
+    def counting(taps):
+        calls.append(taps)
+        return analysis.observe_language_model(taps)
+
+    for _ in range(2):
+        analysis.measure(loaded, parts, counting)
+    traced = len(calls)
+    analysis.measure(loaded, parts, counting)
+    assert 1 <= len(calls) == traced
+    with pytest.raises(ValueError, match="no batches"):
+        analysis.measure(loaded, [], analysis.observe_language_model)

@@ -11,7 +11,8 @@ import pytest
 
 from orthojax.model import Transformer, gpt2
 from orthojax.ops import dot_product_attention, forbid_fallback
-from orthojax.ops.attention import choice, xla
+from orthojax.ops.attention import dot_product as choice
+from orthojax.ops.attention import xla
 
 SHAPE = (1, 8, 2, 8)
 Q, K, V = (jnp.asarray(a, jnp.float32) for a in np.random.default_rng(0).normal(size=(3, *SHAPE)))
@@ -38,8 +39,8 @@ def on(monkeypatch):
     """on(platform, kernel): that default backend, with that module for its kernel."""
 
     def change(platform, kernel):
-        real, name = choice._module, {"gpu": "cudnn", "tpu": "splash"}.get(platform)
-        monkeypatch.setattr(choice, "_module", lambda asked: kernel if asked == name else real(asked))
+        real, name = choice._kernel, {"gpu": "cudnn", "tpu": "splash"}.get(platform)
+        monkeypatch.setattr(choice, "_kernel", lambda asked: kernel if asked == name else real(asked))
         monkeypatch.setattr(choice, "_platform", lambda array: platform)
         choice._warn.cache_clear()
 
@@ -143,7 +144,7 @@ def test_many_weights_are_made_in_chunks(monkeypatch, length, expected):
     monkeypatch.setitem(choice._LARGEST_WEIGHTS_BYTES, "cpu", 4 * 2 * 8 * 8)
     asked = []
     attend = types.SimpleNamespace(attend=lambda inputs: inputs.query)
-    monkeypatch.setattr(choice, "_module", lambda name: asked.append(name) or attend)
+    monkeypatch.setattr(choice, "_kernel", lambda name: asked.append(name) or attend)
     dot_product_attention(*(jnp.zeros((1, length, 2, 8)) for _ in range(3)))
     assert asked == [expected]
 

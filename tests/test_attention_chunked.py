@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from orthojax.ops import dot_product_attention
-from orthojax.ops.attention import xla_chunked
+from orthojax.ops.attention import xla as xla_chunked
 from orthojax.ops.normalizers import ClippedSoftmax
 
 NORMALIZERS = {"softmax": "softmax", "softmax1": "softmax1", "softmax_n": 0.5, "sink": np.array([0.3, -1.0, 2.0, 0.0])}

@@ -12,8 +12,9 @@ from jax._src.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from orthojax.ops.attention import ATTENTION_NAME, cudnn, dot_product_attention, platforms
-from orthojax.ops.attention.inputs import prepare_inputs
+from orthojax.ops.attention import ATTENTION_NAME, cudnn, dot_product_attention
+from orthojax.ops.attention import dot_product as platforms
+from orthojax.ops.attention.dot_product import prepare_inputs
 
 B, N, H = 2, 4, 8
 SINK = np.array([0.3, -1.0, 2.0, 0.0], np.float32)

@@ -11,16 +11,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from orthojax.ops.attention import (
-    choice,
     cudnn,
     cudnn_kernel,
-    cudnn_probe,
-    cudnn_public,
     dot_product_attention,
     forbid_fallback,
     xla,
 )
-from orthojax.ops.attention.inputs import prepare_inputs
+from orthojax.ops.attention import dot_product as choice
+from orthojax.ops.attention.dot_product import prepare_inputs
 
 B, T, N, H = 2, 6, 4, 8
 SINK = jnp.array([0.3, -1.0, 4.3, 0.0])
@@ -86,7 +84,7 @@ def test_the_public_form_is_the_same_attention(case, normalizer):
     def form(attend):
         return lambda q, k, v, sink: attend(_inputs(q, k, v, normalizer=sink if learned else normalizer, **options))
 
-    got = _results(form(lambda inputs: cudnn_public.with_sink_key(inputs, "xla")), *arrays, SINK)
+    got = _results(form(lambda inputs: cudnn.with_sink_key(inputs, "xla")), *arrays, SINK)
     for a, b in zip(got, _results(form(xla.attend), *arrays, SINK), strict=True):
         assert _error(a, b) < 1e-5
 
@@ -96,7 +94,7 @@ def test_softmax_in_the_public_form_is_jax_nn_with_all_options():
     bias, mask = jnp.sin(jnp.arange(T * T, dtype=jnp.float32)).reshape(T, T), jnp.tri(T, dtype=bool)
     options = {"normalizer": "softmax", "local_window_size": (2, 0), **LENGTHS}
     inputs = _inputs(q, k, v, bias, mask, **options)
-    got = jax.jit(lambda: cudnn_public.with_sink_key(inputs, "xla"))()
+    got = jax.jit(lambda: cudnn.with_sink_key(inputs, "xla"))()
     assert _error(got, jax.jit(lambda: xla.attend(inputs))()) < 1e-5
 
 
@@ -104,7 +102,7 @@ def test_a_sink_logit_in_half_precision_is_not_rounded_to_it():
     q, k, v = (jnp.zeros((1, 4, 1, H), jnp.bfloat16), jnp.zeros((1, 4, 1, H), jnp.bfloat16), jnp.ones((1, 4, 1, H)))
     logit = 6.99  # bfloat16 has 6.96875 and 7
     inputs = _inputs(q, k, v.astype(q.dtype), normalizer=jnp.array([logit]))
-    got = jax.jit(lambda: cudnn_public.with_sink_key(inputs, "xla"))()
+    got = jax.jit(lambda: cudnn.with_sink_key(inputs, "xla"))()
     np.testing.assert_allclose(np.asarray(got, np.float64), 4 / (4 + np.exp(logit)), rtol=5e-3)
 
 
@@ -136,7 +134,7 @@ def test_without_the_private_module_the_public_form_takes_over_or_refuses(option
 
 @pytest.mark.usefixtures("no_private_module")
 def test_without_the_private_module_attention_is_the_public_form(monkeypatch):
-    monkeypatch.setattr(cudnn_public, "with_sink_key", lambda inputs, implementation: (implementation, inputs))
+    monkeypatch.setattr(cudnn, "with_sink_key", lambda inputs, implementation: (implementation, inputs))
     inputs = _inputs(*_arrays(dtype=jnp.bfloat16))
     assert not cudnn.unsupported(inputs)
     assert cudnn.attend(inputs) == ("cudnn", inputs)
@@ -157,19 +155,19 @@ def test_a_private_module_that_has_changed_is_not_used(monkeypatch):
 # The probe. What it asks of the machine is two functions: which GPU there is, and where the wheels' libraries are.
 
 
-_preload_builtins = cudnn_probe.preload_builtins.__wrapped__  # without its memory
+_preload_builtins = cudnn.preload_builtins.__wrapped__  # without its memory
 
 
 def _gpu(monkeypatch, capability, folders=()):
-    monkeypatch.setattr(cudnn_probe, "compute_capability", lambda: capability)
-    monkeypatch.setattr(cudnn_probe, "_library_folders", lambda: list(folders))
-    monkeypatch.setattr(cudnn_probe, "preload_builtins", _preload_builtins)
+    monkeypatch.setattr(cudnn, "compute_capability", lambda: capability)
+    monkeypatch.setattr(cudnn, "_library_folders", lambda: list(folders))
+    monkeypatch.setattr(cudnn, "preload_builtins", _preload_builtins)
 
 
 def test_here_the_kernel_is_unavailable():
     assert "needs an NVIDIA GPU" in cudnn.unavailable()
     assert "'cpu'" in cudnn.unavailable()
-    assert cudnn_probe.widest_head() == 256
+    assert cudnn.widest_head() == 256
 
 
 class _Backend:
@@ -185,20 +183,20 @@ class _Backend:
 def test_a_gpu_is_told_by_its_platform(monkeypatch, version, capability, found, widest):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [_Backend(version, capability)])
-    assert cudnn_probe.compute_capability() == found
-    assert cudnn_probe.widest_head() == widest
+    assert cudnn.compute_capability() == found
+    assert cudnn.widest_head() == widest
     if found is None:
-        assert "needs an NVIDIA GPU" in cudnn_probe.problem(xla.attend)
+        assert "needs an NVIDIA GPU" in cudnn.problem(xla.attend)
 
 
 def test_an_old_gpu_is_refused_without_trying(monkeypatch):
     _gpu(monkeypatch, (7, 5))
-    assert cudnn_probe.problem(lambda inputs: 1 / 0) == "cuDNN's attention needs compute capability 8.0, got 7.5"
+    assert cudnn.problem(lambda inputs: 1 / 0) == "cuDNN's attention needs compute capability 8.0, got 7.5"
 
 
 def test_a_kernel_that_runs_and_agrees_is_available(monkeypatch):
     _gpu(monkeypatch, (9, 0))
-    assert cudnn_probe.problem(xla.attend) == ""
+    assert cudnn.problem(xla.attend) == ""
 
 
 def test_a_kernel_that_is_wrong_in_its_gradients_alone_is_found(monkeypatch):
@@ -210,8 +208,8 @@ def test_a_kernel_that_is_wrong_in_its_gradients_alone_is_found(monkeypatch):
         )
         return output * jax.nn.sigmoid(lse)[..., None]
 
-    assert "is wrong: it differs" in cudnn_probe.problem(naive)
-    assert "is wrong" in cudnn_probe.problem(lambda inputs: xla.attend(inputs) * jnp.nan)
+    assert "is wrong: it differs" in cudnn.problem(naive)
+    assert "is wrong" in cudnn.problem(lambda inputs: xla.attend(inputs) * jnp.nan)
 
 
 def test_a_kernel_that_fails_comes_with_advice(monkeypatch, tmp_path):
@@ -219,14 +217,14 @@ def test_a_kernel_that_fails_comes_with_advice(monkeypatch, tmp_path):
         raise RuntimeError("No valid engine configs\nand many more lines")
 
     _gpu(monkeypatch, (9, 0))
-    problem = cudnn_probe.problem(fails)
+    problem = cudnn.problem(fails)
     assert problem == (
         "cuDNN's attention fails: RuntimeError: No valid engine configs. With CUDA 13, cuDNN wants libnvrtc-builtins "
         "on the path of the loader (LD_LIBRARY_PATH)"
     )
     (tmp_path / "libnvrtc-builtins.so.13.0").write_text("not a library")
     _gpu(monkeypatch, (9, 0), [tmp_path])
-    problem = cudnn_probe.problem(fails)
+    problem = cudnn.problem(fails)
     assert f"LD_LIBRARY_PATH={tmp_path}:$LD_LIBRARY_PATH" in problem
     assert "libnvrtc-builtins.so.13.0" in problem  # what could not be loaded
 
@@ -242,20 +240,20 @@ def test_the_builtins_are_loaded_before_the_kernel_is_tried(monkeypatch, tmp_pat
         done.append("tried")
         return xla.attend(inputs)
 
-    assert cudnn_probe.problem(attend) == ""
+    assert cudnn.problem(attend) == ""
     assert done[0] == (str(tmp_path / "libnvrtc-builtins.so.13.1"), ctypes.RTLD_GLOBAL)
     assert set(done[1:]) == {"tried"}
     _gpu(monkeypatch, None, [tmp_path])
-    assert cudnn_probe.preload_builtins() == ""
+    assert cudnn.preload_builtins() == ""
     assert len([entry for entry in done if entry != "tried"]) == 1  # nothing is loaded where there is no GPU
 
 
 def test_the_folders_of_the_wheels_are_found_where_python_finds_packages(monkeypatch, tmp_path):
     folder = tmp_path / "nvidia" / "cu13" / "lib"
-    assert folder not in cudnn_probe._library_folders()
+    assert folder not in cudnn._library_folders()
     folder.mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)
-    assert folder in cudnn_probe._library_folders()
+    assert folder in cudnn._library_folders()
 
 
 def test_the_probe_runs_while_another_function_is_traced(monkeypatch):
@@ -263,7 +261,7 @@ def test_the_probe_runs_while_another_function_is_traced(monkeypatch):
     seen = []
 
     def probing(x):
-        seen.append(cudnn_probe.problem(xla.attend))
+        seen.append(cudnn.problem(xla.attend))
         return 2 * x
 
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from orthojax.ops import dot_product_attention
-from orthojax.ops.attention import forbid_fallback, splash, splash_kernel, splash_sharding, visible_keys
-from orthojax.ops.attention.inputs import prepare_inputs
+from orthojax.ops.attention import forbid_fallback, splash, splash_kernel, visible_keys
+from orthojax.ops.attention.dot_product import prepare_inputs
 
 SINKS = (0.3, -1.0, 2.0, -np.inf)
 N = len(SINKS)
@@ -338,14 +338,14 @@ def test_vmap_is_a_batch(unsharded):
 @pytest.mark.usefixtures("interpreted")
 def test_axes_of_other_names_are_warned_of_and_those_that_divide_are_used():
     arguments, causal, _ = _sharded_problem()
-    splash_sharding._warn_of_others.cache_clear()
+    splash_kernel._warn_of_others.cache_clear()
     with (
         jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)),
         pytest.warns(UserWarning, match=r"not split over the mesh axes 'model': .*heads over 'tensor'"),
     ):
         jax.eval_shape(causal, *arguments)
     shapes = [a.shape for a in (jnp.zeros((4, 2, 8, 8)), jnp.zeros((4, 2, 8, 8)))]
-    specs, _ = splash_sharding._specs(
+    specs, _ = splash_kernel._specs(
         ("bntd", "bksd"), (), shapes, {"b": ("data", "fsdp"), "n": ("tensor",), "k": ("tensor",)},
         {"data": 4, "fsdp": 2, "tensor": 2},
     )  # fmt: skip

@@ -14,7 +14,7 @@ from orthojax.benchmarks.program import Program
 from orthojax.benchmarks.suite import TimeBudget
 from orthojax.fields import changed_fields
 from orthojax.model import parameter_count
-from orthojax.ops.attention import choice
+from orthojax.ops.attention import dot_product as choice
 from orthojax.train import StepMetrics, init_state, model_flops_utilization
 
 (TINY,) = train_step_cases.cases("cpu", tiny=True)

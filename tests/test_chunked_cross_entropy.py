@@ -17,7 +17,8 @@ from orthojax import quant
 from orthojax.config import Config, ModelConfig
 from orthojax.fields import replace
 from orthojax.model import Transformer
-from orthojax.ops import chunked_cross_entropy, chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
+from orthojax.ops import chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
+from orthojax.ops import cross_entropy as chunked_cross_entropy
 from orthojax.train.step import init_state, loss_sum_nats, make_train_step
 
 AXES = ("data", "fsdp", "tensor")

@@ -8,12 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orthojax.config import Config, DataConfig, EvalConfig, Mlp, ModelConfig, OptimConfig, RotationConfig, TrainConfig
-from orthojax.errors import UserError, nearest
-from orthojax.fields import (
+from orthojax.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    MeshConfig,
+    Mlp,
+    ModelConfig,
+    OptimConfig,
+    RotationConfig,
+    TrainConfig,
     changed_fields,
     describe_type,
     field_paths,
+    fields_affecting,
     flatten,
     from_dict,
     from_json,
@@ -21,6 +29,7 @@ from orthojax.fields import (
     replace,
     to_json,
 )
+from orthojax.errors import UserError, nearest
 
 PATHS = field_paths(Config)
 
@@ -38,72 +47,36 @@ def refusal(call, *args) -> list[str]:
 # Reading what was typed.
 
 
-@pytest.mark.parametrize(
-    ("text", "hint", "value"),
-    [
-        ("12", int, 12),
-        (" 12 ", int, 12),
-        ("-3", int, -3),
-        ("1e3", int, 1000),
-        ("1.5e2", int, 150),
-        ("3e-4", float, 3e-4),
-        ("2", float, 2.0),
-        ("true", bool, True),
-        ("False", bool, False),
-        ("some text", str, "some text"),
-        ("12", str, "12"),
-        ("none", int | None, None),
-        ("None", float | None, None),
-        ("4", int | None, 4),
-        ("0.5", float | None, 0.5),
-        ("relu", Mlp, "relu"),
-        (" relu ", Mlp, "relu"),
-        ("relu", Mlp | tuple[Mlp, ...], "relu"),
-        ("relu,none", Mlp | tuple[Mlp, ...], ("relu", "none")),
-        ("relu, gelu", Mlp | tuple[Mlp, ...], ("relu", "gelu")),
-        ("relu,", Mlp | tuple[Mlp, ...], ("relu",)),
-        ("true", bool | tuple[bool, ...], True),
-        ("true,false", bool | tuple[bool, ...], (True, False)),
-        ("a.txt,b.txt", tuple[str, ...], ("a.txt", "b.txt")),
-        ("a.txt", tuple[str, ...], ("a.txt",)),
-        ("", tuple[str, ...], ()),
-    ],
-)
-def test_every_type_is_read_from_text(text, hint, value):
-    read = read_value(text, hint)
-    assert read == value
-    assert type(read) is type(value)
+READ = [
+    *(("12", int, 12), (" 12 ", int, 12), ("-3", int, -3), ("1e3", int, 1000), ("1.5e2", int, 150)),
+    *(("3e-4", float, 3e-4), ("2", float, 2.0), ("true", bool, True), ("False", bool, False)),
+    *(("some text", str, "some text"), ("12", str, "12")),
+    *(("none", int | None, None), ("None", float | None, None), ("4", int | None, 4), ("0.5", float | None, 0.5)),
+    *(("relu", Mlp, "relu"), (" relu ", Mlp, "relu"), ("relu", Mlp | tuple[Mlp, ...], "relu")),
+    *((text, Mlp | tuple[Mlp, ...], ("relu", "gelu")) for text in ("relu,gelu", "relu, gelu", "relu,gelu,")),
+    ("relu,", Mlp | tuple[Mlp, ...], ("relu",)),
+    ("true", bool | tuple[bool, ...], True),
+    ("true,false", bool | tuple[bool, ...], (True, False)),
+    *(("a.txt,b.txt", tuple[str, ...], ("a.txt", "b.txt")), ("a.txt", tuple[str, ...], ("a.txt",))),
+    ("", tuple[str, ...], ()),
+]
+UNREADABLE = [
+    *((text, int) for text in ("1.5", "one", "", "nan", "true")),
+    *((text, float) for text in ("fast", "")),
+    *((text, bool) for text in ("1", "yes", "")),
+    *(("nothing", int | None), ("x", type(None))),
+    *(("RELU", Mlp), ("", Mlp), ("relu;gelu", Mlp | tuple[Mlp, ...]), ("true,maybe", bool | tuple[bool, ...])),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("1.5", int),
-        ("one", int),
-        ("", int),
-        ("nan", int),
-        ("true", int),
-        ("fast", float),
-        ("", float),
-        ("1", bool),
-        ("yes", bool),
-        ("", bool),
-        ("nothing", int | None),
-        ("RELU", Mlp),
-        ("", Mlp),
-        ("relu;gelu", Mlp | tuple[Mlp, ...]),
-        ("true,maybe", bool | tuple[bool, ...]),
-        ("x", type(None)),
-    ],
-)
-def test_text_of_another_type_is_refused(text, hint):
-    with pytest.raises(ValueError):  # noqa: PT011
-        read_value(text, hint)
-
-
-@pytest.mark.parametrize("hint", dict.fromkeys(PATHS.values()), ids=str)
-def test_every_type_of_a_field_has_words(hint):
-    assert describe_type(hint)
+def test_every_type_is_read_from_text_or_refused():
+    for text, hint, value in READ:
+        read = read_value(text, hint)
+        assert (read, type(read)) == (value, type(value)), (text, hint)
+    for text, hint in UNREADABLE:
+        with pytest.raises(ValueError):  # noqa: PT011
+            read_value(text, hint)
+    assert all(describe_type(hint) for hint in PATHS.values())
 
 
 # Overrides.
@@ -123,13 +96,14 @@ OVERRIDES = {
 }
 
 
-@pytest.mark.parametrize("path", OVERRIDES)
-def test_one_override_changes_one_field(path):
-    text, value = OVERRIDES[path]
-    assert changed_fields(Config(), replace(Config(), {path: text})) == (
-        {path: value} if path != "model.attention" else {}
-    )
-    assert replace(Config(), {path: value}) == replace(Config(), {path: text})
+def test_one_override_changes_one_field():
+    for path, (text, value) in OVERRIDES.items():
+        expected = {path: value} if path != "model.attention" else {}
+        assert changed_fields(Config(), replace(Config(), {path: text})) == expected
+        assert replace(Config(), {path: value}) == replace(Config(), {path: text})
+    assert replace(Config(), {"data.tokenizer": "true"}).data.tokenizer == "true"  # a text stays a text
+    assert replace(Config(), {}) == Config()
+    assert changed_fields(Config(), Config()) == {}
 
 
 def test_fields_that_must_agree_change_together_in_any_order():
@@ -142,15 +116,6 @@ def test_fields_that_must_agree_change_together_in_any_order():
     assert config.data.paths == ("a", "b")
     per_layer = {"model.num_layers": 2, "model.mlp": "relu,none", "model.scan_layers": "false"}
     assert replace(Config(), per_layer).model.layer_mlp(1) == "none"
-
-
-def test_a_text_field_keeps_its_text():
-    assert replace(Config(), {"data.tokenizer": "true"}).data.tokenizer == "true"
-
-
-def test_nothing_changed_is_the_same_config():
-    assert replace(Config(), {}) == Config()
-    assert changed_fields(Config(), Config()) == {}
 
 
 BAD_OVERRIDES = [
@@ -226,46 +191,42 @@ BAD_OVERRIDES = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "words"), BAD_OVERRIDES)
-def test_a_bad_override_is_refused_in_three_lines_that_help(path, value, words):
-    text = "\n".join(refusal(replace, Config(), {path: value}))
-    for word in words:
-        assert word in text
-
-
-def test_rotary_with_an_odd_head_width_is_refused():
+def test_a_bad_override_is_refused_in_three_lines_that_help():
+    for path, value, words in BAD_OVERRIDES:
+        text = "\n".join(refusal(replace, Config(), {path: value}))
+        assert all(word in text for word in words), (path, value, text)
     lines = refusal(replace, Config(), {"model.position": "rotary", "model.d_model": 12, "model.num_heads": 4})
     assert "= 3" in lines[0]
+    assert "'dots'" in refusal(replace, Config(), {"model.remat": "dot"})[-1]
 
 
 # Configs built in Python are held to the same types as overrides.
 
 
-@pytest.mark.parametrize(
-    ("cls", "field", "value", "word"),
-    [
-        (ModelConfig, "norm", "layer_norm", "did you mean 'layernorm'?"),
-        (ModelConfig, "position", "rotery", "did you mean 'rotary'?"),
-        (ModelConfig, "normalizer", "sofmax1", "did you mean 'softmax1'?"),
-        (ModelConfig, "mlp", ["gelu"] * 4, "comma-separated"),
-        (ModelConfig, "mlp", ("gelu", "gelu", "gelu", "rely"), "gelu"),
-        (ModelConfig, "d_model", "128", "an integer"),
-        (ModelConfig, "d_model", 128.0, "an integer"),
-        (ModelConfig, "scan_layers", "false", "true | false"),
-        (RotationConfig, "axes", "outputs", "did you mean 'output'?"),
-        (OptimConfig, "optimizer", "adamw", "did you mean 'adam'?"),
-        (OptimConfig, "layer_by_layer", 1, "true | false"),
-        (OptimConfig, "rotation", "haar", "RotationConfig"),
-        (DataConfig, "paths", "file.txt", "comma-separated"),
-        (TrainConfig, "steps", 1e3, "an integer"),
-        (EvalConfig, "sequences", "256", "an integer"),
-        (Config, "model", OptimConfig(), "ModelConfig"),
-    ],
-)
-def test_a_config_built_with_a_wrong_value_is_refused(cls, field, value, word):
-    text = "\n".join(refusal(lambda: cls(**{field: value})))
-    assert f"{field}=" in text
-    assert word in text
+WRONG_VALUES = [
+    (ModelConfig, "norm", "layer_norm", "did you mean 'layernorm'?"),
+    (ModelConfig, "normalizer", "sofmax1", "did you mean 'softmax1'?"),
+    (ModelConfig, "mlp", ["gelu"] * 4, "comma-separated"),
+    (ModelConfig, "mlp", ("gelu", "gelu", "gelu", "rely"), "gelu"),
+    (ModelConfig, "d_model", "128", "an integer"),
+    (ModelConfig, "d_model", 128.0, "an integer"),
+    (ModelConfig, "scan_layers", "false", "true | false"),
+    (RotationConfig, "axes", "outputs", "did you mean 'output'?"),
+    (OptimConfig, "optimizer", "adamw", "did you mean 'adam'?"),
+    (OptimConfig, "layer_by_layer", 1, "true | false"),
+    (OptimConfig, "rotation", "haar", "RotationConfig"),
+    (DataConfig, "paths", "file.txt", "comma-separated"),
+    (TrainConfig, "steps", 1e3, "an integer"),
+    (EvalConfig, "sequences", "256", "an integer"),
+    (Config, "model", OptimConfig(), "ModelConfig"),
+]
+
+
+def test_a_config_built_with_a_wrong_value_is_refused():
+    for cls, field, value, word in WRONG_VALUES:
+        text = "\n".join(refusal(lambda c=cls, f=field, v=value: c(**{f: v})))
+        assert f"{field}=" in text
+        assert word in text
 
 
 # JSON.
@@ -330,42 +291,37 @@ def test_any_name_that_is_no_field_is_refused_in_three_lines(path, text):
         refusal(replace, Config(), {path: text})
 
 
-def _broken(change):
-    values = dataclasses.asdict(Config())
-    change(values)
-    return values
+BROKEN = [
+    (lambda v: v.pop("optim"), ["config", "missing: optim"]),
+    (lambda v: v["model"].pop("d_model"), ["config.model", "missing: d_model"]),
+    (lambda v: v["model"].update(width=3), ["config.model", "unknown: width"]),
+    (lambda v: v["optim"]["rotation"].update(x=3), ["config.optim.rotation", "unknown: x"]),
+    (lambda v: v["model"].update(d_model="128"), ["config.model.d_model='128'", "an integer"]),
+    (lambda v: v["model"].update(d_model=128.0), ["config.model.d_model=128.0", "an integer"]),
+    (lambda v: v["model"].update(use_bias=0), ["use_bias=0", "true | false"]),
+    (lambda v: v["model"].update(normalizer="softmax2"), ["softmax2"]),
+    (lambda v: v["model"].update(d_model=130), ["130", "multiple"]),
+    (lambda v: v["data"].update(paths="a"), ["paths"]),
+    (lambda v: v["optim"].update(learning_rate=math.nan), ["nan"]),
+    (lambda v: v.update(model=[1, 2]), ["config.model"]),
+    (lambda v: v.update(model=None), ["config.model"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda v: v.pop("optim"), ["config", "missing: optim"]),
-        (lambda v: v["model"].pop("d_model"), ["config.model", "missing: d_model"]),
-        (lambda v: v["model"].update(width=3), ["config.model", "unknown: width"]),
-        (lambda v: v["optim"]["rotation"].update(x=3), ["config.optim.rotation", "unknown: x"]),
-        (lambda v: v["model"].update(d_model="128"), ["config.model.d_model='128'", "an integer"]),
-        (lambda v: v["model"].update(d_model=128.0), ["config.model.d_model=128.0", "an integer"]),
-        (lambda v: v["model"].update(use_bias=0), ["use_bias=0", "true | false"]),
-        (lambda v: v["model"].update(normalizer="softmax2"), ["softmax2"]),
-        (lambda v: v["model"].update(d_model=130), ["130", "multiple"]),
-        (lambda v: v["data"].update(paths="a"), ["paths"]),
-        (lambda v: v["optim"].update(learning_rate=math.nan), ["nan"]),
-        (lambda v: v.update(model=[1, 2]), ["config.model"]),
-        (lambda v: v.update(model=None), ["config.model"]),
-    ],
-)
-def test_a_foreign_or_damaged_json_is_refused(change, words):
-    text = "\n".join(refusal(from_json, Config, json.dumps(_broken(change))))
-    for word in words:
-        assert word in text
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '"x"', to_json(Config())[:-5], "\x00\x01"])
-def test_what_is_no_json_config_is_refused(text):
-    refusal(from_json, Config, text)
+def test_a_foreign_or_corrupt_json_is_refused():
+    for change, words in BROKEN:
+        values = dataclasses.asdict(Config())
+        change(values)
+        text = "\n".join(refusal(from_json, Config, json.dumps(values)))
+        assert all(word in text for word in words), text
+    for text in ("", "{", "[]", "3", "null", '"x"', to_json(Config())[:-5], "\x00\x01"):
+        refusal(from_json, Config, text)
 
 
 def test_a_part_of_a_config_is_read_by_itself():
+    for remat in (False, True, "dots", "full"):  # older JSON has true or false
+        assert from_json(ModelConfig, to_json(ModelConfig(remat=remat))).remat == remat
+        assert replace(Config(), {"model.remat": str(remat).lower()}).model.remat == remat
     model = ModelConfig(d_model=64, mlp=("gelu", "relu"), num_layers=2, scan_layers=False)
     assert from_json(ModelConfig, to_json(model)) == model
     assert from_dict(ModelConfig, dataclasses.asdict(model)) == model
@@ -391,10 +347,29 @@ def test_user_error_drops_empty_lines_and_nearest_is_silent_when_nothing_is_near
     assert nearest("zzz", ["softmax1", "relu"]) == ""
 
 
-@pytest.mark.parametrize("cls", [ModelConfig, RotationConfig, OptimConfig, DataConfig, TrainConfig, EvalConfig])
-def test_every_field_is_documented(cls):
-    for field in dataclasses.fields(cls):
-        assert f"\n      {field.name}: " in cls.__doc__
+def test_every_field_is_documented():
+    for cls in (ModelConfig, RotationConfig, OptimConfig, DataConfig, MeshConfig, TrainConfig, EvalConfig):
+        for field in dataclasses.fields(cls):
+            assert f"\n      {field.name}: " in cls.__doc__
+
+
+def test_every_field_says_what_it_affects():
+    numbers, start, computation, nothing = (
+        set(fields_affecting(Config, what)) for what in ("numbers", "start", "computation", "nothing")
+    )
+    assert numbers | start | computation | nothing == set(PATHS)
+    assert len(numbers) + len(start) + len(computation) + len(nothing) == len(PATHS)
+    assert {"optim.rotation.seed", "train.steps", "model.dtype", "data.seed", "eval.sequences"} < numbers
+    assert start == {
+        *("model.init_std", "model.embedding_init_std", "model.scan_layers"),
+        *("train.seed", "train.init_from", "train.allow_normalizer_change"),
+    }
+    assert computation == {
+        *("mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat", "model.attention_implementation"),
+        *("train.accumulation_steps", "train.loss_chunk_positions"),
+    }
+    assert {"train.log_every_steps", "train.keep_best", "data.verify"} < nothing
+    assert set(fields_affecting(ModelConfig, "computation", "nothing")) == {"remat", "attention_implementation"}
 
 
 def test_json_of_older_versions_may_lack_the_fields_added_since():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orthojax.ops import orthogonal
-from orthojax.ops.hadamard import dct_matrix, hadamard_matrix
+from orthojax.ops.orthogonal import dct_matrix, hadamard_matrix
 
 FORMS = {"cpu": orthogonal._on_cpu, "accelerator": orthogonal._on_accelerator}
 

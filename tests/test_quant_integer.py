@@ -171,10 +171,10 @@ def test_groups_and_products_agree_with_qwix(bits, qtype, bound):
         same = dataclasses.replace(w, qvalue=integers.astype(qtype))
         return w.qvalue.astype(jnp.int8), w.scale, qwix.dot_general(tokens, same, (((1,), (0,)), ((), ())))
 
-    integers = unpack(stored.integers) if stored.is_packed else stored.integers
+    integers = unpack(stored.qvalue) if stored.is_packed else stored.qvalue
     their_integers, step, product = theirs(x, kernel, integers)
     assert np.mean(integers == their_integers) > 0.999
-    np.testing.assert_allclose(stored.step, step, rtol=1e-5)
+    np.testing.assert_allclose(stored.scale, step, rtol=1e-5)
     np.testing.assert_allclose(y, product, rtol=1e-4, atol=1e-5 * np.max(np.abs(product)))
 
 
@@ -186,7 +186,7 @@ def test_integers_are_the_fake_quantised_values_and_lie_where_they_may(scheme, b
     @jax.jit
     def both(x):
         q = quantize(x, scheme, bits, 0)
-        return q.integers, dequantize(q), function(x, bits, 0)
+        return q.qvalue, dequantize(q), function(x, bits, 0)
 
     integers, values, expected = both(jnp.asarray(KERNEL, jnp.float32))
     np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)

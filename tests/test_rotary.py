@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orthojax.ops.rotary import rotary
+from orthojax.ops import rotary
 
 
 def _oracle(x, positions, theta):

@@ -4,102 +4,47 @@ From Attention to Activation (arXiv 2410.17174): kurtosis, largest activations, 
 Active-Dormant Attention Heads (arXiv 2410.13835): sinks, value-state drains, residual-state peaks, Bigram-Backcopy.
 """
 
-from orthojax.analysis.activations import (
-    kurtosis_first,
-    kurtosis_pooled,
-    kurtosis_rest,
-    max_abs_first,
-    max_abs_first_maximum,
-    max_abs_rest,
-    max_abs_rest_maximum,
-    norm_ratio_first,
-    norm_ratio_rest,
-    residual_norm_first,
-    residual_norm_rest,
-)
-from orthojax.analysis.attention import (
-    first_attention_fraction,
-    first_attention_mass,
-    first_attention_mass_by_head,
-    first_attention_share,
-    sink_rate,
-)
-from orthojax.analysis.backcopy import (
-    backcopy_risk_nats,
-    bigram_excess_risk_nats,
-    sink_attention,
-    sink_attention_rest,
-    sink_logit_gap,
-)
-from orthojax.analysis.bases import in_singular_basis
-from orthojax.analysis.channels import (
-    channel_norms,
-    extreme_overlap,
-    outlier_scores,
-    rank_correlation,
-    summed_second_moments,
-    top_count,
-)
-from orthojax.analysis.key_positions import (
-    attention_fraction_by_key,
-    attention_mass_by_key,
-    equal_logits_mass,
-    uniformity_p_value,
-)
-from orthojax.analysis.measure import concatenate, measure
-from orthojax.analysis.observe import (
-    Statistics,
-    Taps,
-    combine,
-    finalize,
-    observe_backcopy,
-    observe_backcopy_risks,
-    observe_language_model,
-)
-from orthojax.analysis.values import value_norm_first, value_norm_rest
-
-__all__ = [
-    "Statistics",
-    "Taps",
-    "attention_fraction_by_key",
-    "attention_mass_by_key",
-    "backcopy_risk_nats",
-    "bigram_excess_risk_nats",
-    "channel_norms",
-    "combine",
-    "concatenate",
-    "equal_logits_mass",
-    "extreme_overlap",
-    "finalize",
-    "first_attention_fraction",
-    "first_attention_mass",
-    "first_attention_mass_by_head",
-    "first_attention_share",
-    "in_singular_basis",
-    "kurtosis_first",
-    "kurtosis_pooled",
-    "kurtosis_rest",
-    "max_abs_first",
-    "max_abs_first_maximum",
-    "max_abs_rest",
-    "max_abs_rest_maximum",
-    "measure",
-    "norm_ratio_first",
-    "norm_ratio_rest",
-    "observe_backcopy",
-    "observe_backcopy_risks",
-    "observe_language_model",
-    "outlier_scores",
-    "rank_correlation",
-    "residual_norm_first",
-    "residual_norm_rest",
-    "sink_attention",
-    "sink_attention_rest",
-    "sink_logit_gap",
-    "sink_rate",
-    "summed_second_moments",
-    "top_count",
-    "uniformity_p_value",
-    "value_norm_first",
-    "value_norm_rest",
-]
+from orthojax.analysis.activations import kurtosis_first as kurtosis_first
+from orthojax.analysis.activations import kurtosis_pooled as kurtosis_pooled
+from orthojax.analysis.activations import kurtosis_rest as kurtosis_rest
+from orthojax.analysis.activations import max_abs_first as max_abs_first
+from orthojax.analysis.activations import max_abs_first_maximum as max_abs_first_maximum
+from orthojax.analysis.activations import max_abs_rest as max_abs_rest
+from orthojax.analysis.activations import max_abs_rest_maximum as max_abs_rest_maximum
+from orthojax.analysis.activations import norm_ratio_first as norm_ratio_first
+from orthojax.analysis.activations import norm_ratio_rest as norm_ratio_rest
+from orthojax.analysis.activations import residual_norm_first as residual_norm_first
+from orthojax.analysis.activations import residual_norm_rest as residual_norm_rest
+from orthojax.analysis.activations import value_norm_first as value_norm_first
+from orthojax.analysis.activations import value_norm_rest as value_norm_rest
+from orthojax.analysis.attention import attention_fraction_by_key as attention_fraction_by_key
+from orthojax.analysis.attention import attention_mass_by_key as attention_mass_by_key
+from orthojax.analysis.attention import equal_logits_mass as equal_logits_mass
+from orthojax.analysis.attention import first_attention_fraction as first_attention_fraction
+from orthojax.analysis.attention import first_attention_mass as first_attention_mass
+from orthojax.analysis.attention import first_attention_mass_by_head as first_attention_mass_by_head
+from orthojax.analysis.attention import first_attention_share as first_attention_share
+from orthojax.analysis.attention import sink_rate as sink_rate
+from orthojax.analysis.attention import uniformity_p_value as uniformity_p_value
+from orthojax.analysis.backcopy import backcopy_risk_nats as backcopy_risk_nats
+from orthojax.analysis.backcopy import bigram_excess_risk_nats as bigram_excess_risk_nats
+from orthojax.analysis.backcopy import sink_attention as sink_attention
+from orthojax.analysis.backcopy import sink_attention_rest as sink_attention_rest
+from orthojax.analysis.backcopy import sink_logit_gap as sink_logit_gap
+from orthojax.analysis.channels import OUTLIER_SCORE as OUTLIER_SCORE
+from orthojax.analysis.channels import channel_norms as channel_norms
+from orthojax.analysis.channels import extreme_overlap as extreme_overlap
+from orthojax.analysis.channels import in_singular_basis as in_singular_basis
+from orthojax.analysis.channels import outlier_scores as outlier_scores
+from orthojax.analysis.channels import rank_correlation as rank_correlation
+from orthojax.analysis.channels import summed_second_moments as summed_second_moments
+from orthojax.analysis.channels import top_count as top_count
+from orthojax.analysis.observe import Statistics as Statistics
+from orthojax.analysis.observe import combine as combine
+from orthojax.analysis.observe import concatenate as concatenate
+from orthojax.analysis.observe import finalize as finalize
+from orthojax.analysis.observe import measure as measure
+from orthojax.analysis.observe import observe_backcopy as observe_backcopy
+from orthojax.analysis.observe import observe_backcopy_risks as observe_backcopy_risks
+from orthojax.analysis.observe import observe_language_model as observe_language_model
+from orthojax.model import Taps as Taps

@@ -1,8 +1,9 @@
-"""Outliers of hidden states. Legend: B batch, T positions, D d_model.
+"""Outliers of hidden states, and value-state drains. Legend: B batch, N query heads, T or S positions, D d_model.
 
 Hidden states are block outputs after the second residual add, one array [B, T, D] for each layer; embeddings and the
-final norm's output do not belong to them. `first` is position 0, `rest` are the positions >= 1 (so T >= 2). Every
-function takes one layer and averages over sequences; averaging over layers comes after.
+final norm's output are not among them. `first` is position 0, `rest` are the positions >= 1 (so T >= 2). Every
+function takes one layer, averages over sequences and returns a scalar, at least float32; averaging over layers comes
+after.
 """
 
 import jax
@@ -23,13 +24,10 @@ def _length(hidden: ArrayLike) -> jax.Array:
 def kurtosis_first(hidden: ArrayLike) -> jax.Array:
     """Kurtosis over channels at position 0, mean over sequences: E_b[kappa(x[b, 0])].
 
-    Definition: raw, over channels, per layer and position; `first` = position 0 (arXiv 2410.17174, Eq. 2 and Table 2).
+    Definition: raw, over channels, per layer and position (arXiv 2410.17174, Eq. 2 and Table 2).
 
     Args:
-      hidden: Hidden states of one layer, [B, T, D].
-
-    Returns:
-      A scalar, at least float32.
+      hidden: Hidden states of one layer, [B, T, D]; of all functions here but the last two.
     """
     return jnp.mean(kurtosis(jnp.asarray(hidden)[:, 0]))
 
@@ -40,10 +38,7 @@ def kurtosis_rest(hidden: ArrayLike) -> jax.Array:
 
 
 def kurtosis_pooled(hidden: ArrayLike) -> jax.Array:
-    """Kurtosis over channels, mean over all positions and sequences; see `kurtosis_first`.
-
-    Definition: tables that print one column print first, rest and pooled (pooled over all positions).
-    """
+    """Kurtosis over channels, mean over all positions and sequences; see `kurtosis_first`."""
     return jnp.mean(kurtosis(hidden))
 
 
@@ -51,12 +46,6 @@ def max_abs_first(hidden: ArrayLike) -> jax.Array:
     """Largest absolute activation at position 0, mean over sequences: E_b[max_d |x[b, 0, d]|].
 
     Definition: per sequence the max over channels, mean over sequences, then over layers (arXiv 2410.17174, Table 2).
-
-    Args:
-      hidden: Hidden states of one layer, [B, T, D].
-
-    Returns:
-      A scalar, at least float32.
     """
     return jnp.mean(_magnitude(hidden)[:, 0])
 
@@ -80,15 +69,9 @@ def max_abs_rest_maximum(hidden: ArrayLike) -> jax.Array:
 
 
 def norm_ratio_first(hidden: ArrayLike) -> jax.Array:
-    """max|x| / ||x||_2 at position 0, mean over sequences.
+    """max|x| / ||x||_2 at position 0, mean over sequences, in [1 / sqrt(D), 1].
 
     Definition: max|x| / ||x||_2 per position (arXiv 2410.17174, section 4.2 and Appendix I.3).
-
-    Args:
-      hidden: Hidden states of one layer, [B, T, D].
-
-    Returns:
-      A scalar in [1 / sqrt(D), 1], at least float32.
     """
     return jnp.mean(norm_ratio(jnp.asarray(hidden)[:, 0]))
 
@@ -103,12 +86,6 @@ def residual_norm_first(hidden: ArrayLike) -> jax.Array:
 
     Definition: the l2 norm of a block's output (Active-Dormant Attention Heads, arXiv 2410.13835); measured for
     language models too.
-
-    Args:
-      hidden: Hidden states of one layer, [B, T, D].
-
-    Returns:
-      A scalar, at least float32.
     """
     return jnp.mean(_length(hidden)[:, 0])
 
@@ -116,3 +93,21 @@ def residual_norm_first(hidden: ArrayLike) -> jax.Array:
 def residual_norm_rest(hidden: ArrayLike) -> jax.Array:
     """||x||_2, mean over positions >= 1 and sequences; see `residual_norm_first`."""
     return jnp.mean(_length(hidden)[:, 1:])
+
+
+def value_norm_first(value_norms: ArrayLike) -> jax.Array:
+    """||W_o v||_2 of the token at position 0, mean over heads and sequences: low where a value state is drained.
+
+    Definition: the norm after the output projection, ||W_o^h v_j||_2 with the rows of W_o that belong to query head h
+    of the same layer, because that is what reaches the residual stream (Active-Dormant Attention Heads, arXiv
+    2410.13835: value-state drains); measured for language models too.
+
+    Args:
+      value_norms: ||W_o^h v_j||_2 of one layer, [B, N, S].
+    """
+    return jnp.mean(at_least_float32(value_norms)[..., 0])
+
+
+def value_norm_rest(value_norms: ArrayLike) -> jax.Array:
+    """||W_o v||_2, mean over positions >= 1, heads and sequences; see `value_norm_first`."""
+    return jnp.mean(at_least_float32(value_norms)[..., 1:])

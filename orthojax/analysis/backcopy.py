@@ -64,13 +64,7 @@ def bigram_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_tr
     in the model's place. The oracle's row at BOS must be the true law of the first token (triggers excluded), else a
     perfect model would show a positive excess.
 
-    Args:
-      log_probs: Log-probabilities of the model in nats, [B, T, V].
-      oracle_probs: Probabilities of the next token under the law of the data, [B, T, V].
-      is_trigger: Whether the token at a position is a trigger, bool [B, T].
-
-    Returns:
-      A scalar in nats, >= 0 up to rounding, at least float32.
+    Arguments as of `backcopy_risk_nats`. Returns a scalar in nats, >= 0 up to rounding, at least float32.
     """
     total, count = bigram_excess_risk_sum(log_probs, oracle_probs, is_trigger)
     return total / count
@@ -108,14 +102,8 @@ def sink_attention_rest(weights: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
     """`sink_attention` without the BOS row.
 
     BOS sees only itself. Softmax gives it 1 there, but weights that are not normalised are unbounded in that row, and
-    ReLU attention without any sink can reach 10, enough to move the mean over all rows.
-
-    Args:
-      weights: Attention weights of one layer, [B, N, T, S].
-      is_trigger: Whether the token at a position is a trigger, bool [B, T].
-
-    Returns:
-      A scalar, at least float32.
+    ReLU attention without any sink can reach 10, enough to move the mean over all rows. Arguments and result as of
+    `sink_attention`.
     """
     total, count = sink_attention_rest_sum(weights, is_trigger)
     return total / count

@@ -1,8 +1,11 @@
-"""Output channels of a kernel: their norms, their second moments, and whether the outliers of both are the same.
+"""Outlier channels: norms and second moments of a kernel's output channels, and activations in another basis.
 
-From Attention to Activation (arXiv 2410.17174), appendix E, Figures 4 and 5. Legend: I input features, D output
-channels. On the host, in float64: these are quantities of a finished run, not of a step.
+From Attention to Activation (arXiv 2410.17174), appendix E with Figures 4 and 5, appendix F with Figure 6. Legend: I
+input features, D output channels, T positions. On the host, in float64: these are quantities of a finished run.
 """
+
+import warnings
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -64,14 +67,8 @@ def outlier_scores(values: ArrayLike) -> np.ndarray:
         return np.where(away == 0.0, 0.0, 0.6745 * away / deviation)
 
 
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks from 1, ties sharing their mean."""
-    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[which.reshape(values.shape)]
-
-
 def rank_correlation(a: ArrayLike, b: ArrayLike) -> float:
-    """Spearman's rank correlation: Pearson's of the ranks, ties sharing their mean rank.
+    """Spearman's rank correlation, ties sharing their mean rank.
 
     Args:
       a: [D].
@@ -83,10 +80,11 @@ def rank_correlation(a: ArrayLike, b: ArrayLike) -> float:
     >>> rank_correlation([1.0, 2.0, 30.0], [-1.0, -5.0, -6.0])
     -1.0
     """
-    ranks = [_ranks(np.asarray(values, np.float64)) for values in (a, b)]
-    centred = [rank - rank.mean() for rank in ranks]
-    scale = np.sqrt(np.prod([np.sum(rank**2) for rank in centred]))
-    return float(np.sum(centred[0] * centred[1]) / scale) if scale else float("nan")
+    from scipy import stats  # here, because it takes a second to import
+
+    with warnings.catch_warnings(action="ignore", category=stats.ConstantInputWarning):
+        found: Any = stats.spearmanr(np.asarray(a, np.float64), np.asarray(b, np.float64))
+    return float(found.statistic)
 
 
 def extreme_overlap(large: ArrayLike, small: ArrayLike, count: int) -> float:
@@ -105,3 +103,29 @@ def extreme_overlap(large: ArrayLike, small: ArrayLike, count: int) -> float:
     top = np.argsort(-np.asarray(large, np.float64), kind="stable")[:count]
     bottom = np.argsort(np.asarray(small, np.float64), kind="stable")[:count]
     return len(np.intersect1d(top, bottom)) / count
+
+
+def in_singular_basis(x: ArrayLike) -> np.ndarray:
+    """X V for every sequence, with V [D, D] the right singular vectors of its X [T, D]; on the host.
+
+    The paper's measure of how large an orthogonal change of basis could make the kurtosis: V gathers the energy of a
+    sequence in as few channels as an orthonormal basis can. X V = U S, so the channels beyond min(T, D) are 0, whatever
+    V has there; they count as channels. The signs of singular vectors are arbitrary, which moves kurtosis a
+    little.
+
+    Args:
+      x: [..., T, D].
+
+    Returns:
+      [..., T, D] float64; channels in the order of their singular values, the largest first.
+    """
+    # In NumPy, since several batched decompositions in one program can wait for each other forever on a CPU.
+    x = np.asarray(x, np.float64)
+    T, D = x.shape[-2:]
+    # From the eigenvectors of the smaller Gram matrix, which is several times faster than the decomposition itself.
+    if T >= D:
+        _, right = np.linalg.eigh(x.swapaxes(-1, -2) @ x)
+        return (x @ right)[..., ::-1]
+    squares, left = np.linalg.eigh(x @ x.swapaxes(-1, -2))
+    rotated = (left * np.sqrt(np.maximum(squares, 0.0))[..., None, :])[..., ::-1]
+    return np.concatenate([rotated, np.zeros((*rotated.shape[:-1], D - T))], axis=-1)

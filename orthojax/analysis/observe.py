@@ -1,19 +1,26 @@
-"""From what one block shows to the metrics of a run.
+"""From the intermediates of one block to the metrics of a model.
 
-An observe function reduces one layer's taps to `Statistics` inside the layer scan, so nothing but scalars leaves a
-layer. Statistics are sums and counts: `combine` adds those of two batches, `finalize` divides. Whatever the split into
-batches, the result is that of one batch of all sequences.
+`measure` is the one loop that applies a model with an observe function, which reduces one layer's taps to `Statistics`
+inside the layer scan, so that only scalars leave a layer. Statistics are sums and counts: `combine` adds those of two
+batches, `finalize` divides. Whatever the split into batches, the result is that of one batch of all sequences.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from orthojax.analysis import activations, attention, backcopy, values
+from orthojax.analysis import activations, attention, backcopy
+from orthojax.model import Taps, mesh_of
+
+if TYPE_CHECKING:
+    from orthojax.model import Transformer
 
 # Maxima over layers although each layer's value is a mean; see `finalize`.
 _MAXIMUM_OVER_LAYERS = ("sink_attention", "sink_attention_rest")
@@ -33,35 +40,6 @@ _HIDDEN_STATE_MAXIMA = {
     "max_abs_first_maximum": activations.max_abs_first_maximum,
     "max_abs_rest_maximum": activations.max_abs_rest_maximum,
 }
-
-
-class Taps(Protocol):
-    """The part of one block's taps that is read here; B batch, N query heads, T queries, S keys, D d_model."""
-
-    @property
-    def attention_logits(self) -> jax.Array:
-        """Scaled logits before the mask, [B, N, T, S] float32."""
-        ...
-
-    @property
-    def attention_weights(self) -> jax.Array:
-        """Weights, zero on masked keys, [B, N, T, S] float32."""
-        ...
-
-    @property
-    def value_norms(self) -> jax.Array:
-        """||W_o^h v_j||_2, [B, N, S] float32."""
-        ...
-
-    @property
-    def post_attention(self) -> jax.Array:
-        """Residual stream after attention, [B, T, D]."""
-        ...
-
-    @property
-    def residual(self) -> jax.Array:
-        """Residual stream after the block: the hidden state, [B, T, D]."""
-        ...
 
 
 class Statistics(NamedTuple):
@@ -104,8 +82,8 @@ def observe_language_model(taps: Taps, *, post_attention: bool = False, basis: A
     means["first_attention_fraction"] = attention.first_attention_fraction(taps.attention_weights)
     # By head, because the sink rate is a count of heads over the whole evaluation set.
     means["first_attention_mass"] = attention.first_attention_mass_by_head(taps.attention_weights)
-    means["value_norm_first"] = values.value_norm_first(taps.value_norms)
-    means["value_norm_rest"] = values.value_norm_rest(taps.value_norms)
+    means["value_norm_first"] = activations.value_norm_first(taps.value_norms)
+    means["value_norm_rest"] = activations.value_norm_rest(taps.value_norms)
     total = {name: mean * sequences for name, mean in means.items()}
     return Statistics(sequences, total, dict.fromkeys(total, sequences), maximum)
 
@@ -124,8 +102,8 @@ def observe_backcopy(is_trigger: ArrayLike) -> Callable[[Taps], Statistics]:
     def observe(taps: Taps) -> Statistics:
         sequences = jnp.asarray(taps.residual.shape[0], jnp.int32)
         means = {
-            "value_norm_first": values.value_norm_first(taps.value_norms),
-            "value_norm_rest": values.value_norm_rest(taps.value_norms),
+            "value_norm_first": activations.value_norm_first(taps.value_norms),
+            "value_norm_rest": activations.value_norm_rest(taps.value_norms),
             "residual_norm_first": activations.residual_norm_first(taps.residual),
             "residual_norm_rest": activations.residual_norm_rest(taps.residual),
         }
@@ -197,3 +175,90 @@ def finalize(statistics: Statistics, *, sink_threshold: float = 0.3) -> dict[str
         if layers.ndim == 1:
             metrics |= {f"{name}/layer_{layer}": float(value) for layer, value in enumerate(layers)}
     return metrics
+
+
+class Loaded(Protocol):
+    """What is read of an `orthojax.model.LoadedModel`."""
+
+    @property
+    def model(self) -> "Transformer":
+        """The model."""
+        ...
+
+    @property
+    def params(self) -> Any:
+        """Its parameters, on a mesh or not."""
+        ...
+
+
+def measure(
+    loaded: Loaded,
+    batches: Iterable[Any],
+    observe: Callable[..., Any],
+    *,
+    output: Callable[..., Any] | None = None,
+    join: Callable[[Any, Any], Any] = combine,
+) -> Any:
+    """Applies a model to batches and joins what is observed in its layers.
+
+    There is one compiled program for each (model, observe, output) and shape of a batch: give functions of a module,
+    or keep those that you make, so that a later call finds it. What they do not read is not computed. Where the
+    parameters lie on a mesh, results are replicated, so that every process can read them.
+
+    Args:
+      loaded: A `LoadedModel`, or anything with `model` and `params`.
+      batches: At least one; each is tokens int [B, T] (inputs without targets) or a tuple (tokens, *extra), on the
+        devices already where there is a mesh.
+      observe: `(taps, *extra)` -> pytree, called in every layer; its leaves come back as [L, ...].
+      output: `(logits, *extra)` -> pytree, with logits float32 [B, T, V]. Without it the head is left out.
+      join: Two batches' results -> one; applied to what is observed and to the output separately. `combine` adds
+        `Statistics`, `concatenate` keeps every sequence.
+
+    Returns:
+      What was observed; with `output` the pair (observed, output).
+
+    Raises:
+      ValueError: Without batches.
+    """
+    mesh, total = mesh_of(loaded.params), None
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        for batch in batches:
+            tokens, *extra = batch if isinstance(batch, tuple) else (batch,)
+            new = _apply(loaded.model, observe, output, loaded.params, tokens, *extra)
+            total = new if total is None else tuple(join(a, b) for a, b in zip(total, new, strict=True))
+    if total is None:
+        raise ValueError("no batches to measure")
+    return total if output is not None else total[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _apply(
+    model: "Transformer",
+    observe: Callable[..., Any],
+    output: Callable[..., Any] | None,
+    params: Any,
+    tokens: Any,
+    *extra,
+) -> tuple[Any, ...]:
+    """(observed,) or (observed, output) of one batch, replicated where there is a mesh."""
+    result: Any = model.apply(
+        {"params": params}, tokens, observe=lambda taps: observe(taps, *extra), head=output is not None
+    )
+    logits, observed = result
+    both = (observed,) if output is None else (observed, output(logits, *extra))
+    if jax.sharding.get_abstract_mesh().empty:
+        return both
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), both)
+
+
+def concatenate(a: Any, b: Any) -> Any:
+    """Joins what was observed in two batches along axis 1, the batch axis after that of layers; on the host.
+
+    Args:
+      a: Pytree of arrays [L, B, ...].
+      b: The same of another batch.
+
+    Returns:
+      Pytree of NumPy arrays [L, B + B', ...].
+    """
+    return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *jax.device_get((a, b)))

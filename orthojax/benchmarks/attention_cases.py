@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from orthojax.ops.attention import Implementation, dot_product_attention
-from orthojax.ops.attention.cudnn_public import with_sink_key
-from orthojax.ops.attention.inputs import prepare_inputs
+from orthojax.ops.attention.cudnn import with_sink_key
+from orthojax.ops.attention.dot_product import prepare_inputs
 
 # (query, key, value [B, T, N, H], sink logits float32 [N]) -> [B, T, N, H]; causal. All but one ignore the sink.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]

@@ -3,126 +3,36 @@
 Standard library only, so that a mistyped flag is refused before anything heavy is imported.
 """
 
-import dataclasses
-
-from orthojax.config.checks import require
-from orthojax.config.data import DataConfig
-from orthojax.config.fields import (
-    Affects,
-    added,
-    changed_fields,
-    check_types,
-    describe_type,
-    field_paths,
-    fields_affecting,
-    flatten,
-    from_dict,
-    from_json,
-    read_value,
-    replace,
-    setting,
-    to_json,
-)
-from orthojax.config.mesh import MeshConfig
-from orthojax.config.model import AttentionImplementation, Mlp, ModelConfig, Norm, NormalizerName, Position, Remat
-from orthojax.config.optim import (
-    OptimConfig,
-    OptimizerName,
-    RotationAxes,
-    RotationConfig,
-    RotationKind,
-    RotationScope,
-)
-from orthojax.config.run import EvalConfig, TrainConfig
-
-__all__ = [
-    "Affects",
-    "AttentionImplementation",
-    "Config",
-    "DataConfig",
-    "EvalConfig",
-    "MeshConfig",
-    "Mlp",
-    "ModelConfig",
-    "Norm",
-    "NormalizerName",
-    "OptimConfig",
-    "OptimizerName",
-    "Position",
-    "Remat",
-    "RotationAxes",
-    "RotationConfig",
-    "RotationKind",
-    "RotationScope",
-    "TrainConfig",
-    "added",
-    "changed_fields",
-    "check_types",
-    "describe_type",
-    "field_paths",
-    "fields_affecting",
-    "flatten",
-    "from_dict",
-    "from_json",
-    "read_value",
-    "replace",
-    "setting",
-    "to_json",
-]
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Everything that determines a run."""
-
-    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
-    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
-    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
-    mesh: MeshConfig = added(MeshConfig())
-
-    def __post_init__(self):
-        check_types(self, "config")
-        length = self.data.sequence_length
-        require(
-            self.model.position != "learned" or length <= self.model.max_length,
-            f"data.sequence_length={length} is longer than model.max_length={self.model.max_length}",
-            f"at most {self.model.max_length} where positions are learned",
-        )
-        require(
-            self.model.relaxed_causal_tokens < length,
-            f"model.relaxed_causal_tokens={self.model.relaxed_causal_tokens} leaves no loss position",
-            f"less than data.sequence_length={length}",
-        )
-        require(
-            self.optim.warmup_steps < self.train.steps,
-            f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of train.steps={self.train.steps}",
-            f"less than {self.train.steps}",
-        )
-        if -1 not in (self.mesh.data, self.mesh.fsdp):
-            self._require_rows(self.mesh.data * self.mesh.fsdp)
-
-    def _require_rows(self, shares: int) -> None:
-        rows = shares * self.train.accumulation_steps
-        require(
-            self.train.batch_size % rows == 0,
-            f"train.batch_size={self.train.batch_size} is not divisible by mesh.data * mesh.fsdp * "
-            f"train.accumulation_steps = {rows}",
-            f"a multiple of {rows}",
-        )
-        require(
-            self.eval.batch_size % shares == 0,
-            f"eval.batch_size={self.eval.batch_size} is not divisible by mesh.data * mesh.fsdp = {shares}",
-            f"a multiple of {shares}",
-        )
-
-    def mesh_sizes(self, device_count: int) -> tuple[int, int, int]:
-        """`MeshConfig.sizes`, where the batches divide over them.
-
-        Raises:
-          UserError: Where the devices are too few, or a batch does not divide.
-        """
-        data, fsdp, tensor = self.mesh.sizes(device_count)
-        self._require_rows(data * fsdp)
-        return data, fsdp, tensor
+from orthojax.config.fields import Affects as Affects
+from orthojax.config.fields import added as added
+from orthojax.config.fields import changed_fields as changed_fields
+from orthojax.config.fields import check_types as check_types
+from orthojax.config.fields import describe_type as describe_type
+from orthojax.config.fields import field_paths as field_paths
+from orthojax.config.fields import fields_affecting as fields_affecting
+from orthojax.config.fields import flatten as flatten
+from orthojax.config.fields import from_dict as from_dict
+from orthojax.config.fields import from_json as from_json
+from orthojax.config.fields import read_value as read_value
+from orthojax.config.fields import replace as replace
+from orthojax.config.fields import require as require
+from orthojax.config.fields import setting as setting
+from orthojax.config.fields import to_json as to_json
+from orthojax.config.model import AttentionImplementation as AttentionImplementation
+from orthojax.config.model import Mlp as Mlp
+from orthojax.config.model import ModelConfig as ModelConfig
+from orthojax.config.model import Norm as Norm
+from orthojax.config.model import NormalizerName as NormalizerName
+from orthojax.config.model import Position as Position
+from orthojax.config.model import Remat as Remat
+from orthojax.config.run import Config as Config
+from orthojax.config.run import DataConfig as DataConfig
+from orthojax.config.run import EvalConfig as EvalConfig
+from orthojax.config.run import MeshConfig as MeshConfig
+from orthojax.config.run import OptimConfig as OptimConfig
+from orthojax.config.run import OptimizerName as OptimizerName
+from orthojax.config.run import RotationAxes as RotationAxes
+from orthojax.config.run import RotationConfig as RotationConfig
+from orthojax.config.run import RotationKind as RotationKind
+from orthojax.config.run import RotationScope as RotationScope
+from orthojax.config.run import TrainConfig as TrainConfig

@@ -1,10 +1,11 @@
 """Fields of config dataclasses: checked types, strict overrides by dotted path, and a JSON round trip."""
 
 import dataclasses
+import functools
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 from orthojax.errors import UserError, nearest
@@ -16,9 +17,12 @@ Affects = Literal["numbers", "start", "computation", "nothing"]
 
 - `numbers`: what a run computes; with another value it is another run. The default.
 - `start`: the same, but through its initial parameters only: the function of given parameters stays.
-- `computation`: how it is computed; another program with equal results, beyond rounding.
+- `computation`: how it is computed; another program with equal results up to rounding.
 - `nothing` of these: what is logged, probed, evaluated while training, kept.
 """
+
+
+_type_hints = functools.cache(typing.get_type_hints)
 
 
 def describe_type(hint: Any) -> str:
@@ -59,11 +63,24 @@ def _conforms(value: Any, hint: Any) -> bool:
 
 def check_types(config: Any, group: str) -> None:
     """A config built in Python is held to its annotations as one built from overrides is."""
-    for name, hint in typing.get_type_hints(type(config)).items():
+    for name, hint in _type_hints(type(config)).items():
         value = getattr(config, name)
         if not _conforms(value, hint):
             near = nearest(value, map(str, _literals(hint))) if isinstance(value, str) else ""
             raise UserError(f"{group}.{name}={value!r} is not valid", allowed=describe_type(hint), hint=near)
+
+
+def require(holds: bool, problem: str, allowed: str = "") -> None:
+    """Raises a UserError that names the problem and what is allowed, unless `holds`."""
+    if not holds:
+        raise UserError(problem, allowed=allowed)
+
+
+def require_each(config: Any, group: str, names: str, holds: Callable[[Any], bool], allowed: str) -> None:
+    """`require`s the same of several fields, `names` separated by spaces; None always holds."""
+    for name in names.split():
+        value = getattr(config, name)
+        require(value is None or holds(value), f"{group}.{name}={value}", allowed)
 
 
 def _plain(text: str, kind: type) -> Any:
@@ -126,7 +143,7 @@ def field_paths(cls: type, prefix: str = "") -> dict[str, Any]:
     ['model.vocab_size', 'model.max_length']
     """
     paths: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(cls).items():
+    for name, hint in _type_hints(cls).items():
         if dataclasses.is_dataclass(hint):
             paths |= field_paths(typing.cast(type, hint), f"{prefix}{name}.")
         else:
@@ -134,12 +151,12 @@ def field_paths(cls: type, prefix: str = "") -> dict[str, Any]:
     return paths
 
 
-def _replace_nested(config: T, nested: Mapping[str, Any]) -> T:
-    changes = {
-        name: _replace_nested(getattr(config, name), value) if isinstance(value, Mapping) else value
-        for name, value in nested.items()
-    }
-    return dataclasses.replace(typing.cast(Any, config), **changes)
+def _from_flat(cls: type[T], flat: Mapping[str, Any], prefix: str = "") -> T:
+    values = {}
+    for name, hint in _type_hints(cls).items():
+        path = prefix + name
+        values[name] = flat[path] if path in flat else _from_flat(hint, flat, f"{path}.")
+    return cls(**values)
 
 
 def replace(config: T, changes: Mapping[str, Any]) -> T:
@@ -156,35 +173,29 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
     >>> replace(Config(), {"model.d_model": 6, "model.num_heads": "3"}).model.head_dim
     2
     """
-    hints = field_paths(type(config))
-    nested: dict[str, Any] = {}
+    hints, flat = field_paths(type(config)), flatten(config)
     for path, value in changes.items():
         if path not in hints:
-            group = [name for name in hints if name.startswith(path + ".")]
-            names = group or [name for name in hints if name.rpartition(".")[0] == path.rpartition(".")[0]] or hints
-            raise UserError(
-                f"unknown config field {path!r}",
-                allowed=", ".join(names),
-                hint=nearest(path, hints)
-                or nearest(path.rpartition(".")[2], [name.rpartition(".")[2] for name in hints]),
-            )
+            raise _unknown_field(path, hints)
         hint = hints[path]
         if isinstance(value, str) and not _conforms(value, hint):
             try:
                 value = read_value(value, hint)
             except (ValueError, OverflowError):
-                choices = [str(item) for item in _literals(hint)]
-                raise UserError(
-                    f"config.{path}={value!r} is not valid", allowed=describe_type(hint), hint=nearest(value, choices)
-                ) from None
+                problem, near = f"config.{path}={value!r} is not valid", nearest(value, map(str, _literals(hint)))
+                raise UserError(problem, allowed=describe_type(hint), hint=near) from None
         if not _conforms(value, hint):
             raise UserError(f"config.{path}={value!r} has the wrong type", allowed=describe_type(hint))
-        *groups, name = path.split(".")
-        inner = nested
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[name] = value
-    return _replace_nested(config, nested)
+        flat[path] = value
+    return _from_flat(type(config), flat)
+
+
+def _unknown_field(path: str, hints: Iterable[str]) -> UserError:
+    group, _, name = path.rpartition(".")
+    inside = [known for known in hints if known.startswith(path + ".")]
+    beside = [known for known in hints if known.rpartition(".")[0] == group]
+    near = nearest(path, hints) or nearest(name, [known.rpartition(".")[2] for known in hints])
+    return UserError(f"unknown config field {path!r}", allowed=", ".join(inside or beside or hints), hint=near)
 
 
 def flatten(config: Any) -> dict[str, Any]:
@@ -232,7 +243,7 @@ def fields_affecting(cls: type, *what: Affects, prefix: str = "") -> tuple[str, 
     >>> fields_affecting(Config, "computation")[:2]
     ('model.attention_implementation', 'model.remat')
     """
-    hints, paths = typing.get_type_hints(cls), []
+    hints, paths = _type_hints(cls), []
     for field in dataclasses.fields(typing.cast(Any, cls)):
         if dataclasses.is_dataclass(hints[field.name]):
             paths += fields_affecting(hints[field.name], *what, prefix=f"{prefix}{field.name}.")
@@ -247,7 +258,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") ->
     Raises:
       UserError: For an unknown, missing or mistyped field.
     """
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)
     newer = {field.name for field in dataclasses.fields(typing.cast(Any, cls)) if field.metadata.get("added")}
     named = set(values) if isinstance(values, Mapping) else set()
     if not isinstance(values, Mapping) or not set(hints) - newer <= named <= set(hints):
@@ -257,10 +268,8 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") ->
             hint="unknown: " + (", ".join(sorted(named - set(hints))) or "nothing"),
         )
     fields = {}
-    for name, hint in hints.items():
-        if name not in values:
-            continue
-        value = values[name]
+    for name, value in values.items():
+        hint = hints[name]
         if dataclasses.is_dataclass(hint):
             fields[name] = from_dict(typing.cast(type, hint), value, f"{where}.{name}")
             continue

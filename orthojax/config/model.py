@@ -4,8 +4,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from orthojax.config.checks import require
-from orthojax.config.fields import added, check_types, setting
+from orthojax.config.fields import added, check_types, require, require_each, setting
 
 Position = Literal["learned", "rotary", "none"]
 Norm = Literal["layernorm", "rmsnorm", "rmsnorm_single", "none"]
@@ -29,7 +28,7 @@ class ModelConfig:
       d_mlp: Hidden width of the MLP (of each half for swiglu).
       position: Position information: a learned table, rotary on queries and keys, or none.
       rope_theta: Base wavelength of rotary positions.
-      norm: `rmsnorm_single` has one scalar gain for all channels.
+      norm: `rmsnorm_single` has one scalar scale for all channels.
       norm_eps: Added to the variance inside every norm.
       use_bias: Biases in every linear layer.
       normalizer: What turns attention logits into weights.
@@ -44,7 +43,7 @@ class ModelConfig:
         Quantizable Transformers, arXiv 2306.12929, whose main form gives a head its own slice of x, and always a bias,
         which starts at the logit of the gate's first value.
       tie_embeddings: Use the token embedding as the output head.
-      fixed_rotation: Turn what each part writes to the residual stream by a fixed orthogonal matrix of its own.
+      fixed_rotation: Rotate what each part writes to the residual stream by a fixed orthogonal matrix of its own.
       relaxed_causal_tokens: The first k tokens see each other (0: plain causal mask).
       embedding_init_std: Standard deviation of the initial embeddings.
       init_std: Standard deviation of initial kernels; residual-writing ones are scaled by 1/sqrt(2 num_layers).
@@ -85,9 +84,15 @@ class ModelConfig:
 
     def __post_init__(self):
         check_types(self, "model")
-        for name in ("vocab_size", "max_length", "d_model", "num_layers", "num_heads", "d_mlp"):
-            value = getattr(self, name)
-            require(value > 0, f"model.{name}={value}", "a positive number")
+        sizes = "vocab_size max_length d_model num_layers num_heads d_mlp"
+        require_each(self, "model", sizes, lambda size: size > 0, "a positive number")
+        positive = "norm_eps rope_theta init_std embedding_init_std"
+        require_each(self, "model", positive, lambda x: 0.0 < x < math.inf, "a finite positive number")
+        require_each(self, "model", "normalizer_n", lambda n: 0.0 <= n < math.inf, "a finite number >= 0")
+        require_each(self, "model", "normalizer_gamma", lambda gamma: -math.inf < gamma <= 0.0, "a finite number <= 0")
+        require_each(self, "model", "normalizer_zeta", lambda zeta: 1.0 <= zeta < math.inf, "a finite number >= 1")
+        relaxed = f"0 to model.max_length={self.max_length}"
+        require_each(self, "model", "relaxed_causal_tokens", lambda k: 0 <= k <= self.max_length, relaxed)
         require(
             self.d_model % self.num_heads == 0,
             f"model.d_model={self.d_model} is not divisible by model.num_heads={self.num_heads}",
@@ -105,39 +110,23 @@ class ModelConfig:
             "an even d_model / num_heads, or position 'learned' or 'none'",
         )
         require(
-            self.normalizer_n >= 0.0 and math.isfinite(self.normalizer_n),
-            f"model.normalizer_n={self.normalizer_n}",
-            "a finite number >= 0",
-        )
-        gamma, zeta = self.normalizer_gamma, self.normalizer_zeta
-        require(-math.inf < gamma <= 0.0, f"model.normalizer_gamma={gamma}", "a finite number <= 0")
-        require(1.0 <= zeta < math.inf, f"model.normalizer_zeta={zeta}", "a finite number >= 1")
-        require(
-            0 <= self.relaxed_causal_tokens <= self.max_length,
-            f"model.relaxed_causal_tokens={self.relaxed_causal_tokens}",
-            f"0 to model.max_length={self.max_length}",
-        )
-        require(
             not (self.fixed_rotation and self.scan_layers),
             "model.fixed_rotation differs between layers, which a scan over layers cannot express",
             "model.scan_layers=false",
         )
-        for name in ("norm_eps", "init_std", "embedding_init_std", "rope_theta"):
-            value = getattr(self, name)
-            require(value > 0.0 and math.isfinite(value), f"model.{name}={value}", "a finite positive number")
         for name in ("mlp", "attention"):
             value = getattr(self, name)
-            if isinstance(value, tuple):
-                require(
-                    len(value) == self.num_layers,
-                    f"model.{name} names {len(value)} layers, but model.num_layers={self.num_layers}",
-                    "one value, or one for each layer",
-                )
-                require(
-                    not self.scan_layers or len(set(value)) == 1,
-                    f"model.{name}={value} differs between layers, which a scan over layers cannot express",
-                    "model.scan_layers=false, or equal layers",
-                )
+            layers = value if isinstance(value, tuple) else (value,) * self.num_layers
+            require(
+                len(layers) == self.num_layers,
+                f"model.{name} names {len(layers)} layers, but model.num_layers={self.num_layers}",
+                "one value, or one for each layer",
+            )
+            require(
+                not self.scan_layers or len(set(layers)) == 1,
+                f"model.{name}={value} differs between layers, which a scan over layers cannot express",
+                "model.scan_layers=false, or equal layers",
+            )
 
     @property
     def kv_heads(self) -> int:

@@ -1,11 +1,206 @@
-"""Training and evaluation as values."""
+"""A run as values: its data, mesh, optimizer, training and evaluation, and all of them together with the model."""
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
-from orthojax.config.checks import require
-from orthojax.config.fields import added, check_types, setting
+from orthojax.config.fields import added, check_types, require, require_each, setting
+from orthojax.config.model import ModelConfig
+
+RotationKind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
+RotationScope = Literal["layer", "parameter", "tree"]
+RotationAxes = Literal["output", "input", "both", "residual", "writers", "none"]
+OptimizerName = Literal[
+    "adam", "orthoadam", "rmsprop", "sgd", "adagrad", "adamax", "amsgrad", "adabelief", "adafactor", "lion", "signum",
+    "lamb", "novograd", "ademamix", "muon",
+]  # fmt: skip
+
+
+def _require_seed(config: Any, group: str) -> None:
+    require_each(config, group, "seed", lambda seed: 0 <= seed < 2**32, "0 to 2**32 - 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class RotationConfig:
+    """The basis of OrthoAdam; the meanings stand in `orthojax.Rotation`.
+
+    Attributes:
+      kind: Which orthogonal matrix.
+      axes: Which axes of every kernel: its last (`output`), the one before (`input`), `both`, the d_model axis of
+        every kernel (`residual`) or of those that write to the residual stream only (`writers`), or `none`.
+      embeddings: Whether embedding tables are rotated too, along d_model.
+      scope: One matrix for every layer of every parameter, or the wider controls.
+      seed: Seed of the matrices; independent of the run's seed.
+    """
+
+    kind: RotationKind = "hadamard"
+    axes: RotationAxes = "output"
+    embeddings: bool = True
+    scope: RotationScope = "layer"
+    seed: int = 0
+
+    def __post_init__(self):
+        check_types(self, "optim.rotation")
+        _require_seed(self, "optim.rotation")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer and its learning-rate schedule (linear warm-up, then cosine decay).
+
+    Attributes:
+      optimizer: `adam` is AdamW where `weight_decay` > 0; `rmsprop` is Adam with b1 = 0 (the paper does not say);
+        `signum` is the sign of momentum; `muon` treats embeddings and vectors with Adam.
+      rotated: Run the optimizer in the basis of `rotation`; `orthoadam` is `adam` with this.
+      learning_rate: Peak learning rate.
+      warmup_steps: Steps of linear warm-up from 0.
+      final_learning_rate_fraction: Learning rate at the last step as a fraction of the peak; 1 keeps it constant.
+      b1: Decay of the first moment, where there is one (of Lion: the first of its two).
+      b2: Decay of the second moment, where there is one (of Lion: of its momentum).
+      eps: Added to the root of the second moment.
+      momentum: Of `sgd`, `signum` and `muon`; 0 for plain SGD.
+      weight_decay: Decoupled, scaled by the learning rate; on kernels and embeddings only.
+      clip_norm: Largest global gradient norm; None never clips.
+      rotation: The basis of `orthoadam`, and of any other that is `rotated`.
+      layer_by_layer: `orthoadam` updates scanned layers one by one, for less temporary memory.
+    """
+
+    optimizer: OptimizerName = "orthoadam"
+    rotated: bool = False
+    learning_rate: float = 1e-3
+    warmup_steps: int = 100
+    final_learning_rate_fraction: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip_norm: float | None = 1.0
+    rotation: RotationConfig = RotationConfig()
+    layer_by_layer: bool = added(False)
+
+    def __post_init__(self):
+        check_types(self, "optim")
+        require_each(self, "optim", "learning_rate eps", lambda x: 0.0 < x < math.inf, "a finite positive number")
+        require_each(self, "optim", "b1 b2 momentum", lambda x: 0.0 <= x < 1.0, "0 <= value < 1")
+        require_each(self, "optim", "weight_decay", lambda x: 0.0 <= x < math.inf, "a finite number >= 0")
+        require_each(self, "optim", "warmup_steps", lambda steps: steps >= 0, "a number >= 0")
+        require_each(self, "optim", "final_learning_rate_fraction", lambda x: 0.0 <= x <= 1.0, "0 to 1")
+        require_each(self, "optim", "clip_norm", lambda norm: norm > 0.0, "none or > 0")
+        require(
+            self.momentum == 0.0 or self.optimizer in ("sgd", "signum", "muon"),
+            f"optim.momentum={self.momentum} is not read by optim.optimizer={self.optimizer!r}",
+            "0, or optimizer 'sgd', 'signum' or 'muon'; the others have b1 or no momentum",
+        )
+        require(
+            not (self.rotated and self.optimizer == "orthoadam"),
+            "optim.rotated=true with optim.optimizer='orthoadam', which is rotated anyway",
+            "optimizer 'orthoadam' alone, or 'adam' with rotated",
+        )
+        require(
+            not self.layer_by_layer or self.optimizer == "orthoadam",
+            f"optim.layer_by_layer=true is not read by optim.optimizer={self.optimizer!r}",
+            "false, or optimizer 'orthoadam'",
+        )
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether the optimizer runs in the basis of `rotation`."""
+        return self.rotated or self.optimizer == "orthoadam"
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from.
+
+    Attributes:
+      kind: `embedded` is Python's own standard library, `text` reads the text or jsonl files in `paths`, `tokens` a
+        train and a validation token file made by launch/prepare_data.py, `bigram_backcopy` is the synthetic task.
+      paths: Of `text`, files, folders and patterns (any number); of `tokens` two: the train and the validation file,
+        each one file or, under the same name, the shards of launch/prepare_data.py --shard=i/n.
+      tokenizer: `bytes`, `bpe:N` (trained on the corpus, N ids) or the path of a tokenizer: a tokenizer.json, GPT-2's
+        vocab.json beside its merges.txt, a sentencepiece .model or the token ranks of Llama 3. Of `tokens`, what the
+        files must have been created with, where it is not the default.
+      sequence_length: Input positions of one row.
+      bos: Start every row with the beginning-of-sequence token.
+      seed: Seed of the order of the rows.
+      trigger_count: Bigram-Backcopy: the k most frequent characters are triggers.
+      verify: Compare the sha256 of all token files when they are opened, which reads them whole; otherwise, where they
+        are larger than 256 MB together, their sizes and a few blocks of each.
+    """
+
+    kind: Literal["embedded", "text", "tokens", "bigram_backcopy"] = "embedded"
+    paths: tuple[str, ...] = ()
+    tokenizer: str = "bpe:2048"
+    sequence_length: int = 64
+    bos: bool = False
+    seed: int = 0
+    trigger_count: int = 3
+    verify: bool = added(False, affects="nothing")
+
+    def __post_init__(self):
+        check_types(self, "data")
+        require_each(self, "data", "sequence_length", lambda length: length >= 2, "at least 2")
+        require_each(self, "data", "trigger_count", lambda count: count >= 1, "at least 1")
+        _require_seed(self, "data")
+        files = len(self.paths)
+        require(self.kind != "text" or files > 0, "data.kind='text' without files", "data.paths=FILE[,FILE...]")
+        two = "data.paths=TRAIN.bin,VALIDATION.bin"
+        require(self.kind != "tokens" or files == 2, f"data.kind='tokens' with {files} files", two)
+        ignored = f"data.paths={self.paths} is not read by data.kind={self.kind!r}"
+        require(self.kind in ("text", "tokens") or not files, ignored, "kind 'text' or 'tokens'")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How the devices of a run are arranged; -1, in one of the sizes, takes all devices that the others leave.
+
+    The numbers of a run do not depend on it, beyond rounding, and a checkpoint can be resumed on another mesh.
+
+    Attributes:
+      data: Replicas of the parameters, each with its own rows of the batch; the optimizer's moments are sharded over
+        them (ZeRO stage 1).
+      fsdp: Shards of parameters, gradients and moments, each with its own rows (ZeRO stage 3).
+      tensor: Shards of heads, MLP width and vocabulary, which work on the same rows (tensor parallelism).
+    """
+
+    data: int = setting(1, affects="computation")
+    fsdp: int = setting(1, affects="computation")
+    tensor: int = setting(1, affects="computation")
+
+    def __post_init__(self):
+        check_types(self, "mesh")
+        allowed = "at least 1, or -1 for all devices left"
+        require_each(self, "mesh", "data fsdp tensor", lambda size: size == -1 or size >= 1, allowed)
+        free = (self.data, self.fsdp, self.tensor).count(-1)
+        require(free <= 1, f"mesh {dataclasses.asdict(self)} has more than one -1", "-1 in at most one of the sizes")
+
+    def sizes(self, device_count: int) -> tuple[int, int, int]:
+        """(data, fsdp, tensor) on this many devices.
+
+        Raises:
+          UserError: Where there are too few, or the rest does not divide.
+
+        >>> MeshConfig(data=-1, tensor=2).sizes(8)
+        (4, 1, 2)
+        """
+        given = math.prod(size for size in (self.data, self.fsdp, self.tensor) if size != -1)
+        text = f"mesh data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}"
+        require(
+            given <= device_count,
+            f"{text} needs {given} devices, and there {'is' if device_count == 1 else 'are'} {device_count}",
+            f"sizes whose product is at most {device_count}; -1 takes all devices that the others leave",
+        )
+        if -1 in (self.data, self.fsdp, self.tensor):
+            require(
+                device_count % given == 0,
+                f"{text}: {given} does not divide the {device_count} devices",
+                f"other sizes whose product divides {device_count}",
+            )
+        data, fsdp, tensor = (
+            device_count // given if size == -1 else size for size in (self.data, self.fsdp, self.tensor)
+        )
+        return data, fsdp, tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,27 +210,26 @@ class TrainConfig:
     Attributes:
       steps: Optimizer steps.
       batch_size: Sequences per step.
-      accumulation_steps: Parts of a batch that go through the model one after the other, for less memory; their
-        gradients are added before the optimizer's one step.
+      accumulation_steps: Microbatches that a batch is split into, for less memory; their gradients are accumulated
+        before the optimizer's one step.
       seed: Seed of the initial parameters.
-      init_from: A checkpoint or workdir whose parameters are the initial ones instead, as for fine-tuning; the
-        optimizer starts anew.
+      init_from: A checkpoint or workdir to take the initial parameters from, as for fine-tuning; the optimizer starts
+        from scratch.
       allow_normalizer_change: Let the model's normalizer differ from that of `init_from`.
-      loss_chunk_positions: Of so many positions of every sequence the logits exist at once, in training and validation;
-        None takes as many as make 256 MB of logits on a CPU or 512 MB on another device.
+      loss_chunk_positions: Positions of every sequence whose logits are materialised at a time, in training and
+        validation; None takes as many as make 256 MB of logits on a CPU or 512 MB on another device.
       log_every_steps: Steps between lines of metrics.jsonl.
-      probe_every_steps: Steps between looks at the outliers and the attention of a few validation rows; 0: none.
-      probe_sequences: How many rows, of the `eval.sequences`; all of those where they are fewer.
+      probe_every_steps: Steps between probes of outliers and attention on a few validation rows; 0: none.
+      probe_sequences: Rows of a probe, out of the `eval.sequences`; all of those where they are fewer.
       tensorboard: Also write metrics.jsonl as TensorBoard events, under tensorboard/.
-      on_bad_step: What follows where a loss or gradient norm is not finite, or a loss spikes: `stop` with an error;
+      on_bad_step: What to do where a loss or gradient norm is not finite, or a loss spikes: `stop` with an error;
         `skip` the batch; `roll_back` to the last checkpoint of the schedule and leave out the batches since.
-      spike_nats: A loss so far above its running mean is a spike; none: no loss is.
+      spike_nats: How far above its running mean a loss counts as a spike; None: no loss does.
       eval_every_steps: Steps between validation losses; 0 leaves them out.
       checkpoint_every_steps: Steps between checkpoints; one is also written at the end and on SIGTERM or Ctrl-C.
-      keep_checkpoints: How many of the newest checkpoints stay; with 2, there is one to go on from where the newest is
-        damaged.
-      keep_every_steps: Checkpoints at multiples of so many steps stay for good; 0 leaves that out.
-      keep_best: How many of the checkpoints with the lowest validation loss stay.
+      keep_checkpoints: Newest checkpoints to keep; with 2, a run can resume where the newest is corrupt.
+      keep_every_steps: Checkpoints at multiples of this are never deleted; 0: none.
+      keep_best: Checkpoints of lowest validation loss to keep.
     """
 
     steps: int = 1000
@@ -59,28 +253,11 @@ class TrainConfig:
 
     def __post_init__(self):
         check_types(self, "train")
-        for name in (
-            "steps",
-            "batch_size",
-            "accumulation_steps",
-            "log_every_steps",
-            "checkpoint_every_steps",
-            "keep_checkpoints",
-        ):
-            value = getattr(self, name)
-            require(value >= 1, f"train.{name}={value}", "at least 1")
-        positions = self.loss_chunk_positions
-        require(positions is None or positions >= 1, f"train.loss_chunk_positions={positions}", "none, or at least 1")
-        require(self.probe_sequences >= 1, f"train.probe_sequences={self.probe_sequences}", "at least 1")
-        for name in ("eval_every_steps", "probe_every_steps"):
-            value = getattr(self, name)
-            require(value >= 0, f"train.{name}={value}", "at least 0")
-        require(
-            self.spike_nats is None or 0.0 < self.spike_nats < math.inf,
-            f"train.spike_nats={self.spike_nats}",
-            "none, or a finite number > 0",
-        )
-        require(self.keep_best >= 0, f"train.keep_best={self.keep_best}", "at least 0")
+        positive = "steps batch_size accumulation_steps log_every_steps checkpoint_every_steps keep_checkpoints"
+        require_each(self, "train", f"{positive} probe_sequences", lambda n: n >= 1, "at least 1")
+        require_each(self, "train", "eval_every_steps probe_every_steps keep_best", lambda n: n >= 0, "at least 0")
+        require_each(self, "train", "loss_chunk_positions", lambda n: n >= 1, "none, or at least 1")
+        require_each(self, "train", "spike_nats", lambda x: 0.0 < x < math.inf, "none, or a finite number > 0")
         require(
             not self.keep_best or self.eval_every_steps > 0,
             f"train.keep_best={self.keep_best} without validation losses",
@@ -92,7 +269,7 @@ class TrainConfig:
             f"train.checkpoint_every_steps={self.checkpoint_every_steps}",
             f"0, or a multiple of {self.checkpoint_every_steps}",
         )
-        require(0 <= self.seed < 2**32, f"train.seed={self.seed}", "0 to 2**32 - 1")
+        _require_seed(self, "train")
         require(
             bool(self.init_from) or not self.allow_normalizer_change,
             "train.allow_normalizer_change without a checkpoint to start from",
@@ -101,7 +278,7 @@ class TrainConfig:
 
     @property
     def watches_steps(self) -> bool:
-        """Whether the optimizer itself looks out for bad steps and leaves them out."""
+        """Whether the optimizer itself detects and skips bad steps."""
         return self.on_bad_step != "stop" or self.spike_nats is not None
 
 
@@ -120,5 +297,61 @@ class EvalConfig:
 
     def __post_init__(self):
         check_types(self, "eval")
-        require(self.batch_size >= 1, f"eval.batch_size={self.batch_size}", "at least 1")
-        require(self.sequences >= 1, f"eval.sequences={self.sequences}", "at least 1")
+        require_each(self, "eval", "batch_size sequences", lambda n: n >= 1, "at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that determines a run."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    mesh: MeshConfig = added(MeshConfig())
+
+    def __post_init__(self):
+        check_types(self, "config")
+        length = self.data.sequence_length
+        require(
+            self.model.position != "learned" or length <= self.model.max_length,
+            f"data.sequence_length={length} is longer than model.max_length={self.model.max_length}",
+            f"at most {self.model.max_length} where positions are learned",
+        )
+        require(
+            self.model.relaxed_causal_tokens < length,
+            f"model.relaxed_causal_tokens={self.model.relaxed_causal_tokens} leaves no loss position",
+            f"less than data.sequence_length={length}",
+        )
+        require(
+            self.optim.warmup_steps < self.train.steps,
+            f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of train.steps={self.train.steps}",
+            f"less than {self.train.steps}",
+        )
+        if -1 not in (self.mesh.data, self.mesh.fsdp):
+            self._require_rows(self.mesh.data * self.mesh.fsdp)
+
+    def _require_rows(self, shares: int) -> None:
+        rows = shares * self.train.accumulation_steps
+        require(
+            self.train.batch_size % rows == 0,
+            f"train.batch_size={self.train.batch_size} is not divisible by mesh.data * mesh.fsdp * "
+            f"train.accumulation_steps = {rows}",
+            f"a multiple of {rows}",
+        )
+        require(
+            self.eval.batch_size % shares == 0,
+            f"eval.batch_size={self.eval.batch_size} is not divisible by mesh.data * mesh.fsdp = {shares}",
+            f"a multiple of {shares}",
+        )
+
+    def mesh_sizes(self, device_count: int) -> tuple[int, int, int]:
+        """`MeshConfig.sizes`, where the batches divide over them.
+
+        Raises:
+          UserError: Where the devices are too few, or a batch does not divide.
+        """
+        data, fsdp, tensor = self.mesh.sizes(device_count)
+        self._require_rows(data * fsdp)
+        return data, fsdp, tensor

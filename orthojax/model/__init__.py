@@ -6,46 +6,33 @@ The presets are plain values; flax is imported when `Transformer` is first used.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from orthojax.model.presets import flops_per_token, gpt2, llama2, parameter_count
+from orthojax.model.presets import flops_per_token as flops_per_token
+from orthojax.model.presets import gpt2 as gpt2
+from orthojax.model.presets import llama2 as llama2
+from orthojax.model.presets import parameter_count as parameter_count
 
 if TYPE_CHECKING:
-    from orthojax.model.dense import LinearFunction, linear, plain_product
-    from orthojax.model.layers import stack_layers, unstack_layers
-    from orthojax.model.loaded import LoadedModel, mesh_of
-    from orthojax.model.transformer import Observe, Taps, Transformer
+    from orthojax.model.layers import LinearFunction as LinearFunction
+    from orthojax.model.layers import Norm as Norm
+    from orthojax.model.layers import linear as linear
+    from orthojax.model.layers import plain_product as plain_product
+    from orthojax.model.loaded import LoadedModel as LoadedModel
+    from orthojax.model.loaded import Observe as Observe
+    from orthojax.model.loaded import Taps as Taps
+    from orthojax.model.loaded import mesh_of as mesh_of
+    from orthojax.model.loaded import stack_layers as stack_layers
+    from orthojax.model.loaded import unstack_layers as unstack_layers
+    from orthojax.model.transformer import Transformer as Transformer
 
-_HOME = {
-    "LinearFunction": "dense",
-    "LoadedModel": "loaded",
-    "Observe": "transformer",
-    "Taps": "transformer",
-    "Transformer": "transformer",
-    "linear": "dense",
-    "mesh_of": "loaded",
-    "plain_product": "dense",
-    "stack_layers": "layers",
-    "unstack_layers": "layers",
+_LAZY = {
+    "layers": ("LinearFunction", "Norm", "linear", "plain_product"),
+    "loaded": ("LoadedModel", "Observe", "Taps", "mesh_of", "stack_layers", "unstack_layers"),
+    "transformer": ("Transformer",),
 }
-
-__all__ = [
-    "LinearFunction",
-    "LoadedModel",
-    "Observe",
-    "Taps",
-    "Transformer",
-    "flops_per_token",
-    "gpt2",
-    "linear",
-    "llama2",
-    "mesh_of",
-    "parameter_count",
-    "plain_product",
-    "stack_layers",
-    "unstack_layers",
-]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"orthojax.model.{_HOME[name]}"), name)
+    for module, names in _LAZY.items():
+        if name in names:
+            return getattr(importlib.import_module(f"orthojax.model.{module}"), name)
     raise AttributeError(f"module 'orthojax.model' has no attribute {name!r}")

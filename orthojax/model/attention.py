@@ -10,10 +10,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from orthojax.model.dense import Part
-from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask
-from orthojax.ops.normalizers import ClippedSoftmax, Normalizer, apply_normalizer
-from orthojax.ops.rotary import rotary
+from orthojax.model.layers import Part
+from orthojax.ops import rotary
+from orthojax.ops.attention import attention_logits, attention_weights, dot_product_attention, relaxed_causal_mask
+from orthojax.ops.normalizers import ClippedSoftmax, Normalizer
 
 
 class Attention(Part):
@@ -37,10 +37,9 @@ class Attention(Part):
         if c.gated_attention:
             heads *= jax.nn.sigmoid(self.dense("gate", c.num_heads)(x))[..., None]
         output = self.dense("output", c.d_model, writes_residual=True)(heads.reshape(B, T, -1))
-        logits = attention_logits(query, key)
         taps = {
-            "attention_logits": logits,
-            "attention_weights": apply_normalizer(normalizer, logits, visible),
+            "attention_logits": attention_logits(query, key),
+            "attention_weights": attention_weights(query, key, mask=visible, normalizer=normalizer),
             "visible": visible,
             "values": value,
             "value_norms": self._value_norms(value),

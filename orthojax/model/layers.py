@@ -1,23 +1,122 @@
-"""Parameters of scanned and unrolled layers, one from the other."""
+"""What a block consists of besides attention: linear layers, norm and MLP. Legend: B batch, T positions, D d_model."""
 
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-Params = dict[str, Any]
+from orthojax.config import Mlp, ModelConfig
+from orthojax.ops.quantize import Quantized
+
+F = TypeVar("F", bound="LinearFunction")
+_PLAIN = "is_plain_product"
 
 
-def unstack_layers(params: Params) -> Params:
-    """{"layers": leaves [L, ...]} -> {"layers_0": leaves [...], ...}; other entries as they are."""
-    stacked = params["layers"]
-    length = jax.tree.leaves(stacked)[0].shape[0]
-    layers = {f"layers_{i}": jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(length)}
-    return {name: value for name, value in params.items() if name != "layers"} | layers
+class LinearFunction(Protocol):
+    """What a linear layer computes; `quant` substitutes quantised ones."""
+
+    def __call__(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
+        """Maps x [..., in], kernel [in, out], bias [out] to [..., out]; `path` is the layer's, as layers/mlp/input."""
+        ...
 
 
-def stack_layers(params: Params) -> Params:
-    """The inverse of `unstack_layers`; the layers must have the same parameters."""
-    names = sorted((name for name in params if name.startswith("layers_")), key=lambda name: int(name.split("_")[1]))
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(params[name] for name in names))
-    return {name: value for name, value in params.items() if name not in names} | {"layers": stacked}
+def plain_product(function: F) -> F:
+    """Marks a linear function as x @ kernel + bias, up to sharding constraints: its head may be computed in chunks."""
+    setattr(function, _PLAIN, True)
+    return function
+
+
+def is_plain_product(function: LinearFunction) -> bool:
+    """Whether it is marked by `plain_product`."""
+    return getattr(function, _PLAIN, False)
+
+
+@plain_product
+def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
+    """The product x @ kernel + bias; logits (`head`) stay float32, since bfloat16 ones would make the loss noisy."""
+    y = jnp.matmul(x, kernel, preferred_element_type=jnp.float32 if path == "head" else None)
+    return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
+
+
+class Linear(nn.Module):
+    """The one linear layer: every kernel of the model but the embeddings passes through `function`."""
+
+    features: int
+    use_bias: bool
+    init_std: float
+    dtype: Any
+    function: LinearFunction
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., in] -> [..., features] in `dtype`."""
+        given = self.get_variable("params", "kernel")
+        if isinstance(given, Quantized):  # neither the shape nor the dtype of a float kernel
+            kernel: Any = given
+        else:
+            init = nn.initializers.normal(self.init_std)
+            kernel = self.param("kernel", init, (x.shape[-1], self.features), jnp.float32).astype(self.dtype)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32) if self.use_bias else None
+        bias = None if bias is None else bias.astype(self.dtype)
+        return self.function(x.astype(self.dtype), kernel, bias, "/".join(self.path))
+
+
+class Part(nn.Module):
+    """What attention and MLP share: the config and a way to create linear layers."""
+
+    config: ModelConfig
+    linear: LinearFunction
+
+    def dense(self, name: str, features: int, *, writes_residual: bool = False) -> Linear:
+        """A linear layer of this part, called `name`; one that writes to the residual stream has a smaller init."""
+        c = self.config
+        # GPT-2's rule: 2 num_layers terms add up in the residual stream.
+        std = c.init_std / (2 * c.num_layers) ** 0.5 if writes_residual else c.init_std
+        return Linear(features, c.use_bias, std, jnp.dtype(c.dtype), self.linear, name=name)
+
+
+class Norm(nn.Module):
+    """Normalisation over channels, in float32.
+
+    `rmsnorm_single` is RMSNorm with one scalar scale: it commutes with every rotation of the channels, so it prefers no
+    basis. `layernorm` has a bias where linear layers have one.
+    """
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D] float32."""
+        c = self.config
+        if c.norm == "none":
+            return x
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        if c.norm == "layernorm":
+            x -= jnp.mean(x, -1, keepdims=True)
+        x *= jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + c.norm_eps)
+        shape = () if c.norm == "rmsnorm_single" else (x.shape[-1],)
+        scale = self.param("scale", nn.initializers.ones, shape, jnp.float32)
+        x *= scale.reshape((1, 1, -1))
+        if c.norm == "layernorm" and c.use_bias:
+            x += self.param("bias", nn.initializers.zeros, shape, jnp.float32).reshape((1, 1, -1))
+        return x
+
+
+class Feedforward(Part):
+    """The MLP of one block."""
+
+    kind: Mlp
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
+        c = self.config
+        if self.kind != "linear":
+            hidden = self.dense("input", c.d_mlp)(x)
+            if self.kind == "swiglu":
+                hidden = jax.nn.silu(self.dense("gate", c.d_mlp)(x)) * hidden
+            else:
+                hidden = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}[self.kind](hidden)
+            x = hidden
+        return self.dense("output", c.d_model, writes_residual=True)(x)

@@ -70,15 +70,7 @@ def gpt2(size: str, **changes: Any) -> ModelConfig:
 
 
 def llama2(size: str, **changes: Any) -> ModelConfig:
-    """Llama 2: rotary positions, RMSNorm, no biases, SwiGLU, untied head.
-
-    Args:
-      size: "tiny" | "130m".
-      **changes: Fields of `ModelConfig` to set otherwise.
-
-    Raises:
-      UserError: For an unknown size or field, or an impossible combination.
-    """
+    """Llama 2: rotary positions, RMSNorm, no biases, SwiGLU, untied head; as `gpt2`, with size "tiny" | "130m"."""
     return _preset("llama2", _LLAMA2, _LLAMA2_SIZES, size, changes)
 
 
@@ -90,20 +82,15 @@ def parameter_count(config: ModelConfig) -> int:
     """
     c = config
     bias = 1 if c.use_bias else 0
-    gains = {"layernorm": c.d_model * (1 + bias), "rmsnorm": c.d_model, "rmsnorm_single": 1, "none": 0}
-    norm = gains[c.norm]
+    scales = {"layernorm": c.d_model * (1 + bias), "rmsnorm": c.d_model, "rmsnorm_single": 1, "none": 0}
+    norm = scales[c.norm]
     query, kv = c.num_heads * c.head_dim, c.kv_heads * c.head_dim
     attention = c.d_model * (query + 2 * kv) + query * c.d_model + bias * (query + 2 * kv + c.d_model) + norm
     attention += (c.d_model + bias) * c.num_heads if c.gated_attention else 0
     attention += c.num_heads if c.normalizer == "learned_sink" else 0
     two = 2 * c.d_model * c.d_mlp + bias * (c.d_mlp + c.d_model) + norm
-    mlp = {
-        "gelu": two,
-        "relu": two,
-        "swiglu": two + (c.d_model + bias) * c.d_mlp,
-        "linear": c.d_model**2 + bias * c.d_model + norm,
-        "none": 0,
-    }
+    linear = c.d_model**2 + bias * c.d_model + norm
+    mlp = {"gelu": two, "relu": two, "swiglu": two + (c.d_model + bias) * c.d_mlp, "linear": linear, "none": 0}
     total = c.vocab_size * c.d_model * (1 if c.tie_embeddings else 2) + norm
     total += c.max_length * c.d_model if c.position == "learned" else 0
     for layer in range(c.num_layers):
@@ -115,7 +102,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Floating-point operations of one training step for each token, forward and backward.
 
     6 for each parameter that takes part in a matrix product (the token table once, as the head; the position table,
-    gains and biases never), and 12 T d_model in every layer that attends for the products with keys and values,
+    norm scales and biases never), and 12 T d_model in every layer that attends for the products with keys and values,
     causality not counted as a saving.
 
     Args:

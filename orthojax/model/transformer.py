@@ -3,8 +3,9 @@
 Letters inside functions: B batch, T query positions, S key positions, N query heads, D d_model, V vocabulary.
 """
 
+import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -12,30 +13,13 @@ import jax.numpy as jnp
 
 from orthojax.config import ModelConfig, Remat
 from orthojax.model.attention import Attention
-from orthojax.model.dense import Linear, LinearFunction, is_plain_product, linear
-from orthojax.model.fixed_rotation import from_residual, to_residual
-from orthojax.model.mlp import Feedforward
-from orthojax.model.norm import Norm
+from orthojax.model.layers import Feedforward, Linear, LinearFunction, Norm, is_plain_product, linear
+from orthojax.model.loaded import Observe, Taps
 from orthojax.ops.attention import ATTENTION_NAME, relaxed_causal_mask
+from orthojax.ops.orthogonal import fixed_transform, hash_signs
 
-TOKEN_TABLE = "token_embedding/embedding:0"
-
-
-class Taps(NamedTuple):
-    """What one block shows of its inside. An `observe` function reduces it; what it does not read is never computed."""
-
-    attention_logits: jax.Array  # [B, N, T, S] float32, scaled, before the mask
-    attention_weights: jax.Array  # [B, N, T, S] float32
-    visible: jax.Array  # [1, 1, T, S] bool: which keys each query sees
-    values: jax.Array  # [B, S, K, H]
-    value_norms: jax.Array  # [B, N, S] float32: ||W_o^h v_j||_2, the value as head h writes it to the residual stream
-    attention_output: jax.Array  # [B, T, D]
-    mlp_output: jax.Array  # [B, T, D]
-    post_attention: jax.Array  # [B, T, D] residual stream after attention
-    residual: jax.Array  # [B, T, D] residual stream after the block: the paper's hidden state
-
-
-Observe = Callable[[Taps], Any]
+_TOKEN_TABLE = "token_embedding/embedding:0"
+_POSITION_TABLE = "position_embedding/embedding:0"
 
 
 class Block(nn.Module):
@@ -47,8 +31,8 @@ class Block(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, Any]:
-        """[B, T, D] -> ([B, T, D], observe(Taps))."""
+    def __call__(self, x: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
+        """[B, T, D] and the layer's inputs -> [B, T, D] and the layer's outputs: observe(Taps)."""
         c = self.config
         B, T, _ = x.shape
         zero = jnp.zeros_like(x)
@@ -68,6 +52,7 @@ class Block(nn.Module):
         if self.observe is None:
             return x, None
         seen = Taps(
+            inputs=inputs,
             attention_output=attention_output,
             mlp_output=mlp_output,
             post_attention=post_attention,
@@ -90,8 +75,38 @@ class Block(nn.Module):
         }
 
 
-def _kept(remat: Remat) -> Callable[..., Any] | None:
-    """The policy that says what of a block is kept for the backward pass; None keeps nothing."""
+def to_residual(x: jax.Array, name: str, layer: int = 0) -> jax.Array:
+    """Q^T x along the last axis, with the fixed orthogonal matrix Q of one part of the model (`fixed_rotation`).
+
+    The alternative to OrthoAdam that its authors name and do not take (From Attention to Activation, section 4.2):
+    "make Q part of the model parameters that are kept fixed during training". What a part writes to the residual stream
+    is rotated by a matrix of its own; Adam on such a model is OrthoAdam (axes `writers`) on the plain one, seen in
+    other coordinates.
+
+    Args:
+      x: [..., D], in the coordinates of the part.
+      name: Of the part's kernel, as `layers/mlp/output/kernel`.
+      layer: Its layer number.
+
+    Returns:
+      [..., D] in the coordinates of the residual stream.
+    """
+    return _signs(x, name, layer) * fixed_transform(x, x.ndim - 1, transpose=True)
+
+
+def from_residual(x: jax.Array, name: str, layer: int = 0) -> jax.Array:
+    """Q x along the last axis: the inverse of `to_residual`."""
+    return fixed_transform(_signs(x, name, layer) * x, x.ndim - 1)
+
+
+def _signs(x: jax.Array, name: str, layer: int) -> jax.Array:
+    # The key and the name are those of OrthoAdam with seed 0, so that the two can be compared run by run.
+    signs = hash_signs(zlib.crc32(name.encode()), (layer,), x.shape[-1])
+    return jnp.asarray(signs.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def _remat_policy(remat: Remat) -> Callable[..., Any] | None:
+    """What of a block is saved for the backward pass; None saves nothing."""
     policies = jax.checkpoint_policies
     attention = policies.save_only_these_names(ATTENTION_NAME)  # so that a fused kernel runs once
     if remat == "dots":
@@ -104,7 +119,7 @@ class Transformer(nn.Module):
 
     Attributes:
       config: What to build.
-      linear: What a linear layer computes; `orthojax.quant` makes others.
+      linear: What a linear layer computes; `orthojax.quant` has others.
     """
 
     config: ModelConfig
@@ -112,14 +127,15 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, *, observe: Observe | None = None, head: bool = True
+        self, tokens: jax.Array, *, layer_inputs: Any = None, observe: Observe | None = None, head: bool = True
     ) -> tuple[jax.Array, Any]:
         """Next-token logits, and what `observe` returns for every layer.
 
         Args:
           tokens: int [B, T].
+          layer_inputs: Pytree of arrays [num_layers, ...]; every block gets its own layer's.
           observe: Called once in every block; its leaves come back stacked along a leading layer axis.
-          head: False leaves out the last product, so that whoever calls can make it piece by piece.
+          head: False leaves out the last product, so that the caller can compute it in chunks.
 
         Returns:
           Logits [B, T, V] float32, and the observations (None without `observe`). Without the head, what it is applied
@@ -133,17 +149,18 @@ class Transformer(nn.Module):
         init = nn.initializers.normal(c.embedding_init_std)
         embed = nn.Embed(c.vocab_size, c.d_model, embedding_init=init, name="token_embedding")
         x = embed(tokens)
-        x = to_residual(x, TOKEN_TABLE) if c.fixed_rotation else x
+        if c.fixed_rotation:
+            x = to_residual(x, _TOKEN_TABLE)
         if c.position == "learned":
             if tokens.shape[1] > c.max_length:
                 raise ValueError(f"{tokens.shape[1]} tokens are more than the model's max_length={c.max_length}")
             positions = nn.Embed(c.max_length, c.d_model, embedding_init=init, name="position_embedding")
             added = positions(jnp.arange(tokens.shape[1]))[None]
-            x += to_residual(added, "position_embedding/embedding:0") if c.fixed_rotation else added
-        x, observed = self._blocks(x, observe)
+            x += to_residual(added, _POSITION_TABLE) if c.fixed_rotation else added
+        x, observed = self._blocks(x, layer_inputs, observe)
         x = Norm(c, name="final_norm")(x).astype(dtype)
-        if c.tie_embeddings:
-            x = from_residual(x, TOKEN_TABLE) if c.fixed_rotation else x
+        if c.tie_embeddings and c.fixed_rotation:
+            x = from_residual(x, _TOKEN_TABLE)
         if not head:
             return x, observed
         if c.tie_embeddings:
@@ -159,29 +176,31 @@ class Transformer(nn.Module):
           params: The parameters, as `init` returns them under "params".
 
         Returns:
-          (token table [V, D], 0) or (head [D, V], 1), float32; None where the logits are no plain product: a `linear`
-          of another kind may quantise the head, by statistics of all positions.
+          (token table [V, D], 0) or (head [D, V], 1), float32; None where the logits are no plain product: another
+          `linear` may quantise the head, by statistics of all positions.
         """
         if self.config.tie_embeddings:
             return params["token_embedding"]["embedding"], 0
         return (params["head"]["kernel"], 1) if is_plain_product(self.linear) else None
 
-    def _blocks(self, x: jax.Array, observe: Observe | None) -> tuple[jax.Array, Any]:
+    def _blocks(self, x: jax.Array, layer_inputs: Any, observe: Observe | None) -> tuple[jax.Array, Any]:
         c = self.config
         block = Block
         if c.remat:
             # Inside a scan the loop itself keeps XLA from merging recomputation and original.
-            block = nn.remat(Block, prevent_cse=not c.scan_layers, policy=_kept(c.remat))
+            block = nn.remat(Block, prevent_cse=not c.scan_layers, policy=_remat_policy(c.remat))
         if c.scan_layers:
             body = nn.scan(
-                lambda module, carry, _: module(carry),
+                lambda module, carry, inputs: module(carry, inputs),
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
+                in_axes=0,
                 length=c.num_layers,
             )
-            return body(block(c, self.linear, observe, 0, name="layers"), x, None)
+            return body(block(c, self.linear, observe, 0, name="layers"), x, layer_inputs)
         observed = []
         for layer in range(c.num_layers):
-            x, seen = block(c, self.linear, observe, layer, name=f"layers_{layer}")(x)
+            inputs = jax.tree.map(lambda leaf, layer=layer: leaf[layer], layer_inputs)
+            x, seen = block(c, self.linear, observe, layer, name=f"layers_{layer}")(x, inputs)
             observed.append(seen)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *observed)

@@ -1,15 +1,16 @@
-"""Pure functions on arrays: nothing here knows of flax, optax or any state."""
+"""Pure functions on arrays: nothing here depends on flax, optax or any state."""
 
 from orthojax.ops.attention import (
     ATTENTION_NAME,
     attention_fn,
     attention_logits,
+    attention_weights,
     dot_product_attention,
     forbid_fallback,
     visible_keys,
+    weighted_values,
 )
-from orthojax.ops.chunked_cross_entropy import chunked_cross_entropy_sum_nats, positions_at_once
-from orthojax.ops.losses import cross_entropy_nats
+from orthojax.ops.cross_entropy import chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
 from orthojax.ops.normalizers import (
     ClippedSoftmax,
     Normalizer,
@@ -22,6 +23,7 @@ from orthojax.ops.normalizers import (
     softmax_n,
     softmax_with_sink,
 )
+from orthojax.ops.orthogonal import rotary
 from orthojax.ops.statistics import kurtosis, norm_ratio
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "apply_normalizer",
     "attention_fn",
     "attention_logits",
+    "attention_weights",
     "chunked_cross_entropy_sum_nats",
     "clipped_softmax",
     "cross_entropy_nats",
@@ -40,10 +43,12 @@ __all__ = [
     "norm_ratio",
     "positions_at_once",
     "relu",
+    "rotary",
     "sigmoid",
     "softmax",
     "softmax1",
     "softmax_n",
     "softmax_with_sink",
     "visible_keys",
+    "weighted_values",
 ]

@@ -1,22 +1,26 @@
-"""What turns attention logits into weights.
+"""Normalizers: from attention logits to weights.
 
-Every normalizer has the signature of `jax.nn.softmax`: `(logits, axis=-1, where=None)`, `where` is a boolean mask that
-means "keep". Weights have the shape and dtype of the logits (float32 for integers); half precision is computed in
-float32. Where a row keeps nothing, its weights are exactly zero, except for `softmax`, which keeps the meaning it has
-in `jax.nn`.
+Every normalizer has the arguments of `jax.nn.softmax`:
+
+  logits: Floating array; half precision is computed in float32.
+  axis: The axis of the keys.
+  where: Boolean mask that broadcasts against `logits`; entries that are False get weight 0.
+
+Weights have the shape and dtype of the logits (float32 for integers). A row that keeps nothing has weights of exactly
+zero, except for `softmax`, which keeps its meaning in `jax.nn`.
 """
 
 import dataclasses
 import math
 import numbers
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orthojax.ops.sink_softmax import softmax_with_constant, softmax_with_sink_array
 from orthojax.ops.statistics import at_least_float32
 
 
@@ -25,8 +29,8 @@ class ClippedSoftmax:
     """The normalizer `clipped_softmax` with its two numbers.
 
     Attributes:
-      gamma: <= 0; where it is less, small weights become exactly 0. Its usual size is some -10 / (number of keys).
-      zeta: >= 1; where it is more, large weights become exactly 1.
+      gamma: <= 0; if less, small weights become exactly 0. Its usual size is about -10 / (number of keys).
+      zeta: >= 1; if more, large weights become exactly 1.
 
     Raises:
       ValueError: For numbers outside these ranges, which the paper does not allow, or not finite.
@@ -55,14 +59,8 @@ def _masked(logits: jax.Array, where: jax.Array | None) -> jax.Array:
 def softmax_n(logits: jax.Array, n: float, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
     """Softmax with n in the denominator: exp(x_i) / (n + sum_j exp(x_j)); n = 1 is `softmax1`, n = 0 is softmax.
 
-    Args:
-      logits: Floating array.
-      n: A number >= 0; the attention that may go nowhere, as if n further keys had logit 0 and value 0.
-      axis: The axis of the keys.
-      where: Boolean mask that broadcasts against `logits`; entries that are False get weight 0.
-
-    Returns:
-      Weights, shape and dtype of `logits`; each row sums to less than 1 where n > 0.
+    n >= 0 acts as n further keys with logit 0 and value 0; rows sum to less than 1 if n > 0. Other arguments and the
+    result are as for `softmax1`.
 
     Raises:
       ValueError: For an n that is negative or not finite.
@@ -72,15 +70,15 @@ def softmax_n(logits: jax.Array, n: float, axis: int = -1, where: jax.Array | No
       Flash-Attention-Softmax-N, `<https://github.com/softmax1/Flash-Attention-Softmax-N>`_, 2023.
     """
     check_normalizer(float(n))
-    return _as_dtype_of(logits, softmax_with_constant(_masked(at_least_float32(logits), where), axis, float(n)))
+    return _as_dtype_of(logits, _softmax_with_constant(_masked(at_least_float32(logits), where), axis, float(n)))
 
 
 def softmax1(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
     """softmax-1: exp(x_i) / (1 + sum_j exp(x_j)), attention that may go nowhere.
 
     The 1 acts as a key with logit 0 and value 0, so a head with nothing to say need not park its weight on the
-    first token. The shift that keeps it stable is max(0, max_j x_j), since unlike softmax it is not invariant to
-    adding a constant: finite, correct weights for any logits, and exact zeros where nothing is kept.
+    first token. The stabilising shift is max(0, max_j x_j), since unlike softmax it is not invariant to adding a
+    constant: finite, correct weights for any logits, and exact zeros where nothing is kept.
 
     Args:
       logits: Floating array; half precision is computed in float32.
@@ -88,7 +86,7 @@ def softmax1(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) 
       where: Boolean mask that broadcasts against `logits`; entries that are False get weight 0.
 
     Returns:
-      Weights, shape and dtype of `logits`; each row sums to less than 1. The derivative rule saves them only.
+      Weights, shape and dtype of `logits`; each row sums to less than 1. Only they are saved for the derivative.
 
     Reference:
       From Attention to Activation, `arXiv 2410.17174 <https://arxiv.org/abs/2410.17174>`_, 2024, Eq. 1.
@@ -105,33 +103,21 @@ def softmax1(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) 
 def softmax_with_sink(logits: jax.Array, sink: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
     """Softmax with a (learned) sink logit: exp(x_i) / (exp(sink) + sum_j exp(x_j)); sink = 0 is `softmax1`.
 
-    Args:
-      logits: Floating array.
-      sink: Array that broadcasts against `logits` with length 1 along `axis`; differentiable.
-      axis: The axis of the keys.
-      where: Boolean mask that broadcasts against `logits`; entries that are False get weight 0.
-
-    Returns:
-      Weights, shape and dtype of `logits`; each row sums to less than 1 where its sink is finite.
+    `sink` broadcasts against `logits` with length 1 along `axis` and is differentiable; rows sum to less than 1 if it
+    is finite. Other arguments and the result are as for `softmax1`.
 
     Reference:
       One learned logit for each head, as in gpt-oss, `arXiv 2508.10925 <https://arxiv.org/abs/2508.10925>`_, 2025.
     """
     x = _masked(at_least_float32(logits), where)
-    return _as_dtype_of(logits, softmax_with_sink_array(x, axis, jnp.asarray(sink, x.dtype)))
+    return _as_dtype_of(logits, _softmax_with_sink_array(x, axis, jnp.asarray(sink, x.dtype)))
 
 
 def softmax(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
-    """exp(x_i) / sum_j exp(x_j), as `jax.nn.softmax`, in float32 at least.
+    """exp(x_i) / sum_j exp(x_j), as `jax.nn.softmax`, in at least float32; arguments and result as for `softmax1`.
 
-    Args:
-      logits: Floating array.
-      axis: The axis of the keys.
-      where: Boolean mask that broadcasts against `logits`. As in `jax.nn.dot_product_attention` a masked logit
-        becomes the dtype's lowest number, so a row that keeps nothing spreads its weight evenly over all keys.
-
-    Returns:
-      Weights, shape and dtype of `logits`.
+    As in `jax.nn.dot_product_attention` a masked logit becomes the dtype's lowest number, so a row that keeps nothing
+    spreads its weight evenly over all keys.
 
     Reference:
       Attention Is All You Need, `arXiv 1706.03762 <https://arxiv.org/abs/1706.03762>`_, 2017, Eq. 1.
@@ -151,17 +137,14 @@ def clipped_softmax(
 ) -> jax.Array:
     """clip((zeta - gamma) softmax(x) + gamma, 0, 1): softmax stretched to [gamma, zeta] and cut to [0, 1].
 
-    A head can give weight 0 to a key, or 1, with finite logits, and has no gradient where the cut holds.
+    A head can give weight 0 to a key, or 1, with finite logits, and has no gradient where weights are cut.
 
     Args:
-      logits: Floating array.
+      logits: Floating array; other arguments and the result are as for `softmax1`, but rows need not sum to 1.
       gamma: <= 0. The paper takes gamma = -alpha / T with alpha about 12 at T = 512 keys, or a fixed -0.025 at T = 128.
       zeta: >= 1.
       axis: The axis of the keys.
-      where: Boolean mask that broadcasts against `logits`; entries that are False get weight 0.
-
-    Returns:
-      Weights, shape and dtype of `logits`; rows need not sum to 1.
+      where: Boolean mask, True keeps.
 
     Raises:
       ValueError: For a positive gamma or a zeta below 1, or numbers that are not finite.
@@ -175,19 +158,13 @@ def clipped_softmax(
     """
     ClippedSoftmax(gamma, zeta)
     x = _masked(at_least_float32(logits), where)
-    return _as_dtype_of(logits, jnp.clip((zeta - gamma) * softmax_with_constant(x, axis, 0.0) + gamma, 0.0, 1.0))
+    return _as_dtype_of(logits, jnp.clip((zeta - gamma) * _softmax_with_constant(x, axis, 0.0) + gamma, 0.0, 1.0))
 
 
 def relu(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
-    """max(x_i, 0) / (number of visible keys).
+    """max(x_i, 0) / (number of visible keys), which are the True entries of `where` along `axis`.
 
-    Args:
-      logits: Floating array.
-      axis: The axis of the keys.
-      where: Boolean mask that broadcasts against `logits`; its True entries along `axis` are the visible keys.
-
-    Returns:
-      Weights, shape and dtype of `logits`; rows need not sum to 1.
+    Arguments and result as for `softmax1`; rows need not sum to 1.
 
     Reference:
       Active-Dormant Attention Heads, `arXiv 2410.13835 <https://arxiv.org/abs/2410.13835>`_, 2024.
@@ -209,13 +186,7 @@ def relu(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> j
 def sigmoid(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
     """1 / (1 + exp(-x_i)) for each key by itself, with no normalisation over keys.
 
-    Args:
-      logits: Floating array.
-      axis: The axis of the keys; here for the common signature, no sum runs over it.
-      where: Boolean mask that broadcasts against `logits`; entries that are False get weight 0.
-
-    Returns:
-      Weights, shape and dtype of `logits`; rows need not sum to 1.
+    Arguments and result as for `softmax1`; `axis` has no effect, and rows need not sum to 1.
 
     Reference:
       When Attention Sink Emerges in Language Models, `arXiv 2410.10781 <https://arxiv.org/abs/2410.10781>`_, 2024
@@ -224,6 +195,54 @@ def sigmoid(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -
     del axis
     weights = jax.nn.sigmoid(at_least_float32(logits))
     return _as_dtype_of(logits, weights if where is None else jnp.where(where, weights, 0.0))
+
+
+# Softmax with a sink in its denominator. Logits are float32 or float64, -inf for a hidden key; a sink of -inf is none.
+# The derivative rules save the output alone.
+
+
+def _with_sink(logits: jax.Array, axis: int, sink: jax.Array | float) -> jax.Array:
+    # The sink takes part in the shift: exp(sink - shift) can then neither overflow, however negative the logits are,
+    # nor vanish together with all other terms. So one term of the total is exp(0) and the total at least 1, except
+    # where nothing is kept and there is no sink: the two bounds turn only that 0 / 0 into 0. They are maxima because
+    # XLA for CPU makes one loop of all these lines; a `where` would cost two more passes over the weights.
+    lowest = float(jnp.finfo(logits.dtype).min)
+    bound = max(sink, lowest) if isinstance(sink, float) else jnp.maximum(sink, lowest)
+    shift = jnp.maximum(jnp.max(logits, axis, keepdims=True), bound)
+    unnormalized = jnp.exp(logits - shift)
+    total = jnp.sum(unnormalized, axis, keepdims=True) + jnp.exp(sink - shift)
+    return unnormalized / jnp.maximum(total, 1.0)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _softmax_with_sink_array(logits: jax.Array, axis: int, sink: jax.Array) -> jax.Array:
+    """exp(x_i) / (exp(sink) + sum_j exp(x_j)) for a sink logit that broadcasts against the logits."""
+    return _with_sink(logits, axis, sink)
+
+
+@_softmax_with_sink_array.defjvp
+def _(axis, primals, tangents):
+    # d y = y (t - sum_j y_j t_j - y_sink t_sink): only the output is needed, so only it is saved. Automatic
+    # differentiation would save the shifted exponentials and their sum as well.
+    logits, sink = primals
+    t, t_sink = tangents
+    y = _softmax_with_sink_array(logits, axis, sink)
+    inner = jnp.sum(y * t, axis, keepdims=True)
+    inner += (1.0 - jnp.sum(y, axis, keepdims=True)) * t_sink
+    return y, y * (t - inner)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _softmax_with_constant(logits: jax.Array, axis: int, n: float) -> jax.Array:
+    """exp(x_i) / (n + sum_j exp(x_j)): a sink that is no parameter, whose derivative costs nothing."""
+    return _with_sink(logits, axis, math.log(n) if n else -math.inf)
+
+
+@_softmax_with_constant.defjvp
+def _(axis, n, primals, tangents):
+    (logits,), (t,) = primals, tangents
+    y = _softmax_with_constant(logits, axis, n)
+    return y, y * (t - jnp.sum(y * t, axis, keepdims=True))
 
 
 _BY_NAME: dict[str, Callable[..., jax.Array]] = {
@@ -236,7 +255,7 @@ _ALLOWED = ", ".join(_BY_NAME) + ", a number, an array [heads], a ClippedSoftmax
 
 
 def check_normalizer(normalizer: Normalizer, *heads: int) -> None:
-    """Whether it is a normalizer, for so many heads where it is an array.
+    """Refuses what is not a normalizer; an array must have one sink logit per head.
 
     Raises:
       ValueError: For an unknown name, a negative or infinite n, or sink logits that are not one for each head.
@@ -287,7 +306,7 @@ def sink_logit(normalizer: Normalizer) -> float | jax.Array | None:
 
     Returns:
       0.0 for "softmax1", log n for a number n, the array itself for an array, -inf for "softmax" (no sink), and None
-      where a normalizer is none of these.
+      for a normalizer that has no such form.
 
     >>> sink_logit("softmax1"), sink_logit("softmax"), sink_logit("relu")
     (0.0, -inf, None)

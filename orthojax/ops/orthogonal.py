@@ -1,7 +1,7 @@
-"""Orthogonal maps along one axis of an array: fast fixed transforms, hashed signs, Haar matrices.
+"""Orthogonal maps along one axis of an array: fast fixed transforms, hashed signs, Haar matrices, rotary positions.
 
-The fixed transforms need no stored matrix: an orthonormal Hadamard (or cosine) transform is applied as two small
-factors, and made unique by random signs which are a hash of a key, hence constants of the program and no state.
+The fixed transforms store no matrix: an orthonormal Hadamard (or cosine) transform is applied as two small factors, and
+made unique by random signs which are a hash of a key, hence constants of the program rather than state.
 """
 
 import functools
@@ -14,9 +14,6 @@ import jax
 import jax.numpy as jnp
 import jax.scipy.fft
 import numpy as np
-
-from orthojax.ops.hadamard import dct_matrix as dct_matrix
-from orthojax.ops.hadamard import hadamard_matrix as hadamard_matrix
 
 FixedKind = Literal["hadamard", "dct"]
 
@@ -53,15 +50,7 @@ def hash_bits(key: int, layers: Sequence[int], n: int) -> np.ndarray:
 
 
 def hash_signs(key: int, layers: Sequence[int], n: int) -> np.ndarray:
-    """Random signs: +1 where the top bit of `hash_bits` is 0, else -1.
-
-    Args:
-      key: 0 to 2**32 - 1.
-      layers: Layer numbers >= 0.
-      n: Entries of each layer.
-
-    Returns:
-      int8 [len(layers), n] of +1 and -1.
+    """Random signs, int8 [len(layers), n]: +1 where the top bit of `hash_bits` (same arguments) is 0, else -1.
 
     >>> hash_signs(0, [0, 1], 8)
     array([[ 1, -1,  1, -1,  1, -1,  1,  1],
@@ -71,16 +60,7 @@ def hash_signs(key: int, layers: Sequence[int], n: int) -> np.ndarray:
 
 
 def hash_permutations(key: int, layers: Sequence[int], n: int) -> np.ndarray:
-    """Random permutations: the stable order of `hash_bits`.
-
-    Args:
-      key: 0 to 2**32 - 1.
-      layers: Layer numbers >= 0.
-      n: Entries of each layer.
-
-    Returns:
-      int32 [len(layers), n]; each row is a permutation of 0..n-1.
-    """
+    """Random permutations of 0..n-1, int32 [len(layers), n]: the stable order of `hash_bits` (same arguments)."""
     return np.argsort(hash_bits(key, layers, n), axis=-1, kind="stable").astype(np.int32)
 
 
@@ -103,7 +83,7 @@ def haar(seed: Sequence[int], n: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1024)
 def factor_sizes(n: int, kind: FixedKind = "hadamard") -> tuple[int, ...]:
-    """Into which factors the transform of size n is split.
+    """The factors into which the transform of size n is split.
 
     Args:
       n: Size of the axis.
@@ -111,7 +91,7 @@ def factor_sizes(n: int, kind: FixedKind = "hadamard") -> tuple[int, ...]:
 
     Returns:
       (n,) up to 128; else two factors of at most 128, the pair that has the largest Hadamard part, then the most equal;
-      () where there is no such pair (a prime factor over 128, or n over 16,384) and a cosine transform is used.
+      () if there is no such pair (a prime factor over 128, or n over 16,384) and a cosine transform is used.
 
     >>> factor_sizes(64), factor_sizes(768), factor_sizes(1000), factor_sizes(4099)
     ((64,), (24, 32), (25, 40), ())
@@ -131,14 +111,14 @@ def factor_sizes(n: int, kind: FixedKind = "hadamard") -> tuple[int, ...]:
 def apply_matrix(
     x: jax.Array, matrix: jax.Array, axis: int, *, batch_axes: Sequence[int] = (), transpose: bool = False
 ) -> jax.Array:
-    """Multiplies one axis with a matrix and leaves it where it is: y[..., i, ...] = sum_j matrix[i, j] x[..., j, ...].
+    """Multiplies one axis by a matrix in place: y[..., i, ...] = sum_j matrix[i, j] x[..., j, ...].
 
     Args:
       x: [..., n, ...].
       matrix: [*batch, n, n], cast to the dtype of x.
       axis: The axis of x that is multiplied, >= 0.
       batch_axes: The axes of x, >= 0, along which every slice has its own matrix, in the order of `matrix`.
-      transpose: Multiply with the transpose instead.
+      transpose: Multiply by the transpose instead.
 
     Returns:
       An array like x.
@@ -152,7 +132,7 @@ def apply_matrix(
 
 
 def _kronecker_factors(n: int, kind: FixedKind) -> tuple[list[np.ndarray], float]:
-    """The one or two matrices of `factor_sizes`, and what their product is scaled with to be orthonormal."""
+    """The one or two matrices of `factor_sizes`, and the scale that makes their product orthonormal."""
     factors, scale = [], 1.0
     for size in factor_sizes(n, kind):
         hadamard = hadamard_matrix(size) if kind == "hadamard" else None
@@ -163,7 +143,7 @@ def _kronecker_factors(n: int, kind: FixedKind) -> tuple[list[np.ndarray], float
 
 
 def _butterflies(matrix: np.ndarray) -> list[np.ndarray]:
-    """The Kronecker factors of a matrix from `hadamard_matrix`: of 4 or 8 rows, and what cannot be split so."""
+    """The Kronecker factors of a matrix from `hadamard_matrix`: of 4 or 8 rows, and a rest that cannot be split."""
     n = len(matrix)
     for radix in (8, 4) if matrix.dtype == np.int8 else ():
         # A butterfly of 2 rows saves less arithmetic than its pass over the array costs.
@@ -181,7 +161,7 @@ def _constant(matrix: np.ndarray, x: jax.Array) -> jax.Array:
 
 
 def _apply_kronecker(x: jax.Array, factors: Sequence[np.ndarray], axis: int, transpose: bool) -> jax.Array:
-    """Multiplies one axis with the Kronecker product of `factors`, one after the other, and moves no axis."""
+    """Multiplies one axis by the Kronecker product of `factors`, one after the other, and moves no axis."""
     sizes = [len(factor) for factor in factors]
     y = x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
     for i, factor in enumerate(factors):
@@ -218,13 +198,12 @@ def _on_accelerator(x: jax.Array, factors: Sequence[np.ndarray], axis: int, tran
 def fixed_transform(x: jax.Array, axis: int, *, kind: FixedKind = "hadamard", transpose: bool = False) -> jax.Array:
     """Applies a fixed orthonormal transform F, or its transpose (which is its inverse), along one axis.
 
-    `hadamard`: every entry of F is +1/sqrt(n) or -1/sqrt(n) where Hadamard factors exist (up to 16,384: each power of
+    `hadamard`: every entry of F is +1/sqrt(n) or -1/sqrt(n) if Hadamard factors exist (up to 16,384: each power of
     two, 12 * 2**k, 20 * 2**k and many more); other sizes are a Hadamard times a cosine transform, or a cosine
     transform. F is the Kronecker product of the matrices of `factor_sizes`, on every platform; how it is computed is
-    decided when the program is lowered for one. CPU: butterflies of 4 or 8 rows where there are, except that the inner
-    factor of the last axis is one matrix product; 2 (a + b + ...) FLOP for each element, a, b, ... being the rows.
-    Others: one dense matrix up to n = 1,024, where 2 n FLOP for each element take no longer than reading it; above,
-    the two factors.
+    decided when the program is lowered. CPU: butterflies of 4 or 8 rows where possible, except that the inner factor
+    of the last axis is one matrix product; 2 (a + b + ...) FLOP per element, a, b, ... being the rows. Others: one
+    dense matrix up to n = 1,024, where 2 n FLOP per element take no longer than reading it; above, the two factors.
 
     Args:
       x: A float array [..., n, ...].
@@ -246,3 +225,97 @@ def fixed_transform(x: jax.Array, axis: int, *, kind: FixedKind = "hadamard", tr
     how = {"factors": factors, "axis": axis, "transpose": transpose}
     cpu, other = functools.partial(_on_cpu, **how), functools.partial(_on_accelerator, **how)
     return jax.lax.platform_dependent(x, cpu=cpu, default=other) * scale
+
+
+# Explicit small matrices.
+
+
+def _paley_core(q: int) -> np.ndarray | None:
+    """[q, q] of Legendre symbols of i - j for a prime q, else None."""
+    if q < 3 or any(q % d == 0 for d in range(2, math.isqrt(q) + 1)):
+        return None
+    symbol = np.full(q, -1, np.int8)
+    symbol[[i * i % q for i in range(q)]] = 1
+    symbol[0] = 0
+    return symbol[(np.arange(q)[:, None] - np.arange(q)) % q]
+
+
+def _paley(n: int) -> np.ndarray | None:
+    """Paley's Hadamard matrix of order q + 1 (prime q = 3 mod 4) or 2 (q + 1) (prime q = 1 mod 4), if there is one."""
+    for q, residue in ((n - 1, 3), (n // 2 - 1, 1)):
+        core = _paley_core(q)
+        if q % 4 != residue or core is None:
+            continue
+        conference = np.pad(core, ((1, 0), (1, 0)), constant_values=1)
+        conference[0, 0] = 0
+        if residue == 1:
+            identity = np.eye(q + 1, dtype=np.int8)
+            return np.kron(conference, [[1, 1], [1, -1]]) + np.kron(identity, [[1, -1], [-1, -1]])
+        conference[1:, 0] = -1
+        return conference + np.eye(q + 1, dtype=np.int8)
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def hadamard_matrix(n: int) -> np.ndarray | None:
+    """A Hadamard matrix of order n, int8 [n, n] with entries +1 and -1 and orthogonal rows, or None.
+
+    Sylvester's doubling of orders 1 and of Paley's 12, 20, 28, 36, 44, ...: every power of two, 12 * 2**k, 20 * 2**k.
+    None if these constructions give none.
+
+    >>> hadamard_matrix(4)
+    array([[ 1,  1,  1,  1],
+           [ 1, -1,  1, -1],
+           [ 1,  1, -1, -1],
+           [ 1, -1, -1,  1]], dtype=int8)
+    >>> hadamard_matrix(6) is None
+    True
+    """
+    if n == 1:
+        return np.ones((1, 1), np.int8)
+    if n < 1 or (n != 2 and n % 4):
+        return None
+    half = hadamard_matrix(n // 2)
+    found = _paley(n) if half is None else np.kron(np.array([[1, 1], [1, -1]]), half)
+    return None if found is None else found.astype(np.int8)
+
+
+@functools.lru_cache(maxsize=256)
+def dct_matrix(n: int) -> np.ndarray:
+    """The orthonormal DCT-II, float64 [n, n]: C[k, i] = sqrt(2/n) cos(pi k (2i + 1) / 2n), C[0, i] = sqrt(1/n)."""
+    k, i = np.arange(n)[:, None], np.arange(n)[None, :]
+    # Reduced modulo 4n in integers: the cosine of a small argument is exact to the last bit.
+    matrix = np.cos(np.pi / (2 * n) * (k * (2 * i + 1) % (4 * n))) * math.sqrt(2.0 / n)
+    matrix[0] = math.sqrt(1.0 / n)
+    return matrix
+
+
+def rotary(x: jax.Array, positions: jax.Array, theta: float = 10_000.0) -> jax.Array:
+    """Rotary position embedding: rotates pairs of channels by an angle that grows with the position.
+
+    Channel pair (i, i + H/2) at position p rotates by p * theta^(-2i/H), the half-split layout of Llama checkpoints.
+
+    Args:
+      x: [..., T, heads, H] with even H; queries or keys.
+      positions: [T], integers.
+      theta: Base of the wavelengths.
+
+    Returns:
+      Shape and dtype of `x`; computed in float32 at least.
+
+    Raises:
+      ValueError: For odd H.
+
+    Reference:
+      Su et al., `RoFormer <https://arxiv.org/abs/2104.09864>`_, 2021.
+    """
+    width = x.shape[-1]
+    if width % 2:
+        raise ValueError(f"rotary positions need an even head width, got {width}")
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    frequencies = theta ** (-jnp.arange(0, width, 2, dtype=dtype) / width)
+    angles = (positions.astype(dtype)[:, None] * frequencies[None, :])[:, None, :]
+    angles = jnp.expand_dims(angles, tuple(range(x.ndim - 3)))
+    first, second = jnp.split(x.astype(dtype), 2, axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,7 +1,7 @@
-"""Quantisation: values on an integer grid, as floats on that grid (fake quantisation) or as the integers themselves.
+"""Quantisation to an integer grid: simulated in floats (fake quantisation), or as the integers themselves.
 
-What integers would do to a model can be simulated in floats: x -> round(x / step) * step is what quantising and
-dequantising gives. `axes` says which elements share one step. Nothing here has a useful gradient (rounding is flat).
+Simulation is x -> round(x / step) * step, quantising and dequantising in one. `axes` says which elements share one
+step. Nothing here has a useful gradient (rounding is flat).
 """
 
 import dataclasses
@@ -62,10 +62,9 @@ def zeropoint(x: ArrayLike, bits: int = 4, axes: Axes = None) -> jax.Array:
     """Asymmetric quantisation: the smallest value becomes the smallest integer, the largest the largest.
 
     step = (max x - min x) / (2^bits - 1), z = round(min x / step) and y = k step with the integer k = round(x / step)
-    held in z .. z + 2^bits - 1; the stored number is k - z (Dettmers et al. 2022 as used by From Attention to
+    clipped to z .. z + 2^bits - 1; the stored number is k - z (Dettmers et al. 2022 as used by From Attention to
     Activation, arXiv 2410.17174, section 5.2). Definition: zeropoint is not clamped to contain 0, so values that all
-    have one sign use all 2^bits levels. Where 0 lies between min and max it is exact, because the shift z is an
-    integer.
+    have one sign use all 2^bits levels. A 0 between min and max is exact, because z is an integer.
 
     |y - x| <= step / 2 (plus the rounding of the dtype), and quantising twice changes nothing beyond that rounding. A
     constant slice is returned as it is; a slice with a not-finite value becomes nan.
@@ -114,61 +113,62 @@ def _zeropoint_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Arr
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """An array as integers: its values are (integers + shift) * step, as `dequantize` computes them.
+    """An array as integers: its values are (qvalue + zero_point) * scale, as `dequantize` computes them.
 
     Attributes:
-      integers: int8, with the shape of the array; or uint8 after `pack`, half as many along axis -2.
-      step: Floating; every axis has the length 1, that of the array, or a divisor of it, the number of groups.
-      shift: Whole numbers as floats, shaped as `step`; None where 0 is 0 (absmax). It is the zero point z of
-        `zeropoint`, moved by the 2^(bits-1) by which signed integers differ from unsigned ones.
+      qvalue: int8, with the shape of the array; or uint8 after `pack`, half as many along axis -2.
+      scale: Floating; every axis has the length 1, that of the array, or a divisor of it, the number of groups.
+      zero_point: Whole numbers as floats, shaped as `scale`; None if 0 is 0 (absmax). It is the z of `zeropoint` plus
+        the 2^(bits-1) by which signed integers differ from unsigned ones; it is added, where others subtract it.
     """
 
-    integers: jax.Array
-    step: jax.Array
-    shift: jax.Array | None = None
+    qvalue: jax.Array
+    scale: jax.Array
+    zero_point: jax.Array | None = None
 
     @property
     def is_packed(self) -> bool:
         """Whether a byte holds two integers."""
-        return self.integers.dtype == jnp.uint8
+        return self.qvalue.dtype == jnp.uint8
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array."""
-        *leading, rows, columns = self.integers.shape
-        return (*leading, 2 * rows, columns) if self.is_packed else self.integers.shape
+        *leading, rows, columns = self.qvalue.shape
+        return (*leading, 2 * rows, columns) if self.is_packed else self.qvalue.shape
 
     @property
     def dtype(self) -> Any:
         """The dtype of the values."""
-        return self.step.dtype
+        return self.scale.dtype
 
     def reshape(self, *shape: Any) -> jax.Array:
-        """The values in another shape: what reads a kernel as an array may read a quantised one."""
+        """The values in another shape: code that reads a kernel as an array may be given a quantised one."""
         return dequantize(self).reshape(*shape)
 
 
 def quantize(x: ArrayLike, scheme: Scheme, bits: int, axes: Axes = None) -> Quantized:
-    """What `absmax` or `zeropoint` round to, as integers of 8 bits and steps.
+    """What `absmax` or `zeropoint` round to, as 8-bit integers and scales.
 
     `dequantize` of it is `absmax(x, bits, axes)` or `zeropoint(x, bits, axes)`, up to the rounding of floats. Slices of
-    zeros (absmax) and constant slices (zeropoint) keep their value; one with a not-finite value has the step nan.
+    zeros (absmax) and constant slices (zeropoint) keep their value; the scale of a slice with a not-finite value is
+    nan.
 
     Args:
       x: Floating values; half precision is quantised in float32.
       scheme: `absmax`: integers within -(2^(bits-1) - 1) .. 2^(bits-1) - 1; `zeropoint`: all 2^bits of that width.
       bits: Width of the integers, 2 to 8.
-      axes: The axes that share one step; None: all of them.
+      axes: The axes that share one scale; None: all of them.
 
     Returns:
-      Integers shaped as `x`; steps, and shifts of `zeropoint`, with the length 1 along `axes`, in float32 or wider.
+      Integers shaped as `x`; scales, and zero points of `zeropoint`, with length 1 along `axes`, in at least float32.
 
     >>> import jax.numpy as jnp
     >>> q = quantize(jnp.array([-127.0, 0.0, 0.6, 63.4]), "absmax", 8)
-    >>> q.integers.tolist(), q.step.tolist(), q.shift
+    >>> q.qvalue.tolist(), q.scale.tolist(), q.zero_point
     ([-127, 0, 1, 63], [1.0], None)
     >>> q = quantize(jnp.array([10.0, 13.2, 25.0]), "zeropoint", 4)
-    >>> q.integers.tolist(), q.shift.tolist()
+    >>> q.qvalue.tolist(), q.zero_point.tolist()
     ([-8, -5, 7], [18.0])
     """
     if not 2 <= bits <= 8:
@@ -176,47 +176,42 @@ def quantize(x: ArrayLike, scheme: Scheme, bits: int, axes: Axes = None) -> Quan
     wide = at_least_float32(x)
     if scheme == "absmax":
         integers, peak, _ = _absmax_integers(wide, bits, axes)
-        finite, shift = jnp.isfinite(peak), None
+        finite, zero_point = jnp.isfinite(peak), None
         step = peak / (2 ** (bits - 1) - 1)
     else:
         half = 2 ** (bits - 1)
         integers, bottom, step, constant = _zeropoint_integers(wide, bits, axes)
         low = jnp.min(wide, axis=_reduced(axes), keepdims=True)
         finite = jnp.isfinite(low) & jnp.isfinite(step)
-        # A constant slice is once its value: integer -half, and shift + integer = 1.
+        # A constant slice is 1 times its value: integer -half, and integer + zero_point = 1.
         step = jnp.where(constant, low, step)
-        shift = jnp.where(constant, 1.0, bottom) + half
-        integers = jnp.where(constant, -half, integers - shift)
+        zero_point = jnp.where(constant, 1.0, bottom) + half
+        integers = jnp.where(constant, -half, integers - zero_point)
     integers = jnp.where(finite, integers, 0.0).astype(jnp.int8)
-    return Quantized(integers, jnp.where(finite, step, jnp.nan), shift)
+    return Quantized(integers, jnp.where(finite, step, jnp.nan), zero_point)
 
 
 def dequantize(x: Quantized) -> jax.Array:
-    """The values (integers + shift) * step in the dtype of the steps, with the shape of the array.
+    """The values (qvalue + zero_point) * scale in the dtype of the scales, with the shape of the array.
 
     >>> import jax.numpy as jnp
     >>> dequantize(quantize(jnp.array([10.0, 13.2, 25.0]), "zeropoint", 4)).round(4).tolist()
     [10.0, 13.0, 25.0]
     """
-    integers = unpack(x.integers) if x.is_packed else x.integers
-    # Axes of which several neighbours share a step are split in two: the groups, and what is in one.
-    lengths = [(s, n // s) if 1 < s < n else (n,) for n, s in zip(integers.shape, x.step.shape, strict=True)]
-    grouped = integers.reshape([length for axis in lengths for length in axis]).astype(x.step.dtype)
-    shape = [
-        length for axis, s in zip(lengths, x.step.shape, strict=True) for length in ((s, 1) if len(axis) == 2 else (s,))
-    ]
-    grouped = grouped if x.shift is None else grouped + x.shift.reshape(shape)
-    return (grouped * x.step.reshape(shape)).reshape(integers.shape)
+    qvalue = unpack(x.qvalue) if x.is_packed else x.qvalue
+    # Axes of which several neighbours share a scale are split in two: the groups, and what is in one.
+    axes = list(zip(qvalue.shape, x.scale.shape, strict=True))
+    split = [length for n, s in axes for length in ((s, n // s) if 1 < s < n else (n,))]
+    shape = [length for n, s in axes for length in ((s, 1) if 1 < s < n else (s,))]
+    grouped = qvalue.reshape(split).astype(x.scale.dtype)
+    grouped = grouped if x.zero_point is None else grouped + x.zero_point.reshape(shape)
+    return (grouped * x.scale.reshape(shape)).reshape(qvalue.shape)
 
 
 def pack(integers: jax.Array) -> jax.Array:
-    """Two integers of 4 bits in a byte.
+    """Two 4-bit integers in a byte: int8 [..., 2 n, out] within -8 .. 7 -> uint8 [..., n, out].
 
-    Args:
-      integers: int8 [..., 2 n, out] within -8 .. 7.
-
-    Returns:
-      uint8 [..., n, out]: row 2 i in the low four bits of row i, row 2 i + 1 in the high four, as two's complements.
+    Row 2 i is in the low four bits of row i, row 2 i + 1 in the high four, as two's complements.
 
     >>> import jax.numpy as jnp
     >>> pack(jnp.array([[-1], [7]], jnp.int8)).tolist()

@@ -4,8 +4,8 @@ Per output o, with K input features in groups g, x = (q_x + z_x) s_x and w = (q_
 
     y_o = s_x sum_g s_w[g, o] (sum_i q_x q_w + z_w sum_i q_x + z_x sum_i q_w + |g| z_x z_w),
 
-where i runs over the group: the first sum is an integer product, and what follows it is rank one. Inputs with a step
-for each group have s_x and z_x of the group, within the outer sum. That holds wherever the step of an input does not
+where i runs over the group: the first sum is an integer product, and what follows it is rank one. Inputs with a scale
+for each group have s_x and z_x of the group, within the outer sum. That holds wherever the scale of an input does not
 depend on the feature within a group; it is then what `quantized_linear` simulates.
 """
 
@@ -19,6 +19,7 @@ from orthojax.errors import UserError
 from orthojax.ops.quantize import Quantized, dequantize, pack, quantize, unpack
 from orthojax.ops.statistics import at_least_float32
 from orthojax.quant.ptq import (
+    QuantizationSetting,
     fake_quantize,
     input_axes,
     map_kernels,
@@ -26,7 +27,6 @@ from orthojax.quant.ptq import (
     split_input_groups,
     weight_axes,
 )
-from orthojax.quant.settings import QuantizationSetting
 
 if TYPE_CHECKING:
     from orthojax.model import LinearFunction
@@ -43,7 +43,7 @@ def require_integers(setting: QuantizationSetting) -> None:
     """
     if setting.inputs == "feature":
         raise UserError(
-            "a step for each input feature cannot be pulled out of the sum over input features: no integer product",
+            "a scale for each input feature cannot be pulled out of the sum over input features: no integer product",
             allowed="inputs='token', 'group' or 'tensor', or None",
             hint="int8_fine_per_token is the form of int8_fine that runs on integers",
         )
@@ -65,12 +65,12 @@ def _quantize_kernel(kernel: Any, setting: QuantizationSetting, path: str) -> Qu
             f"{path} has {size} input features in one sum, which int32 may not hold",
             allowed=f"at most {longest}; group_size makes shorter sums",
         )
-    integers = q.integers.reshape(shape)
+    qvalue = q.qvalue.reshape(shape)
     if setting.bits <= 4 and size % 2 == 0:
-        integers = pack(integers)
-    # A step for each group stands where its input features stood.
-    squeezed = [s if s is None or setting.group_size is None else s.squeeze(-2) for s in (q.step, q.shift)]
-    return Quantized(integers, squeezed[0], squeezed[1])  # pyright: ignore
+        qvalue = pack(qvalue)
+    # The scale of a group takes the place of its input features.
+    squeezed = [s if s is None or setting.group_size is None else s.squeeze(-2) for s in (q.scale, q.zero_point)]
+    return Quantized(qvalue, squeezed[0], squeezed[1])  # pyright: ignore
 
 
 def integer_params(params: Any, setting: QuantizationSetting, include: str = KERNELS_BUT_HEAD) -> Any:
@@ -83,7 +83,7 @@ def integer_params(params: Any, setting: QuantizationSetting, include: str = KER
 
     Returns:
       The same tree with an `orthojax.ops.quantize.Quantized` for each match: int8 integers, or two of at most 4 bits in
-      a byte where the input features (of a group) are even in number. Its steps are [..., 1, 1], [..., 1, out] or
+      a byte where the input features (of a group) are even in number. Its scales are [..., 1, 1], [..., 1, out] or
       [..., groups, out].
 
     Raises:
@@ -93,7 +93,7 @@ def integer_params(params: Any, setting: QuantizationSetting, include: str = KER
     >>> import jax.numpy as jnp
     >>> from orthojax.quant import INT4_ZEROPOINT
     >>> q = integer_params({"kernel": jnp.array([[15.0], [7.4], [0.0], [1.0]])}, INT4_ZEROPOINT)["kernel"]
-    >>> q.integers.shape, q.step.tolist(), q.reshape(-1).tolist()
+    >>> q.qvalue.shape, q.scale.tolist(), q.reshape(-1).tolist()
     ((2, 1), [[1.0]], [15.0, 7.0, 0.0, 1.0])
     """
     require_integers(setting)
@@ -105,48 +105,48 @@ def integer_product(x: Quantized, kernel: Quantized) -> jax.Array:
     """The product x @ kernel on integers: int8 operands, int32 sums, one for each group of input features.
 
     Args:
-      x: [..., in] with one step for each token, for each token and group of the kernel ([..., groups]), or for all.
-      kernel: [in, out] with steps [1, 1], [1, out] or [groups, out].
+      x: [..., in] with one scale for each token, for each token and group of the kernel ([..., groups]), or for all.
+      kernel: [in, out] with scales [1, 1], [1, out] or [groups, out].
 
     Returns:
-      [..., out] in the dtype of the steps.
+      [..., out] in the dtype of the scales.
     """
-    groups, dtype = kernel.step.shape[0], kernel.step.dtype
+    groups, dtype = kernel.scale.shape[0], kernel.scale.dtype
 
     def group_product(
-        integers: jax.Array, weights: jax.Array, step: jax.Array, shift: jax.Array | None, x_shift: jax.Array | None
+        q_x: jax.Array, q_w: jax.Array, scale: jax.Array, z_w: jax.Array | None, z_x: jax.Array | None
     ) -> jax.Array:
-        weights = unpack(weights) if kernel.is_packed else weights
-        contracted = ((integers.ndim - 1,), (0,))
-        sums = jax.lax.dot_general(integers, weights, (contracted, ((), ())), preferred_element_type=jnp.int32)
-        row = (1,) * (integers.ndim - 1) + (-1,)
+        q_w = unpack(q_w) if kernel.is_packed else q_w
+        contracted = ((q_x.ndim - 1,), (0,))
+        sums = jax.lax.dot_general(q_x, q_w, (contracted, ((), ())), preferred_element_type=jnp.int32)
+        row = (1,) * (q_x.ndim - 1) + (-1,)
         y = sums.astype(dtype)
-        if shift is not None:
-            y += shift.reshape(row) * jnp.sum(integers, -1, dtype=jnp.int32, keepdims=True).astype(dtype)
-        if x_shift is not None:
-            columns = jnp.sum(weights, 0, dtype=jnp.int32).astype(dtype)
-            y += x_shift * (columns if shift is None else columns + weights.shape[0] * shift).reshape(row)
-        return y * step.reshape(row)
+        if z_w is not None:
+            y += z_w.reshape(row) * jnp.sum(q_x, -1, dtype=jnp.int32, keepdims=True).astype(dtype)
+        if z_x is not None:
+            columns = jnp.sum(q_w, 0, dtype=jnp.int32).astype(dtype)
+            y += z_x * (columns if z_w is None else columns + q_w.shape[0] * z_w).reshape(row)
+        return y * scale.reshape(row)
 
     if groups == 1:
-        first = None if kernel.shift is None else kernel.shift[0]
-        return group_product(x.integers, kernel.integers, kernel.step[0], first, x.shift) * x.step
+        first = None if kernel.zero_point is None else kernel.zero_point[0]
+        return group_product(x.qvalue, kernel.qvalue, kernel.scale[0], first, x.zero_point) * x.scale
 
     def by_group(values: jax.Array) -> jax.Array:
         return jnp.moveaxis(values.reshape(*values.shape[:-1], groups, -1), -2, 0)
 
     def add(total: jax.Array, group: Any) -> tuple[jax.Array, None]:
-        integers, weights, step, shift, own = group
+        q_x, q_w, scale, z_w, own = group
         if own is None:
-            return total + group_product(integers, weights, step, shift, x.shift), None
-        return total + group_product(integers, weights, step, shift, own.shift) * own.step, None
+            return total + group_product(q_x, q_w, scale, z_w, x.zero_point), None
+        return total + group_product(q_x, q_w, scale, z_w, own.zero_point) * own.scale, None
 
     # One after the other: XLA has no fast batched integer product on a CPU, and one [groups, ..., out] would be large.
-    kernels = kernel.integers.reshape(groups, -1, kernel.integers.shape[-1]), kernel.step, kernel.shift
-    own = jax.tree.map(by_group, x) if x.step.shape[-1] == groups else None  # with a step for each group
-    total = jnp.zeros((*x.integers.shape[:-1], kernel.step.shape[-1]), dtype)
-    total, _ = jax.lax.scan(add, total, (by_group(x.integers), *kernels, own))
-    return total if own is not None else total * x.step
+    kernels = kernel.qvalue.reshape(groups, -1, kernel.qvalue.shape[-1]), kernel.scale, kernel.zero_point
+    own = jax.tree.map(by_group, x) if x.scale.shape[-1] == groups else None  # with a scale for each group
+    total = jnp.zeros((*x.qvalue.shape[:-1], kernel.scale.shape[-1]), dtype)
+    total, _ = jax.lax.scan(add, total, (by_group(x.qvalue), *kernels, own))
+    return total if own is not None else total * x.scale
 
 
 def _quantize_inputs(x: jax.Array, setting: QuantizationSetting) -> Quantized:
@@ -154,7 +154,7 @@ def _quantize_inputs(x: jax.Array, setting: QuantizationSetting) -> Quantized:
     q = quantize(groups, setting.scheme, setting.input_bits, input_axes(groups, setting))
     if setting.inputs != "group":
         return q
-    return Quantized(q.integers.reshape(x.shape), q.step[..., 0], None if q.shift is None else q.shift[..., 0])
+    return Quantized(q.qvalue.reshape(x.shape), q.scale[..., 0], None if q.zero_point is None else q.zero_point[..., 0])
 
 
 @functools.cache  # the same function for the same setting, so that jit compiles a model with it once

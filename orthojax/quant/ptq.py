@@ -1,27 +1,134 @@
-"""Post-training quantisation, simulated: by a function in place of x @ kernel + bias, or on a tree of weights.
+"""Post-training quantisation, simulated: what is rounded as data, and the linear layers and trees that it gives.
 
-Only linear layers round anything; embeddings, norms and softmax stay float. Activation steps are dynamic: they come
+Only linear layers round anything; embeddings, norms and softmax stay float. Activation scales are dynamic: they come
 from the batch that passes through, so the batches of an evaluation belong to its result.
 """
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from orthojax.errors import UserError
+from orthojax.config import added
+from orthojax.errors import UserError, nearest
 from orthojax.ops.quantize import Axes, absmax, zeropoint
 from orthojax.ops.statistics import at_least_float32
-from orthojax.quant.settings import QuantizationSetting
 
 if TYPE_CHECKING:
     from orthojax.model import LinearFunction
 
 ALL_BUT_HEAD = r"^(?!(.*/)?head(/|$))"
 """Every path in which no component is called head."""
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizationSetting:
+    """What a linear layer y = x @ kernel + bias rounds, and which values share a scale.
+
+    Attributes:
+      bits: Width of the integers of weights, and of all others where `activation_bits` is not given.
+      scheme: `absmax` (symmetric) or `zeropoint` (from smallest to largest value).
+      weights: One scale for each output channel (column of the kernel), or one for the whole kernel.
+      inputs: Scales of x: one for each input feature over all tokens of the batch, one for each token over its
+        features, one for each token and group of `group_size` features, one for the whole batch, or None for inputs
+        that stay float. One for each feature cannot be pulled out of an integer product: simulation only.
+      outputs: One scale for all of y, bias included, or None for outputs that stay float.
+      activation_bits: Width of the integers of inputs and outputs, where it differs.
+      group_size: Neighbouring input features of one output channel that share a scale; it must divide the input
+        features of every layer. None: all of them do.
+    """
+
+    bits: int
+    scheme: Literal["absmax", "zeropoint"]
+    weights: Literal["output_channel", "tensor"]
+    inputs: Literal["feature", "token", "group", "tensor"] | None = None
+    outputs: Literal["tensor"] | None = None
+    activation_bits: int | None = added(None)
+    group_size: int | None = added(None)
+
+    def __post_init__(self):
+        for name, bits in (("bits", self.bits), ("activation_bits", self.input_bits)):
+            if not 2 <= bits <= 16:
+                raise UserError(f"{name}={bits} cannot be simulated", allowed="2 to 16")
+        if self.group_size is not None and (self.group_size < 1 or self.weights == "tensor"):
+            raise UserError(
+                f"group_size={self.group_size} with weights={self.weights!r} says nothing",
+                allowed="1 or more, with weights='output_channel'",
+            )
+        if self.inputs == "group" and self.group_size is None:
+            raise UserError("inputs='group' without group_size", allowed="group_size=N, or inputs='token'")
+
+    @property
+    def input_bits(self) -> int:
+        """Width of the integers of activations."""
+        return self.bits if self.activation_bits is None else self.activation_bits
+
+
+INT8_FINE = QuantizationSetting(8, "absmax", "output_channel", inputs="feature")
+"""Per-channel scales for weights and input activations, the paper's words."""
+
+INT8_FINE_PER_TOKEN = QuantizationSetting(8, "absmax", "output_channel", inputs="token")
+"""The form of `INT8_FINE` that runs on integers: input activations have a scale for each token."""
+
+INT8_MODERATE = QuantizationSetting(8, "absmax", "tensor", inputs="tensor")
+"""One scale for a kernel, one for its input activations."""
+
+INT8_COARSE = QuantizationSetting(8, "absmax", "tensor", inputs="tensor", outputs="tensor")
+"""`INT8_MODERATE`, and output activations too."""
+
+INT4_ZEROPOINT = QuantizationSetting(4, "zeropoint", "output_channel")
+"""Weights only, asymmetric, a scale for each output channel."""
+
+SETTINGS = {
+    "int8_fine": INT8_FINE,
+    "int8_fine_per_token": INT8_FINE_PER_TOKEN,
+    "int8_moderate": INT8_MODERATE,
+    "int8_coarse": INT8_COARSE,
+    "int4_zeropoint": INT4_ZEROPOINT,
+}
+"""The settings by the name that their metric `perplexity_<name>` carries."""
+
+_per_token = functools.partial(QuantizationSetting, scheme="absmax", weights="output_channel", inputs="token")
+
+MORE_SETTINGS = {
+    "w8a8_group64": _per_token(8, activation_bits=8, group_size=64),
+    "w8a8_group128": _per_token(8, activation_bits=8, group_size=128),
+    "w4a8": _per_token(4, activation_bits=8),
+    "w4a8_group64": _per_token(4, activation_bits=8, group_size=64),
+    "w4a8_group128": _per_token(4, activation_bits=8, group_size=128),
+    "w4a8_group64_both": _per_token(4, activation_bits=8, group_size=64, inputs="group"),
+    "w4a8_group128_both": _per_token(4, activation_bits=8, group_size=128, inputs="group"),
+    "w4a4": _per_token(4, activation_bits=4),
+    "w4a4_group64": _per_token(4, activation_bits=4, group_size=64),
+    "w4a4_group128": _per_token(4, activation_bits=4, group_size=128),
+    "w4a4_group64_both": _per_token(4, activation_bits=4, group_size=64, inputs="group"),
+    "w4a4_group128_both": _per_token(4, activation_bits=4, group_size=128, inputs="group"),
+    "int4_zeropoint_group64": QuantizationSetting(4, "zeropoint", "output_channel", group_size=64),
+    "int4_zeropoint_group128": QuantizationSetting(4, "zeropoint", "output_channel", group_size=128),
+}
+"""Settings beyond the paper's, evaluated where they are asked for: wXaY has weights of X bits, a scale for each output
+channel (and group), and inputs of Y bits, a scale for each token; with `_both`, for each token and group."""
+
+
+def setting_named(name: str) -> QuantizationSetting:
+    """A setting of `SETTINGS` or `MORE_SETTINGS`.
+
+    Raises:
+      UserError: For another name.
+
+    >>> setting_named("w4a8_group64").group_size
+    64
+    """
+    settings = SETTINGS | MORE_SETTINGS
+    if name not in settings:
+        raise UserError(
+            f"unknown quantisation setting {name!r}", allowed=", ".join(settings), hint=nearest(name, settings)
+        )
+    return settings[name]
 
 
 def compile_pattern(include: str) -> re.Pattern[str]:
@@ -38,18 +145,18 @@ def fake_quantize(x: jax.Array, setting: QuantizationSetting, bits: int, axes: A
 
 
 def input_axes(x: jax.Array, setting: QuantizationSetting) -> Axes:
-    """The axes of x that share one step, of inputs [..., in] whose groups are split off."""
+    """The axes of x that share one scale, of inputs [..., in] whose groups are split off."""
     assert setting.inputs is not None
     return {"feature": tuple(range(x.ndim - 1)), "token": -1, "group": -1, "tensor": None}[setting.inputs]
 
 
 def split_input_groups(x: jax.Array, setting: QuantizationSetting) -> jax.Array:
-    """[..., in] -> [..., groups, in / groups] where a token has a step for each group; else x."""
+    """[..., in] -> [..., groups, in / groups] where a token has a scale for each group; else x."""
     return x.reshape(*x.shape[:-1], -1, setting.group_size) if setting.inputs == "group" else x
 
 
 def weight_axes(setting: QuantizationSetting) -> Axes:
-    """The axes that share one step, of kernels [..., in, out] whose groups are split off."""
+    """The axes that share one scale, of kernels [..., in, out] whose groups are split off."""
     # Any axes before the last two stack kernels that know nothing of each other.
     return {"output_channel": -2, "tensor": (-2, -1)}[setting.weights]
 

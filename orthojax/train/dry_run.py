@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from orthojax.config import Config
-from orthojax.ops.chunked_cross_entropy import positions_at_once
+from orthojax.ops import positions_at_once
 from orthojax.train.mesh import ROWS, in_mesh, make_mesh
 from orthojax.train.plan import estimate
 from orthojax.train.step import TrainState, make_train_step, state_shapes

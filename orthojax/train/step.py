@@ -12,8 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orthojax.config import Config, ModelConfig, TrainConfig
 from orthojax.fields import replace
 from orthojax.model import Transformer, linear
-from orthojax.ops.chunked_cross_entropy import chunked_cross_entropy_sum_nats, positions_at_once
-from orthojax.ops.losses import cross_entropy_nats
+from orthojax.ops import chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
 from orthojax.optim import layout_of, state_shardings
 from orthojax.train.bad_steps import STATE_NAME, BadSteps
 from orthojax.train.mesh import ROWS, constrain, make_mesh, traced_in_mesh

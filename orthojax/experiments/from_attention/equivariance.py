@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax.config import ModelConfig
-from orthojax.model.norm import Norm
+from orthojax.model import Norm
 from orthojax.ops import orthogonal
 
 SIZE, ROWS = 64, 32

@@ -22,7 +22,7 @@ from orthojax.experiments.study.study import Experiment
 from orthojax.experiments.study.variant import Variant
 from orthojax.fields import replace
 from orthojax.model import Transformer
-from orthojax.ops.chunked_cross_entropy import chunked_cross_entropy_sum_nats, positions_at_once
+from orthojax.ops import chunked_cross_entropy_sum_nats, positions_at_once
 from orthojax.train import Inputs, read_params
 
 _SEQUENCES = 1024  # of the evaluation set, at most

@@ -11,10 +11,13 @@ d a = -sum exp(a - lse') <d o', o'> over the rows of a head. Differentiating o *
 JAX gives the kernel's lse no gradient.
 """
 
+import ctypes
 import dataclasses
 import functools
+import importlib.util
 import itertools
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +25,19 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from orthojax.ops.attention import cudnn_partition, cudnn_probe, cudnn_public
-from orthojax.ops.attention.cudnn_kernel import Operands, Settings, Statistics, private_module
-from orthojax.ops.attention.inputs import ATTENTION_NAME, AttentionInputs
+from orthojax.ops.attention import cudnn_kernel, xla
+from orthojax.ops.attention.cudnn_kernel import Operands, Settings, Statistics, outside_of_traces, private_module
+from orthojax.ops.attention.dot_product import ATTENTION_NAME, AttentionInputs
 from orthojax.ops.normalizers import sink_logit
+
+_LEAST_CAPABILITY = (8, 0)  # Ampere
+_PROBE_TOLERANCE = 0.05  # of bfloat16 numbers near 1; a kernel that is wrong is wrong by far more
+_WIDTH_MULTIPLE = 8
 
 
 def unsupported(inputs: AttentionInputs) -> str:
-    """Why cuDNN cannot do this, naming what is allowed, or ""."""
-    H = inputs.query.shape[3]
-    widest = cudnn_probe.widest_head()
+    """Why cuDNN does not support the arguments, naming what is allowed, or ""."""
+    H, widest = inputs.query.shape[3], widest_head()
     dtypes = {a.dtype.name for a in (inputs.query, inputs.key, inputs.value)}
     if not isinstance(inputs.scale, int | float | np.number):
         return "scale must be a number, not an array: the kernel is compiled for it"
@@ -39,16 +45,16 @@ def unsupported(inputs: AttentionInputs) -> str:
         return f"normalizer {inputs.normalizer!r} has no kernel; allowed: 'softmax1', 'softmax', a number, an array"
     if dtypes not in ({"bfloat16"}, {"float16"}):
         return f"query, key and value must all be bfloat16 or all float16, got {', '.join(sorted(dtypes))}"
-    if H % 8 or not 0 < H <= widest:
-        return f"the head width must be a multiple of 8 up to {widest}, got {H}"
+    if H % _WIDTH_MULTIPLE or not 0 < H <= widest:
+        return f"the head width must be a multiple of {_WIDTH_MULTIPLE} up to {widest}, got {H}"
     return (
-        _unsupported_visibility(inputs)
+        _unsupported_masking(inputs)
         or _unsupported_sharding(inputs)
-        or ("" if private_module() else cudnn_public.unsupported(inputs))
+        or ("" if private_module() else _unsupported_by_public_form(inputs))
     )
 
 
-def _unsupported_visibility(inputs: AttentionInputs) -> str:
+def _unsupported_masking(inputs: AttentionInputs) -> str:
     T, S = inputs.query.shape[1], inputs.key.shape[1]
     has_bias = inputs.bias is not None or inputs.mask is not None
     has_lengths = inputs.query_seq_lengths is not None or inputs.key_value_seq_lengths is not None
@@ -74,15 +80,9 @@ def _unsupported_sharding(inputs: AttentionInputs) -> str:
         return f"only batch and heads can be sharded, got a query with {sharding.spec}"
     B, _, N, _ = inputs.query.shape
     K = inputs.key.shape[2]
-    if cudnn_partition.axes(sharding.spec, sharding.mesh.shape, B, N, K) != (batch, heads):
+    if cudnn_kernel.mesh_axes(sharding.spec, sharding.mesh.shape, B, N, K) != (batch, heads):
         return f"the mesh axes {sharding.spec} must divide the batch ({B}) and the key-value heads ({K})"
     return ""
-
-
-@functools.cache
-def unavailable() -> str:
-    """Why the kernel cannot run in this process, or "". Found out once, by running it."""
-    return cudnn_probe.problem(attend)
 
 
 def attend(inputs: AttentionInputs) -> jax.Array:
@@ -92,17 +92,20 @@ def attend(inputs: AttentionInputs) -> jax.Array:
       inputs: bfloat16 or float16; a bias is rounded to that dtype. The scale is fixed when compiled.
 
     Returns:
-      [B, T, N, H] in the dtype of the query. Rows that see no key are zero where there is a finite sink, and what
-      cuDNN makes of them for "softmax" and a sink of -inf, gradients included (NaN for a key length of 0); queries
-      beyond their length are zero. In float16 a mask hides logits up to 2^15 only. Saved for the backward pass under
+      [B, T, N, H] in the dtype of the query. Rows that see no key are zero if there is a finite sink, and what cuDNN
+      makes of them for "softmax" and a sink of -inf, gradients included (NaN for a key length of 0); queries beyond
+      their length are zero. In float16 a mask hides logits up to 2^15 only. Saved for the backward pass under
       `ATTENTION_NAME`. It has no forward-mode derivative and no second one.
 
     Raises:
       NotImplementedError: When it is compiled for another platform than CUDA.
     """
-    cudnn_probe.preload_builtins()
+    preload_builtins()
     if private_module() is None:
-        return cudnn_public.attend(inputs)
+        try:
+            return with_sink_key(inputs, "cudnn")
+        except RuntimeError as error:  # jax.nn asks for cuDNN's version while tracing
+            raise NotImplementedError(f"attention with implementation='cudnn' needs an NVIDIA GPU: {error}") from error
     window = inputs.local_window_size
     settings = Settings(
         scale=float(inputs.scale),
@@ -110,11 +113,11 @@ def attend(inputs: AttentionInputs) -> jax.Array:
         left_window=None if window is None else window[0],
     )
     operands = Operands(inputs.query, inputs.key, inputs.value, _bias(inputs), *_lengths(inputs))
-    return _attention(settings, *cudnn_partition.varying_alike((operands, _sinks(inputs))))
+    return _attention(settings, *cudnn_kernel.varying_alike((operands, _sinks(inputs))))
 
 
 def _sinks(inputs: AttentionInputs) -> jax.Array | None:
-    """One logit for each query head, float32 [N]; None for softmax, which then computes no gate."""
+    """One logit per query head, float32 [N]; None for softmax, which then computes no gate."""
     a = sink_logit(inputs.normalizer)
     if isinstance(a, float) and a == -np.inf:
         return None
@@ -164,7 +167,7 @@ def _attention(settings: Settings, operands: Operands, sink: jax.Array | None) -
 
 def _forward(settings: Settings, operands: Operands, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The output [B, T, N, H] and lse' [B, N, T]."""
-    output, lse = cudnn_partition.forward(settings, operands)
+    output, lse = cudnn_kernel.forward(settings, operands)
     if sink is None:
         if operands.query_lengths is not None:
             output = jnp.where(_before_end(output, operands.query_lengths), output, 0)
@@ -173,9 +176,9 @@ def _forward(settings: Settings, operands: Operands, sink: jax.Array | None) -> 
     gate = jax.nn.sigmoid(lse - a)
     lse = jnp.logaddexp(lse, a)
     sees = _rows_that_see(settings, operands)
-    if sees is not None:  # the kernel's numbers of rows that see nothing may be anything
+    if sees is not None:  # the kernel's numbers for rows that see nothing may be anything
         gate = jnp.where(sees, gate, 0.0)
-        lse = jnp.where(sees, lse, jnp.maximum(a, 0.0))  # finite, also where a learned sink is -inf
+        lse = jnp.where(sees, lse, jnp.maximum(a, 0.0))  # finite, even for a learned sink of -inf
     gate = jnp.swapaxes(gate, 1, 2)[..., None]
     return jnp.where(gate == 0.0, 0.0, output * gate).astype(output.dtype), lse
 
@@ -196,14 +199,11 @@ def _rows_that_see(settings: Settings, operands: Operands) -> jax.Array | None:
 
 def _forward_rule(settings, operands, sink):
     bias_gradient = operands.bias is not None and operands.bias.perturbed
-    operands, sink = jax.tree.map(lambda primal: primal.value, (operands, sink), is_leaf=_is_primal)
+    is_primal = lambda leaf: hasattr(leaf, "perturbed")  # noqa: E731
+    operands, sink = jax.tree.map(lambda primal: primal.value, (operands, sink), is_leaf=is_primal)
     output, lse = _forward(settings, operands, sink)
     output, lse = checkpoint_name(output, ATTENTION_NAME), checkpoint_name(lse, ATTENTION_NAME)
     return output, (operands, sink, output, lse, _Fixed(bias_gradient))
-
-
-def _is_primal(leaf: Any) -> bool:
-    return hasattr(leaf, "perturbed")
 
 
 def _backward_rule(settings, residuals, cotangent):
@@ -212,10 +212,10 @@ def _backward_rule(settings, residuals, cotangent):
     if isinstance(cotangent, SymbolicZero):
         cotangent = jnp.zeros(output.shape, output.dtype)
     if queries is not None:
-        # Nothing of what stands in padding may leak, neither into the gradients nor out of them.
+        # Nothing that stands in padding may leak, neither into the gradients nor out of them.
         cotangent = jnp.where(_before_end(output, queries), cotangent, 0)
     settings = settings._replace(bias_gradient=fixed.bias_gradient)
-    query, key, value, *rest = cudnn_partition.backward(settings, operands, Statistics(lse, output, cotangent))
+    query, key, value, *rest = cudnn_kernel.backward(settings, operands, Statistics(lse, output, cotangent))
     bias = rest[0] if rest else None
     if queries is not None:
         query = jnp.where(_before_end(query, queries), query, 0)
@@ -227,8 +227,159 @@ def _backward_rule(settings, residuals, cotangent):
         weight = jnp.exp(sink[None, :, None] - lse)
         sink_gradient = -jnp.sum(weight * jnp.swapaxes(inner, 1, 2), (0, 2))
     pairs = zip((query, key, value, bias, sink_gradient), (*operands[:4], sink), strict=True)
-    query, key, value, bias, sink_gradient = itertools.starmap(cudnn_partition.sharded_as, pairs)
+    query, key, value, bias, sink_gradient = itertools.starmap(cudnn_kernel.sharded_as, pairs)
     return Operands(query, key, value, bias, None, None), sink_gradient  # pyright: ignore[reportArgumentType]
 
 
 _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+# The same attention by the public `jax.nn.dot_product_attention` alone, if JAX's private module is not as expected. The
+# sink becomes a key with logit a and value 0, put before the others: for softmax-1 a key of zeros; other logits go
+# through further channels of the heads, a in the query and 1 in the sink's key. In causal attention a query is put
+# before the others, too, and its output dropped, so that every query sees the sink. The numbers are the same; it takes
+# longer, since lengths are no longer multiples of a tile and everything is copied.
+
+
+def _unsupported_by_public_form(inputs: AttentionInputs) -> str:
+    reason = "with this version of JAX, whose private cuDNN module is not as expected,"
+    a = sink_logit(inputs.normalizer)
+    if isinstance(a, float) and a == -np.inf:
+        return ""  # softmax is jax.nn's own
+    if inputs.bias is not None or inputs.mask is not None:
+        return f"{reason} a bias or a mask needs 'softmax'"
+    if inputs.local_window_size is not None:
+        return f"{reason} a window needs 'softmax'"
+    H, widest = inputs.query.shape[3], widest_head() - _WIDTH_MULTIPLE
+    if (not isinstance(a, float) or a != 0.0) and H > widest:
+        return f"{reason} sinks other than softmax-1's need heads of at most {widest}, got {H}"
+    return ""
+
+
+def with_sink_key(inputs: AttentionInputs, implementation: str) -> jax.Array:
+    """`attend` by public functions, with either implementation ("xla" or "cudnn") of `jax.nn.dot_product_attention`."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    options = {"scale": float(inputs.scale), "is_causal": inputs.is_causal, "implementation": implementation}
+    queries, keys = inputs.query_seq_lengths, inputs.key_value_seq_lengths
+    queries, keys = (None if lengths is None else lengths.astype(jnp.int32) for lengths in (queries, keys))
+    a = sink_logit(inputs.normalizer)
+    attention: Callable[..., jax.Array] = jax.nn.dot_product_attention
+    if isinstance(a, float) and a == -np.inf:
+        window = inputs.local_window_size
+        options |= {"query_seq_lengths": queries, "key_value_seq_lengths": keys, "local_window_size": window}
+        return attention(query, key, value, inputs.bias, inputs.mask, **options)
+    H = query.shape[3]
+    if not isinstance(a, float) or a != 0.0:
+        query, key, value = _with_logit_channels(query, key, value, a / options["scale"])
+    else:
+        key, value = _with_zero_first(key), _with_zero_first(value)
+    if inputs.is_causal:
+        query = _with_zero_first(query)
+        queries = None if queries is None else queries + 1
+    options["query_seq_lengths"] = queries
+    options["key_value_seq_lengths"] = None if keys is None else keys + 1
+    return attention(query, key, value, **options)[:, int(inputs.is_causal) :, :, :H]
+
+
+def _with_zero_first(array: jax.Array) -> jax.Array:
+    return jnp.pad(array, ((0, 0), (1, 0), (0, 0), (0, 0)))
+
+
+def _with_logit_channels(query, key, value, logit: float | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query, key and value with further channels, and with a key before the others whose logit is scale * `logit`."""
+    B, T, N, _ = query.shape
+    logit = jnp.broadcast_to(jnp.asarray(logit, jnp.float32)[..., None, None], (N, 1, 1)).reshape(1, 1, N, 1)
+    # Rounded once, a logit near 8 would be off by up to 0.03 in bfloat16; the rest of it goes into a second channel,
+    # which is then also the one that its gradient comes from.
+    rounded = jax.lax.stop_gradient(logit).astype(query.dtype).astype(jnp.float32)
+    channels = jnp.broadcast_to(jnp.concatenate([rounded, logit - rounded], -1), (B, T, N, 2)).astype(query.dtype)
+    channels = jnp.pad(channels, ((0, 0), (0, 0), (0, 0), (0, _WIDTH_MULTIPLE - 2)))
+    query = jnp.concatenate([query, channels], -1)
+    widths = ((0, 0), (1, 0), (0, 0), (0, _WIDTH_MULTIPLE))
+    key, value = jnp.pad(key, widths), jnp.pad(value, widths)
+    return query, key.at[:, 0, :, -_WIDTH_MULTIPLE : 2 - _WIDTH_MULTIPLE].set(1), value
+
+
+# The probe: whether the kernel runs in this process. On CUDA 13 cuDNN compiles its attention kernels with NVRTC, which
+# opens `libnvrtc-builtins` by its bare name. The wheel that brings it is on no search path, and JAX loads NVRTC itself
+# only, so cuDNN finds no execution plan (https://github.com/jax-ml/jax/issues/32430). Loading the builtins beforehand
+# lets the name resolve.
+
+
+@functools.cache
+def unavailable() -> str:
+    """Why the kernel cannot run in this process, or "". Found out once: forward and backward are run against XLA's."""
+    capability = compute_capability()
+    if capability is None:
+        backend = jax.default_backend()
+        found = "the GPU is another vendor's" if backend == "gpu" else f"the default backend is {backend!r}"
+        return f"cuDNN needs an NVIDIA GPU, and {found}"
+    if capability < _LEAST_CAPABILITY:
+        return "cuDNN's attention needs compute capability {}.{}, got {}.{}".format(*_LEAST_CAPABILITY, *capability)
+    not_loaded = preload_builtins()
+    try:
+        error = outside_of_traces(_largest_difference)
+    except Exception as raised:  # whatever the vendor's stack raises, the caller falls back
+        detail = str(raised).strip().split("\n")[0][:300]
+        loading = f" (and {not_loaded})" if not_loaded else ""
+        folders = ":".join(map(str, _library_folders()))
+        advice = "cuDNN wants libnvrtc-builtins on the path of the loader (LD_LIBRARY_PATH)"
+        if folders:
+            advice = f"cuDNN may miss libnvrtc-builtins: try LD_LIBRARY_PATH={folders}:$LD_LIBRARY_PATH"
+        return f"cuDNN's attention fails: {type(raised).__name__}: {detail}{loading}. With CUDA 13, {advice}"
+    if not error < _PROBE_TOLERANCE:  # NaN is a failure, too
+        return f"cuDNN's attention is wrong: it differs from XLA's by {error:.2g} where {_PROBE_TOLERANCE} is allowed"
+    return ""
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """That of the default backend's GPU, or None if that backend is not NVIDIA's."""
+    if jax.default_backend() != "gpu":
+        return None
+    device = jax.local_devices()[0]
+    if "cuda" not in device.client.platform_version:
+        return None
+    major, minor = device.compute_capability.split(".")
+    return int(major), int(minor)
+
+
+def widest_head() -> int:
+    """The largest head width of the kernel: 256 from Hopper on, which is also assumed without a GPU."""
+    return 128 if (compute_capability() or (9, 0)) < (9, 0) else 256
+
+
+def _library_folders() -> list[Path]:
+    """Where the CUDA 13 wheels put their libraries."""
+    package = importlib.util.find_spec("nvidia")
+    places = [] if package is None else package.submodule_search_locations or []
+    return [folder for place in places if (folder := Path(place) / "cu13" / "lib").is_dir()]
+
+
+@functools.cache
+def preload_builtins() -> str:
+    """Loads the builtins of NVRTC if a CUDA GPU is used and a CUDA 13 wheel has them; returns what failed, or ""."""
+    if compute_capability() is None:
+        return ""
+    for folder in _library_folders():
+        for library in sorted(folder.glob("libnvrtc-builtins.so*")):
+            try:
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+            except OSError as error:
+                return str(error)
+    return ""
+
+
+def _largest_difference() -> float:
+    q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in np.random.default_rng(0).normal(size=(3, 1, 64, 1, 64)))
+
+    def results(attend, q, k, v):
+        def loss(q, k, v):
+            output = attend(AttentionInputs(q, k, v, None, None, "softmax1", 0.125, True, None, None, None))
+            return jnp.mean(jnp.square(output.astype(jnp.float32))) * 64, output
+
+        (_, output), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+        return output, *gradients
+
+    got, expected = (jax.device_get(jax.jit(results, static_argnums=0)(f, q, k, v)) for f in (attend, xla.attend))
+    pairs = zip(got, expected, strict=True)
+    return max(float(np.abs(a.astype(np.float32) - b.astype(np.float32)).max()) for a, b in pairs)

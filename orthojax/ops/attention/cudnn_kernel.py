@@ -1,19 +1,29 @@
-"""cuDNN's fused softmax attention on one device, forward and backward, with the statistics between them.
+"""cuDNN's fused softmax attention, forward and backward, with the statistics between them.
 
 JAX keeps the two primitives in a private module; `jax.nn.dot_product_attention` is built on them, but does not let the
-statistics be changed. `cudnn_partition.py` makes them take vmap and a mesh.
+statistics be changed. `forward` and `backward` take vmap and a mesh: JAX's own rules for the primitives partition the
+query and the value and leave every other operand whole, so that a bias or lengths would be read at the wrong place.
+Here the query's batch and head axes decide for all operands. What stays whole: sequences, head widths, and a key head
+together with its group of query heads.
 """
 
 import functools
 import importlib
 import inspect
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from orthojax.ops.attention.dot_product import compiled_for
 
 
 class Settings(NamedTuple):
@@ -44,14 +54,25 @@ class Statistics(NamedTuple):
     cotangent: jax.Array  # [B, T, N, H], of the output
 
 
+def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Softmax attention: the output [B, T, N, H] in the dtype of the query, and lse [B, N, T] in float32."""
+    output, lse = _vmappable(settings, operands, None)
+    return output, lse
+
+
+def backward(settings: Settings, operands: Operands, statistics: Statistics) -> tuple[jax.Array, ...]:
+    """Gradients of query, key and value, and of the bias if `settings.bias_gradient`."""
+    return _vmappable(settings, operands, statistics)
+
+
 # JAX's private module.
 
 
 @functools.cache
 def private_module() -> ModuleType | None:
-    """The module with the two primitives, or None where this JAX has none that work the way they are used here.
+    """The module with the two primitives, or None if this JAX has none that work the way they are used here.
 
-    They are lowered for CUDA to find out, which needs no GPU: shapes, parameters and their names are all exercised.
+    They are lowered for CUDA to find out, which needs no GPU and exercises shapes, parameters and their names.
     """
     try:
         module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
@@ -62,13 +83,13 @@ def private_module() -> ModuleType | None:
 
 
 def outside_of_traces(function: Callable[[], Any]) -> Any:
-    """Calls a function where no transformation, mesh or default device of the caller's is in force: in a thread."""
+    """Calls a function in a thread: no transformation, mesh or default device of the caller's is in force there."""
     outcome: dict[str, Any] = {}
 
     def run() -> None:
         try:
             outcome["value"] = function()
-        except BaseException as error:  # raised again where it was asked for
+        except BaseException as error:  # raised again by the caller
             outcome["error"] = error
 
     thread = threading.Thread(target=run)
@@ -86,27 +107,19 @@ def _lower_once(module: ModuleType) -> None:
 
     def both(q, lse):
         operands = Operands(q, q, q, None, None, None)
-        output, new_lse = bind(module, settings, operands, None)
+        output, new_lse = _bind(module, settings, operands, None)
         assert (output.shape, output.dtype, new_lse.shape, new_lse.dtype) == (q.shape, q.dtype, lse.shape, lse.dtype)
-        return bind(module, settings, operands, Statistics(lse, output, output))
+        return _bind(module, settings, operands, Statistics(lse, output, output))
 
     gradients = jax.eval_shape(both, q, lse)
     assert [(g.shape, g.dtype) for g in gradients] == [(q.shape, q.dtype)] * 3
     jax.jit(both).trace(q, lse).lower(lowering_platforms=("cuda",))
 
 
-def bind(module: Any, settings: Settings, operands: Operands, statistics: Statistics | None) -> tuple[jax.Array, ...]:
-    """One call of the vendor's forward primitive, or with statistics of its backward one, on one device's arrays.
+def _bind(module: Any, settings: Settings, operands: Operands, statistics: Statistics | None) -> tuple[jax.Array, ...]:
+    """The vendor's forward primitive on one device, or given statistics its backward one.
 
-    Args:
-      module: What `private_module` found.
-      settings: What is fixed.
-      operands: The inputs of attention.
-      statistics: For the backward kernel, whose weights are exp(logits - lse) whatever lse it is given.
-
-    Returns:
-      Forward: the output [B, T, N, H] in the dtype of the query, and lse [B, N, T] in float32. Backward: the gradients
-      of query, key and value, and of the bias where `settings.bias_gradient`.
+    The weights of the backward kernel are exp(logits - lse), whatever lse it is given.
     """
     query, key, value, bias, query_lengths, key_lengths = operands
     unused = jnp.zeros(0, query.dtype)
@@ -135,3 +148,186 @@ def bind(module: Any, settings: Settings, operands: Operands, statistics: Statis
     if statistics is None:
         return tuple(module._dot_product_attention_fwd_p_wrapper.bind(*arrays, **parameters, is_training=True))
     return tuple(module._dot_product_attention_bwd_p_wrapper.bind(*arrays, *statistics, **parameters))
+
+
+# vmap: a further batch axis is folded into the kernel's own.
+
+
+def _vmappable(settings: Settings, operands: Operands, statistics: Statistics | None) -> tuple[jax.Array, ...]:
+    @custom_vmap
+    def kernel(operands, statistics):
+        operands = operands._replace(query=compiled_for(operands.query, "cudnn", "cuda"))
+        return _over_mesh(settings, operands, statistics)
+
+    @kernel.def_vmap
+    def rule(size, batched, operands, statistics):
+        B = operands.query.shape[int(batched[0].query)]
+        bias, bias_is_batched = operands.bias, batched[0].bias
+        summed = bias is not None and bias.shape[int(bias_is_batched)] != B  # one bias for all B sequences
+        # It stays one, unless it or its gradient differs between the mapped calls.
+        keep = bias is not None and bias.shape[0] == 1 and not bias_is_batched and not settings.bias_gradient
+
+        def fold(array, is_batched):
+            array = array if is_batched else array[None]
+            return jnp.broadcast_to(array, (size, B, *array.shape[2:])).reshape(size * B, *array.shape[2:])
+
+        without_bias = (operands._replace(bias=None), statistics), (batched[0]._replace(bias=None), batched[1])
+        folded, folded_statistics = jax.tree.map(fold, *without_bias)
+        folded = folded._replace(bias=bias if bias is None or keep else fold(bias, bias_is_batched))
+        results = _vmappable(settings, folded, folded_statistics)
+        results = [array.reshape(size, B, *array.shape[1:]) for array in results]
+        if settings.bias_gradient and summed:
+            results[3] = jnp.sum(results[3], 1, keepdims=True)
+        return tuple(results), (True,) * len(results)
+
+    return kernel(operands, statistics)
+
+
+# A mesh.
+
+
+def mesh_axes(spec: Sequence[Any], sizes: Any, batch: int, heads: int, key_heads: int) -> tuple[Any, Any]:
+    """The mesh axes of the query's PartitionSpec over which batch and heads can be split: a name, a tuple, or None.
+
+    Axes must divide the batch, and the key heads; a single key head serves query heads on any number of devices.
+    """
+    over_batch, _, over_heads, *_ = (*spec, None, None, None)
+
+    def divide(names: Any, length: int) -> bool:
+        return length % math.prod(sizes[name] for name in _as_tuple(names)) == 0
+
+    return (
+        over_batch if divide(over_batch, batch) else None,
+        over_heads if divide(over_heads, heads if key_heads == 1 else key_heads) else None,
+    )
+
+
+def _as_tuple(names: Any) -> tuple[str, ...]:
+    return () if names is None else names if isinstance(names, tuple) else (names,)
+
+
+class _Specs(NamedTuple):
+    arguments: tuple[Operands, Statistics | None]  # of PartitionSpecs
+    results: tuple[P, ...]
+    sums: tuple[tuple[str, ...], ...]  # per result: mesh axes whose devices each have a part of the sum
+
+
+def _specs(sharding: Any, settings: Settings, operands: Operands, statistics: Statistics | None) -> _Specs:
+    B, _, N, _ = operands.query.shape
+    K = operands.key.shape[2]
+    over_batch, over_heads = mesh_axes(sharding.spec, sharding.mesh.shape, B, N, K)
+    rows, lse = P(over_batch, None, over_heads, None), P(over_batch, over_heads, None)
+    keys = P(over_batch, None, None if K == 1 else over_heads, None)
+    key_sum = _as_tuple(over_heads) if K == 1 else ()
+    bias, lengths, bias_sum = None, None, ()
+    if operands.bias is not None:
+        batch = over_batch if operands.bias.shape[0] == B else None
+        heads = over_heads if operands.bias.shape[1] == N else None
+        bias = P(batch, heads, None, None)
+        bias_sum = (*(() if batch else _as_tuple(over_batch)), *(() if heads else _as_tuple(over_heads)))
+    if operands.query_lengths is not None:
+        lengths = P(over_batch)
+    inputs: Any = Operands(rows, keys, keys, bias, lengths, lengths)  # pyright: ignore[reportArgumentType]
+    if statistics is None:
+        return _Specs((inputs, None), (rows, lse), ((), ()))
+    outputs: Any = Statistics(lse, rows, rows)  # pyright: ignore[reportArgumentType]
+    results, sums = (rows, keys, keys), ((), key_sum, key_sum)
+    if settings.bias_gradient and bias is not None:
+        results, sums = (*results, bias), (*sums, bias_sum)
+    return _Specs((inputs, outputs), results, sums)
+
+
+def _on_one_device(settings, operands, statistics, sums=((),) * 4) -> tuple[jax.Array, ...]:
+    results = _bind(private_module(), settings, operands, statistics)
+    pairs = zip(results, sums, strict=False)
+    return tuple(jax.lax.psum(result, names) if names else result for result, names in pairs)
+
+
+def _over_mesh(settings: Settings, operands: Operands, statistics: Statistics | None) -> tuple[jax.Array, ...]:
+    sharding = jax.typeof(operands.query).sharding
+    mesh = sharding.mesh
+    if not _is_explicit(sharding):
+        return _partitioned(settings, operands, statistics)
+    # Explicit axes are part of the arrays' types, so the partition is known while tracing.
+    specs = _specs(sharding, settings, operands, statistics)
+    arguments = jax.tree.map(
+        lambda array, spec: jax.sharding.reshard(array, NamedSharding(mesh, spec)),
+        (operands, statistics),
+        specs.arguments,
+    )
+    local = functools.partial(_on_one_device, settings, sums=specs.sums)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs.arguments, out_specs=specs.results, check_vma=False)
+    return mapped(*arguments)
+
+
+def _is_explicit(sharding: Any) -> bool:
+    return AxisType.Explicit in (sharding.mesh.axis_types or ())
+
+
+def sharded_as(gradient: jax.Array | None, primal: jax.Array | None) -> jax.Array | None:
+    """A gradient with the sharding of its input, which is part of its type if mesh axes are Explicit."""
+    if gradient is None or primal is None or not _is_explicit(jax.typeof(primal).sharding):
+        return gradient
+    return jax.sharding.reshard(gradient, jax.typeof(primal).sharding)
+
+
+def varying_alike(arrays: Any) -> Any:
+    """Within `shard_map`: arrays typed as varying over the same mesh axes, as a derivative rule requires.
+
+    The transpose of the cast sums the gradient of what the devices share.
+    """
+
+    def axes_of(array: jax.Array) -> frozenset[str]:
+        return jax.typeof(array).mat.varying
+
+    every = frozenset[str]().union(*map(axes_of, jax.tree.leaves(arrays)))
+
+    def cast(array: jax.Array) -> jax.Array:
+        missing = every - axes_of(array)
+        return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
+
+    return jax.tree.map(cast, arrays)
+
+
+# Auto axes: the compiler calls back with the partition that it arrived at.
+
+
+def _sharding_rule(settings, mesh, value_types, result_types) -> str:
+    """How shardings propagate between the arrays, in the einsum-like notation of Shardy."""
+    del mesh
+    shapes = [list(value_type.shape) for value_type in value_types]
+    (B, _, N, _), (_, _, K, _) = shapes[0], shapes[1]
+    # Heads of queries and of groups of them stay unrelated here: half a mesh axis has no name for `_partition` to read.
+    rows, keys, lse = "b t n h", "b s n h" if N == K else "b s k h", "b n t"
+    arguments = [rows, keys, keys]
+    backward = len(result_types) > 2
+    rest = shapes[3 : len(shapes) - 3 if backward else None]
+    bias = ""
+    if rest and len(rest[0]) == 4:
+        bias = f"{'b' if rest[0][0] == B else 'x'} {'n' if rest[0][1] == N else 'y'} t s"
+        arguments.append(bias)
+    arguments += ["b"] * sum(len(shape) == 1 for shape in rest)
+    if backward:
+        arguments += [lse, rows, rows]
+        results = [rows, keys, keys] + [bias] * settings.bias_gradient
+    else:
+        results = [rows, lse]
+    return f"{', '.join(arguments)} -> {', '.join(results)}"
+
+
+def _partition(settings, mesh, arguments, results):
+    del results
+    operands, statistics = arguments
+    specs = _specs(operands.query.sharding, settings, operands, statistics)
+    arguments, results = (
+        jax.tree.map(lambda spec: NamedSharding(mesh, spec), tree) for tree in (specs.arguments, specs.results)
+    )
+    return mesh, functools.partial(_on_one_device, settings, sums=specs.sums), results, arguments
+
+
+def _whole(settings, operands, statistics):
+    return _on_one_device(settings, operands, statistics)
+
+
+_partitioned = custom_partitioning(_whole, static_argnums=(0,))
+_partitioned.def_partition(partition=_partition, sharding_rule=_sharding_rule)

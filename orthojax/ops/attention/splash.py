@@ -1,7 +1,7 @@
 """Attention by the splash kernel on TPUs: exp(x_i) / (exp(a) + sum_j exp(x_j)) with the sink a inside the kernel.
 
-softmax-1 is a = 0 and costs what softmax costs. There is no TPU in our tests: numbers are those of the kernel in
-interpret mode, structure that of its lowering for TPUs.
+softmax-1 is a = 0 and costs what softmax costs. Our tests have no TPU: numbers are those of the kernel in interpret
+mode, structure that of its lowering for TPUs.
 """
 
 import math
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orthojax.ops.attention.inputs import AttentionInputs
+from orthojax.ops.attention.dot_product import AttentionInputs
 from orthojax.ops.normalizers import sink_logit
 
 try:
@@ -20,28 +20,20 @@ try:
 except ImportError as error:  # an experimental module of jax: it may move
     _MISSING = f"jax {jax.__version__} has no splash kernel ({error})"
 
-_INTERPRET = False  # tests set it: the kernel as plain XLA, where there is no TPU
+_INTERPRET = False  # set by tests: the kernel as plain XLA, without a TPU
 _DTYPES = ("float32", "bfloat16")
 _LENGTH_MULTIPLE = 128
 _WIDTH_MULTIPLE = 64
-# Stands for a sink of -inf, with which a row that sees nothing would be 0 / 0; exp of it is zero beside any logit.
+# Stands for a sink of -inf, with which a row that sees nothing would be 0 / 0; its exp is zero beside any logit.
 _NO_SINK = -1e38
 
 
 def unsupported(inputs: AttentionInputs) -> str:
-    """Why the kernel cannot compute this, naming what is allowed, or "".
-
-    Args:
-      inputs: Of any lengths and head width.
-
-    Returns:
-      A reason: a bias, a mask array, a normalizer without kernel, a dtype, a `shard_map` that checks varying axes, x64
-      mode, or a jax without the kernel.
-    """
+    """Why the kernel does not support the arguments, naming what is allowed, or ""."""
     dtypes = sorted({str(a.dtype) for a in (inputs.query, inputs.key, inputs.value)})
     if _MISSING:
         return _MISSING
-    if _varies(inputs.query):
+    if getattr(getattr(jax.typeof(inputs.query), "mat", None), "varying", ()):
         return "splash's results carry no record of mesh axes; allowed within shard_map: check_vma=False"
     if jax.config.read("jax_enable_x64"):
         return "splash's index arithmetic mixes int32 with the wider default; allowed: jax_enable_x64 off"
@@ -57,11 +49,6 @@ def unsupported(inputs: AttentionInputs) -> str:
     return ""
 
 
-def _varies(array: jax.Array) -> bool:
-    """Whether it is an array inside a `shard_map` that checks over which axes each array varies."""
-    return bool(getattr(getattr(jax.typeof(array), "mat", None), "varying", ()))
-
-
 def unavailable() -> str:
     """Why the kernel cannot run in this process, or ""."""
     if _MISSING:
@@ -75,10 +62,10 @@ def unavailable() -> str:
 
 
 def attend(inputs: AttentionInputs) -> jax.Array:
-    """Attention by the splash kernel, of any lengths and head width, sharded over batch and heads.
+    """Attention by the splash kernel, for any lengths and head width, sharded over batch and heads.
 
     Lengths are padded to multiples of 128 and head widths to multiples of 64. The scale is multiplied into the query
-    in float32 and rounded once: exact where the scale is a power of two, as for widths of 64 and 256.
+    in float32 and rounded once: exact if the scale is a power of two, as for widths of 64 and 256.
 
     Args:
       inputs: For which `unsupported` is "".
@@ -89,14 +76,12 @@ def attend(inputs: AttentionInputs) -> jax.Array:
     T, H = inputs.query.shape[1], inputs.query.shape[3]
     visible = _visible(inputs)
     query = (inputs.query.astype(jnp.float32) * inputs.scale).astype(inputs.query.dtype)
-    query = _kernel_layout(query, visible.lengths[0])
-    key, value = (_kernel_layout(a, visible.lengths[1]) for a in (inputs.key, inputs.value))
     out = splash_kernel.attention(
         visible,
         _INTERPRET,
-        query=query,
-        key=key,
-        value=value,
+        query=_kernel_layout(query, visible.lengths[0]),
+        key=_kernel_layout(inputs.key, visible.lengths[1]),
+        value=_kernel_layout(inputs.value, visible.lengths[1]),
         sinks=_sinks(inputs),
         **_segments(inputs, visible.lengths),
     )
@@ -120,7 +105,7 @@ def _visible(inputs: AttentionInputs) -> "splash_kernel.Visible":
         (padded_T, padded_S),
         left=left if left < T - 1 else None,
         right=None if right_is_open else right,
-        keys=S if padded_S > S and (right_is_open or T - 1 + right >= S) else None,  # where a query reaches padding
+        keys=S if padded_S > S and (right_is_open or T - 1 + right >= S) else None,  # if a query reaches padding
     )
 
 
@@ -131,7 +116,7 @@ def _kernel_layout(array: jax.Array, length: int) -> jax.Array:
 
 
 def _segments(inputs: AttentionInputs, lengths: tuple[int, int]) -> dict[str, jax.Array]:
-    """int32 [B, T] and [B, S]: 0 within the sequence; padded queries are in segment 1 and padded keys in 2, alone."""
+    """int32 [B, T] and [B, S]: 0 within the sequence; padded queries are alone in segment 1, padded keys in 2."""
     ends = (inputs.query_seq_lengths, inputs.key_value_seq_lengths)
     if all(end is None for end in ends):
         return {}
@@ -144,7 +129,7 @@ def _segments(inputs: AttentionInputs, lengths: tuple[int, int]) -> dict[str, ja
 
 
 def _sinks(inputs: AttentionInputs) -> jax.Array | None:
-    """float32 [B, N], or None for softmax, or softmax_n with n = 0, where every row sees something."""
+    """float32 [B, N]; None for softmax, or softmax_n with n = 0, if every row sees something."""
     sink = sink_logit(inputs.normalizer)
     if isinstance(sink, float) and sink == -math.inf and inputs.query_seq_lengths is None and _blind(inputs) is None:
         return None
@@ -153,7 +138,7 @@ def _sinks(inputs: AttentionInputs) -> jax.Array | None:
 
 
 def _blind(inputs: AttentionInputs) -> jax.Array | np.ndarray | None:
-    """Boolean [B or 1, T]: the queries that see no key for causality, window and key lengths; None if all see some."""
+    """Boolean [B or 1, T]: queries that see no key, by causality, window and key lengths; None if all see some."""
     T, S = inputs.query.shape[1], inputs.key.shape[1]
     left, right = _window(inputs)
     first = np.maximum(np.arange(T) - left, 0)[None]
@@ -164,7 +149,7 @@ def _blind(inputs: AttentionInputs) -> jax.Array | np.ndarray | None:
 
 
 def _spread_evenly(inputs: AttentionInputs, out: jax.Array) -> jax.Array:
-    """`out` with the mean of the values in rows that see nothing: what softmax means in `jax.nn`."""
+    """`out` with the mean of the values in rows that see nothing: the meaning of softmax in `jax.nn`."""
     blind = _blind(inputs)
     if blind is None:
         return out

@@ -1,10 +1,100 @@
-"""Attention by plain XLA operations, and the logits that every implementation computes."""
+"""Attention by plain XLA operations: masks, weights, weighted values; all queries at once or one chunk at a time."""
+
+import functools
+import itertools
+import operator
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from orthojax.ops.attention.inputs import AttentionInputs
 from orthojax.ops.normalizers import Normalizer, apply_normalizer
+from orthojax.ops.statistics import at_least_float32
+
+if TYPE_CHECKING:
+    from orthojax.ops.attention.dot_product import AttentionInputs
+
+# Weights of one chunk. Larger ones fall out of a CPU's cache, many smaller ones pay for each iteration of the loop; a
+# GPU or TPU needs enough work per iteration.
+_CHUNK_BYTES = {"cpu": 2**23}
+_FEWEST_QUERIES = 32
+# Under a causal mask the chunks are split into this many runs; those of a run take the keys up to the end of the run.
+_CAUSAL_RUNS = 4
+
+
+def window_sides(size: int | tuple[int, int]) -> tuple[int, int]:
+    """(left, right) of a `local_window_size`.
+
+    Raises:
+      ValueError: For anything but one int or two, each >= 0.
+    """
+    try:
+        left, right = map(operator.index, size if isinstance(size, tuple | list) else (size, size))
+    except (TypeError, ValueError):
+        left = right = -1
+    if min(left, right) < 0:
+        raise ValueError(f"local_window_size must be one int or (left, right), each >= 0, got {size}")
+    return left, right
+
+
+def visible_keys(
+    batch: int,
+    query_length: int,
+    key_length: int,
+    *,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_start: int | jax.Array = 0,
+    key_start: int | jax.Array = 0,
+) -> jax.Array | None:
+    """Which keys each query sees: everything that hides a key, in one boolean mask.
+
+    Args:
+      batch: Number of sequences, for the shape of sequence lengths.
+      query_length: T.
+      key_length: S.
+      mask: Boolean [B or 1, N or 1, T or 1, S or 1]; True keeps.
+      is_causal: Query t sees keys 0..t.
+      query_seq_lengths: int32 [B]; queries from this position on see nothing.
+      key_value_seq_lengths: int32 [B]; keys from this position on are hidden.
+      local_window_size: Query t sees keys t - left .. t + right; an int means both sides.
+      query_start: Position of the first query, for a part of the sequence; `mask` is that of the part.
+      key_start: Position of the first key.
+
+    Returns:
+      Boolean mask that broadcasts to [B, N, T, S], or None if every query sees every key.
+    """
+    t = (query_start + jnp.arange(query_length))[:, None]
+    s = (key_start + jnp.arange(key_length))[None, :]
+    parts: list[jax.Array] = [] if mask is None else [mask]
+    if is_causal:
+        parts.append((s <= t)[None, None])
+    if local_window_size is not None:
+        left, right = window_sides(local_window_size)
+        parts.append(((s >= t - left) & (s <= t + right))[None, None])
+    if query_seq_lengths is not None:
+        parts.append((t[None] < query_seq_lengths.reshape(batch, 1, 1))[:, None])
+    if key_value_seq_lengths is not None:
+        parts.append((s[None] < key_value_seq_lengths.reshape(batch, 1, 1))[:, None])
+    return functools.reduce(operator.and_, parts) if parts else None
+
+
+def relaxed_causal_mask(length: int, relaxed: int) -> jax.Array:
+    """The causal mask with the first `relaxed` tokens seeing each other (From Attention to Activation, section 3.2).
+
+    Args:
+      length: T.
+      relaxed: k; 0 or 1 is the causal mask.
+
+    Returns:
+      Boolean [1, 1, T, T].
+    """
+    t, s = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
+    return ((s <= t) | ((t < relaxed) & (s < relaxed)))[None, None]
 
 
 def attention_logits(
@@ -16,7 +106,7 @@ def attention_logits(
       query: [B, T, N, H].
       key: [B, S, K, H] with K dividing N; query head n attends with key head n // (N / K).
       bias: Added to the logits; broadcasts to [B, N, T, S].
-      scale: Factor of the products; 1 / sqrt(H) where None.
+      scale: Factor of the products; 1 / sqrt(H) if None.
 
     Returns:
       [B, N, T, S] in float32 (float64 for float64 inputs).
@@ -36,71 +126,182 @@ def attention_logits(
     return logits if bias is None else logits + bias.astype(dtype)
 
 
-def attend_visible(
+def attention_weights(
     query: jax.Array,
     key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None,
-    visible: jax.Array | None,
     *,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
     normalizer: Normalizer,
-    scale: float,
+    scale: float | None = None,
 ) -> jax.Array:
-    """Attention of some queries to some keys, by the whole matrix of weights between them.
+    """The weights with which queries attend to keys.
 
     Args:
       query: [B, T, N, H].
-      key: [B, S, K, H].
-      value: [B, S, K, H].
+      key: [B, S, K, H] with K dividing N.
       bias: Added to the logits; broadcasts to [B, N, T, S].
-      visible: Boolean, broadcasts to [B, N, T, S]; None where every query sees every key.
+      mask: Boolean, True keeps; broadcasts to [B, N, T, S]. See `visible_keys`.
       normalizer: See `orthojax.ops.normalizers`.
-      scale: Factor of the logits.
+      scale: Factor of the products; 1 / sqrt(H) if None.
+
+    Returns:
+      [B, N, T, S] in float32 (float64 for float64 inputs).
+    """
+    return apply_normalizer(normalizer, attention_logits(query, key, bias, scale=scale), mask)
+
+
+def weighted_values(weights: jax.Array, value: jax.Array) -> jax.Array:
+    """The values of all keys, summed with the weights of each query.
+
+    Args:
+      weights: [B, N, T, S], rounded to the dtype of `value`.
+      value: [B, S, K, H] with K dividing N; query head n takes the values of head n // (N / K).
 
     Returns:
       [B, T, N, H] in the dtype of `value`.
     """
-    B, T, N, H = query.shape
-    K = value.shape[2]
-    logits = attention_logits(query, key, bias, scale=scale)
-    weights = apply_normalizer(normalizer, logits, visible).astype(value.dtype)
+    B, N, T, S = weights.shape
+    K, H = value.shape[2:]
+    weights = weights.astype(value.dtype)
     # Straight to [B, T, N, H], XLA for CPU would transpose the weights, which are larger than the output.
     if N == K:
         return jnp.einsum("BNTS,BSNH->BNTH", weights, value).transpose(0, 2, 1, 3)
-    grouped = weights.reshape(B, K, N // K, T, -1)
+    grouped = weights.reshape(B, K, N // K, T, S)
     return jnp.einsum("BKGTS,BSKH->BKGTH", grouped, value).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def without_padding(output: jax.Array, query_seq_lengths: jax.Array | None) -> jax.Array:
-    """Zeros for queries that are padding: `softmax` spreads their weight over all keys, jax.nn zeroes their output."""
+def attend(inputs: "AttentionInputs") -> jax.Array:
+    """Attention by the whole matrix of weights: [B, T, N, H] in the dtype of `value`."""
+    visible = visible_keys(
+        inputs.query.shape[0],
+        inputs.query.shape[1],
+        inputs.key.shape[1],
+        mask=inputs.mask,
+        is_causal=inputs.is_causal,
+        query_seq_lengths=inputs.query_seq_lengths,
+        key_value_seq_lengths=inputs.key_value_seq_lengths,
+        local_window_size=inputs.local_window_size,
+    )
+    options = {"bias": inputs.bias, "normalizer": inputs.normalizer, "scale": inputs.scale}
+    weights = attention_weights(inputs.query, inputs.key, mask=visible, **options)
+    return _without_padding(weighted_values(weights, inputs.value), inputs.query_seq_lengths)
+
+
+def _without_padding(output: jax.Array, query_seq_lengths: jax.Array | None) -> jax.Array:
+    """Zeros for padded queries: `softmax` spreads their weight over all keys, jax.nn zeroes their output."""
     if query_seq_lengths is None:
         return output
     padding = jnp.arange(output.shape[1])[None, :, None, None] >= query_seq_lengths[:, None, None, None]
     return jnp.where(padding, 0, output)
 
 
-def unsupported(inputs: AttentionInputs) -> str:
-    """Nothing is: "" for all inputs."""
-    del inputs
-    return ""
+# One chunk of queries at a time, in memory linear in the length: the backward pass recomputes the weights of a chunk. A
+# chunk takes the keys that causality and a local window leave it, as far as shapes known when tracing can say.
 
 
-def attend(inputs: AttentionInputs) -> jax.Array:
-    """Attention by the whole matrix of weights, for every normalizer and every kind of mask.
+def attend_chunked(inputs: "AttentionInputs") -> jax.Array:
+    """Attention chunk by chunk: [B, T, N, H] in the dtype of `value`."""
+    B, T, N, H = inputs.query.shape
+    size = _queries_per_chunk(inputs)
+    chunks = -(-T // size)
+    queries = {"query": _split(inputs.query, size, chunks, 1), "start": size * jnp.arange(chunks)}
+    for name in ("bias", "mask"):
+        array = getattr(inputs, name)
+        if array is not None and array.shape[2] > 1:  # sliced as given: never broadcast to [B, N, T, S]
+            queries[name] = _split(array, size, chunks, 2)
+    outputs = []
+    for run in _runs(inputs, size, chunks):
+        part = {name: array[run.first : run.last] for name, array in queries.items()}
+        outputs.append(_attend_run(inputs, run, part))
+    output = jnp.moveaxis(jnp.concatenate(outputs), 0, 1).reshape(B, chunks * size, N, H)[:, :T]
+    return _without_padding(output, inputs.query_seq_lengths)
 
-    Args:
-      inputs: Arrays of any floating dtype; logits and weights are float32 at least.
 
-    Returns:
-      [B, T, N, H] in the dtype of `value`.
+def _queries_per_chunk(inputs: "AttentionInputs") -> int:
+    B, T, N, _ = inputs.query.shape
+    row = B * N * inputs.key.shape[1] * jnp.promote_types(inputs.query.dtype, jnp.float32).itemsize
+    chunks = -(-T // max(_CHUNK_BYTES.get(jax.default_backend(), 2**28) // row, _FEWEST_QUERIES))
+    return -(-T // chunks)  # chunks of nearly equal size: little padding
+
+
+class _Run(NamedTuple):
+    """Consecutive chunks of queries that take equally many keys."""
+
+    first: int  # chunks first..last - 1
+    last: int
+    keys: int  # how many keys each takes
+    left: (
+        int | None
+    )  # keys begin this far before the chunk's first query, clipped to the keys there are; None: at key 0
+
+
+def _runs(inputs: "AttentionInputs", size: int, chunks: int) -> list[_Run]:
+    T, S = inputs.query.shape[1], inputs.key.shape[1]
+    everything = [_Run(0, chunks, S, None)]
+    if isinstance(inputs.normalizer, str) and inputs.normalizer == "softmax":
+        # It spreads a row that sees nothing over all keys, so no key may be left out if there may be such a row.
+        left, _ = inputs.local_window_size or (T, 0)
+        if inputs.mask is not None or inputs.key_value_seq_lengths is not None or T - left > S:
+            return everything
+    if inputs.local_window_size is not None:
+        left, right = inputs.local_window_size
+        keys = left + size + (0 if inputs.is_causal else right)
+        if keys < S:
+            return [_Run(0, chunks, keys, left)]
+    if not inputs.is_causal:
+        return everything
+    runs = min(_CAUSAL_RUNS, chunks)
+    ends = [chunks * run // runs for run in range(runs + 1)]
+    return [_Run(first, last, min(last * size, S), None) for first, last in itertools.pairwise(ends)]
+
+
+def _split(array: jax.Array, size: int, chunks: int, axis: int) -> jax.Array:
+    """[..., T, ...] -> [chunks, ..., size, ...], the last chunk padded with zeros."""
+    missing = chunks * size - array.shape[axis]
+    if missing:
+        array = jnp.pad(array, [(0, missing if i == axis else 0) for i in range(array.ndim)])
+    return jnp.moveaxis(array.reshape(*array.shape[:axis], chunks, size, *array.shape[axis + 1 :]), axis, 0)
+
+
+def _keys(array: jax.Array, start: int | jax.Array, number: int, axis: int) -> jax.Array:
+    if array.shape[axis] in (1, number):  # 1: a bias or mask that is the same for all keys
+        return array
+    return lax.dynamic_slice_in_dim(array, start, number, axis)
+
+
+def _attend_run(inputs: "AttentionInputs", run: _Run, queries: dict[str, jax.Array]) -> jax.Array:
+    """Attention of the chunks of one run, [chunks of the run, B, size, N, H].
+
+    `queries` has of each chunk the position of its first query and its query, and bias and mask where these vary by
+    query; `inputs` has the rest.
     """
-    output = attend_visible(
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        inputs.bias,
-        inputs.visible(),
-        normalizer=inputs.normalizer,
-        scale=inputs.scale,
-    )
-    return without_padding(output, inputs.query_seq_lengths)
+    dtype = inputs.value.dtype
+    # Every chunk adds to the gradients of what all chunks share: summed in float32, as in one product.
+    shared = {name: getattr(inputs, name) for name in ("key", "value", "bias", "normalizer")}
+    shared = {name: at_least_float32(a) if isinstance(a, jax.Array) else a for name, a in shared.items()}
+    if run.left is None:
+        shared |= {name: _keys(shared[name], 0, run.keys, 1) for name in ("key", "value")}
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # in a loop nothing can be merged with the recomputation
+    def attend_chunk(chunk: dict[str, jax.Array]) -> jax.Array:
+        first = 0 if run.left is None else jnp.clip(chunk["start"] - run.left, 0, inputs.key.shape[1] - run.keys)
+        key, value = (_keys(shared[name], first, run.keys, 1).astype(dtype) for name in ("key", "value"))
+        bias, mask = chunk.get("bias", shared["bias"]), chunk.get("mask", inputs.mask)
+        bias, mask = (None if array is None else _keys(array, first, run.keys, 3) for array in (bias, mask))
+        visible = visible_keys(
+            key.shape[0],
+            chunk["query"].shape[1],
+            run.keys,
+            mask=mask,
+            is_causal=inputs.is_causal,
+            query_seq_lengths=inputs.query_seq_lengths,
+            key_value_seq_lengths=inputs.key_value_seq_lengths,
+            local_window_size=inputs.local_window_size,
+            query_start=chunk["start"],
+            key_start=first,
+        )
+        options = {"bias": bias, "normalizer": shared["normalizer"], "scale": inputs.scale}
+        return weighted_values(attention_weights(chunk["query"], key, mask=visible, **options), value)
+
+    return lax.map(attend_chunk, queries)

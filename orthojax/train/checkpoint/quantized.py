@@ -1,7 +1,8 @@
 """Quantised checkpoints: one step of a run with its kernels as integers, for evaluation.
 
 `params` has the names of the run; in place of a kernel it has `kernel/integers`, `kernel/step` and, for zeropoint,
-`kernel/shift`, as `orthojax.ops.quantize.Quantized` defines them. The JSON item `quantization` says what was rounded.
+`kernel/shift`: `qvalue`, `scale` and `zero_point` of `orthojax.ops.quantize.Quantized`. The JSON item `quantization`
+says what was rounded.
 """
 
 import dataclasses
@@ -114,8 +115,8 @@ def read_quantized(step_folder: Path) -> tuple[QuantizationSetting, Any]:
 def _as_dict(leaf: Any) -> Any:
     if not isinstance(leaf, Quantized):
         return leaf
-    shift = {} if leaf.shift is None else {"shift": leaf.shift}
-    return {"integers": leaf.integers, "step": leaf.step} | shift
+    shift = {} if leaf.zero_point is None else {"shift": leaf.zero_point}
+    return {"integers": leaf.qvalue, "step": leaf.scale} | shift
 
 
 def _is_quantized_dict(node: Any) -> bool:
@@ -123,7 +124,9 @@ def _is_quantized_dict(node: Any) -> bool:
 
 
 def _from_dict(node: Any) -> Any:
-    return Quantized(**node) if _is_quantized_dict(node) else node
+    if not _is_quantized_dict(node):
+        return node
+    return Quantized(node["integers"], node["step"], node.get("shift"))
 
 
 def _require_model(step_folder: Path, params: Any) -> None:

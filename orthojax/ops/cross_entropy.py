@@ -1,4 +1,4 @@
-"""Cross-entropy of next tokens from final hidden states: the logits of a few positions at a time exist, never all.
+"""Cross-entropy of next tokens, from logits or from final hidden states without ever materialising all logits.
 
 Letters: B sequences, T positions, D d_model, V vocabulary.
 """
@@ -12,23 +12,42 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-BATCH_AXES, VOCAB_AXIS = ("data", "fsdp"), "tensor"  # of a mesh that is set, as far as it has them
-# The logits that one device holds at once; their exponentials and gradients come to as much again. An accelerator wants
-# enough to do in each turn of the loop, which also reads and writes the kernel's gradient.
+BATCH_AXES, VOCAB_AXIS = ("data", "fsdp"), "tensor"  # of the current mesh, as far as it has them
+# The logits that one device materialises at a time; their exponentials and gradients take as much again. An accelerator
+# needs enough work per iteration of the loop, which also reads and writes the kernel's gradient.
 _LOGITS_BYTES = {"cpu": 2**28}
 _LOGITS_BYTES_ELSEWHERE = 2**29
 
 
+def cross_entropy_nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """-log softmax(logits)[target] for every position, in nats.
+
+    Args:
+      logits: [..., V].
+      targets: int [...].
+
+    Returns:
+      [...], float32 at least.
+
+    >>> import jax.numpy as jnp
+    >>> round(float(cross_entropy_nats(jnp.zeros((1, 4)), jnp.array([2]))[0]), 4)  # ln 4
+    1.3863
+    """
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - target
+
+
 def positions_at_once(B: int, T: int, V: int, asked: int | None = None) -> int:
-    """Of how many positions of every sequence the logits exist at once: T where there is no need for chunks.
+    """Positions of every sequence whose logits are materialised at a time: T if there is no need for chunks.
 
     Args:
       B: Sequences.
       T: Positions.
       V: Vocabulary.
-      asked: So many, at most T; None for the most whose float32 logits take 256 MB on a CPU or 512 MB on another
-        device, at least one. On the Auto axes of a mesh that is set (`jax.set_mesh`) sequences are over "data" and
-        "fsdp" and the vocabulary is over "tensor", where they divide.
+      asked: That many, at most T; None for as many as take 256 MB of float32 logits on a CPU or 512 MB on another
+        device, at least one. On the Auto axes of the current mesh (`jax.set_mesh`) sequences are over "data" and
+        "fsdp" and the vocabulary is over "tensor", if they divide.
 
     >>> positions_at_once(16, 64, 2048), positions_at_once(4, 8, 10, asked=3)
     (64, 3)
@@ -39,7 +58,7 @@ def positions_at_once(B: int, T: int, V: int, asked: int | None = None) -> int:
     tensor = mesh.shape[VOCAB_AXIS] if VOCAB_AXIS in _auto_axes(mesh) else 1
     row = B // _shards(mesh, _batch_axes(mesh, B)) * 4 * (V // tensor if V % tensor == 0 else V)
     chunks = -(-T // max(_LOGITS_BYTES.get(jax.default_backend(), _LOGITS_BYTES_ELSEWHERE) // row, 1))
-    return -(-T // chunks)  # chunks of nearly one size: little is computed twice
+    return -(-T // chunks)  # chunks of nearly equal size: little is computed twice
 
 
 def _auto_axes(mesh: jax.sharding.AbstractMesh) -> set[str]:
@@ -61,20 +80,20 @@ def chunked_cross_entropy_sum_nats(
 ) -> jax.Array:
     """sum_bt weights[b, t] (logsumexp(x[b, t] W) - (x[b, t] W)[targets[b, t]]), in nats.
 
-    It is `cross_entropy_nats` of the logits x W, summed, in the memory of the logits of a chunk of positions. Where it
-    is differentiated, the forward pass computes the gradients of x and W along with the loss, chunk by chunk, as they
-    only wait for the one number with which the backward pass multiplies them: the product x W is computed once. Where
-    it is not differentiated, neither are gradients computed. There are no second derivatives, and no forward-mode ones.
+    The sum of `cross_entropy_nats` of the logits x W, in the memory of one chunk's logits. When differentiated, the
+    forward pass computes the gradients of x and W along with the loss, chunk by chunk, as the backward pass only
+    multiplies them with one number: the product x W is computed once. There are no second and no forward-mode
+    derivatives.
 
-    On the Auto axes "data" and "fsdp" of a mesh that is set (`jax.set_mesh`) every device goes through its own
-    sequences: W is gathered once, its gradient summed over devices once, and x stays where it is.
+    On the Auto axes "data" and "fsdp" of the current mesh (`jax.set_mesh`) every device processes its own sequences: W
+    is gathered once, its gradient summed over devices once, and x stays where it is.
 
     Args:
-      hidden: x, [B, T, D]; its dtype is that of the products' operands, float32 or wider that of their sums.
+      hidden: x, [B, T, D]; the products have operands of its dtype and sums in at least float32.
       kernel: W, [D, V], or [V, D] with `vocab_axis=0`, as an embedding table is; its gradient is summed in float32.
       targets: int [B, T].
       weights: [B, T] or [1, T], constants: no gradient flows to them. Targets of weight 0 may be any number.
-      positions: Of so many positions, of all sequences, the logits exist at once.
+      positions: Positions of every sequence whose logits are materialised at a time.
       vocab_axis: The axis of V in the kernel.
 
     Returns:
