@@ -15,7 +15,9 @@ from orthojax.model import Transformer
 from orthojax.train import (
     DivergedError,
     Inputs,
+    build,
     init_state,
+    learning_rate_schedule,
     leave_out_bad_steps,
     loop,
     make_optimizer,
@@ -23,8 +25,9 @@ from orthojax.train import (
     read_metrics,
     train,
 )
-from orthojax.train.bad_steps import MOST_IN_A_ROW, BadSteps
-from orthojax.train.roll_back import step_before
+from orthojax.train.loop import step_before
+from orthojax.train.metrics import MOST_IN_A_ROW
+from orthojax.train.optimizer import BadSteps
 from orthojax.train.step import loss_sum_nats
 
 # A constant learning rate, so that leaving steps out changes nothing else.
@@ -163,7 +166,10 @@ def test_a_spike_is_measured_from_the_running_mean_of_the_good_losses():
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("orthoadam", marks=pytest.mark.slow)])
 def test_without_a_policy_the_step_is_bit_for_bit_that_of_the_plain_optimizer(optimizer):
     config = replace(CONFIG, {"optim.optimizer": optimizer, "optim.weight_decay": 0.1})
-    model, chain = Transformer(config.model), make_optimizer(config.optim, config.train.steps)
+    model, chain = (
+        Transformer(config.model),
+        make_optimizer(config.optim, schedule=learning_rate_schedule(config.optim, config.train.steps)),
+    )
 
     def mean_loss(params, tokens):
         total, count = loss_sum_nats(model, params, tokens)
@@ -251,7 +257,7 @@ def test_a_spike_is_skipped_and_stops_a_run_that_does_not_skip(tmp_path, monkeyp
     assert loss > mean + 2.0
     assert losses[-1] < 1.0
     stop = replace(SKIP, {"train.on_bad_step": "stop"})
-    monkeypatch.setattr(loop, "make_train_step", lambda _: make_train_step(SKIP))  # the device does the same
+    monkeypatch.setattr(loop, "build", lambda _: build(SKIP))  # the device does the same
     with pytest.raises(DivergedError, match=r"the loss at step 11 is .* nats, more than 2 above") as error:
         train(stop, inputs(batch=constant), tmp_path / "stop")
     assert len(str(error.value).splitlines()) <= 3

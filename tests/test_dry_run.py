@@ -9,7 +9,7 @@ from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainCo
 from orthojax.fields import replace
 from orthojax.model import gpt2, parameter_count
 from orthojax.train import dry_run, init_state
-from orthojax.train.dry_run import bytes_on_one_device
+from orthojax.train.estimates import bytes_on_one_device
 
 SMALL = Config(
     gpt2("tiny", num_layers=2, d_model=32, num_heads=4, d_mlp=64, vocab_size=64, max_length=16),
@@ -69,7 +69,7 @@ def test_parts_of_the_memory_are_told_and_add_up(told):
     together = sizes.pop("together")
     assert sizes.pop("of these gradients, at most") == sizes["parameters"]
     # 16 rows over data and fsdp, 16 positions, 64 ids over tensor, float32: 16/4 * 16 * 64/2 * 4
-    assert sizes.pop("of these logits, each time that they exist") == pytest.approx(8192, rel=0.01)
+    assert sizes.pop("of these logits, each time that they are materialised") == pytest.approx(8192, rel=0.01)
     assert list(sizes) == ["parameters", "optimizer state", "tokens of a batch", "gradients, activations, logits"]
     assert together == pytest.approx(sum(sizes.values()), rel=0.01)
     assert min(sizes.values()) > 0

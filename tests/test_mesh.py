@@ -32,8 +32,8 @@ from orthojax.train import (
     train,
 )
 from orthojax.train import step as step_module
-from orthojax.train.prefetch import prefetched
-from orthojax.train.sharding import moment_shardings, parameter_shardings
+from orthojax.train.mesh import moment_shardings, parameter_shardings
+from orthojax.train.workdir import prefetched
 
 ROWS, LENGTH, VOCAB = 16, 16, 64
 SIZE = {"d_model": 32, "num_heads": 4, "num_layers": 2, "d_mlp": 64, "vocab_size": VOCAB, "max_length": LENGTH}
@@ -165,7 +165,7 @@ def specs(config):
     """Specs of the parameters and of their moments, by path."""
     shapes, mesh = parameter_shapes(config), mesh_for(config)
     params = parameter_shardings(config.model, shapes, mesh)
-    moments = moment_shardings(config, shapes, params)
+    moments = moment_shardings(config.optim, shapes, params)
     return ({path: sharding.spec for path, sharding in by_path(tree).items()} for tree in (params, moments))
 
 

@@ -26,19 +26,18 @@ from orthojax.model import flops_per_token
 from orthojax.progress import Progress
 from orthojax.train import (
     Inputs,
+    build,
     evaluate,
     init_state,
     keep_compiled_programs,
     loop,
     make_train_step,
+    metrics,
     read_metrics,
-    recorder,
     train,
-    utilization,
 )
-from orthojax.train.compile_cache import default_folder
 from orthojax.train.optimizer import learning_rate_schedule
-from orthojax.train.probe import PROBED, Probe, probe_metrics
+from orthojax.train.evaluation import PROBED, Probe, probe_metrics
 
 ROOT = Path(__file__).parents[1]
 CONFIG = Config(
@@ -51,15 +50,6 @@ CONFIG = Config(
     ),
     eval=EvalConfig(sequences=12, batch_size=4),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once():
-    """The runs differ in what they tell alone, and share their compiled functions."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "init_state", lambda _: init_state(CONFIG))
-        patch.setattr(loop, "make_train_step", lambda _: make_train_step(CONFIG))
-        yield
 
 
 def rows(step, n=4):
@@ -89,7 +79,7 @@ def run(tmp_path_factory):
     """One run with all telemetry on, on devices of a made-up peak; its folder and the lines that it called out."""
     folder, told = tmp_path_factory.mktemp("run"), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utilization, "_PEAK_FLOPS_PER_SECOND", {"cpu": 1e9})
+        patch.setattr("orthojax.train.estimates._PEAK_FLOPS_PER_SECOND", {"cpu": 1e9})
         state = train(replace(CONFIG, {"train.tensorboard": True}), INPUTS, folder, on_line=told.append)
     return folder, told, state
 
@@ -119,8 +109,8 @@ def test_the_time_of_validation_is_not_in_the_speed(tmp_path, monkeypatch):
         passed[0] += 1e6
         return 1.0
 
-    monkeypatch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
-    monkeypatch.setattr(loop, "validation_loss_nats", validate)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
+    monkeypatch.setattr(loop, "mean_loss_nats", validate)
     train(replace(CONFIG, {"train.eval_every_steps": 3, "train.probe_every_steps": 0}), INPUTS, tmp_path)
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert sum("validation_loss_nats" in line for line in lines) == 3
@@ -279,7 +269,7 @@ def test_the_host_asks_for_a_step_only_when_the_next_one_is_under_way(tmp_path, 
         assert happened, probe
         happened.clear()
     of.clear()
-    monkeypatch.setattr(loop, "make_train_step", lambda _: dispatched)
+    monkeypatch.setattr(loop, "build", lambda config: build(config)._replace(step=dispatched))
     train(config, INPUTS, tmp_path)
     for number in range(1, 8):
         assert happened.index(("fetched", number)) > happened.index(("dispatched", number + 1))
@@ -316,10 +306,14 @@ def jax_settings():
 
 def test_where_compiled_programs_are_kept(jax_settings, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert default_folder() == tmp_path / "cache/orthojax/xla"
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert keep_compiled_programs() == tmp_path / "cache/orthojax/xla"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert default_folder() == tmp_path / "home/.cache/orthojax/xla"
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert keep_compiled_programs() == tmp_path / "home/.cache/orthojax/xla"
+    shutil.rmtree(tmp_path / "home")
 
     jax.config.update("jax_enable_compilation_cache", False)  # as JAX_ENABLE_COMPILATION_CACHE=false does
     assert keep_compiled_programs() is None

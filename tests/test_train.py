@@ -62,6 +62,10 @@ def inputs(rows=16, vocab=32):
     )
 
 
+def optimizer_of(config, steps):
+    return make_optimizer(config, schedule=learning_rate_schedule(config, steps))
+
+
 def by_path(tree):
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
@@ -281,7 +285,7 @@ def test_three_steps_equal_a_chain_built_by_hand(name, clip):
         optax.scale_by_schedule(lambda t: -learning_rate_schedule(config, 10)(t)),
     )
     params = random_tree(0)
-    got = three_steps(make_optimizer(config, 10), params)
+    got = three_steps(optimizer_of(config, 10), params)
     assert_trees_close(got, three_steps(by_hand, params), rtol=1e-6, atol=1e-7)
     assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(params), strict=True))
 
@@ -290,7 +294,7 @@ def test_three_steps_equal_a_chain_built_by_hand(name, clip):
 def test_the_optimizers_differ():
     kernels = {
         name: np.asarray(
-            three_steps(make_optimizer(OptimConfig(warmup_steps=0, **changes), 10), random_tree(0))
+            three_steps(optimizer_of(OptimConfig(warmup_steps=0, **changes), 10), random_tree(0))
             ["layers_0"]["mlp"]["input"]["kernel"]
         )
         for name, (changes, _) in OPTIMIZERS.items()
@@ -309,14 +313,14 @@ def test_rmsprop_is_the_gradient_over_the_root_of_its_second_moment():
         g = np.asarray(random_tree(t + 1)["token_embedding"]["embedding"], np.float64)
         nu = 0.9 * nu + 0.1 * g**2
         x -= float(learning_rate_schedule(config, 10)(t)) * g / (np.sqrt(nu / (1 - 0.9 ** (t + 1))) + 1e-5)
-    got = three_steps(make_optimizer(config, 10), random_tree(0))["token_embedding"]["embedding"]
+    got = three_steps(optimizer_of(config, 10), random_tree(0))["token_embedding"]["embedding"]
     np.testing.assert_allclose(got, x, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_optimizer_state_has_plain_names(name):
     config = OptimConfig(**OPTIMIZERS[name][0])
-    state = make_optimizer(config, 200).init(random_tree(0))
+    state = optimizer_of(config, 200).init(random_tree(0))
     parts = ["clip", config.optimizer, *(["weight_decay"] if config.weight_decay else []), "learning_rate"]
     assert list(state) == parts
     moment = {"adam": "adam/mu", "orthoadam": "orthoadam/inner/mu", "rmsprop": "rmsprop/nu"}.get(config.optimizer)
@@ -392,7 +396,7 @@ def test_scanned_and_unrolled_layers_get_the_same_updates(kind):
     trees = [jax.tree.map(np.float32, tree) for tree in trees]
 
     def run(config, params, *gradients):
-        optimizer = make_optimizer(config, 10)
+        optimizer = optimizer_of(config, 10)
         state = optimizer.init(params)
         for gradient in gradients:
             updates, state = optimizer.update(gradient, state, params)

@@ -1,8 +1,13 @@
-"""Training and evaluation of one model: inputs, step, optimizer, checkpoints, loop."""
+"""Training and evaluation of one model.
+
+In reading order: `loop` (a run from start to end), `workdir` (its inputs and its folder), `step` (from a config to
+objects, the pure step), `optimizer`, `mesh` (where things are on the devices), `metrics` (what is logged, bad steps),
+`evaluation`, `distributed` (several processes, signals), `checkpoint`, `loading` (models from checkpoints), `estimates`.
+"""
 
 from orthojax.files import make_folder, write_text
 from orthojax.machine import environment
-from orthojax.train.bad_steps import DivergedError, leave_out_bad_steps
+from orthojax.model import LoadedModel
 from orthojax.train.checkpoint import (
     Checkpoints,
     DamagedError,
@@ -19,20 +24,25 @@ from orthojax.train.checkpoint import (
     require_same_data,
     verify_checkpoint,
 )
-from orthojax.train.compile_cache import keep_compiled_programs
-from orthojax.train.dry_run import dry_run
+from orthojax.train.distributed import keep_compiled_programs
+from orthojax.train.estimates import (
+    Estimate,
+    dry_run,
+    estimate,
+    model_flops_per_token,
+    model_flops_utilization,
+    peak_flops_per_second,
+)
 from orthojax.train.evaluation import Metrics, evaluate, evaluation_stages
-from orthojax.train.inputs import Inputs, open_inputs
+from orthojax.train.loading import load, load_params
 from orthojax.train.loop import train
 from orthojax.train.mesh import about_mesh, make_mesh, place_rows
-from orthojax.train.metric_writer import describe_line, read_metrics
-from orthojax.train.optimizer import make_optimizer, make_rotation, run_optimizer
-from orthojax.train.plan import Estimate, estimate
-from orthojax.train.pretrained import load_params
-from orthojax.train.seeds_together import can_train_seeds, train_seeds
+from orthojax.train.metrics import DivergedError, describe_line, read_metrics
+from orthojax.train.optimizer import learning_rate_schedule, leave_out_bad_steps, make_optimizer, make_rotation
 from orthojax.train.step import (
     StepMetrics,
     TrainState,
+    build,
     init_state,
     make_train_step,
     optimizer_state_bytes,
@@ -40,8 +50,7 @@ from orthojax.train.step import (
     state_shapes,
 )
 from orthojax.train.timing import Spread, interleaved_seconds, median_ratio, spread
-from orthojax.train.utilization import model_flops_per_token, model_flops_utilization, peak_flops_per_second
-from orthojax.train.workdir import check_workdir, prepare_workdir
+from orthojax.train.workdir import Inputs, check_workdir, open_inputs
 
 __all__ = [
     "Checkpoints",
@@ -49,13 +58,14 @@ __all__ = [
     "DivergedError",
     "Estimate",
     "Inputs",
+    "LoadedModel",
     "Metrics",
     "Spread",
     "StepMetrics",
     "TrainState",
     "about_mesh",
     "array_items",
-    "can_train_seeds",
+    "build",
     "check_workdir",
     "describe_line",
     "dry_run",
@@ -68,8 +78,10 @@ __all__ = [
     "interleaved_seconds",
     "is_quantized",
     "keep_compiled_programs",
+    "learning_rate_schedule",
     "leave_out_bad_steps",
     "list_arrays",
+    "load",
     "load_params",
     "make_folder",
     "make_mesh",
@@ -84,7 +96,6 @@ __all__ = [
     "parameter_shapes",
     "peak_flops_per_second",
     "place_rows",
-    "prepare_workdir",
     "quantize_checkpoint",
     "read_config",
     "read_json_item",
@@ -93,11 +104,9 @@ __all__ = [
     "read_params",
     "read_quantized",
     "require_same_data",
-    "run_optimizer",
     "spread",
     "state_shapes",
     "train",
-    "train_seeds",
     "verify_checkpoint",
     "write_text",
 ]
