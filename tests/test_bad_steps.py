@@ -25,10 +25,9 @@ from orthojax.train import (
     read_metrics,
     train,
 )
-from orthojax.train.loop import step_before
-from orthojax.train.metrics import MOST_IN_A_ROW
 from orthojax.train.optimizer import BadSteps
 from orthojax.train.step import loss_sum_nats
+from orthojax.train.step_logger import MOST_IN_A_ROW, step_before
 
 # A constant learning rate, so that leaving steps out changes nothing else.
 CONFIG = Config(

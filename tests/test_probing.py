@@ -46,7 +46,7 @@ from orthojax.train import (
     read_params,
     train,
 )
-from orthojax.train.evaluation import mean_loss_nats
+from orthojax.train.evaluation import validation_loss_nats
 
 TEXT = "What goes up must come down, unless it is fast enough, or nobody has told it so. "
 
@@ -322,9 +322,7 @@ def test_the_first_keys_are_measured_over_all_sequences_heads_and_layers(trained
     np.testing.assert_allclose(kept["mass_by_sequence"], mass.mean((0, 2)), rtol=1e-5)
     np.testing.assert_allclose(kept["map"], seen.mean((0, 1, 2))[:, :24], rtol=1e-5)
     assert metrics["winner"] == np.argmax(mass.mean((0, 1, 2)))
-    loss = mean_loss_nats(
-        Transformer(config.model), params, config, inputs
-    )  # a relaxed evaluation has the same positions
+    loss = validation_loss_nats(config, params, inputs)  # a relaxed evaluation has the same positions
     assert metrics["perplexity_after_first_keys"] == pytest.approx(math.exp(loss), rel=1e-5)
 
 

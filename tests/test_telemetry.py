@@ -32,12 +32,12 @@ from orthojax.train import (
     keep_compiled_programs,
     loop,
     make_train_step,
-    metrics,
     read_metrics,
+    step_logger,
     train,
 )
-from orthojax.train.optimizer import learning_rate_schedule
 from orthojax.train.evaluation import PROBED, Probe, probe_metrics
+from orthojax.train.optimizer import learning_rate_schedule
 
 ROOT = Path(__file__).parents[1]
 CONFIG = Config(
@@ -109,8 +109,8 @@ def test_the_time_of_validation_is_not_in_the_speed(tmp_path, monkeypatch):
         passed[0] += 1e6
         return 1.0
 
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
-    monkeypatch.setattr(loop, "mean_loss_nats", validate)
+    monkeypatch.setattr(step_logger, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
+    monkeypatch.setattr(loop, "validation_loss_nats", validate)
     train(replace(CONFIG, {"train.eval_every_steps": 3, "train.probe_every_steps": 0}), INPUTS, tmp_path)
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert sum("validation_loss_nats" in line for line in lines) == 3

@@ -13,7 +13,8 @@ from orthojax.benchmarks.suite import Column, Row, Suite, seconds_text, spread_m
 from orthojax.benchmarks.train_step_cases import REFERENCE, Case, cases
 from orthojax.train import Inputs, init_state, interleaved_seconds, make_train_step, median_ratio, spread
 from orthojax.train.evaluation import Probe
-from orthojax.train.metrics import MetricWriter, StepLogger
+from orthojax.train.metrics import MetricWriter
+from orthojax.train.step_logger import StepLogger
 
 _STEPS = 100  # at once
 

@@ -1,10 +1,9 @@
 """What a run takes, by arithmetic and by a dry run, and model FLOPs utilization (MFU)."""
 
-import dataclasses
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,23 +109,14 @@ def model_flops_utilization(
     return tokens_per_second * flops_per_token / (peak * (jax.device_count() if device_count is None else device_count))
 
 
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """What a run will take.
-
-    Attributes:
-      parameters: Of the model.
-      tokens_per_step: Target tokens of one optimizer step.
-      tokens: Target tokens of the whole run.
-      flops_per_token: Forward and backward, from `model_flops_per_token`: causal, without recomputation.
-      flops: Of the whole run.
-    """
+class Estimate(NamedTuple):
+    """What a run will take."""
 
     parameters: int
-    tokens_per_step: int
-    tokens: int
-    flops_per_token: int
-    flops: int
+    tokens_per_step: int  # target tokens of one optimizer step
+    tokens: int  # of the whole run
+    flops_per_token: int  # forward and backward, from `model_flops_per_token`: causal, without recomputation
+    flops: int  # of the whole run
 
     def hours(self, device_kind: str, device_count: int = 1, *, mfu: float) -> float:
         """Hours of training on devices that reach a given share of their peak; evaluation is not counted.
@@ -241,11 +231,8 @@ def _shardings(state: TrainState) -> Iterator[str]:
     yield "parameters by path: shape, how they and their moments are split, bytes on each device"
     where = {tuple(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
-        moments = {
-            _spec(other)
-            for keys, other in where.items()
-            if keys[-len(path) :] == tuple(path) and other.shape == leaf.shape
-        }
+        same = (other for keys, other in where.items() if keys[-len(path) :] == path and other.shape == leaf.shape)
+        moments = {_spec(other) for other in same}
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         split = " | ".join([_spec(leaf), *sorted(moments)]) if leaf.sharding is not None else "whole"
         yield f"  {name} {leaf.shape}: {split}, {byte_count(bytes_on_one_device(leaf))}"

@@ -59,10 +59,24 @@ def _loss(model: Transformer, params: Any, tokens: jax.Array, positions: int | N
     return constrain(loss_sum_nats(model, params, tokens, positions), PartitionSpec())
 
 
-def mean_loss_nats(
-    model: Transformer, params: Any, config: Config, inputs: Inputs, after_batch: Callable[[], None] = lambda: None
+def validation_loss_nats(
+    config: Config,
+    params: Any,
+    inputs: Inputs,
+    after_batch: Callable[[], None] = lambda: None,
+    *,
+    model: Transformer | None = None,
 ) -> float:
-    """Mean next-token loss over all target positions of the evaluation set, in nats; `after_batch` may raise."""
+    """Mean next-token loss over all target positions of the evaluation set, in nats.
+
+    Args:
+      config: Of the run.
+      params: The parameters.
+      inputs: Their data.
+      after_batch: Called after every batch; it may raise.
+      model: With other linear layers than that of the config.
+    """
+    model = Transformer(config.model) if model is None else model
     mesh, positions = mesh_of(params), config.train.loss_chunk_positions
     sums: list[Any] = []
     with in_mesh(mesh):
@@ -105,7 +119,7 @@ def evaluate(
       `analysis.observe_backcopy`. Values by layer end in `/layer_i`.
     """
     loaded = _Model(Transformer(config.model, linear=linear), params)
-    loss = mean_loss_nats(loaded.model, params, config, inputs)
+    loss = validation_loss_nats(config, params, inputs, model=loaded.model)
     if inputs.task is not None:
         statistics, risks = analysis.measure(
             loaded, _backcopy_batches(config, params, inputs), _observe_backcopy, output=_observe_risks
@@ -121,7 +135,7 @@ def evaluate(
     on_progress("statistics")
     for name, setting in (quant.SETTINGS if settings is None else settings).items():
         quantized = Transformer(config.model, linear=quant.quantized_linear(setting))
-        metrics[f"perplexity_{name}"] = _perplexity(mean_loss_nats(quantized, params, config, inputs))
+        metrics[f"perplexity_{name}"] = _perplexity(validation_loss_nats(config, params, inputs, model=quantized))
         on_progress(name)
     return metrics
 

@@ -4,7 +4,7 @@ import contextlib
 import json
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -12,20 +12,12 @@ from orthojax.config import Config, to_json
 from orthojax.errors import Interrupted
 from orthojax.train.checkpoint import Checkpoints, read_config, read_json_item, require_same_data
 from orthojax.train.distributed import StopRequest, from_primary, is_primary, stop_on_signals, sync_start
-from orthojax.train.evaluation import Probe, mean_loss_nats
+from orthojax.train.evaluation import Probe, validation_loss_nats
 from orthojax.train.loading import initial_params
 from orthojax.train.mesh import place_rows, place_tree
-from orthojax.train.metrics import (
-    MOST_IN_A_ROW,
-    ROLLED_BACK,
-    MetricWriter,
-    RollBack,
-    StepLogger,
-    TensorBoard,
-    diverged,
-    validation_losses,
-)
+from orthojax.train.metrics import ROLLED_BACK, MetricWriter, TensorBoard, validation_losses
 from orthojax.train.step import Program, TrainState, build
+from orthojax.train.step_logger import Position, RollBack, StepLogger, step_before
 from orthojax.train.workdir import Inputs, check_workdir, locked, prefetched, prepare_workdir, require_same_config
 
 
@@ -99,53 +91,6 @@ def _started(config: Config, inputs: Inputs, workdir: Path) -> Iterator[None]:
 
         sync_start(prepare, {"config": to_json(config), "data": json.dumps(inputs.provenance, sort_keys=True)})
         yield
-
-
-class Position(NamedTuple):
-    """Where a run stands in its data, but for the step: part of every checkpoint's `data` item unless all is zero.
-
-    Attributes:
-      left_out_batches: By roll-backs, so far; step s trains on batch s - 1 + left_out_batches.
-      roll_backs: Since the last checkpoint of the schedule.
-    """
-
-    left_out_batches: int = 0
-    roll_backs: int = 0
-
-    def after(self, bad: RollBack, step: int) -> "Position":
-        """Where it stands after going back from a bad step to another: past the batch of the bad one.
-
-        Raises:
-          DivergedError: Where it went back too often.
-        """
-        if self.roll_backs + 1 >= MOST_IN_A_ROW:
-            raise diverged(f"rolled back {self.roll_backs} times to step {step} without getting further; {bad.why}")
-        return Position(self.left_out_batches + bad.step - step, self.roll_backs + 1)
-
-    def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
-        return self._asdict() if any(self) else {}
-
-
-def step_before(bad_step: int, every_steps: int, directory: Path, newest: int | None) -> int | None:
-    """Which checkpoint to go back to from a bad step.
-
-    The last one that the schedule asks for, not the newest: a run that was once stopped by a signal has one more, and
-    goes back to the same place all the same. The newest only where that one was not retained.
-
-    Args:
-      bad_step: The step.
-      every_steps: Steps between checkpoints.
-      directory: Of the checkpoints.
-      newest: The newest checkpoint.
-
-    Returns:
-      Its step, or None for the beginning of the run.
-    """
-    step = (bad_step - 1) // every_steps * every_steps
-    if step == 0:
-        return None
-    return step if (directory / str(step)).is_dir() else newest
 
 
 class _Stopping(Exception):
@@ -255,7 +200,7 @@ class _Run:
 
         try:
             with self._logger.pause():
-                loss = mean_loss_nats(self._program.model, state.params, self._config, self._inputs, leave)
+                loss = validation_loss_nats(self._config, state.params, self._inputs, leave)
         except _Stopping:
             return self._stop.signum
         self._logger.require_finite("validation loss", step, loss)

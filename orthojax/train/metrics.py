@@ -1,28 +1,17 @@
-"""metrics.jsonl, one JSON object a line, its TensorBoard mirror, and the logging of steps with the bad-step policy."""
+"""metrics.jsonl, one JSON object a line, and its TensorBoard mirror."""
 
-import contextlib
 import importlib
 import json
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from orthojax.analysis import Statistics
-from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.files import write_text
-from orthojax.train.estimates import model_flops_per_token, model_flops_utilization
-from orthojax.train.evaluation import probe_metrics
-from orthojax.train.optimizer import BadSteps
-from orthojax.train.step import StepMetrics
 
 ROLLED_BACK = "rolled_back"
-MOST_IN_A_ROW = 10  # of skipped steps, or of roll-backs to the same checkpoint
 
 
 class TensorBoard:
@@ -201,141 +190,3 @@ def _short(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f}{letter} "
     return f"{number:.0f} "
-
-
-# The steps of a run.
-
-
-class DivergedError(UserError):
-    """The run cannot continue: its loss is not finite, or spikes, and does so again and again where that is allowed."""
-
-
-class RollBack(Exception):
-    """The loop has to go back to a checkpoint.
-
-    Attributes:
-      step: The bad step.
-      why: What was bad.
-    """
-
-    def __init__(self, step: int, why: str):
-        super().__init__(why)
-        self.step, self.why = step, why
-
-
-def diverged(why: str) -> DivergedError:
-    """The error that ends a run."""
-    return DivergedError(
-        why, hint="the last good checkpoint is kept; try a lower optim.learning_rate or a longer warm-up elsewhere"
-    )
-
-
-class StepLogger:
-    """Logs step metrics and applies the bad-step policy, one step late, so that the device never waits for the host.
-
-    Attributes:
-      param_norm: Norm of the parameters after the last step that was handled.
-    """
-
-    def __init__(
-        self, config: Config, writer: MetricWriter, on_step: Callable[[int, float], None], device_count: int = 1
-    ):
-        self._train, self._writer, self._on_step, self._device_count = config.train, writer, on_step, device_count
-        self._flops_per_token = model_flops_per_token(config.model, config.data.sequence_length)
-        self.param_norm = 0.0
-
-    def start(self, step: int) -> None:
-        """Begins after so many steps, with nothing pending: sets the clock of tokens per second."""
-        self._pending: tuple[int, StepMetrics, Statistics | None] | None = None
-        self._clock = (time.monotonic(), step)
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Around what is not training: tokens per second, and MFU, do not count its time."""
-        began = time.monotonic()
-        yield
-        before, step = self._clock
-        self._clock = (before + time.monotonic() - began, step)
-
-    def put(self, step: int, metrics: StepMetrics, probed: Statistics | None = None) -> None:
-        """Takes the metrics of `step`, and what the probe saw after it, and handles those of the step before.
-
-        Raises:
-          DivergedError: Where the step before ends the run.
-          RollBack: Where the run goes back to before it.
-        """
-        self.flush()
-        self._pending = (step, metrics, probed)
-
-    def flush(self) -> None:
-        """Handles what is pending; raises as `put`."""
-        previous, self._pending = self._pending, None
-        if previous:
-            self._handle(*previous)
-
-    def require_finite(self, what: str, step: int, value: float) -> None:
-        """Judges another number of a step: no step can be skipped for it, but the run can go back.
-
-        Raises:
-          DivergedError: Where it is not finite.
-          RollBack: The same, where that is the policy.
-        """
-        if not math.isfinite(value):
-            raise self._refusal(step, f"the {what} is not finite at step {step}: {value}")
-
-    def _refusal(self, step: int, why: str) -> DivergedError | RollBack:
-        return RollBack(step, why) if self._train.on_bad_step == "roll_back" else diverged(why)
-
-    def _handle(self, step: int, metrics: StepMetrics, probed: Statistics | None) -> None:
-        metrics, probed = jax.device_get((metrics, probed))
-        loss, grad_norm = float(metrics.loss_sum_nats) / float(metrics.target_tokens), float(metrics.grad_norm)
-        self.param_norm = float(metrics.param_norm)
-        why = self._why_bad(step, loss, grad_norm, metrics.bad_steps)
-        if why and (self._train.on_bad_step != "skip" or metrics.bad_steps is None):
-            raise self._refusal(step, why)
-        if why:
-            self._skipped(step, why, metrics.bad_steps)
-        elif step % self._train.log_every_steps == 0 or step in (1, self._train.steps):
-            self._writer.write(self._line(step, loss, grad_norm, metrics))
-        if probed is not None:
-            self._writer.write({"step": step} | probe_metrics(probed))
-        self._on_step(step, loss)
-
-    def _why_bad(self, step: int, loss_nats: float, grad_norm: float, seen: BadSteps | None) -> str:
-        """What was bad about a step; '' for a good one."""
-        for what, value in (("loss", loss_nats), ("norm of the gradient", grad_norm)):
-            if not math.isfinite(value):
-                return f"the {what} is not finite at step {step}: {value}"
-        if seen is None or seen.in_a_row == 0:
-            return ""
-        spike, mean = self._train.spike_nats, float(seen.loss_mean_nats)
-        return f"the loss at step {step} is {loss_nats:.4g} nats, more than {spike:g} above its mean {mean:.4g}"
-
-    def _skipped(self, step: int, why: str, seen: Any) -> None:
-        skipped, in_a_row = int(seen.skipped_steps), int(seen.in_a_row)
-        self._writer.write({"step": step, "event": "skipped", "why": why, "skipped_steps": skipped})
-        if in_a_row >= MOST_IN_A_ROW:
-            raise diverged(f"{in_a_row} steps in a row were skipped, {skipped} in all; {why}")
-
-    def _line(self, step: int, loss: float, grad_norm: float, metrics: StepMetrics) -> dict[str, Any]:
-        now, (before, at) = time.monotonic(), self._clock
-        self._clock = (now, step)
-        tokens, update_norm = int(metrics.target_tokens), float(metrics.update_norm)
-        rate = (step - at) * tokens / max(now - before, 1e-9)
-        line = {
-            "step": step,
-            "tokens": step * tokens,
-            "loss_nats": loss,
-            "learning_rate": float(metrics.learning_rate),
-            "grad_norm": grad_norm,
-            "update_norm": update_norm,
-            "param_norm": self.param_norm,
-            "update_to_param_ratio": update_norm / self.param_norm if self.param_norm else math.inf,
-            "tokens_per_second": round(rate, 1),
-        }
-        mfu = model_flops_utilization(rate, self._flops_per_token, device_count=self._device_count)
-        if mfu is not None:
-            line["mfu"] = round(mfu, 4)
-        if self._train.on_bad_step == "skip" and metrics.bad_steps is not None:
-            line["skipped_steps"] = int(metrics.bad_steps.skipped_steps)
-        return line

@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -47,6 +48,7 @@ class StepMetrics(NamedTuple):
     bad_steps: BadSteps | None  # where the run watches for them
 
 
+ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
 LossSum = Callable[
     [Any, jax.Array], tuple[jax.Array, jax.Array]
 ]  # (params, tokens) -> (summed loss, number of targets)
@@ -56,7 +58,7 @@ TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
 # The loss.
 
 
-def split_tokens(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def split_tokens(tokens: ArrayT) -> tuple[ArrayT, ArrayT]:
     """Rows [B, T + 1] -> inputs [B, T] and the next tokens [B, T]."""
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -175,7 +177,6 @@ class Program(NamedTuple):
     """What a run computes with."""
 
     mesh: Mesh | None
-    model: Transformer
     optimizer: optax.GradientTransformationExtraArgs
     shardings: TrainState | None  # of NamedSharding, on a mesh
     init: Callable[[jax.Array], TrainState]  # jitted: key -> the state before the first step, on the mesh
@@ -244,7 +245,7 @@ def _build(
     )
     # With out_shardings the state is never whole on one device.
     jitted_init = jax.jit(init) if mesh is None else jax.jit(init, out_shardings=shardings)
-    return Program(mesh, model, optimizer, shardings, jitted_init, step)
+    return Program(mesh, optimizer, shardings, jitted_init, step)
 
 
 def _parameter_shapes(model: ModelConfig, length: int) -> Any:
