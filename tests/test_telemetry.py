@@ -76,15 +76,15 @@ def states():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """One run with all telemetry on, on devices of a made-up peak; its folder and the lines that it called out."""
-    folder, told = tmp_path_factory.mktemp("run"), []
+    """One run with all telemetry on, on devices of a made-up peak: its folder, the lines of on_line, its state."""
+    folder, lines = tmp_path_factory.mktemp("run"), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("orthojax.train.estimates._PEAK_FLOPS_PER_SECOND", {"cpu": 1e9})
-        state = train(replace(CONFIG, {"train.tensorboard": True}), INPUTS, folder, on_line=told.append)
-    return folder, told, state
+        state = train(replace(CONFIG, {"train.tensorboard": True}), INPUTS, folder, on_line=lines.append)
+    return folder, lines, state
 
 
-def test_a_line_tells_the_norms_the_rate_and_the_speed_of_its_step(run):
+def test_a_line_has_the_norms_the_rate_and_the_speed_of_its_step(run):
     params = states()
     lines = [line for line in read_metrics(run[0] / "metrics.jsonl") if "loss_nats" in line]
     assert [line["step"] for line in lines] == [1, 2, 4, 6, 8]
@@ -124,7 +124,7 @@ def test_where_the_peak_is_unknown_there_is_no_mfu(tmp_path):
     assert len(lines) == 5
 
 
-def test_what_a_run_calls_out_is_what_it_writes(run):
+def test_on_line_gets_what_is_written(run):
     assert run[1] == read_metrics(run[0] / "metrics.jsonl")
 
 
@@ -148,7 +148,7 @@ def test_the_probe_sees_what_the_evaluation_of_its_rows_sees(run, monkeypatch):
     assert lines[0]["kurtosis_first/layer_0"] != lines[0]["kurtosis_first/layer_1"]
 
 
-def test_looking_changes_no_bit_of_the_run(run):
+def test_probing_changes_no_bit_of_the_run(run):
     for a, b in zip(jax.tree.leaves(run[2].params), jax.tree.leaves(states()[-1]), strict=True):
         assert np.array_equal(a, b)
 
@@ -216,8 +216,10 @@ def test_without_its_package_tensorboard_is_refused_before_anything_is_written(t
 # No waiting.
 
 
-def test_the_loop_moves_nothing_between_host_and_device_unasked(tmp_path):
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_loop_moves_nothing_between_host_and_device_unasked(tmp_path, size):
     config = replace(CONFIG, {"train.checkpoint_every_steps": 3, "train.eval_every_steps": 3})
+    config = replace(config, {"mesh.data": size, "mesh.fsdp": size, "mesh.tensor": size})
     seen = []
     with contextlib.ExitStack() as stack:
 
