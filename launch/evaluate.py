@@ -6,7 +6,6 @@ quantisation settings. --quantize=w4a8_group64 writes a quantised checkpoint, un
 beside the checkpoints, and evaluates that: a quantised checkpoint runs on its integers.
 """
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -29,7 +28,6 @@ def main(_: list[str]) -> None:
         raise UserError("--checkpoint is missing", allowed="--checkpoint=DIR")
 
     from orthojax import quant
-    from orthojax.model import linear as float_linear
     from orthojax.progress import Progress, tokenizing_progress
     from orthojax.train import (
         evaluate,
@@ -37,12 +35,12 @@ def main(_: list[str]) -> None:
         find_checkpoint,
         is_quantized,
         keep_compiled_programs,
+        load,
         make_folder,
         open_inputs,
         quantize_checkpoint,
         read_config,
-        read_params,
-        read_quantized,
+        read_json_item,
         require_same_data,
         write_text,
     )
@@ -67,14 +65,16 @@ def main(_: list[str]) -> None:
         print(f"quantised: {step_folder}")
     result = {"checkpoint": str(step_folder), "data": inputs.provenance}
     if is_quantized(step_folder):
-        setting, params = read_quantized(step_folder)
-        result["quantization"] = dataclasses.asdict(setting)
-        linear, settings = quant.integer_linear(setting), {}
-    else:
-        params, linear = read_params(step_folder), float_linear
+        result["quantization"], settings = read_json_item(step_folder, "quantization")["setting"], {}
+    loaded = load(step_folder)
     with Progress(evaluation_stages(config, settings), every_seconds=0.0) as progress:
         metrics = evaluate(
-            config, params, inputs, linear=linear, settings=settings, on_progress=lambda part: progress.advance(1, part)
+            config,
+            loaded.params,
+            inputs,
+            linear=loaded.model.linear,
+            settings=settings,
+            on_progress=lambda part: progress.advance(1, part),
         )
     result["metrics"] = metrics
     write_text(workdir / "evaluation.json", json.dumps(result, indent=2) + "\n")

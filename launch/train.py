@@ -1,8 +1,8 @@
 """Trains one model: python launch/train.py --config=configs/tiny_cured.py --workdir=runs/mine.
 
 Any field of the config can be set on the command line, as in --config.train.steps=2000 --config.train.seed=1.
-Writes config.json, metrics.jsonl and checkpoints/ under the workdir. Started again with the same flags, it goes on
-where it was. --config.mesh.data=-1 uses all devices; --multihost joins the processes of a cluster, each started with
+Writes config.json, metrics.jsonl and checkpoints/ under the workdir. Started again with the same flags, it resumes.
+--config.mesh.data=-1 uses all devices; --multihost joins the processes of a cluster, each started with
 the same flags and a workdir that all of them see.
 """
 
@@ -20,10 +20,10 @@ cli.define_cache_dir()
 cli.define_compile_cache()
 flags.DEFINE_string("workdir", None, "Folder of the run; runs/NAME where not given and the config is NAME.py.")
 flags.DEFINE_bool("multihost", False, "Join the processes that Slurm, Open MPI, GKE or Cloud TPU started.")
-flags.DEFINE_string("coordinator_address", None, "HOST:PORT of process 0, where no cluster tells; with the next two.")
+flags.DEFINE_string("coordinator_address", None, "HOST:PORT of process 0, where no cluster says; with the next two.")
 flags.DEFINE_integer("num_processes", None, "Processes of all machines together.", lower_bound=1)
 flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", lower_bound=0)
-flags.DEFINE_bool("dry_run", False, "Tell what the run would take, compile its step and stop; no data is read.")
+flags.DEFINE_bool("dry_run", False, "Say what the run would take, compile its step and stop; no data is read.")
 flags.DEFINE_integer("pretend_devices", None, "For a dry run: as if there were so many devices.", lower_bound=1)
 FLAGS = flags.FLAGS
 
@@ -58,7 +58,7 @@ def _dry_run(config: Config) -> None:
         print(line, flush=True)
 
 
-def _train_and_tell(config: Config, inputs: Any, workdir: Path) -> None:
+def _train_with_progress(config: Config, inputs: Any, workdir: Path) -> None:
     from orthojax.progress import Progress
     from orthojax.train import describe_line, train
 
@@ -93,15 +93,15 @@ def main(_: list[str]) -> None:
     from orthojax.train import (
         about_mesh,
         check_workdir,
+        distributed,
         keep_compiled_programs,
-        multihost,
         open_inputs,
         train,
     )
 
     if FLAGS.multihost or _processes() != (None, None, None):
-        multihost.initialize(*_processes())
-    speaks = multihost.is_primary()
+        distributed.initialize(*_processes())
+    speaks = distributed.is_primary()
 
     def say(line: str) -> None:
         if speaks:
@@ -116,11 +116,11 @@ def main(_: list[str]) -> None:
         # Every process makes the token files that it does not find; the first to finish keeps them.
         return open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress() if speaks else None)
 
-    inputs = multihost.begin_together(prepare)
+    inputs = distributed.sync_start(prepare)
     for name, value in inputs.provenance.items():
         say(f"  {name}: {value!r}")
     if speaks:
-        _train_and_tell(config, inputs, workdir)
+        _train_with_progress(config, inputs, workdir)
         print(f"done: {workdir}/metrics.jsonl, {workdir}/checkpoints")
     else:
         train(config, inputs, workdir)

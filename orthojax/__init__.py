@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from orthojax import optim as optim
     from orthojax import quant as quant
     from orthojax.config import ModelConfig as ModelConfig
+    from orthojax.model import LoadedModel as LoadedModel
     from orthojax.model import Transformer as Transformer
     from orthojax.model import gpt2 as gpt2
     from orthojax.model import llama2 as llama2
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from orthojax.optim import rotate as rotate
     from orthojax.optim import scale_by_orthoadam as scale_by_orthoadam
     from orthojax.optim import unrotate as unrotate
+    from orthojax.train import load as load
 
 __version__ = "0.1.0"
 
@@ -42,13 +44,16 @@ _HOME = {
     "in_rotated_basis": "optim",
     "orthoadam": "optim",
     "ModelConfig": "config",
+    "LoadedModel": "model",
     "Transformer": "model",
     "gpt2": "model",
     "llama2": "model",
+    "load": "train",
 }
 _ROOMS = ("ops", "optim", "model", "data", "analysis", "quant", "train", "experiments")
 
 __all__ = [
+    "LoadedModel",
     "ModelConfig",
     "Rotation",
     "Transformer",
@@ -59,6 +64,7 @@ __all__ = [
     "in_rotated_basis",
     "kurtosis",
     "llama2",
+    "load",
     "optim",
     "orthoadam",
     "quant",

@@ -32,7 +32,7 @@ jax.distributed.initialize(address, count, index)
 from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.train import Checkpoints, TrainState
-from orthojax.train.signals import stop_on_signals
+from orthojax.train.distributed import stop_on_signals
 
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("fsdp", "tensor"))
 

@@ -1,6 +1,5 @@
 """Training on a mesh of eight fake devices: the numbers of one device, less memory on each, and what travels."""
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -17,12 +16,14 @@ from jax.sharding import PartitionSpec as P
 from orthojax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from orthojax.errors import UserError
 from orthojax.fields import from_json, replace, to_json
-from orthojax.model import gpt2, llama2
+from orthojax.model import Transformer, gpt2, llama2
 from orthojax.train import (
     Inputs,
     about_mesh,
+    build,
     evaluate,
     init_state,
+    learning_rate_schedule,
     make_mesh,
     make_train_step,
     parameter_shapes,
@@ -31,9 +32,9 @@ from orthojax.train import (
     state_shapes,
     train,
 )
-from orthojax.train import step as step_module
-from orthojax.train.prefetch import prefetched
-from orthojax.train.sharding import moment_shardings, parameter_shardings
+from orthojax.train.mesh import moment_shardings, parameter_shardings
+from orthojax.train.step import jit_train_step
+from orthojax.train.workdir import prefetched
 
 ROWS, LENGTH, VOCAB = 16, 16, 64
 SIZE = {"d_model": 32, "num_heads": 4, "num_layers": 2, "d_mlp": 64, "vocab_size": VOCAB, "max_length": LENGTH}
@@ -128,23 +129,18 @@ def test_a_config_written_before_there_were_meshes_is_one_of_one_device():
     assert config.mesh == MeshConfig(1, 1, 1)
 
 
-def test_one_device_is_no_mesh_and_the_others_are_told():
+def test_one_device_is_no_mesh_and_what_is_wasted_is_said():
     assert make_mesh(CONFIG) is None
-    assert isinstance(
-        init_state(CONFIG).params["token_embedding"]["embedding"].sharding, jax.sharding.SingleDeviceSharding
-    )
+    table = init_state(CONFIG).params["token_embedding"]["embedding"]
+    assert isinstance(table.sharding, jax.sharding.SingleDeviceSharding)
+    assert dict(mesh_for(on(CONFIG, 2, -1)).shape) == {"data": 2, "fsdp": 4, "tensor": 1}
     assert about_mesh(CONFIG) == ["uses 1 of 8 devices; --config.mesh.data=-1 takes all"]
     assert about_mesh(on(CONFIG, 2, 2)) == ["uses 4 of 8 devices; --config.mesh.data=-1 takes all"]
-    assert about_mesh(on(CONFIG, -1)) == []
-    assert dict(mesh_for(on(CONFIG, 2, -1)).shape) == {"data": 2, "fsdp": 4, "tensor": 1}
-
-
-def test_what_tensor_does_not_divide_is_told():
-    assert about_mesh(on(CONFIG, 2, 2, 2)) == about_mesh(on(LLAMA, 4, 1, 2)) == []
-    told = "mesh.tensor=4 does not divide, and leaves whole: key-value heads 2"
-    assert about_mesh(on(LLAMA, 2, 1, 4)) == [told]
-    told = "mesh.tensor=3 does not divide, and leaves whole: key-value heads 4, MLP width 64, vocabulary 64"
-    assert about_mesh(on(CONFIG, 2, 1, 3))[1:] == [told]
+    assert about_mesh(on(CONFIG, -1)) == about_mesh(on(CONFIG, 2, 2, 2)) == about_mesh(on(LLAMA, 4, 1, 2)) == []
+    whole = "mesh.tensor={} does not divide, and leaves whole: "
+    assert about_mesh(on(LLAMA, 2, 1, 4)) == [whole.format(4) + "key-value heads 2"]
+    wasted = [whole.format(3) + "key-value heads 4, MLP width 64, vocabulary 64"]
+    assert about_mesh(on(CONFIG, 2, 1, 3))[1:] == wasted
 
 
 # Where things are.
@@ -165,11 +161,11 @@ def specs(config):
     """Specs of the parameters and of their moments, by path."""
     shapes, mesh = parameter_shapes(config), mesh_for(config)
     params = parameter_shardings(config.model, shapes, mesh)
-    moments = moment_shardings(config, shapes, params)
+    moments = moment_shardings(config.optim, shapes, params)
     return ({path: sharding.spec for path, sharding in by_path(tree).items()} for tree in (params, moments))
 
 
-def test_where_the_parameters_of_llama_are():
+def test_where_the_parameters_are():
     params, _ = specs(on(LLAMA, 2, 2, 2))
     kernels = {f"layers/{path}": spec for path, spec in KERNELS.items()}
     assert params == WHOLE | kernels | {
@@ -177,18 +173,12 @@ def test_where_the_parameters_of_llama_are():
         "token_embedding/embedding": P(BOTH),
         "head/kernel": P(None, BOTH),
     }
-
-
-def test_where_the_parameters_of_unrolled_gpt2_are():
-    params, _ = specs(on(CONFIG, 2, 2, 2, **{"model.scan_layers": False}))
-    kernels = {f"layers_1/{path}": P(*spec[1:]) for path, spec in KERNELS.items()}
-    biases = {
-        **{f"layers_1/attention/{name}/bias": P("tensor") for name in ("query", "key", "value")},
-        "layers_1/mlp/input/bias": P("tensor"),
-        "layers_1/attention/output/bias": P(),
-        "layers_1/mlp/output/bias": P(),
-    }
-    expected = kernels | biases | {"token_embedding/embedding": P(BOTH), "position_embedding/embedding": P("fsdp")}
+    params, _ = specs(on(CONFIG, 2, 2, 2, **{"model.scan_layers": False}))  # GPT-2, unrolled
+    expected = {f"layers_1/{path}": P(*spec[1:]) for path, spec in KERNELS.items()}
+    expected |= {f"layers_1/attention/{name}/bias": P("tensor") for name in ("query", "key", "value")}
+    expected |= {"layers_1/mlp/input/bias": P("tensor"), "layers_1/attention/output/bias": P()}
+    expected |= {"layers_1/mlp/output/bias": P(), "token_embedding/embedding": P(BOTH)}
+    expected |= {"position_embedding/embedding": P("fsdp")}
     assert {path: params[path] for path in expected} == expected
 
 
@@ -300,25 +290,26 @@ def test_bfloat16_runs_and_is_near(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
-def test_accumulated_parts_are_the_whole_batch_where_they_count_differently(mesh, monkeypatch):
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+def test_accumulated_parts_are_the_whole_batch_where_they_count_differently(mesh):
     """Only even targets count, of which every part has another number."""
+    model = Transformer(SMALL.model)
 
-    def even_loss(model, params, rows, _):
-        logits, _ = model.apply({"params": params}, rows[:, :-1])
-        log_probs, targets = jax.nn.log_softmax(logits), rows[:, 1:]
+    def even_loss(params, rows):
+        log_probs, targets = jax.nn.log_softmax(model.apply({"params": params}, rows[:, :-1])[0]), rows[:, 1:]
         counted = targets % 2 == 0
         return -jnp.sum(jnp.take_along_axis(log_probs, targets[..., None], -1)[..., 0] * counted), jnp.sum(counted)
 
-    monkeypatch.setattr(step_module, "loss_sum_nats", even_loss)
-    base = replace(SMALL, {"optim.learning_rate": 4e-3})  # its programs are its own
-    whole, parts = base, on(base, *mesh, **{"train.accumulation_steps": 4})
     counts = [np.sum(tokens(0)[i::4, 1:] % 2 == 0) for i in range(4)]
     assert len(set(counts)) > 1
     results = []
-    for config in (whole, parts):
-        rows = place_rows(make_mesh(config), ROWS, lambda a, b: tokens(0)[a:b])
-        results.append(jax.device_get(make_train_step(config)(init_state(config), rows)))
+    for config, parts in ((SMALL, 1), (on(SMALL, *mesh), 4)):
+        run, schedule = build(config), learning_rate_schedule(config.optim, config.train.steps)
+        step = jit_train_step(
+            even_loss, run.optimizer, schedule, accumulation_steps=parts, mesh=run.mesh, shardings=run.shardings
+        )
+        rows = place_rows(run.mesh, ROWS, lambda a, b: tokens(0)[a:b])
+        results.append(jax.device_get(step(init_state(config), rows)))
     (state, metrics), (other, others) = results
     assert metrics.target_tokens == others.target_tokens == sum(counts)
     np.testing.assert_allclose(others.loss_sum_nats, metrics.loss_sum_nats, rtol=1e-6)
@@ -427,37 +418,26 @@ def test_every_device_has_its_rows(mesh):
         np.testing.assert_array_equal(shard.data, tokens(0)[shard.index])
 
 
-def test_prefetched_reads_two_ahead_and_in_order():
-    started, go = [], threading.Event()
+def test_batches_are_prefetched_two_ahead_in_order_and_errors_surface_at_their_step():
+    started = []
 
     def prepare(step):
         started.append(step)
-        go.wait(10)
+        if step == 9:
+            raise UserError("the file is gone")
         return step * 10
 
-    ahead = prefetched(prepare, 3, 9)
-    go.set()
-    seen = []
-    for value in ahead:
-        seen.append(value)
+    ahead, seen = prefetched(prepare, 3, 100), []
+    for step in range(3, 9):
+        seen.append(next(ahead))
         time.sleep(0.02)
-        assert max(started) <= value // 10 + 2 + 1  # two wait, and one may be asked for already
+        assert max(started) <= step + 2 + 1  # two wait, and one may be asked for already
     assert seen == [30, 40, 50, 60, 70, 80]
-    assert started == [3, 4, 5, 6, 7, 8]
-    assert list(prefetched(prepare, 5, 5)) == []
-
-
-def test_an_error_while_reading_surfaces_at_its_step_and_the_thread_ends():
-    def prepare(step):
-        if step == 4:
-            raise UserError("the file is gone")
-        return step
-
-    ahead = prefetched(prepare, 0, 9)
-    assert [next(ahead) for _ in range(4)] == [0, 1, 2, 3]
+    assert started[:6] == [3, 4, 5, 6, 7, 8]
     with pytest.raises(UserError, match="gone"):
         next(ahead)
-    left = prefetched(prepare, 5, 100)
+    assert list(prefetched(prepare, 5, 5)) == []
+    left = prefetched(prepare, 10, 100)
     next(left)
     left.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
@@ -541,20 +521,6 @@ def test_bad_steps_on_a_mesh_with_an_untied_head_chunks_and_parts(policy, tmp_pa
         for key in a.keys() - {"tokens_per_second"}:
             assert b[key] == (a[key] if isinstance(a[key], str) else pytest.approx(a[key], rel=1e-3, abs=1e-5)), key
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5), other, state)
-
-
-@pytest.mark.slow
-def test_on_a_mesh_nothing_moves_between_host_and_devices_unasked(tmp_path):
-    config = replace(SMALL, {"train.steps": 6, "train.eval_every_steps": 3, "train.checkpoint_every_steps": 3})
-    with contextlib.ExitStack() as stack:
-
-        def on_start(_):
-            stack.enter_context(jax.transfer_guard("disallow"))
-
-        state = train(on(config, 2, 2, 2), INPUTS, tmp_path, on_start=on_start)
-        with pytest.raises(Exception, match=r"[Dd]isallowed host-to-device transfer"):
-            jax.numpy.add(np.ones(2), 1)
-    assert int(state.step) == 6
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from orthojax.errors import UserError
-from orthojax.train import list_arrays, multihost, read_metrics, signals
+from orthojax.train import distributed, list_arrays, read_metrics
 
 ROOT = Path(__file__).parents[1]
 FLAGS = {
@@ -129,11 +129,11 @@ import dataclasses, json, sys
 import jax, numpy as np
 from pathlib import Path
 from orthojax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
-from orthojax.train import Inputs, multihost, train
+from orthojax.train import Inputs, distributed, train
 
 workdir, policy, start_from, address, count, index = *sys.argv[1:5], int(sys.argv[5]), int(sys.argv[6])
 if count > 1:
-    multihost.initialize(address, count, index)
+    distributed.initialize(address, count, index)
 config = Config(
     model=ModelConfig(vocab_size=32, max_length=8, d_model=16, num_layers=1, num_heads=2, d_mlp=32, scan_layers=False,
                       tie_embeddings=False),
@@ -186,8 +186,8 @@ def test_two_processes_judge_steps_keep_checkpoints_and_begin_alike(tmp_path):
 MEETING = """
 import sys, time
 import numpy as np
-from orthojax.train import multihost
-multihost.initialize(sys.argv[1], 2, int(sys.argv[2]), heartbeat_timeout_seconds=10)
+from orthojax.train import distributed
+distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), heartbeat_timeout_seconds=10)
 from jax.experimental import multihost_utils
 while True:
     assert multihost_utils.process_allgather(np.ones(2)).sum() == 4
@@ -231,16 +231,16 @@ def test_who_loses_another_process_does_not_wait_for_ever(victim):
 )
 def test_processes_that_are_not_described_are_refused(given, message):
     with pytest.raises(UserError, match=message):
-        multihost.initialize(*given)
+        distributed.initialize(*given)
 
 
 def test_without_a_cluster_the_error_says_what_to_give(monkeypatch):
     def none_found(*_, **__):
         raise ValueError("coordinator_address should be defined.")
 
-    monkeypatch.setattr(multihost.jax.distributed, "initialize", none_found)
-    with pytest.raises(UserError, match="do not come together: coordinator_address should be defined") as error:
-        multihost.initialize()
+    monkeypatch.setattr(distributed.jax.distributed, "initialize", none_found)
+    with pytest.raises(UserError, match="cannot connect: coordinator_address should be defined") as error:
+        distributed.initialize()
     assert "--coordinator_address=HOST:PORT" in str(error.value)
 
 
@@ -281,17 +281,8 @@ def test_processes_with_other_data_or_another_config_end_together(tmp_path):
     # What one of them finds before the run begins: another config than that of the folder, which is told by its name.
     first, second = run_two(tmp_path, tmp_path / "run", text, [*text, "--config.train.seed=7"])
     assert (first[0], second[0]) == (2, 2)
-    assert "error: process 1 cannot begin" in first[2]
+    assert "error: process 1 cannot start" in first[2]
     assert "train.seed differ" in second[2]
-
-
-def test_the_agreement_names_who_differs_in_what():
-    row = np.zeros(1 + 2 * 32, np.uint8)
-    rows = np.stack([row, row, row])
-    multihost._require_agreement(rows, ["config", "data"])
-    rows[2, 1 + 32] = 1
-    with pytest.raises(UserError, match="not as that of process 0 are data of process 2\n"):
-        multihost._require_agreement(rows, ["config", "data"])
 
 
 @pytest.mark.parametrize(("here", "there"), [(False, False), (False, True), (True, False), (True, True)])
@@ -304,18 +295,15 @@ def test_what_one_process_cannot_do_ends_all(monkeypatch, here, there, error):
     def gathered(own):
         return np.stack([own, np.concatenate([np.array([there], np.uint8), own[1:]])])
 
-    monkeypatch.setattr(multihost.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(signals.multihost_utils, "process_allgather", gathered)
+    monkeypatch.setattr(distributed.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", gathered)
     if not (here or there):
-        multihost.begin_together(prepare, {"config": "a"})
+        distributed.sync_start(prepare, {"config": "a"})
+        assert distributed.is_primary()
         return
-    message = "the folder is a file" if here else "process 1 cannot begin"
+    message = "the folder is a file" if here else "process 1 cannot start"
     with pytest.raises(error if here else UserError, match=message):
-        multihost.begin_together(prepare, {"config": "a"})
-
-
-def test_this_process_is_the_primary_one():
-    assert multihost.is_primary()
+        distributed.sync_start(prepare, {"config": "a"})
 
 
 def test_many_processes_stop_at_the_number_that_they_agreed_on_though_one_goes_back(monkeypatch):
@@ -326,9 +314,9 @@ def test_many_processes_stop_at_the_number_that_they_agreed_on_though_one_goes_b
         asked.append(number)
         return number == 9
 
-    monkeypatch.setattr(signals.multihost_utils, "reached_preemption_sync_point", reached)
-    stop = signals.StopRequest(agreed=True)
-    told = [stop.at(step) for step in (7, 8, 5, 6, 7)]  # back to step 4 after step 8
+    monkeypatch.setattr(distributed.multihost_utils, "reached_preemption_sync_point", reached)
+    stop = distributed.StopRequest(agreed=True)
+    answers = [stop.at(step) for step in (7, 8, 5, 6, 7)]  # back to step 4 after step 8
     assert asked == [7, 8, 9]
-    assert told == [None, None, signal.SIGTERM, signal.SIGTERM, signal.SIGTERM]  # until it can save
+    assert answers == [None, None, signal.SIGTERM, signal.SIGTERM, signal.SIGTERM]  # until it can save
     assert stop.signum == signal.SIGTERM

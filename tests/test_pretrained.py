@@ -1,14 +1,16 @@
-"""The parameters of one run as the start of another: what may differ, and what is refused."""
+"""Models from checkpoints: to measure, and as the start of another run; what may differ, and what is refused."""
 
 import jax
 import numpy as np
 import pytest
 
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+import orthojax
+from orthojax import quant
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, replace
+from orthojax.data.tokenizers import make_tokenizer
 from orthojax.errors import UserError
-from orthojax.fields import replace
 from orthojax.model import Transformer, stack_layers, unstack_layers
-from orthojax.train import Checkpoints, Inputs, init_state, load_params, read_config, train
+from orthojax.train import Checkpoints, Inputs, init_state, load_params, quantize_checkpoint, read_config, train
 
 MODEL = ModelConfig(
     vocab_size=64,
@@ -37,11 +39,11 @@ INPUTS = Inputs(rows, rows(99), None, {"source": "test", "tokenizer_sha256": "ab
 TOKENS = rows(7)[:, :-1]
 
 
-def save(config, workdir):
+def save(config, workdir, data=None):
     """A workdir with a checkpoint of a model that has not been trained, and its parameters."""
     state = init_state(config)
     with Checkpoints(workdir / "checkpoints", keep=1) as checkpoints:
-        checkpoints.save(state, config, INPUTS.provenance)
+        checkpoints.save(state, config, INPUTS.provenance if data is None else data)
     return workdir, jax.device_get(state.params)
 
 
@@ -55,15 +57,39 @@ def logits(model, params):
     return Transformer(model).apply({"params": params}, TOKENS)[0]
 
 
-def test_the_same_model_gets_the_parameters(finished):
+@pytest.mark.parametrize("where", [".", "checkpoints", "checkpoints/0"])
+def test_a_run_is_loaded_from_its_workdir_checkpoints_or_step(finished, where):
     workdir, params = finished
-    jax.tree.map(np.testing.assert_array_equal, load_params(workdir, MODEL), params)
+    loaded = orthojax.load(str(workdir / where))
+    assert (loaded.config, loaded.source) == (CONFIG, workdir / "checkpoints/0")
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
+    np.testing.assert_array_equal(loaded.model.apply({"params": loaded.params}, TOKENS)[0], logits(MODEL, params))
+    assert loaded.tokenizer is None  # bpe:2048 comes with its corpus
+
+
+def test_a_tokenizer_is_loaded_where_it_is_the_same(tmp_path):
+    config = replace(CONFIG, {"data.tokenizer": "bytes"})
+    sha256 = make_tokenizer("bytes", ()).sha256
+    for name, value in (("same", sha256), ("other", "abc")):
+        save(config, tmp_path / name, INPUTS.provenance | {"tokenizer_sha256": value})
+    assert orthojax.load(tmp_path / "same").tokenizer.encode_batch(["ab"])[0].tolist() == [97, 98]
+    assert orthojax.load(tmp_path / "other").tokenizer is None
+
+
+def test_a_quantised_checkpoint_is_loaded_on_its_integers(finished, tmp_path):
+    folder = quantize_checkpoint(
+        finished[0] / "checkpoints/0", quant.setting_named("int8_fine_per_token"), tmp_path / "checkpoints"
+    )
+    loaded = orthojax.load(tmp_path)
+    assert loaded.source == folder
+    out = loaded.model.apply({"params": loaded.params}, TOKENS)[0]
+    assert 0 < np.max(np.abs(out - logits(MODEL, finished[1]))) < 0.1
 
 
 def test_what_does_not_change_the_function_may_differ(finished):
     workdir, params = finished
-    other = replace(MODEL, {"remat": True, "dtype": "bfloat16", "init_std": 0.5})
-    jax.tree.map(np.testing.assert_array_equal, load_params(workdir, other), params)
+    for changes in ({}, {"remat": True, "dtype": "bfloat16", "init_std": 0.5}):
+        jax.tree.map(np.testing.assert_array_equal, load_params(workdir, replace(MODEL, changes)), params)
 
 
 @pytest.mark.slow
@@ -105,7 +131,7 @@ def test_a_learned_sink_has_no_parameters_to_start_from(finished):
 
 
 @pytest.mark.slow
-def test_a_run_starts_from_the_parameters_and_goes_on_from_its_own_checkpoint(finished, tmp_path):
+def test_a_run_starts_from_the_parameters_and_resumes_from_its_own_checkpoint(finished, tmp_path):
     workdir, params = finished
     changes = {"train.init_from": str(workdir), "train.allow_normalizer_change": True, "model.normalizer": "softmax1"}
     config = replace(CONFIG, changes)

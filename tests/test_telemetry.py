@@ -26,19 +26,18 @@ from orthojax.model import flops_per_token
 from orthojax.progress import Progress
 from orthojax.train import (
     Inputs,
+    build,
     evaluate,
     init_state,
     keep_compiled_programs,
     loop,
     make_train_step,
     read_metrics,
-    recorder,
+    step_logger,
     train,
-    utilization,
 )
-from orthojax.train.compile_cache import default_folder
+from orthojax.train.evaluation import PROBED, Probe, probe_metrics
 from orthojax.train.optimizer import learning_rate_schedule
-from orthojax.train.probe import PROBED, Probe, probe_metrics
 
 ROOT = Path(__file__).parents[1]
 CONFIG = Config(
@@ -51,15 +50,6 @@ CONFIG = Config(
     ),
     eval=EvalConfig(sequences=12, batch_size=4),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once():
-    """The runs differ in what they tell alone, and share their compiled functions."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "init_state", lambda _: init_state(CONFIG))
-        patch.setattr(loop, "make_train_step", lambda _: make_train_step(CONFIG))
-        yield
 
 
 def rows(step, n=4):
@@ -86,15 +76,15 @@ def states():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """One run with all telemetry on, on devices of a made-up peak; its folder and the lines that it called out."""
-    folder, told = tmp_path_factory.mktemp("run"), []
+    """One run with all telemetry on, on devices of a made-up peak: its folder, the lines of on_line, its state."""
+    folder, lines = tmp_path_factory.mktemp("run"), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utilization, "_PEAK_FLOPS_PER_SECOND", {"cpu": 1e9})
-        state = train(replace(CONFIG, {"train.tensorboard": True}), INPUTS, folder, on_line=told.append)
-    return folder, told, state
+        patch.setattr("orthojax.train.estimates._PEAK_FLOPS_PER_SECOND", {"cpu": 1e9})
+        state = train(replace(CONFIG, {"train.tensorboard": True}), INPUTS, folder, on_line=lines.append)
+    return folder, lines, state
 
 
-def test_a_line_tells_the_norms_the_rate_and_the_speed_of_its_step(run):
+def test_a_line_has_the_norms_the_rate_and_the_speed_of_its_step(run):
     params = states()
     lines = [line for line in read_metrics(run[0] / "metrics.jsonl") if "loss_nats" in line]
     assert [line["step"] for line in lines] == [1, 2, 4, 6, 8]
@@ -119,7 +109,7 @@ def test_the_time_of_validation_is_not_in_the_speed(tmp_path, monkeypatch):
         passed[0] += 1e6
         return 1.0
 
-    monkeypatch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
+    monkeypatch.setattr(step_logger, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
     monkeypatch.setattr(loop, "validation_loss_nats", validate)
     train(replace(CONFIG, {"train.eval_every_steps": 3, "train.probe_every_steps": 0}), INPUTS, tmp_path)
     lines = read_metrics(tmp_path / "metrics.jsonl")
@@ -134,7 +124,7 @@ def test_where_the_peak_is_unknown_there_is_no_mfu(tmp_path):
     assert len(lines) == 5
 
 
-def test_what_a_run_calls_out_is_what_it_writes(run):
+def test_on_line_gets_what_is_written(run):
     assert run[1] == read_metrics(run[0] / "metrics.jsonl")
 
 
@@ -158,7 +148,7 @@ def test_the_probe_sees_what_the_evaluation_of_its_rows_sees(run, monkeypatch):
     assert lines[0]["kurtosis_first/layer_0"] != lines[0]["kurtosis_first/layer_1"]
 
 
-def test_looking_changes_no_bit_of_the_run(run):
+def test_probing_changes_no_bit_of_the_run(run):
     for a, b in zip(jax.tree.leaves(run[2].params), jax.tree.leaves(states()[-1]), strict=True):
         assert np.array_equal(a, b)
 
@@ -226,8 +216,10 @@ def test_without_its_package_tensorboard_is_refused_before_anything_is_written(t
 # No waiting.
 
 
-def test_the_loop_moves_nothing_between_host_and_device_unasked(tmp_path):
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_loop_moves_nothing_between_host_and_device_unasked(tmp_path, size):
     config = replace(CONFIG, {"train.checkpoint_every_steps": 3, "train.eval_every_steps": 3})
+    config = replace(config, {"mesh.data": size, "mesh.fsdp": size, "mesh.tensor": size})
     seen = []
     with contextlib.ExitStack() as stack:
 
@@ -279,7 +271,7 @@ def test_the_host_asks_for_a_step_only_when_the_next_one_is_under_way(tmp_path, 
         assert happened, probe
         happened.clear()
     of.clear()
-    monkeypatch.setattr(loop, "make_train_step", lambda _: dispatched)
+    monkeypatch.setattr(loop, "build", lambda config: build(config)._replace(step=dispatched))
     train(config, INPUTS, tmp_path)
     for number in range(1, 8):
         assert happened.index(("fetched", number)) > happened.index(("dispatched", number + 1))
@@ -316,10 +308,14 @@ def jax_settings():
 
 def test_where_compiled_programs_are_kept(jax_settings, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert default_folder() == tmp_path / "cache/orthojax/xla"
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert keep_compiled_programs() == tmp_path / "cache/orthojax/xla"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert default_folder() == tmp_path / "home/.cache/orthojax/xla"
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert keep_compiled_programs() == tmp_path / "home/.cache/orthojax/xla"
+    shutil.rmtree(tmp_path / "home")
 
     jax.config.update("jax_enable_compilation_cache", False)  # as JAX_ENABLE_COMPILATION_CACHE=false does
     assert keep_compiled_programs() is None

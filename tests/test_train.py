@@ -1,7 +1,6 @@
 import dataclasses
 import functools
 import io
-import itertools
 import json
 import math
 import re
@@ -24,6 +23,7 @@ from orthojax.progress import Progress, tokenizing_progress
 from orthojax.train import (
     DivergedError,
     Inputs,
+    build,
     evaluate,
     evaluation_stages,
     find_checkpoint,
@@ -60,6 +60,10 @@ def inputs(rows=16, vocab=32):
     return Inputs(
         lambda step: tokens(step, vocab=vocab), tokens(999, rows, vocab=vocab), 0.75, {"source": "test"}, None
     )
+
+
+def optimizer_of(config, steps):
+    return make_optimizer(config, schedule=learning_rate_schedule(config, steps))
 
 
 def by_path(tree):
@@ -109,7 +113,9 @@ def test_one_step_is_the_loss_and_the_update_computed_by_hand():
     config = replace(CONFIG, {"optim.clip_norm": None})
     rows, before = tokens(), initial(config).params
     expected_grads = jax.jit(jax.grad(lambda p: independent_loss(config.model, p, rows)))(before)
-    state, metrics = train_step(config)(fresh(config), rows)
+    given = fresh(config)
+    state, metrics = train_step(config)(given, rows)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))  # donated
 
     losses = numpy_losses(forward(config.model)(before, rows[:, :-1]), rows[:, 1:])
     assert int(metrics.target_tokens) == losses.size
@@ -121,28 +127,23 @@ def test_one_step_is_the_loss_and_the_update_computed_by_hand():
     assert int(state.step) == 1
 
 
-def test_the_gradient_of_the_step_is_the_slope_of_the_loss():
-    config = replace(CONFIG, {"optim.clip_norm": None, "optim.learning_rate": 1e-3})
-    state, first = train_step(config)(fresh(config), tokens())
-    change = jax.tree.map(lambda a, b: float(np.sum((a - b) ** 2)), state.params, initial(config).params)
-    moved = math.sqrt(sum(jax.tree.leaves(change)))
-    _, second = train_step(config)(state, tokens())
-    drop = float(first.loss_sum_nats - second.loss_sum_nats) / int(first.target_tokens)
-    assert drop == pytest.approx(float(first.grad_norm) * moved, rel=0.02)
-
-
-def test_the_state_gives_up_its_memory_to_the_step():
-    state = fresh(CONFIG)
-    train_step(CONFIG)(state, tokens())
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-
-
-def test_the_initial_parameters_depend_on_the_seed_alone():
+def test_the_initial_parameters_depend_on_the_seed_alone_and_seeds_share_their_programs():
     first = initial(CONFIG).params
     same = initial(replace(CONFIG, {"optim.momentum": 0.5, "data.seed": 3, "data.sequence_length": 4})).params
     other = initial(replace(CONFIG, {"train.seed": 1})).params
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(same), strict=True))
     assert not np.array_equal(by_path(first)["token_embedding/embedding"], by_path(other)["token_embedding/embedding"])
+    # Nor does what they log, read, validate and keep make another program.
+    changes = {"train.seed": 1, "data.seed": 1, "train.eval_every_steps": 5, "train.keep_best": 1, "data.bos": True}
+    changes |= {"train.log_every_steps": 3, "train.probe_every_steps": 7, "train.checkpoint_every_steps": 50}
+    assert build(replace(CONFIG, changes)) is build(CONFIG)
+    for path, value in {
+        "model.norm_eps": 1e-3,
+        "optim.b1": 0.5,
+        "train.steps": 11,
+        "train.on_bad_step": "skip",
+    }.items():
+        assert build(replace(CONFIG, {path: value})) is not build(CONFIG)
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 5])
@@ -281,24 +282,9 @@ def test_three_steps_equal_a_chain_built_by_hand(name, clip):
         optax.scale_by_schedule(lambda t: -learning_rate_schedule(config, 10)(t)),
     )
     params = random_tree(0)
-    got = three_steps(make_optimizer(config, 10), params)
+    got = three_steps(optimizer_of(config, 10), params)
     assert_trees_close(got, three_steps(by_hand, params), rtol=1e-6, atol=1e-7)
     assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(params), strict=True))
-
-
-@pytest.mark.slow
-def test_the_optimizers_differ():
-    kernels = {
-        name: np.asarray(
-            three_steps(make_optimizer(OptimConfig(warmup_steps=0, **changes), 10), random_tree(0))
-            ["layers_0"]["mlp"]["input"]["kernel"]
-        )
-        for name, (changes, _) in OPTIMIZERS.items()
-    }  # fmt: skip
-    for a, b in itertools.combinations(kernels, 2):
-        # After three steps the slow momentum of AdEMAMix, of 1e4 steps, has hardly begun to differ from Adam.
-        least = 1e-7 if {a, b} == {"adam", "ademamix"} else 1e-5
-        assert np.max(np.abs(kernels[a] - kernels[b])) > least, (a, b)
 
 
 def test_rmsprop_is_the_gradient_over_the_root_of_its_second_moment():
@@ -309,21 +295,21 @@ def test_rmsprop_is_the_gradient_over_the_root_of_its_second_moment():
         g = np.asarray(random_tree(t + 1)["token_embedding"]["embedding"], np.float64)
         nu = 0.9 * nu + 0.1 * g**2
         x -= float(learning_rate_schedule(config, 10)(t)) * g / (np.sqrt(nu / (1 - 0.9 ** (t + 1))) + 1e-5)
-    got = three_steps(make_optimizer(config, 10), random_tree(0))["token_embedding"]["embedding"]
+    got = three_steps(optimizer_of(config, 10), random_tree(0))["token_embedding"]["embedding"]
     np.testing.assert_allclose(got, x, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_optimizer_state_has_plain_names(name):
-    config = OptimConfig(**OPTIMIZERS[name][0])
-    state = make_optimizer(config, 200).init(random_tree(0))
-    parts = ["clip", config.optimizer, *(["weight_decay"] if config.weight_decay else []), "learning_rate"]
-    assert list(state) == parts
-    moment = {"adam": "adam/mu", "orthoadam": "orthoadam/inner/mu", "rmsprop": "rmsprop/nu"}.get(config.optimizer)
-    moment = "sgd/trace" if config.optimizer == "sgd" and config.momentum else moment
-    moment = "lion/inner/mu" if config.rotated else moment
-    if moment:
-        assert f"{moment}/layers_0/mlp/input/kernel" in by_path(state)
+MOMENTS = {"adam": "adam/mu", "adamw": "adam/mu", "orthoadam": "orthoadam/inner/mu", "rmsprop": "rmsprop/nu"}
+MOMENTS |= {"momentum": "sgd/trace", "rotated_lion": "lion/inner/mu"}
+
+
+def test_the_optimizer_state_has_plain_names():
+    for name, (changes, _) in OPTIMIZERS.items():
+        config = OptimConfig(**changes)
+        state = optimizer_of(config, 200).init(random_tree(0))
+        parts = ["clip", config.optimizer, *(["weight_decay"] if config.weight_decay else []), "learning_rate"]
+        assert list(state) == parts
+        assert name not in MOMENTS or f"{MOMENTS[name]}/layers_0/mlp/input/kernel" in by_path(state)
 
 
 # The rotation of our own parameters. Axes are counted from the end; None: left alone.
@@ -392,7 +378,7 @@ def test_scanned_and_unrolled_layers_get_the_same_updates(kind):
     trees = [jax.tree.map(np.float32, tree) for tree in trees]
 
     def run(config, params, *gradients):
-        optimizer = make_optimizer(config, 10)
+        optimizer = optimizer_of(config, 10)
         state = optimizer.init(params)
         for gradient in gradients:
             updates, state = optimizer.update(gradient, state, params)
@@ -400,9 +386,9 @@ def test_scanned_and_unrolled_layers_get_the_same_updates(kind):
         return params
 
     run = jax.jit(run, static_argnums=0)
-    scanned, turned = unstack_layers(run(config, *trees)), unstack_layers(run(other, *trees))
+    scanned, another = unstack_layers(run(config, *trees)), unstack_layers(run(other, *trees))
     assert_trees_close(scanned, run(config, *map(unstack_layers, trees)), rtol=0, atol=2e-6)
-    kernels = [by_path(tree)["layers_1/mlp/input/kernel"] for tree in (scanned, turned)]
+    kernels = [by_path(tree)["layers_1/mlp/input/kernel"] for tree in (scanned, another)]
     assert np.max(np.abs(kernels[0] - kernels[1])) > 1e-4  # the comparison above would see another basis
 
 
@@ -442,15 +428,15 @@ BACKCOPY_KEYS = {
 def test_adam_with_a_fixed_rotation_in_the_model_is_orthoadam_on_the_writers_seen_in_other_coordinates():
     plain = replace(CONFIG, {"optim.optimizer": "orthoadam", "optim.rotation.axes": "writers", "optim.eps": 1e-4})
     turned = replace(CONFIG, {"optim.optimizer": "adam", "optim.eps": 1e-4, "model.fixed_rotation": True})
-    turn = rotate(make_rotation(plain.optim.rotation))
+    rotation = rotate(make_rotation(plain.optim.rotation))
     state = fresh(plain)
     other = fresh(turned)
-    other = other._replace(params=jax.tree.map(jnp.copy, turn.update(state.params, turn.init(state.params))[0]))
+    other = other._replace(params=jax.tree.map(jnp.copy, rotation.update(state.params, rotation.init(state.params))[0]))
     for step in range(4):
         state, metrics = train_step(plain)(state, tokens(step))
         other, other_metrics = train_step(turned)(other, tokens(step))
         np.testing.assert_allclose(metrics.loss_sum_nats, other_metrics.loss_sum_nats, rtol=1e-5)
-    assert_trees_close(turn.update(state.params, turn.init(state.params))[0], other.params, atol=2e-4)
+    assert_trees_close(rotation.update(state.params, rotation.init(state.params))[0], other.params, atol=2e-4)
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), other.params, fresh(turned).params)
     assert min(jax.tree.leaves(moved)) > 0.05
 
@@ -461,13 +447,13 @@ def test_in_the_shared_basis_a_model_of_one_rotation_is_what_adam_trains():
     config = replace(CONFIG, {**shared, "optim.learning_rate": 0.01})
     basis = np.asarray(shared_basis(config.optim, 16))
     np.testing.assert_allclose(basis @ basis.T, np.eye(16), atol=1e-6)
-    turn = rotate(make_rotation(config.optim.rotation))
+    rotation = rotate(make_rotation(config.optim.rotation))
     adam = replace(config, {"optim.optimizer": "adam"})
     assert shared_basis(adam.optim, 16) is None
     assert shared_basis(replace(config, {"optim.rotation.scope": "layer"}).optim, 16) is None
 
     state, other = fresh(config), fresh(adam)
-    other = other._replace(params=jax.tree.map(jnp.copy, turn.update(state.params, turn.init(state.params))[0]))
+    other = other._replace(params=jax.tree.map(jnp.copy, rotation.update(state.params, rotation.init(state.params))[0]))
     for step in range(3):
         state, _ = train_step(config)(state, tokens(step))
         other, _ = train_step(adam)(other, tokens(step))
@@ -503,21 +489,16 @@ def test_a_text_model_has_every_metric_and_each_by_layer(evaluated):
     assert metrics.keys() >= TEXT_KEYS
     assert all(math.isfinite(value) for value in metrics.values())
     layered = {key for key in TEXT_KEYS if not key.startswith(("perplexity", "loss", "bits"))}
-    assert metrics.keys() >= {f"{key}/layer_{layer}" for key in layered for layer in range(2)}
     for key in layered:
         assert metrics[key] == pytest.approx((metrics[f"{key}/layer_0"] + metrics[f"{key}/layer_1"]) / 2, rel=1e-6)
+    perplexities = [value for key, value in metrics.items() if key.startswith("perplexity")]
+    assert len(perplexities) == len(set(perplexities)) == 1 + len(quant.SETTINGS)
 
 
-def test_quantised_perplexities_differ_from_the_float_one_and_from_each_other(evaluated):
-    values = [value for key, value in evaluated[1].items() if key.startswith("perplexity")]
-    assert len(values) == len(set(values)) == 1 + len(quant.SETTINGS)
-
-
-def test_the_evaluation_does_not_depend_on_the_batch_size(evaluated, monkeypatch):
+def test_the_evaluation_does_not_depend_on_the_batch_size(evaluated):
     params, metrics = evaluated
-    monkeypatch.setattr(quant, "SETTINGS", {})  # their scales are taken over a batch
-    config = replace(TWO_LAYERS, {"eval.batch_size": 2})
-    smaller = evaluate(config, params, inputs())
+    # The scales of quantisation are taken over a batch.
+    smaller = evaluate(replace(TWO_LAYERS, {"eval.batch_size": 2}), params, inputs(), settings={})
     assert smaller.keys() == {key for key in metrics if not key.startswith("perplexity_")}
     for key, value in smaller.items():
         assert value == pytest.approx(metrics[key], rel=2e-5), key
@@ -544,7 +525,7 @@ def test_bigram_backcopy_has_every_metric():
 # The loop.
 
 
-def test_metrics_tell_the_learning_rate_and_the_loss_of_their_own_step(tmp_path):
+def test_metrics_have_the_learning_rate_and_the_loss_of_their_own_step(tmp_path):
     config = replace(CONFIG, {"optim.warmup_steps": 4, "train.steps": 6, "train.eval_every_steps": 3})
     seen = []
     state = train(config, inputs(), tmp_path, on_step=lambda step, loss: seen.append((step, loss)))

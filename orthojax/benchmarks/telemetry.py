@@ -12,9 +12,9 @@ import optax
 from orthojax.benchmarks.suite import Column, Row, Suite, seconds_text, spread_metrics, spread_text
 from orthojax.benchmarks.train_step_cases import REFERENCE, Case, cases
 from orthojax.train import Inputs, init_state, interleaved_seconds, make_train_step, median_ratio, spread
-from orthojax.train.metric_writer import MetricWriter
-from orthojax.train.probe import Probe
-from orthojax.train.recorder import Recorder
+from orthojax.train.evaluation import Probe
+from orthojax.train.metrics import MetricWriter
+from orthojax.train.step_logger import StepLogger
 
 _STEPS = 100  # at once
 
@@ -44,7 +44,7 @@ def _row(case: Case, folder: Path, repeats: int) -> Row:
         return probe(config.train.probe_every_steps, params)
 
     with MetricWriter(folder / "metrics.jsonl", 0) as writer:
-        record = _recording(Recorder(config, writer, lambda *_: None), numbers)
+        record = _recording(StepLogger(config, writer, lambda *_: None), numbers)
         functions: dict[str, Callable[[], Any]] = {
             "step": train,
             "probe": look,
@@ -73,15 +73,15 @@ def _row(case: Case, folder: Path, repeats: int) -> Row:
     )
 
 
-def _recording(recorder: Recorder, numbers: Any) -> Callable[[], None]:
+def _recording(logger: StepLogger, numbers: Any) -> Callable[[], None]:
     """Handles the metrics of so many steps, which are on the host already: waiting for the device costs it nothing."""
     done = 0
-    recorder.start(0)
+    logger.start(0)
 
     def record() -> None:
         nonlocal done
         for step in range(done + 1, done + _STEPS + 1):
-            recorder.put(step, numbers)
+            logger.put(step, numbers)
         done += _STEPS
 
     return record

@@ -27,9 +27,9 @@ from orthojax.model import parameter_count
 from orthojax.ops.attention import forbid_fallback
 from orthojax.train import (
     TrainState,
+    build,
     init_state,
     interleaved_seconds,
-    make_optimizer,
     make_train_step,
     median_ratio,
     model_flops_per_token,
@@ -86,7 +86,7 @@ class _Runner:
     def __init__(self, case: Case, variant: str, program: Program, params: Any, tokens: jax.Array):
         config = case.config(variant)
         params = jax.tree.map(jnp.copy, params)
-        opt_state = make_optimizer(config.optim, config.train.steps).init(params)
+        opt_state = build(config).optimizer.init(params)
         self._state, self._tokens, self._program = (
             TrainState(jnp.zeros((), jnp.int32), params, opt_state),
             tokens,

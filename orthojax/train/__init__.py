@@ -1,103 +1,64 @@
-"""Training and evaluation of one model: inputs, step, optimizer, checkpoints, loop."""
+"""Training and evaluation of one model.
 
-from orthojax.files import make_folder, write_text
-from orthojax.machine import environment
-from orthojax.train.bad_steps import DivergedError, leave_out_bad_steps
-from orthojax.train.checkpoint import (
-    Checkpoints,
-    DamagedError,
-    array_items,
-    find_checkpoint,
-    is_quantized,
-    list_arrays,
-    quantize_checkpoint,
-    read_config,
-    read_json_item,
-    read_optimizer_state,
-    read_params,
-    read_quantized,
-    require_same_data,
-    verify_checkpoint,
-)
-from orthojax.train.compile_cache import keep_compiled_programs
-from orthojax.train.dry_run import dry_run
-from orthojax.train.evaluation import Metrics, evaluate, evaluation_stages
-from orthojax.train.inputs import Inputs, open_inputs
-from orthojax.train.loop import train
-from orthojax.train.mesh import about_mesh, make_mesh, place_rows
-from orthojax.train.metric_writer import describe_line, read_metrics
-from orthojax.train.optimizer import make_optimizer, make_rotation, run_optimizer
-from orthojax.train.plan import Estimate, estimate
-from orthojax.train.pretrained import load_params
-from orthojax.train.seeds_together import can_train_seeds, train_seeds
-from orthojax.train.step import (
-    StepMetrics,
-    TrainState,
-    init_state,
-    make_train_step,
-    optimizer_state_bytes,
-    parameter_shapes,
-    state_shapes,
-)
-from orthojax.train.timing import Spread, interleaved_seconds, median_ratio, spread
-from orthojax.train.utilization import model_flops_per_token, model_flops_utilization, peak_flops_per_second
-from orthojax.train.workdir import check_workdir, prepare_workdir
+In reading order: `loop` (a run from start to end), `workdir` (its inputs and its folder), `step` (from a config to
+objects, the pure step), `optimizer`, `mesh` (where things are on the devices), `step_logger` (what
+is logged, bad steps), `metrics`, `evaluation`, `distributed` (several processes, signals), `checkpoint`, `loading`
+(models from checkpoints), `estimates`.
+"""
 
-__all__ = [
-    "Checkpoints",
-    "DamagedError",
-    "DivergedError",
-    "Estimate",
-    "Inputs",
-    "Metrics",
-    "Spread",
-    "StepMetrics",
-    "TrainState",
-    "about_mesh",
-    "array_items",
-    "can_train_seeds",
-    "check_workdir",
-    "describe_line",
-    "dry_run",
-    "environment",
-    "estimate",
-    "evaluate",
-    "evaluation_stages",
-    "find_checkpoint",
-    "init_state",
-    "interleaved_seconds",
-    "is_quantized",
-    "keep_compiled_programs",
-    "leave_out_bad_steps",
-    "list_arrays",
-    "load_params",
-    "make_folder",
-    "make_mesh",
-    "make_optimizer",
-    "make_rotation",
-    "make_train_step",
-    "median_ratio",
-    "model_flops_per_token",
-    "model_flops_utilization",
-    "open_inputs",
-    "optimizer_state_bytes",
-    "parameter_shapes",
-    "peak_flops_per_second",
-    "place_rows",
-    "prepare_workdir",
-    "quantize_checkpoint",
-    "read_config",
-    "read_json_item",
-    "read_metrics",
-    "read_optimizer_state",
-    "read_params",
-    "read_quantized",
-    "require_same_data",
-    "run_optimizer",
-    "spread",
-    "state_shapes",
-    "train",
-    "train_seeds",
-    "verify_checkpoint",
-    "write_text",
-]
+from orthojax.files import make_folder as make_folder
+from orthojax.files import write_text as write_text
+from orthojax.machine import environment as environment
+from orthojax.model import LoadedModel as LoadedModel
+from orthojax.train.checkpoint import Checkpoints as Checkpoints
+from orthojax.train.checkpoint import DamagedError as DamagedError
+from orthojax.train.checkpoint import array_items as array_items
+from orthojax.train.checkpoint import find_checkpoint as find_checkpoint
+from orthojax.train.checkpoint import is_quantized as is_quantized
+from orthojax.train.checkpoint import list_arrays as list_arrays
+from orthojax.train.checkpoint import quantize_checkpoint as quantize_checkpoint
+from orthojax.train.checkpoint import read_config as read_config
+from orthojax.train.checkpoint import read_json_item as read_json_item
+from orthojax.train.checkpoint import read_optimizer_state as read_optimizer_state
+from orthojax.train.checkpoint import read_params as read_params
+from orthojax.train.checkpoint import read_quantized as read_quantized
+from orthojax.train.checkpoint import require_same_data as require_same_data
+from orthojax.train.checkpoint import verify_checkpoint as verify_checkpoint
+from orthojax.train.distributed import keep_compiled_programs as keep_compiled_programs
+from orthojax.train.estimates import Estimate as Estimate
+from orthojax.train.estimates import dry_run as dry_run
+from orthojax.train.estimates import estimate as estimate
+from orthojax.train.estimates import model_flops_per_token as model_flops_per_token
+from orthojax.train.estimates import model_flops_utilization as model_flops_utilization
+from orthojax.train.estimates import peak_flops_per_second as peak_flops_per_second
+from orthojax.train.evaluation import Metrics as Metrics
+from orthojax.train.evaluation import evaluate as evaluate
+from orthojax.train.evaluation import evaluation_stages as evaluation_stages
+from orthojax.train.loading import load as load
+from orthojax.train.loading import load_params as load_params
+from orthojax.train.loop import train as train
+from orthojax.train.mesh import about_mesh as about_mesh
+from orthojax.train.mesh import make_mesh as make_mesh
+from orthojax.train.mesh import place_rows as place_rows
+from orthojax.train.metrics import describe_line as describe_line
+from orthojax.train.metrics import read_metrics as read_metrics
+from orthojax.train.optimizer import learning_rate_schedule as learning_rate_schedule
+from orthojax.train.optimizer import leave_out_bad_steps as leave_out_bad_steps
+from orthojax.train.optimizer import make_optimizer as make_optimizer
+from orthojax.train.optimizer import make_rotation as make_rotation
+from orthojax.train.step import StepMetrics as StepMetrics
+from orthojax.train.step import TrainState as TrainState
+from orthojax.train.step import build as build
+from orthojax.train.step import init_state as init_state
+from orthojax.train.step import make_train_step as make_train_step
+from orthojax.train.step import optimizer_state_bytes as optimizer_state_bytes
+from orthojax.train.step import parameter_shapes as parameter_shapes
+from orthojax.train.step import state_shapes as state_shapes
+from orthojax.train.step_logger import DivergedError as DivergedError
+from orthojax.train.timing import Spread as Spread
+from orthojax.train.timing import interleaved_seconds as interleaved_seconds
+from orthojax.train.timing import median_ratio as median_ratio
+from orthojax.train.timing import spread as spread
+from orthojax.train.workdir import Inputs as Inputs
+from orthojax.train.workdir import check_workdir as check_workdir
+from orthojax.train.workdir import open_inputs as open_inputs

@@ -1,9 +1,9 @@
-"""Evaluation of parameters on the fixed evaluation set: loss, outliers, attention, quantisation."""
+"""Evaluation of parameters on the fixed evaluation set, and a probe of a few of its rows while a model trains."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,41 +11,42 @@ from jax.sharding import Mesh, PartitionSpec
 
 from orthojax import analysis, quant
 from orthojax.config import Config
-from orthojax.model import LinearFunction, Transformer, linear
-from orthojax.train.inputs import Inputs
-from orthojax.train.mesh import constrain, in_mesh, mesh_of, place_rows
+from orthojax.model import LinearFunction, Transformer, linear, mesh_of
+from orthojax.train.mesh import constrain, in_mesh, place_rows
 from orthojax.train.optimizer import shared_basis
 from orthojax.train.step import loss_sum_nats, split_tokens
+from orthojax.train.workdir import Inputs
 
 Metrics = dict[str, float]
 
 
-# Parameters are where training left them, on a mesh or not. What leaves a program is whole on every device, so that
-# every process can read it.
+class _Model(NamedTuple):
+    """What `analysis.measure` reads of a loaded model; of a run that trains there is no more."""
+
+    model: Transformer
+    params: Any
 
 
-@partial(jax.jit, static_argnums=(0, 3))
-def _loss(model: Transformer, params: Any, tokens: jax.Array, positions: int | None) -> tuple[jax.Array, jax.Array]:
-    return constrain(loss_sum_nats(model, params, tokens, positions), PartitionSpec())
+# Of all that `analysis.observe_language_model` defines; what is not named here is not computed by the probe.
+PROBED = (
+    "kurtosis_first",
+    "kurtosis_rest",
+    "max_abs_first",
+    "max_abs_rest",
+    "first_attention_fraction",
+    "first_attention_mass",
+)
 
 
-@partial(jax.jit, static_argnums=0)
-def _language_model_statistics(
-    model: Transformer, params: Any, tokens: jax.Array, basis: jax.Array | None
-) -> analysis.Statistics:
-    inputs, _ = split_tokens(tokens)
-    observe = partial(analysis.observe_language_model, basis=basis)
-    observed: Any = model.apply({"params": params}, inputs, observe=observe)
-    return constrain(observed[1], PartitionSpec())
+# Parameters are where training left them, on a mesh or not. What leaves a program is replicated, so that every process
+# can read it.
 
 
-@partial(jax.jit, static_argnums=0)
-def _backcopy_statistics(model: Transformer, params: Any, tokens: jax.Array, oracle: jax.Array, is_trigger: jax.Array):
-    inputs, _ = split_tokens(tokens)
-    logits, statistics = model.apply({"params": params}, inputs, observe=analysis.observe_backcopy(is_trigger))
-    log_probs = jax.nn.log_softmax(logits)
-    risks = analysis.observe_backcopy_risks(log_probs, oracle, is_trigger)
-    return constrain((statistics, risks), PartitionSpec())
+def _place(mesh: Mesh | None, *arrays: np.ndarray) -> tuple[Any, ...]:
+    def place(array: np.ndarray) -> jax.Array:
+        return place_rows(mesh, len(array), lambda start, stop: array[start:stop])
+
+    return tuple(place(array) for array in arrays)
 
 
 def _batches(config: Config, inputs: Inputs) -> Iterator[np.ndarray]:
@@ -53,31 +54,39 @@ def _batches(config: Config, inputs: Inputs) -> Iterator[np.ndarray]:
     return (inputs.evaluation[i : i + size] for i in range(0, len(inputs.evaluation), size))
 
 
-def _on_mesh(mesh: Mesh | None, rows: np.ndarray) -> Any:
-    return place_rows(mesh, len(rows), lambda start, stop: rows[start:stop])
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _loss(model: Transformer, params: Any, tokens: jax.Array, positions: int | None) -> tuple[jax.Array, jax.Array]:
+    return constrain(loss_sum_nats(model, params, tokens, positions), PartitionSpec())
 
 
-def mean_loss_nats(
-    model: Transformer, params: Any, config: Config, inputs: Inputs, after_batch: Callable[[], None] = lambda: None
+def validation_loss_nats(
+    config: Config,
+    params: Any,
+    inputs: Inputs,
+    after_batch: Callable[[], None] = lambda: None,
+    *,
+    model: Transformer | None = None,
 ) -> float:
-    """Mean next-token loss over all target positions of the evaluation set, in nats; `after_batch` may raise."""
+    """Mean next-token loss over all target positions of the evaluation set, in nats.
+
+    Args:
+      config: Of the run.
+      params: The parameters.
+      inputs: Their data.
+      after_batch: Called after every batch; it may raise.
+      model: With other linear layers than that of the config.
+    """
+    model = Transformer(config.model) if model is None else model
     mesh, positions = mesh_of(params), config.train.loss_chunk_positions
     sums: list[Any] = []
     with in_mesh(mesh):
         for rows in _batches(config, inputs):
-            sums.append(_loss(model, params, _on_mesh(mesh, rows), positions))
+            sums.append(_loss(model, params, *_place(mesh, rows), positions))
             if len(sums) > 1:  # one late, so that the devices do not wait for the host
                 sums[-2] = jax.device_get(sums[-2])
             after_batch()
     totals, counts = zip(*jax.device_get(sums), strict=True)
     return sum(map(float, totals)) / sum(map(float, counts))
-
-
-def validation_loss_nats(
-    config: Config, params: Any, inputs: Inputs, after_batch: Callable[[], None] = lambda: None
-) -> float:
-    """`mean_loss_nats` of the model that the config describes."""
-    return mean_loss_nats(Transformer(config.model), params, config, inputs, after_batch)
 
 
 def _perplexity(loss_nats: float) -> float:
@@ -109,26 +118,24 @@ def evaluate(
       `perplexity_<setting>` for every one of `settings`; for Bigram-Backcopy its risks and the statistics of
       `analysis.observe_backcopy`. Values by layer end in `/layer_i`.
     """
-    model = Transformer(config.model, linear=linear)
+    loaded = _Model(Transformer(config.model, linear=linear), params)
+    loss = validation_loss_nats(config, params, inputs, model=loaded.model)
     if inputs.task is not None:
-        metrics = _evaluate_backcopy(model, params, config, inputs)
+        statistics, risks = analysis.measure(
+            loaded, _backcopy_batches(config, params, inputs), _observe_backcopy, output=_observe_risks
+        )
         on_progress("statistics")
-        return metrics
-    loss = mean_loss_nats(model, params, config, inputs)
+        return {"loss_nats": loss} | analysis.finalize(statistics) | analysis.finalize(risks)
     metrics: Metrics = {"perplexity": _perplexity(loss), "loss_nats": loss}
     if inputs.bits_per_nat_of_loss is not None:
         metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
-    statistics, basis, mesh = None, shared_basis(config.optim, config.model.d_model), mesh_of(params)
-    with in_mesh(mesh):
-        for tokens in _batches(config, inputs):
-            new = _language_model_statistics(model, params, _on_mesh(mesh, tokens), basis)
-            statistics = new if statistics is None else analysis.combine(statistics, new)
-    assert statistics is not None
-    metrics |= analysis.finalize(statistics)
+    mesh, basis = mesh_of(params), shared_basis(config.optim, config.model.d_model)
+    batches = ((*_place(mesh, split_tokens(tokens)[0]), basis) for tokens in _batches(config, inputs))
+    metrics |= analysis.finalize(analysis.measure(loaded, batches, _observe_text))
     on_progress("statistics")
     for name, setting in (quant.SETTINGS if settings is None else settings).items():
         quantized = Transformer(config.model, linear=quant.quantized_linear(setting))
-        metrics[f"perplexity_{name}"] = _perplexity(mean_loss_nats(quantized, params, config, inputs))
+        metrics[f"perplexity_{name}"] = _perplexity(validation_loss_nats(config, params, inputs, model=quantized))
         on_progress(name)
     return metrics
 
@@ -138,19 +145,66 @@ def evaluation_stages(config: Config, settings: Mapping[str, quant.QuantizationS
     return 1 if config.data.kind == "bigram_backcopy" else 1 + len(quant.SETTINGS if settings is None else settings)
 
 
-def _evaluate_backcopy(model: Transformer, params: Any, config: Config, inputs: Inputs) -> Metrics:
+def _observe_text(taps: analysis.Taps, basis: jax.Array | None) -> analysis.Statistics:
+    return analysis.observe_language_model(taps, basis=basis)
+
+
+def _backcopy_batches(config: Config, params: Any, inputs: Inputs) -> Iterator[tuple[Any, ...]]:
     assert inputs.task is not None
-    layers, risks, mesh = None, None, mesh_of(params)
-    for tokens in _batches(config, inputs):
-        oracle = inputs.task.oracle(tokens[:, :-1]).astype(np.float32)
+    for rows in _batches(config, inputs):
+        tokens, _ = split_tokens(rows)
+        oracle = inputs.task.oracle(tokens).astype(np.float32)
         # Ids that the model has but the task has not are impossible.
         oracle = np.pad(oracle, ((0, 0), (0, 0), (0, config.model.vocab_size - oracle.shape[-1])))
-        rows = [_on_mesh(mesh, array) for array in (tokens, oracle, inputs.task.is_trigger(tokens[:, :-1]))]
-        with in_mesh(mesh):
-            new = _backcopy_statistics(model, params, *rows)
-        layers = new[0] if layers is None else analysis.combine(layers, new[0])
-        risks = new[1] if risks is None else analysis.combine(risks, new[1])
-    assert layers is not None
-    assert risks is not None
-    loss = mean_loss_nats(model, params, config, inputs)
-    return {"loss_nats": loss} | analysis.finalize(layers) | analysis.finalize(risks)
+        yield _place(mesh_of(params), tokens, inputs.task.is_trigger(tokens), oracle)
+
+
+def _observe_backcopy(taps: analysis.Taps, is_trigger: jax.Array, *_: Any) -> analysis.Statistics:
+    return analysis.observe_backcopy(is_trigger)(taps)
+
+
+def _observe_risks(logits: jax.Array, is_trigger: jax.Array, oracle: jax.Array) -> analysis.Statistics:
+    return analysis.observe_backcopy_risks(jax.nn.log_softmax(logits), oracle, is_trigger)
+
+
+# While a model trains.
+
+
+def _observe_probed(taps: analysis.Taps) -> analysis.Statistics:
+    every = analysis.observe_language_model(taps)
+    total, count = ({name: part[name] for name in PROBED} for part in (every.total, every.count))
+    return every._replace(total=total, count=count, maximum={})
+
+
+class Probe:
+    """Measures outliers and attention every `train.probe_every_steps`, on the device, without waiting for it."""
+
+    def __init__(self, config: Config, inputs: Inputs, mesh: Mesh | None):
+        """Puts the rows on the devices.
+
+        Args:
+          config: Its `train.probe_every_steps` and `train.probe_sequences`.
+          inputs: The rows are spread evenly over their evaluation set; Bigram-Backcopy has statistics of its own.
+          mesh: Where the parameters will be.
+        """
+        self._every, self._model = config.train.probe_every_steps, Transformer(config.model)
+        if not self._every:
+            return
+        n, wanted = len(inputs.evaluation), min(len(inputs.evaluation), config.train.probe_sequences)
+        tokens, _ = split_tokens(inputs.evaluation[[i * n // wanted for i in range(wanted)]])
+        triggers = () if inputs.task is None else (inputs.task.is_trigger(tokens),)
+        self._batch = _place(mesh, tokens, *triggers)
+        self._observe = _observe_backcopy if triggers else _observe_probed
+
+    def __call__(self, step: int, params: Any) -> analysis.Statistics | None:
+        """The statistics of the parameters after a step, still on the device; None between the probes."""
+        if not self._every or step % self._every:
+            return None
+        return analysis.measure(_Model(self._model, params), [self._batch], self._observe)
+
+
+def probe_metrics(statistics: analysis.Statistics) -> dict[str, float]:
+    """Their names and values, over all layers and by layer, as `evaluate` calls them; what has no value is left out."""
+    metrics = analysis.finalize(statistics)
+    metrics["probe_sequences"] = metrics.pop("sequences")
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}

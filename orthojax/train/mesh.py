@@ -1,16 +1,21 @@
-"""The devices of a run as a named mesh, and how rows of tokens reach them."""
+"""The devices of a run as a named mesh: where parameters, moments and the rows of a batch are on it."""
 
 import contextlib
 import math
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from orthojax.config import Config
+from orthojax.config import Config, ModelConfig, OptimConfig
 from orthojax.errors import UserError
+from orthojax.model import linear, plain_product
+from orthojax.optim import Rotation, zero1
+from orthojax.optim.axes import leaf_path
+from orthojax.train.optimizer import make_rotation
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = PartitionSpec(("data", "fsdp"))  # how the first axis of a batch is split
@@ -39,7 +44,7 @@ def make_mesh(config: Config) -> Mesh | None:
 
 
 def about_mesh(config: Config) -> list[str]:
-    """Lines for the user, where the mesh wastes devices: some are left out, or those of `tensor` do the same work.
+    """Warnings for the user where the mesh wastes devices: some are left out, or all of `tensor` do the same work.
 
     Raises:
       UserError: As `make_mesh`.
@@ -54,36 +59,30 @@ def about_mesh(config: Config) -> list[str]:
     return lines
 
 
-def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh over which the arrays of a tree lie; None for one device, or arrays of the host."""
-    for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
-            mesh = leaf.sharding.mesh
-            return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
-    return None
-
-
 def in_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Around jitted calls: what is traced meanwhile sees the mesh, as the attention kernels want it."""
+    """Around jitted calls: what is traced inside sees the mesh, as the attention kernels need it to."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def traced_in_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Inside a jitted function, where `in_mesh` is not allowed: the rest of it sees the mesh."""
+    """The same inside a jitted function, where `in_mesh` is not allowed."""
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def constrain(tree: Any, spec: PartitionSpec) -> Any:
-    """Splits arrays as `spec` says, over the mesh that is traced in; without one, nothing."""
+    """Constrains arrays to a spec over the mesh that is traced in; without one, nothing."""
     if jax.sharding.get_abstract_mesh().empty:
         return tree
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec), tree)
 
 
+# Placement.
+
+
 def place_rows(mesh: Mesh | None, count: int, read: Callable[[int, int], np.ndarray]) -> jax.Array:
     """Puts a batch on the devices; a process reads the rows of its own devices only.
 
-    There is no communication, so that another thread may call it: what processes do together must be in one order.
+    Nothing is communicated, so a background thread may call it: what processes do together must be in one order.
 
     Args:
       mesh: From `make_mesh`; None for the default device.
@@ -99,7 +98,7 @@ def place_rows(mesh: Mesh | None, count: int, read: Callable[[int, int], np.ndar
     sharding = NamedSharding(mesh, ROWS if count % shares == 0 else PartitionSpec())
     indices: Any = sharding.addressable_devices_indices_map((count,)).values()
     spans = [index[0].indices(count) for index in indices]
-    # One reading: on usual meshes the rows of a process lie together.
+    # One read: on usual meshes the rows of a process are contiguous.
     first, last = min(span[0] for span in spans), max(span[1] for span in spans)
     rows = read(first, last)
 
@@ -123,6 +122,99 @@ def place_tree(tree: Any, like: Any) -> Any:
 
 
 def _put(shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callable[[Any], np.ndarray]) -> jax.Array:
-    """Transfers what `read` gives for each device's index; asked for, though JAX's transfer guard does not see that."""
+    """Transfers what `read` gives for each device's index: explicitly, although JAX's transfer guard cannot know."""
     with jax.transfer_guard_host_to_device("allow"):
         return jax.make_array_from_callback(shape, sharding, read)
+
+
+# Sharding: first-match rules for the parameters, and the moments after them.
+
+
+class Rule(NamedTuple):
+    """Which dimensions of a parameter are split; counted from the end, so that scanned layers are like others."""
+
+    pattern: str  # of the end of its path
+    tensor: int | None = None  # over `tensor`
+    units: int | None = None  # what `tensor` must divide, where that is not the dimension itself
+    fsdp: tuple[int, ...] = ()  # over `fsdp`: the first that it divides
+
+
+def rules(model: ModelConfig) -> tuple[Rule, ...]:
+    """The rules of the transformer's parameters, the first match counts.
+
+    `tensor` splits heads, MLP width and vocabulary; a head is never cut, nor parted from its group. `fsdp` splits the
+    axis that is not rotated by default (kernels [in, out] are rotated along `out`, tables [n, d_model] and the head
+    [d_model, n] along d_model), so that rotated moments need no communication; the other axis where that does not
+    divide. A dimension that does not divide stays whole, and so do vectors, except the biases of split outputs.
+    """
+    heads = model.kv_heads
+    return (
+        Rule(r"attention/(query|key|value|gate)/kernel", tensor=-1, units=heads, fsdp=(-2, -1)),
+        Rule(r"attention/(query|key|value|gate)/bias", tensor=-1, units=heads),
+        Rule(r"attention/output/kernel", tensor=-2, units=heads, fsdp=(-2, -1)),
+        Rule(r"mlp/(input|gate)/kernel", tensor=-1, fsdp=(-2, -1)),
+        Rule(r"mlp/(input|gate)/bias", tensor=-1),
+        Rule(r"mlp/output/kernel", tensor=-2, fsdp=(-2, -1)),
+        Rule(r"token_embedding/embedding", tensor=-2, fsdp=(-2, -1)),
+        Rule(r"position_embedding/embedding", fsdp=(-2, -1)),
+        Rule(r"head/kernel", tensor=-1, fsdp=(-1, -2)),
+        Rule(r".*"),
+    )
+
+
+def _spec(rule: Rule, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    names: list[tuple[str, ...]] = [()] * len(shape)
+    tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
+    if tensor > 1 and rule.tensor is not None:
+        units = shape[rule.tensor] if rule.units is None else rule.units
+        if units % tensor == 0 and shape[rule.tensor] % tensor == 0:
+            names[rule.tensor] = ("tensor",)
+    if fsdp > 1:
+        width = {dim: fsdp * math.prod(mesh.shape[name] for name in names[dim]) for dim in rule.fsdp}
+        chosen = next((dim for dim in rule.fsdp if shape[dim] % width[dim] == 0), None)
+        if chosen is not None:
+            names[chosen] += ("fsdp",)
+    while names and not names[-1]:  # as jit itself writes it
+        names.pop()
+    return PartitionSpec(*(over[0] if len(over) == 1 else over or None for over in names))
+
+
+def parameter_shardings(model: ModelConfig, shapes: Any, mesh: Mesh) -> Any:
+    """A tree like the parameters of NamedSharding, by `rules`.
+
+    Args:
+      model: Whose parameters they are.
+      shapes: Their shapes, stacked or unrolled.
+      mesh: With the axes data, fsdp and tensor.
+    """
+    table = rules(model)
+
+    def of(keys: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        rule = next(rule for rule in table if re.search(rf"(^|/)({rule.pattern})$", leaf_path(keys)))
+        return NamedSharding(mesh, _spec(rule, leaf.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(of, shapes)
+
+
+def moment_shardings(optim: OptimConfig, shapes: Any, shardings: Any) -> Any:
+    """Where the optimizer's moments are: as the parameters, and split over `data` too (ZeRO stage 1).
+
+    Args:
+      optim: Decides what is rotated; bases depend on neither mesh nor layout.
+      shapes: Of the parameters.
+      shardings: Of the parameters.
+    """
+    if jax.tree.leaves(shardings)[0].mesh.shape["data"] == 1:
+        return shardings
+    rotation = make_rotation(optim.rotation) if optim.is_rotated else Rotation("identity")
+    return zero1(rotation, shapes, shardings)
+
+
+@plain_product
+def linear_on_rows(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
+    """`orthojax.model.linear` whose argument and result are split by rows, so that kernels travel and activations stay.
+
+    Without that the compiler may gather activations, which are larger, instead of an `fsdp` part of a kernel.
+    """
+    rows = PartitionSpec(*ROWS, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1))
+    return constrain(linear(constrain(x, rows), kernel, bias, path), rows)

@@ -2,29 +2,31 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from orthojax.config import Config, OptimConfig, RotationConfig
+from orthojax.config import OptimConfig, RotationConfig
 from orthojax.optim import RotatedAxes, Rotation, in_rotated_basis, rotate, scale_by_orthoadam, warmup_cosine
-from orthojax.train.bad_steps import leave_out_bad_steps
 
 Layout = Callable[[str], jax.sharding.Sharding | None]
+
+BAD_STEPS = "bad_steps"  # beside the parts of the optimizer: opt_state/bad_steps/...
+_MEAN_OF_STEPS = 100
 
 _WRITERS = ("attention/output", "mlp/output")
 _TABLES = ("token_embedding", "position_embedding", "head")
 
 
 def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruct], RotatedAxes | None]:
-    """Which axes of the transformer's own parameters are rotated.
+    """Which axes of the transformer's parameters are rotated.
 
     Kernels are [in, out], or [layers, in, out] where layers are scanned; each layer has its own basis. Tables (token,
-    position, an untied head) are rotated along d_model only, sharing one basis over their rows. Gains, biases and
-    sink logits are left alone.
+    position, an untied head) are rotated along d_model only, sharing one basis over their rows. Norm scales, biases
+    and sink logits are left alone.
 
     Args:
       rotation: Its `axes` and `embeddings` decide.
@@ -66,19 +68,15 @@ def shared_basis(config: OptimConfig, d_model: int) -> jax.Array | None:
     """
     if not config.is_rotated or config.rotation.scope != "tree":
         return None
-    rotation = dataclasses.replace(make_rotation(config.rotation), axes="output")
-    turn = rotate(rotation)
+    rotation = rotate(dataclasses.replace(make_rotation(config.rotation), axes="output"))
     rows = {"unit_vectors": jnp.eye(d_model)}
-    turned: Any = turn.update(rows, turn.init(rows))[0]
-    return turned["unit_vectors"].T
+    rotated: Any = rotation.update(rows, rotation.init(rows))[0]
+    return rotated["unit_vectors"].T
 
 
 def decay_mask(params: optax.Params) -> optax.Params:
-    """True where weight decay applies: kernels and embeddings, not gains, biases and sink logits."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: str(path[-1].key) in ("kernel", "embedding"),
-        params,
-    )
+    """True where weight decay applies: kernels and embeddings, not norm scales, biases and sink logits."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: str(path[-1].key) in ("kernel", "embedding"), params)
 
 
 def learning_rate_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
@@ -86,15 +84,14 @@ def learning_rate_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     return warmup_cosine(config.learning_rate, config.warmup_steps, steps, config.final_learning_rate_fraction)
 
 
-def _is_kernel(path: tuple[Any, ...]) -> bool:
-    return str(path[-1].key) == "kernel"
-
-
 def _muon(config: OptimConfig) -> optax.GradientTransformation:
     """Muon on kernels, Adam on embeddings and vectors; updates of both have Adam's usual size, 0.2 RMS."""
 
     def labels(params: optax.Params) -> optax.Params:
-        return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if _is_kernel(path) else "adam", params)
+        def of(path: tuple[Any, ...], _: Any) -> str:
+            return "muon" if str(path[-1].key) == "kernel" else "adam"
+
+        return jax.tree_util.tree_map_with_path(of, params)
 
     def dimensions(params: optax.Params) -> Any:
         return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params)
@@ -109,7 +106,7 @@ def _muon(config: OptimConfig) -> optax.GradientTransformation:
 
 
 def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransformation:
-    """What the optimizer makes of gradients, before weight decay and learning rate."""
+    """The optimizer proper, before weight decay and learning rate."""
     b1, b2, eps = config.b1, config.b2, config.eps
     adam = optax.scale_by_adam(b1, b2, eps)
     scalings: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -137,12 +134,14 @@ def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransf
     return in_rotated_basis(scaling, make_rotation(config.rotation, layout)) if config.rotated else scaling
 
 
-def make_optimizer(config: OptimConfig, steps: int, layout: Layout | None = None) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimConfig, *, schedule: optax.Schedule, layout: Layout | None = None
+) -> optax.GradientTransformation:
     """Clipping, the optimizer's own scaling, decoupled weight decay, learning rate.
 
     Args:
-      config: The optimizer and its schedule.
-      steps: Length of the run, where the schedule ends.
+      config: The optimizer.
+      schedule: Of the learning rate, from `learning_rate_schedule`.
       layout: On a mesh: where the moments of each parameter are, from `layout_of`.
 
     Returns:
@@ -154,21 +153,64 @@ def make_optimizer(config: OptimConfig, steps: int, layout: Layout | None = None
     parts.append((config.optimizer, _scaling(config, layout)))
     if config.weight_decay:
         parts.append(("weight_decay", optax.add_decayed_weights(config.weight_decay, decay_mask)))
-    parts.append(("learning_rate", optax.scale_by_learning_rate(learning_rate_schedule(config, steps))))
+    parts.append(("learning_rate", optax.scale_by_learning_rate(schedule)))
     return optax.named_chain(*parts)
 
 
-def run_optimizer(config: Config, layout: Layout | None = None) -> optax.GradientTransformationExtraArgs:
-    """The optimizer of a run: that of `make_optimizer`, which leaves out bad steps where the run watches for them.
+# Bad steps. The device decides for itself, so that no step waits for the host, which reads of it one step late.
+
+
+class BadSteps(NamedTuple):
+    """What is remembered of the steps so far, all shape=()."""
+
+    loss_mean_nats: jax.Array  # float32: running mean of the losses of the good steps
+    good_steps: jax.Array  # int32
+    skipped_steps: jax.Array  # int32
+    in_a_row: jax.Array  # int32: skipped ones since the last good one
+
+
+def leave_out_bad_steps(
+    optimizer: optax.GradientTransformation, spike_nats: float | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer for which a bad step has not happened: parameters, its own state and its counts stay as they were.
+
+    A step is bad where its loss or gradient norm is not finite, or where its loss spikes. The running mean m of the
+    losses l_1, l_2, ... of the good steps is m += (l_t - m) / min(t, 100): their mean at first, then an exponential one
+    of decay 0.99. A loss above m + `spike_nats` is a spike; the first has nothing to be compared with.
 
     Args:
-      config: The run.
-      layout: As for `make_optimizer`.
+      optimizer: A named chain, whose state is a dict.
+      spike_nats: How far above the mean a loss may lie; None: only losses and gradients that are not finite are bad.
 
     Returns:
-      A transformation to which `update` may always give `value=` the loss in nats.
+      A transformation whose `update` wants `value=` the loss in nats, and whose state has `bad_steps` beside the names
+      of the chain. The updates of a bad step are -0.0, which leaves every bit of a parameter as it is.
     """
-    optimizer = make_optimizer(config.optim, config.train.steps, layout)
-    if config.train.watches_steps:
-        return leave_out_bad_steps(optimizer, config.train.spike_nats)
-    return optax.with_extra_args_support(optimizer)
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: optax.Params) -> Any:
+        zero = jnp.zeros((), jnp.int32)
+        state: Any = inner.init(params)
+        return state | {BAD_STEPS: BadSteps(jnp.zeros((), jnp.float32), zero, zero, zero)}
+
+    def update(updates: Any, state: Any, params: Any = None, *, value: jax.Array, **extra: Any) -> Any:
+        seen: BadSteps = state[BAD_STEPS]
+        bad = ~(jnp.isfinite(value) & jnp.isfinite(optax.tree.norm(updates)))
+        if spike_nats is not None:
+            bad |= (seen.good_steps > 0) & (value > seen.loss_mean_nats + spike_nats)
+        before = type(state)((name, part) for name, part in state.items() if name != BAD_STEPS)
+        updates, after = inner.update(updates, before, params, value=value, **extra)
+        updates = jax.tree.map(lambda u: jnp.where(bad, jnp.asarray(-0.0, u.dtype), u), updates)
+        after: Any = jax.tree.map(lambda new, old: jnp.where(bad, old, new), after, before)
+        good_steps = seen.good_steps + 1
+        mean = seen.loss_mean_nats + (value - seen.loss_mean_nats) / jnp.minimum(good_steps, _MEAN_OF_STEPS)
+        now = BadSteps(
+            jnp.where(bad, seen.loss_mean_nats, mean),
+            jnp.where(bad, seen.good_steps, good_steps),
+            seen.skipped_steps + bad,
+            jnp.where(bad, seen.in_a_row + 1, 0),
+        )
+        return updates, after | {BAD_STEPS: now}
+
+    update_with_loss: Any = update  # optax's type has no keyword arguments
+    return optax.GradientTransformationExtraArgs(init, update_with_loss)

@@ -1,23 +1,30 @@
-"""The pure training step and its state."""
+"""The pure training step, its state, and what a run computes with: built once from its config, then objects only."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from orthojax.config import Config, ModelConfig, TrainConfig
-from orthojax.fields import replace
-from orthojax.model import Transformer, linear
+from orthojax.config import Config, MeshConfig, ModelConfig, OptimConfig
+from orthojax.model import Transformer
 from orthojax.ops import chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
 from orthojax.optim import layout_of, state_shardings
-from orthojax.train.bad_steps import STATE_NAME, BadSteps
-from orthojax.train.mesh import ROWS, constrain, make_mesh, traced_in_mesh
-from orthojax.train.optimizer import learning_rate_schedule, run_optimizer
-from orthojax.train.sharding import linear_on_rows, moment_shardings, parameter_shardings
+from orthojax.train.mesh import (
+    ROWS,
+    constrain,
+    linear_on_rows,
+    make_mesh,
+    moment_shardings,
+    parameter_shardings,
+    traced_in_mesh,
+)
+from orthojax.train.optimizer import BAD_STEPS, BadSteps, learning_rate_schedule, leave_out_bad_steps, make_optimizer
 
 
 class TrainState(NamedTuple):
@@ -29,7 +36,7 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """What one step tells, all shape=(); norms are those of all parameters together."""
+    """What one step reports, all shape=(); norms are those of all parameters together."""
 
     loss_sum_nats: jax.Array
     target_tokens: jax.Array
@@ -40,18 +47,19 @@ class StepMetrics(NamedTuple):
     bad_steps: BadSteps | None  # where the run watches for them
 
 
-def split_tokens(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
+LossSum = Callable[
+    [Any, jax.Array], tuple[jax.Array, jax.Array]
+]  # (params, tokens) -> (summed loss, number of targets)
+TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
+
+
+# The loss.
+
+
+def split_tokens(tokens: ArrayT) -> tuple[ArrayT, ArrayT]:
     """Rows [B, T + 1] -> inputs [B, T] and the next tokens [B, T]."""
     return tokens[:, :-1], tokens[:, 1:]
-
-
-def loss_positions(config: ModelConfig, length: int) -> jax.Array:
-    """Which of `length` positions enter the loss: all but those whose target a relaxed causal mask shows.
-
-    Returns:
-      Boolean [1, length].
-    """
-    return (jnp.arange(length) >= config.relaxed_causal_tokens - 1)[None]
 
 
 def loss_sum_nats(
@@ -59,15 +67,18 @@ def loss_sum_nats(
 ) -> tuple[jax.Array, jax.Array]:
     """Summed next-token loss and number of target tokens.
 
+    Positions whose target a relaxed causal mask shows are not counted.
+
     Args:
       model: The transformer.
       params: Its parameters.
       tokens: int [B, T + 1].
-      chunk_positions: `train.loss_chunk_positions`; all logits exist at once where a quantised head wants it so.
+      chunk_positions: `train.loss_chunk_positions`: positions whose logits are materialised at a time; a quantised head
+        wants all of them.
     """
     inputs, targets = split_tokens(tokens)
     B, T = inputs.shape
-    counted = loss_positions(model.config, T)
+    counted = (jnp.arange(T) >= model.config.relaxed_causal_tokens - 1)[None]
     count = jnp.sum(jnp.broadcast_to(counted, targets.shape))
     positions = positions_at_once(B, T, model.config.vocab_size, chunk_positions)
     head = model.head_kernel(params)
@@ -80,87 +91,10 @@ def loss_sum_nats(
     return loss, count
 
 
-def _init_params(config: Config, key: jax.Array) -> Any:
-    tokens = jnp.zeros((1, config.data.sequence_length), jnp.int32)
-    return Transformer(config.model).init(key, tokens)["params"]
+# The step.
 
 
-def parameter_shapes(config: Config) -> Any:
-    """The parameters that the model of a config has, as jax.ShapeDtypeStruct."""
-    return jax.eval_shape(lambda: _init_params(config, jax.random.key(0)))
-
-
-def optimizer_state_bytes(config: Config) -> int:
-    """Bytes of the optimizer state of a run; nothing is computed."""
-    optimizer = run_optimizer(config)
-    return sum(
-        leaf.size * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(jax.eval_shape(optimizer.init, parameter_shapes(config)))
-    )
-
-
-class Layout(NamedTuple):
-    """Where the state and the tokens of a run are; on one device nothing but the optimizer is said."""
-
-    mesh: Mesh | None
-    optimizer: optax.GradientTransformationExtraArgs
-    state: TrainState | None  # of NamedSharding
-
-
-# Runs that differ in what no program reads, as the seeds of a study, share their compiled programs.
-_NOT_COMPILED = {
-    f"train.{name}": getattr(TrainConfig(), name)
-    for name in (
-        "seed",
-        "init_from",
-        "allow_normalizer_change",
-        "log_every_steps",
-        "probe_every_steps",
-        "probe_sequences",
-        "tensorboard",
-        "eval_every_steps",
-        "checkpoint_every_steps",
-        "keep_checkpoints",
-        "keep_every_steps",
-        "keep_best",
-    )
-} | {"data.seed": 0, "data.verify": False}
-
-
-def _program(config: Config) -> Config:
-    """What the compiled programs of a run depend on."""
-    return replace(config, _NOT_COMPILED)
-
-
-@functools.lru_cache(maxsize=32)
-def _layout(config: Config) -> Layout:
-    mesh = make_mesh(config)
-    if mesh is None:
-        return Layout(None, run_optimizer(config), None)
-    shapes = parameter_shapes(config)
-    params = parameter_shardings(config.model, shapes, mesh)
-    moments = moment_shardings(config, shapes, params)
-    # The moments' layout moves with the mesh, the bases of the rotation do not.
-    optimizer = run_optimizer(config, layout_of(moments))
-    opt_state = state_shardings(optimizer, shapes, moments)
-    whole: Any = NamedSharding(mesh, PartitionSpec())
-    return Layout(mesh, optimizer, TrainState(whole, params, opt_state))
-
-
-@functools.lru_cache(maxsize=32)
-def _jitted_init(config: Config) -> Callable[[jax.Array], TrainState]:
-    layout = _layout(config)
-
-    def init(key):
-        with traced_in_mesh(layout.mesh):
-            params = _init_params(config, key)
-            return TrainState(jnp.zeros((), jnp.int32), params, layout.optimizer.init(params))
-
-    # With out_shardings the state is never whole on one device.
-    return jax.jit(init) if layout.state is None else jax.jit(init, out_shardings=layout.state)
-
-
-def _sums_of_parts(sums: Callable[[Any, jax.Array], Any], params: Any, tokens: jax.Array, parts: int) -> Any:
+def _sum_over_parts(sums: Callable[[Any, jax.Array], Any], params: Any, tokens: jax.Array, parts: int) -> Any:
     """Adds `sums(params, part)` over parts of the rows, one after the other.
 
     Part i takes the rows i, i + parts, ...: so each part has rows of every device, and none travels.
@@ -175,37 +109,48 @@ def _sums_of_parts(sums: Callable[[Any, jax.Array], Any], params: Any, tokens: j
     return jax.lax.scan(add, zeros, rows)[0]
 
 
-@functools.lru_cache(maxsize=32)
-def _jitted_train_step(config: Config) -> Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]:
-    layout, parts = _layout(config), config.train.accumulation_steps
-    model = Transformer(config.model, linear=linear if layout.mesh is None else linear_on_rows)
-    schedule = learning_rate_schedule(config.optim, config.train.steps)
+def jit_train_step(
+    loss_sum: LossSum,
+    optimizer: optax.GradientTransformationExtraArgs,
+    schedule: optax.Schedule,
+    *,
+    accumulation_steps: int = 1,
+    mesh: Mesh | None = None,
+    shardings: TrainState | None = None,
+) -> TrainStep:
+    """The jitted step (state, tokens int32 [B, T + 1]) -> (state, metrics); the state is donated.
+
+    Args:
+      loss_sum: (params, tokens) -> summed loss and number of targets; the loss that is minimised is their ratio.
+      optimizer: A named chain with a part `learning_rate`; its `update` gets `value=` the loss in nats.
+      schedule: The learning rate, for the metrics.
+      accumulation_steps: Parts of a batch that go through the model one after the other.
+      mesh: That of the shardings.
+      shardings: Of the state, on a mesh.
+    """
+
+    def like_params(grads):
+        # Or else the compiler would spread the moments' layout over the backward pass, and move activations.
+        return grads if shardings is None else jax.lax.with_sharding_constraint(grads, shardings.params)
 
     def mean_loss(params, tokens):
-        total, count = loss_sum_nats(model, params, tokens, config.train.loss_chunk_positions)
+        total, count = loss_sum(params, tokens)
         return total / count, (total, count)
 
-    def where_params_are(grads):
-        # Or else the compiler would spread the moments' layout over the backward pass, and move activations.
-        return grads if layout.state is None else jax.lax.with_sharding_constraint(grads, layout.state.params)
-
     def sums(params, tokens):
-        def loss_sum(params):
-            return loss_sum_nats(model, params, tokens, config.train.loss_chunk_positions)
-
-        (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(params)
-        return total, count, where_params_are(grads)
+        (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, tokens)
+        return total, count, like_params(grads)
 
     def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, StepMetrics]:
-        with traced_in_mesh(layout.mesh):
-            if parts == 1:
+        with traced_in_mesh(mesh):
+            if accumulation_steps == 1:
                 (loss, (total, count)), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params, tokens)
-                grads = where_params_are(grads)
+                grads = like_params(grads)
             else:
-                total, count, grads = _sums_of_parts(sums, state.params, tokens, parts)
+                total, count, grads = _sum_over_parts(sums, state.params, tokens, accumulation_steps)
                 loss, grads = total / count, jax.tree.map(lambda g: g / count, grads)
             opt_state: Any
-            updates, opt_state = layout.optimizer.update(grads, state.opt_state, state.params, value=loss)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=loss)
             params = optax.apply_updates(state.params, updates)
             metrics = StepMetrics(
                 loss_sum_nats=total,
@@ -214,46 +159,136 @@ def _jitted_train_step(config: Config) -> Callable[[TrainState, jax.Array], tupl
                 learning_rate=jnp.asarray(schedule(state.opt_state["learning_rate"].count)),
                 update_norm=optax.tree.norm(updates),
                 param_norm=optax.tree.norm(params),
-                bad_steps=opt_state.get(STATE_NAME),
+                bad_steps=opt_state.get(BAD_STEPS),
             )
         return TrainState(state.step + 1, params, opt_state), metrics
 
-    if layout.mesh is None:
+    if mesh is None:
         return jax.jit(train_step, donate_argnums=0)
-    whole = NamedSharding(layout.mesh, PartitionSpec())
-    return jax.jit(
-        train_step,
-        donate_argnums=0,
-        in_shardings=(layout.state, NamedSharding(layout.mesh, ROWS)),
-        out_shardings=(layout.state, whole),
+    whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, ROWS)
+    return jax.jit(train_step, donate_argnums=0, in_shardings=(shardings, rows), out_shardings=(shardings, whole))
+
+
+# From a config to objects.
+
+
+class Program(NamedTuple):
+    """What a run computes with."""
+
+    mesh: Mesh | None
+    optimizer: optax.GradientTransformationExtraArgs
+    shardings: TrainState | None  # of NamedSharding, on a mesh
+    init: Callable[[jax.Array], TrainState]  # jitted: key -> the state before the first step, on the mesh
+    step: TrainStep  # jitted
+
+
+def build(config: Config) -> Program:
+    """Builds a run's model, optimizer and jitted functions; runs that agree in what is passed on share them.
+
+    Raises:
+      UserError: Where the devices are too few for the mesh, or a batch does not divide over it.
+    """
+    train = config.train
+    return _build(
+        make_mesh(config),
+        config.model,
+        config.optim,
+        length=config.data.sequence_length,
+        steps=train.steps,
+        watched=(train.spike_nats,) if train.watches_steps else None,
+        accumulation_steps=train.accumulation_steps,
+        loss_chunk_positions=train.loss_chunk_positions,
     )
+
+
+@functools.lru_cache(maxsize=32)
+def _build(
+    mesh: Mesh | None,
+    model_config: ModelConfig,
+    optim: OptimConfig,
+    *,
+    length: int,
+    steps: int,
+    watched: tuple[float | None] | None,
+    accumulation_steps: int,
+    loss_chunk_positions: int | None,
+) -> Program:
+    model, schedule = Transformer(model_config), learning_rate_schedule(optim, steps)
+    trained = model if mesh is None else Transformer(model_config, linear=linear_on_rows)
+
+    def optimizer_with(layout: Any) -> optax.GradientTransformationExtraArgs:
+        optimizer = make_optimizer(optim, schedule=schedule, layout=layout)
+        return leave_out_bad_steps(optimizer, *watched) if watched else optax.with_extra_args_support(optimizer)
+
+    if mesh is None:
+        optimizer, shardings = optimizer_with(None), None
+    else:
+        shapes = _parameter_shapes(model_config, length)
+        params = parameter_shardings(model_config, shapes, mesh)
+        moments = moment_shardings(optim, shapes, params)
+        # The moments' layout moves with the mesh, the bases of the rotation do not.
+        optimizer = optimizer_with(layout_of(moments))
+        whole: Any = NamedSharding(mesh, PartitionSpec())
+        shardings = TrainState(whole, params, state_shardings(optimizer, shapes, moments))
+
+    def init(key: jax.Array) -> TrainState:
+        with traced_in_mesh(mesh):
+            params = model.init(key, jnp.zeros((1, length), jnp.int32))["params"]
+            return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    def loss_sum(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return loss_sum_nats(trained, params, tokens, loss_chunk_positions)
+
+    step = jit_train_step(
+        loss_sum, optimizer, schedule, accumulation_steps=accumulation_steps, mesh=mesh, shardings=shardings
+    )
+    # With out_shardings the state is never whole on one device.
+    jitted_init = jax.jit(init) if mesh is None else jax.jit(init, out_shardings=shardings)
+    return Program(mesh, optimizer, shardings, jitted_init, step)
+
+
+def _parameter_shapes(model: ModelConfig, length: int) -> Any:
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    return jax.eval_shape(Transformer(model).init, jax.random.key(0), tokens)["params"]
+
+
+def parameter_shapes(config: Config) -> Any:
+    """The parameters that the model of a config has, as jax.ShapeDtypeStruct."""
+    return _parameter_shapes(config.model, config.data.sequence_length)
+
+
+def optimizer_state_bytes(config: Config) -> int:
+    """Bytes of the optimizer state of a run, of all devices together; nothing is computed, and no device is needed."""
+    optimizer = build(dataclasses.replace(config, mesh=MeshConfig())).optimizer
+    shapes = jax.eval_shape(optimizer.init, parameter_shapes(config))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def state_shapes(config: Config) -> TrainState:
     """The state of a run as jax.ShapeDtypeStruct, on a mesh with its shardings; nothing is computed.
 
     Raises:
-      UserError: As `init_state`.
+      UserError: As `build`.
     """
-    program = _program(config)
-    shapes, shardings = jax.eval_shape(_jitted_init(program), jax.random.key(0)), _layout(program).state
-    if shardings is None:
+    program = build(config)
+    shapes = jax.eval_shape(program.init, jax.random.key(0))
+    if program.shardings is None:
         return shapes
-    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, program.shardings)
 
 
 def init_state(config: Config) -> TrainState:
     """The state before the first step, on the mesh of the config; parameters depend on `train.seed` and the model only.
 
     Raises:
-      UserError: Where the devices are too few for the mesh, or a batch does not divide over it.
+      UserError: As `build`.
     """
-    return _jitted_init(_program(config))(jax.random.key(config.train.seed))
+    return build(config).init(jax.random.key(config.train.seed))
 
 
-def make_train_step(config: Config) -> Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]:
-    """The jitted step (state, tokens int32 [B, T + 1]) -> (state, metrics); it takes over the state's memory.
+def make_train_step(config: Config) -> TrainStep:
+    """The jitted step of a run, from `jit_train_step`: (state, tokens int32 [B, T + 1]) -> (state, metrics).
 
     On a mesh the state is where `init_state` puts it, and the tokens where `place_rows` does.
     """
-    return _jitted_train_step(_program(config))
+    return build(config).step

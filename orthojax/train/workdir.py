@@ -1,37 +1,118 @@
-"""The folder of a run, which belongs to one config."""
+"""What a run reads, batches by step and a fixed evaluation set, and the folder that it writes, which belongs to it."""
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
-from orthojax.config import Config
+import numpy as np
+
+from orthojax.config import Config, changed_fields, fields_affecting, from_json, to_json
+from orthojax.data.batches import TokenBatches
+from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
+from orthojax.data.datasets import open_dataset
 from orthojax.errors import UserError
-from orthojax.fields import changed_fields, from_json, to_json
 from orthojax.files import make_folder, try_lock, write_text
 
-# What may differ when a run goes on, as dotted paths; those with a dot or an underscore at the end stand for all that
-# begin so. It is what is told and kept of the run, and how its computation is laid out: not which numbers it computes,
-# beyond rounding. The number of steps is not among them, because the learning rate depends on it.
-FREE_FIELDS = (
-    "train.log_every_steps",
-    "train.eval_every_steps",
-    "train.checkpoint_every_steps",
-    "train.keep_checkpoints",
-    "train.keep_every_steps",
-    "train.keep_best",
-    "train.accumulation_steps",
-    "train.loss_chunk_positions",
-    "train.tensorboard",
-    "train.probe_",
-    "mesh.",
-    "data.verify",
-    "model.remat",
-    "model.attention_implementation",
-)
+T = TypeVar("T")
+
+
+class Inputs(NamedTuple):
+    """The data of a run."""
+
+    batch: Callable[[int], np.ndarray]  # step -> int32 [batch_size, T + 1], a pure function
+    evaluation: np.ndarray  # int32 [eval.sequences, T + 1]
+    bits_per_nat_of_loss: float | None  # bits per byte of text for each nat per token; None without text
+    provenance: dict[str, Any]  # JSON values: hashes and counts of everything read
+    task: BigramBackcopy | None  # the synthetic task, where it is one
+    read_rows: Callable[[int, int, int], np.ndarray] | None = None  # reads a part of a batch, where that saves reading
+
+    def batch_rows(self, step: int, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of the batch of a step, int32 [stop - start, T + 1], for a process that holds them."""
+        return self.read_rows(step, start, stop) if self.read_rows else self.batch(step)[start:stop]
+
+
+def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int, int], None] | None = None) -> Inputs:
+    """Opens the data that a config names, tokenising text the first time.
+
+    Args:
+      config: The run.
+      cache_dir: Folder of tokenised corpora.
+      progress: Called with (what, bytes done, bytes in all) while tokenising.
+
+    Raises:
+      UserError: For anything wrong with the files, or a vocabulary that the model does not have.
+    """
+    data, train, evaluation = config.data, config.train, config.eval
+    if data.kind == "bigram_backcopy":
+        task = BigramBackcopy.from_text(default_text(), data.trigger_count)
+        _require_vocabulary(config, task.vocab_size)
+
+        def batch(step: int) -> np.ndarray:
+            return task.batch(step, train.batch_size, data.sequence_length, data.seed)
+
+        # Training seeds are below 2**32, so this one is never trained on.
+        rows = task.batch(0, evaluation.sequences, data.sequence_length, 2**32)
+        provenance = {"source": "bigram_backcopy of pydoc_data.topics", "characters": "".join(task.characters)}
+        return Inputs(batch, rows, None, provenance, task)
+    dataset = open_dataset(data, cache_dir, progress=progress)
+    _require_vocabulary(config, dataset.vocab_size)
+    bos_id = dataset.bos_id if data.bos else None
+    batches = TokenBatches(dataset.train, data.sequence_length, train.batch_size, data.seed, bos_id)
+    validation = TokenBatches(dataset.validation, data.sequence_length, 1, 0, bos_id)
+    bits_per_nat = len(dataset.validation) / dataset.validation_bytes / math.log(2)
+    rows = validation.spread_rows(evaluation.sequences)
+    return Inputs(batches, rows, bits_per_nat, dataset.provenance, None, batches.rows)
+
+
+def _require_vocabulary(config: Config, needed: int) -> None:
+    if config.model.vocab_size < needed:
+        raise UserError(
+            f"model.vocab_size={config.model.vocab_size} is less than the {needed} ids of the data",
+            allowed=f"at least {needed}",
+            hint=f"--config.model.vocab_size={needed}",
+        )
+
+
+def prefetched(prepare: Callable[[int], T], start: int, stop: int, *, depth: int = 2) -> Generator[T, None, None]:
+    """prepare(start), ..., prepare(stop - 1), in order, each prepared in a background thread before it is wanted.
+
+    Close it (`contextlib.closing`) where it may not be used up: what is being prepared is then awaited, the rest
+    dropped.
+
+    Args:
+      prepare: A pure function of the step.
+      start: The first step.
+      stop: One past the last.
+      depth: How many are prepared ahead of the one in use.
+
+    Raises:
+      Exception: What `prepare` raised, when the step that it was for is reached.
+
+    >>> list(prefetched(lambda step: step**2, 2, 5))
+    [4, 9, 16]
+    """
+    with ThreadPoolExecutor(1, "prefetch") as pool:
+        ahead = deque(pool.submit(prepare, step) for step in range(start, min(start + depth, stop)))
+        try:
+            for step in range(start, stop):
+                ready = ahead.popleft().result()
+                if step + depth < stop:
+                    ahead.append(pool.submit(prepare, step + depth))
+                yield ready
+        finally:
+            for waiting in ahead:
+                waiting.cancel()
+
+
+# The folder.
 
 
 def check_workdir(workdir: Path, config: Config) -> None:
-    """Looks whether a run of this config may go there; writes nothing.
+    """Checks whether a run of this config may use the folder; writes nothing.
 
     Raises:
       UserError: Where the path, or a part of it, is a file, or it already holds a run of another config.
@@ -47,8 +128,8 @@ def check_workdir(workdir: Path, config: Config) -> None:
 def prepare_workdir(workdir: Path, config: Config) -> None:
     """Creates the folder of a run and writes its config.json.
 
-    Where the run goes on with other `FREE_FIELDS`, config.json becomes the newest config, which is what the run now
-    does; every checkpoint holds the config that it was saved under.
+    Where the run resumes with other values of fields that do not affect its numbers, config.json becomes the newest
+    config, which is what the run now does; every checkpoint holds the config that it was saved under.
 
     Raises:
       UserError: As `check_workdir`.
@@ -60,11 +141,11 @@ def prepare_workdir(workdir: Path, config: Config) -> None:
 
 
 @contextlib.contextmanager
-def alone_in(workdir: Path) -> Iterator[None]:
+def locked(workdir: Path) -> Iterator[None]:
     """Keeps a second call off the folder of a run, where it would take the first one's unfinished checkpoint away.
 
     Raises:
-      UserError: Where another process has it, or it cannot be made.
+      UserError: Where another process has it, or it cannot be written.
     """
     make_folder(workdir, "workdir")
     try:
@@ -89,22 +170,15 @@ def _read_config(workdir: Path) -> Config | None:
         raise UserError(f"{path}: {error}", hint="another --workdir, or the right config.json") from error
 
 
-def is_free(path: str) -> bool:
-    """Whether a field may differ when a run goes on.
-
-    >>> is_free("train.keep_best"), is_free("train.steps"), is_free("mesh.data")
-    (True, False, True)
-    """
-    return any(path.startswith(free) if free[-1] in "._" else path == free for free in FREE_FIELDS)
-
-
 def require_same_config(config: Config, before: Config, where: str) -> None:
-    """Refuses to go on with another config than the run began with, but for `FREE_FIELDS`.
+    """Refuses to resume with another config than the run began with, except for what does not affect its numbers.
+
+    The number of steps does, because the learning rate depends on it.
 
     Raises:
       UserError: Naming the fields that differ.
     """
-    changed = sorted(path for path in changed_fields(before, config) if not is_free(path))
+    changed = sorted(changed_fields(before, config).keys() & set(fields_affecting(Config, "numbers", "start")))
     if changed:
         raise UserError(
             f"{where} holds a run with another config: {', '.join(changed)} differ",

@@ -15,7 +15,7 @@ from orthojax.experiments.ours.optimizer_outliers import OPTIMIZERS
 from orthojax.experiments.study.calculation import Calculation, Case
 from orthojax.fields import changed_fields
 from orthojax.ops import orthogonal
-from orthojax.train import make_optimizer
+from orthojax.train import learning_rate_schedule, make_optimizer
 
 INPUTS, OUTPUTS, TARGETS, BATCH, STEPS = 16, 12, 8, 32, 100
 STEPS_SHOWN = (1, 2, 5, 10, 20, 50, 100)
@@ -58,7 +58,7 @@ def trials() -> tuple[Trial, ...]:
 @functools.cache
 def _program(trial: Trial):
     """Compiled for each optimizer once: (frames, start, readout, inputs, targets) -> kernels [frames, steps, ...]."""
-    optimizer = make_optimizer(trial.config, STEPS)
+    optimizer = make_optimizer(trial.config, schedule=learning_rate_schedule(trial.config, STEPS))
 
     def in_frame(frame: jax.Array, start: jax.Array, readout: jax.Array, inputs: jax.Array, targets: jax.Array):
         def loss(params: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:

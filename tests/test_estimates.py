@@ -1,6 +1,7 @@
-"""FLOPs per token, peaks and MFU: closed forms, the matrix products that JAX traces, XLA's own count."""
+"""FLOPs per token, peaks, MFU and dry runs: closed forms, what JAX traces, XLA's own count, the real state and step."""
 
 import dataclasses
+import re
 
 import jax
 import jax.extend
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 from jax.interpreters import partial_eval
 
-from orthojax.config import ModelConfig
-from orthojax.model import Transformer, flops_per_token, gpt2, llama2
-from orthojax.train import model_flops_per_token, model_flops_utilization, peak_flops_per_second
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, replace
+from orthojax.model import Transformer, flops_per_token, gpt2, llama2, parameter_count
+from orthojax.train import dry_run, init_state, model_flops_per_token, model_flops_utilization, peak_flops_per_second
+from orthojax.train.estimates import bytes_on_one_device
 
 SMALL = {"vocab_size": 96, "max_length": 64, "d_model": 64, "num_layers": 2, "num_heads": 4, "d_mlp": 160}
 SMALL |= {"scan_layers": False}
@@ -40,23 +42,6 @@ def test_gpt2_sizes_are_the_closed_form(size, layers, d, length):
     assert model_flops_per_token(model, length) == closed_form(layers, d, 50_304, length)
     both = closed_form(layers, d, 50_304, length) + 6 * layers * length * d
     assert model_flops_per_token(model, length, causal=False) == both == flops_per_token(model, length)
-
-
-def test_llama2_by_hand():
-    d, d_mlp = 768, 2048
-    kernels = 12 * (4 * d**2 + 3 * d * d_mlp) + 32_000 * d  # the head, not the embedding
-    assert model_flops_per_token(llama2("130m"), 512) == 6 * kernels + 6 * 12 * 512 * d
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_kernel_and_attending_layer_counts(name):
-    model, length = MODELS[name], 16
-    shapes = jax.eval_shape(Transformer(model).init, jax.random.key(0), jnp.zeros((1, length), jnp.int32))["params"]
-    paths = {"/".join(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]}
-    counted = sum(leaf.size for path, leaf in paths.items() if path.endswith("/kernel"))
-    counted += paths["token_embedding/embedding"].size if model.tie_embeddings else 0
-    attending = sum(f"layers_{layer}/attention/query/kernel" in paths for layer in range(model.num_layers))
-    assert model_flops_per_token(model, length) == 6 * counted + 6 * attending * length * model.d_model
 
 
 def traced_flops(function, *args):
@@ -125,11 +110,74 @@ def test_utilization_is_the_share_of_the_peak_of_all_devices():
 def test_an_unknown_device_has_no_utilization():
     assert model_flops_utilization(463_000, 10**9) is None  # the CPU that runs the tests
     assert model_flops_utilization(463_000, 10**9, "a chip of next year", 4) is None
+    assert model_flops_utilization(275e12, 4, "TPU v4") == pytest.approx(4 / jax.device_count())  # those of JAX
 
 
-def test_devices_are_those_of_jax_where_not_given(monkeypatch):
-    class Device:
-        device_kind = "TPU v4"
+# Dry runs.
 
-    monkeypatch.setattr(jax, "devices", lambda: [Device()])
-    assert model_flops_utilization(275e12, 4, device_count=None) == pytest.approx(4 / jax.device_count())
+RUN = Config(
+    gpt2("tiny", num_layers=2, d_model=32, num_heads=4, d_mlp=64, vocab_size=64, max_length=16),
+    OptimConfig(optimizer="orthoadam", warmup_steps=1),
+    DataConfig(sequence_length=16),
+    TrainConfig(steps=10, batch_size=16),
+    EvalConfig(sequences=16, batch_size=16),
+)
+MESH = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+
+
+@pytest.fixture(scope="module")
+def lines():
+    return list(dry_run(replace(RUN, MESH)))
+
+
+def test_counts_are_those_of_the_run(lines):
+    value = dict(line.split(": ", 1) for line in lines[:4])
+    assert value["parameters"] == f"{parameter_count(RUN.model):,}"
+    assert value["tokens"] == "2,560 in 10 steps of 256"
+    assert value["devices"].startswith("8 x cpu, mesh data 2, fsdp 2, tensor 2")
+    (h200,) = [line for line in lines if "NVIDIA H200" in line]
+    hours = [float(value) for value in h200.split(":")[1].split(",")]
+    assert hours[0] / hours[2] == pytest.approx(5 / 3, rel=0.01)
+
+
+def test_every_parameter_is_listed_with_the_bytes_that_a_device_really_holds(lines):
+    state = init_state(replace(RUN, MESH))
+    first = jax.devices()[0]
+
+    def held(tree):
+        shards = [s for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards if s.device == first]
+        return sum(shard.data.nbytes for shard in shards)
+
+    assert bytes_on_one_device(state.params) == held(state.params)
+    assert bytes_on_one_device(state.opt_state) == held(state.opt_state)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        (line,) = [line for line in lines if line.strip().startswith(f"{name} (")]
+        spec = str(tuple(leaf.sharding.spec)) if any(leaf.sharding.spec) else "whole"
+        assert f": {spec} | " in line
+        number, unit = re.findall(r"([\d.]+) ([kMG])B$", line)[0]
+        assert float(number) * {"k": 1e3, "M": 1e6, "G": 1e9}[unit] == pytest.approx(held(leaf), rel=0.01)
+
+
+def test_parts_of_the_memory_add_up(lines):
+    start = lines.index("memory of each device:")
+    sizes = {}
+    for line in lines[start + 1 : -2]:
+        name, size = line.strip().split(": ")
+        number, unit = size.split()
+        sizes[name] = float(number) * {"kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
+    together = sizes.pop("together")
+    assert sizes.pop("of these gradients, at most") == sizes["parameters"]
+    # 16 rows over data and fsdp, 16 positions, 64 ids over tensor, float32: 16/4 * 16 * 64/2 * 4
+    assert sizes.pop("of these logits, each time that they are materialised") == pytest.approx(8192, rel=0.01)
+    assert list(sizes) == ["parameters", "optimizer state", "tokens of a batch", "gradients, activations, logits"]
+    assert together == pytest.approx(sum(sizes.values()), rel=0.01)
+    assert min(sizes.values()) > 0
+
+
+@pytest.mark.slow
+def test_one_device_has_no_mesh():
+    lines = list(dry_run(RUN))
+    assert lines[0] == "devices: 1 x cpu"
+    assert not [line for line in lines if " | " in line]
+    assert lines[-1].startswith("compiled for cpu in")

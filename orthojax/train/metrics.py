@@ -1,5 +1,6 @@
-"""metrics.jsonl: one JSON object a line, the truth about a run."""
+"""metrics.jsonl, one JSON object a line, and its TensorBoard mirror."""
 
+import importlib
 import json
 import math
 import sys
@@ -7,18 +8,63 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from orthojax.errors import UserError
 from orthojax.files import write_text
-from orthojax.train.tensorboard import TensorBoard
 
 ROLLED_BACK = "rolled_back"
 
 
+class TensorBoard:
+    """A mirror of metrics.jsonl: rebuilt whenever a run starts, resumes or rolls back, so that no point is double."""
+
+    def __init__(self, folder: Path):
+        """Imports the package; writes nothing yet.
+
+        Args:
+          folder: Where the events go; event files of earlier calls there are replaced.
+
+        Raises:
+          UserError: Without the extra `tensorboard`.
+        """
+        try:
+            self._library: Any = importlib.import_module("tensorboardX")
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"train.tensorboard=true needs the package tensorboardX: {error}",
+                allowed="false, or an installation with it",
+                hint="pip install 'orthojax[tensorboard]'",
+            ) from None
+        self._folder, self._writer = folder, None
+
+    def restart(self, lines: list[dict[str, Any]]) -> None:
+        """Replaces all events by those of the lines."""
+        self.close()
+        for path in self._folder.glob("events.out.tfevents.*"):
+            path.unlink()
+        self._writer = self._library.SummaryWriter(str(self._folder))
+        for line in lines:
+            self.write(line)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Adds every number of a line as a scalar of that name at the line's step."""
+        assert self._writer is not None
+        for name, value in line.items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, line["step"])
+
+    def close(self) -> None:
+        """Flushes what is still in memory."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
 class MetricWriter:
-    """Appends to a metrics file; what a restored state does not know of is dropped first."""
+    """Appends to a metrics file; lines that a restored state does not know of are dropped first."""
 
     def __init__(
         self,
-        path: Path,
+        path: Path | None,
         resume_step: int,
         *,
         tensorboard: TensorBoard | None = None,
@@ -27,36 +73,43 @@ class MetricWriter:
         """Opens the file.
 
         Args:
-          path: The metrics.jsonl.
+          path: The metrics.jsonl; None writes nothing, as in all processes but one.
           resume_step: Optimizer steps that the restored state has taken; 0 starts afresh.
           tensorboard: Where the same values go, too.
           on_line: Called with every line that is written.
         """
-        self._path, self._tensorboard, self._on_line = path, tensorboard, on_line
-        lines, spoilt = _read(path)
-        if spoilt:
-            print(f"warning: {path} has {spoilt} spoilt lines, which are dropped", file=sys.stderr)
-        self._keep([line for line in lines if line["step"] <= resume_step])
+        self._path, self._tensorboard, self._on_line, self._file = path, tensorboard, on_line, None
+        if path is None:
+            return
+        lines, corrupt = _read(path)
+        if corrupt:
+            print(f"warning: {path} has {corrupt} corrupt lines, which are dropped", file=sys.stderr)
+        self._rewrite(path, [line for line in lines if line["step"] <= resume_step])
 
     def roll_back(self, step: int) -> None:
-        """Drops the lines of later steps, but for those that tell of other roll-backs to this one."""
-        self._file.close()
-        lines = read_metrics(self._path)
-        self._keep([line for line in lines if line["step"] <= step or line.get("event") == ROLLED_BACK])
+        """Drops the lines of later steps, except those that report other roll-backs to this one."""
+        if self._path is not None:
+            lines = read_metrics(self._path)
+            kept = [line for line in lines if line["step"] <= step or line.get("event") == ROLLED_BACK]
+            self._rewrite(self._path, kept)
 
-    def _keep(self, lines: list[dict[str, Any]]) -> None:
+    def _rewrite(self, path: Path, lines: list[dict[str, Any]]) -> None:
+        if self._file:
+            self._file.close()
         # Not in place: a kill in between would lose the lines of the steps that are not repeated.
-        write_text(self._path, "".join(json.dumps(line) + "\n" for line in lines))
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+        self._file = path.open("a", encoding="utf-8", buffering=1)
         if self._tensorboard:
             self._tensorboard.restart(lines)
 
     def write(self, values: dict[str, Any]) -> None:
-        """Writes one line, at once; numbers that are not finite, which JSON does not have, are left out.
+        """Writes one line, unbuffered; numbers that are not finite, which JSON does not have, are left out.
 
         Raises:
           OSError: Where the disk refuses, with the name of the file.
         """
+        if self._file is None:
+            return
         values = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
         try:
             self._file.write(json.dumps(values) + "\n")
@@ -70,29 +123,14 @@ class MetricWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        if self._file:
+            self._file.close()
         if self._tensorboard:
             self._tensorboard.close()
 
 
-class NoWriter(MetricWriter):
-    """Writes nothing: of several processes one does."""
-
-    def __init__(self):
-        pass
-
-    def write(self, values: dict[str, Any]) -> None:
-        """Drops them."""
-
-    def roll_back(self, step: int) -> None:
-        """There is nothing to drop."""
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All lines of a metrics file, [] where there is none; those that a kill or a bad disk spoilt are left out."""
+    """All lines of a metrics file, [] where there is none; those that a kill or a bad disk corrupted are left out."""
     return _read(path)[0]
 
 
@@ -103,7 +141,7 @@ def validation_losses(path: Path, last_step: int) -> dict[int, float]:
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines, and how many are spoilt besides a last one that was cut off, which is made again on resume."""
+    """The lines, and how many are corrupt besides a last one that was cut off, which a resumed run writes again."""
     *whole, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
     found = [_parse(line) for line in (*whole, last)]
     return [values for values in found if values is not None], found[:-1].count(None)

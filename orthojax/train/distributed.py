@@ -1,0 +1,249 @@
+"""The processes of a run: several as one, stopping them from outside, and the programs that they compiled before.
+
+Stopping, one process: the first SIGTERM or SIGINT saves the state after the step that runs, the second one ends it.
+Many processes must all save at the same step, and only some may get the signal. JAX's coordination service takes
+SIGTERM, which schedulers send as the notice of a preemption, on any process, and lets all of them agree on a step that
+none has passed. So SIGTERM is left to it, and SIGINT is passed on to it as SIGTERM.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import socket
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from orthojax.errors import UserError
+
+T = TypeVar("T")
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    heartbeat_timeout_seconds: int = 100,
+) -> None:
+    """Joins the processes of a run; call it before anything else of JAX.
+
+    A process that dies is noticed by its missing heartbeat, and ends all others; started again, they resume from the
+    last checkpoint. Where the others do not come within five minutes JAX ends this one, with exit code 134.
+
+    Args:
+      coordinator_address: HOST:PORT of process 0. None asks the cluster (Slurm, Open MPI, GKE, Cloud TPU) for all.
+      num_processes: Of all machines together.
+      process_id: 0 to num_processes - 1.
+      heartbeat_timeout_seconds: Silence after which a process counts as dead.
+
+    Raises:
+      UserError: Where only some of the three are given, no cluster is found, or the address cannot be used.
+    """
+    given = [coordinator_address, num_processes, process_id]
+    if any(value is None for value in given) and any(value is not None for value in given):
+        raise UserError(
+            f"coordinator_address={coordinator_address}, num_processes={num_processes}, process_id={process_id}",
+            allowed="all three, or none of them on a cluster that jax.distributed knows",
+        )
+    if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
+        raise UserError(f"process_id={process_id} of {num_processes} processes", allowed=f"0 to {num_processes - 1}")
+    if coordinator_address is not None:
+        _require_address(coordinator_address)
+    try:
+        jax.distributed.initialize(
+            coordinator_address,
+            num_processes,
+            process_id,
+            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+            shutdown_timeout_seconds=heartbeat_timeout_seconds,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise UserError(
+            f"the processes cannot connect: {str(error).strip().splitlines()[0]}",
+            allowed="a cluster that jax.distributed knows: Slurm, Open MPI, GKE, Cloud TPU",
+            hint="elsewhere --coordinator_address=HOST:PORT --num_processes=N --process_id=I",
+        ) from error
+
+
+def _require_address(address: str) -> None:
+    """Refuses what is no HOST:PORT, which would crash in JAX, and unknown hosts, for which it would wait."""
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise UserError(f"coordinator_address={address}", allowed="HOST:PORT of process 0, with a port of 1 to 65535")
+    try:
+        socket.getaddrinfo(host.strip("[]"), int(port))
+    except (OSError, UnicodeError) as error:
+        raise UserError(
+            f"coordinator_address={address}: {error}", allowed="HOST:PORT of process 0, by a name known here"
+        ) from error
+
+
+def is_primary() -> bool:
+    """Whether this is process 0, which alone writes config.json, metrics and to the console."""
+    return jax.process_index() == 0
+
+
+def sync_start(prepare: Callable[[], T], same: Mapping[str, str] = MappingProxyType({})) -> T:
+    """Calls a function on every process, and returns where it succeeds on all and all are about to do the same.
+
+    A process that fails alone, or trains with another config or on other data, would go unnoticed: the others would
+    wait for it, or take its gradients for those of their own run.
+
+    Args:
+      prepare: Called here; an exception of it ends all processes.
+      same: What must not differ between processes, by name.
+
+    Returns:
+      What `prepare` returned.
+
+    Raises:
+      UserError: Which processes failed in `prepare`, or differ from process 0 and in what; here, what `prepare` raised.
+    """
+    prepared = failure = None
+    try:
+        prepared = prepare()
+    except Exception as error:
+        failure = error
+    if jax.process_count() > 1:
+        digests = [hashlib.sha256(value.encode()).digest() for value in same.values()]
+        own = np.frombuffer(bytes([failure is not None]) + b"".join(digests), np.uint8)
+        rows = np.asarray(multihost_utils.process_allgather(own))
+        _require_agreement(rows, list(same))
+        failed = np.flatnonzero(rows[:, 0])
+        if failure is None and failed.size:
+            raise UserError(f"process {', '.join(map(str, failed))} cannot start", hint="its own message says why")
+    if failure is not None:
+        raise failure
+    return cast(T, prepared)
+
+
+def from_primary(read: Callable[[], T]) -> T:
+    """What a function gives on process 0, which alone calls it, on every process; JSON values."""
+    value = read() if is_primary() else None
+    if jax.process_count() == 1:
+        return cast(T, value)
+    content = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(content.size)))
+    content = content if is_primary() else np.zeros(size, np.uint8)
+    return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(content))))
+
+
+def _require_agreement(rows: np.ndarray, names: list[str]) -> None:
+    """Of uint8 [processes, 1 + 32 * names]: whether a process failed, and the sha256 of everything named.
+
+    Differences are reported before failures: another config may fail for what process 0 has just written.
+    """
+    digests = rows[:, 1:].reshape(len(rows), len(names), 32)
+    differs = (digests != digests[0]).any(axis=-1)
+    different = [
+        f"{name} of process {', '.join(map(str, np.flatnonzero(column)))}"
+        for name, column in zip(names, differs.T, strict=True)
+        if column.any()
+    ]
+    if different:
+        raise UserError(
+            f"the processes are not of one run: not as that of process 0 are {' and '.join(different)}",
+            allowed="the same config, the same files and the same version of Python on every machine",
+        )
+
+
+# Stopping.
+
+
+class StopRequest:
+    """Whether the run was asked to stop.
+
+    Attributes:
+      signum: The first signal to this process, once there was one.
+    """
+
+    def __init__(self, *, agreed: bool):
+        """No request yet.
+
+        Args:
+          agreed: Many processes run, and must stop at the same step.
+        """
+        self.signum: int | None = None
+        self._agreed, self._asked = agreed, 0
+
+    def at(self, step: int) -> int | None:
+        """The signal that stops the run after this step, or one before it; every process asks after every step.
+
+        On one process this costs nothing; on many it reads a counter of this process.
+        """
+        if not self._agreed or self.signum is not None:
+            return self.signum
+        # The processes agree on one number that all of them will reach, which steps are not: a run may go back to a
+        # checkpoint. All ask equally often, so that this is the same number in each.
+        self._asked = max(self._asked + 1, step)
+        if multihost_utils.reached_preemption_sync_point(self._asked):
+            self.signum = signal.SIGTERM
+        return self.signum
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Makes a request of the first SIGINT or SIGTERM; a second one has its usual effect."""
+    many = jax.process_count() > 1
+    request, previous = StopRequest(agreed=many), dict[int, Any]()
+
+    def restore():
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+    def note(signum, _):
+        restore()
+        if many:
+            os.kill(os.getpid(), signal.SIGTERM)  # to the coordination service
+        else:
+            request.signum = signum
+
+    with contextlib.suppress(ValueError):  # not in the main thread: the caller's own handlers apply
+        for signum in (signal.SIGINT,) if many else (signal.SIGINT, signal.SIGTERM):
+            previous[signum] = signal.signal(signum, note)
+    try:
+        yield request
+    finally:
+        restore()
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def keep_compiled_programs(folder: str | None = None) -> Path | None:
+    """Turns on JAX's own persistent compilation cache, for the whole process: meant for programs, not for libraries.
+
+    Args:
+      folder: Where; "" keeps nothing; None means JAX_COMPILATION_CACHE_DIR where that is set, else `orthojax/xla` in
+        the user's cache, and nothing where JAX_ENABLE_COMPILATION_CACHE is false.
+
+    Returns:
+      Where programs are kept; None, with a warning, where that cannot be written.
+    """
+    settings: Any = jax.config
+    path = None
+    if folder or (folder is None and settings.jax_enable_compilation_cache):
+        try:
+            chosen = folder or settings.jax_compilation_cache_dir
+            path = Path(chosen) if chosen else _user_cache() / "orthojax" / "xla"
+            path.mkdir(parents=True, exist_ok=True)
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError(f"no permission to write to {path}")
+        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+            text = f"compiled programs are not kept: {error}; --compile_cache=DIR is another folder"
+            warnings.warn(text, stacklevel=2)
+            path = None
+    jax.config.update("jax_enable_compilation_cache", path is not None)
+    if path is not None:
+        jax.config.update("jax_compilation_cache_dir", str(path))
+    return path

@@ -1,0 +1,124 @@
+"""Models from checkpoints: to measure, or as the start of another run."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from orthojax import quant
+from orthojax.config import Config, ModelConfig, fields_affecting
+from orthojax.data.tokenizers import make_tokenizer
+from orthojax.errors import UserError
+from orthojax.model import LoadedModel, Transformer, stack_layers, unstack_layers
+from orthojax.train.checkpoint import (
+    find_checkpoint,
+    is_quantized,
+    read_config,
+    read_json_item,
+    read_params,
+    read_quantized,
+)
+
+
+def load(path: str | Path) -> LoadedModel:
+    """The model of a run: what was trained, with its parameters on the first device.
+
+    A quantised checkpoint gives a model whose linear layers run on its integers.
+
+    Args:
+      path: A workdir, its `checkpoints` folder, or one step's folder.
+
+    Raises:
+      UserError: Where there is no checkpoint, or it is damaged.
+    """
+    folder = find_checkpoint(Path(path))
+    config = read_config(folder)
+    if is_quantized(folder):
+        setting, params = read_quantized(folder)
+        model = Transformer(config.model, linear=quant.integer_linear(setting))
+    else:
+        model, params = Transformer(config.model), read_params(folder)
+    return LoadedModel(model, params, config, _tokenizer(folder, config), folder)
+
+
+def _tokenizer(folder: Path, config: Config) -> Any | None:
+    """The tokenizer that the config names, where it can be had without the corpus and is still the same."""
+    if config.data.kind == "bigram_backcopy" or config.data.tokenizer.startswith("bpe:"):
+        return None
+    try:
+        tokenizer = make_tokenizer(config.data.tokenizer, ())
+    except (UserError, ImportError):
+        return None
+    return tokenizer if tokenizer.sha256 == read_json_item(folder, "data").get("tokenizer_sha256") else None
+
+
+def load_params(path: str | Path, model: ModelConfig, *, allow_normalizer_change: bool = False) -> Any:
+    """The parameters of a checkpoint, for a model that is built by another config.
+
+    Arrays of the right shapes are not enough: a model trained with softmax and run with softmax-1, or with another
+    activation, silently computes something else. So every field of the model that changes the function must be that of
+    the checkpoint.
+
+    Args:
+      path: A workdir, its `checkpoints` folder, or one step's folder.
+      model: The model that will use the parameters. Stacked and unrolled layers are converted to each other.
+      allow_normalizer_change: Let the normalizer of the attention differ, as for fine-tuning a softmax model with
+        softmax-1.
+
+    Returns:
+      A nested dict of float32 arrays on the first device.
+
+    Raises:
+      UserError: Where there is no checkpoint, it is damaged, or its model differs; the fields are named.
+    """
+    folder = find_checkpoint(Path(path))
+    saved = read_config(folder).model
+    _require_same_function(folder, saved, model, allow_normalizer_change)
+    params = read_params(folder)
+    if saved.scan_layers == model.scan_layers:
+        return params
+    return stack_layers(params) if model.scan_layers else unstack_layers(params)
+
+
+def _require_same_function(folder: Path, saved: ModelConfig, model: ModelConfig, allow_normalizer_change: bool) -> None:
+    has_sink = "learned_sink" in {saved.normalizer, model.normalizer}  # it has parameters of its own
+    # The dtype is that of the products, not of the parameters.
+    same = set(fields_affecting(ModelConfig, "numbers")) - {"dtype"}
+    if model.position != "learned":
+        same -= {"max_length"}
+    before, now = dataclasses.asdict(saved), dataclasses.asdict(model)
+    different = [name for name in sorted(same) if before[name] != now[name]]
+    normalizer = [name for name in different if name.startswith("normalizer")]
+    may_change = different == normalizer and not has_sink
+    if not different or (allow_normalizer_change and may_change):
+        return
+    named = [name for name in different if has_sink or not allow_normalizer_change or name not in normalizer]
+    values = ", ".join(f"model.{name}={before[name]!r}, not {now[name]!r}" for name in named)
+    raise UserError(
+        f"the checkpoint {folder} is of another model: {values}",
+        allowed="the model that it was trained as",
+        hint="allow_normalizer_change=true starts from it all the same, for fine-tuning" if may_change else "",
+    )
+
+
+def initial_params(config: Config, provenance: dict[str, Any]) -> Any:
+    """The parameters of `train.init_from`, refused where its token ids mean something else.
+
+    Args:
+      config: Of the run that begins.
+      provenance: Of its data.
+
+    Raises:
+      UserError: As `load_params`; where it was created with a different tokenizer.
+    """
+    path = config.train.init_from
+    params = load_params(path, config.model, allow_normalizer_change=config.train.allow_normalizer_change)
+    saved = read_json_item(find_checkpoint(Path(path)), "data")
+    for name in ("tokenizer_sha256", "characters"):  # of text, of Bigram-Backcopy
+        now, before = provenance.get(name), saved.get(name)
+        if now != before:
+            raise UserError(
+                f"the checkpoint {path} was created with a different tokenizer: {name} is {now!r}, not {before!r}",
+                allowed="the tokenizer that it was trained with",
+                hint="--config.data.tokenizer=PATH names a tokenizer.json, such as that of its --cache_dir",
+            )
+    return params
