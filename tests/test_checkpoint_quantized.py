@@ -138,7 +138,7 @@ def test_damage_is_found(float_step, tmp_path):
     header = step / "quantization" / "metadata"
     whole = header.read_text()
     header.write_text(whole.replace('"activation_bits": 8', '"activation_bits": 4'))
-    with pytest.raises(DamagedError, match="quantization does not have its checksum"):
+    with pytest.raises(DamagedError, match="quantization/metadata does not match its checksum"):
         read_quantized(step)
     header.write_text(json.dumps({**json.loads(whole), "version": 99}))
     with pytest.raises(UserError, match="version 99"):
@@ -156,7 +156,7 @@ def test_damage_is_found(float_step, tmp_path):
 def test_a_quantised_checkpoint_of_another_model_is_refused(quantized_step, tmp_path, monkeypatch):
     other = parameter_shapes(CONFIG)
     other["layers"]["mlp"]["output"]["kernel"] = jax.ShapeDtypeStruct((2, 256, 64), jnp.float32)
-    monkeypatch.setattr("orthojax.train.checkpoint.quantized.parameter_shapes", lambda config: other)
+    monkeypatch.setattr("orthojax.train.checkpoint.reading.parameter_shapes", lambda config: other)
     with pytest.raises(DamagedError, match=f"its config wants {KERNEL}"):
         read_quantized(quantized_step)
 
