@@ -179,16 +179,6 @@ def test_the_optimizer_and_the_attention_work_without_flax_orbax_and_tfds():
     assert run_python(code).split("\n")[:2] == ["(4, 4) (1, 2, 1, 4)", "blocked: flax"]
 
 
-def test_flags_are_parsed_before_jax_is_imported():
-    code = """
-    import sys
-    import orthojax, orthojax.cli, orthojax.config
-    heavy = {"jax", "jaxlib", "numpy", "flax", "optax", "orbax", "tensorflow_datasets", "tensorflow", "matplotlib"}
-    print(sorted(heavy & set(sys.modules)))
-    """
-    assert run_python(code) == "[]\n"
-
-
 # The public names.
 
 PUBLIC = set(
