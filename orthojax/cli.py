@@ -2,8 +2,8 @@
 
 import atexit
 import errno
-import importlib.util
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -63,15 +63,13 @@ def _config_from_file(path: Path) -> Config:
             return from_json(Config, path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{path}: {error}") from None
-    spec = importlib.util.spec_from_file_location("orthojax_user_config", path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise UserError(f"not a Python file: {path}", allowed=_CONFIG_FILE)
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-        if not callable(getattr(module, "get_config", None)):
+        get_config = runpy.run_path(str(path)).get("get_config")
+        if not callable(get_config):
             raise UserError(f"config file {path} has no get_config()", allowed="get_config() -> orthojax.config.Config")
-        config = module.get_config()
+        config = get_config()
     except UserError:
         raise
     except Exception as error:  # the file is the user's
@@ -90,20 +88,16 @@ def _where(error: Exception, path: Path) -> str:
 
 def _take_overrides(argv: Sequence[str]) -> list[str]:
     """Moves `--config.x=value` and `--config.x value` out of argv: absl would call them unknown."""
-    rest, waiting = [], ""
-    for argument in argv:
-        if waiting:
-            _overrides[waiting], waiting = argument, ""
-        elif argument.startswith(("--config.", "-config.")):
-            name, equals, value = argument.partition("config.")[2].partition("=")
-            if equals:
-                _overrides[name] = value
-            else:
-                waiting = name
-        else:
+    rest, arguments = [], iter(argv)
+    for argument in arguments:
+        if not argument.startswith(("--config.", "-config.")):
             rest.append(argument)
-    if waiting:
-        raise UserError(f"--config.{waiting} has no value", allowed=f"--config.{waiting}=VALUE")
+            continue
+        name, equals, value = argument.partition("config.")[2].partition("=")
+        value = value if equals else next(arguments, None)
+        if value is None:
+            raise UserError(f"--config.{name} has no value", allowed=f"--config.{name}=VALUE")
+        _overrides[name] = value
     return rest
 
 

@@ -227,7 +227,7 @@ def test_parsing_imports_nothing_heavy(tmp_path):
     assert done.stdout == "[]\n"
 
 
-# Wrong files. (changed from the trained folder, arguments, words.)
+# Wrong files; tests/test_data_*.py have more of the data. (changed from the trained folder, arguments, words.)
 
 SMALL = ["--config=small.py", "--cache_dir=cache"]
 
@@ -247,19 +247,13 @@ def text(name, *more):
 
 FILES = {
     "missing text": (None, text("nope.txt"), ["nope.txt"]),
-    "empty text": (write("a.txt", ""), text("a.txt"), ["no text", "a.txt"]),
     "not UTF-8": (write("a.txt", b"abc\xff" * 400), text("a.txt"), ["a.txt", "UTF-8", "0xff", "offset 3"]),
-    "jsonl without text": (write("a.jsonl", '{"txt": "a"}\n'), text("a.jsonl"), ["a.jsonl, line 1", '"text"']),
-    "text too short for a batch": (write("a.txt", "short text"), text("a.txt"), ["too few", "batch of 4 rows"]),
     "unknown tokenizer": (None, text("text.txt", "--config.data.tokenizer=byte"), ["'byte'", "did you mean 'bytes'"]),
     "tokenizer that is no JSON": (
         write("tokenizer.json", "{"), text("text.txt", "--config.data.tokenizer=tokenizer.json"), ["tokenizer.json"],
     ),
     "vocabulary larger than the model": (
         None, text("text.txt", "--config.model.vocab_size=100"), ["model.vocab_size=100", "258"],
-    ),
-    "evaluation set larger than the text": (
-        None, text("text.txt", "--config.eval.sequences=4000"), ["4000 are wanted", "at most"],
     ),
     "workdir that is a file": (write("new", "kept"), [*SMALL, "--workdir=new"], ["new is a file"]),
     "workdir of another config": (
