@@ -1,7 +1,7 @@
 """Shows what a checkpoint holds: python launch/inspect_checkpoint.py runs/mine --verify.
 
-Prints the step, the config, the data, and every array's name, type, shape and size. No array is read, unless --verify
-compares all of them with their checksums.
+Prints the step, the config, the data, and every array's name, type, shape and size, without reading an array; --verify
+compares every file with its checksum.
 """
 
 import math
@@ -12,7 +12,7 @@ from absl import flags
 from orthojax import cli
 from orthojax.fields import flatten
 
-flags.DEFINE_bool("verify", False, "Read every array and compare it with its checksum.")
+flags.DEFINE_bool("verify", False, "Compare everything in the checkpoint with its checksums.")
 FLAGS = flags.FLAGS
 
 

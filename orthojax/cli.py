@@ -2,8 +2,8 @@
 
 import atexit
 import errno
-import importlib.util
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -19,17 +19,8 @@ from orthojax.config import Config
 from orthojax.errors import Interrupted, UserError, nearest
 from orthojax.fields import describe_type, field_paths, flatten, from_json, replace
 
-# Operating-system errors that the user can mend wherever they come from: no space, file too large, quota, permission,
-# read-only. A file that is missing may be ours: where it is the user's, whoever opens it says so.
-_USER_ERRNOS = {
-    errno.ENOSPC,
-    errno.EFBIG,
-    errno.EDQUOT,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-}
-
+# Operating-system errors that the user can fix. A missing file may be our fault: whoever opens a user's file says so.
+_USER_ERRNOS = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 _CONFIG_FILE = "Python file with get_config() -> orthojax.config.Config, or the config.json of a run"
 
 _overrides: dict[str, str] = {}
@@ -48,11 +39,8 @@ def define_cache_dir() -> None:
 
 def define_compile_cache() -> None:
     """Defines `--compile_cache`, for `orthojax.train.keep_compiled_programs`."""
-    flags.DEFINE_string(
-        "compile_cache",
-        None,
-        "Folder of compiled programs, shared by runs; '' for none. Default ~/.cache/orthojax/xla.",
-    )
+    what = "Folder of compiled programs, shared by runs; '' for none. Default ~/.cache/orthojax/xla."
+    flags.DEFINE_string("compile_cache", None, what)
 
 
 def load_config() -> Config:
@@ -71,16 +59,17 @@ def _config_from_file(path: Path) -> Config:
         near = nearest(path.name, names)
         raise UserError(f"no such config file: {path}", allowed=_CONFIG_FILE, hint=near)
     if path.suffix == ".json":
-        return _config_from_json(path)
-    spec = importlib.util.spec_from_file_location("orthojax_user_config", path)
-    if spec is None or spec.loader is None:
+        try:
+            return from_json(Config, path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path}: {error}") from None
+    if path.suffix != ".py":
         raise UserError(f"not a Python file: {path}", allowed=_CONFIG_FILE)
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-        if not callable(getattr(module, "get_config", None)):
+        get_config = runpy.run_path(str(path)).get("get_config")
+        if not callable(get_config):
             raise UserError(f"config file {path} has no get_config()", allowed="get_config() -> orthojax.config.Config")
-        config = module.get_config()
+        config = get_config()
     except UserError:
         raise
     except Exception as error:  # the file is the user's
@@ -90,14 +79,8 @@ def _config_from_file(path: Path) -> Config:
     return config
 
 
-def _config_from_json(path: Path) -> Config:
-    try:
-        return from_json(Config, path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
-
-
 def _where(error: Exception, path: Path) -> str:
+    """The line of the file that raised."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
     return f"line {lines[-1]}, " if lines else ""
@@ -105,20 +88,16 @@ def _where(error: Exception, path: Path) -> str:
 
 def _take_overrides(argv: Sequence[str]) -> list[str]:
     """Moves `--config.x=value` and `--config.x value` out of argv: absl would call them unknown."""
-    rest, waiting = [], ""
-    for argument in argv:
-        if waiting:
-            _overrides[waiting], waiting = argument, ""
-        elif argument.startswith(("--config.", "-config.")):
-            name, equals, value = argument.partition("config.")[2].partition("=")
-            if equals:
-                _overrides[name] = value
-            else:
-                waiting = name
-        else:
+    rest, arguments = [], iter(argv)
+    for argument in arguments:
+        if not argument.startswith(("--config.", "-config.")):
             rest.append(argument)
-    if waiting:
-        raise UserError(f"--config.{waiting} has no value", allowed=f"--config.{waiting}=VALUE")
+            continue
+        name, equals, value = argument.partition("config.")[2].partition("=")
+        value = value if equals else next(arguments, None)
+        if value is None:
+            raise UserError(f"--config.{name} has no value", allowed=f"--config.{name}=VALUE")
+        _overrides[name] = value
     return rest
 
 
@@ -130,10 +109,8 @@ def _help(main_module: Any) -> str:
         lines.append(f"  --{flag.name}={flag.default}  {flag.help}")
     if "config" in flags.FLAGS:
         lines += ["", "config fields, as in --config.optim.learning_rate=3e-4:"]
-        defaults = flatten(Config())
-        lines += [
-            f"  --config.{path}={defaults[path]}  ({describe_type(hint)})" for path, hint in field_paths(Config).items()
-        ]
+        defaults, hints = flatten(Config()), field_paths(Config)
+        lines += [f"  --config.{path}={defaults[path]}  ({describe_type(hint)})" for path, hint in hints.items()]
     return "\n".join(lines)
 
 
@@ -150,7 +127,7 @@ def _print_held_back() -> None:
 
 
 def _hold_back_background_errors() -> None:
-    """Tracebacks of other threads wait for the end: where it is a user's error, they would only bury its lines."""
+    """Tracebacks of other threads wait for the end: where the user is to blame, they would only bury the message."""
 
     def hold(kind: Any, error: Any, trace: Any) -> None:
         _held_back.append("".join(traceback.format_exception(kind, error, trace)))
@@ -160,13 +137,14 @@ def _hold_back_background_errors() -> None:
         (sys.__excepthook__ if is_main else hold)(kind, error, trace)
 
     sys.excepthook = hold_unless_main
-    threading.excepthook = lambda report: hold(report.exc_type, report.exc_value, report.exc_traceback)
-    sys.unraisablehook = lambda report: hold(report.exc_type, report.exc_value, report.exc_traceback)
+    threading.excepthook = sys.unraisablehook = lambda report: hold(
+        report.exc_type, report.exc_value, report.exc_traceback
+    )
     atexit.register(_print_held_back)
 
 
 def _guarded(call: Callable[[], Any]) -> Any:
-    """Calls; an error of the user becomes at most three lines and exit code 2, one of ours keeps its traceback."""
+    """Calls; a user error becomes at most three lines and exit code 2, a crash of ours keeps its traceback."""
     try:
         return call()
     except (UserError, flags.Error) as error:
@@ -187,12 +165,7 @@ def _guarded(call: Callable[[], Any]) -> Any:
 
 
 def run(main: Callable[[list[str]], None], *, positional: str = "") -> None:
-    """Parses flags and calls `main` with the positional arguments; the whole of a launch script's `__main__`.
-
-    Args:
-      main: The script.
-      positional: Name of the one positional argument that it wants, if any.
-    """
+    """Parses flags and calls `main` with the one positional argument named `positional`, if any, and reports errors."""
     main_module = sys.modules["__main__"]
 
     def parse(argv: Sequence[str]) -> list[str]:
@@ -207,14 +180,13 @@ def run(main: Callable[[list[str]], None], *, positional: str = "") -> None:
             if positional and len(rest) != 1:
                 raise UserError(f"{len(rest)} arguments given", allowed=f"one: {positional}")
             if rest and not positional:
-                raise UserError(
-                    f"unexpected argument {rest[0]!r}", allowed="--flag=value", hint="--help lists the flags"
-                )
+                problem = f"unexpected argument {rest[0]!r}"
+                raise UserError(problem, allowed="--flag=value", hint="--help lists the flags")
             return rest
 
         return _guarded(strictly)
 
-    logging.set_verbosity(logging.FATAL)  # Orbax tells much, and all that it raises twice; --verbosity=0 brings it back
+    logging.set_verbosity(logging.FATAL)  # Orbax logs much, and all that it raises twice; --verbosity=0 brings it back
     _hold_back_background_errors()
     # SIGTERM unwinds the stack, so that files are closed and half-written checkpoints finish.
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))

@@ -18,7 +18,8 @@ from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimCo
 from orthojax.errors import UserError
 from orthojax.fields import replace
 from orthojax.train import Checkpoints, DamagedError, find_checkpoint, init_state, read_params, verify_checkpoint
-from orthojax.train.checkpoint.checksums import by_path
+from orthojax.train.checkpoint import checksums
+from orthojax.train.checkpoint.reading import by_path
 
 ROOT = Path(__file__).parents[1]
 CONFIG = Config(
@@ -80,40 +81,58 @@ def saved(tmp_path_factory):
     return home, states
 
 
-SLOW = ("adam", "hadamard")
-MESHES = [(4, 1, 2), (8, 1, 1)]
+MESHES = [(4, 1, 2), (8, 1, 1), (1, 1, 1)]
 
 
-@pytest.mark.parametrize("kind", ["haar", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
-@pytest.mark.parametrize("sizes", [*MESHES, (1, 1, 1)])
-def test_a_state_saved_over_a_mesh_is_restored_onto_another(saved, kind, sizes):
-    home, states = saved
-    like = placed(init_state(replace(CONFIG, KINDS[kind])), sizes)
-    with Checkpoints(home / kind / "checkpoints", keep=2) as checkpoints:
+def restore(folder, config, sizes):
+    like = placed(init_state(config), sizes)
+    with Checkpoints(folder, keep=2) as checkpoints:
         state = checkpoints.restore(like, 5)
-    assert bits(state) == bits(states[kind])
     for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
-    if kind == "haar":
-        assert any("basis" in path for path in by_path(state.opt_state))
+    return state
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in MESHES)])
+def flip(path, where=0.5):
+    content = bytearray(path.read_bytes())
+    content[int(where * len(content))] ^= 1
+    path.write_bytes(content)
+
+
+def largest(folder):
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+DAMAGE = {
+    "a flipped bit of the parameters": lambda step: flip(largest(step / "params")),
+    "a flipped bit of the moments": lambda step: flip(largest(step / "opt_state"), 0.1),
+    "a flipped bit of the names": lambda step: flip(step / "opt_state/_METADATA"),
+    "a missing file": lambda step: largest(step / "params").unlink(),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["haar", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("adam", "hadamard"))]
+)
+@pytest.mark.parametrize("sizes", MESHES)
+def test_a_state_is_restored_onto_another_mesh_or_refused_where_it_is_damaged(saved, tmp_path, kind, sizes):
+    home, states = saved
+    config = replace(CONFIG, KINDS[kind])
+    assert bits(restore(home / kind / "checkpoints", config, sizes)) == bits(states[kind])
+    assert kind != "haar" or any("basis" in path for path in by_path(states[kind].opt_state))
+    for name, damage in DAMAGE.items():
+        copy = shutil.copytree(home / kind / "checkpoints", tmp_path / name)
+        damage(copy / "5")
+        with pytest.raises(DamagedError, match=r"(params|opt_state)/.* (is missing|does not match its checksum)"):
+            restore(copy, config, sizes)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in MESHES[:2])])
 def test_and_the_other_way_round(tmp_path, sizes):
     state = state_of(CONFIG)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(placed(state, sizes), CONFIG, {})
-        checkpoints.wait()
-        assert bits(checkpoints.restore(placed(init_state(CONFIG), (2, 2, 2)), 5)) == bits(state)
-
-
-def test_the_checksums_are_those_of_any_mesh(saved, tmp_path):
-    home, states = saved
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        checkpoints.validated(4, 3.25)
-        checkpoints.save(placed(states["haar"], (1, 1, 1)), replace(CONFIG, KINDS["haar"]), {"source": "test"})
-    files = [folder / "5/checksums/metadata" for folder in (home / "haar/checkpoints", tmp_path)]
-    assert files[0].read_text() == files[1].read_text()
+    assert bits(restore(tmp_path, CONFIG, (2, 2, 2))) == bits(state)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,32 +151,94 @@ def test_a_state_of_another_structure_is_refused_and_not_called_damaged(saved):
         narrower = like._replace(params={name: tree for name, tree in like.params.items() if "embedding" not in name})
         shorter = like._replace(opt_state=jax.tree.map(lambda x: x.astype("float16"), like.opt_state))
         for other in (init_state(replace(CONFIG, KINDS["haar"])), wider, narrower, shorter):
-            with pytest.raises(UserError, match="is of another structure: ") as refused:
+            with pytest.raises(UserError, match="has a different structure: ") as refused:
                 checkpoints.restore_newest(other)
             assert not isinstance(refused.value, DamagedError)
     assert find_checkpoint(home / "adam").name == "5"
 
 
-def test_checkpoints_of_format_1_are_read_and_checked(saved, tmp_path):
-    _, states = saved
-    state = states["hadamard"]
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        checkpoints.save(placed(state, (1, 1, 1)), CONFIG, {})
-    path = tmp_path / "5/checksums/metadata"
-    sums = {
-        item: {path: zlib.crc32(np.asarray(leaf).tobytes()) for path, leaf in by_path(tree).items()}
-        for item, tree in (("params", state.params), ("opt_state", state.opt_state))
+# Formats 1 and 2.
+
+
+def defined_sum(values):
+    """The checksum of format 2, with Python's integers."""
+    width, total = values.dtype.itemsize, 0
+    data = np.ascontiguousarray(values).tobytes()
+    for i in range(values.size):
+        word = int.from_bytes(data[i * width : (i + 1) * width], "little") ^ (i * 0x9E3779B97F4A7C15 % 2**64)
+        word = word * 0xFF51AFD7ED558CCD % 2**64
+        word ^= word >> 32
+        word = word * 0xC4CEB9FE1A85EC53 % 2**64
+        total += word ^ (word >> 29)
+    return total % 2**64
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "int8", "bool", "float64"])
+def test_the_sum_of_format_2_is_what_its_definition_says(dtype, monkeypatch):
+    monkeypatch.setattr(checksums, "_BLOCK", 8)
+    for shape in [(), (1,), (7,), (3, 5), (2, 3, 4), (0,), (40,)]:
+        values = np.random.default_rng(0).normal(0, 100, shape).astype(jax.numpy.dtype(dtype))
+        assert checksums.mixed_sum(values) == defined_sum(values)
+
+
+def older(step, state, version):
+    """Rewrites a step's checksums as an older version wrote them; two processes wrote format 2."""
+    arrays = {item: by_path(getattr(state, item)) for item in ("params", "opt_state")}
+    arrays = {item: {path: np.asarray(leaf) for path, leaf in leaves.items()} for item, leaves in arrays.items()}
+    if version == 1:
+        sums = {item: {path: zlib.crc32(a.tobytes()) for path, a in leaves.items()} for item, leaves in arrays.items()}
+        (step / "checksums/metadata").write_text(json.dumps(sums))
+        return
+    values = {item: json.loads((step / item / "metadata").read_text()) for item in ("config", "data", "validation")}
+    header = {
+        "algorithm": "sum of mix64(bits xor index * 0x9e3779b97f4a7c15) mod 2**64",
+        "processes": 2,
+        "json": {item: zlib.crc32(json.dumps(content, sort_keys=True).encode()) for item, content in values.items()},
     }
-    path.write_text(json.dumps(sums))
-    assert bits(read_params(tmp_path / "5")) == bits(state.params)
-    assert verify_checkpoint(tmp_path / "5") > 0
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        assert bits(checkpoints.restore(placed(init_state(CONFIG), (2, 2, 2)), 5)) == bits(state)
-        name = next(iter(sums["opt_state"]))
-        sums["opt_state"][name] ^= 1
-        path.write_text(json.dumps(sums))
-        with pytest.raises(DamagedError, match=f"opt_state/{name} does not have its checksum"):
-            checkpoints.restore(placed(init_state(CONFIG), (2, 2, 2)), 5)
+    share = 0xFEDCBA9876543210  # of the second process
+    for name in ("metadata", "process_1"):
+        part = header | {
+            item: {
+                path: f"{a.dtype}[{','.join(map(str, a.shape))}] "
+                f"{share if name == 'process_1' else (defined_sum(a) - share) % 2**64:016x}"
+                for path, a in leaves.items()
+            }
+            for item, leaves in arrays.items()
+        }
+        part["own"] = zlib.crc32(json.dumps(part, sort_keys=True).encode())
+        (step / "checksums" / name).write_text(json.dumps(part))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_checkpoints_of_older_formats_are_read_and_checked(saved, tmp_path, version):
+    home, states = saved
+    state, config = states["haar"], replace(CONFIG, KINDS["haar"])
+    step = shutil.copytree(home / "haar/checkpoints", tmp_path / "run") / "5"
+    older(step, state, version)
+    assert bits(read_params(step)) == bits(state.params)
+    assert verify_checkpoint(step) == sum(leaf.nbytes for leaf in jax.tree.leaves(state[1:]))
+    assert bits(restore(step.parent, config, (4, 1, 2))) == bits(state)
+    moments = by_path(state.opt_state)
+    name = next(path for path, leaf in moments.items() if leaf.ndim == 3)
+    moments[name] = moments[name] + np.float32(1)
+    other = jax.tree.unflatten(jax.tree.structure(state.opt_state), list(moments.values()))
+    older(step, state._replace(opt_state=other), version)
+    for read in (verify_checkpoint, lambda _: restore(step.parent, config, (2, 2, 2))):
+        with pytest.raises(DamagedError, match=f"opt_state/{name} does not match its checksum\n"):
+            read(step)
+    assert bits(read_params(step)) == bits(state.params)
+    older(step, state, version)
+    for path in (step / "opt_state").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(DamagedError, match="cannot read the checkpoint"):
+        restore(step.parent, config, (1, 1, 1))
+    if version == 2:
+        (step / "data/metadata").write_text('{"source": "another"}')
+        with pytest.raises(DamagedError, match="data does not match its checksum"):
+            read_params(step)
+        (step / "checksums/process_1").unlink()
+        with pytest.raises(DamagedError, match="item 'checksums'"):
+            read_params(step)
 
 
 # Other readers, in processes of their own, with one device.
@@ -205,22 +286,12 @@ def test_inspection_shows_and_verifies_every_kind(saved, kind):
         assert words in done.stdout
 
 
-def test_verification_finds_what_is_damaged(saved, tmp_path):
-    state = saved[1]["adam"]
-    with Checkpoints(tmp_path / "checkpoints", keep=2) as checkpoints:
-        checkpoints.save(placed(state, (2, 2, 2)), replace(CONFIG, KINDS["adam"]), {})
-    step = tmp_path / "checkpoints/5"
-    assert verify_checkpoint(step) == sum(leaf.nbytes for leaf in jax.tree.leaves(state[1:]))
-    path = step / "data/metadata"
-    path.write_text(path.read_text().replace("5", "6"))
-    with pytest.raises(DamagedError, match="data does not have its checksum"):
-        verify_checkpoint(step)
-
-
 @pytest.mark.slow
 def test_inspection_finds_what_is_damaged(saved, tmp_path):
     step = shutil.copytree(saved[0] / "adam/checkpoints/5", tmp_path / "5")
     (step / "data/metadata").write_text("{}")
     done = inspect(".", "--verify", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: cannot read the checkpoint")
+    assert done.stderr.startswith(
+        f"error: cannot read the checkpoint {step}: data/metadata does not match its checksum"
+    )

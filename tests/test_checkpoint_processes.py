@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from orthojax.train import Checkpoints, DamagedError, TrainState, find_checkpoint, verify_checkpoint
+from orthojax.train import Checkpoints, TrainState, find_checkpoint, verify_checkpoint
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ def state_at(step, factor=1.0):
     params = {"kernel": place(kernel, "fsdp", "tensor"), "scale": place(kernel[0]), "bias": place(kernel[1], "fsdp")}
     return TrainState(place(np.int32(step)), params, {"mu": jax.tree.map(lambda x: -x, params)})
 
-def told(state):
+def describe(state):
     parts = {name: [[[s.start or 0 for s in shard.index], np.asarray(shard.data).tolist()]
                     for shard in leaf.addressable_shards] for name, leaf in state.params.items()}
     return {"step": int(state.step), "parts": parts}
@@ -56,7 +56,7 @@ with Checkpoints(folder, keep=5) as checkpoints:
             checkpoints.save(state_at(step, float(step)), Config(), {})
     elif task == "restore":
         try:
-            print(json.dumps(told(checkpoints.restore_newest(state_at(0, 0.0)))), flush=True)
+            print(json.dumps(describe(checkpoints.restore_newest(state_at(0, 0.0)))), flush=True)
         except UserError as error:
             print(json.dumps(str(error)), flush=True)
     else:
@@ -109,13 +109,13 @@ def written(tmp_path_factory):
     return folder
 
 
-def assert_told(ends, step):
+def assert_restored(ends, step):
     """Every process holds its parts of the right arrays, and together they hold all."""
     covered = np.zeros((64, 64))
     for out, _ in ends:
-        told = json.loads(out.splitlines()[-1])
-        assert told["step"] == step
-        for start, values in told["parts"]["kernel"]:
+        restored = json.loads(out.splitlines()[-1])
+        assert restored["step"] == step
+        for start, values in restored["parts"]["kernel"]:
             where = tuple(slice(a, a + n) for a, n in zip(start, np.shape(values), strict=True))
             np.testing.assert_array_equal(np.float32(values), kernel(step)[where])
             covered[where] += 1
@@ -123,7 +123,8 @@ def assert_told(ends, step):
 
 
 def test_two_processes_write_and_one_reads(written):
-    assert {path.name for path in (written / "6/checksums").iterdir()} >= {"metadata", "process_1"}
+    manifest = json.loads((written / "6/checksums/metadata").read_text())
+    assert {name.split("/")[1] for name in manifest["files"]} >= {"ocdbt.process_0", "ocdbt.process_1"}
     with Checkpoints(written, keep=5) as checkpoints:
         state = checkpoints.restore(one_process_state(), 6)
     np.testing.assert_array_equal(state.params["kernel"], kernel(6))
@@ -148,29 +149,21 @@ def test_other_programs_read_what_two_processes_wrote(written, tmp_path):
     assert f"checksums: all hold, of {2 * 4 * (4096 + 64 + 64):,} bytes" in done.stdout
 
 
-def test_the_sums_of_one_process_alone_are_not_enough(written, tmp_path):
-    copy = Path(shutil.copytree(written, tmp_path / "copy"))
-    (copy / "6/checksums/process_1").unlink()
-    with pytest.raises(DamagedError, match="item 'checksums'"):
-        verify_checkpoint(copy / "6")
-    values = json.loads((written / "6/checksums/metadata").read_text())
-    assert values["processes"] == 2
-
-
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_another_number_of_processes_goes_on(written, tmp_path, count):
+def test_another_number_of_processes_resumes(written, tmp_path, count):
     copy = Path(shutil.copytree(written, tmp_path / "copy"))
-    assert_told(finish(start("restore", copy, count)), 6)
+    assert_restored(finish(start("restore", copy, count)), 6)
 
 
 def test_all_processes_agree_on_a_damaged_checkpoint(written, tmp_path):
-    """The damage lies in what one process alone reads; both go back to the step before."""
+    """The damage lies in what one process alone checks; both go back to the step before."""
     copy = Path(shutil.copytree(written, tmp_path / "copy"))
-    for path in (copy / "6/params/ocdbt.process_1").rglob("*"):
-        if path.is_file() and path.parent.name == "d":
-            path.write_bytes(b"")
+    path = next((copy / "6/params/ocdbt.process_1").glob("d/*"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
     ends = finish(start("restore", copy, 2))
-    assert_told(ends, 3)
+    assert_restored(ends, 3)
     assert [sum("is damaged" in line for line in error.splitlines()) for _, error in ends] == [1, 0]
     assert {path.name for path in copy.glob("[0-9]*")} == {"3", "6.damaged"}
 

@@ -13,7 +13,7 @@ from orthojax.config import Config, ModelConfig
 from orthojax.errors import UserError, nearest
 from orthojax.formatting import byte_count
 from orthojax.model import flops_per_token, parameter_count
-from orthojax.ops.chunked_cross_entropy import positions_at_once
+from orthojax.ops import positions_at_once
 from orthojax.train.mesh import ROWS, in_mesh
 from orthojax.train.step import TrainState, build, state_shapes
 

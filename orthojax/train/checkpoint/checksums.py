@@ -1,135 +1,180 @@
-"""Checksums of arrays that do not depend on how an array is split over devices and processes.
+"""Checksums: Orbax restores a flipped byte silently, so every step carries the SHA-256 of each of its files.
 
-The checksum of an array is a sum over its elements modulo 2**64,
+`checksums/metadata` is `{"algorithm": "sha256", "files": {path in the step folder: digest}}` (format 3). Process 0
+writes it in the background once all processes have written and Orbax has merged their arrays, before the step is
+renamed: it commits with what it guards or not at all. On a restore every process checks its share of the files.
 
-    sum_i mix(bits_i XOR (i * G mod 2**64)),
+Older formats have a checksum for each array, and are still verified. Format 2 is a sum over the elements,
 
-where i is the row-major index of the element in the whole array, bits_i are its bits as an unsigned integer, G is odd,
-and mix is the finaliser of MurmurHash3 with shifts of 32 and 29: two odd multiplications and two xor-shifts. Because it
-is a sum, every process adds up the parts that it holds, and the parts of a checkpoint add up to the same number on any
-mesh, device count and process count; nothing is gathered. Because mix is one-to-one for a given i, a change of any one
-element, a flipped bit among them, always changes the sum; because i enters non-linearly, a swap, a shift or a lost
-block goes unseen with the chance of a random 64-bit number. It guards against damage, not against an adversary.
+    sum_i mix(bits_i XOR (i * G mod 2**64)) mod 2**64,
 
-It is computed on the host, on the very copy that is written, in NumPy and in blocks that fit a core's cache.
+with i the row-major index of an element, bits_i its bits as an unsigned integer, G odd, and mix the finaliser of
+MurmurHash3 with shifts of 32 and 29; `checksums/process_N` has the share of every process N but the first. Format 1 is
+a CRC-32 of each array and none of the JSON items.
 """
 
+import hashlib
 import json
+import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
-ALGORITHM = "sum of mix64(bits xor index * 0x9e3779b97f4a7c15) mod 2**64"
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(32), np.uint64(0xC4CEB9FE1A85EC53), np.uint64(29))
-_BLOCK = 1 << 15  # elements: 256 KiB of 64-bit words, twice
+from orthojax.errors import UserError
 
-# A part of an array on the host: where it starts along every axis, and its values.
-Part = tuple[tuple[int, ...], np.ndarray]
-
-
-def by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by path, as in `layers_0/attention/query/kernel`."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+ARRAYS = ("params", "opt_state")  # the items of arrays; a quantised checkpoint has the first alone
+JSON_ITEMS = ("config", "data", "validation", "quantization")  # the last two only where they apply
+SUM = "sum of mix64(bits xor index * 0x9e3779b97f4a7c15) mod 2**64"  # the algorithm of format 2
+_BLOCK = 1 << 15  # elements: 256 KiB of 64-bit words
 
 
-def describe_array(shape: Iterable[int], dtype: Any) -> str:
-    """Type and shape in one word.
+class DamagedError(UserError):
+    """A checkpoint is not what was written; training resumes from the one before it.
 
-    >>> describe_array((16, 32), np.float32)
-    'float32[16,32]'
+    Attributes:
+      reason: What was found, in a few words.
     """
-    return f"{np.dtype(dtype)}[{','.join(map(str, shape))}]"
+
+    def __init__(self, folder: Path, error: Exception | str):
+        """Names the folder, of a step or of one of its items, what was found, and which other steps there are."""
+        self.reason = error if isinstance(error, str) else first_line(error)
+        step_folder = folder if folder.name.isdigit() else folder.parent
+        others = [step for step in steps_in(step_folder.parent) if str(step) != step_folder.name]
+        super().__init__(
+            f"cannot read the checkpoint {folder}: {self.reason}",
+            allowed="a complete orthojax checkpoint",
+            hint=f"also in {step_folder.parent}: {', '.join(map(str, reversed(others)))}" if others else "",
+        )
 
 
-def host_parts(array: jax.Array) -> list[Part]:
-    """The parts of an array that this process answers for: every part of the array belongs to one process.
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message; of a long one 200 characters, since the cause stands at its end.
+
+    >>> first_line(ValueError("writing " + "x" * 300 + ": No space left on device"))[-30:]
+    'xxxxx: No space left on device'
+    """
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if len(text) <= 200 else f"{text[:97]} ... {text[-98:]}"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps that a `checkpoints` folder holds, in order."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and path.is_dir())
+
+
+def read_json_item(step_folder: Path, item: str, file: str = "metadata") -> dict[str, Any]:
+    """A JSON item of one step: `config`, `data`, `checksums`, or `validation` where there is one.
+
+    Raises:
+      DamagedError: Where it is missing or not a JSON object.
+    """
+    try:
+        values = json.loads((step_folder / item / file).read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else first_line(error)
+        raise DamagedError(step_folder, f"item {item!r}: {reason}") from None
+    return values
+
+
+class ManifestHandler(ocp.JsonCheckpointHandler):
+    """Writes the digests of all other items into the item `checksums` when Orbax finalises it."""
+
+    @classmethod
+    def typestr(cls) -> str:
+        """On disk it is plain JSON: readers without orthojax find it so."""
+        return ocp.JsonCheckpointHandler.typestr()
+
+    def finalize(self, directory: Any) -> None:
+        """Called by Orbax on process 0, after every process has written its part and before the step is renamed."""
+        folder = Path(directory)
+        paths = [path for item in (*ARRAYS, *JSON_ITEMS) for path in (folder.parent / item).rglob("*")]
+        files = sorted(path for path in paths if path.is_file() and path.name != "commit_success.txt")
+        digests = file_digests(folder.parent, [path.relative_to(folder.parent).as_posix() for path in files])
+        (folder / "metadata").write_text(json.dumps({"algorithm": "sha256", "files": digests}))
+
+
+def handler_registry() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
+    """The items of a step, in the order in which Orbax finalises them: arrays are merged, then everything is hashed."""
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    for item in ARRAYS:
+        registry.add(item, ocp.args.StandardSave, ocp.StandardCheckpointHandler())
+    for item in JSON_ITEMS:
+        registry.add(item, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
+    registry.add("checksums", ocp.args.JsonSave, ManifestHandler())
+    return registry
+
+
+def file_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of files in a folder, several at a time."""
+
+    def digest(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    names = list(names)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(digest, names), strict=True))
+
+
+# Formats 1 and 2.
+
+
+def read_array_checksums(step_folder: Path, first: dict[str, Any]) -> tuple[dict, dict, Callable[[np.ndarray], int]]:
+    """What `checksums/metadata` and the files of further processes say.
 
     Returns:
-      Views of host memory: valid for as long as they are held, also when the array is donated. Orbax uses the same
-      host copy.
+      JSON item -> CRC-32 (format 2), item -> path -> checksum, and the checksum of an array.
+
+    Raises:
+      AttributeError, KeyError, TypeError, ValueError: Where it is not understood.
     """
-    return [
-        (tuple(piece.start or 0 for piece in shard.index), jax.device_get(shard.data))
-        for shard in array.addressable_shards
-        if shard.replica_id == 0
-    ]
+    algorithm = first.get("algorithm")
+    if algorithm is None:
+        return {}, {item: dict(first[item]) for item in ARRAYS}, crc32_of_array
+    if algorithm != SUM:
+        raise ValueError(f"unknown algorithm {algorithm!r}")
+    sums: dict[str, dict[str, int]] = {item: {} for item in ARRAYS}
+    for process in range(int(first["processes"])):
+        part = read_json_item(step_folder, "checksums", f"process_{process}") if process else first
+        own = {name: value for name, value in part.items() if name != "own"}
+        if part["own"] != json_checksum(own):
+            raise ValueError(f"the part of process {process} does not match its own checksum")
+        for item, arrays in sums.items():
+            for path, text in part[item].items():  # such as "float32[16,32] 0123456789abcdef"
+                arrays[path] = (arrays.get(path, 0) + int(text.split()[1], 16)) % 2**64
+    return first["json"], sums, mixed_sum
 
 
-def copy_to_host(trees: Mapping[str, Any]) -> dict[str, dict[str, tuple[tuple[int, ...], list[Part]]]]:
-    """Fetches what this process answers for, all transfers at once.
-
-    Returns:
-      item -> path -> (shape of the whole array, parts).
-    """
-    for leaf in jax.tree.leaves(trees):
-        for shard in leaf.addressable_shards:
-            if shard.replica_id == 0:
-                shard.data.copy_to_host_async()
-    return {
-        item: {path: (tuple(leaf.shape), host_parts(leaf)) for path, leaf in by_path(tree).items()}
-        for item, tree in trees.items()
-    }
-
-
-def parts_sum(shape: tuple[int, ...], parts: Iterable[Part]) -> int:
-    """What the parts add to the checksum of an array of this shape; 0 to 2**64 - 1.
-
-    >>> whole = np.arange(6, dtype=np.float32).reshape(2, 3)
-    >>> left, right = ((0, 0), whole[:, :1]), ((0, 1), whole[:, 1:])
-    >>> parts_sum((2, 3), [left, right]) == parts_sum((2, 3), [((0, 0), whole)])
-    True
-    """
-    return sum(_part_sum(shape, start, values) for start, values in parts) % 2**64
+def mixed_sum(values: np.ndarray) -> int:
+    """The checksum of an array in format 2; 0 to 2**64 - 1."""
+    bits = np.ascontiguousarray(values).reshape(-1).view(f"u{values.dtype.itemsize}")
+    total = 0
+    for start in range(0, bits.size, _BLOCK):
+        block = bits[start : start + _BLOCK]
+        words = np.arange(start, start + block.size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        words ^= block
+        words *= np.uint64(0xFF51AFD7ED558CCD)
+        words ^= words >> np.uint64(32)
+        words *= np.uint64(0xC4CEB9FE1A85EC53)
+        words ^= words >> np.uint64(29)
+        total += int(words.sum(dtype=np.uint64))
+    return total % 2**64
 
 
-def _part_sum(shape: tuple[int, ...], start: tuple[int, ...], values: np.ndarray) -> int:
-    if values.size == 0:
-        return 0
-    columns = values.shape[-1] if values.ndim else 1
-    bits = np.ascontiguousarray(values).reshape(-1, columns).view(f"u{values.dtype.itemsize}")
-    # The index, times G: of the first element of every row of the last axis, and along that axis.
-    row_keys, stride = np.zeros(1, np.uint64), 1
-    column_keys = np.zeros(1, np.uint64)
-    for axis in reversed(range(values.ndim)):
-        keys = np.arange(start[axis], start[axis] + values.shape[axis], dtype=np.uint64) * np.uint64(stride) * _GOLDEN
-        stride *= shape[axis]
-        if axis == values.ndim - 1:
-            column_keys = keys
-        else:
-            row_keys = np.add.outer(keys, row_keys).reshape(-1)
-    total, step = 0, max(1, _BLOCK // columns)
-    for top in range(0, len(bits), step):
-        for left in range(0, columns, _BLOCK):
-            block = np.s_[top : top + step], np.s_[left : left + _BLOCK]
-            words = np.add.outer(row_keys[block[0]], column_keys[block[1]])
-            np.bitwise_xor(words, bits[block], out=words)
-            total += _mixed_sum(words)
-    return total
-
-
-def _mixed_sum(words: np.ndarray) -> int:
-    first, shift, second, last_shift = _MIX
-    words *= first
-    words ^= words >> shift
-    words *= second
-    words ^= words >> last_shift
-    return int(words.sum(dtype=np.uint64))
+def crc32_of_array(values: np.ndarray) -> int:
+    """CRC-32 of the bytes of an array, row-major: its checksum in format 1."""
+    return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
 def json_checksum(values: Any) -> int:
-    """CRC-32 of JSON values, whatever the order of their keys and the spaces."""
+    """CRC-32 of JSON values in format 2, whatever the order of their keys and the spaces."""
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
-
-
-def crc32_of_array(array: jax.Array) -> int:
-    """CRC-32 of the bytes of a whole array, row-major: the checksum of checkpoints of format 1."""
-    if not array.is_fully_addressable:
-        from jax.experimental import multihost_utils
-
-        array = multihost_utils.process_allgather(array, tiled=True)
-    return zlib.crc32(np.ascontiguousarray(jax.device_get(array)).reshape(-1).view(np.uint8).data)

@@ -1,10 +1,13 @@
-"""Writing the checkpoints of one run, and going on from the newest that is whole."""
+"""Writing the checkpoints of one run, and resuming from the newest that is intact."""
 
+import contextlib
+import dataclasses
+import itertools
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,19 +17,105 @@ from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.fields import to_json
 from orthojax.files import make_folder
-from orthojax.train.checkpoint.handler import ChecksumSave, registry
-from orthojax.train.checkpoint.items import DamagedError, first_line, read_json_item, steps_in
-from orthojax.train.checkpoint.keeping import Keep, Preservation, Validation
-from orthojax.train.checkpoint.reading import ARRAYS, restore_item
-from orthojax.train.checkpoint.verification import (
-    read_checksums,
-    require_fitting,
-    require_intact_values,
-    restore_agreed,
+from orthojax.train.checkpoint.checksums import (
+    ARRAYS,
+    DamagedError,
+    first_line,
+    handler_registry,
+    read_json_item,
+    steps_in,
 )
+from orthojax.train.checkpoint.reading import require_fitting, restore_item, verify
 from orthojax.train.step import TrainState
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+
+
+class Validation(NamedTuple):
+    """A validation loss."""
+
+    step: int  # at which it was measured
+    loss_nats: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """An Orbax preservation policy: a checkpoint stays where one of these rules wants it.
+
+    Orbax's own policy by metrics forgets them where no `best_fn` is set, and would not start beside a damaged one; so
+    the losses stand in the item `validation` of every step, and are handed over here.
+
+    Attributes:
+      newest: How many of the newest stay; at least 1, and 2 for one to fall back on.
+      every_steps: Those at multiples of so many steps stay for good; 0 means none.
+      best: How many of those with the lowest validation loss stay.
+      validations: The newest validation loss when a checkpoint was saved, by its step.
+    """
+
+    newest: int
+    every_steps: int = 0
+    best: int = 0
+    validations: Mapping[int, Validation] = dataclasses.field(default_factory=dict)
+
+    def kept(self, steps: Sequence[int]) -> set[int]:
+        """Which of the steps that are there, in order, stay.
+
+        A loss counts for the first checkpoint that carries it, the one nearest to where it was measured; of equal
+        losses the later one is the better.
+
+        >>> losses = {10: Validation(10, 2.5), 20: Validation(20, 2.0), 30: Validation(20, 2.0)}
+        >>> sorted(Retention(newest=1, best=2, validations=losses).kept([10, 20, 30, 40]))
+        [10, 20, 40]
+        """
+        kept = set(steps[-self.newest :])
+        if self.every_steps:
+            kept |= {step for step in steps if step % self.every_steps == 0}
+        nearest: dict[int, int] = {}
+        for step in sorted(step for step in steps if step in self.validations):
+            nearest.setdefault(self.validations[step].step, step)
+        ranked = sorted(nearest.values(), key=lambda step: (self.validations[step].loss_nats, -step))
+        return kept | set(ranked[: self.best])
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """One answer for each checkpoint."""
+        del context
+        kept = self.kept([info.step for info in checkpoints])
+        return [info.step in kept for info in checkpoints]
+
+
+def open_manager(directory: Path, retention: Retention | None = None) -> ocp.CheckpointManager:
+    """Orbax's manager of a `checkpoints` folder, which is made where it is missing."""
+    make_folder(directory, "checkpoints folder")
+    return ocp.CheckpointManager(
+        directory,
+        options=ocp.CheckpointManagerOptions(
+            preservation_policy=retention, cleanup_tmp_directories=True, lightweight_initialize=True
+        ),
+        metadata={"format": "orthojax", "version": FORMAT_VERSION},
+        handler_registry=handler_registry(),
+    )
+
+
+def save_step(manager: ocp.CheckpointManager, step: int, arrays: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Starts to write a step: items of arrays, JSON items, and the checksums of both."""
+    items: dict[str, Any] = {item: ocp.args.StandardSave(tree) for item, tree in arrays.items()}
+    items |= {item: ocp.args.JsonSave(content) for item, content in values.items()}
+    # Forced: by itself Orbax silently leaves out a step before the newest, as after a step back.
+    manager.save(step, args=ocp.args.Composite(**items, checksums=ocp.args.JsonSave({})), force=True)
+
+
+@contextlib.contextmanager
+def write_errors(directory: Path) -> Iterator[None]:
+    """Turns what goes wrong while writing into a UserError that names the last good checkpoint."""
+    try:
+        yield
+    except Exception as error:
+        steps = steps_in(directory)
+        kept = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no earlier checkpoint"
+        raise UserError(
+            f"cannot write a checkpoint to {directory}: {first_line(error)}",
+            hint=f"{kept}; free some space and run the same command to resume",
+        ) from error
 
 
 class Checkpoints:
@@ -42,36 +131,26 @@ class Checkpoints:
           keep_best: How many of those with the lowest validation loss stay too.
         """
         self.directory = directory.absolute()
-        make_folder(self.directory, "checkpoints folder")
         self._validations: dict[int, Validation] = {}  # of the checkpoints that are there
         self._newest_validation: Validation | None = None
-        policy = Preservation(Keep(keep, keep_every_steps, keep_best), self._validations)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=policy, cleanup_tmp_directories=True, lightweight_initialize=True
-        )
-        self._manager = ocp.CheckpointManager(
-            self.directory,
-            options=options,
-            metadata={"format": "orthojax", "version": FORMAT_VERSION},
-            handler_registry=registry(),
-        )
+        self._manager = open_manager(self.directory, Retention(keep, keep_every_steps, keep_best, self._validations))
         for step in self.steps():
-            self._read_validation(step)
+            # A damaged one is reported when the step is restored; until then it is not among the best.
+            with contextlib.suppress(DamagedError, KeyError, TypeError, ValueError):
+                values = read_json_item(self.directory / str(step), "validation")
+                self._validations[step] = Validation(int(values["step"]), float(values["loss_nats"]))
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
+        with contextlib.suppress(*([UserError] if kind else [])), write_errors(self.directory):
             self._manager.close()
-        except Exception as error:
-            if kind is None:
-                raise self._write_error(error) from error
 
     # Writing.
 
     def validated(self, step: int, loss_nats: float) -> None:
-        """Takes note of a validation loss: later checkpoints bear it, and are kept by it.
+        """Takes note of a validation loss: later checkpoints carry it, and are kept by it.
 
         So is one that is there already: a signal had it saved before the loss was known.
         """
@@ -80,7 +159,7 @@ class Checkpoints:
             self._validations[step] = self._newest_validation
 
     def validated_before(self, losses: Mapping[int, float]) -> None:
-        """Takes note of what was measured before this call of the run, by step; checkpoints do not bear all of it."""
+        """Takes note of what was measured before this call of the run, by step; checkpoints do not carry all of it."""
         for step in sorted(losses.keys() & {*self.steps(), max(losses, default=0)}):
             self.validated(step, losses[step])
 
@@ -103,41 +182,22 @@ class Checkpoints:
           UserError: Where the disk refuses this write or refused the one before; earlier checkpoints stay.
         """
         step = int(jax.device_get(state.step))
-        arrays = {"params": state.params, "opt_state": state.opt_state}
         values: dict[str, Any] = {"config": json.loads(to_json(config)), "data": data | {"next_step": step}}
         if self._newest_validation:
             values["validation"] = self._newest_validation._asdict()
             self._validations[step] = self._newest_validation
-        items = {item: ocp.args.StandardSave(tree) for item, tree in arrays.items()}
-        items |= {item: ocp.args.JsonSave(content) for item, content in values.items()}
-        try:
-            # Forced: by itself Orbax silently leaves out a step before the newest, as after a step back.
-            args = ocp.args.Composite(**items, checksums=ChecksumSave(arrays, values))
-            self._manager.save(step, args=args, force=True)
-        except Exception as error:
-            raise self._write_error(error) from error
+        with write_errors(self.directory):
+            save_step(self._manager, step, {"params": state.params, "opt_state": state.opt_state}, values)
 
     def check(self) -> None:
-        """Raises what a write in the background has run into; costs nothing.
-
-        Raises:
-          UserError: Where the disk refused it; earlier checkpoints stay.
-        """
-        try:
+        """Raises the UserError of a write in the background that failed; costs nothing."""
+        with write_errors(self.directory):
             self._manager.check_for_errors()
-        except Exception as error:
-            raise self._write_error(error) from error
 
     def wait(self) -> None:
-        """Returns when the last save is on disk.
-
-        Raises:
-          UserError: Where the disk refused it.
-        """
-        try:
+        """Returns when the last save is on disk, or raises its UserError."""
+        with write_errors(self.directory):
             self._manager.wait_until_finished()
-        except Exception as error:
-            raise self._write_error(error) from error
 
     def forget_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps, which a run that goes back to this one will reach by another way."""
@@ -168,29 +228,26 @@ class Checkpoints:
           UserError: Where they are whole and do not fit.
         """
         folder = self.directory / str(step)
-        checksums = read_checksums(folder)
-        require_intact_values(folder, checksums)
         wanted = {"params": like.params, "opt_state": like.opt_state}
-        for item in ARRAYS:
-            require_fitting(folder, checksums, item, wanted[item])
+        verify(folder, ARRAYS, together=True)
+        for item, tree in wanted.items():
+            require_fitting(folder, item, tree)
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), wanted)
-        restored = restore_agreed(
-            folder, checksums, lambda: {item: restore_item(folder, item, abstract[item]) for item in ARRAYS}
-        )
+        restored = {item: restore_item(folder, item, abstract[item]) for item in ARRAYS}
         self._newest_validation = self._validations.get(step)
         # Placed as the arrays are: a step without a place would make the second training step compile again.
         step_taken = jax.device_put(np.asarray(step, like.step.dtype), like.step.sharding)
         return TrainState(step_taken, restored["params"], restored["opt_state"])
 
     def restore_newest(self, like: TrainState, accept: Callable[[Path], None] = lambda _: None) -> TrainState | None:
-        """Goes on from the newest checkpoint that is whole.
+        """Resumes from the newest checkpoint that is intact.
 
-        Damaged ones are told on stderr and set aside under another name, so that their steps can be written again;
-        nothing is deleted. Where none is whole nothing is renamed either.
+        Damaged ones are reported on stderr and set aside under another name, so that their steps can be written again;
+        nothing is deleted. Where none is intact nothing is renamed either.
 
         Args:
           like: As in `restore`.
-          accept: Called with the folder of a step, raises where the run must not go on from it.
+          accept: Called with the folder of a step, raises where the run must not resume from it.
 
         Returns:
           The state, or None where there is no checkpoint.
@@ -202,7 +259,7 @@ class Checkpoints:
         for step in reversed(self.steps()):
             folder = self.directory / str(step)
             try:
-                require_intact_values(folder, read_checksums(folder))
+                verify(folder)
                 accept(folder)
                 state = self.restore(like, step)
             except DamagedError as error:
@@ -214,9 +271,9 @@ class Checkpoints:
             newest = max(damaged)
             raise UserError(
                 f"{damaged[newest]}".splitlines()[0],
-                allowed="one checkpoint at least that is whole; "
+                allowed="at least one intact checkpoint; "
                 + ("there is no other" if len(damaged) == 1 else f"all {len(damaged)} are damaged"),
-                hint=f"without {self.directory} the run begins anew",
+                hint=f"without {self.directory} the run starts from the beginning",
             )
         return None
 
@@ -225,43 +282,18 @@ class Checkpoints:
             return
         if jax.process_index() == 0:
             for step, error in damaged.items():
-                target = _free_name(self.directory / f"{step}.damaged")
+                names = itertools.chain([f"{step}.damaged"], (f"{step}.damaged-{n}" for n in itertools.count(2)))
+                target = next(path for name in names if not (path := self.directory / name).exists())
                 (self.directory / str(step)).rename(target)
                 print(
                     f"warning: the checkpoint of step {step} is damaged: {error.reason}; "
-                    f"going on from step {used}, the damaged one is now {target}",
+                    f"resuming from step {used}; the damaged one is now {target}",
                     file=sys.stderr,
                 )
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
 
-            multihost_utils.sync_global_devices("damaged checkpoints are set aside")
+            multihost_utils.sync_global_devices("damaged checkpoints set aside")
         for step in damaged:
             self._validations.pop(step, None)
         self._manager.reload()
-
-    def _read_validation(self, step: int) -> None:
-        folder = self.directory / str(step)
-        if not (folder / "validation").is_dir():
-            return
-        try:
-            values = read_json_item(folder, "validation")
-            self._validations[step] = Validation(int(values["step"]), float(values["loss_nats"]))
-        except (DamagedError, KeyError, TypeError, ValueError):
-            pass  # told when the step is restored; until then it is not among the best
-
-    def _write_error(self, error: Exception) -> UserError:
-        steps = steps_in(self.directory)
-        kept = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no earlier checkpoint"
-        return UserError(
-            f"cannot write a checkpoint to {self.directory}: {first_line(error)}",
-            hint=f"{kept}; free some space and run the same command to go on",
-        )
-
-
-def _free_name(path: Path) -> Path:
-    number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free

@@ -11,26 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from orthojax import quant
 from orthojax.errors import UserError
 from orthojax.fields import from_dict, to_json
-from orthojax.files import make_folder
 from orthojax.ops.quantize import Quantized
 from orthojax.quant import QuantizationSetting
-from orthojax.train.checkpoint.checksums import by_path
-from orthojax.train.checkpoint.handler import ChecksumSave, registry
-from orthojax.train.checkpoint.items import DamagedError, first_line, read_json_item, steps_in
+from orthojax.train.checkpoint.checksums import read_json_item, steps_in
+from orthojax.train.checkpoint.manager import open_manager, save_step, write_errors
 from orthojax.train.checkpoint.reading import (
-    QUANTIZATION,
     array_items,
+    by_path,
     read_config,
     read_params,
-    read_whole,
+    read_verified,
+    require_model,
 )
-from orthojax.train.checkpoint.verification import read_checksums, require_intact_values
-from orthojax.train.step import parameter_shapes
 
 _VERSION = 1
 
@@ -71,22 +67,13 @@ def quantize_checkpoint(
     values = {
         "config": json.loads(to_json(read_config(step_folder))),
         "data": data,
-        QUANTIZATION: {"version": _VERSION, "setting": dataclasses.asdict(setting), "include": include},
+        "quantization": {"version": _VERSION, "setting": dataclasses.asdict(setting), "include": include},
     }
-    make_folder(directory, "checkpoints folder")
-    items: dict[str, Any] = {item: ocp.args.JsonSave(content) for item, content in values.items()}
-    items |= {
-        "params": ocp.args.StandardSave(params),
-        "checksums": ChecksumSave({"params": params, "opt_state": {}}, values),
-    }
-    try:
-        options = ocp.CheckpointManagerOptions(cleanup_tmp_directories=True, lightweight_initialize=True)
-        with ocp.CheckpointManager(directory, options=options, handler_registry=registry()) as manager:
-            if step in manager.all_steps():
-                manager.delete(step)
-            manager.save(step, args=ocp.args.Composite(**items), force=True)
-    except Exception as error:
-        raise UserError(f"cannot write a checkpoint to {directory}: {first_line(error)}") from error
+    manager = open_manager(directory)
+    with write_errors(directory), manager:
+        if step in manager.all_steps():
+            manager.delete(step)
+        save_step(manager, step, {"params": params}, values)
     return directory / str(step)
 
 
@@ -101,22 +88,25 @@ def read_quantized(step_folder: Path) -> tuple[QuantizationSetting, Any]:
     """
     if not is_quantized(step_folder):
         raise UserError(f"the checkpoint {step_folder} is not quantised")
-    header = read_json_item(step_folder, QUANTIZATION)
+    header = read_json_item(step_folder, "quantization")
     if header.get("version") != _VERSION:
         raise UserError(f"{step_folder} is quantised in version {header.get('version')!r}", allowed=str(_VERSION))
     setting = from_dict(QuantizationSetting, header.get("setting", {}), f"the setting in {step_folder}")
-    arrays = read_whole(step_folder, "params", jax.local_devices()[0])
-    require_intact_values(step_folder, read_checksums(step_folder))
+    arrays = read_verified(step_folder, "params")
     params = jax.tree.map(_from_dict, arrays, is_leaf=_is_quantized_dict)
-    _require_model(step_folder, params)
+    require_model(step_folder, by_path(params, is_leaf=lambda leaf: isinstance(leaf, Quantized)))
     return setting, params
+
+
+# The names on disk, in the order of the fields of `Quantized`.
+_NAMES = ("integers", "step", "shift")
 
 
 def _as_dict(leaf: Any) -> Any:
     if not isinstance(leaf, Quantized):
         return leaf
-    shift = {} if leaf.zero_point is None else {"shift": leaf.zero_point}
-    return {"integers": leaf.qvalue, "step": leaf.scale} | shift
+    values = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+    return {name: value for name, value in zip(_NAMES, values, strict=True) if value is not None}
 
 
 def _is_quantized_dict(node: Any) -> bool:
@@ -124,21 +114,4 @@ def _is_quantized_dict(node: Any) -> bool:
 
 
 def _from_dict(node: Any) -> Any:
-    if not _is_quantized_dict(node):
-        return node
-    return Quantized(node["integers"], node["step"], node.get("shift"))
-
-
-def _require_model(step_folder: Path, params: Any) -> None:
-    """Refuses other names and shapes than those of the model in the checkpoint's config."""
-    shapes = jax.tree.map(_shape, params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
-    found = {path: leaf.shape for path, leaf in by_path(shapes).items()}
-    wanted = {path: leaf.shape for path, leaf in by_path(parameter_shapes(read_config(step_folder))).items()}
-    for path in sorted(found | wanted):
-        if found.get(path) != wanted.get(path):
-            found_text, wanted_text = found.get(path, "absent"), wanted.get(path, "absent")
-            raise DamagedError(step_folder, f"its config wants {path} {wanted_text}, it is {found_text}")
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return Quantized(*(node.get(name) for name in _NAMES)) if _is_quantized_dict(node) else node

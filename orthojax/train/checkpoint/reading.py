@@ -1,5 +1,7 @@
 """Reading checkpoints: where they are, what they hold, and whether they are what was written."""
 
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,23 @@ import orbax.checkpoint as ocp
 from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.fields import from_dict
-from orthojax.train.checkpoint.checksums import by_path
-from orthojax.train.checkpoint.items import DamagedError, read_json_item, steps_in
-from orthojax.train.checkpoint.verification import read_checksums, require_intact, require_intact_values
+from orthojax.train.checkpoint.checksums import (
+    ARRAYS,
+    DamagedError,
+    file_digests,
+    first_line,
+    json_checksum,
+    read_array_checksums,
+    read_json_item,
+    steps_in,
+)
 from orthojax.train.step import parameter_shapes
 
-ARRAYS = ("params", "opt_state")  # the items of arrays; a quantised checkpoint has the first alone
-QUANTIZATION = "quantization"  # the JSON item by which that is known
+
+def by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """The leaves of a tree by path, as in `layers_0/attention/query/kernel`."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -25,20 +37,16 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
       UserError: Where there is none.
     """
-    path = path.absolute()
+    path, allowed = path.absolute(), "a workdir, its checkpoints folder, or one step's folder"
     if not path.exists():
-        raise UserError(
-            f"no such checkpoint: {path}", allowed="a workdir, its checkpoints folder, or one step's folder"
-        )
+        raise UserError(f"no such checkpoint: {path}", allowed=allowed)
     for folder in (path / "checkpoints", path):
         steps = steps_in(folder)
         if steps:
             return folder / str(steps[-1])
     if (path / "params").is_dir() and (path / "config").is_dir():
         return path
-    raise UserError(
-        f"no orthojax checkpoint in {path}", allowed="a workdir, its checkpoints folder, or one step's folder"
-    )
+    raise UserError(f"no orthojax checkpoint in {path}", allowed=allowed)
 
 
 def read_config(step_folder: Path) -> Config:
@@ -69,38 +77,155 @@ def require_same_data(step_folder: Path, provenance: dict[str, Any]) -> None:
             )
 
 
-def read_tree(step_folder: Path, item: str) -> Any:
-    """Names, shapes and dtypes of `params` or `opt_state`, no array read.
+# Names, shapes and dtypes.
 
-    Returns:
-      A nested dict (lists and tuples as dicts by index) with `shape` and `dtype` at its leaves.
 
-    Raises:
-      UserError: Where the item is missing or damaged.
-    """
+def array_items(step_folder: Path) -> tuple[str, ...]:
+    """Which items of arrays a checkpoint should have."""
+    return ARRAYS[:1] if (step_folder / "quantization").is_dir() else ARRAYS
+
+
+def _read_tree(step_folder: Path, item: str, sharding: Any = None) -> Any:
+    """Shapes and dtypes of an item, as a nested dict; lists and tuples as dicts by index."""
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             metadata = checkpointer.metadata(step_folder.absolute() / item).item_metadata
-            if metadata is None:
-                raise ValueError("its metadata is missing or damaged")
-            return metadata.tree
+        if metadata is None:
+            raise ValueError("its metadata is missing or damaged")
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), metadata.tree)
     except Exception as error:
         raise DamagedError(step_folder / item, error) from error
 
 
 def list_arrays(step_folder: Path, item: str) -> list[tuple[str, tuple[int, ...], str]]:
-    """(path, shape, dtype) of every array of `params` or `opt_state`.
+    """(path, shape, dtype) of every array of `params` or `opt_state`, without reading one.
 
     Raises:
-      UserError: Where the item is missing or damaged.
+      DamagedError: Where the item is missing or damaged.
     """
-    arrays = by_path(read_tree(step_folder, item))
-    return [(path, tuple(leaf.shape), str(np.dtype(leaf.dtype))) for path, leaf in arrays.items()]
+    return [(path, leaf.shape, str(leaf.dtype)) for path, leaf in by_path(_read_tree(step_folder, item)).items()]
 
 
-def array_items(step_folder: Path) -> tuple[str, ...]:
-    """Which items of arrays a checkpoint should have."""
-    return ARRAYS[:1] if (step_folder / QUANTIZATION).is_dir() else ARRAYS
+def require_fitting(step_folder: Path, item: str, like: Any) -> None:
+    """Refuses a tree of other names, shapes or dtypes than were saved; the checkpoint is not damaged then.
+
+    Raises:
+      UserError: Naming the first array that differs.
+    """
+    saved = {path: f"{dtype}{list(shape)}" for path, shape, dtype in list_arrays(step_folder, item)}
+    wanted = {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in by_path(like).items()}
+    for path, is_, should_be in _differences(saved, wanted):
+        raise UserError(
+            f"the checkpoint {step_folder} has a different structure: {item}/{path} is {is_}, not {should_be}",
+            allowed="a checkpoint of the same model and optimizer",
+        )
+
+
+def require_model(step_folder: Path, params: dict[str, Any]) -> None:
+    """Refuses parameters by path whose names or shapes are not those of the model in the checkpoint's config.
+
+    Raises:
+      DamagedError: Naming the first that differs.
+    """
+    found = {path: leaf.shape for path, leaf in params.items()}
+    wanted = {path: leaf.shape for path, leaf in by_path(parameter_shapes(read_config(step_folder))).items()}
+    for path, is_, should_be in _differences(found, wanted):
+        raise DamagedError(step_folder, f"its config wants {path} {should_be}, it is {is_}")
+
+
+def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for path in sorted(found | wanted):
+        if found.get(path) != wanted.get(path):
+            yield path, found.get(path, "absent"), wanted.get(path, "absent")
+
+
+# Checking.
+
+
+def verify(step_folder: Path, items: tuple[str, ...] = (), *, together: bool = False) -> None:
+    """Compares the JSON items and the given items of arrays with their checksums.
+
+    Args:
+      step_folder: The checkpoint.
+      items: Of arrays.
+      together: Whether every process calls it: each checks its share of the arrays, and all return or all raise.
+
+    Raises:
+      DamagedError: Naming the file or array, or where the checksums are not understood.
+    """
+    failure = None
+    try:
+        share = slice(jax.process_index(), None, jax.process_count()) if together else slice(None)
+        expected, found = _checksums(step_folder, items, share)
+        bad = [name for name in sorted(expected | found) if expected.get(name) != found.get(name)]
+        if bad:
+            problem = "does not match its checksum" if bad[0] in found else "is missing"
+            more = f", and {len(bad) - 1} more" if bad[1:] else ""
+            raise DamagedError(step_folder, f"{bad[0]} {problem}{more}")
+    except DamagedError as error:
+        failure = error
+    if together and jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        failed = multihost_utils.process_allgather(np.asarray(failure is not None))
+        if failure is None and np.any(failed):
+            failure = DamagedError(step_folder, "another process has found its part damaged")
+    if failure:
+        raise failure
+
+
+def _checksums(step_folder: Path, items: tuple[str, ...], share: slice) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The checksums that are expected and those that are found, by the name of what they are of."""
+    manifest = read_json_item(step_folder, "checksums")
+    try:
+        if manifest.get("algorithm") == "sha256":
+            names = [name for name in manifest["files"] if name.split("/")[0] not in ARRAYS]
+            names += sorted(name for name in manifest["files"] if name.split("/")[0] in items)[share]
+            present = [name for name in names if (step_folder / name).is_file()]
+            return {name: manifest["files"][name] for name in names}, file_digests(step_folder, present)
+        values, arrays, checksum = read_array_checksums(step_folder, manifest)
+    except DamagedError:
+        raise
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise DamagedError(step_folder, f"item 'checksums': {first_line(error)}") from error
+    expected: dict[str, Any] = dict(values)
+    found: dict[str, Any] = {item: json_checksum(read_json_item(step_folder, item)) for item in values}
+    for item in items:
+        expected |= {f"{item}/{path}": arrays[item][path] for path in sorted(arrays[item])[share]}
+        found |= {f"{item}/{path}": checksum(array) for path, array in _read_share(step_folder, item, share).items()}
+    return expected, found
+
+
+def _read_share(step_folder: Path, item: str, share: slice) -> dict[str, np.ndarray]:
+    """Some of the arrays of an item by path, on the host."""
+    tree = _read_tree(step_folder, item, jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0]))
+    mine = sorted(by_path(tree))[share]
+    like = [leaf if path in mine else ocp.PLACEHOLDER for path, leaf in by_path(tree).items()]
+    try:
+        arrays = by_path(restore_item(step_folder, item, jax.tree.unflatten(jax.tree.structure(tree), like)))
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise  # of this machine, not of the files
+    except Exception as error:
+        raise DamagedError(step_folder / item, error) from error
+    return {path: jax.device_get(arrays[path]) for path in mine}
+
+
+def verify_checkpoint(step_folder: Path) -> int:
+    """Compares everything in a checkpoint with its checksums.
+
+    Returns:
+      How many bytes the arrays have.
+
+    Raises:
+      DamagedError: Naming what is damaged.
+    """
+    items = array_items(step_folder)
+    verify(step_folder, items)
+    arrays = [array for item in items for array in list_arrays(step_folder, item)]
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in arrays)
+
+
+# Arrays.
 
 
 def restore_item(step_folder: Path, item: str, like: Any) -> Any:
@@ -110,41 +235,24 @@ def restore_item(step_folder: Path, item: str, like: Any) -> Any:
       step_folder: The checkpoint.
       item: Which.
       like: A tree of jax.ShapeDtypeStruct with the shardings that are wanted, whatever they were when it was saved.
-
-    Raises:
-      Exception: Whatever Orbax raises.
     """
-    with _reader() as checkpointer:
-        return checkpointer.restore(step_folder.absolute() / item, like)
-
-
-def _reader() -> ocp.StandardCheckpointer:
-    """Orbax's reader, of this process alone: where one process fails the others must not wait for it."""
     process = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"reader_{process}"
     )
-    return ocp.StandardCheckpointer(multiprocessing_options=alone)
+    with ocp.StandardCheckpointer(multiprocessing_options=alone) as checkpointer:
+        return checkpointer.restore(step_folder.absolute() / item, like)
 
 
-def read_whole(step_folder: Path, item: str, device: Any) -> Any:
-    """The item on one device, checked.
+def read_verified(step_folder: Path, item: str) -> Any:
+    """An item of arrays on the first device of this process, verified together with the JSON items.
 
     Raises:
-      DamagedError: Where it cannot be read, or an array does not have its checksum.
+      DamagedError: Where it is not what was written.
     """
-    checksums = read_checksums(step_folder)
-    placed = jax.sharding.SingleDeviceSharding(device)
-    tree = read_tree(step_folder, item)
-    try:
-        like = jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape, np.dtype(m.dtype), sharding=placed), tree)
-        arrays = restore_item(step_folder, item, like)
-    except (MemoryError, jax.errors.JaxRuntimeError):
-        raise  # of this machine, not of the files
-    except Exception as error:
-        raise DamagedError(step_folder / item, error) from error
-    require_intact(step_folder, checksums, item, arrays)
-    return arrays
+    verify(step_folder, (item,))
+    like = _read_tree(step_folder, item, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
+    return restore_item(step_folder, item, like)
 
 
 def read_params(step_folder: Path) -> Any:
@@ -155,21 +263,9 @@ def read_params(step_folder: Path) -> Any:
     Raises:
       UserError: Where they are missing, damaged or quantised, or not those of the model in the checkpoint's config.
     """
-    if array_items(step_folder) != ARRAYS:
-        raise UserError(
-            f"the checkpoint {step_folder} is quantised: its kernels are integers",
-            allowed="the checkpoint that it was made from",
-        )
-    found = {path: shape for path, shape, _ in list_arrays(step_folder, "params")}
-    expected = {path: leaf.shape for path, leaf in by_path(parameter_shapes(read_config(step_folder))).items()}
-    if found != expected:
-        path = min(path for path in found | expected if found.get(path) != expected.get(path))
-        raise DamagedError(
-            step_folder, f"its config wants {path} {expected.get(path, 'absent')}, it is {found.get(path, 'absent')}"
-        )
-    params = read_whole(step_folder, "params", jax.local_devices()[0])
-    require_intact_values(step_folder, read_checksums(step_folder))
-    return params
+    _require_float(step_folder, "its kernels are integers")
+    require_model(step_folder, by_path(_read_tree(step_folder, "params")))
+    return read_verified(step_folder, "params")
 
 
 def read_optimizer_state(step_folder: Path) -> Any:
@@ -180,27 +276,12 @@ def read_optimizer_state(step_folder: Path) -> Any:
     Raises:
       UserError: Where it is missing or damaged; a quantised checkpoint has none.
     """
+    _require_float(step_folder, "it has no optimizer state")
+    return read_verified(step_folder, "opt_state")
+
+
+def _require_float(step_folder: Path, reason: str) -> None:
     if array_items(step_folder) != ARRAYS:
         raise UserError(
-            f"the checkpoint {step_folder} is quantised: it has no optimizer state",
-            allowed="the checkpoint that it was made from",
+            f"the checkpoint {step_folder} is quantised: {reason}", allowed="the checkpoint that it was made from"
         )
-    return read_whole(step_folder, "opt_state", jax.local_devices()[0])
-
-
-def verify_checkpoint(step_folder: Path) -> int:
-    """Reads everything of a checkpoint once and compares it with its checksums.
-
-    Returns:
-      How many bytes the arrays have.
-
-    Raises:
-      DamagedError: Naming what is damaged.
-    """
-    require_intact_values(step_folder, read_checksums(step_folder))
-    host = jax.local_devices(backend="cpu")[0]
-    return sum(
-        leaf.nbytes
-        for item in array_items(step_folder)
-        for leaf in jax.tree.leaves(read_whole(step_folder, item, host))
-    )
