@@ -9,8 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orthojax.config import Config, ModelConfig
 from orthojax.model import linear, plain_product
-from orthojax.optim import Rotation, zero1
-from orthojax.optim.axes import leaf_path
+from orthojax.optim import Rotation, leaf_path, zero1
 from orthojax.train.mesh import ROWS, constrain
 from orthojax.train.optimizer import make_rotation
 
