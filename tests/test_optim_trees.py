@@ -93,34 +93,6 @@ def test_dataclasses_named_tuples_and_dicts(kind):
     assert_trains(network_loss, network(), Rotation(kind))
 
 
-def test_a_path_is_the_same_for_every_container():
-    """So that the bases, and trajectories, are those of the same dict."""
-    as_dict = {"first": {"kernel": network().first.kernel}}
-    assert describe(Rotation(), as_dict).items() <= describe(Rotation(), network()).items()
-
-
-def test_lists_and_stacks_of_layers():
-    rng = np.random.default_rng(0)
-    listed = [{"w": jnp.asarray(rng.standard_normal((4, 4)) / 2, jnp.float32)} for _ in range(3)]
-    stacked = {"layers": {"w": jnp.stack([layer["w"] for layer in listed])}}
-
-    def loss(layers):
-        x = X
-        for layer in layers:
-            x = x + jnp.tanh(x @ layer["w"])
-        return squared_error(x[:, :1])
-
-    def stacked_loss(params):
-        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), X, params["layers"]["w"])
-        return squared_error(x[:, :1])
-
-    assert rotated(Rotation(), {"layers": listed}) == {f"layers/{i}/w": "axes (1,): hadamard 4" for i in range(3)}
-    assert rotated(Rotation(), stacked) == {"layers/w": "axes (2,): hadamard 4, 3 layers"}
-    unrolled = losses(lambda p: loss(p["layers"]), {"layers": listed})
-    np.testing.assert_allclose(unrolled, losses(stacked_loss, stacked), rtol=1e-4)
-    assert unrolled[-1] < 0.8 * unrolled[0]
-
-
 # Kernels with several feature axes: an adopter names the axes.
 
 
@@ -273,30 +245,6 @@ def test_equinox(kind):
         values.append(float(value))
     assert values[-1] < 0.8 * values[0]
     assert model.activation is not None
-
-
-def test_equinox_with_a_rule_of_ones_own():
-    """Embedding tables are [rows, d] in every library; linear layers are turned along the axis that they write."""
-
-    class Model(eqx.Module):
-        table: eqx.nn.Embedding
-        linear: eqx.nn.Linear
-
-        def __call__(self, x):
-            return self.linear(self.table(x))
-
-    def axes(path, leaf):
-        return RotatedAxes((-1 if "table" in path else -2,)) if leaf.ndim == 2 else None
-
-    k1, k2 = jax.random.split(jax.random.key(0))
-    model = Model(eqx.nn.Embedding(16, 8, key=k1), eqx.nn.Linear(8, 4, key=k2))
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    rotation = Rotation(axes=axes)
-    assert rotated(rotation, params) == {
-        "linear/weight": "axes (0,): hadamard 4",
-        "table/weight": "axes (1,): hadamard 8",
-    }
-    assert_trains(lambda p: squared_error(jax.vmap(eqx.combine(p, static))(jnp.arange(16))[:, :1]), params, rotation)
 
 
 # haiku.

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orthojax.train.timing import interleaved_seconds, median_ratio, spread
+from orthojax.timing import interleaved_seconds, median_ratio, spread
 
 
 class FakeMachine:

@@ -198,7 +198,7 @@ def leaf_path(keys: tuple[Any, ...]) -> str:
 
 
 def _basis_name(path: str, is_stacked: bool) -> tuple[str, int]:
-    """The name and number that identify a basis: equal for `layers_3/x`, `layers/3/x` and slice 3 of scanned `layers/x`.
+    """Name and number that identify a basis: equal for `layers_3/x`, `layers/3/x` and slice 3 of scanned `layers/x`.
 
     Names of numbered and of stacked parameters end in "/*", so that `w` and `w_0` differ.
     """

@@ -39,7 +39,7 @@ from orthojax.train.step import (
     parameter_shapes,
     state_shapes,
 )
-from orthojax.train.timing import Spread, interleaved_seconds, median_ratio, spread
+from orthojax.timing import Spread, interleaved_seconds, median_ratio, spread
 from orthojax.train.utilization import model_flops_per_token, model_flops_utilization, peak_flops_per_second
 from orthojax.train.workdir import check_workdir, prepare_workdir
 
