@@ -1,102 +1,69 @@
-"""What a suite of measurements is, how contenders are compared, and how suites are run into benchmark.json."""
+"""What a suite of measurements is, and how contenders are compared in one process."""
 
-import json
 import math
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
-from orthojax.files import make_folder, write_text
-from orthojax.formatting import align, byte_count
-from orthojax.machine import available_memory_bytes, environment
+from orthojax.formatting import byte_count
+from orthojax.machine import available_memory_bytes
 from orthojax.model import gpt2
 from orthojax.timing import Spread, interleaved_seconds, median_ratio, spread
 
 TINY_MODEL = gpt2(
     "tiny", d_model=16, d_mlp=24, num_heads=2, num_layers=1, vocab_size=32, max_length=16, scan_layers=False
 )
-REFERENCE, CONTROL = "reference", "control"  # the control is the reference once more
-SHORTEST_SECONDS = 0.02  # of a repetition: one call of a small program is too short for the clock and the scheduler
 
 
 class Row(NamedTuple):
-    """One measurement, or why it was not made.
+    """One measurement, or why it was not made."""
 
-    Attributes:
-      case: What it was made on, such as the shape of a kernel.
-      variant: What was compared with the suite's reference.
-      metrics: By name, with the unit in the name; empty where left out.
-      left_out: The reason, or "".
-    """
-
-    case: str
-    variant: str
-    metrics: dict[str, Any]
-    left_out: str = ""
+    case: str  # what it was made on, such as the shape of a kernel
+    variant: str  # what was compared with the reference
+    metrics: dict[str, Any]  # by name, with the unit in the name; empty where left out
+    left_out: str = ""  # the reason, or ""
 
 
 class Column(NamedTuple):
-    """A column of the printed table: its heading, and how it shows the metrics of a row."""
+    """A column of the printed table.
+
+    Attributes:
+      heading: Of the column.
+      metric: Name of what it shows, or names with "+" for their sum; "-" stands where a row has none.
+      kind: "spread" for what `spread_metrics` wrote, "seconds", "bytes", or a format such as "{:.3g}".
+    """
 
     heading: str
-    text: Callable[[dict[str, Any]], str]
+    metric: str
+    kind: str = "spread"
+
+    def text(self, metrics: dict[str, Any]) -> str:
+        """As in "1.04 (1.02-1.07)", "12.3 us", "1.49 GB"."""
+        if any(name not in metrics for name in self.metric.split("+")):
+            return "-"
+        values = [metrics[name] for name in self.metric.split("+")]
+        if None in values:
+            return "unknown"
+        value = sum(values)
+        if self.kind == "spread":
+            lower, upper = metrics[f"{self.metric}_lower_quartile"], metrics[f"{self.metric}_upper_quartile"]
+            return f"{value:.3g} ({lower:.3g}-{upper:.3g})"
+        if self.kind == "seconds":
+            unit, symbol = next(((u, n) for u, n in ((1.0, "s"), (1e-3, "ms")) if value >= 0.9995 * u), (1e-6, "us"))
+            return f"{value / unit:.3g} {symbol}"
+        return byte_count(value) if self.kind == "bytes" else self.kind.format(value)
 
 
 class Suite(NamedTuple):
-    """Measurements that belong together.
+    """Measurements that belong together."""
 
-    Attributes:
-      name: As in --suite.
-      title: What is measured, in a sentence.
-      measure: (repeats, tiny) -> rows, each yielded as soon as it is measured; `tiny` means seconds in all.
-      columns: Of its table.
-      repeats: Timed repetitions by default.
-    """
-
-    name: str
-    title: str
-    measure: Callable[[int, bool], Iterator[Row]]
+    name: str  # as in --suite
+    title: str  # what is measured, in a sentence
+    measure: Callable[[int, bool], Iterator[Row]]  # (repeats, tiny) -> rows; `tiny` means seconds in all
     columns: tuple[Column, ...]
-    repeats: int
-
-
-# Columns.
-
-
-def shows(heading: str, name: str, text: Callable[[Any], str]) -> Column:
-    """A metric as a text; "-" where the row has none."""
-    return Column(heading, lambda metrics: "-" if metrics.get(name) is None else text(metrics[name]))
-
-
-def shows_spread(heading: str, name: str) -> Column:
-    """What `spread_metrics` wrote, as in "1.04 (1.02-1.07)"."""
-
-    def text(metrics: dict[str, Any]) -> str:
-        if name not in metrics:
-            return "-"
-        lower, upper = metrics[f"{name}_lower_quartile"], metrics[f"{name}_upper_quartile"]
-        return f"{metrics[name]:.3g} ({lower:.3g}-{upper:.3g})"
-
-    return Column(heading, text)
-
-
-def shows_seconds(heading: str, name: str) -> Column:
-    """Seconds, as in "12.3 us", "250 ms" and "1 s"."""
-
-    def text(seconds: float) -> str:
-        unit, symbol = next(((u, s) for u, s in ((1.0, "s"), (1e-3, "ms")) if seconds >= 0.9995 * u), (1e-6, "us"))
-        return f"{seconds / unit:.3g} {symbol}"
-
-    return shows(heading, name, text)
-
-
-def shows_bytes(heading: str, name: str) -> Column:
-    """A byte count; "unknown" where the backend does not report it."""
-    return Column(heading, lambda metrics: byte_count(metrics[name]))
+    repeats: int  # timed repetitions by default
 
 
 def spread_metrics(name: str, values: Spread) -> dict[str, float]:
@@ -169,14 +136,16 @@ def tree_bytes(shapes: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
-def require_memory(needed: float) -> None:
-    """Raises LeftOut where the default device is known to have less free memory than `needed` bytes."""
-    stats = jax.devices()[0].memory_stats()
-    if stats:
-        free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
-    else:
-        free = available_memory_bytes() if jax.default_backend() == "cpu" else None
-    if free is not None and needed > free:
+def free_bytes() -> float:
+    """Memory that the default device has left; infinite where it is not known."""
+    if stats := jax.devices()[0].memory_stats():
+        return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else math.inf
+    return (available_memory_bytes() if jax.default_backend() == "cpu" else None) or math.inf
+
+
+def require_memory(needed: float, free: float) -> None:
+    """Raises LeftOut where `needed` bytes are not free."""
+    if needed > free:
         raise LeftOut(f"it needs {byte_count(needed)} of memory, {byte_count(free)} are free")
 
 
@@ -190,6 +159,7 @@ class LeftOut(RuntimeError):
 # How an implementation refuses (NotImplementedError is a RuntimeError, and so are XLA's), or jax.nn an argument.
 FAILURES = (RuntimeError, ValueError)
 OUT_OF_TIME = "time budget"
+_REFERENCE, _CONTROL = "the reference", "the reference again"
 
 
 def reason(error: Exception) -> str:
@@ -238,170 +208,128 @@ class TimeBudget:
         return min(wanted, max(3, affordable))
 
 
-class Times(NamedTuple):
-    """Seconds of one call in each repetition, by contender; of the reference, and of it again as the control, too."""
+class Contender(NamedTuple):
+    """What is timed.
 
-    seconds: dict[str, list[float]]
-    calls: int
-
-    def ratios(self, name: str, unit: str = "seconds") -> dict[str, Any]:
-        """The metrics that every comparison has; ratios are to the reference of the same repetition."""
-        ours, reference, control = (self.seconds[each] for each in (name, REFERENCE, CONTROL))
-        return {
-            **spread_metrics(f"{unit}_ratio", median_ratio(ours, reference)),
-            **spread_metrics("control_ratio", median_ratio(control, reference)),
-            **spread_metrics(unit, spread(ours)),
-            "repetitions": len(ours),
-        }
-
-
-def time_calls(
-    callers: Mapping[str, Callable[[int], Any]],
-    repeats: int,
-    budget: TimeBudget,
-    longest: float,
-    *,
-    shortest: float = SHORTEST_SECONDS,
-    fewest_calls: int = 1,
-    warmup: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Times:
-    """Times callers in turn, the reference twice.
-
-    Args:
-      callers: A function that makes n calls, by name; `REFERENCE` must be among them. Returns what to wait for.
-      repeats: Repetitions; fewer, but at least three, where they would take more than `longest` or the budget.
-      budget: Of the suite.
-      longest: Seconds.
-      shortest: Seconds of a repetition: several calls make one where a call is shorter.
-      fewest_calls: In a repetition.
-      warmup: Calls before the one that decides how many make a repetition.
-      clock: Of the repetitions.
+    Attributes:
+      call: Makes n calls, and returns what to wait for.
+      sizes: Metrics that need no run.
+      finish: From the median seconds of a call to further metrics.
     """
 
-    def functions(calls: int) -> dict[str, Callable[[], Any]]:
-        return {name: lambda caller=caller: caller(calls) for name, caller in callers.items()}
-
-    once = {name: times[0] for name, times in interleaved_seconds(functions(1), 1, warmup=warmup).items()}
-    calls = max(fewest_calls, math.ceil(shortest / min(once.values())))
-    repetitions = budget.repetitions(repeats, calls * (sum(once.values()) + once[REFERENCE]), longest)
-    timed = functions(calls)
-    timed = {REFERENCE: timed[REFERENCE], CONTROL: timed[REFERENCE]} | timed
-    seconds = interleaved_seconds(timed, repetitions, warmup=0, clock=clock)
-    return Times({name: [whole / calls for whole in found] for name, found in seconds.items()}, calls)
+    call: Callable[[int], Any]
+    sizes: dict[str, Any]
+    finish: Callable[[float], dict[str, Any]] = lambda seconds: {}
 
 
-def compare(
-    case: str,
-    reference: tuple[str, Callable[[], Any]],
-    contenders: Mapping[str, Callable[[], Any]],
-    measure: Callable[[Any, dict[str, Any]], dict[str, dict[str, Any]]],
-    budget: TimeBudget,
-    *,
-    together: bool,
-) -> Iterator[Row]:
-    """The rows of one case; what fails, or has not begun when the budget is spent, is left out with the reason.
+class Case(NamedTuple):
+    """A reference, and what is compared with it in the same process.
 
-    Args:
-      case: Its name.
-      reference: Its name, and what makes it.
+    Attributes:
+      name: For people.
+      make_reference: May fail as contenders may: then all are left out.
       contenders: What makes each, by name.
-      measure: (reference, {name: contender}) -> metrics by name.
-      budget: Of the suite.
-      together: Measure all contenders at once, or each alone with the reference.
     """
-    name, make = reference
-    made = budget.attempt(make)
-    if isinstance(made, str):
-        why = made if made == OUT_OF_TIME else f"{name}: {made}"
-        yield from (Row(case, contender, {}, why) for contender in contenders)
-        return
-    for group in [list(contenders)] if together else [[contender] for contender in contenders]:
-        ready = {}
-        for contender in group:
-            found = budget.attempt(contenders[contender])
-            if isinstance(found, str):
-                yield Row(case, contender, {}, found)
-            else:
-                ready[contender] = found
-        if not ready:
-            continue
-        try:
-            metrics = measure(made, ready)
-        except FAILURES as error:
-            yield from (Row(case, contender, {}, reason(error)) for contender in ready)
-        else:
-            yield from (Row(case, contender, metrics[contender]) for contender in ready)
+
+    name: str
+    make_reference: Callable[[], Contender]
+    contenders: Mapping[str, Callable[[], Contender]]
 
 
-# Running.
+class Comparison(NamedTuple):
+    """How the cases of a suite are measured: in turn, the reference twice, which is the control.
 
-
-def _line(suite: Suite, row: Row) -> str:
-    shown = row.left_out and f"left out: {row.left_out}"
-    shown = shown or ", ".join(f"{column.heading} {column.text(row.metrics)}" for column in suite.columns)
-    return f"{suite.name}, {row.case}, {row.variant}: {shown}"
-
-
-def _table(suite: Suite, rows: Sequence[Row]) -> str:
-    """The measured rows of a suite for a console."""
-    lines = [["case", "variant", *(column.heading for column in suite.columns)]]
-    for row in rows:
-        if not row.left_out:
-            lines.append([row.case, row.variant, *(column.text(row.metrics) for column in suite.columns)])
-    texts = align(lines)
-    rule = "-" * max(map(len, texts))
-    return "\n".join([suite.title, rule, texts[0], rule, *texts[1:]])
-
-
-def run_suites(
-    suites: Sequence[Suite], workdir: Path, *, repeats: int | None = None, tiny: bool = False, command: str = ""
-) -> dict[str, Any]:
-    """Measures, prints every row as it comes and the tables last, and writes benchmark.json.
-
-    The file is rewritten after each row, so that a run that is stopped keeps what it has; `finished` is true once
-    all is measured. An earlier benchmark.json of the folder is replaced by the first row.
-
-    Args:
-      suites: What to measure.
-      workdir: Where benchmark.json goes.
-      repeats: Timed repetitions; each suite's own number where None.
-      tiny: Small shapes: shows that all runs, not how fast.
-      command: How it was started, for the record.
-
-    Returns:
-      What benchmark.json holds: {"provenance", "finished", "rows": [{"suite", "case", "variant", "metrics"}]}; a row
-      that was left out has the reason in "left_out" instead of metrics.
-
-    Raises:
-      UserError: Where the workdir cannot be created.
+    Attributes:
+      reference: Its name.
+      prefix: Of its metrics, which stand in every row; "" for a reference that has a row of its own.
+      ratios: Sizes whose ratio to those of the reference is shown.
+      longest: Seconds of all repetitions; fewer are made, but at least three, where they would take longer.
+      unit: Name of the seconds of a call.
+      calls: Name of the number of calls in a repetition.
+      fewest_calls: In a repetition.
+      shortest: Seconds of a repetition: one call of a small program is too short for the clock and the scheduler.
+      together: Times all contenders of a case at once, not each alone with the reference.
+      clock: Of the repetitions.
+      reserved: Seconds of the budget in which contenders are made and not timed.
     """
-    make_folder(workdir, "workdir")
-    started = time.monotonic()
-    provenance = environment() | {
-        "command": command,
-        "repeats": {suite.name: repeats or suite.repeats for suite in suites},
-        "tiny": tiny,
-        # Runnable processes over 1, 5 and 15 minutes: what else the machine did.
-        "load_average_at_start": [round(load, 2) for load in os.getloadavg()],
-    }
-    results: dict[str, Any] = {"provenance": provenance, "finished": False, "rows": []}
 
-    def write() -> None:
-        provenance["wall_seconds"] = round(time.monotonic() - started, 1)
-        write_text(workdir / "benchmark.json", json.dumps(results, indent=2) + "\n")
+    reference: str
+    prefix: str
+    ratios: tuple[str, ...]
+    longest: float
+    unit: str = "seconds"
+    calls: str = "calls_per_repetition"
+    fewest_calls: int = 1
+    shortest: float = 0.02
+    together: bool = True
+    clock: Callable[[], float] = time.perf_counter
+    reserved: float = 0.0
 
-    tables = []
-    for suite in suites:
-        rows = []
-        for row in suite.measure(repeats or suite.repeats, tiny):
-            rows.append(row)
-            outcome = {"left_out": row.left_out} if row.left_out else {"metrics": row.metrics}
-            results["rows"].append({"suite": suite.name, "case": row.case, "variant": row.variant} | outcome)
-            write()
-            print(_line(suite, row), flush=True)
-        tables.append(_table(suite, rows))
-    results["finished"] = True
-    write()
-    print(*("\n" + text for text in tables), sep="\n")
-    return results
+    def rows(self, case: Case, repeats: int, budget: TimeBudget) -> Iterator[Row]:
+        """The rows of a case; what fails, or has not begun when the budget is spent, is left out with the reason."""
+        reference = budget.attempt(case.make_reference)
+        if isinstance(reference, str):
+            why = reference if reference == OUT_OF_TIME else f"{self.reference}: {reference}"
+            names = [self.reference] * (not self.prefix) + list(case.contenders)
+            yield from (Row(case.name, name, {}, why) for name in names)
+            return
+        groups = [list(case.contenders)] if self.together else [[name] for name in case.contenders]
+        for group in groups:
+            made = {name: budget.attempt(case.contenders[name]) for name in group}
+            ready = {name: found for name, found in made.items() if not isinstance(found, str)}
+            seconds, calls, not_timed = {}, 0, OUT_OF_TIME
+            if budget.seconds_left() > self.reserved and (ready or not self.prefix):
+                try:
+                    seconds, calls = self._seconds(reference, ready, repeats, budget)
+                except FAILURES as error:
+                    not_timed = reason(error)
+            for name, contender in (made if self.prefix else {self.reference: reference} | made).items():
+                if isinstance(contender, str):
+                    yield Row(case.name, name, {}, contender)
+                    continue
+                metrics = self._sizes(reference, contender)
+                if seconds:
+                    metrics |= self._times(seconds, _REFERENCE if contender is reference else name)
+                    metrics |= {self.calls: calls} | contender.finish(metrics[self.unit])
+                else:
+                    metrics["not_timed"] = not_timed
+                yield Row(case.name, name, metrics)
+
+    def _sizes(self, reference: Contender, contender: Contender) -> dict[str, Any]:
+        found = dict(contender.sizes)
+        if self.prefix:
+            found |= {f"{self.prefix}{name}": value for name, value in reference.sizes.items()}
+        for name in self.ratios:
+            ours, theirs = contender.sizes[name], reference.sizes[name]
+            found[f"{name}_ratio"] = ours / theirs if ours is not None and theirs else None
+        return found
+
+    def _times(self, seconds: dict[str, list[float]], name: str) -> dict[str, Any]:
+        """Ratios are to the reference in the same repetition; that of the reference itself is the control."""
+        reference = seconds[_REFERENCE]
+        ours = seconds[_CONTROL if name == _REFERENCE else name]
+        found = {
+            **spread_metrics(f"{self.unit}_ratio", median_ratio(ours, reference)),
+            **spread_metrics("control_ratio", median_ratio(seconds[_CONTROL], reference)),
+            **spread_metrics(self.unit, spread(seconds[name])),
+            "repetitions": len(reference),
+        }
+        return found | (spread_metrics(f"{self.prefix}{self.unit}", spread(reference)) if self.prefix else {})
+
+    def _seconds(
+        self, reference: Contender, ready: dict[str, Contender], repeats: int, budget: TimeBudget
+    ) -> tuple[dict[str, list[float]], int]:
+        """Seconds of one call in each repetition, and how many calls a repetition has."""
+        contenders = {_REFERENCE: reference} | ready
+
+        def functions(calls: int) -> dict[str, Callable[[], Any]]:
+            return {name: lambda call=each.call: call(calls) for name, each in contenders.items()}
+
+        few = self.fewest_calls
+        once = {name: times[0] / few for name, times in interleaved_seconds(functions(few), 1).items()}
+        calls = max(few, math.ceil(self.shortest / min(once.values())))
+        repetitions = budget.repetitions(repeats, calls * (sum(once.values()) + once[_REFERENCE]), self.longest)
+        timed = functions(calls)
+        timed = {_REFERENCE: timed[_REFERENCE], _CONTROL: timed[_REFERENCE]} | timed
+        seconds = interleaved_seconds(timed, repetitions, warmup=0, clock=self.clock)
+        return {name: [whole / calls for whole in found] for name, found in seconds.items()}, calls
