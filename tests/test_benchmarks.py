@@ -30,7 +30,7 @@ def tiny(tmp_path_factory):
     for library in ("grain", "tensorflow_datasets"):  # a machine that only measures need not have them
         (absent / f"{library}.py").write_text(f"raise ImportError('{library} is absent')")
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(absent), environment.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(absent), str(ROOT), environment.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, str(ROOT / "launch/benchmark.py"), "--tiny", "--repeats=2", "--workdir=out"],
         cwd=home, env=environment, capture_output=True, text=True, timeout=900,
