@@ -51,22 +51,20 @@ _MODEL_LEFT_OUT = {
 }
 
 
-def cases(tiny: bool) -> list[Case]:
+def cases(tiny: bool) -> Iterator[Case]:
     """Two kernels [in, out] of GPT-2 130M, and the whole of it unrolled and with stacked layers [layers, in, out]."""
     model = TINY_MODEL if tiny else gpt2("130m")
     on_kernels = ("hadamard output", "haar both") if tiny else KERNEL_ROTATIONS
     on_models = ("hadamard residual", "haar output") if tiny else _MODEL_ROTATIONS
-    found = []
     for columns in (model.d_model, model.d_mlp):
         shapes = {"kernel": jax.ShapeDtypeStruct((model.d_model, columns), jnp.float32)}
-        found.append(optimizer_case(f"{model.d_model}x{columns}", shapes, on_kernels))
+        yield optimizer_case(f"{model.d_model}x{columns}", shapes, on_kernels)
     for name, scan_layers in (("unrolled", False), ("stacked", True)):
         shapes = _model_shapes(dataclasses.replace(model, scan_layers=scan_layers))
         by_layer = (f"{on_models[0]} layer_by_layer",) if scan_layers else ()
         left_out = {} if tiny else _MODEL_LEFT_OUT
         name = f"gpt2 {'tiny' if tiny else '130m'} {name}"
-        found.append(optimizer_case(name, shapes, on_models + by_layer, left_out))
-    return found
+        yield optimizer_case(name, shapes, on_models + by_layer, left_out)
 
 
 def _model_shapes(model: ModelConfig) -> Any:
@@ -173,7 +171,7 @@ def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
         calls="steps_per_repetition",
         together=False,
     )
-    for case in cases(tiny):
+    for case in cases(tiny):  # one at a time: a case keeps its arrays
         yield from comparison.rows(case, repeats, TimeBudget(math.inf))
 
 

@@ -79,21 +79,16 @@ def spread_metrics(name: str, values: Spread) -> dict[str, float]:
 
 
 class Program(NamedTuple):
-    """A compiled function.
+    """A compiled function, and what it took to compile.
 
-    Attributes:
-      run: The executable, a jax.stages.Compiled; called like the function.
-      lower_seconds: Tracing and lowering.
-      compile_seconds: XLA's own time.
-      cpu_seconds: Processor time of both, over all threads: other load on the machine hardly changes it.
-      memory: Bytes as the compiler counts them: `argument_bytes` and `output_bytes`, which share `donated_bytes`, and
-        `temp_bytes` besides both. None where the backend does not report it.
+    `memory` has bytes as the compiler counts them: `argument_bytes` and `output_bytes`, which share `donated_bytes`,
+    and `temp_bytes` besides both; None where the backend does not report it.
     """
 
-    run: Any
-    lower_seconds: float
-    compile_seconds: float
-    cpu_seconds: float
+    run: Any  # a jax.stages.Compiled; called like the function
+    lower_seconds: float  # tracing and lowering
+    compile_seconds: float  # XLA's own time
+    cpu_seconds: float  # processor time of both, over all threads: other load on the machine hardly changes it
     memory: dict[str, int | None]
 
     @property
@@ -163,22 +158,13 @@ _REFERENCE, _CONTROL = "the reference", "the reference again"
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error, for a row that is left out.
-
-    >>> reason(NotImplementedError("heads wider than 128"))
-    'NotImplementedError: heads wider than 128'
-    """
+    """The first line of an error, for a row that is left out."""
     first = next(iter(str(error).splitlines()), "")
     return first if isinstance(error, LeftOut) else f"{type(error).__name__}: {first}"[:300]
 
 
 class TimeBudget:
-    """The time that a suite may take: what it has not begun by then is left out.
-
-    Args:
-      seconds: From now on.
-      clock: Seconds from any origin.
-    """
+    """The seconds that a suite may take from now on: what it has not begun by then is left out."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
         self._clock, self._end = clock, clock() + seconds
@@ -197,73 +183,41 @@ class TimeBudget:
             return reason(error)
 
     def repetitions(self, wanted: int, seconds: float, longest: float) -> int:
-        """As many as wanted, or as fit into what is left and into `longest`; but at least three of those wanted.
-
-        Args:
-          wanted: Repetitions.
-          seconds: Of one repetition.
-          longest: The seconds that all of them may take.
-        """
+        """As many as wanted, or as fit into what is left and into `longest` seconds; but three of those wanted."""
         affordable = int(min(self.seconds_left(), longest) / max(seconds, 1e-9))
         return min(wanted, max(3, affordable))
 
 
 class Contender(NamedTuple):
-    """What is timed.
+    """What is timed."""
 
-    Attributes:
-      call: Makes n calls, and returns what to wait for.
-      sizes: Metrics that need no run.
-      finish: From the median seconds of a call to further metrics.
-    """
-
-    call: Callable[[int], Any]
-    sizes: dict[str, Any]
-    finish: Callable[[float], dict[str, Any]] = lambda seconds: {}
+    call: Callable[[int], Any]  # makes n calls, and returns what to wait for
+    sizes: dict[str, Any]  # metrics that need no run
+    finish: Callable[[float], dict[str, Any]] = lambda seconds: {}  # median seconds of a call -> further metrics
 
 
 class Case(NamedTuple):
-    """A reference, and what is compared with it in the same process.
-
-    Attributes:
-      name: For people.
-      make_reference: May fail as contenders may: then all are left out.
-      contenders: What makes each, by name.
-    """
+    """A reference, and what is compared with it in the same process."""
 
     name: str
-    make_reference: Callable[[], Contender]
-    contenders: Mapping[str, Callable[[], Contender]]
+    make_reference: Callable[[], Contender]  # where it fails, all are left out
+    contenders: Mapping[str, Callable[[], Contender]]  # what makes each, by name
 
 
 class Comparison(NamedTuple):
-    """How the cases of a suite are measured: in turn, the reference twice, which is the control.
+    """How the cases of a suite are measured: in turn, the reference twice, which is the control."""
 
-    Attributes:
-      reference: Its name.
-      prefix: Of its metrics, which stand in every row; "" for a reference that has a row of its own.
-      ratios: Sizes whose ratio to those of the reference is shown.
-      longest: Seconds of all repetitions; fewer are made, but at least three, where they would take longer.
-      unit: Name of the seconds of a call.
-      calls: Name of the number of calls in a repetition.
-      fewest_calls: In a repetition.
-      shortest: Seconds of a repetition: one call of a small program is too short for the clock and the scheduler.
-      together: Times all contenders of a case at once, not each alone with the reference.
-      clock: Of the repetitions.
-      reserved: Seconds of the budget in which contenders are made and not timed.
-    """
-
-    reference: str
-    prefix: str
-    ratios: tuple[str, ...]
-    longest: float
-    unit: str = "seconds"
-    calls: str = "calls_per_repetition"
-    fewest_calls: int = 1
-    shortest: float = 0.02
-    together: bool = True
-    clock: Callable[[], float] = time.perf_counter
-    reserved: float = 0.0
+    reference: str  # its name
+    prefix: str  # of its metrics, which stand in every row; "" for a reference that has a row of its own
+    ratios: tuple[str, ...]  # sizes that are also shown as ratios to those of the reference
+    longest: float  # seconds of all repetitions; fewer are made, but at least three, where they would take longer
+    unit: str = "seconds"  # name of the seconds of a call
+    calls: str = "calls_per_repetition"  # name of that number
+    fewest_calls: int = 1  # in a repetition
+    shortest: float = 0.02  # seconds of a repetition: one small call is too short for the clock and the scheduler
+    together: bool = True  # all contenders of a case at once, or each alone with the reference
+    clock: Callable[[], float] = time.perf_counter  # of the repetitions
+    reserved: float = 0.0  # seconds of the budget in which contenders are made and not timed
 
     def rows(self, case: Case, repeats: int, budget: TimeBudget) -> Iterator[Row]:
         """The rows of a case; what fails, or has not begun when the budget is spent, is left out with the reason."""
@@ -275,25 +229,31 @@ class Comparison(NamedTuple):
             return
         groups = [list(case.contenders)] if self.together else [[name] for name in case.contenders]
         for group in groups:
-            made = {name: budget.attempt(case.contenders[name]) for name in group}
-            ready = {name: found for name, found in made.items() if not isinstance(found, str)}
-            seconds, calls, not_timed = {}, 0, OUT_OF_TIME
-            if budget.seconds_left() > self.reserved and (ready or not self.prefix):
-                try:
-                    seconds, calls = self._seconds(reference, ready, repeats, budget)
-                except FAILURES as error:
-                    not_timed = reason(error)
-            for name, contender in (made if self.prefix else {self.reference: reference} | made).items():
-                if isinstance(contender, str):
-                    yield Row(case.name, name, {}, contender)
-                    continue
-                metrics = self._sizes(reference, contender)
-                if seconds:
-                    metrics |= self._times(seconds, _REFERENCE if contender is reference else name)
-                    metrics |= {self.calls: calls} | contender.finish(metrics[self.unit])
-                else:
-                    metrics["not_timed"] = not_timed
-                yield Row(case.name, name, metrics)
+            yield from self._rows_of_group(case, group, reference, repeats, budget)
+
+    def _rows_of_group(
+        self, case: Case, group: list[str], reference: Contender, repeats: int, budget: TimeBudget
+    ) -> Iterator[Row]:
+        # A frame of its own: contenders of one group are freed before those of the next are made.
+        made = {name: budget.attempt(case.contenders[name]) for name in group}
+        ready = {name: found for name, found in made.items() if not isinstance(found, str)}
+        seconds, calls, not_timed = {}, 0, OUT_OF_TIME
+        if budget.seconds_left() > self.reserved and (ready or not self.prefix):
+            try:
+                seconds, calls = self._seconds(reference, ready, repeats, budget)
+            except FAILURES as error:
+                not_timed = reason(error)
+        for name, contender in (made if self.prefix else {self.reference: reference} | made).items():
+            if isinstance(contender, str):
+                yield Row(case.name, name, {}, contender)
+                continue
+            metrics = self._sizes(reference, contender)
+            if seconds:
+                metrics |= self._times(seconds, _REFERENCE if contender is reference else name)
+                metrics |= {self.calls: calls} | contender.finish(metrics[self.unit])
+            else:
+                metrics["not_timed"] = not_timed
+            yield Row(case.name, name, metrics)
 
     def _sizes(self, reference: Contender, contender: Contender) -> dict[str, Any]:
         found = dict(contender.sizes)

@@ -65,24 +65,14 @@ _VOCAB_SIZE, _TOKENS = 50_304, 50_257
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """Training steps of one model.
+    """Training steps of one model."""
 
-    Attributes:
-      name: Of the model.
-      model: Without its normalizer.
-      batch_size: Sequences per step; halved until they fit into memory.
-      sequence_length: Tokens of a sequence.
-      variants: Names in `VARIANTS`, the plain one first.
-      paper_step_ratio: Time of the proposed step over that of the plain one in the paper's Table 4, None where it
-        has none.
-    """
-
-    name: str
-    model: ModelConfig
-    batch_size: int
-    sequence_length: int
-    variants: tuple[str, ...] = tuple(VARIANTS)
-    paper_step_ratio: float | None = None
+    name: str  # of the model
+    model: ModelConfig  # without its normalizer
+    batch_size: int  # sequences per step; halved until they fit into memory
+    sequence_length: int  # tokens of a sequence
+    variants: tuple[str, ...] = tuple(VARIANTS)  # the plain one first
+    paper_step_ratio: float | None = None  # time of the proposed step over that of the plain one, paper's Table 4
 
     def config(self, variant: str) -> Config:
         """The run whose step is measured."""

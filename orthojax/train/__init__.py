@@ -2,6 +2,7 @@
 
 from orthojax.files import make_folder, write_text
 from orthojax.machine import environment
+from orthojax.timing import Spread, interleaved_seconds, median_ratio, spread
 from orthojax.train.bad_steps import DivergedError, leave_out_bad_steps
 from orthojax.train.checkpoint import (
     Checkpoints,
@@ -39,7 +40,6 @@ from orthojax.train.step import (
     parameter_shapes,
     state_shapes,
 )
-from orthojax.timing import Spread, interleaved_seconds, median_ratio, spread
 from orthojax.train.utilization import model_flops_per_token, model_flops_utilization, peak_flops_per_second
 from orthojax.train.workdir import check_workdir, prepare_workdir
 
