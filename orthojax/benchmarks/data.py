@@ -11,6 +11,7 @@ from orthojax.benchmarks.suite import Column, Row, Suite, reason, spread_metrics
 from orthojax.data.batches import TokenBatches
 from orthojax.data.corpus import embedded_corpus
 from orthojax.data.preparation import Part, prepare, text_parts, tfds_parts
+from orthojax.data.sources import documents
 from orthojax.data.tfrecord import masked_crc32c
 from orthojax.data.token_files import TokenFile
 from orthojax.data.token_shards import Tokens, open_token_files
@@ -38,14 +39,14 @@ def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
             "jsonl, divided": lambda folder: text_parts([str(jsonl)], ["train", "validation"], folder),
         }
         for name, write in {"TFRecord": _write_tfrecord, "ArrayRecord": _write_array_record}.items():
+            read = functools.partial(lambda name, _: tfds_parts(home / name, "", ["train"], "text"), name)
             try:
-                import tensorflow_datasets  # noqa: F401  # reads both; a machine that only measures may lack it
-
                 _write_tfds(home / name, texts, name, write)
-            except ImportError as error:
+                next(documents(read(home)[0].source.pieces(0, 1)))
+            except ImportError as error:  # needs tensorflow-datasets, which a machine that only measures may lack
                 yield Row(name, "token file", {}, reason(error))
             else:
-                sources[name] = functools.partial(lambda name, _: tfds_parts(home / name, "", ["train"], "text"), name)
+                sources[name] = read
         what = f"{len(texts)} documents, {tokenizer.spec}"
         yield from _preparation(texts, what, sources, tokenizer_path, repeats)
         for index in range(_SHARDS):
