@@ -2,12 +2,12 @@
 
 optimizer and compile: the step and the compilation of OrthoAdam against AdamW. attention: softmax-1 and learned sinks
 against softmax by the same kind of kernel. train_step: time, MFU and memory of GPT-2's training step with both against
-softmax and AdamW; these two take at most eight minutes together. quantization: linear layers and a model with kernels
-of int8 and int4 against float32, time and memory. data: token files against the tokenizer library, and
-batches of rows. Both take some minutes.
+softmax and AdamW; these two take at most eight minutes together. telemetry: metrics and probes against the step.
+quantization: linear layers and a model with kernels of int8 and int4 against float32, time and memory. data: token
+files against the tokenizer library, and batches of rows. Both take some minutes.
 
-What replaces something is measured as a ratio to it, in turn within one process, with its spread. Writes benchmark.json
-under the workdir after each row, and prints each row as it comes; the tables come last.
+Contenders and what they replace are timed in turn within one process; ratios come with their spread. Writes
+benchmark.json under the workdir after each row, and prints each row as it comes; the tables come last.
 """
 
 import shlex
@@ -32,8 +32,7 @@ def main(_: list[str]) -> None:
 
     import jax
 
-    from orthojax.benchmarks.catalog import SUITES
-    from orthojax.benchmarks.suite import run_suites
+    from orthojax.benchmarks import SUITES, run_suites
 
     names = list(SUITES) if FLAGS.suite is None else FLAGS.suite.split(",")
     for name in names:

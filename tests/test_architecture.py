@@ -23,6 +23,7 @@ LAYERS = {
     "files": 0,
     "formatting": 0,
     "machine": 0,
+    "timing": 0,
     "optim": 1,
     "model": 1,
     "data": 1,

@@ -8,9 +8,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
-from orthojax.optim import Rotation, describe, in_rotated_basis, orthoadam, scale_by_orthoadam
+from orthojax.optim import Rotation, in_rotated_basis, orthoadam, scale_by_orthoadam
 
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests wait for
 KINDS = ("hadamard", "haar")
@@ -107,21 +106,6 @@ def test_converges_on_parabolas(make, kind):
     assert first > 10
     assert last < 1e-3
     assert_same(found, target, atol=0.05)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_converges_on_rosenbrock(kind):
-    """In a matrix that is really turned: each row is one Rosenbrock problem of four variables, at (1, 1, 1, 1)."""
-
-    def loss(x):
-        return jnp.sum(100 * (x[:, 1:] - x[:, :-1] ** 2) ** 2 + (1 - x[:, :-1]) ** 2)
-
-    rotation = Rotation(kind)
-    assert describe(rotation, jnp.zeros((3, 4))) == {"": f"axes (1,): {kind} 4"}
-    found, first, last = minimise(orthoadam(0.02, rotation=rotation), loss, jnp.zeros((3, 4)), 4000)
-    assert first == 9
-    assert last < 1e-3
-    np.testing.assert_allclose(found, 1.0, atol=0.05)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -343,19 +327,11 @@ def test_init_has_a_shape_and_vmaps(make, kind):
         assert_same(jax.tree.map(lambda x, i=i: x[i], together), first_step(mixed(i), mixed(5 + i)), atol=1e-4)
 
 
-# Checkpoints and placement.
+# Checkpoints.
 
 
-def train(optimizer, params, state, seeds):
-    step = jax.jit(functools.partial(one_step, optimizer))
-    for i in seeds:
-        params, state = step(params, mixed(i), state)
-    return params, state
-
-
-@pytest.mark.parametrize("typed", [True, False], ids=["with a target", "as it lies"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_continues_bit_for_bit(kind, typed, tmp_path):
+def test_a_checkpoint_continues_bit_for_bit(kind, tmp_path):
     optimizer = optax.named_chain(
         ("clip", optax.clip_by_global_norm(1.0)),
         ("orthoadam", scale_by_orthoadam(rotation=Rotation(kind))),
@@ -367,89 +343,38 @@ def test_a_checkpoint_continues_bit_for_bit(kind, typed, tmp_path):
     for i in range(3):
         params, state = one_step(optimizer, params, grads(i), state)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "at", {"params": params, "opt_state": state})
+        checkpointer.save(tmp_path / "at", (params, state))
         checkpointer.wait_until_finished()
-        target = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-        restored = checkpointer.restore(tmp_path / "at", target if typed else None)
-    if typed:
-        assert jax.tree.structure(restored["opt_state"]) == jax.tree.structure(state)
-    else:
-        found = restored["opt_state"]["orthoadam"]
-        assert set(found["inner"]) == {"count", "mu", "nu"}
-        assert ("basis" in found and bool(found["basis"])) == (kind == "haar")
-        restored = {"params": restored["params"], "opt_state": _rebuilt(state, restored["opt_state"])}
-    for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves({"params": params, "opt_state": state}), strict=True):
-        np.testing.assert_array_equal(a, b)
-    going, resumed = (params, state), (restored["params"], restored["opt_state"])
+        restored = checkpointer.restore(tmp_path / "at", (params, jax.eval_shape(optimizer.init, params)))
+        plain = checkpointer.restore(tmp_path / "at")[1]["orthoadam"]  # as a foreign reader finds it
+    assert_same(restored, (params, state))
+    assert set(plain["inner"]) == {"count", "mu", "nu"}
+    np.testing.assert_array_equal(plain["inner"]["mu"]["mlp"]["kernel"], state["orthoadam"].inner.mu["mlp"]["kernel"])
+    assert bool(plain.get("basis")) == (kind == "haar")
+    going, resumed = (params, state), restored
     for i in range(3, 6):
         going, resumed = (one_step(optimizer, p, grads(i), s) for p, s in (going, resumed))
-    jax.tree.map(np.testing.assert_array_equal, going[0], resumed[0])
+    assert_same(going, resumed)
 
 
-def _rebuilt(state, plain):
-    """The typed state from the plain dicts and lists that Orbax gives without a target, matched by path."""
-
-    def by_path(tree):
-        paths = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf for keys, leaf in paths}
-
-    found, wanted = by_path(plain), by_path(state)
-    assert set(found) == set(wanted)
-    return jax.tree.unflatten(jax.tree.structure(state), [found[path] for path in wanted])
-
-
-def test_hadamard_keeps_no_more_than_adam(tmp_path):
+def test_what_has_no_matrices_keeps_no_more_than_adam(tmp_path):
     """Names, types and bytes of the leaves, and bytes on disk, where names and metadata may take 4 kB more."""
     params = {"mlp": {"kernel": normal(0, 256, 384), "bias": normal(1, 384)}}
     sizes, names = {}, {}
-    for name, scaling in (("adam", optax.scale_by_adam()), ("hadamard", scale_by_orthoadam())):
+    for kind in ("adam", "hadamard", "dct", "identity", "signed_permutation"):
+        scaling = optax.scale_by_adam() if kind == "adam" else scale_by_orthoadam(rotation=Rotation(kind))
         _, state = scaling.update(params, scaling.init(params))  # moments that do not compress
-        moments = state if name == "adam" else state.inner
+        moments = state if kind == "adam" else state.inner
         assert isinstance(moments, optax.ScaleByAdamState)
-        names[name] = {
+        assert len(jax.tree.leaves(moments)) == len(jax.tree.leaves(state))  # nothing beside them
+        names[kind] = {
             jax.tree_util.keystr(keys): (leaf.shape, leaf.dtype.name, leaf.nbytes)
             for keys, leaf in jax.tree_util.tree_leaves_with_path(moments)
         }
-        assert len(names[name]) == len(jax.tree.leaves(state))  # nothing beside them
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / name, state)
-        sizes[name] = sum(path.stat().st_size for path in (tmp_path / name).rglob("*") if path.is_file())
-    assert names["hadamard"] == names["adam"]
+        assert names[kind] == names["adam"]
+        if kind in ("adam", "hadamard"):
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(tmp_path / kind, state)
+            sizes[kind] = sum(path.stat().st_size for path in (tmp_path / kind).rglob("*") if path.is_file())
     assert sizes["adam"] > 1.5 * 4 * 256 * 384
     assert abs(sizes["hadamard"] - sizes["adam"]) < 0.01 * sizes["adam"] + 4096
-
-
-def test_a_haar_state_reshards():
-    """Moved to other devices and layouts between steps: the same numbers, and the state stays where it was put."""
-    params, grads = {"w": normal(0, 16, 24)}, [{"w": normal(i, 16, 24)} for i in range(1, 5)]
-    optimizer = orthoadam(0.1, rotation=Rotation("haar"))
-    want, want_state = params, optimizer.init(params)
-    for g in grads:
-        want, want_state = one_step(optimizer, want, g, want_state)
-
-    meshes = [
-        jax.make_mesh(shape, ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2) for shape in ((2, 2), (8, 1))
-    ]
-    specs = [PartitionSpec("x", "y"), PartitionSpec(None, "x"), PartitionSpec("x"), PartitionSpec()]
-    state = optimizer.init(params)
-    for i, (g, spec) in enumerate(zip(grads, specs, strict=True)):
-        mesh = meshes[i % 2]
-        moments = NamedSharding(mesh, spec)
-        # The basis is sharded by its rows here, which no rule asks for; it must only stay right.
-        placed = optax.tree.map_params(
-            optimizer,
-            lambda x, s=moments: jax.device_put(x, s),
-            state,
-            transform_non_params=lambda tree, m=mesh: jax.tree.map(
-                lambda x: jax.device_put(x, NamedSharding(m, PartitionSpec("x") if x.ndim == 2 else PartitionSpec())),
-                tree,
-            ),
-        )
-        params = jax.device_put(params, moments)
-        step = jax.jit(
-            functools.partial(one_step, optimizer), out_shardings=(moments, jax.tree.map(lambda x: x.sharding, placed))
-        )
-        params, state = step(params, jax.device_put(g, moments), placed)
-        assert state[0].inner.mu["w"].sharding == moments
-    np.testing.assert_allclose(params["w"], want["w"], atol=1e-5)
-    np.testing.assert_array_equal(state[0].basis["w"]["basis_0"], want_state[0].basis["w"]["basis_0"])

@@ -33,27 +33,23 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 NAMES = ("data", "fsdp", "tensor")
 
 # A small transformer with scanned layers, an unrolled one, and 7 positions, which no mesh divides.
-SHAPES = {
-    "token_embedding": {"embedding": (24, 16)},
-    "position_embedding": {"embedding": (7, 16)},
-    "layers": {
-        "attention": {"output": {"kernel": (2, 16, 16)}},
-        "mlp": {"up": {"kernel": (2, 16, 32), "bias": (2, 32)}},
-        "norm": {"scale": (2, 16)},
-    },
-    "layers_2": {"mlp": {"down": {"kernel": (32, 16)}}},
-}
-SPECS = {
-    "token_embedding": {"embedding": P("tensor", "fsdp")},
-    "position_embedding": {"embedding": P(None, "fsdp")},
-    "layers": {
-        "attention": {"output": {"kernel": P(None, "tensor", "fsdp")}},
-        "mlp": {"up": {"kernel": P(None, "fsdp", "tensor"), "bias": P(None, "tensor")}},
-        "norm": {"scale": P(None, "fsdp")},
-    },
-    "layers_2": {"mlp": {"down": {"kernel": P(("fsdp", "tensor"))}}},
+MODEL = {
+    "token_embedding/embedding": ((24, 16), P("tensor", "fsdp")),
+    "position_embedding/embedding": ((7, 16), P(None, "fsdp")),
+    "layers/attention/output/kernel": ((2, 16, 16), P(None, "tensor", "fsdp")),
+    "layers/mlp/up/kernel": ((2, 16, 32), P(None, "fsdp", "tensor")),
+    "layers/mlp/up/bias": ((2, 32), P(None, "tensor")),
+    "layers/norm/scale": ((2, 16), P(None, "fsdp")),
+    "layers_2/mlp/down/kernel": ((32, 16), P(("fsdp", "tensor"))),
 }
 
+
+def unzip(pairs):
+    """(shapes, specs) by path."""
+    return tuple({path: pair[i] for path, pair in pairs.items()} for i in (0, 1))
+
+
+SHAPES, SPECS = unzip(MODEL)
 
 # Half the time of compilation; the passes that decide what travels are the same.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -128,19 +124,16 @@ def collectives(hlo):
 def expected_exchanges(rotated, shapes, specs, mesh, itemsize):
     """Four all-to-alls for every rotated dimension that is split: there and back, of gradient and of update."""
     out = []
-
-    def leaf(keys, shape, spec):
-        split = [math.prod(mesh.shape[n] for n in ((e,) if isinstance(e, str) else e or ())) for e in spec]
+    for path, shape in shapes.items():
+        split = [math.prod(mesh.shape[n] for n in ((e,) if isinstance(e, str) else e or ())) for e in specs[path]]
         split += [1] * (len(shape) - len(split))
-        for dim in rotated(jax.tree_util.keystr(keys, simple=True, separator="/"), shape):
+        for dim in rotated(path, shape):
             if (width := split[dim]) > 1:
                 local = [n // s for n, s in zip(shape, split, strict=True)]
                 if not any(n % width == 0 for d, n in enumerate(local) if d != dim):
                     other = max((n, d) for d, n in enumerate(local) if d != dim)[1]
                     local[other] += -local[other] % width
                 out.extend([("all-to-all", itemsize * math.prod(local))] * 4)
-
-    jax.tree_util.tree_map_with_path(leaf, shapes, specs, is_leaf=lambda x: isinstance(x, tuple))
     return sorted(out)
 
 
@@ -219,7 +212,7 @@ UNSPLIT = {  # the output axis is rotated
 @pytest.mark.parametrize("given", ["layout", "explicit axes", "nothing"])
 def test_nothing_travels_where_the_rotated_axis_is_whole(given, kind):
     """Also float32; and with Auto axes the compiler needs no layout for this."""
-    shapes, specs = ({path: pair[i] for path, pair in UNSPLIT.items()} for i in (0, 1))
+    shapes, specs = unzip(UNSPLIT)
     trees = [random_tree(shapes, np.float32, seed) for seed in range(3)]
     want, _, _ = run(orthoadam(1e-2, rotation=Rotation(kind)), trees)
     shardings = place_by(make_mesh((1, 4, 2), EXPLICIT if given == "explicit axes" else AUTO), specs, shapes)
@@ -231,8 +224,8 @@ def test_nothing_travels_where_the_rotated_axis_is_whole(given, kind):
 
 @pytest.mark.parametrize("kind", ["hadamard", pytest.param("haar", marks=pytest.mark.slow)])
 def test_a_state_continues_on_another_mesh(kind, x64, tmp_path):
-    shapes = {"embedding": (24, 16), "layers": {"kernel": (2, 16, 32)}}
-    specs = {"embedding": P("tensor", "fsdp"), "layers": {"kernel": P(None, "fsdp", "tensor")}}
+    names = ("token_embedding/embedding", "layers/mlp/up/kernel")
+    shapes, specs = unzip({name: MODEL[name] for name in names})
     trees = [random_tree(shapes, np.float64, seed) for seed in range(4)]
     plain = Rotation(kind, "both")
     want, _, _ = run(orthoadam(1e-2, rotation=plain), trees)
@@ -295,38 +288,6 @@ def test_zero1(kind, mesh_kind, x64):
     params, gradient = (jax.device_put(tree, shardings) for tree in trees[:2])
     updates, state = optimizer.update(gradient, optimizer.init(params), params)  # outside of jit
     assert jax.tree.map(lambda x: x.sharding, (updates, state[0].inner.nu)) == (shardings, moments)
-
-
-@pytest.mark.slow  # tests of meshes train whole steps so
-def test_zero1_of_a_whole_step_with_a_sum_over_data(x64):
-    """In a data-parallel step the gradient's sum comes first; then nothing but the gathered updates travels."""
-    mesh = make_mesh((8,), names=("data",))
-    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-    params = {"w": jax.device_put(jnp.asarray(random_tree((16, 24), np.float64, 0)), whole)}
-    x, y = (jnp.asarray(random_tree(shape, np.float64, 1)) for shape in ((64, 16), (64, 24)))
-    moments = zero1(Rotation(), params, {"w": whole})
-    optimizer = orthoadam(1e-2, weight_decay=0.1, rotation=Rotation(layout=layout_of(moments)))
-
-    def step(params, state, x, y):
-        grads = jax.grad(lambda p: jnp.mean((x @ p["w"] - y) ** 2))(params)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    plain = orthoadam(1e-2, weight_decay=0.1)
-    grads = jax.grad(lambda p: jnp.mean((x @ p["w"] - y) ** 2))(params)
-    want = optax.apply_updates(params, plain.update(grads, plain.init(params), params)[0])
-    state_at = state_shardings(optimizer, params, moments)
-    state = jit(optimizer.init, out_shardings=state_at)(params)
-    jitted = jax.jit(step, out_shardings=({"w": whole}, state_at))
-    arguments = (params, state, jax.device_put(x, rows), jax.device_put(y, rows))
-    compiled = jitted.lower(*arguments).compile()
-    assert_close(compiled(*arguments)[0], want, 1e-10)
-    travelled = collectives(compiled.as_text())
-    assert [kind for kind, _ in travelled] in (["all-gather", "all-reduce"], ["all-gather", "reduce-scatter"])
-    assert travelled[0] == ("all-gather", 8 * 16 * 24)
-    # Two moments of an eighth, a whole parameter, x, y and the count.
-    held = 8 * (2 * 16 * 24 // 8 + 16 * 24 + 8 * 16 + 8 * 24) + 4
-    assert compiled.memory_analysis().argument_size_in_bytes == held
 
 
 @pytest.mark.parametrize("mesh_kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)])

@@ -6,18 +6,17 @@ import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from orthojax.benchmarks.suite import Column, Row, Suite, measured, reason, seconds_text, spread_metrics, spread_text
+from orthojax.benchmarks.suite import Column, Row, Suite, reason, spread_metrics
 from orthojax.data.batches import TokenBatches
 from orthojax.data.corpus import embedded_corpus
 from orthojax.data.preparation import Part, prepare, text_parts, tfds_parts
 from orthojax.data.sources import documents
-from orthojax.data.tfrecord import as_varint, crc32c, masked_crc
+from orthojax.data.tfrecord import masked_crc32c
 from orthojax.data.token_files import TokenFile
 from orthojax.data.token_shards import Tokens, open_token_files
 from orthojax.data.tokenizers import make_tokenizer
-from orthojax.train import interleaved_seconds, median_ratio, spread
+from orthojax.timing import interleaved_seconds, median_ratio, spread
 
 _DOCUMENT_CHARACTERS = 2_000  # about those of a web page of C4
 _COPIES = 3  # of the corpus, so that what a token file costs but once weighs as little as with more text
@@ -30,34 +29,32 @@ def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
     texts = [text for text in _texts() if text]
     texts = texts[:_TINY_DOCUMENTS] if tiny else texts
     tokenizer = make_tokenizer("bpe:300" if tiny else "bpe:8192", texts[: len(texts) // _COPIES])
-    with tempfile.TemporaryDirectory() as home:
-        data = Path(home) / "data"
-        data.mkdir()
-        jsonl = data / "text.jsonl"
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        jsonl, tokenizer_path = home / "text.jsonl", home / "tokenizer.json"
         jsonl.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        tokenizer.save(tokenizer_path)
         sources: dict[str, Callable[[Path], list[Part]]] = {
             "jsonl": lambda folder: text_parts([str(jsonl)], ["all"], folder),
             "jsonl, divided": lambda folder: text_parts([str(jsonl)], ["train", "validation"], folder),
         }
         for name, write in {"TFRecord": _write_tfrecord, "ArrayRecord": _write_array_record}.items():
-            read = functools.partial(lambda version, _: tfds_parts(version, "", ["train"], "text"), data / name)
+            read = functools.partial(lambda name, _: tfds_parts(home / name, "", ["train"], "text"), name)
             try:
-                _write_tfds(data / name, texts, name, write)
-                next(documents(read(data)[0].source.pieces(0, 1)))
+                _write_tfds(home / name, texts, name, write)
+                next(documents(read(home)[0].source.pieces(0, 1)))
             except ImportError as error:  # needs tensorflow-datasets, which a machine that only measures may lack
                 yield Row(name, "token file", {}, reason(error))
-                continue
-            sources[name] = read
-        rows, file = _preparation(texts, tokenizer, sources, Path(home), repeats)
-        yield from rows
-        folder = Path(home) / "shards"
+            else:
+                sources[name] = read
+        what = f"{len(texts)} documents, {tokenizer.spec}"
+        yield from _preparation(texts, what, sources, tokenizer_path, repeats)
         for index in range(_SHARDS):
-            parts = sources["jsonl"](folder)
-            prepare(folder, parts, str(Path(home) / "tokenizer.json"), shard=(index, _SHARDS))
-        shards = open_token_files(folder / "all.bin")
+            prepare(home / "shards", sources["jsonl"](home / "shards"), str(tokenizer_path), shard=(index, _SHARDS))
+        (file,) = prepare(home / "file", sources["jsonl"](home / "file"), str(tokenizer_path))
         shape = (4, 8) if tiny else (_ROWS, _SEQUENCE_LENGTH)
         yield _batches(file.tokens, "one file", *shape, repeats)
-        yield _batches(shards.tokens, f"{_SHARDS} shards", *shape, repeats)
+        yield _batches(open_token_files(home / "shards" / "all.bin").tokens, f"{_SHARDS} shards", *shape, repeats)
 
 
 def _texts() -> Iterator[str]:
@@ -72,32 +69,29 @@ def _texts() -> Iterator[str]:
 
 def _preparation(
     texts: Sequence[str],
-    tokenizer: Any,
+    what: str,
     sources: Mapping[str, Callable[[Path], list[Part]]],
-    home: Path,
+    tokenizer_path: Path,
     repeats: int,
-) -> tuple[list[Row], TokenFile]:
+) -> Iterator[Row]:
     """From files of text to a token file with its checksums, against the tokenizer library on texts in memory."""
     import tokenizers
 
-    tokenizer_path = home / "tokenizer.json"
-    tokenizer.save(tokenizer_path)
-    made: dict[str, list[list[TokenFile]]] = {name: [] for name in sources}
-
     backend = tokenizers.Tokenizer.from_file(str(tokenizer_path))  # as it comes, with its own settings
+    found: dict[str, list[TokenFile]] = {}
+    folders = (tokenizer_path.parent / str(i) for i in range(10**9))  # new ones: what exists is not prepared again
 
     def library() -> int:
         return len(backend.encode_batch_fast(texts, add_special_tokens=False))
 
-    def token_file(name: str) -> None:
-        folder = home / f"{name}-{len(made[name])}"  # a new one, since what is there already is not made again
-        made[name].append(prepare(folder, sources[name](folder), str(tokenizer_path)))
+    def token_files(name: str) -> None:
+        folder = next(folders)
+        found[name] = prepare(folder, sources[name](folder), str(tokenizer_path))
 
-    files = {name: functools.partial(token_file, name) for name in sources}
+    files = {name: functools.partial(token_files, name) for name in sources}
     seconds = interleaved_seconds({"library": library, "library again": library, **files}, repeats)
-    rows = []
     for name in sources:
-        n_tokens, n_bytes = (sum(getattr(file.info, of) for file in made[name][0]) for of in ("n_tokens", "n_bytes"))
+        n_tokens, n_bytes = (sum(getattr(file.info, of) for file in found[name]) for of in ("n_tokens", "n_bytes"))
         metrics = {
             **spread_metrics("speed_ratio", median_ratio(seconds["library"], seconds[name])),
             **spread_metrics("control_ratio", median_ratio(seconds["library again"], seconds["library"])),
@@ -105,19 +99,24 @@ def _preparation(
             "tokens_per_second": n_tokens / spread(seconds[name]).median,
             "repetitions": repeats,
         }
-        case = f"{n_bytes / 1e6:.1f} MB of {name}, {len(texts)} documents, {tokenizer.spec}"
-        rows.append(Row(case, "token file", metrics))
-    return rows, made["jsonl"][0][0]
+        yield Row(f"{n_bytes / 1e6:.1f} MB of {name}, {what}", "token file", metrics)
 
 
 def _write_tfds(folder: Path, texts: Sequence[str], file_format: str, write: Callable[[Path, Iterator[bytes]], None]):
     """A TensorFlow Datasets folder with one shard."""
+
+    def field(number: int, content: bytes) -> bytes:  # of a protocol buffer message, length-delimited
+        length, digits = len(content), []
+        while length >= 128:
+            digits.append(length & 127 | 128)
+            length >>= 7
+        return bytes([number << 3 | 2, *digits, length]) + content
+
     folder.mkdir()
-    values = (_field(1, _field(1, text.encode())) for text in texts)  # Feature.bytes_list.value
-    examples = (_field(1, _field(1, _field(1, b"text") + _field(2, value))) for value in values)
+    values = (field(1, field(1, text.encode())) for text in texts)  # Feature.bytes_list.value
     suffix = {"TFRecord": "tfrecord", "ArrayRecord": "array_record"}[file_format]
     path = folder / f"text-train.{suffix}-00000-of-00001"
-    write(path, examples)
+    write(path, (field(1, field(1, field(1, b"text") + field(2, value))) for value in values))
     split = {"name": "train", "shardLengths": [str(len(texts))], "numBytes": str(path.stat().st_size)}
     info = {"name": "text", "version": "1.0.0", "fileFormat": suffix, "splits": [split]}
     (folder / "dataset_info.json").write_text(json.dumps(info))
@@ -128,10 +127,10 @@ def _write_tfds(folder: Path, texts: Sequence[str], file_format: str, write: Cal
 
 
 def _write_tfrecord(path: Path, examples: Iterator[bytes]) -> None:
-    with open(path, "wb") as file:
+    with path.open("wb") as file:
         for example in examples:
             for part in (struct.pack("<Q", len(example)), example):
-                file.write(part + struct.pack("<I", masked_crc(crc32c(part))))
+                file.write(part + struct.pack("<I", masked_crc32c(part)))
 
 
 def _write_array_record(path: Path, examples: Iterator[bytes]) -> None:
@@ -141,11 +140,6 @@ def _write_array_record(path: Path, examples: Iterator[bytes]) -> None:
     for example in examples:
         writer.write(example)
     writer.close()
-
-
-def _field(number: int, content: bytes) -> bytes:
-    """A length-delimited field of a protocol buffer message."""
-    return bytes([number << 3 | 2]) + as_varint(len(content)) + content
 
 
 def _batches(tokens: Tokens, of: str, rows: int, sequence_length: int, repeats: int) -> Row:
@@ -169,15 +163,15 @@ def _batches(tokens: Tokens, of: str, rows: int, sequence_length: int, repeats: 
     return Row(case, "batches", metrics)
 
 
-SUITE = Suite(
+DATA = Suite(
     name="data",
     title="Token files against the speed of the tokenizer library alone (quartiles), and batches of rows; one process",
     measure=_measure,
     columns=(
-        Column("speed ratio", measured("speed_ratio", spread_text("speed_ratio"))),
-        Column("library to itself", measured("control_ratio", spread_text("control_ratio"))),
-        Column("time", lambda m: seconds_text(m["seconds"])),
-        Column("tokens/s", lambda m: f"{m['tokens_per_second']:.3g}"),
+        Column("speed ratio", "speed_ratio"),
+        Column("library to itself", "control_ratio"),
+        Column("time", "seconds", "seconds"),
+        Column("tokens/s", "tokens_per_second", "{:.3g}"),
     ),
     repeats=5,
 )

@@ -1,15 +1,16 @@
-"""What a suite of measurements is, and how one is run into benchmark.json."""
+"""What a suite of measurements is, and how contenders are compared in one process."""
 
-import dataclasses
-import json
-import os
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
+
+from orthojax.formatting import byte_count
+from orthojax.machine import available_memory_bytes
 from orthojax.model import gpt2
-from orthojax.train import Spread, environment, make_folder, write_text
+from orthojax.timing import Spread, interleaved_seconds, median_ratio, spread
 
 TINY_MODEL = gpt2(
     "tiny", d_model=16, d_mlp=24, num_heads=2, num_layers=1, vocab_size=32, max_length=16, scan_layers=False
@@ -17,88 +18,52 @@ TINY_MODEL = gpt2(
 
 
 class Row(NamedTuple):
-    """One measurement, or why it was not made.
+    """One measurement, or why it was not made."""
 
-    Attributes:
-      case: What it was made on, such as the shape of a kernel.
-      variant: What was compared with the suite's reference.
-      metrics: By name, with the unit in the name; empty where left out.
-      left_out: The reason, or "".
-    """
-
-    case: str
-    variant: str
-    metrics: dict[str, Any]
-    left_out: str = ""
-
-
-class TimeBudget:
-    """The time that a suite may take: what it has not begun by then is left out.
-
-    Args:
-      seconds: From now on.
-      clock: Seconds from any origin.
-    """
-
-    LEFT_OUT = "time budget"
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
-        self._clock, self._end = clock, clock() + seconds
-
-    def seconds_left(self) -> float:
-        """What remains, at least 0."""
-        return max(0.0, self._end - self._clock())
-
-    def repetitions(self, wanted: int, seconds: float, longest: float) -> int:
-        """As many as are wanted, or as fit into what is left and into `longest`; but three, where so many are wanted.
-
-        Args:
-          wanted: Repetitions.
-          seconds: Of one repetition.
-          longest: The seconds that all of them may take.
-        """
-        affordable = int(min(self.seconds_left(), longest) / max(seconds, 1e-9))
-        return min(wanted, max(3, affordable))
-
-
-# How an implementation refuses (NotImplementedError is a RuntimeError, and so are XLA's), or jax.nn an argument.
-FAILURES = (RuntimeError, ValueError)
-
-
-def reason(error: Exception) -> str:
-    """The first line of an error, for a row that is left out.
-
-    >>> reason(NotImplementedError("heads wider than 128"))
-    'NotImplementedError: heads wider than 128'
-    """
-    first = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first}"[:300]
+    case: str  # what it was made on, such as the shape of a kernel
+    variant: str  # what was compared with the reference
+    metrics: dict[str, Any]  # by name, with the unit in the name; empty where left out
+    left_out: str = ""  # the reason, or ""
 
 
 class Column(NamedTuple):
-    """A column of the printed table: its heading, and what it shows of a row's metrics."""
-
-    heading: str
-    text: Callable[[dict[str, Any]], str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Suite:
-    """Measurements that belong together.
+    """A column of the printed table.
 
     Attributes:
-      name: As in --suite.
-      title: What is measured, in a sentence.
-      measure: (repeats, tiny) -> rows, each given as soon as it is there; `tiny` means seconds in all.
-      columns: Of its table.
-      repeats: How many repetitions are timed where the user does not say.
+      heading: Of the column.
+      metric: Name of what it shows, or names with "+" for their sum; "-" stands where a row has none.
+      kind: "spread" for what `spread_metrics` wrote, "seconds", "bytes", or a format such as "{:.3g}".
     """
 
-    name: str
-    title: str
-    measure: Callable[[int, bool], Iterator[Row]]
+    heading: str
+    metric: str
+    kind: str = "spread"
+
+    def text(self, metrics: dict[str, Any]) -> str:
+        """As in "1.04 (1.02-1.07)", "12.3 us", "1.49 GB"."""
+        if any(name not in metrics for name in self.metric.split("+")):
+            return "-"
+        values = [metrics[name] for name in self.metric.split("+")]
+        if None in values:
+            return "unknown"
+        value = sum(values)
+        if self.kind == "spread":
+            lower, upper = metrics[f"{self.metric}_lower_quartile"], metrics[f"{self.metric}_upper_quartile"]
+            return f"{value:.3g} ({lower:.3g}-{upper:.3g})"
+        if self.kind == "seconds":
+            unit, symbol = next(((u, n) for u, n in ((1.0, "s"), (1e-3, "ms")) if value >= 0.9995 * u), (1e-6, "us"))
+            return f"{value / unit:.3g} {symbol}"
+        return byte_count(value) if self.kind == "bytes" else self.kind.format(value)
+
+
+class Suite(NamedTuple):
+    """Measurements that belong together."""
+
+    name: str  # as in --suite
+    title: str  # what is measured, in a sentence
+    measure: Callable[[int, bool], Iterator[Row]]  # (repeats, tiny) -> rows; `tiny` means seconds in all
     columns: tuple[Column, ...]
-    repeats: int
+    repeats: int  # timed repetitions by default
 
 
 def spread_metrics(name: str, values: Spread) -> dict[str, float]:
@@ -110,110 +75,221 @@ def spread_metrics(name: str, values: Spread) -> dict[str, float]:
     return {name: values.median, f"{name}_lower_quartile": values.lower, f"{name}_upper_quartile": values.upper}
 
 
-def spread_text(name: str) -> Callable[[dict[str, Any]], str]:
-    """Shows what `spread_metrics` wrote, as in "1.04 (1.02-1.07)"."""
-
-    def text(metrics: dict[str, Any]) -> str:
-        lower, upper = metrics[f"{name}_lower_quartile"], metrics[f"{name}_upper_quartile"]
-        return f"{metrics[name]:.3g} ({lower:.3g}-{upper:.3g})"
-
-    return text
+# Programs.
 
 
-def measured(name: str, text: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], str]:
-    """Shows a text, or "-" where the metric `name` was not measured or does not exist for the row."""
-    return lambda metrics: "-" if metrics.get(name) is None else text(metrics)
+class Program(NamedTuple):
+    """A compiled function, and what it took to compile.
 
-
-def seconds_text(seconds: float) -> str:
-    """Seconds for people.
-
-    >>> seconds_text(0.0000123), seconds_text(0.25), seconds_text(0.9999)
-    ('12.3 us', '250 ms', '1 s')
+    `memory` has bytes as the compiler counts them: `argument_bytes` and `output_bytes`, which share `donated_bytes`,
+    and `temp_bytes` besides both; None where the backend does not report it.
     """
-    unit, name = next(((u, n) for u, n in ((1.0, "s"), (1e-3, "ms")) if seconds >= 0.9995 * u), (1e-6, "us"))
-    return f"{seconds / unit:.3g} {name}"
+
+    run: Any  # a jax.stages.Compiled; called like the function
+    lower_seconds: float  # tracing and lowering
+    compile_seconds: float  # XLA's own time
+    cpu_seconds: float  # processor time of both, over all threads: other load on the machine hardly changes it
+    memory: dict[str, int | None]
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """All that one call needs: arguments, results and temporaries, donated buffers counted once."""
+        sizes = [self.memory[f"{name}_bytes"] for name in ("argument", "output", "temp", "donated")]
+        if any(size is None for size in sizes):
+            return None
+        *needed, donated = (size or 0 for size in sizes)
+        return sum(needed) - donated
 
 
-def bytes_text(count: float | None) -> str:
-    """Bytes for people, in decimal units.
+def compile_program(function: Any, *arguments: Any) -> Program:
+    """Traces, lowers and compiles as a new process would: JAX's caches are cleared first.
 
-    >>> bytes_text(512), bytes_text(1_493_285_932), bytes_text(None)
-    ('512 B', '1.49 GB', 'unknown')
-    """
-    if count is None:
-        return "unknown"
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count} B"
-
-
-def _line(suite: Suite, row: Row) -> str:
-    shown = row.left_out and f"left out: {row.left_out}"
-    shown = shown or ", ".join(f"{column.heading} {column.text(row.metrics)}" for column in suite.columns)
-    return f"{suite.name}, {row.case}, {row.variant}: {shown}"
-
-
-def table(suite: Suite, rows: Sequence[Row]) -> str:
-    """The measured rows of a suite for a console, columns aligned."""
-    measured = [row for row in rows if not row.left_out]
-    lines = [["case", "variant", *(column.heading for column in suite.columns)]]
-    lines += [[row.case, row.variant, *(column.text(row.metrics) for column in suite.columns)] for row in measured]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    rule = "-" * max(map(len, texts))
-    return "\n".join([suite.title, rule, texts[0], rule, *texts[1:]])
-
-
-def run_suites(
-    suites: Sequence[Suite], workdir: Path, *, repeats: int | None = None, tiny: bool = False, command: str = ""
-) -> dict[str, Any]:
-    """Measures, prints every row as it comes and the tables last, and writes benchmark.json.
-
-    The file is written anew after each row, so that a run that is stopped keeps what it has; `finished` is true once
-    all is measured. An earlier benchmark.json of the folder is replaced by the first row.
+    A persistent compilation cache is not: turn it off to time compilation.
 
     Args:
-      suites: What to measure.
-      workdir: Where benchmark.json goes.
-      repeats: Timed repetitions; each suite's own number where None.
-      tiny: Small shapes: shows that all runs, not how fast.
-      command: How it was started, for the record.
-
-    Returns:
-      What benchmark.json holds: {"provenance", "finished", "rows": [{"suite", "case", "variant", "metrics"}]}; a row
-      that was left out has the reason in "left_out" instead of metrics.
-
-    Raises:
-      UserError: Where the workdir cannot be made.
+      function: From jax.jit.
+      *arguments: Arrays or jax.ShapeDtypeStruct; only shapes and dtypes matter.
     """
-    make_folder(workdir, "workdir")
-    started = time.monotonic()
-    provenance = environment() | {
-        "command": command,
-        "repeats": {suite.name: repeats or suite.repeats for suite in suites},
-        "tiny": tiny,
-        # Runnable processes over 1, 5 and 15 minutes: what else the machine did.
-        "load_average_at_start": [round(load, 2) for load in os.getloadavg()],
-    }
-    results: dict[str, Any] = {"provenance": provenance, "finished": False, "rows": []}
+    jax.clear_caches()
+    started, cpu_started = time.perf_counter(), time.process_time()
+    lowered = function.lower(*arguments)
+    middle = time.perf_counter()
+    compiled = lowered.compile()
+    ended, cpu_ended = time.perf_counter(), time.process_time()
+    analysis = compiled.memory_analysis()
+    names = {"argument": "argument", "output": "output", "donated": "alias", "temp": "temp"}
+    memory = {f"{ours}_bytes": getattr(analysis, f"{xla}_size_in_bytes", None) for ours, xla in names.items()}
+    return Program(compiled, middle - started, ended - middle, cpu_ended - cpu_started, memory)
 
-    def write() -> None:
-        provenance["wall_seconds"] = round(time.monotonic() - started, 1)
-        write_text(workdir / "benchmark.json", json.dumps(results, indent=2) + "\n")
 
-    tables = []
-    for suite in suites:
-        rows = []
-        for row in suite.measure(repeats or suite.repeats, tiny):
-            rows.append(row)
-            told = {"left_out": row.left_out} if row.left_out else {"metrics": row.metrics}
-            results["rows"].append({"suite": suite.name, "case": row.case, "variant": row.variant} | told)
-            write()
-            print(_line(suite, row), flush=True)
-        tables.append(table(suite, rows))
-    results["finished"] = True
-    write()
-    print(*("\n" + text for text in tables), sep="\n")
-    return results
+def tree_bytes(shapes: Any) -> int:
+    """Bytes of a tree of arrays or shapes.
+
+    >>> tree_bytes({"mu": jax.ShapeDtypeStruct((768, 768), jax.numpy.float32)})
+    2359296
+    """
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def free_bytes() -> float:
+    """Memory that the default device has left; infinite where it is not known."""
+    if stats := jax.devices()[0].memory_stats():
+        return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else math.inf
+    return (available_memory_bytes() if jax.default_backend() == "cpu" else None) or math.inf
+
+
+def require_memory(needed: float, free: float) -> None:
+    """Raises LeftOut where `needed` bytes are not free."""
+    if needed > free:
+        raise LeftOut(f"it needs {byte_count(needed)} of memory, {byte_count(free)} are free")
+
+
+# Comparisons.
+
+
+class LeftOut(RuntimeError):
+    """Why something is not measured."""
+
+
+# How an implementation refuses (NotImplementedError is a RuntimeError, and so are XLA's), or jax.nn an argument.
+FAILURES = (RuntimeError, ValueError)
+OUT_OF_TIME = "time budget"
+_REFERENCE, _CONTROL = "the reference", "the reference again"
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error, for a row that is left out."""
+    first = next(iter(str(error).splitlines()), "")
+    return first if isinstance(error, LeftOut) else f"{type(error).__name__}: {first}"[:300]
+
+
+class TimeBudget:
+    """The seconds that a suite may take from now on: what it has not begun by then is left out."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._end = clock, clock() + seconds
+
+    def seconds_left(self) -> float:
+        """What remains, at least 0."""
+        return max(0.0, self._end - self._clock())
+
+    def attempt(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns, or as a str why there is none."""
+        if not self.seconds_left():
+            return OUT_OF_TIME
+        try:
+            return make()
+        except FAILURES as error:
+            return reason(error)
+
+    def repetitions(self, wanted: int, seconds: float, longest: float) -> int:
+        """As many as wanted, or as fit into what is left and into `longest` seconds; but three of those wanted."""
+        affordable = int(min(self.seconds_left(), longest) / max(seconds, 1e-9))
+        return min(wanted, max(3, affordable))
+
+
+class Contender(NamedTuple):
+    """What is timed."""
+
+    call: Callable[[int], Any]  # makes n calls, and returns what to wait for
+    sizes: dict[str, Any]  # metrics that need no run
+    finish: Callable[[float], dict[str, Any]] = lambda seconds: {}  # median seconds of a call -> further metrics
+
+
+class Case(NamedTuple):
+    """A reference, and what is compared with it in the same process."""
+
+    name: str
+    make_reference: Callable[[], Contender]  # where it fails, all are left out
+    contenders: Mapping[str, Callable[[], Contender]]  # what makes each, by name
+
+
+class Comparison(NamedTuple):
+    """How the cases of a suite are measured: in turn, the reference twice, which is the control."""
+
+    reference: str  # its name
+    prefix: str  # of its metrics, which stand in every row; "" for a reference that has a row of its own
+    ratios: tuple[str, ...]  # sizes that are also shown as ratios to those of the reference
+    longest: float  # seconds of all repetitions; fewer are made, but at least three, where they would take longer
+    unit: str = "seconds"  # name of the seconds of a call
+    calls: str = "calls_per_repetition"  # name of that number
+    fewest_calls: int = 1  # in a repetition
+    shortest: float = 0.02  # seconds of a repetition: one small call is too short for the clock and the scheduler
+    together: bool = True  # all contenders of a case at once, or each alone with the reference
+    clock: Callable[[], float] = time.perf_counter  # of the repetitions
+    reserved: float = 0.0  # seconds of the budget in which contenders are made and not timed
+
+    def rows(self, case: Case, repeats: int, budget: TimeBudget) -> Iterator[Row]:
+        """The rows of a case; what fails, or has not begun when the budget is spent, is left out with the reason."""
+        reference = budget.attempt(case.make_reference)
+        if isinstance(reference, str):
+            why = reference if reference == OUT_OF_TIME else f"{self.reference}: {reference}"
+            names = [self.reference] * (not self.prefix) + list(case.contenders)
+            yield from (Row(case.name, name, {}, why) for name in names)
+            return
+        groups = [list(case.contenders)] if self.together else [[name] for name in case.contenders]
+        for group in groups:
+            yield from self._rows_of_group(case, group, reference, repeats, budget)
+
+    def _rows_of_group(
+        self, case: Case, group: list[str], reference: Contender, repeats: int, budget: TimeBudget
+    ) -> Iterator[Row]:
+        # A frame of its own: contenders of one group are freed before those of the next are made.
+        made = {name: budget.attempt(case.contenders[name]) for name in group}
+        ready = {name: found for name, found in made.items() if not isinstance(found, str)}
+        seconds, calls, not_timed = {}, 0, OUT_OF_TIME
+        if budget.seconds_left() > self.reserved and (ready or not self.prefix):
+            try:
+                seconds, calls = self._seconds(reference, ready, repeats, budget)
+            except FAILURES as error:
+                not_timed = reason(error)
+        for name, contender in (made if self.prefix else {self.reference: reference} | made).items():
+            if isinstance(contender, str):
+                yield Row(case.name, name, {}, contender)
+                continue
+            metrics = self._sizes(reference, contender)
+            if seconds:
+                metrics |= self._times(seconds, _REFERENCE if contender is reference else name)
+                metrics |= {self.calls: calls} | contender.finish(metrics[self.unit])
+            else:
+                metrics["not_timed"] = not_timed
+            yield Row(case.name, name, metrics)
+
+    def _sizes(self, reference: Contender, contender: Contender) -> dict[str, Any]:
+        found = dict(contender.sizes)
+        if self.prefix:
+            found |= {f"{self.prefix}{name}": value for name, value in reference.sizes.items()}
+        for name in self.ratios:
+            ours, theirs = contender.sizes[name], reference.sizes[name]
+            found[f"{name}_ratio"] = ours / theirs if ours is not None and theirs else None
+        return found
+
+    def _times(self, seconds: dict[str, list[float]], name: str) -> dict[str, Any]:
+        """Ratios are to the reference in the same repetition; that of the reference itself is the control."""
+        reference = seconds[_REFERENCE]
+        ours = seconds[_CONTROL if name == _REFERENCE else name]
+        found = {
+            **spread_metrics(f"{self.unit}_ratio", median_ratio(ours, reference)),
+            **spread_metrics("control_ratio", median_ratio(seconds[_CONTROL], reference)),
+            **spread_metrics(self.unit, spread(seconds[name])),
+            "repetitions": len(reference),
+        }
+        return found | (spread_metrics(f"{self.prefix}{self.unit}", spread(reference)) if self.prefix else {})
+
+    def _seconds(
+        self, reference: Contender, ready: dict[str, Contender], repeats: int, budget: TimeBudget
+    ) -> tuple[dict[str, list[float]], int]:
+        """Seconds of one call in each repetition, and how many calls a repetition has."""
+        contenders = {_REFERENCE: reference} | ready
+
+        def functions(calls: int) -> dict[str, Callable[[], Any]]:
+            return {name: lambda call=each.call: call(calls) for name, each in contenders.items()}
+
+        few = self.fewest_calls
+        once = {name: times[0] / few for name, times in interleaved_seconds(functions(few), 1).items()}
+        calls = max(few, math.ceil(self.shortest / min(once.values())))
+        repetitions = budget.repetitions(repeats, calls * (sum(once.values()) + once[_REFERENCE]), self.longest)
+        timed = functions(calls)
+        timed = {_REFERENCE: timed[_REFERENCE], _CONTROL: timed[_REFERENCE]} | timed
+        seconds = interleaved_seconds(timed, repetitions, warmup=0, clock=self.clock)
+        return {name: [whole / calls for whole in found] for name, found in seconds.items()}, calls

@@ -1,5 +1,6 @@
-"""Where the arrays of the optimizer are on a mesh, and how an axis is turned that is spread over devices."""
+"""How the optimizer's arrays are sharded on a mesh, and how an axis that is sharded is gathered to be rotated."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,15 +11,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from orthojax.optim.axes import leaf_path
-from orthojax.optim.plan import Rotation, plan_leaf
+from orthojax.optim.rotation import Rotation, leaf_path, plan_leaf
 
-Names = Sequence[tuple[str, ...]]  # the mesh axes that each dimension is split over
-Undo = Callable[[jax.Array], jax.Array]
+Names = Sequence[tuple[str, ...]]  # the mesh axes that each dimension is sharded over
 
 
-def dimension_names(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
-    """The mesh axes that each of the `ndim` dimensions is split over; () for none."""
+def _dimension_names(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
+    """The mesh axes that each of the `ndim` dimensions is sharded over; () for none."""
     entries = (*sharding.spec, *[None] * ndim)[:ndim]
     return [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
 
@@ -33,7 +32,7 @@ def _canonical(mesh: Any, names: Names) -> NamedSharding:
 
 
 def known_sharding(x: Any) -> NamedSharding | None:
-    """How an array is split, as far as it can be told: of a traced one, over Explicit mesh axes only."""
+    """How an array is sharded, where that is known: of a traced one, over Explicit mesh axes only."""
     if isinstance(x, jax.core.Tracer):
         found = jax.typeof(x).sharding
         return found if AxisType.Explicit in found.mesh.axis_types else None
@@ -50,38 +49,28 @@ def place(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def split_sharding(path: str, x: Any, given: Any) -> NamedSharding | None:
-    """How a parameter is split, by its layout or as far as it can be told; None where it is whole.
-
-    Raises:
-      ValueError: For a sharding that does not divide it evenly.
-    """
+    """How a parameter is sharded, by its layout or as far as known; None where it is whole, ValueError if unevenly."""
     sharding = known_sharding(x) if given is None else given
     if not isinstance(sharding, NamedSharding) or not any(sharding.spec):
         return None
-    widths = [math.prod(sharding.mesh.shape[name] for name in over) for over in dimension_names(sharding, x.ndim)]
+    widths = [math.prod(sharding.mesh.shape[name] for name in over) for over in _dimension_names(sharding, x.ndim)]
     if any(length % width for length, width in zip(x.shape, widths, strict=True)):
         raise ValueError(f"{path}: {x.shape} does not divide over {sharding.spec}; allowed: multiples of {widths}")
     return sharding
 
 
 def over_shards(local_fn: Callable[[Any, Any, Names], Any], x: Any, constants: Any, sharding: NamedSharding) -> Any:
-    """`local_fn` on every device's shard of x.
+    """`local_fn(shard, constants, mesh axes of each dimension)` on every device's shard of x; the result is like x.
 
-    Args:
-      local_fn: (shard, constants, mesh axes of each dimension) -> what is like the shard.
-      x: An array, or a tuple of arrays of one shape, split as `sharding` says, or to be split so.
-      constants: A tree of arrays that every device gets whole.
-      sharding: Divides x evenly.
-
-    Returns:
-      What is like x, split in the same way.
+    `x` is an array or a tuple of arrays of one shape, which `sharding` divides evenly; every device gets all of the
+    tree `constants`.
     """
     first = jax.tree.leaves(x)[0]
-    mesh, names = sharding.mesh, dimension_names(sharding, first.ndim)
+    mesh, names = sharding.mesh, _dimension_names(sharding, first.ndim)
     explicit = AxisType.Explicit in mesh.axis_types
-    # A traced sharding tells about Explicit axes only: others stay the compiler's, and a vmap may have taken some.
-    told = explicit and isinstance(first, jax.core.Tracer)
-    manual = {name for over in names for name in over} if told else set(mesh.axis_names)
+    # A traced sharding shows Explicit axes only: others stay the compiler's, and a vmap may have taken some.
+    traced = explicit and isinstance(first, jax.core.Tracer)
+    manual = {name for over in names for name in over} if traced else set(mesh.axis_names)
     whole = NamedSharding(mesh, PartitionSpec())
     constants = jax.tree.map(lambda c: c if known_sharding(c) is None else place(c, whole), constants)
     spec = PartitionSpec(*(over or None for over in names))
@@ -96,14 +85,7 @@ def over_shards(local_fn: Callable[[Any, Any, Names], Any], x: Any, constants: A
 
 
 def local_slice(constant: Any, stacked: Sequence[int], shape: Sequence[int], names: Names) -> Any:
-    """What belongs to a shard of a whole constant whose first axes are the stacked axes of the parameter.
-
-    Args:
-      constant: [*lengths of the whole stacked axes, ...].
-      stacked: Which axes of the parameter these are.
-      shape: Of the shard.
-      names: Mesh axes that each dimension of the parameter is split over.
-    """
+    """The part that belongs to a shard of `shape`, of a constant [*lengths of the whole stacked axes, ...]."""
     for axis, dimension in enumerate(stacked):
         over, length = names[dimension], shape[dimension]
         if over:
@@ -114,18 +96,13 @@ def local_slice(constant: Any, stacked: Sequence[int], shape: Sequence[int], nam
 
 def gather_axes(
     x: jax.Array, axes: Sequence[int], stacked: Sequence[int], names: Names
-) -> tuple[jax.Array, list[tuple[str, ...]], Undo]:
-    """Inside `over_shards`: makes `axes` whole on every device, by an all-to-all that splits another axis instead.
+) -> tuple[jax.Array, list[tuple[str, ...]], Callable[[jax.Array], jax.Array]]:
+    """Inside `over_shards`: makes `axes` whole on every device, by an all-to-all that shards another axis instead.
 
     Each device sends and receives one shard. The other axis is the longest that divides evenly, or else the longest,
-    padded with zeros; a stacked axis can not be padded, since its slices have constants of their own. Where there is
-    none (all axes in `axes`, or the others stacked and indivisible) an all-gather makes the axis whole.
-
-    Args:
-      x: The shard of one device.
-      axes: What must be whole.
-      stacked: Axes that must not be padded.
-      names: Mesh axes that each dimension is split over; where none is, nothing is done, outside of shards too.
+    padded with zeros; a stacked axis cannot be padded, since its slices have constants of their own. Where there is
+    none (all axes in `axes`, or the others stacked and indivisible) an all-gather makes the axis whole. Nothing is done
+    where none of them is sharded, outside of shards too.
 
     Returns:
       The moved shard, the mesh axes of its dimensions, and the function that moves an array of that shape back.
@@ -137,35 +114,23 @@ def gather_axes(
         if width == 1:
             continue
         free = [d for d in range(x.ndim) if d not in axes and (d not in stacked or x.shape[d] % width == 0)]
-        if not free:
-            undo.append(_slice_back(axis, over, x.shape[axis]))
+        other = max(free, key=lambda d: (x.shape[d] % width == 0, x.shape[d]), default=None)
+        undo.append(functools.partial(_undo_gather, axis=axis, other=other, over=over, shape=x.shape))
+        if other is None:
             x = jax.lax.all_gather(x, over, axis=axis, tiled=True)
             continue
-        other = max(free, key=lambda d: (x.shape[d] % width == 0, x.shape[d]))
-        undo.append(_exchange_back(axis, other, over, x.shape[other]))
         if missing := -x.shape[other] % width:
             x = jnp.pad(x, [(0, missing if d == other else 0) for d in range(x.ndim)])
         x = jax.lax.all_to_all(x, over, split_axis=other, concat_axis=axis, tiled=True)
         names[other] += over
-
-    def back(y: jax.Array) -> jax.Array:
-        for step in reversed(undo):
-            y = step(y)
-        return y
-
-    return x, names, back
+    return x, names, lambda y: functools.reduce(lambda y, step: step(y), reversed(undo), y)
 
 
-def _slice_back(axis: int, over: tuple[str, ...], length: int) -> Undo:
-    return lambda y: jax.lax.dynamic_slice_in_dim(y, jax.lax.axis_index(over) * length, length, axis)
-
-
-def _exchange_back(axis: int, other: int, over: tuple[str, ...], length: int) -> Undo:
-    def back(y: jax.Array) -> jax.Array:
-        y = jax.lax.all_to_all(y, over, split_axis=axis, concat_axis=other, tiled=True)
-        return jax.lax.slice_in_dim(y, 0, length, axis=other)
-
-    return back
+def _undo_gather(y: jax.Array, axis: int, other: int | None, over: tuple[str, ...], shape: Sequence[int]) -> jax.Array:
+    if other is None:
+        return jax.lax.dynamic_slice_in_dim(y, jax.lax.axis_index(over) * shape[axis], shape[axis], axis)
+    y = jax.lax.all_to_all(y, over, split_axis=axis, concat_axis=other, tiled=True)
+    return jax.lax.slice_in_dim(y, 0, shape[other], axis=other)
 
 
 def layout_of(shardings: Any) -> Callable[[str], jax.sharding.Sharding | None]:
@@ -193,17 +158,17 @@ def _require_named(sharding: Any, path: str) -> None:
 
 
 def zero1(rotation: Rotation, params: optax.Params, shardings: Any, axis: str = "data") -> Any:
-    """Shardings of the moments that split them over the data axis of the mesh too (ZeRO stage 1).
+    """Shardings of the moments that shard them over the data axis of the mesh too (ZeRO stage 1).
 
     Every replica then keeps and updates one part of the moments. The gradient is sliced to that part (compilers that
     know reduce-scatter merge this with its sum), the update is gathered: one all-gather of the update per step.
 
-    Of each parameter one dimension is split further, of those that the axis divides: one that is not rotated before
-    one that is, one that is whole before one that is split already, then the longest. A parameter that no dimension of
-    which can be divided, or that is split over `axis` already, keeps its sharding.
+    One dimension of each parameter is sharded further, of those that the axis divides: one that is not rotated before
+    one that is, one that is whole before one that is sharded already, then the longest. A parameter without such a
+    dimension, or that is sharded over `axis` already, keeps its sharding.
 
     Args:
-      rotation: Tells which dimensions are rotated.
+      rotation: Decides which dimensions are rotated.
       params: Arrays, or the jax.ShapeDtypeStruct of `jax.eval_shape`.
       shardings: A tree like `params` of NamedSharding.
       axis: Name of the mesh axis.
@@ -221,10 +186,10 @@ def zero1(rotation: Rotation, params: optax.Params, shardings: Any, axis: str = 
 
     def split(keys: tuple[Any, ...], leaf: Any, sharding: NamedSharding) -> NamedSharding:
         _require_named(sharding, leaf_path(keys))
-        mesh, names = sharding.mesh, dimension_names(sharding, len(leaf.shape))
+        mesh, names = sharding.mesh, _dimension_names(sharding, len(leaf.shape))
         if axis not in mesh.shape:
             raise ValueError(f"zero1 axis={axis!r}; allowed: an axis of the mesh, {', '.join(mesh.axis_names)}")
-        rotated = {d for turn in plan_leaf(rotation, keys, leaf).turns for d in turn.axes}
+        rotated = {d for group in plan_leaf(rotation, keys, leaf).groups for d in group.axes}
         widths = [math.prod(mesh.shape[name] for name in (*over, axis)) for over in names]
         free = [d for d, length in enumerate(leaf.shape) if length and length % widths[d] == 0]
         if not free or any(axis in over for over in names):
@@ -237,14 +202,14 @@ def zero1(rotation: Rotation, params: optax.Params, shardings: Any, axis: str = 
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: optax.Params, shardings: Any) -> Any:
-    """Shardings of an optimizer's state: what is like a parameter is split like it, the rest is on every device.
+    """Shardings of an optimizer's state: what is like a parameter is sharded like it, the rest is replicated.
 
     The bases of `haar` and the step count are of the rest, as are factored moments, whose shape is not the parameter's.
 
     Args:
       optimizer: Any optax transformation.
       params: Arrays, or the jax.ShapeDtypeStruct of `jax.eval_shape`.
-      shardings: A tree like `params` of NamedSharding: the parameters' own, or that of `zero1`.
+      shardings: A tree like `params` of NamedSharding: the parameters' own, or those of `zero1`.
 
     Returns:
       A tree like the state, for the `out_shardings` of a jitted init and step, or for `jax.device_put`.
@@ -277,7 +242,7 @@ def state_shardings(optimizer: optax.GradientTransformation, params: optax.Param
             return moment
         if moment.shape != jnp.shape(param):
             return everywhere(moment)
-        return _canonical(mesh, dimension_names(sharding, len(moment.shape)))
+        return _canonical(mesh, _dimension_names(sharding, len(moment.shape)))
 
     return optax.tree.map_params(
         optimizer,

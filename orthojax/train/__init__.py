@@ -6,10 +6,6 @@ is logged, bad steps), `metrics`, `evaluation`, `distributed` (several processes
 (models from checkpoints), `estimates`.
 """
 
-from orthojax.files import make_folder as make_folder
-from orthojax.files import write_text as write_text
-from orthojax.machine import environment as environment
-from orthojax.model import LoadedModel as LoadedModel
 from orthojax.train.checkpoint import Checkpoints as Checkpoints
 from orthojax.train.checkpoint import DamagedError as DamagedError
 from orthojax.train.checkpoint import array_items as array_items
@@ -55,10 +51,6 @@ from orthojax.train.step import optimizer_state_bytes as optimizer_state_bytes
 from orthojax.train.step import parameter_shapes as parameter_shapes
 from orthojax.train.step import state_shapes as state_shapes
 from orthojax.train.step_logger import DivergedError as DivergedError
-from orthojax.train.timing import Spread as Spread
-from orthojax.train.timing import interleaved_seconds as interleaved_seconds
-from orthojax.train.timing import median_ratio as median_ratio
-from orthojax.train.timing import spread as spread
 from orthojax.train.workdir import Inputs as Inputs
 from orthojax.train.workdir import check_workdir as check_workdir
 from orthojax.train.workdir import open_inputs as open_inputs

@@ -13,8 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from orthojax.config import Config, ModelConfig, OptimConfig
 from orthojax.errors import UserError
 from orthojax.model import linear, plain_product
-from orthojax.optim import Rotation, zero1
-from orthojax.optim.axes import leaf_path
+from orthojax.optim import Rotation, leaf_path, zero1
 from orthojax.train.optimizer import make_rotation
 
 AXES = ("data", "fsdp", "tensor")

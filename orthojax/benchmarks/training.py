@@ -1,0 +1,380 @@
+"""The whole training step with softmax-1 and OrthoAdam against softmax and AdamW, its compilation and its telemetry."""
+
+import contextlib
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from orthojax.benchmarks.suite import (
+    OUT_OF_TIME,
+    TINY_MODEL,
+    Case,
+    Column,
+    Comparison,
+    Contender,
+    Program,
+    Row,
+    Suite,
+    TimeBudget,
+    compile_program,
+    free_bytes,
+    require_memory,
+    spread_metrics,
+    tree_bytes,
+)
+from orthojax.config import Config, DataConfig, ModelConfig, NormalizerName, OptimConfig, OptimizerName, TrainConfig
+from orthojax.model import gpt2, parameter_count
+from orthojax.ops.attention import forbid_fallback
+from orthojax.timing import interleaved_seconds, median_ratio, spread
+from orthojax.train import (
+    Inputs,
+    TrainState,
+    build,
+    init_state,
+    make_train_step,
+    model_flops_per_token,
+    model_flops_utilization,
+)
+from orthojax.train.evaluation import Probe
+from orthojax.train.metrics import MetricWriter
+from orthojax.train.step_logger import StepLogger
+
+# (normalizer, optimizer) by name; the first is what all are compared with, the last is what the paper proposes.
+VARIANTS: dict[str, tuple[NormalizerName, OptimizerName]] = {
+    "softmax + AdamW": ("softmax", "adam"),
+    "softmax1 + AdamW": ("softmax1", "adam"),
+    "softmax + OrthoAdam": ("softmax", "orthoadam"),
+    "softmax1 + OrthoAdam": ("softmax1", "orthoadam"),
+}
+PLAIN, PROPOSED = "softmax + AdamW", "softmax1 + OrthoAdam"
+
+# From Attention to Activation (arXiv 2410.17174), Table 4: iterations/s of the plain and of the proposed training.
+_PAPER_ITERATIONS_PER_SECOND = {"60m": (14.0, 12.0), "130m": (7.5, 6.0), "350m": (3.3, 3.0), "1.4b": (1.0, 1.1)}
+
+# 50,257 tokens padded to a multiple of 128, as is usual: unaligned, the largest matrix product of all is slow.
+_VOCAB_SIZE, _TOKENS = 50_304, 50_257
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """Training steps of one model."""
+
+    name: str  # of the model
+    model: ModelConfig  # without its normalizer
+    batch_size: int  # sequences per step; halved until they fit into memory
+    sequence_length: int  # tokens of a sequence
+    variants: tuple[str, ...] = tuple(VARIANTS)  # the plain one first
+    paper_step_ratio: float | None = None  # time of the proposed step over that of the plain one, paper's Table 4
+
+    def config(self, variant: str) -> Config:
+        """The run whose step is measured."""
+        normalizer, optimizer = VARIANTS[variant]
+        return Config(
+            model=dataclasses.replace(self.model, normalizer=normalizer),
+            optim=OptimConfig(optimizer=optimizer, weight_decay=0.1),
+            data=DataConfig(sequence_length=self.sequence_length),
+            train=TrainConfig(steps=10_000),
+        )
+
+    def tokens(self, batch_size: int) -> jax.Array:
+        """Random tokens int32 [batch_size, T + 1], the same in every run."""
+        shape = (batch_size, self.sequence_length + 1)
+        return jnp.asarray(np.random.default_rng(0).integers(0, min(self.model.vocab_size, _TOKENS), shape), jnp.int32)
+
+
+def cases(platform: str, tiny: bool) -> list[Training]:
+    """What is measured on a platform (as `jax.default_backend()` names it), the most important first."""
+    if tiny:
+        return [Training("gpt2 tiny", TINY_MODEL, 2, 16)]
+    if platform == "cpu":
+        model = gpt2("tiny", num_layers=6, d_model=256, num_heads=4, d_mlp=1024, vocab_size=16_384)
+        return [Training("gpt2 9m on a CPU", model, 4, 256)]
+    every, ends = tuple(VARIANTS), (PLAIN, PROPOSED)
+    found = []
+    # Batches of 131,072 tokens, the paper's, where one accelerator may have room for them.
+    for size, batch_size, length, variants in (
+        ("60m", 512, 256, every),
+        ("130m", 512, 256, every),
+        ("350m", 128, 256, ends),
+        ("1.4b", 64, 256, ends),
+        ("130m", 32, 1024, every),
+    ):
+        plain, proposed = _PAPER_ITERATIONS_PER_SECOND[size]
+        model = gpt2(size, vocab_size=_VOCAB_SIZE, dtype="bfloat16")
+        ratio = plain / proposed if length == 256 else None  # as in the paper
+        found.append(Training(f"gpt2 {size}", model, batch_size, length, variants, ratio))
+    return found
+
+
+def compile_step(config: Config, batch_size: int, *, vendor: bool = True) -> Program:
+    """Compiles the training step of a run from shapes alone; with `vendor` its attention is that kernel or an error."""
+    tokens = jax.ShapeDtypeStruct((batch_size, config.data.sequence_length + 1), jnp.int32)
+    with forbid_fallback() if vendor else contextlib.nullcontext():
+        return compile_program(make_train_step(config), _state_shapes(config), tokens)
+
+
+@functools.cache  # tracing takes a second
+def _state_shapes(config: Config) -> Any:
+    return jax.eval_shape(lambda: init_state(config))
+
+
+# The step: time, MFU, memory.
+
+_HEADROOM = 1.1  # allocators lose memory between arrays, and libraries want workspaces
+
+
+def fitting_step(case: Training, free: float) -> tuple[int, Program]:
+    """The largest batch for which the plain step, and the states of the other variants, fit; and its program."""
+    batch_size = case.batch_size
+    states = sum(tree_bytes(_state_shapes(case.config(variant))) for variant in case.variants)
+    while True:
+        program = compile_step(case.config(PLAIN), batch_size)
+        needed = [_HEADROOM * (states + (program.memory["temp_bytes"] or 0) / 2**n) for n in range(32)]
+        if needed[0] <= free or batch_size == 1:
+            require_memory(needed[0], free)
+            return batch_size, program
+        # Temporaries grow with the batch: as many halvings at once as they suggest.
+        halvings = next(n for n in range(1, 32) if needed[n] <= free or batch_size >> n <= 1)
+        batch_size = max(1, batch_size >> halvings)
+
+
+def _contender(case: Training, variant: str, program: Program, batch_size: int, params: Callable[[], Any]) -> Contender:
+    """The step of a variant, from parameters which are the same for all."""
+    config, tokens = case.config(variant), functools.cache(lambda: case.tokens(batch_size))
+    state = reported = None
+
+    def call(steps: int) -> Any:
+        nonlocal state, reported
+        if state is None:
+            own = jax.tree.map(jnp.copy, params())
+            opt_state = build(config).optimizer.init(own)
+            state = TrainState(jnp.zeros((), jnp.int32), own, opt_state)
+        for _ in range(steps):
+            state, reported = program.run(state, tokens())
+        return reported
+
+    sizes = {
+        "batch_size": batch_size,
+        "sequence_length": case.sequence_length,
+        "tokens_per_step": batch_size * case.sequence_length,
+        "parameters": parameter_count(case.model),
+        "peak_bytes": program.peak_bytes,
+        **program.memory,
+        "compile_seconds": program.lower_seconds + program.compile_seconds,
+    }
+    if variant == PROPOSED and case.paper_step_ratio is not None:
+        sizes["paper_step_ratio"] = case.paper_step_ratio
+
+    def finish(seconds: float) -> dict[str, Any]:
+        speed = sizes["tokens_per_step"] / seconds
+        flops = [model_flops_per_token(case.model, case.sequence_length, causal=causal) for causal in (True, False)]
+        step: Any = reported
+        return {
+            "tokens_per_second": speed,
+            "flops_per_token": flops[0],
+            "mfu": model_flops_utilization(speed, flops[0], device_count=1),
+            "mfu_full_attention": model_flops_utilization(speed, flops[1], device_count=1),
+            "loss_nats": float(step.loss_sum_nats) / float(step.target_tokens),
+            # Of the process so far, all variants and cases: the device does not tell them apart.
+            "process_peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+        }
+
+    return Contender(call, sizes, finish)
+
+
+def measure_case(case: Training, repeats: int, budget: TimeBudget, reserved: float = 0.0) -> Iterator[Row]:
+    """The rows of one case: every variant against softmax and AdamW, in turn; that one's own ratio is the control.
+
+    Args:
+      case: What is measured.
+      repeats: Repetitions; fewer, but at least three, where the case would take too long.
+      budget: When it is spent nothing more is measured.
+      reserved: Seconds of the budget in which steps are compiled and not run: rows have their memory and no times.
+    """
+    # At least two steps: the host runs ahead of the device then, as in training.
+    comparison = Comparison(
+        PLAIN,
+        "",
+        ("peak_bytes",),
+        longest=40.0,
+        unit="step_seconds",
+        calls="steps_per_repetition",
+        fewest_calls=2,
+        reserved=reserved,
+    )
+    fitting = budget.attempt(lambda: fitting_step(case, free_bytes()))
+    if isinstance(fitting, str):
+        why = fitting if fitting == OUT_OF_TIME else f"{PLAIN}: {fitting}"
+        name = f"{case.name} {case.batch_size}x{case.sequence_length}"
+        yield from (Row(name, variant, {}, why) for variant in case.variants)
+        return
+    batch_size, plain = fitting
+    params = functools.cache(lambda: init_state(case.config(PLAIN)).params)
+
+    def contender(variant: str) -> Contender:
+        program = plain if variant == PLAIN else compile_step(case.config(variant), batch_size)
+        return _contender(case, variant, program, batch_size, params)
+
+    contenders = {variant: functools.partial(contender, variant) for variant in case.variants}
+    make_plain = contenders.pop(PLAIN)
+    name = f"{case.name} {batch_size}x{case.sequence_length}"
+    yield from comparison.rows(Case(name, make_plain, contenders), repeats, budget)
+
+
+def _measure_steps(repeats: int, tiny: bool) -> Iterator[Row]:
+    budget = TimeBudget(270.0)
+    for case in cases(jax.default_backend(), tiny):
+        # 70 s of these for compiling what there is no time to run: its memory is known all the same.
+        yield from measure_case(case, repeats, budget, reserved=70.0)
+
+
+TRAIN_STEP = Suite(
+    name="train_step",
+    title=(
+        "The training step (batch x length) against softmax + AdamW: median ratio (quartiles); the first row of each\n"
+        "case is the reference against itself. Paper: its Table 4, whose memory ratios are 1.015 to 1.05"
+    ),
+    measure=_measure_steps,
+    columns=(
+        Column("time ratio", "step_seconds_ratio"),
+        Column("paper", "paper_step_ratio", "{:.3g}"),
+        Column("step", "step_seconds", "seconds"),
+        Column("tokens/s", "tokens_per_second", "{:,.0f}"),
+        Column("MFU", "mfu", "{:.1%}"),
+        Column("tokens/step", "tokens_per_step", "{:,}"),
+        Column("peak memory ratio", "peak_bytes_ratio", "{:.4g}"),
+        Column("peak memory", "peak_bytes", "bytes"),
+        Column("process so far", "process_peak_bytes", "bytes"),
+    ),
+    repeats=10,
+)
+
+# Its compilation with OrthoAdam against that with AdamW.
+
+_COMPILED = {
+    "adamw": OptimConfig(optimizer="adam", weight_decay=0.1),
+    "orthoadam": OptimConfig(optimizer="orthoadam", weight_decay=0.1),
+}
+
+
+def measure_compilation(case: str, model: ModelConfig, repeats: int) -> Row:
+    """Compiles the steps with AdamW and with OrthoAdam in turn; nothing runs."""
+    data = DataConfig(sequence_length=min(256, model.max_length))
+    found: dict[str, list[Program]] = {name: [] for name in _COMPILED}
+
+    def compiler(name: str) -> Callable[[], None]:
+        config = Config(model=model, optim=_COMPILED[name], data=data)
+        # Without the executable, which would stay in memory.
+        return lambda: found[name].append(compile_step(config, 8, vendor=False)._replace(run=None))
+
+    # For the order: the seconds that count leave out what comes before lowering.
+    interleaved_seconds({name: compiler(name) for name in _COMPILED}, repeats, warmup=0)
+
+    def ratio(seconds: Callable[[Program], float]) -> Any:
+        return median_ratio(*([seconds(program) for program in found[name]] for name in ("orthoadam", "adamw")))
+
+    metrics: dict[str, Any] = {
+        **spread_metrics("compile_seconds_ratio", ratio(lambda p: p.lower_seconds + p.compile_seconds)),
+        **spread_metrics("compile_cpu_seconds_ratio", ratio(lambda p: p.cpu_seconds)),
+    }
+    for prefix, programs in (("", found["orthoadam"]), ("adamw_", found["adamw"])):
+        for name in ("lower_seconds", "compile_seconds", "cpu_seconds"):
+            metrics[prefix + name] = spread([getattr(program, name) for program in programs]).median
+        metrics |= {prefix + name: count for name, count in programs[0].memory.items()}
+    return Row(case, "orthoadam", metrics | {"repetitions": repeats})
+
+
+def _measure_compilation(repeats: int, tiny: bool) -> Iterator[Row]:
+    if tiny:
+        yield measure_compilation("gpt2 tiny unrolled", TINY_MODEL, repeats)
+        return
+    measure_compilation("", TINY_MODEL, 1)  # what a process pays once, whatever it compiles
+    yield measure_compilation("gpt2 350m unrolled", gpt2("350m", scan_layers=False), repeats)
+
+
+COMPILE = Suite(
+    name="compile",
+    title="Lowering and compiling the training step with OrthoAdam, against AdamW: median ratio (quartiles)",
+    measure=_measure_compilation,
+    columns=(
+        Column("compile time ratio", "compile_seconds_ratio"),
+        Column("CPU time ratio", "compile_cpu_seconds_ratio"),
+        Column("lowering", "lower_seconds", "seconds"),
+        Column("of adamw", "adamw_lower_seconds", "seconds"),
+        Column("compiling", "compile_seconds", "seconds"),
+        Column("of adamw", "adamw_compile_seconds", "seconds"),
+        Column("temporary", "temp_bytes", "bytes"),
+        Column("of adamw", "adamw_temp_bytes", "bytes"),
+    ),
+    repeats=3,
+)
+
+# Its telemetry: each part alone at the default cadences, so that none hides behind the device's work.
+
+_STEPS_AT_ONCE = 100
+
+
+def _measure_telemetry(repeats: int, tiny: bool) -> Iterator[Row]:
+    case = cases(jax.default_backend(), tiny)[0]
+    config, tokens = case.config(PLAIN), case.tokens(case.batch_size)
+    rows, step, norm = np.asarray(tokens), make_train_step(config), jax.jit(optax.tree.norm)
+    probe = Probe(config, Inputs(lambda _: rows, rows, None, {}, None), None)
+    state, metrics = step(init_state(config), tokens)
+    params, numbers = jax.tree.map(jnp.copy, state.params), jax.device_get(metrics)
+    steps = iter(range(1, 10**9))
+
+    def train() -> Any:
+        nonlocal state
+        state, reported = step(state, tokens)
+        return reported
+
+    with tempfile.TemporaryDirectory() as folder, MetricWriter(Path(folder) / "metrics.jsonl", 0) as writer:
+        recorder = StepLogger(config, writer, lambda *_: None)
+        recorder.start(0)
+
+        def record() -> None:  # metrics that are on the host already: waiting for the device costs it nothing
+            for _ in range(_STEPS_AT_ONCE):
+                recorder.put(next(steps), numbers)
+
+        functions: dict[str, Callable[[], Any]] = {
+            "step": train,
+            "probe": lambda: probe(config.train.probe_every_steps, params),
+            "norms": lambda: (norm(params), norm(params)),  # of the parameters and of the update, at every step
+            "record": record,
+        }
+        seconds = interleaved_seconds(functions, repeats)
+    every = {"probe": config.train.probe_every_steps, "norms": 1, "record": _STEPS_AT_ONCE}
+    each = {name: [one / steps for one in seconds[name]] for name, steps in every.items()}
+    whole = [sum(parts) for parts in zip(*each.values(), strict=True)]
+    metrics = {
+        **spread_metrics("telemetry_ratio", median_ratio(whole, seconds["step"])),
+        **spread_metrics("step_seconds", spread(seconds["step"])),
+        **{f"{name}_seconds_per_step": spread(values).median for name, values in each.items()},
+        "probe_every_steps": config.train.probe_every_steps,
+        "log_every_steps": config.train.log_every_steps,
+        "repetitions": repeats,
+    }
+    yield Row(f"{case.name} {case.batch_size}x{case.sequence_length}", "telemetry", metrics)
+
+
+TELEMETRY = Suite(
+    name="telemetry",
+    title="Telemetry at its default cadence: its time over that of a training step with softmax and AdamW (quartiles)",
+    measure=_measure_telemetry,
+    columns=(
+        Column("telemetry / step", "telemetry_ratio"),
+        Column("step", "step_seconds", "seconds"),
+        Column("probe, a step", "probe_seconds_per_step", "seconds"),
+        Column("norms", "norms_seconds_per_step", "seconds"),
+        Column("lines, a step", "record_seconds_per_step", "seconds"),
+    ),
+    repeats=15,
+)

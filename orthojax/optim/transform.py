@@ -1,0 +1,365 @@
+"""Rotating trees into the basis of the optimizer and back, as functions and as optax transformations."""
+
+import functools
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from orthojax.ops import orthogonal
+from orthojax.optim import layout
+from orthojax.optim.rotation import DEFAULT_ROTATION, Group, Plan, Rotation, leaf_path, plan_leaf, require_rotation
+
+# The numbers of a basis: haar matrices are kept in the state, signs are constants of the program.
+
+
+def _basis_path(path: str, i: int) -> list[str]:
+    return [*(path.split("/") if path else []), f"basis_{i}"]
+
+
+def _basis_shape(plan: Plan, group: Group) -> tuple[int, ...]:
+    return (*plan.stacked_shape, group.size, group.size)
+
+
+def _draw_haar(rotation: Rotation, plan: Plan, group: Group, dtype: Any) -> jax.Array:
+    """Q of every layer. A callback of known shape: eval_shape runs no QR, jit embeds no constant of this size."""
+    key, shape = zlib.crc32(group.name.encode()), _basis_shape(plan, group)
+    words = np.dtype(dtype).itemsize // 4
+
+    def draw() -> np.ndarray:
+        seeds = [(rotation.seed, key, layer) for layer in group.layers]
+        matrices = np.stack([orthogonal.haar(seed, group.size) for seed in seeds]).reshape(shape).astype(dtype)
+        return matrices.view(np.uint32).reshape(*shape, words)
+
+    # As words: the thread that a callback runs in does not know of a local jax.enable_x64, and would refuse float64.
+    drawn = jax.pure_callback(draw, jax.ShapeDtypeStruct((*shape, words), np.uint32))
+    return jax.lax.bitcast_convert_type(drawn if words > 1 else drawn[..., 0], dtype)
+
+
+def _init_basis(rotation: Rotation, params: optax.Params) -> Any:
+    """What the state keeps of the bases of `params`; see `RotationState.basis`."""
+    if rotation.kind != "haar":
+        return ()
+    basis: dict[str, Any] = {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        plan = plan_leaf(rotation, keys, leaf)
+        for i, group in enumerate(plan.groups):
+            *parents, name = _basis_path(plan.path, i)
+            node = functools.reduce(lambda node, part: node.setdefault(part, {}), parents, basis)
+            node[name] = _draw_haar(rotation, plan, group, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
+    # An array, not an empty dict: optax.tree.map_params must see something that is no parameter.
+    return basis or jnp.zeros((0,), jnp.float32)
+
+
+def _stored_basis(basis: Any, plan: Plan, i: int) -> jax.Array:
+    for part in _basis_path(plan.path, i):
+        if not isinstance(basis, dict) or part not in basis:
+            raise ValueError(
+                f"{plan.path!r} has no basis in the state; allowed: the tree and the kind that the state was made for"
+            )
+        basis = basis[part]
+    if basis.shape != (shape := _basis_shape(plan, plan.groups[i])):
+        raise ValueError(f"{plan.path}: the basis in the state has shape {basis.shape}; allowed: {shape}")
+    return basis
+
+
+def basis_constants(rotation: Rotation, plan: Plan, basis: Any, transpose: bool) -> tuple[tuple[Any, ...], ...]:
+    """For each group, all layers: (Q [*stacked, n, n],), or (signs [*stacked, n],) and maybe an order."""
+    if rotation.kind == "haar":
+        return tuple((_stored_basis(basis, plan, i),) for i in range(len(plan.groups)))
+    found = []
+    for group in plan.groups:
+        key, shape = rotation.seed ^ zlib.crc32(group.name.encode()), (*plan.stacked_shape, group.size)
+        # The program holds one byte for each sign.
+        constants = (orthogonal.hash_signs(key, group.layers, group.size).reshape(shape),)
+        if rotation.kind == "signed_permutation":
+            # Another key: the order of the hashes is not independent of their top bits.
+            order = orthogonal.hash_permutations(key ^ 0xFFFFFFFF, group.layers, group.size).reshape(shape)
+            constants += (np.argsort(order, axis=-1) if transpose else order,)
+        found.append(constants)
+    return tuple(found)
+
+
+# Applying it to one parameter: whole, sharded over a mesh, or one layer of it.
+
+
+def _rotate_axis(
+    x: jax.Array, axis: int, stacked: tuple[int, ...], kind: str, constants: tuple[Any, ...], transpose: bool
+) -> jax.Array:
+    """Q, or Q^T, along one axis of x, with its own Q for every slice along `stacked`."""
+    if kind == "haar":
+        return orthogonal.apply_matrix(x, constants[0], axis, batch_axes=stacked, transpose=transpose)
+
+    def along(constant: Any) -> jax.Array:  # broadcasts along (*stacked, axis)
+        ordered = constant.transpose(np.argsort((*stacked, axis)))
+        return jnp.asarray(ordered.reshape([n if d in (*stacked, axis) else 1 for d, n in enumerate(x.shape)]))
+
+    signs, *order = map(along, constants)
+    signs = signs.astype(x.dtype)
+    if kind == "signed_permutation":
+        if transpose:
+            return signs * jnp.take_along_axis(x, order[0], axis)
+        return jnp.take_along_axis(signs * x, order[0], axis)
+    fixed = "dct" if kind == "dct" else "hadamard"
+    if transpose:
+        return signs * orthogonal.fixed_transform(x, axis, kind=fixed, transpose=True)
+    return orthogonal.fixed_transform(signs * x, axis, kind=fixed)
+
+
+def _rotate_group(
+    x: jax.Array, plan: Plan, group: Group, kind: str, constants: tuple[Any, ...], transpose: bool
+) -> jax.Array:
+    """As `_rotate_axis` for a group of axes, which are flattened meanwhile."""
+    width, rest = len(group.axes), [axis for axis in range(x.ndim) if axis not in group.axes]
+    adjacent = group.axes == tuple(range(group.axes[0], group.axes[0] + width))
+    first = group.axes[0] if adjacent else len(rest)
+    there = tuple(range(first, first + width))
+    y = x if adjacent else jnp.moveaxis(x, group.axes, there)
+    flat = y.reshape(*y.shape[:first], group.size, *y.shape[first + width :])
+    stacked = tuple(rest.index(axis) + (rest.index(axis) >= first) for axis in plan.stacked)
+    y = _rotate_axis(flat, first, stacked, kind, constants, transpose).reshape(y.shape)
+    return y if adjacent else jnp.moveaxis(y, there, group.axes)
+
+
+def rotate_shard(
+    x: jax.Array, plan: Plan, kind: str, constants: Any, names: layout.Names, transpose: bool = False
+) -> jax.Array:
+    """Q, or Q^T, on a shard inside of `layout.over_shards`, outside on a whole parameter; in at least float32.
+
+    `plan` and `constants` are those of the whole parameter; `names` are the mesh axes of each dimension.
+    """
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    for group, whole in zip(plan.groups, constants, strict=True):
+        moved, over, back = layout.gather_axes(y, group.axes, plan.stacked, names)
+        mine = tuple(layout.local_slice(c, plan.stacked, moved.shape, over) for c in whole)
+        y = back(_rotate_group(moved, plan, group, kind, mine, transpose))
+    return y.astype(x.dtype)
+
+
+# Jitted, so that outside of jit too the shards are rotated by one program, compiled once for each shape.
+@functools.partial(jax.jit, static_argnames=("plan", "kind", "sharding", "transpose"), inline=True)
+def _rotate_sharded(
+    x: jax.Array, constants: Any, plan: Plan, kind: str, sharding: jax.sharding.NamedSharding, transpose: bool
+) -> jax.Array:
+    def local_fn(shard: jax.Array, constants: Any, names: layout.Names) -> jax.Array:
+        return rotate_shard(shard, plan, kind, constants, names, transpose)
+
+    return layout.over_shards(local_fn, x, constants, sharding)
+
+
+def rotate_leaf(
+    rotation: Rotation, plan: Plan, leaf: Any, basis: Any, *, transpose: bool = False, like: Any = None
+) -> Any:
+    """Q, or Q^T, on one parameter; `like` as in `_apply`."""
+    given = None if rotation.layout is None else rotation.layout(plan.path)
+    if not plan.groups and given is None:
+        return leaf
+    x = jnp.asarray(leaf)
+    sharding = layout.split_sharding(plan.path, x, given)
+    x = x if given is None else layout.place(x, given)
+    if plan.groups:
+        constants = basis_constants(rotation, plan, basis, transpose)
+        if sharding is None:
+            x = rotate_shard(x, plan, rotation.kind, constants, [()] * x.ndim, transpose)
+        else:
+            x = _rotate_sharded(x, constants, plan, rotation.kind, sharding, transpose)
+    after = None if given is None else layout.known_sharding(like)
+    return x if after is None else layout.place(x, after)
+
+
+def _apply(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool = False, like: Any = None) -> Any:
+    """Q, or Q^T, on every rotated array of a tree; None and masked nodes are passed over.
+
+    With a layout, results leave as it says, or as the same array of `like` is sharded where that is known (outside of
+    jit, or by Explicit axes).
+    """
+    if rotation.kind != "haar" and jax.tree.leaves(basis):
+        raise ValueError(
+            f"the state has a haar basis, the rotation is of kind {rotation.kind!r}; allowed: the same kind"
+        )
+
+    def leaf_fn(keys: tuple[Any, ...], leaf: Any, wanted: Any = None) -> Any:
+        return rotate_leaf(rotation, plan_leaf(rotation, keys, leaf), leaf, basis, transpose=transpose, like=wanted)
+
+    return jax.tree_util.tree_map_with_path(leaf_fn, tree, *(() if like is None else (like,)))
+
+
+class RotationState(NamedTuple):
+    """State of `rotate` and `unrotate`.
+
+    Attributes:
+      basis: `haar`: a nested dict by path with the leaves basis_0, basis_1 [*stacked, n, n], or one empty array if no
+        parameter is rotated. Other kinds: (), no array at all.
+    """
+
+    basis: Any
+
+
+def _transformation(rotation: Rotation, transpose: bool) -> optax.GradientTransformation:
+    require_rotation(rotation)
+
+    def init_fn(params):
+        return RotationState(_init_basis(rotation, params))
+
+    def update_fn(updates, state, params=None):
+        like = params if transpose and rotation.layout is not None else None
+        return _apply(rotation, updates, state.basis, transpose=transpose, like=like), state
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def rotate(rotation: Rotation = DEFAULT_ROTATION) -> optax.GradientTransformation:
+    """Rotates gradients into the basis of the optimizer: g' = Q g along each rotated axis.
+
+    `optax.chain(rotate(r), optax.scale_by_adam(), unrotate(r))` is OrthoAdam (Algorithm 1 of From Attention to
+    Activation, `arXiv 2410.17174 <https://arxiv.org/abs/2410.17174>`_). Between the two, gradients are rotated and
+    parameters are not; `in_rotated_basis` rotates both, and keeps a `haar` basis once instead of twice.
+
+    Args:
+      rotation: Which basis.
+
+    Returns:
+      A transformation with a `RotationState`. Computes in at least float32; shapes and dtypes stay.
+
+    Raises:
+      ValueError: In the update, for a state of another tree or kind.
+    """
+    return _transformation(rotation, transpose=False)
+
+
+def unrotate(rotation: Rotation = DEFAULT_ROTATION) -> optax.GradientTransformation:
+    """Rotates updates back into the basis of the parameters: s = Q^T s' along each axis; the inverse of `rotate`.
+
+    Args:
+      rotation: The same as in `rotate`.
+
+    Returns:
+      A transformation with a `RotationState`.
+    """
+    return _transformation(rotation, transpose=True)
+
+
+class RotatedState(NamedTuple):
+    """State of `in_rotated_basis`.
+
+    Attributes:
+      basis: As in `RotationState`; () unless the kind is `haar`. `optax.tree.map_params` takes a whole dict of them
+        for one field that is no parameter.
+      inner: State of the inner transformation, whose parameter-like arrays are in the rotated basis.
+    """
+
+    basis: Any
+    inner: optax.OptState
+
+
+def in_rotated_basis(
+    inner: optax.GradientTransformation, rotation: Rotation = DEFAULT_ROTATION
+) -> optax.GradientTransformationExtraArgs:
+    r"""Runs any optax transformation in a rotated basis.
+
+    .. math::
+      g'_t = Q g_t, \quad (s'_t, z_t) = \mathrm{inner}(g'_t, z_{t-1}, Q \theta), \quad s_t = Q^T s'_t
+
+    For an inner transformation that is equivariant under rotation (SGD, momentum, Muon's polar factor) nothing
+    changes; for an elementwise one, such as Adam, RMSProp or Lion, the basis decides.
+
+    Args:
+      inner: Gets gradients and parameters in the rotated basis, at init and at update, and keeps its state there:
+        what reads parameters out of the state (schedule_free_eval_params) belongs outside, around this one. Extra
+        arguments of the update are passed on; one that lives in the basis of the parameters (a function, or a tree
+        like the parameters, as line searches take) must not be used by it. A constraint on single parameters
+        (keep_params_nonnegative) would act on rotated ones: put it outside.
+      rotation: Which basis.
+
+    Returns:
+      A transformation with a `RotatedState`.
+
+    Raises:
+      TypeError: Unless `inner` is an optax transformation.
+      ValueError: In the update: where the inner transformation uses such an extra argument; where updates, parameters
+        and what the inner transformation returns are not of one tree (lookahead).
+
+    Examples:
+      >>> optimizer = optax.chain(in_rotated_basis(optax.scale_by_rms()), optax.scale_by_learning_rate(0.1))
+      >>> params = {"kernel": jnp.ones((4, 8))}
+      >>> updates, _ = optimizer.update(params, optimizer.init(params))
+      >>> updates["kernel"].shape
+      (4, 8)
+    """
+    require_rotation(rotation)
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(f"inner={inner!r}; allowed: an optax transformation, such as optax.scale_by_rms()")
+    extended = optax.with_extra_args_support(inner)
+
+    def init_fn(params):
+        basis = _init_basis(rotation, params)
+        return RotatedState(basis, extended.init(_apply(rotation, params, basis)))
+
+    def update_fn(updates, state, params=None, **extra_args):
+        if params is not None:
+            _require_part(updates, params, "updates and parameters differ")
+        rotated = _apply(rotation, updates, state.basis)
+        # Where the inner transformation does not read the parameters, jit removes their rotation.
+        rotated_params = None if params is None else _apply(rotation, params, state.basis)
+        extra_args = _guarded(extra_args, rotation, updates)
+        rotated, inner_state = extended.update(rotated, state.inner, rotated_params, **extra_args)
+        _require_part(rotated, updates, "the inner transformation returns another tree than it was given")
+        updates = _apply(rotation, rotated, state.basis, transpose=True, like=updates)
+        return updates, RotatedState(state.basis, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _outline(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
+    return [(leaf_path(keys), np.shape(leaf)) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _require_part(part: Any, whole: Any, message: str) -> None:
+    """Refuses trees that share no basis: a leaf of `part` must be in `whole`, with the same path and shape."""
+    known = dict(_outline(whole))
+    for path, shape in _outline(part):
+        if known.get(path) != shape:
+            there = f"shape {known[path]}" if path in known else f"no such path among {list(known)}"
+            raise ValueError(
+                f"{message}: {path!r} of shape {shape} against {there}; allowed: the same paths and shapes"
+            )
+
+
+class _InOtherBasis(np.lib.mixins.NDArrayOperatorsMixin):
+    """Stands for a function of parameters, or an array like one, that the inner transformation must not use."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def _refuse(self, *unused_args, **unused_kwargs):
+        raise ValueError(
+            f"the inner transformation uses the extra argument {self._name!r}, which lives in the basis of the "
+            "parameters, not in the rotated one; allowed inside in_rotated_basis: extra arguments that know no "
+            "parameters, such as a loss. Line searches and the like belong outside, after it in an optax.chain"
+        )
+
+    # Any use is one of these: a call, a conversion to an array, arithmetic, an attribute (shape, dtype, a signature).
+    __call__ = __jax_array__ = __array_ufunc__ = __getattr__ = _refuse
+
+
+def _guarded(extra_args: dict[str, Any], rotation: Rotation, updates: optax.Updates) -> dict[str, Any]:
+    """Extra arguments, where functions and trees like the parameters may be handed through but not be used."""
+    leaves = jax.tree_util.tree_leaves_with_path(updates)
+    if not any(plan_leaf(rotation, keys, leaf).groups for keys, leaf in leaves):
+        return extra_args
+    outline = _outline(updates)
+
+    def guard(name: str, value: Any) -> Any:
+        if callable(value):
+            return _InOtherBasis(name)
+        if _outline(value) == outline:
+            return jax.tree.map(lambda _: _InOtherBasis(name), value)
+        if isinstance(value, dict):
+            return {key: guard(name, inner) for key, inner in value.items()}
+        plain = type(value) in (list, tuple)
+        return type(value)(guard(name, inner) for inner in value) if plain else value
+
+    return {name: guard(name, value) for name, value in extra_args.items()}
