@@ -38,40 +38,40 @@ def visible(shape, mask=True, is_causal=False, window=10**6, query_seq_lengths=N
     return sees & (t < queries[:, None, None, None]) & (s < keys[:, None, None, None])
 
 
+def weights(x, sees, normalizer):
+    """The definition of every normalizer, over the last axis of float64 logits; an array holds sinks [N]."""
+    if isinstance(normalizer, str) and normalizer == "relu":
+        return np.maximum(x, 0.0) / np.maximum(sees.sum(-1, keepdims=True), 1) * sees
+    if isinstance(normalizer, str) and normalizer == "sigmoid":
+        return sees / (1.0 + np.exp(-x))
+    sink = -np.inf
+    if isinstance(normalizer, str):
+        sink = {"softmax": -np.inf, "softmax1": 0.0}[normalizer]
+    elif not isinstance(normalizer, ClippedSoftmax):
+        array = np.ndim(normalizer) > 0
+        sink = np.asarray(normalizer)[:, None, None] if array else np.log(normalizer) if normalizer else -np.inf
+    x = np.where(sees, x, -np.inf)
+    shift = np.maximum(x.max(-1, keepdims=True), sink)
+    shift = np.where(np.isfinite(shift), shift, 0.0)
+    total = np.exp(x - shift).sum(-1, keepdims=True) + np.exp(sink - shift)
+    y = np.exp(x - shift) / np.where(total == 0.0, 1.0, total)
+    if isinstance(normalizer, ClippedSoftmax):
+        gamma, zeta = normalizer.gamma, normalizer.zeta
+        return np.clip((zeta - gamma) * y + gamma, 0.0, 1.0) * sees
+    if isinstance(normalizer, str) and normalizer == "softmax":  # a row that sees nothing is spread, as in jax.nn
+        return np.where(sees.any(-1, keepdims=True), y, 1.0 / x.shape[-1])
+    return y
+
+
 def reference(q, k, v, bias=0.0, *, normalizer="softmax1", scale=None, local_window_size=None, **hides):
     """Attention by its definition, [B, T, N, H] in float64."""
     group = q.shape[2] // k.shape[2]
     k, v = (np.repeat(a, group, 2) for a in (k, v))
     x = np.einsum("BTNH,BSNH->BNTS", q, k) * (q.shape[3] ** -0.5 if scale is None else scale) + bias
-    sees = visible(x.shape, window=local_window_size, **hides)
-    if isinstance(normalizer, str) and normalizer == "relu":
-        weights = np.maximum(x, 0.0) / np.maximum(sees.sum(-1, keepdims=True), 1) * sees
-    elif isinstance(normalizer, str) and normalizer == "sigmoid":
-        weights = sees / (1.0 + np.exp(-x))
-    else:
-        is_clipped = isinstance(normalizer, ClippedSoftmax)
-        named = {"softmax": -np.inf, "softmax1": 0.0}
-        with np.errstate(divide="ignore"):
-            sink = np.asarray(
-                -np.inf if is_clipped
-                else named[normalizer] if isinstance(normalizer, str)
-                else np.log(normalizer) if np.ndim(normalizer) == 0
-                else normalizer
-            )  # fmt: skip
-        sink = np.broadcast_to(sink, q.shape[2])[:, None, None]
-        x = np.where(sees, x, -np.inf)
-        shift = np.maximum(x.max(-1, keepdims=True), sink)
-        shift = np.where(np.isfinite(shift), shift, 0.0)
-        total = np.exp(x - shift).sum(-1, keepdims=True) + np.exp(sink - shift)
-        weights = np.exp(x - shift) / np.where(total == 0.0, 1.0, total)
-        if isinstance(normalizer, str) and normalizer == "softmax":  # a row that sees nothing is spread, as in jax.nn
-            weights = np.where(sees.any(-1, keepdims=True), weights, 1.0 / x.shape[-1])
-        if is_clipped:
-            weights = np.clip(1.3 * weights - 0.1, 0.0, 1.0)
+    y = weights(x, visible(x.shape, window=local_window_size, **hides), normalizer)
     if hides.get("query_seq_lengths") is not None:
-        rows = np.arange(q.shape[1])[None, None, :, None] < hides["query_seq_lengths"][:, None, None, None]
-        weights = weights * rows
-    return np.einsum("BNTS,BSNH->BTNH", weights, v)
+        y = y * (np.arange(q.shape[1])[None, None, :, None] < hides["query_seq_lengths"][:, None, None, None])
+    return np.einsum("BNTS,BSNH->BTNH", y, v)
 
 
 def check_definition(attend, arrays, normalizer, *, rtol, atol, slope_tolerance, gradients=True, **options):

@@ -28,16 +28,12 @@ from orthojax.ops.statistics import at_least_float32
 class ClippedSoftmax:
     """The normalizer `clipped_softmax` with its two numbers.
 
-    Attributes:
-      gamma: <= 0; if less, small weights become exactly 0. Its usual size is about -10 / (number of keys).
-      zeta: >= 1; if more, large weights become exactly 1.
-
     Raises:
-      ValueError: For numbers outside these ranges, which the paper does not allow, or not finite.
+      ValueError: For numbers outside the paper's ranges, or not finite.
     """
 
-    gamma: float = -0.025
-    zeta: float = 1.0
+    gamma: float = -0.025  # <= 0; if less, small weights become exactly 0. Usually about -10 / (number of keys)
+    zeta: float = 1.0  # >= 1; if more, large weights become exactly 1
 
     def __post_init__(self):
         if not -math.inf < self.gamma <= 0.0 or not 1.0 <= self.zeta < math.inf:
@@ -301,12 +297,8 @@ def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array
 def sink_logit(normalizer: Normalizer) -> float | jax.Array | None:
     """The logit a of normalizers that are exp(x_i) / (exp(a) + sum_j exp(x_j)): what fused kernels can compute.
 
-    Args:
-      normalizer: As for `apply_normalizer`.
-
-    Returns:
-      0.0 for "softmax1", log n for a number n, the array itself for an array, -inf for "softmax" (no sink), and None
-      for a normalizer that has no such form.
+    0.0 for "softmax1", log n for a number n, the array itself for an array, -inf for "softmax" (no sink), and None for
+    a normalizer that has no such form.
 
     >>> sink_logit("softmax1"), sink_logit("softmax"), sink_logit("relu")
     (0.0, -inf, None)

@@ -70,12 +70,7 @@ def haar(seed: Sequence[int], n: int) -> np.ndarray:
     QR of a Gaussian matrix, with the signs chosen such that R has a positive diagonal: without that choice the result
     is orthogonal but not uniform (Mezzadri, How to generate random matrices from the classical compact groups, 2007).
 
-    Args:
-      seed: Integers >= 0; equal seeds give equal matrices.
-      n: Size.
-
-    Returns:
-      float64 [n, n], with max |Q^T Q - I| below 1e-12.
+    Equal seeds (integers >= 0) give equal matrices: float64 [n, n], with max |Q^T Q - I| below 1e-12.
     """
     q, r = np.linalg.qr(np.random.default_rng(list(seed)).standard_normal((n, n)))
     return q * np.where(np.diagonal(r) < 0, -1.0, 1.0)

@@ -173,7 +173,8 @@ def weighted_values(weights: jax.Array, value: jax.Array) -> jax.Array:
 
 def attend(inputs: "AttentionInputs") -> jax.Array:
     """Attention by the whole matrix of weights: [B, T, N, H] in the dtype of `value`."""
-    visible = visible_keys(*inputs.query.shape[:2], inputs.key.shape[1], mask=inputs.mask, **_hiding(inputs))
+    (B, T), S = inputs.query.shape[:2], inputs.key.shape[1]
+    visible = visible_keys(B, T, S, mask=inputs.mask, **_hiding(inputs))
     options = {"bias": inputs.bias, "normalizer": inputs.normalizer, "scale": inputs.scale}
     weights = attention_weights(inputs.query, inputs.key, mask=visible, **options)
     return _without_padding(weighted_values(weights, inputs.value), inputs.query_seq_lengths)
@@ -286,7 +287,8 @@ def _attend_run(inputs: "AttentionInputs", run: _Run, queries: dict[str, jax.Arr
         bias, mask = chunk.get("bias", shared["bias"]), chunk.get("mask", inputs.mask)
         bias, mask = (None if array is None else _keys(array, first, run.keys, 3) for array in (bias, mask))
         hiding = {"mask": mask, "query_start": chunk["start"], "key_start": first, **_hiding(inputs)}
-        visible = visible_keys(*chunk["query"].shape[:2], run.keys, **hiding)
+        B, T = chunk["query"].shape[:2]
+        visible = visible_keys(B, T, run.keys, **hiding)
         options = {"bias": bias, "normalizer": shared["normalizer"], "scale": inputs.scale}
         return weighted_values(attention_weights(chunk["query"], key, mask=visible, **options), value)
 
