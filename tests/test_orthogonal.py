@@ -10,7 +10,7 @@ import scipy.fft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orthojax.ops import orthogonal
+from orthojax.ops import orthogonal, rotary
 
 SIZES = (768, 1000, 1024, 1152, 1536, 1600, 2048, 3072)
 
@@ -191,14 +191,14 @@ def _x(shape=(2, 6, 3, 8), dtype=jnp.float32):
 @pytest.mark.parametrize("shape", [(2, 6, 3, 8), (6, 1, 2), (2, 2, 6, 3, 4)])
 def test_rotary_rotates_complex_pairs_in_float64(shape, theta):
     x, positions = _x(shape, jnp.float64), np.array([0, 1, 5, 2, 1000, 7])
-    y = orthogonal.rotary(x, jnp.asarray(positions), theta)
+    y = rotary(x, jnp.asarray(positions), theta)
     assert y.dtype == jnp.float64
     np.testing.assert_allclose(y, _rotated(x, positions, theta), rtol=1e-10, atol=1e-12)
 
 
 def test_rotary_in_float32_agrees_with_float64_at_the_positions_of_training():
     positions = np.arange(2042, 2048)
-    got = orthogonal.rotary(_x(), jnp.asarray(positions))
+    got = rotary(_x(), jnp.asarray(positions))
     np.testing.assert_allclose(got, _rotated(_x(), positions, 1e4), atol=1e-3)
 
 
@@ -207,7 +207,7 @@ def test_rotary_products_depend_on_relative_positions_only():
     q, k = _x(dtype=jnp.float64), _x(dtype=jnp.float64)[::-1]
 
     def products(shift):
-        rotated = (orthogonal.rotary(a, jnp.arange(6) + shift) for a in (q, k))
+        rotated = (rotary(a, jnp.arange(6) + shift) for a in (q, k))
         return jnp.einsum("BTNH,BSNH->BNTS", *rotated)
 
     np.testing.assert_allclose(products(0), products(37), rtol=1e-9, atol=1e-11)
@@ -216,7 +216,7 @@ def test_rotary_products_depend_on_relative_positions_only():
 
 def test_rotary_preserves_norms_leaves_position_zero_and_its_gradient_rotates_back():
     x = _x()
-    y, pullback = jax.vjp(lambda x: orthogonal.rotary(x, jnp.arange(6)), x)
+    y, pullback = jax.vjp(lambda x: rotary(x, jnp.arange(6)), x)
     np.testing.assert_allclose(jnp.linalg.norm(y, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-6)
     np.testing.assert_array_equal(y[:, 0], x[:, 0])
     assert (np.abs(y[:, 1:] - x[:, 1:]).max((0, 2, 3)) > 0.1).all()
@@ -226,11 +226,11 @@ def test_rotary_preserves_norms_leaves_position_zero_and_its_gradient_rotates_ba
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_rotary_of_half_precision_is_computed_in_float32(dtype):
     x, positions = _x(dtype=dtype), jnp.arange(1000, 1006)
-    y = orthogonal.rotary(x, positions)
+    y = rotary(x, positions)
     assert y.dtype == dtype
-    np.testing.assert_array_equal(y, orthogonal.rotary(x.astype(jnp.float32), positions).astype(dtype))
+    np.testing.assert_array_equal(y, rotary(x.astype(jnp.float32), positions).astype(dtype))
 
 
 def test_rotary_refuses_an_odd_width():
     with pytest.raises(ValueError, match="even head width, got 5"):
-        orthogonal.rotary(jnp.zeros((1, 2, 1, 5)), jnp.arange(2))
+        rotary(jnp.zeros((1, 2, 1, 5)), jnp.arange(2))

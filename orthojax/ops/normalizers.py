@@ -1,19 +1,13 @@
 """Normalizers: from attention logits to weights.
 
-Every normalizer has the arguments of `jax.nn.softmax`:
-
-  logits: Floating array; half precision is computed in float32.
-  axis: The axis of the keys.
-  where: Boolean mask that broadcasts against `logits`; entries that are False get weight 0.
-
-Weights have the shape and dtype of the logits (float32 for integers). A row that keeps nothing has weights of exactly
-zero, except for `softmax`, which keeps its meaning in `jax.nn`.
+Every normalizer has the arguments of `jax.nn.softmax`: logits, axis and where, as `softmax1` describes them. Weights
+have the shape and dtype of the logits (float32 for integers). A row that keeps nothing has weights of exactly zero,
+except for `softmax`, which keeps its meaning in `jax.nn`.
 """
 
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -241,12 +235,7 @@ def _(axis, n, primals, tangents):
     return y, y * (t - jnp.sum(y * t, axis, keepdims=True))
 
 
-_BY_NAME: dict[str, Callable[..., jax.Array]] = {
-    "softmax": softmax,
-    "softmax1": softmax1,
-    "relu": relu,
-    "sigmoid": sigmoid,
-}
+_BY_NAME = {function.__name__: function for function in (softmax, softmax1, relu, sigmoid)}
 _ALLOWED = ", ".join(_BY_NAME) + ", a number, an array [heads], a ClippedSoftmax"
 
 
@@ -279,10 +268,7 @@ def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array
       where: Boolean mask that broadcasts against `logits`.
 
     Returns:
-      Weights, shape and dtype of `logits`.
-
-    Raises:
-      ValueError: As `check_normalizer`.
+      Weights, shape and dtype of `logits`; ValueError as from `check_normalizer`.
     """
     check_normalizer(normalizer, *logits.shape[-3:-2])
     if isinstance(normalizer, str):
