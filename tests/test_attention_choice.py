@@ -1,21 +1,22 @@
-"""Which implementation computes an attention: by name, by platform, and what happens where a kernel cannot."""
+"""Which implementation computes an attention, what happens where a kernel cannot, and `attention_fn` inside flax."""
 
 import threading
-import types
 import warnings
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_oracle import normal, qkv, reference
+from flax import nnx
 
+import orthojax
 from orthojax.model import Transformer, gpt2
 from orthojax.ops import dot_product_attention, forbid_fallback
-from orthojax.ops.attention import dot_product as choice
-from orthojax.ops.attention import xla
+from orthojax.ops.attention import dot_product, xla
 
-SHAPE = (1, 8, 2, 8)
-Q, K, V = (jnp.asarray(a, jnp.float32) for a in np.random.default_rng(0).normal(size=(3, *SHAPE)))
+Q, K, V = (jnp.asarray(a, jnp.float32) for a in qkv(8, 8, batch=1))
 
 
 class Kernel:
@@ -39,13 +40,12 @@ def on(monkeypatch):
     """on(platform, kernel): that default backend, with that module for its kernel."""
 
     def change(platform, kernel):
-        real, name = choice._kernel, {"gpu": "cudnn", "tpu": "splash"}.get(platform)
-        monkeypatch.setattr(choice, "_kernel", lambda asked: kernel if asked == name else real(asked))
-        monkeypatch.setattr(choice, "_platform", lambda array: platform)
-        choice._warn.cache_clear()
+        monkeypatch.setattr(dot_product, "_kernel", lambda name: kernel)
+        monkeypatch.setattr(dot_product, "_platform", lambda array: platform)
+        dot_product._warn.cache_clear()
 
     yield change
-    choice._warn.cache_clear()
+    dot_product._warn.cache_clear()
 
 
 def is_kernel(**options):
@@ -65,29 +65,25 @@ def test_none_picks_the_kernel_of_the_platform(on, platform, expected):
         assert is_kernel(implementation="xla") is False
         with forbid_fallback():
             assert is_kernel() is expected
+    one = dot_product_attention(Q[:, :1], K, V)  # a single query is left to XLA
+    np.testing.assert_allclose(one, dot_product_attention(Q[:, :1], K, V, implementation="xla"), rtol=1e-6)
 
 
 @pytest.mark.parametrize("where", ["unsupported", "unavailable"])
-def test_none_falls_back_with_one_warning_for_each_reason(on, where):
+def test_none_falls_back_with_one_warning_per_reason_unless_that_is_forbidden(on, where):
     kernel = Kernel(**{where: "the first reason"})
     on("gpu", kernel)
-    with pytest.warns(UserWarning, match="'cudnn' to plain XLA.*the first reason"):
+    with pytest.warns(UserWarning, match="'cudnn' to plain XLA.*the first reason") as caught:
         assert is_kernel() is False
+    assert caught[0].filename == __file__  # where attention was called
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert is_kernel() is False
     kernel.problems[where] = "another reason"
     with pytest.warns(UserWarning, match="another reason"):
         assert is_kernel() is False
-
-
-@pytest.mark.parametrize("where", ["unsupported", "unavailable"])
-def test_within_forbid_fallback_none_refuses_with_the_reason(on, where):
-    on("tpu", Kernel(**{where: "too wide"}))
-    with forbid_fallback(), pytest.raises(NotImplementedError, match="fall back from 'splash' here: too wide"):
+    with forbid_fallback(), pytest.raises(NotImplementedError, match="fall back from 'cudnn' here: another reason"):
         dot_product_attention(Q, K, V)
-    with pytest.warns(UserWarning, match="too wide"):
-        assert is_kernel() is False
 
 
 def test_the_ban_holds_in_its_own_thread_and_ends_with_an_error(on):
@@ -96,26 +92,43 @@ def test_the_ban_holds_in_its_own_thread_and_ends_with_an_error(on):
 
     def fail():
         with forbid_fallback():
-            other = threading.Thread(target=lambda: found.append(choice._fallback_forbidden.get()))
+            other = threading.Thread(target=lambda: found.append(is_kernel()))
             other.start()
             other.join()
             raise RuntimeError("ours")
 
-    with pytest.raises(RuntimeError, match="ours"):
+    with pytest.warns(UserWarning, match="falls back"), pytest.raises(RuntimeError, match="ours"):
         fail()
     assert found == [False]
-    with pytest.warns(UserWarning, match="falls back"):
-        assert is_kernel() is False
+    assert is_kernel() is False
 
 
 def test_an_implementation_by_name_never_falls_back(on):
-    on("gpu", Kernel(unsupported="rows are too long", unavailable="not asked"))
+    on("gpu", Kernel(unsupported="rows are too long", unavailable="its library is missing"))
     with pytest.raises(NotImplementedError, match="implementation='cudnn': rows are too long"):
         dot_product_attention(Q, K, V, implementation="cudnn")
+    on("gpu", Kernel(unavailable="its library is missing"))
+    with pytest.raises(NotImplementedError, match="implementation='cudnn': its library is missing"):
+        dot_product_attention(Q, K, V, implementation="cudnn")
+    on("cpu", Kernel(unavailable="there is no GPU"))  # lowered here, run elsewhere
+    assert is_kernel(implementation="cudnn") is True
+
+
+def test_the_real_kernel_is_asked_once_and_its_reason_given(monkeypatch):
+    monkeypatch.setitem(dot_product._KERNELS, "cpu", "cudnn")
+    dot_product._warn.cache_clear()
+    q = jnp.zeros((2, 6, 4, 8), jnp.bfloat16)
+    with pytest.warns(UserWarning, match=r"'cudnn' to plain XLA.*needs an NVIDIA GPU"):
+        assert (dot_product_attention(q, q, q) == 0.0).all()
+    with forbid_fallback(), pytest.raises(NotImplementedError, match=r"may not fall back.*needs an NVIDIA GPU"):
+        dot_product_attention(q, q, q)
+    with forbid_fallback(), pytest.raises(NotImplementedError, match="got float32"):
+        dot_product_attention(*[q.astype(jnp.float32)] * 3)
+    dot_product._warn.cache_clear()
 
 
 @pytest.mark.parametrize(("name", "hardware"), [("cudnn", "an NVIDIA GPU"), ("splash", "a TPU")])
-@pytest.mark.parametrize("how", ["eager", "jit", "grad", "jit of grad", "vmap"])
+@pytest.mark.parametrize("how", ["eager", "jit", "grad", "jit of grad", "vmap", "compile"])
 def test_a_kernel_by_name_on_a_cpu_is_refused_when_it_is_compiled(name, hardware, how):
     q = jnp.ones((2, 128, 2, 64), jnp.bfloat16)
 
@@ -128,30 +141,18 @@ def test_a_kernel_by_name_on_a_cpu_is_refused_when_it_is_compiled(name, hardware
         "grad": jax.grad(attend),
         "jit of grad": jax.jit(jax.grad(attend)),
         "vmap": jax.vmap(attend),
+        "compile": jax.jit(attend).lower,
     }[how]
+    assert jax.eval_shape(attend, q).shape == ()
     with pytest.raises(NotImplementedError, match=f"implementation='{name}' needs {hardware}.* compiled for 'cpu'"):
         call(q)
 
 
-def test_one_query_is_left_to_xla(on):
-    on("gpu", Kernel())
-    one = dot_product_attention(Q[:, :1], K, V)
-    np.testing.assert_allclose(one, dot_product_attention(Q[:, :1], K, V, implementation="xla"), rtol=1e-6)
-
-
-@pytest.mark.parametrize(("length", "expected"), [(8, "xla"), (9, "xla_chunked")])
-def test_many_weights_are_made_in_chunks(monkeypatch, length, expected):
-    monkeypatch.setitem(choice._LARGEST_WEIGHTS_BYTES, "cpu", 4 * 2 * 8 * 8)
-    asked = []
-    attend = types.SimpleNamespace(attend=lambda inputs: inputs.query)
-    monkeypatch.setattr(choice, "_kernel", lambda name: asked.append(name) or attend)
-    dot_product_attention(*(jnp.zeros((1, length, 2, 8)) for _ in range(3)))
-    assert asked == [expected]
-
-
-def test_unknown_names_are_refused_with_all_that_are_known():
-    with pytest.raises(ValueError, match="'flash'; allowed: None, 'xla', 'xla_chunked', 'cudnn', 'splash'"):
-        dot_product_attention(Q, K, V, implementation="flash")
+@pytest.mark.parametrize(("length", "expected"), [(8, False), (9, True)])
+def test_many_weights_are_computed_in_chunks(monkeypatch, length, expected):
+    monkeypatch.setitem(dot_product._LARGEST_WEIGHTS_BYTES, "cpu", 4 * 2 * 8 * 8)
+    q = jnp.zeros((1, length, 2, 8))
+    assert ("scan[" in str(jax.make_jaxpr(dot_product_attention)(q, q, q))) is expected
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -175,11 +176,11 @@ def test_a_model_on_cudnn_attends_once_forward_unless_it_keeps_nothing_and_once_
 
 def test_none_picks_for_the_device_of_arrays_and_for_the_default_device_of_traces(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert choice._platform(Q) == "cpu"
+    assert dot_product._platform(Q) == "cpu"
 
     def traced():
         seen = []
-        jax.eval_shape(lambda q: (seen.append(choice._platform(q)), q)[1], Q)
+        jax.eval_shape(lambda q: (seen.append(dot_product._platform(q)), q)[1], Q)
         return seen[0]
 
     assert traced() == "gpu"
@@ -189,9 +190,119 @@ def test_none_picks_for_the_device_of_arrays_and_for_the_default_device_of_trace
         assert traced() == "tpu"
 
 
-def test_cudnn_by_name_says_what_is_wrong_with_it_on_a_gpu(on):
-    on("gpu", Kernel(unavailable="its library is missing"))
-    with pytest.raises(NotImplementedError, match="implementation='cudnn': its library is missing"):
-        dot_product_attention(Q, K, V, implementation="cudnn")
-    on("cpu", Kernel(unavailable="there is no GPU"))  # lowered here, run elsewhere
-    dot_product_attention(Q, K, V, implementation="xla")
+# `attention_fn` inside flax's own MultiHeadAttention, linen and nnx.
+
+BATCH, LENGTH, WIDTH, HEADS = 2, 7, 16, 4
+X = jnp.asarray(normal(BATCH, LENGTH, WIDTH), jnp.float32)
+PADDING = jnp.asarray(np.random.default_rng(0).random((BATCH, 1, 1, LENGTH)) < 0.7).at[..., 0].set(True)
+HEADED = X.reshape(BATCH, LENGTH, HEADS, -1)
+
+
+@pytest.fixture
+def flax_promotes_ranks():
+    """Its layers add biases [heads, width] to [B, T, heads, width], which our own code may not do."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def linen(attention_fn, **call):
+    """(output, query, key and value of the layer's own projections, the projection of its result)."""
+    layer = nn.MultiHeadAttention(num_heads=HEADS, attention_fn=attention_fn)
+    params = layer.init(jax.random.key(1), X)["params"]
+    parts = [(params[name]["kernel"], params[name]["bias"]) for name in ("query", "key", "value", "out")]
+    return layer.apply({"params": params}, X, **call), *_projected(parts)
+
+
+def nnx_layer(attention_fn, **call):
+    layer = nnx.MultiHeadAttention(HEADS, WIDTH, attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(1))
+    parts = [(part.kernel[...], part.bias[...]) for part in (layer.query, layer.key, layer.value, layer.out)]
+    return layer(X, **call), *_projected(parts)
+
+
+def _projected(parts):
+    arrays = [np.einsum("btd,dnh->btnh", X, kernel, dtype=np.float64) + bias for kernel, bias in parts[:3]]
+    return arrays, parts[3]
+
+
+CAUSAL = np.tril(np.ones((LENGTH, LENGTH), bool))
+CASES = {
+    "nothing hidden": ({}, {}, True),
+    "causal": ({"is_causal": True}, {}, CAUSAL),
+    "flax's causal mask, of floats": ({}, {"mask": nn.make_causal_mask(X[..., 0])}, CAUSAL),
+    "causal and padding": ({"is_causal": True}, {"mask": PADDING}, CAUSAL & np.asarray(PADDING)),
+}
+
+
+@pytest.mark.usefixtures("flax_promotes_ranks")
+@pytest.mark.parametrize("library", [linen, nnx_layer])
+@pytest.mark.parametrize("normalizer", ["softmax", "softmax1"])
+@pytest.mark.parametrize("case", CASES)
+def test_flax_attends_by_the_definition(library, normalizer, case):
+    made, called, mask = CASES[case]
+    output, arrays, (kernel, bias) = library(orthojax.attention_fn(normalizer, **made), **called)
+    expected = np.einsum("btnh,nhd->btd", reference(*arrays, normalizer=normalizer, mask=mask), kernel) + bias
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("flax_promotes_ranks")
+@pytest.mark.parametrize("library", [linen, nnx_layer])
+def test_softmax_is_flax_own_attention_and_sowing_is_refused(library):
+    own = {linen: nn.dot_product_attention, nnx_layer: nnx.dot_product_attention}[library]
+    mask = {"mask": nn.make_causal_mask(X[..., 0])}
+    ours = library(orthojax.attention_fn("softmax"), **mask)[0]
+    np.testing.assert_allclose(ours, library(own, **mask)[0], rtol=1e-5, atol=1e-6)
+    with pytest.raises(NotImplementedError, match="sown"):
+        library(orthojax.attention_fn(), sow_weights=True)
+
+
+@pytest.mark.usefixtures("flax_promotes_ranks")
+def test_nnx_may_say_causal_when_it_calls_and_cached_decoding_sees_all_that_is_cached():
+    ours = nnx_layer(orthojax.attention_fn(), is_causal=True)[0]
+    np.testing.assert_array_equal(ours, nnx_layer(orthojax.attention_fn(is_causal=True))[0])
+    causal = nnx.MultiHeadAttention(
+        HEADS, WIDTH, attention_fn=orthojax.attention_fn(is_causal=True), decode=True, rngs=nnx.Rngs(1)
+    )
+    whole = causal(X, decode=False)
+    causal.init_cache(X.shape)
+    for t in range(LENGTH):
+        np.testing.assert_allclose(causal(X[:, t : t + 1]), whole[:, t : t + 1], rtol=1e-5, atol=1e-6)
+
+
+def test_more_batch_axes_are_one():
+    q, k, v = (jnp.asarray(normal(2, 3, LENGTH, HEADS, 4, seed=i), jnp.float32) for i in range(3))
+    mask = jnp.asarray(normal(3, 1, LENGTH, LENGTH) < 0.1)  # shared by the first of the two
+    bias = jnp.asarray(normal(LENGTH, LENGTH), jnp.float32)
+    output = orthojax.attention_fn()(q, k, v, bias=bias, mask=mask)
+    assert output.shape == q.shape
+    for i, j in np.ndindex(2, 3):
+        alone = orthojax.dot_product_attention(q[i, j], k[i, j], v[i, j], bias, mask[j])
+        np.testing.assert_allclose(output[i, j], alone, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("flax_promotes_ranks")
+def test_dtype_is_that_of_the_layer():
+    layer = nn.MultiHeadAttention(num_heads=HEADS, attention_fn=orthojax.attention_fn(), dtype=jnp.bfloat16)
+    assert layer.init_with_output(jax.random.key(1), X)[0].dtype == jnp.bfloat16
+    assert orthojax.attention_fn()(HEADED, HEADED, HEADED, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ({"dropout_rate": 0.1}, "dropout"),
+        ({"precision": "highest"}, "precision"),
+        ({"module": object()}, "sown"),
+        ({"qk_attn_weights_einsum": jnp.einsum}, "einsum"),
+    ],
+)
+def test_what_it_would_ignore_is_refused(asked, problem):
+    with pytest.raises(NotImplementedError, match=problem):
+        orthojax.attention_fn()(HEADED, HEADED, HEADED, **asked)
+    inactive = {"dropout_rate": 0.1, "deterministic": True}
+    assert orthojax.attention_fn()(HEADED, HEADED, HEADED, **inactive).shape == HEADED.shape
+
+
+@pytest.mark.parametrize(("queries", "mask"), [(1, None), (3, None), (3, np.ones((1, 1, 3, LENGTH), bool))])
+def test_causal_attention_of_other_lengths_is_refused_but_for_one_query_with_a_mask(queries, mask):
+    with pytest.raises(ValueError, match=f"causal attention of {queries} queries to 7 keys"):
+        orthojax.attention_fn(is_causal=True)(HEADED[:, :queries], HEADED, HEADED, mask=mask)

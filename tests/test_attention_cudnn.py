@@ -1,87 +1,23 @@
 """The real custom derivative with its rules for vmap and meshes, on CPU: only cuDNN's two primitives are stand-ins."""
 
-import functools
+import ctypes
 import re
+import types
+from functools import partial
 
 import jax
-import jax._src.cudnn.fused_attention_stablehlo as vendor
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.interpreters import mlir
+from attention_oracle import check_definition, cudnn_stand_ins, normal, qkv, reference, visible
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from orthojax.ops.attention import ATTENTION_NAME, cudnn, dot_product_attention
-from orthojax.ops.attention import dot_product as platforms
+from orthojax.ops.attention import ATTENTION_NAME, cudnn, cudnn_kernel, dot_product_attention, xla
 from orthojax.ops.attention.dot_product import prepare_inputs
 
 B, N, H = 2, 4, 8
 SINK = np.array([0.3, -1.0, 2.0, 0.0], np.float32)
-
-
-# Stand-ins for the kernels: the flash algorithm's formulas. What cuDNN need not write is NaN here.
-
-
-def _logits(query, key, bias, query_lengths, key_lengths, parameters):
-    T, S, group = query.shape[1], key.shape[1], query.shape[2] // key.shape[2]
-    t, s = jnp.arange(T)[:, None], jnp.arange(S)[None]
-    visible = jnp.ones((1, 1, T, S), bool)
-    if "CAUSAL" in parameters["mask_type"].name:
-        visible &= (s <= t)[None, None]
-    if window := parameters["sliding_window_length"]:
-        visible &= (s > t - window)[None, None]
-    if "PADDING" in parameters["mask_type"].name:
-        visible &= (t[None, None] < query_lengths.reshape(-1, 1, 1, 1)) & (
-            s[None, None] < key_lengths.reshape(-1, 1, 1, 1)
-        )
-    key = jnp.repeat(key, group, 2).astype(jnp.float32)
-    x = parameters["scale"] * jnp.einsum("BTNH,BSNH->BNTS", query.astype(jnp.float32), key, precision="highest")
-    if parameters["variadic_args"][0]:
-        assert bias.shape[0] in (1, query.shape[0])
-        assert bias.shape[1] in (1, query.shape[2])
-        x += bias
-    return jnp.where(visible, x, -jnp.inf)
-
-
-def _kernel_forward(query, key, value, bias, query_lengths, key_lengths, *_, **parameters):
-    assert parameters["is_training"]
-    x = _logits(query, key, bias, query_lengths, key_lengths, parameters)
-    lse = jax.nn.logsumexp(x, -1)
-    value = jnp.repeat(value, query.shape[2] // value.shape[2], 2).astype(jnp.float32)
-    output = jnp.einsum("BNTS,BSNH->BTNH", jnp.exp(x - lse[..., None]), value, precision="highest")
-    return output.astype(query.dtype), jnp.where(lse == -jnp.inf, jnp.nan, lse)
-
-
-def _kernel_backward(query, key, value, bias, query_lengths, key_lengths, *rest, **parameters):
-    lse, output, cotangent = rest[4:7]
-    group = query.shape[2] // key.shape[2]
-    x = _logits(query, key, bias, query_lengths, key_lengths, parameters)
-    p = jnp.exp(x - lse[..., None])
-    q, d, o = (a.astype(jnp.float32) for a in (query, cotangent, output))
-    k, v = (jnp.repeat(a, group, 2).astype(jnp.float32) for a in (key, value))
-    einsum = functools.partial(jnp.einsum, precision="highest")
-    dx = p * (einsum("BTNH,BSNH->BNTS", d, v) - jnp.swapaxes(jnp.sum(d * o, -1), 1, 2)[..., None])
-    dq = einsum("BNTS,BSNH->BTNH", dx, k) * parameters["scale"]
-    dk = einsum("BNTS,BTNH->BSNH", dx, q) * parameters["scale"]
-    dv = einsum("BNTS,BTNH->BSNH", p, d)
-    dk, dv = (jnp.sum(a.reshape(*a.shape[:2], -1, group, a.shape[3]), 3) for a in (dk, dv))
-    if "PADDING" in parameters["mask_type"].name:
-        padding = [jnp.arange(a.shape[1])[None] >= n.reshape(-1, 1) for a, n in ((q, query_lengths), (k, key_lengths))]
-        dq = jnp.where(padding[0][..., None, None], jnp.nan, dq)
-        dk, dv = (jnp.where(padding[1][..., None, None], jnp.nan, a) for a in (dk, dv))
-    results = [dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)]
-    if parameters["variadic_args"][1]:
-        axes = [axis for axis in (0, 1) if bias.shape[axis] != dx.shape[axis]]
-        results.append(jnp.sum(dx, axes, keepdims=True).astype(bias.dtype))
-    return results
-
-
-STAND_INS = {
-    vendor._dot_product_attention_fwd_p: _kernel_forward,
-    vendor._dot_product_attention_bwd_p: _kernel_backward,
-    platforms._compiled_for_p: lambda x, **_: [x],
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,69 +26,16 @@ def _forget_what_was_compiled():
     jax.clear_caches()
 
 
-@pytest.fixture
-def kernels():
-    for primitive, rule in STAND_INS.items():
-        mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=True), platform="cpu")
-    yield
-    for primitive in STAND_INS:
-        del mlir._platform_specific_lowerings["cpu"][primitive]
-
-
-# The definition, in NumPy and float64; its gradients are central differences.
-
-
-def _visible(t_length, s_length, mask=None, is_causal=False, local_window_size=None, **lengths):
-    t, s = np.arange(t_length)[:, None], np.arange(s_length)[None]
-    visible = np.ones((B, 1, t_length, s_length), bool) & (True if mask is None else np.asarray(mask))
-    if is_causal:
-        visible &= s <= t
-    if local_window_size:
-        visible &= (s >= t - local_window_size[0]) & (s <= t + local_window_size[1])
-    visible &= t < np.reshape(lengths.get("query_seq_lengths", [t_length] * B), (B, 1, 1, 1))
-    return visible & (s < np.reshape(lengths.get("key_value_seq_lengths", [s_length] * B), (B, 1, 1, 1)))
-
-
-def oracle(visible, scale, query, key, value, bias, sink):
-    group = query.shape[2] // key.shape[2]
-    key, value = np.repeat(key, group, 2), np.repeat(value, group, 2)
-    x = np.where(visible, scale * np.einsum("btnh,bsnh->bnts", query, key) + bias, -np.inf)
-    sink = np.reshape(sink, (1, -1, 1, 1))
-    shift = np.maximum(x.max(-1, keepdims=True), sink)
-    shift[shift == -np.inf] = 0.0
-    e = np.exp(x - shift)
-    total = e.sum(-1, keepdims=True) + np.exp(sink - shift)
-    return np.einsum("bnts,bsnh->btnh", e / np.where(total == 0.0, 1.0, total), value)
-
-
-def expected(weights, visible, scale, *arrays, eps=1e-4):
-    """The output, and the gradients of sum(output * weights)."""
-    arrays = [np.array(a, np.float64) for a in arrays]
-    gradients = []
-    for array in arrays:
-        gradient = np.zeros(array.shape)
-        for i in np.ndindex(array.shape):
-            x = array[i]
-            array[i] = x + eps
-            upper = np.sum(oracle(visible, scale, *arrays) * weights)
-            array[i] = x - eps
-            gradient[i] = (upper - np.sum(oracle(visible, scale, *arrays) * weights)) / (2 * eps)
-            array[i] = x
-        gradients.append(gradient)
-    return oracle(visible, scale, *arrays), gradients
+kernels = pytest.fixture(cudnn_stand_ins)
 
 
 def _arrays(t=6, s=6, kv_heads=N, bias_shape=(1, 1, 1, 1), dtype=np.float32, seed=0):
-    rng = np.random.default_rng(seed)
-    shapes = [(B, t, N, H), (B, s, kv_heads, H), (B, s, kv_heads, H), bias_shape]
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    return [jnp.asarray(a, dtype) for a in (*qkv(t, s, kv_heads, seed=seed), normal(*bias_shape, seed=seed + 1))]
 
 
-def _attend(query, key, value, bias=None, mask=None, normalizer="softmax1", **options):
+def _attend(query, key, value, bias=None, mask=None, *, normalizer="softmax1", **options):
     """The kernel's form in any dtype, past the refusal of float32."""
-    options = {"scale": None, "is_causal": False, "local_window_size": None} | options
-    lengths = {name: options.pop(name, None) for name in ("query_seq_lengths", "key_value_seq_lengths")}
-    return cudnn.attend(prepare_inputs(query, key, value, bias, mask, normalizer=normalizer, **options, **lengths))
+    return cudnn.attend(prepare_inputs(query, key, value, bias, mask, normalizer=normalizer, **options))
 
 
 def results(attend, weights, *arrays):
@@ -169,6 +52,10 @@ def error(a, b):
     """Largest difference relative to the largest number, or to 1."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     return np.abs(a - b).max() / max(1.0, np.abs(b).max())
+
+
+def _float64(*arrays):
+    return [np.asarray(a, np.float64) for a in arrays]
 
 
 LENGTHS = {"query_seq_lengths": np.array([4, 6], np.int32), "key_value_seq_lengths": np.array([6, 3], np.int32)}
@@ -202,33 +89,29 @@ def quick_and_slow(cases, slow):
     return [pytest.param(case, marks=[pytest.mark.slow] * (case in slow)) for case in cases]
 
 
+TOLERANCES = {"rtol": 1e-5, "atol": 1e-5, "slope_tolerance": 1e-5}
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     "case", quick_and_slow(CASES, {"plain", "scale", "odd lengths", "window", "lengths", "mask", "one query"})
 )
-def test_output_and_every_gradient_are_the_definition_and_its_finite_differences(case):
+def test_output_and_every_gradient_are_the_definition_and_its_slopes(case):
     options = dict(CASES[case])
-    arrays = _arrays(*(options.pop(name, default) for name, default in (("t", 6), ("s", 6), ("kv_heads", N))))
-    has_bias = "bias_shape" in options
-    arrays[3] = _arrays(bias_shape=options.pop("bias_shape", (1, 1, 1, 1)), seed=1)[3] * has_bias
-    q, k, v, bias = arrays
-    weights = np.random.default_rng(5).normal(size=q.shape)
-    hides = {name: option for name, option in options.items() if name != "scale"}
-    visible = _visible(q.shape[1], k.shape[1], **hides)
-    output, gradients = expected(weights, visible, options.get("scale", H**-0.5), q, k, v, bias, SINK)
-    fixed = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    arrays = qkv(*(options.pop(name, default) for name, default in (("t", 6), ("s", 6), ("kv_heads", N))))
+    if "bias_shape" in options:
+        arrays.append(normal(*options.pop("bias_shape"), seed=1))
+    output, _ = check_definition(_attend, arrays, SINK, **TOLERANCES, **options)
+    hides = {name: option for name, option in options.items() if name not in ("scale", "local_window_size")}
+    shape = (B, N, arrays[0].shape[1], arrays[1].shape[1])
+    sees = visible(shape, window=options.get("local_window_size"), **hides)
+    assert (np.asarray(output)[~np.swapaxes(sees.any(-1), 1, 2)] == 0.0).all()
 
-    def attend(q, k, v, bias, sink):
-        return _attend(q, k, v, bias if has_bias else None, normalizer=sink, **fixed)
 
-    got, got_gradients = results(attend, weights, q, k, v, bias, jnp.asarray(SINK))
-    assert error(got, output) < 1e-5
-    unseen = ~np.broadcast_to(visible.any(-1), (B, N, q.shape[1])).swapaxes(1, 2)
-    assert (np.asarray(got)[unseen] == 0.0).all()
-    for name, a, b in zip("q k v bias sink".split(), got_gradients, gradients, strict=True):
-        if name != "bias" or has_bias:
-            assert np.abs(b).max() > 1e-2, name
-            assert error(a, b) < 1e-5, name
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("normalizer", ["softmax", "softmax1", 0.5, 3.0, 0.0])
+def test_every_normalizer_with_a_sink_is_the_definition(normalizer):
+    check_definition(_attend, qkv(6, 6, 2), normalizer, **TOLERANCES, is_causal=True)
 
 
 # Meshes.
@@ -332,59 +215,36 @@ def test_inside_shard_map_it_is_attention_of_the_parts(case):
 # Normalizers, precision, extremes.
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(
-    ("normalizer", "sink"),
-    [("softmax", -np.inf), ("softmax1", 0.0), (0.5, np.log(0.5)), (3.0, np.log(3.0)), (0.0, -np.inf)],
-)
-def test_every_normalizer_with_a_sink_is_the_definition(normalizer, sink):
-    q, k, v, bias = _arrays(kv_heads=2)
-    weights = np.random.default_rng(5).normal(size=q.shape)
-    visible = _visible(6, 6, is_causal=True)
-    output, gradients = expected(weights, visible, H**-0.5, q, k, v, 0 * bias, np.full(N, sink))
-    got, got_gradients = results(
-        lambda q, k, v: _attend(q, k, v, normalizer=normalizer, is_causal=True), weights, q, k, v
-    )
-    for a, b in zip((got, *got_gradients), (output, *gradients[:3]), strict=True):
-        assert error(a, b) < 1e-5
-
-
 def test_the_gate_with_plain_differentiation_fails_the_same_check(kernels):
     del kernels
-    q, k, v, bias = _arrays()
-    weights = np.random.default_rng(5).normal(size=q.shape)
-    output, gradients = expected(weights, _visible(6, 6, is_causal=True), H**-0.5, q, k, v, 0 * bias, np.zeros(N))
 
-    def naive(q, k, v):
-        output, lse = jax.nn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
+    def naive(q, k, v, normalizer, is_causal):
+        output, lse = jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, return_residual=True)
         return output * jax.nn.sigmoid(lse)[..., None]
 
-    def errors(attend):
-        got, got_gradients = results(attend, weights, q, k, v)
-        pairs = zip((got, *got_gradients), (output, *gradients[:3]), strict=True)
-        return [error(a, b) for a, b in pairs]
-
-    assert max(errors(lambda q, k, v: _attend(q, k, v, is_causal=True))) < 1e-5
-    wrong = errors(naive)
-    assert max(wrong[0], wrong[3]) < 1e-5  # the output and the value's gradient are right, so nobody would notice
-    assert min(wrong[1], wrong[2]) > 0.05
+    check_definition(_attend, qkv(6, 6), "softmax1", **TOLERANCES, is_causal=True)
+    # The output and the value's gradient are right, so nobody would notice.
+    check_definition(naive, qkv(6, 6), "softmax1", **TOLERANCES, is_causal=True, gradients=False)
+    with pytest.raises(AssertionError):
+        check_definition(naive, qkv(6, 6), "softmax1", **(TOLERANCES | {"slope_tolerance": 0.01}), is_causal=True)
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_is_near_the_definition(dtype):
-    q, k, v, bias = _arrays(t=8, s=8, kv_heads=2, bias_shape=(1, N, 8, 8), dtype=dtype)
-    weights = np.asarray(jnp.asarray(np.random.default_rng(5).normal(size=q.shape), dtype), np.float64)
-    visible = _visible(8, 8, is_causal=True, **LENGTHS)
-    output, gradients = expected(weights, visible, H**-0.5, q, k, v, bias, SINK)
+    arrays = _arrays(t=8, s=8, kv_heads=2, bias_shape=(1, N, 8, 8), dtype=dtype)
+    weights = normal(*arrays[0].shape, seed=5)
     lengths = {name: jnp.asarray(x) for name, x in LENGTHS.items()}
 
-    def attend(q, k, v, bias, sink):
-        return dot_product_attention(q, k, v, bias, normalizer=sink, is_causal=True, implementation="cudnn", **lengths)
+    def attend(implementation, q, k, v, bias, sink):
+        options = {"is_causal": True, "implementation": implementation, **lengths}
+        return dot_product_attention(q, k, v, bias, normalizer=sink, **options)
 
-    got, got_gradients = results(attend, weights, q, k, v, bias, jnp.asarray(SINK))
-    assert [a.dtype for a in (got, *got_gradients)] == [dtype] * 5 + [jnp.float32]
-    for a, b in zip((got, *got_gradients), (output, *gradients), strict=True):
+    got, gradients = results(partial(attend, "cudnn"), weights, *arrays, jnp.asarray(SINK))
+    assert [a.dtype for a in (got, *gradients)] == [dtype] * 5 + [jnp.float32]
+    exact = [a.astype(jnp.float32) for a in (*arrays, jnp.asarray(SINK))]
+    expected, expected_gradients = results(partial(attend, "xla"), weights.astype(dtype), *exact)
+    for a, b in zip((got, *gradients), (expected, *expected_gradients), strict=True):
         assert error(a, b) < 2e-2
 
 
@@ -397,10 +257,8 @@ def test_scores_of_ten_thousand_are_exact(normalizer, dtype):
     q = jnp.asarray(100 * signs * np.eye(H)[0], dtype)
     k = jnp.asarray(np.arange(-50, 100, 25).reshape(1, 6, 1, 1) * np.ones((B, 6, N, 1)) * np.eye(H)[0], dtype)
     v = _arrays(dtype=dtype)[2]  # scores are -10,000, -7,500 .. 10,000: one key takes it all, or the sink does
-    sink = {"softmax1": np.zeros(N), "softmax": np.full(N, -np.inf), "sink": SINK}[normalizer]
-    visible = _visible(6, 6, is_causal=True)
-    output = oracle(visible, 1.0, *(np.asarray(a, np.float64) for a in (q, k, v)), 0.0, sink)
     argument = jnp.asarray(SINK) if normalizer == "sink" else normalizer
+    output = reference(*_float64(q, k, v), normalizer=argument, scale=1.0, is_causal=True)
     got, gradients = results(
         lambda q, k, v: _attend(q, k, v, normalizer=argument, scale=1.0, is_causal=True), np.ones(q.shape), q, k, v
     )
@@ -529,21 +387,6 @@ def test_the_kernel_makes_a_gradient_of_the_bias_only_where_one_is_wanted(wanted
     assert len(results) == 4 + has_gradient  # query, key, value, workspace
 
 
-@pytest.mark.parametrize("how", ["eager", "jit", "grad", "vmap", "compile"])
-def test_another_platform_is_refused_when_it_is_compiled(how):
-    q, k, v, _ = HALF
-    calls = {
-        "eager": lambda: _cudnn(q, k, v),
-        "jit": lambda: jax.jit(_cudnn)(q, k, v),
-        "grad": lambda: jax.grad(lambda q: jnp.sum(_cudnn(q, k, v).astype(jnp.float32)))(q),
-        "vmap": lambda: jax.vmap(_cudnn)(q[None], k[None], v[None]),
-        "compile": lambda: jax.jit(_cudnn).lower(q, k, v),
-    }
-    assert jax.eval_shape(_cudnn, q, k, v).shape == q.shape
-    with pytest.raises(NotImplementedError, match=r"needs an NVIDIA GPU.*compiled for 'cpu'"):
-        calls[how]()
-
-
 def test_a_second_derivative_is_refused_in_words():
     q, k, v, _ = HALF
 
@@ -584,17 +427,6 @@ def test_what_the_kernel_cannot_do_is_refused_by_name(options, problem):
         dot_product_attention(q, v.astype(dtype), v, implementation="cudnn", **options)
 
 
-@pytest.mark.parametrize(
-    ("normalizer", "problem"),
-    [("softmax2", "normalizer 'softmax2'"), (-1.0, "got -1"), (jnp.zeros(3), r"\(3,\).*\(4,\)")],
-)
-def test_a_normalizer_that_is_none_is_an_error_in_the_same_words(normalizer, problem):
-    q = jnp.zeros((B, 6, N, H), jnp.bfloat16)
-    for implementation in ("cudnn", "xla"):
-        with pytest.raises(ValueError, match=problem):
-            dot_product_attention(q, q, q, normalizer=normalizer, implementation=implementation)
-
-
 def test_explicit_axes_that_the_kernel_cannot_be_cut_by_are_refused():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
     q, k = jnp.zeros((4, 8, 8, 8), jnp.bfloat16), jnp.zeros((4, 8, 2, 8), jnp.bfloat16)
@@ -602,3 +434,188 @@ def test_explicit_axes_that_the_kernel_cannot_be_cut_by_are_refused():
         placed = jax.device_put(q, NamedSharding(mesh, spec))
         with pytest.raises(NotImplementedError, match=problem):
             dot_product_attention(placed, k, k, implementation="cudnn")
+
+
+# The form of public functions alone, by the other implementation of the same public function.
+
+
+@pytest.mark.parametrize(
+    ("options", "normalizer"),
+    [
+        ({}, "softmax1"),
+        ({"is_causal": True, **LENGTHS, **NO_KEYS}, "softmax1"),
+        ({"is_causal": True}, 2.5),
+        ({"s": 9, "scale": 0.7}, "sink"),
+        ({"is_causal": True, **LENGTHS, **NO_KEYS}, "sink"),
+        pytest.param({**LENGTHS, **NO_KEYS}, "sink", marks=pytest.mark.slow),
+    ],
+)
+def test_the_public_form_is_the_same_attention(options, normalizer):
+    options = dict(options)
+    arrays = qkv(6, options.pop("s", 6), 2)
+    sink = np.array([0.3, -1.0, 4.3, 0.0])
+
+    def attend(q, k, v, normalizer, **options):
+        return cudnn.with_sink_key(prepare_inputs(q, k, v, normalizer=normalizer, **options), "xla")
+
+    check_definition(attend, arrays, sink if normalizer == "sink" else normalizer, **TOLERANCES, **options)
+
+
+def test_softmax_in_the_public_form_is_jax_nn_with_all_options():
+    mask, lengths = jnp.tri(6, dtype=bool), {name: jnp.asarray(x) for name, x in (LENGTHS | NO_KEYS).items()}
+    options = {"normalizer": "softmax", "local_window_size": (2, 0), **lengths}
+    inputs = prepare_inputs(*_arrays(kv_heads=2)[:3], jnp.asarray(normal(6, 6), jnp.float32), mask, **options)
+    got = jax.jit(lambda: cudnn.with_sink_key(inputs, "xla"))()
+    assert error(got, jax.jit(lambda: xla.attend(inputs))()) < 1e-5
+
+
+def test_a_sink_logit_in_half_precision_is_not_rounded_to_it():
+    zeros, logit = jnp.zeros((1, 4, 1, H), jnp.bfloat16), 6.99  # bfloat16 has 6.96875 and 7
+    inputs = prepare_inputs(zeros, zeros, zeros + 1, normalizer=jnp.array([logit]))
+    got = jax.jit(lambda: cudnn.with_sink_key(inputs, "xla"))()
+    np.testing.assert_allclose(np.asarray(got, np.float64), 4 / (4 + np.exp(logit)), rtol=5e-3)
+
+
+@pytest.fixture
+def no_private_module(monkeypatch):
+    monkeypatch.setattr(cudnn, "private_module", lambda: None)
+
+
+@pytest.mark.usefixtures("no_private_module")
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"mask": jnp.ones((6, 6), bool)}, "bias or a mask needs 'softmax'"),
+        ({"bias": jnp.ones((6, 6))}, "bias or a mask needs 'softmax'"),
+        ({"local_window_size": (2, 0)}, "window needs 'softmax'"),
+        ({"width": 256, "normalizer": 2.0}, "heads of at most 248, got 256"),
+        ({"width": 256, "normalizer": jnp.asarray(SINK)}, "heads of at most 248, got 256"),
+        ({"normalizer": "relu"}, "'relu'"),
+        ({}, "needs an NVIDIA GPU"),
+        ({"normalizer": "softmax"}, "needs an NVIDIA GPU"),
+    ],
+)
+def test_without_the_private_module_the_public_form_takes_over_or_refuses(options, problem):
+    options = dict(options)
+    q = jnp.zeros((B, 6, N, options.pop("width", H)), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=problem):
+        dot_product_attention(q, q, q, implementation="cudnn", **options)
+
+
+def test_a_private_module_that_has_changed_is_not_used(monkeypatch):
+    real = cudnn_kernel.private_module()
+    assert real is not None  # the versions of JAX that are supported have it
+    names = [name for name in dir(real) if not name.startswith("__")]
+    for change in ({"MaskType": None}, {"_dot_product_attention_bwd_p_wrapper": None}, {"AttentionLayout": None}):
+        changed = types.SimpleNamespace(**{name: getattr(real, name) for name in names} | change)
+        monkeypatch.setattr(cudnn_kernel.importlib, "import_module", lambda name, changed=changed: changed)
+        assert cudnn_kernel.private_module.__wrapped__() is None
+
+
+# The probe. What it asks of the machine is two functions: which GPU there is, and where the wheels' libraries are.
+
+_probe, _preload_builtins = cudnn.unavailable.__wrapped__, cudnn.preload_builtins.__wrapped__  # without their memory
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(capability, attend=, folders=): such a GPU, on which cuDNN's attention is that function."""
+
+    def change(capability, attend=xla.attend, folders=()):
+        monkeypatch.setattr(cudnn, "compute_capability", lambda: capability)
+        monkeypatch.setattr(cudnn, "_library_folders", lambda: list(folders))
+        monkeypatch.setattr(cudnn, "preload_builtins", _preload_builtins)
+        monkeypatch.setattr(cudnn, "attend", attend)
+
+    return change
+
+
+def test_here_the_kernel_is_unavailable():
+    assert cudnn.unavailable() == "cuDNN needs an NVIDIA GPU, and the default backend is 'cpu'"
+    assert cudnn.widest_head() == 256
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "found", "widest"),
+    [("cuda 13000", "9.0", (9, 0), 256), ("cuda 12080", "8.6", (8, 6), 128), ("rocm 60200", "gfx942", None, 256)],
+)
+def test_a_gpu_is_known_by_its_platform(monkeypatch, version, capability, found, widest):
+    client = types.SimpleNamespace(platform_version=version)
+    device = types.SimpleNamespace(client=client, compute_capability=capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert cudnn.compute_capability() == found
+    assert cudnn.widest_head() == widest
+    if found is None:
+        assert "needs an NVIDIA GPU" in _probe()
+
+
+def test_an_old_gpu_is_refused_without_trying(gpu):
+    gpu((7, 5), lambda inputs: 1 / 0)
+    assert _probe() == "cuDNN's attention needs compute capability 8.0, got 7.5"
+
+
+def test_a_kernel_that_is_wrong_in_its_gradients_alone_is_found(gpu):
+    def naive(inputs):
+        output, lse = jax.nn.dot_product_attention(
+            inputs.query, inputs.key, inputs.value, is_causal=inputs.is_causal, return_residual=True
+        )
+        return output * jax.nn.sigmoid(lse)[..., None]
+
+    for wrong in (naive, lambda inputs: xla.attend(inputs) * jnp.nan):
+        gpu((9, 0), wrong)
+        assert "is wrong: it differs" in _probe()
+
+
+def test_a_kernel_that_fails_comes_with_advice(gpu, tmp_path):
+    def fails(inputs):
+        raise RuntimeError("No valid engine configs\nand many more lines")
+
+    gpu((9, 0), fails)
+    assert _probe() == (
+        "cuDNN's attention fails: RuntimeError: No valid engine configs. With CUDA 13, cuDNN wants libnvrtc-builtins "
+        "on the path of the loader (LD_LIBRARY_PATH)"
+    )
+    (tmp_path / "libnvrtc-builtins.so.13.0").write_text("not a library")
+    gpu((9, 0), fails, [tmp_path])
+    problem = _probe()
+    assert f"LD_LIBRARY_PATH={tmp_path}:$LD_LIBRARY_PATH" in problem
+    assert "libnvrtc-builtins.so.13.0" in problem  # what could not be loaded
+
+
+def test_the_builtins_are_loaded_before_the_kernel_is_tried(gpu, monkeypatch, tmp_path):
+    done = []
+    (tmp_path / "libnvrtc-builtins.so.13.1").touch()
+    (tmp_path / "libnvrtc.so.13").touch()
+    gpu((9, 0), lambda inputs: done.append("tried") or xla.attend(inputs), [tmp_path])
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: done.append((name, mode)))
+    assert _probe() == ""
+    assert done[0] == (str(tmp_path / "libnvrtc-builtins.so.13.1"), ctypes.RTLD_GLOBAL)
+    assert set(done[1:]) == {"tried"}
+    gpu(None, folders=[tmp_path])
+    assert cudnn.preload_builtins() == ""
+    assert len([entry for entry in done if entry != "tried"]) == 1  # nothing is loaded without a GPU
+
+
+def test_the_folders_of_the_wheels_are_found_where_python_finds_packages(monkeypatch, tmp_path):
+    folder = tmp_path / "nvidia" / "cu13" / "lib"
+    assert folder not in cudnn._library_folders()
+    folder.mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert folder in cudnn._library_folders()
+
+
+def test_the_probe_runs_while_another_function_is_traced(gpu):
+    gpu((9, 0))
+    seen = []
+
+    def probing(x):
+        seen.append(_probe())
+        return 2 * x
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    jax.jit(jax.vmap(jax.grad(lambda x: probing(x))))(jnp.ones(4))
+    with jax.set_mesh(mesh):
+        jax.jit(jax.shard_map(probing, out_specs=P("x")))(jax.sharding.reshard(jnp.ones(4), P("x")))
+    assert seen
+    assert set(seen) == {""}

@@ -1,22 +1,25 @@
 """The TPU kernel without a TPU: its numbers in interpret mode, its structure by lowering for TPUs."""
 
-import functools
 import re
 from collections import Counter
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_oracle import check_definition, normal, qkv, reference, visible
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from orthojax.ops import dot_product_attention
-from orthojax.ops.attention import forbid_fallback, splash, splash_kernel, visible_keys
+from orthojax.ops.attention import forbid_fallback, splash, splash_kernel
 from orthojax.ops.attention.dot_product import prepare_inputs
 
-SINKS = (0.3, -1.0, 2.0, -np.inf)
+SINKS = np.array([0.3, -1.0, 2.0, -np.inf])
 N = len(SINKS)
+_attend = partial(dot_product_attention, implementation="splash")
+_slow = pytest.mark.slow
 
 
 @pytest.fixture
@@ -25,48 +28,23 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(splash, "_INTERPRET", True)
 
 
-def _arrays(T, S, kv_heads=2, width=8, dtype=np.float32, batch=2, seed=0):
-    rng = np.random.default_rng(seed)
-    shapes = [(batch, T, N, width), (batch, S, kv_heads, width), (batch, S, kv_heads, width), (batch, T, N, width)]
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+def _arrays(T, S, kv_heads=2, width=8, dtype=np.float32, batch=2):
+    """Query, key, value and a gradient of the output."""
+    arrays = (*qkv(T, S, kv_heads, width=width, batch=batch), normal(batch, T, N, width, seed=1))
+    return [jnp.asarray(a, dtype) for a in arrays]
 
 
-def _attend(q, k, v, **options):
-    return dot_product_attention(q, k, v, implementation="splash", **options)
-
-
-def reference(q, k, v, sinks, *, scale=None, is_causal=False, local_window_size=None, query_ends=None, key_ends=None):
-    """exp(x_i) / (exp(sink) + sum_j exp(x_j)) @ v in float64; without sinks, rows that see nothing are spread."""
-    batch, T, heads, width = q.shape
-    S = k.shape[1]
-    k, v = (np.repeat(a, heads // a.shape[2], 2) for a in (k, v))
-    x = (width**-0.5 if scale is None else scale) * np.einsum("btnh,bsnh->bnts", q, k)
-    t, s = np.arange(T)[:, None], np.arange(S)[None]
-    left, right = local_window_size or (T, S)
-    seen = (s >= t - left) & (s <= t + (0 if is_causal else right))
-    rows = np.ones((batch, 1, T, 1), bool) if query_ends is None else (t < query_ends[:, None, None, None])
-    seen = seen & (s < (S if key_ends is None else key_ends[:, None, None, None]))
-    seen = np.broadcast_to(seen & rows, x.shape)
-    sinks = np.broadcast_to(-np.inf if sinks is None else sinks, (heads,))[None, :, None, None]
-    shift = np.maximum(np.where(seen, x, -np.inf).max(-1, keepdims=True), sinks)
-    shift = np.where(np.isfinite(shift), shift, 0.0)
-    weights = np.exp(np.where(seen, x, -np.inf) - shift)
-    total = weights.sum(-1, keepdims=True) + np.exp(sinks - shift)
-    weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0.0)
-    return np.einsum("bnts,bsnh->btnh", weights, v), ~seen.any(-1) & rows[..., 0]
-
-
-def _spread(out, blind, v):
-    """jax.nn's softmax: a row that sees nothing is the mean of all values."""
-    mean = np.repeat(v.mean(1, keepdims=True), out.shape[2] // v.shape[2], 2)
-    return np.where(np.swapaxes(blind, 1, 2)[..., None], mean, out)
-
-
-ENDS = {"query_ends": np.array([3, 100]), "key_ends": np.array([70, 0])}
+ENDS = {"query_seq_lengths": np.array([3, 100]), "key_value_seq_lengths": np.array([70, 0])}
 # name: T, S, key-value heads, normalizer, options
 CASES = {
     "softmax-1, causal": (128, 128, 4, "softmax1", {"is_causal": True}),
-    "softmax-1, odd lengths, padded keys": (130, 260, 1, "softmax1", {"scale": 1.3, "key_ends": np.array([259, 1])}),
+    "softmax-1, odd lengths, padded keys": (
+        130,
+        260,
+        1,
+        "softmax1",
+        {"scale": 1.3, "key_value_seq_lengths": np.array([259, 1])},
+    ),
     "softmax_n, window": (130, 100, 2, 0.5, {"local_window_size": (9, 3)}),
     "sinks, causal window, both lengths": (
         130,
@@ -81,137 +59,86 @@ CASES = {
         100,
         2,
         "softmax",
-        {"local_window_size": (9, 3), "query_ends": np.array([200, 300])},
+        {"local_window_size": (9, 3), "query_seq_lengths": np.array([200, 300])},
     ),
     "softmax, both lengths": (130, 100, 2, "softmax", ENDS),
     "softmax_n with n = 0, rows without keys": (130, 100, 2, 0.0, ENDS),
     "softmax, plain": (128, 256, 2, "softmax", {}),
 }
-CASES["bfloat16, sinks, causal"] = (128, 128, 2, (0.3, -1.0, 2.0, 0.0), {"is_causal": True})
 QUICK = ("softmax-1, causal", "sinks, causal window, both lengths")
 
 
-@functools.cache
-def _step(case):
-    """Compiled: (query, key, value, sinks, gradient of the output) to (output, four gradients)."""
-    _, _, _, normalizer, options = CASES[case]
-    fixed = {name: value for name, value in options.items() if not name.endswith("_ends")}
-    for name, end in (("query_seq_lengths", "query_ends"), ("key_value_seq_lengths", "key_ends")):
-        if end in options:
-            fixed[name] = jnp.asarray(options[end])
-
-    def loss(q, k, v, sinks, d_out):
-        out = _attend(q, k, v, normalizer=sinks if isinstance(normalizer, tuple) else normalizer, **fixed)
-        return jnp.sum((out * d_out).astype(jnp.float32)), out
-
-    def step(*arguments):
-        (_, out), gradients = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(*arguments)
-        return out, gradients
-
-    return jax.jit(step)
-
-
-def _exact(case, q, k, v, sinks):
-    _, _, _, normalizer, options = CASES[case]
-    if not isinstance(normalizer, tuple):
-        sinks = {"softmax1": 0.0, "softmax": None, 0.5: np.log(0.5), 0.0: None}[normalizer]
-    out, blind = reference(q, k, v, sinks, **options)
-    return _spread(out, blind, v) if normalizer == "softmax" else out
-
-
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(
-    "case",
-    [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES if "bfloat16" not in case],
-)
-def test_output_and_gradients_are_the_definition_and_its_finite_differences(case):
-    T, S, kv_heads, normalizer, _ = CASES[case]
-    q, k, v, d_out = _arrays(T, S, kv_heads)
-    learned = isinstance(normalizer, tuple)
-    arguments = (q, k, v, jnp.asarray(normalizer if learned else [0.0]))
-    out, gradients = _step(case)(*arguments, d_out)
-    arguments = [np.asarray(a, np.float64) for a in arguments]
-    np.testing.assert_allclose(out, _exact(case, *arguments), rtol=1e-5, atol=2e-6)
-
-    rng, step = np.random.default_rng(1), 1e-5
-    for i, gradient in enumerate(gradients[: 3 + learned]):
-        assert np.isfinite(gradient).all()
-        direction = rng.normal(size=gradient.shape)
-        plus, minus = (
-            np.sum(_exact(case, *arguments[:i], arguments[i] + h * direction, *arguments[i + 1 :]) * np.asarray(d_out))
-            for h in (step, -step)
-        )
-        terms = np.asarray(gradient, np.float64) * direction
-        assert np.abs(terms).sum() > 0.01
-        assert abs((plus - minus) / (2 * step) - terms.sum()) < 1e-5 * np.abs(terms).sum() + 1e-6
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[_slow] * (case not in QUICK)) for case in CASES])
+def test_output_and_gradients_are_the_definition_and_its_slopes(case):
+    T, S, kv_heads, normalizer, options = CASES[case]
+    tolerances = {"rtol": 1e-5, "atol": 2e-6, "slope_tolerance": 1e-5}
+    output, gradients = check_definition(_attend, qkv(T, S, kv_heads), normalizer, **tolerances, **options)
     if case == "sinks, causal window, both lengths":  # rows that see nothing, and a head without a sink
-        assert (out[0, 3:] == 0.0).all()
-        assert (out[1] == 0.0).all()
+        assert (output[0, 3:] == 0.0).all()
+        assert (output[1] == 0.0).all()
         assert (gradients[0][1] == 0.0).all()
         assert gradients[3][3] == 0.0
+
+
+def _step(q, k, v, sinks, d_out):
+    """Output and gradients of causal attention with sinks."""
+    out, pullback = jax.vjp(lambda q, k, v, sinks: _attend(q, k, v, normalizer=sinks, is_causal=True), q, k, v, sinks)
+    return out, pullback(d_out)
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_scores_of_ten_thousand_keep_output_and_gradients_finite_and_right():
     q, k, v, d_out = _arrays(128, 128, kv_heads=4)
     q = q * 3e3  # logits of either sign: one key or none takes everything
-    out, gradients = _step("softmax-1, causal")(q, k, v, jnp.zeros(1), d_out)
+    out, gradients = jax.jit(_step)(q, k, v, jnp.zeros(N), d_out)
     assert np.abs(np.einsum("btnh,bsnh->bnts", q, k) * 8**-0.5).max() > 1e4
-    exact = _exact("softmax-1, causal", *(np.asarray(a, np.float64) for a in (q, k, v)), None)
-    # float32 knows a logit of 3e4 to 2e-3, which is the relative error of a weight.
+    exact = reference(*(np.asarray(a, np.float64) for a in (q, k, v)), is_causal=True)
+    # float32 resolves a logit of 3e4 to 2e-3, which is the relative error of a weight.
     np.testing.assert_allclose(out, exact, rtol=5e-3, atol=5e-3)
     assert (np.abs(exact[:, 0]).max(-1) == 0.0).any()  # query 0 sees one key
     assert all(jnp.isfinite(gradient).all() for gradient in gradients)
 
 
-@pytest.mark.slow
+@_slow
 @pytest.mark.usefixtures("interpreted")
 def test_large_negative_logits_in_bfloat16_attend_nowhere():
     _, k, v, d_out = _arrays(128, 128, width=64, dtype=jnp.bfloat16)
-    k = jnp.abs(k) + 1
-    sinks = jnp.zeros(N)
-    out, gradients = _step("bfloat16, sinks, causal")(jnp.full_like(d_out, -20.0), k, v, sinks, d_out)  # below -160
+    out, gradients = jax.jit(_step)(jnp.full_like(d_out, -20.0), jnp.abs(k) + 1, v, jnp.zeros(N), d_out)  # below -160
     assert out.dtype == jnp.bfloat16
     assert (out == 0.0).all()
     assert all((gradient == 0.0).all() for gradient in gradients)
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("width", [64, pytest.param(128, marks=_slow)])
 def test_bfloat16_is_as_near_to_the_definition_as_its_roundings_allow(width):
-    case = "bfloat16, sinks, causal"
     q, k, v, d_out = _arrays(128, 128, width=width, dtype=jnp.bfloat16)
-    sinks = jnp.asarray(CASES[case][3])
-    out, gradients = _step(case)(q, k, v, sinks, d_out)
+    sinks = np.array([0.3, -1.0, 2.0, 0.0])
+    out, gradients = jax.jit(_step)(q, k, v, jnp.asarray(sinks, jnp.float32), d_out)
     assert out.dtype == gradients[0].dtype == jnp.bfloat16
-    *arguments, d_out = (np.asarray(a, np.float64) for a in (q, k, v, sinks, d_out))
-    exact = _exact(case, *arguments)
+    *arrays, d_out = (np.asarray(a, np.float64) for a in (q, k, v, d_out))
+    exact = reference(*arrays, normalizer=sinks, is_causal=True)
     # The output is rounded once, by 1/512 of itself at most; a scale that is no power of two rounds the query as well.
     error = np.sqrt(np.mean((np.asarray(out, np.float64) - exact) ** 2) / np.mean(exact**2))
     assert error < (0.002 if width == 64 else 0.003)
     for head, h in enumerate(np.eye(N) * 1e-5):
-        plus, minus = (np.sum(_exact(case, *arguments[:3], arguments[3] + step) * d_out) for step in (h, -h))
+        plus, minus = (np.sum(reference(*arrays, normalizer=sinks + s, is_causal=True) * d_out) for s in (h, -h))
         np.testing.assert_allclose(gradients[3][head], (plus - minus) / 2e-5, rtol=0.01, atol=0.1)
-
-
-# Which keys the kernel is told that each query sees.
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [None, (0, 0), (9, 3), (200, 500), (500, 130)])
 @pytest.mark.parametrize(("T", "S"), [(1, 5), (128, 128), (130, 100), (130, 260), (300, 100)])
-def test_the_mask_of_padded_lengths_is_that_of_visible_keys(T, S, window, is_causal):
+def test_the_kernels_mask_of_padded_lengths_is_the_definition(T, S, window, is_causal):
     q, k, v, _ = (np.zeros((1, length, 1, 8), np.float32) for length in (T, S, S, T))
-    options = {"is_causal": is_causal, "local_window_size": window}
-    lengths = {"query_seq_lengths": None, "key_value_seq_lengths": None}
-    inputs = prepare_inputs(q, k, v, None, None, normalizer="softmax", scale=None, **options, **lengths)
-    visible = splash._visible(inputs)
-    padded = visible.lengths
+    inputs = prepare_inputs(q, k, v, normalizer="softmax", is_causal=is_causal, local_window_size=window)
+    mask = splash._visible(inputs)
+    padded = mask.lengths
     assert all(p % 128 == 0 and p - 128 < n <= p for n, p in zip((T, S), padded, strict=True))
-    is_open = visible.left is visible.right is visible.keys is None
-    seen = np.ones(padded, bool) if is_open else np.asarray(visible[:, :])
-    expected = visible_keys(1, T, S, **options)
-    expected = np.ones((T, S), bool) if expected is None else np.asarray(expected)[0, 0]
+    is_open = mask.left is mask.right is mask.keys is None
+    seen = np.ones(padded, bool) if is_open else np.asarray(mask[:, :])
+    expected = visible((1, 1, T, S), is_causal=is_causal, window=window)[0, 0]
     np.testing.assert_array_equal(seen[:T, :S], expected)
     assert not seen[:T, S:].any()
     blind = splash._blind(inputs)
@@ -222,20 +149,19 @@ def test_the_mask_of_padded_lengths_is_that_of_visible_keys(T, S, window, is_cau
 
 
 def _sharded_problem():
-    q, k, v, _ = _arrays(128, 128, batch=8)
     ends = jnp.arange(8, dtype=jnp.int32) * 16
-
-    def loss(q, k, v, ends, attend=_attend):
-        out = attend(q, k, v, ends)
-        return jnp.sum(out * out), out
 
     def causal(q, k, v, ends):
         return _attend(q, k, v, is_causal=True, key_value_seq_lengths=ends)
 
     def step(*arguments, attend=causal):
-        return jax.value_and_grad(lambda *a: loss(*a, attend=attend), (0, 1, 2), has_aux=True)(*arguments)
+        def loss(*arguments):
+            out = attend(*arguments)
+            return jnp.sum(out * out), out
 
-    return (q, k, v, ends), causal, step
+        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(*arguments)
+
+    return (*_arrays(128, 128, batch=8)[:3], ends), causal, step
 
 
 @pytest.fixture(scope="module")
@@ -247,49 +173,37 @@ def unsharded():
         return jax.jit(step)(*arguments)
 
 
-def _check_sharded(compiled, arguments, expected, spec):
-    assert not re.search(r"(all-gather|all-to-all|collective-permute)(-start)?\(", compiled.as_text())
-    got = compiled(*arguments)
+def _equal(got, expected):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    assert got[0][1].sharding.spec == spec
 
 
-MESHES = {"data and heads": (("data", "tensor"), (4, 2)), "data, fsdp, heads": (("data", "fsdp", "tensor"), (2, 2, 2))}
-SHARDED = [("data, fsdp, heads", True)]
-SHARDED += [
-    pytest.param(*case, marks=pytest.mark.slow)
-    for case in (("data, fsdp, heads", False), ("data and heads", False), ("data and heads", True))
+KINDS = [
+    (("data", "fsdp", "tensor"), (2, 2, 2), AxisType.Auto),
+    pytest.param(("data", "tensor"), (4, 2), AxisType.Auto, marks=_slow),
+    pytest.param(("x", "y"), (4, 2), AxisType.Explicit, marks=_slow),
 ]
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(("mesh", "mesh_is_set"), SHARDED)
-def test_jit_with_shardings_gathers_nothing(mesh, mesh_is_set, unsharded):
-    names, shape = MESHES[mesh]
-    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+@pytest.mark.parametrize(("names", "shape", "kind"), KINDS)
+def test_over_a_mesh_nothing_is_gathered(names, shape, kind, unsharded):
+    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
     batch = names[:-1] if len(names) > 2 else names[0]
     arguments, _, step = _sharded_problem()
-    heads, rows = (NamedSharding(mesh, spec) for spec in (P(batch, None, "tensor"), P(batch)))
-    jitted = jax.jit(step, in_shardings=(heads, heads, heads, rows))
-    with jax.set_mesh(mesh if mesh_is_set else jax.sharding.get_mesh()):
-        compiled = jitted.lower(*arguments).compile()
+    heads, rows = (NamedSharding(mesh, spec) for spec in (P(batch, None, names[-1]), P(batch)))
     placed = jax.device_put(arguments, (heads, heads, heads, rows))
-    _check_sharded(compiled, placed, unsharded, P(batch, None, "tensor"))
+    with jax.set_mesh(mesh if kind == AxisType.Auto else jax.sharding.get_mesh()):
+        jitted = jax.jit(step, in_shardings=(heads, heads, heads, rows)) if kind == AxisType.Auto else jax.jit(step)
+        compiled = jitted.lower(*placed).compile()
+    assert not re.search(r"(all-gather|all-to-all|collective-permute)(-start)?\(", compiled.as_text())
+    got = compiled(*placed)
+    _equal(got, unsharded)
+    assert got[0][1].sharding.is_equivalent_to(heads, 4)
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.slow
-def test_explicit_axes_are_taken_from_the_types(unsharded):
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-    arguments, _, step = _sharded_problem()
-    heads, rows = (NamedSharding(mesh, spec) for spec in (P("x", None, "y"), P("x")))
-    placed = jax.device_put(arguments, (heads, heads, heads, rows))
-    _check_sharded(jax.jit(step).lower(*placed).compile(), placed, unsharded, P("x", None, "y", None))
-
-
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.slow
+@_slow
 @pytest.mark.parametrize("manual", [("x", "y"), ("x",)])
 @pytest.mark.filterwarnings("ignore:attention by .splash. is not split")
 def test_inside_a_shard_map(manual, unsharded):
@@ -305,34 +219,33 @@ def test_inside_a_shard_map(manual, unsharded):
         check_vma=False,
     )
     compiled = jax.jit(lambda *a: step(*a, attend=inside)).lower(*arguments).compile()
-    for a, b in zip(jax.tree.leaves(compiled(*arguments)), jax.tree.leaves(unsharded), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    _equal(compiled(*arguments), unsharded)
     assert "all-gather" not in compiled.as_text()
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.slow
+@_slow
 def test_key_value_heads_that_an_axis_does_not_divide_are_gathered_and_right(unsharded):
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     arguments, _, step = _sharded_problem()  # 4 query heads, 2 key-value heads, 4 shards
     query, rows = (NamedSharding(mesh, spec) for spec in (P("data", None, "tensor"), P("data")))
-    got = jax.jit(step, in_shardings=(query, rows, rows, rows))(*arguments)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(unsharded), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    with jax.set_mesh(mesh):
+        _equal(jax.jit(step, in_shardings=(query, rows, rows, rows))(*arguments), unsharded)
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.slow
-def test_vmap_is_a_batch(unsharded):
-    (q, k, v, ends), causal, step = _sharded_problem()
+@_slow
+@pytest.mark.parametrize("mesh_is_set", [False, True])
+def test_vmap_is_a_batch(mesh_is_set, unsharded):
+    arguments, causal, step = _sharded_problem()
 
-    def folded(q, k, v, ends):
-        q, k, v, ends = (a.reshape(2, 4, *a.shape[1:]) for a in (q, k, v, ends))
-        return jax.vmap(causal)(q, k, v, ends).reshape(8, *q.shape[2:])
+    def folded(*arrays):
+        halves = [a.reshape(2, 4, *a.shape[1:]) for a in arrays]
+        return jax.vmap(causal)(*halves).reshape(arrays[0].shape)
 
-    got = jax.jit(lambda *a: step(*a, attend=folded))(q, k, v, ends)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(unsharded), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh if mesh_is_set else jax.sharding.get_mesh()):
+        _equal(jax.jit(lambda *a: step(*a, attend=folded))(*arguments), unsharded)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -344,12 +257,9 @@ def test_axes_of_other_names_are_warned_of_and_those_that_divide_are_used():
         pytest.warns(UserWarning, match=r"not split over the mesh axes 'model': .*heads over 'tensor'"),
     ):
         jax.eval_shape(causal, *arguments)
-    shapes = [a.shape for a in (jnp.zeros((4, 2, 8, 8)), jnp.zeros((4, 2, 8, 8)))]
-    specs, _ = splash_kernel._specs(
-        ("bntd", "bksd"), (), shapes, {"b": ("data", "fsdp"), "n": ("tensor",), "k": ("tensor",)},
-        {"data": 4, "fsdp": 2, "tensor": 2},
-    )  # fmt: skip
-    assert specs == [P(("data",), ("tensor",), None, None)] * 2  # 4 sequences over 4, not over 8
+    rows = jnp.zeros((4, 2, 8, 8))
+    axes = splash_kernel._dividing(("data", "fsdp"), ("tensor",), rows, rows, {"data": 4, "fsdp": 2, "tensor": 2})
+    assert axes == {"b": ("data",), "n": ("tensor",), "k": ("tensor",)}  # 4 sequences over 4, not over 8
 
 
 # The structure of what is lowered for TPUs.
@@ -459,17 +369,22 @@ def _pallas_calls(jaxpr):
             yield from _pallas_calls(inner) if hasattr(inner, "eqns") else ()
 
 
-@pytest.mark.parametrize("mesh_is_set", [False, True])
-def test_sharded_programs_lower_for_tpus_and_reach_their_compiler_as_kernels(mesh_is_set):
+def test_sharded_programs_reach_the_tpus_compiler_as_kernels_and_without_a_mesh_are_refused():
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, P("data", None, "tensor"))
     arguments = [jax.ShapeDtypeStruct((8, *shape[1:]), jnp.bfloat16) for shape in SHAPES]
-    with jax.set_mesh(mesh if mesh_is_set else jax.sharding.get_mesh()):
+
+    def lower():
         traced = jax.jit(_gradients(is_causal=True), in_shardings=(sharding,) * 3).trace(*arguments)
-        lowered = traced.lower(lowering_platforms=("tpu",))
-    assert _kernels(lowered.as_text()).total() == (2 if mesh_is_set else 0)  # otherwise it is the partitioner who asks
+        return traced.lower(lowering_platforms=("tpu",))
+
+    with jax.set_mesh(mesh):
+        lowered = lower()
+    assert _kernels(lowered.as_text()).total() == 2
     with pytest.raises(jax.errors.JaxRuntimeError, match="tpu_custom_call"):  # a CPU's compiler, after partitioning
         lowered.compile()
+    with pytest.raises(NotImplementedError, match="cannot be automatically partitioned"):
+        lower()
 
 
 # What is refused, and why the kernel is not chosen.
@@ -482,27 +397,16 @@ def test_sharded_programs_lower_for_tpus_and_reach_their_compiler_as_kernels(mes
         ({"mask": jnp.ones((1, 1, 128, 128), bool)}, "mask.*is_causal, local_window_size and sequence lengths"),
         ({"normalizer": "relu"}, "'relu' has no kernel; allowed: 'softmax1', 'softmax', a number"),
         ({"normalizer": "sigmoid"}, "'sigmoid'"),
+        ({"dtypes": [jnp.float16] * 3}, "float16; allowed: one of float32, bfloat16"),
+        ({"dtypes": [jnp.bfloat16, jnp.float32, jnp.float32]}, "bfloat16, float32; allowed: one of"),
     ],
 )
-def test_what_the_kernel_cannot_do_is_named(options, problem):
-    q, k, v, _ = _arrays(128, 128)
+def test_what_the_kernel_does_not_support_is_named(options, problem):
+    options = dict(options)
+    dtypes = options.pop("dtypes", [jnp.float32] * 3)
+    arrays = [a.astype(dtype) for a, dtype in zip(_arrays(128, 128)[:3], dtypes, strict=True)]
     with pytest.raises(NotImplementedError, match=problem):
-        _attend(q, k, v, **options)
-
-
-def test_dtypes_are_named():
-    q, k, v, _ = _arrays(128, 128)
-    with pytest.raises(NotImplementedError, match="float16; allowed: one of float32, bfloat16"):
-        _attend(*(a.astype(jnp.float16) for a in (q, k, v)))
-    with pytest.raises(NotImplementedError, match="bfloat16, float32; allowed: one of"):
-        _attend(q.astype(jnp.bfloat16), k, v)
-
-
-@pytest.mark.parametrize("normalizer", ["softmax2", -1.0, True, jnp.zeros(3)])
-def test_a_normalizer_that_is_none_is_the_users_error(normalizer):
-    q, k, v, _ = _arrays(128, 128)
-    with pytest.raises(ValueError, match=r"normalizer|softmax_n|sink logits"):
-        _attend(q, k, v, normalizer=normalizer)
+        _attend(*arrays, **options)
 
 
 @pytest.mark.usefixtures("x64")

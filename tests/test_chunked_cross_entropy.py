@@ -1,4 +1,4 @@
-"""The chunked loss: a float64 oracle, memory, what travels on a mesh, its place in training and evaluation."""
+"""The chunked loss: a float64 oracle, memory, what travels over a mesh, its place in training and evaluation."""
 
 import dataclasses
 import math
@@ -230,17 +230,14 @@ def test_on_a_mesh_logits_and_hidden_states_stay_where_they_are(sizes, vocab_axi
     assert sum(size == 4 * D * V // tensor and not in_loop for _, size, in_loop in collectives) <= 3
 
 
-def test_without_a_mesh_the_partitioner_keeps_the_same_numbers():
-    hidden, kernel, targets, weights = problem(8)
-    rows = NamedSharding(_mesh(4, 2, 1), PartitionSpec(("data", "fsdp")))
-    expected = numpy_loss(hidden, kernel, targets, weights)
-    for found, value in zip(chunked(jax.device_put(hidden, rows), kernel, targets, weights, 3), expected, strict=True):
-        assert relative_error(found, value) < 1e-5
-
-
-def test_sequences_that_do_not_divide_among_the_devices_are_no_error():
-    operands = problem(3)
-    with jax.set_mesh(_mesh(2, 2, 2)):
+@pytest.mark.parametrize("mesh_is_set", [False, True])
+def test_the_numbers_do_not_depend_on_whether_the_mesh_is_set_or_divides_the_sequences(mesh_is_set):
+    operands = problem(3 if mesh_is_set else 8)
+    mesh = _mesh(2, 2, 2)
+    if not mesh_is_set:  # then it is the partitioner who splits
+        rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+        operands = (jax.device_put(operands[0], rows), *operands[1:])
+    with jax.set_mesh(mesh if mesh_is_set else jax.sharding.get_mesh()):
         found = chunked(*operands, 2)
     for a, b in zip(found, numpy_loss(*operands), strict=True):
         assert relative_error(a, b) < 1e-5
@@ -295,31 +292,12 @@ def test_a_chunked_loss_of_a_model_has_the_gradients_of_the_plain_one(name):
         np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5 * np.abs(a).max() + 1e-6, err_msg=str(path))
 
 
-@pytest.mark.slow
-def test_small_runs_keep_the_plain_loss_and_chunks_are_what_the_field_says(monkeypatch):
-    config = Config(model=MODEL)
-    params, seen = _params(MODEL), []
-
-    def recording(*args, positions, **options):
-        seen.append(positions)
-        return chunked_cross_entropy_sum_nats(*args, positions=positions, **options)
-
-    monkeypatch.setattr("orthojax.train.step.chunked_cross_entropy_sum_nats", recording)
-    loss = lambda asked: loss_sum_nats(Transformer(MODEL), params, TOKENS, asked)  # noqa: E731
-    assert config.train.loss_chunk_positions is None
-    loss(None), loss(11), loss(100)
-    assert seen == []
-    loss(3)
-    assert seen == [3]
-    monkeypatch.setitem(chunked_cross_entropy._LOGITS_BYTES, "cpu", 1)
-    loss(None)
-    assert seen == [3, 1]
-
-
-def test_a_training_step_with_chunks_is_the_plain_step():
+def test_a_training_step_takes_the_chunks_that_the_field_says_and_is_the_plain_step():
     changes = {"optim.optimizer": "adam", "optim.warmup_steps": 0, "data.sequence_length": 11}
     config = replace(Config(model=MODEL), changes)
     chunks = replace(config, {"train.loss_chunk_positions": 4})
+    programs = [str(jax.make_jaxpr(make_train_step(c))(init_state(c), TOKENS)) for c in (config, chunks)]
+    assert [program.count("scan[") for program in programs] == [0, 1]
     state, metrics = make_train_step(config)(init_state(config), TOKENS)
     other_state, other_metrics = make_train_step(chunks)(init_state(config), TOKENS)
     np.testing.assert_allclose(other_metrics.loss_sum_nats, metrics.loss_sum_nats, rtol=1e-6)

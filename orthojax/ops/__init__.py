@@ -7,6 +7,7 @@ from orthojax.ops.attention import (
     attention_weights,
     dot_product_attention,
     forbid_fallback,
+    rotary,
     visible_keys,
     weighted_values,
 )
@@ -23,7 +24,6 @@ from orthojax.ops.normalizers import (
     softmax_n,
     softmax_with_sink,
 )
-from orthojax.ops.orthogonal import rotary
 from orthojax.ops.statistics import kurtosis, norm_ratio
 
 __all__ = [

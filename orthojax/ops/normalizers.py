@@ -1,19 +1,13 @@
 """Normalizers: from attention logits to weights.
 
-Every normalizer has the arguments of `jax.nn.softmax`:
-
-  logits: Floating array; half precision is computed in float32.
-  axis: The axis of the keys.
-  where: Boolean mask that broadcasts against `logits`; entries that are False get weight 0.
-
-Weights have the shape and dtype of the logits (float32 for integers). A row that keeps nothing has weights of exactly
-zero, except for `softmax`, which keeps its meaning in `jax.nn`.
+Every normalizer has the arguments of `jax.nn.softmax`: logits, axis and where, as `softmax1` describes them. Weights
+have the shape and dtype of the logits (float32 for integers). A row that keeps nothing has weights of exactly zero,
+except for `softmax`, which keeps its meaning in `jax.nn`.
 """
 
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -28,16 +22,12 @@ from orthojax.ops.statistics import at_least_float32
 class ClippedSoftmax:
     """The normalizer `clipped_softmax` with its two numbers.
 
-    Attributes:
-      gamma: <= 0; if less, small weights become exactly 0. Its usual size is about -10 / (number of keys).
-      zeta: >= 1; if more, large weights become exactly 1.
-
     Raises:
-      ValueError: For numbers outside these ranges, which the paper does not allow, or not finite.
+      ValueError: For numbers outside the paper's ranges, or not finite.
     """
 
-    gamma: float = -0.025
-    zeta: float = 1.0
+    gamma: float = -0.025  # <= 0; if less, small weights become exactly 0. Usually about -10 / (number of keys)
+    zeta: float = 1.0  # >= 1; if more, large weights become exactly 1
 
     def __post_init__(self):
         if not -math.inf < self.gamma <= 0.0 or not 1.0 <= self.zeta < math.inf:
@@ -245,12 +235,7 @@ def _(axis, n, primals, tangents):
     return y, y * (t - jnp.sum(y * t, axis, keepdims=True))
 
 
-_BY_NAME: dict[str, Callable[..., jax.Array]] = {
-    "softmax": softmax,
-    "softmax1": softmax1,
-    "relu": relu,
-    "sigmoid": sigmoid,
-}
+_BY_NAME = {function.__name__: function for function in (softmax, softmax1, relu, sigmoid)}
 _ALLOWED = ", ".join(_BY_NAME) + ", a number, an array [heads], a ClippedSoftmax"
 
 
@@ -283,10 +268,7 @@ def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array
       where: Boolean mask that broadcasts against `logits`.
 
     Returns:
-      Weights, shape and dtype of `logits`.
-
-    Raises:
-      ValueError: As `check_normalizer`.
+      Weights, shape and dtype of `logits`; ValueError as from `check_normalizer`.
     """
     check_normalizer(normalizer, *logits.shape[-3:-2])
     if isinstance(normalizer, str):
@@ -301,12 +283,8 @@ def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array
 def sink_logit(normalizer: Normalizer) -> float | jax.Array | None:
     """The logit a of normalizers that are exp(x_i) / (exp(a) + sum_j exp(x_j)): what fused kernels can compute.
 
-    Args:
-      normalizer: As for `apply_normalizer`.
-
-    Returns:
-      0.0 for "softmax1", log n for a number n, the array itself for an array, -inf for "softmax" (no sink), and None
-      for a normalizer that has no such form.
+    0.0 for "softmax1", log n for a number n, the array itself for an array, -inf for "softmax" (no sink), and None for
+    a normalizer that has no such form.
 
     >>> sink_logit("softmax1"), sink_logit("softmax"), sink_logit("relu")
     (0.0, -inf, None)

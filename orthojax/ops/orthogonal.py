@@ -1,4 +1,4 @@
-"""Orthogonal maps along one axis of an array: fast fixed transforms, hashed signs, Haar matrices, rotary positions.
+"""Orthogonal maps along one axis of an array: fast fixed transforms, hashed signs, Haar matrices.
 
 The fixed transforms store no matrix: an orthonormal Hadamard (or cosine) transform is applied as two small factors, and
 made unique by random signs which are a hash of a key, hence constants of the program rather than state.
@@ -70,12 +70,7 @@ def haar(seed: Sequence[int], n: int) -> np.ndarray:
     QR of a Gaussian matrix, with the signs chosen such that R has a positive diagonal: without that choice the result
     is orthogonal but not uniform (Mezzadri, How to generate random matrices from the classical compact groups, 2007).
 
-    Args:
-      seed: Integers >= 0; equal seeds give equal matrices.
-      n: Size.
-
-    Returns:
-      float64 [n, n], with max |Q^T Q - I| below 1e-12.
+    Equal seeds (integers >= 0) give equal matrices: float64 [n, n], with max |Q^T Q - I| below 1e-12.
     """
     q, r = np.linalg.qr(np.random.default_rng(list(seed)).standard_normal((n, n)))
     return q * np.where(np.diagonal(r) < 0, -1.0, 1.0)
@@ -288,34 +283,3 @@ def dct_matrix(n: int) -> np.ndarray:
     matrix = np.cos(np.pi / (2 * n) * (k * (2 * i + 1) % (4 * n))) * math.sqrt(2.0 / n)
     matrix[0] = math.sqrt(1.0 / n)
     return matrix
-
-
-def rotary(x: jax.Array, positions: jax.Array, theta: float = 10_000.0) -> jax.Array:
-    """Rotary position embedding: rotates pairs of channels by an angle that grows with the position.
-
-    Channel pair (i, i + H/2) at position p rotates by p * theta^(-2i/H), the half-split layout of Llama checkpoints.
-
-    Args:
-      x: [..., T, heads, H] with even H; queries or keys.
-      positions: [T], integers.
-      theta: Base of the wavelengths.
-
-    Returns:
-      Shape and dtype of `x`; computed in float32 at least.
-
-    Raises:
-      ValueError: For odd H.
-
-    Reference:
-      Su et al., `RoFormer <https://arxiv.org/abs/2104.09864>`_, 2021.
-    """
-    width = x.shape[-1]
-    if width % 2:
-        raise ValueError(f"rotary positions need an even head width, got {width}")
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
-    frequencies = theta ** (-jnp.arange(0, width, 2, dtype=dtype) / width)
-    angles = (positions.astype(dtype)[:, None] * frequencies[None, :])[:, None, :]
-    angles = jnp.expand_dims(angles, tuple(range(x.ndim - 3)))
-    first, second = jnp.split(x.astype(dtype), 2, axis=-1)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

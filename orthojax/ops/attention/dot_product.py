@@ -103,19 +103,9 @@ def dot_product_attention(
     >>> dot_product_attention(q, k, v, is_causal=True).shape
     (1, 5, 2, 8)
     """
-    inputs = prepare_inputs(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        normalizer=normalizer,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-    )
+    lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
+    options: Any = {"normalizer": normalizer, "scale": scale, "is_causal": is_causal, **lengths}
+    inputs = prepare_inputs(query, key, value, bias, mask, local_window_size=local_window_size, **options)
     attend = _choose(inputs, implementation)
     if inputs.query.size == 0:
         return jnp.zeros(jnp.shape(query), inputs.value.dtype)
@@ -160,18 +150,10 @@ def prepare_inputs(
     if not (scale is None or is_number):
         raise ValueError(f"scale must be a number, got {scale!r}")
     check_normalizer(normalizer, query.shape[2])
-    return AttentionInputs(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        normalizer,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        is_causal=is_causal,
-        local_window_size=None if local_window_size is None else xla.window_sides(local_window_size),
-        **lengths,
-    )
+    window = None if local_window_size is None else xla.window_sides(local_window_size)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    options: Any = {"scale": scale, "is_causal": is_causal, "local_window_size": window, **lengths}
+    return AttentionInputs(query, key, value, bias, mask, normalizer, **options)
 
 
 def _at_least_4d(array: jax.Array) -> jax.Array:
@@ -247,11 +229,7 @@ def _platform(array: jax.Array) -> str:
 
 
 def _choose(inputs: AttentionInputs, implementation: str | None) -> Callable[[AttentionInputs], jax.Array]:
-    """The function that computes the attention.
-
-    The platform is that of the query's device, of `jax.default_device` while tracing, or the default one: a program
-    traced on a GPU machine in order to be lowered for a CPU must say "xla".
-    """
+    """The function that computes the attention; a program traced on a GPU to be lowered for a CPU must say "xla"."""
     platform = _platform(inputs.query)
     if implementation is None:
         kernel = _KERNELS.get(platform)
@@ -290,15 +268,9 @@ batching.defvectorized(_compiled_for_p)
 
 
 def compiled_for(array: jax.Array, implementation: str, platform: str) -> jax.Array:
-    """The array itself, in programs that are compiled for one platform; for use inside a derivative rule.
+    """The array itself; NotImplementedError if the program is lowered for another platform than "cuda" or "tpu".
 
-    Args:
-      array: Any.
-      implementation: For the message.
-      platform: "cuda" or "tpu".
-
-    Raises:
-      NotImplementedError: When the program is lowered for another platform, or the result is differentiated.
+    For use inside a derivative rule: differentiated, it says that there is no second derivative.
     """
     return _compiled_for_p.bind(array, implementation=implementation, platform=platform)
 

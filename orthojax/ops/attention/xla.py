@@ -3,7 +3,7 @@
 import functools
 import itertools
 import operator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def visible_keys(
     """Which keys each query sees: everything that hides a key, in one boolean mask.
 
     Args:
-      batch: Number of sequences, for the shape of sequence lengths.
+      batch: B, for the shape of sequence lengths.
       query_length: T.
       key_length: S.
       mask: Boolean [B or 1, N or 1, T or 1, S or 1]; True keeps.
@@ -135,15 +135,15 @@ def attention_weights(
     normalizer: Normalizer,
     scale: float | None = None,
 ) -> jax.Array:
-    """The weights with which queries attend to keys.
+    """The weights with which queries attend to keys: a normalizer of `attention_logits`.
 
     Args:
       query: [B, T, N, H].
       key: [B, S, K, H] with K dividing N.
-      bias: Added to the logits; broadcasts to [B, N, T, S].
+      bias: As for `attention_logits`.
       mask: Boolean, True keeps; broadcasts to [B, N, T, S]. See `visible_keys`.
       normalizer: See `orthojax.ops.normalizers`.
-      scale: Factor of the products; 1 / sqrt(H) if None.
+      scale: As for `attention_logits`.
 
     Returns:
       [B, N, T, S] in float32 (float64 for float64 inputs).
@@ -173,19 +173,16 @@ def weighted_values(weights: jax.Array, value: jax.Array) -> jax.Array:
 
 def attend(inputs: "AttentionInputs") -> jax.Array:
     """Attention by the whole matrix of weights: [B, T, N, H] in the dtype of `value`."""
-    visible = visible_keys(
-        inputs.query.shape[0],
-        inputs.query.shape[1],
-        inputs.key.shape[1],
-        mask=inputs.mask,
-        is_causal=inputs.is_causal,
-        query_seq_lengths=inputs.query_seq_lengths,
-        key_value_seq_lengths=inputs.key_value_seq_lengths,
-        local_window_size=inputs.local_window_size,
-    )
+    (B, T), S = inputs.query.shape[:2], inputs.key.shape[1]
+    visible = visible_keys(B, T, S, mask=inputs.mask, **_hiding(inputs))
     options = {"bias": inputs.bias, "normalizer": inputs.normalizer, "scale": inputs.scale}
     weights = attention_weights(inputs.query, inputs.key, mask=visible, **options)
     return _without_padding(weighted_values(weights, inputs.value), inputs.query_seq_lengths)
+
+
+def _hiding(inputs: "AttentionInputs") -> dict[str, Any]:
+    names = ("is_causal", "query_seq_lengths", "key_value_seq_lengths", "local_window_size")
+    return {name: getattr(inputs, name) for name in names}
 
 
 def _without_padding(output: jax.Array, query_seq_lengths: jax.Array | None) -> jax.Array:
@@ -289,18 +286,9 @@ def _attend_run(inputs: "AttentionInputs", run: _Run, queries: dict[str, jax.Arr
         key, value = (_keys(shared[name], first, run.keys, 1).astype(dtype) for name in ("key", "value"))
         bias, mask = chunk.get("bias", shared["bias"]), chunk.get("mask", inputs.mask)
         bias, mask = (None if array is None else _keys(array, first, run.keys, 3) for array in (bias, mask))
-        visible = visible_keys(
-            key.shape[0],
-            chunk["query"].shape[1],
-            run.keys,
-            mask=mask,
-            is_causal=inputs.is_causal,
-            query_seq_lengths=inputs.query_seq_lengths,
-            key_value_seq_lengths=inputs.key_value_seq_lengths,
-            local_window_size=inputs.local_window_size,
-            query_start=chunk["start"],
-            key_start=first,
-        )
+        hiding = {"mask": mask, "query_start": chunk["start"], "key_start": first, **_hiding(inputs)}
+        B, T = chunk["query"].shape[:2]
+        visible = visible_keys(B, T, run.keys, **hiding)
         options = {"bias": bias, "normalizer": shared["normalizer"], "scale": inputs.scale}
         return weighted_values(attention_weights(chunk["query"], key, mask=visible, **options), value)
 

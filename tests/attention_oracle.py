@@ -1,0 +1,179 @@
+"""What every implementation of attention must compute, in float64 NumPy, and stand-ins for cuDNN's two kernels."""
+
+import functools
+
+import jax
+import jax._src.cudnn.fused_attention_stablehlo as vendor
+import jax.numpy as jnp
+import numpy as np
+from jax._src.interpreters import mlir
+
+from orthojax.ops.attention import dot_product
+from orthojax.ops.normalizers import ClippedSoftmax
+
+SINK = np.array([0.3, -1.0, 2.0, 0.0])
+NORMALIZERS = {"softmax": "softmax", "softmax1": "softmax1", "softmax_n": 0.5, "sink": SINK, "relu": "relu"}
+NORMALIZERS |= {"sigmoid": "sigmoid", "clipped": ClippedSoftmax(-0.1, 1.2)}
+
+
+def normal(*shape, seed=0, dtype=np.float64):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def qkv(t, s, kv_heads=4, *, batch=2, heads=4, width=8, seed=0):
+    """Query, key and value in float64."""
+    rng = np.random.default_rng(seed)
+    shapes = ((t, heads), (s, kv_heads), (s, kv_heads))
+    return [rng.normal(size=(batch, length, n, width)) for length, n in shapes]
+
+
+def visible(shape, mask=True, is_causal=False, window=10**6, query_seq_lengths=None, key_value_seq_lengths=None):
+    """Boolean [B, N, T, S], by comparing positions."""
+    batch, _, t_length, s_length = shape
+    t, s = np.ogrid[:t_length, :s_length]
+    left, right = np.broadcast_to(10**6 if window is None else window, 2)
+    sees = np.broadcast_to(mask, shape) & ((s <= t) | (not is_causal)) & (t - left <= s) & (s <= t + right)
+    ends = (query_seq_lengths, key_value_seq_lengths)
+    queries, keys = (np.full(batch, 10**6) if end is None else np.asarray(end) for end in ends)
+    return sees & (t < queries[:, None, None, None]) & (s < keys[:, None, None, None])
+
+
+def weights(x, sees, normalizer):
+    """The definition of every normalizer, over the last axis of float64 logits; an array holds sinks [N]."""
+    if isinstance(normalizer, str) and normalizer == "relu":
+        return np.maximum(x, 0.0) / np.maximum(sees.sum(-1, keepdims=True), 1) * sees
+    if isinstance(normalizer, str) and normalizer == "sigmoid":
+        return sees / (1.0 + np.exp(-x))
+    sink = -np.inf
+    if isinstance(normalizer, str):
+        sink = {"softmax": -np.inf, "softmax1": 0.0}[normalizer]
+    elif not isinstance(normalizer, ClippedSoftmax):
+        array = np.ndim(normalizer) > 0
+        sink = np.asarray(normalizer)[:, None, None] if array else np.log(normalizer) if normalizer else -np.inf
+    x = np.where(sees, x, -np.inf)
+    shift = np.maximum(x.max(-1, keepdims=True), sink)
+    shift = np.where(np.isfinite(shift), shift, 0.0)
+    total = np.exp(x - shift).sum(-1, keepdims=True) + np.exp(sink - shift)
+    y = np.exp(x - shift) / np.where(total == 0.0, 1.0, total)
+    if isinstance(normalizer, ClippedSoftmax):
+        gamma, zeta = normalizer.gamma, normalizer.zeta
+        return np.clip((zeta - gamma) * y + gamma, 0.0, 1.0) * sees
+    if isinstance(normalizer, str) and normalizer == "softmax":  # a row that sees nothing is spread, as in jax.nn
+        return np.where(sees.any(-1, keepdims=True), y, 1.0 / x.shape[-1])
+    return y
+
+
+def reference(q, k, v, bias=0.0, *, normalizer="softmax1", scale=None, local_window_size=None, **hides):
+    """Attention by its definition, [B, T, N, H] in float64."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (np.repeat(a, group, 2) for a in (k, v))
+    x = np.einsum("BTNH,BSNH->BNTS", q, k) * (q.shape[3] ** -0.5 if scale is None else scale) + bias
+    y = weights(x, visible(x.shape, window=local_window_size, **hides), normalizer)
+    if hides.get("query_seq_lengths") is not None:
+        y = y * (np.arange(q.shape[1])[None, None, :, None] < hides["query_seq_lengths"][:, None, None, None])
+    return np.einsum("BNTS,BSNH->BTNH", y, v)
+
+
+def check_definition(attend, arrays, normalizer, *, rtol, atol, slope_tolerance, gradients=True, **options):
+    """Output and gradients of attend(q, k, v, [bias], normalizer=, **options): the definition and its slopes.
+
+    Arrays are float64 NumPy, given to `attend` in the widest dtype that JAX has; the slope of sum(output * weights) is
+    that along one random direction of each array, and of the sinks if the normalizer is an array.
+    """
+    learned = isinstance(normalizer, np.ndarray)
+    point = [np.asarray(jnp.asarray(a), np.float64) for a in (*arrays, *([normalizer] if learned else []))]
+    weights = normal(*point[0].shape, seed=6)
+    fixed = {name: jnp.asarray(a) if isinstance(a, np.ndarray) else a for name, a in options.items()}
+
+    def call(function, point, fixed):
+        *arrays, own = point if learned else (*point, normalizer)
+        return function(*arrays, normalizer=own, **fixed)
+
+    def both(*point):
+        output, pullback = jax.vjp(lambda *point: call(attend, point, fixed), *point)
+        return output, pullback(jnp.asarray(weights, output.dtype)) if gradients else ()
+
+    output, slopes = jax.jit(both)(*map(jnp.asarray, point))
+    np.testing.assert_allclose(output, call(reference, point, options), rtol=rtol, atol=atol)
+    for i, gradient in enumerate(slopes):
+        direction = normal(*gradient.shape, seed=7 + i)
+        ends = ([*point[:i], point[i] + step * direction, *point[i + 1 :]] for step in (1e-5, -1e-5))
+        up, down = (np.vdot(weights, call(reference, end, options)) for end in ends)
+        terms = np.asarray(gradient, np.float64) * direction
+        assert np.isfinite(terms).all()
+        assert np.abs(terms).sum() > 0.01, i
+        assert abs((up - down) / 2e-5 - terms.sum()) < slope_tolerance * (np.abs(terms).sum() + 0.1), i
+    return output, slopes
+
+
+# Stand-ins for cuDNN's kernels: the flash algorithm's formulas. What cuDNN need not write is NaN here.
+
+
+def _logits(query, key, bias, query_lengths, key_lengths, parameters):
+    T, S, group = query.shape[1], key.shape[1], query.shape[2] // key.shape[2]
+    t, s = jnp.arange(T)[:, None], jnp.arange(S)[None]
+    visible = jnp.ones((1, 1, T, S), bool)
+    if "CAUSAL" in parameters["mask_type"].name:
+        visible &= (s <= t)[None, None]
+    if window := parameters["sliding_window_length"]:
+        visible &= (s > t - window)[None, None]
+    if "PADDING" in parameters["mask_type"].name:
+        visible &= (t[None, None] < query_lengths.reshape(-1, 1, 1, 1)) & (
+            s[None, None] < key_lengths.reshape(-1, 1, 1, 1)
+        )
+    key = jnp.repeat(key, group, 2).astype(jnp.float32)
+    x = parameters["scale"] * jnp.einsum("BTNH,BSNH->BNTS", query.astype(jnp.float32), key, precision="highest")
+    if parameters["variadic_args"][0]:
+        assert bias.shape[0] in (1, query.shape[0])
+        assert bias.shape[1] in (1, query.shape[2])
+        x += bias
+    return jnp.where(visible, x, -jnp.inf)
+
+
+def _kernel_forward(query, key, value, bias, query_lengths, key_lengths, *_, **parameters):
+    assert parameters["is_training"]
+    x = _logits(query, key, bias, query_lengths, key_lengths, parameters)
+    lse = jax.nn.logsumexp(x, -1)
+    value = jnp.repeat(value, query.shape[2] // value.shape[2], 2).astype(jnp.float32)
+    output = jnp.einsum("BNTS,BSNH->BTNH", jnp.exp(x - lse[..., None]), value, precision="highest")
+    return output.astype(query.dtype), jnp.where(lse == -jnp.inf, jnp.nan, lse)
+
+
+def _kernel_backward(query, key, value, bias, query_lengths, key_lengths, *rest, **parameters):
+    lse, output, cotangent = rest[4:7]
+    group = query.shape[2] // key.shape[2]
+    x = _logits(query, key, bias, query_lengths, key_lengths, parameters)
+    p = jnp.exp(x - lse[..., None])
+    q, d, o = (a.astype(jnp.float32) for a in (query, cotangent, output))
+    k, v = (jnp.repeat(a, group, 2).astype(jnp.float32) for a in (key, value))
+    einsum = functools.partial(jnp.einsum, precision="highest")
+    dx = p * (einsum("BTNH,BSNH->BNTS", d, v) - jnp.swapaxes(jnp.sum(d * o, -1), 1, 2)[..., None])
+    dq = einsum("BNTS,BSNH->BTNH", dx, k) * parameters["scale"]
+    dk = einsum("BNTS,BTNH->BSNH", dx, q) * parameters["scale"]
+    dv = einsum("BNTS,BTNH->BSNH", p, d)
+    dk, dv = (jnp.sum(a.reshape(*a.shape[:2], -1, group, a.shape[3]), 3) for a in (dk, dv))
+    if "PADDING" in parameters["mask_type"].name:
+        padding = [jnp.arange(a.shape[1])[None] >= n.reshape(-1, 1) for a, n in ((q, query_lengths), (k, key_lengths))]
+        dq = jnp.where(padding[0][..., None, None], jnp.nan, dq)
+        dk, dv = (jnp.where(padding[1][..., None, None], jnp.nan, a) for a in (dk, dv))
+    results = [dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)]
+    if parameters["variadic_args"][1]:
+        axes = [axis for axis in (0, 1) if bias.shape[axis] != dx.shape[axis]]
+        results.append(jnp.sum(dx, axes, keepdims=True).astype(bias.dtype))
+    return results
+
+
+_STAND_INS = {
+    vendor._dot_product_attention_fwd_p: _kernel_forward,
+    vendor._dot_product_attention_bwd_p: _kernel_backward,
+    dot_product._compiled_for_p: lambda x, **_: [x],
+}
+
+
+def cudnn_stand_ins():
+    """Generator of a fixture: cuDNN's primitives run on CPU, as these formulas."""
+    for primitive, rule in _STAND_INS.items():
+        mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=True), platform="cpu")
+    yield
+    for primitive in _STAND_INS:
+        del mlir._platform_specific_lowerings["cpu"][primitive]
