@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from orthojax.benchmarks.suite import Column, Row, Suite, measured, reason, seconds_text, spread_metrics, spread_text
-from orthojax.data.batches import TokenBatches
-from orthojax.data.corpus import embedded_corpus
-from orthojax.data.preparation import Part, prepare, text_parts, tfds_parts
-from orthojax.data.sources import documents
-from orthojax.data.tfrecord import as_varint, crc32c, masked_crc
-from orthojax.data.token_files import TokenFile
-from orthojax.data.token_shards import Tokens, open_token_files
-from orthojax.data.tokenizers import make_tokenizer
+from orthojax.data import (
+    Part,
+    TokenBatches,
+    TokenFile,
+    Tokens,
+    embedded_corpus,
+    make_tokenizer,
+    masked_crc32c,
+    open_token_files,
+    prepare,
+    text_parts,
+    tfds_parts,
+)
 from orthojax.train import interleaved_seconds, median_ratio, spread
 
 _DOCUMENT_CHARACTERS = 2_000  # about those of a web page of C4
@@ -43,7 +48,7 @@ def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
             read = functools.partial(lambda version, _: tfds_parts(version, "", ["train"], "text"), data / name)
             try:
                 _write_tfds(data / name, texts, name, write)
-                next(documents(read(data)[0].source.pieces(0, 1)))
+                next(read(data)[0].source.documents())
             except ImportError as error:  # needs tensorflow-datasets, which a machine that only measures may lack
                 yield Row(name, "token file", {}, reason(error))
                 continue
@@ -131,7 +136,7 @@ def _write_tfrecord(path: Path, examples: Iterator[bytes]) -> None:
     with open(path, "wb") as file:
         for example in examples:
             for part in (struct.pack("<Q", len(example)), example):
-                file.write(part + struct.pack("<I", masked_crc(crc32c(part))))
+                file.write(part + struct.pack("<I", masked_crc32c(part)))
 
 
 def _write_array_record(path: Path, examples: Iterator[bytes]) -> None:
@@ -145,7 +150,13 @@ def _write_array_record(path: Path, examples: Iterator[bytes]) -> None:
 
 def _field(number: int, content: bytes) -> bytes:
     """A length-delimited field of a protocol buffer message."""
-    return bytes([number << 3 | 2]) + as_varint(len(content)) + content
+    return bytes([number << 3 | 2]) + _varint(len(content)) + content
+
+
+def _varint(value: int) -> bytes:
+    """A number from 0 on as a protocol buffer message stores it: seven bits a byte, the lowest first."""
+    low, rest = value & 127, value >> 7
+    return bytes([low | 128]) + _varint(rest) if rest else bytes([low])
 
 
 def _batches(tokens: Tokens, of: str, rows: int, sequence_length: int, repeats: int) -> Row:

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orthojax.config import Config
-from orthojax.data.batches import TokenBatches
-from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
-from orthojax.data.datasets import open_dataset
+from orthojax.data import BigramBackcopy, TokenBatches, default_text, open_dataset
 from orthojax.errors import UserError
 
 
