@@ -78,8 +78,10 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
     content, info = _read_metadata(folder)
     name, begin, end = _resolve(split, info.splits)
     if feature not in info.features:
-        allowed, hint = " | ".join(info.features), nearest(feature, info.features)
-        raise UserError(f"{folder} has no feature {feature!r}", allowed=allowed, hint=hint)
+        present = sorted(info.features)
+        raise UserError(
+            f"{folder} has no feature {feature!r}", allowed=" | ".join(present), hint=nearest(feature, present)
+        )
     paths, lengths = [Path(path) for path in info.splits[name].filepaths], info.splits[name].shard_lengths
     if missing := [path.name for path in paths if not path.is_file()]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
