@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from orthojax.data.batches import TokenBatches
-from orthojax.data.token_shards import JoinedTokens
+from orthojax.data import TokenBatches
+from orthojax.data.token_files import JoinedTokens
 from orthojax.errors import UserError
 
 T, B, ROWS = 3, 4, 12
@@ -51,7 +51,7 @@ def test_order_equals_iteration_of_grain():
 
 def test_another_process_agrees():
     code = (
-        "import numpy as np\nfrom orthojax.data.batches import TokenBatches\n"
+        "import numpy as np\nfrom orthojax.data import TokenBatches\n"
         f"print(TokenBatches(np.arange({ROWS * T + 1}), {T}, {B}, 5)(8).tolist())"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -97,7 +97,7 @@ def test_bos_id_zero_is_a_bos():
 
 def test_spread_rows_do_not_import_grain():
     code = (
-        "import sys\nimport numpy as np\nfrom orthojax.data.batches import TokenBatches\n"
+        "import sys\nimport numpy as np\nfrom orthojax.data import TokenBatches\n"
         "TokenBatches(np.arange(20), 4, 2, 0).spread_rows(2)\nprint('grain' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

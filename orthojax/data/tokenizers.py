@@ -217,7 +217,8 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
       UserError: If the file is missing, is not a tokenizer, or has no end-of-text token under a usual name.
     """
     file, *merges = _files(str(path))
-    content, spec = _read_file(file), Path(path).name if spec is None else spec
+    content, *_ = [_read_file(each) for each in (file, *merges)]
+    spec = Path(path).name if spec is None else spec
     if content == _BYTES_FILE.encode():
         return ByteTokenizer()
     if merges:
