@@ -96,11 +96,11 @@ KILLED = """
 import sys, time
 from orthojax.data import preparation, token_writer, tokenizers
 token_writer._BATCH_CHARACTERS, token_writer._SAVE_SECONDS = 300, 0.0
-encode = tokenizers.HuggingFaceTokenizer.encode_batch
+encode = tokenizers.Tokenizer.encode_batch
 def slow(self, texts):
     time.sleep(float(sys.argv[2]))
     return encode(self, texts)
-tokenizers.HuggingFaceTokenizer.encode_batch = slow
+tokenizers.Tokenizer.encode_batch = slow
 from pathlib import Path
 folder = Path(sys.argv[1])
 parts = preparation.text_parts([str(folder.parent / "a.jsonl")], ["train", "validation"], folder)

@@ -24,7 +24,7 @@ from orthojax.data.documents import Document, embedded_corpus, find_files, read_
 from orthojax.data.preparation import HoldOut, divided, hold_out_by_text, sample
 from orthojax.data.tfds import crc32c, find_folder, open_tfds
 from orthojax.data.token_files import open_token_files, shard_path
-from orthojax.data.token_writer import Output, write_token_files
+from orthojax.data.token_writer import write_token_files
 from orthojax.data.tokenizers import ByteTokenizer
 from orthojax.errors import UserError
 
@@ -247,16 +247,16 @@ class Failing(ByteTokenizer):
         return super().encode_batch(texts)
 
 
-def write_failing(outputs, source, shard):
+def write_failing(folder, parts, shard):
     """Token files from calls that fail after every second batch; the number of calls."""
     reported, calls = [], 0
     while not reported or reported[-1][0] < reported[-1][1]:
         Failing.successes, calls = 2, calls + 1
         try:
-            write_token_files(outputs, source, Failing(), shard=shard, report=lambda *call: reported.append(call))
+            write_token_files(folder, parts, Failing(), shard=shard, report=lambda *call: reported.append(call))
         except UserError as error:
             assert "No space left" in str(error)  # noqa: PT017
-            assert list(outputs[0].path.parent.glob("*.partial"))
+            assert list(folder.glob("*.partial"))
         assert calls < 100
     assert [done for done, *_ in reported] == sorted(done for done, *_ in reported)
     return calls
@@ -266,25 +266,22 @@ def write_failing(outputs, source, shard):
 @pytest.mark.parametrize("shard", [(0, 1), (1, 3)])
 def test_token_files_are_the_same_after_a_failure_at_any_batch(case, tmp_path, monkeypatch, shard, splits):
     source = case[0].open(case[1])
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "resumed").mkdir()
-    whole, resumed = (
-        [Output(tmp_path / name / f"{part.name}.bin", part.split, part.text) for part in divided(source, RULE, splits)]
-        for name in ("whole", "resumed")
-    )
+    parts, whole, resumed = divided(source, RULE, splits), tmp_path / "whole", tmp_path / "resumed"
+    whole.mkdir()
+    resumed.mkdir()
     if not texts_of(source, *shard):
         with pytest.raises(UserError, match=r"no documents for .*\nallowed: at least one document in each shard"):
-            write_token_files(whole, source, ByteTokenizer(), shard=shard)
+            write_token_files(whole, parts, ByteTokenizer(), shard=shard)
         return
-    write_token_files(whole, source, ByteTokenizer(), shard=shard)
+    files = write_token_files(whole, parts, ByteTokenizer(), shard=shard)
     wanted = [[*RULE.part(splits[0], Document("", text)).encode(), 257] for text in texts_of(source, *shard)]
-    np.testing.assert_array_equal(np.fromfile(whole[0].path, "<u2"), np.concatenate(wanted))
+    np.testing.assert_array_equal(files[0].tokens, np.concatenate(wanted))
     monkeypatch.setattr(token_writer, "_BATCH_CHARACTERS", 60)
-    assert write_failing(resumed, source, shard) > 1
-    contents = [{path.name: path.read_bytes() for path in (tmp_path / n).iterdir()} for n in ("whole", "resumed")]
+    assert write_failing(resumed, parts, shard) > 1
+    contents = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (whole, resumed)]
     assert contents[0] == contents[1]
     Failing.successes = 0
-    write_token_files(resumed, source, Failing(), shard=shard)  # complete: nothing is encoded
+    write_token_files(resumed, parts, Failing(), shard=shard)  # complete: nothing is encoded
 
 
 def test_damage_is_named(case, tmp_path):

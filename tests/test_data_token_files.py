@@ -13,7 +13,7 @@ from orthojax.data import TokenBatches, open_dataset, token_files, token_writer
 from orthojax.data.documents import Document, Item, Piece, Source
 from orthojax.data.preparation import prepare, text_parts
 from orthojax.data.token_files import JoinedTokens, open_token_file, open_token_files, shard_path, sidecar_path
-from orthojax.data.token_writer import Output, write_token_files
+from orthojax.data.token_writer import Part, write_token_files
 from orthojax.data.tokenizers import ByteTokenizer
 from orthojax.errors import UserError
 
@@ -27,8 +27,8 @@ def make(path, texts=("hé", "x"), tokenizer=None):
         return (Item(Document("", text), i + 1, i + 1) for i, text in enumerate(texts) if i >= start)
 
     source = Source("test", "abc", 2, lambda *_: [Piece(read, 0, len(texts), 0)])
-    output = Output(path, "train", lambda document: document.text)
-    return write_token_files([output], source, tokenizer or ByteTokenizer())[0]
+    part = Part(path.stem, "train", source, lambda document: document.text)
+    return write_token_files(path.parent, [part], tokenizer or ByteTokenizer())[0]
 
 
 def test_contents_and_sidecar(tmp_path):

@@ -322,10 +322,7 @@ GPT2_VOCABULARY = b'{"a": 0, "b": 1, "<|endoftext|>": 2}'
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"a.json": b"{"}, "is not JSON"),
-        ({"a.json": b"\xff"}, "is not JSON"),
-        ({"a.json": b"[1]"}, "is JSON, but not of a tokenizer"),
-        ({"a.json": b'{"model": 1}'}, "is JSON, but not of a tokenizer"),
+        *(({"a.json": content}, "a.json is not a tokenizer: ") for content in (b"{", b"\xff", b"[1]", b'{"model": 1}')),
         ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, r"tokenizer\.model: the ranks are not 0 to 1, or a byte has none"),
         ({"tokenizer.model": b"IQ== 0\nnothing\n"}, r"tokenizer\.model, line 2: no token and rank"),
         ({"tokenizer.model": b"IQ== 0\nI 1\n"}, r"tokenizer\.model, line 2: no token and rank"),

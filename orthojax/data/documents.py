@@ -18,25 +18,28 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple
 
 from orthojax.errors import UserError
 
-# Folders of the standard library that are left out.
+# Folders of the standard library that are left out: what is no part of it or no text; what Debian and slim images lack,
+# so that the corpus does not depend on the packaging; generated tables and documentation rather than code.
 DROPPED_FOLDERS = frozenset(
     [
-        # Not part of the standard library, or not text.
         *("site-packages", "dist-packages", "__pycache__"),
-        # Absent from Debian and slim images, so the corpus would depend on the packaging.
         *("test", "tests", "idlelib", "idle_test", "lib2to3", "distutils", "tkinter", "turtledemo", "ensurepip"),
-        # Generated tables and documentation rather than code (`pydoc_data` feeds Bigram-Backcopy instead).
         *("encodings", "pydoc_data"),
     ]
 )
 # Written by whoever built or packaged this Python: they hold its paths and settings.
 DROPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 DROPPED_FOLDER_PREFIX = "config-"
-_COMPRESSED = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
+_COMPRESSED: dict[str, tuple[str, Any]] = {
+    ".gz": ("gzip", gzip.open),
+    ".bz2": ("bzip2", bz2.open),
+    ".xz": ("xz", lzma.open),
+    ".zst": ("zstd", lambda raw: io.BufferedReader(_ZstdReader(raw), _BLOCK)),
+}
 _BLOCK = 1 << 20
 _TEXT_FILES = "paths of text files, folders or patterns"
 
@@ -190,8 +193,9 @@ def read_documents(name: str, path: Path, start: int = 0, stop: int | None = Non
     Raises:
       UserError: For a file that cannot be read or decompressed, is not UTF-8, or has a bad line.
     """
+    kind, opened = _COMPRESSED.get(path.suffix, ("text", lambda raw: raw))
     try:
-        with open(path, "rb", buffering=_BLOCK) as raw, _decompressed(path, raw) as file:
+        with open(path, "rb", buffering=_BLOCK) as raw, opened(raw) as file:
             if _is_jsonl(path):
                 for item in _read_lines(name, path, file, start, stop):
                     yield item if file is raw else item._replace(offset=raw.tell())
@@ -202,7 +206,6 @@ def read_documents(name: str, path: Path, start: int = 0, stop: int | None = Non
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
-        kind = _COMPRESSED.get(path.suffix, "compressed")
         raise UserError(f"{path} is not a complete {kind} file: {error}") from None
 
 
@@ -272,53 +275,39 @@ def _read_lines(name: str, path: Path, file: IO[bytes], start: int, stop: int | 
             yield Item(Document(name + label, document), position, position)
 
 
-def _decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
-    if path.suffix == ".bz2":
-        return cast(IO[bytes], bz2.BZ2File(raw))
-    if path.suffix == ".xz":
-        return cast(IO[bytes], lzma.LZMAFile(raw))
-    if path.suffix == ".zst":
-        return io.BufferedReader(_ZstdReader(path, raw), _BLOCK)
-    return raw
-
-
 class _ZstdReader(io.RawIOBase):
     """Decompresses concatenated zstd frames; unlike the package's own reader it notices a truncated one."""
 
-    def __init__(self, path: Path, raw: IO[bytes]):
-        try:
-            import zstandard  # type: ignore[import-not-found]
-        except ImportError:
-            raise UserError(f"{path} is zstd, which needs a package", allowed="pip install zstandard") from None
-        self._raw, self._package, self._output = raw, zstandard, b""
-        self._blocks = self._decompress()
-
-    def _decompress(self) -> Iterator[bytes]:
-        frame: Any = None
-        try:
-            while block := self._raw.read(_BLOCK):
-                while block:
-                    frame = frame or self._package.ZstdDecompressor().decompressobj()
-                    yield frame.decompress(block)
-                    block, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-        except self._package.ZstdError as error:
-            raise EOFError(error) from None
-        if frame is not None:
-            raise EOFError("it ends within a frame")
+    def __init__(self, raw: IO[bytes]):
+        self._blocks, self._output = _decompress_zstd(raw), b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._output:
-            if (block := next(self._blocks, None)) is None:
-                return 0
+        while not self._output and (block := next(self._blocks, None)) is not None:
             self._output = block
         size = min(len(buffer), len(self._output))
         buffer[:size], self._output = self._output[:size], self._output[size:]
         return size
+
+
+def _decompress_zstd(raw: IO[bytes]) -> Iterator[bytes]:
+    try:
+        import zstandard  # type: ignore[import-not-found]
+    except ImportError:
+        raise UserError(f"{raw.name} is zstd, which needs a package", allowed="pip install zstandard") from None
+    frame: Any = None
+    try:
+        while block := raw.read(_BLOCK):
+            while block:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(block)
+                block, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    except zstandard.ZstdError as error:
+        raise EOFError(error) from None
+    if frame is not None:
+        raise EOFError("it ends within a frame")
 
 
 def _decode(content: bytes, path: Path, offset: int) -> str:

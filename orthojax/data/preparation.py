@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from orthojax.data.documents import Document, Source, embedded_corpus, find_files, text_corpus
 from orthojax.data.tfds import find_folder, open_tfds
-from orthojax.data.token_files import TokenFile, require_alone, shard_path
-from orthojax.data.token_writer import Output, write_token_files
+from orthojax.data.token_files import TokenFile, require_alone
+from orthojax.data.token_writer import Part, write_token_files
 from orthojax.data.tokenizers import BOS, EOS, Tokenizer, load_tokenizer, make_tokenizer, tokenizer_identity
 from orthojax.errors import UserError
 from orthojax.files import make_folder, write_text
@@ -74,23 +74,6 @@ def hold_out_by_text(documents: Iterable[Document]) -> HoldOut:
     if len(numbers) < 20:
         return HoldOut("end")
     return HoldOut("text", sorted(numbers)[len(numbers) // 10 - 1])
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A split of a source.
-
-    Attributes:
-      name: Of the token file, without its suffix.
-      split: For the sidecar.
-      source: The documents.
-      text: What of a document belongs to it; '' if nothing does.
-    """
-
-    name: str
-    split: str
-    source: Source
-    text: Callable[[Document], str]
 
 
 def divided(source: Source, hold_out: HoldOut, splits: Sequence[str]) -> list[Part]:
@@ -201,9 +184,8 @@ def prepare(
         together = [part for part in parts if part.source == source]
         label = " and ".join(part.name for part in together)
         label += "" if shard[1] == 1 else f", shard {shard[0]}/{shard[1]}"
-        outputs = [Output(shard_path(folder / f"{part.name}.bin", *shard), part.split, part.text) for part in together]
         report = functools.partial(progress, label) if progress else None
-        written = write_token_files(outputs, source, tokenizer, shard=shard, report=report)
+        written = write_token_files(folder, together, tokenizer, shard=shard, report=report)
         files.update(zip((part.name for part in together), written, strict=True))
     return [files[name] for name in names]
 

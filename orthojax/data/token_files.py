@@ -72,20 +72,9 @@ class TokenFileInfo:
 
 
 class JoinedTokens:
-    """Token files read as if they were one array, which slices of step 1 index; memory-mapped as they are needed.
-
-    Attributes:
-      dtype: uint16 or uint32.
-    """
+    """Files of little-endian integers read as one array, in slices of step 1; memory-mapped as they are needed."""
 
     def __init__(self, paths: list[Path], lengths: list[int], dtype: np.dtype):
-        """Opens nothing yet.
-
-        Args:
-          paths: Files of little-endian integers.
-          lengths: Their numbers of integers.
-          dtype: Of the integers.
-        """
         self.dtype = dtype
         self._ends = np.cumsum(lengths).tolist()
         self._map = functools.lru_cache(_OPEN_AT_ONCE)(lambda i: np.asarray(np.memmap(paths[i], dtype, "r")))

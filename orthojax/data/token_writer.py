@@ -25,6 +25,7 @@ from orthojax.data.token_files import (
     TokenFileInfo,
     open_token_file,
     sample_sha256,
+    shard_path,
     sidecar_path,
     token_dtype,
     write_sidecar,
@@ -43,18 +44,20 @@ Report = Callable[[int, int, int], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Output:
-    """A token file to make from a source.
+class Part:
+    """A split of a source.
 
     Attributes:
-      path: The .bin file.
-      split: Its name, for the sidecar.
-      part: What of a document is taken; '' leaves it out.
+      name: Of the token file, without its suffix.
+      split: For the sidecar.
+      source: The documents.
+      text: What of a document belongs to it; '' if nothing does.
     """
 
-    path: Path
+    name: str
     split: str
-    part: Callable[[Document], str]
+    source: Source
+    text: Callable[[Document], str]
 
 
 class _Text(NamedTuple):
@@ -78,21 +81,21 @@ class _State:
 
 
 def write_token_files(
-    outputs: Sequence[Output],
-    source: Source,
+    folder: Path,
+    parts: Sequence[Part],
     tokenizer: Tokenizer,
     *,
     shard: tuple[int, int] = (0, 1),
     report: Report | None = None,
 ) -> list[TokenFile]:
-    """Tokenises a source, or a shard of it, into token files; resumes what an earlier call left.
+    """Tokenises splits of one source, or a shard of it, into token files; resumes what an earlier call left.
 
-    The source is read once for all of them. Reading, tokenising and writing overlap; memory is bounded by the longest
+    The source is read once for all splits. Reading, tokenising and writing overlap; memory is bounded by the longest
     document.
 
     Args:
-      outputs: The files. Those that are complete and were created from the same are kept.
-      source: The documents.
+      folder: Gets the files; those that are complete and were created from the same are kept.
+      parts: The splits, all of the same source.
       tokenizer: Gives the ids. A document of more than 4 million characters is tokenised in pieces that end with a
         line, which bounds memory; only there may its ids differ from those of the whole.
       shard: (i, n) takes the i-th of n consecutive parts of the source.
@@ -102,6 +105,7 @@ def write_token_files(
       UserError: If a file, complete or partial, was created from something else, another process writes it, it cannot
         be written, or there are no documents for it; and as the reading of the source.
     """
+    source, paths = parts[0].source, [shard_path(folder / f"{part.name}.bin", *shard) for part in parts]
     created_from = {
         "format_version": FORMAT_VERSION,
         "dtype": token_dtype(tokenizer.vocab_size).name,
@@ -116,7 +120,10 @@ def write_token_files(
     }
     try:
         with contextlib.ExitStack() as stack:
-            opened = [_open(output, {**created_from, "split": output.split}, stack) for output in outputs]
+            opened = [
+                _open(path, part.text, {**created_from, "split": part.split}, stack)
+                for path, part in zip(paths, parts, strict=True)
+            ]
             if writers := [writer for writer in opened if writer]:
                 _run(writers, tokenizer, source.pieces(*shard), report or (lambda *_: None))
             empty = [writer.path.name for writer in writers if not writer.state.n_documents]
@@ -124,19 +131,17 @@ def write_token_files(
                 if writer.state.n_documents:
                     writer.complete(source.file_count)
     except OSError as error:
-        names = ", ".join(str(output.path) for output in outputs)
-        raise UserError(f"cannot write the token file {names}: {error}") from error
+        raise UserError(f"cannot write the token file {', '.join(map(str, paths))}: {error}") from error
     if empty:
         raise UserError(
             f"no documents for the token file {', '.join(empty)} in {source.description}",
             allowed="at least one document" + (" in each shard: take fewer" if shard[1] > 1 else ""),
         )
-    return [open_token_file(output.path) for output in outputs]
+    return [open_token_file(path) for path in paths]
 
 
-def _open(output: Output, created_from: dict[str, Any], stack: contextlib.ExitStack) -> "_Writer | None":
+def _open(path: Path, text: Callable, created_from: dict[str, Any], stack: contextlib.ExitStack) -> "_Writer | None":
     """A writer that resumes at the end of the file; None if it is complete."""
-    path = output.path
     partial, notes = _partial_paths(path)
     if path.exists() and (sidecar_path(path).exists() or not notes.exists()):
         _require_same_file(path, created_from)
@@ -157,7 +162,7 @@ def _open(output: Output, created_from: dict[str, Any], stack: contextlib.ExitSt
     if in_place:
         os.replace(path, partial)
     sidecar_path(path).unlink(missing_ok=True)  # of a file that was deleted
-    writer = _Writer(output, file, created_from)
+    writer = _Writer(path, text, file, created_from)
     stack.callback(writer.remove_if_empty)
     return writer
 
@@ -197,12 +202,12 @@ def _run(writers: "list[_Writer]", tokenizer: Tokenizer, pieces: list[Piece], re
 
 
 class _Writer:
-    """The open partial file of an output, and what is known about its contents."""
+    """An open partial file, and what is known about its contents."""
 
-    def __init__(self, output: Output, file: IO[bytes], created_from: dict[str, Any]):
-        self.path, self.part = output.path, output.part
+    def __init__(self, path: Path, text: Callable[[Document], str], file: IO[bytes], created_from: dict[str, Any]):
+        self.path, self.text = path, text
         self._file, self._created_from = file, created_from
-        self._partial, self._notes = _partial_paths(output.path)
+        self._partial, self._notes = _partial_paths(path)
         self.state = _read_notes(self._notes, created_from) if self._notes.exists() else _State()
         size = self.state.n_tokens * np.dtype(created_from["dtype"]).itemsize
         if file.seek(0, os.SEEK_END) < size:
@@ -268,7 +273,7 @@ def _texts(pieces: list[Piece], writers: list[_Writer]) -> Iterator[_Text]:
         if index >= first:
             for item in piece.read(position if index == first and position >= 0 else piece.start):
                 for writer, place in zip(writers, places, strict=True):
-                    if (index, item.position) > place and (text := writer.part(item.document)):
+                    if (index, item.position) > place and (text := writer.text(item.document)):
                         yield _Text(text, writer, index, item.position, before + item.offset - piece.offset)
         before += piece.n_bytes
 

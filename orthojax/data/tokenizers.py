@@ -28,10 +28,8 @@ import numpy as np
 from orthojax.errors import UserError
 
 BOS, EOS = "<|bos|>", "<|eos|>"
-ALLOWED = (
-    "bytes | bpe:N (N ids, trained on the corpus) | the path of a tokenizer.json, GPT-2's vocab.json, a sentencepiece "
-    ".model, the ranks of Llama 3, or of a folder with one"
-)
+_FORMATS = "a tokenizer.json, GPT-2's vocab.json, a sentencepiece .model, the ranks of Llama 3"
+ALLOWED = f"bytes | bpe:N (N ids, trained on the corpus) | the path of {_FORMATS}, or of a folder with one"
 SMALLEST_BPE = 260
 # Usual names of the two in published tokenizers, by precedence.
 _EOS_NAMES = (EOS, "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|end▁of▁sentence|>")
@@ -80,13 +78,19 @@ class Tokenizer(abc.ABC):
         """Writes a file that `load_tokenizer` reads."""
         Path(path).write_bytes(self.serialized.encode())
 
-    @abc.abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of every text, int32 [length]; special tokens are neither added nor recognised inside the text."""
+        return self._encode(list(texts))
 
-    @abc.abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of some ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        return self._decode(np.asarray(ids, np.int64).tolist())
+
+    @abc.abstractmethod
+    def _encode(self, texts: list[str]) -> list[np.ndarray]: ...
+
+    @abc.abstractmethod
+    def _decode(self, ids: list[int]) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,23 +108,23 @@ class ByteTokenizer(Tokenizer):
     eos_id: int = 257
     serialized: str = dataclasses.field(default=_BYTES_FILE, repr=False)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:  # noqa: D102
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:  # noqa: D102
-        return bytes(i for i in np.asarray(ids, np.int64).tolist() if i < 256).decode(errors="replace")
+    def _decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer`, set to add nothing, truncate nothing and read special tokens in text as text."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:  # noqa: D102
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         # fromiter reads a list of ints faster than array does.
         return [np.fromiter(encoding.ids, np.int32, len(encoding)) for encoding in encodings]
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:  # noqa: D102
-        return self.backend.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=True)
+    def _decode(self, ids: list[int]) -> str:
+        return self.backend.decode(ids, skip_special_tokens=True)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -129,12 +133,12 @@ class SentencePieceTokenizer(Tokenizer):
     Texts are normalised as the model says, so decoding need not give the same text.
     """
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:  # noqa: D102
-        rows = self.backend.encode(list(texts), out_type=int, num_threads=-1) if texts else []
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        rows = self.backend.encode(texts, out_type=int, num_threads=-1) if texts else []
         return [np.array(row, np.int32) for row in rows]
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:  # noqa: D102
-        return self.backend.decode(np.asarray(ids, np.int64).tolist())
+    def _decode(self, ids: list[int]) -> str:
+        return self.backend.decode(ids)
 
 
 def tokenizer_identity(spec: str) -> str:
@@ -182,10 +186,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
       vocab_size: Number of ids in total, at least 260.
 
     Raises:
-      UserError: If `vocab_size` is too small, or larger than the merges in this text allow.
+      UserError: If there are fewer or more different ids in this text.
     """
-    if vocab_size < SMALLEST_BPE:
-        raise UserError(f"tokenizer 'bpe:{vocab_size}' is too small", allowed=f"bpe:{SMALLEST_BPE} or more")
     import tokenizers as hf
 
     backend = _byte_level(hf.models.BPE(), hf.pre_tokenizers.ByteLevel(add_prefix_space=False))
@@ -227,14 +229,11 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
         return _from_json(_llama3_json(content, file), spec, str(file))
     if file.suffix == ".model":
         return _from_sentencepiece(content, spec, str(file))
-    allowed = "the tokenizer.json of a Hugging Face tokenizer"
     try:
         values = json.loads(content.decode())
-    except ValueError:
-        raise UserError(f"{file} is not JSON", allowed=allowed) from None
-    if not isinstance(values, dict):
-        raise UserError(f"{file} is JSON, but not of a tokenizer", allowed=allowed)
-    if values.get("orthojax_tokenizer") == "sentencepiece":
+    except ValueError as error:
+        raise UserError(f"{file} is not a tokenizer: {error}", allowed=_FORMATS) from None
+    if isinstance(values, dict) and values.get("orthojax_tokenizer") == "sentencepiece":
         return _from_sentencepiece(base64.b64decode(values["model"]), spec, str(file))
     return _from_json(content.decode(), spec, str(file))
 
@@ -245,10 +244,7 @@ def _from_json(text: str, spec: str, where: str) -> Tokenizer:
     try:
         backend = hf.Tokenizer.from_str(text)
     except Exception as error:  # the package raises bare Exception
-        raise UserError(
-            f"{where} is JSON, but not of a tokenizer: {error}",
-            allowed="the tokenizer.json of a Hugging Face tokenizer",
-        ) from None
+        raise UserError(f"{where} is not a tokenizer: {error}", allowed=_FORMATS) from None
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True  # a document that mentions <|eos|> does not end there
@@ -272,10 +268,7 @@ def _from_sentencepiece(model: bytes, spec: str, where: str) -> Tokenizer:
     try:
         backend = sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError:
-        raise UserError(
-            f"{where} is not a tokenizer",
-            allowed="a tokenizer.json, GPT-2's vocab.json, a sentencepiece .model or the ranks of Llama 3",
-        ) from None
+        raise UserError(f"{where} is not a tokenizer", allowed=_FORMATS) from None
     bos_id, eos_id = backend.bos_id(), backend.eos_id()
     if eos_id < 0:
         raise UserError(f"{where} has no end-of-text token", allowed="a sentencepiece model trained with eos_id")
