@@ -20,13 +20,11 @@ class Progress:
         self._start, self._last_line = time.monotonic(), -float("inf")
         self._bar = None
         if self._stream.isatty():
-            size = shutil.get_terminal_size()  # 80 x 24 if the terminal does not say; tqdm would show nothing
-            width = 20 if size.columns >= 120 else 4  # the message and the time left matter more
+            columns, lines = shutil.get_terminal_size()  # 80 x 24 if the terminal does not say; tqdm would show nothing
+            width = 20 if columns >= 120 else 4  # the message and the time left matter more
+            self._room = columns - width - len("100%|| ")
             form = f"{{percentage:3.0f}}%|{{bar:{width}}}| {{desc}}"
-            self._room = size.columns - width - len("100%|| ")
-            self._bar = tqdm(
-                total=self._total, file=self._stream, bar_format=form, ncols=size.columns, nrows=size.lines
-            )
+            self._bar = tqdm(total=self._total, file=self._stream, bar_format=form, ncols=columns, nrows=lines)
 
     def skip(self, work: float) -> None:
         """Counts work that an earlier call did, which says nothing about the speed of this one."""
@@ -38,21 +36,17 @@ class Progress:
         self.done = min(self.done + work, self._total)
         if not message:
             return
-        now, fresh = time.monotonic(), self.done - self._skipped
-        passed, rest = _clock(now - self._start), (self._total - self.done) / max(fresh, 1e-9)
-        left = _clock((now - self._start) * rest) if fresh > 0.01 * self._total else ""
+        passed, fresh = time.monotonic() - self._start, self.done - self._skipped
+        left = _clock(passed * (self._total - self.done) / fresh) if fresh > 0.01 * self._total else ""
         if self._bar is not None:
             self._bar.n = self.done
-            tail = f" | {passed}{left and f', {left} left'}"
-            room = self._room - len(tail)
-            message = message if len(message) <= room else message[: max(room - 3, 0)] + "..."
-            self._bar.set_description_str(message + tail)
-        elif now - self._last_line >= self._every:
-            self._last_line = now
-            line = (
-                f"{100 * self.done / self._total:3.0f}% {message} | {passed} elapsed{left and f', about {left} left'}"
-            )
-            print(line, file=self._stream, flush=True)
+            tail = f" | {_clock(passed)}{left and f', {left} left'}"
+            room = max(self._room - len(tail), 3)
+            self._bar.set_description_str((message if len(message) <= room else message[: room - 3] + "...") + tail)
+        elif passed - self._last_line >= self._every:
+            self._last_line, percent = passed, 100 * self.done / self._total
+            left = left and f", about {left} left"
+            print(f"{percent:3.0f}% {message} | {_clock(passed)} elapsed{left}", file=self._stream, flush=True)
 
     def finish(self, message: str) -> None:
         """Shows that all is done, however short it took, and ends the bar."""

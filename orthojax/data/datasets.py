@@ -140,15 +140,10 @@ class TokenBatches:
         return self.rows(step, 0, self.batch_size)
 
     def rows(self, step: int, start: int, stop: int) -> np.ndarray:
-        """Some rows of the batch of one step, for a process that holds a part of it; no others are read.
-
-        Args:
-          step: 0 or more.
-          start: The first row of the batch.
-          stop: The row after the last, at most batch_size.
+        """The rows `self(step)[start:stop]`, for a process that holds a part of the batch; no others are read.
 
         Returns:
-          int32 [stop - start, sequence_length + 1], equal to `self(step)[start:stop]`.
+          int32 [stop - start, sequence_length + 1].
         """
         if not 0 <= start <= stop <= self.batch_size:
             raise IndexError(f"rows {start}:{stop} of a batch of {self.batch_size}")
@@ -156,13 +151,10 @@ class TokenBatches:
         return self._rows([int(order[first + i]) for i in range(start, stop)])
 
     def spread_rows(self, n: int) -> np.ndarray:
-        """Rows spread evenly over the whole text, in its order, for evaluation.
-
-        Args:
-          n: Number of rows.
+        """Rows spread evenly over the whole text, in its order, for evaluation: floor(i * n_rows / n) for i < n.
 
         Returns:
-          int32 [n, sequence_length + 1]: the rows floor(i * n_rows / n).
+          int32 [n, sequence_length + 1].
 
         Raises:
           UserError: If there are fewer rows.

@@ -191,13 +191,9 @@ def prepare(
 
 
 def sample(source: Source, limit_bytes: int, parts: int = 64) -> Iterator[Document]:
-    """Documents of the whole source, or of its beginning and evenly spread places if it is too long.
+    """All documents of a source of at most `limit_bytes` on disk, otherwise some from each of `parts` shards.
 
-    Args:
-      source: Where they come from.
-      limit_bytes: A source of this size on disk or less is given whole. Of a larger one, each of `parts` shards gives
-        its first documents with limit_bytes / parts bytes of text.
-      parts: Places.
+    From each come the first documents with limit_bytes / parts bytes of text.
     """
     if sum(piece.n_bytes for piece in source.pieces(0, 1)) <= limit_bytes:
         yield from source.documents()

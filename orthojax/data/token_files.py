@@ -121,11 +121,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def sidecar_path(path: str | Path) -> Path:
-    """The sidecar of a token file: the same name with .json.
-
-    >>> sidecar_path("data/train.bin").name
-    'train.json'
-    """
+    """The sidecar of a token file: the same name with .json."""
     return Path(path).with_suffix(".json")
 
 

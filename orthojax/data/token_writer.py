@@ -68,8 +68,7 @@ class _Text(NamedTuple):
     done_bytes: int
 
 
-@dataclasses.dataclass
-class _State:
+class _State(NamedTuple):
     """Contents of `.partial.json`."""
 
     piece: int = 0
@@ -144,7 +143,7 @@ def _open(path: Path, text: Callable, created_from: dict[str, Any], stack: conte
     """A writer that resumes at the end of the file; None if it is complete."""
     partial, notes = _partial_paths(path)
     if path.exists() and (sidecar_path(path).exists() or not notes.exists()):
-        _require_same_file(path, created_from)
+        _require_same(path, open_token_file(path).info.__dict__, created_from, "the same command, or another --output")
         notes.unlink(missing_ok=True)
         return None
     # In place without its sidecar: a call was killed in between, or another is just there, with its lock on the file.
@@ -155,8 +154,7 @@ def _open(path: Path, text: Callable, created_from: dict[str, Any], stack: conte
         partial.unlink(missing_ok=True)
         locked = False
     if complete:
-        _require_same_file(path, created_from)
-        return None
+        return _open(path, text, created_from, stack)
     if not locked:
         raise UserError(f"another process is writing {path}", allowed="one process for each shard: --shard=i/n")
     if in_place:
@@ -224,21 +222,15 @@ class _Writer:
         self._file.write(ids.data)
         self._digest.update(ids.data)
         state, last = self.state, group[-1]
-        self.state = _State(
-            piece=last.piece,
-            position=last.position,
-            n_tokens=state.n_tokens + len(ids),
-            n_bytes=state.n_bytes + n_bytes,
-            n_documents=state.n_documents + len(group),
-            done_bytes=last.done_bytes,
-        )
+        counts = (state.n_tokens + len(ids), state.n_bytes + n_bytes, state.n_documents + len(group))
+        self.state = _State(last.piece, last.position, *counts, last.done_bytes)
 
     def save(self) -> None:
         """The ids first, then the note that they count: in the other order a kill would leave a hole."""
         if self.state.n_documents:
             self._file.flush()
             os.fsync(self._file.fileno())
-            content = {"made_of": self._created_from, "state": dataclasses.asdict(self.state)}
+            content = {"made_of": self._created_from, "state": self.state._asdict()}
             temporary = self._notes.with_name(self._notes.name + ".new")  # one name, so that kills leave one at most
             temporary.write_text(json.dumps(content), encoding="utf-8")
             os.replace(temporary, self._notes)
@@ -250,11 +242,10 @@ class _Writer:
 
     def complete(self, file_count: int) -> None:
         """Moves the file into place, with its sidecar."""
+        counts = {name: getattr(self.state, name) for name in ("n_tokens", "n_bytes", "n_documents")}
         info = TokenFileInfo(
             **self._created_from,
-            n_tokens=self.state.n_tokens,
-            n_bytes=self.state.n_bytes,
-            n_documents=self.state.n_documents,
+            **counts,
             file_count=file_count,
             data_sha256=self._digest.hexdigest(),
             sample_sha256=sample_sha256(self._partial),
@@ -323,11 +314,6 @@ def _read_notes(notes: Path, created_from: dict[str, Any]) -> _State:
         raise UserError(f"{notes} is corrupt", hint=f"delete it and {notes.stem} and start the command again") from None
     _require_same(notes, before, created_from, f"the same command, or delete {notes.name} and {notes.stem}")
     return state
-
-
-def _require_same_file(path: Path, created_from: dict[str, Any]) -> None:
-    info = dataclasses.asdict(open_token_file(path).info)
-    _require_same(path, info, created_from, "the same command, or another --output")
 
 
 def _require_same(path: Path, before: dict[str, Any], created_from: dict[str, Any], allowed: str) -> None:

@@ -15,7 +15,6 @@ The packages `tokenizers` and `sentencepiece` are imported only where they are u
 import abc
 import base64
 import dataclasses
-import difflib
 import hashlib
 import json
 import re
@@ -25,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from orthojax.errors import UserError
+from orthojax.errors import UserError, nearest
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 _FORMATS = "a tokenizer.json, GPT-2's vocab.json, a sentencepiece .model, the ranks of Llama 3"
@@ -366,6 +365,4 @@ def _read_file(path: Path) -> bytes:
         raise UserError(f"cannot read tokenizer {str(path)!r}: {error.strerror}", allowed=ALLOWED) from None
     if path.suffix or len(path.parts) > 1:
         raise UserError(f"there is no tokenizer file {str(path)!r}", allowed=ALLOWED)
-    near = difflib.get_close_matches(str(path), ["bytes", "bpe:2048"], n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}?" if near else ""
-    raise UserError(f"unknown tokenizer {str(path)!r}", allowed=ALLOWED, hint=hint)
+    raise UserError(f"unknown tokenizer {str(path)!r}", allowed=ALLOWED, hint=nearest(str(path), ["bytes", "bpe:N"]))
