@@ -5,22 +5,18 @@ text of any size. Only NumPy is imported at once: `tokenizers`, `grain` and `ten
 """
 
 from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
-from orthojax.data.datasets import Dataset, TokenBatches, open_dataset
-from orthojax.data.documents import Document, Source, embedded_corpus, text_corpus
+from orthojax.data.datasets import TokenBatches, open_dataset
+from orthojax.data.documents import embedded_corpus, text_corpus
 from orthojax.data.preparation import Part, prepare, renamed, require_usable, text_parts, tfds_parts
 from orthojax.data.tfds import masked_crc32c
-from orthojax.data.token_files import TokenFile, Tokens, open_token_file, open_token_files
-from orthojax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer, train_bpe
+from orthojax.data.token_files import TokenFile, Tokens, open_token_files
+from orthojax.data.tokenizers import load_tokenizer, make_tokenizer
 
 __all__ = [
     "BigramBackcopy",
-    "Dataset",
-    "Document",
     "Part",
-    "Source",
     "TokenBatches",
     "TokenFile",
-    "Tokenizer",
     "Tokens",
     "default_text",
     "embedded_corpus",
@@ -28,7 +24,6 @@ __all__ = [
     "make_tokenizer",
     "masked_crc32c",
     "open_dataset",
-    "open_token_file",
     "open_token_files",
     "prepare",
     "renamed",
@@ -36,5 +31,4 @@ __all__ = [
     "text_corpus",
     "text_parts",
     "tfds_parts",
-    "train_bpe",
 ]

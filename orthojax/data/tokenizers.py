@@ -36,7 +36,7 @@ _BOS_NAMES = (BOS, "<s>", "<|begin_of_text|>", "<bos>", "<|begin▁of▁sentence
 _CACHED_WORDS = 1 << 18  # whose ids are kept, about 50 MB; the package's own 10,000 are fewer than a corpus has
 _BYTES_FILE = json.dumps({"orthojax_tokenizer": "bytes", "vocab_size": 258, "bos_id": 256, "eos_id": 257})
 # Llama 3 (llama3/llama/tokenizer.py): how it splits text, and its special tokens, whose ids follow the ranks.
-LLAMA3_WORDS = (
+_LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -320,7 +320,7 @@ def _llama3_json(content: bytes, where: Path) -> str:
     vocabulary = {name[token]: rank for token, rank in ranks.items()}
     # ignore_merges: a word that is a token is taken whole, as Llama 3 does.
     model = hf.models.BPE(vocab=vocabulary, merges=[(left, right) for *_, left, right in merges], ignore_merges=True)
-    split = hf.pre_tokenizers.Split(hf.Regex(LLAMA3_WORDS), behavior="isolated")
+    split = hf.pre_tokenizers.Split(hf.Regex(_LLAMA3_WORDS), behavior="isolated")
     letters_only = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend = _byte_level(model, hf.pre_tokenizers.Sequence([split, letters_only]))
     backend.add_special_tokens(list(_LLAMA3_SPECIAL))
