@@ -643,4 +643,4 @@ def test_the_command_line_reads_tfds_without_tensorflow(tmp_path):
     np.testing.assert_array_equal(open_token_files(tmp_path / "tokens/train.bin").tokens[:], wanted)
     refused = run("--shard=2/2")
     assert refused.returncode == 2
-    assert refused.stderr == "--shard=2/2 is not valid\nallowed: i/n with 0 <= i < n, such as 0/8\n"
+    assert "--shard=2/2 is not valid" in refused.stderr
