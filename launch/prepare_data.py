@@ -5,7 +5,7 @@ Text comes from --input, or from a prepared TensorFlow Datasets folder, TFRecord
 .bin with its JSON sidecar; train with --config.data.kind=tokens --config.data.paths=DIR/train.bin,DIR/validation.bin.
 
 Several processes or machines share the work: each makes one shard, --shard=0/8 to --shard=7/8; train with the same
-paths as without. A stopped command that is started again goes on where it was.
+paths as without. A command that was interrupted resumes when it is started again.
 """
 
 from pathlib import Path
@@ -18,8 +18,8 @@ from orthojax.errors import UserError
 flags.DEFINE_string(
     "input",
     None,
-    "Text or jsonl files (also .gz, .bz2, .xz, .zst), folders or patterns, separated by commas, or 'embedded': "
-    "Python's own library, which it is by default.",
+    "Text or jsonl files (also .gz, .bz2, .xz, .zst), folders or patterns, separated by commas, or 'embedded' (the "
+    "default): Python's standard library.",
 )
 flags.DEFINE_string("tfds_dir", "", "Folder of TensorFlow Datasets, or of one version of one data set.")
 flags.DEFINE_string("dataset", "", "NAME[/CONFIG][:VERSION] in --tfds_dir, such as c4/en:3.0.1.")
@@ -27,11 +27,13 @@ flags.DEFINE_string("text_feature", "text", "Feature of the data set that holds 
 flags.DEFINE_string(
     "split",
     "train,validation",
-    "Splits or slices (train[:1%]) of the data set; of text: train, validation (a tenth, set aside) or all.",
+    "Splits or slices (train[:1%]) of the data set; of text: train, validation (a tenth, held out) or all.",
 )
-flags.DEFINE_string("name", "", "Name of the token file, where it is not that of its one split.")
+flags.DEFINE_string("name", "", "Name of the token file, if not that of its one split.")
 flags.DEFINE_string(
-    "tokenizer", "bytes", "bytes | bpe:N | the path of a tokenizer; what is in the folder has to be it."
+    "tokenizer",
+    "bytes",
+    "bytes | bpe:N | the path of a tokenizer; one that is in the output folder already has to be the same.",
 )
 flags.DEFINE_string("output", None, "Folder of the token files.")
 flags.DEFINE_string("shard", "0/1", "i/n: make the i-th of n parts, counted from 0.")
@@ -56,8 +58,8 @@ def main(_: list[str]) -> None:
     if not splits or (FLAGS.name and len(splits) > 1):
         raise UserError(f"--split={FLAGS.split} names {len(splits)} splits", allowed="one with --name, at least one")
 
-    from orthojax.data.preparation import prepare, renamed, require_usable, text_parts, tfds_parts
-    from orthojax.progress import preparation_progress
+    from orthojax.data import prepare, renamed, require_usable, text_parts, tfds_parts
+    from orthojax.progress import tokenizing_progress
 
     output = Path(FLAGS.output)
     require_usable(output, FLAGS.tokenizer)
@@ -69,7 +71,7 @@ def main(_: list[str]) -> None:
     parts = renamed(parts, FLAGS.name)
     source = parts[0].source
     print(f"{source.description}: {source.file_count} files, sha256 {source.sha256}")
-    for file in prepare(output, parts, FLAGS.tokenizer, shard=shard, report=preparation_progress):
+    for file in prepare(output, parts, FLAGS.tokenizer, shard=shard, progress=tokenizing_progress()):
         info = file.info
         print(f"{file.path}: {info.n_tokens} tokens, {info.n_documents} documents, {info.n_bytes} bytes of text")
         print(f"  {info.dtype}, tokenizer {info.tokenizer} {info.tokenizer_sha256}, data {info.data_sha256}")

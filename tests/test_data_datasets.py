@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 
 from orthojax.config import DataConfig
-from orthojax.data import datasets
-from orthojax.data.corpus import embedded_corpus, text_corpus
-from orthojax.data.datasets import open_dataset
-from orthojax.data.tokenizers import load_tokenizer
+from orthojax.data import datasets, embedded_corpus, load_tokenizer, open_dataset, prepare, text_corpus, text_parts
 from orthojax.errors import UserError
 
 TEXT = "Some words that come again, and again some words.\n" * 40
@@ -25,20 +22,19 @@ def text_config(tmp_path):
     return DataConfig(kind="text", paths=(str(tmp_path / "a.txt"), str(tmp_path / "b.txt")), tokenizer="bytes")
 
 
-def forbid(*_, **__):
-    raise AssertionError("the cache was not used")
-
-
 def folders(cache):
     return sorted(path.name for path in cache.iterdir())
 
 
+def modified(cache):
+    return {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+
+
 def test_text_with_bytes(text_config, tmp_path):
     dataset = open_dataset(text_config, tmp_path / "cache")
-    train, validation = text_corpus(text_config.paths).split()
-    for split, documents in ((dataset.train, train), (dataset.validation, validation)):
-        expected = [i for _, text in documents for i in (*text.encode(), 257)]
-        assert split.tolist() == expected
+    cut = len(TEXT) - len(TEXT) // 10  # of few documents, the last tenth of each is held out
+    for split, part in ((dataset.train, slice(cut)), (dataset.validation, slice(cut, None))):
+        assert split.tolist() == [i for text in (TEXT, TEXT.upper()) for i in (*text[part].encode(), 257)]
     assert (dataset.vocab_size, dataset.bos_id, dataset.eos_id) == (258, 256, 257)
     assert dataset.validation_bytes == 400
     facts = dataset.provenance
@@ -49,22 +45,32 @@ def test_text_with_bytes(text_config, tmp_path):
     assert json.loads(json.dumps(facts)) == facts
 
 
-def test_embedded_with_bpe_is_cached(tmp_path, monkeypatch):
-    small = dataclasses.replace(embedded_corpus(), files=embedded_corpus().files[:40])
-    monkeypatch.setattr(datasets, "embedded_corpus", lambda: small)
-    config, calls = DataConfig(tokenizer="bpe:400"), []
-    dataset = open_dataset(config, tmp_path, progress=lambda *call: calls.append(call))
-    assert [calls[0][0], calls[-1][0]] == ["training bpe:400", "validation"]
-    assert calls[-1][1] == calls[-1][2] == dataset.validation_bytes
-    tokenizer = load_tokenizer(dataset.tokenizer_path)
-    assert tokenizer.sha256 == dataset.provenance["tokenizer_sha256"]
-    _, validation = small.split()
-    ids = np.asarray(dataset.validation)
-    pieces = np.split(ids, np.flatnonzero(ids == dataset.eos_id) + 1)[:-1]
-    assert [tokenizer.decode(piece) for piece in pieces] == [text for _, text in validation]
-    monkeypatch.setattr(datasets, "build_dataset", forbid)
-    again = open_dataset(config, tmp_path)
-    np.testing.assert_array_equal(again.train, dataset.train)
+@pytest.mark.parametrize("kind", ["embedded", "few", "many"])
+def test_the_cache_is_what_launch_prepare_data_writes(tmp_path, monkeypatch, kind):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i}.py").write_text(f"some words and {i}\n" * 9)
+    files = sorted(folder.iterdir())[: 3 if kind == "few" else None]
+    config = DataConfig(tokenizer="bpe:270")
+    if kind == "embedded":
+        small = embedded_corpus(folder)
+        for module in ("datasets", "preparation"):
+            monkeypatch.setattr(f"orthojax.data.{module}.embedded_corpus", lambda: small)
+    else:
+        config = dataclasses.replace(config, kind="text", paths=tuple(map(str, files)))
+    calls, reports = [], []
+    dataset = open_dataset(config, tmp_path / "cache", progress=lambda *call: calls.append(call))
+    assert [calls[0][0], calls[-1][0]] == ["training bpe:270", "train and validation"]
+    assert calls[-1][1] == calls[-1][2] == sum(path.stat().st_size for path in files)
+    parts = text_parts(list(config.paths) or None, ["train", "validation"], tmp_path / "out")
+    prepare(tmp_path / "out", parts, "bpe:270", progress=lambda *call: reports.append(call))
+    assert reports == calls
+    made = {path.name: path.read_bytes() for path in dataset.tokenizer_path.parent.iterdir()}
+    assert made == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name != "source.json"}
+    before = modified(tmp_path / "cache")
+    again = open_dataset(config, tmp_path / "cache")
+    assert modified(tmp_path / "cache") == before
     assert again.provenance == dataset.provenance
 
 
@@ -104,40 +110,39 @@ def test_changes_make_a_new_folder(text_config, tmp_path):
     assert folders(cache) == seen[-1]
 
 
-def test_moved_files_keep_their_cache(text_config, tmp_path, monkeypatch):
+def test_moved_files_keep_their_cache(text_config, tmp_path):
     before = open_dataset(text_config, tmp_path / "cache")
     (tmp_path / "elsewhere").mkdir()
     paths = [(tmp_path / name).rename(tmp_path / "elsewhere" / name) for name in ("a.txt", "b.txt")]
-    monkeypatch.setattr(datasets, "build_dataset", forbid)
+    cached = modified(tmp_path / "cache")
     moved = open_dataset(dataclasses.replace(text_config, paths=tuple(map(str, paths))), tmp_path / "cache")
     assert moved.provenance == before.provenance
+    assert modified(tmp_path / "cache") == cached
 
 
 def test_two_processes_build_the_same(text_config, tmp_path, monkeypatch):
-    """A second builder finishes while the first is in the middle; the first must neither fail nor spoil it."""
-    cache, real, results = tmp_path / "cache", datasets.make_tokenizer, []
+    """A second builder finishes while the first is in the middle; the first neither fails nor damages it."""
+    cache, real, results = tmp_path / "cache", datasets.prepare, []
 
-    def while_the_first_builds(spec, texts):
-        monkeypatch.setattr(datasets, "make_tokenizer", real)
+    def while_the_first_builds(*args, **options):
+        monkeypatch.setattr(datasets, "prepare", real)
         results.append(open_dataset(text_config, cache))
-        return real(spec, texts)
+        return real(*args, **options)
 
-    monkeypatch.setattr(datasets, "make_tokenizer", while_the_first_builds)
+    monkeypatch.setattr(datasets, "prepare", while_the_first_builds)
     results.append(open_dataset(text_config, cache))
     np.testing.assert_array_equal(results[0].train, results[1].train)
     assert len(folders(cache)) == 1
 
 
-def test_a_failed_build_leaves_nothing(text_config, tmp_path, monkeypatch):
+def test_a_failed_build_leaves_nothing(text_config, tmp_path):
     cache = tmp_path / "cache"
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            datasets, "prepare", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-        )
-        with pytest.raises(UserError, match="No space left"):
-            open_dataset(text_config, cache)
+    with pytest.raises(UserError, match="needs more text"):
+        open_dataset(dataclasses.replace(text_config, tokenizer="bpe:5000"), cache)
+    (tmp_path / "c.txt").write_text("nine char")
+    with pytest.raises(UserError, match=r"no documents for the token file validation\.bin in c\.txt"):
+        open_dataset(dataclasses.replace(text_config, paths=(str(tmp_path / "c.txt"),)), cache)
     assert folders(cache) == []
-    assert len(open_dataset(text_config, cache).train)
 
 
 def test_damaged_cache_says_what_to_do(text_config, tmp_path):
@@ -169,7 +174,7 @@ def test_kind_tokens(text_config, tmp_path):
     for spec in ("bytes", str(folder / "tokenizer.json")):
         open_dataset(dataclasses.replace(config, tokenizer=spec), tmp_path)
     for spec in ("bpe:270", str(other / "tokenizer.json")):
-        with pytest.raises(UserError, match=r"data\.tokenizer=.* is not what made the token files: that is bytes"):
+        with pytest.raises(UserError, match=r"different tokenizer \(bytes, sha256 \w+\) than data\.tokenizer="):
             open_dataset(dataclasses.replace(config, tokenizer=spec), tmp_path)
 
 
@@ -180,5 +185,5 @@ def test_synthetic_task_has_no_files(tmp_path):
 
 def test_unusable_cache_folder(text_config, tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(UserError, match="cannot write the data cache"):
+    with pytest.raises(UserError, match=r"the data cache .* is a file"):
         open_dataset(text_config, tmp_path / "file")

@@ -1,37 +1,48 @@
-"""Token files: what is in them, that they appear whole or not at all, and that a wrong one is refused."""
+"""Token files and their shards: what is in them, that shards read as one file, and that a wrong one is refused."""
 
 import dataclasses
 import hashlib
 import json
+import shutil
 
 import numpy as np
 import pytest
 
-from orthojax.data import encoding, token_files
-from orthojax.data.text_files import Document
-from orthojax.data.token_files import open_token_file, prepare, sidecar_path
+from orthojax.config import DataConfig
+from orthojax.data import TokenBatches, open_dataset, token_files, token_writer
+from orthojax.data.documents import Document, Item, Piece, Source
+from orthojax.data.preparation import prepare, text_parts
+from orthojax.data.token_files import JoinedTokens, open_token_file, open_token_files, shard_path, sidecar_path
+from orthojax.data.token_writer import Part, write_token_files
 from orthojax.data.tokenizers import ByteTokenizer
 from orthojax.errors import UserError
 
-DOCUMENTS = [Document("a", "hé"), Document("b", "")]
+SHARDS = 5
 
 
-def make(path, documents=DOCUMENTS, tokenizer=None, **changes):
-    return prepare(documents, tokenizer or ByteTokenizer(), path, **{"split": "train", "source": "test", **changes})
+def make(path, texts=("hé", "x"), tokenizer=None):
+    """A token file of some texts."""
+
+    def read(start):
+        return (Item(Document("", text), i + 1, i + 1) for i, text in enumerate(texts) if i >= start)
+
+    source = Source("test", "abc", 2, lambda *_: [Piece(read, 0, len(texts), 0)])
+    part = Part(path.stem, "train", source, lambda document: document.text)
+    return write_token_files(path.parent, [part], tokenizer or ByteTokenizer())[0]
 
 
 def test_contents_and_sidecar(tmp_path):
-    file = make(tmp_path / "new" / "train.bin", source_sha256="abc", file_count=2)
-    assert file.tokens.tolist() == [104, 195, 169, 257, 257]
+    file = make(tmp_path / "train.bin")
+    assert file.tokens.tolist() == [104, 195, 169, 257, 120, 257]
     assert isinstance(file.tokens, np.memmap)
     assert not file.tokens.flags.writeable
-    raw = (tmp_path / "new" / "train.bin").read_bytes()
-    assert raw == bytes([104, 0, 195, 0, 169, 0, 1, 1, 1, 1])  # little-endian
+    raw = (tmp_path / "train.bin").read_bytes()
+    assert raw == bytes([104, 0, 195, 0, 169, 0, 1, 1, 120, 0, 1, 1])  # little-endian
     assert json.loads(sidecar_path(file.path).read_text()) == {
         "format_version": 1,
         "dtype": "uint16",
-        "n_tokens": 5,
-        "n_bytes": 3,
+        "n_tokens": 6,
+        "n_bytes": 4,
         "n_documents": 2,
         "vocab_size": 258,
         "bos_id": 256,
@@ -46,7 +57,7 @@ def test_contents_and_sidecar(tmp_path):
         "sample_sha256": hashlib.sha256(raw).hexdigest(),  # all of so small a file
         "shard": "",
     }
-    assert sorted(p.name for p in file.path.parent.iterdir()) == ["train.bin", "train.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["train.bin", "train.json"]
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, "uint16"), (65537, "uint32")])
@@ -57,59 +68,20 @@ def test_dtype_holds_every_id(tmp_path, vocab_size, dtype):
     assert file.tokens[-1] == vocab_size - 1
 
 
-def test_batches_of_documents_do_not_show(tmp_path, monkeypatch):
-    documents = [Document(str(i), "x" * i) for i in range(30)]
-    whole = make(tmp_path / "a.bin", documents)
-    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 50)
-    calls = []
-    parts = make(tmp_path / "b.bin", iter(documents), total_bytes=435, progress=lambda *call: calls.append(call))
-    assert parts.info == whole.info
-    assert len(calls) > 3
-    assert calls[-1] == ("train", 435, 435)
-    assert [done for _, done, _ in calls] == sorted(done for _, done, _ in calls)
+def test_long_documents_are_cut_at_lines(tmp_path, monkeypatch):
+    seen = []
 
+    class Listening(ByteTokenizer):
+        def encode_batch(self, texts):
+            seen.extend(texts)
+            return super().encode_batch(texts)
 
-def test_failure_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "train.bin"
-    make(path)
-
-    def broken():
-        yield DOCUMENTS[0]
-        raise RuntimeError("the disk of the documents fails")
-
-    with pytest.raises(RuntimeError):
-        make(path, broken())
-    with pytest.raises(UserError, match="no documents"):
-        make(path, [])
-    assert open_token_file(path, verify=True).info.n_documents == 2
-    assert len(list(tmp_path.iterdir())) == 2
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(token_files.os, "replace", full)
-    with pytest.raises(UserError, match="No space left"):
-        make(path)
-    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
-
-
-def test_no_moment_with_a_foreign_sidecar(tmp_path, monkeypatch):
-    """Killed between the two renames, a new file must not be taken for what the old sidecar describes."""
-    path = tmp_path / "train.bin"
-    make(path)
-    real, calls = token_files.os.replace, []
-
-    def killed(source, target):
-        if calls:
-            raise KeyboardInterrupt
-        calls.append(target)
-        real(source, target)
-
-    monkeypatch.setattr(token_files.os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        make(path, [Document("a", "éh"), Document("b", "")])  # as long as the old one
-    with pytest.raises(UserError, match="has no sidecar"):
-        open_token_file(path)
+    texts = ["0123\n5678\nabcdefghijklmnop", "short"]
+    whole = make(tmp_path / "a.bin", texts)
+    monkeypatch.setattr(token_writer, "_LONGEST_TEXT", 8)
+    cut = make(tmp_path / "b.bin", texts, Listening())
+    assert seen == ["0123\n", "5678\n", "abcdefgh", "ijklmnop", "short"]
+    assert cut.tokens.tolist() == whole.tokens.tolist()
 
 
 def test_wrong_files(tmp_path):
@@ -118,25 +90,24 @@ def test_wrong_files(tmp_path):
         open_token_file(path)
     path.write_bytes(b"1234")
     with pytest.raises(
-        UserError, match=r"train\.bin has no sidecar train\.json\ndelete it and make it again with launch/prepare_data"
+        UserError, match=r"train\.bin has no sidecar train\.json\ndelete it and rebuild it with launch/prepare_data"
     ):
         open_token_file(path)
+    path.unlink()
     make(path)
     original = path.read_bytes()
     path.write_bytes(original[:-2])
-    with pytest.raises(UserError, match=r"train\.bin has 8 bytes, its sidecar says 10"):
+    with pytest.raises(UserError, match=r"train\.bin has 10 bytes, its sidecar says 12"):
         open_token_file(path)
     path.write_bytes(b"\x01" + original[1:])
     with pytest.raises(UserError, match=r"train\.bin does not have the sha256 of its sidecar"):
         open_token_file(path)
-    with pytest.raises(UserError, match="its own sidecar"):
-        make(tmp_path / "train.json")
 
 
-def test_a_look_at_a_large_file_and_the_whole_of_it(tmp_path):
+def test_a_sample_of_a_large_file_and_the_whole_of_it(tmp_path):
     """Another file of the same size is noticed at once, one changed byte when all is read."""
     path = tmp_path / "train.bin"
-    make(path, [Document("a", "word " * 40_000)])
+    make(path, ["word " * 40_000])
     content, block = bytearray(path.read_bytes()), 4096
     blocks = [content[(len(content) - block) * i // 15 :][:block] for i in range(16)]
     assert json.loads(sidecar_path(path).read_text())["sample_sha256"] == hashlib.sha256(b"".join(blocks)).hexdigest()
@@ -151,57 +122,137 @@ def test_a_look_at_a_large_file_and_the_whole_of_it(tmp_path):
         open_token_file(path)
 
 
-def test_sidecars_of_earlier_versions(tmp_path):
+def test_sidecars_of_earlier_versions_and_of_something_else(tmp_path):
     path = tmp_path / "train.bin"
     make(path)
     values = json.loads(sidecar_path(path).read_text())
-    del values["sample_sha256"], values["shard"]
-    sidecar_path(path).write_text(json.dumps(values))
+    earlier = {name: value for name, value in values.items() if name not in ("sample_sha256", "shard")}
+    sidecar_path(path).write_text(json.dumps(earlier))
     assert open_token_file(path, verify=True).info.shard == ""
+    changes = [{"format_version": 2}, {"format_version": None}, {"dtype": "float32"}, {"n_tokens": "5"}]
+    changes += [{"n_tokens": 0}, {"unknown": 1}]
+    contents = [
+        (json.dumps(values | change).encode(), "does not describe a token file of format 1") for change in changes
+    ]
+    for content, message in [*contents, (b"{", "is not JSON"), (b"\xff", "is not JSON"), (b"[]", "does not describe")]:
+        sidecar_path(path).write_bytes(content)
+        with pytest.raises(UserError, match=rf"train\.json {message}"):
+            open_token_file(path)
 
 
-def test_long_documents_are_cut_at_lines(tmp_path, monkeypatch):
-    seen = []
-
-    class Listening(ByteTokenizer):
-        def encode_batch(self, texts):
-            seen.extend(texts)
-            return super().encode_batch(texts)
-
-    documents = [Document("a", "0123\n5678\nabcdefghijklmnop"), Document("b", "short")]
-    whole = make(tmp_path / "a.bin", documents)
-    monkeypatch.setattr(encoding, "_LONGEST_TEXT", 8)
-    cut = make(tmp_path / "b.bin", documents, tokenizer=Listening())
-    assert seen == ["0123\n", "5678\n", "abcdefgh", "ijklmnop", "short"]
-    assert cut.tokens.tolist() == whole.tokens.tolist()
+# Shards.
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"format_version": 2},
-        {"format_version": None},
-        {"dtype": "float32"},
-        {"n_tokens": "5"},
-        {"n_tokens": 0},
-        {"unknown": 1},
-    ],
-)
-def test_wrong_sidecars(tmp_path, change):
-    path = tmp_path / "train.bin"
-    make(path)
-    values = json.loads(sidecar_path(path).read_text()) | change
-    sidecar_path(path).write_text(json.dumps(values))
-    with pytest.raises(UserError, match=r"train\.json does not describe a token file of format 1"):
-        open_token_file(path)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The same text as one file, and in five shards."""
+    home = tmp_path_factory.mktemp("shards")
+    lines = [json.dumps({"text": f"text {i} " * (1 + i % 9)}) for i in range(200)]
+    (home / "a.jsonl").write_text("\n".join(lines))
+    for folder, count in (("one", 1), ("many", SHARDS)):
+        for i in range(count):
+            parts = text_parts([str(home / "a.jsonl")], ["train", "validation"], home / folder)
+            prepare(home / folder, parts, "bytes", shard=(i, count))
+    return home
 
 
-@pytest.mark.parametrize(
-    ("content", "message"), [(b"{", "is not JSON"), (b"\xff", "is not JSON"), (b"[]", "does not describe")]
-)
-def test_sidecars_of_something_else(tmp_path, content, message):
-    path = tmp_path / "train.bin"
-    make(path)
-    sidecar_path(path).write_bytes(content)
+@pytest.fixture
+def home(made, tmp_path):
+    shutil.copytree(made, tmp_path / "home")
+    return tmp_path / "home"
+
+
+def config(folder, **changes):
+    return DataConfig(kind="tokens", paths=(str(folder / "train.bin"), str(folder / "validation.bin")), **changes)
+
+
+def test_shards_are_the_parts_of_the_one_file(made):
+    for split in ("train", "validation"):
+        one = open_token_files(made / f"one/{split}.bin")
+        parts = [shard_path(made / "many" / f"{split}.bin", i, SHARDS).read_bytes() for i in range(SHARDS)]
+        assert b"".join(parts) == one.path.read_bytes()
+        assert all(parts)
+        for path in (f"many/{split}.bin", f"many/{split}-*.bin", f"m*/{split}-0*-of-00005.bin"):
+            many = open_token_files(made / path, verify=True)
+            assert len(many.tokens) == len(one.tokens)
+            np.testing.assert_array_equal(many.tokens[:], one.tokens)
+            for name in ("n_tokens", "n_bytes", "n_documents", "tokenizer_sha256", "source_sha256", "split", "shard"):
+                assert getattr(many.info, name) == getattr(one.info, name)
+
+
+def test_batches_are_those_of_the_one_file(made):
+    one, many = (open_dataset(config(made / folder), made / "unused") for folder in ("one", "many"))
+    for bos_id in (None, 256):
+        sources = [TokenBatches(dataset.train, 7, 16, 3, bos_id) for dataset in (one, many)]
+        for step in (0, 5, 40):
+            np.testing.assert_array_equal(sources[1](step), sources[0](step))
+        np.testing.assert_array_equal(sources[1].spread_rows(20), sources[0].spread_rows(20))
+
+
+@pytest.mark.parametrize("open_at_once", [1, 256])
+def test_joined_tokens_slice_as_one_array(tmp_path, monkeypatch, open_at_once):
+    monkeypatch.setattr(token_files, "_OPEN_AT_ONCE", open_at_once)
+    whole, lengths = np.arange(1000, 1023, dtype="<u4"), [5, 1, 10, 7]
+    for i, part in enumerate(np.split(whole, np.cumsum(lengths)[:-1])):
+        part.tofile(tmp_path / str(i))
+    joined = JoinedTokens([tmp_path / str(i) for i in range(4)], lengths, np.dtype("<u4"))
+    assert len(joined) == 23
+    for start in range(-3, 25):
+        for stop in range(-3, 26):
+            np.testing.assert_array_equal(joined[start:stop], whole[start:stop])
+    assert joined[3:9].dtype == np.uint32
+    with pytest.raises(IndexError):
+        joined[::2]
+
+
+def test_missing_foreign_and_renamed_shards(home):
+    many, name = home / "many", "train-00002-of-00005"
+
+    def refused(message, path=many / "train.bin"):
+        with pytest.raises(UserError, match=message):
+            open_token_files(path)
+
+    (many / f"{name}.bin").rename(home / "kept.bin")
+    refused(r"of the 5 shards of .*train\.bin, 1 are missing, the first is 2\n.*--shard=2/5")
+    shutil.copy(many / "train-00001-of-00005.bin", many / f"{name}.bin")
+    kept = (many / f"{name}.json").read_text()
+    shutil.copy(many / "train-00001-of-00005.json", many / f"{name}.json")
+    refused(r"00002-of-00005\.bin is shard 1/5 by its sidecar: it was renamed")
+    (home / "kept.bin").rename(many / f"{name}.bin")
+    for field, value in (("tokenizer_sha256", "0"), ("source_sha256", "1"), ("split", "test")):
+        (many / f"{name}.json").write_text(json.dumps(json.loads(kept) | {field: value}))
+        refused(f"do not belong together: {field} is .* and {value}")
+    (many / f"{name}.json").write_text(kept)
+    open_token_files(many / "train.bin")
+    shutil.copy(many / f"{name}.bin", many / "train-00002-of-00009.bin")
+    refused("shards of 5 and of 9 files")
+    (many / "train-00002-of-00009.bin").unlink()
+    first = many / "train-00000-of-00005.bin"
+    refused(r"train-00000-of-00005\.bin is shard 0/5\nallowed: all shards: .*train\.bin", first)
+    refused(r"there is no token file .*nothing\.bin", many / "nothing.bin")
+    refused(r"\.bin is not a shard\nallowed: names such as train-00000-of-00008", home / "one/*.bin")
+    shutil.copytree(many, home / "more")
+    refused("names a shard twice", home / "m*/train-*.bin")
+
+
+def test_verify_reads_all_of_every_file(home, monkeypatch):
+    """A few blocks do not show every byte; `data.verify` does, and small files are always compared whole."""
+    shard = shard_path(home / "many/train.bin", 3, SHARDS)
+    values = json.loads(sidecar_path(shard).read_text())
+    sidecar_path(shard).write_text(json.dumps(values | {"data_sha256": "0" * 64}))
+    monkeypatch.setattr(token_files, "_ALWAYS_COMPARED_BYTES", 1000)
+    open_dataset(config(home / "many"), home / "unused")
+    message = r"train-00003-of-00005\.bin does not have the sha256"
     with pytest.raises(UserError, match=message):
-        open_token_file(path)
+        open_dataset(config(home / "many", verify=True), home / "unused")
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=message):
+        open_dataset(config(home / "many"), home / "unused")
+
+
+def test_another_tokenizer_beside_the_files_is_refused(home):
+    (home / "many/tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer\.json is not the tokenizer of .*train\.bin"):
+        open_dataset(config(home / "many"), home / "unused")
+    (home / "many/tokenizer.json").unlink()
+    assert open_dataset(config(home / "many"), home / "unused").tokenizer_path is None

@@ -1,7 +1,10 @@
-"""Tokenizers: exact round trips, equal ids for equal text, and what is said about bad files and names."""
+"""Tokenizers: exact round trips, published formats against references of their own, and what bad files are called."""
 
+import base64
 import hashlib
+import itertools
 import json
+import re
 import subprocess
 import sys
 
@@ -11,19 +14,31 @@ import pytest
 import tokenizers as hf
 from hypothesis import strategies as st
 
-from orthojax.data.tokenizers import ByteTokenizer, load_tokenizer, make_tokenizer, tokenizer_identity, train_bpe
+from orthojax.data.tokenizers import (
+    ByteTokenizer,
+    load_tokenizer,
+    make_tokenizer,
+    tokenizer_identity,
+    train_bpe,
+)
 from orthojax.errors import UserError
 
 TEXTS = [
     "def word(a, b):\n    return a + b  # größer\n" * 3,
-    "class Word:\n    '''Words, words.'''\n",
-    "\t\x00 日本 🙂",
+    "It's what they'd said, 12345 times:  the token  and the sink.\n\n\n" * 3,
+    "\t\x00 日本語 日本 🙂",
 ]
+SENTENCES = st.lists(
+    st.sampled_from([*"ab \n\t'1é日", "the ", "token", "'s", "12345", "  ", "\r\n", "!?", "größer"]), max_size=20
+).map("".join)
 
 
 @pytest.fixture(scope="module")
 def bpe():
-    return train_bpe(TEXTS, 300)
+    return train_bpe(TEXTS, 330)
+
+
+# Our own.
 
 
 @hypothesis.given(st.text())
@@ -36,9 +51,10 @@ def test_bytes_are_utf8(text):
 
 
 @hypothesis.given(st.lists(st.text(), max_size=4))
+@hypothesis.example(["a <|eos|> b <|bos|>"])
 def test_bpe_round_trip(bpe, texts):
     rows = bpe.encode_batch(texts)
-    assert [bpe.decode(row) for row in rows] == texts
+    assert [bpe.decode([bpe.bos_id, *row, bpe.eos_id]) for row in rows] == texts
     for row in rows:
         assert row.dtype == np.int32
         assert ((row >= 0) & (row < bpe.vocab_size)).all()
@@ -53,22 +69,11 @@ def test_ids_are_those_of_the_package_as_it_comes(bpe):
     assert [ids.tolist() for ids in bpe.encode_batch(texts)] == expected
 
 
-def test_bpe_shape(bpe):
-    assert (bpe.spec, bpe.vocab_size, bpe.bos_id, bpe.eos_id) == ("bpe:300", 300, 0, 1)
+def test_bpe_shape_and_determinism(bpe):
+    assert (bpe.spec, bpe.vocab_size, bpe.bos_id, bpe.eos_id) == ("bpe:330", 330, 0, 1)
     assert len(bpe.encode_batch(TEXTS)[0]) < len(TEXTS[0].encode()) / 2
-    assert sorted(json.loads(bpe.serialized)["model"]["vocab"].values()) == list(range(300))
-
-
-def test_special_tokens_in_text_are_text(bpe):
-    text = "a <|eos|> b <|bos|>"
-    (ids,) = bpe.encode_batch([text])
-    assert not np.isin(ids, [bpe.bos_id, bpe.eos_id]).any()
-    assert bpe.decode(ids) == text
-    assert bpe.decode([bpe.bos_id, *ids, bpe.eos_id]) == text
-
-
-def test_bpe_is_deterministic_in_another_process(bpe):
-    code = f"from orthojax.data.tokenizers import train_bpe\nprint(train_bpe({TEXTS!r}, 300).sha256)"
+    assert sorted(json.loads(bpe.serialized)["model"]["vocab"].values()) == list(range(330))
+    code = f"from orthojax.data.tokenizers import train_bpe\nprint(train_bpe({TEXTS!r}, 330).sha256)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == bpe.sha256
     assert train_bpe(TEXTS[:1], 270).sha256 != bpe.sha256
@@ -84,6 +89,21 @@ def test_save_and_load(tmp_path, spec):
     assert loaded.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     for a, b in zip(loaded.encode_batch(TEXTS), tokenizer.encode_batch(TEXTS), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_identity_imports_nothing_heavy():
+    code = (
+        "import sys, orthojax.data\n"
+        "from orthojax.data.tokenizers import tokenizer_identity, make_tokenizer\n"
+        "assert tokenizer_identity('bpe:2048') == 'bpe:2048'\n"
+        "make_tokenizer('bytes', ()).encode_batch(['x'])\n"
+        "heavy = {'tokenizers', 'grain', 'jax', 'flax', 'optax', 'tensorflow_datasets', 'tensorflow'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# tokenizer.json.
 
 
 def foreign(path, special_tokens, **settings):
@@ -124,21 +144,203 @@ def test_vocab_size_counts_to_the_largest_id(tmp_path):
     assert load_tokenizer(tmp_path / "holes.json").vocab_size == 8
 
 
-def test_bad_files(tmp_path):
+# GPT-2's two files and the ranks of Llama 3.
+
+
+def byte_letters():
+    """GPT-2's characters for bytes (encoder.py, bytes_to_unicode): printable Latin-1 stands for itself."""
+    table, extra = {}, 0
+    for byte in range(256):
+        if chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD):
+            table[byte] = chr(byte)
+        else:
+            table[byte], extra = chr(256 + extra), extra + 1
+    return table
+
+
+def greedy(word, rank):
+    """BPE as it is defined: join the leftmost pair of the smallest rank, until no pair has one."""
+    parts = [word[i : i + 1] for i in range(len(word))]
+    while True:
+        pairs = [(rank(a, b), i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if rank(a, b) is not None]
+        if not pairs:
+            return parts
+        _, i = min(pairs)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+
+# The splits of encoder.py and llama3/tokenizer.py, with their classes spelled out for the standard library.
+LETTER, NUMBER, OTHER = r"[^\W\d_]", r"\d", r"(?:(?!\s)[\W_])"
+GPT2_WORDS = rf"'s|'t|'re|'ve|'m|'ll|'d| ?{LETTER}+| ?{NUMBER}+| ?{OTHER}+|\s+(?!\S)|\s+"
+LLAMA3_REFERENCE = (
+    rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|(?:(?![\r\n])[\W_])?{LETTER}+|{NUMBER}{{1,3}}| ?{OTHER}+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.fixture(scope="module")
+def learned(bpe):
+    """Merges and vocabulary learned from a text, as any byte-level BPE has them."""
+    model = json.loads(bpe.serialized)["model"]
+    vocabulary = {token: i - 2 for token, i in model["vocab"].items() if i >= 2}  # without <|bos|> and <|eos|>
+    return vocabulary, [tuple(pair) if isinstance(pair, list) else tuple(pair.split()) for pair in model["merges"]]
+
+
+@pytest.fixture(scope="module")
+def gpt2(learned, tmp_path_factory):
+    vocabulary, merges = learned
+    folder = tmp_path_factory.mktemp("gpt2")
+    (folder / "vocab.json").write_text(json.dumps(vocabulary | {"<|endoftext|>": len(vocabulary)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(learned):
+    """Token bytes -> rank: what was learned, and a token that no merges lead to."""
+    back = {letter: byte for byte, letter in byte_letters().items()}
+    tokens = sorted(learned[0], key=learned[0].__getitem__)
+    found = {bytes(back[letter] for letter in token): i for i, token in enumerate(tokens)}
+    return found | {b" unreachable": len(found)}
+
+
+@pytest.fixture(scope="module")
+def llama3(ranks, tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama3") / "tokenizer.model"
+    path.write_bytes(b"".join(base64.b64encode(token) + f" {rank}\n".encode() for token, rank in ranks.items()))
+    return path
+
+
+@hypothesis.given(SENTENCES)
+def test_published_formats_are_greedy_bpe(gpt2, llama3, learned, ranks, text):
+    vocabulary, merges = learned
+    letters, order = byte_letters(), {pair: i for i, pair in enumerate(merges)}
+
+    def gpt2_ids(word):
+        parts = greedy("".join(letters[byte] for byte in word.encode()), lambda a, b: order.get((a, b)))
+        return [vocabulary[part] for part in parts]
+
+    def llama3_ids(word):  # a word that is a token is taken whole
+        word = word.encode()
+        return [ranks[part] for part in ([word] if word in ranks else greedy(word, lambda a, b: ranks.get(a + b)))]
+
+    for path, pattern, ids_of in ((gpt2, GPT2_WORDS, gpt2_ids), (llama3, LLAMA3_REFERENCE, llama3_ids)):
+        words = re.findall(pattern, text)
+        assert "".join(words) == text
+        tokenizer = load_tokenizer(path)
+        (ids,) = tokenizer.encode_batch([text])
+        assert ids.tolist() == [i for word in words for i in ids_of(word)]
+        assert tokenizer.decode(ids) == text
+
+
+def test_words_of_the_reference():
+    """The pattern of the standard library splits as the package does, also where the BPE would hide it."""
+    words = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for text in TEXTS:
+        spans = [text[a:b] for _, (a, b) in words.pre_tokenize_str(text)]
+        assert [span for span in spans if span] == re.findall(GPT2_WORDS, text)
+
+
+def test_gpt2_by_folder_or_file(gpt2, tmp_path):
+    tokenizer = load_tokenizer(gpt2 / "vocab.json")
+    assert tokenizer.vocab_size == len(json.loads((gpt2 / "vocab.json").read_text()))
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (tokenizer.vocab_size - 1, tokenizer.vocab_size - 1)
+    (ids,) = tokenizer.encode_batch(["a<|endoftext|>"])
+    assert tokenizer.eos_id not in ids
+    assert tokenizer.decode([*ids, tokenizer.eos_id]) == "a<|endoftext|>"
+    assert load_tokenizer(gpt2).sha256 == tokenizer.sha256
+    tokenizer.save(tmp_path / "tokenizer.json")
+    assert load_tokenizer(tmp_path / "tokenizer.json").sha256 == tokenizer.sha256
+    for new, old in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
+        (tmp_path / "openai").mkdir(exist_ok=True)
+        (tmp_path / "openai" / new).write_bytes((gpt2 / old).read_bytes())
+    assert load_tokenizer(tmp_path / "openai").sha256 == tokenizer.sha256
+    before = tokenizer_identity(str(tmp_path / "openai"))
+    assert before == tokenizer_identity(str(gpt2))
+    (tmp_path / "openai/vocab.bpe").write_text("#version: 0.2\n")
+    assert tokenizer_identity(str(tmp_path / "openai")) != before
+
+
+def test_llama3_special_tokens(llama3, ranks):
+    tokenizer, first = load_tokenizer(llama3.parent), len(ranks)
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (first + 256, first, first + 1)
+    names = {"<|end_header_id|>": 7, "<|eot_id|>": 9, "<|reserved_special_token_250|>": 255}
+    assert {name: tokenizer.backend.token_to_id(name) - first for name in names} == names
+    (ids,) = tokenizer.encode_batch(["a <|end_of_text|> unreachable"])
+    assert max(ids) < first
+    assert ids[-1] == ranks[b" unreachable"]
+
+
+# sentencepiece.
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_sentencepiece_is_its_library(tmp_path, kind):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "a.txt").write_text("\n".join(TEXTS * 20).replace("\x00", ""), encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "a.txt"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=330, hard_vocab_limit=False,
+        model_type=kind, byte_fallback=True, bos_id=1 if kind == "bpe" else -1, eos_id=2 if kind == "bpe" else 1,
+        unk_id=0, minloglevel=2,
+    )  # fmt: skip
+    path = tmp_path / "tokenizer.model"
+    reference, tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path)), load_tokenizer(path)
+    texts = [*TEXTS, "", "a <s> b </s>", "  two  spaces\n"]
+    for ids, text in zip(tokenizer.encode_batch(texts), texts, strict=True):
+        assert ids.tolist() == reference.encode(text)
+        assert tokenizer.decode([*ids, tokenizer.eos_id]) == reference.decode(reference.encode(text))
+    assert tokenizer.vocab_size == reference.vocab_size()
+    assert (tokenizer.bos_id, tokenizer.eos_id) == ((1, 2) if kind == "bpe" else (1, 1))
+    assert load_tokenizer(tmp_path).sha256 == tokenizer.sha256
+    tokenizer.save(tmp_path / "tokenizer.json")
+    loaded = load_tokenizer(tmp_path / "tokenizer.json", tokenizer.spec)
+    assert loaded == tokenizer
+    assert loaded.encode_batch(TEXTS)[0].tolist() == reference.encode(TEXTS[0])
+
+
+def test_sentencepiece_without_its_package(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x01")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(UserError, match=r"needs a package\nallowed: pip install sentencepiece"):
+        load_tokenizer(tmp_path / "tokenizer.model")
+
+
+# Refused.
+
+GPT2_VOCABULARY = b'{"a": 0, "b": 1, "<|endoftext|>": 2}'
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        *(({"a.json": content}, "a.json is not a tokenizer: ") for content in (b"{", b"\xff", b"[1]", b'{"model": 1}')),
+        ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, r"tokenizer\.model: the ranks are not 0 to 1, or a byte has none"),
+        ({"tokenizer.model": b"IQ== 0\nnothing\n"}, r"tokenizer\.model, line 2: no token and rank"),
+        ({"tokenizer.model": b"IQ== 0\nI 1\n"}, r"tokenizer\.model, line 2: no token and rank"),
+        ({"tokenizer.model": b"\x0a\x01"}, r"tokenizer\.model is not a tokenizer|needs a package"),
+        ({"vocab.json": GPT2_VOCABULARY}, r"no tokenizer file .*merges\.txt"),
+        *(
+            (
+                {"vocab.json": GPT2_VOCABULARY, "merges.txt": merges},
+                r"holds no GPT-2 tokenizer.*\nallowed: vocab\.json and",
+            )
+            for merges in (b"a c\n", b"a b c\n", b"a b\n")
+        ),
+    ],
+)
+def test_bad_files(tmp_path, files, message):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        make_tokenizer(str(tmp_path / next(iter(files))), ())
+
+
+def test_no_end_of_text_and_no_file(tmp_path):
     with pytest.raises(UserError, match=r"no end-of-text token\nallowed: one of .*<\|endoftext\|>"):
         make_tokenizer(foreign(tmp_path / "none.json", []), ())
-    for name, content, message in [
-        ("a.json", b"{", "is not JSON"),
-        ("b.json", b"\xff", "is not JSON"),
-        ("c.json", b"[1]", "is JSON, but not of a tokenizer"),
-        ("d.json", b'{"model": 1}', "is JSON, but not of a tokenizer"),
-    ]:
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match=message):
-            make_tokenizer(str(tmp_path / name), ())
     with pytest.raises(UserError, match=r"there is no tokenizer file .*missing\.json"):
         make_tokenizer(str(tmp_path / "missing.json"), ())
-    with pytest.raises(UserError, match="is a folder"):
+    with pytest.raises(UserError, match=r"is a folder without a tokenizer\nallowed: tokenizer\.json \| vocab\.json"):
         make_tokenizer(str(tmp_path), ())
 
 
@@ -146,7 +348,7 @@ def test_bad_files(tmp_path):
     ("spec", "message"),
     [
         ("byte", r"unknown tokenizer 'byte'\nallowed: bytes \| bpe:N.*\ndid you mean 'bytes'"),
-        ("bpe", r"unknown tokenizer 'bpe'\n.*\ndid you mean 'bpe:2048'"),
+        ("bpe", r"unknown tokenizer 'bpe'\n.*\ndid you mean 'bpe:N'"),
         ("bpe:", r"unknown tokenizer 'bpe:'"),
         ("bpe:-300", r"unknown tokenizer 'bpe:-300'"),
         ("bpe:2k", r"unknown tokenizer 'bpe:2k'"),
@@ -158,14 +360,3 @@ def test_bad_files(tmp_path):
 def test_bad_names(spec, message):
     with pytest.raises(UserError, match=message):
         make_tokenizer(spec, TEXTS)
-
-
-def test_identity_imports_nothing_heavy():
-    code = (
-        "import sys, orthojax.data.datasets, orthojax.data.batches, orthojax.data.bigram_backcopy\n"
-        "from orthojax.data.tokenizers import tokenizer_identity, make_tokenizer\n"
-        "assert tokenizer_identity('bpe:2048') == 'bpe:2048'\n"
-        "make_tokenizer('bytes', ()).encode_batch(['x'])\n"
-        "print(sorted({'tokenizers', 'grain', 'jax', 'flax', 'optax', 'tensorflow'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

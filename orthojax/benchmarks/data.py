@@ -8,14 +8,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from orthojax.benchmarks.suite import Column, Row, Suite, reason, spread_metrics
-from orthojax.data.batches import TokenBatches
-from orthojax.data.corpus import embedded_corpus
-from orthojax.data.preparation import Part, prepare, text_parts, tfds_parts
-from orthojax.data.sources import documents
-from orthojax.data.tfrecord import masked_crc32c
-from orthojax.data.token_files import TokenFile
-from orthojax.data.token_shards import Tokens, open_token_files
-from orthojax.data.tokenizers import make_tokenizer
+from orthojax.data import (
+    Part,
+    TokenBatches,
+    TokenFile,
+    Tokens,
+    embedded_corpus,
+    make_tokenizer,
+    masked_crc32c,
+    open_token_files,
+    prepare,
+    text_parts,
+    tfds_parts,
+)
 from orthojax.timing import interleaved_seconds, median_ratio, spread
 
 _DOCUMENT_CHARACTERS = 2_000  # about those of a web page of C4
@@ -42,7 +47,7 @@ def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
             read = functools.partial(lambda name, _: tfds_parts(home / name, "", ["train"], "text"), name)
             try:
                 _write_tfds(home / name, texts, name, write)
-                next(documents(read(home)[0].source.pieces(0, 1)))
+                next(read(home)[0].source.documents())
             except ImportError as error:  # needs tensorflow-datasets, which a machine that only measures may lack
                 yield Row(name, "token file", {}, reason(error))
             else:

@@ -1,5 +1,34 @@
 """Where tokens come from: corpora, tokenizers, token files, batches, and the Bigram-Backcopy task.
 
-`open_dataset` in `datasets` goes from a config to tokens; `TokenBatches` in `batches` goes from tokens to batches.
-Standard library and NumPy only, but for `tokenizers` and `grain`, which are imported where they are used.
+`open_dataset` goes from a config to tokens, `TokenBatches` from tokens to batches; `prepare` writes token files from
+text of any size. Only NumPy is imported at once: `tokenizers`, `grain` and `tensorflow_datasets` where they are used.
 """
+
+from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
+from orthojax.data.datasets import TokenBatches, open_dataset
+from orthojax.data.documents import embedded_corpus, text_corpus
+from orthojax.data.preparation import Part, prepare, renamed, require_usable, text_parts, tfds_parts
+from orthojax.data.tfds import masked_crc32c
+from orthojax.data.token_files import TokenFile, Tokens, open_token_files
+from orthojax.data.tokenizers import load_tokenizer, make_tokenizer
+
+__all__ = [
+    "BigramBackcopy",
+    "Part",
+    "TokenBatches",
+    "TokenFile",
+    "Tokens",
+    "default_text",
+    "embedded_corpus",
+    "load_tokenizer",
+    "make_tokenizer",
+    "masked_crc32c",
+    "open_dataset",
+    "open_token_files",
+    "prepare",
+    "renamed",
+    "require_usable",
+    "text_corpus",
+    "text_parts",
+    "tfds_parts",
+]

@@ -1,7 +1,7 @@
 """The Bigram-Backcopy task: a synthetic language on which attention sinks form within minutes.
 
-A sequence starts with <s>. After most characters the next one follows a bigram law; after one of a few trigger
-characters it is a copy of the character before the trigger. The task is that of Guo et al., "Active-Dormant
+A sequence starts with <s>. Most characters are followed by a draw from their bigram distribution, a few trigger
+characters by a copy of the character before the trigger. The task is that of Guo et al., "Active-Dormant
 Attention Heads" (arXiv:2410.13835); here the bigrams are those of any text, and the oracle is exact at <s> too.
 """
 
@@ -17,7 +17,7 @@ def default_text() -> str:
     """The language reference inside the standard library (`pydoc_data.topics`), about 460,000 characters.
 
     Raises:
-      UserError: Where this Python comes without it.
+      UserError: If this Python comes without it.
     """
     try:
         import pydoc_data.topics  # type: ignore[import-untyped]
@@ -31,21 +31,21 @@ def default_text() -> str:
 class BigramBackcopy:
     """The task, made from the character statistics of a text with `from_text`.
 
-    Ids are those of the sorted characters, then <s>; V is their number. With T the triggers and pi the shares of the
-    characters, a sequence x is drawn as
+    Ids are those of the sorted characters, then <s>; V is their number. With T the triggers and pi the character
+    frequencies, a sequence x is drawn as
 
       x_0 = <s>;  x_1 ~ pi without T, renormalised;
-      x_{i+1} = x_{i-1} where x_i is in T (backcopy), else x_{i+1} ~ P[x_i] (bigram).
+      x_{i+1} = x_{i-1} if x_i is in T (backcopy), else x_{i+1} ~ P[x_i] (bigram).
 
-    So two triggers never stand side by side, and <s> never comes again.
+    So two triggers are never adjacent, and <s> does not recur.
 
     Attributes:
       characters: The alphabet, sorted; id i is characters[i].
       bos_id: Id of <s>, V - 1.
       triggers: int [k], the k most frequent characters, the most frequent first.
       marginal: pi, float64 [V]; 0 for <s>.
-      first: The law of x_1, float64 [V]; 0 for triggers and <s>.
-      transition: P, float64 [V, V]. The row of a character has the shares of its successors in the text, read as a
+      first: The distribution of x_1, float64 [V]; 0 for triggers and <s>.
+      transition: P, float64 [V, V]. The row of a character has the frequencies of its successors in the text, read as a
         circle so that its last character has one too (and pi P = pi exactly). The row of <s> is `first`.
     """
 
@@ -55,8 +55,8 @@ class BigramBackcopy:
     marginal: np.ndarray
     first: np.ndarray
     transition: np.ndarray
-    # For sampling: all characters of the text grouped by the one before them, and those that may stand first. To draw
-    # from P[x] is to pick one of the places where x stands in the text, and to look at what follows there.
+    # For sampling: all characters of the text grouped by the one before them, and those that may come first. A draw
+    # from P[x] picks an occurrence of x in the text, and takes its successor.
     _successors: np.ndarray = dataclasses.field(repr=False)
     _start: np.ndarray = dataclasses.field(repr=False)
     _count: np.ndarray = dataclasses.field(repr=False)
@@ -64,14 +64,14 @@ class BigramBackcopy:
 
     @classmethod
     def from_text(cls, text: str, trigger_count: int = 3) -> "BigramBackcopy":
-        """Takes the statistics of a text.
+        """The task with the character statistics of a text.
 
         Args:
-          text: Any text; `default_text()` where one does not care.
+          text: Any text, such as `default_text()`.
           trigger_count: k, the number of most frequent characters that are triggers; ties go to the smaller character.
 
         Raises:
-          UserError: Where the text does not have more than k different characters.
+          UserError: If the text does not have more than k different characters.
 
         >>> task = BigramBackcopy.from_text("abacabad", trigger_count=1)
         >>> task.characters, task.bos_id, task.triggers.tolist(), task.transition[1].tolist()
@@ -116,7 +116,7 @@ class BigramBackcopy:
         return self.bos_id + 1
 
     def batch(self, step: int, batch_size: int, sequence_length: int, seed: int) -> np.ndarray:
-        """Draws the sequences of one step; they depend on the arguments only, so steps may come in any order.
+        """Draws the sequences of one step: a pure function of the arguments.
 
         A longer `sequence_length` continues the same sequences.
 
@@ -124,7 +124,7 @@ class BigramBackcopy:
           step: Counter, 0 or more.
           batch_size: B.
           sequence_length: T, the input positions.
-          seed: 0 or more; take another one for evaluation.
+          seed: 0 or more; use another one for evaluation.
 
         Returns:
           int32 [B, T + 1]: inputs are [:, :-1], targets [:, 1:].
@@ -145,17 +145,17 @@ class BigramBackcopy:
         return np.isin(tokens, self.triggers)
 
     def oracle(self, tokens: np.ndarray) -> np.ndarray:
-        """The true law of the next token at every position.
+        """The true distribution of the next token at every position.
 
         Args:
           tokens: int [B, T], inputs that start with <s>.
 
         Returns:
           float64 [B, T, V]; rows sum to one. At a trigger all mass is on the token before it, elsewhere it is the
-          bigram row, at <s> the law of the first character.
+          bigram row, at <s> `first`.
 
         Raises:
-          ValueError: Where a sequence starts with a trigger, so that nothing stands before it.
+          ValueError: If a sequence starts with a trigger, so that nothing precedes it.
         """
         tokens = np.asarray(tokens)
         trigger = self.is_trigger(tokens)

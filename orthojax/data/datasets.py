@@ -1,22 +1,27 @@
-"""From a config to tokens: corpus, tokenizer and token files, made once and kept in a cache folder."""
+"""From a config to tokens, tokenised once and kept in a cache folder; and from tokens to batches."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import secrets
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from orthojax.config import DataConfig
-from orthojax.data.corpus import Corpus, embedded_corpus, text_corpus
-from orthojax.data.token_files import FORMAT_VERSION, Progress, prepare
-from orthojax.data.token_shards import TokenFiles, Tokens, open_token_files
+from orthojax.data.documents import embedded_corpus, text_corpus
+from orthojax.data.preparation import HoldOut, Part, Progress, divided, hold_out_by_text, prepare
+from orthojax.data.token_files import FORMAT_VERSION, JoinedTokens, TokenFile, Tokens, open_token_files
 from orthojax.data.tokenizers import make_tokenizer, tokenizer_identity
 from orthojax.errors import UserError
+from orthojax.files import make_folder
 
-# Goes up with any change of the rules of corpora, splits or tokenizers, so that old caches are not taken for new ones.
+# Goes up with any change of the rules of corpora, splits or tokenizers, so that older caches are not used.
 RULES_VERSION = 3
 
 
@@ -28,12 +33,12 @@ class Dataset:
       vocab_size: One more than the largest possible id.
       bos_id: Id that starts a row where rows start with one.
       eos_id: Id that follows every document.
-      train: uint16 or uint32 [n], a read-only memory map or, of several files, what reads as one.
+      train: uint16 or uint32 [n], a read-only memory map or, for several files, what reads as one.
       validation: The same of the validation split.
       validation_bytes: UTF-8 bytes of the validation text; bits per byte are nats per token / ln 2 times
         len(validation) / validation_bytes.
-      tokenizer_path: The tokenizer, for `orthojax.data.tokenizers.load_tokenizer`; None where only its ids are here.
-      provenance: JSON values that say what the tokens are: names, counts and sha256s of source, tokenizer and files.
+      tokenizer_path: The tokenizer, for `load_tokenizer`; None if only its ids are here.
+      provenance: JSON values that identify the tokens: names, counts and sha256s of source, tokenizer and files.
     """
 
     vocab_size: int
@@ -49,68 +54,134 @@ class Dataset:
 def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progress | None = None) -> Dataset:
     """Opens the tokens that a config names, tokenising the text the first time.
 
-    The cache has one folder for every corpus (by sha256) and tokenizer, so a change of either makes a new one. A
-    folder is made aside and renamed when complete: of two processes that make the same one, the first wins.
+    The cache has one folder for every corpus (by sha256) and tokenizer, so a change of either makes a new one.
 
     Args:
       config: Of kind `embedded`, `text` or `tokens`.
       cache_dir: Folder of tokenised corpora; not used for kind `tokens`.
-      progress: Called now and then while tokenising.
+      progress: As `prepare`, while tokenising.
 
     Raises:
       UserError: For anything wrong with the files, the tokenizer or the cache folder.
       ValueError: For kind `bigram_backcopy`, which has no token files.
     """
     if config.kind == "tokens":
-        dataset = open_pair(Path(config.paths[0]), Path(config.paths[1]), verify=config.verify)
+        dataset = _open_pair(Path(config.paths[0]), Path(config.paths[1]), config.verify)
         _require_tokenizer(config.tokenizer, dataset)
         return dataset
     if config.kind == "bigram_backcopy":
         raise ValueError("bigram_backcopy is generated: see orthojax.data.bigram_backcopy")
     identity = tokenizer_identity(config.tokenizer)
     corpus = embedded_corpus() if config.kind == "embedded" else text_corpus(config.paths)
-    key = hashlib.sha256(json.dumps([FORMAT_VERSION, RULES_VERSION, corpus.kind, corpus.sha256, identity]).encode())
+    key = hashlib.sha256(json.dumps([FORMAT_VERSION, RULES_VERSION, config.kind, corpus.sha256, identity]).encode())
     short = "file" if identity.startswith("sha256:") else identity.replace(":", "")
-    folder = Path(cache_dir) / f"{corpus.kind}-{short}-{key.hexdigest()[:16]}"
+    folder = Path(cache_dir) / f"{config.kind}-{short}-{key.hexdigest()[:16]}"
     if not folder.is_dir():
-        build_dataset(folder, corpus, config.tokenizer, progress)
-    return open_pair(folder / "train.bin", folder / "validation.bin", verify=config.verify)
+        hold_out = HoldOut("name") if config.kind == "embedded" else hold_out_by_text(corpus.documents())
+        _build(folder, divided(corpus, hold_out, ["train", "validation"]), config.tokenizer, progress)
+    return _open_pair(folder / "train.bin", folder / "validation.bin", config.verify)
 
 
-def build_dataset(folder: Path, corpus: Corpus, tokenizer_spec: str, progress: Progress | None) -> None:
-    """Makes a folder with the tokens of one corpus, complete or not at all.
+class TokenBatches:
+    """Batches of fixed-length rows, as a pure function of the seed and the step.
 
-    Args:
-      folder: Gets `tokenizer.json`, `train.bin` and `validation.bin` with their sidecars.
-      corpus: What is tokenised; it splits itself.
-      tokenizer_spec: As `DataConfig.tokenizer`.
-      progress: Called now and then.
+    A row has `sequence_length + 1` ids; inputs are row[:-1] and targets row[1:]. The tokens are cut into consecutive
+    rows, row i starting at token i * T. Every row comes once in an epoch, in an order that depends on the seed and the
+    epoch; batches run across the end of an epoch. Calling with a step gives the same batch in any order, in any process
+    and after any restart, so the position in the data is the step.
 
-    Raises:
-      UserError: For an empty split, a bad tokenizer or a folder that cannot be written.
+    >>> batches = TokenBatches(np.arange(9), sequence_length=4, batch_size=2, seed=0)
+    >>> batches.spread_rows(2)
+    array([[0, 1, 2, 3, 4],
+           [4, 5, 6, 7, 8]], dtype=int32)
+    >>> TokenBatches(np.arange(9), sequence_length=4, batch_size=2, seed=0, bos_id=99).spread_rows(2)
+    array([[99,  0,  1,  2,  3],
+           [99,  4,  5,  6,  7]], dtype=int32)
     """
-    splits = dict(zip(("train", "validation"), corpus.split(), strict=True))
-    n_bytes = {split: sum(len(document.text.encode()) for document in part) for split, part in splits.items()}
-    if progress and tokenizer_spec.startswith("bpe:"):
-        progress(f"training {tokenizer_spec}", 0, n_bytes["train"])
-    # The tokenizer sees the train split only, as the model does.
-    tokenizer = make_tokenizer(tokenizer_spec, (document.text for document in splits["train"]))
+
+    def __init__(self, tokens: Tokens, sequence_length: int, batch_size: int, seed: int, bos_id: int | None = None):
+        """Cuts the tokens into rows; nothing is read yet.
+
+        Args:
+          tokens: Integers [n], usually the memory map of a token file or those of several.
+          sequence_length: T, the input positions of a row.
+          batch_size: Rows of a batch.
+          seed: Seed of the order of the rows.
+          bos_id: If given, row i is [bos, tok[i*T], ..., tok[i*T + T-1]]: every row starts with this id, and every
+            token is a target. Otherwise it is [tok[i*T], ..., tok[i*T + T]]: neighbours share a token, and the very
+            first one is no target.
+
+        Raises:
+          UserError: If the tokens do not fill one batch.
+        """
+        extra = 0 if bos_id is not None else 1  # the last target lies one past the inputs unless bos shifts them
+        # Still the memory map, but slices of a plain array are cheaper.
+        self.tokens = tokens if isinstance(tokens, JoinedTokens) else np.asarray(tokens)
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        self.seed = seed
+        self.bos_id = bos_id
+        self.n_rows = max(0, (len(tokens) - extra) // sequence_length)
+        if self.n_rows < batch_size:
+            raise UserError(
+                f"{len(tokens)} tokens are too few for a batch of {batch_size} rows of {sequence_length}: "
+                f"{batch_size * sequence_length + extra} are needed",
+                allowed=f"a batch of at most {self.n_rows} rows, shorter rows or more text",
+            )
+
+    @functools.cached_property
+    def _order(self) -> Any:
+        import grain  # slow to import, and not needed for `spread_rows`
+
+        return grain.MapDataset.range(self.n_rows).seed(self.seed).shuffle().repeat()
+
+    def __call__(self, step: int) -> np.ndarray:
+        """The batch of one step, 0 or more without end: int32 [batch_size, sequence_length + 1]."""
+        return self.rows(step, 0, self.batch_size)
+
+    def rows(self, step: int, start: int, stop: int) -> np.ndarray:
+        """The rows `self(step)[start:stop]`, for a process that holds a part of the batch; no others are read.
+
+        Returns:
+          int32 [stop - start, sequence_length + 1].
+        """
+        if not 0 <= start <= stop <= self.batch_size:
+            raise IndexError(f"rows {start}:{stop} of a batch of {self.batch_size}")
+        order, first = self._order, step * self.batch_size
+        return self._rows([int(order[first + i]) for i in range(start, stop)])
+
+    def spread_rows(self, n: int) -> np.ndarray:
+        """Rows spread evenly over the whole text, in its order, for evaluation: floor(i * n_rows / n) for i < n.
+
+        Returns:
+          int32 [n, sequence_length + 1].
+
+        Raises:
+          UserError: If there are fewer rows.
+        """
+        if n > self.n_rows:
+            raise UserError(
+                f"{len(self.tokens)} tokens make {self.n_rows} rows of {self.sequence_length}, but {n} are wanted",
+                allowed=f"at most {self.n_rows} rows, shorter rows or more text",
+            )
+        return self._rows([i * self.n_rows // n for i in range(n)])
+
+    def _rows(self, indices: list[int]) -> np.ndarray:
+        length, begin = self.sequence_length, 0
+        rows = np.empty((len(indices), length + 1), np.int32)
+        if self.bos_id is not None:
+            rows[:, 0], begin = self.bos_id, 1
+        for row, i in zip(rows, indices, strict=True):
+            row[begin:] = self.tokens[i * length : i * length + length + 1 - begin]
+        return rows
+
+
+def _build(folder: Path, parts: Sequence[Part], tokenizer_spec: str, progress: Progress | None) -> None:
+    """Writes the folder under another name and renames it: of two processes that build the same, the first wins."""
+    make_folder(folder.parent, "the data cache")
     partial = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        partial.mkdir(parents=True)
-        tokenizer.save(partial / "tokenizer.json")
-        for split, documents in splits.items():
-            prepare(
-                documents,
-                tokenizer,
-                partial / f"{split}.bin",
-                split=split,
-                source=corpus.description,
-                source_sha256=corpus.sha256,
-                file_count=corpus.file_count,
-                total_bytes=n_bytes[split],
-                progress=progress,
-            )
+        prepare(partial, parts, tokenizer_spec, progress=progress)
         try:
             partial.rename(folder)
         except OSError:
@@ -122,35 +193,21 @@ def build_dataset(folder: Path, corpus: Corpus, tokenizer_spec: str, progress: P
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def open_pair(train_path: Path, validation_path: Path, *, verify: bool = False) -> Dataset:
-    """Opens a train and a validation token file, or all shards of each: see `orthojax.data.token_shards`.
-
-    A tokenizer.json beside the train file has to be the one that made it.
-
-    Args:
-      train_path: As `open_token_files`.
-      validation_path: The same.
-      verify: Compare the sha256 of every file, which reads them whole.
-
-    Raises:
-      UserError: Where a file is missing or damaged, or they do not belong together.
-    """
-    train, validation = open_token_files(train_path, verify=verify), open_token_files(validation_path, verify=verify)
+def _open_pair(train_path: Path, validation_path: Path, verify: bool) -> Dataset:
+    """Opens a train and a validation token file that belong together."""
+    train, validation = (open_token_files(path, verify=verify) for path in (train_path, validation_path))
     if train.info.tokenizer_sha256 != validation.info.tokenizer_sha256:
         raise UserError(
-            f"{train_path} and {validation_path} were made with different tokenizers "
+            f"{train_path} and {validation_path} were created with different tokenizers "
             f"({train.info.tokenizer}, {validation.info.tokenizer})",
             allowed="two files with the same tokenizer sha256",
         )
+    order = "data.paths=TRAIN.bin,VALIDATION.bin"
     if train.info.split == "validation" and validation.info.split == "train":
-        raise UserError(
-            f"{train_path} is a validation split and {validation_path} a train split",
-            allowed="data.paths=TRAIN.bin,VALIDATION.bin",
-        )
+        raise UserError(f"{train_path} is a validation split and {validation_path} a train split", allowed=order)
     if train.info.data_sha256 == validation.info.data_sha256:
-        raise UserError(
-            f"{train_path} and {validation_path} hold the same tokens", allowed="data.paths=TRAIN.bin,VALIDATION.bin"
-        )
+        raise UserError(f"{train_path} and {validation_path} hold the same tokens", allowed=order)
+    info, counts = dataclasses.asdict(train.info), ("n_tokens", "n_bytes", "n_documents", "data_sha256")
     return Dataset(
         vocab_size=train.info.vocab_size,
         bos_id=train.info.bos_id,
@@ -160,34 +217,28 @@ def open_pair(train_path: Path, validation_path: Path, *, verify: bool = False) 
         validation_bytes=validation.info.n_bytes,
         tokenizer_path=_tokenizer_beside(train),
         provenance={
-            "source": train.info.source,
-            "source_sha256": train.info.source_sha256,
-            "file_count": train.info.file_count,
-            "tokenizer": train.info.tokenizer,
-            "tokenizer_sha256": train.info.tokenizer_sha256,
-            "train": _facts(train),
-            "validation": _facts(validation),
+            **{name: info[name] for name in ("source", "source_sha256", "file_count", "tokenizer", "tokenizer_sha256")},
+            "train": {name: info[name] for name in counts},
+            "validation": {name: getattr(validation.info, name) for name in counts},
         },
     )
 
 
 def _require_tokenizer(spec: str, dataset: Dataset) -> None:
     """Refuses token files of another tokenizer than the config names; its default names none."""
-    made_with, sha256 = dataset.provenance["tokenizer"], dataset.provenance["tokenizer_sha256"]
+    name, sha256 = dataset.provenance["tokenizer"], dataset.provenance["tokenizer_sha256"]
     if spec == DataConfig.tokenizer:
         return
-    if spec.startswith("bpe:"):
-        same = tokenizer_identity(spec) == made_with
-    else:
-        same = make_tokenizer(spec, ()).sha256 == sha256
+    same = tokenizer_identity(spec) == name if spec.startswith("bpe:") else make_tokenizer(spec, ()).sha256 == sha256
     if not same:
         raise UserError(
-            f"data.tokenizer={spec} is not what made the token files: that is {made_with}, sha256 {sha256}",
+            f"the token files were created with a different tokenizer ({name}, sha256 {sha256}) than "
+            f"data.tokenizer={spec}",
             allowed="its name or path, or the default, which takes any",
         )
 
 
-def _tokenizer_beside(train: TokenFiles) -> Path | None:
+def _tokenizer_beside(train: TokenFile) -> Path | None:
     path = train.path.parent / "tokenizer.json"
     if not path.is_file():
         return None
@@ -197,13 +248,3 @@ def _tokenizer_beside(train: TokenFiles) -> Path | None:
             hint="put the right one back, or delete it: training needs the ids only",
         )
     return path
-
-
-def _facts(file: TokenFiles) -> dict[str, Any]:
-    info = file.info
-    return {
-        "n_tokens": info.n_tokens,
-        "n_bytes": info.n_bytes,
-        "n_documents": info.n_documents,
-        "data_sha256": info.data_sha256,
-    }

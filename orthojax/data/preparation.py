@@ -1,49 +1,140 @@
-"""A folder of token files from text of any size: what launch/prepare_data.py does.
+"""A folder of token files from text of any size: what launch/prepare_data.py and the cache of data sets do.
 
 The folder gets `tokenizer.json`, and for each split `NAME.bin` with its sidecar, or one shard of it. Calls with the
 same tokenizer share a folder, whether they make other splits or other shards, also at the same time.
 """
 
 import dataclasses
+import functools
+import hashlib
 import json
-import os
-import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from orthojax.data.corpus import Corpus, embedded_corpus, text_corpus
-from orthojax.data.sources import Source, documents, sample, text_source
-from orthojax.data.splits import HoldOut
-from orthojax.data.text_files import Document, find_files
-from orthojax.data.tfds_folder import find_folder, open_tfds
-from orthojax.data.token_files import TokenFile
-from orthojax.data.token_shards import require_alone, shard_path
-from orthojax.data.token_writer import Output, Report, write_token_files
+from orthojax.data.documents import Document, Source, embedded_corpus, find_files, text_corpus
+from orthojax.data.tfds import find_folder, open_tfds
+from orthojax.data.token_files import TokenFile, require_alone
+from orthojax.data.token_writer import Part, write_token_files
 from orthojax.data.tokenizers import BOS, EOS, Tokenizer, load_tokenizer, make_tokenizer, tokenizer_identity
 from orthojax.errors import UserError
+from orthojax.files import make_folder, write_text
 
 BPE_SAMPLE_BYTES = 1 << 26
-"""A BPE is trained on the whole train split of a source of at most 64 MB on the disk, and on so much of a larger one,
+"""A BPE is trained on the whole train split of a source of at most 64 MB on disk, and on that much of a larger one,
 from 64 places that do not depend on the number of shards: every process trains the same."""
-_TEXT_SPLITS = ("train", "validation", "all")
+_TEXTS_FOR_THE_RULE = 4096
+
+Progress = Callable[..., Any]
+"""Called now and then with (what is being done, bytes of the source done, bytes in total, tokens so far)."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A split of a source.
+class HoldOut:
+    """A rule that divides documents into train and validation, found once, that holds for each document alone.
 
     Attributes:
-      name: Of the token file, without its ending.
-      split: For the sidecar.
-      source: The documents.
-      text: What of a document belongs to it; '' where nothing does.
+      rule: `name` sets files aside by the sha256 of their names, 3 in 32; `text` documents by the sha256 of their
+        texts; `end` the last tenth of the characters of each document.
+      limit: Of `text`: the largest sha256 that is set aside, its first eight bytes as a number.
     """
 
-    name: str
-    split: str
-    source: Source
-    text: Callable[[Document], str]
+    rule: Literal["name", "text", "end"]
+    limit: int = 0
+
+    def part(self, split: str, document: Document) -> str:
+        """What of a document belongs to `train`, `validation` or `all`; '' if nothing does."""
+        if split == "all":
+            return document.text
+        if self.rule == "end":
+            cut = len(document.text) - len(document.text) // 10
+            return document.text[:cut] if split == "train" else document.text[cut:]
+        if self.rule == "name":
+            held_out = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()[0] < 24
+        else:
+            held_out = _number(document.text) <= self.limit
+        return document.text if held_out == (split == "validation") else ""
+
+
+def hold_out_by_text(documents: Iterable[Document]) -> HoldOut:
+    """The rule for the user's text, wherever the files lie.
+
+    The tenth of the texts (rounded down) with the smallest sha256 is set aside; equal texts count once and go the same
+    way, so none is on both sides. The first 4,096 different texts determine that tenth to half a percent of the whole;
+    no more is read. With fewer than 20 different texts it is the last tenth of the characters of each document.
+
+    >>> hold_out_by_text([Document("a", "0123456789" * 2)]).rule
+    'end'
+    """
+    numbers: set[int] = set()
+    for document in documents:
+        numbers.add(_number(document.text))
+        if len(numbers) == _TEXTS_FOR_THE_RULE:
+            break
+    if len(numbers) < 20:
+        return HoldOut("end")
+    return HoldOut("text", sorted(numbers)[len(numbers) // 10 - 1])
+
+
+def divided(source: Source, hold_out: HoldOut, splits: Sequence[str]) -> list[Part]:
+    """Splits of a source by a rule: `train` and `validation`, or `all`, with nothing set aside."""
+    return [Part(split, split, source, functools.partial(hold_out.part, split)) for split in splits]
+
+
+def text_parts(paths: Sequence[str] | None, splits: Sequence[str], folder: Path) -> list[Part]:
+    """Splits of text files, or of the embedded corpus.
+
+    Args:
+      paths: Files, folders and patterns; None takes the standard library of the running Python.
+      splits: `train` and `validation`, or `all`.
+      folder: Of the token files. The sha256 of the text and the rule that divides it are kept in `source.json` there,
+        since both take reading it: the sha256 as long as no file changes its size or time, and the rule as long as
+        the sha256 is the same.
+
+    Raises:
+      UserError: For an unknown split, or bad files.
+    """
+    for split in splits:
+        if split not in ("train", "validation", "all"):
+            raise UserError(f"there is no split {split!r} of text", allowed="train | validation | all")
+    if paths is None:
+        return divided(embedded_corpus(), HoldOut("name"), splits)
+    files = [[name, path.stat().st_size, path.stat().st_mtime_ns] for name, path in find_files(paths)]
+    notes = folder / "source.json"
+    known = _read_notes(notes)
+    unchanged = known.get("files") == files
+    source = text_corpus(paths, known["sha256"] if unchanged else "")
+    if source.sha256 == known.get("sha256"):  # also if only a date changed: the rule of an earlier version stays
+        hold_out = HoldOut(**known["hold_out"])
+    elif tuple(splits) == ("all",):
+        return divided(source, HoldOut("end"), splits)  # a rule that is not asked
+    else:
+        hold_out = hold_out_by_text(source.documents())
+    if not unchanged:
+        make_folder(folder, "the folder of token files")
+        content = {"files": files, "sha256": source.sha256, "hold_out": dataclasses.asdict(hold_out)}
+        write_text(notes, json.dumps(content, indent=2) + "\n")
+    return divided(source, hold_out, splits)
+
+
+def tfds_parts(data_dir: Path, dataset: str, splits: Sequence[str], feature: str) -> list[Part]:
+    """Splits of a TensorFlow Datasets folder; arguments and errors as `orthojax.data.tfds`."""
+    folder = find_folder(data_dir, dataset)
+    return [
+        Part(split.partition("[")[0], split, open_tfds(folder, split, feature), lambda document: document.text)
+        for split in splits
+    ]
+
+
+def renamed(parts: Sequence[Part], name: str) -> list[Part]:
+    """The parts with another name for their token files; unchanged if it is ''.
+
+    Raises:
+      UserError: If it is not the name of a file, or that of another file of the folder.
+    """
+    if name and (name != Path(name).name or name.startswith(".") or name in ("tokenizer", "source")):
+        raise UserError(f"--name={name} is not the name of a file", allowed="a name such as train")
+    return [dataclasses.replace(part, name=name or part.name) for part in parts]
 
 
 def require_usable(folder: Path, tokenizer_spec: str) -> None:
@@ -60,79 +151,22 @@ def require_usable(folder: Path, tokenizer_spec: str) -> None:
         raise UserError(f"{folder} is a file", allowed="a new or empty folder")
 
 
-def make_folder(folder: Path) -> None:
-    """Makes a folder, where it is not there.
-
-    Raises:
-      UserError: Where it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the folder {folder}: {error.strerror}") from None
-
-
-def text_parts(paths: Sequence[str] | None, splits: Sequence[str], folder: Path) -> list[Part]:
-    """Splits of text files, or of the embedded corpus.
-
-    Args:
-      paths: Files, folders and patterns; None takes the standard library of the running Python.
-      splits: `train` and `validation`, as `orthojax.data.splits` divides them, or `all`, with nothing set aside.
-      folder: Of the token files. To know the sha256 of the text it is read once more, and its beginning to divide it;
-        what comes of it is kept in `source.json` there: the sha256 as long as no file changes its size or time, and
-        the rule that divides the text as long as the sha256 is the same.
-
-    Raises:
-      UserError: For an unknown split, or bad files.
-    """
-    for split in splits:
-        if split not in _TEXT_SPLITS:
-            raise UserError(f"there is no split {split!r} of text", allowed=" | ".join(_TEXT_SPLITS))
-    corpus, hold_out = _open_text(paths, folder, divide=tuple(splits) != ("all",))
-    source = text_source(corpus)
-    return [Part(split, split, source, _taker(hold_out, split)) for split in splits]
-
-
-def tfds_parts(data_dir: Path, dataset: str, splits: Sequence[str], feature: str) -> list[Part]:
-    """Splits of a TensorFlow Datasets folder; see `orthojax.data.tfds_folder`.
-
-    Raises:
-      UserError: Where something of it is missing.
-    """
-    version = find_folder(data_dir, dataset)
-    return [
-        Part(split.partition("[")[0], split, open_tfds(version, split, feature), lambda document: document.text)
-        for split in splits
-    ]
-
-
-def renamed(parts: Sequence[Part], name: str) -> list[Part]:
-    """The parts with another name for their token files; as they are where it is ''.
-
-    Raises:
-      UserError: Where it is no name of a file, or that of another file of the folder.
-    """
-    if name and (name != Path(name).name or name.startswith(".") or name in ("tokenizer", "source")):
-        raise UserError(f"--name={name} is no name of a file", allowed="a name such as train")
-    return [dataclasses.replace(part, name=name or part.name) for part in parts]
-
-
 def prepare(
     folder: Path,
     parts: Sequence[Part],
     tokenizer_spec: str,
     *,
     shard: tuple[int, int] = (0, 1),
-    report: Callable[[str], Report] | None = None,
+    progress: Progress | None = None,
 ) -> list[TokenFile]:
-    """Writes the token files of some splits, or one shard of each; goes on with what an earlier call left.
+    """Writes the token files of some splits, or one shard of each; resumes what an earlier call left.
 
     Args:
-      folder: Made where it is not there.
+      folder: Created if it does not exist.
       parts: The splits. A BPE that is not there yet is trained on the first.
       tokenizer_spec: As `make_tokenizer`.
       shard: (i, n) takes the i-th of n parts.
-      report: Called with what is done next, gives what is called with its progress.
+      progress: Called before a BPE is trained, and after every batch.
 
     Raises:
       UserError: For anything wrong with the text, the tokenizer, the folder or an earlier call.
@@ -143,38 +177,47 @@ def prepare(
         raise UserError(f"the token files would have one name: {', '.join(names)}", allowed="one split, with --name")
     for name in names:
         require_alone(folder / f"{name}.bin", shard[1])
-    make_folder(folder)
-    tokenizer = shared_tokenizer(folder / "tokenizer.json", tokenizer_spec, lambda: _sample(parts[0]))
-    made: dict[str, TokenFile] = {}
-    for source in dict.fromkeys(part.source for part in parts):  # splits of the same text are made together
+    make_folder(folder, "the folder of token files")
+    tokenizer = _shared_tokenizer(folder / "tokenizer.json", tokenizer_spec, parts[0], progress)
+    files: dict[str, TokenFile] = {}
+    for source in dict.fromkeys(part.source for part in parts):  # one pass over a text makes all splits of it
         together = [part for part in parts if part.source == source]
         label = " and ".join(part.name for part in together)
-        outputs = [Output(shard_path(folder / f"{part.name}.bin", *shard), part.split, part.text) for part in together]
-        files = write_token_files(
-            outputs,
-            source,
-            tokenizer,
-            shard=shard,
-            report=report(label if shard[1] == 1 else f"{label}, shard {shard[0]}/{shard[1]}") if report else None,
-        )
-        made.update(zip((part.name for part in together), files, strict=True))
-    return [made[part.name] for part in parts]
+        label += "" if shard[1] == 1 else f", shard {shard[0]}/{shard[1]}"
+        report = functools.partial(progress, label) if progress else None
+        written = write_token_files(folder, together, tokenizer, shard=shard, report=report)
+        files.update(zip((part.name for part in together), written, strict=True))
+    return [files[name] for name in names]
 
 
-def shared_tokenizer(path: Path, spec: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
-    """The tokenizer of a folder of token files: the one that is there, or a new one.
+def sample(source: Source, limit_bytes: int, parts: int = 64) -> Iterator[Document]:
+    """All documents of a source of at most `limit_bytes` on disk, otherwise some from each of `parts` shards.
 
-    Args:
-      path: Its tokenizer.json.
-      spec: As `make_tokenizer`.
-      texts: What a BPE is trained on where there is none yet.
-
-    Raises:
-      UserError: Where the one that is there is another one.
+    From each come the first documents with limit_bytes / parts bytes of text.
     """
+    if sum(piece.n_bytes for piece in source.pieces(0, 1)) <= limit_bytes:
+        yield from source.documents()
+        return
+    for index in range(parts):
+        spent = 0
+        for document in source.documents(index, parts):
+            yield document
+            spent += len(document.text.encode())
+            if spent >= limit_bytes // parts:
+                break
+
+
+def _shared_tokenizer(path: Path, spec: str, part: Part, progress: Progress | None) -> Tokenizer:
+    """The tokenizer of a folder of token files: the one that is there, or a new one."""
     if not path.exists():
-        made = make_tokenizer(spec, texts() if spec.startswith("bpe:") else ())
-        _replace(path, made.serialized)
+        texts: Iterable[str] = ()
+        if spec.startswith("bpe:"):
+            texts = filter(None, map(part.text, sample(part.source, BPE_SAMPLE_BYTES)))
+            if progress:
+                size = sum(piece.n_bytes for piece in part.source.pieces(0, 1))
+                progress(f"training {spec}", 0, min(size, BPE_SAMPLE_BYTES), 0)
+        made = make_tokenizer(spec, texts)
+        write_text(path, made.serialized)
         return made
     if spec.startswith("bpe:"):
         spec = tokenizer_identity(spec)
@@ -188,50 +231,15 @@ def shared_tokenizer(path: Path, spec: str, texts: Callable[[], Iterable[str]]) 
     return found
 
 
-def _sample(part: Part) -> Iterable[str]:
-    return filter(None, map(part.text, sample(part.source, BPE_SAMPLE_BYTES)))
-
-
-def _taker(hold_out: HoldOut, split: Any) -> Callable[[Document], str]:
-    return lambda document: hold_out.part(document, split)
-
-
-def _open_text(paths: Sequence[str] | None, folder: Path, *, divide: bool) -> tuple[Corpus, HoldOut]:
-    if paths is None:
-        corpus = embedded_corpus()
-        return corpus, corpus.hold_out(())
-    files = [[name, path.stat().st_size, path.stat().st_mtime_ns] for name, path in find_files(paths)]
-    notes = folder / "source.json"
-    known = _read_notes(notes)
-    unchanged = known.get("files") == files
-    corpus = text_corpus(paths, known["sha256"] if unchanged else "")
-    if corpus.sha256 == known.get("sha256"):  # also where only a date changed: a rule of an earlier version goes on
-        hold_out = HoldOut(**known["hold_out"])
-    elif divide:
-        hold_out = corpus.hold_out(documents(text_source(corpus).pieces(0, 1)))
-    else:
-        return corpus, HoldOut("end")  # which is not asked
-    if not unchanged:
-        make_folder(folder)
-        content = {"files": files, "sha256": corpus.sha256, "hold_out": dataclasses.asdict(hold_out)}
-        _replace(notes, json.dumps(content, indent=2) + "\n")
-    return corpus, hold_out
-
-
 def _read_notes(notes: Path) -> dict[str, Any]:
-    """What an earlier call found out about its files; {} where there was none."""
+    """`source.json` of an earlier call; {} if there is none."""
     try:
         content = json.loads(notes.read_bytes())
     except (OSError, ValueError):
         return {}
-    whole = isinstance(content, dict) and {"files", "sha256", "hold_out"} <= content.keys()
-    return content if whole else {}
+    complete = isinstance(content, dict) and {"files", "sha256", "hold_out"} <= content.keys()
+    return content if complete else {}
 
 
-def _replace(path: Path, content: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        temporary.write_text(content, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

@@ -1,32 +1,31 @@
-"""Token files: all ids of a corpus in one flat little-endian array, with a JSON sidecar that says what they are.
+"""Token files: all ids of a corpus in one flat little-endian array, with a JSON sidecar that describes it.
 
 `train.bin` has its sidecar in `train.json`. Documents stand one after the other, each followed by the tokenizer's
-end-of-text id. Text is tokenised once, and training then reads the array through the operating system's page cache.
-A file is opened after a look at its size and at a few blocks of its contents; all of them are compared on demand.
+end-of-text id. `launch/prepare_data.py --shard=i/n` writes `train-0000i-of-0000n.bin`, and whoever names `train.bin`,
+which is not there, gets all of them as one. Text is tokenised once; training reads the files through the page cache.
 """
 
+import bisect
 import dataclasses
+import functools
+import glob
 import hashlib
 import json
-import os
-import secrets
+import re
 import typing
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from orthojax.data.encoding import batches, encode, token_dtype
-from orthojax.data.text_files import Document
-from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
+from orthojax.files import write_text
 
 FORMAT_VERSION = 1
 _SAMPLE_BLOCKS, _SAMPLE_BYTES = 16, 4096
-
-Progress = Callable[[str, int, int], None]
-"""Called now and then with (what is being done, bytes of text done, bytes in total or 0 where unknown)."""
+_ALWAYS_COMPARED_BYTES = 1 << 28  # takes a second at most
+_OPEN_AT_ONCE = 256  # every memory map holds a file open, and a process may open about a thousand
+_SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +34,9 @@ class TokenFileInfo:
 
     Attributes:
       format_version: Of this format.
-      dtype: `uint16` where every id fits, else `uint32`; little-endian.
+      dtype: `uint16` if every id fits, else `uint32`; little-endian.
       n_tokens: Ids in the file, end-of-text ids included.
-      n_bytes: UTF-8 bytes of the text, so that n_bytes / n_tokens turns nats per token into bits per byte.
+      n_bytes: UTF-8 bytes of the text; n_bytes / n_tokens turns nats per token into bits per byte.
       n_documents: Documents.
       vocab_size: One more than the largest possible id.
       bos_id: Of the tokenizer.
@@ -45,12 +44,12 @@ class TokenFileInfo:
       tokenizer: Its name.
       tokenizer_sha256: Of its file.
       source: What was tokenised.
-      source_sha256: Of the corpus; '' where unknown.
-      file_count: Files of the corpus; 0 where unknown.
+      source_sha256: Of the corpus; '' if unknown.
+      file_count: Files of the corpus; 0 if unknown.
       split: `train`, `validation` or any other name.
       data_sha256: Of the .bin file.
-      sample_sha256: Of a few blocks of it, which are compared whenever it is opened; '' in files of earlier versions.
-      shard: `i/n` where the file is one of several that belong together, '' otherwise.
+      sample_sha256: Of a few blocks of it, compared whenever it is opened; '' in files of earlier versions.
+      shard: `i/n` if the file is one of several that belong together, '' otherwise.
     """
 
     format_version: int
@@ -72,117 +71,76 @@ class TokenFileInfo:
     shard: str = ""
 
 
+class JoinedTokens:
+    """Files of little-endian integers read as one array, in slices of step 1; memory-mapped as they are needed."""
+
+    def __init__(self, paths: list[Path], lengths: list[int], dtype: np.dtype):
+        self.dtype = dtype
+        self._ends = np.cumsum(lengths).tolist()
+        self._map = functools.lru_cache(_OPEN_AT_ONCE)(lambda i: np.asarray(np.memmap(paths[i], dtype, "r")))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """The integers [start, stop); a view if they lie in one file."""
+        start, stop, step = part.indices(len(self))
+        if step != 1:
+            raise IndexError("joined token files are read in steps of 1")
+        index = bisect.bisect_right(self._ends, start)
+        parts = []
+        while start < stop:
+            first = self._ends[index - 1] if index else 0
+            end = min(stop, self._ends[index])
+            parts.append(self._map(index)[start - first : end - first])
+            start, index = end, index + 1
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
+
+
+Tokens = np.ndarray | JoinedTokens
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """An open token file.
+    """An open token file, or all shards of one.
 
     Attributes:
-      path: The .bin file.
-      info: Its sidecar.
-      tokens: uint16 or uint32 [n_tokens], a read-only memory map.
+      path: The .bin file, as it was named.
+      info: The sidecar; that of shards has their sums, and as data_sha256 the sha256 of the lines of theirs.
+      tokens: uint16 or uint32 [n_tokens], a read-only memory map or several.
     """
 
     path: Path
     info: TokenFileInfo
-    tokens: np.ndarray
+    tokens: Tokens
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The little-endian integers that hold every id of a vocabulary."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def sidecar_path(path: str | Path) -> Path:
-    """The sidecar of a token file: the same name with .json.
-
-    >>> sidecar_path("data/train.bin").name
-    'train.json'
-    """
+    """The sidecar of a token file: the same name with .json."""
     return Path(path).with_suffix(".json")
 
 
-def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The sidecar's fields that a tokenizer decides."""
-    return {
-        "format_version": FORMAT_VERSION,
-        "dtype": token_dtype(tokenizer.vocab_size).name,
-        "vocab_size": tokenizer.vocab_size,
-        "bos_id": tokenizer.bos_id,
-        "eos_id": tokenizer.eos_id,
-        "tokenizer": tokenizer.spec,
-        "tokenizer_sha256": tokenizer.sha256,
-    }
+def shard_path(path: Path, index: int, count: int) -> Path:
+    """The file of one shard; of the only one, the path itself.
 
-
-def prepare(
-    documents: Iterable[Document],
-    tokenizer: Tokenizer,
-    path: str | Path,
-    *,
-    split: str,
-    source: str,
-    source_sha256: str = "",
-    file_count: int = 0,
-    total_bytes: int = 0,
-    progress: Progress | None = None,
-) -> TokenFile:
-    """Tokenises documents into a token file; it appears under its name only when it is complete.
-
-    Args:
-      documents: Read once and in batches, so an iterator over more text than memory will do.
-      tokenizer: Gives the ids.
-      path: The .bin file, replaced where it exists; the folder is made.
-      split: What part of the source this is.
-      source: What was tokenised, for reports.
-      source_sha256: Identity of the source.
-      file_count: Files of the source.
-      total_bytes: UTF-8 bytes of all documents where known, for the progress only.
-      progress: Called after every batch.
-
-    Returns:
-      The file, opened.
-
-    Raises:
-      UserError: Where there is no document, or `path` cannot be written.
+    >>> shard_path(Path("tokens/train.bin"), 2, 8).name
+    'train-00002-of-00008.bin'
     """
-    path = Path(path)
-    if path.suffix == ".json":
-        raise UserError(f"token file {path} would be its own sidecar", allowed="a name such as train.bin")
-    report = progress or (lambda *_: None)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "xb") as file:
-            written = _write_tokens(file, documents, tokenizer, lambda n: report(split, n, total_bytes))
-        if not written["n_documents"]:
-            raise UserError(f"no documents for the token file {path}", allowed="at least one document")
-        info = TokenFileInfo(
-            **describe_tokenizer(tokenizer),
-            source=source,
-            source_sha256=source_sha256,
-            file_count=file_count,
-            split=split,
-            sample_sha256=sample_sha256(temporary),
-            **written,
-        )
-        # Without its sidecar a token file is refused, so at no moment can a new file meet an old description.
-        sidecar_path(path).unlink(missing_ok=True)
-        os.replace(temporary, path)
-        write_sidecar(path, info)
-    except OSError as error:
-        raise UserError(f"cannot write the token file {path}: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return open_token_file(path)
+    return path if count == 1 else path.with_name(f"{path.stem}-{index:05d}-of-{count:05d}{path.suffix}")
 
 
 def write_sidecar(path: Path, info: TokenFileInfo) -> None:
     """Writes the sidecar of a token file, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.json.{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        temporary.write_text(json.dumps(dataclasses.asdict(info), indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, sidecar_path(path))
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(sidecar_path(path), json.dumps(dataclasses.asdict(info), indent=2) + "\n")
 
 
 def sample_sha256(path: Path) -> str:
-    """sha256 of 16 blocks of 4,096 bytes, evenly spread from the first to the last; of all where there are fewer."""
+    """sha256 of 16 blocks of 4,096 bytes, evenly spread from the first to the last; of all if there are fewer."""
     digest, size = hashlib.sha256(), path.stat().st_size
     with open(path, "rb", buffering=0) as file:
         if size <= _SAMPLE_BLOCKS * _SAMPLE_BYTES:
@@ -195,17 +153,17 @@ def sample_sha256(path: Path) -> str:
 
 
 def open_token_file(path: str | Path, *, verify: bool = False) -> TokenFile:
-    """Opens a token file, after checking that it is what its sidecar describes.
+    """Opens one token file, after checking that it is what its sidecar describes.
 
     Args:
       path: The .bin file.
       verify: Also compare the sha256, which reads the whole file; its size and a few blocks are always compared.
 
     Raises:
-      UserError: Where the file or its sidecar is missing, or they do not belong together.
+      UserError: If the file or its sidecar is missing, or they do not belong together.
     """
     path = Path(path)
-    again = f"make it again with launch/prepare_data.py or, if {path.parent} is a cache, delete that folder"
+    again = f"rebuild it with launch/prepare_data.py or, if {path.parent} is a cache, delete that folder"
     if not path.is_file():
         raise UserError(f"there is no token file {path}", hint=again)
     again = f"delete it and {again}"
@@ -213,7 +171,7 @@ def open_token_file(path: str | Path, *, verify: bool = False) -> TokenFile:
     expected = info.n_tokens * np.dtype(info.dtype).itemsize
     if path.stat().st_size != expected:
         raise UserError(
-            f"token file {path} has {path.stat().st_size} bytes, its sidecar says {expected}: cut short or replaced",
+            f"token file {path} has {path.stat().st_size} bytes, its sidecar says {expected}: truncated or replaced",
             hint=again,
         )
     same = not info.sample_sha256 or sample_sha256(path) == info.sample_sha256
@@ -225,38 +183,123 @@ def open_token_file(path: str | Path, *, verify: bool = False) -> TokenFile:
     return TokenFile(path, info, np.memmap(path, np.dtype(info.dtype).newbyteorder("<"), "r"))
 
 
-def _write_tokens(
-    file: IO[bytes], documents: Iterable[Document], tokenizer: Tokenizer, report: Callable[[int], Any]
-) -> dict[str, Any]:
-    """Writes the ids; returns the sidecar's fields that count them."""
-    digest = hashlib.sha256()
-    n_tokens = n_bytes = n_documents = 0
-    for group in batches(documents, lambda document: document.text):
-        ids, size = encode(tokenizer, [document.text for document in group])
-        file.write(ids.data)
-        digest.update(ids.data)
-        n_tokens += len(ids)
-        n_bytes += size
-        n_documents += len(group)
-        report(n_bytes)
-    return {"n_tokens": n_tokens, "n_bytes": n_bytes, "n_documents": n_documents, "data_sha256": digest.hexdigest()}
+def open_token_files(path: Path, *, verify: bool = False) -> TokenFile:
+    """Opens a token file or all shards of one, after checking that they are complete and belong together.
+
+    Args:
+      path: `DIR/train.bin`, for that file or, if there is none, for the shards `DIR/train-?????-of-?????.bin`; or a
+        pattern such as `DIR/*/train-*.bin`, for shards in several folders.
+      verify: Compare the sha256 of every file, which reads them whole. Files of 256 MB together are always compared
+        whole, larger ones by a few blocks of each.
+
+    Raises:
+      UserError: If a file is missing or damaged, or they do not belong together.
+    """
+    found = map(Path, glob.glob(str(path))) if glob.has_magic(str(path)) else _find_shards(path)
+    shards = sorted((_place(shard), shard) for shard in found)
+    if shards and path.exists():
+        raise UserError(f"{path} is there as one file and in shards", allowed="one of them; move the other away")
+    sizes = [file.stat().st_size for file in ([shard for _, shard in shards] or [path]) if file.is_file()]
+    verify = verify or sum(sizes) <= _ALWAYS_COMPARED_BYTES
+    if not shards:
+        file = open_token_file(path, verify=verify)
+        if file.info.shard:
+            whole = path.with_name(_SHARD.sub("", path.stem) + path.suffix)
+            raise UserError(f"token file {path} is shard {file.info.shard}", allowed=f"all shards: {whole}")
+        return file
+    _require_all(path, [place for place, _ in shards])
+    paths = [shard for _, shard in shards]
+    infos = [open_token_file(shard, verify=verify).info for shard in paths]
+    _require_alike(paths, infos)
+    info = dataclasses.replace(
+        infos[0],
+        n_tokens=sum(info.n_tokens for info in infos),
+        n_bytes=sum(info.n_bytes for info in infos),
+        n_documents=sum(info.n_documents for info in infos),
+        data_sha256=hashlib.sha256("".join(f"{info.data_sha256}\n" for info in infos).encode()).hexdigest(),
+        shard="",
+    )
+    dtype = np.dtype(info.dtype).newbyteorder("<")
+    return TokenFile(path, info, JoinedTokens(paths, [info.n_tokens for info in infos], dtype))
+
+
+def require_alone(path: Path, count: int) -> None:
+    """Refuses to write a token file in `count` shards if it is there already in another number of them.
+
+    Raises:
+      UserError: Names what is there.
+    """
+    for other in (path, *_find_shards(path)):
+        if other.exists() and (1 if other == path else _place(other)[1]) != count:
+            raise UserError(
+                f"{path.name} is there already, in another number of files: {other}",
+                allowed="the same --shard=i/n, or another --output or --name",
+            )
+
+
+def _find_shards(path: Path) -> list[Path]:
+    pattern = f"{glob.escape(str(path.with_suffix('')))}-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].bin"
+    return list(map(Path, glob.glob(pattern))) if path.suffix == ".bin" else []
+
+
+def _place(path: Path) -> tuple[int, int]:
+    match = _SHARD.search(path.stem)
+    if not match:
+        raise UserError(f"token file {path} is not a shard", allowed="names such as train-00000-of-00008.bin")
+    return int(match[1]), int(match[2])
+
+
+def _require_all(path: Path, places: list[tuple[int, int]]) -> None:
+    counts = sorted({count for _, count in places})
+    if len(counts) > 1:
+        raise UserError(
+            f"{path} names shards of {' and of '.join(map(str, counts))} files",
+            allowed="one set of shards; move the others away",
+        )
+    missing = sorted(set(range(counts[0])) - {index for index, _ in places})
+    if missing:
+        raise UserError(
+            f"of the {counts[0]} shards of {path}, {len(missing)} are missing, the first is {missing[0]}",
+            hint=f"launch/prepare_data.py with --shard={missing[0]}/{counts[0]}",
+        )
+    if len(places) > counts[0]:
+        raise UserError(f"{path} names a shard twice", allowed="one folder, or shards with different numbers")
+
+
+def _require_alike(paths: list[Path], infos: list[TokenFileInfo]) -> None:
+    for path, info in zip(paths, infos, strict=True):
+        index, count = _place(path)
+        if info.shard != f"{index}/{count}":
+            raise UserError(
+                f"token file {path} is shard {info.shard or '0/1'} by its sidecar: it was renamed",
+                allowed="the names that launch/prepare_data.py gave",
+            )
+        for name in ("tokenizer_sha256", "source_sha256", "split", "dtype"):
+            a, b = getattr(infos[0], name), getattr(info, name)
+            if a != b:
+                raise UserError(
+                    f"{paths[0]} and {path} do not belong together: {name} is {a} and {b}",
+                    allowed="shards of one source, split and tokenizer",
+                )
 
 
 def _read_sidecar(path: Path, again: str) -> TokenFileInfo:
     sidecar = sidecar_path(path)
-    values: Any = None
     try:
-        values = json.loads(sidecar.read_bytes())
+        values: Any = json.loads(sidecar.read_bytes())
     except FileNotFoundError:
         raise UserError(f"token file {path} has no sidecar {sidecar.name}", hint=again) from None
     except ValueError:
         raise UserError(f"{sidecar} is not JSON", hint=again) from None
-    hints = typing.get_type_hints(TokenFileInfo)
-    version = values.get("format_version") if isinstance(values, dict) else None
-    if isinstance(values, dict):
-        values = {"sample_sha256": "", "shard": "", **values}  # earlier versions wrote neither
-    if version != FORMAT_VERSION or {name: type(value) for name, value in values.items()} != hints:
-        raise UserError(f"{sidecar} does not describe a token file of format {FORMAT_VERSION}", hint=again)
-    if values["dtype"] not in ("uint16", "uint32") or values["n_tokens"] < 1:
+    values = (
+        {"sample_sha256": "", "shard": "", **values} if isinstance(values, dict) else {}
+    )  # earlier versions wrote neither
+    types = {name: type(value) for name, value in values.items()}
+    if (
+        types != typing.get_type_hints(TokenFileInfo)
+        or values["format_version"] != FORMAT_VERSION
+        or values["dtype"] not in ("uint16", "uint32")
+        or values["n_tokens"] < 1
+    ):
         raise UserError(f"{sidecar} does not describe a token file of format {FORMAT_VERSION}", hint=again)
     return TokenFileInfo(**values)

@@ -1,7 +1,7 @@
-"""Writes token files from a stream of any length, so that a stopped call goes on where it was.
+"""Writes token files from a stream of documents of any length, so that an interrupted call resumes where it was.
 
 While it grows, `train.bin` is called `train.bin.partial`; `train.bin.partial.json` says how much of it counts and where
-in the source it goes on. Documents are tokenised one by one, so where a call was stopped does not show in the file.
+to resume in the source. Documents are tokenised one by one, so the file does not show where a call was interrupted.
 """
 
 import collections
@@ -12,28 +12,30 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from orthojax.data.encoding import batches, encode, token_dtype
-from orthojax.data.sources import Piece, Source
-from orthojax.data.text_files import Document
+from orthojax.data.documents import Document, Piece, Source
 from orthojax.data.token_files import (
+    FORMAT_VERSION,
     TokenFile,
     TokenFileInfo,
-    describe_tokenizer,
     open_token_file,
     sample_sha256,
+    shard_path,
     sidecar_path,
+    token_dtype,
     write_sidecar,
 )
 from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
 from orthojax.files import try_lock
 
+_BATCH_CHARACTERS = 1 << 20  # text tokenised at once, which bounds memory and paces the progress
+_LONGEST_TEXT = 1 << 22  # characters; a longer document is tokenised in pieces
 _SAVE_SECONDS = 10.0
 _AT_ONCE = 3  # batches that are tokenised while others are read and written
 
@@ -42,18 +44,20 @@ Report = Callable[[int, int, int], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Output:
-    """A token file to make of a source.
+class Part:
+    """A split of a source.
 
     Attributes:
-      path: The .bin file.
-      split: Its name, for the sidecar.
-      part: What of a document is taken; '' leaves it out.
+      name: Of the token file, without its suffix.
+      split: For the sidecar.
+      source: The documents.
+      text: What of a document belongs to it; '' if nothing does.
     """
 
-    path: Path
+    name: str
     split: str
-    part: Callable[[Document], str]
+    source: Source
+    text: Callable[[Document], str]
 
 
 class _Text(NamedTuple):
@@ -64,118 +68,123 @@ class _Text(NamedTuple):
     done_bytes: int
 
 
-@dataclasses.dataclass
-class _State:
-    """How far a file is; what stands in `.partial.json`."""
+class _State(NamedTuple):
+    """Contents of `.partial.json`."""
 
     piece: int = 0
     position: int = -1  # -1 before the first document of a piece
     n_tokens: int = 0
     n_bytes: int = 0
     n_documents: int = 0
-    done_bytes: int = 0  # of the source, on the disk
+    done_bytes: int = 0  # of the source, on disk
 
 
 def write_token_files(
-    outputs: Sequence[Output],
-    source: Source,
+    folder: Path,
+    parts: Sequence[Part],
     tokenizer: Tokenizer,
     *,
     shard: tuple[int, int] = (0, 1),
     report: Report | None = None,
 ) -> list[TokenFile]:
-    """Tokenises a source, or a shard of it, into token files; goes on with what an earlier call left.
+    """Tokenises splits of one source, or a shard of it, into token files; resumes what an earlier call left.
 
-    The source is read once for all of them. Reading, tokenising and writing overlap; memory is bounded by the longest
+    The source is read once for all splits. Reading, tokenising and writing overlap; memory is bounded by the longest
     document.
 
     Args:
-      outputs: The files. Nothing is done for those that are complete and of the same making.
-      source: The documents.
-      tokenizer: Gives the ids.
+      folder: Gets the files; those that are complete and were created from the same are kept.
+      parts: The splits, all of the same source.
+      tokenizer: Gives the ids. A document of more than 4 million characters is tokenised in pieces that end with a
+        line, which bounds memory; only there may its ids differ from those of the whole.
       shard: (i, n) takes the i-th of n consecutive parts of the source.
       report: Called after every batch.
 
     Raises:
-      UserError: Where a file or what is left of it is of another making, another process writes it, it cannot be
-        written, or there are no documents for it; and as the reading of the source.
+      UserError: If a file, complete or partial, was created from something else, another process writes it, it cannot
+        be written, or there are no documents for it; and as the reading of the source.
     """
-    made_of = {
-        **describe_tokenizer(tokenizer),
+    source, paths = parts[0].source, [shard_path(folder / f"{part.name}.bin", *shard) for part in parts]
+    created_from = {
+        "format_version": FORMAT_VERSION,
+        "dtype": token_dtype(tokenizer.vocab_size).name,
+        "vocab_size": tokenizer.vocab_size,
+        "bos_id": tokenizer.bos_id,
+        "eos_id": tokenizer.eos_id,
+        "tokenizer": tokenizer.spec,
+        "tokenizer_sha256": tokenizer.sha256,
         "source": source.description,
         "source_sha256": source.sha256,
         "shard": "" if shard[1] == 1 else f"{shard[0]}/{shard[1]}",
     }
     try:
         with contextlib.ExitStack() as stack:
-            opened = [_open(output, tokenizer, {**made_of, "split": output.split}, stack) for output in outputs]
+            opened = [
+                _open(path, part.text, {**created_from, "split": part.split}, stack)
+                for path, part in zip(paths, parts, strict=True)
+            ]
             if writers := [writer for writer in opened if writer]:
                 _run(writers, tokenizer, source.pieces(*shard), report or (lambda *_: None))
-            made = [writer for writer in writers if writer.state.n_documents]
-            for writer in made:
-                writer.complete(source.file_count)
+            empty = [writer.path.name for writer in writers if not writer.state.n_documents]
+            for writer in writers:
+                if writer.state.n_documents:
+                    writer.complete(source.file_count)
     except OSError as error:
-        names = ", ".join(str(output.path) for output in outputs)
-        raise UserError(f"cannot write the token file {names}: {error}") from error
-    if len(made) < len(writers):
+        raise UserError(f"cannot write the token file {', '.join(map(str, paths))}: {error}") from error
+    if empty:
         raise UserError(
-            f"no documents for the token file {', '.join(str(w.path) for w in writers if w not in made)}",
+            f"no documents for the token file {', '.join(empty)} in {source.description}",
             allowed="at least one document" + (" in each shard: take fewer" if shard[1] > 1 else ""),
         )
-    return [open_token_file(output.path) for output in outputs]
+    return [open_token_file(path) for path in paths]
 
 
-def _open(
-    output: Output, tokenizer: Tokenizer, made_of: dict[str, Any], stack: contextlib.ExitStack
-) -> "_Writer | None":
-    """A writer that goes on where the file ends; None where it is complete."""
-    path = output.path
+def _open(path: Path, text: Callable, created_from: dict[str, Any], stack: contextlib.ExitStack) -> "_Writer | None":
+    """A writer that resumes at the end of the file; None if it is complete."""
     partial, notes = _partial_paths(path)
     if path.exists() and (sidecar_path(path).exists() or not notes.exists()):
-        _require_same_file(path, made_of)
+        _require_same(path, open_token_file(path).info.__dict__, created_from, "the same command, or another --output")
         notes.unlink(missing_ok=True)
         return None
-    # In its place without its sidecar: a call was killed in between, or another one is just there, with its lock on it.
+    # In place without its sidecar: a call was killed in between, or another is just there, with its lock on the file.
     in_place = path.exists()
     file = stack.enter_context(open(path, "r+b") if in_place else open(partial, "a+b"))
     locked, complete = try_lock(file), path.exists() and sidecar_path(path).exists()
-    if not in_place and path.exists():  # what another process has just moved there
+    if not in_place and path.exists():  # another process has just moved it there
         partial.unlink(missing_ok=True)
         locked = False
     if complete:
-        _require_same_file(path, made_of)
-        return None
+        return _open(path, text, created_from, stack)
     if not locked:
         raise UserError(f"another process is writing {path}", allowed="one process for each shard: --shard=i/n")
     if in_place:
         os.replace(path, partial)
     sidecar_path(path).unlink(missing_ok=True)  # of a file that was deleted
-    writer = _Writer(output, file, tokenizer, made_of)
+    writer = _Writer(path, text, file, created_from)
     stack.callback(writer.remove_if_empty)
     return writer
 
 
 def _run(writers: "list[_Writer]", tokenizer: Tokenizer, pieces: list[Piece], report: Report) -> None:
-    """Goes on to the end of the pieces; what is done by then is kept whatever happens."""
-    total = sum(piece.n_bytes for piece in pieces)
-    saved = time.monotonic()
+    """Continues to the end of the pieces; what is done by then is kept whatever happens."""
+    total, saved = sum(piece.n_bytes for piece in pieces), time.monotonic()
+    waiting: collections.deque[tuple[list[_Text], Any]] = collections.deque()
 
-    def tell() -> None:
+    def log() -> None:
         done = max(writer.state.done_bytes for writer in writers)
-        # Not all before all files are; and the last line may reach beyond a shard.
+        # Below the total until all files are complete; and the last line may reach beyond a shard.
         report(min(done, max(total - 1, 0)), total, sum(writer.state.n_tokens for writer in writers))
 
     def append() -> None:
         group, future = waiting.popleft()
         group[0].writer.append(group, *future.result())
-        tell()
+        log()
 
-    tell()
+    log()
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-        waiting: collections.deque[tuple[list[_Text], Any]] = collections.deque()
         try:
-            for group in batches(_texts(pieces, writers), lambda item: item.text, lambda item: item.writer):
-                waiting.append((group, pool.submit(encode, tokenizer, [item.text for item in group])))
+            for group in _batches(_texts(pieces, writers)):
+                waiting.append((group, pool.submit(_encode, tokenizer, [item.text for item in group])))
                 if len(waiting) > _AT_ONCE:
                     append()
                 if time.monotonic() - saved > _SAVE_SECONDS:
@@ -191,14 +200,14 @@ def _run(writers: "list[_Writer]", tokenizer: Tokenizer, pieces: list[Piece], re
 
 
 class _Writer:
-    """The open partial file of an output, with what is known about its contents."""
+    """An open partial file, and what is known about its contents."""
 
-    def __init__(self, output: Output, file: IO[bytes], tokenizer: Tokenizer, made_of: dict[str, Any]):
-        self.path, self.part = output.path, output.part
-        self._file, self._made_of = file, made_of
-        self._partial, self._notes = _partial_paths(output.path)
-        self.state = _read_notes(self._notes, made_of) if self._notes.exists() else _State()
-        size = self.state.n_tokens * token_dtype(tokenizer.vocab_size).itemsize
+    def __init__(self, path: Path, text: Callable[[Document], str], file: IO[bytes], created_from: dict[str, Any]):
+        self.path, self.text = path, text
+        self._file, self._created_from = file, created_from
+        self._partial, self._notes = _partial_paths(path)
+        self.state = _read_notes(self._notes, created_from) if self._notes.exists() else _State()
+        size = self.state.n_tokens * np.dtype(created_from["dtype"]).itemsize
         if file.seek(0, os.SEEK_END) < size:
             raise UserError(
                 f"{file.name} is shorter than {self._notes.name} says",
@@ -213,37 +222,30 @@ class _Writer:
         self._file.write(ids.data)
         self._digest.update(ids.data)
         state, last = self.state, group[-1]
-        self.state = _State(
-            piece=last.piece,
-            position=last.position,
-            n_tokens=state.n_tokens + len(ids),
-            n_bytes=state.n_bytes + n_bytes,
-            n_documents=state.n_documents + len(group),
-            done_bytes=last.done_bytes,
-        )
+        counts = (state.n_tokens + len(ids), state.n_bytes + n_bytes, state.n_documents + len(group))
+        self.state = _State(last.piece, last.position, *counts, last.done_bytes)
 
     def save(self) -> None:
         """The ids first, then the note that they count: in the other order a kill would leave a hole."""
-        if not self.state.n_documents:
-            return
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        temporary = self._notes.with_name(self._notes.name + ".new")
-        temporary.write_text(json.dumps({"made_of": self._made_of, "state": dataclasses.asdict(self.state)}))
-        os.replace(temporary, self._notes)
+        if self.state.n_documents:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            content = {"made_of": self._created_from, "state": self.state._asdict()}
+            temporary = self._notes.with_name(self._notes.name + ".new")  # one name, so that kills leave one at most
+            temporary.write_text(json.dumps(content), encoding="utf-8")
+            os.replace(temporary, self._notes)
 
     def remove_if_empty(self) -> None:
-        """Leaves nothing where there would be nothing to go on with."""
+        """Leaves nothing if there would be nothing to resume."""
         if not self.state.n_documents:
             self._partial.unlink()
 
     def complete(self, file_count: int) -> None:
-        """Puts the file in its place, with its sidecar."""
+        """Moves the file into place, with its sidecar."""
+        counts = {name: getattr(self.state, name) for name in ("n_tokens", "n_bytes", "n_documents")}
         info = TokenFileInfo(
-            **self._made_of,
-            n_tokens=self.state.n_tokens,
-            n_bytes=self.state.n_bytes,
-            n_documents=self.state.n_documents,
+            **self._created_from,
+            **counts,
             file_count=file_count,
             data_sha256=self._digest.hexdigest(),
             sample_sha256=sample_sha256(self._partial),
@@ -262,9 +264,41 @@ def _texts(pieces: list[Piece], writers: list[_Writer]) -> Iterator[_Text]:
         if index >= first:
             for item in piece.read(position if index == first and position >= 0 else piece.start):
                 for writer, place in zip(writers, places, strict=True):
-                    if (index, item.position) > place and (text := writer.part(item.document)):
+                    if (index, item.position) > place and (text := writer.text(item.document)):
                         yield _Text(text, writer, index, item.position, before + item.offset - piece.offset)
         before += piece.n_bytes
+
+
+def _batches(texts: Iterable[_Text]) -> Iterator[list[_Text]]:
+    """Groups of about a million characters of text, each for one writer."""
+    groups: dict[_Writer, list[_Text]] = {}
+    characters: collections.Counter[_Writer] = collections.Counter()
+    for item in texts:
+        groups.setdefault(item.writer, []).append(item)
+        characters[item.writer] += len(item.text)
+        if characters[item.writer] >= _BATCH_CHARACTERS:
+            yield groups.pop(item.writer)
+            del characters[item.writer]
+    yield from groups.values()
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, int]:
+    """The ids of some documents as they stand in a token file, and the UTF-8 bytes of the documents."""
+    pieces = [piece for text in texts for piece in _cut(text)]
+    rows = tokenizer.encode_batch([piece for piece, _ in pieces])
+    end = np.array([tokenizer.eos_id], np.int32)
+    parts = [part for row, (_, last) in zip(rows, pieces, strict=True) for part in ((row, end) if last else (row,))]
+    return np.concatenate(parts).astype(token_dtype(tokenizer.vocab_size)), sum(len(text.encode()) for text in texts)
+
+
+def _cut(text: str) -> Iterator[tuple[str, bool]]:
+    """The pieces of a document, and whether each is the last one."""
+    begin = 0
+    while len(text) - begin > _LONGEST_TEXT:
+        end = text.rfind("\n", begin, begin + _LONGEST_TEXT) + 1 or begin + _LONGEST_TEXT
+        yield text[begin:end], False
+        begin = end
+    yield text[begin:], True
 
 
 def _partial_paths(path: Path) -> tuple[Path, Path]:
@@ -272,24 +306,19 @@ def _partial_paths(path: Path) -> tuple[Path, Path]:
     return path.with_name(path.name + ".partial"), path.with_name(path.name + ".partial.json")
 
 
-def _read_notes(notes: Path, made_of: dict[str, Any]) -> _State:
+def _read_notes(notes: Path, created_from: dict[str, Any]) -> _State:
     try:
         content = json.loads(notes.read_bytes())
         state, before = _State(**content["state"]), content["made_of"]
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{notes} is damaged", hint=f"delete it and {notes.stem} and start the command again") from None
-    _require_same(notes, before, made_of, f"the same command, or delete {notes.name} and {notes.stem}")
+        raise UserError(f"{notes} is corrupt", hint=f"delete it and {notes.stem} and start the command again") from None
+    _require_same(notes, before, created_from, f"the same command, or delete {notes.name} and {notes.stem}")
     return state
 
 
-def _require_same_file(path: Path, made_of: dict[str, Any]) -> None:
-    info = dataclasses.asdict(open_token_file(path).info)
-    _require_same(path, info, made_of, "the same command, or another --output")
-
-
-def _require_same(path: Path, before: dict[str, Any], made_of: dict[str, Any], allowed: str) -> None:
-    for name, value in made_of.items():
+def _require_same(path: Path, before: dict[str, Any], created_from: dict[str, Any], allowed: str) -> None:
+    for name, value in created_from.items():
         if before.get(name) != value:
             raise UserError(
-                f"{path} is of another making: {name} was {before.get(name)!r}, is {value!r}", allowed=allowed
+                f"{path} was created with a different {name}: {before.get(name)!r}, not {value!r}", allowed=allowed
             )

@@ -6,36 +6,46 @@
 | `bpe:N` | <|bos|> | <|eos|> |
 | tokenizer.json | the first of `_BOS_NAMES` that it has, else as the next | the first of `_EOS_NAMES` |
 | GPT-2: vocab.json and merges.txt | <|endoftext|> | <|endoftext|> |
-| sentencepiece .model | its bos, or eos where it has none | its eos |
+| sentencepiece .model (T5, Llama 2) | its bos, or eos where it has none | its eos |
 | Llama 3: ranks in base64 | <|begin_of_text|> | <|end_of_text|> |
 
 The packages `tokenizers` and `sentencepiece` are imported only where they are used.
 """
 
 import abc
+import base64
 import dataclasses
-import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from orthojax.errors import UserError
+from orthojax.errors import UserError, nearest
 
 BOS, EOS = "<|bos|>", "<|eos|>"
-ALLOWED = (
-    "bytes | bpe:N (N ids, trained on the corpus) | the path of a tokenizer.json, GPT-2's vocab.json, a sentencepiece "
-    ".model, the ranks of Llama 3, or of a folder with one"
-)
+_FORMATS = "a tokenizer.json, GPT-2's vocab.json, a sentencepiece .model, the ranks of Llama 3"
+ALLOWED = f"bytes | bpe:N (N ids, trained on the corpus) | the path of {_FORMATS}, or of a folder with one"
 SMALLEST_BPE = 260
-# What published tokenizers call the two; the first that exists counts.
+# Usual names of the two in published tokenizers, by precedence.
 _EOS_NAMES = (EOS, "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|end▁of▁sentence|>")
 _BOS_NAMES = (BOS, "<s>", "<|begin_of_text|>", "<bos>", "<|begin▁of▁sentence|>")
 _CACHED_WORDS = 1 << 18  # whose ids are kept, about 50 MB; the package's own 10,000 are fewer than a corpus has
 _BYTES_FILE = json.dumps({"orthojax_tokenizer": "bytes", "vocab_size": 258, "bos_id": 256, "eos_id": 257})
+# Llama 3 (llama3/llama/tokenizer.py): how it splits text, and its special tokens, whose ids follow the ranks.
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_SPECIAL = (
+    *("<|begin_of_text|>", "<|end_of_text|>"),
+    *(f"<|reserved_special_token_{i}|>" for i in range(4)),
+    *("<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"),
+    *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +55,10 @@ class Tokenizer(abc.ABC):
     Attributes:
       spec: The name under which it was asked for: `bytes`, `bpe:N` or a file name.
       vocab_size: One more than the largest id.
-      bos_id: Id that starts a row where rows start with one; the same as `eos_id` where the tokenizer has only that.
+      bos_id: Id that starts a row where rows start with one; `eos_id` if the tokenizer has only that.
       eos_id: Id that follows every document.
-      serialized: What `save` writes.
+      serialized: Content of the file that `save` writes.
+      backend: The `tokenizers.Tokenizer` or `sentencepiece.SentencePieceProcessor`.
     """
 
     spec: str
@@ -55,6 +66,7 @@ class Tokenizer(abc.ABC):
     bos_id: int
     eos_id: int
     serialized: str = dataclasses.field(repr=False)
+    backend: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def sha256(self) -> str:
@@ -65,13 +77,19 @@ class Tokenizer(abc.ABC):
         """Writes a file that `load_tokenizer` reads."""
         Path(path).write_bytes(self.serialized.encode())
 
-    @abc.abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of every text, int32 [length]; special tokens are neither added nor recognised inside the text."""
+        return self._encode(list(texts))
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of some ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        return self._decode(np.asarray(ids, np.int64).tolist())
 
     @abc.abstractmethod
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of some ids, without special tokens; bytes that are no UTF-8 become U+FFFD."""
+    def _encode(self, texts: list[str]) -> list[np.ndarray]: ...
+
+    @abc.abstractmethod
+    def _decode(self, ids: list[int]) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,40 +107,43 @@ class ByteTokenizer(Tokenizer):
     eos_id: int = 257
     serialized: str = dataclasses.field(default=_BYTES_FILE, repr=False)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """UTF-8 bytes of every text, int32 [length]."""
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of some ids, without special tokens; bytes that are no UTF-8 become U+FFFD."""
-        return bytes(i for i in np.asarray(ids, np.int64).tolist() if i < 256).decode(errors="replace")
+    def _decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
-@dataclasses.dataclass(frozen=True)
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json of the `tokenizers` package.
+    """A `tokenizers.Tokenizer`, set to add nothing, truncate nothing and read special tokens in text as text."""
 
-    Attributes:
-      backend: The `tokenizers.Tokenizer`, set to add nothing, cut nothing and read special tokens in text as text.
-    """
-
-    backend: Any = dataclasses.field(compare=False, repr=False)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of every text, int32 [length]; each text is encoded whole."""
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         # fromiter reads a list of ints faster than array does.
         return [np.fromiter(encoding.ids, np.int32, len(encoding)) for encoding in encodings]
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of some ids, without special tokens; bytes that are no UTF-8 become U+FFFD."""
-        return self.backend.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=True)
+    def _decode(self, ids: list[int]) -> str:
+        return self.backend.decode(ids, skip_special_tokens=True)
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A .model file of sentencepiece run by its own library: no conversion to another format is exact for all of them.
+
+    Texts are normalised as the model says, so decoding need not give the same text.
+    """
+
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        rows = self.backend.encode(texts, out_type=int, num_threads=-1) if texts else []
+        return [np.array(row, np.int32) for row in rows]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.backend.decode(ids)
 
 
 def tokenizer_identity(spec: str) -> str:
     """What a cached tokenizer depends on besides its corpus: the name, or the sha256 of the user's file.
 
-    Cheap, and imports nothing.
+    Cheap; imports nothing.
 
     Raises:
       UserError: For an unknown name, a BPE that is too small, or a missing file.
@@ -134,7 +155,7 @@ def tokenizer_identity(spec: str) -> str:
         return spec
     if spec.startswith("bpe:"):
         return f"bpe:{_bpe_size(spec)}"
-    return "sha256:" + hashlib.sha256(b"".join(_read_file(str(path)) for path in _files(spec))).hexdigest()
+    return "sha256:" + hashlib.sha256(b"".join(map(_read_file, _files(spec)))).hexdigest()
 
 
 def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
@@ -164,15 +185,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
       vocab_size: Number of ids in total, at least 260.
 
     Raises:
-      UserError: Where `vocab_size` is too small, or too large for this text to have so many merges.
+      UserError: If there are fewer or more different ids in this text.
     """
-    if vocab_size < SMALLEST_BPE:
-        raise UserError(f"tokenizer 'bpe:{vocab_size}' is too small", allowed=f"bpe:{SMALLEST_BPE} or more")
     import tokenizers as hf
 
-    backend = hf.Tokenizer(hf.models.BPE())
-    backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = hf.decoders.ByteLevel()
+    backend = _byte_level(hf.models.BPE(), hf.pre_tokenizers.ByteLevel(add_prefix_space=False))
     trainer = hf.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[BOS, EOS],
@@ -194,36 +211,137 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
 
     Args:
       path: A tokenizer.json; GPT-2's vocab.json, beside its merges.txt; a sentencepiece .model; the ranks of Llama 3;
-        or a folder with one of them. What a file is shows in its contents.
+        or a folder with one of them. The format shows in the contents.
       spec: What the tokenizer calls itself; None takes the file's name.
 
     Raises:
-      UserError: Where the file is missing, is no tokenizer, or has no end-of-text token under a usual name.
+      UserError: If the file is missing, is not a tokenizer, or has no end-of-text token under a usual name.
     """
-    from orthojax.data import sentencepiece_model, tokenizer_formats
-
     file, *merges = _files(str(path))
-    content, spec = _read_file(str(file)), Path(path).name if spec is None else spec
+    content, *_ = [_read_file(each) for each in (file, *merges)]
+    spec = Path(path).name if spec is None else spec
     if content == _BYTES_FILE.encode():
         return ByteTokenizer()
     if merges:
-        text = tokenizer_formats.gpt2_json(content, _read_file(str(merges[0])), file)
-    elif tokenizer_formats.is_ranks(content):
-        text = tokenizer_formats.ranks_json(content, file)
-    elif file.suffix == ".model":
-        return sentencepiece_model.load(content, spec, str(file))
-    else:
-        allowed = "the tokenizer.json of a Hugging Face tokenizer"
+        return _from_json(_gpt2_json(file, merges[0]), spec, str(file))
+    if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content):
+        return _from_json(_llama3_json(content, file), spec, str(file))
+    if file.suffix == ".model":
+        return _from_sentencepiece(content, spec, str(file))
+    try:
+        values = json.loads(content.decode())
+    except ValueError as error:
+        raise UserError(f"{file} is not a tokenizer: {error}", allowed=_FORMATS) from None
+    if isinstance(values, dict) and values.get("orthojax_tokenizer") == "sentencepiece":
+        return _from_sentencepiece(base64.b64decode(values["model"]), spec, str(file))
+    return _from_json(content.decode(), spec, str(file))
+
+
+def _from_json(text: str, spec: str, where: str) -> Tokenizer:
+    import tokenizers as hf
+
+    try:
+        backend = hf.Tokenizer.from_str(text)
+    except Exception as error:  # the package raises bare Exception
+        raise UserError(f"{where} is not a tokenizer: {error}", allowed=_FORMATS) from None
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True  # a document that mentions <|eos|> does not end there
+    if resize := getattr(backend.model, "_resize_cache", None):  # not public; the ids are the same without
+        resize(_CACHED_WORDS)
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    eos_id = next((vocabulary[name] for name in _EOS_NAMES if name in vocabulary), None)
+    if eos_id is None:
+        raise UserError(f"{where} has no end-of-text token", allowed="one of " + ", ".join(_EOS_NAMES))
+    bos_id = next((vocabulary[name] for name in _BOS_NAMES if name in vocabulary), eos_id)
+    return HuggingFaceTokenizer(spec, max(vocabulary.values()) + 1, bos_id, eos_id, text, backend)
+
+
+def _from_sentencepiece(model: bytes, spec: str, where: str) -> Tokenizer:
+    try:
+        import sentencepiece  # type: ignore[import-not-found]
+    except ImportError:
+        raise UserError(
+            f"{where} is a sentencepiece model, which needs a package", allowed="pip install sentencepiece"
+        ) from None
+    try:
+        backend = sentencepiece.SentencePieceProcessor(model_proto=model)
+    except RuntimeError:
+        raise UserError(f"{where} is not a tokenizer", allowed=_FORMATS) from None
+    bos_id, eos_id = backend.bos_id(), backend.eos_id()
+    if eos_id < 0:
+        raise UserError(f"{where} has no end-of-text token", allowed="a sentencepiece model trained with eos_id")
+    text = json.dumps({"orthojax_tokenizer": "sentencepiece", "model": base64.b64encode(model).decode()})
+    return SentencePieceTokenizer(spec, backend.vocab_size(), bos_id if bos_id >= 0 else eos_id, eos_id, text, backend)
+
+
+def _gpt2_json(vocabulary: Path, merges: Path) -> str:
+    import tokenizers as hf
+
+    try:
+        model = hf.models.BPE.from_file(str(vocabulary), str(merges))
+    except Exception as error:  # the package raises bare Exception
+        raise UserError(
+            f"{vocabulary.parent} holds no GPT-2 tokenizer: {error}",
+            allowed="vocab.json and merges.txt that belong together",
+        ) from None
+    backend = _byte_level(model, hf.pre_tokenizers.ByteLevel(add_prefix_space=False))
+    backend.add_special_tokens(
+        [name for name in ("<|endoftext|>", "<s>", "</s>") if backend.token_to_id(name) is not None]
+    )
+    return backend.to_str()
+
+
+def _llama3_json(content: bytes, where: Path) -> str:
+    """The tokenizer.json of `tokenizer.model` in Llama 3's own release: lines of a token in base64 and its rank."""
+    import tokenizers as hf
+
+    allowed = "on every line a token in base64 and its rank, as in the tokenizer.model of Llama 3"
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), start=1):
         try:
-            text = content.decode()
-            values = json.loads(text)
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
-            raise UserError(f"{file} is not JSON", allowed=allowed) from None
-        if not isinstance(values, dict):
-            raise UserError(f"{file} is JSON, but not of a tokenizer", allowed=allowed)
-        if model := sentencepiece_model.unwrap(values):
-            return sentencepiece_model.load(model, spec, str(file))
-    return _from_json(text, spec, str(file))
+            raise UserError(f"{where}, line {number}: no token and rank", allowed=allowed) from None
+    if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([i]) not in ranks for i in range(256)):
+        raise UserError(f"{where}: the ranks are not 0 to {len(ranks) - 1}, or a byte has none", allowed=allowed)
+    # The character that stands for each byte in byte-level BPE: itself if printable, otherwise one from 256 on.
+    printable, others = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}, iter(range(256, 512))
+    letters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    name = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    # Every way to put a token together from two others is a merge, and merges rank as their results.
+    merges = sorted(
+        (rank, ranks[token[:cut]], ranks[token[cut:]], name[token[:cut]], name[token[cut:]])
+        for token, rank in ranks.items()
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    )
+    vocabulary = {name[token]: rank for token, rank in ranks.items()}
+    # ignore_merges: a word that is a token is taken whole, as Llama 3 does.
+    model = hf.models.BPE(vocab=vocabulary, merges=[(left, right) for *_, left, right in merges], ignore_merges=True)
+    split = hf.pre_tokenizers.Split(hf.Regex(_LLAMA3_WORDS), behavior="isolated")
+    letters_only = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend = _byte_level(model, hf.pre_tokenizers.Sequence([split, letters_only]))
+    backend.add_special_tokens(list(_LLAMA3_SPECIAL))
+    return backend.to_str()
+
+
+def _byte_level(model: Any, words: Any) -> Any:
+    import tokenizers as hf
+
+    backend = hf.Tokenizer(model)
+    backend.pre_tokenizer, backend.decoder = words, hf.decoders.ByteLevel()
+    return backend
+
+
+def _bpe_size(spec: str) -> int:
+    digits = spec.removeprefix("bpe:")
+    if not (digits.isascii() and digits.isdigit()):
+        raise UserError(f"unknown tokenizer {spec!r}", allowed=ALLOWED, hint="did you mean 'bpe:2048'?")
+    if int(digits) < SMALLEST_BPE:
+        raise UserError(f"tokenizer {spec!r} is too small", allowed=f"bpe:{SMALLEST_BPE} or more")
+    return int(digits)
 
 
 def _files(spec: str) -> list[Path]:
@@ -238,47 +356,13 @@ def _files(spec: str) -> list[Path]:
     return [path, path.with_name(pairs[path.name])] if path.name in pairs else [path]
 
 
-def _from_json(text: str, spec: str, where: str) -> Tokenizer:
-    import tokenizers as hf
-
-    try:
-        backend = hf.Tokenizer.from_str(text)
-    except Exception as error:  # the package raises bare Exception
-        raise UserError(
-            f"{where} is JSON, but not of a tokenizer: {error}",
-            allowed="the tokenizer.json of a Hugging Face tokenizer",
-        ) from None
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = True  # a document that talks about <|eos|> does not end there
-    if resize := getattr(backend.model, "_resize_cache", None):  # not public; the ids are the same without
-        resize(_CACHED_WORDS)
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    eos_id = next((vocabulary[name] for name in _EOS_NAMES if name in vocabulary), None)
-    if eos_id is None:
-        raise UserError(f"{where} has no end-of-text token", allowed="one of " + ", ".join(_EOS_NAMES))
-    bos_id = next((vocabulary[name] for name in _BOS_NAMES if name in vocabulary), eos_id)
-    return HuggingFaceTokenizer(spec, max(vocabulary.values()) + 1, bos_id, eos_id, text, backend)
-
-
-def _bpe_size(spec: str) -> int:
-    digits = spec.removeprefix("bpe:")
-    if not (digits.isascii() and digits.isdigit()):
-        raise UserError(f"unknown tokenizer {spec!r}", allowed=ALLOWED, hint="did you mean 'bpe:2048'?")
-    if int(digits) < SMALLEST_BPE:
-        raise UserError(f"tokenizer {spec!r} is too small", allowed=f"bpe:{SMALLEST_BPE} or more")
-    return int(digits)
-
-
-def _read_file(spec: str) -> bytes:
-    path = Path(spec)
+def _read_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise UserError(f"cannot read tokenizer {spec!r}: {error.strerror}", allowed=ALLOWED) from None
+        raise UserError(f"cannot read tokenizer {str(path)!r}: {error.strerror}", allowed=ALLOWED) from None
     if path.suffix or len(path.parts) > 1:
-        raise UserError(f"there is no tokenizer file {spec!r}", allowed=ALLOWED)
-    near = difflib.get_close_matches(spec, ["bytes", "bpe:2048"], n=1, cutoff=0.4)
-    raise UserError(f"unknown tokenizer {spec!r}", allowed=ALLOWED, hint=f"did you mean {near[0]!r}?" if near else "")
+        raise UserError(f"there is no tokenizer file {str(path)!r}", allowed=ALLOWED)
+    raise UserError(f"unknown tokenizer {str(path)!r}", allowed=ALLOWED, hint=nearest(str(path), ["bytes", "bpe:N"]))

@@ -6,7 +6,7 @@ from typing import Any
 
 from orthojax import quant
 from orthojax.config import Config, ModelConfig, fields_affecting
-from orthojax.data.tokenizers import make_tokenizer
+from orthojax.data import make_tokenizer
 from orthojax.errors import UserError
 from orthojax.model import LoadedModel, Transformer, stack_layers, unstack_layers
 from orthojax.train.checkpoint import (

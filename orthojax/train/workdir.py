@@ -11,9 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from orthojax.config import Config, changed_fields, fields_affecting, from_json, to_json
-from orthojax.data.batches import TokenBatches
-from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
-from orthojax.data.datasets import open_dataset
+from orthojax.data import BigramBackcopy, TokenBatches, default_text, open_dataset
 from orthojax.errors import UserError
 from orthojax.files import make_folder, try_lock, write_text
 
