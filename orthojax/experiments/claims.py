@@ -34,6 +34,8 @@ class Claim:
       of: Which variants the predicates take, in this order: roles of `Experiment.groups`, which makes one case for each
         group; or label -> variant names, one case for each label; or a function of the results that gives that.
       show: What is printed of each of these variants, with the paper's number where there is one.
+      shown: How many of a case's variants that is done for; without it for all. Those after them only enter the
+        predicates, as a reference that decides what is testable.
       holds: Of their `Result`s, the criterion.
       criterion: The same in words.
       testable: Of their `Result`s, whether there is anything to see; without it there always is.
@@ -48,6 +50,7 @@ class Claim:
     holds: Callable[..., bool]
     criterion: str
     show: Sequence[str | Quantity] = ()
+    shown: int | None = None
     testable: Callable[..., bool] | None = None
     where: Callable[[str], bool] = lambda label: True
     largest: Callable[..., float] | None = None
@@ -137,8 +140,8 @@ def _case_text(claim: Claim, of: Sequence[Result]) -> str:
     parts = []
     for shown in claim.show:
         quantity = metric(shown) if isinstance(shown, str) else shown
-        ours = " → ".join(_try(quantity, result) for result in of)
-        paper = [result.paper_cell(quantity) for result in of]
+        ours = " → ".join(_try(quantity, result) for result in of[: claim.shown])
+        paper = [result.paper_cell(quantity) for result in of[: claim.shown]]
         printed = f" (paper {' → '.join(paper)})" if any(cell != "-" for cell in paper) else ""
         parts.append(f"{quantity.label} {ours}{printed}")
     if claim.detail:
