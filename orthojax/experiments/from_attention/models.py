@@ -4,7 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
 from orthojax.experiments.experiment import Variant
-from orthojax.experiments.from_attention.paper_configs import METHODS, gpt2_run, llama2_run
+from orthojax.experiments.from_attention.paper_configs import (
+    ABLATION_STEPS,
+    METHODS,
+    SGD_FACTOR,
+    gpt2_run,
+    llama2_run,
+)
 from orthojax.experiments.results import Results
 from orthojax.fields import replace
 from orthojax.model.presets import gpt2, llama2
@@ -108,8 +114,16 @@ def paper_run(model: str, length: int = 256) -> Config:
 
 
 RUNS: Mapping[str, Callable[..., Config]] = {"tiny": tiny_run, "small": small_run, "paper": paper_run}
+# Scale -> how many times the steps of the other optimizers SGD has.
+SGD_STEPS = {"tiny": 2, "small": 2, "paper": SGD_FACTOR}
 # Scale -> sequence lengths that stand for 256, 512 and 1,024.
 LENGTHS = {"tiny": (64, 128, 256), "small": (128, 256, 512), "paper": (256, 512, 1024)}
+
+
+def base_run(scale: str) -> Config:
+    """GPT-2 130M, or what stands for it, with one norm scale in every norm, no biases, softmax and Adam: Table 5."""
+    config = RUNS[scale]("gpt2_130m")
+    return replace(config, {"train.steps": ABLATION_STEPS}) if scale == "paper" else config
 
 
 def variant_name(model: str, method: str) -> str:
