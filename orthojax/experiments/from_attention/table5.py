@@ -14,86 +14,20 @@ from orthojax.experiments.claims import (
     chance_of_first,
     excess_left,
 )
-from orthojax.experiments.experiment import Experiment, Variant
-from orthojax.experiments.from_attention.models import SCALES, SGD_STEPS, about, base_run
+from orthojax.experiments.experiment import Experiment
+from orthojax.experiments.from_attention.models import BY_NAME, SCALES, Row, ablation, about, row_label
 from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, OutputNorms
-from orthojax.experiments.from_attention.paper_configs import NORMS, OPTIMIZERS, POSITIONS
 from orthojax.experiments.from_attention.paper_tables import TABLE_5
 from orthojax.experiments.pictures import ModelMaps, perplexity_and_kurtosis
 from orthojax.experiments.results import Quantity, Result, Results, metric, pairs
 from orthojax.experiments.tables import MetricTable, change_text
-from orthojax.fields import replace
 from orthojax.formatting import percent
 
-Row = tuple[bool, str, str, str, bool]  # a key of TABLE_5
-
-# Scale -> peak learning rates where they are not Adam's. The paper has 0.2 for SGD, and does not say for RMSProp.
-_RATES = {
-    "tiny": {"RMSProp": 1.5e-3, "SGD w/mom": 0.2, "SGD w/o mom": 2.0},
-    "small": {"RMSProp": 1e-3, "SGD w/mom": 0.2, "SGD w/o mom": 2.0},
-    "paper": {"SGD w/mom": 0.2, "SGD w/o mom": 0.2},
-}
-
-
-def row_name(row: Row) -> str:
-    """The name of the variant of a row."""
-    biases, position, norm, optimizer, softmax1 = row
-    name, momentum = OPTIMIZERS[optimizer]
-    parts = [name + ("_momentum" if momentum else ""), NORMS[norm], POSITIONS[position]]
-    return "_".join([*parts, *(["biases"] if biases else []), "softmax1" if softmax1 else "softmax"])
-
-
-def _label(row: Row) -> str:
-    """The same for people, in the words of the paper."""
-    biases, position, norm, optimizer, softmax1 = row
-    parts = [optimizer, norm, position.lower() if position != "None" else "no positions"]
-    return ", ".join([*parts, *(["biases"] if biases else []), "softmax-1" if softmax1 else "softmax"])
-
-
-def _variant(scale: str, row: Row) -> Variant:
-    biases, position, norm, optimizer, softmax1 = row
-    base, (name, momentum) = base_run(scale), OPTIMIZERS[optimizer]
-    changes: dict[str, object] = {
-        "model.use_bias": biases,
-        "model.position": POSITIONS[position],
-        "model.norm": NORMS[norm],
-        "model.normalizer": "softmax1" if softmax1 else "softmax",
-        "optim.optimizer": name,
-        "optim.momentum": momentum,
-        "optim.learning_rate": _RATES[scale].get(optimizer, base.optim.learning_rate),
-    }
-    if name == "sgd":
-        changes["train.steps"] = SGD_STEPS[scale] * base.train.steps
-    return Variant(row_name(row), _label(row), replace(base, changes))
-
-
-def variants(scale: str) -> tuple[Variant, ...]:
-    """A variant for every row of Table 5."""
-    return tuple(_variant(scale, row) for row in TABLE_5)
-
-
-BY_NAME: dict[str, Row] = {row_name(row): row for row in TABLE_5}  # name of a variant -> its row
-
-
-def _row(norm: str, optimizer: str, softmax1: bool, position: str = "Absolute", biases: bool = False) -> str:
-    row: Row = (biases, position, norm, optimizer, softmax1)
-    assert row in TABLE_5
-    return row_name(row)
-
-
-_STOCK = _row("LayerNorm", "Adam", False, biases=True)
-_NO_BIASES = _row("LayerNorm", "Adam", False)
-_NO_POSITIONS = _row("LayerNorm", "Adam", False, position="None")
-_ROTARY = _row("LayerNorm", "Adam", False, position="Rotary")
-_LAYERNORM = _row("LayerNorm", "Adam", True)
-_RMSNORM_M = _row("RMSNorm-M", "Adam", True)
-_ADAM = _row("RMSNorm-S", "Adam", True)
-_RMSPROP = _row("RMSNorm-S", "RMSProp", True)
-_MOMENTUM = _row("RMSNorm-S", "SGD w/mom", True)
-_SGD = _row("RMSNorm-S", "SGD w/o mom", True)
-_CURED = _row("RMSNorm-S", "OrthoAdam", True)
-_WITHOUT_SOFTMAX1 = _row("RMSNorm-S", "OrthoAdam", False)
-
+# In the order of TABLE_5.
+(
+    _STOCK, _NO_BIASES, _NO_POSITIONS, _ROTARY, _LAYERNORM, _RMSNORM_M, _ADAM, _RMSPROP, _MOMENTUM, _SGD,
+    _CURED, _WITHOUT_SOFTMAX1, _CURED_RMSNORM_M, _CURED_LAYERNORM,
+) = BY_NAME  # fmt: skip
 # A model whose perplexity is further above Adam's has learnt less, and its kurtosis says nothing of the optimizer.
 _LEARNT = 0.1
 _FRACTION, _MASS = "first_attention_fraction", "first_attention_mass"
@@ -129,13 +63,8 @@ def _fewer_outliers(adam: Result, other: Result) -> bool:
 
 
 def _above_others(adam: Result, momentum: Result, sgd: Result) -> list[float]:
-    """By which fraction SGD's perplexity is above the higher of the others', of each seed that all three have."""
-    of_adam, of_momentum = adam.by_seed("perplexity"), momentum.by_seed("perplexity")
-    return [
-        value / max(of_adam[seed], of_momentum[seed]) - 1
-        for seed, value in sgd.by_seed("perplexity").items()
-        if seed in of_adam and seed in of_momentum
-    ]
+    """By which fraction SGD's perplexity is above the others', in every seed."""
+    return [a / b - 1 for other in (adam, momentum) for a, b in pairs(sgd, other, "perplexity").values()]
 
 
 def _similar_perplexities(*of: Result) -> bool:
@@ -169,7 +98,7 @@ _ATTENTION = (
     ),
     Claim(
         says="Softmax-1 brings it down to about 2%, which is what chance gives at 256 tokens (5.3).",
-        of={_label(row): (name, _NO_BIASES) for name, row in BY_NAME.items() if row[-1]},
+        of={row_label(row): (name, _NO_BIASES) for name, row in BY_NAME.items() if row[-1]},
         show=(_FRACTION,),
         shown=1,
         holds=lambda softmax1, reference: (
@@ -235,9 +164,7 @@ _OPTIMIZERS = (
         "5's lowest is SGD with momentum, at 8 times the steps). Adam → with momentum → without:",
         of={"": (_ADAM, _MOMENTUM, _SGD)},
         show=("perplexity", "steps"),
-        detail=lambda *of: (
-            f"without above the higher of the others, by seed: {', '.join(map(percent, _above_others(*of)))}"
-        ),
+        detail=lambda *of: f"without above Adam and above with, by seed: {', '.join(map(percent, _above_others(*of)))}",
         holds=lambda *of: min(_above_others(*of), default=0.0) > 0.05,
         criterion="more than 5% above both others, in every seed",
         testable=lambda *of: bool(_above_others(*of)),
@@ -248,7 +175,7 @@ _TOGETHER = (
         says="OrthoAdam with softmax-1 and RMSNorm-S has a kurtosis of 3 at Adam's perplexity (5.3). Adam → it:",
         of={"": (_ADAM, _CURED)},
         show=(_POOLED, "kurtosis_first", "kurtosis_rest", "perplexity"),
-        detail=lambda adam, cured: f"perplexity {change_text(pairs(cured, adam, 'perplexity'))}",
+        detail=lambda adam, cured: f"change of perplexity {change_text(pairs(cured, adam, 'perplexity'))}",
         holds=lambda adam, cured: (
             max(cured.kurtosis_pooled, cured.kurtosis_first, cured.kurtosis_rest) < NO_OUTLIERS
             and cured.perplexity / adam.perplexity - 1 <= EQUAL_PERPLEXITY
@@ -268,8 +195,8 @@ _TOGETHER = (
         says="All three are needed: with one taken away outliers are back (5.3). All three → one replaced:",
         of={
             "softmax instead of softmax-1": (_CURED, _WITHOUT_SOFTMAX1, _ADAM),
-            "RMSNorm-M instead of RMSNorm-S": (_CURED, _row("RMSNorm-M", "OrthoAdam", True), _ADAM),
-            "LayerNorm instead of RMSNorm-S": (_CURED, _row("LayerNorm", "OrthoAdam", True), _ADAM),
+            "RMSNorm-M instead of RMSNorm-S": (_CURED, _CURED_RMSNORM_M, _ADAM),
+            "LayerNorm instead of RMSNorm-S": (_CURED, _CURED_LAYERNORM, _ADAM),
         },
         show=(_POOLED,),
         shown=2,
@@ -308,7 +235,7 @@ def _optimizer(result: Result) -> str:
 EXPERIMENT = Experiment(
     name="table5",
     title="Table 5: what makes outliers, and what removes them: biases, positions, norms, optimizers, softmax-1",
-    variants=variants,
+    variants=ablation,
     scales=SCALES,
     about=_about,
     paper={name: _paper(row) for name, row in BY_NAME.items()},

@@ -5,24 +5,10 @@ import numpy as np
 from orthojax.experiments import drawing
 from orthojax.experiments.claims import EQUAL_PERPLEXITY, Claim
 from orthojax.experiments.experiment import Experiment, Variant
-from orthojax.experiments.from_attention.models import (
-    LENGTHS,
-    METHOD_LABELS,
-    MODELS,
-    RUNS,
-    SCALES,
-    about,
-)
+from orthojax.experiments.from_attention.models import LENGTHS, METHOD_LABELS, MODELS, RUNS, SCALES, about
 from orthojax.experiments.from_attention.paper_configs import METHODS
 from orthojax.experiments.from_attention.paper_tables import TABLE_3, TABLE_6
-from orthojax.experiments.from_attention.quantization import (
-    COARSE,
-    INT8,
-    PER_TOKEN,
-    loses_less,
-    penalty,
-    tables,
-)
+from orthojax.experiments.from_attention.quantization import COARSE, INT8, PER_TOKEN, loses_less, penalty, tables
 from orthojax.experiments.page import Picture
 from orthojax.experiments.results import LABELS, Results
 from orthojax.fields import replace
@@ -68,7 +54,6 @@ def _by_length(results: Results) -> dict[str, dict[str, str]]:
         f"{MODELS[model]}, {length} tokens": {method: _name(model, length, method) for method in _PAIR}
         for model in _SIZES
         for length in LENGTHS[results.scale]
-        if any(_name(model, length, method) in results for method in _PAIR)
     }
 
 
@@ -78,7 +63,6 @@ def _ends(results: Results) -> dict[str, list[str]]:
     return {
         MODELS[model]: [_name(model, length, method) for method in _PAIR for length in (shortest, longest)]
         for model in _SIZES
-        if any(result.name.startswith(model) for result in results)
     }
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from orthojax.experiments import drawing
 from orthojax.experiments.claims import OUTLIERS, Claim
 from orthojax.experiments.experiment import Experiment
-from orthojax.experiments.from_attention.models import GRID, MODELS, SCALES, about, by_model, grid, variant_name
+from orthojax.experiments.from_attention.models import MODELS, SCALES, about, by_model, grid, variant_name
 from orthojax.experiments.from_attention.paper_tables import TABLE_2, TABLE_8
 from orthojax.experiments.page import Picture
 from orthojax.experiments.results import Quantity, Result, Results, metric
@@ -17,12 +17,12 @@ _IN_WIDTHS = Quantity("alpha / D", lambda of: of.max_abs_first / of.d_model)
 
 
 def _label(result: Result) -> str:
-    return MODELS[GRID[result.name][0]]
+    return result.label.split(",")[0]
 
 
 def _gpt2(results: Results) -> dict[str, list[str]]:
     """For `Claim.of`: the finished GPT2, from the narrowest to the widest."""
-    found = [result for result in results.finished if _label(result).startswith("GPT2")]
+    found = [result for result in results.finished if result.name.startswith("gpt2")]
     return {"": [result.name for result in sorted(found, key=lambda result: result.d_model)]}
 
 
