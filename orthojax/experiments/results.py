@@ -200,9 +200,8 @@ def _cost_numbers(cost: Mapping[str, Any], reference: Mapping[str, Any]) -> dict
     ratios = zip(("step_ratio", "step_ratio_lower", "step_ratio_upper"), cost["step_ratio"], strict=True)
     numbers = dict(ratios) | {"steps_per_second": 1 / cost["step_seconds"]}
     for name in ("program", "optimizer_state"):
-        size, of_reference = cost.get(f"{name}_bytes"), reference.get(f"{name}_bytes")
-        numbers |= {} if size is None else {f"{name}_bytes": size}
-        numbers |= {} if None in (size, of_reference) else {f"{name}_ratio": size / of_reference}
+        if (size := cost.get(f"{name}_bytes")) is not None:  # the compiler may not report it
+            numbers |= {f"{name}_bytes": size, f"{name}_ratio": size / reference[f"{name}_bytes"]}
     return {f"cost_{name}": value for name, value in numbers.items()}
 
 

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from typing import Any
 
 from scipy import stats
 
@@ -27,7 +28,8 @@ def _correlation(part: str, of: Numbers) -> float:
         return math.nan
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.ConstantInputWarning)
-        return float(stats.pearsonr(kurtosis, ratio).statistic)
+        correlation: Any = stats.pearsonr(kurtosis, ratio)
+    return float(correlation.statistic)
 
 
 _CORRELATIONS = tuple(

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from orthojax import analysis
 from orthojax.config import Config
-from orthojax.experiments.from_attention.ablation import SGD_STEPS
-from orthojax.experiments.from_attention.models import RUNS
+from orthojax.experiments.from_attention.models import RUNS, SGD_STEPS
 from orthojax.experiments.ours.normalizers_report import NORMALIZERS, OPTIMIZERS, report, variant_name
 from orthojax.experiments.study.measures import Measure, Measured
 from orthojax.experiments.study.study import Experiment
