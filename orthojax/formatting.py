@@ -20,7 +20,7 @@ def percent(value: float) -> str:
 
 
 def mean_and_range(values: Sequence[float], show: Callable[[float], str] = number) -> str:
-    """The mean over seeds, and the range where there are several; 'failed' without any.
+    """The mean over seeds, and the range where they differ; 'failed' without any.
 
     >>> mean_and_range([1.0, 2.0, 3.0])
     '2 (1 to 3)'
@@ -28,7 +28,11 @@ def mean_and_range(values: Sequence[float], show: Callable[[float], str] = numbe
     if not values:
         return "failed"
     mean = show(statistics.fmean(values))
-    return mean if len(values) == 1 else f"{mean} ({show(min(values))} to {show(max(values))})"
+    return (
+        mean
+        if len(values) == 1 or min(values) == max(values)
+        else f"{mean} ({show(min(values))} to {show(max(values))})"
+    )
 
 
 def byte_count(count: float | None) -> str:

@@ -34,6 +34,8 @@ class Claim:
       of: Which variants the predicates take, in this order: roles of `Experiment.groups`, which makes one case for each
         group; or label -> variant names, one case for each label; or a function of the results that gives that.
       show: What is printed of each of these variants, with the paper's number where there is one.
+      shown: How many of a case's variants that is done for; without it for all. Those after them only enter the
+        predicates, as a reference that decides what is testable.
       holds: Of their `Result`s, the criterion.
       criterion: The same in words.
       testable: Of their `Result`s, whether there is anything to see; without it there always is.
@@ -48,6 +50,7 @@ class Claim:
     holds: Callable[..., bool]
     criterion: str
     show: Sequence[str | Quantity] = ()
+    shown: int | None = None
     testable: Callable[..., bool] | None = None
     where: Callable[[str], bool] = lambda label: True
     largest: Callable[..., float] | None = None
@@ -146,17 +149,20 @@ def _verdict(claim: Claim, held: int, tested: int) -> Verdict:
 
 def _case_text(claim: Claim, label: str, of: Sequence[Result]) -> str:
     """The numbers of a case: 'a → b (paper c → d)' in a group, which says what it compares, else by variant."""
-    parts = []
+    parts, compared = [], of[: claim.shown]
     for shown in claim.show:
         quantity = metric(shown) if isinstance(shown, str) else shown
-        ours, paper = [_try(quantity, result) for result in of], [result.paper_cell(quantity) for result in of]
+        ours, paper = (
+            [_try(quantity, result) for result in compared],
+            [result.paper_cell(quantity) for result in compared],
+        )
         if label:
             printed = f" (paper {' → '.join(paper)})" if any(cell != "-" for cell in paper) else ""
             name = "" if len(claim.show) == 1 else f"{quantity.label} "
             parts.append(f"{name}{' → '.join(ours)}{printed}")
         else:
             printed = [f" (paper {cell})" if cell != "-" else "" for cell in paper]
-            cells = [f"{r.label} {a}{b}" for r, a, b in zip(of, ours, printed, strict=True)]
+            cells = [f"{r.label} {a}{b}" for r, a, b in zip(compared, ours, printed, strict=True)]
             parts.append(f"{quantity.label}: {', '.join(cells)}")
     if claim.detail:
         parts.append(claim.detail(*of))

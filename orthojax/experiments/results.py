@@ -71,7 +71,8 @@ def penalty(setting: str) -> Quantity:
 class Result(Numbers):
     """All finished seeds of one variant; an attribute is the mean over seeds of a metric.
 
-    Besides the metrics there are numbers of its config: `d_model`, `num_layers`, `sequence_length`, `steps`.
+    Besides the metrics there are numbers of its config: `d_model`, `num_layers`, `sequence_length`, `steps`,
+    `learning_rate`; and with `Experiment.cost_reference` those of `_cost_numbers`.
 
     Attributes:
       name: Of the variant.
@@ -91,6 +92,7 @@ class Result(Numbers):
         rows: Sequence[Mapping[str, Any]],
         *,
         paper: Mapping[str, float] | None = None,
+        costs: Mapping[str, float] | None = None,
         given: bool = False,
         folder: Path = Path(),
     ):
@@ -102,13 +104,14 @@ class Result(Numbers):
           config: Of the variant.
           rows: Its rows.
           paper: What the paper prints for it.
+          costs: Of its training step.
           given: Whether it is an existing model.
           folder: Of results.json, to which folders of runs are relative.
         """
         self.name, self.label, self.given = name, label, given
         self.config: Config = config  # pyright: ignore[reportAttributeAccessIssue]
         self.paper = Numbers(paper or {})
-        settings = {} if config is None else _config_numbers(config)
+        settings = ({} if config is None else _config_numbers(config)) | dict(costs or {})
         finished = [row for row in rows if row["metrics"]]
         self.seeds = {row["seed"]: Numbers({**settings, **row["metrics"]}) for row in finished}
         self.folders = {row["seed"]: folder / row["run"] for row in finished if "run" in row}
@@ -173,8 +176,9 @@ class Result(Numbers):
         return steps, np.array([[point[step] for step in steps] for point in points])
 
     def cell(self, quantity: Quantity) -> str:
-        """Mean, and with several seeds the range; 'failed' where no seed has it."""
-        return mean_and_range(self.values(quantity), quantity.show)
+        """Mean, and where seeds differ the range; 'failed' where none finished, '-' where none has it."""
+        values = self.values(quantity)
+        return "-" if self.seeds and not values else mean_and_range(values, quantity.show)
 
     def paper_cell(self, quantity: Quantity) -> str:
         """What the paper prints, '-' where it prints nothing."""
@@ -190,7 +194,20 @@ def _config_numbers(config: Config) -> dict[str, float]:
         "num_layers": config.model.num_layers,
         "sequence_length": config.data.sequence_length,
         "steps": config.train.steps,
+        "learning_rate": config.optim.learning_rate,
     }
+
+
+def _cost_numbers(cost: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, float]:
+    """The costs of a training step; ratios are to the reference's, that of times with its quartiles."""
+    if "step_ratio" not in cost:
+        return {}
+    ratios = zip(("step_ratio", "step_ratio_lower", "step_ratio_upper"), cost["step_ratio"], strict=True)
+    numbers = dict(ratios) | {"steps_per_second": 1 / cost["step_seconds"]}
+    for name in ("program", "optimizer_state"):
+        if (size := cost.get(f"{name}_bytes")) is not None:  # the compiler may not report it
+            numbers |= {f"{name}_bytes": size, f"{name}_ratio": size / reference[f"{name}_bytes"]}
+    return {f"cost_{name}": value for name, value in numbers.items()}
 
 
 def pairs(result: Result, reference: Result, quantity: str | Quantity) -> dict[int, tuple[float, float]]:
@@ -235,13 +252,28 @@ class Results:
         for row in raw["rows"]:
             rows.setdefault(row["variant"], []).append(row)
         known, paper = {v.name: v for v in variants or ()}, experiment.paper_at(scale)
+        measured, reference = raw.get("costs", {}), experiment.cost_reference
+        costs = (
+            {name: _cost_numbers(cost, measured[reference(name)]) for name, cost in measured.items()}
+            if reference
+            else {}
+        )
+        if not experiment.trains:  # what is known of a variant is its cost
+            rows |= {name: [{"seed": 0, "metrics": cost}] for name, cost in costs.items()}
         self._results = {}
         for name, of_variant in rows.items():
             variant = known.get(name)
             label = variant.label if variant else of_variant[0]["overrides"].get("label", name)
             config, given = (variant.config, variant.checkpoint is not None) if variant else (None, False)
             self._results[name] = Result(
-                name, label, config, of_variant, paper=paper.get(name), given=given, folder=workdir
+                name,
+                label,
+                config,
+                of_variant,
+                paper=paper.get(name),
+                costs=costs.get(name),
+                given=given,
+                folder=workdir,
             )
         self.variants = tuple(variants or ())
 
@@ -271,8 +303,10 @@ class Results:
         return self.experiment.groups(self)
 
     def failures(self) -> list[str]:
-        """One sentence for each run that did not finish."""
-        return [f"{r['variant']}, seed {r['seed']}: {r['failed']}" for r in self.raw["rows"] if "failed" in r]
+        """One sentence for each run that did not finish, or whose cost could not be measured."""
+        runs = [f"{r['variant']}, seed {r['seed']}: {r['failed']}" for r in self.raw["rows"] if "failed" in r]
+        costs = self.raw.get("costs", {}).items()
+        return runs + [f"{name}, cost of a step: {cost['failed']}" for name, cost in costs if "failed" in cost]
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -306,4 +340,7 @@ LABELS = {
     "perplexity_int8_moderate": "int8 moderate",
     "perplexity_int8_coarse": "int8 coarse",
     "perplexity_int4_zeropoint": "int4 zeropoint",
+    "d_model": "width D",
+    "num_layers": "layers",
+    "learning_rate": "peak learning rate",
 }

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from scipy import stats
 
+from orthojax.experiments.experiment import Paper
 from orthojax.experiments.page import Table
-from orthojax.experiments.results import Quantity, Result, Results, metric, pairs
+from orthojax.experiments.results import Numbers, Quantity, Result, Results, metric, pairs
 
 
 def _quantities(columns: Sequence[str | Quantity]) -> list[Quantity]:
@@ -80,6 +81,27 @@ class PairedTable:
                 cells += [difference_text(pairs(results[name], base, q), "{:+.3g}".format) for q in differences]
                 body.append([results[name].label, *cells])
         return Table(self.caption, ["", *(q.label for q in [*changes, *differences])], body)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrintedTable:
+    """What the paper prints for models that are not ours.
+
+    Attributes:
+      caption: Of the table.
+      quantities: One column each.
+      models: Name of a model -> metric -> number.
+    """
+
+    caption: str
+    quantities: Sequence[str | Quantity]
+    models: Paper
+
+    def __call__(self, results: Results) -> Table:
+        """The table, whatever the results are."""
+        quantities = _quantities(self.quantities)
+        rows = [[name, *(q.show(q.value(Numbers(of))) for q in quantities)] for name, of in self.models.items()]
+        return Table(self.caption, ["", *(q.label for q in quantities)], rows)
 
 
 # Paired comparisons: variants of one seed share initial parameters and the order of the data.

@@ -15,8 +15,8 @@ import numpy as np
 
 from orthojax.analysis import Taps, attention_fraction_by_key, attention_mass_by_key
 from orthojax.config import Config
-from orthojax.experiments.from_attention.ablation import base_run
 from orthojax.experiments.from_attention.figure2_report import KEYS, PLAIN, RELAXED, SHOWN_KEYS, report
+from orthojax.experiments.from_attention.models import base_run
 from orthojax.experiments.study.measures import Measure, Measured
 from orthojax.experiments.study.study import Experiment
 from orthojax.experiments.study.variant import Variant

@@ -1,10 +1,20 @@
-"""The models of Tables 2, 3, 6, 8 and 9 and of most figures: five sizes x {softmax, softmax-1} x {Adam, OrthoAdam}."""
+"""The models of tables and figures: five sizes x {softmax, softmax-1} x {Adam, OrthoAdam}, and the ablation."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
 from orthojax.experiments.experiment import Variant
-from orthojax.experiments.from_attention.paper_configs import METHODS, gpt2_run, llama2_run
+from orthojax.experiments.from_attention.paper_configs import (
+    ABLATION_STEPS,
+    METHODS,
+    NORMS,
+    OPTIMIZERS,
+    POSITIONS,
+    SGD_FACTOR,
+    gpt2_run,
+    llama2_run,
+)
+from orthojax.experiments.from_attention.paper_tables import TABLE_5
 from orthojax.experiments.results import Results
 from orthojax.fields import replace
 from orthojax.model.presets import gpt2, llama2
@@ -108,8 +118,16 @@ def paper_run(model: str, length: int = 256) -> Config:
 
 
 RUNS: Mapping[str, Callable[..., Config]] = {"tiny": tiny_run, "small": small_run, "paper": paper_run}
+# Scale -> how many times the steps of the other optimizers SGD has.
+SGD_STEPS = {"tiny": 2, "small": 2, "paper": SGD_FACTOR}
 # Scale -> sequence lengths that stand for 256, 512 and 1,024.
 LENGTHS = {"tiny": (64, 128, 256), "small": (128, 256, 512), "paper": (256, 512, 1024)}
+
+
+def base_run(scale: str) -> Config:
+    """GPT-2 130M, or what stands for it, with one norm scale in every norm, no biases, softmax and Adam: Table 5."""
+    config = RUNS[scale]("gpt2_130m")
+    return replace(config, {"train.steps": ABLATION_STEPS}) if scale == "paper" else config
 
 
 def variant_name(model: str, method: str) -> str:
@@ -168,3 +186,54 @@ def about(results: Results) -> str:
         f"{'' if results.scale == 'paper' else stand_ins} Every number is a mean over seeds, with the range; the "
         f"paper's, of one run each on C4, stands beside it."
     )
+
+
+Row = tuple[bool, str, str, str, bool]  # a key of TABLE_5
+
+# Of the ablation: scale -> peak learning rates where they are not Adam's. The paper has 0.2 for SGD, and does not say
+# for RMSProp.
+_ABLATION_RATES = {
+    "tiny": {"RMSProp": 1.5e-3, "SGD w/mom": 0.2, "SGD w/o mom": 2.0},
+    "small": {"RMSProp": 1e-3, "SGD w/mom": 0.2, "SGD w/o mom": 2.0},
+    "paper": {"SGD w/mom": 0.2, "SGD w/o mom": 0.2},
+}
+
+
+def row_name(row: Row) -> str:
+    """The name of the variant of a row."""
+    biases, position, norm, optimizer, softmax1 = row
+    name, momentum = OPTIMIZERS[optimizer]
+    parts = [name + ("_momentum" if momentum else ""), NORMS[norm], POSITIONS[position]]
+    return "_".join([*parts, *(["biases"] if biases else []), "softmax1" if softmax1 else "softmax"])
+
+
+def row_label(row: Row) -> str:
+    """The same for people, in the words of the paper."""
+    biases, position, norm, optimizer, softmax1 = row
+    parts = [optimizer, norm, position.lower() if position != "None" else "no positions"]
+    return ", ".join([*parts, *(["biases"] if biases else []), "softmax-1" if softmax1 else "softmax"])
+
+
+def _ablated(scale: str, row: Row) -> Variant:
+    biases, position, norm, optimizer, softmax1 = row
+    base, (name, momentum) = base_run(scale), OPTIMIZERS[optimizer]
+    changes: dict[str, object] = {
+        "model.use_bias": biases,
+        "model.position": POSITIONS[position],
+        "model.norm": NORMS[norm],
+        "model.normalizer": "softmax1" if softmax1 else "softmax",
+        "optim.optimizer": name,
+        "optim.momentum": momentum,
+        "optim.learning_rate": _ABLATION_RATES[scale].get(optimizer, base.optim.learning_rate),
+    }
+    if name == "sgd":
+        changes["train.steps"] = SGD_STEPS[scale] * base.train.steps
+    return Variant(row_name(row), row_label(row), replace(base, changes))
+
+
+def ablation(scale: str) -> tuple[Variant, ...]:
+    """A variant for every row of Table 5."""
+    return tuple(_ablated(scale, row) for row in TABLE_5)
+
+
+BY_NAME: dict[str, Row] = {row_name(row): row for row in TABLE_5}  # name of a variant -> its row

@@ -1,101 +1,271 @@
 """Table 5: the fourteen rows of the ablation; claims of sections 3.1, 4.1 and 5.3."""
 
 import dataclasses
-import functools
 
-from orthojax.experiments.from_attention import table5_claims
-from orthojax.experiments.from_attention.ablation import BY_NAME, rows
-from orthojax.experiments.from_attention.beside_the_paper import Column, about, appendix_b, beside, length_of
-from orthojax.experiments.from_attention.models import SCALES
-from orthojax.experiments.from_attention.output_weights import MEASURE
+from orthojax.experiments.claims import (
+    DOMINANCE,
+    EQUAL_PERPLEXITY,
+    GAUSSIAN,
+    MAX_ABS,
+    NO_OUTLIERS,
+    OUTLIERS,
+    Claim,
+    chance,
+    chance_of_first,
+    excess_left,
+)
+from orthojax.experiments.experiment import Experiment
+from orthojax.experiments.from_attention.models import BY_NAME, SCALES, Row, ablation, about, row_label
+from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, OutputNorms
 from orthojax.experiments.from_attention.paper_tables import TABLE_5
-from orthojax.experiments.reporting import drawing, summaries
-from orthojax.experiments.reporting.criteria import GAUSSIAN, chance_of_first
-from orthojax.experiments.reporting.page import Picture, Report, Table
-from orthojax.experiments.study.study import Experiment, Study
-from orthojax.experiments.study.variant import Variant
+from orthojax.experiments.pictures import ModelMaps, perplexity_and_kurtosis
+from orthojax.experiments.results import Quantity, Result, Results, metric, pairs
+from orthojax.experiments.tables import MetricTable, change_text
+from orthojax.formatting import percent
 
-_COLUMNS = (
-    Column("PPL", "perplexity"),
-    Column("paper", "perplexity", True),
-    Column("kurtosis, first", "kurtosis_first"),
-    Column("kurtosis, rest", "kurtosis_rest"),
-    Column("kurtosis, pooled", "kurtosis_pooled"),
-    Column("kurtosis, paper", "kurtosis", True),
-    Column("%first (argmax)", "first_attention_fraction"),
-    Column("paper", "first_attention_fraction", True),
-    Column("mass on first", "first_attention_mass"),
-    Column("max |x|, first", "max_abs_first"),
-    Column("max |x|, rest", "max_abs_rest"),
-    Column("max |x|, paper", "max_abs", True),
+# In the order of TABLE_5.
+(
+    _STOCK, _NO_BIASES, _NO_POSITIONS, _ROTARY, _LAYERNORM, _RMSNORM_M, _ADAM, _RMSPROP, _MOMENTUM, _SGD,
+    _CURED, _WITHOUT_SOFTMAX1, _CURED_RMSNORM_M, _CURED_LAYERNORM,
+) = BY_NAME  # fmt: skip
+# A model whose perplexity is further above Adam's has learnt less, and its kurtosis says nothing of the optimizer.
+_LEARNT = 0.1
+_FRACTION, _MASS = "first_attention_fraction", "first_attention_mass"
+_POOLED = metric("kurtosis_pooled", "pooled kurtosis")
+# The paper does not say over which tokens its largest activation is taken.
+_LARGEST = Quantity(
+    "max |x|, larger of the two",
+    lambda of: of.max_abs if "max_abs" in of else max(of.max_abs_first, of.max_abs_rest),
 )
 
 
-def _table(study: Study) -> Table:
-    """With learning rate and steps where they are not those of the first row."""
-    usual = study.variants[0].config
-    table = beside(
-        study,
-        "Ablation: optimizer, normalisation, positions, biases, attention",
-        [(variant, TABLE_5[BY_NAME[variant.name]]) for variant in study.variants],
-        _COLUMNS,
-    )
-    body = []
-    for i, (variant, row) in enumerate(zip(study.variants, table.rows, strict=True), 1):
-        rate, steps = variant.config.optim.learning_rate, variant.config.train.steps
-        differs = [f"rate {rate:g}"] if rate != usual.optim.learning_rate else []
-        differs += [f"{steps / usual.train.steps:g} x the steps"] if steps != usual.train.steps else []
-        body.append([f"{i}. {row[0]}", ", ".join(differs) or "-", *row[1:]])
-    return Table(table.caption, ["", "differs in", *table.columns[1:]], body)
+def _paper(row: Row) -> dict[str, float]:
+    printed = dict(TABLE_5[row])
+    return {"kurtosis_pooled": printed.pop("kurtosis"), **printed}
 
 
-def _numbered(study: Study) -> list[Variant]:
-    """The rows that finished, each under its number: the label as a whole would not fit on a panel."""
-    numbers = {v.name: i for i, v in enumerate(study.variants, 1)}
-    shown = summaries.finished(study, study.variants)
-    return [dataclasses.replace(v, label=f"{numbers[v.name]}. {v.label.split(',')[0]}") for v in shown]
+def _dominated(*of: Result) -> bool:
+    return all(result.first_attention_fraction >= DOMINANCE * chance(result) for result in of)
 
 
-def _picture(study: Study) -> list[Picture]:
-    groups: dict[str, list[tuple[float, float, str]]] = {"Adam, RMSProp": [], "SGD": [], "OrthoAdam": []}
-    for v in _numbered(study):
-        name = v.config.optim.optimizer
-        group = "SGD" if name == "sgd" else "OrthoAdam" if name == "orthoadam" else "Adam, RMSProp"
-        point = (study.mean(v.name, "perplexity"), study.mean(v.name, "kurtosis_pooled"), v.label.split(".")[0])
-        groups[group].append(point)
-    if not any(groups.values()):
-        return []
-    figure = drawing.scatter(
-        groups, x_label="perplexity", y_label="kurtosis, all tokens", y_scale="log", reference=(GAUSSIAN, "Gaussian")
-    )
-    return [Picture("perplexity_and_kurtosis", "Perplexity and kurtosis; numbers are rows of the table.", figure)]
+def _has_outliers(result: Result) -> bool:
+    return result.kurtosis_pooled > OUTLIERS
 
 
-def report(study: Study) -> Report:
-    """The table beside the paper's, claims, perplexity against kurtosis, pictures of the models."""
-    usual, length = study.variants[0].config, length_of(study)
-    return summaries.study_report(
-        study,
-        "Table 5: what makes outliers, and what removes them",
-        [
-            about(study),
-            f"{usual.train.steps} steps at a peak learning rate of {usual.optim.learning_rate:g} where a row "
-            f"does not say otherwise; the paper has 40,000 and 0.001, for SGD 320,000 and 0.2. It does not say over "
-            f"which tokens its kurtosis and largest activation are taken: ours are of the first token, of the others, "
-            f"and of all (pooled). With equal logits the first key has {chance_of_first(length):.3f} of all attention, "
-            f"and by chance it is the most attended one of as many (query, head) pairs; in the paper, at 256 tokens, "
-            f"{chance_of_first(256):.3f}.",
-        ],
-        claims=table5_claims.claims(study),
-        tables=[_table(study)],
-        pictures=[*_picture(study), *appendix_b(study, _numbered(study))],
-    )
+def _kurtosis_left(before: Result, after: Result) -> float:
+    return excess_left(before.kurtosis_pooled, after.kurtosis_pooled, GAUSSIAN)
+
+
+def _fewer_outliers(adam: Result, other: Result) -> bool:
+    if other.name == _RMSPROP:
+        return adam.kurtosis_pooled > other.kurtosis_pooled > OUTLIERS
+    return _kurtosis_left(adam, other) <= 0.1
+
+
+def _above_others(adam: Result, momentum: Result, sgd: Result) -> list[float]:
+    """By which fraction SGD's perplexity is above the others', in every seed."""
+    return [a / b - 1 for other in (adam, momentum) for a, b in pairs(sgd, other, "perplexity").values()]
+
+
+def _similar_perplexities(*of: Result) -> bool:
+    stock, no_biases, softmax1, rmsnorm, rotary, none = (result.perplexity for result in of)
+    return all(abs(value / stock - 1) <= 0.02 for value in (no_biases, softmax1, rmsnorm)) and rotary < no_biases < none
+
+
+_DOMINATES = f"{DOMINANCE:g} times what equal logits give, or more"
+_SOFTMAX_DOMINATED = f"testable where the softmax row with LayerNorm and without biases has {_DOMINATES}"
+_ADAM_OUTLIERS = f"testable where Adam's is above {OUTLIERS:g}"
+_ATTENTION = (
+    Claim(
+        says="Without positions the first token dominates less, but still (3.1: argmax 33% → 20%, mass 17% → 10%; its "
+        "33% is the row with biases). Both rows without biases:",
+        of={"": (_NO_BIASES, _NO_POSITIONS)},
+        show=(_FRACTION, _MASS),
+        holds=lambda reference, without: (
+            all(without[key] < reference[key] for key in (_FRACTION, _MASS)) and _dominated(without)
+        ),
+        criterion=f"argmax and mass fall, and argmax stays {_DOMINATES}; {_SOFTMAX_DOMINATED}",
+        testable=lambda reference, without: _dominated(reference),
+    ),
+    Claim(
+        says="Neither biases nor a kind of positions cause the dominance (3.1, 5.3). With biases → without → without "
+        "positions → rotary:",
+        of={"": (_STOCK, _NO_BIASES, _NO_POSITIONS, _ROTARY)},
+        show=(_FRACTION,),
+        holds=lambda stock, *others: _dominated(*others),
+        criterion=f"each of the others has {_DOMINATES}; testable where the first has",
+        testable=lambda stock, *others: _dominated(stock),
+    ),
+    Claim(
+        says="Softmax-1 brings it down to about 2%, which is what chance gives at 256 tokens (5.3).",
+        of={row_label(row): (name, _NO_BIASES) for name, row in BY_NAME.items() if row[-1]},
+        show=(_FRACTION,),
+        shown=1,
+        holds=lambda softmax1, reference: (
+            excess_left(reference.first_attention_fraction, softmax1.first_attention_fraction, chance(reference)) <= 0.5
+        ),
+        criterion=f"in every softmax-1 row at most half of what exceeds equal logits is left; {_SOFTMAX_DOMINATED}",
+        testable=lambda softmax1, reference: _dominated(reference),
+    ),
+    Claim(
+        says="Taking softmax-1 away from the cured model brings the dominance back (5.3).",
+        of={"": (_CURED, _WITHOUT_SOFTMAX1, _NO_BIASES)},
+        show=(_FRACTION,),
+        shown=2,
+        holds=lambda cured, without, reference: _dominated(without),
+        criterion=f"argmax {_DOMINATES}; {_SOFTMAX_DOMINATED}",
+        testable=lambda cured, without, reference: _dominated(reference),
+    ),
+)
+_NORMS = (
+    Claim(
+        says="RMSNorm with a scale for every channel does not reduce outliers (5.3). LayerNorm → it:",
+        of={"": (_LAYERNORM, _RMSNORM_M)},
+        show=(_POOLED,),
+        holds=lambda layernorm, rmsnorm: _kurtosis_left(layernorm, rmsnorm) >= 0.75,
+        criterion=f"at least three quarters of what is above {GAUSSIAN:g} stay; testable where LayerNorm's is above "
+        f"{OUTLIERS:g}",
+        testable=lambda layernorm, rmsnorm: _has_outliers(layernorm),
+    ),
+    Claim(
+        says="One scale for all channels reduces them by about 40% (5.3). RMSNorm-M → RMSNorm-S:",
+        of={"": (_RMSNORM_M, _ADAM)},
+        show=(_POOLED, *MAX_ABS, _LARGEST),
+        holds=lambda rmsnorm, single: 0.2 <= 1 - single.kurtosis_pooled / rmsnorm.kurtosis_pooled <= 0.6,
+        criterion=f"kurtosis falls by 20% to 60%; testable where RMSNorm-M's is above {OUTLIERS:g}",
+        testable=lambda rmsnorm, single: _has_outliers(rmsnorm),
+    ),
+    Claim(
+        says="With Adam perplexity stays similar; rotary positions lower it, none raise it (5.3). First row → no "
+        "biases → softmax-1 → RMSNorm-S → rotary → none:",
+        of={"": (_STOCK, _NO_BIASES, _LAYERNORM, _ADAM, _ROTARY, _NO_POSITIONS)},
+        show=("perplexity",),
+        holds=_similar_perplexities,
+        criterion="the first three within 2% of the first row; rotary below the row without biases, none above",
+    ),
+)
+_OPTIMIZERS = (
+    Claim(
+        says="It is adaptive optimizers that make outliers: kurtosis 140 with Adam, 70 with RMSProp, about 3 to 5 with "
+        "SGD (4.1, 5.3). Adam → it:",
+        of={
+            "RMSProp": (_ADAM, _RMSPROP),
+            "SGD with momentum": (_ADAM, _MOMENTUM),
+            "SGD without momentum": (_ADAM, _SGD),
+        },
+        show=(_POOLED, "perplexity", "steps"),
+        holds=_fewer_outliers,
+        criterion=f"Adam above RMSProp above {OUTLIERS:g}, and SGD has a tenth or less of Adam's excess over "
+        f"{GAUSSIAN:g}; {_ADAM_OUTLIERS} and the other's perplexity at most {_LEARNT:.0%} above Adam's",
+        testable=lambda adam, other: _has_outliers(adam) and other.perplexity <= (1 + _LEARNT) * adam.perplexity,
+    ),
+    Claim(
+        says="SGD without momentum has a much higher perplexity (5.3; section 4.1 says so of SGD altogether, but Table "
+        "5's lowest is SGD with momentum, at 8 times the steps). Adam → with momentum → without:",
+        of={"": (_ADAM, _MOMENTUM, _SGD)},
+        show=("perplexity", "steps"),
+        detail=lambda *of: f"without above Adam and above with, by seed: {', '.join(map(percent, _above_others(*of)))}",
+        holds=lambda *of: min(_above_others(*of), default=0.0) > 0.05,
+        criterion="more than 5% above both others, in every seed",
+        testable=lambda *of: bool(_above_others(*of)),
+    ),
+)
+_TOGETHER = (
+    Claim(
+        says="OrthoAdam with softmax-1 and RMSNorm-S has a kurtosis of 3 at Adam's perplexity (5.3). Adam → it:",
+        of={"": (_ADAM, _CURED)},
+        show=(_POOLED, "kurtosis_first", "kurtosis_rest", "perplexity"),
+        detail=lambda adam, cured: f"change of perplexity {change_text(pairs(cured, adam, 'perplexity'))}",
+        holds=lambda adam, cured: (
+            max(cured.kurtosis_pooled, cured.kurtosis_first, cured.kurtosis_rest) < NO_OUTLIERS
+            and cured.perplexity / adam.perplexity - 1 <= EQUAL_PERPLEXITY
+        ),
+        criterion=f"all three kurtoses below {NO_OUTLIERS:g}, perplexity at most {EQUAL_PERPLEXITY:.0%} above; "
+        f"{_ADAM_OUTLIERS}",
+        testable=lambda adam, cured: _has_outliers(adam),
+    ),
+    Claim(
+        says="It shrinks the largest activation (5.3). Adam → it:",
+        of={"": (_ADAM, _CURED)},
+        show=(*MAX_ABS, _LARGEST),
+        holds=lambda adam, cured: all(cured[key] < 0.67 * adam[key] for key in MAX_ABS),
+        criterion="by a third or more, first token and others",
+    ),
+    Claim(
+        says="All three are needed: with one taken away outliers are back (5.3). All three → one replaced:",
+        of={
+            "softmax instead of softmax-1": (_CURED, _WITHOUT_SOFTMAX1, _ADAM),
+            "RMSNorm-M instead of RMSNorm-S": (_CURED, _CURED_RMSNORM_M, _ADAM),
+            "LayerNorm instead of RMSNorm-S": (_CURED, _CURED_LAYERNORM, _ADAM),
+        },
+        show=(_POOLED,),
+        shown=2,
+        holds=lambda cured, without, adam: without.kurtosis_pooled > OUTLIERS > cured.kurtosis_pooled,
+        criterion=f"above {OUTLIERS:g} each, and below with all three; {_ADAM_OUTLIERS}",
+        testable=lambda cured, without, adam: _has_outliers(adam),
+    ),
+)
+
+
+def _about(results: Results) -> list[str]:
+    first = results.first
+    return [
+        about(results),
+        "The paper has 40,000 steps at a peak learning rate of 0.001, for SGD 320,000 at 0.2. It does not say over "
+        "which tokens its kurtosis and largest activation are taken: ours are of the first token, of the others, and "
+        f"of all (pooled). With equal logits the first key has {chance(first):.3f} of all attention, and by chance it "
+        "is the most attended one of as many (query, head) pairs; in the paper, at 256 tokens, "
+        f"{chance_of_first(256):.3f}.",
+    ]
+
+
+def _number(result: Result) -> str:
+    return str(list(BY_NAME).index(result.name) + 1)
+
+
+def _short_label(result: Result) -> str:
+    """The label as a whole would not fit on a panel."""
+    return f"{_number(result)}. {result.label.split(',')[0]}"
+
+
+def _optimizer(result: Result) -> str:
+    return {"sgd": "SGD", "orthoadam": "OrthoAdam"}.get(result.config.optim.optimizer, "Adam, RMSProp")
 
 
 EXPERIMENT = Experiment(
     name="table5",
-    title="what makes outliers, and what removes them: biases, positions, norms, optimizers, softmax-1",
-    scales={scale: functools.partial(rows, scale) for scale in SCALES},
-    report=report,
-    measures=(MEASURE,),
+    title="Table 5: what makes outliers, and what removes them: biases, positions, norms, optimizers, softmax-1",
+    variants=ablation,
+    scales=SCALES,
+    about=_about,
+    paper={name: _paper(row) for name, row in BY_NAME.items()},
+    tables=(
+        MetricTable(
+            "Ablation: optimizer, normalisation, positions, biases, attention",
+            (
+                "steps",
+                "learning_rate",
+                metric("perplexity", "PPL"),
+                metric("kurtosis_first", "kurtosis, first"),
+                metric("kurtosis_rest", "kurtosis, rest"),
+                metric("kurtosis_pooled", "kurtosis, pooled"),
+                metric(_FRACTION, "%first (argmax)"),
+                metric(_MASS, "mass on first"),
+                metric("max_abs_first", "max |x|, first"),
+                metric("max_abs_rest", "max |x|, rest"),
+                _LARGEST,
+            ),
+            label=lambda result: f"{_number(result)}. {result.label}",
+        ),
+    ),
+    claims=(*_ATTENTION, *_NORMS, *_OPTIMIZERS, *_TOGETHER),
+    pictures=(
+        dataclasses.replace(
+            perplexity_and_kurtosis(_optimizer, _number, lambda of: of.kurtosis_pooled, "kurtosis, all tokens"),
+            caption="Perplexity and kurtosis; numbers are rows of the table.",
+        ),
+        ModelMaps(label=_short_label),
+        OutputNorms(_short_label),
+    ),
+    measures=(OUTPUT_WEIGHTS,),
 )

@@ -1,117 +1,75 @@
 """Table 8: width against the largest activation of the vanilla models; claims of 4.2 and appendices G and H."""
 
-import functools
-import itertools
-from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 
-from orthojax.experiments.from_attention.beside_the_paper import GRID, Case, about, judge, means, models_of
-from orthojax.experiments.from_attention.models import MODELS, SCALES, grid
+from orthojax.experiments import drawing
+from orthojax.experiments.claims import OUTLIERS, Claim
+from orthojax.experiments.experiment import Experiment
+from orthojax.experiments.from_attention.models import MODELS, SCALES, about, by_model, grid, variant_name
 from orthojax.experiments.from_attention.paper_tables import TABLE_2, TABLE_8
-from orthojax.experiments.reporting import drawing, summaries
-from orthojax.experiments.reporting.criteria import OUTLIERS
-from orthojax.experiments.reporting.page import Claim, Picture, Report, Table
-from orthojax.experiments.study.study import Experiment, Study
-from orthojax.experiments.study.variant import Variant
-from orthojax.formatting import mean_and_range, number
+from orthojax.experiments.page import Picture
+from orthojax.experiments.results import Quantity, Result, Results, metric
+from orthojax.experiments.tables import MetricTable
 
-_ALPHA = "max_abs_first"
-_METRICS = {
-    "max_abs_first_maximum": "largest of the whole set, first",
-    "max_abs_rest": "mean of others",
-    "max_abs_rest_maximum": "largest of the whole set, others",
-}
+_ALPHA = metric("max_abs_first", "alpha")
+_IN_WIDTHS = Quantity("alpha / D", lambda of: of.max_abs_first / of.d_model)
 
 
-def _label(variant: Variant) -> str:
-    return MODELS[GRID[variant.name][0]]
+def _label(result: Result) -> str:
+    return result.label.split(",")[0]
 
 
-def _width(variant: Variant) -> int:
-    return variant.config.model.d_model
+def _gpt2(results: Results) -> dict[str, list[str]]:
+    """For `Claim.of`: the finished GPT2, from the narrowest to the widest."""
+    found = [result for result in results.finished if result.name.startswith("gpt2")]
+    return {"": [result.name for result in sorted(found, key=lambda result: result.d_model)]}
 
 
-def _table(study: Study) -> Table:
-    body = []
-    for variant in study.variants:
-        alpha, (paper_width, paper_alpha) = study.values(variant.name, _ALPHA), TABLE_8[_label(variant)]
-        body.append(
-            [
-                _label(variant),
-                str(_width(variant)),
-                mean_and_range(alpha),
-                mean_and_range([value / _width(variant) for value in alpha]),
-                str(paper_width),
-                number(paper_alpha),
-                number(paper_alpha / paper_width),
-                *(mean_and_range(study.values(variant.name, key)) for key in _METRICS),
-            ]
-        )
-    columns = ["", "D", "alpha", "alpha / D", "D, paper", "alpha, paper", "alpha / D, paper", *_METRICS.values()]
-    return Table("Width D and largest activation alpha, softmax + Adam", columns, body)
-
-
-def _claims(study: Study) -> list[Claim]:
-    widths = {variant.name: _width(variant) for variant in study.variants}
-    gpt2 = sorted((v for v in study.variants if _label(v).startswith("GPT2")), key=_width)
-
-    def larger(label: str, name: str) -> Case:
-        alpha, (paper_width, paper_alpha) = study.mean(name, _ALPHA), TABLE_8[label]
-        text = f"{alpha / widths[name]:.2f} D (paper {paper_alpha / paper_width:.1f} D)"
-        return Case(text, alpha > widths[name], study.mean(name, "kurtosis_first") > OUTLIERS)
-
-    def growing(metric: str, paper: list[float]) -> Callable[..., Case]:
-        def case(label: str, *names: str) -> Case:
-            values = means(study, metric, *names)
-            told = ", ".join(f"{number(value)} at {widths[name]}" for value, name in zip(values, names, strict=True))
-            rising = all(a < b for a, b in itertools.pairwise(values))
-            text = f"{told} (paper {', '.join(map(number, paper))})"
-            return Case(text, rising, len(names) > 1 and study.mean(names[-1], "kurtosis_first") > OUTLIERS)
-
-        return case
-
-    sizes = {"": [variant.name for variant in gpt2]}
-    rising = (
-        f"larger in every wider GPT2; visible where the widest has a kurtosis above {OUTLIERS:g} on the first token"
+def _grows(says: str, quantity: Quantity) -> Claim:
+    return Claim(
+        says=says,
+        of=_gpt2,
+        show=("d_model", quantity),
+        holds=lambda *of: all(quantity.value(a) < quantity.value(b) for a, b in pairwise(of)),
+        criterion="larger in every wider GPT2; testable where the widest has a kurtosis above "
+        f"{OUTLIERS:g} on the first token",
+        testable=lambda *of: len(of) > 1 and of[-1].kurtosis_first > OUTLIERS,
     )
+
+
+CLAIMS = (
+    Claim(
+        says="The largest activation alpha is generally much larger than the width D (G, H).",
+        of=("vanilla",),
+        show=(_IN_WIDTHS,),
+        holds=lambda v: v.max_abs_first > v.d_model,
+        criterion=f"above D in every model; testable where the first token's kurtosis is above {OUTLIERS:g}",
+        testable=lambda v: v.kurtosis_first > OUTLIERS,
+    ),
+    _grows("It grows with the width.", _ALPHA),
+    _grows("Wider models have larger kurtosis (4.2, G).", metric("kurtosis_first")),
+)
+
+
+def _about(results: Results) -> list[str]:
     return [
-        judge(
-            study,
-            "The largest activation alpha is generally much larger than the width D (G, H). Alpha:",
-            f"above D in every model; visible where the first token's kurtosis is above {OUTLIERS:g}",
-            models_of(study, "vanilla"),
-            larger,
-        ),
-        judge(
-            study,
-            "It grows with the width. Alpha:",
-            rising,
-            sizes,
-            growing(_ALPHA, [TABLE_8[_label(v)][1] for v in gpt2]),
-        ),
-        judge(
-            study,
-            "Wider models have larger kurtosis (4.2, G). Kurtosis of the first token:",
-            rising,
-            sizes,
-            growing("kurtosis_first", [TABLE_2[_label(v), "vanilla"]["kurtosis_first"] for v in gpt2]),
-        ),
+        about(results),
+        "The paper's 'maximum activation value' is, number for number, Table 2's column of the first token (1856, "
+        "7018, ...): the largest |activation| over channels at position 0, its mean over sequences and then over "
+        "layers. That is alpha here. The largest over the whole evaluation set (mean over layers) stands beside it, "
+        "and the same of other tokens. The runs are those of table2.",
     ]
 
 
-def _picture(study: Study) -> list[Picture]:
-    ours = [
-        (float(_width(v)), study.mean(v.name, _ALPHA), _label(v))
-        for v in study.variants
-        if study.values(v.name, _ALPHA)
-    ]
-    if not ours:
-        return []
+def _picture(results: Results) -> list[Picture]:
+    ours = [(result.d_model, result.max_abs_first, _label(result)) for result in results.finished]
     paper = [(float(width), alpha, label) for label, (width, alpha) in TABLE_8.items()]
     figure = drawing.scatter(
         {"here": ours, "paper": paper}, x_label="width D", y_label="largest activation alpha", y_scale="log"
     )
-    axes = figure.axes[0]
-    ends = [min(x for x, _, _ in ours + paper), max(x for x, _, _ in ours + paper)]
+    axes, widths = figure.axes[0], [x for x, _, _ in ours + paper]
+    ends = [min(widths), max(widths)]
     axes.plot(ends, ends, color="#888888", linestyle=":", linewidth=1.2)
     axes.annotate("alpha = D", (ends[1], ends[1]), xytext=(-4, -12), textcoords="offset points", ha="right", fontsize=8)
     axes.set_xscale("log", base=2)
@@ -119,27 +77,35 @@ def _picture(study: Study) -> list[Picture]:
     return [Picture("alpha_by_width", "Width and largest activation, both logarithmic.", figure)]
 
 
-def report(study: Study) -> Report:
-    """The table beside the paper's, claims, the figure."""
-    return summaries.study_report(
-        study,
-        "Table 8: width and the largest activation",
-        [
-            about(study),
-            "The paper's 'maximum activation value' is, number for number, Table 2's column of the first token (1856, "
-            "7018, ...): the largest |activation| over channels at position 0, its mean over sequences and then over "
-            "layers. That is alpha here. The largest over the whole evaluation set (mean over layers) stands beside "
-            "it, and the same of other tokens. The runs are those of table2.",
-        ],
-        claims=_claims(study),
-        tables=[_table(study)],
-        pictures=_picture(study),
-    )
-
-
 EXPERIMENT = Experiment(
     name="table8",
-    title="width and the largest activation of vanilla models",
-    scales={scale: functools.partial(grid, scale, methods=("vanilla",)) for scale in SCALES},
-    report=report,
+    title="Table 8: width and the largest activation of vanilla models",
+    variants=partial(grid, methods=("vanilla",)),
+    scales=SCALES,
+    about=_about,
+    groups=by_model,
+    paper={
+        variant_name(model, "vanilla"): {
+            "d_model": TABLE_8[label][0],
+            "max_abs_first": TABLE_8[label][1],
+            "kurtosis_first": TABLE_2[label, "vanilla"]["kurtosis_first"],
+        }
+        for model, label in MODELS.items()
+    },
+    tables=(
+        MetricTable(
+            "Width D and largest activation alpha, softmax + Adam",
+            (
+                metric("d_model", "D"),
+                _ALPHA,
+                _IN_WIDTHS,
+                metric("max_abs_first_maximum", "largest of the whole set, first"),
+                metric("max_abs_rest", "mean of others"),
+                metric("max_abs_rest_maximum", "largest of the whole set, others"),
+            ),
+            label=_label,
+        ),
+    ),
+    claims=CLAIMS,
+    pictures=(_picture,),
 )

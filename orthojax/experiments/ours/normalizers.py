@@ -9,8 +9,7 @@ from orthojax import analysis
 from orthojax.experiments import drawing
 from orthojax.experiments.claims import DOMINANCE, NO_OUTLIERS, OUTLIERS, Claim, chance, worst_kurtosis
 from orthojax.experiments.experiment import Experiment, Variant
-from orthojax.experiments.from_attention.ablation import SGD_STEPS
-from orthojax.experiments.from_attention.models import RUNS
+from orthojax.experiments.from_attention.models import RUNS, SGD_STEPS
 from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.page import Picture, Table
 from orthojax.experiments.pictures import perplexity_and_kurtosis

@@ -1,0 +1,79 @@
+"""What Tables 1, 3 and 6 share: what quantisation costs a model, and whether it costs cured less than vanilla."""
+
+from orthojax.experiments.claims import Claim
+from orthojax.experiments.results import LABELS, Quantity, Result
+from orthojax.experiments.tables import MetricTable, PairedTable
+from orthojax.formatting import percent, signed
+
+COARSE, MODERATE, FINE = INT8 = ("perplexity_int8_coarse", "perplexity_int8_moderate", "perplexity_int8_fine")
+INT4 = "perplexity_int4_zeropoint"
+PER_TOKEN = "perplexity_int8_fine_per_token"
+# Where neither of two models loses this under a setting, it says nothing about them.
+TESTABLE_LOSS = 0.005
+LOST = f"testable where either loses {TESTABLE_LOSS:.1%} or more"
+
+
+def penalty(setting: str, label: str = "") -> Quantity:
+    """The fraction by which a setting raises perplexity.
+
+    Args:
+      setting: Metric of the quantised perplexity.
+      label: Of the quantity, where not that of the setting.
+    """
+    label = label or f"perplexity lost at {LABELS[setting]}"
+    return Quantity(label, lambda of: of[setting] / of.perplexity - 1, percent)
+
+
+def points(setting: str, label: str = "") -> Quantity:
+    """The same in points of perplexity."""
+    label = label or f"points of perplexity lost at {LABELS[setting]}"
+    return Quantity(label, lambda of: of[setting] - of.perplexity, signed)
+
+
+def either_loses(setting: str, vanilla: Result, cured: Result) -> bool:
+    """Whether a setting costs one of the two `TESTABLE_LOSS`: what cured alone loses counts, too."""
+    return max(result.mean(penalty(setting)) for result in (vanilla, cured)) >= TESTABLE_LOSS
+
+
+def loses_less(setting: str, says: str, criterion: str) -> Claim:
+    """A claim that cured loses less than vanilla under a setting.
+
+    Args:
+      setting: Metric of the quantised perplexity.
+      says: The claim.
+      criterion: In which groups it must.
+    """
+    lost = penalty(setting)
+    return Claim(
+        says=says,
+        of=("vanilla", "cured"),
+        show=(lost,),
+        holds=lambda v, c: c.mean(lost) < v.mean(lost),
+        criterion=f"{criterion}; {LOST}",
+        testable=lambda v, c: either_loses(setting, v, c),
+    )
+
+
+def tables(settings: tuple[str, ...]) -> tuple[MetricTable | PairedTable, ...]:
+    """Perplexities, their differences in points and in percent beside the paper's, and vanilla and cured paired.
+
+    Args:
+      settings: Metrics of quantised perplexity, in the order of the columns.
+    """
+    names = {setting: LABELS[setting] for setting in settings}
+    perplexities = {"perplexity": "full"} | names
+    return (
+        MetricTable(
+            "Perplexity",
+            [Quantity(name, lambda of, key=key: of[key], "{:,.2f}".format) for key, name in perplexities.items()],
+        ),
+        MetricTable("Difference from full precision, in points", [points(*named) for named in names.items()]),
+        MetricTable("The same in percent", [penalty(*named) for named in names.items()]),
+        PairedTable(
+            "Percentage points of perplexity that cured loses more than vanilla, paired by seed",
+            "vanilla",
+            differences=[
+                Quantity(name, lambda of, key=key: 100 * (of[key] / of.perplexity - 1)) for key, name in names.items()
+            ],
+        ),
+    )
