@@ -54,7 +54,7 @@ def _dominated(result: Result, *_: Result) -> bool:
 
 def _rises(result: Result) -> bool:
     values = result.layer_means(FRACTION)
-    return 0 < values.argmax() < len(values) - 1 and values[0] < values.max() / 2
+    return bool(0 < values.argmax() < len(values) - 1 and values[0] < values.max() / 2)
 
 
 def _falls(result: Result) -> bool:
