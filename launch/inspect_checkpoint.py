@@ -10,7 +10,7 @@ from pathlib import Path
 from absl import flags
 
 from orthojax import cli
-from orthojax.fields import flatten
+from orthojax.config import flatten
 
 flags.DEFINE_bool("verify", False, "Compare everything in the checkpoint with its checksums.")
 FLAGS = flags.FLAGS

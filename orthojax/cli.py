@@ -15,9 +15,8 @@ from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
-from orthojax.config import Config
+from orthojax.config import Config, describe_type, field_paths, flatten, from_json, replace
 from orthojax.errors import Interrupted, UserError, nearest
-from orthojax.fields import describe_type, field_paths, flatten, from_json, replace
 
 # Operating-system errors that the user can fix. A missing file may be our fault: whoever opens a user's file says so.
 _USER_ERRNOS = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}

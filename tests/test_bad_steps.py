@@ -8,9 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, replace
 from orthojax.errors import Interrupted, UserError
-from orthojax.fields import replace
 from orthojax.model import Transformer
 from orthojax.train import (
     DivergedError,

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from orthojax.benchmarks import SUITES, kernels, optimizer, run_suites, suite, training
-from orthojax.fields import changed_fields
+from orthojax.config import changed_fields
 from orthojax.model import parameter_count
 from orthojax.optim import RotatedState, Rotation, orthoadam, scale_by_orthoadam
 

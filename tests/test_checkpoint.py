@@ -12,9 +12,18 @@ import jax
 import numpy as np
 import pytest
 
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+    from_json,
+    replace,
+    to_json,
+)
 from orthojax.errors import Interrupted, UserError
-from orthojax.fields import from_json, replace, to_json
 from orthojax.train import (
     Checkpoints,
     DamagedError,

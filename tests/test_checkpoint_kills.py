@@ -12,8 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
-from orthojax.fields import to_json
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, to_json
 from orthojax.train import find_checkpoint, read_metrics, read_optimizer_state, read_params, verify_checkpoint
 
 ROOT = Path(__file__).parents[1]

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, replace
 from orthojax.errors import UserError
-from orthojax.fields import replace
 from orthojax.train import Checkpoints, DamagedError, find_checkpoint, init_state, read_params, verify_checkpoint
 from orthojax.train.checkpoint import checksums
 from orthojax.train.checkpoint.reading import by_path

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from orthojax import quant
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, replace, to_json
 from orthojax.errors import UserError
-from orthojax.fields import replace, to_json
 from orthojax.ops.quantize import absmax, zeropoint
 from orthojax.train import (
     Checkpoints,

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from orthojax import quant
-from orthojax.config import Config, ModelConfig
-from orthojax.fields import replace
+from orthojax.config import Config, ModelConfig, replace
 from orthojax.model import Transformer
 from orthojax.ops import chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
 from orthojax.ops import cross_entropy as chunked_cross_entropy

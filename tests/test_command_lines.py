@@ -11,8 +11,7 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 import pytest
 
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
-from orthojax.fields import field_paths, to_json
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, field_paths, to_json
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ("train", "evaluate", "inspect_checkpoint", "prepare_data", "reproduce", "benchmark")
@@ -102,7 +101,7 @@ def trained(tmp_path_factory):
     (home / "text.txt").write_text("the sink and the peak, the norm and the token. " * 60)
     (home / "small.json").write_text(to_json(CONFIG))
     (home / "small.py").write_text(
-        "from pathlib import Path\nfrom orthojax.config import Config\nfrom orthojax.fields import from_json\n\n\n"
+        "from pathlib import Path\nfrom orthojax.config import Config\nfrom orthojax.config import from_json\n\n\n"
         "def get_config():\n    return from_json(Config, Path('small.json').read_text())\n"
     )
     done = run("train", "--config=small.py", "--cache_dir=cache", cwd=home)

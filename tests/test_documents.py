@@ -12,8 +12,7 @@ import optax
 import pytest
 
 import orthojax
-from orthojax.config import Config
-from orthojax.fields import field_paths
+from orthojax.config import Config, field_paths
 from orthojax.model import parameter_count
 
 ROOT = Path(__file__).parents[1]

@@ -13,9 +13,19 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from orthojax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+    from_json,
+    replace,
+    to_json,
+)
 from orthojax.errors import UserError
-from orthojax.fields import from_json, replace, to_json
 from orthojax.model import Transformer, gpt2, llama2
 from orthojax.train import (
     Inputs,

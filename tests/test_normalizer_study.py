@@ -11,9 +11,9 @@ from orthojax.experiments.reporting.page import write_report
 from orthojax.experiments.study.study import Study
 from orthojax.experiments.study.variant import run_name
 
+from orthojax.config import changed_fields, replace
 from orthojax.experiments.from_attention.models import grid
 from orthojax.experiments.ours import normalizers
-from orthojax.fields import changed_fields, replace
 from orthojax.model import Taps, Transformer
 from orthojax.train import Inputs, init_state
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from orthojax.config import Config
+from orthojax.config import Config, flatten, from_json, replace, to_json
 from orthojax.errors import UserError
 from orthojax.experiments.from_attention.paper_configs import DIFFERS, FILES, NOT_STATED, PaperRun, paper_runs
-from orthojax.fields import flatten, from_json, replace, to_json
 from orthojax.model import parameter_count
 from orthojax.train import estimate
 

@@ -11,6 +11,7 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from orthojax.experiments.from_attention.hidden_maps import CHANNELS, _overlap_claims, largest_channels
 from orthojax.experiments.reporting import drawing, model_pictures
 from orthojax.experiments.reporting.criteria import chance_of_first, gaussian_kurtosis_limit
 from orthojax.experiments.reporting.page import write_report
@@ -18,14 +19,12 @@ from orthojax.experiments.reporting.summaries import layer_curves, training_curv
 from orthojax.experiments.study.measures import Measure, Measured, keep
 from orthojax.experiments.study.study import Study
 
-from orthojax.config import Config, DataConfig, EvalConfig
+from orthojax.config import Config, DataConfig, EvalConfig, changed_fields, replace
 from orthojax.experiments.catalog import find
-from orthojax.experiments.from_attention.hidden_maps import CHANNELS, _overlap_claims, largest_channels
 from orthojax.experiments.from_attention.models import MODELS
 from orthojax.experiments.from_attention.paper_tables import TABLE_2
 from orthojax.experiments.from_attention.training_curves import SIMILAR_NATS, running_mean, spikes, window_of
 from orthojax.experiments.study import channel_overlap as overlap
-from orthojax.fields import changed_fields, replace
 from orthojax.model import gpt2
 from orthojax.train import init_state
 

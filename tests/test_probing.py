@@ -20,7 +20,7 @@ from orthojax.experiments.study.variant import Run
 
 from orthojax import analysis
 from orthojax.analysis.channels import OUTLIER_SCORE
-from orthojax.config import Config, OptimConfig, RotationConfig
+from orthojax.config import Config, OptimConfig, RotationConfig, changed_fields, replace
 from orthojax.errors import UserError
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured
 from orthojax.experiments.catalog import find
@@ -33,7 +33,6 @@ from orthojax.experiments.from_attention import (
     output_weights,
 )
 from orthojax.experiments.from_attention.paper_configs import paper_runs
-from orthojax.fields import changed_fields, replace
 from orthojax.model import Transformer
 from orthojax.optim import rotate
 from orthojax.train import (

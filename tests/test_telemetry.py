@@ -18,10 +18,9 @@ import jax
 import numpy as np
 import pytest
 
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, replace
 from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
 from orthojax.errors import UserError
-from orthojax.fields import replace
 from orthojax.model import flops_per_token
 from orthojax.progress import Progress
 from orthojax.train import (

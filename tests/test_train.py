@@ -13,10 +13,18 @@ import optax.contrib
 import pytest
 
 from orthojax import quant
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, RotationConfig, TrainConfig
+from orthojax.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimConfig,
+    RotationConfig,
+    TrainConfig,
+    replace,
+)
 from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
 from orthojax.errors import UserError
-from orthojax.fields import replace
 from orthojax.model import Transformer, stack_layers, unstack_layers
 from orthojax.optim import RotatedAxes, rotate, unrotate
 from orthojax.progress import Progress, tokenizing_progress

@@ -26,8 +26,7 @@ from orthojax.benchmarks.suite import (
     require_memory,
     tree_bytes,
 )
-from orthojax.config import Config, DataConfig, ModelConfig, RotationConfig
-from orthojax.fields import replace
+from orthojax.config import Config, DataConfig, ModelConfig, RotationConfig, replace
 from orthojax.model import gpt2
 from orthojax.optim import orthoadam
 from orthojax.train import make_rotation, parameter_shapes

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from orthojax.config import Config
+from orthojax.config import Config, from_json, replace
 from orthojax.errors import UserError, nearest
 from orthojax.experiments.base_configs import LANGUAGE_MODEL
 from orthojax.experiments.experiment import Experiment, Run, run_name
@@ -38,7 +38,6 @@ from orthojax.experiments.from_attention import (
 )
 from orthojax.experiments.ours import normalizers, optimizer_outliers, quick, rotation_ablation
 from orthojax.experiments.runs import TRAINED, Task, is_trained, training_flops
-from orthojax.fields import from_json, replace
 from orthojax.formatting import align
 from orthojax.train import init_state, make_train_step
 

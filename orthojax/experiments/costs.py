@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from orthojax.config import Config
-from orthojax.fields import to_json
+from orthojax.config import Config, to_json
 from orthojax.files import write_text
 from orthojax.machine import environment
 from orthojax.train import (

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from orthojax.config import Config
+from orthojax.config import Config, changed_fields, replace
 from orthojax.errors import UserError, nearest
-from orthojax.fields import changed_fields, replace
 
 if TYPE_CHECKING:
     from orthojax.experiments.claims import Claim

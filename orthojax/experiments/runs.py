@@ -11,10 +11,9 @@ from typing import Any, Protocol
 
 import jax
 
-from orthojax.config import Config
+from orthojax.config import Config, changed_fields, replace
 from orthojax.experiments.experiment import Run
 from orthojax.experiments.measures import ALWAYS, Measure, store, stored
-from orthojax.fields import changed_fields, replace
 from orthojax.files import make_folder, try_lock, write_text
 from orthojax.model import flops_per_token
 from orthojax.train import (

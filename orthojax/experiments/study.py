@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from orthojax.config import Config
+from orthojax.config import Config, replace
 from orthojax.errors import UserError
 from orthojax.experiments.costs import measure_costs
 from orthojax.experiments.experiment import Experiment, Run, Variant, run_name
@@ -17,7 +17,6 @@ from orthojax.experiments.places import Place
 from orthojax.experiments.results import Results
 from orthojax.experiments.runs import Row, Task, failed_row, finish
 from orthojax.experiments.workers import run_all
-from orthojax.fields import replace
 from orthojax.files import make_folder, write_text
 from orthojax.machine import environment
 from orthojax.progress import Progress, tokenizing_progress

@@ -2,18 +2,21 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orthojax.config import OptimConfig, RotationConfig
-from orthojax.experiments.from_attention.appendix_e_report import report
-from orthojax.experiments.from_attention.equivariance import layer_deviations
+from orthojax.config import OptimConfig, RotationConfig, changed_fields
+from orthojax.experiments import drawing
+from orthojax.experiments.claims import Claim
+from orthojax.experiments.experiment import Case, Experiment
+from orthojax.experiments.from_attention.equivariance import LAYERS, layer_deviations
 from orthojax.experiments.ours.optimizer_outliers import OPTIMIZERS
-from orthojax.experiments.study.calculation import Calculation, Case
-from orthojax.fields import changed_fields
+from orthojax.experiments.page import Picture, Table
+from orthojax.experiments.results import Result, Results, metric
 from orthojax.ops import orthogonal
 from orthojax.train import learning_rate_schedule, make_optimizer
 
@@ -28,7 +31,7 @@ class Trial:
 
     Attributes:
       name: Of the rows.
-      label: For people.
+      label: In tables.
       config: The optimizer.
       basis_follows: Whether OrthoAdam's own Q is changed with the basis, to Q' = Q R^T.
     """
@@ -132,9 +135,136 @@ def compute(seed: int) -> list[Case]:
         overrides = {f"optim.{name}": value for name, value in changed_fields(OptimConfig(), trial.config).items()}
         overrides |= {"label": trial.label, "basis_follows": trial.basis_follows}
         cases.append(Case(trial.name, overrides, metrics))
-    for name, (fixed, turned) in layer_deviations(seed).items():
-        cases.append(Case(f"layer_{name}", {}, {"deviation": fixed, "deviation_turned_parameters": turned}))
+    for name, (fixed, rotated) in layer_deviations(seed).items():
+        metrics = {"deviation": fixed, "deviation_turned_parameters": rotated}
+        cases.append(Case(f"layer_{name}", {"label": LAYERS[name]}, metrics))
     return cases
 
 
-CALCULATION = Calculation("appendix_e", "which optimizers and layers depend on the basis", compute, report)
+EQUAL, DIFFERENT = 1e-9, 1e-2  # rounding after a hundred steps in float64 is below, another trajectory above
+_PERMUTED, _ROTATED = "deviation_signed_permutation", "deviation_turned_parameters"
+_PAPER = {
+    **{"sgd_plain": "independent", "sgd": "independent", "adam": "dependent", "rmsprop": "dependent"},
+    **{"layer_linear": "independent", "layer_affine": "dependent"},
+    **{"layer_rmsnorm_single": "independent", "layer_rmsnorm": "dependent"},
+}
+_DRAWN = ("adam", "orthoadam", "orthoadam_follows", "muon", "sgd", "novograd")
+
+
+def _size(value: float) -> str:
+    return f"{value:.1e}" if value else "0"
+
+
+def _kind(result: Result, key: str = "deviation") -> str:
+    values = result.values(key)
+    return "independent" if max(values) < EQUAL else "dependent" if min(values) > DIFFERENT else "unclear"
+
+
+def _tables(results: Results) -> list[Table]:
+    optimizers, layers = [], []
+    for result in results:
+        fixed, said = result.cell(metric("deviation", show=_size)), _PAPER.get(result.name, "")
+        if not result.name.startswith("layer_"):
+            optimizers.append([result.label, fixed, result.cell(metric(_PERMUTED, show=_size)), _kind(result), said])
+            continue
+        # Rotated along, equal scales are no longer equal.
+        along = [result.cell(metric(_ROTATED, show=_size)), _kind(result, _ROTATED)]
+        along = ["", ""] if result.name.endswith("_equal") else along
+        layers.append([result.label, fixed, _kind(result), *along, said])
+    return [
+        Table(
+            "Optimizers: largest deviation over the steps, relative to the distance from the start",
+            ["", "R Haar", "R signed permutation", "of the basis", "paper"],
+            optimizers,
+        ),
+        Table(
+            "Layers: deviation of f'(R x) from R f(x), R Haar",
+            ["", "parameters fixed", "of the basis", "parameters rotated along", "of the basis", "paper"],
+            layers,
+        ),
+    ]
+
+
+def _claim(says: str, expected: Mapping[str, str], key: str = "deviation") -> Claim:
+    """That rows are basis-independent, or dependent, by a metric; one case each."""
+    bounds = {"independent": f"below {EQUAL:g}", "dependent": f"above {DIFFERENT:g}"}
+    asked = {kind: bounds[kind] for kind in expected.values()}
+    return Claim(
+        says=says,
+        of=lambda results: {results[name].label: (name,) for name in expected},
+        show=(metric(key, "deviation", _size),),
+        holds=lambda result: _kind(result, key) == expected[result.name],
+        criterion=f"{', '.join(f'{kind}: {bound}' for kind, bound in asked.items())}, for every seed",
+    )
+
+
+CLAIMS = (
+    _claim("SGD, with momentum and without, is basis-independent.", {"sgd_plain": "independent", "sgd": "independent"}),
+    _claim(
+        "Adam and RMSProp are not. (Those of the others that are use norms of whole parameters, singular values, or "
+        "their own basis.)",
+        {"adam": "dependent", "rmsprop": "dependent"},
+    ),
+    _claim(
+        "OrthoAdam depends on its own basis and on no other. It is Adam in the basis Q; a random Q makes that basis "
+        "unlike the model's, it does not make the optimizer basis-independent.",
+        {"orthoadam_follows": "independent", "orthoadam": "dependent"},
+    ),
+    _claim(
+        "A signed permutation is no other basis for Adam and RMSProp.",
+        {"adam": "independent", "rmsprop": "independent"},
+        _PERMUTED,
+    ),
+    _claim(
+        "RMSNormSingle is basis-independent; RMSNorm with a scale for each channel, LayerNorm and a fixed bias are "
+        "not. LayerNorm is not even with equal scales, since it removes the mean, a fixed direction.",
+        {"layer_rmsnorm_single": "independent"}
+        | {f"layer_{name}": "dependent" for name in ("rmsnorm", "layernorm", "layernorm_equal", "bias")},
+    ),
+    _claim(
+        "By the paper's criterion, f(R x) = R f(x), a linear layer without bias is basis-independent. It would have to "
+        "commute with every R, as multiples of the identity alone do. What holds is that R W R^T does in the other "
+        "basis what W does in this one.",
+        {"layer_linear": "independent"},
+    ),
+    _claim(
+        "In that sense, parameters rotated along, biases and scales for each channel are basis-dependent. The scales "
+        "are, as no scales in the other basis do the same. A bias is not: R b is a bias. It is the elementwise "
+        "optimizer that gives biases a basis.",
+        {"layer_affine": "dependent", "layer_rmsnorm": "dependent"},
+        _ROTATED,
+    ),
+)
+
+
+def _picture(results: Results) -> list[Picture]:
+    curves = {}
+    for name in _DRAWN:
+        values = np.array([results[name].values(f"deviation/step_{step}") for step in STEPS_SHOWN])
+        curves[results[name].label] = (STEPS_SHOWN, np.log10(values.T))
+    figure = drawing.lines(curves, x_label="step", y_label="log10 of the deviation")
+    caption = "Training in two bases: how far apart, relative to the distance from the start; range over seeds."
+    return [Picture("deviation_by_step", caption, figure)]
+
+
+def _about(results: Results) -> list[str]:
+    return [
+        "A kernel W is trained for a hundred steps, and W R^T, for an orthogonal R, is trained on the loss that knows "
+        "it in that basis, with equal batches. A basis-independent optimizer takes the same path; any other goes "
+        "elsewhere. The optimizers are those that a run's config names.",
+        "The appendix argues for SGD and Adam from their update rules, and names f(R x) = R f(x) as the criterion for "
+        "all functions. For an optimizer, whose function is the path from a loss to parameters, that is what is "
+        "measured here. Where it cites figures 6 and 5, its figures 4 and 5 are meant.",
+        "The task: tanh(x W) times a fixed matrix, mean squared error, noisy targets, fresh batches; W is 16 x 12.",
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="appendix_e",
+    title="Appendix E: which optimizers and layers depend on the basis",
+    compute=compute,
+    about=_about,
+    tables=(_tables,),
+    claims=CLAIMS,
+    pictures=(_picture,),
+)

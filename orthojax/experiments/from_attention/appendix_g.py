@@ -6,17 +6,18 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from orthojax.experiments import drawing
+from orthojax.experiments.claims import GAUSSIAN, Claim
+from orthojax.experiments.experiment import Case, Experiment
 from orthojax.experiments.from_attention.spiked_vector import (
     mixture_kurtosis,
     simplified_kurtosis,
     spike_kurtosis,
     spiked_vectors,
 )
-from orthojax.experiments.reporting import drawing
-from orthojax.experiments.reporting.criteria import GAUSSIAN
-from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
-from orthojax.experiments.study.calculation import Calculated, Calculation, Case
-from orthojax.formatting import number
+from orthojax.experiments.page import Picture
+from orthojax.experiments.results import Result, Results, metric
+from orthojax.experiments.tables import MetricTable
 from orthojax.ops.statistics import kurtosis
 
 _kurtosis = jax.jit(kurtosis)  # compiled for each shape once, not operation by operation
@@ -38,15 +39,18 @@ def _name(size: int, alpha: float) -> str:
     return f"D{size}_alpha{alpha:g}"
 
 
-def _settings() -> list[tuple[int, float]]:
-    at_size = [(size, float(size)) for size in SIZES]
-    return [*at_size, *((d, alpha) for d, alpha, _ in MODELS.values()), *((d, FIXED_ALPHA) for d in FIXED_SIZES)]
+# Name of a row -> (D, alpha), in three tables.
+_AT_SIZE = {_name(d, d): (d, float(d)) for d in SIZES}
+_OF_MODELS = {_name(d, alpha): (d, alpha) for d, alpha, _ in MODELS.values()}
+_FIXED = {_name(d, FIXED_ALPHA): (d, FIXED_ALPHA) for d in FIXED_SIZES}
+_SETTINGS = {**_AT_SIZE, **_OF_MODELS, **_FIXED}
+_MODEL_OF = {_name(d, alpha): model for model, (d, alpha, _) in MODELS.items()}
 
 
 def compute(seed: int) -> list[Case]:
     """Mean kurtosis of sampled vectors, beside the closed forms, for each D and alpha."""
     cases = []
-    for size, alpha in _settings():
+    for name, (size, alpha) in _SETTINGS.items():
         samples = SAMPLES if size <= 4096 else 16
         x, _ = spiked_vectors(alpha, size, samples, seed)
         metrics = {
@@ -54,55 +58,31 @@ def compute(seed: int) -> list[Case]:
             "kurtosis_closed_form": spike_kurtosis(alpha, size),
             "kurtosis_as_printed": spike_kurtosis(alpha, size, as_printed=True),
         }
-        cases.append(Case(_name(size, alpha), {"size": size, "alpha": alpha, "samples": samples}, metrics))
+        cases.append(Case(name, {"size": size, "alpha": alpha, "samples": samples}, metrics))
     return cases
+
+
+def _label(result: Result) -> str:
+    size, alpha = _SETTINGS[result.name]
+    model = f"{_MODEL_OF[result.name]}, " if result.name in _MODEL_OF else ""
+    return f"{model}D = {size:,}, alpha = {alpha:,g}"
 
 
 def _digits(value: float) -> str:
     return f"{value:,.3f}" if value < 100 else f"{value:,.1f}"
 
 
-def _cells(result: Calculated, size: int, alpha: float) -> list[str]:
-    name = _name(size, alpha)
-    metrics = ("kurtosis", "kurtosis_closed_form")
-    return [result.show(name, metrics[0], _digits), _digits(result.mean(name, metrics[1]))]
-
-
-def _tables(result: Calculated) -> list[Table]:
-    by_size = [
-        [f"{d}", *_cells(result, d, d), _digits(simplified_kurtosis(d)), _digits(spike_kurtosis(d, d, as_printed=True))]
-        for d in SIZES
-    ]
-    models = [
-        [name, f"{d}", number(alpha), *_cells(result, d, alpha), f"{measured:,}", f"{d - 2 + 1 / (d - 1):,.1f}"]
-        for name, (d, alpha, measured) in MODELS.items()
-    ]
-    fixed = [[f"{d:,}", *_cells(result, d, FIXED_ALPHA), "3"] for d in FIXED_SIZES]
-    sampled = "samples"
-    return [
-        Table(
-            "Kurtosis of x = alpha e_i + z at alpha = D",
-            ["D", sampled, "(G.3) corrected", "(G.4)", "(G.3) as printed"],
-            by_size,
-        ),
-        Table(
-            "With the paper's D and alpha (Table 8), beside what it measured (Table 2, first token, softmax and Adam)",
-            ["model", "D", "alpha", sampled, "(G.3) corrected", "paper, measured", "largest possible"],
-            models,
-        ),
-        Table(
-            f"At fixed alpha = {FIXED_ALPHA:g}",
-            ["D", sampled, "(G.3) corrected", "paper's limit"],
-            fixed,
-        ),
-    ]
-
-
-def _relative_error(result: Calculated, settings: Sequence[tuple[int, float]]) -> float:
-    return max(
-        abs(result.mean(_name(d, a), "kurtosis") / result.mean(_name(d, a), "kurtosis_closed_form") - 1)
-        for d, a in settings
-    )
+# (G.4) at alpha = D; what was measured of models; the limit at fixed alpha.
+_PAPER = {
+    **{name: {"kurtosis_closed_form": simplified_kurtosis(d)} for name, (d, _) in _AT_SIZE.items()},
+    **{_name(d, alpha): {"kurtosis": measured} for d, alpha, measured in MODELS.values()},
+    **{name: {"kurtosis": GAUSSIAN} for name in _FIXED},
+}
+_COLUMNS = (
+    metric("kurtosis", "samples", _digits),
+    metric("kurtosis_closed_form", "(G.3) corrected", _digits),
+    metric("kurtosis_as_printed", "(G.3) as printed", _digits),
+)
 
 
 def _exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
@@ -110,89 +90,115 @@ def _exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 
-def _claims(result: Calculated) -> list[Claim]:
-    large = [(d, float(d)) for d in SIZES if d >= 256]
-    error = _relative_error(result, large)
-    grown = _exponent([d for d, _ in large], [result.mean(_name(d, a), "kurtosis") for d, a in large])
-    identity = max(abs(simplified_kurtosis(d) / spike_kurtosis(d, d) - 1) for d in SIZES)
-    one_hot = float(mixture_kurtosis(4.0, np.eye(4)[0]))
-    printed = spike_kurtosis(4, 4, as_printed=True)
-    gpt2 = [row for name, row in MODELS.items() if name.startswith("GPT-2")]
-    trained = _exponent([d for d, _, _ in gpt2], [measured for *_, measured in gpt2])
-    shares = [measured / spike_kurtosis(alpha, d) for d, alpha, measured in MODELS.values()]
-    last = FIXED_SIZES[-1]
+_LARGE = {name: d for name, (d, _) in _AT_SIZE.items() if d >= 256}
+
+
+def _error(*of: Result) -> float:
+    """The largest relative difference of samples from the closed form."""
+    return max(abs(result.kurtosis / result.kurtosis_closed_form - 1) for result in of)
+
+
+def _grown(*of: Result) -> float:
+    return _exponent(list(_LARGE.values()), [result.kurtosis for result in of])
+
+
+_IDENTITY = max(abs(simplified_kurtosis(d) / spike_kurtosis(d, d) - 1) for d in SIZES)
+_ONE_HOT = float(mixture_kurtosis(4.0, np.eye(4)[0]))
+_PRINTED = spike_kurtosis(4, 4, as_printed=True)
+_SLIP = spike_kurtosis(1024, 1024, as_printed=True) - spike_kurtosis(1024, 1024)
+_GPT2 = [row for name, row in MODELS.items() if name.startswith("GPT-2")]
+_TRAINED = _exponent([d for d, _, _ in _GPT2], [measured for *_, measured in _GPT2])
+_SHARES = [measured / spike_kurtosis(alpha, d) for d, alpha, measured in MODELS.values()]
+_FROM_LARGEST = max(abs(spike_kurtosis(alpha, d) / (d - 2) - 1) for d, alpha, _ in MODELS.values())
+
+CLAIMS = (
+    Claim(
+        says="At alpha = D kurtosis is D - 4 + 12/D - 6/D^2 and grows as D.",
+        of=tuple(_LARGE),
+        detail=lambda *of: (
+            f"samples differ from the closed form by {_error(*of):.1e} at most for D of 256 to 4,096, "
+            f"and grow as D^{_grown(*of):.3f}; (G.4) equals (G.3), corrected, to {_IDENTITY:.0e}"
+        ),
+        holds=lambda *of: _error(*of) < 0.01 and abs(_grown(*of) - 1) < 0.02,
+        criterion="samples within 1%, exponent within 0.02 of 1",
+    ),
+    Claim(
+        says="(G.3) as the paper prints it is the line above it.",
+        of=(),
+        detail=lambda: (
+            f"at D = alpha = 4 the line above gives {_ONE_HOT:.3f}, the printed (G.3) {_PRINTED:.3f}: its "
+            "term -6 alpha^2/D^3 must be -6 alpha^2/D^2, as its own substitution of alpha = D has it; at D = 1,024 "
+            f"the slip changes {_SLIP:.1e} of {spike_kurtosis(1024, 1024):,.0f}, so nothing that follows from it"
+        ),
+        holds=lambda: math.isclose(_PRINTED, _ONE_HOT),
+        criterion="equal",
+    ),
+    Claim(
+        says="At fixed alpha kurtosis goes to 3 as D grows. It is near 3 only for D far above alpha^4, about "
+        "alpha^4/D + 3.",
+        of=tuple(_FIXED),
+        detail=lambda *of: (
+            f"at alpha = {FIXED_ALPHA:g}: "
+            + ", ".join(f"{_digits(result.kurtosis)} at D = {d:,}" for d, result in zip(FIXED_SIZES, of, strict=True))
+        ),
+        holds=lambda *of: abs(of[-1].kurtosis - GAUSSIAN) < 0.1,
+        criterion="within 0.1 of 3 at the largest D",
+    ),
+    Claim(
+        says="Trained models follow the growth.",
+        of=(),
+        detail=lambda: (
+            f"the kurtosis that the paper measured in its four GPT-2 grows as D^{_TRAINED:.2f} and is "
+            f"{min(_SHARES):.0%} to {max(_SHARES):.0%} of what one outlier channel of its alpha gives, which is "
+            f"within {_FROM_LARGEST:.2%} of the largest that D values can have: a "
+            "sketch of the layers with outliers, not of the mean over layers"
+        ),
+        holds=lambda: 0.8 < _TRAINED < 1.3,
+        criterion="exponent 0.8 to 1.3",
+    ),
+)
+
+
+def _picture(results: Results) -> list[Picture]:
+    sizes = [d for d in SIZES if d >= 64]
+    widths = [d for d, _, _ in _GPT2]
+    curves = {
+        "alpha = D, samples": (sizes, np.array([results[_name(d, d)].values("kurtosis") for d in sizes]).T),
+        "alpha = D, closed form": (sizes, np.array([spike_kurtosis(d, d) for d in sizes])),
+        "GPT-2, measured by the paper": (widths, np.array([measured for *_, measured in _GPT2])),
+        "GPT-2's alpha, closed form": (widths, np.array([spike_kurtosis(alpha, d) for d, alpha, _ in _GPT2])),
+    }
+    figure = drawing.lines(curves, x_label="D", y_label="kurtosis", reference=(GAUSSIAN, "Gaussian"), pairs=True)
+    caption = "Kurtosis of a vector with one outlier channel, and of trained models."
+    return [Picture("kurtosis_by_size", caption, figure)]
+
+
+def _about(results: Results) -> list[str]:
     return [
-        Claim(
-            verdict(error < 0.01 and abs(grown - 1) < 0.02),
-            f"At alpha = D kurtosis is D - 4 + 12/D - 6/D^2 and grows as D. Samples differ from the closed form by "
-            f"{error:.1e} at most for D of 256 to 4,096, and grow as D^{grown:.3f}; (G.4) equals (G.3), corrected, to "
-            f"{identity:.0e} (criterion: samples within 1%, exponent within 0.02 of 1).",
-        ),
-        Claim(
-            verdict(math.isclose(printed, one_hot)),
-            f"(G.3) as the paper prints it is the line above it. At D = alpha = 4 the line above gives {one_hot:.3f}, "
-            f"the printed (G.3) {printed:.3f}: its term -6 alpha^2/D^3 must be -6 alpha^2/D^2, as the paper's own "
-            f"substitution of alpha = D has it (criterion: equal). At D = 1,024 the slip changes "
-            f"{spike_kurtosis(1024, 1024, as_printed=True) - spike_kurtosis(1024, 1024):.1e} of "
-            f"{spike_kurtosis(1024, 1024):,.0f}, so nothing that follows from it.",
-        ),
-        Claim(
-            verdict(abs(result.mean(_name(last, FIXED_ALPHA), "kurtosis") - 3) < 0.1),
-            f"At fixed alpha kurtosis goes to 3 as D grows. At alpha = {FIXED_ALPHA:g}: "
-            + ", ".join(f"{_digits(result.mean(_name(d, FIXED_ALPHA), 'kurtosis'))} at D = {d:,}" for d in FIXED_SIZES)
-            + " (criterion: within 0.1 of 3 at the largest D). It is near 3 only for D far above alpha^4, about "
-            "alpha^4/D + 3.",
-        ),
-        Claim(
-            verdict(0.8 < trained < 1.3),
-            f"Trained models follow the growth. The kurtosis that the paper measured in its four GPT-2 grows as "
-            f"D^{trained:.2f} (criterion: exponent 0.8 to 1.3) and is {min(shares):.0%} to {max(shares):.0%} of what "
-            f"one outlier channel of the paper's alpha gives, which is within "
-            f"{max(abs(spike_kurtosis(a, d) / (d - 2) - 1) for d, a, _ in MODELS.values()):.2%} of the largest that D "
-            f"values can have: a sketch of the layers with outliers, not of the mean over layers.",
-        ),
+        "A hidden state is drawn as x = alpha e_i + z: one outlier channel of size alpha, standard normal noise z in "
+        "all D channels. Its kurtosis has a closed form, equation (G.3), which is checked against samples and set "
+        "beside what the paper measured in trained models.",
+        f"{SAMPLES} vectors for each row and seed (16 for D over 4,096). Samples use the kurtosis of Eq. 2, with the "
+        "mean of the vector itself; the closed form is the paper's, a ratio of means about a known mean. They part "
+        "where D is small: at D = 4 the closed form is above the largest kurtosis that four values can have, 2.33; "
+        "that of D values is D - 2 + 1/(D - 1).",
     ]
 
 
-def _picture(result: Calculated) -> Picture:
-    sizes = [d for d in SIZES if d >= 64]
-    curves = {
-        "alpha = D, samples": (sizes, [result.values(_name(d, d), "kurtosis") for d in sizes]),
-        "alpha = D, closed form": (sizes, [[spike_kurtosis(d, d)] for d in sizes]),
-        "GPT-2, measured by the paper": ([], []),
-        "GPT-2's alpha, closed form": ([], []),
-    }
-    for name, (d, alpha, measured) in MODELS.items():
-        if name.startswith("GPT-2"):
-            for label, value in zip(list(curves)[2:], (measured, spike_kurtosis(alpha, d)), strict=True):
-                curves[label][0].append(d)
-                curves[label][1].append([value])
-    figure = drawing.lines(
-        {label: (x, np.array(y).T) for label, (x, y) in curves.items()},
-        x_label="D", y_label="kurtosis", reference=(GAUSSIAN, "Gaussian"), pairs=True,
-    )  # fmt: skip
-    return Picture("kurtosis_by_size", "Kurtosis of a vector with one outlier channel, and of trained models.", figure)
-
-
-def report(result: Calculated) -> Report:
-    """Closed forms, samples and the paper's own measurements side by side."""
-    return Report(
-        title="Appendix G: kurtosis grows with the number of channels",
-        summary=[
-            "A hidden state is drawn as x = alpha e_i + z: one outlier channel of size alpha, standard normal noise z "
-            "in all D channels. Its kurtosis has a closed form, equation (G.3), which is checked against samples and "
-            "set beside what the paper measured in trained models.",
-            f"{SAMPLES} vectors for each row and seed (16 for D over 4,096). Samples use the kurtosis of Eq. 2, with "
-            "the mean of the vector itself; the closed form is the paper's, a ratio of means about a known mean. "
-            "They part where D is small: at D = 4 the closed form is above the largest kurtosis that four values can "
-            "have, 2.33.",
-        ],
-        claims=_claims(result),
-        tables=_tables(result),
-        pictures=[_picture(result)],
-        notes=result.notes(),
-        links=result.links(),
-    )
-
-
-CALCULATION = Calculation("appendix_g", "kurtosis of a vector with one outlier channel grows with D", compute, report)
+EXPERIMENT = Experiment(
+    name="appendix_g",
+    title="Appendix G: the kurtosis of a vector with one outlier channel grows with the number of channels",
+    compute=compute,
+    about=_about,
+    paper=_PAPER,
+    tables=[
+        MetricTable(caption, _COLUMNS, keep=lambda result, names=names: result.name in names, label=_label)
+        for caption, names in (
+            ("Kurtosis of x = alpha e_i + z at alpha = D, beside the paper's (G.4)", _AT_SIZE),
+            ("With the paper's D and alpha (Table 8), beside what it measured (Table 2, first token)", _OF_MODELS),
+            (f"At fixed alpha = {FIXED_ALPHA:g}, beside the paper's limit", _FIXED),
+        )
+    ],
+    claims=CLAIMS,
+    pictures=(_picture,),
+)

@@ -1,4 +1,4 @@
-"""Which layers commute with a rotation of the channels: f(R x) = R f(x), as they are and with turned parameters."""
+"""Which layers commute with a rotation of the channels: f(R x) = R f(x), as they are and with rotated parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +16,11 @@ LAYERS = {
     "linear": "linear layer, no bias",
     "affine": "linear layer with a bias",
     "bias": "a bias alone",
-    "rmsnorm_single": "RMSNormSingle (one gain)",
-    "rmsnorm": "RMSNorm (a gain for each channel)",
-    "rmsnorm_equal": "RMSNorm, all gains equal",
-    "layernorm": "LayerNorm (gains, no bias)",
-    "layernorm_equal": "LayerNorm, all gains equal",
+    "rmsnorm_single": "RMSNormSingle (one scale)",
+    "rmsnorm": "RMSNorm (a scale for each channel)",
+    "rmsnorm_equal": "RMSNorm, all scales equal",
+    "layernorm": "LayerNorm (scales, no bias)",
+    "layernorm_equal": "LayerNorm, all scales equal",
     "gelu": "GELU",
 }
 
@@ -35,21 +35,21 @@ def _norm(name: str) -> Layer:
 def _layers(rng: np.random.Generator) -> dict[str, tuple[Layer, dict[str, Any]]]:
     """Name -> (function, parameters): kernels [D, D], vectors [D], scalars."""
     kernel, bias = rng.standard_normal((SIZE, SIZE)) / np.sqrt(SIZE), rng.standard_normal(SIZE)
-    gains = rng.uniform(0.5, 1.5, SIZE)
+    scales = rng.uniform(0.5, 1.5, SIZE)
     return {
         "linear": (lambda p, x: x @ p["kernel"].T, {"kernel": kernel}),
         "affine": (lambda p, x: x @ p["kernel"].T + p["bias"][None], {"kernel": kernel, "bias": bias}),
         "bias": (lambda p, x: x + p["bias"][None], {"bias": bias}),
         "rmsnorm_single": (_norm("rmsnorm_single"), {"scale": np.float64(1.3)}),
-        "rmsnorm": (_norm("rmsnorm"), {"scale": gains}),
+        "rmsnorm": (_norm("rmsnorm"), {"scale": scales}),
         "rmsnorm_equal": (_norm("rmsnorm"), {"scale": np.full(SIZE, 1.3)}),
-        "layernorm": (_norm("layernorm"), {"scale": gains}),
+        "layernorm": (_norm("layernorm"), {"scale": scales}),
         "layernorm_equal": (_norm("layernorm"), {"scale": np.full(SIZE, 1.3)}),
         "gelu": (lambda p, x: jax.nn.gelu(x), {}),
     }
 
 
-def _turned(value: Any, r: np.ndarray) -> Any:
+def _rotated(value: Any, r: np.ndarray) -> Any:
     """A parameter in the rotated basis: R W R^T, R v, a scalar as it is."""
     return {0: lambda: value, 1: lambda: r @ value, 2: lambda: r @ value @ r.T}[np.ndim(value)]()
 
@@ -58,22 +58,22 @@ def layer_deviations(seed: int) -> dict[str, tuple[float, float]]:
     r"""How far layers are from commuting with a random rotation R of all channels.
 
     :math:`\|f'(R x) - R f(x)\| / \|f(x)\|`, where f' is f (the paper's criterion), or f with its parameters
-    turned along (R W R^T, R v): whether the layer is of the same kind in every basis. RMSNorm and LayerNorm are those
+    rotated along (R W R^T, R v): whether the layer is of the same kind in every basis. RMSNorm and LayerNorm are those
     of the model.
 
     Args:
       seed: Of parameters, x and R.
 
     Returns:
-      Name -> (parameters fixed, parameters turned).
+      Name -> (parameters fixed, parameters rotated).
     """
     rng, r = np.random.default_rng([seed, 3]), orthogonal.haar((seed, 4), SIZE)
     x = rng.standard_normal((ROWS, SIZE))
     found = {}
     for name, (layer, params) in _layers(rng).items():
         plain = np.asarray(layer(params, x))
-        turned = {key: _turned(value, r) for key, value in params.items()}
-        gaps = [np.asarray(layer(p, x @ r.T)) - plain @ r.T for p in (params, turned)]
+        rotated = {key: _rotated(value, r) for key, value in params.items()}
+        gaps = [np.asarray(layer(p, x @ r.T)) - plain @ r.T for p in (params, rotated)]
         fixed, along = (float(np.linalg.norm(gap) / np.linalg.norm(plain)) for gap in gaps)
         found[name] = (fixed, along)
     return found

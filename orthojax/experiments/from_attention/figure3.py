@@ -8,10 +8,17 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from orthojax.experiments.from_attention.spiked_vector import LABELS, RotationName, mean_norm_ratio_of_direction, turn
-from orthojax.experiments.reporting import drawing
-from orthojax.experiments.reporting.page import Claim, Picture, Report, Table, verdict
-from orthojax.experiments.study.calculation import Calculated, Calculation, Case
+from orthojax.experiments import drawing
+from orthojax.experiments.claims import Claim
+from orthojax.experiments.experiment import Case, Experiment
+from orthojax.experiments.from_attention.spiked_vector import (
+    LABELS,
+    RotationName,
+    mean_norm_ratio_of_direction,
+    rotate,
+)
+from orthojax.experiments.page import Picture, Table
+from orthojax.experiments.results import Result, Results, metric
 from orthojax.ops.statistics import norm_ratio
 
 SIZES = (2, 3, 64, 768)
@@ -49,7 +56,7 @@ def compute(seed: int) -> list[Case]:
                 one_seed = (seed * DRAWS + draw) % 2**32
                 both = np.concatenate([x[part], np.eye(size)[channels[part]]])
                 found.append(
-                    np.asarray(ratio(turn(both, np.tile(channels[part], 2), rotation, one_seed))).reshape(2, -1)
+                    np.asarray(ratio(rotate(both, np.tile(channels[part], 2), rotation, one_seed))).reshape(2, -1)
                 )
             mean, alone = np.mean(np.concatenate(found, axis=1), axis=1)
             metrics = {"norm_ratio": float(mean), "norm_ratio_alone": float(alone)}
@@ -69,45 +76,49 @@ def _exact(rotation: RotationName, size: int) -> float | None:
     }[rotation]
 
 
-def _table(result: Calculated) -> Table:
+_RATIO = metric("norm_ratio", "e_i + r, |r| = 0.1", "{:.4f}".format)
+_ALONE = metric("norm_ratio_alone", "e_i alone", "{:.4f}".format)
+
+
+def _table(results: Results) -> Table:
     rows = []
     for size in SIZES:
         for rotation, label in LABELS.items():
-            name, exact = f"{rotation}_D{size}", _exact(rotation, size)
-            words = "cosine transform, since there is no Hadamard" if rotation == "hadamard" and size == 3 else label
-            cells = [result.show(name, key, lambda value: f"{value:.4f}") for key in ("norm_ratio", "norm_ratio_alone")]
-            rows.append([f"D = {size}: {words}", *cells, "" if exact is None else f"{exact:.4f}"])
-    columns = ["", "e_i + r, |r| = 0.1", "e_i alone", "e_i alone, exact mean"]
+            result, exact = results[f"{rotation}_D{size}"], _exact(rotation, size)
+            words = label if exact else "cosine transform, since there is no Hadamard"
+            shown = "" if exact is None else f"{exact:.4f}"
+            rows.append([f"D = {size}: {words}", result.cell(_RATIO), result.cell(_ALONE), shown])
+    columns = ["", _RATIO.label, _ALONE.label, "e_i alone, exact mean"]
     return Table("Largest entry over length, max|y| / ||y||", columns, rows)
 
 
-def _claims(result: Calculated) -> list[Claim]:
-    def mean(rotation: str, size: int) -> float:
-        return result.mean(f"{rotation}_D{size}", "norm_ratio")
+def _lowered(before: Result, *after: Result) -> bool:
+    return all(result.norm_ratio < before.norm_ratio for result in after)
 
-    lowered = all(
-        mean(rotation, size) < mean("none", size) for rotation in LABELS if rotation != "none" for size in SIZES
-    )
-    pairs = {size: (mean("none", size), mean("haar", size), mean("aligned", size)) for size in SIZES}
-    last = SIZES[-1]
-    few, many = (result.mean(f"haar_D{size}", "norm_ratio_alone") for size in (SIZES[0], last))
-    return [
-        Claim(
-            verdict(lowered),
-            "Rotating a vector with a dominant component lowers its largest entry. Before, with a Haar matrix, with "
-            "the best one (all entries of Q e_i equal): "
-            + "; ".join(f"D = {size}: {a:.3f}, {b:.3f}, {c:.3f}" for size, (a, b, c) in pairs.items())
-            + " (criterion: lower in the mean for every Q and D).",
+
+_MANY = SIZES[-1]
+CLAIMS = (
+    Claim(
+        says="Rotating a vector with a dominant component lowers its largest entry. Before, with the best Q (all "
+        "entries of Q e_i equal), a Hadamard and a Haar matrix:",
+        of={f"D = {size}": tuple(f"{rotation}_D{size}" for rotation in LABELS) for size in SIZES},
+        show=(metric("norm_ratio", "mean max|y| / ||y||", "{:.3f}".format),),
+        holds=_lowered,
+        criterion="lower in the mean for every Q and D",
+    ),
+    Claim(
+        says=f"It takes many channels: what a random rotation leaves of e_i alone in two channels and in {_MANY}.",
+        of=("haar_D2", f"haar_D{_MANY}"),
+        show=(metric("norm_ratio_alone", "max|y| / ||y||", "{:.3f}".format),),
+        detail=lambda few, many: (
+            f"exact means 2 sqrt(2)/pi = {mean_norm_ratio_of_direction(2):.3f} and "
+            f"{mean_norm_ratio_of_direction(_MANY):.3f}, the best Q 1/sqrt(2) = {1 / math.sqrt(2):.3f} and "
+            f"{1 / math.sqrt(_MANY):.3f}"
         ),
-        Claim(
-            verdict(few > 0.5 and many < 0.25),
-            f"It takes many channels. Of e_i alone a random rotation leaves {few:.3f} in two channels and {many:.3f} "
-            f"in {last} (exact means: 2 sqrt(2)/pi = {mean_norm_ratio_of_direction(2):.3f} and "
-            f"{mean_norm_ratio_of_direction(last):.3f}), the best one 1/sqrt(2) = {1 / math.sqrt(2):.3f} and "
-            f"{1 / math.sqrt(last):.3f} (criterion: a random one leaves more than a half in two channels, less than a "
-            f"quarter in {last}).",
-        ),
-    ]
+        holds=lambda few, many: few.norm_ratio_alone > 0.5 and many.norm_ratio_alone < 0.25,
+        criterion=f"more than a half in two channels, less than a quarter in {_MANY}",
+    ),
+)
 
 
 def _rotation_matrix(size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -170,38 +181,30 @@ def draw() -> Figure:
     return figure
 
 
-def _channels() -> Figure:
+def _pictures(results: Results) -> list[Picture]:
     size = 64
     x, channels = dominated_vectors(size, 1, 0)
-    curves = {}
-    for rotation, label in LABELS.items():
-        curves[label] = (np.arange(size).tolist(), np.abs(turn(x, channels, rotation, 0)))
-    return drawing.lines(curves, x_label="channel", y_label="|entry|")
+    curves = {
+        label: (list(range(size)), np.abs(rotate(x, channels, rotation, 0))) for rotation, label in LABELS.items()
+    }
+    words = "x and Q x in two and three dimensions; dashed squares: largest entry; dashed lines: entries."
+    entries = drawing.lines(curves, x_label="channel", y_label="|entry|")
+    return [
+        Picture("rotation", words, draw(), "png"),
+        Picture("channels", "The entries of one vector of 64 channels before and after rotation.", entries),
+    ]
 
 
-def report(result: Calculated) -> Report:
-    """The picture in two and three dimensions, and what it comes to in many."""
-    return Report(
-        title="Figure 3: a rotation spreads a vector",
-        summary=[
-            "A vector with one dominant component, before and after an orthogonal matrix: its length stays, its "
-            f"largest entry falls. Below, vectors e_i + r with a random r of length {REST} and random i, "
-            f"{SAMPLES} for each D and seed.",
-        ],
-        claims=_claims(result),
-        tables=[_table(result)],
-        pictures=[
-            Picture(
-                "rotation",
-                "x and Q x in two and three dimensions; dashed squares: largest entry; dashed lines: entries.",
-                draw(),
-                "png",
-            ),
-            Picture("channels", "The entries of one vector of 64 channels before and after rotation.", _channels()),
-        ],
-        notes=result.notes(),
-        links=result.links(),
-    )
-
-
-CALCULATION = Calculation("figure3", "a rotation spreads a vector over its channels", compute, report)
+EXPERIMENT = Experiment(
+    name="figure3",
+    title="Figure 3: a rotation spreads a vector over its channels",
+    compute=compute,
+    about=lambda results: [
+        "A vector with one dominant component, before and after an orthogonal matrix: its length stays, its largest "
+        f"entry falls. Below, vectors e_i + r with a random r of length {REST} and random i, {SAMPLES} for each D and "
+        "seed."
+    ],
+    tables=(_table,),
+    claims=CLAIMS,
+    pictures=(_pictures,),
+)

@@ -1,26 +1,171 @@
 """Figures 4 and 5: do large weights of the output projections go with small second moments of their gradients?"""
 
-import functools
+import numpy as np
 
-from orthojax.experiments.from_attention.figure4_report import report
-from orthojax.experiments.from_attention.models import grid
-from orthojax.experiments.from_attention.output_weights import MEASURE
-from orthojax.experiments.study.study import Experiment
+from orthojax.analysis import top_count
+from orthojax.analysis.channels import OUTLIER_SCORE
+from orthojax.experiments.claims import Claim
+from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.experiments.from_attention.models import GRID, SCALES, by_model, grid
+from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, WORDS, weights_and_moments
+from orthojax.experiments.page import Table
+from orthojax.experiments.results import NotMeasured, Quantity, Result, Results, metric, pairs
+from orthojax.experiments.tables import MetricTable
+from orthojax.formatting import mean_and_range
 
-# The paper has 130M alone; where models are cheap, a smaller and a larger one stand beside it.
-_MODELS = {
-    "tiny": ("gpt2_60m", "gpt2_130m", "gpt2_350m"),
-    "small": ("gpt2_60m", "gpt2_130m", "gpt2_350m"),
-    "paper": ("gpt2_130m",),
+_COLUMNS = {
+    "outlier_channels": "outlier channels of a layer",
+    "norm_peak": "largest norm / median",
+    "moment_spread": "std of log moment",
+    "rank_correlation": "rank correlation, norm and moment",
+    "overlap": "top channels in common",
+    "own_outlier_channels": "outliers in the moments' basis",
+    "explained_outlier_channels": "of them with small moments",
 }
+
+
+def variants(scale: str) -> tuple[Variant, ...]:
+    """130M, as in the paper; where models are cheap, a smaller and a larger one too."""
+    models = ("gpt2_130m",) if scale == "paper" else ("gpt2_60m", "gpt2_130m", "gpt2_350m")
+    return grid(scale, models, ("vanilla", "cured"))
+
+
+def _explained(vanilla: Result) -> list[tuple[float, float]]:
+    """Of every layer and seed with outlier channels in the basis of the moments: their number, and with small ones."""
+    counts = (vanilla.layers(f"mlp_output_{name}") for name in ("own_outlier_channels", "explained_outlier_channels"))
+    return [(float(a), float(b)) for a, b in zip(*(values.ravel() for values in counts), strict=True) if a]
+
+
+def _outliers(result: Result, part: str) -> np.ndarray:
+    """The outlier channels of a projection, over all layers, of each seed."""
+    return result.layers(f"{part}_outlier_channels").sum(1)
+
+
+def _outliers_of(method: str, of: tuple[Result, ...]) -> float:
+    """The outlier channels of the MLP outputs of all models and seeds of a method."""
+    return sum(float(_outliers(result, "mlp_output").sum()) for result in of if GRID[result.name][1] == method)
+
+
+def _more_uniform(vanilla: Result, cured: Result) -> bool:
+    spreads = pairs(cured, vanilla, "mlp_output_moment_spread").values()
+    if not spreads:
+        raise NotMeasured("mlp_output_moment_spread")
+    return all(ours <= 0.5 * theirs for ours, theirs in spreads)
+
+
+def _mlp_has_more(vanilla: Result) -> bool:
+    mlp, attention = (_outliers(vanilla, part) for part in WORDS)
+    return all(a > b for a, b in zip(mlp, attention, strict=True) if a + b)
+
+
+_TOTALS = [
+    Quantity(f"outlier channels, {words}", lambda of, part=part: of[f"{part}_outlier_channels"] * of.num_layers)
+    for part, words in WORDS.items()
+]
+CLAIMS = (
+    Claim(
+        says="In all cases of large outlier weights the summed second moments are small outliers (appendix E; softmax "
+        "and Adam, MLP output).",
+        of=("vanilla",),
+        detail=lambda v: (
+            f"in {sum(a == b for a, b in _explained(v))} of {len(_explained(v))} layers with outliers, "
+            f"{sum(b for _, b in _explained(v)):g} of {sum(a for a, _ in _explained(v)):g} channels"
+        ),
+        holds=lambda v: all(a == b for a, b in _explained(v)),
+        criterion="all, of all seeds and models; testable where there are such weights; an outlier is beyond "
+        f"{OUTLIER_SCORE:g} scaled median deviations",
+        testable=lambda v: bool(_explained(v)),
+    ),
+    Claim(
+        says="Channels whose second moments are small have large weights (appendix E; softmax and Adam, MLP output).",
+        of=("vanilla",),
+        show=(
+            metric("mlp_output_rank_correlation", "rank correlation, mean over layers"),
+            metric("mlp_output_overlap", "top channels in common", "{:.0%}".format),
+            Quantity("by chance", lambda of: top_count(int(of.d_model)) / of.d_model, "{:.1%}".format),
+        ),
+        holds=lambda v: v.layers("mlp_output_rank_correlation").max() < 0,
+        criterion="correlation below 0 in every layer and seed",
+    ),
+    Claim(
+        says="OrthoAdam's moments are considerably more uniform (Figure 5).",
+        of=("vanilla", "cured"),
+        show=(metric("mlp_output_moment_spread", "std of the log of the summed moments, MLP output"),),
+        holds=_more_uniform,
+        criterion="at most half, each optimizer in its own basis, in every model and seed",
+    ),
+    Claim(
+        says="OrthoAdam and softmax-1 remove outlier weights (Figure 5).",
+        of=lambda results: {"": [result.name for result in results.finished]},
+        detail=lambda *of: (
+            f"outlier channels of the MLP outputs, all models and seeds: "
+            f"{_outliers_of('vanilla', of):g} vanilla → {_outliers_of('cured', of):g} cured"
+        ),
+        holds=lambda *of: _outliers_of("cured", of) <= 0.1 * _outliers_of("vanilla", of),
+        criterion="at most a tenth; testable where Adam has any",
+        testable=lambda *of: _outliers_of("vanilla", of) > 0,
+    ),
+    Claim(
+        says="Outlier weights are generally in the output layer of the MLP (appendix E; softmax and Adam).",
+        of=("vanilla",),
+        show=_TOTALS,
+        holds=_mlp_has_more,
+        criterion="more than in the output layer of attention, summed over layers, in every model and seed that has "
+        "any; testable where one has",
+        testable=lambda v: any(_outliers(v, part).any() for part in WORDS),
+    ),
+)
+
+
+def _layer_table(results: Results) -> Table:
+    rows = []
+    names = ("own_outlier_channels", "explained_outlier_channels", "rank_correlation", "overlap")
+    for result in results.finished:
+        large, small, correlation, overlap = (result.layers(f"mlp_output_{name}").T for name in names)
+        for layer in range(len(large)):
+            shown = [mean_and_range(values[layer].tolist()) for values in (correlation, overlap)]
+            rows.append(
+                [f"{result.label}: layer {layer + 1}", f"{large[layer].sum():g}", f"{small[layer].sum():g}", *shown]
+            )
+    return Table(
+        "MLP output, layer by layer, in the basis of the moments: outlier channels of all seeds, and how many of them "
+        "have moments that are small outliers",
+        ["", "large outlier weights", "with small moments", "rank correlation", "top in common"],
+        rows,
+    )
+
+
+def _about(results: Results) -> list[str]:
+    return [
+        f"The models of Table 2 after {results.first.config.train.steps} steps, vanilla (softmax, Adam) and cured "
+        "(softmax-1, OrthoAdam). For each output channel of the two projections that write to the residual stream: the "
+        "norm of its weights, and Adam's second moments of their gradients, summed, both as the last step left them.",
+        "OrthoAdam's moments live in a basis of its own. There the weights are shown both in the model's basis and "
+        "rotated into that of OrthoAdam, and all comparisons with moments are made in the latter.",
+        f"An outlier is over {OUTLIER_SCORE:g} scaled median deviations from the median, in logarithms; top channels "
+        "are a 32nd of all, which is also what chance has in common.",
+    ]
+
 
 EXPERIMENT = Experiment(
     name="figure4",
-    title="norms of the output projections by channel beside their summed second moments",
+    title="Figures 4 and 5: norms of the output projections by channel beside their summed second moments",
+    variants=variants,
+    scales=SCALES,
     also=("figure5",),
-    scales={
-        scale: functools.partial(grid, scale, models, ("vanilla", "cured")) for scale, models in _MODELS.items()
-    },
-    report=report,
-    measures=(MEASURE,),
-)  # fmt: skip
+    about=_about,
+    groups=by_model,
+    tables=(
+        *(
+            MetricTable(
+                f"{words[:1].upper()}{words[1:]} by channel, mean over layers",
+                [metric(f"{part}_{name}", label) for name, label in _COLUMNS.items()],
+            )
+            for part, words in WORDS.items()
+        ),
+        _layer_table,
+    ),
+    claims=CLAIMS,
+    pictures=(weights_and_moments,),
+    measures=(OUTPUT_WEIGHTS,),
+)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, replace
 from orthojax.experiments.experiment import Variant
 from orthojax.experiments.from_attention.paper_configs import (
     ABLATION_STEPS,
@@ -16,7 +16,6 @@ from orthojax.experiments.from_attention.paper_configs import (
 )
 from orthojax.experiments.from_attention.paper_tables import TABLE_5
 from orthojax.experiments.results import Results
-from orthojax.fields import replace
 from orthojax.model.presets import gpt2, llama2
 
 # Name -> label, which is that of `paper_tables`.

@@ -7,9 +7,8 @@ numbers that the paper's tables print for it (`orthojax.experiments.from_attenti
 import dataclasses
 from typing import NamedTuple
 
-from orthojax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig, replace
 from orthojax.experiments.from_attention.paper_tables import TABLE_2, TABLE_3, TABLE_5, TABLE_6
-from orthojax.fields import replace
 from orthojax.model.presets import gpt2, llama2
 
 # Stated, appendix A: optimizer steps and those of warm-up.

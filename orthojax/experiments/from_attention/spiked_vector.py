@@ -1,9 +1,9 @@
 r"""The spiked vector of From Attention to Activation (arXiv 2410.17174, appendices G and H): closed forms and samples.
 
-:math:`x = \alpha e_i + z` with :math:`z \sim N(0, I_D)` has one outlier channel. Turned by an orthogonal Q that does
-not depend on z it is :math:`y = \alpha q + z'` with the unit vector :math:`q = Q e_i` and :math:`z' \sim N(0, I_D)`
-again, so that everything follows from alpha and q. Everything here is float64 NumPy, but for the Hadamard rotation,
-which is the optimizer's.
+:math:`x = \alpha e_i + z` with :math:`z \sim N(0, I_D)` has one outlier channel. Rotated by an orthogonal Q that
+does not depend on z it is :math:`y = \alpha q + z'` with the unit vector :math:`q = Q e_i` and another
+:math:`z' \sim N(0, I_D)`, so that everything follows from alpha and q. Everything here is float64 NumPy, but for the
+Hadamard rotation, which is the optimizer's.
 """
 
 import functools
@@ -13,8 +13,8 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
+from orthojax import optim
 from orthojax.ops import orthogonal
-from orthojax.optim import Rotation, rotate
 
 RotationName = Literal["none", "aligned", "hadamard", "haar"]
 LABELS: dict[RotationName, str] = {
@@ -156,7 +156,7 @@ def spiked_vectors(alpha: float, size: int, count: int, seed: int) -> tuple[np.n
     return x, channels
 
 
-def turn(x: np.ndarray, channels: np.ndarray, rotation: RotationName, seed: int) -> np.ndarray:
+def rotate(x: np.ndarray, channels: np.ndarray, rotation: RotationName, seed: int) -> np.ndarray:
     """Q x for every row.
 
     `aligned` is the Q of the paper, for every row its own: the reflection that takes e_i to (1, ..., 1) / sqrt(D),
@@ -179,7 +179,7 @@ def turn(x: np.ndarray, channels: np.ndarray, rotation: RotationName, seed: int)
     if rotation == "haar":
         # Not the key of the samples: the matrix is made of Gaussian draws too, and must not depend on the noise.
         return x @ orthogonal.haar((seed, x.shape[1], 1), x.shape[1]).T
-    transformation = rotate(Rotation(rotation, axes="output", seed=seed))
+    transformation = optim.rotate(optim.Rotation(rotation, axes="output", seed=seed))
     rows = {"rows": jnp.asarray(x)}
-    turned = transformation.update(rows, transformation.init(rows))[0]
-    return np.asarray(turned["rows"])  # pyright: ignore[reportIndexIssue]
+    rotated = transformation.update(rows, transformation.init(rows))[0]
+    return np.asarray(rotated["rows"])  # pyright: ignore[reportIndexIssue]

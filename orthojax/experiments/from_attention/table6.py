@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from orthojax.config import replace
 from orthojax.experiments import drawing
 from orthojax.experiments.claims import EQUAL_PERPLEXITY, Claim
 from orthojax.experiments.experiment import Experiment, Variant
@@ -11,7 +12,6 @@ from orthojax.experiments.from_attention.paper_tables import TABLE_3, TABLE_6
 from orthojax.experiments.from_attention.quantization import COARSE, INT8, PER_TOKEN, loses_less, penalty, tables
 from orthojax.experiments.page import Picture
 from orthojax.experiments.results import LABELS, Results
-from orthojax.fields import replace
 
 _SIZES = ("gpt2_60m", "gpt2_130m")
 _PAIR = ("vanilla", "cured")

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from orthojax import analysis
+from orthojax.config import replace
 from orthojax.experiments import drawing
 from orthojax.experiments.claims import DOMINANCE, NO_OUTLIERS, OUTLIERS, Claim, chance, worst_kurtosis
 from orthojax.experiments.experiment import Experiment, Variant
@@ -15,7 +16,6 @@ from orthojax.experiments.page import Picture, Table
 from orthojax.experiments.pictures import perplexity_and_kurtosis
 from orthojax.experiments.results import NotMeasured, Quantity, Result, Results, metric
 from orthojax.experiments.tables import MetricTable
-from orthojax.fields import replace
 from orthojax.formatting import number
 from orthojax.model import LoadedModel, Taps, parameter_count
 from orthojax.train import Inputs

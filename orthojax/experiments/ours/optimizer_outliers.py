@@ -1,6 +1,6 @@
 """Which optimizers grow outlier activations, as they are and in a rotated basis."""
 
-from orthojax.config import OptimConfig
+from orthojax.config import OptimConfig, replace
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, with_normalizer
 from orthojax.experiments.claims import NO_OUTLIERS, OUTLIERS, Claim, worst_kurtosis
 from orthojax.experiments.experiment import Experiment, Variant
@@ -8,7 +8,6 @@ from orthojax.experiments.page import Table
 from orthojax.experiments.pictures import perplexity_and_kurtosis
 from orthojax.experiments.results import Quantity, Result, Results, penalty
 from orthojax.experiments.tables import MetricTable
-from orthojax.fields import replace
 from orthojax.model import parameter_count
 
 BASE = replace(with_normalizer(LANGUAGE_MODEL, "softmax1"), {"train.steps": 500})

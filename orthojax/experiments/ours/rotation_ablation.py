@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 
-from orthojax.config import Config
+from orthojax.config import Config, replace
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured, with_normalizer
 from orthojax.experiments.claims import GAUSSIAN, KURTOSIS, NO_OUTLIERS, OUTLIERS, Claim, worst_kurtosis
 from orthojax.experiments.experiment import Experiment, Variant
@@ -12,7 +12,6 @@ from orthojax.experiments.page import Table
 from orthojax.experiments.pictures import LayerCurves, perplexity_and_kurtosis
 from orthojax.experiments.results import Quantity, Result, Results, pairs, penalty
 from orthojax.experiments.tables import MetricTable
-from orthojax.fields import replace
 from orthojax.formatting import mean_and_range, number
 from orthojax.model import parameter_count
 

@@ -13,9 +13,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from orthojax.config import Config
+from orthojax.config import Config, to_json
 from orthojax.errors import UserError
-from orthojax.fields import to_json
 from orthojax.files import make_folder
 from orthojax.train.checkpoint.checksums import (
     ARRAYS,

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from orthojax import quant
+from orthojax.config import from_dict, to_json
 from orthojax.errors import UserError
-from orthojax.fields import from_dict, to_json
 from orthojax.ops.quantize import Quantized
 from orthojax.quant import QuantizationSetting
 from orthojax.train.checkpoint.checksums import read_json_item, steps_in

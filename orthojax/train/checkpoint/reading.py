@@ -9,9 +9,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from orthojax.config import Config
+from orthojax.config import Config, from_dict
 from orthojax.errors import UserError
-from orthojax.fields import from_dict
 from orthojax.train.checkpoint.checksums import (
     ARRAYS,
     DamagedError,

@@ -1,0 +1,286 @@
+"""Figures 7 to 26: first-token dominance, kurtosis, norm ratio and largest activation layer by layer; appendix I.
+
+The paper speaks of 'general trends': its claims hold where they do in most of the models.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from orthojax.analysis import rank_correlation
+from orthojax.config import Config
+from orthojax.experiments.claims import DOMINANCE, GAUSSIAN, Claim, chance, chance_of_first, gaussian_kurtosis_limit
+from orthojax.experiments.experiment import Experiment
+from orthojax.experiments.from_attention.models import GRID, MODELS, SCALES, by_model, grid
+from orthojax.experiments.from_attention.spiked_vector import mean_norm_ratio_of_direction
+from orthojax.experiments.pictures import LayerCurves
+from orthojax.experiments.results import Numbers, Quantity, Result, Results
+from orthojax.experiments.tables import MetricTable
+from orthojax.formatting import number
+
+FRACTION = "first_attention_fraction"
+# Less is no growth: outliers of the first layer stay in the residual stream, and noise decides which layer has most.
+_GROWTH = 1.25
+_GROWS = f"rank correlation of layer and value above 0, and the largest at least {_GROWTH:g} times the first"
+_WORDS = {"vanilla": "softmax and Adam", "softmax1": "softmax-1 and Adam", "orthoadam": "softmax and OrthoAdam"}
+_PLACES = (0.0, 1 / 3, 2 / 3, 1.0)
+# Of the figures with the first number, which one shows a model; existing models have the last.
+_OFFSETS = {"gpt2_60m": 0, "gpt2_130m": 1, "gpt2_350m": 2, "gpt2_1_4b": 2, "llama2_130m": 3}
+_GIVEN = 4
+
+
+def _text(metric: str, *of: Result) -> str:
+    """For `Claim.detail`: at most six layers of each variant, evenly spaced, with the first and the last."""
+    layers = [result.layer_means(metric) for result in of]
+    few = [values[np.unique(np.linspace(0, len(values) - 1, 6).round().astype(int))] for values in layers]
+    return " → ".join(f"[{', '.join(number(float(value)) for value in values)}]" for values in few)
+
+
+def _growth_text(metric: str, *of: Result) -> str:
+    """For `Claim.detail`: the layers, and by how much the value grows over them; a trend has no size."""
+    values = of[0].layer_means(metric)
+    return f"{_text(metric, *of)}, largest over first layer {number(values.max() / values[0])}"
+
+
+def _grows(values: np.ndarray) -> bool:
+    return rank_correlation(np.arange(len(values)), values) > 0 and bool(values.max() >= _GROWTH * values[0])
+
+
+def _dominated(result: Result, *_: Result) -> bool:
+    """Whether the first token dominates in some layer."""
+    return result.layer_means(FRACTION).max() > DOMINANCE * chance(result)
+
+
+def _rises(result: Result) -> bool:
+    values = result.layer_means(FRACTION)
+    return bool(0 < values.argmax() < len(values) - 1 and values[0] < values.max() / 2)
+
+
+def _falls(result: Result) -> bool:
+    values = result.layer_means(FRACTION)
+    return bool(values[-1] < values.max())
+
+
+def dominance_claims() -> list[Claim]:
+    """Appendix I.1: low at first, a peak in the middle, less at the end; and none with softmax-1."""
+    seen = f"testable where a layer has more than {DOMINANCE:g} times what equal logits give"
+    claim = partial(Claim, detail=partial(_text, FRACTION), testable=_dominated, most=True)
+    peak = "the largest is of a layer that is neither first nor last, and the first layer has less than half of it"
+    trends = (
+        ("begins low and rises to a peak in the middle layers", _rises, peak),
+        ("falls in the final layers", _falls, "the last layer has less than the largest"),
+    )
+    return [
+        *(
+            claim(
+                says=f"With {_WORDS[method]}, dominance {says}.",
+                of=(method,),
+                holds=holds,
+                criterion=f"{criterion}; {seen}",
+            )
+            for method in ("vanilla", "orthoadam")
+            for says, holds, criterion in trends
+        ),
+        *(
+            claim(
+                says=f"With {optimizer}, softmax-1 removes dominance in every layer.",
+                of=of,
+                holds=lambda a, b: b.layer_means(FRACTION).max() <= a.layer_means(FRACTION).max() / 2,
+                criterion=f"no layer has more than half of softmax's largest; {seen}, with softmax",
+            )
+            for optimizer, of in (("Adam", ("vanilla", "softmax1")), ("OrthoAdam", ("orthoadam", "cured")))
+        ),
+    ]
+
+
+def growth_claims(metric: str, words: str, limit: Callable[[int], float], limit_words: str) -> list[Claim]:
+    """Appendices I.2 and I.3: it grows with Adam, with OrthoAdam from a lower start, and with both methods not at all.
+
+    Args:
+      metric: What grows.
+      words: The same in words.
+      limit: d_model -> the largest value of a vector without outliers.
+      limit_words: The same in words.
+    """
+    seen = f"testable where a layer is above {limit_words}"
+
+    def limit_of(result: Result) -> float:
+        return limit(result.config.model.d_model)
+
+    def above(result: Result, *_: Result) -> bool:
+        return result.layer_means(metric).max() > limit_of(result)
+
+    def starts_lower(orthoadam: Result, vanilla: Result) -> bool:
+        values = orthoadam.layer_means(metric)
+        return _grows(values) and values[0] < vanilla.layer_means(metric)[0]
+
+    claim = partial(Claim, detail=partial(_growth_text, metric), testable=above, most=True)
+    return [
+        *(
+            claim(
+                says=f"With {_WORDS[method]}, the {words} grows with depth.",
+                of=(method,),
+                holds=lambda result: _grows(result.layer_means(metric)),
+                criterion=f"{_GROWS}; {seen}",
+            )
+            for method in ("vanilla", "softmax1")
+        ),
+        claim(
+            says=f"With OrthoAdam alone the {words} grows as well, from a lower start than with Adam.",
+            of=("orthoadam", "vanilla"),
+            holds=starts_lower,
+            criterion=f"{_GROWS}, and the first layer below that of softmax and Adam; {seen}",
+        ),
+        Claim(
+            says=f"With both the {words} stays that of a Gaussian vector in every layer; the paper sees small rises in "
+            "the last layers of two of five models.",
+            of=("vanilla", "cured"),
+            detail=lambda v, c: f"{_text(metric, v, c)}, limit {number(limit_of(v))}",
+            holds=lambda v, c: c.layer_means(metric)[:-1].max(initial=0) <= limit_of(v),
+            criterion=f"all layers but the last at most {limit_words}, in every model; {seen} with softmax and Adam",
+            testable=above,
+        ),
+    ]
+
+
+def _norm_ratio_limit(d_model: int) -> float:
+    return 1.5 * mean_norm_ratio_of_direction(d_model)
+
+
+def max_abs_claims() -> list[Claim]:
+    """Appendices I.4 and J: outliers are established in early layers and persist; both methods together shrink them."""
+    metric = "max_abs_first"
+
+    def outliers(vanilla: Result, *_: Result) -> bool:
+        return vanilla.layer_means("kurtosis_first").max() > gaussian_kurtosis_limit(vanilla.d_model)
+
+    def persist(vanilla: Result) -> bool:
+        values = vanilla.layer_means(metric)
+        return values[len(values) // 4 : -1].min(initial=np.inf) >= values.max() / 2
+
+    seen = "testable where a layer of softmax and Adam has a kurtosis above 3 + 3 sqrt(24 / D), so outliers"
+    claim = partial(Claim, detail=partial(_text, metric), testable=outliers, most=True)
+    return [
+        claim(
+            says="With softmax and Adam, outliers of the first token are established in early layers and persist.",
+            of=("vanilla",),
+            holds=persist,
+            criterion="from layer L / 4 of L on, rounded down, the last aside, no layer has less than half of the "
+            f"largest; {seen}",
+        ),
+        claim(
+            says="Softmax-1 with OrthoAdam has smaller activations of the first token in every layer.",
+            of=("vanilla", "cured"),
+            holds=lambda v, c: (c.layer_means(metric) < v.layer_means(metric)).all(),
+            criterion=f"below softmax and Adam in every layer; {seen}",
+        ),
+    ]
+
+
+def _table(metric: str, label: str) -> MetricTable:
+    def values(numbers: Numbers) -> list[float]:
+        return [numbers[f"{metric}/layer_{layer}"] for layer in range(int(numbers.num_layers))]
+
+    def at(place: float) -> Quantity:
+        return Quantity(f"x = {place:.2g}", lambda of: values(of)[round(place * (len(values(of)) - 1))])
+
+    return MetricTable(
+        f"{label[0].upper()}{label[1:]}, after the layers nearest to x",
+        [
+            *map(at, _PLACES),
+            Quantity("largest", lambda of: max(values(of))),
+            Quantity("in layer", lambda of: float(np.argmax(values(of))) + 1),
+        ],
+        label=lambda result: f"{result.label}, {result.config.model.num_layers} layers",
+    )
+
+
+def _curves(
+    figure: int, metric: str, label: str, y_scale: str, reference: Callable[[Config], tuple[float, str]] | None
+) -> list[LayerCurves]:
+    def curves(offset: int, name: str, words: str, keep: Callable[[Result], bool]) -> LayerCurves:
+        return LayerCurves(
+            name=f"figure{figure + offset}_{name}",
+            caption=f"{words}: {label}, layer by layer.",
+            y_label=label,
+            metrics={metric: ""},
+            y_scale=y_scale,  # pyright: ignore[reportArgumentType]
+            reference=reference,
+            keep=keep,
+            label=lambda result: result.label.removeprefix(f"{words}, "),
+            normalized=True,
+        )
+
+    models = [
+        curves(offset, model, MODELS[model], lambda r, model=model: r.name in GRID and GRID[r.name][0] == model)
+        for model, offset in _OFFSETS.items()
+    ]
+    return [*models, curves(_GIVEN, "given_models", "Given models", lambda r: r.given)]
+
+
+def _experiment(
+    figure: int,
+    metric: str,
+    label: str,
+    y_scale: str,
+    claims: Sequence[Claim],
+    reference: Callable[[Config], tuple[float, str]] | None = None,
+) -> Experiment:
+    """Five figures of one metric: four of our models, two sizes of them in the third, and given models.
+
+    Args:
+      figure: Number of the first.
+      metric: Its key.
+      label: In words.
+      y_scale: "linear" or "log".
+      claims: What the paper says of it.
+      reference: A line in a picture: its value for a config, and what it means.
+    """
+
+    def about(results: Results) -> list[str]:
+        missing = "" if any(result.given for result in results) else "; none was"
+        return [
+            f"Five models by four methods, the runs of Table 2; figure {figure + _GIVEN} is of models given with "
+            f"--model{missing}. Layer m of L, counted from 0, is at x = m / (L - 1). Curves are means over seeds, "
+            "bands go from the smallest to the largest seed."
+        ]
+
+    return Experiment(
+        name=f"figure{figure}",
+        title=f"Figures {figure} to {figure + _GIVEN}: {label}, layer by layer",
+        variants=grid,
+        scales=SCALES,
+        also=tuple(f"figure{n}" for n in range(figure + 1, figure + _GIVEN + 1)),
+        about=about,
+        groups=by_model,
+        tables=(_table(metric, label),),
+        claims=claims,
+        pictures=_curves(figure, metric, label, y_scale, reference),
+        takes_models=True,
+    )
+
+
+EXPERIMENTS = (
+    _experiment(
+        7, FRACTION, "first-token dominance, fraction", "linear", dominance_claims(),
+        lambda config: (chance_of_first(config.data.sequence_length), "by chance"),
+    ),
+    _experiment(
+        12, "kurtosis_first", "kurtosis, first token", "log",
+        growth_claims(
+            "kurtosis_first", "kurtosis of the first token", gaussian_kurtosis_limit,
+            f"{GAUSSIAN:g} + 3 sqrt(24 / D), three standard deviations above a Gaussian's {GAUSSIAN:g}",
+        ),
+        lambda config: (GAUSSIAN, "Gaussian"),
+    ),
+    _experiment(
+        17, "norm_ratio_first", "max|x| / l2 norm, first token", "linear",
+        growth_claims(
+            "norm_ratio_first", "norm ratio of the first token", _norm_ratio_limit,
+            "1.5 times the mean of a Gaussian vector",
+        ),
+        lambda config: (mean_norm_ratio_of_direction(config.model.d_model), "Gaussian"),
+    ),
+    _experiment(22, "max_abs_first", "max |activation|, first token", "log", max_abs_claims()),
+)  # fmt: skip

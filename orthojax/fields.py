@@ -1,3 +1,0 @@
-"""Moved to `orthojax.config`."""
-
-from orthojax.config.fields import *  # noqa: F403
