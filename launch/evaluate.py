@@ -28,6 +28,7 @@ def main(_: list[str]) -> None:
         raise UserError("--checkpoint is missing", allowed="--checkpoint=DIR")
 
     from orthojax import quant
+    from orthojax.files import make_folder, write_text
     from orthojax.progress import Progress, tokenizing_progress
     from orthojax.train import (
         evaluate,
@@ -36,13 +37,11 @@ def main(_: list[str]) -> None:
         is_quantized,
         keep_compiled_programs,
         load,
-        make_folder,
         open_inputs,
         quantize_checkpoint,
         read_config,
         read_json_item,
         require_same_data,
-        write_text,
     )
 
     names = list(quant.MORE_SETTINGS) if FLAGS.settings == ["all"] else FLAGS.settings

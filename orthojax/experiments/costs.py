@@ -11,15 +11,8 @@ import numpy as np
 from orthojax.config import Config, to_json
 from orthojax.files import write_text
 from orthojax.machine import environment
-from orthojax.train import (
-    init_state,
-    interleaved_seconds,
-    make_mesh,
-    make_train_step,
-    median_ratio,
-    optimizer_state_bytes,
-    place_rows,
-)
+from orthojax.timing import interleaved_seconds, median_ratio
+from orthojax.train import init_state, make_mesh, make_train_step, optimizer_state_bytes, place_rows
 
 REPEATS = 15
 
