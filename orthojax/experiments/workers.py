@@ -259,8 +259,8 @@ def serve(connection: Connection) -> None:
         logging.set_verbosity(verbosity)
         setup()
         while (message := connection.recv()) is not None:
-            events = _Events(connection)
-            events.send(*_outcome(*message, events))
+            (do, task), events = message, _Events(connection)
+            events.send(*_outcome(do, task, events))
 
 
 if __name__ == "__main__":
