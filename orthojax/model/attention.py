@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from orthojax.model.layers import Part
 from orthojax.ops import rotary
-from orthojax.ops.attention import attention_logits, attention_weights, dot_product_attention, relaxed_causal_mask
-from orthojax.ops.normalizers import ClippedSoftmax, Normalizer
+from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask
+from orthojax.ops.normalizers import ClippedSoftmax, Normalizer, apply_normalizer
 
 
 class Attention(Part):
@@ -37,9 +37,11 @@ class Attention(Part):
         if c.gated_attention:
             heads *= jax.nn.sigmoid(self.dense("gate", c.num_heads)(x))[..., None]
         output = self.dense("output", c.d_model, writes_residual=True)(heads.reshape(B, T, -1))
+        # `attention_weights` in its two parts, so that both taps share the logits, in gradients too.
+        logits = attention_logits(query, key)
         taps = {
-            "attention_logits": attention_logits(query, key),
-            "attention_weights": attention_weights(query, key, mask=visible, normalizer=normalizer),
+            "attention_logits": logits,
+            "attention_weights": apply_normalizer(normalizer, logits, visible),
             "visible": visible,
             "values": value,
             "value_norms": self._value_norms(value),
