@@ -140,7 +140,7 @@ def test_a_failed_build_leaves_nothing(text_config, tmp_path):
     with pytest.raises(UserError, match="needs more text"):
         open_dataset(dataclasses.replace(text_config, tokenizer="bpe:5000"), cache)
     (tmp_path / "c.txt").write_text("nine char")
-    with pytest.raises(UserError, match=r"no documents for the token file validation\.bin in c\.txt"):
+    with pytest.raises(UserError, match=r"no text for the token file validation\.bin in c\.txt"):
         open_dataset(dataclasses.replace(text_config, paths=(str(tmp_path / "c.txt"),)), cache)
     assert folders(cache) == []
 

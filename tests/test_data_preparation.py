@@ -262,7 +262,7 @@ def test_wrong_requests(tmp_path):
     path.write_text("text")
     with pytest.raises(UserError, match=r"no split 'test' of text\nallowed: train \| validation \| all"):
         prepared(out, path, splits=["test"])
-    with pytest.raises(UserError, match=r"no documents for the token file validation\.bin in a\.txt"):
+    with pytest.raises(UserError, match=r"no text for the token file validation\.bin in a\.txt"):
         prepared(out, path, splits=["validation"])
     assert not [name for name in contents(out) if name != "tokenizer.json"]
     parts = text_parts([str(path)], ["all"], out)

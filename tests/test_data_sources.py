@@ -270,7 +270,7 @@ def test_token_files_are_the_same_after_a_failure_at_any_batch(case, tmp_path, m
     whole.mkdir()
     resumed.mkdir()
     if not texts_of(source, *shard):
-        with pytest.raises(UserError, match=r"no documents for .*\nallowed: at least one document in each shard"):
+        with pytest.raises(UserError, match=r"no text for .*\nallowed: at least one document in each shard"):
             write_token_files(whole, parts, ByteTokenizer(), shard=shard)
         return
     files = write_token_files(whole, parts, ByteTokenizer(), shard=shard)

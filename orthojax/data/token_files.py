@@ -171,7 +171,7 @@ def open_token_file(path: str | Path, *, verify: bool = False) -> TokenFile:
     expected = info.n_tokens * np.dtype(info.dtype).itemsize
     if path.stat().st_size != expected:
         raise UserError(
-            f"token file {path} has {path.stat().st_size} bytes, its sidecar says {expected}: truncated or replaced",
+            f"token file {path} has {path.stat().st_size} bytes, its sidecar says {expected}: cut short or replaced",
             hint=again,
         )
     same = not info.sample_sha256 or sample_sha256(path) == info.sample_sha256

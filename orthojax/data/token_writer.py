@@ -102,7 +102,7 @@ def write_token_files(
 
     Raises:
       UserError: If a file, complete or partial, was created from something else, another process writes it, it cannot
-        be written, or there are no documents for it; and as the reading of the source.
+        be written, or there is no text for it; and as the reading of the source.
     """
     source, paths = parts[0].source, [shard_path(folder / f"{part.name}.bin", *shard) for part in parts]
     created_from = {
@@ -133,7 +133,7 @@ def write_token_files(
         raise UserError(f"cannot write the token file {', '.join(map(str, paths))}: {error}") from error
     if empty:
         raise UserError(
-            f"no documents for the token file {', '.join(empty)} in {source.description}",
+            f"no text for the token file {', '.join(empty)} in {source.description}",
             allowed="at least one document" + (" in each shard: take fewer" if shard[1] > 1 else ""),
         )
     return [open_token_file(path) for path in paths]
