@@ -22,6 +22,7 @@ def tokens(task):
 
 
 def test_statistics_against_plain_counting(task):
+    """And the laws that follow from them."""
     text = default_text()
     follows = collections.defaultdict(collections.Counter)
     for a, b in zip(text, text[1:] + text[0], strict=True):
@@ -34,9 +35,6 @@ def test_statistics_against_plain_counting(task):
         np.testing.assert_allclose(task.transition[i], [*expected, 0.0], rtol=1e-12)
     most = [character for character, _ in shares.most_common(3)]
     assert [task.characters[i] for i in task.triggers] == most == [" ", "e", "t"]
-
-
-def test_laws(task):
     assert task.bos_id == len(task.characters) == task.vocab_size - 1
     np.testing.assert_allclose(task.transition.sum(1), 1.0, rtol=1e-12)
     np.testing.assert_allclose(task.marginal @ task.transition, task.marginal, atol=1e-15)  # pi is stationary
@@ -47,7 +45,7 @@ def test_laws(task):
     np.testing.assert_array_equal(task.transition[task.bos_id], task.first)  # not the marginal, which has triggers
 
 
-def test_invariants(task, tokens):
+def test_batches_keep_the_invariants_and_are_a_function_of_seed_and_step(task, tokens):
     assert tokens.shape == (B, T + 1)
     assert tokens.dtype == np.int32
     trigger = task.is_trigger(tokens)
@@ -58,9 +56,6 @@ def test_invariants(task, tokens):
     row, i = np.nonzero(trigger[:, :-1])
     assert len(row) > 1000
     np.testing.assert_array_equal(tokens[row, i + 1], tokens[row, i - 1])
-
-
-def test_batches_are_a_function_of_seed_and_step(task, tokens):
     task.batch(5, 3, 9, seed=1)
     np.testing.assert_array_equal(task.batch(0, B, T, seed=7), tokens)
     np.testing.assert_array_equal(task.batch(0, B, 9, seed=7), tokens[:, :10])
@@ -134,6 +129,8 @@ def test_oracle_rows(task, tokens):
             else:
                 np.testing.assert_array_equal(law[b, i], task.transition[inputs[b, i]])
     np.testing.assert_array_equal(law[:, 0], np.broadcast_to(task.first, law[:, 0].shape))
+    with pytest.raises(ValueError, match="starts with a trigger"):
+        task.oracle(np.array([[int(task.triggers[0]), 1]]))
 
 
 def test_oracle_has_the_least_cross_entropy(task, tokens):
@@ -158,11 +155,6 @@ def test_oracle_has_the_least_cross_entropy(task, tokens):
     )
 
 
-def test_oracle_needs_a_token_before_a_trigger(task):
-    with pytest.raises(ValueError, match="starts with a trigger"):
-        task.oracle(np.array([[int(task.triggers[0]), 1]]))
-
-
 def test_last_character_without_successor():
     task = BigramBackcopy.from_text("aabaab" * 3 + "z", trigger_count=1)
     z, a = task.characters.index("z"), task.characters.index("a")
@@ -174,16 +166,13 @@ def test_last_character_without_successor():
     assert (after_z == a).all()
 
 
-def test_ties_and_trigger_count():
+def test_ties_and_too_few_characters():
     task = BigramBackcopy.from_text("cbacba", trigger_count=2)
     assert [task.characters[i] for i in task.triggers] == ["a", "b"]
     assert task.is_trigger(np.arange(4)).tolist() == [True, True, False, False]
-
-
-@pytest.mark.parametrize(("text", "count"), [("", 1), ("aaaa", 1), ("abc", 3)])
-def test_too_few_characters(text, count):
-    with pytest.raises(UserError, match=f"cannot have {count} triggers"):
-        BigramBackcopy.from_text(text, count)
+    for text, count in (("", 1), ("aaaa", 1), ("abc", 3)):
+        with pytest.raises(UserError, match=f"cannot have {count} triggers"):
+            BigramBackcopy.from_text(text, count)
 
 
 def test_missing_topics(monkeypatch):
