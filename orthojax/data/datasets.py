@@ -15,7 +15,7 @@ import numpy as np
 
 from orthojax.config import DataConfig
 from orthojax.data.documents import embedded_corpus, text_corpus
-from orthojax.data.preparation import HoldOut, Part, Progress, divided, hold_out_by_text, prepare
+from orthojax.data.preparation import BPE_SAMPLE_BYTES, HoldOut, Part, Progress, divided, hold_out_by_text, prepare
 from orthojax.data.token_files import FORMAT_VERSION, JoinedTokens, TokenFile, Tokens, open_token_files
 from orthojax.data.tokenizers import make_tokenizer, tokenizer_identity
 from orthojax.errors import UserError
@@ -73,7 +73,10 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
         raise ValueError("bigram_backcopy is generated: see orthojax.data.bigram_backcopy")
     identity = tokenizer_identity(config.tokenizer)
     corpus = embedded_corpus() if config.kind == "embedded" else text_corpus(config.paths)
-    key = hashlib.sha256(json.dumps([FORMAT_VERSION, RULES_VERSION, config.kind, corpus.sha256, identity]).encode())
+    rules = [FORMAT_VERSION, RULES_VERSION, config.kind, corpus.sha256, identity]
+    if identity.startswith("bpe:") and corpus.n_bytes > BPE_SAMPLE_BYTES:
+        rules.append("sampled")  # earlier versions trained on all of the text
+    key = hashlib.sha256(json.dumps(rules).encode())
     short = "file" if identity.startswith("sha256:") else identity.replace(":", "")
     folder = Path(cache_dir) / f"{config.kind}-{short}-{key.hexdigest()[:16]}"
     if not folder.is_dir():

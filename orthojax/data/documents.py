@@ -93,6 +93,11 @@ class Source:
     file_count: int
     pieces: Callable[[int, int], list[Piece]]
 
+    @property
+    def n_bytes(self) -> int:
+        """Size on disk, of all pieces."""
+        return sum(piece.n_bytes for piece in self.pieces(0, 1))
+
     def documents(self, index: int = 0, count: int = 1) -> Iterator[Document]:
         """The documents of one shard, or of the whole source."""
         for piece in self.pieces(index, count):

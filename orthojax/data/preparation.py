@@ -195,7 +195,7 @@ def sample(source: Source, limit_bytes: int, parts: int = 64) -> Iterator[Docume
 
     From each come the first documents with limit_bytes / parts bytes of text.
     """
-    if sum(piece.n_bytes for piece in source.pieces(0, 1)) <= limit_bytes:
+    if source.n_bytes <= limit_bytes:
         yield from source.documents()
         return
     for index in range(parts):
@@ -214,8 +214,7 @@ def _shared_tokenizer(path: Path, spec: str, part: Part, progress: Progress | No
         if spec.startswith("bpe:"):
             texts = filter(None, map(part.text, sample(part.source, BPE_SAMPLE_BYTES)))
             if progress:
-                size = sum(piece.n_bytes for piece in part.source.pieces(0, 1))
-                progress(f"training {spec}", 0, min(size, BPE_SAMPLE_BYTES), 0)
+                progress(f"training {spec}", 0, min(part.source.n_bytes, BPE_SAMPLE_BYTES), 0)
         made = make_tokenizer(spec, texts)
         write_text(path, made.serialized)
         return made
