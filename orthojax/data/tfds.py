@@ -75,7 +75,7 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
     Raises:
       UserError: If the metadata, the split, a shard or the feature is missing or invalid.
     """
-    content, splits, present = _read_metadata(folder)
+    content, description, splits, present = _read_metadata(folder)
     name, begin, end = _resolve(split, splits)
     if present is not None and feature not in present:
         raise UserError(
@@ -101,10 +101,8 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
         raise UserError(f"{folder} has the file format {file_format!r}", allowed="tfrecord | array_record")
     digest = hashlib.sha256(json.dumps([content, split, feature]).encode())
     digest.update("".join(f"{path.name} {size}\n" for path, size in zip(paths, sizes, strict=True)).encode())
-    config = content.get("configName", "")
-    description = f"{content['name']}{config and '/' + config}:{content['version']} {split}"
     pieces = functools.partial(_pieces, records, feature, begin, end)
-    return Source(description, digest.hexdigest(), len(paths), pieces)
+    return Source(f"{description} {split}", digest.hexdigest(), len(paths), pieces)
 
 
 def crc32c(data: bytes) -> int:
@@ -150,13 +148,15 @@ def _crc_tables() -> tuple[np.ndarray, list[list[int]]]:
     return table.reshape(-1), table[:4].tolist()
 
 
-def _read_metadata(folder: Path) -> tuple[dict[str, Any], Any, list[str] | None]:
-    """dataset_info.json, its `tfds.core.SplitDict`, and the names of the features; None without features.json."""
+def _read_metadata(folder: Path) -> tuple[dict[str, Any], str, Any, list[str] | None]:
+    """dataset_info.json, the full name, the `tfds.core.SplitDict`, and the features if features.json names them."""
     from etils import epath
     from tensorflow_datasets.core import dataset_info, naming, splits  # slow to import
 
     try:
         content = json.loads((folder / "dataset_info.json").read_bytes())
+        config = content.get("configName", "")
+        description = f"{content['name']}{config and '/' + config}:{content['version']}"
         proto = dataset_info.read_proto_from_builder_dir(folder)
         file_format, place = proto.file_format or "tfrecord", epath.Path(folder)
         template = naming.ShardedFileTemplate(place, dataset_name=proto.name, filetype_suffix=file_format)
@@ -170,7 +170,7 @@ def _read_metadata(folder: Path) -> tuple[dict[str, Any], Any, list[str] | None]
         raise UserError(
             f"{folder} does not describe a data set of TFDS: {problem[:200]}", hint="fetch the folder again"
         ) from None
-    return content, found, present
+    return content, description, found, present
 
 
 def _resolve(split: str, splits: Any) -> tuple[str, int, int]:
