@@ -86,12 +86,10 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
 
 
 class TokenBatches:
-    """Batches of fixed-length rows, as a pure function of the seed and the step.
+    """Batches of fixed-length rows, as a pure function of the seed and the step, which is the position in the data.
 
-    A row has `sequence_length + 1` ids; inputs are row[:-1] and targets row[1:]. The tokens are cut into consecutive
-    rows, row i starting at token i * T. Every row comes once in an epoch, in an order that depends on the seed and the
-    epoch; batches run across the end of an epoch. Calling with a step gives the same batch in any order, in any process
-    and after any restart, so the position in the data is the step.
+    A row has `sequence_length + 1` ids; inputs are row[:-1] and targets row[1:]. Row i starts at token i * T. Every row
+    comes once in an epoch, in an order that depends on the seed and the epoch; batches run across the end of an epoch.
 
     >>> batches = TokenBatches(np.arange(9), sequence_length=4, batch_size=2, seed=0)
     >>> batches.spread_rows(2)
@@ -117,7 +115,7 @@ class TokenBatches:
         Raises:
           UserError: If the tokens do not fill one batch.
         """
-        extra = 0 if bos_id is not None else 1  # the last target lies one past the inputs unless bos shifts them
+        extra = int(bos_id is None)  # the last target lies one past the inputs unless bos shifts them
         # Still the memory map, but slices of a plain array are cheaper.
         self.tokens = tokens if isinstance(tokens, JoinedTokens) else np.asarray(tokens)
         self.sequence_length = sequence_length
@@ -229,9 +227,9 @@ def _open_pair(train_path: Path, validation_path: Path, verify: bool) -> Dataset
 
 def _require_tokenizer(spec: str, dataset: Dataset) -> None:
     """Refuses token files of another tokenizer than the config names; its default names none."""
-    name, sha256 = dataset.provenance["tokenizer"], dataset.provenance["tokenizer_sha256"]
     if spec == DataConfig.tokenizer:
         return
+    name, sha256 = dataset.provenance["tokenizer"], dataset.provenance["tokenizer_sha256"]
     same = tokenizer_identity(spec) == name if spec.startswith("bpe:") else make_tokenizer(spec, ()).sha256 == sha256
     if not same:
         raise UserError(

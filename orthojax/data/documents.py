@@ -5,6 +5,7 @@ sha256 before any text is decoded, so that a cache can be looked up cheaply.
 """
 
 import bz2
+import contextlib
 import dataclasses
 import functools
 import glob
@@ -22,8 +23,8 @@ from typing import IO, Any, NamedTuple
 
 from orthojax.errors import UserError
 
-# Folders of the standard library that are left out: what is no part of it or no text; what Debian and slim images lack,
-# so that the corpus does not depend on the packaging; generated tables and documentation rather than code.
+# Left out of the standard library: what is no part of it or no text; what Debian and slim images lack, so that the
+# corpus does not depend on the packaging; generated tables and documentation rather than code.
 DROPPED_FOLDERS = frozenset(
     [
         *("site-packages", "dist-packages", "__pycache__"),
@@ -124,7 +125,11 @@ def embedded_corpus(root: str | os.PathLike[str] | None = None) -> Source:
         folders[:] = [n for n in folders if n not in DROPPED_FOLDERS and not n.startswith(DROPPED_FOLDER_PREFIX)]
         paths += [Path(parent, name) for name in names if name.endswith(".py") and not name.startswith(DROPPED_FILES)]
     named = sorted((path.relative_to(folder).as_posix(), path) for path in paths)
-    files = [(name, path) for name, path in named if _is_utf8(path)]
+    files = []
+    for name, path in named:
+        with contextlib.suppress(UnicodeDecodeError, OSError):  # OSError: a dangling link
+            path.read_bytes().decode()
+            files.append((name, path))
     if not files:
         raise UserError(
             f"this Python keeps no standard library sources in {folder}",
@@ -134,12 +139,10 @@ def embedded_corpus(root: str | os.PathLike[str] | None = None) -> Source:
 
 
 def text_corpus(paths: Sequence[str | os.PathLike[str]], sha256: str = "") -> Source:
-    """Text and .jsonl files, as `find_files` lists and `read_documents` reads them.
-
-    Only plain .jsonl files are divided between shards.
+    """Text and .jsonl files, as `read_documents` reads them; only plain .jsonl files are divided between shards.
 
     Args:
-      paths: Files, folders and patterns; their order is the order of the documents.
+      paths: As `find_files`.
       sha256: Of these files if known; otherwise they are read to compute it.
 
     Raises:
@@ -246,17 +249,8 @@ def _listing_sha256(files: Sequence[tuple[str, Path]]) -> str:
     return digest.hexdigest()
 
 
-def _is_utf8(path: Path) -> bool:
-    try:
-        path.read_bytes().decode()
-    except (UnicodeDecodeError, OSError):  # OSError: a dangling link
-        return False
-    return True
-
-
 def _is_jsonl(path: Path) -> bool:
-    name = path.name.removesuffix(path.suffix) if path.suffix in _COMPRESSED else path.name
-    return Path(name).suffix == ".jsonl"
+    return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix == ".jsonl"
 
 
 def _read_lines(name: str, path: Path, file: IO[bytes], start: int, stop: int | None) -> Iterator[Item]:

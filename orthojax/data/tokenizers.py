@@ -127,10 +127,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A .model file of sentencepiece run by its own library: no conversion to another format is exact for all of them.
-
-    Texts are normalised as the model says, so decoding need not give the same text.
-    """
+    """A sentencepiece .model run by its own library, since no conversion is exact for all; it may normalise texts."""
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
         rows = self.backend.encode(texts, out_type=int, num_threads=-1) if texts else []
@@ -218,7 +215,7 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
       UserError: If the file is missing, is not a tokenizer, or has no end-of-text token under a usual name.
     """
     file, *merges = _files(str(path))
-    content, *_ = [_read_file(each) for each in (file, *merges)]
+    content, *_ = map(_read_file, (file, *merges))
     spec = Path(path).name if spec is None else spec
     if content == _BYTES_FILE.encode():
         return ByteTokenizer()
@@ -293,7 +290,7 @@ def _gpt2_json(vocabulary: Path, merges: Path) -> str:
 
 
 def _llama3_json(content: bytes, where: Path) -> str:
-    """The tokenizer.json of `tokenizer.model` in Llama 3's own release: lines of a token in base64 and its rank."""
+    """The tokenizer.json of `tokenizer.model` in Llama 3's own release."""
     import tokenizers as hf
 
     allowed = "on every line a token in base64 and its rank, as in the tokenizer.model of Llama 3"
