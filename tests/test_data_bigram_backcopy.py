@@ -89,33 +89,6 @@ def test_frequencies(task, tokens):
     assert chi_square_z(pairs * (shifted > 0), shifted) > 50  # so the test can tell
 
 
-def pair_chain_trigger_shares(task, length):
-    """Exact share of triggers at every position, from the law of (previous, current) pairs."""
-    size, trigger = task.vocab_size, np.isin(np.arange(task.vocab_size), task.triggers)
-    pairs = np.zeros((size, size))
-    pairs[task.bos_id] = task.first
-    shares = [0.0]
-    for _ in range(1, length):
-        shares.append(pairs[:, trigger].sum())
-        following = np.where(trigger, 0.0, pairs.sum(0))[:, None] * task.transition
-        for current in task.triggers:  # (previous, trigger) becomes (trigger, previous)
-            following[current] += pairs[:, current]
-        pairs = following
-    return np.array(shares)
-
-
-def test_trigger_fraction(task):
-    shares = pair_chain_trigger_shares(task, T)
-    assert shares[1] == 0
-    assert 0.2 < shares[-1] < 0.35
-    many = np.concatenate([task.batch(step, B, T, seed=3) for step in range(4)])
-    measured = task.is_trigger(many[:, :-1])
-    error = measured.mean(1).std() / np.sqrt(len(many))
-    assert abs(measured.mean() - shares.mean()) < 5 * error
-    assert 5 * error < 0.02 * shares.mean()  # narrow enough to tell k = 3 from any other k
-    np.testing.assert_allclose(measured.mean(0), shares, atol=5 * np.sqrt(0.25 / len(many)))
-
-
 def test_oracle_rows(task, tokens):
     inputs = tokens[:64, :-1]
     law = task.oracle(inputs)
@@ -142,12 +115,9 @@ def test_oracle_has_the_least_cross_entropy(task, tokens):
     oracle = nats(law)
     entropy = -(law * np.log(np.where(law > 0, law, 1))).sum(-1).mean()
     assert oracle == pytest.approx(entropy, rel=0.01)  # finite, so every token drawn was possible
-    rng = np.random.default_rng(0)
-    uniform = np.ones(task.vocab_size) / task.vocab_size
-    for other in (uniform, task.marginal, rng.dirichlet(uniform)):
-        assert nats(0.98 * law + 0.02 * other) > oracle
     sharper = law**1.1
-    assert nats(sharper / sharper.sum(-1, keepdims=True)) > oracle
+    for other in (0.98 * law + 0.02 / task.vocab_size, sharper / sharper.sum(-1, keepdims=True)):
+        assert nats(other) > oracle
     with_triggers_at_bos = law.copy()
     with_triggers_at_bos[:, 0] = task.marginal
     assert nats(with_triggers_at_bos) == pytest.approx(

@@ -1,6 +1,7 @@
 """Sources of documents, as a contract: shards are the whole, every position resumes, damage is named."""
 
 import bz2
+import functools
 import gzip
 import hashlib
 import itertools
@@ -153,36 +154,27 @@ def opened_tfds(folder):
     return open_tfds(find_folder(folder, "c4/en"), "train")
 
 
-def overwrite(content):
-    return content[:100] + bytes(300) + content[400:]
+def opened_text(folder):
+    return text_corpus([folder])
 
 
 not_utf8 = change("*", lambda content: content[:5] + b"\xff" + content[6:])
 truncated = change("*.*", lambda content: content[:-9])
+zeroed = change("*00000-of*", lambda content: content[:100] + bytes(300) + content[400:])
 CASES = {
-    "text": Case(write_texts, lambda f: text_corpus([f]), not_utf8, "00.txt is not UTF-8 text: byte 0xff at offset 5"),
-    "jsonl": Case(write_jsonl(""), lambda f: text_corpus([f]), truncated, "a.jsonl, line 8[0-9]: not JSON"),
-    **{
-        f"jsonl{suffix}": Case(
-            write_jsonl(suffix), lambda f: text_corpus([f]), truncated, rf"a.jsonl{suffix} is not a complete \w+ file"
-        )
-        for suffix in COMPRESS
-    },
-    "text.gz": Case(
-        lambda f: write_texts(f, ".txt.gz", gzip.compress), lambda f: text_corpus([f]), truncated, "00.txt.gz is not"
-    ),
-    "mixed": Case(
-        write_mixed, lambda f: text_corpus([f]), truncated, "a.jsonl, .*not JSON", KEPT[:41]
-    ),
+    "text": Case(write_texts, opened_text, not_utf8, "00.txt is not UTF-8 text: byte 0xff at offset 5"),
+    "text.gz": Case(lambda f: write_texts(f, ".txt.gz", gzip.compress), opened_text, truncated, "00.txt.gz is not"),
+    "jsonl": Case(write_jsonl(""), opened_text, truncated, "a.jsonl, line 8[0-9]: not JSON"),
+    "mixed": Case(write_mixed, opened_text, truncated, "a.jsonl, .*not JSON", KEPT[:41]),
     "embedded": Case(write_library, embedded_corpus, shutil.rmtree, "no standard library sources"),
-    "tfrecord": Case(
-        write_tfds, opened_tfds, change("*00000-of*", overwrite), r"record \d+ of .*00000-of-00003, at byte \d+"
-    ),
+    "tfrecord": Case(write_tfds, opened_tfds, zeroed, r"record \d+ of .*00000-of-00003, at byte \d+"),
     "array_record": Case(
-        lambda f: write_tfds(f, file_format="array_record"), opened_tfds, change("*00000-of*", overwrite),
-        "split 'train' of .* is corrupt: ",
+        functools.partial(write_tfds, file_format="array_record"), opened_tfds, zeroed, "'train' of .* is corrupt: "
     ),
-}  # fmt: skip
+}
+for suffix in COMPRESS:
+    message = rf"a.jsonl{suffix} is not a complete \w+ file"
+    CASES[f"jsonl{suffix}"] = Case(write_jsonl(suffix), opened_text, truncated, message)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -209,9 +201,8 @@ def test_reading_resumes_at_every_position(case):
     for piece in case[0].open(case[1]).pieces(0, 2):
         items = list(piece.read(piece.start))
         for i, item in enumerate(items):
-            assert [later.document.text for later in piece.read(item.position)] == [
-                later.document.text for later in items[i + 1 :]
-            ]
+            later = [item.document.text for item in items[i + 1 :]]
+            assert [item.document.text for item in piece.read(item.position)] == later
         offsets = [item.offset - piece.offset for item in items]
         assert offsets == sorted(offsets)
         assert all(0 < offset for offset in offsets)
