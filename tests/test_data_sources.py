@@ -403,9 +403,10 @@ def test_text_split_of_many_documents():
     train, validation = split_by_text(documents)
     assert sorted(train + validation) == sorted(documents)
     assert len(validation) == 4
-    assert not {text for _, text in train} & {text for _, text in validation}  # twins stay together
+    held_out = {text for _, text in validation}
+    assert held_out.isdisjoint(text for _, text in train)  # twins stay together
     renamed = [Document("other " + name, text) for name, text in reversed(documents)]
-    assert {text for _, text in split_by_text(renamed)[1]} == {text for _, text in validation}
+    assert {text for _, text in split_by_text(renamed)[1]} == held_out
 
 
 def test_text_split_of_text_without_end():
@@ -506,35 +507,32 @@ def test_records_that_are_no_text(tmp_path, record, message):
 # TFDS folders.
 
 
-def test_slices_features_and_versions(tmp_path):
+def test_versions(tmp_path):
     for version in ("3.0.1", "10.0.0", "9.1.0"):
         write_tfds(tmp_path, version=version)
     (tmp_path / "c4/en/11.0.0.incomplete").mkdir()
     assert find_folder(tmp_path, "c4/en").name == "10.0.0"
     folder = find_folder(tmp_path, "c4/en:3.0.1")
     assert find_folder(folder, "") == folder
-    source = open_tfds(folder, "train[20%:]")
-    assert (source.description, source.file_count) == ("c4/en:3.0.1 train[20%:]", 3)
-    for split, kept in {
-        "[20%:]": TEXTS[10:],
-        "[13:40]": TEXTS[13:40],
-        "[-10:-5]": TEXTS[40:45],
-        "[7%:88%]": TEXTS[4:44],
-    }.items():
-        assert texts_of(open_tfds(folder, f"train{split}")) == [text for text in kept if text]
-    assert texts_of(open_tfds(folder, "train", "url")) == ["http://a.b"] * 50
-    for dataset, message in (
-        ("c4/en:3.1.0", r"no version '3\.1\.0' of c4/en in .*\nallowed: 3\.0\.1 \| 9\.1\.0 \| 10\.0\.0"),
-        ("c4", r"no data set 'c4' in .*\nallowed: c4/en"),
-        ("lm1b:1.1.0", "no data set 'lm1b'"),
-        ("", r"no dataset_info\.json\nallowed: c4/en"),
+    for home, dataset, message in (
+        (tmp_path, "c4/en:3.1.0", r"no version '3\.1\.0' of c4/en in .*\nallowed: 3\.0\.1 \| 9\.1\.0 \| 10\.0\.0"),
+        (tmp_path, "c4", r"no data set 'c4' in .*\nallowed: c4/en"),
+        (tmp_path, "lm1b:1.1.0", "no data set 'lm1b'"),
+        (tmp_path, "", r"no dataset_info\.json\nallowed: c4/en"),
+        (folder, "c4", r"NAME/CONFIG/VERSION/dataset_info\.json, and none is there"),
+        (tmp_path / "nowhere", "c4", "there is no folder"),
     ):
         with pytest.raises(UserError, match=message):
-            find_folder(tmp_path, dataset)
-    with pytest.raises(UserError, match=r"NAME/CONFIG/VERSION/dataset_info\.json, and none is there"):
-        find_folder(folder, "c4")
-    with pytest.raises(UserError, match="there is no folder"):
-        find_folder(tmp_path / "nowhere", "c4")
+            find_folder(home, dataset)
+
+
+def test_slices_and_features(tmp_path):
+    folder = write_tfds(tmp_path)
+    source = open_tfds(folder, "train[20%:]")
+    assert (source.description, source.file_count) == ("c4/en:3.0.1 train[20%:]", 3)
+    for split, start, stop in (("[20%:]", 10, 50), ("[13:40]", 13, 40), ("[-10:-5]", 40, 45), ("[7%:88%]", 4, 44)):
+        assert texts_of(open_tfds(folder, f"train{split}")) == [text for text in TEXTS[start:stop] if text]
+    assert texts_of(open_tfds(folder, "train", "url")) == ["http://a.b"] * 50
 
 
 @pytest.mark.parametrize(
