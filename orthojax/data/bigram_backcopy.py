@@ -37,22 +37,15 @@ class BigramBackcopy:
       x_{i+1} = x_{i-1} if x_i is in T (backcopy), else x_{i+1} ~ P[x_i] (bigram).
 
     So two triggers are never adjacent, and <s> does not recur.
-
-    Attributes:
-      characters: The alphabet, sorted; id i is characters[i].
-      bos_id: Id of <s>, V - 1.
-      triggers: int [k], the k most frequent characters, the most frequent first.
-      marginal: pi, float64 [V]; 0 for <s>.
-      first: The distribution of x_1, float64 [V]; 0 for triggers and <s>.
-      transition: P, float64 [V, V]. The row of a character has the frequencies of its successors in the text, read as a
-        circle so that its last character has one too (and pi P = pi exactly). The row of <s> is `first`.
     """
 
-    characters: tuple[str, ...]
-    bos_id: int
-    triggers: np.ndarray
-    marginal: np.ndarray
-    first: np.ndarray
+    characters: tuple[str, ...]  # the alphabet, sorted; id i is characters[i]
+    bos_id: int  # <s>, V - 1
+    triggers: np.ndarray  # int [k], the k most frequent characters, the most frequent first
+    marginal: np.ndarray  # pi, float64 [V]; 0 for <s>
+    first: np.ndarray  # the distribution of x_1, float64 [V]; 0 for triggers and <s>
+    # P, float64 [V, V]. The row of a character has the frequencies of its successors in the text, read as a circle so
+    # that its last character has one too (and pi P = pi exactly). The row of <s> is `first`.
     transition: np.ndarray
     # For sampling: all characters of the text grouped by the one before them, and those that may come first. A draw
     # from P[x] picks an occurrence of x in the text, and takes its successor.

@@ -27,28 +27,16 @@ RULES_VERSION = 3
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """Tokens to train and to validate on, whatever they came from.
+    """Tokens to train and to validate on, whatever they came from."""
 
-    Attributes:
-      vocab_size: One more than the largest possible id.
-      bos_id: Id that starts a row where rows start with one.
-      eos_id: Id that follows every document.
-      train: uint16 or uint32 [n], a read-only memory map or, for several files, what reads as one.
-      validation: The same of the validation split.
-      validation_bytes: UTF-8 bytes of the validation text; bits per byte are nats per token / ln 2 times
-        len(validation) / validation_bytes.
-      tokenizer_path: The tokenizer, for `load_tokenizer`; None if only its ids are here.
-      provenance: JSON values that identify the tokens: names, counts and sha256s of source, tokenizer and files.
-    """
-
-    vocab_size: int
-    bos_id: int
-    eos_id: int
-    train: Tokens
+    vocab_size: int  # one more than the largest possible id
+    bos_id: int  # starts a row where rows start with one
+    eos_id: int  # follows every document
+    train: Tokens  # uint16 or uint32 [n], a read-only memory map or, for several files, what reads as one
     validation: Tokens
-    validation_bytes: int
-    tokenizer_path: Path | None
-    provenance: dict[str, Any]
+    validation_bytes: int  # of its text in UTF-8: bits per byte = nats per token / ln 2 * len(validation) / these
+    tokenizer_path: Path | None  # for `load_tokenizer`; None if only its ids are here
+    provenance: dict[str, Any]  # JSON: names, counts and sha256s of source, tokenizer and files
 
 
 def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progress | None = None) -> Dataset:

@@ -62,36 +62,22 @@ class Item(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A contiguous part of one file or data set.
+    """A contiguous part of one file or data set."""
 
-    Attributes:
-      read: Yields the documents from a position to the end of the piece.
-      start: The first position.
-      n_bytes: Size on disk; exact for text files, otherwise from the mean size of the records.
-      offset: `Item.offset` at the start of the piece.
-    """
-
-    read: Callable[[int], Iterator[Item]]
-    start: int
-    n_bytes: int
-    offset: int
+    read: Callable[[int], Iterator[Item]]  # the documents from a position to the end of the piece
+    start: int  # the first position
+    n_bytes: int  # on disk; exact for text files, otherwise from the mean size of the records
+    offset: int  # `Item.offset` at the start
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Documents in a fixed order.
+    """Documents in a fixed order."""
 
-    Attributes:
-      description: For reports.
-      sha256: Identity. Of text files, the sha256 of the listing that `sha256sum` prints for them.
-      file_count: Number of files.
-      pieces: (i, n) -> the i-th of n consecutive shards of about equal size on disk, as pieces. The documents of all
-        shards in order are those of (0, 1).
-    """
-
-    description: str
-    sha256: str
+    description: str  # for reports
+    sha256: str  # identity; of text files, the sha256 of the listing that `sha256sum` prints for them
     file_count: int
+    # (i, n) -> the i-th of n consecutive shards of about equal size on disk; those of all shards are those of (0, 1).
     pieces: Callable[[int, int], list[Piece]]
 
     @property

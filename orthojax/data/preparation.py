@@ -33,14 +33,12 @@ Progress = Callable[..., Any]  # (what is being done, bytes of the source done, 
 class HoldOut:
     """A rule that divides documents into train and validation, found once, that holds for each document alone.
 
-    Attributes:
-      rule: `name` sets files aside by the sha256 of their names, 3 in 32; `text` documents by the sha256 of their
-        texts; `end` the last tenth of the characters of each document.
-      limit: Of `text`: the largest sha256 that is set aside, its first eight bytes as a number.
+    `name` holds out files by the sha256 of their names, 3 in 32; `text` documents by the sha256 of their texts; `end`
+    the last tenth of the characters of each document.
     """
 
     rule: Literal["name", "text", "end"]
-    limit: int = 0
+    limit: int = 0  # of `text`: the largest sha256 that is held out, its first eight bytes as a number
 
     def part(self, split: str, document: Document) -> str:
         """What of a document belongs to `train`, `validation` or `all`; '' if nothing does."""
@@ -59,7 +57,7 @@ class HoldOut:
 def hold_out_by_text(documents: Iterable[Document]) -> HoldOut:
     """The rule for the user's text, wherever the files lie.
 
-    The tenth of the different texts (rounded down) with the smallest sha256 is set aside, so that equal texts are on
+    The tenth of the different texts (rounded down) with the smallest sha256 is held out, so that equal texts are on
     the same side. The first 4,096 determine it to half a percent of the whole; no more are read. With fewer than 20
     different texts it is the last tenth of the characters of each document.
 
@@ -77,7 +75,7 @@ def hold_out_by_text(documents: Iterable[Document]) -> HoldOut:
 
 
 def divided(source: Source, hold_out: HoldOut, splits: Sequence[str]) -> list[Part]:
-    """Splits of a source by a rule: `train` and `validation`, or `all`, with nothing set aside."""
+    """Splits of a source by a rule: `train` and `validation`, or `all`, with nothing held out."""
     return [Part(split, split, source, functools.partial(hold_out.part, split)) for split in splits]
 
 
@@ -109,7 +107,7 @@ def text_parts(paths: Sequence[str] | None, splits: Sequence[str], folder: Path)
     if source.sha256 == known.get("sha256"):  # also if only a date changed: the rule of an earlier version stays
         hold_out = HoldOut(**known["hold_out"])
     elif list(splits) == ["all"]:
-        return divided(source, HoldOut("end"), splits)  # a rule that is not asked
+        return divided(source, HoldOut("end"), splits)  # never consulted
     else:
         hold_out = hold_out_by_text(source.documents())
     if not unchanged:

@@ -30,45 +30,25 @@ _SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
 
 @dataclasses.dataclass(frozen=True)
 class TokenFileInfo:
-    """The sidecar of a token file.
-
-    Attributes:
-      format_version: Of this format.
-      dtype: `uint16` if every id fits, else `uint32`; little-endian.
-      n_tokens: Ids in the file, end-of-text ids included.
-      n_bytes: UTF-8 bytes of the text; n_bytes / n_tokens turns nats per token into bits per byte.
-      n_documents: Documents.
-      vocab_size: One more than the largest possible id.
-      bos_id: Of the tokenizer.
-      eos_id: Of the tokenizer; follows every document.
-      tokenizer: Its name.
-      tokenizer_sha256: Of its file.
-      source: What was tokenised.
-      source_sha256: Of the corpus; '' if unknown.
-      file_count: Files of the corpus; 0 if unknown.
-      split: `train`, `validation` or any other name.
-      data_sha256: Of the .bin file.
-      sample_sha256: Of a few blocks of it, compared whenever it is opened; '' in files of earlier versions.
-      shard: `i/n` if the file is one of several that belong together, '' otherwise.
-    """
+    """The sidecar of a token file."""
 
     format_version: int
-    dtype: str
-    n_tokens: int
-    n_bytes: int
+    dtype: str  # `uint16` if every id fits, else `uint32`; little-endian
+    n_tokens: int  # end-of-text ids included
+    n_bytes: int  # of the text in UTF-8; n_bytes / n_tokens turns nats per token into bits per byte
     n_documents: int
-    vocab_size: int
+    vocab_size: int  # one more than the largest possible id
     bos_id: int
-    eos_id: int
-    tokenizer: str
-    tokenizer_sha256: str
-    source: str
-    source_sha256: str
-    file_count: int
-    split: str
-    data_sha256: str
-    sample_sha256: str = ""
-    shard: str = ""
+    eos_id: int  # follows every document
+    tokenizer: str  # its name
+    tokenizer_sha256: str  # of its file
+    source: str  # what was tokenised
+    source_sha256: str  # of the corpus; '' if unknown
+    file_count: int  # of the corpus; 0 if unknown
+    split: str  # `train`, `validation` or any other name
+    data_sha256: str  # of the .bin file
+    sample_sha256: str = ""  # of a few blocks of it, compared whenever it is opened; '' in files of earlier versions
+    shard: str = ""  # `i/n` if the file is one of several that belong together
 
 
 class JoinedTokens:
@@ -102,17 +82,11 @@ Tokens = np.ndarray | JoinedTokens
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """An open token file, or all shards of one.
+    """An open token file, or all shards of one."""
 
-    Attributes:
-      path: The .bin file, as it was named.
-      info: The sidecar; that of shards has their sums, and as data_sha256 the sha256 of the lines of theirs.
-      tokens: uint16 or uint32 [n_tokens], a read-only memory map or several.
-    """
-
-    path: Path
-    info: TokenFileInfo
-    tokens: Tokens
+    path: Path  # the .bin file, as it was named
+    info: TokenFileInfo  # that of shards has their sums, and as data_sha256 the sha256 of the lines of theirs
+    tokens: Tokens  # uint16 or uint32 [n_tokens], a read-only memory map or several
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -44,19 +44,12 @@ Report = Callable[[int, int, int], Any]  # (bytes of the source done, bytes in t
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A split of a source.
+    """A split of a source."""
 
-    Attributes:
-      name: Of the token file, without its suffix.
-      split: For the sidecar.
-      source: The documents.
-      text: What of a document belongs to it; '' if nothing does.
-    """
-
-    name: str
-    split: str
+    name: str  # of the token file, without its suffix
+    split: str  # for the sidecar
     source: Source
-    text: Callable[[Document], str]
+    text: Callable[[Document], str]  # what of a document belongs to it; '' if nothing does
 
 
 class _Text(NamedTuple):

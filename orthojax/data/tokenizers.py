@@ -50,22 +50,14 @@ _LLAMA3_SPECIAL = (
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer(abc.ABC):
-    """Turns text into ids below `vocab_size` and back.
+    """Encodes text as ids below `vocab_size`, and decodes them."""
 
-    Attributes:
-      spec: The name under which it was asked for: `bytes`, `bpe:N` or a file name.
-      vocab_size: One more than the largest id.
-      bos_id: Id that starts a row where rows start with one; `eos_id` if the tokenizer has only that.
-      eos_id: Id that follows every document.
-      serialized: Content of the file that `save` writes.
-      backend: The `tokenizers.Tokenizer` or `sentencepiece.SentencePieceProcessor`.
-    """
-
-    spec: str
-    vocab_size: int
-    bos_id: int
-    eos_id: int
-    serialized: str = dataclasses.field(repr=False)
+    spec: str  # the name under which it was asked for: `bytes`, `bpe:N` or a file name
+    vocab_size: int  # one more than the largest id
+    bos_id: int  # starts a row where rows start with one; `eos_id` if the tokenizer has only that
+    eos_id: int  # follows every document
+    serialized: str = dataclasses.field(repr=False)  # content of the file that `save` writes
+    # The `tokenizers.Tokenizer` or `sentencepiece.SentencePieceProcessor`.
     backend: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
