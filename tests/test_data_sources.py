@@ -309,10 +309,7 @@ def test_text_files(tmp_path):
         ("a.jsonl", b'{"text": "ab\\ud800"}', 0, r"a\.jsonl, line 1: .*not valid Unicode at character 2"),
         ("a.jsonl", b'{"text": "x"}\n{"text": 1}\n', 5, r"a\.jsonl, the line at byte 14: no string"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', 14, "byte 0xff at offset 24"),
-        ("a.txt.gz", b"plain", 0, r"a\.txt\.gz is not a complete gzip file"),
-        ("a.txt.bz2", b"plain", 0, r"a\.txt\.bz2 is not a complete bzip2 file"),
-        ("a.txt.xz", b"plain", 0, r"a\.txt\.xz is not a complete xz file"),
-        ("a.txt.zst", b"plain", 0, r"a\.txt\.zst is not a complete zstd file"),
+        *((f"a.txt{suffix}", b"plain", 0, rf"a\.txt{suffix} is not a complete \w+ file") for suffix in COMPRESS),
     ],
 )
 def test_bad_files(tmp_path, name, content, start, message):
@@ -342,13 +339,11 @@ def test_folders_and_patterns(tmp_path):
 
 
 def test_sha256_is_that_of_a_checksum_listing(tmp_path):
-    paths = [tmp_path / "a.txt", tmp_path / "b.md"]
-    for path, text in zip(paths, ("one", "two"), strict=True):
-        path.write_text(text)
-    listing = "".join(f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}\n" for p in paths)
-    assert text_corpus(paths).sha256 == hashlib.sha256(listing.encode()).hexdigest()
-    paths[0].rename(tmp_path / "c.txt")
-    assert text_corpus([tmp_path / "c.txt", paths[1]]).sha256 != hashlib.sha256(listing.encode()).hexdigest()
+    for names in (["a.txt", "b.md"], ["c.txt", "b.md"]):
+        for name, text in zip(names, ("one", "two"), strict=True):
+            (tmp_path / name).write_text(text)
+        listing = "".join(f"{hashlib.sha256((tmp_path / p).read_bytes()).hexdigest()}  {p}\n" for p in names)
+        assert text_corpus([tmp_path / p for p in names]).sha256 == hashlib.sha256(listing.encode()).hexdigest()
 
 
 # The embedded corpus.
@@ -378,7 +373,7 @@ def test_the_real_embedded_corpus():
     assert {"argparse.py", "asyncio/tasks.py", "typing.py"} <= set(names)
     assert names == sorted(names)
     assert 300 < corpus.file_count < 800
-    assert 6e6 < sum(piece.n_bytes for piece in corpus.pieces(0, 1)) < 12e6
+    assert 6e6 < corpus.n_bytes < 12e6
     assert embedded_corpus().sha256 == corpus.sha256
     rule = HoldOut("name")
     sizes = {split: [len(rule.part(split, document)) for document in documents] for split in ("train", "validation")}
@@ -447,9 +442,6 @@ def test_the_sample_of_a_long_source_comes_from_everywhere(tmp_path):
 @hypothesis.example(bytes(1024))
 def test_crc32c_is_the_division_of_polynomials(data):
     assert crc32c(data) == bitwise_crc32c(data)
-
-
-def test_crc32c_of_the_standard():
     for data, crc in ((bytes(32), 0x8A9136AA), (b"\xff" * 32, 0x62A8AB43), (bytes(range(32)), 0x46DD794E)):
         assert crc32c(data) == crc  # RFC 3720, B.4
 
