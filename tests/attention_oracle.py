@@ -1,5 +1,6 @@
 """What every implementation of attention must compute, in float64 NumPy, and stand-ins for cuDNN's two kernels."""
 
+import contextlib
 import functools
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.interpreters import mlir
 
-from orthojax.ops.attention import dot_product
+from orthojax.ops.attention import cudnn, dot_product
 from orthojax.ops.normalizers import ClippedSoftmax
 
 SINK = np.array([0.3, -1.0, 2.0, 0.0])
@@ -77,8 +78,9 @@ def reference(q, k, v, bias=0.0, *, normalizer="softmax1", scale=None, local_win
 def check_definition(attend, arrays, normalizer, *, rtol, atol, slope_tolerance, gradients=True, **options):
     """Output and gradients of attend(q, k, v, [bias], normalizer=, **options): the definition and its slopes.
 
-    Arrays are float64 NumPy, given to `attend` in the widest dtype that JAX has; the slope of sum(output * weights) is
-    that along one random direction of each array, and of the sinks if the normalizer is an array.
+    Rows that the definition leaves empty are exact zeros, and so are the gradients of their queries. Arrays are float64
+    NumPy, given to `attend` in the widest dtype that JAX has; the slope of sum(output * weights) is that along one
+    random direction of each array, and of the sinks if the normalizer is an array.
     """
     learned = isinstance(normalizer, np.ndarray)
     point = [np.asarray(jnp.asarray(a), np.float64) for a in (*arrays, *([normalizer] if learned else []))]
@@ -94,7 +96,10 @@ def check_definition(attend, arrays, normalizer, *, rtol, atol, slope_tolerance,
         return output, pullback(jnp.asarray(weights, output.dtype)) if gradients else ()
 
     output, slopes = jax.jit(both)(*map(jnp.asarray, point))
-    np.testing.assert_allclose(output, call(reference, point, options), rtol=rtol, atol=atol)
+    expected = call(reference, point, options)
+    np.testing.assert_allclose(output, expected, rtol=rtol, atol=atol)
+    empty = (expected == 0.0).all(-1)
+    assert all((np.asarray(array)[empty] == 0.0).all() for array in (output, *slopes[:1]))
     for i, gradient in enumerate(slopes):
         direction = normal(*gradient.shape, seed=7 + i)
         ends = ([*point[:i], point[i] + step * direction, *point[i + 1 :]] for step in (1e-5, -1e-5))
@@ -131,7 +136,6 @@ def _logits(query, key, bias, query_lengths, key_lengths, parameters):
 
 
 def _kernel_forward(query, key, value, bias, query_lengths, key_lengths, *_, **parameters):
-    assert parameters["is_training"]
     x = _logits(query, key, bias, query_lengths, key_lengths, parameters)
     lse = jax.nn.logsumexp(x, -1)
     value = jnp.repeat(value, query.shape[2] // value.shape[2], 2).astype(jnp.float32)
@@ -170,10 +174,16 @@ _STAND_INS = {
 }
 
 
+@contextlib.contextmanager
 def cudnn_stand_ins():
-    """Generator of a fixture: cuDNN's primitives run on CPU, as these formulas."""
+    """Within it cuDNN's primitives run on CPU, as these formulas."""
     for primitive, rule in _STAND_INS.items():
         mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=True), platform="cpu")
     yield
     for primitive in _STAND_INS:
         del mlir._platform_specific_lowerings["cpu"][primitive]
+
+
+def attend_by_cudnn(query, key, value, bias=None, mask=None, *, normalizer="softmax1", **options):
+    """cuDNN's attention in any dtype, past the refusal of float32."""
+    return cudnn.attend(dot_product.prepare_inputs(query, key, value, bias, mask, normalizer=normalizer, **options))
