@@ -18,7 +18,7 @@ from attention_oracle import check_definition, cudnn_stand_ins, normal, qkv
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from orthojax.ops.attention import ATTENTION_NAME, cudnn, cudnn_kernel, dot_product_attention, xla
+from orthojax.ops.attention import cudnn, cudnn_kernel, dot_product_attention, xla
 from orthojax.ops.attention.dot_product import prepare_inputs
 
 B, N, H = 2, 4, 8
@@ -94,13 +94,11 @@ def _meshed(case):
 
 def _placed(mesh, arrays, kind):
     """Rows cut over both axes. Bias and sink are whole where the compiler may choose, or else cut like their axes."""
-    rows = P("data", None, "tensor", None)
-    keys = rows if arrays[1].shape[2] > 1 else P("data")
-    specs = [rows, keys, keys, P(), P()]
+    rows, bias = P("data", None, "tensor", None), arrays[3].shape
+    keys, specs = rows if arrays[1].shape[2] > 1 else P("data"), [P(), P()]
     if kind == AxisType.Explicit:
-        bias = arrays[3].shape
-        specs[3:] = [P("data" if bias[0] == B else None, "tensor" if bias[1] == N else None, None, None), P("tensor")]
-    return [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
+        specs = [P("data" if bias[0] == B else None, "tensor" if bias[1] == N else None, None, None), P("tensor")]
+    return jax.device_put(list(arrays), [NamedSharding(mesh, spec) for spec in (rows, keys, keys, *specs)])
 
 
 @pytest.mark.usefixtures("kernels")
@@ -260,28 +258,6 @@ def test_one_kernel_forward_and_one_backward(normalizer):
     kernels, _ = _for_cuda(jax.grad(f, (0, 1, 2)), *HALF[:3])
     assert kernels == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
     assert ("exponential" in text or "logistic" in text) == (normalizer != "softmax")  # no gate where there is no sink
-
-
-def test_a_remat_policy_that_saves_the_name_runs_attention_once():
-    policies = jax.checkpoint_policies
-    named = policies.save_only_these_names(ATTENTION_NAME)
-
-    def kernels(policy):
-        def layer(x, _):
-            q = x.reshape(B, 6, N, H)
-            x = x + jnp.tanh(_cudnn(q, q[:, :, :2], q[:, :, 2:], normalizer=SINK)).reshape(x.shape)
-            return x @ jnp.eye(N * H, dtype=x.dtype), None
-
-        body = layer if policy is None else jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        loss = lambda x: jnp.sum(jax.lax.scan(body, x, length=2)[0].astype(jnp.float32))  # noqa: E731
-        names, _ = _for_cuda(jax.grad(loss), HALF[0].reshape(B, 6, N * H))
-        return names.count("__cudnn$fmhaSoftmax"), names.count("__cudnn$fmhaSoftmaxBackward")
-
-    assert kernels(None) == (1, 1)
-    assert kernels(policies.nothing_saveable) == (2, 1)  # what the name is for
-    assert kernels(named) == (1, 1)
-    dots = policies.dots_with_no_batch_dims_saveable
-    assert kernels(policies.save_from_both_policies(dots, named)) == (1, 1)
 
 
 @pytest.mark.parametrize(("wanted", "mask", "has_gradient"), [(0, False, False), (3, False, True), (0, True, False)])

@@ -268,17 +268,11 @@ def test_softmax_takes_no_sinks_where_every_row_sees_something():
 @pytest.mark.parametrize(
     ("length", "block"), [(128, 128), (256, 256), (640, 128), (768, 256), (1000, 512), (1536, 512)]
 )
-def test_blocks_are_the_largest_that_divide_the_length(length, block, monkeypatch):
-    made = []
-    monkeypatch.setattr(splash_kernel.kernels, "BlockSizes", lambda **sizes: made.append(sizes))
-    monkeypatch.setattr(splash_kernel.kernels, "make_splash_mha", lambda *_, **__: None)
+def test_blocks_are_the_largest_that_divide_the_length(length, block):
     visible = splash_kernel.Visible((-(-length // 128) * 128, 128), None, 0, None)
-    splash_kernel._kernel(visible, interpret=False, with_lse=True)
-    assert {name: size for name, size in made[0].items() if "block_q" in name} == {
-        "block_q": block,
-        "block_q_dkv": block,
-    }
-    assert {size for name, size in made[0].items() if "kv" in name and "q" not in name} == {128}
+    sizes = splash_kernel._kernel(visible, interpret=False, with_lse=True).kwargs["block_sizes"]
+    assert (sizes.block_q, sizes.block_q_dkv) == (block, block)
+    assert {sizes.block_kv, sizes.block_kv_compute, sizes.block_kv_dkv, sizes.block_kv_dkv_compute} == {128}
 
 
 def test_long_sequences_lower_to_programs_without_a_mask_of_all_pairs():

@@ -165,13 +165,6 @@ def test_softmax1_is_right_for_extreme_logits(dtype, size):
     np.testing.assert_allclose(np.asarray(alone, np.float64), 1 / 3 if size > 0 else 0.0, rtol=4e-3)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_softmax1_of_large_negative_half_precision_logits_does_not_underflow_early(dtype):
-    x = jnp.array([-9.0, -8.0, -7.0], dtype)  # a shift by the row max alone would add exp(7) to the denominator's 1
-    exact = np.exp([-9.0, -8.0, -7.0]) / (1.0 + np.exp([-9.0, -8.0, -7.0]).sum())
-    np.testing.assert_allclose(np.asarray(softmax1(x), np.float64), exact, rtol=2.0**-8)
-
-
 @pytest.mark.parametrize("n", [0.0, 1e-300, 1e-30, 1.0, 1e30])
 @pytest.mark.parametrize("size", [-1e4, -100.0, 100.0, 1e4])
 def test_large_logits_are_right_for_every_n_and_sink(n, size):
