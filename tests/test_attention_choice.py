@@ -168,18 +168,11 @@ def test_a_model_on_cudnn_attends_once_forward_unless_it_keeps_nothing_and_once_
 
 def test_none_picks_for_the_device_of_arrays_and_for_the_default_device_of_traces(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert dot_product._platform(Q) == "cpu"
-
-    def traced():
-        seen = []
-        jax.eval_shape(lambda q: (seen.append(dot_product._platform(q)), q)[1], Q)
-        return seen[0]
-
-    assert traced() == "gpu"
-    with jax.default_device(jax.devices("cpu")[1]):
-        assert traced() == "cpu"
-    with jax.default_device("tpu"):
-        assert traced() == "tpu"
+    seen = [dot_product._platform(Q)]
+    for device in (None, jax.devices("cpu")[1], "tpu"):
+        with jax.default_device(device):
+            jax.eval_shape(lambda q: (seen.append(dot_product._platform(q)), q)[1], Q)
+    assert seen == ["cpu", "gpu", "cpu", "tpu"]
 
 
 # `attention_fn` inside flax's own MultiHeadAttention, linen and nnx.

@@ -150,14 +150,14 @@ def test_inside_shard_map_it_is_attention_of_the_parts(case):
 # Precision and extremes.
 
 
-def test_the_gate_with_plain_differentiation_fails_the_same_check(kernels):
-    del kernels
+def naive(q, k, v, normalizer="softmax1", is_causal=False):
+    """The gate with plain differentiation."""
+    del normalizer
+    output, lse = jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, return_residual=True)
+    return output * jax.nn.sigmoid(lse)[..., None]
 
-    def naive(q, k, v, normalizer, is_causal):
-        output, lse = jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, return_residual=True)
-        return output * jax.nn.sigmoid(lse)[..., None]
 
-    check_definition(_attend, qkv(6, 6), "softmax1", **TOLERANCES, is_causal=True)
+def test_the_gate_with_plain_differentiation_fails_the_check_of_gradients():
     # The output and the value's gradient are right, so nobody would notice.
     check_definition(naive, qkv(6, 6), "softmax1", **TOLERANCES, is_causal=True, gradients=False)
     with pytest.raises(AssertionError):
@@ -441,13 +441,8 @@ def test_an_old_gpu_is_refused_without_trying(gpu):
 
 
 def test_a_kernel_that_is_wrong_in_its_gradients_alone_is_found(gpu):
-    def naive(inputs):
-        output, lse = jax.nn.dot_product_attention(
-            inputs.query, inputs.key, inputs.value, is_causal=inputs.is_causal, return_residual=True
-        )
-        return output * jax.nn.sigmoid(lse)[..., None]
-
-    for wrong in (naive, lambda inputs: xla.attend(inputs) * jnp.nan):
+    by_parts = lambda inputs: naive(inputs.query, inputs.key, inputs.value, is_causal=inputs.is_causal)  # noqa: E731
+    for wrong in (by_parts, lambda inputs: xla.attend(inputs) * jnp.nan):
         gpu((9, 0), wrong)
         assert "is wrong: it differs" in _probe()
 
@@ -463,9 +458,8 @@ def test_a_kernel_that_fails_comes_with_advice(gpu, tmp_path):
     )
     (tmp_path / "libnvrtc-builtins.so.13.0").write_text("not a library")
     gpu((9, 0), fails, [tmp_path])
-    problem = _probe()
-    assert f"LD_LIBRARY_PATH={tmp_path}:$LD_LIBRARY_PATH" in problem
-    assert "libnvrtc-builtins.so.13.0" in problem  # what could not be loaded
+    for part in (f"LD_LIBRARY_PATH={tmp_path}:$LD_LIBRARY_PATH", "libnvrtc-builtins.so.13.0"):  # what did not load
+        assert part in _probe()
 
 
 def test_the_builtins_are_loaded_before_the_kernel_is_tried(gpu, monkeypatch, tmp_path):

@@ -75,27 +75,20 @@ def test_half_precision_is_the_float32_result_rounded_once(name, dtype):
     np.testing.assert_array_equal(y, expected.astype(dtype))
 
 
-@pytest.mark.parametrize("name", MASKED_ROWS_ARE_ZERO)
-@pytest.mark.parametrize("garbage", [0.0, -1e4, 1e4, 1e30, np.inf, np.nan])
-def test_masked_entries_are_exact_zeros_whatever_stands_in_them(name, garbage):
-    where = _mask()
-    x = np.where(where, _example(), garbage).astype(np.float32)
-    y = np.asarray(ALL[name](jnp.asarray(x), where=jnp.asarray(where)))
-    assert (y[~where] == 0.0).all()
-    clean = ALL[name](jnp.asarray(np.where(where, x, 0.0)), where=jnp.asarray(where))
-    np.testing.assert_array_equal(y, clean)
-
-
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("garbage", [0.0, 1e30, np.inf])
-def test_gradient_is_finite_and_zero_where_masked(name, garbage):
+@pytest.mark.parametrize("garbage", [0.0, -1e4, 1e4, 1e30, np.inf, np.nan])
+def test_masked_entries_have_no_weight_and_no_gradient_whatever_stands_in_them(name, garbage):
     where = _mask()
-    x = np.where(where, _example(), garbage).astype(np.float32)
-    f = lambda x: jnp.sum(jnp.sin(3.0 * ALL[name](x, where=jnp.asarray(where))))  # noqa: E731
-    gradient = np.asarray(jax.grad(f)(jnp.asarray(x)))
-    assert np.isfinite(gradient).all()
-    assert (gradient[~where] == 0.0).all()
-    assert (gradient[where] != 0.0).any()
+    x = jnp.asarray(np.where(where, _example(), garbage), jnp.float32)
+    f = lambda x: ALL[name](x, where=jnp.asarray(where))  # noqa: E731
+    y = np.asarray(f(x))
+    np.testing.assert_array_equal(y, f(jnp.where(where, x, 0.0)))
+    assert name == "softmax" or (y[~where] == 0.0).all()
+    if not np.isnan(garbage):
+        gradient = np.asarray(jax.grad(lambda x: jnp.sum(jnp.sin(3.0 * f(x))))(x))
+        assert np.isfinite(gradient).all()
+        assert (gradient[~where] == 0.0).all()
+        assert (gradient[where] != 0.0).any()
 
 
 @pytest.mark.parametrize("name", MASKED_ROWS_ARE_ZERO)
@@ -145,13 +138,9 @@ def test_softmax_n_spans_softmax_and_softmax1_and_sink_spans_softmax_n():
         np.testing.assert_allclose(softmax_with_sink(x, sink, where=where), softmax_n(x, n, where=where), rtol=1e-5)
 
 
-def test_softmax_is_jax_nn_softmax_and_its_masked_row_is_even():
-    x, where = jnp.asarray(_example(), jnp.float32), _mask()
+def test_softmax_is_jax_nn_softmax():
+    x = jnp.asarray(_example(), jnp.float32)
     np.testing.assert_array_equal(softmax(x), jax.nn.softmax(x))
-    y = softmax(x, where=jnp.asarray(where))
-    kept = jax.nn.softmax(x, where=jnp.asarray(where))
-    np.testing.assert_allclose(np.delete(y.reshape(12, 7), 6, 0), np.delete(kept.reshape(12, 7), 6, 0), rtol=1e-6)
-    np.testing.assert_allclose(y[1, 2], np.full(7, 1 / 7), rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
