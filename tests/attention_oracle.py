@@ -1,6 +1,6 @@
 """What every implementation of attention must compute, in float64 NumPy, and stand-ins for cuDNN's two kernels."""
 
-import functools
+import contextlib
 
 import jax
 import jax._src.cudnn.fused_attention_stablehlo as vendor
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.interpreters import mlir
 
-from orthojax.ops.attention import dot_product
+from orthojax.ops.attention import cudnn, dot_product
 from orthojax.ops.normalizers import ClippedSoftmax
 
 SINK = np.array([0.3, -1.0, 2.0, 0.0])
@@ -77,8 +77,9 @@ def reference(q, k, v, bias=0.0, *, normalizer="softmax1", scale=None, local_win
 def check_definition(attend, arrays, normalizer, *, rtol, atol, slope_tolerance, gradients=True, **options):
     """Output and gradients of attend(q, k, v, [bias], normalizer=, **options): the definition and its slopes.
 
-    Arrays are float64 NumPy, given to `attend` in the widest dtype that JAX has; the slope of sum(output * weights) is
-    that along one random direction of each array, and of the sinks if the normalizer is an array.
+    Rows that the definition leaves empty are exact zeros, and so are the gradients of their queries. Arrays are float64
+    NumPy, given to `attend` in the widest dtype that JAX has; the slope of sum(output * weights) is that along one
+    random direction of each array, and of the sinks if the normalizer is an array.
     """
     learned = isinstance(normalizer, np.ndarray)
     point = [np.asarray(jnp.asarray(a), np.float64) for a in (*arrays, *([normalizer] if learned else []))]
@@ -94,7 +95,10 @@ def check_definition(attend, arrays, normalizer, *, rtol, atol, slope_tolerance,
         return output, pullback(jnp.asarray(weights, output.dtype)) if gradients else ()
 
     output, slopes = jax.jit(both)(*map(jnp.asarray, point))
-    np.testing.assert_allclose(output, call(reference, point, options), rtol=rtol, atol=atol)
+    expected = call(reference, point, options)
+    np.testing.assert_allclose(output, expected, rtol=rtol, atol=atol)
+    empty = (expected == 0.0).all(-1)
+    assert all((np.asarray(array)[empty] == 0.0).all() for array in (output, *slopes[:1]))
     for i, gradient in enumerate(slopes):
         direction = normal(*gradient.shape, seed=7 + i)
         ends = ([*point[:i], point[i] + step * direction, *point[i + 1 :]] for step in (1e-5, -1e-5))
@@ -121,7 +125,7 @@ def _logits(query, key, bias, query_lengths, key_lengths, parameters):
         visible &= (t[None, None] < query_lengths.reshape(-1, 1, 1, 1)) & (
             s[None, None] < key_lengths.reshape(-1, 1, 1, 1)
         )
-    key = jnp.repeat(key, group, 2).astype(jnp.float32)
+    key = jnp.repeat(key.astype(jnp.float32), group, 2)
     x = parameters["scale"] * jnp.einsum("BTNH,BSNH->BNTS", query.astype(jnp.float32), key, precision="highest")
     if parameters["variadic_args"][0]:
         assert bias.shape[0] in (1, query.shape[0])
@@ -131,7 +135,6 @@ def _logits(query, key, bias, query_lengths, key_lengths, parameters):
 
 
 def _kernel_forward(query, key, value, bias, query_lengths, key_lengths, *_, **parameters):
-    assert parameters["is_training"]
     x = _logits(query, key, bias, query_lengths, key_lengths, parameters)
     lse = jax.nn.logsumexp(x, -1)
     value = jnp.repeat(value, query.shape[2] // value.shape[2], 2).astype(jnp.float32)
@@ -141,25 +144,23 @@ def _kernel_forward(query, key, value, bias, query_lengths, key_lengths, *_, **p
 
 def _kernel_backward(query, key, value, bias, query_lengths, key_lengths, *rest, **parameters):
     lse, output, cotangent = rest[4:7]
-    group = query.shape[2] // key.shape[2]
-    x = _logits(query, key, bias, query_lengths, key_lengths, parameters)
-    p = jnp.exp(x - lse[..., None])
-    q, d, o = (a.astype(jnp.float32) for a in (query, cotangent, output))
-    k, v = (jnp.repeat(a, group, 2).astype(jnp.float32) for a in (key, value))
-    einsum = functools.partial(jnp.einsum, precision="highest")
-    dx = p * (einsum("BTNH,BSNH->BNTS", d, v) - jnp.swapaxes(jnp.sum(d * o, -1), 1, 2)[..., None])
-    dq = einsum("BNTS,BSNH->BTNH", dx, k) * parameters["scale"]
-    dk = einsum("BNTS,BTNH->BSNH", dx, q) * parameters["scale"]
-    dv = einsum("BNTS,BTNH->BSNH", p, d)
-    dk, dv = (jnp.sum(a.reshape(*a.shape[:2], -1, group, a.shape[3]), 3) for a in (dk, dv))
+    d, group = cotangent.astype(jnp.float32), query.shape[2] // key.shape[2]
+
+    def surrogate(query, key, value, bias):
+        """Its gradients are those of the kernel: weights exp(x - lse), and dx = p (d.v - d.o)."""
+        x = _logits(query, key, bias, query_lengths, key_lengths, parameters)
+        p = jax.lax.stop_gradient(jnp.exp(x - lse[..., None]))
+        value = jnp.repeat(value.astype(jnp.float32), group, 2)
+        dp = jnp.einsum("BTNH,BSNH->BNTS", d, value, precision="highest")
+        dx = p * (dp - jnp.swapaxes(jnp.sum(d * output.astype(jnp.float32), -1), 1, 2)[..., None])
+        return jnp.sum(p * dp) + jnp.sum(jax.lax.stop_gradient(dx) * x)
+
+    wanted = range(3 + parameters["variadic_args"][1])
+    results = list(jax.grad(surrogate, tuple(wanted))(query, key, value, bias))
     if "PADDING" in parameters["mask_type"].name:
-        padding = [jnp.arange(a.shape[1])[None] >= n.reshape(-1, 1) for a, n in ((q, query_lengths), (k, key_lengths))]
-        dq = jnp.where(padding[0][..., None, None], jnp.nan, dq)
-        dk, dv = (jnp.where(padding[1][..., None, None], jnp.nan, a) for a in (dk, dv))
-    results = [dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)]
-    if parameters["variadic_args"][1]:
-        axes = [axis for axis in (0, 1) if bias.shape[axis] != dx.shape[axis]]
-        results.append(jnp.sum(dx, axes, keepdims=True).astype(bias.dtype))
+        for i, lengths in enumerate((query_lengths, key_lengths, key_lengths)):
+            padding = jnp.arange(results[i].shape[1])[None] >= lengths.reshape(-1, 1)
+            results[i] = jnp.where(padding[..., None, None], jnp.nan, results[i])
     return results
 
 
@@ -170,10 +171,16 @@ _STAND_INS = {
 }
 
 
+@contextlib.contextmanager
 def cudnn_stand_ins():
-    """Generator of a fixture: cuDNN's primitives run on CPU, as these formulas."""
+    """Within it cuDNN's primitives run on CPU, as these formulas."""
     for primitive, rule in _STAND_INS.items():
         mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=True), platform="cpu")
     yield
     for primitive in _STAND_INS:
         del mlir._platform_specific_lowerings["cpu"][primitive]
+
+
+def attend_by_cudnn(query, key, value, bias=None, mask=None, *, normalizer="softmax1", **options):
+    """cuDNN's attention in any dtype, past the refusal of float32."""
+    return cudnn.attend(dot_product.prepare_inputs(query, key, value, bias, mask, normalizer=normalizer, **options))

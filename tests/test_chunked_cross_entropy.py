@@ -44,20 +44,26 @@ def problem(B=3, T=7, D=5, V=11, *, dtype=jnp.float32, rows=1):
     return hidden, kernel, rng.integers(0, V, (B, T)), jnp.asarray(weights, jnp.float32)
 
 
+def loss_of(targets, weights, positions=2, vocab_axis=1):
+    """The loss as a function of hidden states and kernel."""
+    options = {"positions": positions, "vocab_axis": vocab_axis}
+    return lambda hidden, kernel: chunked_cross_entropy_sum_nats(hidden, kernel, targets, weights, **options)
+
+
 def chunked(hidden, kernel, targets, weights, positions, vocab_axis=1):
-    kernel = kernel if vocab_axis == 1 else kernel.T
-
-    def loss(hidden, kernel):
-        return chunked_cross_entropy_sum_nats(
-            hidden, kernel, targets, weights, positions=positions, vocab_axis=vocab_axis
-        )
-
-    value, (dx, dW) = jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, kernel)
+    """The loss and its gradients; the kernel and its gradient are [D, V]."""
+    step = jax.jit(jax.value_and_grad(loss_of(targets, weights, positions, vocab_axis), (0, 1)))
+    value, (dx, dW) = step(hidden, kernel if vocab_axis == 1 else kernel.T)
     return value, dx, dW if vocab_axis == 1 else dW.T
 
 
 def relative_error(found, expected):
     return np.abs(np.asarray(found, np.float64) - expected).max() / max(np.abs(expected).max(), 1e-30)
+
+
+def assert_near(found, operands, tolerance=1e-5):
+    for a, b in zip(found, numpy_loss(*operands), strict=True):
+        assert relative_error(a, b) < tolerance
 
 
 @settings(max_examples=5)
@@ -88,16 +94,15 @@ def test_bfloat16_rounds_gradients_of_hidden_states_and_sums_those_of_the_kernel
 def test_float64_is_kept(x64):
     hidden, kernel, targets, weights = problem()
     operands = (hidden.astype(jnp.float64), kernel.astype(jnp.float64), targets, weights.astype(jnp.float64))
-    for found, expected in zip(chunked(*operands, 3), numpy_loss(*operands), strict=True):
-        assert found.dtype == jnp.float64
-        assert relative_error(found, expected) < 1e-14
+    found = chunked(*operands, 3)
+    assert {array.dtype for array in found} == {np.dtype("float64")}
+    assert_near(found, operands, 1e-14)
 
 
 def test_logits_far_from_zero_and_targets_without_weight_do_no_harm():
     hidden, kernel, targets, weights = problem()
     operands = (1e4 * hidden, kernel, targets, weights)
-    for found, expected in zip(chunked(*operands, 2), numpy_loss(*operands), strict=True):
-        assert relative_error(found, expected) < 1e-5
+    assert_near(chunked(*operands, 2), operands)
     weights = weights.at[0, 2].set(0.0)
     elsewhere = np.where(np.arange(7) == 2, -1, targets)
     results = (chunked(hidden, kernel, t, weights, 2) for t in (targets, elsewhere))
@@ -107,14 +112,9 @@ def test_logits_far_from_zero_and_targets_without_weight_do_no_harm():
 
 def test_no_gradient_flows_to_weights_and_a_scale_reaches_both_others():
     hidden, kernel, targets, weights = problem()
-
-    def loss(hidden, kernel, weights):
-        return 3.0 * chunked_cross_entropy_sum_nats(hidden, kernel, targets, weights, positions=2)
-
-    dx, dW, dweights = jax.grad(loss, (0, 1, 2))(hidden, kernel, weights)
-    expected = numpy_loss(hidden, kernel, targets, weights)
-    assert relative_error(dx, 3.0 * expected[1]) < 1e-5
-    assert relative_error(dW, 3.0 * expected[2]) < 1e-5
+    loss = lambda hidden, kernel, weights: 3.0 * loss_of(targets, weights)(hidden, kernel)  # noqa: E731
+    value, (dx, dW, dweights) = jax.value_and_grad(loss, (0, 1, 2))(hidden, kernel, weights)
+    assert_near((value / 3.0, dx / 3.0, dW / 3.0), (hidden, kernel, targets, weights))
     assert (dweights == 0.0).all()
 
 
@@ -128,7 +128,7 @@ def _products(function, *operands):
 
 def test_the_head_is_multiplied_once_and_gradients_only_where_they_are_asked_for():
     hidden, kernel, targets, weights = problem()
-    loss = lambda hidden, kernel: chunked_cross_entropy_sum_nats(hidden, kernel, targets, weights, positions=2)  # noqa: E731
+    loss = loss_of(targets, weights)
     assert _products(loss, hidden, kernel) == 1
     assert relative_error(loss(hidden, kernel), numpy_loss(hidden, kernel, targets, weights)[0]) < 1e-5
     assert _products(jax.grad(loss, (0, 1)), hidden, kernel) == 3
@@ -136,7 +136,7 @@ def test_the_head_is_multiplied_once_and_gradients_only_where_they_are_asked_for
 
 def test_in_bfloat16_every_product_multiplies_bfloat16_and_sums_float32():
     hidden, kernel, targets, weights = problem(dtype=jnp.bfloat16)
-    loss = lambda hidden, kernel: chunked_cross_entropy_sum_nats(hidden, kernel, targets, weights, positions=2)  # noqa: E731
+    loss = loss_of(targets, weights)
     text = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, kernel).as_text()
     types = re.findall(r"stablehlo.dot_general .* : (.*)", text)
     assert len(types) == 3
@@ -146,28 +146,22 @@ def test_in_bfloat16_every_product_multiplies_bfloat16_and_sums_float32():
 
 def _temporary_bytes(B, T, V, positions, *, gradient):
     operands = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((B, T, 8), (8, V))]
-    targets, weights = jnp.zeros((B, T), jnp.int32), jnp.ones((1, T))
-
-    def loss(hidden, kernel):
-        if positions is None:
-            return jnp.sum(cross_entropy_nats(hidden @ kernel, targets))
-        return chunked_cross_entropy_sum_nats(hidden, kernel, targets, weights, positions=positions)
-
+    targets = jnp.zeros((B, T), jnp.int32)
+    plain = lambda hidden, kernel: jnp.sum(cross_entropy_nats(hidden @ kernel, targets))  # noqa: E731
+    loss = plain if positions is None else loss_of(targets, jnp.ones((1, T)), positions)
     compiled = jax.jit(jax.grad(loss, (0, 1)) if gradient else loss).lower(*operands).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.parametrize("gradient", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_memory_grows_with_the_chunk_and_not_with_the_number_of_positions(gradient):
-    logits = 4 * 2 * 4 * 2048  # of one chunk of 4 positions
-    few, many = (_temporary_bytes(2, T, 2048, 4, gradient=gradient) for T in (64, 256))
+    used = partial(_temporary_bytes, 2, gradient=gradient)
+    few, many = used(64, 2048, 4), used(256, 2048, 4)
     # What may grow is as small as hidden states: 8 numbers a position, where logits are 2,048.
     assert many - few < 4 * 2 * 192 * 8 * 4
-    assert few < 4.5 * logits
-    assert 1.8 < _temporary_bytes(2, 256, 2048, 32, gradient=gradient) / _temporary_bytes(
-        2, 256, 2048, 16, gradient=gradient
-    )
-    assert _temporary_bytes(2, 256, 2048, None, gradient=gradient) > 10 * many
+    assert few < 4.5 * (4 * 2 * 4 * 2048)  # the logits of one chunk of 4 positions
+    assert used(256, 2048, 32) / used(256, 2048, 16) > 1.8
+    assert used(256, 2048, None) > 10 * many
 
 
 # On a mesh.
@@ -202,21 +196,17 @@ def test_on_a_mesh_logits_and_hidden_states_stay_where_they_are(sizes, vocab_axi
     mesh = _mesh(*sizes)
     rows, table, one = (NamedSharding(mesh, PartitionSpec(*s)) for s in ((("data", "fsdp"),), kernel_spec, ()))
 
-    def loss(hidden, kernel, targets):
-        return chunked_cross_entropy_sum_nats(hidden, kernel, targets, weights, positions=5, vocab_axis=vocab_axis)
-
     step = jax.jit(
-        jax.value_and_grad(loss, (0, 1)), in_shardings=(rows, table, rows), out_shardings=(one, (rows, table))
+        jax.value_and_grad(lambda x, W, targets: loss_of(targets, weights, 5, vocab_axis)(x, W), (0, 1)),
+        in_shardings=(rows, table, rows),
+        out_shardings=(one, (rows, table)),
     )
-    given_kernel = kernel if vocab_axis == 1 else kernel.T
-    operands = zip((hidden, given_kernel, jnp.asarray(targets)), (rows, table, rows), strict=True)
-    placed = [jax.device_put(operand, sharding) for operand, sharding in operands]
+    given = (hidden, kernel if vocab_axis == 1 else kernel.T, jnp.asarray(targets))
+    placed = jax.device_put(given, (rows, table, rows))
     with jax.set_mesh(mesh):
         compiled = step.lower(*placed).compile()
     value, (dx, dW) = compiled(*placed)
-    found = (value, dx, dW if vocab_axis == 1 else dW.T)
-    for a, b in zip(found, numpy_loss(hidden, kernel, targets, weights), strict=True):
-        assert relative_error(a, b) < 1e-5
+    assert_near((value, dx, dW if vocab_axis == 1 else dW.T), (hidden, kernel, targets, weights))
     data, fsdp, tensor = sizes
     for kind, size, in_loop in (collectives := _collectives(compiled.as_text())):
         if in_loop:  # the statistics and the gradient of a chunk's own hidden states, where the vocabulary is split
@@ -238,8 +228,7 @@ def test_the_numbers_do_not_depend_on_whether_the_mesh_is_set_or_divides_the_seq
         operands = (jax.device_put(operands[0], rows), *operands[1:])
     with jax.set_mesh(mesh if mesh_is_set else jax.sharding.get_mesh()):
         found = chunked(*operands, 2)
-    for a, b in zip(found, numpy_loss(*operands), strict=True):
-        assert relative_error(a, b) < 1e-5
+    assert_near(found, operands)
 
 
 def test_the_size_of_a_chunk_follows_from_what_one_device_holds(monkeypatch):
@@ -304,39 +293,21 @@ def test_a_training_step_takes_the_chunks_that_the_field_says_and_is_the_plain_s
     assert jax.tree.structure(state) == jax.tree.structure(other_state)
 
 
+WHOLE = [("tied", quant.ALL_BUT_HEAD), *(("untied", include) for include in ("", quant.ALL_BUT_HEAD))]
+
+
 @pytest.mark.parametrize(
-    ("name", "include"),
-    [
-        pytest.param("untied", "", marks=pytest.mark.slow),
-        ("tied", quant.ALL_BUT_HEAD),
-        pytest.param("untied", quant.ALL_BUT_HEAD, marks=pytest.mark.slow),
-    ],
+    ("name", "include"), [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == "untied")) for case in WHOLE]
 )
 def test_quantised_models_keep_their_head_whole_where_it_may_be_quantised(name, include):
-    setting, config = quant.INT8_COARSE, MODELS[name]
-    model = Transformer(config, linear=quant.quantized_linear(setting, include))
-    params = _params(config)
-    plain, chunks = (jax.jit(partial(loss_sum_nats, model, chunk_positions=n))(params, TOKENS)[0] for n in (None, 2))
-    np.testing.assert_allclose(chunks, plain, rtol=1e-6)
-    assert (model.head_kernel(params) is None) == (name == "untied")
-    if include == "" and name == "untied":
-        left_float = Transformer(config, linear=quant.quantized_linear(setting))
-        assert (
-            jax.jit(partial(loss_sum_nats, left_float))(params, TOKENS)[0] != plain
-        )  # so that rounding the head shows
+    config, params = MODELS[name], _params(MODELS[name])
 
+    def loss(chunk_positions, **rule):
+        model = Transformer(config, linear=quant.quantized_linear(quant.INT8_COARSE, **rule))
+        assert rule == {} or (model.head_kernel(params) is None) == (name == "untied")
+        return jax.jit(partial(loss_sum_nats, model, chunk_positions=chunk_positions))(params, TOKENS)[0]
 
-@pytest.mark.parametrize("name", ["untied", pytest.param("fixed rotation", marks=pytest.mark.slow)])
-def test_the_model_without_its_head_is_what_the_head_is_applied_to(name):
-    model, params = Transformer(MODELS[name]), _params(MODELS[name])
-    both = jax.jit(
-        lambda params: (
-            model.apply({"params": params}, TOKENS),
-            model.apply({"params": params}, TOKENS, head=False, observe=lambda taps: taps.residual),
-        )
-    )
-    (logits, _), (hidden, seen) = both(params)
-    kernel, axis = model.head_kernel(params)
-    np.testing.assert_allclose(hidden @ (kernel if axis == 1 else kernel.T), logits, rtol=1e-5, atol=1e-5)
-    assert seen.shape == (1, 4, 12, 16)
-    assert kernel.dtype == jnp.float32
+    plain = loss(None, include=include)
+    np.testing.assert_allclose(loss(2, include=include), plain, rtol=1e-6)
+    if include == "":
+        assert loss(None) != plain  # so that rounding the head shows

@@ -15,11 +15,9 @@ from orthojax.ops import orthogonal, rotary
 SIZES = (768, 1000, 1024, 1152, 1536, 1600, 2048, 3072)
 
 
-def dense(n, kind="hadamard", transpose=False):
+def dense(n):
     with jax.enable_x64(True):
-        return np.asarray(
-            jax.jit(lambda x: orthogonal.fixed_transform(x, 0, kind=kind, transpose=transpose))(np.eye(n))
-        )
+        return np.asarray(jax.jit(lambda x: orthogonal.fixed_transform(x, 0))(np.eye(n)))
 
 
 @settings(max_examples=12)  # every size compiles anew
@@ -49,14 +47,12 @@ def test_entries_have_equal_magnitude_where_hadamard_factors_exist(n):
     np.testing.assert_allclose(np.abs(dense(n)), 1 / np.sqrt(n), rtol=1e-14)
 
 
-@pytest.mark.parametrize(
-    "n", [2**k for k in range(1, 15)] + [12 * 2**k for k in range(11)] + [20 * 2**k for k in range(10)]
-)
-def test_these_sizes_split_into_hadamard_factors(n):
-    sizes = orthogonal.factor_sizes(n)
-    assert np.prod(sizes) == n
-    assert max(sizes) <= 128
-    assert all(orthogonal.hadamard_matrix(size) is not None for size in sizes)
+def test_multiples_of_powers_of_two_split_into_hadamard_factors():
+    for n in (m * 2**k for m, powers in ((1, range(1, 15)), (12, range(11)), (20, range(10))) for k in powers):
+        sizes = orthogonal.factor_sizes(n)
+        assert np.prod(sizes) == n
+        assert max(sizes) <= 128
+        assert all(orthogonal.hadamard_matrix(size) is not None for size in sizes)
 
 
 def test_hadamard_matrices_have_orthogonal_rows_of_signs():
@@ -99,12 +95,9 @@ def test_programs_hold_no_large_constant():
 def test_apply_matrix_is_an_einsum_with_one_matrix_for_each_slice(x64):
     rng = np.random.default_rng(0)
     x, matrices = rng.standard_normal((2, 5, 3, 4)), rng.standard_normal((4, 2, 5, 5))
-    got = orthogonal.apply_matrix(jnp.asarray(x), jnp.asarray(matrices), 1, batch_axes=(3, 0))
-    back = orthogonal.apply_matrix(jnp.asarray(x), jnp.asarray(matrices), 1, batch_axes=(3, 0), transpose=True)
-    for i in range(2):
-        for j in range(4):
-            np.testing.assert_allclose(got[i, :, :, j], matrices[j, i] @ x[i, :, :, j], atol=1e-13)
-            np.testing.assert_allclose(back[i, :, :, j], matrices[j, i].T @ x[i, :, :, j], atol=1e-13)
+    for transpose, spec in ((False, "jiyz,izkj->iykj"), (True, "jizy,izkj->iykj")):
+        got = orthogonal.apply_matrix(jnp.asarray(x), jnp.asarray(matrices), 1, batch_axes=(3, 0), transpose=transpose)
+        np.testing.assert_allclose(got, np.einsum(spec, matrices, x), atol=1e-13)
 
 
 @pytest.mark.parametrize("n", [2, 7, 300])
@@ -122,11 +115,6 @@ def test_haar_has_the_moments_of_the_uniform_distribution():
     assert abs(draws[:, 0, 0].mean()) < 0.04  # the standard error is 0.5 / sqrt(4000) = 0.008
     assert abs(traces.mean()) < 0.08
     assert abs((traces**2).mean() - 1) < 0.12
-
-
-def test_haar_has_a_positive_diagonal_of_r():
-    gaussian = np.random.default_rng([5]).standard_normal((9, 9))
-    assert (np.diagonal(orthogonal.haar((5,), 9).T @ gaussian) > 0).all()
 
 
 def _reference_hash(key, counter):
@@ -200,27 +188,6 @@ def test_rotary_in_float32_agrees_with_float64_at_the_positions_of_training():
     positions = np.arange(2042, 2048)
     got = rotary(_x(), jnp.asarray(positions))
     np.testing.assert_allclose(got, _rotated(_x(), positions, 1e4), atol=1e-3)
-
-
-@pytest.mark.usefixtures("x64")
-def test_rotary_products_depend_on_relative_positions_only():
-    q, k = _x(dtype=jnp.float64), _x(dtype=jnp.float64)[::-1]
-
-    def products(shift):
-        rotated = (rotary(a, jnp.arange(6) + shift) for a in (q, k))
-        return jnp.einsum("BTNH,BSNH->BNTS", *rotated)
-
-    np.testing.assert_allclose(products(0), products(37), rtol=1e-9, atol=1e-11)
-    assert np.abs(products(0) - jnp.einsum("BTNH,BSNH->BNTS", q, k)).max() > 0.1
-
-
-def test_rotary_preserves_norms_leaves_position_zero_and_its_gradient_rotates_back():
-    x = _x()
-    y, pullback = jax.vjp(lambda x: rotary(x, jnp.arange(6)), x)
-    np.testing.assert_allclose(jnp.linalg.norm(y, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-6)
-    np.testing.assert_array_equal(y[:, 0], x[:, 0])
-    assert (np.abs(y[:, 1:] - x[:, 1:]).max((0, 2, 3)) > 0.1).all()
-    np.testing.assert_allclose(pullback(y)[0], x, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

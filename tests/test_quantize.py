@@ -36,23 +36,21 @@ def reference_zeropoint(x, bits, axes):
 def test_match_the_formulas(axes, bits, x64):
     x = np.random.default_rng(0).normal(size=(5, 6, 7))
     np.testing.assert_allclose(absmax(x, bits, axes), reference_absmax(x, bits, axes), rtol=1e-12, atol=1e-14)
-    np.testing.assert_allclose(zeropoint(x, bits, axes), reference_zeropoint(x, bits, axes), rtol=1e-12, atol=1e-14)
-    shifted = x + 20
-    got = zeropoint(shifted, bits, axes)
-    np.testing.assert_allclose(got, reference_zeropoint(shifted, bits, axes), rtol=1e-12)
+    for values in (x, x + 20):
+        expected = reference_zeropoint(values, bits, axes)
+        np.testing.assert_allclose(zeropoint(values, bits, axes), expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(("axes", "channels"), [(None, ()), (0, (1,))])
 def test_agree_with_qwix(axes, channels):
     x = jnp.asarray(np.random.default_rng(1).normal(size=(64, 48)), jnp.float32)
     # qwix's int8 reaches to 127.5; its bound times 127.5 / 127 makes the step max|x| / 127.
-    theirs = qwix.quantize(x, jnp.int8, channelwise_axes=channels, calibration_method="absmax,1.003937")
-    close = np.isclose(absmax(x, 8, axes), qwix.dequantize(theirs), rtol=1e-5)
-    assert close.mean() > 0.999  # an element near a tie may fall on either side
-    # qwix pulls 0 into the range, so this agreement needs channels on both sides of 0.
-    theirs = qwix.quantize(x, jnp.int4, channelwise_axes=channels, calibration_method="minmax")
-    close = np.isclose(zeropoint(x, 4, axes), qwix.dequantize(theirs), rtol=1e-5, atol=1e-6)
-    assert close.mean() > 0.999
+    # It pulls 0 into the range of minmax, so that agreement needs channels on both sides of 0.
+    methods = {"absmax,1.003937": (jnp.int8, absmax(x, 8, axes)), "minmax": (jnp.int4, zeropoint(x, 4, axes))}
+    for method, (dtype, ours) in methods.items():
+        theirs = qwix.quantize(x, dtype, channelwise_axes=channels, calibration_method=method)
+        close = np.isclose(ours, qwix.dequantize(theirs), rtol=1e-5, atol=0.0 if dtype == jnp.int8 else 1e-6)
+        assert close.mean() > 0.999  # an element near a tie may fall on either side
 
 
 def test_zeropoint_uses_all_levels_on_one_side_of_zero():

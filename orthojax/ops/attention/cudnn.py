@@ -12,7 +12,6 @@ JAX gives the kernel's lse no gradient.
 """
 
 import ctypes
-import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -131,9 +130,9 @@ def _bias(inputs: AttentionInputs) -> jax.Array | None:
     dtype = inputs.query.dtype
     # Far below any logit, and far enough from the dtype's lowest number that a logit may be added to it.
     hidden = jnp.asarray(-(2.0**15) if dtype == jnp.float16 else -(2.0**41), dtype)
-    bias = (
-        jnp.zeros((1, 1, 1, 1), dtype) if inputs.bias is None else jnp.clip(inputs.bias, hidden, -hidden).astype(dtype)
-    )
+    bias = jnp.zeros((1, 1, 1, 1), dtype)
+    if inputs.bias is not None:
+        bias = jnp.clip(inputs.bias, hidden, -hidden).astype(dtype)
     if inputs.mask is not None:
         bias = jnp.where(inputs.mask, bias, hidden)
     return jnp.broadcast_to(bias, (*bias.shape[:2], inputs.query.shape[1], inputs.key.shape[1]))
@@ -150,14 +149,6 @@ def _lengths(inputs: AttentionInputs) -> tuple[jax.Array | None, jax.Array | Non
 
 
 # The derivative rule.
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Fixed:
-    """What the forward rule knows and the backward rule needs, besides arrays."""
-
-    bias_gradient: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -199,22 +190,21 @@ def _rows_that_see(settings: Settings, operands: Operands) -> jax.Array | None:
 
 def _forward_rule(settings, operands, sink):
     bias_gradient = operands.bias is not None and operands.bias.perturbed
-    is_primal = lambda leaf: hasattr(leaf, "perturbed")  # noqa: E731
-    operands, sink = jax.tree.map(lambda primal: primal.value, (operands, sink), is_leaf=is_primal)
+    operands, sink = jax.tree.map(lambda p: p.value, (operands, sink), is_leaf=lambda p: hasattr(p, "perturbed"))
     output, lse = _forward(settings, operands, sink)
     output, lse = checkpoint_name(output, ATTENTION_NAME), checkpoint_name(lse, ATTENTION_NAME)
-    return output, (operands, sink, output, lse, _Fixed(bias_gradient))
+    return output, (operands, sink, output, lse, () if bias_gradient else None)  # the last is no array, but structure
 
 
 def _backward_rule(settings, residuals, cotangent):
-    operands, sink, output, lse, fixed = residuals
+    operands, sink, output, lse, bias_gradient = residuals
     queries, keys = operands.query_lengths, operands.key_lengths
     if isinstance(cotangent, SymbolicZero):
         cotangent = jnp.zeros(output.shape, output.dtype)
     if queries is not None:
         # Nothing that stands in padding may leak, neither into the gradients nor out of them.
         cotangent = jnp.where(_before_end(output, queries), cotangent, 0)
-    settings = settings._replace(bias_gradient=fixed.bias_gradient)
+    settings = settings._replace(bias_gradient=bias_gradient is not None)
     query, key, value, *rest = cudnn_kernel.backward(settings, operands, Statistics(lse, output, cotangent))
     bias = rest[0] if rest else None
     if queries is not None:
@@ -268,21 +258,17 @@ def with_sink_key(inputs: AttentionInputs, implementation: str) -> jax.Array:
         window = inputs.local_window_size
         options |= {"query_seq_lengths": queries, "key_value_seq_lengths": keys, "local_window_size": window}
         return attention(query, key, value, inputs.bias, inputs.mask, **options)
-    H = query.shape[3]
+    H, one_before = query.shape[3], ((0, 0), (1, 0), (0, 0), (0, 0))
     if not isinstance(a, float) or a != 0.0:
         query, key, value = _with_logit_channels(query, key, value, a / options["scale"])
     else:
-        key, value = _with_zero_first(key), _with_zero_first(value)
+        key, value = jnp.pad(key, one_before), jnp.pad(value, one_before)
     if inputs.is_causal:
-        query = _with_zero_first(query)
+        query = jnp.pad(query, one_before)
         queries = None if queries is None else queries + 1
     options["query_seq_lengths"] = queries
     options["key_value_seq_lengths"] = None if keys is None else keys + 1
     return attention(query, key, value, **options)[:, int(inputs.is_causal) :, :, :H]
-
-
-def _with_zero_first(array: jax.Array) -> jax.Array:
-    return jnp.pad(array, ((0, 0), (1, 0), (0, 0), (0, 0)))
 
 
 def _with_logit_channels(query, key, value, logit: float | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -374,7 +360,7 @@ def _largest_difference() -> float:
 
     def results(attend, q, k, v):
         def loss(q, k, v):
-            output = attend(AttentionInputs(q, k, v, None, None, "softmax1", 0.125, True, None, None, None))
+            output = attend(AttentionInputs(q, k, v, None, None, "softmax1", 0.125, is_causal=True))
             return jnp.mean(jnp.square(output.astype(jnp.float32))) * 64, output
 
         (_, output), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)

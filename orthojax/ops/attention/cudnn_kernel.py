@@ -11,8 +11,8 @@ import functools
 import importlib
 import inspect
 import math
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -84,20 +84,8 @@ def private_module() -> ModuleType | None:
 
 def outside_of_traces(function: Callable[[], Any]) -> Any:
     """Calls a function in a thread: no transformation, mesh or default device of the caller's is in force there."""
-    outcome: dict[str, Any] = {}
-
-    def run() -> None:
-        try:
-            outcome["value"] = function()
-        except BaseException as error:  # raised again by the caller
-            outcome["error"] = error
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["value"]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
 def _lower_once(module: ModuleType) -> None:
@@ -124,19 +112,13 @@ def _bind(module: Any, settings: Settings, operands: Operands, statistics: Stati
     query, key, value, bias, query_lengths, key_lengths = operands
     unused = jnp.zeros(0, query.dtype)
     padded = query_lengths is not None
-    masks = module.MaskType
-    mask_type = {
-        (False, False): masks.NO_MASK,
-        (False, True): masks.CAUSAL,
-        (True, False): masks.PADDING,
-        (True, True): masks.PADDING_CAUSAL,
-    }[padded, settings.is_causal]
+    mask_name = "_".join(["PADDING"] * padded + ["CAUSAL"] * settings.is_causal) or "NO_MASK"
     parameters = {
         "scale": settings.scale,
         "seed": 42,
         "dropout_rate": 0.0,
         "variadic_args": (bias is not None, settings.bias_gradient),
-        "mask_type": mask_type,
+        "mask_type": module.MaskType[mask_name],
         "layout": module.AttentionLayout.BTNH.value,
         # The kernel counts the query's own position as part of the window.
         "sliding_window_length": None if settings.left_window is None else settings.left_window + 1,

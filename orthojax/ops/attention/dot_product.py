@@ -45,10 +45,10 @@ class AttentionInputs:
     mask: jax.Array | None  # boolean, shaped likewise
     normalizer: Normalizer
     scale: float
-    is_causal: bool
-    query_seq_lengths: jax.Array | None  # int [B]
-    key_value_seq_lengths: jax.Array | None  # int [B]
-    local_window_size: tuple[int, int] | None  # (left, right)
+    is_causal: bool = False
+    query_seq_lengths: jax.Array | None = None  # int [B]
+    key_value_seq_lengths: jax.Array | None = None  # int [B]
+    local_window_size: tuple[int, int] | None = None  # (left, right)
 
 
 def dot_product_attention(
@@ -116,20 +116,9 @@ def dot_product_attention(
 
 
 def prepare_inputs(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    *,
-    normalizer: Normalizer,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, normalizer: Normalizer, **options: Any
 ) -> AttentionInputs:
-    """Checks the arguments of `dot_product_attention` and gives arrays a leading batch axis.
+    """Checks the arguments of `dot_product_attention`, of which it has all others, and gives arrays a batch axis.
 
     Raises:
       ValueError: For shapes or dtypes that do not fit, a mask that is not boolean, or an unknown normalizer.
@@ -139,20 +128,20 @@ def prepare_inputs(
         raise ValueError(f"query must be [batch, length, heads, width] or [length, heads, width]; got {shape}")
     query, key, value = _at_least_4d(query), _at_least_4d(key), _at_least_4d(value)
     bias, mask = (None if array is None else _at_least_4d(array) for array in (bias, mask))
-    lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
+    lengths = {name: options.get(name) for name in ("query_seq_lengths", "key_value_seq_lengths")}
     lengths = {name: None if array is None else jnp.asarray(array) for name, array in lengths.items()}
     _check_queries_and_keys(query, key, value)
     _check_masking(query.shape[:3] + key.shape[1:2], bias, mask, lengths)
     for name, array in {"query": query, "key": key, "value": value, "bias": bias}.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} must be of a floating dtype, got {array.dtype}")
+    scale, window = options.get("scale"), options.get("local_window_size")
     is_number = isinstance(scale, int | float | np.number | np.ndarray | jax.Array) and not np.ndim(scale)
     if not (scale is None or is_number):
         raise ValueError(f"scale must be a number, got {scale!r}")
     check_normalizer(normalizer, query.shape[2])
-    window = None if local_window_size is None else xla.window_sides(local_window_size)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    options: Any = {"scale": scale, "is_causal": is_causal, "local_window_size": window, **lengths}
+    options |= {"scale": query.shape[-1] ** -0.5 if scale is None else scale, **lengths}
+    options["local_window_size"] = None if window is None else xla.window_sides(window)
     return AttentionInputs(query, key, value, bias, mask, normalizer, **options)
 
 

@@ -228,9 +228,7 @@ class _Run(NamedTuple):
     first: int  # chunks first..last - 1
     last: int
     keys: int  # how many keys each takes
-    left: (
-        int | None
-    )  # keys begin this far before the chunk's first query, clipped to the keys there are; None: at key 0
+    left: int | None  # keys begin this far before the chunk's first query, clipped to those there are; None: at key 0
 
 
 def _runs(inputs: "AttentionInputs", size: int, chunks: int) -> list[_Run]:
