@@ -66,7 +66,9 @@ def test_the_command_measures_every_suite_and_says_how(tiny):
     wanted["data"] += [(f"100 batches of 4 x 8 of {of}", "batches") for of in ("one file", "4 shards")]
     assert rows == [(name, *row) for name in SUITES for row in wanted[name]]
     absent = [row["left_out"] for row in results["rows"] if "left_out" in row]
-    assert absent == [f"ImportError: {name} is absent" for name in ("tensorflow_datasets", "tensorflow_datasets", "grain", "grain")]
+    assert absent == [
+        f"ImportError: {name} is absent" for name in ("tensorflow_datasets", "tensorflow_datasets", "grain", "grain")
+    ]
     lines = printed.splitlines()
     assert all(line.startswith(", ".join(row) + ": ") for line, row in zip(lines, rows, strict=False))
     assert all(found.title.splitlines()[0] in lines for found in SUITES.values())  # the tables
@@ -294,13 +296,6 @@ def test_compiling_starts_anew_every_time_and_counts_bytes():
     np.testing.assert_allclose(program.run(x, np.ones((64, 64), np.float32)), x @ x.T + 1, rtol=1e-4, atol=1e-5)
 
 
-def test_free_memory_is_plausible_and_its_lack_is_a_reason():
-    assert 2**26 < suite.free_bytes()
-    suite.require_memory(10.0, 10.0)
-    with pytest.raises(suite.LeftOut, match="it needs 2 kB of memory, 1 kB are free"):
-        suite.require_memory(2000, 1000)
-
-
 # What is compared.
 
 SHAPE = (2, 7, 3, 8)
@@ -403,11 +398,11 @@ def test_a_state_for_timing_is_like_a_real_one():
 
 
 def test_every_rotation_of_a_model_is_measured_or_left_out_with_a_reason():
-    for case in optimizer.cases(tiny=False):
-        assert set(case.contenders) >= set(optimizer.KERNEL_ROTATIONS)
-        for name in case.contenders:
-            optimizer.make_optimizer(name)
-    assert [case.name for case in optimizer.cases(tiny=False)][:2] == ["768x768", "768x3072"]
+    cases = list(optimizer.cases(tiny=False))
+    for name in {name for case in cases for name in case.contenders}:
+        optimizer.make_optimizer(name)
+    assert all(set(case.contenders) >= {"adamw", *optimizer.KERNEL_ROTATIONS} for case in cases)
+    assert [case.name for case in cases[:2]] == ["768x768", "768x3072"]
 
 
 def test_training_variants_differ_in_their_names_alone_and_sizes_are_those_of_the_paper():
@@ -417,13 +412,8 @@ def test_training_variants_differ_in_their_names_alone_and_sizes_are_those_of_th
     changes = [changed_fields(plain, TINY.config(variant)) for variant in training.VARIANTS]
     assert changes == [{}, softmax1, orthoadam, softmax1 | orthoadam]
     found = training.cases("gpu", tiny=False)
-    assert [case.paper_step_ratio and round(case.paper_step_ratio, 2) for case in found] == [
-        1.17,
-        1.25,
-        1.1,
-        0.91,
-        None,
-    ]
+    paper = [case.paper_step_ratio and round(case.paper_step_ratio, 2) for case in found]
+    assert paper == [1.17, 1.25, 1.1, 0.91, None]
     assert [round(parameter_count(case.model) / 1e6) for case in found] == [64, 124, 355, 1314, 124]
     assert [case.batch_size * case.sequence_length for case in found[:2]] == [131_072] * 2
     for case in found:
@@ -434,7 +424,6 @@ def test_training_variants_differ_in_their_names_alone_and_sizes_are_those_of_th
     assert 0 <= int(tokens.min()) < int(tokens.max()) < 50_257  # not of the padding
     np.testing.assert_array_equal(tokens, found[0].tokens(3))
     (small,) = training.cases("cpu", tiny=False)
-    assert "CPU" in small.name
     assert parameter_count(small.model) < 1e7
 
 
@@ -464,13 +453,12 @@ def fake_suite(rows, fail=None):
     return suite.Suite("fake", "A title", measure, (suite.Column("x", "x", "{} units"),), 5)
 
 
-def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path, capsys):
+def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path):
     (tmp_path / "benchmark.json").write_text("of another run")
-    with pytest.raises(KeyboardInterrupt):
-        run_suites([fake_suite(0, KeyboardInterrupt())], tmp_path)
-    assert (tmp_path / "benchmark.json").read_text() == "of another run"
-    with pytest.raises(KeyboardInterrupt):
-        run_suites([fake_suite(2, KeyboardInterrupt())], tmp_path)
+    for rows, written in ((0, "of another run"), (2, None)):
+        with pytest.raises(KeyboardInterrupt):
+            run_suites([fake_suite(rows, KeyboardInterrupt())], tmp_path)
+        assert written in (None, (tmp_path / "benchmark.json").read_text())
     written = json.loads((tmp_path / "benchmark.json").read_text())
     assert written["finished"] is False
     assert written["rows"] == [
@@ -478,14 +466,17 @@ def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path, capsys):
         {"suite": "fake", "case": "case", "variant": "variant 1", "metrics": {"x": 6}},
         {"suite": "fake", "case": "case", "variant": "large", "left_out": "too large"},
     ]
-    assert "fake, case, variant 1: x 6 units\nfake, case, large: left out: too large\n" in capsys.readouterr().out
 
 
-def test_the_table_comes_last_and_is_aligned(tmp_path, capsys):
+def test_rows_are_printed_as_they_come_and_the_aligned_table_last(tmp_path, capsys):
     results = run_suites([fake_suite(2)], tmp_path, repeats=99)
     assert results["finished"]
     assert results["provenance"]["repeats"] == {"fake": 99}
-    table = [
+    assert capsys.readouterr().out.splitlines() == [
+        "fake, case, variant 0: x 99 units",
+        "fake, case, variant 1: x 100 units",
+        "fake, case, large: left out: too large",
+        "",
         "A title",
         "-" * 26,
         "case  variant    x",
@@ -493,7 +484,6 @@ def test_the_table_comes_last_and_is_aligned(tmp_path, capsys):
         "case  variant 0  99 units",
         "case  variant 1  100 units",
     ]
-    assert capsys.readouterr().out.split("\n\n", 1)[1].splitlines() == table
 
 
 def test_columns_show_units_and_what_is_not_there():

@@ -152,7 +152,7 @@ def linen(boxed=False):
     return Problem(lambda p: squared_error(model.apply({"params": p}, X)), nn.unbox(params)["params"], expected)
 
 
-# flax nnx: variables in a state; examples/nnx_training.py trains with `nnx.Optimizer`.
+# flax nnx: variables in a state.
 
 
 class NnxModel(nnx.Module):
@@ -224,9 +224,12 @@ def test_what_is_rotated_and_that_it_trains(name, kind):
         np.testing.assert_allclose(losses(plain.loss, plain.params, rotation), values, rtol=1e-4)
 
 
-def test_haiku_layers_that_are_numbered_have_their_own_bases():
-    params = {f"linear_{i}": {"w": jnp.eye(8)} for i in range(2)} | {"linear": {"w": jnp.eye(8)}}
-    drawn = orthoadam(0.1, rotation=Rotation("haar")).init(params)[0].basis
-    q = [np.asarray(drawn[name]["w"]["basis_0"]) for name in ("linear", "linear_0", "linear_1")]
-    for i, j in ((0, 1), (0, 2), (1, 2)):
-        assert np.abs(q[i] - q[j]).max() > 0.1
+def test_an_nnx_optimizer_trains_as_the_functional_way():
+    plain, rotation, model = nnx_model(), Rotation(axes=attention_axes), NnxModel(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, orthoadam(0.03, weight_decay=1e-3, rotation=rotation), wrt=nnx.Param)
+    values = []
+    for _ in range(3):
+        value, grads = nnx.value_and_grad(lambda model: next_error(model(SEQUENCES)))(model)
+        optimizer.update(model, grads)
+        values.append(float(value))
+    np.testing.assert_allclose(values, losses(plain.loss, plain.params, rotation, 3), rtol=1e-4)

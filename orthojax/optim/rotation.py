@@ -72,10 +72,10 @@ AxesRule = Callable[[str, jax.ShapeDtypeStruct], RotatedAxes | None]
 def generic_axes(path: str, leaf: jax.ShapeDtypeStruct, axes: GenericAxes = "output") -> RotatedAxes | None:
     """The default rule, for any tree; a rule of your own may fall back on it.
 
-    Left alone: fewer than two axes, and the names bias, b, scale, offset whatever their shape (a scanned scale is [L,
-    d]). Where the path contains "embed": the last axis, one basis for all rows. Else the last two axes are taken for a
-    kernel [in, out] and the axes before them for stacked layers. That is right for Dense and Linear of flax and haiku,
-    scanned or not. Name the axes yourself (a rule for `Rotation.axes`) where it is not:
+    Left alone: fewer than two axes, and the names bias, b, scale, offset (a scanned scale is [L, d]). Where the path
+    contains "embed": the last axis, one basis for all rows. Else the last two axes are a kernel [in, out] and those
+    before them stacked layers: right for Dense and Linear of flax and haiku, scanned or not. Name the axes yourself (a
+    rule for `Rotation.axes`) where it is not:
 
     - Equinox's and PyTorch's kernels are [out, in]: ask for "input" to rotate their output. A norm scale called weight
       is safe as a vector, but stacked [L, d] it looks like a kernel.

@@ -144,10 +144,12 @@ def rotate_shard(
 def _rotate_sharded(
     x: jax.Array, constants: Any, plan: Plan, kind: str, sharding: jax.sharding.NamedSharding, transpose: bool
 ) -> jax.Array:
-    def local_fn(shard: jax.Array, constants: Any, names: layout.Names) -> jax.Array:
-        return rotate_shard(shard, plan, kind, constants, names, transpose)
-
-    return layout.over_shards(local_fn, x, constants, sharding)
+    return layout.over_shards(
+        lambda shard, constants, names: rotate_shard(shard, plan, kind, constants, names, transpose),
+        x,
+        constants,
+        sharding,
+    )
 
 
 def rotate_leaf(
@@ -159,15 +161,14 @@ def rotate_leaf(
         return leaf
     x = jnp.asarray(leaf)
     sharding = layout.split_sharding(plan.path, x, given)
-    x = x if given is None else layout.place(x, given)
+    x = layout.place(x, given)
     if plan.groups:
         constants = basis_constants(rotation, plan, basis, transpose)
         if sharding is None:
             x = rotate_shard(x, plan, rotation.kind, constants, [()] * x.ndim, transpose)
         else:
             x = _rotate_sharded(x, constants, plan, rotation.kind, sharding, transpose)
-    after = None if given is None else layout.known_sharding(like)
-    return x if after is None else layout.place(x, after)
+    return x if given is None else layout.place(x, layout.known_sharding(like))
 
 
 def _apply(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool = False, like: Any = None) -> Any:
