@@ -1,4 +1,4 @@
-"""What softmax-1 and OrthoAdam cost: ratios to what they replace, measured in turn within one process."""
+"""What softmax-1 and OrthoAdam cost: ratios to what they replace, interleaved within one process."""
 
 import json
 import os

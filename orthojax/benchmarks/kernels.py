@@ -116,15 +116,10 @@ def attention_operands(shape: Shape, dtype: Any) -> tuple[jax.Array, ...]:
 
 
 def repeated(attend: Attend, backward: bool, calls: int) -> Callable[..., Any]:
-    """A function of the operands that attends `calls` times, with the last result as the next query.
+    """A function of the operands that attends `calls` times, with the last output as the next query.
 
-    Args:
-      attend: What is repeated.
-      backward: With all gradients; those of query and value are the next query and value.
-      calls: How often.
-
-    Returns:
-      A function to the last output, or to that and the gradients of query, key, value and sink.
+    With `backward` it returns the last output and the gradients of query, key, value and sink, and the gradients of
+    query and value are the next query and value.
     """
 
     def forward(cotangent, query, key, value, sink):
@@ -205,14 +200,16 @@ def quantization_cases(tiny: bool) -> Iterator[Case]:
 
     for count, name in ((1, "1 token"), (many, f"{many} tokens")):
         x = jnp.asarray(generator.standard_normal((count, model.d_model), np.float32))
-        yield _quantization_case(f"{name} x {model.d_model}x{model.d_mlp}", kernel, x, layer, settings)
+        yield from _quantization_cases(f"{name} x {model.d_model}x{model.d_mlp}", kernel, x, layer, settings)
     tokens = jnp.asarray(generator.integers(model.vocab_size, size=(1, length)), jnp.int32)
     shapes = parameter_shapes(Config(model=model, data=DataConfig(sequence_length=length)))
     name = f"gpt2, {model.num_layers} layers of {model.d_model}, 1x{length}"
-    yield _quantization_case(name, shapes, tokens, forward, settings)
+    yield from _quantization_cases(name, shapes, tokens, forward, settings)
 
 
-def _quantization_case(name: str, shapes: Any, inputs: jax.Array, apply: Apply, settings: tuple[str, ...]) -> Case:
+def _quantization_cases(
+    name: str, shapes: Any, inputs: jax.Array, apply: Apply, settings: tuple[str, ...]
+) -> Iterator[Case]:
     float_params = functools.cache(lambda: random_like(shapes, 0.02))
 
     def contender(setting_name: str) -> Contender:
@@ -224,11 +221,13 @@ def _quantization_case(name: str, shapes: Any, inputs: jax.Array, apply: Apply, 
         sizes = {"params_bytes": tree_bytes(params)} | program.sizes
         return Contender(lambda calls: [program.run(params, inputs) for _ in range(calls)], sizes)
 
-    return Case(name, {each: functools.partial(contender, each) for each in ("float32", *settings)})
+    plain = functools.cache(lambda: contender("float32"))
+    for each in settings:  # one at a time: what a contender holds is freed before the next is made
+        yield Case(name, {"float32": plain, each: functools.partial(contender, each)})
 
 
 def _measure_quantization(repeats: int, tiny: bool) -> Iterator[Row]:
-    comparison, budget = Comparison(("params_bytes",), longest=20.0, together=False), TimeBudget(300.0)
+    comparison, budget = Comparison(("params_bytes",), longest=20.0), TimeBudget(300.0)
     for case in quantization_cases(tiny):
         yield from comparison.rows(case, repeats, budget)
 

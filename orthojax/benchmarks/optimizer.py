@@ -48,12 +48,12 @@ def cases(tiny: bool) -> Iterator[Case]:
     on_models = ("hadamard residual", "haar output") if tiny else _MODEL_ROTATIONS
     for columns in (model.d_model, model.d_mlp):
         shapes = {"kernel": jax.ShapeDtypeStruct((model.d_model, columns), jnp.float32)}
-        yield _case(f"{model.d_model}x{columns}", shapes, on_kernels)
+        yield from _cases(f"{model.d_model}x{columns}", shapes, on_kernels)
     left_out = [] if tiny else [name for name in KERNEL_ROTATIONS if name not in on_models]
     for name, by_layer in (("unrolled", ()), ("stacked", (f"{on_models[0]} layer_by_layer",))):
         scanned = dataclasses.replace(model, scan_layers=name == "stacked")
         shapes = parameter_shapes(Config(model=scanned, data=DataConfig(sequence_length=model.max_length)))
-        yield _case(f"gpt2 {'tiny' if tiny else '130m'} {name}", shapes, (*on_models, *by_layer), left_out)
+        yield from _cases(f"gpt2 {'tiny' if tiny else '130m'} {name}", shapes, (*on_models, *by_layer), left_out)
 
 
 def make_optimizer(name: str) -> optax.GradientTransformation:
@@ -90,8 +90,8 @@ def state_like(shapes: Any) -> Any:
     return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
-def _case(name: str, shapes: Any, rotations: Sequence[str], left_out: Sequence[str] = ()) -> Case:
-    """Rotations by name against `optax.adamw`; parameters, gradients and states are made when first used.
+def _cases(name: str, shapes: Any, rotations: Sequence[str], left_out: Sequence[str] = ()) -> Iterator[Case]:
+    """Each rotation against `optax.adamw`; parameters, gradients and states are made when first used.
 
     A call is one step, parameters applied. Gradients are the same at every step.
     """
@@ -128,13 +128,14 @@ def _case(name: str, shapes: Any, rotations: Sequence[str], left_out: Sequence[s
         require_memory(needed, free_bytes())
         return found
 
-    return Case(name, {"adamw": adamw} | {each: functools.partial(rotated, each) for each in (*rotations, *left_out)})
+    for each in (*rotations, *left_out):  # one at a time: what a contender holds is freed before the next is made
+        yield Case(name, {"adamw": adamw, each: functools.partial(rotated, each)})
 
 
 def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
     # Dense rotations of a whole model on a CPU are slow: a minute for each.
-    comparison = Comparison(("state_bytes",), longest=60.0, per_step=True, together=False)
-    for case in cases(tiny):  # one at a time: a case keeps its arrays
+    comparison = Comparison(("state_bytes",), longest=60.0, per_step=True)
+    for case in cases(tiny):
         yield from comparison.rows(case, repeats, TimeBudget(math.inf))
 
 

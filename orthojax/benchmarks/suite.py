@@ -224,27 +224,20 @@ class Comparison(NamedTuple):
     per_step: bool = False  # a call is a step, and its metrics say so
     fewest_calls: int = 1  # in a repetition
     shortest: float = 0.02  # seconds of a repetition: one small call is too short for the clock and the scheduler
-    together: bool = True  # all contenders of a case at once, or each alone with the reference
     clock: Callable[[], float] = time.perf_counter  # of the repetitions
     reserved: float = 0.0  # seconds of the budget in which contenders are made and not timed
 
     def rows(self, case: Case, repeats: int, budget: TimeBudget) -> Iterator[Row]:
         """The rows of a case; what fails, or has not begun when the budget is spent, is left out with the reason."""
         first, *others = case.contenders
+        shown = list(case.contenders) if self.own_row else others
         reference = budget.attempt(case.contenders[first])
         if isinstance(reference, str):
             why = reference if reference == OUT_OF_TIME else f"{first}: {reference}"
-            yield from (Row(case.name, name, {}, why) for name in [first] * self.own_row + others)
+            yield from (Row(case.name, name, {}, why) for name in shown)
             return
-        for names in [others] if self.together else [[name] for name in others]:
-            # A frame of its own: contenders of one group are freed before those of the next are made.
-            yield from self._rows_of_group(case, names, first, reference, repeats, budget)
-
-    def _rows_of_group(
-        self, case: Case, names: list[str], first: str, reference: Contender, repeats: int, budget: TimeBudget
-    ) -> Iterator[Row]:
-        made = {name: budget.attempt(case.contenders[name]) for name in names}
-        ready = {first: reference} | {name: found for name, found in made.items() if not isinstance(found, str)}
+        made = {first: reference} | {name: budget.attempt(case.contenders[name]) for name in others}
+        ready = {name: found for name, found in made.items() if not isinstance(found, str)}
         seconds, calls, not_timed = {}, 0, OUT_OF_TIME
         if budget.seconds_left() > self.reserved and (len(ready) > 1 or self.own_row):
             try:
@@ -252,8 +245,8 @@ class Comparison(NamedTuple):
             except _FAILURES as error:
                 not_timed = reason(error)
         unit = "step_seconds" if self.per_step else "seconds"
-        for name, contender in (({first: reference} if self.own_row else {}) | made).items():
-            if isinstance(contender, str):
+        for name in shown:
+            if isinstance(contender := made[name], str):
                 yield Row(case.name, name, {}, contender)
                 continue
             metrics = dict(contender.sizes)

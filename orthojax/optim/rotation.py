@@ -117,29 +117,27 @@ def _generic_axes(path: str, leaf: jax.ShapeDtypeStruct, axes: GenericAxes) -> R
 class Rotation:
     """Which orthogonal matrix Q, on which axes of which parameter.
 
-    Every parameter, and every layer of a stacked one, has its own Q, which is a function of (seed, name, layer) alone:
-    the same on every machine and mesh (`haar` up to the rounding of LAPACK), and the same for scanned and unrolled
-    layers. Renaming a module changes its Q; two names that differ only in how they are numbered (`a_0/w`, `a/0/w`)
-    share one.
+    Every parameter, and every layer of a stacked one, has its own Q, a function of (seed, name, layer) alone: the same
+    on every machine and mesh (`haar` up to the rounding of LAPACK), and for scanned and unrolled layers. Renaming a
+    module changes its Q; names that differ only in how they are numbered (`a_0/w`, `a/0/w`) share one.
 
     Attributes:
-      kind: `hadamard`: a fixed Hadamard transform after random signs (sizes that Sylvester's and Paley's
-        constructions over primes give; a cosine transform, or a product with one, elsewhere); stateless. `haar`: a
-        dense uniformly random matrix, as in the paper; kept in the state (float32; float64 for float64 parameters);
-        axes over 4,096 are left alone. `dct`: a cosine transform after random signs. Two controls: `identity`, and
-        `signed_permutation`, under which Adam is invariant.
+      kind: `hadamard`: a fixed Hadamard transform after random signs (Sylvester's and Paley's constructions over
+        primes; a cosine transform, or a product with one, for other sizes); stateless. `haar`: a dense uniformly random
+        matrix, as in the paper; kept in the state (float32; float64 for float64 parameters); axes over 4,096 are left
+        alone. `dct`: a cosine transform after random signs. Controls: `identity`, and `signed_permutation`, under which
+        Adam is invariant.
       axes: `output` (last kernel axis), `input` (the one before) or `both`, by the rule `generic_axes`; or a function
         (path, jax.ShapeDtypeStruct) -> RotatedAxes | None, where None leaves the parameter alone.
       seed: 0 to 2**32 - 1.
       scope: `layer` as above. Two controls: with `parameter` the layers of a parameter share Q; with `tree` all axes of
         one size do, which for a network is little more than Adam seen from another frame.
-      layout: A function path -> jax.sharding.Sharding | None: how a parameter's moments are sharded. Made by
-        `layout_of(shardings)`, of the parameters' shardings or of those of `zero1`. On a mesh of Auto axes jit does not
-        expose shardings, so give it there if rotated axes are sharded: whole axes of them may travel otherwise.
-        Explicit axes need none but for `zero1`. A rotated axis that is sharded is rotated between two all-to-alls of
-        one shard (see `layout.gather_axes`), one that is whole without communication: moments whose layout keeps the
-        rotated axis whole halve the traffic. The basis never depends on the mesh. Inside a `shard_map` of your own an
-        array counts as the whole parameter: keep rotated axes whole there.
+      layout: A function path -> jax.sharding.Sharding | None: how a parameter's moments are sharded, from `layout_of`
+        the parameters' shardings or those of `zero1`. Needed on a mesh of Auto axes, where jit does not expose
+        shardings, if rotated axes are sharded (whole axes may travel otherwise), and for `zero1`. A sharded axis is
+        rotated between two all-to-alls of one shard, a whole one without communication: moments whose layout keeps
+        the rotated axis whole halve the traffic. The basis never depends on the mesh. Inside a `shard_map` of your own
+        an array counts as the whole parameter: keep rotated axes whole there.
 
     Raises:
       ValueError: For a value that is not allowed.
@@ -179,8 +177,8 @@ def require_rotation(rotation: Rotation) -> None:
 def leaf_path(keys: tuple[Any, ...]) -> str:
     """The plain path of a parameter, equal for every wrapping of the same tree.
 
-    A leading `params` and the `.value` of a box (flax's Partitioned, nnx's variables) are dropped, since some
-    libraries show them at init and not at update.
+    A leading `params` and the `.value` of a box (flax's Partitioned, nnx's variables) are dropped: some libraries show
+    them at init and not at update.
 
     Args:
       keys: A key path of `jax.tree_util`.

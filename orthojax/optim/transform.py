@@ -215,9 +215,9 @@ def _transformation(rotation: Rotation, transpose: bool) -> optax.GradientTransf
 def rotate(rotation: Rotation = DEFAULT_ROTATION) -> optax.GradientTransformation:
     """Rotates gradients into the basis of the optimizer: g' = Q g along each rotated axis.
 
-    `optax.chain(rotate(r), optax.scale_by_adam(), unrotate(r))` is OrthoAdam (Algorithm 1 of From Attention to
-    Activation, `arXiv 2410.17174 <https://arxiv.org/abs/2410.17174>`_). Between the two, gradients are rotated and
-    parameters are not; `in_rotated_basis` rotates both, and keeps a `haar` basis once instead of twice.
+    `optax.chain(rotate(r), optax.scale_by_adam(), unrotate(r))` is OrthoAdam (Algorithm 1 of
+    `arXiv 2410.17174 <https://arxiv.org/abs/2410.17174>`_). In between, gradients are rotated and parameters are not;
+    `in_rotated_basis` rotates both, and keeps a `haar` basis once instead of twice.
 
     Args:
       rotation: Which basis.
@@ -247,8 +247,7 @@ class RotatedState(NamedTuple):
     """State of `in_rotated_basis`.
 
     Attributes:
-      basis: As in `RotationState`; () unless the kind is `haar`. `optax.tree.map_params` takes a whole dict of them
-        for one field that is no parameter.
+      basis: As in `RotationState`; to `optax.tree.map_params` the whole dict is one field that is no parameter.
       inner: State of the inner transformation, whose parameter-like arrays are in the rotated basis.
     """
 
@@ -268,11 +267,10 @@ def in_rotated_basis(
     changes; for an elementwise one, such as Adam, RMSProp or Lion, the basis decides.
 
     Args:
-      inner: Gets gradients and parameters in the rotated basis, at init and at update, and keeps its state there:
-        what reads parameters out of the state (schedule_free_eval_params) belongs outside, around this one. Extra
-        arguments of the update are passed on; one that lives in the basis of the parameters (a function, or a tree
-        like the parameters, as line searches take) must not be used by it. A constraint on single parameters
-        (keep_params_nonnegative) would act on rotated ones: put it outside.
+      inner: Sees gradients and parameters in the rotated basis and keeps its state there. What reads parameters out of
+        the state (schedule_free_eval_params) or constrains single ones (keep_params_nonnegative) belongs outside. Extra
+        arguments of the update are passed on; it must not use one that lives in the basis of the parameters (a
+        function, or a tree like the parameters, as line searches take).
       rotation: Which basis.
 
     Returns:
@@ -280,8 +278,8 @@ def in_rotated_basis(
 
     Raises:
       TypeError: Unless `inner` is an optax transformation.
-      ValueError: In the update: where the inner transformation uses such an extra argument; where updates, parameters
-        and what the inner transformation returns are not of one tree (lookahead).
+      ValueError: In the update: where `inner` uses such an extra argument; where updates, parameters and what `inner`
+        returns are not of one tree (lookahead).
 
     Examples:
       >>> optimizer = optax.chain(in_rotated_basis(optax.scale_by_rms()), optax.scale_by_learning_rate(0.1))
