@@ -246,7 +246,7 @@ def test_trees_that_share_no_basis_are_refused():
 
     examples = {"kernel": jnp.ones((3, 4, 8))}  # gradients of three examples
     private = in_rotated_basis(contrib.differentially_private_aggregate(1.0, 1.0, 0))
-    with pytest.raises(ValueError, match=r"returns another tree.*\(4, 8\) against shape \(3, 4, 8\)"):
+    with pytest.raises(ValueError, match=r"returns a different tree.*\(4, 8\) against shape \(3, 4, 8\)"):
         private.update(examples, private.init(PARAMS))
     with pytest.raises(ValueError, match=r"updates and parameters differ.*\(3, 4, 8\) against shape \(4, 8\)"):
         private.update(examples, private.init(PARAMS), PARAMS)

@@ -24,7 +24,7 @@ def _dimension_names(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]
 
 def _canonical(mesh: Any, names: Names) -> NamedSharding:
     # jit takes P("x") and P("x", None) for two types and would compile again for its own output, which has the trailing
-    # None over Explicit axes and has it not over Auto ones.
+    # None over Explicit axes and not over Auto ones.
     spec = [over[0] if len(over) == 1 else over or None for over in names]
     while spec and spec[-1] is None and AxisType.Explicit not in mesh.axis_types:
         spec.pop()
@@ -142,7 +142,7 @@ def layout_of(shardings: Any) -> Callable[[str], jax.sharding.Sharding | None]:
       shardings: A tree like the parameters whose leaves are shardings: those of the parameters, or of `zero1`.
 
     Returns:
-      A function from a path, as `describe` prints it, to the sharding; ValueError for a path that the tree has not.
+      A function from a path, as `describe` prints it, to the sharding; ValueError for a path that is not in the tree.
     """
     by_path = {leaf_path(keys): sharding for keys, sharding in jax.tree_util.tree_leaves_with_path(shardings)}
 

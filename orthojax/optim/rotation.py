@@ -103,7 +103,7 @@ def _generic_axes(path: str, leaf: jax.ShapeDtypeStruct, axes: GenericAxes) -> R
     if len(leaf.shape) < 2:
         return f"{len(leaf.shape)} axes, fewer than 2"
     if name in _VECTOR_NAMES:
-        return f"its name is {name!r}"
+        return f"named {name!r}"
     if "embed" in path.lower():
         chosen, stacked = [-1], ()
     else:
@@ -131,7 +131,7 @@ class Rotation:
         (path, jax.ShapeDtypeStruct) -> RotatedAxes | None, where None leaves the parameter alone.
       seed: 0 to 2**32 - 1.
       scope: `layer` as above. Two controls: with `parameter` the layers of a parameter share Q; with `tree` all axes of
-        one size do, which for a network is little more than Adam seen from another frame.
+        one size do, which for a network is little more than Adam in a different frame.
       layout: A function path -> jax.sharding.Sharding | None: how a parameter's moments are sharded, from `layout_of`
         the parameters' shardings or those of `zero1`. Needed on a mesh of Auto axes, where jit does not expose
         shardings, if rotated axes are sharded (whole axes may travel otherwise), and for `zero1`. A sharded axis is
@@ -231,7 +231,7 @@ def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
     """What happens to one parameter: a function of path, shape and dtype, so that init and every update agree."""
     path = leaf_path(keys)
     if not hasattr(leaf, "shape") and not isinstance(leaf, int | float | complex):
-        return Plan(path, left_alone=("it is no array",))
+        return Plan(path, left_alone=("not an array",))
     shape = jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
     found = _axes_or_reason(rotation, path, shape)
     if isinstance(found, str):
@@ -264,17 +264,17 @@ def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
 
 def _axes_or_reason(rotation: Rotation, path: str, shape: jax.ShapeDtypeStruct) -> RotatedAxes | str:
     if rotation.kind == "identity":
-        return "the rotation is the identity"
+        return "identity rotation"
     if not jnp.issubdtype(shape.dtype, jnp.floating):
-        return f"its dtype is {shape.dtype}"
+        return f"dtype {shape.dtype}"
     if shape.size == 0:
-        return "it is empty"
+        return "empty"
     if not callable(rotation.axes):
         return _generic_axes(path, shape, rotation.axes)
     found = rotation.axes(path, shape)
     if found is not None and not isinstance(found, RotatedAxes):
         raise TypeError(f"{path}: the axes rule returned {found!r}; allowed: RotatedAxes or None")
-    return "the axes rule says so" if found is None else found
+    return "by the axes rule" if found is None else found
 
 
 def describe(rotation: Rotation, params: Any) -> dict[str, str]:

@@ -50,7 +50,7 @@ def _init_basis(rotation: Rotation, params: optax.Params) -> Any:
             *parents, name = _basis_path(plan.path, i)
             node = functools.reduce(lambda node, part: node.setdefault(part, {}), parents, basis)
             node[name] = _draw_haar(rotation, plan, group, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
-    # An array, not an empty dict: optax.tree.map_params must see something that is no parameter.
+    # An array, not an empty dict: optax.tree.map_params must see a non-parameter.
     return basis or jnp.zeros((0,), jnp.float32)
 
 
@@ -226,7 +226,7 @@ def rotate(rotation: Rotation = DEFAULT_ROTATION) -> optax.GradientTransformatio
       A transformation with a `RotationState`. Computes in at least float32; shapes and dtypes stay.
 
     Raises:
-      ValueError: In the update, for a state of another tree or kind.
+      ValueError: In the update, for a state that was made for a different tree or kind.
     """
     return _transformation(rotation, transpose=False)
 
@@ -247,7 +247,7 @@ class RotatedState(NamedTuple):
     """State of `in_rotated_basis`.
 
     Attributes:
-      basis: As in `RotationState`; to `optax.tree.map_params` the whole dict is one field that is no parameter.
+      basis: As in `RotationState`; to `optax.tree.map_params` the whole dict is one non-parameter field.
       inner: State of the inner transformation, whose parameter-like arrays are in the rotated basis.
     """
 
@@ -305,7 +305,7 @@ def in_rotated_basis(
         rotated_params = None if params is None else _apply(rotation, params, state.basis)
         extra_args = _guarded(extra_args, rotation, updates)
         rotated, inner_state = extended.update(rotated, state.inner, rotated_params, **extra_args)
-        _require_part(rotated, updates, "the inner transformation returns another tree than it was given")
+        _require_part(rotated, updates, "the inner transformation returns a different tree than it was given")
         updates = _apply(rotation, rotated, state.basis, transpose=True, like=updates)
         return updates, RotatedState(state.basis, inner_state)
 
@@ -336,7 +336,7 @@ class _InOtherBasis(np.lib.mixins.NDArrayOperatorsMixin):
     def _refuse(self, *unused_args, **unused_kwargs):
         raise ValueError(
             f"the inner transformation uses the extra argument {self._name!r}, which lives in the basis of the "
-            "parameters, not in the rotated one; allowed inside in_rotated_basis: extra arguments that know no "
+            "parameters, not in the rotated one; allowed inside in_rotated_basis: extra arguments without "
             "parameters, such as a loss. Line searches and the like belong outside, after it in an optax.chain"
         )
 
