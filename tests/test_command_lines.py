@@ -445,7 +445,7 @@ def test_a_full_disk_while_tokenising_leaves_no_half_cache(home):
         (["--input=nope.txt", "--output=new"], ["nope.txt"]),
         (["--input=", "--output=new"], ["no text files"]),
         (["--input=text.txt", "--tokenizer=bpe:many", "--output=new"], ["'bpe:many'", "bpe:N"]),
-        (["--input=text.txt", "--output=small.py/new"], ["small.py", "Not a directory"]),
+        (["--input=text.txt", "--output=small.py/new"], ["small.py", "is a file"]),
     ],
 )
 def test_token_files_are_not_made_from_wrong_arguments(home, arguments, words):

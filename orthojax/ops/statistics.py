@@ -43,7 +43,7 @@ def kurtosis(x: ArrayLike, axis: int = -1) -> jax.Array:
     scale = jax.lax.stop_gradient(jnp.max(jnp.abs(centred), axis, keepdims=True))
     # The rounded mean of equal values can differ from them, so compare the values themselves.
     constant = jnp.max(x, axis, keepdims=True) == jnp.min(x, axis, keepdims=True)
-    constant |= scale < jnp.finfo(x.dtype).tiny
+    constant |= scale < jnp.finfo(x.dtype).tiny / jnp.finfo(x.dtype).eps  # below that the mean may underflow
     # A vector with some spread in place of a constant one keeps the gradient finite too.
     stand_in = jnp.ones_like(centred)
     squared = jnp.square(jnp.where(constant, stand_in, centred / jnp.where(constant, 1.0, scale)))

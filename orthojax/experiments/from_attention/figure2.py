@@ -158,7 +158,7 @@ CLAIMS = (
     Claim(
         says=f"One of the first {KEYS} tokens still dominates (section 3.2, Figure 2).",
         of=(RELAXED, PLAIN),
-        show=("winner_mass", metric("others_mass", "of another of the ten")),
+        show=(metric("winner_mass", "mass of the winner"), metric("others_mass", "of another of the ten")),
         detail=lambda r, p: f"with equal logits {number(_equal(r))}",
         holds=lambda r, p: _dominates(r),
         criterion=f"over {_FACTOR:g} times what equal logits give and what the other nine have, in every seed; "
