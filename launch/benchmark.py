@@ -6,7 +6,7 @@ softmax and AdamW; these two take at most eight minutes together. telemetry: met
 quantization: linear layers and a model with kernels of int8 and int4 against float32, time and memory. data: token
 files against the tokenizer library, and batches of rows. Both take some minutes.
 
-Contenders and what they replace are timed in turn within one process; ratios come with their spread. Writes
+Contenders and what they replace are interleaved within one process; ratios come with their spread. Writes
 benchmark.json under the workdir after each row, and prints each row as it comes; the tables come last.
 """
 

@@ -38,7 +38,7 @@ def interleaved_seconds(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Times functions in turn: A B C, C B A, A B C, ...
+    """Times functions interleaved: A B C, C B A, A B C, ...
 
     What else the machine does then falls on all of them alike, and the ratio of two times of one repetition is steadier
     than either. The order alternates, because a function finds the caches as the one before it left them.

@@ -54,16 +54,21 @@ def test_the_command_measures_every_suite_and_says_how(tiny):
         "attention": kernels.attention_cases("cpu", tiny=True),
         "quantization": kernels.quantization_cases(tiny=True),
     }
-    wanted = {name: [(case.name, each) for case in found for each in case.contenders] for name, found in cases.items()}
+    wanted = {
+        name: [(case.name, each) for case in found for each in list(case.contenders)[1:]]  # all but the reference
+        for name, found in cases.items()
+    }
     wanted["compile"] = [("gpt2 tiny unrolled", "orthoadam")]
     wanted["train_step"] = [("gpt2 tiny 2x16", name) for name in training.VARIANTS]
     wanted["telemetry"] = [("gpt2 tiny 2x16", "telemetry")]
-    documents = [f"0.1 MB of {kind}, 50 documents, bpe:300" for kind in ("jsonl", "jsonl, divided", "TFRecord")]
-    wanted["data"] = [(case, "token file") for case in ("ArrayRecord", *documents)]  # the first is left out
+    documents = [f"0.1 MB of {kind}, 50 documents, bpe:300" for kind in ("jsonl", "jsonl, divided")]
+    wanted["data"] = [(case, "token file") for case in ("TFRecord", "ArrayRecord", *documents)]  # two are left out
     wanted["data"] += [(f"100 batches of 4 x 8 of {of}", "batches") for of in ("one file", "4 shards")]
     assert rows == [(name, *row) for name in SUITES for row in wanted[name]]
     absent = [row["left_out"] for row in results["rows"] if "left_out" in row]
-    assert absent == [f"ImportError: {name} is absent" for name in ("tensorflow_datasets", "grain", "grain")]
+    assert absent == [
+        f"ImportError: {name} is absent" for name in ("tensorflow_datasets", "tensorflow_datasets", "grain", "grain")
+    ]
     lines = printed.splitlines()
     assert all(line.startswith(", ".join(row) + ": ") for line, row in zip(lines, rows, strict=False))
     assert all(found.title.splitlines()[0] in lines for found in SUITES.values())  # the tables
@@ -198,8 +203,8 @@ class Machine:
         return make
 
     def rows(self, contenders, reference=None, repeats=4, budget=1e6, longest=1e6, **options):
-        case = suite.Case("case", reference or self.contender("plain", 2.0), contenders)
-        comparison = suite.Comparison("plain", "plain_", ("temp_bytes",), longest, clock=lambda: self.now, **options)
+        case = suite.Case("case", {"plain": reference or self.contender("plain", 2.0)} | contenders)
+        comparison = suite.Comparison(("temp_bytes",), longest, clock=lambda: self.now, **options)
         return list(comparison.rows(case, repeats, suite.TimeBudget(budget, clock=lambda: self.now)))
 
 
@@ -215,18 +220,10 @@ def test_ratios_are_of_the_same_repetition_and_the_control_of_the_reference():
     assert ours.metrics["calls_per_second"] == pytest.approx(1 / 3)
 
 
-def test_a_reference_may_have_a_row_and_contenders_may_be_measured_alone():
+def test_a_reference_may_have_a_row():
     machine = Machine()
-    comparison = suite.Comparison("plain", "", (), 1e6, clock=lambda: machine.now)
-    case = suite.Case("case", machine.contender("plain", 2.0), {"ours": machine.contender("ours", 3.0)})
-    plain, ours = comparison.rows(case, 2, suite.TimeBudget(1e6))
+    plain, ours = machine.rows({"ours": machine.contender("ours", 3.0)}, repeats=2, own_row=True)
     assert (plain.variant, plain.metrics["seconds_ratio"], ours.metrics["seconds_ratio"]) == ("plain", 1.0, 1.5)
-    machine.calls.clear()
-    contenders = {name: machine.contender(name, 1.0) for name in ("a", "b")}
-    assert [row.variant for row in machine.rows(contenders, together=False)] == ["a", "b"]
-    names = [name for name, _ in machine.calls]
-    assert "b" not in names[: len(names) // 2]
-    assert "a" not in names[len(names) // 2 :]
 
 
 def test_what_fails_is_left_out_with_the_reason():
@@ -273,7 +270,7 @@ def test_a_budget_gives_at_least_three_repetitions():
     assert budget.repetitions(20, 1.0, longest=1e9) == 3
 
 
-def test_compiling_starts_anew_every_time_and_counts_bytes():
+def test_every_compilation_is_a_cold_one_and_counts_bytes():
     traced = []
 
     @jax.jit
@@ -291,13 +288,6 @@ def test_compiling_starts_anew_every_time_and_counts_bytes():
     assert min(program.lower_seconds, program.compile_seconds, program.cpu_seconds) > 0
     x = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
     np.testing.assert_allclose(program.run(x, np.ones((64, 64), np.float32)), x @ x.T + 1, rtol=1e-4, atol=1e-5)
-
-
-def test_free_memory_is_plausible_and_its_lack_is_a_reason():
-    assert 2**26 < suite.free_bytes()
-    suite.require_memory(10.0, 10.0)
-    with pytest.raises(suite.LeftOut, match="it needs 2 kB of memory, 1 kB are free"):
-        suite.require_memory(2000, 1000)
 
 
 # What is compared.
@@ -337,7 +327,7 @@ def test_each_platform_has_its_kernels_first_and_plain_xla(platform, implementat
     further = {"cudnn": ["softmax1 by a zero row"], "xla": ["softmax of jax.nn"]}
     for case in found:
         assert dtype in case.name
-        assert list(case.contenders) == ["softmax1", "learned sink", *further.get(case.name.split()[0], [])]
+        assert list(case.contenders) == ["softmax", "softmax1", "learned sink", *further.get(case.name.split()[0], [])]
     if platform != "cpu":
         shapes = {"32x1024x12x64", "8x4096x12x64", "128x256x12x64", "8x2048x16x128"}
         assert {case.name.split()[1] for case in found} == shapes
@@ -402,11 +392,13 @@ def test_a_state_for_timing_is_like_a_real_one():
 
 
 def test_every_rotation_of_a_model_is_measured_or_left_out_with_a_reason():
+    found = {}
     for case in optimizer.cases(tiny=False):
-        assert set(case.contenders) >= set(optimizer.KERNEL_ROTATIONS)
-        for name in case.contenders:
-            optimizer.make_optimizer(name)
-    assert [case.name for case in optimizer.cases(tiny=False)][:2] == ["768x768", "768x3072"]
+        found.setdefault(case.name, set()).update(case.contenders)
+    assert list(found) == ["768x768", "768x3072", "gpt2 130m unrolled", "gpt2 130m stacked"]
+    assert all(names >= {"adamw", *optimizer.KERNEL_ROTATIONS} for names in found.values())
+    for name in set.union(*found.values()):
+        optimizer.make_optimizer(name)
 
 
 def test_training_variants_differ_in_their_names_alone_and_sizes_are_those_of_the_paper():
@@ -416,13 +408,8 @@ def test_training_variants_differ_in_their_names_alone_and_sizes_are_those_of_th
     changes = [changed_fields(plain, TINY.config(variant)) for variant in training.VARIANTS]
     assert changes == [{}, softmax1, orthoadam, softmax1 | orthoadam]
     found = training.cases("gpu", tiny=False)
-    assert [case.paper_step_ratio and round(case.paper_step_ratio, 2) for case in found] == [
-        1.17,
-        1.25,
-        1.1,
-        0.91,
-        None,
-    ]
+    paper = [case.paper_step_ratio and round(case.paper_step_ratio, 2) for case in found]
+    assert paper == [1.17, 1.25, 1.1, 0.91, None]
     assert [round(parameter_count(case.model) / 1e6) for case in found] == [64, 124, 355, 1314, 124]
     assert [case.batch_size * case.sequence_length for case in found[:2]] == [131_072] * 2
     for case in found:
@@ -433,7 +420,6 @@ def test_training_variants_differ_in_their_names_alone_and_sizes_are_those_of_th
     assert 0 <= int(tokens.min()) < int(tokens.max()) < 50_257  # not of the padding
     np.testing.assert_array_equal(tokens, found[0].tokens(3))
     (small,) = training.cases("cpu", tiny=False)
-    assert "CPU" in small.name
     assert parameter_count(small.model) < 1e7
 
 
@@ -463,13 +449,12 @@ def fake_suite(rows, fail=None):
     return suite.Suite("fake", "A title", measure, (suite.Column("x", "x", "{} units"),), 5)
 
 
-def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path, capsys):
+def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path):
     (tmp_path / "benchmark.json").write_text("of another run")
-    with pytest.raises(KeyboardInterrupt):
-        run_suites([fake_suite(0, KeyboardInterrupt())], tmp_path)
-    assert (tmp_path / "benchmark.json").read_text() == "of another run"
-    with pytest.raises(KeyboardInterrupt):
-        run_suites([fake_suite(2, KeyboardInterrupt())], tmp_path)
+    for rows, written in ((0, "of another run"), (2, None)):
+        with pytest.raises(KeyboardInterrupt):
+            run_suites([fake_suite(rows, KeyboardInterrupt())], tmp_path)
+        assert written in (None, (tmp_path / "benchmark.json").read_text())
     written = json.loads((tmp_path / "benchmark.json").read_text())
     assert written["finished"] is False
     assert written["rows"] == [
@@ -477,14 +462,17 @@ def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path, capsys):
         {"suite": "fake", "case": "case", "variant": "variant 1", "metrics": {"x": 6}},
         {"suite": "fake", "case": "case", "variant": "large", "left_out": "too large"},
     ]
-    assert "fake, case, variant 1: x 6 units\nfake, case, large: left out: too large\n" in capsys.readouterr().out
 
 
-def test_the_table_comes_last_and_is_aligned(tmp_path, capsys):
+def test_rows_are_printed_as_they_come_and_the_aligned_table_last(tmp_path, capsys):
     results = run_suites([fake_suite(2)], tmp_path, repeats=99)
     assert results["finished"]
     assert results["provenance"]["repeats"] == {"fake": 99}
-    table = [
+    assert capsys.readouterr().out.splitlines() == [
+        "fake, case, variant 0: x 99 units",
+        "fake, case, variant 1: x 100 units",
+        "fake, case, large: left out: too large",
+        "",
         "A title",
         "-" * 26,
         "case  variant    x",
@@ -492,7 +480,6 @@ def test_the_table_comes_last_and_is_aligned(tmp_path, capsys):
         "case  variant 0  99 units",
         "case  variant 1  100 units",
     ]
-    assert capsys.readouterr().out.split("\n\n", 1)[1].splitlines() == table
 
 
 def test_columns_show_units_and_what_is_not_there():

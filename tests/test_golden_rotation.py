@@ -48,9 +48,9 @@ def counting(dtype):
 def rotated(seed, wrap=lambda f: f, dtype=jnp.float32):
     transform, x = rotate(Rotation(seed=seed)), counting(dtype)
     state = transform.init(x)
-    turned = wrap(lambda x: transform.update(x, state)[0])(x)
+    found = wrap(lambda x: transform.update(x, state)[0])(x)
     rows = {}
-    for keys, y in jax.tree_util.tree_leaves_with_path(turned):
+    for keys, y in jax.tree_util.tree_leaves_with_path(found):
         values = np.asarray(y, np.float64).reshape(-1, y.shape[-1]) * np.sqrt(y.shape[-1])
         np.testing.assert_allclose(values, values.round(), atol=1e-4)
         rows[jax.tree_util.keystr(keys, simple=True, separator="/")] = values.round().astype(int).tolist()
@@ -74,7 +74,7 @@ def pattern(*shape):
     return jnp.asarray(np.arange(np.prod(shape)).reshape(shape) * 7919 % 13 - 6.0)
 
 
-def turned(rotation, x):
+def kernel_in_basis(rotation, x):
     transform, tree = rotate(rotation), {"mlp": {"kernel": x}}
     return np.asarray(transform.update(tree, transform.init(tree))[0]["mlp"]["kernel"])
 
@@ -91,7 +91,7 @@ def turned(rotation, x):
     ],
 )
 def test_large_bases_of_signs_are_these(rotation, shape, squared_scale, checksum, x64):
-    values = turned(rotation, pattern(*shape)) * np.sqrt(squared_scale)  # integers
+    values = kernel_in_basis(rotation, pattern(*shape)) * np.sqrt(squared_scale)  # integers
     np.testing.assert_allclose(values, values.round(), atol=1e-9)
     assert zlib.crc32(values.round().astype("<i8").tobytes()) == checksum
 
@@ -106,13 +106,13 @@ def test_large_bases_of_signs_are_these(rotation, shape, squared_scale, checksum
     ],
 )
 def test_bases_with_a_cosine_are_these(kind, n, values, x64):
-    row = turned(Rotation(kind), pattern(2, n))[1]
+    row = kernel_in_basis(Rotation(kind), pattern(2, n))[1]
     np.testing.assert_allclose(row[[0, 1, n // 2, n - 1]], values, atol=1e-11)
 
 
 def test_a_haar_basis_is_this(x64):
     want = [-0.46304928, 0.70829328, 0.17193932, 0.16323841, -0.47586653, 0.03531479]
-    np.testing.assert_allclose(turned(Rotation("haar", seed=3), jnp.eye(6))[0], want, atol=1e-8)
+    np.testing.assert_allclose(kernel_in_basis(Rotation("haar", seed=3), jnp.eye(6))[0], want, atol=1e-8)
 
 
 def test_they_are_built_from_the_definition():

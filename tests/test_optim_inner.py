@@ -14,15 +14,9 @@ from orthojax.optim import Rotation, in_rotated_basis, orthoadam, rotate
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests wait for
 
 
-def tree(seed, dtype=jnp.float64):
-    rng = np.random.default_rng(seed)
-    shapes = {"kernel": (6, 8), "bias": (8,)}
-    return {name: jnp.asarray(rng.standard_normal(shape), dtype) for name, shape in shapes.items()}
-
-
-def basis(rotation, dtype=jnp.float64):
-    """Q [8, 8] of the kernel, by turning the identity."""
-    transform, eye = rotate(rotation), {"kernel": jnp.eye(8, dtype=dtype)}
+def basis(rotation):
+    """Q [8, 8] of the kernel, by rotating the identity."""
+    transform, eye = rotate(rotation), {"kernel": jnp.eye(8)}
     return transform.update(eye, transform.init(eye))[0]["kernel"].T
 
 
@@ -38,7 +32,7 @@ def loss(params):
     return jnp.mean((y - 0.5 * jnp.arange(8.0, dtype=y.dtype)[None]) ** 2)
 
 
-def run(optimizer, params, q, *, steps, reads_loss):
+def run(optimizer, params, q, *, reads_loss):
     """Parameters after some steps of an optimizer on loss(Q^T params)."""
 
     def step(carry, _):
@@ -47,17 +41,20 @@ def run(optimizer, params, q, *, steps, reads_loss):
         updates, state = optimizer.update(grads, state, params, **({"value": value} if reads_loss else {}))
         return (optax.apply_updates(params, updates), state), None
 
-    return jax.lax.scan(step, (params, optimizer.init(params)), length=steps)[0][0]
+    return jax.lax.scan(step, (params, optimizer.init(params)), length=6)[0][0]
 
 
-def trajectories(inner, rotation, *, steps=6, dtype=jnp.float64, reads_loss=False):
-    """(start, in_rotated_basis(inner) on the loss, inner on the rotated loss, turned back, inner on the loss)."""
-    q, start, eye = basis(rotation, dtype), tree(1, dtype), jnp.eye(8, dtype=dtype)
-    compiled = (
-        jax.jit(functools.partial(run, o, steps=steps, reads_loss=reads_loss), compiler_options=QUICK)
+def trajectories(inner, rotation, *, reads_loss=False):
+    """(start, in_rotated_basis(inner) on the loss, inner on the rotated loss, rotated back, inner on the loss)."""
+    generator, q, eye = np.random.default_rng(1), basis(rotation), jnp.eye(8)
+    start = {
+        "kernel": jnp.asarray(generator.standard_normal((6, 8))),
+        "bias": jnp.asarray(generator.standard_normal(8)),
+    }
+    ours, theirs = (
+        jax.jit(functools.partial(run, o, reads_loss=reads_loss), compiler_options=QUICK)
         for o in (in_rotated_basis(inner, rotation), inner)
     )
-    ours, theirs = compiled
     return start, ours(start, eye), by_hand(theirs(by_hand(start, q), q), q.T), theirs(start, eye)
 
 
@@ -70,28 +67,18 @@ ELEMENTWISE = {
     "rmsprop, centred, with momentum": lambda: optax.rmsprop(0.02, centered=True, momentum=0.9),
     "lion": lambda: optax.lion(0.02, weight_decay=0.1),
     "adamw": lambda: optax.adamw(0.02, weight_decay=0.1, mask={"kernel": True, "bias": False}),
-    "nadamw": lambda: optax.nadamw(0.02),
     "amsgrad": lambda: optax.amsgrad(0.02),
-    "adamaxw": lambda: optax.adamaxw(0.02),
-    "adabelief": lambda: optax.adabelief(0.02),
     "adan": lambda: optax.adan(0.02, weight_decay=0.1),
-    "radam": lambda: optax.radam(0.1),
-    "yogi": lambda: optax.yogi(0.02),
     "lamb": lambda: optax.lamb(0.02, weight_decay=0.1),
     "sign_sgd": lambda: optax.sign_sgd(0.02),
     "rprop": lambda: optax.rprop(0.02),
-    "adagrad": lambda: optax.adagrad(0.1),
-    "adadelta": lambda: optax.adadelta(1.0),
     "sm3": lambda: optax.sm3(0.1),
-    "optimistic_adam": lambda: optax.optimistic_adam_v2(0.02),
     "adafactor": lambda: optax.adafactor(0.02, min_dim_size_to_factor=3),
     "factored rms and trust ratio": lambda: optax.chain(
         optax.scale_by_factored_rms(min_dim_size_to_factor=3), optax.scale_by_trust_ratio(), optax.scale(-0.05)
     ),
     "adaptive gradient clipping": lambda: optax.chain(optax.adaptive_grad_clip(0.05), optax.sgd(0.5)),
-    "ademamix": lambda: contrib.ademamix(0.02),
     "adopt": lambda: contrib.adopt(0.02),
-    "acprop": lambda: contrib.acprop(0.02),
     "cocob": lambda: contrib.cocob(0.1),
     "dadapt_adamw": lambda: contrib.dadapt_adamw(1.0, estim_lr0=0.01),
     "madgrad": lambda: contrib.madgrad(0.02),
@@ -122,7 +109,7 @@ EQUIVARIANT = {
     "dog": lambda: contrib.dog(1.0, init_step=("distance", 0.01)),
     "momo": lambda: contrib.momo(0.1),
     "sgd on plateaus": lambda: optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau(patience=1)),
-    # Newton-Schulz of a matrix that is turned on the right is the same polynomial; its Adam sees biases only.
+    # Newton-Schulz of a matrix that is rotated from the right is the same polynomial; its Adam sees biases only.
     "muon": lambda: contrib.muon(0.02, adam_learning_rate=0.02),
 }
 
@@ -182,12 +169,8 @@ def update(optimizer, **extra_args):
 SEARCH = {"value": bowl(PARAMS), "grad": jax.grad(bowl)(PARAMS), "value_fn": bowl}
 REFUSED = {
     "lbfgs": (lambda: optax.lbfgs(), SEARCH, "value_fn"),
-    "backtracking": (
-        lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(9)),
-        SEARCH,
-        "value_fn",
-    ),
-    "zoom": (lambda: optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(9)), SEARCH, "value_fn"),
+    "backtracking": (lambda: optax.scale_by_backtracking_linesearch(9), SEARCH, "value_fn"),
+    "zoom": (lambda: optax.scale_by_zoom_linesearch(9), SEARCH, "value_fn"),
     "sophia": (lambda: contrib.sophia(0.1), {"obj_fn": bowl}, "obj_fn"),
     "sam": (
         lambda: contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
@@ -202,7 +185,7 @@ def test_functions_of_the_parameters_are_refused_where_they_are_used(name):
     make, extra_args, used = REFUSED[name]
     with pytest.raises(ValueError, match=rf"extra argument '{used}', which lives in the basis of the parameters"):
         update(in_rotated_basis(make()), **extra_args)
-    # The identity turns nothing, so there is nothing to refuse.
+    # The identity rotates nothing, so there is nothing to refuse.
     plain, same = (update(o, **extra_args) for o in (make(), in_rotated_basis(make(), Rotation("identity"))))
     np.testing.assert_array_equal(plain["kernel"], same["kernel"])
 
@@ -263,7 +246,7 @@ def test_trees_that_share_no_basis_are_refused():
 
     examples = {"kernel": jnp.ones((3, 4, 8))}  # gradients of three examples
     private = in_rotated_basis(contrib.differentially_private_aggregate(1.0, 1.0, 0))
-    with pytest.raises(ValueError, match=r"returns another tree.*\(4, 8\) against shape \(3, 4, 8\)"):
+    with pytest.raises(ValueError, match=r"returns a different tree.*\(4, 8\) against shape \(3, 4, 8\)"):
         private.update(examples, private.init(PARAMS))
     with pytest.raises(ValueError, match=r"updates and parameters differ.*\(3, 4, 8\) against shape \(4, 8\)"):
         private.update(examples, private.init(PARAMS), PARAMS)

@@ -1,6 +1,5 @@
 """The optimizer on a mesh of fake devices: equal numbers, stable shardings, and what travels between devices."""
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -22,7 +20,6 @@ from orthojax.optim import (
     layout_of,
     orthoadam,
     rotate,
-    scale_by_orthoadam,
     state_shardings,
     unrotate,
     zero1,
@@ -30,6 +27,8 @@ from orthojax.optim import (
 
 P = PartitionSpec
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+slow = pytest.mark.slow
+both_kinds_of_mesh = pytest.mark.parametrize("mesh_kind", [AUTO, pytest.param(EXPLICIT, marks=slow)])
 NAMES = ("data", "fsdp", "tensor")
 
 # A small transformer with scanned layers, an unrolled one, and 7 positions, which no mesh divides.
@@ -43,13 +42,6 @@ MODEL = {
     "layers_2/mlp/down/kernel": ((32, 16), P(("fsdp", "tensor"))),
 }
 
-
-def unzip(pairs):
-    """(shapes, specs) by path."""
-    return tuple({path: pair[i] for path, pair in pairs.items()} for i in (0, 1))
-
-
-SHAPES, SPECS = unzip(MODEL)
 
 # Half the time of compilation; the passes that decide what travels are the same.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -72,10 +64,22 @@ def place_by(mesh, specs, shapes):
     return jax.tree.map(sharding, specs, shapes, is_leaf=lambda x: isinstance(x, P))
 
 
-def random_tree(shapes, dtype, seed):
-    rng = np.random.default_rng(seed)
-    draw = lambda shape: np.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
-    return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
+def unzip(arrays):
+    """(shapes, specs) by path."""
+    return tuple({path: pair[i] for path, pair in arrays.items()} for i in (0, 1))
+
+
+def problem(mesh, arrays, count=4, dtype=np.float64):
+    """Random trees of arrays that are given as (shape, spec), and their shardings."""
+    shapes, specs = unzip(arrays)
+    generators = [np.random.default_rng(seed) for seed in range(count)]
+    trees = [{path: np.asarray(g.standard_normal(n), dtype) for path, n in shapes.items()} for g in generators]
+    return trees, place_by(mesh, specs, shapes)
+
+
+def where_needed(shardings, mesh_kind):
+    """The layout: Explicit axes show where an array is, Auto axes do not."""
+    return layout_of(shardings) if mesh_kind == AUTO else None
 
 
 def run(optimizer, trees, shardings=None, moments=None, out_shardings=True, state=None):
@@ -121,13 +125,14 @@ def collectives(hlo):
     return sorted(found)
 
 
-def expected_exchanges(rotated, shapes, specs, mesh, itemsize):
+def expected_exchanges(arrays, mesh, itemsize):
     """Four all-to-alls for every rotated dimension that is split: there and back, of gradient and of update."""
     out = []
-    for path, shape in shapes.items():
-        split = [math.prod(mesh.shape[n] for n in ((e,) if isinstance(e, str) else e or ())) for e in specs[path]]
+    for path, (shape, spec) in arrays.items():
+        split = [math.prod(mesh.shape[n] for n in ((e,) if isinstance(e, str) else e or ())) for e in spec]
         split += [1] * (len(shape) - len(split))
-        for dim in rotated(path, shape):
+        kernel = (len(shape) - 2, len(shape) - 1) if path.endswith("kernel") else ()
+        for dim in (len(shape) - 1,) if path.endswith("embedding") else kernel:
             if (width := split[dim]) > 1:
                 local = [n // s for n, s in zip(shape, split, strict=True)]
                 if not any(n % width == 0 for d, n in enumerate(local) if d != dim):
@@ -135,12 +140,6 @@ def expected_exchanges(rotated, shapes, specs, mesh, itemsize):
                     local[other] += -local[other] % width
                 out.extend([("all-to-all", itemsize * math.prod(local))] * 4)
     return sorted(out)
-
-
-def both_kernel_axes(path, shape):
-    if path.endswith("embedding"):
-        return (len(shape) - 1,)
-    return (len(shape) - 2, len(shape) - 1) if path.endswith("kernel") else ()
 
 
 def assert_close(a, b, atol):
@@ -158,20 +157,6 @@ def test_the_counter_sees_every_collective():
     assert collectives(hlo(lambda x: x + 1, NamedSharding(mesh, P(None, "fsdp")))) == [("all-to-all", 64)]
 
 
-@pytest.fixture(scope="module")
-def unsharded():
-    """Parameters after three updates on one device, by kind."""
-    found = {}
-
-    def get(kind):
-        if kind not in found:
-            trees = [random_tree(SHAPES, np.float64, seed) for seed in range(4)]
-            found[kind] = trees, run(orthoadam(1e-2, rotation=Rotation(kind, "both")), trees)[0]
-        return found[kind]
-
-    return get
-
-
 MESHES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (1, 2, 2)]
 QUICK = {
     (AUTO, (8, 1, 1), "hadamard"),
@@ -185,17 +170,21 @@ CASES = [
 ]
 
 
+@functools.cache
+def unsharded(kind):
+    """Parameters of `MODEL` after three updates on one device."""
+    return run(orthoadam(1e-2, rotation=Rotation(kind, "both")), problem(make_mesh((1, 1, 1)), MODEL)[0])[0]
+
+
 @pytest.mark.parametrize(("mesh_kind", "shape", "kind"), CASES)
-def test_update_equals_the_unsharded_one_and_only_shards_travel(mesh_kind, shape, kind, unsharded, x64):
-    trees, want = unsharded(kind)
+def test_update_equals_the_unsharded_one_and_only_shards_travel(mesh_kind, shape, kind, x64):
     mesh = make_mesh(shape, mesh_kind)
-    shardings = place_by(mesh, SPECS, SHAPES)
-    # Explicit axes tell where an array is, Auto axes do not.
-    rotation = Rotation(kind, "both", layout=layout_of(shardings) if mesh_kind == AUTO else None)
+    trees, shardings = problem(mesh, MODEL)
+    rotation = Rotation(kind, "both", layout=where_needed(shardings, mesh_kind))
     propagated = shape in ((2, 2, 2), (1, 2, 2))
     got, state, hlo = run(orthoadam(1e-2, rotation=rotation), trees, shardings, out_shardings=not propagated)
-    assert_close(got, want, 1e-10)
-    assert collectives(hlo) == expected_exchanges(both_kernel_axes, SHAPES, SPECS, mesh, 8)
+    assert_close(got, unsharded(kind), 1e-10)
+    assert collectives(hlo) == expected_exchanges(MODEL, mesh, 8)
     for basis in jax.tree.leaves(state[0].basis):
         assert basis.sharding.is_fully_replicated
 
@@ -208,81 +197,50 @@ UNSPLIT = {  # the output axis is rotated
 }
 
 
-@pytest.mark.parametrize("kind", ["hadamard", pytest.param("haar", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["hadamard", pytest.param("haar", marks=slow)])
 @pytest.mark.parametrize("given", ["layout", "explicit axes", "nothing"])
 def test_nothing_travels_where_the_rotated_axis_is_whole(given, kind):
     """Also float32; and with Auto axes the compiler needs no layout for this."""
-    shapes, specs = unzip(UNSPLIT)
-    trees = [random_tree(shapes, np.float32, seed) for seed in range(3)]
+    mesh = make_mesh((1, 4, 2), EXPLICIT if given == "explicit axes" else AUTO)
+    trees, shardings = problem(mesh, UNSPLIT, 3, np.float32)
     want, _, _ = run(orthoadam(1e-2, rotation=Rotation(kind)), trees)
-    shardings = place_by(make_mesh((1, 4, 2), EXPLICIT if given == "explicit axes" else AUTO), specs, shapes)
     rotation = Rotation(kind, layout=layout_of(shardings) if given == "layout" else None)
     got, _, hlo = run(orthoadam(1e-2, rotation=rotation), trees, shardings, out_shardings=given == "layout")
     assert_close(got, want, 1e-6)
     assert collectives(hlo) == []
 
 
-@pytest.mark.parametrize("kind", ["hadamard", pytest.param("haar", marks=pytest.mark.slow)])
-def test_a_state_continues_on_another_mesh(kind, x64, tmp_path):
-    names = ("token_embedding/embedding", "layers/mlp/up/kernel")
-    shapes, specs = unzip({name: MODEL[name] for name in names})
-    trees = [random_tree(shapes, np.float64, seed) for seed in range(4)]
-    plain = Rotation(kind, "both")
-    want, _, _ = run(orthoadam(1e-2, rotation=plain), trees)
-    first = place_by(make_mesh((2, 2, 2)), specs, shapes)
-    second = place_by(make_mesh((1, 4), EXPLICIT, NAMES[1:]), specs, shapes)
-    saved = run(orthoadam(1e-2, rotation=dataclasses.replace(plain, layout=layout_of(first))), trees[:3], first)[:2]
-    optimizer = orthoadam(1e-2, rotation=plain)
-    there = second, state_shardings(optimizer, saved[0], second)
-    like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), saved, there)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", saved)
-        checkpointer.wait_until_finished()
-        params, state = checkpointer.restore(tmp_path / "state", like)
-    got, _, _ = run(optimizer, [params, trees[3]], second, state=state)
-    assert_close(got, want, 1e-10)
-
-
 def test_a_moment_layout_in_which_the_rotated_axis_is_whole_halves_what_travels(x64):
-    shapes, mesh = {"w/kernel": (2, 16, 24)}, make_mesh((8,), names=("fsdp",))
-    trees = [random_tree(shapes, np.float64, seed) for seed in range(4)]
+    mesh = make_mesh((8,), names=("fsdp",))
+    trees, stored = problem(mesh, {"w/kernel": ((2, 16, 24), P(None, None, "fsdp"))})
     want, _, _ = run(orthoadam(1e-2), trees)
-    stored = place_by(mesh, {"w/kernel": P(None, None, "fsdp")}, shapes)
-    turned = place_by(mesh, {"w/kernel": P(None, "fsdp")}, shapes)
-    optimizer = orthoadam(1e-2, rotation=Rotation(layout=layout_of(turned)))
-    got, _, hlo = run(optimizer, trees, stored, moments=turned)
+    rotated = {"w/kernel": NamedSharding(mesh, P(None, "fsdp"))}
+    got, _, hlo = run(orthoadam(1e-2, rotation=Rotation(layout=layout_of(rotated))), trees, stored, moments=rotated)
     assert_close(got, want, 1e-10)
     assert collectives(hlo) == [("all-to-all", 2 * 16 * 3 * 8)] * 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "mesh_kind"), [("haar", AUTO), pytest.param("hadamard", EXPLICIT, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("kind", "mesh_kind"), [("haar", AUTO), pytest.param("hadamard", EXPLICIT, marks=slow)])
 def test_zero1(kind, mesh_kind, x64):
     """Moments split over data: state bytes over its size, equal numbers, one all-gather of each update."""
-    shapes = {"a/kernel": (4, 16, 24), "b/kernel": (16, 8), "odd/kernel": (3, 5), "norm/scale": (16,), "bias": (5,)}
-    specs = {"a/kernel": P(), "b/kernel": P("fsdp"), "odd/kernel": P(), "norm/scale": P(), "bias": P()}
-    trees = [random_tree(shapes, np.float64, seed) for seed in range(4)]
-    want, _, _ = run(orthoadam(1e-2, rotation=Rotation(kind)), trees)
-    mesh = make_mesh((4, 2), mesh_kind, NAMES[:2])
-    shardings = place_by(mesh, specs, shapes)
-    moments = zero1(Rotation(kind), jax.tree.map(jnp.asarray, trees[0]), shardings)
-    expected = {
-        "a/kernel": P(None, "data"),  # the longest that is not rotated
-        "b/kernel": P(("fsdp", "data")),  # split already, but not rotated
-        "odd/kernel": P(),
-        "norm/scale": P("data"),
-        "bias": P(),
+    arrays = {  # shape, sharding of the parameter and of its moments, elements of a moment on one device
+        "a/kernel": ((4, 16, 24), P(), P(None, "data"), 384),  # the longest that is not rotated
+        "b/kernel": ((16, 8), P("fsdp"), P(("fsdp", "data")), 16),  # split already, but not rotated
+        "odd/kernel": ((3, 5), P(), P(), 15),
+        "norm/scale": ((16,), P(), P("data"), 4),
+        "bias": ((5,), P(), P(), 5),
     }
-    assert moments == place_by(mesh, expected, shapes)
-    rotation = Rotation(kind, layout=layout_of(moments))
-    optimizer = orthoadam(1e-2, rotation=rotation)
+    mesh = make_mesh((4, 2), mesh_kind, NAMES[:2])
+    trees, shardings = problem(mesh, arrays)
+    want, _, _ = run(orthoadam(1e-2, rotation=Rotation(kind)), trees)
+    moments = zero1(Rotation(kind), jax.tree.map(jnp.asarray, trees[0]), shardings)
+    assert moments == problem(mesh, {path: (shape, spec) for path, (shape, _, spec, _) in arrays.items()})[1]
+    optimizer = orthoadam(1e-2, rotation=Rotation(kind, layout=layout_of(moments)))
     # By Explicit axes the updates leave as the gradients came; by Auto axes the caller says where the sum is to be.
     got, state, hlo = run(optimizer, trees, shardings, moments, out_shardings=mesh_kind == AUTO)
     assert_close(got, want, 1e-10)
-    mu = state[0].inner.mu
-    local = {path: x.addressable_shards[0].data.size for path, x in mu.items()}
-    assert local == {"a/kernel": 384, "b/kernel": 16, "odd/kernel": 15, "norm/scale": 4, "bias": 5}
+    local = {path: x.addressable_shards[0].data.size for path, x in state[0].inner.mu.items()}
+    assert local == {path: size for path, (_, _, _, size) in arrays.items()}
     # What a device holds of each updated parameter: all of it, or its fsdp half.
     assert collectives(hlo) == [("all-gather", 8 * n) for n in (16, 64, 4 * 16 * 24)]
     params, gradient = (jax.device_put(tree, shardings) for tree in trees[:2])
@@ -290,47 +248,36 @@ def test_zero1(kind, mesh_kind, x64):
     assert jax.tree.map(lambda x: x.sharding, (updates, state[0].inner.nu)) == (shardings, moments)
 
 
-@pytest.mark.parametrize("mesh_kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)])
+@both_kinds_of_mesh
 def test_the_literal_chain_and_other_inner_transformations(mesh_kind, x64):
-    shapes, specs = {"w/kernel": (4, 16, 24)}, {"w/kernel": P(None, "tensor", "fsdp")}
-    trees = [random_tree(shapes, np.float64, seed) for seed in range(4)]
-    shardings = place_by(make_mesh((1, 4, 2), mesh_kind), specs, shapes)
-    plain = Rotation("haar")
-    ours = Rotation("haar", layout=layout_of(shardings) if mesh_kind == AUTO else None)
+    mesh = make_mesh((1, 4, 2), mesh_kind)
+    trees, shardings = problem(mesh, {"w/kernel": ((4, 16, 24), P(None, "tensor", "fsdp"))})
     for make in (
         lambda r: optax.chain(rotate(r), optax.scale_by_adam(), unrotate(r)),
         lambda r: in_rotated_basis(optax.adamw(1e-2), r),  # reads the rotated parameters
     ):
-        want, _, _ = run(make(plain), trees)
-        with jax.set_mesh(shardings["w/kernel"].mesh):
-            got, _, hlo = run(make(ours), trees, shardings, out_shardings=False)
+        want, _, _ = run(make(Rotation("haar")), trees)
+        ours = make(Rotation("haar", layout=where_needed(shardings, mesh_kind)))
+        with jax.set_mesh(mesh):
+            got, _, hlo = run(ours, trees, shardings, out_shardings=False)
         assert_close(got, want, 1e-10)
         assert {kind for kind, _ in collectives(hlo)} == {"all-to-all"}
 
 
-@pytest.mark.parametrize(
-    ("mesh_kind", "kind"),
-    [
-        pytest.param(AUTO, "haar", marks=pytest.mark.slow),
-        pytest.param(AUTO, "signed_permutation", marks=pytest.mark.slow),
-        pytest.param(EXPLICIT, "hadamard", marks=pytest.mark.slow),
-    ],
-)
+@slow
+@pytest.mark.parametrize(("mesh_kind", "kind"), [(AUTO, "haar"), (AUTO, "signed_permutation"), (EXPLICIT, "hadamard")])
 def test_groups_and_indivisible_axes(mesh_kind, kind, x64):
     """Several axes in one group, each split; and the cases that need a gather: no other axis, or a stacked odd one."""
-    cases = {
+    arrays = {
         "group": ((3, 4, 8, 6), P(None, "fsdp", "tensor"), RotatedAxes(((1, 2), 3), stacked=(0,))),
         "apart": ((4, 6, 8), P("tensor", None, "fsdp"), RotatedAxes(((2, 0),))),
         "layers": ((8, 8), P("tensor", "fsdp"), RotatedAxes((1,), stacked=(0,))),
         "gathered": ((2, 4), P("tensor", "fsdp"), RotatedAxes(((0, 1),))),
         "gathered_odd": ((3, 8), P(None, "fsdp"), RotatedAxes((1,), stacked=(0,))),
     }
-    shapes, specs = ({path: case[i] for path, case in cases.items()} for i in (0, 1))
-    shardings = place_by(make_mesh((1, 4, 2), mesh_kind), specs, shapes)
-    x = random_tree(shapes, np.float64, 0)
-    placed = jax.device_put(x, shardings)
-    plain = Rotation(kind, lambda path, leaf: cases[path][2])
-    ours = dataclasses.replace(plain, layout=layout_of(shardings) if mesh_kind == AUTO else None)
+    (x,), shardings = problem(make_mesh((1, 4, 2), mesh_kind), arrays, 1)
+    placed, rule = jax.device_put(x, shardings), lambda path, leaf: arrays[path][2]
+    plain, ours = Rotation(kind, rule), Rotation(kind, rule, layout=where_needed(shardings, mesh_kind))
     state = rotate(ours).init(placed)
     want, _ = jit(rotate(plain).update)(x, state)
     compiled = jit(rotate(ours).update).lower(placed, state).compile()
@@ -342,19 +289,17 @@ def test_groups_and_indivisible_axes(mesh_kind, kind, x64):
     assert sizes == [16, 64, 192]  # of (2, 4) one axis and then the other, all of (3, 8); nothing else
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("mesh_kind", [AUTO, EXPLICIT])
 def test_outside_of_jit_in_scan_vmap_and_eval_shape(mesh_kind):
-    shapes, specs = {"w/kernel": (4, 16, 24), "b": (24,)}, {"w/kernel": P(None, "tensor", "fsdp"), "b": P("fsdp")}
-    trees = [random_tree(shapes, np.float32, seed) for seed in range(3)]
+    arrays = {"w/kernel": ((4, 16, 24), P(None, "tensor", "fsdp")), "b": ((24,), P("fsdp"))}
+    trees, shardings = problem(make_mesh((1, 4, 2), mesh_kind), arrays, 3, np.float32)
     optimizer = orthoadam(1e-2)
     want, _, _ = run(optimizer, trees)
-    shardings = place_by(make_mesh((1, 4, 2), mesh_kind), specs, shapes)
     params, *gradients = (jax.device_put(tree, shardings) for tree in trees)
-    shapes_of_state = jax.eval_shape(optimizer.init, params)
 
-    got, state = params, optimizer.init(params)  # outside of jit the arrays tell where they are, with any mesh
-    assert jax.tree.map(jnp.shape, shapes_of_state) == jax.tree.map(jnp.shape, state)
+    got, state = params, optimizer.init(params)  # outside of jit the arrays show where they are, with any mesh
+    assert jax.tree.map(jnp.shape, jax.eval_shape(optimizer.init, params)) == jax.tree.map(jnp.shape, state)
     for moment in (state[0].inner.mu, state[0].inner.nu):
         assert jax.tree.map(lambda x: x.sharding, moment) == shardings
     for gradient in gradients:
@@ -363,8 +308,7 @@ def test_outside_of_jit_in_scan_vmap_and_eval_shape(mesh_kind):
         got = optax.apply_updates(got, updates)
     assert_close(got, want, 2e-5)
 
-    if mesh_kind == AUTO:
-        optimizer = orthoadam(1e-2, rotation=Rotation(layout=layout_of(shardings)))
+    optimizer = orthoadam(1e-2, rotation=Rotation(layout=where_needed(shardings, mesh_kind)))
     stacked = jax.device_put(
         jax.tree.map(lambda *x: np.stack(x), *trees[1:]),
         jax.tree.map(lambda s: NamedSharding(s.mesh, P(None, *s.spec)), shardings),
@@ -380,107 +324,96 @@ def test_outside_of_jit_in_scan_vmap_and_eval_shape(mesh_kind):
 
     assert_close(scanned(params, optimizer.init(params), stacked), want, 2e-5)
 
-    one_step = jit(lambda g: optimizer.update(g, optimizer.init(params), params)[0])
-    both = jit(jax.vmap(lambda g: optimizer.update(g, optimizer.init(params), params)[0]))(stacked)
+    one_step = lambda g: optimizer.update(g, optimizer.init(params), params)[0]  # noqa: E731
+    both = jit(jax.vmap(one_step))(stacked)
     for i, gradient in enumerate(gradients):
-        assert_close(jax.tree.map(lambda x, i=i: x[i], both), one_step(gradient), 2e-5)
+        assert_close(jax.tree.map(lambda x, i=i: x[i], both), jit(one_step)(gradient), 2e-5)
 
 
 def test_a_mesh_of_both_kinds_of_axes(x64):
-    """Explicit axes tell us, the Auto axis stays the compiler's."""
+    """The Explicit axis shows where arrays are, the Auto axis stays the compiler's."""
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(EXPLICIT, AUTO))
-    shapes = {"w/kernel": (16, 24)}
-    trees = [random_tree(shapes, np.float64, seed) for seed in range(3)]
+    trees, shardings = problem(mesh, {"w/kernel": ((16, 24), P("tensor", "fsdp"))}, 3)
     want, _, _ = run(orthoadam(1e-2), trees)
-    shardings = place_by(mesh, {"w/kernel": P("tensor", "fsdp")}, shapes)
     got, _, _ = run(orthoadam(1e-2), trees, shardings)
     assert_close(got, want, 1e-10)
     x = jax.device_put(trees[1], shardings)
-    turned, _ = rotate().update(x, rotate().init(x))  # outside of jit both are known
-    assert turned["w/kernel"].sharding == shardings["w/kernel"]
-    assert_close(turned, rotate().update(trees[1], rotate().init(x))[0], 1e-12)
+    rotated, _ = rotate().update(x, rotate().init(x))  # outside of jit both are known
+    assert rotated["w/kernel"].sharding == shardings["w/kernel"]
+    assert_close(rotated, rotate().update(trees[1], rotate().init(x))[0], 1e-12)
 
 
-def test_states_that_are_not_like_parameters_and_what_is_refused():
-    mesh = make_mesh((2, 4), names=("data", "fsdp"))
-    params = {"w": jnp.ones((256, 128)), "b": jnp.ones(8)}
-    shardings = place_by(mesh, {"w": P(None, "fsdp"), "b": P("fsdp")}, {"w": (256, 128), "b": (8,)})
-    optimizer = in_rotated_basis(optax.adafactor(1e-3), Rotation("haar"))  # two factored moments of w
-    found = state_shardings(optimizer, params, shardings)
-    state = jit(optimizer.init, out_shardings=found)(params)
-    assert jax.tree.structure(found) == jax.tree.structure(state)
-    assert {s.spec for s, x in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True) if x.ndim != 1} == {P()}
-    with pytest.raises(ValueError, match="zero1 axis='dat'; allowed: an axis of the mesh, data, fsdp"):
-        zero1(Rotation(), params, shardings, axis="dat")
-    with pytest.raises(ValueError, match="got 2 meshes; allowed: one"):
-        state_shardings(optimizer, params, {**shardings, "b": NamedSharding(make_mesh((8,), names=("x",)), P())})
-    misnamed = scale_by_orthoadam(rotation=Rotation(layout=layout_of(shardings)))
-    with pytest.raises(ValueError, match="'kernel' has no sharding in the layout; allowed: b, w"):
-        misnamed.init({"kernel": jnp.ones((4, 4))})
-
-
-@pytest.mark.parametrize(
-    ("mesh_kind", "kind"), [(AUTO, "hadamard"), pytest.param(EXPLICIT, "haar", marks=pytest.mark.slow)]
-)
-def test_layer_by_layer_turns_the_layers_of_each_shard(mesh_kind, kind, x64):
+@pytest.mark.parametrize(("mesh_kind", "kind"), [(AUTO, "hadamard"), pytest.param(EXPLICIT, "haar", marks=slow)])
+def test_layer_by_layer_rotates_the_layers_of_each_shard(mesh_kind, kind, x64):
     """Split layers need nothing from elsewhere; split rotated axes exchange one layer of one shard at a time."""
-    shapes = {"over_layers/kernel": (8, 16, 24), "over_output/kernel": (3, 16, 24), "whole/kernel": (2, 8, 8)}
-    specs = {
-        "over_layers/kernel": P("fsdp", "tensor"),
-        "over_output/kernel": P(None, None, "fsdp"),
-        "whole/kernel": P(),
+    arrays = {
+        "over_layers/kernel": ((8, 16, 24), P("fsdp", "tensor")),
+        "over_output/kernel": ((3, 16, 24), P(None, None, "fsdp")),
+        "whole/kernel": ((2, 8, 8), P()),
     }
-    trees = [random_tree(shapes, np.float64, seed) for seed in range(4)]
+    trees, shardings = problem(make_mesh((1, 4, 2), mesh_kind), arrays)
     want, _, _ = run(orthoadam(1e-2, rotation=Rotation(kind)), trees)
-    mesh = make_mesh((1, 4, 2), mesh_kind)
-    shardings = place_by(mesh, specs, shapes)
-    rotation = Rotation(kind, layout=layout_of(shardings) if mesh_kind == AUTO else None)
+    rotation = Rotation(kind, layout=where_needed(shardings, mesh_kind))
     got, _, hlo = run(orthoadam(1e-2, rotation=rotation, layer_by_layer=True), trees, shardings)
     assert_close(got, want, 1e-10)
     assert collectives(hlo) == [("all-to-all", 8 * 16 * 24 // 4)] * 4
 
 
-@pytest.mark.parametrize("mesh_kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)])
+@both_kinds_of_mesh
 def test_vmap_over_models_that_are_split_over_the_mesh(mesh_kind, x64):
     mesh = make_mesh((2, 4), mesh_kind, ("models", "fsdp"))
-    shapes = {"w": {"kernel": (4, 16, 24)}}  # four models
-    shardings = place_by(mesh, {"w": {"kernel": P("models", None, "fsdp")}}, shapes)
+    trees, shardings = problem(mesh, {"w/kernel": ((4, 16, 24), P("models", None, "fsdp"))}, 2)  # four models
     optimizer = orthoadam(1e-2)
-    trees = [random_tree(shapes, np.float64, seed) for seed in range(2)]
     step = lambda g, p: optimizer.update(g, optimizer.init(p), p)[0]  # noqa: E731
     want = jax.vmap(step)(*(jax.tree.map(jnp.asarray, tree) for tree in trees))
     got = jit(jax.vmap(step))(*(jax.device_put(tree, shardings) for tree in trees))
     assert_close(got, want, 1e-10)
 
 
-def test_masked_and_partitioned_states_have_shardings():
-    mesh = make_mesh((2, 4), names=("data", "fsdp"))
-    params = {"w": jnp.ones((8, 16)), "b": jnp.ones(8)}
-    shardings = place_by(mesh, {"w": P(None, "fsdp"), "b": P("fsdp")}, {"w": (8, 16), "b": (8,)})
-    for optimizer in (
-        optax.masked(orthoadam(1e-2), {"w": True, "b": False}),
-        optax.partition({"ours": orthoadam(1e-2), "sgd": optax.sgd(0.1)}, {"w": "ours", "b": "sgd"}),
-        in_rotated_basis(optax.contrib.muon(1e-2)),
+def test_states_of_other_shapes_and_of_parts_of_the_parameters_have_shardings():
+    arrays = {"w": ((256, 128), P(None, "fsdp")), "b": ((8,), P("fsdp"))}
+    (params,), shardings = problem(make_mesh((2, 4), names=NAMES[:2]), arrays, 1, np.float32)
+    params = jax.tree.map(jnp.asarray, params)
+    factored = in_rotated_basis(optax.adafactor(1e-3), Rotation("haar"))  # two factored moments of w
+    for optimizer, like_w in (
+        (factored, 0),
+        (optax.masked(orthoadam(1e-2), {"w": True, "b": False}), 2),
+        (optax.partition({"ours": orthoadam(1e-2), "sgd": optax.sgd(0.1)}, {"w": "ours", "b": "sgd"}), 2),
+        (in_rotated_basis(optax.contrib.muon(1e-2)), 1),
     ):
         found = state_shardings(optimizer, params, shardings)
         state = jit(optimizer.init, out_shardings=found)(params)
-        moments = [x for x in jax.tree.leaves(state) if x.shape == (8, 16)]
-        assert moments
-        assert all(x.sharding == shardings["w"] for x in moments)
+        assert jax.tree.structure(found) == jax.tree.structure(state)
+        wide = [x for x in jax.tree.leaves(state) if x.shape == (256, 128)]
+        assert [x.sharding for x in wide] == [shardings["w"]] * like_w
+        rest = [x for x in jax.tree.leaves(state) if x.shape not in ((256, 128), (8,))]
+        assert all(x.sharding.is_fully_replicated for x in rest)
 
 
-def test_a_haar_basis_that_is_split_and_a_layout_that_does_not_divide(x64):
-    mesh = make_mesh((2, 4), EXPLICIT, ("data", "fsdp"))
-    x = random_tree({"w": (8, 16)}, np.float64, 0)
+def test_a_haar_basis_that_is_split(x64):
+    mesh = make_mesh((2, 4), EXPLICIT, NAMES[:2])
+    (x,), shardings = problem(mesh, {"w": ((8, 16), P(None, "fsdp"))}, 1)
     transform = rotate(Rotation("haar"))
     state = transform.init(x)
-    want, _ = transform.update(x, state)
-    rows = NamedSharding(mesh, P("fsdp", None))
-    placed = jax.device_put(x, {"w": NamedSharding(mesh, P(None, "fsdp"))})
-    assert_close(jit(transform.update)(placed, jax.device_put(state, rows))[0], want, 1e-12)
-    uneven = Rotation(layout=lambda path: NamedSharding(mesh, P("fsdp")))
+    split = jax.device_put(state, NamedSharding(mesh, P("fsdp", None)))
+    got, _ = jit(transform.update)(jax.device_put(x, shardings), split)
+    assert_close(got, transform.update(x, state)[0], 1e-12)
+
+
+def test_what_is_refused():
+    mesh = make_mesh((2, 4), names=NAMES[:2])
+    shapes = {"w": jax.ShapeDtypeStruct((6, 8), jnp.float32), "b": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    at = {"w": NamedSharding(mesh, P("fsdp")), "b": NamedSharding(mesh, P("fsdp"))}
+    layout = rotate(Rotation(layout=layout_of(at)))
+    with pytest.raises(ValueError, match="zero1 axis='dat'; allowed: an axis of the mesh, data, fsdp"):
+        zero1(Rotation(), shapes, at, axis="dat")
+    with pytest.raises(ValueError, match="got 2 meshes; allowed: one"):
+        state_shardings(orthoadam(0.1), shapes, at | {"b": NamedSharding(make_mesh((8,), names=("x",)), P())})
+    with pytest.raises(ValueError, match="'kernel' has no sharding in the layout; allowed: b, w"):
+        in_rotated_basis(optax.identity(), Rotation(layout=layout_of(at))).init({"kernel": jnp.ones((4, 4))})
     with pytest.raises(ValueError, match=r"w: \(6, 8\) does not divide over .*; allowed: multiples of \[4, 1\]"):
-        jax.eval_shape(rotate(uneven).update, {"w": jax.ShapeDtypeStruct((6, 8), jnp.float64)}, rotate(uneven).init({}))
-    for sharding in (None, jax.sharding.SingleDeviceSharding(jax.devices()[0])):
-        with pytest.raises(ValueError, match=r"allowed: a jax\.sharding\.NamedSharding"):
-            zero1(Rotation(), {"w": jnp.ones((8, 16))}, {"w": sharding} if sharding else {"w": "data"})
+        jax.eval_shape(layout.update, {"w": shapes["w"]}, layout.init({}))
+    for sharding in ("data", jax.sharding.SingleDeviceSharding(jax.devices()[0])):
+        for make in (lambda at: zero1(Rotation(), shapes, at), lambda at: state_shardings(orthoadam(0.1), shapes, at)):
+            with pytest.raises(ValueError, match=r"w: its sharding is .*; allowed: a jax\.sharding\.NamedSharding"):
+                make(at | {"w": sharding})

@@ -122,23 +122,21 @@ def test_describe_says_what_is_left_alone_and_why():
         "embed/table": "axes (1,): hadamard 768 = 24 x 32",
         "gain": "left alone: 0 axes, fewer than 2",
         "head/kernel": "axes (0,): hadamard 768 = 24 x 32",
-        "layers/mlp/bias": "left alone: its name is 'bias'",
+        "layers/mlp/bias": "left alone: named 'bias'",
         "layers/mlp/kernel": "axes (1,): hadamard 768 = 24 x 32, 12 layers; "
         "axes (2,): hadamard 3072 = 48 x 64, 12 layers",
-        "layers/norm/scale": "left alone: its name is 'scale'",
-        "none/kernel": "left alone: it is empty",
+        "layers/norm/scale": "left alone: named 'scale'",
+        "none/kernel": "left alone: empty",
         "odd/kernel": "axes (0,): hadamard 262 (cosine); axes (1,): hadamard 131 (cosine)",
         "one/kernel": "axes (0,): hadamard 8",
-        "steps/kernel": "left alone: its dtype is int32",
+        "steps/kernel": "left alone: dtype int32",
     }
     refused = describe(Rotation(), {"head": params["head"]})
     assert refused == {"head/kernel": "left alone: no output axis of length 2 to 16384"}
     haar = Rotation("haar", lambda path, leaf: RotatedAxes((0, 1)))
     wide = describe(haar, {"wide": s(4097, 1024)})
     assert wide == {"wide": "axes (1,): haar 1024; left alone: axes (0,): length 4097 is over 4096"}
-    assert describe(Rotation(axes=lambda path, leaf: None), {"w": s(4, 4)}) == {
-        "w": "left alone: the axes rule says so"
-    }
+    assert describe(Rotation(axes=lambda path, leaf: None), {"w": s(4, 4)}) == {"w": "left alone: by the axes rule"}
 
 
 def test_a_haar_basis_far_larger_than_its_parameter_is_refused():
@@ -268,7 +266,7 @@ def test_an_unrolled_parameter_that_is_stacked_itself_has_the_bases_of_its_scann
 
 def test_what_is_no_array_is_left_alone():
     tree = {"kernel": jnp.ones((4, 8)), "activation": jax.nn.relu, "name": "dense"}
-    assert describe(Rotation(), tree)["activation"] == "left alone: it is no array"
+    assert describe(Rotation(), tree)["activation"] == "left alone: not an array"
     params = {"kernel": tree["kernel"], "activation": None, "name": None}
     optimizer = orthoadam(0.1)
     updates, _ = optimizer.update(params, optimizer.init(params), tree)  # a whole equinox model, say

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from orthojax.timing import interleaved_seconds, median_ratio, spread
+from orthojax.timing import interleaved_seconds, median_ratio
 
 
 class FakeMachine:
@@ -56,12 +56,6 @@ def test_ratios_are_taken_within_a_repetition():
     assert median_ratio(3 * slow, 2 * slow) == pytest.approx((1.5, 1.5, 1.5))
     # The ratio of the two medians would be 3 here.
     assert median_ratio([1, 3, 9], [1, 1, 9]) == pytest.approx((1.0, 1.0, 2.0))
-
-
-def test_quartiles_are_those_of_numpy():
-    values = np.random.default_rng(0).lognormal(size=23).tolist()
-    lower, median, upper = np.percentile(values, [25, 50, 75])
-    assert spread(values) == pytest.approx((median, lower, upper))
 
 
 def test_impossible_counts_and_unpaired_repetitions_are_refused():

@@ -1,4 +1,4 @@
-"""What softmax-1 and OrthoAdam cost: ratios to what they replace, measured in turn within one process."""
+"""What softmax-1 and OrthoAdam cost: ratios to what they replace, interleaved within one process."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 from orthojax.benchmarks.data import DATA
 from orthojax.benchmarks.kernels import ATTENTION, QUANTIZATION
 from orthojax.benchmarks.optimizer import OPTIMIZER
-from orthojax.benchmarks.suite import Row, Suite
+from orthojax.benchmarks.suite import Suite
 from orthojax.benchmarks.training import COMPILE, TELEMETRY, TRAIN_STEP
 from orthojax.files import make_folder, write_text
 from orthojax.formatting import align
@@ -19,23 +19,6 @@ from orthojax.machine import environment
 SUITES: dict[str, Suite] = {
     suite.name: suite for suite in (OPTIMIZER, COMPILE, ATTENTION, TRAIN_STEP, TELEMETRY, QUANTIZATION, DATA)
 }
-
-
-def _line(suite: Suite, row: Row) -> str:
-    shown = row.left_out and f"left out: {row.left_out}"
-    shown = shown or ", ".join(f"{column.heading} {column.text(row.metrics)}" for column in suite.columns)
-    return f"{suite.name}, {row.case}, {row.variant}: {shown}"
-
-
-def _table(suite: Suite, rows: Sequence[Row]) -> str:
-    """The measured rows of a suite for a console."""
-    lines = [["case", "variant", *(column.heading for column in suite.columns)]]
-    for row in rows:
-        if not row.left_out:
-            lines.append([row.case, row.variant, *(column.text(row.metrics) for column in suite.columns)])
-    texts = align(lines)
-    rule = "-" * max(map(len, texts))
-    return "\n".join([suite.title, rule, texts[0], rule, *texts[1:]])
 
 
 def run_suites(
@@ -77,15 +60,20 @@ def run_suites(
 
     tables = []
     for suite in suites:
-        rows = []
+        lines = [["case", "variant", *(column.heading for column in suite.columns)]]
         for row in suite.measure(repeats or suite.repeats, tiny):
-            rows.append(row)
             outcome = {"left_out": row.left_out} if row.left_out else {"metrics": row.metrics}
             results["rows"].append({"suite": suite.name, "case": row.case, "variant": row.variant} | outcome)
             write()
-            print(_line(suite, row), flush=True)
-        tables.append(_table(suite, rows))
+            cells = [column.text(row.metrics) for column in suite.columns]
+            shown = [f"{column.heading} {cell}" for column, cell in zip(suite.columns, cells, strict=True)]
+            shown = f"left out: {row.left_out}" if row.left_out else ", ".join(shown)
+            print(f"{suite.name}, {row.case}, {row.variant}: {shown}", flush=True)
+            lines += [] if row.left_out else [[row.case, row.variant, *cells]]
+        heading, *texts = align(lines)
+        rule = "-" * max(map(len, (heading, *texts)))
+        tables.append("\n".join(["", suite.title, rule, heading, rule, *texts]))
     results["finished"] = True
     write()
-    print(*("\n" + text for text in tables), sep="\n")
+    print(*tables, sep="\n")
     return results

@@ -1,6 +1,7 @@
 """Reading text and tokens: token files against the tokenizer library alone, and batches of rows."""
 
 import functools
+import itertools
 import json
 import struct
 import tempfile
@@ -23,6 +24,8 @@ from orthojax.data import (
 )
 from orthojax.timing import interleaved_seconds, median_ratio, spread
 
+Source = Callable[[Path], list[Part]]  # from the folder of the token files
+
 _DOCUMENT_CHARACTERS = 2_000  # about those of a web page of C4
 _COPIES = 3  # of the corpus, so that what a token file costs but once weighs as little as with more text
 _TINY_DOCUMENTS = 50
@@ -39,19 +42,17 @@ def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
         jsonl, tokenizer_path = home / "text.jsonl", home / "tokenizer.json"
         jsonl.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
         tokenizer.save(tokenizer_path)
-        sources: dict[str, Callable[[Path], list[Part]]] = {
+        sources: dict[str, Source] = {
             "jsonl": lambda folder: text_parts([str(jsonl)], ["all"], folder),
             "jsonl, divided": lambda folder: text_parts([str(jsonl)], ["train", "validation"], folder),
         }
-        for name, write in {"TFRecord": _write_tfrecord, "ArrayRecord": _write_array_record}.items():
-            read = functools.partial(lambda name, _: tfds_parts(home / name, "", ["train"], "text"), name)
+        for name, suffix in {"TFRecord": "tfrecord", "ArrayRecord": "array_record"}.items():
             try:
-                _write_tfds(home / name, texts, name, write)
-                next(read(home)[0].source.documents())
+                _write_tfds(home / suffix, texts, suffix)
             except ImportError as error:  # needs tensorflow-datasets, which a machine that only measures may lack
                 yield Row(name, "token file", {}, reason(error))
             else:
-                sources[name] = read
+                sources[name] = lambda _, suffix=suffix: tfds_parts(home / suffix, "", ["train"], "text")
         what = f"{len(texts)} documents, {tokenizer.spec}"
         yield from _preparation(texts, what, sources, tokenizer_path, repeats)
         for index in range(_SHARDS):
@@ -73,18 +74,14 @@ def _texts() -> Iterator[str]:
 
 
 def _preparation(
-    texts: Sequence[str],
-    what: str,
-    sources: Mapping[str, Callable[[Path], list[Part]]],
-    tokenizer_path: Path,
-    repeats: int,
+    texts: Sequence[str], what: str, sources: Mapping[str, Source], tokenizer_path: Path, repeats: int
 ) -> Iterator[Row]:
     """From files of text to a token file with its checksums, against the tokenizer library on texts in memory."""
     import tokenizers
 
     backend = tokenizers.Tokenizer.from_file(str(tokenizer_path))  # as it comes, with its own settings
     found: dict[str, list[TokenFile]] = {}
-    folders = (tokenizer_path.parent / str(i) for i in range(10**9))  # new ones: what exists is not prepared again
+    folders = (tokenizer_path.parent / str(i) for i in itertools.count())  # new ones: what exists is not prepared again
 
     def library() -> int:
         return len(backend.encode_batch_fast(texts, add_special_tokens=False))
@@ -107,50 +104,45 @@ def _preparation(
         yield Row(f"{n_bytes / 1e6:.1f} MB of {name}, {what}", "token file", metrics)
 
 
-def _write_tfds(folder: Path, texts: Sequence[str], file_format: str, write: Callable[[Path, Iterator[bytes]], None]):
+def _write_tfds(folder: Path, texts: Sequence[str], suffix: str) -> None:
     """A TensorFlow Datasets folder with one shard."""
+    from tensorflow_datasets.proto import tf_example_pb2
 
-    def field(number: int, content: bytes) -> bytes:  # of a protocol buffer message, length-delimited
-        length, digits = len(content), []
-        while length >= 128:
-            digits.append(length & 127 | 128)
-            length >>= 7
-        return bytes([number << 3 | 2, *digits, length]) + content
+    def example(text: str) -> bytes:
+        message = tf_example_pb2.Example()  # pyright: ignore[reportAttributeAccessIssue]
+        message.features.feature["text"].bytes_list.value.append(text.encode())
+        return message.SerializeToString()
 
     folder.mkdir()
-    values = (field(1, field(1, text.encode())) for text in texts)  # Feature.bytes_list.value
-    suffix = {"TFRecord": "tfrecord", "ArrayRecord": "array_record"}[file_format]
     path = folder / f"text-train.{suffix}-00000-of-00001"
-    write(path, (field(1, field(1, field(1, b"text") + field(2, value))) for value in values))
+    if suffix == "array_record":
+        from array_record.python.array_record_module import ArrayRecordWriter
+
+        writer = ArrayRecordWriter(str(path), "group_size:1")  # as TensorFlow Datasets writes
+        for text in texts:
+            writer.write(example(text))
+        writer.close()
+    else:
+        with path.open("wb") as file:
+            for text in texts:
+                for part in (struct.pack("<Q", len(data := example(text))), data):
+                    file.write(part + struct.pack("<I", masked_crc32c(part)))
     split = {"name": "train", "shardLengths": [str(len(texts))], "numBytes": str(path.stat().st_size)}
     info = {"name": "text", "version": "1.0.0", "fileFormat": suffix, "splits": [split]}
     (folder / "dataset_info.json").write_text(json.dumps(info))
-    text = {"pythonClassName": "tensorflow_datasets.core.features.text_feature.Text", "text": {}}
-    kind = "tensorflow_datasets.core.features.features_dict.FeaturesDict"
-    features = {"pythonClassName": kind, "featuresDict": {"features": {"text": text}}}
+    classes = "tensorflow_datasets.core.features"
+    text = {"pythonClassName": f"{classes}.text_feature.Text", "text": {}}
+    features = {
+        "pythonClassName": f"{classes}.features_dict.FeaturesDict",
+        "featuresDict": {"features": {"text": text}},
+    }
     (folder / "features.json").write_text(json.dumps(features))
-
-
-def _write_tfrecord(path: Path, examples: Iterator[bytes]) -> None:
-    with path.open("wb") as file:
-        for example in examples:
-            for part in (struct.pack("<Q", len(example)), example):
-                file.write(part + struct.pack("<I", masked_crc32c(part)))
-
-
-def _write_array_record(path: Path, examples: Iterator[bytes]) -> None:
-    from array_record.python.array_record_module import ArrayRecordWriter
-
-    writer = ArrayRecordWriter(str(path), "group_size:1")  # as TensorFlow Datasets writes
-    for example in examples:
-        writer.write(example)
-    writer.close()
 
 
 def _batches(tokens: Tokens, of: str, rows: int, sequence_length: int, repeats: int) -> Row:
     """Batches of shuffled rows as a training run takes them, one after the other."""
     batches = TokenBatches(tokens, sequence_length, rows, seed=0)
-    position = iter(range(10**9))  # every batch is a new one
+    position = itertools.count()  # every batch is a new one
 
     def read() -> int:
         return sum(batches(next(position)).size for _ in range(_BATCHES))

@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import importlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,12 +22,12 @@ from orthojax.benchmarks.suite import (
     Suite,
     TimeBudget,
     compile_program,
+    random_like,
     tree_bytes,
 )
 from orthojax.config import Config, DataConfig
 from orthojax.model import LinearFunction, Transformer, gpt2, linear
-from orthojax.ops.attention import Implementation, dot_product_attention
-from orthojax.ops.attention.cudnn import with_sink_key
+from orthojax.ops.attention import Implementation, cudnn, dot_product_attention
 from orthojax.ops.attention.dot_product import prepare_inputs
 from orthojax.train import parameter_shapes
 
@@ -38,7 +37,7 @@ from orthojax.train import parameter_shapes
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 Shape = tuple[int, int, int, int]
 
-# Dependent ones in one program, which is a repetition: on an accelerator one alone is too short to time.
+# Dependent calls in one program, which is a repetition: on an accelerator a single one is too short to time.
 _CALLS, _CPU_CALLS = 10, 2
 _SHAPES: dict[str, tuple[Shape, ...]] = {
     "accelerator": ((32, 1024, 12, 64), (8, 4096, 12, 64), (128, 256, 12, 64), (8, 2048, 16, 128)),
@@ -50,14 +49,14 @@ _SHAPES: dict[str, tuple[Shape, ...]] = {
 
 def ours(implementation: Implementation, normalizer: str) -> Attend:
     """Our attention with a normalizer by name, or with the sink logits as "learned sink"."""
-
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array, sink: jax.Array) -> jax.Array:
-        chosen: Any = sink if normalizer == "learned sink" else normalizer
-        return dot_product_attention(
-            query, key, value, normalizer=chosen, is_causal=True, implementation=implementation
-        )
-
-    return attend
+    return lambda query, key, value, sink: dot_product_attention(
+        query,
+        key,
+        value,
+        normalizer=sink if normalizer == "learned sink" else normalizer,  # pyright: ignore
+        is_causal=True,
+        implementation=implementation,
+    )
 
 
 def vendor_softmax(implementation: Any) -> Attend:
@@ -69,7 +68,7 @@ def vendor_softmax(implementation: Any) -> Attend:
 
 def zero_row(implementation: str) -> Attend:
     """softmax-1 from `jax.nn` alone: the fallback where JAX's private cuDNN module is not as expected."""
-    return lambda query, key, value, sink: with_sink_key(
+    return lambda query, key, value, sink: cudnn.with_sink_key(
         prepare_inputs(query, key, value, normalizer="softmax1", is_causal=True), implementation
     )
 
@@ -79,61 +78,48 @@ def attention_cases(platform: str, tiny: bool) -> list[Case]:
     kernels: dict[str, tuple[Implementation, Implementation]] = {"gpu": ("cudnn", "xla"), "tpu": ("splash", "xla")}
     place = "cpu" if platform == "cpu" else "accelerator"
     return [
-        attention_case(implementation, shape, platform, backward)
+        _attention_case(implementation, shape, platform, backward)
         for implementation in kernels.get(platform, ("xla", "xla_chunked"))
         for shape in (_SHAPES["tiny"] if tiny else _SHAPES.get(f"{place} {implementation}", _SHAPES[place]))
         for backward in (True, False)
     ]
 
 
-def attention_case(implementation: Implementation, shape: Shape, platform: str, backward: bool) -> Case:
+def _attention_case(implementation: Implementation, shape: Shape, platform: str, backward: bool) -> Case:
     """Attentions by one kind of kernel against its softmax, forward and backward or forward alone."""
     dtype, calls = (jnp.float32, _CPU_CALLS) if platform == "cpu" else (jnp.bfloat16, _CALLS)
-    attentions = {name: ours(implementation, name) for name in ("softmax1", "learned sink")}
+    attentions = {name: ours(implementation, name) for name in ("softmax", "softmax1", "learned sink")}
     if implementation == "cudnn":
-        attentions["softmax1 by a zero row"] = zero_row("cudnn")
+        # jax.nn's own kernel where it is a kernel; its plain XLA is slower than ours, which would flatter.
+        attentions |= {"softmax": vendor_softmax("cudnn"), "softmax1 by a zero row": zero_row("cudnn")}
     if implementation == "xla":
         attentions["softmax of jax.nn"] = vendor_softmax("xla")
-    # jax.nn's own kernel where it is a kernel; its plain XLA is slower than ours, which would flatter.
-    reference = vendor_softmax("cudnn") if implementation == "cudnn" else ours(implementation, "softmax")
 
     def contender(attend: Attend) -> Contender:
+        if implementation == "cudnn" and (why := cudnn.unavailable()):
+            raise LeftOut(why)  # asking has also loaded what cuDNN needs, which `jax.nn` does not
         operands = attention_operands(shape, dtype)
         program = compile_program(jax.jit(repeated(attend, backward, calls)), *operands)
         jax.block_until_ready(program.run(*operands))
-        compile_seconds = program.lower_seconds + program.compile_seconds
-        sizes = {"temp_bytes": program.memory["temp_bytes"], "compile_seconds": compile_seconds}
-        return Contender(lambda _: program.run(*operands), sizes)
-
-    def make_reference() -> Contender:
-        if implementation == "cudnn":  # asking loads what cuDNN needs, which its softmax in `jax.nn` does not
-            if why := importlib.import_module("orthojax.ops.attention.cudnn").unavailable():
-                raise LeftOut(why)
-        return contender(reference)
+        return Contender(lambda _: program.run(*operands), program.sizes)
 
     passes = "forward + backward" if backward else "forward"
     name = f"{implementation} {'x'.join(map(str, shape))} {jnp.dtype(dtype).name} {passes}"
-    return Case(name, make_reference, {each: functools.partial(contender, attentions[each]) for each in attentions})
+    return Case(name, {each: functools.partial(contender, attend) for each, attend in attentions.items()})
 
 
 @functools.lru_cache(maxsize=1)  # the cases of one shape come one after the other
 def attention_operands(shape: Shape, dtype: Any) -> tuple[jax.Array, ...]:
     """Cotangent of the output, query, key, value; sink logits, float32: all standard normal."""
-    generator = np.random.default_rng(0)
-    large = [jnp.asarray(generator.standard_normal(shape, np.float32)).astype(dtype) for _ in range(4)]
-    return *large, jnp.asarray(generator.standard_normal(shape[2], np.float32))
+    *large, sink = random_like([jax.ShapeDtypeStruct(s, jnp.float32) for s in (*[shape] * 4, shape[2:3])], 1.0)
+    return *(x.astype(dtype) for x in large), sink
 
 
 def repeated(attend: Attend, backward: bool, calls: int) -> Callable[..., Any]:
-    """A function of the operands that attends `calls` times, with the last result as the next query.
+    """A function of the operands that attends `calls` times, with the last output as the next query.
 
-    Args:
-      attend: What is repeated.
-      backward: With all gradients; those of query and value are the next query and value.
-      calls: How often.
-
-    Returns:
-      A function to the last output, or to that and the gradients of query, key, value and sink.
+    With `backward` it returns the last output and the gradients of query, key, value and sink, and the gradients of
+    query and value are the next query and value.
     """
 
     def forward(cotangent, query, key, value, sink):
@@ -156,8 +142,6 @@ def repeated(attend: Attend, backward: bool, calls: int) -> Callable[..., Any]:
 def _measure_attention(repeats: int, tiny: bool) -> Iterator[Row]:
     platform, budget = jax.default_backend(), TimeBudget(150.0)
     comparison = Comparison(
-        reference="softmax",
-        prefix="softmax_",
         ratios=("temp_bytes",),
         longest=15.0,
         fewest_calls=_CPU_CALLS if platform == "cpu" else _CALLS,
@@ -198,59 +182,52 @@ _TINY_SETTINGS = ("int8_moderate", "w4a8", "int4_zeropoint")
 Apply = Callable[[LinearFunction, Any, jax.Array], jax.Array]
 
 
-def quantization_cases(tiny: bool) -> list[Case]:
+def quantization_cases(tiny: bool) -> Iterator[Case]:
     """The widest kernel [in, out] of GPT-2 130M on one token and on many, and a forward pass of the model.
 
     The head of the model is its token table, which stays float32: a third of its parameters and of its products.
     """
     model, settings, many = (TINY_MODEL, _TINY_SETTINGS, 4) if tiny else (gpt2("130m"), _SETTINGS, 512)
-    kernel = {"kernel": jax.ShapeDtypeStruct((model.d_model, model.d_mlp), jnp.float32)}
-    generator, length = np.random.default_rng(1), min(256, model.max_length)
-
-    def layer(tokens: int) -> Case:
-        x = jnp.asarray(generator.standard_normal((tokens, model.d_model), np.float32))
-        name = f"{tokens} token{'s' if tokens > 1 else ''} x {model.d_model}x{model.d_mlp}"
-        return _quantization_case(
-            name, kernel, x, lambda f, params, x: f(x, params["kernel"], None, "mlp/input"), settings
-        )
-
     model = dataclasses.replace(model, scan_layers=False)
-    tokens = jnp.asarray(np.random.default_rng(2).integers(model.vocab_size, size=(1, length)), jnp.int32)
-    shapes = parameter_shapes(Config(model=model, data=DataConfig(sequence_length=length)))
+    length, generator = min(256, model.max_length), np.random.default_rng(1)
+    kernel = {"kernel": jax.ShapeDtypeStruct((model.d_model, model.d_mlp), jnp.float32)}
+
+    def layer(function: LinearFunction, params: Any, x: jax.Array) -> jax.Array:
+        return function(x, params["kernel"], None, "mlp/input")
 
     def forward(function: LinearFunction, params: Any, tokens: jax.Array) -> jax.Array:
         return Transformer(model, linear=function).apply({"params": params}, tokens)[0]  # pyright: ignore
 
+    for count, name in ((1, "1 token"), (many, f"{many} tokens")):
+        x = jnp.asarray(generator.standard_normal((count, model.d_model), np.float32))
+        yield from _quantization_cases(f"{name} x {model.d_model}x{model.d_mlp}", kernel, x, layer, settings)
+    tokens = jnp.asarray(generator.integers(model.vocab_size, size=(1, length)), jnp.int32)
+    shapes = parameter_shapes(Config(model=model, data=DataConfig(sequence_length=length)))
     name = f"gpt2, {model.num_layers} layers of {model.d_model}, 1x{length}"
-    return [layer(1), layer(many), _quantization_case(name, shapes, tokens, forward, settings)]
+    yield from _quantization_cases(name, shapes, tokens, forward, settings)
 
 
-def _quantization_case(name: str, shapes: Any, inputs: jax.Array, apply: Apply, settings: Sequence[str]) -> Case:
-    @functools.cache
-    def float_params() -> Any:
-        generator, scale = np.random.default_rng(0), np.float32(0.02)
-        return jax.tree.map(lambda x: jnp.asarray(generator.standard_normal(x.shape, np.float32) * scale), shapes)
+def _quantization_cases(
+    name: str, shapes: Any, inputs: jax.Array, apply: Apply, settings: tuple[str, ...]
+) -> Iterator[Case]:
+    float_params = functools.cache(lambda: random_like(shapes, 0.02))
 
-    def contender(function: LinearFunction, params: Any) -> Contender:
+    def contender(setting_name: str) -> Contender:
+        function, params = linear, float_params()
+        if setting_name != "float32":
+            setting = quant.setting_named(setting_name)
+            function, params = quant.integer_linear(setting), quant.integer_params(params, setting)
         program = compile_program(jax.jit(lambda params, inputs: apply(function, params, inputs)), params, inputs)
-        sizes = {
-            "params_bytes": tree_bytes(params),
-            "temp_bytes": program.memory["temp_bytes"],
-            "compile_seconds": program.lower_seconds + program.compile_seconds,
-        }
+        sizes = {"params_bytes": tree_bytes(params)} | program.sizes
         return Contender(lambda calls: [program.run(params, inputs) for _ in range(calls)], sizes)
 
-    def with_integers(name: str) -> Contender:
-        setting = quant.setting_named(name)
-        return contender(quant.integer_linear(setting), quant.integer_params(float_params(), setting))
-
-    contenders = {setting: functools.partial(with_integers, setting) for setting in settings}
-    return Case(name, lambda: contender(linear, float_params()), contenders)
+    plain = functools.cache(lambda: contender("float32"))
+    for each in settings:  # one at a time: what a contender holds is freed before the next is made
+        yield Case(name, {"float32": plain, each: functools.partial(contender, each)})
 
 
 def _measure_quantization(repeats: int, tiny: bool) -> Iterator[Row]:
-    comparison = Comparison("float32", "float32_", ("params_bytes",), longest=20.0, together=False)
-    budget = TimeBudget(300.0)
+    comparison, budget = Comparison(("params_bytes",), longest=20.0), TimeBudget(300.0)
     for case in quantization_cases(tiny):
         yield from comparison.rows(case, repeats, budget)
 

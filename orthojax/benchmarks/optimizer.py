@@ -3,12 +3,11 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from orthojax.benchmarks.suite import (
@@ -23,15 +22,14 @@ from orthojax.benchmarks.suite import (
     TimeBudget,
     compile_program,
     free_bytes,
+    random_like,
     require_memory,
     tree_bytes,
 )
-from orthojax.config import Config, DataConfig, ModelConfig, RotationConfig, replace
+from orthojax.config import Config, DataConfig, RotationConfig, replace
 from orthojax.model import gpt2
 from orthojax.optim import orthoadam
 from orthojax.train import make_rotation, parameter_shapes
-
-_LONGEST_ROW_SECONDS = 60.0  # dense rotations of a whole model on a CPU are slow
 
 # Names are "KIND AXES", as in `RotationConfig`, and maybe "layer_by_layer".
 KERNEL_ROTATIONS = tuple(
@@ -41,13 +39,6 @@ _MODEL_ROTATIONS = (
     *(f"hadamard {axes}" for axes in ("output", "input", "both", "residual")),
     *(f"{kind} {axes}" for kind in ("dct", "haar") for axes in ("output", "residual")),
 )
-_SHORT = "to keep the run short; the kernels show it"
-_MODEL_LEFT_OUT = {
-    "dct input": _SHORT,
-    "dct both": _SHORT,
-    "haar input": _SHORT,
-    "haar both": "to keep the run short; its matrices are 2.4 times as large as the parameters; the kernels show it",
-}
 
 
 def cases(tiny: bool) -> Iterator[Case]:
@@ -57,17 +48,12 @@ def cases(tiny: bool) -> Iterator[Case]:
     on_models = ("hadamard residual", "haar output") if tiny else _MODEL_ROTATIONS
     for columns in (model.d_model, model.d_mlp):
         shapes = {"kernel": jax.ShapeDtypeStruct((model.d_model, columns), jnp.float32)}
-        yield optimizer_case(f"{model.d_model}x{columns}", shapes, on_kernels)
-    for name, scan_layers in (("unrolled", False), ("stacked", True)):
-        shapes = _model_shapes(dataclasses.replace(model, scan_layers=scan_layers))
-        by_layer = (f"{on_models[0]} layer_by_layer",) if scan_layers else ()
-        left_out = {} if tiny else _MODEL_LEFT_OUT
-        name = f"gpt2 {'tiny' if tiny else '130m'} {name}"
-        yield optimizer_case(name, shapes, on_models + by_layer, left_out)
-
-
-def _model_shapes(model: ModelConfig) -> Any:
-    return parameter_shapes(Config(model=model, data=DataConfig(sequence_length=model.max_length)))
+        yield from _cases(f"{model.d_model}x{columns}", shapes, on_kernels)
+    left_out = [] if tiny else [name for name in KERNEL_ROTATIONS if name not in on_models]
+    for name, by_layer in (("unrolled", ()), ("stacked", (f"{on_models[0]} layer_by_layer",))):
+        scanned = dataclasses.replace(model, scan_layers=name == "stacked")
+        shapes = parameter_shapes(Config(model=scanned, data=DataConfig(sequence_length=model.max_length)))
+        yield from _cases(f"gpt2 {'tiny' if tiny else '130m'} {name}", shapes, (*on_models, *by_layer), left_out)
 
 
 def make_optimizer(name: str) -> optax.GradientTransformation:
@@ -90,15 +76,6 @@ def optimizer_step(optimizer: optax.GradientTransformation) -> Any:
     return jax.jit(step, donate_argnums=(0, 1))
 
 
-def _random(shapes: Any, scale: float) -> Any:
-    generator = np.random.default_rng(0)
-
-    def draw(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.asarray(generator.standard_normal(leaf.shape, np.float32) * np.float32(scale))
-
-    return jax.tree.map(draw, shapes)
-
-
 def state_like(shapes: Any) -> Any:
     """A state of the right shapes: zeros, and Gaussian matrices of unit scale where a haar basis is kept.
 
@@ -107,19 +84,19 @@ def state_like(shapes: Any) -> Any:
 
     def fill(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if any(str(getattr(key, "key", "")).startswith("basis_") for key in keys):
-            return _random(leaf, leaf.shape[-1] ** -0.5)
+            return random_like(leaf, leaf.shape[-1] ** -0.5)
         return jnp.zeros(leaf.shape, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
-def optimizer_case(name: str, shapes: Any, rotations: Sequence[str], left_out: Mapping[str, str] = {}) -> Case:
-    """Rotations by name against `optax.adamw`; parameters, gradients and states are made when first used.
+def _cases(name: str, shapes: Any, rotations: Sequence[str], left_out: Sequence[str] = ()) -> Iterator[Case]:
+    """Each rotation against `optax.adamw`; parameters, gradients and states are made when first used.
 
     A call is one step, parameters applied. Gradients are the same at every step.
     """
     params: list[Any] = []  # of one tree, because every step consumes the tree and leaves another
-    grads = functools.cache(lambda: _random(shapes, 1e-3))
+    grads = functools.cache(lambda: random_like(shapes, 1e-3))
 
     def contender(name: str) -> Contender:
         optimizer = make_optimizer(name)
@@ -131,7 +108,7 @@ def optimizer_case(name: str, shapes: Any, rotations: Sequence[str], left_out: M
             nonlocal state
             if state is None:
                 state = state_like(state_shapes)
-            params[:] = params or [_random(shapes, 0.02)]
+            params[:] = params or [random_like(shapes, 0.02)]
             for _ in range(steps):
                 params[0], state = program.run(params[0], state, grads())
             return params[0]
@@ -139,11 +116,11 @@ def optimizer_case(name: str, shapes: Any, rotations: Sequence[str], left_out: M
         times = {"lower_seconds": program.lower_seconds, "compile_seconds": program.compile_seconds}
         return Contender(call, {"state_bytes": tree_bytes(state_shapes), **program.memory, **times})
 
-    @functools.cache
-    def adamw() -> Contender:
-        return contender("adamw")
+    adamw = functools.cache(lambda: contender("adamw"))
 
     def rotated(name: str) -> Contender:
+        if name in left_out:
+            raise LeftOut("to keep the run short; the kernels show it")
         found = contender(name)
         needed = found.sizes["state_bytes"] + max(each.sizes["temp_bytes"] or 0 for each in (adamw(), found))
         if not params:  # neither are gradients there, nor the state of adamw
@@ -151,26 +128,14 @@ def optimizer_case(name: str, shapes: Any, rotations: Sequence[str], left_out: M
         require_memory(needed, free_bytes())
         return found
 
-    def leave_out(why: str) -> Contender:
-        raise LeftOut(why)
-
-    contenders = {each: functools.partial(rotated, each) for each in rotations}
-    contenders |= {each: functools.partial(leave_out, why) for each, why in left_out.items()}
-    return Case(name, adamw, contenders)
+    for each in (*rotations, *left_out):  # one at a time: what a contender holds is freed before the next is made
+        yield Case(name, {"adamw": adamw, each: functools.partial(rotated, each)})
 
 
 def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
     # Dense rotations of a whole model on a CPU are slow: a minute for each.
-    comparison = Comparison(
-        "adamw",
-        "adamw_",
-        ("state_bytes",),
-        longest=60.0,
-        unit="step_seconds",
-        calls="steps_per_repetition",
-        together=False,
-    )
-    for case in cases(tiny):  # one at a time: a case keeps its arrays
+    comparison = Comparison(("state_bytes",), longest=60.0, per_step=True)
+    for case in cases(tiny):
         yield from comparison.rows(case, repeats, TimeBudget(math.inf))
 
 

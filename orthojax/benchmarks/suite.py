@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from orthojax.formatting import byte_count
 from orthojax.machine import available_memory_bytes
@@ -92,13 +94,15 @@ class Program(NamedTuple):
     memory: dict[str, int | None]
 
     @property
+    def sizes(self) -> dict[str, Any]:
+        """`memory`, and the seconds of lowering and compiling together, as metrics."""
+        return self.memory | {"compile_seconds": self.lower_seconds + self.compile_seconds}
+
+    @property
     def peak_bytes(self) -> int | None:
         """All that one call needs: arguments, results and temporaries, donated buffers counted once."""
-        sizes = [self.memory[f"{name}_bytes"] for name in ("argument", "output", "temp", "donated")]
-        if any(size is None for size in sizes):
-            return None
-        *needed, donated = (size or 0 for size in sizes)
-        return sum(needed) - donated
+        argument, output, temp, donated = (self.memory[f"{n}_bytes"] for n in ("argument", "output", "temp", "donated"))
+        return None if argument is None else argument + (output or 0) + (temp or 0) - (donated or 0)
 
 
 def compile_program(function: Any, *arguments: Any) -> Program:
@@ -125,10 +129,18 @@ def compile_program(function: Any, *arguments: Any) -> Program:
 def tree_bytes(shapes: Any) -> int:
     """Bytes of a tree of arrays or shapes.
 
-    >>> tree_bytes({"mu": jax.ShapeDtypeStruct((768, 768), jax.numpy.float32)})
+    >>> tree_bytes({"mu": jax.ShapeDtypeStruct((768, 768), jnp.float32)})
     2359296
     """
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def random_like(shapes: Any, scale: float) -> Any:
+    """Normal numbers of a standard deviation, float32, the same in every run."""
+    generator = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jnp.asarray(generator.standard_normal(x.shape, np.float32) * np.float32(scale)), shapes
+    )
 
 
 def free_bytes() -> float:
@@ -152,9 +164,9 @@ class LeftOut(RuntimeError):
 
 
 # How an implementation refuses (NotImplementedError is a RuntimeError, and so are XLA's), or jax.nn an argument.
-FAILURES = (RuntimeError, ValueError)
+_FAILURES = (RuntimeError, ValueError)
 OUT_OF_TIME = "time budget"
-_REFERENCE, _CONTROL = "the reference", "the reference again"
+_CONTROL = "the reference again"
 
 
 def reason(error: Exception) -> str:
@@ -179,7 +191,7 @@ class TimeBudget:
             return OUT_OF_TIME
         try:
             return make()
-        except FAILURES as error:
+        except _FAILURES as error:
             return reason(error)
 
     def repetitions(self, wanted: int, seconds: float, longest: float) -> int:
@@ -197,99 +209,78 @@ class Contender(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A reference, and what is compared with it in the same process."""
+    """What is compared in one process."""
 
     name: str
-    make_reference: Callable[[], Contender]  # where it fails, all are left out
-    contenders: Mapping[str, Callable[[], Contender]]  # what makes each, by name
+    contenders: Mapping[str, Callable[[], Contender]]  # by name; the first is the reference: if it fails, all do
 
 
 class Comparison(NamedTuple):
-    """How the cases of a suite are measured: in turn, the reference twice, which is the control."""
+    """How the cases of a suite are measured: interleaved, the reference twice, which is the control."""
 
-    reference: str  # its name
-    prefix: str  # of its metrics, which stand in every row; "" for a reference that has a row of its own
     ratios: tuple[str, ...]  # sizes that are also shown as ratios to those of the reference
     longest: float  # seconds of all repetitions; fewer are made, but at least three, where they would take longer
-    unit: str = "seconds"  # name of the seconds of a call
-    calls: str = "calls_per_repetition"  # name of that number
+    own_row: bool = False  # the reference has a row; otherwise its metrics stand in every row, prefixed with its name
+    per_step: bool = False  # a call is a step, and its metrics say so
     fewest_calls: int = 1  # in a repetition
     shortest: float = 0.02  # seconds of a repetition: one small call is too short for the clock and the scheduler
-    together: bool = True  # all contenders of a case at once, or each alone with the reference
     clock: Callable[[], float] = time.perf_counter  # of the repetitions
     reserved: float = 0.0  # seconds of the budget in which contenders are made and not timed
 
     def rows(self, case: Case, repeats: int, budget: TimeBudget) -> Iterator[Row]:
         """The rows of a case; what fails, or has not begun when the budget is spent, is left out with the reason."""
-        reference = budget.attempt(case.make_reference)
+        first, *others = case.contenders
+        shown = list(case.contenders) if self.own_row else others
+        reference = budget.attempt(case.contenders[first])
         if isinstance(reference, str):
-            why = reference if reference == OUT_OF_TIME else f"{self.reference}: {reference}"
-            names = [self.reference] * (not self.prefix) + list(case.contenders)
-            yield from (Row(case.name, name, {}, why) for name in names)
+            why = reference if reference == OUT_OF_TIME else f"{first}: {reference}"
+            yield from (Row(case.name, name, {}, why) for name in shown)
             return
-        groups = [list(case.contenders)] if self.together else [[name] for name in case.contenders]
-        for group in groups:
-            yield from self._rows_of_group(case, group, reference, repeats, budget)
-
-    def _rows_of_group(
-        self, case: Case, group: list[str], reference: Contender, repeats: int, budget: TimeBudget
-    ) -> Iterator[Row]:
-        # A frame of its own: contenders of one group are freed before those of the next are made.
-        made = {name: budget.attempt(case.contenders[name]) for name in group}
+        made = {first: reference} | {name: budget.attempt(case.contenders[name]) for name in others}
         ready = {name: found for name, found in made.items() if not isinstance(found, str)}
         seconds, calls, not_timed = {}, 0, OUT_OF_TIME
-        if budget.seconds_left() > self.reserved and (ready or not self.prefix):
+        if budget.seconds_left() > self.reserved and (len(ready) > 1 or self.own_row):
             try:
-                seconds, calls = self._seconds(reference, ready, repeats, budget)
-            except FAILURES as error:
+                seconds, calls = self._seconds(ready, first, repeats, budget)
+            except _FAILURES as error:
                 not_timed = reason(error)
-        for name, contender in (made if self.prefix else {self.reference: reference} | made).items():
-            if isinstance(contender, str):
+        unit = "step_seconds" if self.per_step else "seconds"
+        for name in shown:
+            if isinstance(contender := made[name], str):
                 yield Row(case.name, name, {}, contender)
                 continue
-            metrics = self._sizes(reference, contender)
+            metrics = dict(contender.sizes)
+            for size in self.ratios:
+                ours, theirs = contender.sizes[size], reference.sizes[size]
+                metrics[f"{size}_ratio"] = ours / theirs if ours is not None and theirs else None
             if seconds:
-                metrics |= self._times(seconds, _REFERENCE if contender is reference else name)
-                metrics |= {self.calls: calls} | contender.finish(metrics[self.unit])
+                # Ratios are to the reference in the same repetition; that of the reference itself is the control.
+                ratio = median_ratio(seconds[_CONTROL if name == first else name], seconds[first])
+                metrics |= spread_metrics(f"{unit}_ratio", ratio)
+                metrics |= spread_metrics("control_ratio", median_ratio(seconds[_CONTROL], seconds[first]))
+                metrics |= spread_metrics(unit, spread(seconds[name])) | {"repetitions": len(seconds[name])}
+                metrics |= {f"{'steps' if self.per_step else 'calls'}_per_repetition": calls}
+                metrics |= contender.finish(metrics[unit])
             else:
                 metrics["not_timed"] = not_timed
+            if not self.own_row:
+                times = spread_metrics(unit, spread(seconds[first])) if seconds else {}
+                metrics |= {f"{first}_{name}": value for name, value in (reference.sizes | times).items()}
             yield Row(case.name, name, metrics)
 
-    def _sizes(self, reference: Contender, contender: Contender) -> dict[str, Any]:
-        found = dict(contender.sizes)
-        if self.prefix:
-            found |= {f"{self.prefix}{name}": value for name, value in reference.sizes.items()}
-        for name in self.ratios:
-            ours, theirs = contender.sizes[name], reference.sizes[name]
-            found[f"{name}_ratio"] = ours / theirs if ours is not None and theirs else None
-        return found
-
-    def _times(self, seconds: dict[str, list[float]], name: str) -> dict[str, Any]:
-        """Ratios are to the reference in the same repetition; that of the reference itself is the control."""
-        reference = seconds[_REFERENCE]
-        ours = seconds[_CONTROL if name == _REFERENCE else name]
-        found = {
-            **spread_metrics(f"{self.unit}_ratio", median_ratio(ours, reference)),
-            **spread_metrics("control_ratio", median_ratio(seconds[_CONTROL], reference)),
-            **spread_metrics(self.unit, spread(seconds[name])),
-            "repetitions": len(reference),
-        }
-        return found | (spread_metrics(f"{self.prefix}{self.unit}", spread(reference)) if self.prefix else {})
-
     def _seconds(
-        self, reference: Contender, ready: dict[str, Contender], repeats: int, budget: TimeBudget
+        self, ready: dict[str, Contender], first: str, repeats: int, budget: TimeBudget
     ) -> tuple[dict[str, list[float]], int]:
         """Seconds of one call in each repetition, and how many calls a repetition has."""
-        contenders = {_REFERENCE: reference} | ready
 
         def functions(calls: int) -> dict[str, Callable[[], Any]]:
-            return {name: lambda call=each.call: call(calls) for name, each in contenders.items()}
+            return {name: lambda call=each.call: call(calls) for name, each in ready.items()}
 
         few = self.fewest_calls
         once = {name: times[0] / few for name, times in interleaved_seconds(functions(few), 1).items()}
         calls = max(few, math.ceil(self.shortest / min(once.values())))
-        repetitions = budget.repetitions(repeats, calls * (sum(once.values()) + once[_REFERENCE]), self.longest)
+        repetitions = budget.repetitions(repeats, calls * (sum(once.values()) + once[first]), self.longest)
         timed = functions(calls)
-        timed = {_REFERENCE: timed[_REFERENCE], _CONTROL: timed[_REFERENCE]} | timed
+        timed = {first: timed[first], _CONTROL: timed[first]} | timed
         seconds = interleaved_seconds(timed, repetitions, warmup=0, clock=self.clock)
         return {name: [whole / calls for whole in found] for name, found in seconds.items()}, calls

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +15,12 @@ import numpy as np
 import optax
 
 from orthojax.benchmarks.suite import (
-    OUT_OF_TIME,
     TINY_MODEL,
     Case,
     Column,
     Comparison,
     Contender,
+    LeftOut,
     Program,
     Row,
     Suite,
@@ -42,6 +43,7 @@ from orthojax.train import (
     make_train_step,
     model_flops_per_token,
     model_flops_utilization,
+    state_shapes,
 )
 from orthojax.train.evaluation import Probe
 from orthojax.train.metrics import MetricWriter
@@ -56,9 +58,6 @@ VARIANTS: dict[str, tuple[NormalizerName, OptimizerName]] = {
 }
 PLAIN, PROPOSED = "softmax + AdamW", "softmax1 + OrthoAdam"
 
-# From Attention to Activation (arXiv 2410.17174), Table 4: iterations/s of the plain and of the proposed training.
-_PAPER_ITERATIONS_PER_SECOND = {"60m": (14.0, 12.0), "130m": (7.5, 6.0), "350m": (3.3, 3.0), "1.4b": (1.0, 1.1)}
-
 # 50,257 tokens padded to a multiple of 128, as is usual: unaligned, the largest matrix product of all is slow.
 _VOCAB_SIZE, _TOKENS = 50_304, 50_257
 
@@ -72,7 +71,8 @@ class Training:
     batch_size: int  # sequences per step; halved until they fit into memory
     sequence_length: int  # tokens of a sequence
     variants: tuple[str, ...] = tuple(VARIANTS)  # the plain one first
-    paper_step_ratio: float | None = None  # time of the proposed step over that of the plain one, paper's Table 4
+    # Time of the proposed step over that of the plain one: iterations/s of arXiv 2410.17174, Table 4.
+    paper_step_ratio: float | None = None
 
     def config(self, variant: str) -> Config:
         """The run whose step is measured."""
@@ -98,32 +98,26 @@ def cases(platform: str, tiny: bool) -> list[Training]:
         model = gpt2("tiny", num_layers=6, d_model=256, num_heads=4, d_mlp=1024, vocab_size=16_384)
         return [Training("gpt2 9m on a CPU", model, 4, 256)]
     every, ends = tuple(VARIANTS), (PLAIN, PROPOSED)
-    found = []
-    # Batches of 131,072 tokens, the paper's, where one accelerator may have room for them.
-    for size, batch_size, length, variants in (
-        ("60m", 512, 256, every),
-        ("130m", 512, 256, every),
-        ("350m", 128, 256, ends),
-        ("1.4b", 64, 256, ends),
-        ("130m", 32, 1024, every),
-    ):
-        plain, proposed = _PAPER_ITERATIONS_PER_SECOND[size]
-        model = gpt2(size, vocab_size=_VOCAB_SIZE, dtype="bfloat16")
-        ratio = plain / proposed if length == 256 else None  # as in the paper
-        found.append(Training(f"gpt2 {size}", model, batch_size, length, variants, ratio))
-    return found
+    return [
+        Training(
+            f"gpt2 {size}", gpt2(size, vocab_size=_VOCAB_SIZE, dtype="bfloat16"), batch_size, length, variants, ratio
+        )
+        for size, batch_size, length, variants, ratio in (
+            # Batches of 131,072 tokens, the paper's, where one accelerator may have room for them.
+            ("60m", 512, 256, every, 14.0 / 12.0),
+            ("130m", 512, 256, every, 7.5 / 6.0),
+            ("350m", 128, 256, ends, 3.3 / 3.0),
+            ("1.4b", 64, 256, ends, 1.0 / 1.1),
+            ("130m", 32, 1024, every, None),
+        )
+    ]
 
 
 def compile_step(config: Config, batch_size: int, *, vendor: bool = True) -> Program:
     """Compiles the training step of a run from shapes alone; with `vendor` its attention is that kernel or an error."""
     tokens = jax.ShapeDtypeStruct((batch_size, config.data.sequence_length + 1), jnp.int32)
     with forbid_fallback() if vendor else contextlib.nullcontext():
-        return compile_program(make_train_step(config), _state_shapes(config), tokens)
-
-
-@functools.cache  # tracing takes a second
-def _state_shapes(config: Config) -> Any:
-    return jax.eval_shape(lambda: init_state(config))
+        return compile_program(make_train_step(config), state_shapes(config), tokens)
 
 
 # The step: time, MFU, memory.
@@ -134,7 +128,7 @@ _HEADROOM = 1.1  # allocators lose memory between arrays, and libraries want wor
 def fitting_step(case: Training, free: float) -> tuple[int, Program]:
     """The largest batch for which the plain step, and the states of the other variants, fit; and its program."""
     batch_size = case.batch_size
-    states = sum(tree_bytes(_state_shapes(case.config(variant))) for variant in case.variants)
+    states = sum(tree_bytes(state_shapes(case.config(variant))) for variant in case.variants)
     while True:
         program = compile_step(case.config(PLAIN), batch_size)
         needed = [_HEADROOM * (states + (program.memory["temp_bytes"] or 0) / 2**n) for n in range(32)]
@@ -155,20 +149,17 @@ def _contender(case: Training, variant: str, program: Program, batch_size: int, 
         nonlocal state, reported
         if state is None:
             own = jax.tree.map(jnp.copy, params())
-            opt_state = build(config).optimizer.init(own)
-            state = TrainState(jnp.zeros((), jnp.int32), own, opt_state)
+            state = TrainState(jnp.zeros((), jnp.int32), own, build(config).optimizer.init(own))
         for _ in range(steps):
             state, reported = program.run(state, tokens())
         return reported
 
-    sizes = {
+    sizes = program.sizes | {
         "batch_size": batch_size,
         "sequence_length": case.sequence_length,
         "tokens_per_step": batch_size * case.sequence_length,
         "parameters": parameter_count(case.model),
         "peak_bytes": program.peak_bytes,
-        **program.memory,
-        "compile_seconds": program.lower_seconds + program.compile_seconds,
     }
     if variant == PROPOSED and case.paper_step_ratio is not None:
         sizes["paper_step_ratio"] = case.paper_step_ratio
@@ -190,50 +181,29 @@ def _contender(case: Training, variant: str, program: Program, batch_size: int, 
     return Contender(call, sizes, finish)
 
 
-def measure_case(case: Training, repeats: int, budget: TimeBudget, reserved: float = 0.0) -> Iterator[Row]:
-    """The rows of one case: every variant against softmax and AdamW, in turn; that one's own ratio is the control.
-
-    Args:
-      case: What is measured.
-      repeats: Repetitions; fewer, but at least three, where the case would take too long.
-      budget: When it is spent nothing more is measured.
-      reserved: Seconds of the budget in which steps are compiled and not run: rows have their memory and no times.
-    """
-    # At least two steps: the host runs ahead of the device then, as in training.
-    comparison = Comparison(
-        PLAIN,
-        "",
-        ("peak_bytes",),
-        longest=40.0,
-        unit="step_seconds",
-        calls="steps_per_repetition",
-        fewest_calls=2,
-        reserved=reserved,
-    )
+def _rows(case: Training, repeats: int, budget: TimeBudget) -> Iterator[Row]:
+    """The rows of one case: every variant against softmax and AdamW; that one's own ratio is the control."""
+    # At least two steps: the host runs ahead of the device then, as in training. 70 s of the budget are for compiling
+    # what there is no time to run: its memory is known all the same.
+    comparison = Comparison(("peak_bytes",), longest=40.0, own_row=True, per_step=True, fewest_calls=2, reserved=70.0)
     fitting = budget.attempt(lambda: fitting_step(case, free_bytes()))
-    if isinstance(fitting, str):
-        why = fitting if fitting == OUT_OF_TIME else f"{PLAIN}: {fitting}"
-        name = f"{case.name} {case.batch_size}x{case.sequence_length}"
-        yield from (Row(name, variant, {}, why) for variant in case.variants)
-        return
-    batch_size, plain = fitting
+    batch_size = case.batch_size if isinstance(fitting, str) else fitting[0]
     params = functools.cache(lambda: init_state(case.config(PLAIN)).params)
 
     def contender(variant: str) -> Contender:
-        program = plain if variant == PLAIN else compile_step(case.config(variant), batch_size)
+        if isinstance(fitting, str):
+            raise LeftOut(fitting)
+        program = fitting[1] if variant == PLAIN else compile_step(case.config(variant), batch_size)
         return _contender(case, variant, program, batch_size, params)
 
     contenders = {variant: functools.partial(contender, variant) for variant in case.variants}
-    make_plain = contenders.pop(PLAIN)
-    name = f"{case.name} {batch_size}x{case.sequence_length}"
-    yield from comparison.rows(Case(name, make_plain, contenders), repeats, budget)
+    yield from comparison.rows(Case(f"{case.name} {batch_size}x{case.sequence_length}", contenders), repeats, budget)
 
 
 def _measure_steps(repeats: int, tiny: bool) -> Iterator[Row]:
     budget = TimeBudget(270.0)
     for case in cases(jax.default_backend(), tiny):
-        # 70 s of these for compiling what there is no time to run: its memory is known all the same.
-        yield from measure_case(case, repeats, budget, reserved=70.0)
+        yield from _rows(case, repeats, budget)
 
 
 TRAIN_STEP = Suite(
@@ -259,45 +229,43 @@ TRAIN_STEP = Suite(
 
 # Its compilation with OrthoAdam against that with AdamW.
 
-_COMPILED = {
-    "adamw": OptimConfig(optimizer="adam", weight_decay=0.1),
-    "orthoadam": OptimConfig(optimizer="orthoadam", weight_decay=0.1),
-}
 
-
-def measure_compilation(case: str, model: ModelConfig, repeats: int) -> Row:
-    """Compiles the steps with AdamW and with OrthoAdam in turn; nothing runs."""
+def _compilation(case: str, model: ModelConfig, repeats: int) -> Row:
+    """Compiles the steps with AdamW and with OrthoAdam alternately; nothing runs."""
     data = DataConfig(sequence_length=min(256, model.max_length))
-    found: dict[str, list[Program]] = {name: [] for name in _COMPILED}
+    found: dict[str, list[Program]] = {"orthoadam": [], "adam": []}
 
-    def compiler(name: str) -> Callable[[], None]:
-        config = Config(model=model, optim=_COMPILED[name], data=data)
+    def compiler(name: OptimizerName) -> None:
+        config = Config(model=model, optim=OptimConfig(optimizer=name, weight_decay=0.1), data=data)
         # Without the executable, which would stay in memory.
-        return lambda: found[name].append(compile_step(config, 8, vendor=False)._replace(run=None))
+        found[name].append(compile_step(config, 8, vendor=False)._replace(run=None))
 
     # For the order: the seconds that count leave out what comes before lowering.
-    interleaved_seconds({name: compiler(name) for name in _COMPILED}, repeats, warmup=0)
+    interleaved_seconds({name: functools.partial(compiler, name) for name in ("adam", "orthoadam")}, repeats, warmup=0)
 
-    def ratio(seconds: Callable[[Program], float]) -> Any:
-        return median_ratio(*([seconds(program) for program in found[name]] for name in ("orthoadam", "adamw")))
+    def ratio(name: str, seconds: Callable[[Program], float]) -> dict[str, Any]:
+        return spread_metrics(
+            name, median_ratio(*([seconds(each) for each in programs] for programs in found.values()))
+        )
 
     metrics: dict[str, Any] = {
-        **spread_metrics("compile_seconds_ratio", ratio(lambda p: p.lower_seconds + p.compile_seconds)),
-        **spread_metrics("compile_cpu_seconds_ratio", ratio(lambda p: p.cpu_seconds)),
+        **ratio("compile_seconds_ratio", lambda p: p.lower_seconds + p.compile_seconds),
+        **ratio("compile_cpu_seconds_ratio", lambda p: p.cpu_seconds),
+        "repetitions": repeats,
     }
-    for prefix, programs in (("", found["orthoadam"]), ("adamw_", found["adamw"])):
+    for prefix, programs in (("", found["orthoadam"]), ("adamw_", found["adam"])):
         for name in ("lower_seconds", "compile_seconds", "cpu_seconds"):
             metrics[prefix + name] = spread([getattr(program, name) for program in programs]).median
         metrics |= {prefix + name: count for name, count in programs[0].memory.items()}
-    return Row(case, "orthoadam", metrics | {"repetitions": repeats})
+    return Row(case, "orthoadam", metrics)
 
 
 def _measure_compilation(repeats: int, tiny: bool) -> Iterator[Row]:
     if tiny:
-        yield measure_compilation("gpt2 tiny unrolled", TINY_MODEL, repeats)
+        yield _compilation("gpt2 tiny unrolled", TINY_MODEL, repeats)
         return
-    measure_compilation("", TINY_MODEL, 1)  # what a process pays once, whatever it compiles
-    yield measure_compilation("gpt2 350m unrolled", gpt2("350m", scan_layers=False), repeats)
+    _compilation("", TINY_MODEL, 1)  # what a process pays once, whatever it compiles
+    yield _compilation("gpt2 350m unrolled", gpt2("350m", scan_layers=False), repeats)
 
 
 COMPILE = Suite(
@@ -329,7 +297,7 @@ def _measure_telemetry(repeats: int, tiny: bool) -> Iterator[Row]:
     probe = Probe(config, Inputs(lambda _: rows, rows, None, {}, None), None)
     state, metrics = step(init_state(config), tokens)
     params, numbers = jax.tree.map(jnp.copy, state.params), jax.device_get(metrics)
-    steps = iter(range(1, 10**9))
+    steps = itertools.count(1)
 
     def train() -> Any:
         nonlocal state

@@ -24,7 +24,7 @@ def _dimension_names(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]
 
 def _canonical(mesh: Any, names: Names) -> NamedSharding:
     # jit takes P("x") and P("x", None) for two types and would compile again for its own output, which has the trailing
-    # None over Explicit axes and has it not over Auto ones.
+    # None over Explicit axes and not over Auto ones.
     spec = [over[0] if len(over) == 1 else over or None for over in names]
     while spec and spec[-1] is None and AxisType.Explicit not in mesh.axis_types:
         spec.pop()
@@ -39,8 +39,10 @@ def known_sharding(x: Any) -> NamedSharding | None:
     return x.sharding if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) else None
 
 
-def place(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Moves an array, at once or in the program that is being traced."""
+def place(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """Moves an array, at once or in the program that is being traced; None leaves it where it is."""
+    if sharding is None:
+        return x
     if not isinstance(x, jax.core.Tracer):
         return jax.device_put(x, sharding)
     if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
@@ -140,7 +142,7 @@ def layout_of(shardings: Any) -> Callable[[str], jax.sharding.Sharding | None]:
       shardings: A tree like the parameters whose leaves are shardings: those of the parameters, or of `zero1`.
 
     Returns:
-      A function from a path, as `describe` prints it, to the sharding; ValueError for a path that the tree has not.
+      A function from a path, as `describe` prints it, to the sharding; ValueError for a path that is not in the tree.
     """
     by_path = {leaf_path(keys): sharding for keys, sharding in jax.tree_util.tree_leaves_with_path(shardings)}
 
@@ -152,20 +154,21 @@ def layout_of(shardings: Any) -> Callable[[str], jax.sharding.Sharding | None]:
     return layout
 
 
-def _require_named(sharding: Any, path: str) -> None:
+def _require_named(keys: tuple[Any, ...], sharding: Any) -> NamedSharding:
     if not isinstance(sharding, NamedSharding):
-        raise ValueError(f"{path}: its sharding is {sharding!r}; allowed: a jax.sharding.NamedSharding")
+        raise ValueError(f"{leaf_path(keys)}: its sharding is {sharding!r}; allowed: a jax.sharding.NamedSharding")
+    return sharding
 
 
 def zero1(rotation: Rotation, params: optax.Params, shardings: Any, axis: str = "data") -> Any:
     """Shardings of the moments that shard them over the data axis of the mesh too (ZeRO stage 1).
 
-    Every replica then keeps and updates one part of the moments. The gradient is sliced to that part (compilers that
-    know reduce-scatter merge this with its sum), the update is gathered: one all-gather of the update per step.
+    Every replica then keeps and updates one part of the moments: it slices the gradient to that part (compilers that
+    know reduce-scatter merge this with its sum), and the updates are all-gathered once per step.
 
-    One dimension of each parameter is sharded further, of those that the axis divides: one that is not rotated before
-    one that is, one that is whole before one that is sharded already, then the longest. A parameter without such a
-    dimension, or that is sharded over `axis` already, keeps its sharding.
+    Of the dimensions that `axis` divides one is sharded further: preferably one that is not rotated, then one that is
+    whole, then the longest. A parameter without such a dimension, or that is sharded over `axis` already, stays as it
+    is.
 
     Args:
       rotation: Decides which dimensions are rotated.
@@ -185,8 +188,7 @@ def zero1(rotation: Rotation, params: optax.Params, shardings: Any, axis: str = 
     """
 
     def split(keys: tuple[Any, ...], leaf: Any, sharding: NamedSharding) -> NamedSharding:
-        _require_named(sharding, leaf_path(keys))
-        mesh, names = sharding.mesh, _dimension_names(sharding, len(leaf.shape))
+        mesh, names = _require_named(keys, sharding).mesh, _dimension_names(sharding, len(leaf.shape))
         if axis not in mesh.shape:
             raise ValueError(f"zero1 axis={axis!r}; allowed: an axis of the mesh, {', '.join(mesh.axis_names)}")
         rotated = {d for group in plan_leaf(rotation, keys, leaf).groups for d in group.axes}
@@ -227,12 +229,10 @@ def state_shardings(optimizer: optax.GradientTransformation, params: optax.Param
       P('data',) P()
       >>> state = jax.jit(optimizer.init, out_shardings=found)(params)
     """
-    for keys, sharding in jax.tree_util.tree_leaves_with_path(shardings):
-        _require_named(sharding, leaf_path(keys))
-    meshes = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
+    meshes = {_require_named(*pair).mesh for pair in jax.tree_util.tree_leaves_with_path(shardings)}
     if len(meshes) != 1:
         raise ValueError(f"state_shardings got {len(meshes)} meshes; allowed: one for all parameters")
-    mesh = meshes.pop()
+    (mesh,) = meshes
 
     def everywhere(x: Any) -> NamedSharding:
         return _canonical(mesh, [()] * len(x.shape))
@@ -240,9 +240,8 @@ def state_shardings(optimizer: optax.GradientTransformation, params: optax.Param
     def of_moment(moment: Any, param: Any, sharding: NamedSharding) -> Any:
         if isinstance(moment, optax.MaskedNode):
             return moment
-        if moment.shape != jnp.shape(param):
-            return everywhere(moment)
-        return _canonical(mesh, _dimension_names(sharding, len(moment.shape)))
+        like = moment.shape == jnp.shape(param)
+        return _canonical(mesh, _dimension_names(sharding, len(moment.shape))) if like else everywhere(moment)
 
     return optax.tree.map_params(
         optimizer,

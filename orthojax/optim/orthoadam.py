@@ -52,15 +52,13 @@ def scale_by_orthoadam(
 
     Memory and cost:
       State: Adam's, to the byte, for `hadamard` and `dct`, whose signs are constants of the program; `haar` adds n**2
-      values for every rotated axis of length n and every layer. Arithmetic: two products along each rotated axis in
-      every step: for each element of the parameter 4 n FLOP for `haar`, and for `hadamard` on accelerators up to
-      n = 1,024, where memory is the limit; elsewhere 4 (a + b + ...), where n = a b ... (see
-      `ops.orthogonal.fixed_transform`). A model costs about 6 FLOP for each parameter and token, so with a large batch
-      neither shows. Temporaries: about two arrays of the size of a parameter (its rotated gradient and update), for one
-      parameter at a time if the compiler orders it so; for a stacked parameter that is all layers, unless
+      values for every rotated axis of length n and every layer. Arithmetic, per step and element of a parameter: 4 n
+      FLOP for `haar`, and for `hadamard` on accelerators up to n = 1,024; elsewhere 4 (a + b + ...), where n = a b ...
+      (see `ops.orthogonal.fixed_transform`). A model costs about 6 FLOP per parameter and token, so with a large batch
+      neither shows. Temporaries: the rotated gradient and update of one parameter, with all its layers unless
       `layer_by_layer`. Prefer `hadamard` unless you compare with the paper, whose bases are `haar`.
 
-      The seed of the rotation is a constant of the program: runs that are vmapped over seeds of the model share bases.
+      The rotation's seed is a constant of the program: runs that are vmapped over seeds of the model share bases.
 
     References:
       From Attention to Activation: Unravelling the Enigmas of Large Language Models, Algorithm 1,
@@ -108,14 +106,13 @@ def orthoadam(
     .. math::
       \theta_t = \theta_{t-1} - \eta_t (s_t + \lambda \theta_{t-1})
 
-    The decay acts in the basis of the parameters, where it is the same. Hyperparameters of AdamW carry over. The state
-    has the bytes of Adam's (with the default rotation), and a step costs two fast transforms of every rotated
-    parameter more than AdamW's, whatever the batch; details in `scale_by_orthoadam`.
+    Hyperparameters of AdamW carry over. With the default rotation the state has the size of Adam's, and a step costs
+    two fast transforms of every rotated parameter more than AdamW's, whatever the batch; see `scale_by_orthoadam`.
 
     Args:
       learning_rate: A number or a schedule; what is good for Adam is a good start.
-      b1: Decay of the first moment; larger averages over more steps.
-      b2: Decay of the second moment; larger averages over more steps.
+      b1: Decay of the first moment.
+      b2: Decay of the second moment.
       eps: Added to the root of the second moment; where gradients are far below it the step shrinks, and with it the
         difference between bases.
       eps_root: Added inside the root; above 0 it makes the update differentiable at 0.
@@ -204,7 +201,7 @@ def _loop(step: Any, given: tuple, rotation: Rotation, plan: Plan, stacks: tuple
     wanted = None if rotation.layout is None else rotation.layout(plan.path)
     arrays = tuple(jnp.asarray(x) for x in stacks)
     sharding = layout.split_sharding(plan.path, arrays[0], wanted)
-    arrays = arrays if wanted is None else tuple(layout.place(x, wanted) for x in arrays)
+    arrays = tuple(layout.place(x, wanted) for x in arrays)
     # Traced values are arguments: a shard_map cannot close over them.
     constants = (*(basis_constants(rotation, plan, basis, transpose) for transpose in (False, True)), given)
     local = functools.partial(_loop_shard, step, rotation.kind, plan)
@@ -212,8 +209,7 @@ def _loop(step: Any, given: tuple, rotation: Rotation, plan: Plan, stacks: tuple
         new, mu, nu = local(arrays, constants, [()] * arrays[0].ndim)
     else:
         new, mu, nu = layout.over_shards(local, arrays, constants, sharding)
-    after = None if wanted is None else layout.known_sharding(stacks[0])
-    return new if after is None else layout.place(new, after), mu, nu
+    return new if wanted is None else layout.place(new, layout.known_sharding(stacks[0])), mu, nu
 
 
 def _loop_shard(step: Any, kind: str, plan: Plan, stacks: tuple, constants: Any, names: layout.Names) -> tuple:

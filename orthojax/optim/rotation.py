@@ -72,10 +72,10 @@ AxesRule = Callable[[str, jax.ShapeDtypeStruct], RotatedAxes | None]
 def generic_axes(path: str, leaf: jax.ShapeDtypeStruct, axes: GenericAxes = "output") -> RotatedAxes | None:
     """The default rule, for any tree; a rule of your own may fall back on it.
 
-    Left alone: fewer than two axes, and the names bias, b, scale, offset whatever their shape (a scanned scale is [L,
-    d]). Where the path contains "embed": the last axis, one basis for all rows. Else the last two axes are taken for a
-    kernel [in, out] and the axes before them for stacked layers. That is right for Dense and Linear of flax and haiku,
-    scanned or not. Name the axes yourself (a rule for `Rotation.axes`) where it is not:
+    Left alone: fewer than two axes, and the names bias, b, scale, offset (a scanned scale is [L, d]). Where the path
+    contains "embed": the last axis, one basis for all rows. Else the last two axes are a kernel [in, out] and those
+    before them stacked layers: right for Dense and Linear of flax and haiku, scanned or not. Name the axes yourself (a
+    rule for `Rotation.axes`) where it is not:
 
     - Equinox's and PyTorch's kernels are [out, in]: ask for "input" to rotate their output. A norm scale called weight
       is safe as a vector, but stacked [L, d] it looks like a kernel.
@@ -103,7 +103,7 @@ def _generic_axes(path: str, leaf: jax.ShapeDtypeStruct, axes: GenericAxes) -> R
     if len(leaf.shape) < 2:
         return f"{len(leaf.shape)} axes, fewer than 2"
     if name in _VECTOR_NAMES:
-        return f"its name is {name!r}"
+        return f"named {name!r}"
     if "embed" in path.lower():
         chosen, stacked = [-1], ()
     else:
@@ -117,29 +117,27 @@ def _generic_axes(path: str, leaf: jax.ShapeDtypeStruct, axes: GenericAxes) -> R
 class Rotation:
     """Which orthogonal matrix Q, on which axes of which parameter.
 
-    Every parameter, and every layer of a stacked one, has its own Q, which is a function of (seed, name, layer) alone:
-    the same on every machine and mesh (`haar` up to the rounding of LAPACK), and the same for scanned and unrolled
-    layers. Renaming a module changes its Q; two names that differ only in how they are numbered (`a_0/w`, `a/0/w`)
-    share one.
+    Every parameter, and every layer of a stacked one, has its own Q, a function of (seed, name, layer) alone: the same
+    on every machine and mesh (`haar` up to the rounding of LAPACK), and for scanned and unrolled layers. Renaming a
+    module changes its Q; names that differ only in how they are numbered (`a_0/w`, `a/0/w`) share one.
 
     Attributes:
-      kind: `hadamard`: a fixed Hadamard transform after random signs (sizes that Sylvester's and Paley's
-        constructions over primes give; a cosine transform, or a product with one, elsewhere); stateless. `haar`: a
-        dense uniformly random matrix, as in the paper; kept in the state (float32; float64 for float64 parameters);
-        axes over 4,096 are left alone. `dct`: a cosine transform after random signs. Two controls: `identity`, and
-        `signed_permutation`, under which Adam is invariant.
+      kind: `hadamard`: a fixed Hadamard transform after random signs (Sylvester's and Paley's constructions over
+        primes; a cosine transform, or a product with one, for other sizes); stateless. `haar`: a dense uniformly random
+        matrix, as in the paper; kept in the state (float32; float64 for float64 parameters); axes over 4,096 are left
+        alone. `dct`: a cosine transform after random signs. Controls: `identity`, and `signed_permutation`, under which
+        Adam is invariant.
       axes: `output` (last kernel axis), `input` (the one before) or `both`, by the rule `generic_axes`; or a function
         (path, jax.ShapeDtypeStruct) -> RotatedAxes | None, where None leaves the parameter alone.
       seed: 0 to 2**32 - 1.
       scope: `layer` as above. Two controls: with `parameter` the layers of a parameter share Q; with `tree` all axes of
-        one size do, which for a network is little more than Adam seen from another frame.
-      layout: A function path -> jax.sharding.Sharding | None: how a parameter's moments are sharded. Made by
-        `layout_of(shardings)`, of the parameters' shardings or of those of `zero1`. On a mesh of Auto axes jit does not
-        expose shardings, so give it there if rotated axes are sharded: whole axes of them may travel otherwise.
-        Explicit axes need none but for `zero1`. A rotated axis that is sharded is rotated between two all-to-alls of
-        one shard (see `layout.gather_axes`), one that is whole without communication: moments whose layout keeps the
-        rotated axis whole halve the traffic. The basis never depends on the mesh. Inside a `shard_map` of your own an
-        array counts as the whole parameter: keep rotated axes whole there.
+        one size do, which for a network is little more than Adam in a different frame.
+      layout: A function path -> jax.sharding.Sharding | None: how a parameter's moments are sharded, from `layout_of`
+        the parameters' shardings or those of `zero1`. Needed on a mesh of Auto axes, where jit does not expose
+        shardings, if rotated axes are sharded (whole axes may travel otherwise), and for `zero1`. A sharded axis is
+        rotated between two all-to-alls of one shard, a whole one without communication: moments whose layout keeps
+        the rotated axis whole halve the traffic. The basis never depends on the mesh. Inside a `shard_map` of your own
+        an array counts as the whole parameter: keep rotated axes whole there.
 
     Raises:
       ValueError: For a value that is not allowed.
@@ -179,8 +177,8 @@ def require_rotation(rotation: Rotation) -> None:
 def leaf_path(keys: tuple[Any, ...]) -> str:
     """The plain path of a parameter, equal for every wrapping of the same tree.
 
-    A leading `params` and the `.value` of a box (flax's Partitioned, nnx's variables) are dropped, since some
-    libraries show them at init and not at update.
+    A leading `params` and the `.value` of a box (flax's Partitioned, nnx's variables) are dropped: some libraries show
+    them at init and not at update.
 
     Args:
       keys: A key path of `jax.tree_util`.
@@ -233,7 +231,7 @@ def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
     """What happens to one parameter: a function of path, shape and dtype, so that init and every update agree."""
     path = leaf_path(keys)
     if not hasattr(leaf, "shape") and not isinstance(leaf, int | float | complex):
-        return Plan(path, left_alone=("it is no array",))
+        return Plan(path, left_alone=("not an array",))
     shape = jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
     found = _axes_or_reason(rotation, path, shape)
     if isinstance(found, str):
@@ -266,17 +264,17 @@ def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
 
 def _axes_or_reason(rotation: Rotation, path: str, shape: jax.ShapeDtypeStruct) -> RotatedAxes | str:
     if rotation.kind == "identity":
-        return "the rotation is the identity"
+        return "identity rotation"
     if not jnp.issubdtype(shape.dtype, jnp.floating):
-        return f"its dtype is {shape.dtype}"
+        return f"dtype {shape.dtype}"
     if shape.size == 0:
-        return "it is empty"
+        return "empty"
     if not callable(rotation.axes):
         return _generic_axes(path, shape, rotation.axes)
     found = rotation.axes(path, shape)
     if found is not None and not isinstance(found, RotatedAxes):
         raise TypeError(f"{path}: the axes rule returned {found!r}; allowed: RotatedAxes or None")
-    return "the axes rule says so" if found is None else found
+    return "by the axes rule" if found is None else found
 
 
 def describe(rotation: Rotation, params: Any) -> dict[str, str]:

@@ -50,7 +50,7 @@ def _init_basis(rotation: Rotation, params: optax.Params) -> Any:
             *parents, name = _basis_path(plan.path, i)
             node = functools.reduce(lambda node, part: node.setdefault(part, {}), parents, basis)
             node[name] = _draw_haar(rotation, plan, group, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
-    # An array, not an empty dict: optax.tree.map_params must see something that is no parameter.
+    # An array, not an empty dict: optax.tree.map_params must see a non-parameter.
     return basis or jnp.zeros((0,), jnp.float32)
 
 
@@ -144,10 +144,12 @@ def rotate_shard(
 def _rotate_sharded(
     x: jax.Array, constants: Any, plan: Plan, kind: str, sharding: jax.sharding.NamedSharding, transpose: bool
 ) -> jax.Array:
-    def local_fn(shard: jax.Array, constants: Any, names: layout.Names) -> jax.Array:
-        return rotate_shard(shard, plan, kind, constants, names, transpose)
-
-    return layout.over_shards(local_fn, x, constants, sharding)
+    return layout.over_shards(
+        lambda shard, constants, names: rotate_shard(shard, plan, kind, constants, names, transpose),
+        x,
+        constants,
+        sharding,
+    )
 
 
 def rotate_leaf(
@@ -159,15 +161,14 @@ def rotate_leaf(
         return leaf
     x = jnp.asarray(leaf)
     sharding = layout.split_sharding(plan.path, x, given)
-    x = x if given is None else layout.place(x, given)
+    x = layout.place(x, given)
     if plan.groups:
         constants = basis_constants(rotation, plan, basis, transpose)
         if sharding is None:
             x = rotate_shard(x, plan, rotation.kind, constants, [()] * x.ndim, transpose)
         else:
             x = _rotate_sharded(x, constants, plan, rotation.kind, sharding, transpose)
-    after = None if given is None else layout.known_sharding(like)
-    return x if after is None else layout.place(x, after)
+    return x if given is None else layout.place(x, layout.known_sharding(like))
 
 
 def _apply(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool = False, like: Any = None) -> Any:
@@ -214,9 +215,9 @@ def _transformation(rotation: Rotation, transpose: bool) -> optax.GradientTransf
 def rotate(rotation: Rotation = DEFAULT_ROTATION) -> optax.GradientTransformation:
     """Rotates gradients into the basis of the optimizer: g' = Q g along each rotated axis.
 
-    `optax.chain(rotate(r), optax.scale_by_adam(), unrotate(r))` is OrthoAdam (Algorithm 1 of From Attention to
-    Activation, `arXiv 2410.17174 <https://arxiv.org/abs/2410.17174>`_). Between the two, gradients are rotated and
-    parameters are not; `in_rotated_basis` rotates both, and keeps a `haar` basis once instead of twice.
+    `optax.chain(rotate(r), optax.scale_by_adam(), unrotate(r))` is OrthoAdam (Algorithm 1 of
+    `arXiv 2410.17174 <https://arxiv.org/abs/2410.17174>`_). In between, gradients are rotated and parameters are not;
+    `in_rotated_basis` rotates both, and keeps a `haar` basis once instead of twice.
 
     Args:
       rotation: Which basis.
@@ -225,7 +226,7 @@ def rotate(rotation: Rotation = DEFAULT_ROTATION) -> optax.GradientTransformatio
       A transformation with a `RotationState`. Computes in at least float32; shapes and dtypes stay.
 
     Raises:
-      ValueError: In the update, for a state of another tree or kind.
+      ValueError: In the update, for a state that was made for a different tree or kind.
     """
     return _transformation(rotation, transpose=False)
 
@@ -246,8 +247,7 @@ class RotatedState(NamedTuple):
     """State of `in_rotated_basis`.
 
     Attributes:
-      basis: As in `RotationState`; () unless the kind is `haar`. `optax.tree.map_params` takes a whole dict of them
-        for one field that is no parameter.
+      basis: As in `RotationState`; to `optax.tree.map_params` the whole dict is one non-parameter field.
       inner: State of the inner transformation, whose parameter-like arrays are in the rotated basis.
     """
 
@@ -267,11 +267,10 @@ def in_rotated_basis(
     changes; for an elementwise one, such as Adam, RMSProp or Lion, the basis decides.
 
     Args:
-      inner: Gets gradients and parameters in the rotated basis, at init and at update, and keeps its state there:
-        what reads parameters out of the state (schedule_free_eval_params) belongs outside, around this one. Extra
-        arguments of the update are passed on; one that lives in the basis of the parameters (a function, or a tree
-        like the parameters, as line searches take) must not be used by it. A constraint on single parameters
-        (keep_params_nonnegative) would act on rotated ones: put it outside.
+      inner: Sees gradients and parameters in the rotated basis and keeps its state there. What reads parameters out of
+        the state (schedule_free_eval_params) or constrains single ones (keep_params_nonnegative) belongs outside. Extra
+        arguments of the update are passed on; it must not use one that lives in the basis of the parameters (a
+        function, or a tree like the parameters, as line searches take).
       rotation: Which basis.
 
     Returns:
@@ -279,8 +278,8 @@ def in_rotated_basis(
 
     Raises:
       TypeError: Unless `inner` is an optax transformation.
-      ValueError: In the update: where the inner transformation uses such an extra argument; where updates, parameters
-        and what the inner transformation returns are not of one tree (lookahead).
+      ValueError: In the update: where `inner` uses such an extra argument; where updates, parameters and what `inner`
+        returns are not of one tree (lookahead).
 
     Examples:
       >>> optimizer = optax.chain(in_rotated_basis(optax.scale_by_rms()), optax.scale_by_learning_rate(0.1))
@@ -306,7 +305,7 @@ def in_rotated_basis(
         rotated_params = None if params is None else _apply(rotation, params, state.basis)
         extra_args = _guarded(extra_args, rotation, updates)
         rotated, inner_state = extended.update(rotated, state.inner, rotated_params, **extra_args)
-        _require_part(rotated, updates, "the inner transformation returns another tree than it was given")
+        _require_part(rotated, updates, "the inner transformation returns a different tree than it was given")
         updates = _apply(rotation, rotated, state.basis, transpose=True, like=updates)
         return updates, RotatedState(state.basis, inner_state)
 
@@ -337,7 +336,7 @@ class _InOtherBasis(np.lib.mixins.NDArrayOperatorsMixin):
     def _refuse(self, *unused_args, **unused_kwargs):
         raise ValueError(
             f"the inner transformation uses the extra argument {self._name!r}, which lives in the basis of the "
-            "parameters, not in the rotated one; allowed inside in_rotated_basis: extra arguments that know no "
+            "parameters, not in the rotated one; allowed inside in_rotated_basis: extra arguments without "
             "parameters, such as a loss. Line searches and the like belong outside, after it in an optax.chain"
         )
 
