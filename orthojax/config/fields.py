@@ -105,6 +105,11 @@ def require_each(config: Any, group: str, names: str, holds: Callable[[Any], boo
         require(value is None or holds(value), f"{group}.{name}={value}", allowed)
 
 
+def require_seed(config: Any, group: str) -> None:
+    """`require`s that its `seed` is a number of 32 bits."""
+    require_each(config, group, "seed", lambda seed: 0 <= seed < 2**32, "0 to 2**32 - 1")
+
+
 def read_value(text: str, hint: Any) -> Any:
     """Reads a command-line text as a value of the annotated type.
 
