@@ -8,6 +8,7 @@ and Figure 2), queries before `first_query` do not count: with k keys that see e
 same keys as under a causal mask.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -172,14 +173,9 @@ def uniformity_p_value(counts: Sequence[int]) -> float:
     >>> uniformity_p_value([0, 5, 0, 0])  # five of five, of four: 4 / 4^5
     0.00390625
     """
-    # Outcomes by (draws, sum of squares), category by category: the number of sequences that lead there.
-    ways = Counter({(0, 0): 1})
-    draws, observed = sum(counts), sum(count * count for count in counts)
-    for _ in counts:
-        longer: Counter[tuple[int, int]] = Counter()
-        for (n, square), number in ways.items():
-            for more in range(draws - n + 1):
-                longer[n + more, square + more * more] += number * math.comb(n + more, more)
-        ways = longer
-    as_extreme = sum(number for (n, square), number in ways.items() if n == draws and square >= observed)
+    draws, observed, as_extreme = sum(counts), sum(count * count for count in counts), 0
+    for outcome in itertools.combinations_with_replacement(range(len(counts)), draws):
+        drawn = Counter(outcome).values()
+        if sum(count * count for count in drawn) >= observed:
+            as_extreme += math.factorial(draws) // math.prod(map(math.factorial, drawn))  # sequences that lead there
     return as_extreme / len(counts) ** draws

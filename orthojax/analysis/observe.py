@@ -25,21 +25,12 @@ if TYPE_CHECKING:
 # Maxima over layers although each layer's value is a mean; see `finalize`.
 _MAXIMUM_OVER_LAYERS = ("sink_attention", "sink_attention_rest")
 
-_HIDDEN_STATE_MEANS = {
-    "kurtosis_first": activations.kurtosis_first,
-    "kurtosis_rest": activations.kurtosis_rest,
-    "kurtosis_pooled": activations.kurtosis_pooled,
-    "max_abs_first": activations.max_abs_first,
-    "max_abs_rest": activations.max_abs_rest,
-    "norm_ratio_first": activations.norm_ratio_first,
-    "norm_ratio_rest": activations.norm_ratio_rest,
-    "residual_norm_first": activations.residual_norm_first,
-    "residual_norm_rest": activations.residual_norm_rest,
-}
-_HIDDEN_STATE_MAXIMA = {
-    "max_abs_first_maximum": activations.max_abs_first_maximum,
-    "max_abs_rest_maximum": activations.max_abs_rest_maximum,
-}
+# Metrics of activations.py.
+_HIDDEN_STATE_MEANS = (
+    *("kurtosis_first", "kurtosis_rest", "kurtosis_pooled", "max_abs_first", "max_abs_rest"),
+    *("norm_ratio_first", "norm_ratio_rest", "residual_norm_first", "residual_norm_rest"),
+)
+_HIDDEN_STATE_MAXIMA = ("max_abs_first_maximum", "max_abs_rest_maximum")
 
 
 class Statistics(NamedTuple):
@@ -77,8 +68,8 @@ def observe_language_model(taps: Taps, *, post_attention: bool = False, basis: A
         hidden_states["rotated_"] = taps.residual @ jnp.asarray(basis, taps.residual.dtype).T
     means, maximum = {}, {}
     for prefix, hidden in hidden_states.items():
-        means |= {prefix + name: metric(hidden) for name, metric in _HIDDEN_STATE_MEANS.items()}
-        maximum |= {prefix + name: metric(hidden) for name, metric in _HIDDEN_STATE_MAXIMA.items()}
+        means |= {prefix + name: getattr(activations, name)(hidden) for name in _HIDDEN_STATE_MEANS}
+        maximum |= {prefix + name: getattr(activations, name)(hidden) for name in _HIDDEN_STATE_MAXIMA}
     means["first_attention_fraction"] = attention.first_attention_fraction(taps.attention_weights)
     # By head, because the sink rate is a count of heads over the whole evaluation set.
     means["first_attention_mass"] = attention.first_attention_mass_by_head(taps.attention_weights)
@@ -177,22 +168,18 @@ def finalize(statistics: Statistics, *, sink_threshold: float = 0.3) -> dict[str
     return metrics
 
 
-class Loaded(Protocol):
+class _Loaded(Protocol):
     """What is read of an `orthojax.model.LoadedModel`."""
 
     @property
-    def model(self) -> "Transformer":
-        """The model."""
-        ...
+    def model(self) -> "Transformer": ...
 
     @property
-    def params(self) -> Any:
-        """Its parameters, on a mesh or not."""
-        ...
+    def params(self) -> Any: ...
 
 
 def measure(
-    loaded: Loaded,
+    loaded: _Loaded,
     batches: Iterable[Any],
     observe: Callable[..., Any],
     *,
@@ -206,7 +193,7 @@ def measure(
     parameters lie on a mesh, results are replicated, so that every process can read them.
 
     Args:
-      loaded: A `LoadedModel`, or anything with `model` and `params`.
+      loaded: A `LoadedModel`, or anything with its `model` and `params`, which may lie on a mesh.
       batches: At least one; each is tokens int [B, T] (inputs without targets) or a tuple (tokens, *extra), on the
         devices already where there is a mesh.
       observe: `(taps, *extra)` -> pytree, called in every layer; its leaves come back as [L, ...].
