@@ -2,6 +2,7 @@ import dataclasses
 import math
 import zlib
 
+import attention_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +22,7 @@ from orthojax.model import (
     unstack_layers,
 )
 from orthojax.model.transformer import to_residual
+from orthojax.ops.normalizers import ClippedSoftmax
 
 SMALL = {"vocab_size": 11, "max_length": 16, "d_model": 8, "num_layers": 2, "num_heads": 4, "d_mlp": 12}
 SMALL |= {"scan_layers": False}
@@ -34,12 +36,14 @@ NORMALIZERS = ["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "sigm
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 7)))
 
 
+def shapes_of(params):
+    return {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+
 def shapes(config, length=7):
     """Paths and shapes of the parameters, without computing any."""
     tree = jax.eval_shape(Transformer(config).init, jax.random.key(0), jnp.zeros((1, length), jnp.int32))
-    return {
-        jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree["params"])
-    }
+    return shapes_of(tree["params"])
 
 
 def random_params(config):
@@ -63,65 +67,48 @@ def run(config, tokens=TOKENS, **options):
     return apply(config, random_params(config), tokens, **options)
 
 
-# An independent forward pass: NumPy, float64, one head at a time.
+# An independent forward pass: NumPy, float64, one sequence at a time.
 
 
 def _np_linear(x, p):
-    y = x @ p["kernel"]
-    return y + p["bias"] if "bias" in p else y
+    return x @ p["kernel"] + p.get("bias", 0.0)
 
 
 def _np_norm(x, config, p):
     if config.norm == "none":
         return x
     if config.norm == "layernorm":
-        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + config.norm_eps)
-    else:
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps)
-    return x * p["scale"] + p.get("bias", 0.0)
+        x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * p["scale"] + p.get("bias", 0.0)
 
 
 def _np_rotary(x, theta):
     half = x.shape[-1] // 2
-    angles = np.outer(np.arange(x.shape[0]), theta ** (-np.arange(half) / half))
-    z = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * angles)
+    angles = np.outer(np.arange(x.shape[0]), theta ** (-np.arange(half) / half))[:, None]
+    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
     return np.concatenate([z.real, z.imag], -1)
-
-
-def _np_weights(config, logits, visible, sink):
-    """One head of one sequence, [T, S]."""
-    x = np.where(visible, logits, -np.inf)
-    if config.normalizer == "relu":
-        return np.maximum(x, 0.0) / visible.sum(-1, keepdims=True)
-    if config.normalizer == "sigmoid":
-        return 1.0 / (1.0 + np.exp(-x))
-    if config.normalizer == "clipped_softmax":
-        gamma, zeta = config.normalizer_gamma, config.normalizer_zeta
-        return np.clip((zeta - gamma) * np.exp(x) / np.exp(x).sum(-1, keepdims=True) + gamma, 0.0, 1.0) * visible
-    n = {"softmax": 0.0, "softmax1": 1.0, "softmax_n": config.normalizer_n, "learned_sink": np.exp(sink)}
-    return np.exp(x) / (n[config.normalizer] + np.exp(x).sum(-1, keepdims=True))
 
 
 def _np_attention(config, x, p):
     """One sequence [T, D] -> output [T, D] and what the taps show of it."""
-    T, H, group = len(x), config.head_dim, config.num_heads // config.kv_heads
+    T, N, H = len(x), config.num_heads, config.head_dim
     t, s = np.indices((T, T))
     visible = (s <= t) | ((t < config.relaxed_causal_tokens) & (s < config.relaxed_causal_tokens))
-    q, k, v = (_np_linear(x, p[name]) for name in ("query", "key", "value"))
-    output, logits, weights, value_norms = np.zeros((T, config.num_heads * H)), [], [], []
-    for head in range(config.num_heads):
-        own, shared = slice(head * H, head * H + H), slice(head // group * H, head // group * H + H)
-        qh, kh, vh = q[:, own], k[:, shared], v[:, shared]
-        if config.position == "rotary":
-            qh, kh = _np_rotary(qh, config.rope_theta), _np_rotary(kh, config.rope_theta)
-        logits.append(qh @ kh.T / math.sqrt(H))
-        weights.append(_np_weights(config, logits[-1], visible, p.get("sink", np.zeros(99))[head]))
-        gate = 1.0 / (1.0 + np.exp(-_np_linear(x, p["gate"])[:, head, None])) if config.gated_attention else 1.0
-        output[:, own] = gate * (weights[-1] @ vh)
-        value_norms.append([np.linalg.norm(row @ p["output"]["kernel"][own]) for row in vh])
-    taps = {"attention_logits": logits, "attention_weights": weights, "value_norms": value_norms}
-    taps["values"] = v.reshape(T, config.kv_heads, H)
-    return _np_linear(output, p["output"]), taps
+    normalizers = {"softmax_n": config.normalizer_n, "learned_sink": p.get("sink")}
+    normalizers["clipped_softmax"] = ClippedSoftmax(config.normalizer_gamma, config.normalizer_zeta)
+    query, key, value = (_np_linear(x, p[name]).reshape(T, -1, H) for name in ("query", "key", "value"))
+    if config.position == "rotary":
+        query, key = _np_rotary(query, config.rope_theta), _np_rotary(key, config.rope_theta)
+    k, v = (np.repeat(a, N // config.kv_heads, 1) for a in (key, value))
+    logits = np.einsum("TNH,SNH->NTS", query, k) / math.sqrt(H)
+    weights = attention_oracle.weights(logits, visible, normalizers.get(config.normalizer, config.normalizer))
+    heads = np.einsum("NTS,SNH->TNH", weights, v)
+    if config.gated_attention:
+        heads = heads / (1.0 + np.exp(-_np_linear(x, p["gate"])))[..., None]
+    written = np.einsum("SNH,NHD->NSD", v, p["output"]["kernel"].reshape(N, H, -1))
+    taps = {"attention_logits": logits, "attention_weights": weights, "values": value}
+    taps |= {"visible": visible[None], "value_norms": np.linalg.norm(written, axis=-1)}
+    return _np_linear(heads.reshape(T, -1), p["output"]), taps
 
 
 def _np_mlp(kind, x, p):
@@ -148,17 +135,16 @@ def numpy_forward(config, params, tokens):
     layers = []
     for layer in range(config.num_layers):
         p = params.get(f"layers_{layer}", {})
-        attended, taps = 0.0 * x, {}
+        attended, mlp = 0.0 * x, 0.0 * x
+        taps = dict.fromkeys(("attention_logits", "attention_weights", "values", "value_norms"), 0.0)
         if config.layer_attention(layer):
             attended, taps = _np_attention(config, _np_norm(x, config, p.get("attention_norm")), p["attention"])
         middle = x + attended
-        mlp = 0.0 * x
         if config.layer_mlp(layer) != "none":
             mlp = _np_mlp(config.layer_mlp(layer), _np_norm(middle, config, p.get("mlp_norm")), p["mlp"])
         x = middle + mlp
-        layers.append(
-            {**taps, "attention_output": attended, "mlp_output": mlp, "post_attention": middle, "residual": x}
-        )
+        taps |= {"attention_output": attended, "mlp_output": mlp, "post_attention": middle, "residual": x}
+        layers.append(taps)
     x = _np_norm(x, config, params.get("final_norm"))
     return x @ (table.T if config.tie_embeddings else params["head"]["kernel"]), layers
 
@@ -181,8 +167,11 @@ def test_model_and_taps_are_those_of_an_independent_float64_forward_pass(name):
     config = ORACLE_CONFIGS[name]
     params = random_params(config)
     logits, taps = apply(config, params, observe=lambda taps: taps)
+    assert isinstance(taps, Taps)
     assert logits.dtype == jnp.float32
     assert logits.std() > 0.1
+    assert (jnp.where(taps.visible, 0.0, taps.attention_weights) == 0.0).all()
+    taps = taps._replace(visible=jnp.repeat(taps.visible, len(TOKENS), axis=1))
     for i, tokens in enumerate(TOKENS):
         expected, layers = numpy_forward(config, params, tokens)
         np.testing.assert_allclose(logits[i], expected, rtol=1e-4, atol=1e-4)
@@ -193,77 +182,66 @@ def test_model_and_taps_are_those_of_an_independent_float64_forward_pass(name):
                 )
 
 
-def test_taps_form_the_residual_chain_and_show_the_mask():
-    logits, taps = run(RICH, observe=lambda taps: taps, layer_inputs=jnp.zeros(2))
-    assert isinstance(taps, Taps)
-    assert {name: leaf.shape[0] for name, leaf in taps._asdict().items()} == dict.fromkeys(Taps._fields, 2)
-    np.testing.assert_allclose(taps.residual, taps.post_attention + taps.mlp_output, rtol=1e-6)
-    np.testing.assert_allclose(taps.post_attention[1], taps.residual[0] + taps.attention_output[1], rtol=1e-6)
-    assert taps.visible.shape == (2, 1, 1, 7, 7)
-    assert (jnp.where(taps.visible, 0.0, taps.attention_weights) == 0.0).all()
-    assert bool(taps.visible[0, 0, 0, 0, 1])
-    np.testing.assert_array_equal(logits, run(RICH)[0])
-
-
-def test_layers_without_attention_show_taps_of_the_same_shapes_without_weight():
-    config = dataclasses.replace(TINY, attention=(False, True))
-    taps = run(config, observe=lambda taps: taps)[1]
-    assert (taps.attention_weights[0] == 0.0).all()
-    assert (taps.value_norms[0] == 0.0).all()
-    assert (taps.attention_weights[1] > 0.0).any()
-
-
-def _flops(observe):
-    params = random_params(GPT2)
-    compiled = jax.jit(lambda params: apply(GPT2, params, observe=observe)).lower(params).compile()
-    return compiled.cost_analysis()["flops"]
+def _program(observe, scan=False):
+    config = dataclasses.replace(GPT2, scan_layers=scan, attention_implementation="xla")
+    params = stack_layers(random_params(config)) if scan else random_params(config)
+    return jax.jit(lambda params: apply(config, params, observe=observe)).lower(params).compile()
 
 
 def test_unread_taps_cost_nothing_under_jit():
-    nothing = _flops(None)
-    assert nothing > 0
-    assert _flops(lambda taps: ()) == nothing
-    assert _flops(lambda taps: taps.value_norms.mean()) > nothing  # so that the measure itself can fail
+    costs = [
+        _program(observe).cost_analysis()["flops"]
+        for observe in (None, lambda taps: (), lambda taps: taps.value_norms.mean())
+    ]
+    assert 0 < costs[0] == costs[1] < costs[2]  # the third, so that the measure itself can fail
+
+
+def test_taps_of_attention_share_its_products():
+    """Logits and weights are those of the attention itself: reading them adds no product to the program."""
+    for scan in (False, True):
+        nothing, read, norms = (
+            _program(observe, scan).as_text().count(" dot(")
+            for observe in (
+                None,
+                lambda taps: (taps.attention_logits, taps.attention_weights, taps.values),
+                lambda taps: taps.value_norms,
+            )
+        )
+        assert 0 < nothing == read < norms
 
 
 # Causality: later tokens never change earlier logits. Perturbing tokens proves it for every position mode, where
 # gradients of position embeddings would prove it for learned positions only.
 
 
-def perturbed_logits(config, length=6):
-    """[1 + T, T, V]: row 0 is a sequence, row 1 + i the same sequence with token i replaced."""
+def check_what_each_token_changes(config, is_seen, length=6):
+    """Logits of position t change with token i where `is_seen(i, t)`, and nowhere else."""
     tokens = np.tile(np.arange(1, 1 + length), (1 + length, 1))
-    tokens[np.arange(1, 1 + length), np.arange(length)] = 10
-    return np.asarray(run(config, jnp.asarray(tokens))[0])
+    tokens[np.arange(1, 1 + length), np.arange(length)] = 10  # row 1 + i has another token i
+    logits = np.asarray(run(config, jnp.asarray(tokens))[0])
+    for i, t in np.ndindex(length, length):
+        if is_seen(i, t):
+            assert np.abs(logits[1 + i, t] - logits[0, t]).max() > 1e-4
+        else:
+            np.testing.assert_allclose(logits[1 + i, t], logits[0, t], rtol=1e-6, atol=1e-6)
 
 
-def _changes(logits, i, t):
-    return np.abs(logits[1 + i, t] - logits[0, t]).max()
+POSITIONS = ["learned", "rotary", "none"]
 
 
-@pytest.mark.parametrize("position", ["learned", "rotary", "none"])
+@pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 def test_later_tokens_never_change_earlier_logits(position, normalizer):
-    logits = perturbed_logits(dataclasses.replace(TINY, position=position, normalizer=normalizer))
-    for i in range(6):
-        for t in range(6):
-            if t < i:
-                np.testing.assert_allclose(logits[1 + i, t], logits[0, t], rtol=1e-6, atol=1e-6)
-            else:
-                assert _changes(logits, i, t) > 1e-4
+    config = dataclasses.replace(TINY, position=position, normalizer=normalizer)
+    check_what_each_token_changes(config, lambda i, t: t >= i)
 
 
-@pytest.mark.parametrize("position", ["learned", "rotary", "none"])
+@pytest.mark.parametrize("position", POSITIONS)
 def test_relaxed_tokens_see_each_other_and_no_later_one(position):
     config = dataclasses.replace(TINY, position=position)
     np.testing.assert_array_equal(run(dataclasses.replace(config, relaxed_causal_tokens=1))[0], run(config)[0])
-    logits = perturbed_logits(dataclasses.replace(TINY, position=position, relaxed_causal_tokens=3))
-    for i in range(6):
-        for t in range(6):
-            if t >= i or max(i, t) < 3:
-                assert _changes(logits, i, t) > 1e-4
-            else:
-                np.testing.assert_allclose(logits[1 + i, t], logits[0, t], rtol=1e-6, atol=1e-6)
+    relaxed = dataclasses.replace(config, relaxed_causal_tokens=3)
+    check_what_each_token_changes(relaxed, lambda i, t: t >= i or max(i, t) < 3)
 
 
 # Layers take inputs.
@@ -283,8 +261,10 @@ def test_every_layer_gets_its_own_inputs_and_logits_stay(scan, remat):
 
     logits, (seen, product) = apply(config, params, observe=observe, layer_inputs=inputs)
     jax.tree.map(np.testing.assert_array_equal, seen, inputs)
-    plain, residual = apply(config, params, observe=lambda taps: taps.residual)
+    _, residual = apply(config, params, observe=lambda taps: taps.residual)
     np.testing.assert_allclose(product, residual * np.array([6.0, 22.0, 38.0]).reshape(3, 1, 1, 1), rtol=1e-6)
+    plain, nothing = apply(config, params)
+    assert nothing is None
     np.testing.assert_array_equal(logits, plain)
 
 
@@ -333,9 +313,7 @@ def test_stack_layers_and_unstack_layers_are_inverse_and_keep_the_order_of_twelv
     assert jax.tree.structure(again) == jax.tree.structure(params)
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert {name: leaf for name, leaf in shapes(dataclasses.replace(config, scan_layers=True)).items()} == {
-        jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(stacked)
-    }
+    assert shapes(dataclasses.replace(config, scan_layers=True)) == shapes_of(stacked)
 
 
 # Every field does something.
@@ -446,26 +424,20 @@ def test_what_remat_keeps_changes_memory_and_no_gradient():
 # Parts.
 
 
-@pytest.mark.parametrize("relaxed", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
-@pytest.mark.parametrize("implementation", ["xla", "xla_chunked"])
-def test_weights_of_the_taps_times_values_are_what_attention_writes(implementation, normalizer, relaxed):
-    config = dataclasses.replace(
-        TINY,
-        num_layers=1,
-        num_kv_heads=2,
-        normalizer=normalizer,
-        normalizer_n=2.0,
-        relaxed_causal_tokens=relaxed,
-        attention_implementation=implementation,
-    )
-    params = random_params(config)
-    taps = apply(config, params, observe=lambda taps: taps)[1]
-    values = np.repeat(np.asarray(taps.values[0], np.float64), 2, axis=2)
-    heads = np.einsum("BNTS,BSNH->BTNH", np.asarray(taps.attention_weights[0], np.float64), values)
-    expected = heads.reshape(2, 7, 8) @ np.asarray(params["layers_0"]["attention"]["output"]["kernel"], np.float64)
-    assert np.abs(expected).max() > 0.1
-    np.testing.assert_allclose(taps.attention_output[0], expected, rtol=1e-5, atol=1e-5)
+def test_weights_of_the_taps_times_values_are_what_another_implementation_of_attention_writes(normalizer):
+    for relaxed in (0, 3):
+        config = dataclasses.replace(
+            TINY, num_layers=1, num_kv_heads=2, normalizer=normalizer, normalizer_n=2.0, relaxed_causal_tokens=relaxed
+        )
+        params = random_params(config)
+        chunked = dataclasses.replace(config, attention_implementation="xla_chunked")
+        taps = apply(chunked, params, observe=lambda taps: taps)[1]
+        values = np.repeat(np.asarray(taps.values[0], np.float64), 2, axis=2)
+        heads = np.einsum("BNTS,BSNH->BTNH", np.asarray(taps.attention_weights[0], np.float64), values)
+        expected = heads.reshape(2, 7, 8) @ np.asarray(params["layers_0"]["attention"]["output"]["kernel"], np.float64)
+        assert np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(taps.attention_output[0], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -514,38 +486,39 @@ def test_rmsnorm_single_commutes_with_a_rotation_of_the_channels_and_rmsnorm_doe
     assert gap("rmsnorm") > 1e-2
 
 
-@pytest.mark.parametrize("position", ["learned", "rotary", "none"])
-def test_sequences_longer_than_max_length_are_refused_where_positions_are_learned(position):
-    config = dataclasses.replace(TINY, position=position, max_length=4)
-    assert shapes(config, length=4)
-    if position != "learned":
-        assert shapes(config, length=5)
-        return
-    with pytest.raises(ValueError, match=r"5 tokens are more than .*max_length=4"):
-        shapes(config, length=5)
+def test_sequences_longer_than_max_length_are_refused_where_positions_are_learned():
+    for position in POSITIONS:
+        config = dataclasses.replace(TINY, position=position, max_length=4)
+        assert shapes(config, length=4)
+        if position == "learned":
+            with pytest.raises(ValueError, match=r"5 tokens are more than .*max_length=4"):
+                shapes(config, length=5)
+        else:
+            assert shapes(config, length=5)
 
 
 # Presets and counts.
 
 PRESETS = [(gpt2, size) for size in ("tiny", "60m", "130m", "350m", "1.4b")] + [(llama2, "tiny"), (llama2, "130m")]
+CURE = {"norm": "rmsnorm_single", "use_bias": False, "normalizer": "softmax1"}
 
 
 @pytest.mark.parametrize(("family", "size"), PRESETS)
-@pytest.mark.parametrize("changes", [{}, {"norm": "rmsnorm_single", "use_bias": False, "normalizer": "softmax1"}])
-def test_parameter_count_of_presets_is_that_of_the_arrays(family, size, changes):
-    config = family(size, scan_layers=True, **changes)
-    count = sum(map(math.prod, shapes(config).values()))
-    assert parameter_count(config) == count
-    if size != "tiny":
-        named = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
-        assert abs(count / named - 1.0) < 0.1
+def test_parameter_count_of_presets_is_that_of_the_arrays(family, size):
+    for changes in ({}, CURE):
+        config = family(size, scan_layers=True, **changes)
+        count = sum(map(math.prod, shapes(config).values()))
+        assert parameter_count(config) == count
+        if size != "tiny":
+            named = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
+            assert abs(count / named - 1.0) < 0.1
 
 
 @pytest.mark.parametrize("name", ORACLE_CONFIGS)
-@pytest.mark.parametrize("changes", [{}, {"use_bias": True, "norm": "layernorm"}, {"norm": "none", "mlp": "swiglu"}])
-def test_parameter_count_of_every_switch_is_that_of_the_arrays(name, changes):
-    config = dataclasses.replace(ORACLE_CONFIGS[name], **changes)
-    assert parameter_count(config) == sum(map(math.prod, shapes(config).values()))
+def test_parameter_count_of_every_switch_is_that_of_the_arrays(name):
+    for changes in ({}, {"use_bias": True, "norm": "layernorm"}, {"norm": "none", "mlp": "swiglu"}):
+        config = dataclasses.replace(ORACLE_CONFIGS[name], **changes)
+        assert parameter_count(config) == sum(map(math.prod, shapes(config).values()))
 
 
 def test_presets_are_stock():
@@ -562,10 +535,7 @@ REFUSED = [
     (lambda: gpt2("130"), ["'130'", "130m", "did you mean '130m'?"]),
     (lambda: llama2("1.4b"), ["'1.4b'", "tiny | 130m"]),
     (lambda: gpt2("tiny", normaliser="softmax1"), ["normaliser", "did you mean 'normalizer'?"]),
-    (lambda: gpt2("tiny", normalizer="softmx1"), ["softmx1", "did you mean 'softmax1'?"]),
-    (lambda: gpt2("tiny", d_model=130), ["130", "num_heads=4"]),
     (lambda: llama2("tiny", d_model=12, num_heads=4), ["even head width"]),
-    (lambda: gpt2("tiny", d_model="wide"), ["wide", "an integer"]),
 ]
 
 
