@@ -1,12 +1,16 @@
 import dataclasses
+import functools
 import math
 import zlib
+from functools import partial
 
 import attention_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from orthojax.config import ModelConfig
 from orthojax.errors import UserError
@@ -22,7 +26,9 @@ from orthojax.model import (
     unstack_layers,
 )
 from orthojax.model.transformer import to_residual
+from orthojax.ops import orthogonal
 from orthojax.ops.normalizers import ClippedSoftmax
+from orthojax.ops.orthogonal import dct_matrix, hadamard_matrix
 
 SMALL = {"vocab_size": 11, "max_length": 16, "d_model": 8, "num_layers": 2, "num_heads": 4, "d_mlp": 12}
 SMALL |= {"scan_layers": False}
@@ -153,7 +159,10 @@ ORACLE_CONFIGS = {
     "gpt2": GPT2,
     "llama2": LLAMA2,
     "rich": RICH,
-    "grouped heads": dataclasses.replace(GPT2, num_kv_heads=1, normalizer="softmax1"),
+    "rich, chunked": dataclasses.replace(RICH, attention_implementation="xla_chunked", normalizer="clipped_softmax"),
+    "grouped heads": dataclasses.replace(
+        GPT2, num_kv_heads=1, normalizer="softmax1", attention_implementation="xla_chunked"
+    ),
     "gated relu": dataclasses.replace(GPT2, gated_attention=True, normalizer="relu", mlp="relu"),
     "layers differ": dataclasses.replace(TINY, mlp=("linear", "none"), attention=(False, True), norm="none"),
     "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
@@ -188,26 +197,19 @@ def _program(observe, scan=False):
     return jax.jit(lambda params: apply(config, params, observe=observe)).lower(params).compile()
 
 
-def test_unread_taps_cost_nothing_under_jit():
-    costs = [
-        _program(observe).cost_analysis()["flops"]
-        for observe in (None, lambda taps: (), lambda taps: taps.value_norms.mean())
-    ]
-    assert 0 < costs[0] == costs[1] < costs[2]  # the third, so that the measure itself can fail
+def test_unread_taps_cost_nothing_and_those_of_attention_share_its_products():
+    def shared(taps):
+        return taps.attention_logits, taps.attention_weights, taps.values
 
-
-def test_taps_of_attention_share_its_products():
-    """Logits and weights are those of the attention itself: reading them adds no product to the program."""
     for scan in (False, True):
-        nothing, read, norms = (
-            _program(observe, scan).as_text().count(" dot(")
-            for observe in (
-                None,
-                lambda taps: (taps.attention_logits, taps.attention_weights, taps.values),
-                lambda taps: taps.value_norms,
-            )
+        nothing, unread, read, norms = (
+            (program.cost_analysis()["flops"], program.as_text().count(" dot("))
+            for program in (_program(f, scan) for f in (None, lambda _: (), shared, lambda taps: taps.value_norms))
         )
-        assert 0 < nothing == read < norms
+        assert nothing == unread
+        assert 0 < nothing[1] == read[1]  # its products of queries and keys are theirs
+        assert nothing < norms  # so that the measures can fail
+        assert nothing[1] < norms[1]
 
 
 # Causality: later tokens never change earlier logits. Perturbing tokens proves it for every position mode, where
@@ -367,77 +369,53 @@ def test_every_field_changes_parameters_or_logits(field):
 def test_init_std_fields_scale_what_they_name():
     def init(**changes):
         config = dataclasses.replace(TINY, d_model=64, d_mlp=64, num_layers=2, tie_embeddings=False, **changes)
-        return Transformer(config).init(jax.random.key(0), TOKENS[:1, :2])["params"]
+        params = Transformer(config).init(jax.random.key(0), TOKENS[:1, :2])["params"]
+        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
     base, changed = init(), init(init_std=0.5, embedding_init_std=0.1)
-    for name in ("token_embedding", "position_embedding"):
-        np.testing.assert_allclose(changed[name]["embedding"], base[name]["embedding"] * 5, rtol=1e-5)
-        assert 0.018 < base[name]["embedding"].std() < 0.022
-    for kernel in (lambda p: p["head"]["kernel"], lambda p: p["layers_1"]["mlp"]["input"]["kernel"]):
-        np.testing.assert_allclose(kernel(changed), kernel(base) * 25, rtol=1e-5)
-        assert 0.018 < kernel(base).std() < 0.022
-    for part in ("attention", "mlp"):  # what writes to the residual stream: 2 * 2 terms add up there
-        assert 0.009 < base["layers_0"][part]["output"]["kernel"].std() < 0.011
+    for name, leaf in base.items():
+        if "scale" in name:
+            continue
+        factor = 5 if "embedding" in name else 25
+        np.testing.assert_allclose(changed[name], leaf * factor, rtol=1e-5, err_msg=name)
+        std = 0.01 if "output" in name else 0.02  # what writes to the residual stream: 2 * 2 terms add up there
+        assert 0.9 * std < leaf.std() < 1.1 * std, name
+
+
+def _params(config):
+    params = random_params(config)
+    return stack_layers(params) if config.scan_layers else params
 
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_remat_recomputes_in_the_backward_pass(scan):
-    # Outside a scan only prevent_cse keeps XLA from merging the recomputation with the original.
-    config = dataclasses.replace(TINY, remat=True, scan_layers=scan)
-    params = stack_layers(random_params(config)) if scan else random_params(config)
-    assert f"prevent_cse={not scan}" in str(jax.make_jaxpr(lambda params: apply(config, params)[0])(params))
-
     def saved_numbers(remat):
         config = dataclasses.replace(TINY, remat=remat, scan_layers=scan, num_layers=4)
-        params = random_params(config)
-        params = stack_layers(params) if scan else params
-        pullback = jax.eval_shape(lambda params: jax.vjp(lambda p: apply(config, p)[0], params)[1], params)
+        pullback = jax.eval_shape(lambda params: jax.vjp(lambda p: apply(config, p)[0], params)[1], _params(config))
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pullback))
 
     assert saved_numbers(True) < 0.6 * saved_numbers(False)
-
-
-def _gradient(config):
-    """The jitted gradient of a loss, and parameters for it."""
-    params = random_params(config)
-    params = stack_layers(params) if config.scan_layers else params
-    return jax.jit(jax.grad(lambda params: jnp.mean(jnp.sin(apply(config, params)[0])))), params
+    # Outside a scan only prevent_cse keeps XLA from merging the recomputation with the original.
+    config = dataclasses.replace(TINY, remat=True, scan_layers=scan)
+    assert f"prevent_cse={not scan}" in str(jax.make_jaxpr(lambda params: apply(config, params)[0])(_params(config)))
 
 
 @pytest.mark.slow
 def test_what_remat_keeps_changes_memory_and_no_gradient():
     # Wide enough for intermediates to outweigh the residual stream; scanned, as a CPU merges what is unrolled.
     base = dataclasses.replace(TINY, num_layers=4, d_mlp=256, scan_layers=True)
-    found = {}
+    params, memory, gradients = _params(base), {}, {}
     for remat in (False, "dots", True, "full"):
-        step, params = _gradient(dataclasses.replace(base, remat=remat))
-        compiled = step.lower(params).compile()
-        found[remat] = (compiled.memory_analysis().temp_size_in_bytes, compiled(params))
-    for _, gradients in found.values():
-        for a, b in zip(jax.tree.leaves(found[False][1]), jax.tree.leaves(gradients), strict=True):
-            np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5)
-    memory = {remat: size for remat, (size, _) in found.items()}
+        config = dataclasses.replace(base, remat=remat)
+        gradient = jax.jit(jax.grad(lambda params, c=config: jnp.mean(jnp.sin(apply(c, params)[0]))))
+        compiled = gradient.lower(params).compile()
+        memory[remat], gradients[remat] = compiled.memory_analysis().temp_size_in_bytes, compiled(params)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), gradients[remat], gradients[False])
     assert memory["full"] <= memory[True] < 0.8 * memory["dots"]
     assert memory["dots"] < 0.5 * memory[False]
 
 
 # Parts.
-
-
-@pytest.mark.parametrize("normalizer", NORMALIZERS)
-def test_weights_of_the_taps_times_values_are_what_another_implementation_of_attention_writes(normalizer):
-    for relaxed in (0, 3):
-        config = dataclasses.replace(
-            TINY, num_layers=1, num_kv_heads=2, normalizer=normalizer, normalizer_n=2.0, relaxed_causal_tokens=relaxed
-        )
-        params = random_params(config)
-        chunked = dataclasses.replace(config, attention_implementation="xla_chunked")
-        taps = apply(chunked, params, observe=lambda taps: taps)[1]
-        values = np.repeat(np.asarray(taps.values[0], np.float64), 2, axis=2)
-        heads = np.einsum("BNTS,BSNH->BTNH", np.asarray(taps.attention_weights[0], np.float64), values)
-        expected = heads.reshape(2, 7, 8) @ np.asarray(params["layers_0"]["attention"]["output"]["kernel"], np.float64)
-        assert np.abs(expected).max() > 0.1
-        np.testing.assert_allclose(taps.attention_output[0], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -504,14 +482,12 @@ CURE = {"norm": "rmsnorm_single", "use_bias": False, "normalizer": "softmax1"}
 
 
 @pytest.mark.parametrize(("family", "size"), PRESETS)
-def test_parameter_count_of_presets_is_that_of_the_arrays(family, size):
+def test_presets_have_the_sizes_in_their_names(family, size):
     for changes in ({}, CURE):
-        config = family(size, scan_layers=True, **changes)
-        count = sum(map(math.prod, shapes(config).values()))
-        assert parameter_count(config) == count
+        count = parameter_count(family(size, **changes))
+        assert count == sum(map(math.prod, shapes(family(size, **changes)).values()))
         if size != "tiny":
-            named = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
-            assert abs(count / named - 1.0) < 0.1
+            assert abs(count / (float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]) - 1.0) < 0.1
 
 
 @pytest.mark.parametrize("name", ORACLE_CONFIGS)
@@ -575,3 +551,83 @@ def test_a_fixed_rotation_is_the_plain_model_with_rotated_tables_and_writers():
     np.testing.assert_allclose(rotated, plain, atol=2e-4)
     np.testing.assert_allclose(taps.residual, plain_taps.residual, atol=2e-4)
     np.testing.assert_allclose(taps.value_norms, plain_taps.value_norms, atol=2e-4)
+
+
+# The fixed transforms: every form is one and the same matrix, and a program holds the form of its platform only.
+
+FORMS = {"cpu": orthogonal._on_cpu, "accelerator": orthogonal._on_accelerator}
+
+
+def kronecker(n):
+    """The Kronecker product of the factors, in float64."""
+    factors = []
+    for size in orthogonal.factor_sizes(n):
+        hadamard = hadamard_matrix(size)
+        factors.append(dct_matrix(size) if hadamard is None else hadamard / np.sqrt(size))
+    return functools.reduce(np.kron, factors)
+
+
+def check(form, n, axis, transpose, dtype, tolerance):
+    shape = [2, 3, 2]
+    shape[axis] = n
+    x = np.random.default_rng(n).standard_normal(shape).astype(dtype)
+    factors, scale = orthogonal._kronecker_factors(n, "hadamard")
+    got = jax.jit(lambda x: FORMS[form](x, factors, axis, transpose) * scale)(x)
+    assert got.dtype == dtype
+    matrix = kronecker(n).T if transpose else kronecker(n)
+    want = np.moveaxis(np.tensordot(matrix, x.astype(np.float64), (1, axis)), 0, axis)
+    np.testing.assert_allclose(got, want, atol=tolerance * np.abs(x).max())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=15)  # every size compiles anew
+@given(
+    st.integers(2, 300).filter(lambda n: orthogonal.factor_sizes(n)), st.integers(0, 2), st.booleans(), st.booleans()
+)
+def test_every_form_is_the_kronecker_product(form, n, axis, transpose, single):
+    with jax.enable_x64(True):
+        check(form, n, axis, transpose, *((np.float32, 1e-5) if single else (np.float64, 1e-12)))
+
+
+SLOW_SIZES = [pytest.param(n, marks=pytest.mark.slow) for n in (512, 640, 1024, 2048, 3072, 4096)]
+
+
+@pytest.mark.parametrize("n", [768, 1000, 2304, *SLOW_SIZES])  # the quick ones each with another odd factor
+def test_every_form_at_the_sizes_of_models(n):
+    with jax.enable_x64(True):
+        for i, form in enumerate(FORMS):
+            for axis in (0, 2):
+                check(form, n, axis, bool((axis + i) % 4), np.float64, 1e-12)
+        check("cpu", n, 2, False, np.float32, 1e-5)
+        check("accelerator", n, 1, True, np.float32, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("n", "products"), [(768, {"cpu": 2, "cuda": 1, "tpu": 1}), (3072, {"cpu": 3, "cuda": 2, "tpu": 2})]
+)
+def test_a_program_holds_the_form_of_its_platform_only(n, products):
+    x = jax.ShapeDtypeStruct((4, n), jnp.float32)
+    for platform, count in products.items():
+        traced = jax.jit(lambda x: orthogonal.fixed_transform(x, 1)).trace(x)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("stablehlo.dot_general") == count, platform
+        assert len(text) < 100_000  # no matrix of n x n as a constant
+
+
+def test_leaves_of_equal_shape_are_lowered_once():
+    transform = jax.jit(lambda xs: [orthogonal.fixed_transform(x, 1) for x in xs])
+    texts = [transform.lower([jnp.zeros((4, 768))] * count).as_text() for count in (1, 12)]
+    assert texts[0].count("stablehlo.dot_general") == texts[1].count("stablehlo.dot_general") == 2
+
+
+def test_transformations_of_jax(x64):
+    """Under vmap, scan, eval_shape, and a derivative: a linear map is its own derivative, its transpose the adjoint."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 24, 2)))
+    matrix = kronecker(24)
+    want = np.einsum("ab,ibc->iac", matrix, x)
+    transform = partial(orthogonal.fixed_transform, axis=0)
+    np.testing.assert_allclose(jax.vmap(transform)(x), want, atol=1e-12)
+    np.testing.assert_allclose(jax.lax.map(transform, x), want, atol=1e-12)
+    np.testing.assert_allclose(jax.grad(lambda y: jnp.vdot(x[1], transform(y)))(x[0]), matrix.T @ x[1], atol=1e-12)
+    shape = jax.eval_shape(transform, jax.ShapeDtypeStruct((50304, 8), jnp.float32))
+    assert (shape.shape, shape.dtype) == ((50304, 8), jnp.float32)

@@ -62,7 +62,6 @@ def observe_language_model(taps: Taps, *, post_attention: bool = False, basis: A
     Returns:
       Means over sequences as sums, and maxima over sequences.
     """
-    sequences = jnp.asarray(taps.residual.shape[0], jnp.int32)
     hidden_states = {"": taps.residual} | ({"post_attention_": taps.post_attention} if post_attention else {})
     if basis is not None:
         hidden_states["rotated_"] = taps.residual @ jnp.asarray(basis, taps.residual.dtype).T
@@ -75,8 +74,7 @@ def observe_language_model(taps: Taps, *, post_attention: bool = False, basis: A
     means["first_attention_mass"] = attention.first_attention_mass_by_head(taps.attention_weights)
     means["value_norm_first"] = activations.value_norm_first(taps.value_norms)
     means["value_norm_rest"] = activations.value_norm_rest(taps.value_norms)
-    total = {name: mean * sequences for name, mean in means.items()}
-    return Statistics(sequences, total, dict.fromkeys(total, sequences), maximum)
+    return _statistics(taps.residual.shape[0], means, {}, maximum)
 
 
 def observe_backcopy(is_trigger: ArrayLike) -> Callable[[Taps], Statistics]:
@@ -91,18 +89,18 @@ def observe_backcopy(is_trigger: ArrayLike) -> Callable[[Taps], Statistics]:
     is_trigger = jnp.asarray(is_trigger)
 
     def observe(taps: Taps) -> Statistics:
-        sequences = jnp.asarray(taps.residual.shape[0], jnp.int32)
         means = {
             "value_norm_first": activations.value_norm_first(taps.value_norms),
             "value_norm_rest": activations.value_norm_rest(taps.value_norms),
             "residual_norm_first": activations.residual_norm_first(taps.residual),
             "residual_norm_rest": activations.residual_norm_rest(taps.residual),
         }
-        sums = {name: (mean * sequences, sequences) for name, mean in means.items()}
-        sums["sink_attention"] = backcopy.sink_attention_sum(taps.attention_weights, is_trigger)
-        sums["sink_attention_rest"] = backcopy.sink_attention_rest_sum(taps.attention_weights, is_trigger)
-        sums["sink_logit_gap"] = backcopy.sink_logit_gap_sum(taps.attention_logits, is_trigger)
-        return _from_sums(sequences, sums)
+        sums = {
+            "sink_attention": backcopy.sink_attention_sum(taps.attention_weights, is_trigger),
+            "sink_attention_rest": backcopy.sink_attention_rest_sum(taps.attention_weights, is_trigger),
+            "sink_logit_gap": backcopy.sink_logit_gap_sum(taps.attention_logits, is_trigger),
+        }
+        return _statistics(taps.residual.shape[0], means, sums)
 
     return observe
 
@@ -119,13 +117,20 @@ def observe_backcopy_risks(log_probs: ArrayLike, oracle_probs: ArrayLike, is_tri
         "backcopy_risk_nats": backcopy.backcopy_risk_sum(log_probs, oracle_probs, is_trigger),
         "bigram_excess_risk_nats": backcopy.bigram_excess_risk_sum(log_probs, oracle_probs, is_trigger),
     }
-    return _from_sums(jnp.asarray(jnp.shape(is_trigger)[0], jnp.int32), sums)
+    return _statistics(jnp.shape(is_trigger)[0], {}, sums)
 
 
-def _from_sums(sequences: jax.Array, sums: dict[str, backcopy.SumAndCount]) -> Statistics:
-    total = {name: total for name, (total, _) in sums.items()}
-    count = {name: count for name, (_, count) in sums.items()}
-    return Statistics(sequences, total, count, {})
+def _statistics(
+    batch: int,
+    means: dict[str, jax.Array],
+    sums: dict[str, backcopy.SumAndCount],
+    maximum: dict[str, jax.Array] | None = None,
+) -> Statistics:
+    """Of a batch: means over its sequences, and (sum, count) of other means."""
+    sequences = jnp.asarray(batch, jnp.int32)
+    sums = {name: (mean * sequences, sequences) for name, mean in means.items()} | sums
+    total, count = ({name: pair[i] for name, pair in sums.items()} for i in (0, 1))
+    return Statistics(sequences, total, count, maximum or {})
 
 
 def combine(a: Statistics, b: Statistics) -> Statistics:
@@ -239,13 +244,5 @@ def _apply(
 
 
 def concatenate(a: Any, b: Any) -> Any:
-    """Joins what was observed in two batches along axis 1, the batch axis after that of layers; on the host.
-
-    Args:
-      a: Pytree of arrays [L, B, ...].
-      b: The same of another batch.
-
-    Returns:
-      Pytree of NumPy arrays [L, B + B', ...].
-    """
+    """Joins pytrees of arrays [L, B, ...] and [L, B', ...] to one of NumPy arrays [L, B + B', ...], on the host."""
     return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *jax.device_get((a, b)))

@@ -131,8 +131,7 @@ def setting_named(name: str) -> QuantizationSetting:
     return settings[name]
 
 
-def compile_pattern(include: str) -> re.Pattern[str]:
-    """The rule of paths, or a UserError."""
+def _compile_pattern(include: str) -> re.Pattern[str]:
     try:
         return re.compile(include)
     except re.error as error:
@@ -203,7 +202,7 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
     """
     from orthojax.model import linear as float_linear  # here, so that flax is not needed for `quantize_params`
 
-    pattern = compile_pattern(include)
+    pattern = _compile_pattern(include)
 
     def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
         if pattern.search(path) is None:
@@ -253,7 +252,7 @@ def map_kernels(params: Any, include: str, function: Callable[[Any, str], Any]) 
     Raises:
       UserError: Where nothing matches, or a match is no matrix.
     """
-    pattern, matched = compile_pattern(include), []
+    pattern, matched = _compile_pattern(include), []
 
     def visit(key_path: Any, leaf: Any) -> Any:
         path = jax.tree_util.keystr(key_path, simple=True, separator="/")
