@@ -33,55 +33,28 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "softmax1": "ops",
-    "attention_fn": "ops",
-    "dot_product_attention": "ops",
-    "kurtosis": "ops",
-    "Rotation": "optim",
-    "rotate": "optim",
-    "unrotate": "optim",
-    "scale_by_orthoadam": "optim",
-    "in_rotated_basis": "optim",
-    "orthoadam": "optim",
-    "ModelConfig": "config",
-    "LoadedModel": "model",
-    "Transformer": "model",
-    "gpt2": "model",
-    "llama2": "model",
-    "load": "train",
+    name: package
+    for package, names in {
+        "ops": ("softmax1", "attention_fn", "dot_product_attention", "kurtosis"),
+        "optim": ("Rotation", "rotate", "unrotate", "scale_by_orthoadam", "in_rotated_basis", "orthoadam"),
+        "config": ("ModelConfig",),
+        "model": ("LoadedModel", "Transformer", "gpt2", "llama2"),
+        "train": ("load",),
+    }.items()
+    for name in names
 }
-_ROOMS = ("ops", "optim", "model", "data", "analysis", "quant", "train", "experiments")
+_PACKAGES = ("ops", "optim", "model", "data", "analysis", "quant", "train", "experiments")
 
-__all__ = [
-    "LoadedModel",
-    "ModelConfig",
-    "Rotation",
-    "Transformer",
-    "analysis",
-    "attention_fn",
-    "dot_product_attention",
-    "gpt2",
-    "in_rotated_basis",
-    "kurtosis",
-    "llama2",
-    "load",
-    "optim",
-    "orthoadam",
-    "quant",
-    "rotate",
-    "scale_by_orthoadam",
-    "softmax1",
-    "unrotate",
-]
+__all__ = sorted([*_HOME, "analysis", "optim", "quant"])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(f"orthojax.{_HOME[name]}"), name)
-    if name in _ROOMS:
+    if name in _PACKAGES:
         return importlib.import_module(f"orthojax.{name}")
     raise AttributeError(f"module 'orthojax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_HOME) | set(_ROOMS))
+    return sorted(set(globals()) | set(_HOME) | set(_PACKAGES))

@@ -1,14 +1,14 @@
-"""What a user is told when something that they gave is wrong."""
+"""Errors that the command lines report without a traceback."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Something that the user gave is wrong: the command lines show it without a traceback and exit with 2."""
+    """Invalid input: the command lines print it without a traceback and exit with code 2."""
 
     def __init__(self, problem: str, *, allowed: str = "", hint: str = ""):
-        """Keeps at most three lines.
+        """Joins the parts that are given, one line each.
 
         Args:
           problem: What was wrong, with the offending value.
@@ -32,7 +32,7 @@ class Interrupted(Exception):
 
     def __str__(self) -> str:
         at = "" if self._step is None else f" at step {self._step}"
-        return f"stopped{at}, state saved; run the same command to go on"
+        return f"stopped{at}, state saved; run the same command to resume"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

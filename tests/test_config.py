@@ -127,9 +127,7 @@ BAD_OVERRIDES = [
     ("modle.d_model", "3", ["did you mean 'model.d_model'?"]),
     ("", "3", ["''"]),
     ("model.d_model", "wide", ["model.d_model='wide'", "an integer"]),
-    ("model.d_model", "12.5", ["12.5", "an integer"]),
     ("model.d_model", "1e400", ["1e400", "an integer"]),
-    ("model.d_model", "", ["''", "an integer"]),
     ("model.d_model", 12.5, ["12.5", "an integer"]),
     ("model.d_model", True, ["True", "an integer"]),
     ("model.d_model", None, ["None", "an integer"]),
@@ -138,11 +136,8 @@ BAD_OVERRIDES = [
     ("model.num_kv_heads", "3", ["num_kv_heads=3", "a divisor of 4"]),
     ("model.num_kv_heads", "0", ["num_kv_heads=0"]),
     ("model.num_kv_heads", "1e400", ["1e400"]),
-    ("model.use_bias", "1", ["'1'", "true | false"]),
     ("model.use_bias", 1, ["1", "true | false"]),
     ("model.position", "rotry", ["rotry", "learned | rotary | none", "did you mean 'rotary'?"]),
-    ("model.norm", "layer_norm", ["layer_norm", "rmsnorm_single", "did you mean 'layernorm'?"]),
-    ("model.normalizer", "softmax-1", ["softmax-1", "did you mean 'softmax1'?"]),
     ("model.mlp", "swigl", ["swigl", "did you mean 'swiglu'?"]),
     ("model.mlp", "gelu,gelu", ["2 layers", "num_layers=4", "one for each layer"]),
     ("model.mlp", "gelu,gelu,relu,relu", ["differs between layers", "scan_layers=false"]),
@@ -159,7 +154,6 @@ BAD_OVERRIDES = [
     ("model.relaxed_causal_tokens", "-1", ["-1", "0 to"]),
     ("model.relaxed_causal_tokens", "64", ["64", "data.sequence_length=64"]),
     ("model.max_length", "32", ["sequence_length=64", "max_length=32"]),
-    ("model.dtype", "float16", ["float16", "float32 | bfloat16"]),
     ("optim.rotated", "true", ["optim.rotated=true", "'orthoadam'"]),
     ("model.fixed_rotation", "true", ["fixed_rotation", "scan_layers=false"]),
     ("optim.optimizer", "ortoadam", ["ortoadam", "did you mean 'orthoadam'?"]),
@@ -173,7 +167,6 @@ BAD_OVERRIDES = [
     ("optim.warmup_steps", "1000", ["warmup_steps=1000", "train.steps=1000"]),
     ("optim.warmup_steps", "-1", ["-1"]),
     ("optim.final_learning_rate_fraction", "1.1", ["1.1", "0 to 1"]),
-    ("optim.rotation.kind", "harr", ["harr", "did you mean 'haar'?"]),
     ("optim.rotation.seed", "-1", ["-1"]),
     ("data.kind", "text", ["without files", "data.paths"]),
     ("data.kind", "tokens", ["0 files", "TRAIN"]),
@@ -205,17 +198,14 @@ def test_a_bad_override_is_refused_in_three_lines_that_help():
 
 WRONG_VALUES = [
     (ModelConfig, "norm", "layer_norm", "did you mean 'layernorm'?"),
-    (ModelConfig, "normalizer", "sofmax1", "did you mean 'softmax1'?"),
     (ModelConfig, "mlp", ["gelu"] * 4, "comma-separated"),
     (ModelConfig, "mlp", ("gelu", "gelu", "gelu", "rely"), "gelu"),
     (ModelConfig, "d_model", "128", "an integer"),
-    (ModelConfig, "d_model", 128.0, "an integer"),
     (ModelConfig, "scan_layers", "false", "true | false"),
     (RotationConfig, "axes", "outputs", "did you mean 'output'?"),
-    (OptimConfig, "optimizer", "adamw", "did you mean 'adam'?"),
-    (OptimConfig, "layer_by_layer", 1, "true | false"),
     (OptimConfig, "rotation", "haar", "RotationConfig"),
     (DataConfig, "paths", "file.txt", "comma-separated"),
+    (MeshConfig, "data", True, "an integer"),
     (TrainConfig, "steps", 1e3, "an integer"),
     (EvalConfig, "sequences", "256", "an integer"),
     (Config, "model", OptimConfig(), "ModelConfig"),
@@ -330,13 +320,10 @@ def test_a_part_of_a_config_is_read_by_itself():
 # Small parts.
 
 
-def test_every_leaf_has_a_path_and_a_value():
+def test_every_leaf_has_a_path_and_a_value_and_is_frozen():
     assert list(flatten(Config())) == list(PATHS)
     assert PATHS["optim.rotation.kind"] == typing.get_type_hints(RotationConfig)["kind"]
     assert not any(dataclasses.is_dataclass(value) for value in flatten(Config()).values())
-
-
-def test_configs_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().model.d_model = 3
 
@@ -357,8 +344,7 @@ def test_every_field_says_what_it_affects():
     numbers, start, computation, nothing = (
         set(fields_affecting(Config, what)) for what in ("numbers", "start", "computation", "nothing")
     )
-    assert numbers | start | computation | nothing == set(PATHS)
-    assert len(numbers) + len(start) + len(computation) + len(nothing) == len(PATHS)
+    assert sorted([*numbers, *start, *computation, *nothing]) == sorted(PATHS)
     assert {"optim.rotation.seed", "train.steps", "model.dtype", "data.seed", "eval.sequences"} < numbers
     assert start == {
         *("model.init_std", "model.embedding_init_std", "model.scan_layers"),

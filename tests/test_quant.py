@@ -1,135 +1,364 @@
-"""Quantised linear layers against float64 formulas, setting by setting."""
+"""Quantised linear layers against float64 formulas, integer products against int64 sums, qwix, and whole models."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import qwix
 
 from orthojax import quant
 from orthojax.errors import UserError
+from orthojax.model import Transformer, gpt2, llama2
 from orthojax.model import linear as model_linear
-from orthojax.quant import SETTINGS, quantized_linear
+from orthojax.ops.quantize import Quantized, absmax, dequantize, pack, quantize, unpack, zeropoint
+from orthojax.quant import QuantizationSetting, integer_linear, integer_params, integer_product, quantized_linear
 
 RNG = np.random.default_rng(0)
-X = RNG.normal(size=(2, 5, 12)) * np.exp(RNG.normal(size=12))
-KERNEL = RNG.normal(size=(12, 9)) * np.exp(RNG.normal(size=9))
+X = RNG.normal(size=(2, 5, 128)) * np.exp(RNG.normal(size=128))
+KERNEL = RNG.normal(size=(128, 9)) * np.exp(RNG.normal(size=9)) + 0.3
 BIAS = RNG.normal(size=9)
-
-
-def absmax(x, axes):
-    step = np.abs(x).max(axis=axes, keepdims=True) / 127
-    return np.round(x / step) * step
-
-
-def zeropoint(x, axes):
-    low, high = x.min(axis=axes, keepdims=True), x.max(axis=axes, keepdims=True)
-    step = (high - low) / 15
-    shift = np.round(low / step)
-    return np.clip(np.round(x / step), shift, shift + 15) * step
-
-
-EXPECTED = {
-    "int8_fine": lambda x, w, b: absmax(x, (0, 1)) @ absmax(w, 0) + b,
-    "int8_fine_per_token": lambda x, w, b: absmax(x, 2) @ absmax(w, 0) + b,
-    "int8_moderate": lambda x, w, b: absmax(x, None) @ absmax(w, None) + b,
-    "int8_coarse": lambda x, w, b: absmax(absmax(x, None) @ absmax(w, None) + b, None),
-    "int4_zeropoint": lambda x, w, b: x @ zeropoint(w, 0) + b,
+ALL = {
+    **quant.SETTINGS,
+    "zeropoint_both": QuantizationSetting(4, "zeropoint", "output_channel", "token", None, 8, 32),
+    "zeropoint_groups_of_both": QuantizationSetting(4, "zeropoint", "output_channel", "group", None, 8, 32),
+    "one_group_of_both": QuantizationSetting(4, "absmax", "output_channel", "group", group_size=128),
+    "zeropoint_tensors": QuantizationSetting(8, "zeropoint", "tensor", "tensor", "tensor"),
+    "groups_of_odd_size": QuantizationSetting(4, "absmax", "output_channel", "tensor", group_size=1),
+    **quant.MORE_SETTINGS,
 }
+QUICK = {*quant.SETTINGS, "zeropoint_both", "zeropoint_groups_of_both", "w4a4_group64"}  # every part of the sum
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-@pytest.mark.parametrize("biased", [True, False])
-def test_every_setting_matches_its_definition(name, biased, x64):
-    assert quant.SETTINGS.keys() == EXPECTED.keys()
-    linear = jax.jit(quant.quantized_linear(quant.SETTINGS[name]), static_argnums=3)
-    expected = EXPECTED[name](X, KERNEL, BIAS if biased else 0.0)
-    y = linear(jnp.asarray(X), jnp.asarray(KERNEL), jnp.asarray(BIAS) if biased else None, "layers/mlp/input")
-    np.testing.assert_allclose(y, expected, rtol=1e-12, atol=1e-13)
-    assert not np.allclose(y, X @ KERNEL + (BIAS if biased else 0.0), rtol=1e-6)
+def slow_unless(quick, names):
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-def error(name, x, kernel=KERNEL):
-    linear = jax.jit(quant.quantized_linear(quant.SETTINGS[name]), static_argnums=3)
-    y = linear(jnp.asarray(x), jnp.asarray(kernel), None, "mlp")
-    return np.linalg.norm(y - x @ kernel) / np.linalg.norm(x @ kernel)
+def rounded(x, scheme, bits, axes):
+    """(whole numbers, step) in float64, from the equations."""
+    if scheme == "absmax":
+        step = np.abs(x).max(axis=axes, keepdims=True) / (2 ** (bits - 1) - 1)
+        return np.round(x / step).astype(np.int64), step
+    low, high = x.min(axis=axes, keepdims=True), x.max(axis=axes, keepdims=True)
+    step = (high - low) / (2**bits - 1)
+    z = np.round(low / step).astype(np.int64)
+    return np.clip(np.round(x / step).astype(np.int64), z, z + 2**bits - 1), step
+
+
+def reference(x, kernel, bias, setting):
+    """y = sum_g s_x s_w (sum_i q_x q_w) + bias, the inner sums in int64 where the step of an input leaves them."""
+    features, outputs = kernel.shape
+    groups, bits = features // (setting.group_size or features), setting.activation_bits or setting.bits
+    axes = (0, 1, 2) if setting.weights == "tensor" else 1
+    w, s_w = rounded(kernel.reshape(groups, -1, outputs), setting.scheme, setting.bits, axes)
+    x = x.reshape(*x.shape[:-1], groups, -1)
+    if setting.inputs is None:
+        q_x, s_x = x, np.ones(1)
+    else:
+        axes = {"tensor": None, "token": (-2, -1), "group": -1, "feature": (0, 1)}[setting.inputs]
+        q_x, s_x = rounded(x, setting.scheme, bits, axes)
+    if setting.inputs == "feature":
+        q_x, s_x = q_x * s_x, np.ones(1)
+    s_w = np.broadcast_to(s_w, (groups, 1, outputs))
+    s_x = np.broadcast_to(s_x, (*x.shape[:-1], 1))
+    y = sum((q_x[..., g, :] @ w[g]) * s_w[g] * s_x[..., g, :] for g in range(groups)) + bias
+    if setting.outputs is not None:
+        q, step = rounded(y, setting.scheme, bits, None)
+        y = q * step
+    return y
+
+
+def on_integers(setting, x, kernel, bias):
+    """The stored kernel, the product on integers, and its simulation: one program each for the first and the rest."""
+    stored = integer_params({"mlp": {"kernel": kernel}}, setting)["mlp"]["kernel"]
+    assert isinstance(stored, Quantized)
+    integer, simulated = integer_linear(setting), quantized_linear(setting)
+    products = jax.jit(lambda x, w, stored, b: (integer(x, stored, b, "mlp"), simulated(x, w, b, "mlp")))
+    return stored, *products(x, kernel, stored, bias)
+
+
+def test_the_settings_by_name():
+    assert {name: dataclasses.astuple(setting)[:5] for name, setting in quant.SETTINGS.items()} == {
+        "int8_fine": (8, "absmax", "output_channel", "feature", None),
+        "int8_fine_per_token": (8, "absmax", "output_channel", "token", None),
+        "int8_moderate": (8, "absmax", "tensor", "tensor", None),
+        "int8_coarse": (8, "absmax", "tensor", "tensor", "tensor"),
+        "int4_zeropoint": (4, "zeropoint", "output_channel", None, None),
+    }
+
+
+@pytest.mark.parametrize("name", slow_unless(QUICK, ALL))
+def test_every_setting_is_its_definition_on_integers_and_simulated(name, x64):
+    setting, x, kernel = ALL[name], jnp.asarray(X), jnp.asarray(KERNEL)
+    bias = None if name in ("w4a8", "int8_moderate", "int8_fine") else BIAS
+    given = None if bias is None else jnp.asarray(bias)
+    if setting.inputs == "feature":  # on floats only
+        y = simulated = jax.jit(quantized_linear(setting), static_argnums=3)(x, kernel, given, "mlp")
+    else:
+        _, y, simulated = on_integers(setting, x, kernel, given)
+    expected = reference(X, KERNEL, 0.0 if bias is None else bias, setting)
+    np.testing.assert_allclose(simulated, expected, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-11)
+    np.testing.assert_allclose(y, simulated, rtol=1e-10, atol=1e-11)
+    assert not np.allclose(y, X @ KERNEL + (0.0 if bias is None else bias), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", slow_unless({"w4a4_group64"}, [name for name in ALL if name != "int8_fine"]))
+def test_in_float32_they_agree_to_a_millionth_of_the_largest_output(name):
+    x, kernel, bias = (jnp.asarray(a, jnp.float32) for a in (X, KERNEL, BIAS))
+    _, y, simulated = on_integers(ALL[name], x, kernel, bias)
+    assert y.dtype == jnp.float32
+    assert float(jnp.max(jnp.abs(y - simulated))) < 1e-6 * float(jnp.max(jnp.abs(simulated)))
+
+
+def operands(jaxpr):
+    """(operand dtypes, result dtype) of every product of a program, those inside its loops too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield tuple(str(v.aval.dtype) for v in equation.invars), str(equation.outvars[0].aval.dtype)
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", None)
+            if inner is not None:
+                yield from operands(inner)
+
+
+def test_the_products_are_of_int8_with_int32_sums_and_floats_only_where_inputs_are():
+    x, kernel = jnp.asarray(X, jnp.float32), jnp.asarray(KERNEL, jnp.float32)
+    for name in ("int8_coarse", "zeropoint_both", "zeropoint_groups_of_both", "w4a4_group64", "int4_zeropoint"):
+        setting = ALL[name]
+        stored = integer_params({"kernel": kernel}, setting)["kernel"]
+        program = jax.make_jaxpr(integer_linear(setting), static_argnums=3)(x, stored, None, "mlp")
+        expected = (("float32", "float32"), "float32") if setting.inputs is None else (("int8", "int8"), "int32")
+        assert set(operands(program.jaxpr)) == {expected}, name
+
+
+def test_sums_are_exact_beyond_float32_and_refused_beyond_int32():
+    x, w = RNG.integers(100, 128, (3, 4096)), RNG.integers(100, 128, (4096, 2))
+    one = jnp.ones((1, 1), jnp.float32)
+    expected = x @ w
+    assert (expected > 2**24).all()
+    got = integer_product(Quantized(jnp.int8(x), one), Quantized(jnp.int8(w), one))
+    np.testing.assert_array_equal(got, expected.astype(np.float32))  # rounded once
+    kernel = jnp.ones((2**17, 1), jnp.float32)
+    with pytest.raises(UserError, match="int32 may not hold"):
+        integer_params({"kernel": kernel}, quant.INT8_FINE_PER_TOKEN)
+    integer_params({"kernel": kernel[:-1]}, quant.INT8_FINE_PER_TOKEN)
+    integer_params({"kernel": kernel}, quant.MORE_SETTINGS["w8a8_group64"])
+
+
+# qwix has bounds of 127.5 and 7.5, ours are 127 and 7.
+@pytest.mark.parametrize(
+    ("bits", "qtype", "bound"),
+    [pytest.param(8, jnp.int8, 127.5 / 127, marks=pytest.mark.slow), (4, jnp.int4, 7.5 / 7)],
+)
+def test_groups_and_products_agree_with_qwix(bits, qtype, bound):
+    x, kernel = jnp.asarray(X[0], jnp.float32), jnp.asarray(KERNEL, jnp.float32)
+    setting = QuantizationSetting(bits, "absmax", "output_channel", "token", activation_bits=8, group_size=32)
+    stored, y, _ = on_integers(setting, x, kernel, None)
+
+    @jax.jit
+    def theirs(x, kernel, integers):
+        w = qwix.quantize(
+            kernel, qtype, channelwise_axes=(1,), tiled_axes={0: 32}, calibration_method=f"absmax,{bound}"
+        )
+        tokens = qwix.quantize(x, jnp.int8, channelwise_axes=(0,), calibration_method="absmax,1.003937")
+        # The same integers for both: theirs may differ from ours where an element is near a tie.
+        same = dataclasses.replace(w, qvalue=integers.astype(qtype))
+        return w.qvalue.astype(jnp.int8), w.scale, qwix.dot_general(tokens, same, (((1,), (0,)), ((), ())))
+
+    integers = unpack(stored.qvalue) if stored.is_packed else stored.qvalue
+    their_integers, step, product = theirs(x, kernel, integers)
+    assert np.mean(integers == their_integers) > 0.999
+    np.testing.assert_allclose(stored.scale, step, rtol=1e-5)
+    np.testing.assert_allclose(y, product, rtol=1e-4, atol=1e-5 * np.max(np.abs(product)))
+
+
+# What integers stand for.
+
+
+@pytest.mark.parametrize("scheme", ["absmax", "zeropoint"])
+@pytest.mark.parametrize("bits", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+def test_integers_are_the_fake_quantised_values_and_lie_where_they_may(scheme, bits):
+    function = {"absmax": absmax, "zeropoint": zeropoint}[scheme]
+
+    @jax.jit
+    def both(x):
+        q = quantize(x, scheme, bits, 0)
+        return q.qvalue, dequantize(q), function(x, bits, 0)
+
+    integers, values, expected = map(np.asarray, both(jnp.asarray(KERNEL, jnp.float32)))
+    np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
+    assert integers.dtype == np.int8
+    assert integers.min() == (-(2 ** (bits - 1)) if scheme == "zeropoint" else 1 - 2 ** (bits - 1))
+    assert integers.max() == 2 ** (bits - 1) - 1
+
+
+def test_degenerate_slices_keep_their_values():
+    x = jnp.array([[0.0, 0.0, 0.0], [2.5, 2.5, 2.5], [-3.0, -3.0, -3.0], [1.0, 0.0, -2.0], [jnp.inf, 1.0, 0.0]])
+    for scheme, function in (("absmax", absmax), ("zeropoint", zeropoint)):
+        both = jax.jit(lambda x, s=scheme, f=function: (dequantize(quantize(x, s, 4, 1)), f(x, 4, 1)))
+        values, expected = map(np.asarray, both(x))
+        np.testing.assert_allclose(values[:4], expected[:4], rtol=1e-6)
+        assert np.isnan(values[4]).any()
+        assert not np.isnan(values[:4]).any()
+    with pytest.raises(ValueError, match="does not fit into int8"):
+        quantize(x, "absmax", 9)
+
+
+def test_packed_integers_are_half_the_bytes_and_come_back():
+    every = jnp.asarray(np.stack(np.meshgrid(np.arange(-8, 8), np.arange(-8, 8))).reshape(2, 256), jnp.int8)
+    packed = pack(every)
+    assert (packed.dtype, packed.nbytes * 2) == (jnp.uint8, every.nbytes)
+    assert len(np.unique(packed)) == 256
+    np.testing.assert_array_equal(unpack(packed), every)
+    nibbles = np.concatenate([np.asarray(packed) & 15, np.asarray(packed) >> 4]).astype(int)
+    np.testing.assert_array_equal(nibbles - 16 * (nibbles > 7), every)  # as `pack` describes it, in NumPy
+
+
+# Simulated layers and trees.
 
 
 def test_an_outlier_channel_hurts_per_tensor_steps_only():
-    x = RNG.normal(size=(4, 64, 12))
-    outliers = x * np.where(np.arange(12) == 3, 1000.0, 1.0)
-    kernel = KERNEL * np.where(np.arange(12) == 3, 1e-3, 1.0)[:, None]  # its weights are small: the product is the same
-    assert error("int8_fine", x) < error("int8_moderate", x) < 0.05
-    assert error("int8_moderate", outliers, kernel) > 0.5
-    assert error("int8_coarse", outliers, kernel) > 0.5
-    assert error("int8_fine", outliers, KERNEL) < 0.05
+    def error(name, x, kernel):
+        y = jax.jit(quantized_linear(quant.SETTINGS[name]), static_argnums=3)(x, kernel, None, "mlp")
+        return np.linalg.norm(y - x @ kernel) / np.linalg.norm(x @ kernel)
+
+    x, kernel, is_outlier = RNG.normal(size=(4, 64, 12)), KERNEL[:12], np.arange(12) == 3
+    outliers = x * np.where(is_outlier, 1000.0, 1.0)
+    small = kernel * np.where(is_outlier, 1e-3, 1.0)[:, None]  # the outlier's weights: the product is the same
+    assert error("int8_fine", x, kernel) < error("int8_moderate", x, kernel) < 0.05
+    assert error("int8_moderate", outliers, small) > 0.5
+    assert error("int8_coarse", outliers, small) > 0.5
+    assert error("int8_fine", outliers, kernel) < 0.05
 
 
 def test_include_is_a_path_rule_that_leaves_the_head_float():
     x, kernel = jnp.asarray(X, jnp.float32), jnp.asarray(KERNEL, jnp.float32)
 
-    def is_quantized(include, path):
-        linear = quant.quantized_linear(quant.INT8_MODERATE, **include)
-        return not np.array_equal(linear(x, kernel, None, path), x @ kernel)
+    def is_quantized(path, **include):
+        return not np.array_equal(quantized_linear(quant.INT8_MODERATE, **include)(x, kernel, None, path), x @ kernel)
 
-    assert not is_quantized({}, "head")
-    assert not is_quantized({}, "model/head")
+    assert not is_quantized("head")
+    assert not is_quantized("model/head")
     for path in ("layers/attention/query", "layers/mlp/output", "multi_head/query", "layers/heads"):
-        assert is_quantized({}, path)
-    assert is_quantized({"include": ""}, "head")
-    assert is_quantized({"include": "mlp/"}, "layers/mlp/input")
-    assert not is_quantized({"include": "mlp/"}, "layers/attention/query")
-    with pytest.raises(UserError, match="not a regular expression"):
-        quant.quantized_linear(quant.INT8_FINE, include="(")
+        assert is_quantized(path)
+    assert is_quantized("head", include="")
+    assert is_quantized("layers/mlp/input", include="mlp/")
+    assert not is_quantized("layers/attention/query", include="mlp/")
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_half_precision_inputs_jit_and_dead_features(name):
-    linear = jax.jit(quant.quantized_linear(quant.SETTINGS[name]), static_argnums=3)
+@pytest.mark.parametrize("name", quant.SETTINGS)
+def test_half_precision_inputs_and_dead_features(name):
     x = jnp.asarray(X, jnp.bfloat16).at[..., 0].set(0.0).at[0, 0].set(0.0)
+    linear = jax.jit(quantized_linear(quant.SETTINGS[name]), static_argnums=3)
     y = linear(x, jnp.asarray(KERNEL, jnp.float32), jnp.asarray(BIAS, jnp.bfloat16), "mlp")
-    assert y.dtype == jnp.bfloat16
-    assert y.shape == (2, 5, 9)
+    assert (y.dtype, y.shape) == (jnp.bfloat16, (2, 5, 9))
     assert jnp.isfinite(y).all()
 
 
-def test_settings_are_values():
-    assert quant.SETTINGS["int8_fine"] == quant.QuantizationSetting(8, "absmax", "output_channel", inputs="feature")
-    with pytest.raises(UserError, match="2 to 16"):
-        quant.QuantizationSetting(32, "absmax", "tensor")
+@pytest.mark.slow
+def test_a_float_head_is_the_models_own_in_half_precision():
+    x, kernel = (jnp.asarray(RNG.normal(size=shape), jnp.bfloat16) for shape in ((3, 8), (8, 5)))
+    expected = model_linear(x, kernel, None, "head")
+    assert expected.dtype == jnp.float32  # logits are not rounded
+    for setting in quant.SETTINGS.values():
+        np.testing.assert_array_equal(quantized_linear(setting)(x, kernel, None, "head"), expected)
+        assert quantized_linear(setting, include="")(x, kernel, None, "head").dtype == jnp.float32
+        assert quantized_linear(setting)(x, kernel, None, "mlp/input").dtype == jnp.bfloat16
 
 
 def test_params_are_quantized_by_path_with_stacked_kernels_apart():
     stacked = np.stack([KERNEL, 100 * KERNEL[::-1]]).astype(np.float32)
     params = {"layers": {"dense": {"kernel": stacked, "bias": BIAS}}, "embed": {"embedding": KERNEL}}
-    got = quant.quantize_params(params, quant.INT4_ZEROPOINT, "kernel$")
-    for layer in range(2):
-        np.testing.assert_allclose(
-            got["layers"]["dense"]["kernel"][layer], zeropoint(stacked[layer].astype(np.float64), 0), rtol=1e-4
-        )
-    assert got["layers"]["dense"]["bias"] is BIAS
-    assert got["embed"]["embedding"] is KERNEL
-    per_tensor = quant.QuantizationSetting(8, "absmax", "tensor")
-    kernels = quant.quantize_params(params, per_tensor, "kernel$")["layers"]["dense"]["kernel"]
-    np.testing.assert_allclose(kernels[0], absmax(stacked[0].astype(np.float64), None), rtol=1e-5)
+    for setting, axes, rtol in (
+        (quant.INT4_ZEROPOINT, 0, 1e-4),
+        (QuantizationSetting(8, "absmax", "tensor"), None, 1e-5),
+    ):
+        got = quant.quantize_params(params, setting, "kernel$")
+        for layer in range(2):
+            q, step = rounded(stacked[layer].astype(np.float64), setting.scheme, setting.bits, axes)
+            np.testing.assert_allclose(got["layers"]["dense"]["kernel"][layer], q * step, rtol=rtol)
+        assert got["layers"]["dense"]["bias"] is BIAS
+        assert got["embed"]["embedding"] is KERNEL
 
 
-def test_params_refusals():
-    params = {"kernel": KERNEL, "bias": BIAS}
-    with pytest.raises(UserError, match="rounds activations"):
-        quant.quantize_params(params, quant.INT8_FINE, "kernel")
-    with pytest.raises(UserError, match="matches no parameter"):
-        quant.quantize_params(params, quant.INT4_ZEROPOINT, "weight")
-    with pytest.raises(UserError, match="matches bias"):
-        quant.quantize_params(params, quant.INT4_ZEROPOINT, "bias")
+PARAMS = {"mlp": {"kernel": KERNEL, "bias": BIAS}}
+GROUPS_OF_48 = QuantizationSetting(4, "absmax", "output_channel", group_size=48)
+NO_DIVISOR = "group_size=48 does not divide the 128 input features of mlp/kernel"
+REFUSED = [
+    (lambda: integer_linear(quant.INT8_FINE), "cannot be pulled out of the sum(.|\n)*int8_fine_per_token"),
+    (lambda: integer_params(PARAMS, QuantizationSetting(16, "absmax", "tensor", "tensor")), "operands of 8 bits"),
+    (lambda: integer_params(PARAMS, GROUPS_OF_48), NO_DIVISOR),
+    (lambda: quantized_linear(GROUPS_OF_48)(jnp.asarray(X), jnp.asarray(KERNEL), None, "mlp/kernel"), NO_DIVISOR),
+    (lambda: quant.quantize_params(PARAMS, GROUPS_OF_48, "kernel"), NO_DIVISOR),
+    (lambda: quantized_linear(quant.INT8_FINE, include="("), "not a regular expression"),
+    (lambda: quant.quantize_params(PARAMS, quant.INT8_FINE, "kernel"), "rounds activations"),
+    (lambda: quant.quantize_params(PARAMS, quant.INT4_ZEROPOINT, "weight"), "matches no parameter"),
+    (lambda: quant.quantize_params(PARAMS, quant.INT4_ZEROPOINT, "bias"), "matches mlp/bias"),
+    (lambda: QuantizationSetting(32, "absmax", "tensor"), "2 to 16"),
+    (lambda: QuantizationSetting(4, "absmax", "tensor", group_size=8), "group_size=8 with weights='tensor'"),
+    (lambda: QuantizationSetting(4, "absmax", "output_channel", "group"), "inputs='group' without group_size"),
+    (lambda: QuantizationSetting(4, "absmax", "tensor", activation_bits=1), "activation_bits=1 "),
+    (lambda: quant.setting_named("w4a8_group46"), "did you mean 'w4a8_group64'"),
+]
 
 
-@pytest.mark.slow
-def test_a_float_head_is_the_models_own_in_half_precision():
+def test_refusals_say_why():
+    for call, words in REFUSED:
+        with pytest.raises(UserError, match=words):
+            call()
+
+
+# A whole model.
+
+
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_every_layer_of_a_model_on_integers_is_its_simulation_with_stacked_kernels_apart(scan):
+    sizes = {"d_model": 64, "num_layers": 2, "num_heads": 2, "d_mlp": 64, "vocab_size": 50, "scan_layers": scan}
+    config = llama2("tiny", **sizes) if scan else gpt2("tiny", **sizes, max_length=8)
+    setting = QuantizationSetting(4, "absmax", "output_channel", "token", activation_bits=8, group_size=32)
     rng = np.random.default_rng(0)
-    x, kernel = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((3, 8), (8, 5)))
-    expected = model_linear(x, kernel, None, "head")
-    assert expected.dtype == jnp.float32  # logits are not rounded
-    for setting in SETTINGS.values():
-        np.testing.assert_array_equal(quantized_linear(setting)(x, kernel, None, "head"), expected)
-        assert quantized_linear(setting, include="")(x, kernel, None, "head").dtype == jnp.float32
-        assert quantized_linear(setting)(x, kernel, None, "mlp/input").dtype == jnp.bfloat16
+    tokens = jnp.asarray(rng.integers(0, 50, (2, 8)))
+    shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens)["params"]
+
+    def numbers(leaf):
+        # Stacked kernels of very different sizes: a step shared by two layers would show.
+        sizes = np.array([1.0, 10.0]).reshape(2, 1, 1) if leaf.ndim == 3 else 1.0
+        return jnp.asarray(0.3 * sizes * rng.normal(size=leaf.shape), jnp.float32)
+
+    params = jax.tree.map(numbers, shapes)
+    stored = integer_params(params, setting)
+    leaves = jax.tree.leaves(stored, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    assert sum(isinstance(leaf, Quantized) for leaf in leaves) == (7 if scan else 12)  # stacked are one
+    assert not isinstance(stored.get("head", {}).get("kernel"), Quantized)
+    if scan:
+        for layer in range(2):
+            alone = integer_params(jax.tree.map(lambda leaf, i=layer: leaf[i], params["layers"]), setting)
+            part = jax.tree.map(lambda leaf, i=layer: leaf[i], stored["layers"])
+            jax.tree.map(np.testing.assert_array_equal, part, alone)
+    integer, simulated, paths = integer_linear(setting), quantized_linear(setting), set()
+
+    def both(x, kernel, bias, path):
+        # Compared on the same inputs: two models would differ by more wherever the rounding of floats puts an
+        # activation on either side of a tie, which it does for 3% of random parameters.
+        y = integer(x, kernel, bias, path)
+        if not isinstance(kernel, Quantized):
+            return y
+        paths.add(path)
+        expected = simulated(x, dequantize(kernel), bias, path)
+        is_same = jnp.max(jnp.abs(y - expected)) < 1e-6 * jnp.max(jnp.abs(expected))
+        return jnp.where(is_same, y, jnp.nan)
+
+    @jax.jit
+    def run(params, stored):
+        observe = lambda taps: jnp.sum(taps.value_norms)  # noqa: E731
+        compared, seen = Transformer(config, linear=both).apply({"params": stored}, tokens, observe=observe)
+        plain, _ = Transformer(config).apply({"params": params}, tokens)
+        return compared, seen, plain
+
+    compared, seen, plain = map(np.asarray, run(params, stored))
+    assert len(paths) == (7 if scan else 12)
+    assert np.isfinite(compared).all()
+    assert np.isfinite(seen).all()
+    assert np.max(np.abs(compared - plain)) > 1e-3 * np.max(np.abs(plain))

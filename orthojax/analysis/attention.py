@@ -1,13 +1,15 @@
 """How much attention falls on the first key, or on each of the first keys.
 
-Weights are what multiplies the values, [B, N, T, S], zero on masked keys: B batch, N query heads, T query positions, S
-key positions. Rows need not sum to 1: softmax-1 and ReLU rows may hold less, down to nothing.
+Weights are what multiplies the values in one layer, [B, N, T, S], not negative, zero on masked keys: B batch, N query
+heads, T query positions, S key positions. Rows need not sum to 1: softmax-1 and ReLU rows may hold less, down to
+nothing.
 
 Where a relaxed mask privileges none of the first k keys (From Attention to Activation, arXiv 2410.17174, section 3.2
 and Figure 2), queries before `first_query` do not count: with k keys that see each other, the queries from k on see the
 same keys as under a causal mask.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -27,11 +29,7 @@ def first_attention_fraction(weights: ArrayLike) -> jax.Array:
     where that weight is > 0 and strictly the largest (an all-zero ReLU row and ties do not count). The '%First Attn' of
     From Attention to Activation (arXiv 2410.17174, Table 2).
 
-    Args:
-      weights: Attention weights of one layer, [B, N, T, S], not negative.
-
-    Returns:
-      A scalar in [0, 1], float32.
+    Returns a scalar in [0, 1], float32.
 
     >>> import jax.numpy as jnp
     >>> float(first_attention_fraction(jnp.array([[[[1.0, 0.0], [0.5, 0.5]]]])))  # a tie does not count
@@ -44,28 +42,12 @@ def first_attention_fraction(weights: ArrayLike) -> jax.Array:
 
 
 def first_attention_mass_by_head(weights: ArrayLike) -> jax.Array:
-    """Weight on key 0 of every head, mean over queries and sequences; `sink_rate` counts these.
-
-    Args:
-      weights: Attention weights of one layer, [B, N, T, S].
-
-    Returns:
-      [N], at least float32.
-    """
+    """Weight on key 0 of every head, mean over queries and sequences: [N], at least float32; see `sink_rate`."""
     return jnp.mean(at_least_float32(weights)[..., 0], axis=(0, 2))
 
 
 def first_attention_mass(weights: ArrayLike) -> jax.Array:
-    """Weight on key 0, mean over all (query, head) pairs.
-
-    Definition: mean weight on key 0 over the same pairs as `first_attention_fraction`, query 0 among them.
-
-    Args:
-      weights: Attention weights of one layer, [B, N, T, S].
-
-    Returns:
-      A scalar, at least float32.
-    """
+    """Mean weight on key 0 over the pairs of `first_attention_fraction`, query 0 among them: at least float32."""
     return jnp.mean(first_attention_mass_by_head(weights))
 
 
@@ -74,13 +56,7 @@ def first_attention_share(weights: ArrayLike) -> jax.Array:
 
     Definition: mean of w_0 / sum_j w_j over the pairs of `first_attention_fraction`; a row of zeros counts 0. It
     compares normalizers whose rows do not sum to 1, as ReLU's and sigmoid's, and is `first_attention_mass` where rows
-    do. The papers do not have it.
-
-    Args:
-      weights: Attention weights of one layer, [B, N, T, S], not negative.
-
-    Returns:
-      A scalar in [0, 1], at least float32.
+    do. The papers do not have it. Returns a scalar in [0, 1], at least float32.
 
     >>> import jax.numpy as jnp
     >>> float(first_attention_share(jnp.array([[[[0.5, 0.0], [0.1, 0.3], [0.0, 0.0], [0.0, 2.0]]]])))
@@ -113,29 +89,21 @@ def attention_mass_by_key(weights: ArrayLike, keys: int, first_query: int) -> ja
     """Weight on each of the first keys, mean over queries: m[b, n, j] = E_{t >= first_query}[w[b, n, t, j]], j < k.
 
     Args:
-      weights: Attention weights of one layer, [B, N, T, S].
-      keys: How many keys.
+      weights: [B, N, T, S].
+      keys: How many keys, k.
       first_query: The first query that counts, below T.
 
     Returns:
-      [B, N, keys], at least float32.
+      [B, N, k], at least float32.
     """
     return jnp.mean(at_least_float32(weights)[:, :, first_query:, :keys], axis=2)
 
 
 def attention_fraction_by_key(weights: ArrayLike, keys: int, first_query: int) -> jax.Array:
-    """Share of queries that attend most to each of the first keys.
+    """Share of queries that attend most to each of the first keys: [B, N, k] float32, over keys at most 1 in sum.
 
     As `first_attention_fraction`, for any key: it counts only where its weight is above 0 and strictly the largest of
-    all S keys.
-
-    Args:
-      weights: Attention weights of one layer, [B, N, T, S], not negative.
-      keys: How many keys.
-      first_query: The first query that counts, below T.
-
-    Returns:
-      [B, N, keys], float32; sums over keys to at most 1.
+    all S keys. Arguments as of `attention_mass_by_key`.
     """
     weights = jnp.asarray(weights)[:, :, first_query:]
     largest = jnp.max(weights, axis=-1, keepdims=True)
@@ -172,14 +140,9 @@ def uniformity_p_value(counts: Sequence[int]) -> float:
     >>> uniformity_p_value([0, 5, 0, 0])  # five of five, of four: 4 / 4^5
     0.00390625
     """
-    # Outcomes by (draws, sum of squares), category by category: the number of sequences that lead there.
-    ways = Counter({(0, 0): 1})
-    draws, observed = sum(counts), sum(count * count for count in counts)
-    for _ in counts:
-        longer: Counter[tuple[int, int]] = Counter()
-        for (n, square), number in ways.items():
-            for more in range(draws - n + 1):
-                longer[n + more, square + more * more] += number * math.comb(n + more, more)
-        ways = longer
-    as_extreme = sum(number for (n, square), number in ways.items() if n == draws and square >= observed)
+    draws, observed, as_extreme = sum(counts), sum(count * count for count in counts), 0
+    for outcome in itertools.combinations_with_replacement(range(len(counts)), draws):
+        drawn = Counter(outcome).values()
+        if sum(count * count for count in drawn) >= observed:
+            as_extreme += math.factorial(draws) // math.prod(map(math.factorial, drawn))  # sequences that lead there
     return as_extreme / len(counts) ** draws

@@ -2,9 +2,11 @@
 
 Active-Dormant Attention Heads, arXiv 2410.13835. At a trigger the next token is a copy of the previous one, elsewhere
 it is drawn from the bigram law of the current token. Legend: B batch, N query heads, T query positions, S key
-positions, V vocabulary. Means over selected positions come as (sum, count), so that batches with different numbers of
-triggers add up.
+positions, V vocabulary. Every function takes arrays of one layer or of the output and gives a scalar, at least float32.
+Means over selected positions come as (sum, count) too, so that batches with different numbers of triggers add up.
 """
+
+from operator import truediv
 
 import jax
 import jax.numpy as jnp
@@ -51,10 +53,9 @@ def backcopy_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger
       is_trigger: Whether the token at a position is a trigger, bool [B, T].
 
     Returns:
-      A scalar in nats, at least float32; nan without triggers.
+      Nats; nan without triggers.
     """
-    total, count = backcopy_risk_sum(log_probs, oracle_probs, is_trigger)
-    return total / count
+    return truediv(*backcopy_risk_sum(log_probs, oracle_probs, is_trigger))
 
 
 def bigram_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
@@ -64,10 +65,9 @@ def bigram_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_tr
     in the model's place. The oracle's row at BOS must be the true law of the first token (triggers excluded), else a
     perfect model would show a positive excess.
 
-    Arguments as of `backcopy_risk_nats`. Returns a scalar in nats, >= 0 up to rounding, at least float32.
+    Arguments as of `backcopy_risk_nats`. Returns nats, >= 0 up to rounding.
     """
-    total, count = bigram_excess_risk_sum(log_probs, oracle_probs, is_trigger)
-    return total / count
+    return truediv(*bigram_excess_risk_sum(log_probs, oracle_probs, is_trigger))
 
 
 def sink_attention_sum(weights: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
@@ -83,14 +83,10 @@ def sink_attention(weights: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
     mean over heads. One layer; over layers the maximum is reported.
 
     Args:
-      weights: Attention weights of one layer, [B, N, T, S].
+      weights: Attention weights, [B, N, T, S].
       is_trigger: Whether the token at a position is a trigger, bool [B, T].
-
-    Returns:
-      A scalar, at least float32.
     """
-    total, count = sink_attention_sum(weights, is_trigger)
-    return total / count
+    return truediv(*sink_attention_sum(weights, is_trigger))
 
 
 def sink_attention_rest_sum(weights: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
@@ -102,11 +98,10 @@ def sink_attention_rest(weights: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
     """`sink_attention` without the BOS row.
 
     BOS sees only itself. Softmax gives it 1 there, but weights that are not normalised are unbounded in that row, and
-    ReLU attention without any sink can reach 10, enough to move the mean over all rows. Arguments and result as of
+    ReLU attention without any sink can reach 10, enough to move the mean over all rows. Arguments as of
     `sink_attention`.
     """
-    total, count = sink_attention_rest_sum(weights, is_trigger)
-    return total / count
+    return truediv(*sink_attention_rest_sum(weights, is_trigger))
 
 
 def sink_logit_gap_sum(logits: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
@@ -127,11 +122,10 @@ def sink_logit_gap(logits: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
     averaged over non-trigger queries, batch and heads.
 
     Args:
-      logits: Scaled attention logits of one layer, before the mask, [B, N, T, S].
+      logits: Scaled attention logits, before the mask, [B, N, T, S].
       is_trigger: Whether the token at a position is a trigger, bool [B, T].
 
     Returns:
-      A scalar, at least float32; nan where no query qualifies.
+      nan where no query qualifies.
     """
-    total, count = sink_logit_gap_sum(logits, is_trigger)
-    return total / count
+    return truediv(*sink_logit_gap_sum(logits, is_trigger))

@@ -25,25 +25,14 @@ def top_count(size: int) -> int:
 
 
 def channel_norms(kernel: ArrayLike) -> np.ndarray:
-    """The Euclidean norm of the weights of each output channel, sqrt(sum_i W[i, d]^2).
-
-    Args:
-      kernel: [..., I, D].
-
-    Returns:
-      [..., D] float64.
-    """
+    """The Euclidean norm of the weights of each output channel, sqrt(sum_i W[i, d]^2): [..., I, D] -> [..., D]."""
     return np.linalg.norm(np.asarray(kernel, np.float64), axis=-2)
 
 
 def summed_second_moments(nu: ArrayLike) -> np.ndarray:
-    """The second moments of a kernel's gradient, summed over the weights of each output channel, sum_i nu[i, d].
+    """Adam's second moments of a kernel, summed over each output channel, sum_i nu[i, d]: [..., I, D] -> [..., D].
 
-    Args:
-      nu: Adam's second moments, [..., I, D], without bias correction, which is one factor for all.
-
-    Returns:
-      [..., D] float64.
+    Without bias correction, which is one factor for all.
     """
     return np.sum(np.asarray(nu, np.float64), axis=-2)
 
@@ -68,14 +57,7 @@ def outlier_scores(values: ArrayLike) -> np.ndarray:
 
 
 def rank_correlation(a: ArrayLike, b: ArrayLike) -> float:
-    """Spearman's rank correlation, ties sharing their mean rank.
-
-    Args:
-      a: [D].
-      b: [D].
-
-    Returns:
-      -1 to 1; nan where all values of one are equal.
+    """Spearman's rank correlation of [D] and [D], ties sharing their mean rank; nan where all of one are equal.
 
     >>> rank_correlation([1.0, 2.0, 30.0], [-1.0, -5.0, -6.0])
     -1.0

@@ -25,21 +25,12 @@ if TYPE_CHECKING:
 # Maxima over layers although each layer's value is a mean; see `finalize`.
 _MAXIMUM_OVER_LAYERS = ("sink_attention", "sink_attention_rest")
 
-_HIDDEN_STATE_MEANS = {
-    "kurtosis_first": activations.kurtosis_first,
-    "kurtosis_rest": activations.kurtosis_rest,
-    "kurtosis_pooled": activations.kurtosis_pooled,
-    "max_abs_first": activations.max_abs_first,
-    "max_abs_rest": activations.max_abs_rest,
-    "norm_ratio_first": activations.norm_ratio_first,
-    "norm_ratio_rest": activations.norm_ratio_rest,
-    "residual_norm_first": activations.residual_norm_first,
-    "residual_norm_rest": activations.residual_norm_rest,
-}
-_HIDDEN_STATE_MAXIMA = {
-    "max_abs_first_maximum": activations.max_abs_first_maximum,
-    "max_abs_rest_maximum": activations.max_abs_rest_maximum,
-}
+# Metrics of activations.py.
+_HIDDEN_STATE_MEANS = (
+    *("kurtosis_first", "kurtosis_rest", "kurtosis_pooled", "max_abs_first", "max_abs_rest"),
+    *("norm_ratio_first", "norm_ratio_rest", "residual_norm_first", "residual_norm_rest"),
+)
+_HIDDEN_STATE_MAXIMA = ("max_abs_first_maximum", "max_abs_rest_maximum")
 
 
 class Statistics(NamedTuple):
@@ -71,21 +62,19 @@ def observe_language_model(taps: Taps, *, post_attention: bool = False, basis: A
     Returns:
       Means over sequences as sums, and maxima over sequences.
     """
-    sequences = jnp.asarray(taps.residual.shape[0], jnp.int32)
     hidden_states = {"": taps.residual} | ({"post_attention_": taps.post_attention} if post_attention else {})
     if basis is not None:
         hidden_states["rotated_"] = taps.residual @ jnp.asarray(basis, taps.residual.dtype).T
     means, maximum = {}, {}
     for prefix, hidden in hidden_states.items():
-        means |= {prefix + name: metric(hidden) for name, metric in _HIDDEN_STATE_MEANS.items()}
-        maximum |= {prefix + name: metric(hidden) for name, metric in _HIDDEN_STATE_MAXIMA.items()}
+        means |= {prefix + name: getattr(activations, name)(hidden) for name in _HIDDEN_STATE_MEANS}
+        maximum |= {prefix + name: getattr(activations, name)(hidden) for name in _HIDDEN_STATE_MAXIMA}
     means["first_attention_fraction"] = attention.first_attention_fraction(taps.attention_weights)
     # By head, because the sink rate is a count of heads over the whole evaluation set.
     means["first_attention_mass"] = attention.first_attention_mass_by_head(taps.attention_weights)
     means["value_norm_first"] = activations.value_norm_first(taps.value_norms)
     means["value_norm_rest"] = activations.value_norm_rest(taps.value_norms)
-    total = {name: mean * sequences for name, mean in means.items()}
-    return Statistics(sequences, total, dict.fromkeys(total, sequences), maximum)
+    return _statistics(taps.residual.shape[0], means, {}, maximum)
 
 
 def observe_backcopy(is_trigger: ArrayLike) -> Callable[[Taps], Statistics]:
@@ -100,18 +89,18 @@ def observe_backcopy(is_trigger: ArrayLike) -> Callable[[Taps], Statistics]:
     is_trigger = jnp.asarray(is_trigger)
 
     def observe(taps: Taps) -> Statistics:
-        sequences = jnp.asarray(taps.residual.shape[0], jnp.int32)
         means = {
             "value_norm_first": activations.value_norm_first(taps.value_norms),
             "value_norm_rest": activations.value_norm_rest(taps.value_norms),
             "residual_norm_first": activations.residual_norm_first(taps.residual),
             "residual_norm_rest": activations.residual_norm_rest(taps.residual),
         }
-        sums = {name: (mean * sequences, sequences) for name, mean in means.items()}
-        sums["sink_attention"] = backcopy.sink_attention_sum(taps.attention_weights, is_trigger)
-        sums["sink_attention_rest"] = backcopy.sink_attention_rest_sum(taps.attention_weights, is_trigger)
-        sums["sink_logit_gap"] = backcopy.sink_logit_gap_sum(taps.attention_logits, is_trigger)
-        return _from_sums(sequences, sums)
+        sums = {
+            "sink_attention": backcopy.sink_attention_sum(taps.attention_weights, is_trigger),
+            "sink_attention_rest": backcopy.sink_attention_rest_sum(taps.attention_weights, is_trigger),
+            "sink_logit_gap": backcopy.sink_logit_gap_sum(taps.attention_logits, is_trigger),
+        }
+        return _statistics(taps.residual.shape[0], means, sums)
 
     return observe
 
@@ -128,13 +117,20 @@ def observe_backcopy_risks(log_probs: ArrayLike, oracle_probs: ArrayLike, is_tri
         "backcopy_risk_nats": backcopy.backcopy_risk_sum(log_probs, oracle_probs, is_trigger),
         "bigram_excess_risk_nats": backcopy.bigram_excess_risk_sum(log_probs, oracle_probs, is_trigger),
     }
-    return _from_sums(jnp.asarray(jnp.shape(is_trigger)[0], jnp.int32), sums)
+    return _statistics(jnp.shape(is_trigger)[0], {}, sums)
 
 
-def _from_sums(sequences: jax.Array, sums: dict[str, backcopy.SumAndCount]) -> Statistics:
-    total = {name: total for name, (total, _) in sums.items()}
-    count = {name: count for name, (_, count) in sums.items()}
-    return Statistics(sequences, total, count, {})
+def _statistics(
+    batch: int,
+    means: dict[str, jax.Array],
+    sums: dict[str, backcopy.SumAndCount],
+    maximum: dict[str, jax.Array] | None = None,
+) -> Statistics:
+    """Of a batch: means over its sequences, and (sum, count) of other means."""
+    sequences = jnp.asarray(batch, jnp.int32)
+    sums = {name: (mean * sequences, sequences) for name, mean in means.items()} | sums
+    total, count = ({name: pair[i] for name, pair in sums.items()} for i in (0, 1))
+    return Statistics(sequences, total, count, maximum or {})
 
 
 def combine(a: Statistics, b: Statistics) -> Statistics:
@@ -177,22 +173,18 @@ def finalize(statistics: Statistics, *, sink_threshold: float = 0.3) -> dict[str
     return metrics
 
 
-class Loaded(Protocol):
+class _Loaded(Protocol):
     """What is read of an `orthojax.model.LoadedModel`."""
 
     @property
-    def model(self) -> "Transformer":
-        """The model."""
-        ...
+    def model(self) -> "Transformer": ...
 
     @property
-    def params(self) -> Any:
-        """Its parameters, on a mesh or not."""
-        ...
+    def params(self) -> Any: ...
 
 
 def measure(
-    loaded: Loaded,
+    loaded: _Loaded,
     batches: Iterable[Any],
     observe: Callable[..., Any],
     *,
@@ -206,7 +198,7 @@ def measure(
     parameters lie on a mesh, results are replicated, so that every process can read them.
 
     Args:
-      loaded: A `LoadedModel`, or anything with `model` and `params`.
+      loaded: A `LoadedModel`, or anything with its `model` and `params`, which may lie on a mesh.
       batches: At least one; each is tokens int [B, T] (inputs without targets) or a tuple (tokens, *extra), on the
         devices already where there is a mesh.
       observe: `(taps, *extra)` -> pytree, called in every layer; its leaves come back as [L, ...].
@@ -252,13 +244,5 @@ def _apply(
 
 
 def concatenate(a: Any, b: Any) -> Any:
-    """Joins what was observed in two batches along axis 1, the batch axis after that of layers; on the host.
-
-    Args:
-      a: Pytree of arrays [L, B, ...].
-      b: The same of another batch.
-
-    Returns:
-      Pytree of NumPy arrays [L, B + B', ...].
-    """
+    """Joins pytrees of arrays [L, B, ...] and [L, B', ...] to one of NumPy arrays [L, B + B', ...], on the host."""
     return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *jax.device_get((a, b)))

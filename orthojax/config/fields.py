@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import json
+import operator
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 from orthojax.errors import UserError, nearest
@@ -25,25 +26,40 @@ Affects = Literal["numbers", "start", "computation", "nothing"]
 _type_hints = functools.cache(typing.get_type_hints)
 
 
+def setting(default: T, *, affects: Affects = "numbers", added: bool = False) -> T:
+    """A field of a config dataclass that says what it affects; a plain default affects the numbers.
+
+    Args:
+      default: Its default value; where it is `added`, the one that means what older versions did without it.
+      affects: What changes with it; see `Affects`.
+      added: Whether JSON written by older versions may lack it.
+    """
+    return typing.cast(Any, dataclasses.field(default=default, metadata={"affects": affects, "added": added}))
+
+
+def added(default: T, affects: Affects = "numbers") -> T:
+    """A `setting` that JSON written by older versions may lack."""
+    return setting(default, affects=affects, added=True)
+
+
 def describe_type(hint: Any) -> str:
     """The allowed values of an annotation, in words for a user."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is type(None):
-        return "none"
     if origin is Literal:
         return " | ".join(str(value) for value in args)
     if origin is tuple:
         return f"a comma-separated list of ({describe_type(args[0])})"
     if origin in (typing.Union, types.UnionType):
         return ", or ".join(describe_type(option) for option in args)
-    if dataclasses.is_dataclass(hint):
-        return typing.cast(type, hint).__name__
-    return {bool: "true | false", int: "an integer", float: "a number", str: "a text"}[hint]
+    plain = {type(None): "none", bool: "true | false", int: "an integer", float: "a number", str: "a text"}
+    return plain.get(hint) or hint.__name__
 
 
-def _literals(hint: Any) -> tuple[Any, ...]:
+def _literals(hint: Any) -> list[str]:
     args = typing.get_args(hint)
-    return args if typing.get_origin(hint) is Literal else tuple(value for arg in args for value in _literals(arg))
+    if typing.get_origin(hint) is Literal:
+        return [str(value) for value in args]
+    return [value for arg in args for value in _literals(arg)]
 
 
 def _conforms(value: Any, hint: Any) -> bool:
@@ -54,20 +70,26 @@ def _conforms(value: Any, hint: Any) -> bool:
         return isinstance(value, tuple) and all(_conforms(item, args[0]) for item in value)
     if origin in (typing.Union, types.UnionType):
         return any(_conforms(value, option) for option in args)
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+    if hint in (int, float):
+        return isinstance(value, int | hint) and not isinstance(value, bool)
     return isinstance(value, hint)
 
 
 def check_types(config: Any, group: str) -> None:
-    """A config built in Python is held to its annotations as one built from overrides is."""
+    """Holds a config built in Python to its annotations, as one built from overrides is.
+
+    Raises:
+      UserError: For a value that the annotation does not allow.
+    """
     for name, hint in _type_hints(type(config)).items():
         value = getattr(config, name)
         if not _conforms(value, hint):
-            near = nearest(value, map(str, _literals(hint))) if isinstance(value, str) else ""
-            raise UserError(f"{group}.{name}={value!r} is not valid", allowed=describe_type(hint), hint=near)
+            raise _not_valid(f"{group}.{name}", value, hint)
+
+
+def _not_valid(path: str, value: Any, hint: Any) -> UserError:
+    near = nearest(value, _literals(hint)) if isinstance(value, str) else ""
+    return UserError(f"{path}={value!r} is not valid", allowed=describe_type(hint), hint=near)
 
 
 def require(holds: bool, problem: str, allowed: str = "") -> None:
@@ -83,16 +105,9 @@ def require_each(config: Any, group: str, names: str, holds: Callable[[Any], boo
         require(value is None or holds(value), f"{group}.{name}={value}", allowed)
 
 
-def _plain(text: str, kind: type) -> Any:
-    lowered = text.strip().lower()
-    if kind is bool:
-        return {"true": True, "false": False}[lowered]
-    if kind is int:
-        value = float(lowered) if any(c in lowered for c in ".e") else int(lowered)
-        if value != int(value):
-            raise ValueError
-        return int(value)  # 1e3 is an int to anyone who types it
-    return kind(text)
+def require_seed(config: Any, group: str) -> None:
+    """`require`s that its `seed` is a number of 32 bits."""
+    require_each(config, group, "seed", lambda seed: 0 <= seed < 2**32, "0 to 2**32 - 1")
 
 
 def read_value(text: str, hint: Any) -> Any:
@@ -100,63 +115,82 @@ def read_value(text: str, hint: Any) -> Any:
 
     Args:
       text: What the user typed.
-      hint: bool, int, float, str, a Literal, a tuple of one type, or a union of these.
+      hint: bool, int, float, str, None, a Literal, a tuple of one type, or a union of these.
 
     Raises:
       ValueError: Where the text is no such value.
+      OverflowError: For an infinite integer.
 
     >>> from orthojax.config import Mlp
     >>> read_value("1e3", int), read_value("none", float | None), read_value("relu,gelu", Mlp | tuple[Mlp, ...])
     (1000, None, ('relu', 'gelu'))
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is type(None):
-        if text.strip().lower() == "none":
-            return None
-        raise ValueError(text)
-    if origin is Literal:
-        for value in args:
-            if str(value) == text.strip():
-                return value
-        raise ValueError(text)
     if origin is tuple:
-        return tuple(read_value(part.strip(), args[0]) for part in text.split(",") if part.strip())
+        return tuple(read_value(part, args[0]) for part in text.split(",") if part.strip())
     if origin in (typing.Union, types.UnionType):
-        options = sorted(args, key=lambda option: typing.get_origin(option) is tuple)  # one value before many
-        for option in options:
+        for option in sorted(args, key=lambda option: typing.get_origin(option) is tuple):  # one value before many
             try:
                 return read_value(text, option)
-            except (ValueError, KeyError):
+            except ValueError:
                 continue
         raise ValueError(text)
-    try:
-        return _plain(text, hint)
-    except KeyError as error:
-        raise ValueError(text) from error
+    if hint is int:
+        value = float(text) if set(".eE") & set(text) else int(text)  # 1e3 is an int to anyone who types it
+        if value != int(value):
+            raise ValueError(text)
+        return int(value)
+    if hint in (float, str):
+        return hint(text)
+    if origin is Literal:
+        words, word = {str(value): value for value in args}, text.strip()
+    else:
+        words, word = {bool: {"true": True, "false": False}, type(None): {"none": None}}[hint], text.strip().lower()
+    if word not in words:
+        raise ValueError(text)
+    return words[word]
 
 
-def field_paths(cls: type, prefix: str = "") -> dict[str, Any]:
+def _leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[Any, Any]]]:
+    """(dotted path, type, metadata) of every leaf field."""
+    hints = _type_hints(cls)
+    for field in dataclasses.fields(typing.cast(Any, cls)):
+        hint, path = hints[field.name], prefix + field.name
+        if dataclasses.is_dataclass(hint):
+            yield from _leaves(typing.cast(type, hint), f"{path}.")
+        else:
+            yield path, hint, field.metadata
+
+
+def field_paths(cls: type) -> dict[str, Any]:
     """Every leaf field of a (nested) config class by dotted path, with its type.
 
     >>> from orthojax.config import Config
     >>> list(field_paths(Config))[:2]
     ['model.vocab_size', 'model.max_length']
     """
-    paths: dict[str, Any] = {}
-    for name, hint in _type_hints(cls).items():
-        if dataclasses.is_dataclass(hint):
-            paths |= field_paths(typing.cast(type, hint), f"{prefix}{name}.")
-        else:
-            paths[f"{prefix}{name}"] = hint
-    return paths
+    return {path: hint for path, hint, _ in _leaves(cls)}
 
 
-def _from_flat(cls: type[T], flat: Mapping[str, Any], prefix: str = "") -> T:
-    values = {}
-    for name, hint in _type_hints(cls).items():
-        path = prefix + name
-        values[name] = flat[path] if path in flat else _from_flat(hint, flat, f"{path}.")
-    return cls(**values)
+def fields_affecting(cls: type, *what: Affects) -> tuple[str, ...]:
+    """The dotted paths of a config class whose metadata says that they affect one of `what`.
+
+    >>> from orthojax.config import Config
+    >>> fields_affecting(Config, "computation")[:2]
+    ('model.attention_implementation', 'model.remat')
+    """
+    return tuple(path for path, _, metadata in _leaves(cls) if metadata.get("affects", "numbers") in what)
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """Every leaf value by dotted path."""
+    return {path: operator.attrgetter(path)(config) for path in field_paths(type(config))}
+
+
+def changed_fields(base: Any, config: Any) -> dict[str, Any]:
+    """The fields by which `config` differs from `base`, by dotted path."""
+    before = flatten(base)
+    return {path: value for path, value in flatten(config).items() if value != before[path]}
 
 
 def replace(config: T, changes: Mapping[str, Any]) -> T:
@@ -182,12 +216,19 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
             try:
                 value = read_value(value, hint)
             except (ValueError, OverflowError):
-                problem, near = f"config.{path}={value!r} is not valid", nearest(value, map(str, _literals(hint)))
-                raise UserError(problem, allowed=describe_type(hint), hint=near) from None
+                raise _not_valid(f"config.{path}", value, hint) from None
         if not _conforms(value, hint):
-            raise UserError(f"config.{path}={value!r} has the wrong type", allowed=describe_type(hint))
+            raise _not_valid(f"config.{path}", value, hint)
         flat[path] = value
     return _from_flat(type(config), flat)
+
+
+def _from_flat(cls: type[T], flat: Mapping[str, Any], prefix: str = "") -> T:
+    values = {}
+    for name, hint in _type_hints(cls).items():
+        path = prefix + name
+        values[name] = flat[path] if path in flat else _from_flat(hint, flat, f"{path}.")
+    return cls(**values)
 
 
 def _unknown_field(path: str, hints: Iterable[str]) -> UserError:
@@ -198,58 +239,9 @@ def _unknown_field(path: str, hints: Iterable[str]) -> UserError:
     return UserError(f"unknown config field {path!r}", allowed=", ".join(inside or beside or hints), hint=near)
 
 
-def flatten(config: Any) -> dict[str, Any]:
-    """Every leaf value by dotted path."""
-    flat = {}
-    for path in field_paths(type(config)):
-        value = config
-        for name in path.split("."):
-            value = getattr(value, name)
-        flat[path] = value
-    return flat
-
-
-def changed_fields(base: Any, config: Any) -> dict[str, Any]:
-    """The fields by which `config` differs from `base`, by dotted path."""
-    before = flatten(base)
-    return {path: value for path, value in flatten(config).items() if value != before[path]}
-
-
 def to_json(config: Any) -> str:
     """The config as indented JSON; `from_json` reads it back."""
     return json.dumps(dataclasses.asdict(config), indent=2)
-
-
-def setting(default: T, *, affects: Affects = "numbers", added: bool = False) -> T:
-    """A field of a config dataclass that says what it affects; a plain default affects the numbers.
-
-    Args:
-      default: Its default value; where it is `added`, the one that means what older versions did without it.
-      affects: What changes with it; see `Affects`.
-      added: Whether JSON written by older versions may lack it.
-    """
-    return typing.cast(Any, dataclasses.field(default=default, metadata={"affects": affects, "added": added}))
-
-
-def added(default: T, affects: Affects = "numbers") -> T:
-    """A `setting` that JSON written by older versions may lack."""
-    return setting(default, affects=affects, added=True)
-
-
-def fields_affecting(cls: type, *what: Affects, prefix: str = "") -> tuple[str, ...]:
-    """The dotted paths of a config class whose metadata says that they affect one of `what`.
-
-    >>> from orthojax.config import Config
-    >>> fields_affecting(Config, "computation")[:2]
-    ('model.attention_implementation', 'model.remat')
-    """
-    hints, paths = _type_hints(cls), []
-    for field in dataclasses.fields(typing.cast(Any, cls)):
-        if dataclasses.is_dataclass(hints[field.name]):
-            paths += fields_affecting(hints[field.name], *what, prefix=f"{prefix}{field.name}.")
-        elif field.metadata.get("affects", "numbers") in what:
-            paths.append(prefix + field.name)
-    return tuple(paths)
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:
@@ -271,11 +263,11 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") ->
     for name, value in values.items():
         hint = hints[name]
         if dataclasses.is_dataclass(hint):
-            fields[name] = from_dict(typing.cast(type, hint), value, f"{where}.{name}")
-            continue
-        value = tuple(value) if isinstance(value, list) else value
+            value = from_dict(typing.cast(type, hint), value, f"{where}.{name}")
+        elif isinstance(value, list):
+            value = tuple(value)
         if not _conforms(value, hint):
-            raise UserError(f"{where}.{name}={value!r} has the wrong type", allowed=describe_type(hint))
+            raise _not_valid(f"{where}.{name}", value, hint)
         fields[name] = value
     return cls(**fields)
 

@@ -117,11 +117,8 @@ class ModelConfig:
         for name in ("mlp", "attention"):
             value = getattr(self, name)
             layers = value if isinstance(value, tuple) else (value,) * self.num_layers
-            require(
-                len(layers) == self.num_layers,
-                f"model.{name} names {len(layers)} layers, but model.num_layers={self.num_layers}",
-                "one value, or one for each layer",
-            )
+            problem = f"model.{name} names {len(layers)} layers, but model.num_layers={self.num_layers}"
+            require(len(layers) == self.num_layers, problem, "one value, or one for each layer")
             require(
                 not self.scan_layers or len(set(layers)) == 1,
                 f"model.{name}={value} differs between layers, which a scan over layers cannot express",

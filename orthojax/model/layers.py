@@ -10,7 +10,6 @@ from orthojax.config import Mlp, ModelConfig
 from orthojax.ops.quantize import Quantized
 
 F = TypeVar("F", bound="LinearFunction")
-_PLAIN = "is_plain_product"
 
 
 class LinearFunction(Protocol):
@@ -23,13 +22,13 @@ class LinearFunction(Protocol):
 
 def plain_product(function: F) -> F:
     """Marks a linear function as x @ kernel + bias, up to sharding constraints: its head may be computed in chunks."""
-    setattr(function, _PLAIN, True)
+    function.is_plain_product = True  # pyright: ignore
     return function
 
 
 def is_plain_product(function: LinearFunction) -> bool:
     """Whether it is marked by `plain_product`."""
-    return getattr(function, _PLAIN, False)
+    return getattr(function, "is_plain_product", False)
 
 
 @plain_product
@@ -57,8 +56,9 @@ class Linear(nn.Module):
         else:
             init = nn.initializers.normal(self.init_std)
             kernel = self.param("kernel", init, (x.shape[-1], self.features), jnp.float32).astype(self.dtype)
-        bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32) if self.use_bias else None
-        bias = None if bias is None else bias.astype(self.dtype)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32).astype(self.dtype)
         return self.function(x.astype(self.dtype), kernel, bias, "/".join(self.path))
 
 
@@ -115,8 +115,7 @@ class Feedforward(Part):
         if self.kind != "linear":
             hidden = self.dense("input", c.d_mlp)(x)
             if self.kind == "swiglu":
-                hidden = jax.nn.silu(self.dense("gate", c.d_mlp)(x)) * hidden
+                x = jax.nn.silu(self.dense("gate", c.d_mlp)(x)) * hidden
             else:
-                hidden = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}[self.kind](hidden)
-            x = hidden
+                x = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}[self.kind](hidden)
         return self.dense("output", c.d_model, writes_residual=True)(x)

@@ -80,17 +80,18 @@ def parameter_count(config: ModelConfig) -> int:
     >>> parameter_count(gpt2("130m"))
     124439808
     """
-    c = config
-    bias = 1 if c.use_bias else 0
-    scales = {"layernorm": c.d_model * (1 + bias), "rmsnorm": c.d_model, "rmsnorm_single": 1, "none": 0}
-    norm = scales[c.norm]
-    query, kv = c.num_heads * c.head_dim, c.kv_heads * c.head_dim
-    attention = c.d_model * (query + 2 * kv) + query * c.d_model + bias * (query + 2 * kv + c.d_model) + norm
-    attention += (c.d_model + bias) * c.num_heads if c.gated_attention else 0
+    c, bias = config, int(config.use_bias)
+
+    def dense(features: int, outputs: int) -> int:
+        return (features + bias) * outputs
+
+    norm = {"layernorm": dense(1, c.d_model), "rmsnorm": c.d_model, "rmsnorm_single": 1, "none": 0}[c.norm]
+    attention = norm + dense(c.d_model, c.d_model + 2 * c.kv_heads * c.head_dim) + dense(c.d_model, c.d_model)
+    attention += dense(c.d_model, c.num_heads) if c.gated_attention else 0
     attention += c.num_heads if c.normalizer == "learned_sink" else 0
-    two = 2 * c.d_model * c.d_mlp + bias * (c.d_mlp + c.d_model) + norm
-    linear = c.d_model**2 + bias * c.d_model + norm
-    mlp = {"gelu": two, "relu": two, "swiglu": two + (c.d_model + bias) * c.d_mlp, "linear": linear, "none": 0}
+    two = norm + dense(c.d_model, c.d_mlp) + dense(c.d_mlp, c.d_model)
+    linear, swiglu = norm + dense(c.d_model, c.d_model), two + dense(c.d_model, c.d_mlp)
+    mlp = {"gelu": two, "relu": two, "swiglu": swiglu, "linear": linear, "none": 0}
     total = c.vocab_size * c.d_model * (1 if c.tie_embeddings else 2) + norm
     total += c.max_length * c.d_model if c.position == "learned" else 0
     for layer in range(c.num_layers):

@@ -35,17 +35,15 @@ class Block(nn.Module):
         """[B, T, D] and the layer's inputs -> [B, T, D] and the layer's outputs: observe(Taps)."""
         c = self.config
         B, T, _ = x.shape
-        zero = jnp.zeros_like(x)
+        attention_output = mlp_output = jnp.zeros_like(x)
         if c.layer_attention(self.layer):
             attention_output, taps = Attention(c, self.linear, name="attention")(Norm(c, name="attention_norm")(x))
             attention_output = self._to_residual(attention_output, "attention")
         else:
-            attention_output, taps = zero, self._no_attention_taps(B, T)
+            taps = self._no_attention_taps(B, T)
         x = post_attention = x + attention_output
         kind = c.layer_mlp(self.layer)
-        if kind == "none":
-            mlp_output = zero
-        else:
+        if kind != "none":
             mlp_output = Feedforward(c, self.linear, kind, name="mlp")(Norm(c, name="mlp_norm")(x))
             mlp_output = self._to_residual(mlp_output, "mlp")
         x = x + mlp_output

@@ -18,15 +18,7 @@ import jax.numpy as jnp
 from orthojax.errors import UserError
 from orthojax.ops.quantize import Quantized, dequantize, pack, quantize, unpack
 from orthojax.ops.statistics import at_least_float32
-from orthojax.quant.ptq import (
-    QuantizationSetting,
-    fake_quantize,
-    input_axes,
-    map_kernels,
-    split_groups,
-    split_input_groups,
-    weight_axes,
-)
+from orthojax.quant.ptq import QuantizationSetting, fake_quantize, group_inputs, group_kernel, map_kernels
 
 if TYPE_CHECKING:
     from orthojax.model import LinearFunction
@@ -55,9 +47,8 @@ def require_integers(setting: QuantizationSetting) -> None:
 
 
 def _quantize_kernel(kernel: Any, setting: QuantizationSetting, path: str) -> Quantized:
-    groups = split_groups(at_least_float32(kernel), setting, path)
-    q = quantize(groups, setting.scheme, setting.bits, weight_axes(setting))
-    shape, size = jnp.shape(kernel), groups.shape[-2]
+    groups, axes = group_kernel(at_least_float32(kernel), setting, path)
+    q, size = quantize(groups, setting.scheme, setting.bits, axes), groups.shape[-2]
     # Sums of the widest integers must stay within int32.
     longest = 2 ** (31 - (setting.bits - 1) - (setting.input_bits - 1)) - 1
     if size > longest:
@@ -65,12 +56,12 @@ def _quantize_kernel(kernel: Any, setting: QuantizationSetting, path: str) -> Qu
             f"{path} has {size} input features in one sum, which int32 may not hold",
             allowed=f"at most {longest}; group_size makes shorter sums",
         )
-    qvalue = q.qvalue.reshape(shape)
+    qvalue = q.qvalue.reshape(jnp.shape(kernel))
     if setting.bits <= 4 and size % 2 == 0:
         qvalue = pack(qvalue)
     # The scale of a group takes the place of its input features.
-    squeezed = [s if s is None or setting.group_size is None else s.squeeze(-2) for s in (q.scale, q.zero_point)]
-    return Quantized(qvalue, squeezed[0], squeezed[1])  # pyright: ignore
+    squeeze = (lambda s: s) if setting.group_size is None else (lambda s: s.squeeze(-2))
+    return Quantized(qvalue, squeeze(q.scale), jax.tree.map(squeeze, q.zero_point))
 
 
 def integer_params(params: Any, setting: QuantizationSetting, include: str = KERNELS_BUT_HEAD) -> Any:
@@ -150,11 +141,11 @@ def integer_product(x: Quantized, kernel: Quantized) -> jax.Array:
 
 
 def _quantize_inputs(x: jax.Array, setting: QuantizationSetting) -> Quantized:
-    groups = split_input_groups(x, setting)
-    q = quantize(groups, setting.scheme, setting.input_bits, input_axes(groups, setting))
+    groups, axes = group_inputs(x, setting)
+    q = quantize(groups, setting.scheme, setting.input_bits, axes)
     if setting.inputs != "group":
         return q
-    return Quantized(q.qvalue.reshape(x.shape), q.scale[..., 0], None if q.zero_point is None else q.zero_point[..., 0])
+    return Quantized(q.qvalue.reshape(x.shape), *jax.tree.map(lambda s: s[..., 0], (q.scale, q.zero_point)))
 
 
 @functools.cache  # the same function for the same setting, so that jit compiles a model with it once

@@ -131,8 +131,7 @@ def setting_named(name: str) -> QuantizationSetting:
     return settings[name]
 
 
-def compile_pattern(include: str) -> re.Pattern[str]:
-    """The rule of paths, or a UserError."""
+def _compile_pattern(include: str) -> re.Pattern[str]:
     try:
         return re.compile(include)
     except re.error as error:
@@ -144,44 +143,36 @@ def fake_quantize(x: jax.Array, setting: QuantizationSetting, bits: int, axes: A
     return {"absmax": absmax, "zeropoint": zeropoint}[setting.scheme](x, bits, axes)
 
 
-def input_axes(x: jax.Array, setting: QuantizationSetting) -> Axes:
-    """The axes of x that share one scale, of inputs [..., in] whose groups are split off."""
-    assert setting.inputs is not None
-    return {"feature": tuple(range(x.ndim - 1)), "token": -1, "group": -1, "tensor": None}[setting.inputs]
+def group_inputs(x: jax.Array, setting: QuantizationSetting) -> tuple[jax.Array, Axes]:
+    """(x, the axes that share one scale): [..., in], or [..., groups, in / groups] where each group has its own."""
+    if setting.inputs == "group":
+        return x.reshape(*x.shape[:-1], -1, setting.group_size), -1
+    return x, tuple(range(x.ndim - 1)) if setting.inputs == "feature" else -1 if setting.inputs == "token" else None
 
 
-def split_input_groups(x: jax.Array, setting: QuantizationSetting) -> jax.Array:
-    """[..., in] -> [..., groups, in / groups] where a token has a scale for each group; else x."""
-    return x.reshape(*x.shape[:-1], -1, setting.group_size) if setting.inputs == "group" else x
-
-
-def weight_axes(setting: QuantizationSetting) -> Axes:
-    """The axes that share one scale, of kernels [..., in, out] whose groups are split off."""
-    # Any axes before the last two stack kernels that know nothing of each other.
-    return {"output_channel": -2, "tensor": (-2, -1)}[setting.weights]
-
-
-def split_groups(kernel: jax.Array, setting: QuantizationSetting, path: str) -> jax.Array:
-    """[..., in, out] -> [..., groups, in / groups, out]; without groups, the kernel.
+def group_kernel(kernel: jax.Array, setting: QuantizationSetting, path: str) -> tuple[jax.Array, Axes]:
+    """(kernel, the axes that share one scale): [..., in, out], or [..., groups, in / groups, out] with groups.
 
     Raises:
       UserError: Where the size of a group does not divide `in`.
     """
+    # Any axes before the last two stack kernels that know nothing of each other.
+    axes = (-2, -1) if setting.weights == "tensor" else -2
     size = setting.group_size
     if size is None:
-        return kernel
+        return kernel, axes
     *leading, features, outputs = kernel.shape
     if features % size:
         raise UserError(
             f"group_size={size} does not divide the {features} input features of {path}",
             allowed=f"a divisor of {features}",
         )
-    return kernel.reshape(*leading, features // size, size, outputs)
+    return kernel.reshape(*leading, features // size, size, outputs), axes
 
 
 def _fake_quantize_kernel(kernel: jax.Array, setting: QuantizationSetting, path: str) -> jax.Array:
-    groups = split_groups(kernel, setting, path)
-    return fake_quantize(groups, setting, setting.bits, weight_axes(setting)).reshape(kernel.shape)
+    groups, axes = group_kernel(kernel, setting, path)
+    return fake_quantize(groups, setting, setting.bits, axes).reshape(kernel.shape)
 
 
 @functools.cache  # the same function for the same setting, so that jit compiles a model with it once
@@ -211,16 +202,15 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
     """
     from orthojax.model import linear as float_linear  # here, so that flax is not needed for `quantize_params`
 
-    pattern = compile_pattern(include)
+    pattern = _compile_pattern(include)
 
     def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
         if pattern.search(path) is None:
             return float_linear(x, kernel, bias, path)
         a, w = at_least_float32(x), _fake_quantize_kernel(at_least_float32(kernel), setting, path)
         if setting.inputs is not None:
-            groups = split_input_groups(a, setting)
-            groups = fake_quantize(groups, setting, setting.input_bits, input_axes(groups, setting))
-            a = groups.reshape(a.shape)
+            groups, axes = group_inputs(a, setting)
+            a = fake_quantize(groups, setting, setting.input_bits, axes).reshape(a.shape)
         y = float_linear(a, w, bias, path)
         if setting.outputs is not None:
             y = fake_quantize(y, setting, setting.input_bits, None)
@@ -262,7 +252,7 @@ def map_kernels(params: Any, include: str, function: Callable[[Any, str], Any]) 
     Raises:
       UserError: Where nothing matches, or a match is no matrix.
     """
-    pattern, matched = compile_pattern(include), []
+    pattern, matched = _compile_pattern(include), []
 
     def visit(key_path: Any, leaf: Any) -> Any:
         path = jax.tree_util.keystr(key_path, simple=True, separator="/")

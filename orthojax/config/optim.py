@@ -1,0 +1,104 @@
+"""The optimizer, its schedule and its basis as values."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from orthojax.config.fields import added, check_types, require, require_each, require_seed
+
+RotationKind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
+RotationScope = Literal["layer", "parameter", "tree"]
+RotationAxes = Literal["output", "input", "both", "residual", "writers", "none"]
+OptimizerName = Literal[
+    "adam", "orthoadam", "rmsprop", "sgd", "adagrad", "adamax", "amsgrad", "adabelief", "adafactor", "lion", "signum",
+    "lamb", "novograd", "ademamix", "muon",
+]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class RotationConfig:
+    """The basis of OrthoAdam; the meanings stand in `orthojax.Rotation`.
+
+    Attributes:
+      kind: Which orthogonal matrix.
+      axes: Which axes of every kernel: its last (`output`), the one before (`input`), `both`, the d_model axis of
+        every kernel (`residual`) or of those that write to the residual stream only (`writers`), or `none`.
+      embeddings: Whether embedding tables are rotated too, along d_model.
+      scope: One matrix for every layer of every parameter, or the wider controls.
+      seed: Seed of the matrices; independent of the run's seed.
+    """
+
+    kind: RotationKind = "hadamard"
+    axes: RotationAxes = "output"
+    embeddings: bool = True
+    scope: RotationScope = "layer"
+    seed: int = 0
+
+    def __post_init__(self):
+        check_types(self, "optim.rotation")
+        require_seed(self, "optim.rotation")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer and its learning-rate schedule (linear warm-up, then cosine decay).
+
+    Attributes:
+      optimizer: `adam` is AdamW where `weight_decay` > 0; `rmsprop` is Adam with b1 = 0 (the paper does not say);
+        `signum` is the sign of momentum; `muon` treats embeddings and vectors with Adam.
+      rotated: Run the optimizer in the basis of `rotation`; `orthoadam` is `adam` with this.
+      learning_rate: Peak learning rate.
+      warmup_steps: Steps of linear warm-up from 0.
+      final_learning_rate_fraction: Learning rate at the last step as a fraction of the peak; 1 keeps it constant.
+      b1: Decay of the first moment, where there is one (of Lion: the first of its two).
+      b2: Decay of the second moment, where there is one (of Lion: of its momentum).
+      eps: Added to the root of the second moment.
+      momentum: Of `sgd`, `signum` and `muon`; 0 for plain SGD.
+      weight_decay: Decoupled, scaled by the learning rate; on kernels and embeddings only.
+      clip_norm: Largest global gradient norm; None never clips.
+      rotation: The basis of `orthoadam`, and of any other that is `rotated`.
+      layer_by_layer: `orthoadam` updates scanned layers one by one, for less temporary memory.
+    """
+
+    optimizer: OptimizerName = "orthoadam"
+    rotated: bool = False
+    learning_rate: float = 1e-3
+    warmup_steps: int = 100
+    final_learning_rate_fraction: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip_norm: float | None = 1.0
+    rotation: RotationConfig = RotationConfig()
+    layer_by_layer: bool = added(False)
+
+    def __post_init__(self):
+        check_types(self, "optim")
+        require_each(self, "optim", "learning_rate eps", lambda x: 0.0 < x < math.inf, "a finite positive number")
+        require_each(self, "optim", "b1 b2 momentum", lambda x: 0.0 <= x < 1.0, "0 <= value < 1")
+        require_each(self, "optim", "weight_decay", lambda x: 0.0 <= x < math.inf, "a finite number >= 0")
+        require_each(self, "optim", "warmup_steps", lambda steps: steps >= 0, "a number >= 0")
+        require_each(self, "optim", "final_learning_rate_fraction", lambda x: 0.0 <= x <= 1.0, "0 to 1")
+        require_each(self, "optim", "clip_norm", lambda norm: norm > 0.0, "none or > 0")
+        require(
+            self.momentum == 0.0 or self.optimizer in ("sgd", "signum", "muon"),
+            f"optim.momentum={self.momentum} is not read by optim.optimizer={self.optimizer!r}",
+            "0, or optimizer 'sgd', 'signum' or 'muon'; the others have b1 or no momentum",
+        )
+        require(
+            not (self.rotated and self.optimizer == "orthoadam"),
+            "optim.rotated=true with optim.optimizer='orthoadam', which is rotated anyway",
+            "optimizer 'orthoadam' alone, or 'adam' with rotated",
+        )
+        require(
+            not self.layer_by_layer or self.optimizer == "orthoadam",
+            f"optim.layer_by_layer=true is not read by optim.optimizer={self.optimizer!r}",
+            "false, or optimizer 'orthoadam'",
+        )
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether the optimizer runs in the basis of `rotation`."""
+        return self.rotated or self.optimizer == "orthoadam"

@@ -1,0 +1,365 @@
+"""Every metric of one layer against float64 NumPy and planted values; statistics of layers and batches; measuring."""
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from orthojax import analysis
+from orthojax.config import Config
+from orthojax.model import LoadedModel, Transformer, gpt2
+
+L, B, N, T, D, V = 3, 8, 2, 6, 16, 5
+
+
+def compiled(name):
+    """A metric compiled whole: op by op, every new shape would compile a dozen little programs."""
+    return jax.jit(getattr(analysis, name))
+
+
+def check(expected, *arrays, rtol=1e-5):
+    """Holds metrics by name to their values."""
+    for name, value in expected.items():
+        np.testing.assert_allclose(compiled(name)(*arrays), value, rtol=rtol, err_msg=name)
+
+
+def layers_of_taps(seed=0):
+    """Taps stacked over layers, leaves [L, B, ...]."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(L, B, N, T, T)) * 2
+    weights = np.exp(logits) * np.tril(np.ones((T, T)))
+    weights[:, :, 1, :, 0] *= 5
+    arrays = {
+        "attention_logits": logits,
+        "attention_weights": weights / (1 + weights.sum(-1, keepdims=True)),
+        "value_norms": rng.uniform(size=(L, B, N, T)),
+        "post_attention": rng.standard_t(4, (L, B, T, D)),
+        "residual": rng.standard_t(4, (L, B, T, D)),
+    }
+    return {name: np.float32(array) for name, array in arrays.items()}
+
+
+TAPS = layers_of_taps()
+LAYER = {name: np.float64(array[0]) for name, array in TAPS.items()}
+IS_TRIGGER = np.random.default_rng(3).uniform(size=(B, T)) < 0.4
+IS_TRIGGER[:, :2] = False
+IS_TRIGGER[:2, 2:] = True  # the first part of the split has no query for the logit gap
+
+
+# One layer.
+
+
+def test_activation_metrics_are_their_definitions():
+    x, norms = LAYER["residual"], LAYER["value_norms"]
+    centred = x - x.mean(-1, keepdims=True)
+    kurtosis = (centred**4).mean(-1) / (centred**2).mean(-1) ** 2
+    peak, norm = np.abs(x).max(-1), np.sqrt((x**2).sum(-1))
+    check({"kurtosis_pooled": kurtosis.mean()}, x)
+    check({"max_abs_first": peak[:, 0].mean(), "max_abs_first_maximum": peak[:, 0].max()}, x)
+    check({"max_abs_rest": peak[:, 1:].max(1).mean(), "max_abs_rest_maximum": peak[:, 1:].max()}, x)
+    for name, values in (("kurtosis", kurtosis), ("norm_ratio", peak / norm), ("residual_norm", norm)):
+        check({f"{name}_first": values[:, 0].mean(), f"{name}_rest": values[:, 1:].mean()}, x)
+    check({"value_norm_first": norms[..., 0].mean(), "value_norm_rest": norms[..., 1:].mean()}, norms, rtol=1e-6)
+
+
+def test_a_spike_planted_at_position_0_is_seen_there_only():
+    x = np.tile([1.0, -1.0], (B, T, D // 2))
+    x[:, 0] = 0.0
+    x[:, 0, 5] = -300.0
+    check({"kurtosis_first": D - 2 + 1 / (D - 1), "kurtosis_rest": 1.0}, x, rtol=1e-6)
+    check({"max_abs_first": 300.0, "max_abs_rest": 1.0, "norm_ratio_first": 1.0, "norm_ratio_rest": 0.25}, x, rtol=0)
+    check({"residual_norm_first": 300.0, "residual_norm_rest": 4.0}, x, rtol=0)
+
+
+def test_max_abs_is_a_mean_of_maxima_and_the_maximum_is_reported_beside_it():
+    x = np.zeros((2, 3, 4))
+    x[0, 0, 1], x[1, 0, 2] = -8.0, 2.0
+    x[0, 1, 0], x[0, 2, 0], x[1, 2, 3] = 3.0, -6.0, 4.0
+    expected = {"max_abs_first": 5.0, "max_abs_first_maximum": 8.0, "max_abs_rest": 5.0, "max_abs_rest_maximum": 6.0}
+    check(expected, x, rtol=0)
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_attention_metrics_are_their_definitions(normalised):
+    weights = LAYER["attention_weights"].copy()
+    if not normalised:
+        weights = np.maximum(weights - 0.3, 0.0)  # like ReLU attention: many rows are all zero
+        weights[0, 0, 3] = 0.0
+    rows = weights.reshape(-1, T)
+    check(
+        {
+            "first_attention_fraction": np.mean([row[0] > 0 and all(row[0] > row[1:]) for row in rows]),
+            "first_attention_mass": rows[:, 0].mean(),
+            "first_attention_share": np.mean([row[0] / row.sum() if row.sum() > 0 else 0.0 for row in rows]),
+            "first_attention_mass_by_head": weights[..., 0].mean((0, 2)),
+        },
+        weights,
+        rtol=1e-6,
+    )
+
+
+def test_what_counts_as_attending_most_to_the_first_key():
+    def fraction(*rows):
+        return float(compiled("first_attention_fraction")(jnp.array(rows)[None, None]))
+
+    assert fraction([0.6, 0.4], [0.4, 0.6]) == 0.5
+    assert fraction([0.5, 0.5], [1.0, 0.0]) == 0.5  # a tie does not count
+    assert fraction([0.0, 0.0], [0.0, 0.0]) == 0.0  # nor does an all-zero ReLU row
+    assert fraction([1e-30, 0.0], [0.0, 1e-30]) == 0.5  # but any positive weight does
+    sink = np.zeros((2, 3, 8, 8))
+    sink[..., 0] = 1.0
+    check({"first_attention_fraction": 1.0, "first_attention_mass": 1.0}, sink, rtol=0)
+    diagonal = np.broadcast_to(np.eye(8), (2, 3, 8, 8))  # query 0 adds 1 / T
+    check({"first_attention_fraction": 1 / 8, "first_attention_mass": 1 / 8}, diagonal, rtol=1e-7)
+    assert fraction([1.0]) == 1.0  # a single key
+    assert fraction([0.0]) == 0.0
+
+
+def test_sink_rate_counts_heads_above_the_threshold():
+    mass = jnp.array([[0.2, 0.31, 0.9], [0.3, 0.0, 1.0]])
+    assert analysis.sink_rate(mass) == 0.5
+    assert analysis.sink_rate(mass, threshold=0.95) == np.float32(1 / 6)
+
+
+def test_half_precision_is_reduced_in_float32():
+    for tap, names in {
+        "residual": ("kurtosis_rest", "max_abs_rest", "norm_ratio_rest", "residual_norm_rest"),
+        "attention_weights": ("first_attention_mass",),
+    }.items():
+        for name in names:
+            half = jnp.asarray(LAYER[tap], jnp.bfloat16)
+            assert jax.eval_shape(getattr(analysis, name), half).dtype == jnp.float32
+
+
+def oracle_and_guess(seed=0):
+    """Log-probabilities of a model, and the law of the data with impossible tokens and certain copies."""
+    rng = np.random.default_rng(seed)
+    oracle = rng.dirichlet(np.ones(V), (B, T))
+    oracle[:, :, 1] = 0.0
+    oracle /= oracle.sum(-1, keepdims=True)
+    oracle[IS_TRIGGER] = np.eye(V)[rng.integers(V, size=IS_TRIGGER.sum())]
+    return np.log(rng.dirichlet(np.ones(V), (B, T))), oracle
+
+
+def test_risks_are_their_definitions():
+    log_probs, oracle = oracle_and_guess()
+    with np.errstate(divide="ignore"):
+        log_oracle = np.log(oracle)  # -inf where the oracle says impossible
+    risk, entropy = (-(oracle * np.where(oracle > 0, p, 0.0)).sum(-1) for p in (log_probs, log_oracle))
+    excess = (risk - entropy)[~IS_TRIGGER].mean()
+    expected = {"backcopy_risk_nats": risk[IS_TRIGGER].mean(), "bigram_excess_risk_nats": excess}
+    check(expected, log_probs, oracle, IS_TRIGGER)
+    # The oracle has no risk, and a uniform guess the known one.
+    assert compiled("backcopy_risk_nats")(log_oracle, oracle, IS_TRIGGER) == 0.0
+    assert abs(compiled("bigram_excess_risk_nats")(log_oracle, oracle, IS_TRIGGER)) < 1e-6
+    uniform = np.full(oracle.shape, -np.log(V))
+    check({"backcopy_risk_nats": np.log(V)}, uniform, oracle, IS_TRIGGER, rtol=1e-6)
+    assert jnp.isnan(compiled("backcopy_risk_nats")(uniform, oracle, np.zeros_like(IS_TRIGGER)))
+
+
+def test_an_oracle_with_the_wrong_law_at_bos_shows_an_excess():
+    """A perfect model measured against an oracle that allows triggers at position 1."""
+    true_law, wrong_law = np.array([0.0, 0.5, 0.5]), np.array([0.3, 0.35, 0.35])
+    model = np.log(np.maximum(true_law, np.exp(-10.0)))[None, None]
+    excess, no_trigger = compiled("bigram_excess_risk_nats"), np.zeros((1, 1), bool)
+    assert abs(excess(model, true_law[None, None], no_trigger)) < 1e-6
+    expected = (wrong_law * (np.log(wrong_law) - model[0, 0])).sum()
+    assert expected > 2
+    np.testing.assert_allclose(excess(model, wrong_law[None, None], no_trigger), expected, rtol=1e-5)
+
+
+def test_sink_attention_and_logit_gap_are_their_definitions():
+    weights, logits, asked = LAYER["attention_weights"], LAYER["attention_logits"], ~IS_TRIGGER
+    on_first = weights[..., 0].mean(1)
+    gaps = np.stack([logits[:, :, i, 0] - logits[:, :, i, 1:i].mean(-1) for i in range(2, T)], -1).mean(1)
+    rest = on_first[:, 1:][asked[:, 1:]].mean()
+    check({"sink_attention": on_first[asked].mean(), "sink_attention_rest": rest}, weights, IS_TRIGGER)
+    check({"sink_logit_gap": gaps[asked[:, 2:]].mean()}, logits, IS_TRIGGER)
+
+
+def test_planted_sink():
+    is_trigger = np.zeros((1, 5), bool)
+    is_trigger[0, 3] = True
+    weights = np.zeros((1, 1, 5, 5))
+    weights[..., 0] = 1.0
+    weights[0, 0, 3] = [0, 0, 1, 0, 0]  # the trigger copies and is not asked
+    check({"sink_attention": 1.0, "sink_attention_rest": 1.0}, weights, is_trigger, rtol=0)
+    no_sink = np.eye(5)[None, None]
+    check({"sink_attention": 0.25, "sink_attention_rest": 0.0}, no_sink, is_trigger, rtol=0)  # BOS is one row of four
+    logits = np.zeros((1, 1, 5, 5))
+    logits[..., 0] = 4.0
+    logits[0, 0] += np.triu(np.full((5, 5), np.inf))  # own and later keys, which the mask would hide, never enter
+    logits[0, 0, 3] = np.nan  # nor does a trigger's query
+    assert compiled("sink_logit_gap")(logits, is_trigger) == 4.0
+    assert jnp.isnan(compiled("sink_logit_gap")(logits[..., :2, :2], is_trigger[:, :2]))
+
+
+# Statistics of layers and batches.
+
+FIRST_AND_REST = {
+    f"{name}_{where}"
+    for name in ("kurtosis", "max_abs", "norm_ratio", "value_norm", "residual_norm")
+    for where in ("first", "rest")
+}
+LANGUAGE_MODEL_KEYS = FIRST_AND_REST | {
+    *("kurtosis_pooled", "max_abs_first_maximum", "max_abs_rest_maximum"),
+    *("first_attention_fraction", "first_attention_mass", "sink_rate"),
+}
+BACKCOPY_KEYS = {name for name in FIRST_AND_REST if "norm_" in name and "ratio" not in name}
+BACKCOPY_KEYS |= {"sink_attention", "sink_attention_rest", "sink_logit_gap"}
+
+
+def observe_layers(observe, arrays=TAPS, sequences=slice(None)):
+    """Runs an observe function inside a scan over layers, as a model does."""
+
+    def layer(carry, taps):
+        return carry, observe(SimpleNamespace(**taps))
+
+    return jax.lax.scan(layer, 0, {name: array[:, sequences] for name, array in arrays.items()})[1]
+
+
+def observe_risks(sequences=slice(None)):
+    log_probs, oracle = oracle_and_guess()
+    return analysis.observe_backcopy_risks(log_probs[sequences], oracle[sequences], IS_TRIGGER[sequences])
+
+
+CASES = {
+    "language model": lambda part: observe_layers(analysis.observe_language_model, sequences=part),
+    "backcopy": lambda part: observe_layers(analysis.observe_backcopy(IS_TRIGGER[part]), sequences=part),
+    "risks": observe_risks,
+}
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        np.testing.assert_allclose(value, b[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_statistics_do_not_depend_on_the_batches(name):
+    whole = analysis.finalize(CASES[name](slice(None)))
+    parts = [CASES[name](part) for part in (slice(0, 2), slice(2, 8))]
+    assert whole["sequences"] == B
+    assert_same(whole, analysis.finalize(analysis.combine(*parts)))
+    assert_same(whole, analysis.finalize(jax.jit(analysis.combine)(*reversed(parts))))
+
+
+def test_metrics_have_every_key_and_are_means_or_maxima_over_layers():
+    language_model = analysis.finalize(CASES["language model"](slice(None)))
+    backcopy = analysis.finalize(CASES["backcopy"](slice(None)))
+    for metrics, keys in ((language_model, LANGUAGE_MODEL_KEYS), (backcopy, BACKCOPY_KEYS)):
+        assert metrics.keys() == {"sequences"} | keys | {f"{name}/layer_{i}" for name in keys for i in range(L)}
+        assert all(type(value) is float for value in metrics.values())
+        for name in keys - {"sink_rate"}:
+            inputs = {"value": "value_norms", "first_": "attention_weights", "sink_a": "attention_weights"}
+            inputs["sink_l"] = "attention_logits"
+            source = next((array for prefix, array in inputs.items() if name.startswith(prefix)), "residual")
+            extra = (IS_TRIGGER,) if name.startswith("sink") else ()
+            layers = [float(compiled(name)(TAPS[source][layer], *extra)) for layer in range(L)]
+            by_layer = [metrics[f"{name}/layer_{i}"] for i in range(L)]
+            np.testing.assert_allclose(by_layer, layers, rtol=1e-5, err_msg=name)
+            over_layers = np.max if name.endswith("_maximum") or name.startswith("sink_attention") else np.mean
+            np.testing.assert_allclose(metrics[name], over_layers(layers), rtol=1e-5, err_msg=name)
+    risks = analysis.finalize(observe_risks())
+    assert risks.keys() == {"sequences", "backcopy_risk_nats", "bigram_excess_risk_nats"}
+    for name in risks.keys() - {"sequences"}:
+        np.testing.assert_allclose(risks[name], compiled(name)(*oracle_and_guess(), IS_TRIGGER), rtol=1e-6)
+
+
+def test_sink_rate_is_a_share_of_heads_over_the_whole_set():
+    by_head = TAPS["attention_weights"][..., 0].mean(axis=(1, 3))
+    statistics = CASES["language model"](slice(None))
+    threshold = float(np.sort(by_head.ravel())[2:4].mean())
+    metrics = analysis.finalize(statistics, sink_threshold=threshold)
+    assert metrics["sink_rate"] == pytest.approx((L * N - 3) / (L * N))
+    assert metrics["sink_rate/layer_1"] == np.mean(by_head[1] > threshold)
+    assert analysis.finalize(statistics)["sink_rate"] == np.mean(by_head > 0.3)
+
+
+def test_post_attention_residual_is_an_option():
+    plain = analysis.finalize(CASES["language model"](slice(None)))
+    both = analysis.finalize(observe_layers(partial(analysis.observe_language_model, post_attention=True)))
+    assert plain.items() <= both.items()
+    moved = TAPS | {"residual": TAPS["post_attention"]}
+    swapped = analysis.finalize(observe_layers(analysis.observe_language_model, moved))
+    extra = {name.removeprefix("post_attention_") for name in both.keys() - plain.keys()}
+    assert {"kurtosis_first/layer_0", "max_abs_rest_maximum"} < extra
+    assert_same({name: both[f"post_attention_{name}"] for name in extra}, {name: swapped[name] for name in extra})
+
+
+def test_a_metric_without_any_term_is_nan_and_no_warning():
+    statistics = analysis.Statistics(jnp.ones(2, jnp.int32), {"x": jnp.zeros(2)}, {"x": jnp.zeros(2, jnp.int32)}, {})
+    assert np.isnan(analysis.finalize(statistics)["x"])
+
+
+# The one loop. Functions of the module, so that one program serves all calls.
+
+
+def _scaled_residual(taps, scale):
+    return {"residual": scale * taps.residual, "weights": taps.attention_weights}
+
+
+def _largest(logits, scale):
+    return scale * jnp.max(logits, axis=-1)[None]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    model = gpt2("tiny", d_model=8, num_layers=2, num_heads=2, d_mlp=8, vocab_size=16, max_length=8)
+    params = jax.jit(Transformer(model).init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    return LoadedModel(Transformer(model), jax.tree.map(lambda leaf: 5 * leaf, params), Config(), None, Path())
+
+
+TOKENS = np.random.default_rng(0).integers(0, 16, (6, 8))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_measure_joins_batches_with_their_arguments_and_outputs_on_any_mesh(loaded, devices):
+    if devices > 1:
+        mesh = jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        loaded = loaded._replace(params=jax.device_put(loaded.params, placed))
+        rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    else:
+        rows = jax.devices()[0]
+    batches = [
+        (jax.device_put(TOKENS[:4], rows), jnp.float32(2.0)),
+        (jax.device_put(TOKENS[4:], rows), jnp.float32(3.0)),
+    ]
+    whole = jax.jit(lambda params: loaded.model.apply({"params": params}, TOKENS, observe=lambda taps: taps))
+    logits, taps = jax.device_get(whole(jax.device_get(loaded.params)))
+    scale = np.float32([2, 2, 2, 2, 3, 3]).reshape(6, 1, 1)
+    seen, largest = analysis.measure(
+        loaded, iter(batches), _scaled_residual, output=_largest, join=analysis.concatenate
+    )
+    np.testing.assert_allclose(seen["residual"], scale * taps.residual, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(seen["weights"], taps.attention_weights, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(largest[0], scale[..., 0] * logits.max(-1), rtol=1e-5)
+    one = analysis.measure(loaded, batches[:1], _scaled_residual)
+    np.testing.assert_allclose(one["residual"], 2 * taps.residual[:, :4], rtol=1e-5, atol=1e-6)
+    assert one["residual"].is_fully_replicated
+
+
+def test_measured_statistics_do_not_depend_on_the_batches_and_compile_once(loaded):
+    whole = analysis.finalize(analysis.measure(loaded, [TOKENS], analysis.observe_language_model))
+    assert whole["sequences"] == 6
+    parts = [TOKENS[:3], TOKENS[3:]]
+    assert_same(whole, analysis.finalize(analysis.measure(loaded, parts, analysis.observe_language_model)))
+    calls = []
+
+    def counting(taps):
+        calls.append(taps)
+        return analysis.Statistics(jnp.int32(3), {"x": taps.residual.sum()}, {"x": jnp.int32(1)}, {})
+
+    for _ in range(2):
+        analysis.measure(loaded, parts, counting)
+    traced = len(calls)
+    analysis.measure(loaded, parts, counting)
+    assert 1 <= len(calls) == traced
+    with pytest.raises(ValueError, match="no batches"):
+        analysis.measure(loaded, [], analysis.observe_language_model)
