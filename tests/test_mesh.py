@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny_run import POISON, assert_lines_close, assert_trees_close, by_path, lines
+from tiny_run import POISON, assert_lines_close, assert_trees_close, bits, by_path, lines
 
 from orthojax.config import (
     Config,
@@ -42,7 +42,6 @@ from orthojax.train import (
     state_shapes,
     train,
 )  # fmt: skip
-from orthojax.train.mesh import moment_shardings, parameter_shardings
 from orthojax.train.step import jit_train_step
 from orthojax.train.workdir import prefetched
 
@@ -60,12 +59,6 @@ LLAMA = dataclasses.replace(CONFIG, model=llama2("tiny", **SIZE, num_kv_heads=2,
 
 def on(config, data=1, fsdp=1, tensor=1, **changes):
     return dataclasses.replace(replace(config, changes), mesh=MeshConfig(data, fsdp, tensor))
-
-
-def mesh_for(config):
-    mesh = make_mesh(config)
-    assert mesh is not None
-    return mesh
 
 
 def tokens(step):
@@ -138,7 +131,7 @@ def test_one_device_is_no_mesh_and_what_is_wasted_is_said():
     assert make_mesh(CONFIG) is None
     table = init_state(CONFIG).params["token_embedding"]["embedding"]
     assert isinstance(table.sharding, jax.sharding.SingleDeviceSharding)
-    assert dict(mesh_for(on(CONFIG, 2, -1)).shape) == {"data": 2, "fsdp": 4, "tensor": 1}
+    assert dict(make_mesh(on(CONFIG, 2, -1)).shape) == {"data": 2, "fsdp": 4, "tensor": 1}
     assert about_mesh(CONFIG) == ["uses 1 of 8 devices; --config.mesh.data=-1 takes all"]
     assert about_mesh(on(CONFIG, 2, 2)) == ["uses 4 of 8 devices; --config.mesh.data=-1 takes all"]
     assert about_mesh(on(CONFIG, -1)) == about_mesh(on(CONFIG, 2, 2, 2)) == about_mesh(on(LLAMA, 4, 1, 2)) == []
@@ -162,23 +155,23 @@ KERNELS = {
 WHOLE = {"final_norm/scale": P(), "layers/attention_norm/scale": P(), "layers/mlp_norm/scale": P()}
 
 
-def specs(config):
-    """Specs of the parameters and of their moments, by path."""
-    shapes, mesh = parameter_shapes(config), mesh_for(config)
-    params = parameter_shardings(config.model, shapes, mesh)
-    moments = moment_shardings(config.optim, shapes, params)
-    return ({path: sharding.spec for path, sharding in by_path(tree).items()} for tree in (params, moments))
+def specs(tree):
+    return {path: leaf.sharding.spec for path, leaf in by_path(tree).items()}
+
+
+def parameter_specs(config):
+    return specs(state_shapes(config).params)
 
 
 def test_where_the_parameters_are():
-    params, _ = specs(on(LLAMA, 2, 2, 2))
+    params = parameter_specs(on(LLAMA, 2, 2, 2))
     kernels = {f"layers/{path}": spec for path, spec in KERNELS.items()}
     assert params == WHOLE | kernels | {
         "layers/mlp/gate/kernel": P(None, "fsdp", "tensor"),
         "token_embedding/embedding": P(BOTH),
         "head/kernel": P(None, BOTH),
     }
-    params, _ = specs(on(CONFIG, 2, 2, 2, **{"model.scan_layers": False}))  # GPT-2, unrolled
+    params = parameter_specs(on(CONFIG, 2, 2, 2, **{"model.scan_layers": False}))  # GPT-2, unrolled
     expected = {f"layers_1/{path}": P(*spec[1:]) for path, spec in KERNELS.items()}
     expected |= {f"layers_1/attention/{name}/bias": P("tensor") for name in ("query", "key", "value")}
     expected |= {"layers_1/mlp/input/bias": P("tensor"), "layers_1/attention/output/bias": P()}
@@ -189,45 +182,40 @@ def test_where_the_parameters_are():
 
 def test_what_does_not_divide_stays_whole_or_takes_the_other_axis():
     odd = {"model.vocab_size": 65, "model.num_heads": 2, "model.d_model": 36, "model.max_length": 17, "model.d_mlp": 66}
-    params, _ = specs(on(CONFIG, 1, 2, 4, **odd))
+    params = parameter_specs(on(CONFIG, 1, 2, 4, **odd))
     assert params["token_embedding/embedding"] == P(None, "fsdp")  # GPT-2's own vocabulary is odd
     assert params["position_embedding/embedding"] == P(None, "fsdp")
     assert params["layers/attention/query/kernel"] == P(None, "fsdp")  # 36 divides by 4, its two heads do not
     assert params["layers/mlp/input/kernel"] == P(None, "fsdp")
-    params, _ = specs(on(LLAMA, 1, 2, 4))  # four heads in two groups
+    params = parameter_specs(on(LLAMA, 1, 2, 4))  # four heads in two groups
     assert params["layers/attention/query/kernel"] == P(None, "fsdp")
-    params, _ = specs(on(CONFIG, 1, 5, 1, **{"train.batch_size": 5, "eval.sequences": 5, "eval.batch_size": 5}))
+    params = parameter_specs(on(CONFIG, 1, 5, 1, **{"train.batch_size": 5, "eval.sequences": 5, "eval.batch_size": 5}))
     assert set(params.values()) == {P()}
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param("adam", marks=pytest.mark.slow), "orthoadam"])
 def test_moments_are_split_over_data_too_and_bases_nowhere(optimizer):
     config = on(LLAMA, 2, 2, 2, **{"optim.optimizer": optimizer, "optim.rotation.kind": "haar"})
-    params, moments = specs(config)
-    split = {path for path, spec in moments.items() if "data" in str(spec)}
-    assert split == set(moments)  # every length here is even
-    # One that is whole and, of OrthoAdam, not rotated comes first: here the layers.
-    assert moments["layers/mlp/input/kernel"] == P("data", "fsdp", "tensor")
-    assert moments["head/kernel"] == (P("data", BOTH) if optimizer == "adam" else P(None, (*BOTH, "data")))
     state = init_state(config)
-    assert {path: x.sharding.spec for path, x in by_path(state.params).items()} == params
     inner = state.opt_state[optimizer]
     if optimizer == "orthoadam":
         bases = jax.tree.leaves(inner.basis)
         assert bases
         assert all(basis.sharding.is_fully_replicated for basis in bases)
         inner = inner.inner
-    for moment in (inner.mu, inner.nu):
-        assert {path: x.sharding.spec for path, x in by_path(moment).items()} == moments
-    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state_shapes(config)) == jax.tree.map(
-        lambda x: (x.shape, x.dtype, x.sharding), state
-    )
+    moments = specs(inner.mu)
+    assert moments == specs(inner.nu)
+    assert all("data" in str(spec) for spec in moments.values())  # every length here is even
+    # One that is whole and, of OrthoAdam, not rotated comes first: here the layers.
+    assert moments["layers/mlp/input/kernel"] == P("data", "fsdp", "tensor")
+    assert moments["head/kernel"] == (P("data", BOTH) if optimizer == "adam" else P(None, (*BOTH, "data")))
+    planned, real = (jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), s) for s in (state_shapes(config), state))
+    assert planned == real
 
 
 @pytest.mark.slow
 def test_the_initial_state_does_not_depend_on_the_mesh():
-    one, split = jax.device_get((init_state(CONFIG), init_state(on(CONFIG, 2, 2, 2))))
-    jax.tree.map(np.testing.assert_array_equal, split, one)
+    assert bits(init_state(on(CONFIG, 2, 2, 2))) == bits(init_state(CONFIG))
 
 
 # The numbers.
@@ -332,9 +320,8 @@ def compiled(config):
 
 def test_memory_of_each_device_falls():
     """Bytes of arguments, exactly: what is divided by eight and what is not."""
-    kernels = {path: leaf.size * 4 for path, leaf in by_path(parameter_shapes(SMALL)).items() if leaf.ndim > 1}
-    every = {path: leaf.size * 4 for path, leaf in by_path(parameter_shapes(SMALL)).items()}
-    tables, vectors = sum(kernels.values()), sum(every.values()) - sum(kernels.values())
+    leaves = jax.tree.leaves(parameter_shapes(SMALL))
+    tables, vectors = (sum(leaf.size * 4 for leaf in leaves if (leaf.ndim > 1) == many) for many in (True, False))
     fixed = 4 * 3 + 4 * (LENGTH + 1) * ROWS // 8  # three counters and the rows
     fsdp, data = (compiled(on(SMALL, *mesh)).memory_analysis() for mesh in ((1, 8), (8, 1)))
     assert fsdp.argument_size_in_bytes == 3 * tables // 8 + 3 * vectors + fixed
