@@ -249,13 +249,10 @@ def test_the_host_asks_for_a_step_only_when_the_next_one_is_under_way(tmp_path, 
 
 @pytest.fixture
 def jax_settings():
-    before = {
-        f"jax_{name}": getattr(jax.config, f"jax_{name}")
-        for name in ("enable_compilation_cache", "compilation_cache_dir")
-    }
+    enabled, folder = jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir
     yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    jax.config.update("jax_compilation_cache_dir", folder)
 
 
 def test_where_compiled_programs_are_kept(jax_settings, tmp_path, monkeypatch):
