@@ -6,6 +6,7 @@ quantisation settings. --quantize=w4a8_group64 writes a quantised checkpoint, un
 beside the checkpoints, and evaluates that: a quantised checkpoint runs on its integers.
 """
 
+import functools
 import json
 from pathlib import Path
 
@@ -67,14 +68,9 @@ def main(_: list[str]) -> None:
         result["quantization"], settings = read_json_item(step_folder, "quantization")["setting"], {}
     loaded = load(step_folder)
     with Progress(evaluation_stages(config, settings), every_seconds=0.0) as progress:
-        metrics = evaluate(
-            config,
-            loaded.params,
-            inputs,
-            linear=loaded.model.linear,
-            settings=settings,
-            on_progress=lambda part: progress.advance(1, part),
-        )
+        report = functools.partial(progress.advance, 1)
+        options = {"linear": loaded.model.linear, "settings": settings, "on_progress": report}
+        metrics = evaluate(config, loaded.params, inputs, **options)
     result["metrics"] = metrics
     write_text(workdir / "evaluation.json", json.dumps(result, indent=2) + "\n")
     for name, value in metrics.items():

@@ -64,6 +64,9 @@ def _train_with_progress(config: Config, inputs: Any, workdir: Path) -> None:
 
     with Progress(config.train.steps, every_seconds=0.0) as progress:
 
+        def count(step: int, _: float) -> None:
+            progress.advance(step - progress.done)
+
         def show(line: dict[str, Any]) -> None:
             message = describe_line(line, config.train.steps)
             if "event" in line:
@@ -71,14 +74,7 @@ def _train_with_progress(config: Config, inputs: Any, workdir: Path) -> None:
             else:
                 progress.advance(line["step"] - progress.done, message)
 
-        train(
-            config,
-            inputs,
-            workdir,
-            on_start=progress.skip,
-            on_step=lambda step, _: progress.advance(step - progress.done),
-            on_line=show,
-        )
+        train(config, inputs, workdir, on_start=progress.skip, on_step=count, on_line=show)
 
 
 def main(_: list[str]) -> None:
@@ -90,14 +86,7 @@ def main(_: list[str]) -> None:
 
     from orthojax.model import parameter_count
     from orthojax.progress import tokenizing_progress
-    from orthojax.train import (
-        about_mesh,
-        check_workdir,
-        distributed,
-        keep_compiled_programs,
-        open_inputs,
-        train,
-    )
+    from orthojax.train import about_mesh, check_workdir, distributed, keep_compiled_programs, open_inputs, train
 
     if FLAGS.multihost or _processes() != (None, None, None):
         distributed.initialize(*_processes())

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.interpreters import partial_eval
+from tiny_run import TINY
 
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, replace
+from orthojax.config import ModelConfig, replace
 from orthojax.model import Transformer, flops_per_token, gpt2, llama2, parameter_count
 from orthojax.train import dry_run, init_state, model_flops_per_token, model_flops_utilization, peak_flops_per_second
 from orthojax.train.estimates import bytes_on_one_device
@@ -105,9 +106,7 @@ def test_utilization_is_the_share_of_the_peak_of_all_devices():
     assert model_flops_utilization(989e12 / flops, flops, "NVIDIA H200", 1) == pytest.approx(1.0)
     assert model_flops_utilization(463_000, flops, "NVIDIA H100 80GB HBM3", 1) == pytest.approx(0.3736, abs=1e-4)
     assert model_flops_utilization(463_000, flops, "NVIDIA H200", 8) == pytest.approx(0.3736 / 8, abs=1e-4)
-
-
-def test_an_unknown_device_has_no_utilization():
+    # Unknown devices have none.
     assert model_flops_utilization(463_000, 10**9) is None  # the CPU that runs the tests
     assert model_flops_utilization(463_000, 10**9, "a chip of next year", 4) is None
     assert model_flops_utilization(275e12, 4, "TPU v4") == pytest.approx(4 / jax.device_count())  # those of JAX
@@ -115,13 +114,9 @@ def test_an_unknown_device_has_no_utilization():
 
 # Dry runs.
 
-RUN = Config(
-    gpt2("tiny", num_layers=2, d_model=32, num_heads=4, d_mlp=64, vocab_size=64, max_length=16),
-    OptimConfig(optimizer="orthoadam", warmup_steps=1),
-    DataConfig(sequence_length=16),
-    TrainConfig(steps=10, batch_size=16),
-    EvalConfig(sequences=16, batch_size=16),
-)
+MODEL = gpt2("tiny", num_layers=2, d_model=32, num_heads=4, d_mlp=64, vocab_size=64, max_length=16)
+CHANGES = {"optim.optimizer": "orthoadam", "data.sequence_length": 16, "train.steps": 10, "train.batch_size": 16}
+RUN = replace(dataclasses.replace(TINY, model=MODEL), CHANGES)
 MESH = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 
 

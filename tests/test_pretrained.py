@@ -3,40 +3,24 @@
 import jax
 import numpy as np
 import pytest
+from tiny_run import TINY, assert_trees_close, inputs, rows
 
 import orthojax
 from orthojax import quant
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, replace
+from orthojax.config import TrainConfig, replace
 from orthojax.data.tokenizers import make_tokenizer
 from orthojax.errors import UserError
 from orthojax.model import Transformer, stack_layers, unstack_layers
-from orthojax.train import Checkpoints, Inputs, init_state, load_params, quantize_checkpoint, read_config, train
+from orthojax.train import Checkpoints, init_state, load_params, quantize_checkpoint, read_config, train
 
-MODEL = ModelConfig(
-    vocab_size=64,
-    max_length=8,
-    d_model=16,
-    num_layers=2,
-    num_heads=2,
-    d_mlp=32,
-    scan_layers=False,
-    normalizer="softmax",
+CONFIG = replace(
+    TINY, {"model.num_layers": 2, "model.normalizer": "softmax", "optim.warmup_steps": 1, "train.steps": 2}
 )
-CONFIG = Config(
-    model=MODEL,
-    optim=OptimConfig(optimizer="adam", learning_rate=0.01, warmup_steps=1),
-    data=DataConfig(sequence_length=8),
-    train=TrainConfig(steps=2, batch_size=4, eval_every_steps=0),
-    eval=EvalConfig(sequences=4, batch_size=4),
-)
+MODEL, TOKENS, INPUTS = CONFIG.model, rows(7)[:, :-1], inputs(tokenizer_sha256="abc")
 
 
-def rows(step):
-    return np.random.default_rng(step).integers(0, 64, (4, 9), dtype=np.int32)
-
-
-INPUTS = Inputs(rows, rows(99), None, {"source": "test", "tokenizer_sha256": "abc"}, None)
-TOKENS = rows(7)[:, :-1]
+def assert_equal(a, b):
+    assert_trees_close(a, b, rtol=0)
 
 
 def save(config, workdir, data=None):
@@ -62,7 +46,7 @@ def test_a_run_is_loaded_from_its_workdir_checkpoints_or_step(finished, where):
     workdir, params = finished
     loaded = orthojax.load(str(workdir / where))
     assert (loaded.config, loaded.source) == (CONFIG, workdir / "checkpoints/0")
-    jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
+    assert_equal(loaded.params, params)
     np.testing.assert_array_equal(loaded.model.apply({"params": loaded.params}, TOKENS)[0], logits(MODEL, params))
     assert loaded.tokenizer is None  # bpe:2048 comes with its corpus
 
@@ -89,7 +73,7 @@ def test_a_quantised_checkpoint_is_loaded_on_its_integers(finished, tmp_path):
 def test_what_does_not_change_the_function_may_differ(finished):
     workdir, params = finished
     for changes in ({}, {"remat": True, "dtype": "bfloat16", "init_std": 0.5}):
-        jax.tree.map(np.testing.assert_array_equal, load_params(workdir, replace(MODEL, changes)), params)
+        assert_equal(load_params(workdir, replace(MODEL, changes)), params)
 
 
 @pytest.mark.slow
@@ -97,10 +81,10 @@ def test_layers_are_stacked_for_a_model_that_scans_and_taken_apart_again(finishe
     workdir, params = finished
     scanned = replace(MODEL, {"scan_layers": True})
     stacked = load_params(workdir, scanned)
-    jax.tree.map(np.testing.assert_array_equal, stacked, stack_layers(params))
+    assert_equal(stacked, stack_layers(params))
     np.testing.assert_allclose(logits(scanned, stacked), logits(MODEL, params), rtol=1e-4, atol=1e-5)
     scanned_workdir, stacked = save(replace(CONFIG, {"model.scan_layers": True}), tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, load_params(scanned_workdir, MODEL), unstack_layers(stacked))
+    assert_equal(load_params(scanned_workdir, MODEL), unstack_layers(stacked))
 
 
 @pytest.mark.parametrize("normalizer", ["softmax1", "relu", "softmax_n"])
@@ -110,7 +94,7 @@ def test_a_softmax_model_does_not_become_another_unless_that_is_said(finished, n
     with pytest.raises(UserError, match=rf"normalizer='softmax', not '{normalizer}'") as refused:
         load_params(workdir, other)
     assert "allow_normalizer_change=true" in str(refused.value)
-    jax.tree.map(np.testing.assert_array_equal, load_params(workdir, other, allow_normalizer_change=True), params)
+    assert_equal(load_params(workdir, other, allow_normalizer_change=True), params)
 
 
 OTHER = {"mlp": "relu", "norm_eps": 1e-3, "position": "rotary", "d_mlp": 64, "num_heads": 4, "tie_embeddings": False}
@@ -140,12 +124,12 @@ def test_a_run_starts_from_the_parameters_and_resumes_from_its_own_checkpoint(fi
     # No step is taken where the learning rate is zero: the end shows the beginning.
     still = replace(config, {"optim.learning_rate": 1e-30, "optim.final_learning_rate_fraction": 1.0})
     begun = train(still, INPUTS, tmp_path / "begun").params
-    jax.tree.map(np.testing.assert_array_equal, begun, params)
+    assert_equal(begun, params)
     after = jax.device_get(train(config, INPUTS, tmp_path / "tuned").params)
     assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True))
     assert read_config(next((tmp_path / "tuned" / "checkpoints").glob("[0-9]*"))).model.normalizer == "softmax1"
     again = jax.device_get(train(config, INPUTS, tmp_path / "tuned").params)
-    jax.tree.map(np.testing.assert_array_equal, again, after)
+    assert_equal(again, after)
 
 
 @pytest.mark.parametrize("name", ["tokenizer_sha256", "characters"])

@@ -15,7 +15,6 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import jax
@@ -36,8 +35,8 @@ def initialize(
 ) -> None:
     """Joins the processes of a run; call it before anything else of JAX.
 
-    A process that dies is noticed by its missing heartbeat, and ends all others; started again, they resume from the
-    last checkpoint. Where the others do not come within five minutes JAX ends this one, with exit code 134.
+    A process whose heartbeat stops ends all others; restarted, they resume from the last checkpoint. Where the others
+    do not connect within five minutes, JAX ends this one with exit code 134.
 
     Args:
       coordinator_address: HOST:PORT of process 0. None asks the cluster (Slurm, Open MPI, GKE, Cloud TPU) for all.
@@ -48,8 +47,7 @@ def initialize(
     Raises:
       UserError: Where only some of the three are given, no cluster is found, or the address cannot be used.
     """
-    given = [coordinator_address, num_processes, process_id]
-    if any(value is None for value in given) and any(value is not None for value in given):
+    if len({value is None for value in (coordinator_address, num_processes, process_id)}) > 1:
         raise UserError(
             f"coordinator_address={coordinator_address}, num_processes={num_processes}, process_id={process_id}",
             allowed="all three, or none of them on a cluster that jax.distributed knows",
@@ -92,18 +90,11 @@ def is_primary() -> bool:
     return jax.process_index() == 0
 
 
-def sync_start(prepare: Callable[[], T], same: Mapping[str, str] = MappingProxyType({})) -> T:
-    """Calls a function on every process, and returns where it succeeds on all and all are about to do the same.
+def sync_start(prepare: Callable[[], T], same: Mapping[str, str] | None = None) -> T:
+    """Calls `prepare` on every process; returns its result where it succeeded on all and `same` agrees between them.
 
-    A process that fails alone, or trains with another config or on other data, would go unnoticed: the others would
-    wait for it, or take its gradients for those of their own run.
-
-    Args:
-      prepare: Called here; an exception of it ends all processes.
-      same: What must not differ between processes, by name.
-
-    Returns:
-      What `prepare` returned.
+    Without this the others would wait for a process that failed alone, or add up the gradients of one that trains with
+    another config or on other data.
 
     Raises:
       UserError: Which processes failed in `prepare`, or differ from process 0 and in what; here, what `prepare` raised.
@@ -114,6 +105,7 @@ def sync_start(prepare: Callable[[], T], same: Mapping[str, str] = MappingProxyT
     except Exception as error:
         failure = error
     if jax.process_count() > 1:
+        same = same or {}
         digests = [hashlib.sha256(value.encode()).digest() for value in same.values()]
         own = np.frombuffer(bytes([failure is not None]) + b"".join(digests), np.uint8)
         rows = np.asarray(multihost_utils.process_allgather(own))
@@ -127,7 +119,7 @@ def sync_start(prepare: Callable[[], T], same: Mapping[str, str] = MappingProxyT
 
 
 def from_primary(read: Callable[[], T]) -> T:
-    """What a function gives on process 0, which alone calls it, on every process; JSON values."""
+    """The JSON value that `read` returns on process 0, which alone calls it, on every process."""
     value = read() if is_primary() else None
     if jax.process_count() == 1:
         return cast(T, value)
@@ -138,10 +130,8 @@ def from_primary(read: Callable[[], T]) -> T:
 
 
 def _require_agreement(rows: np.ndarray, names: list[str]) -> None:
-    """Of uint8 [processes, 1 + 32 * names]: whether a process failed, and the sha256 of everything named.
-
-    Differences are reported before failures: another config may fail for what process 0 has just written.
-    """
+    """Compares the digests in rows, uint8 [processes, 1 + 32 * names], whose first column says whether it failed."""
+    # Before failures are reported: another config may fail for what process 0 has just written.
     digests = rows[:, 1:].reshape(len(rows), len(names), 32)
     differs = (digests != digests[0]).any(axis=-1)
     different = [
@@ -167,23 +157,16 @@ class StopRequest:
     """
 
     def __init__(self, *, agreed: bool):
-        """No request yet.
-
-        Args:
-          agreed: Many processes run, and must stop at the same step.
-        """
+        """No request yet; `agreed` where several processes run, which must stop at the same step."""
         self.signum: int | None = None
         self._agreed, self._asked = agreed, 0
 
     def at(self, step: int) -> int | None:
-        """The signal that stops the run after this step, or one before it; every process asks after every step.
-
-        On one process this costs nothing; on many it reads a counter of this process.
-        """
+        """The signal that stops the run after this step, or one before it; every process asks after every step."""
         if not self._agreed or self.signum is not None:
             return self.signum
-        # The processes agree on one number that all of them will reach, which steps are not: a run may go back to a
-        # checkpoint. All ask equally often, so that this is the same number in each.
+        # The number agreed on must be one that every process reaches. Steps are not: a run may roll back. All processes
+        # ask equally often, so this counter is the same in each.
         self._asked = max(self._asked + 1, step)
         if multihost_utils.reached_preemption_sync_point(self._asked):
             self.signum = signal.SIGTERM
@@ -192,7 +175,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Makes a request of the first SIGINT or SIGTERM; a second one has its usual effect."""
+    """Turns the first SIGINT or SIGTERM into a request; a second one has its usual effect."""
     many = jax.process_count() > 1
     request, previous = StopRequest(agreed=many), dict[int, Any]()
 
@@ -216,32 +199,28 @@ def stop_on_signals() -> Iterator[StopRequest]:
         restore()
 
 
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-
-
 def keep_compiled_programs(folder: str | None = None) -> Path | None:
-    """Turns on JAX's own persistent compilation cache, for the whole process: meant for programs, not for libraries.
+    """Turns on JAX's persistent compilation cache for the whole process: meant for programs, not for libraries.
 
     Args:
       folder: Where; "" keeps nothing; None means JAX_COMPILATION_CACHE_DIR where that is set, else `orthojax/xla` in
         the user's cache, and nothing where JAX_ENABLE_COMPILATION_CACHE is false.
 
     Returns:
-      Where programs are kept; None, with a warning, where that cannot be written.
+      Where programs are kept; None where they are not, with a warning where the folder cannot be written.
     """
     settings: Any = jax.config
     path = None
     if folder or (folder is None and settings.jax_enable_compilation_cache):
         try:
             chosen = folder or settings.jax_compilation_cache_dir
-            path = Path(chosen) if chosen else _user_cache() / "orthojax" / "xla"
+            path = Path(chosen or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            path = path if chosen else path / "orthojax" / "xla"
             path.mkdir(parents=True, exist_ok=True)
             if not os.access(path, os.W_OK | os.X_OK):
                 raise PermissionError(f"no permission to write to {path}")
         except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-            text = f"compiled programs are not kept: {error}; --compile_cache=DIR is another folder"
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(f"compiled programs are not kept: {error}; --compile_cache=DIR sets a folder", stacklevel=2)
             path = None
     jax.config.update("jax_enable_compilation_cache", path is not None)
     if path is not None:

@@ -52,10 +52,10 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int, *, causal: b
     6 (12 L d^2 + V d) + 6 L T d. Embedding look-ups, norms, recomputation and the optimizer are not counted.
 
     Args:
-      model: Whose kernels and attending layers count.
+      model: Its kernels and attending layers count.
       sequence_length: T.
-      causal: Count half of the attention matrix, as Megatron-LM and MaxText do now; otherwise all of it, as PaLM
-        does, which is `orthojax.model.flops_per_token`.
+      causal: Count half of the attention matrix, as Megatron-LM and MaxText do; otherwise all of it, as PaLM does,
+        which is `orthojax.model.flops_per_token`.
 
     Reference:
       PaLM, `arXiv 2204.02311 <https://arxiv.org/abs/2204.02311>`_, 2022, Appendix B. The causal half:
@@ -73,10 +73,7 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int, *, causal: b
 
 
 def peak_flops_per_second(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of one device, or None for a device that is not in the table.
-
-    Args:
-      device_kind: As `jax.devices()[0].device_kind` says it.
+    """Dense bfloat16 FLOP/s of one device by its `device_kind`; None where the table does not have it.
 
     >>> peak_flops_per_second("NVIDIA H200"), peak_flops_per_second("cpu")
     (989000000000000.0, None)
@@ -87,18 +84,13 @@ def peak_flops_per_second(device_kind: str) -> float | None:
 def model_flops_utilization(
     tokens_per_second: float, flops_per_token: float, device_kind: str | None = None, device_count: int | None = None
 ) -> float | None:
-    """MFU = tokens/s * FLOPs per token / (peak FLOP/s * devices), a fraction.
-
-    The peak is that of bfloat16, whatever the model computes in.
+    """MFU = tokens/s * FLOPs per token / (peak bfloat16 FLOP/s * devices), a fraction; None where the peak is unknown.
 
     Args:
       tokens_per_second: Of all devices together.
       flops_per_token: From `model_flops_per_token`.
-      device_kind: Those of JAX where None.
-      device_count: All that JAX sees, of all processes, where None.
-
-    Returns:
-      The fraction, or None where the peak is unknown.
+      device_kind: None means JAX's own.
+      device_count: None means all that JAX sees, of all processes.
 
     >>> round(model_flops_utilization(500_000, 798_031_872, "NVIDIA H200", 1), 3)
     0.403
@@ -119,12 +111,7 @@ class Estimate(NamedTuple):
     flops: int  # of the whole run
 
     def hours(self, device_kind: str, device_count: int = 1, *, mfu: float) -> float:
-        """Hours of training on devices that reach a given share of their peak; evaluation is not counted.
-
-        Args:
-          device_kind: `jax.devices()[0].device_kind`, of a device whose peak is known.
-          device_count: How many share the work.
-          mfu: Model FLOPs utilization, a fraction.
+        """Hours of training at an MFU (a fraction) on so many devices of a `device_kind`, without evaluation.
 
         Raises:
           UserError: For a device whose peak is not known.
@@ -138,7 +125,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(config: Config) -> Estimate:
-    """What the run that a config describes will take.
+    """What a run will take, by arithmetic.
 
     >>> from orthojax.config import DataConfig, TrainConfig
     >>> from orthojax.model import gpt2
@@ -153,7 +140,7 @@ def estimate(config: Config) -> Estimate:
 
 
 def bytes_on_one_device(tree: Any) -> int:
-    """Bytes of the arrays of a tree, or of their shapes, that lie on each device; the largest part where parts differ.
+    """Bytes on each device of a tree of arrays or shapes; of the largest shard where shards differ.
 
     >>> bytes_on_one_device([jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((), "int32")])
     132
@@ -167,15 +154,12 @@ def bytes_on_one_device(tree: Any) -> int:
 
 
 def dry_run(config: Config) -> Iterator[str]:
-    """Lines that say what a run will take: nothing is allocated and no data is read.
+    """Lines that say what a run will take on its mesh: nothing is allocated and no data is read.
 
-    The last ones come when its step is compiled, which may take a minute.
-
-    Args:
-      config: The run, on the mesh that it asks for.
+    The last ones come once its step is compiled, which may take a minute.
 
     Raises:
-      UserError: Where the devices are too few for the mesh, or a batch does not divide over it.
+      UserError: As `build`.
     """
     program, plan, state = build(config), estimate(config), state_shapes(config)
     mesh, kind = program.mesh, jax.devices()[0].device_kind
@@ -197,8 +181,8 @@ def dry_run(config: Config) -> Iterator[str]:
     started = time.monotonic()
     compiled = program.step.lower(state, tokens).compile()  # pyright: ignore[reportFunctionMemberAccess]
     seconds = time.monotonic() - started
-    yield "memory of each device:"
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
+    yield "memory of each device:"
     parts = {
         "parameters": bytes_on_one_device(state.params),
         "optimizer state": bytes_on_one_device(state.opt_state),
@@ -217,14 +201,12 @@ def dry_run(config: Config) -> Iterator[str]:
 
 
 def _logits_bytes(config: Config, mesh: Mesh | None) -> int:
-    """Of the float32 logits of as many positions as the loss takes at once, on one device."""
+    """Bytes on one device of the float32 logits of as many positions as the loss takes at once."""
     rows, vocabulary = config.train.batch_size // config.train.accumulation_steps, config.model.vocab_size
     with in_mesh(mesh):
         positions = positions_at_once(rows, config.data.sequence_length, vocabulary, config.train.loss_chunk_positions)
-    sizes = {} if mesh is None else dict(mesh.shape)
-    split = sizes.get("data", 1) * sizes.get("fsdp", 1)
-    tensor = sizes.get("tensor", 1)
-    return -(-rows // split) * positions * (vocabulary // tensor if vocabulary % tensor == 0 else vocabulary) * 4
+    data, fsdp, tensor = (1, 1, 1) if mesh is None else mesh.shape.values()
+    return -(-rows // (data * fsdp)) * positions * (vocabulary if vocabulary % tensor else vocabulary // tensor) * 4
 
 
 def _shardings(state: TrainState) -> Iterator[str]:

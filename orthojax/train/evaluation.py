@@ -21,32 +21,19 @@ Metrics = dict[str, float]
 
 
 class _Model(NamedTuple):
-    """What `analysis.measure` reads of a loaded model; of a run that trains there is no more."""
+    """What `analysis.measure` reads of a loaded model."""
 
     model: Transformer
     params: Any
 
 
 # Of all that `analysis.observe_language_model` defines; what is not named here is not computed by the probe.
-PROBED = (
-    "kurtosis_first",
-    "kurtosis_rest",
-    "max_abs_first",
-    "max_abs_rest",
-    "first_attention_fraction",
-    "first_attention_mass",
-)
-
-
-# Parameters are where training left them, on a mesh or not. What leaves a program is replicated, so that every process
-# can read it.
+PROBED = ("kurtosis_first", "kurtosis_rest", "max_abs_first", "max_abs_rest")
+PROBED += ("first_attention_fraction", "first_attention_mass")
 
 
 def _place(mesh: Mesh | None, *arrays: np.ndarray) -> tuple[Any, ...]:
-    def place(array: np.ndarray) -> jax.Array:
-        return place_rows(mesh, len(array), lambda start, stop: array[start:stop])
-
-    return tuple(place(array) for array in arrays)
+    return tuple(place_rows(mesh, len(rows), lambda start, stop, rows=rows: rows[start:stop]) for rows in arrays)
 
 
 def _batches(config: Config, inputs: Inputs) -> Iterator[np.ndarray]:
@@ -56,6 +43,7 @@ def _batches(config: Config, inputs: Inputs) -> Iterator[np.ndarray]:
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _loss(model: Transformer, params: Any, tokens: jax.Array, positions: int | None) -> tuple[jax.Array, jax.Array]:
+    # Replicated, so that every process can read it.
     return constrain(loss_sum_nats(model, params, tokens, positions), PartitionSpec())
 
 
@@ -71,10 +59,10 @@ def validation_loss_nats(
 
     Args:
       config: Of the run.
-      params: The parameters.
-      inputs: Their data.
+      params: Its parameters, on a mesh or not.
+      inputs: Its data.
       after_batch: Called after every batch; it may raise.
-      model: With other linear layers than that of the config.
+      model: One with other linear layers than that of the config.
     """
     model = Transformer(config.model) if model is None else model
     mesh, positions = mesh_of(params), config.train.loss_chunk_positions
@@ -106,11 +94,11 @@ def evaluate(
 
     Args:
       config: What the parameters were trained with.
-      params: The parameters.
+      params: On a mesh or not.
       inputs: Their data.
       linear: What a linear layer computes, such as `quant.integer_linear(setting)` where the kernels are integers.
       settings: By which to quantise float parameters, by name; `quant.SETTINGS` where not given.
-      on_progress: Called with the name of each part when it is done.
+      on_progress: Called with the name of each part once it is done.
 
     Returns:
       For text `perplexity`, `loss_nats`, `bits_per_byte`, the outlier and attention statistics of
@@ -121,9 +109,8 @@ def evaluate(
     loaded = _Model(Transformer(config.model, linear=linear), params)
     loss = validation_loss_nats(config, params, inputs, model=loaded.model)
     if inputs.task is not None:
-        statistics, risks = analysis.measure(
-            loaded, _backcopy_batches(config, params, inputs), _observe_backcopy, output=_observe_risks
-        )
+        batches = _backcopy_batches(config, params, inputs)
+        statistics, risks = analysis.measure(loaded, batches, _observe_backcopy, output=_observe_risks)
         on_progress("statistics")
         return {"loss_nats": loss} | analysis.finalize(statistics) | analysis.finalize(risks)
     metrics: Metrics = {"perplexity": _perplexity(loss), "loss_nats": loss}
@@ -167,9 +154,6 @@ def _observe_risks(logits: jax.Array, is_trigger: jax.Array, oracle: jax.Array) 
     return analysis.observe_backcopy_risks(jax.nn.log_softmax(logits), oracle, is_trigger)
 
 
-# While a model trains.
-
-
 def _observe_probed(taps: analysis.Taps) -> analysis.Statistics:
     every = analysis.observe_language_model(taps)
     total, count = ({name: part[name] for name in PROBED} for part in (every.total, every.count))
@@ -180,13 +164,7 @@ class Probe:
     """Measures outliers and attention every `train.probe_every_steps`, on the device, without waiting for it."""
 
     def __init__(self, config: Config, inputs: Inputs, mesh: Mesh | None):
-        """Puts the rows on the devices.
-
-        Args:
-          config: Its `train.probe_every_steps` and `train.probe_sequences`.
-          inputs: The rows are spread evenly over their evaluation set; Bigram-Backcopy has statistics of its own.
-          mesh: Where the parameters will be.
-        """
+        """Puts rows that are spread evenly over the evaluation set on the mesh where the parameters will be."""
         self._every, self._model = config.train.probe_every_steps, Transformer(config.model)
         if not self._every:
             return
@@ -197,14 +175,14 @@ class Probe:
         self._observe = _observe_backcopy if triggers else _observe_probed
 
     def __call__(self, step: int, params: Any) -> analysis.Statistics | None:
-        """The statistics of the parameters after a step, still on the device; None between the probes."""
+        """The statistics after a step, still on the device; None between the probes."""
         if not self._every or step % self._every:
             return None
         return analysis.measure(_Model(self._model, params), [self._batch], self._observe)
 
 
 def probe_metrics(statistics: analysis.Statistics) -> dict[str, float]:
-    """Their names and values, over all layers and by layer, as `evaluate` calls them; what has no value is left out."""
+    """Finite values by the names that `evaluate` gives them, over all layers and by layer."""
     metrics = analysis.finalize(statistics)
     metrics["probe_sequences"] = metrics.pop("sequences")
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -1,22 +1,15 @@
 """Models from checkpoints: to measure, or as the start of another run."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from orthojax import quant
-from orthojax.config import Config, ModelConfig, fields_affecting
+from orthojax.config import Config, ModelConfig, changed_fields, fields_affecting
 from orthojax.data import make_tokenizer
 from orthojax.errors import UserError
 from orthojax.model import LoadedModel, Transformer, stack_layers, unstack_layers
-from orthojax.train.checkpoint import (
-    find_checkpoint,
-    is_quantized,
-    read_config,
-    read_json_item,
-    read_params,
-    read_quantized,
-)
+from orthojax.train import checkpoint
+from orthojax.train.checkpoint import find_checkpoint, read_config, read_json_item, read_params
 
 
 def load(path: str | Path) -> LoadedModel:
@@ -32,8 +25,8 @@ def load(path: str | Path) -> LoadedModel:
     """
     folder = find_checkpoint(Path(path))
     config = read_config(folder)
-    if is_quantized(folder):
-        setting, params = read_quantized(folder)
+    if checkpoint.is_quantized(folder):
+        setting, params = checkpoint.read_quantized(folder)
         model = Transformer(config.model, linear=quant.integer_linear(setting))
     else:
         model, params = Transformer(config.model), read_params(folder)
@@ -41,7 +34,7 @@ def load(path: str | Path) -> LoadedModel:
 
 
 def _tokenizer(folder: Path, config: Config) -> Any | None:
-    """The tokenizer that the config names, where it can be had without the corpus and is still the same."""
+    """The tokenizer that the config names, where it needs no corpus and is still the same."""
     if config.data.kind == "bigram_backcopy" or config.data.tokenizer.startswith("bpe:"):
         return None
     try:
@@ -54,15 +47,13 @@ def _tokenizer(folder: Path, config: Config) -> Any | None:
 def load_params(path: str | Path, model: ModelConfig, *, allow_normalizer_change: bool = False) -> Any:
     """The parameters of a checkpoint, for a model that is built by another config.
 
-    Arrays of the right shapes are not enough: a model trained with softmax and run with softmax-1, or with another
-    activation, silently computes something else. So every field of the model that changes the function must be that of
-    the checkpoint.
+    The right shapes are not enough: a softmax model run with softmax-1, or with another activation, silently computes
+    something else. So every field that changes the function must be that of the checkpoint.
 
     Args:
       path: A workdir, its `checkpoints` folder, or one step's folder.
-      model: The model that will use the parameters. Stacked and unrolled layers are converted to each other.
-      allow_normalizer_change: Let the normalizer of the attention differ, as for fine-tuning a softmax model with
-        softmax-1.
+      model: Uses the parameters; layers are stacked or unstacked for it.
+      allow_normalizer_change: Let the normalizer differ, as for fine-tuning a softmax model with softmax-1.
 
     Returns:
       A nested dict of float32 arrays on the first device.
@@ -85,14 +76,13 @@ def _require_same_function(folder: Path, saved: ModelConfig, model: ModelConfig,
     same = set(fields_affecting(ModelConfig, "numbers")) - {"dtype"}
     if model.position != "learned":
         same -= {"max_length"}
-    before, now = dataclasses.asdict(saved), dataclasses.asdict(model)
-    different = [name for name in sorted(same) if before[name] != now[name]]
+    different = sorted(changed_fields(saved, model).keys() & same)
     normalizer = [name for name in different if name.startswith("normalizer")]
     may_change = different == normalizer and not has_sink
     if not different or (allow_normalizer_change and may_change):
         return
     named = [name for name in different if has_sink or not allow_normalizer_change or name not in normalizer]
-    values = ", ".join(f"model.{name}={before[name]!r}, not {now[name]!r}" for name in named)
+    values = ", ".join(f"model.{name}={getattr(saved, name)!r}, not {getattr(model, name)!r}" for name in named)
     raise UserError(
         f"the checkpoint {folder} is of another model: {values}",
         allowed="the model that it was trained as",
@@ -101,11 +91,7 @@ def _require_same_function(folder: Path, saved: ModelConfig, model: ModelConfig,
 
 
 def initial_params(config: Config, provenance: dict[str, Any]) -> Any:
-    """The parameters of `train.init_from`, refused where its token ids mean something else.
-
-    Args:
-      config: Of the run that begins.
-      provenance: Of its data.
+    """The parameters of `train.init_from` for a run on data of a provenance, where token ids mean the same.
 
     Raises:
       UserError: As `load_params`; where it was created with a different tokenizer.

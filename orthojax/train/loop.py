@@ -1,6 +1,7 @@
 """The training loop: batches in, metrics.jsonl and checkpoints out, exact resume."""
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from orthojax.train.mesh import place_rows, place_tree
 from orthojax.train.metrics import ROLLED_BACK, MetricWriter, TensorBoard, validation_losses
 from orthojax.train.step import Program, TrainState, build
 from orthojax.train.step_logger import Position, RollBack, StepLogger, step_before
-from orthojax.train.workdir import Inputs, check_workdir, locked, prefetched, prepare_workdir, require_same_config
+from orthojax.train.workdir import Inputs, check_workdir, claimed, prefetched, require_same_config
 
 
 def train(
@@ -43,7 +44,7 @@ def train(
       inputs: Its data, from `open_inputs`.
       workdir: Its folder.
       on_start: Called once with the number of steps already done.
-      on_step: Called with (step, loss in nats) after every step; a step that a run goes back to comes again.
+      on_step: Called with (step, loss in nats) after every step; after a roll-back with the same steps again.
       on_line: Called with every line of metrics.jsonl.
 
     Returns:
@@ -80,14 +81,13 @@ def train(
 
 @contextlib.contextmanager
 def _started(config: Config, inputs: Inputs, workdir: Path) -> Iterator[None]:
-    """All processes at one run, in a folder that no other run uses."""
+    """All processes start the same run, in a folder that no other call uses."""
     with contextlib.ExitStack() as held:
 
         def prepare() -> None:
             check_workdir(workdir, config)
             if is_primary():
-                held.enter_context(locked(workdir))
-                prepare_workdir(workdir, config)
+                held.enter_context(claimed(workdir, config))
 
         sync_start(prepare, {"config": to_json(config), "data": json.dumps(inputs.provenance, sort_keys=True)})
         yield
@@ -98,13 +98,11 @@ class _Stopping(Exception):
 
 
 class _Run:
-    """The states, batches and steps of a run, and what follows each step."""
+    """The states, batches and steps of a run, and what follows each step: validation, a checkpoint, a roll-back."""
 
     def __init__(self, config: Config, inputs: Inputs, program: Program, checkpoints: Checkpoints):
         self._config, self._inputs, self._program, self._checkpoints = config, inputs, program, checkpoints
         self._settings = config.train
-
-    # States.
 
     def _blank_state(self) -> TrainState:
         return self._program.init(jax.random.key(self._settings.seed))
@@ -116,7 +114,7 @@ class _Run:
         return state._replace(params=place_tree(initial_params(self._config, self._inputs.provenance), state.params))
 
     def newest_state(self) -> tuple[TrainState, Position]:
-        """The newest intact checkpoint with its place in the data, or the beginning."""
+        """The newest intact checkpoint with its position in the data, or the initial state."""
 
         def accept(folder: Path) -> None:
             require_same_config(self._config, read_config(folder), str(folder))
@@ -128,8 +126,6 @@ class _Run:
         data = read_json_item(self._checkpoints.directory / str(int(saved.step)), "data")
         return saved, Position(*(data.get(name, 0) for name in Position._fields))
 
-    # Steps.
-
     def train(
         self,
         state: TrainState,
@@ -139,7 +135,7 @@ class _Run:
         logger: StepLogger,
         stop: StopRequest,
     ) -> TrainState:
-        """Trains from a step on to the last."""
+        """Trains from a step to the last."""
         self._writer, self._logger, self._stop = writer, logger, stop
         probe = Probe(self._config, self._inputs, self._program.mesh)
         owed = self.owes_validation(step)
@@ -170,9 +166,7 @@ class _Run:
         """The batches of the steps after this one, prefetched."""
 
         def read(step: int) -> jax.Array:
-            def rows(first: int, last: int):
-                return self._inputs.batch_rows(step - 1 + position.left_out_batches, first, last)
-
+            rows = functools.partial(self._inputs.batch_rows, step - 1 + position.left_out_batches)
             return place_rows(self._program.mesh, self._settings.batch_size, rows)
 
         return prefetched(read, step + 1, self._settings.steps + 1)
@@ -182,14 +176,11 @@ class _Run:
         return bool(every) and (step % every == 0 or step == self._settings.steps)
 
     def owes_validation(self, step: int) -> bool:
-        """Whether the run was stopped after this step before it had validated, and so does that first."""
+        """Whether the run was stopped after this step before it had validated, so that it does that first."""
         return step > 0 and self._validates(step) and not self._checkpoints.is_validated(step)
 
     def _validate(self, step: int, state: TrainState) -> int | None:
-        """Validates where the schedule asks for it; gives the signal that came meanwhile and cut it off.
-
-        It may take longer than whoever stops the run waits: a resumed run does first what was left out.
-        """
+        """Validates where the schedule asks for it; returns the signal that cut it off, for the resumed run to redo."""
         if not self._validates(step):
             return None
         self._logger.flush()
@@ -213,14 +204,14 @@ class _Run:
         if not scheduled and not stopping:
             return position
         self._logger.flush()
-        # The loss was that of the parameters before this step; what is saved must be good too.
+        # The loss was that of the parameters before this step; those that are saved must be finite too.
         self._logger.require_finite("norm of the parameters", step, self._logger.param_norm)
         position = position._replace(roll_backs=0) if scheduled else position
         self._checkpoints.save(state, self._config, self._inputs.provenance | position.to_json())
         return position
 
     def _go_back(self, bad: RollBack, position: Position) -> tuple[TrainState, Position, int]:
-        """The state, place in the data and step that the run resumes from after a bad step."""
+        """The state, position in the data and step that the run resumes from after a bad step."""
         checkpoints = self._checkpoints
         checkpoints.wait()
         every, newest = self._settings.checkpoint_every_steps, checkpoints.latest_step()
@@ -230,7 +221,7 @@ class _Run:
         checkpoints.forget_after(step)  # what a signal saved since, on the way to the bad step
         state = self._initial_state() if origin is None else checkpoints.restore(self._blank_state(), origin)
         self._writer.roll_back(step)
-        # Under the step that comes next, so that a resumed run drops it with what it will do again.
+        # Logged under the next step, so that a resumed run that will roll back again drops it.
         event = {"step": step + 1, "event": ROLLED_BACK, "why": bad.why, "to_step": step}
         self._writer.write(event | position.to_json())
         return state, position, step

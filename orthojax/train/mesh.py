@@ -1,4 +1,4 @@
-"""The devices of a run as a named mesh: where parameters, moments and the rows of a batch are on it."""
+"""The devices of a run as a named mesh, and the shardings of parameters, moments and batches over it."""
 
 import contextlib
 import math
@@ -28,12 +28,11 @@ def make_mesh(config: Config) -> Mesh | None:
         of which it would leave devices out.
     """
     count = jax.device_count()
-    sizes = config.mesh_sizes(count)
+    data, fsdp, tensor = sizes = config.mesh_sizes(count)
     size = math.prod(sizes)
-    if jax.process_count() > 1 and size < count:
+    if (processes := jax.process_count()) > 1 and size < count:
         raise UserError(
-            f"mesh data={sizes[0]}, fsdp={sizes[1]}, tensor={sizes[2]} uses {size} of the {count} devices of "
-            f"{jax.process_count()} processes",
+            f"mesh {data=}, {fsdp=}, {tensor=} uses {size} of the {count} devices of {processes} processes",
             allowed="all of them, where there are several processes",
             hint="--config.mesh.data=-1",
         )
@@ -59,7 +58,7 @@ def about_mesh(config: Config) -> list[str]:
 
 
 def in_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Around jitted calls: what is traced inside sees the mesh, as the attention kernels need it to."""
+    """Around jitted calls: what is traced inside sees the mesh, as the attention kernels must."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
@@ -81,7 +80,7 @@ def constrain(tree: Any, spec: PartitionSpec) -> Any:
 def place_rows(mesh: Mesh | None, count: int, read: Callable[[int, int], np.ndarray]) -> jax.Array:
     """Puts a batch on the devices; a process reads the rows of its own devices only.
 
-    Nothing is communicated, so a background thread may call it: what processes do together must be in one order.
+    Nothing is communicated, so a background thread may call it.
 
     Args:
       mesh: From `make_mesh`; None for the default device.
@@ -182,9 +181,9 @@ def parameter_shardings(model: ModelConfig, shapes: Any, mesh: Mesh) -> Any:
     """A tree like the parameters of NamedSharding, by `rules`.
 
     Args:
-      model: Whose parameters they are.
+      model: Has the parameters.
       shapes: Their shapes, stacked or unrolled.
-      mesh: With the axes data, fsdp and tensor.
+      mesh: From `make_mesh`.
     """
     table = rules(model)
 
@@ -196,13 +195,7 @@ def parameter_shardings(model: ModelConfig, shapes: Any, mesh: Mesh) -> Any:
 
 
 def moment_shardings(optim: OptimConfig, shapes: Any, shardings: Any) -> Any:
-    """Where the optimizer's moments are: as the parameters, and split over `data` too (ZeRO stage 1).
-
-    Args:
-      optim: Decides what is rotated; bases depend on neither mesh nor layout.
-      shapes: Of the parameters.
-      shardings: Of the parameters.
-    """
+    """Shardings of the optimizer's moments: those of the parameters, split over `data` too (ZeRO stage 1)."""
     if jax.tree.leaves(shardings)[0].mesh.shape["data"] == 1:
         return shardings
     rotation = make_rotation(optim.rotation) if optim.is_rotated else Rotation("identity")

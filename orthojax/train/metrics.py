@@ -18,10 +18,7 @@ class TensorBoard:
     """A mirror of metrics.jsonl: rebuilt whenever a run starts, resumes or rolls back, so that no point is double."""
 
     def __init__(self, folder: Path):
-        """Imports the package; writes nothing yet.
-
-        Args:
-          folder: Where the events go; event files of earlier calls there are replaced.
+        """Imports the package; event files of earlier calls in the folder are replaced later.
 
         Raises:
           UserError: Without the extra `tensorboard`.
@@ -46,7 +43,7 @@ class TensorBoard:
             self.write(line)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Adds every number of a line as a scalar of that name at the line's step."""
+        """Adds every number of a line as a scalar at the line's step."""
         assert self._writer is not None
         for name, value in line.items():
             if name != "step" and isinstance(value, int | float):
@@ -60,7 +57,7 @@ class TensorBoard:
 
 
 class MetricWriter:
-    """Appends to a metrics file; lines that a restored state does not know of are dropped first."""
+    """Appends to a metrics file; lines of later steps than the restored state's are dropped first."""
 
     def __init__(
         self,
@@ -74,8 +71,8 @@ class MetricWriter:
 
         Args:
           path: The metrics.jsonl; None writes nothing, as in all processes but one.
-          resume_step: Optimizer steps that the restored state has taken; 0 starts afresh.
-          tensorboard: Where the same values go, too.
+          resume_step: Optimizer steps that the restored state has taken.
+          tensorboard: Gets the same values.
           on_line: Called with every line that is written.
         """
         self._path, self._tensorboard, self._on_line, self._file = path, tensorboard, on_line, None
@@ -156,11 +153,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def describe_line(line: dict[str, Any], steps: int) -> str:
-    """A line for people.
-
-    Args:
-      line: As in metrics.jsonl.
-      steps: Of the whole run.
+    """A line of metrics.jsonl for people, of a run of so many steps.
 
     >>> describe_line({"step": 40, "loss_nats": 4.2, "learning_rate": 3e-4, "tokens_per_second": 51234.5}, 800)
     'step 40/800 loss 4.2000 lr 3.00e-04 51.2k tokens/s'
@@ -180,8 +173,7 @@ def describe_line(line: dict[str, Any], steps: int) -> str:
         ("kurtosis_rest", "{:.2f} rest"),
     ):
         if key in line:
-            value = _short(line[key]) if key == "tokens_per_second" else line[key]
-            parts.append(form.format(value))
+            parts.append(form.format(_short(line[key]) if key == "tokens_per_second" else line[key]))
     return " ".join(parts)
 
 

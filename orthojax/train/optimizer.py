@@ -22,14 +22,11 @@ _TABLES = ("token_embedding", "position_embedding", "head")
 
 
 def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruct], RotatedAxes | None]:
-    """Which axes of the transformer's parameters are rotated.
+    """Which axes of the transformer's parameters are rotated, by `axes` and `embeddings` of the config.
 
     Kernels are [in, out], or [layers, in, out] where layers are scanned; each layer has its own basis. Tables (token,
     position, an untied head) are rotated along d_model only, sharing one basis over their rows. Norm scales, biases
     and sink logits are left alone.
-
-    Args:
-      rotation: Its `axes` and `embeddings` decide.
     """
 
     def axes(path: str, leaf: jax.ShapeDtypeStruct) -> RotatedAxes | None:
@@ -157,7 +154,7 @@ def make_optimizer(
     return optax.named_chain(*parts)
 
 
-# Bad steps. The device decides for itself, so that no step waits for the host, which reads of it one step late.
+# Bad steps: decided on the device, so that no step waits for the host, which reads the decision one step late.
 
 
 class BadSteps(NamedTuple):

@@ -1,4 +1,4 @@
-"""The pure training step, its state, and what a run computes with: built once from its config, then objects only."""
+"""The pure training step, its state, and the program of a run: built once from its config, then objects only."""
 
 import dataclasses
 import functools
@@ -48,13 +48,8 @@ class StepMetrics(NamedTuple):
 
 
 ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
-LossSum = Callable[
-    [Any, jax.Array], tuple[jax.Array, jax.Array]
-]  # (params, tokens) -> (summed loss, number of targets)
+LossSum = Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]  # (params, tokens) -> (loss sum, target count)
 TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
-
-
-# The loss.
 
 
 def split_tokens(tokens: ArrayT) -> tuple[ArrayT, ArrayT]:
@@ -91,13 +86,10 @@ def loss_sum_nats(
     return loss, count
 
 
-# The step.
-
-
 def _sum_over_parts(sums: Callable[[Any, jax.Array], Any], params: Any, tokens: jax.Array, parts: int) -> Any:
     """Adds `sums(params, part)` over parts of the rows, one after the other.
 
-    Part i takes the rows i, i + parts, ...: so each part has rows of every device, and none travels.
+    Part i takes the rows i, i + parts, ..., so that each part has rows of every device and none is sent.
     """
     rows = tokens.reshape(-1, parts, tokens.shape[-1]).swapaxes(0, 1)
     rows = constrain(rows, PartitionSpec(None, *ROWS))
@@ -130,7 +122,7 @@ def jit_train_step(
     """
 
     def like_params(grads):
-        # Or else the compiler would spread the moments' layout over the backward pass, and move activations.
+        # Otherwise the compiler spreads the moments' layout over the backward pass, and moves activations.
         return grads if shardings is None else jax.lax.with_sharding_constraint(grads, shardings.params)
 
     def mean_loss(params, tokens):
@@ -167,9 +159,6 @@ def jit_train_step(
         return jax.jit(train_step, donate_argnums=0)
     whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, ROWS)
     return jax.jit(train_step, donate_argnums=0, in_shardings=(shardings, rows), out_shardings=(shardings, whole))
-
-
-# From a config to objects.
 
 
 class Program(NamedTuple):
@@ -258,7 +247,7 @@ def parameter_shapes(config: Config) -> Any:
 
 
 def optimizer_state_bytes(config: Config) -> int:
-    """Bytes of the optimizer state of a run, of all devices together; nothing is computed, and no device is needed."""
+    """Bytes of the optimizer state of a run on all devices together; nothing is computed, and no mesh is needed."""
     optimizer = build(dataclasses.replace(config, mesh=MeshConfig())).optimizer
     shapes = jax.eval_shape(optimizer.init, parameter_shapes(config))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
@@ -287,8 +276,5 @@ def init_state(config: Config) -> TrainState:
 
 
 def make_train_step(config: Config) -> TrainStep:
-    """The jitted step of a run, from `jit_train_step`: (state, tokens int32 [B, T + 1]) -> (state, metrics).
-
-    On a mesh the state is where `init_state` puts it, and the tokens where `place_rows` does.
-    """
+    """The jitted step of a run, from `jit_train_step`; on a mesh tokens are where `place_rows` puts them."""
     return build(config).step

@@ -1,4 +1,4 @@
-"""The steps of a run on the host: what is logged, and what follows a bad one: an end, a skipped step, a roll-back."""
+"""The steps of a run on the host: logs their metrics, and ends the run, skips or rolls back after a bad one."""
 
 import contextlib
 import math
@@ -26,27 +26,20 @@ class DivergedError(UserError):
 
 
 class RollBack(Exception):
-    """The loop has to go back to a checkpoint.
-
-    Attributes:
-      step: The bad step.
-      why: What was bad.
-    """
+    """The loop has to go back to a checkpoint before the bad `step`; `why` says what was bad."""
 
     def __init__(self, step: int, why: str):
         super().__init__(why)
         self.step, self.why = step, why
 
 
-def diverged(why: str) -> DivergedError:
-    """The error that ends a run."""
-    return DivergedError(
-        why, hint="the last good checkpoint is kept; try a lower optim.learning_rate or a longer warm-up elsewhere"
-    )
+def _diverged(why: str) -> DivergedError:
+    hint = "the last good checkpoint is kept; try a lower optim.learning_rate or a longer warm-up elsewhere"
+    return DivergedError(why, hint=hint)
 
 
 class Position(NamedTuple):
-    """Where a run stands in its data, but for the step: part of every checkpoint's `data` item unless all is zero.
+    """Where a run is in its data, beside the step: part of every checkpoint's `data` item unless all is zero.
 
     Attributes:
       left_out_batches: By roll-backs, so far; step s trains on batch s - 1 + left_out_batches.
@@ -57,13 +50,9 @@ class Position(NamedTuple):
     roll_backs: int = 0
 
     def after(self, bad: RollBack, step: int) -> "Position":
-        """Where it stands after going back from a bad step to another: past the batch of the bad one.
-
-        Raises:
-          DivergedError: Where it went back too often.
-        """
+        """The position after rolling back to a step: past the bad batch; raises DivergedError at too many in a row."""
         if self.roll_backs + 1 >= MOST_IN_A_ROW:
-            raise diverged(f"rolled back {self.roll_backs} times to step {step} without getting further; {bad.why}")
+            raise _diverged(f"rolled back {self.roll_backs} times to step {step} without getting further; {bad.why}")
         return Position(self.left_out_batches + bad.step - step, self.roll_backs + 1)
 
     def to_json(self) -> dict[str, Any]:
@@ -72,19 +61,10 @@ class Position(NamedTuple):
 
 
 def step_before(bad_step: int, every_steps: int, directory: Path, newest: int | None) -> int | None:
-    """Which checkpoint to go back to from a bad step.
+    """The step of the checkpoint to roll back to from a bad step; None for the beginning of the run.
 
-    The last one that the schedule asks for, not the newest: a run that was once stopped by a signal has one more, and
-    goes back to the same place all the same. The newest only where that one was not retained.
-
-    Args:
-      bad_step: The step.
-      every_steps: Steps between checkpoints.
-      directory: Of the checkpoints.
-      newest: The newest checkpoint.
-
-    Returns:
-      Its step, or None for the beginning of the run.
+    It is the last one of the schedule, every `every_steps`, so that a run once stopped by a signal, which has one more,
+    goes back to the same place. The newest only where that one was not retained.
     """
     step = (bad_step - 1) // every_steps * every_steps
     if step == 0:
@@ -107,20 +87,20 @@ class StepLogger:
         self.param_norm = 0.0
 
     def start(self, step: int) -> None:
-        """Begins after so many steps, with nothing pending: sets the clock of tokens per second."""
+        """Begins after so many steps, with nothing pending, and starts the clock of tokens per second."""
         self._pending: tuple[int, StepMetrics, Statistics | None] | None = None
         self._clock = (time.monotonic(), step)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Around what is not training: tokens per second, and MFU, do not count its time."""
+        """Leaves the time inside out of tokens per second and MFU."""
         began = time.monotonic()
         yield
         before, step = self._clock
         self._clock = (before + time.monotonic() - began, step)
 
     def put(self, step: int, metrics: StepMetrics, probed: Statistics | None = None) -> None:
-        """Takes the metrics of `step`, and what the probe saw after it, and handles those of the step before.
+        """Takes the metrics of `step` and of the probe after it, and handles those of the step before.
 
         Raises:
           DivergedError: Where the step before ends the run.
@@ -136,17 +116,12 @@ class StepLogger:
             self._handle(*previous)
 
     def require_finite(self, what: str, step: int, value: float) -> None:
-        """Judges another number of a step: no step can be skipped for it, but the run can go back.
-
-        Raises:
-          DivergedError: Where it is not finite.
-          RollBack: The same, where that is the policy.
-        """
+        """Raises as `put` where another number of a step is not finite; it cannot be skipped any more."""
         if not math.isfinite(value):
             raise self._refusal(step, f"the {what} is not finite at step {step}: {value}")
 
     def _refusal(self, step: int, why: str) -> DivergedError | RollBack:
-        return RollBack(step, why) if self._train.on_bad_step == "roll_back" else diverged(why)
+        return RollBack(step, why) if self._train.on_bad_step == "roll_back" else _diverged(why)
 
     def _handle(self, step: int, metrics: StepMetrics, probed: Statistics | None) -> None:
         metrics, probed = jax.device_get((metrics, probed))
@@ -177,7 +152,7 @@ class StepLogger:
         skipped, in_a_row = int(seen.skipped_steps), int(seen.in_a_row)
         self._writer.write({"step": step, "event": "skipped", "why": why, "skipped_steps": skipped})
         if in_a_row >= MOST_IN_A_ROW:
-            raise diverged(f"{in_a_row} steps in a row were skipped, {skipped} in all; {why}")
+            raise _diverged(f"{in_a_row} steps in a row were skipped, {skipped} in all; {why}")
 
     def _line(self, step: int, loss: float, grad_norm: float, metrics: StepMetrics) -> dict[str, Any]:
         now, (before, at) = time.monotonic(), self._clock

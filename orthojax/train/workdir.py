@@ -1,4 +1,4 @@
-"""What a run reads, batches by step and a fixed evaluation set, and the folder that it writes, which belongs to it."""
+"""What a run reads, batches by step and a fixed evaluation set, and the folder that it writes."""
 
 import contextlib
 import math
@@ -76,19 +76,10 @@ def _require_vocabulary(config: Config, needed: int) -> None:
 
 
 def prefetched(prepare: Callable[[int], T], start: int, stop: int, *, depth: int = 2) -> Generator[T, None, None]:
-    """prepare(start), ..., prepare(stop - 1), in order, each prepared in a background thread before it is wanted.
+    """prepare(start), ..., prepare(stop - 1), in order, `depth` of them ahead in a background thread.
 
-    Close it (`contextlib.closing`) where it may not be used up: what is being prepared is then awaited, the rest
-    dropped.
-
-    Args:
-      prepare: A pure function of the step.
-      start: The first step.
-      stop: One past the last.
-      depth: How many are prepared ahead of the one in use.
-
-    Raises:
-      Exception: What `prepare` raised, when the step that it was for is reached.
+    What `prepare` raises surfaces at its step. Close the generator (`contextlib.closing`) where it may not be used up:
+    what is being prepared is then awaited, the rest dropped.
 
     >>> list(prefetched(lambda step: step**2, 2, 5))
     [4, 9, 16]
@@ -106,11 +97,8 @@ def prefetched(prepare: Callable[[int], T], start: int, stop: int, *, depth: int
                 waiting.cancel()
 
 
-# The folder.
-
-
 def check_workdir(workdir: Path, config: Config) -> None:
-    """Checks whether a run of this config may use the folder; writes nothing.
+    """Checks that a run of this config may use the folder; writes nothing.
 
     Raises:
       UserError: Where the path, or a part of it, is a file, or it already holds a run of another config.
@@ -123,27 +111,15 @@ def check_workdir(workdir: Path, config: Config) -> None:
         require_same_config(config, before, str(workdir))
 
 
-def prepare_workdir(workdir: Path, config: Config) -> None:
-    """Creates the folder of a run and writes its config.json.
-
-    Where the run resumes with other values of fields that do not affect its numbers, config.json becomes the newest
-    config, which is what the run now does; every checkpoint holds the config that it was saved under.
-
-    Raises:
-      UserError: As `check_workdir`.
-    """
-    check_workdir(workdir, config)
-    make_folder(workdir, "workdir")
-    if _read_config(workdir) != config:
-        write_text(workdir / "config.json", to_json(config) + "\n")
-
-
 @contextlib.contextmanager
-def locked(workdir: Path) -> Iterator[None]:
-    """Keeps a second call off the folder of a run, where it would take the first one's unfinished checkpoint away.
+def claimed(workdir: Path, config: Config) -> Iterator[None]:
+    """Creates and locks the folder of a run, and writes its config.json.
+
+    A second call would take the first one's unfinished checkpoint away. Where the run resumes with other values of
+    fields that do not affect its numbers, config.json becomes the newest config; every checkpoint holds its own.
 
     Raises:
-      UserError: Where another process has it, or it cannot be written.
+      UserError: Where another process has it, it cannot be written, or as `check_workdir`.
     """
     make_folder(workdir, "workdir")
     try:
@@ -152,9 +128,11 @@ def locked(workdir: Path) -> Iterator[None]:
         raise UserError(f"cannot write to workdir {workdir}: {error.strerror}", allowed="a folder of yours") from error
     with file:
         if not try_lock(file):
-            raise UserError(
-                f"another process is training in {workdir}", allowed="another --workdir, or to wait until it ends"
-            )
+            allowed = "another --workdir, or to wait until it ends"
+            raise UserError(f"another process is training in {workdir}", allowed=allowed)
+        check_workdir(workdir, config)
+        if _read_config(workdir) != config:
+            write_text(workdir / "config.json", to_json(config) + "\n")
         yield
 
 
