@@ -6,7 +6,7 @@ Data:       about 115 MB of Python; what it is depends on the installed packages
         --output=data/python_packages
 Command:    python launch/train.py --config=configs/python_packages.py --workdir=runs/packages_vanilla
             and, cured, the same with --workdir=runs/packages_cured --config.model.normalizer=softmax1
-            --config.optim.optimizer=orthoadam; stopped at any time, it goes on where it was.
+            --config.optim.optimizer=orthoadam; stopped at any time, it resumes.
             python launch/evaluate.py --checkpoint=runs/packages_vanilla
 Hardware:   one GPU: 393 million tokens, some 13 times over the text, so that it is learned by heart: not yet run.
             Two CPU cores: 3.5M parameters in 20 minutes by the flags that results/README.md has; 0.09 of an epoch.

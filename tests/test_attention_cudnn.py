@@ -453,7 +453,7 @@ def test_a_kernel_that_fails_comes_with_advice(gpu, tmp_path):
 
     gpu((9, 0), fails)
     assert _probe() == (
-        "cuDNN's attention fails: RuntimeError: No valid engine configs. With CUDA 13, cuDNN wants libnvrtc-builtins "
+        "cuDNN's attention fails: RuntimeError: No valid engine configs. With CUDA 13, cuDNN needs libnvrtc-builtins "
         "on the path of the loader (LD_LIBRARY_PATH)"
     )
     (tmp_path / "libnvrtc-builtins.so.13.0").write_text("not a library")

@@ -122,7 +122,7 @@ def compile_step(config: Config, batch_size: int, *, vendor: bool = True) -> Pro
 
 # The step: time, MFU, memory.
 
-_HEADROOM = 1.1  # allocators lose memory between arrays, and libraries want workspaces
+_HEADROOM = 1.1  # allocators lose memory between arrays, and libraries need workspaces
 
 
 def fitting_step(case: Training, free: float) -> tuple[int, Program]:
@@ -305,12 +305,12 @@ def _measure_telemetry(repeats: int, tiny: bool) -> Iterator[Row]:
         return reported
 
     with tempfile.TemporaryDirectory() as folder, MetricWriter(Path(folder) / "metrics.jsonl", 0) as writer:
-        recorder = StepLogger(config, writer, lambda *_: None)
-        recorder.start(0)
+        logger = StepLogger(config, writer, lambda *_: None)
+        logger.start(0)
 
         def record() -> None:  # metrics that are on the host already: waiting for the device costs it nothing
             for _ in range(_STEPS_AT_ONCE):
-                recorder.put(next(steps), numbers)
+                logger.put(next(steps), numbers)
 
         functions: dict[str, Callable[[], Any]] = {
             "step": train,

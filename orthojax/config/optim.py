@@ -17,7 +17,7 @@ OptimizerName = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class RotationConfig:
-    """The basis of OrthoAdam; the meanings stand in `orthojax.Rotation`.
+    """The basis of OrthoAdam; see `orthojax.Rotation` for what they mean.
 
     Attributes:
       kind: Which orthogonal matrix.

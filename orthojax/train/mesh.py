@@ -24,7 +24,7 @@ def make_mesh(config: Config) -> Mesh | None:
     """The mesh of a run, of Auto axes; None for one device, which needs none.
 
     Raises:
-      UserError: For fewer devices than `config.mesh` wants, a batch that does not divide over it, or several processes
+      UserError: For fewer devices than `config.mesh` needs, a batch that does not divide over it, or several processes
         of which it would leave devices out.
     """
     count = jax.device_count()

@@ -180,7 +180,7 @@ def leave_out_bad_steps(
       spike_nats: How far above the mean a loss may lie; None: only losses and gradients that are not finite are bad.
 
     Returns:
-      A transformation whose `update` wants `value=` the loss in nats, and whose state has `bad_steps` beside the names
+      A transformation whose `update` takes `value=` the loss in nats, and whose state has `bad_steps` beside the names
       of the chain. The updates of a bad step are -0.0, which leaves every bit of a parameter as it is.
     """
     inner = optax.with_extra_args_support(optimizer)

@@ -69,7 +69,7 @@ def loss_sum_nats(
       params: Its parameters.
       tokens: int [B, T + 1].
       chunk_positions: `train.loss_chunk_positions`: positions whose logits are materialised at a time; a quantised head
-        wants all of them.
+        needs all of them.
     """
     inputs, targets = split_tokens(tokens)
     B, T = inputs.shape

@@ -124,7 +124,7 @@ def _sinks(inputs: AttentionInputs) -> jax.Array | None:
 
 
 def _bias(inputs: AttentionInputs) -> jax.Array | None:
-    """Bias and mask as one array [B or 1, N or 1, T, S] of the query's dtype, finite as the kernel wants it."""
+    """Bias and mask as one array [B or 1, N or 1, T, S] of the query's dtype, finite as the kernel expects it."""
     if inputs.bias is None and inputs.mask is None:
         return None
     dtype = inputs.query.dtype
@@ -309,7 +309,7 @@ def unavailable() -> str:
         detail = str(raised).strip().split("\n")[0][:300]
         loading = f" (and {not_loaded})" if not_loaded else ""
         folders = ":".join(map(str, _library_folders()))
-        advice = "cuDNN wants libnvrtc-builtins on the path of the loader (LD_LIBRARY_PATH)"
+        advice = "cuDNN needs libnvrtc-builtins on the path of the loader (LD_LIBRARY_PATH)"
         if folders:
             advice = f"cuDNN may miss libnvrtc-builtins: try LD_LIBRARY_PATH={folders}:$LD_LIBRARY_PATH"
         return f"cuDNN's attention fails: {type(raised).__name__}: {detail}{loading}. With CUDA 13, {advice}"
