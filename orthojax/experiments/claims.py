@@ -19,13 +19,16 @@ GAUSSIAN = 3.0  # its kurtosis
 OUTLIERS, NO_OUTLIERS = 4.0, 3.5
 DOMINANCE = 2.0  # the first token dominates from this multiple of `chance_of_first` on
 EQUAL_PERPLEXITY = 0.01  # a perplexity at most this fraction above another is called equal
+# Roles of the two methods and short names of metrics, as claims write them.
+V, S, O, C = "vanilla", "softmax1", "orthoadam", "cured"
+PPL, FRACTION, MASS = "perplexity", "first_attention_fraction", "first_attention_mass"
 KURTOSIS = ("kurtosis_first", "kurtosis_rest")
 MAX_ABS = ("max_abs_first", "max_abs_rest")
 
 Names = Sequence[str]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Claim:
     """One sentence of a paper, or of ours, with the criterion that decides it.
 
@@ -34,8 +37,6 @@ class Claim:
       of: Which variants the predicates take, in this order: roles of `Experiment.groups`, which makes one case for each
         group; or label -> variant names, one case for each label; or a function of the results that gives that.
       show: What is printed of each of these variants, with the paper's number where there is one.
-      shown: How many of a case's variants that is done for; without it for all. Those after them only enter the
-        predicates, as a reference that decides what is testable.
       holds: Of their `Result`s, the criterion.
       criterion: The same in words.
       testable: Of their `Result`s, whether there is anything to see; without it there always is.
@@ -43,19 +44,22 @@ class Claim:
       largest: For claims of the form 'by up to': only the case with the largest value is judged.
       most: Holds where more than half of the testable cases do, instead of all.
       detail: Further numbers of a case as text.
+      shown: How many of a case's variants are printed, all where None; the others only enter the predicates, as a
+        reference that decides what is testable.
     """
 
     says: str
     of: Names | Mapping[str, Names] | Callable[[Results], Mapping[str, Names]]
+    show: Sequence[str | Quantity]
     holds: Callable[..., bool]
     criterion: str
-    show: Sequence[str | Quantity] = ()
-    shown: int | None = None
     testable: Callable[..., bool] | None = None
+    _: dataclasses.KW_ONLY
     where: Callable[[str], bool] = lambda label: True
     largest: Callable[..., float] | None = None
     most: bool = False
     detail: Callable[..., str] | None = None
+    shown: int | None = None
 
 
 class Judged(NamedTuple):

@@ -98,27 +98,19 @@ def _lowered(before: Result, *after: Result) -> bool:
 
 _MANY = SIZES[-1]
 CLAIMS = (
-    Claim(
-        says="Rotating a vector with a dominant component lowers its largest entry. Before, with the best Q (all "
-        "entries of Q e_i equal), a Hadamard and a Haar matrix:",
-        of={f"D = {size}": tuple(f"{rotation}_D{size}" for rotation in LABELS) for size in SIZES},
-        show=(metric("norm_ratio", "mean max|y| / ||y||", "{:.3f}".format),),
-        holds=_lowered,
-        criterion="lower in the mean for every Q and D",
-    ),
-    Claim(
-        says=f"It takes many channels: what a random rotation leaves of e_i alone in two channels and in {_MANY}.",
-        of=("haar_D2", f"haar_D{_MANY}"),
-        show=(metric("norm_ratio_alone", "max|y| / ||y||", "{:.3f}".format),),
-        detail=lambda few, many: (
-            f"exact means 2 sqrt(2)/pi = {mean_norm_ratio_of_direction(2):.3f} and "
-            f"{mean_norm_ratio_of_direction(_MANY):.3f}, the best Q 1/sqrt(2) = {1 / math.sqrt(2):.3f} and "
-            f"{1 / math.sqrt(_MANY):.3f}"
-        ),
-        holds=lambda few, many: few.norm_ratio_alone > 0.5 and many.norm_ratio_alone < 0.25,
-        criterion=f"more than a half in two channels, less than a quarter in {_MANY}",
-    ),
-)
+    Claim("Rotating a vector with a dominant component lowers its largest entry. Before, with the best Q (all entries "
+          "of Q e_i equal), a Hadamard and a Haar matrix:",
+          {f"D = {size}": tuple(f"{rotation}_D{size}" for rotation in LABELS) for size in SIZES},
+          (metric("norm_ratio", "mean max|y| / ||y||", "{:.3f}".format),),
+          _lowered, "lower in the mean for every Q and D"),
+    Claim(f"It takes many channels: what a random rotation leaves of e_i alone in two channels and in {_MANY}.",
+          ("haar_D2", f"haar_D{_MANY}"), (metric("norm_ratio_alone", "max|y| / ||y||", "{:.3f}".format),),
+          lambda few, many: few.norm_ratio_alone > 0.5 and many.norm_ratio_alone < 0.25,
+          f"more than a half in two channels, less than a quarter in {_MANY}",
+          detail=lambda few, many: f"exact means 2 sqrt(2)/pi = {mean_norm_ratio_of_direction(2):.3f} and "
+          f"{mean_norm_ratio_of_direction(_MANY):.3f}, the best Q 1/sqrt(2) = {1 / math.sqrt(2):.3f} and "
+          f"{1 / math.sqrt(_MANY):.3f}"),
+)  # fmt: skip
 
 
 def _rotation_matrix(size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -147,43 +147,22 @@ def _bases_text(cured: Result, vanilla: Result) -> str:
 
 _SEEN = f"testable where the kurtosis of the vanilla model's X, what a block adds, is above {OUTLIERS:g}"
 CLAIMS = (
-    Claim(
-        says="Outliers do not hide in OrthoAdam's basis (Figure 6).",
-        of=(CURED, VANILLA),
-        detail=lambda c, v: (
-            f"{_bases_text(c, v)}; farthest from X in any layer and seed by a factor of {_largest_ratio(c):.2f}"
-        ),
-        holds=lambda c, v: _largest_ratio(c) < _SAME,
-        criterion=f"below {_SAME}; {_SEEN}",
-        testable=_has_outliers,
-    ),
-    Claim(
-        says="In all three bases the kurtosis is near that of a Gaussian, 3.",
-        of=(CURED, VANILLA),
-        detail=_bases_text,
-        holds=_near_gaussian,
-        criterion=f"means over layers and seeds of the cured model all below {NO_OUTLIERS}; {_SEEN}",
-        testable=_has_outliers,
-    ),
-    Claim(
-        says="A basis with larger kurtosis exists: that of the singular vectors, X V. Any matrix has one, so this says "
-        "nothing of outliers.",
-        of=(CURED,),
-        show=_shown("x", "xv"),
-        detail=lambda c: "independent Gaussian values of the same shape {:.2f} and {:.2f}".format(*_gaussian(c)),
-        holds=_singular_is_larger,
-        criterion="above X in every layer and seed; testable where the mean of each X V is above that of Gaussians",
-        testable=lambda c: min(c.layers(f"{what}_kurtosis_xv").mean() for what in _WHAT) > _gaussian(c)[1],
-    ),
-    Claim(
-        says="The vanilla model's layers write outliers.",
-        of=(CURED, VANILLA),
-        show=_shown("x")[:1],
-        holds=_vanilla_is_larger,
-        criterion=f"larger than cured in every seed; {_SEEN}",
-        testable=_has_outliers,
-    ),
-)
+    Claim("Outliers do not hide in OrthoAdam's basis (Figure 6).", (CURED, VANILLA), (),
+          lambda c, v: _largest_ratio(c) < _SAME, f"below {_SAME}; {_SEEN}", _has_outliers,
+          detail=lambda c, v:
+          f"{_bases_text(c, v)}; farthest from X in any layer and seed by a factor of {_largest_ratio(c):.2f}"),
+    Claim("In all three bases the kurtosis is near that of a Gaussian, 3.", (CURED, VANILLA), (),
+          _near_gaussian, f"means over layers and seeds of the cured model all below {NO_OUTLIERS}; {_SEEN}",
+          _has_outliers, detail=_bases_text),
+    Claim("A basis with larger kurtosis exists: that of the singular vectors, X V. Any matrix has one, so this says "
+          "nothing of outliers.", (CURED,), _shown("x", "xv"),
+          _singular_is_larger,
+          "above X in every layer and seed; testable where the mean of each X V is above that of Gaussians",
+          lambda c: min(c.layers(f"{what}_kurtosis_xv").mean() for what in _WHAT) > _gaussian(c)[1],
+          detail=lambda c: "independent Gaussian values of the same shape {:.2f} and {:.2f}".format(*_gaussian(c))),
+    Claim("The vanilla model's layers write outliers.", (CURED, VANILLA), _shown("x")[:1],
+          _vanilla_is_larger, f"larger than cured in every seed; {_SEEN}", _has_outliers),
+)  # fmt: skip
 
 
 def _layer_table(results: Results) -> Table:

@@ -1,6 +1,6 @@
 """What Tables 1, 3 and 6 share: what quantisation costs a model, and whether it costs cured less than vanilla."""
 
-from orthojax.experiments.claims import Claim
+from orthojax.experiments.claims import C, Claim, V
 from orthojax.experiments.results import LABELS, Quantity, Result
 from orthojax.experiments.tables import MetricTable, PairedTable
 from orthojax.formatting import percent, signed
@@ -44,14 +44,9 @@ def loses_less(setting: str, says: str, criterion: str) -> Claim:
       criterion: In which groups it must.
     """
     lost = penalty(setting)
-    return Claim(
-        says=says,
-        of=("vanilla", "cured"),
-        show=(lost,),
-        holds=lambda v, c: c.mean(lost) < v.mean(lost),
-        criterion=f"{criterion}; {LOST}",
-        testable=lambda v, c: either_loses(setting, v, c),
-    )
+    return Claim(says, (V, C), (lost,),
+                 lambda v, c: c.mean(lost) < v.mean(lost), f"{criterion}; {LOST}",
+                 lambda v, c: either_loses(setting, v, c))  # fmt: skip
 
 
 def tables(settings: tuple[str, ...]) -> tuple[MetricTable | PairedTable, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 from orthojax import analysis
 from orthojax.config import replace
 from orthojax.experiments import drawing
-from orthojax.experiments.claims import DOMINANCE, NO_OUTLIERS, OUTLIERS, Claim, chance, worst_kurtosis
+from orthojax.experiments.claims import DOMINANCE, NO_OUTLIERS, OUTLIERS, PPL, Claim, O, S, chance, worst_kurtosis
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import RUNS, SGD_STEPS
 from orthojax.experiments.measures import Measure, Measured
@@ -90,59 +90,35 @@ def _rest_has_outliers(softmax_adam: Result, *_: Result) -> bool:
 
 
 CLAIMS = (
-    Claim(
-        says="Whatever lets a head attend to nothing removes the first token's dominance. The paper, GPT2 60M: softmax "
-        "48.9%, softmax-1 2.1%.",
-        of=_with("adam"),
-        show=(_FRACTION,),
-        holds=lambda softmax, *others: all(_is_removed(softmax, other) for other in others),
-        criterion="with every other one at most half of what exceeds chance is left; testable where softmax has "
-        f"{DOMINANCE:g} times chance or more",
-        testable=_dominates,
-    ),
-    Claim(
-        says="No normalizer alone removes the outliers of tokens after the first. The paper: softmax 77.9, softmax-1 "
-        "81.4.",
-        of=_with("adam"),
-        show=(_REST,),
-        holds=lambda *every: min(r.kurtosis_rest for r in every) >= NO_OUTLIERS,
-        criterion=f"{NO_OUTLIERS} or more with every one; testable where softmax has more than {OUTLIERS:g}",
-        testable=_rest_has_outliers,
-    ),
-    Claim(
-        says="OrthoAdam removes them whatever the normalizer. The paper: softmax 10.6, softmax-1 7.0.",
-        of=("softmax_adam", *_with("orthoadam")),
-        show=(_REST,),
-        holds=lambda adam, *every: max(r.kurtosis_rest for r in every) < NO_OUTLIERS,
-        criterion=f"below {NO_OUTLIERS} with every one; testable where softmax with Adam has more than {OUTLIERS:g}",
-        testable=_rest_has_outliers,
-    ),
-    Claim(
-        says="With OrthoAdam the outliers of the first token stay as long as softmax lets it dominate. The paper: "
-        "softmax 260.8, softmax-1 7.6.",
-        of=_with("orthoadam", "softmax", "softmax1"),
-        show=("kurtosis_first", _FRACTION),
-        holds=lambda softmax, softmax1: softmax1.kurtosis_first < NO_OUTLIERS <= softmax.kurtosis_first,
-        criterion=f"below {NO_OUTLIERS} with softmax-1, not with softmax; testable where with softmax and OrthoAdam "
-        f"the first token is most attended by {DOMINANCE:g} times the share that chance gives, or more",
-        testable=_dominates,
-    ),
-    Claim(
-        says="SGD makes no outliers whatever the normalizer. The paper, 130M with softmax-1: 5.0.",
-        of=("softmax_adam", *_with("sgd")),
-        show=(_KURTOSIS,),
-        holds=lambda adam, *every: max(map(worst_kurtosis, every)) <= OUTLIERS,
-        criterion=f"at most {OUTLIERS:g} with every one; testable where softmax with Adam has more",
-        testable=lambda adam, *every: worst_kurtosis(adam) > OUTLIERS,
-    ),
-    Claim(
-        says="SGD costs perplexity. Adam against SGD; the paper, with eight times the steps: 26.6 against 25.3.",
-        of={label: (f"{name}_adam", f"{name}_sgd") for name, label in NORMALIZERS.items()},
-        show=("perplexity",),
-        holds=lambda adam, sgd: sgd.perplexity > adam.perplexity,
-        criterion="higher with every normalizer",
-    ),
-)
+    Claim("Whatever lets a head attend to nothing removes the first token's dominance. The paper, GPT2 60M: softmax "
+          "48.9%, softmax-1 2.1%.", _with("adam"), (_FRACTION,),
+          lambda softmax, *others: all(_is_removed(softmax, other) for other in others),
+          f"with every other one at most half of what exceeds chance is left; testable where softmax has {DOMINANCE:g} "
+          "times chance or more", _dominates),
+    Claim("No normalizer alone removes the outliers of tokens after the first. The paper: softmax 77.9, softmax-1 "
+          "81.4.", _with("adam"), (_REST,),
+          lambda *every: min(r.kurtosis_rest for r in every) >= NO_OUTLIERS,
+          f"{NO_OUTLIERS} or more with every one; testable where softmax has more than {OUTLIERS:g}",
+          _rest_has_outliers),
+    Claim("OrthoAdam removes them whatever the normalizer. The paper: softmax 10.6, softmax-1 7.0.",
+          ("softmax_adam", *_with(O)), (_REST,),
+          lambda adam, *every: max(r.kurtosis_rest for r in every) < NO_OUTLIERS,
+          f"below {NO_OUTLIERS} with every one; testable where softmax with Adam has more than {OUTLIERS:g}",
+          _rest_has_outliers),
+    Claim("With OrthoAdam the outliers of the first token stay as long as softmax lets it dominate. The paper: softmax "
+          "260.8, softmax-1 7.6.", _with(O, "softmax", S), ("kurtosis_first", _FRACTION),
+          lambda softmax, softmax1: softmax1.kurtosis_first < NO_OUTLIERS <= softmax.kurtosis_first,
+          f"below {NO_OUTLIERS} with softmax-1, not with softmax; testable where with softmax and OrthoAdam the first "
+          f"token is most attended by {DOMINANCE:g} times the share that chance gives, or more", _dominates),
+    Claim("SGD makes no outliers whatever the normalizer. The paper, 130M with softmax-1: 5.0.",
+          ("softmax_adam", *_with("sgd")), (_KURTOSIS,),
+          lambda adam, *every: max(map(worst_kurtosis, every)) <= OUTLIERS,
+          f"at most {OUTLIERS:g} with every one; testable where softmax with Adam has more",
+          lambda adam, *every: worst_kurtosis(adam) > OUTLIERS),
+    Claim("SGD costs perplexity. Adam against SGD; the paper, with eight times the steps: 26.6 against 25.3.",
+          {label: (f"{name}_adam", f"{name}_sgd") for name, label in NORMALIZERS.items()}, (PPL,),
+          lambda adam, sgd: sgd.perplexity > adam.perplexity, "higher with every normalizer"),
+)  # fmt: skip
 
 
 def _about(results: Results) -> list[str]:
