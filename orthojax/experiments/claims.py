@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from orthojax.experiments.results import NotMeasured, Numbers, Quantity, Result, Results, metric
+from orthojax.experiments.results import NotMeasured, Numbers, Quantity, Result, Results, metric, pairs
 
 Verdict = Literal["holds", "does not hold", "not testable at this scale"]
 
@@ -244,3 +244,46 @@ def excess_left(before: float, after: float, floor: float, floor_after: float | 
     if before <= floor:
         return math.inf
     return (after - (floor if floor_after is None else floor_after)) / (before - floor)
+
+
+def excess_of_first_left(before: Numbers, after: Numbers) -> float:
+    """`excess_left` of the queries that attend most to the first token, over what chance gives."""
+    return excess_left(before.first_attention_fraction, after.first_attention_fraction, chance(before))
+
+
+def kurtosis_left(key: str, before: Numbers, after: Numbers) -> float:
+    """`excess_left` of a kurtosis over a Gaussian's."""
+    return excess_left(before[key], after[key], GAUSSIAN)
+
+
+def reduction(key: str, before: Numbers, after: Numbers) -> float:
+    """The fraction by which a metric falls."""
+    return 1 - after[key] / before[key]
+
+
+def above_by_seed(result: Result, reference: Result, key: str = PPL) -> list[float]:
+    """By which fraction a metric is above that of a reference, of every seed that both have."""
+    return [a / b - 1 for a, b in pairs(result, reference, key).values()]
+
+
+# Predicates on the first variant, as `Claim.testable`, or on two.
+
+
+def dominated(result: Numbers, *_: Numbers) -> bool:
+    """Whether the first token is most attended `DOMINANCE` times as often as by chance, or more."""
+    return result.first_attention_fraction >= DOMINANCE * chance(result)
+
+
+def has_outliers(result: Numbers, *_: Numbers) -> bool:
+    """Whether the kurtosis of the first token or of others is above `OUTLIERS`."""
+    return worst_kurtosis(result) > OUTLIERS
+
+
+def rest_has_outliers(result: Numbers, *_: Numbers) -> bool:
+    """Whether the kurtosis of tokens after the first is above `OUTLIERS`."""
+    return result.kurtosis_rest > OUTLIERS
+
+
+def shrinks_by_a_third(before: Numbers, after: Numbers) -> bool:
+    """Whether the largest activations of the first token and of others do."""
+    return all(after[key] < 0.67 * before[key] for key in MAX_ABS)

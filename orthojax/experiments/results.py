@@ -14,7 +14,7 @@ import numpy as np
 
 from orthojax.config import Config
 from orthojax.experiments.experiment import Experiment, Variant
-from orthojax.formatting import mean_and_range, number
+from orthojax.formatting import mean_and_range, number, percent
 from orthojax.train import read_metrics
 
 
@@ -63,9 +63,10 @@ def metric(name: str, label: str = "", show: Callable[[float], str] = number) ->
     return Quantity(label or LABELS.get(name, name), lambda numbers: numbers[name], show)
 
 
-def penalty(setting: str) -> Quantity:
-    """The fraction by which a quantisation setting raises perplexity; `setting` is its metric, perplexity_..."""
-    return Quantity(LABELS.get(setting, setting), lambda n: n[setting] / n.perplexity - 1, "{:+.2%}".format)
+def penalty(setting: str, label: str = "") -> Quantity:
+    """The fraction by which a quantisation setting, the metric of its perplexity, raises perplexity."""
+    label = label or f"perplexity lost at {LABELS[setting]}"
+    return Quantity(label, lambda of: of[setting] / of.perplexity - 1, percent)
 
 
 class Result(Numbers):
@@ -211,8 +212,14 @@ def _cost_numbers(cost: Mapping[str, Any], reference: Mapping[str, Any]) -> dict
 
 
 def pairs(result: Result, reference: Result, quantity: str | Quantity) -> dict[int, tuple[float, float]]:
-    """A quantity of two variants, of every seed that both have."""
+    """A quantity of two variants, of every seed that both have.
+
+    Raises:
+      NotMeasured: Where there is no such seed.
+    """
     a, b = result.by_seed(quantity), reference.by_seed(quantity)
+    if not a.keys() & b.keys():
+        raise NotMeasured(quantity if isinstance(quantity, str) else quantity.label)
     return {seed: (a[seed], b[seed]) for seed in a if seed in b}
 
 

@@ -8,10 +8,8 @@ from orthojax.experiments.claims import C, Claim, V
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import GRID, SCALES, by_model, grid
 from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, WORDS, weights_and_moments
-from orthojax.experiments.page import Table
-from orthojax.experiments.results import NotMeasured, Quantity, Result, Results, metric, pairs
-from orthojax.experiments.tables import MetricTable
-from orthojax.formatting import mean_and_range
+from orthojax.experiments.results import Quantity, Result, Results, metric, pairs
+from orthojax.experiments.tables import LayerTable, MetricTable
 
 _COLUMNS = {
     "outlier_channels": "outlier channels of a layer",
@@ -47,10 +45,7 @@ def _outliers_of(method: str, of: tuple[Result, ...]) -> float:
 
 
 def _more_uniform(vanilla: Result, cured: Result) -> bool:
-    spreads = pairs(cured, vanilla, "mlp_output_moment_spread").values()
-    if not spreads:
-        raise NotMeasured("mlp_output_moment_spread")
-    return all(ours <= 0.5 * theirs for ours, theirs in spreads)
+    return all(ours <= 0.5 * theirs for ours, theirs in pairs(cured, vanilla, "mlp_output_moment_spread").values())
 
 
 def _mlp_has_more(vanilla: Result) -> bool:
@@ -91,24 +86,6 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def _layer_table(results: Results) -> Table:
-    rows = []
-    names = ("own_outlier_channels", "explained_outlier_channels", "rank_correlation", "overlap")
-    for result in results.finished:
-        large, small, correlation, overlap = (result.layers(f"mlp_output_{name}").T for name in names)
-        for layer in range(len(large)):
-            shown = [mean_and_range(values[layer].tolist()) for values in (correlation, overlap)]
-            rows.append(
-                [f"{result.label}: layer {layer + 1}", f"{large[layer].sum():g}", f"{small[layer].sum():g}", *shown]
-            )
-    return Table(
-        "MLP output, layer by layer, in the basis of the moments: outlier channels of all seeds, and how many of them "
-        "have moments that are small outliers",
-        ["", "large outlier weights", "with small moments", "rank correlation", "top in common"],
-        rows,
-    )
-
-
 def _about(results: Results) -> list[str]:
     return [
         f"The models of Table 2 after {results.first.config.train.steps} steps, vanilla (softmax, Adam) and cured "
@@ -137,7 +114,15 @@ EXPERIMENT = Experiment(
             )
             for part, words in WORDS.items()
         ),
-        _layer_table,
+        LayerTable(
+            "MLP output, layer by layer, in the basis of the moments; mean and range over seeds",
+            {
+                "mlp_output_own_outlier_channels": "large outlier weights",
+                "mlp_output_explained_outlier_channels": "of them with moments that are small outliers",
+                "mlp_output_rank_correlation": "rank correlation",
+                "mlp_output_overlap": "top channels in common",
+            },
+        ),
     ),
     claims=CLAIMS,
     pictures=(weights_and_moments,),

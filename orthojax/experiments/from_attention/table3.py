@@ -19,13 +19,12 @@ from orthojax.experiments.from_attention.quantization import (
     PER_TOKEN,
     either_loses,
     loses_less,
-    penalty,
     points,
     tables,
 )
 from orthojax.experiments.page import Picture
 from orthojax.experiments.pictures import ModelMaps
-from orthojax.experiments.results import LABELS, Result, Results
+from orthojax.experiments.results import LABELS, Result, Results, penalty
 
 _METHODS = ("vanilla", "cured")
 _MAINTAINED = 0.02  # the paper's own GPT2 lose 0.8% to 1.9%

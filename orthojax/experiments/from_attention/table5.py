@@ -13,9 +13,13 @@ from orthojax.experiments.claims import (
     OUTLIERS,
     PPL,
     Claim,
+    above_by_seed,
     chance,
     chance_of_first,
-    excess_left,
+    dominated,
+    excess_of_first_left,
+    kurtosis_left,
+    shrinks_by_a_third,
 )
 from orthojax.experiments.experiment import Experiment
 from orthojax.experiments.from_attention.models import BY_NAME, SCALES, Row, ablation, about, row_label
@@ -46,27 +50,19 @@ def _paper(row: Row) -> dict[str, float]:
     return {"kurtosis_pooled": printed.pop("kurtosis"), **printed}
 
 
-def _dominated(*of: Result) -> bool:
-    return all(result.first_attention_fraction >= DOMINANCE * chance(result) for result in of)
-
-
 def _has_outliers(result: Result) -> bool:
     return result.kurtosis_pooled > OUTLIERS
-
-
-def _kurtosis_left(before: Result, after: Result) -> float:
-    return excess_left(before.kurtosis_pooled, after.kurtosis_pooled, GAUSSIAN)
 
 
 def _fewer_outliers(adam: Result, other: Result) -> bool:
     if other.name == _RMSPROP:
         return adam.kurtosis_pooled > other.kurtosis_pooled > OUTLIERS
-    return _kurtosis_left(adam, other) <= 0.1
+    return kurtosis_left("kurtosis_pooled", adam, other) <= 0.1
 
 
 def _above_others(adam: Result, momentum: Result, sgd: Result) -> list[float]:
     """By which fraction SGD's perplexity is above the others', in every seed."""
-    return [a / b - 1 for other in (adam, momentum) for a, b in pairs(sgd, other, "perplexity").values()]
+    return [*above_by_seed(sgd, adam), *above_by_seed(sgd, momentum)]
 
 
 def _similar_perplexities(*of: Result) -> bool:
@@ -81,28 +77,27 @@ _ATTENTION = (
     Claim("Without positions the first token dominates less, but still (3.1: argmax 33% → 20%, mass 17% → 10%; its 33% "
           "is the row with biases). Both rows without biases:", {"": (_NO_BIASES, _NO_POSITIONS)}, (FRACTION, MASS),
           lambda reference, without: all(without[key] < reference[key] for key in (FRACTION, MASS))
-          and _dominated(without), f"argmax and mass fall, and argmax stays {_DOMINATES}; {_SOFTMAX_DOMINATED}",
-          lambda reference, without: _dominated(reference)),
+          and dominated(without), f"argmax and mass fall, and argmax stays {_DOMINATES}; {_SOFTMAX_DOMINATED}",
+          dominated),
     Claim("Neither biases nor a kind of positions cause the dominance (3.1, 5.3). With biases → without → without "
           "positions → rotary:", {"": (_STOCK, _NO_BIASES, _NO_POSITIONS, _ROTARY)}, (FRACTION,),
-          lambda stock, *others: _dominated(*others),
+          lambda stock, *others: all(map(dominated, others)),
           f"each of the others has {_DOMINATES}; testable where the first has",
-          lambda stock, *others: _dominated(stock)),
+          dominated),
     Claim("Softmax-1 brings it down to about 2%, which is what chance gives at 256 tokens (5.3).",
           {row_label(row): (name, _NO_BIASES) for name, row in BY_NAME.items() if row[-1]}, (FRACTION,),
-          lambda softmax1, reference: excess_left(reference.first_attention_fraction, softmax1.first_attention_fraction,
-          chance(reference)) <= 0.5,
+          lambda softmax1, reference: excess_of_first_left(reference, softmax1) <= 0.5,
           f"in every softmax-1 row at most half of what exceeds equal logits is left; {_SOFTMAX_DOMINATED}",
-          lambda softmax1, reference: _dominated(reference), shown=1),
+          lambda softmax1, reference: dominated(reference), shown=1),
     Claim("Taking softmax-1 away from the cured model brings the dominance back (5.3).",
           {"": (_CURED, _WITHOUT_SOFTMAX1, _NO_BIASES)}, (FRACTION,),
-          lambda cured, without, reference: _dominated(without), f"argmax {_DOMINATES}; {_SOFTMAX_DOMINATED}",
-          lambda cured, without, reference: _dominated(reference), shown=2),
+          lambda cured, without, reference: dominated(without), f"argmax {_DOMINATES}; {_SOFTMAX_DOMINATED}",
+          lambda cured, without, reference: dominated(reference), shown=2),
 )  # fmt: skip
 _NORMS = (
     Claim("RMSNorm with a scale for every channel does not reduce outliers (5.3). LayerNorm → it:",
           {"": (_LAYERNORM, _RMSNORM_M)}, (_POOLED,),
-          lambda layernorm, rmsnorm: _kurtosis_left(layernorm, rmsnorm) >= 0.75,
+          lambda layernorm, rmsnorm: kurtosis_left("kurtosis_pooled", layernorm, rmsnorm) >= 0.75,
           f"at least three quarters of what is above {GAUSSIAN:g} stay; testable where LayerNorm's is above "
           f"{OUTLIERS:g}", lambda layernorm, rmsnorm: _has_outliers(layernorm)),
     Claim("One scale for all channels reduces them by about 40% (5.3). RMSNorm-M → RMSNorm-S:",
@@ -140,7 +135,7 @@ _TOGETHER = (
           f"perplexity at most {EQUAL_PERPLEXITY:.0%} above; {_ADAM_OUTLIERS}", lambda adam, cured: _has_outliers(adam),
           detail=lambda adam, cured: f"change of perplexity {change_text(pairs(cured, adam, 'perplexity'))}"),
     Claim("It shrinks the largest activation (5.3). Adam → it:", {"": (_ADAM, _CURED)}, (*MAX_ABS, _LARGEST),
-          lambda adam, cured: all(cured[key] < 0.67 * adam[key] for key in MAX_ABS),
+          shrinks_by_a_third,
           "by a third or more, first token and others"),
     Claim("All three are needed: with one taken away outliers are back (5.3). All three → one replaced:",
           {"softmax instead of softmax-1": (_CURED, _WITHOUT_SOFTMAX1, _ADAM),

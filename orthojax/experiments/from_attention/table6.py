@@ -9,9 +9,9 @@ from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import LENGTHS, METHOD_LABELS, MODELS, RUNS, SCALES, about
 from orthojax.experiments.from_attention.paper_configs import METHODS
 from orthojax.experiments.from_attention.paper_tables import TABLE_3, TABLE_6
-from orthojax.experiments.from_attention.quantization import COARSE, INT8, PER_TOKEN, loses_less, penalty, tables
+from orthojax.experiments.from_attention.quantization import COARSE, INT8, PER_TOKEN, loses_less, tables
 from orthojax.experiments.page import Picture
-from orthojax.experiments.results import LABELS, Results
+from orthojax.experiments.results import LABELS, Results, penalty
 
 _SIZES = ("gpt2_60m", "gpt2_130m")
 _PAIR = ("vanilla", "cured")

@@ -17,6 +17,7 @@ from orthojax.experiments.claims import (
     Claim,
     V,
     chance,
+    shrinks_by_a_third,
     worst_kurtosis,
 )
 from orthojax.experiments.experiment import Experiment, Variant
@@ -24,9 +25,11 @@ from orthojax.experiments.page import Picture
 from orthojax.experiments.pictures import LayerCurves, ModelMaps, TrainingCurves
 from orthojax.experiments.results import LABELS, Numbers, Quantity, Result, Results, penalty
 from orthojax.experiments.tables import MetricTable
+from orthojax.formatting import percent
 from orthojax.model import parameter_count
 
 _COARSE, _FOUR_BITS = "perplexity_int8_coarse", "perplexity_int4_zeropoint"
+_LOST = (penalty(_COARSE), penalty(_FOUR_BITS))
 _SETTINGS = ("perplexity_int8_fine", "perplexity_int8_moderate", _COARSE, _FOUR_BITS)
 _BACKCOPY = {
     "sink_attention": "attention on <s> at non-triggers",
@@ -59,10 +62,6 @@ def _is_language(result: Result) -> bool:
     return not _is_backcopy(result)
 
 
-def _penalty(of: Numbers, setting: str) -> float:
-    return of[setting] / of.perplexity - 1
-
-
 def _drain(of: Numbers) -> float:
     return of.value_norm_first / of.value_norm_rest
 
@@ -77,7 +76,7 @@ CLAIMS = (
           f"cured below {NO_OUTLIERS:g}; testable where vanilla is above {OUTLIERS:g}; a Gaussian has 3",
           lambda v, c: min(v.kurtosis_first, v.kurtosis_rest) > OUTLIERS),
     Claim("It shrinks the largest activations.", (V, C), MAX_ABS,
-          lambda v, c: all(c[key] < 0.67 * v[key] for key in MAX_ABS), "by a third or more, first token and others"),
+          shrinks_by_a_third, "by a third or more, first token and others"),
     Claim("It takes attention off the first token.", (V, C), (MASS,),
           lambda v, c: c.first_attention_mass < 0.5 * v.first_attention_mass,
           "at most half; testable where vanilla has twice what equal logits give",
@@ -88,10 +87,10 @@ CLAIMS = (
     Claim("It costs no performance.", (V, C), (PPL,),
           lambda v, c: c.perplexity / v.perplexity - 1 < 0.03, "perplexity at most 3% worse"),
     Claim("It survives crude quantisation better: perplexity rises less.", (V, C),
-          (penalty(_COARSE), penalty(_FOUR_BITS)),
-          lambda v, c: all(_penalty(c, s) < _penalty(v, s) for s in (_COARSE, _FOUR_BITS)),
+          _LOST,
+          lambda v, c: all(c.mean(lost) < v.mean(lost) for lost in _LOST),
           "both penalties smaller; testable where vanilla loses more than 1%",
-          lambda v, c: max(_penalty(v, s) for s in (_COARSE, _FOUR_BITS)) > 0.01),
+          lambda v, c: max(map(v.mean, _LOST)) > 0.01),
     Claim("Bigram-Backcopy: softmax attention parks on <s> and drains its value.", ("backcopy_softmax",), _SINK,
           lambda s: s.sink_attention_rest > 0.5 and _drain(s) < 0.5,
           "attention above 0.5, value norm below 0.5 of the others'"),
@@ -120,7 +119,7 @@ def _quantization(results: Results) -> list[Picture]:
         ["float32", *(LABELS[key] for key in _SETTINGS)],
         {r.label: np.array([r.values(key) for key in keys]).T for r in models},
         y_label="perplexity",
-        texts={r.label: ["", *(f"{_penalty(r, key):+.2%}" for key in _SETTINGS)] for r in models},
+        texts={r.label: ["", *(percent(r.mean(penalty(key))) for key in _SETTINGS)] for r in models},
     )
     caption = "Perplexity by quantisation setting, and its change; only linear layers are quantised."
     return [Picture("quantization", caption, figure)]
