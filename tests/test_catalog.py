@@ -20,6 +20,7 @@ from orthojax.experiments.from_attention.table5 import BY_NAME
 from orthojax.experiments.ours import rotation_ablation
 from orthojax.experiments.page import make_report
 from orthojax.experiments.results import Results, read_results
+from orthojax.experiments.tables import MetricTable
 from orthojax.optim import Rotation
 from orthojax.train import make_rotation
 
@@ -82,10 +83,11 @@ def committed(experiment: Experiment) -> Results:
 
 
 def texts_of(results: Results, experiment: Experiment) -> list[str]:
-    """Everything that the report says, without pictures, which need the runs."""
+    """Everything that the report says, without pictures and tables of arrays, which need the runs."""
+    tables = [table for table in experiment.tables if experiment.name != "figure2" or isinstance(table, MetricTable)]
     report = make_report(
         Results(
-            dataclasses.replace(experiment, pictures=()),
+            dataclasses.replace(experiment, pictures=(), tables=tables),
             results.scale,
             results.seeds,
             results.workdir,

@@ -10,6 +10,7 @@ import pytest
 
 from orthojax.config import DataConfig
 from orthojax.data import datasets, embedded_corpus, load_tokenizer, open_dataset, prepare, text_corpus, text_parts
+from orthojax.data.preparation import HoldOut, hold_out_by_text
 from orthojax.errors import UserError
 
 TEXT = "Some words that come again, and again some words.\n" * 40
@@ -66,6 +67,13 @@ def test_the_cache_is_what_launch_prepare_data_writes(tmp_path, monkeypatch, kin
     parts = text_parts(list(config.paths) or None, ["train", "validation"], tmp_path / "out")
     prepare(tmp_path / "out", parts, "bpe:270", progress=lambda *call: reports.append(call))
     assert reports == calls
+    source, rule = parts[0].source, HoldOut("name")
+    if kind != "embedded":
+        rule = hold_out_by_text(source.documents())
+        assert rule.rule == {"few": "end", "many": "text"}[kind]
+    for split, tokens in (("train", dataset.train), ("validation", dataset.validation)):
+        wanted = "".join(rule.part(split, document) for document in source.documents())
+        assert load_tokenizer(dataset.tokenizer_path).decode(tokens) == wanted != ""
     made = {path.name: path.read_bytes() for path in dataset.tokenizer_path.parent.iterdir()}
     assert made == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name != "source.json"}
     before = modified(tmp_path / "cache")
@@ -86,38 +94,31 @@ def test_reuse_imports_no_tokenizers(text_config, tmp_path):
     assert printed == "True False\n"
 
 
-def test_changes_make_a_new_folder(text_config, tmp_path):
-    cache = tmp_path / "cache"
-    seen = []
-    open_dataset(text_config, cache)
-    seen.append(folders(cache))
-    open_dataset(dataclasses.replace(text_config, tokenizer="bpe:270"), cache)
-    seen.append(folders(cache))
-    tokenizer = tmp_path / "mine.json"
-    load_tokenizer(next(cache.glob("text-bpe270-*")) / "tokenizer.json").save(tokenizer)
-    with_file = dataclasses.replace(text_config, tokenizer=str(tokenizer))
-    assert open_dataset(with_file, cache).provenance["tokenizer"] == "mine.json"
-    seen.append(folders(cache))
+def test_changes_make_a_new_folder(text_config, tmp_path, monkeypatch):
+    cache, tokenizer, seen = tmp_path / "cache", tmp_path / "mine.json", []
+
+    def opened(**changes):
+        dataset = open_dataset(dataclasses.replace(text_config, **changes), cache)
+        seen.append(len(folders(cache)))
+        return dataset
+
+    before = opened()
+    load_tokenizer(opened(tokenizer="bpe:270").tokenizer_path).save(tokenizer)
+    assert opened(tokenizer=str(tokenizer)).provenance["tokenizer"] == "mine.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
-    open_dataset(with_file, cache)
-    seen.append(folders(cache))
-    (tmp_path / "a.txt").write_text(TEXT + "more")
-    changed = open_dataset(text_config, cache)
-    seen.append(folders(cache))
-    assert [len(names) for names in seen] == [1, 2, 3, 4, 5]
-    assert sum(changed.provenance[split]["n_bytes"] for split in ("train", "validation")) == 2 * len(TEXT) + 4
-    open_dataset(text_config, cache)
-    assert folders(cache) == seen[-1]
-
-
-def test_moved_files_keep_their_cache(text_config, tmp_path):
-    before = open_dataset(text_config, tmp_path / "cache")
+    opened(tokenizer=str(tokenizer))
+    monkeypatch.setattr(datasets, "BPE_SAMPLE_BYTES", 100)  # of text of more bytes a BPE sees a part
+    opened(tokenizer="bpe:270")
+    opened()
     (tmp_path / "elsewhere").mkdir()
     paths = [(tmp_path / name).rename(tmp_path / "elsewhere" / name) for name in ("a.txt", "b.txt")]
-    cached = modified(tmp_path / "cache")
-    moved = open_dataset(dataclasses.replace(text_config, paths=tuple(map(str, paths))), tmp_path / "cache")
-    assert moved.provenance == before.provenance
-    assert modified(tmp_path / "cache") == cached
+    cached = modified(cache)
+    assert opened(paths=tuple(map(str, paths))).provenance == before.provenance
+    assert modified(cache) == cached
+    paths[0].write_text(TEXT + "more")
+    changed = opened(paths=tuple(map(str, paths))).provenance
+    assert seen == [1, 2, 3, 4, 5, 5, 5, 6]
+    assert sum(changed[split]["n_bytes"] for split in ("train", "validation")) == 2 * len(TEXT) + 4
 
 
 def test_two_processes_build_the_same(text_config, tmp_path, monkeypatch):
@@ -145,14 +146,6 @@ def test_a_failed_build_leaves_nothing(text_config, tmp_path):
     assert folders(cache) == []
 
 
-def test_damaged_cache_says_what_to_do(text_config, tmp_path):
-    dataset = open_dataset(text_config, tmp_path / "cache")
-    path = dataset.tokenizer_path.parent / "train.bin"
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(UserError, match=r"train\.bin has(.|\n)*delete that folder"):
-        open_dataset(text_config, tmp_path / "cache")
-
-
 def test_kind_tokens(text_config, tmp_path):
     made = open_dataset(text_config, tmp_path / "cache")
     folder = made.tokenizer_path.parent
@@ -165,9 +158,8 @@ def test_kind_tokens(text_config, tmp_path):
     assert not (tmp_path / "unused").exists()
     with pytest.raises(UserError, match="is a validation split"):
         open_dataset(dataclasses.replace(config, paths=config.paths[::-1]), tmp_path)
-    other = open_dataset(
-        dataclasses.replace(text_config, tokenizer="bpe:270"), tmp_path / "cache"
-    ).tokenizer_path.parent
+    bpe = dataclasses.replace(text_config, tokenizer="bpe:270")
+    other = open_dataset(bpe, tmp_path / "cache").tokenizer_path.parent
     mixed = dataclasses.replace(config, paths=(config.paths[0], str(other / "validation.bin")))
     with pytest.raises(UserError, match=r"different tokenizers \(bytes, bpe:270\)"):
         open_dataset(mixed, tmp_path)
@@ -178,12 +170,13 @@ def test_kind_tokens(text_config, tmp_path):
             open_dataset(dataclasses.replace(config, tokenizer=spec), tmp_path)
 
 
-def test_synthetic_task_has_no_files(tmp_path):
-    with pytest.raises(ValueError, match="bigram_backcopy"):
-        open_dataset(DataConfig(kind="bigram_backcopy"), tmp_path)
-
-
-def test_unusable_cache_folder(text_config, tmp_path):
+def test_refused(text_config, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(UserError, match=r"the data cache .* is a file"):
         open_dataset(text_config, tmp_path / "file")
+    with pytest.raises(ValueError, match="bigram_backcopy"):
+        open_dataset(DataConfig(kind="bigram_backcopy"), tmp_path)
+    path = open_dataset(text_config, tmp_path / "cache").tokenizer_path.parent / "train.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(UserError, match=r"train\.bin has(.|\n)*delete that folder"):
+        open_dataset(text_config, tmp_path / "cache")

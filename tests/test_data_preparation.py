@@ -13,7 +13,7 @@ import time
 import pytest
 
 from orthojax.data import token_writer
-from orthojax.data.documents import Document, embedded_corpus, text_corpus
+from orthojax.data.documents import Document, text_corpus
 from orthojax.data.preparation import HoldOut, prepare, renamed, require_usable, text_parts
 from orthojax.data.token_files import open_token_file, open_token_files
 from orthojax.data.tokenizers import ByteTokenizer
@@ -41,39 +41,30 @@ def killed(*_):
     raise KeyboardInterrupt
 
 
-def test_the_standard_library_by_default(tmp_path, monkeypatch):
-    for i in range(40):
-        (tmp_path / f"library/{i}.py").parent.mkdir(exist_ok=True)
-        (tmp_path / f"library/{i}.py").write_text(f"x = {i}\n")
-    small = embedded_corpus(tmp_path / "library")
-    monkeypatch.setattr("orthojax.data.preparation.embedded_corpus", lambda: small)
-    files = prepare(tmp_path / "out", text_parts(None, ["train", "validation"], tmp_path), "bytes")
-    assert sum(file.info.n_documents for file in files) == small.file_count == 40
-    for file in files:
-        part = [HoldOut("name").part(file.info.split, document) for document in small.documents()]
-        assert ByteTokenizer().decode(file.tokens) == "".join(part)
+def test_what_was_found_out_about_the_text_is_kept(text, tmp_path):
+    notes = tmp_path / "out/source.json"
 
+    def part():
+        return text_parts([str(text)], ["validation"], tmp_path / "out")[0]
 
-def test_what_was_found_out_about_the_text_is_kept(text, tmp_path, monkeypatch):
-    first = text_parts([str(text)], ["validation"], tmp_path / "out")[0]
-    notes = json.loads((tmp_path / "out/source.json").read_text())
-    assert notes["sha256"] == text_corpus([text]).sha256
+    def edit(**changes):
+        notes.write_text(json.dumps(json.loads(notes.read_text()) | changes))
+
+    sha256 = part().source.sha256
+    assert json.loads(notes.read_text())["sha256"] == sha256 == text_corpus([text]).sha256
     # A rule that an earlier version found stays that of the folder, also if only the date of the file is another.
-    notes["hold_out"]["limit"], wanted = 2**62, HoldOut("text", 2**62)
-    (tmp_path / "out/source.json").write_text(json.dumps(notes))
+    edit(hold_out={"rule": "text", "limit": 2**62})
+    wanted = [HoldOut("text", 2**62).part("validation", Document("", text)) for text in TEXTS]
     for seconds in (None, 0, 1_000):
         if seconds is not None:
             os.utime(text, (seconds, seconds))
-        part = text_parts([str(text)], ["validation"], tmp_path / "out")[0]
-        assert part.source.sha256 == first.source.sha256
-        found = [part.text(document) for document in part.source.documents()]
-        assert found == [wanted.part("validation", Document("", text)) for text in TEXTS]
+        assert part().source.sha256 == sha256
+        assert list(map(part().text, part().source.documents())) == wanted
     # As long as nothing changed, the text is not even read again for its sha256.
-    content = json.loads((tmp_path / "out/source.json").read_text())
-    (tmp_path / "out/source.json").write_text(json.dumps(content | {"sha256": "noted"}))
-    assert text_parts([str(text)], ["validation"], tmp_path / "out")[0].source.sha256 == "noted"
+    edit(sha256="noted")
+    assert part().source.sha256 == "noted"
     text.write_text(LINES + '{"text": "more"}\n')
-    assert text_parts([str(text)], ["validation"], tmp_path / "out")[0].source.sha256 == text_corpus([text]).sha256
+    assert part().source.sha256 == text_corpus([text]).sha256
 
 
 def test_splits_of_one_text_are_made_in_one_pass(text, tmp_path):
@@ -157,50 +148,43 @@ def test_killed_while_it_is_moved_into_place(text, tmp_path, monkeypatch, moment
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
-def test_what_was_deleted_is_made_again(text, tmp_path):
-    splits = ("train", "validation")
-    prepared(tmp_path / "whole", text, splits=splits)
-    shutil.copytree(tmp_path / "whole", tmp_path / "out")
-    (tmp_path / "out/train.bin").unlink()
-    (tmp_path / "out/validation.json").unlink()
-    with pytest.raises(UserError, match=r"has no sidecar validation\.json\ndelete it and rebuild it"):
-        prepared(tmp_path / "out", text, splits=splits)
-    (tmp_path / "out/validation.bin").unlink()
-    prepared(tmp_path / "out", text, splits=splits)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
 # Refused.
 
 
 def test_what_was_created_from_something_else_is_kept(text, tmp_path, monkeypatch):
     (tmp_path / "b.jsonl").write_text(LINES + LINES)
-    out = tmp_path / "out"
+    out, partial = tmp_path / "out", tmp_path / "out/all.bin.partial"
+
+    def refused(message, path=text, tokenizer="bytes"):
+        before = contents(out)
+        with pytest.raises(UserError, match=message):
+            prepared(out, path, tokenizer)
+        assert contents(out) == before
+
     with monkeypatch.context() as patch:
         patch.setattr(token_writer, "write_sidecar", killed)
         with pytest.raises(KeyboardInterrupt):
             prepared(out, text)
-    (out / "all.bin").rename(out / "all.bin.partial")
-    before = contents(out)
-    with pytest.raises(
-        UserError, match=r"all\.bin\.partial\.json was created with a different source: 'a\.jsonl', not 'b\.jsonl'"
-    ):
-        prepared(out, tmp_path / "b.jsonl")
-    with pytest.raises(UserError, match=r"tokenizer\.json is not the tokenizer 'bpe:270'"):
-        prepared(out, text, "bpe:270")
-    assert contents(out) == before
-    (out / "all.bin.partial").write_bytes(b"short")
-    with pytest.raises(UserError, match=r"all\.bin\.partial is shorter than .*\ndelete both files"):
-        prepared(out, text)
+    (out / "all.bin").rename(partial)
+    different = r"was created with a different source: 'a\.jsonl', not 'b\.jsonl'"
+    refused(rf"all\.bin\.partial\.json {different}", tmp_path / "b.jsonl")
+    refused(r"tokenizer\.json is not the tokenizer 'bpe:270'", tokenizer="bpe:270")
+    partial.write_bytes(b"short")
+    refused(r"all\.bin\.partial is shorter than .*\ndelete both files")
     (out / "all.bin.partial.json").write_text("{")
-    with pytest.raises(UserError, match=r"partial\.json is corrupt\ndelete it and all\.bin\.partial"):
-        prepared(out, text)
+    refused(r"partial\.json is corrupt\ndelete it and all\.bin\.partial")
     for path in out.glob("*.partial*"):
         path.unlink()
     prepared(out, text)
-    with pytest.raises(UserError, match=r"all\.bin was created with a different source: 'a\.jsonl', not 'b\.jsonl'"):
-        prepared(out, tmp_path / "b.jsonl")
-    open_token_file(out / "all.bin", verify=True)
+    whole = contents(out)
+    refused(rf"all\.bin {different}", tmp_path / "b.jsonl")
+    (out / "all.json").unlink()
+    refused(r"has no sidecar all\.json\ndelete it and rebuild it")
+    for left in ([], ["all.json"]):  # what was deleted is made again
+        for name in {"all.bin", "all.json"}.difference(left):
+            (out / name).unlink(missing_ok=True)
+        prepared(out, text)
+        assert contents(out) == whole
 
 
 def test_two_processes_do_not_write_one_file(text, tmp_path):

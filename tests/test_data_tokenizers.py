@@ -41,24 +41,17 @@ def bpe():
 # Our own.
 
 
-@hypothesis.given(st.text())
-def test_bytes_are_utf8(text):
-    tokenizer = ByteTokenizer()
-    (ids,) = tokenizer.encode_batch([text])
-    assert ids.dtype == np.int32
-    assert ids.tolist() == list(text.encode())
-    assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id]) == text
-
-
 @hypothesis.given(st.lists(st.text(), max_size=4))
 @hypothesis.example(["a <|eos|> b <|bos|>"])
-def test_bpe_round_trip(bpe, texts):
-    rows = bpe.encode_batch(texts)
-    assert [bpe.decode([bpe.bos_id, *row, bpe.eos_id]) for row in rows] == texts
-    for row in rows:
-        assert row.dtype == np.int32
-        assert ((row >= 0) & (row < bpe.vocab_size)).all()
-        assert not np.isin(row, [bpe.bos_id, bpe.eos_id]).any()
+def test_round_trip(bpe, texts):
+    for tokenizer in (ByteTokenizer(), bpe):
+        rows = tokenizer.encode_batch(texts)
+        assert [tokenizer.decode([tokenizer.bos_id, *row, tokenizer.eos_id]) for row in rows] == texts
+        for row, text in zip(rows, texts, strict=True):
+            assert row.dtype == np.int32
+            assert ((row >= 0) & (row < tokenizer.vocab_size)).all()
+            assert not np.isin(row, [tokenizer.bos_id, tokenizer.eos_id]).any()
+            assert tokenizer is bpe or row.tolist() == list(text.encode())
 
 
 def test_ids_are_those_of_the_package_as_it_comes(bpe):
@@ -70,19 +63,26 @@ def test_ids_are_those_of_the_package_as_it_comes(bpe):
 
 
 def test_bpe_shape_and_determinism(bpe):
+    """In another process too, where what needs no package imports none."""
     assert (bpe.spec, bpe.vocab_size, bpe.bos_id, bpe.eos_id) == ("bpe:330", 330, 0, 1)
     assert len(bpe.encode_batch(TEXTS)[0]) < len(TEXTS[0].encode()) / 2
     assert sorted(json.loads(bpe.serialized)["model"]["vocab"].values()) == list(range(330))
-    code = f"from orthojax.data.tokenizers import train_bpe\nprint(train_bpe({TEXTS!r}, 330).sha256)"
+    code = (
+        "import sys, orthojax.data\n"
+        "from orthojax.data.tokenizers import tokenizer_identity, make_tokenizer, train_bpe\n"
+        "assert tokenizer_identity('bpe:2048') == 'bpe:2048'\n"
+        "make_tokenizer('bytes', ()).encode_batch(['x'])\n"
+        "heavy = {'tokenizers', 'grain', 'jax', 'flax', 'optax', 'tensorflow_datasets', 'tensorflow'}\n"
+        f"print(sorted(heavy & set(sys.modules)), train_bpe({TEXTS!r}, 330).sha256)"
+    )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == bpe.sha256
+    assert printed == f"[] {bpe.sha256}\n"
     assert train_bpe(TEXTS[:1], 270).sha256 != bpe.sha256
 
 
 @pytest.mark.parametrize("spec", ["bytes", "bpe:280"])
 def test_save_and_load(tmp_path, spec):
-    tokenizer = make_tokenizer(spec, TEXTS)
-    path = tmp_path / "tokenizer.json"
+    tokenizer, path = make_tokenizer(spec, TEXTS), tmp_path / "tokenizer.json"
     tokenizer.save(path)
     loaded = load_tokenizer(path, spec)
     assert loaded == tokenizer
@@ -91,33 +91,7 @@ def test_save_and_load(tmp_path, spec):
         np.testing.assert_array_equal(a, b)
 
 
-def test_identity_imports_nothing_heavy():
-    code = (
-        "import sys, orthojax.data\n"
-        "from orthojax.data.tokenizers import tokenizer_identity, make_tokenizer\n"
-        "assert tokenizer_identity('bpe:2048') == 'bpe:2048'\n"
-        "make_tokenizer('bytes', ()).encode_batch(['x'])\n"
-        "heavy = {'tokenizers', 'grain', 'jax', 'flax', 'optax', 'tensorflow_datasets', 'tensorflow'}\n"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
 # tokenizer.json.
-
-
-def foreign(path, special_tokens, **settings):
-    """A tokenizer.json as other projects publish them."""
-    backend = hf.Tokenizer(hf.models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
-    backend.pre_tokenizer = hf.pre_tokenizers.Whitespace()
-    backend.add_special_tokens(special_tokens)
-    for name, arguments in settings.items():
-        getattr(backend, name)(**arguments)
-    if special_tokens:
-        begin = (special_tokens[0], backend.token_to_id(special_tokens[0]))
-        backend.post_processor = hf.processors.TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
-    backend.save(str(path))
-    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +104,18 @@ def foreign(path, special_tokens, **settings):
     ],
 )
 def test_foreign_tokenizer(tmp_path, special, bos_id, eos_id):
-    path = foreign(tmp_path / "x.json", special, enable_truncation={"max_length": 2}, enable_padding={"length": 9})
+    """A tokenizer.json as other projects publish them."""
+    backend, path = hf.Tokenizer(hf.models.WordLevel({"[UNK]": 0, "a": 1, "b": 2})), str(tmp_path / "x.json")
+    backend.pre_tokenizer = hf.pre_tokenizers.Whitespace()
+    backend.save(path)
+    with pytest.raises(UserError, match=r"no end-of-text token\nallowed: one of .*<\|endoftext\|>"):
+        make_tokenizer(path, ())
+    backend.add_special_tokens(special)
+    backend.enable_truncation(max_length=2)
+    backend.enable_padding(length=9)
+    begin = (special[0], backend.token_to_id(special[0]))
+    backend.post_processor = hf.processors.TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
+    backend.save(path)
     tokenizer = make_tokenizer(path, ())
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (bos_id, eos_id, 3 + len(special))
     assert tokenizer.encode_batch(["a b a b"])[0].tolist() == [1, 2, 1, 2]  # nothing added, cut or padded
@@ -298,13 +283,6 @@ def test_sentencepiece_is_its_library(tmp_path, kind):
     assert loaded.encode_batch(TEXTS)[0].tolist() == reference.encode(TEXTS[0])
 
 
-def test_sentencepiece_without_its_package(tmp_path, monkeypatch):
-    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x01")
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(UserError, match=r"needs a package\nallowed: pip install sentencepiece"):
-        load_tokenizer(tmp_path / "tokenizer.model")
-
-
 # Refused.
 
 GPT2_VOCABULARY = b'{"a": 0, "b": 1, "<|endoftext|>": 2}'
@@ -335,13 +313,15 @@ def test_bad_files(tmp_path, files, message):
         make_tokenizer(str(tmp_path / next(iter(files))), ())
 
 
-def test_no_end_of_text_and_no_file(tmp_path):
-    with pytest.raises(UserError, match=r"no end-of-text token\nallowed: one of .*<\|endoftext\|>"):
-        make_tokenizer(foreign(tmp_path / "none.json", []), ())
+def test_missing_files_and_packages(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"there is no tokenizer file .*missing\.json"):
         make_tokenizer(str(tmp_path / "missing.json"), ())
     with pytest.raises(UserError, match=r"is a folder without a tokenizer\nallowed: tokenizer\.json \| vocab\.json"):
         make_tokenizer(str(tmp_path), ())
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x01")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(UserError, match=r"needs a package\nallowed: pip install sentencepiece"):
+        load_tokenizer(tmp_path / "tokenizer.model")
 
 
 @pytest.mark.parametrize(

@@ -3,48 +3,27 @@
 import math
 from collections import Counter
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import scipy.stats
-from orthojax.experiments.from_attention.output_bases import output_bases, output_kernels
-from orthojax.experiments.reporting.page import write_report
-from orthojax.experiments.study.measures import Measured, keep
-from orthojax.experiments.study.study import Study
-from orthojax.experiments.study.variant import Run
 
 from orthojax import analysis
-from orthojax.analysis.channels import OUTLIER_SCORE
+from orthojax.analysis import OUTLIER_SCORE
 from orthojax.config import Config, OptimConfig, RotationConfig, changed_fields, replace
 from orthojax.errors import UserError
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured
 from orthojax.experiments.catalog import find
-from orthojax.experiments.from_attention import (
-    figure2,
-    figure2_report,
-    figure4,
-    figure6,
-    figure6_report,
-    output_weights,
-)
+from orthojax.experiments.from_attention import figure2, figure4, figure6, output_weights
+from orthojax.experiments.from_attention.output_weights import output_bases, output_kernels
 from orthojax.experiments.from_attention.paper_configs import paper_runs
-from orthojax.model import Transformer
+from orthojax.experiments.measures import Measured
+from orthojax.model import LoadedModel
 from orthojax.optim import rotate
-from orthojax.train import (
-    Inputs,
-    find_checkpoint,
-    list_arrays,
-    make_rotation,
-    open_inputs,
-    read_optimizer_state,
-    read_params,
-    train,
-)
+from orthojax.train import Inputs, list_arrays, load, make_rotation, open_inputs, read_optimizer_state, train
 from orthojax.train.evaluation import validation_loss_nats
 
 TEXT = "What goes up must come down, unless it is fast enough, or nobody has told it so. "
@@ -98,8 +77,6 @@ def test_five_seeds_refute_ten_equal_keys_by_four_wins_alone_and_two_seeds_never
     assert p_value([4, 1, *[0] * 8]) == pytest.approx(1e-4 + 450 / 1e5)
     assert p_value([3, 1, 1, *[0] * 7]) > 0.05
     assert p_value([1] * 5 + [0] * 5) == 1.0
-    assert "one token wins 4 of them" in figure2_report.what_seeds_can_tell(5)
-    assert "cannot refute" in figure2_report.what_seeds_can_tell(2)
 
 
 # By channel.
@@ -188,12 +165,12 @@ def test_the_bases_are_those_that_the_optimizer_applies(kind, axes, scope, part,
     layers = [{name: {inner: {"kernel": kernel}}} for kernel in (kernels if not scan else [kernels])]
     tree = {"layers": layers[0]} if scan else {f"layers_{i}": layer for i, layer in enumerate(layers)}
     np.testing.assert_array_equal(output_kernels(tree, part), kernels)
-    turn = rotate(make_rotation(config.optim.rotation))
-    turned = output_kernels(turn.update(tree, turn.init(tree))[0], part)
+    rotation = rotate(make_rotation(config.optim.rotation))
+    rotated = output_kernels(rotation.update(tree, rotation.init(tree))[0], part)
     wanted = kernels @ Q.swapaxes(1, 2)
-    if axes == "both":  # what turns the inputs leaves W^T W as it is
-        turned, wanted = (x.swapaxes(1, 2) @ x for x in (turned, wanted))
-    np.testing.assert_allclose(turned, wanted, atol=2e-4)
+    if axes == "both":  # a rotation of the inputs leaves W^T W as it is
+        rotated, wanted = (x.swapaxes(1, 2) @ x for x in (rotated, wanted))
+    np.testing.assert_allclose(rotated, wanted, atol=2e-4)
     assert (np.abs(Q[0] - Q[1]).max() > 0.1) == (scope == "layer")
 
 
@@ -258,10 +235,10 @@ def test_gaussians_are_3_in_every_basis_and_a_spike_planted_in_one_shows_there_a
 
 
 def test_the_relaxed_run_is_the_papers_and_no_row_begins_with_a_bos():
-    relaxed, plain = figure2.EXPERIMENT.variants("paper")
+    relaxed, plain = figure2.EXPERIMENT.variants_at("paper")
     assert relaxed.config == paper_runs()[-1].config
     for scale in ("tiny", "small", "paper"):
-        relaxed, plain = figure2.EXPERIMENT.variants(scale)
+        relaxed, plain = figure2.EXPERIMENT.variants_at(scale)
         assert changed_fields(plain.config, relaxed.config) == {"model.relaxed_causal_tokens": 10}
         assert not plain.config.data.bos
     assert figure2.EXPERIMENT.seeds == (0, 1, 2, 3, 4)
@@ -285,11 +262,14 @@ def tiny(tmp_path_factory):
 
 
 class Trained(NamedTuple):
-    config: Config
-    checkpoint: Path
+    loaded: LoadedModel
     inputs: Inputs
-    params: Any
     measured: dict[str, Measured]
+
+    def observe(self, observe: Any) -> Any:
+        """What every layer shows of the evaluation set."""
+        tokens = self.inputs.evaluation[:, :-1]
+        return self.loaded.model.apply({"params": self.loaded.params}, tokens, observe=observe)[1]
 
 
 @pytest.fixture(scope="module")
@@ -299,35 +279,30 @@ def trained(tiny, tmp_path_factory):
     for name, config in (("vanilla", relaxed), ("cured", cured(relaxed))):
         inputs = open_inputs(config, folder / "data")
         train(config, inputs, folder / name)
-        checkpoint = find_checkpoint(folder / name)
+        loaded = load(folder / name)
         measures = [m for e in (figure2, figure4, figure6) for m in e.EXPERIMENT.measures]
-        measured = {m.name: m.measure(config, checkpoint, inputs, lambda part: None) for m in measures}
-        models[name] = Trained(config, checkpoint, inputs, read_params(checkpoint), measured)
+        models[name] = Trained(loaded, inputs, {m.name: m.measure(loaded, inputs, lambda part: None) for m in measures})
     return models
 
 
 @pytest.mark.slow
 def test_the_first_keys_are_measured_over_all_sequences_heads_and_layers(trained):
-    config, _, inputs, params, measured = trained["vanilla"]
-
-    def weights(taps):
-        return taps.attention_weights
-
-    _, seen = Transformer(config.model).apply({"params": params}, inputs.evaluation[:, :-1], observe=weights)
-    seen = np.asarray(seen, np.float64)  # [L, B, N, T, S]
+    loaded, inputs, measured = trained["vanilla"]
+    seen = np.asarray(trained["vanilla"].observe(lambda taps: taps.attention_weights), np.float64)  # [L, B, N, T, S]
     metrics, kept = measured["first_keys"]
     mass = seen[..., 10:, :10].mean(-2)
     np.testing.assert_allclose(kept["mass_by_head"], mass.mean(1), rtol=1e-5)
     np.testing.assert_allclose(kept["mass_by_sequence"], mass.mean((0, 2)), rtol=1e-5)
     np.testing.assert_allclose(kept["map"], seen.mean((0, 1, 2))[:, :24], rtol=1e-5)
     assert metrics["winner"] == np.argmax(mass.mean((0, 1, 2)))
-    loss = validation_loss_nats(config, params, inputs)  # a relaxed evaluation has the same positions
+    loss = validation_loss_nats(loaded.config, loaded.params, inputs)  # a relaxed evaluation has the same positions
     assert metrics["perplexity_after_first_keys"] == pytest.approx(math.exp(loss), rel=1e-5)
 
 
 @pytest.mark.slow
 def test_moments_are_read_from_the_checkpoint_and_compared_in_their_own_basis(trained):
-    for name, (config, checkpoint, _, params, measured) in trained.items():
+    for name, (loaded, _, measured) in trained.items():
+        config, checkpoint, params = loaded.config, loaded.source, loaded.params
         state = read_optimizer_state(checkpoint)
         assert {path for path, _, _ in list_arrays(checkpoint, "opt_state")} == {
             jax.tree_util.keystr(path, simple=True, separator="/")
@@ -353,13 +328,9 @@ def test_an_optimizer_without_second_moments_has_none():
 
 @pytest.mark.slow
 def test_what_a_layer_adds_is_the_difference_of_hidden_states(trained):
-    config, _, inputs, params, measured = trained["cured"]
-
-    def residual(taps):
-        return taps.residual - taps.post_attention, taps.residual, taps.post_attention - taps.attention_output
-
-    _, (mlp, after, before) = Transformer(config.model).apply(
-        {"params": params}, inputs.evaluation[:, :-1], observe=residual
+    measured = trained["cured"].measured
+    mlp, after, before = trained["cured"].observe(
+        lambda taps: (taps.residual - taps.post_attention, taps.residual, taps.post_attention - taps.attention_output)
     )
     for what, x in (("added", after - before), ("mlp", mlp)):
         wanted = float64_kurtosis(np.asarray(x, np.float64)).mean((1, 2))
@@ -367,175 +338,3 @@ def test_what_a_layer_adds_is_the_difference_of_hidden_states(trained):
         np.testing.assert_allclose(found, wanted, rtol=1e-3)
     assert "added_kurtosis_xq" in measured["bases"].metrics
     assert "added_kurtosis_xq" not in trained["vanilla"].measured["bases"].metrics
-
-
-# Reports, of made-up numbers.
-
-
-def made_up(module, workdir, measured, seeds, *, failed=()):
-    """A study of an experiment at its tiny scale whose runs have the metrics and arrays that `measured` makes up."""
-    experiment = module.EXPERIMENT
-    variants, rows = experiment.variants("tiny"), []
-    for variant, seed in product(variants, seeds):
-        run = Run(variant, seed, workdir / f"{variant.name}-{seed}")
-        found = measured(variant, seed)
-        maps = {"attention": np.full((4, 64, 64), 0.1)}
-        for measure in experiment.measures:
-            keep(run.folder, measure, found)
-        (run.folder / "measured").mkdir(parents=True, exist_ok=True)
-        np.savez(run.folder / "measured/maps.npz", **maps)
-        row = {"variant": variant.name, "seed": seed, "overrides": {}, "run": run.folder.name, "metrics": found.metrics}
-        bad = (variant.name, seed) in failed
-        rows.append(row | ({"metrics": {}, "failed": "the loss is not finite at step 3"} if bad else {}))
-    data = {"file_count": 3, "source_sha256": "0" * 64, "tokenizer": "bpe:2048", "train": {"n_tokens": 10}}
-    provenance = {"versions": {"jax": "0"}, "device": "cpu", "seeds": list(seeds), "data": [data], "date": "2000-01-01"}
-    results = {"rows": rows, "provenance": provenance | {"training_seconds": 60.0}}
-    return Study(experiment, "tiny", variants, tuple(seeds), workdir, results)
-
-
-def first_keys(winner, plain_mass=0.4, relaxed_mass=0.4):
-    """Of each seed the winner that is given; the plain model's is always key 0."""
-
-    def measured(variant, seed):
-        mass = np.full((4, 4, 10), 0.03)
-        relaxed = variant.name == "relaxed"
-        mass[..., winner(seed) if relaxed else 0] = relaxed_mass if relaxed else plain_mass
-        return figure2.first_keys(mass, mass, np.tile(mass[0, 0], (6, 1)), np.full((64, 24), 0.1), 4.0)
-
-    return measured
-
-
-def verdicts(report):
-    return [claim.verdict for claim in report.claims]
-
-
-def test_figure_2_says_who_wins_and_what_the_seeds_can_tell(tmp_path):
-    study = made_up(figure2, tmp_path, first_keys(lambda seed: (3, 7, 3, 1, 0)[seed]), range(5))
-    report = figure2.report(study)
-    assert verdicts(report) == ["holds"] * 3
-    assert "seed 1: key 7" in report.claims[2].text
-    assert all("criterion" in claim.whole().lower() for claim in report.claims)
-    for table in report.tables:
-        assert {len(row) for row in table.rows} == {len(table.columns)}
-    plt.close("all")
-
-
-@pytest.mark.parametrize(
-    ("measured", "seeds", "wanted"),
-    [
-        (first_keys(lambda seed: 0), 5, ["holds", "does not hold", "does not hold"]),
-        (first_keys(lambda seed: seed, plain_mass=0.05), 5, ["not visible at this scale"] * 3),
-        (first_keys(lambda seed: seed, relaxed_mass=0.05), 5, ["does not hold", *["not visible at this scale"] * 2]),
-        (first_keys(lambda seed: 4), 1, ["holds", "holds", "not visible at this scale"]),
-    ],
-)
-def test_figure_2_turns_the_verdicts_that_the_winners_contradict(tmp_path, measured, seeds, wanted):
-    report = figure2.report(made_up(figure2, tmp_path, measured, range(seeds)))
-    assert verdicts(report) == wanted
-    plt.close("all")
-
-
-def weights(explained=True, outliers=2):
-    """The vanilla models have outlier weights in every layer of the MLP, with small moments or without."""
-
-    def measured(variant, seed):
-        rng, metrics, arrays = np.random.default_rng(seed), {}, {}
-        cured = variant.config.optim.is_rotated
-        for part in ("mlp_output", "attention_output"):
-            norms = np.exp(0.02 * rng.normal(size=(4, 128)))
-            moments = norms ** (-1 if cured else -9)
-            if part == "mlp_output" and not cured:
-                norms[:, :outliers] = 3.0
-                moments[:, :outliers] = 1e-3 if explained else 1.0
-            for name, values in output_weights.channel_metrics(norms, norms, moments).items():
-                metrics[f"{part}_{name}"] = float(np.mean(values))
-                metrics |= {f"{part}_{name}/layer_{i}": value for i, value in enumerate(values)}
-            arrays |= {f"{part}_{name}": x for name, x in (("norms", norms), ("own_norms", norms))}
-            arrays[f"{part}_moments"] = moments
-        return Measured(metrics, arrays)
-
-    return measured
-
-
-@pytest.mark.parametrize(
-    ("measured", "wanted"),
-    [
-        (weights(), ["holds"] * 5),
-        (weights(explained=False), ["does not hold", "holds", "holds", "holds", "holds"]),
-        (weights(outliers=0), ["not visible at this scale", "holds", "holds", *["not visible at this scale"] * 2]),
-    ],
-)
-def test_figure_4_tells_layer_by_layer_whether_small_moments_go_with_large_weights(tmp_path, measured, wanted):
-    report = figure4.report(made_up(figure4, tmp_path, measured, range(2)))
-    assert verdicts(report) == wanted
-    for table in report.tables:
-        assert {len(row) for row in table.rows} == {len(table.columns)}
-    assert len(report.tables[1].rows) == 6 * 4
-    assert [p.name for p in report.pictures][:2] == [
-        "output_weights_gpt2_60m_vanilla", "output_weights_gpt2_60m_cured"
-    ]  # fmt: skip
-    plt.close("all")
-
-
-def kurtosis(**changed):
-    values = {"vanilla_x": 40.0, "vanilla_xv": 60.0, "x": 3.1, "xq": 3.0, "xqt": 3.05, "xv": 20.0} | changed
-
-    def measured(variant, seed):
-        names = ("x", "xv") if "vanilla" in variant.name else ("x", "xq", "xqt", "xv")
-        prefix = "vanilla_" if "vanilla" in variant.name else ""
-        metrics = {}
-        for what, name in product(("added", "mlp"), names):
-            metrics[f"{what}_kurtosis_{name}"] = values[prefix + name] + 0.01 * seed
-            metrics |= {f"{what}_kurtosis_{name}/layer_{i}": values[prefix + name] + 0.01 * i for i in range(4)}
-        return Measured(metrics, {})
-
-    return measured
-
-
-@pytest.mark.parametrize(
-    ("changed", "wanted"),
-    [
-        ({}, ["holds"] * 4),
-        ({"xqt": 30.0}, ["does not hold", "does not hold", "holds", "holds"]),
-        ({"xv": 3.0}, ["holds", "holds", "not visible at this scale", "holds"]),  # Gaussian values have more
-        ({"x": 25.0}, ["does not hold", "does not hold", "does not hold", "holds"]),
-        ({"vanilla_x": 3.1}, [*["not visible at this scale"] * 2, "holds", "not visible at this scale"]),
-    ],
-)
-def test_figure_6_says_whether_outliers_hide_in_the_basis_of_orthoadam(tmp_path, changed, wanted):
-    report = figure6.report(made_up(figure6, tmp_path, kurtosis(**changed), range(2)))
-    assert verdicts(report) == wanted
-    for table in report.tables:
-        assert {len(row) for row in table.rows} == {len(table.columns)}
-    plt.close("all")
-
-
-@pytest.mark.parametrize(("tokens", "d_model"), [(64, 160), (96, 24)])
-def test_gaussian_values_have_a_basis_of_larger_kurtosis_too(tokens, d_model):
-    x, xv = figure6_report.gaussian_kurtosis(tokens, d_model)
-    rng, found = np.random.default_rng(7), []
-    for _ in range(40):
-        sample = rng.normal(size=(tokens, d_model))
-        right = np.linalg.svd(sample)[2]
-        found.append([float64_kurtosis(values).mean() for values in (sample, sample @ right.T)])
-    assert (x, xv) == pytest.approx(tuple(np.mean(found, axis=0)), rel=0.05)
-    assert xv > x
-
-
-@pytest.mark.parametrize(
-    ("module", "measured", "failed"),
-    [
-        (figure2, first_keys(lambda seed: seed), ("relaxed", 1)),
-        (figure2, first_keys(lambda seed: seed), ("causal", 0)),
-        (figure4, weights(), ("gpt2_130m_cured", 0)),
-        (figure6, kurtosis(), ("gpt2_350m_cured", 1)),
-    ],
-)
-@pytest.mark.parametrize("seeds", [1, 2])
-def test_a_run_that_failed_is_told_and_the_others_stay(tmp_path, module, measured, failed, seeds):
-    failed = (failed[0], min(failed[1], seeds - 1))
-    report = module.report(made_up(module, tmp_path, measured, range(seeds), failed={failed}))
-    assert any("not finite at step 3" in text for text in report.summary)
-    assert report.claims == []
-    write_report(report, tmp_path)
-    plt.close("all")

@@ -209,13 +209,13 @@ def test_trials_are_shorter_runs_and_the_best_one_is_taken(tmp_path, monkeypatch
     trial = trial_config(replace(BACKCOPY.config, {"train.steps": 40, "optim.warmup_steps": 20}), 0.25)
     assert (trial.train.steps, trial.optim.learning_rate, trial.optim.warmup_steps) == (3, 0.25, 0)
     wild = dataclasses.replace(
-        BACKCOPY, learning_rates=(1e-3, 1e30), config=replace(BACKCOPY.config, {"optim.eps": 1e-30})
+        BACKCOPY, learning_rates=(2e-3, 1e30), config=replace(BACKCOPY.config, {"optim.eps": 1e-30})
     )
     done = run_experiment(experiment_of(wild), "tiny", (0,), tmp_path, **folders(tmp_path))
     (row,) = done.raw["rows"]
     assert row["learning_rates"]["1e+30"] is None
-    assert row["learning_rates"]["0.001"] > 0
-    assert row["overrides"]["optim.learning_rate"] == 1e-3
+    assert row["learning_rates"]["0.002"] > 0
+    assert row["overrides"]["optim.learning_rate"] == 2e-3
     monkeypatch.setattr(runs, "train", lambda *args, **kwargs: pytest.fail("trained again"))
     assert run_experiment(experiment_of(wild), "tiny", (0,), tmp_path, **folders(tmp_path)).raw["rows"] == [row]
     assert best_learning_rate({"0.1": None, "0.2": None}) == 0.1

@@ -5,7 +5,6 @@ characters by a copy of the character before the trigger. The task is that of Gu
 Attention Heads" (arXiv:2410.13835); here the bigrams are those of any text, and the oracle is exact at <s> too.
 """
 
-import collections
 import dataclasses
 
 import numpy as np
@@ -38,22 +37,15 @@ class BigramBackcopy:
       x_{i+1} = x_{i-1} if x_i is in T (backcopy), else x_{i+1} ~ P[x_i] (bigram).
 
     So two triggers are never adjacent, and <s> does not recur.
-
-    Attributes:
-      characters: The alphabet, sorted; id i is characters[i].
-      bos_id: Id of <s>, V - 1.
-      triggers: int [k], the k most frequent characters, the most frequent first.
-      marginal: pi, float64 [V]; 0 for <s>.
-      first: The distribution of x_1, float64 [V]; 0 for triggers and <s>.
-      transition: P, float64 [V, V]. The row of a character has the frequencies of its successors in the text, read as a
-        circle so that its last character has one too (and pi P = pi exactly). The row of <s> is `first`.
     """
 
-    characters: tuple[str, ...]
-    bos_id: int
-    triggers: np.ndarray
-    marginal: np.ndarray
-    first: np.ndarray
+    characters: tuple[str, ...]  # the alphabet, sorted; id i is characters[i]
+    bos_id: int  # <s>, V - 1
+    triggers: np.ndarray  # int [k], the k most frequent characters, the most frequent first
+    marginal: np.ndarray  # pi, float64 [V]; 0 for <s>
+    first: np.ndarray  # the distribution of x_1, float64 [V]; 0 for triggers and <s>
+    # P, float64 [V, V]. The row of a character has the frequencies of its successors in the text, read as a circle so
+    # that its last character has one too (and pi P = pi exactly). The row of <s> is `first`.
     transition: np.ndarray
     # For sampling: all characters of the text grouped by the one before them, and those that may come first. A draw
     # from P[x] picks an occurrence of x in the text, and takes its successor.
@@ -77,22 +69,20 @@ class BigramBackcopy:
         >>> task.characters, task.bos_id, task.triggers.tolist(), task.transition[1].tolist()
         (('a', 'b', 'c', 'd'), 4, [0], [1.0, 0.0, 0.0, 0.0, 0.0])
         """
-        shares = collections.Counter(text)
-        characters = tuple(sorted(shares))
+        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+        points, ids, count = np.unique(points, return_inverse=True, return_counts=True)
+        characters = tuple(map(chr, points.tolist()))
         if len(characters) <= trigger_count:
             raise UserError(
                 f"a text with {len(characters)} different characters cannot have {trigger_count} triggers",
                 allowed=f"data.trigger_count less than {len(characters)}" if len(characters) > 1 else "a longer text",
             )
-        number = {character: i for i, character in enumerate(characters)}
-        ids = np.fromiter((number[character] for character in text), np.int32, len(text))
         bos_id, size = len(characters), len(characters) + 1
-        count = np.bincount(ids, minlength=size)
+        count = np.append(count, 0)
         triggers = np.argsort(-count[:bos_id], kind="stable")[:trigger_count]
 
         following = np.roll(ids, -1)
-        transition = np.bincount(ids.astype(np.int64) * size + following, minlength=size * size).astype(np.float64)
-        transition = transition.reshape(size, size)
+        transition = np.bincount(ids * size + following, minlength=size * size).reshape(size, size).astype(np.float64)
         transition[:bos_id] /= count[:bos_id, None]
         first = np.where(np.isin(np.arange(size), triggers), 0, count)
         first = first / first.sum()
@@ -104,10 +94,10 @@ class BigramBackcopy:
             marginal=count / count.sum(),
             first=first,
             transition=transition,
-            _successors=following[np.argsort(ids, kind="stable")],
+            _successors=following[np.argsort(ids, kind="stable")].astype(np.int32),
             _start=np.cumsum(count) - count,
             _count=count,
-            _first_pool=ids[~np.isin(ids, triggers)],
+            _first_pool=ids[~np.isin(ids, triggers)].astype(np.int32),
         )
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 
 from orthojax.config import DataConfig
 from orthojax.data.documents import embedded_corpus, text_corpus
-from orthojax.data.preparation import HoldOut, Part, Progress, divided, hold_out_by_text, prepare
+from orthojax.data.preparation import BPE_SAMPLE_BYTES, HoldOut, Part, Progress, divided, hold_out_by_text, prepare
 from orthojax.data.token_files import FORMAT_VERSION, JoinedTokens, TokenFile, Tokens, open_token_files
 from orthojax.data.tokenizers import make_tokenizer, tokenizer_identity
 from orthojax.errors import UserError
@@ -27,28 +27,16 @@ RULES_VERSION = 3
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """Tokens to train and to validate on, whatever they came from.
+    """Tokens to train and to validate on, whatever they came from."""
 
-    Attributes:
-      vocab_size: One more than the largest possible id.
-      bos_id: Id that starts a row where rows start with one.
-      eos_id: Id that follows every document.
-      train: uint16 or uint32 [n], a read-only memory map or, for several files, what reads as one.
-      validation: The same of the validation split.
-      validation_bytes: UTF-8 bytes of the validation text; bits per byte are nats per token / ln 2 times
-        len(validation) / validation_bytes.
-      tokenizer_path: The tokenizer, for `load_tokenizer`; None if only its ids are here.
-      provenance: JSON values that identify the tokens: names, counts and sha256s of source, tokenizer and files.
-    """
-
-    vocab_size: int
-    bos_id: int
-    eos_id: int
-    train: Tokens
+    vocab_size: int  # one more than the largest possible id
+    bos_id: int  # starts a row where rows start with one
+    eos_id: int  # follows every document
+    train: Tokens  # uint16 or uint32 [n], a read-only memory map or, for several files, what reads as one
     validation: Tokens
-    validation_bytes: int
-    tokenizer_path: Path | None
-    provenance: dict[str, Any]
+    validation_bytes: int  # of its text in UTF-8: bits per byte = nats per token / ln 2 * len(validation) / these
+    tokenizer_path: Path | None  # for `load_tokenizer`; None if only its ids are here
+    provenance: dict[str, Any]  # JSON: names, counts and sha256s of source, tokenizer and files
 
 
 def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progress | None = None) -> Dataset:
@@ -73,7 +61,10 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
         raise ValueError("bigram_backcopy is generated: see orthojax.data.bigram_backcopy")
     identity = tokenizer_identity(config.tokenizer)
     corpus = embedded_corpus() if config.kind == "embedded" else text_corpus(config.paths)
-    key = hashlib.sha256(json.dumps([FORMAT_VERSION, RULES_VERSION, config.kind, corpus.sha256, identity]).encode())
+    rules = [FORMAT_VERSION, RULES_VERSION, config.kind, corpus.sha256, identity]
+    if identity.startswith("bpe:") and corpus.n_bytes > BPE_SAMPLE_BYTES:
+        rules.append("sampled")  # earlier versions trained on all of the text
+    key = hashlib.sha256(json.dumps(rules).encode())
     short = "file" if identity.startswith("sha256:") else identity.replace(":", "")
     folder = Path(cache_dir) / f"{config.kind}-{short}-{key.hexdigest()[:16]}"
     if not folder.is_dir():
@@ -83,12 +74,10 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
 
 
 class TokenBatches:
-    """Batches of fixed-length rows, as a pure function of the seed and the step.
+    """Batches of fixed-length rows, as a pure function of the seed and the step, which is the position in the data.
 
-    A row has `sequence_length + 1` ids; inputs are row[:-1] and targets row[1:]. The tokens are cut into consecutive
-    rows, row i starting at token i * T. Every row comes once in an epoch, in an order that depends on the seed and the
-    epoch; batches run across the end of an epoch. Calling with a step gives the same batch in any order, in any process
-    and after any restart, so the position in the data is the step.
+    A row has `sequence_length + 1` ids; inputs are row[:-1] and targets row[1:]. Row i starts at token i * T. Every row
+    comes once in an epoch, in an order that depends on the seed and the epoch; batches run across the end of an epoch.
 
     >>> batches = TokenBatches(np.arange(9), sequence_length=4, batch_size=2, seed=0)
     >>> batches.spread_rows(2)
@@ -114,7 +103,7 @@ class TokenBatches:
         Raises:
           UserError: If the tokens do not fill one batch.
         """
-        extra = 0 if bos_id is not None else 1  # the last target lies one past the inputs unless bos shifts them
+        extra = int(bos_id is None)  # the last target lies one past the inputs unless bos shifts them
         # Still the memory map, but slices of a plain array are cheaper.
         self.tokens = tokens if isinstance(tokens, JoinedTokens) else np.asarray(tokens)
         self.sequence_length = sequence_length
@@ -226,9 +215,9 @@ def _open_pair(train_path: Path, validation_path: Path, verify: bool) -> Dataset
 
 def _require_tokenizer(spec: str, dataset: Dataset) -> None:
     """Refuses token files of another tokenizer than the config names; its default names none."""
-    name, sha256 = dataset.provenance["tokenizer"], dataset.provenance["tokenizer_sha256"]
     if spec == DataConfig.tokenizer:
         return
+    name, sha256 = dataset.provenance["tokenizer"], dataset.provenance["tokenizer_sha256"]
     same = tokenizer_identity(spec) == name if spec.startswith("bpe:") else make_tokenizer(spec, ()).sha256 == sha256
     if not same:
         raise UserError(

@@ -5,6 +5,7 @@ sha256 before any text is decoded, so that a cache can be looked up cheaply.
 """
 
 import bz2
+import contextlib
 import dataclasses
 import functools
 import glob
@@ -22,8 +23,8 @@ from typing import IO, Any, NamedTuple
 
 from orthojax.errors import UserError
 
-# Folders of the standard library that are left out: what is no part of it or no text; what Debian and slim images lack,
-# so that the corpus does not depend on the packaging; generated tables and documentation rather than code.
+# Left out of the standard library: what is no part of it or no text; what Debian and slim images lack, so that the
+# corpus does not depend on the packaging; generated tables and documentation rather than code.
 DROPPED_FOLDERS = frozenset(
     [
         *("site-packages", "dist-packages", "__pycache__"),
@@ -61,37 +62,28 @@ class Item(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A contiguous part of one file or data set.
+    """A contiguous part of one file or data set."""
 
-    Attributes:
-      read: Yields the documents from a position to the end of the piece.
-      start: The first position.
-      n_bytes: Size on disk; exact for text files, otherwise from the mean size of the records.
-      offset: `Item.offset` at the start of the piece.
-    """
-
-    read: Callable[[int], Iterator[Item]]
-    start: int
-    n_bytes: int
-    offset: int
+    read: Callable[[int], Iterator[Item]]  # the documents from a position to the end of the piece
+    start: int  # the first position
+    n_bytes: int  # on disk; exact for text files, otherwise from the mean size of the records
+    offset: int  # `Item.offset` at the start
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Documents in a fixed order.
+    """Documents in a fixed order."""
 
-    Attributes:
-      description: For reports.
-      sha256: Identity. Of text files, the sha256 of the listing that `sha256sum` prints for them.
-      file_count: Number of files.
-      pieces: (i, n) -> the i-th of n consecutive shards of about equal size on disk, as pieces. The documents of all
-        shards in order are those of (0, 1).
-    """
-
-    description: str
-    sha256: str
+    description: str  # for reports
+    sha256: str  # identity; of text files, the sha256 of the listing that `sha256sum` prints for them
     file_count: int
+    # (i, n) -> the i-th of n consecutive shards of about equal size on disk; those of all shards are those of (0, 1).
     pieces: Callable[[int, int], list[Piece]]
+
+    @property
+    def n_bytes(self) -> int:
+        """Size on disk, of all pieces."""
+        return sum(piece.n_bytes for piece in self.pieces(0, 1))
 
     def documents(self, index: int = 0, count: int = 1) -> Iterator[Document]:
         """The documents of one shard, or of the whole source."""
@@ -119,7 +111,11 @@ def embedded_corpus(root: str | os.PathLike[str] | None = None) -> Source:
         folders[:] = [n for n in folders if n not in DROPPED_FOLDERS and not n.startswith(DROPPED_FOLDER_PREFIX)]
         paths += [Path(parent, name) for name in names if name.endswith(".py") and not name.startswith(DROPPED_FILES)]
     named = sorted((path.relative_to(folder).as_posix(), path) for path in paths)
-    files = [(name, path) for name, path in named if _is_utf8(path)]
+    files = []
+    for name, path in named:
+        with contextlib.suppress(UnicodeDecodeError, OSError):  # OSError: a dangling link
+            path.read_bytes().decode()
+            files.append((name, path))
     if not files:
         raise UserError(
             f"this Python keeps no standard library sources in {folder}",
@@ -129,12 +125,10 @@ def embedded_corpus(root: str | os.PathLike[str] | None = None) -> Source:
 
 
 def text_corpus(paths: Sequence[str | os.PathLike[str]], sha256: str = "") -> Source:
-    """Text and .jsonl files, as `find_files` lists and `read_documents` reads them.
-
-    Only plain .jsonl files are divided between shards.
+    """Text and .jsonl files, as `read_documents` reads them; only plain .jsonl files are divided between shards.
 
     Args:
-      paths: Files, folders and patterns; their order is the order of the documents.
+      paths: As `find_files`.
       sha256: Of these files if known; otherwise they are read to compute it.
 
     Raises:
@@ -241,17 +235,8 @@ def _listing_sha256(files: Sequence[tuple[str, Path]]) -> str:
     return digest.hexdigest()
 
 
-def _is_utf8(path: Path) -> bool:
-    try:
-        path.read_bytes().decode()
-    except (UnicodeDecodeError, OSError):  # OSError: a dangling link
-        return False
-    return True
-
-
 def _is_jsonl(path: Path) -> bool:
-    name = path.name.removesuffix(path.suffix) if path.suffix in _COMPRESSED else path.name
-    return Path(name).suffix == ".jsonl"
+    return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix == ".jsonl"
 
 
 def _read_lines(name: str, path: Path, file: IO[bytes], start: int, stop: int | None) -> Iterator[Item]:

@@ -4,6 +4,7 @@ The folder gets `tokenizer.json`, and for each split `NAME.bin` with its sidecar
 same tokenizer share a folder, whether they make other splits or other shards, also at the same time.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -20,27 +21,24 @@ from orthojax.data.tokenizers import BOS, EOS, Tokenizer, load_tokenizer, make_t
 from orthojax.errors import UserError
 from orthojax.files import make_folder, write_text
 
+# A BPE is trained on the train split of a source of at most 64 MB on disk, and on that much of a larger one, from 64
+# places that do not depend on the number of shards: every process trains the same.
 BPE_SAMPLE_BYTES = 1 << 26
-"""A BPE is trained on the whole train split of a source of at most 64 MB on disk, and on that much of a larger one,
-from 64 places that do not depend on the number of shards: every process trains the same."""
 _TEXTS_FOR_THE_RULE = 4096
 
-Progress = Callable[..., Any]
-"""Called now and then with (what is being done, bytes of the source done, bytes in total, tokens so far)."""
+Progress = Callable[..., Any]  # (what is being done, bytes of the source done, bytes in total, tokens so far)
 
 
 @dataclasses.dataclass(frozen=True)
 class HoldOut:
     """A rule that divides documents into train and validation, found once, that holds for each document alone.
 
-    Attributes:
-      rule: `name` sets files aside by the sha256 of their names, 3 in 32; `text` documents by the sha256 of their
-        texts; `end` the last tenth of the characters of each document.
-      limit: Of `text`: the largest sha256 that is set aside, its first eight bytes as a number.
+    `name` holds out files by the sha256 of their names, 3 in 32; `text` documents by the sha256 of their texts; `end`
+    the last tenth of the characters of each document.
     """
 
     rule: Literal["name", "text", "end"]
-    limit: int = 0
+    limit: int = 0  # of `text`: the largest sha256 that is held out, its first eight bytes as a number
 
     def part(self, split: str, document: Document) -> str:
         """What of a document belongs to `train`, `validation` or `all`; '' if nothing does."""
@@ -59,9 +57,9 @@ class HoldOut:
 def hold_out_by_text(documents: Iterable[Document]) -> HoldOut:
     """The rule for the user's text, wherever the files lie.
 
-    The tenth of the texts (rounded down) with the smallest sha256 is set aside; equal texts count once and go the same
-    way, so none is on both sides. The first 4,096 different texts determine that tenth to half a percent of the whole;
-    no more is read. With fewer than 20 different texts it is the last tenth of the characters of each document.
+    The tenth of the different texts (rounded down) with the smallest sha256 is held out, so that equal texts are on
+    the same side. The first 4,096 determine it to half a percent of the whole; no more are read. With fewer than 20
+    different texts it is the last tenth of the characters of each document.
 
     >>> hold_out_by_text([Document("a", "0123456789" * 2)]).rule
     'end'
@@ -77,7 +75,7 @@ def hold_out_by_text(documents: Iterable[Document]) -> HoldOut:
 
 
 def divided(source: Source, hold_out: HoldOut, splits: Sequence[str]) -> list[Part]:
-    """Splits of a source by a rule: `train` and `validation`, or `all`, with nothing set aside."""
+    """Splits of a source by a rule: `train` and `validation`, or `all`, with nothing held out."""
     return [Part(split, split, source, functools.partial(hold_out.part, split)) for split in splits]
 
 
@@ -87,9 +85,8 @@ def text_parts(paths: Sequence[str] | None, splits: Sequence[str], folder: Path)
     Args:
       paths: Files, folders and patterns; None takes the standard library of the running Python.
       splits: `train` and `validation`, or `all`.
-      folder: Of the token files. The sha256 of the text and the rule that divides it are kept in `source.json` there,
-        since both take reading it: the sha256 as long as no file changes its size or time, and the rule as long as
-        the sha256 is the same.
+      folder: Of the token files. Its `source.json` keeps what takes reading the text: its sha256, valid until a file
+        changes its size or time, and the rule that divides it, valid as long as the sha256.
 
     Raises:
       UserError: For an unknown split, or bad files.
@@ -100,14 +97,17 @@ def text_parts(paths: Sequence[str] | None, splits: Sequence[str], folder: Path)
     if paths is None:
         return divided(embedded_corpus(), HoldOut("name"), splits)
     files = [[name, path.stat().st_size, path.stat().st_mtime_ns] for name, path in find_files(paths)]
-    notes = folder / "source.json"
-    known = _read_notes(notes)
+    notes, known = folder / "source.json", {}
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(notes.read_bytes())
+    if not isinstance(known, dict) or not {"files", "sha256", "hold_out"} <= known.keys():
+        known = {}
     unchanged = known.get("files") == files
     source = text_corpus(paths, known["sha256"] if unchanged else "")
     if source.sha256 == known.get("sha256"):  # also if only a date changed: the rule of an earlier version stays
         hold_out = HoldOut(**known["hold_out"])
-    elif tuple(splits) == ("all",):
-        return divided(source, HoldOut("end"), splits)  # a rule that is not asked
+    elif list(splits) == ["all"]:
+        return divided(source, HoldOut("end"), splits)  # never consulted
     else:
         hold_out = hold_out_by_text(source.documents())
     if not unchanged:
@@ -191,11 +191,8 @@ def prepare(
 
 
 def sample(source: Source, limit_bytes: int, parts: int = 64) -> Iterator[Document]:
-    """All documents of a source of at most `limit_bytes` on disk, otherwise some from each of `parts` shards.
-
-    From each come the first documents with limit_bytes / parts bytes of text.
-    """
-    if sum(piece.n_bytes for piece in source.pieces(0, 1)) <= limit_bytes:
+    """All documents of a source of at most `limit_bytes`, otherwise the first with 1 / parts of that of each shard."""
+    if source.n_bytes <= limit_bytes:
         yield from source.documents()
         return
     for index in range(parts):
@@ -214,8 +211,7 @@ def _shared_tokenizer(path: Path, spec: str, part: Part, progress: Progress | No
         if spec.startswith("bpe:"):
             texts = filter(None, map(part.text, sample(part.source, BPE_SAMPLE_BYTES)))
             if progress:
-                size = sum(piece.n_bytes for piece in part.source.pieces(0, 1))
-                progress(f"training {spec}", 0, min(size, BPE_SAMPLE_BYTES), 0)
+                progress(f"training {spec}", 0, min(part.source.n_bytes, BPE_SAMPLE_BYTES), 0)
         made = make_tokenizer(spec, texts)
         write_text(path, made.serialized)
         return made
@@ -229,16 +225,6 @@ def _shared_tokenizer(path: Path, spec: str, part: Part, progress: Progress | No
     if not same:
         raise UserError(f"{path} is not the tokenizer {spec!r}", allowed="the same tokenizer, or another --output")
     return found
-
-
-def _read_notes(notes: Path) -> dict[str, Any]:
-    """`source.json` of an earlier call; {} if there is none."""
-    try:
-        content = json.loads(notes.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    complete = isinstance(content, dict) and {"files", "sha256", "hold_out"} <= content.keys()
-    return content if complete else {}
 
 
 def _number(text: str) -> int:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,14 +75,13 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
     Raises:
       UserError: If the metadata, the split, a shard or the feature is missing or invalid.
     """
-    content, info = _read_metadata(folder)
-    name, begin, end = _resolve(split, info.splits)
-    if feature not in info.features:
-        present = sorted(info.features)
+    content, description, splits, present = _read_metadata(folder)
+    name, begin, end = _resolve(split, splits)
+    if present is not None and feature not in present:
         raise UserError(
             f"{folder} has no feature {feature!r}", allowed=" | ".join(present), hint=nearest(feature, present)
         )
-    paths, lengths = [Path(path) for path in info.splits[name].filepaths], info.splits[name].shard_lengths
+    paths, lengths = list(map(Path, splits[name].filepaths)), splits[name].shard_lengths
     if missing := [path.name for path in paths if not path.is_file()]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(
@@ -95,17 +94,15 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
         reads = [functools.partial(_read_tfrecord, path) for path in paths]
         records = list(map(_Records, map(str, paths), lengths, sizes, reads))
     elif file_format == "array_record":
-        where, files = f"split {name!r} of {folder}", info.splits[name].file_instructions
+        where, files = f"split {name!r} of {folder}", splits[name].file_instructions
         read = functools.partial(_read_array_record, where, files, sum(sizes) / sum(lengths))
         records = [_Records(where, sum(lengths), sum(sizes), read)]
     else:
         raise UserError(f"{folder} has the file format {file_format!r}", allowed="tfrecord | array_record")
     digest = hashlib.sha256(json.dumps([content, split, feature]).encode())
     digest.update("".join(f"{path.name} {size}\n" for path, size in zip(paths, sizes, strict=True)).encode())
-    config = content.get("configName", "")
-    description = f"{content['name']}{config and '/' + config}:{content['version']} {split}"
     pieces = functools.partial(_pieces, records, feature, begin, end)
-    return Source(description, digest.hexdigest(), len(paths), pieces)
+    return Source(f"{description} {split}", digest.hexdigest(), len(paths), pieces)
 
 
 def crc32c(data: bytes) -> int:
@@ -128,7 +125,7 @@ def crc32c(data: bytes) -> int:
 
 
 def masked_crc32c(data: bytes) -> int:
-    """A CRC-32C as a TFRecord stores it: rotated right by 15 bits, plus a constant."""
+    """CRC-32C as TFRecord stores it: rotated right by 15 bits, plus a constant."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -151,21 +148,29 @@ def _crc_tables() -> tuple[np.ndarray, list[list[int]]]:
     return table.reshape(-1), table[:4].tolist()
 
 
-def _read_metadata(folder: Path) -> tuple[dict[str, Any], Any]:
-    """dataset_info.json, and the `tfds.core.DatasetInfo` made of it."""
-    import tensorflow_datasets as tfds  # slow to import
+def _read_metadata(folder: Path) -> tuple[dict[str, Any], str, Any, list[str] | None]:
+    """dataset_info.json, the full name, the `tfds.core.SplitDict`, and the features if features.json names them."""
+    from etils import epath
+    from tensorflow_datasets.core import dataset_info, naming, splits  # slow to import
 
     try:
         content = json.loads((folder / "dataset_info.json").read_bytes())
-        info = tfds.builder_from_directory(str(folder)).info
-        for split in info.splits.values():
+        config = content.get("configName", "")
+        description = f"{content['name']}{config and '/' + config}:{content['version']}"
+        proto = dataset_info.read_proto_from_builder_dir(folder)
+        file_format, place = proto.file_format or "tfrecord", epath.Path(folder)
+        template = naming.ShardedFileTemplate(place, dataset_name=proto.name, filetype_suffix=file_format)
+        found = splits.SplitDict.from_proto(proto.splits, template)
+        for split in found.values():
             _ = split.filepaths  # computed from a template, which may be wrong
+        features = folder / "features.json"  # not written by early versions of TFDS
+        present = sorted(json.loads(features.read_bytes())["featuresDict"]["features"]) if features.exists() else None
     except Exception as error:  # its own errors, those of protocol buffers, of JSON and of the file system
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"{folder} does not describe a data set of TFDS: {problem[:200]}", hint="fetch the folder again"
         ) from None
-    return content, info
+    return content, description, found, present
 
 
 def _resolve(split: str, splits: Any) -> tuple[str, int, int]:
@@ -223,26 +228,24 @@ def _read(records: _Records, feature: str, start: int, *, stop: int) -> Iterator
         where = f"record {number} of {records.where}"
         try:
             texts = messages.Example.FromString(record).features.feature[feature].bytes_list.value
+            if len(texts) != 1:
+                what = f"{len(texts)} texts in its feature" if texts else "no bytes feature"
+                allowed = "--text_feature=NAME of one that holds one text"
+                raise UserError(f"{where} has {what} {feature!r}", allowed=allowed)
+            text = texts[0].decode()
         except DecodeError as error:
             raise UserError(f"{where} is not a tf.train.Example: {error}") from None
+        except UnicodeDecodeError as error:
+            problem = f"{error.reason} at byte {error.start}"
+            raise UserError(f"{where} is not UTF-8 text: {problem}", allowed="UTF-8") from None
         number += 1
-        if text := _text(texts, where, feature):
+        if text:
             yield Item(Document(where, text), number, round(number * size))
     if number < stop:
         raise UserError(
             f"{records.where} has fewer than the {records.count} records of dataset_info.json",
             hint="fetch the file again",
         )
-
-
-def _text(texts: Sequence[bytes], where: str, feature: str) -> str:
-    if len(texts) != 1:
-        what = f"{len(texts)} texts in its feature" if texts else "no bytes feature"
-        raise UserError(f"{where} has {what} {feature!r}", allowed="--text_feature=NAME of one that holds one text")
-    try:
-        return texts[0].decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where} is not UTF-8 text: {error.reason} at byte {error.start}", allowed="UTF-8") from None
 
 
 def _read_tfrecord(path: Path, start: int, stop: int) -> Iterator[bytes]:

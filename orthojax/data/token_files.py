@@ -30,45 +30,25 @@ _SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
 
 @dataclasses.dataclass(frozen=True)
 class TokenFileInfo:
-    """The sidecar of a token file.
-
-    Attributes:
-      format_version: Of this format.
-      dtype: `uint16` if every id fits, else `uint32`; little-endian.
-      n_tokens: Ids in the file, end-of-text ids included.
-      n_bytes: UTF-8 bytes of the text; n_bytes / n_tokens turns nats per token into bits per byte.
-      n_documents: Documents.
-      vocab_size: One more than the largest possible id.
-      bos_id: Of the tokenizer.
-      eos_id: Of the tokenizer; follows every document.
-      tokenizer: Its name.
-      tokenizer_sha256: Of its file.
-      source: What was tokenised.
-      source_sha256: Of the corpus; '' if unknown.
-      file_count: Files of the corpus; 0 if unknown.
-      split: `train`, `validation` or any other name.
-      data_sha256: Of the .bin file.
-      sample_sha256: Of a few blocks of it, compared whenever it is opened; '' in files of earlier versions.
-      shard: `i/n` if the file is one of several that belong together, '' otherwise.
-    """
+    """The sidecar of a token file."""
 
     format_version: int
-    dtype: str
-    n_tokens: int
-    n_bytes: int
+    dtype: str  # `uint16` if every id fits, else `uint32`; little-endian
+    n_tokens: int  # end-of-text ids included
+    n_bytes: int  # of the text in UTF-8; n_bytes / n_tokens turns nats per token into bits per byte
     n_documents: int
-    vocab_size: int
+    vocab_size: int  # one more than the largest possible id
     bos_id: int
-    eos_id: int
-    tokenizer: str
-    tokenizer_sha256: str
-    source: str
-    source_sha256: str
-    file_count: int
-    split: str
-    data_sha256: str
-    sample_sha256: str = ""
-    shard: str = ""
+    eos_id: int  # follows every document
+    tokenizer: str  # its name
+    tokenizer_sha256: str  # of its file
+    source: str  # what was tokenised
+    source_sha256: str  # of the corpus; '' if unknown
+    file_count: int  # of the corpus; 0 if unknown
+    split: str  # `train`, `validation` or any other name
+    data_sha256: str  # of the .bin file
+    sample_sha256: str = ""  # of a few blocks of it, compared whenever it is opened; '' in files of earlier versions
+    shard: str = ""  # `i/n` if the file is one of several that belong together
 
 
 class JoinedTokens:
@@ -102,17 +82,11 @@ Tokens = np.ndarray | JoinedTokens
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """An open token file, or all shards of one.
+    """An open token file, or all shards of one."""
 
-    Attributes:
-      path: The .bin file, as it was named.
-      info: The sidecar; that of shards has their sums, and as data_sha256 the sha256 of the lines of theirs.
-      tokens: uint16 or uint32 [n_tokens], a read-only memory map or several.
-    """
-
-    path: Path
-    info: TokenFileInfo
-    tokens: Tokens
+    path: Path  # the .bin file, as it was named
+    info: TokenFileInfo  # that of shards has their sums, and as data_sha256 the sha256 of the lines of theirs
+    tokens: Tokens  # uint16 or uint32 [n_tokens], a read-only memory map or several
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -196,31 +170,36 @@ def open_token_files(path: Path, *, verify: bool = False) -> TokenFile:
       UserError: If a file is missing or damaged, or they do not belong together.
     """
     found = map(Path, glob.glob(str(path))) if glob.has_magic(str(path)) else _find_shards(path)
-    shards = sorted((_place(shard), shard) for shard in found)
-    if shards and path.exists():
+    places = sorted((_place(shard), shard) for shard in found)
+    if places and path.exists():
         raise UserError(f"{path} is there as one file and in shards", allowed="one of them; move the other away")
-    sizes = [file.stat().st_size for file in ([shard for _, shard in shards] or [path]) if file.is_file()]
-    verify = verify or sum(sizes) <= _ALWAYS_COMPARED_BYTES
-    if not shards:
+    paths = [shard for _, shard in places] or [path]
+    verify = verify or sum(file.stat().st_size for file in paths if file.is_file()) <= _ALWAYS_COMPARED_BYTES
+    if not places:
         file = open_token_file(path, verify=verify)
         if file.info.shard:
             whole = path.with_name(_SHARD.sub("", path.stem) + path.suffix)
             raise UserError(f"token file {path} is shard {file.info.shard}", allowed=f"all shards: {whole}")
         return file
-    _require_all(path, [place for place, _ in shards])
-    paths = [shard for _, shard in shards]
+    _require_all(path, [place for place, _ in places])
     infos = [open_token_file(shard, verify=verify).info for shard in paths]
-    _require_alike(paths, infos)
-    info = dataclasses.replace(
-        infos[0],
-        n_tokens=sum(info.n_tokens for info in infos),
-        n_bytes=sum(info.n_bytes for info in infos),
-        n_documents=sum(info.n_documents for info in infos),
-        data_sha256=hashlib.sha256("".join(f"{info.data_sha256}\n" for info in infos).encode()).hexdigest(),
-        shard="",
-    )
-    dtype = np.dtype(info.dtype).newbyteorder("<")
-    return TokenFile(path, info, JoinedTokens(paths, [info.n_tokens for info in infos], dtype))
+    for ((index, count), shard), info in zip(places, infos, strict=True):
+        if info.shard != f"{index}/{count}":
+            raise UserError(
+                f"token file {shard} is shard {info.shard or '0/1'} by its sidecar: it was renamed",
+                allowed="the names that launch/prepare_data.py gave",
+            )
+        for name in ("tokenizer_sha256", "source_sha256", "split", "dtype"):
+            a, b = getattr(infos[0], name), getattr(info, name)
+            if a != b:
+                raise UserError(
+                    f"{paths[0]} and {shard} do not belong together: {name} is {a} and {b}",
+                    allowed="shards of one source, split and tokenizer",
+                )
+    sums: Any = {name: sum(getattr(info, name) for info in infos) for name in ("n_tokens", "n_bytes", "n_documents")}
+    sha256 = hashlib.sha256("".join(f"{info.data_sha256}\n" for info in infos).encode()).hexdigest()
+    joined = JoinedTokens(paths, [info.n_tokens for info in infos], np.dtype(infos[0].dtype).newbyteorder("<"))
+    return TokenFile(path, dataclasses.replace(infos[0], **sums, data_sha256=sha256, shard=""), joined)
 
 
 def require_alone(path: Path, count: int) -> None:
@@ -238,8 +217,8 @@ def require_alone(path: Path, count: int) -> None:
 
 
 def _find_shards(path: Path) -> list[Path]:
-    pattern = f"{glob.escape(str(path.with_suffix('')))}-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].bin"
-    return list(map(Path, glob.glob(pattern))) if path.suffix == ".bin" else []
+    found = path.parent.glob(f"{glob.escape(path.stem)}-*.bin") if path.suffix == ".bin" else ()
+    return [shard for shard in found if _SHARD.fullmatch(shard.stem, len(path.stem))]
 
 
 def _place(path: Path) -> tuple[int, int]:
@@ -266,34 +245,17 @@ def _require_all(path: Path, places: list[tuple[int, int]]) -> None:
         raise UserError(f"{path} names a shard twice", allowed="one folder, or shards with different numbers")
 
 
-def _require_alike(paths: list[Path], infos: list[TokenFileInfo]) -> None:
-    for path, info in zip(paths, infos, strict=True):
-        index, count = _place(path)
-        if info.shard != f"{index}/{count}":
-            raise UserError(
-                f"token file {path} is shard {info.shard or '0/1'} by its sidecar: it was renamed",
-                allowed="the names that launch/prepare_data.py gave",
-            )
-        for name in ("tokenizer_sha256", "source_sha256", "split", "dtype"):
-            a, b = getattr(infos[0], name), getattr(info, name)
-            if a != b:
-                raise UserError(
-                    f"{paths[0]} and {path} do not belong together: {name} is {a} and {b}",
-                    allowed="shards of one source, split and tokenizer",
-                )
-
-
 def _read_sidecar(path: Path, again: str) -> TokenFileInfo:
     sidecar = sidecar_path(path)
     try:
         values: Any = json.loads(sidecar.read_bytes())
+        values = {"sample_sha256": "", "shard": "", **values}  # earlier versions wrote neither
     except FileNotFoundError:
         raise UserError(f"token file {path} has no sidecar {sidecar.name}", hint=again) from None
     except ValueError:
         raise UserError(f"{sidecar} is not JSON", hint=again) from None
-    values = (
-        {"sample_sha256": "", "shard": "", **values} if isinstance(values, dict) else {}
-    )  # earlier versions wrote neither
+    except TypeError:
+        values = {}
     types = {name: type(value) for name, value in values.items()}
     if (
         types != typing.get_type_hints(TokenFileInfo)

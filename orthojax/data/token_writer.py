@@ -39,25 +39,17 @@ _LONGEST_TEXT = 1 << 22  # characters; a longer document is tokenised in pieces
 _SAVE_SECONDS = 10.0
 _AT_ONCE = 3  # batches that are tokenised while others are read and written
 
-Report = Callable[[int, int, int], Any]
-"""Called now and then with bytes of the source that are done and in total, and the number of tokens so far."""
+Report = Callable[[int, int, int], Any]  # (bytes of the source done, bytes in total, tokens so far)
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A split of a source.
+    """A split of a source."""
 
-    Attributes:
-      name: Of the token file, without its suffix.
-      split: For the sidecar.
-      source: The documents.
-      text: What of a document belongs to it; '' if nothing does.
-    """
-
-    name: str
-    split: str
+    name: str  # of the token file, without its suffix
+    split: str  # for the sidecar
     source: Source
-    text: Callable[[Document], str]
+    text: Callable[[Document], str]  # what of a document belongs to it; '' if nothing does
 
 
 class _Text(NamedTuple):
@@ -89,14 +81,13 @@ def write_token_files(
 ) -> list[TokenFile]:
     """Tokenises splits of one source, or a shard of it, into token files; resumes what an earlier call left.
 
-    The source is read once for all splits. Reading, tokenising and writing overlap; memory is bounded by the longest
-    document.
+    The source is read once for all splits; reading, tokenising and writing overlap.
 
     Args:
       folder: Gets the files; those that are complete and were created from the same are kept.
       parts: The splits, all of the same source.
-      tokenizer: Gives the ids. A document of more than 4 million characters is tokenised in pieces that end with a
-        line, which bounds memory; only there may its ids differ from those of the whole.
+      tokenizer: Gives the ids. To bound memory, a document of more than 4 million characters is tokenised in pieces
+        that end with a line; only there may its ids differ from those of the whole.
       shard: (i, n) takes the i-th of n consecutive parts of the source.
       report: Called after every batch.
 
@@ -117,6 +108,7 @@ def write_token_files(
         "source_sha256": source.sha256,
         "shard": "" if shard[1] == 1 else f"{shard[0]}/{shard[1]}",
     }
+    empty = []
     try:
         with contextlib.ExitStack() as stack:
             opened = [
@@ -125,10 +117,11 @@ def write_token_files(
             ]
             if writers := [writer for writer in opened if writer]:
                 _run(writers, tokenizer, source.pieces(*shard), report or (lambda *_: None))
-            empty = [writer.path.name for writer in writers if not writer.state.n_documents]
             for writer in writers:
                 if writer.state.n_documents:
                     writer.complete(source.file_count)
+                else:
+                    empty.append(writer.path.name)
     except OSError as error:
         raise UserError(f"cannot write the token file {', '.join(map(str, paths))}: {error}") from error
     if empty:
@@ -161,7 +154,7 @@ def _open(path: Path, text: Callable, created_from: dict[str, Any], stack: conte
         os.replace(path, partial)
     sidecar_path(path).unlink(missing_ok=True)  # of a file that was deleted
     writer = _Writer(path, text, file, created_from)
-    stack.callback(writer.remove_if_empty)
+    stack.callback(lambda: writer.state.n_documents or partial.unlink())  # nothing to resume
     return writer
 
 
@@ -170,10 +163,10 @@ def _run(writers: "list[_Writer]", tokenizer: Tokenizer, pieces: list[Piece], re
     total, saved = sum(piece.n_bytes for piece in pieces), time.monotonic()
     waiting: collections.deque[tuple[list[_Text], Any]] = collections.deque()
 
-    def log() -> None:
-        done = max(writer.state.done_bytes for writer in writers)
+    def log(complete: bool = False) -> None:
         # Below the total until all files are complete; and the last line may reach beyond a shard.
-        report(min(done, max(total - 1, 0)), total, sum(writer.state.n_tokens for writer in writers))
+        done = total if complete else min(max(writer.state.done_bytes for writer in writers), max(total - 1, 0))
+        report(done, total, sum(writer.state.n_tokens for writer in writers))
 
     def append() -> None:
         group, future = waiting.popleft()
@@ -196,7 +189,7 @@ def _run(writers: "list[_Writer]", tokenizer: Tokenizer, pieces: list[Piece], re
         finally:
             for writer in writers:
                 writer.save()
-    report(total, total, sum(writer.state.n_tokens for writer in writers))
+    log(complete=True)
 
 
 class _Writer:
@@ -206,7 +199,17 @@ class _Writer:
         self.path, self.text = path, text
         self._file, self._created_from = file, created_from
         self._partial, self._notes = _partial_paths(path)
-        self.state = _read_notes(self._notes, created_from) if self._notes.exists() else _State()
+        self.state = _State()
+        if self._notes.exists():
+            both = f"it and {self._partial.name}"
+            try:
+                content = json.loads(self._notes.read_bytes())
+                self.state, before = _State(**content["state"]), content["made_of"]
+            except (ValueError, KeyError, TypeError):
+                raise UserError(
+                    f"{self._notes} is corrupt", hint=f"delete {both} and start the command again"
+                ) from None
+            _require_same(self._notes, before, created_from, f"the same command, or delete {both}")
         size = self.state.n_tokens * np.dtype(created_from["dtype"]).itemsize
         if file.seek(0, os.SEEK_END) < size:
             raise UserError(
@@ -234,11 +237,6 @@ class _Writer:
             temporary = self._notes.with_name(self._notes.name + ".new")  # one name, so that kills leave one at most
             temporary.write_text(json.dumps(content), encoding="utf-8")
             os.replace(temporary, self._notes)
-
-    def remove_if_empty(self) -> None:
-        """Leaves nothing if there would be nothing to resume."""
-        if not self.state.n_documents:
-            self._partial.unlink()
 
     def complete(self, file_count: int) -> None:
         """Moves the file into place, with its sidecar."""
@@ -304,16 +302,6 @@ def _cut(text: str) -> Iterator[tuple[str, bool]]:
 def _partial_paths(path: Path) -> tuple[Path, Path]:
     """The file while it grows, and the note on how far it is."""
     return path.with_name(path.name + ".partial"), path.with_name(path.name + ".partial.json")
-
-
-def _read_notes(notes: Path, created_from: dict[str, Any]) -> _State:
-    try:
-        content = json.loads(notes.read_bytes())
-        state, before = _State(**content["state"]), content["made_of"]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{notes} is corrupt", hint=f"delete it and {notes.stem} and start the command again") from None
-    _require_same(notes, before, created_from, f"the same command, or delete {notes.name} and {notes.stem}")
-    return state
 
 
 def _require_same(path: Path, before: dict[str, Any], created_from: dict[str, Any], allowed: str) -> None:

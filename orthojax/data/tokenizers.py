@@ -50,22 +50,14 @@ _LLAMA3_SPECIAL = (
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer(abc.ABC):
-    """Turns text into ids below `vocab_size` and back.
+    """Encodes text as ids below `vocab_size`, and decodes them."""
 
-    Attributes:
-      spec: The name under which it was asked for: `bytes`, `bpe:N` or a file name.
-      vocab_size: One more than the largest id.
-      bos_id: Id that starts a row where rows start with one; `eos_id` if the tokenizer has only that.
-      eos_id: Id that follows every document.
-      serialized: Content of the file that `save` writes.
-      backend: The `tokenizers.Tokenizer` or `sentencepiece.SentencePieceProcessor`.
-    """
-
-    spec: str
-    vocab_size: int
-    bos_id: int
-    eos_id: int
-    serialized: str = dataclasses.field(repr=False)
+    spec: str  # the name under which it was asked for: `bytes`, `bpe:N` or a file name
+    vocab_size: int  # one more than the largest id
+    bos_id: int  # starts a row where rows start with one; `eos_id` if the tokenizer has only that
+    eos_id: int  # follows every document
+    serialized: str = dataclasses.field(repr=False)  # content of the file that `save` writes
+    # The `tokenizers.Tokenizer` or `sentencepiece.SentencePieceProcessor`.
     backend: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
@@ -127,10 +119,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A .model file of sentencepiece run by its own library: no conversion to another format is exact for all of them.
-
-    Texts are normalised as the model says, so decoding need not give the same text.
-    """
+    """A sentencepiece .model run by its own library, since no conversion is exact for all; it may normalise texts."""
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
         rows = self.backend.encode(texts, out_type=int, num_threads=-1) if texts else []
@@ -218,7 +207,7 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
       UserError: If the file is missing, is not a tokenizer, or has no end-of-text token under a usual name.
     """
     file, *merges = _files(str(path))
-    content, *_ = [_read_file(each) for each in (file, *merges)]
+    content, *_ = map(_read_file, (file, *merges))
     spec = Path(path).name if spec is None else spec
     if content == _BYTES_FILE.encode():
         return ByteTokenizer()
@@ -293,7 +282,7 @@ def _gpt2_json(vocabulary: Path, merges: Path) -> str:
 
 
 def _llama3_json(content: bytes, where: Path) -> str:
-    """The tokenizer.json of `tokenizer.model` in Llama 3's own release: lines of a token in base64 and its rank."""
+    """The tokenizer.json of `tokenizer.model` in Llama 3's own release."""
     import tokenizers as hf
 
     allowed = "on every line a token in base64 and its rank, as in the tokenizer.model of Llama 3"
