@@ -47,16 +47,16 @@ def _about(results: Results) -> list[str]:
 
 _OUTLIERS = f"testable where that of others is above {OUTLIERS:g} with softmax and Adam"
 CLAIMS = (
-    Claim("With softmax and Adam the first key token dominates.", (VANILLA,), (FRACTION, MASS),
-          dominated, f"it gets most attention of more than {DOMINANCE:g} times as many (query, head) pairs as chance "
-          "gives; testable where it does, or at the paper's scale", lambda v: dominated(v) or _at_paper_scale(v),
+    Claim("With softmax and Adam the first key token dominates.", (VANILLA,), (FRACTION, MASS), dominated,
+          f"it gets most attention of more than {DOMINANCE:g} times as many (query, head) pairs as chance gives; "
+          "testable where it does, or at the paper's scale", lambda v: dominated(v) or _at_paper_scale(v),
           detail=lambda v: "the paper's pretrained GPT2-Medium: 0.76 and 0.52"),
     Claim("Softmax-1 eliminates that dominance.", (VANILLA, CURED), (FRACTION, MASS),
           lambda v, c: c[FRACTION] <= v[FRACTION] / 2,
           "at most half of the pairs are left; testable where the first token dominates with softmax", dominated),
-    Claim("With softmax and Adam the hidden states have outlier channels.", (VANILLA,), KURTOSIS,
-          rest_has_outliers, f"kurtosis of other tokens above {OUTLIERS:g}, where a Gaussian has 3; testable where it "
-          "is, or at the paper's scale", lambda v: rest_has_outliers(v) or _at_paper_scale(v)),
+    Claim("With softmax and Adam the hidden states have outlier channels.", (VANILLA,), KURTOSIS, rest_has_outliers,
+          f"kurtosis of other tokens above {OUTLIERS:g}, where a Gaussian has 3; testable where it is, or at the "
+          "paper's scale", lambda v: rest_has_outliers(v) or _at_paper_scale(v)),
     Claim("OrthoAdam and softmax-1 remove them.", (VANILLA, CURED), (*KURTOSIS, PPL),
           lambda v, c: c.kurtosis_first <= gaussian_kurtosis_limit(v.d_model) and c.kurtosis_rest < NO_OUTLIERS,
           "kurtosis of the first token, which is one vector in each layer, at most 3 + 3 sqrt(24 / D), three standard "

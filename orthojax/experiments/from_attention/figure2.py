@@ -160,9 +160,9 @@ CLAIMS = (
           lambda r, p: _dominates(r), f"over {_FACTOR:g} times what equal logits give and what the other nine have, in "
           "every seed; testable where a token dominates so under a causal mask", lambda r, p: _dominates(p),
           detail=lambda r, p: f"with equal logits {number(_equal(r))}"),
-    Claim("It is the mask that privileges the first token.", (RELAXED, PLAIN), (),
-          _mask_matters, f"key 0 wins in every seed under a causal mask, and not in every seed where {KEYS} tokens see "
-          f"each other; {_SEEN}", _both_dominate, detail=_winners_text),
+    Claim("It is the mask that privileges the first token.", (RELAXED, PLAIN), (), _mask_matters,
+          f"key 0 wins in every seed under a causal mask, and not in every seed where {KEYS} tokens see each other; "
+          f"{_SEEN}", _both_dominate, detail=_winners_text),
     Claim(f"Which of the {KEYS} it is, is uniformly distributed ('this happens with uniform distribution').",
           (RELAXED, PLAIN),
           (metric("winner_of_heads", "heads that it wins"), metric("winner_of_sequences", "sequences")),

@@ -97,8 +97,8 @@ CLAIMS = (
     Claim("Rotating a vector with a dominant component lowers its largest entry. Before, with the best Q (all entries "
           "of Q e_i equal), a Hadamard and a Haar matrix:",
           {f"D = {size}": tuple(f"{rotation}_D{size}" for rotation in LABELS) for size in SIZES},
-          (metric("norm_ratio", "mean max|y| / ||y||", "{:.3f}".format),),
-          _lowered, "lower in the mean for every Q and D"),
+          (metric("norm_ratio", "mean max|y| / ||y||", "{:.3f}".format),), _lowered,
+          "lower in the mean for every Q and D"),
     Claim(f"It takes many channels: what a random rotation leaves of e_i alone in two channels and in {_MANY}.",
           ("haar_D2", f"haar_D{_MANY}"), (metric("norm_ratio_alone", "max|y| / ||y||", "{:.3f}".format),),
           lambda few, many: few.norm_ratio_alone > 0.5 and many.norm_ratio_alone < 0.25,

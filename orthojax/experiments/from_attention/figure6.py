@@ -148,17 +148,16 @@ CLAIMS = (
           lambda c, v: _largest_ratio(c) < _SAME, f"below {_SAME}; {_SEEN}", _has_outliers,
           detail=lambda c, v:
           f"{_bases_text(c, v)}; farthest from X in any layer and seed by a factor of {_largest_ratio(c):.2f}"),
-    Claim("In all three bases the kurtosis is near that of a Gaussian, 3.", (CURED, VANILLA), (),
-          _near_gaussian, f"means over layers and seeds of the cured model all below {NO_OUTLIERS}; {_SEEN}",
-          _has_outliers, detail=_bases_text),
+    Claim("In all three bases the kurtosis is near that of a Gaussian, 3.", (CURED, VANILLA), (), _near_gaussian,
+          f"means over layers and seeds of the cured model all below {NO_OUTLIERS}; {_SEEN}", _has_outliers,
+          detail=_bases_text),
     Claim("A basis with larger kurtosis exists: that of the singular vectors, X V. Any matrix has one, so this says "
-          "nothing of outliers.", (CURED,), _shown("x", "xv"),
-          _singular_is_larger,
+          "nothing of outliers.", (CURED,), _shown("x", "xv"), _singular_is_larger,
           "above X in every layer and seed; testable where the mean of each X V is above that of Gaussians",
           lambda c: min(c.layers(f"{what}_kurtosis_xv").mean() for what in _WHAT) > _gaussian(c)[1],
           detail=lambda c: "independent Gaussian values of the same shape {:.2f} and {:.2f}".format(*_gaussian(c))),
-    Claim("The vanilla model's layers write outliers.", (CURED, VANILLA), _shown("x")[:1],
-          _vanilla_is_larger, f"larger than cured in every seed; {_SEEN}", _has_outliers),
+    Claim("The vanilla model's layers write outliers.", (CURED, VANILLA), _shown("x")[:1], _vanilla_is_larger,
+          f"larger than cured in every seed; {_SEEN}", _has_outliers),
 )  # fmt: skip
 
 

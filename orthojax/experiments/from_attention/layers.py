@@ -83,8 +83,7 @@ def dominance_claims() -> list[Claim]:
     )
     return [
         *(
-            claim(f"With {_WORDS[method]}, dominance {says}.", (method,), (),
-                  holds, f"{criterion}; {seen}")
+            claim(f"With {_WORDS[method]}, dominance {says}.", (method,), (), holds, f"{criterion}; {seen}")
             for method in ("vanilla", "orthoadam")
             for says, holds, criterion in trends
         ),
@@ -154,8 +153,7 @@ def max_abs_claims() -> list[Claim]:
     claim = partial(Claim, detail=partial(_text, metric), testable=outliers, most=True)
     return [
         claim("With softmax and Adam, outliers of the first token are established in early layers and persist.", (V,),
-              (),
-              persist, "from layer L / 4 of L on, rounded down, the last aside, no layer has less than half of the "
+              (), persist, "from layer L / 4 of L on, rounded down, the last aside, no layer has less than half of the "
               f"largest; {seen}"),
         claim("Softmax-1 with OrthoAdam has smaller activations of the first token in every layer.", (V, C), (),
               lambda v, c: (c.layer_means(metric) < v.layer_means(metric)).all(),

@@ -35,6 +35,7 @@ from orthojax.experiments.from_attention.models import (
     GRID,
     SCALES,
     about,
+    about_chance,
     by_model,
     grid,
     paper_of_grid,
@@ -42,7 +43,7 @@ from orthojax.experiments.from_attention.models import (
 from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, OutputNorms
 from orthojax.experiments.from_attention.paper_tables import TABLE_2
 from orthojax.experiments.pictures import ModelMaps, TrainingCurves
-from orthojax.experiments.results import Result, Results, metric
+from orthojax.experiments.results import Result, metric
 from orthojax.experiments.tables import MetricTable, PairedTable
 
 _DOMINATED = f"testable where vanilla has {DOMINANCE:g} times what equal logits give"
@@ -59,17 +60,6 @@ def _dominance_left(before: Result, after: Result) -> float:
     return max(excess_of_first_left(before, after), mass)
 
 
-def _about(results: Results) -> list[str]:
-    length = results.first.sequence_length
-    return [
-        about(results),
-        f"With equal logits the first key has {chance_of_first(length):.3f} of all attention at {length} tokens "
-        f"({chance_of_first(length, softmax1=True):.3f} with softmax-1), and by chance it is the most attended one of "
-        f"as many (query, head) pairs. In the paper, at 256 tokens, that is {chance_of_first(256):.3f}: its 2% is what "
-        "chance gives. First-token dominance is what exceeds it.",
-    ]
-
-
 _REMOVED = f"at most half of what exceeds equal logits is left, argmax and mass; {_DOMINATED}, both"
 _OUTLIERS = f"testable where vanilla's is above {OUTLIERS:g}"
 CLAIMS = (
@@ -83,8 +73,7 @@ CLAIMS = (
           lambda v, s: _dominance_left(v, s) <= 0.5, _REMOVED, _both_dominated),
     Claim("It is softmax-1 that does it: OrthoAdam alone leaves the dominance (2.2, 5.1).", (V, O), (FRACTION,),
           lambda v, o: excess_of_first_left(v, o) >= 0.5,
-          f"at least half of the argmax that exceeds equal logits is left; {_DOMINATED}",
-          dominated),
+          f"at least half of the argmax that exceeds equal logits is left; {_DOMINATED}", dominated),
     Claim("Section 3.2's two models (those of Table 2's GPT2 130M, by its numbers): with softmax-1 argmax falls from "
           "53% to 2%, mass from 46% to 4%.", (V, S), (FRACTION, MASS),
           lambda v, s: _dominance_left(v, s) <= 0.5, _REMOVED, _both_dominated, where="GPT2 130M".__eq__),
@@ -94,13 +83,11 @@ CLAIMS = (
           lambda v, c: 1 - chance(v) / v.first_attention_fraction >= 0.9, largest=partial(reduction, FRACTION)),
     Claim("Softmax-1 alone leaves the outliers of other tokens where they were.", (V, S), ("kurtosis_rest",),
           lambda v, s: kurtosis_left("kurtosis_rest", v, s) >= 0.5,
-          f"at least half of the kurtosis above {GAUSSIAN:g} is left; {_OUTLIERS}",
-          rest_has_outliers),
+          f"at least half of the kurtosis above {GAUSSIAN:g} is left; {_OUTLIERS}", rest_has_outliers),
     Claim("OrthoAdam alone removes the outliers of other tokens (in the paper not in Llama2).", (V, O),
           ("kurtosis_rest",),
           lambda v, o: kurtosis_left("kurtosis_rest", v, o) <= 0.5,
-          f"at most half of the kurtosis above {GAUSSIAN:g} is left; {_OUTLIERS}",
-          rest_has_outliers),
+          f"at most half of the kurtosis above {GAUSSIAN:g} is left; {_OUTLIERS}", rest_has_outliers),
     Claim("OrthoAdam alone does not remove those of the first token.", (V, O), ("kurtosis_first",),
           lambda v, o: kurtosis_left("kurtosis_first", v, o) >= 0.5,
           f"at least half of the kurtosis above {GAUSSIAN:g} is left; {_OUTLIERS}",
@@ -114,12 +101,12 @@ CLAIMS = (
           f"softmax-1 lowers the first token's, OrthoAdam the others', and both together are lowest; {_OUTLIERS}, "
           "either", has_outliers),
     Claim("Kurtosis falls by up to 99.8% (abstract: 1657 to 3.1; conclusion).", (V, C), ("kurtosis_first",),
-          lambda v, c: reduction("kurtosis_first", v, c) >= 0.99, "the largest reduction of the first token's "
-          "kurtosis is 99% or more; testable where a Gaussian's 3 would be as large a reduction, for which vanilla "
-          "must reach 300; that of D channels cannot exceed D - 2 + 1 / (D - 1)",
+          lambda v, c: reduction("kurtosis_first", v, c) >= 0.99, "the largest reduction of the first token's kurtosis "
+          "is 99% or more; testable where a Gaussian's 3 would be as large a reduction, for which vanilla must reach "
+          "300; that of D channels cannot exceed D - 2 + 1 / (D - 1)",
           lambda v, c: 1 - GAUSSIAN / v.kurtosis_first >= 0.99, largest=partial(reduction, "kurtosis_first")),
-    Claim("The largest activations shrink (5.1).", (V, C), MAX_ABS,
-          shrinks_by_a_third, "by a third or more, first token and others, in every model"),
+    Claim("The largest activations shrink (5.1).", (V, C), MAX_ABS, shrinks_by_a_third,
+          "by a third or more, first token and others, in every model"),
 )  # fmt: skip
 
 _COLUMNS = (
@@ -135,7 +122,7 @@ EXPERIMENT = Experiment(
     title="Table 2: softmax-1 and OrthoAdam, alone and together: perplexity, outliers, first-token attention",
     variants=grid,
     scales=SCALES,
-    about=_about,
+    about=lambda results: [about(results), about_chance(results)],
     groups=by_model,
     paper=paper_of_grid(TABLE_2),
     tables=(

@@ -14,15 +14,13 @@ from orthojax.experiments.claims import (
     PPL,
     Claim,
     above_by_seed,
-    chance,
-    chance_of_first,
     dominated,
     excess_of_first_left,
     kurtosis_left,
     shrinks_by_a_third,
 )
 from orthojax.experiments.experiment import Experiment
-from orthojax.experiments.from_attention.models import BY_NAME, SCALES, Row, ablation, about, row_label
+from orthojax.experiments.from_attention.models import BY_NAME, SCALES, Row, ablation, about, about_chance, row_label
 from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, OutputNorms
 from orthojax.experiments.from_attention.paper_tables import TABLE_5
 from orthojax.experiments.pictures import ModelMaps, perplexity_and_kurtosis
@@ -82,8 +80,7 @@ _ATTENTION = (
     Claim("Neither biases nor a kind of positions cause the dominance (3.1, 5.3). With biases → without → without "
           "positions → rotary:", {"": (_STOCK, _NO_BIASES, _NO_POSITIONS, _ROTARY)}, (FRACTION,),
           lambda stock, *others: all(map(dominated, others)),
-          f"each of the others has {_DOMINATES}; testable where the first has",
-          dominated),
+          f"each of the others has {_DOMINATES}; testable where the first has", dominated),
     Claim("Softmax-1 brings it down to about 2%, which is what chance gives at 256 tokens (5.3).",
           {row_label(row): (name, _NO_BIASES) for name, row in BY_NAME.items() if row[-1]}, (FRACTION,),
           lambda softmax1, reference: excess_of_first_left(reference, softmax1) <= 0.5,
@@ -107,17 +104,16 @@ _NORMS = (
           lambda rmsnorm, single: _has_outliers(rmsnorm)),
     Claim("With Adam perplexity stays similar; rotary positions lower it, none raise it (5.3). First row → no biases → "
           "softmax-1 → RMSNorm-S → rotary → none:",
-          {"": (_STOCK, _NO_BIASES, _LAYERNORM, _ADAM, _ROTARY, _NO_POSITIONS)}, (PPL,),
-          _similar_perplexities,
+          {"": (_STOCK, _NO_BIASES, _LAYERNORM, _ADAM, _ROTARY, _NO_POSITIONS)}, (PPL,), _similar_perplexities,
           "the first three within 2% of the first row; rotary below the row without biases, none above"),
 )  # fmt: skip
 _OPTIMIZERS = (
     Claim("It is adaptive optimizers that make outliers: kurtosis 140 with Adam, 70 with RMSProp, about 3 to 5 with "
           "SGD (4.1, 5.3). Adam → it:",
           {"RMSProp": (_ADAM, _RMSPROP), "SGD with momentum": (_ADAM, _MOMENTUM), "SGD without momentum": (_ADAM,
-          _SGD)}, (_POOLED, PPL, "steps"),
-          _fewer_outliers, f"Adam above RMSProp above {OUTLIERS:g}, and SGD has a tenth or less of Adam's excess over "
-          f"{GAUSSIAN:g}; {_ADAM_OUTLIERS} and the other's perplexity at most {_LEARNT:.0%} above Adam's",
+          _SGD)}, (_POOLED, PPL, "steps"), _fewer_outliers, f"Adam above RMSProp above {OUTLIERS:g}, and SGD has a "
+          f"tenth or less of Adam's excess over {GAUSSIAN:g}; {_ADAM_OUTLIERS} and the other's perplexity at most "
+          f"{_LEARNT:.0%} above Adam's",
           lambda adam, other: _has_outliers(adam) and other.perplexity <= (1 + _LEARNT) * adam.perplexity),
     Claim("SGD without momentum has a much higher perplexity (5.3; section 4.1 says so of SGD altogether, but Table "
           "5's lowest is SGD with momentum, at 8 times the steps). Adam → with momentum → without:",
@@ -135,8 +131,7 @@ _TOGETHER = (
           f"perplexity at most {EQUAL_PERPLEXITY:.0%} above; {_ADAM_OUTLIERS}", lambda adam, cured: _has_outliers(adam),
           detail=lambda adam, cured: f"change of perplexity {change_text(pairs(cured, adam, 'perplexity'))}"),
     Claim("It shrinks the largest activation (5.3). Adam → it:", {"": (_ADAM, _CURED)}, (*MAX_ABS, _LARGEST),
-          shrinks_by_a_third,
-          "by a third or more, first token and others"),
+          shrinks_by_a_third, "by a third or more, first token and others"),
     Claim("All three are needed: with one taken away outliers are back (5.3). All three → one replaced:",
           {"softmax instead of softmax-1": (_CURED, _WITHOUT_SOFTMAX1, _ADAM),
           "RMSNorm-M instead of RMSNorm-S": (_CURED, _CURED_RMSNORM_M, _ADAM),
@@ -148,14 +143,12 @@ _TOGETHER = (
 
 
 def _about(results: Results) -> list[str]:
-    first = results.first
     return [
         about(results),
         "The paper has 40,000 steps at a peak learning rate of 0.001, for SGD 320,000 at 0.2. It does not say over "
         "which tokens its kurtosis and largest activation are taken: ours are of the first token, of the others, and "
-        f"of all (pooled). With equal logits the first key has {chance(first):.3f} of all attention, and by chance it "
-        "is the most attended one of as many (query, head) pairs; in the paper, at 256 tokens, "
-        f"{chance_of_first(256):.3f}.",
+        "of all (pooled).",
+        about_chance(results),
     ]
 
 

@@ -130,8 +130,8 @@ CLAIMS = (
           f"no logged loss after warm-up more than {SPIKE_NATS:g} nat above the running mean of those before it, in "
           "any run", detail=_spikes_text),
     *(
-        Claim(f"{words} converges to a loss similar to that of softmax + Adam.", (V, method), (_LOSS,),
-              _converges, f"on average over seeds at most {SIMILAR_NATS:g} nats above, in every model",
+        Claim(f"{words} converges to a loss similar to that of softmax + Adam.", (V, method), (_LOSS,), _converges,
+              f"on average over seeds at most {SIMILAR_NATS:g} nats above, in every model",
               detail=lambda *of: f"paired by seed {difference_text(_differences(*of), '{:+.3f}'.format)}")
         for method, words in METHOD_LABELS.items()
         if method != "vanilla"

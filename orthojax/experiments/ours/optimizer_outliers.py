@@ -52,8 +52,8 @@ def _adaptive_only(*plain: Result) -> bool:
 
 
 CLAIMS = (
-    Claim("Adaptive optimizers make outliers, SGD does not.", _PLAIN, (_KURTOSIS,),
-          _adaptive_only, f"Adam above {OUTLIERS:g}, SGD not"),
+    Claim("Adaptive optimizers make outliers, SGD does not.", _PLAIN, (_KURTOSIS,), _adaptive_only,
+          f"Adam above {OUTLIERS:g}, SGD not"),
     Claim("A rotated basis cures whichever optimizer makes them.",
           {label: (name, f"{name}_rotated") for name, (label, *_) in OPTIMIZERS.items()}, (_KURTOSIS,),
           lambda plain, rotated: worst_kurtosis(rotated) < NO_OUTLIERS,

@@ -105,8 +105,7 @@ CLAIMS = (
     Claim("A structured rotation cures as a dense one does, on the output axis.",
           ("adam", "haar_output", "hadamard_output", "dct_output"), KURTOSIS,
           lambda adam, *kinds: max(map(worst_kurtosis, kinds)) < NO_OUTLIERS,
-          f"all below {NO_OUTLIERS}; testable where Adam is above {OUTLIERS:g}",
-          has_outliers,
+          f"all below {NO_OUTLIERS}; testable where Adam is above {OUTLIERS:g}", has_outliers,
           detail=lambda adam, haar, hadamard, dct:
           f"against haar hadamard {_gap(hadamard, haar)}, dct {_gap(dct, haar)}"),
     Claim("It is the axis that writes which matters.",
@@ -121,8 +120,7 @@ CLAIMS = (
           {"both → output": ("hadamard_both", "hadamard_output")}, KURTOSIS,
           lambda both, output: min(above_by_seed(both, output)) > 0, "worse in every seed", detail=_gap),
     Claim("The identity and a signed permutation are no rotation for Adam.", ("adam", "identity", "signed_permutation"),
-          (PPL,),
-          _controls_hold,
+          (PPL,), _controls_hold,
           "largest difference of the loss from Adam's over all seeds 0, and below 0.01, since rounding differs",
           detail=lambda adam, *controls: "loss differs by " +
           " and ".join(f"{_largest_loss_difference(control, adam):.1e} nats" for control in controls)),
