@@ -141,14 +141,15 @@ def _what_is_removed(results: Results) -> Table:
     except NotMeasured:
         present = {}
 
+    def removed(word: str, result: Result) -> bool:
+        if word == "dominance":
+            return excess_of_first_left(vanilla, result) <= 0.5
+        return worst_kurtosis(result) < NO_OUTLIERS
+
     def cell(result: Result) -> str:
         if not result.seeds:
             return "failed"
-        removed = {
-            "dominance": excess_of_first_left(vanilla, result) <= 0.5,
-            "outliers": worst_kurtosis(result) < NO_OUTLIERS,
-        }
-        gone = [word for word, shows in present.items() if shows and removed[word]]
+        gone = [word for word, shows in present.items() if shows and removed(word, result)]
         return f"{'both' if len(gone) == 2 else gone[0] if gone else 'neither'}, {number(result.perplexity)}"
 
     missing = [word for word, shows in present.items() if not shows]
