@@ -27,12 +27,8 @@ def mean_and_range(values: Sequence[float], show: Callable[[float], str] = numbe
     """
     if not values:
         return "failed"
-    mean = show(statistics.fmean(values))
-    return (
-        mean
-        if len(values) == 1 or min(values) == max(values)
-        else f"{mean} ({show(min(values))} to {show(max(values))})"
-    )
+    mean, low, high = (show(value) for value in (statistics.fmean(values), min(values), max(values)))
+    return mean if low == high else f"{mean} ({low} to {high})"
 
 
 def byte_count(count: float | None) -> str:

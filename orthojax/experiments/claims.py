@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from orthojax.experiments.results import NotMeasured, Numbers, Quantity, Result, Results, metric
+from orthojax.experiments.results import NotMeasured, Numbers, Quantity, Result, Results, metric, pairs
 
 Verdict = Literal["holds", "does not hold", "not testable at this scale"]
 
@@ -19,13 +19,16 @@ GAUSSIAN = 3.0  # its kurtosis
 OUTLIERS, NO_OUTLIERS = 4.0, 3.5
 DOMINANCE = 2.0  # the first token dominates from this multiple of `chance_of_first` on
 EQUAL_PERPLEXITY = 0.01  # a perplexity at most this fraction above another is called equal
+# Roles of the two methods and short names of metrics, as claims write them.
+V, S, O, C = "vanilla", "softmax1", "orthoadam", "cured"
+PPL, FRACTION, MASS = "perplexity", "first_attention_fraction", "first_attention_mass"
 KURTOSIS = ("kurtosis_first", "kurtosis_rest")
 MAX_ABS = ("max_abs_first", "max_abs_rest")
 
 Names = Sequence[str]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Claim:
     """One sentence of a paper, or of ours, with the criterion that decides it.
 
@@ -34,8 +37,6 @@ class Claim:
       of: Which variants the predicates take, in this order: roles of `Experiment.groups`, which makes one case for each
         group; or label -> variant names, one case for each label; or a function of the results that gives that.
       show: What is printed of each of these variants, with the paper's number where there is one.
-      shown: How many of a case's variants that is done for; without it for all. Those after them only enter the
-        predicates, as a reference that decides what is testable.
       holds: Of their `Result`s, the criterion.
       criterion: The same in words.
       testable: Of their `Result`s, whether there is anything to see; without it there always is.
@@ -43,19 +44,22 @@ class Claim:
       largest: For claims of the form 'by up to': only the case with the largest value is judged.
       most: Holds where more than half of the testable cases do, instead of all.
       detail: Further numbers of a case as text.
+      shown: How many of a case's variants are printed, all where None; the others only enter the predicates, as a
+        reference that decides what is testable.
     """
 
     says: str
     of: Names | Mapping[str, Names] | Callable[[Results], Mapping[str, Names]]
+    show: Sequence[str | Quantity]
     holds: Callable[..., bool]
     criterion: str
-    show: Sequence[str | Quantity] = ()
-    shown: int | None = None
     testable: Callable[..., bool] | None = None
+    _: dataclasses.KW_ONLY
     where: Callable[[str], bool] = lambda label: True
     largest: Callable[..., float] | None = None
     most: bool = False
     detail: Callable[..., str] | None = None
+    shown: int | None = None
 
 
 class Judged(NamedTuple):
@@ -240,3 +244,46 @@ def excess_left(before: float, after: float, floor: float, floor_after: float | 
     if before <= floor:
         return math.inf
     return (after - (floor if floor_after is None else floor_after)) / (before - floor)
+
+
+def excess_of_first_left(before: Numbers, after: Numbers) -> float:
+    """`excess_left` of the queries that attend most to the first token, over what chance gives."""
+    return excess_left(before.first_attention_fraction, after.first_attention_fraction, chance(before))
+
+
+def kurtosis_left(key: str, before: Numbers, after: Numbers) -> float:
+    """`excess_left` of a kurtosis over a Gaussian's."""
+    return excess_left(before[key], after[key], GAUSSIAN)
+
+
+def reduction(key: str, before: Numbers, after: Numbers) -> float:
+    """The fraction by which a metric falls."""
+    return 1 - after[key] / before[key]
+
+
+def above_by_seed(result: Result, reference: Result, key: str = PPL) -> list[float]:
+    """By which fraction a metric is above that of a reference, of every seed that both have."""
+    return [a / b - 1 for a, b in pairs(result, reference, key).values()]
+
+
+# Predicates on the first variant, as `Claim.testable`, or on two.
+
+
+def dominated(result: Numbers, *_: Numbers) -> bool:
+    """Whether the first token is most attended `DOMINANCE` times as often as by chance, or more."""
+    return result.first_attention_fraction >= DOMINANCE * chance(result)
+
+
+def has_outliers(result: Numbers, *_: Numbers) -> bool:
+    """Whether the kurtosis of the first token or of others is above `OUTLIERS`."""
+    return worst_kurtosis(result) > OUTLIERS
+
+
+def rest_has_outliers(result: Numbers, *_: Numbers) -> bool:
+    """Whether the kurtosis of tokens after the first is above `OUTLIERS`."""
+    return result.kurtosis_rest > OUTLIERS
+
+
+def shrinks_by_a_third(before: Numbers, after: Numbers) -> bool:
+    """Whether the largest activations of the first token and of others do."""
+    return all(after[key] < 0.67 * before[key] for key in MAX_ABS)

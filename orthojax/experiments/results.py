@@ -14,7 +14,7 @@ import numpy as np
 
 from orthojax.config import Config
 from orthojax.experiments.experiment import Experiment, Variant
-from orthojax.formatting import mean_and_range, number
+from orthojax.formatting import mean_and_range, number, percent
 from orthojax.train import read_metrics
 
 
@@ -63,9 +63,10 @@ def metric(name: str, label: str = "", show: Callable[[float], str] = number) ->
     return Quantity(label or LABELS.get(name, name), lambda numbers: numbers[name], show)
 
 
-def penalty(setting: str) -> Quantity:
-    """The fraction by which a quantisation setting raises perplexity; `setting` is its metric, perplexity_..."""
-    return Quantity(LABELS.get(setting, setting), lambda n: n[setting] / n.perplexity - 1, "{:+.2%}".format)
+def penalty(setting: str, label: str = "") -> Quantity:
+    """The fraction by which a quantisation setting, the metric of its perplexity, raises perplexity."""
+    label = label or f"perplexity lost at {LABELS[setting]}"
+    return Quantity(label, lambda of: of[setting] / of.perplexity - 1, percent)
 
 
 class Result(Numbers):
@@ -96,18 +97,7 @@ class Result(Numbers):
         given: bool = False,
         folder: Path = Path(),
     ):
-        """Collects the rows of results.json.
-
-        Args:
-          name: Of the variant.
-          label: Of the variant.
-          config: Of the variant.
-          rows: Its rows.
-          paper: What the paper prints for it.
-          costs: Of its training step.
-          given: Whether it is an existing model.
-          folder: Of results.json, to which folders of runs are relative.
-        """
+        """Collects the rows of results.json, which is in `folder`; `costs` are those of its training step."""
         self.name, self.label, self.given = name, label, given
         self.config: Config = config  # pyright: ignore[reportAttributeAccessIssue]
         self.paper = Numbers(paper or {})
@@ -211,8 +201,14 @@ def _cost_numbers(cost: Mapping[str, Any], reference: Mapping[str, Any]) -> dict
 
 
 def pairs(result: Result, reference: Result, quantity: str | Quantity) -> dict[int, tuple[float, float]]:
-    """A quantity of two variants, of every seed that both have."""
+    """A quantity of two variants, of every seed that both have.
+
+    Raises:
+      NotMeasured: Where there is no such seed.
+    """
     a, b = result.by_seed(quantity), reference.by_seed(quantity)
+    if not a.keys() & b.keys():
+        raise NotMeasured(quantity if isinstance(quantity, str) else quantity.label)
     return {seed: (a[seed], b[seed]) for seed in a if seed in b}
 
 
@@ -236,16 +232,7 @@ class Results:
         raw: dict[str, Any],
         variants: Sequence[Variant] | None = None,
     ):
-        """Sorts the rows of results.json by variant.
-
-        Args:
-          experiment: What was run.
-          scale: At which scale.
-          seeds: With which seeds.
-          workdir: The folder of results.json.
-          raw: Its content.
-          variants: Those of the scale, and given models, in the order of the report; of the rows where None.
-        """
+        """Sorts the rows of results.json by variant, in the order of `variants`; without them in that of the rows."""
         self.experiment, self.scale, self.seeds = experiment, scale, tuple(seeds)
         self.workdir, self.raw = workdir, raw
         rows: dict[str, list[Mapping[str, Any]]] = {v.name: [] for v in variants or ()}
@@ -253,11 +240,7 @@ class Results:
             rows.setdefault(row["variant"], []).append(row)
         known, paper = {v.name: v for v in variants or ()}, experiment.paper_at(scale)
         measured, reference = raw.get("costs", {}), experiment.cost_reference
-        costs = (
-            {name: _cost_numbers(cost, measured[reference(name)]) for name, cost in measured.items()}
-            if reference
-            else {}
-        )
+        costs = {n: _cost_numbers(cost, measured[reference(n)]) for n, cost in measured.items()} if reference else {}
         if not experiment.trains:  # what is known of a variant is its cost
             rows |= {name: [{"seed": 0, "metrics": cost}] for name, cost in costs.items()}
         self._results = {}

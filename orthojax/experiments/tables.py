@@ -1,5 +1,6 @@
 """Tables of a report as data: which variants, which quantities, the paper's numbers beside ours, paired changes."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,8 @@ from scipy import stats
 
 from orthojax.experiments.experiment import Paper
 from orthojax.experiments.page import Table
-from orthojax.experiments.results import Numbers, Quantity, Result, Results, metric, pairs
+from orthojax.experiments.results import NotMeasured, Numbers, Quantity, Result, Results, metric, pairs
+from orthojax.formatting import mean_and_range
 
 
 def _quantities(columns: Sequence[str | Quantity]) -> list[Quantity]:
@@ -77,10 +79,35 @@ class PairedTable:
             for role, name in roles.items():
                 if role == self.reference or name not in results:
                     continue
-                cells = [change_text(pairs(results[name], base, q)) for q in changes]
-                cells += [difference_text(pairs(results[name], base, q), "{:+.3g}".format) for q in differences]
+                cells = [change_text(_shared(results[name], base, q)) for q in changes]
+                cells += [difference_text(_shared(results[name], base, q)) for q in differences]
                 body.append([results[name].label, *cells])
         return Table(self.caption, ["", *(q.label for q in [*changes, *differences])], body)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTable:
+    """Metrics layer by layer, means with the range over seeds: a row for each finished variant and metric it has.
+
+    Attributes:
+      caption: Of the table.
+      metrics: Metric -> words that are added to the variant's label.
+    """
+
+    caption: str
+    metrics: Mapping[str, str]
+
+    def __call__(self, results: Results) -> Table:
+        """The table of some results."""
+        rows = []
+        for result in results.finished:
+            for name, words in self.metrics.items():
+                with contextlib.suppress(NotMeasured):
+                    layers = [mean_and_range(values.tolist()) for values in result.layers(name).T]
+                    rows.append([f"{result.label}: {words}", result.cell(metric(name)), *layers])
+        width = max(map(len, rows), default=2)
+        columns = ["", "all layers", *(f"layer {layer}" for layer in range(1, width - 1))]
+        return Table(self.caption, columns, [row + [""] * (width - len(row)) for row in rows])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +134,13 @@ class PrintedTable:
 # Paired comparisons: variants of one seed share initial parameters and the order of the data.
 
 Pairs = Mapping[int, tuple[float, float]]  # seed -> (value of a variant, value of the reference)
+
+
+def _shared(result: Result, reference: Result, quantity: Quantity) -> Pairs:
+    try:
+        return pairs(result, reference, quantity)
+    except NotMeasured:
+        return {}
 
 
 def _mean_and_interval(values: Sequence[float]) -> tuple[float, tuple[float, float] | None]:

@@ -189,13 +189,10 @@ def _claim(says: str, expected: Mapping[str, str], key: str = "deviation") -> Cl
     """That rows are basis-independent, or dependent, by a metric; one case each."""
     bounds = {"independent": f"below {EQUAL:g}", "dependent": f"above {DIFFERENT:g}"}
     asked = {kind: bounds[kind] for kind in expected.values()}
-    return Claim(
-        says=says,
-        of=lambda results: {results[name].label: (name,) for name in expected},
-        show=(metric(key, "deviation", _size),),
-        holds=lambda result: _kind(result, key) == expected[result.name],
-        criterion=f"{', '.join(f'{kind}: {bound}' for kind, bound in asked.items())}, for every seed",
-    )
+    return Claim(says, lambda results: {results[name].label: (name,) for name in expected},
+                 (metric(key, "deviation", _size),),
+                 lambda result: _kind(result, key) == expected[result.name],
+                 f"{', '.join(f'{kind}: {bound}' for kind, bound in asked.items())}, for every seed")  # fmt: skip
 
 
 CLAIMS = (

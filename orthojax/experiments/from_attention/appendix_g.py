@@ -112,51 +112,28 @@ _SHARES = [measured / spike_kurtosis(alpha, d) for d, alpha, measured in MODELS.
 _FROM_LARGEST = max(abs(spike_kurtosis(alpha, d) / (d - 2) - 1) for d, alpha, _ in MODELS.values())
 
 CLAIMS = (
-    Claim(
-        says="At alpha = D kurtosis is D - 4 + 12/D - 6/D^2 and grows as D.",
-        of=tuple(_LARGE),
-        detail=lambda *of: (
-            f"samples differ from the closed form by {_error(*of):.1e} at most for D of 256 to 4,096, "
-            f"and grow as D^{_grown(*of):.3f}; (G.4) equals (G.3), corrected, to {_IDENTITY:.0e}"
-        ),
-        holds=lambda *of: _error(*of) < 0.01 and abs(_grown(*of) - 1) < 0.02,
-        criterion="samples within 1%, exponent within 0.02 of 1",
-    ),
-    Claim(
-        says="(G.3) as the paper prints it is the line above it.",
-        of=(),
-        detail=lambda: (
-            f"at D = alpha = 4 the line above gives {_ONE_HOT:.3f}, the printed (G.3) {_PRINTED:.3f}: its "
-            "term -6 alpha^2/D^3 must be -6 alpha^2/D^2, as its own substitution of alpha = D has it; at D = 1,024 "
-            f"the slip changes {_SLIP:.1e} of {spike_kurtosis(1024, 1024):,.0f}, so nothing that follows from it"
-        ),
-        holds=lambda: math.isclose(_PRINTED, _ONE_HOT),
-        criterion="equal",
-    ),
-    Claim(
-        says="At fixed alpha kurtosis goes to 3 as D grows. It is near 3 only for D far above alpha^4, about "
-        "alpha^4/D + 3.",
-        of=tuple(_FIXED),
-        detail=lambda *of: (
-            f"at alpha = {FIXED_ALPHA:g}: "
-            + ", ".join(f"{_digits(result.kurtosis)} at D = {d:,}" for d, result in zip(FIXED_SIZES, of, strict=True))
-        ),
-        holds=lambda *of: abs(of[-1].kurtosis - GAUSSIAN) < 0.1,
-        criterion="within 0.1 of 3 at the largest D",
-    ),
-    Claim(
-        says="Trained models follow the growth.",
-        of=(),
-        detail=lambda: (
-            f"the kurtosis that the paper measured in its four GPT-2 grows as D^{_TRAINED:.2f} and is "
-            f"{min(_SHARES):.0%} to {max(_SHARES):.0%} of what one outlier channel of its alpha gives, which is "
-            f"within {_FROM_LARGEST:.2%} of the largest that D values can have: a "
-            "sketch of the layers with outliers, not of the mean over layers"
-        ),
-        holds=lambda: 0.8 < _TRAINED < 1.3,
-        criterion="exponent 0.8 to 1.3",
-    ),
-)
+    Claim("At alpha = D kurtosis is D - 4 + 12/D - 6/D^2 and grows as D.", tuple(_LARGE), (),
+          lambda *of: _error(*of) < 0.01 and abs(_grown(*of) - 1) < 0.02,
+          "samples within 1%, exponent within 0.02 of 1",
+          detail=lambda *of: f"samples differ from the closed form by {_error(*of):.1e} at most for D of 256 to 4,096, "
+          f"and grow as D^{_grown(*of):.3f}; (G.4) equals (G.3), corrected, to {_IDENTITY:.0e}"),
+    Claim("(G.3) as the paper prints it is the line above it.", (), (),
+          lambda: math.isclose(_PRINTED, _ONE_HOT), "equal",
+          detail=lambda: f"at D = alpha = 4 the line above gives {_ONE_HOT:.3f}, the printed (G.3) {_PRINTED:.3f}: its "
+          "term -6 alpha^2/D^3 must be -6 alpha^2/D^2, as its own substitution of alpha = D has it; at D = 1,024 "
+          f"the slip changes {_SLIP:.1e} of {spike_kurtosis(1024, 1024):,.0f}, so nothing that follows from it"),
+    Claim("At fixed alpha kurtosis goes to 3 as D grows. It is near 3 only for D far above alpha^4, about alpha^4/D + "
+          "3.", tuple(_FIXED), (),
+          lambda *of: abs(of[-1].kurtosis - GAUSSIAN) < 0.1, "within 0.1 of 3 at the largest D",
+          detail=lambda *of: f"at alpha = {FIXED_ALPHA:g}: " + ", ".join(f"{_digits(result.kurtosis)} at D = {d:,}"
+          for d, result in zip(FIXED_SIZES, of, strict=True))),
+    Claim("Trained models follow the growth.", (), (),
+          lambda: 0.8 < _TRAINED < 1.3, "exponent 0.8 to 1.3",
+          detail=lambda: f"the kurtosis that the paper measured in its four GPT-2 grows as D^{_TRAINED:.2f} and is "
+          f"{min(_SHARES):.0%} to {max(_SHARES):.0%} of what one outlier channel of its alpha gives, which is "
+          f"within {_FROM_LARGEST:.2%} of the largest that D values can have: a "
+          "sketch of the layers with outliers, not of the mean over layers"),
+)  # fmt: skip
 
 
 def _picture(results: Results) -> list[Picture]:

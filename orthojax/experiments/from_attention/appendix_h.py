@@ -176,77 +176,41 @@ _CORRECTED = _STEPS["last line, corrected: 1/D + 2 sqrt(2 ln D)/D^1.5"]
 _NOISE, _NOISE_SQUARED = (mean_max_abs(np.zeros(_LARGEST), power) for power in (1, 2))
 _BOUND = math.sqrt(2 * math.log(_LARGEST))
 CLAIMS = (
-    Claim(
-        says="Before rotation max|x|^2 / ||x||^2 is about 1.",
-        of=(_at("none"),),
-        show=(metric("norm_ratio_squared", f"at D = alpha = {_LARGEST}", "{:.4f}".format),),
-        detail=lambda r: f"closed form alpha^2 / (alpha^2 + D) = {_LARGEST / (_LARGEST + 1):.4f}",
-        holds=lambda r: r.norm_ratio_squared > 0.99,
-        criterion="above 0.99",
-    ),
-    Claim(
-        says="With Q e_i = 1/sqrt(D) it falls to about 1/D, as it does with a Hadamard matrix and random signs (the "
-        "third number, at alpha = 10 D).",
-        of=(_at("aligned"), _at("aligned", 10.0), _at("hadamard", 10.0)),
-        show=(_SQUARED,),
-        holds=lambda near, far, hadamard: _times(_LARGEST, near) < 1.5 and _times(_LARGEST, far) < 1.05,
-        criterion="below 1.5/D at alpha = D and 1.05/D at alpha = 10 D",
-    ),
-    Claim(
-        says="With a random (Haar) matrix, which is what OrthoAdam takes in the paper, it falls to about 1/D. A Haar "
-        "matrix makes Gaussian values, whose largest of D is about sqrt(2 ln D): O(ln D / D), whatever alpha.",
-        of=(_at("haar", 10.0),),
-        show=(_SQUARED,),
-        detail=lambda r: f"exactly {_NOISE_SQUARED:.2f}",
-        holds=lambda r: _times(_LARGEST, r) < 1.5,
-        criterion="below 1.5/D",
-    ),
-    Claim(
-        says="The ratio itself, max|y| / ||y||, falls to about 1/D, as section 4.2 words it. 1/D is its square.",
-        of=(_at("aligned", 10.0),),
-        show=(metric("norm_ratio", "ratio", "{:.4f}".format),),
-        detail=lambda r: f"{r.norm_ratio * _LARGEST:.1f}/D, {r.norm_ratio * math.sqrt(_LARGEST):.2f}/sqrt(D)",
-        holds=lambda r: r.norm_ratio * _LARGEST < 1.5,
-        criterion="below 1.5/D",
-    ),
-    Claim(
-        says="The last line of the derivation, as printed, is O(1/D).",
-        of=(),
-        detail=lambda: (
-            f"at D = {_LARGEST} it is {_LAST:.1f}/D, since (D + 2 sqrt(2 ln D))/D^1.5 is above 1/sqrt(D); "
-            f"with 2 sqrt(2 ln D)/D^1.5, which follows from the line above, it is {_CORRECTED:.3f}/D; two smaller "
-            f"things: the denominator D^2 + 1 must be D^2 + D, and sqrt(2 ln D) = {_BOUND:.2f} stands "
-            f"for a mean maximum of |z| that is {_NOISE:.2f}"
-        ),
-        holds=lambda: _LAST < 1.5,
-        criterion="below 1.5/D",
-    ),
-    Claim(
-        says="With Q e_i = 1/sqrt(D) kurtosis becomes 3. It is the kurtosis of the noise: the spike has become an "
-        "offset, and without z it has none (0/0).",
-        of=_every_alpha("aligned"),
-        detail=_kurtosis_text,
-        holds=lambda *of: _from_gaussian(*of) < 0.05,
-        criterion="within 0.05 for every alpha; exact mean 3 (D - 1)/(D + 1)",
-    ),
-    Claim(
-        says="With a Haar matrix kurtosis becomes 3, with noise and without.",
-        of=_every_alpha("haar"),
-        detail=_kurtosis_text,
-        holds=lambda *of: _from_gaussian(*of) < 0.2,
-        criterion="within 0.2 for every alpha: one matrix for each seed",
-    ),
-    Claim(
-        says="With normalised Hadamard matrices, which the paper names as the exact form of Q, kurtosis becomes 3. All "
-        "columns but one are half +1/sqrt(D), half -1/sqrt(D): two values of equal size, kurtosis "
-        "1 + (4a + 2)/(a + 1)^2 with a = alpha^2/D. Random signs change the sign of Q e_i and nothing else. As a "
-        "remedy that is no loss: 1 is the smallest kurtosis.",
-        of=_every_alpha("hadamard"),
-        detail=_kurtosis_text,
-        holds=lambda *of: _from_gaussian(*of) < 0.2,
-        criterion="within 0.2 for every alpha",
-    ),
-)
+    Claim("Before rotation max|x|^2 / ||x||^2 is about 1.", (_at("none"),),
+          (metric("norm_ratio_squared", f"at D = alpha = {_LARGEST}", "{:.4f}".format),),
+          lambda r: r.norm_ratio_squared > 0.99, "above 0.99",
+          detail=lambda r: f"closed form alpha^2 / (alpha^2 + D) = {_LARGEST / (_LARGEST + 1):.4f}"),
+    Claim("With Q e_i = 1/sqrt(D) it falls to about 1/D, as it does with a Hadamard matrix and random signs (the third "
+          "number, at alpha = 10 D).", (_at("aligned"), _at("aligned", 10.0), _at("hadamard", 10.0)), (_SQUARED,),
+          lambda near, far, hadamard: _times(_LARGEST, near) < 1.5 and _times(_LARGEST, far) < 1.05,
+          "below 1.5/D at alpha = D and 1.05/D at alpha = 10 D"),
+    Claim("With a random (Haar) matrix, which is what OrthoAdam takes in the paper, it falls to about 1/D. A Haar "
+          "matrix makes Gaussian values, whose largest of D is about sqrt(2 ln D): O(ln D / D), whatever alpha.",
+          (_at("haar", 10.0),), (_SQUARED,),
+          lambda r: _times(_LARGEST, r) < 1.5, "below 1.5/D", detail=lambda r: f"exactly {_NOISE_SQUARED:.2f}"),
+    Claim("The ratio itself, max|y| / ||y||, falls to about 1/D, as section 4.2 words it. 1/D is its square.",
+          (_at("aligned", 10.0),), (metric("norm_ratio", "ratio", "{:.4f}".format),),
+          lambda r: r.norm_ratio * _LARGEST < 1.5, "below 1.5/D",
+          detail=lambda r: f"{r.norm_ratio * _LARGEST:.1f}/D, {r.norm_ratio * math.sqrt(_LARGEST):.2f}/sqrt(D)"),
+    Claim("The last line of the derivation, as printed, is O(1/D).", (), (),
+          lambda: _LAST < 1.5, "below 1.5/D",
+          detail=lambda: f"at D = {_LARGEST} it is {_LAST:.1f}/D, since (D + 2 sqrt(2 ln D))/D^1.5 is above 1/sqrt(D); "
+          f"with 2 sqrt(2 ln D)/D^1.5, which follows from the line above, it is {_CORRECTED:.3f}/D; two smaller "
+          f"things: the denominator D^2 + 1 must be D^2 + D, and sqrt(2 ln D) = {_BOUND:.2f} stands "
+          f"for a mean maximum of |z| that is {_NOISE:.2f}"),
+    Claim("With Q e_i = 1/sqrt(D) kurtosis becomes 3. It is the kurtosis of the noise: the spike has become an offset, "
+          "and without z it has none (0/0).", _every_alpha("aligned"), (),
+          lambda *of: _from_gaussian(*of) < 0.05, "within 0.05 for every alpha; exact mean 3 (D - 1)/(D + 1)",
+          detail=_kurtosis_text),
+    Claim("With a Haar matrix kurtosis becomes 3, with noise and without.", _every_alpha("haar"), (),
+          lambda *of: _from_gaussian(*of) < 0.2, "within 0.2 for every alpha: one matrix for each seed",
+          detail=_kurtosis_text),
+    Claim("With normalised Hadamard matrices, which the paper names as the exact form of Q, kurtosis becomes 3. All "
+          "columns but one are half +1/sqrt(D), half -1/sqrt(D): two values of equal size, kurtosis 1 + (4a + 2)/(a + "
+          "1)^2 with a = alpha^2/D. Random signs change the sign of Q e_i and nothing else. As a remedy that is no "
+          "loss: 1 is the smallest kurtosis.", _every_alpha("hadamard"), (),
+          lambda *of: _from_gaussian(*of) < 0.2, "within 0.2 for every alpha", detail=_kurtosis_text),
+)  # fmt: skip
 
 
 def _pictures(results: Results) -> list[Picture]:

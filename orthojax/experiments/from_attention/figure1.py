@@ -2,13 +2,17 @@
 
 from orthojax.experiments.claims import (
     DOMINANCE,
+    FRACTION,
     KURTOSIS,
+    MASS,
     MAX_ABS,
     NO_OUTLIERS,
     OUTLIERS,
+    PPL,
     Claim,
-    chance,
+    dominated,
     gaussian_kurtosis_limit,
+    rest_has_outliers,
 )
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import METHOD_LABELS, SCALES, grid, variant_name
@@ -18,7 +22,6 @@ from orthojax.experiments.tables import MetricTable
 
 MODEL = "gpt2_130m"
 VANILLA, CURED = variant_name(MODEL, "vanilla"), variant_name(MODEL, "cured")
-FRACTION, MASS = "first_attention_fraction", "first_attention_mass"
 
 
 def two_variants(scale: str) -> tuple[Variant, ...]:
@@ -28,14 +31,6 @@ def two_variants(scale: str) -> tuple[Variant, ...]:
         for method in ("vanilla", "cured")
         for v in grid(scale, (MODEL,), (method,))
     )
-
-
-def _dominated(vanilla: Result, *_: Result) -> bool:
-    return vanilla[FRACTION] > DOMINANCE * chance(vanilla)
-
-
-def _has_outliers(vanilla: Result, *_: Result) -> bool:
-    return vanilla.kurtosis_rest > OUTLIERS
 
 
 def _at_paper_scale(vanilla: Result) -> bool:
@@ -52,43 +47,21 @@ def _about(results: Results) -> list[str]:
 
 _OUTLIERS = f"testable where that of others is above {OUTLIERS:g} with softmax and Adam"
 CLAIMS = (
-    Claim(
-        says="With softmax and Adam the first key token dominates.",
-        of=(VANILLA,),
-        show=(FRACTION, MASS),
-        detail=lambda v: "the paper's pretrained GPT2-Medium: 0.76 and 0.52",  # section 2.1, validation split of C4
-        holds=_dominated,
-        criterion=f"it gets most attention of more than {DOMINANCE:g} times as many (query, head) pairs as chance "
-        "gives; testable where it does, or at the paper's scale",
-        testable=lambda v: _dominated(v) or _at_paper_scale(v),
-    ),
-    Claim(
-        says="Softmax-1 eliminates that dominance.",
-        of=(VANILLA, CURED),
-        show=(FRACTION, MASS),
-        holds=lambda v, c: c[FRACTION] <= v[FRACTION] / 2,
-        criterion="at most half of the pairs are left; testable where the first token dominates with softmax",
-        testable=_dominated,
-    ),
-    Claim(
-        says="With softmax and Adam the hidden states have outlier channels.",
-        of=(VANILLA,),
-        show=KURTOSIS,
-        holds=_has_outliers,
-        criterion=f"kurtosis of other tokens above {OUTLIERS:g}, where a Gaussian has 3; testable where it is, or at "
-        "the paper's scale",
-        testable=lambda v: _has_outliers(v) or _at_paper_scale(v),
-    ),
-    Claim(
-        says="OrthoAdam and softmax-1 remove them.",
-        of=(VANILLA, CURED),
-        show=(*KURTOSIS, "perplexity"),
-        holds=lambda v, c: c.kurtosis_first <= gaussian_kurtosis_limit(v.d_model) and c.kurtosis_rest < NO_OUTLIERS,
-        criterion="kurtosis of the first token, which is one vector in each layer, at most 3 + 3 sqrt(24 / D), three "
-        f"standard deviations above a Gaussian's; of others below {NO_OUTLIERS:g}; {_OUTLIERS}",
-        testable=_has_outliers,
-    ),
-)
+    Claim("With softmax and Adam the first key token dominates.", (VANILLA,), (FRACTION, MASS), dominated,
+          f"it gets most attention of more than {DOMINANCE:g} times as many (query, head) pairs as chance gives; "
+          "testable where it does, or at the paper's scale", lambda v: dominated(v) or _at_paper_scale(v),
+          detail=lambda v: "the paper's pretrained GPT2-Medium: 0.76 and 0.52"),
+    Claim("Softmax-1 eliminates that dominance.", (VANILLA, CURED), (FRACTION, MASS),
+          lambda v, c: c[FRACTION] <= v[FRACTION] / 2,
+          "at most half of the pairs are left; testable where the first token dominates with softmax", dominated),
+    Claim("With softmax and Adam the hidden states have outlier channels.", (VANILLA,), KURTOSIS, rest_has_outliers,
+          f"kurtosis of other tokens above {OUTLIERS:g}, where a Gaussian has 3; testable where it is, or at the "
+          "paper's scale", lambda v: rest_has_outliers(v) or _at_paper_scale(v)),
+    Claim("OrthoAdam and softmax-1 remove them.", (VANILLA, CURED), (*KURTOSIS, PPL),
+          lambda v, c: c.kurtosis_first <= gaussian_kurtosis_limit(v.d_model) and c.kurtosis_rest < NO_OUTLIERS,
+          "kurtosis of the first token, which is one vector in each layer, at most 3 + 3 sqrt(24 / D), three standard "
+          f"deviations above a Gaussian's; of others below {NO_OUTLIERS:g}; {_OUTLIERS}", rest_has_outliers),
+)  # fmt: skip
 
 EXPERIMENT = Experiment(
     name="figure1",

@@ -155,36 +155,22 @@ def _winners_text(*of: Result) -> str:
 
 _SEEN = "testable where one token dominates under either mask, in every seed"
 CLAIMS = (
-    Claim(
-        says=f"One of the first {KEYS} tokens still dominates (section 3.2, Figure 2).",
-        of=(RELAXED, PLAIN),
-        show=(metric("winner_mass", "mass of the winner"), metric("others_mass", "of another of the ten")),
-        detail=lambda r, p: f"with equal logits {number(_equal(r))}",
-        holds=lambda r, p: _dominates(r),
-        criterion=f"over {_FACTOR:g} times what equal logits give and what the other nine have, in every seed; "
-        "testable where a token dominates so under a causal mask",
-        testable=lambda r, p: _dominates(p),
-    ),
-    Claim(
-        says="It is the mask that privileges the first token.",
-        of=(RELAXED, PLAIN),
-        detail=_winners_text,
-        holds=_mask_matters,
-        criterion=f"key 0 wins in every seed under a causal mask, and not in every seed where {KEYS} tokens see each "
-        f"other; {_SEEN}",
-        testable=_both_dominate,
-    ),
-    Claim(
-        says=f"Which of the {KEYS} it is, is uniformly distributed ('this happens with uniform distribution').",
-        of=(RELAXED, PLAIN),
-        show=(metric("winner_of_heads", "heads that it wins"), metric("winner_of_sequences", "sequences")),
-        detail=lambda r, p: f"{_winners_text(r)}, exact multinomial test of uniformity p = {_p_value(r):.3g}",
-        holds=lambda r, p: _p_value(r) >= _LEVEL,
-        criterion=f"p at least {_LEVEL}; {_SEEN}, and where so many seeds with one winner would refute it, which never "
-        "confirms it",
-        testable=lambda r, p: _both_dominate(r, p) and KEYS ** (1 - len(_winners(r))) < _LEVEL,
-    ),
-)
+    Claim(f"One of the first {KEYS} tokens still dominates (section 3.2, Figure 2).", (RELAXED, PLAIN),
+          (metric("winner_mass", "mass of the winner"), metric("others_mass", "of another of the ten")),
+          lambda r, p: _dominates(r), f"over {_FACTOR:g} times what equal logits give and what the other nine have, in "
+          "every seed; testable where a token dominates so under a causal mask", lambda r, p: _dominates(p),
+          detail=lambda r, p: f"with equal logits {number(_equal(r))}"),
+    Claim("It is the mask that privileges the first token.", (RELAXED, PLAIN), (), _mask_matters,
+          f"key 0 wins in every seed under a causal mask, and not in every seed where {KEYS} tokens see each other; "
+          f"{_SEEN}", _both_dominate, detail=_winners_text),
+    Claim(f"Which of the {KEYS} it is, is uniformly distributed ('this happens with uniform distribution').",
+          (RELAXED, PLAIN),
+          (metric("winner_of_heads", "heads that it wins"), metric("winner_of_sequences", "sequences")),
+          lambda r, p: _p_value(r) >= _LEVEL, f"p at least {_LEVEL}; {_SEEN}, and where so many seeds with one winner "
+          "would refute it, which never confirms it",
+          lambda r, p: _both_dominate(r, p) and KEYS ** (1 - len(_winners(r))) < _LEVEL,
+          detail=lambda r, p: f"{_winners_text(r)}, exact multinomial test of uniformity p = {_p_value(r):.3g}"),
+)  # fmt: skip
 
 
 def _key_tables(results: Results) -> list[Table]:

@@ -1,12 +1,9 @@
 """Figure 3 of From Attention to Activation: a rotation spreads a vector over its channels, drawn and in numbers."""
 
 import math
-from typing import Any
 
 import jax
 import numpy as np
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
 
 from orthojax.experiments import drawing
 from orthojax.experiments.claims import Claim
@@ -25,7 +22,6 @@ SIZES = (2, 3, 64, 768)
 SAMPLES = 256
 DRAWS = 16  # of a small Haar matrix
 REST = 0.1  # length of everything but the dominant component, which is 1
-_COLORS = ("#c0392b", "#1f6fb2")  # before, after
 
 
 def dominated_vectors(size: int, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -98,100 +94,34 @@ def _lowered(before: Result, *after: Result) -> bool:
 
 _MANY = SIZES[-1]
 CLAIMS = (
-    Claim(
-        says="Rotating a vector with a dominant component lowers its largest entry. Before, with the best Q (all "
-        "entries of Q e_i equal), a Hadamard and a Haar matrix:",
-        of={f"D = {size}": tuple(f"{rotation}_D{size}" for rotation in LABELS) for size in SIZES},
-        show=(metric("norm_ratio", "mean max|y| / ||y||", "{:.3f}".format),),
-        holds=_lowered,
-        criterion="lower in the mean for every Q and D",
-    ),
-    Claim(
-        says=f"It takes many channels: what a random rotation leaves of e_i alone in two channels and in {_MANY}.",
-        of=("haar_D2", f"haar_D{_MANY}"),
-        show=(metric("norm_ratio_alone", "max|y| / ||y||", "{:.3f}".format),),
-        detail=lambda few, many: (
-            f"exact means 2 sqrt(2)/pi = {mean_norm_ratio_of_direction(2):.3f} and "
-            f"{mean_norm_ratio_of_direction(_MANY):.3f}, the best Q 1/sqrt(2) = {1 / math.sqrt(2):.3f} and "
-            f"{1 / math.sqrt(_MANY):.3f}"
-        ),
-        holds=lambda few, many: few.norm_ratio_alone > 0.5 and many.norm_ratio_alone < 0.25,
-        criterion=f"more than a half in two channels, less than a quarter in {_MANY}",
-    ),
-)
-
-
-def _rotation_matrix(size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(x, y) of the picture: a proper rotation in the plane of e_1 and (1, ..., 1) that takes one to the other."""
-    x = np.eye(size)[0] + REST * np.linspace(1.0, 0.6, size) * (np.arange(size) > 0)
-    u, ones = np.eye(size)[0], np.full(size, 1 / math.sqrt(size))
-    v = (ones - (u @ ones) * u) / np.linalg.norm(ones - (u @ ones) * u)
-    cos, sin = u @ ones, v @ ones
-    a, b = u @ x, v @ x
-    return x, x - a * u - b * v + (a * cos - b * sin) * u + (a * sin + b * cos) * v
-
-
-def _label(name: str, vector: np.ndarray) -> str:
-    entries = ", ".join(f"{value:.2f}" for value in vector)
-    return f"{name} = ({entries}), max {np.abs(vector).max():.2f}"
-
-
-def _draw_plane(axes: Any) -> None:
-    vectors = _rotation_matrix(2)
-    angles = np.linspace(0, 2 * np.pi, 200)
-    length = np.linalg.norm(vectors[0])
-    axes.plot(length * np.cos(angles), length * np.sin(angles), color="#cccccc", linewidth=1)
-    for name, vector, color in zip(("x", "Q x"), vectors, _COLORS, strict=True):
-        top = np.abs(vector).max()  # the square of all vectors with this largest entry
-        square = top * np.array([[1, 1], [-1, 1], [-1, -1], [1, -1], [1, 1]])
-        axes.plot(*square.T, color=color, linewidth=1, linestyle="--")
-        axes.annotate("", vector, (0, 0), arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 2})
-        axes.plot([], [], color=color, label=_label(name, vector))
-    axes.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), xlabel="channel 1", ylabel="channel 2", title="D = 2")
-    axes.set_aspect("equal")
-    axes.grid(color="#e4e4e4")
-    axes.set_axisbelow(True)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, fontsize=8.5)
-
-
-def _draw_space(axes: Any) -> None:
-    vectors = _rotation_matrix(3)
-    for name, vector, color in zip(("x", "Q x"), vectors, _COLORS, strict=True):
-        axes.quiver(0, 0, 0, *vector, color=color, linewidth=2, arrow_length_ratio=0.12)
-        # Down to the floor and along both channels: the entries of the vector.
-        path = np.array([[vector[0], 0, 0], [vector[0], vector[1], 0], vector, [0, 0, 0]])
-        axes.plot(*path[:3].T, color=color, linewidth=1, linestyle="--")
-        axes.plot([], [], [], color=color, label=_label(name, vector))
-    angles = np.linspace(0, np.pi / 2, 60)
-    length, zero = np.linalg.norm(vectors[0]), np.zeros(60)
-    cos, sin = length * np.cos(angles), length * np.sin(angles)
-    for arc in ((cos, sin, zero), (cos, zero, sin), (zero, cos, sin)):
-        axes.plot(*arc, color="#cccccc", linewidth=1)
-    axes.set(xlim=(0, 1.1), ylim=(0, 1.1), zlim=(0, 1.1), xlabel="channel 1", ylabel="channel 2", zlabel="channel 3")
-    axes.set_title("D = 3")
-    axes.view_init(elev=22, azim=-62)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), frameon=False, fontsize=8.5)
-
-
-def draw() -> Figure:
-    """One vector before and after a rotation, in the plane and in space."""
-    figure = plt.figure(figsize=(9.6, 4.9), layout="constrained")
-    _draw_plane(figure.add_subplot(1, 2, 1))
-    _draw_space(figure.add_subplot(1, 2, 2, projection="3d"))
-    return figure
+    Claim("Rotating a vector with a dominant component lowers its largest entry. Before, with the best Q (all entries "
+          "of Q e_i equal), a Hadamard and a Haar matrix:",
+          {f"D = {size}": tuple(f"{rotation}_D{size}" for rotation in LABELS) for size in SIZES},
+          (metric("norm_ratio", "mean max|y| / ||y||", "{:.3f}".format),), _lowered,
+          "lower in the mean for every Q and D"),
+    Claim(f"It takes many channels: what a random rotation leaves of e_i alone in two channels and in {_MANY}.",
+          ("haar_D2", f"haar_D{_MANY}"), (metric("norm_ratio_alone", "max|y| / ||y||", "{:.3f}".format),),
+          lambda few, many: few.norm_ratio_alone > 0.5 and many.norm_ratio_alone < 0.25,
+          f"more than a half in two channels, less than a quarter in {_MANY}",
+          detail=lambda few, many: f"exact means 2 sqrt(2)/pi = {mean_norm_ratio_of_direction(2):.3f} and "
+          f"{mean_norm_ratio_of_direction(_MANY):.3f}, the best Q 1/sqrt(2) = {1 / math.sqrt(2):.3f} and "
+          f"{1 / math.sqrt(_MANY):.3f}"),
+)  # fmt: skip
 
 
 def _pictures(results: Results) -> list[Picture]:
-    size = 64
-    x, channels = dominated_vectors(size, 1, 0)
-    curves = {
-        label: (list(range(size)), np.abs(rotate(x, channels, rotation, 0))) for rotation, label in LABELS.items()
-    }
-    words = "x and Q x in two and three dimensions; dashed squares: largest entry; dashed lines: entries."
-    entries = drawing.lines(curves, x_label="channel", y_label="|entry|")
+    few, many = (
+        {label: np.abs(rotate(x, channels, name, 0)) for name, label in LABELS.items()}
+        for x, channels in (dominated_vectors(size, 1, 0) for size in (4, 64))
+    )
+    texts = {label: [f"{value:.2f}" for value in entries[0]] for label, entries in few.items()}
+    bars = drawing.bars([f"channel {i + 1}" for i in range(4)], few, y_label="|entry|", texts=texts)
+    lines = drawing.lines(
+        {label: (list(range(64)), entries) for label, entries in many.items()}, x_label="channel", y_label="|entry|"
+    )
     return [
-        Picture("rotation", words, draw(), "png"),
-        Picture("channels", "The entries of one vector of 64 channels before and after rotation.", entries),
+        Picture("rotation", "The entries of one vector of 4 channels before and after rotation.", bars),
+        Picture("channels", "The same of one vector of 64 channels.", lines),
     ]
 
 

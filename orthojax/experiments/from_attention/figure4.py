@@ -4,14 +4,12 @@ import numpy as np
 
 from orthojax.analysis import top_count
 from orthojax.analysis.channels import OUTLIER_SCORE
-from orthojax.experiments.claims import Claim
+from orthojax.experiments.claims import C, Claim, V
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import GRID, SCALES, by_model, grid
 from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, WORDS, weights_and_moments
-from orthojax.experiments.page import Table
-from orthojax.experiments.results import NotMeasured, Quantity, Result, Results, metric, pairs
-from orthojax.experiments.tables import MetricTable
-from orthojax.formatting import mean_and_range
+from orthojax.experiments.results import Quantity, Result, Results, metric, pairs
+from orthojax.experiments.tables import LayerTable, MetricTable
 
 _COLUMNS = {
     "outlier_channels": "outlier channels of a layer",
@@ -47,10 +45,7 @@ def _outliers_of(method: str, of: tuple[Result, ...]) -> float:
 
 
 def _more_uniform(vanilla: Result, cured: Result) -> bool:
-    spreads = pairs(cured, vanilla, "mlp_output_moment_spread").values()
-    if not spreads:
-        raise NotMeasured("mlp_output_moment_spread")
-    return all(ours <= 0.5 * theirs for ours, theirs in spreads)
+    return all(ours <= 0.5 * theirs for ours, theirs in pairs(cured, vanilla, "mlp_output_moment_spread").values())
 
 
 def _mlp_has_more(vanilla: Result) -> bool:
@@ -63,76 +58,32 @@ _TOTALS = [
     for part, words in WORDS.items()
 ]
 CLAIMS = (
-    Claim(
-        says="In all cases of large outlier weights the summed second moments are small outliers (appendix E; softmax "
-        "and Adam, MLP output).",
-        of=("vanilla",),
-        detail=lambda v: (
-            f"in {sum(a == b for a, b in _explained(v))} of {len(_explained(v))} layers with outliers, "
-            f"{sum(b for _, b in _explained(v)):g} of {sum(a for a, _ in _explained(v)):g} channels"
-        ),
-        holds=lambda v: all(a == b for a, b in _explained(v)),
-        criterion="all, of all seeds and models; testable where there are such weights; an outlier is beyond "
-        f"{OUTLIER_SCORE:g} scaled median deviations",
-        testable=lambda v: bool(_explained(v)),
-    ),
-    Claim(
-        says="Channels whose second moments are small have large weights (appendix E; softmax and Adam, MLP output).",
-        of=("vanilla",),
-        show=(
-            metric("mlp_output_rank_correlation", "rank correlation, mean over layers"),
-            metric("mlp_output_overlap", "top channels in common", "{:.0%}".format),
-            Quantity("by chance", lambda of: top_count(int(of.d_model)) / of.d_model, "{:.1%}".format),
-        ),
-        holds=lambda v: v.layers("mlp_output_rank_correlation").max() < 0,
-        criterion="correlation below 0 in every layer and seed",
-    ),
-    Claim(
-        says="OrthoAdam's moments are considerably more uniform (Figure 5).",
-        of=("vanilla", "cured"),
-        show=(metric("mlp_output_moment_spread", "std of the log of the summed moments, MLP output"),),
-        holds=_more_uniform,
-        criterion="at most half, each optimizer in its own basis, in every model and seed",
-    ),
-    Claim(
-        says="OrthoAdam and softmax-1 remove outlier weights (Figure 5).",
-        of=lambda results: {"": [result.name for result in results.finished]},
-        detail=lambda *of: (
-            f"outlier channels of the MLP outputs, all models and seeds: "
-            f"{_outliers_of('vanilla', of):g} vanilla → {_outliers_of('cured', of):g} cured"
-        ),
-        holds=lambda *of: _outliers_of("cured", of) <= 0.1 * _outliers_of("vanilla", of),
-        criterion="at most a tenth; testable where Adam has any",
-        testable=lambda *of: _outliers_of("vanilla", of) > 0,
-    ),
-    Claim(
-        says="Outlier weights are generally in the output layer of the MLP (appendix E; softmax and Adam).",
-        of=("vanilla",),
-        show=_TOTALS,
-        holds=_mlp_has_more,
-        criterion="more than in the output layer of attention, summed over layers, in every model and seed that has "
-        "any; testable where one has",
-        testable=lambda v: any(_outliers(v, part).any() for part in WORDS),
-    ),
-)
-
-
-def _layer_table(results: Results) -> Table:
-    rows = []
-    names = ("own_outlier_channels", "explained_outlier_channels", "rank_correlation", "overlap")
-    for result in results.finished:
-        large, small, correlation, overlap = (result.layers(f"mlp_output_{name}").T for name in names)
-        for layer in range(len(large)):
-            shown = [mean_and_range(values[layer].tolist()) for values in (correlation, overlap)]
-            rows.append(
-                [f"{result.label}: layer {layer + 1}", f"{large[layer].sum():g}", f"{small[layer].sum():g}", *shown]
-            )
-    return Table(
-        "MLP output, layer by layer, in the basis of the moments: outlier channels of all seeds, and how many of them "
-        "have moments that are small outliers",
-        ["", "large outlier weights", "with small moments", "rank correlation", "top in common"],
-        rows,
-    )
+    Claim("In all cases of large outlier weights the summed second moments are small outliers (appendix E; softmax and "
+          "Adam, MLP output).", (V,), (),
+          lambda v: all(a == b for a, b in _explained(v)), "all, of all seeds and models; testable where there are "
+          f"such weights; an outlier is beyond {OUTLIER_SCORE:g} scaled median deviations",
+          lambda v: bool(_explained(v)),
+          detail=lambda v: f"in {sum(a == b for a, b in _explained(v))} of {len(_explained(v))} layers with outliers, "
+          f"{sum(b for _, b in _explained(v)):g} of {sum(a for a, _ in _explained(v)):g} channels"),
+    Claim("Channels whose second moments are small have large weights (appendix E; softmax and Adam, MLP output).",
+          (V,),
+          (metric("mlp_output_rank_correlation", "rank correlation, mean over layers"), metric("mlp_output_overlap",
+          "top channels in common", "{:.0%}".format), Quantity("by chance",
+          lambda of: top_count(int(of.d_model)) / of.d_model, "{:.1%}".format)),
+          lambda v: v.layers("mlp_output_rank_correlation").max() < 0, "correlation below 0 in every layer and seed"),
+    Claim("OrthoAdam's moments are considerably more uniform (Figure 5).", (V, C),
+          (metric("mlp_output_moment_spread", "std of the log of the summed moments, MLP output"),), _more_uniform,
+          "at most half, each optimizer in its own basis, in every model and seed"),
+    Claim("OrthoAdam and softmax-1 remove outlier weights (Figure 5).",
+          lambda results: {"": [result.name for result in results.finished]}, (),
+          lambda *of: _outliers_of("cured", of) <= 0.1 * _outliers_of("vanilla", of),
+          "at most a tenth; testable where Adam has any", lambda *of: _outliers_of("vanilla", of) > 0,
+          detail=lambda *of: f"outlier channels of the MLP outputs, all models and seeds: "
+          f"{_outliers_of('vanilla', of):g} vanilla → {_outliers_of('cured', of):g} cured"),
+    Claim("Outlier weights are generally in the output layer of the MLP (appendix E; softmax and Adam).", (V,), _TOTALS,
+          _mlp_has_more, "more than in the output layer of attention, summed over layers, in every model and seed that "
+          "has any; testable where one has", lambda v: any(_outliers(v, part).any() for part in WORDS)),
+)  # fmt: skip
 
 
 def _about(results: Results) -> list[str]:
@@ -163,7 +114,15 @@ EXPERIMENT = Experiment(
             )
             for part, words in WORDS.items()
         ),
-        _layer_table,
+        LayerTable(
+            "MLP output, layer by layer, in the basis of the moments; mean and range over seeds",
+            {
+                "mlp_output_own_outlier_channels": "large outlier weights",
+                "mlp_output_explained_outlier_channels": "of them with moments that are small outliers",
+                "mlp_output_rank_correlation": "rank correlation",
+                "mlp_output_overlap": "top channels in common",
+            },
+        ),
     ),
     claims=CLAIMS,
     pictures=(weights_and_moments,),

@@ -10,7 +10,18 @@ import numpy as np
 
 from orthojax.analysis import rank_correlation
 from orthojax.config import Config
-from orthojax.experiments.claims import DOMINANCE, GAUSSIAN, Claim, chance, chance_of_first, gaussian_kurtosis_limit
+from orthojax.experiments.claims import (
+    DOMINANCE,
+    FRACTION,
+    GAUSSIAN,
+    C,
+    Claim,
+    O,
+    V,
+    chance,
+    chance_of_first,
+    gaussian_kurtosis_limit,
+)
 from orthojax.experiments.experiment import Experiment
 from orthojax.experiments.from_attention.models import GRID, MODELS, SCALES, by_model, grid
 from orthojax.experiments.from_attention.spiked_vector import mean_norm_ratio_of_direction
@@ -19,7 +30,6 @@ from orthojax.experiments.results import Numbers, Quantity, Result, Results
 from orthojax.experiments.tables import MetricTable
 from orthojax.formatting import number
 
-FRACTION = "first_attention_fraction"
 # Less is no growth: outliers of the first layer stay in the residual stream, and noise decides which layer has most.
 _GROWTH = 1.25
 _GROWS = f"rank correlation of layer and value above 0, and the largest at least {_GROWTH:g} times the first"
@@ -73,25 +83,17 @@ def dominance_claims() -> list[Claim]:
     )
     return [
         *(
-            claim(
-                says=f"With {_WORDS[method]}, dominance {says}.",
-                of=(method,),
-                holds=holds,
-                criterion=f"{criterion}; {seen}",
-            )
+            claim(f"With {_WORDS[method]}, dominance {says}.", (method,), (), holds, f"{criterion}; {seen}")
             for method in ("vanilla", "orthoadam")
             for says, holds, criterion in trends
         ),
         *(
-            claim(
-                says=f"With {optimizer}, softmax-1 removes dominance in every layer.",
-                of=of,
-                holds=lambda a, b: b.layer_means(FRACTION).max() <= a.layer_means(FRACTION).max() / 2,
-                criterion=f"no layer has more than half of softmax's largest; {seen}, with softmax",
-            )
+            claim(f"With {optimizer}, softmax-1 removes dominance in every layer.", of, (),
+                  lambda a, b: b.layer_means(FRACTION).max() <= a.layer_means(FRACTION).max() / 2,
+                  f"no layer has more than half of softmax's largest; {seen}, with softmax")
             for optimizer, of in (("Adam", ("vanilla", "softmax1")), ("OrthoAdam", ("orthoadam", "cured")))
         ),
-    ]
+    ]  # fmt: skip
 
 
 def growth_claims(metric: str, words: str, limit: Callable[[int], float], limit_words: str) -> list[Claim]:
@@ -118,30 +120,18 @@ def growth_claims(metric: str, words: str, limit: Callable[[int], float], limit_
     claim = partial(Claim, detail=partial(_growth_text, metric), testable=above, most=True)
     return [
         *(
-            claim(
-                says=f"With {_WORDS[method]}, the {words} grows with depth.",
-                of=(method,),
-                holds=lambda result: _grows(result.layer_means(metric)),
-                criterion=f"{_GROWS}; {seen}",
-            )
+            claim(f"With {_WORDS[method]}, the {words} grows with depth.", (method,), (),
+                  lambda result: _grows(result.layer_means(metric)), f"{_GROWS}; {seen}")
             for method in ("vanilla", "softmax1")
         ),
-        claim(
-            says=f"With OrthoAdam alone the {words} grows as well, from a lower start than with Adam.",
-            of=("orthoadam", "vanilla"),
-            holds=starts_lower,
-            criterion=f"{_GROWS}, and the first layer below that of softmax and Adam; {seen}",
-        ),
-        Claim(
-            says=f"With both the {words} stays that of a Gaussian vector in every layer; the paper sees small rises in "
-            "the last layers of two of five models.",
-            of=("vanilla", "cured"),
-            detail=lambda v, c: f"{_text(metric, v, c)}, limit {number(limit_of(v))}",
-            holds=lambda v, c: c.layer_means(metric)[:-1].max(initial=0) <= limit_of(v),
-            criterion=f"all layers but the last at most {limit_words}, in every model; {seen} with softmax and Adam",
-            testable=above,
-        ),
-    ]
+        claim(f"With OrthoAdam alone the {words} grows as well, from a lower start than with Adam.", (O, V), (),
+              starts_lower, f"{_GROWS}, and the first layer below that of softmax and Adam; {seen}"),
+        Claim(f"With both the {words} stays that of a Gaussian vector in every layer; the paper sees small rises in "
+              "the last layers of two of five models.", (V, C), (),
+              lambda v, c: c.layer_means(metric)[:-1].max(initial=0) <= limit_of(v),
+              f"all layers but the last at most {limit_words}, in every model; {seen} with softmax and Adam", above,
+              detail=lambda v, c: f"{_text(metric, v, c)}, limit {number(limit_of(v))}"),
+    ]  # fmt: skip
 
 
 def _norm_ratio_limit(d_model: int) -> float:
@@ -162,20 +152,13 @@ def max_abs_claims() -> list[Claim]:
     seen = "testable where a layer of softmax and Adam has a kurtosis above 3 + 3 sqrt(24 / D), so outliers"
     claim = partial(Claim, detail=partial(_text, metric), testable=outliers, most=True)
     return [
-        claim(
-            says="With softmax and Adam, outliers of the first token are established in early layers and persist.",
-            of=("vanilla",),
-            holds=persist,
-            criterion="from layer L / 4 of L on, rounded down, the last aside, no layer has less than half of the "
-            f"largest; {seen}",
-        ),
-        claim(
-            says="Softmax-1 with OrthoAdam has smaller activations of the first token in every layer.",
-            of=("vanilla", "cured"),
-            holds=lambda v, c: (c.layer_means(metric) < v.layer_means(metric)).all(),
-            criterion=f"below softmax and Adam in every layer; {seen}",
-        ),
-    ]
+        claim("With softmax and Adam, outliers of the first token are established in early layers and persist.", (V,),
+              (), persist, "from layer L / 4 of L on, rounded down, the last aside, no layer has less than half of the "
+              f"largest; {seen}"),
+        claim("Softmax-1 with OrthoAdam has smaller activations of the first token in every layer.", (V, C), (),
+              lambda v, c: (c.layer_means(metric) < v.layer_means(metric)).all(),
+              f"below softmax and Adam in every layer; {seen}"),
+    ]  # fmt: skip
 
 
 def _table(metric: str, label: str) -> MetricTable:

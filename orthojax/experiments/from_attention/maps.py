@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from orthojax import analysis
 from orthojax.analysis import top_count
-from orthojax.experiments.claims import DOMINANCE, OUTLIERS, Claim, chance
+from orthojax.experiments.claims import DOMINANCE, MASS, OUTLIERS, Claim, chance
 from orthojax.experiments.experiment import Experiment
 from orthojax.experiments.from_attention.figure1 import CURED, VANILLA, two_variants
 from orthojax.experiments.from_attention.models import SCALES
@@ -158,20 +158,16 @@ def _overlap_testable(overlap: str, vanilla: Result, cured: Result) -> bool:
 def _overlap_claim(overlap: str, what: str) -> Claim:
     """'The same feature channels always exhibit outlier activations' (section 2.2), of softmax and Adam."""
     shown = [metric(f"{sets}_{overlap}", f"overlap of {words}") for sets, words in _SETS.items()]
-    return Claim(
-        says=f"The same channels are the outliers for every {what} (2.2).",
-        of=(VANILLA, CURED),
-        show=(*shown, "kurtosis_rest"),
-        holds=functools.partial(_same_channels, overlap),
-        criterion=f"for one of the two sizes at least {_SAME:g} with softmax and Adam, and at least {_BEYOND:g} more "
-        "than softmax-1 with OrthoAdam has at the same size: that model has no outliers to share, so its overlap is "
-        "what the residual stream alone gives; testable where the kurtosis of the former's other tokens is above "
-        f"{OUTLIERS:g} and the latter's overlap below {_SAME:g} for one size or both",
-        testable=functools.partial(_overlap_testable, overlap),
-    )
+    return Claim(f"The same channels are the outliers for every {what} (2.2).", (VANILLA, CURED),
+                 (*shown, "kurtosis_rest"),
+                 functools.partial(_same_channels, overlap), f"for one of the two sizes at least {_SAME:g} with "
+                 f"softmax and Adam, and at least {_BEYOND:g} more than softmax-1 with OrthoAdam has at the same size: "
+                 "that model has no outliers to share, so its overlap is what the residual stream alone gives; "
+                 f"testable where the kurtosis of the former's other tokens is above {OUTLIERS:g} and the latter's "
+                 f"overlap below {_SAME:g} for one size or both",
+                 functools.partial(_overlap_testable, overlap))  # fmt: skip
 
 
-_MASS = "first_attention_mass"
 _GIVEN = (
     "The paper shows pretrained models here; --model=NAME=CHECKPOINT adds any. Without one the report is of GPT2 130M, "
     "or of what stands for it at this scale."
@@ -179,12 +175,12 @@ _GIVEN = (
 
 
 def _masses(*of: Result) -> str:
-    layers = [", ".join(number(float(value)) for value in result.layer_means(_MASS)) for result in of]
+    layers = [", ".join(number(float(value)) for value in result.layer_means(MASS)) for result in of]
     return f"mass by layer {' → '.join(f'[{values}]' for values in layers)}"
 
 
 def _largest_mass(result: Result) -> float:
-    return float(result.layer_means(_MASS).max())
+    return float(result.layer_means(MASS).max())
 
 
 def _dominated(vanilla: Result, *_: Result) -> bool:
@@ -193,23 +189,15 @@ def _dominated(vanilla: Result, *_: Result) -> bool:
 
 _SEEN = f"testable where that is above {DOMINANCE:g} times what uniform attention gives"
 _ATTENTION_CLAIMS = (
-    Claim(
-        says="With softmax and Adam dominance is established after the first or second layer and persists (K).",
-        of=(VANILLA,),
-        detail=_masses,
-        holds=lambda v: (v.layer_means(_MASS)[2:] >= _largest_mass(v) / 2).all(),
-        criterion=f"from the third layer on each has at least half of the largest mass on the first token; {_SEEN}",
-        testable=_dominated,
-    ),
-    Claim(
-        says="With softmax-1 and OrthoAdam no layer has it.",
-        of=(VANILLA, CURED),
-        detail=_masses,
-        holds=lambda v, c: _largest_mass(c) <= _largest_mass(v) / 2,
-        criterion=f"at most half of the largest mass with softmax and Adam; {_SEEN}",
-        testable=_dominated,
-    ),
-)
+    Claim("With softmax and Adam dominance is established after the first or second layer and persists (K).",
+          (VANILLA,), (),
+          lambda v: (v.layer_means(MASS)[2:] >= _largest_mass(v) / 2).all(),
+          f"from the third layer on each has at least half of the largest mass on the first token; {_SEEN}", _dominated,
+          detail=_masses),
+    Claim("With softmax-1 and OrthoAdam no layer has it.", (VANILLA, CURED), (),
+          lambda v, c: _largest_mass(c) <= _largest_mass(v) / 2,
+          f"at most half of the largest mass with softmax and Adam; {_SEEN}", _dominated, detail=_masses),
+)  # fmt: skip
 
 HIDDEN_STATES = Experiment(
     name="figure27",
@@ -251,12 +239,12 @@ ATTENTION_MAPS = Experiment(
     scales=SCALES,
     also=tuple(f"figure{n}" for n in range(35, 41)),
     about=lambda results: [_GIVEN],
-    tables=(MetricTable("Attention on the first token", ("first_attention_fraction", _MASS)),),
+    tables=(MetricTable("Attention on the first token", ("first_attention_fraction", MASS)),),
     claims=_ATTENTION_CLAIMS,
     pictures=(
         _attention_pictures,
         LayerCurves(
-            "mass_by_layer", "Attention mass on the first token.", "attention mass", {_MASS: ""}, normalized=True
+            "mass_by_layer", "Attention mass on the first token.", "attention mass", {MASS: ""}, normalized=True
         ),
     ),
     takes_models=True,

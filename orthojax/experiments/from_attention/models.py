@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, replace
+from orthojax.experiments.claims import chance_of_first
 from orthojax.experiments.experiment import Variant
 from orthojax.experiments.from_attention.paper_configs import (
     ABLATION_STEPS,
@@ -184,6 +185,17 @@ def about(results: Results) -> str:
         f"Scale {results.scale}: {train.batch_size} sequences of {length} tokens a step."
         f"{'' if results.scale == 'paper' else stand_ins} Every number is a mean over seeds, with the range; the "
         f"paper's, of one run each on C4, stands beside it."
+    )
+
+
+def about_chance(results: Results) -> str:
+    """What the first token gets where all logits are equal, for the head of a report."""
+    length = results.first.sequence_length
+    return (
+        f"With equal logits the first key has {chance_of_first(length):.3f} of all attention at {length} tokens "
+        f"({chance_of_first(length, softmax1=True):.3f} with softmax-1), and by chance it is the most attended one of "
+        f"as many (query, head) pairs. In the paper, at 256 tokens, that is {chance_of_first(256):.3f}: its 2% is what "
+        "chance gives. First-token dominance is what exceeds it."
     )
 
 

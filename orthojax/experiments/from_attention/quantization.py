@@ -1,9 +1,9 @@
 """What Tables 1, 3 and 6 share: what quantisation costs a model, and whether it costs cured less than vanilla."""
 
-from orthojax.experiments.claims import Claim
-from orthojax.experiments.results import LABELS, Quantity, Result
+from orthojax.experiments.claims import C, Claim, V
+from orthojax.experiments.results import LABELS, Quantity, Result, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
-from orthojax.formatting import percent, signed
+from orthojax.formatting import signed
 
 COARSE, MODERATE, FINE = INT8 = ("perplexity_int8_coarse", "perplexity_int8_moderate", "perplexity_int8_fine")
 INT4 = "perplexity_int4_zeropoint"
@@ -13,19 +13,8 @@ TESTABLE_LOSS = 0.005
 LOST = f"testable where either loses {TESTABLE_LOSS:.1%} or more"
 
 
-def penalty(setting: str, label: str = "") -> Quantity:
-    """The fraction by which a setting raises perplexity.
-
-    Args:
-      setting: Metric of the quantised perplexity.
-      label: Of the quantity, where not that of the setting.
-    """
-    label = label or f"perplexity lost at {LABELS[setting]}"
-    return Quantity(label, lambda of: of[setting] / of.perplexity - 1, percent)
-
-
 def points(setting: str, label: str = "") -> Quantity:
-    """The same in points of perplexity."""
+    """What a setting adds to perplexity, in points."""
     label = label or f"points of perplexity lost at {LABELS[setting]}"
     return Quantity(label, lambda of: of[setting] - of.perplexity, signed)
 
@@ -44,14 +33,9 @@ def loses_less(setting: str, says: str, criterion: str) -> Claim:
       criterion: In which groups it must.
     """
     lost = penalty(setting)
-    return Claim(
-        says=says,
-        of=("vanilla", "cured"),
-        show=(lost,),
-        holds=lambda v, c: c.mean(lost) < v.mean(lost),
-        criterion=f"{criterion}; {LOST}",
-        testable=lambda v, c: either_loses(setting, v, c),
-    )
+    return Claim(says, (V, C), (lost,),
+                 lambda v, c: c.mean(lost) < v.mean(lost), f"{criterion}; {LOST}",
+                 lambda v, c: either_loses(setting, v, c))  # fmt: skip
 
 
 def tables(settings: tuple[str, ...]) -> tuple[MetricTable | PairedTable, ...]:

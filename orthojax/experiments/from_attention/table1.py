@@ -7,10 +7,10 @@ from orthojax.experiments.claims import Claim, worst_kurtosis
 from orthojax.experiments.experiment import Experiment, each
 from orthojax.experiments.from_attention.models import MODELS, SCALES, by_model, grid, paper_of_grid, variant_name
 from orthojax.experiments.from_attention.paper_tables import TABLE_1, TABLE_3
-from orthojax.experiments.from_attention.quantization import INT4, penalty, points
+from orthojax.experiments.from_attention.quantization import INT4, points
 from orthojax.experiments.page import Picture
 from orthojax.experiments.pictures import Points
-from orthojax.experiments.results import Result, Results, metric
+from orthojax.experiments.results import Result, Results, metric, penalty
 from orthojax.experiments.tables import MetricTable, PrintedTable
 
 # A perplexity so much higher at 4 bits is broken; one at most so much higher is not; what is smaller is not testable.
@@ -48,36 +48,24 @@ def _models(*, cured: bool) -> Cases:
 
 
 CLAIMS = (
-    Claim(
-        says="Weights of 4 bits, zeropoint, one scale for each output channel, break other models. The paper: 23 to "
-        "205,000 times the perplexity for models that others trained, 2.1 to 7,200 times for its own GPT2, and +24% "
-        "for its Llama2, which it calls usable and which is not judged here.",
-        of=_with_others(_models(cured=False)),
-        show=(_LOST,),
-        shown=1,
-        holds=lambda model, *others: _lost(model) >= _BROKEN,
-        criterion=f"at least twice as high for all others; testable where one is more than {_TESTABLE:.0%} higher",
-        testable=lambda model, *others: _lost(*others) > _TESTABLE,
-    ),
-    Claim(
-        says="They do not break models trained with softmax-1 and OrthoAdam.",
-        of=_with_others(_models(cured=True)),
-        show=(_LOST,),
-        shown=1,
-        holds=lambda model, *others: _lost(model) <= _KEPT,
-        criterion=f"at most {_KEPT:.0%} higher; testable where one of the others is more",
-        testable=lambda model, *others: _lost(*others) > _KEPT,
-    ),
-    Claim(
-        says="They cost softmax-1 with OrthoAdam less than softmax with Adam (in the paper in 5 of 5 models).",
-        of=_with_others(lambda results: {label: tuple(of.values()) for label, of in by_model(results).items()}),
-        show=(_LOST,),
-        shown=2,
-        holds=lambda v, c, *others: _lost(c) < _lost(v),
-        criterion=f"in every model; testable where one of the others is more than {_TESTABLE:.0%} higher",
-        testable=lambda v, c, *others: _lost(*others) > _TESTABLE,
-    ),
-)
+    Claim("Weights of 4 bits, zeropoint, one scale for each output channel, break other models. The paper: 23 to "
+          "205,000 times the perplexity for models that others trained, 2.1 to 7,200 times for its own GPT2, and +24% "
+          "for its Llama2, which it calls usable and which is not judged here.", _with_others(_models(cured=False)),
+          (_LOST,),
+          lambda model, *others: _lost(model) >= _BROKEN,
+          f"at least twice as high for all others; testable where one is more than {_TESTABLE:.0%} higher",
+          lambda model, *others: _lost(*others) > _TESTABLE, shown=1),
+    Claim("They do not break models trained with softmax-1 and OrthoAdam.", _with_others(_models(cured=True)), (_LOST,),
+          lambda model, *others: _lost(model) <= _KEPT,
+          f"at most {_KEPT:.0%} higher; testable where one of the others is more",
+          lambda model, *others: _lost(*others) > _KEPT, shown=1),
+    Claim("They cost softmax-1 with OrthoAdam less than softmax with Adam (in the paper in 5 of 5 models).",
+          _with_others(lambda results: {label: tuple(of.values()) for label, of in by_model(results).items()}),
+          (_LOST,),
+          lambda v, c, *others: _lost(c) < _lost(v),
+          f"in every model; testable where one of the others is more than {_TESTABLE:.0%} higher",
+          lambda v, c, *others: _lost(*others) > _TESTABLE, shown=2),
+)  # fmt: skip
 
 
 def _about(results: Results) -> list[str]:

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 
 from orthojax.experiments import drawing
-from orthojax.experiments.claims import Claim
+from orthojax.experiments.claims import PPL, Claim
 from orthojax.experiments.experiment import Experiment
 from orthojax.experiments.from_attention.models import METHOD_LABELS, SCALES, about, by_model, grid, paper_of_grid
 from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, OutputNorms
@@ -19,13 +19,12 @@ from orthojax.experiments.from_attention.quantization import (
     PER_TOKEN,
     either_loses,
     loses_less,
-    penalty,
     points,
     tables,
 )
 from orthojax.experiments.page import Picture
 from orthojax.experiments.pictures import ModelMaps
-from orthojax.experiments.results import LABELS, Result, Results
+from orthojax.experiments.results import LABELS, Result, Results, penalty
 
 _METHODS = ("vanilla", "cured")
 _MAINTAINED = 0.02  # the paper's own GPT2 lose 0.8% to 1.9%
@@ -55,46 +54,26 @@ CLAIMS = (
         )
         for setting in (*INT8, INT4)
     ),
-    Claim(
-        says="Cured models maintain performance at coarse and moderate (5.2; in the paper not Llama2).",
-        of=_METHODS,
-        show=_INT8_LOST,
-        holds=lambda v, c: _most_lost(c) <= _MAINTAINED,
-        criterion=f"cured loses at most {_MAINTAINED:.0%} in both; testable where vanilla or cured loses more in "
-        "either",
-        testable=lambda v, c: _most_lost(v, c) > _MAINTAINED,
-    ),
-    Claim(
-        says="Four bits are catastrophic for vanilla GPT2, a small loss for cured (5.2).",
-        of=_METHODS,
-        show=(penalty(INT4),),
-        holds=lambda v, c: v.mean(penalty(INT4)) >= 1.0 and c.mean(penalty(INT4)) <= 0.1,
-        criterion=f"vanilla's perplexity at least doubles, cured's rises by a tenth at most; {LOST}",
-        testable=partial(either_loses, INT4),
-        where=lambda label: label.startswith("GPT2"),
-    ),
-    Claim(
-        says="At coarse, cured outperforms vanilla by up to 36.12 points (5.2), which is 221% of the full perplexity "
-        "of that model (the print has vanilla's own loss; the difference of the two is 35.99).",
-        of=_METHODS,
-        show=("perplexity", COARSE),
-        largest=_coarse_advantage,
-        holds=lambda v, c: _coarse_advantage(v, c) >= v.perplexity,
-        criterion="where the difference is largest, the perplexity of vanilla is above that of cured by its own full "
-        f"perplexity or more; {LOST}",
-        testable=partial(either_loses, COARSE),
-    ),
-    Claim(
-        says="The 4-bit penalty falls by up to 99.9% (conclusion; abstract: 3565 to 0.3, of which Table 3 has 3564.3 "
-        "and 0.2).",
-        of=_METHODS,
-        show=(points(INT4),),
-        largest=_int4_reduction,
-        holds=lambda v, c: _int4_reduction(v, c) >= 0.99,
-        criterion="the largest reduction is 99% or more; testable where vanilla's perplexity at least doubles",
-        testable=lambda v, c: v.mean(penalty(INT4)) >= 1.0,
-    ),
-)
+    Claim("Cured models maintain performance at coarse and moderate (5.2; in the paper not Llama2).", _METHODS,
+          _INT8_LOST,
+          lambda v, c: _most_lost(c) <= _MAINTAINED,
+          f"cured loses at most {_MAINTAINED:.0%} in both; testable where vanilla or cured loses more in either",
+          lambda v, c: _most_lost(v, c) > _MAINTAINED),
+    Claim("Four bits are catastrophic for vanilla GPT2, a small loss for cured (5.2).", _METHODS, (penalty(INT4),),
+          lambda v, c: v.mean(penalty(INT4)) >= 1.0 and c.mean(penalty(INT4)) <= 0.1,
+          f"vanilla's perplexity at least doubles, cured's rises by a tenth at most; {LOST}",
+          partial(either_loses, INT4), where=lambda label: label.startswith("GPT2")),
+    Claim("At coarse, cured outperforms vanilla by up to 36.12 points (5.2), which is 221% of the full perplexity of "
+          "that model (the print has vanilla's own loss; the difference of the two is 35.99).", _METHODS, (PPL, COARSE),
+          lambda v, c: _coarse_advantage(v, c) >= v.perplexity, "where the difference is largest, the perplexity of "
+          f"vanilla is above that of cured by its own full perplexity or more; {LOST}", partial(either_loses, COARSE),
+          largest=_coarse_advantage),
+    Claim("The 4-bit penalty falls by up to 99.9% (conclusion; abstract: 3565 to 0.3, of which Table 3 has 3564.3 and "
+          "0.2).", _METHODS, (points(INT4),),
+          lambda v, c: _int4_reduction(v, c) >= 0.99,
+          "the largest reduction is 99% or more; testable where vanilla's perplexity at least doubles",
+          lambda v, c: v.mean(penalty(INT4)) >= 1.0, largest=_int4_reduction),
+)  # fmt: skip
 
 
 def _about(results: Results) -> list[str]:

@@ -5,17 +5,22 @@ import dataclasses
 from orthojax.experiments.claims import (
     DOMINANCE,
     EQUAL_PERPLEXITY,
+    FRACTION,
     GAUSSIAN,
+    MASS,
     MAX_ABS,
     NO_OUTLIERS,
     OUTLIERS,
+    PPL,
     Claim,
-    chance,
-    chance_of_first,
-    excess_left,
+    above_by_seed,
+    dominated,
+    excess_of_first_left,
+    kurtosis_left,
+    shrinks_by_a_third,
 )
 from orthojax.experiments.experiment import Experiment
-from orthojax.experiments.from_attention.models import BY_NAME, SCALES, Row, ablation, about, row_label
+from orthojax.experiments.from_attention.models import BY_NAME, SCALES, Row, ablation, about, about_chance, row_label
 from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, OutputNorms
 from orthojax.experiments.from_attention.paper_tables import TABLE_5
 from orthojax.experiments.pictures import ModelMaps, perplexity_and_kurtosis
@@ -30,7 +35,6 @@ from orthojax.formatting import percent
 ) = BY_NAME  # fmt: skip
 # A model whose perplexity is further above Adam's has learnt less, and its kurtosis says nothing of the optimizer.
 _LEARNT = 0.1
-_FRACTION, _MASS = "first_attention_fraction", "first_attention_mass"
 _POOLED = metric("kurtosis_pooled", "pooled kurtosis")
 # The paper does not say over which tokens its largest activation is taken.
 _LARGEST = Quantity(
@@ -44,27 +48,19 @@ def _paper(row: Row) -> dict[str, float]:
     return {"kurtosis_pooled": printed.pop("kurtosis"), **printed}
 
 
-def _dominated(*of: Result) -> bool:
-    return all(result.first_attention_fraction >= DOMINANCE * chance(result) for result in of)
-
-
 def _has_outliers(result: Result) -> bool:
     return result.kurtosis_pooled > OUTLIERS
-
-
-def _kurtosis_left(before: Result, after: Result) -> float:
-    return excess_left(before.kurtosis_pooled, after.kurtosis_pooled, GAUSSIAN)
 
 
 def _fewer_outliers(adam: Result, other: Result) -> bool:
     if other.name == _RMSPROP:
         return adam.kurtosis_pooled > other.kurtosis_pooled > OUTLIERS
-    return _kurtosis_left(adam, other) <= 0.1
+    return kurtosis_left("kurtosis_pooled", adam, other) <= 0.1
 
 
 def _above_others(adam: Result, momentum: Result, sgd: Result) -> list[float]:
     """By which fraction SGD's perplexity is above the others', in every seed."""
-    return [a / b - 1 for other in (adam, momentum) for a, b in pairs(sgd, other, "perplexity").values()]
+    return [*above_by_seed(sgd, adam), *above_by_seed(sgd, momentum)]
 
 
 def _similar_perplexities(*of: Result) -> bool:
@@ -76,146 +72,83 @@ _DOMINATES = f"{DOMINANCE:g} times what equal logits give, or more"
 _SOFTMAX_DOMINATED = f"testable where the softmax row with LayerNorm and without biases has {_DOMINATES}"
 _ADAM_OUTLIERS = f"testable where Adam's is above {OUTLIERS:g}"
 _ATTENTION = (
-    Claim(
-        says="Without positions the first token dominates less, but still (3.1: argmax 33% → 20%, mass 17% → 10%; its "
-        "33% is the row with biases). Both rows without biases:",
-        of={"": (_NO_BIASES, _NO_POSITIONS)},
-        show=(_FRACTION, _MASS),
-        holds=lambda reference, without: (
-            all(without[key] < reference[key] for key in (_FRACTION, _MASS)) and _dominated(without)
-        ),
-        criterion=f"argmax and mass fall, and argmax stays {_DOMINATES}; {_SOFTMAX_DOMINATED}",
-        testable=lambda reference, without: _dominated(reference),
-    ),
-    Claim(
-        says="Neither biases nor a kind of positions cause the dominance (3.1, 5.3). With biases → without → without "
-        "positions → rotary:",
-        of={"": (_STOCK, _NO_BIASES, _NO_POSITIONS, _ROTARY)},
-        show=(_FRACTION,),
-        holds=lambda stock, *others: _dominated(*others),
-        criterion=f"each of the others has {_DOMINATES}; testable where the first has",
-        testable=lambda stock, *others: _dominated(stock),
-    ),
-    Claim(
-        says="Softmax-1 brings it down to about 2%, which is what chance gives at 256 tokens (5.3).",
-        of={row_label(row): (name, _NO_BIASES) for name, row in BY_NAME.items() if row[-1]},
-        show=(_FRACTION,),
-        shown=1,
-        holds=lambda softmax1, reference: (
-            excess_left(reference.first_attention_fraction, softmax1.first_attention_fraction, chance(reference)) <= 0.5
-        ),
-        criterion=f"in every softmax-1 row at most half of what exceeds equal logits is left; {_SOFTMAX_DOMINATED}",
-        testable=lambda softmax1, reference: _dominated(reference),
-    ),
-    Claim(
-        says="Taking softmax-1 away from the cured model brings the dominance back (5.3).",
-        of={"": (_CURED, _WITHOUT_SOFTMAX1, _NO_BIASES)},
-        show=(_FRACTION,),
-        shown=2,
-        holds=lambda cured, without, reference: _dominated(without),
-        criterion=f"argmax {_DOMINATES}; {_SOFTMAX_DOMINATED}",
-        testable=lambda cured, without, reference: _dominated(reference),
-    ),
-)
+    Claim("Without positions the first token dominates less, but still (3.1: argmax 33% → 20%, mass 17% → 10%; its 33% "
+          "is the row with biases). Both rows without biases:", {"": (_NO_BIASES, _NO_POSITIONS)}, (FRACTION, MASS),
+          lambda reference, without: all(without[key] < reference[key] for key in (FRACTION, MASS))
+          and dominated(without), f"argmax and mass fall, and argmax stays {_DOMINATES}; {_SOFTMAX_DOMINATED}",
+          dominated),
+    Claim("Neither biases nor a kind of positions cause the dominance (3.1, 5.3). With biases → without → without "
+          "positions → rotary:", {"": (_STOCK, _NO_BIASES, _NO_POSITIONS, _ROTARY)}, (FRACTION,),
+          lambda stock, *others: all(map(dominated, others)),
+          f"each of the others has {_DOMINATES}; testable where the first has", dominated),
+    Claim("Softmax-1 brings it down to about 2%, which is what chance gives at 256 tokens (5.3).",
+          {row_label(row): (name, _NO_BIASES) for name, row in BY_NAME.items() if row[-1]}, (FRACTION,),
+          lambda softmax1, reference: excess_of_first_left(reference, softmax1) <= 0.5,
+          f"in every softmax-1 row at most half of what exceeds equal logits is left; {_SOFTMAX_DOMINATED}",
+          lambda softmax1, reference: dominated(reference), shown=1),
+    Claim("Taking softmax-1 away from the cured model brings the dominance back (5.3).",
+          {"": (_CURED, _WITHOUT_SOFTMAX1, _NO_BIASES)}, (FRACTION,),
+          lambda cured, without, reference: dominated(without), f"argmax {_DOMINATES}; {_SOFTMAX_DOMINATED}",
+          lambda cured, without, reference: dominated(reference), shown=2),
+)  # fmt: skip
 _NORMS = (
-    Claim(
-        says="RMSNorm with a scale for every channel does not reduce outliers (5.3). LayerNorm → it:",
-        of={"": (_LAYERNORM, _RMSNORM_M)},
-        show=(_POOLED,),
-        holds=lambda layernorm, rmsnorm: _kurtosis_left(layernorm, rmsnorm) >= 0.75,
-        criterion=f"at least three quarters of what is above {GAUSSIAN:g} stay; testable where LayerNorm's is above "
-        f"{OUTLIERS:g}",
-        testable=lambda layernorm, rmsnorm: _has_outliers(layernorm),
-    ),
-    Claim(
-        says="One scale for all channels reduces them by about 40% (5.3). RMSNorm-M → RMSNorm-S:",
-        of={"": (_RMSNORM_M, _ADAM)},
-        show=(_POOLED, *MAX_ABS, _LARGEST),
-        holds=lambda rmsnorm, single: 0.2 <= 1 - single.kurtosis_pooled / rmsnorm.kurtosis_pooled <= 0.6,
-        criterion=f"kurtosis falls by 20% to 60%; testable where RMSNorm-M's is above {OUTLIERS:g}",
-        testable=lambda rmsnorm, single: _has_outliers(rmsnorm),
-    ),
-    Claim(
-        says="With Adam perplexity stays similar; rotary positions lower it, none raise it (5.3). First row → no "
-        "biases → softmax-1 → RMSNorm-S → rotary → none:",
-        of={"": (_STOCK, _NO_BIASES, _LAYERNORM, _ADAM, _ROTARY, _NO_POSITIONS)},
-        show=("perplexity",),
-        holds=_similar_perplexities,
-        criterion="the first three within 2% of the first row; rotary below the row without biases, none above",
-    ),
-)
+    Claim("RMSNorm with a scale for every channel does not reduce outliers (5.3). LayerNorm → it:",
+          {"": (_LAYERNORM, _RMSNORM_M)}, (_POOLED,),
+          lambda layernorm, rmsnorm: kurtosis_left("kurtosis_pooled", layernorm, rmsnorm) >= 0.75,
+          f"at least three quarters of what is above {GAUSSIAN:g} stay; testable where LayerNorm's is above "
+          f"{OUTLIERS:g}", lambda layernorm, rmsnorm: _has_outliers(layernorm)),
+    Claim("One scale for all channels reduces them by about 40% (5.3). RMSNorm-M → RMSNorm-S:",
+          {"": (_RMSNORM_M, _ADAM)}, (_POOLED, *MAX_ABS, _LARGEST),
+          lambda rmsnorm, single: 0.2 <= 1 - single.kurtosis_pooled / rmsnorm.kurtosis_pooled <= 0.6,
+          f"kurtosis falls by 20% to 60%; testable where RMSNorm-M's is above {OUTLIERS:g}",
+          lambda rmsnorm, single: _has_outliers(rmsnorm)),
+    Claim("With Adam perplexity stays similar; rotary positions lower it, none raise it (5.3). First row → no biases → "
+          "softmax-1 → RMSNorm-S → rotary → none:",
+          {"": (_STOCK, _NO_BIASES, _LAYERNORM, _ADAM, _ROTARY, _NO_POSITIONS)}, (PPL,), _similar_perplexities,
+          "the first three within 2% of the first row; rotary below the row without biases, none above"),
+)  # fmt: skip
 _OPTIMIZERS = (
-    Claim(
-        says="It is adaptive optimizers that make outliers: kurtosis 140 with Adam, 70 with RMSProp, about 3 to 5 with "
-        "SGD (4.1, 5.3). Adam → it:",
-        of={
-            "RMSProp": (_ADAM, _RMSPROP),
-            "SGD with momentum": (_ADAM, _MOMENTUM),
-            "SGD without momentum": (_ADAM, _SGD),
-        },
-        show=(_POOLED, "perplexity", "steps"),
-        holds=_fewer_outliers,
-        criterion=f"Adam above RMSProp above {OUTLIERS:g}, and SGD has a tenth or less of Adam's excess over "
-        f"{GAUSSIAN:g}; {_ADAM_OUTLIERS} and the other's perplexity at most {_LEARNT:.0%} above Adam's",
-        testable=lambda adam, other: _has_outliers(adam) and other.perplexity <= (1 + _LEARNT) * adam.perplexity,
-    ),
-    Claim(
-        says="SGD without momentum has a much higher perplexity (5.3; section 4.1 says so of SGD altogether, but Table "
-        "5's lowest is SGD with momentum, at 8 times the steps). Adam → with momentum → without:",
-        of={"": (_ADAM, _MOMENTUM, _SGD)},
-        show=("perplexity", "steps"),
-        detail=lambda *of: f"without above Adam and above with, by seed: {', '.join(map(percent, _above_others(*of)))}",
-        holds=lambda *of: min(_above_others(*of), default=0.0) > 0.05,
-        criterion="more than 5% above both others, in every seed",
-        testable=lambda *of: bool(_above_others(*of)),
-    ),
-)
+    Claim("It is adaptive optimizers that make outliers: kurtosis 140 with Adam, 70 with RMSProp, about 3 to 5 with "
+          "SGD (4.1, 5.3). Adam → it:",
+          {"RMSProp": (_ADAM, _RMSPROP), "SGD with momentum": (_ADAM, _MOMENTUM), "SGD without momentum": (_ADAM,
+          _SGD)}, (_POOLED, PPL, "steps"), _fewer_outliers, f"Adam above RMSProp above {OUTLIERS:g}, and SGD has a "
+          f"tenth or less of Adam's excess over {GAUSSIAN:g}; {_ADAM_OUTLIERS} and the other's perplexity at most "
+          f"{_LEARNT:.0%} above Adam's",
+          lambda adam, other: _has_outliers(adam) and other.perplexity <= (1 + _LEARNT) * adam.perplexity),
+    Claim("SGD without momentum has a much higher perplexity (5.3; section 4.1 says so of SGD altogether, but Table "
+          "5's lowest is SGD with momentum, at 8 times the steps). Adam → with momentum → without:",
+          {"": (_ADAM, _MOMENTUM, _SGD)}, (PPL, "steps"),
+          lambda *of: min(_above_others(*of), default=0.0) > 0.05, "more than 5% above both others, in every seed",
+          lambda *of: bool(_above_others(*of)),
+          detail=lambda *of:
+          f"without above Adam and above with, by seed: {', '.join(map(percent, _above_others(*of)))}"),
+)  # fmt: skip
 _TOGETHER = (
-    Claim(
-        says="OrthoAdam with softmax-1 and RMSNorm-S has a kurtosis of 3 at Adam's perplexity (5.3). Adam → it:",
-        of={"": (_ADAM, _CURED)},
-        show=(_POOLED, "kurtosis_first", "kurtosis_rest", "perplexity"),
-        detail=lambda adam, cured: f"change of perplexity {change_text(pairs(cured, adam, 'perplexity'))}",
-        holds=lambda adam, cured: (
-            max(cured.kurtosis_pooled, cured.kurtosis_first, cured.kurtosis_rest) < NO_OUTLIERS
-            and cured.perplexity / adam.perplexity - 1 <= EQUAL_PERPLEXITY
-        ),
-        criterion=f"all three kurtoses below {NO_OUTLIERS:g}, perplexity at most {EQUAL_PERPLEXITY:.0%} above; "
-        f"{_ADAM_OUTLIERS}",
-        testable=lambda adam, cured: _has_outliers(adam),
-    ),
-    Claim(
-        says="It shrinks the largest activation (5.3). Adam → it:",
-        of={"": (_ADAM, _CURED)},
-        show=(*MAX_ABS, _LARGEST),
-        holds=lambda adam, cured: all(cured[key] < 0.67 * adam[key] for key in MAX_ABS),
-        criterion="by a third or more, first token and others",
-    ),
-    Claim(
-        says="All three are needed: with one taken away outliers are back (5.3). All three → one replaced:",
-        of={
-            "softmax instead of softmax-1": (_CURED, _WITHOUT_SOFTMAX1, _ADAM),
-            "RMSNorm-M instead of RMSNorm-S": (_CURED, _CURED_RMSNORM_M, _ADAM),
-            "LayerNorm instead of RMSNorm-S": (_CURED, _CURED_LAYERNORM, _ADAM),
-        },
-        show=(_POOLED,),
-        shown=2,
-        holds=lambda cured, without, adam: without.kurtosis_pooled > OUTLIERS > cured.kurtosis_pooled,
-        criterion=f"above {OUTLIERS:g} each, and below with all three; {_ADAM_OUTLIERS}",
-        testable=lambda cured, without, adam: _has_outliers(adam),
-    ),
-)
+    Claim("OrthoAdam with softmax-1 and RMSNorm-S has a kurtosis of 3 at Adam's perplexity (5.3). Adam → it:",
+          {"": (_ADAM, _CURED)}, (_POOLED, "kurtosis_first", "kurtosis_rest", PPL),
+          lambda adam, cured: max(cured.kurtosis_pooled, cured.kurtosis_first, cured.kurtosis_rest) < NO_OUTLIERS
+          and cured.perplexity / adam.perplexity - 1 <= EQUAL_PERPLEXITY, f"all three kurtoses below {NO_OUTLIERS:g}, "
+          f"perplexity at most {EQUAL_PERPLEXITY:.0%} above; {_ADAM_OUTLIERS}", lambda adam, cured: _has_outliers(adam),
+          detail=lambda adam, cured: f"change of perplexity {change_text(pairs(cured, adam, 'perplexity'))}"),
+    Claim("It shrinks the largest activation (5.3). Adam → it:", {"": (_ADAM, _CURED)}, (*MAX_ABS, _LARGEST),
+          shrinks_by_a_third, "by a third or more, first token and others"),
+    Claim("All three are needed: with one taken away outliers are back (5.3). All three → one replaced:",
+          {"softmax instead of softmax-1": (_CURED, _WITHOUT_SOFTMAX1, _ADAM),
+          "RMSNorm-M instead of RMSNorm-S": (_CURED, _CURED_RMSNORM_M, _ADAM),
+          "LayerNorm instead of RMSNorm-S": (_CURED, _CURED_LAYERNORM, _ADAM)}, (_POOLED,),
+          lambda cured, without, adam: without.kurtosis_pooled > OUTLIERS > cured.kurtosis_pooled,
+          f"above {OUTLIERS:g} each, and below with all three; {_ADAM_OUTLIERS}",
+          lambda cured, without, adam: _has_outliers(adam), shown=2),
+)  # fmt: skip
 
 
 def _about(results: Results) -> list[str]:
-    first = results.first
     return [
         about(results),
         "The paper has 40,000 steps at a peak learning rate of 0.001, for SGD 320,000 at 0.2. It does not say over "
         "which tokens its kurtosis and largest activation are taken: ours are of the first token, of the others, and "
-        f"of all (pooled). With equal logits the first key has {chance(first):.3f} of all attention, and by chance it "
-        "is the most attended one of as many (query, head) pairs; in the paper, at 256 tokens, "
-        f"{chance_of_first(256):.3f}.",
+        "of all (pooled).",
+        about_chance(results),
     ]
 
 
@@ -249,8 +182,8 @@ EXPERIMENT = Experiment(
                 metric("kurtosis_first", "kurtosis, first"),
                 metric("kurtosis_rest", "kurtosis, rest"),
                 metric("kurtosis_pooled", "kurtosis, pooled"),
-                metric(_FRACTION, "%first (argmax)"),
-                metric(_MASS, "mass on first"),
+                metric(FRACTION, "%first (argmax)"),
+                metric(MASS, "mass on first"),
                 metric("max_abs_first", "max |x|, first"),
                 metric("max_abs_rest", "max |x|, rest"),
                 _LARGEST,

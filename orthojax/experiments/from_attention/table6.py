@@ -4,14 +4,14 @@ import numpy as np
 
 from orthojax.config import replace
 from orthojax.experiments import drawing
-from orthojax.experiments.claims import EQUAL_PERPLEXITY, Claim
+from orthojax.experiments.claims import EQUAL_PERPLEXITY, PPL, Claim
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import LENGTHS, METHOD_LABELS, MODELS, RUNS, SCALES, about
 from orthojax.experiments.from_attention.paper_configs import METHODS
 from orthojax.experiments.from_attention.paper_tables import TABLE_3, TABLE_6
-from orthojax.experiments.from_attention.quantization import COARSE, INT8, PER_TOKEN, loses_less, penalty, tables
+from orthojax.experiments.from_attention.quantization import COARSE, INT8, PER_TOKEN, loses_less, tables
 from orthojax.experiments.page import Picture
-from orthojax.experiments.results import LABELS, Results
+from orthojax.experiments.results import LABELS, Results, penalty
 
 _SIZES = ("gpt2_60m", "gpt2_130m")
 _PAIR = ("vanilla", "cured")
@@ -67,23 +67,15 @@ def _ends(results: Results) -> dict[str, list[str]]:
 
 
 CLAIMS = (
-    Claim(
-        says="Longer sequences cost a cured model nothing (appendix C: +1.3% and +0.4%). Vanilla at the shortest → "
-        "longest → cured at the shortest → longest:",
-        of=_ends,
-        show=("perplexity",),
-        holds=lambda v_short, v_long, short, long: long.perplexity <= (1 + _COST) * short.perplexity,
-        criterion=f"cured at the longest at most {_COST:.0%} above the shortest; testable where vanilla is not more "
-        f"than {_COST:.0%} below, as the longer rows of a step are more tokens",
-        testable=lambda v_short, v_long, short, long: v_long.perplexity >= (1 - _COST) * v_short.perplexity,
-    ),
-    Claim(
-        says="Cured outperforms vanilla at every length, quantised most of all.",
-        of=_PAIR,
-        show=("perplexity", COARSE),
-        holds=lambda v, c: c.perplexity <= (1 + EQUAL_PERPLEXITY) * v.perplexity and c[COARSE] < v[COARSE],
-        criterion=f"at full precision at most {EQUAL_PERPLEXITY:.0%} above, at coarse below, at every length",
-    ),
+    Claim("Longer sequences cost a cured model nothing (appendix C: +1.3% and +0.4%). Vanilla at the shortest → "
+          "longest → cured at the shortest → longest:", _ends, (PPL,),
+          lambda v_short, v_long, short, long: long.perplexity <= (1 + _COST) * short.perplexity,
+          f"cured at the longest at most {_COST:.0%} above the shortest; testable where vanilla is not more than "
+          f"{_COST:.0%} below, as the longer rows of a step are more tokens",
+          lambda v_short, v_long, short, long: v_long.perplexity >= (1 - _COST) * v_short.perplexity),
+    Claim("Cured outperforms vanilla at every length, quantised most of all.", _PAIR, (PPL, COARSE),
+          lambda v, c: c.perplexity <= (1 + EQUAL_PERPLEXITY) * v.perplexity and c[COARSE] < v[COARSE],
+          f"at full precision at most {EQUAL_PERPLEXITY:.0%} above, at coarse below, at every length"),
     *(
         loses_less(
             setting,
@@ -92,7 +84,7 @@ CLAIMS = (
         )
         for setting in INT8
     ),
-)
+)  # fmt: skip
 
 
 def _about(results: Results) -> list[str]:

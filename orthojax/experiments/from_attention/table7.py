@@ -43,33 +43,22 @@ def _other_data(base: Result, tuned: Result) -> list[str]:
 
 
 CLAIMS = (
-    Claim(
-        says="Fine-tuning leaves the attention to the first token as it was. The paper: most attended 95.45% → 95.53%, "
-        "mass 73.49% → 70.13%.",
-        of=("base", "tuned"),
-        show=_PRINTED[:2],
-        holds=lambda *of: all(abs(_change(f"first_attention_{x}", *of)) <= _SAME for x in ("fraction", "mass")),
-        criterion=f"both within {_SAME:.0%} of the base model's; testable where in it the first token is the most "
-        f"attended {DOMINANCE:g} times as often as by chance, or more, {_SAME_DATA}",
-        testable=lambda b, t: not _other_data(b, t) and b.first_attention_fraction >= DOMINANCE * chance(b),
-    ),
-    Claim(
-        says="It leaves the kurtosis of the first token as it was. The paper: 1227 → 1228.",
-        of=("base", "tuned"),
-        show=("kurtosis_first",),
-        holds=lambda *of: abs(_change("kurtosis_first", *of)) <= _SAME,
-        criterion=f"within {_SAME:.0%}; testable where the base model's is above {OUTLIERS:g}, {_SAME_DATA}",
-        testable=lambda b, t: not _other_data(b, t) and b.kurtosis_first > OUTLIERS,
-    ),
-    Claim(
-        says="It raises the mean kurtosis. The paper: 55 → 69.",
-        of=("base", "tuned"),
-        show=_PRINTED[3:],
-        holds=lambda *of: _change("kurtosis_pooled", *of) > _SAME,
-        criterion=f"by more than {_SAME:.0%}; testable where the base model's is above {OUTLIERS:g}, {_SAME_DATA}",
-        testable=lambda b, t: not _other_data(b, t) and b.kurtosis_pooled > OUTLIERS,
-    ),
-)
+    Claim("Fine-tuning leaves the attention to the first token as it was. The paper: most attended 95.45% → 95.53%, "
+          "mass 73.49% → 70.13%.", ("base", "tuned"), _PRINTED[:2],
+          lambda *of: all(abs(_change(f"first_attention_{x}", *of)) <= _SAME for x in ("fraction", "mass")),
+          f"both within {_SAME:.0%} of the base model's; testable where in it the first token is the most attended "
+          f"{DOMINANCE:g} times as often as by chance, or more, {_SAME_DATA}",
+          lambda b, t: not _other_data(b, t) and b.first_attention_fraction >= DOMINANCE * chance(b)),
+    Claim("It leaves the kurtosis of the first token as it was. The paper: 1227 → 1228.", ("base", "tuned"),
+          ("kurtosis_first",),
+          lambda *of: abs(_change("kurtosis_first", *of)) <= _SAME,
+          f"within {_SAME:.0%}; testable where the base model's is above {OUTLIERS:g}, {_SAME_DATA}",
+          lambda b, t: not _other_data(b, t) and b.kurtosis_first > OUTLIERS),
+    Claim("It raises the mean kurtosis. The paper: 55 → 69.", ("base", "tuned"), _PRINTED[3:],
+          lambda *of: _change("kurtosis_pooled", *of) > _SAME,
+          f"by more than {_SAME:.0%}; testable where the base model's is above {OUTLIERS:g}, {_SAME_DATA}",
+          lambda b, t: not _other_data(b, t) and b.kurtosis_pooled > OUTLIERS),
+)  # fmt: skip
 
 
 def _about(results: Results) -> list[str]:

@@ -4,7 +4,7 @@ from functools import partial
 from itertools import pairwise
 
 from orthojax.experiments import drawing
-from orthojax.experiments.claims import OUTLIERS, Claim
+from orthojax.experiments.claims import OUTLIERS, Claim, V
 from orthojax.experiments.experiment import Experiment
 from orthojax.experiments.from_attention.models import MODELS, SCALES, about, by_model, grid, variant_name
 from orthojax.experiments.from_attention.paper_tables import TABLE_2, TABLE_8
@@ -27,29 +27,20 @@ def _gpt2(results: Results) -> dict[str, list[str]]:
 
 
 def _grows(says: str, quantity: Quantity) -> Claim:
-    return Claim(
-        says=says,
-        of=_gpt2,
-        show=("d_model", quantity),
-        holds=lambda *of: all(quantity.value(a) < quantity.value(b) for a, b in pairwise(of)),
-        criterion="larger in every wider GPT2; testable where the widest has a kurtosis above "
-        f"{OUTLIERS:g} on the first token",
-        testable=lambda *of: len(of) > 1 and of[-1].kurtosis_first > OUTLIERS,
-    )
+    return Claim(says, _gpt2, ("d_model", quantity),
+                 lambda *of: all(quantity.value(a) < quantity.value(b) for a, b in pairwise(of)),
+                 f"larger in every wider GPT2; testable where the widest has a kurtosis above {OUTLIERS:g} on the "
+                 "first token", lambda *of: len(of) > 1 and of[-1].kurtosis_first > OUTLIERS)  # fmt: skip
 
 
 CLAIMS = (
-    Claim(
-        says="The largest activation alpha is generally much larger than the width D (G, H).",
-        of=("vanilla",),
-        show=(_IN_WIDTHS,),
-        holds=lambda v: v.max_abs_first > v.d_model,
-        criterion=f"above D in every model; testable where the first token's kurtosis is above {OUTLIERS:g}",
-        testable=lambda v: v.kurtosis_first > OUTLIERS,
-    ),
+    Claim("The largest activation alpha is generally much larger than the width D (G, H).", (V,), (_IN_WIDTHS,),
+          lambda v: v.max_abs_first > v.d_model,
+          f"above D in every model; testable where the first token's kurtosis is above {OUTLIERS:g}",
+          lambda v: v.kurtosis_first > OUTLIERS),
     _grows("It grows with the width.", _ALPHA),
     _grows("Wider models have larger kurtosis (4.2, G).", metric("kurtosis_first")),
-)
+)  # fmt: skip
 
 
 def _about(results: Results) -> list[str]:

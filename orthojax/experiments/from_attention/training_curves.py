@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from orthojax.experiments import drawing
-from orthojax.experiments.claims import Claim
+from orthojax.experiments.claims import Claim, V
 from orthojax.experiments.experiment import Experiment
 from orthojax.experiments.from_attention.models import (
     GRID,
@@ -125,27 +125,18 @@ def _converges(vanilla: Result, other: Result) -> bool:
 
 
 CLAIMS = (
-    Claim(
-        says="Training is stable with every method.",
-        of=lambda results: {"": [result.name for result in results]},
-        detail=_spikes_text,
-        holds=lambda *of: not any(sum(spikes_by_seed(result)) for result in of),
-        criterion=f"no logged loss after warm-up more than {SPIKE_NATS:g} nat above the running mean of those before "
-        "it, in any run",
-    ),
+    Claim("Training is stable with every method.", lambda results: {"": [result.name for result in results]}, (),
+          lambda *of: not any(sum(spikes_by_seed(result)) for result in of),
+          f"no logged loss after warm-up more than {SPIKE_NATS:g} nat above the running mean of those before it, in "
+          "any run", detail=_spikes_text),
     *(
-        Claim(
-            says=f"{words} converges to a loss similar to that of softmax + Adam.",
-            of=("vanilla", method),
-            show=(_LOSS,),
-            detail=lambda *of: f"paired by seed {difference_text(_differences(*of), '{:+.3f}'.format)}",
-            holds=_converges,
-            criterion=f"on average over seeds at most {SIMILAR_NATS:g} nats above, in every model",
-        )
+        Claim(f"{words} converges to a loss similar to that of softmax + Adam.", (V, method), (_LOSS,), _converges,
+              f"on average over seeds at most {SIMILAR_NATS:g} nats above, in every model",
+              detail=lambda *of: f"paired by seed {difference_text(_differences(*of), '{:+.3f}'.format)}")
         for method, words in METHOD_LABELS.items()
         if method != "vanilla"
     ),
-)
+)  # fmt: skip
 
 EXPERIMENT = Experiment(
     name="figure41",

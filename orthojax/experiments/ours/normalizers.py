@@ -8,7 +8,19 @@ import numpy as np
 from orthojax import analysis
 from orthojax.config import replace
 from orthojax.experiments import drawing
-from orthojax.experiments.claims import DOMINANCE, NO_OUTLIERS, OUTLIERS, Claim, chance, worst_kurtosis
+from orthojax.experiments.claims import (
+    DOMINANCE,
+    NO_OUTLIERS,
+    OUTLIERS,
+    PPL,
+    Claim,
+    chance,
+    dominated,
+    excess_of_first_left,
+    has_outliers,
+    rest_has_outliers,
+    worst_kurtosis,
+)
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import RUNS, SGD_STEPS
 from orthojax.experiments.measures import Measure, Measured
@@ -75,74 +87,35 @@ def _with(optimizer: str, *normalizers: str) -> tuple[str, ...]:
     return tuple(f"{normalizer}_{optimizer}" for normalizer in normalizers or NORMALIZERS)
 
 
-def _dominates(softmax: Result, *_: Result) -> bool:
-    return softmax.first_attention_fraction >= DOMINANCE * chance(softmax)
-
-
-def _is_removed(softmax: Result, other: Result) -> bool:
-    """Whether at most half is left of what exceeds chance in softmax with Adam."""
-    floor = chance(softmax)
-    return 2 * (other.first_attention_fraction - floor) <= softmax.first_attention_fraction - floor
-
-
-def _rest_has_outliers(softmax_adam: Result, *_: Result) -> bool:
-    return softmax_adam.kurtosis_rest > OUTLIERS
-
-
 CLAIMS = (
-    Claim(
-        says="Whatever lets a head attend to nothing removes the first token's dominance. The paper, GPT2 60M: softmax "
-        "48.9%, softmax-1 2.1%.",
-        of=_with("adam"),
-        show=(_FRACTION,),
-        holds=lambda softmax, *others: all(_is_removed(softmax, other) for other in others),
-        criterion="with every other one at most half of what exceeds chance is left; testable where softmax has "
-        f"{DOMINANCE:g} times chance or more",
-        testable=_dominates,
-    ),
-    Claim(
-        says="No normalizer alone removes the outliers of tokens after the first. The paper: softmax 77.9, softmax-1 "
-        "81.4.",
-        of=_with("adam"),
-        show=(_REST,),
-        holds=lambda *every: min(r.kurtosis_rest for r in every) >= NO_OUTLIERS,
-        criterion=f"{NO_OUTLIERS} or more with every one; testable where softmax has more than {OUTLIERS:g}",
-        testable=_rest_has_outliers,
-    ),
-    Claim(
-        says="OrthoAdam removes them whatever the normalizer. The paper: softmax 10.6, softmax-1 7.0.",
-        of=("softmax_adam", *_with("orthoadam")),
-        show=(_REST,),
-        holds=lambda adam, *every: max(r.kurtosis_rest for r in every) < NO_OUTLIERS,
-        criterion=f"below {NO_OUTLIERS} with every one; testable where softmax with Adam has more than {OUTLIERS:g}",
-        testable=_rest_has_outliers,
-    ),
-    Claim(
-        says="With OrthoAdam the outliers of the first token stay as long as softmax lets it dominate. The paper: "
-        "softmax 260.8, softmax-1 7.6.",
-        of=_with("orthoadam", "softmax", "softmax1"),
-        show=("kurtosis_first", _FRACTION),
-        holds=lambda softmax, softmax1: softmax1.kurtosis_first < NO_OUTLIERS <= softmax.kurtosis_first,
-        criterion=f"below {NO_OUTLIERS} with softmax-1, not with softmax; testable where with softmax and OrthoAdam "
-        f"the first token is most attended by {DOMINANCE:g} times the share that chance gives, or more",
-        testable=_dominates,
-    ),
-    Claim(
-        says="SGD makes no outliers whatever the normalizer. The paper, 130M with softmax-1: 5.0.",
-        of=("softmax_adam", *_with("sgd")),
-        show=(_KURTOSIS,),
-        holds=lambda adam, *every: max(map(worst_kurtosis, every)) <= OUTLIERS,
-        criterion=f"at most {OUTLIERS:g} with every one; testable where softmax with Adam has more",
-        testable=lambda adam, *every: worst_kurtosis(adam) > OUTLIERS,
-    ),
-    Claim(
-        says="SGD costs perplexity. Adam against SGD; the paper, with eight times the steps: 26.6 against 25.3.",
-        of={label: (f"{name}_adam", f"{name}_sgd") for name, label in NORMALIZERS.items()},
-        show=("perplexity",),
-        holds=lambda adam, sgd: sgd.perplexity > adam.perplexity,
-        criterion="higher with every normalizer",
-    ),
-)
+    Claim("Whatever lets a head attend to nothing removes the first token's dominance. The paper, GPT2 60M: softmax "
+          "48.9%, softmax-1 2.1%.", _with("adam"), (_FRACTION,),
+          lambda softmax, *others: max(excess_of_first_left(softmax, other) for other in others) <= 0.5,
+          f"with every other one at most half of what exceeds chance is left; testable where softmax has {DOMINANCE:g} "
+          "times chance or more", dominated),
+    Claim("No normalizer alone removes the outliers of tokens after the first. The paper: softmax 77.9, softmax-1 "
+          "81.4.", _with("adam"), (_REST,),
+          lambda *every: min(r.kurtosis_rest for r in every) >= NO_OUTLIERS,
+          f"{NO_OUTLIERS} or more with every one; testable where softmax has more than {OUTLIERS:g}",
+          rest_has_outliers),
+    Claim("OrthoAdam removes them whatever the normalizer. The paper: softmax 10.6, softmax-1 7.0.",
+          ("softmax_adam", *_with("orthoadam")), (_REST,),
+          lambda adam, *every: max(r.kurtosis_rest for r in every) < NO_OUTLIERS,
+          f"below {NO_OUTLIERS} with every one; testable where softmax with Adam has more than {OUTLIERS:g}",
+          rest_has_outliers),
+    Claim("With OrthoAdam the outliers of the first token stay as long as softmax lets it dominate. The paper: softmax "
+          "260.8, softmax-1 7.6.", _with("orthoadam", "softmax", "softmax1"), ("kurtosis_first", _FRACTION),
+          lambda softmax, softmax1: softmax1.kurtosis_first < NO_OUTLIERS <= softmax.kurtosis_first,
+          f"below {NO_OUTLIERS} with softmax-1, not with softmax; testable where with softmax and OrthoAdam the first "
+          f"token is most attended by {DOMINANCE:g} times the share that chance gives, or more", dominated),
+    Claim("SGD makes no outliers whatever the normalizer. The paper, 130M with softmax-1: 5.0.",
+          ("softmax_adam", *_with("sgd")), (_KURTOSIS,),
+          lambda adam, *every: max(map(worst_kurtosis, every)) <= OUTLIERS,
+          f"at most {OUTLIERS:g} with every one; testable where softmax with Adam has more", has_outliers),
+    Claim("SGD costs perplexity. Adam against SGD; the paper, with eight times the steps: 26.6 against 25.3.",
+          {label: (f"{name}_adam", f"{name}_sgd") for name, label in NORMALIZERS.items()}, (PPL,),
+          lambda adam, sgd: sgd.perplexity > adam.perplexity, "higher with every normalizer"),
+)  # fmt: skip
 
 
 def _about(results: Results) -> list[str]:
@@ -164,15 +137,19 @@ def _what_is_removed(results: Results) -> Table:
     """Which of the two phenomena of softmax with Adam are gone."""
     vanilla = results["softmax_adam"]
     try:
-        present = {"dominance": _dominates(vanilla), "outliers": worst_kurtosis(vanilla) > OUTLIERS}
+        present = {"dominance": dominated(vanilla), "outliers": has_outliers(vanilla)}
     except NotMeasured:
         present = {}
+
+    def removed(word: str, result: Result) -> bool:
+        if word == "dominance":
+            return excess_of_first_left(vanilla, result) <= 0.5
+        return worst_kurtosis(result) < NO_OUTLIERS
 
     def cell(result: Result) -> str:
         if not result.seeds:
             return "failed"
-        removed = {"dominance": _is_removed(vanilla, result), "outliers": worst_kurtosis(result) < NO_OUTLIERS}
-        gone = [word for word, shows in present.items() if shows and removed[word]]
+        gone = [word for word, shows in present.items() if shows and removed(word, result)]
         return f"{'both' if len(gone) == 2 else gone[0] if gone else 'neither'}, {number(result.perplexity)}"
 
     missing = [word for word, shows in present.items() if not shows]

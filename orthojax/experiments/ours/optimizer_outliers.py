@@ -2,7 +2,7 @@
 
 from orthojax.config import OptimConfig, replace
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, with_normalizer
-from orthojax.experiments.claims import NO_OUTLIERS, OUTLIERS, Claim, worst_kurtosis
+from orthojax.experiments.claims import NO_OUTLIERS, OUTLIERS, Claim, has_outliers, worst_kurtosis
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.page import Table
 from orthojax.experiments.pictures import perplexity_and_kurtosis
@@ -52,23 +52,14 @@ def _adaptive_only(*plain: Result) -> bool:
 
 
 CLAIMS = (
-    Claim(
-        says="Adaptive optimizers make outliers, SGD does not.",
-        of=_PLAIN,
-        show=(_KURTOSIS,),
-        holds=_adaptive_only,
-        criterion=f"Adam above {OUTLIERS:g}, SGD not",
-    ),
-    Claim(
-        says="A rotated basis cures whichever optimizer makes them.",
-        of={label: (name, f"{name}_rotated") for name, (label, *_) in OPTIMIZERS.items()},
-        show=(_KURTOSIS,),
-        holds=lambda plain, rotated: worst_kurtosis(rotated) < NO_OUTLIERS,
-        criterion=f"rotated below {NO_OUTLIERS} for all; testable where the optimizer as it is has more than "
-        f"{OUTLIERS:g}",
-        testable=lambda plain, rotated: worst_kurtosis(plain) > OUTLIERS,
-    ),
-)
+    Claim("Adaptive optimizers make outliers, SGD does not.", _PLAIN, (_KURTOSIS,), _adaptive_only,
+          f"Adam above {OUTLIERS:g}, SGD not"),
+    Claim("A rotated basis cures whichever optimizer makes them.",
+          {label: (name, f"{name}_rotated") for name, (label, *_) in OPTIMIZERS.items()}, (_KURTOSIS,),
+          lambda plain, rotated: worst_kurtosis(rotated) < NO_OUTLIERS,
+          f"rotated below {NO_OUTLIERS} for all; testable where the optimizer as it is has more than {OUTLIERS:g}",
+          has_outliers),
+)  # fmt: skip
 
 
 def _about(results: Results) -> list[str]:

@@ -6,13 +6,22 @@ import numpy as np
 
 from orthojax.config import Config, replace
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured, with_normalizer
-from orthojax.experiments.claims import GAUSSIAN, KURTOSIS, NO_OUTLIERS, OUTLIERS, Claim, worst_kurtosis
+from orthojax.experiments.claims import (
+    GAUSSIAN,
+    KURTOSIS,
+    NO_OUTLIERS,
+    OUTLIERS,
+    PPL,
+    Claim,
+    above_by_seed,
+    has_outliers,
+    worst_kurtosis,
+)
 from orthojax.experiments.experiment import Experiment, Variant
-from orthojax.experiments.page import Table
 from orthojax.experiments.pictures import LayerCurves, perplexity_and_kurtosis
-from orthojax.experiments.results import Quantity, Result, Results, pairs, penalty
-from orthojax.experiments.tables import MetricTable
-from orthojax.formatting import mean_and_range, number
+from orthojax.experiments.results import Quantity, Result, Results, metric, penalty
+from orthojax.experiments.tables import LayerTable, MetricTable, PairedTable
+from orthojax.formatting import mean_and_range
 from orthojax.model import parameter_count
 
 BASE = replace(cured(LANGUAGE_MODEL), {"train.steps": 500})
@@ -71,13 +80,8 @@ _SETTINGS = ("int8_fine", "int8_moderate", "int8_coarse", "int4_zeropoint")
 _percent = "{:+.2%}".format
 
 
-def _above(result: Result, reference: Result) -> list[float]:
-    """By which fraction the perplexity of a variant is above that of another, seed by seed."""
-    return [a / b - 1 for a, b in pairs(result, reference, "perplexity").values()]
-
-
 def _gap(of: Result, reference: Result) -> str:
-    return f"perplexity {mean_and_range(_above(of, reference), _percent)}"
+    return f"perplexity {mean_and_range(above_by_seed(of, reference), _percent)}"
 
 
 def _own_kurtosis(of: Result) -> float:
@@ -86,7 +90,7 @@ def _own_kurtosis(of: Result) -> float:
 
 
 def _largest_loss_difference(of: Result, adam: Result) -> float:
-    return max(abs(np.log1p(_above(of, adam))))
+    return max(abs(np.log1p(above_by_seed(of, adam))))
 
 
 def _controls_hold(adam: Result, identity: Result, permutation: Result) -> bool:
@@ -98,65 +102,36 @@ def _as_in_optimizer(fixed: Result, writers: Result) -> bool:
 
 
 CLAIMS = (
-    Claim(
-        says="A structured rotation cures as a dense one does, on the output axis.",
-        of=("adam", "haar_output", "hadamard_output", "dct_output"),
-        show=KURTOSIS,
-        holds=lambda adam, *kinds: max(map(worst_kurtosis, kinds)) < NO_OUTLIERS,
-        criterion=f"all below {NO_OUTLIERS}; testable where Adam is above {OUTLIERS:g}",
-        testable=lambda adam, *kinds: worst_kurtosis(adam) > OUTLIERS,
-        detail=lambda adam, haar, hadamard, dct: f"against haar hadamard {_gap(hadamard, haar)}, dct {_gap(dct, haar)}",
-    ),
-    Claim(
-        says="It is the axis that writes which matters.",
-        of=("hadamard_output", "hadamard_input", "hadamard_residual", "hadamard_writers"),
-        show=KURTOSIS,
-        holds=lambda output, inputs, *_: worst_kurtosis(output) < NO_OUTLIERS < worst_kurtosis(inputs),
-        criterion=f"output axis below {NO_OUTLIERS}, input axis above",
-    ),
-    Claim(
-        says="The embedding tables must be rotated.",
-        of=("hadamard_output", "no_embeddings", "hadamard_input", "input_no_embeddings", "embeddings_only"),
-        show=KURTOSIS,
-        holds=lambda output, without, *_: worst_kurtosis(output) < NO_OUTLIERS < worst_kurtosis(without),
-        criterion=f"output axis below {NO_OUTLIERS} with them, above without",
-    ),
-    Claim(
-        says="Both axes cost perplexity against the output axis alone.",
-        of={"both → output": ("hadamard_both", "hadamard_output")},
-        show=KURTOSIS,
-        holds=lambda both, output: min(_above(both, output)) > 0,
-        criterion="worse in every seed",
-        detail=_gap,
-    ),
-    Claim(
-        says="The identity and a signed permutation are no rotation for Adam.",
-        of=("adam", "identity", "signed_permutation"),
-        show=("perplexity",),
-        holds=_controls_hold,
-        criterion="largest difference of the loss from Adam's over all seeds 0, and below 0.01, since rounding differs",
-        detail=lambda adam, *controls: (
-            "loss differs by "
-            + " and ".join(f"{_largest_loss_difference(control, adam):.1e} nats" for control in controls)
-        ),
-    ),
-    Claim(
-        says="One matrix for the whole tree only looks like a cure: in its own basis it is Adam.",
-        of=("shared", "adam"),
-        show=(*KURTOSIS, *(Quantity(f"{key}, own basis", lambda n, key=key: n[f"rotated_{key}"]) for key in KURTOSIS)),
-        holds=lambda shared, adam: worst_kurtosis(shared) < NO_OUTLIERS < _own_kurtosis(shared),
-        criterion=f"below {NO_OUTLIERS} in the model's basis, above in its own",
-    ),
-    Claim(
-        says="Fixed matrices inside the model, behind what writes to the residual stream, do with Adam what OrthoAdam "
-        "does on the same parts.",
-        of={"fixed → OrthoAdam": ("fixed_in_model", "hadamard_writers")},
-        show=KURTOSIS,
-        holds=_as_in_optimizer,
-        criterion="kurtosis within 10%",
-        detail=_gap,
-    ),
-)
+    Claim("A structured rotation cures as a dense one does, on the output axis.",
+          ("adam", "haar_output", "hadamard_output", "dct_output"), KURTOSIS,
+          lambda adam, *kinds: max(map(worst_kurtosis, kinds)) < NO_OUTLIERS,
+          f"all below {NO_OUTLIERS}; testable where Adam is above {OUTLIERS:g}", has_outliers,
+          detail=lambda adam, haar, hadamard, dct:
+          f"against haar hadamard {_gap(hadamard, haar)}, dct {_gap(dct, haar)}"),
+    Claim("It is the axis that writes which matters.",
+          ("hadamard_output", "hadamard_input", "hadamard_residual", "hadamard_writers"), KURTOSIS,
+          lambda output, inputs, *_: worst_kurtosis(output) < NO_OUTLIERS < worst_kurtosis(inputs),
+          f"output axis below {NO_OUTLIERS}, input axis above"),
+    Claim("The embedding tables must be rotated.",
+          ("hadamard_output", "no_embeddings", "hadamard_input", "input_no_embeddings", "embeddings_only"), KURTOSIS,
+          lambda output, without, *_: worst_kurtosis(output) < NO_OUTLIERS < worst_kurtosis(without),
+          f"output axis below {NO_OUTLIERS} with them, above without"),
+    Claim("Both axes cost perplexity against the output axis alone.",
+          {"both → output": ("hadamard_both", "hadamard_output")}, KURTOSIS,
+          lambda both, output: min(above_by_seed(both, output)) > 0, "worse in every seed", detail=_gap),
+    Claim("The identity and a signed permutation are no rotation for Adam.", ("adam", "identity", "signed_permutation"),
+          (PPL,), _controls_hold,
+          "largest difference of the loss from Adam's over all seeds 0, and below 0.01, since rounding differs",
+          detail=lambda adam, *controls: "loss differs by " +
+          " and ".join(f"{_largest_loss_difference(control, adam):.1e} nats" for control in controls)),
+    Claim("One matrix for the whole tree only looks like a cure: in its own basis it is Adam.", ("shared", "adam"),
+          (*KURTOSIS, *(Quantity(f"{key}, own basis", lambda n, key=key: n[f"rotated_{key}"]) for key in KURTOSIS)),
+          lambda shared, adam: worst_kurtosis(shared) < NO_OUTLIERS < _own_kurtosis(shared),
+          f"below {NO_OUTLIERS} in the model's basis, above in its own"),
+    Claim("Fixed matrices inside the model, behind what writes to the residual stream, do with Adam what OrthoAdam "
+          "does on the same parts.", {"fixed → OrthoAdam": ("fixed_in_model", "hadamard_writers")}, KURTOSIS,
+          _as_in_optimizer, "kurtosis within 10%", detail=_gap),
+)  # fmt: skip
 
 
 def _about(results: Results) -> list[str]:
@@ -166,42 +141,6 @@ def _about(results: Results) -> list[str]:
         f"{config.train.steps} steps of {config.train.batch_size} x {config.data.sequence_length} tokens. All but the "
         "first variant have softmax-1 attention; they differ in the rotation, or in one setting, alone."
     ]
-
-
-def _by_layer(results: Results) -> Table:
-    layers = results.first.config.model.num_layers
-    rows = [
-        [r.label, *(f"{number(a)} / {number(b)}" for a, b in zip(*map(r.layer_means, KURTOSIS), strict=True))]
-        for r in results.finished
-    ]
-    columns = ["", *(f"layer {layer + 1}" for layer in range(layers))]
-    return Table("Kurtosis after each layer, first token / others, mean over seeds", columns, rows)
-
-
-def _paired(results: Results) -> Table:
-    adam, rows = results["adam"], []
-    for result in results.finished:
-        found = pairs(result, adam, "perplexity")
-        by_seed = [_percent(found[seed][0] / found[seed][1] - 1) if seed in found else "-" for seed in results.seeds]
-        rows.append([result.label, mean_and_range(_above(result, adam), _percent), *by_seed])
-    columns = ["", "mean (range)", *(f"seed {seed}" for seed in results.seeds)]
-    return Table("Perplexity relative to softmax-1 with Adam, seed by seed", columns, rows)
-
-
-def _costs(results: Results) -> Table:
-    costs, rows = results.raw["costs"], []
-    for result in results:
-        cost = costs[result.name]
-        if "failed" in cost:
-            rows.append([result.label, *["failed"] * 3])
-            continue
-        (median, lower, upper), size = cost["step_ratio"], cost["optimizer_state_bytes"]
-        adam_bytes = costs["adam"]["optimizer_state_bytes"]
-        rows.append(
-            [result.label, f"{median:.2f} ({lower:.2f} to {upper:.2f})", f"{size:,}", f"{size / adam_bytes:.3f}"]
-        )
-    columns = ["", "step time / Adam's: median (quartiles)", "optimizer state, bytes", "/ Adam's"]
-    return Table("Cost of a training step", columns, rows)
 
 
 _CURVES = partial(
@@ -217,10 +156,19 @@ EXPERIMENT = Experiment(
             "Perplexity, outliers, attention",
             ("perplexity", *KURTOSIS, "max_abs_first", "max_abs_rest", "first_attention_mass"),
         ),
-        _by_layer,
+        LayerTable("Kurtosis after each layer", {KURTOSIS[0]: "first token", KURTOSIS[1]: "other tokens"}),
         MetricTable("Change of perplexity by quantisation", [penalty(f"perplexity_{name}") for name in _SETTINGS]),
-        _paired,
-        _costs,
+        PairedTable("Perplexity relative to softmax-1 with Adam, paired by seed", "adam", (PPL,)),
+        MetricTable(
+            "Cost of a training step",
+            (
+                metric("cost_step_ratio", "step time / Adam's, median", "{:.2f}".format),
+                metric("cost_step_ratio_lower", "lower quartile", "{:.2f}".format),
+                metric("cost_step_ratio_upper", "upper quartile", "{:.2f}".format),
+                metric("cost_optimizer_state_bytes", "optimizer state, bytes", "{:,.0f}".format),
+                metric("cost_optimizer_state_ratio", "/ Adam's", "{:.3f}".format),
+            ),
+        ),
     ),
     claims=CLAIMS,
     pictures=(
