@@ -152,7 +152,7 @@ def _guarded(call: Callable[[], Any]) -> Any:
         print(stop, file=sys.stderr)
         sys.exit(128 + stop.signum)
     except KeyboardInterrupt:
-        print("stopped; run the same command to go on", file=sys.stderr)
+        print("stopped; run the same command to resume", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # as in `inspect_checkpoint.py DIR | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

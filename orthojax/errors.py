@@ -32,7 +32,7 @@ class Interrupted(Exception):
 
     def __str__(self) -> str:
         at = "" if self._step is None else f" at step {self._step}"
-        return f"stopped{at}, state saved; run the same command to go on"
+        return f"stopped{at}, state saved; run the same command to resume"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -148,7 +148,7 @@ def test_a_quantised_checkpoint_of_another_model_is_refused(quantized_step, tmp_
     digest = hashlib.sha256((step / "config/metadata").read_bytes()).hexdigest()
     manifest["files"]["config/metadata"] = digest
     (step / "checksums/metadata").write_text(json.dumps(manifest))
-    with pytest.raises(DamagedError, match="its config wants layers/mlp/input/kernel"):
+    with pytest.raises(DamagedError, match="do not fit its config: layers/mlp/input/kernel"):
         read_quantized(step)
 
 
