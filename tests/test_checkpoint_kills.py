@@ -29,12 +29,11 @@ def prepare(home, steps, eval_every_steps, checkpoint_every_steps):
 
 
 def command(home, workdir):
-    environment = cpu_environment(
-        JAX_COMPILATION_CACHE_DIR=str(home / "compiled"), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0"
-    )
-    arguments = [f"--config={home}/config.json", f"--workdir={workdir}", f"--cache_dir={home}/cache"]
+    folders = {"config": "config.json", "workdir": workdir, "cache_dir": "cache", "compile_cache": "compiled"}
+    arguments = [f"--{flag}={home / folder}" for flag, folder in folders.items()]
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "launch" / "train.py"), *arguments], env=environment, cwd=home,
+        [sys.executable, str(ROOT / "launch/train.py"), *arguments], cwd=home,
+        env=cpu_environment(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0"),
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
