@@ -112,9 +112,10 @@ def home(trained, tmp_path):
     return Path(shutil.copytree(trained, tmp_path / "home"))
 
 
-# What is refused before anything heavy is imported. (script, arguments, what the lines name.)
+# What is refused, most of it before anything heavy is imported. (script, arguments, what the lines name.)
 
-PARSING = {
+NEW = ["--workdir=new", "--runs_dir=models"]
+REFUSED = {
     "unknown flag": ("train", ["--verbosely=1"], ["verbosely"]),
     "mistyped flag": ("train", ["--wrkdir=a"], ["wrkdir", "workdir"]),
     "flag without a value": ("train", ["--workdir"], ["workdir"]),
@@ -149,6 +150,29 @@ PARSING = {
         "benchmark", ["--suite=compile,optimiser"], ["'optimiser'", "optimizer | compile", "did you mean 'optimizer'"],
     ),
     "no suite": ("benchmark", ["--suite="], ["unknown suite ''", "optimizer | compile"]),
+    "1e3 is an integer": (
+        "train", ["--config.train.steps=1e2", "--config.optim.warmup_steps", "1e3"],
+        ["optim.warmup_steps=1000 leaves nothing of train.steps=100"],
+    ),
+    # Nor of what is looked up afterwards.
+    "unknown experiment": ("reproduce", ["--experiment=quik"], ["'quik'", "did you mean 'quick'?"]),
+    "missing model": ("reproduce", ["--model=mine=nowhere", *NEW], ["nowhere", "no such checkpoint"]),
+    "model where none is measured": ("reproduce", ["--model=mine=run", *NEW], ["'quick' measures no existing models"]),
+    "model of a calculation": (
+        "reproduce", ["--experiment=appendix_h", "--model=mine=run", *NEW], ["'appendix_h' measures no models"],
+    ),
+    "missing scale": ("reproduce", ["--scale=paper", *NEW], ["has no scale 'paper'", "tiny"]),
+    "token files into a folder in use": (
+        "prepare_data", ["--input=text.txt", "--output=run"], ["run already exists"],
+    ),
+    "token files into a file": (
+        "prepare_data", ["--input=text.txt", "--output=small.py/new"], ["small.py/new is a file"],
+    ),
+    "token files of a missing text": ("prepare_data", ["--input=nope.txt", "--output=new"], ["nope.txt"]),
+    "token files of no text": ("prepare_data", ["--input=", "--output=new"], ["no text files"]),
+    "token files by an impossible tokenizer": (
+        "prepare_data", ["--input=text.txt", "--tokenizer=bpe:many", "--output=new"], ["'bpe:many'", "bpe:N"],
+    ),
     "benchmark into a file": ("benchmark", ["--tiny", "--workdir=text.txt"], ["text.txt is a file"]),
 }  # fmt: skip
 
@@ -158,9 +182,9 @@ def some_quick(cases, count):
     return [case if i < count else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("case", PARSING)
+@pytest.mark.parametrize("case", REFUSED)
 def test_wrong_arguments_are_refused_at_once_and_nothing_is_written(trained, case):
-    script, arguments, words = PARSING[case]
+    script, arguments, words = REFUSED[case]
     before = snapshot(trained)
     error = complaint(run(script, *arguments, cwd=trained))
     assert all(word in error for word in words), error
@@ -365,30 +389,6 @@ def test_an_evaluation_that_cannot_be_written_is_refused_before_the_work(home):
     assert (home / "file").read_text() == "kept"
 
 
-def test_an_unknown_experiment_is_refused_with_the_known_ones(tmp_path):
-    error = complaint(run("reproduce", "--experiment=quik", cwd=tmp_path))
-    assert "'quik'" in error
-    assert "did you mean 'quick'?" in error
-    assert not list(tmp_path.iterdir())
-
-
-MODELS = {
-    "missing": (["--experiment=quick", "--model=mine=nowhere"], ["nowhere", "no such checkpoint"]),
-    "where none is measured": (["--experiment=quick", "--model=mine=run"], ["'quick' measures no existing models"]),
-    "of a calculation": (["--experiment=appendix_h", "--model=mine=run"], ["'appendix_h' measures no models"]),
-    "at a missing scale": (["--experiment=quick", "--scale=paper"], ["has no scale 'paper'", "tiny"]),
-}
-
-
-@pytest.mark.parametrize("case", some_quick(MODELS, 1))
-def test_models_and_scales_that_an_experiment_does_not_have_are_refused(trained, case):
-    arguments, words = MODELS[case]
-    before = snapshot(trained)
-    error = complaint(run("reproduce", *arguments, "--workdir=new", "--runs_dir=models", cwd=trained))
-    assert all(word in error for word in words), error
-    assert snapshot(trained) == before
-
-
 @pytest.mark.slow
 def test_the_list_writes_nothing(tmp_path):
     done = run("reproduce", "--list", "--compile_cache=", cwd=tmp_path)
@@ -429,23 +429,6 @@ def test_a_full_disk_while_tokenising_leaves_no_half_cache(home):
 
 
 # Preparing token files.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--input=text.txt", "--output=run"], ["run already exists"]),
-        (["--input=nope.txt", "--output=new"], ["nope.txt"]),
-        (["--input=", "--output=new"], ["no text files"]),
-        (["--input=text.txt", "--tokenizer=bpe:many", "--output=new"], ["'bpe:many'", "bpe:N"]),
-        (["--input=text.txt", "--output=small.py/new"], ["small.py/new is a file"]),
-    ],
-)
-def test_token_files_are_not_made_from_wrong_arguments(home, arguments, words):
-    before = snapshot(home)
-    error = complaint(run("prepare_data", *arguments, cwd=home))
-    assert all(word in error for word in words), error
-    assert snapshot(home) == before
 
 
 def test_token_files_are_made_trained_on_and_refused_when_cut(home):
@@ -491,11 +474,6 @@ def test_help_lists_every_flag_and_every_config_field(tmp_path, script):
     assert source.split('"""')[1].splitlines()[0] in done.stdout
     fields = [f"  --config.{path}=" in done.stdout for path in field_paths(Config)]
     assert all(fields) if script == "train" else not any(fields)
-
-
-def test_1e3_is_an_integer(trained):
-    error = complaint(run("train", "--config.train.steps=1e2", "--config.optim.warmup_steps", "1e3", cwd=trained))
-    assert "optim.warmup_steps=1000 leaves nothing of train.steps=100" in error
 
 
 def test_a_run_is_trained_evaluated_and_inspected(home):
