@@ -364,16 +364,6 @@ def test_a_bad_checkpoint_is_neither_evaluated_nor_shown(home, case):
     complaint(run("inspect_checkpoint", "run", "--verify", cwd=home))
 
 
-@pytest.mark.parametrize("case", some_quick(["truncated arrays", "config of another model"], 1))
-def test_training_does_not_resume_from_a_bad_checkpoint(home, case):
-    CHECKPOINTS[case][0](home)
-    shutil.rmtree(home / "run/checkpoints/3")  # or it would resume from that one
-    before = snapshot(home / "run")
-    error = complaint(run("train", *SMALL, "--workdir=run", cwd=home))
-    assert "run/checkpoints/6" in error, error
-    assert snapshot(home / "run") == before
-
-
 def test_a_checkpoint_is_not_evaluated_on_other_data_than_its_own(home):
     (home / "text.txt").write_text("quite another text, with other words in it and of another length. " * 60)
     error = complaint(run("evaluate", "--checkpoint=run", "--cache_dir=cache", cwd=home))
