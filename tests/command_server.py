@@ -5,10 +5,13 @@ errors]. Answers each with the exit code. It has imported what scripts import, a
 that has cannot be forked.
 """
 
+import importlib
 import json
 import os
 import runpy
 import sys
+
+IMPORTED = ("benchmarks", "experiments.catalog", "experiments.page", "experiments.study", "train")
 
 
 def become(script: str, arguments: list[str], cwd: str, output: str, errors: str) -> None:
@@ -23,6 +26,8 @@ def become(script: str, arguments: list[str], cwd: str, output: str, errors: str
 
 
 def main() -> None:
+    for name in IMPORTED:
+        importlib.import_module(f"orthojax.{name}")
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

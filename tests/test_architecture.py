@@ -15,15 +15,8 @@ import orthojax
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "orthojax"
 LAYERS = {
-    "errors": -2,  # the standard library alone
-    "fields": -1,
-    "ops": 0,
-    "config": 0,
-    "progress": 0,
-    "files": 0,
-    "formatting": 0,
-    "machine": 0,
-    "timing": 0,
+    "errors": -1,  # the standard library alone
+    **dict.fromkeys(("ops", "config", "files", "formatting", "machine", "progress", "timing"), 0),
     "optim": 1,
     "model": 1,
     "data": 1,
@@ -45,7 +38,7 @@ NEVER = {
     "benchmarks": {"experiments"},
 }
 # What these may import besides the standard library and the bottom layers.
-ONLY = {"errors": set(), "fields": set(), "config": set(), "progress": {"tqdm"}, "files": set(), "formatting": set()}
+ONLY = {"errors": set(), "config": set(), "files": set(), "formatting": set(), "progress": {"tqdm"}}
 SOURCES = {
     str(path.relative_to(ROOT)): path for path in sorted([*PACKAGE.rglob("*.py"), *(ROOT / "launch").glob("*.py")])
 }
@@ -117,7 +110,7 @@ def test_packages_import_only_from_layers_below():
         assert not (packages | libraries) & NEVER.get(package, set()), name
         if package in ONLY:
             assert libraries - set(sys.stdlib_module_names) <= ONLY[package], name
-            assert packages <= {"errors", "fields", package}, name
+            assert packages <= {"errors", package}, name
 
 
 def test_heavy_libraries_have_one_door_each():

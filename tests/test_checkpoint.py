@@ -1,4 +1,3 @@
-import functools
 import logging
 import os
 import random
@@ -11,27 +10,18 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from small_runs import CONFIG, bits, flip, largest, losses, snapshot
 
-from orthojax.config import (
-    Config,
-    DataConfig,
-    EvalConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-    from_json,
-    replace,
-    to_json,
-)
+from orthojax.config import Config, from_json, replace, to_json
 from orthojax.errors import Interrupted, UserError
 from orthojax.train import (
     Checkpoints,
     DamagedError,
     Inputs,
-    evaluation,
     find_checkpoint,
+    init_state,
     list_arrays,
-    loop,
+    make_train_step,
     read_config,
     read_json_item,
     read_metrics,
@@ -42,26 +32,8 @@ from orthojax.train import (
 from orthojax.train.checkpoint import Retention, Validation
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-CONFIG = Config(
-    model=ModelConfig(vocab_size=258, max_length=8, d_model=16, num_layers=1, num_heads=2, d_mlp=32, scan_layers=False),
-    optim=OptimConfig(optimizer="orthoadam", learning_rate=0.01, warmup_steps=2),
-    data=DataConfig(sequence_length=8),
-    train=TrainConfig(steps=11, batch_size=4, log_every_steps=2, eval_every_steps=4, checkpoint_every_steps=3),
-    eval=EvalConfig(sequences=8, batch_size=8),
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once():
-    """Every run in this process shares its two compiled functions."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "init_state", functools.cache(loop.init_state))
-        patch.setattr(loop, "make_train_step", functools.cache(loop.make_train_step))
-        first = loop.init_state
-        patch.setattr(loop, "init_state", lambda config: jax.tree.map(jax.numpy.copy, first(config)))
-        # What Orbax leaves behind when it cannot read, besides the exception that it raises.
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-        yield
+# What Orbax leaves behind when it cannot read, besides the exception that it raises.
+logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 def rows(step):
@@ -71,23 +43,9 @@ def rows(step):
 INPUTS = Inputs(rows, np.tile(rows(99), (2, 1)), None, {"source": "test", "train": {"n_tokens": 7}}, None)
 
 
-def losses(workdir):
-    """All that metrics.jsonl says, but for the speed."""
-    lines = read_metrics(Path(workdir) / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
-
-
-def bits(tree):
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path): (np.asarray(leaf).dtype, np.shape(leaf), np.asarray(leaf).tobytes())
-        for path, leaf in leaves
-    }
-
-
-def restored(workdir, config, step):
-    with Checkpoints(Path(workdir) / "checkpoints", keep=2) as checkpoints:
-        return checkpoints.restore(loop.init_state(config), step)
+def kept(workdir):
+    """The names of the checkpoints that stay."""
+    return {path.name for path in (workdir / "checkpoints").glob("[0-9]*")}
 
 
 class Stop(Exception):
@@ -98,6 +56,16 @@ def stop_at(step):
     def on_step(done, loss):
         if done == step:
             raise Stop
+
+    return on_step
+
+
+def signal_at(step):
+    """Sends a signal when the loss of a step is known; where the run validates after it, just before."""
+
+    def on_step(done, loss):
+        if done == step:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     return on_step
 
@@ -114,29 +82,11 @@ def copy(finished, tmp_path):
     return Path(shutil.copytree(finished[0], tmp_path / "copy"))
 
 
-@pytest.mark.parametrize("kind", ["haar", "hadamard"])
-def test_a_restored_state_is_the_saved_one(tmp_path, kind):
-    config = replace(CONFIG, {"optim.rotation.kind": kind, "optim.weight_decay": 0.1})
-    state = loop.init_state(config)._replace(step=jax.numpy.int32(5))
-    state = state._replace(opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
-    with Checkpoints(tmp_path / "checkpoints", keep=2) as checkpoints:
-        checkpoints.save(state, config, {"source": "test"})
-    assert bits(restored(tmp_path, config, 5)) == bits(state)
-    folder = find_checkpoint(tmp_path)
-    assert bits(read_params(folder)) == bits(state.params)
-    assert read_config(folder) == config
-    assert read_json_item(folder, "data") == {"source": "test", "next_step": 5}
-
-
-def test_the_newest_checkpoints_stay(finished):
-    assert sorted(p.name for p in (finished[0] / "checkpoints").iterdir()) == ["11", "9", "metadata"]
-    assert find_checkpoint(finished[0]) == finished[0].absolute() / "checkpoints" / "11"
-
-
-def test_a_checkpoint_is_found_from_every_folder_and_its_names_are_plain(finished, monkeypatch):
+def test_the_newest_checkpoints_stay_are_found_from_every_folder_and_have_plain_names(finished, monkeypatch):
+    assert sorted(path.name for path in (finished[0] / "checkpoints").iterdir()) == ["11", "9", "metadata"]
     for where in ("", "checkpoints", "checkpoints/9"):
         step = find_checkpoint(finished[0] / where)
-        assert step.name == ("9" if where.endswith("9") else "11")
+        assert step == finished[0].absolute() / "checkpoints" / ("9" if where.endswith("9") else "11")
         monkeypatch.chdir(finished[0] / where)
         assert find_checkpoint(Path(".")) == step
     names = [f"{item}/{path}" for item in ("params", "opt_state") for path, _, _ in list_arrays(step, item)]
@@ -158,59 +108,41 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(finished, tmp_path, step
     assert starts == [max(saved for saved in (0, 3, 6, 9) if saved <= step - (step % 3 == 0))]
     assert bits(state) == finished[1]
     assert losses(tmp_path) == losses(finished[0])
-    assert loop.make_train_step(CONFIG)._cache_size() <= 2  # one program for a new state, one for a restored one
+    assert make_train_step(CONFIG)._cache_size() <= 2  # one program for a new state, one for a restored one
 
 
 @pytest.mark.parametrize("step", [4, 8, 11])
-def test_a_signal_cuts_a_validation_off_which_is_done_first_on_resume(finished, tmp_path, monkeypatch, step):
+def test_a_signal_cuts_a_validation_off_which_is_done_first_on_resume(finished, tmp_path, step):
     """It may take minutes, and whoever stops the run waits for seconds."""
-    validations = []
-
-    def interrupted(config, params, inputs, after_batch):
-        validations.append(len(validations) + 1)
-        if validations == [*range(1, -(-step // 4) + 1)]:  # of this step, the first time
-            os.kill(os.getpid(), signal.SIGTERM)
-        loss = evaluation.validation_loss_nats(config, params, inputs)
-        after_batch()
-        return loss
-
-    monkeypatch.setattr(loop, "validation_loss_nats", interrupted)
     with pytest.raises(Interrupted) as stopped:
-        train(CONFIG, INPUTS, tmp_path)
+        train(CONFIG, INPUTS, tmp_path, on_step=signal_at(step))
     assert stopped.value.signum == signal.SIGTERM
     assert find_checkpoint(tmp_path).name == str(step)
     assert "validation_loss_nats" not in read_metrics(tmp_path / "metrics.jsonl")[-1]
     assert bits(train(CONFIG, INPUTS, tmp_path)) == finished[1]
     assert losses(tmp_path) == losses(finished[0])
-    assert len(validations) == 3 + 1
 
 
-def test_a_validation_that_a_signal_cut_off_counts_for_its_checkpoint(tmp_path, monkeypatch):
-    """Also after a kill: its loss then stands in metrics.jsonl alone."""
-    validations = []
-
-    def measured(config, params, inputs, after_batch):
-        validations.append(len(validations))
-        if len(validations) == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        after_batch()
-        return float(len(validations))
-
-    monkeypatch.setattr(loop, "validation_loss_nats", measured)
+def test_the_best_stay_also_where_a_signal_cut_off_their_validation_and_across_restarts(tmp_path):
+    """Also after a kill: the loss then stands in metrics.jsonl alone."""
     config = replace(
         CONFIG,
-        {"train.keep_checkpoints": 1, "train.keep_best": 1, "train.checkpoint_every_steps": 4, "train.steps": 12},
-    )
+        {"train.keep_checkpoints": 1, "train.keep_best": 2, "train.keep_every_steps": 8, "train.eval_every_steps": 2,
+         "train.checkpoint_every_steps": 2, "train.steps": 12, "optim.learning_rate": 1.0},
+    )  # fmt: skip
     with pytest.raises(Interrupted):
-        train(config, INPUTS, tmp_path)
+        train(config, INPUTS, tmp_path, on_step=signal_at(2))
     with pytest.raises(Stop):
-        train(config, INPUTS, tmp_path, on_step=stop_at(5))
+        train(config, INPUTS, tmp_path, on_step=stop_at(3))
     train(config, INPUTS, tmp_path)
     train(config, INPUTS, tmp_path)
     lines = read_metrics(tmp_path / "metrics.jsonl")
-    found = [(line["step"], line["validation_loss_nats"]) for line in lines if "validation_loss_nats" in line]
-    assert found == [(4, 2.0), (8, 3.0), (12, 4.0)]
-    assert {path.name for path in (tmp_path / "checkpoints").glob("[0-9]*")} == {"4", "12"}
+    found = [(line["validation_loss_nats"], line["step"]) for line in lines if "validation_loss_nats" in line]
+    assert [step for _, step in found] == [2, 4, 6, 8, 10, 12]
+    best = {str(step) for _, step in sorted(found)[:2]}
+    assert "2" in best
+    assert kept(tmp_path) == best | {"8", "12"}
+    assert read_json_item(tmp_path / "checkpoints/12", "validation") == {"step": 12, "loss_nats": found[-1][0]}
 
 
 def test_a_finished_run_is_not_touched_again(finished, copy):
@@ -219,29 +151,18 @@ def test_a_finished_run_is_not_touched_again(finished, copy):
     assert {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.is_file()} == before
 
 
-def test_metrics_past_the_restored_step_and_corrupt_lines_are_dropped(finished, copy, capsys):
+def test_what_a_kill_leaves_behind_is_dropped(finished, copy, capsys):
+    """Half-written checkpoints, metrics past the restored step, and corrupt lines."""
     shutil.rmtree(copy / "checkpoints" / "11")
+    (copy / "checkpoints" / "10.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
     lines = (copy / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    corrupt, late = (
-        [b"\0" * 9 + b"\n", b"[1]\n", b"{}\n"],
-        [b'{"step": 12, "loss_nats": 1.0}\n', b'{"step": 13, "loss\xc3'],
-    )
+    corrupt = [b"\0" * 9 + b"\n", b"[1]\n", b"{}\n"]
+    late = [b'{"step": 12, "loss_nats": 1.0}\n', b'{"step": 13, "loss\xc3']
     (copy / "metrics.jsonl").write_bytes(b"".join([lines[0], *corrupt, *lines[1:], *late]))
     train(CONFIG, INPUTS, copy)
     assert losses(copy) == losses(finished[0])
     assert "metrics.jsonl has 3 " in capsys.readouterr().err
-
-
-def test_a_half_written_checkpoint_is_removed(copy):
-    leftover = copy / "checkpoints" / "10.orbax-checkpoint-tmp"
-    (leftover / "params").mkdir(parents=True)
-    shutil.rmtree(copy / "checkpoints" / "11")
-    train(CONFIG, INPUTS, copy)
-    assert sorted(p.name for p in (copy / "checkpoints").iterdir()) == ["11", "9", "metadata"]
-
-
-def snapshot(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["11", "9", "metadata"]
 
 
 def test_another_config_in_the_same_workdir_is_refused(copy):
@@ -278,17 +199,20 @@ def test_other_data_and_a_damaged_config_json_are_named(copy):
 # Damage.
 
 
-@pytest.mark.parametrize("item", ["config", "data", "checksums"])
-def test_a_damaged_json_item_is_named(copy, item):
+def test_a_damaged_json_item_is_named(copy):
     step = find_checkpoint(copy)
-    path = step / item / "metadata"
-    for content in ("", "{", "[1]", "\xff", None):
-        path.unlink()
-        if content is not None:
-            path.write_bytes(content.encode("latin-1"))
-        with pytest.raises(DamagedError, match=f"cannot read the checkpoint .*/11: item '{item}'"):
-            read_params(step) if item == "checksums" else read_json_item(step, item)
-        path.touch()
+    read = {"config": read_config, "data": lambda step: read_json_item(step, "data"), "checksums": read_params}
+    for item in read:
+        path = step / item / "metadata"
+        whole = path.read_bytes()
+        for content in (b"", b"{", b"[1]", b"\xff", None):
+            path.unlink()
+            if content is not None:
+                path.write_bytes(content)
+            with pytest.raises(DamagedError, match=f"cannot read the checkpoint .*/11: item '{item}'"):
+                read[item](step)
+            path.touch()
+        path.write_bytes(whole)
 
 
 def test_damage_to_any_byte_of_any_file_is_found(finished, copy):
@@ -298,7 +222,7 @@ def test_damage_to_any_byte_of_any_file_is_found(finished, copy):
     files.remove(step / "_CHECKPOINT_METADATA")
     assert sum(path.parent.name == "d" for path in files) >= 4
     size = verify_checkpoint(step)
-    assert size == sum(leaf.nbytes for leaf in jax.tree.leaves(loop.init_state(CONFIG)[1:]))
+    assert size == sum(leaf.nbytes for leaf in jax.tree.leaves(init_state(CONFIG)[1:]))
     for path in files:
         content = path.read_bytes()
         flipped = bytearray(content)
@@ -311,16 +235,6 @@ def test_damage_to_any_byte_of_any_file_is_found(finished, copy):
                 verify_checkpoint(step)
         path.write_bytes(content)
     assert verify_checkpoint(step) == size
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x10
-    path.write_bytes(content)
-
-
-def largest(folder):
-    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
 DAMAGE = {
@@ -347,15 +261,15 @@ def test_training_resumes_from_the_checkpoint_before_a_damaged_one(finished, cop
     assert warning.endswith(f"resuming from step 9; the damaged one is now {aside}")
     assert snapshot(aside) == damaged
     assert losses(copy) == losses(finished[0])
-    assert bits(restored(copy, CONFIG, 11)) == finished[1]  # written again
-    assert find_checkpoint(copy).name == "11"
+    with Checkpoints(copy / "checkpoints", keep=2) as checkpoints:
+        assert bits(checkpoints.restore(init_state(CONFIG), 11)) == finished[1]  # written again
 
 
 def test_a_second_damage_of_the_same_step_gets_a_name_of_its_own(copy, capsys):
     for _ in range(2):
         DAMAGE["no parameters"](copy / "checkpoints" / "11")
         train(CONFIG, INPUTS, copy)
-    assert {path.name for path in (copy / "checkpoints").glob("11*")} == {"11", "11.damaged", "11.damaged-2"}
+    assert kept(copy) == {"9", "11", "11.damaged", "11.damaged-2"}
 
 
 def test_where_every_checkpoint_is_damaged_nothing_is_touched(copy):
@@ -379,7 +293,7 @@ def test_a_named_checkpoint_that_is_damaged_is_refused_and_the_others_are_named(
 def test_parameters_that_the_config_does_not_describe_are_refused(copy):
     step = find_checkpoint(copy)
     (step / "config" / "metadata").write_text(to_json(replace(CONFIG, {"model.d_mlp": 64})))
-    with pytest.raises(UserError, match=r"layers_0/mlp/input/kernel \(16, 64\), it is \(16, 32\)"):
+    with pytest.raises(UserError, match=r"layers_0/mlp/input/kernel is \(16, 32\), not \(16, 64\)"):
         read_params(step)
 
 
@@ -398,42 +312,19 @@ def test_checkpoints_are_kept_by_number_by_interval_and_by_validation_loss():
             there.append(step)
             if newest:
                 validations[step] = newest
-            bearers = {loss.step: min(s for s in there if validations.get(s) == loss) for loss in validations.values()
-                       if any(validations.get(s) == loss for s in there)}  # fmt: skip
-            kept = keep.kept(there)
-            for s in there:
-                better = [
-                    t for t in bearers.values()
-                    if validations[t].loss_nats < validations.get(s, Validation(0, 0)).loss_nats
-                    or (validations[t].loss_nats == validations.get(s, Validation(0, 0)).loss_nats and t > s)
-                ]  # fmt: skip
-                wanted = (
-                    there.index(s) >= len(there) - keep.newest
-                    or (keep.every_steps > 0 and s % keep.every_steps == 0)
-                    or (s in bearers.values() and len(better) < keep.best)
-                )
-                assert (s in kept) == wanted, (keep, there, validations, s)
-            there = sorted(kept)
+            carried = {loss: min(s for s in there if validations.get(s) == loss)
+                       for loss in map(validations.get, there) if loss}  # fmt: skip
+            order = {s: (loss.loss_nats, -s) for loss, s in carried.items()}  # of the better one is less
+            wanted = {
+                s
+                for i, s in enumerate(there)
+                if i >= len(there) - keep.newest
+                or (keep.every_steps and s % keep.every_steps == 0)
+                or (s in order and sum(other < order[s] for other in order.values()) < keep.best)
+            }
+            assert keep.kept(there) == wanted, (keep, there, validations)
+            there = sorted(wanted)
         assert there[-1] == 38
-
-
-@pytest.mark.slow
-def test_the_best_stay_also_across_a_restart(tmp_path, monkeypatch):
-    values = iter([3.0, 1.0, 2.0, 5.0, 4.0])
-    monkeypatch.setattr(loop, "validation_loss_nats", lambda *_: next(values))
-    config = replace(
-        CONFIG,
-        {"train.keep_checkpoints": 1, "train.keep_best": 2, "train.keep_every_steps": 8, "train.eval_every_steps": 2,
-         "train.checkpoint_every_steps": 1, "train.steps": 10},
-    )  # fmt: skip
-    with pytest.raises(Stop):
-        train(config, INPUTS, tmp_path, on_step=stop_at(7))
-    folder = tmp_path / "checkpoints"
-    assert {path.name for path in folder.glob("[0-9]*")} == {"4", "6"}
-    train(config, INPUTS, tmp_path)
-    # Measured at 2, 4, 6, 8, 10; step 8 stays for its number, step 10 as the newest.
-    assert {path.name for path in folder.glob("[0-9]*")} == {"4", "6", "8", "10"}
-    assert read_json_item(folder / "4", "validation") == {"step": 4, "loss_nats": 1.0}
 
 
 def test_impossible_rules_are_refused():

@@ -1,40 +1,26 @@
 """Signals and kill -9 through the command line: nothing is lost, and the end has the bits of an undisturbed run."""
 
-import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
+from small_runs import CONFIG, ROOT, TEXT, bits, cpu_environment, losses
 
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, to_json
+from orthojax.config import replace, to_json
 from orthojax.train import find_checkpoint, read_metrics, read_optimizer_state, read_params, verify_checkpoint
 
-ROOT = Path(__file__).parents[1]
 
-
-def config(steps, eval_every_steps, checkpoint_every_steps):
-    return Config(
-        model=ModelConfig(
-            vocab_size=258, max_length=8, d_model=16, num_layers=1, num_heads=2, d_mlp=32, scan_layers=False
-        ),
-        optim=OptimConfig(optimizer="orthoadam", learning_rate=0.01, warmup_steps=2),
-        data=DataConfig(kind="text", paths=("text.txt",), tokenizer="bytes", sequence_length=8),
-        train=TrainConfig(
-            steps=steps, batch_size=4, log_every_steps=1, eval_every_steps=eval_every_steps,
-            checkpoint_every_steps=checkpoint_every_steps,
-        ),
-        eval=EvalConfig(sequences=8, batch_size=8),
-    )  # fmt: skip
-
-
-def prepare(home, config):
+def prepare(home, steps, eval_every_steps, checkpoint_every_steps):
     """Text and config, and an undisturbed run of the command line."""
+    config = replace(
+        CONFIG,
+        TEXT | {"train.steps": steps, "train.eval_every_steps": eval_every_steps, "train.log_every_steps": 1,
+                "train.checkpoint_every_steps": checkpoint_every_steps},
+    )  # fmt: skip
     words = np.random.default_rng(0).choice(["alpha", "beta", "gamma", "sink", "peak", "the"], 3000)
     (home / "text.txt").write_text(" ".join(words))
     (home / "config.json").write_text(to_json(config))
@@ -43,15 +29,11 @@ def prepare(home, config):
 
 
 def command(home, workdir):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(home / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    arguments = [f"--config={home}/config.json", f"--workdir={workdir}", f"--cache_dir={home}/cache"]
+    folders = {"config": "config.json", "workdir": workdir, "cache_dir": "cache", "compile_cache": "compiled"}
+    arguments = [f"--{flag}={home / folder}" for flag, folder in folders.items()]
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "launch" / "train.py"), *arguments], env=environment, cwd=home,
+        [sys.executable, str(ROOT / "launch/train.py"), *arguments], cwd=home,
+        env=cpu_environment(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0"),
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -94,16 +76,6 @@ def disturb(home, workdir, signum, *, steps=0, seconds=0.0):
     return process.wait(timeout=120), process.communicate()[1]
 
 
-def losses(workdir):
-    """All that metrics.jsonl says, but for the speed."""
-    lines = read_metrics(workdir / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
-
-
-def bits(tree):
-    return [(leaf.dtype, leaf.shape, np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
-
-
 def assert_same_run(home, workdir):
     assert losses(workdir) == losses(home / "whole")
     a, b = (find_checkpoint(folder) for folder in (home / "whole", workdir))
@@ -124,7 +96,7 @@ def assert_stopped_cleanly(returned, error, workdir, signum):
 
 
 def test_a_signal_saves_and_kills_lose_nothing(tmp_path):
-    home, workdir = prepare(tmp_path, config(steps=40, eval_every_steps=20, checkpoint_every_steps=4)), tmp_path / "run"
+    home, workdir = prepare(tmp_path, steps=24, eval_every_steps=12, checkpoint_every_steps=4), tmp_path / "run"
     for steps, seconds in ((2, 0.03), (9, 0.0)):
         assert disturb(home, workdir, signal.SIGKILL, steps=steps, seconds=seconds)[0] == -signal.SIGKILL
     returned, error = disturb(home, workdir, signal.SIGTERM, steps=1)
@@ -136,7 +108,7 @@ def test_a_signal_saves_and_kills_lose_nothing(tmp_path):
 @pytest.fixture(scope="module")
 def long_home(tmp_path_factory):
     """A run that is long enough for many kills, undisturbed."""
-    return prepare(tmp_path_factory.mktemp("home"), config(steps=400, eval_every_steps=50, checkpoint_every_steps=3))
+    return prepare(tmp_path_factory.mktemp("home"), steps=400, eval_every_steps=50, checkpoint_every_steps=3)
 
 
 @pytest.mark.slow

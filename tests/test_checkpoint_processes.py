@@ -1,7 +1,6 @@
 """Checkpoints of several processes: written together, read by another number, and a notice to one that stops all."""
 
 import json
-import os
 import shutil
 import signal
 import socket
@@ -14,11 +13,11 @@ import foreign_reader
 import jax
 import numpy as np
 import pytest
+from small_runs import cpu_environment, flip
 
 from orthojax.train import Checkpoints, TrainState, find_checkpoint, verify_checkpoint
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[1]
 
 WORKER = """
 import json, sys, time
@@ -77,11 +76,10 @@ def start(task, folder, count):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     return [
         subprocess.Popen(
             [sys.executable, "-c", WORKER, task, str(folder), address, str(count), str(index)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=cpu_environment(PYTHONUNBUFFERED="1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for index in range(count)
     ]  # fmt: skip
@@ -134,17 +132,11 @@ def test_two_processes_write_and_one_reads(written):
 
 def test_other_programs_read_what_two_processes_wrote(written, tmp_path):
     (arrays,) = foreign_reader.read(tmp_path, written / "6/params")
-    assert {name: values.shape for name, values in arrays.items()} == {
-        "kernel": (64, 64),
-        "scale": (64,),
-        "bias": (64,),
-    }
+    shapes = {"kernel": (64, 64), "scale": (64,), "bias": (64,)}
+    assert {name: values.shape for name, values in arrays.items()} == shapes
     np.testing.assert_array_equal(arrays["kernel"], kernel(6))
     np.testing.assert_array_equal(arrays["bias"], kernel(6)[1])
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch/inspect_checkpoint.py"), str(written), "--verify"],
-        env=foreign_reader.one_device(), capture_output=True, text=True,
-    )  # fmt: skip
+    done = foreign_reader.inspect(".", "--verify", cwd=written)
     assert done.returncode == 0, done.stderr
     assert f"checksums: all hold, of {2 * 4 * (4096 + 64 + 64):,} bytes" in done.stdout
 
@@ -158,10 +150,7 @@ def test_another_number_of_processes_resumes(written, tmp_path, count):
 def test_all_processes_agree_on_a_damaged_checkpoint(written, tmp_path):
     """The damage lies in what one process alone checks; both go back to the step before."""
     copy = Path(shutil.copytree(written, tmp_path / "copy"))
-    path = next((copy / "6/params/ocdbt.process_1").glob("d/*"))
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip(next((copy / "6/params/ocdbt.process_1").glob("d/*")))
     ends = finish(start("restore", copy, 2))
     assert_restored(ends, 3)
     assert [sum("is damaged" in line for line in error.splitlines()) for _, error in ends] == [1, 0]

@@ -2,20 +2,18 @@
 
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import foreign_reader
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_runs import CONFIG as SMALL
+from small_runs import ROOT, TEXT, bits, by_path
 
 from orthojax import quant
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, replace, to_json
+from orthojax.config import replace, to_json
 from orthojax.errors import UserError
 from orthojax.ops.quantize import absmax, zeropoint
 from orthojax.train import (
@@ -33,16 +31,12 @@ from orthojax.train import (
     read_quantized,
     verify_checkpoint,
 )
-from orthojax.train.checkpoint.reading import by_path
 
-ROOT = Path(__file__).parents[1]
-CONFIG = Config(
-    model=ModelConfig(vocab_size=258, max_length=8, d_model=64, num_layers=2, num_heads=2, d_mlp=128),
-    optim=OptimConfig(warmup_steps=2),
-    data=DataConfig(kind="text", paths=("text.txt",), tokenizer="bytes", sequence_length=8),
-    train=TrainConfig(steps=4, batch_size=4, log_every_steps=1, eval_every_steps=2, checkpoint_every_steps=2),
-    eval=EvalConfig(sequences=8, batch_size=4),
-)
+CONFIG = replace(
+    SMALL,
+    TEXT | {"model.d_model": 64, "model.num_layers": 2, "model.d_mlp": 128, "model.scan_layers": True,
+            "train.steps": 4, "eval.batch_size": 4},
+)  # fmt: skip
 W4A8 = quant.setting_named("w4a8_group64")
 KERNEL = "layers/mlp/output/kernel"
 
@@ -62,10 +56,6 @@ def float_step(tmp_path_factory):
 @pytest.fixture(scope="module")
 def quantized_step(float_step, tmp_path_factory):
     return quantize_checkpoint(float_step, W4A8, tmp_path_factory.mktemp("quantized") / "checkpoints")
-
-
-def bits(tree):
-    return {path: (str(leaf.dtype), np.asarray(leaf).tobytes()) for path, leaf in by_path(tree).items()}
 
 
 def test_what_is_read_is_what_was_quantised(float_step, quantized_step):
@@ -142,13 +132,11 @@ def test_damage_is_found(float_step, tmp_path):
 
 def test_a_quantised_checkpoint_of_another_model_is_refused(quantized_step, tmp_path):
     step = shutil.copytree(quantized_step, tmp_path / "7")
-    config = replace(CONFIG, {"model.d_mlp": 256})
-    (step / "config/metadata").write_text(to_json(config))
+    (step / "config/metadata").write_text(to_json(replace(CONFIG, {"model.d_mlp": 256})))
     manifest = json.loads((step / "checksums/metadata").read_text())
-    digest = hashlib.sha256((step / "config/metadata").read_bytes()).hexdigest()
-    manifest["files"]["config/metadata"] = digest
+    manifest["files"]["config/metadata"] = hashlib.sha256((step / "config/metadata").read_bytes()).hexdigest()
     (step / "checksums/metadata").write_text(json.dumps(manifest))
-    with pytest.raises(DamagedError, match="its config wants layers/mlp/input/kernel"):
+    with pytest.raises(DamagedError, match="do not fit its config: layers/mlp/input/kernel"):
         read_quantized(step)
 
 
@@ -158,9 +146,7 @@ def test_the_command_line_quantises_evaluates_and_evaluates_again(tmp_path):
     (tmp_path / "config.json").write_text(to_json(CONFIG))
 
     def run(script, *arguments, status=0):
-        command = [sys.executable, str(ROOT / "launch" / f"{script}.py"), *arguments]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        done = foreign_reader.run(ROOT / f"launch/{script}.py", *arguments, cwd=tmp_path)
         assert done.returncode == status, done.stderr
         return done.stdout + done.stderr
 
@@ -180,11 +166,10 @@ def test_the_command_line_quantises_evaluates_and_evaluates_again(tmp_path):
     run(*evaluate, f"--checkpoint={folder}")
     assert json.loads((folder / "evaluation.json").read_text()) == first
     assert "kernel/integers" in run("inspect_checkpoint", str(folder), "--verify")
-    error = run(*evaluate, "--checkpoint=run", "--quantize=w4a8", "--workdir=run", status=2)
-    assert "holds the checkpoints of a run" in error
-    error = run(*evaluate, f"--checkpoint={folder}", "--settings=w4a8", status=2)
-    assert "needs the kernels of a float checkpoint" in error
-    error = run(*evaluate, "--checkpoint=run", "--quantize=w4a8_group46", status=2)
-    assert "did you mean 'w4a8_group64'?" in error
-    error = run(*evaluate, f"--checkpoint={folder}", "--quantize=w4a8", status=2)
-    assert "its kernels are integers" in error
+    for checkpoint, flags, words in [
+        ("run", ["--quantize=w4a8", "--workdir=run"], "holds the checkpoints of a run"),
+        ("run", ["--quantize=w4a8_group46"], "did you mean 'w4a8_group64'?"),
+        (folder, ["--settings=w4a8"], "needs the kernels of a float checkpoint"),
+        (folder, ["--quantize=w4a8"], "its kernels are integers"),
+    ]:
+        assert words in run(*evaluate, f"--checkpoint={checkpoint}", *flags, status=2)

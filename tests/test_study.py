@@ -147,7 +147,7 @@ def test_a_diverging_variant_is_reported_and_the_others_finish(tmp_path, monkeyp
         broken,
         BACKCOPY,
         tables=(MetricTable("t", ("sink_attention",)),),
-        claims=(Claim(says="c", of=("broken",), holds=lambda b: b.sink_attention > 0, criterion="any"),),
+        claims=(Claim(says="c", of=("broken",), show=(), holds=lambda b: b.sink_attention > 0, criterion="any"),),
     )
     done = run_experiment(experiment, "tiny", (0,), tmp_path, **folders(tmp_path))
     assert [row["variant"] for row in done.raw["rows"]] == ["broken", "backcopy"]

@@ -8,36 +8,19 @@ renaming, in the background. A quantised checkpoint has no `opt_state`, and the 
 In reading order: `checksums`, `reading` (one checkpoint, verified), `manager` (the checkpoints of a run), `quantized`.
 """
 
-from orthojax.train.checkpoint.checksums import DamagedError, read_json_item
-from orthojax.train.checkpoint.manager import FORMAT_VERSION, Checkpoints, Retention, Validation
-from orthojax.train.checkpoint.quantized import is_quantized, quantize_checkpoint, read_quantized
-from orthojax.train.checkpoint.reading import (
-    array_items,
-    find_checkpoint,
-    list_arrays,
-    read_config,
-    read_optimizer_state,
-    read_params,
-    require_same_data,
-    verify_checkpoint,
-)
-
-__all__ = [
-    "FORMAT_VERSION",
-    "Checkpoints",
-    "DamagedError",
-    "Retention",
-    "Validation",
-    "array_items",
-    "find_checkpoint",
-    "is_quantized",
-    "list_arrays",
-    "quantize_checkpoint",
-    "read_config",
-    "read_json_item",
-    "read_optimizer_state",
-    "read_params",
-    "read_quantized",
-    "require_same_data",
-    "verify_checkpoint",
-]
+from orthojax.train.checkpoint.checksums import DamagedError as DamagedError
+from orthojax.train.checkpoint.checksums import read_json_item as read_json_item
+from orthojax.train.checkpoint.manager import Checkpoints as Checkpoints
+from orthojax.train.checkpoint.manager import Retention as Retention
+from orthojax.train.checkpoint.manager import Validation as Validation
+from orthojax.train.checkpoint.quantized import quantize_checkpoint as quantize_checkpoint
+from orthojax.train.checkpoint.quantized import read_quantized as read_quantized
+from orthojax.train.checkpoint.reading import array_items as array_items
+from orthojax.train.checkpoint.reading import find_checkpoint as find_checkpoint
+from orthojax.train.checkpoint.reading import is_quantized as is_quantized
+from orthojax.train.checkpoint.reading import list_arrays as list_arrays
+from orthojax.train.checkpoint.reading import read_config as read_config
+from orthojax.train.checkpoint.reading import read_optimizer_state as read_optimizer_state
+from orthojax.train.checkpoint.reading import read_params as read_params
+from orthojax.train.checkpoint.reading import require_same_data as require_same_data
+from orthojax.train.checkpoint.reading import verify_checkpoint as verify_checkpoint

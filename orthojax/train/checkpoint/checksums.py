@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,7 @@ from orthojax.errors import UserError
 
 ARRAYS = ("params", "opt_state")  # the items of arrays; a quantised checkpoint has the first alone
 JSON_ITEMS = ("config", "data", "validation", "quantization")  # the last two only where they apply
-SUM = "sum of mix64(bits xor index * 0x9e3779b97f4a7c15) mod 2**64"  # the algorithm of format 2
-_BLOCK = 1 << 15  # elements: 256 KiB of 64-bit words
+_SUM = "sum of mix64(bits xor index * 0x9e3779b97f4a7c15) mod 2**64"  # the algorithm of format 2
 
 
 class DamagedError(UserError):
@@ -113,14 +112,13 @@ def handler_registry() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
     return registry
 
 
-def file_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+def file_digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """SHA-256 of files in a folder, several at a time."""
 
     def digest(name: str) -> str:
         with (folder / name).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    names = list(names)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(digest, names), strict=True))
 
@@ -128,53 +126,56 @@ def file_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
 # Formats 1 and 2.
 
 
-def read_array_checksums(step_folder: Path, first: dict[str, Any]) -> tuple[dict, dict, Callable[[np.ndarray], int]]:
-    """What `checksums/metadata` and the files of further processes say.
+def older_checksums(
+    step_folder: Path, manifest: dict[str, Any], items: Iterable[str], read: Callable[[str], dict[str, np.ndarray]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The checksums that a checkpoint of format 1 or 2 states, and those of what it holds, by name.
 
-    Returns:
-      JSON item -> CRC-32 (format 2), item -> path -> checksum, and the checksum of an array.
+    Args:
+      step_folder: The checkpoint.
+      manifest: Its `checksums/metadata`.
+      items: Of arrays, those to check.
+      read: Item -> path -> array, contiguous.
 
     Raises:
-      AttributeError, KeyError, TypeError, ValueError: Where it is not understood.
+      AttributeError, KeyError, TypeError, ValueError: Where they are not understood.
     """
-    algorithm = first.get("algorithm")
+    stated: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    algorithm = manifest.get("algorithm")
+    checksum = mixed_sum if algorithm else lambda array: zlib.crc32(array.tobytes())
     if algorithm is None:
-        return {}, {item: dict(first[item]) for item in ARRAYS}, crc32_of_array
-    if algorithm != SUM:
+        stated = {f"{item}/{path}": value for item in items for path, value in manifest[item].items()}
+    elif algorithm != _SUM:
         raise ValueError(f"unknown algorithm {algorithm!r}")
-    sums: dict[str, dict[str, int]] = {item: {} for item in ARRAYS}
-    for process in range(int(first["processes"])):
-        part = read_json_item(step_folder, "checksums", f"process_{process}") if process else first
-        own = {name: value for name, value in part.items() if name != "own"}
-        if part["own"] != json_checksum(own):
-            raise ValueError(f"the part of process {process} does not match its own checksum")
-        for item, arrays in sums.items():
-            for path, text in part[item].items():  # such as "float32[16,32] 0123456789abcdef"
-                arrays[path] = (arrays.get(path, 0) + int(text.split()[1], 16)) % 2**64
-    return first["json"], sums, mixed_sum
+    else:
+        stated |= manifest["json"]
+        found = {item: _json_checksum(read_json_item(step_folder, item)) for item in stated}
+        for process in range(int(manifest["processes"])):
+            part = read_json_item(step_folder, "checksums", f"process_{process}") if process else manifest
+            if part["own"] != _json_checksum({name: value for name, value in part.items() if name != "own"}):
+                raise ValueError(f"the part of process {process} does not match its own checksum")
+            for item in items:
+                for path, text in part[item].items():  # such as "float32[16,32] 0123456789abcdef"
+                    name = f"{item}/{path}"
+                    stated[name] = (stated.get(name, 0) + int(text.split()[1], 16)) % 2**64
+    for item in items:
+        found |= {f"{item}/{path}": checksum(array) for path, array in read(item).items()}
+    return stated, found
 
 
 def mixed_sum(values: np.ndarray) -> int:
     """The checksum of an array in format 2; 0 to 2**64 - 1."""
-    bits = np.ascontiguousarray(values).reshape(-1).view(f"u{values.dtype.itemsize}")
-    total = 0
-    for start in range(0, bits.size, _BLOCK):
-        block = bits[start : start + _BLOCK]
-        words = np.arange(start, start + block.size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        words ^= block
-        words *= np.uint64(0xFF51AFD7ED558CCD)
-        words ^= words >> np.uint64(32)
-        words *= np.uint64(0xC4CEB9FE1A85EC53)
-        words ^= words >> np.uint64(29)
-        total += int(words.sum(dtype=np.uint64))
-    return total % 2**64
+    bits = values.reshape(-1).view(f"u{values.dtype.itemsize}")
+    words = np.arange(bits.size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    words ^= bits
+    words *= np.uint64(0xFF51AFD7ED558CCD)
+    words ^= words >> np.uint64(32)
+    words *= np.uint64(0xC4CEB9FE1A85EC53)
+    words ^= words >> np.uint64(29)
+    return int(words.sum(dtype=np.uint64))
 
 
-def crc32_of_array(values: np.ndarray) -> int:
-    """CRC-32 of the bytes of an array, row-major: its checksum in format 1."""
-    return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
-
-
-def json_checksum(values: Any) -> int:
+def _json_checksum(values: Any) -> int:
     """CRC-32 of JSON values in format 2, whatever the order of their keys and the spaces."""
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from orthojax.config import Config, to_json
 from orthojax.errors import UserError
@@ -42,7 +43,7 @@ class Retention:
     """An Orbax preservation policy: a checkpoint stays where one of these rules wants it.
 
     Orbax's own policy by metrics forgets them where no `best_fn` is set, and would not start beside a damaged one; so
-    the losses stand in the item `validation` of every step, and are handed over here.
+    the losses are stored in the item `validation` of every step.
 
     Attributes:
       newest: How many of the newest stay; at least 1, and 2 for one to fall back on.
@@ -105,7 +106,7 @@ def save_step(manager: ocp.CheckpointManager, step: int, arrays: Mapping[str, An
 
 @contextlib.contextmanager
 def write_errors(directory: Path) -> Iterator[None]:
-    """Turns what goes wrong while writing into a UserError that names the last good checkpoint."""
+    """Raises what goes wrong while writing as a UserError that names the last good checkpoint."""
     try:
         yield
     except Exception as error:
@@ -149,16 +150,16 @@ class Checkpoints:
     # Writing.
 
     def validated(self, step: int, loss_nats: float) -> None:
-        """Takes note of a validation loss: later checkpoints carry it, and are kept by it.
+        """Records a validation loss: later checkpoints carry it, and retention counts it.
 
-        So is one that is there already: a signal had it saved before the loss was known.
+        Also for a checkpoint of that step that is there already: a signal had it saved before the loss was known.
         """
         self._newest_validation = Validation(step, loss_nats)
         if step in self.steps():
             self._validations[step] = self._newest_validation
 
     def validated_before(self, losses: Mapping[int, float]) -> None:
-        """Takes note of what was measured before this call of the run, by step; checkpoints do not carry all of it."""
+        """Records what metrics.jsonl has from before the run resumed, by step; checkpoints do not carry all of it."""
         for step in sorted(losses.keys() & {*self.steps(), max(losses, default=0)}):
             self.validated(step, losses[step])
 
@@ -199,10 +200,11 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def forget_after(self, step: int) -> None:
-        """Deletes the checkpoints of later steps, which a run that goes back to this one will reach by another way."""
-        for later in [later for later in self.steps() if later > step]:
-            self._manager.delete(later)
-            self._validations.pop(later, None)
+        """Deletes the checkpoints of later steps, which a run that rolls back to this one will write again."""
+        for later in self.steps():
+            if later > step:
+                self._manager.delete(later)
+                self._validations.pop(later, None)
         self._newest_validation = self._validations.get(step)
 
     # Reading.
@@ -227,16 +229,14 @@ class Checkpoints:
           UserError: Where they are whole and do not fit.
         """
         folder = self.directory / str(step)
-        wanted = {"params": like.params, "opt_state": like.opt_state}
         verify(folder, ARRAYS, together=True)
-        for item, tree in wanted.items():
-            require_fitting(folder, item, tree)
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), wanted)
-        restored = {item: restore_item(folder, item, abstract[item]) for item in ARRAYS}
+        for item in ARRAYS:
+            require_fitting(folder, item, getattr(like, item))
+        restored = {item: restore_item(folder, item, getattr(like, item)) for item in ARRAYS}
         self._newest_validation = self._validations.get(step)
         # Placed as the arrays are: a step without a place would make the second training step compile again.
         step_taken = jax.device_put(np.asarray(step, like.step.dtype), like.step.sharding)
-        return TrainState(step_taken, restored["params"], restored["opt_state"])
+        return TrainState(step_taken, **restored)
 
     def restore_newest(self, like: TrainState, accept: Callable[[Path], None] = lambda _: None) -> TrainState | None:
         """Resumes from the newest checkpoint that is intact.
@@ -264,7 +264,8 @@ class Checkpoints:
             except DamagedError as error:
                 damaged[step] = error
                 continue
-            self._set_aside(damaged, step)
+            if damaged:
+                self._set_aside(damaged, step)
             return state
         if damaged:
             newest = max(damaged)
@@ -277,8 +278,6 @@ class Checkpoints:
         return None
 
     def _set_aside(self, damaged: dict[int, DamagedError], used: int) -> None:
-        if not damaged:
-            return
         if jax.process_index() == 0:
             for step, error in damaged.items():
                 names = itertools.chain([f"{step}.damaged"], (f"{step}.damaged-{n}" for n in itertools.count(2)))
@@ -289,10 +288,7 @@ class Checkpoints:
                     f"resuming from step {used}; the damaged one is now {target}",
                     file=sys.stderr,
                 )
-        if jax.process_count() > 1:
-            from jax.experimental import multihost_utils
-
-            multihost_utils.sync_global_devices("damaged checkpoints set aside")
+        multihost_utils.sync_global_devices("damaged checkpoints set aside")
         for step in damaged:
             self._validations.pop(step, None)
         self._manager.reload()

@@ -20,8 +20,8 @@ from orthojax.quant import QuantizationSetting
 from orthojax.train.checkpoint.checksums import read_json_item, steps_in
 from orthojax.train.checkpoint.manager import open_manager, save_step, write_errors
 from orthojax.train.checkpoint.reading import (
-    array_items,
     by_path,
+    is_quantized,
     read_config,
     read_params,
     read_verified,
@@ -29,11 +29,6 @@ from orthojax.train.checkpoint.reading import (
 )
 
 _VERSION = 1
-
-
-def is_quantized(step_folder: Path) -> bool:
-    """Whether a checkpoint is one of `quantize_checkpoint`."""
-    return array_items(step_folder) == ("params",)
 
 
 def quantize_checkpoint(
@@ -93,25 +88,20 @@ def read_quantized(step_folder: Path) -> tuple[QuantizationSetting, Any]:
         raise UserError(f"{step_folder} is quantised in version {header.get('version')!r}", allowed=str(_VERSION))
     setting = from_dict(QuantizationSetting, header.get("setting", {}), f"the setting in {step_folder}")
     arrays = read_verified(step_folder, "params")
-    params = jax.tree.map(_from_dict, arrays, is_leaf=_is_quantized_dict)
+    params = jax.tree.map(_from_dict, arrays, is_leaf=lambda node: isinstance(node, dict) and "integers" in node)
     require_model(step_folder, by_path(params, is_leaf=lambda leaf: isinstance(leaf, Quantized)))
     return setting, params
 
 
-# The names on disk, in the order of the fields of `Quantized`.
-_NAMES = ("integers", "step", "shift")
+# Names on disk -> fields.
+_FIELDS = {"integers": "qvalue", "step": "scale", "shift": "zero_point"}
 
 
 def _as_dict(leaf: Any) -> Any:
     if not isinstance(leaf, Quantized):
         return leaf
-    values = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
-    return {name: value for name, value in zip(_NAMES, values, strict=True) if value is not None}
-
-
-def _is_quantized_dict(node: Any) -> bool:
-    return isinstance(node, dict) and "integers" in node
+    return {name: value for name, field in _FIELDS.items() if (value := getattr(leaf, field)) is not None}
 
 
 def _from_dict(node: Any) -> Any:
-    return Quantized(*(node.get(name) for name in _NAMES)) if _is_quantized_dict(node) else node
+    return Quantized(**{_FIELDS[name]: value for name, value in node.items()}) if isinstance(node, dict) else node

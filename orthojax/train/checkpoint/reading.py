@@ -1,13 +1,14 @@
 """Reading checkpoints: where they are, what they hold, and whether they are what was written."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from orthojax.config import Config, from_dict
 from orthojax.errors import UserError
@@ -16,8 +17,7 @@ from orthojax.train.checkpoint.checksums import (
     DamagedError,
     file_digests,
     first_line,
-    json_checksum,
-    read_array_checksums,
+    older_checksums,
     read_json_item,
     steps_in,
 )
@@ -79,19 +79,24 @@ def require_same_data(step_folder: Path, provenance: dict[str, Any]) -> None:
 # Names, shapes and dtypes.
 
 
+def is_quantized(step_folder: Path) -> bool:
+    """Whether a checkpoint is one of `quantize_checkpoint`."""
+    return (step_folder / "quantization").is_dir()
+
+
 def array_items(step_folder: Path) -> tuple[str, ...]:
     """Which items of arrays a checkpoint should have."""
-    return ARRAYS[:1] if (step_folder / "quantization").is_dir() else ARRAYS
+    return ARRAYS[:1] if is_quantized(step_folder) else ARRAYS
 
 
-def _read_tree(step_folder: Path, item: str, sharding: Any = None) -> Any:
+def _read_shapes(step_folder: Path, item: str) -> Any:
     """Shapes and dtypes of an item, as a nested dict; lists and tuples as dicts by index."""
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             metadata = checkpointer.metadata(step_folder.absolute() / item).item_metadata
         if metadata is None:
             raise ValueError("its metadata is missing or damaged")
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), metadata.tree)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), metadata.tree)
     except Exception as error:
         raise DamagedError(step_folder / item, error) from error
 
@@ -102,7 +107,7 @@ def list_arrays(step_folder: Path, item: str) -> list[tuple[str, tuple[int, ...]
     Raises:
       DamagedError: Where the item is missing or damaged.
     """
-    return [(path, leaf.shape, str(leaf.dtype)) for path, leaf in by_path(_read_tree(step_folder, item)).items()]
+    return [(path, leaf.shape, str(leaf.dtype)) for path, leaf in by_path(_read_shapes(step_folder, item)).items()]
 
 
 def require_fitting(step_folder: Path, item: str, like: Any) -> None:
@@ -113,9 +118,9 @@ def require_fitting(step_folder: Path, item: str, like: Any) -> None:
     """
     saved = {path: f"{dtype}{list(shape)}" for path, shape, dtype in list_arrays(step_folder, item)}
     wanted = {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in by_path(like).items()}
-    for path, is_, should_be in _differences(saved, wanted):
+    if difference := _difference(saved, wanted):
         raise UserError(
-            f"the checkpoint {step_folder} has a different structure: {item}/{path} is {is_}, not {should_be}",
+            f"the checkpoint {step_folder} has a different structure: {item}/{difference}",
             allowed="a checkpoint of the same model and optimizer",
         )
 
@@ -128,14 +133,16 @@ def require_model(step_folder: Path, params: dict[str, Any]) -> None:
     """
     found = {path: leaf.shape for path, leaf in params.items()}
     wanted = {path: leaf.shape for path, leaf in by_path(parameter_shapes(read_config(step_folder))).items()}
-    for path, is_, should_be in _differences(found, wanted):
-        raise DamagedError(step_folder, f"its config wants {path} {should_be}, it is {is_}")
+    if difference := _difference(found, wanted):
+        raise DamagedError(step_folder, f"its arrays do not fit its config: {difference}")
 
 
-def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """The first path at which two dicts differ, and how; '' where they agree."""
     for path in sorted(found | wanted):
         if found.get(path) != wanted.get(path):
-            yield path, found.get(path, "absent"), wanted.get(path, "absent")
+            return f"{path} is {found.get(path, 'absent')}, not {wanted.get(path, 'absent')}"
+    return ""
 
 
 # Checking.
@@ -164,8 +171,6 @@ def verify(step_folder: Path, items: tuple[str, ...] = (), *, together: bool = F
     except DamagedError as error:
         failure = error
     if together and jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
         failed = multihost_utils.process_allgather(np.asarray(failure is not None))
         if failure is None and np.any(failed):
             failure = DamagedError(step_folder, "another process has found its part damaged")
@@ -182,31 +187,17 @@ def _checksums(step_folder: Path, items: tuple[str, ...], share: slice) -> tuple
             names += sorted(name for name in manifest["files"] if name.split("/")[0] in items)[share]
             present = [name for name in names if (step_folder / name).is_file()]
             return {name: manifest["files"][name] for name in names}, file_digests(step_folder, present)
-        values, arrays, checksum = read_array_checksums(step_folder, manifest)
+        cpu = jax.local_devices(backend="cpu")[0]
+
+        def read(item: str) -> dict[str, np.ndarray]:
+            arrays = by_path(_read_item(step_folder, item, cpu))
+            return {path: np.ascontiguousarray(array) for path, array in arrays.items()}
+
+        return older_checksums(step_folder, manifest, items, read)
     except DamagedError:
         raise
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise DamagedError(step_folder, f"item 'checksums': {first_line(error)}") from error
-    expected: dict[str, Any] = dict(values)
-    found: dict[str, Any] = {item: json_checksum(read_json_item(step_folder, item)) for item in values}
-    for item in items:
-        expected |= {f"{item}/{path}": arrays[item][path] for path in sorted(arrays[item])[share]}
-        found |= {f"{item}/{path}": checksum(array) for path, array in _read_share(step_folder, item, share).items()}
-    return expected, found
-
-
-def _read_share(step_folder: Path, item: str, share: slice) -> dict[str, np.ndarray]:
-    """Some of the arrays of an item by path, on the host."""
-    tree = _read_tree(step_folder, item, jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0]))
-    mine = sorted(by_path(tree))[share]
-    like = [leaf if path in mine else ocp.PLACEHOLDER for path, leaf in by_path(tree).items()]
-    try:
-        arrays = by_path(restore_item(step_folder, item, jax.tree.unflatten(jax.tree.structure(tree), like)))
-    except (MemoryError, jax.errors.JaxRuntimeError):
-        raise  # of this machine, not of the files
-    except Exception as error:
-        raise DamagedError(step_folder / item, error) from error
-    return {path: jax.device_get(arrays[path]) for path in mine}
 
 
 def verify_checkpoint(step_folder: Path) -> int:
@@ -233,14 +224,15 @@ def restore_item(step_folder: Path, item: str, like: Any) -> Any:
     Args:
       step_folder: The checkpoint.
       item: Which.
-      like: A tree of jax.ShapeDtypeStruct with the shardings that are wanted, whatever they were when it was saved.
+      like: A tree with the shapes, dtypes and shardings that are wanted, whatever these were when it was saved.
     """
     process = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"reader_{process}"
     )
     with ocp.StandardCheckpointer(multiprocessing_options=alone) as checkpointer:
-        return checkpointer.restore(step_folder.absolute() / item, like)
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+        return checkpointer.restore(step_folder.absolute() / item, abstract)
 
 
 def read_verified(step_folder: Path, item: str) -> Any:
@@ -250,8 +242,18 @@ def read_verified(step_folder: Path, item: str) -> Any:
       DamagedError: Where it is not what was written.
     """
     verify(step_folder, (item,))
-    like = _read_tree(step_folder, item, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
-    return restore_item(step_folder, item, like)
+    return _read_item(step_folder, item, jax.local_devices()[0])
+
+
+def _read_item(step_folder: Path, item: str, device: Any) -> Any:
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    shapes = _read_shapes(step_folder, item)
+    try:
+        return restore_item(step_folder, item, jax.tree.map(lambda leaf: leaf.update(sharding=sharding), shapes))
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise  # of this machine, not of the files
+    except Exception as error:
+        raise DamagedError(step_folder / item, error) from error
 
 
 def read_params(step_folder: Path) -> Any:
@@ -262,8 +264,8 @@ def read_params(step_folder: Path) -> Any:
     Raises:
       UserError: Where they are missing, damaged or quantised, or not those of the model in the checkpoint's config.
     """
-    _require_float(step_folder, "its kernels are integers")
-    require_model(step_folder, by_path(_read_tree(step_folder, "params")))
+    _require_float(step_folder)
+    require_model(step_folder, by_path(_read_shapes(step_folder, "params")))
     return read_verified(step_folder, "params")
 
 
@@ -275,12 +277,13 @@ def read_optimizer_state(step_folder: Path) -> Any:
     Raises:
       UserError: Where it is missing or damaged; a quantised checkpoint has none.
     """
-    _require_float(step_folder, "it has no optimizer state")
+    _require_float(step_folder)
     return read_verified(step_folder, "opt_state")
 
 
-def _require_float(step_folder: Path, reason: str) -> None:
-    if array_items(step_folder) != ARRAYS:
+def _require_float(step_folder: Path) -> None:
+    if is_quantized(step_folder):
         raise UserError(
-            f"the checkpoint {step_folder} is quantised: {reason}", allowed="the checkpoint that it was made from"
+            f"the checkpoint {step_folder} is quantised: its kernels are integers, and it has no optimizer state",
+            allowed="the checkpoint that it was made from",
         )

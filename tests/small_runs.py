@@ -1,0 +1,56 @@
+"""A small run, and what tests compare of runs: arrays bit for bit, losses, and files, which they also damage."""
+
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.train import read_metrics
+
+ROOT = Path(__file__).parents[1]
+CONFIG = Config(
+    model=ModelConfig(vocab_size=258, max_length=8, d_model=16, num_layers=1, num_heads=2, d_mlp=32, scan_layers=False),
+    optim=OptimConfig(optimizer="orthoadam", learning_rate=0.01, warmup_steps=2),
+    data=DataConfig(sequence_length=8),
+    train=TrainConfig(steps=11, batch_size=4, log_every_steps=2, eval_every_steps=4, checkpoint_every_steps=3),
+    eval=EvalConfig(sequences=8, batch_size=8),
+)
+TEXT = {"data.kind": "text", "data.paths": ("text.txt",), "data.tokenizer": "bytes"}  # changes for the command lines
+
+
+def by_path(tree):
+    """The leaves of a tree by their names, of named tuples and dicts alike."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def bits(tree):
+    return {path: (str(x.dtype), x.shape, np.asarray(x).tobytes()) for path, x in by_path(tree).items()}
+
+
+def losses(workdir):
+    """All that metrics.jsonl says, but for the speed."""
+    lines = read_metrics(Path(workdir) / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+
+
+def snapshot(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def largest(folder):
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def flip(path, where=0.5):
+    """Changes one bit."""
+    content = bytearray(path.read_bytes())
+    content[int(where * len(content))] ^= 0x10
+    path.write_bytes(content)
+
+
+def cpu_environment(**more):
+    """Of a process with one CPU device, whose small programs compile fast."""
+    return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT), **more}
