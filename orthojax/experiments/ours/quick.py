@@ -23,7 +23,7 @@ from orthojax.experiments.claims import (
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.page import Picture
 from orthojax.experiments.pictures import LayerCurves, ModelMaps, TrainingCurves
-from orthojax.experiments.results import LABELS, Numbers, Quantity, Result, Results, penalty
+from orthojax.experiments.results import LABELS, Numbers, Quantity, Result, Results, metric, penalty
 from orthojax.experiments.tables import MetricTable
 from orthojax.formatting import percent
 from orthojax.model import parameter_count
@@ -31,6 +31,7 @@ from orthojax.model import parameter_count
 _COARSE, _FOUR_BITS = "perplexity_int8_coarse", "perplexity_int4_zeropoint"
 _LOST = (penalty(_COARSE), penalty(_FOUR_BITS))
 _SETTINGS = ("perplexity_int8_fine", "perplexity_int8_moderate", _COARSE, _FOUR_BITS)
+_UNUSED = ("loss_nats", "first_attention_share")
 _BACKCOPY = {
     "sink_attention": "attention on <s> at non-triggers",
     "sink_attention_rest": "the same without the row of <s> itself",
@@ -142,7 +143,10 @@ EXPERIMENT = Experiment(
     tables=(
         MetricTable(
             "Language models on held-out files",
-            [key for key in LABELS if key not in ("loss_nats", "first_attention_share")],
+            [
+                *(key for key in list(LABELS)[: list(LABELS).index("residual_norm_rest") + 1] if key not in _UNUSED),
+                *(metric(key, f"perplexity, {LABELS[key]}") for key in _SETTINGS),
+            ],
             keep=_is_language,
             transposed=True,
         ),
