@@ -159,7 +159,8 @@ REFUSED = {
     "missing model": ("reproduce", ["--model=mine=nowhere", *NEW], ["nowhere", "no such checkpoint"]),
     "model where none is measured": ("reproduce", ["--model=mine=run", *NEW], ["'quick' measures no existing models"]),
     "model of a calculation": (
-        "reproduce", ["--experiment=appendix_h", "--model=mine=run", *NEW], ["'appendix_h' measures no models"],
+        "reproduce", ["--experiment=appendix_h", "--model=mine=run", *NEW],
+        ["'appendix_h' measures no existing models"],
     ),
     "missing scale": ("reproduce", ["--scale=paper", *NEW], ["has no scale 'paper'", "tiny"]),
     "token files into a folder in use": (
