@@ -445,7 +445,7 @@ def test_token_files_are_made_trained_on_and_refused_when_cut(home):
     shutil.rmtree(home / "new")
     error = complaint(run("train", *arguments, cwd=home))
     assert "token file tokens/train.bin has" in error
-    assert "truncated" in error
+    assert "cut short or replaced" in error
     assert not (home / "new").exists()
 
 

@@ -448,6 +448,7 @@ def test_a_run_goes_on_on_another_mesh_and_is_evaluated_where_it_lies(tmp_path):
         assert math.isclose(split[name], value, rel_tol=tolerance, abs_tol=tolerance), name
 
 
+@pytest.mark.slow
 def test_a_last_evaluation_batch_that_does_not_divide_counts_as_the_others():
     inputs = INPUTS._replace(evaluation=tokens(999)[:13])
     config = replace(CONFIG, {"eval.sequences": 13, "eval.batch_size": 13})

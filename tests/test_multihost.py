@@ -205,6 +205,7 @@ def test_without_a_cluster_the_error_says_what_to_give(monkeypatch):
     assert "--coordinator_address=HOST:PORT" in str(error.value)
 
 
+@pytest.mark.slow
 def test_processes_with_other_data_or_another_config_end_together(tmp_path):
     """Each would train on, and their gradients would be added up."""
     for name, text in (("text", "the quick brown fox. "), ("other", "a lazy dog is it. ")):
