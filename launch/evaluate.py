@@ -68,9 +68,7 @@ def main(_: list[str]) -> None:
         result["quantization"], settings = read_json_item(step_folder, "quantization")["setting"], {}
     loaded = load(step_folder)
     with Progress(evaluation_stages(config, settings), every_seconds=0.0) as progress:
-        report = functools.partial(progress.advance, 1)
-        options = {"linear": loaded.model.linear, "settings": settings, "on_progress": report}
-        metrics = evaluate(config, loaded.params, inputs, **options)
+        metrics = evaluate(loaded, inputs, settings=settings, on_progress=functools.partial(progress.advance, 1))
     result["metrics"] = metrics
     write_text(workdir / "evaluation.json", json.dumps(result, indent=2) + "\n")
     for name, value in metrics.items():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny_run import POISON, assert_lines_close, assert_trees_close, bits, by_path, lines
+from tiny_run import POISON, assert_lines_close, assert_trees_close, bits, by_path, lines, loaded
 
 from orthojax.config import (
     Config,
@@ -439,8 +439,8 @@ def test_a_run_goes_on_on_another_mesh_and_is_evaluated_where_it_lies(tmp_path):
     state = train(on(config, 4, 1, 2, **{"train.accumulation_steps": 2}), INPUTS, tmp_path / "run")
     losses, expected = ([line["loss_nats"] for line in lines(tmp_path / name, "loss_nats")] for name in ("run", "one"))
     np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
-    split = evaluate(config, state.params, INPUTS)
-    whole = evaluate(config, jax.device_get(state.params), INPUTS)
+    split = evaluate(loaded(config, state.params), INPUTS)
+    whole = evaluate(loaded(config, jax.device_get(state.params)), INPUTS)
     assert split.keys() == whole.keys()
     for name, value in whole.items():
         # A value that lies between two integers may be rounded to either.
@@ -453,11 +453,11 @@ def test_a_last_evaluation_batch_that_does_not_divide_counts_as_the_others():
     inputs = INPUTS._replace(evaluation=tokens(999)[:13])
     config = replace(CONFIG, {"eval.sequences": 13, "eval.batch_size": 13})
     state = init_state(on(CONFIG, 4))
-    whole = evaluate(config, jax.device_get(state.params), inputs, settings={})
+    whole = evaluate(loaded(config, jax.device_get(state.params)), inputs, settings={})
     assert whole["sequences"] == 13
     ragged = replace(config, {"eval.batch_size": 8})  # 8 rows, two on a device; then 5 on each
     for params in (state.params, jax.device_get(state.params)):
-        found = evaluate(ragged, params, inputs, settings={})
+        found = evaluate(loaded(ragged, params), inputs, settings={})
         assert found == {name: pytest.approx(value, rel=1e-4, abs=1e-5) for name, value in whole.items()}
 
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from tiny_run import TINY, assert_trees_close, inputs, rows
+from tiny_run import TINY, assert_trees_close, inputs, loaded, rows
 
 from orthojax.config import replace
 from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
@@ -118,7 +118,7 @@ def test_the_probe_sees_what_the_evaluation_of_its_rows_sees(run, monkeypatch):
     params = states()
     for line in lines:
         few = INPUTS._replace(evaluation=INPUTS.evaluation[[0, 3, 6, 9]])
-        expected = evaluate(CONFIG, params[line["step"]], few)
+        expected = evaluate(loaded(CONFIG, params[line["step"]]), few)
         names = {f"{name}{suffix}" for name in PROBED for suffix in ("", "/layer_0", "/layer_1")}
         sinks = {"sink_rate", "sink_rate/layer_0", "sink_rate/layer_1"}
         assert line.keys() == names | sinks | {"step", "probe_sequences"}
@@ -139,7 +139,7 @@ def test_bigram_backcopy_is_probed_with_its_own_statistics():
     data = Inputs(rows, task.batch(0, 4, 8, 7), None, {}, task)
     params = init_state(config).params
     metrics = probe_metrics(Probe(config, data, None)(3, params))
-    expected = evaluate(config, params, data)
+    expected = evaluate(loaded(config, params), data)
     assert metrics.pop("probe_sequences") == 4
     assert metrics.keys() >= {"sink_attention", "sink_logit_gap/layer_1", "value_norm_first", "residual_norm_rest"}
     for name, value in metrics.items():

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from tiny_run import TINY, Terminal, assert_trees_close, bits, by_path, inputs, lines, rows
+from tiny_run import TINY, Terminal, assert_trees_close, bits, by_path, inputs, lines, loaded, rows
 
 from orthojax import quant
 from orthojax.config import OptimConfig, RotationConfig, replace
@@ -374,7 +374,7 @@ def test_in_the_shared_basis_a_model_of_one_rotation_is_what_adam_trains():
     for step in range(3):
         state, _ = train_step(config)(state, rows(step))
         other, _ = train_step(adam)(other, rows(step))
-    metrics, other_metrics = (evaluate(c, s.params, inputs()) for c, s in ((config, state), (adam, other)))
+    metrics, other_metrics = (evaluate(loaded(c, s.params), inputs()) for c, s in ((config, state), (adam, other)))
     # Two runs in float32 whose gradients near zero Adam amplifies.
     for name in ("kurtosis_first", "kurtosis_rest", "max_abs_rest"):
         assert metrics[f"rotated_{name}"] == pytest.approx(other_metrics[name], rel=0.02)
@@ -386,7 +386,7 @@ def test_in_the_shared_basis_a_model_of_one_rotation_is_what_adam_trains():
 def evaluated():
     params = initial(TWO_LAYERS).params
     parts = []
-    metrics = evaluate(TWO_LAYERS, params, inputs(), on_progress=parts.append)
+    metrics = evaluate(loaded(TWO_LAYERS, params), inputs(), on_progress=parts.append)
     assert len(parts) == evaluation_stages(TWO_LAYERS) == 1 + len(quant.SETTINGS)
     return params, metrics
 
@@ -415,7 +415,7 @@ def test_a_text_model_has_every_metric_and_each_by_layer(evaluated):
 def test_the_evaluation_does_not_depend_on_the_batch_size(evaluated):
     params, metrics = evaluated
     # The scales of quantisation are taken over a batch.
-    smaller = evaluate(replace(TWO_LAYERS, {"eval.batch_size": 2}), params, inputs(), settings={})
+    smaller = evaluate(loaded(replace(TWO_LAYERS, {"eval.batch_size": 2}), params), inputs(), settings={})
     assert smaller.keys() == {key for key in metrics if not key.startswith("perplexity_")}
     for key, value in smaller.items():
         assert value == pytest.approx(metrics[key], rel=2e-5), key
@@ -427,7 +427,7 @@ def test_bigram_backcopy_has_every_metric():
     config = replace(TWO_LAYERS, {"model.vocab_size": task.vocab_size + 3, "data.kind": "bigram_backcopy"})
     data = Inputs(rows, task.batch(0, 16, 8, 7), None, {}, task)
     params = initial(config).params
-    metrics = evaluate(config, params, data)
+    metrics = evaluate(loaded(config, params), data)
     assert metrics.keys() >= BACKCOPY_KEYS | {"loss_nats"}
     assert not metrics.keys() & {"perplexity", "bits_per_byte"}
     assert metrics.keys() >= {f"{key}/layer_1" for key in BACKCOPY_KEYS if "risk" not in key}

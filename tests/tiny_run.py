@@ -2,12 +2,14 @@
 
 import io
 import itertools
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
+from orthojax.model import LoadedModel, Transformer
 from orthojax.train import Inputs, read_metrics
 
 # A constant learning rate, so that leaving steps out changes nothing else.
@@ -73,3 +75,8 @@ def assert_lines_close(found, expected):
 class Terminal(io.StringIO):
     def isatty(self):
         return True
+
+
+def loaded(config, params):
+    """Parameters as `orthojax.load` gives them."""
+    return LoadedModel(Transformer(config.model), params, config, None, Path())

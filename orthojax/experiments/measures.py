@@ -59,7 +59,7 @@ def by_layer(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def _evaluate(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
-    return Measured(evaluate(loaded.config, loaded.params, inputs, on_progress=on_progress), {})
+    return Measured(evaluate(loaded, inputs, on_progress=on_progress), {})
 
 
 def _observe_maps(taps: Taps) -> tuple[jax.Array, jax.Array]:

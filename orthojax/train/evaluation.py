@@ -3,7 +3,8 @@
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,20 +12,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from orthojax import analysis, quant
 from orthojax.config import Config
-from orthojax.model import LinearFunction, Transformer, linear, mesh_of
+from orthojax.model import LoadedModel, Transformer, linear, mesh_of
 from orthojax.train.mesh import constrain, in_mesh, place_rows
 from orthojax.train.optimizer import shared_basis
 from orthojax.train.step import loss_sum_nats, split_tokens
 from orthojax.train.workdir import Inputs
 
 Metrics = dict[str, float]
-
-
-class _Model(NamedTuple):
-    """What `analysis.measure` reads of a loaded model."""
-
-    model: Transformer
-    params: Any
 
 
 # Of all that `analysis.observe_language_model` defines; what is not named here is not computed by the probe.
@@ -82,22 +76,19 @@ def _perplexity(loss_nats: float) -> float:
 
 
 def evaluate(
-    config: Config,
-    params: Any,
+    loaded: LoadedModel,
     inputs: Inputs,
     *,
-    linear: LinearFunction = linear,
     settings: Mapping[str, quant.QuantizationSetting] | None = None,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Metrics:
     """All metrics of a trained model; `evaluation_stages` says how many parts that has.
 
     Args:
-      config: What the parameters were trained with.
-      params: On a mesh or not.
-      inputs: Their data.
-      linear: What a linear layer computes, such as `quant.integer_linear(setting)` where the kernels are integers.
-      settings: By which to quantise float parameters, by name; `quant.SETTINGS` where not given.
+      loaded: The model, from `load`; its parameters may be on a mesh.
+      inputs: Its data.
+      settings: By which to quantise float parameters, by name; `quant.SETTINGS` where not given, and none for a model
+        whose kernels are integers already.
       on_progress: Called with the name of each part once it is done.
 
     Returns:
@@ -106,7 +97,9 @@ def evaluate(
       `perplexity_<setting>` for every one of `settings`; for Bigram-Backcopy its risks and the statistics of
       `analysis.observe_backcopy`. Values by layer end in `/layer_i`.
     """
-    loaded = _Model(Transformer(config.model, linear=linear), params)
+    config, params = loaded.config, loaded.params
+    if settings is None:
+        settings = quant.SETTINGS if loaded.model.linear is linear else {}
     loss = validation_loss_nats(config, params, inputs, model=loaded.model)
     if inputs.task is not None:
         batches = _backcopy_batches(config, params, inputs)
@@ -120,7 +113,7 @@ def evaluate(
     batches = ((*_place(mesh, split_tokens(tokens)[0]), basis) for tokens in _batches(config, inputs))
     metrics |= analysis.finalize(analysis.measure(loaded, batches, _observe_text))
     on_progress("statistics")
-    for name, setting in (quant.SETTINGS if settings is None else settings).items():
+    for name, setting in settings.items():
         quantized = Transformer(config.model, linear=quant.quantized_linear(setting))
         metrics[f"perplexity_{name}"] = _perplexity(validation_loss_nats(config, params, inputs, model=quantized))
         on_progress(name)
@@ -165,7 +158,8 @@ class Probe:
 
     def __init__(self, config: Config, inputs: Inputs, mesh: Mesh | None):
         """Puts rows that are spread evenly over the evaluation set on the mesh where the parameters will be."""
-        self._every, self._model = config.train.probe_every_steps, Transformer(config.model)
+        self._every = config.train.probe_every_steps
+        self._loaded = LoadedModel(Transformer(config.model), None, config, None, Path())
         if not self._every:
             return
         n, wanted = len(inputs.evaluation), min(len(inputs.evaluation), config.train.probe_sequences)
@@ -178,7 +172,7 @@ class Probe:
         """The statistics after a step, still on the device; None between the probes."""
         if not self._every or step % self._every:
             return None
-        return analysis.measure(_Model(self._model, params), [self._batch], self._observe)
+        return analysis.measure(self._loaded._replace(params=params), [self._batch], self._observe)
 
 
 def probe_metrics(statistics: analysis.Statistics) -> dict[str, float]:
