@@ -8,7 +8,7 @@ Command:    python launch/train.py --config=configs/python_packages.py --workdir
             and, cured, the same with --workdir=runs/packages_cured --config.model.normalizer=softmax1
             --config.optim.optimizer=orthoadam; stopped at any time, it resumes.
             python launch/evaluate.py --checkpoint=runs/packages_vanilla
-Hardware:   one GPU: 393 million tokens, some 13 times over the text, so that it is learned by heart: not yet run.
+Hardware:   one GPU: 393 million tokens, some 13 times over the text, so that it is memorised: not yet run.
             Two CPU cores: 3.5M parameters in 20 minutes by the flags that results/README.md has; 0.09 of an epoch.
 Expected:   there, one seed: perplexity 41.1 vanilla and 42.4 cured; kurtosis of the rest 13.3 and 3.0.
 """

@@ -90,10 +90,10 @@ def main(_: list[str]) -> None:
 
     if FLAGS.multihost or _processes() != (None, None, None):
         distributed.initialize(*_processes())
-    speaks = distributed.is_primary()
+    is_primary = distributed.is_primary()
 
     def say(line: str) -> None:
-        if speaks:
+        if is_primary:
             print(line, flush=True)
 
     def prepare() -> Any:
@@ -103,12 +103,12 @@ def main(_: list[str]) -> None:
         for line in about_mesh(config):
             say(f"  {line}")
         # Every process makes the token files that it does not find; the first to finish keeps them.
-        return open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress() if speaks else None)
+        return open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress() if is_primary else None)
 
     inputs = distributed.sync_start(prepare)
     for name, value in inputs.provenance.items():
         say(f"  {name}: {value!r}")
-    if speaks:
+    if is_primary:
         _train_with_progress(config, inputs, workdir)
         print(f"done: {workdir}/metrics.jsonl, {workdir}/checkpoints")
     else:

@@ -237,7 +237,7 @@ def test_one_file_and_shards_of_it_are_not_mixed(text, tmp_path, before, after):
         prepared(tmp_path / "out", text, shard=after)
     prepared(tmp_path / "other", text, shard=after)
     shutil.copytree(tmp_path / "other", tmp_path / "out", dirs_exist_ok=True)
-    with pytest.raises(UserError, match=r"is there as one file and in shards|names shards of 2 and of 3 files"):
+    with pytest.raises(UserError, match=r"exists both as one file and as shards|names shards of 2 and of 3 files"):
         open_token_files(tmp_path / "out/all.bin")
 
 

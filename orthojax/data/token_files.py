@@ -172,7 +172,7 @@ def open_token_files(path: Path, *, verify: bool = False) -> TokenFile:
     found = map(Path, glob.glob(str(path))) if glob.has_magic(str(path)) else _find_shards(path)
     places = sorted((_place(shard), shard) for shard in found)
     if places and path.exists():
-        raise UserError(f"{path} is there as one file and in shards", allowed="one of them; move the other away")
+        raise UserError(f"{path} exists both as one file and as shards", allowed="one of them; move the other away")
     paths = [shard for _, shard in places] or [path]
     verify = verify or sum(file.stat().st_size for file in paths if file.is_file()) <= _ALWAYS_COMPARED_BYTES
     if not places:

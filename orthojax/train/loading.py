@@ -84,7 +84,7 @@ def _require_same_function(folder: Path, saved: ModelConfig, model: ModelConfig,
     named = [name for name in different if has_sink or not allow_normalizer_change or name not in normalizer]
     values = ", ".join(f"model.{name}={getattr(saved, name)!r}, not {getattr(model, name)!r}" for name in named)
     raise UserError(
-        f"the checkpoint {folder} is of another model: {values}",
+        f"the checkpoint {folder} was trained with a different model config: {values}",
         allowed="the model that it was trained as",
         hint="allow_normalizer_change=true starts from it all the same, for fine-tuning" if may_change else "",
     )

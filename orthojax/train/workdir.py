@@ -125,7 +125,7 @@ def claimed(workdir: Path, config: Config) -> Iterator[None]:
     try:
         file = open(workdir / ".lock", "a")
     except OSError as error:
-        raise UserError(f"cannot write to workdir {workdir}: {error.strerror}", allowed="a folder of yours") from error
+        raise UserError(f"cannot write to workdir {workdir}: {error.strerror}", allowed="a writable folder") from error
     with file:
         if not try_lock(file):
             allowed = "another --workdir, or to wait until it ends"
