@@ -49,18 +49,14 @@ _SMALL_SIZES = {
 }
 
 
-def _swiglu_width(d_model: int) -> int:
-    """Eight thirds of the width, in multiples of 8: the parameters of an MLP of four times the width."""
-    return 8 * round(d_model / 3)
-
-
 def _shape(model: str, layers: int, d_model: int, heads: int, vocab_size: int, length: int) -> ModelConfig:
     is_llama = model.startswith("llama2")
     shape = {
         "num_layers": layers,
         "d_model": d_model,
         "num_heads": heads,
-        "d_mlp": _swiglu_width(d_model) if is_llama else 4 * d_model,
+        # SwiGLU has the parameters of an MLP of four times the width with eight thirds of it, in multiples of 8.
+        "d_mlp": 8 * round(d_model / 3) if is_llama else 4 * d_model,
         "vocab_size": vocab_size,
         "max_length": length,
         "norm": "rmsnorm_single",

@@ -8,15 +8,8 @@ import numpy as np
 from orthojax.experiments import drawing
 from orthojax.experiments.claims import Claim, V
 from orthojax.experiments.experiment import Experiment
-from orthojax.experiments.from_attention.models import (
-    GRID,
-    METHOD_LABELS,
-    MODELS,
-    SCALES,
-    by_model,
-    grid,
-    paper_of_grid,
-)
+from orthojax.experiments.from_attention import models
+from orthojax.experiments.from_attention.models import GRID, METHOD_LABELS, MODELS
 from orthojax.experiments.from_attention.paper_tables import TABLE_2
 from orthojax.experiments.page import Picture, Table
 from orthojax.experiments.results import Quantity, Result, Results, pairs
@@ -74,10 +67,8 @@ def spikes_by_seed(result: Result) -> list[int]:
 
 
 def _spike_table(results: Results) -> Table:
-    rows = []
-    for result in results:
-        counts = spikes_by_seed(result)
-        rows.append([result.label, str(sum(counts)), str(len(counts))])
+    counts = {result.label: spikes_by_seed(result) for result in results}
+    rows = [[label, str(sum(of)), str(len(of))] for label, of in counts.items()]
     return Table("Spikes of the training loss after warm-up", ["", "spikes", "finished runs"], rows)
 
 
@@ -97,13 +88,8 @@ def _pictures(results: Results) -> list[Picture]:
             low.append(min(smooth.min(), dots[label][1].min()))
             high.append(smooth[:, len(steps) // 5 :].max())  # what comes before would flatten the rest
         margin = 0.05 * (max(high) - min(low))
-        drawn = drawing.lines(
-            curves,
-            x_label="step",
-            y_label="loss (nats per token)",
-            dots=dots,
-            y_limits=(min(low) - margin, max(high) + margin),
-        )
+        limits = (min(low) - margin, max(high) + margin)
+        drawn = drawing.lines(curves, x_label="step", y_label="loss (nats per token)", dots=dots, y_limits=limits)
         caption = f"{MODELS[model]}: training loss, smoothed (lines), and held-out loss (markers)."
         pictures.append(Picture(f"figure{figure}_{model}", caption, drawn))
     return pictures
@@ -141,16 +127,16 @@ CLAIMS = (
 EXPERIMENT = Experiment(
     name="figure41",
     title="Figures 41 to 44: training curves of the four methods",
-    variants=grid,
-    scales=SCALES,
+    variants=models.grid,
+    scales=models.SCALES,
     also=("figure42", "figure43", "figure44"),
     about=lambda results: [
         "Five models by four methods, the runs of Table 2. Lines are the running mean of the training loss over a "
         "twentieth of the logged steps, three at least; markers are the loss on held-out text. Both are means over "
         "seeds, with bands from the smallest to the largest."
     ],
-    groups=by_model,
-    paper=paper_of_grid(TABLE_2),
+    groups=models.by_model,
+    paper=models.paper_of_grid(TABLE_2),
     tables=(
         MetricTable("Final loss, the paper's from its perplexity", (_LOSS,)),
         PairedTable("Final loss less that of softmax + Adam", "vanilla", differences=(_LOSS,)),
