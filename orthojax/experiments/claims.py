@@ -116,7 +116,11 @@ def judge(claim: Claim, results: Results) -> Judged:
     verdict: Verdict = "holds" if (2 * held > len(tested) if claim.most else all(tested)) else "does not hold"
     quantity = as_quantity(claim.show[0]) if len(claim.show) == 1 and list(cases) != [""] else None
     says = f"{claim.says} {quantity.label[0].upper()}{quantity.label[1:]}:" if quantity else claim.says
-    lines = [_line(label, case, alone=len(cases) == 1) for label, case in cases.items() if label or case.text]
+    lines = []
+    for label, case in cases.items():
+        mark = " (not testable)" if not case.testable else "" if case.holds else " (does not hold)"
+        if label or case.text:
+            lines.append(f"{label} {case.text}{mark if len(cases) > 1 else ''}".strip())
     closing = [f"Holds in {held} of {len(tested)} testable cases."] if tested and len(cases) > 1 else []
     if missing:
         labels = ", ".join(label for label in missing if label)
@@ -138,7 +142,7 @@ def _case_text(claim: Claim, label: str, of: Sequence[Result]) -> str:
     """The numbers of a case: 'a → b (paper c → d)' in a group, which says what it compares, else by variant."""
     parts, compared = [], of[: claim.shown]
     for quantity in map(as_quantity, claim.show):
-        ours, paper = [_try(quantity, r) for r in compared], [r.paper_cell(quantity) for r in compared]
+        ours, paper = [r.mean_cell(quantity) for r in compared], [r.paper_cell(quantity) for r in compared]
         if label:
             printed = f" (paper {' → '.join(paper)})" if any(cell != "-" for cell in paper) else ""
             name = "" if len(claim.show) == 1 else f"{quantity.label} "
@@ -150,18 +154,6 @@ def _case_text(claim: Claim, label: str, of: Sequence[Result]) -> str:
     if claim.detail:
         parts.append(claim.detail(*of))
     return (", " if label else "; ").join(parts)
-
-
-def _try(quantity: Quantity, result: Result) -> str:
-    try:
-        return quantity.show(result.mean(quantity))
-    except NotMeasured:
-        return "-"
-
-
-def _line(label: str, case: _Case, *, alone: bool) -> str:
-    mark = "" if alone else " (not testable)" if not case.testable else "" if case.holds else " (does not hold)"
-    return f"{label} {case.text}{mark}".strip()
 
 
 # Terms of criteria. Each takes `Result`s, or the numbers of one seed or of the paper.

@@ -58,7 +58,7 @@ def measure_costs(
 
 
 def _costs_of_group(configs: dict[str, Config], reference: str) -> dict[str, dict[str, Any]]:
-    steps = {name: Stepper(config) for name, config in configs.items()}
+    steps = {name: Stepper(config) for name, config in configs.items()}  # freed on return
     seconds = interleaved_seconds(steps, REPEATS)
     return {
         name: {

@@ -170,6 +170,10 @@ class Result(Numbers):
         values = self.values(quantity)
         return "-" if self.seeds and not values else mean_and_range(values, quantity.show)
 
+    def mean_cell(self, quantity: Quantity) -> str:
+        """The mean alone; '-' where no seed has it."""
+        return quantity.show(self.mean(quantity)) if self.values(quantity) else "-"
+
     def paper_cell(self, quantity: Quantity) -> str:
         """What the paper prints, '-' where it prints nothing."""
         try:
@@ -221,6 +225,7 @@ class Results:
       seeds: With which seeds.
       workdir: Where.
       raw: The content of results.json.
+      variants: As given.
     """
 
     def __init__(

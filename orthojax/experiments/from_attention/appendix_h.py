@@ -29,7 +29,6 @@ from orthojax.ops.statistics import kurtosis, norm_ratio
 
 SAMPLES = 256
 SIZES = (64, 256, 1024)  # powers of two, as in Sylvester's construction, which the paper names
-MULTIPLES = (1.0, 10.0)  # alpha / D; the paper's models have 4 to 39
 
 
 class Setting(NamedTuple):
@@ -46,8 +45,8 @@ class Setting(NamedTuple):
 
 
 def alphas(size: int) -> tuple[float, ...]:
-    """The spikes of one D: as long as all the noise together, D, and 10 D."""
-    return (math.sqrt(size), *(multiple * size for multiple in MULTIPLES))
+    """The spikes of one D: as long as all the noise together, D, and 10 D; the paper's models have 4 to 39 D."""
+    return (math.sqrt(size), 1.0 * size, 10.0 * size)
 
 
 @jax.jit

@@ -100,25 +100,16 @@ def _spikes_text(*of: Result) -> str:
     return f"spikes: {', '.join(f'{label} {count}' for label, count in counts.items() if count) or 'none'}"
 
 
-def _differences(vanilla: Result, other: Result) -> dict[int, tuple[float, float]]:
-    """Final held-out loss of the other and of vanilla, by seed."""
-    return pairs(other, vanilla, "loss_nats")
-
-
-def _converges(vanilla: Result, other: Result) -> bool:
-    found = _differences(vanilla, other).values()
-    return float(np.mean([ours - baseline for ours, baseline in found])) <= SIMILAR_NATS
-
-
 CLAIMS = (
     Claim("Training is stable with every method.", lambda results: {"": [result.name for result in results]}, (),
           lambda *of: not any(sum(spikes_by_seed(result)) for result in of),
           f"no logged loss after warm-up more than {SPIKE_NATS:g} nat above the running mean of those before it, in "
           "any run", detail=_spikes_text),
     *(
-        Claim(f"{words} converges to a loss similar to that of softmax + Adam.", (V, method), (_LOSS,), _converges,
+        Claim(f"{words} converges to a loss similar to that of softmax + Adam.", (V, method), (_LOSS,),
+              lambda v, o: float(np.mean([a - b for a, b in pairs(o, v, "loss_nats").values()])) <= SIMILAR_NATS,
               f"on average over seeds at most {SIMILAR_NATS:g} nats above, in every model",
-              detail=lambda *of: f"paired by seed {difference_text(_differences(*of), '{:+.3f}'.format)}")
+              detail=lambda v, o: f"paired by seed {difference_text(pairs(o, v, 'loss_nats'), '{:+.3f}'.format)}")
         for method, words in METHOD_LABELS.items()
         if method != "vanilla"
     ),
