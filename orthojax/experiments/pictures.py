@@ -16,10 +16,6 @@ from orthojax.experiments.results import NotMeasured, Numbers, Result, Results
 Keep = Callable[[Result], bool]
 
 
-def _every(result: Result) -> bool:
-    return True
-
-
 @dataclasses.dataclass(frozen=True)
 class LayerCurves:
     """Metrics after each layer, one curve for each variant and metric.
@@ -42,7 +38,7 @@ class LayerCurves:
     metrics: Mapping[str, str]
     y_scale: Literal["linear", "log"] = "linear"
     reference: tuple[float, str] | Callable[[Config], tuple[float, str]] | None = None
-    keep: Keep = _every
+    keep: Keep = lambda result: True
     label: Callable[[Result], str] = lambda result: result.label
     normalized: bool = False
 
@@ -83,7 +79,7 @@ class TrainingCurves:
       pairs: Variants 2i and 2i + 1 share a colour.
     """
 
-    keep: Keep = _every
+    keep: Keep = lambda result: True
     label: Callable[[Result], str] = lambda result: result.label
     pairs: bool = False
 
@@ -167,7 +163,7 @@ class ModelMaps:
       label: Of a panel.
     """
 
-    keep: Keep = _every
+    keep: Keep = lambda result: True
     label: Callable[[Result], str] = lambda result: result.label
 
     def __call__(self, results: Results) -> list[Picture]:
