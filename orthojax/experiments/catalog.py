@@ -6,13 +6,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from orthojax.config import Config, from_json, replace
 from orthojax.errors import UserError, nearest
 from orthojax.experiments.base_configs import LANGUAGE_MODEL
+from orthojax.experiments.costs import Stepper
 from orthojax.experiments.experiment import Experiment, Run, run_name
 from orthojax.experiments.from_attention import (
     appendix_e,
@@ -39,35 +40,14 @@ from orthojax.experiments.from_attention import (
 from orthojax.experiments.ours import normalizers, optimizer_outliers, quick, rotation_ablation
 from orthojax.experiments.runs import TRAINED, Task, is_trained, training_flops
 from orthojax.formatting import align
-from orthojax.train import init_state, make_train_step
 
 # In the order in which they are listed.
+_TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table9)
+_LATER = (training_curves, appendix_e, appendix_g, appendix_h, rotation_ablation, optimizer_outliers, normalizers)
 ALL: tuple[Experiment, ...] = (
-    quick.EXPERIMENT,
-    table1.EXPERIMENT,
-    table2.EXPERIMENT,
-    table3.EXPERIMENT,
-    table4.EXPERIMENT,
-    table5.EXPERIMENT,
-    table6.EXPERIMENT,
-    table7.EXPERIMENT,
-    table8.EXPERIMENT,
-    table9.EXPERIMENT,
-    figure1.EXPERIMENT,
-    figure2.EXPERIMENT,
-    figure3.EXPERIMENT,
-    figure4.EXPERIMENT,
-    figure6.EXPERIMENT,
-    *layers.EXPERIMENTS,
-    maps.HIDDEN_STATES,
-    maps.ATTENTION_MAPS,
-    training_curves.EXPERIMENT,
-    appendix_e.EXPERIMENT,
-    appendix_g.EXPERIMENT,
-    appendix_h.EXPERIMENT,
-    rotation_ablation.EXPERIMENT,
-    optimizer_outliers.EXPERIMENT,
-    normalizers.EXPERIMENT,
+    *(module.EXPERIMENT for module in (quick, *_TABLES, figure1, figure2, figure3, figure4, figure6)),
+    *(*layers.EXPERIMENTS, maps.HIDDEN_STATES, maps.ATTENTION_MAPS),
+    *(module.EXPERIMENT for module in _LATER),
 )
 _CALIBRATION_SECONDS = 1.0
 _LONGEST_HOURS = 1000  # a longer estimate only means that this is not the machine for it
@@ -100,21 +80,14 @@ def short_names(names: Sequence[str]) -> str:
     runs: list[list[str]] = []
     for name in names:
         stem, number = numbered(name)
-        if runs and number is not None and numbered(runs[-1][-1]) == (stem, number - 1):
-            runs[-1].append(name)
-        else:
-            runs.append([name])
+        if not runs or number is None or numbered(runs[-1][-1]) != (stem, number - 1):
+            runs.append([])
+        runs[-1].append(name)
     return ", ".join(f"{run[0]} ... {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs)
 
 
-@dataclasses.dataclass(frozen=True)
-class Speed:
-    """How fast one worker trains.
-
-    Attributes:
-      flops_per_second: Of the model's own matrix products.
-      source: Where that is from, in words.
-    """
+class Speed(NamedTuple):
+    """How fast one worker trains: FLOP/s of the model's own matrix products, and where that is from, in words."""
 
     flops_per_second: float
     source: str
@@ -137,15 +110,11 @@ def measured_speed(runs_dir: Path) -> Speed | None:
 def calibrated_speed() -> Speed:
     """That of a small model's training step, after compiling it; takes seconds."""
     config = replace(LANGUAGE_MODEL, {"model.num_layers": 1})
-    shape = (config.train.batch_size, config.data.sequence_length + 1)
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
-    state, step, count = init_state(config), make_train_step(config), 0
-    state, metrics = step(state, jax.device_put(tokens))
-    jax.block_until_ready(metrics)
+    step, count = Stepper(config), 0
+    jax.block_until_ready(step())
     started = time.monotonic()
     while (seconds := time.monotonic() - started) < _CALIBRATION_SECONDS:
-        state, metrics = step(state, jax.device_put(tokens))
-        jax.block_until_ready(metrics)
+        jax.block_until_ready(step())
         count += 1
     flops = training_flops(config) / config.train.steps * count
     return Speed(flops / seconds, f"speed of {count} steps of a small model just now; other sizes differ")
@@ -196,13 +165,12 @@ def listing(
     rule = "-" * max(map(len, (head, *body)))
     of_seeds = "" if seeds is None else f", seeds {', '.join(map(str, seeds))}"
     at_once = "one run at a time" if workers == 1 else f"{workers} runs at once"
-    about = [
+    about = (
         f"Runs and minutes are those of scale {scale}{of_seeds}; experiments share runs, which the last line counts "
-        "once.",
-        f"Minutes are an estimate: training and measuring at {speed.flops_per_second:.3g} FLOP/s a run, {at_once}.",
-        f"That is the {speed.source}.",
-    ]
-    return "\n".join([head, rule, *body, rule, total, "", *about])
+        "once.\nMinutes are an estimate: training and measuring at "
+        f"{speed.flops_per_second:.3g} FLOP/s a run, {at_once}.\nThat is the {speed.source}."
+    )
+    return "\n".join([head, rule, *body, rule, total, "", about])
 
 
 def _tasks(experiment: Experiment, scale: str, seeds: Sequence[int] | None, runs_dir: Path) -> dict[Path, Task]:
@@ -216,10 +184,8 @@ def _tasks(experiment: Experiment, scale: str, seeds: Sequence[int] | None, runs
 
 
 def _clock(minutes: float) -> str:
-    if minutes == 0.0:
-        return "-"
     if minutes < 1:
-        return "under 1"
+        return "under 1" if minutes else "-"
     if minutes > 60 * _LONGEST_HOURS:
         return f"over {_LONGEST_HOURS:,} hours here"
     return f"{minutes:.0f}" if minutes < 600 else f"{minutes:,.0f} ({minutes / 60:,.0f} hours)"

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from orthojax.experiments.results import NotMeasured, Numbers, Quantity, Result, Results, metric, pairs
+from orthojax.experiments.results import NotMeasured, Numbers, Quantity, Result, Results, as_quantity, pairs
 
 Verdict = Literal["holds", "does not hold", "not testable at this scale"]
 
@@ -87,6 +87,7 @@ class _Case(NamedTuple):
     testable: bool
     holds: bool
     text: str
+    size: float  # `Claim.largest`
 
 
 def judge(claim: Claim, results: Results) -> Judged:
@@ -95,31 +96,37 @@ def judge(claim: Claim, results: Results) -> Judged:
     A case of which a variant failed, or lacks a metric that the criterion reads, is left out and named; without any
     testable case the claim is not testable.
     """
-    groups = {label: names for label, names in _groups(claim, results).items() if claim.where(label)}
     cases: dict[str, _Case] = {}
-    sizes: dict[str, float] = {}
     missing = []
-    for label, names in groups.items():
+    for label, names in _groups(claim, results).items():
+        if not claim.where(label):
+            continue
         try:
             of = [results[name] for name in names]
             testable = claim.testable is None or bool(claim.testable(*of))
-            case = _Case(testable, bool(claim.holds(*of)), _case_text(claim, label, of))
-            if claim.largest:
-                sizes[label] = claim.largest(*of)
-            cases[label] = case
+            size = claim.largest(*of) if claim.largest else 0.0
+            cases[label] = _Case(testable, bool(claim.holds(*of)), _case_text(claim, label, of), size)
         except (NotMeasured, KeyError):
             missing.append(label)
-    if sizes:
-        best = max(sizes, key=lambda label: sizes[label])
+    if claim.largest and cases:
+        best = max(cases, key=lambda label: cases[label].size)
         cases = {best: cases[best]}
-    tested = [case for case in cases.values() if case.testable]
-    held = sum(case.holds for case in tested)
-    return Judged(
-        _verdict(claim, held, len(tested)),
-        _says(claim, alone=list(cases) == [""]),
-        [_line(label, case, alone=len(cases) == 1) for label, case in cases.items() if label or case.text],
-        " ".join(_closing(claim, len(cases), held, len(tested), missing)),
-    )
+    tested = [case.holds for case in cases.values() if case.testable]
+    held = sum(tested)
+    verdict: Verdict = "holds" if (2 * held > len(tested) if claim.most else all(tested)) else "does not hold"
+    quantity = as_quantity(claim.show[0]) if len(claim.show) == 1 and list(cases) != [""] else None
+    says = f"{claim.says} {quantity.label[0].upper()}{quantity.label[1:]}:" if quantity else claim.says
+    lines = []
+    for label, case in cases.items():
+        mark = " (not testable)" if not case.testable else "" if case.holds else " (does not hold)"
+        if label or case.text:
+            lines.append(f"{label} {case.text}{mark if len(cases) > 1 else ''}".strip())
+    closing = [f"Holds in {held} of {len(tested)} testable cases."] if tested and len(cases) > 1 else []
+    if missing:
+        labels = ", ".join(label for label in missing if label)
+        closing.append(f"Not measured, since a run failed or is missing{': ' if labels else ''}{labels}.")
+    closing.append(f"Criterion: {claim.criterion}{', in most of the testable cases' if claim.most else ''}.")
+    return Judged(verdict if tested else "not testable at this scale", says, lines, " ".join(closing))
 
 
 def _groups(claim: Claim, results: Results) -> Mapping[str, Names]:
@@ -127,39 +134,15 @@ def _groups(claim: Claim, results: Results) -> Mapping[str, Names]:
         return claim.of(results)
     if isinstance(claim.of, Mapping):
         return claim.of
-    found = {}
-    for label, roles in results.groups().items():
-        if all(role in roles for role in claim.of):
-            found[label] = [roles[role] for role in claim.of]
-    return found
-
-
-def _says(claim: Claim, *, alone: bool) -> str:
-    """The claim, with the quantity that all cases show where it is one."""
-    quantity = _single_quantity(claim)
-    return claim.says if alone or quantity is None else f"{claim.says} {quantity.label[0].upper()}{quantity.label[1:]}:"
-
-
-def _single_quantity(claim: Claim) -> Quantity | None:
-    quantities = [metric(shown) if isinstance(shown, str) else shown for shown in claim.show]
-    return quantities[0] if len(quantities) == 1 else None
-
-
-def _verdict(claim: Claim, held: int, tested: int) -> Verdict:
-    if not tested:
-        return "not testable at this scale"
-    return "holds" if (2 * held > tested if claim.most else held == tested) else "does not hold"
+    groups = results.groups().items()
+    return {label: [of[role] for role in claim.of] for label, of in groups if all(role in of for role in claim.of)}
 
 
 def _case_text(claim: Claim, label: str, of: Sequence[Result]) -> str:
     """The numbers of a case: 'a → b (paper c → d)' in a group, which says what it compares, else by variant."""
     parts, compared = [], of[: claim.shown]
-    for shown in claim.show:
-        quantity = metric(shown) if isinstance(shown, str) else shown
-        ours, paper = (
-            [_try(quantity, result) for result in compared],
-            [result.paper_cell(quantity) for result in compared],
-        )
+    for quantity in map(as_quantity, claim.show):
+        ours, paper = [r.mean_cell(quantity) for r in compared], [r.paper_cell(quantity) for r in compared]
         if label:
             printed = f" (paper {' → '.join(paper)})" if any(cell != "-" for cell in paper) else ""
             name = "" if len(claim.show) == 1 else f"{quantity.label} "
@@ -171,27 +154,6 @@ def _case_text(claim: Claim, label: str, of: Sequence[Result]) -> str:
     if claim.detail:
         parts.append(claim.detail(*of))
     return (", " if label else "; ").join(parts)
-
-
-def _try(quantity: Quantity, result: Result) -> str:
-    try:
-        return quantity.show(result.mean(quantity))
-    except NotMeasured:
-        return "-"
-
-
-def _line(label: str, case: _Case, *, alone: bool) -> str:
-    mark = "" if alone else " (not testable)" if not case.testable else "" if case.holds else " (does not hold)"
-    return f"{label} {case.text}{mark}".strip()
-
-
-def _closing(claim: Claim, cases: int, held: int, tested: int, missing: Sequence[str]) -> list[str]:
-    sentences = [f"Holds in {held} of {tested} testable cases."] if tested and cases > 1 else []
-    if missing:
-        labels = ", ".join(label for label in missing if label)
-        sentences.append(f"Not measured, since a run failed or is missing{': ' if labels else ''}{labels}.")
-    most = ", in most of the testable cases" if claim.most else ""
-    return [*sentences, f"Criterion: {claim.criterion}{most}."]
 
 
 # Terms of criteria. Each takes `Result`s, or the numbers of one seed or of the paper.

@@ -58,7 +58,7 @@ def measure_costs(
 
 
 def _costs_of_group(configs: dict[str, Config], reference: str) -> dict[str, dict[str, Any]]:
-    steps = {name: _Stepper(config) for name, config in configs.items()}
+    steps = {name: Stepper(config) for name, config in configs.items()}  # freed on return
     seconds = interleaved_seconds(steps, REPEATS)
     return {
         name: {
@@ -71,7 +71,7 @@ def _costs_of_group(configs: dict[str, Config], reference: str) -> dict[str, dic
     }
 
 
-class _Stepper:
+class Stepper:
     """Takes one more training step on random tokens whenever it is called."""
 
     def __init__(self, config: Config):
@@ -83,14 +83,14 @@ class _Stepper:
         self._program = step.lower(self._state, self._tokens).compile()
 
     def __call__(self) -> Any:
+        """The metrics of the step."""
         self._state, metrics = self._program(self._state, self._tokens)
         return metrics
 
     def program_bytes(self) -> int | None:
         """Arguments, results and temporaries of one step; donated buffers counted once."""
         memory = self._program.memory_analysis()
-        names = ("argument", "output", "temp", "alias")
-        sizes = [getattr(memory, f"{name}_size_in_bytes", None) for name in names]
+        sizes = [getattr(memory, f"{of}_size_in_bytes", None) for of in ("argument", "output", "temp", "alias")]
         if None in sizes:
             return None
         *needed, donated = (int(size or 0) for size in sizes)

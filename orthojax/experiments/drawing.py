@@ -11,7 +11,7 @@ matplotlib.use("Agg")  # no display
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, Normalize, PowerNorm
+from matplotlib.colors import LogNorm, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -90,30 +90,27 @@ def lines(
     """
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(5.2, 3.6))
-        for i, ((label, (x, y)), (color, style)) in enumerate(
-            zip(curves.items(), looks(list(curves), pairs=pairs), strict=True)
-        ):
-            y = np.atleast_2d(y)
-            marker = _MARKERS[i % len(_MARKERS)] if len(x) <= 12 else None
-            axes.plot(x, y.mean(0), color=color, linestyle=style, label=label, marker=marker, markersize=4)
+        drawn = zip(curves.items(), looks(list(curves), pairs=pairs), cycle(_MARKERS), strict=False)
+        for (label, (x, y)), (color, style), marker in drawn:
+            y, few = np.atleast_2d(y), marker if len(x) <= 12 else None
+            axes.plot(x, y.mean(0), color=color, linestyle=style, label=label, marker=few, markersize=4)
             if len(y) > 1:
                 axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.15, linewidth=0)
             if dots and label in dots:
                 at, values = dots[label]
-                mean, marker = np.atleast_2d(values).mean(0), _MARKERS[i % len(_MARKERS)]
-                axes.plot(at, mean, marker, color=color, markersize=6, fillstyle="none")
-        if reference:
-            axes.axhline(reference[0], color="#888888", linestyle=":", linewidth=1.2, label=reference[1])
+                axes.plot(at, np.atleast_2d(values).mean(0), marker, color=color, markersize=6, fillstyle="none")
         if integer_x:
             axes.set_xticks(sorted({float(value) for x, _ in curves.values() for value in x}))
-        axes.set(xlabel=x_label, ylabel=y_label, yscale=y_scale, ylim=y_limits)
-        _finish(figure, axes, y_scale)
+        _finish(figure, axes, reference, xlabel=x_label, ylabel=y_label, yscale=y_scale, ylim=y_limits)
     return figure
 
 
-def _finish(figure: Figure, axes: Axes, y_scale: str) -> None:
-    """Plain numbers on a logarithmic axis, and the legend below, where it hides nothing."""
-    if y_scale == "log":
+def _finish(figure: Figure, axes: Axes, reference: tuple[float, str] | None, **settings: Any) -> None:
+    """The reference, plain numbers on a logarithmic axis, and the legend below, where it hides nothing."""
+    if reference:
+        axes.axhline(reference[0], color="#888888", linestyle=":", linewidth=1.2, label=reference[1])
+    axes.set(**settings)
+    if settings.get("yscale") == "log":
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -146,14 +143,12 @@ def bars(
             if texts:
                 axes.bar_label(drawn, texts[label], fontsize=7, padding=2)
             if len(y) > 1:
-                axes.errorbar(
-                    x, mean, np.abs([mean - y.min(0), y.max(0) - mean]), fmt="none", ecolor="#333333", capsize=2
-                )
+                whiskers = np.abs([mean - y.min(0), y.max(0) - mean])
+                axes.errorbar(x, mean, whiskers, fmt="none", ecolor="#333333", capsize=2)
         axes.set_xticks(np.arange(len(groups)), groups)
         axes.grid(visible=False, axis="x")
-        axes.set(ylabel=y_label)
         axes.margins(y=0.1)
-        _finish(figure, axes, "linear")
+        _finish(figure, axes, None, ylabel=y_label)
     return figure
 
 
@@ -179,13 +174,9 @@ def scatter(
         for (label, group), (color, _) in zip(points.items(), looks(list(points)), strict=True):
             axes.scatter([x for x, _, _ in group], [y for _, y, _ in group], color=color, s=22, label=label, zorder=3)
             for x, y, name in group:
-                axes.annotate(
-                    name, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7, color=color, alpha=0.9
-                )
-        if reference:
-            axes.axhline(reference[0], color="#888888", linestyle=":", linewidth=1.2, label=reference[1])
-        axes.set(xlabel=x_label, ylabel=y_label, yscale=y_scale)
-        _finish(figure, axes, y_scale)
+                at: dict[str, Any] = {"xytext": (4, 3), "textcoords": "offset points"}
+                axes.annotate(name, (x, y), fontsize=7, color=color, alpha=0.9, **at)
+        _finish(figure, axes, reference, xlabel=x_label, ylabel=y_label, yscale=y_scale)
     return figure
 
 
@@ -235,7 +226,10 @@ def maps(
     across = min(len(panels), 2 if len(panels) <= 4 else 4)
     down = -(-len(panels) // across)
     width, height = (3.5, 3.3) if across <= 2 else (2.5, 2.5)
-    norm = _color_scale(np.concatenate([panel.ravel() for panel in panels.values()]), log=log)
+    values = np.concatenate([panel.ravel() for panel in panels.values()])
+    top, norm = float(values.max()), PowerNorm(0.5, 0.0, values.max())
+    if log:
+        norm = LogNorm(max(float(np.quantile(values[values > 0], 0.02)), top * 1e-6), top)
     # Large letters, so that they can be read on a phone, where the picture is half as wide.
     with plt.rc_context({**_STYLE, "axes.grid": False, "font.size": 12, "axes.titlesize": 11}):
         figure, grid = plt.subplots(down, across, figsize=(width * across + 0.9, height * down), squeeze=False)
@@ -256,10 +250,3 @@ def maps(
         if image is not None:
             figure.colorbar(image, ax=grid, label=value_label, shrink=min(0.9, 4 / down))
     return figure
-
-
-def _color_scale(values: np.ndarray, *, log: bool) -> Normalize:
-    top = float(values.max())
-    if log:
-        return LogNorm(vmin=max(float(np.quantile(values[values > 0], 0.02)), top * 1e-6), vmax=top)
-    return PowerNorm(0.5, 0.0, top)

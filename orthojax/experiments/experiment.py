@@ -155,11 +155,8 @@ class Experiment:
           UserError: Where the experiment does not have the scale.
         """
         if scale not in self.scales:
-            raise UserError(
-                f"experiment {self.name!r} has no scale {scale!r}",
-                allowed=" | ".join(self.scales),
-                hint=nearest(scale, self.scales),
-            )
+            allowed, hint = " | ".join(self.scales), nearest(scale, self.scales)
+            raise UserError(f"experiment {self.name!r} has no scale {scale!r}", allowed=allowed, hint=hint)
         return self.variants(scale) if self.variants else ()
 
     def paper_at(self, scale: str) -> Paper:

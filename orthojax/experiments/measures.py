@@ -21,12 +21,7 @@ MAPS: tuple[str, ...] = ("mean over layers", "first layer", "a quarter of the la
 
 
 class Measured(NamedTuple):
-    """What one measure gives.
-
-    Attributes:
-      metrics: For results.json.
-      arrays: For pictures.
-    """
+    """What one measure gives: metrics for results.json, and arrays for pictures."""
 
     metrics: dict[str, float]
     arrays: dict[str, np.ndarray]

@@ -38,40 +38,27 @@ class Picture(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Everything that a reader gets to see.
-
-    Attributes:
-      title: Of the page.
-      summary: Paragraphs.
-      claims: With their verdicts.
-      tables: In their order.
-      pictures: In their order.
-      notes: What was run on what, and how to run it again.
-      links: (text, path relative to the workdir).
-    """
+    """Everything that a reader gets to see, in its order."""
 
     title: str
-    summary: Sequence[str]
+    summary: Sequence[str]  # paragraphs
     claims: Sequence[Judged]
     tables: Sequence[Table]
     pictures: Sequence[Picture]
-    notes: Sequence[str]
-    links: Sequence[tuple[str, str]]
+    notes: Sequence[str]  # what was run on what, and how to run it again
+    links: Sequence[tuple[str, str]]  # (text, path relative to the workdir)
 
 
 def make_report(results: Results) -> Report:
     """The report that an experiment describes, of its results."""
     experiment = results.experiment
-    tables: list[Table] = []
-    for build in experiment.tables:
-        built = build(results)
-        tables += [built] if isinstance(built, Table) else built
-    drawable = not results.failures() and any(result.seeds for result in results)
+    built = [build(results) for build in experiment.tables]
+    drawable = not results.failures() and results.finished
     return Report(
         title=experiment.title[:1].upper() + experiment.title[1:],
         summary=[*experiment.about(results), *_data_sentences(results), *results.failures()],
         claims=[judge(claim, results) for claim in experiment.claims],
-        tables=tables,
+        tables=[table for made in built for table in ([made] if isinstance(made, Table) else made)],
         pictures=[picture for draw in experiment.pictures for picture in draw(results)] if drawable else [],
         notes=[*_notes(results), *experiment.notes(results)],
         links=_links(results),
@@ -127,10 +114,8 @@ def _corpus(entry: Mapping[str, Any]) -> str:
     """What was read, exactly; `entry` is `Inputs.provenance`."""
     if "tokenizer" not in entry:
         return entry["source"]
-    return (
-        f"corpus sha256 {entry['source_sha256']}, tokenizer {entry['tokenizer']}, "
-        f"{entry['train']['n_tokens']:,} training tokens"
-    )
+    read = f"corpus sha256 {entry['source_sha256']}, tokenizer {entry['tokenizer']}"
+    return f"{read}, {entry['train']['n_tokens']:,} training tokens"
 
 
 def _links(results: Results) -> list[tuple[str, str]]:
@@ -184,16 +169,14 @@ def write_report(report: Report, workdir: Path) -> None:
 
 def _link_lists(report: Report) -> list[tuple[str, list[tuple[str, str]], bool]]:
     """(heading, links, whether they are folded): the files of the study, then those of its runs, which may be many."""
-    own = [link for link in report.links if "/" not in link[1]]
-    runs = [link for link in report.links if "/" in link[1]]
+    own, runs = ([link for link in report.links if ("/" in link[1]) == of_run] for of_run in (False, True))
     lists = [("", own, False), (f"{len(runs)} files of runs", runs, len(runs) > _LINKS_SHOWN)]
     return [part for part in lists if part[1]]
 
 
 def _render(figure: Figure, form: str) -> bytes:
     buffer = io.BytesIO()
-    metadata: dict[str, Any] = {"Date": None} if form == "svg" else {}
-    figure.savefig(buffer, format=form, dpi=130, metadata=metadata)
+    figure.savefig(buffer, format=form, dpi=130, metadata={"Date": None} if form == "svg" else {})
     plt.close(figure)
     return buffer.getvalue()
 
@@ -209,7 +192,11 @@ def _markdown(report: Report) -> str:
         parts.append("\n".join([f"**{table.caption}**", "", _row(table.columns), rule, *map(_row, table.rows)]))
     if report.claims:
         parts.append("## What held and what did not")
-        parts.append("\n".join(map(_claim_markdown, report.claims)))
+        lines = []
+        for claim in report.claims:
+            lines += [f"- **{claim.verdict}**: {claim.says}", *(f"  - {case}" for case in claim.cases)]
+            lines += [f"\n  {claim.closing}"]
+        parts.append("\n".join(lines))
     for picture in report.pictures:
         parts.append(f"![{picture.caption}](figures/{picture.name}.{picture.form})\n\n*{picture.caption}*")
     parts.append("## How this was made")
@@ -217,9 +204,3 @@ def _markdown(report: Report) -> str:
     if report.links:
         parts.append("\n".join(f"- [{text}]({path})" for text, path in report.links if path != "report.md"))
     return "\n\n".join(parts) + "\n"
-
-
-def _claim_markdown(claim: Judged) -> str:
-    return "\n".join(
-        [f"- **{claim.verdict}**: {claim.says}", *(f"  - {case}" for case in claim.cases), f"\n  {claim.closing}"]
-    )

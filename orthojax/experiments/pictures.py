@@ -1,5 +1,6 @@
 """The pictures of reports as data: curves over layers and steps, points, bars, and maps of single models."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -13,15 +14,6 @@ from orthojax.experiments.page import Picture
 from orthojax.experiments.results import NotMeasured, Numbers, Result, Results
 
 Keep = Callable[[Result], bool]
-
-
-def _every(result: Result) -> bool:
-    return True
-
-
-def finished(results: Results, keep: Keep = _every) -> list[Result]:
-    """The variants with a finished seed that `keep` accepts."""
-    return [result for result in results.finished if keep(result)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,24 +38,22 @@ class LayerCurves:
     metrics: Mapping[str, str]
     y_scale: Literal["linear", "log"] = "linear"
     reference: tuple[float, str] | Callable[[Config], tuple[float, str]] | None = None
-    keep: Keep = _every
+    keep: Keep = lambda result: True
     label: Callable[[Result], str] = lambda result: result.label
     normalized: bool = False
 
     def __call__(self, results: Results) -> list[Picture]:
         """The picture; none where no variant has the metrics."""
         curves, references = {}, set()
-        for result in finished(results, self.keep):
+        for result in filter(self.keep, results.finished):
             for metric, words in self.metrics.items():
-                try:
+                with contextlib.suppress(NotMeasured):
                     y = result.layers(metric)
-                except NotMeasured:
-                    continue
-                L = y.shape[1]
-                x = [m / max(L - 1, 1) for m in range(L)] if self.normalized else list(range(1, L + 1))
-                curves[", ".join(part for part in (self.label(result), words) if part)] = (x, y)
-                reference = self.reference
-                references.add(reference(result.config) if callable(reference) else reference)
+                    L = y.shape[1]
+                    x = [m / max(L - 1, 1) for m in range(L)] if self.normalized else list(range(1, L + 1))
+                    curves[", ".join(filter(None, (self.label(result), words)))] = (x, y)
+                    reference = self.reference
+                    references.add(reference(result.config) if callable(reference) else reference)
         if not curves:
             return []
         figure = drawing.lines(
@@ -89,13 +79,13 @@ class TrainingCurves:
       pairs: Variants 2i and 2i + 1 share a colour.
     """
 
-    keep: Keep = _every
+    keep: Keep = lambda result: True
     label: Callable[[Result], str] = lambda result: result.label
     pairs: bool = False
 
     def __call__(self, results: Results) -> list[Picture]:
         """The picture."""
-        curves = {self.label(r): r.logged("validation_loss_nats") for r in finished(results, self.keep)}
+        curves = {self.label(r): r.logged("validation_loss_nats") for r in filter(self.keep, results.finished)}
         figure = drawing.lines(curves, x_label="step", y_label="held-out loss (nats per token)", pairs=self.pairs)
         return [Picture("training_curves", "Held-out loss during training.", figure)]
 
@@ -132,11 +122,9 @@ class Points:
         """The picture; none where nothing is measured."""
         points: dict[str, list[tuple[float, float, str]]] = {}
         for result in results.finished:
-            try:
+            with contextlib.suppress(NotMeasured):
                 point = (self.x(result), self.y(result), self.label(result))
-            except NotMeasured:
-                continue
-            points.setdefault(self.group(result), []).append(point)
+                points.setdefault(self.group(result), []).append(point)
         if not points:
             return []
         figure = drawing.scatter(
@@ -175,29 +163,21 @@ class ModelMaps:
       label: Of a panel.
     """
 
-    keep: Keep = _every
+    keep: Keep = lambda result: True
     label: Callable[[Result], str] = lambda result: result.label
 
     def __call__(self, results: Results) -> list[Picture]:
         """Two pictures; none without a finished variant."""
-        shown = finished(results, self.keep)
-        if not shown:
+        if not (shown := list(filter(self.keep, results.finished))):
             return []
         seeds = sorted({next(iter(result.seeds)) for result in shown})
         which = f"seed {seeds[0]}" if len(seeds) == 1 else "the first seed of each"
         maps = {self.label(result): result.arrays("maps") for result in shown}
         attention = draw_attention({label: arrays["attention"][0] for label, arrays in maps.items()})
         hidden = draw_hidden({label: arrays["hidden"][0] for label, arrays in maps.items()})
+        seen = f"Attention on one held-out sequence, mean over heads and layers ({which})."
         words = f"|Hidden state| on the same sequence, mean over layers: bright columns are outlier channels ({which})."
-        return [
-            Picture(
-                "attention_map",
-                f"Attention on one held-out sequence, mean over heads and layers ({which}).",
-                attention,
-                "png",
-            ),
-            Picture("hidden_states", words, hidden, "png"),
-        ]
+        return [Picture("attention_map", seen, attention, "png"), Picture("hidden_states", words, hidden, "png")]
 
 
 def draw_attention(panels: Mapping[str, np.ndarray]) -> drawing.Figure:

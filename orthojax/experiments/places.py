@@ -4,29 +4,23 @@ A model at `tiny` scale is too small for two cores: two such runs at once, one o
 than one after the other (measured, 64 to 160 channels wide).
 """
 
-import dataclasses
 import importlib.metadata
 import importlib.util
 import math
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from orthojax.machine import available_memory_bytes
 
 _WORKER_BYTES = 2 << 30  # memory that a worker should have
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a worker runs.
+class Place(NamedTuple):
+    """Where a worker runs."""
 
-    Attributes:
-      cores: Of the CPU; empty for any.
-      environment: Variables that JAX reads.
-    """
-
-    cores: tuple[int, ...] = ()
-    environment: tuple[tuple[str, str], ...] = ()
+    cores: tuple[int, ...] = ()  # of the CPU; empty for any
+    environment: tuple[tuple[str, str], ...] = ()  # variables that JAX reads
 
 
 def places(jobs: int | None = None) -> list[Place]:

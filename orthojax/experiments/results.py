@@ -4,6 +4,7 @@
 a single seed are read in the same way.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,6 +64,11 @@ def metric(name: str, label: str = "", show: Callable[[float], str] = number) ->
     return Quantity(label or LABELS.get(name, name), lambda numbers: numbers[name], show)
 
 
+def as_quantity(given: str | Quantity) -> Quantity:
+    """The quantity of a metric's name; a quantity as it is."""
+    return metric(given) if isinstance(given, str) else given
+
+
 def penalty(setting: str, label: str = "") -> Quantity:
     """The fraction by which a quantisation setting, the metric of its perplexity, raises perplexity."""
     label = label or f"perplexity lost at {LABELS[setting]}"
@@ -88,36 +94,31 @@ class Result(Numbers):
     def __init__(
         self,
         name: str,
-        label: str,
-        config: Config | None,
+        variant: Variant | None,
         rows: Sequence[Mapping[str, Any]],
         *,
-        paper: Mapping[str, float] | None = None,
-        costs: Mapping[str, float] | None = None,
-        given: bool = False,
-        folder: Path = Path(),
+        paper: Mapping[str, float],
+        costs: Mapping[str, float],
+        folder: Path,
     ):
         """Collects the rows of results.json, which is in `folder`; `costs` are those of its training step."""
-        self.name, self.label, self.given = name, label, given
-        self.config: Config = config  # pyright: ignore[reportAttributeAccessIssue]
-        self.paper = Numbers(paper or {})
-        settings = ({} if config is None else _config_numbers(config)) | dict(costs or {})
+        self.name, self.paper = name, Numbers(paper)
+        self.label = variant.label if variant else rows[0]["overrides"].get("label", name)
+        self.given = variant is not None and variant.checkpoint is not None
+        self.config: Config = variant and variant.config  # pyright: ignore[reportAttributeAccessIssue]
+        settings = (_config_numbers(variant.config) if variant else {}) | dict(costs)
         finished = [row for row in rows if row["metrics"]]
         self.seeds = {row["seed"]: Numbers({**settings, **row["metrics"]}) for row in finished}
         self.folders = {row["seed"]: folder / row["run"] for row in finished if "run" in row}
-        self.rows = list(rows)
         names = set().union(*(row["metrics"] for row in finished))
         super().__init__(settings | {key: float(np.mean(self.values(key))) for key in names})
 
     def by_seed(self, quantity: str | Quantity) -> dict[int, float]:
         """The quantity of every seed that has it."""
-        value = metric(quantity).value if isinstance(quantity, str) else quantity.value
-        found = {}
+        value, found = as_quantity(quantity).value, {}
         for seed, numbers in self.seeds.items():
-            try:
+            with contextlib.suppress(NotMeasured):
                 found[seed] = value(numbers)
-            except NotMeasured:
-                continue
         return found
 
     def values(self, quantity: str | Quantity) -> list[float]:
@@ -130,9 +131,8 @@ class Result(Numbers):
         Raises:
           NotMeasured: Where no seed has it.
         """
-        values = self.values(quantity)
-        if not values:
-            raise NotMeasured(quantity if isinstance(quantity, str) else quantity.label)
+        if not (values := self.values(quantity)):
+            raise NotMeasured(as_quantity(quantity).label)
         return float(np.mean(values))
 
     def layers(self, name: str) -> np.ndarray:
@@ -169,6 +169,10 @@ class Result(Numbers):
         """Mean, and where seeds differ the range; 'failed' where none finished, '-' where none has it."""
         values = self.values(quantity)
         return "-" if self.seeds and not values else mean_and_range(values, quantity.show)
+
+    def mean_cell(self, quantity: Quantity) -> str:
+        """The mean alone; '-' where no seed has it."""
+        return quantity.show(self.mean(quantity)) if self.values(quantity) else "-"
 
     def paper_cell(self, quantity: Quantity) -> str:
         """What the paper prints, '-' where it prints nothing."""
@@ -208,7 +212,7 @@ def pairs(result: Result, reference: Result, quantity: str | Quantity) -> dict[i
     """
     a, b = result.by_seed(quantity), reference.by_seed(quantity)
     if not a.keys() & b.keys():
-        raise NotMeasured(quantity if isinstance(quantity, str) else quantity.label)
+        raise NotMeasured(as_quantity(quantity).label)
     return {seed: (a[seed], b[seed]) for seed in a if seed in b}
 
 
@@ -221,6 +225,7 @@ class Results:
       seeds: With which seeds.
       workdir: Where.
       raw: The content of results.json.
+      variants: As given.
     """
 
     def __init__(
@@ -234,31 +239,21 @@ class Results:
     ):
         """Sorts the rows of results.json by variant, in the order of `variants`; without them in that of the rows."""
         self.experiment, self.scale, self.seeds = experiment, scale, tuple(seeds)
-        self.workdir, self.raw = workdir, raw
-        rows: dict[str, list[Mapping[str, Any]]] = {v.name: [] for v in variants or ()}
+        self.workdir, self.raw, self.variants = workdir, raw, tuple(variants or ())
+        rows: dict[str, list[Mapping[str, Any]]] = {v.name: [] for v in self.variants}
         for row in raw["rows"]:
             rows.setdefault(row["variant"], []).append(row)
-        known, paper = {v.name: v for v in variants or ()}, experiment.paper_at(scale)
+        known, paper = {v.name: v for v in self.variants}, experiment.paper_at(scale)
         measured, reference = raw.get("costs", {}), experiment.cost_reference
         costs = {n: _cost_numbers(cost, measured[reference(n)]) for n, cost in measured.items()} if reference else {}
         if not experiment.trains:  # what is known of a variant is its cost
             rows |= {name: [{"seed": 0, "metrics": cost}] for name, cost in costs.items()}
-        self._results = {}
-        for name, of_variant in rows.items():
-            variant = known.get(name)
-            label = variant.label if variant else of_variant[0]["overrides"].get("label", name)
-            config, given = (variant.config, variant.checkpoint is not None) if variant else (None, False)
-            self._results[name] = Result(
-                name,
-                label,
-                config,
-                of_variant,
-                paper=paper.get(name),
-                costs=costs.get(name),
-                given=given,
-                folder=workdir,
+        self._results = {
+            name: Result(
+                name, known.get(name), found, paper=paper.get(name, {}), costs=costs.get(name, {}), folder=workdir
             )
-        self.variants = tuple(variants or ())
+            for name, found in rows.items()
+        }
 
     def __getitem__(self, name: str) -> Result:
         return self._results[name]

@@ -41,15 +41,12 @@ class Reporter(Protocol):
 
     def advance(self, work: float, message: str = "") -> None:
         """Work that was done."""
-        ...
 
     def skip(self, work: float) -> None:
         """Work that an earlier call did."""
-        ...
 
     def say(self, message: str) -> None:
         """A line of its own."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +82,7 @@ class Task:
     @property
     def cost(self) -> float:
         """Expected work, done or not, in training FLOPs."""
-        return self.training_cost + self.measuring_cost(self.all_measures)
+        return self.training_cost + self._measuring_cost(self.all_measures)
 
     @property
     def stage_cost(self) -> float:
@@ -95,8 +92,7 @@ class Task:
         flops = flops_per_token(config.model, config.data.sequence_length) * config.data.sequence_length / 3
         return 2 * flops * config.eval.sequences
 
-    def measuring_cost(self, measures: Sequence[Measure]) -> float:
-        """Work of some of its measures."""
+    def _measuring_cost(self, measures: Sequence[Measure]) -> float:
         return sum(measure.stages(self.run.config) for measure in measures) * self.stage_cost
 
     @property
@@ -105,7 +101,7 @@ class Task:
         folder = self.run.folder
         if (folder / _DIVERGED).exists():
             return 0.0
-        measuring = self.measuring_cost([measure for measure in self.all_measures if stored(folder, measure) is None])
+        measuring = self._measuring_cost([measure for measure in self.all_measures if stored(folder, measure) is None])
         return measuring if is_trained(folder) else measuring + self.training_cost
 
 
@@ -156,8 +152,7 @@ def finish(task: Task, reporter: Reporter) -> Row:
     make_folder(run.folder, "folder of a run")
     with _locked(run, tally):
         inputs = open_inputs(config, task.cache_dir)
-        row = failed_row(run, "") | {"data": inputs.provenance}
-        del row["failed"]
+        row = _empty_row(run) | {"data": inputs.provenance}
         try:
             if run.variant.learning_rates:
                 losses = _try_learning_rates(task, inputs, tally)
@@ -177,14 +172,12 @@ def finish(task: Task, reporter: Reporter) -> Row:
 
 def failed_row(run: Run, reason: str) -> Row:
     """The row of a run that did not finish; a later call resumes it."""
+    return _empty_row(run) | {"failed": reason}
+
+
+def _empty_row(run: Run) -> Row:
     overrides = changed_fields(Config(), run.config)
-    return {
-        "variant": run.variant.name,
-        "seed": run.seed,
-        "overrides": overrides,
-        "metrics": {},
-        "failed": reason,
-    }
+    return {"variant": run.variant.name, "seed": run.seed, "overrides": overrides, "metrics": {}}
 
 
 @contextlib.contextmanager
@@ -247,13 +240,15 @@ def _trained(task: Task, config: Config, inputs: Inputs, tally: _Tally) -> Path:
 def _measured(task: Task, config: Config, checkpoint: Path, inputs: Inputs, tally: _Tally) -> dict[str, float]:
     """The metrics of a trained run; numbers that are not finite, which JSON does not have, are left out."""
     run, metrics, loaded = task.run, {}, None
+
+    def on_progress(part: str) -> None:
+        tally.advance(task.stage_cost, f"{run.label}: measured {part}")
+
     for measure in task.all_measures:
         found = stored(run.folder, measure)
         if found is None:
             loaded = loaded or load(checkpoint)._replace(config=config)
-            measured = measure.measure(
-                loaded, inputs, lambda part: tally.advance(task.stage_cost, f"{run.label}: measured {part}")
-            )
+            measured = measure.measure(loaded, inputs, on_progress)
             store(run.folder, measure, measured)
             found = measured.metrics
         metrics |= {name: value for name, value in found.items() if math.isfinite(value)}
@@ -275,16 +270,9 @@ def describe_data(provenance: dict[str, Any]) -> str:
 
 def trial_config(config: Config, rate: float) -> Config:
     """The trial of one learning rate: the same run, shorter, with a quarter of its steps as warm-up at most."""
-    return replace(
-        config,
-        {
-            "optim.learning_rate": rate,
-            "optim.warmup_steps": min(config.optim.warmup_steps, TRIAL_STEPS // 4),
-            "train.steps": TRIAL_STEPS,
-            "train.eval_every_steps": TRIAL_STEPS,
-            "train.checkpoint_every_steps": TRIAL_STEPS,
-        },
-    )
+    steps = dict.fromkeys(("train.steps", "train.eval_every_steps", "train.checkpoint_every_steps"), TRIAL_STEPS)
+    warmup = {"optim.warmup_steps": min(config.optim.warmup_steps, TRIAL_STEPS // 4)}
+    return replace(config, {"optim.learning_rate": rate, **warmup, **steps})
 
 
 def _try_learning_rates(task: Task, inputs: Inputs, tally: _Tally) -> dict[str, float | None]:

@@ -38,7 +38,7 @@ def given_model(name: str, path: Path) -> Variant:
 
 
 def nothing() -> None:
-    """Sets up nothing."""
+    """Sets up nothing; a lambda could not travel to a worker."""
 
 
 def run_experiment(
@@ -98,9 +98,7 @@ def _computed(experiment: Experiment, seeds: Sequence[int]) -> dict[str, Any]:
         for seed in seeds:
             with jax.enable_x64(True):
                 cases = experiment.compute(seed)
-            rows += [
-                {"variant": c.variant, "seed": seed, "overrides": c.overrides, "metrics": c.metrics} for c in cases
-            ]
+            rows += [{"variant": case.variant, "seed": seed} | case._asdict() for case in cases]
             progress.advance(1, f"{experiment.name}: seed {seed}")
     seconds = round(time.monotonic() - started, 1)
     return {"provenance": environment() | {"seeds": list(seeds), "data": [], "wall_seconds": seconds}, "rows": rows}
@@ -122,7 +120,7 @@ def _trained(
     meshes = [(run.config.mesh.data, run.config.mesh.fsdp, run.config.mesh.tensor) for run in runs]
     if any(mesh != (1, 1, 1) for mesh in meshes):  # such a run wants all devices, and so one process
         where = [Place()]
-    costs = {}
+    content: dict[str, Any] = {}
     with Progress(sum(task.cost for task in tasks)) as progress:
 
         def lost(task: Task, reason: str) -> Row:
@@ -133,26 +131,18 @@ def _trained(
         if experiment.cost_reference:
             configs = {variant.name: variant.config for variant in trained}
             measured = measure_costs(configs, experiment.cost_reference, workdir / "costs.json", progress.say)
-            costs = {"costs": measured}
-    folders = [os.path.relpath(run.folder, workdir) for run in runs]
-    return {
-        "provenance": _provenance(seeds, rows),
-        "rows": [
-            {name: value for name, value in row.items() if name != "data"} | {"run": folder}
-            for row, folder in zip(rows, folders, strict=True)
-        ],
-    } | costs
-
-
-def _data_of(config: Config) -> object:
-    return replace(config, {"data.seed": 0}).data, config.train.batch_size, config.eval
-
-
-def _provenance(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
-    sources = {json.dumps(row["data"], sort_keys=True): row["data"] for row in rows if "data" in row}
-    return environment() | {
+            content = {"costs": measured}
+    sources = {json.dumps(row["data"], sort_keys=True): row.pop("data") for row in rows if "data" in row}
+    provenance = environment() | {
         "seeds": list(seeds),
         "data": list(sources.values()),
         # Summed over runs, of which several may run at once, in whichever call and experiment.
         "training_seconds": round(sum(row.get("seconds", 0.0) for row in rows), 1),
     }
+    for row, run in zip(rows, runs, strict=True):
+        row["run"] = os.path.relpath(run.folder, workdir)
+    return {"provenance": provenance, "rows": rows, **content}
+
+
+def _data_of(config: Config) -> object:
+    return replace(config, {"data.seed": 0}).data, config.train.batch_size, config.eval

@@ -10,12 +10,8 @@ from scipy import stats
 
 from orthojax.experiments.experiment import Paper
 from orthojax.experiments.page import Table
-from orthojax.experiments.results import NotMeasured, Numbers, Quantity, Result, Results, metric, pairs
+from orthojax.experiments.results import NotMeasured, Numbers, Quantity, Result, Results, as_quantity, metric, pairs
 from orthojax.formatting import mean_and_range
-
-
-def _quantities(columns: Sequence[str | Quantity]) -> list[Quantity]:
-    return [metric(column) if isinstance(column, str) else column for column in columns]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,20 +34,18 @@ class MetricTable:
 
     def __call__(self, results: Results) -> Table:
         """The table of some results."""
-        kept, quantities = [result for result in results if self.keep(result)], _quantities(self.quantities)
+        kept, quantities = [r for r in results if self.keep(r)], list(map(as_quantity, self.quantities))
         if self.transposed:
             body = [[q.label, *(result.cell(q) for result in kept)] for q in quantities]
             return Table(self.caption, ["", *map(self.label, kept)], body)
-        columns, cells = [""], [[self.label(result)] for result in kept]
+        columns = [["", *map(self.label, kept)]]
         for quantity in quantities:
-            ours, paper = [r.cell(quantity) for r in kept], [r.paper_cell(quantity) for r in kept]
-            shown = [(quantity.label, ours)]
-            shown += [("paper", paper)] if any(cell != "-" for cell in paper) else []
-            for heading, column in shown:
-                columns.append(heading)
-                for row, cell in zip(cells, column, strict=True):
-                    row.append(cell)
-        return Table(self.caption, columns, cells)
+            columns.append([quantity.label, *(r.cell(quantity) for r in kept)])
+            paper = [r.paper_cell(quantity) for r in kept]
+            if any(cell != "-" for cell in paper):
+                columns.append(["paper", *paper])
+        head, *body = map(list, zip(*columns, strict=True))
+        return Table(self.caption, head, body)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +66,7 @@ class PairedTable:
 
     def __call__(self, results: Results) -> Table:
         """The table of some results."""
-        changes, differences = _quantities(self.changes), _quantities(self.differences)
+        changes, differences = list(map(as_quantity, self.changes)), list(map(as_quantity, self.differences))
         body = []
         for roles in results.groups().values():
             base = results[roles[self.reference]]
@@ -126,7 +120,7 @@ class PrintedTable:
 
     def __call__(self, results: Results) -> Table:
         """The table, whatever the results are."""
-        quantities = _quantities(self.quantities)
+        quantities = list(map(as_quantity, self.quantities))
         rows = [[name, *(q.show(q.value(Numbers(of))) for q in quantities)] for name, of in self.models.items()]
         return Table(self.caption, ["", *(q.label for q in quantities)], rows)
 
@@ -141,17 +135,6 @@ def _shared(result: Result, reference: Result, quantity: Quantity) -> Pairs:
         return pairs(result, reference, quantity)
     except NotMeasured:
         return {}
-
-
-def _mean_and_interval(values: Sequence[float]) -> tuple[float, tuple[float, float] | None]:
-    """The mean, and the 95% confidence interval of a one-sample t-test; None with one value."""
-    if len(values) == 1:
-        return float(values[0]), None
-    mean = float(np.mean(values))
-    if np.ptp(values) == 0:
-        return mean, (mean, mean)
-    low, high = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
-    return mean, (float(low), float(high))
 
 
 def difference_text(pairs: Pairs, show: Callable[[float], str] = "{:+.3g}".format) -> str:
@@ -180,9 +163,11 @@ def change_text(pairs: Pairs) -> str:
 
 
 def _interval_text(values: Sequence[float], show: Callable[[float], str], unit: str = "") -> str:
+    """The mean, and with several values the 95% confidence interval of a one-sample t-test."""
     if not values:
         return "failed"
-    mean, interval = _mean_and_interval(values)
-    if interval is None:
+    mean = float(np.mean(values))
+    if len(values) == 1:
         return show(mean) + unit
-    return f"{show(mean)}{unit} (95% CI {show(interval[0])} to {show(interval[1])}, {len(values)} seeds)"
+    low, high = (mean, mean) if np.ptp(values) == 0 else stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    return f"{show(mean)}{unit} (95% CI {show(low)} to {show(high)}, {len(values)} seeds)"

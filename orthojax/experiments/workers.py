@@ -22,7 +22,6 @@ from orthojax.experiments.places import Place
 
 T = TypeVar("T")
 R = TypeVar("R")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHOWN = 2  # workers whose last message is shown
 
 
@@ -110,7 +109,7 @@ class _Pool:
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Passes signals on to the workers; all of them have ended when this ends."""
-        before = {signum: signal.signal(signum, self._on_signal) for signum in _SIGNALS}
+        before = {signum: signal.signal(signum, self._on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         except BaseException:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,24 +22,15 @@ from orthojax.train import learning_rate_schedule, make_optimizer
 
 INPUTS, OUTPUTS, TARGETS, BATCH, STEPS = 16, 12, 8, 32, 100
 STEPS_SHOWN = (1, 2, 5, 10, 20, 50, 100)
-FRAMES = ("haar", "signed_permutation")
 
 
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """An optimizer that trains a kernel in two bases.
-
-    Attributes:
-      name: Of the rows.
-      label: In tables.
-      config: The optimizer.
-      basis_follows: Whether OrthoAdam's own Q is changed with the basis, to Q' = Q R^T.
-    """
+class Trial(NamedTuple):
+    """An optimizer that trains a kernel in two bases."""
 
     name: str
     label: str
     config: OptimConfig
-    basis_follows: bool = False
+    basis_follows: bool = False  # OrthoAdam's own Q is changed with the basis, to Q' = Q R^T
 
 
 def trials() -> tuple[Trial, ...]:
@@ -117,7 +108,7 @@ def deviations(trial: Trial, seed: int) -> np.ndarray:
       seed: Of the task, the start and R.
 
     Returns:
-      float64 [len(FRAMES), STEPS], for each R and step.
+      float64 [2, STEPS]: for a Haar R and for a signed permutation.
     """
     start, readout, inputs, targets = task(seed)
     plain, *others = np.asarray(_program(trial)(frames(seed), start, readout, inputs, targets))
@@ -148,7 +139,6 @@ _PAPER = {
     **{"layer_linear": "independent", "layer_affine": "dependent"},
     **{"layer_rmsnorm_single": "independent", "layer_rmsnorm": "dependent"},
 }
-_DRAWN = ("adam", "orthoadam", "orthoadam_follows", "muon", "sgd", "novograd")
 
 
 def _size(value: float) -> str:
@@ -163,36 +153,30 @@ def _kind(result: Result, key: str = "deviation") -> str:
 def _tables(results: Results) -> list[Table]:
     optimizers, layers = [], []
     for result in results:
-        fixed, said = result.cell(metric("deviation", show=_size)), _PAPER.get(result.name, "")
+        fixed, permuted, rotated = (result.cell(metric(key, show=_size)) for key in ("deviation", _PERMUTED, _ROTATED))
+        said = _PAPER.get(result.name, "")
         if not result.name.startswith("layer_"):
-            optimizers.append([result.label, fixed, result.cell(metric(_PERMUTED, show=_size)), _kind(result), said])
+            optimizers.append([result.label, fixed, permuted, _kind(result), said])
             continue
         # Rotated along, equal scales are no longer equal.
-        along = [result.cell(metric(_ROTATED, show=_size)), _kind(result, _ROTATED)]
-        along = ["", ""] if result.name.endswith("_equal") else along
+        along = ["", ""] if result.name.endswith("_equal") else [rotated, _kind(result, _ROTATED)]
         layers.append([result.label, fixed, _kind(result), *along, said])
     return [
-        Table(
-            "Optimizers: largest deviation over the steps, relative to the distance from the start",
-            ["", "R Haar", "R signed permutation", "of the basis", "paper"],
-            optimizers,
-        ),
-        Table(
-            "Layers: deviation of f'(R x) from R f(x), R Haar",
-            ["", "parameters fixed", "of the basis", "parameters rotated along", "of the basis", "paper"],
-            layers,
-        ),
-    ]
+        Table("Optimizers: largest deviation over the steps, relative to the distance from the start",
+              ["", "R Haar", "R signed permutation", "of the basis", "paper"], optimizers),
+        Table("Layers: deviation of f'(R x) from R f(x), R Haar",
+              ["", "parameters fixed", "of the basis", "parameters rotated along", "of the basis", "paper"], layers),
+    ]  # fmt: skip
 
 
 def _claim(says: str, expected: Mapping[str, str], key: str = "deviation") -> Claim:
     """That rows are basis-independent, or dependent, by a metric; one case each."""
     bounds = {"independent": f"below {EQUAL:g}", "dependent": f"above {DIFFERENT:g}"}
-    asked = {kind: bounds[kind] for kind in expected.values()}
+    asked = dict.fromkeys(expected.values())
     return Claim(says, lambda results: {results[name].label: (name,) for name in expected},
                  (metric(key, "deviation", _size),),
                  lambda result: _kind(result, key) == expected[result.name],
-                 f"{', '.join(f'{kind}: {bound}' for kind, bound in asked.items())}, for every seed")  # fmt: skip
+                 f"{', '.join(f'{kind}: {bounds[kind]}' for kind in asked)}, for every seed")  # fmt: skip
 
 
 CLAIMS = (
@@ -236,7 +220,7 @@ CLAIMS = (
 
 def _picture(results: Results) -> list[Picture]:
     curves = {}
-    for name in _DRAWN:
+    for name in ("adam", "orthoadam", "orthoadam_follows", "muon", "sgd", "novograd"):
         values = np.array([results[name].values(f"deviation/step_{step}") for step in STEPS_SHOWN])
         curves[results[name].label] = (STEPS_SHOWN, np.log10(values.T))
     figure = drawing.lines(curves, x_label="step", y_label="log10 of the deviation")

@@ -29,7 +29,6 @@ from orthojax.ops.statistics import kurtosis, norm_ratio
 
 SAMPLES = 256
 SIZES = (64, 256, 1024)  # powers of two, as in Sylvester's construction, which the paper names
-MULTIPLES = (1.0, 10.0)  # alpha / D; the paper's models have 4 to 39
 
 
 class Setting(NamedTuple):
@@ -46,8 +45,8 @@ class Setting(NamedTuple):
 
 
 def alphas(size: int) -> tuple[float, ...]:
-    """The spikes of one D: as long as all the noise together, D, and 10 D."""
-    return (math.sqrt(size), *(multiple * size for multiple in MULTIPLES))
+    """The spikes of one D: as long as all the noise together, D, and 10 D; the paper's models have 4 to 39 D."""
+    return (math.sqrt(size), 1.0 * size, 10.0 * size)
 
 
 @jax.jit
@@ -55,12 +54,6 @@ def _measure(y: jax.Array) -> dict[str, jax.Array]:
     ratio = norm_ratio(y)
     per_vector = {"kurtosis": kurtosis(y), "norm_ratio": ratio, "norm_ratio_squared": ratio**2}
     return {name: values.mean() for name, values in per_vector.items()}
-
-
-def _closed_form_kurtosis(setting: Setting, columns: np.ndarray) -> float:
-    if setting.rotation in ("aligned", "haar"):  # exact: a Gaussian vector, but for an offset or a length
-        return direction_kurtosis(setting.size)
-    return float(np.mean(mixture_kurtosis(setting.alpha, columns)))
 
 
 def compute(seed: int) -> list[Case]:
@@ -74,12 +67,14 @@ def compute(seed: int) -> list[Case]:
             both = np.concatenate([x, np.eye(size)[channels]])
             rotated = np.split(rotate(both, np.tile(channels, 2), rotation, seed), 2 * len(drawn))
             for alpha, y, columns in zip(alphas(size), rotated, rotated[len(drawn) :], strict=False):
-                setting = Setting(rotation, size, alpha)
+                gaussian = rotation in ("aligned", "haar")  # exactly, but for an offset or a length
+                exact = direction_kurtosis(size) if gaussian else float(np.mean(mixture_kurtosis(alpha, columns)))
                 metrics = {name: float(value) for name, value in _measure(y).items()} | {
-                    "kurtosis_closed_form": _closed_form_kurtosis(setting, columns),
+                    "kurtosis_closed_form": exact,
                     "norm_ratio_squared_closed_form": mean_squared_norm_ratio(alpha, size, rotation),
                 }
-                cases.append(Case(setting.name, {"rotation": rotation, "size": size, "alpha": alpha}, metrics))
+                setting = Setting(rotation, size, alpha)
+                cases.append(Case(setting.name, setting._asdict(), metrics))
     return cases
 
 
@@ -100,13 +95,8 @@ def limits(size: int) -> dict[str, float]:
     }
 
 
-_SETTINGS = {
-    setting.name: setting
-    for size in SIZES
-    for alpha in alphas(size)
-    for rotation in LABELS
-    for setting in [Setting(rotation, size, alpha)]
-}
+_ALL = [Setting(rotation, size, alpha) for size in SIZES for alpha in alphas(size) for rotation in LABELS]
+_SETTINGS = {setting.name: setting for setting in _ALL}
 _LARGEST = SIZES[-1]
 
 
@@ -140,15 +130,10 @@ def _table(size: int) -> MetricTable:
 def _derivation(results: Results) -> Table:
     steps = {size: limits(size) for size in SIZES}
     rows = [[step, *(f"{size * steps[size][step]:,.3f}" for size in SIZES)] for step in steps[_LARGEST]]
-    sampled = [
-        results[Setting("aligned", size, float(size)).name].cell(Quantity("", partial(_times, size), "{:,.3f}".format))
-        for size in SIZES
-    ]
-    return Table(
-        "The paper's derivation step by step: D max|y|^2 / ||y||^2 at alpha = D, Q e_i = 1/sqrt(D)",
-        ["", *(f"D = {size}" for size in SIZES)],
-        [["samples", *sampled], *rows],
-    )
+    shown = {size: Quantity("", partial(_times, size), "{:,.3f}".format) for size in SIZES}
+    sampled = [results[Setting("aligned", size, float(size)).name].cell(of) for size, of in shown.items()]
+    caption = "The paper's derivation step by step: D max|y|^2 / ||y||^2 at alpha = D, Q e_i = 1/sqrt(D)"
+    return Table(caption, ["", *(f"D = {size}" for size in SIZES)], [["samples", *sampled], *rows])
 
 
 def _at(rotation: RotationName, multiple: float = 1.0) -> str:
@@ -170,9 +155,7 @@ def _kurtosis_text(*of: Result) -> str:
 
 
 _SQUARED = Quantity(f"D max|y|^2 / ||y||^2 at D = {_LARGEST}", partial(_times, _LARGEST), "{:.3f}".format)
-_STEPS = {step: value * _LARGEST for step, value in limits(_LARGEST).items()}
-_LAST = _STEPS["last line, printed: 1/D + (D + 2 sqrt(2 ln D))/D^1.5"]
-_CORRECTED = _STEPS["last line, corrected: 1/D + 2 sqrt(2 ln D)/D^1.5"]
+*_, _CORRECTED, _LAST, _ = (value * _LARGEST for value in limits(_LARGEST).values())
 _NOISE, _NOISE_SQUARED = (mean_max_abs(np.zeros(_LARGEST), power) for power in (1, 2))
 _BOUND = math.sqrt(2 * math.log(_LARGEST))
 CLAIMS = (
@@ -225,14 +208,9 @@ def _pictures(results: Results) -> list[Picture]:
             curves[f"{label}, samples"] = (list(SIZES), np.array([result.values(key) for result in of]).T)
             closed = np.array([result.mean(f"{key}_closed_form") for result in of])
             curves[f"{label}, closed form"] = (list(SIZES), closed)
+        line = (GAUSSIAN, "Gaussian") if key == "kurtosis" else None
         figure = drawing.lines(
-            curves,
-            x_label="D = alpha",
-            y_label=y_label,
-            y_scale="log",
-            reference=(GAUSSIAN, "Gaussian") if key == "kurtosis" else None,
-            integer_x=True,
-            pairs=True,
+            curves, x_label="D = alpha", y_label=y_label, y_scale="log", reference=line, integer_x=True, pairs=True
         )
         pictures.append(Picture(name, f"{caption}, before and after rotation.", figure))
     return pictures

@@ -13,13 +13,6 @@ import numpy as np
 import optax
 
 from orthojax import analysis
-from orthojax.analysis import (
-    Taps,
-    attention_fraction_by_key,
-    attention_mass_by_key,
-    equal_logits_mass,
-    uniformity_p_value,
-)
 from orthojax.config import replace
 from orthojax.experiments import drawing
 from orthojax.experiments.claims import Claim
@@ -53,13 +46,13 @@ def variants(scale: str) -> tuple[Variant, ...]:
     )
 
 
-def _observe(taps: Taps, targets: jax.Array) -> dict[str, jax.Array]:
+def _observe(taps: analysis.Taps, targets: jax.Array) -> dict[str, jax.Array]:
     """Of one layer: sums over sequences of mass and fraction [N, k] and of the map [T, k']; mass by sequence [B, k]."""
     weights = taps.attention_weights
-    mass, fraction = (by_key(weights, KEYS, KEYS) for by_key in (attention_mass_by_key, attention_fraction_by_key))
+    mass = analysis.attention_mass_by_key(weights, KEYS, KEYS)
     return {
         "mass": mass.sum(0),
-        "fraction": fraction.sum(0),
+        "fraction": analysis.attention_fraction_by_key(weights, KEYS, KEYS).sum(0),
         "map": weights[..., :_SHOWN_KEYS].mean(1).sum(0),
         "by_sequence": mass.mean(1),
     }
@@ -79,47 +72,33 @@ def _join(a: Any, b: Any) -> Any:
 
 
 def _measure(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
+    """The metrics of the first keys, from their mean weight for queries >= k, and means as arrays."""
     rows = inputs.evaluation[:_SEQUENCES]
     batches = [(rows[i : i + _AT_ONCE, :-1], rows[i : i + _AT_ONCE, 1:]) for i in range(0, len(rows), _AT_ONCE)]
     observed, loss = jax.device_get(analysis.measure(loaded, batches, _observe, output=_loss_sum, join=_join))
     on_progress("first keys")
-    mass, fraction, shown = (observed[key] / len(rows) for key in ("mass", "fraction", "map"))
-    counted = len(rows) * (rows.shape[1] - KEYS)
-    return first_keys(mass, fraction, observed["by_sequence"].mean(0), shown.mean(0), float(loss) / counted)
-
-
-def first_keys(
-    by_head: np.ndarray, fraction_by_head: np.ndarray, by_sequence: np.ndarray, shown: np.ndarray, loss_nats: float
-) -> Measured:
-    """The metrics of the first keys, from their mean weight for queries >= k.
-
-    Args:
-      by_head: Mean weight on each of the k keys, [layers, heads, k].
-      fraction_by_head: Share of queries that attend most to each, [layers, heads, k].
-      by_sequence: Mean weight over layers and heads, [sequences, k].
-      shown: Mean attention map, [T, keys].
-      loss_nats: Mean loss at positions >= k - 1.
-    """
-    mass = by_head.mean((0, 1))
+    by_head, fraction, shown = (observed[key] / len(rows) for key in ("mass", "fraction", "map"))  # [layers, ...]
+    by_sequence, mass = observed["by_sequence"].mean(0), by_head.mean((0, 1))
+    loss_nats = float(loss) / (len(rows) * (rows.shape[1] - KEYS))
     winner = int(np.argmax(mass))
     metrics = {
         "perplexity_after_first_keys": float(np.exp(loss_nats)),
         "winner": float(winner),
         "winner_mass": float(mass[winner]),
-        "winner_fraction": float(fraction_by_head.mean((0, 1))[winner]),
+        "winner_fraction": float(fraction.mean((0, 1))[winner]),
         "others_mass": float(np.delete(mass, winner).mean()),
         "winner_of_heads": float(np.mean(by_head.argmax(-1) == winner)),
         "winner_of_sequences": float(np.mean(by_sequence.argmax(-1) == winner)),
         # In whatever position: high where each sequence has a winner of its own.
         "largest_mass_of_sequence": float(by_sequence.max(-1).mean()),
     }
-    arrays = {"mass": mass, "mass_by_head": by_head, "fraction_by_head": fraction_by_head, "map": shown}
+    arrays = {"mass": mass, "mass_by_head": by_head, "fraction_by_head": fraction, "map": shown.mean(0)}
     return Measured(metrics, arrays | {"mass_by_sequence": by_sequence})
 
 
 def _equal(result: Result) -> float:
     """The mass of a key where all logits are equal."""
-    return equal_logits_mass(result.config.data.sequence_length, KEYS)
+    return analysis.equal_logits_mass(result.config.data.sequence_length, KEYS)
 
 
 def _winners(result: Result) -> dict[int, int]:
@@ -136,17 +115,13 @@ def _dominates(result: Result) -> bool:
     return all(mass > _FACTOR * max(_equal(result), others) for mass, others in both)
 
 
-def _both_dominate(relaxed: Result, plain: Result) -> bool:
-    return _dominates(relaxed) and _dominates(plain)
-
-
-def _mask_matters(relaxed: Result, plain: Result) -> bool:
-    return set(_winners(plain).values()) == {0} and set(_winners(relaxed).values()) != {0}
+def _both_dominate(*of: Result) -> bool:
+    return all(map(_dominates, of))
 
 
 def _p_value(relaxed: Result) -> float:
     """Of the exact multinomial test that each key wins equally often."""
-    return uniformity_p_value(np.bincount(list(_winners(relaxed).values()), minlength=KEYS).tolist())
+    return analysis.uniformity_p_value(np.bincount(list(_winners(relaxed).values()), minlength=KEYS).tolist())
 
 
 def _winners_text(*of: Result) -> str:
@@ -160,7 +135,8 @@ CLAIMS = (
           lambda r, p: _dominates(r), f"over {_FACTOR:g} times what equal logits give and what the other nine have, in "
           "every seed; testable where a token dominates so under a causal mask", lambda r, p: _dominates(p),
           detail=lambda r, p: f"with equal logits {number(_equal(r))}"),
-    Claim("It is the mask that privileges the first token.", (RELAXED, PLAIN), (), _mask_matters,
+    Claim("It is the mask that privileges the first token.", (RELAXED, PLAIN), (),
+          lambda r, p: set(_winners(p).values()) == {0} and set(_winners(r).values()) != {0},
           f"key 0 wins in every seed under a causal mask, and not in every seed where {KEYS} tokens see each other; "
           f"{_SEEN}", _both_dominate, detail=_winners_text),
     Claim(f"Which of the {KEYS} it is, is uniformly distributed ('this happens with uniform distribution').",
@@ -190,10 +166,7 @@ def _key_tables(results: Results) -> list[Table]:
     return [
         Table(
             f"Mean attention weight on each of the first {KEYS} keys, queries >= {KEYS}, all heads and layers (equal "
-            f"logits: {number(_equal(results.first))})",
-            ["", "winner", *positions],
-            rows,
-        ),
+            f"logits: {number(_equal(results.first))})", ["", "winner", *positions], rows),
         Table("Where each key has the largest weight: share of heads, and of sequences, all seeds", ["", *positions],
               wins),
     ]  # fmt: skip
@@ -205,11 +178,8 @@ def _pictures(results: Results) -> list[Picture]:
     stored = {f"seed {seed}": relaxed.arrays("first_keys", seed) for seed in seeds}
     one = {f"seed {seed}": relaxed.arrays("maps", seed)["attention"][0][:, :_SHOWN_KEYS] for seed in seeds}
     mean = draw_attention({label: arrays["map"] for label, arrays in stored.items()})
-    bars = drawing.bars(
-        [str(key) for key in range(KEYS)],
-        {label: arrays["mass"][None] for label, arrays in stored.items()},
-        y_label=f"attention mass, queries >= {KEYS}",
-    )
+    masses = {label: arrays["mass"] for label, arrays in stored.items()}
+    bars = drawing.bars([str(key) for key in range(KEYS)], masses, y_label=f"attention mass, queries >= {KEYS}")
     words = f"first {_SHOWN_KEYS} keys, mean over heads and layers; the first {KEYS} tokens see each other"
     return [
         Picture("relaxed_attention_one", f"Attention on one held-out sequence, {words}.", draw_attention(one), "png"),

@@ -10,18 +10,8 @@ import numpy as np
 
 from orthojax.analysis import rank_correlation
 from orthojax.config import Config
-from orthojax.experiments.claims import (
-    DOMINANCE,
-    FRACTION,
-    GAUSSIAN,
-    C,
-    Claim,
-    O,
-    V,
-    chance,
-    chance_of_first,
-    gaussian_kurtosis_limit,
-)
+from orthojax.experiments import claims as terms
+from orthojax.experiments.claims import DOMINANCE, FRACTION, GAUSSIAN, C, Claim, O, V, gaussian_kurtosis_limit
 from orthojax.experiments.experiment import Experiment
 from orthojax.experiments.from_attention.models import GRID, MODELS, SCALES, by_model, grid
 from orthojax.experiments.from_attention.spiked_vector import mean_norm_ratio_of_direction
@@ -59,7 +49,7 @@ def _grows(values: np.ndarray) -> bool:
 
 def _dominated(result: Result, *_: Result) -> bool:
     """Whether the first token dominates in some layer."""
-    return result.layer_means(FRACTION).max() > DOMINANCE * chance(result)
+    return result.layer_means(FRACTION).max() > DOMINANCE * terms.chance(result)
 
 
 def _rises(result: Result) -> bool:
@@ -67,19 +57,18 @@ def _rises(result: Result) -> bool:
     return bool(0 < values.argmax() < len(values) - 1 and values[0] < values.max() / 2)
 
 
-def _falls(result: Result) -> bool:
-    values = result.layer_means(FRACTION)
-    return bool(values[-1] < values.max())
-
-
 def dominance_claims() -> list[Claim]:
     """Appendix I.1: low at first, a peak in the middle, less at the end; and none with softmax-1."""
+
+    def falls(result: Result) -> bool:
+        return result.layer_means(FRACTION)[-1] < result.layer_means(FRACTION).max()
+
     seen = f"testable where a layer has more than {DOMINANCE:g} times what equal logits give"
     claim = partial(Claim, detail=partial(_text, FRACTION), testable=_dominated, most=True)
     peak = "the largest is of a layer that is neither first nor last, and the first layer has less than half of it"
     trends = (
         ("begins low and rises to a peak in the middle layers", _rises, peak),
-        ("falls in the final layers", _falls, "the last layer has less than the largest"),
+        ("falls in the final layers", falls, "the last layer has less than the largest"),
     )
     return [
         *(
@@ -107,11 +96,8 @@ def growth_claims(metric: str, words: str, limit: Callable[[int], float], limit_
     """
     seen = f"testable where a layer is above {limit_words}"
 
-    def limit_of(result: Result) -> float:
-        return limit(result.config.model.d_model)
-
     def above(result: Result, *_: Result) -> bool:
-        return result.layer_means(metric).max() > limit_of(result)
+        return result.layer_means(metric).max() > limit(int(result.d_model))
 
     def starts_lower(orthoadam: Result, vanilla: Result) -> bool:
         values = orthoadam.layer_means(metric)
@@ -128,14 +114,10 @@ def growth_claims(metric: str, words: str, limit: Callable[[int], float], limit_
               starts_lower, f"{_GROWS}, and the first layer below that of softmax and Adam; {seen}"),
         Claim(f"With both the {words} stays that of a Gaussian vector in every layer; the paper sees small rises in "
               "the last layers of two of five models.", (V, C), (),
-              lambda v, c: c.layer_means(metric)[:-1].max(initial=0) <= limit_of(v),
+              lambda v, c: c.layer_means(metric)[:-1].max(initial=0) <= limit(int(v.d_model)),
               f"all layers but the last at most {limit_words}, in every model; {seen} with softmax and Adam", above,
-              detail=lambda v, c: f"{_text(metric, v, c)}, limit {number(limit_of(v))}"),
+              detail=lambda v, c: f"{_text(metric, v, c)}, limit {number(limit(int(v.d_model)))}"),
     ]  # fmt: skip
-
-
-def _norm_ratio_limit(d_model: int) -> float:
-    return 1.5 * mean_norm_ratio_of_direction(d_model)
 
 
 def max_abs_claims() -> list[Claim]:
@@ -210,16 +192,7 @@ def _experiment(
     claims: Sequence[Claim],
     reference: Callable[[Config], tuple[float, str]] | None = None,
 ) -> Experiment:
-    """Five figures of one metric: four of our models, two sizes of them in the third, and given models.
-
-    Args:
-      figure: Number of the first.
-      metric: Its key.
-      label: In words.
-      y_scale: "linear" or "log".
-      claims: What the paper says of it.
-      reference: A line in a picture: its value for a config, and what it means.
-    """
+    """Five figures of one metric, from `figure` on: four of our models, two sizes in the third, and given models."""
 
     def about(results: Results) -> list[str]:
         missing = "" if any(result.given for result in results) else "; none was"
@@ -247,7 +220,7 @@ def _experiment(
 EXPERIMENTS = (
     _experiment(
         7, FRACTION, "first-token dominance, fraction", "linear", dominance_claims(),
-        lambda config: (chance_of_first(config.data.sequence_length), "by chance"),
+        lambda config: (terms.chance_of_first(config.data.sequence_length), "by chance"),
     ),
     _experiment(
         12, "kurtosis_first", "kurtosis, first token", "log",
@@ -260,7 +233,7 @@ EXPERIMENTS = (
     _experiment(
         17, "norm_ratio_first", "max|x| / l2 norm, first token", "linear",
         growth_claims(
-            "norm_ratio_first", "norm ratio of the first token", _norm_ratio_limit,
+            "norm_ratio_first", "norm ratio of the first token", lambda d: 1.5 * mean_norm_ratio_of_direction(d),
             "1.5 times the mean of a Gaussian vector",
         ),
         lambda config: (mean_norm_ratio_of_direction(config.model.d_model), "Gaussian"),

@@ -1,6 +1,5 @@
 """Figures 27 to 40: hidden states and attention maps of models, mean over layers and three single layers."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from orthojax.experiments.from_attention.models import SCALES
 from orthojax.experiments.measures import MAPS, Measure, Measured, by_layer
 from orthojax.experiments.page import Picture
 from orthojax.experiments.pictures import LayerCurves, draw_attention, draw_hidden
-from orthojax.experiments.results import Result, Results, metric
+from orthojax.experiments.results import Result, metric
 from orthojax.experiments.tables import MetricTable
 from orthojax.formatting import number
 from orthojax.model import LoadedModel, Taps
@@ -123,49 +122,36 @@ def largest_channels(hidden: np.ndarray, count: int) -> np.ndarray:
     return np.sort(np.argsort(-hidden[0].max(axis=0), kind="stable")[:count])
 
 
-def _hidden_pictures(results: Results) -> list[Picture]:
-    pictures = []
-    for result in results.finished:
-        hidden = result.arrays("maps")["hidden"]
-        channels = largest_channels(hidden, CHANNELS)
-        caption = (
-            f"{result.label}: |hidden state| of one held-out sequence in the {len(channels)} channels that have the "
-            f"largest values, of {hidden.shape[-1]}."
-        )
-        panels = dict(zip(MAPS, hidden[:, :, channels], strict=True))
-        pictures.append(Picture(f"hidden_{result.name}", caption, draw_hidden(panels, channels.tolist()), "png"))
-    return pictures
+def _hidden_picture(result: Result) -> Picture:
+    hidden = result.arrays("maps")["hidden"]
+    channels = largest_channels(hidden, CHANNELS)
+    caption = (
+        f"{result.label}: |hidden state| of one held-out sequence in the {len(channels)} channels that have the "
+        f"largest values, of {hidden.shape[-1]}."
+    )
+    panels = dict(zip(MAPS, hidden[:, :, channels], strict=True))
+    return Picture(f"hidden_{result.name}", caption, draw_hidden(panels, channels.tolist()), "png")
 
 
-def _attention_pictures(results: Results) -> list[Picture]:
-    pictures = []
-    for result in results.finished:
-        panels = dict(zip(MAPS, result.arrays("maps")["attention"], strict=True))
-        caption = f"{result.label}: attention on one held-out sequence, mean over heads."
-        pictures.append(Picture(f"attention_{result.name}", caption, draw_attention(panels), "png"))
-    return pictures
-
-
-def _same_channels(overlap: str, vanilla: Result, cured: Result) -> bool:
-    found = [(vanilla[f"{sets}_{overlap}"], cured[f"{sets}_{overlap}"]) for sets in _SETS]
-    return any(with_outliers >= max(_SAME, without + _BEYOND) for with_outliers, without in found)
-
-
-def _overlap_testable(overlap: str, vanilla: Result, cured: Result) -> bool:
-    return vanilla.kurtosis_rest > OUTLIERS and any(cured[f"{sets}_{overlap}"] < _SAME for sets in _SETS)
+def _attention_picture(result: Result) -> Picture:
+    panels = dict(zip(MAPS, result.arrays("maps")["attention"], strict=True))
+    caption = f"{result.label}: attention on one held-out sequence, mean over heads."
+    return Picture(f"attention_{result.name}", caption, draw_attention(panels), "png")
 
 
 def _overlap_claim(overlap: str, what: str) -> Claim:
     """'The same feature channels always exhibit outlier activations' (section 2.2), of softmax and Adam."""
     shown = [metric(f"{sets}_{overlap}", f"overlap of {words}") for sets, words in _SETS.items()]
+    keys = [f"{sets}_{overlap}" for sets in _SETS]
     return Claim(f"The same channels are the outliers for every {what} (2.2).", (VANILLA, CURED),
                  (*shown, "kurtosis_rest"),
-                 functools.partial(_same_channels, overlap), f"for one of the two sizes at least {_SAME:g} with "
+                 lambda v, c: any(v[key] >= max(_SAME, c[key] + _BEYOND) for key in keys),
+                 f"for one of the two sizes at least {_SAME:g} with "
                  f"softmax and Adam, and at least {_BEYOND:g} more than softmax-1 with OrthoAdam has at the same size: "
                  "that model has no outliers to share, so its overlap is what the residual stream alone gives; "
                  f"testable where the kurtosis of the former's other tokens is above {OUTLIERS:g} and the latter's "
                  f"overlap below {_SAME:g} for one size or both",
-                 functools.partial(_overlap_testable, overlap))  # fmt: skip
+                 lambda v, c: v.kurtosis_rest > OUTLIERS and any(c[key] < _SAME for key in keys))  # fmt: skip
 
 
 _GIVEN = (
@@ -187,6 +173,11 @@ def _dominated(vanilla: Result, *_: Result) -> bool:
     return _largest_mass(vanilla) > DOMINANCE * chance(vanilla)
 
 
+_OVERLAP_METRICS = [
+    metric(f"{sets}_{key}", f"{words}, {key.replace('_', ' ')}")
+    for sets, words in _SETS.items()
+    for key in (*_OVERLAPS, "by_chance")
+]
 _SEEN = f"testable where that is above {DOMINANCE:g} times what uniform attention gives"
 _ATTENTION_CLAIMS = (
     Claim("With softmax and Adam dominance is established after the first or second layer and persists (K).",
@@ -216,19 +207,12 @@ HIDDEN_STATES = Experiment(
     tables=(
         MetricTable(
             "Overlap of the largest channels",
-            [
-                *(
-                    metric(f"{sets}_{key}", f"{words}, {key.replace('_', ' ')}")
-                    for sets, words in _SETS.items()
-                    for key in (*_OVERLAPS, "by_chance")
-                ),
-                "kurtosis_rest",
-            ],
+            [*_OVERLAP_METRICS, "kurtosis_rest"],
             transposed=True,
         ),
     ),
     claims=[_overlap_claim(overlap, what) for overlap, what in _OVERLAPS.items()],
-    pictures=(_hidden_pictures,),
+    pictures=(lambda results: list(map(_hidden_picture, results.finished)),),
     measures=(Measure("largest_channels", _measure),),
     takes_models=True,
 )
@@ -242,7 +226,7 @@ ATTENTION_MAPS = Experiment(
     tables=(MetricTable("Attention on the first token", ("first_attention_fraction", MASS)),),
     claims=_ATTENTION_CLAIMS,
     pictures=(
-        _attention_pictures,
+        lambda results: list(map(_attention_picture, results.finished)),
         LayerCurves(
             "mass_by_layer", "Attention mass on the first token.", "attention mass", {MASS: ""}, normalized=True
         ),

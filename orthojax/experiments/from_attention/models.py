@@ -49,33 +49,24 @@ _SMALL_SIZES = {
 }
 
 
-def _swiglu_width(d_model: int) -> int:
-    """Eight thirds of the width, in multiples of 8: the parameters of an MLP of four times the width."""
-    return 8 * round(d_model / 3)
-
-
 def _shape(model: str, layers: int, d_model: int, heads: int, vocab_size: int, length: int) -> ModelConfig:
     is_llama = model.startswith("llama2")
     shape = {
         "num_layers": layers,
         "d_model": d_model,
         "num_heads": heads,
-        "d_mlp": _swiglu_width(d_model) if is_llama else 4 * d_model,
+        # SwiGLU has the parameters of an MLP of four times the width with eight thirds of it, in multiples of 8.
+        "d_mlp": 8 * round(d_model / 3) if is_llama else 4 * d_model,
         "vocab_size": vocab_size,
         "max_length": length,
         "norm": "rmsnorm_single",
         "use_bias": False,
     }
-    return llama2("tiny", **shape) if is_llama else gpt2("tiny", **shape)
+    return (llama2 if is_llama else gpt2)("tiny", **shape)
 
 
-def tiny_run(model: str, length: int = 64) -> Config:
-    """Softmax and Adam on two CPU cores: about 1M parameters and 500 steps of 16 sequences.
-
-    Args:
-      model: One of `MODELS`.
-      length: Tokens of a sequence.
-    """
+def _tiny_run(model: str, length: int = 64) -> Config:
+    """Softmax and Adam on two CPU cores: about 1M parameters and 500 steps of 16 sequences."""
     shape = _shape(model, 4, _TINY_WIDTHS[model], 4, 2048, length)
     return Config(
         model=ModelConfig(**{**vars(shape), "scan_layers": False}),  # compiles slower, runs faster
@@ -89,13 +80,8 @@ def tiny_run(model: str, length: int = 64) -> Config:
     )
 
 
-def small_run(model: str, length: int = 128) -> Config:
-    """Softmax and Adam on one GPU: 5M to 60M parameters and 2,000 steps of 64 sequences.
-
-    Args:
-      model: One of `MODELS`.
-      length: Tokens of a sequence.
-    """
+def _small_run(model: str, length: int = 128) -> Config:
+    """Softmax and Adam on one GPU: 5M to 60M parameters and 2,000 steps of 64 sequences."""
     shape = _shape(model, *_SMALL_SIZES[model], 8192, length)
     return Config(
         model=ModelConfig(**{**vars(shape), "dtype": "bfloat16"}),
@@ -106,18 +92,14 @@ def small_run(model: str, length: int = 128) -> Config:
     )
 
 
-def paper_run(model: str, length: int = 256) -> Config:
-    """Softmax and Adam on C4, as the paper has it.
-
-    Args:
-      model: One of `MODELS`.
-      length: Tokens of a sequence.
-    """
+def _paper_run(model: str, length: int = 256) -> Config:
+    """Softmax and Adam on C4, as the paper has it."""
     config = llama2_run() if model == "llama2_130m" else gpt2_run(model.removeprefix("gpt2_").replace("_", "."))
     return replace(config, {"data.sequence_length": length})
 
 
-RUNS: Mapping[str, Callable[..., Config]] = {"tiny": tiny_run, "small": small_run, "paper": paper_run}
+# Scale -> (one of `MODELS`, tokens of a sequence) -> its run with softmax and Adam.
+RUNS: Mapping[str, Callable[..., Config]] = {"tiny": _tiny_run, "small": _small_run, "paper": _paper_run}
 # Scale -> how many times the steps of the other optimizers SGD has.
 SGD_STEPS = {"tiny": 2, "small": 2, "paper": SGD_FACTOR}
 # Scale -> sequence lengths that stand for 256, 512 and 1,024.
@@ -162,14 +144,11 @@ GRID = {variant_name(model, method): (model, method) for model in MODELS for met
 
 def by_model(results: Results) -> dict[str, dict[str, str]]:
     """`Experiment.groups` of grids: label of every model that was run -> method -> variant name."""
-    present = {GRID[result.name][0] for result in results if result.name in GRID}
-    return {
-        MODELS[model]: {
-            method: variant_name(model, method) for method in METHOD_LABELS if variant_name(model, method) in results
-        }
-        for model in MODELS
-        if model in present
-    }
+    found: dict[str, dict[str, str]] = {}
+    for name, (model, method) in GRID.items():
+        if name in results:
+            found.setdefault(MODELS[model], {})[method] = name
+    return found
 
 
 def paper_of_grid(table: Mapping[tuple[str, str], Mapping[str, float]]) -> dict[str, Mapping[str, float]]:
@@ -225,26 +204,24 @@ def row_label(row: Row) -> str:
     return ", ".join([*parts, *(["biases"] if biases else []), "softmax-1" if softmax1 else "softmax"])
 
 
-def _ablated(scale: str, row: Row) -> Variant:
-    biases, position, norm, optimizer, softmax1 = row
-    base, (name, momentum) = base_run(scale), OPTIMIZERS[optimizer]
-    changes: dict[str, object] = {
-        "model.use_bias": biases,
-        "model.position": POSITIONS[position],
-        "model.norm": NORMS[norm],
-        "model.normalizer": "softmax1" if softmax1 else "softmax",
-        "optim.optimizer": name,
-        "optim.momentum": momentum,
-        "optim.learning_rate": _ABLATION_RATES[scale].get(optimizer, base.optim.learning_rate),
-    }
-    if name == "sgd":
-        changes["train.steps"] = SGD_STEPS[scale] * base.train.steps
-    return Variant(row_name(row), row_label(row), replace(base, changes))
-
-
 def ablation(scale: str) -> tuple[Variant, ...]:
     """A variant for every row of Table 5."""
-    return tuple(_ablated(scale, row) for row in TABLE_5)
+    base, variants = base_run(scale), []
+    for row in TABLE_5:
+        biases, position, norm, optimizer, softmax1 = row
+        name, momentum = OPTIMIZERS[optimizer]
+        changes = {
+            "model.use_bias": biases,
+            "model.position": POSITIONS[position],
+            "model.norm": NORMS[norm],
+            "model.normalizer": "softmax1" if softmax1 else "softmax",
+            "optim.optimizer": name,
+            "optim.momentum": momentum,
+            "optim.learning_rate": _ABLATION_RATES[scale].get(optimizer, base.optim.learning_rate),
+            "train.steps": base.train.steps * (SGD_STEPS[scale] if name == "sgd" else 1),
+        }
+        variants.append(Variant(row_name(row), row_label(row), replace(base, changes)))
+    return tuple(variants)
 
 
 BY_NAME: dict[str, Row] = {row_name(row): row for row in TABLE_5}  # name of a variant -> its row

@@ -8,15 +8,8 @@ import numpy as np
 from orthojax.experiments import drawing
 from orthojax.experiments.claims import Claim, V
 from orthojax.experiments.experiment import Experiment
-from orthojax.experiments.from_attention.models import (
-    GRID,
-    METHOD_LABELS,
-    MODELS,
-    SCALES,
-    by_model,
-    grid,
-    paper_of_grid,
-)
+from orthojax.experiments.from_attention import models
+from orthojax.experiments.from_attention.models import GRID, METHOD_LABELS, MODELS
 from orthojax.experiments.from_attention.paper_tables import TABLE_2
 from orthojax.experiments.page import Picture, Table
 from orthojax.experiments.results import Quantity, Result, Results, pairs
@@ -74,10 +67,8 @@ def spikes_by_seed(result: Result) -> list[int]:
 
 
 def _spike_table(results: Results) -> Table:
-    rows = []
-    for result in results:
-        counts = spikes_by_seed(result)
-        rows.append([result.label, str(sum(counts)), str(len(counts))])
+    counts = {result.label: spikes_by_seed(result) for result in results}
+    rows = [[label, str(sum(of)), str(len(of))] for label, of in counts.items()]
     return Table("Spikes of the training loss after warm-up", ["", "spikes", "finished runs"], rows)
 
 
@@ -97,13 +88,8 @@ def _pictures(results: Results) -> list[Picture]:
             low.append(min(smooth.min(), dots[label][1].min()))
             high.append(smooth[:, len(steps) // 5 :].max())  # what comes before would flatten the rest
         margin = 0.05 * (max(high) - min(low))
-        drawn = drawing.lines(
-            curves,
-            x_label="step",
-            y_label="loss (nats per token)",
-            dots=dots,
-            y_limits=(min(low) - margin, max(high) + margin),
-        )
+        limits = (min(low) - margin, max(high) + margin)
+        drawn = drawing.lines(curves, x_label="step", y_label="loss (nats per token)", dots=dots, y_limits=limits)
         caption = f"{MODELS[model]}: training loss, smoothed (lines), and held-out loss (markers)."
         pictures.append(Picture(f"figure{figure}_{model}", caption, drawn))
     return pictures
@@ -114,25 +100,16 @@ def _spikes_text(*of: Result) -> str:
     return f"spikes: {', '.join(f'{label} {count}' for label, count in counts.items() if count) or 'none'}"
 
 
-def _differences(vanilla: Result, other: Result) -> dict[int, tuple[float, float]]:
-    """Final held-out loss of the other and of vanilla, by seed."""
-    return pairs(other, vanilla, "loss_nats")
-
-
-def _converges(vanilla: Result, other: Result) -> bool:
-    found = _differences(vanilla, other).values()
-    return float(np.mean([ours - baseline for ours, baseline in found])) <= SIMILAR_NATS
-
-
 CLAIMS = (
     Claim("Training is stable with every method.", lambda results: {"": [result.name for result in results]}, (),
           lambda *of: not any(sum(spikes_by_seed(result)) for result in of),
           f"no logged loss after warm-up more than {SPIKE_NATS:g} nat above the running mean of those before it, in "
           "any run", detail=_spikes_text),
     *(
-        Claim(f"{words} converges to a loss similar to that of softmax + Adam.", (V, method), (_LOSS,), _converges,
+        Claim(f"{words} converges to a loss similar to that of softmax + Adam.", (V, method), (_LOSS,),
+              lambda v, o: float(np.mean([a - b for a, b in pairs(o, v, "loss_nats").values()])) <= SIMILAR_NATS,
               f"on average over seeds at most {SIMILAR_NATS:g} nats above, in every model",
-              detail=lambda *of: f"paired by seed {difference_text(_differences(*of), '{:+.3f}'.format)}")
+              detail=lambda v, o: f"paired by seed {difference_text(pairs(o, v, 'loss_nats'), '{:+.3f}'.format)}")
         for method, words in METHOD_LABELS.items()
         if method != "vanilla"
     ),
@@ -141,16 +118,16 @@ CLAIMS = (
 EXPERIMENT = Experiment(
     name="figure41",
     title="Figures 41 to 44: training curves of the four methods",
-    variants=grid,
-    scales=SCALES,
+    variants=models.grid,
+    scales=models.SCALES,
     also=("figure42", "figure43", "figure44"),
     about=lambda results: [
         "Five models by four methods, the runs of Table 2. Lines are the running mean of the training loss over a "
         "twentieth of the logged steps, three at least; markers are the loss on held-out text. Both are means over "
         "seeds, with bands from the smallest to the largest."
     ],
-    groups=by_model,
-    paper=paper_of_grid(TABLE_2),
+    groups=models.by_model,
+    paper=models.paper_of_grid(TABLE_2),
     tables=(
         MetricTable("Final loss, the paper's from its perplexity", (_LOSS,)),
         PairedTable("Final loss less that of softmax + Adam", "vanilla", differences=(_LOSS,)),
