@@ -32,7 +32,7 @@ def test_nnx_training(name):
     assert printed
     assert printed[1] == name
     first, last = float(printed[2]), float(printed[3])
-    assert first > 4.5  # about ln 128 = 4.85, before anything is learnt
+    assert first > 4.5  # about ln 128 = 4.85, before anything is learned
     assert last < 3.0
 
 

@@ -423,7 +423,7 @@ def test_batches_are_prefetched_two_ahead_in_order_and_errors_surface_at_their_s
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_mesh_and_is_evaluated_where_it_lies(tmp_path):
+def test_a_run_resumes_on_another_mesh_and_is_evaluated_from_its_workdir(tmp_path):
     config = replace(CONFIG, {"train.eval_every_steps": 10})
     train(config, INPUTS, tmp_path / "one")
 

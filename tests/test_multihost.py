@@ -80,7 +80,7 @@ MESH = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
-def test_several_processes_are_one_run_that_goes_on_with_another_number(alone, tmp_path, processes):
+def test_several_processes_are_one_run_that_resumes_with_another_number(alone, tmp_path, processes):
     folder, want = alone, losses(alone / "run")
     assert len(want) == 8 + 2
     want = pytest.approx(want, abs=1e-5, rel=0)

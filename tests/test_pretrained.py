@@ -1,12 +1,15 @@
 """Models from checkpoints: to measure, and as the start of another run; what may differ, and what is refused."""
 
+import re
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 from tiny_run import TINY, assert_trees_close, inputs, rows
 
 import orthojax
-from orthojax import quant
+from orthojax import analysis, quant
 from orthojax.config import TrainConfig, replace
 from orthojax.data.tokenizers import make_tokenizer
 from orthojax.errors import UserError
@@ -68,6 +71,22 @@ def test_a_quantised_checkpoint_is_loaded_on_its_integers(finished, tmp_path):
     assert loaded.source == folder
     out = loaded.model.apply({"params": loaded.params}, TOKENS)[0]
     assert 0 < np.max(np.abs(out - logits(MODEL, finished[1]))) < 0.1
+    measured = [
+        analysis.finalize(analysis.measure(model, [TOKENS], analysis.observe_language_model))["kurtosis_rest"]
+        for model in (loaded, orthojax.load(finished[0]))
+    ]
+    assert measured[0] != measured[1]
+    assert measured[0] == pytest.approx(measured[1], rel=0.05)
+
+
+def test_the_readmes_lines_measure_a_run(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.DOTALL)
+    (lines,) = (block for block in blocks if "orthojax.load(" in block)
+    workdir, _ = save(replace(CONFIG, {"model.max_length": 64}), tmp_path)
+    scope = {}
+    exec(lines.replace("runs/tiny_cured", str(workdir)), scope)
+    assert scope["logits"].shape == (1, 64, MODEL.vocab_size)
+    assert scope["statistics"]
 
 
 def test_what_does_not_change_the_function_may_differ(finished):

@@ -67,7 +67,7 @@ def train(
         step, path = int(state.step), workdir / "metrics.jsonl"
         checkpoints.validated_before(dict(from_primary(lambda: [*validation_losses(path, step).items()])))
         on_start(step)
-        if step >= settings.steps and not run.owes_validation(step):
+        if step >= settings.steps and not run.validation_pending(step):
             return state
         writer = MetricWriter(path if is_primary() else None, step, tensorboard=tensorboard, on_line=on_line)
         with writer, stop_on_signals() as stop:
@@ -138,7 +138,7 @@ class _Run:
         """Trains from a step to the last."""
         self._writer, self._logger, self._stop = writer, logger, stop
         probe = Probe(self._config, self._inputs, self._program.mesh)
-        owed = self.owes_validation(step)
+        owed = self.validation_pending(step)
         while True:
             logger.start(step)
             try:
@@ -175,7 +175,7 @@ class _Run:
         every = self._settings.eval_every_steps
         return bool(every) and (step % every == 0 or step == self._settings.steps)
 
-    def owes_validation(self, step: int) -> bool:
+    def validation_pending(self, step: int) -> bool:
         """Whether the run was stopped after this step before it had validated, so that it does that first."""
         return step > 0 and self._validates(step) and not self._checkpoints.is_validated(step)
 
