@@ -101,12 +101,15 @@ def judge(claim: Claim, results: Results) -> Judged:
     for label, names in _groups(claim, results).items():
         if not claim.where(label):
             continue
+        if not all(name in results for name in names):
+            missing.append(label)
+            continue
+        of = [results[name] for name in names]
         try:
-            of = [results[name] for name in names]
             testable = claim.testable is None or bool(claim.testable(*of))
             size = claim.largest(*of) if claim.largest else 0.0
             cases[label] = _Case(testable, bool(claim.holds(*of)), _case_text(claim, label, of), size)
-        except (NotMeasured, KeyError):
+        except NotMeasured:
             missing.append(label)
     if claim.largest and cases:
         best = max(cases, key=lambda label: cases[label].size)

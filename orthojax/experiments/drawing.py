@@ -38,7 +38,6 @@ _STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 10,
     "legend.frameon": False,
-    "svg.hashsalt": "orthojax",  # the same picture is the same file
 }
 
 

@@ -176,7 +176,8 @@ def _link_lists(report: Report) -> list[tuple[str, list[tuple[str, str]], bool]]
 
 def _render(figure: Figure, form: str) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=form, dpi=130, metadata={"Date": None} if form == "svg" else {})
+    with plt.rc_context({"svg.hashsalt": "orthojax"}):  # the same picture is the same file
+        figure.savefig(buffer, format=form, dpi=130, metadata={"Date": None} if form == "svg" else {})
     plt.close(figure)
     return buffer.getvalue()
 
