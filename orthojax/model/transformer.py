@@ -131,7 +131,7 @@ class Transformer(nn.Module):
 
         Args:
           tokens: int [B, T].
-          layer_inputs: Pytree of arrays [num_layers, ...]; every block gets its own layer's.
+          layer_inputs: Pytree of arrays [num_layers, ...]; `observe` finds its layer's slice in `Taps.inputs`.
           observe: Called once in every block; its leaves come back stacked along a leading layer axis.
           head: False leaves out the last product, so that the caller can compute it in chunks.
 
