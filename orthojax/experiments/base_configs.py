@@ -6,7 +6,7 @@ from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, Normali
 from orthojax.model.presets import gpt2
 
 LANGUAGE_MODEL = Config(
-    # The paper's changes to GPT-2, for both variants: one gain in every norm, no biases.
+    # The paper's changes to GPT-2, for both variants: one scale in every norm, no biases.
     model=gpt2("tiny", norm="rmsnorm_single", use_bias=False, max_length=64, scan_layers=False),
     optim=OptimConfig(optimizer="adam", learning_rate=5e-3, warmup_steps=100),
     data=DataConfig(kind="embedded", tokenizer="bpe:2048", sequence_length=64, bos=True),

@@ -163,7 +163,7 @@ def about(results: Results) -> str:
     return (
         f"Scale {results.scale}: {train.batch_size} sequences of {length} tokens a step."
         f"{'' if results.scale == 'paper' else stand_ins} Every number is a mean over seeds, with the range; the "
-        f"paper's, of one run each on C4, stands beside it."
+        f"paper's, of one run each on C4, is shown alongside."
     )
 
 

@@ -77,7 +77,7 @@ def _config(model: ModelConfig, steps: int, warmup_steps: int, data_folder: str,
 
 
 def gpt2_run(size: str) -> Config:
-    """GPT-2 with one gain in every norm and no biases, softmax and Adam: the vanilla rows.
+    """GPT-2 with one scale in every norm and no biases, softmax and Adam: the vanilla rows.
 
     Args:
       size: "60m" | "130m" | "350m" | "1.4b".
@@ -87,7 +87,7 @@ def gpt2_run(size: str) -> Config:
 
 
 def llama2_run() -> Config:
-    """Llama 2 130M with one gain in every norm, softmax and Adam."""
+    """Llama 2 130M with one scale in every norm, softmax and Adam."""
     return _config(llama2("130m", norm="rmsnorm_single"), *STEPS["130m"], "c4_llama2", bos=True)
 
 

@@ -33,7 +33,7 @@ from orthojax.formatting import percent
     _STOCK, _NO_BIASES, _NO_POSITIONS, _ROTARY, _LAYERNORM, _RMSNORM_M, _ADAM, _RMSPROP, _MOMENTUM, _SGD,
     _CURED, _WITHOUT_SOFTMAX1, _CURED_RMSNORM_M, _CURED_LAYERNORM,
 ) = BY_NAME  # fmt: skip
-# A model whose perplexity is further above Adam's has learnt less, and its kurtosis says nothing of the optimizer.
+# A model whose perplexity is further above Adam's has learned less, and its kurtosis says nothing about the optimizer.
 _LEARNT = 0.1
 _POOLED = metric("kurtosis_pooled", "pooled kurtosis")
 # The paper does not say over which tokens its largest activation is taken.

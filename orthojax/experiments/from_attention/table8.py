@@ -48,7 +48,7 @@ def _about(results: Results) -> list[str]:
         about(results),
         "The paper's 'maximum activation value' is, number for number, Table 2's column of the first token (1856, "
         "7018, ...): the largest |activation| over channels at position 0, its mean over sequences and then over "
-        "layers. That is alpha here. The largest over the whole evaluation set (mean over layers) stands beside it, "
+        "layers. That is alpha here. The largest over the whole evaluation set (mean over layers) is shown alongside, "
         "and the same of other tokens. The runs are those of table2.",
     ]
 
