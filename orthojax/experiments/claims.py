@@ -195,6 +195,9 @@ def worst_kurtosis(of: Numbers) -> float:
     return max(of.kurtosis_first, of.kurtosis_rest)
 
 
+WORST_KURTOSIS = Quantity("kurtosis, larger of first token and others", worst_kurtosis)
+
+
 def chance(of: Numbers) -> float:
     """`chance_of_first` at the length of a model's sequences."""
     return chance_of_first(of.sequence_length)

@@ -2,11 +2,11 @@
 
 from orthojax.config import OptimConfig, replace
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, with_normalizer
-from orthojax.experiments.claims import NO_OUTLIERS, OUTLIERS, Claim, has_outliers, worst_kurtosis
+from orthojax.experiments.claims import NO_OUTLIERS, OUTLIERS, WORST_KURTOSIS, Claim, has_outliers, worst_kurtosis
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.page import Table
 from orthojax.experiments.pictures import perplexity_and_kurtosis
-from orthojax.experiments.results import Quantity, Result, Results, penalty
+from orthojax.experiments.results import Result, Results, penalty
 from orthojax.experiments.tables import MetricTable
 from orthojax.model import parameter_count
 
@@ -30,7 +30,6 @@ OPTIMIZERS = {
     "muon": ("Muon", {"momentum": 0.95}, 1e-2),
 }
 _PLAIN = tuple(OPTIMIZERS)
-_KURTOSIS = Quantity("kurtosis, larger of first token and others", worst_kurtosis)
 
 
 def _variants(scale: str) -> tuple[Variant, ...]:
@@ -52,10 +51,10 @@ def _adaptive_only(*plain: Result) -> bool:
 
 
 CLAIMS = (
-    Claim("Adaptive optimizers make outliers, SGD does not.", _PLAIN, (_KURTOSIS,), _adaptive_only,
+    Claim("Adaptive optimizers make outliers, SGD does not.", _PLAIN, (WORST_KURTOSIS,), _adaptive_only,
           f"Adam above {OUTLIERS:g}, SGD not"),
     Claim("A rotated basis cures whichever optimizer makes them.",
-          {label: (name, f"{name}_rotated") for name, (label, *_) in OPTIMIZERS.items()}, (_KURTOSIS,),
+          {label: (name, f"{name}_rotated") for name, (label, *_) in OPTIMIZERS.items()}, (WORST_KURTOSIS,),
           lambda plain, rotated: worst_kurtosis(rotated) < NO_OUTLIERS,
           f"rotated below {NO_OUTLIERS} for all; testable where the optimizer as it is has more than {OUTLIERS:g}",
           has_outliers),
