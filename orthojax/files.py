@@ -1,11 +1,12 @@
 """Files that are either complete or absent, folders, and locks that end with the process that holds them."""
 
 import contextlib
+import json
 import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from orthojax.errors import UserError
 
@@ -39,6 +40,8 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     try:
         with temporary.open("xb") as file:
             write(file)
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut leaves the new name with nothing behind it
         temporary.replace(path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -49,6 +52,58 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replaces a UTF-8 text file in one step, as `write_atomically`."""
     write_atomically(path, lambda file: file.write(text.encode("utf-8")))
+
+
+def require_file(path: Path, what: str) -> None:
+    """Checks that a file is there and can be read to its end; opening a pipe would wait for ever.
+
+    Raises:
+      UserError: Where nothing is there, or a folder, a pipe or a device is; `what` names it ("token file", "report").
+    """
+    if os.path.isfile(path):  # os.path: pathlib raises for names that are too long
+        return
+    if os.path.exists(path):
+        problem = f"{what} {path} is {'a folder' if path.is_dir() else 'a pipe or a device'}"
+    elif os.path.islink(path):
+        problem = f"{what} {path} is a link to {os.readlink(path)}, which does not exist"
+    else:
+        problem = f"no such {what}: {path}"
+    raise UserError(problem, allowed="a regular file")
+
+
+def parse_json(text: str | bytes, what: str) -> Any:
+    """Parses JSON that may be damaged or hostile.
+
+    Raises:
+      UserError: For invalid UTF-8 or JSON, nesting deeper than Python's stack and integers of thousands of digits.
+    """
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+    except RecursionError:
+        raise UserError(f"{what} is nested too deeply") from None
+    except ValueError as error:  # also UnicodeDecodeError and integers longer than Python converts
+        raise UserError(f"{what} is not valid JSON: {str(error)[:200]}") from None
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """Reads a JSON object from a file; what is in it is for the caller to check.
+
+    Args:
+      path: The file.
+      what: What it is, for errors: "sidecar", "report".
+
+    Raises:
+      UserError: Where the file is absent, not a regular file, unreadable, or holds no JSON object.
+    """
+    require_file(path, what)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{what} {path} cannot be read: {error.strerror}") from error
+    values = parse_json(content, f"{what} {path}")
+    if not isinstance(values, dict):
+        raise UserError(f"{what} {path} holds a JSON {type(values).__name__}", allowed="a JSON object")
+    return values
 
 
 def try_lock(file: IO) -> bool:
