@@ -17,6 +17,7 @@ from absl import app, flags, logging
 
 from orthojax.config import Config, describe_type, field_paths, flatten, from_json, replace
 from orthojax.errors import Interrupted, UserError, nearest
+from orthojax.machine import keep_freed_memory
 
 # Operating-system errors that the user can fix. A missing file may be our fault: whoever opens a user's file says so.
 _USER_ERRNOS = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -187,6 +188,7 @@ def run(main: Callable[[list[str]], None], *, positional: str = "") -> None:
 
     logging.set_verbosity(logging.FATAL)  # Orbax logs much, and all that it raises twice; --verbosity=0 brings it back
     _hold_back_background_errors()
+    keep_freed_memory()
     # SIGTERM unwinds the stack, so that files are closed and half-written checkpoints finish.
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     app.run(lambda arguments: _guarded(lambda: main(arguments)), flags_parser=parse)

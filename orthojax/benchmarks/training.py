@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from orthojax.benchmarks.plain_flax import plain_state, plain_step
 from orthojax.benchmarks.suite import (
     TINY_MODEL,
     Case,
@@ -57,6 +58,7 @@ VARIANTS: dict[str, tuple[NormalizerName, OptimizerName]] = {
     "softmax1 + OrthoAdam": ("softmax1", "orthoadam"),
 }
 PLAIN, PROPOSED = "softmax + AdamW", "softmax1 + OrthoAdam"
+FLAX = "plain flax + optax"  # the same model from flax's own layers; on CPUs, where no kernel is fused
 
 # 50,257 tokens padded to a multiple of 128, as is usual: unaligned, the largest matrix product of all is slow.
 _VOCAB_SIZE, _TOKENS = 50_304, 50_257
@@ -181,6 +183,20 @@ def _contender(case: Training, variant: str, program: Program, batch_size: int, 
     return Contender(call, sizes, finish)
 
 
+def _flax_contender(case: Training, batch_size: int) -> Contender:
+    tokens, state, loss = case.tokens(batch_size), jax.jit(plain_state, static_argnums=0)(case.model), None
+    program = compile_program(plain_step(case.model), state, tokens)
+
+    def call(steps: int) -> Any:
+        nonlocal state, loss
+        for _ in range(steps):
+            state, loss = program.run(state, tokens)
+        return loss
+
+    sizes = program.sizes | {"tokens_per_step": batch_size * case.sequence_length, "peak_bytes": program.peak_bytes}
+    return Contender(call, sizes, lambda seconds: {"tokens_per_second": sizes["tokens_per_step"] / seconds})
+
+
 def _rows(case: Training, repeats: int, budget: TimeBudget) -> Iterator[Row]:
     """The rows of one case: every variant against softmax and AdamW; that one's own ratio is the control."""
     # At least two steps: the host runs ahead of the device then, as in training. 70 s of the budget are for compiling
@@ -196,7 +212,11 @@ def _rows(case: Training, repeats: int, budget: TimeBudget) -> Iterator[Row]:
         program = fitting[1] if variant == PLAIN else compile_step(case.config(variant), batch_size)
         return _contender(case, variant, program, batch_size, params)
 
-    contenders = {variant: functools.partial(contender, variant) for variant in case.variants}
+    contenders: dict[str, Callable[[], Contender]] = {
+        variant: functools.partial(contender, variant) for variant in case.variants
+    }
+    if jax.default_backend() == "cpu":
+        contenders[FLAX] = functools.partial(_flax_contender, case, batch_size)
     yield from comparison.rows(Case(f"{case.name} {batch_size}x{case.sequence_length}", contenders), repeats, budget)
 
 

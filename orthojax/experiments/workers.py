@@ -19,6 +19,7 @@ from absl import logging
 
 from orthojax.errors import Interrupted, UserError
 from orthojax.experiments.places import Place
+from orthojax.machine import keep_freed_memory
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -263,4 +264,5 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     serve(Connection(int(sys.argv[1])))

@@ -17,6 +17,7 @@ from orthojax.model.layers import Feedforward, Linear, LinearFunction, Norm, is_
 from orthojax.model.loaded import Observe, Taps
 from orthojax.ops.attention import ATTENTION_NAME, relaxed_causal_mask
 from orthojax.ops.orthogonal import fixed_transform, hash_signs
+from orthojax.ops.products import kernel_product
 
 _TOKEN_TABLE = "token_embedding/embedding:0"
 _POSITION_TABLE = "position_embedding/embedding:0"
@@ -163,7 +164,7 @@ class Transformer(nn.Module):
             return x, observed
         if c.tie_embeddings:
             kernel = embed.embedding.astype(dtype)
-            return jnp.einsum("BTD,VD->BTV", x, kernel, preferred_element_type=jnp.float32), observed
+            return kernel_product(x, kernel, contract=1, preferred_element_type=jnp.float32), observed
         logits = Linear(c.vocab_size, False, c.init_std, dtype, self.linear, name="head")(x)
         return logits.astype(jnp.float32), observed
 

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from orthojax.ops.products import kernel_product, transposed_product
+
 BATCH_AXES, VOCAB_AXIS = ("data", "fsdp"), "tensor"  # of the current mesh, as far as it has them
 # The logits that one device materialises at a time; their exponentials and gradients take as much again. An accelerator
 # needs enough work per iteration of the loop, which also reads and writes the kernel's gradient.
@@ -154,35 +156,44 @@ def _on_shards(positions: int, vocab_axis: int, with_gradients: bool, hidden, ke
 
 
 def _chunk_by_chunk(positions: int, vocab_axis: int, with_gradients: bool, hidden, kernel, targets, weights):
-    T, V = hidden.shape[1], kernel.shape[vocab_axis]
-    vocabulary = lax.broadcasted_iota(targets.dtype, (1, 1, V), 2)
-    product = partial(jnp.einsum, preferred_element_type=weights.dtype)
-    letters = "DV" if vocab_axis == 1 else "VD"
+    T = hidden.shape[1]
+    gradients = partial(_loss_and_gradients, vocab_axis, with_gradients, kernel)
+    if positions == T:  # without a loop, whose slices and sums would each be another pass over the arrays
+        loss, *others = gradients(hidden, targets, weights)
+        return loss, *others
 
     def chunk(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         # The last chunk begins early enough to be full; what an earlier one has done counts nothing there.
         start = jnp.minimum(i * positions, T - positions)
         x, target, weight = (lax.dynamic_slice_in_dim(a, start, positions, 1) for a in (hidden, targets, weights))
         new = (start + jnp.arange(positions) >= i * positions)[None]
-        weight = jnp.where(new, weight, 0.0)
-        logits = product(f"BTD,{letters}->BTV", x, kernel)
-        top = jnp.max(logits, -1, keepdims=True)
-        exp = jnp.exp(logits - top)
-        total = jnp.sum(exp, -1, keepdims=True)
-        # Compared with every id rather than looked up: where the vocabulary is split, nothing has to be gathered.
-        is_target = vocabulary == target[..., None]
-        target_logit = jnp.sum(jnp.where(is_target, logits, 0.0), -1)
-        losses = (top + jnp.log(total))[..., 0] - target_logit
-        loss = carry[0] + jnp.sum(weight * losses)
-        if not with_gradients:
-            return (loss,)
-        error = (weight[..., None] * (exp / total - is_target)).astype(x.dtype)
-        dx = product(f"BTV,{letters}->BTD", error, kernel).astype(x.dtype)
+        loss, *others = gradients(x, target, jnp.where(new, weight, 0.0))
+        if not others:
+            return (carry[0] + loss,)
+        dx, dW = others
         dx = jnp.where(new[..., None], dx, lax.dynamic_slice_in_dim(carry[1], start, positions, 1))
-        dW = product(f"BTD,BTV->{letters}", x, error)
-        return loss, lax.dynamic_update_slice_in_dim(carry[1], dx, start, 1), carry[2] + dW
+        return carry[0] + loss, lax.dynamic_update_slice_in_dim(carry[1], dx, start, 1), carry[2] + dW
 
     carry: tuple[Any, ...] = (jnp.zeros((), weights.dtype),)
     if with_gradients:
         carry = (*carry, jnp.zeros_like(hidden), jnp.zeros(kernel.shape, weights.dtype))
     return lax.fori_loop(0, -(-T // positions), chunk, carry)
+
+
+def _loss_and_gradients(vocab_axis: int, with_gradients: bool, kernel, x, target, weight) -> tuple[jax.Array, ...]:
+    """The loss of some positions, [B, T] each, and its gradients with respect to x and the kernel."""
+    product = partial(kernel_product, preferred_element_type=weight.dtype)
+    logits = product(x, kernel, contract=1 - vocab_axis)
+    top = jnp.max(logits, -1, keepdims=True)
+    logsumexp = top + jnp.log(jnp.sum(jnp.exp(logits - top), -1, keepdims=True))
+    # Compared with every id rather than looked up: where the vocabulary is split, nothing has to be gathered.
+    is_target = lax.broadcasted_iota(target.dtype, logits.shape, 2) == target[..., None]
+    target_logit = jnp.sum(jnp.where(is_target, logits, 0.0), -1)
+    loss = jnp.sum(weight * (logsumexp[..., 0] - target_logit))
+    if not with_gradients:
+        return (loss,)
+    error = (weight[..., None] * (jnp.exp(logits - logsumexp) - is_target)).astype(x.dtype)
+    dx = product(error, kernel, contract=vocab_axis).astype(x.dtype)
+    operands = (x, error) if vocab_axis == 1 else (error, x)
+    dW = transposed_product(*operands, preferred_element_type=weight.dtype)
+    return loss, dx, dW

@@ -1,0 +1,60 @@
+"""Products of activations with kernels, in the form that XLA runs fastest on the platform."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+from jax.typing import DTypeLike
+
+
+def kernel_product(
+    x: jax.Array, kernel: jax.Array, *, contract: int = 0, preferred_element_type: DTypeLike | None = None
+) -> jax.Array:
+    """The product of the last axis of `x` with one axis of a kernel: x @ kernel, or x @ kernel.T.
+
+    On a CPU the leading axes of `x` become one: with several, the gradient of the kernel sums over all of them, and XLA
+    transposes large arrays first. With Explicit mesh axes they stay as they are.
+
+    Args:
+      x: [..., in].
+      kernel: [in, out], or [out, in] with `contract=1`.
+      contract: Which axis of the kernel is `in`.
+      preferred_element_type: Dtype of the sums and of the result; by default that of the operands.
+
+    Returns:
+      [..., out].
+
+    >>> import jax.numpy as jnp
+    >>> kernel_product(jnp.ones((2, 5, 3)), jnp.ones((4, 3)), contract=1).shape
+    (2, 5, 4)
+    """
+    rows, dtype = _as_rows(x), jnp.promote_types(x.dtype, kernel.dtype)
+    contracted = ((rows.ndim - 1,), (contract,))
+    dot = partial(lax.dot_general, preferred_element_type=preferred_element_type)
+    y = dot(rows.astype(dtype), kernel.astype(dtype), (contracted, ((), ())))
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def transposed_product(x: jax.Array, y: jax.Array, *, preferred_element_type: DTypeLike | None = None) -> jax.Array:
+    """The sum over all leading axes of the outer products of `x` and `y`: x.T @ y, the gradient of a kernel.
+
+    Args:
+      x: [..., in].
+      y: [..., out], with the leading axes and the dtype of `x`.
+      preferred_element_type: As for `kernel_product`.
+
+    Returns:
+      [in, out].
+    """
+    x, y = _as_rows(x), _as_rows(y)
+    leading = tuple(range(x.ndim - 1))
+    return lax.dot_general(x, y, ((leading, leading), ((), ())), preferred_element_type=preferred_element_type)
+
+
+def _as_rows(x: jax.Array) -> jax.Array:
+    if AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types or jax.default_backend() != "cpu":
+        return x
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
