@@ -16,16 +16,22 @@ def sealed(values: dict[str, Any]) -> str:
     return json.dumps({**values, _CHECKSUM: _sha256(values)}, indent=2) + "\n"
 
 
-def read_sealed(path: Path, what: str, hint: str) -> dict[str, Any]:
-    """The fields of a file that `sealed` wrote, or an earlier version without a checksum; their types are not checked.
+def read_sealed(path: Path, what: str, hint: str, *, required: bool = False) -> dict[str, Any]:
+    """The fields of a file that `sealed` wrote; their types are not checked.
+
+    Args:
+      path: The file.
+      what: What it is, for errors.
+      hint: What to do about an error.
+      required: Whether a file without a checksum, as earlier versions wrote them, is refused.
 
     Raises:
-      UserError: As `read_json`, with a hint; where the content is not what was written.
+      UserError: As `read_json`; where the content is not what was written.
     """
     try:
         values = read_json(path, what)
-        expected = values.pop(_CHECKSUM) if _CHECKSUM in values else _sha256(values)
-        changed = expected != _sha256(values)
+        sealing = required or _CHECKSUM in values
+        changed = sealing and values.pop(_CHECKSUM, None) != _sha256(values)
     except RecursionError:
         raise UserError(f"{what} {path} is nested too deeply", hint=hint) from None
     except UserError as error:

@@ -217,8 +217,8 @@ def open_token_files(path: Path, *, verify: bool = False) -> TokenFile:
 def _holds_documents(tokens: np.ndarray, info: TokenFileInfo) -> bool:
     """Whether all ids are of the vocabulary, and the end of text is there for each document (a text may spell it)."""
     parts = [tokens[i : i + _IDS_AT_ONCE] for i in range(0, len(tokens), _IDS_AT_ONCE)]
-    ends = sum(np.count_nonzero(part == info.eos_id) for part in parts)
-    return ends >= info.n_documents and all(part.max() < info.vocab_size for part in parts)
+    ends = sum(int(np.count_nonzero(part == info.eos_id)) for part in parts)
+    return ends >= info.n_documents and all(int(part.max()) < info.vocab_size for part in parts)
 
 
 def require_alone(path: Path, count: int) -> None:

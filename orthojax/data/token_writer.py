@@ -210,8 +210,9 @@ class _Writer:
         if os.path.lexists(self._notes):
             both = f"it and {self._partial.name}"
             again = f"delete {both} and start the command again"
-            content = read_sealed(self._notes, "note", again)
-            before, state = content.get("made_of"), content.get("state")
+            content = read_sealed(self._notes, "note", again, required=True)
+            before: Any = content.get("made_of")
+            state: Any = content.get("state")
             if type(before) is not dict or not _is_state(state):
                 raise UserError(f"note {self._notes} is corrupt", hint=again)
             _require_same(self._notes, before, created_from, f"the same command, or delete {both}")

@@ -224,8 +224,8 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
     values = parse_json(content, f"tokenizer {file}")
     if isinstance(values, dict) and values.get("orthojax_tokenizer") == "sentencepiece":
         try:
-            model = base64.b64decode(values.get("model"), validate=True)
-        except (TypeError, ValueError):
+            model = base64.b64decode(values["model"], validate=True)
+        except (KeyError, TypeError, ValueError):
             raise UserError(f"{file} holds no sentencepiece model in base64", allowed=_FORMATS) from None
         return _from_sentencepiece(model, spec, str(file))
     return _from_json(content.decode(), spec, str(file))
