@@ -642,11 +642,11 @@ def test_no_module_is_imported_by_name(tmp_path, monkeypatch, file_format):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
     folder, name = write_tfds(tmp_path / "tfds", file_format=file_format), {"pythonClassName": f"{module}.Text"}
-    for path in (folder / "features.json", folder / "dataset_info.json"):
-        values = json.loads(path.read_text()) | name
-        for feature in values.get("featuresDict", {}).get("features", {}).values():
-            feature |= name
-        path.write_text(json.dumps(values))
+    path = folder / "features.json"
+    values = json.loads(path.read_text()) | name
+    for feature in values["featuresDict"]["features"].values():
+        feature |= name
+    path.write_text(json.dumps(values))
     assert texts_of(open_tfds(folder, "train")) == KEPT
     assert not (tmp_path / "mark").exists()
     with pytest.raises(ValueError, match="hostile"):
