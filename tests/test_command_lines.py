@@ -170,6 +170,7 @@ REFUSED = {
         "prepare_data", ["--input=text.txt", "--output=small.py/new"], ["small.py/new is a file"],
     ),
     "token files of a missing text": ("prepare_data", ["--input=nope.txt", "--output=new"], ["nope.txt"]),
+    "token files of a device": ("prepare_data", ["--input=/dev/zero", "--output=new"], ["/dev/zero is a pipe or a"]),
     "token files of no text": ("prepare_data", ["--input=", "--output=new"], ["no text files"]),
     "token files by an impossible tokenizer": (
         "prepare_data", ["--input=text.txt", "--tokenizer=bpe:many", "--output=new"], ["'bpe:many'", "bpe:N"],

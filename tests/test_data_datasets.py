@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 
@@ -42,6 +43,7 @@ def test_text_with_bytes(text_config, tmp_path):
     assert facts["source"] == "a.txt, b.txt"
     assert facts["source_sha256"] == text_corpus(text_config.paths).sha256
     assert facts["file_count"] == 2
+    assert facts["bos_id"] == 256
     assert facts["validation"]["n_tokens"] == len(dataset.validation) == 402
     assert json.loads(json.dumps(facts)) == facts
 
@@ -162,6 +164,12 @@ def test_kind_tokens(text_config, tmp_path):
     other = open_dataset(bpe, tmp_path / "cache").tokenizer_path.parent
     mixed = dataclasses.replace(config, paths=(config.paths[0], str(other / "validation.bin")))
     with pytest.raises(UserError, match=r"different tokenizers \(bytes, bpe:270\)"):
+        open_dataset(mixed, tmp_path)
+    values = json.loads((folder / "validation.json").read_text())
+    del values["content_sha256"]
+    (other / "validation.json").write_text(json.dumps(values | {"bos_id": 0}))
+    shutil.copy(folder / "validation.bin", other)
+    with pytest.raises(UserError, match=r"different tokenizers \(bytes, bytes\): bos_id is 256 and 0"):
         open_dataset(mixed, tmp_path)
     for spec in ("bytes", str(folder / "tokenizer.json")):
         open_dataset(dataclasses.replace(config, tokenizer=spec), tmp_path)

@@ -47,8 +47,10 @@ def test_what_was_found_out_about_the_text_is_kept(text, tmp_path):
     def part():
         return text_parts([str(text)], ["validation"], tmp_path / "out")[0]
 
-    def edit(**changes):
-        notes.write_text(json.dumps(json.loads(notes.read_text()) | changes))
+    def edit(**changes):  # as earlier versions wrote it, without a checksum
+        values = json.loads(notes.read_text()) | changes
+        values.pop("content_sha256", None)
+        notes.write_text(json.dumps(values))
 
     sha256 = part().source.sha256
     assert json.loads(notes.read_text())["sha256"] == sha256 == text_corpus([text]).sha256
@@ -61,10 +63,21 @@ def test_what_was_found_out_about_the_text_is_kept(text, tmp_path):
         assert part().source.sha256 == sha256
         assert list(map(part().text, part().source.documents())) == wanted
     # As long as nothing changed, the text is not even read again for its sha256.
-    edit(sha256="noted")
-    assert part().source.sha256 == "noted"
+    edit(sha256="0" * 64)
+    assert part().source.sha256 == "0" * 64
     text.write_text(LINES + '{"text": "more"}\n')
     assert part().source.sha256 == text_corpus([text]).sha256
+
+
+def test_an_edited_rule_is_noticed(text, tmp_path):
+    """Otherwise a smaller limit would move documents of validation into train."""
+    notes = tmp_path / "out/source.json"
+    text_parts([str(text)], ["train"], notes.parent)
+    values = json.loads(notes.read_text())
+    values["hold_out"]["limit"] //= 2
+    notes.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"source\.json was edited: it does not match its checksum\ndelete it, and"):
+        text_parts([str(text)], ["train"], notes.parent)
 
 
 def test_splits_of_one_text_are_made_in_one_pass(text, tmp_path):
@@ -172,7 +185,7 @@ def test_what_was_created_from_something_else_is_kept(text, tmp_path, monkeypatc
     partial.write_bytes(b"short")
     refused(r"all\.bin\.partial is shorter than .*\ndelete both files")
     (out / "all.bin.partial.json").write_text("{")
-    refused(r"partial\.json is corrupt\ndelete it and all\.bin\.partial")
+    refused(r"partial\.json is not valid JSON: .*\ndelete it and all\.bin\.partial")
     for path in out.glob("*.partial*"):
         path.unlink()
     prepared(out, text)

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import lzma
+import os
 import random
 import shutil
 import struct
@@ -19,12 +20,14 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from tensorflow_datasets.core.features import feature as feature_lib
 from tensorflow_datasets.proto.tf_example_generated_pb2 import Example  # type: ignore[attr-defined]
 
 from orthojax.data import token_writer
 from orthojax.data.documents import Document, embedded_corpus, find_files, read_documents, text_corpus
 from orthojax.data.preparation import HoldOut, divided, hold_out_by_text, sample
-from orthojax.data.tfds import crc32c, find_folder, open_tfds
+from orthojax.data.records import crc32c
+from orthojax.data.tfds import find_folder, open_tfds
 from orthojax.data.token_files import open_token_files
 from orthojax.data.token_writer import write_token_files
 from orthojax.data.tokenizers import ByteTokenizer
@@ -164,12 +167,12 @@ zeroed = change("*00000-of*", lambda content: content[:100] + bytes(300) + conte
 CASES = {
     "text": Case(write_texts, opened_text, not_utf8, "00.txt is not UTF-8 text: byte 0xff at offset 5"),
     "text.gz": Case(lambda f: write_texts(f, ".txt.gz", gzip.compress), opened_text, truncated, "00.txt.gz is not"),
-    "jsonl": Case(write_jsonl(""), opened_text, truncated, "a.jsonl, line 8[0-9]: not JSON"),
-    "mixed": Case(write_mixed, opened_text, truncated, "a.jsonl, .*not JSON", KEPT[:41]),
+    "jsonl": Case(write_jsonl(""), opened_text, truncated, "a.jsonl, line 8[0-9] is not valid JSON"),
+    "mixed": Case(write_mixed, opened_text, truncated, "a.jsonl, .* is not valid JSON", KEPT[:41]),
     "embedded": Case(write_library, embedded_corpus, shutil.rmtree, "no standard library sources"),
     "tfrecord": Case(write_tfds, opened_tfds, zeroed, r"record \d+ of .*00000-of-00003, at byte \d+"),
     "array_record": Case(
-        functools.partial(write_tfds, file_format="array_record"), opened_tfds, zeroed, "'train' of .* is corrupt: "
+        functools.partial(write_tfds, file_format="array_record"), opened_tfds, zeroed, "00000-of-00003 is corrupt: "
     ),
 }
 for suffix in COMPRESS:
@@ -302,9 +305,11 @@ def test_text_files(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "start", "message"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', 0, r"a\.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', 0, r"a\.jsonl, line 2 is not valid JSON"),
         ("a.jsonl", b'\n{"content": "x"}', 0, r'a\.jsonl, line 2: no string under "text"'),
         ("a.jsonl", b'{"text": 3}', 0, r'a\.jsonl, line 1: no string under "text"'),
+        ("a.jsonl", b'{"text": "x", "n": ' + b"9" * 5000 + b"}", 0, r"a\.jsonl, line 1 is not valid JSON: .*digits"),
+        ("a.jsonl", b"\n" + b"[" * 100_000, 0, r"a\.jsonl, line 2 is nested too deeply\nallowed: an object such"),
         ("a.jsonl", b'["text"]', 0, r'a\.jsonl, line 1: no string under "text"'),
         ("a.jsonl", b'{"text": "ab\\ud800"}', 0, r"a\.jsonl, line 1: .*not valid Unicode at character 2"),
         ("a.jsonl", b'{"text": "x"}\n{"text": 1}\n', 5, r"a\.jsonl, the line at byte 14: no string"),
@@ -328,10 +333,13 @@ def test_folders_and_patterns(tmp_path):
     assert [name for name, _ in found] == ["c2.txt", "1.jsonl", "2.txt", "deep/3.txt", "c1.txt", "c2.txt"]
     assert [name for name, _ in find_files([tmp_path / "**/*.txt"])] == ["2.txt", "3.txt", "c1.txt", "c2.txt"]
     (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe.txt")  # reading would wait for ever
     for paths, message in (
         ([tmp_path / "empty"], "empty is a folder without files"),
         ([tmp_path / "d*.txt"], r"d\*\.txt is a pattern without matches"),
-        ([tmp_path / "missing.txt"], r"there is no file .*missing\.txt"),
+        ([tmp_path / "missing.txt"], r"no such text file: .*missing\.txt"),
+        ([tmp_path / "pipe.txt"], r"text file .*pipe\.txt is a pipe"),
+        ([tmp_path / ("long" * 999)], r"no such text file: .*long"),
         ([], "no text files"),
     ):
         with pytest.raises(UserError, match=message):
@@ -577,7 +585,8 @@ INFO = {"name": "c4", "version": "3.0.1", "splits": [{"name": "train", "shardLen
         ("dataset_info.json", json.dumps({**INFO, "name": ""})),
         ("dataset_info.json", json.dumps(INFO | {"splits": [{"name": "train", "shardLengths": ["many"]}]})),
         ("dataset_info.json", json.dumps(INFO | {"splits": [{"shardLengths": ["1"]}]})),
-        ("dataset_info.json", json.dumps(INFO | {"splits": [INFO["splits"][0] | {"filepathTemplate": "{PLACE}"}]})),
+        ("dataset_info.json", json.dumps(INFO | {"splits": INFO["splits"] * 2})),
+        ("dataset_info.json", json.dumps(INFO | {"name": "c4" * 200})),
         ("features.json", '{"featuresDict": []}'),
     ],
 )
@@ -587,6 +596,107 @@ def test_metadata_of_another_kind(tmp_path, name, content):
     with pytest.raises(UserError, match=r"does not describe a data set of TFDS: .+\nfetch the folder again") as error:
         open_tfds(folder, "train")
     assert str(error.value).count("\n") <= 2
+
+
+def with_template(folder, template):
+    path = folder / "dataset_info.json"
+    info = json.loads(path.read_text())
+    info["splits"][0]["filepathTemplate"] = template
+    path.write_text(json.dumps(info))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        *("{PLACE}", "{SHARD_INDEX:999999999}", "{SHARD_INDEX!r}", "{SPLIT.__class__}", "{}", "{{", "{SPLIT", "x"),
+        *("../c4-{SHARD_INDEX}", "{SPLIT}/../../{SHARD_INDEX}", "/etc/{SHARD_INDEX}", "linked-{SHARD_INDEX}"),
+    ],
+)
+def test_shards_outside_the_folder_and_names_by_format(tmp_path, template):
+    """Each of these shards exists where it can, so that it would be read."""
+    folder = with_template(write_tfds(tmp_path / "tfds"), template)
+    for i, shard in enumerate(sorted(folder.glob("*.tfrecord-*"))):
+        shutil.copy(shard, folder.parent / f"c4-{i:05d}")
+        shutil.copy(shard, folder.parent / f"{i:05d}")
+        shutil.copy(shard, folder / "x")
+        (folder / f"linked-{i:05d}").symlink_to(folder.parent / f"c4-{i:05d}")
+    with pytest.raises(UserError, match=r"the names of the files of 'train' in .*\nallowed: different names") as error:
+        open_tfds(folder, "train")
+    assert len(str(error.value)) < 2_000
+
+
+def test_templates_in_the_folder_and_links_to_it(tmp_path):
+    folder = with_template(write_tfds(tmp_path / "tfds"), "{SPLIT}/{DATASET}.{FILEFORMAT}.{SHARD_INDEX}of{NUM_SHARDS}")
+    (folder / "train").mkdir()
+    for i, shard in enumerate(sorted(folder.glob("*.tfrecord-*"))):
+        shard.rename(folder / f"train/c4.tfrecord.{i:05d}of00003")
+    (tmp_path / "link").symlink_to(tmp_path / "tfds/c4")
+    assert texts_of(open_tfds(find_folder(tmp_path, "link/en"), "train")) == KEPT
+
+
+@pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
+def test_no_module_is_imported_by_name(tmp_path, monkeypatch, file_format):
+    module = f"hostile_{file_format}"
+    (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    folder, name = write_tfds(tmp_path / "tfds", file_format=file_format), {"pythonClassName": f"{module}.Text"}
+    path = folder / "features.json"
+    values = json.loads(path.read_text()) | name
+    for feature in values["featuresDict"]["features"].values():
+        feature |= name
+    path.write_text(json.dumps(values))
+    assert texts_of(open_tfds(folder, "train")) == KEPT
+    assert not (tmp_path / "mark").exists()
+    with pytest.raises(ValueError, match="hostile"):
+        feature_lib.FeatureConnector.from_config(str(folder))  # TFDS does import it
+    assert (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    ("file_format", "message"), [("tfrecord", "goes on after"), ("array_record", "it has 17 records")]
+)
+@pytest.mark.parametrize("count", [0, 16])
+def test_more_records_than_dataset_info_says(tmp_path, file_format, message, count):
+    folder = write_tfds(tmp_path, file_format=file_format)
+    path = folder / "dataset_info.json"
+    info = json.loads(path.read_text())
+    assert info["splits"][0]["shardLengths"] == ["16", "17", "17"]
+    info["splits"][0]["shardLengths"][1] = str(count)
+    path.write_text(json.dumps(info))
+    with pytest.raises(UserError, match=rf"c4-train\.{file_format}-00001-of-00003 .*{message}"):
+        texts_of(open_tfds(folder, "train"))
+
+
+def test_bytes_after_the_last_record(tmp_path):
+    source = open_tfds(write_records(tmp_path, ONE + b"garbage"), "train")
+    documents = source.documents()
+    assert next(documents).text == "one"
+    with pytest.raises(UserError, match="00000-of-00001 goes on after the 1 records of dataset_info"):
+        next(documents)
+
+
+def test_a_record_longer_than_its_file_is_not_made_room_for(tmp_path):
+    length = struct.pack("<Q", 1 << 62)
+    crc = bitwise_crc32c(length)
+    content = length + struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF) + b"text"
+    with pytest.raises(UserError, match=r"record 0 of .*, at byte 0, is cut short"):
+        texts_of(open_tfds(write_records(tmp_path, content), "train"))
+
+
+def test_features_that_hold_no_text_and_a_split_called_all(tmp_path):
+    folder = write_tfds(tmp_path)
+    path = folder / "features.json"
+    features = {"text": {"text": {}}, "picture": {"image": {}}, "\x1b[2J\n\n": {"text": {}}}
+    path.write_text(json.dumps({"featuresDict": {"features": features}}))
+    with pytest.raises(UserError, match=r"feature 'picture' of .* holds no text\nallowed: '\\x1b\[2J\\n\\n' \| text$"):
+        open_tfds(folder, "train", "picture")
+    path = folder / "dataset_info.json"
+    path.write_text(path.read_text().replace('"train"', '"all"'))
+    for shard in folder.glob("*.tfrecord-*"):
+        shard.rename(shard.with_name(shard.name.replace("train", "all")))
+    assert texts_of(open_tfds(folder, "all")) == KEPT
 
 
 def test_the_command_line_reads_tfds_without_tensorflow(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 
 import numpy as np
@@ -12,6 +13,7 @@ from orthojax.config import DataConfig
 from orthojax.data import TokenBatches, open_dataset, token_files, token_writer
 from orthojax.data.documents import Document, Item, Piece, Source
 from orthojax.data.preparation import prepare, text_parts
+from orthojax.data.sealed import sealed
 from orthojax.data.token_files import JoinedTokens, open_token_file, open_token_files, shard_path, sidecar_path
 from orthojax.data.token_writer import Part, write_token_files
 from orthojax.data.tokenizers import ByteTokenizer
@@ -38,6 +40,7 @@ def test_contents_and_sidecar(tmp_path):
     assert not file.tokens.flags.writeable
     raw = (tmp_path / "train.bin").read_bytes()
     assert raw == bytes([104, 0, 195, 0, 169, 0, 1, 1, 120, 0, 1, 1])  # little-endian
+    canonical = json.dumps(dataclasses.asdict(file.info), sort_keys=True, separators=(",", ":"))
     assert json.loads(sidecar_path(file.path).read_text()) == {
         "format_version": 1,
         "dtype": "uint16",
@@ -56,6 +59,7 @@ def test_contents_and_sidecar(tmp_path):
         "data_sha256": hashlib.sha256(raw).hexdigest(),
         "sample_sha256": hashlib.sha256(raw).hexdigest(),  # all of so small a file
         "shard": "",
+        "content_sha256": hashlib.sha256(canonical.encode()).hexdigest(),
     }
     assert sorted(p.name for p in tmp_path.iterdir()) == ["train.bin", "train.json"]
 
@@ -115,17 +119,85 @@ def test_missing_and_changed_files(tmp_path):
 def test_sidecars_of_earlier_versions_and_of_something_else(tmp_path):
     path = tmp_path / "train.bin"
     make(path)
+    later = ("sample_sha256", "shard", "content_sha256")
     values = json.loads(sidecar_path(path).read_text())
-    earlier = {name: value for name, value in values.items() if name not in ("sample_sha256", "shard")}
+    earlier = {name: value for name, value in values.items() if name not in later}
     sidecar_path(path).write_text(json.dumps(earlier))
     assert open_token_file(path, verify=True).info.shard == ""
     changes = [{"format_version": 2}, {"format_version": None}, {"dtype": "float32"}, {"n_tokens": "5"}]
-    contents = [json.dumps(values | change).encode() for change in [*changes, {"n_tokens": 0}, {"unknown": 1}]]
-    for content in [*contents, b"[]", b"{", b"\xff"]:
+    contents = [sealed(earlier | change).encode() for change in [*changes, {"n_tokens": 0}, {"unknown": 1}]]
+    problems = {b"[]": "holds a JSON list", b"{": "is not valid JSON", b"\xff": "is not valid JSON"}
+    for content in [*contents, *problems]:
         sidecar_path(path).write_bytes(content)
-        problem = "is not JSON" if content in (b"{", b"\xff") else "does not describe a token file of format 1"
-        with pytest.raises(UserError, match=rf"train\.json {problem}"):
+        problem = problems.get(content, "does not describe a token file of format 1")
+        with pytest.raises(UserError, match=rf"train\.json {problem}(.|\n)*delete it and rebuild"):
             open_token_file(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"bos_id": 0}, {"eos_id": 256}, {"vocab_size": 50_000}, {"n_bytes": 1}, {"n_documents": 1}, {"file_count": 0}],
+    ids=str,
+)
+def test_an_edited_sidecar_is_noticed(tmp_path, change):
+    """Also values that are possible."""
+    path = make(tmp_path / "train.bin").path
+    values = json.loads(sidecar_path(path).read_text())
+    sidecar_path(path).write_text(json.dumps(values | change))
+    with pytest.raises(UserError, match=r"train\.json was edited: it does not match its checksum\ndelete it and"):
+        open_token_file(path)
+    sidecar_path(path).write_text(json.dumps(values))  # the same in another form
+    open_token_file(path)
+
+
+def of_an_earlier_version(path, change):
+    values = json.loads(sidecar_path(path).read_text())
+    del values["content_sha256"]
+    sidecar_path(path).write_text(json.dumps(values | change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"bos_id": 258}, {"bos_id": -1}, {"eos_id": 258}, {"vocab_size": 0}, {"vocab_size": 70_000}, {"n_bytes": 0}),
+        *({"n_bytes": 1}, {"n_documents": 0}, {"n_documents": 7}, {"file_count": -1}, {"data_sha256": "0"}),
+    ],
+    ids=str,
+)
+def test_impossible_values_without_a_checksum(tmp_path, change):
+    path = make(tmp_path / "train.bin").path
+    of_an_earlier_version(path, change)
+    with pytest.raises(UserError, match=r"train\.json does not describe a token file of format 1\ndelete it and"):
+        open_token_file(path)
+
+
+@pytest.mark.parametrize("change", [{"eos_id": 120}, {"vocab_size": 200, "eos_id": 1, "bos_id": 0}, {"n_documents": 3}])
+def test_values_that_contradict_the_ids(tmp_path, monkeypatch, change):
+    monkeypatch.setattr(token_files, "_IDS_AT_ONCE", 4)
+    path = make(tmp_path / "train.bin").path
+    of_an_earlier_version(path, change)
+    with pytest.raises(UserError, match=r"does not hold \d documents of ids below 2\d\d, each followed by \d+, as its"):
+        open_token_file(path, verify=True)
+
+
+def test_an_id_beyond_the_vocabulary(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "_IDS_AT_ONCE", 4)
+    narrow = dataclasses.replace(ByteTokenizer(), vocab_size=200, bos_id=0, eos_id=1)
+    open_token_file(make(tmp_path / "a.bin", ["ab", "hé"], narrow).path, verify=True)
+    path = make(tmp_path / "b.bin", ["\U0001f642", "ab", "hé"], narrow).path
+    open_token_file(path)
+    with pytest.raises(UserError, match="does not hold 3 documents of ids below 200"):
+        open_token_file(path, verify=True)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.json"])
+@pytest.mark.parametrize(("make_other", "what"), [(os.mkfifo, "a pipe or a device"), (os.mkdir, "a folder")])
+def test_pipes_and_folders_in_the_place_of_files(tmp_path, name, make_other, what):
+    path = make(tmp_path / "train.bin").path
+    (tmp_path / name).unlink()
+    make_other(tmp_path / name)
+    with pytest.raises(UserError, match=rf"{name} is {what}"):
+        open_token_files(path)
 
 
 # Shards.
@@ -147,6 +219,13 @@ def made(tmp_path_factory):
 @pytest.fixture
 def home(made, tmp_path):
     return shutil.copytree(made, tmp_path / "home")
+
+
+def changed(sidecar, **changes):
+    """The text of a sidecar with other fields and the checksum of these."""
+    values = json.loads(sidecar) | changes
+    del values["content_sha256"]
+    return sealed(values)
 
 
 def opened(folder, **changes):
@@ -205,8 +284,8 @@ def test_missing_foreign_and_renamed_shards(home):
     shutil.copy(many / "train-00001-of-00005.json", many / f"{name}.json")
     refused(r"00002-of-00005\.bin is shard 1/5 by its sidecar: it was renamed")
     (home / "kept.bin").rename(many / f"{name}.bin")
-    for field, value in (("tokenizer_sha256", "0"), ("source_sha256", "1"), ("split", "test")):
-        (many / f"{name}.json").write_text(json.dumps(json.loads(kept) | {field: value}))
+    for field, value in (("tokenizer_sha256", "0"), ("bos_id", 0), ("source_sha256", "1"), ("split", "test")):
+        (many / f"{name}.json").write_text(changed(kept, **{field: value}))
         refused(f"do not belong together: {field} is .* and {value}")
     (many / f"{name}.json").write_text(kept)
     open_token_files(many / "train.bin")
@@ -223,7 +302,7 @@ def test_what_opening_a_dataset_compares(home, monkeypatch):
     many = home / "many"
     sidecar = sidecar_path(shard_path(many / "train.bin", 3, SHARDS))
     kept = sidecar.read_text()
-    sidecar.write_text(json.dumps(json.loads(kept) | {"data_sha256": "0" * 64}))
+    sidecar.write_text(changed(kept, data_sha256="0" * 64))
     message = r"train-00003-of-00005\.bin does not have the sha256"
     with pytest.raises(UserError, match=message):
         opened(many)

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -291,7 +292,8 @@ GPT2_VOCABULARY = b'{"a": 0, "b": 1, "<|endoftext|>": 2}'
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        *(({"a.json": content}, "a.json is not a tokenizer: ") for content in (b"{", b"\xff", b"[1]", b'{"model": 1}')),
+        *(({"a.json": content}, "tokenizer .*a.json is not valid JSON: ") for content in (b"{", b"\xff")),
+        *(({"a.json": content}, "a.json is not a tokenizer: ") for content in (b"[1]", b'{"model": 1}')),
         ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, r"tokenizer\.model: the ranks are not 0 to 1, or a byte has none"),
         ({"tokenizer.model": b"IQ== 0\nnothing\n"}, r"tokenizer\.model, line 2: no token and rank"),
         ({"tokenizer.model": b"IQ== 0\nI 1\n"}, r"tokenizer\.model, line 2: no token and rank"),
@@ -319,6 +321,11 @@ def test_missing_files_and_packages(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"is a folder without a tokenizer\nallowed: tokenizer\.json \| vocab\.json"):
         make_tokenizer(str(tmp_path), ())
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x01")
+    for make_other, what in ((os.mkfifo, "a pipe"), (os.mkdir, "a folder without a tokenizer")):
+        make_other(tmp_path / what)
+        for read in (load_tokenizer, tokenizer_identity):
+            with pytest.raises(UserError, match=what):
+                read(str(tmp_path / what))
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(UserError, match=r"needs a package\nallowed: pip install sentencepiece"):
         load_tokenizer(tmp_path / "tokenizer.model")

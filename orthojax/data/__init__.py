@@ -16,7 +16,7 @@ from orthojax.data.preparation import renamed as renamed
 from orthojax.data.preparation import require_usable as require_usable
 from orthojax.data.preparation import text_parts as text_parts
 from orthojax.data.preparation import tfds_parts as tfds_parts
-from orthojax.data.tfds import masked_crc32c as masked_crc32c
+from orthojax.data.records import masked_crc32c as masked_crc32c
 from orthojax.data.token_files import TokenFile as TokenFile
 from orthojax.data.token_files import Tokens as Tokens
 from orthojax.data.token_files import open_token_files as open_token_files

@@ -16,7 +16,14 @@ import numpy as np
 from orthojax.config import DataConfig
 from orthojax.data.documents import embedded_corpus, text_corpus
 from orthojax.data.preparation import BPE_SAMPLE_BYTES, HoldOut, Part, Progress, divided, hold_out_by_text, prepare
-from orthojax.data.token_files import FORMAT_VERSION, JoinedTokens, TokenFile, Tokens, open_token_files
+from orthojax.data.token_files import (
+    FORMAT_VERSION,
+    TOKENIZER_FIELDS,
+    JoinedTokens,
+    TokenFile,
+    Tokens,
+    open_token_files,
+)
 from orthojax.data.tokenizers import make_tokenizer, tokenizer_identity
 from orthojax.errors import UserError
 from orthojax.files import make_folder
@@ -185,18 +192,20 @@ def _build(folder: Path, parts: Sequence[Part], tokenizer_spec: str, progress: P
 def _open_pair(train_path: Path, validation_path: Path, verify: bool) -> Dataset:
     """Opens a train and a validation token file that belong together."""
     train, validation = (open_token_files(path, verify=verify) for path in (train_path, validation_path))
-    if train.info.tokenizer_sha256 != validation.info.tokenizer_sha256:
-        raise UserError(
-            f"{train_path} and {validation_path} were created with different tokenizers "
-            f"({train.info.tokenizer}, {validation.info.tokenizer})",
-            allowed="two files with the same tokenizer sha256",
-        )
+    for name in TOKENIZER_FIELDS:
+        if (a := getattr(train.info, name)) != (b := getattr(validation.info, name)):
+            raise UserError(
+                f"{train_path} and {validation_path} were created with different tokenizers "
+                f"({train.info.tokenizer}, {validation.info.tokenizer}): {name} is {a} and {b}",
+                allowed="two files of the same tokenizer",
+            )
     order = "data.paths=TRAIN.bin,VALIDATION.bin"
     if train.info.split == "validation" and validation.info.split == "train":
         raise UserError(f"{train_path} is a validation split and {validation_path} a train split", allowed=order)
     if train.info.data_sha256 == validation.info.data_sha256:
         raise UserError(f"{train_path} and {validation_path} hold the same tokens", allowed=order)
     info, counts = dataclasses.asdict(train.info), ("n_tokens", "n_bytes", "n_documents", "data_sha256")
+    of_both = ("source", "source_sha256", "file_count", "tokenizer", "tokenizer_sha256", "bos_id")
     return Dataset(
         vocab_size=train.info.vocab_size,
         bos_id=train.info.bos_id,
@@ -206,7 +215,7 @@ def _open_pair(train_path: Path, validation_path: Path, verify: bool) -> Dataset
         validation_bytes=validation.info.n_bytes,
         tokenizer_path=_tokenizer_beside(train),
         provenance={
-            **{name: info[name] for name in ("source", "source_sha256", "file_count", "tokenizer", "tokenizer_sha256")},
+            **{name: info[name] for name in of_both},
             "train": {name: info[name] for name in counts},
             "validation": {name: getattr(validation.info, name) for name in counts},
         },

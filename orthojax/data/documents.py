@@ -12,7 +12,6 @@ import glob
 import gzip
 import hashlib
 import io
-import json
 import lzma
 import os
 import sysconfig
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from orthojax.errors import UserError
+from orthojax.files import parse_json, require_file
 
 # Left out of the standard library: what is no part of it or no text; what Debian and slim images lack, so that the
 # corpus does not depend on the packaging; generated tables and documentation rather than code.
@@ -152,17 +152,16 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]
     """
     found: list[tuple[str, Path]] = []
     for path in map(Path, paths):
-        if path.is_dir():
+        if os.path.isdir(path):
             named = sorted((file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file())
             files = [(name, file) for name, file in named if not any(part[0] == "." for part in name.split("/"))]
             problem = "is a folder without files"
-        elif path.exists():
-            files, problem = [(path.name, path)], ""
-        elif glob.has_magic(str(path)):
+        elif glob.has_magic(str(path)) and not os.path.lexists(path):
             matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
             files, problem = [(file.name, file) for file in matches if file.is_file()], "is a pattern without matches"
         else:
-            raise UserError(f"there is no file {path}", allowed=_TEXT_FILES)
+            require_file(path, "text file")
+            files, problem = [(path.name, path)], ""
         if not files:
             raise UserError(f"{path} {problem}", allowed=_TEXT_FILES)
         found += files
@@ -308,10 +307,10 @@ def _decode(content: bytes, path: Path, offset: int) -> str:
 def _read_json_line(line: str, where: str) -> str:
     allowed = 'an object such as {"text": "..."} on every line'
     try:
-        text = json.loads(line)["text"]
+        text = parse_json(line, where)["text"]
         text.encode()
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON ({error})", allowed=allowed) from None
+    except UserError as error:
+        raise UserError(str(error), allowed=allowed) from None
     except (AttributeError, KeyError, TypeError, IndexError):
         raise UserError(f'{where}: no string under "text"', allowed=allowed) from None
     except UnicodeEncodeError as error:  # JSON may escape half of a surrogate pair, which is not text

@@ -4,16 +4,17 @@ The folder gets `tokenizer.json`, and for each split `NAME.bin` with its sidecar
 same tokenizer share a folder, whether they make other splits or other shards, also at the same time.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from orthojax.data.documents import Document, Source, embedded_corpus, find_files, text_corpus
+from orthojax.data.sealed import is_sha256, read_sealed, sealed
 from orthojax.data.tfds import find_folder, open_tfds
 from orthojax.data.token_files import TokenFile, require_alone
 from orthojax.data.token_writer import Part, write_token_files
@@ -97,23 +98,18 @@ def text_parts(paths: Sequence[str] | None, splits: Sequence[str], folder: Path)
     if paths is None:
         return divided(embedded_corpus(), HoldOut("name"), splits)
     files = [[name, path.stat().st_size, path.stat().st_mtime_ns] for name, path in find_files(paths)]
-    notes, known = folder / "source.json", {}
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(notes.read_bytes())
-    if not isinstance(known, dict) or not {"files", "sha256", "hold_out"} <= known.keys():
-        known = {}
-    unchanged = known.get("files") == files
-    source = text_corpus(paths, known["sha256"] if unchanged else "")
-    if source.sha256 == known.get("sha256"):  # also if only a date changed: the rule of an earlier version stays
-        hold_out = HoldOut(**known["hold_out"])
-    elif list(splits) == ["all"]:
-        return divided(source, HoldOut("end"), splits)  # never consulted
-    else:
+    notes = folder / "source.json"
+    before, sha256, hold_out = _read_notes(notes) if os.path.lexists(notes) else ([], "", HoldOut("end"))
+    unchanged = before == files
+    source = text_corpus(paths, sha256 if unchanged else "")
+    if source.sha256 != sha256:  # if only a date changed, the rule of an earlier version stays
+        if list(splits) == ["all"]:
+            return divided(source, HoldOut("end"), splits)  # never consulted
         hold_out = hold_out_by_text(source.documents())
     if not unchanged:
         make_folder(folder, "the folder of token files")
         content = {"files": files, "sha256": source.sha256, "hold_out": dataclasses.asdict(hold_out)}
-        write_text(notes, json.dumps(content, indent=2) + "\n")
+        write_text(notes, sealed(content))
     return divided(source, hold_out, splits)
 
 
@@ -225,6 +221,16 @@ def _shared_tokenizer(path: Path, spec: str, part: Part, progress: Progress | No
     if not same:
         raise UserError(f"{path} is not the tokenizer {spec!r}", allowed="the same tokenizer, or another --output")
     return found
+
+
+def _read_notes(path: Path) -> tuple[list[Any], str, HoldOut]:
+    """Files, their sha256 and the rule that divides them, from a `source.json`."""
+    again = "delete it, and the rule that divides the text is found again"
+    match read_sealed(path, "note on the text", again):
+        case {"files": list(files), "sha256": sha256, "hold_out": {"rule": "text" | "end" as rule, "limit": limit}}:
+            if is_sha256(sha256) and type(limit) is int and 0 <= limit < 1 << 64:
+                return files, sha256, HoldOut(rule, limit)
+    raise UserError(f"note on the text {path} is corrupt", hint=again)
 
 
 def _number(text: str) -> int:

@@ -1,29 +1,42 @@
 """Text of a prepared TensorFlow Datasets folder, TFRecord or ArrayRecord, read without TensorFlow.
 
-A folder is DATA_DIR/NAME[/CONFIG]/VERSION with dataset_info.json, features.json and the shards of every split. TFDS
-reads the metadata and resolves slices; the `array_record` package reads ArrayRecord. TFRecord is read here: without
-TensorFlow, TFDS does not read it, and the reader of `grain` does not compare checksums. A TFRecord is a length
-(uint64), its masked CRC, the data and their masked CRC, all little-endian (tensorflow/core/lib/io/record_writer.h).
+A folder is DATA_DIR/NAME[/CONFIG]/VERSION with dataset_info.json, features.json and the shards of every split. The
+metadata is read here: it may come from anywhere, and TFDS imports modules that it names and formats templates that it
+holds. TFDS resolves slices.
 """
 
 import functools
 import hashlib
 import json
+import os
 import re
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from orthojax.data.documents import Document, Item, Piece, Source
+from orthojax.data.records import REFETCH, read_array_record, read_tfrecord
+from orthojax.data.sealed import is_count
 from orthojax.errors import UserError, nearest
+from orthojax.files import read_json
 
+_TEMPLATE = (
+    "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"  # of the names of shards, where a data set has none of its own
+)
+_LONGEST_NAME = 255
+_AGAIN = "fetch the folder again"
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)$")
-_READ_AT_ONCE = 1 << 21  # bytes of an ArrayRecord, by the mean size of its records
-_HEADER = struct.Struct("<QI")
-_CRC_BLOCK = 512  # bytes whose CRC is one vectorised table look-up
+
+
+class _Metadata(NamedTuple):
+    """What is read of dataset_info.json and features.json."""
+
+    content: dict[str, Any]  # all of dataset_info.json
+    name: str  # of the data set
+    description: str  # NAME[/CONFIG]:VERSION
+    file_format: str
+    splits: dict[str, tuple[str, list[int]]]  # the template of its files, and the number of records in each
+    features: dict[str, bool] | None  # whether each holds text; None without features.json
 
 
 class _Records(NamedTuple):
@@ -45,14 +58,14 @@ def find_folder(data_dir: Path, dataset: str) -> Path:
     Raises:
       UserError: If it is not there; the message names what is.
     """
-    if not data_dir.is_dir():
+    if not os.path.isdir(data_dir):
         raise UserError(f"there is no folder {data_dir}", allowed="--tfds_dir=DATA_DIR of TensorFlow Datasets")
     if not dataset:
         if (data_dir / "dataset_info.json").is_file():
             return data_dir
         raise UserError(f"{data_dir} has no dataset_info.json", allowed=_present(data_dir))
     name, _, version = dataset.partition(":")
-    infos = (data_dir / name).glob("*/dataset_info.json")
+    infos = (data_dir / name).glob("*/dataset_info.json") if os.path.isdir(data_dir / name) else ()
     versions = [path.parent.name for path in infos if _VERSION.match(path.parent.name)]
     versions.sort(key=lambda found: [int(part) for part in found.split(".")])
     if not versions:
@@ -75,123 +88,145 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
     Raises:
       UserError: If the metadata, the split, a shard or the feature is missing or invalid.
     """
-    content, description, splits, present = _read_metadata(folder)
-    name, begin, end = _resolve(split, splits)
-    if present is not None and feature not in present:
-        raise UserError(
-            f"{folder} has no feature {feature!r}", allowed=" | ".join(present), hint=nearest(feature, present)
-        )
-    paths, lengths = list(map(Path, splits[name].filepaths)), splits[name].shard_lengths
-    if missing := [path.name for path in paths if not path.is_file()]:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(
-            f"{folder} lacks {missing[0]}{more} of the {len(paths)} files of {name!r}",
-            hint="fetch the rest; a slice of the split needs all of its files too",
-        )
+    info = _read_metadata(folder)
+    name, begin, end = _resolve(split, {name: lengths for name, (_, lengths) in info.splits.items()})
+    if info.features is not None and not info.features.get(feature):
+        present = [name for name, holds_text in info.features.items() if holds_text]
+        problem = f"feature {feature!r} of {folder} holds no text"
+        if feature not in info.features:
+            problem, present = f"{folder} has no feature {feature!r}", list(info.features)
+        raise UserError(problem, allowed=_listed(sorted(present)), hint=nearest(feature, present))
+    if info.file_format not in ("tfrecord", "array_record"):
+        raise UserError(f"{folder} has the file format {info.file_format!r}", allowed="tfrecord | array_record")
+    paths, lengths = _shards(folder, info, name), info.splits[name][1]
     sizes = [path.stat().st_size for path in paths]
-    file_format = content.get("fileFormat", "tfrecord")
-    if file_format == "tfrecord":
-        reads = [functools.partial(_read_tfrecord, path) for path in paths]
+    if info.file_format == "tfrecord":
+        reads = [functools.partial(read_tfrecord, path, count) for path, count in zip(paths, lengths, strict=True)]
         records = list(map(_Records, map(str, paths), lengths, sizes, reads))
-    elif file_format == "array_record":
-        where, files = f"split {name!r} of {folder}", splits[name].file_instructions
-        read = functools.partial(_read_array_record, where, files, sum(sizes) / sum(lengths))
-        records = [_Records(where, sum(lengths), sum(sizes), read)]
+        for read, count in zip(reads, lengths, strict=True):
+            if count == 0:
+                next(read(0, 0), None)  # no piece reads it, but it has to be empty
     else:
-        raise UserError(f"{folder} has the file format {file_format!r}", allowed="tfrecord | array_record")
-    digest = hashlib.sha256(json.dumps([content, split, feature]).encode())
+        where = f"split {name!r} of {folder}"
+        read = functools.partial(read_array_record, paths, lengths, sum(sizes) / sum(lengths))
+        records = [_Records(where, sum(lengths), sum(sizes), read)]
+    try:
+        digest = hashlib.sha256(json.dumps([info.content, split, feature]).encode())
+    except RecursionError:
+        raise UserError(f"dataset_info.json of {folder} is nested too deeply", hint=_AGAIN) from None
     digest.update("".join(f"{path.name} {size}\n" for path, size in zip(paths, sizes, strict=True)).encode())
     pieces = functools.partial(_pieces, records, feature, begin, end)
-    return Source(f"{description} {split}", digest.hexdigest(), len(paths), pieces)
+    return Source(f"{info.description} {split}", digest.hexdigest(), len(paths), pieces)
 
 
-def crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli, RFC 3720) of some bytes.
+def _read_metadata(folder: Path) -> _Metadata:
+    """What the two JSON files say, which is believed in nothing.
 
-    A CRC is linear over XOR, so the bytes of a block are looked up independently of each other.
-
-    >>> hex(crc32c(b"123456789"))
-    '0xe3069283'
+    Raises:
+      UserError: Where a field that is needed is missing or of the wrong type; others are not looked at.
     """
-    # A CRC that starts from zero ignores leading zero bytes, and `_INITIAL` turns it into the initial 0xffffffff.
-    padded = bytes(-(len(data) + len(_INITIAL)) % _CRC_BLOCK) + _INITIAL + data
-    places = np.frombuffer(padded, np.uint8).reshape(-1, _CRC_BLOCK) + _OFFSETS
-    table, (a, b, c, d) = _crc_tables()
-    crc = 0
-    for block in np.bitwise_xor.reduce(table.take(places, mode="clip"), axis=1).tolist():
-        # The CRC so far acts on a block as if its first four bytes were XORed with it.
-        crc = a[crc & 255] ^ b[crc >> 8 & 255] ^ c[crc >> 16 & 255] ^ d[crc >> 24] ^ block
-    return crc ^ 0xFFFFFFFF
+
+    def refused(problem: str) -> UserError:
+        return UserError(f"{folder} does not describe a data set of TFDS: {problem}", hint=_AGAIN)
+
+    def text(values: dict[str, Any], name: str, default: str | None = None) -> str:
+        value = values.get(name, default)
+        if type(value) is not str or len(value) > _LONGEST_NAME or not value.isprintable():
+            raise refused(f"{name!r} is not a name")
+        return value
+
+    def read(name: str) -> dict[str, Any]:
+        try:
+            return read_json(folder / name, "metadata")
+        except UserError as error:
+            raise refused(str(error).partition("\n")[0]) from None
+
+    content = read("dataset_info.json")
+    name, config, version = text(content, "name"), text(content, "configName", ""), text(content, "version")
+    splits: dict[str, tuple[str, list[int]]] = {}
+    listed = content.get("splits")
+    if type(listed) is not list or any(type(values) is not dict for values in listed):
+        raise refused("'splits' is not a list of objects")
+    for values in listed:
+        lengths: Any = values.get("shardLengths", [])
+        if type(lengths) is list:  # in the JSON of protocol buffers 64-bit integers are strings
+            lengths = [int(n) if type(n) is str and re.fullmatch("[0-9]{1,18}", n) else n for n in lengths]
+        if type(lengths) is not list or not all(map(is_count, lengths)):
+            raise refused("'shardLengths' is not a list of numbers")
+        splits[text(values, "name")] = (text(values, "filepathTemplate", "") or _TEMPLATE, lengths)
+    if not name or "" in splits or len(splits) < len(listed):
+        raise refused("the data set or a split has no name, or two splits have the same")
+    features = None
+    if os.path.lexists(folder / "features.json"):  # not written by early versions of TFDS
+        match read("features.json"):
+            case {"featuresDict": {"features": dict(found)}} if all(type(kinds) is dict for kinds in found.values()):
+                features = {key: not kinds.keys().isdisjoint(("text", "tensor")) for key, kinds in found.items()}
+            case _:
+                raise refused("features.json holds no features")
+    description = f"{name}{config and '/' + config}:{version}"
+    return _Metadata(content, name, description, text(content, "fileFormat", "tfrecord"), splits, features)
 
 
-def masked_crc32c(data: bytes) -> int:
-    """CRC-32C as TFRecord stores it: rotated right by 15 bits, plus a constant."""
-    crc = crc32c(data)
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+def _shards(folder: Path, info: _Metadata, split: str) -> list[Path]:
+    """The files of a split, in the folder.
 
-
-_INITIAL = bytes.fromhex("54641f64")  # whose CRC, starting from zero, is 0xffffffff
-_OFFSETS = np.arange(_CRC_BLOCK, dtype=np.int64) * 256
-_masked_crc_of_length = functools.lru_cache(1 << 14)(masked_crc32c)  # lengths repeat
-
-
-@functools.cache
-def _crc_tables() -> tuple[np.ndarray, list[list[int]]]:
-    """What each byte value adds to a CRC by its place in a block: uint32 [_CRC_BLOCK * 256], and the first 4 places."""
-    byte = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        byte = np.where(byte & 1, (byte >> 1) ^ np.uint32(0x82F63B78), byte >> 1)
-    rows = [byte]
-    for _ in range(_CRC_BLOCK - 1):
-        rows.append((rows[-1] >> 8) ^ byte[rows[-1] & 255])
-    table = np.stack(rows[::-1])
-    return table.reshape(-1), table[:4].tolist()
-
-
-def _read_metadata(folder: Path) -> tuple[dict[str, Any], str, Any, list[str] | None]:
-    """dataset_info.json, the full name, the `tfds.core.SplitDict`, and the features if features.json names them."""
-    from etils import epath
-    from tensorflow_datasets.core import dataset_info, naming, splits  # slow to import
-
-    try:
-        content = json.loads((folder / "dataset_info.json").read_bytes())
-        config = content.get("configName", "")
-        description = f"{content['name']}{config and '/' + config}:{content['version']}"
-        proto = dataset_info.read_proto_from_builder_dir(folder)
-        file_format, place = proto.file_format or "tfrecord", epath.Path(folder)
-        template = naming.ShardedFileTemplate(place, dataset_name=proto.name, filetype_suffix=file_format)
-        found = splits.SplitDict.from_proto(proto.splits, template)
-        for split in found.values():
-            _ = split.filepaths  # computed from a template, which may be wrong
-        features = folder / "features.json"  # not written by early versions of TFDS
-        present = sorted(json.loads(features.read_bytes())["featuresDict"]["features"]) if features.exists() else None
-    except Exception as error:  # its own errors, those of protocol buffers, of JSON and of the file system
-        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+    Raises:
+      UserError: Where one is missing or outside the folder, or the template has other fields than TFDS knows.
+    """
+    template, lengths = info.splits[split]
+    count, home, paths = len(lengths), os.path.realpath(folder), []
+    digits = max(5, len(str(count)))
+    for index in range(count):
+        number, of = f"{index:0{digits}d}", f"{count:0{digits}d}"
+        fields = {"DATASET": info.name, "SPLIT": split, "FILEFORMAT": info.file_format}
+        fields |= {"SHARD_INDEX": number, "NUM_SHARDS": of, "SHARD_X_OF_Y": f"{number}-of-{of}"}
+        # Not str.format: it follows attributes, and pads to any width.
+        name = re.sub(r"\{(\w+)\}", lambda found, fields=fields: fields.get(found[1], found[0]), template)
+        path = folder / name
+        inside = len(name) <= _LONGEST_NAME and Path(os.path.realpath(path)).is_relative_to(home)
+        if not inside or set("{}") & set(name) or path in paths[:1]:
+            raise UserError(
+                f"the names of the files of {split!r} in {folder} are {template!r}",
+                allowed="different names of files in this folder, with {" + "}, {".join(fields) + "}",
+                hint=_AGAIN,
+            )
+        paths.append(path)
+    missing = [path.name for path in paths if not os.path.isfile(path)]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(
-            f"{folder} does not describe a data set of TFDS: {problem[:200]}", hint="fetch the folder again"
-        ) from None
-    return content, description, found, present
+            f"{folder} lacks {missing[0]}{more} of the {len(paths)} files of {split!r}",
+            hint="fetch the rest; a slice of the split needs all of its files too",
+        )
+    return paths
 
 
-def _resolve(split: str, splits: Any) -> tuple[str, int, int]:
+def _resolve(split: str, splits: dict[str, list[int]]) -> tuple[str, int, int]:
     """A split in the notation of TFDS as (name, first example, the one after the last)."""
     import tensorflow_datasets as tfds
 
     name = split.partition("[")[0]
     if not re.fullmatch(r"[\w-]+(\[[-\d%]*:[-\d%]*\])?", split):
         raise UserError(f"split {split!r} cannot be read", allowed="NAME or NAME[a:b], each bound a number or N%")
-    if name not in splits or not splits[name].num_examples:
-        present = [name for name, found in splits.items() if found.num_examples]
-        raise UserError(f"there is no split {name!r}", allowed=" | ".join(present), hint=nearest(name, present))
+    size = sum(splits.get(name, ()))
+    if not size:
+        present = [name for name, lengths in splits.items() if sum(lengths)]
+        raise UserError(f"there is no split {name!r}", allowed=_listed(present), hint=nearest(name, present))
+    # Under a name of our own, since TFDS would take some for more than a split.
+    infos = {"split": tfds.core.SplitInfo(name="split", shard_lengths=splits[name], num_bytes=0)}
     try:
-        (bounds,) = tfds.core.ReadInstruction.from_spec(split).to_absolute(splits)
+        (bounds,) = tfds.core.ReadInstruction.from_spec("split" + split.removeprefix(name)).to_absolute(infos)
     except ValueError as error:
         raise UserError(f"split {split!r} cannot be read: {str(error).splitlines()[0]}") from None
-    size = splits[name].num_examples
     begin, end = bounds.from_ or 0, size if bounds.to is None else bounds.to
     if begin >= end:
         raise UserError(f"split {split!r} is empty", allowed=f"a part of the {size} examples of {name}")
     return name, begin, end
+
+
+def _listed(names: list[str]) -> str:
+    shown = [name if name.isprintable() else repr(name) for name in names[:20]]
+    return " | ".join(shown) + (f" | {len(names) - 20} more" if len(names) > 20 else "")
 
 
 def _present(data_dir: Path) -> str:
@@ -202,7 +237,7 @@ def _present(data_dir: Path) -> str:
     }
     if not found:
         return "a folder with NAME/CONFIG/VERSION/dataset_info.json, and none is there"
-    return " | ".join(sorted(found)[:20]) + (f" | {len(found) - 20} more" if len(found) > 20 else "")
+    return _listed(sorted(found))
 
 
 def _pieces(records: list[_Records], feature: str, begin: int, end: int, index: int, count: int) -> list[Piece]:
@@ -244,44 +279,5 @@ def _read(records: _Records, feature: str, start: int, *, stop: int) -> Iterator
     if number < stop:
         raise UserError(
             f"{records.where} has fewer than the {records.count} records of dataset_info.json",
-            hint="fetch the file again",
+            hint=REFETCH,
         )
-
-
-def _read_tfrecord(path: Path, start: int, stop: int) -> Iterator[bytes]:
-    """The records [start, stop), or fewer at the end of the file; of those before only the lengths are read."""
-    number = offset = 0
-    try:
-        with open(path, "rb", buffering=1 << 18) as file:
-            while number < stop and (header := file.read(_HEADER.size)):
-                length, crc = _HEADER.unpack(header.ljust(_HEADER.size))
-                if len(header) == _HEADER.size and _masked_crc_of_length(header[:8]) != crc:
-                    raise ValueError("has a corrupt length")
-                if number < start:
-                    file.seek(length + 4, 1)
-                else:
-                    data = file.read(length + 4) if len(header) == _HEADER.size else b""
-                    if len(data) < length + 4:
-                        raise ValueError("is cut short")
-                    if masked_crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
-                        raise ValueError("does not match its checksum")
-                    yield data[:-4]
-                number, offset = number + 1, offset + _HEADER.size + length + 4
-    except ValueError as error:
-        raise UserError(
-            f"record {number} of {path}, at byte {offset}, {error}", hint="not a TFRecord file, or fetch it again"
-        ) from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _read_array_record(where: str, files: Any, size: float, start: int, stop: int) -> Iterator[bytes]:
-    from array_record.python.array_record_data_source import ArrayRecordDataSource
-
-    at_once = round(_READ_AT_ONCE / min(max(size, 1), _READ_AT_ONCE))
-    try:
-        with ArrayRecordDataSource(files) as source:
-            for first in range(start, stop, at_once):
-                yield from source.__getitems__(range(first, min(first + at_once, stop)))
-    except (IndexError, RuntimeError, ValueError) as error:
-        raise UserError(f"{where} is corrupt: {str(error).splitlines()[0][:200]}", hint="fetch it again") from None

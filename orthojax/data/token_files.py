@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import glob
 import hashlib
-import json
+import os
 import re
 import typing
 from pathlib import Path
@@ -18,12 +18,15 @@ from typing import Any
 
 import numpy as np
 
+from orthojax.data.sealed import is_count, is_sha256, read_sealed, sealed
 from orthojax.errors import UserError
-from orthojax.files import write_text
+from orthojax.files import require_file, write_text
 
 FORMAT_VERSION = 1
+TOKENIZER_FIELDS = ("tokenizer_sha256", "vocab_size", "bos_id", "eos_id")  # equal in files that belong together
 _SAMPLE_BLOCKS, _SAMPLE_BYTES = 16, 4096
 _ALWAYS_COMPARED_BYTES = 1 << 28  # takes a second at most
+_IDS_AT_ONCE = 1 << 24
 _OPEN_AT_ONCE = 256  # every memory map holds a file open, and a process may open about a thousand
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
 
@@ -109,8 +112,8 @@ def shard_path(path: Path, index: int, count: int) -> Path:
 
 
 def write_sidecar(path: Path, info: TokenFileInfo) -> None:
-    """Writes the sidecar of a token file, whole or not at all."""
-    write_text(sidecar_path(path), json.dumps(dataclasses.asdict(info), indent=2) + "\n")
+    """Writes the sidecar of a token file and its checksum, whole or not at all."""
+    write_text(sidecar_path(path), sealed(dataclasses.asdict(info)))
 
 
 def sample_sha256(path: Path) -> str:
@@ -131,15 +134,17 @@ def open_token_file(path: str | Path, *, verify: bool = False) -> TokenFile:
 
     Args:
       path: The .bin file.
-      verify: Also compare the sha256, which reads the whole file; its size and a few blocks are always compared.
+      verify: Also compare the sha256 and the ids, which reads the whole file; its size, a few blocks and the last id
+        are always compared.
 
     Raises:
-      UserError: If the file or its sidecar is missing, or they do not belong together.
+      UserError: If the file or its sidecar is missing, the sidecar was edited, or they do not belong together.
     """
     path = Path(path)
     again = f"rebuild it with launch/prepare_data.py or, if {path.parent} is a cache, delete that folder"
-    if not path.is_file():
+    if not os.path.exists(path):
         raise UserError(f"there is no token file {path}", hint=again)
+    require_file(path, "token file")
     again = f"delete it and {again}"
     info = _read_sidecar(path, again)
     expected = info.n_tokens * np.dtype(info.dtype).itemsize
@@ -154,7 +159,14 @@ def open_token_file(path: str | Path, *, verify: bool = False) -> TokenFile:
             same = hashlib.file_digest(file, "sha256").hexdigest() == info.data_sha256
     if not same:
         raise UserError(f"token file {path} does not have the sha256 of its sidecar: it was changed", hint=again)
-    return TokenFile(path, info, np.memmap(path, np.dtype(info.dtype).newbyteorder("<"), "r"))
+    tokens = np.memmap(path, np.dtype(info.dtype).newbyteorder("<"), "r")
+    if tokens[-1] != info.eos_id or (verify and not _holds_documents(tokens, info)):
+        raise UserError(
+            f"token file {path} does not hold {info.n_documents} documents of ids below {info.vocab_size}, each "
+            f"followed by {info.eos_id}, as its sidecar says",
+            hint=again,
+        )
+    return TokenFile(path, info, tokens)
 
 
 def open_token_files(path: Path, *, verify: bool = False) -> TokenFile:
@@ -174,7 +186,7 @@ def open_token_files(path: Path, *, verify: bool = False) -> TokenFile:
     if places and path.exists():
         raise UserError(f"{path} exists both as one file and as shards", allowed="one of them; move the other away")
     paths = [shard for _, shard in places] or [path]
-    verify = verify or sum(file.stat().st_size for file in paths if file.is_file()) <= _ALWAYS_COMPARED_BYTES
+    verify = verify or sum(file.stat().st_size for file in paths if os.path.isfile(file)) <= _ALWAYS_COMPARED_BYTES
     if not places:
         file = open_token_file(path, verify=verify)
         if file.info.shard:
@@ -189,7 +201,7 @@ def open_token_files(path: Path, *, verify: bool = False) -> TokenFile:
                 f"token file {shard} is shard {info.shard or '0/1'} by its sidecar: it was renamed",
                 allowed="the names that launch/prepare_data.py gave",
             )
-        for name in ("tokenizer_sha256", "source_sha256", "split", "dtype"):
+        for name in (*TOKENIZER_FIELDS, "source_sha256", "split", "dtype"):
             a, b = getattr(infos[0], name), getattr(info, name)
             if a != b:
                 raise UserError(
@@ -200,6 +212,13 @@ def open_token_files(path: Path, *, verify: bool = False) -> TokenFile:
     sha256 = hashlib.sha256("".join(f"{info.data_sha256}\n" for info in infos).encode()).hexdigest()
     joined = JoinedTokens(paths, [info.n_tokens for info in infos], np.dtype(infos[0].dtype).newbyteorder("<"))
     return TokenFile(path, dataclasses.replace(infos[0], **sums, data_sha256=sha256, shard=""), joined)
+
+
+def _holds_documents(tokens: np.ndarray, info: TokenFileInfo) -> bool:
+    """Whether all ids are of the vocabulary, and the end of text is there for each document (a text may spell it)."""
+    parts = [tokens[i : i + _IDS_AT_ONCE] for i in range(0, len(tokens), _IDS_AT_ONCE)]
+    ends = sum(int(np.count_nonzero(part == info.eos_id)) for part in parts)
+    return ends >= info.n_documents and all(int(part.max()) < info.vocab_size for part in parts)
 
 
 def require_alone(path: Path, count: int) -> None:
@@ -247,21 +266,26 @@ def _require_all(path: Path, places: list[tuple[int, int]]) -> None:
 
 def _read_sidecar(path: Path, again: str) -> TokenFileInfo:
     sidecar = sidecar_path(path)
-    try:
-        values: Any = json.loads(sidecar.read_bytes())
-        values = {"sample_sha256": "", "shard": "", **values}  # earlier versions wrote neither
-    except FileNotFoundError:
-        raise UserError(f"token file {path} has no sidecar {sidecar.name}", hint=again) from None
-    except ValueError:
-        raise UserError(f"{sidecar} is not JSON", hint=again) from None
-    except TypeError:
-        values = {}
+    if not os.path.lexists(sidecar):
+        raise UserError(f"token file {path} has no sidecar {sidecar.name}", hint=again)
+    # Earlier versions wrote no sample and no shard.
+    values = {"sample_sha256": "", "shard": "", **read_sealed(sidecar, "sidecar", again)}
     types = {name: type(value) for name, value in values.items()}
-    if (
-        types != typing.get_type_hints(TokenFileInfo)
-        or values["format_version"] != FORMAT_VERSION
-        or values["dtype"] not in ("uint16", "uint32")
-        or values["n_tokens"] < 1
-    ):
-        raise UserError(f"{sidecar} does not describe a token file of format {FORMAT_VERSION}", hint=again)
-    return TokenFileInfo(**values)
+    if types != typing.get_type_hints(TokenFileInfo) or not _is_possible(info := TokenFileInfo(**values)):
+        raise UserError(f"sidecar {sidecar} does not describe a token file of format {FORMAT_VERSION}", hint=again)
+    return info
+
+
+def _is_possible(info: TokenFileInfo) -> bool:
+    """Whether values of the right types can be those of a token file."""
+    counts = (info.n_tokens, info.n_bytes, info.file_count, info.vocab_size)
+    return (
+        info.format_version == FORMAT_VERSION
+        and all(map(is_count, counts))
+        and info.dtype == token_dtype(info.vocab_size).name
+        and 0 <= info.bos_id < info.vocab_size
+        and 0 <= info.eos_id < info.vocab_size
+        and 1 <= info.n_documents <= min(info.n_bytes, info.n_tokens)  # no text is empty
+        and is_sha256(info.data_sha256)
+        and (not info.sample_sha256 or is_sha256(info.sample_sha256))
+    )

@@ -9,7 +9,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from orthojax.data.documents import Document, Piece, Source
+from orthojax.data.sealed import is_count, read_sealed, sealed
 from orthojax.data.token_files import (
     FORMAT_VERSION,
     TokenFile,
@@ -69,6 +69,13 @@ class _State(NamedTuple):
     n_bytes: int = 0
     n_documents: int = 0
     done_bytes: int = 0  # of the source, on disk
+
+
+def _is_state(values: Any) -> bool:
+    """Whether a JSON value has the fields of `_State`."""
+    if type(values) is not dict or values.keys() != set(_State._fields):
+        return False
+    return all(is_count(value) or (name, value) == ("position", -1) for name, value in values.items())
 
 
 def write_token_files(
@@ -200,16 +207,16 @@ class _Writer:
         self._file, self._created_from = file, created_from
         self._partial, self._notes = _partial_paths(path)
         self.state = _State()
-        if self._notes.exists():
+        if os.path.lexists(self._notes):
             both = f"it and {self._partial.name}"
-            try:
-                content = json.loads(self._notes.read_bytes())
-                self.state, before = _State(**content["state"]), content["made_of"]
-            except (ValueError, KeyError, TypeError):
-                raise UserError(
-                    f"{self._notes} is corrupt", hint=f"delete {both} and start the command again"
-                ) from None
+            again = f"delete {both} and start the command again"
+            content = read_sealed(self._notes, "note", again, required=True)
+            before: Any = content.get("made_of")
+            state: Any = content.get("state")
+            if type(before) is not dict or not _is_state(state):
+                raise UserError(f"note {self._notes} is corrupt", hint=again)
             _require_same(self._notes, before, created_from, f"the same command, or delete {both}")
+            self.state = _State(**state)
         size = self.state.n_tokens * np.dtype(created_from["dtype"]).itemsize
         if file.seek(0, os.SEEK_END) < size:
             raise UserError(
@@ -235,7 +242,7 @@ class _Writer:
             os.fsync(self._file.fileno())
             content = {"made_of": self._created_from, "state": self.state._asdict()}
             temporary = self._notes.with_name(self._notes.name + ".new")  # one name, so that kills leave one at most
-            temporary.write_text(json.dumps(content), encoding="utf-8")
+            temporary.write_text(sealed(content), encoding="utf-8")
             os.replace(temporary, self._notes)
 
     def complete(self, file_count: int) -> None:

@@ -14,17 +14,20 @@ The packages `tokenizers` and `sentencepiece` are imported only where they are u
 
 import abc
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from orthojax.errors import UserError, nearest
+from orthojax.files import parse_json, require_file
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 _FORMATS = "a tokenizer.json, GPT-2's vocab.json, a sentencepiece .model, the ranks of Llama 3"
@@ -110,7 +113,8 @@ class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer`, set to add nothing, truncate nothing and read special tokens in text as text."""
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        with _said_by_the_package(f"the tokenizer {self.spec} cannot encode this text"):
+            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         # fromiter reads a list of ints faster than array does.
         return [np.fromiter(encoding.ids, np.int32, len(encoding)) for encoding in encodings]
 
@@ -217,22 +221,21 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
         return _from_json(_llama3_json(content, file), spec, str(file))
     if file.suffix == ".model":
         return _from_sentencepiece(content, spec, str(file))
-    try:
-        values = json.loads(content.decode())
-    except ValueError as error:
-        raise UserError(f"{file} is not a tokenizer: {error}", allowed=_FORMATS) from None
+    values = parse_json(content, f"tokenizer {file}")
     if isinstance(values, dict) and values.get("orthojax_tokenizer") == "sentencepiece":
-        return _from_sentencepiece(base64.b64decode(values["model"]), spec, str(file))
+        try:
+            model = base64.b64decode(values["model"], validate=True)
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{file} holds no sentencepiece model in base64", allowed=_FORMATS) from None
+        return _from_sentencepiece(model, spec, str(file))
     return _from_json(content.decode(), spec, str(file))
 
 
 def _from_json(text: str, spec: str, where: str) -> Tokenizer:
     import tokenizers as hf
 
-    try:
+    with _said_by_the_package(f"{where} is not a tokenizer"):
         backend = hf.Tokenizer.from_str(text)
-    except Exception as error:  # the package raises bare Exception
-        raise UserError(f"{where} is not a tokenizer: {error}", allowed=_FORMATS) from None
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True  # a document that mentions <|eos|> does not end there
@@ -243,7 +246,21 @@ def _from_json(text: str, spec: str, where: str) -> Tokenizer:
     if eos_id is None:
         raise UserError(f"{where} has no end-of-text token", allowed="one of " + ", ".join(_EOS_NAMES))
     bos_id = next((vocabulary[name] for name in _BOS_NAMES if name in vocabulary), eos_id)
-    return HuggingFaceTokenizer(spec, max(vocabulary.values()) + 1, bos_id, eos_id, text, backend)
+    largest = max(vocabulary.values())
+    if largest >= 1 << 31:
+        raise UserError(f"{where} has the id {largest}", allowed="ids below 2**31")
+    return HuggingFaceTokenizer(spec, largest + 1, bos_id, eos_id, text, backend)
+
+
+@contextlib.contextmanager
+def _said_by_the_package(problem: str, allowed: str = _FORMATS) -> Iterator[None]:
+    """Names what `tokenizers` could not do: it raises bare Exception, and where it panics not even that."""
+    try:
+        yield
+    except (KeyboardInterrupt, MemoryError, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{problem}: {str(error).partition(chr(10))[0][:200]}", allowed=allowed) from None
 
 
 def _from_sentencepiece(model: bytes, spec: str, where: str) -> Tokenizer:
@@ -267,13 +284,9 @@ def _from_sentencepiece(model: bytes, spec: str, where: str) -> Tokenizer:
 def _gpt2_json(vocabulary: Path, merges: Path) -> str:
     import tokenizers as hf
 
-    try:
+    allowed = "vocab.json and merges.txt that belong together"
+    with _said_by_the_package(f"{vocabulary.parent} holds no GPT-2 tokenizer", allowed):
         model = hf.models.BPE.from_file(str(vocabulary), str(merges))
-    except Exception as error:  # the package raises bare Exception
-        raise UserError(
-            f"{vocabulary.parent} holds no GPT-2 tokenizer: {error}",
-            allowed="vocab.json and merges.txt that belong together",
-        ) from None
     backend = _byte_level(model, hf.pre_tokenizers.ByteLevel(add_prefix_space=False))
     backend.add_special_tokens(
         [name for name in ("<|endoftext|>", "<s>", "</s>") if backend.token_to_id(name) is not None]
@@ -336,7 +349,7 @@ def _bpe_size(spec: str) -> int:
 def _files(spec: str) -> list[Path]:
     """The files that a path means: one, or GPT-2's two."""
     pairs, path = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}, Path(spec)
-    if path.is_dir():
+    if os.path.isdir(path):
         names = ["tokenizer.json", *pairs, "tokenizer.model", "spiece.model"]
         found = [name for name in names if (path / name).is_file()]
         if not found:
@@ -346,12 +359,12 @@ def _files(spec: str) -> list[Path]:
 
 
 def _read_file(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise UserError(f"cannot read tokenizer {str(path)!r}: {error.strerror}", allowed=ALLOWED) from None
+    if os.path.lexists(path):
+        require_file(path, "tokenizer file")
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise UserError(f"cannot read tokenizer {str(path)!r}: {error.strerror}", allowed=ALLOWED) from None
     if path.suffix or len(path.parts) > 1:
         raise UserError(f"there is no tokenizer file {str(path)!r}", allowed=ALLOWED)
     raise UserError(f"unknown tokenizer {str(path)!r}", allowed=ALLOWED, hint=nearest(str(path), ["bytes", "bpe:N"]))

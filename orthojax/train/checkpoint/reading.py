@@ -67,7 +67,7 @@ def require_same_data(step_folder: Path, provenance: dict[str, Any]) -> None:
     Raises:
       UserError: Where they differ, as when the embedded corpus comes from another Python version.
     """
-    saved = read_json_item(step_folder, "data")
+    saved = {"bos_id": provenance.get("bos_id"), **read_json_item(step_folder, "data")}  # earlier versions wrote none
     for name, value in provenance.items():
         if saved.get(name) != value:
             raise UserError(
