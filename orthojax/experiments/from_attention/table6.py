@@ -4,7 +4,7 @@ import numpy as np
 
 from orthojax.config import replace
 from orthojax.experiments import drawing
-from orthojax.experiments.claims import EQUAL_PERPLEXITY, PPL, Claim
+from orthojax.experiments.claims import EQUAL_PERPLEXITY, PPL, Claim, Revision
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import LENGTHS, METHOD_LABELS, MODELS, RUNS, SCALES, about
 from orthojax.experiments.from_attention.paper_configs import METHODS
@@ -72,7 +72,11 @@ CLAIMS = (
           lambda v_short, v_long, short, long: long.perplexity <= (1 + _COST) * short.perplexity,
           f"cured at the longest at most {_COST:.0%} above the shortest; testable where vanilla is not more than "
           f"{_COST:.0%} below, as the longer rows of a step are more tokens",
-          lambda v_short, v_long, short, long: v_long.perplexity >= (1 - _COST) * v_short.perplexity),
+          lambda v_short, v_long, short, long: v_long.perplexity >= (1 - _COST) * v_short.perplexity,
+          revised=Revision("where vanilla gains as much from more tokens, that cured does says nothing; changed when "
+                           "runs of Table 2, which these share, were known",
+                           {"testable": None,
+                            "criterion": f"cured at the longest at most {_COST:.0%} above the shortest"})),
     Claim("Cured outperforms vanilla at every length, quantised most of all.", _PAIR, (PPL, COARSE),
           lambda v, c: c.perplexity <= (1 + EQUAL_PERPLEXITY) * v.perplexity and c[COARSE] < v[COARSE],
           f"at full precision at most {EQUAL_PERPLEXITY:.0%} above, at coarse below, at every length"),
