@@ -16,7 +16,7 @@ from orthojax.experiments.claims import chance_of_first, gaussian_kurtosis_limit
 from orthojax.experiments.from_attention import appendix_e, appendix_h, maps
 from orthojax.experiments.from_attention import spiked_vector as spiked
 from orthojax.experiments.from_attention.equivariance import layer_deviations
-from orthojax.experiments.from_attention.training_curves import running_mean, spikes, window_of
+from orthojax.experiments.from_attention.training_curves import running_mean, stability, window_of
 from orthojax.experiments.ours import normalizers
 from orthojax.model import LoadedModel, Transformer, gpt2
 from orthojax.train import Inputs, init_state
@@ -302,15 +302,26 @@ def test_the_running_mean_is_of_the_last_values_up_to_each():
         np.testing.assert_allclose(running_mean(losses, window), expected, atol=1e-12)
 
 
-def test_a_spike_is_more_than_a_nat_above_the_mean_before_it_and_after_warm_up():
+def test_a_jump_is_from_the_mean_before_it_after_warm_up_and_a_rise_from_the_evaluation_before():
     steps, losses = np.arange(20, 520, 20), np.linspace(6.0, 4.0, 25)
     assert window_of(25) == 3
-    assert spikes(steps, losses, 100) == 0
-    losses[10] = losses[7:10].mean() + 1.01
-    assert spikes(steps, losses, 100) == 1
-    assert spikes(steps, losses, 300) == 0  # step 220 is before
-    losses[10] = losses[7:10].mean() + 0.99
-    assert spikes(steps, losses, 100) == 0
+
+    def found(warmup_steps):
+        log = [{"step": int(step), "loss_nats": loss} for step, loss in zip(steps, losses, strict=True)]
+        held_out = [{"step": 125 * (i + 1), "validation_loss_nats": x} for i, x in enumerate((5.0, 4.5, 4.53, 4.2))]
+        return stability([*log, *held_out], warmup_steps)
+
+    assert found(100)["loss_spikes"] == 0
+    assert found(100)["loss_jump_nats"] < 0
+    for jump, count in ((1.01, 1), (0.99, 0)):
+        losses[10] = losses[7:10].mean() + jump
+        assert found(100)["loss_spikes"] == count
+        assert found(100)["loss_jump_nats"] == pytest.approx(jump)
+    losses[10] += 0.1
+    assert found(300)["loss_spikes"] == 0  # step 220 is before
+    assert found(100)["validation_rise_nats"] == pytest.approx(0.03)
+    assert stability([], 100) == {"loss_spikes": 0.0}
+    assert "validation_rise_nats" not in stability([{"step": 1, "validation_loss_nats": 5.0}], 100)
 
 
 # The share of key 0.

@@ -16,7 +16,7 @@ from orthojax.experiments.experiment import Experiment
 from orthojax.experiments.from_attention.models import GRID, MODELS, SCALES, by_model, grid
 from orthojax.experiments.from_attention.spiked_vector import mean_norm_ratio_of_direction
 from orthojax.experiments.pictures import LayerCurves
-from orthojax.experiments.results import Numbers, Quantity, Result, Results
+from orthojax.experiments.results import Numbers, Quantity, Result, Results, pairs
 from orthojax.experiments.tables import MetricTable
 from orthojax.formatting import number
 
@@ -46,6 +46,12 @@ def _growth_text(metric: str, *of: Result) -> str:
 
 def _rises_in_rank(values: np.ndarray) -> bool:
     return rank_correlation(np.arange(len(values)), values) > 0
+
+
+def _largest_ratio(metric: str, before: Result, after: Result) -> float:
+    """Of any layer of any seed that both have."""
+    layers = [pairs(after, before, f"{metric}/layer_{layer}").values() for layer in range(int(before.num_layers))]
+    return max(a / b for of_seeds in layers for a, b in of_seeds)
 
 
 def _grows(values: np.ndarray) -> bool:
@@ -155,8 +161,13 @@ def max_abs_claims() -> list[Claim]:
               (), persist, "from layer L / 4 of L on, rounded down, the last aside, no layer has less than half of the "
               f"largest; {seen}"),
         claim("Softmax-1 with OrthoAdam has smaller activations of the first token in every layer.", (V, C), (),
-              lambda v, c: (c.layer_means(metric) < v.layer_means(metric)).all(),
-              f"below softmax and Adam in every layer; {seen}"),
+              lambda v, c: _largest_ratio(metric, v, c) < 1,
+              f"below softmax and Adam in every layer, seed and model; {seen}", most=False,
+              detail=lambda v, c: f"{_text(metric, v, c)}, largest ratio of any seed "
+              f"{number(_largest_ratio(metric, v, c))}",
+              revised=Revision("means over seeds hid that GPT2 60M has outliers in one seed of three",
+                               {"holds": lambda v, c: (c.layer_means(metric) < v.layer_means(metric)).all(),
+                                "most": True, "criterion": f"below softmax and Adam in every layer; {seen}"})),
     ]  # fmt: skip
 
 

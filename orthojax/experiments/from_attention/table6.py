@@ -9,7 +9,7 @@ from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import LENGTHS, METHOD_LABELS, MODELS, RUNS, SCALES, about
 from orthojax.experiments.from_attention.paper_configs import METHODS
 from orthojax.experiments.from_attention.paper_tables import TABLE_3, TABLE_6
-from orthojax.experiments.from_attention.quantization import COARSE, INT8, PER_TOKEN, loses_less, tables
+from orthojax.experiments.from_attention.quantization import COARSE, INT8, PER_TOKEN, about_int8, loses_less, tables
 from orthojax.experiments.page import Picture
 from orthojax.experiments.results import LABELS, Results, penalty
 
@@ -100,6 +100,7 @@ def _about(results: Results) -> list[str]:
         "slips of the print are mended in the paper's columns: the cured 60M rows of 256 and 512 tokens stand in each "
         "other's place, and the cured 130M one of 1,024 tokens has 23.87 for 22.87. Of its differences one pair is "
         "reversed, too (0.06 and 0.47); those shown are computed from its perplexities.",
+        about_int8(results),
     ]
 
 
