@@ -152,7 +152,7 @@ def judge(claim: Claim, results: Results) -> Judged:
             lines.append(f"{label} {case.text}{mark if len(cases) > 1 else ''}".strip())
     closing = [f"Holds in {held} of {len(tested)} testable cases."] if tested and len(cases) > 1 else []
     if missing:
-        labels = ", ".join(label for label in missing if label)
+        labels = ", ".join(label for label in missing if label) if len(missing) <= 6 else f"{len(missing)} cases"
         closing.append(f"Not measured, since a run failed or is missing{': ' if labels else ''}{labels}.")
     closing.append(f"Criterion: {_criterion(claim)}.")
     if claim.revised:
