@@ -10,7 +10,7 @@ import numpy as np
 from orthojax import analysis
 from orthojax.analysis import top_count
 from orthojax.analysis.channels import OUTLIER_SCORE
-from orthojax.experiments.claims import OUTLIERS, C, Claim, V, rest_has_outliers
+from orthojax.experiments.claims import OUTLIERS, C, Claim, Revision, V, rest_has_outliers
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import GRID, SCALES, by_model, grid
 from orthojax.experiments.from_attention.output_weights import (
@@ -114,7 +114,9 @@ CLAIMS = (
           f"such weights; an outlier is beyond {OUTLIER_SCORE:g} scaled median deviations",
           lambda v: bool(_explained(v)),
           detail=lambda v: f"in {sum(a == b for a, b in _explained(v))} of {len(_explained(v))} layers with outliers, "
-          f"{sum(b for _, b in _explained(v)):g} of {sum(a for a, _ in _explained(v)):g} channels"),
+          f"{sum(b for _, b in _explained(v)):g} of {sum(a for a, _ in _explained(v)):g} channels",
+          revised=Revision(f"the limit of {OUTLIER_SCORE:g} was chosen with the runs at hand; by the usual 3.5 the "
+                           "first report counted 0 of 70 channels")),
     Claim("Channels whose second moments are small have large weights (appendix E; softmax and Adam, MLP output).",
           (V,),
           (metric("mlp_output_rank_correlation", "rank correlation, mean over layers"), metric("mlp_output_overlap",
