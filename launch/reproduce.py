@@ -12,6 +12,7 @@ from absl import flags
 
 from orthojax import cli
 from orthojax.errors import UserError, nearest
+from orthojax.files import make_folder
 
 cli.define_cache_dir()
 cli.define_compile_cache()
@@ -23,6 +24,7 @@ flags.DEFINE_string("workdir", None, "Folder of the study; runs/EXPERIMENT-SCALE
 flags.DEFINE_string("runs_dir", "runs/models", "Folder of trained runs, shared by experiments: none is trained twice.")
 flags.DEFINE_list("model", [], "Existing models to measure as well: NAME=CHECKPOINT[,NAME=CHECKPOINT].")
 flags.DEFINE_integer("jobs", None, "Runs at once, at most; not given: one for each GPU, or CPU core with memory.", 1)
+flags.DEFINE_string("render", None, "A results.json: only writes its report again, beside it or under --workdir.")
 FLAGS = flags.FLAGS
 
 
@@ -52,10 +54,27 @@ def _models() -> dict[str, Path]:
     return models
 
 
+def _render(source: Path) -> None:
+    """--render."""
+    from orthojax.experiments.catalog import find
+    from orthojax.experiments.page import print_report
+    from orthojax.experiments.rerender import read_raw, rerender
+
+    raw = read_raw(source)
+    experiment = find(FLAGS.experiment if FLAGS["experiment"].present else raw["experiment"])
+    workdir = Path(FLAGS.workdir or source.parent)
+    make_folder(workdir, "workdir")
+    print_report(rerender(experiment, raw, source, workdir))
+    print(f"\nwritten: {workdir}/report.md, report.html")
+
+
 def main(_: list[str]) -> None:
     scales = ("tiny", "small", "paper")
     if FLAGS.scale not in scales:
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(scales), hint=nearest(FLAGS.scale, scales))
+    if FLAGS.render:
+        _render(Path(FLAGS.render))
+        return
     given, models = _seeds(), _models()
 
     from orthojax.experiments.catalog import ALL, find, listing

@@ -13,12 +13,14 @@ import pytest
 from orthojax.config import Config, DataConfig, EvalConfig, replace
 from orthojax.experiments import drawing
 from orthojax.experiments.claims import chance_of_first, gaussian_kurtosis_limit
-from orthojax.experiments.from_attention import appendix_e, appendix_h, maps
+from orthojax.experiments.from_attention import appendix_e, appendix_h, figure4, maps
 from orthojax.experiments.from_attention import spiked_vector as spiked
 from orthojax.experiments.from_attention.equivariance import layer_deviations
-from orthojax.experiments.from_attention.training_curves import running_mean, spikes, window_of
+from orthojax.experiments.from_attention.quantization import int8_error_bound
+from orthojax.experiments.from_attention.training_curves import running_mean, stability, window_of
 from orthojax.experiments.ours import normalizers
 from orthojax.model import LoadedModel, Transformer, gpt2
+from orthojax.ops.quantize import absmax
 from orthojax.train import Inputs, init_state
 
 POSITIONS, CHANNEL_COUNT = 6, 64
@@ -302,15 +304,61 @@ def test_the_running_mean_is_of_the_last_values_up_to_each():
         np.testing.assert_allclose(running_mean(losses, window), expected, atol=1e-12)
 
 
-def test_a_spike_is_more_than_a_nat_above_the_mean_before_it_and_after_warm_up():
+def test_a_jump_is_from_the_mean_before_it_after_warm_up_and_a_rise_from_the_evaluation_before():
     steps, losses = np.arange(20, 520, 20), np.linspace(6.0, 4.0, 25)
     assert window_of(25) == 3
-    assert spikes(steps, losses, 100) == 0
-    losses[10] = losses[7:10].mean() + 1.01
-    assert spikes(steps, losses, 100) == 1
-    assert spikes(steps, losses, 300) == 0  # step 220 is before
-    losses[10] = losses[7:10].mean() + 0.99
-    assert spikes(steps, losses, 100) == 0
+
+    def found(warmup_steps):
+        log = [{"step": int(step), "loss_nats": loss} for step, loss in zip(steps, losses, strict=True)]
+        held_out = [{"step": 125 * (i + 1), "validation_loss_nats": x} for i, x in enumerate((5.0, 4.5, 4.53, 4.2))]
+        return stability([*log, *held_out], warmup_steps)
+
+    assert found(100)["loss_spikes"] == 0
+    assert found(100)["loss_jump_nats"] < 0
+    for jump, count in ((1.01, 1), (0.99, 0)):
+        losses[10] = losses[7:10].mean() + jump
+        assert found(100)["loss_spikes"] == count
+        assert found(100)["loss_jump_nats"] == pytest.approx(jump)
+    losses[10] += 0.1
+    assert found(300)["loss_spikes"] == 0  # step 220 is before
+    assert found(100)["validation_rise_nats"] == pytest.approx(0.03)
+    assert stability([], 100) == {"loss_spikes": 0.0}
+    assert "validation_rise_nats" not in stability([{"step": 1, "validation_loss_nats": 5.0}], 100)
+
+
+# What int8 can cost.
+
+
+@pytest.mark.parametrize("d_model", [96, 192, 2048])
+def test_no_outlier_makes_int8_worse_than_the_width_allows(d_model):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, d_model))
+    x[np.arange(64), rng.integers(0, d_model, 64)] += np.geomspace(1, 1e5, 64)  # outliers of all sizes
+    x /= np.sqrt((x**2).mean(-1, keepdims=True))  # as a norm with one scale gives them
+    per_tensor = np.abs(np.asarray(absmax(x, 8)) - x).max()
+    assert per_tensor <= int8_error_bound(d_model) * (1 + 1e-5)
+    assert per_tensor > 0.9 * int8_error_bound(d_model)  # and it is attained
+
+
+def test_the_largest_channel_is_ranked_among_the_weights_that_write_it():
+    rng, D = np.random.default_rng(0), 64
+    hidden = rng.normal(size=(3, 2, 4, D)).astype(np.float32)
+    hidden[:, 0, :, 5] -= 20.0
+    hidden[:, 1, :, 7] += 20.0
+    kernels = rng.normal(size=(2, 2, 16, D))  # [layer, part]
+    kernels[0, 0, :, 5] *= 10.0
+    kernels[1, 0, :, [1, 2, 3]] *= 10.0
+    kernels[1, 0, :, 7] *= 5.0
+    kernels[:, 1, :, [5, 7]] *= 0.01
+    parts = ("mlp", "attention")
+    params = {
+        f"layers_{i}": {part: {"output": {"kernel": of[j]}} for j, part in enumerate(parts)}
+        for i, of in enumerate(kernels)
+    }
+    loaded = LoadedModel(Planted(hidden), params, Config(), None, Path())
+    found = figure4.ranks_of_largest_channel(loaded, np.tile(np.arange(3)[:, None], (1, 5)))
+    assert found["mlp_output"].tolist() == [0, 3]
+    assert min(found["attention_output"]) >= D - 2
 
 
 # The share of key 0.

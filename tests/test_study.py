@@ -23,7 +23,7 @@ from orthojax.errors import UserError
 from orthojax.experiments import drawing, runs
 from orthojax.experiments.base_configs import BACKCOPY_MODEL, LANGUAGE_MODEL, cured
 from orthojax.experiments.catalog import listing, measured_speed
-from orthojax.experiments.claims import Claim, judge
+from orthojax.experiments.claims import Claim, Revision, in_every_seed, judge, not_measured
 from orthojax.experiments.experiment import Case, Experiment, Run, Variant, run_name
 from orthojax.experiments.measures import ALWAYS, Measure, Measured, example_maps, store
 from orthojax.experiments.page import Report, Table, console_table, make_report, write_report
@@ -359,6 +359,32 @@ def test_verdicts(pairs, fields, verdict, closing):
     assert judged.verdict == verdict
     assert closing in judged.closing
     assert "nan" not in judged.paragraph
+
+
+def test_a_revised_criterion_gives_the_verdict_of_the_first_one_from_the_numbers():
+    results = results_of({"p": [{"x": 4.0}], "q": [{"x": 3.0}]})
+    first = {"holds": lambda old, new: new.x < old.x, "testable": None, "criterion": "any less"}
+    judged = judge(halved(of=("p", "q"), revised=Revision("less is not half", first)), results)
+    assert judged.verdict == "does not hold"
+    expected = "Criterion revised after the data: less is not half. First: any less; under it: holds."
+    assert judged.closing.endswith(expected)
+    assert expected in judged.paragraph  # so in all three forms
+    more = results_of({"p": [{"x": 4.0}], "q": [{"x": 5.0}]})
+    assert judge(halved(of=("p", "q"), revised=Revision("", first)), more).closing.endswith("under it: does not hold.")
+    added = judge(halved(of=("p", "q"), revised=Revision("added later")), results)
+    assert added.closing.endswith("Criterion set after the data: added later.")
+
+
+def test_what_nothing_measures_is_listed_and_never_judged():
+    judged = judge(not_measured("Whales sing.", "there is no whale"), results_of({"p": [{"x": 4.0}]}))
+    assert judged == ("not measured", "Whales sing.", (), "Not measured: there is no whale.")
+
+
+def test_in_every_seed_is_no_mean():
+    results = results_of({"p": [{"x": 9.0}, {"x": 0.5}], "q": [{"x": 3.0}, {"x": 3.0}], "r": []})
+    above = in_every_seed(lambda of: of.x > 1)
+    assert [above(results[name]) for name in ("p", "q", "r")] == [False, True, False]
+    assert judge(halved(of=("p", "q"), testable=above), results).verdict == "not testable at this scale"
 
 
 def test_claims_find_their_variants_by_role_by_name_or_by_a_function():

@@ -1,18 +1,19 @@
 """Claims as values, the one judge that decides them, and the terms in which their criteria are stated.
 
-Criteria are fixed before the seeds that decide them are run; one that was revised afterwards says so in its text.
+Criteria are fixed before the seeds that decide them are run. One that was set or revised afterwards has a `Revision`,
+and the report then says so, with the verdict under the first criterion.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from orthojax.experiments.results import NotMeasured, Numbers, Quantity, Result, Results, as_quantity, pairs
 
-Verdict = Literal["holds", "does not hold", "not testable at this scale"]
+Verdict = Literal["holds", "does not hold", "not testable at this scale", "not measured"]
 
 GAUSSIAN = 3.0  # its kurtosis
 # A mean kurtosis over layers above the first is called outliers, below the second none.
@@ -26,6 +27,20 @@ KURTOSIS = ("kurtosis_first", "kurtosis_rest")
 MAX_ABS = ("max_abs_first", "max_abs_rest")
 
 Names = Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Revision:
+    """That a criterion was changed, or set, after numbers which it judges were there.
+
+    Attributes:
+      why: What was changed and why, in words.
+      first: The fields of the `Claim` that were different, `criterion` among them, so that the verdict under the first
+        criterion is computed; empty for a claim that was first stated after the data.
+    """
+
+    why: str
+    first: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +61,8 @@ class Claim:
       detail: Further numbers of a case as text.
       shown: How many of a case's variants are printed, all where None; the others only enter the predicates, as a
         reference that decides what is testable.
+      revised: Where the criterion is younger than the data.
+      unmeasured: Why nothing here measures it; see `not_measured`.
     """
 
     says: str
@@ -60,6 +77,13 @@ class Claim:
     most: bool = False
     detail: Callable[..., str] | None = None
     shown: int | None = None
+    revised: Revision | None = None
+    unmeasured: str = ""
+
+
+def not_measured(says: str, because: str) -> Claim:
+    """A claim that is listed so that it is not forgotten; `because` completes 'Not measured: ...'."""
+    return Claim(says, {}, (), lambda: False, "", unmeasured=because)
 
 
 class Judged(NamedTuple):
@@ -69,7 +93,7 @@ class Judged(NamedTuple):
       verdict: What the criterion says.
       says: The claim.
       cases: One line of numbers for each case.
-      closing: The count, what was left out, and the criterion.
+      closing: The count, what was left out, the criterion, and what it was before the data.
     """
 
     verdict: Verdict
@@ -96,6 +120,8 @@ def judge(claim: Claim, results: Results) -> Judged:
     A case of which a variant failed, or lacks a metric that the criterion reads, is left out and named; without any
     testable case the claim is not testable.
     """
+    if claim.unmeasured:
+        return Judged("not measured", claim.says, (), f"Not measured: {claim.unmeasured}.")
     cases: dict[str, _Case] = {}
     missing = []
     for label, names in _groups(claim, results).items():
@@ -126,10 +152,24 @@ def judge(claim: Claim, results: Results) -> Judged:
             lines.append(f"{label} {case.text}{mark if len(cases) > 1 else ''}".strip())
     closing = [f"Holds in {held} of {len(tested)} testable cases."] if tested and len(cases) > 1 else []
     if missing:
-        labels = ", ".join(label for label in missing if label)
+        labels = ", ".join(label for label in missing if label) if len(missing) <= 6 else f"{len(missing)} cases"
         closing.append(f"Not measured, since a run failed or is missing{': ' if labels else ''}{labels}.")
-    closing.append(f"Criterion: {claim.criterion}{', in most of the testable cases' if claim.most else ''}.")
+    closing.append(f"Criterion: {_criterion(claim)}.")
+    if claim.revised:
+        closing.append(_revision_text(claim, claim.revised, results))
     return Judged(verdict if tested else "not testable at this scale", says, lines, " ".join(closing))
+
+
+def _criterion(claim: Claim) -> str:
+    return f"{claim.criterion}{', in most of the testable cases' if claim.most else ''}"
+
+
+def _revision_text(claim: Claim, revision: Revision, results: Results) -> str:
+    if not revision.first:
+        return f"Criterion set after the data: {revision.why}."
+    first = dataclasses.replace(claim, revised=None, **revision.first)
+    verdict = judge(first, results).verdict
+    return f"Criterion revised after the data: {revision.why}. First: {_criterion(first)}; under it: {verdict}."
 
 
 def _groups(claim: Claim, results: Results) -> Mapping[str, Names]:
@@ -250,6 +290,11 @@ def has_outliers(result: Numbers, *_: Numbers) -> bool:
 def rest_has_outliers(result: Numbers, *_: Numbers) -> bool:
     """Whether the kurtosis of tokens after the first is above `OUTLIERS`."""
     return result.kurtosis_rest > OUTLIERS
+
+
+def in_every_seed(predicate: Callable[[Numbers], bool]) -> Callable[..., bool]:
+    """For `Claim.testable`: whether every seed of the first variant satisfies a predicate, not the mean alone."""
+    return lambda result, *_: bool(result.seeds) and all(map(predicate, result.seeds.values()))
 
 
 def shrinks_by_a_third(before: Numbers, after: Numbers) -> bool:

@@ -11,18 +11,19 @@ import numpy as np
 from orthojax.analysis import rank_correlation
 from orthojax.config import Config
 from orthojax.experiments import claims as terms
-from orthojax.experiments.claims import DOMINANCE, FRACTION, GAUSSIAN, C, Claim, O, V, gaussian_kurtosis_limit
+from orthojax.experiments.claims import DOMINANCE, FRACTION, GAUSSIAN, C, Claim, O, Revision, V, gaussian_kurtosis_limit
 from orthojax.experiments.experiment import Experiment
 from orthojax.experiments.from_attention.models import GRID, MODELS, SCALES, by_model, grid
 from orthojax.experiments.from_attention.spiked_vector import mean_norm_ratio_of_direction
 from orthojax.experiments.pictures import LayerCurves
-from orthojax.experiments.results import Numbers, Quantity, Result, Results
+from orthojax.experiments.results import Numbers, Quantity, Result, Results, pairs
 from orthojax.experiments.tables import MetricTable
 from orthojax.formatting import number
 
 # Less is no growth: outliers of the first layer stay in the residual stream, and noise decides which layer has most.
 _GROWTH = 1.25
-_GROWS = f"rank correlation of layer and value above 0, and the largest at least {_GROWTH:g} times the first"
+_RANK = "rank correlation of layer and value above 0"
+_GROWS = f"{_RANK}, and the largest at least {_GROWTH:g} times the first"
 _WORDS = {"vanilla": "softmax and Adam", "softmax1": "softmax-1 and Adam", "orthoadam": "softmax and OrthoAdam"}
 _PLACES = (0.0, 1 / 3, 2 / 3, 1.0)
 # Of the figures with the first number, which one shows a model; existing models have the last.
@@ -43,8 +44,23 @@ def _growth_text(metric: str, *of: Result) -> str:
     return f"{_text(metric, *of)}, largest over first layer {number(values.max() / values[0])}"
 
 
+def _rises_in_rank(values: np.ndarray) -> bool:
+    return rank_correlation(np.arange(len(values)), values) > 0
+
+
+def _largest_ratio(metric: str, before: Result, after: Result) -> float:
+    """Of any layer of any seed that both have."""
+    layers = [pairs(after, before, f"{metric}/layer_{layer}").values() for layer in range(int(before.num_layers))]
+    return max(a / b for of_seeds in layers for a, b in of_seeds)
+
+
 def _grows(values: np.ndarray) -> bool:
-    return rank_correlation(np.arange(len(values)), values) > 0 and bool(values.max() >= _GROWTH * values[0])
+    return _rises_in_rank(values) and bool(values.max() >= _GROWTH * values[0])
+
+
+def _any_growth(criterion: str, holds: Callable[..., bool]) -> Revision:
+    """For the criteria that looked at the order of the layers alone."""
+    return Revision("a largest layer 1% above the first met it", {"criterion": criterion, "holds": holds})
 
 
 def _dominated(result: Result, *_: Result) -> bool:
@@ -103,15 +119,22 @@ def growth_claims(metric: str, words: str, limit: Callable[[int], float], limit_
         values = orthoadam.layer_means(metric)
         return _grows(values) and values[0] < vanilla.layer_means(metric)[0]
 
+    def rises_from_lower(orthoadam: Result, vanilla: Result) -> bool:
+        values = orthoadam.layer_means(metric)
+        return _rises_in_rank(values) and values[0] < vanilla.layer_means(metric)[0]
+
     claim = partial(Claim, detail=partial(_growth_text, metric), testable=above, most=True)
     return [
         *(
             claim(f"With {_WORDS[method]}, the {words} grows with depth.", (method,), (),
-                  lambda result: _grows(result.layer_means(metric)), f"{_GROWS}; {seen}")
+                  lambda result: _grows(result.layer_means(metric)), f"{_GROWS}; {seen}",
+                  revised=_any_growth(f"{_RANK}; {seen}", lambda result: _rises_in_rank(result.layer_means(metric))))
             for method in ("vanilla", "softmax1")
         ),
         claim(f"With OrthoAdam alone the {words} grows as well, from a lower start than with Adam.", (O, V), (),
-              starts_lower, f"{_GROWS}, and the first layer below that of softmax and Adam; {seen}"),
+              starts_lower, f"{_GROWS}, and the first layer below that of softmax and Adam; {seen}",
+              revised=_any_growth(f"{_RANK}, and the first layer below that of softmax and Adam; {seen}",
+                                  rises_from_lower)),
         Claim(f"With both the {words} stays that of a Gaussian vector in every layer; the paper sees small rises in "
               "the last layers of two of five models.", (V, C), (),
               lambda v, c: c.layer_means(metric)[:-1].max(initial=0) <= limit(int(v.d_model)),
@@ -138,8 +161,13 @@ def max_abs_claims() -> list[Claim]:
               (), persist, "from layer L / 4 of L on, rounded down, the last aside, no layer has less than half of the "
               f"largest; {seen}"),
         claim("Softmax-1 with OrthoAdam has smaller activations of the first token in every layer.", (V, C), (),
-              lambda v, c: (c.layer_means(metric) < v.layer_means(metric)).all(),
-              f"below softmax and Adam in every layer; {seen}"),
+              lambda v, c: _largest_ratio(metric, v, c) < 1,
+              f"below softmax and Adam in every layer, seed and model; {seen}", most=False,
+              detail=lambda v, c: f"{_text(metric, v, c)}, largest ratio of any seed "
+              f"{number(_largest_ratio(metric, v, c))}",
+              revised=Revision("means over seeds hid that GPT2 60M has outliers in one seed of three",
+                               {"holds": lambda v, c: (c.layer_means(metric) < v.layer_means(metric)).all(),
+                                "most": True, "criterion": f"below softmax and Adam in every layer; {seen}"})),
     ]  # fmt: skip
 
 

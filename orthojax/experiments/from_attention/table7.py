@@ -4,8 +4,10 @@ It trains nothing: the models are given in pairs, --model=BASE=CHECKPOINT,TUNED=
 is one run and another that was initialised from it with train.init_from.
 """
 
+from collections.abc import Callable
+
 from orthojax.config import changed_fields
-from orthojax.experiments.claims import DOMINANCE, OUTLIERS, Claim, chance
+from orthojax.experiments.claims import DOMINANCE, OUTLIERS, Claim, Revision, dominated, not_measured
 from orthojax.experiments.experiment import Experiment
 from orthojax.experiments.from_attention.models import SCALES
 from orthojax.experiments.from_attention.paper_tables import TABLE_7
@@ -42,22 +44,35 @@ def _other_data(base: Result, tuned: Result) -> list[str]:
     return sorted(changed_fields(base.config.data, tuned.config.data))
 
 
+def _changed_text(criterion: str, testable: Callable[..., bool]) -> Revision:
+    return Revision("the pair was measured on different texts", {"testable": testable, "criterion": criterion})
+
+
+_LEAVES_KURTOSIS = f"within {_SAME:.0%}; testable where the base model's is above {OUTLIERS:g}"
+_RAISES_KURTOSIS = f"by more than {_SAME:.0%}; testable where the base model's is above {OUTLIERS:g}"
+_LEAVES_ATTENTION = (
+    f"both within {_SAME:.0%} of the base model's; testable where in it the first token is the most attended "
+    f"{DOMINANCE:g} times as often as by chance, or more"
+)
 CLAIMS = (
     Claim("Fine-tuning leaves the attention to the first token as it was. The paper: most attended 95.45% → 95.53%, "
           "mass 73.49% → 70.13%.", ("base", "tuned"), _PRINTED[:2],
           lambda *of: all(abs(_change(f"first_attention_{x}", *of)) <= _SAME for x in ("fraction", "mass")),
-          f"both within {_SAME:.0%} of the base model's; testable where in it the first token is the most attended "
-          f"{DOMINANCE:g} times as often as by chance, or more, {_SAME_DATA}",
-          lambda b, t: not _other_data(b, t) and b.first_attention_fraction >= DOMINANCE * chance(b)),
+          f"{_LEAVES_ATTENTION}, {_SAME_DATA}", lambda b, t: not _other_data(b, t) and dominated(b),
+          revised=_changed_text(_LEAVES_ATTENTION, dominated)),
     Claim("It leaves the kurtosis of the first token as it was. The paper: 1227 → 1228.", ("base", "tuned"),
           ("kurtosis_first",),
           lambda *of: abs(_change("kurtosis_first", *of)) <= _SAME,
-          f"within {_SAME:.0%}; testable where the base model's is above {OUTLIERS:g}, {_SAME_DATA}",
-          lambda b, t: not _other_data(b, t) and b.kurtosis_first > OUTLIERS),
+          f"{_LEAVES_KURTOSIS}, {_SAME_DATA}", lambda b, t: not _other_data(b, t) and b.kurtosis_first > OUTLIERS,
+          revised=_changed_text(_LEAVES_KURTOSIS, lambda b, t: b.kurtosis_first > OUTLIERS)),
     Claim("It raises the mean kurtosis. The paper: 55 → 69.", ("base", "tuned"), _PRINTED[3:],
           lambda *of: _change("kurtosis_pooled", *of) > _SAME,
-          f"by more than {_SAME:.0%}; testable where the base model's is above {OUTLIERS:g}, {_SAME_DATA}",
-          lambda b, t: not _other_data(b, t) and b.kurtosis_pooled > OUTLIERS),
+          f"{_RAISES_KURTOSIS}, {_SAME_DATA}", lambda b, t: not _other_data(b, t) and b.kurtosis_pooled > OUTLIERS,
+          revised=_changed_text(_RAISES_KURTOSIS, lambda b, t: b.kurtosis_pooled > OUTLIERS)),
+    not_measured("Popular large language models attend most to the first token in 98% of attention heads (abstract; "
+                 "introduction: 'up to 98% of the time').", "no such model is at hand, and the paper does not say "
+                 "which has 98%: Llama-3.1-8B, the largest number that it prints, has 95.45% and 95.53% of (query, "
+                 "head) pairs (appendix D)"),
 )  # fmt: skip
 
 

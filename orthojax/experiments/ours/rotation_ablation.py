@@ -13,6 +13,7 @@ from orthojax.experiments.claims import (
     OUTLIERS,
     PPL,
     Claim,
+    Revision,
     above_by_seed,
     has_outliers,
     worst_kurtosis,
@@ -130,7 +131,10 @@ CLAIMS = (
           f"below {NO_OUTLIERS} in the model's basis, above in its own"),
     Claim("Fixed matrices inside the model, behind what writes to the residual stream, do with Adam what OrthoAdam "
           "does on the same parts.", {"fixed → OrthoAdam": ("fixed_in_model", "hadamard_writers")}, KURTOSIS,
-          _as_in_optimizer, "kurtosis within 10%", detail=_gap),
+          _as_in_optimizer, "kurtosis within 10%", detail=_gap,
+          revised=Revision("any two cured models met it; the 10% stood there before the runs, too",
+                           {"holds": lambda *of: max(map(worst_kurtosis, of)) < NO_OUTLIERS,
+                            "criterion": f"both below {NO_OUTLIERS}"})),
 )  # fmt: skip
 
 
