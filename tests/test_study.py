@@ -379,7 +379,7 @@ def made(home, variant, seconds):
     (folder / "config.json").write_text(to_json(variant.with_seed(0)))
     (folder / "trained.seconds").write_text(f"{seconds}\n")
     for measure in ALWAYS:
-        store(folder, measure, Measured({}, {}))
+        store(folder, measure, Measured({"value": 1.0}, {}))
 
 
 def long_runs():
@@ -416,25 +416,27 @@ def test_the_list_counts_what_is_done_and_shared_runs_once(tmp_path):
 def test_what_is_not_measured_yet_of_a_trained_run_takes_its_time(tmp_path):
     a = long_runs()[0]
     task = Task(Run(a, 0, tmp_path / run_name(a, 0)), (), tmp_path)
-    assert task.remaining == task.cost > training_flops(a.config)
+    assert task.remaining(pytest.fail) == task.cost > training_flops(a.config)
     made(tmp_path, a, 1.0)
-    assert task.remaining == 0.0
+    assert task.remaining(pytest.fail) == 0.0
     more = dataclasses.replace(task, measures=(Measure("more", print, lambda config: 7),))
-    assert more.remaining == 7 * task.stage_cost
+    assert more.remaining(pytest.fail) == 7 * task.stage_cost
     (task.run.folder / "measured/evaluation.json").unlink()
     (task.run.folder / "measured/maps.json").unlink()
-    assert task.remaining == pytest.approx(task.cost - training_flops(a.config))
+    assert task.remaining(pytest.fail) == pytest.approx(task.cost - training_flops(a.config))
     (task.run.folder / "diverged.txt").write_text("at step 3\n")
-    assert task.remaining == 0.0
+    assert task.remaining(pytest.fail) == 0.0
 
 
 def test_the_speed_is_the_median_of_finished_runs_without_damaged_ones(tmp_path):
-    assert measured_speed(tmp_path) is None
+    said = []
+    assert measured_speed(tmp_path, said.append) is None
     for variant, speed in zip(long_runs(), (1e6, 3e6, 9e6), strict=True):
         made(tmp_path, variant, training_flops(variant.config) / speed)
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged/trained.seconds").write_text("1.0")
-    assert measured_speed(tmp_path).flops_per_second == pytest.approx(3e6)
+    assert measured_speed(tmp_path, said.append).flops_per_second == pytest.approx(3e6)
+    assert said == [f"warning: no such config: {tmp_path}/damaged/config.json"]
 
 
 # A real command, stopped and started again.
