@@ -186,10 +186,11 @@ def _render(figure: Figure, form: str) -> bytes:
 
 
 _SPECIAL = re.compile(
-    r"""[\\`*\[\]<|~$]         # code, emphasis, links, HTML, tables, strikethrough, formulas
+    r"""[\\`*\[\]|~$]              # code, emphasis, links, tables, strikethrough, formulas
+    | <(?=[a-zA-Z/!?])             # HTML
     | (?<![^\W_])_ | _(?![^\W_])  # emphasis, which underscores within words are not
-    | &(?=[#\w])                 # entities
-    | ^(?=[#>+=-]) | ^\d+(?=[.)]\s)  # headings, quotes, lists and rules, at the start of a line
+    | &(?=[#\w])                   # entities
+    | ^[#>+=-] | ^\d+[.)]          # headings, quotes, rules and lists, at the start of a line
     """,
     re.VERBOSE,
 )
@@ -197,7 +198,7 @@ _SPECIAL = re.compile(
 
 def escape_markdown(text: str) -> str:
     """Text that Markdown shows as it is, in one line."""
-    return _SPECIAL.sub(lambda special: f"\\{special[0]}", " ".join(text.split()))
+    return _SPECIAL.sub(lambda special: f"{special[0][:-1]}\\{special[0][-1]}", " ".join(text.split()))
 
 
 def _row(cells: Sequence[str]) -> str:

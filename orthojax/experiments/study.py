@@ -37,7 +37,7 @@ def given_model(name: str, path: Path) -> Variant:
     """
     if not name.isprintable() or {"/", "$"} & set(name) or len(name) > _LONGEST_NAME:  # between $ matplotlib sets TeX
         allowed = f"a name of at most {_LONGEST_NAME} characters, without '/', '$' and control characters"
-        raise UserError(f"--model={name}=...", allowed=allowed)
+        raise UserError(f"--model={name!r}=...", allowed=allowed)
     checkpoint = find_checkpoint(path)
     return Variant(name, name, read_config(checkpoint), checkpoint=checkpoint)
 
