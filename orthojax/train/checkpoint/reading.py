@@ -60,7 +60,7 @@ def find_checkpoint(path: Path) -> Path:
 
 def _runs_of(path: Path) -> list[Path]:
     """The workdirs of finished runs in a folder, or in those that the results.json of a study names, seen from here."""
-    folders = list(path.iterdir())
+    folders = sorted(path.iterdir())
     if os.path.lexists(path / "results.json"):
         with contextlib.suppress(AttributeError, KeyError, TypeError, UserError):  # of another program, or damaged
             folders += [path / row["run"] for row in read_json(path / "results.json", "results")["rows"]]
