@@ -33,7 +33,8 @@ def make_folder(path: Path, what: str, files: Sequence[str] = ()) -> None:
     except (FileExistsError, NotADirectoryError):
         inner = next(part for part in (path, *path.parents) if os.path.lexists(part))
         is_link = inner.is_symlink() and not inner.exists()
-        problem = f"is a link to {os.readlink(inner)}, which does not exist" if is_link else "is a file"
+        problem = "is a file" if inner.is_file() else "is a pipe or a device"
+        problem = f"is a link to {os.readlink(inner)}, which does not exist" if is_link else problem
         where = "" if inner == path else f": {inner}"
         raise UserError(f"{what} {path}{where} {problem}", allowed=allowed) from None
     except OSError as error:
