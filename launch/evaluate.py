@@ -14,7 +14,7 @@ from pathlib import Path
 from absl import flags
 
 from orthojax import cli
-from orthojax.errors import UserError
+from orthojax.errors import UserError, printable
 
 cli.define_cache_dir()
 cli.define_compile_cache()
@@ -69,7 +69,7 @@ def main(_: list[str]) -> None:
     require_same_data(step_folder, inputs.provenance)
     if FLAGS.quantize:
         step_folder = quantize_checkpoint(step_folder, quant.setting_named(FLAGS.quantize), workdir / "checkpoints")
-        print(f"quantised: {step_folder}")
+        print(printable(f"quantised: {step_folder}"))
     result = {"checkpoint": str(step_folder), "data": inputs.provenance}
     if is_quantized(step_folder):
         result["quantization"], settings = read_json_item(step_folder, "quantization")["setting"], {}
@@ -86,7 +86,7 @@ def main(_: list[str]) -> None:
         )
     print("\n".join(overview(metrics, config)), flush=True)  # before it is written: a full disk must not lose it
     write_text(workdir / "evaluation.json", json.dumps(result, indent=2) + "\n")
-    print(f"\nwritten: {workdir / 'evaluation.json'}")
+    print(printable(f"\nwritten: {workdir / 'evaluation.json'}"))
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ REFUSED = {
         ["'appendix_h' measures no existing models"],
     ),
     "a model with a name for another folder": ("reproduce", ["--model=../a=run", *NEW], ["'../a'", "without '/'"]),
-    "a folder of runs": ("inspect_checkpoint", ["."], ["no orthojax checkpoint in", "did you mean one of its runs: run?"]),
+    "a folder of runs": ("inspect_checkpoint", ["."], ["no orthojax checkpoint", "did you mean one of its runs: run?"]),
     "a long name": ("inspect_checkpoint", ["a" * 300], ["no such checkpoint", "aaa...aaa"]),
     "the head of integers": (
         "evaluate", ["--checkpoint=run", "--quantize_head", "--quantize=w4a8"], ["--quantize_head needs", "float"],

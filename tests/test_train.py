@@ -550,6 +550,16 @@ def test_plain_lines_come_every_ten_seconds_with_the_time_left_by_the_speed_of_t
     ]
 
 
+def test_what_progress_shows_does_not_steer_the_terminal(clock):
+    stream = io.StringIO()
+    progress = Progress(2, stream=stream, every_seconds=0.0)
+    progress.say("\x1b[31ma")
+    progress.advance(1, "\x1b]0;b\a")
+    progress.close()
+    assert "\x1b" not in stream.getvalue()
+    assert "\\x1b[31ma" in stream.getvalue()
+
+
 def test_a_bar_is_drawn_on_a_terminal_only_and_shows_the_time_left_on_a_narrow_one(clock, monkeypatch):
     monkeypatch.setattr("orthojax.progress.shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
     plain, terminal = io.StringIO(), Terminal()
