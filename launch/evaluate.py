@@ -27,6 +27,14 @@ flags.DEFINE_bool("post_attention", False, "Also measure hidden states after att
 FLAGS = flags.FLAGS
 
 
+def _check_flags(data_kind: str, quantized: bool) -> None:
+    if (FLAGS.settings or FLAGS.quantize_head) and (FLAGS.quantize or quantized):
+        flag = "--settings" if FLAGS.settings else "--quantize_head"
+        raise UserError(f"{flag} needs the kernels of a float checkpoint", allowed="a call of its own, on the run")
+    if data_kind == "bigram_backcopy" and (FLAGS.quantize_head or FLAGS.post_attention):
+        raise UserError("--quantize_head and --post_attention are for language models", allowed="neither of them")
+
+
 def main(_: list[str]) -> None:
     if not FLAGS.checkpoint:
         raise UserError("--checkpoint is missing", allowed="--checkpoint=DIR")
@@ -52,9 +60,8 @@ def main(_: list[str]) -> None:
     names = list(quant.MORE_SETTINGS) if FLAGS.settings == ["all"] else FLAGS.settings
     settings = quant.SETTINGS | {name: quant.setting_named(name) for name in names}
     step_folder = find_checkpoint(Path(FLAGS.checkpoint))
-    if (names or FLAGS.quantize_head) and (FLAGS.quantize or is_quantized(step_folder)):
-        flag = "--settings" if names else "--quantize_head"
-        raise UserError(f"{flag} needs the kernels of a float checkpoint", allowed="a call of its own, on the run")
+    config = read_config(step_folder)
+    _check_flags(config.data.kind, is_quantized(step_folder))
     beside = step_folder.parent.parent
     if FLAGS.quantize:
         quant.require_integers(quant.setting_named(FLAGS.quantize))
@@ -62,9 +69,6 @@ def main(_: list[str]) -> None:
     keep_compiled_programs(FLAGS.compile_cache)
     workdir = Path(FLAGS.workdir) if FLAGS.workdir else beside
     make_folder(workdir, "workdir", files=["evaluation.json"])  # before the work, so that a wrong path costs nothing
-    config = read_config(step_folder)
-    if config.data.kind == "bigram_backcopy" and (FLAGS.quantize_head or FLAGS.post_attention):
-        raise UserError("--quantize_head and --post_attention are for language models", allowed="neither of them")
     inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress())
     require_same_data(step_folder, inputs.provenance)
     if FLAGS.quantize:
