@@ -11,6 +11,7 @@ from absl import flags
 
 from orthojax import cli
 from orthojax.config import flatten
+from orthojax.errors import printable
 
 flags.DEFINE_bool("verify", False, "Compare everything in the checkpoint with its checksums.")
 FLAGS = flags.FLAGS
@@ -23,22 +24,22 @@ def main(arguments: list[str]) -> None:
 
     step_folder = find_checkpoint(Path(arguments[0]))
     config = read_config(step_folder)
-    print(f"checkpoint {step_folder}, step {step_folder.name}")
+    print(printable(f"checkpoint {step_folder}, step {step_folder.name}"))
     print("config:")
     for path, value in flatten(config).items():
-        print(f"  {path} = {value}")
+        print(printable(f"  {path} = {value}"))
     for item in ("data", "validation", "quantization"):
         if (step_folder / item).is_dir():
             print(f"{item}:")
             for name, value in read_json_item(step_folder, item).items():
-                print(f"  {name}: {value!r}")
+                print(printable(f"  {name}: {value!r}"))
     for item in array_items(step_folder):
         arrays = list_arrays(step_folder, item)
         sizes = [math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in arrays]
         numbers = sum(math.prod(shape) for _, shape, _ in arrays)
         print(f"{item}: {len(arrays)} arrays, {numbers:,} numbers, {sum(sizes):,} bytes")
         for (path, shape, dtype), size in zip(arrays, sizes, strict=True):
-            print(f"  {path:64} {dtype:10} {list(shape)} {size:,} bytes")
+            print(printable(f"  {path:64} {dtype:10} {list(shape)} {size:,} bytes"))
     if FLAGS.verify:
         print(f"checksums: all hold, of {verify_checkpoint(step_folder):,} bytes")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from absl import flags
 
 from orthojax import cli
-from orthojax.errors import UserError, nearest
+from orthojax.errors import UserError, nearest, printable
 from orthojax.files import make_folder
 
 cli.define_cache_dir()
@@ -95,7 +95,8 @@ def main(_: list[str]) -> None:
     counts = [f"{len(trained)} variants"] if trained else []
     counts += [f"{len(models)} given model{'s' if len(models) > 1 else ''}"] if models else []
     counts += [f"seeds {', '.join(map(str, seeds))}"] if trained or experiment.compute else []
-    print(f"{experiment.name}: {experiment.title}\nworkdir {workdir}: {'; '.join(counts) or 'no models'}", flush=True)
+    print(f"{experiment.name}: {experiment.title}")
+    print(printable(f"workdir {workdir}: {'; '.join(counts) or 'no models'}"), flush=True)
     results = run_experiment(
         experiment,
         FLAGS.scale,
@@ -110,7 +111,7 @@ def main(_: list[str]) -> None:
     report = make_report(results)
     write_report(report, workdir)
     print_report(report)
-    print(f"\nwritten: {workdir}/report.html, report.md, results.json, figures/")
+    print(printable(f"\nwritten: {workdir}/report.html, report.md, results.json, figures/"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What the command lines share: flags, `--config.x=` overrides, and errors that a user can act on."""
 
 import atexit
-import errno
 import os
 import runpy
 import signal
@@ -16,11 +15,9 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 
 from orthojax.config import Config, describe_type, field_paths, flatten, from_json, replace
-from orthojax.errors import Interrupted, UserError, nearest
+from orthojax.errors import Interrupted, UserError, advice, nearest
 from orthojax.machine import keep_freed_memory
 
-# Operating-system errors that the user can fix. A missing file may be our fault: whoever opens a user's file says so.
-_USER_ERRNOS = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 _CONFIG_FILE = "Python file with get_config() -> orthojax.config.Config, or the config.json of a run"
 
 _overrides: dict[str, str] = {}
@@ -159,9 +156,10 @@ def _guarded(call: Callable[[], Any]) -> Any:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
-        if error.errno not in _USER_ERRNOS:
+        hint = advice(error)  # none for a missing file, which may be our fault: whoever opens a user's file says so
+        if not hint:
             raise
-        _fail(UserError(f"{error.strerror}: {error.filename or 'while writing'}"))
+        _fail(UserError(f"{error.strerror}: {error.filename or 'while reading or writing'}", hint=hint))
 
 
 def run(main: Callable[[list[str]], None], *, positional: str = "") -> None:

@@ -1,7 +1,28 @@
 """Errors that the command lines report without a traceback."""
 
 import difflib
+import errno
+import os
+import re
 from collections.abc import Iterable
+
+_ADVICE = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space: the quota is used up",
+    errno.EFBIG: "raise the limit on the size of files: ulimit -f",
+    errno.EACCES: "choose a place that you may write to, or change its permissions",
+    errno.EPERM: "choose a place that you may write to, or change its permissions",
+    errno.EROFS: "choose a place on a file system that can be written to",
+    errno.EMFILE: "raise the limit on open files: ulimit -n",
+    errno.ENFILE: "close other programs: the machine has too many open files",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "mend the link, which leads back to itself",
+    errno.EISDIR: "move the folder away, which is in the place of a file",
+    errno.ENOTDIR: "move the file away, which is in the place of a folder",
+    errno.EIO: "check the disk or the network file system",
+    errno.ESTALE: "check the network file system, and run the same command again",
+}
+_LONGEST_NAME, _LONGEST_PATH = 160, 600  # in a message
 
 
 class UserError(ValueError):
@@ -11,11 +32,27 @@ class UserError(ValueError):
         """Joins the parts that are given, one line each.
 
         Args:
-          problem: What was wrong, with the offending value.
+          problem: What was wrong, with the offending value; of very long names the middle is left out.
           allowed: What is allowed instead.
           hint: The nearest right name, or what to do next.
         """
-        super().__init__("\n".join(line for line in (problem, allowed and f"allowed: {allowed}", hint) if line))
+        text = "\n".join(line for line in (problem, allowed and f"allowed: {allowed}", hint) if line)
+        for pattern, longest in ((r"[^\s/]+", _LONGEST_NAME), (r"\S+", _LONGEST_PATH)):
+            text = re.sub(pattern, lambda word, longest=longest: _shortened(word[0], longest), text)
+        super().__init__(printable(text))
+
+
+def printable(text: str) -> str:
+    r"""The text with control characters but line breaks as escapes: a name must not steer a terminal.
+
+    >>> printable("red: \x1b[31m")
+    'red: \\x1b[31m'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def _shortened(word: str, longest: int) -> str:
+    return word if len(word) <= longest else f"{word[: longest // 2]}...{word[-longest // 3 :]}"
 
 
 class Interrupted(Exception):
@@ -33,6 +70,24 @@ class Interrupted(Exception):
     def __str__(self) -> str:
         at = "" if self._step is None else f" at step {self._step}"
         return f"stopped{at}, state saved; run the same command to resume"
+
+
+def advice(error: BaseException) -> str:
+    """What a user can do about an error of the operating system, '' where that is unknown or nothing.
+
+    Also where a library wrapped it: the causes are searched, and the messages for what the system calls its errors.
+
+    >>> advice(OSError(errno.ENOSPC, "No space left on device"))
+    'free some space'
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        code = seen.errno if isinstance(seen, OSError) else None
+        code = code or next((code for code in _ADVICE if os.strerror(code) in str(seen)), None)
+        if code in _ADVICE:
+            return _ADVICE[code]
+        seen = seen.__cause__ or seen.__context__
+    return ""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

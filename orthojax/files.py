@@ -4,26 +4,45 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
-from orthojax.errors import UserError
+from orthojax.errors import UserError, advice, printable
+
+T = TypeVar("T")
 
 
-def make_folder(path: Path, what: str) -> None:
-    """Creates a folder and its parents unless it exists.
+def make_folder(path: Path, what: str, files: Sequence[str] = ()) -> None:
+    """Creates a folder and its parents unless it exists, and checks that files can be written to it.
+
+    Args:
+      path: The folder.
+      what: What it is, for errors.
+      files: Names of files that will be written there: none of them may be a folder.
 
     Raises:
-      UserError: Where the path, or a part of it, is a file or cannot be written; `what` names it.
+      UserError: Where the path, or a part of it, is a file or a broken link, or cannot be written.
     """
     allowed = "a folder, new or of an earlier call"
     try:
         path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
     except (FileExistsError, NotADirectoryError):
-        raise UserError(f"{what} {path} is a file", allowed=allowed) from None
+        inner = next(part for part in (path, *path.parents) if os.path.lexists(part))
+        is_link = inner.is_symlink() and not inner.exists()
+        problem = "is a file" if inner.is_file() else "is a pipe or a device"
+        problem = f"is a link to {os.readlink(inner)}, which does not exist" if is_link else problem
+        where = "" if inner == path else f": {inner}"
+        raise UserError(f"{what} {path}{where} {problem}", allowed=allowed) from None
     except OSError as error:
-        raise UserError(f"{what} {path} cannot be made: {error.strerror}", allowed=allowed) from error
+        problem = f"{what} {path} cannot be written: {error.strerror}"
+        raise UserError(problem, allowed=allowed, hint=advice(error)) from error
+    for name in files:
+        if (path / name).is_dir():
+            raise UserError(f"{path / name} is a folder", allowed="a file, new or of an earlier call")
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -104,6 +123,35 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{what} {path} holds a JSON {type(values).__name__}", allowed="a JSON object")
     return values
+
+
+def read_again(path: Path, what: str, parse: Callable[[bytes], T], say: Callable[[str], object]) -> T | None:
+    """Reads a file of an earlier call that can be made again.
+
+    Args:
+      path: The file.
+      what: What it is, for errors.
+      parse: Its bytes -> what it holds; raises ValueError where it is damaged.
+      say: Takes one line that names a damaged file.
+
+    Returns:
+      None where there is no file, or where it is damaged: the caller makes it again.
+
+    Raises:
+      UserError: Where something else than a file is in its place.
+      OSError: Where it cannot be read.
+    """
+    if not os.path.lexists(path):
+        return None
+    try:
+        require_file(path, what)
+    except UserError as error:
+        raise UserError(str(error), hint="move it away and run the same command: it is made again") from None
+    try:
+        return parse(path.read_bytes())
+    except ValueError as error:
+        say(printable(f"warning: {what} {path} is damaged and is made again: {str(error).splitlines()[0][:200]}"))
+        return None
 
 
 def try_lock(file: IO) -> bool:

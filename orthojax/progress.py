@@ -8,6 +8,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from orthojax.errors import printable
+
 
 class Progress:
     """Shows how much of a known amount of work is done, in the caller's unit of work."""
@@ -36,6 +38,7 @@ class Progress:
         self.done = min(self.done + work, self._total)
         if not message:
             return
+        message = printable(message)
         passed, fresh = time.monotonic() - self._start, self.done - self._skipped
         left = _clock(passed * (self._total - self.done) / fresh) if fresh > 0.01 * self._total else ""
         if self._bar is not None:
@@ -56,7 +59,7 @@ class Progress:
 
     def say(self, message: str) -> None:
         """Prints a line above the bar."""
-        tqdm.write(message, file=self._stream)
+        tqdm.write(printable(message), file=self._stream)
 
     def close(self) -> None:
         """Ends the bar."""

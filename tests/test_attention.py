@@ -36,6 +36,7 @@ def _forget_what_was_compiled():
 def attend(implementation, monkeypatch):
     """attend(q, k, v, [bias], ...): chunks have at most three queries, so that there are many; kernels run on CPU."""
     monkeypatch.setitem(xla._CHUNK_BYTES, "cpu", 1)
+    monkeypatch.setitem(xla._CAUSAL_CHUNK_BYTES, "cpu", 1)
     monkeypatch.setattr(xla, "_FEWEST_QUERIES", 3)
     monkeypatch.setattr(splash, "_INTERPRET", True)
     with cudnn_stand_ins():
@@ -309,7 +310,9 @@ _WINDOW = {"is_causal": True, "local_window_size": 256}
 @pytest.mark.parametrize(
     "options", [pytest.param({}, marks=_slow), {"is_causal": True}, pytest.param(_WINDOW, marks=_slow)]
 )
-def test_memory_of_chunks_is_linear_in_the_length(options):
+def test_memory_of_chunks_is_linear_in_the_length(options, monkeypatch):
+    monkeypatch.setitem(xla._CAUSAL_CHUNK_BYTES, "cpu", 2**23)  # at these lengths
+
     def of(t, implementation):
         attend = partial(dot_product_attention, implementation=implementation, **options)
         return _temporary_bytes(attend, *[(1, t, 2, 32)] * 3)

@@ -1,5 +1,6 @@
 """Which implementation computes an attention, what happens where a kernel cannot, and `attention_fn` inside flax."""
 
+import functools
 import threading
 import warnings
 
@@ -140,11 +141,16 @@ def test_a_kernel_by_name_on_a_cpu_is_refused_when_it_is_compiled(name, hardware
             call(q)
 
 
-@pytest.mark.parametrize(("length", "expected"), [(8, False), (9, True)])
-def test_many_weights_are_computed_in_chunks(monkeypatch, length, expected):
-    monkeypatch.setitem(dot_product._LARGEST_WEIGHTS_BYTES, "cpu", 4 * 2 * 8 * 8)
+@pytest.mark.parametrize(
+    ("length", "causal", "expected"), [(8, False, False), (9, False, True), (4, True, False), (5, True, True)]
+)
+def test_many_weights_are_computed_in_chunks_and_fewer_where_that_saves_work(monkeypatch, length, causal, expected):
+    monkeypatch.setitem(dot_product._CHUNKED_FROM_BYTES, "cpu", 4 * 2 * 9 * 9)
+    monkeypatch.setitem(dot_product._CAUSAL_CHUNKED_FROM_BYTES, "cpu", 4 * 2 * 5 * 5)
     q = jnp.zeros((1, length, 2, 8))
-    assert ("scan[" in str(jax.make_jaxpr(dot_product_attention)(q, q, q))) is expected
+    assert (
+        "scan[" in str(jax.make_jaxpr(functools.partial(dot_product_attention, is_causal=causal))(q, q, q))
+    ) is expected
 
 
 @pytest.mark.parametrize("scan", [False, True])

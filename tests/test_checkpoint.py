@@ -1,3 +1,5 @@
+import errno
+import json
 import logging
 import os
 import random
@@ -31,6 +33,7 @@ from orthojax.train import (
     verify_checkpoint,
 )
 from orthojax.train.checkpoint import Retention, Validation
+from orthojax.train.checkpoint.manager import write_errors
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 # What Orbax leaves behind when it cannot read, besides the exception that it raises.
@@ -96,6 +99,26 @@ def test_the_newest_checkpoints_stay_are_found_from_every_folder_and_have_plain_
             "opt_state/learning_rate/count", "params/token_embedding/embedding"} <= set(names)  # fmt: skip
 
 
+def test_a_folder_of_runs_or_a_study_is_no_checkpoint_but_its_runs_are_named(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "study").mkdir()
+    for i in range(5):
+        shutil.copytree(finished[0], tmp_path / f"models/run{i}")
+    rows = [{"run": "../models/run2"}, {"run": "../models/absent"}, {"run": "a" * 300}]
+    (tmp_path / "study/results.json").write_text(json.dumps({"rows": rows}))
+    with pytest.raises(UserError, match=r"no orthojax checkpoint(.|\n)*did you mean one of its runs: models/run2\?$"):
+        find_checkpoint(Path("study"))
+    for content in ("", "[" * 100_000, '{"rows": 3}', '{"rows": [3]}', '{"rows": [{"run": 3}]}'):
+        (tmp_path / "study/results.json").write_text(content)
+        with pytest.raises(UserError, match=r"one step's folder$"):
+            find_checkpoint(Path("study"))
+    with pytest.raises(UserError, match=r"its runs: models/run\d, models/run\d, models/run\d and 2 more\?$"):
+        find_checkpoint(Path("models"))
+    for name in ("a" * 300, "study/results.json", "absent"):
+        with pytest.raises(UserError, match=r"no such checkpoint|is not a folder"):
+            find_checkpoint(Path(name))
+
+
 # Resuming.
 
 
@@ -157,12 +180,12 @@ def test_what_a_kill_leaves_behind_is_dropped(finished, copy, capsys):
     shutil.rmtree(copy / "checkpoints" / "11")
     (copy / "checkpoints" / "10.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
     lines = (copy / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    corrupt = [b"\0" * 9 + b"\n", b"[1]\n", b"{}\n"]
+    corrupt = [b"\0" * 9 + b"\n", b"[1]\n", b"{}\n", b"[" * 100_000 + b"\n", b"9" * 5000 + b"\n"]
     late = [b'{"step": 12, "loss_nats": 1.0}\n', b'{"step": 13, "loss\xc3']
     (copy / "metrics.jsonl").write_bytes(b"".join([lines[0], *corrupt, *lines[1:], *late]))
     train(CONFIG, INPUTS, copy)
     assert losses(copy) == losses(finished[0])
-    assert "metrics.jsonl has 3 " in capsys.readouterr().err
+    assert "metrics.jsonl has 5 " in capsys.readouterr().err
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["11", "9", "metadata"]
 
 
@@ -192,10 +215,19 @@ def test_other_data_and_a_damaged_config_json_are_named(copy):
         other = INPUTS._replace(provenance=INPUTS.provenance | {name: "other"})
         with pytest.raises(UserError, match=rf"{name} is 'other'"):
             train(CONFIG, other, copy)
-    for content in ("", "[1]", '{"model": 3}', "\xff"):
+    for content in ("", "[1]", '{"model": 3}', "\xff", "[" * 100_000):
         (copy / "config.json").write_bytes(content.encode("latin-1"))
         with pytest.raises(UserError, match=r"config\.json"):
             train(CONFIG, INPUTS, copy)
+    for name in ("config.json", "metrics.jsonl"):
+        for make in (Path.mkdir, os.mkfifo):
+            path = Path(shutil.copytree(copy, copy.parent / f"{name}-{make.__name__}")) / name
+            if name != "config.json":
+                (path.parent / "config.json").unlink()
+            path.unlink()
+            make(path)
+            with pytest.raises(UserError, match=f"{name} is a (folder|pipe)"):
+                train(CONFIG, INPUTS, path.parent)
 
 
 # Damage.
@@ -207,14 +239,28 @@ def test_a_damaged_json_item_is_named(copy):
     for item in read:
         path = step / item / "metadata"
         whole = path.read_bytes()
-        for content in (b"", b"{", b"[1]", b"\xff", None):
+        for content in (b"", b"{", b"[1]", b"\xff", b"[" * 100_000, None):
             path.unlink()
             if content is not None:
                 path.write_bytes(content)
             with pytest.raises(DamagedError, match=f"cannot read the checkpoint .*/11: item '{item}'"):
                 read[item](step)
             path.touch()
+        for make in (Path.mkdir, os.mkfifo):
+            path.unlink() if path.is_file() else path.rmdir()
+            make(path)
+            with pytest.raises(DamagedError, match=f"item '{item}': file is a (folder|pipe)"):
+                read[item](step)
+        path.unlink()
         path.write_bytes(whole)
+
+
+def test_a_pipe_among_the_arrays_is_not_waited_for(copy):
+    step = find_checkpoint(copy)
+    (step / "params/_METADATA").unlink()
+    os.mkfifo(step / "params/_METADATA")
+    with pytest.raises(DamagedError, match="_METADATA is not a regular file"):
+        read_params(step)
 
 
 def test_damage_to_any_byte_of_any_file_is_found(finished, copy):
@@ -358,6 +404,22 @@ def test_logging_and_retention_may_change_on_resume(finished, tmp_path):
 
 
 # Writing that fails in the background.
+
+
+def test_what_to_do_about_a_failed_write_is_said_of_its_own_cause(tmp_path):
+    full, files = (OSError(code, os.strerror(code)) for code in (errno.ENOSPC, errno.EMFILE))
+    gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "params")
+    cases = [
+        (tmp_path, full, "no earlier checkpoint; free some space; run the same"),
+        (tmp_path, ValueError(f"OUT_OF_RANGE: {full.strerror} [tensorstore]"), "; free some space; run the same"),
+        (tmp_path, files, "; raise the limit on open files: ulimit -n; run the same"),
+        (tmp_path, RuntimeError("something else"), "no earlier checkpoint; run the same"),
+        (tmp_path / "gone", gone, "; the folder was deleted or moved while it was in use; run the same"),
+    ]
+    for folder, error, words in cases:
+        with pytest.raises(UserError, match="cannot write a checkpoint to") as raised, write_errors(folder):
+            raise error
+        assert words in str(raised.value)
 
 
 def test_a_write_that_fails_in_the_background_stops_the_run_and_keeps_the_last_good_one(tmp_path):

@@ -162,12 +162,18 @@ REFUSED = {
         "reproduce", ["--experiment=appendix_h", "--model=mine=run", *NEW],
         ["'appendix_h' measures no existing models"],
     ),
+    "a model with a name for another folder": ("reproduce", ["--model=../a=run", *NEW], ["'../a'", "without '/'"]),
+    "a folder of runs": ("inspect_checkpoint", ["."], ["no orthojax checkpoint", "did you mean one of its runs: run?"]),
+    "a long name": ("inspect_checkpoint", ["a" * 300], ["no such checkpoint", "aaa...aaa"]),
+    "the head of integers": (
+        "evaluate", ["--checkpoint=run", "--quantize_head", "--quantize=w4a8"], ["--quantize_head needs", "float"],
+    ),
     "missing scale": ("reproduce", ["--scale=paper", *NEW], ["has no scale 'paper'", "tiny"]),
     "token files into a folder in use": (
         "prepare_data", ["--input=text.txt", "--output=run"], ["run already exists"],
     ),
     "token files into a file": (
-        "prepare_data", ["--input=text.txt", "--output=small.py/new"], ["small.py/new is a file"],
+        "prepare_data", ["--input=text.txt", "--output=small.py/new"], ["small.py/new: small.py is a file"],
     ),
     "token files of a missing text": ("prepare_data", ["--input=nope.txt", "--output=new"], ["nope.txt"]),
     "token files of a device": ("prepare_data", ["--input=/dev/zero", "--output=new"], ["/dev/zero is a pipe or a"]),
@@ -345,6 +351,7 @@ CHECKPOINTS = {
     "empty": (remove("run/checkpoints"), ["no orthojax checkpoint", "run"]),
     "of another program": (foreign, ["cannot read the checkpoint", "'config'"]),
     "config no JSON": (write("run/checkpoints/6/config/metadata", "{"), ["'config'", "run/checkpoints/6"]),
+    "config nested without end": (write("run/checkpoints/6/config/metadata", "[" * 100_000), ["'config'", "nested"]),
     "config of another model": (
         edit_config(lambda model: model.update(d_mlp=64)),
         ["layers_0/mlp/input/kernel", "(16, 64)", "(16, 32)"],
@@ -379,6 +386,20 @@ def test_an_evaluation_that_cannot_be_written_is_refused_before_the_work(home):
     assert "file" in complaint(done)
     assert not PROGRESS.search(done.stderr)
     assert (home / "file").read_text() == "kept"
+    (home / "run/evaluation.json").mkdir()
+    done = run("evaluate", "--checkpoint=run", "--cache_dir=cache", cwd=home)
+    assert "run/evaluation.json is a folder" in complaint(done)
+    assert not PROGRESS.search(done.stderr)
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_shown_also_where_the_disk_is_full_when_it_is_written(home):
+    arguments = ["evaluate", "--checkpoint=run", "--cache_dir=cache"]
+    done = run_from_scratch(*arguments, cwd=home, limit_bytes=1024)
+    assert "File too large" in complaint(done)
+    assert "ulimit -f" in complaint(done)
+    assert re.search(r"^  perplexity +\d", done.stdout, re.MULTILINE)
+    assert not (home / "run/evaluation.json").exists()
 
 
 @pytest.mark.slow

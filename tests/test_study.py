@@ -2,10 +2,12 @@
 
 import base64
 import dataclasses
+import html
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,8 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from scipy import stats
 
 from orthojax.config import Config, replace, to_json
@@ -24,13 +28,16 @@ from orthojax.experiments import drawing, runs
 from orthojax.experiments.base_configs import BACKCOPY_MODEL, LANGUAGE_MODEL, cured
 from orthojax.experiments.catalog import listing, measured_speed
 from orthojax.experiments.claims import Claim, Revision, in_every_seed, judge, not_measured
+from orthojax.experiments.costs import measure_costs
 from orthojax.experiments.experiment import Case, Experiment, Run, Variant, run_name
-from orthojax.experiments.measures import ALWAYS, Measure, Measured, example_maps, store
-from orthojax.experiments.page import Report, Table, console_table, make_report, write_report
+from orthojax.experiments.measures import ALWAYS, Measure, Measured, example_maps, store, stored
+from orthojax.experiments.overview import overview
+from orthojax.experiments.page import Report, Table, console_table, escape_markdown, make_report, write_report
 from orthojax.experiments.pictures import LayerCurves, ModelMaps, TrainingCurves, perplexity_and_kurtosis
-from orthojax.experiments.runs import Task, best_learning_rate, training_flops, trial_config
+from orthojax.experiments.runs import Task, best_learning_rate, is_trained, training_flops, trial_config
 from orthojax.experiments.study import given_model, run_experiment
 from orthojax.experiments.tables import MetricTable, PairedTable, change_text, difference_text
+from orthojax.files import read_again
 from orthojax.model import LoadedModel, Transformer
 from orthojax.train import init_state, open_inputs
 
@@ -272,15 +279,36 @@ def test_the_page_escapes_what_it_shows_and_folds_many_links(tmp_path):
     for count, folded in ((12, False), (13, True)):
         links = [("results.json", "results.json"), *((f"run {i}", f"runs/{i}/config.json") for i in range(count))]
         table = Table("t | u", ["", "x"], [["r", "<i> | y"]])
-        write_report(Report("<script>", ["a & b"], [], [table], [], [], links), tmp_path)
+        write_report(Report("<script>", ["a & b", "[x](y)"], [], [table], [], [], links), tmp_path)
         page, markdown = ((tmp_path / f"report.{form}").read_text() for form in ("html", "md"))
         assert "<script>" not in page
         assert "a &amp; b" in page
         assert page.count("<a href=") == count + 1
         assert (f"<summary>{count} files of runs</summary>" in page) == folded
-        assert "| r | <i> \\| y |" in markdown
+        assert markdown.startswith("# \\<script>\n")
+        assert "\n\\[x\\](y)\n" in markdown
+        assert "| r | \\<i> \\| y |" in markdown
     lines = console_table(table).splitlines()
     assert len({len(line) for line in lines[2:]}) == 1
+
+
+@given(st.text(alphabet="ab1 .)\\`*_[]()<>!&#;|~$+-=/:\n", max_size=12))
+@example("<script>alert(1)</script>").via("HTML")
+@example("12) a")
+@example("![a](b) [a](b) `a` **a** __a__ &lt; ~~a~~")
+def test_markdown_shows_any_text_as_it_is(text):
+    renderer = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    shown = html.escape(" ".join(text.split()))
+    paragraph = f"<p>{shown}</p>\n" if shown else ""
+    assert html.unescape(renderer.render(escape_markdown(text))) == html.unescape(paragraph)
+    cell = renderer.render(f"| a |\n|---|\n| {escape_markdown(text)} |")
+    assert html.unescape(f"<td>{shown}</td>") in html.unescape(cell)
+
+
+def test_names_that_would_break_tables_files_or_figures_are_refused():
+    for name in ("a/b", "../a", "a$b", "a\nb", "\x1b[31m", "a" * 81):
+        with pytest.raises(UserError, match="allowed: a name of at most 80 characters"):
+            given_model(name, Path("unused"))
 
 
 def test_example_attention_rows_sum_to_one_for_softmax_and_less_for_softmax1(language):
@@ -405,7 +433,7 @@ def made(home, variant, seconds):
     (folder / "config.json").write_text(to_json(variant.with_seed(0)))
     (folder / "trained.seconds").write_text(f"{seconds}\n")
     for measure in ALWAYS:
-        store(folder, measure, Measured({}, {}))
+        store(folder, measure, Measured({"value": 1.0}, {}))
 
 
 def long_runs():
@@ -442,25 +470,173 @@ def test_the_list_counts_what_is_done_and_shared_runs_once(tmp_path):
 def test_what_is_not_measured_yet_of_a_trained_run_takes_its_time(tmp_path):
     a = long_runs()[0]
     task = Task(Run(a, 0, tmp_path / run_name(a, 0)), (), tmp_path)
-    assert task.remaining == task.cost > training_flops(a.config)
+    assert task.remaining(pytest.fail) == task.cost > training_flops(a.config)
     made(tmp_path, a, 1.0)
-    assert task.remaining == 0.0
+    assert task.remaining(pytest.fail) == 0.0
     more = dataclasses.replace(task, measures=(Measure("more", print, lambda config: 7),))
-    assert more.remaining == 7 * task.stage_cost
+    assert more.remaining(pytest.fail) == 7 * task.stage_cost
     (task.run.folder / "measured/evaluation.json").unlink()
     (task.run.folder / "measured/maps.json").unlink()
-    assert task.remaining == pytest.approx(task.cost - training_flops(a.config))
+    assert task.remaining(pytest.fail) == pytest.approx(task.cost - training_flops(a.config))
     (task.run.folder / "diverged.txt").write_text("at step 3\n")
-    assert task.remaining == 0.0
+    assert task.remaining(pytest.fail) == 0.0
 
 
 def test_the_speed_is_the_median_of_finished_runs_without_damaged_ones(tmp_path):
-    assert measured_speed(tmp_path) is None
+    said = []
+    assert measured_speed(tmp_path, said.append) is None
     for variant, speed in zip(long_runs(), (1e6, 3e6, 9e6), strict=True):
         made(tmp_path, variant, training_flops(variant.config) / speed)
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged/trained.seconds").write_text("1.0")
-    assert measured_speed(tmp_path).flops_per_second == pytest.approx(3e6)
+    assert measured_speed(tmp_path, said.append).flops_per_second == pytest.approx(3e6)
+    assert said == [f"warning: no such config: {tmp_path}/damaged/config.json"]
+
+
+# Damaged files of earlier calls. What can be made again is, and the file is named; the rest is asked for.
+
+DAMAGE = {
+    "empty": b"",
+    "cut": b'{"perplexity": ',
+    "another kind": b"[1]",
+    "texts for numbers": b'{"perplexity": "low", "0.1": "low"}',
+    "nested": b"[" * 100_000,
+    "bytes": b"\xff\x00" * 50,
+}
+REPORTED = "is damaged and is made again"
+
+
+def read_costs(folder, say):
+    costs = {"a": {"step_ratio": [1.0] * 3, "step_seconds": 1.0, "optimizer_state_bytes": 1, "program_bytes": None}}
+    timed = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("orthojax.experiments.costs._costs_of_group", lambda *_: timed.append("a") or costs)
+        found = measure_costs(
+            {"a": BACKCOPY.config}, str, folder / "costs.json", lambda line: REPORTED in line and say(line)
+        )
+    assert found == costs
+    return None if timed else found
+
+
+READERS = {  # file of a run -> what reads it, None for what is made again
+    "measured/evaluation.json": lambda folder, say: stored(folder, ALWAYS[0], say),
+    "measured/maps.npz": lambda folder, say: stored(folder, ALWAYS[1], say),
+    "trained.seconds": lambda folder, say: is_trained(folder, say) or None,
+    "learning_rates/losses.json": lambda folder, say: read_again(
+        folder / "learning_rates/losses.json", "losses", runs._parse_losses, say
+    ),
+    "costs.json": read_costs,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A folder with every file of `READERS`."""
+    folder = tmp_path_factory.mktemp("whole")
+    store(folder, ALWAYS[0], Measured({"perplexity": 2.0}, {}))
+    store(folder, ALWAYS[1], Measured({}, {"attention": np.eye(3)}))
+    (folder / "trained.seconds").write_text("1.5\n")
+    (folder / "learning_rates").mkdir()
+    (folder / "learning_rates/losses.json").write_text('{"0.1": null, "0.2": 3}\n')
+    assert read_costs(folder, print) is None
+    for read in READERS.values():
+        assert read(folder, pytest.fail) is not None
+    return folder
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_damaged_file_of_an_earlier_call_is_named_and_made_again(whole, tmp_path, name):
+    for damage in DAMAGE.values():
+        folder, said = Path(shutil.copytree(whole, tmp_path, dirs_exist_ok=True)), []
+        (folder / name).write_bytes(damage)
+        assert READERS[name](folder, said.append) is None
+        assert len(said) == 1
+        assert f"{folder / name} {REPORTED}" in said[0]
+        assert len(said[0].splitlines()) == 1
+    for make in (Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")):
+        (folder / name).rmdir() if (folder / name).is_dir() else (folder / name).unlink()
+        make(folder / name)
+        with pytest.raises(UserError, match="move it away") as raised:
+            READERS[name](folder, pytest.fail)
+        assert str(folder / name) in str(raised.value)
+
+
+def test_measurements_without_numbers_or_with_lost_arrays_are_made_again(whole, tmp_path):
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    (folder / "measured/evaluation.json").write_text("{}")
+    (folder / "measured/maps.npz").unlink()
+    assert [stored(folder, measure, print) for measure in ALWAYS] == [None, None]
+
+
+def test_a_study_with_damaged_files_ends_as_before_and_trains_nothing(study, language, tmp_path, monkeypatch):
+    home = Path(shutil.copytree(study.workdir, tmp_path / "home"))
+    folder = home / "runs" / run_name(language[0], 0)
+    damaged = {"measured/evaluation.json", "measured/maps.npz", "trained.seconds"}
+    for name in damaged:
+        (folder / name).write_bytes(b"")
+    (home / "results.json").write_bytes(b"")
+    messages, trained = [], []
+    monkeypatch.setattr(runs, "train", lambda *args, **kwargs: trained.append(args))  # resumes, and finds itself done
+    monkeypatch.setattr("orthojax.progress.Progress.say", lambda self, message: messages.append(message))
+    again = run_experiment(study.experiment, "tiny", SEEDS, home, **folders(home))
+    assert [row["metrics"] for row in again.raw["rows"]] == [row["metrics"] for row in study.raw["rows"]]
+    assert {name for name in damaged if any(f"{folder / name} {REPORTED}" in m for m in messages)} == damaged
+    assert len(trained) == 1
+    assert make_report(again).pictures
+    (folder / "measured/maps.npz").write_bytes(b"PK")
+    with pytest.raises(UserError, match=r"maps.npz are damaged.*\ndelete .*maps.json and run the same command"):
+        again["vanilla"].arrays("maps")
+
+
+def test_the_list_names_damaged_files_and_goes_on(tmp_path):
+    variants = long_runs()
+    for variant in variants:
+        made(tmp_path, variant, 1.0)
+    a, b, c = (tmp_path / run_name(variant, 0) for variant in variants)
+    (a / "measured/evaluation.json").write_bytes(b"[" * 100_000)
+    (b / "trained.seconds").write_bytes(b"")
+    (c / "config.json").write_bytes(b"[" * 100_000)
+    (c / "diverged.txt").mkdir()
+    (tmp_path / "other").mkdir()
+    os.mkfifo(tmp_path / "other/trained.seconds")
+    text = listing([experiment_of(*variants)], "tiny", None, tmp_path, 1)
+    assert "3 (1 done)" in text
+    _, _, named = text.partition("\nwarning: ")
+    for path in (a / "measured/evaluation.json", b / "trained.seconds", c / "config.json", c / "diverged.txt"):
+        assert named.count(str(path)) == 1, path
+    assert "other/config.json" in named
+
+
+# One model on the console.
+
+
+def test_the_overview_shows_every_metric_once_beside_what_chance_gives(study):
+    result = study["cured"]
+    metrics = dict(json.loads((result.folders[0] / "measured/evaluation.json").read_text()))
+    metrics |= {"post_attention_kurtosis_first": 2.5, "of_another_version": 4.0}
+    metrics["perplexity_int8_coarse_with_head"] = 2 * metrics["perplexity"]
+    lines = overview(metrics, result.config)
+    shown = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert sorted(shown) == sorted(name for name in metrics if "/" not in name and name != "sequences")
+    assert lines[0] == "loss, 4 held-out sequences of 16 tokens"
+    keys = np.arange(1, 17)
+    for name, words in {
+        "perplexity": f"{metrics['perplexity']:.6g} 258 if all logits are equal",
+        "loss_nats": f"{math.log(258):.3g} if all logits are equal cross-entropy, nats per token",
+        "kurtosis_first": "3 for a Gaussian kurtosis, first token",
+        "post_attention_kurtosis_first": "2.5 3 for a Gaussian",
+        "first_attention_fraction": f"{np.mean(1 / keys):.3g} by chance",
+        "first_attention_mass": f"{np.mean(1 / (keys + 1)):.3g} if all logits are 0",
+        "perplexity_int8_coarse_with_head": "+100% against float int8 coarse, and the output head",
+    }.items():
+        (line,) = (" ".join(line.split()) for line in lines if line.startswith(f"  {name} "))
+        assert words in line
+    vectors = np.random.default_rng(0).normal(size=(20_000, 16))
+    ratio = np.median(abs(vectors).max(-1)) / 4
+    (line,) = (line for line in lines if line.startswith("  norm_ratio_first "))
+    assert float(line.split()[2]) == pytest.approx(ratio, rel=0.02)
+    softmax = overview(metrics, study["vanilla"].config)
+    assert any(f"{np.mean(1 / keys):.3g} if all logits are 0" in line for line in softmax)
 
 
 # A real command, stopped and started again.

@@ -335,6 +335,10 @@ TEXT_KEYS = {
     "value_norm_rest", "residual_norm_first", "residual_norm_rest", "perplexity_int8_fine", "perplexity_int8_moderate",
     "perplexity_int8_coarse", "perplexity_int4_zeropoint",
 }  # fmt: skip
+HIDDEN_STATE_KEYS = {
+    "kurtosis_first", "kurtosis_rest", "kurtosis_pooled", "max_abs_first", "max_abs_rest", "max_abs_first_maximum",
+    "max_abs_rest_maximum", "norm_ratio_first", "norm_ratio_rest", "residual_norm_first", "residual_norm_rest",
+}  # fmt: skip
 BACKCOPY_KEYS = {
     "backcopy_risk_nats", "bigram_excess_risk_nats", "sink_attention", "sink_logit_gap", "value_norm_first",
     "value_norm_rest", "residual_norm_first", "residual_norm_rest",
@@ -419,6 +423,40 @@ def test_the_evaluation_does_not_depend_on_the_batch_size(evaluated):
     assert smaller.keys() == {key for key in metrics if not key.startswith("perplexity_")}
     for key, value in smaller.items():
         assert value == pytest.approx(metrics[key], rel=2e-5), key
+
+
+def test_hidden_states_after_attention_are_measured_where_asked_for(evaluated):
+    params, metrics = evaluated
+    more = evaluate(loaded(TWO_LAYERS, params), inputs(), settings={}, post_attention=True)
+    assert {name for name in more.keys() - metrics.keys() if "/" not in name} == {
+        f"post_attention_{name}" for name in HIDDEN_STATE_KEYS
+    }
+    tokens = inputs().evaluation[:, :-1]
+    observed = Transformer(TWO_LAYERS.model).apply({"params": params}, tokens, observe=lambda taps: taps.post_attention)
+    x = np.asarray(observed[1], np.float64)[:, :, 0]  # [layers, sequences, channels] of the first token
+    centred = x - x.mean(-1, keepdims=True)
+    kurtosis = np.mean(np.mean(centred**4, -1) / np.mean(centred**2, -1) ** 2)
+    assert more["post_attention_kurtosis_first"] == pytest.approx(kurtosis, rel=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_quantised_head_is_its_definition_tied_or_not(tied):
+    config = replace(CONFIG, {"model.tie_embeddings": tied})
+    params, setting = initial(config).params, quant.QuantizationSetting(4, "absmax", "output_channel", inputs="token")
+    metrics = evaluate(loaded(config, params), inputs(), settings={"w4": setting}, quantize_head=True)
+    assert evaluation_stages(config, {"w4": setting}, quantize_head=True) == 3
+    table = params["token_embedding"]["embedding"].T if tied else params["head"]["kernel"]
+    tokens, targets = inputs().evaluation[:, :-1], inputs().evaluation[:, 1:]
+    model = Transformer(config.model, linear=quant.quantized_linear(setting))
+    x = np.asarray(jax.jit(functools.partial(model.apply, head=False))({"params": params}, tokens)[0], np.float64)
+    w = np.asarray(table, np.float64)
+    for suffix in ("", "_with_head"):
+        if suffix:  # one scale for each token of x and each column of w, 7 steps to either side
+            x, w = (np.round(a / s) * s for a, s in ((x, abs(x).max(-1, keepdims=True) / 7), (w, abs(w).max(0) / 7)))
+        perplexity = math.exp(np.mean(numpy_losses(x @ w, targets)))
+        assert metrics[f"perplexity_w4{suffix}"] == pytest.approx(perplexity, rel=1e-5)
+    assert abs(metrics["perplexity_w4_with_head"] / metrics["perplexity_w4"] - 1) > 1e-4
+    assert metrics["perplexity_w4"] != metrics["perplexity"]
 
 
 @pytest.mark.slow
@@ -510,6 +548,16 @@ def test_plain_lines_come_every_ten_seconds_with_the_time_left_by_the_speed_of_t
         " 21% step 21 | 0:21 elapsed, about 1:19 left",
         " 60% half an hour later | 0:20 elapsed, about 1:20 left",
     ]
+
+
+def test_what_progress_shows_does_not_steer_the_terminal(clock):
+    stream = io.StringIO()
+    progress = Progress(2, stream=stream, every_seconds=0.0)
+    progress.say("\x1b[31ma")
+    progress.advance(1, "\x1b]0;b\a")
+    progress.close()
+    assert "\x1b" not in stream.getvalue()
+    assert "\\x1b[31ma" in stream.getvalue()
 
 
 def test_a_bar_is_drawn_on_a_terminal_only_and_shows_the_time_left_on_a_narrow_one(clock, monkeypatch):

@@ -193,8 +193,12 @@ def _flax_contender(case: Training, batch_size: int) -> Contender:
             state, loss = program.run(state, tokens)
         return loss
 
-    sizes = program.sizes | {"tokens_per_step": batch_size * case.sequence_length, "peak_bytes": program.peak_bytes}
-    return Contender(call, sizes, lambda seconds: {"tokens_per_second": sizes["tokens_per_step"] / seconds})
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state[0]))
+    tokens_per_step = batch_size * case.sequence_length
+    sizes = {"parameters": parameters, "tokens_per_step": tokens_per_step, "peak_bytes": program.peak_bytes}
+    return Contender(
+        call, program.sizes | sizes, lambda s: {"tokens_per_second": tokens_per_step / s, "loss_nats": float(loss)}
+    )
 
 
 def _rows(case: Training, repeats: int, budget: TimeBudget) -> Iterator[Row]:

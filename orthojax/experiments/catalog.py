@@ -1,16 +1,17 @@
 """Every experiment by name, and the listing of what is done and what the rest takes on this machine."""
 
+import contextlib
 import dataclasses
 import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
-from orthojax.config import Config, from_json, replace
+from orthojax.config import Config, from_dict, replace
 from orthojax.errors import UserError, nearest
 from orthojax.experiments.base_configs import LANGUAGE_MODEL
 from orthojax.experiments.costs import Stepper
@@ -38,7 +39,8 @@ from orthojax.experiments.from_attention import (
     training_curves,
 )
 from orthojax.experiments.ours import normalizers, optimizer_outliers, quick, rotation_ablation
-from orthojax.experiments.runs import TRAINED, Task, is_trained, training_flops
+from orthojax.experiments.runs import TRAINED, Task, is_trained, parse_seconds, training_flops
+from orthojax.files import read_again, read_json
 from orthojax.formatting import align
 
 # In the order in which they are listed.
@@ -93,15 +95,18 @@ class Speed(NamedTuple):
     source: str
 
 
-def measured_speed(runs_dir: Path) -> Speed | None:
-    """The median over the runs that are finished there; None where there are none."""
+def measured_speed(runs_dir: Path, say: Callable[[str], object]) -> Speed | None:
+    """The median over the runs that are finished there; None where there are none. `say` takes what is damaged."""
     speeds = []
-    for path in runs_dir.glob(f"*/{TRAINED}"):
+    for path in sorted(runs_dir.glob(f"*/{TRAINED}")):
         try:
-            config = from_json(Config, (path.parent / "config.json").read_text(encoding="utf-8"))
-            speeds.append(training_flops(config) / float(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, ZeroDivisionError):
-            continue  # of another version, or damaged: an experiment that needs the run reports it
+            values = read_json(path.parent / "config.json", "config")
+            seconds = read_again(path, "seconds of a training", parse_seconds, say)
+        except (OSError, UserError) as error:
+            say(f"warning: {str(error).splitlines()[0]}")
+            continue
+        with contextlib.suppress(UserError):  # of another version
+            speeds += [training_flops(from_dict(Config, values)) / seconds] if seconds else []
     if not speeds:
         return None
     return Speed(statistics.median(speeds), f"median of the {len(speeds)} finished runs in {runs_dir}")
@@ -138,11 +143,15 @@ def listing(
     known = sorted({name for experiment in experiments if experiment.variants for name in experiment.scales})
     if scale not in known:
         raise UserError(f"no experiment has the scale {scale!r}", allowed=" | ".join(known))
-    speed = measured_speed(runs_dir) or calibrated_speed()
+    damaged: dict[str, None] = {}
+    speed = measured_speed(runs_dir, damaged.setdefault) or calibrated_speed()
 
-    def minutes(tasks: dict[Path, Task]) -> float:
-        each = [task.remaining / speed.flops_per_second / 60 for task in tasks.values()]
-        return max(sum(each) / workers, max(each, default=0.0))  # none is faster than its longest run
+    def progress(tasks: dict[Path, Task]) -> tuple[str, float]:
+        """How many runs there are and how many are done, and the minutes left."""
+        each = [_progress(task, damaged.setdefault) for task in tasks.values()]
+        left = [work / speed.flops_per_second / 60 for _, work in each]
+        count = f"{len(each)} ({sum(done for done, _ in each)} done)" if each else "-"
+        return count, max(sum(left) / workers, max(left, default=0.0))  # none is faster than its longest run
 
     rows = [["--experiment=", "runs", "minutes left", "scales", ""]]
     every: dict[Path, Task] = {}
@@ -151,7 +160,8 @@ def listing(
         for folder, task in tasks.items():  # with all that is measured of a shared run
             measures = (*every[folder].measures, *task.measures) if folder in every else task.measures
             every[folder] = dataclasses.replace(task, measures=tuple(dict.fromkeys(measures)))
-        left = _clock(minutes(tasks))
+        count, minutes = progress(tasks)
+        left = _clock(minutes)
         if found.compute:
             left = "under 1"
         elif scale not in found.scales:
@@ -159,8 +169,9 @@ def listing(
         elif not tasks:
             left = "needs --model" if found.trains else "a few"
         names = short_names([found.name, *found.also])
-        rows.append([names, _count(tasks), left, " ".join(found.scales), found.title])
-    rows.append(["all experiments together", _count(every), _clock(minutes(every)), "", ""])
+        rows.append([names, count, left, " ".join(found.scales), found.title])
+    count, minutes = progress(every)
+    rows.append(["all experiments together", count, _clock(minutes), "", ""])
     head, *body, total = align(rows)
     rule = "-" * max(map(len, (head, *body)))
     of_seeds = "" if seeds is None else f", seeds {', '.join(map(str, seeds))}"
@@ -170,7 +181,16 @@ def listing(
         "once.\nMinutes are an estimate: training and measuring at "
         f"{speed.flops_per_second:.3g} FLOP/s a run, {at_once}.\nThat is the {speed.source}."
     )
-    return "\n".join([head, rule, *body, rule, total, "", about])
+    return "\n".join([head, rule, *body, rule, total, "", about, *damaged])
+
+
+def _progress(task: Task, say: Callable[[str], object]) -> tuple[bool, float]:
+    """Whether a run was trained, and the work that is left; all of it where its files cannot be read."""
+    try:
+        return is_trained(task.run.folder, say), task.remaining(say)
+    except (OSError, UserError) as error:
+        say(f"warning: {str(error).splitlines()[0]}")
+        return False, task.cost
 
 
 def _tasks(experiment: Experiment, scale: str, seeds: Sequence[int] | None, runs_dir: Path) -> dict[Path, Task]:
@@ -189,7 +209,3 @@ def _clock(minutes: float) -> str:
     if minutes > 60 * _LONGEST_HOURS:
         return f"over {_LONGEST_HOURS:,} hours here"
     return f"{minutes:.0f}" if minutes < 600 else f"{minutes:,.0f} ({minutes / 60:,.0f} hours)"
-
-
-def _count(tasks: dict[Path, Task]) -> str:
-    return f"{len(tasks)} ({sum(is_trained(folder) for folder in tasks)} done)" if tasks else "-"

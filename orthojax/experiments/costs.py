@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from orthojax.config import Config, to_json
-from orthojax.files import write_text
+from orthojax.files import parse_json, read_again, write_text
 from orthojax.machine import environment
 from orthojax.timing import interleaved_seconds, median_ratio
 from orthojax.train import init_state, make_mesh, make_train_step, optimizer_state_bytes, place_rows
@@ -41,10 +41,17 @@ def measure_costs(
         "device": environment()["device"],
         "configs": {name: json.loads(to_json(config)) for name, config in configs.items()},
     }
-    if path.exists():
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored == made_for | {"costs": stored["costs"]}:
-            return stored["costs"]
+
+    def parse(content: bytes) -> dict[str, Any]:
+        stored = parse_json(content, "its content")
+        if not isinstance(stored, dict) or not isinstance(costs := stored.pop("costs", None), dict):
+            raise ValueError("it holds no costs")
+        if stored == made_for and not (costs.keys() == configs.keys() and all(map(_is_cost, costs.values()))):
+            raise ValueError("its costs are not those of the variants")
+        return costs if stored == made_for else {}  # of other runs or another device
+
+    if stored := read_again(path, "costs", parse, say):
+        return stored
     costs = {}
     for base in dict.fromkeys(map(reference, configs)):
         group = {name: config for name, config in configs.items() if reference(name) == base}
@@ -55,6 +62,15 @@ def measure_costs(
             costs |= {name: {"failed": str(error).splitlines()[0]} for name in group}
     write_text(path, json.dumps({"costs": costs} | made_for, indent=2) + "\n")
     return costs
+
+
+def _is_cost(cost: Any) -> bool:
+    """Whether it has the form of one variant's costs."""
+    if not isinstance(cost, dict) or isinstance(cost.get("failed"), str):
+        return isinstance(cost, dict)
+    ratio, sizes = cost.get("step_ratio"), (cost.get("optimizer_state_bytes"), cost.get("program_bytes") or 0)
+    numbers = [*(ratio if isinstance(ratio, list) else []), cost.get("step_seconds"), *sizes]
+    return len(numbers) == 6 and all(isinstance(number, int | float) for number in numbers)
 
 
 def _costs_of_group(configs: dict[str, Config], reference: str) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -13,7 +15,7 @@ import numpy as np
 
 from orthojax import analysis
 from orthojax.config import Config
-from orthojax.files import write_atomically, write_text
+from orthojax.files import parse_json, read_again, write_atomically, write_text
 from orthojax.model import LoadedModel, Taps
 from orthojax.train import Inputs, evaluate, evaluation_stages
 
@@ -90,10 +92,42 @@ def _maps(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None
 ALWAYS = (Measure("evaluation", _evaluate, evaluation_stages), Measure("maps", _maps))
 
 
-def stored(folder: Path, measure: Measure) -> dict[str, float] | None:
-    """The metrics that an earlier call stored, if it did."""
+def stored(folder: Path, measure: Measure, say: Callable[[str], object]) -> dict[str, float] | None:
+    """The metrics that an earlier call stored; None where none did, or where `say` was told that a file is damaged.
+
+    Raises:
+      UserError: Where something else than a file is in its place.
+    """
     path = folder / "measured" / f"{measure.name}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    metrics = read_again(path, "measurement", _parse_metrics, say)
+    if metrics is None:
+        return None
+    arrays = path.with_suffix(".npz")
+    if os.path.lexists(arrays):
+        return metrics if read_again(arrays, "arrays", parse_arrays, say) is not None else None
+    return metrics or None  # neither metrics nor arrays: something was lost
+
+
+def _parse_metrics(content: bytes) -> dict[str, float]:
+    metrics = parse_json(content, "its content")
+    if not isinstance(metrics, dict) or not all(type(value) in (int, float) for value in metrics.values()):
+        raise ValueError("it does not hold numbers by name")
+    return metrics
+
+
+def parse_arrays(content: bytes) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file by name.
+
+    Raises:
+      ValueError: Where it is damaged.
+    """
+    try:
+        with np.load(io.BytesIO(content)) as loaded:
+            return dict(loaded)
+    except MemoryError:
+        raise
+    except Exception as error:  # of zip files, of compression, of NumPy
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def store(folder: Path, measure: Measure, measured: Measured) -> None:

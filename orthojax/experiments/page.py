@@ -3,7 +3,10 @@
 import base64
 import io
 import os
+import re
+import shlex
 import textwrap
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -14,7 +17,7 @@ from matplotlib.figure import Figure
 
 from orthojax.experiments.claims import Judged, judge
 from orthojax.experiments.results import Results
-from orthojax.files import write_text
+from orthojax.files import make_folder, write_atomically, write_text
 from orthojax.formatting import align
 
 _LINKS_SHOWN = 12  # of files of runs; more are folded
@@ -46,7 +49,7 @@ class Report(NamedTuple):
     tables: Sequence[Table]
     pictures: Sequence[Picture]
     notes: Sequence[str]  # what was run on what, and how to run it again
-    links: Sequence[tuple[str, str]]  # (text, path relative to the workdir)
+    links: Sequence[tuple[str, str]]  # (text, URL relative to the workdir)
 
 
 def make_report(results: Results) -> Report:
@@ -91,7 +94,7 @@ def _notes(results: Results) -> list[str]:
     models = ",".join(f"{v.name}={os.path.relpath(v.checkpoint)}" for v in results.variants if v.checkpoint)
     command = (
         f"python launch/reproduce.py --experiment={experiment.name} --scale={results.scale} "
-        f"--seeds={','.join(map(str, results.seeds))}" + (f" --model={models}" if models else "")
+        f"--seeds={','.join(map(str, results.seeds))}" + (f" --model={shlex.quote(models)}" if models else "")
     )
     versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
     notes = [command, f"{provenance['date']}, {provenance['device']}, {versions}"]
@@ -126,7 +129,7 @@ def _links(results: Results) -> list[tuple[str, str]]:
         if "run" in row and (results.workdir / row["run"] / "config.json").exists()  # given models have none
     ]
     own = [name for name in ("results.json", "costs.json", "report.md") if (results.workdir / name).exists()]
-    return [*((name, name) for name in own), *configs]
+    return [(text, urllib.parse.quote(path)) for text, path in [*zip(own, own, strict=True), *configs]]
 
 
 def console_table(table: Table) -> str:
@@ -148,12 +151,12 @@ def print_report(report: Report) -> None:
 def write_report(report: Report, workdir: Path) -> None:
     """Writes report.md, report.html and figures/ under the workdir."""
     figures = workdir / "figures"
-    figures.mkdir(exist_ok=True)
+    make_folder(figures, "figures folder")
     embedded = []
     for picture in report.pictures:
         width, height = picture.figure.get_size_inches()
         content = _render(picture.figure, picture.form)
-        (figures / f"{picture.name}.{picture.form}").write_bytes(content)
+        write_atomically(figures / f"{picture.name}.{picture.form}", lambda file, content=content: file.write(content))
         kind = "svg+xml" if picture.form == "svg" else "png"
         source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
         embedded.append((picture, source, f"{width / height:.4f}"))
@@ -182,26 +185,44 @@ def _render(figure: Figure, form: str) -> bytes:
     return buffer.getvalue()
 
 
+_SPECIAL = re.compile(
+    r"""[\\`*\[\]|~$]              # code, emphasis, links, tables, strikethrough, formulas
+    | <(?=[a-zA-Z/!?])             # HTML
+    | (?<![^\W_])_ | _(?![^\W_])  # emphasis, which underscores within words are not
+    | &(?=[#\w])                   # entities
+    | ^[#>+=-] | ^\d+[.)]          # headings, quotes, rules and lists, at the start of a line
+    """,
+    re.VERBOSE,
+)
+
+
+def escape_markdown(text: str) -> str:
+    """Text that Markdown shows as it is, in one line."""
+    return _SPECIAL.sub(lambda special: f"{special[0][:-1]}\\{special[0][-1]}", " ".join(text.split()))
+
+
 def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join("-" if cell == "-" else escape_markdown(cell) for cell in cells) + " |"
 
 
 def _markdown(report: Report) -> str:
-    parts = [f"# {report.title}", *report.summary]
+    escape = escape_markdown
+    parts = [f"# {escape(report.title)}", *map(escape, report.summary)]
     for table in report.tables:
         rule = "|" + "|".join(["---"] + ["---:"] * (len(table.columns) - 1)) + "|"
-        parts.append("\n".join([f"**{table.caption}**", "", _row(table.columns), rule, *map(_row, table.rows)]))
+        parts.append("\n".join([f"**{escape(table.caption)}**", "", _row(table.columns), rule, *map(_row, table.rows)]))
     if report.claims:
         parts.append("## What held and what did not")
         lines = []
         for claim in report.claims:
-            lines += [f"- **{claim.verdict}**: {claim.says}", *(f"  - {case}" for case in claim.cases)]
-            lines += [f"\n  {claim.closing}"]
+            lines += [f"- **{claim.verdict}**: {escape(claim.says)}", *(f"  - {escape(case)}" for case in claim.cases)]
+            lines += [f"\n  {escape(claim.closing)}"]
         parts.append("\n".join(lines))
     for picture in report.pictures:
-        parts.append(f"![{picture.caption}](figures/{picture.name}.{picture.form})\n\n*{picture.caption}*")
+        path, caption = urllib.parse.quote(f"figures/{picture.name}.{picture.form}"), escape(picture.caption)
+        parts.append(f"![{caption}]({path})\n\n*{caption}*")
     parts.append("## How this was made")
-    parts.append("\n".join(f"- {note}" for note in report.notes))
+    parts.append("\n".join(f"- {escape(note)}" for note in report.notes))
     if report.links:
-        parts.append("\n".join(f"- [{text}]({path})" for text, path in report.links if path != "report.md"))
+        parts.append("\n".join(f"- [{escape(text)}]({path})" for text, path in report.links if path != "report.md"))
     return "\n\n".join(parts) + "\n"

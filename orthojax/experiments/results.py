@@ -6,7 +6,6 @@ a single seed are read in the same way.
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,10 @@ from typing import Any
 import numpy as np
 
 from orthojax.config import Config
+from orthojax.errors import UserError
 from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.experiments.measures import parse_arrays
+from orthojax.files import read_json, require_file
 from orthojax.formatting import mean_and_range, number, percent
 from orthojax.train import read_metrics
 
@@ -153,15 +155,24 @@ class Result(Numbers):
         return self.layers(name).mean(0)
 
     def arrays(self, measure: str, seed: int | None = None) -> dict[str, np.ndarray]:
-        """The arrays that a measure stored for a seed, for the first that finished where None."""
-        folder = self.folders[next(iter(self.folders)) if seed is None else seed]
-        with np.load(folder / "measured" / f"{measure}.npz") as loaded:
-            return dict(loaded)
+        """The arrays that a measure stored for a seed, for the first that finished where None.
+
+        Raises:
+          UserError: Where they are gone.
+        """
+        path = self.folders[next(iter(self.folders)) if seed is None else seed] / "measured" / f"{measure}.npz"
+        try:
+            require_file(path, "arrays")
+            return parse_arrays(path.read_bytes())
+        except ValueError as error:
+            problem = str(error) if isinstance(error, UserError) else f"arrays {path} are damaged: {error}"
+            hint = f"delete {path.with_suffix('.json')} and run the same command: they are measured again"
+            raise UserError(problem.splitlines()[0], hint=hint) from None
 
     def logged(self, key: str) -> tuple[list[int], np.ndarray]:
         """One entry of metrics.jsonl, at the steps that all seeds have: (steps [n], values [seeds, n])."""
         runs = [read_metrics(folder / "metrics.jsonl") for folder in self.folders.values()]
-        points = [{line["step"]: line[key] for line in run if key in line} for run in runs]
+        points = [{line["step"]: line[key] for line in run if isinstance(line.get(key), int | float)} for run in runs]
         steps = sorted(set.intersection(*(set(point) for point in points))) if points else []
         return steps, np.array([[point[step] for step in steps] for point in points])
 
@@ -288,8 +299,12 @@ class Results:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """The content of a results.json."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The content of a results.json.
+
+    Raises:
+      UserError: Where it is absent or damaged.
+    """
+    return read_json(path, "results")
 
 
 LABELS = {

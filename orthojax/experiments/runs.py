@@ -5,16 +5,17 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 
 from orthojax.config import Config, changed_fields, replace
+from orthojax.errors import UserError
 from orthojax.experiments.experiment import Run
 from orthojax.experiments.measures import ALWAYS, Measure, store, stored
-from orthojax.files import make_folder, try_lock, write_text
+from orthojax.files import make_folder, parse_json, read_again, try_lock, write_text
 from orthojax.model import flops_per_token
 from orthojax.train import (
     DivergedError,
@@ -23,9 +24,9 @@ from orthojax.train import (
     find_checkpoint,
     load,
     open_inputs,
-    read_metrics,
     require_same_data,
     train,
+    validation_losses,
 )
 
 Row = dict[str, Any]
@@ -95,14 +96,17 @@ class Task:
     def _measuring_cost(self, measures: Sequence[Measure]) -> float:
         return sum(measure.stages(self.run.config) for measure in measures) * self.stage_cost
 
-    @property
-    def remaining(self) -> float:
-        """Expected work that no earlier call did."""
+    def remaining(self, say: Callable[[str], object]) -> float:
+        """Expected work that no earlier call did; `say` takes a line for each damaged file.
+
+        Raises:
+          UserError: Where something else than a file is in the place of one.
+        """
         folder = self.run.folder
-        if (folder / _DIVERGED).exists():
+        if _divergence(folder, say) is not None:
             return 0.0
-        measuring = self._measuring_cost([measure for measure in self.all_measures if stored(folder, measure) is None])
-        return measuring if is_trained(folder) else measuring + self.training_cost
+        missing = [measure for measure in self.all_measures if stored(folder, measure, say) is None]
+        return self._measuring_cost(missing) + (0.0 if is_trained(folder, say) else self.training_cost)
 
 
 def training_flops(config: Config) -> float:
@@ -111,9 +115,9 @@ def training_flops(config: Config) -> float:
     return flops * config.train.steps * config.train.batch_size
 
 
-def is_trained(folder: Path) -> bool:
-    """Whether the run of this folder was trained to its end, which divergence is as well."""
-    return any((folder / name).exists() for name in (TRAINED, _DIVERGED))
+def is_trained(folder: Path, say: Callable[[str], object]) -> bool:
+    """Whether the run of this folder was trained to its end, which divergence is as well; `say` as in `read_again`."""
+    return _seconds(folder / TRAINED, say) is not None or _divergence(folder, say) is not None
 
 
 class _Tally:
@@ -161,8 +165,8 @@ def finish(task: Task, reporter: Reporter) -> Row:
             checkpoint = run.variant.checkpoint or _trained(task, config, inputs, tally)
             require_same_data(checkpoint, inputs.provenance)
             row["metrics"] = _measured(task, config, checkpoint, inputs, tally)
-            if (run.folder / TRAINED).exists():
-                row["seconds"] = _seconds(run.folder / TRAINED)
+            if (seconds := _seconds(run.folder / TRAINED, tally.say)) is not None:
+                row["seconds"] = seconds
         except (DivergedError, jax.errors.JaxRuntimeError) as error:
             tally.say(f"{run.label}: {error}")
             row["failed"] = (str(error) or type(error).__name__).splitlines()[0]
@@ -191,14 +195,37 @@ def _locked(run: Run, tally: _Tally) -> Iterator[None]:
         yield
 
 
-def _seconds(path: Path) -> float:
-    return float(path.read_text(encoding="utf-8")) if path.exists() else 0.0
+def _seconds(path: Path, say: Callable[[str], object]) -> float | None:
+    return read_again(path, "seconds of a training", parse_seconds, say)
+
+
+def parse_seconds(content: bytes) -> float:
+    """The content of `TRAINED`.
+
+    Raises:
+      ValueError: Where it is damaged.
+    """
+    seconds = float(content)
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{seconds} seconds")
+    return seconds
+
+
+def _divergence(folder: Path, say: Callable[[str], object]) -> str | None:
+    """The reason that an earlier call noted."""
+
+    def parse(content: bytes) -> str:
+        if not (reason := content.decode().strip()):
+            raise ValueError("it is empty")
+        return reason
+
+    return read_again(folder / _DIVERGED, "note on divergence", parse, say)
 
 
 @contextlib.contextmanager
-def _timed(folder: Path) -> Iterator[None]:
+def _timed(folder: Path, say: Callable[[str], object]) -> Iterator[None]:
     """Writes the seconds of a training, with those of earlier calls that were stopped; notes divergence."""
-    started, before = time.monotonic(), _seconds(folder / _STOPPED)
+    started, before = time.monotonic(), _seconds(folder / _STOPPED, say) or 0.0
 
     def write(name: str) -> None:
         write_text(folder / name, f"{before + time.monotonic() - started:.1f}\n")
@@ -219,11 +246,11 @@ def _trained(task: Task, config: Config, inputs: Inputs, tally: _Tally) -> Path:
     """The step folder of the last checkpoint."""
     run, before, step_cost = task.run, task.trial_cost, training_flops(config) / config.train.steps
     check_workdir(run.folder, config)
-    if (run.folder / _DIVERGED).exists():
-        raise DivergedError((run.folder / _DIVERGED).read_text(encoding="utf-8").strip())
-    if not (run.folder / TRAINED).exists():
+    if (reason := _divergence(run.folder, tally.say)) is not None:
+        raise DivergedError(reason)
+    if _seconds(run.folder / TRAINED, tally.say) is None:
         tally.say(f"{run.label}: {describe_data(inputs.provenance)}")
-        with _timed(run.folder):
+        with _timed(run.folder, tally.say):
             train(
                 config,
                 inputs,
@@ -245,7 +272,7 @@ def _measured(task: Task, config: Config, checkpoint: Path, inputs: Inputs, tall
         tally.advance(task.stage_cost, f"{run.label}: measured {part}")
 
     for measure in task.all_measures:
-        found = stored(run.folder, measure)
+        found = stored(run.folder, measure, tally.say)
         if found is None:
             loaded = loaded or load(checkpoint)._replace(config=config)
             measured = measure.measure(loaded, inputs, on_progress)
@@ -283,7 +310,7 @@ def _try_learning_rates(task: Task, inputs: Inputs, tally: _Tally) -> dict[str, 
     for name, trial in trials.items():
         check_workdir(folder / name, trial)
     path = folder / "losses.json"
-    losses = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    losses = read_again(path, "losses of the trials", _parse_losses, tally.say) or {}
     if list(losses) != list(trials):
         losses = {}
         for name, trial in trials.items():
@@ -297,11 +324,23 @@ def _try_learning_rates(task: Task, inputs: Inputs, tally: _Tally) -> dict[str, 
             except DivergedError:
                 losses[name] = None
             else:
-                lines = read_metrics(folder / name / "metrics.jsonl")
-                losses[name] = [line["validation_loss_nats"] for line in lines if "validation_loss_nats" in line][-1]
+                losses[name] = _last_loss(folder / name / "metrics.jsonl")
         write_text(path, json.dumps(losses) + "\n")
     tally.reach(task.trial_cost)  # what an earlier call did, or divergence spared
     return losses
+
+
+def _parse_losses(content: bytes) -> dict[str, float | None]:
+    losses = parse_json(content, "its content")
+    if not isinstance(losses, dict) or not all(type(loss) in (int, float, type(None)) for loss in losses.values()):
+        raise ValueError("it does not hold losses by learning rate")
+    return losses
+
+
+def _last_loss(path: Path) -> float:
+    if not (losses := validation_losses(path)):
+        raise UserError(f"{path} has no validation loss", hint=f"delete {path.parent}: the trial is run again")
+    return losses[max(losses)]
 
 
 def best_learning_rate(losses: dict[str, float | None]) -> float:

@@ -22,6 +22,8 @@ from orthojax.machine import environment
 from orthojax.progress import Progress, tokenizing_progress
 from orthojax.train import find_checkpoint, open_inputs, read_config
 
+_LONGEST_NAME = 80  # of a model in a table
+
 
 def given_model(name: str, path: Path) -> Variant:
     """An existing model as a variant that is measured and not trained.
@@ -31,8 +33,11 @@ def given_model(name: str, path: Path) -> Variant:
       path: A run's workdir, its checkpoints folder or one step's folder.
 
     Raises:
-      UserError: Where there is no checkpoint.
+      UserError: For a name that cannot stand in tables and file names; where there is no checkpoint.
     """
+    if not name.isprintable() or {"/", "$"} & set(name) or len(name) > _LONGEST_NAME:  # between $ matplotlib sets TeX
+        allowed = f"a name of at most {_LONGEST_NAME} characters, without '/', '$' and control characters"
+        raise UserError(f"--model={name!r}=...", allowed=allowed)
     checkpoint = find_checkpoint(path)
     return Variant(name, name, read_config(checkpoint), checkpoint=checkpoint)
 
@@ -78,7 +83,7 @@ def run_experiment(
         raise UserError(f"--model {min(clash)!r} has the name of a variant", allowed="another name")
     if not variants and not experiment.compute:
         raise UserError(f"experiment {experiment.name!r} needs a model", allowed="--model=NAME=CHECKPOINT[,...]")
-    make_folder(workdir, "workdir")
+    make_folder(workdir, "workdir", files=("results.json", "costs.json", "report.md", "report.html"))
     if experiment.compute:
         content = _computed(experiment, seeds)
     else:

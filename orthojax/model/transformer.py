@@ -119,10 +119,13 @@ class Transformer(nn.Module):
     Attributes:
       config: What to build.
       linear: What a linear layer computes; `orthojax.quant` has others.
+      linear_head: Whether `linear` also computes the logits of tied embeddings, from the transposed token table under
+        the path `head`; those of an untied head always pass through it.
     """
 
     config: ModelConfig
     linear: LinearFunction = linear
+    linear_head: bool = False
 
     @nn.compact
     def __call__(
@@ -164,6 +167,8 @@ class Transformer(nn.Module):
             return x, observed
         if c.tie_embeddings:
             kernel = embed.embedding.astype(dtype)
+            if self.linear_head:
+                return self.linear(x, kernel.T, None, "head").astype(jnp.float32), observed
             return kernel_product(x, kernel, contract=1, preferred_element_type=jnp.float32), observed
         logits = Linear(c.vocab_size, False, c.init_std, dtype, self.linear, name="head")(x)
         return logits.astype(jnp.float32), observed
@@ -179,7 +184,7 @@ class Transformer(nn.Module):
           `linear` may quantise the head, by statistics of all positions.
         """
         if self.config.tie_embeddings:
-            return params["token_embedding"]["embedding"], 0
+            return None if self.linear_head else (params["token_embedding"]["embedding"], 0)
         return (params["head"]["kernel"], 1) if is_plain_product(self.linear) else None
 
     def _blocks(self, x: jax.Array, layer_inputs: Any, observe: Observe | None) -> tuple[jax.Array, Any]:

@@ -1,7 +1,12 @@
 """Post-training quantisation, simulated: what is rounded as data, and the linear layers and trees that it gives.
 
-Only linear layers round anything; embeddings, norms and softmax stay float. Activation scales are dynamic: they come
-from the batch that passes through, so the batches of an evaluation belong to its result.
+Only linear layers round anything; embeddings, norms and softmax stay float, and by default the output head does too.
+`quantized_linear(setting, include="")` rounds the head as well: an untied kernel, and tied embeddings in a
+`Transformer(linear_head=True)`, whose token table [V, D], transposed, is then the kernel of the head (its output
+channels are the tokens); where tokens are looked up it stays float.
+
+Activation scales are dynamic: they come from the batch that passes through, so the batches of an evaluation belong to
+its result.
 """
 
 import dataclasses
@@ -179,7 +184,7 @@ def _fake_quantize_kernel(kernel: jax.Array, setting: QuantizationSetting, path:
 def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) -> "LinearFunction":
     """A linear layer that rounds its operands as `setting` says, for a model that lets its linear layers be replaced.
 
-    Definition: linear layers only; embeddings, head, norms and softmax stay float (`include=""` adds an untied head).
+    Definition: linear layers only; embeddings, head, norms and softmax stay float (`include=""` adds the head).
     Operands are rounded, multiplied and rounded again in float32 or wider; the result has the dtype of x.
 
     Args:

@@ -33,7 +33,7 @@ from orthojax.train.evaluation import evaluate, evaluation_stages
 from orthojax.train.loading import load, load_params
 from orthojax.train.loop import train
 from orthojax.train.mesh import about_mesh, make_mesh, place_rows
-from orthojax.train.metrics import describe_line, read_metrics
+from orthojax.train.metrics import describe_line, read_metrics, validation_losses
 from orthojax.train.optimizer import learning_rate_schedule, leave_out_bad_steps, make_optimizer, make_rotation
 from orthojax.train.step import (
     TrainState,

@@ -80,6 +80,8 @@ def evaluate(
     inputs: Inputs,
     *,
     settings: Mapping[str, quant.QuantizationSetting] | None = None,
+    quantize_head: bool = False,
+    post_attention: bool = False,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Metrics:
     """All metrics of a trained model; `evaluation_stages` says how many parts that has.
@@ -89,13 +91,16 @@ def evaluate(
       inputs: Its data.
       settings: By which to quantise float parameters, by name; `quant.SETTINGS` where not given, and none for a model
         whose kernels are integers already.
+      quantize_head: Also evaluate every setting with the output head quantised, tied to the embeddings or not.
+      post_attention: Also measure the residual stream after attention, before the MLP.
       on_progress: Called with the name of each part once it is done.
 
     Returns:
       For text `perplexity`, `loss_nats`, `bits_per_byte`, the outlier and attention statistics of
-      `analysis.observe_language_model` (also of `rotated_` hidden states where all parameters share one basis), and
-      `perplexity_<setting>` for every one of `settings`; for Bigram-Backcopy its risks and the statistics of
-      `analysis.observe_backcopy`. Values by layer end in `/layer_i`.
+      `analysis.observe_language_model` (also of `rotated_` hidden states where all parameters share one basis, and of
+      `post_attention_` ones where asked for), `perplexity_<setting>` for every one of `settings`, and
+      `perplexity_<setting>_with_head`; for Bigram-Backcopy its risks and the statistics of `analysis.observe_backcopy`.
+      Values by layer end in `/layer_i`.
     """
     config, params = loaded.config, loaded.params
     if settings is None:
@@ -111,22 +116,37 @@ def evaluate(
         metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
     mesh, basis = mesh_of(params), shared_basis(config.optim, config.model.d_model)
     batches = ((*_place(mesh, split_tokens(tokens)[0]), basis) for tokens in _batches(config, inputs))
-    metrics |= analysis.finalize(analysis.measure(loaded, batches, _observe_text))
+    observe = _observe_text_after_attention_too if post_attention else _observe_text
+    metrics |= analysis.finalize(analysis.measure(loaded, batches, observe))
     on_progress("statistics")
     for name, setting in settings.items():
-        quantized = Transformer(config.model, linear=quant.quantized_linear(setting))
-        metrics[f"perplexity_{name}"] = _perplexity(validation_loss_nats(config, params, inputs, model=quantized))
-        on_progress(name)
+        for suffix, head in {"": False, "_with_head": True}.items() if quantize_head else [("", False)]:
+            linear_function = quant.quantized_linear(setting, "" if head else quant.ALL_BUT_HEAD)
+            quantized = Transformer(config.model, linear=linear_function, linear_head=head)
+            perplexity = _perplexity(validation_loss_nats(config, params, inputs, model=quantized))
+            metrics[f"perplexity_{name}{suffix}"] = perplexity
+            on_progress(name + suffix)
     return metrics
 
 
-def evaluation_stages(config: Config, settings: Mapping[str, quant.QuantizationSetting] | None = None) -> int:
+def evaluation_stages(
+    config: Config,
+    settings: Mapping[str, quant.QuantizationSetting] | None = None,
+    *,
+    quantize_head: bool = False,
+) -> int:
     """How often `evaluate` calls `on_progress`."""
-    return 1 if config.data.kind == "bigram_backcopy" else 1 + len(quant.SETTINGS if settings is None else settings)
+    if config.data.kind == "bigram_backcopy":
+        return 1
+    return 1 + (1 + quantize_head) * len(quant.SETTINGS if settings is None else settings)
 
 
 def _observe_text(taps: analysis.Taps, basis: jax.Array | None) -> analysis.Statistics:
     return analysis.observe_language_model(taps, basis=basis)
+
+
+def _observe_text_after_attention_too(taps: analysis.Taps, basis: jax.Array | None) -> analysis.Statistics:
+    return analysis.observe_language_model(taps, post_attention=True, basis=basis)
 
 
 def _backcopy_batches(config: Config, params: Any, inputs: Inputs) -> Iterator[tuple[Any, ...]]:

@@ -3,13 +3,14 @@
 import importlib
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from orthojax.errors import UserError
-from orthojax.files import write_text
+from orthojax.files import parse_json, require_file, write_text
 
 ROLLED_BACK = "rolled_back"
 
@@ -127,27 +128,35 @@ class MetricWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All lines of a metrics file, [] where there is none; those that a kill or a bad disk corrupted are left out."""
+    """All lines of a metrics file, [] where there is none; those that a kill or a bad disk corrupted are left out.
+
+    Raises:
+      UserError: Where something else than a file is in its place.
+    """
     return _read(path)[0]
 
 
-def validation_losses(path: Path, last_step: int) -> dict[int, float]:
+def validation_losses(path: Path, last_step: float = math.inf) -> dict[int, float]:
     """The validation losses in nats of a metrics file up to a step, by their steps."""
     lines = [line for line in read_metrics(path) if line["step"] <= last_step]
-    return {line["step"]: line["validation_loss_nats"] for line in lines if "validation_loss_nats" in line}
+    found = {line["step"]: line.get("validation_loss_nats") for line in lines}
+    return {step: loss for step, loss in found.items() if isinstance(loss, int | float)}
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The lines, and how many are corrupt besides a last one that was cut off, which a resumed run writes again."""
-    *whole, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    if not os.path.lexists(path):
+        return [], 0
+    require_file(path, "metrics file")
+    *whole, last = path.read_bytes().split(b"\n")
     found = [_parse(line) for line in (*whole, last)]
     return [values for values in found if values is not None], found[:-1].count(None)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        values = json.loads(line)
-    except ValueError:
+        values = parse_json(line, "line")
+    except UserError:
         return None
     return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
 

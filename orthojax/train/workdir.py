@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from orthojax.config import Config, changed_fields, fields_affecting, from_json, to_json
+from orthojax.config import Config, changed_fields, fields_affecting, from_dict, to_json
 from orthojax.data import BigramBackcopy, TokenBatches, default_text, open_dataset
 from orthojax.errors import UserError
-from orthojax.files import make_folder, try_lock, write_text
+from orthojax.files import make_folder, read_json, try_lock, write_text
 
 T = TypeVar("T")
 
@@ -104,7 +105,7 @@ def check_workdir(workdir: Path, config: Config) -> None:
       UserError: Where the path, or a part of it, is a file, or it already holds a run of another config.
     """
     for path in (workdir / "checkpoints", workdir, *workdir.parents):
-        if path.is_file():
+        if os.path.isfile(path):  # pathlib raises for names that are too long
             raise UserError(f"workdir {workdir}: {path} is a file", allowed="a folder, new or of an earlier call")
     before = _read_config(workdir)
     if before is not None:
@@ -138,12 +139,13 @@ def claimed(workdir: Path, config: Config) -> Iterator[None]:
 
 def _read_config(workdir: Path) -> Config | None:
     path = workdir / "config.json"
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     try:
-        return from_json(Config, path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: {error}", hint="another --workdir, or the right config.json") from error
+        return from_dict(Config, read_json(path, "config"), f"the config in {path}")
+    except UserError as error:
+        hint = "another --workdir, or delete that file: every checkpoint holds the config of its run too"
+        raise UserError("\n".join(str(error).splitlines()[:2]), hint=hint) from error
 
 
 def require_same_config(config: Config, before: Config, where: str) -> None:

@@ -26,6 +26,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from orthojax.errors import UserError
+from orthojax.files import read_json, write_text
 
 ARRAYS = ("params", "opt_state")  # the items of arrays; a quantised checkpoint has the first alone
 JSON_ITEMS = ("config", "data", "validation", "quantization")  # the last two only where they apply
@@ -63,9 +64,10 @@ def first_line(error: BaseException) -> str:
 
 def steps_in(folder: Path) -> list[int]:
     """The steps that a `checkpoints` folder holds, in order."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and path.is_dir())
+    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
 def read_json_item(step_folder: Path, item: str, file: str = "metadata") -> dict[str, Any]:
@@ -74,14 +76,11 @@ def read_json_item(step_folder: Path, item: str, file: str = "metadata") -> dict
     Raises:
       DamagedError: Where it is missing or not a JSON object.
     """
+    path = step_folder / item / file
     try:
-        values = json.loads((step_folder / item / file).read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError("not a JSON object")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else first_line(error)
-        raise DamagedError(step_folder, f"item {item!r}: {reason}") from None
-    return values
+        return read_json(path, "file")
+    except UserError as error:
+        raise DamagedError(step_folder, f"item {item!r}: {first_line(error).replace(f' {path}', '')}") from None
 
 
 class ManifestHandler(ocp.JsonCheckpointHandler):
@@ -98,7 +97,7 @@ class ManifestHandler(ocp.JsonCheckpointHandler):
         paths = [path for item in (*ARRAYS, *JSON_ITEMS) for path in (folder.parent / item).rglob("*")]
         files = sorted(path for path in paths if path.is_file() and path.name != "commit_success.txt")
         digests = file_digests(folder.parent, [path.relative_to(folder.parent).as_posix() for path in files])
-        (folder / "metadata").write_text(json.dumps({"algorithm": "sha256", "files": digests}))
+        write_text(folder / "metadata", json.dumps({"algorithm": "sha256", "files": digests}))
 
 
 def handler_registry() -> ocp.handlers.DefaultCheckpointHandlerRegistry:

@@ -1,6 +1,8 @@
 """Reading checkpoints: where they are, what they hold, and whether they are what was written."""
 
+import contextlib
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from jax.experimental import multihost_utils
 
 from orthojax.config import Config, from_dict
 from orthojax.errors import UserError
+from orthojax.files import read_json
 from orthojax.train.checkpoint.checksums import (
     ARRAYS,
     DamagedError,
@@ -22,6 +25,8 @@ from orthojax.train.checkpoint.checksums import (
     steps_in,
 )
 from orthojax.train.step import parameter_shapes
+
+_RUNS_SHOWN = 3  # where a folder of runs is taken for a run
 
 
 def by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
@@ -37,7 +42,7 @@ def find_checkpoint(path: Path) -> Path:
       UserError: Where there is none.
     """
     path, allowed = path.absolute(), "a workdir, its checkpoints folder, or one step's folder"
-    if not path.exists():
+    if not os.path.exists(path):  # pathlib raises for names that are too long
         raise UserError(f"no such checkpoint: {path}", allowed=allowed)
     for folder in (path / "checkpoints", path):
         steps = steps_in(folder)
@@ -45,7 +50,22 @@ def find_checkpoint(path: Path) -> Path:
             return folder / str(steps[-1])
     if (path / "params").is_dir() and (path / "config").is_dir():
         return path
-    raise UserError(f"no orthojax checkpoint in {path}", allowed=allowed)
+    if not path.is_dir():
+        raise UserError(f"no checkpoint: {path} is not a folder", allowed=allowed)
+    runs = _runs_of(path)
+    more = f" and {len(runs) - _RUNS_SHOWN} more" if len(runs) > _RUNS_SHOWN else ""
+    hint = f"did you mean one of its runs: {', '.join(map(str, runs[:_RUNS_SHOWN]))}{more}?" if runs else ""
+    raise UserError(f"no orthojax checkpoint in {path}", allowed=allowed, hint=hint)
+
+
+def _runs_of(path: Path) -> list[Path]:
+    """The workdirs of finished runs in a folder, or in those that the results.json of a study names, seen from here."""
+    folders = sorted(path.iterdir())
+    if os.path.lexists(path / "results.json"):
+        with contextlib.suppress(AttributeError, KeyError, TypeError, UserError):  # of another program, or damaged
+            folders += [path / row["run"] for row in read_json(path / "results.json", "results")["rows"]]
+    found = {os.path.relpath(folder): None for folder in folders if steps_in(folder / "checkpoints")}
+    return list(map(Path, found))
 
 
 def read_config(step_folder: Path) -> Config:
@@ -92,6 +112,8 @@ def array_items(step_folder: Path) -> tuple[str, ...]:
 def _read_shapes(step_folder: Path, item: str) -> Any:
     """Shapes and dtypes of an item, as a nested dict; lists and tuples as dicts by index."""
     try:
+        if strange := [path for path in (step_folder / item).rglob("*") if not (path.is_file() or path.is_dir())]:
+            raise ValueError(f"{strange[0].name} is not a regular file")  # Orbax would wait for ever for a pipe
         with ocp.StandardCheckpointer() as checkpointer:
             metadata = checkpointer.metadata(step_folder.absolute() / item).item_metadata
         if metadata is None:
