@@ -91,7 +91,7 @@ def generic_axes(
       and value [d, heads, head_dim] are rotated within each head only, every row of d counting as a layer; out
       [heads, head_dim, d] has a basis for each head. Valid but weak, and `haar` refuses out where d is over 8 head_dim,
       and the others where head_dim is over 8 heads. `RotatedAxes(((1, 2),))` and `RotatedAxes((2,))` take them for the
-      matrices [d, heads * head_dim] and [heads * head_dim, d]. Each spatial position of a convolution counts as a layer.
+      matrices [d, heads * head_dim] and [heads * head_dim, d]. In a convolution each spatial position is a layer.
 
     Args:
       path: The parameter's path, as `describe` prints it.
