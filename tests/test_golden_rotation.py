@@ -116,7 +116,7 @@ def test_a_haar_basis_is_this(x64):
 
 
 def defined_signs(name, layer, n, seed):
-    """In Python integers: the top bits of a hash of key and counter; the key is the CRC-32 of name, group, n, slices."""
+    """In Python integers: top bits of a hash of key and counter; the key is the CRC-32 of name, group, n and slices."""
 
     def mix(x):
         x = (x ^ (x >> 16)) * 0x21F0AAAD % 2**32
