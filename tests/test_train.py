@@ -340,6 +340,7 @@ def test_scanned_and_unrolled_models_train_alike_with_orthoadam(kind, layer_by_l
     changes = {"optim.optimizer": "orthoadam", "optim.learning_rate": 1e-2, "optim.eps": 1e-3, "model.num_layers": 2}
     if kind == "haar":
         changes |= {"optim.rotation.kind": kind, "optim.rotation.axes": "both", "optim.weight_decay": 0.1}
+        changes["optim.rotation.seed"] = 1  # with 0 one scalar returns to where it was
     unrolled, scanned = (replace(CONFIG, changes | {"model.scan_layers": scan}) for scan in (False, True))
     scanned = replace(scanned, {"optim.layer_by_layer": layer_by_layer})
     program = str(jax.make_jaxpr(train_step(scanned))(fresh(scanned), rows(0)))
@@ -388,7 +389,7 @@ def test_adam_with_a_fixed_rotation_in_the_model_is_orthoadam_on_the_writers_see
 @pytest.mark.slow
 def test_in_the_shared_basis_a_model_of_one_rotation_is_what_adam_trains():
     shared = {"optim.optimizer": "orthoadam", "optim.rotation.axes": "residual", "optim.rotation.scope": "tree"}
-    config = replace(CONFIG, {**shared, "optim.learning_rate": 0.01, "optim.rotation.seed": 0})
+    config = replace(CONFIG, {**shared, "optim.learning_rate": 0.01, "optim.rotation.seed": 1})
     basis = np.asarray(shared_basis(config.optim, 16))
     np.testing.assert_allclose(basis @ basis.T, np.eye(16), atol=1e-6)
     rotation = rotate(make_rotation(config.optim.rotation))
