@@ -389,7 +389,7 @@ def test_adam_with_a_fixed_rotation_in_the_model_is_orthoadam_on_the_writers_see
 @pytest.mark.slow
 def test_in_the_shared_basis_a_model_of_one_rotation_is_what_adam_trains():
     shared = {"optim.optimizer": "orthoadam", "optim.rotation.axes": "residual", "optim.rotation.scope": "tree"}
-    config = replace(CONFIG, {**shared, "optim.learning_rate": 0.01, "optim.rotation.seed": 1})
+    config = replace(CONFIG, {**shared, "optim.learning_rate": 0.01, "optim.rotation.seed": 3})
     basis = np.asarray(shared_basis(config.optim, 16))
     np.testing.assert_allclose(basis @ basis.T, np.eye(16), atol=1e-6)
     rotation = rotate(make_rotation(config.optim.rotation))
