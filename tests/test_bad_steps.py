@@ -113,7 +113,7 @@ def test_a_spike_is_measured_from_the_running_mean_of_the_good_losses():
 def test_without_a_policy_the_step_is_bit_for_bit_that_of_the_plain_optimizer(optimizer):
     config = replace(CONFIG, {"optim.optimizer": optimizer, "optim.weight_decay": 0.1})
     schedule = learning_rate_schedule(config.optim, config.train.steps)
-    model, chain = Transformer(config.model), make_optimizer(config.optim, schedule=schedule)
+    model, chain = Transformer(config.model), make_optimizer(config.seeded_optim, schedule=schedule)
 
     @jax.jit
     def plain_step(params, opt_state, tokens):

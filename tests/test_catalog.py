@@ -427,7 +427,7 @@ def test_variants_differ_only_where_they_should():
         changed = changed_fields(by_name[f"{model}_64_{method}"], config)
         assert set(changed) <= {"data.sequence_length", "model.max_length"}
     ablation = {v.name: v.config for v in experiment_named("rotation_ablation").variants_at("tiny")}
-    assert make_rotation(ablation["hadamard_output"].optim.rotation).kind == Rotation().kind == "hadamard"
+    assert make_rotation(ablation["hadamard_output"].seeded_optim.rotation).kind == Rotation().kind == "hadamard"
     for name in ("haar_output", "dct_output"):
         assert set(changed_fields(ablation["hadamard_output"], ablation[name])) == {"optim.rotation.kind"}
     for v in experiment_named("optimizer_outliers").variants_at("tiny"):

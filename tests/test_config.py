@@ -317,6 +317,15 @@ def test_a_part_of_a_config_is_read_by_itself():
     assert from_dict(ModelConfig, dataclasses.asdict(model)) == model
 
 
+def test_the_bases_of_a_run_have_its_seed_unless_they_have_their_own():
+    config = replace(Config(), {"train.seed": 7})
+    assert config.optim.rotation.seed is None
+    assert config.seeded_optim == replace(config.optim, {"rotation.seed": 7})
+    for own in ({"optim.rotation.seed": 0}, {"optim.optimizer": "adam"}):  # programs of Adam are those of every seed
+        changed = replace(config, own)
+        assert changed.seeded_optim is changed.optim
+
+
 # Small parts.
 
 
@@ -345,10 +354,11 @@ def test_every_field_says_what_it_affects():
         set(fields_affecting(Config, what)) for what in ("numbers", "start", "computation", "nothing")
     )
     assert sorted([*numbers, *start, *computation, *nothing]) == sorted(PATHS)
-    assert {"optim.rotation.seed", "train.steps", "model.dtype", "data.seed", "eval.sequences"} < numbers
+    assert {"optim.rotation.seed", "optim.rotation.basis", "train.steps", "train.seed", "model.dtype"} < numbers
+    assert {"data.seed", "eval.sequences"} < numbers
     assert start == {
         *("model.init_std", "model.embedding_init_std", "model.scan_layers"),
-        *("train.seed", "train.init_from", "train.allow_normalizer_change"),
+        *("train.init_from", "train.allow_normalizer_change"),
     }
     assert computation == {
         *("mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat", "model.attention_implementation"),
@@ -362,6 +372,12 @@ def test_json_of_older_versions_may_lack_the_fields_added_since():
     values = json.loads(to_json(Config()))
     del values["model"]["normalizer_gamma"], values["optim"]["layer_by_layer"], values["train"]["init_from"]
     assert from_json(Config, json.dumps(values)) == Config()
+    # What the default does not mean is read as what they did.
+    values["optim"]["rotation"] = {"kind": "hadamard", "axes": "both", "embeddings": True, "scope": "layer", "seed": 0}
+    assert from_json(Config, json.dumps(values)).optim.rotation == RotationConfig(axes="both", seed=0, basis=1)
+    assert Config().optim.rotation == RotationConfig(seed=None, basis=2)
+    values["model"] |= {"fixed_rotation": True, "scan_layers": False}
+    assert "basis=1" in refusal(lambda: from_json(Config, json.dumps(values)))[0]
     del values["model"]["normalizer"]
     problem, allowed, _ = refusal(lambda: from_json(Config, json.dumps(values)))
     assert "ModelConfig" in problem

@@ -27,8 +27,9 @@ def test_examples_are_short(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["orthoadam", "adamw"])
-def test_nnx_training(name):
-    printed = re.fullmatch(r"(\w+): ([\d.]+) -> ([\d.]+) nats per byte\n", run("nnx_training.py", *[name]))
+@pytest.mark.parametrize("library", ["nnx", "equinox"])
+def test_training(library, name):
+    printed = re.fullmatch(r"(\w+): ([\d.]+) -> ([\d.]+) nats per byte\n", run(f"{library}_training.py", *[name]))
     assert printed
     assert printed[1] == name
     first, last = float(printed[2]), float(printed[3])
@@ -45,5 +46,5 @@ def test_attention_in_ten_lines(library):
 
 
 def test_every_example_is_run_by_a_test():
-    tested = {"linen_attention.py", "nnx_attention.py", "nnx_training.py"}
+    tested = {"linen_attention.py", "nnx_attention.py", "nnx_training.py", "equinox_training.py"}
     assert {path.name for path in EXAMPLES} == tested

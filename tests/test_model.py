@@ -598,7 +598,7 @@ def test_every_form_at_the_sizes_of_models(n):
 
 
 @pytest.mark.parametrize(
-    ("n", "products"), [(768, {"cpu": 2, "cuda": 1, "tpu": 1}), (3072, {"cpu": 3, "cuda": 2, "tpu": 2})]
+    ("n", "products"), [(768, {"cpu": 3, "cuda": 1, "tpu": 1}), (3072, {"cpu": 3, "cuda": 2, "tpu": 2})]
 )
 def test_a_program_holds_the_form_of_its_platform_only(n, products):
     x = jax.ShapeDtypeStruct((4, n), jnp.float32)
@@ -612,7 +612,7 @@ def test_a_program_holds_the_form_of_its_platform_only(n, products):
 def test_leaves_of_equal_shape_are_lowered_once():
     transform = jax.jit(lambda xs: [orthogonal.fixed_transform(x, 1) for x in xs])
     texts = [transform.lower([jnp.zeros((4, 768))] * count).as_text() for count in (1, 12)]
-    assert texts[0].count("stablehlo.dot_general") == texts[1].count("stablehlo.dot_general") == 2
+    assert texts[0].count("stablehlo.dot_general") == texts[1].count("stablehlo.dot_general") == 3
 
 
 def test_transformations_of_jax(x64):

@@ -278,7 +278,20 @@ def test_map_params_finds_the_moments_and_nothing_else(name, kind):
 def test_map_params_where_nothing_is_rotated():
     optimizer, params = orthoadam(0.1, rotation=Rotation("haar")), {"bias": jnp.ones(3)}
     marked = optax.tree.map_params(optimizer, lambda _: "p", optimizer.init(params), transform_non_params=lambda _: "o")
-    assert sorted(jax.tree.leaves(marked)) == ["o", "o", "p", "p"]  # count and the empty basis; mu and nu
+    assert sorted(jax.tree.leaves(marked)) == ["o", "o", "p", "p"]  # count and the basis of nothing; mu and nu
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_orbax_saves_and_restores_a_state_in_which_nothing_is_rotated(kind, tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    optimizer, params = orthoadam(0.1, rotation=Rotation(kind)), {"bias": jnp.arange(3.0)}
+    state = one_step(optimizer, params, params)[1]
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(optimizer.init, params))
+    assert kinds_of(restored) == kinds_of(state)
+    assert_same(one_step(optimizer, params, params, restored)[0], one_step(optimizer, params, params, state)[0])
 
 
 # Odd trees.

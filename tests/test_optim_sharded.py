@@ -400,6 +400,20 @@ def test_a_haar_basis_that_is_split(x64):
     assert_close(got, transform.update(x, state)[0], 1e-12)
 
 
+def test_a_haar_basis_is_drawn_on_a_mesh_of_explicit_axes(x64):
+    mesh = make_mesh((2, 4), EXPLICIT, NAMES[:2])
+    (x,), shardings = problem(mesh, {"w": ((8, 16), P(None, "fsdp")), "b": ((16,), P("fsdp"))}, 1)
+    optimizer, split = orthoadam(0.1, rotation=Rotation("haar", "both")), jax.device_put(x, shardings)
+    want = optimizer.init(x)
+    for init in (optimizer.init, jit(optimizer.init)):
+        with jax.set_mesh(mesh):
+            state = init(split)
+            updates, _ = optimizer.update(split, state, split)
+        assert_close(state[0].basis, want[0].basis, 0)
+        assert updates["w"].sharding == shardings["w"]
+        assert_close(updates, optimizer.update(x, want, x)[0], 1e-12)
+
+
 def test_what_is_refused():
     mesh = make_mesh((2, 4), names=NAMES[:2])
     shapes = {"w": jax.ShapeDtypeStruct((6, 8), jnp.float32), "b": jax.ShapeDtypeStruct((8,), jnp.float32)}

@@ -59,6 +59,7 @@ class Problem(NamedTuple):
     params: Any
     expected: dict[str, str]  # what is rotated, by path, with KIND for the kind
     axes: Any = "output"
+    kernel_layout: Any = "in_out"
 
 
 # Plain trees.
@@ -156,14 +157,31 @@ def nnx_model(axes=attention_axes):
     return Problem(lambda p: next_error(nnx.merge(graph, p, rest)(SEQUENCES)), params, expected, axes)
 
 
-# equinox: a module holds its activation, and kernels are [out, in]: the output axis is the one before the last.
+# equinox: a module holds its activation, kernels are [out, in], and everything is called weight.
+
+
+class EquinoxModel(eqx.Module):
+    emb: eqx.nn.Embedding
+    norms: eqx.nn.LayerNorm  # of two layers, stacked
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key):
+        self.emb = eqx.nn.Embedding(5, 4, key=key)
+        self.norms = jax.vmap(lambda _: eqx.nn.LayerNorm(4))(jnp.arange(2))
+        self.mlp = eqx.nn.MLP(4, 1, 8, 2, activation=jax.nn.tanh, key=key)
+
+    def __call__(self, x):
+        for layer in range(2):
+            x = x + jax.tree.map(lambda leaf, layer=layer: leaf[layer], self.norms)(x)
+        return self.mlp(x + self.emb(0))
 
 
 def equinox():
-    model = eqx.nn.MLP(4, 1, 8, 2, activation=jax.nn.tanh, key=jax.random.key(0))
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    expected = {f"layers/{i}/weight": "axes (0,): KIND 8" for i in range(2)}
-    return Problem(lambda p: squared_error(jax.vmap(eqx.combine(p, static))(X)), params, expected, "input")
+    params, static = eqx.partition(EquinoxModel(jax.random.key(0)), eqx.is_inexact_array)
+    expected = {"emb/weight": "axes (1,): KIND 4"}
+    expected |= {f"mlp/layers/{i}/weight": "axes (0,): KIND 8" for i in range(2)}
+    loss = lambda p: squared_error(jax.vmap(eqx.combine(p, static))(X))  # noqa: E731
+    return Problem(loss, params, expected, kernel_layout="out_in")
 
 
 # haiku: two-level dicts whose keys hold slashes, ("mlp/~/linear_0", "w").
@@ -190,7 +208,7 @@ PROBLEMS = {
 @pytest.mark.parametrize("kind", ["hadamard", pytest.param("haar", marks=pytest.mark.slow)])
 def test_what_is_rotated_and_that_it_trains(name, kind):
     problem = PROBLEMS[name]()
-    rotation = Rotation(kind, problem.axes)
+    rotation = Rotation(kind, problem.axes, kernel_layout=problem.kernel_layout)
     found = describe(rotation, problem.params)
     rotated = {path: what for path, what in found.items() if not what.startswith("left alone")}
     assert rotated == {path: what.replace("KIND", kind) for path, what in problem.expected.items()}

@@ -207,6 +207,16 @@ def test_temporaries_are_those_of_one_layer(rotation):
     assert leaves[True] < 6 / 24  # one layer's gradient and moments, and what a rotation needs
 
 
+@pytest.mark.parametrize("n", [512, 576, 640, 768, 896, 1024, 3072])
+def test_a_length_that_is_no_power_of_two_takes_no_more_temporaries(n):
+    gradient = {"kernel": jax.ShapeDtypeStruct((1024, n), jnp.float32)}
+    optimizer = scale_by_orthoadam()
+    state = jax.eval_shape(optimizer.init, gradient)
+    step = jax.jit(optimizer.update, donate_argnums=(0, 1))
+    memory = step.lower(gradient, state).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1.35 * 4 * 1024 * n
+
+
 def test_masked_parameters_and_empty_trees_are_passed_over():
     params = tree()
     masked = optax.masked(orthoadam(0.1, layer_by_layer=True), {name: name == "layers/kernel" for name in params})

@@ -7,10 +7,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from orthojax.ops import orthogonal
-from orthojax.optim import RotatedAxes, Rotation, RotationState, describe, orthoadam, rotate, unrotate
+from orthojax.optim import (
+    RotatedAxes,
+    Rotation,
+    RotationState,
+    describe,
+    generic_axes,
+    orthoadam,
+    rotate,
+    unrotate,
+)
+from orthojax.optim.rotation import plan_tree
+from orthojax.optim.transform import basis_constants
 
 KINDS = ("haar", "hadamard", "dct", "signed_permutation")
 
@@ -55,6 +68,40 @@ def test_every_layer_of_every_parameter_has_its_own_basis(kind):
         assert np.abs(q - other[key]).max() > 0.1
 
 
+PATHS = ["Dense_0", "Dense_1", "Dense_2", "layers_0/q", "layers_1/q", "layers_1/k", "stack/q", "stack/k"]
+SHAPE = st.tuples(st.lists(st.integers(1, 3), max_size=2), st.sampled_from([64, 96, 128]))
+
+
+@given(st.fixed_dictionaries(dict.fromkeys(PATHS, SHAPE)))
+def test_no_two_parameters_or_layers_have_signs_in_common(shapes):
+    """Of unrolled layers, scanned stacks, stacks in unrolled layers, of equal and of different widths."""
+    tree = {f"{path}/kernel": jax.ShapeDtypeStruct((*stack, 1, n), jnp.float32) for path, (stack, n) in shapes.items()}
+    of_window = {}
+    for leaf, plan in plan_tree(Rotation(), tree):
+        ((signs,),) = basis_constants(Rotation(), plan, (), transpose=False)
+        assert signs.shape == (*leaf.shape[:-2], leaf.shape[-1])
+        for layer, row in enumerate(signs.reshape(-1, signs.shape[-1])):
+            for start in range(len(row) - 47):
+                owner = of_window.setdefault(row[start : start + 48].tobytes(), (plan.path, layer))
+                assert owner == (plan.path, layer)
+
+
+def test_parameters_that_would_share_a_basis_are_refused():
+    w, haar = jnp.ones((4, 8)), Rotation("haar")
+    for tree, words in (
+        ({"params": {"w": w}, "w": w}, r"\['params'\]\['w'\] and \['w'\] are both the parameter 'w'"),
+        ({"a": {"b": w}, "a/b": w}, "both the parameter 'a/b'"),
+        ({"a_0": {"w": w}, "a": [{"w": w}]}, "'a_0'.* would share a basis.* numbered; allowed: another name"),
+        ({"a_1": {"w": w}, "a": {"w": jnp.ones((2, 4, 8))}}, "would share a basis"),
+    ):
+        for make in (rotate(Rotation()).init, orthoadam(0.1, rotation=haar).init, lambda t: describe(haar, t)):
+            with pytest.raises(ValueError, match=words):
+                make(tree)
+    # Of other lengths they share nothing, and a wider scope means to share.
+    rotate(Rotation()).init({"a_0": {"w": w}, "a": [{"w": jnp.ones((4, 16))}]})
+    rotate(Rotation(scope="parameter")).init({"a_0": {"w": w}, "a": [{"w": w}]})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("scope", "distinct"), [("parameter", 4), ("tree", 1)])
 def test_wider_scopes_share_the_basis(kind, scope, distinct):
@@ -88,7 +135,7 @@ def test_a_group_is_flattened_and_stacked_axes_are_counted_in_their_order(x64):
     rotation = Rotation("hadamard", lambda path, leaf: RotatedAxes(((3, 1),), stacked=(2, 0)))
     got = rotated(rotation, {"w": jnp.asarray(x)})["w"]
     transform = np.asarray(orthogonal.fixed_transform(jnp.eye(15, dtype=jnp.float64), 0))
-    signs = orthogonal.hash_signs(zlib.crc32(b"w/*:0"), range(8), 15)
+    signs = orthogonal.hash_signs(zlib.crc32(b"w/*:0:15:2"), range(8), 15)
     for i in range(4):
         for j in range(2):
             flat = x[j, :, i, :].T.reshape(15)
@@ -105,6 +152,82 @@ def test_the_axes_of_a_kernel():
         assert np.allclose(gram_columns(y), gram_columns(x["w"]), atol=1e-4) == keeps_columns
 
 
+TABLES = """
+    wte/embedding wpe/embedding Embed_0/embedding layers/0/embedding transformer/~/embed/embeddings
+    emb/weight tok_emb/weight wte/weight model/embed_tokens/weight word_embeddings/weight pos_emb/w embed/table
+    wte wpe pos_embedding posemb_3 embedder/input_embedding token_embedding position_embeddings gpt_wte
+""".split()  # fmt: skip
+KERNELS = """
+    text_embedder/layers/mlp/kernel embed/proj/weight patch_embed/kernel patch_embed/weight embedding_norm/dense/w
+    unembed unembed/weight rotary_embedder/linear/w newt/weight lm_head/weight normalizer/w w_q lora_b
+""".split()  # fmt: skip
+VECTORS = """
+    layers/norm/scale ln/gamma ln/beta mlp/bias mlp/b attention/sink attention/sink_logits block/ls/gain
+    layers/norm1/weight ln_f/weight input_layernorm/weight attn_norm/w RMSNorm_0/weight cls_token embed/bias
+""".split()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [(path, kind) for kind, paths in (("table", TABLES), ("kernel", KERNELS), ("vector", VECTORS)) for path in paths],
+)
+def test_tables_kernels_and_vectors_are_told_by_their_last_names(path, kind):
+    wanted = {"table": RotatedAxes((-1,)), "kernel": RotatedAxes((-1,)), "vector": None}
+    out_in = wanted | {"kernel": RotatedAxes((-2,))}
+    leaf = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    assert generic_axes(path, leaf) == wanted[kind]
+    assert generic_axes(path, leaf, kernel_layout="out_in") == out_in[kind]
+    assert generic_axes(path, leaf, "input") == ({"kernel": RotatedAxes((-2,))} | {"table": wanted["table"]}).get(kind)
+    rows = {path: mark for path, _, _, mark in describe(Rotation(), {path: leaf}).rows}
+    assert (rows[path] == "embedding") == (kind == "table")
+
+
+def test_what_is_guessed_is_marked():
+    s = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    params = {
+        "wte": s(512, 32), "head": {"kernel": s(32, 64)}, "a": s(3, 32), "b": s(3, 32), "c": {"weight": s(3, 32, 32)},
+        "cls": s(1, 1, 32), "narrow": {"kernel": s(1, 32)},
+    }  # fmt: skip
+    found = describe(Rotation(), params)
+    assert {path: mark for path, _, _, mark in found.rows} == {
+        "wte": "embedding", "head/kernel": "", "a": "unsure", "b": "", "c/weight": "unsure", "cls": "unsure",
+        "narrow/kernel": "",
+    }  # fmt: skip
+    assert found["cls"] == "left alone: a vector by its shape"
+    assert found["narrow/kernel"] == "axes (1,): hadamard 32"
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["parameter", "shape", "rotation"]
+    assert lines[-1].split(maxsplit=3) == ["wte", "512,", "32", "axes (1,): hadamard 32             embedding"]
+
+
+def test_tables_and_layouts_are_named_where_names_do_not_tell():
+    s = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    params = {"vocabulary": {"w": s(64, 32)}, "wte": s(64, 32), "mlp": {"w": s(64, 32)}}
+    found = describe(Rotation(kernel_layout="out_in", embeddings="^vocab"), params)
+    assert {path: (what[:10], mark) for path, _, what, mark in found.rows} == {
+        "vocabulary/w": ("axes (1,):", "embedding"), "wte": ("axes (0,):", "unsure"), "mlp/w": ("axes (0,):", ""),
+    }  # fmt: skip
+
+
+def test_a_tree_without_a_table_warns_once_unless_it_is_said_to_have_none(recwarn):
+    kernel, bias = {"mlp": {"kernel": jnp.ones((4, 8))}}, {"bias": jnp.ones(8)}
+    quiet = (
+        (Rotation(embeddings=""), kernel),
+        (Rotation(axes=generic_axes), kernel),
+        (Rotation("identity"), kernel),
+        (Rotation(), bias),
+        (Rotation(), kernel | {"wte": jnp.ones((8, 8))}),
+        (Rotation(embeddings="kernel"), kernel),
+    )
+    for rotation, params in quiet:
+        orthoadam(0.1, rotation=rotation).init(params)
+    assert not recwarn
+    optimizer = orthoadam(0.1)
+    with pytest.warns(UserWarning, match=r"no embedding table.*embeddings=PATTERN.*embeddings=''.*describe") as seen:
+        optimizer.init(kernel)
+    assert len(seen) == 1
+
+
 def test_describe_says_what_is_left_alone_and_why():
     s = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     params = {
@@ -119,12 +242,12 @@ def test_describe_says_what_is_left_alone_and_why():
     }
     found = describe(Rotation(axes="both"), params)
     assert found == {
-        "embed/table": "axes (1,): hadamard 768 = 24 x 32",
+        "embed/table": "axes (1,): hadamard 768 = 32 x 24",
         "gain": "left alone: 0 axes, fewer than 2",
-        "head/kernel": "axes (0,): hadamard 768 = 24 x 32",
+        "head/kernel": "axes (0,): hadamard 768 = 32 x 24",
         "layers/mlp/bias": "left alone: named 'bias'",
-        "layers/mlp/kernel": "axes (1,): hadamard 768 = 24 x 32, 12 layers; "
-        "axes (2,): hadamard 3072 = 48 x 64, 12 layers",
+        "layers/mlp/kernel": "axes (1,): hadamard 768 = 32 x 24, 12 layers; "
+        "axes (2,): hadamard 3072 = 64 x 48, 12 layers",
         "layers/norm/scale": "left alone: named 'scale'",
         "none/kernel": "left alone: empty",
         "odd/kernel": "axes (0,): hadamard 262 (cosine); axes (1,): hadamard 131 (cosine)",
@@ -158,6 +281,10 @@ def test_a_haar_basis_far_larger_than_its_parameter_is_refused():
         ({"seed": 2**32}, "seed=4294967296"),
         ({"seed": 1.0}, "seed=1.0"),
         ({"layout": "replicated"}, "layout='replicated'; allowed: None or a function"),
+        ({"kernel_layout": "oi"}, "kernel_layout='oi'; allowed: in_out, out_in"),
+        ({"embeddings": "(wte"}, "embeddings='(wte': missing )"),
+        ({"embeddings": 3}, "embeddings=3"),
+        ({"axes": generic_axes, "kernel_layout": "out_in"}, "not read where axes is a function"),
     ],
 )
 def test_a_wrong_rotation_is_refused_when_it_is_made(fields, words):
@@ -202,7 +329,7 @@ def test_the_state():
     assert jax.tree.map(lambda x: (x.shape, x.dtype.name), state.basis) == {
         "mlp": {"kernel": {"basis_0": ((3, 4, 4), "float32"), "basis_1": ((3, 8, 8), "float32")}}
     }
-    assert jax.tree.map(jnp.shape, rotate(Rotation("haar")).init({"bias": jnp.ones(4)})) == RotationState((0,))
+    assert jax.tree.map(jnp.shape, rotate(Rotation("haar")).init({"bias": jnp.ones(4)})) == RotationState(())
     assert set(rotate(Rotation("haar")).init(jnp.ones((4, 4))).basis) == {"basis_0"}
 
 
@@ -215,9 +342,9 @@ def test_haar_dtypes(x64):
 def test_a_state_of_another_tree_or_kind_is_refused():
     haar, hadamard, params = rotate(Rotation("haar")), rotate(Rotation()), {"a": jnp.ones((4, 4))}
     state = haar.init(params)
-    for other, given in (({"c": jnp.ones((4, 4))}, state), (params, hadamard.init(params))):
+    for other, mine in (({"c": jnp.ones((4, 4))}, state), (params, hadamard.init(params))):
         with pytest.raises(ValueError, match=r"'[ac]' has no basis in the state; allowed: the tree and the kind"):
-            haar.update(other, given)
+            haar.update(other, mine)
     with pytest.raises(ValueError, match=r"basis in the state has shape \(4, 4\); allowed: \(8, 8\)"):
         haar.update({"a": jnp.ones((4, 8))}, state)
     with pytest.raises(ValueError, match="has a haar basis, the rotation is of kind 'hadamard'"):
@@ -231,7 +358,7 @@ def test_the_init_of_a_haar_basis_draws_late_and_jits(x64):
     assert large[0].basis["w"]["basis_0"].shape == (64, 4096, 4096)
     params = {"w": jnp.ones((2, 64, 64), jnp.float32)}
     assert len(jax.jit(optimizer.init).lower(params).as_text()) < 20_000
-    want = orthogonal.haar((0, zlib.crc32(b"w/*:0"), 1), 64).astype(np.float32)
+    want = orthogonal.haar((0, zlib.crc32(b"w/*:0:64:1"), 1), 64).astype(np.float32)
     replicated = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec())
     for init in (optimizer.init, jax.jit(optimizer.init), jax.jit(optimizer.init, out_shardings=replicated)):
         np.testing.assert_array_equal(init(params)[0].basis["w"]["basis_0"][1], want)

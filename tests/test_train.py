@@ -116,6 +116,32 @@ def test_the_initial_parameters_depend_on_the_seed_alone_and_seeds_share_their_p
     assert all(build(replace(CONFIG, {path: value})) is not build(CONFIG) for path, value in others.items())
 
 
+def test_every_seed_has_bases_of_its_own():
+    def update(changes):
+        optimizer = build(
+            replace(CONFIG, {"optim.optimizer": "orthoadam", "optim.warmup_steps": 0} | changes)
+        ).optimizer
+        params = initial(CONFIG).params
+        gradient = jax.tree.map(lambda x: 1.0 + x, params)
+        updates, _ = optimizer.update(gradient, optimizer.init(params), params, value=jnp.zeros(()))
+        return np.asarray(updates["layers_0"]["mlp"]["output"]["kernel"])
+
+    first = update({})
+    assert np.abs(update({"train.seed": 1}) - first).max() > 1e-3
+    np.testing.assert_array_equal(update({"train.seed": 1, "optim.rotation.seed": 0}), first)
+    np.testing.assert_array_equal(update({"optim.rotation.seed": 1}), update({"train.seed": 1}))
+
+
+def test_bases_of_older_versions_and_of_no_seed_are_refused():
+    for fields, words in (({"basis": 1, "seed": 0}, "basis=1 is that of an older"), ({}, "rotation.seed=none")):
+        with pytest.raises(UserError, match=words):
+            make_rotation(RotationConfig(**fields))
+    older = {"optim.optimizer": "orthoadam", "optim.rotation.basis": 1, "optim.rotation.seed": 0}
+    with pytest.raises(UserError, match="basis=1 is that of an older orthojax"):
+        build(replace(CONFIG, older))
+    assert build(replace(CONFIG, older | {"optim.optimizer": "sgd"}))
+
+
 @pytest.mark.parametrize("k", [0, 1, 2, 5])
 def test_positions_whose_target_a_relaxed_mask_shows_are_no_loss_positions(k):
     config = replace(CONFIG, {"model.relaxed_causal_tokens": k})
@@ -161,7 +187,7 @@ MASK = {
     "layers_0": {"mlp": {"input": {"kernel": True, "bias": False}}, "mlp_norm": {"scale": False}},
     "token_embedding": {"embedding": True},
 }
-ADAM, ROTATION = optax.scale_by_adam(0.8, 0.95, 1e-6), make_rotation(RotationConfig())
+ADAM, ROTATION = optax.scale_by_adam(0.8, 0.95, 1e-6), make_rotation(RotationConfig(seed=0))
 MUON = optax.contrib.muon(
     1.0, beta=0.7, consistent_rms=0.2,
     muon_weight_dimension_numbers=lambda params: jax.tree.map(
@@ -221,7 +247,7 @@ def three_steps(optimizer, params):
 def test_three_steps_equal_a_chain_built_by_hand(name):
     changes, scalings, moment = OPTIMIZERS[name]
     common = {"optimizer": name, "learning_rate": 0.01, "warmup_steps": 2, "b1": 0.8, "b2": 0.95, "eps": 1e-6}
-    config = OptimConfig(**(common | changes), clip_norm=1.0)
+    config = OptimConfig(**(common | changes), clip_norm=1.0, rotation=RotationConfig(seed=0))
     rate = optax.scale_by_schedule(lambda t: -learning_rate_schedule(config, 10)(t))
     by_hand = optax.chain(optax.clip_by_global_norm(1.0), *scalings, rate)
     params, optimizer = random_tree(0), optimizer_of(config, 10)
@@ -297,7 +323,7 @@ def test_which_axes_of_which_parameter_are_rotated(scan, axes, embeddings):
 
 def test_every_parameter_and_every_layer_has_its_own_basis():
     model = dataclasses.replace(CONFIG.model, num_layers=3)
-    rotation = rotate(make_rotation(RotationConfig()))
+    rotation = rotate(make_rotation(RotationConfig(seed=0)))
     params = jax.tree.map(
         lambda s: jnp.ones(s.shape), parameter_shapes(dataclasses.replace(CONFIG, model=model)),
     )  # fmt: skip
@@ -314,6 +340,7 @@ def test_scanned_and_unrolled_models_train_alike_with_orthoadam(kind, layer_by_l
     changes = {"optim.optimizer": "orthoadam", "optim.learning_rate": 1e-2, "optim.eps": 1e-3, "model.num_layers": 2}
     if kind == "haar":
         changes |= {"optim.rotation.kind": kind, "optim.rotation.axes": "both", "optim.weight_decay": 0.1}
+        changes["optim.rotation.seed"] = 1  # with 0 one scalar returns to where it was
     unrolled, scanned = (replace(CONFIG, changes | {"model.scan_layers": scan}) for scan in (False, True))
     scanned = replace(scanned, {"optim.layer_by_layer": layer_by_layer})
     program = str(jax.make_jaxpr(train_step(scanned))(fresh(scanned), rows(0)))
@@ -348,6 +375,7 @@ BACKCOPY_KEYS = {
 @pytest.mark.slow
 def test_adam_with_a_fixed_rotation_in_the_model_is_orthoadam_on_the_writers_seen_in_other_coordinates():
     plain = replace(CONFIG, {"optim.optimizer": "orthoadam", "optim.rotation.axes": "writers", "optim.eps": 1e-4})
+    plain = replace(plain, {"optim.rotation.seed": 0})
     turned = replace(CONFIG, {"optim.optimizer": "adam", "optim.eps": 1e-4, "model.fixed_rotation": True})
     rotation = rotate(make_rotation(plain.optim.rotation))
     state = fresh(plain)
@@ -365,7 +393,7 @@ def test_adam_with_a_fixed_rotation_in_the_model_is_orthoadam_on_the_writers_see
 @pytest.mark.slow
 def test_in_the_shared_basis_a_model_of_one_rotation_is_what_adam_trains():
     shared = {"optim.optimizer": "orthoadam", "optim.rotation.axes": "residual", "optim.rotation.scope": "tree"}
-    config = replace(CONFIG, {**shared, "optim.learning_rate": 0.01})
+    config = replace(CONFIG, {**shared, "optim.learning_rate": 0.01, "optim.rotation.seed": 3})
     basis = np.asarray(shared_basis(config.optim, 16))
     np.testing.assert_allclose(basis @ basis.T, np.eye(16), atol=1e-6)
     rotation = rotate(make_rotation(config.optim.rotation))

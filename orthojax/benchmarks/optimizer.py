@@ -62,7 +62,7 @@ def make_optimizer(name: str) -> optax.GradientTransformation:
     if name == "adamw":
         return optax.adamw(learning_rate, weight_decay=weight_decay)
     kind, axes, *by_layer = name.split()
-    rotation = make_rotation(replace(RotationConfig(), {"kind": kind, "axes": axes}))
+    rotation = make_rotation(replace(RotationConfig(seed=0), {"kind": kind, "axes": axes}))
     return orthoadam(learning_rate, weight_decay=weight_decay, rotation=rotation, layer_by_layer=bool(by_layer))
 
 

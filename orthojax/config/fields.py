@@ -26,20 +26,26 @@ Affects = Literal["numbers", "start", "computation", "nothing"]
 _type_hints = functools.cache(typing.get_type_hints)
 
 
-def setting(default: T, *, affects: Affects = "numbers", added: bool = False) -> T:
+def setting(default: T, *, affects: Affects = "numbers", **metadata: Any) -> T:
     """A field of a config dataclass that says what it affects; a plain default affects the numbers.
 
     Args:
-      default: Its default value; where it is `added`, the one that means what older versions did without it.
+      default: Its default value.
       affects: What changes with it; see `Affects`.
-      added: Whether JSON written by older versions may lack it.
+      **metadata: Of the field, beside `affects`.
     """
-    return typing.cast(Any, dataclasses.field(default=default, metadata={"affects": affects, "added": added}))
+    return typing.cast(Any, dataclasses.field(default=default, metadata={"affects": affects, **metadata}))
 
 
-def added(default: T, affects: Affects = "numbers") -> T:
-    """A `setting` that JSON written by older versions may lack."""
-    return setting(default, affects=affects, added=True)
+def added(default: T, affects: Affects = "numbers", *, older: Any = dataclasses.MISSING) -> T:
+    """A `setting` that JSON written by older versions may lack.
+
+    Args:
+      default: Its default value.
+      affects: As of `setting`.
+      older: What older versions did without it; where not given, what the default means.
+    """
+    return setting(default, affects=affects, older=default if older is dataclasses.MISSING else older)
 
 
 def describe_type(hint: Any) -> str:
@@ -251,15 +257,17 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") ->
       UserError: For an unknown, missing or mistyped field.
     """
     hints = _type_hints(cls)
-    newer = {field.name for field in dataclasses.fields(typing.cast(Any, cls)) if field.metadata.get("added")}
+    every = dataclasses.fields(typing.cast(Any, cls))
+    newer = {field.name: field.metadata["older"] for field in every if "older" in field.metadata}
     named = set(values) if isinstance(values, Mapping) else set()
-    if not isinstance(values, Mapping) or not set(hints) - newer <= named <= set(hints):
+    missing = hints.keys() - newer.keys() - named
+    if not isinstance(values, Mapping) or missing or not named <= hints.keys():
         raise UserError(
             f"{where} does not describe a {cls.__name__} of this version of orthojax",
-            allowed="its fields, all of them; missing: " + (", ".join(sorted(set(hints) - newer - named)) or "nothing"),
+            allowed="its fields, all of them; missing: " + (", ".join(sorted(missing)) or "nothing"),
             hint="unknown: " + (", ".join(sorted(named - set(hints))) or "nothing"),
         )
-    fields = {}
+    fields: dict[str, Any] = newer
     for name, value in values.items():
         hint = hints[name]
         if dataclasses.is_dataclass(hint):

@@ -25,14 +25,16 @@ class RotationConfig:
         every kernel (`residual`) or of those that write to the residual stream only (`writers`), or `none`.
       embeddings: Whether embedding tables are rotated too, along d_model.
       scope: One matrix for every layer of every parameter, or the wider controls.
-      seed: Seed of the matrices; independent of the run's seed.
+      seed: Seed of the matrices; None is the run's, `train.seed`.
+      basis: Version of the matrices. 1 is that of runs before it was counted, whose moments cannot be continued.
     """
 
     kind: RotationKind = "hadamard"
     axes: RotationAxes = "output"
     embeddings: bool = True
     scope: RotationScope = "layer"
-    seed: int = 0
+    seed: int | None = None
+    basis: Literal[1, 2] = added(2, older=1)
 
     def __post_init__(self):
         check_types(self, "optim.rotation")

@@ -110,7 +110,7 @@ class TrainConfig:
       batch_size: Sequences per step.
       accumulation_steps: Microbatches that a batch is split into, for less memory; their gradients are accumulated
         before the optimizer's one step.
-      seed: Seed of the initial parameters.
+      seed: Seed of the initial parameters, and of OrthoAdam's bases unless `optim.rotation.seed` is given.
       init_from: A checkpoint or workdir to take the initial parameters from, as for fine-tuning; the optimizer starts
         from scratch.
       allow_normalizer_change: Let the model's normalizer differ from that of `init_from`.
@@ -133,7 +133,7 @@ class TrainConfig:
     steps: int = 1000
     batch_size: int = 16
     accumulation_steps: int = added(1, affects="computation")
-    seed: int = setting(0, affects="start")
+    seed: int = 0
     init_from: str = added("", affects="start")
     allow_normalizer_change: bool = added(False, affects="start")
     loss_chunk_positions: int | None = added(None, affects="computation")
@@ -227,6 +227,11 @@ class Config:
             f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of train.steps={self.train.steps}",
             f"less than {self.train.steps}",
         )
+        require(
+            not self.model.fixed_rotation or self.optim.rotation.basis == 2,
+            f"model.fixed_rotation with optim.rotation.basis={self.optim.rotation.basis}, whose matrices were others",
+            "basis 2; a model that was trained with basis 1 is another function now",
+        )
         if -1 not in (self.mesh.data, self.mesh.fsdp):
             self._require_rows(self.mesh.data * self.mesh.fsdp)
 
@@ -243,6 +248,13 @@ class Config:
             f"eval.batch_size={self.eval.batch_size} is not divisible by mesh.data * mesh.fsdp = {shares}",
             f"a multiple of {shares}",
         )
+
+    @property
+    def seeded_optim(self) -> OptimConfig:
+        """`optim`, where a rotation without a seed of its own has that of the run."""
+        if not self.optim.is_rotated or self.optim.rotation.seed is not None:
+            return self.optim
+        return dataclasses.replace(self.optim, rotation=dataclasses.replace(self.optim.rotation, seed=self.train.seed))
 
     def mesh_sizes(self, device_count: int) -> tuple[int, int, int]:
         """`MeshConfig.sizes`, where the batches divide over them.

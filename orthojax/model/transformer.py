@@ -100,7 +100,7 @@ def from_residual(x: jax.Array, name: str, layer: int = 0) -> jax.Array:
 
 def _signs(x: jax.Array, name: str, layer: int) -> jax.Array:
     # The key and the name are those of OrthoAdam with seed 0, so that the two can be compared run by run.
-    signs = hash_signs(zlib.crc32(name.encode()), (layer,), x.shape[-1])
+    signs = hash_signs(zlib.crc32(f"{name}:{x.shape[-1]}:1".encode()), (layer,), x.shape[-1])
     return jnp.asarray(signs.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 

@@ -85,22 +85,26 @@ def factor_sizes(n: int, kind: FixedKind = "hadamard") -> tuple[int, ...]:
       kind: `dct` is never split.
 
     Returns:
-      (n,) up to 128; else two factors of at most 128, the pair that has the largest Hadamard part, then the most equal;
-      () if there is no such pair (a prime factor over 128, or n over 16,384) and a cosine transform is used.
+      (n,) up to 128; else two factors of at most 128: the pair that has the largest Hadamard part, then one whose first
+      factor is a power of two from 16 on, then the most equal, then the one whose second factor is larger; () if there
+      is no pair (a prime factor over 128, or n over 16,384) and a cosine transform is used.
 
     >>> factor_sizes(64), factor_sizes(768), factor_sizes(1000), factor_sizes(4099)
-    ((64,), (24, 32), (25, 40), ())
+    ((64,), (32, 24), (25, 40), ())
     """
     if n <= _MAX_FACTOR:
         return (n,)
-    pairs = [(a, n // a) for a in range(2, math.isqrt(n) + 1) if n % a == 0 and n // a <= _MAX_FACTOR]
+    pairs = [(a, n // a) for a in range(2, _MAX_FACTOR + 1) if n % a == 0 and 2 <= n // a <= _MAX_FACTOR]
     if kind == "dct" or not pairs:
         return ()
 
-    def hadamard_part(pair: tuple[int, int]) -> int:
-        return math.prod(size for size in pair if hadamard_matrix(size) is not None)
+    def preference(pair: tuple[int, int]) -> tuple[int, bool, int, int]:
+        first, second = pair
+        hadamard_part = math.prod(size for size in pair if hadamard_matrix(size) is not None)
+        # Such a first factor is all butterflies on a CPU. Of another one, there is a copy for each row of a last axis.
+        return hadamard_part, first >= 16 and first.bit_count() == 1, min(pair), second
 
-    return max(pairs, key=lambda pair: (hadamard_part(pair), pair[0]))
+    return max(pairs, key=preference)
 
 
 def apply_matrix(

@@ -5,15 +5,15 @@
 >>> the_same = optax.chain(rotate(r), optax.scale_by_adam(), unrotate(r)), scale_by_orthoadam(rotation=r)
 """
 
+from orthojax.optim.axes import RotatedAxes as RotatedAxes
+from orthojax.optim.axes import generic_axes as generic_axes
 from orthojax.optim.layout import layout_of as layout_of
 from orthojax.optim.layout import state_shardings as state_shardings
 from orthojax.optim.layout import zero1 as zero1
 from orthojax.optim.orthoadam import orthoadam as orthoadam
 from orthojax.optim.orthoadam import scale_by_orthoadam as scale_by_orthoadam
-from orthojax.optim.rotation import RotatedAxes as RotatedAxes
 from orthojax.optim.rotation import Rotation as Rotation
 from orthojax.optim.rotation import describe as describe
-from orthojax.optim.rotation import generic_axes as generic_axes
 from orthojax.optim.rotation import leaf_path as leaf_path
 from orthojax.optim.schedules import warmup_cosine as warmup_cosine
 from orthojax.optim.transform import RotatedState as RotatedState

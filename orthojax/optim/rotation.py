@@ -4,6 +4,8 @@ import dataclasses
 import math
 import re
 import typing
+import warnings
+import zlib
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -11,115 +13,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from orthojax.formatting import align
 from orthojax.ops import orthogonal
+from orthojax.optim.axes import GenericAxes, KernelLayout, Mark, RotatedAxes, judge
 
 Kind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
-GenericAxes = Literal["output", "input", "both"]
 Scope = Literal["layer", "parameter", "tree"]
 
-_MAX_GENERIC_SIZE = 16_384
 _MAX_HAAR_SIZE = 4096  # a larger axis is left alone: its matrix would take 64 MB for every layer
 _MAX_HAAR_RATIO = 8  # elements of the matrices of a parameter, as a multiple of its own
-_VECTOR_NAMES = ("bias", "b", "scale", "offset")
-
-
-@dataclasses.dataclass(frozen=True)
-class RotatedAxes:
-    """The rotated axes of one parameter.
-
-    Axes in neither field share the basis: a kernel [in, out] with `groups=((1,),)` multiplies every row with one Q.
-
-    Attributes:
-      groups: Each group of axes is flattened to one axis and rotated in its own basis; a bare integer is a group of
-        one. Axes may be negative.
-      stacked: Axes that count layers, experts, ...: every slice along them has its own basis. A scanned layer axis
-        belongs here.
-
-    Raises:
-      ValueError: For no group, an empty one, or an axis named twice.
-
-    >>> RotatedAxes((-1,), stacked=(0,))
-    RotatedAxes(groups=((-1,),), stacked=(0,))
-    """
-
-    groups: tuple[tuple[int, ...] | int, ...]
-    stacked: tuple[int, ...] = ()
-
-    def __post_init__(self):
-        if not isinstance(self.groups, tuple | list) or not isinstance(self.stacked, tuple | list):
-            raise ValueError(
-                f"RotatedAxes(groups={self.groups}, stacked={self.stacked}); allowed: tuples, as in RotatedAxes((-1,))"
-            )
-        groups = tuple((group,) if isinstance(group, int) else tuple(group) for group in self.groups)
-        object.__setattr__(self, "groups", groups)
-        object.__setattr__(self, "stacked", tuple(self.stacked))
-        named = [axis for group in (*groups, self.stacked) for axis in group]
-        if not groups or not all(groups) or len(set(named)) < len(named):
-            raise ValueError(f"{self}; allowed: at least one group of at least one axis, and every axis once")
-
-    def of(self, path: str, ndim: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-        """(groups, stacked) with axes in 0..ndim-1; ValueError where the parameter has no such axis."""
-        groups: Any = self.groups  # tuples since __post_init__
-        named = [axis for group in (*groups, self.stacked) for axis in group]
-        if any(not -ndim <= axis < ndim for axis in named) or len({axis % ndim for axis in named}) < len(named):
-            raise ValueError(f"{path}: {self} does not fit a parameter of {ndim} axes; allowed: each of its axes once")
-        return tuple(tuple(a % ndim for a in group) for group in groups), tuple(a % ndim for a in self.stacked)
-
 
 AxesRule = Callable[[str, jax.ShapeDtypeStruct], RotatedAxes | None]
-
-
-def generic_axes(path: str, leaf: jax.ShapeDtypeStruct, axes: GenericAxes = "output") -> RotatedAxes | None:
-    """The default rule, for any tree; a rule of your own may fall back on it.
-
-    Left alone: fewer than two axes, and the names bias, b, scale, offset (a scanned scale is [L, d]). Where the path
-    contains "embed": the last axis, one basis for all rows. Else the last two axes are a kernel [in, out] and those
-    before them stacked layers: right for Dense and Linear of flax and haiku, scanned or not. Name the axes yourself (a
-    rule for `Rotation.axes`) where it is not:
-
-    - Equinox's and PyTorch's kernels are [out, in]: ask for "input" to rotate their output. A norm scale called weight
-      is safe as a vector, but stacked [L, d] it looks like a kernel.
-    - flax's attention: query, key and value [d, heads, head_dim] are rotated within each head only, every row of d
-      counting as a layer; out [heads, head_dim, d] has a basis for each head. Valid but weak, and `haar` refuses out
-      where d is over 8 head_dim, and the others where head_dim is over 8 heads. `RotatedAxes(((1, 2),))` and
-      `RotatedAxes((2,))` take them for the matrices [d, heads * head_dim] and [heads * head_dim, d].
-    - Convolutions: each spatial position counts as a layer.
-
-    Args:
-      path: The parameter's path, as `describe` prints it.
-      leaf: Its shape and dtype.
-      axes: The kernel axes: `output` is the last, `input` the one before. Only those of length 2 to 16,384 are rotated.
-
-    >>> generic_axes("mlp/kernel", jax.ShapeDtypeStruct((12, 64, 256), jnp.float32))
-    RotatedAxes(groups=((-1,),), stacked=(0,))
-    """
-    found = _generic_axes(path, leaf, axes)
-    return None if isinstance(found, str) else found
-
-
-def _generic_axes(path: str, leaf: jax.ShapeDtypeStruct, axes: GenericAxes) -> RotatedAxes | str:
-    """As `generic_axes`, with the reason where nothing is rotated."""
-    name = path.rpartition("/")[2]
-    if len(leaf.shape) < 2:
-        return f"{len(leaf.shape)} axes, fewer than 2"
-    if name in _VECTOR_NAMES:
-        return f"named {name!r}"
-    if "embed" in path.lower():
-        chosen, stacked = [-1], ()
-    else:
-        chosen = {"output": [-1], "input": [-2], "both": [-2, -1]}[axes]
-        stacked = tuple(range(len(leaf.shape) - 2))
-    groups = tuple((axis,) for axis in chosen if 2 <= leaf.shape[axis] <= _MAX_GENERIC_SIZE)
-    return RotatedAxes(groups, stacked) if groups else f"no {axes} axis of length 2 to {_MAX_GENERIC_SIZE}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
     """Which orthogonal matrix Q, on which axes of which parameter.
 
-    Every parameter, and every layer of a stacked one, has its own Q, a function of (seed, name, layer) alone: the same
-    on every machine and mesh (`haar` up to the rounding of LAPACK), and for scanned and unrolled layers. Renaming a
-    module changes its Q; names that differ only in how they are numbered (`a_0/w`, `a/0/w`) share one.
+    Every parameter, and every layer of a stacked one, has its own Q, a function of (seed, name, layer, length) alone:
+    the same on every machine and mesh (`haar` up to the rounding of LAPACK), and for scanned and unrolled layers.
+    Renaming a module changes its Q. Two parameters of one tree that would share a Q are refused: they are numbered in
+    different ways (`a_0/w`, `a/0/w`).
 
     Attributes:
       kind: `hadamard`: a fixed Hadamard transform after random signs (Sylvester's and Paley's constructions over
@@ -127,8 +41,9 @@ class Rotation:
         matrix, as in the paper; kept in the state (float32; float64 for float64 parameters); axes over 4,096 are left
         alone. `dct`: a cosine transform after random signs. Controls: `identity`, and `signed_permutation`, under which
         Adam is invariant.
-      axes: `output` (last kernel axis), `input` (the one before) or `both`, by the rule `generic_axes`; or a function
-        (path, jax.ShapeDtypeStruct) -> RotatedAxes | None, where None leaves the parameter alone.
+      axes: Which axes of a kernel: `output`, `input` or `both`, by the rule `generic_axes`, which also says what is a
+        kernel, an embedding table or neither; or a function (path, jax.ShapeDtypeStruct) -> RotatedAxes | None, where
+        None leaves the parameter alone.
       seed: 0 to 2**32 - 1.
       scope: `layer` as above. Two controls: with `parameter` the layers of a parameter share Q; with `tree` all axes of
         one size do, which for a network is little more than Adam in a different frame.
@@ -138,6 +53,9 @@ class Rotation:
         rotated between two all-to-alls of one shard, a whole one without communication: moments whose layout keeps
         the rotated axis whole halve the traffic. The basis never depends on the mesh. Inside a `shard_map` of your own
         an array counts as the whole parameter: keep rotated axes whole there.
+      kernel_layout: Of the rule: whether kernels are `in_out` (flax, haiku) or `out_in` (equinox, PyTorch).
+      embeddings: Of the rule: a regular expression, found in the paths of embedding tables and in no other, where their
+        names do not tell; "" where there are none, which also silences the warning that none was found.
 
     Raises:
       ValueError: For a value that is not allowed.
@@ -148,11 +66,14 @@ class Rotation:
     seed: int = 0
     scope: Scope = "layer"
     layout: Callable[[str], jax.sharding.Sharding | None] | None = None
+    kernel_layout: KernelLayout = "in_out"
+    embeddings: str | None = None
 
     # Not callable, on purpose: optax.inject_hyperparams takes every callable argument for a schedule.
 
     def __post_init__(self):
-        for name, allowed in (("kind", Kind), ("scope", Scope), ("axes", GenericAxes)):
+        literals = {"kind": Kind, "scope": Scope, "axes": GenericAxes, "kernel_layout": KernelLayout}
+        for name, allowed in literals.items():
             value, names = getattr(self, name), typing.get_args(allowed)
             if value not in names and not (name == "axes" and callable(value)):
                 extra = " or a function (path, shape) -> RotatedAxes | None" if name == "axes" else ""
@@ -163,6 +84,14 @@ class Rotation:
         object.__setattr__(self, "seed", int(self.seed))
         if self.layout is not None and not callable(self.layout):
             raise ValueError(f"Rotation layout={self.layout!r}; allowed: None or a function path -> Sharding | None")
+        if callable(self.axes) and (self.kernel_layout, self.embeddings) != ("in_out", None):
+            raise ValueError("Rotation kernel_layout and embeddings are not read where axes is a function; allowed: no")
+        try:
+            re.compile(self.embeddings or "")
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"Rotation embeddings={self.embeddings!r}: {error}; allowed: a regular expression"
+            ) from None
 
 
 DEFAULT_ROTATION = Rotation()
@@ -195,8 +124,8 @@ def leaf_path(keys: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/").removeprefix("params/")
 
 
-def _basis_name(path: str, is_stacked: bool) -> tuple[str, int]:
-    """Name and number that identify a basis: equal for `layers_3/x`, `layers/3/x` and slice 3 of scanned `layers/x`.
+def _basis_name(path: str, is_stacked: bool) -> tuple[str, int, bool]:
+    """Name, number, and whether it has one: equal for `layers_3/x`, `layers/3/x` and slice 3 of scanned `layers/x`.
 
     Names of numbered and of stacked parameters end in "/*", so that `w` and `w_0` differ.
     """
@@ -204,8 +133,8 @@ def _basis_name(path: str, is_stacked: bool) -> tuple[str, int]:
     for i, part in enumerate(parts):
         if numbered := re.fullmatch(r"(?:(.*)_)?([0-9]+)", part):
             stem = [numbered[1]] if numbered[1] else []
-            return "/".join([*parts[:i], *stem, *parts[i + 1 :], "*"]), int(numbered[2]) % 2**32
-    return (f"{path}/*" if is_stacked else path), 0
+            return "/".join([*parts[:i], *stem, *parts[i + 1 :], "*"]), int(numbered[2]) % 2**32, True
+    return (f"{path}/*" if is_stacked else path), 0, False
 
 
 class Group(NamedTuple):
@@ -225,6 +154,7 @@ class Plan(NamedTuple):
     stacked: tuple[int, ...] = ()
     stacked_shape: tuple[int, ...] = ()
     left_alone: tuple[str, ...] = ()  # reasons, of the whole parameter or of single axes
+    mark: Mark = ""  # of the generic rule
 
 
 def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
@@ -233,17 +163,18 @@ def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
     if not hasattr(leaf, "shape") and not isinstance(leaf, int | float | complex):
         return Plan(path, left_alone=("not an array",))
     shape = jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
-    found = _axes_or_reason(rotation, path, shape)
+    found, mark = _axes_or_reason(rotation, path, shape)
     if isinstance(found, str):
-        return Plan(path, left_alone=(found,))
+        return Plan(path, left_alone=(found,), mark=mark)
 
     axes_of_groups, stacked = found.of(path, len(shape.shape))
-    name, layer = _basis_name(path, bool(stacked))
+    name, layer, is_numbered = _basis_name(path, bool(stacked))
     stacked_shape = tuple(shape.shape[axis] for axis in stacked)
-    slices = math.prod(stacked_shape)
-    layers = tuple(layer * slices + i for i in range(slices)) if stacked else (layer,)
+    slices = math.prod(stacked_shape)  # of one layer, below: where no name has a number, the first axis counts layers
+    layers = tuple(layer * slices + i for i in range(slices))
+    of_layer = slices if is_numbered or not stacked else slices // stacked_shape[0]
     if rotation.scope != "layer":
-        stacked, stacked_shape, layers = (), (), (0,)
+        stacked, stacked_shape, layers, of_layer = (), (), (0,), 1
     groups, left_alone = [], []
     for i, axes in enumerate(axes_of_groups):
         size = math.prod(shape.shape[axis] for axis in axes)
@@ -252,53 +183,119 @@ def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
         elif rotation.kind == "haar" and size > _MAX_HAAR_SIZE:
             left_alone.append(f"axes {axes}: length {size} is over {_MAX_HAAR_SIZE}")
         else:
-            groups.append(Group(axes, size, ":" if rotation.scope == "tree" else f"{name}:{i}", layers))
+            # Sizes too: rows of different lengths must not be parts of one sequence of signs.
+            group_name = f":{size}" if rotation.scope == "tree" else f"{name}:{i}:{size}:{of_layer}"
+            groups.append(Group(axes, size, group_name, layers))
     elements = sum(len(group.layers) * group.size**2 for group in groups)
     if rotation.kind == "haar" and elements > _MAX_HAAR_RATIO * shape.size:
         raise ValueError(
             f"{path} {shape.shape}: haar matrices of {[group.size for group in groups]} rows have {elements} elements, "
             f"over {_MAX_HAAR_RATIO} times its {shape.size}; allowed: fewer axes (Rotation.axes), or kind='hadamard'"
         )
-    return Plan(path, tuple(groups), stacked, stacked_shape, tuple(left_alone))
+    return Plan(path, tuple(groups), stacked, stacked_shape, tuple(left_alone), mark)
 
 
-def _axes_or_reason(rotation: Rotation, path: str, shape: jax.ShapeDtypeStruct) -> RotatedAxes | str:
+def _axes_or_reason(rotation: Rotation, path: str, shape: jax.ShapeDtypeStruct) -> tuple[RotatedAxes | str, Mark]:
     if rotation.kind == "identity":
-        return "identity rotation"
+        return "identity rotation", ""
     if not jnp.issubdtype(shape.dtype, jnp.floating):
-        return f"dtype {shape.dtype}"
+        return f"dtype {shape.dtype}", ""
     if shape.size == 0:
-        return "empty"
+        return "empty", ""
     if not callable(rotation.axes):
-        return _generic_axes(path, shape, rotation.axes)
+        return judge(path, shape.shape, rotation.axes, rotation.kernel_layout, rotation.embeddings)
     found = rotation.axes(path, shape)
     if found is not None and not isinstance(found, RotatedAxes):
         raise TypeError(f"{path}: the axes rule returned {found!r}; allowed: RotatedAxes or None")
-    return "by the axes rule" if found is None else found
+    return ("by the axes rule" if found is None else found), ""
 
 
-def describe(rotation: Rotation, params: Any) -> dict[str, str]:
-    """What is rotated and how, and what is left alone and why, by path.
+def plan_tree(rotation: Rotation, params: Any) -> list[tuple[Any, Plan]]:
+    """(leaf, plan) of every parameter of a tree.
+
+    Raises:
+      ValueError: Where two parameters have one name or would share a basis, but in a scope that shares them.
+    """
+    found, names, bases = [], {}, {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        plan, shown = plan_leaf(rotation, keys, leaf), jax.tree_util.keystr(keys)
+        found.append((leaf, plan))
+        if plan.path in names:
+            raise ValueError(f"{names[plan.path]} and {shown} are both the parameter {plan.path!r}; allowed: one")
+        names[plan.path] = shown
+        if rotation.scope != "layer":
+            continue
+        for group in plan.groups:
+            key = name_key(group)
+            # As `hash_bits` counts, modulo 2**32.
+            rows = dict.fromkeys(((key, layer * group.size % 2**32) for layer in group.layers), shown)
+            if shared := bases.keys() & rows.keys():
+                raise ValueError(
+                    f"{bases[shared.pop()]} and {shown} would share a basis, as their names differ only in how they "
+                    "are numbered; allowed: another name for one of them"
+                )
+            bases |= rows
+    return found
+
+
+def name_key(group: Group) -> int:
+    """The name of a basis as a number, 0 to 2**32 - 1."""
+    return zlib.crc32(group.name.encode())
+
+
+def warn_without_table(rotation: Rotation, plans: list[tuple[Any, Plan]]) -> None:
+    """Warns where the generic rule has found kernels and no embedding table."""
+    if callable(rotation.axes) or rotation.embeddings == "":
+        return
+    if any(plan.groups for _, plan in plans) and not any(plan.mark == "embedding" for _, plan in plans):
+        warnings.warn(
+            "the rotation finds kernels and no embedding table; an unrotated one brings the outliers back. "
+            "Rotation(embeddings=PATTERN) names the tables, embeddings='' says that there are none, "
+            "print(orthojax.optim.describe(rotation, params)) shows what is found",
+            stacklevel=2,
+        )
+
+
+class Description(dict[str, str]):
+    """What happens to every parameter, by path; as a text, a table with shapes and marks."""
+
+    def __init__(self, rows: list[tuple[str, str, str, str]]):
+        """From (path, shape, what, mark) of every parameter."""
+        super().__init__((path, what) for path, _, what, _ in rows)
+        self.rows = rows
+
+    def __str__(self) -> str:
+        return "\n".join(line.rstrip() for line in align([("parameter", "shape", "rotation", ""), *self.rows]))
+
+
+def describe(rotation: Rotation, params: Any) -> Description:
+    """What is rotated and how, and what is left alone and why.
 
     Args:
       rotation: Which basis.
       params: Arrays, or the jax.ShapeDtypeStruct of `jax.eval_shape`.
 
+    Returns:
+      A dict by path, which prints as a table: path, shape, rotated axes and their kind, and a mark. The mark is
+      `embedding`, or `unsure` where the rule guesses: where it takes the first of three or more axes for stacked
+      layers, an array of another name than kernel, weight or w for a kernel, or one with a single axis for a vector.
+
     Raises:
       ValueError: As the init of the optimizer would.
 
-    >>> params = {"kernel": jnp.zeros((2, 8, 768)), "bias": jnp.zeros(8)}
-    >>> for path, what in describe(Rotation(), params).items():
-    ...     print(f"{path}: {what}")
-    bias: left alone: 1 axes, fewer than 2
-    kernel: axes (2,): hadamard 768 = 24 x 32, 2 layers
-    >>> describe(Rotation(), {"kernel": jnp.zeros((8, 1000))})
-    {'kernel': 'axes (1,): hadamard 1000 = 25 (cosine) x 40'}
+    >>> shapes = {"wte": (512, 768), "mlp": {"kernel": (12, 768, 1000), "bias": (12, 1000)}}
+    >>> params = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    >>> print(describe(Rotation(), params))
+    parameter   shape          rotation
+    mlp/bias    12, 1000       left alone: named 'bias'
+    mlp/kernel  12, 768, 1000  axes (2,): hadamard 1000 = 25 (cosine) x 40, 12 layers  unsure
+    wte         512, 768       axes (1,): hadamard 768 = 32 x 24                       embedding
+    >>> describe(Rotation(kernel_layout="out_in"), {"weight": jnp.zeros((8, 64))})["weight"]
+    'axes (0,): hadamard 8'
     """
     require_rotation(rotation)
-    found = {}
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-        plan = plan_leaf(rotation, keys, leaf)
+    rows = []
+    for leaf, plan in plan_tree(rotation, params):
         parts = []
         for group in plan.groups:
             text = f"axes {group.axes}: {rotation.kind} {group.size}"
@@ -308,5 +305,6 @@ def describe(rotation: Rotation, params: Any) -> dict[str, str]:
                 if names != [str(group.size)]:
                     text += " = " + " x ".join(names) if names else " (cosine)"
             parts.append(text + (f", {len(group.layers)} layers" if plan.stacked else ""))
-        found[plan.path] = "; ".join([*parts, *(f"left alone: {reason}" for reason in plan.left_alone)])
-    return found
+        what = "; ".join([*parts, *(f"left alone: {reason}" for reason in plan.left_alone)])
+        rows.append((plan.path, ", ".join(map(str, getattr(leaf, "shape", ()))), what, plan.mark))
+    return Description(rows)

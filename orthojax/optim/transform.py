@@ -1,7 +1,6 @@
 """Rotating trees into the basis of the optimizer and back, as functions and as optax transformations."""
 
 import functools
-import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +10,18 @@ import optax
 
 from orthojax.ops import orthogonal
 from orthojax.optim import layout
-from orthojax.optim.rotation import DEFAULT_ROTATION, Group, Plan, Rotation, leaf_path, plan_leaf, require_rotation
+from orthojax.optim.rotation import (
+    DEFAULT_ROTATION,
+    Group,
+    Plan,
+    Rotation,
+    leaf_path,
+    name_key,
+    plan_leaf,
+    plan_tree,
+    require_rotation,
+    warn_without_table,
+)
 
 # The numbers of a basis: haar matrices are kept in the state, signs are constants of the program.
 
@@ -26,7 +36,7 @@ def _basis_shape(plan: Plan, group: Group) -> tuple[int, ...]:
 
 def _draw_haar(rotation: Rotation, plan: Plan, group: Group, dtype: Any) -> jax.Array:
     """Q of every layer. A callback of known shape: eval_shape runs no QR, jit embeds no constant of this size."""
-    key, shape = zlib.crc32(group.name.encode()), _basis_shape(plan, group)
+    key, shape = name_key(group), _basis_shape(plan, group)
     words = np.dtype(dtype).itemsize // 4
 
     def draw() -> np.ndarray:
@@ -34,24 +44,30 @@ def _draw_haar(rotation: Rotation, plan: Plan, group: Group, dtype: Any) -> jax.
         matrices = np.stack([orthogonal.haar(seed, group.size) for seed in seeds]).reshape(shape).astype(dtype)
         return matrices.view(np.uint32).reshape(*shape, words)
 
-    # As words: the thread that a callback runs in does not know of a local jax.enable_x64, and would refuse float64.
-    drawn = jax.pure_callback(draw, jax.ShapeDtypeStruct((*shape, words), np.uint32))
-    return jax.lax.bitcast_convert_type(drawn if words > 1 else drawn[..., 0], dtype)
+    # Jitted: a callback by itself is no program of a mesh with Explicit axes.
+    @jax.jit
+    def drawn() -> jax.Array:
+        # As words: the callback's thread does not know of a local jax.enable_x64, and would refuse float64.
+        bits = jax.pure_callback(draw, jax.ShapeDtypeStruct((*shape, words), np.uint32))
+        return jax.lax.bitcast_convert_type(bits if words > 1 else bits[..., 0], dtype)
+
+    return drawn()
 
 
 def _init_basis(rotation: Rotation, params: optax.Params) -> Any:
     """What the state keeps of the bases of `params`; see `RotationState.basis`."""
+    plans = plan_tree(rotation, params)
+    warn_without_table(rotation, plans)
     if rotation.kind != "haar":
         return ()
     basis: dict[str, Any] = {}
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-        plan = plan_leaf(rotation, keys, leaf)
+    for leaf, plan in plans:
         for i, group in enumerate(plan.groups):
             *parents, name = _basis_path(plan.path, i)
             node = functools.reduce(lambda node, part: node.setdefault(part, {}), parents, basis)
             node[name] = _draw_haar(rotation, plan, group, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
-    # An array, not an empty dict: optax.tree.map_params must see a non-parameter.
-    return basis or jnp.zeros((0,), jnp.float32)
+    # An array, not an empty dict: optax.tree.map_params must see a non-parameter. Orbax saves none of size 0.
+    return basis or jnp.zeros((), jnp.float32)
 
 
 def _stored_basis(basis: Any, plan: Plan, i: int) -> jax.Array:
@@ -72,7 +88,7 @@ def basis_constants(rotation: Rotation, plan: Plan, basis: Any, transpose: bool)
         return tuple((_stored_basis(basis, plan, i),) for i in range(len(plan.groups)))
     found = []
     for group in plan.groups:
-        key, shape = rotation.seed ^ zlib.crc32(group.name.encode()), (*plan.stacked_shape, group.size)
+        key, shape = rotation.seed ^ name_key(group), (*plan.stacked_shape, group.size)
         # The program holds one byte for each sign.
         constants = (orthogonal.hash_signs(key, group.layers, group.size).reshape(shape),)
         if rotation.kind == "signed_permutation":
@@ -192,7 +208,7 @@ class RotationState(NamedTuple):
     """State of `rotate` and `unrotate`.
 
     Attributes:
-      basis: `haar`: a nested dict by path with the leaves basis_0, basis_1 [*stacked, n, n], or one empty array if no
+      basis: `haar`: a nested dict by path with the leaves basis_0, basis_1 [*stacked, n, n], or one 0, shape=(), if no
         parameter is rotated. Other kinds: (), no array at all.
     """
 

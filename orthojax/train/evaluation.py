@@ -114,7 +114,7 @@ def evaluate(
     metrics: Metrics = {"perplexity": _perplexity(loss), "loss_nats": loss}
     if inputs.bits_per_nat_of_loss is not None:
         metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
-    mesh, basis = mesh_of(params), shared_basis(config.optim, config.model.d_model)
+    mesh, basis = mesh_of(params), shared_basis(config.seeded_optim, config.model.d_model)
     batches = ((*_place(mesh, split_tokens(tokens)[0]), basis) for tokens in _batches(config, inputs))
     observe = _observe_text_after_attention_too if post_attention else _observe_text
     metrics |= analysis.finalize(analysis.measure(loaded, batches, observe))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from orthojax.config import OptimConfig, RotationConfig
+from orthojax.config import OptimConfig, RotationConfig, require
 from orthojax.optim import RotatedAxes, Rotation, in_rotated_basis, rotate, scale_by_orthoadam, warmup_cosine
 
 Layout = Callable[[str], jax.sharding.Sharding | None]
@@ -54,7 +54,18 @@ def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruc
 
 
 def make_rotation(config: RotationConfig, layout: Layout | None = None) -> Rotation:
-    """The `Rotation` of a run's config, for the transformer's own parameters; `layout` says where moments are."""
+    """The `Rotation` of a run, for the transformer's own parameters.
+
+    Args:
+      config: From `Config.seeded_optim`, so that its seed is a number.
+      layout: Where moments are.
+
+    Raises:
+      UserError: For the bases of an older version, which are not computed any more, or without a seed.
+    """
+    require(config.basis == 2, f"optim.rotation.basis={config.basis} is that of an older orthojax", "2, in a new run")
+    require(config.seed is not None, "optim.rotation.seed=none", "a number, or `seeded_optim` of the run's config")
+    assert config.seed is not None
     return Rotation(config.kind, rotated_axes(config), config.seed, config.scope, layout)
 
 
@@ -65,7 +76,7 @@ def shared_basis(config: OptimConfig, d_model: int) -> jax.Array | None:
     """
     if not config.is_rotated or config.rotation.scope != "tree":
         return None
-    rotation = rotate(dataclasses.replace(make_rotation(config.rotation), axes="output"))
+    rotation = rotate(dataclasses.replace(make_rotation(config.rotation), axes=lambda path, leaf: RotatedAxes((-1,))))
     rows = {"unit_vectors": jnp.eye(d_model)}
     rotated: Any = rotation.update(rows, rotation.init(rows))[0]
     return rotated["unit_vectors"].T

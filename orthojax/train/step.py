@@ -181,7 +181,7 @@ def build(config: Config) -> Program:
     return _build(
         make_mesh(config),
         config.model,
-        config.optim,
+        config.seeded_optim,
         length=config.data.sequence_length,
         steps=train.steps,
         watched=(train.spike_nats,) if train.watches_steps else None,

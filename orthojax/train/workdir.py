@@ -157,6 +157,8 @@ def require_same_config(config: Config, before: Config, where: str) -> None:
       UserError: Naming the fields that differ.
     """
     changed = sorted(changed_fields(before, config).keys() & set(fields_affecting(Config, "numbers", "start")))
+    if not (before.optim.is_rotated or config.optim.is_rotated):
+        changed = [path for path in changed if not path.startswith("optim.rotation.")]  # not read
     if changed:
         raise UserError(
             f"{where} holds a run with another config: {', '.join(changed)} differ",

@@ -59,11 +59,11 @@ def output_kernels(tree: Any, part: str) -> np.ndarray:
 
 def _group(config: Config, path: str) -> int | None:
     """Which of the rotated groups of axes is the output axis of a kernel [I, D]."""
-    rule: Any = make_rotation(config.optim.rotation).axes
-    axes = rule(path, jax.ShapeDtypeStruct((config.model.d_mlp, config.model.d_model), jnp.float32))
-    if not config.optim.is_rotated or config.optim.rotation.kind == "identity" or axes is None:
+    if not config.optim.is_rotated or config.optim.rotation.kind == "identity":
         return None
-    return axes.groups.index((1,)) if (1,) in axes.groups else None
+    rule: Any = make_rotation(config.seeded_optim.rotation).axes
+    axes = rule(path, jax.ShapeDtypeStruct((config.model.d_mlp, config.model.d_model), jnp.float32))
+    return axes.groups.index((1,)) if axes and (1,) in axes.groups else None
 
 
 def rotates_output(config: Config, part: str) -> bool:
@@ -104,7 +104,7 @@ def _basis(config: Config, part: str, layer: int) -> np.ndarray:
     # The name of a basis has the number of its group. An input axis of length 1 takes the first number where the
     # kernel's own does, and is not rotated.
     axes = RotatedAxes(((1,), (2,))[1 - group :])
-    rotation = rotate(dataclasses.replace(make_rotation(config.optim.rotation), axes=lambda path, leaf: axes))
+    rotation = rotate(dataclasses.replace(make_rotation(config.seeded_optim.rotation), axes=lambda path, leaf: axes))
     tree: Any = jnp.eye(D)[:, None]
     for name in reversed(path.split("/")):
         tree = {name: tree}

@@ -179,7 +179,7 @@ def rotate(x: np.ndarray, channels: np.ndarray, rotation: RotationName, seed: in
     if rotation == "haar":
         # Not the key of the samples: the matrix is made of Gaussian draws too, and must not depend on the noise.
         return x @ orthogonal.haar((seed, x.shape[1], 1), x.shape[1]).T
-    transformation = optim.rotate(optim.Rotation(rotation, axes="output", seed=seed))
+    transformation = optim.rotate(optim.Rotation(rotation, lambda path, leaf: optim.RotatedAxes((-1,)), seed))
     rows = {"rows": jnp.asarray(x)}
     rotated = transformation.update(rows, transformation.init(rows))[0]
     return np.asarray(rotated["rows"])  # pyright: ignore[reportIndexIssue]

@@ -1,0 +1,138 @@
+"""Which axes of a parameter are rotated, by its name and shape: kernels, embedding tables and vectors."""
+
+import dataclasses
+import re
+from typing import Any, Literal
+
+import jax
+
+GenericAxes = Literal["output", "input", "both"]
+KernelLayout = Literal["in_out", "out_in"]
+Mark = Literal["", "embedding", "unsure"]
+
+_MAX_GENERIC_SIZE = 16_384
+
+
+@dataclasses.dataclass(frozen=True)
+class RotatedAxes:
+    """The rotated axes of one parameter.
+
+    Axes in neither field share the basis: a kernel [in, out] with `groups=((1,),)` multiplies every row with one Q.
+
+    Attributes:
+      groups: Each group of axes is flattened to one axis and rotated in its own basis; a bare integer is a group of
+        one. Axes may be negative.
+      stacked: Axes that count layers, experts, ...: every slice along them has its own basis. A scanned layer axis
+        belongs here.
+
+    Raises:
+      ValueError: For no group, an empty one, or an axis named twice.
+
+    >>> RotatedAxes((-1,), stacked=(0,))
+    RotatedAxes(groups=((-1,),), stacked=(0,))
+    """
+
+    groups: tuple[tuple[int, ...] | int, ...]
+    stacked: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if not isinstance(self.groups, tuple | list) or not isinstance(self.stacked, tuple | list):
+            raise ValueError(
+                f"RotatedAxes(groups={self.groups}, stacked={self.stacked}); allowed: tuples, as in RotatedAxes((-1,))"
+            )
+        groups = tuple((group,) if isinstance(group, int) else tuple(group) for group in self.groups)
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "stacked", tuple(self.stacked))
+        named = [axis for group in (*groups, self.stacked) for axis in group]
+        if not groups or not all(groups) or len(set(named)) < len(named):
+            raise ValueError(f"{self}; allowed: at least one group of at least one axis, and every axis once")
+
+    def of(self, path: str, ndim: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        """(groups, stacked) with axes in 0..ndim-1; ValueError where the parameter has no such axis."""
+        groups: Any = self.groups  # tuples since __post_init__
+        named = [axis for group in (*groups, self.stacked) for axis in group]
+        if any(not -ndim <= axis < ndim for axis in named) or len({axis % ndim for axis in named}) < len(named):
+            raise ValueError(f"{path}: {self} does not fit a parameter of {ndim} axes; allowed: each of its axes once")
+        return tuple(tuple(a % ndim for a in group) for group in groups), tuple(a % ndim for a in self.stacked)
+
+
+# Names of arrays, and of the modules that hold them, in lower case.
+_KERNEL = re.compile(r"(.*_)?(kernel|weights?|w[a-z0-9]?)(_.*)?")
+_OF_MODULE = re.compile(r"weights?|w|table")  # what it is, only the module's name tells
+_TABLE = re.compile(
+    r"(?!.*(patch|unembed))(.*(emb|embs|embed|embeds|embedder|embeddings?)(_(tokens?|positions?|in|table|weights?))?"
+    r"|(.*_)?w[tp]e)(_?[0-9]+)?"
+)
+_VECTOR = re.compile(
+    r"b|(.*_)?(bias|scale|offset|gain|gamma|beta|sinks?|(cls|class|mask)_token|sink_logits?)(_?[0-9]+)?"
+)
+_NORM = re.compile(r".*norm(_?[a-z0-9]{1,3})?|(.*_)?ln(_?[a-z0-9]{1,3})?")
+
+
+def generic_axes(
+    path: str,
+    leaf: jax.ShapeDtypeStruct,
+    axes: GenericAxes = "output",
+    kernel_layout: KernelLayout = "in_out",
+    embeddings: str | None = None,
+) -> RotatedAxes | None:
+    """The default rule, for any tree; a rule of your own may fall back on it.
+
+    By the last names of the path, and the shape:
+
+    - An embedding table [vocab, d] is rotated along its last axis, one basis for all rows. It is called embedding(s),
+      wte, wpe or something that ends in emb or embed (tok_emb, pos_embed, embed_tokens, ...), or is the weight, w or
+      table of a module that is.
+    - Vectors are left alone, stacked ones [L, d] too: fewer than two axes; called bias, b, scale, offset, gain, gamma,
+      beta, sink, cls_token or the like; the weight of a norm; any other name than a kernel's where one axis alone is
+      longer than 1.
+    - The last two axes of the rest are a kernel and those before them stacked layers: right for Dense and Linear,
+      scanned or not. Name the axes yourself (a rule for `Rotation.axes`) where it is not. flax's attention: query, key
+      and value [d, heads, head_dim] are rotated within each head only, every row of d counting as a layer; out
+      [heads, head_dim, d] has a basis for each head. Valid but weak, and `haar` refuses out where d is over 8 head_dim,
+      and the others where head_dim is over 8 heads. `RotatedAxes(((1, 2),))` and `RotatedAxes((2,))` take them for the
+      matrices [d, heads * head_dim] and [heads * head_dim, d]. In a convolution each spatial position is a layer.
+
+    Args:
+      path: The parameter's path, as `describe` prints it.
+      leaf: Its shape and dtype.
+      axes: Which axes of a kernel. Only those of length 2 to 16,384 are rotated.
+      kernel_layout: Whether a kernel is [in, out] (flax, haiku) or [out, in] (equinox, PyTorch).
+      embeddings: A regular expression: the tables are where it is found in the path, instead of by name; "" for none.
+
+    >>> generic_axes("mlp/kernel", jax.ShapeDtypeStruct((12, 64, 256), "float32"))
+    RotatedAxes(groups=((-1,),), stacked=(0,))
+    >>> generic_axes("mlp/weight", jax.ShapeDtypeStruct((256, 64), "float32"), kernel_layout="out_in")
+    RotatedAxes(groups=((-2,),), stacked=())
+    """
+    found, _ = judge(path, leaf.shape, axes, kernel_layout, embeddings)
+    return None if isinstance(found, str) else found
+
+
+def judge(
+    path: str, shape: tuple[int, ...], axes: GenericAxes, kernel_layout: KernelLayout, embeddings: str | None
+) -> tuple[RotatedAxes | str, Mark]:
+    """As `generic_axes`, with the reason where nothing is rotated; and whether it is a table, or a guess."""
+    name, module = [*[part for part in reversed(path.lower().split("/")) if not part.isdigit()], "", ""][:2]
+    kernel = _KERNEL.fullmatch(name)
+    if len(shape) < 2:
+        return f"{len(shape)} axes, fewer than 2", ""
+    if embeddings is None:
+        table = _TABLE.fullmatch(module if _OF_MODULE.fullmatch(name) else name)
+    else:
+        table = embeddings and re.search(embeddings, path)
+    if table:
+        chosen, stacked = [-1], ()
+    elif _VECTOR.fullmatch(name):
+        return f"named {name!r}", ""
+    elif _OF_MODULE.fullmatch(name) and _NORM.fullmatch(module):
+        return f"{name!r} of {module!r}", ""
+    elif not kernel and sum(length > 1 for length in shape) < 2:
+        return "a vector by its shape", "unsure"
+    else:
+        output, before = (-1, -2) if kernel_layout == "in_out" else (-2, -1)
+        chosen = {"output": [output], "input": [before], "both": [-2, -1]}[axes]
+        stacked = tuple(range(len(shape) - 2))
+    groups = tuple((axis,) for axis in chosen if 2 <= shape[axis] <= _MAX_GENERIC_SIZE)
+    mark: Mark = "embedding" if table else "" if kernel and not stacked else "unsure"
+    return RotatedAxes(groups, stacked) if groups else f"no {axes} axis of length 2 to {_MAX_GENERIC_SIZE}", mark
