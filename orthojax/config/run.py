@@ -225,7 +225,7 @@ class Config:
         require(
             self.optim.warmup_steps < self.train.steps,
             f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of train.steps={self.train.steps}",
-            f"less than {self.train.steps}",
+            f"optim.warmup_steps of 0 to {self.train.steps - 1}",
         )
         if -1 not in (self.mesh.data, self.mesh.fsdp):
             self._require_rows(self.mesh.data * self.mesh.fsdp)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from orthojax.config import Config, changed_fields, fields_affecting, from_json, to_json
+from orthojax.config import Config, changed_fields, fields_affecting, flatten, from_json, to_json
 from orthojax.data import BigramBackcopy, TokenBatches, default_text, open_dataset
 from orthojax.errors import UserError
 from orthojax.files import make_folder, try_lock, write_text
@@ -154,10 +154,18 @@ def require_same_config(config: Config, before: Config, where: str) -> None:
     Raises:
       UserError: Naming the fields that differ.
     """
-    changed = sorted(changed_fields(before, config).keys() & set(fields_affecting(Config, "numbers", "start")))
-    if changed:
-        raise UserError(
-            f"{where} holds a run with another config: {', '.join(changed)} differ",
-            allowed="the config of that run, or another --workdir",
-            hint="what is logged, evaluated, checkpointed and kept, and the mesh, may differ",
-        )
+    decides = fields_affecting(Config, "numbers", "start")
+    changed = {path: value for path, value in sorted(changed_fields(before, config).items()) if path in decides}
+    if not changed:
+        return
+    had, some = flatten(before), list(changed)[:3]
+    differ = ", ".join(f"{path}={changed[path]} (was {had[path]})" for path in some)
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    hint = "what is logged, evaluated, checkpointed and kept, and the mesh, may differ"
+    if list(changed) == ["train.steps"]:
+        hint = f"the learning rate follows train.steps; to train on: --workdir=NEW --config.train.init_from={where}"
+    raise UserError(
+        f"{where} holds a run with another config: {differ}{more}",
+        allowed="the config of that run, or another --workdir",
+        hint=hint,
+    )
