@@ -5,6 +5,7 @@ import errno
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import textwrap
 import threading
@@ -28,7 +29,7 @@ from orthojax.config import (
     read_value,
     replace,
 )
-from orthojax.errors import Interrupted, UserError, nearest
+from orthojax.errors import PEER_LOST, Interrupted, UserError, nearest
 
 # Operating-system errors that the user can fix. A missing file may be our fault: whoever opens a user's file says so.
 _USER_ERRNOS = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -196,6 +197,38 @@ def _hold_back_background_errors() -> None:
         report.exc_type, report.exc_value, report.exc_traceback
     )
     atexit.register(_print_held_back)
+
+
+# Passes on what native code writes, holds back from the first line on that may be about a lost process, and says in
+# three lines that one was lost. It has to be a process of its own, because JAX aborts the one that loses another.
+_FILTER = """
+import re, sys
+lost, held = sys.argv[1].encode(), b""
+for line in sys.stdin.buffer:
+    if held or line in lost or re.search(rb"coordination_service|preemption_sync|JAX distributed service", line):
+        held += line
+    else:
+        sys.stderr.buffer.write(line)
+        sys.stderr.buffer.flush()
+known = lost in held or b"JAX distributed service detected fatal errors" in held
+sys.stderr.buffer.write(lost if known else held)
+"""
+
+
+def shorten_lost_peers() -> None:
+    """From here on, this process says in three lines that it ends because another process of its run is gone.
+
+    JAX's native code then writes pages of its log and of stack traces to file descriptor 2. That becomes a pipe to a
+    filter; `sys.stderr` stays what it was.
+    """
+    sys.stderr.flush()
+    real = os.dup(2)
+    command = [sys.executable, "-c", _FILTER, PEER_LOST]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=real, start_new_session=True)
+    assert process.stdin is not None
+    os.dup2(process.stdin.fileno(), 2)
+    process.stdin.close()
+    sys.stderr = os.fdopen(real, "w", buffering=1, errors="backslashreplace")
 
 
 def _guarded(call: Callable[[], Any]) -> Any:

@@ -3,6 +3,12 @@
 import difflib
 from collections.abc import Iterable
 
+# What a process ends with when another one of its run is gone.
+PEER_LOST = """error: another process of this run has ended, so this one ends too
+  the other one's own message says why
+  started again, all processes resume from the last checkpoint
+"""
+
 
 class UserError(ValueError):
     """Invalid input: the command lines print it without a traceback and exit with code 2."""
