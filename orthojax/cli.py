@@ -156,7 +156,8 @@ def _meant_flags(name: str) -> str:
     fields = field_paths(Config) if "config" in flags.FLAGS else {}
     near = meant(name.removeprefix("config."), [*_own_flags(), *fields])
     typed = [f"--{'config.' if flag in fields else ''}{flag}=..." for flag in near]
-    return (fields and not_a_field(name)) or (f"did you mean {' or '.join(typed)}?" if typed else "")
+    note = not_a_field(name) if fields else ""
+    return note or (f"did you mean {' or '.join(typed)}?" if typed else "")
 
 
 def _unexpected(argument: str) -> UserError:

@@ -271,8 +271,10 @@ def describe_fields(cls: type, prefix: str = "") -> dict[str, str]:
     texts = {name: " ".join(text.split()) for name, text in found}
     described = {}
     for name, hint in _type_hints(cls).items():
-        nested = dataclasses.is_dataclass(hint)
-        described |= describe_fields(hint, f"{prefix}{name}.") if nested else {prefix + name: texts.get(name, "")}
+        if dataclasses.is_dataclass(hint):
+            described |= describe_fields(typing.cast(type, hint), f"{prefix}{name}.")
+        else:
+            described[prefix + name] = texts.get(name, "")
     return described
 
 
