@@ -191,7 +191,7 @@ def test_who_loses_another_process_of_a_run_says_so_in_three_lines(tmp_path, vic
             assert processes[0].poll() is None
         processes[victim].kill()
         _, errors = processes[1 - victim].communicate(timeout=60)
-        assert processes[1 - victim].returncode == 1
+        assert processes[1 - victim].returncode in (1, -signal.SIGABRT)  # ours or JAX, whichever is first
         assert errors.endswith(PEER_LOST)
         assert all(re.match(r" *\d+% |compil", line) for line in errors.removesuffix(PEER_LOST).splitlines()), errors
     finally:
