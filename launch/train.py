@@ -6,6 +6,8 @@ Writes config.json, metrics.jsonl and checkpoints/ under the workdir. Started ag
 the same flags and a workdir that all of them see.
 """
 
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +64,42 @@ def _train_with_progress(config: Config, inputs: Any, workdir: Path) -> None:
     from orthojax.progress import Progress
     from orthojax.train import describe_line, train
 
-    with Progress(config.train.steps, every_seconds=0.0) as progress:
+    steps, compiling = config.train.steps, True
+    started = time.monotonic()
+    with Progress(steps, every_seconds=0.0) as progress:
 
-        def count(step: int, _: float) -> None:
+        def begin(done: int) -> None:
+            progress.skip(done)
+            if done == steps:
+                progress.say(f"all {steps:,} steps are done")
+                return
+            if done:
+                progress.say(f"resumes after step {done:,} of {steps:,}")
+            progress.say("compiling ...")
+
+        def count(step: int, _: float = 0.0) -> None:
+            nonlocal compiling
             progress.advance(step - progress.done)
+            if compiling:
+                compiling = False
+                progress.say(f"compiled, first step done: {time.monotonic() - started:.0f} s")
+                progress.restart()
 
         def show(line: dict[str, Any]) -> None:
-            message = describe_line(line, config.train.steps)
+            message = describe_line(line, steps)
             if "event" in line:
                 progress.say(message)
-            else:
-                progress.advance(line["step"] - progress.done, message)
+                return
+            if "loss_nats" in line:
+                count(line["step"])
+            progress.advance(line["step"] - progress.done, message)
 
-        train(config, inputs, workdir, on_start=progress.skip, on_step=count, on_line=show)
+        train(config, inputs, workdir, on_start=begin, on_step=count, on_line=show)
+
+
+def _evaluate_command(workdir: Path) -> list[str]:
+    cache = [] if FLAGS.cache_dir == FLAGS["cache_dir"].default else [f"--cache_dir={FLAGS.cache_dir}"]
+    return ["python", str(Path(sys.argv[0]).with_name("evaluate.py")), f"--checkpoint={workdir}", *cache]
 
 
 def main(_: list[str]) -> None:
@@ -83,34 +108,43 @@ def main(_: list[str]) -> None:
         _dry_run(config)
         return
     workdir = _workdir()
+    many = FLAGS.multihost or _processes() != (None, None, None)
+    if many:
+        cli.shorten_lost_peers()
 
-    from orthojax.model import parameter_count
     from orthojax.progress import tokenizing_progress
-    from orthojax.train import about_mesh, check_workdir, distributed, keep_compiled_programs, open_inputs, train
+    from orthojax.train import (
+        check_workdir,
+        closing,
+        describe_data,
+        distributed,
+        keep_compiled_programs,
+        open_inputs,
+        opening,
+        train,
+    )
 
-    if FLAGS.multihost or _processes() != (None, None, None):
+    if many:
         distributed.initialize(*_processes())
     is_primary = distributed.is_primary()
 
-    def say(line: str) -> None:
+    def say(*lines: str) -> None:
         if is_primary:
-            print(line, flush=True)
+            print(*lines, sep="\n", flush=True)
 
     def prepare() -> Any:
         check_workdir(workdir, config)
         keep_compiled_programs(FLAGS.compile_cache)
-        say(f"workdir {workdir}: {parameter_count(config.model):,} parameters, {config.train.steps:,} steps")
-        for line in about_mesh(config):
-            say(f"  {line}")
+        say(*opening(config, workdir))
         # Every process makes the token files that it does not find; the first to finish keeps them.
         return open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress() if is_primary else None)
 
-    inputs = distributed.sync_start(prepare)
-    for name, value in inputs.provenance.items():
-        say(f"  {name}: {value!r}")
+    with distributed.ending_with_peers():
+        inputs = distributed.sync_start(prepare)
+    say(describe_data(inputs.provenance))
     if is_primary:
         _train_with_progress(config, inputs, workdir)
-        print(f"done: {workdir}/metrics.jsonl, {workdir}/checkpoints")
+        say(*closing(workdir, _evaluate_command(workdir)))
     else:
         train(config, inputs, workdir)
 

@@ -4,7 +4,9 @@ import atexit
 import os
 import runpy
 import signal
+import subprocess
 import sys
+import textwrap
 import threading
 import traceback
 import warnings
@@ -14,10 +16,24 @@ from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
-from orthojax.config import Config, describe_type, field_paths, flatten, from_json, replace
-from orthojax.errors import Interrupted, UserError, advice, nearest
+from orthojax.config import (
+    Config,
+    describe_fields,
+    describe_type,
+    field_paths,
+    flatten,
+    from_json,
+    meant,
+    not_a_field,
+    read_value,
+    replace,
+)
+from orthojax.errors import PEER_LOST, Interrupted, UserError, advice, nearest
 from orthojax.machine import keep_freed_memory
 
+# Which flag a positional argument was most likely meant for, in a command that takes none: the first that it has.
+_MEANT_BY_POSITION = ("config", "checkpoint", "experiment", "input", "suite")
+_FLAGS = "the flags that --help lists"
 _CONFIG_FILE = "Python file with get_config() -> orthojax.config.Config, or the config.json of a run"
 
 _overrides: dict[str, str] = {}
@@ -43,17 +59,33 @@ def define_compile_cache() -> None:
 def load_config() -> Config:
     """The config of `--config`, with every `--config.x=` override applied at once.
 
+    Where `--config.train.steps` leaves nothing after the warm-up, which the command line does not set, the warm-up
+    becomes the same fraction of the steps as before.
+
     Raises:
       UserError: For a missing or broken file, an unknown field, a wrong value or an impossible combination.
     """
     path = flags.FLAGS["config"].value
-    return replace(_config_from_file(Path(path)) if path else Config(), _overrides)
+    config = _config_from_file(Path(path)) if path else Config()
+    warmup = {} if "optim.warmup_steps" in _overrides else _warmup_of_a_short_run(config)
+    return replace(config, _overrides | warmup)
+
+
+def _warmup_of_a_short_run(config: Config) -> dict[str, Any]:
+    try:
+        steps = read_value(_overrides.get("train.steps", ""), int)
+    except (ValueError, OverflowError):
+        return {}  # not given, or refused later
+    before = config.optim.warmup_steps
+    return {"optim.warmup_steps": before * steps // config.train.steps} if 0 < steps <= before else {}
 
 
 def _config_from_file(path: Path) -> Config:
     if not path.is_file():
-        names = [p.name for p in path.parent.iterdir() if p.suffix in (".py", ".json")] if path.parent.is_dir() else []
-        near = nearest(path.name, names)
+        stored = path / "config.json"
+        folders = [folder for folder in (path.parent, Path("configs")) if folder.is_dir()]
+        files = [str(file) for folder in folders for file in folder.iterdir() if file.suffix in (".py", ".json")]
+        near = f"did you mean '{stored}'?" if stored.is_file() else nearest(str(path), files)
         raise UserError(f"no such config file: {path}", allowed=_CONFIG_FILE, hint=near)
     if path.suffix == ".json":
         try:
@@ -91,24 +123,50 @@ def _take_overrides(argv: Sequence[str]) -> list[str]:
             rest.append(argument)
             continue
         name, equals, value = argument.partition("config.")[2].partition("=")
-        value = value if equals else next(arguments, None)
-        if value is None:
+        value = value if equals else next(arguments, "--")
+        if not equals and value.startswith("--"):
             raise UserError(f"--config.{name} has no value", allowed=f"--config.{name}=VALUE")
         _overrides[name] = value
     return rest
 
 
-def _help(main_module: Any) -> str:
-    lines = [(main_module.__doc__ or "").strip(), "", "flags:"]
-    own = flags.FLAGS.flags_by_module_dict().get(sys.argv[0], []) + flags.FLAGS.get_flags_for_module(main_module)
-    shared = flags.FLAGS.flags_by_module_dict().get("orthojax.cli", [])
-    for flag in sorted({flag.name: flag for flag in [*own, *shared]}.values(), key=lambda flag: flag.name):
-        lines.append(f"  --{flag.name}={flag.default}  {flag.help}")
+def _own_flags() -> dict[str, flags.Flag]:
+    """The flags of this command by name, without those of libraries."""
+    defined = flags.FLAGS.flags_by_module_dict()
+    own = [*defined.get(sys.argv[0], []), *flags.FLAGS.get_flags_for_module(sys.modules["__main__"])]
+    return {flag.name: flag for flag in sorted([*own, *defined.get("orthojax.cli", [])], key=lambda flag: flag.name)}
+
+
+def _help() -> str:
+    lines = [(sys.modules["__main__"].__doc__ or "").strip(), "", "flags:"]
+    lines += [f"  --{flag.name}={flag.default}  {flag.help}" for flag in _own_flags().values()]
     if "config" in flags.FLAGS:
         lines += ["", "config fields, as in --config.optim.learning_rate=3e-4:"]
-        defaults, hints = flatten(Config()), field_paths(Config)
-        lines += [f"  --config.{path}={defaults[path]}  ({describe_type(hint)})" for path, hint in hints.items()]
+        defaults, texts = flatten(Config()), describe_fields(Config)
+        for path, hint in field_paths(Config).items():
+            lines.append(f"  --config.{path}={defaults[path]}  ({describe_type(hint)})")
+            lines += textwrap.wrap(texts[path], 112, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
+
+
+def _meant_flags(name: str) -> str:
+    """The hint for a flag that this command does not have."""
+    fields = field_paths(Config) if "config" in flags.FLAGS else {}
+    near = meant(name.removeprefix("config."), [*_own_flags(), *fields])
+    typed = [f"--{'config.' if flag in fields else ''}{flag}=..." for flag in near]
+    note = not_a_field(name) if fields else ""
+    return note or (f"did you mean {' or '.join(typed)}?" if typed else "")
+
+
+def _unexpected(argument: str) -> UserError:
+    """The error for an argument without a flag, which names the flag that was meant."""
+    name, equals, value = argument.partition("=")
+    hint = ""
+    if equals:  # as other programs take overrides
+        hint = _meant_flags(name).replace("=...", f"={value}")
+    elif flag := next((name for name in _MEANT_BY_POSITION if name in flags.FLAGS), None):
+        hint = f"did you mean --{flag}={argument}?"
+    return UserError(f"unexpected argument {argument!r}", allowed=_FLAGS, hint=hint)
 
 
 def _fail(error: BaseException) -> NoReturn:
@@ -140,10 +198,44 @@ def _hold_back_background_errors() -> None:
     atexit.register(_print_held_back)
 
 
+# Passes on what native code writes, holds back from the first line on that may be about a lost process, and says in
+# three lines that one was lost. It has to be a process of its own, because JAX aborts the one that loses another.
+_FILTER = """
+import re, sys
+lost, held = sys.argv[1].encode(), b""
+for line in sys.stdin.buffer:
+    if held or line in lost or re.search(rb"coordination_service|preemption_sync|JAX distributed service", line):
+        held += line
+    else:
+        sys.stderr.buffer.write(line)
+        sys.stderr.buffer.flush()
+known = lost in held or b"JAX distributed service detected fatal errors" in held
+sys.stderr.buffer.write(lost if known else held)
+"""
+
+
+def shorten_lost_peers() -> None:
+    """From here on, this process says in three lines that it ends because another process of its run is gone.
+
+    JAX's native code then writes pages of its log and of stack traces to file descriptor 2. That becomes a pipe to a
+    filter; `sys.stderr` stays what it was.
+    """
+    sys.stderr.flush()
+    real = os.dup(2)
+    command = [sys.executable, "-c", _FILTER, PEER_LOST]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=real, start_new_session=True)
+    assert process.stdin is not None
+    os.dup2(process.stdin.fileno(), 2)
+    process.stdin.close()
+    sys.stderr = os.fdopen(real, "w", buffering=1, errors="backslashreplace")
+
+
 def _guarded(call: Callable[[], Any]) -> Any:
     """Calls; a user error becomes at most three lines and exit code 2, a crash of ours keeps its traceback."""
     try:
-        return call()
+        result = call()
+        sys.stdout.flush()  # here, where a closed pipe is no crash
+        return result
     except (UserError, flags.Error) as error:
         _fail(error)
     except Interrupted as stop:
@@ -162,31 +254,35 @@ def _guarded(call: Callable[[], Any]) -> Any:
         _fail(UserError(f"{error.strerror}: {error.filename or 'while reading or writing'}", hint=hint))
 
 
+def _parse(argv: Sequence[str], positional: str) -> list[str]:
+    """The positional arguments; flags are kept by absl, overrides of the config here."""
+    if any(argument in ("--help", "-h", "-help", "--helpfull", "--helpshort") for argument in argv[1:]):
+        print(_help())
+        sys.stdout.flush()
+        sys.exit(0)
+    try:
+        rest = flags.FLAGS([argv[0], *_take_overrides(argv[1:])])[1:]
+    except flags.UnrecognizedFlagError as error:
+        allowed = f"{positional}, and {_FLAGS}" if positional else _FLAGS
+        hint = _meant_flags(error.flagname)
+        raise UserError(f"unknown flag --{error.flagname}", allowed=allowed, hint=hint) from None
+    if _overrides and "config" not in flags.FLAGS:
+        raise UserError("this command reads no config", hint="the config of a checkpoint is stored in it")
+    if positional and len(rest) != 1:
+        raise UserError(f"{len(rest)} arguments given", allowed=f"one: {positional}")
+    if rest and not positional:
+        raise _unexpected(rest[0])
+    return rest
+
+
 def run(main: Callable[[list[str]], None], *, positional: str = "") -> None:
     """Parses flags and calls `main` with the one positional argument named `positional`, if any, and reports errors."""
-    main_module = sys.modules["__main__"]
-
-    def parse(argv: Sequence[str]) -> list[str]:
-        if any(argument in ("--help", "-h", "-help", "--helpfull", "--helpshort") for argument in argv[1:]):
-            print(_help(main_module))
-            sys.exit(0)
-
-        def strictly() -> list[str]:
-            rest = flags.FLAGS([argv[0], *_take_overrides(argv[1:])])[1:]
-            if _overrides and "config" not in flags.FLAGS:
-                raise UserError("this command reads no config", hint="the config of a checkpoint is stored in it")
-            if positional and len(rest) != 1:
-                raise UserError(f"{len(rest)} arguments given", allowed=f"one: {positional}")
-            if rest and not positional:
-                problem = f"unexpected argument {rest[0]!r}"
-                raise UserError(problem, allowed="--flag=value", hint="--help lists the flags")
-            return rest
-
-        return _guarded(strictly)
-
     logging.set_verbosity(logging.FATAL)  # Orbax logs much, and all that it raises twice; --verbosity=0 brings it back
     _hold_back_background_errors()
     keep_freed_memory()
     # SIGTERM unwinds the stack, so that files are closed and half-written checkpoints finish.
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
-    app.run(lambda arguments: _guarded(lambda: main(arguments)), flags_parser=parse)
+    app.run(
+        lambda arguments: _guarded(lambda: main(arguments)),
+        flags_parser=lambda argv: _guarded(lambda: _parse(argv, positional)),
+    )

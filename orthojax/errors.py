@@ -6,6 +6,11 @@ import os
 import re
 from collections.abc import Iterable
 
+# What a process ends with when another one of its run is gone.
+PEER_LOST = """error: another process of this run has ended, so this one ends too
+  the other one's own message says why
+  started again, all processes resume from the last checkpoint
+"""
 _ADVICE = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space: the quota is used up",

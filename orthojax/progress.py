@@ -19,7 +19,8 @@ class Progress:
         self._total, self._every = max(total, 1e-9), every_seconds
         self._stream = sys.stderr if stream is None else stream
         self.done = self._skipped = 0.0
-        self._start, self._last_line = time.monotonic(), -float("inf")
+        self._start = self._began = time.monotonic()
+        self._last_line = -float("inf")
         self._bar = None
         if self._stream.isatty():
             columns, lines = shutil.get_terminal_size()  # 80 x 24 if the terminal does not say; tqdm would show nothing
@@ -33,14 +34,19 @@ class Progress:
         self._skipped += work
         self.advance(work)
 
+    def restart(self) -> None:
+        """Takes the speed from here on: what came before, as compiling does, says nothing about the rest."""
+        self._skipped, self._began = self.done, time.monotonic()
+
     def advance(self, work: float, message: str = "") -> None:
         """Adds finished work and shows it with a message; without one it is only counted."""
         self.done = min(self.done + work, self._total)
         if not message:
             return
         message = printable(message)
-        passed, fresh = time.monotonic() - self._start, self.done - self._skipped
-        left = _clock(passed * (self._total - self.done) / fresh) if fresh > 0.01 * self._total else ""
+        now, fresh = time.monotonic(), self.done - self._skipped
+        passed, working = now - self._start, now - self._began
+        left = _clock(working * (self._total - self.done) / fresh) if fresh > 0.01 * self._total else ""
         if self._bar is not None:
             self._bar.n = self.done
             tail = f" | {_clock(passed)}{left and f', {left} left'}"

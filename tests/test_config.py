@@ -1,7 +1,9 @@
 import dataclasses
 import json
 import math
+import re
 import typing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,9 @@ from orthojax.config import (
     OptimConfig,
     RotationConfig,
     TrainConfig,
+    aliases,
     changed_fields,
+    describe_fields,
     describe_type,
     field_paths,
     fields_affecting,
@@ -30,8 +34,10 @@ from orthojax.config import (
     to_json,
 )
 from orthojax.errors import UserError, nearest
+from orthojax.model.presets import gpt2
 
 PATHS = field_paths(Config)
+SCRIPTS = sorted((Path(__file__).parents[1] / "launch").glob("*.py"))
 
 
 def refusal(call, *args) -> list[str]:
@@ -40,7 +46,7 @@ def refusal(call, *args) -> list[str]:
         call(*args)
     lines = str(caught.value).split("\n")
     assert 1 <= len(lines) <= 3
-    assert all(line.strip() for line in lines)
+    assert all(line.strip() and len(line) < 400 for line in lines)
     return lines
 
 
@@ -164,7 +170,7 @@ BAD_OVERRIDES = [
     ("optim.weight_decay", "inf", ["inf", "finite"]),
     ("optim.clip_norm", "0", ["clip_norm=0", "none"]),
     ("optim.clip_norm", "big", ["big", "none"]),
-    ("optim.warmup_steps", "1000", ["warmup_steps=1000", "train.steps=1000"]),
+    ("optim.warmup_steps", "1000", ["warmup_steps=1000", "train.steps=1000", "optim.warmup_steps of 0 to 999"]),
     ("optim.warmup_steps", "-1", ["-1"]),
     ("optim.final_learning_rate_fraction", "1.1", ["1.1", "0 to 1"]),
     ("optim.rotation.seed", "-1", ["-1"]),
@@ -180,7 +186,17 @@ BAD_OVERRIDES = [
     ("eval.sequences", "0", ["sequences=0", "at least 1"]),
     ("eval.batch_size", "0", ["batch_size=0"]),
     ("model.d_model", "1\n2\n3\n4", ["an integer"]),
-    ("model.a\nb\nc\nd", "1", ["model.d_model"]),
+    ("model.a\nb\nc\nd", "1", ["unknown", "--help"]),
+    ("optim.lr", "3", ["did you mean 'optim.learning_rate'?"]),
+    ("lr", "3", ["did you mean 'optim.learning_rate'?"]),
+    ("train.max_iters", "3", ["did you mean 'train.steps'?"]),
+    ("train.max_iter", "3", ["did you mean 'train.steps'"]),
+    ("model.n_embd", "3", ["did you mean 'model.d_model'?"]),
+    ("model.block_size", "3", ["did you mean 'model.max_length' or 'data.sequence_length'?"]),
+    ("per_device_train_batch_size", "3", ["did you mean 'train.batch_size'?"]),
+    ("Batch-Size", "3", ["did you mean 'train.batch_size' or 'eval.batch_size'?"]),
+    ("optim.seed", "3", ["'train.seed', 'data.seed' or 'optim.rotation.seed'"]),
+    ("model.dropout", "0.1", ["no dropout"]),
 ]
 
 
@@ -343,10 +359,25 @@ def test_user_error_drops_empty_lines_and_nearest_is_silent_when_nothing_is_near
     assert nearest("zzz", ["softmax1", "relu"]) == ""
 
 
-def test_every_field_is_documented():
-    for cls in (ModelConfig, RotationConfig, OptimConfig, DataConfig, MeshConfig, TrainConfig, EvalConfig):
-        for field in dataclasses.fields(cls):
-            assert f"\n      {field.name}: " in cls.__doc__
+def test_every_field_is_described_by_the_docstring_of_its_class():
+    described = describe_fields(Config)
+    assert list(described) == list(PATHS)
+    assert all(text.endswith(".") for text in described.values()), described
+    assert described["eval.sequences"] == "Number of sequences, spread evenly over the split."
+    assert described["model.remat"].endswith("costs little time, `full` keeps nothing.")  # of several lines
+
+
+def test_names_of_other_programs_mean_fields_and_flags_that_exist():
+    flags = set(re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', "".join(p.read_text() for p in SCRIPTS)))
+    assert flags > {"workdir", "checkpoint"}
+    unknown = aliases._OTHER_NAMES.keys() - PATHS.keys() - flags - {"config"}
+    assert not unknown
+    for ours, others in aliases._OTHER_NAMES.items():
+        assert all(ours in aliases.meant(other, [*PATHS, *flags, "config"], most=9) for other in others.split())
+
+
+def test_a_preset_names_the_field_that_was_meant():
+    assert "did you mean 'model.d_model'?" in refusal(lambda: gpt2("60m", n_embd=512))[-1]
 
 
 def test_every_field_says_what_it_affects():
@@ -378,6 +409,9 @@ def test_json_of_older_versions_may_lack_the_fields_added_since():
     assert Config().optim.rotation == RotationConfig(seed=None, basis=2)
     values["model"] |= {"fixed_rotation": True, "scan_layers": False}
     assert "basis=1" in refusal(lambda: from_json(Config, json.dumps(values)))[0]
+    foreign = refusal(from_dict, ModelConfig, {f"a{i}": 0 for i in range(9)})
+    assert foreign[1].endswith("more")
+    assert foreign[2] == "unknown: a0, a1, a2 and 6 more"
     del values["model"]["normalizer"]
     problem, allowed, _ = refusal(lambda: from_json(Config, json.dumps(values)))
     assert "ModelConfig" in problem

@@ -30,7 +30,6 @@ from orthojax.errors import UserError
 from orthojax.model import Transformer, gpt2, llama2
 from orthojax.train import (
     Inputs,
-    about_mesh,
     build,
     evaluate,
     init_state,
@@ -42,6 +41,7 @@ from orthojax.train import (
     state_shapes,
     train,
 )  # fmt: skip
+from orthojax.train.mesh import about_mesh
 from orthojax.train.step import jit_train_step
 from orthojax.train.workdir import prefetched
 

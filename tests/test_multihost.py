@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tiny_run import assert_lines_close, lines
 
-from orthojax.errors import UserError
+from orthojax.errors import PEER_LOST, UserError
 from orthojax.train import distributed, list_arrays, read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -177,6 +177,29 @@ def test_who_loses_another_process_does_not_wait_for_ever(victim):
             process.communicate()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_who_loses_another_process_of_a_run_says_so_in_three_lines(tmp_path, victim):
+    flags = FLAGS | {"mesh.data": 2, "train.steps": 100_000}
+    command = [str(ROOT / "launch/train.py"), f"--workdir={tmp_path / 'run'}", "--num_processes=2"]
+    command += [f"--coordinator_address=localhost:{free_port()}", "--compile_cache="]
+    command += [f"--config.{name}={value}" for name, value in flags.items()]
+    processes = [start([*command, f"--process_id={i}"], 1) for i in range(2)]
+    try:
+        assert processes[0].stderr is not None
+        while "step 4/" not in processes[0].stderr.readline():
+            assert processes[0].poll() is None
+        processes[victim].kill()
+        _, errors = processes[1 - victim].communicate(timeout=60)
+        assert processes[1 - victim].returncode in (1, -signal.SIGABRT)  # ours or JAX, whichever is first
+        assert errors.endswith(PEER_LOST)
+        assert all(re.match(r" *\d+% |compil", line) for line in errors.removesuffix(PEER_LOST).splitlines()), errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -231,7 +254,7 @@ def test_processes_with_other_data_or_another_config_end_together(tmp_path):
     first, second = run_two(text, text | seed)
     assert (first[0], second[0]) == (2, 2)
     assert "error: process 1 cannot start" in first[2]
-    assert "train.seed differ" in second[2]
+    assert "train.seed=7 (was 0)" in second[2]
 
 
 def test_many_processes_stop_at_the_number_that_they_agreed_on_though_one_goes_back(monkeypatch):

@@ -588,6 +588,21 @@ def test_what_progress_shows_does_not_steer_the_terminal(clock):
     assert "\\x1b[31ma" in stream.getvalue()
 
 
+def test_the_time_left_does_not_count_what_came_before_a_restart(clock):
+    stream = io.StringIO()
+    with Progress(100, stream=stream, every_seconds=0.0) as progress:
+        clock.now += 50.0  # compiling
+        progress.advance(1)
+        progress.restart()
+        progress.advance(0, "compiled")
+        clock.now += 9.0
+        progress.advance(9, "ten")
+    assert stream.getvalue().splitlines() == [
+        "  1% compiled | 0:50 elapsed",
+        " 10% ten | 0:59 elapsed, about 1:30 left",
+    ]
+
+
 def test_a_bar_is_drawn_on_a_terminal_only_and_shows_the_time_left_on_a_narrow_one(clock, monkeypatch):
     monkeypatch.setattr("orthojax.progress.shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
     plain, terminal = io.StringIO(), Terminal()

@@ -3,10 +3,13 @@
 Standard library only, so that a mistyped flag is refused before anything heavy is imported.
 """
 
+from orthojax.config.aliases import meant as meant
+from orthojax.config.aliases import not_a_field as not_a_field
 from orthojax.config.fields import Affects as Affects
 from orthojax.config.fields import added as added
 from orthojax.config.fields import changed_fields as changed_fields
 from orthojax.config.fields import check_types as check_types
+from orthojax.config.fields import describe_fields as describe_fields
 from orthojax.config.fields import describe_type as describe_type
 from orthojax.config.fields import field_paths as field_paths
 from orthojax.config.fields import fields_affecting as fields_affecting
@@ -18,6 +21,7 @@ from orthojax.config.fields import replace as replace
 from orthojax.config.fields import require as require
 from orthojax.config.fields import setting as setting
 from orthojax.config.fields import to_json as to_json
+from orthojax.config.fields import unknown_field as unknown_field
 from orthojax.config.model import AttentionImplementation as AttentionImplementation
 from orthojax.config.model import Mlp as Mlp
 from orthojax.config.model import ModelConfig as ModelConfig

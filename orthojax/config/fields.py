@@ -2,13 +2,16 @@
 
 import dataclasses
 import functools
+import inspect
 import json
 import operator
+import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+from orthojax.config.aliases import meant, not_a_field
 from orthojax.errors import UserError, nearest
 
 T = TypeVar("T")
@@ -216,7 +219,7 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
     hints, flat = field_paths(type(config)), flatten(config)
     for path, value in changes.items():
         if path not in hints:
-            raise _unknown_field(path, hints)
+            raise unknown_field(path, hints)
         hint = hints[path]
         if isinstance(value, str) and not _conforms(value, hint):
             try:
@@ -237,12 +240,48 @@ def _from_flat(cls: type[T], flat: Mapping[str, Any], prefix: str = "") -> T:
     return cls(**values)
 
 
-def _unknown_field(path: str, hints: Iterable[str]) -> UserError:
-    group, _, name = path.rpartition(".")
-    inside = [known for known in hints if known.startswith(path + ".")]
-    beside = [known for known in hints if known.rpartition(".")[0] == group]
-    near = nearest(path, hints) or nearest(name, [known.rpartition(".")[2] for known in hints])
-    return UserError(f"unknown config field {path!r}", allowed=", ".join(inside or beside or hints), hint=near)
+def unknown_field(path: str, known: Iterable[str]) -> UserError:
+    """The error for a dotted path that is none of the known: it names the nearest, and for a group what is in it."""
+    inside = [name for name in known if name.startswith(f"{path}.")]
+    near = meant(path, known)
+    if inside:
+        hint = f"{path!r} is a group: {', '.join(inside[:3])}, ..."
+    else:
+        hint = not_a_field(path) or (f"did you mean {_either(near)}?" if near else "")
+    return UserError(
+        f"unknown config field {path!r}", allowed="the fields that launch/train.py --help lists", hint=hint
+    )
+
+
+def _either(names: Sequence[str]) -> str:
+    """'a', 'b' or 'c'."""
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _some(names: Collection[str]) -> str:
+    """The first three, and how many there are besides."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (", ".join(sorted(names)[:3]) or "nothing") + more
+
+
+def describe_fields(cls: type, prefix: str = "") -> dict[str, str]:
+    """What every leaf field of a (nested) config class means, by dotted path, from the `Attributes:` of docstrings.
+
+    >>> from orthojax.config import Config
+    >>> describe_fields(Config)["train.steps"]
+    'Optimizer steps.'
+    """
+    attributes = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[2]
+    found = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", attributes, re.MULTILINE)
+    texts = {name: " ".join(text.split()) for name, text in found}
+    described = {}
+    for name, hint in _type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            described |= describe_fields(typing.cast(type, hint), f"{prefix}{name}.")
+        else:
+            described[prefix + name] = texts.get(name, "")
+    return described
 
 
 def to_json(config: Any) -> str:
@@ -264,8 +303,8 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") ->
     if not isinstance(values, Mapping) or missing or not named <= hints.keys():
         raise UserError(
             f"{where} does not describe a {cls.__name__} of this version of orthojax",
-            allowed="its fields, all of them; missing: " + (", ".join(sorted(missing)) or "nothing"),
-            hint="unknown: " + (", ".join(sorted(named - set(hints))) or "nothing"),
+            allowed=f"its fields, all of them; missing: {_some(missing)}",
+            hint=f"unknown: {_some(named - set(hints))}",
         )
     fields: dict[str, Any] = newer
     for name, value in values.items():

@@ -225,7 +225,7 @@ class Config:
         require(
             self.optim.warmup_steps < self.train.steps,
             f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of train.steps={self.train.steps}",
-            f"less than {self.train.steps}",
+            f"optim.warmup_steps of 0 to {self.train.steps - 1}",
         )
         require(
             not self.model.fixed_rotation or self.optim.rotation.basis == 2,

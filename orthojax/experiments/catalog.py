@@ -63,8 +63,8 @@ def find(name: str) -> Experiment:
     """
     known = {name: experiment for experiment in ALL for name in (experiment.name, *experiment.also)}
     if name not in known:
-        names = " | ".join(experiment.name for experiment in ALL)
-        raise UserError(f"unknown experiment {name!r}", allowed=names, hint=nearest(name, known))
+        allowed = f"one of the {len(ALL)} that launch/reproduce.py --list shows"
+        raise UserError(f"unknown experiment {name!r}", allowed=allowed, hint=nearest(name, known))
     return known[name]
 
 

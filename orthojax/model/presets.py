@@ -7,7 +7,7 @@ Both are stock. What the paper changes (RMSNormSingle, no biases, softmax-1) is 
 import dataclasses
 from typing import Any
 
-from orthojax.config import ModelConfig
+from orthojax.config import ModelConfig, unknown_field
 from orthojax.errors import UserError, nearest
 
 _GPT2 = ModelConfig(
@@ -49,7 +49,7 @@ def _preset(family: str, base: ModelConfig, sizes: dict[str, dict[str, int]], si
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     for name in changes:
         if name not in names:
-            raise UserError(f"unknown model field {name!r}", allowed=", ".join(names), hint=nearest(name, names))
+            raise unknown_field(f"model.{name}", [f"model.{known}" for known in names])
     return dataclasses.replace(base, **(sizes[size] | changes))
 
 

@@ -2,7 +2,8 @@
 
 In reading order: `loop` (a run from start to end), `workdir` (its inputs and its folder), `step` (from a config to
 objects, the pure step), `optimizer`, `mesh` (sharding), `step_logger` (what is logged, bad steps), `metrics`,
-`evaluation`, `distributed` (processes, signals), `checkpoint`, `loading` (models from checkpoints), `estimates`.
+`evaluation`, `distributed` (processes, signals), `checkpoint`, `loading` (models from checkpoints), `estimates`,
+`summary` (a run in a few lines).
 """
 
 from orthojax.train.checkpoint import (
@@ -32,7 +33,7 @@ from orthojax.train.estimates import (
 from orthojax.train.evaluation import evaluate, evaluation_stages
 from orthojax.train.loading import load, load_params
 from orthojax.train.loop import train
-from orthojax.train.mesh import about_mesh, make_mesh, place_rows
+from orthojax.train.mesh import make_mesh, place_rows
 from orthojax.train.metrics import describe_line, read_metrics, validation_losses
 from orthojax.train.optimizer import learning_rate_schedule, leave_out_bad_steps, make_optimizer, make_rotation
 from orthojax.train.step import (
@@ -45,4 +46,5 @@ from orthojax.train.step import (
     state_shapes,
 )
 from orthojax.train.step_logger import DivergedError
+from orthojax.train.summary import closing, describe_data, opening
 from orthojax.train.workdir import Inputs, check_workdir, open_inputs

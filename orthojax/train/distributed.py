@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import socket
 import warnings
@@ -21,7 +22,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from orthojax.errors import UserError
+from orthojax.errors import PEER_LOST, UserError
 
 T = TypeVar("T")
 
@@ -35,7 +36,8 @@ def initialize(
 ) -> None:
     """Joins the processes of a run; call it before anything else of JAX.
 
-    A process whose heartbeat stops ends all others; restarted, they resume from the last checkpoint. Where the others
+    A process whose heartbeat stops ends all others, at the latest; see `ending_with_peers`. Restarted, they resume from
+    the last checkpoint. Where the others
     do not connect within five minutes, JAX ends this one with exit code 134.
 
     Args:
@@ -70,6 +72,29 @@ def initialize(
             allowed="a cluster that jax.distributed knows: Slurm, Open MPI, GKE, Cloud TPU",
             hint="elsewhere --coordinator_address=HOST:PORT --num_processes=N --process_id=I",
         ) from error
+
+
+_LOST = re.compile(
+    r"Gloo|NCCL.*(remote|peer|network)|[Cc]oordination|heartbeat|Socket closed|Connection (reset|closed)"
+)
+
+
+@contextlib.contextmanager
+def ending_with_peers() -> Iterator[None]:
+    """Ends this process at once, with three lines, where an error says that another process of the run is gone.
+
+    JAX would do so when the other one's heartbeat has been missed for long enough. Until then a checkpoint, a barrier
+    or the end of Python would wait for the other process.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if jax.process_count() == 1 or not _LOST.search(str(error)):
+            raise
+        os.write(2, PEER_LOST.encode())  # also where standard error is filtered; see `orthojax.cli`
+        os._exit(1)
 
 
 def _require_address(address: str) -> None:

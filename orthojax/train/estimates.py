@@ -153,6 +153,12 @@ def bytes_on_one_device(tree: Any) -> int:
     return sum(of(leaf) for leaf in jax.tree.leaves(tree))
 
 
+def describe_devices(mesh: Mesh | None) -> str:
+    """The devices of a mesh and its sizes; None is one device."""
+    sizes = "" if mesh is None else f", mesh {', '.join(f'{name} {size}' for name, size in mesh.shape.items())}"
+    return f"{1 if mesh is None else mesh.size} x {jax.devices()[0].device_kind}{sizes}"
+
+
 def dry_run(config: Config) -> Iterator[str]:
     """Lines that say what a run will take on its mesh: nothing is allocated and no data is read.
 
@@ -164,8 +170,7 @@ def dry_run(config: Config) -> Iterator[str]:
     program, plan, state = build(config), estimate(config), state_shapes(config)
     mesh, kind = program.mesh, jax.devices()[0].device_kind
     count = 1 if mesh is None else mesh.size
-    sizes = "" if mesh is None else f", mesh {', '.join(f'{name} {size}' for name, size in mesh.shape.items())}"
-    yield f"devices: {count} x {kind}{sizes}"
+    yield f"devices: {describe_devices(mesh)}"
     yield f"parameters: {plan.parameters:,}"
     yield f"tokens: {plan.tokens:,} in {config.train.steps:,} steps of {plan.tokens_per_step:,}"
     yield f"FLOPs: {plan.flops:.3g}, {plan.flops_per_token:,} a token"

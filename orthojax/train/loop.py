@@ -12,7 +12,14 @@ import jax
 from orthojax.config import Config, to_json
 from orthojax.errors import Interrupted
 from orthojax.train.checkpoint import Checkpoints, read_config, read_json_item, require_same_data
-from orthojax.train.distributed import StopRequest, from_primary, is_primary, stop_on_signals, sync_start
+from orthojax.train.distributed import (
+    StopRequest,
+    ending_with_peers,
+    from_primary,
+    is_primary,
+    stop_on_signals,
+    sync_start,
+)
 from orthojax.train.evaluation import Probe, validation_loss_nats
 from orthojax.train.loading import initial_params
 from orthojax.train.mesh import place_rows, place_tree
@@ -37,7 +44,8 @@ def train(
     stopped anywhere, by kill -9 too, ends with the same bits as one that was not, whatever bad steps it met.
 
     Runs on the mesh of `config.mesh`, and may resume on another one. With several processes every one calls this, with
-    a workdir that all of them see; process 0 alone writes the config and the metrics.
+    a workdir that all of them see; process 0 alone writes the config and the metrics. Where one of them is killed, the
+    others end themselves.
 
     Args:
       config: The run.
@@ -61,6 +69,7 @@ def train(
     with (
         _started(config, inputs, workdir),
         Checkpoints(workdir / "checkpoints", keep=settings.keep_checkpoints, **retention) as checkpoints,
+        ending_with_peers(),
     ):
         run = _Run(config, inputs, program, checkpoints)
         state, position = run.newest_state()

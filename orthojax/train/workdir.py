@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from orthojax.config import Config, changed_fields, fields_affecting, from_dict, to_json
+from orthojax.config import Config, changed_fields, fields_affecting, flatten, from_dict, to_json
 from orthojax.data import BigramBackcopy, TokenBatches, default_text, open_dataset
 from orthojax.errors import UserError
 from orthojax.files import make_folder, read_json, try_lock, write_text
@@ -156,12 +156,20 @@ def require_same_config(config: Config, before: Config, where: str) -> None:
     Raises:
       UserError: Naming the fields that differ.
     """
-    changed = sorted(changed_fields(before, config).keys() & set(fields_affecting(Config, "numbers", "start")))
+    decides = fields_affecting(Config, "numbers", "start")
+    changed = {path: value for path, value in sorted(changed_fields(before, config).items()) if path in decides}
     if not (before.optim.is_rotated or config.optim.is_rotated):
-        changed = [path for path in changed if not path.startswith("optim.rotation.")]  # not read
-    if changed:
-        raise UserError(
-            f"{where} holds a run with another config: {', '.join(changed)} differ",
-            allowed="the config of that run, or another --workdir",
-            hint="what is logged, evaluated, checkpointed and kept, and the mesh, may differ",
-        )
+        changed = {path: value for path, value in changed.items() if not path.startswith("optim.rotation.")}  # not read
+    if not changed:
+        return
+    had, some = flatten(before), list(changed)[:3]
+    differ = ", ".join(f"{path}={changed[path]} (was {had[path]})" for path in some)
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    hint = "what is logged, evaluated, checkpointed and kept, and the mesh, may differ"
+    if config.train.steps > before.train.steps:
+        hint = f"the learning rate follows train.steps; to train on: --workdir=NEW --config.train.init_from={where}"
+    raise UserError(
+        f"{where} holds a run with another config: {differ}{more}",
+        allowed="the config of that run, or another --workdir",
+        hint=hint,
+    )
