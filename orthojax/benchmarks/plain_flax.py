@@ -39,7 +39,7 @@ def plain_step(config: ModelConfig) -> Any:
     model = PlainGPT2(config)
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        logits = model.apply(params, tokens[:, :-1])
+        logits: Any = model.apply(params, tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:

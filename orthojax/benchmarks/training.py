@@ -184,7 +184,8 @@ def _contender(case: Training, variant: str, program: Program, batch_size: int, 
 
 
 def _flax_contender(case: Training, batch_size: int) -> Contender:
-    tokens, state, loss = case.tokens(batch_size), jax.jit(plain_state, static_argnums=0)(case.model), None
+    tokens, state = case.tokens(batch_size), jax.jit(plain_state, static_argnums=0)(case.model)
+    loss: Any = None
     program = compile_program(plain_step(case.model), state, tokens)
 
     def call(steps: int) -> Any:
