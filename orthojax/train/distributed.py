@@ -38,7 +38,7 @@ def initialize(
 
     A process whose heartbeat stops ends all others, at the latest; see `ending_with_peers`. Restarted, they resume from
     the last checkpoint. Where the others
-    do not connect within five minutes, JAX ends this one with exit code 134.
+    do not connect within five minutes, JAX ends this one, with exit code 134.
 
     Args:
       coordinator_address: HOST:PORT of process 0. None asks the cluster (Slurm, Open MPI, GKE, Cloud TPU) for all.
