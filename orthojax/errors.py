@@ -6,10 +6,10 @@ import os
 import re
 from collections.abc import Iterable
 
-# What a process ends with when another one of its run is gone.
-PEER_LOST = """error: another process of this run has ended, so this one ends too
-  the other one's own message says why
-  started again, all processes resume from the last checkpoint
+# What a process ends with when another one of its run is gone, or never came.
+PEER_LOST = """error: another process of this run has ended or cannot be reached, so this one ends too
+  its own message says why; all need the same --coordinator_address and --num_processes
+  started again, all of them resume from the last checkpoint
 """
 _ADVICE = {
     errno.ENOSPC: "free some space",

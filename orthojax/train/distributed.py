@@ -37,8 +37,7 @@ def initialize(
     """Joins the processes of a run; call it before anything else of JAX.
 
     A process whose heartbeat stops ends all others, at the latest; see `ending_with_peers`. Restarted, they resume from
-    the last checkpoint. Where the others
-    do not connect within five minutes, JAX ends this one with exit code 134.
+    the last checkpoint. Where the others do not connect within five minutes, JAX ends this one with exit code 134.
 
     Args:
       coordinator_address: HOST:PORT of process 0. None asks the cluster (Slurm, Open MPI, GKE, Cloud TPU) for all.
