@@ -10,15 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from orthojax.ops.statistics import at_least_float32, kurtosis, norm_ratio
+from orthojax.ops.statistics import at_least_float32, kurtosis, norm, norm_ratio
 
 
 def _magnitude(hidden: ArrayLike) -> jax.Array:
     return jnp.max(jnp.abs(at_least_float32(hidden)), axis=-1)
-
-
-def _length(hidden: ArrayLike) -> jax.Array:
-    return jnp.linalg.norm(at_least_float32(hidden), axis=-1)
 
 
 def kurtosis_first(hidden: ArrayLike) -> jax.Array:
@@ -87,12 +83,12 @@ def residual_norm_first(hidden: ArrayLike) -> jax.Array:
     Definition: the l2 norm of a block's output (Active-Dormant Attention Heads, arXiv 2410.13835); measured for
     language models too.
     """
-    return jnp.mean(_length(hidden)[:, 0])
+    return jnp.mean(norm(hidden)[:, 0])
 
 
 def residual_norm_rest(hidden: ArrayLike) -> jax.Array:
     """||x||_2, mean over positions >= 1 and sequences; see `residual_norm_first`."""
-    return jnp.mean(_length(hidden)[:, 1:])
+    return jnp.mean(norm(hidden)[:, 1:])
 
 
 def value_norm_first(value_norms: ArrayLike) -> jax.Array:

@@ -101,8 +101,17 @@ def integer_product(x: Quantized, kernel: Quantized) -> jax.Array:
 
     Returns:
       [..., out] in the dtype of the scales.
+
+    Raises:
+      ValueError: For other shapes.
     """
+    if len(kernel.shape) != 2 or x.shape[-1] != kernel.shape[0]:
+        raise ValueError(f"x {x.shape} and a kernel {kernel.shape}; allowed: [..., in] and [in, out]")
     groups, dtype = kernel.scale.shape[0], kernel.scale.dtype
+    if x.scale.shape[-1] not in (1, groups):
+        raise ValueError(
+            f"x has scales {x.scale.shape}; allowed: 1 in the last axis, or {groups} as the kernel's groups"
+        )
 
     def group_product(
         q_x: jax.Array, q_w: jax.Array, scale: jax.Array, z_w: jax.Array | None, z_x: jax.Array | None
