@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from orthojax.ops.statistics import at_least_float32, wide_dtype
+
 BATCH_AXES, VOCAB_AXIS = ("data", "fsdp"), "tensor"  # of the current mesh, as far as it has them
 # The logits that one device materialises at a time; their exponentials and gradients take as much again. An accelerator
 # needs enough work per iteration of the loop, which also reads and writes the kernel's gradient.
@@ -33,7 +35,7 @@ def cross_entropy_nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
     >>> round(float(cross_entropy_nats(jnp.zeros((1, 4)), jnp.array([2]))[0]), 4)  # ln 4
     1.3863
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = at_least_float32(logits)
     target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - target
 
@@ -104,7 +106,7 @@ def chunked_cross_entropy_sum_nats(
     >>> float(chunked_cross_entropy_sum_nats(x, W, targets, jnp.ones((1, 3)), positions=2))  # 3 ln 4
     4.158883094787598
     """
-    dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+    dtype = wide_dtype(hidden)
     weights = jnp.broadcast_to(lax.stop_gradient(weights).astype(dtype), targets.shape)
     return _loss(min(positions, targets.shape[1]), vocab_axis, hidden, kernel, targets, weights)
 
@@ -121,7 +123,7 @@ def _forward(positions: int, vocab_axis: int, hidden, kernel, targets, weights):
 
 def _backward(positions: int, vocab_axis: int, gradients, cotangent):
     del positions, vocab_axis
-    return (*((g * cotangent).astype(g.dtype) for g in gradients), None, None)
+    return (*((g.astype(cotangent.dtype) * cotangent).astype(g.dtype) for g in gradients), None, None)
 
 
 _loss.defvjp(_forward, _backward)
@@ -176,7 +178,7 @@ def _chunk_by_chunk(positions: int, vocab_axis: int, with_gradients: bool, hidde
         loss = carry[0] + jnp.sum(weight * losses)
         if not with_gradients:
             return (loss,)
-        error = (weight[..., None] * (exp / total - is_target)).astype(x.dtype)
+        error = (weight[..., None] * (exp / total - is_target.astype(exp.dtype))).astype(x.dtype)
         dx = product(f"BTV,{letters}->BTD", error, kernel).astype(x.dtype)
         dx = jnp.where(new[..., None], dx, lax.dynamic_slice_in_dim(carry[1], start, positions, 1))
         dW = product(f"BTD,BTV->{letters}", x, error)

@@ -8,7 +8,7 @@ import functools
 import math
 import string
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -88,9 +88,14 @@ def factor_sizes(n: int, kind: FixedKind = "hadamard") -> tuple[int, ...]:
       (n,) up to 128; else two factors of at most 128, the pair that has the largest Hadamard part, then the most equal;
       () if there is no such pair (a prime factor over 128, or n over 16,384) and a cosine transform is used.
 
+    Raises:
+      ValueError: For another kind.
+
     >>> factor_sizes(64), factor_sizes(768), factor_sizes(1000), factor_sizes(4099)
     ((64,), (24, 32), (25, 40), ())
     """
+    if kind not in get_args(FixedKind):
+        raise ValueError(f"unknown kind {kind!r}; allowed: {', '.join(map(repr, get_args(FixedKind)))}")
     if n <= _MAX_FACTOR:
         return (n,)
     pairs = [(a, n // a) for a in range(2, math.isqrt(n) + 1) if n % a == 0 and n // a <= _MAX_FACTOR]
@@ -209,10 +214,15 @@ def fixed_transform(x: jax.Array, axis: int, *, kind: FixedKind = "hadamard", tr
     Returns:
       An array of x's shape and dtype.
 
+    Raises:
+      ValueError: For another kind, an axis that x has not, or x of another dtype.
+
     >>> x = jnp.array([1.0, 0.0, 0.0, 0.0])
     >>> print(fixed_transform(x, 0))
     [0.5 0.5 0.5 0.5]
     """
+    if not 0 <= axis < x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"axis={axis} of {x.dtype} {x.shape}; allowed: 0 to {x.ndim - 1} of floats")
     factors, scale = _kronecker_factors(x.shape[axis], kind)
     if not factors:
         transform = jax.scipy.fft.idct if transpose else jax.scipy.fft.dct

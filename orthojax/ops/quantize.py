@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from orthojax.ops.statistics import at_least_float32, shrink
@@ -20,8 +21,8 @@ Scheme = Literal["absmax", "zeropoint"]
 
 
 def _reduced(axes: Axes) -> tuple[int, ...] | None:
-    reduced = axes if axes is None else (axes,) if isinstance(axes, numbers.Integral) else tuple(axes)
-    if not all(isinstance(axis, numbers.Integral) for axis in reduced or ()):
+    reduced = None if axes is None else tuple(np.atleast_1d(axes).tolist())
+    if not all(isinstance(axis, int) for axis in reduced or ()):
         raise ValueError(f"axes={axes!r}; allowed: an integer, several, or None for all axes")
     return reduced
 

@@ -4,10 +4,17 @@ They hold up to the largest finite numbers. What is scaled for that is scaled by
 are that large: all others give the same bits as without.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
+
+
+def wide_dtype(x: jax.Array) -> Any:
+    """float64 for float64 arrays, else float32: without `jnp.promote_types`, which refuses to mix dtypes if strict."""
+    return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
 def at_least_float32(x: ArrayLike) -> jax.Array:
@@ -19,7 +26,7 @@ def at_least_float32(x: ArrayLike) -> jax.Array:
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise ValueError(f"an array of {x.dtype}; allowed: real numbers")
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wide_dtype(x))
 
 
 def root_of_range(x: jax.Array) -> float:
