@@ -186,6 +186,7 @@ def integer_linear(setting: QuantizationSetting) -> "LinearFunction":
         if not isinstance(kernel, Quantized):
             return float_linear(x, kernel, bias, path)
         wide = at_least_float32(x)
+        bias = None if bias is None else bias.astype(wide.dtype)
         if setting.inputs is None:
             y = float_linear(wide, dequantize(kernel), bias, path)
         else:

@@ -215,7 +215,7 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
         if setting.inputs is not None:
             groups, axes = group_inputs(a, setting)
             a = fake_quantize(groups, setting, setting.input_bits, axes).reshape(a.shape)
-        y = float_linear(a, w, bias, path)
+        y = float_linear(a, w, None if bias is None else bias.astype(a.dtype), path)
         if setting.outputs is not None:
             y = fake_quantize(y, setting, setting.input_bits, None)
         return y if path == "head" else y.astype(x.dtype)
