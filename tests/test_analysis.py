@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from orthojax import analysis
+from orthojax.analysis import inputs
 from orthojax.config import Config
 from orthojax.model import LoadedModel, Transformer, gpt2
 
@@ -198,6 +199,90 @@ def test_planted_sink():
     assert jnp.isnan(compiled("sink_logit_gap")(logits[..., :2, :2], is_trigger[:, :2]))
 
 
+# What cannot be meant.
+
+WEIGHTS, HIDDEN = TAPS["attention_weights"][0], TAPS["residual"][0]
+OF_WEIGHTS = ["fraction", "mass", "mass_by_head", "share"]
+OF_WEIGHTS = [getattr(analysis, f"first_attention_{name}") for name in OF_WEIGHTS]
+OF_WEIGHTS += [lambda w, f=f: f(w, IS_TRIGGER) for f in (analysis.sink_attention, analysis.sink_attention_rest)]
+OF_WEIGHTS += [lambda w, f=f: f(w, 1, 0) for f in (analysis.attention_mass_by_key, analysis.attention_fraction_by_key)]
+OF_HIDDEN = [f for name, f in vars(analysis).items() if name.split("_")[0] in ("kurtosis", "max", "norm", "residual")]
+NOT_WEIGHTS = {
+    "logits": (TAPS["attention_logits"][0], "negative or not finite(.|\n)*not logits"),
+    "masked logits": (np.where(np.tri(T, dtype=bool), np.abs(TAPS["attention_logits"][0]), -np.inf), "not finite"),
+    "nan": (np.full_like(WEIGHTS, np.nan), "not finite"),
+    "all layers": (TAPS["attention_weights"], r"shape \(3, 8, 2, 6, 6\); allowed: \[B, N, T, S\]"),
+    "one map": (WEIGHTS[0, 0], r"shape \(6, 6\); allowed: \[B, N, T, S\]"),
+    "keys before queries": (WEIGHTS.swapaxes(-1, -2), r"queries and keys .* swapped"),
+    "the same without a mask": (np.random.default_rng(4).dirichlet(np.ones(9), (B, N, T)).swapaxes(-1, -2),
+                                r"\(8, 2, 9, 6\) are swapped"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_WEIGHTS)
+def test_what_cannot_be_attention_weights_is_refused(name):
+    array, problem = NOT_WEIGHTS[name]
+    for function in OF_WEIGHTS:
+        with pytest.raises(ValueError, match=problem):
+            function(jnp.asarray(array))
+
+
+def test_weights_of_every_normalizer_are_taken_and_values_are_unknown_inside_jit():
+    relu = np.maximum(TAPS["attention_logits"][0], 0.0) * np.tri(T)  # rows sum to 10 and more, or to nothing
+    for weights in (WEIGHTS, relu, np.eye(T)[None, None], np.ones((1, 1, 1, 1)), np.zeros((1, 1, T, T))):
+        np.testing.assert_array_equal(inputs.attention_weights(weights), np.float32(weights))
+    assert compiled("first_attention_mass")(-WEIGHTS) < 0
+
+
+@pytest.mark.parametrize("function", OF_HIDDEN, ids=lambda f: f.__name__)
+def test_hidden_states_of_another_rank_are_refused(function):
+    for array in (HIDDEN[0], TAPS["residual"], HIDDEN[0, 0]):
+        with pytest.raises(ValueError, match=r"hidden states have shape .*; allowed: \[B, T, D\] of one layer"):
+            function(array)
+    if "rest" in function.__name__:
+        with pytest.raises(ValueError, match=r"\(8, 1, 16\).*T >= 2"):
+            function(HIDDEN[:, :1])
+
+
+_log_probs, _oracle = oracle_and_guess()
+REFUSED = [
+    (lambda: analysis.value_norm_first(np.ones((B, T))), r"\(8, 6\); allowed: \[B, N, S\]"),
+    (lambda: analysis.value_norm_rest(np.ones((B, N, 1))), "S >= 2"),
+    (lambda: analysis.value_norm_first(-np.ones((B, N, T))), "negative"),
+    (lambda: analysis.sink_attention(WEIGHTS, IS_TRIGGER.astype(int)), "int32.*allowed: bool"),
+    (lambda: analysis.sink_attention(WEIGHTS, IS_TRIGGER[:, 1:]), r"\(8, 5\).*here \(8, 6\)"),
+    (lambda: analysis.sink_logit_gap(WEIGHTS[0], IS_TRIGGER), r"logits have shape \(2, 6, 6\)"),
+    (lambda: analysis.sink_logit_gap(WEIGHTS, IS_TRIGGER.T), r"bool \(6, 8\)"),
+    (lambda: analysis.backcopy_risk_nats(_log_probs + 1.0, _oracle, IS_TRIGGER), "log_probs do not sum to 1"),
+    (lambda: analysis.backcopy_risk_nats(_log_probs, _log_probs, IS_TRIGGER), "oracle_probs are negative"),
+    (lambda: analysis.bigram_excess_risk_nats(_log_probs, 2 * _oracle, IS_TRIGGER), "do not sum to 1"),
+    (lambda: analysis.bigram_excess_risk_nats(_log_probs, _oracle[0], IS_TRIGGER), r"shapes \(8, 6, 5\) and \(6, 5\)"),
+    (lambda: analysis.bigram_excess_risk_nats(_log_probs, _oracle, ~IS_TRIGGER[0]), r"bool \(6,\)"),
+    (lambda: analysis.attention_mass_by_key(WEIGHTS, 7, 0), "keys=7, first_query=0; allowed: 1 to 6, 0 to 5"),
+    (lambda: analysis.attention_fraction_by_key(WEIGHTS, 1, -1), "first_query=-1"),
+    (lambda: analysis.equal_logits_mass(4, 4), "allowed: 0 to 3"),
+    (lambda: analysis.uniformity_p_value([3, -1]), "not negative"),
+    (lambda: analysis.summed_second_moments([[1.0], [-1e-3]]), "nu, not mu"),
+    (lambda: analysis.outlier_scores([1.0, -2.0]), "negative"),
+    (lambda: analysis.rank_correlation(np.ones((2, 3)), np.ones((2, 3))), r"allowed: \[D\]"),
+    (lambda: analysis.extreme_overlap([1.0, 2.0], [1.0], 1), r"\(2,\) and \(1,\)"),
+    (lambda: analysis.extreme_overlap([1.0, 2.0], [1.0, 2.0], 3), "count=3; allowed: 1 to 2"),
+    (
+        lambda: analysis.observe_language_model(SimpleNamespace(residual=HIDDEN), basis=np.eye(5)),
+        r"allowed: \(16, 16\)",
+    ),
+]
+
+
+def test_other_arguments_without_a_meaning_are_refused():
+    for call, problem in REFUSED:
+        with pytest.raises(ValueError, match=problem):
+            call()
+    inputs.predictions(
+        jnp.asarray(_log_probs, jnp.bfloat16), jnp.asarray(_oracle, jnp.bfloat16)
+    )  # rounded is not wrong
+
+
 # Statistics of layers and batches.
 
 FIRST_AND_REST = {
@@ -256,9 +341,9 @@ def test_metrics_have_every_key_and_are_means_or_maxima_over_layers():
         assert metrics.keys() == {"sequences"} | keys | {f"{name}/layer_{i}" for name in keys for i in range(L)}
         assert all(type(value) is float for value in metrics.values())
         for name in keys - {"sink_rate"}:
-            inputs = {"value": "value_norms", "first_": "attention_weights", "sink_a": "attention_weights"}
-            inputs["sink_l"] = "attention_logits"
-            source = next((array for prefix, array in inputs.items() if name.startswith(prefix)), "residual")
+            sources = {"value": "value_norms", "first_": "attention_weights", "sink_a": "attention_weights"}
+            sources["sink_l"] = "attention_logits"
+            source = next((array for prefix, array in sources.items() if name.startswith(prefix)), "residual")
             extra = (IS_TRIGGER,) if name.startswith("sink") else ()
             layers = [float(compiled(name)(TAPS[source][layer], *extra)) for layer in range(L)]
             by_layer = [metrics[f"{name}/layer_{i}"] for i in range(L)]

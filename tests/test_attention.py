@@ -235,6 +235,19 @@ def test_half_precision_gradients_of_many_chunks_are_summed_in_float32(attend):
     np.testing.assert_allclose(np.asarray(jax.jit(jax.grad(total))(ones), np.float64), 1.0, rtol=2.0**-7)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradients_of_learned_sinks_are_those_of_float64_for_any_sink(attend):
+    sinks = np.float32(np.arange(-30, 31, 5))
+    q, k, v = (np.abs(a) for a in qkv(6, 6, len(sinks), heads=len(sinks)))  # no sum below can cancel
+    x = np.einsum("BTNH,BSNH->BNTS", q, k) * H**-0.5
+    exp, exp_sink = np.exp(x) * np.tri(6), np.exp(np.float64(sinks))[:, None]
+    total = exp.sum(-1) + exp_sink
+    expected = -(exp_sink / total * np.einsum("BNTS,BSNH->BNT", exp / total[..., None], v)).sum((0, 2))
+    q, k, v = (jnp.asarray(a, jnp.float32) for a in (q, k, v))
+    loss = lambda sinks: jnp.sum(attend(q, k, v, normalizer=sinks, is_causal=True))  # noqa: E731
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(jnp.asarray(sinks)), expected, rtol=1e-5)
+
+
 # The parts, transformations, a mesh.
 
 
@@ -352,7 +365,6 @@ def _zeros(shape, dtype=np.float32):
         ({"query": _zeros((3, 5, 4, 8))}, r"batch.*width"),
         ({"query": _zeros((2, 5, 4, 6))}, r"batch.*width"),
         ({"query": _zeros((2, 5, 3, 8))}, r"\(3\).*\(2\)"),
-        ({"key": _zeros((2, 0, 2, 8)), "value": _zeros((2, 0, 2, 8))}, "there are no keys"),
         ({"query": _zeros((2, 5, 4, 8), np.int32)}, "query must be of a floating dtype, got int32"),
         ({"value": _zeros((2, 7, 2, 8), np.complex64)}, "value must be of a floating dtype, got complex64"),
         ({"bias": _zeros((2, 4, 5, 6))}, r"bias.*\(2, 4, 5, 6\)"),
@@ -387,10 +399,11 @@ def test_good_shapes_and_numpy_numbers_are_taken():
     )
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_no_sequences_and_no_queries_give_nothing(axis):
-    q, k, v = _arrays()
-    q = q[:0] if axis == 0 else q[:, :0]
-    k, v = (k[:0], v[:0]) if axis == 0 else (k, v)
-    for implementation in (*IMPLEMENTATIONS, None):
-        assert dot_product_attention(q, k, v, implementation=implementation).shape == q.shape
+@pytest.mark.parametrize(("nothing", "of"), [(0, "qkv"), (1, "q"), (3, "qkv"), (1, "kv"), (1, "qkv")])
+def test_no_sequences_queries_channels_or_keys_give_nothing(nothing, of):
+    arrays = [np.delete(a, np.s_[:], nothing) if name in of else a for name, a in zip("qkv", _arrays(), strict=True)]
+    for implementation, name in itertools.product((*IMPLEMENTATIONS, None), ("softmax", "softmax1", "sink", "relu")):
+        options = {"normalizer": _normalizer(name), "implementation": implementation, "is_causal": True}
+        output = dot_product_attention(*arrays, **options)
+        np.testing.assert_array_equal(output, np.zeros(arrays[0].shape))
+    assert attention_logits(*arrays[:2]).shape == (arrays[0].shape[0], N, arrays[0].shape[1], arrays[1].shape[1])

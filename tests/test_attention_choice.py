@@ -153,6 +153,52 @@ def test_many_weights_are_computed_in_chunks_and_fewer_where_that_saves_work(mon
     ) is expected
 
 
+def _exported(f, *shapes):
+    """f(query, key, value) exported for shapes that may have letters."""
+    scope = jax.export.SymbolicScope()
+    shapes = [jax.export.symbolic_shape(shape, scope=scope) for shape in shapes]
+    return jax.export.export(jax.jit(f))(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).call
+
+
+@pytest.mark.parametrize(
+    ("implementation", "length"), [pytest.param(None, "8", marks=pytest.mark.slow), ("xla_chunked", "8"), (None, "t")]
+)
+def test_attention_is_exported_for_any_batch_and_called_as_it_is(monkeypatch, implementation, length):
+    monkeypatch.setitem(xla._CHUNK_BYTES, "cpu", 4 * 4 * 4 * 8)  # four queries of one sequence
+    monkeypatch.setattr(xla, "_FEWEST_QUERIES", 1)
+
+    def results(q, k, v):
+        lengths = jnp.full(q.shape[0], 5)
+        options = {"is_causal": True, "local_window_size": 4, "key_value_seq_lengths": lengths}
+        options |= {"bias": q[..., :1].transpose(0, 2, 1, 3), "mask": q[:, None, :, :1, 0] > 0}
+        attend = lambda q, sink: dot_product_attention(  # noqa: E731
+            q, k, v, normalizer=sink, implementation=implementation, **options
+        )
+        if implementation is not None:
+            return (attend(q, jnp.zeros(4)),)
+        output, pullback = jax.vjp(attend, q, jnp.zeros(4))
+        return output, *pullback(jnp.cos(output))
+
+    call = _exported(results, f"b, {length}, 4, 8", *[f"b, {length}, 2, 8"] * 2)
+    for batch, t in ((1, 8), (3, 8 if length == "8" else 5)):
+        arrays = [jnp.asarray(a, jnp.float32) for a in qkv(t, t, 2, batch=batch)]
+        for got, expected in zip(call(*arrays), jax.jit(results)(*arrays), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_symbolic_shapes_are_left_to_plain_xla_and_chunks_refuse_symbolic_lengths(on):
+    on("gpu", Kernel())
+    with pytest.warns(UserWarning, match="known shapes, got .b, 8, 4, 8."):
+        call = _exported(dot_product_attention, *["b, 8, 4, 8"] * 3)
+    expected = dot_product_attention(Q, K, V, implementation="xla")
+    np.testing.assert_allclose(call(Q, K, V), expected, rtol=1e-5, atol=1e-6)
+    _exported(orthojax.attention_fn(implementation="xla"), *["b, 3, t, 4, 8"] * 3)
+    for implementation, problem in (("cudnn", "known shapes"), ("xla_chunked", "known lengths, got .t, t.")):
+        attend = lambda *a, name=implementation: dot_product_attention(*a, implementation=name)  # noqa: E731
+        with pytest.raises(NotImplementedError, match=f"implementation='{implementation}': .*{problem}"):
+            _exported(attend, *["b, t, 4, 8"] * 3)
+
+
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("remat", [False, True, "dots", "full"])
 def test_a_model_on_cudnn_attends_once_forward_unless_it_keeps_nothing_and_once_backward_in_each_layer(scan, remat):

@@ -247,6 +247,45 @@ def test_sink_gradient_is_exact_as_that_of_an_appended_logit():
     check_grads(jax.jit(ours), (x, sink), order=2, modes=["rev"], atol=1e-5, rtol=1e-5, eps=1e-5)
 
 
+def test_sink_gradients_are_those_of_float64_for_any_sink():
+    sinks = np.float32(np.arange(-30, 31, 3))[:, None]
+    x, c = np.float32(_example((len(sinks), 16), seed=6)), np.float32(1.0 + np.random.default_rng(7).random(16))
+
+    @jax.jit
+    def slopes(x, sinks):
+        loss = lambda x, sinks: jnp.sum(c[None] * softmax_with_sink(x, sinks))  # noqa: E731
+        tangent = jax.jvp(lambda sinks: softmax_with_sink(x, sinks), (sinks,), (jnp.ones_like(sinks),))[1]
+        return *jax.grad(loss, (0, 1))(x, sinks), tangent
+
+    exp, exp_sink = np.exp(np.float64(x)), np.exp(np.float64(sinks))
+    y, y_sink = (e / (exp_sink + exp.sum(-1, keepdims=True)) for e in (exp, exp_sink))
+    inner = (c * y).sum(-1, keepdims=True)
+    d_x, d_sinks, tangent = slopes(x, sinks)
+    np.testing.assert_allclose(d_sinks, -y_sink * inner, rtol=1e-5)
+    np.testing.assert_allclose(tangent, -y * y_sink, rtol=1e-5)
+    largest = (c * y).max(-1, keepdims=True)  # c - inner may cancel
+    np.testing.assert_allclose(d_x / largest, y * (c - inner) / largest, atol=3e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_keys_have_no_weights_and_several_axes_are_one_long_one(name):
+    for shape, axis in (((3, 0), -1), ((3, 0), 0), ((0, 3), 0), ((2, 0, 3), (0, 1))):
+        for where in (None, np.zeros(shape, bool)):
+            assert jax.eval_shape(lambda x, a=axis, w=where: ALL[name](x, a, w), jnp.zeros(shape)).shape == shape
+    x, where = _example(), _mask()
+    for axis in ((-2, -1), (0, 2), None):
+        rows = tuple(i for i in range(3) if i not in ((0, 1, 2) if axis is None else [i % 3 for i in axis]))
+        order = (*rows, *(i for i in range(3) if i not in rows))
+
+        def one_row(a, rows=rows, order=order):
+            return np.transpose(a, order).reshape(*(a.shape[i] for i in rows), -1)
+
+        for mask in (None, where, where[:1]):
+            full = np.broadcast_to(True if mask is None else mask, x.shape)
+            y = ALL[name](jnp.asarray(x, jnp.float32), axis, mask)
+            np.testing.assert_allclose(one_row(y), oracle(name, one_row(x), one_row(full)), rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("f", "row"), [(softmax1, ()), (HALF, ()), (softmax_with_sink, ((64, 1),))], ids=["softmax1", "softmax_n", "sink"]
 )
@@ -298,3 +337,15 @@ def test_apply_normalizer_names_what_it_cannot_use(normalizer, problem):
     if isinstance(normalizer, float):
         with pytest.raises(ValueError, match=problem):
             softmax_n(jnp.zeros(3), normalizer)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_mask_of_numbers_is_refused(name):
+    with pytest.raises(ValueError, match="must be boolean"):
+        ALL[name](jnp.zeros((2, 3)), where=jnp.ones((2, 3), jnp.int32))
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((3,), -1), ((2, 3), -1), ((5, 1), -1), ((2, 1), 0), ((1, 2, 1), -1)])
+def test_a_sink_that_is_not_one_number_for_each_row_is_refused(shape, axis):
+    with pytest.raises(ValueError, match=r"a sink of shape .* for logits \(2, 3\); allowed"):
+        softmax_with_sink(jnp.zeros((2, 3)), jnp.zeros(shape), axis)

@@ -201,3 +201,19 @@ def test_rotary_of_half_precision_is_computed_in_float32(dtype):
 def test_rotary_refuses_an_odd_width():
     with pytest.raises(ValueError, match="even head width, got 5"):
         rotary(jnp.zeros((1, 2, 1, 5)), jnp.arange(2))
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda x: orthogonal.fixed_transform(x, 0, kind="dtc"), "'dtc'; allowed: 'hadamard', 'dct'"),
+        (lambda x: orthogonal.fixed_transform(x, -1), "axis=-1 of float32 .4, 1, 2.; allowed: 0 to 2"),
+        (lambda x: orthogonal.fixed_transform(x.astype(int), 0, kind="dct"), "int32"),
+        (lambda x: rotary(x, jnp.arange(5)), r"positions \(5,\); allowed: \[..., T, heads, H\] and \[T\]"),
+        (lambda x: rotary(x, jnp.zeros((1, 4))), r"positions \(1, 4\)"),
+        (lambda x: rotary(x, jnp.arange(4), -1.0), "theta=-1.0; allowed: a positive number"),
+    ],
+)
+def test_arguments_without_a_meaning_are_refused(call, problem):
+    with pytest.raises(ValueError, match=problem):
+        call(jnp.zeros((4, 1, 2)))

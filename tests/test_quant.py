@@ -300,6 +300,13 @@ REFUSED = [
     (lambda: QuantizationSetting(4, "absmax", "tensor", group_size=8), "group_size=8 with weights='tensor'"),
     (lambda: QuantizationSetting(4, "absmax", "output_channel", "group"), "inputs='group' without group_size"),
     (lambda: QuantizationSetting(4, "absmax", "tensor", activation_bits=1), "activation_bits=1 "),
+    (lambda: QuantizationSetting(8, "abs_max", "tensor"), "scheme='abs_max'(.|\n)*absmax . zeropoint(.|\n)*'absmax'"),
+    (lambda: QuantizationSetting(8, "absmax", "channel"), "weights='channel'(.|\n)*output_channel . tensor"),
+    (lambda: QuantizationSetting(8, "absmax", "tensor", "tokens"), "inputs='tokens'(.|\n)*did you mean 'token'"),
+    (lambda: QuantizationSetting(8, "absmax", "tensor", outputs="token"), "outputs='token'(.|\n)*tensor, or none"),
+    (lambda: QuantizationSetting(8.5, "absmax", "tensor"), "bits=8.5(.|\n)*an integer"),
+    (lambda: QuantizationSetting(8, "absmax", "tensor", activation_bits="8"), "activation_bits='8'"),
+    (lambda: QuantizationSetting(8, "absmax", "output_channel", group_size=6.4), "group_size=6.4"),
     (lambda: quant.setting_named("w4a8_group46"), "did you mean 'w4a8_group64'"),
 ]
 
@@ -308,6 +315,13 @@ def test_refusals_say_why():
     for call, words in REFUSED:
         with pytest.raises(UserError, match=words):
             call()
+
+
+def test_products_of_other_shapes_are_refused():
+    kernel = quantize(jnp.ones((4, 4)), "absmax", 8, 0)
+    for x in (quantize(jnp.ones((3, 4)), "absmax", 8, 0), quantize(jnp.ones(2), "absmax", 8)):  # by feature; too short
+        with pytest.raises(ValueError, match=r"allowed: (1 in the last axis|\[..., in\])"):
+            integer_product(x, kernel)
 
 
 # A whole model.

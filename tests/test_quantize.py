@@ -1,5 +1,7 @@
 """Fake quantisation against an independent library, float64 formulas and properties."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,8 +78,60 @@ def test_degenerate_slices(name):
     np.testing.assert_array_equal(y[:2], x[:2])
     assert y[3, 1] == 0.0
     assert jnp.isnan(y[4]).any()  # a broken activation must not pass for a good one
-    with pytest.raises(ValueError, match="allowed: 2 to 16"):
-        function(x, 1)
+    np.testing.assert_array_equal(function(jnp.full((1, 3), jnp.inf), bits, 1), jnp.full((1, 3), jnp.nan))
+
+
+X = np.ones((2, 3), np.float32)
+REFUSED = [
+    *((lambda bits=bits: quantize.absmax(X, bits), "allowed: 2 to 16") for bits in (1, 17, 8.0, "8", None)),
+    *((lambda bits=bits: quantize.zeropoint(X, bits), f"bits={bits}") for bits in (1, 4.5)),
+    *((lambda bits=bits: quantize.quantize(X, "absmax", bits), "allowed: 2 to 8") for bits in (1, 9, 7.5)),
+    (lambda: quantize.quantize(X, "abs_max", 8), "'abs_max'; allowed: 'absmax', 'zeropoint'"),
+    *(
+        (lambda f=f: f(X, 8, "token"), "axes='token'; allowed: an integer")
+        for f in (quantize.absmax, quantize.zeropoint)
+    ),
+    (lambda: quantize.absmax(X, 8, (0, 1.0)), r"axes=\(0, 1.0\)"),
+    (lambda: quantize.zeropoint(X.astype(int)), "int(32|64).*allowed: floating"),
+    (lambda: quantize.pack(jnp.zeros((3, 2), jnp.int8)), r"int8 \(3, 2\).*\[..., 2 n, out\]"),
+    (lambda: quantize.pack(jnp.zeros((4, 2), jnp.int32)), "int32.*allowed: int8"),
+    (lambda: quantize.unpack(jnp.zeros((4, 2), jnp.int8)), "int8.*allowed: uint8"),
+]
+
+
+def test_what_has_no_meaning_is_refused_by_name():
+    for call, words in REFUSED:
+        with pytest.raises(ValueError, match=words):
+            call()
+    np.testing.assert_array_equal(absmax(X, np.int64(8), (np.int64(1),)), X)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_empty_arrays_stay_empty(name):
+    for shape, axes in (((3, 0), None), ((3, 0), 1), ((0,), 0)):
+        x = jnp.zeros(shape)
+        assert jax.eval_shape(lambda x, a=axes: SCHEMES[name][0](x, 4, a), x).shape == shape
+        q = jax.eval_shape(lambda x, a=axes: quantize.quantize(x, name, 4, a), x)
+        assert q.shape == jax.eval_shape(quantize.dequantize, q).shape == shape
+
+
+LARGEST = float(np.finfo(np.float32).max)
+LARGE = [(LARGEST, -LARGEST, 0.0, LARGEST / 3), (LARGEST, 0.0, 1.0, 2.0), (-LARGEST, 3e38, 1e38, 2.0)]
+LARGE += [(9e37, -9e37, 3e37, 0.0), (3e38, -3e38, 1e38, 1.0)]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_largest_numbers_come_back_within_half_a_step(name):
+    arrays = [jnp.array(values, jnp.float32) for values in LARGE]
+    arrays += [jnp.array([65504.0, -65504.0, 1000.0, 0.0], jnp.float16)]
+    via_integers = jax.jit(lambda x, bits: quantize.dequantize(quantize.quantize(x, name, bits)), static_argnums=1)
+    for x, bits in itertools.product(arrays, (2, 8)):
+        for function in (SCHEMES[name][0], via_integers):
+            y, exact = (np.asarray(a, np.float64) for a in (function(x, bits), x))
+            largest = np.abs(exact).max() / (2 ** (bits - 1) - 1)
+            step = largest if name == "absmax" else (exact.max() - exact.min()) / (2**bits - 1)
+            # A half-precision result is rounded once more.
+            assert (np.abs(y - exact) <= step / 2 * (1 + 1e-4) + float(jnp.finfo(x.dtype).eps) * np.abs(exact)).all()
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -78,6 +78,33 @@ def test_no_overflow_and_no_underflow(scale):
     np.testing.assert_allclose(norm_ratio(np.float32(x * scale)), np.abs(x).max() / np.linalg.norm(x), rtol=1e-5)
 
 
+def test_large_values_are_measured_as_small_ones_with_finite_gradients():
+    @jax.jit
+    def all_of(x):
+        def one(function):
+            return function(x), jax.grad(lambda x: jnp.sum(function(x)))(x)
+
+        return [one(function) for function in (statistics.kurtosis, statistics.norm_ratio, statistics.norm)]
+
+    noise = np.random.default_rng(4).uniform(0.5, 1.0, (3, 300))
+    noise[1] *= np.resize([1, -1, -1], 300)
+    noise[2] = np.eye(300)[7]
+    noise /= np.abs(noise).max(-1, keepdims=True)
+    for peak in (1.0, 1e19, 2.0**64, 9e37, float(np.finfo(np.float32).max)):
+        x = np.float32(noise * peak)
+        (kappa, d_kappa), (ratio, d_ratio), (norm, d_norm) = all_of(x)
+        exact = np.float64(x) / peak
+        norms = np.linalg.norm(exact, axis=-1)
+        np.testing.assert_allclose(kappa, [reference_kurtosis(row) for row in exact], rtol=1e-5)
+        np.testing.assert_allclose(ratio, np.abs(exact).max(-1) / norms, rtol=1e-6)
+        fits = norms * peak <= np.finfo(np.float32).max
+        assert fits[2]
+        np.testing.assert_allclose(norm[fits], (norms * peak)[fits], rtol=1e-6)
+        np.testing.assert_allclose(d_norm[fits], (exact / norms[:, None])[fits], rtol=1e-5, atol=1e-6)
+        assert np.isfinite(d_kappa).all()
+        assert np.isfinite(d_ratio).all()
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_is_measured_in_float32(dtype):
     x = jnp.asarray(np.random.default_rng(4).normal(size=(3, 256)) * 100, dtype)
@@ -85,6 +112,8 @@ def test_half_precision_is_measured_in_float32(dtype):
     exact = np.asarray(x.astype(jnp.float32))
     np.testing.assert_allclose(kurtosis(x), [reference_kurtosis(row) for row in exact], rtol=1e-5)
     assert kurtosis(jnp.array([1, 2, 4])).dtype == jnp.float32
+    with pytest.raises(ValueError, match="complex64; allowed: real"):
+        kurtosis(jnp.zeros(3, jnp.complex64))
 
 
 def test_gradients_are_right_and_finite(x64):

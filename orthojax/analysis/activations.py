@@ -3,22 +3,20 @@
 Hidden states are block outputs after the second residual add, one array [B, T, D] for each layer; embeddings and the
 final norm's output are not among them. `first` is position 0, `rest` are the positions >= 1 (so T >= 2). Every
 function takes one layer, averages over sequences and returns a scalar, at least float32; averaging over layers comes
-after.
+after. Arrays of another shape are a ValueError.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from orthojax.ops.statistics import at_least_float32, kurtosis, norm_ratio
+from orthojax.analysis.inputs import hidden_states
+from orthojax.analysis.inputs import value_norms as norms_of_values
+from orthojax.ops.statistics import at_least_float32, kurtosis, norm, norm_ratio
 
 
 def _magnitude(hidden: ArrayLike) -> jax.Array:
     return jnp.max(jnp.abs(at_least_float32(hidden)), axis=-1)
-
-
-def _length(hidden: ArrayLike) -> jax.Array:
-    return jnp.linalg.norm(at_least_float32(hidden), axis=-1)
 
 
 def kurtosis_first(hidden: ArrayLike) -> jax.Array:
@@ -29,17 +27,17 @@ def kurtosis_first(hidden: ArrayLike) -> jax.Array:
     Args:
       hidden: Hidden states of one layer, [B, T, D]; of all functions here but the last two.
     """
-    return jnp.mean(kurtosis(jnp.asarray(hidden)[:, 0]))
+    return jnp.mean(kurtosis(hidden_states(hidden)[:, 0]))
 
 
 def kurtosis_rest(hidden: ArrayLike) -> jax.Array:
     """Kurtosis over channels, mean over positions >= 1 and sequences; see `kurtosis_first`."""
-    return jnp.mean(kurtosis(jnp.asarray(hidden)[:, 1:]))
+    return jnp.mean(kurtosis(hidden_states(hidden, at_least=2)[:, 1:]))
 
 
 def kurtosis_pooled(hidden: ArrayLike) -> jax.Array:
     """Kurtosis over channels, mean over all positions and sequences; see `kurtosis_first`."""
-    return jnp.mean(kurtosis(hidden))
+    return jnp.mean(kurtosis(hidden_states(hidden)))
 
 
 def max_abs_first(hidden: ArrayLike) -> jax.Array:
@@ -47,7 +45,7 @@ def max_abs_first(hidden: ArrayLike) -> jax.Array:
 
     Definition: per sequence the max over channels, mean over sequences, then over layers (arXiv 2410.17174, Table 2).
     """
-    return jnp.mean(_magnitude(hidden)[:, 0])
+    return jnp.mean(_magnitude(hidden_states(hidden))[:, 0])
 
 
 def max_abs_rest(hidden: ArrayLike) -> jax.Array:
@@ -55,17 +53,17 @@ def max_abs_rest(hidden: ArrayLike) -> jax.Array:
 
     Definition: per sequence the max over channels and over positions >= 1, mean over sequences; see `max_abs_first`.
     """
-    return jnp.mean(jnp.max(_magnitude(hidden)[:, 1:], axis=1))
+    return jnp.mean(jnp.max(_magnitude(hidden_states(hidden, at_least=2))[:, 1:], axis=1))
 
 
 def max_abs_first_maximum(hidden: ArrayLike) -> jax.Array:
     """Largest absolute activation at position 0 over all sequences; grows with their number, so report both."""
-    return jnp.max(_magnitude(hidden)[:, 0])
+    return jnp.max(_magnitude(hidden_states(hidden))[:, 0])
 
 
 def max_abs_rest_maximum(hidden: ArrayLike) -> jax.Array:
     """Largest absolute activation at positions >= 1 over all sequences; grows with their number, so report both."""
-    return jnp.max(_magnitude(hidden)[:, 1:])
+    return jnp.max(_magnitude(hidden_states(hidden, at_least=2))[:, 1:])
 
 
 def norm_ratio_first(hidden: ArrayLike) -> jax.Array:
@@ -73,12 +71,12 @@ def norm_ratio_first(hidden: ArrayLike) -> jax.Array:
 
     Definition: max|x| / ||x||_2 per position (arXiv 2410.17174, section 4.2 and Appendix I.3).
     """
-    return jnp.mean(norm_ratio(jnp.asarray(hidden)[:, 0]))
+    return jnp.mean(norm_ratio(hidden_states(hidden)[:, 0]))
 
 
 def norm_ratio_rest(hidden: ArrayLike) -> jax.Array:
     """max|x| / ||x||_2, mean over positions >= 1 and sequences; see `norm_ratio_first`."""
-    return jnp.mean(norm_ratio(jnp.asarray(hidden)[:, 1:]))
+    return jnp.mean(norm_ratio(hidden_states(hidden, at_least=2)[:, 1:]))
 
 
 def residual_norm_first(hidden: ArrayLike) -> jax.Array:
@@ -87,12 +85,12 @@ def residual_norm_first(hidden: ArrayLike) -> jax.Array:
     Definition: the l2 norm of a block's output (Active-Dormant Attention Heads, arXiv 2410.13835); measured for
     language models too.
     """
-    return jnp.mean(_length(hidden)[:, 0])
+    return jnp.mean(norm(hidden_states(hidden))[:, 0])
 
 
 def residual_norm_rest(hidden: ArrayLike) -> jax.Array:
     """||x||_2, mean over positions >= 1 and sequences; see `residual_norm_first`."""
-    return jnp.mean(_length(hidden)[:, 1:])
+    return jnp.mean(norm(hidden_states(hidden, at_least=2))[:, 1:])
 
 
 def value_norm_first(value_norms: ArrayLike) -> jax.Array:
@@ -105,9 +103,9 @@ def value_norm_first(value_norms: ArrayLike) -> jax.Array:
     Args:
       value_norms: ||W_o^h v_j||_2 of one layer, [B, N, S].
     """
-    return jnp.mean(at_least_float32(value_norms)[..., 0])
+    return jnp.mean(at_least_float32(norms_of_values(value_norms))[..., 0])
 
 
 def value_norm_rest(value_norms: ArrayLike) -> jax.Array:
     """||W_o v||_2, mean over positions >= 1, heads and sequences; see `value_norm_first`."""
-    return jnp.mean(at_least_float32(value_norms)[..., 1:])
+    return jnp.mean(at_least_float32(norms_of_values(value_norms, at_least=2))[..., 1:])

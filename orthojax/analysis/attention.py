@@ -2,7 +2,7 @@
 
 Weights are what multiplies the values in one layer, [B, N, T, S], not negative, zero on masked keys: B batch, N query
 heads, T query positions, S key positions. Rows need not sum to 1: softmax-1 and ReLU rows may hold less, down to
-nothing.
+nothing. What cannot be weights is a ValueError, as `inputs.attention_weights` says: outside of jit also logits.
 
 Where a relaxed mask privileges none of the first k keys (From Attention to Activation, arXiv 2410.17174, section 3.2
 and Figure 2), queries before `first_query` do not count: with k keys that see each other, the queries from k on see the
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from orthojax.analysis.inputs import attention_weights
 from orthojax.ops.statistics import at_least_float32
 
 
@@ -35,7 +36,7 @@ def first_attention_fraction(weights: ArrayLike) -> jax.Array:
     >>> float(first_attention_fraction(jnp.array([[[[1.0, 0.0], [0.5, 0.5]]]])))  # a tie does not count
     0.5
     """
-    weights = jnp.asarray(weights)
+    weights = attention_weights(weights)
     others = jnp.max(weights[..., 1:], axis=-1, initial=0.0)  # at least 0: an all-zero row must not win
     wins = weights[..., 0] > others
     return jnp.count_nonzero(wins) / wins.size
@@ -43,7 +44,7 @@ def first_attention_fraction(weights: ArrayLike) -> jax.Array:
 
 def first_attention_mass_by_head(weights: ArrayLike) -> jax.Array:
     """Weight on key 0 of every head, mean over queries and sequences: [N], at least float32; see `sink_rate`."""
-    return jnp.mean(at_least_float32(weights)[..., 0], axis=(0, 2))
+    return jnp.mean(at_least_float32(attention_weights(weights))[..., 0], axis=(0, 2))
 
 
 def first_attention_mass(weights: ArrayLike) -> jax.Array:
@@ -62,7 +63,7 @@ def first_attention_share(weights: ArrayLike) -> jax.Array:
     >>> float(first_attention_share(jnp.array([[[[0.5, 0.0], [0.1, 0.3], [0.0, 0.0], [0.0, 2.0]]]])))
     0.3125
     """
-    weights = at_least_float32(weights)
+    weights = at_least_float32(attention_weights(weights))
     total = jnp.sum(weights, axis=-1)
     return jnp.mean(weights[..., 0] / jnp.where(total > 0.0, total, 1.0))
 
@@ -95,8 +96,19 @@ def attention_mass_by_key(weights: ArrayLike, keys: int, first_query: int) -> ja
 
     Returns:
       [B, N, k], at least float32.
+
+    Raises:
+      ValueError: For keys beyond S or a first query beyond T.
     """
-    return jnp.mean(at_least_float32(weights)[:, :, first_query:, :keys], axis=2)
+    return jnp.mean(at_least_float32(_from_query(weights, keys, first_query))[..., :keys], axis=2)
+
+
+def _from_query(weights: ArrayLike, keys: int, first_query: int) -> jax.Array:
+    weights = attention_weights(weights)
+    T, S = weights.shape[2:]
+    if not (1 <= keys <= S and 0 <= first_query < T):
+        raise ValueError(f"keys={keys}, first_query={first_query}; allowed: 1 to {S}, 0 to {T - 1}")
+    return weights[:, :, first_query:]
 
 
 def attention_fraction_by_key(weights: ArrayLike, keys: int, first_query: int) -> jax.Array:
@@ -105,7 +117,7 @@ def attention_fraction_by_key(weights: ArrayLike, keys: int, first_query: int) -
     As `first_attention_fraction`, for any key: it counts only where its weight is above 0 and strictly the largest of
     all S keys. Arguments as of `attention_mass_by_key`.
     """
-    weights = jnp.asarray(weights)[:, :, first_query:]
+    weights = _from_query(weights, keys, first_query)
     largest = jnp.max(weights, axis=-1, keepdims=True)
     strict = jnp.sum(weights == largest, axis=-1, keepdims=True) == 1
     wins = (weights[..., :keys] == largest) & strict & (largest > 0)
@@ -122,6 +134,8 @@ def equal_logits_mass(length: int, first_query: int) -> float:
     >>> equal_logits_mass(4, 2) == (1 / 3 + 1 / 4) / 2
     True
     """
+    if not 0 <= first_query < length:
+        raise ValueError(f"first_query={first_query}; allowed: 0 to {length - 1}")
     return float(np.mean(1.0 / np.arange(first_query + 1, length + 1)))
 
 
@@ -140,6 +154,8 @@ def uniformity_p_value(counts: Sequence[int]) -> float:
     >>> uniformity_p_value([0, 5, 0, 0])  # five of five, of four: 4 / 4^5
     0.00390625
     """
+    if not len(counts) or min(counts) < 0:
+        raise ValueError(f"counts {counts}; allowed: one for each category, not negative")
     draws, observed, as_extreme = sum(counts), sum(count * count for count in counts), 0
     for outcome in itertools.combinations_with_replacement(range(len(counts)), draws):
         drawn = Counter(outcome).values()

@@ -2,16 +2,16 @@
 
 Active-Dormant Attention Heads, arXiv 2410.13835. At a trigger the next token is a copy of the previous one, elsewhere
 it is drawn from the bigram law of the current token. Legend: B batch, N query heads, T query positions, S key
-positions, V vocabulary. Every function takes arrays of one layer or of the output and gives a scalar, at least float32.
+positions, V vocabulary. Every function takes arrays of one layer or of the output and gives a scalar, at least float32;
+arrays of other shapes, and outside of jit rows that are no distributions, are a ValueError.
 Means over selected positions come as (sum, count) too, so that batches with different numbers of triggers add up.
 """
-
-from operator import truediv
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from orthojax.analysis.inputs import attention_weights, predictions, triggers
 from orthojax.ops.statistics import at_least_float32
 
 SumAndCount = tuple[jax.Array, jax.Array]
@@ -19,6 +19,11 @@ SumAndCount = tuple[jax.Array, jax.Array]
 
 def _sum_and_count(values: jax.Array, where: jax.Array) -> SumAndCount:
     return jnp.sum(values, where=where), jnp.sum(where, dtype=jnp.int32)
+
+
+def _mean(sum_and_count: SumAndCount) -> jax.Array:
+    total, count = sum_and_count
+    return total / count.astype(total.dtype)
 
 
 def _cross_entropy(oracle_probs: jax.Array, log_probs: jax.Array) -> jax.Array:
@@ -30,16 +35,16 @@ def _cross_entropy(oracle_probs: jax.Array, log_probs: jax.Array) -> jax.Array:
 
 def backcopy_risk_sum(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
     """`backcopy_risk_nats` as (sum in nats, number of trigger positions)."""
-    risk = _cross_entropy(at_least_float32(oracle_probs), at_least_float32(log_probs))
-    return _sum_and_count(risk, jnp.asarray(is_trigger))
+    log_probs, oracle = map(at_least_float32, predictions(log_probs, oracle_probs))
+    return _sum_and_count(_cross_entropy(oracle, log_probs), triggers(is_trigger, oracle.shape[:2]))
 
 
 def bigram_excess_risk_sum(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
     """`bigram_excess_risk_nats` as (sum in nats, number of other positions)."""
-    oracle = at_least_float32(oracle_probs)
+    log_probs, oracle = map(at_least_float32, predictions(log_probs, oracle_probs))
     entropy = _cross_entropy(oracle, jnp.log(jnp.where(oracle > 0.0, oracle, 1.0)))
-    risk = _cross_entropy(oracle, at_least_float32(log_probs))
-    return _sum_and_count(risk - entropy, ~jnp.asarray(is_trigger))
+    risk = _cross_entropy(oracle, log_probs)
+    return _sum_and_count(risk - entropy, ~triggers(is_trigger, oracle.shape[:2]))
 
 
 def backcopy_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
@@ -55,7 +60,7 @@ def backcopy_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger
     Returns:
       Nats; nan without triggers.
     """
-    return truediv(*backcopy_risk_sum(log_probs, oracle_probs, is_trigger))
+    return _mean(backcopy_risk_sum(log_probs, oracle_probs, is_trigger))
 
 
 def bigram_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
@@ -67,13 +72,13 @@ def bigram_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_tr
 
     Arguments as of `backcopy_risk_nats`. Returns nats, >= 0 up to rounding.
     """
-    return truediv(*bigram_excess_risk_sum(log_probs, oracle_probs, is_trigger))
+    return _mean(bigram_excess_risk_sum(log_probs, oracle_probs, is_trigger))
 
 
 def sink_attention_sum(weights: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
     """`sink_attention` as (sum, number of non-trigger positions)."""
-    on_first = jnp.mean(at_least_float32(weights)[..., 0], axis=1)
-    return _sum_and_count(on_first, ~jnp.asarray(is_trigger))
+    on_first = jnp.mean(at_least_float32(attention_weights(weights))[..., 0], axis=1)
+    return _sum_and_count(on_first, ~triggers(is_trigger, on_first.shape))
 
 
 def sink_attention(weights: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
@@ -86,12 +91,13 @@ def sink_attention(weights: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
       weights: Attention weights, [B, N, T, S].
       is_trigger: Whether the token at a position is a trigger, bool [B, T].
     """
-    return truediv(*sink_attention_sum(weights, is_trigger))
+    return _mean(sink_attention_sum(weights, is_trigger))
 
 
 def sink_attention_rest_sum(weights: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
     """`sink_attention_rest` as (sum, number of non-trigger positions >= 1)."""
-    return sink_attention_sum(jnp.asarray(weights)[:, :, 1:], jnp.asarray(is_trigger)[:, 1:])
+    on_first = jnp.mean(at_least_float32(attention_weights(weights))[..., 0], axis=1)
+    return _sum_and_count(on_first[:, 1:], ~triggers(is_trigger, on_first.shape)[:, 1:])
 
 
 def sink_attention_rest(weights: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
@@ -101,18 +107,21 @@ def sink_attention_rest(weights: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
     ReLU attention without any sink can reach 10, enough to move the mean over all rows. Arguments as of
     `sink_attention`.
     """
-    return truediv(*sink_attention_rest_sum(weights, is_trigger))
+    return _mean(sink_attention_rest_sum(weights, is_trigger))
 
 
 def sink_logit_gap_sum(logits: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
     """`sink_logit_gap` as (sum, number of non-trigger queries at positions >= 2)."""
     logits = at_least_float32(logits)
+    if logits.ndim != 4:
+        raise ValueError(f"attention logits have shape {logits.shape}; allowed: [B, N, T, S] of one layer")
     query = jnp.arange(logits.shape[-2])[:, None]
     key = jnp.arange(logits.shape[-1])[None, :]
     between = ((key >= 1) & (key < query))[None, None]  # logits come before the mask: later keys hold anything
-    others = jnp.sum(logits, axis=-1, where=between) / jnp.maximum(query[:, 0] - 1, 1)[None, None]
+    between_count = jnp.maximum(query[:, 0] - 1, 1).astype(logits.dtype)
+    others = jnp.sum(logits, axis=-1, where=between) / between_count[None, None]
     gap = jnp.mean(logits[..., 0] - others, axis=1)
-    return _sum_and_count(gap, ~jnp.asarray(is_trigger) & (query[:, 0] >= 2)[None])
+    return _sum_and_count(gap, ~triggers(is_trigger, gap.shape) & (query[:, 0] >= 2)[None])
 
 
 def sink_logit_gap(logits: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
@@ -128,4 +137,4 @@ def sink_logit_gap(logits: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
     Returns:
       nan where no query qualifies.
     """
-    return truediv(*sink_logit_gap_sum(logits, is_trigger))
+    return _mean(sink_logit_gap_sum(logits, is_trigger))

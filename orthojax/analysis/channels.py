@@ -33,8 +33,14 @@ def summed_second_moments(nu: ArrayLike) -> np.ndarray:
     """Adam's second moments of a kernel, summed over each output channel, sum_i nu[i, d]: [..., I, D] -> [..., D].
 
     Without bias correction, which is one factor for all.
+
+    Raises:
+      ValueError: For negative numbers.
     """
-    return np.sum(np.asarray(nu, np.float64), axis=-2)
+    nu = np.asarray(nu, np.float64)
+    if (nu < 0).any():
+        raise ValueError("second moments are negative; allowed: nu, not mu")
+    return np.sum(nu, axis=-2)
 
 
 def outlier_scores(values: ArrayLike) -> np.ndarray:
@@ -48,8 +54,14 @@ def outlier_scores(values: ArrayLike) -> np.ndarray:
 
     Returns:
       [..., D] float64; 0 for a value at the median, infinite for another one where MAD is 0.
+
+    Raises:
+      ValueError: For negative values.
     """
-    logs = np.log(np.maximum(np.asarray(values, np.float64), np.finfo(np.float64).tiny))
+    values = np.asarray(values, np.float64)
+    if (values < 0).any():
+        raise ValueError("the values are negative; allowed: norms or moments")
+    logs = np.log(np.maximum(values, np.finfo(np.float64).tiny))
     away = logs - np.median(logs, axis=-1, keepdims=True)
     deviation = np.median(np.abs(away), axis=-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -59,14 +71,24 @@ def outlier_scores(values: ArrayLike) -> np.ndarray:
 def rank_correlation(a: ArrayLike, b: ArrayLike) -> float:
     """Spearman's rank correlation of [D] and [D], ties sharing their mean rank; nan where all of one are equal.
 
+    Other shapes are a ValueError.
+
     >>> rank_correlation([1.0, 2.0, 30.0], [-1.0, -5.0, -6.0])
     -1.0
     """
     from scipy import stats  # here, because it takes a second to import
 
+    _require_vectors(a, b)
     with warnings.catch_warnings(action="ignore", category=stats.ConstantInputWarning):
         found: Any = stats.spearmanr(np.asarray(a, np.float64), np.asarray(b, np.float64))
     return float(found.statistic)
+
+
+def _require_vectors(a: ArrayLike, b: ArrayLike) -> int:
+    """Their length; ValueError for what are not two vectors of equal length."""
+    if np.ndim(a) != 1 or np.shape(a) != np.shape(b):
+        raise ValueError(f"arrays of shapes {np.shape(a)} and {np.shape(b)}; allowed: [D] and [D]")
+    return np.size(a)
 
 
 def extreme_overlap(large: ArrayLike, small: ArrayLike, count: int) -> float:
@@ -79,9 +101,14 @@ def extreme_overlap(large: ArrayLike, small: ArrayLike, count: int) -> float:
       small: [D].
       count: 1 to D; of equal values the earlier channels are taken.
 
+    Raises:
+      ValueError: For other shapes or counts.
+
     >>> extreme_overlap([9.0, 1.0, 8.0, 2.0], [0.1, 0.2, 5.0, 6.0], 2)
     0.5
     """
+    if not 1 <= count <= _require_vectors(large, small):
+        raise ValueError(f"count={count}; allowed: 1 to {np.size(large)}")
     top = np.argsort(-np.asarray(large, np.float64), kind="stable")[:count]
     bottom = np.argsort(np.asarray(small, np.float64), kind="stable")[:count]
     return len(np.intersect1d(top, bottom)) / count

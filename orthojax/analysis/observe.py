@@ -61,7 +61,13 @@ def observe_language_model(taps: Taps, *, post_attention: bool = False, basis: A
 
     Returns:
       Means over sequences as sums, and maxima over sequences.
+
+    Raises:
+      ValueError: For a basis of another shape.
     """
+    D = taps.residual.shape[-1]
+    if basis is not None and jnp.shape(basis) != (D, D):
+        raise ValueError(f"the basis has shape {jnp.shape(basis)}; allowed: {(D, D)}")
     hidden_states = {"": taps.residual} | ({"post_attention_": taps.post_attention} if post_attention else {})
     if basis is not None:
         hidden_states["rotated_"] = taps.residual @ jnp.asarray(basis, taps.residual.dtype).T
@@ -128,7 +134,7 @@ def _statistics(
 ) -> Statistics:
     """Of a batch: means over its sequences, and (sum, count) of other means."""
     sequences = jnp.asarray(batch, jnp.int32)
-    sums = {name: (mean * sequences, sequences) for name, mean in means.items()} | sums
+    sums = {name: (mean * batch, sequences) for name, mean in means.items()} | sums
     total, count = ({name: pair[i] for name, pair in sums.items()} for i in (0, 1))
     return Statistics(sequences, total, count, maximum or {})
 

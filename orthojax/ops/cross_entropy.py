@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from orthojax.ops.products import kernel_product, transposed_product
+from orthojax.ops.statistics import at_least_float32, wide_dtype
 
 BATCH_AXES, VOCAB_AXIS = ("data", "fsdp"), "tensor"  # of the current mesh, as far as it has them
 # The logits that one device materialises at a time; their exponentials and gradients take as much again. An accelerator
@@ -35,7 +36,7 @@ def cross_entropy_nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
     >>> round(float(cross_entropy_nats(jnp.zeros((1, 4)), jnp.array([2]))[0]), 4)  # ln 4
     1.3863
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = at_least_float32(logits)
     target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - target
 
@@ -106,7 +107,7 @@ def chunked_cross_entropy_sum_nats(
     >>> float(chunked_cross_entropy_sum_nats(x, W, targets, jnp.ones((1, 3)), positions=2))  # 3 ln 4
     4.158883094787598
     """
-    dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+    dtype = wide_dtype(hidden)
     weights = jnp.broadcast_to(lax.stop_gradient(weights).astype(dtype), targets.shape)
     return _loss(min(positions, targets.shape[1]), vocab_axis, hidden, kernel, targets, weights)
 
@@ -123,7 +124,7 @@ def _forward(positions: int, vocab_axis: int, hidden, kernel, targets, weights):
 
 def _backward(positions: int, vocab_axis: int, gradients, cotangent):
     del positions, vocab_axis
-    return (*((g * cotangent).astype(g.dtype) for g in gradients), None, None)
+    return (*((g.astype(cotangent.dtype) * cotangent).astype(g.dtype) for g in gradients), None, None)
 
 
 _loss.defvjp(_forward, _backward)
@@ -192,7 +193,7 @@ def _loss_and_gradients(vocab_axis: int, with_gradients: bool, kernel, x, target
     loss = jnp.sum(weight * (logsumexp[..., 0] - target_logit))
     if not with_gradients:
         return (loss,)
-    error = (weight[..., None] * (jnp.exp(logits - logsumexp) - is_target)).astype(x.dtype)
+    error = (weight[..., None] * (jnp.exp(logits - logsumexp) - is_target.astype(logits.dtype))).astype(x.dtype)
     dx = product(error, kernel, contract=vocab_axis).astype(x.dtype)
     operands = (x, error) if vocab_axis == 1 else (error, x)
     dW = transposed_product(*operands, preferred_element_type=weight.dtype)

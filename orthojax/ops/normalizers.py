@@ -34,6 +34,7 @@ class ClippedSoftmax:
             raise ValueError(f"{self}; allowed: a finite gamma <= 0 and a finite zeta >= 1")
 
 
+Axis = int | tuple[int, ...] | None
 Normalizer = Literal["softmax", "softmax1", "relu", "sigmoid"] | float | jax.Array | ClippedSoftmax
 
 
@@ -42,11 +43,21 @@ def _as_dtype_of(logits: jax.Array, weights: jax.Array) -> jax.Array:
     return weights.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else weights  # integers would round to 0
 
 
+def _boolean(where: jax.Array) -> jax.Array:
+    if jnp.result_type(where) != jnp.bool_:
+        raise ValueError(f"where must be boolean (True keeps), got {jnp.result_type(where)}")
+    return jnp.asarray(where)
+
+
 def _masked(logits: jax.Array, where: jax.Array | None) -> jax.Array:
-    return logits if where is None else jnp.where(where, logits, -jnp.inf)
+    return logits if where is None else jnp.where(_boolean(where), logits, -jnp.inf)
 
 
-def softmax_n(logits: jax.Array, n: float, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
+def _axes(axis: Axis, ndim: int) -> set[int]:
+    return {range(ndim)[i] for i in (range(ndim) if axis is None else np.atleast_1d(axis))}
+
+
+def softmax_n(logits: jax.Array, n: float, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
     """Softmax with n in the denominator: exp(x_i) / (n + sum_j exp(x_j)); n = 1 is `softmax1`, n = 0 is softmax.
 
     n >= 0 acts as n further keys with logit 0 and value 0; rows sum to less than 1 if n > 0. Other arguments and the
@@ -63,7 +74,7 @@ def softmax_n(logits: jax.Array, n: float, axis: int = -1, where: jax.Array | No
     return _as_dtype_of(logits, _softmax_with_constant(_masked(at_least_float32(logits), where), axis, float(n)))
 
 
-def softmax1(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
+def softmax1(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
     """softmax-1: exp(x_i) / (1 + sum_j exp(x_j)), attention that may go nowhere.
 
     The 1 acts as a key with logit 0 and value 0, so a head with nothing to say need not park its weight on the
@@ -72,11 +83,14 @@ def softmax1(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) 
 
     Args:
       logits: Floating array; half precision is computed in float32.
-      axis: The axis of the keys.
+      axis: The axis of the keys, several, or None for all. No keys have no weights.
       where: Boolean mask that broadcasts against `logits`; entries that are False get weight 0.
 
     Returns:
       Weights, shape and dtype of `logits`; each row sums to less than 1. Only they are saved for the derivative.
+
+    Raises:
+      ValueError: For a mask that is not boolean.
 
     Reference:
       From Attention to Activation, `arXiv 2410.17174 <https://arxiv.org/abs/2410.17174>`_, 2024, Eq. 1.
@@ -90,20 +104,27 @@ def softmax1(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) 
     return softmax_n(logits, 1.0, axis, where)
 
 
-def softmax_with_sink(logits: jax.Array, sink: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
+def softmax_with_sink(logits: jax.Array, sink: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
     """Softmax with a (learned) sink logit: exp(x_i) / (exp(sink) + sum_j exp(x_j)); sink = 0 is `softmax1`.
 
     `sink` broadcasts against `logits` with length 1 along `axis` and is differentiable; rows sum to less than 1 if it
     is finite. Other arguments and the result are as for `softmax1`.
 
+    Raises:
+      ValueError: For a sink of another shape, or a mask that is not boolean.
+
     Reference:
       One learned logit for each head, as in gpt-oss, `arXiv 2508.10925 <https://arxiv.org/abs/2508.10925>`_, 2025.
     """
     x = _masked(at_least_float32(logits), where)
-    return _as_dtype_of(logits, _softmax_with_sink_array(x, axis, jnp.asarray(sink, x.dtype)))
+    sink = jnp.asarray(sink, x.dtype)
+    row = tuple(1 if i in _axes(axis, x.ndim) else length for i, length in enumerate(x.shape))
+    if sink.ndim > x.ndim or any(s not in (1, n) for s, n in zip(sink.shape[::-1], row[::-1], strict=False)):
+        raise ValueError(f"a sink of shape {sink.shape} for logits {x.shape}; allowed: what broadcasts to {row}")
+    return _as_dtype_of(logits, _softmax_with_sink_array(x, axis, sink)[0])
 
 
-def softmax(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
+def softmax(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
     """exp(x_i) / sum_j exp(x_j), as `jax.nn.softmax`, in at least float32; arguments and result as for `softmax1`.
 
     As in `jax.nn.dot_product_attention` a masked logit becomes the dtype's lowest number, so a row that keeps nothing
@@ -114,7 +135,7 @@ def softmax(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -
     """
     x = at_least_float32(logits)
     if where is not None:
-        x = jnp.where(where, x, 0.7 * jnp.finfo(x.dtype).min)
+        x = jnp.where(_boolean(where), x, 0.7 * float(jnp.finfo(x.dtype).min))
     return _as_dtype_of(logits, jax.nn.softmax(x, axis))
 
 
@@ -122,7 +143,7 @@ def clipped_softmax(
     logits: jax.Array,
     gamma: float = ClippedSoftmax.gamma,
     zeta: float = ClippedSoftmax.zeta,
-    axis: int = -1,
+    axis: Axis = -1,
     where: jax.Array | None = None,
 ) -> jax.Array:
     """clip((zeta - gamma) softmax(x) + gamma, 0, 1): softmax stretched to [gamma, zeta] and cut to [0, 1].
@@ -151,7 +172,7 @@ def clipped_softmax(
     return _as_dtype_of(logits, jnp.clip((zeta - gamma) * _softmax_with_constant(x, axis, 0.0) + gamma, 0.0, 1.0))
 
 
-def relu(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
+def relu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
     """max(x_i, 0) / (number of visible keys), which are the True entries of `where` along `axis`.
 
     Arguments and result as for `softmax1`; rows need not sum to 1.
@@ -164,16 +185,17 @@ def relu(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> j
     [1.0, 0.0, 0.0]
     """
     x = jnp.maximum(at_least_float32(logits), 0.0)
+    axes = _axes(axis, x.ndim)
     if where is None:
-        return _as_dtype_of(logits, x / x.shape[axis])
-    where = jnp.asarray(where)
+        return _as_dtype_of(logits, x / math.prod(x.shape[a] for a in axes))
+    where = _boolean(where)
     where = where.reshape((1,) * (x.ndim - where.ndim) + where.shape)
-    # A mask of length 1 along the axis stands for all its keys; the sum runs over the mask as it is, which is smaller.
-    visible = jnp.sum(where, axis, keepdims=True) * (x.shape[axis] // where.shape[axis])
-    return _as_dtype_of(logits, jnp.where(where, x / jnp.maximum(visible, 1), 0.0))
+    # A mask of length 1 along an axis stands for all its keys; the sum runs over the mask as it is, which is smaller.
+    visible = jnp.sum(where, axis, keepdims=True) * math.prod(x.shape[a] for a in axes if where.shape[a] == 1)
+    return _as_dtype_of(logits, jnp.where(where, x / jnp.maximum(visible, 1).astype(x.dtype), 0.0))
 
 
-def sigmoid(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
+def sigmoid(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
     """1 / (1 + exp(-x_i)) for each key by itself, with no normalisation over keys.
 
     Arguments and result as for `softmax1`; `axis` has no effect, and rows need not sum to 1.
@@ -184,48 +206,49 @@ def sigmoid(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -
     """
     del axis
     weights = jax.nn.sigmoid(at_least_float32(logits))
-    return _as_dtype_of(logits, weights if where is None else jnp.where(where, weights, 0.0))
+    return _as_dtype_of(logits, weights if where is None else jnp.where(_boolean(where), weights, 0.0))
 
 
 # Softmax with a sink in its denominator. Logits are float32 or float64, -inf for a hidden key; a sink of -inf is none.
-# The derivative rules save the output alone.
+# The derivative rules save the output alone, and the sink's weight where the sink has a derivative.
 
 
-def _with_sink(logits: jax.Array, axis: int, sink: jax.Array | float) -> jax.Array:
+def _with_sink(logits: jax.Array, axis: Axis, sink: jax.Array | float) -> tuple[jax.Array, jax.Array]:
+    """The weights of the logits and of the sink, the latter with length 1 along the axis."""
     # The sink takes part in the shift: exp(sink - shift) can then neither overflow, however negative the logits are,
     # nor vanish together with all other terms. So one term of the total is exp(0) and the total at least 1, except
     # where nothing is kept and there is no sink: the two bounds turn only that 0 / 0 into 0. They are maxima because
     # XLA for CPU makes one loop of all these lines; a `where` would cost two more passes over the weights.
     lowest = float(jnp.finfo(logits.dtype).min)
     bound = max(sink, lowest) if isinstance(sink, float) else jnp.maximum(sink, lowest)
-    shift = jnp.maximum(jnp.max(logits, axis, keepdims=True), bound)
-    unnormalized = jnp.exp(logits - shift)
-    total = jnp.sum(unnormalized, axis, keepdims=True) + jnp.exp(sink - shift)
-    return unnormalized / jnp.maximum(total, 1.0)
+    shift = jnp.maximum(jnp.max(logits, axis, keepdims=True, initial=-jnp.inf), bound)
+    unnormalized, sink_term = jnp.exp(logits - shift), jnp.exp(sink - shift)
+    total = jnp.maximum(jnp.sum(unnormalized, axis, keepdims=True) + sink_term, 1.0)
+    return unnormalized / total, sink_term / total
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _softmax_with_sink_array(logits: jax.Array, axis: int, sink: jax.Array) -> jax.Array:
-    """exp(x_i) / (exp(sink) + sum_j exp(x_j)) for a sink logit that broadcasts against the logits."""
+def _softmax_with_sink_array(logits: jax.Array, axis: Axis, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """exp(x_i) / (exp(sink) + sum_j exp(x_j)), and the same of the sink, which broadcasts against the logits."""
     return _with_sink(logits, axis, sink)
 
 
 @_softmax_with_sink_array.defjvp
 def _(axis, primals, tangents):
-    # d y = y (t - sum_j y_j t_j - y_sink t_sink): only the output is needed, so only it is saved. Automatic
-    # differentiation would save the shifted exponentials and their sum as well.
+    # d y = y (t - sum_j y_j t_j - y_sink t_sink), the sink's weight among the y: only the outputs are needed, so only
+    # they are saved. Automatic differentiation would save the shifted exponentials and their sum as well; and were
+    # y_sink taken as 1 - sum_j y_j, nothing of a small one would be left.
     logits, sink = primals
     t, t_sink = tangents
-    y = _softmax_with_sink_array(logits, axis, sink)
-    inner = jnp.sum(y * t, axis, keepdims=True)
-    inner += (1.0 - jnp.sum(y, axis, keepdims=True)) * t_sink
-    return y, y * (t - inner)
+    y, y_sink = _softmax_with_sink_array(logits, axis, sink)
+    inner = jnp.sum(y * t, axis, keepdims=True) + y_sink * t_sink
+    return (y, y_sink), (y * (t - inner), y_sink * (t_sink - inner))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _softmax_with_constant(logits: jax.Array, axis: int, n: float) -> jax.Array:
+def _softmax_with_constant(logits: jax.Array, axis: Axis, n: float) -> jax.Array:
     """exp(x_i) / (n + sum_j exp(x_j)): a sink that is no parameter, whose derivative costs nothing."""
-    return _with_sink(logits, axis, math.log(n) if n else -math.inf)
+    return _with_sink(logits, axis, math.log(n) if n else -math.inf)[0]
 
 
 @_softmax_with_constant.defjvp

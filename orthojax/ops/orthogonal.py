@@ -8,7 +8,7 @@ import functools
 import math
 import string
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -89,9 +89,14 @@ def factor_sizes(n: int, kind: FixedKind = "hadamard") -> tuple[int, ...]:
       factor is a power of two from 16 on, then the most equal, then the one whose second factor is larger; () if there
       is no pair (a prime factor over 128, or n over 16,384) and a cosine transform is used.
 
+    Raises:
+      ValueError: For another kind.
+
     >>> factor_sizes(64), factor_sizes(768), factor_sizes(1000), factor_sizes(4099)
     ((64,), (32, 24), (25, 40), ())
     """
+    if kind not in get_args(FixedKind):
+        raise ValueError(f"unknown kind {kind!r}; allowed: {', '.join(map(repr, get_args(FixedKind)))}")
     if n <= _MAX_FACTOR:
         return (n,)
     pairs = [(a, n // a) for a in range(2, _MAX_FACTOR + 1) if n % a == 0 and 2 <= n // a <= _MAX_FACTOR]
@@ -213,10 +218,15 @@ def fixed_transform(x: jax.Array, axis: int, *, kind: FixedKind = "hadamard", tr
     Returns:
       An array of x's shape and dtype.
 
+    Raises:
+      ValueError: For another kind, an axis that x has not, or x of another dtype.
+
     >>> x = jnp.array([1.0, 0.0, 0.0, 0.0])
     >>> print(fixed_transform(x, 0))
     [0.5 0.5 0.5 0.5]
     """
+    if not 0 <= axis < x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"axis={axis} of {x.dtype} {x.shape}; allowed: 0 to {x.ndim - 1} of floats")
     factors, scale = _kronecker_factors(x.shape[axis], kind)
     if not factors:
         transform = jax.scipy.fft.idct if transpose else jax.scipy.fft.dct

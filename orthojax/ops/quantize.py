@@ -5,26 +5,50 @@ step. Nothing here has a useful gradient (rounding is flat).
 """
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
-from orthojax.ops.statistics import at_least_float32
+from orthojax.ops.statistics import at_least_float32, shrink
 
 Axes = int | Sequence[int] | None
 Scheme = Literal["absmax", "zeropoint"]
 
 
-def _reduced(axes: Axes) -> int | tuple[int, ...] | None:
-    return axes if axes is None or isinstance(axes, int) else tuple(axes)
+def _reduced(axes: Axes) -> tuple[int, ...] | None:
+    reduced = None if axes is None else tuple(np.atleast_1d(axes).tolist())
+    if not all(isinstance(axis, int) for axis in reduced or ()):
+        raise ValueError(f"axes={axes!r}; allowed: an integer, several, or None for all axes")
+    return reduced
 
 
-def _require_bits(bits: int) -> None:
-    if not 2 <= bits <= 16:
-        raise ValueError(f"bits={bits} is not a width that can be simulated; allowed: 2 to 16")
+def _require_bits(bits: int, most: int) -> None:
+    if not isinstance(bits, numbers.Integral) or not 2 <= bits <= most:
+        problem = "cannot be simulated" if most > 8 else "does not fit into int8"
+        raise ValueError(f"bits={bits!r} {problem}; allowed: 2 to {most}, whole")
+
+
+def _wide(x: ArrayLike) -> jax.Array:
+    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        raise ValueError(f"values of dtype {jnp.result_type(x)} cannot be quantised; allowed: floating ones")
+    return at_least_float32(x)
+
+
+def _within(values: jax.Array, dtype: Any) -> jax.Array:
+    """Clipped to a dtype: a grid with an exact 0 may reach half a step beyond its values, and so beyond all numbers."""
+    limit = jnp.asarray(jnp.finfo(dtype).max, values.dtype)
+    return jnp.clip(values, -limit, limit)
+
+
+def require_scheme(scheme: str) -> None:
+    """Refuses what is no `Scheme`, with a ValueError."""
+    if scheme not in get_args(Scheme):
+        raise ValueError(f"unknown scheme {scheme!r}; allowed: {', '.join(map(repr, get_args(Scheme)))}")
 
 
 def absmax(x: ArrayLike, bits: int = 8, axes: Axes = None) -> jax.Array:
@@ -50,8 +74,8 @@ def absmax(x: ArrayLike, bits: int = 8, axes: Axes = None) -> jax.Array:
     >>> absmax(jnp.array([-127.0, 0.0, 0.6, 63.4])).tolist()
     [-127.0, 0.0, 1.0, 63.0]
     """
-    _require_bits(bits)
-    wide, largest = at_least_float32(x), 2 ** (bits - 1) - 1
+    _require_bits(bits, 16)
+    wide, largest = _wide(x), 2 ** (bits - 1) - 1
     integers, peak, zero = _absmax_integers(wide, bits, axes)
     # (integer / largest) * peak, not integer * (peak / largest): the peak comes back exactly, and with it the step.
     fraction = jnp.where(jnp.abs(integers) == largest, jnp.sign(integers), integers / largest)
@@ -83,31 +107,36 @@ def zeropoint(x: ArrayLike, bits: int = 4, axes: Axes = None) -> jax.Array:
     >>> zeropoint(jnp.array([-1.0, 0.0, 2.0]), bits=2).tolist()
     [-1.0, 0.0, 2.0]
     """
-    _require_bits(bits)
-    wide = at_least_float32(x)
+    _require_bits(bits, 16)
+    wide, dtype = _wide(x), jnp.asarray(x).dtype
     integers, _, step, constant = _zeropoint_integers(wide, bits, axes)
-    return jnp.where(constant, wide, integers * step).astype(jnp.asarray(x).dtype)
+    values = jnp.where(jnp.isfinite(step), _within(integers * step, dtype), jnp.nan)
+    return jnp.where(constant, wide, values).astype(dtype)
 
 
 def _absmax_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Integers as floats, max|x| of every slice, and which slices are zero."""
-    peak = jnp.max(jnp.abs(wide), axis=_reduced(axes), keepdims=True)
-    zero = peak < jnp.finfo(wide.dtype).tiny
-    return jnp.round(wide / jnp.where(zero, 1.0, peak) * (2 ** (bits - 1) - 1)), peak, zero
+    peak = jnp.max(jnp.abs(wide), axis=_reduced(axes), keepdims=True, initial=0.0)
+    zero, factor = peak < jnp.finfo(wide.dtype).tiny, shrink(peak)
+    return jnp.round(wide * factor / jnp.where(zero, 1.0, peak * factor) * (2 ** (bits - 1) - 1)), peak, zero
 
 
 def _zeropoint_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Integers as floats, the smallest that a slice may have, its step, and which slices are constant."""
+    """Integers as floats, the smallest that a slice may have, its step, and which slices are constant.
+
+    The step of a slice with a not-finite value is not finite.
+    """
     levels = 2**bits - 1
-    low = jnp.min(wide, axis=_reduced(axes), keepdims=True)
-    high = jnp.max(wide, axis=_reduced(axes), keepdims=True)
-    step = (high - low) / levels
-    constant = (high == low) | (step < jnp.finfo(wide.dtype).tiny)
+    low = jnp.min(wide, axis=_reduced(axes), keepdims=True, initial=jnp.inf)
+    high = jnp.max(wide, axis=_reduced(axes), keepdims=True, initial=-jnp.inf)
+    factor = shrink(jnp.maximum(high, -low))
+    step = (high * factor - low * factor) / levels
+    constant = (high == low) & jnp.isfinite(high) | (step < jnp.finfo(wide.dtype).tiny)
     safe = jnp.where(constant, 1.0, step)
-    bottom = jnp.round(low / safe)
-    integers = jnp.clip(jnp.round(wide / safe), bottom, bottom + levels)
+    bottom = jnp.round(low * factor / safe)
+    integers = jnp.clip(jnp.round(wide * factor / safe), bottom, bottom + levels)
     # high / step and low / step are `levels` apart; where both are ties, rounding could lose the top level.
-    return jnp.where(wide == high, bottom + levels, integers), bottom, safe, constant
+    return jnp.where(wide == high, bottom + levels, integers), bottom, safe / factor, constant
 
 
 @jax.tree_util.register_dataclass
@@ -134,8 +163,10 @@ class Quantized:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array."""
+        if not self.is_packed:
+            return self.qvalue.shape
         *leading, rows, columns = self.qvalue.shape
-        return (*leading, 2 * rows, columns) if self.is_packed else self.qvalue.shape
+        return (*leading, 2 * rows, columns)
 
     @property
     def dtype(self) -> Any:
@@ -171,9 +202,9 @@ def quantize(x: ArrayLike, scheme: Scheme, bits: int, axes: Axes = None) -> Quan
     >>> q.qvalue.tolist(), q.zero_point.tolist()
     ([-8, -5, 7], [18.0])
     """
-    if not 2 <= bits <= 8:
-        raise ValueError(f"bits={bits} does not fit into int8; allowed: 2 to 8")
-    wide = at_least_float32(x)
+    _require_bits(bits, 8)
+    require_scheme(scheme)
+    wide = _wide(x)
     if scheme == "absmax":
         integers, peak, _ = _absmax_integers(wide, bits, axes)
         finite, zero_point = jnp.isfinite(peak), None
@@ -181,7 +212,7 @@ def quantize(x: ArrayLike, scheme: Scheme, bits: int, axes: Axes = None) -> Quan
     else:
         half = 2 ** (bits - 1)
         integers, bottom, step, constant = _zeropoint_integers(wide, bits, axes)
-        low = jnp.min(wide, axis=_reduced(axes), keepdims=True)
+        low = jnp.min(wide, axis=_reduced(axes), keepdims=True, initial=jnp.inf)
         finite = jnp.isfinite(low) & jnp.isfinite(step)
         # A constant slice is 1 times its value: integer -half, and integer + zero_point = 1.
         step = jnp.where(constant, low, step)
@@ -205,7 +236,7 @@ def dequantize(x: Quantized) -> jax.Array:
     shape = [length for n, s in axes for length in ((s, 1) if 1 < s < n else (s,))]
     grouped = qvalue.reshape(split).astype(x.scale.dtype)
     grouped = grouped if x.zero_point is None else grouped + x.zero_point.reshape(shape)
-    return (grouped * x.scale.reshape(shape)).reshape(qvalue.shape)
+    return _within(grouped * x.scale.reshape(shape), x.scale.dtype).reshape(qvalue.shape)
 
 
 def pack(integers: jax.Array) -> jax.Array:
@@ -217,6 +248,8 @@ def pack(integers: jax.Array) -> jax.Array:
     >>> pack(jnp.array([[-1], [7]], jnp.int8)).tolist()
     [[127]]
     """
+    if integers.dtype != jnp.int8 or integers.ndim < 2 or integers.shape[-2] % 2:
+        raise ValueError(f"{integers.dtype} {integers.shape} cannot be packed; allowed: int8 [..., 2 n, out]")
     nibbles = jax.lax.bitcast_convert_type(integers, jnp.uint8) & 15
     return nibbles[..., 0::2, :] | (nibbles[..., 1::2, :] << 4)
 
@@ -228,6 +261,8 @@ def unpack(packed: jax.Array) -> jax.Array:
     >>> unpack(jnp.array([[127]], jnp.uint8)).tolist()
     [[-1], [7]]
     """
+    if packed.dtype != jnp.uint8 or packed.ndim < 2:
+        raise ValueError(f"{packed.dtype} {packed.shape} cannot be unpacked; allowed: uint8 [..., n, out]")
     both = jnp.stack([packed << 4, packed], axis=-2)
     signed = jax.lax.bitcast_convert_type(both, jnp.int8) >> 4  # arithmetic: the sign comes along
     *leading, rows, _, columns = signed.shape

@@ -1,14 +1,57 @@
-"""Statistics of activation vectors: how far a few channels stand out from the others."""
+"""Statistics of activation vectors: how far a few channels stand out from the others.
+
+They hold up to the largest finite numbers. What is scaled for that is scaled by powers of two, or only where numbers
+are that large: all others give the same bits as without.
+"""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 
+def wide_dtype(x: jax.Array) -> Any:
+    """float64 for float64 arrays, else float32: without `jnp.promote_types`, which refuses to mix dtypes if strict."""
+    return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+
+
 def at_least_float32(x: ArrayLike) -> jax.Array:
-    """`x` in float32, or in float64 where it is that already: statistics of half precision are taken in float32."""
+    """`x` in float32, or in float64 where it is that already: statistics of half precision are taken in float32.
+
+    Raises:
+      ValueError: For complex numbers.
+    """
     x = jnp.asarray(x)
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise ValueError(f"an array of {x.dtype}; allowed: real numbers")
+    return x.astype(wide_dtype(x))
+
+
+def root_of_range(x: jax.Array) -> float:
+    """The square root of the power of two above all numbers of the dtype: 2^64 in float32, 2^512 in float64."""
+    return 2.0 ** (jnp.finfo(x.dtype).maxexp // 2)
+
+
+def shrink(peak: jax.Array) -> jax.Array:
+    """1, or 1 / `root_of_range` for a larger peak: multiplied by it, numbers up to the peak can be divided by the peak.
+
+    Compilers may divide by a broadcast number by multiplying by its inverse, which is 0 for the largest numbers, as
+    the hardware has no subnormal ones.
+    """
+    root = root_of_range(peak)
+    return jnp.where(peak < root, jnp.ones_like(peak), jnp.asarray(1.0 / root, peak.dtype))
+
+
+def norm(x: ArrayLike, axis: int = -1) -> jax.Array:
+    """||x||_2 along one axis, finite where that number is: `x` without `axis`, in at least float32."""
+    x = at_least_float32(x)
+    root = root_of_range(x)
+    # Both sums in one pass. The root comes last: that of a sum that is not taken would have an infinite slope at 0.
+    plain, shrunk = jnp.sum(jnp.square(x), axis), jnp.sum(jnp.square(x / root), axis)
+    fits = plain < jnp.inf
+    return jnp.sqrt(jnp.where(fits, plain, shrunk)) * jnp.where(fits, 1.0, root)
 
 
 def kurtosis(x: ArrayLike, axis: int = -1) -> jax.Array:
@@ -37,12 +80,16 @@ def kurtosis(x: ArrayLike, axis: int = -1) -> jax.Array:
     0.0
     """
     x = at_least_float32(x)
-    centred = x - jnp.mean(x, axis, keepdims=True)
+    low, high = jnp.min(x, axis, keepdims=True), jnp.max(x, axis, keepdims=True)
+    part = 2.0 ** -int(np.prod(np.take(x.shape, axis))).bit_length()  # the sum of D large values would overflow
+    mean = jnp.mean(x * part, axis, keepdims=True) / part
+    factor = shrink(jnp.maximum(high, -low))
+    centred = x * factor - mean * factor  # in this form XLA for CPU reads x as often as without the factor
     # Fourth powers of outliers overflow long before the outliers do, so take them relative to the largest one.
     # The ratio does not depend on that factor, hence neither does its gradient.
     scale = jax.lax.stop_gradient(jnp.max(jnp.abs(centred), axis, keepdims=True))
     # The rounded mean of equal values can differ from them, so compare the values themselves.
-    constant = jnp.max(x, axis, keepdims=True) == jnp.min(x, axis, keepdims=True)
+    constant = low == high
     constant |= scale < jnp.finfo(x.dtype).tiny / jnp.finfo(x.dtype).eps  # below that the mean may underflow
     # A vector with some spread in place of a constant one keeps the gradient finite too.
     stand_in = jnp.ones_like(centred)
@@ -70,7 +117,7 @@ def norm_ratio(x: ArrayLike, axis: int = -1) -> jax.Array:
     """
     x = at_least_float32(x)
     peak = jnp.max(jnp.abs(x), axis, keepdims=True)
-    zero = peak < jnp.finfo(x.dtype).tiny
+    zero, factor = peak < jnp.finfo(x.dtype).tiny, shrink(peak)
     # Relative to the peak the squares neither overflow nor vanish, and the ratio is 1 over the norm.
-    relative = jnp.where(zero, 1.0, x / jnp.where(zero, 1.0, peak))
+    relative = jnp.where(zero, 1.0, x * factor / jnp.where(zero, 1.0, peak * factor))
     return jnp.where(jnp.squeeze(zero, axis), 0.0, 1.0 / jnp.linalg.norm(relative, axis=axis))

@@ -101,8 +101,17 @@ def integer_product(x: Quantized, kernel: Quantized) -> jax.Array:
 
     Returns:
       [..., out] in the dtype of the scales.
+
+    Raises:
+      ValueError: For other shapes.
     """
+    if len(kernel.shape) != 2 or x.shape[-1] != kernel.shape[0]:
+        raise ValueError(f"x {x.shape} and a kernel {kernel.shape}; allowed: [..., in] and [in, out]")
     groups, dtype = kernel.scale.shape[0], kernel.scale.dtype
+    if x.scale.shape[-1] not in (1, groups):
+        raise ValueError(
+            f"x has scales {x.scale.shape}; allowed: 1 in the last axis, or {groups} as the kernel's groups"
+        )
 
     def group_product(
         q_x: jax.Array, q_w: jax.Array, scale: jax.Array, z_w: jax.Array | None, z_x: jax.Array | None
@@ -177,6 +186,7 @@ def integer_linear(setting: QuantizationSetting) -> "LinearFunction":
         if not isinstance(kernel, Quantized):
             return float_linear(x, kernel, bias, path)
         wide = at_least_float32(x)
+        bias = None if bias is None else bias.astype(wide.dtype)
         if setting.inputs is None:
             y = float_linear(wide, dequantize(kernel), bias, path)
         else:

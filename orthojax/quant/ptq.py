@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 
-from orthojax.config import added
+from orthojax.config import added, check_types
 from orthojax.errors import UserError, nearest
 from orthojax.ops.quantize import Axes, absmax, zeropoint
 from orthojax.ops.statistics import at_least_float32
@@ -45,6 +45,9 @@ class QuantizationSetting:
       activation_bits: Width of the integers of inputs and outputs, where it differs.
       group_size: Neighbouring input features of one output channel that share a scale; it must divide the input
         features of every layer. None: all of them do.
+
+    Raises:
+      UserError: For values of another type, unknown names, or a combination that says nothing.
     """
 
     bits: int
@@ -56,6 +59,7 @@ class QuantizationSetting:
     group_size: int | None = added(None)
 
     def __post_init__(self):
+        check_types(self, "QuantizationSetting")
         for name, bits in (("bits", self.bits), ("activation_bits", self.input_bits)):
             if not 2 <= bits <= 16:
                 raise UserError(f"{name}={bits} cannot be simulated", allowed="2 to 16")
@@ -216,7 +220,7 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
         if setting.inputs is not None:
             groups, axes = group_inputs(a, setting)
             a = fake_quantize(groups, setting, setting.input_bits, axes).reshape(a.shape)
-        y = float_linear(a, w, bias, path)
+        y = float_linear(a, w, None if bias is None else bias.astype(a.dtype), path)
         if setting.outputs is not None:
             y = fake_quantize(y, setting, setting.input_bits, None)
         return y if path == "head" else y.astype(x.dtype)

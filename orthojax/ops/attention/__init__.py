@@ -8,6 +8,7 @@ H head width. `dot_product.py` is the entry and picks the implementation. The mo
 - `attend(inputs) -> [B, T, N, H]`.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ from orthojax.ops.attention.xla import (
     weighted_values,
 )
 from orthojax.ops.normalizers import Normalizer
+from orthojax.ops.statistics import wide_dtype
 
 __all__ = [
     "ATTENTION_NAME",
@@ -103,7 +105,7 @@ def attention_fn(
             raise ValueError(f"causal attention of {T} queries to {S} keys; allowed: as many, or one query and a mask")
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         output = dot_product_attention(
-            *(array.astype(dtype).reshape(-1, *array.shape[-3:]) for array in (query, key, value)),
+            *(array.astype(dtype).reshape(math.prod(batch), *array.shape[-3:]) for array in (query, key, value)),
             bias=None if bias is None else _one_batch_axis(bias, batch),
             mask=None if mask is None else _one_batch_axis(jnp.asarray(mask).astype(bool), batch),
             normalizer=normalizer,
@@ -120,7 +122,7 @@ def _one_batch_axis(array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     if len(batch) <= 1 or array.ndim <= 3:
         return array
     array = array.reshape((1,) * (len(batch) + 3 - array.ndim) + array.shape)
-    return jnp.broadcast_to(array, (*batch, *array.shape[-3:])).reshape(-1, *array.shape[-3:])
+    return jnp.broadcast_to(array, (*batch, *array.shape[-3:])).reshape(math.prod(batch), *array.shape[-3:])
 
 
 def rotary(x: jax.Array, positions: jax.Array, theta: float = 10_000.0) -> jax.Array:
@@ -137,7 +139,7 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float = 10_000.0) -> jax.A
       Shape and dtype of `x`; computed in float32 at least.
 
     Raises:
-      ValueError: For odd H.
+      ValueError: For odd H, other than T positions, or a base that is not positive.
 
     Reference:
       Su et al., `RoFormer <https://arxiv.org/abs/2104.09864>`_, 2021.
@@ -145,7 +147,11 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float = 10_000.0) -> jax.A
     width = x.shape[-1]
     if width % 2:
         raise ValueError(f"rotary positions need an even head width, got {width}")
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    if x.ndim < 3 or positions.shape != x.shape[-3:-2]:
+        raise ValueError(f"x has shape {x.shape}, positions {positions.shape}; allowed: [..., T, heads, H] and [T]")
+    if isinstance(theta, int | float) and not theta > 0:
+        raise ValueError(f"theta={theta}; allowed: a positive number")
+    dtype = wide_dtype(x)
     frequencies = theta ** (-jnp.arange(0, width, 2, dtype=dtype) / width)
     angles = (positions.astype(dtype)[:, None] * frequencies[None, :])[:, None, :]
     angles = jnp.expand_dims(angles, tuple(range(x.ndim - 3)))

@@ -91,7 +91,8 @@ def dot_product_attention(
         The two kernels have a first derivative in reverse mode only.
 
     Returns:
-      Shape of `query`, dtype of `value`.
+      Shape of `query`, dtype of `value`; zeros without keys. Batch and, for "xla", lengths may be symbolic dimensions
+      of `jax.export`, with which None never picks a kernel.
 
     Raises:
       ValueError: For shapes or dtypes that do not fit, a mask that is not boolean, an unknown normalizer or
@@ -108,7 +109,7 @@ def dot_product_attention(
     options: Any = {"normalizer": normalizer, "scale": scale, "is_causal": is_causal, **lengths}
     inputs = prepare_inputs(query, key, value, bias, mask, local_window_size=local_window_size, **options)
     attend = _choose(inputs, implementation)
-    if inputs.query.size == 0:
+    if 0 in inputs.query.shape or 0 in inputs.key.shape:
         return jnp.zeros(jnp.shape(query), inputs.value.dtype)
     return attend(inputs).reshape(jnp.shape(query))
 
@@ -141,7 +142,7 @@ def prepare_inputs(
     if not (scale is None or is_number):
         raise ValueError(f"scale must be a number, got {scale!r}")
     check_normalizer(normalizer, query.shape[2])
-    options |= {"scale": query.shape[-1] ** -0.5 if scale is None else scale, **lengths}
+    options |= {"scale": max(query.shape[-1], 1) ** -0.5 if scale is None else scale, **lengths}
     options["local_window_size"] = None if window is None else xla.window_sides(window)
     return AttentionInputs(query, key, value, bias, mask, normalizer, **options)
 
@@ -156,11 +157,9 @@ def _check_queries_and_keys(query: jax.Array, key: jax.Array, value: jax.Array) 
         raise ValueError(f"query and key must be [batch, length, heads, width]; got {query.shape} and {key.shape}")
     if key.shape != value.shape:
         raise ValueError(f"key and value must have the same shape; got {key.shape} and {value.shape}")
-    (B, _, N, H), (_, S, K, _) = query.shape, key.shape
+    (B, _, N, H), K = query.shape, key.shape[2]
     if key.shape[0] != B or key.shape[3] != H:
         raise ValueError(f"query {query.shape} and key {key.shape} differ in batch or head width")
-    if S == 0:
-        raise ValueError(f"there are no keys: key has shape {key.shape}")
     if K == 0 or N % K:
         raise ValueError(f"the number of query heads ({N}) must be a multiple of the key-value heads ({K})")
 
@@ -218,30 +217,40 @@ def _platform(array: jax.Array) -> str:
     return device if isinstance(device, str) else device.platform
 
 
+def _symbolic(inputs: AttentionInputs) -> str:
+    shapes = inputs.query.shape, inputs.key.shape
+    known = all(isinstance(n, int) for shape in shapes for n in shape)
+    return "" if known else f"kernels are compiled for known shapes, got {shapes[0]} and {shapes[1]}"
+
+
 def _choose(inputs: AttentionInputs, implementation: str | None) -> Callable[[AttentionInputs], jax.Array]:
     """The function that computes the attention; a program traced on a GPU to be lowered for a CPU must say "xla"."""
     platform = _platform(inputs.query)
     if implementation is None:
         kernel = _KERNELS.get(platform)
-        if kernel is not None and inputs.query.shape[1] > 1:  # one query is a matrix-vector product: nothing to fuse
+        if kernel is not None and inputs.query.shape[1] not in (0, 1):  # one is a matrix-vector product
             module = _kernel(kernel)
-            problem = module.unsupported(inputs) or module.unavailable()
+            problem = _symbolic(inputs) or module.unsupported(inputs) or module.unavailable()
             if not problem:
                 return module.attend
             if _fallback_forbidden.get():
                 raise NotImplementedError(f"attention may not fall back from {kernel!r} here: {problem}")
             _warn(kernel, problem)
-        B, T, N, _ = inputs.query.shape
+        (B, T, N, _), S = inputs.query.shape, inputs.key.shape[1]
+        if xla.unchunkable(inputs):
+            return xla.attend
         limits = _CAUSAL_CHUNKED_FROM_BYTES if inputs.is_causal else _CHUNKED_FROM_BYTES
-        large = 4 * B * N * T * inputs.key.shape[1] >= limits.get(platform, 2**30)
+        large = 4 * xla.known(B) * N * T * S >= limits.get(platform, 2**30)
         return xla.attend_chunked if large else xla.attend
     if implementation not in get_args(Implementation):
         allowed = ", ".join(map(repr, get_args(Implementation)))
         raise ValueError(f"unknown implementation {implementation!r}; allowed: None, {allowed}")
     if implementation in ("xla", "xla_chunked"):
+        if implementation == "xla_chunked" and (problem := xla.unchunkable(inputs)):
+            raise NotImplementedError(f"attention with implementation='xla_chunked': {problem}")
         return xla.attend if implementation == "xla" else xla.attend_chunked
     module = _kernel(implementation)
-    problem = module.unsupported(inputs)
+    problem = _symbolic(inputs) or module.unsupported(inputs)
     if implementation == "cudnn" and platform == "gpu":
         problem = problem or module.unavailable()  # clearer than the error of the vendor's stack
     if problem:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from orthojax.ops.normalizers import Normalizer, apply_normalizer
-from orthojax.ops.statistics import at_least_float32
+from orthojax.ops.statistics import at_least_float32, wide_dtype
 
 if TYPE_CHECKING:
     from orthojax.ops.attention.dot_product import AttentionInputs
@@ -23,6 +23,11 @@ _CAUSAL_CHUNK_BYTES = {"cpu": 2**25}
 _FEWEST_QUERIES = 32
 # Under a causal mask the chunks are split into this many runs; those of a run take the keys up to the end of the run.
 _CAUSAL_RUNS = 4
+
+
+def known(dimension: int) -> int:
+    """The dimension as far as it is known when tracing: 1 for a symbolic one of `jax.export`."""
+    return dimension if isinstance(dimension, int) else 1
 
 
 def window_sides(size: int | tuple[int, int]) -> tuple[int, int]:
@@ -115,7 +120,7 @@ def attention_logits(
     """
     B, T, N, H = query.shape
     S, K = key.shape[1:3]
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    dtype = wide_dtype(query)
     if N == K:
         # On CPU the grouped einsum with a group of one is slower, and so is the backward pass of an einsum that leaves
         # the order of axes to XLA: it then transposes [B, N, T, S] arrays instead of these.
@@ -124,7 +129,7 @@ def attention_logits(
     else:
         grouped = query.reshape(B, T, K, N // K, H)
         logits = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=dtype).reshape(B, N, T, S)
-    logits *= jnp.asarray(H**-0.5 if scale is None else scale, dtype)
+    logits *= jnp.asarray(max(H, 1) ** -0.5 if scale is None else scale, dtype)
     return logits if bias is None else logits + bias.astype(dtype)
 
 
@@ -217,9 +222,15 @@ def attend_chunked(inputs: "AttentionInputs") -> jax.Array:
     return _without_padding(output, inputs.query_seq_lengths)
 
 
+def unchunkable(inputs: "AttentionInputs") -> str:
+    """Why queries cannot be split into chunks, or ""."""
+    lengths = inputs.query.shape[1], inputs.key.shape[1]
+    return "" if all(isinstance(n, int) for n in lengths) else f"chunks need known lengths, got {lengths}"
+
+
 def _queries_per_chunk(inputs: "AttentionInputs") -> int:
     B, T, N, _ = inputs.query.shape
-    row = B * N * inputs.key.shape[1] * jnp.promote_types(inputs.query.dtype, jnp.float32).itemsize
+    row = known(B) * N * inputs.key.shape[1] * wide_dtype(inputs.query).itemsize
     platform = jax.default_backend()
     queries = _CHUNK_BYTES.get(platform, 2**28) // row
     if inputs.is_causal and inputs.local_window_size is None and platform in _CAUSAL_CHUNK_BYTES:

@@ -1,0 +1,132 @@
+"""Every function on arrays of ops, analysis and quant in one dtype, under JAX's strict rules for mixing dtypes."""
+
+import inspect
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from orthojax import analysis, ops, quant
+from orthojax.ops import orthogonal, quantize
+from orthojax.ops.attention import relaxed_causal_mask
+from orthojax.ops.normalizers import ClippedSoftmax
+
+B, N, T, D = 2, 2, 4, 8
+HIDDEN, WEIGHTS, HEADS, KERNEL = (B, T, D), (B, N, T, T), (B, T, N, D), (D, D)
+IDS, LENGTHS = np.zeros((B, T), np.int32), np.full(B, T, np.int32)
+MASK, IS_TRIGGER = np.ones((B, 1, T, T), bool), np.zeros((B, T), bool)
+HIDES = {"mask": MASK, "is_causal": True, "local_window_size": 2}
+HIDES |= {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS}
+NORMALIZERS = {"softmax": "softmax", "softmax1": "softmax1", "relu": "relu", "sigmoid": "sigmoid", "n": 0.5}
+NORMALIZERS |= {"clipped": ClippedSoftmax(), "learned sink": None}  # of the dtype of the query
+
+
+def attend(name, implementation):
+    def function(q, k, v, bias, sink):
+        normalizer = sink if name == "learned sink" else NORMALIZERS[name]
+        options = {"normalizer": normalizer, "implementation": implementation, **HIDES}
+        return ops.dot_product_attention(q, k, v, bias, **options)
+
+    return function, HEADS, HEADS, HEADS, WEIGHTS, (N,)
+
+
+def of_weights(q, k, v, bias):
+    visible = ops.visible_keys(B, T, T, **HIDES)
+    weights = ops.attention_weights(q, k, bias=bias, mask=visible, normalizer="softmax1", scale=0.3)
+    return ops.weighted_values(weights, v), ops.attention_logits(q, k), ops.attention_fn()(q, k, v, bias, MASK)
+
+
+def linear(setting):
+    def function(x, kernel, bias):
+        simulated = quant.quantized_linear(setting)(x, kernel, bias, "mlp")
+        if setting.inputs == "feature":
+            return simulated
+        stored = quant.integer_params({"kernel": kernel}, setting)["kernel"]
+        return simulated, quant.integer_linear(setting)(x, stored, bias, "mlp")
+
+    return function, HIDDEN, (D, 6), (6,)
+
+
+def taps(residual, weights, norms):
+    values = {"residual": residual, "post_attention": residual, "attention_weights": weights}
+    return SimpleNamespace(**values, attention_logits=weights, value_norms=norms)
+
+
+def observed(residual, weights, norms, basis):
+    seen = taps(residual, weights, norms)
+    language_model = analysis.observe_language_model(seen, post_attention=True, basis=basis)
+    return analysis.combine(language_model, language_model), analysis.observe_backcopy(IS_TRIGGER)(seen)
+
+
+def scheme(x):
+    packed = quantize.pack(quantize.quantize(x, "absmax", 4, 0).qvalue)
+    integers = [quantize.dequantize(quantize.quantize(x, name, 8)) for name in ("absmax", "zeropoint")]
+    return quantize.absmax(x), quantize.zeropoint(x), integers, quantize.unpack(packed)
+
+
+CASES = {f"attention: {name}, {how}": attend(name, how) for name in NORMALIZERS for how in ("xla", "xla_chunked")}
+CASES |= {f"linear: {name}": linear(setting) for name, setting in quant.SETTINGS.items()}
+CASES["linear: groups"] = linear(quant.QuantizationSetting(4, "zeropoint", "output_channel", "group", group_size=2))
+for name in ("softmax", "softmax1", "relu", "sigmoid", "clipped_softmax"):
+    CASES[name] = (lambda x, name=name: (getattr(ops, name)(x), getattr(ops, name)(x, where=MASK)), WEIGHTS)
+for name in ("kurtosis_first", "kurtosis_rest", "kurtosis_pooled", "max_abs_first", "max_abs_rest"):
+    CASES[name] = (getattr(analysis, name), HIDDEN)
+for name in ("max_abs_first_maximum", "max_abs_rest_maximum", "norm_ratio_first", "norm_ratio_rest"):
+    CASES[name] = (getattr(analysis, name), HIDDEN)
+for name in ("residual_norm_first", "residual_norm_rest", "value_norm_first", "value_norm_rest"):
+    CASES[name] = (getattr(analysis, name), HIDDEN)
+for name in ("attention_fraction_by_key", "attention_mass_by_key"):
+    CASES[name] = (lambda w, name=name: getattr(analysis, name)(w, 2, 1), WEIGHTS)
+for name in ("fraction", "mass", "mass_by_head", "share"):
+    CASES[f"first_attention_{name}"] = (getattr(analysis, f"first_attention_{name}"), WEIGHTS)
+for name in ("sink_attention", "sink_attention_rest", "sink_logit_gap"):
+    CASES[name] = (lambda w, name=name: getattr(analysis, name)(w, IS_TRIGGER), WEIGHTS)
+for name in ("backcopy_risk_nats", "bigram_excess_risk_nats", "observe_backcopy_risks"):
+    CASES[name] = (lambda p, q, name=name: getattr(analysis, name)(p, q, IS_TRIGGER), HIDDEN, HIDDEN)
+CASES |= {
+    "softmax_n": (lambda x: ops.softmax_n(x, 2.0, where=MASK), WEIGHTS),
+    "softmax_with_sink": (lambda x, a: ops.softmax_with_sink(x, a, where=MASK), WEIGHTS, (1, N, 1, 1)),
+    "apply_normalizer": (lambda x, a: ops.apply_normalizer(a, x, MASK), WEIGHTS, (N,)),
+    "weights and values": (of_weights, HEADS, HEADS, HEADS, WEIGHTS),
+    "rotary": (lambda x: ops.rotary(x, jnp.arange(T)), HEADS),
+    "relaxed mask": (lambda x: jnp.where(relaxed_causal_mask(T, 2), x, 0), WEIGHTS),
+    "cross_entropy_nats": (lambda x: ops.cross_entropy_nats(x, IDS), HIDDEN),
+    "chunked_cross_entropy_sum_nats": (
+        lambda x, w, c: ops.chunked_cross_entropy_sum_nats(x, w, IDS, c, positions=3), HIDDEN, (D, 6), (B, T)
+    ),
+    "kurtosis": (ops.kurtosis, HIDDEN),
+    "norm_ratio": (ops.norm_ratio, HIDDEN),
+    "sink_rate": (analysis.sink_rate, (3, N)),
+    "observe": (observed, HIDDEN, WEIGHTS, (B, N, T), (D, D)),
+    "schemes": (scheme, KERNEL),
+    "quantize_params": (lambda x: quant.quantize_params({"kernel": x}, quant.INT4_ZEROPOINT, "kernel"), KERNEL),
+    "apply_matrix": (lambda x, m: orthogonal.apply_matrix(x, m, 1), KERNEL, KERNEL),
+}  # fmt: skip
+for kind, size in itertools.product(("hadamard", "dct"), (8, 12, 30, 131, 1040)):
+    CASES[f"{kind} of {size}"] = (lambda x, kind=kind: orthogonal.fixed_transform(x, 1, kind=kind), (2, size))
+FLAT = {"schemes", "quantize_params", "relaxed mask", *(name for name in CASES if name.startswith("linear"))}
+"""Without a derivative that anyone needs."""
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradient_mix_no_dtypes(name, dtype):
+    function, *shapes = CASES[name]
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+    def total(*arrays):
+        return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(function(*arrays)))
+
+    with jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(total if name in FLAT else jax.value_and_grad(total, tuple(range(len(arrays)))), *arrays)
+
+
+def test_every_function_on_arrays_is_among_them():
+    source = Path(__file__).read_text()
+    for name in ops.__all__:
+        if inspect.isfunction(getattr(ops, name)) and name not in ("forbid_fallback", "positions_at_once"):
+            assert name in source, name
