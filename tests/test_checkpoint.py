@@ -415,7 +415,7 @@ def test_runs_from_before_bases_were_counted_resume_unless_they_are_rotated(tmp_
         if optimizer == "adam":
             check_workdir(tmp_path, config)
             continue
-        with pytest.raises(UserError, match=r"optim.rotation.basis, optim.rotation.seed differ"):
+        with pytest.raises(UserError, match=r"basis=2 \(was 1\), optim.rotation.seed=None \(was 0\)"):
             check_workdir(tmp_path, config)
         older = from_json(Config, (tmp_path / "config.json").read_text())
         with pytest.raises(UserError, match="basis=1 is that of an older orthojax"):
