@@ -34,18 +34,26 @@ def backcopy_risk_sum(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger:
     return _sum_and_count(risk, jnp.asarray(is_trigger))
 
 
-def bigram_excess_risk_sum(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
-    """`bigram_excess_risk_nats` as (sum in nats, number of other positions)."""
+def _divergence(log_probs: ArrayLike, oracle_probs: ArrayLike) -> jax.Array:
     oracle = at_least_float32(oracle_probs)
     entropy = _cross_entropy(oracle, jnp.log(jnp.where(oracle > 0.0, oracle, 1.0)))
-    risk = _cross_entropy(oracle, at_least_float32(log_probs))
-    return _sum_and_count(risk - entropy, ~jnp.asarray(is_trigger))
+    return _cross_entropy(oracle, at_least_float32(log_probs)) - entropy
+
+
+def backcopy_excess_risk_sum(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
+    """`backcopy_excess_risk_nats` as (sum in nats, number of trigger positions)."""
+    return _sum_and_count(_divergence(log_probs, oracle_probs), jnp.asarray(is_trigger))
+
+
+def bigram_excess_risk_sum(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
+    """`bigram_excess_risk_nats` as (sum in nats, number of other positions)."""
+    return _sum_and_count(_divergence(log_probs, oracle_probs), ~jnp.asarray(is_trigger))
 
 
 def backcopy_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
     """Risk where the task is to copy: mean over trigger positions of -sum_v q(v) log p(v).
 
-    The expected cross-entropy under the oracle q, terms with q = 0 dropped; the oracle's own is 0.
+    The expected cross-entropy under the oracle q, terms with q = 0 dropped; the oracle's own is 0 where it copies.
 
     Args:
       log_probs: Log-probabilities of the model in nats, [B, T, V].
@@ -56,6 +64,14 @@ def backcopy_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger
       Nats; nan without triggers.
     """
     return truediv(*backcopy_risk_sum(log_probs, oracle_probs, is_trigger))
+
+
+def backcopy_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
+    """Risk above the oracle's at triggers, for rules whose outcome is not certain: mean of KL(q || p) over them.
+
+    Arguments as of `backcopy_risk_nats`, from which it differs by the oracle's risk, that of the rule itself.
+    """
+    return truediv(*backcopy_excess_risk_sum(log_probs, oracle_probs, is_trigger))
 
 
 def bigram_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
@@ -70,62 +86,67 @@ def bigram_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_tr
     return truediv(*bigram_excess_risk_sum(log_probs, oracle_probs, is_trigger))
 
 
-def sink_attention_sum(weights: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
+def sink_attention_sum(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> SumAndCount:
     """`sink_attention` as (sum, number of non-trigger positions)."""
-    on_first = jnp.mean(at_least_float32(weights)[..., 0], axis=1)
-    return _sum_and_count(on_first, ~jnp.asarray(is_trigger))
+    on_bos = jnp.mean(jnp.sum(at_least_float32(weights)[..., : max(1, bos_count)], axis=-1), axis=1)
+    return _sum_and_count(on_bos, ~jnp.asarray(is_trigger))
 
 
-def sink_attention(weights: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
+def sink_attention(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> jax.Array:
     """Attention to BOS where the head should be dormant.
 
     Definition: mean over batch and non-trigger positions of the weight on key 0, the BOS row (1 for softmax) included;
-    mean over heads. One layer; over layers the maximum is reported.
+    mean over heads. One layer; over layers the maximum is reported. Of several BOS tokens the weights are summed.
 
     Args:
       weights: Attention weights, [B, N, T, S].
       is_trigger: Whether the token at a position is a trigger, bool [B, T].
+      bos_count: BOS tokens at the start; without one the first token takes their place.
     """
-    return truediv(*sink_attention_sum(weights, is_trigger))
+    return truediv(*sink_attention_sum(weights, is_trigger, bos_count))
 
 
-def sink_attention_rest_sum(weights: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
-    """`sink_attention_rest` as (sum, number of non-trigger positions >= 1)."""
-    return sink_attention_sum(jnp.asarray(weights)[:, :, 1:], jnp.asarray(is_trigger)[:, 1:])
+def sink_attention_rest_sum(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> SumAndCount:
+    """`sink_attention_rest` as (sum, number of non-trigger positions after BOS)."""
+    n = max(1, bos_count)
+    return sink_attention_sum(jnp.asarray(weights)[:, :, n:], jnp.asarray(is_trigger)[:, n:], n)
 
 
-def sink_attention_rest(weights: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
-    """`sink_attention` without the BOS row.
+def sink_attention_rest(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> jax.Array:
+    """`sink_attention` without the rows of BOS.
 
     BOS sees only itself. Softmax gives it 1 there, but weights that are not normalised are unbounded in that row, and
     ReLU attention without any sink can reach 10, enough to move the mean over all rows. Arguments as of
     `sink_attention`.
     """
-    return truediv(*sink_attention_rest_sum(weights, is_trigger))
+    return truediv(*sink_attention_rest_sum(weights, is_trigger, bos_count))
 
 
-def sink_logit_gap_sum(logits: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
-    """`sink_logit_gap` as (sum, number of non-trigger queries at positions >= 2)."""
-    logits = at_least_float32(logits)
+def sink_logit_gap_sum(logits: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> SumAndCount:
+    """`sink_logit_gap` as (sum, number of non-trigger queries with another key between BOS and themselves)."""
+    logits, n = at_least_float32(logits), max(1, bos_count)
     query = jnp.arange(logits.shape[-2])[:, None]
     key = jnp.arange(logits.shape[-1])[None, :]
-    between = ((key >= 1) & (key < query))[None, None]  # logits come before the mask: later keys hold anything
-    others = jnp.sum(logits, axis=-1, where=between) / jnp.maximum(query[:, 0] - 1, 1)[None, None]
-    gap = jnp.mean(logits[..., 0] - others, axis=1)
-    return _sum_and_count(gap, ~jnp.asarray(is_trigger) & (query[:, 0] >= 2)[None])
+    between = ((key >= n) & (key < query))[None, None]  # logits come before the mask: later keys hold anything
+    others = jnp.sum(logits, axis=-1, where=between) / jnp.maximum(query[:, 0] - n, 1)[None, None]
+    on_bos = logits[..., 0] if n == 1 else jax.nn.logsumexp(logits[..., :n], axis=-1)
+    gap = jnp.mean(on_bos - others, axis=1)
+    return _sum_and_count(gap, ~jnp.asarray(is_trigger) & (query[:, 0] > n)[None])
 
 
-def sink_logit_gap(logits: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
+def sink_logit_gap(logits: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> jax.Array:
     """How far the logit on BOS stands above the others where the head should be dormant.
 
     Definition: for a query i >= 2 the logit on key 0 minus the mean logit of keys 1 .. i - 1 (neither BOS nor itself),
-    averaged over non-trigger queries, batch and heads.
+    averaged over non-trigger queries, batch and heads. Several BOS tokens count as one key with the sum of their
+    weights: the logarithm of the sum of the exponentials of their logits, and later queries and keys only.
 
     Args:
       logits: Scaled attention logits, before the mask, [B, N, T, S].
       is_trigger: Whether the token at a position is a trigger, bool [B, T].
+      bos_count: BOS tokens at the start; without one the first token takes their place.
 
     Returns:
       nan where no query qualifies.
     """
-    return truediv(*sink_logit_gap_sum(logits, is_trigger))
+    return truediv(*sink_logit_gap_sum(logits, is_trigger, bos_count))

@@ -45,4 +45,4 @@ from orthojax.train.step import (
     state_shapes,
 )
 from orthojax.train.step_logger import DivergedError
-from orthojax.train.workdir import Inputs, check_workdir, open_inputs
+from orthojax.train.workdir import Inputs, check_workdir, open_inputs, require_task
