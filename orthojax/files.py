@@ -122,10 +122,8 @@ def read_json(path: Path, what: str, form: type = dict) -> Any:
         raise UserError(f"{what} {path} cannot be read: {error.strerror}") from error
     values = parse_json(content, f"{what} {path}")
     if not isinstance(values, form):
-        raise UserError(
-            f"{what} {path} holds a JSON {type(values).__name__}",
-            allowed=f"a JSON {'object' if form is dict else form.__name__}",
-        )
+        allowed = "a JSON object" if form is dict else f"a JSON {form.__name__}"
+        raise UserError(f"{what} {path} holds a JSON {type(values).__name__}", allowed=allowed)
     return values
 
 

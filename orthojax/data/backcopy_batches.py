@@ -23,6 +23,18 @@ def _as_integers(probability: np.ndarray) -> np.ndarray:
     return np.round(probability * _ONE).astype(np.uint32)
 
 
+def _cumulative(task: BigramBackcopy) -> tuple[jax.Array, int]:
+    """Cumulative rows of `transition`, then that of `first`, flat, and their length, a power of 2.
+
+    A token of probability 0 has the entry of the one before it, so it is never drawn.
+    """
+    law = np.vstack([task.transition, task.first])
+    width = 1 << (task.vocab_size - 1).bit_length()
+    rows = np.full((len(law), width), _ONE, np.uint32)
+    rows[:, : task.vocab_size] = _as_integers(np.cumsum(law, axis=1))
+    return jnp.asarray(rows.reshape(-1)), width
+
+
 def _slots(task: BigramBackcopy) -> np.ndarray:
     """Id, or V for the state before the first token -> which trigger it is, or -1: int32 [V + 1]."""
     slots = np.full(task.vocab_size + 1, -1, np.int32)
@@ -41,15 +53,18 @@ def batch(
     key, key_rule, key_outputs = (jax.random.fold_in(key, i) for i in range(3))
     uniform = jax.random.bits(key, (n, B), jnp.uint32) >> 1
     slots = jnp.asarray(_slots(task))
-    # Inverse CDF: row V is that of the first character. A token of probability 0 is never drawn.
-    cumulative = jnp.asarray(_as_integers(np.cumsum(np.vstack([task.transition, task.first]), axis=1)))
+    cumulative, width = _cumulative(task)
     (rule, _), *other = task.rules.items()
     outputs = jnp.asarray(task.plain.astype(np.int32))[
         jax.random.randint(key_outputs, (B, len(task.triggers)), 0, len(task.plain))
     ]
 
     def drawn_from(row: jax.Array, uniform: jax.Array) -> jax.Array:
-        return jnp.sum(cumulative[row] <= uniform[:, None], axis=1, dtype=jnp.int32)
+        token, half = jnp.zeros_like(row), width // 2  # binary search: how many entries are at most `uniform`
+        while half:
+            entry = cumulative.at[row * width + token + half - 1].get(mode="promise_in_bounds")
+            token, half = token + jnp.where(entry <= uniform, half, 0), half // 2
+        return token
 
     def by_rule(rule: TriggerRule, before: jax.Array, current: jax.Array, uniform: jax.Array) -> jax.Array:
         if rule == "backcopy":

@@ -210,10 +210,10 @@ class BigramBackcopy:
         law = self._table.copy()
         size = len(self.characters)
         law[:size] /= law[:size].sum(1, keepdims=True)
-        for id_ in self.bos_ids:
-            law[id_, id_ + 1] = 1.0
-        if self.bos_ids:
-            law[self.bos_ids[-1]] = self.first
+        for bos_id in self.bos_ids:
+            law[bos_id] = self.first
+        for bos_id, next_id in itertools.pairwise(self.bos_ids):
+            law[bos_id] = np.arange(self.vocab_size) == next_id
         if self.delimiter_id is not None:
             law[self.delimiter_id] = self.marginal
         return law

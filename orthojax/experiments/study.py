@@ -121,10 +121,8 @@ def _trained(
 ) -> dict[str, Any]:
     tasks = [Task(run, experiment.measures, cache_dir) for run in runs]
     for config in {_data_of(run.config): run.config for run in runs}.values():
-        if (
-            config.data.kind == "bigram_backcopy"
-        ):  # whose evaluation set is drawn on a device, and those are the workers'
-            require_task(config)
+        if config.data.kind == "bigram_backcopy":
+            require_task(config)  # its evaluation set would be drawn on a device, and those are for the workers
         else:
             open_inputs(config, cache_dir, progress=tokenizing_progress())  # tokenises once, before the workers start
     meshes = [(run.config.mesh.data, run.config.mesh.fsdp, run.config.mesh.tensor) for run in runs]
