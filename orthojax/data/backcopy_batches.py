@@ -19,8 +19,8 @@ from orthojax.data.bigram_backcopy import BigramBackcopy
 _ONE = 2**31  # probabilities as integers, compared with 31 random bits
 
 
-def _as_integers(probability: np.ndarray) -> np.ndarray:
-    return np.round(probability * _ONE).astype(np.uint32)
+def _as_integers(probability: float | np.ndarray) -> np.ndarray:
+    return np.round(np.asarray(probability) * _ONE).astype(np.uint32)
 
 
 def _cumulative(task: BigramBackcopy) -> tuple[jax.Array, int]:
@@ -42,22 +42,20 @@ def _slots(task: BigramBackcopy) -> np.ndarray:
     return slots
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2, 3, 5))
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def batch(
-    task: BigramBackcopy, step: ArrayLike, batch_size: int, sequence_length: int, seed: ArrayLike, stream: int
+    task: BigramBackcopy, step: ArrayLike, batch_size: int, sequence_length: int, seed: ArrayLike, stream: ArrayLike
 ) -> jax.Array:
     """As `BigramBackcopy.batch`."""
-    B, n, V = batch_size, sequence_length + 1 - task.bos_count, task.vocab_size
-    key = jax.random.key(seed, impl="threefry2x32")
-    key = jax.random.fold_in(jax.random.fold_in(key, stream), step)
-    key, key_rule, key_outputs = (jax.random.fold_in(key, i) for i in range(3))
-    uniform = jax.random.bits(key, (n, B), jnp.uint32) >> 1
+    B, n, V, k = batch_size, sequence_length + 1 - task.bos_count, task.vocab_size, len(task.triggers)
+    (rule, _), *other = task.rules.items()
+    # The key of the seed stream * 2**32 + seed; the random numbers of later positions come last.
+    key = jax.random.wrap_key_data(jnp.stack([jnp.uint32(stream), jnp.uint32(seed)]), impl="threefry2x32")
+    bits = jax.random.bits(jax.random.fold_in(key, step), (k + n * (1 + len(other)), B), jnp.uint32)
+    outputs = jnp.asarray(task.plain.astype(np.int32))[bits[:k].T % len(task.plain)]
+    bits = bits[k:].reshape(n, 1 + len(other), B) >> 1
     slots = jnp.asarray(_slots(task))
     cumulative, width = _cumulative(task)
-    (rule, _), *other = task.rules.items()
-    outputs = jnp.asarray(task.plain.astype(np.int32))[
-        jax.random.randint(key_outputs, (B, len(task.triggers)), 0, len(task.plain))
-    ]
 
     def drawn_from(row: jax.Array, uniform: jax.Array) -> jax.Array:
         token, half = jnp.zeros_like(row), width // 2  # binary search: how many entries are at most `uniform`
@@ -74,10 +72,10 @@ def batch(
         return drawn_from(before if rule == "bigram_backward" else current, uniform)
 
     def following(carry: tuple[jax.Array, jax.Array], xs: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        (before, current), (position, uniform, is_other) = carry, xs
+        (before, current), (position, (uniform, *bits)) = carry, xs
         answer = by_rule(rule, before, current, uniform)
-        for name, _ in other:
-            answer = jnp.where(is_other, by_rule(name, before, current, uniform), answer)
+        for (name, probability), bit in zip(other, bits, strict=True):
+            answer = jnp.where(bit < _as_integers(probability), by_rule(name, before, current, uniform), answer)
         acts = (slots[current] >= 0) & (position - 1 < task.rule_positions)
         token = jnp.where(acts, answer, drawn_from(current, uniform))
         if task.delimiter_id is not None:
@@ -85,11 +83,8 @@ def batch(
         return (current, token), token
 
     start = jnp.full(B, V, jnp.int32)
-    is_other: Any = None
-    for _, probability in other:
-        is_other = jax.random.bits(key_rule, (n, B), jnp.uint32) >> 1 < _as_integers(np.array(probability))
     positions = jnp.arange(task.bos_count, task.bos_count + n)
-    _, tokens = jax.lax.scan(following, (start, start), (positions, uniform, is_other))
+    _, tokens = jax.lax.scan(following, (start, start), (positions, bits))
     bos = jnp.broadcast_to(jnp.asarray(task.bos_ids, jnp.int32), (B, task.bos_count))
     return jnp.concatenate([bos, tokens.T], axis=1)
 

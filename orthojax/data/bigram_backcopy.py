@@ -242,7 +242,9 @@ class BigramBackcopy:
         """
         from orthojax.data import backcopy_batches  # imports JAX, which reading a config must not
 
-        return backcopy_batches.batch(self, step, batch_size, sequence_length, seed, stream)
+        # JAX takes a Python integer as 32 bits with a sign.
+        step, seed = (np.uint32(number) if isinstance(number, int) else number for number in (step, seed))
+        return backcopy_batches.batch(self, step, batch_size, sequence_length, seed, np.uint32(stream))
 
     def is_trigger(self, tokens: "ArrayLike") -> "jax.Array":
         """Whether the rule decides what comes next: at triggers, before the delimiter where there is one.
