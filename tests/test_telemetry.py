@@ -236,7 +236,7 @@ def test_the_host_asks_for_a_step_only_when_the_next_one_is_under_way(tmp_path, 
         happened.append(("dispatched", number))
         return state, jax.tree.map(functools.partial(Recorded, number=number), metrics)
 
-    monkeypatch.setattr(loop, "build", lambda config: build(config)._replace(step=dispatched))
+    monkeypatch.setattr(loop, "build", lambda config, _: build(config)._replace(step=dispatched))
     train(replace(CONFIG, {"train.checkpoint_every_steps": 8}), INPUTS, tmp_path)
     assert [number for what, number in happened if what == "dispatched"] == list(range(1, 9))
     assert {number for what, number in happened if what == "fetched"} == set(range(1, 9))
