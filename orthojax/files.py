@@ -104,15 +104,16 @@ def parse_json(text: str | bytes, what: str) -> Any:
         raise UserError(f"{what} is not valid JSON: {str(error)[:200]}") from None
 
 
-def read_json(path: Path, what: str) -> dict[str, Any]:
-    """Reads a JSON object from a file; what is in it is for the caller to check.
+def read_json(path: Path, what: str, form: type = dict) -> Any:
+    """Reads a JSON object, or a list, from a file; what is in it is for the caller to check.
 
     Args:
       path: The file.
       what: What it is, for errors: "sidecar", "report".
+      form: dict or list.
 
     Raises:
-      UserError: Where the file is absent, not a regular file, unreadable, or holds no JSON object.
+      UserError: Where the file is absent, not a regular file, unreadable, or holds no JSON of this form.
     """
     require_file(path, what)
     try:
@@ -120,8 +121,9 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{what} {path} cannot be read: {error.strerror}") from error
     values = parse_json(content, f"{what} {path}")
-    if not isinstance(values, dict):
-        raise UserError(f"{what} {path} holds a JSON {type(values).__name__}", allowed="a JSON object")
+    if not isinstance(values, form):
+        allowed = "a JSON object" if form is dict else f"a JSON {form.__name__}"
+        raise UserError(f"{what} {path} holds a JSON {type(values).__name__}", allowed=allowed)
     return values
 
 

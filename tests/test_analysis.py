@@ -1,6 +1,6 @@
 """Every metric of one layer against float64 NumPy and planted values; statistics of layers and batches; measuring."""
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,15 +17,16 @@ from orthojax.model import LoadedModel, Transformer, gpt2
 L, B, N, T, D, V = 3, 8, 2, 6, 16, 5
 
 
-def compiled(name):
+@cache
+def compiled(name, **options):
     """A metric compiled whole: op by op, every new shape would compile a dozen little programs."""
-    return jax.jit(getattr(analysis, name))
+    return jax.jit(partial(getattr(analysis, name), **options))
 
 
-def check(expected, *arrays, rtol=1e-5):
+def check(expected, *arrays, rtol=1e-5, **options):
     """Holds metrics by name to their values."""
     for name, value in expected.items():
-        np.testing.assert_allclose(compiled(name)(*arrays), value, rtol=rtol, err_msg=name)
+        np.testing.assert_allclose(compiled(name, **options)(*arrays), value, rtol=rtol, err_msg=name)
 
 
 def layers_of_taps(seed=0):
@@ -154,6 +155,9 @@ def test_risks_are_their_definitions():
     excess = (risk - entropy)[~IS_TRIGGER].mean()
     expected = {"backcopy_risk_nats": risk[IS_TRIGGER].mean(), "bigram_excess_risk_nats": excess}
     check(expected, log_probs, oracle, IS_TRIGGER)
+    # Of a rule whose outcome is not certain, too: here where the bigram law holds.
+    check({"backcopy_excess_risk_nats": excess, "backcopy_risk_nats": risk[~IS_TRIGGER].mean()},
+          log_probs, oracle, ~IS_TRIGGER)  # fmt: skip
     # The oracle has no risk, and a uniform guess the known one.
     assert compiled("backcopy_risk_nats")(log_oracle, oracle, IS_TRIGGER) == 0.0
     assert abs(compiled("bigram_excess_risk_nats")(log_oracle, oracle, IS_TRIGGER)) < 1e-6
@@ -178,6 +182,12 @@ def test_sink_attention_and_logit_gap_are_their_definitions():
     on_first = weights[..., 0].mean(1)
     gaps = np.stack([logits[:, :, i, 0] - logits[:, :, i, 1:i].mean(-1) for i in range(2, T)], -1).mean(1)
     rest = on_first[:, 1:][asked[:, 1:]].mean()
+    both, log_both = weights[..., :2].sum(-1).mean(1), np.log(np.exp(logits[..., :2]).sum(-1))  # of two BOS tokens
+    gaps_of_both = np.stack([log_both[:, :, i] - logits[:, :, i, 2:i].mean(-1) for i in range(3, T)], -1).mean(1)
+    check({"sink_attention": both[asked].mean(), "sink_attention_rest": both[:, 2:][asked[:, 2:]].mean()},
+          weights, IS_TRIGGER, bos_count=2)  # fmt: skip
+    check({"sink_logit_gap": gaps_of_both[asked[:, 3:]].mean()}, logits, IS_TRIGGER, bos_count=2)
+    check({"sink_attention": on_first[asked].mean()}, weights, IS_TRIGGER, bos_count=0)  # the first token
     check({"sink_attention": on_first[asked].mean(), "sink_attention_rest": rest}, weights, IS_TRIGGER)
     check({"sink_logit_gap": gaps[asked[:, 2:]].mean()}, logits, IS_TRIGGER)
 
@@ -351,7 +361,7 @@ def test_metrics_have_every_key_and_are_means_or_maxima_over_layers():
             over_layers = np.max if name.endswith("_maximum") or name.startswith("sink_attention") else np.mean
             np.testing.assert_allclose(metrics[name], over_layers(layers), rtol=1e-5, err_msg=name)
     risks = analysis.finalize(observe_risks())
-    assert risks.keys() == {"sequences", "backcopy_risk_nats", "bigram_excess_risk_nats"}
+    assert risks.keys() == {"sequences", "backcopy_risk_nats", "backcopy_excess_risk_nats", "bigram_excess_risk_nats"}
     for name in risks.keys() - {"sequences"}:
         np.testing.assert_allclose(risks[name], compiled(name)(*oracle_and_guess(), IS_TRIGGER), rtol=1e-6)
 

@@ -181,6 +181,10 @@ BAD_OVERRIDES = [
     ("data.sequence_length", "1", ["sequence_length=1", "at least 2"]),
     ("data.seed", str(2**32), [str(2**32)]),
     ("data.trigger_count", "0", ["trigger_count=0"]),
+    ("data.rule", "backcpy", ["did you mean 'backcopy'?"]),
+    ("data.bos_tokens", "3", ["bos_tokens=3", "0, 1 or 2"]),
+    ("data.other_rule_probability", "nan", ["nan", "0 to 1"]),
+    ("data.counts", "a.json", ["a.json", "'embedded'", "bigram_backcopy"]),
     ("train.batch_size", "0", ["batch_size=0", "at least 1"]),
     ("train.eval_every_steps", "-1", ["-1"]),
     ("eval.sequences", "0", ["sequences=0", "at least 1"]),
@@ -204,6 +208,11 @@ def test_a_bad_override_is_refused_in_three_lines_that_help():
     for path, value, words in BAD_OVERRIDES:
         text = "\n".join(refusal(replace, Config(), {path: value}))
         assert all(word in text for word in words), (path, value, text)
+    task = {"data.kind": "bigram_backcopy", "data.counts": "a.json", "data.paths": ("b.txt",)}
+    assert refusal(replace, Config(), task)[1] == "allowed: one of them"
+    short = {"data.delimiter": True, "data.bos_tokens": 2, "data.sequence_length": 4}
+    assert refusal(replace, Config(), short)[1] == "allowed: a sequence_length of at least 5"
+    assert replace(Config(), short | {"data.sequence_length": 5}).data.middle == 3
     lines = refusal(replace, Config(), {"model.position": "rotary", "model.d_model": 12, "model.num_heads": 4})
     assert "= 3" in lines[0]
     assert "'dots'" in refusal(replace, Config(), {"model.remat": "dot"})[-1]

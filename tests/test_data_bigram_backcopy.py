@@ -1,14 +1,28 @@
 """Bigram-Backcopy: the invariants of the task, its statistics against independent references, and the exact oracle."""
 
 import collections
+import functools
+import itertools
+import json
+import math
 
+import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
+from orthojax.config import DataConfig
+from orthojax.data import backcopy_batches
+from orthojax.data.bigram_backcopy import EVALUATION, TRAINING, BigramBackcopy, count_pairs, default_text, read_counts
+from orthojax.data.datasets import open_task
 from orthojax.errors import UserError
 
 B, T = 1024, 64
+B2, T2 = 256, 23
+TEXT = "the cat sat, a hat set. " * 3 + "see the tea at sea, that etc. "
 
 
 @pytest.fixture(scope="module")
@@ -18,12 +32,15 @@ def task():
 
 @pytest.fixture(scope="module")
 def tokens(task):
-    return task.batch(0, B, T, seed=7)
+    return np.asarray(task.batch(0, B, T, seed=7))
+
+
+# The law.
 
 
 def test_statistics_against_plain_counting(task):
     """And the laws that follow from them."""
-    text = default_text()
+    text, V = default_text(), task.vocab_size
     follows = collections.defaultdict(collections.Counter)
     for a, b in zip(text, text[1:] + text[0], strict=True):
         follows[a][b] += 1
@@ -35,80 +52,240 @@ def test_statistics_against_plain_counting(task):
         np.testing.assert_allclose(task.transition[i], [*expected, 0.0], rtol=1e-12)
     most = [character for character, _ in shares.most_common(3)]
     assert [task.characters[i] for i in task.triggers] == most == [" ", "e", "t"]
-    assert task.bos_id == len(task.characters) == task.vocab_size - 1
+    assert task.bos_ids == (len(task.characters),) == (V - 1,)
     np.testing.assert_allclose(task.transition.sum(1), 1.0, rtol=1e-12)
     np.testing.assert_allclose(task.marginal @ task.transition, task.marginal, atol=1e-15)  # pi is stationary
-    assert (task.transition[:, task.bos_id] == 0).all()
+    assert (task.transition[:, V - 1] == 0).all()
     expected = task.marginal.copy()
     expected[task.triggers] = 0
     np.testing.assert_allclose(task.first, expected / expected.sum(), rtol=1e-12)
-    np.testing.assert_array_equal(task.transition[task.bos_id], task.first)  # not the marginal, which has triggers
+    np.testing.assert_array_equal(task.transition[V - 1], task.first)  # not the marginal, which has triggers
 
 
-def test_batches_keep_the_invariants_and_are_a_function_of_seed_and_step(task, tokens):
-    assert tokens.shape == (B, T + 1)
+def test_the_law_that_is_drawn_from_is_the_law_to_31_bits(task):
+    """Integer thresholds: no draw is rounded, and what has probability 0 has no interval."""
+    flat, width = backcopy_batches._cumulative(task)
+    rows = np.asarray(flat).reshape(-1, width).astype(np.int64)
+    drawn = np.diff(rows, axis=1, prepend=0)
+    assert (drawn >= 0).all()
+    assert (rows[:, -1] == 2**31).all()
+    law = np.vstack([task.transition, task.first])
+    np.testing.assert_allclose(drawn[:, : task.vocab_size] / 2**31, law, rtol=0, atol=2**-31)
+    assert (drawn[:, : task.vocab_size][law == 0] == 0).all()
+    assert (drawn[:, task.vocab_size :] == 0).all()
+
+
+# Batches.
+
+
+@functools.cache
+def small(**options):
+    return BigramBackcopy.from_text(TEXT, 2, **options)
+
+
+# One program for each; the text has few characters, so that everything can be enumerated.
+CASES = {
+    "backcopy": {},
+    "backward": {"rule": "bigram_backward"},
+    "markov": {"rule": "markov", "bos_count": 0},
+    "in-context": {"rule": "in_context_bigram", "bos_count": 2, "delimiter_position": 18},
+    "backcopy or in-context": {"other_rule": "in_context_bigram", "other_rule_probability": 0.3},
+    "in-context or backward": {
+        **{"rule": "in_context_bigram", "other_rule": "bigram_backward", "other_rule_probability": 0.4},
+        **{"bos_count": 0, "delimiter_position": 16},
+    },
+}
+
+
+def batch_of(name, step=0, seed=0, stream=TRAINING):
+    return np.asarray(small(**CASES[name]).batch(step, B2, T2, seed, stream))
+
+
+def test_batches_are_a_function_of_seed_stream_and_step():
+    task, tokens = small(), batch_of("backcopy")
+    assert tokens.shape == (B2, T2 + 1)
     assert tokens.dtype == np.int32
-    trigger = task.is_trigger(tokens)
-    assert (tokens[:, 0] == task.bos_id).all()
-    assert (tokens[:, 1:] < task.bos_id).all()
-    assert not trigger[:, :2].any()
-    assert not (trigger[:, 1:] & trigger[:, :-1]).any()
-    row, i = np.nonzero(trigger[:, :-1])
-    assert len(row) > 1000
-    np.testing.assert_array_equal(tokens[row, i + 1], tokens[row, i - 1])
-    task.batch(5, 3, 9, seed=1)
-    np.testing.assert_array_equal(task.batch(0, B, T, seed=7), tokens)
-    np.testing.assert_array_equal(task.batch(0, B, 9, seed=7), tokens[:, :10])
-    again = BigramBackcopy.from_text(default_text(), 3)
-    np.testing.assert_array_equal(again.batch(3, 4, 8, seed=2), task.batch(3, 4, 8, seed=2))
-    different = {task.batch(step, 4, 32, seed=seed).tobytes() for step in range(3) for seed in range(3)}
-    assert len(different) == 9
-    assert len({row.tobytes() for row in tokens}) > 0.99 * B
+    np.testing.assert_array_equal(task.batch(0, B2, 9, seed=0), tokens[:, :10])
+    assert BigramBackcopy.from_text(TEXT, 2) == task
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(batch_of("backcopy"), tokens)
+    keys = itertools.product((0, 1, 2**32 - 1), (0, 1, 2**32 - 1), (TRAINING, EVALUATION))
+    different = {batch_of("backcopy", step, seed, stream).tobytes() for step, seed, stream in keys}
+    assert len(different) == 18
 
 
-def chi_square_z(counts, law):
-    """How many standard deviations Pearson's statistic lies from its mean, over cells that are expected at all."""
-    expected = counts.sum(-1, keepdims=True) * law
-    assert (counts[expected == 0] == 0).all()
-    keep = expected > 5
-    freedom = (keep.sum(-1) - 1).clip(0).sum()
-    statistic = ((counts - expected) ** 2 / np.where(keep, expected, 1))[keep].sum()
-    return (statistic - freedom) / np.sqrt(2 * freedom)
+@given(st.sampled_from(list(CASES)), st.integers(0, 2**31), st.integers(0, 2**32 - 1), st.integers(0, 1))
+def test_every_batch_keeps_the_invariants(name, step, seed, stream):
+    task, tokens = small(**CASES[name]), batch_of(name, step, seed, stream)
+    n, at, size = task.bos_count, task.delimiter_position, len(task.characters)
+    assert tokens.min() >= 0
+    np.testing.assert_array_equal(tokens[:, :n], np.broadcast_to(task.bos_ids, (B2, n)))  # BOS, and never again
+    characters = np.delete(tokens[:, n:], [] if at is None else at - n, axis=1)
+    assert characters.max() < size
+    if at is not None:
+        assert (tokens[:, at] == task.delimiter_id).all()
+        assert task.delimiter_id == size + n == task.vocab_size - 1
+    trigger = np.isin(tokens, task.triggers)
+    assert not trigger[:, n].any()
+    acts = np.asarray(task.is_trigger(tokens))
+    np.testing.assert_array_equal(acts, trigger & (np.arange(T2 + 1) < (T2 + 1 if at is None else at - 1)))
+    row, i = np.nonzero(acts[:, :-1])
+    assert len(row) > 500
+    if task.rules.keys() <= {"backcopy", "in_context_bigram"}:
+        assert not trigger[row, i + 1].any()  # two in a row never occur where copying goes on
+    if task.rules == {"backcopy": 1.0}:
+        np.testing.assert_array_equal(tokens[row, i + 1], tokens[row, i - 1])
+    if task.rules == {"in_context_bigram": 1.0}:
+        answers = collections.defaultdict(set)
+        for b, x, y in zip(row, tokens[row, i], tokens[row, i + 1], strict=True):
+            answers[b, x].add(y)
+        assert all(len(found) == 1 for found in answers.values())
+        assert {y for found in answers.values() for y in found} == set(task.plain)
 
 
-def test_frequencies(task, tokens):
-    many = np.concatenate([task.batch(step, B, T, seed=11) for step in range(4)])
-    first = np.bincount(many[:, 1], minlength=task.vocab_size)
-    assert abs(chi_square_z(first, task.first)) < 5
-    plain = ~task.is_trigger(many[:, :-1])
-    plain[:, 0] = False
-    for part in (slice(0, T // 2), slice(T // 2, T), slice(0, T)):  # early and late in a row
-        pairs = np.zeros((task.vocab_size, task.vocab_size))
-        np.add.at(pairs, (many[:, :-1][:, part][plain[:, part]], many[:, 1:][:, part][plain[:, part]]), 1)
-        assert abs(chi_square_z(pairs, task.transition)) < 5
-    shifted = np.roll(task.transition, 1, axis=0) * 0.1 + task.transition * 0.9
-    assert chi_square_z(pairs * (shifted > 0), shifted) > 50  # so the test can tell
+def standardised_squares(counts, mean, variance):
+    """How many standard deviations the sum of squared z-scores lies from its expectation, over well-filled cells."""
+    assert (counts[mean == 0] == 0).all()
+    keep = variance > 5
+    return (((counts - mean)[keep] ** 2 / variance[keep]).sum() - keep.sum()) / math.sqrt(2 * keep.sum())
 
 
-def test_oracle_rows(task, tokens):
-    inputs = tokens[:64, :-1]
-    law = task.oracle(inputs)
-    assert law.shape == (64, T, task.vocab_size)
+def counts_by_context(task, tokens, law):
+    """(counts, expectation, variance) of next tokens by current token and whether the rule acts, [2V, V]."""
+    V, acts = task.vocab_size, np.asarray(task.is_trigger(tokens[:, :-1]))
+    context = np.eye(2 * V)[(tokens[:, :-1] + V * acts).ravel()].T
+    law = law.reshape(-1, V)
+    return context @ np.eye(V)[tokens[:, 1:].ravel()], context @ law, context @ (law * (1 - law))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_frequencies_are_those_of_the_oracle(name):
+    task = small(**CASES[name])
+    batches = [batch_of(name, step) for step in range(8)]
+    tokens = np.concatenate(batches)
+    law = np.concatenate([np.asarray(task.oracle(rows[:, :-1]), np.float64) for rows in batches])
+    counts, mean, variance = counts_by_context(task, tokens, law)
+    certain = variance < 1e-6
+    np.testing.assert_allclose(counts[certain], mean[certain], atol=0.05)  # copies
+    assert abs(standardised_squares(counts, mean, variance)) < 5
+    other = 0.9 * law + 0.1 * law[:, ::-1]
+    assert standardised_squares(*counts_by_context(task, tokens, other)) > 50  # so the test can tell
+
+
+def test_frequencies_of_real_text_early_and_late(task):
+    many, V = np.concatenate([np.asarray(task.batch(step, B, T, seed=11)) for step in range(4)]), task.vocab_size
+    assert len({row.tobytes() for row in many}) > 0.99 * len(many)
+    plain = ~np.isin(many, task.triggers)
+    for columns in (slice(0, T // 2), slice(T // 2, T)):  # the first token is among the followers of <s>
+        a, b = many[:, :-1][:, columns], many[:, 1:][:, columns]
+        pairs = (a * V + b)[plain[:, :-1][:, columns]]
+        counts = np.bincount(pairs, minlength=V * V).reshape(V, V)
+        n = counts.sum(1, keepdims=True)
+        assert abs(standardised_squares(counts, n * task.transition, n * task.transition * (1 - task.transition))) < 5
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
+def test_a_batch_has_the_same_bits_on_any_mesh(sizes):
+    """And where it is split over rows, although the program that draws it is then another one."""
+    mesh = jax.make_mesh(sizes, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    rows = NamedSharding(mesh, P(("data", "fsdp")))
+    task = small(**CASES["in-context or backward"])
+    draw = jax.jit(lambda step, seed: task.batch(step, B2, T2, seed), out_shardings=rows)
+    drawn = draw(np.uint32(5), np.uint32(6))
+    assert drawn.sharding.is_equivalent_to(rows, 2)
+    np.testing.assert_array_equal(drawn, batch_of("in-context or backward", 5, 6))
+
+
+def test_a_batch_has_the_same_bits_when_it_is_not_compiled_as_a_whole():
+    task = small(**CASES["in-context or backward"])
+    drawn = backcopy_batches.batch.__wrapped__(task, 5, B2, T2, 6, TRAINING)
+    np.testing.assert_array_equal(drawn, batch_of("in-context or backward", 5, 6))
+
+
+# The oracle.
+
+
+def law_by_hand(task, row):
+    """The law of the next token after every prefix of one sequence, float64 [T, V], from the counts by enumeration."""
+    names = sorted({a for a, *_ in task.counts})
+    n, V = len(names), len(names) + task.bos_count + (task.delimiter_position is not None)
+    P_, share = np.zeros((V, V)), np.zeros(V)
+    for a, b, count in task.counts:
+        P_[names.index(a), names.index(b)] += count
+        share[names.index(a)] += count
+    P_[:n] /= share[:n, None]
+    share /= share.sum()
+    triggers = sorted(range(n), key=lambda i: (-share[i], i))[: task.trigger_count]
+    plain = [i for i in range(n) if i not in triggers]
+    first = np.where(np.isin(np.arange(V), plain), share, 0) / share[plain].sum()
+    p = task.other_rule_probability
+
+    def at_trigger(rule, i, outputs):
+        if rule == "backcopy":
+            return np.eye(V)[row[i - 1]]
+        if rule == "in_context_bigram":
+            return np.eye(V)[outputs[row[i]]]
+        return P_[row[i - 1] if rule == "bigram_backward" else row[i]]
+
+    def given_outputs(i, outputs):
+        if i + 1 < task.bos_count:
+            return np.eye(V)[n + i + 1]
+        if i + 1 == task.bos_count:
+            return first
+        if i + 1 == task.delimiter_position:
+            return np.eye(V)[V - 1]
+        if i == task.delimiter_position:
+            return share
+        if row[i] in triggers and not (task.delimiter_position and i > task.delimiter_position):
+            return (1 - p) * at_trigger(task.rule, i, outputs) + p * at_trigger(task.other_rule, i, outputs)
+        return P_[row[i]]
+
+    worlds = [dict(zip(triggers, outputs, strict=True)) for outputs in itertools.product(plain, repeat=len(triggers))]
+    weights, laws = np.ones(len(worlds)), []
+    for i in range(len(row)):
+        each = np.array([given_outputs(i, world) for world in worlds])
+        laws.append(weights @ each / weights.sum())
+        if i + 1 < len(row):
+            weights = weights * each[:, row[i + 1]]
+    return np.array(laws)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_oracle_is_the_law_by_enumeration_of_everything_hidden(name, x64):
+    task, rows = small(**CASES[name]), batch_of(name)[:8, :-1]
+    law = task.oracle(rows)
+    assert law.shape == (8, T2, task.vocab_size)
     assert law.dtype == np.float64
-    np.testing.assert_allclose(law.sum(-1), 1.0, rtol=1e-12)
-    for b in range(64):
-        for i in range(T):
-            if inputs[b, i] in task.triggers:
-                assert law[b, i, inputs[b, i - 1]] == 1.0
-            else:
-                np.testing.assert_array_equal(law[b, i], task.transition[inputs[b, i]])
-    np.testing.assert_array_equal(law[:, 0], np.broadcast_to(task.first, law[:, 0].shape))
-    with pytest.raises(ValueError, match="starts with a trigger"):
-        task.oracle(np.array([[int(task.triggers[0]), 1]]))
+    np.testing.assert_allclose(law, [law_by_hand(task, row) for row in rows], rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(np.sum(law, -1), 1.0, rtol=1e-12)
 
 
-def test_oracle_has_the_least_cross_entropy(task, tokens):
-    law = task.oracle(tokens[:, :-1])
+def test_in_context_is_uniform_at_first_and_exact_afterwards():
+    task = small(**CASES["in-context"])
+    rows = batch_of("in-context")[:, :-1]
+    law, seen = np.asarray(task.oracle(rows)), 0
+    assert law.dtype == np.float32
+    uniform = np.isin(np.arange(task.vocab_size), task.plain) / len(task.plain)
+    for row, laws in zip(rows[:32], law[:32], strict=True):
+        known = {}
+        for i in range(task.delimiter_position - 1):
+            if row[i] in task.triggers:
+                np.testing.assert_allclose(laws[i], known.get(row[i], uniform), atol=1e-7)
+                seen += row[i] in known
+                known[row[i]] = np.arange(task.vocab_size) == row[i + 1]
+    assert seen > 20
+
+
+@pytest.mark.parametrize(("p", "name"), [(0.0, "backcopy"), (1.0, "backward")])
+def test_interpolation_ends_in_its_two_rules(p, name):
+    mixed, rows = small(other_rule="bigram_backward", other_rule_probability=p), batch_of(name)
+    np.testing.assert_array_equal(mixed.batch(0, B2, T2, 0), rows)
+    law = small(**CASES[name]).oracle(rows[:, :-1])
+    np.testing.assert_array_equal(mixed.oracle(rows[:, :-1]), law)
+
+
+def test_the_oracle_has_the_least_cross_entropy(task, tokens):
+    law = np.asarray(task.oracle(tokens[:, :-1]), np.float64)
 
     def nats(prediction):
         return -np.log(np.take_along_axis(prediction, tokens[:, 1:, None], -1)).mean()
@@ -122,8 +299,98 @@ def test_oracle_has_the_least_cross_entropy(task, tokens):
     with_triggers_at_bos = law.copy()
     with_triggers_at_bos[:, 0] = task.marginal
     assert nats(with_triggers_at_bos) == pytest.approx(
-        oracle - np.log(1 - task.marginal[task.triggers].sum()) / T, rel=1e-9
+        oracle - np.log(1 - task.marginal[task.triggers].sum()) / T, rel=1e-6
     )
+
+
+def pair_chain(task, length, kernel):
+    """P(x_{i-1}, x_i) at the positions 1, 2, ..., exactly; `kernel` is P(x_{i+1} | x_{i-1}, x_i) at triggers."""
+    pairs = np.zeros((task.vocab_size,) * 2)
+    pairs[task.bos_ids[0]] = task.first
+    is_trigger = np.isin(np.arange(task.vocab_size), task.triggers)[None, :, None]
+    following = np.where(is_trigger, kernel, task.transition[None])
+    for _ in range(length):
+        yield pairs, following
+        pairs = np.einsum("ab,abc->bc", pairs, following)
+
+
+@pytest.mark.parametrize("rule", ["backcopy", "backward"])
+def test_trigger_fraction_and_oracle_risks_by_an_exact_recursion(rule):
+    """Over pairs of neighbours: what sampled batches have, up to the spread of their rows."""
+    task = small(**CASES[rule])
+    V = task.vocab_size
+    copy = np.broadcast_to(np.eye(V)[:, None], (V, V, V))
+    kernel = copy if rule == "backcopy" else task.transition[:, None]
+    batches = [batch_of(rule, step)[:, :-1] for step in range(16)]
+    tokens = np.concatenate(batches)
+    acts = np.asarray(task.is_trigger(tokens))
+    law = np.concatenate([np.asarray(task.oracle(rows), np.float64) for rows in batches])
+    entropy = -(law * np.log(np.where(law > 0, law, 1))).sum(-1)
+    for i, (pairs, following) in enumerate(pair_chain(task, T2 - 1, kernel), 1):
+        nats = -(following * np.log(np.where(following > 0, following, 1))).sum(-1)
+        expected = {"fraction": pairs.sum(0)[task.triggers].sum(), "risk": (pairs * nats).sum()}
+        expected["risk of the rule"] = (pairs * nats)[:, task.triggers].sum()
+        sampled = {"fraction": acts[:, i], "risk": entropy[:, i], "risk of the rule": acts[:, i] * entropy[:, i]}
+        for name, values in sampled.items():
+            error = 5 * values.std() / math.sqrt(len(values))
+            assert values.mean() == pytest.approx(expected[name], abs=error + 1e-6), (name, i)
+        if i == 1:
+            assert expected["fraction"] == 0.0
+        elif i == 2:
+            plain = task.marginal[task.plain] / task.marginal[task.plain].sum()
+            direct = plain @ task.transition[np.ix_(task.plain, task.triggers)].sum(1)
+            assert expected["fraction"] == pytest.approx(direct, rel=1e-12)
+    assert (expected["risk of the rule"] == 0.0) == (rule == "backcopy")
+    assert not acts[:, 0].any()  # <s>
+
+
+# Where the counts come from.
+
+
+def test_a_table_of_counts_is_the_text_that_it_counts(tmp_path):
+    (tmp_path / "counts.json").write_text(json.dumps(count_pairs(TEXT)[::-1]))
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = {"rule": "markov", "other_rule": "backcopy", "other_rule_probability": 0.25, "bos_tokens": 2}
+    made = []
+    for where in ({"counts": str(tmp_path / "counts.json")}, {"paths": (str(tmp_path / "text.txt"),)}):
+        made.append(open_task(DataConfig("bigram_backcopy", sequence_length=9, delimiter=True, **where, **options)))
+    (by_counts, read), (by_text, counted) = made
+    expected = BigramBackcopy.from_text(
+        TEXT, 3, rule="markov", other_rule="backcopy", other_rule_probability=0.25, bos_count=2, delimiter_position=5
+    )
+    assert by_counts == by_text == expected
+    assert read["counts_sha256"] == counted["counts_sha256"]
+    assert "counts.json" in read["source"]
+    assert json.loads(json.dumps(read)) == read
+    task, provenance = open_task(DataConfig("bigram_backcopy"))
+    assert task == BigramBackcopy.from_text(default_text())
+    # What runs of earlier versions have in their checkpoints.
+    assert provenance["source"] == "bigram_backcopy of pydoc_data.topics"
+    assert provenance["characters"] == "".join(task.characters)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "a JSON dict\nallowed: a JSON list"),
+        ("[", "not valid JSON"),
+        ('[["a", "b", 1], ["b", "a"]]', r"entry 1 is \['b', 'a'\]"),
+        ('[["a", "b", 0]]', "entry 0"),
+        ('[["a", "b", true]]', "entry 0"),
+        ('[["a", "b", NaN]]', "entry 0"),
+        ('[["a", 1, 1]]', "entry 0"),
+        ('["abc"]', "entry 0"),
+        ('[["a", "b", 1], ["b", "a", 2], ["a", "b", 3]]', "has the pair 'a', 'b' twice"),
+        ('[["a", "b", 1], ["b", "a", 2], ["a", "c", 3]]', "nothing follows 'c'"),
+        ("[]", "0 different characters cannot have 1 triggers"),
+    ],
+)
+def test_a_damaged_table_is_refused(tmp_path, content, message):
+    path = tmp_path / "counts.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=message) as caught:
+        BigramBackcopy(read_counts(path), 1)
+    assert str(caught.value).count("\n") <= 2
 
 
 def test_last_character_without_successor():
@@ -131,19 +398,24 @@ def test_last_character_without_successor():
     z, a = task.characters.index("z"), task.characters.index("a")
     assert task.transition[z, a] == 1.0  # the text is a circle
     assert np.isfinite(task.transition).all()
-    tokens = task.batch(0, 500, 20, seed=0)
+    tokens = np.asarray(task.batch(0, 500, 20, seed=0))
     after_z = tokens[:, 1:][tokens[:, :-1] == z]
     assert len(after_z) > 100
     assert (after_z == a).all()
 
 
-def test_ties_and_too_few_characters():
+def test_ties_and_what_a_task_cannot_be():
     task = BigramBackcopy.from_text("cbacba", trigger_count=2)
     assert [task.characters[i] for i in task.triggers] == ["a", "b"]
     assert task.is_trigger(np.arange(4)).tolist() == [True, True, False, False]
+    with pytest.raises(ValueError, match="starts with a trigger"):
+        task.oracle(np.array([[int(task.triggers[0]), 1]]))
     for text, count in (("", 1), ("aaaa", 1), ("abc", 3)):
         with pytest.raises(UserError, match=f"cannot have {count} triggers"):
             BigramBackcopy.from_text(text, count)
+    for bad in ({"bos_count": 3}, {"delimiter_position": 1}, {"other_rule_probability": 1.1}):
+        with pytest.raises(ValueError, match="allowed"):
+            small(**bad)
 
 
 def test_missing_topics(monkeypatch):

@@ -18,7 +18,7 @@ import pytest
 from tiny_run import TINY, assert_trees_close, inputs, loaded, rows
 
 from orthojax.config import replace
-from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
+from orthojax.data import BigramBackcopy, default_text
 from orthojax.errors import UserError
 from orthojax.model import flops_per_token
 from orthojax.train import (
@@ -136,7 +136,7 @@ def test_probing_changes_no_bit_of_the_run(run):
 def test_bigram_backcopy_is_probed_with_its_own_statistics():
     task = BigramBackcopy.from_text(default_text(), 3)
     config = replace(CONFIG, {"model.vocab_size": task.vocab_size, "data.kind": "bigram_backcopy"})
-    data = Inputs(rows, task.batch(0, 4, 8, 7), None, {}, task)
+    data = Inputs(rows, np.asarray(task.batch(0, 4, 8, 7)), None, {}, task)
     params = init_state(config).params
     metrics = probe_metrics(Probe(config, data, None)(3, params))
     expected = evaluate(loaded(config, params), data)
@@ -236,7 +236,7 @@ def test_the_host_asks_for_a_step_only_when_the_next_one_is_under_way(tmp_path, 
         happened.append(("dispatched", number))
         return state, jax.tree.map(functools.partial(Recorded, number=number), metrics)
 
-    monkeypatch.setattr(loop, "build", lambda config: build(config)._replace(step=dispatched))
+    monkeypatch.setattr(loop, "build", lambda config, _: build(config)._replace(step=dispatched))
     train(replace(CONFIG, {"train.checkpoint_every_steps": 8}), INPUTS, tmp_path)
     assert [number for what, number in happened if what == "dispatched"] == list(range(1, 9))
     assert {number for what, number in happened if what == "fetched"} == set(range(1, 9))

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,11 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from tiny_run import TINY, Terminal, assert_trees_close, bits, by_path, inputs, lines, loaded, rows
+from tiny_run import TINY, Terminal, assert_lines_close, assert_trees_close, bits, by_path, inputs, lines, loaded, rows
 
 from orthojax import quant
 from orthojax.config import OptimConfig, RotationConfig, replace
-from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
+from orthojax.data import BigramBackcopy, default_text
 from orthojax.errors import UserError
 from orthojax.model import Transformer, stack_layers, unstack_layers
 from orthojax.optim import RotatedAxes, rotate, unrotate
@@ -33,6 +34,7 @@ from orthojax.train import (
     make_optimizer,
     make_rotation,
     make_train_step,
+    open_inputs,
     parameter_shapes,
     read_params,
     train,
@@ -491,7 +493,7 @@ def test_a_quantised_head_is_its_definition_tied_or_not(tied):
 def test_bigram_backcopy_has_every_metric():
     task = BigramBackcopy.from_text(default_text(), 3)
     config = replace(TWO_LAYERS, {"model.vocab_size": task.vocab_size + 3, "data.kind": "bigram_backcopy"})
-    data = Inputs(rows, task.batch(0, 16, 8, 7), None, {}, task)
+    data = Inputs(rows, np.asarray(task.batch(0, 16, 8, 7)), None, {}, task)
     params = initial(config).params
     metrics = evaluate(loaded(config, params), data)
     assert metrics.keys() >= BACKCOPY_KEYS | {"loss_nats"}
@@ -502,6 +504,28 @@ def test_bigram_backcopy_has_every_metric():
 
 
 # The loop.
+
+
+def test_a_task_is_drawn_by_the_step_itself_as_it_would_be_given(tmp_path):
+    """On a mesh, and resumed; runs that differ in their seeds share the program."""
+    (tmp_path / "text").write_text("the cat sat on the mat. " * 20)
+    task = {"data.kind": "bigram_backcopy", "data.paths": (str(tmp_path / "text"),), "data.bos_tokens": 2}
+    task |= {"data.delimiter": True, "data.other_rule_probability": 0.5, "data.seed": 2**32 - 1}
+    config = replace(CONFIG, task | {"train.steps": 4, "train.checkpoint_every_steps": 2})
+    data = open_inputs(config, tmp_path)
+    assert len(data.batch(0)) == 4
+    assert not np.array_equal(data.batch(0), data.evaluation[:4])
+    expected = train(config, data._replace(task=None), tmp_path / "given")
+    on_mesh = replace(config, {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2})
+    assert_trees_close(train(on_mesh, data, tmp_path / "drawn").params, expected.params, rtol=1e-5, atol=1e-6)
+    assert_lines_close(lines(tmp_path / "drawn"), lines(tmp_path / "given"))
+    shutil.rmtree(tmp_path / "drawn" / "checkpoints" / "4")
+    seen = []
+    train(on_mesh, data, tmp_path / "drawn", on_step=lambda step, loss: seen.append(step))
+    assert seen == [3, 4]
+    assert_lines_close(lines(tmp_path / "drawn"), lines(tmp_path / "given"))
+    other = replace(config, {"data.seed": 1, "train.seed": 1})
+    assert build(other, open_inputs(other, tmp_path).task) is build(config, data.task)
 
 
 def test_metrics_have_the_learning_rate_and_the_loss_of_their_own_step(tmp_path):

@@ -26,6 +26,7 @@ from orthojax.analysis.attention import first_attention_mass_by_head as first_at
 from orthojax.analysis.attention import first_attention_share as first_attention_share
 from orthojax.analysis.attention import sink_rate as sink_rate
 from orthojax.analysis.attention import uniformity_p_value as uniformity_p_value
+from orthojax.analysis.backcopy import backcopy_excess_risk_nats as backcopy_excess_risk_nats
 from orthojax.analysis.backcopy import backcopy_risk_nats as backcopy_risk_nats
 from orthojax.analysis.backcopy import bigram_excess_risk_nats as bigram_excess_risk_nats
 from orthojax.analysis.backcopy import sink_attention as sink_attention

@@ -39,18 +39,28 @@ def backcopy_risk_sum(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger:
     return _sum_and_count(_cross_entropy(oracle, log_probs), triggers(is_trigger, oracle.shape[:2]))
 
 
-def bigram_excess_risk_sum(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
-    """`bigram_excess_risk_nats` as (sum in nats, number of other positions)."""
+def _divergence(log_probs: ArrayLike, oracle_probs: ArrayLike) -> jax.Array:
     log_probs, oracle = map(at_least_float32, predictions(log_probs, oracle_probs))
     entropy = _cross_entropy(oracle, jnp.log(jnp.where(oracle > 0.0, oracle, 1.0)))
-    risk = _cross_entropy(oracle, log_probs)
-    return _sum_and_count(risk - entropy, ~triggers(is_trigger, oracle.shape[:2]))
+    return _cross_entropy(oracle, log_probs) - entropy
+
+
+def backcopy_excess_risk_sum(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
+    """`backcopy_excess_risk_nats` as (sum in nats, number of trigger positions)."""
+    divergence = _divergence(log_probs, oracle_probs)
+    return _sum_and_count(divergence, triggers(is_trigger, divergence.shape))
+
+
+def bigram_excess_risk_sum(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
+    """`bigram_excess_risk_nats` as (sum in nats, number of other positions)."""
+    divergence = _divergence(log_probs, oracle_probs)
+    return _sum_and_count(divergence, ~triggers(is_trigger, divergence.shape))
 
 
 def backcopy_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
     """Risk where the task is to copy: mean over trigger positions of -sum_v q(v) log p(v).
 
-    The expected cross-entropy under the oracle q, terms with q = 0 dropped; the oracle's own is 0.
+    The expected cross-entropy under the oracle q, terms with q = 0 dropped; the oracle's own is 0 where it copies.
 
     Args:
       log_probs: Log-probabilities of the model in nats, [B, T, V].
@@ -61,6 +71,14 @@ def backcopy_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger
       Nats; nan without triggers.
     """
     return _mean(backcopy_risk_sum(log_probs, oracle_probs, is_trigger))
+
+
+def backcopy_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
+    """Risk above the oracle's at triggers, for rules whose outcome is not certain: mean of KL(q || p) over them.
+
+    Arguments as of `backcopy_risk_nats`, from which it differs by the oracle's risk, that of the rule itself.
+    """
+    return _mean(backcopy_excess_risk_sum(log_probs, oracle_probs, is_trigger))
 
 
 def bigram_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
@@ -75,66 +93,76 @@ def bigram_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_tr
     return _mean(bigram_excess_risk_sum(log_probs, oracle_probs, is_trigger))
 
 
-def sink_attention_sum(weights: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
+def sink_attention_sum(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> SumAndCount:
     """`sink_attention` as (sum, number of non-trigger positions)."""
-    on_first = jnp.mean(at_least_float32(attention_weights(weights))[..., 0], axis=1)
-    return _sum_and_count(on_first, ~triggers(is_trigger, on_first.shape))
+    return _sum_and_count(*_on_bos(weights, is_trigger, bos_count))
 
 
-def sink_attention(weights: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
+def _on_bos(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int) -> tuple[jax.Array, jax.Array]:
+    """The weight on BOS [B, T], mean over heads, and where the head should be dormant."""
+    on_bos = jnp.mean(jnp.sum(at_least_float32(attention_weights(weights))[..., : max(1, bos_count)], axis=-1), axis=1)
+    return on_bos, ~triggers(is_trigger, on_bos.shape)
+
+
+def sink_attention(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> jax.Array:
     """Attention to BOS where the head should be dormant.
 
     Definition: mean over batch and non-trigger positions of the weight on key 0, the BOS row (1 for softmax) included;
-    mean over heads. One layer; over layers the maximum is reported.
+    mean over heads. One layer; over layers the maximum is reported. Of several BOS tokens the weights are summed.
 
     Args:
       weights: Attention weights, [B, N, T, S].
       is_trigger: Whether the token at a position is a trigger, bool [B, T].
+      bos_count: BOS tokens at the start; without one the first token takes their place.
     """
-    return _mean(sink_attention_sum(weights, is_trigger))
+    return _mean(sink_attention_sum(weights, is_trigger, bos_count))
 
 
-def sink_attention_rest_sum(weights: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
-    """`sink_attention_rest` as (sum, number of non-trigger positions >= 1)."""
-    on_first = jnp.mean(at_least_float32(attention_weights(weights))[..., 0], axis=1)
-    return _sum_and_count(on_first[:, 1:], ~triggers(is_trigger, on_first.shape)[:, 1:])
+def sink_attention_rest_sum(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> SumAndCount:
+    """`sink_attention_rest` as (sum, number of non-trigger positions after BOS)."""
+    on_bos, where = _on_bos(weights, is_trigger, bos_count)
+    n = max(1, bos_count)
+    return _sum_and_count(on_bos[:, n:], where[:, n:])
 
 
-def sink_attention_rest(weights: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
-    """`sink_attention` without the BOS row.
+def sink_attention_rest(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> jax.Array:
+    """`sink_attention` without the rows of BOS.
 
     BOS sees only itself. Softmax gives it 1 there, but weights that are not normalised are unbounded in that row, and
     ReLU attention without any sink can reach 10, enough to move the mean over all rows. Arguments as of
     `sink_attention`.
     """
-    return _mean(sink_attention_rest_sum(weights, is_trigger))
+    return _mean(sink_attention_rest_sum(weights, is_trigger, bos_count))
 
 
-def sink_logit_gap_sum(logits: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
-    """`sink_logit_gap` as (sum, number of non-trigger queries at positions >= 2)."""
-    logits = at_least_float32(logits)
+def sink_logit_gap_sum(logits: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> SumAndCount:
+    """`sink_logit_gap` as (sum, number of non-trigger queries with another key between BOS and themselves)."""
+    logits, n = at_least_float32(logits), max(1, bos_count)
     if logits.ndim != 4:
         raise ValueError(f"attention logits have shape {logits.shape}; allowed: [B, N, T, S] of one layer")
     query = jnp.arange(logits.shape[-2])[:, None]
     key = jnp.arange(logits.shape[-1])[None, :]
-    between = ((key >= 1) & (key < query))[None, None]  # logits come before the mask: later keys hold anything
-    between_count = jnp.maximum(query[:, 0] - 1, 1).astype(logits.dtype)
+    between = ((key >= n) & (key < query))[None, None]  # logits come before the mask: later keys hold anything
+    between_count = jnp.maximum(query[:, 0] - n, 1).astype(logits.dtype)
     others = jnp.sum(logits, axis=-1, where=between) / between_count[None, None]
-    gap = jnp.mean(logits[..., 0] - others, axis=1)
-    return _sum_and_count(gap, ~triggers(is_trigger, gap.shape) & (query[:, 0] >= 2)[None])
+    on_bos = logits[..., 0] if n == 1 else jax.nn.logsumexp(logits[..., :n], axis=-1)
+    gap = jnp.mean(on_bos - others, axis=1)
+    return _sum_and_count(gap, ~triggers(is_trigger, gap.shape) & (query[:, 0] > n)[None])
 
 
-def sink_logit_gap(logits: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
+def sink_logit_gap(logits: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> jax.Array:
     """How far the logit on BOS stands above the others where the head should be dormant.
 
     Definition: for a query i >= 2 the logit on key 0 minus the mean logit of keys 1 .. i - 1 (neither BOS nor itself),
-    averaged over non-trigger queries, batch and heads.
+    averaged over non-trigger queries, batch and heads. Several BOS tokens count as one key with the sum of their
+    weights: the logarithm of the sum of the exponentials of their logits, and later queries and keys only.
 
     Args:
       logits: Scaled attention logits, before the mask, [B, N, T, S].
       is_trigger: Whether the token at a position is a trigger, bool [B, T].
+      bos_count: BOS tokens at the start; without one the first token takes their place.
 
     Returns:
       nan where no query qualifies.
     """
-    return _mean(sink_logit_gap_sum(logits, is_trigger))
+    return _mean(sink_logit_gap_sum(logits, is_trigger, bos_count))

@@ -83,11 +83,12 @@ def observe_language_model(taps: Taps, *, post_attention: bool = False, basis: A
     return _statistics(taps.residual.shape[0], means, {}, maximum)
 
 
-def observe_backcopy(is_trigger: ArrayLike) -> Callable[[Taps], Statistics]:
+def observe_backcopy(is_trigger: ArrayLike, bos_count: int = 1) -> Callable[[Taps], Statistics]:
     """An observe function for Bigram-Backcopy.
 
     Args:
       is_trigger: Whether the token at a position is a trigger, bool [B, T], of the batch that the model will see.
+      bos_count: BOS tokens at the start; their attention is summed.
 
     Returns:
       A function of one layer's taps: sink attention and logit gap at non-triggers, value and residual norms.
@@ -102,9 +103,9 @@ def observe_backcopy(is_trigger: ArrayLike) -> Callable[[Taps], Statistics]:
             "residual_norm_rest": activations.residual_norm_rest(taps.residual),
         }
         sums = {
-            "sink_attention": backcopy.sink_attention_sum(taps.attention_weights, is_trigger),
-            "sink_attention_rest": backcopy.sink_attention_rest_sum(taps.attention_weights, is_trigger),
-            "sink_logit_gap": backcopy.sink_logit_gap_sum(taps.attention_logits, is_trigger),
+            "sink_attention": backcopy.sink_attention_sum(taps.attention_weights, is_trigger, bos_count),
+            "sink_attention_rest": backcopy.sink_attention_rest_sum(taps.attention_weights, is_trigger, bos_count),
+            "sink_logit_gap": backcopy.sink_logit_gap_sum(taps.attention_logits, is_trigger, bos_count),
         }
         return _statistics(taps.residual.shape[0], means, sums)
 
@@ -112,7 +113,7 @@ def observe_backcopy(is_trigger: ArrayLike) -> Callable[[Taps], Statistics]:
 
 
 def observe_backcopy_risks(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> Statistics:
-    """The two risks of Bigram-Backcopy as statistics without a layer axis.
+    """The risks of Bigram-Backcopy as statistics without a layer axis.
 
     Args:
       log_probs: Log-probabilities of the model in nats, [B, T, V].
@@ -121,6 +122,7 @@ def observe_backcopy_risks(log_probs: ArrayLike, oracle_probs: ArrayLike, is_tri
     """
     sums = {
         "backcopy_risk_nats": backcopy.backcopy_risk_sum(log_probs, oracle_probs, is_trigger),
+        "backcopy_excess_risk_nats": backcopy.backcopy_excess_risk_sum(log_probs, oracle_probs, is_trigger),
         "bigram_excess_risk_nats": backcopy.bigram_excess_risk_sum(log_probs, oracle_probs, is_trigger),
     }
     return _statistics(jnp.shape(is_trigger)[0], {}, sums)

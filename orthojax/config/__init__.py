@@ -40,3 +40,4 @@ from orthojax.config.run import DataConfig as DataConfig
 from orthojax.config.run import EvalConfig as EvalConfig
 from orthojax.config.run import MeshConfig as MeshConfig
 from orthojax.config.run import TrainConfig as TrainConfig
+from orthojax.config.run import TriggerRule as TriggerRule

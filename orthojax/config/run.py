@@ -8,6 +8,9 @@ from orthojax.config.fields import added, check_types, require, require_each, re
 from orthojax.config.model import ModelConfig
 from orthojax.config.optim import OptimConfig
 
+TriggerRule = Literal["backcopy", "in_context_bigram", "bigram_backward", "markov"]
+"""What follows a trigger of Bigram-Backcopy; see `orthojax.data.BigramBackcopy`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
@@ -17,14 +20,24 @@ class DataConfig:
       kind: `embedded` is Python's own standard library, `text` reads the text or jsonl files in `paths`, `tokens` a
         train and a validation token file made by launch/prepare_data.py, `bigram_backcopy` is the synthetic task.
       paths: Of `text`, files, folders and patterns (any number); of `tokens` two: the train and the validation file,
-        each one file or, under the same name, the shards of launch/prepare_data.py --shard=i/n.
+        each one file or, under the same name, the shards of launch/prepare_data.py --shard=i/n; of `bigram_backcopy`,
+        the text whose characters are counted, where it is not that of the standard library's documentation.
       tokenizer: `bytes`, `bpe:N` (trained on the corpus, N ids) or the path of a tokenizer: a tokenizer.json, GPT-2's
         vocab.json beside its merges.txt, a sentencepiece .model or the token ranks of Llama 3. Of `tokens`, what the
         files must have been created with, where it is not the default.
       sequence_length: Input positions of one row.
-      bos: Start every row with the beginning-of-sequence token.
+      bos: Start every row of text with the beginning-of-sequence token.
       seed: Seed of the order of the rows.
       trigger_count: Bigram-Backcopy: the k most frequent characters are triggers.
+      counts: Bigram-Backcopy: a file in place of a text: a JSON list of [a, b, n], where b followed a n times.
+      rule: Bigram-Backcopy: what follows a trigger: a copy of the token before it (`backcopy`), a token that the
+        sequence has drawn for this trigger (`in_context_bigram`), what could follow the token before it
+        (`bigram_backward`), or what follows it in the text (`markov`).
+      other_rule: Bigram-Backcopy: what follows a trigger instead, with `other_rule_probability`, drawn at each of them.
+      other_rule_probability: 0 to 1.
+      bos_tokens: Bigram-Backcopy: BOS tokens at the start of every row, each with an id of its own: 0, 1 or 2.
+      delimiter: Bigram-Backcopy: whether a delimiter stands in the middle of every row; after it, triggers are nothing
+        special.
       verify: Compare the sha256 of all token files when they are opened, which reads them whole; otherwise, where they
         are larger than 256 MB together, their sizes and a few blocks of each.
     """
@@ -36,6 +49,12 @@ class DataConfig:
     bos: bool = False
     seed: int = 0
     trigger_count: int = 3
+    counts: str = added("")
+    rule: TriggerRule = added("backcopy")
+    other_rule: TriggerRule = added("markov")
+    other_rule_probability: float = added(0.0)
+    bos_tokens: int = added(1)
+    delimiter: bool = added(False)
     verify: bool = added(False, affects="nothing")
 
     def __post_init__(self):
@@ -48,7 +67,26 @@ class DataConfig:
         two = "data.paths=TRAIN.bin,VALIDATION.bin"
         require(self.kind != "tokens" or files == 2, f"data.kind='tokens' with {files} files", two)
         ignored = f"data.paths={self.paths} is not read by data.kind={self.kind!r}"
-        require(self.kind in ("text", "tokens") or not files, ignored, "kind 'text' or 'tokens'")
+        require(self.kind != "embedded" or not files, ignored, "kind 'text', 'tokens' or 'bigram_backcopy'")
+        self._require_task()
+
+    def _require_task(self) -> None:
+        require_each(self, "data", "other_rule_probability", lambda p: 0.0 <= p <= 1.0, "0 to 1")
+        require_each(self, "data", "bos_tokens", lambda count: 0 <= count <= 2, "0, 1 or 2")
+        ignored = f"data.counts={self.counts!r} is not read by data.kind={self.kind!r}"
+        require(not self.counts or self.kind == "bigram_backcopy", ignored, "kind 'bigram_backcopy'")
+        both = f"data.counts={self.counts!r} and data.paths={self.paths}"
+        require(not (self.counts and self.paths), both, "one of them")
+        require(
+            not self.delimiter or self.middle > self.bos_tokens,
+            f"data.delimiter with data.sequence_length={self.sequence_length}",
+            f"a sequence_length of at least {2 * self.bos_tokens + 1}",
+        )
+
+    @property
+    def middle(self) -> int:
+        """The position of a delimiter."""
+        return (self.sequence_length + 1) // 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """Where tokens come from: corpora, tokenizers, token files, batches, and the Bigram-Backcopy task.
 
 `open_dataset` goes from a config to tokens, `TokenBatches` from tokens to batches; `prepare` writes token files from
-text of any size. Only NumPy is imported at once: `tokenizers`, `grain` and `tensorflow_datasets` where they are used.
+text of any size. Only NumPy is imported at once, and `jax`, `tokenizers`, `grain` and `tensorflow_datasets` only where
+they are used.
 """
 
 from orthojax.data.bigram_backcopy import BigramBackcopy as BigramBackcopy
 from orthojax.data.bigram_backcopy import default_text as default_text
 from orthojax.data.datasets import TokenBatches as TokenBatches
 from orthojax.data.datasets import open_dataset as open_dataset
+from orthojax.data.datasets import open_task as open_task
 from orthojax.data.documents import embedded_corpus as embedded_corpus
 from orthojax.data.documents import text_corpus as text_corpus
 from orthojax.data.preparation import Part as Part

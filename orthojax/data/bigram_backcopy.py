@@ -1,15 +1,32 @@
 """The Bigram-Backcopy task: a synthetic language on which attention sinks form within minutes.
 
-A sequence starts with <s>. Most characters are followed by a draw from their bigram distribution, a few trigger
-characters by a copy of the character before the trigger. The task is that of Guo et al., "Active-Dormant
-Attention Heads" (arXiv:2410.13835); here the bigrams are those of any text, and the oracle is exact at <s> too.
+Most characters are followed by a draw from their bigram distribution, a few trigger characters by a copy of the
+character before the trigger, or by one of the related rules. The task is that of Guo et al., "Active-Dormant Attention
+Heads" (arXiv:2410.13835); here the bigrams are those of any text, and the oracle is exact at <s> too. This file has the
+law in NumPy float64; `backcopy_batches` draws from it and computes the oracle, in JAX.
 """
 
+import collections
 import dataclasses
+import functools
+import itertools
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from orthojax.config import TriggerRule
 from orthojax.errors import UserError
+from orthojax.files import read_json
+
+if TYPE_CHECKING:
+    import jax
+    from jax.typing import ArrayLike
+
+Counts = tuple[tuple[str, str, float], ...]  # (a, b, n): b followed a n times; sorted, every pair once
+
+TRAINING, EVALUATION = 0, 1  # streams of batches
 
 
 def default_text() -> str:
@@ -26,133 +43,238 @@ def default_text() -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+def count_pairs(text: str) -> Counts:
+    """How often each character follows each; the text is read as a circle, so that its last one is followed, too.
+
+    >>> count_pairs("abac")
+    (('a', 'b', 1), ('a', 'c', 1), ('b', 'a', 1), ('c', 'a', 1))
+    """
+    pairs = collections.Counter(zip(text, text[1:] + text[:1], strict=True))
+    return tuple(sorted((a, b, n) for (a, b), n in pairs.items()))
+
+
+def read_counts(path: Path) -> Counts:
+    """Reads a table of counts: a JSON list of [a, b, n], where b followed a n times. a and b are any texts.
+
+    Raises:
+      UserError: Where the file is no such table, or has a pair twice.
+    """
+    rows = read_json(path, "table of counts", list)
+    for i, row in enumerate(rows):
+        a, b, n = row if isinstance(row, list) and len(row) == 3 else (None, None, None)
+        is_count = isinstance(n, int | float) and not isinstance(n, bool) and 0 < n < 2**53
+        if not (isinstance(a, str) and isinstance(b, str) and is_count):
+            raise UserError(
+                f"table of counts {path}: entry {i} is {str(row)[:80]}",
+                allowed='["a", "b", n]: two texts, and how often the second one follows the first, above 0',
+            )
+    counts = tuple(sorted((a, b, n) for a, b, n in rows))
+    for (a, b, _), (c, d, _) in itertools.pairwise(counts):
+        if (a, b) == (c, d):
+            raise UserError(f"table of counts {path} has the pair {a!r}, {b!r} twice", allowed="every pair once")
+    return counts
+
+
+@dataclasses.dataclass(frozen=True)
 class BigramBackcopy:
-    """The task, made from the character statistics of a text with `from_text`.
+    """The task, made from how often each character follows each.
 
-    Ids are those of the sorted characters, then <s>; V is their number. With T the triggers and pi the character
-    frequencies, a sequence x is drawn as
+    Ids are those of the sorted characters, then of the BOS tokens, then of the delimiter; V is their number. With T the
+    triggers and pi the character frequencies, a sequence x is drawn as
 
-      x_0 = <s>;  x_1 ~ pi without T, renormalised;
-      x_{i+1} = x_{i-1} if x_i is in T (backcopy), else x_{i+1} ~ P[x_i] (bigram).
+      BOS tokens, then the first character from pi without T, renormalised;
+      x_{i+1} by the rule if x_i is in T, else x_{i+1} ~ P[x_i] (bigram).
 
-    So two triggers are never adjacent, and <s> does not recur.
+    The rule is one of
+
+      backcopy           x_{i+1} = x_{i-1}: two triggers are never adjacent
+      in_context_bigram  x_{i+1} = o(x_i), where the sequence draws o for each trigger, uniform over the characters that
+                         are no triggers (Bietti et al., arXiv:2306.00802)
+      bigram_backward    x_{i+1} ~ P[x_{i-1}]
+      markov             x_{i+1} ~ P[x_i], as everywhere
+
+    or, with `other_rule_probability`, drawn anew at every trigger, `other_rule`. A delimiter stands at one position;
+    the character after it is drawn from pi, and from there on the chain is `markov`.
+
+    Attributes:
+      counts: From `count_pairs` or `read_counts`.
+      trigger_count: k, the number of most frequent characters that are triggers; ties go to the smaller character.
+      rule: What follows a trigger.
+      other_rule: What follows it otherwise.
+      other_rule_probability: How often that is.
+      bos_count: BOS tokens at the start, each of its own id: 0, 1 or 2.
+      delimiter_position: Where the delimiter stands; None: there is none.
     """
 
-    characters: tuple[str, ...]  # the alphabet, sorted; id i is characters[i]
-    bos_id: int  # <s>, V - 1
-    triggers: np.ndarray  # int [k], the k most frequent characters, the most frequent first
-    marginal: np.ndarray  # pi, float64 [V]; 0 for <s>
-    first: np.ndarray  # the distribution of x_1, float64 [V]; 0 for triggers and <s>
-    # P, float64 [V, V]. The row of a character has the frequencies of its successors in the text, read as a circle so
-    # that its last character has one too (and pi P = pi exactly). The row of <s> is `first`.
-    transition: np.ndarray
-    # For sampling: all characters of the text grouped by the one before them, and those that may come first. A draw
-    # from P[x] picks an occurrence of x in the text, and takes its successor.
-    _successors: np.ndarray = dataclasses.field(repr=False)
-    _start: np.ndarray = dataclasses.field(repr=False)
-    _count: np.ndarray = dataclasses.field(repr=False)
-    _first_pool: np.ndarray = dataclasses.field(repr=False)
+    counts: Counts
+    trigger_count: int = 3
+    rule: TriggerRule = "backcopy"
+    other_rule: TriggerRule = "markov"
+    other_rule_probability: float = 0.0
+    bos_count: int = 1
+    delimiter_position: int | None = None
+
+    def __post_init__(self):
+        size = len(self.characters)
+        if size <= self.trigger_count:
+            raise UserError(
+                f"{size} different characters cannot have {self.trigger_count} triggers",
+                allowed=f"data.trigger_count less than {size}" if size > 1 else "a longer text",
+            )
+        if last := set(self.characters).difference(a for a, _, _ in self.counts):
+            raise UserError(f"nothing follows {min(last)!r}", allowed="counts in which something follows each")
+        if self.bos_count not in (0, 1, 2):
+            raise ValueError(f"bos_count={self.bos_count}; allowed: 0, 1 or 2")
+        if self.delimiter_position is not None and self.delimiter_position <= self.bos_count:
+            raise ValueError(f"a delimiter at {self.delimiter_position}; allowed: after BOS and one character")
+        if not 0.0 <= self.other_rule_probability <= 1.0:
+            raise ValueError(f"other_rule_probability={self.other_rule_probability}; allowed: 0 to 1")
 
     @classmethod
-    def from_text(cls, text: str, trigger_count: int = 3) -> "BigramBackcopy":
-        """The task with the character statistics of a text.
-
-        Args:
-          text: Any text, such as `default_text()`.
-          trigger_count: k, the number of most frequent characters that are triggers; ties go to the smaller character.
+    def from_text(cls, text: str, trigger_count: int = 3, **options) -> "BigramBackcopy":
+        """The task with the character statistics of a text, such as `default_text()`.
 
         Raises:
           UserError: If the text does not have more than k different characters.
 
         >>> task = BigramBackcopy.from_text("abacabad", trigger_count=1)
-        >>> task.characters, task.bos_id, task.triggers.tolist(), task.transition[1].tolist()
-        (('a', 'b', 'c', 'd'), 4, [0], [1.0, 0.0, 0.0, 0.0, 0.0])
+        >>> task.characters, task.bos_ids, task.triggers.tolist(), task.transition[1].tolist()
+        (('a', 'b', 'c', 'd'), (4,), [0], [1.0, 0.0, 0.0, 0.0, 0.0])
         """
-        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
-        points, ids, count = np.unique(points, return_inverse=True, return_counts=True)
-        characters = tuple(map(chr, points.tolist()))
-        if len(characters) <= trigger_count:
-            raise UserError(
-                f"a text with {len(characters)} different characters cannot have {trigger_count} triggers",
-                allowed=f"data.trigger_count less than {len(characters)}" if len(characters) > 1 else "a longer text",
-            )
-        bos_id, size = len(characters), len(characters) + 1
-        count = np.append(count, 0)
-        triggers = np.argsort(-count[:bos_id], kind="stable")[:trigger_count]
+        return cls(count_pairs(text), trigger_count, **options)
 
-        following = np.roll(ids, -1)
-        transition = np.bincount(ids * size + following, minlength=size * size).reshape(size, size).astype(np.float64)
-        transition[:bos_id] /= count[:bos_id, None]
-        first = np.where(np.isin(np.arange(size), triggers), 0, count)
-        first = first / first.sum()
-        transition[bos_id] = first
-        return cls(
-            characters=characters,
-            bos_id=bos_id,
-            triggers=triggers,
-            marginal=count / count.sum(),
-            first=first,
-            transition=transition,
-            _successors=following[np.argsort(ids, kind="stable")].astype(np.int32),
-            _start=np.cumsum(count) - count,
-            _count=count,
-            _first_pool=ids[~np.isin(ids, triggers)].astype(np.int32),
-        )
+    @functools.cached_property
+    def characters(self) -> tuple[str, ...]:
+        """The alphabet, sorted; id i is characters[i]."""
+        return tuple(sorted({character for a, b, _ in self.counts for character in (a, b)}))
+
+    @property
+    def bos_ids(self) -> tuple[int, ...]:
+        """The ids of the BOS tokens: the first tokens of every sequence, in this order, which do not recur."""
+        size = len(self.characters)
+        return tuple(range(size, size + self.bos_count))
+
+    @property
+    def delimiter_id(self) -> int | None:
+        """The id of the delimiter, V - 1; None without one."""
+        return None if self.delimiter_position is None else self.vocab_size - 1
 
     @property
     def vocab_size(self) -> int:
-        """V: the characters and <s>."""
-        return self.bos_id + 1
+        """V: characters, BOS tokens and the delimiter."""
+        return len(self.characters) + self.bos_count + (self.delimiter_position is not None)
 
-    def batch(self, step: int, batch_size: int, sequence_length: int, seed: int) -> np.ndarray:
-        """Draws the sequences of one step: a pure function of the arguments.
+    @property
+    def rules(self) -> dict[TriggerRule, float]:
+        """The rules at a trigger with their probabilities, which are above 0 and add up to 1."""
+        p = self.other_rule_probability
+        if p == 0.0 or self.rule == self.other_rule:
+            return {self.rule: 1.0}
+        return {self.other_rule: 1.0} if p == 1.0 else {self.rule: 1.0 - p, self.other_rule: p}
+
+    @functools.cached_property
+    def _table(self) -> np.ndarray:
+        """The counts as float64 [V, V]."""
+        ids = {character: i for i, character in enumerate(self.characters)}
+        table = np.zeros((self.vocab_size, self.vocab_size))
+        for a, b, n in self.counts:
+            table[ids[a], ids[b]] = n
+        return table
+
+    @functools.cached_property
+    def marginal(self) -> np.ndarray:
+        """pi, float64 [V]: how often each character comes first in a pair; 0 for BOS and the delimiter."""
+        count = self._table.sum(1)
+        return count / count.sum()
+
+    @functools.cached_property
+    def triggers(self) -> np.ndarray:
+        """The ids of the triggers, int [k], the most frequent first."""
+        return np.argsort(-self.marginal, kind="stable")[: self.trigger_count]
+
+    @functools.cached_property
+    def plain(self) -> np.ndarray:
+        """The ids of the characters that are no triggers, ascending."""
+        return np.setdiff1d(np.arange(len(self.characters)), self.triggers)
+
+    @functools.cached_property
+    def first(self) -> np.ndarray:
+        """The distribution of the first character, float64 [V]; 0 for triggers, BOS and the delimiter."""
+        first = self.marginal.copy()
+        first[self.triggers] = 0.0
+        return first / first.sum()
+
+    @functools.cached_property
+    def transition(self) -> np.ndarray:
+        """P, float64 [V, V]: what follows where no trigger acts; the row of the last BOS token is `first`."""
+        law = self._table.copy()
+        size = len(self.characters)
+        law[:size] /= law[:size].sum(1, keepdims=True)
+        for bos_id in self.bos_ids:
+            law[bos_id] = self.first
+        for bos_id, next_id in itertools.pairwise(self.bos_ids):
+            law[bos_id] = np.arange(self.vocab_size) == next_id
+        if self.delimiter_id is not None:
+            law[self.delimiter_id] = self.marginal
+        return law
+
+    @property
+    def rule_positions(self) -> float:
+        """Triggers act at positions below this one: before the delimiter, where there is one."""
+        return math.inf if self.delimiter_position is None else self.delimiter_position - 1
+
+    def batch(
+        self, step: "ArrayLike", batch_size: int, sequence_length: int, seed: "ArrayLike", stream: int = TRAINING
+    ) -> "jax.Array":
+        """Draws the sequences of one step: a pure function of the arguments, the same on any mesh, jitted or not.
 
         A longer `sequence_length` continues the same sequences.
 
         Args:
-          step: Counter, 0 or more.
+          step: Counter, 0 or more; may be traced.
           batch_size: B.
           sequence_length: T, the input positions.
-          seed: 0 or more; use another one for evaluation.
+          seed: Below 2**32; may be traced.
+          stream: TRAINING or EVALUATION, which have no batch in common.
 
         Returns:
           int32 [B, T + 1]: inputs are [:, :-1], targets [:, 1:].
         """
-        uniform = np.random.default_rng([seed, step]).random((sequence_length, batch_size))
-        trigger = np.isin(np.arange(self.vocab_size), self.triggers)
-        x = np.empty((sequence_length + 1, batch_size), np.int32)
-        x[0] = self.bos_id
-        x[1] = self._first_pool[(uniform[0] * len(self._first_pool)).astype(np.int64)]
-        for i in range(1, sequence_length):
-            place = (uniform[i] * self._count[x[i]]).astype(np.int64)  # < count, as uniform <= 1 - 2**-53
-            drawn = self._successors[self._start[x[i]] + place]
-            x[i + 1] = np.where(trigger[x[i]], x[i - 1], drawn)
-        return np.ascontiguousarray(x.T)
+        from orthojax.data import backcopy_batches  # imports JAX, which reading a config must not
 
-    def is_trigger(self, tokens: np.ndarray) -> np.ndarray:
-        """Whether each id is a trigger; bool, the shape of `tokens`."""
-        return np.isin(tokens, self.triggers)
+        # JAX takes a Python integer as 32 bits with a sign.
+        step, seed = (np.uint32(number) if isinstance(number, int) else number for number in (step, seed))
+        return backcopy_batches.batch(self, step, batch_size, sequence_length, seed, np.uint32(stream))
 
-    def oracle(self, tokens: np.ndarray) -> np.ndarray:
-        """The true distribution of the next token at every position.
+    def is_trigger(self, tokens: "ArrayLike") -> "jax.Array":
+        """Whether the rule decides what comes next: at triggers, before the delimiter where there is one.
 
         Args:
-          tokens: int [B, T], inputs that start with <s>.
+          tokens: int [..., T], from position 0 on.
 
         Returns:
-          float64 [B, T, V]; rows sum to one. At a trigger all mass is on the token before it, elsewhere it is the
-          bigram row, at <s> `first`.
+          bool [..., T].
+        """
+        from orthojax.data import backcopy_batches
+
+        return backcopy_batches.is_trigger(self, tokens)
+
+    def oracle(self, tokens: "ArrayLike") -> "jax.Array":
+        """The true distribution of the next token at every position, given all tokens before it.
+
+        At a trigger it is that of the rule, or the mixture of both: of `in_context_bigram` the posterior of o, uniform
+        at the first occurrence and, where it is the only rule, exact afterwards. Elsewhere it is the bigram row, at the
+        last BOS token `first`.
+
+        Args:
+          tokens: int [B, T], inputs, which are sequences of the task.
+
+        Returns:
+          float32 [B, T, V], float64 under x64; rows sum to one.
 
         Raises:
-          ValueError: If a sequence starts with a trigger, so that nothing precedes it.
+          ValueError: If a sequence, not traced, starts with a trigger, so that nothing precedes it.
         """
-        tokens = np.asarray(tokens)
-        trigger = self.is_trigger(tokens)
-        if trigger[:, 0].any():
-            raise ValueError("a sequence starts with a trigger: the oracle needs the token before it")
-        law = self.transition[tokens]
-        row, position = np.nonzero(trigger)
-        law[row, position] = 0.0
-        law[row, position, tokens[row, position - 1]] = 1.0
-        return law
+        from orthojax.data import backcopy_batches
+
+        return backcopy_batches.oracle(self, tokens)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from orthojax.config import DataConfig
+from orthojax.data.bigram_backcopy import BigramBackcopy, count_pairs, default_text, read_counts
 from orthojax.data.documents import embedded_corpus, text_corpus
 from orthojax.data.preparation import BPE_SAMPLE_BYTES, HoldOut, Part, Progress, divided, hold_out_by_text, prepare
 from orthojax.data.token_files import (
@@ -65,7 +66,7 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
         _require_tokenizer(config.tokenizer, dataset)
         return dataset
     if config.kind == "bigram_backcopy":
-        raise ValueError("bigram_backcopy is generated: see orthojax.data.bigram_backcopy")
+        raise ValueError("bigram_backcopy is generated: see open_task")
     identity = tokenizer_identity(config.tokenizer)
     corpus = embedded_corpus() if config.kind == "embedded" else text_corpus(config.paths)
     rules = [FORMAT_VERSION, RULES_VERSION, config.kind, corpus.sha256, identity]
@@ -78,6 +79,35 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
         hold_out = HoldOut("name") if config.kind == "embedded" else hold_out_by_text(corpus.documents())
         _build(folder, divided(corpus, hold_out, ["train", "validation"]), config.tokenizer, progress)
     return _open_pair(folder / "train.bin", folder / "validation.bin", config.verify)
+
+
+def open_task(config: DataConfig) -> tuple[BigramBackcopy, dict[str, Any]]:
+    """The task of kind `bigram_backcopy`, and its provenance: JSON, names and the sha256 of its counts.
+
+    Raises:
+      UserError: For anything wrong with the files, or fewer characters than triggers.
+    """
+    if config.counts:
+        source, counts = Path(config.counts).name, read_counts(Path(config.counts))
+    elif config.paths:
+        corpus = text_corpus(config.paths)
+        source, counts = corpus.description, count_pairs("\n".join(document.text for document in corpus.documents()))
+    else:
+        source, counts = "pydoc_data.topics", count_pairs(default_text())
+    task = BigramBackcopy(
+        counts,
+        config.trigger_count,
+        rule=config.rule,
+        other_rule=config.other_rule,
+        other_rule_probability=config.other_rule_probability,
+        bos_count=config.bos_tokens,
+        delimiter_position=config.middle if config.delimiter else None,
+    )
+    return task, {
+        "source": f"bigram_backcopy of {source}",
+        "characters": "".join(task.characters),
+        "counts_sha256": hashlib.sha256(json.dumps(counts).encode()).hexdigest(),
+    }
 
 
 class TokenBatches:

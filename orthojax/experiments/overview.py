@@ -18,12 +18,14 @@ _ATTENTION = (
     *("first_attention_fraction", "first_attention_mass", "sink_rate"),
     *("sink_attention", "sink_attention_rest", "sink_logit_gap", "value_norm_first", "value_norm_rest"),
 )
-_LOSSES = ("perplexity", "loss_nats", "bits_per_byte", "backcopy_risk_nats", "bigram_excess_risk_nats")
+_LOSSES = ("perplexity", "loss_nats", "bits_per_byte", "backcopy_risk_nats", "backcopy_excess_risk_nats")
+_LOSSES += ("bigram_excess_risk_nats",)
 _MEANINGS = LABELS | {
     "perplexity": "exp of the loss",
     "loss_nats": "cross-entropy, nats per token",
     "bits_per_byte": "cross-entropy, bits per byte of text",
     "backcopy_risk_nats": "cross-entropy where the task is to copy, nats",
+    "backcopy_excess_risk_nats": "cross-entropy above the law of the data at triggers, nats",
     "bigram_excess_risk_nats": "cross-entropy above the law of the data elsewhere, nats",
     "max_abs_first_maximum": "its maximum over all sequences, first token",
     "max_abs_rest_maximum": "its maximum over all sequences, other tokens",
@@ -90,7 +92,7 @@ def _comparisons(metrics: Mapping[str, float], config: Config) -> dict[str, str]
             mass = chance_of_first(T, softmax1=config.model.normalizer == "softmax1")
             texts["first_attention_mass"] = f"{number(mass)} if all logits are 0"
     texts["sink_logit_gap"] = "0 if all logits are equal"
-    texts["bigram_excess_risk_nats"] = "0 for the law of the data"
+    texts |= dict.fromkeys(("backcopy_excess_risk_nats", "bigram_excess_risk_nats"), "0 for the law of the data")
     for name in metrics:
         if name.startswith("perplexity_") and metrics["perplexity"]:
             texts[name] = f"{percent(metrics[name] / metrics['perplexity'] - 1)} against float"

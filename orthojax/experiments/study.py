@@ -20,7 +20,7 @@ from orthojax.experiments.workers import run_all
 from orthojax.files import make_folder, write_text
 from orthojax.machine import environment
 from orthojax.progress import Progress, tokenizing_progress
-from orthojax.train import find_checkpoint, open_inputs, read_config
+from orthojax.train import find_checkpoint, open_inputs, read_config, require_task
 
 _LONGEST_NAME = 80  # of a model in a table
 
@@ -121,7 +121,10 @@ def _trained(
 ) -> dict[str, Any]:
     tasks = [Task(run, experiment.measures, cache_dir) for run in runs]
     for config in {_data_of(run.config): run.config for run in runs}.values():
-        open_inputs(config, cache_dir, progress=tokenizing_progress())  # tokenises once, before the workers start
+        if config.data.kind == "bigram_backcopy":
+            require_task(config)  # its evaluation set would be drawn on a device, and those are for the workers
+        else:
+            open_inputs(config, cache_dir, progress=tokenizing_progress())  # tokenises once, before the workers start
     meshes = [(run.config.mesh.data, run.config.mesh.fsdp, run.config.mesh.tensor) for run in runs]
     if any(mesh != (1, 1, 1) for mesh in meshes):  # such a run wants all devices, and so one process
         where = [Place()]

@@ -47,4 +47,4 @@ from orthojax.train.step import (
 )
 from orthojax.train.step_logger import DivergedError
 from orthojax.train.summary import closing, describe_data, opening
-from orthojax.train.workdir import Inputs, check_workdir, open_inputs
+from orthojax.train.workdir import Inputs, check_workdir, open_inputs, require_task

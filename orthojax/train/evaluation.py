@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from orthojax import analysis, quant
 from orthojax.config import Config
+from orthojax.data import BigramBackcopy
 from orthojax.model import LoadedModel, Transformer, linear, mesh_of
 from orthojax.train.mesh import constrain, in_mesh, place_rows
 from orthojax.train.optimizer import shared_basis
@@ -107,8 +109,9 @@ def evaluate(
         settings = quant.SETTINGS if loaded.model.linear is linear else {}
     loss = validation_loss_nats(config, params, inputs, model=loaded.model)
     if inputs.task is not None:
-        batches = _backcopy_batches(config, params, inputs)
-        statistics, risks = analysis.measure(loaded, batches, _observe_backcopy, output=_observe_risks)
+        mesh, (observe, risks_of) = mesh_of(params), _observing(inputs.task)
+        batches = (2 * _place(mesh, split_tokens(rows)[0]) for rows in _batches(config, inputs))
+        statistics, risks = analysis.measure(loaded, batches, observe, output=risks_of)
         on_progress("statistics")
         return {"loss_nats": loss} | analysis.finalize(statistics) | analysis.finalize(risks)
     metrics: Metrics = {"perplexity": _perplexity(loss), "loss_nats": loss}
@@ -149,22 +152,20 @@ def _observe_text_after_attention_too(taps: analysis.Taps, basis: jax.Array | No
     return analysis.observe_language_model(taps, post_attention=True, basis=basis)
 
 
-def _backcopy_batches(config: Config, params: Any, inputs: Inputs) -> Iterator[tuple[Any, ...]]:
-    assert inputs.task is not None
-    for rows in _batches(config, inputs):
-        tokens, _ = split_tokens(rows)
-        oracle = inputs.task.oracle(tokens).astype(np.float32)
+@functools.lru_cache(maxsize=8)
+def _observing(task: BigramBackcopy) -> tuple[Callable[..., analysis.Statistics], Callable[..., analysis.Statistics]]:
+    """What is observed in the layers and in the output, both given the tokens."""
+
+    def observe(taps: analysis.Taps, tokens: jax.Array) -> analysis.Statistics:
+        return analysis.observe_backcopy(task.is_trigger(tokens), task.bos_count)(taps)
+
+    def risks(logits: jax.Array, tokens: jax.Array) -> analysis.Statistics:
         # Ids that the model has but the task has not are impossible.
-        oracle = np.pad(oracle, ((0, 0), (0, 0), (0, config.model.vocab_size - oracle.shape[-1])))
-        yield _place(mesh_of(params), tokens, inputs.task.is_trigger(tokens), oracle)
+        more = logits.shape[-1] - task.vocab_size
+        oracle = jnp.pad(task.oracle(tokens), ((0, 0), (0, 0), (0, more)))
+        return analysis.observe_backcopy_risks(jax.nn.log_softmax(logits), oracle, task.is_trigger(tokens))
 
-
-def _observe_backcopy(taps: analysis.Taps, is_trigger: jax.Array, *_: Any) -> analysis.Statistics:
-    return analysis.observe_backcopy(is_trigger)(taps)
-
-
-def _observe_risks(logits: jax.Array, is_trigger: jax.Array, oracle: jax.Array) -> analysis.Statistics:
-    return analysis.observe_backcopy_risks(jax.nn.log_softmax(logits), oracle, is_trigger)
+    return observe, risks
 
 
 def _observe_probed(taps: analysis.Taps) -> analysis.Statistics:
@@ -184,9 +185,9 @@ class Probe:
             return
         n, wanted = len(inputs.evaluation), min(len(inputs.evaluation), config.train.probe_sequences)
         tokens, _ = split_tokens(inputs.evaluation[[i * n // wanted for i in range(wanted)]])
-        triggers = () if inputs.task is None else (inputs.task.is_trigger(tokens),)
-        self._batch = _place(mesh, tokens, *triggers)
-        self._observe = _observe_backcopy if triggers else _observe_probed
+        (placed,) = _place(mesh, tokens)
+        self._batch = (placed,) if inputs.task is None else (placed, placed)
+        self._observe = _observe_probed if inputs.task is None else _observing(inputs.task)[0]
 
     def __call__(self, step: int, params: Any) -> analysis.Statistics | None:
         """The statistics after a step, still on the device; None between the probes."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from orthojax.config import Config, to_json
 from orthojax.errors import Interrupted
@@ -22,7 +23,7 @@ from orthojax.train.distributed import (
 )
 from orthojax.train.evaluation import Probe, validation_loss_nats
 from orthojax.train.loading import initial_params
-from orthojax.train.mesh import place_rows, place_tree
+from orthojax.train.mesh import place_rows, place_tree, place_whole
 from orthojax.train.metrics import ROLLED_BACK, MetricWriter, TensorBoard, validation_losses
 from orthojax.train.step import Program, TrainState, build
 from orthojax.train.step_logger import Position, RollBack, StepLogger, step_before
@@ -63,7 +64,7 @@ def train(
       DivergedError: At a bad step that ends the run; see `train.on_bad_step`.
       Interrupted: On SIGINT, SIGTERM or a preemption notice, when the state is saved.
     """
-    program, settings = build(config), config.train
+    program, settings = build(config, inputs.task), config.train
     tensorboard = TensorBoard(workdir / "tensorboard") if settings.tensorboard and is_primary() else None
     retention = {"keep_every_steps": settings.keep_every_steps, "keep_best": settings.keep_best}
     with (
@@ -172,11 +173,14 @@ class _Run:
             raise Interrupted(stopping, step)
 
     def _batches(self, step: int, position: Position) -> Generator[jax.Array, None, None]:
-        """The batches of the steps after this one, prefetched."""
+        """The batches of the steps after this one, prefetched; of a task, what it draws them from."""
+        mesh, seed = self._program.mesh, self._config.data.seed
 
         def read(step: int) -> jax.Array:
-            rows = functools.partial(self._inputs.batch_rows, step - 1 + position.left_out_batches)
-            return place_rows(self._program.mesh, self._settings.batch_size, rows)
+            batch = step - 1 + position.left_out_batches
+            if self._inputs.task is not None:
+                return place_whole(mesh, np.array([seed, batch], np.uint32))
+            return place_rows(mesh, self._settings.batch_size, functools.partial(self._inputs.batch_rows, batch))
 
         return prefetched(read, step + 1, self._settings.steps + 1)
 

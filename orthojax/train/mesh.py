@@ -107,6 +107,13 @@ def place_rows(mesh: Mesh | None, count: int, read: Callable[[int, int], np.ndar
     return _put((count, *rows.shape[1:]), sharding, shard)
 
 
+def place_whole(mesh: Mesh | None, array: np.ndarray) -> jax.Array:
+    """Puts an array that every process has on all devices; nothing is communicated."""
+    if mesh is None:
+        return jax.device_put(array)
+    return _put(array.shape, NamedSharding(mesh, PartitionSpec()), lambda index: array[index])
+
+
 def place_tree(tree: Any, like: Any) -> Any:
     """Puts arrays where those of `like` are; every process has the whole of `tree`, and nothing is communicated."""
 

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orthojax.config import Config, MeshConfig, ModelConfig, OptimConfig
+from orthojax.data import BigramBackcopy
 from orthojax.model import Transformer
 from orthojax.ops import chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
 from orthojax.optim import layout_of, state_shardings
@@ -49,6 +50,8 @@ class StepMetrics(NamedTuple):
 
 ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
 LossSum = Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]  # (params, tokens) -> (loss sum, target count)
+Draw = Callable[[jax.Array], jax.Array]  # uint32 [2], (seed, number of the batch) -> tokens
+# The array is tokens int32 [B, T + 1], or what they are drawn from.
 TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
 
 
@@ -109,8 +112,11 @@ def jit_train_step(
     accumulation_steps: int = 1,
     mesh: Mesh | None = None,
     shardings: TrainState | None = None,
+    draw: Draw | None = None,
 ) -> TrainStep:
     """The jitted step (state, tokens int32 [B, T + 1]) -> (state, metrics); the state is donated.
+
+    With `draw` it is a step (state, uint32 [2]) that draws its tokens by itself.
 
     Args:
       loss_sum: (params, tokens) -> summed loss and number of targets; the loss that is minimised is their ratio.
@@ -119,6 +125,7 @@ def jit_train_step(
       accumulation_steps: Parts of a batch that go through the model one after the other.
       mesh: That of the shardings.
       shardings: Of the state, on a mesh.
+      draw: (seed, number of the batch) -> tokens.
     """
 
     def like_params(grads):
@@ -135,6 +142,8 @@ def jit_train_step(
 
     def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, StepMetrics]:
         with traced_in_mesh(mesh):
+            if draw is not None:
+                tokens = constrain(draw(tokens), ROWS)
             if accumulation_steps == 1:
                 (loss, (total, count)), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params, tokens)
                 grads = like_params(grads)
@@ -158,7 +167,8 @@ def jit_train_step(
     if mesh is None:
         return jax.jit(train_step, donate_argnums=0)
     whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, ROWS)
-    return jax.jit(train_step, donate_argnums=0, in_shardings=(shardings, rows), out_shardings=(shardings, whole))
+    batch = rows if draw is None else whole
+    return jax.jit(train_step, donate_argnums=0, in_shardings=(shardings, batch), out_shardings=(shardings, whole))
 
 
 class Program(NamedTuple):
@@ -171,8 +181,12 @@ class Program(NamedTuple):
     step: TrainStep  # jitted
 
 
-def build(config: Config) -> Program:
+def build(config: Config, task: BigramBackcopy | None = None) -> Program:
     """Builds a run's model, optimizer and jitted functions; runs that agree in what is passed on share them.
+
+    Args:
+      config: The run.
+      task: Where the step draws its batches from, from (seed, number of the batch); None: it takes tokens.
 
     Raises:
       UserError: Where the devices are too few for the mesh, or a batch does not divide over it.
@@ -187,6 +201,7 @@ def build(config: Config) -> Program:
         watched=(train.spike_nats,) if train.watches_steps else None,
         accumulation_steps=train.accumulation_steps,
         loss_chunk_positions=train.loss_chunk_positions,
+        drawn=None if task is None else (task, train.batch_size),
     )
 
 
@@ -201,6 +216,7 @@ def _build(
     watched: tuple[float | None] | None,
     accumulation_steps: int,
     loss_chunk_positions: int | None,
+    drawn: tuple[BigramBackcopy, int] | None,
 ) -> Program:
     model, schedule = Transformer(model_config), learning_rate_schedule(optim, steps)
     trained = model if mesh is None else Transformer(model_config, linear=linear_on_rows)
@@ -228,8 +244,19 @@ def _build(
     def loss_sum(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         return loss_sum_nats(trained, params, tokens, loss_chunk_positions)
 
+    def draw(seed_and_number: jax.Array) -> jax.Array:
+        assert drawn is not None
+        (task, batch_size), (seed, number) = drawn, seed_and_number
+        return task.batch(number, batch_size, length, seed)
+
     step = jit_train_step(
-        loss_sum, optimizer, schedule, accumulation_steps=accumulation_steps, mesh=mesh, shardings=shardings
+        loss_sum,
+        optimizer,
+        schedule,
+        accumulation_steps=accumulation_steps,
+        mesh=mesh,
+        shardings=shardings,
+        draw=draw if drawn else None,
     )
     # With out_shardings the state is never whole on one device.
     jitted_init = jax.jit(init) if mesh is None else jax.jit(init, out_shardings=shardings)

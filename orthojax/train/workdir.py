@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from orthojax.config import Config, changed_fields, fields_affecting, flatten, from_dict, to_json
-from orthojax.data import BigramBackcopy, TokenBatches, default_text, open_dataset
+from orthojax.data import BigramBackcopy, TokenBatches, open_dataset, open_task
+from orthojax.data.bigram_backcopy import EVALUATION
 from orthojax.errors import UserError
 from orthojax.files import make_folder, read_json, try_lock, write_text
 
@@ -22,7 +23,8 @@ T = TypeVar("T")
 class Inputs(NamedTuple):
     """The data of a run."""
 
-    batch: Callable[[int], np.ndarray]  # step -> int32 [batch_size, T + 1], a pure function
+    # step -> int32 [batch_size, T + 1], a pure function; of a task, what the training step draws by itself.
+    batch: Callable[[int], np.ndarray]
     evaluation: np.ndarray  # int32 [eval.sequences, T + 1]
     bits_per_nat_of_loss: float | None  # bits per byte of text for each nat per token; None without text
     provenance: dict[str, Any]  # JSON values: hashes and counts of everything read
@@ -47,15 +49,12 @@ def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int
     """
     data, train, evaluation = config.data, config.train, config.eval
     if data.kind == "bigram_backcopy":
-        task = BigramBackcopy.from_text(default_text(), data.trigger_count)
-        _require_vocabulary(config, task.vocab_size)
+        task, provenance = require_task(config)
 
         def batch(step: int) -> np.ndarray:
-            return task.batch(step, train.batch_size, data.sequence_length, data.seed)
+            return np.asarray(task.batch(step, train.batch_size, data.sequence_length, data.seed))
 
-        # Training seeds are below 2**32, so this one is never trained on.
-        rows = task.batch(0, evaluation.sequences, data.sequence_length, 2**32)
-        provenance = {"source": "bigram_backcopy of pydoc_data.topics", "characters": "".join(task.characters)}
+        rows = np.asarray(task.batch(0, evaluation.sequences, data.sequence_length, 0, EVALUATION))
         return Inputs(batch, rows, None, provenance, task)
     dataset = open_dataset(data, cache_dir, progress=progress)
     _require_vocabulary(config, dataset.vocab_size)
@@ -65,6 +64,17 @@ def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int
     bits_per_nat = len(dataset.validation) / dataset.validation_bytes / math.log(2)
     rows = validation.spread_rows(evaluation.sequences)
     return Inputs(batches, rows, bits_per_nat, dataset.provenance, None, batches.rows)
+
+
+def require_task(config: Config) -> tuple[BigramBackcopy, dict[str, Any]]:
+    """The task of a run with its provenance, as `orthojax.data.open_task`; no device is used.
+
+    Raises:
+      UserError: As `open_task`, and for a vocabulary that the model does not have.
+    """
+    task, provenance = open_task(config.data)
+    _require_vocabulary(config, task.vocab_size)
+    return task, provenance
 
 
 def _require_vocabulary(config: Config, needed: int) -> None:

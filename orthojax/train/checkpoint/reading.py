@@ -87,7 +87,8 @@ def require_same_data(step_folder: Path, provenance: dict[str, Any]) -> None:
     Raises:
       UserError: Where they differ, as when the embedded corpus comes from another Python version.
     """
-    saved = {"bos_id": provenance.get("bos_id"), **read_json_item(step_folder, "data")}  # earlier versions wrote none
+    newer = {name: provenance.get(name) for name in ("bos_id", "counts_sha256")}  # earlier versions wrote none
+    saved = newer | read_json_item(step_folder, "data")
     for name, value in provenance.items():
         if saved.get(name) != value:
             raise UserError(
