@@ -34,7 +34,7 @@ class ClippedSoftmax:
             raise ValueError(f"{self}; allowed: a finite gamma <= 0 and a finite zeta >= 1")
 
 
-Normalizer = Literal["softmax", "softmax1", "relu", "sigmoid"] | float | jax.Array | ClippedSoftmax
+Normalizer = Literal["softmax", "softmax1", "relu", "gelu", "sigmoid"] | float | jax.Array | ClippedSoftmax
 
 
 def _as_dtype_of(logits: jax.Array, weights: jax.Array) -> jax.Array:
@@ -163,14 +163,31 @@ def relu(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> j
     >>> relu(jnp.array([2.0, -1.0, 4.0]), where=jnp.array([True, True, False])).tolist()
     [1.0, 0.0, 0.0]
     """
-    x = jnp.maximum(at_least_float32(logits), 0.0)
+    return _as_dtype_of(logits, _by_visible_keys(jnp.maximum(at_least_float32(logits), 0.0), axis, where))
+
+
+def gelu(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
+    """x_i Phi(x_i) / (number of visible keys), with the normal distribution function Phi itself, not its tanh form.
+
+    Arguments and result as for `softmax1`; weights may be negative, down to -0.17 / visible, and need not sum to 1.
+
+    Reference:
+      GELU, `arXiv 1606.08415 <https://arxiv.org/abs/1606.08415>`_, 2016, in the place of the ReLU of `relu`.
+    """
+    x = at_least_float32(logits)
+    x = x if where is None else jnp.where(where, x, 0.0)  # its derivative at a masked infinity is no number
+    x = jnp.maximum(x, -40.0)  # where Phi is 0 even in float64, and -inf times it none
+    return _as_dtype_of(logits, _by_visible_keys(jax.nn.gelu(x, approximate=False), axis, where))
+
+
+def _by_visible_keys(x: jax.Array, axis: int, where: jax.Array | None) -> jax.Array:
     if where is None:
-        return _as_dtype_of(logits, x / x.shape[axis])
+        return x / x.shape[axis]
     where = jnp.asarray(where)
     where = where.reshape((1,) * (x.ndim - where.ndim) + where.shape)
     # A mask of length 1 along the axis stands for all its keys; the sum runs over the mask as it is, which is smaller.
     visible = jnp.sum(where, axis, keepdims=True) * (x.shape[axis] // where.shape[axis])
-    return _as_dtype_of(logits, jnp.where(where, x / jnp.maximum(visible, 1), 0.0))
+    return jnp.where(where, x / jnp.maximum(visible, 1), 0.0)
 
 
 def sigmoid(logits: jax.Array, axis: int = -1, where: jax.Array | None = None) -> jax.Array:
@@ -235,7 +252,7 @@ def _(axis, n, primals, tangents):
     return y, y * (t - jnp.sum(y * t, axis, keepdims=True))
 
 
-_BY_NAME = {function.__name__: function for function in (softmax, softmax1, relu, sigmoid)}
+_BY_NAME = {function.__name__: function for function in (softmax, softmax1, relu, gelu, sigmoid)}
 _ALLOWED = ", ".join(_BY_NAME) + ", a number, an array [heads], a ClippedSoftmax"
 
 
