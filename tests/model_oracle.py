@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import zlib
-from functools import partial
+from functools import cache, partial
 
 import attention_oracle
 import jax
@@ -14,6 +14,7 @@ from orthojax.model import Interventions, Transformer
 from orthojax.ops.normalizers import ClippedSoftmax
 
 
+@cache
 def random_params(config):
     """Every parameter random, biases, scales and sinks too; a parameter of one name is the same in every config."""
     config = dataclasses.replace(config, scan_layers=False)

@@ -15,18 +15,22 @@ from orthojax.model import LoadedModel, Transformer, attention_pattern, bigram_b
 
 L, B, T, N, D = 2, 2, 6, 4, 8
 SMALL = {"vocab_size": 11, "max_length": 16, "d_model": D, "num_layers": L, "num_heads": N, "d_mlp": 12}
-UNROLLED, SCANNED = SMALL | {"scan_layers": False}, SMALL | {"scan_layers": True}
-GPT2 = gpt2("tiny", **SCANNED, remat=True)
+UNROLLED, SCANNED = SMALL | {"scan_layers": False}, SMALL | {"scan_layers": True, "remat": True}
+GPT2 = gpt2("tiny", **SCANNED)
 GROUPED = llama2(
     "tiny", **SCANNED, num_kv_heads=2, gated_attention=True, normalizer="learned_sink", relaxed_causal_tokens=2
 )
 BACKCOPY = bigram_backcopy(**UNROLLED, normalizer="relu", attention=(False, True), mlp=("linear", "none"))
 POST_NORM = ModelConfig(**SCANNED, post_norm=True, use_bias=True, normalizer="softmax1")
-CONFIGS = {"gpt2": GPT2, "llama2": llama2("tiny", **UNROLLED), "grouped": GROUPED, "bigram_backcopy": BACKCOPY}
-CONFIGS |= {"post-norm": POST_NORM}
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (B, T)))
 SCALES = tuple(name for name in Interventions._fields if name.endswith("_scale"))
+SHARES = tuple(name for name in Interventions._fields if name.endswith("_share"))
 OUTPUTS = ("attention_output", "mlp_output", "residual")
+CONFIGS = {"llama2": (llama2("tiny", **UNROLLED), SCALES)}
+CONFIGS |= {
+    name: (config, (*SCALES, *SHARES))
+    for name, config in {"gpt2": GPT2, "grouped": GROUPED, "bigram_backcopy": BACKCOPY, "post-norm": POST_NORM}.items()
+}
 
 
 def params_of(config):
@@ -71,13 +75,12 @@ def with_batch_axes(given):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_and_taps_are_those_of_the_same_interventions_in_float64_and_ones_are_none(name):
-    config = CONFIGS[name]
+    config, effects = CONFIGS[name]
     params, ones, random = params_of(config), neutral(config), random_interventions(config)
+    ones = only(ones, SCALES) if effects == SCALES else ones
     plain = apply(config, params)[0]
-    for given in (ones, only(ones, SCALES)):
-        logits = apply(config, params, with_batch_axes(given))[0]
-        np.testing.assert_allclose(logits, plain, rtol=0, atol=1e-6 * np.abs(plain).max())
-    effects = [*SCALES, "forced_share", *(f"{name}_share" for name in OUTPUTS)]
+    logits = apply(config, params, with_batch_axes(ones))[0]
+    np.testing.assert_allclose(logits, plain, rtol=0, atol=1e-6 * np.abs(plain).max())
     for changed in [*([field] for field in effects), effects]:
         given = ones._replace(**{field: getattr(random, field) for field in changed})
         logits, taps = apply(config, params, with_batch_axes(given))
@@ -100,9 +103,8 @@ def without_rows_of_a_head(config, params, layer, head):
     return jax.tree_util.tree_map_with_path(leaf, params)
 
 
-@pytest.mark.parametrize("config", [GPT2, GROUPED], ids=["gpt2", "grouped"])
-def test_without_a_head_is_without_its_rows_of_the_output_kernel_and_one_program_serves_all_heads(config):
-    params, traces = params_of(config), []
+def test_without_a_head_is_without_its_rows_of_the_output_kernel_and_one_program_serves_all_heads():
+    config, params, traces = GROUPED, params_of(GROUPED), []
 
     @jax.jit
     def run(scale):
@@ -248,7 +250,6 @@ def test_measure_takes_interventions_for_all_batches_or_for_each_and_compiles_on
         np.testing.assert_allclose(seen, np.concatenate(expected, axis=1), rtol=1e-5, atol=1e-5)
         return len(traces)
 
-    check(None, [None, None])
     heads = [Interventions(head_scale=jnp.ones((L, N)).at[0, head].set(0.0)) for head in range(N)]
     assert len({check(given, [given, given]) for given in heads}) == 1
 

@@ -394,9 +394,43 @@ def test_presets_are_stock():
     assert gpt2("130m", normalizer="softmax1", d_model=384).d_model == 384
 
 
+def test_the_published_bigram_backcopy_model_has_its_counts_its_start_and_its_function():
+    for layers, count in ((1, 887_808), (2, 1_675_264), (3, 2_462_720)):  # as its code counts them
+        assert parameter_count(bigram_backcopy(layers)) == count
+        assert sum(map(math.prod, shapes(bigram_backcopy(layers)).values())) == count
+    config = bigram_backcopy(1)
+    biases = {name for name in shapes(config) if "bias" in name}
+    norms = ("['layers_0']['attention_norm']", "['layers_0']['mlp_norm']", "['final_norm']")
+    assert biases == {f"{norm}['bias']" for norm in norms}
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 67, (1, 256)))
+    params = Transformer(config).init(jax.random.key(0), tokens)["params"]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name, x = jax.tree_util.keystr(path), np.asarray(leaf)
+        if "kernel" in name:  # the output of the MLP, too, whatever the depth
+            bound = x.shape[0] ** -0.5
+            assert 0.99 * bound < np.abs(x).max() <= bound, name
+            np.testing.assert_allclose(x.std(), bound / 3**0.5, rtol=0.02, err_msg=name)
+        elif "embedding" in name:
+            np.testing.assert_allclose(x.std(), 1.0, rtol=0.02, err_msg=name)
+    logits, residual = apply(config, params, tokens, observe=lambda taps: taps.residual)
+    expected, layers = numpy_forward(config, params, tokens[0])
+    np.testing.assert_allclose(logits[0], expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(residual[0, 0], layers[0]["residual"], rtol=1e-4, atol=1e-4)
+    assert 20.0 < np.linalg.norm(residual[0, 0, 0]) < 28.0  # published at the start: 24.3
+
+
+def test_norms_by_layer_are_refused_where_layers_are_scanned_or_miscounted():
+    for name in ("attention_norm", "mlp_norm"):
+        with pytest.raises(UserError, match=rf"model\.{name}=.* differs between layers"):
+            ModelConfig(num_layers=2, **{name: (True, False)})
+        with pytest.raises(UserError, match=rf"model\.{name} names 3 layers"):
+            dataclasses.replace(TINY, **{name: (True, False, True)})
+
+
 REFUSED = [
     (lambda: gpt2("130"), ["'130'", "130m", "did you mean '130m'?"]),
     (lambda: llama2("1.4b"), ["'1.4b'", "tiny | 130m"]),
+    (lambda: bigram_backcopy(2, normaliser="softmax1"), ["normaliser", "did you mean 'normalizer'?"]),
     (lambda: gpt2("tiny", normaliser="softmax1"), ["normaliser", "did you mean 'normalizer'?"]),
     (lambda: llama2("tiny", d_model=12, num_heads=4), ["even head width"]),
 ]

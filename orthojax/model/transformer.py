@@ -5,7 +5,7 @@ Letters inside functions: B batch, T query positions, S key positions, N query h
 
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -74,7 +74,7 @@ class Block(nn.Module):
         )
         return x, self.observe(seen)
 
-    def _normed(self, x: jax.Array, part: str, *, added: bool) -> jax.Array:
+    def _normed(self, x: jax.Array, part: Literal["attention", "mlp"], *, added: bool) -> jax.Array:
         """The norm of a part, if its place is after the addition (post-norm) where `added`, or else before."""
         c = self.config
         return Norm(c, name=f"{part}_norm")(x) if c.post_norm == added and c.layer_norm(part, self.layer) else x
@@ -226,7 +226,7 @@ class Transformer(nn.Module):
                 lambda module, carry, *inputs: module(carry, *inputs),
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=(0, nn.broadcast),
+                in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
                 length=c.num_layers,
             )
             return body(block(c, self.linear, observe, 0, name="layers"), x, by_layer, shared)
