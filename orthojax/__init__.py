@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from orthojax import optim as optim
     from orthojax import quant as quant
     from orthojax.config import ModelConfig as ModelConfig
+    from orthojax.model import Interventions as Interventions
     from orthojax.model import LoadedModel as LoadedModel
     from orthojax.model import Transformer as Transformer
     from orthojax.model import gpt2 as gpt2
@@ -38,7 +39,7 @@ _HOME = {
         "ops": ("softmax1", "attention_fn", "dot_product_attention", "kurtosis"),
         "optim": ("Rotation", "rotate", "unrotate", "scale_by_orthoadam", "in_rotated_basis", "orthoadam"),
         "config": ("ModelConfig",),
-        "model": ("LoadedModel", "Transformer", "gpt2", "llama2"),
+        "model": ("Interventions", "LoadedModel", "Transformer", "gpt2", "llama2"),
         "train": ("load",),
     }.items()
     for name in names

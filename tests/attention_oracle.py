@@ -1,6 +1,7 @@
 """What every implementation of attention must compute, in float64 NumPy, and stand-ins for cuDNN's two kernels."""
 
 import contextlib
+import math
 
 import jax
 import jax._src.cudnn.fused_attention_stablehlo as vendor
@@ -13,7 +14,7 @@ from orthojax.ops.normalizers import ClippedSoftmax
 
 SINK = np.array([0.3, -1.0, 2.0, 0.0])
 NORMALIZERS = {"softmax": "softmax", "softmax1": "softmax1", "softmax_n": 0.5, "sink": SINK, "relu": "relu"}
-NORMALIZERS |= {"sigmoid": "sigmoid", "clipped": ClippedSoftmax(-0.1, 1.2)}
+NORMALIZERS |= {"gelu": "gelu", "sigmoid": "sigmoid", "clipped": ClippedSoftmax(-0.1, 1.2)}
 
 
 def normal(*shape, seed=0, dtype=np.float64):
@@ -42,6 +43,10 @@ def weights(x, sees, normalizer):
     """The definition of every normalizer, over the last axis of float64 logits; an array holds sinks [N]."""
     if isinstance(normalizer, str) and normalizer == "relu":
         return np.maximum(x, 0.0) / np.maximum(sees.sum(-1, keepdims=True), 1) * sees
+    if isinstance(normalizer, str) and normalizer == "gelu":
+        x = np.where(sees, x, 0.0)
+        phi = np.array([0.5 * math.erfc(-value / math.sqrt(2.0)) for value in x.ravel()]).reshape(x.shape)
+        return x * phi / np.maximum(sees.sum(-1, keepdims=True), 1)
     if isinstance(normalizer, str) and normalizer == "sigmoid":
         return sees / (1.0 + np.exp(-x))
     sink = -np.inf

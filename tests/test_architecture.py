@@ -177,7 +177,7 @@ def test_the_optimizer_and_the_attention_work_without_flax_orbax_and_tfds():
 
 PUBLIC = set(
     """softmax1 attention_fn dot_product_attention kurtosis Rotation rotate unrotate scale_by_orthoadam in_rotated_basis
-    orthoadam ModelConfig Transformer LoadedModel load gpt2 llama2 analysis quant optim""".split()
+    orthoadam ModelConfig Transformer Interventions LoadedModel load gpt2 llama2 analysis quant optim""".split()
 )
 
 

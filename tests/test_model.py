@@ -1,22 +1,22 @@
 import dataclasses
 import functools
 import math
-import zlib
 from functools import partial
 
-import attention_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_oracle import numpy_forward, random_params
 
 from orthojax.config import ModelConfig
 from orthojax.errors import UserError
 from orthojax.model import (
     Taps,
     Transformer,
+    bigram_backcopy,
     flops_per_token,
     gpt2,
     linear,
@@ -27,7 +27,6 @@ from orthojax.model import (
 )
 from orthojax.model.transformer import to_residual
 from orthojax.ops import orthogonal
-from orthojax.ops.normalizers import ClippedSoftmax
 from orthojax.ops.orthogonal import dct_matrix, hadamard_matrix
 
 SMALL = {"vocab_size": 11, "max_length": 16, "d_model": 8, "num_layers": 2, "num_heads": 4, "d_mlp": 12}
@@ -38,7 +37,7 @@ LLAMA2 = llama2("tiny", **SMALL)
 RICH = dataclasses.replace(
     LLAMA2, num_kv_heads=2, gated_attention=True, normalizer="learned_sink", use_bias=True, relaxed_causal_tokens=2
 )
-NORMALIZERS = ["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "sigmoid", "clipped_softmax"]
+NORMALIZERS = ["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "gelu", "sigmoid", "clipped_softmax"]
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 7)))
 
 
@@ -52,107 +51,12 @@ def shapes(config, length=7):
     return shapes_of(tree["params"])
 
 
-def random_params(config):
-    """Every parameter random, biases, scales and sinks too; a parameter of one name is the same in every config."""
-    config = dataclasses.replace(config, scan_layers=False)
-    tree = jax.eval_shape(Transformer(config).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-
-    def leaf(path, leaf):
-        name = jax.tree_util.keystr(path)
-        draw = np.random.default_rng(zlib.crc32(name.encode())).normal(size=leaf.shape)
-        return jnp.asarray(0.5 * draw + ("scale" in name), jnp.float32)
-
-    return jax.tree_util.tree_map_with_path(leaf, tree)
-
-
 def apply(config, params, tokens=TOKENS, **options):
     return Transformer(config).apply({"params": params}, tokens, **options)
 
 
 def run(config, tokens=TOKENS, **options):
     return apply(config, random_params(config), tokens, **options)
-
-
-# An independent forward pass: NumPy, float64, one sequence at a time.
-
-
-def _np_linear(x, p):
-    return x @ p["kernel"] + p.get("bias", 0.0)
-
-
-def _np_norm(x, config, p):
-    if config.norm == "none":
-        return x
-    if config.norm == "layernorm":
-        x = x - x.mean(-1, keepdims=True)
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * p["scale"] + p.get("bias", 0.0)
-
-
-def _np_rotary(x, theta):
-    half = x.shape[-1] // 2
-    angles = np.outer(np.arange(x.shape[0]), theta ** (-np.arange(half) / half))[:, None]
-    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
-    return np.concatenate([z.real, z.imag], -1)
-
-
-def _np_attention(config, x, p):
-    """One sequence [T, D] -> output [T, D] and what the taps show of it."""
-    T, N, H = len(x), config.num_heads, config.head_dim
-    t, s = np.indices((T, T))
-    visible = (s <= t) | ((t < config.relaxed_causal_tokens) & (s < config.relaxed_causal_tokens))
-    normalizers = {"softmax_n": config.normalizer_n, "learned_sink": p.get("sink")}
-    normalizers["clipped_softmax"] = ClippedSoftmax(config.normalizer_gamma, config.normalizer_zeta)
-    query, key, value = (_np_linear(x, p[name]).reshape(T, -1, H) for name in ("query", "key", "value"))
-    if config.position == "rotary":
-        query, key = _np_rotary(query, config.rope_theta), _np_rotary(key, config.rope_theta)
-    k, v = (np.repeat(a, N // config.kv_heads, 1) for a in (key, value))
-    logits = np.einsum("TNH,SNH->NTS", query, k) / math.sqrt(H)
-    weights = attention_oracle.weights(logits, visible, normalizers.get(config.normalizer, config.normalizer))
-    heads = np.einsum("NTS,SNH->TNH", weights, v)
-    if config.gated_attention:
-        heads = heads / (1.0 + np.exp(-_np_linear(x, p["gate"])))[..., None]
-    written = np.einsum("SNH,NHD->NSD", v, p["output"]["kernel"].reshape(N, H, -1))
-    taps = {"attention_logits": logits, "attention_weights": weights, "values": value}
-    taps |= {"visible": visible[None], "value_norms": np.linalg.norm(written, axis=-1)}
-    return _np_linear(heads.reshape(T, -1), p["output"]), taps
-
-
-def _np_mlp(kind, x, p):
-    if kind == "linear":
-        return _np_linear(x, p["output"])
-    hidden = _np_linear(x, p["input"])
-    if kind == "swiglu":
-        gate = _np_linear(x, p["gate"])
-        hidden = gate / (1.0 + np.exp(-gate)) * hidden
-    elif kind == "gelu":
-        hidden = 0.5 * hidden * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (hidden + 0.044715 * hidden**3)))
-    else:
-        hidden = np.maximum(hidden, 0.0)
-    return _np_linear(hidden, p["output"])
-
-
-def numpy_forward(config, params, tokens):
-    """Logits of one sequence [T, V], and the taps of every layer."""
-    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    table = params["token_embedding"]["embedding"]
-    x = table[np.asarray(tokens)]
-    if config.position == "learned":
-        x = x + params["position_embedding"]["embedding"][: len(tokens)]
-    layers = []
-    for layer in range(config.num_layers):
-        p = params.get(f"layers_{layer}", {})
-        attended, mlp = 0.0 * x, 0.0 * x
-        taps = dict.fromkeys(("attention_logits", "attention_weights", "values", "value_norms"), 0.0)
-        if config.layer_attention(layer):
-            attended, taps = _np_attention(config, _np_norm(x, config, p.get("attention_norm")), p["attention"])
-        middle = x + attended
-        if config.layer_mlp(layer) != "none":
-            mlp = _np_mlp(config.layer_mlp(layer), _np_norm(middle, config, p.get("mlp_norm")), p["mlp"])
-        x = middle + mlp
-        taps |= {"attention_output": attended, "mlp_output": mlp, "post_attention": middle, "residual": x}
-        layers.append(taps)
-    x = _np_norm(x, config, params.get("final_norm"))
-    return x @ (table.T if config.tie_embeddings else params["head"]["kernel"]), layers
 
 
 ORACLE_CONFIGS = {
@@ -167,6 +71,14 @@ ORACLE_CONFIGS = {
     "layers differ": dataclasses.replace(TINY, mlp=("linear", "none"), attention=(False, True), norm="none"),
     "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
     "clipped": dataclasses.replace(GPT2, normalizer="clipped_softmax", normalizer_gamma=-0.1, normalizer_zeta=1.1),
+    "published": bigram_backcopy(**SMALL | {"num_layers": 3, "num_heads": 1}),
+    "norms by layer": bigram_backcopy(
+        **SMALL, attention_norm=(False, True), mlp_norm=(True, False), mlp=("linear", "relu"), normalizer="gelu"
+    ),
+    "post-norm": dataclasses.replace(GPT2, post_norm=True, normalizer="gelu", norm_bias=False, mlp_norm=False),
+    "post-norm by layer": dataclasses.replace(
+        TINY, post_norm=True, attention=(False, True), mlp=("relu", "none"), attention_norm=(True, False)
+    ),
     "softmax_n": dataclasses.replace(TINY, normalizer="softmax_n", normalizer_n=3.0, position="none", use_bias=True),
 }
 
@@ -241,30 +153,6 @@ def test_relaxed_tokens_see_each_other_and_no_later_one(position):
     check_what_each_token_changes(relaxed, lambda i, t: t >= i or max(i, t) < 3)
 
 
-# Layers take inputs.
-
-
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("scan", [False, True])
-def test_every_layer_gets_its_own_inputs_and_logits_stay(scan, remat):
-    config = dataclasses.replace(TINY, num_layers=3, scan_layers=scan, remat=remat)
-    params = random_params(config)
-    params = stack_layers(params) if scan else params
-    inputs = {"by_head": jnp.arange(12.0).reshape(3, 4), "cache": (jnp.arange(3), jnp.ones((3, 2, 7)))}
-
-    def observe(taps):
-        assert taps.inputs["by_head"].shape == (4,)
-        return taps.inputs, taps.inputs["by_head"].sum() * taps.residual
-
-    logits, (seen, product) = apply(config, params, observe=observe, layer_inputs=inputs)
-    jax.tree.map(np.testing.assert_array_equal, seen, inputs)
-    _, residual = apply(config, params, observe=lambda taps: taps.residual)
-    np.testing.assert_allclose(product, residual * np.array([6.0, 22.0, 38.0]).reshape(3, 1, 1, 1), rtol=1e-6)
-    plain, nothing = apply(config, params)
-    assert nothing is None
-    np.testing.assert_array_equal(logits, plain)
-
-
 # Scanned, unrolled and recomputed layers are one model.
 
 
@@ -327,6 +215,10 @@ FIELDS = {
     "position": ({}, "none"),
     "rope_theta": ({"position": "rotary", "d_model": 16}, 100.0),
     "norm": ({}, "rmsnorm"),
+    "norm_bias": ({"norm": "layernorm"}, True),
+    "attention_norm": ({}, (True, False)),
+    "mlp_norm": ({}, False),
+    "post_norm": ({"norm": "layernorm"}, True),
     "norm_eps": ({}, 0.1),
     "use_bias": ({}, True),
     "normalizer": ({}, "softmax"),
@@ -341,7 +233,7 @@ FIELDS = {
     "fixed_rotation": ({}, True),
     "dtype": ({}, "bfloat16"),
 }
-INITIAL = {"embedding_init_std": 0.5, "init_std": 0.5}
+INITIAL = {"embedding_init_std": 0.5, "init_std": 0.5, "kernel_init": "uniform_fan_in"}
 WITHOUT_EFFECT_ON_LOGITS = {"scan_layers": True, "remat": True, "attention_implementation": "xla_chunked"}
 
 
@@ -502,9 +394,43 @@ def test_presets_are_stock():
     assert gpt2("130m", normalizer="softmax1", d_model=384).d_model == 384
 
 
+def test_the_published_bigram_backcopy_model_has_its_counts_its_start_and_its_function():
+    for layers, count in ((1, 887_808), (2, 1_675_264), (3, 2_462_720)):  # as its code counts them
+        assert parameter_count(bigram_backcopy(layers)) == count
+        assert sum(map(math.prod, shapes(bigram_backcopy(layers)).values())) == count
+    config = bigram_backcopy(1)
+    biases = {name for name in shapes(config) if "bias" in name}
+    norms = ("['layers_0']['attention_norm']", "['layers_0']['mlp_norm']", "['final_norm']")
+    assert biases == {f"{norm}['bias']" for norm in norms}
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 67, (1, 256)))
+    params = Transformer(config).init(jax.random.key(0), tokens)["params"]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name, x = jax.tree_util.keystr(path), np.asarray(leaf)
+        if "kernel" in name:  # the output of the MLP, too, whatever the depth
+            bound = x.shape[0] ** -0.5
+            assert 0.99 * bound < np.abs(x).max() <= bound, name
+            np.testing.assert_allclose(x.std(), bound / 3**0.5, rtol=0.02, err_msg=name)
+        elif "embedding" in name:
+            np.testing.assert_allclose(x.std(), 1.0, rtol=0.02, err_msg=name)
+    logits, residual = apply(config, params, tokens, observe=lambda taps: taps.residual)
+    expected, layers = numpy_forward(config, params, tokens[0])
+    np.testing.assert_allclose(logits[0], expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(residual[0, 0], layers[0]["residual"], rtol=1e-4, atol=1e-4)
+    assert 20.0 < np.linalg.norm(residual[0, 0, 0]) < 28.0  # published at the start: 24.3
+
+
+def test_norms_by_layer_are_refused_where_layers_are_scanned_or_miscounted():
+    for name in ("attention_norm", "mlp_norm"):
+        with pytest.raises(UserError, match=rf"model\.{name}=.* differs between layers"):
+            ModelConfig(num_layers=2, **{name: (True, False)})
+        with pytest.raises(UserError, match=rf"model\.{name} names 3 layers"):
+            dataclasses.replace(TINY, **{name: (True, False, True)})
+
+
 REFUSED = [
     (lambda: gpt2("130"), ["'130'", "130m", "did you mean '130m'?"]),
     (lambda: llama2("1.4b"), ["'1.4b'", "tiny | 130m"]),
+    (lambda: bigram_backcopy(2, normaliser="softmax1"), ["normaliser", "did you mean 'model.normalizer'"]),
     (lambda: gpt2("tiny", normaliser="softmax1"), ["normaliser", "did you mean 'model.normalizer'"]),
     (lambda: llama2("tiny", d_model=12, num_heads=4), ["even head width"]),
 ]

@@ -13,6 +13,7 @@ from orthojax.ops.normalizers import (
     ClippedSoftmax,
     apply_normalizer,
     clipped_softmax,
+    gelu,
     relu,
     sigmoid,
     sink_logit,
@@ -27,7 +28,7 @@ WITH_SINK = lambda x, axis=-1, where=None: softmax_with_sink(x, jnp.asarray(SINK
 HALF = lambda x, axis=-1, where=None: softmax_n(x, 0.5, axis, where)  # noqa: E731
 CLIPPED = lambda x, axis=-1, where=None: clipped_softmax(x, -0.1, 1.2, axis, where)  # noqa: E731
 ALL = {"softmax": softmax, "softmax1": softmax1, "softmax_n": HALF, "sink": WITH_SINK, "relu": relu, "sigmoid": sigmoid}
-ALL |= {"clipped": CLIPPED}
+ALL |= {"gelu": gelu, "clipped": CLIPPED}
 MASKED_ROWS_ARE_ZERO = [name for name in ALL if name != "softmax"]
 
 

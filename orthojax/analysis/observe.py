@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from orthojax.analysis import activations, attention, backcopy
-from orthojax.model import Taps, mesh_of
+from orthojax.model import Interventions, Taps, mesh_of
 
 if TYPE_CHECKING:
     from orthojax.model import Transformer
@@ -195,21 +195,25 @@ def measure(
     loaded: _Loaded,
     batches: Iterable[Any],
     observe: Callable[..., Any],
+    interventions: Interventions | Callable[..., Interventions] | None = None,
     *,
     output: Callable[..., Any] | None = None,
     join: Callable[[Any, Any], Any] = combine,
 ) -> Any:
     """Applies a model to batches and joins what is observed in its layers.
 
-    There is one compiled program for each (model, observe, output) and shape of a batch: give functions of a module,
-    or keep those that you make, so that a later call finds it. What they do not read is not computed. Where the
-    parameters lie on a mesh, results are replicated, so that every process can read them.
+    There is one compiled program for each (model, observe, output), shape of a batch and set of interventions, whatever
+    their values: give functions of a module, or keep those that you make, so that a later call finds it. What they do
+    not read is not computed. Where the parameters lie on a mesh, results are replicated, so that every process can read
+    them.
 
     Args:
       loaded: A `LoadedModel`, or anything with its `model` and `params`, which may lie on a mesh.
       batches: At least one; each is tokens int [B, T] (inputs without targets) or a tuple (tokens, *extra), on the
         devices already where there is a mesh.
       observe: `(taps, *extra)` -> pytree, called in every layer; its leaves come back as [L, ...].
+      interventions: What the model does otherwise, or `(tokens, *extra)` -> that, called for each batch outside of the
+        compiled program.
       output: `(logits, *extra)` -> pytree, with logits float32 [B, T, V]. Without it the head is left out.
       join: Two batches' results -> one; applied to what is observed and to the output separately. `combine` adds
         `Statistics`, `concatenate` keeps every sequence.
@@ -218,13 +222,14 @@ def measure(
       What was observed; with `output` the pair (observed, output).
 
     Raises:
-      ValueError: Without batches.
+      ValueError: Without batches; for interventions whose shapes do not fit.
     """
     mesh, total = mesh_of(loaded.params), None
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         for batch in batches:
             tokens, *extra = batch if isinstance(batch, tuple) else (batch,)
-            new = _apply(loaded.model, observe, output, loaded.params, tokens, *extra)
+            given = interventions(tokens, *extra) if callable(interventions) else interventions
+            new = _apply(loaded.model, observe, output, loaded.params, given, tokens, *extra)
             total = new if total is None else tuple(join(a, b) for a, b in zip(total, new, strict=True))
     if total is None:
         raise ValueError("no batches to measure")
@@ -237,12 +242,17 @@ def _apply(
     observe: Callable[..., Any],
     output: Callable[..., Any] | None,
     params: Any,
+    interventions: Interventions | None,
     tokens: Any,
     *extra,
 ) -> tuple[Any, ...]:
     """(observed,) or (observed, output) of one batch, replicated where there is a mesh."""
     result: Any = model.apply(
-        {"params": params}, tokens, observe=lambda taps: observe(taps, *extra), head=output is not None
+        {"params": params},
+        tokens,
+        interventions=interventions,
+        observe=lambda taps: observe(taps, *extra),
+        head=output is not None,
     )
     logits, observed = result
     both = (observed,) if output is None else (observed, output(logits, *extra))

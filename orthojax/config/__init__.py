@@ -23,6 +23,7 @@ from orthojax.config.fields import setting as setting
 from orthojax.config.fields import to_json as to_json
 from orthojax.config.fields import unknown_field as unknown_field
 from orthojax.config.model import AttentionImplementation as AttentionImplementation
+from orthojax.config.model import KernelInit as KernelInit
 from orthojax.config.model import Mlp as Mlp
 from orthojax.config.model import ModelConfig as ModelConfig
 from orthojax.config.model import Norm as Norm

@@ -8,9 +8,12 @@ from orthojax.config.fields import added, check_types, require, require_each, se
 
 Position = Literal["learned", "rotary", "none"]
 Norm = Literal["layernorm", "rmsnorm", "rmsnorm_single", "none"]
-NormalizerName = Literal["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "sigmoid", "clipped_softmax"]
+NormalizerName = Literal[
+    "softmax", "softmax1", "softmax_n", "learned_sink", "relu", "gelu", "sigmoid", "clipped_softmax"
+]
 AttentionImplementation = Literal["auto", "xla", "xla_chunked", "cudnn", "splash"]
 Mlp = Literal["gelu", "relu", "swiglu", "linear", "none"]
+KernelInit = Literal["normal", "uniform_fan_in"]
 Remat = bool | Literal["dots", "full"]
 
 
@@ -29,6 +32,11 @@ class ModelConfig:
       position: Position information: a learned table, rotary on queries and keys, or none.
       rope_theta: Base wavelength of rotary positions.
       norm: `rmsnorm_single` has one scalar scale for all channels.
+      norm_bias: Whether `layernorm` has a bias; None means where linear layers have one.
+      attention_norm: Whether attention has a norm, for all layers or one for each; no `norm` needs none.
+      mlp_norm: The same for the MLP.
+      post_norm: x = norm(x + f(x)) in every block, and no final norm, instead of x = x + f(norm(x)) with one
+        (arXiv 2002.04745).
       norm_eps: Added to the variance inside every norm.
       use_bias: Biases in every linear layer.
       normalizer: What turns attention logits into weights.
@@ -47,6 +55,7 @@ class ModelConfig:
       relaxed_causal_tokens: The first k tokens see each other (0: plain causal mask).
       embedding_init_std: Standard deviation of the initial embeddings.
       init_std: Standard deviation of initial kernels; residual-writing ones are scaled by 1/sqrt(2 num_layers).
+      kernel_init: `normal` with `init_std`, or `uniform_fan_in`: uniform on +-1/sqrt(fan_in), whatever the depth.
       scan_layers: One compiled block scanned over stacked parameters instead of num_layers unrolled ones.
       remat: Recompute each block in the backward pass instead of keeping its intermediates: true keeps the results of a
         fused attention kernel, `dots` also those of linear layers, which costs little time, `full` keeps nothing.
@@ -63,6 +72,10 @@ class ModelConfig:
     position: Position = "learned"
     rope_theta: float = 10_000.0
     norm: Norm = "rmsnorm_single"
+    norm_bias: bool | None = added(None)
+    attention_norm: bool | tuple[bool, ...] = added(True)
+    mlp_norm: bool | tuple[bool, ...] = added(True)
+    post_norm: bool = added(False)
     norm_eps: float = 1e-5
     use_bias: bool = False
     normalizer: NormalizerName = "softmax1"
@@ -78,6 +91,7 @@ class ModelConfig:
     relaxed_causal_tokens: int = 0
     embedding_init_std: float = setting(0.02, affects="start")
     init_std: float = setting(0.02, affects="start")
+    kernel_init: KernelInit = added("normal", affects="start")
     scan_layers: bool = setting(True, affects="start")
     remat: Remat = setting(False, affects="computation")
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -114,7 +128,7 @@ class ModelConfig:
             "model.fixed_rotation differs between layers, which a scan over layers cannot express",
             "model.scan_layers=false",
         )
-        for name in ("mlp", "attention"):
+        for name in ("mlp", "attention", "mlp_norm", "attention_norm"):
             value = getattr(self, name)
             layers = value if isinstance(value, tuple) else (value,) * self.num_layers
             problem = f"model.{name} names {len(layers)} layers, but model.num_layers={self.num_layers}"
@@ -135,6 +149,11 @@ class ModelConfig:
         """Width of one head."""
         return self.d_model // self.num_heads
 
+    @property
+    def has_norm_bias(self) -> bool:
+        """Whether norms have a bias."""
+        return self.norm == "layernorm" and (self.use_bias if self.norm_bias is None else self.norm_bias)
+
     def layer_mlp(self, layer: int) -> Mlp:
         """Kind of MLP of one layer."""
         return self.mlp[layer] if isinstance(self.mlp, tuple) else self.mlp
@@ -142,3 +161,10 @@ class ModelConfig:
     def layer_attention(self, layer: int) -> bool:
         """Whether one layer attends."""
         return self.attention[layer] if isinstance(self.attention, tuple) else self.attention
+
+    def layer_norm(self, part: Literal["attention", "mlp"], layer: int) -> bool:
+        """Whether one layer has attention or an MLP, with a norm."""
+        attends = part == "attention"
+        value = self.attention_norm if attends else self.mlp_norm
+        is_there = self.layer_attention(layer) if attends else self.layer_mlp(layer) != "none"
+        return is_there and (value[layer] if isinstance(value, tuple) else value)

@@ -16,8 +16,7 @@ LANGUAGE_MODEL = Config(
 
 BACKCOPY_MODEL = Config(
     # The one-layer model of Active-Dormant Attention Heads, four times narrower: one head, ReLU, LayerNorm with a bias
-    # (which we cannot have without biases in linear layers), embeddings of standard deviation 1, kernels of
-    # 1 / sqrt(3 d_model).
+    # (here linear layers have biases, too), embeddings of standard deviation 1, kernels of 1 / sqrt(3 d_model).
     model=ModelConfig(
         vocab_size=128,
         max_length=64,

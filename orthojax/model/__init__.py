@@ -6,12 +6,15 @@ The presets are plain values; flax is imported when `Transformer` is first used.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from orthojax.model.presets import bigram_backcopy as bigram_backcopy
 from orthojax.model.presets import flops_per_token as flops_per_token
 from orthojax.model.presets import gpt2 as gpt2
 from orthojax.model.presets import llama2 as llama2
 from orthojax.model.presets import parameter_count as parameter_count
 
 if TYPE_CHECKING:
+    from orthojax.model.interventions import Interventions as Interventions
+    from orthojax.model.interventions import attention_pattern as attention_pattern
     from orthojax.model.layers import LinearFunction as LinearFunction
     from orthojax.model.layers import Norm as Norm
     from orthojax.model.layers import linear as linear
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from orthojax.model.transformer import Transformer as Transformer
 
 _LAZY = {
+    "interventions": ("Interventions", "attention_pattern"),
     "layers": ("LinearFunction", "Norm", "linear", "plain_product"),
     "loaded": ("LoadedModel", "Observe", "Taps", "mesh_of", "stack_layers", "unstack_layers"),
     "transformer": ("Transformer",),

@@ -10,9 +10,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from orthojax.model.interventions import Interventions, force_weights, scale_first
 from orthojax.model.layers import Part
 from orthojax.ops import rotary
-from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask
+from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask, weighted_values
 from orthojax.ops.normalizers import ClippedSoftmax, Normalizer, apply_normalizer
 
 
@@ -20,8 +21,8 @@ class Attention(Part):
     """Multi-head attention over the model's own mask."""
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """[B, T, D] -> ([B, T, D], the taps that attention fills)."""
+    def __call__(self, x: jax.Array, given: Interventions) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """[B, T, D] and the layer's interventions -> ([B, T, D], the taps that attention fills)."""
         c = self.config
         B, T, _ = x.shape
         query = self.dense("query", c.num_heads * c.head_dim)(x).reshape(B, T, c.num_heads, c.head_dim)
@@ -29,19 +30,27 @@ class Attention(Part):
         value = self.dense("value", c.kv_heads * c.head_dim)(x).reshape(B, T, c.kv_heads, c.head_dim)
         if c.position == "rotary":
             query, key = (rotary(a, jnp.arange(T), c.rope_theta) for a in (query, key))
+        if given.first_value_scale is not None:
+            value = scale_first(value, given.first_value_scale[:, None])
         visible = relaxed_causal_mask(T, c.relaxed_causal_tokens)
         normalizer, relaxed = self._normalizer(), c.relaxed_causal_tokens > 1
         implementation = None if c.attention_implementation == "auto" else c.attention_implementation
         attend = partial(dot_product_attention, normalizer=normalizer, implementation=implementation)
-        heads = attend(query, key, value, mask=visible if relaxed else None, is_causal=not relaxed)
+        shown = None
+        if given.forced_share is None:
+            heads = attend(query, key, value, mask=visible if relaxed else None, is_causal=not relaxed)
+        else:
+            shown = _logits_and_weights(query, key, visible, normalizer, given)
+            heads = weighted_values(shown[1], value)
         if c.gated_attention:
             heads *= jax.nn.sigmoid(self.dense("gate", c.num_heads)(x))[..., None]
+        if given.head_scale is not None:
+            heads *= given.head_scale.reshape(1, 1, -1, 1).astype(heads.dtype)
         output = self.dense("output", c.d_model, writes_residual=True)(heads.reshape(B, T, -1))
-        # `attention_weights` in its two parts, so that both taps share the logits, in gradients too.
-        logits = attention_logits(query, key)
+        logits, weights = shown or _logits_and_weights(query, key, visible, normalizer, given)
         taps = {
             "attention_logits": logits,
-            "attention_weights": apply_normalizer(normalizer, logits, visible),
+            "attention_weights": weights,
             "visible": visible,
             "values": value,
             "value_norms": self._value_norms(value),
@@ -65,3 +74,11 @@ class Attention(Part):
         gram = jnp.einsum("NHD,NGD->NHG", kernel, kernel)
         value = jnp.repeat(value.astype(gram.dtype), c.num_heads // c.kv_heads, axis=2)
         return jnp.sqrt(jnp.maximum(jnp.einsum("BSNH,NHG,BSNG->BNS", value, gram, value), 0.0))
+
+
+def _logits_and_weights(
+    query: jax.Array, key: jax.Array, visible: jax.Array, normalizer: Normalizer, given: Interventions
+) -> tuple[jax.Array, jax.Array]:
+    # `attention_weights` in its two parts, so that both taps share the logits, in gradients too.
+    logits = attention_logits(query, key)
+    return logits, force_weights(apply_normalizer(normalizer, logits, visible), given)

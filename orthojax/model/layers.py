@@ -44,7 +44,7 @@ class Linear(nn.Module):
 
     features: int
     use_bias: bool
-    init_std: float
+    kernel_init: nn.initializers.Initializer
     dtype: Any
     function: LinearFunction
 
@@ -55,12 +55,21 @@ class Linear(nn.Module):
         if isinstance(given, Quantized):  # neither the shape nor the dtype of a float kernel
             kernel: Any = given
         else:
-            init = nn.initializers.normal(self.init_std)
-            kernel = self.param("kernel", init, (x.shape[-1], self.features), jnp.float32).astype(self.dtype)
+            kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), jnp.float32).astype(
+                self.dtype
+            )
         bias = None
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32).astype(self.dtype)
         return self.function(x.astype(self.dtype), kernel, bias, "/".join(self.path))
+
+
+def kernel_initializer(config: ModelConfig, *, writes_residual: bool = False) -> nn.initializers.Initializer:
+    """How kernels start; one that writes to the residual stream is smaller where they are normal."""
+    if config.kernel_init == "uniform_fan_in":
+        return nn.initializers.variance_scaling(1.0 / 3.0, "fan_in", "uniform")  # the variance of U(-1, 1)
+    # GPT-2's rule: 2 num_layers terms add up in the residual stream.
+    return nn.initializers.normal(config.init_std / ((2 * config.num_layers) ** 0.5 if writes_residual else 1.0))
 
 
 class Part(nn.Module):
@@ -70,18 +79,16 @@ class Part(nn.Module):
     linear: LinearFunction
 
     def dense(self, name: str, features: int, *, writes_residual: bool = False) -> Linear:
-        """A linear layer of this part, called `name`; one that writes to the residual stream has a smaller init."""
-        c = self.config
-        # GPT-2's rule: 2 num_layers terms add up in the residual stream.
-        std = c.init_std / (2 * c.num_layers) ** 0.5 if writes_residual else c.init_std
-        return Linear(features, c.use_bias, std, jnp.dtype(c.dtype), self.linear, name=name)
+        """A linear layer of this part, called `name`."""
+        c, init = self.config, kernel_initializer(self.config, writes_residual=writes_residual)
+        return Linear(features, c.use_bias, init, jnp.dtype(c.dtype), self.linear, name=name)
 
 
 class Norm(nn.Module):
     """Normalisation over channels, in float32.
 
     `rmsnorm_single` is RMSNorm with one scalar scale: it commutes with every rotation of the channels, so it prefers no
-    basis. `layernorm` has a bias where linear layers have one.
+    basis. Only `layernorm` has a bias.
     """
 
     config: ModelConfig
@@ -99,7 +106,7 @@ class Norm(nn.Module):
         shape = () if c.norm == "rmsnorm_single" else (x.shape[-1],)
         scale = self.param("scale", nn.initializers.ones, shape, jnp.float32)
         x *= scale.reshape((1, 1, -1))
-        if c.norm == "layernorm" and c.use_bias:
+        if c.has_norm_bias:
             x += self.param("bias", nn.initializers.zeros, shape, jnp.float32).reshape((1, 1, -1))
         return x
 

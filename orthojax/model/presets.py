@@ -1,6 +1,6 @@
-"""Families and sizes: what `gpt2` and `llama2` mean as values of `ModelConfig`.
+"""Families and sizes: what `gpt2`, `llama2` and `bigram_backcopy` mean as values of `ModelConfig`.
 
-Both are stock. What the paper changes (RMSNormSingle, no biases, softmax-1) is a change of these values:
+All are stock. What the paper changes (RMSNormSingle, no biases, softmax-1) is a change of these values:
 `gpt2("130m", norm="rmsnorm_single", use_bias=False, normalizer="softmax1")`.
 """
 
@@ -28,6 +28,23 @@ _LLAMA2 = ModelConfig(
     normalizer="softmax",
     tie_embeddings=False,
 )
+_BIGRAM_BACKCOPY = ModelConfig(
+    vocab_size=67,
+    max_length=256,
+    d_model=256,
+    num_heads=1,
+    d_mlp=1024,
+    position="learned",
+    norm="layernorm",
+    norm_bias=True,
+    use_bias=False,
+    mlp="relu",
+    normalizer="softmax",
+    tie_embeddings=False,
+    embedding_init_std=1.0,
+    kernel_init="uniform_fan_in",
+    scan_layers=False,  # so that layers may differ, as in several of its experiments
+)
 
 # Sizes of From Attention to Activation (arXiv 2410.17174); it names widths and parameter counts, the rest is usual.
 _GPT2_SIZES = {
@@ -46,11 +63,15 @@ _LLAMA2_SIZES = {
 def _preset(family: str, base: ModelConfig, sizes: dict[str, dict[str, int]], size: str, changes: dict[str, Any]):
     if size not in sizes:
         raise UserError(f"unknown {family} size {size!r}", allowed=" | ".join(sizes), hint=nearest(size, sizes))
+    return _changed(base, sizes[size] | changes)
+
+
+def _changed(base: ModelConfig, changes: dict[str, Any]) -> ModelConfig:
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     for name in changes:
         if name not in names:
             raise unknown_field(f"model.{name}", [f"model.{known}" for known in names])
-    return dataclasses.replace(base, **(sizes[size] | changes))
+    return dataclasses.replace(base, **changes)
 
 
 def gpt2(size: str, **changes: Any) -> ModelConfig:
@@ -74,6 +95,28 @@ def llama2(size: str, **changes: Any) -> ModelConfig:
     return _preset("llama2", _LLAMA2, _LLAMA2_SIZES, size, changes)
 
 
+def bigram_backcopy(num_layers: int = 1, **changes: Any) -> ModelConfig:
+    """The transformer of Active-Dormant Attention Heads on the Bigram-Backcopy task, at its published size.
+
+    67 token ids, 256 positions, width 256, one head, ReLU MLPs of 1,024, LayerNorm with gain and bias, no other biases,
+    an output head of its own; kernels uniform on +-1/sqrt(fan_in), embeddings N(0, 1).
+
+    Args:
+      num_layers: 1 and 3 in the paper.
+      **changes: Fields of `ModelConfig` to set otherwise; `mlp`, `attention` and their norms by layer.
+
+    Raises:
+      UserError: For an unknown field, or an impossible combination.
+
+    Reference:
+      Active-Dormant Attention Heads, `arXiv 2410.13835 <https://arxiv.org/abs/2410.13835>`_, 2024, and its code.
+
+    >>> [parameter_count(bigram_backcopy(layers)) for layers in (1, 2, 3)]
+    [887808, 1675264, 2462720]
+    """
+    return _changed(_BIGRAM_BACKCOPY, {"num_layers": num_layers} | changes)
+
+
 def parameter_count(config: ModelConfig) -> int:
     """Number of parameters, from the formula; a test compares it with the arrays.
 
@@ -85,17 +128,19 @@ def parameter_count(config: ModelConfig) -> int:
     def dense(features: int, outputs: int) -> int:
         return (features + bias) * outputs
 
-    norm = {"layernorm": dense(1, c.d_model), "rmsnorm": c.d_model, "rmsnorm_single": 1, "none": 0}[c.norm]
-    attention = norm + dense(c.d_model, c.d_model + 2 * c.kv_heads * c.head_dim) + dense(c.d_model, c.d_model)
+    norm = {"layernorm": c.d_model, "rmsnorm": c.d_model, "rmsnorm_single": 1, "none": 0}[c.norm]
+    norm += c.d_model if c.has_norm_bias else 0
+    attention = dense(c.d_model, c.d_model + 2 * c.kv_heads * c.head_dim) + dense(c.d_model, c.d_model)
     attention += dense(c.d_model, c.num_heads) if c.gated_attention else 0
     attention += c.num_heads if c.normalizer == "learned_sink" else 0
-    two = norm + dense(c.d_model, c.d_mlp) + dense(c.d_mlp, c.d_model)
-    linear, swiglu = norm + dense(c.d_model, c.d_model), two + dense(c.d_model, c.d_mlp)
+    two = dense(c.d_model, c.d_mlp) + dense(c.d_mlp, c.d_model)
+    linear, swiglu = dense(c.d_model, c.d_model), two + dense(c.d_model, c.d_mlp)
     mlp = {"gelu": two, "relu": two, "swiglu": swiglu, "linear": linear, "none": 0}
-    total = c.vocab_size * c.d_model * (1 if c.tie_embeddings else 2) + norm
+    total = c.vocab_size * c.d_model * (1 if c.tie_embeddings else 2) + (0 if c.post_norm else norm)
     total += c.max_length * c.d_model if c.position == "learned" else 0
     for layer in range(c.num_layers):
         total += (attention if c.layer_attention(layer) else 0) + mlp[c.layer_mlp(layer)]
+        total += norm * (c.layer_norm("attention", layer) + c.layer_norm("mlp", layer))
     return total
 
 

@@ -5,7 +5,7 @@ Letters inside functions: B batch, T query positions, S key positions, N query h
 
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -13,7 +13,16 @@ import jax.numpy as jnp
 
 from orthojax.config import ModelConfig, Remat
 from orthojax.model.attention import Attention
-from orthojax.model.layers import Feedforward, Linear, LinearFunction, Norm, is_plain_product, linear
+from orthojax.model.interventions import Interventions, intervene, replace, split_layers
+from orthojax.model.layers import (
+    Feedforward,
+    Linear,
+    LinearFunction,
+    Norm,
+    is_plain_product,
+    kernel_initializer,
+    linear,
+)
 from orthojax.model.loaded import Observe, Taps
 from orthojax.ops.attention import ATTENTION_NAME, relaxed_causal_mask
 from orthojax.ops.orthogonal import fixed_transform, hash_signs
@@ -24,7 +33,7 @@ _POSITION_TABLE = "position_embedding/embedding:0"
 
 
 class Block(nn.Module):
-    """Pre-norm block: attention, then MLP, each added to the residual stream."""
+    """Attention, then MLP, each added to the residual stream; normed before they read it, or after the addition."""
 
     config: ModelConfig
     linear: LinearFunction
@@ -32,26 +41,31 @@ class Block(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
-        """[B, T, D] and the layer's inputs -> [B, T, D] and the layer's outputs: observe(Taps)."""
+    def __call__(self, x: jax.Array, given: Interventions, forced_weights: jax.Array | None) -> tuple[jax.Array, Any]:
+        """[B, T, D], the layer's interventions and what layers share of them -> [B, T, D] and observe(Taps)."""
         c = self.config
+        if forced_weights is not None:
+            given = given._replace(forced_weights=forced_weights)
         B, T, _ = x.shape
         attention_output = mlp_output = jnp.zeros_like(x)
         if c.layer_attention(self.layer):
-            attention_output, taps = Attention(c, self.linear, name="attention")(Norm(c, name="attention_norm")(x))
+            read = self._normed(x, "attention", added=False)
+            attention_output, taps = Attention(c, self.linear, name="attention")(read, given)
             attention_output = self._to_residual(attention_output, "attention")
         else:
             taps = self._no_attention_taps(B, T)
-        x = post_attention = x + attention_output
+        attention_output = intervene(attention_output, given, "attention")
+        x = post_attention = self._normed(x + attention_output, "attention", added=True)
         kind = c.layer_mlp(self.layer)
         if kind != "none":
-            mlp_output = Feedforward(c, self.linear, kind, name="mlp")(Norm(c, name="mlp_norm")(x))
+            mlp_output = Feedforward(c, self.linear, kind, name="mlp")(self._normed(x, "mlp", added=False))
             mlp_output = self._to_residual(mlp_output, "mlp")
-        x = x + mlp_output
+        mlp_output = intervene(mlp_output, given, "mlp")
+        x = self._normed(x + mlp_output, "mlp", added=True)
+        x = replace(x, given.residual, given.residual_share)
         if self.observe is None:
             return x, None
         seen = Taps(
-            inputs=inputs,
             attention_output=attention_output,
             mlp_output=mlp_output,
             post_attention=post_attention,
@@ -59,6 +73,11 @@ class Block(nn.Module):
             **taps,
         )
         return x, self.observe(seen)
+
+    def _normed(self, x: jax.Array, part: Literal["attention", "mlp"], *, added: bool) -> jax.Array:
+        """The norm of a part, if its place is after the addition (post-norm) where `added`, or else before."""
+        c = self.config
+        return Norm(c, name=f"{part}_norm")(x) if c.post_norm == added and c.layer_norm(part, self.layer) else x
 
     def _to_residual(self, x: jax.Array, part: str) -> jax.Array:
         return to_residual(x, f"layers/{part}/output/kernel/*:0", self.layer) if self.config.fixed_rotation else x
@@ -129,13 +148,18 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, *, layer_inputs: Any = None, observe: Observe | None = None, head: bool = True
+        self,
+        tokens: jax.Array,
+        *,
+        interventions: Interventions | None = None,
+        observe: Observe | None = None,
+        head: bool = True,
     ) -> tuple[jax.Array, Any]:
         """Next-token logits, and what `observe` returns for every layer.
 
         Args:
           tokens: int [B, T].
-          layer_inputs: Pytree of arrays [num_layers, ...]; `observe` finds its layer's slice in `Taps.inputs`.
+          interventions: What to do otherwise, as arrays by layer and head.
           observe: Called once in every block; its leaves come back stacked along a leading layer axis.
           head: False leaves out the last product, so that the caller can compute it in chunks.
 
@@ -144,7 +168,8 @@ class Transformer(nn.Module):
           to instead of logits: the final hidden states [B, T, D] in `config.dtype`, for which see `head_kernel`.
 
         Raises:
-          ValueError: For sequences longer than `max_length` where positions are learned.
+          ValueError: For sequences longer than `max_length` where positions are learned, or interventions whose shapes
+            do not fit.
         """
         c = self.config
         dtype = jnp.dtype(c.dtype)
@@ -159,8 +184,8 @@ class Transformer(nn.Module):
             positions = nn.Embed(c.max_length, c.d_model, embedding_init=init, name="position_embedding")
             added = positions(jnp.arange(tokens.shape[1]))[None]
             x += to_residual(added, _POSITION_TABLE) if c.fixed_rotation else added
-        x, observed = self._blocks(x, layer_inputs, observe)
-        x = Norm(c, name="final_norm")(x).astype(dtype)
+        x, observed = self._blocks(x, interventions, observe)
+        x = (x if c.post_norm else Norm(c, name="final_norm")(x)).astype(dtype)
         if c.tie_embeddings and c.fixed_rotation:
             x = from_residual(x, _TOKEN_TABLE)
         if not head:
@@ -170,7 +195,7 @@ class Transformer(nn.Module):
             if self.linear_head:
                 return self.linear(x, kernel.T, None, "head").astype(jnp.float32), observed
             return kernel_product(x, kernel, contract=1, preferred_element_type=jnp.float32), observed
-        logits = Linear(c.vocab_size, False, c.init_std, dtype, self.linear, name="head")(x)
+        logits = Linear(c.vocab_size, False, kernel_initializer(c), dtype, self.linear, name="head")(x)
         return logits.astype(jnp.float32), observed
 
     def head_kernel(self, params: Any) -> tuple[jax.Array, int] | None:
@@ -187,24 +212,27 @@ class Transformer(nn.Module):
             return None if self.linear_head else (params["token_embedding"]["embedding"], 0)
         return (params["head"]["kernel"], 1) if is_plain_product(self.linear) else None
 
-    def _blocks(self, x: jax.Array, layer_inputs: Any, observe: Observe | None) -> tuple[jax.Array, Any]:
+    def _blocks(
+        self, x: jax.Array, interventions: Interventions | None, observe: Observe | None
+    ) -> tuple[jax.Array, Any]:
         c = self.config
+        by_layer, shared = split_layers(interventions, c, *x.shape[:2])
         block = Block
         if c.remat:
             # Inside a scan the loop itself keeps XLA from merging recomputation and original.
             block = nn.remat(Block, prevent_cse=not c.scan_layers, policy=_remat_policy(c.remat))
         if c.scan_layers:
             body = nn.scan(
-                lambda module, carry, inputs: module(carry, inputs),
+                lambda module, carry, *inputs: module(carry, *inputs),
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=0,
+                in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
                 length=c.num_layers,
             )
-            return body(block(c, self.linear, observe, 0, name="layers"), x, layer_inputs)
+            return body(block(c, self.linear, observe, 0, name="layers"), x, by_layer, shared)
         observed = []
         for layer in range(c.num_layers):
-            inputs = jax.tree.map(lambda leaf, layer=layer: leaf[layer], layer_inputs)
-            x, seen = block(c, self.linear, observe, layer, name=f"layers_{layer}")(x, inputs)
+            given = jax.tree.map(lambda leaf, layer=layer: leaf[layer], by_layer)
+            x, seen = block(c, self.linear, observe, layer, name=f"layers_{layer}")(x, given, shared)
             observed.append(seen)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *observed)

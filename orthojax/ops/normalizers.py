@@ -35,7 +35,7 @@ class ClippedSoftmax:
 
 
 Axis = int | tuple[int, ...] | None
-Normalizer = Literal["softmax", "softmax1", "relu", "sigmoid"] | float | jax.Array | ClippedSoftmax
+Normalizer = Literal["softmax", "softmax1", "relu", "gelu", "sigmoid"] | float | jax.Array | ClippedSoftmax
 
 
 def _as_dtype_of(logits: jax.Array, weights: jax.Array) -> jax.Array:
@@ -184,15 +184,32 @@ def relu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> 
     >>> relu(jnp.array([2.0, -1.0, 4.0]), where=jnp.array([True, True, False])).tolist()
     [1.0, 0.0, 0.0]
     """
-    x = jnp.maximum(at_least_float32(logits), 0.0)
+    return _as_dtype_of(logits, _by_visible_keys(jnp.maximum(at_least_float32(logits), 0.0), axis, where))
+
+
+def gelu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
+    """x_i Phi(x_i) / (number of visible keys), with the normal distribution function Phi itself, not its tanh form.
+
+    Arguments and result as for `softmax1`; weights may be negative, down to -0.17 / visible, and need not sum to 1.
+
+    Reference:
+      GELU, `arXiv 1606.08415 <https://arxiv.org/abs/1606.08415>`_, 2016, in the place of the ReLU of `relu`.
+    """
+    x = at_least_float32(logits)
+    x = x if where is None else jnp.where(_boolean(where), x, 0.0)  # its derivative at a masked infinity is no number
+    x = jnp.maximum(x, -40.0)  # where Phi is 0 even in float64, and -inf times it none
+    return _as_dtype_of(logits, _by_visible_keys(jax.nn.gelu(x, approximate=False), axis, where))
+
+
+def _by_visible_keys(x: jax.Array, axis: Axis, where: jax.Array | None) -> jax.Array:
     axes = _axes(axis, x.ndim)
     if where is None:
-        return _as_dtype_of(logits, x / math.prod(x.shape[a] for a in axes))
+        return x / math.prod(x.shape[a] for a in axes)
     where = _boolean(where)
     where = where.reshape((1,) * (x.ndim - where.ndim) + where.shape)
     # A mask of length 1 along an axis stands for all its keys; the sum runs over the mask as it is, which is smaller.
     visible = jnp.sum(where, axis, keepdims=True) * math.prod(x.shape[a] for a in axes if where.shape[a] == 1)
-    return _as_dtype_of(logits, jnp.where(where, x / jnp.maximum(visible, 1).astype(x.dtype), 0.0))
+    return jnp.where(where, x / jnp.maximum(visible, 1).astype(x.dtype), 0.0)
 
 
 def sigmoid(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
@@ -258,7 +275,7 @@ def _(axis, n, primals, tangents):
     return y, y * (t - jnp.sum(y * t, axis, keepdims=True))
 
 
-_BY_NAME = {function.__name__: function for function in (softmax, softmax1, relu, sigmoid)}
+_BY_NAME = {function.__name__: function for function in (softmax, softmax1, relu, gelu, sigmoid)}
 _ALLOWED = ", ".join(_BY_NAME) + ", a number, an array [heads], a ClippedSoftmax"
 
 

@@ -78,8 +78,8 @@ def dot_product_attention(
       value: [B, S, K, H] or [S, K, H].
       bias: Added to the logits; [B or 1, N or 1, T or 1, S or 1], missing leading axes are 1.
       mask: Boolean, True keeps; [B or 1, N or 1, T or 1, S or 1], missing leading axes are 1.
-      normalizer: "softmax1" | "softmax" | "relu" | "sigmoid", a number n (softmax_n), an array [N] of learned sink
-        logits, one per query head, or a `ClippedSoftmax`. See `orthojax.ops.normalizers`.
+      normalizer: "softmax1" | "softmax" | "relu" | "gelu" | "sigmoid", a number n (softmax_n), an array [N] of learned
+        sink logits, one per query head, or a `ClippedSoftmax`. See `orthojax.ops.normalizers`.
       scale: Factor of the logits; 1 / sqrt(H) if None.
       is_causal: Query t sees keys 0..t.
       query_seq_lengths: int32 [B]; the output of queries from this position on is zero.

@@ -1,0 +1,169 @@
+"""Interventions: what a forward pass does otherwise, as arrays by layer and head.
+
+Letters: L layers, B batch, T query positions, S = T key positions, N query heads, K key-value heads, D d_model.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from orthojax.config import ModelConfig
+from orthojax.errors import UserError
+
+
+class Interventions(NamedTuple):
+    """Changes of a forward pass, an argument of `Transformer` and of `analysis.measure`. None leaves a thing as it is.
+
+    Arrays rather than hooks: they are traced, so one compiled program serves every layer and head, and gradients pass
+    through them. Each axis but the layers' may be 1, and then stands for all. Taps show what the intervention makes of
+    the activations. A share s in [0, 1] replaces x by (1 - s) x + s y.
+
+    Attributes:
+      head_scale: [L, N]. Factor of each head's output; 0 is the model without these rows of its output kernel.
+      attention_scale: [L]. Factor of what attention adds to the residual stream, its bias included.
+      mlp_scale: [L]. The same for the MLP.
+      first_value_scale: [L, K]. Factor of the value vectors of position 0.
+      first_attention_scale: [L]. Factor of what attention adds at position 0.
+      first_mlp_scale: [L]. The same for the MLP.
+      forced_weights: Attention weights to use instead of the model's: [T, S] or [B, T, S] for all layers and heads, or
+        [L, B, N, T, S], as `Taps.attention_weights` of another run come. Used as they are: neither masked nor
+        normalised. `attention_pattern` has some.
+      forced_share: [L, N] or, by query, [L, N, T]. Where they replace the model's, which costs the whole matrix of
+        weights; all other fields leave fused attention kernels in use.
+      attention_output: [L, B, T, D]. What attention shall add to the residual stream, after all factors.
+      attention_output_share: [L], [L, T] or [L, B, T]. Where it does.
+      mlp_output: [L, B, T, D]. The same for the MLP.
+      mlp_output_share: [L], [L, T] or [L, B, T].
+      residual: [L, B, T, D]. The residual stream after a block.
+      residual_share: [L], [L, T] or [L, B, T].
+
+    Without head 2 of layer 1, and then every head in turn, all with one compilation:
+
+    >>> scale = jnp.ones((2, 4)).at[1, 2].set(0.0)
+    >>> without_one_head = Interventions(head_scale=scale)
+    >>> every = 1.0 - jnp.eye(2 * 4).reshape(-1, 2, 4)  # for jax.lax.map, or a loop over a jitted function
+    """
+
+    head_scale: jax.Array | None = None
+    attention_scale: jax.Array | None = None
+    mlp_scale: jax.Array | None = None
+    first_value_scale: jax.Array | None = None
+    first_attention_scale: jax.Array | None = None
+    first_mlp_scale: jax.Array | None = None
+    forced_weights: jax.Array | None = None
+    forced_share: jax.Array | None = None
+    attention_output: jax.Array | None = None
+    attention_output_share: jax.Array | None = None
+    mlp_output: jax.Array | None = None
+    mlp_output_share: jax.Array | None = None
+    residual: jax.Array | None = None
+    residual_share: jax.Array | None = None
+
+
+_SHARE = ("L", "LT", "LBT")
+_SHAPES = {
+    "head_scale": ("LN",),
+    **dict.fromkeys(("attention_scale", "mlp_scale", "first_attention_scale", "first_mlp_scale"), ("L",)),
+    "first_value_scale": ("LK",),
+    "forced_weights": ("TS", "BTS", "LBNTS"),
+    "forced_share": ("LN", "LNT"),
+    **dict.fromkeys(("attention_output", "mlp_output", "residual"), ("LBTD",)),
+    **dict.fromkeys(("attention_output_share", "mlp_output_share", "residual_share"), _SHARE),
+}
+_PAIRS = {"forced_weights": "forced_share"} | {
+    name: f"{name}_share" for name in ("attention_output", "mlp_output", "residual")
+}
+
+
+def attention_pattern(kind: Literal["identity", "first", "previous"], length: int) -> jax.Array:
+    """Attention weights [T, S] that put 1 on one key: each query's own, the first, or the previous (0 for query 0).
+
+    Raises:
+      ValueError: For an unknown kind.
+
+    >>> attention_pattern("previous", 3).tolist()
+    [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+    """
+    t = jnp.arange(length)
+    keys = {"identity": t, "first": jnp.zeros_like(t), "previous": jnp.maximum(t - 1, 0)}
+    if kind not in keys:
+        raise UserError(f"unknown attention pattern {kind!r}", allowed=" | ".join(keys))
+    return jax.nn.one_hot(keys[kind], length)
+
+
+def split_layers(
+    interventions: Interventions | None, config: ModelConfig, batch: int, length: int
+) -> tuple[Interventions, jax.Array | None]:
+    """What a loop over layers takes: checked arrays [L, ...], and forced weights [B or 1, 1, T, S] that layers share.
+
+    Raises:
+      ValueError: For a shape that is not allowed, or one of two fields that belong together.
+    """
+    given = Interventions() if interventions is None else interventions
+    c, arrays = config, {}
+    sizes = {"L": ("num_layers", c.num_layers), "N": ("num_heads", c.num_heads), "K": ("num_kv_heads", c.kv_heads)}
+    sizes |= {"B": ("batch", batch), "T": ("length", length), "S": ("length", length), "D": ("d_model", c.d_model)}
+    for name, array in given._asdict().items():
+        if array is not None:
+            arrays[name] = _checked(name, jnp.asarray(array), sizes)
+    for values, share in _PAIRS.items():
+        for one, other in ((values, share), (share, values)):
+            if one in arrays and other not in arrays:
+                raise UserError(f"interventions.{one} without interventions.{other}", allowed="both, or neither")
+    shared = arrays.get("forced_weights")
+    if shared is None or shared.ndim == len("LBNTS"):
+        return Interventions(**arrays), None
+    del arrays["forced_weights"]
+    return Interventions(**arrays), jnp.expand_dims(shared, (0, 1) if shared.ndim == len("TS") else 1)
+
+
+def _checked(name: str, array: jax.Array, sizes: dict[str, tuple[str, int]]) -> jax.Array:
+    for axes in _SHAPES[name]:
+        lengths = [sizes[axis][1] for axis in axes]
+        if array.ndim == len(axes) and all(
+            a == b or (a == 1 and axis != "L") for a, b, axis in zip(array.shape, lengths, axes, strict=True)
+        ):
+            return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.float32)
+    forms = (f"[{', '.join('{} {}'.format(*sizes[axis]) for axis in axes)}]" for axes in _SHAPES[name])
+    raise UserError(f"interventions.{name} has shape {array.shape}", allowed=" or ".join(forms))
+
+
+# Within one layer, with its slice of the arrays.
+
+
+def blend(x: jax.Array, y: jax.Array, share: jax.Array) -> jax.Array:
+    """(1 - share) x + share y in the dtype of `x`: exactly one of them at a share of 0 or 1, if both are finite."""
+    share = share.astype(x.dtype)
+    return (1 - share) * x + share * y.astype(x.dtype)
+
+
+def scale_first(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """[B, T, ...] with position 0 multiplied by a factor whose shape is that of the axes after T, or 1s."""
+    first = (jnp.arange(x.shape[1]) == 0).reshape(1, -1, *[1] * (x.ndim - 2))
+    return x * jnp.where(first, factor.reshape(1, 1, *factor.shape).astype(x.dtype), 1)
+
+
+def force_weights(weights: jax.Array, given: Interventions) -> jax.Array:
+    """Attention weights [B, N, T, S] with the forced ones in their place."""
+    if given.forced_weights is None or given.forced_share is None:
+        return weights
+    share = given.forced_share
+    return blend(weights, given.forced_weights, share.reshape(1, share.shape[0], -1, 1))
+
+
+def intervene(x: jax.Array, given: Interventions, part: Literal["attention", "mlp"]) -> jax.Array:
+    """What a part adds to the residual stream, [B, T, D]: scaled, then replaced."""
+    scale, first = getattr(given, f"{part}_scale"), getattr(given, f"first_{part}_scale")
+    if scale is not None:
+        x = x * scale.astype(x.dtype)
+    if first is not None:
+        x = scale_first(x, first.reshape(1))
+    return replace(x, getattr(given, f"{part}_output"), getattr(given, f"{part}_output_share"))
+
+
+def replace(x: jax.Array, values: jax.Array | None, share: jax.Array | None) -> jax.Array:
+    """[B, T, D] with values [B, T, D] in its place, by a share [], [T] or [B, T]."""
+    if values is None or share is None:
+        return x
+    return blend(x, values, share.reshape((1,) * (2 - share.ndim) + share.shape + (1,)))

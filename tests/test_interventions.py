@@ -1,0 +1,259 @@
+"""Interventions: against the model in float64 NumPy, and against models whose parameters were changed instead."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_oracle import numpy_forward, random_params
+
+from orthojax import Interventions, analysis
+from orthojax.config import ModelConfig
+from orthojax.model import LoadedModel, Transformer, attention_pattern, bigram_backcopy, gpt2, llama2, stack_layers
+
+L, B, T, N, D = 2, 2, 6, 4, 8
+SMALL = {"vocab_size": 11, "max_length": 16, "d_model": D, "num_layers": L, "num_heads": N, "d_mlp": 12}
+UNROLLED, SCANNED = SMALL | {"scan_layers": False}, SMALL | {"scan_layers": True, "remat": True}
+GPT2 = gpt2("tiny", **SCANNED)
+GROUPED = llama2(
+    "tiny", **SCANNED, num_kv_heads=2, gated_attention=True, normalizer="learned_sink", relaxed_causal_tokens=2
+)
+BACKCOPY = bigram_backcopy(**UNROLLED, normalizer="relu", attention=(False, True), mlp=("linear", "none"))
+POST_NORM = ModelConfig(**SCANNED, post_norm=True, use_bias=True, normalizer="softmax1")
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (B, T)))
+SCALES = tuple(name for name in Interventions._fields if name.endswith("_scale"))
+SHARES = tuple(name for name in Interventions._fields if name.endswith("_share"))
+OUTPUTS = ("attention_output", "mlp_output", "residual")
+CONFIGS = {"llama2": (llama2("tiny", **UNROLLED), SCALES)}
+CONFIGS |= {
+    name: (config, (*SCALES, *SHARES))
+    for name, config in {"gpt2": GPT2, "grouped": GROUPED, "bigram_backcopy": BACKCOPY, "post-norm": POST_NORM}.items()
+}
+
+
+def params_of(config):
+    params = random_params(config)
+    return stack_layers(params) if config.scan_layers else params
+
+
+@partial(jax.jit, static_argnums=0)
+def apply(config, params, given=None, tokens=TOKENS):
+    """Logits and taps."""
+    return Transformer(config).apply({"params": params}, tokens, interventions=given, observe=lambda taps: taps)
+
+
+def uniform(*shape, seed=0):
+    return np.random.default_rng(seed).uniform(-0.5, 1.5, shape).astype(np.float32)
+
+
+def random_interventions(config):
+    """Every field, as the oracle takes them, without axes of the batch."""
+    shapes = {"head_scale": (L, N), "first_value_scale": (L, config.kv_heads), "forced_weights": (L, N, T, T)}
+    shapes |= {"forced_share": (L, N, T), "attention_output_share": (L,), "mlp_output_share": (L, T)}
+    shapes |= {"residual_share": (L, T)} | dict.fromkeys(OUTPUTS, (L, T, D))
+    fields = Interventions._fields
+    return Interventions(**{name: uniform(*shapes.get(name, (L,)), seed=len(name)) for name in fields})
+
+
+def neutral(config):
+    """The same without effect: factors of 1 and shares of 0."""
+    given, ends = random_interventions(config)._asdict(), {"scale": 1.0, "share": 0.0}
+    return Interventions(**{name: 0 * a + ends[name[-5:]] if name[-5:] in ends else a for name, a in given.items()})
+
+
+def only(given, names):
+    return Interventions(**{name: getattr(given, name) for name in names})
+
+
+def with_batch_axes(given):
+    axes = {"forced_weights": (1,)} | dict.fromkeys(OUTPUTS, (1,))
+    arrays = {name: jnp.expand_dims(a, axes.get(name, ())) for name, a in given._asdict().items() if a is not None}
+    return Interventions(**arrays)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_taps_are_those_of_the_same_interventions_in_float64_and_ones_are_none(name):
+    config, effects = CONFIGS[name]
+    params, ones, random = params_of(config), neutral(config), random_interventions(config)
+    ones = only(ones, SCALES) if effects == SCALES else ones
+    plain = apply(config, params)[0]
+    logits = apply(config, params, with_batch_axes(ones))[0]
+    np.testing.assert_allclose(logits, plain, rtol=0, atol=1e-6 * np.abs(plain).max())
+    for changed in [*([field] for field in effects), effects]:
+        given = ones._replace(**{field: getattr(random, field) for field in changed})
+        logits, taps = apply(config, params, with_batch_axes(given))
+        for i in range(B):
+            expected, layers = numpy_forward(config, random_params(config), TOKENS[i], given)
+            np.testing.assert_allclose(logits[i], expected, rtol=1e-4, atol=1e-4, err_msg=str(changed))
+            for layer, seen in enumerate(layers):
+                for field in ("attention_weights", "values", "value_norms", *OUTPUTS, "post_attention"):
+                    tap = getattr(taps, field)[layer, i]
+                    np.testing.assert_allclose(tap, seen[field], rtol=1e-4, atol=1e-4, err_msg=f"{changed}: {field}")
+
+
+def without_rows_of_a_head(config, params, layer, head):
+    def leaf(path, kernel):
+        if "['attention']['output']['kernel']" not in jax.tree_util.keystr(path):
+            return kernel
+        rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
+        return kernel.at[layer, rows].set(0.0)
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def test_without_a_head_is_without_its_rows_of_the_output_kernel_and_one_program_serves_all_heads():
+    config, params, traces = GROUPED, params_of(GROUPED), []
+
+    @jax.jit
+    def run(scale):
+        traces.append(1)
+        given = Interventions(head_scale=scale)
+        return Transformer(config).apply({"params": params}, TOKENS, interventions=given)[0]
+
+    scales = 1.0 - jnp.eye(L * N).reshape(L * N, L, N)
+    loop = [run(scale) for scale in scales]
+    assert len(traces) == 1
+    for i, logits in enumerate(loop):
+        expected = apply(config, without_rows_of_a_head(config, params, *divmod(i, N)))[0]
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    np.testing.assert_allclose(jax.jit(lambda scales: jax.lax.map(run, scales))(scales), loop, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [GPT2, BACKCOPY], ids=["gpt2", "layers differ"])
+def test_without_attention_and_mlp_the_residual_stream_passes(config):
+    off = jnp.array([1.0, 0.0])
+    _, taps = apply(config, params_of(config), Interventions(attention_scale=off, mlp_scale=off))
+    np.testing.assert_array_equal(taps.residual[1], taps.residual[0])
+    assert (taps.attention_output[1] == 0.0).all()
+    assert (taps.mlp_output[1] == 0.0).all()
+
+
+# Forced patterns, and activations of another run.
+
+
+def test_taps_show_the_forced_pattern_in_the_chosen_heads_and_queries_and_leave_the_others():
+    params, plain = params_of(GROUPED), apply(GROUPED, params_of(GROUPED))[1].attention_weights
+    keys = {"identity": np.arange(T), "first": np.zeros(T, int), "previous": np.maximum(np.arange(T) - 1, 0)}
+    patterns = {kind: np.asarray(attention_pattern(kind, T)) for kind in keys}
+    for kind, pattern in patterns.items():
+        np.testing.assert_array_equal(pattern, np.eye(T)[keys[kind]])
+    share = np.zeros((L, N, T), np.float32)
+    share[1, 2] = share[0, :, -1] = 1.0
+    for pattern in [*patterns.values(), uniform(B, T, T)]:
+        _, taps = apply(GROUPED, params, Interventions(forced_weights=pattern, forced_share=share))
+        expected = np.where(share[:, None, ..., None] == 1.0, pattern.reshape(1, -1, 1, T, T), plain)
+        np.testing.assert_array_equal(taps.attention_weights[0], expected[0])
+        np.testing.assert_array_equal(taps.attention_weights[1, :, 2], expected[1, :, 2])
+    with pytest.raises(ValueError, match=r"(?s)'diagonal'.*identity \| first \| previous"):
+        attention_pattern("diagonal", T)
+
+
+def test_activations_of_another_run_take_the_place_of_the_own_ones():
+    params, other = params_of(GPT2), (TOKENS + 3) % 11
+    logits, taps = apply(GPT2, params, None, other)
+    patch = Interventions(residual=taps.residual, residual_share=jnp.array([1.0, 0.0]))
+    np.testing.assert_array_equal(apply(GPT2, params, patch)[0], logits)  # what follows sees nothing else
+    plain, taps = apply(GPT2, params)
+    own = Interventions(forced_weights=taps.attention_weights, forced_share=jnp.ones((L, 1)))
+    np.testing.assert_allclose(apply(GPT2, params, own)[0], plain, rtol=1e-5, atol=1e-5)
+
+
+# Gradients: to every array, and through them to the parameters, against differences of the float64 model.
+
+
+def test_gradients_are_the_differences_of_the_float64_model():
+    point = {"params": random_params(GROUPED), **random_interventions(GROUPED)._asdict()}
+    weights = uniform(T, 11, seed=3)
+
+    def loss(point):
+        given = with_batch_axes(Interventions(**{name: point[name] for name in Interventions._fields}))
+        logits, _ = apply(GROUPED, stack_layers(point["params"]), given)
+        return jnp.vdot(weights, logits[0])
+
+    slopes = jax.jit(jax.grad(loss))(point)
+    for field, value in point.items():
+        direction = jax.tree.map(lambda a: uniform(*a.shape, seed=9), value)
+        ends = []
+        for step in (1e-5, -1e-5):
+            moved = jax.tree.map(lambda a, d, step=step: np.asarray(a, np.float64) + step * d, value, direction)
+            arrays = point | {field: moved}
+            params = arrays.pop("params")
+            ends.append(np.vdot(weights, numpy_forward(GROUPED, params, TOKENS[0], Interventions(**arrays))[0]))
+        terms = jax.tree.map(lambda s, d: (np.asarray(s, np.float64) * d).ravel(), slopes[field], direction)
+        terms = np.concatenate(jax.tree.leaves(terms))
+        assert np.abs(terms).sum() > 0.01, field
+        assert abs((ends[0] - ends[1]) / 2e-5 - terms.sum()) < 1e-4 * np.abs(terms).sum(), field
+
+
+# What is computed, and what is refused.
+
+
+def test_only_forced_weights_need_the_matrix_of_weights():
+    size = SCANNED | {"d_model": 32, "max_length": 64}
+    config = gpt2("tiny", **size, dtype="bfloat16", attention_implementation="cudnn")
+    tokens = jax.ShapeDtypeStruct((1, 64), jnp.int32)
+    params = jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens)["params"]
+
+    def kernels(given):
+        text = apply.trace(config, params, given, tokens).lower(lowering_platforms=("cuda",)).as_text()
+        return text.count("@__cudnn$fmhaSoftmax(")
+
+    assert kernels(None) == kernels(only(random_interventions(config), SCALES)) == 1
+    forced = Interventions(forced_weights=attention_pattern("first", 64), forced_share=np.ones((L, N)))
+    assert kernels(forced) == 0
+
+
+REFUSED = {
+    "head_scale": ((N, L), r"\[num_layers 2, num_heads 4\]"),
+    "attention_scale": ((1,), r"\[num_layers 2\]"),
+    "first_value_scale": ((L, N), r"\[num_layers 2, num_kv_heads 2\]"),
+    "forced_weights": ((T, T - 1), r"\[length 6, length 6\] or \[batch 2, length 6, length 6\] or"),
+    "forced_share": ((L,), r"\[num_layers 2, num_heads 4\] or \[num_layers 2, num_heads 4, length 6\]"),
+    "residual": ((L, B, T, D + 1), r"\[num_layers 2, batch 2, length 6, d_model 8\]"),
+    "residual_share": ((), r"\[num_layers 2\] or \[num_layers 2, length 6\] or"),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_wrong_shapes_are_refused_with_the_field_and_what_is_allowed(field):
+    shape, allowed = REFUSED[field]
+    message = rf"(?s)interventions\.{field} has shape {re.escape(str(shape))}\n.*{allowed}"
+    with pytest.raises(ValueError, match=message) as caught:
+        apply(GROUPED, params_of(GROUPED), Interventions(**{field: np.ones(shape)}))
+    assert len(str(caught.value).split("\n")) <= 3
+
+
+@pytest.mark.parametrize("field", ["forced_weights", "forced_share", "residual", "mlp_output_share"])
+def test_what_replaces_and_where_belong_together(field):
+    with pytest.raises(ValueError, match=rf"interventions\.{field} without interventions\."):
+        apply(GPT2, params_of(GPT2), with_batch_axes(only(random_interventions(GPT2), [field])))
+
+
+# In measurements.
+
+
+def test_measure_takes_interventions_for_all_batches_or_for_each_and_compiles_once():
+    params, traces = params_of(GPT2), []
+    loaded = LoadedModel(Transformer(GPT2), params, None, None, None)
+    batches = [(TOKENS, uniform(B, T, T)), (TOKENS[::-1], uniform(B, T, T, seed=1))]
+
+    def residual(taps, pattern):
+        traces.append(pattern)
+        return taps.residual
+
+    def check(given, by_batch):
+        seen = analysis.measure(loaded, batches, residual, given, join=analysis.concatenate)
+        tokens = [tokens for tokens, _ in batches]
+        expected = [apply(GPT2, params, *both)[1].residual for both in zip(by_batch, tokens, strict=True)]
+        np.testing.assert_allclose(seen, np.concatenate(expected, axis=1), rtol=1e-5, atol=1e-5)
+        return len(traces)
+
+    heads = [Interventions(head_scale=jnp.ones((L, N)).at[0, head].set(0.0)) for head in range(N)]
+    assert len({check(given, [given, given]) for given in heads}) == 1
+
+    def forced(tokens, pattern):
+        return Interventions(forced_weights=pattern, forced_share=jnp.ones((L, N, T)))
+
+    check(forced, [forced(*batch) for batch in batches])
