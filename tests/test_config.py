@@ -397,7 +397,7 @@ def test_every_field_says_what_it_affects():
     assert {"optim.rotation.seed", "optim.rotation.basis", "train.steps", "train.seed", "model.dtype"} < numbers
     assert {"data.seed", "eval.sequences"} < numbers
     assert start == {
-        *("model.init_std", "model.embedding_init_std", "model.scan_layers"),
+        *("model.init_std", "model.embedding_init_std", "model.kernel_init", "model.scan_layers"),
         *("train.init_from", "train.allow_normalizer_change"),
     }
     assert computation == {
@@ -410,7 +410,9 @@ def test_every_field_says_what_it_affects():
 
 def test_json_of_older_versions_may_lack_the_fields_added_since():
     values = json.loads(to_json(Config()))
-    del values["model"]["normalizer_gamma"], values["optim"]["layer_by_layer"], values["train"]["init_from"]
+    for name in ("normalizer_gamma", "norm_bias", "attention_norm", "mlp_norm", "post_norm", "kernel_init"):
+        del values["model"][name]
+    del values["optim"]["layer_by_layer"], values["train"]["init_from"]
     assert from_json(Config, json.dumps(values)) == Config()
     # What the default does not mean is read as what they did.
     values["optim"]["rotation"] = {"kind": "hadamard", "axes": "both", "embeddings": True, "scope": "layer", "seed": 0}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -72,6 +73,18 @@ def test_attention_of_the_readme_runs():
     names = {"orthojax": orthojax, "query": query, "key": key, "value": value}
     exec(code, names)
     assert names["out"].shape == (1, 4, 2, 8)
+
+
+def test_interventions_of_the_readme_run():
+    (code,) = [block for block in blocks("python") if "Interventions" in block]
+    config = Config(orthojax.gpt2("tiny", num_layers=2, d_model=16, d_mlp=16, vocab_size=8))
+    model, tokens = orthojax.Transformer(config.model), np.arange(8)[None]
+    loaded = orthojax.LoadedModel(model, model.init(jax.random.key(0), tokens)["params"], config, None, ROOT)
+    names = {"orthojax": orthojax, "np": np, "loaded": loaded, "tokens": tokens}
+    exec(code, names)
+    kurtosis = names["kurtosis_without_head"]
+    assert kurtosis.shape == (2, 4)
+    assert len(set(kurtosis.ravel())) == 8
 
 
 def test_parameter_counts_of_the_readme():

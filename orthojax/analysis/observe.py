@@ -247,12 +247,9 @@ def _apply(
     *extra,
 ) -> tuple[Any, ...]:
     """(observed,) or (observed, output) of one batch, replicated where there is a mesh."""
+    options: Any = {} if interventions is None else {"interventions": interventions}  # other models need not have them
     result: Any = model.apply(
-        {"params": params},
-        tokens,
-        interventions=interventions,
-        observe=lambda taps: observe(taps, *extra),
-        head=output is not None,
+        {"params": params}, tokens, observe=lambda taps: observe(taps, *extra), head=output is not None, **options
     )
     logits, observed = result
     both = (observed,) if output is None else (observed, output(logits, *extra))

@@ -33,7 +33,7 @@ class ModelConfig:
       rope_theta: Base wavelength of rotary positions.
       norm: `rmsnorm_single` has one scalar scale for all channels.
       norm_bias: Whether `layernorm` has a bias; None means where linear layers have one.
-      attention_norm: Whether attention has a norm, for all layers or one for each; no `norm` needs none.
+      attention_norm: Whether attention has a norm, for all layers or one for each.
       mlp_norm: The same for the MLP.
       post_norm: x = norm(x + f(x)) in every block, and no final norm, instead of x = x + f(norm(x)) with one
         (arXiv 2002.04745).
