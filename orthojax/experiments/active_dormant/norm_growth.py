@@ -111,9 +111,9 @@ def adam_logit_slope(rate: float, b1: float, b2: float) -> float:
 
 
 def adam_direction(direction: np.ndarray, noise: np.ndarray, basis: np.ndarray) -> np.ndarray:
-    r"""The mean update of Adam in a basis, in units of its rate, for gradients :math:`-g_t (u + \sigma \odot \epsilon)`.
+    r"""The mean update of Adam in a basis, in units of its rate.
 
-    With the rows of Q as the basis and elementwise operations in it,
+    For gradients :math:`-g_t (u + \sigma \odot \epsilon_t)`, with the rows of Q as the basis,
 
     .. math::
       Q^T \frac{Q u}{\sqrt{(Q u)^2 + \mathrm{diag}(Q\, \mathrm{diag}(\sigma^2)\, Q^T)}}
@@ -204,11 +204,11 @@ def residual_norm_gradient(direction: np.ndarray, noise: np.ndarray, seed: int) 
       seed: Of epsilon, N(0, 1).
 
     Returns:
-      For `train`, with parameters of the shape [1, d].
+      For `train`, with parameters [n, d]: n vectors, each with its own norm.
     """
 
     def gradient(x: jax.Array, t: jax.Array, key: jax.Array) -> jax.Array:
         epsilon = jax.random.normal(jax.random.fold_in(key, seed), x.shape, x.dtype)
-        return -jnp.log(t) / (jnp.linalg.norm(x) ** 3 * t) * (direction + noise * epsilon)
+        return -jnp.log(t) / (jnp.linalg.norm(x, axis=-1, keepdims=True) ** 3 * t) * (direction + noise * epsilon)
 
     return gradient

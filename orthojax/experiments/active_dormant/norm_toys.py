@@ -1,5 +1,6 @@
 """The two norm toys of Active-Dormant Attention Heads: closed forms beside Adam, SGD and gradient flow."""
 
+import functools
 import itertools
 
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ SETTINGS = {f"rate{a:g}_d{d}_eps{e:g}_decay{w:g}": (a, d, e, w) for a, d, e, w i
 _LABEL = "rate {:g}, d = {}, eps {:g}, decay {:g}".format
 
 
+@functools.cache  # nothing here is drawn
 def _published() -> list[Case]:
     gradient = theory.residual_norm_gradient(np.ones(1), np.zeros(1), 0)
     cases = []
@@ -54,6 +56,7 @@ def _published() -> list[Case]:
     return cases
 
 
+@functools.cache
 def _layer_norm() -> list[Case]:
     path = theory.layer_norm_flow([10.0**log for log in LOG_TIMES], START, COSINE)
     norms = np.sqrt(path[:, 0] ** 2 + 2 * COSINE * path[:, 0] + 1)
@@ -136,9 +139,11 @@ CLAIMS = (
           detail=lambda of: f"the next 10,000 add {of.late_over_early:.2f} times as much", revised=_SEEN),
     Claim("It is since Adam turns decaying gradients into constant updates, of about its rate.", ("published_adam",),
           ("update_5k", "update_10k"), lambda of: min(of.update_5k, of.update_10k) > 0.5,
-          "updates above half of the rate at 5,000 and 10,000 steps", revised=_SEEN),
+          "updates above half of the rate at 5,000 and 10,000 steps",
+          revised=_SEEN),
     Claim("In the layer-norm toy gradient flow moves on |r|^4 - 2 (1 - c^2) y^2 = const.", ("layer_norm_flow",),
-          ("invariant_error",), lambda of: of.invariant_error < 1e-6, "the norm within 1e-6 for t up to 1e10", revised=_SEEN),
+          ("invariant_error",), lambda of: of.invariant_error < 1e-6, "the norm within 1e-6 for t up to 1e10",
+          revised=_SEEN),
     Claim("There the logit grows as ln t.", ("layer_norm_flow",), ("logit_slope",),
           lambda of: 0.8 < of.logit_slope < 1.2, "slope 0.8 to 1.2 in ln t over the last two decades", revised=_SEEN),
     Claim("Under Adam its logit grows linearly, by the eta r that solves r = r(eta r).", _LAYER_NORM_ADAM,
@@ -193,9 +198,9 @@ def _about(results: Results) -> list[str]:
         "The paper says that LayerNorm makes the gradient of the residual norm of <s> decay, and that Adam makes "
         "constant updates of it, hence linear growth; why exactly, it leaves open. Here are its two toys, closed forms "
         "of what gradient flow, SGD and Adam do to them, and the conditions under which Adam's updates are constant.",
-        "Of a gradient that decays by gamma a step Adam makes updates of constant size r(gamma), provided that gamma is "
-        "below -ln(b2) / 2; otherwise the second moment remembers what is gone, and updates decay, too. Below eps Adam "
-        "is SGD of the rate eta / eps.",
+        "Of a gradient that decays by gamma a step Adam makes updates of constant size r(gamma), provided that gamma "
+        "is below -ln(b2) / 2; otherwise the second moment remembers what is gone, and updates decay, too. Below eps "
+        "Adam is SGD of the rate eta / eps.",
     ]
 
 

@@ -30,7 +30,8 @@ from orthojax.experiments.tables import MetricTable
 from orthojax.ops.statistics import kurtosis
 from orthojax.optim import Rotation, orthoadam, rotate
 
-WIDTH, STEPS, START, RATE, B1, B2, EPS = 64, 10_000, 10.0, 1e-3, 0.9, 0.99, 1e-30
+WIDTH, STEPS, START, RATE, B1, B2, EPS = 64, 10_000, 1.0, 1e-3, 0.9, 0.99, 1e-30
+ROWS = 8  # of Haar matrices OrthoAdam has none for fewer
 SGD_RATE = 0.3  # that of the published toy
 NOISE = 10.0
 SHOWN = (1, 500, 1000, 2000, 3000, 4000, 5000, 6000, 7000, 8000, 9000, 10_000)
@@ -51,7 +52,7 @@ def gradient_of(kind: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rotation(kind: str, seed: int) -> Rotation:
-    """OrthoAdam's, of the only axis."""
+    """OrthoAdam's: one Q for all rows."""
     return Rotation(kind, axes="output", seed=seed)  # pyright: ignore[reportArgumentType]
 
 
@@ -60,18 +61,16 @@ def basis(kind: str, seed: int) -> np.ndarray:
     if kind == "adam":
         return np.eye(WIDTH)
     transformation = rotate(rotation(kind, seed))
-    zero = {"x": jnp.zeros((1, WIDTH))}
-    columns = [
-        transformation.update({"x": jnp.eye(WIDTH)[i : i + 1]}, transformation.init(zero))[0]["x"][0]  # pyright: ignore
-        for i in range(WIDTH)
-    ]
-    return np.array(columns).T
+    state = transformation.init({"x": jnp.zeros((ROWS, WIDTH))})
+    rows = jnp.eye(WIDTH).reshape(-1, ROWS, WIDTH)
+    rotated = [transformation.update({"x": unit}, state)[0]["x"] for unit in rows]  # pyright: ignore
+    return np.concatenate(rotated).T
 
 
 def grow(optimizer: str, kind: str, seed: int) -> np.ndarray:
-    """X after each step, float64 [STEPS + 1, d]; starts at a random x of norm `START`."""
-    x = np.random.default_rng([seed, 1]).standard_normal(WIDTH)
-    start = START * x / np.linalg.norm(x)
+    """Vectors after each step, float64 [STEPS + 1, ROWS, d]; they start in random directions with norm `START`."""
+    x = np.random.default_rng([seed, 1]).standard_normal((ROWS, WIDTH))
+    start = START * x / np.linalg.norm(x, axis=1, keepdims=True)
     if optimizer == "sgd":
         made = optax.sgd(SGD_RATE)
     elif optimizer == "adam":
@@ -79,27 +78,27 @@ def grow(optimizer: str, kind: str, seed: int) -> np.ndarray:
     else:
         made = orthoadam(RATE, B1, B2, EPS, rotation=rotation(optimizer, seed))
     gradient = residual_norm_gradient(*gradient_of(kind, seed), seed)
-    path = train(made, {"x": jnp.asarray(start[None])}, lambda x, t, key: {"x": gradient(x["x"], t, key)}, STEPS)
-    return np.concatenate([start[None], np.asarray(path["x"])[:, 0]])
+    path = train(made, {"x": jnp.asarray(start)}, lambda x, t, key: {"x": gradient(x["x"], t, key)}, STEPS)
+    return np.concatenate([start[None], np.asarray(path["x"])])
 
 
 def largest_share(x: np.ndarray) -> float:
-    """The share of the squared norm in the largest coordinate."""
-    return float(np.max(x**2) / np.sum(x**2))
+    """The share of the squared norm in the largest coordinate, mean over rows."""
+    return float(np.mean(np.max(x**2, axis=1) / np.sum(x**2, axis=1)))
 
 
 def growth_metrics(path: np.ndarray) -> dict[str, float]:
-    """Of x after each step: how its norm grows, and what shape it has at the end."""
-    norms, steps = np.linalg.norm(path, axis=1), np.arange(len(path))
+    """Of vectors after each step, [steps + 1, n, d]: how their mean norm grows, and their shape at the end."""
+    norms, steps = np.linalg.norm(path, axis=2).mean(1), np.arange(len(path))
     tenth, quarter = len(path) // 10, len(path) // 4
-    moved = [np.linalg.norm(path[a + quarter] - path[a]) / quarter for a in (quarter, 3 * quarter)]
+    moved = [np.linalg.norm(path[a + quarter] - path[a]) for a in (quarter, 3 * quarter)]
     return {
         "growth": float(norms[-1] / norms[0]),
         "slope": float((norms[-1] - norms[2 * quarter]) / (len(path) - 1 - 2 * quarter)),
         "linear_r": float(np.corrcoef(steps[tenth:], norms[tenth:])[0, 1]),
         "constancy": float(moved[1] / moved[0]),
         "largest_share": largest_share(path[-1]),
-        "kurtosis": float(kurtosis(jnp.asarray(path[-1]))),
+        "kurtosis": float(jnp.mean(kurtosis(jnp.asarray(path[-1])))),
     }
 
 
@@ -113,9 +112,10 @@ def compute(seed: int) -> list[Case]:
             if optimizer != "sgd":
                 update = RATE * adam_direction(*gradient_of(kind, seed), basis(optimizer, seed))
                 half, end = (path[0] + steps * update for steps in (STEPS // 2, STEPS))
-                metrics["predicted_slope"] = float(np.linalg.norm(end) - np.linalg.norm(half)) / (STEPS - STEPS // 2)
+                norms = [np.mean(np.linalg.norm(x, axis=1)) for x in (half, end)]
+                metrics["predicted_slope"] = float(norms[1] - norms[0]) / (STEPS - STEPS // 2)
                 metrics["predicted_share"] = largest_share(end)
-            metrics |= {f"norm/step_{step}": float(np.linalg.norm(path[step])) for step in SHOWN}
+            metrics |= {f"norm/step_{step}": float(np.linalg.norm(path[step], axis=1).mean()) for step in SHOWN}
             cases.append(Case(f"{optimizer}_{kind}", {"label": f"{label}; {words}"}, metrics))
     return cases
 
@@ -190,8 +190,8 @@ def _about(results: Results) -> list[str]:
     return [
         "The prediction, written down before the measurement: OrthoAdam keeps the peak of the residual norm, since its "
         "updates are as constant as Adam's, and removes only its channel.",
-        f"x of d = {WIDTH} starts with norm {START:g}; the gradient is -ln t / (|x|^3 t) (u + noise), whose size no "
-        "update of Adam shows. Three kinds of u and noise: one coordinate; all coordinates alike; all alike with noise "
+        f"{ROWS} vectors x of d = {WIDTH} start with norm {START:g}; the gradient is -ln t / (|x|^3 t) (u + "
+        "noise). Three kinds of u and noise: one coordinate; all coordinates alike; all alike with noise "
         f"of {NOISE:g} times their size in all but one.",
         f"{STEPS:,} steps; Adam and OrthoAdam with rate {RATE:g}, betas {B1:g} and {B2:g}, eps {EPS:g} (so that it "
         f"plays no part); SGD with rate {SGD_RATE:g}. OrthoAdam has another Q in every seed.",
