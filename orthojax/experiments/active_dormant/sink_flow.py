@@ -18,7 +18,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from scipy.integrate import solve_ivp
-from scipy.special import logsumexp
 
 from orthojax.data.bigram_backcopy import BigramBackcopy
 
@@ -59,8 +58,10 @@ class Chain:
         """(KL(p_v, q_v) [C, K], q [C, K, V])."""
         sink = np.exp(alpha)
         z = (sink[:, None] * beta + self.contexts[:, None]) / (sink + self.others)[:, None]
-        normaliser = logsumexp(z, b=np.broadcast_to(self.rows, z.shape), axis=-1)
-        return normaliser - np.sum(self.rows * z, axis=-1), self.rows * np.exp(z - normaliser[..., None])
+        z -= np.einsum("kv,ckv->ck", self.rows, z)[..., None]  # of mean 0, so that the KL is ln E_p[exp(z)]
+        tilted = self.rows * np.exp(z)
+        total = np.sum(tilted, axis=-1)
+        return np.log(total), tilted / total[..., None]
 
     def loss(self, alpha: np.ndarray, beta: np.ndarray) -> float:
         """L in nats, of alpha [K] and beta [V]."""
