@@ -13,7 +13,7 @@ import jax
 
 from orthojax.config import Config, from_dict, replace
 from orthojax.errors import UserError, nearest
-from orthojax.experiments.active_dormant import norm_toys, orthoadam_peak, sink_theory
+from orthojax.experiments.active_dormant import norm_toys, orthoadam_peak, simplified_models, sink_theory
 from orthojax.experiments.base_configs import LANGUAGE_MODEL
 from orthojax.experiments.costs import Stepper
 from orthojax.experiments.experiment import Experiment, Run, run_name
@@ -51,7 +51,9 @@ _ACTIVE_DORMANT = (sink_theory, norm_toys, orthoadam_peak)
 ALL: tuple[Experiment, ...] = (
     *(module.EXPERIMENT for module in (quick, *_TABLES, figure1, figure2, figure3, figure4, figure6)),
     *(*layers.EXPERIMENTS, maps.HIDDEN_STATES, maps.ATTENTION_MAPS),
-    *(module.EXPERIMENT for module in (*_LATER, *_ACTIVE_DORMANT)),
+    *(module.EXPERIMENT for module in _LATER),
+    *simplified_models.EXPERIMENTS,
+    *(module.EXPERIMENT for module in _ACTIVE_DORMANT),
 )
 _CALIBRATION_SECONDS = 1.0
 _LONGEST_HOURS = 1000  # a longer estimate only means that this is not the machine for it
