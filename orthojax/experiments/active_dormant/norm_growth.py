@@ -208,7 +208,11 @@ def residual_norm_gradient(direction: np.ndarray, noise: np.ndarray, seed: int) 
     """
 
     def gradient(x: jax.Array, t: jax.Array, key: jax.Array) -> jax.Array:
-        epsilon = jax.random.normal(jax.random.fold_in(key, seed), x.shape, x.dtype)
-        return -jnp.log(t) / (jnp.linalg.norm(x, axis=-1, keepdims=True) ** 3 * t) * (direction + noise * epsilon)
+        epsilon = jax.random.normal(jax.random.fold_in(key, seed), x.shape, x.dtype) if noise.any() else 0.0
+        return (
+            -jnp.log(t)
+            / (jnp.linalg.norm(x, axis=-1, keepdims=True) ** 3 * t)
+            * (direction[None] + noise[None] * epsilon)
+        )
 
     return gradient

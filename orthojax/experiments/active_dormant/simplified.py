@@ -96,9 +96,9 @@ def attend(
     free, other = jnp.exp(own - top), jnp.exp(-top)
     on_bos = jnp.where(is_trigger, other, free)
     more_on_previous = jnp.where(is_trigger, free - other, 0.0)
-    total = on_bos + other * jnp.arange(length) + more_on_previous
+    total = on_bos + other * jnp.arange(length)[None] + more_on_previous
     on_previous = more_on_previous * value[jnp.roll(tokens, 1, axis=1)]
-    output = on_bos[..., None] * beta + other[..., None] * counts * value
+    output = on_bos[..., None] * beta[None, None] + other[..., None] * counts * value[None, None]
     output += on_previous[..., None] * jnp.roll(one_hot, 1, axis=1)
     return Attended(output / total[..., None], on_bos / total)
 

@@ -174,7 +174,8 @@ def _three_layer_pictures(results: Results) -> list[Picture]:
 def _about(results: Results) -> list[str]:
     return [
         "The reparametrised model of the paper: one free logit for each token, on <s> or (triggers) on the token "
-        "before; diagonal values; a vector as the value of <s>; an MLP of 128 hidden units. Cross-entropy on fresh sequences.",
+        "before; diagonal values; a vector as the value of <s>; an MLP of 128 hidden units. Cross-entropy on fresh "
+        "sequences.",
         f"Task: letters and spaces of the default text, three triggers. {STEPS:,} steps of {BATCH} x {LENGTH} tokens "
         f"(published: 512 x 256), AdamW with rate {COPY_RATE:g}, betas 0.9 and 0.99, decay 1e-4, as published. The "
         "bigram excess is against the true law after <s>.",
