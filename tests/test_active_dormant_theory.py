@@ -19,7 +19,9 @@ from orthojax.experiments.active_dormant import (
 )
 from orthojax.experiments.active_dormant.sink_flow import Chain
 
-TASK = BigramBackcopy.from_text("the cat sat on the mat and the rat ran from the cat to the man in the hat ", 2)
+TASK = BigramBackcopy.from_text(
+    "the cat sat on the mat and the rat ran from the cat to the man in the hat, a big dog plows ", 2
+)
 TRIGGER = TASK.is_trigger(np.arange(TASK.vocab_size))
 
 
@@ -45,7 +47,7 @@ def test_the_simplified_model_is_its_definition(scale):
     tokens = TASK.batch(0, 2, 12, 0)[:, :-1]
     params = simplified.init(jax.random.key(1), TASK.vocab_size)
     params |= {name: scale * params[name] for name in ("sink_logit", "previous_logit")}
-    logits, attended = simplified.apply(params, jnp.asarray(tokens), jnp.asarray(TRIGGER))
+    logits, attended = jax.jit(simplified.apply)(params, jnp.asarray(tokens), jnp.asarray(TRIGGER))
     expected = np.stack([simplified_logits(params, row) for row in tokens])
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(attended.bos_weight[:, 0], 1.0)
@@ -54,7 +56,7 @@ def test_the_simplified_model_is_its_definition(scale):
 def test_the_three_layer_model_is_the_one_layer_model_with_a_key():
     tokens, trigger = jnp.asarray(TASK.batch(0, 2, 12, 0)[:, :-1]), jnp.asarray(TRIGGER)
     params = simplified.init_three_layers(jax.random.key(2), TASK.vocab_size)
-    logits, _, residuals = simplified.apply_three_layers(params, tokens, trigger)
+    logits, _, residuals = jax.jit(simplified.apply_three_layers)(params, tokens, trigger)
 
     def norm(x):
         return (x - x.mean()) / np.sqrt(x.var() + 1e-5)
@@ -77,7 +79,7 @@ def test_the_three_layer_model_is_the_one_layer_model_with_a_key():
 def test_the_key_knows_only_the_direction_of_the_residual_stream():
     params = simplified.init_three_layers(jax.random.key(3), TASK.vocab_size)
     x = jax.random.normal(jax.random.key(4), (TASK.vocab_size,))
-    gradient = jax.grad(lambda r: simplified.layer_norm(r) @ params["direction"])(x)
+    gradient = jax.jit(jax.grad(lambda r: simplified.layer_norm(r) @ params["direction"]))(x)
     assert abs(float(gradient @ x)) < 1e-4 * float(jnp.linalg.norm(gradient) * jnp.linalg.norm(x))
 
 
@@ -98,7 +100,7 @@ def test_only_the_copy_layer_keeps_its_optimizer():
     updates = {}
     for name in simplified_models.OUTER:
         optimizer = simplified_training.outer_optimizer(name, 0)
-        updates[name] = optimizer.update(ones, optimizer.init(params), params)[0]
+        updates[name] = jax.jit(optimizer.update)(ones, optimizer.init(params), params)[0]
     for a, b in itertools.pairwise(updates.values()):
         np.testing.assert_array_equal(a["copy"]["sink_logit"], b["copy"]["sink_logit"])
         assert not np.allclose(a["below"]["value"], b["below"]["value"])
@@ -118,15 +120,13 @@ def chain(contexts=1, seed=0) -> Chain:
 
 
 def loss_of(of: Chain, alpha, beta):
-    """The mean of pi_v KL(p_v || q_v), in jax.numpy."""
+    """The mean of pi_v KL(p_v || q_v), from softmax and logarithms."""
     total = 0.0
     for xi in of.contexts:
         for k, p in enumerate(of.rows):
-            z = (jnp.exp(alpha[k]) * beta + xi) / (jnp.exp(alpha[k]) + of.others)
-            seen = p > 0
-            log_q = jax.nn.log_softmax(jnp.where(seen, z + np.log(np.where(seen, p, 1.0)), -jnp.inf))
-            kl = np.sum(p[seen] * np.log(p[seen])) - jnp.sum(jnp.where(seen, p * jnp.where(seen, log_q, 0.0), 0.0))
-            total += of.weights[k] * kl / len(of.contexts)
+            z = (np.exp(alpha[k]) * beta + xi) / (np.exp(alpha[k]) + of.others)
+            q = p * np.exp(z) / np.sum(p * np.exp(z))
+            total += of.weights[k] * np.sum(p[p > 0] * np.log(p[p > 0] / q[p > 0])) / len(of.contexts)
     return total
 
 
@@ -134,11 +134,11 @@ def loss_of(of: Chain, alpha, beta):
 def test_loss_and_gradients_are_those_of_the_kl(contexts):
     of, rng = chain(contexts), np.random.default_rng(1)
     alpha, beta = rng.standard_normal(4), rng.standard_normal(6)
-    with jax.enable_x64(True):
-        expected, gradients = jax.value_and_grad(lambda a, b: loss_of(of, a, b), (0, 1))(alpha, beta)
-    assert of.loss(alpha, beta) == pytest.approx(float(expected), rel=1e-10)
-    for ours, theirs in zip(of.gradients(alpha, beta), gradients, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-14)
+    assert of.loss(alpha, beta) == pytest.approx(loss_of(of, alpha, beta), rel=1e-10)
+    by_alpha = [loss_of(of, alpha + e, beta) - loss_of(of, alpha - e, beta) for e in 1e-5 * np.eye(4)]
+    by_beta = [loss_of(of, alpha, beta + e) - loss_of(of, alpha, beta - e) for e in 1e-5 * np.eye(6)]
+    for ours, differences in zip(of.gradients(alpha, beta), (by_alpha, by_beta), strict=True):
+        np.testing.assert_allclose(ours, np.array(differences) / 2e-5, atol=1e-10)
 
 
 def test_the_chain_is_the_simplified_model_at_one_query():
@@ -150,7 +150,7 @@ def test_the_chain_is_the_simplified_model_at_one_query():
     of = Chain.of_task(TASK, np.asarray(params["value"])[:size], counts)
     alpha = np.asarray(params["sink_logit"])[np.setdiff1d(np.arange(size), TASK.triggers)]
     q = of.predictions(alpha, np.asarray(simplified.bos_value(params))[:size])[1]
-    _, attended = simplified.apply(params, jnp.asarray(row[None]), jnp.asarray(TRIGGER))
+    _, attended = jax.jit(simplified.apply)(params, jnp.asarray(row[None]), jnp.asarray(TRIGGER))
     tilted = TASK.transition[v, :size] * np.exp(np.asarray(attended.output)[0, -1, :size])
     place = list(np.setdiff1d(np.arange(size), TASK.triggers)).index(v)
     np.testing.assert_allclose(q[0, place], tilted / tilted.sum(), atol=1e-6)
@@ -230,7 +230,7 @@ def test_gradient_flow_of_the_layer_norm_toy_keeps_its_invariant():
 @pytest.mark.parametrize(("decay", "b2"), [(0.0, 0.99), (1e-3, 0.99), (4e-3, 0.99), (3e-4, 0.999), (2e-3, 0.999)])
 def test_adams_gain_is_the_size_of_its_updates_on_a_decaying_gradient(decay, b2):
     mu = nu = 0.0
-    for t in range(6000):
+    for t in range(30_000):
         g = np.exp(-decay * t)
         mu, nu = 0.9 * mu + 0.1 * g, b2 * nu + (1 - b2) * g**2
     expected = mu / np.sqrt(nu)

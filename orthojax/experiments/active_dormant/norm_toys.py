@@ -70,7 +70,7 @@ def _layer_norm() -> list[Case]:
         m, y = theory.train(
             optax.adam(rate, B1, b2, 1e-60),
             (jnp.array(START[0]), jnp.array(START[1])),
-            lambda my, t, key: theory.layer_norm_gradient(*my, COSINE),
+            lambda my, t, key: theory.layer_norm_gradient(my[0], my[1], COSINE),
             LAYER_NORM_STEPS,
         )
         half = LAYER_NORM_STEPS // 2

@@ -63,7 +63,7 @@ def basis(kind: str, seed: int) -> np.ndarray:
     transformation = rotate(rotation(kind, seed))
     state = transformation.init({"x": jnp.zeros((ROWS, WIDTH))})
     rows = jnp.eye(WIDTH).reshape(-1, ROWS, WIDTH)
-    rotated = [transformation.update({"x": unit}, state)[0]["x"] for unit in rows]  # pyright: ignore
+    rotated = [np.asarray(transformation.update({"x": unit}, state)[0]["x"]) for unit in rows]  # pyright: ignore
     return np.concatenate(rotated).T
 
 

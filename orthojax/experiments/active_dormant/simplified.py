@@ -92,6 +92,7 @@ def attend(
     counts = jnp.einsum("ts,bsv->btv", jnp.tri(length, dtype=value.dtype), one_hot.at[:, 0].set(0.0))
     is_trigger = trigger[tokens]
     own = jnp.where(is_trigger, previous_logit[tokens], sink_logit[tokens])
+    own = own.at[:, 0].set(0.0)  # <s> sees itself alone, whatever its logit
     top = jnp.maximum(own, 0.0)  # all weights are times exp(-top), so that none overflows
     free, other = jnp.exp(own - top), jnp.exp(-top)
     on_bos = jnp.where(is_trigger, other, free)
@@ -138,7 +139,7 @@ def init_three_layers(key: jax.Array, vocab_size: int, dtype: Any = jnp.float32)
     below, above, copy, readout, direction = jax.random.split(key, 5)
 
     def minimal(key: jax.Array) -> Params:
-        shapes = {"value": (vocab_size,) * 2, "output": (vocab_size,) * 2}
+        shapes = {"value": (vocab_size, vocab_size), "output": (vocab_size, vocab_size)}
         shapes |= {"mlp_in": (vocab_size, HIDDEN), "mlp_out": (HIDDEN, vocab_size)}
         keys = jax.random.split(key, len(shapes))
         return {name: _uniform(k, shape, dtype) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}

@@ -91,7 +91,7 @@ class Chain:
 
 
 def flow(
-    chain: Chain, alpha: np.ndarray, beta: np.ndarray, times: Sequence[float], *, hold: str = ""
+    chain: Chain, alpha: np.ndarray, beta: np.ndarray, times: Sequence[float] | np.ndarray, *, hold: str = ""
 ) -> tuple[np.ndarray, np.ndarray]:
     """Gradient flow on L.
 
@@ -146,7 +146,7 @@ def half_log_time(alpha: np.ndarray, start: float, rate: float, others: float) -
     return (_travelled(alpha, others) - _travelled(np.asarray(start), others)) / rate
 
 
-def half_log(times: Sequence[float], start: float, rate: float, others: float) -> np.ndarray:
+def half_log(times: Sequence[float] | np.ndarray, start: float, rate: float, others: float) -> np.ndarray:
     """Alpha at given times, the inverse of `half_log_time`, [times]."""
     top = half_log_asymptote(max(times), rate) + 1.0
     grid = np.linspace(start, max(top, start + 1.0), 20_001)
@@ -158,7 +158,7 @@ def half_log_asymptote(time: float | np.ndarray, rate: float | np.ndarray) -> np
 
     Every logit grows alike, so that their differences stop while they grow.
     """
-    return 0.5 * np.log(2 * np.asarray(rate) * time)
+    return np.array(0.5 * np.log(2 * np.asarray(rate) * time))
 
 
 # (b) The value of <s>, alpha held equal.

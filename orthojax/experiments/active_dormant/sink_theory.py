@@ -198,9 +198,9 @@ def _about(results: Results) -> list[str]:
         "`active_dormant/sink_flow.py`.",
         f"Task: letters and spaces of the default text, three triggers; a query at position {POSITION}; values of the "
         "other tokens N(0, 1). The theory has one context, the mean one.",
-        "A first run, of seeds 0 to 4 up to t = 1e12 (logits) and 1e8 (both), had not arrived: tokens which are rare, and "
-        "followed by tokens of nearly equal values, are slow, and the three claims of (a) and one of (c) failed on them. "
-        "Times are longer since; the criteria are the same, and the seeds others.",
+        "A first run, of seeds 0 to 4 up to t = 1e12 (logits) and 1e8 (both), had not arrived: tokens which are rare, "
+        "and followed by tokens of nearly equal values, are slow, and the three claims of (a) and one of (c) failed on "
+        "them. Times are longer since; the criteria are the same, and the seeds others.",
     ]
 
 
