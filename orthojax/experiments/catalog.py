@@ -167,7 +167,7 @@ def listing(
         count, minutes = progress(tasks)
         left = _clock(minutes)
         if found.compute:
-            left = "under 1"
+            left = _clock(found.seconds_per_seed * len(found.seeds if seeds is None else seeds) / 60)
         elif scale not in found.scales:
             left = f"not at {scale}"
         elif not tasks:

@@ -208,6 +208,7 @@ EXPERIMENT = Experiment(
     name="norm_toys",
     title="Active-dormant theory: the residual-norm and the layer-norm toy under SGD and Adam",
     compute=compute,
+    seconds_per_seed=60.0,
     about=_about,
     paper={
         "published_adam": {f"norm/step_{step}": norm for step, norm in PUBLISHED.items()},

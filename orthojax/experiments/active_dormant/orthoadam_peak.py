@@ -178,7 +178,7 @@ def _pictures(results: Results) -> list[Picture]:
         for optimizer, label in OPTIMIZERS.items():
             of = results[f"{optimizer}_{kind}"]
             curves[label] = (SHOWN, np.array([of.values(f"norm/step_{step}") for step in SHOWN]).T)
-        figure = drawing.lines(curves, x_label="step", y_label="norm of x", y_scale="log")
+        figure = drawing.lines(curves, x_label="step", y_label="norm of x")
         pictures.append(Picture(f"norm_{kind}", f"Norm of x; gradient: {words}.", figure))
     shares = {
         label: np.array([results[f"{optimizer}_{kind}"].values("largest_share") for kind in GRADIENTS]).T
@@ -216,6 +216,7 @@ EXPERIMENT = Experiment(
     name="orthoadam_peak",
     title="Active-dormant: does OrthoAdam keep the norm peak and remove its channel? A toy and a prediction",
     compute=compute,
+    seconds_per_seed=60.0,
     about=_about,
     tables=(MetricTable("Norm and shape of x, by optimizer and gradient", _COLUMNS),),
     claims=CLAIMS,

@@ -150,7 +150,7 @@ def half_log(times: Sequence[float] | np.ndarray, start: float, rate: float, oth
     """Alpha at given times, the inverse of `half_log_time`, [times]."""
     top = half_log_asymptote(max(times), rate) + 1.0
     grid = np.linspace(start, max(top, start + 1.0), 20_001)
-    return np.interp(times, half_log_time(grid, start, rate, others), grid)
+    return np.asarray(np.interp(times, half_log_time(grid, start, rate, others), grid))
 
 
 def half_log_asymptote(time: float | np.ndarray, rate: float | np.ndarray) -> np.ndarray:

@@ -208,6 +208,7 @@ EXPERIMENT = Experiment(
     name="sink_theory",
     title="Active-dormant theory: half-log growth of sink logits, the value of <s>, the stationary set",
     compute=compute,
+    seconds_per_seed=60.0,
     about=_about,
     tables=(
         MetricTable("(a) The value held", (metric("slope_min", "smallest slope"), metric("slope_max", "largest slope"),
