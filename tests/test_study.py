@@ -450,6 +450,7 @@ def test_the_list_counts_what_is_done_and_shared_runs_once(tmp_path):
         experiment_of(name="given", takes_models=True),
         experiment_of(a, b, name="timed", trains=False),
         Experiment(name="formula", title="t", compute=lambda seed: []),
+        Experiment(name="flow", title="t", compute=lambda seed: [], seconds_per_seed=150.0, seeds=(0, 1)),
     ]
     text = listing(found, "tiny", None, tmp_path, 1)
     rows = {re.split(r" {2,}", line)[0]: re.split(r" {2,}", line)[1:3] for line in text.splitlines()}
@@ -460,6 +461,8 @@ def test_the_list_counts_what_is_done_and_shared_runs_once(tmp_path):
     assert rows["given"] == ["-", "needs --model"]
     assert rows["timed"] == ["-", "a few"]
     assert rows["formula"] == ["-", "under 1"]
+    assert rows["flow"] == ["-", "5"]
+    assert re.search(r"\nflow +- +8 ", listing(found, "tiny", [1, 2, 3], tmp_path, 1))
     assert "median of the 1 finished runs" in text
     at_once = listing(found, "tiny", None, tmp_path, 2)
     assert f"{minutes['c']:,.0f}" in at_once  # no faster than the longest run

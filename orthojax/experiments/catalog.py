@@ -13,6 +13,7 @@ import jax
 
 from orthojax.config import Config, from_dict, replace
 from orthojax.errors import UserError, nearest
+from orthojax.experiments.active_dormant import norm_toys, orthoadam_peak, simplified_models, sink_theory
 from orthojax.experiments.base_configs import LANGUAGE_MODEL
 from orthojax.experiments.costs import Stepper
 from orthojax.experiments.experiment import Experiment, Run, run_name
@@ -46,10 +47,13 @@ from orthojax.formatting import align
 # In the order in which they are listed.
 _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table9)
 _LATER = (training_curves, appendix_e, appendix_g, appendix_h, rotation_ablation, optimizer_outliers, normalizers)
+_ACTIVE_DORMANT = (sink_theory, norm_toys, orthoadam_peak)
 ALL: tuple[Experiment, ...] = (
     *(module.EXPERIMENT for module in (quick, *_TABLES, figure1, figure2, figure3, figure4, figure6)),
     *(*layers.EXPERIMENTS, maps.HIDDEN_STATES, maps.ATTENTION_MAPS),
     *(module.EXPERIMENT for module in _LATER),
+    *simplified_models.EXPERIMENTS,
+    *(module.EXPERIMENT for module in _ACTIVE_DORMANT),
 )
 _CALIBRATION_SECONDS = 1.0
 _LONGEST_HOURS = 1000  # a longer estimate only means that this is not the machine for it
@@ -163,7 +167,7 @@ def listing(
         count, minutes = progress(tasks)
         left = _clock(minutes)
         if found.compute:
-            left = "under 1"
+            left = _clock(found.seconds_per_seed * len(found.seeds if seeds is None else seeds) / 60)
         elif scale not in found.scales:
             left = f"not at {scale}"
         elif not tasks:

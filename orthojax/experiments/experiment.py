@@ -110,7 +110,8 @@ class Experiment:
       name: As in --experiment.
       title: One line, for --list and the head of the report.
       variants: Scale -> models to train and measure.
-      compute: Seed -> rows that follow from formulas and samples, in seconds; runs with float64 enabled.
+      compute: Seed -> rows that follow from formulas, samples or models too small to be runs; with float64 enabled.
+      seconds_per_seed: What `compute` takes on two CPU cores, for --list; it is repeated by every call.
       scales: For which `variants` is defined.
       seeds: Where none are given.
       also: Further names of the same experiment, as of figures that differ only by model.
@@ -133,6 +134,7 @@ class Experiment:
     title: str
     variants: Callable[[str], tuple[Variant, ...]] | None = None
     compute: Callable[[int], Sequence[Case]] | None = None
+    seconds_per_seed: float = 5.0
     scales: tuple[str, ...] = ("tiny",)
     seeds: tuple[int, ...] = (0,)
     also: tuple[str, ...] = ()

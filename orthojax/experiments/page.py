@@ -99,7 +99,10 @@ def _notes(results: Results) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
     notes = [command, f"{provenance['date']}, {provenance['device']}, {versions}"]
     if experiment.compute:
-        return [*notes, f"{provenance['wall_seconds']} seconds, in float64; nothing is trained"]
+        return [
+            *notes,
+            f"{provenance['wall_seconds']} seconds, with float64 enabled; computed in one process, no run is kept",
+        ]
     if not experiment.trains:
         return notes
     config, runs = results.first.config, len(results.raw["rows"])
