@@ -44,7 +44,7 @@ def simplified_logits(params, tokens):
 
 @pytest.mark.parametrize("scale", [1.0, 200.0])  # of the logits; exp(200) is no float32
 def test_the_simplified_model_is_its_definition(scale):
-    tokens = TASK.batch(0, 2, 12, 0)[:, :-1]
+    tokens = np.asarray(TASK.batch(0, 2, 12, 0))[:, :-1]
     params = simplified.init(jax.random.key(1), TASK.vocab_size)
     params |= {name: scale * params[name] for name in ("sink_logit", "previous_logit")}
     logits, attended = jax.jit(simplified.apply)(params, jnp.asarray(tokens), jnp.asarray(TRIGGER))
@@ -142,7 +142,7 @@ def test_loss_and_gradients_are_those_of_the_kl(contexts):
 
 
 def test_the_chain_is_the_simplified_model_at_one_query():
-    tokens = TASK.batch(0, 8, 9, 3)[:, :-1]
+    tokens = np.asarray(TASK.batch(0, 8, 9, 3))[:, :-1]
     (row,) = [row for row in tokens if not TRIGGER[row[-1]]][:1]
     params = simplified.init(jax.random.key(5), TASK.vocab_size)
     size, v = TASK.vocab_size - 1, int(row[-1])

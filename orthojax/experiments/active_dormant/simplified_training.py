@@ -25,7 +25,7 @@ Apply = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, simplified.Att
 def sequences(task: BigramBackcopy, steps: int, seed: int) -> Iterator[np.ndarray]:
     """int32 [CHUNK, BATCH, LENGTH + 1] for every `CHUNK` steps: the one place that draws training data."""
     for block in range(-(-steps // DRAWN)):
-        drawn = task.batch(block, DRAWN * BATCH, LENGTH, seed)
+        drawn = np.asarray(task.batch(block, DRAWN * BATCH, LENGTH, seed))
         yield from drawn.reshape(DRAWN // CHUNK, CHUNK, BATCH, LENGTH + 1)
 
 
@@ -60,7 +60,7 @@ class Probe(NamedTuple):
     @classmethod
     def of_task(cls, task: BigramBackcopy, seed: int) -> "Probe":
         """From sequences of another seed than those of training."""
-        tokens = task.batch(0, EVALUATED, LENGTH, seed)[:, :-1]
+        tokens = np.asarray(task.batch(0, EVALUATED, LENGTH, seed))[:, :-1]
         trigger = task.is_trigger(np.arange(task.vocab_size))
         return cls(jnp.asarray(tokens), jnp.asarray(task.oracle(tokens), jnp.float32), jnp.asarray(trigger))
 

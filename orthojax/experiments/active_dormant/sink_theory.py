@@ -31,7 +31,7 @@ def chains(seed: int) -> tuple[theory.Chain, theory.Chain]:
     """A query at `POSITION` with the mean context, as in the theory, and one with contexts of real sequences."""
     task, size = letters(), letters().vocab_size - 1
     values = np.random.default_rng([seed, 0]).standard_normal(size)
-    seen = task.batch(0, CONTEXTS, POSITION, seed)[:, 1:]
+    seen = np.asarray(task.batch(0, CONTEXTS, POSITION, seed))[:, 1:]
     counts = np.stack([np.bincount(row, minlength=size) for row in seen]).astype(float)
     mean = POSITION * task.marginal[None, :size]
     return theory.Chain.of_task(task, values, mean), theory.Chain.of_task(task, values, counts)
