@@ -193,7 +193,7 @@ _SPECIAL = re.compile(
     | <(?=[a-zA-Z/!?])             # HTML
     | (?<![^\W_])_ | _(?![^\W_])  # emphasis, which underscores within words are not
     | &(?=[#\w])                   # entities
-    | ^[#>+=-] | ^\d+[.)]          # headings, quotes, rules and lists, at the start of a line
+    | ^[#>=] | ^[+-](?!\d) | ^\d+[.)](?!\d)  # headings, quotes, rules, lists; a number is none of them
     """,
     re.VERBOSE,
 )
