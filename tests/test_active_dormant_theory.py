@@ -66,7 +66,7 @@ def test_the_three_layer_model_is_the_one_layer_model_with_a_key():
         r = r + norm(r) @ p["value"] @ p["output"]
         return r + np.maximum(norm(r) @ p["mlp_in"], 0.0) @ p["mlp_out"]
 
-    first = minimal(params["below"], np.eye(TASK.vocab_size)[TASK.bos_id])
+    first = minimal(params["below"], np.eye(TASK.vocab_size)[TASK.bos_ids[0]])
     copy = params["copy"]
     scaled = copy | {"sink_logit": copy["sink_logit"] * (norm(first) @ np.asarray(params["direction"], np.float64))}
     middle = simplified_logits(scaled, np.asarray(tokens[0]))
@@ -83,6 +83,7 @@ def test_the_key_knows_only_the_direction_of_the_residual_stream():
     assert abs(float(gradient @ x)) < 1e-4 * float(jnp.linalg.norm(gradient) * jnp.linalg.norm(x))
 
 
+@pytest.mark.slow
 def test_training_the_simplified_model_solves_the_task_and_measures_it():
     with jax.enable_x64(False):
         params = simplified.init(jax.random.key(0), TASK.vocab_size)

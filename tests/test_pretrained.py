@@ -63,6 +63,7 @@ def test_a_tokenizer_is_loaded_where_it_is_the_same(tmp_path):
     assert orthojax.load(tmp_path / "other").tokenizer is None
 
 
+@pytest.mark.slow
 def test_a_quantised_checkpoint_is_loaded_on_its_integers(finished, tmp_path):
     folder = quantize_checkpoint(
         finished[0] / "checkpoints/0", quant.setting_named("int8_fine_per_token"), tmp_path / "checkpoints"

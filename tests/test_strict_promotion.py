@@ -21,7 +21,14 @@ IDS, LENGTHS = np.zeros((B, T), np.int32), np.full(B, T, np.int32)
 MASK, IS_TRIGGER = np.ones((B, 1, T, T), bool), np.zeros((B, T), bool)
 HIDES = {"mask": MASK, "is_causal": True, "local_window_size": 2}
 HIDES |= {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS}
-NORMALIZERS = {"softmax": "softmax", "softmax1": "softmax1", "relu": "relu", "sigmoid": "sigmoid", "n": 0.5}
+NORMALIZERS = {
+    "softmax": "softmax",
+    "softmax1": "softmax1",
+    "relu": "relu",
+    "gelu": "gelu",
+    "sigmoid": "sigmoid",
+    "n": 0.5,
+}
 NORMALIZERS |= {"clipped": ClippedSoftmax(), "learned sink": None}  # of the dtype of the query
 
 
@@ -71,7 +78,7 @@ def scheme(x):
 CASES = {f"attention: {name}, {how}": attend(name, how) for name in NORMALIZERS for how in ("xla", "xla_chunked")}
 CASES |= {f"linear: {name}": linear(setting) for name, setting in quant.SETTINGS.items()}
 CASES["linear: groups"] = linear(quant.QuantizationSetting(4, "zeropoint", "output_channel", "group", group_size=2))
-for name in ("softmax", "softmax1", "relu", "sigmoid", "clipped_softmax"):
+for name in ("softmax", "softmax1", "relu", "gelu", "sigmoid", "clipped_softmax"):
     CASES[name] = (lambda x, name=name: (getattr(ops, name)(x), getattr(ops, name)(x, where=MASK)), WEIGHTS)
 for name in ("kurtosis_first", "kurtosis_rest", "kurtosis_pooled", "max_abs_first", "max_abs_rest"):
     CASES[name] = (getattr(analysis, name), HIDDEN)

@@ -147,6 +147,7 @@ def test_another_config_is_another_run():
     assert len({run_name(v, seed) for v in (BACKCOPY, changed, tried) for seed in SEEDS}) == 6
 
 
+@pytest.mark.slow
 def test_a_diverging_variant_is_reported_and_the_others_finish(tmp_path, monkeypatch):
     wild = {"optim.learning_rate": 1e30, "optim.eps": 1e-30, "train.steps": 6, "train.eval_every_steps": 0}
     broken = dataclasses.replace(BACKCOPY, name="broken", config=replace(BACKCOPY.config, wild))
@@ -211,6 +212,7 @@ def test_a_computation_runs_in_float64_and_its_rows_are_read_like_variants(tmp_p
 # Learning rates.
 
 
+@pytest.mark.slow
 def test_trials_are_shorter_runs_and_the_best_one_is_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "TRIAL_STEPS", 3)
     trial = trial_config(replace(BACKCOPY.config, {"train.steps": 40, "optim.warmup_steps": 20}), 0.25)

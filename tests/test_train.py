@@ -455,6 +455,7 @@ def test_the_evaluation_does_not_depend_on_the_batch_size(evaluated):
         assert value == pytest.approx(metrics[key], rel=2e-5), key
 
 
+@pytest.mark.slow
 def test_hidden_states_after_attention_are_measured_where_asked_for(evaluated):
     params, metrics = evaluated
     more = evaluate(loaded(TWO_LAYERS, params), inputs(), settings={}, post_attention=True)

@@ -95,7 +95,7 @@ def adam_gain(decay: float, b1: float, b2: float) -> float:
       b2: Decay of the second moment.
 
     >>> adam_gain(0.0, 0.9, 0.99), round(adam_gain(1e-3, 0.9, 0.99), 3), adam_gain(6e-3, 0.9, 0.99)
-    (1.0, 0.903, 0.0)
+    (1.0, 0.904, 0.0)
     """
     left = (1 - b2 * np.exp(2 * decay)) / (1 - b2)
     return float((1 - b1) / (1 - b1 * np.exp(decay)) * np.sqrt(left)) if left > 0 else 0.0
