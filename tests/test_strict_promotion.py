@@ -128,8 +128,13 @@ def test_value_and_gradient_mix_no_dtypes(name, dtype):
     def total(*arrays):
         return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(function(*arrays)))
 
-    with jax.numpy_dtype_promotion("strict"):
-        jax.eval_shape(total if name in FLAT else jax.value_and_grad(total, tuple(range(len(arrays)))), *arrays)
+    with jax.numpy_dtype_promotion("strict"):  # mixing dtypes raises
+        if name in FLAT:
+            assert jax.eval_shape(total, *arrays).dtype == jnp.float32
+            return
+        value, gradients = jax.eval_shape(jax.value_and_grad(total, tuple(range(len(arrays)))), *arrays)
+    assert value.dtype == jnp.float32
+    assert [(gradient.shape, gradient.dtype) for gradient in gradients] == [(a.shape, a.dtype) for a in arrays]
 
 
 def test_every_function_on_arrays_is_among_them():
