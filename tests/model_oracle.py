@@ -73,7 +73,9 @@ def _np_attention(config, x, p, given, layer):
         heads = heads * given.head_scale[layer][:, None]
     written = np.einsum("SNH,NHD->NSD", v, p["output"]["kernel"].reshape(N, H, -1))
     taps = {"attention_logits": logits, "attention_weights": weights, "values": value}
-    taps |= {"visible": visible[None], "value_norms": np.linalg.norm(written, axis=-1)}
+    head_outputs = np.einsum("TNH,NHD->NTD", heads, p["output"]["kernel"].reshape(N, H, -1))
+    norms = {"value_norms": written, "head_norms": head_outputs}
+    taps |= {"visible": visible[None]} | {name: np.linalg.norm(x, axis=-1) for name, x in norms.items()}
     return _np_linear(heads.reshape(T, -1), p["output"]), taps
 
 
@@ -132,7 +134,8 @@ def numpy_forward(config, params, tokens, given=None):
         }
         before, after = ({}, norms) if config.post_norm else (norms, {})
         same, attends, kind = (lambda x: x), _at(config.attention, layer), _at(config.mlp, layer)
-        taps = dict.fromkeys(("attention_logits", "attention_weights", "values", "value_norms"), 0.0)
+        before_block = x
+        taps = dict.fromkeys(("attention_logits", "attention_weights", "values", "value_norms", "head_norms"), 0.0)
         if attends:
             read = before.get("attention", same)(x)
             attended, taps = _np_attention(config, read, p["attention"], given, layer)
@@ -144,6 +147,7 @@ def numpy_forward(config, params, tokens, given=None):
         x = (after.get("mlp", same) if kind != "none" else same)(middle + mlp)
         x = _np_replaced(x, given.residual, given.residual_share, layer)
         taps |= {"attention_output": attended, "mlp_output": mlp, "post_attention": middle, "residual": x}
+        taps["residual_before"] = before_block
         layers.append(taps)
     if not config.post_norm:
         x = _np_norm(x, config, params.get("final_norm"))

@@ -39,6 +39,8 @@ def layers_of_taps(seed=0):
         "attention_logits": logits,
         "attention_weights": weights / (1 + weights.sum(-1, keepdims=True)),
         "value_norms": rng.uniform(size=(L, B, N, T)),
+        "head_norms": 10.0 ** rng.uniform(-2, 1, size=(L, B, N, T)),
+        "residual_before": rng.normal(size=(L, B, T, D)),
         "post_attention": rng.standard_t(4, (L, B, T, D)),
         "residual": rng.standard_t(4, (L, B, T, D)),
     }
@@ -50,6 +52,7 @@ LAYER = {name: np.float64(array[0]) for name, array in TAPS.items()}
 IS_TRIGGER = np.random.default_rng(3).uniform(size=(B, T)) < 0.4
 IS_TRIGGER[:, :2] = False
 IS_TRIGGER[:2, 2:] = True  # the first part of the split has no query for the logit gap
+IDS = np.random.default_rng(5).integers(0, V - 1, (B, T))  # the last id is never seen
 
 
 # One layer.
@@ -206,7 +209,61 @@ def test_planted_sink():
     logits[0, 0] += np.triu(np.full((5, 5), np.inf))  # own and later keys, which the mask would hide, never enter
     logits[0, 0, 3] = np.nan  # nor does a trigger's query
     assert compiled("sink_logit_gap")(logits, is_trigger) == 4.0
+    sums = compiled("logit_sums", vocab_size=2)(logits, np.zeros((1, 5), int), is_trigger)
+    assert sums["gap_of_token"][0].tolist() == [[8.0], [0.0]]
     assert jnp.isnan(compiled("sink_logit_gap")(logits[..., :2, :2], is_trigger[:, :2]))
+
+
+def test_what_heads_do_is_its_definition():
+    weights, norms, written = LAYER["attention_weights"], LAYER["value_norms"], LAYER["head_norms"]
+    null = 1 - weights.sum(-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -np.nansum(weights * np.log(weights), -1) - null * np.log(null)
+    relu = np.maximum(LAYER["attention_logits"], 0.0) * np.tri(T) + 1.0  # rows of more than 1: no null mass in entropy
+    expected = {"null_mass_by_head": null.mean((0, 2)), "attention_entropy_by_head": entropy.mean((0, 2))}
+    check(expected, weights)
+    expected = {"null_mass_by_head": 1 - relu.sum(-1).mean((0, 2))}
+    check(expected | {"attention_entropy_by_head": -(relu * np.log(relu)).sum(-1).mean((0, 2))}, relu)
+    expected = {"value_norm_first_by_head": norms[..., 0].mean(0)}
+    check(expected | {"value_norm_rest_by_head": norms[..., 1:].mean((0, 2))}, norms)
+    activity = written / np.linalg.norm(LAYER["residual_before"], axis=-1)[:, None]
+    check({"head_activity": activity}, written, LAYER["residual_before"])
+    histogram = analysis.activity_histogram(activity, IS_TRIGGER.astype(int), 3)
+    largest = activity.max((0, 2))
+    assert histogram.sum() == activity.size
+    for n in range(N):
+        shares = analysis.active_shares(histogram)[:, n]
+        bins = [
+            [(activity[:, n] > edge * largest[n])[IS_TRIGGER == d].mean() for edge in (0.113, 0.088)] for d in (0, 1)
+        ]
+        assert all(low <= share <= high for share, (low, high) in zip(shares[:2], bins, strict=True))
+        assert np.isnan(shares[2])
+    assert 0.1 < analysis.active_shares(histogram)[0, 0] < 0.9  # a bound that both ends would satisfy shows nothing
+
+
+@pytest.mark.parametrize("bos_count", [1, 2])
+def test_logits_by_token_are_those_of_loops(bos_count):
+    logits, first = LAYER["attention_logits"], bos_count + 1
+    sums = compiled("logit_sums", vocab_size=V, bos_count=bos_count)(np.float32(logits), IDS, IS_TRIGGER)
+    means = {name: np.array(total, float) for name, (total, _) in sums.items()}
+    for name, (_, count) in sums.items():
+        with np.errstate(invalid="ignore"):
+            means[name] /= np.asarray(count)[..., None]
+    found = analysis.logit_summary(means)
+    for n in range(N):
+        on_bos, gaps, keys = [], {}, {}
+        for b, t in np.argwhere(~IS_TRIGGER):
+            if t >= first:
+                on_bos.append(np.log(np.exp(logits[b, n, t, :bos_count]).sum()))
+                gaps.setdefault(IDS[b, t], []).append(on_bos[-1] - logits[b, n, t, bos_count:t].mean())
+                for s in range(bos_count, t):
+                    keys.setdefault(IDS[b, s], []).append(logits[b, n, t, s])
+        band = np.quantile([np.mean(of) for of in gaps.values()], (0.1, 0.9))
+        expected = {"sink_logit": np.mean(on_bos), "sink_logit_spread": np.std(on_bos)}
+        expected |= {"sink_logit_gap_q10": band[0], "sink_logit_gap_q90": band[1]}
+        expected |= {"other_logit_spread": np.mean([np.std(of) for of in keys.values()])}
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name][n], value, rtol=1e-4, err_msg=name)
 
 
 # What cannot be meant.
@@ -305,7 +362,9 @@ LANGUAGE_MODEL_KEYS = FIRST_AND_REST | {
     *("first_attention_fraction", "first_attention_mass", "sink_rate"),
 }
 BACKCOPY_KEYS = {name for name in FIRST_AND_REST if "norm_" in name and "ratio" not in name}
-BACKCOPY_KEYS |= {"sink_attention", "sink_attention_rest", "sink_logit_gap"}
+BACKCOPY_KEYS |= {"sink_attention", "sink_attention_rest", "sink_logit_gap", "null_mass", "attention_entropy_nats"}
+BACKCOPY_KEYS |= {"value_drain", "residual_peak", "residual_peak_ratio", "active_at_triggers", "active_elsewhere"}
+BACKCOPY_KEYS |= {f"sink_logit{end}" for end in ("", "_gap_q10", "_gap_q90", "_spread")} | {"other_logit_spread"}
 
 
 def observe_layers(observe, arrays=TAPS, sequences=slice(None)):
@@ -324,7 +383,9 @@ def observe_risks(sequences=slice(None)):
 
 CASES = {
     "language model": lambda part: observe_layers(analysis.observe_language_model, sequences=part),
-    "backcopy": lambda part: observe_layers(analysis.observe_backcopy(IS_TRIGGER[part]), sequences=part),
+    "backcopy": lambda part: observe_layers(
+        analysis.observe_backcopy(IS_TRIGGER[part], tokens=IDS[part], vocab_size=V), sequences=part
+    ),
     "risks": observe_risks,
 }
 
@@ -350,7 +411,8 @@ def test_metrics_have_every_key_and_are_means_or_maxima_over_layers():
     for metrics, keys in ((language_model, LANGUAGE_MODEL_KEYS), (backcopy, BACKCOPY_KEYS)):
         assert metrics.keys() == {"sequences"} | keys | {f"{name}/layer_{i}" for name in keys for i in range(L)}
         assert all(type(value) is float for value in metrics.values())
-        for name in keys - {"sink_rate"}:
+        direct = [name for name in keys - {"sink_rate"} if hasattr(analysis, name)]
+        for name in direct:
             sources = {"value": "value_norms", "first_": "attention_weights", "sink_a": "attention_weights"}
             sources["sink_l"] = "attention_logits"
             source = next((array for prefix, array in sources.items() if name.startswith(prefix)), "residual")
@@ -360,6 +422,19 @@ def test_metrics_have_every_key_and_are_means_or_maxima_over_layers():
             np.testing.assert_allclose(by_layer, layers, rtol=1e-5, err_msg=name)
             over_layers = np.max if name.endswith("_maximum") or name.startswith("sink_attention") else np.mean
             np.testing.assert_allclose(metrics[name], over_layers(layers), rtol=1e-5, err_msg=name)
+    for i in range(L):
+        of = {name: backcopy[f"{name}/layer_{i}"] for name in BACKCOPY_KEYS}
+        first, rest = (TAPS["value_norms"][i][..., part].mean((0, 2)) for part in (slice(1), slice(1, None)))
+        np.testing.assert_allclose(of["value_drain"], (first / rest).mean(), rtol=1e-5)
+        assert of["residual_peak"] == pytest.approx(of["residual_norm_first"] - of["residual_norm_rest"])
+        assert of["residual_peak_ratio"] == pytest.approx(of["residual_norm_first"] / of["residual_norm_rest"])
+        activity = analysis.head_activity(TAPS["head_norms"][i], TAPS["residual_before"][i])
+        shares = analysis.active_shares(analysis.activity_histogram(activity, IS_TRIGGER.astype(int), 2)).mean(1)
+        assert [of["active_elsewhere"], of["active_at_triggers"]] == pytest.approx(shares)
+    by_head = analysis.finalize(CASES["backcopy"](slice(None)), by_head=True)
+    heads = [by_head[f"sink_attention/layer_1/head_{head}"] for head in range(N)]
+    assert np.mean(heads) == pytest.approx(backcopy["sink_attention/layer_1"])
+    assert heads[0] != heads[1]
     risks = analysis.finalize(observe_risks())
     assert risks.keys() == {"sequences", "backcopy_risk_nats", "backcopy_excess_risk_nats", "bigram_excess_risk_nats"}
     for name in risks.keys() - {"sequences"}:

@@ -19,6 +19,7 @@ B, N, T, D = 2, 2, 4, 8
 HIDDEN, WEIGHTS, HEADS, KERNEL = (B, T, D), (B, N, T, T), (B, T, N, D), (D, D)
 IDS, LENGTHS = np.zeros((B, T), np.int32), np.full(B, T, np.int32)
 MASK, IS_TRIGGER = np.ones((B, 1, T, T), bool), np.zeros((B, T), bool)
+TOKENS = np.arange(B * T).reshape(B, T) % 3
 HIDES = {"mask": MASK, "is_causal": True, "local_window_size": 2}
 HIDES |= {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS}
 NORMALIZERS = {
@@ -60,13 +61,15 @@ def linear(setting):
 
 def taps(residual, weights, norms):
     values = {"residual": residual, "post_attention": residual, "attention_weights": weights}
+    values |= {"residual_before": residual, "head_norms": norms}
     return SimpleNamespace(**values, attention_logits=weights, value_norms=norms)
 
 
 def observed(residual, weights, norms, basis):
     seen = taps(residual, weights, norms)
     language_model = analysis.observe_language_model(seen, post_attention=True, basis=basis)
-    return analysis.combine(language_model, language_model), analysis.observe_backcopy(IS_TRIGGER)(seen)
+    backcopy = analysis.observe_backcopy(IS_TRIGGER, tokens=TOKENS, vocab_size=3)(seen)
+    return analysis.combine(language_model, language_model), backcopy
 
 
 def scheme(x):

@@ -31,7 +31,6 @@ from orthojax.analysis.backcopy import backcopy_risk_nats as backcopy_risk_nats
 from orthojax.analysis.backcopy import bigram_excess_risk_nats as bigram_excess_risk_nats
 from orthojax.analysis.backcopy import sink_attention as sink_attention
 from orthojax.analysis.backcopy import sink_attention_rest as sink_attention_rest
-from orthojax.analysis.backcopy import sink_logit_gap as sink_logit_gap
 from orthojax.analysis.channels import OUTLIER_SCORE as OUTLIER_SCORE
 from orthojax.analysis.channels import channel_norms as channel_norms
 from orthojax.analysis.channels import extreme_overlap as extreme_overlap
@@ -40,6 +39,13 @@ from orthojax.analysis.channels import outlier_scores as outlier_scores
 from orthojax.analysis.channels import rank_correlation as rank_correlation
 from orthojax.analysis.channels import summed_second_moments as summed_second_moments
 from orthojax.analysis.channels import top_count as top_count
+from orthojax.analysis.heads import active_shares as active_shares
+from orthojax.analysis.heads import activity_histogram as activity_histogram
+from orthojax.analysis.heads import attention_entropy_by_head as attention_entropy_by_head
+from orthojax.analysis.heads import head_activity as head_activity
+from orthojax.analysis.heads import null_mass_by_head as null_mass_by_head
+from orthojax.analysis.heads import value_norm_first_by_head as value_norm_first_by_head
+from orthojax.analysis.heads import value_norm_rest_by_head as value_norm_rest_by_head
 from orthojax.analysis.observe import Statistics as Statistics
 from orthojax.analysis.observe import combine as combine
 from orthojax.analysis.observe import concatenate as concatenate
@@ -48,4 +54,7 @@ from orthojax.analysis.observe import measure as measure
 from orthojax.analysis.observe import observe_backcopy as observe_backcopy
 from orthojax.analysis.observe import observe_backcopy_risks as observe_backcopy_risks
 from orthojax.analysis.observe import observe_language_model as observe_language_model
+from orthojax.analysis.sink_logits import logit_summary as logit_summary
+from orthojax.analysis.sink_logits import logit_sums as logit_sums
+from orthojax.analysis.sink_logits import sink_logit_gap as sink_logit_gap
 from orthojax.model import Taps as Taps

@@ -93,15 +93,26 @@ def bigram_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_tr
     return _mean(bigram_excess_risk_sum(log_probs, oracle_probs, is_trigger))
 
 
+def by_head(values: jax.Array, where: jax.Array) -> SumAndCount:
+    """The sum [N] of values [B, N, T] over queries, and the number of queries, where [B, T] says so."""
+    return jnp.sum(values, axis=(0, 2), where=where[:, None]), jnp.sum(where, dtype=jnp.int32)
+
+
+def mean_over_heads(sum_and_count: SumAndCount) -> jax.Array:
+    """The scalar of a sum by head [N]; nan where nothing was summed."""
+    total, count = sum_and_count
+    return jnp.mean(total) / count.astype(total.dtype)
+
+
 def sink_attention_sum(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> SumAndCount:
-    """`sink_attention` as (sum, number of non-trigger positions)."""
-    return _sum_and_count(*_on_bos(weights, is_trigger, bos_count))
+    """`sink_attention` as (sum by head [N], number of non-trigger positions)."""
+    return by_head(*_on_bos(weights, is_trigger, bos_count))
 
 
 def _on_bos(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int) -> tuple[jax.Array, jax.Array]:
-    """The weight on BOS [B, T], mean over heads, and where the head should be dormant."""
-    on_bos = jnp.mean(jnp.sum(at_least_float32(attention_weights(weights))[..., : max(1, bos_count)], axis=-1), axis=1)
-    return on_bos, ~triggers(is_trigger, on_bos.shape)
+    """The weight on BOS [B, N, T], and where the head should be dormant [B, T]."""
+    on_bos = jnp.sum(at_least_float32(attention_weights(weights))[..., : max(1, bos_count)], axis=-1)
+    return on_bos, ~triggers(is_trigger, (on_bos.shape[0], on_bos.shape[2]))
 
 
 def sink_attention(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> jax.Array:
@@ -115,14 +126,14 @@ def sink_attention(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1
       is_trigger: Whether the token at a position is a trigger, bool [B, T].
       bos_count: BOS tokens at the start; without one the first token takes their place.
     """
-    return _mean(sink_attention_sum(weights, is_trigger, bos_count))
+    return mean_over_heads(sink_attention_sum(weights, is_trigger, bos_count))
 
 
 def sink_attention_rest_sum(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> SumAndCount:
-    """`sink_attention_rest` as (sum, number of non-trigger positions after BOS)."""
+    """`sink_attention_rest` as (sum by head [N], number of non-trigger positions after BOS)."""
     on_bos, where = _on_bos(weights, is_trigger, bos_count)
     n = max(1, bos_count)
-    return _sum_and_count(on_bos[:, n:], where[:, n:])
+    return by_head(on_bos[..., n:], where[:, n:])
 
 
 def sink_attention_rest(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> jax.Array:
@@ -132,37 +143,4 @@ def sink_attention_rest(weights: ArrayLike, is_trigger: ArrayLike, bos_count: in
     ReLU attention without any sink can reach 10, enough to move the mean over all rows. Arguments as of
     `sink_attention`.
     """
-    return _mean(sink_attention_rest_sum(weights, is_trigger, bos_count))
-
-
-def sink_logit_gap_sum(logits: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> SumAndCount:
-    """`sink_logit_gap` as (sum, number of non-trigger queries with another key between BOS and themselves)."""
-    logits, n = at_least_float32(logits), max(1, bos_count)
-    if logits.ndim != 4:
-        raise ValueError(f"attention logits have shape {logits.shape}; allowed: [B, N, T, S] of one layer")
-    query = jnp.arange(logits.shape[-2])[:, None]
-    key = jnp.arange(logits.shape[-1])[None, :]
-    between = ((key >= n) & (key < query))[None, None]  # logits come before the mask: later keys hold anything
-    between_count = jnp.maximum(query[:, 0] - n, 1).astype(logits.dtype)
-    others = jnp.sum(logits, axis=-1, where=between) / between_count[None, None]
-    on_bos = logits[..., 0] if n == 1 else jax.nn.logsumexp(logits[..., :n], axis=-1)
-    gap = jnp.mean(on_bos - others, axis=1)
-    return _sum_and_count(gap, ~triggers(is_trigger, gap.shape) & (query[:, 0] > n)[None])
-
-
-def sink_logit_gap(logits: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> jax.Array:
-    """How far the logit on BOS stands above the others where the head should be dormant.
-
-    Definition: for a query i >= 2 the logit on key 0 minus the mean logit of keys 1 .. i - 1 (neither BOS nor itself),
-    averaged over non-trigger queries, batch and heads. Several BOS tokens count as one key with the sum of their
-    weights: the logarithm of the sum of the exponentials of their logits, and later queries and keys only.
-
-    Args:
-      logits: Scaled attention logits, before the mask, [B, N, T, S].
-      is_trigger: Whether the token at a position is a trigger, bool [B, T].
-      bos_count: BOS tokens at the start; without one the first token takes their place.
-
-    Returns:
-      nan where no query qualifies.
-    """
-    return _mean(sink_logit_gap_sum(logits, is_trigger, bos_count))
+    return mean_over_heads(sink_attention_rest_sum(weights, is_trigger, bos_count))

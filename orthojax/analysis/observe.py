@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from orthojax.analysis import activations, attention, backcopy
+from orthojax.analysis import activations, attention, backcopy, heads, sink_logits
 from orthojax.model import Interventions, Taps, mesh_of
 
 if TYPE_CHECKING:
@@ -83,30 +83,42 @@ def observe_language_model(taps: Taps, *, post_attention: bool = False, basis: A
     return _statistics(taps.residual.shape[0], means, {}, maximum)
 
 
-def observe_backcopy(is_trigger: ArrayLike, bos_count: int = 1) -> Callable[[Taps], Statistics]:
+def observe_backcopy(
+    is_trigger: ArrayLike, bos_count: int = 1, *, tokens: ArrayLike | None = None, vocab_size: int = 0
+) -> Callable[[Taps], Statistics]:
     """An observe function for Bigram-Backcopy.
 
     Args:
       is_trigger: Whether the token at a position is a trigger, bool [B, T], of the batch that the model will see.
       bos_count: BOS tokens at the start; their attention is summed.
+      tokens: int [B, T] of that batch; with them logits are also compared by token, as `logit_summary` says.
+      vocab_size: Where there are tokens, the number of their ids.
 
     Returns:
-      A function of one layer's taps: sink attention and logit gap at non-triggers, value and residual norms.
+      A function of one layer's taps: sink attention and logits at non-triggers, null mass and entropy of attention,
+      value and residual norms, and when heads are active; by head but for the residual stream.
     """
     is_trigger = jnp.asarray(is_trigger)
 
     def observe(taps: Taps) -> Statistics:
+        logits, weights = taps.attention_logits, taps.attention_weights
+        activity = heads.head_activity(taps.head_norms, taps.residual_before)
         means = {
-            "value_norm_first": activations.value_norm_first(taps.value_norms),
-            "value_norm_rest": activations.value_norm_rest(taps.value_norms),
+            "null_mass": heads.null_mass_by_head(weights),
+            "attention_entropy_nats": heads.attention_entropy_by_head(weights),
+            "value_norm_first": heads.value_norm_first_by_head(taps.value_norms),
+            "value_norm_rest": heads.value_norm_rest_by_head(taps.value_norms),
             "residual_norm_first": activations.residual_norm_first(taps.residual),
             "residual_norm_rest": activations.residual_norm_rest(taps.residual),
         }
         sums = {
-            "sink_attention": backcopy.sink_attention_sum(taps.attention_weights, is_trigger, bos_count),
-            "sink_attention_rest": backcopy.sink_attention_rest_sum(taps.attention_weights, is_trigger, bos_count),
-            "sink_logit_gap": backcopy.sink_logit_gap_sum(taps.attention_logits, is_trigger, bos_count),
+            "sink_attention": backcopy.sink_attention_sum(weights, is_trigger, bos_count),
+            "sink_attention_rest": backcopy.sink_attention_rest_sum(weights, is_trigger, bos_count),
+            "sink_logit_gap": sink_logits.sink_logit_gap_sum(logits, is_trigger, bos_count),
+            "activity": (heads.activity_histogram(activity, is_trigger.astype(int), 2), jnp.ones((), jnp.int32)),
         }
+        if tokens is not None:
+            sums |= sink_logits.logit_sums(logits, tokens, is_trigger, vocab_size, bos_count)
         return _statistics(taps.residual.shape[0], means, sums)
 
     return observe
@@ -147,38 +159,62 @@ def combine(a: Statistics, b: Statistics) -> Statistics:
     return added._replace(maximum=jax.tree.map(jnp.maximum, a.maximum, b.maximum))
 
 
-def finalize(statistics: Statistics, *, sink_threshold: float = 0.3) -> dict[str, float]:
+def finalize(statistics: Statistics, *, sink_threshold: float = 0.3, by_head: bool = False) -> dict[str, float]:
     """The metrics by name, on the host in float64.
 
     Definitions: a key without `/layer_i` is the mean over layers; Bigram-Backcopy's `sink_attention` and
     `sink_attention_rest` are the maximum over layers, and so are the keys that end in `_maximum`. `sink_rate` is the
-    share of (layer, head) whose mean weight on key 0 exceeds the threshold.
+    share of (layer, head) whose mean weight on key 0 exceeds the threshold. Of Bigram-Backcopy also: `value_drain`, the
+    value norm of <s> over that of the others by head; `residual_peak`, by how much its residual norm exceeds theirs,
+    and `residual_peak_ratio`; `active_at_triggers` and `active_elsewhere`, the shares of such queries at which a head
+    is active, see `heads.head_activity`; what `sink_logits.logit_summary` says.
 
     Args:
       statistics: Of all batches, leaves stacked over layers (or without layers).
       sink_threshold: Mean weight on key 0 above which a head counts as a sink.
+      by_head: Also give `name/layer_i/head_j` of what is measured by head, where there are several.
 
     Returns:
       `name` and, where there are layers, `name/layer_0` ...; `sequences` is the number of sequences behind them.
     """
     statistics = jax.tree.map(np.asarray, jax.device_get(statistics))
-    by_layer = {}
+    means = {}
     for name, total in statistics.total.items():
         count = statistics.count[name]
         with np.errstate(invalid="ignore", divide="ignore"):
-            mean = total.astype(np.float64) / count.reshape(count.shape + (1,) * (total.ndim - count.ndim))
-        if name == "first_attention_mass":
-            by_layer["sink_rate"] = np.mean(mean > sink_threshold, axis=-1)
-        by_layer[name] = mean.mean(axis=tuple(range(count.ndim, total.ndim)))  # over heads, where it has them
-    by_layer |= {name: value.astype(np.float64) for name, value in statistics.maximum.items()}
+            means[name] = total.astype(np.float64) / count.reshape(count.shape + (1,) * (total.ndim - count.ndim))
+    if "first_attention_mass" in means:
+        means["sink_rate"] = np.mean(means["first_attention_mass"] > sink_threshold, axis=-1)
+    if "activity" in means:
+        means |= _of_backcopy(means)
+    means |= {name: value.astype(np.float64) for name, value in statistics.maximum.items()}
 
     metrics = {"sequences": float(np.ravel(statistics.sequences)[0])}
-    for name, layers in by_layer.items():
+    for name, mean in means.items():
+        layers = mean.mean(axis=tuple(range(statistics.sequences.ndim, mean.ndim)))  # over heads, where it has them
         largest = name in _MAXIMUM_OVER_LAYERS or name.endswith("_maximum")
         metrics[name] = float(np.max(layers) if largest else np.mean(layers))
         if layers.ndim == 1:
             metrics |= {f"{name}/layer_{layer}": float(value) for layer, value in enumerate(layers)}
+        if by_head and mean.ndim == 2 and mean.shape[1] > 1:
+            places = np.ndenumerate(mean)
+            metrics |= {f"{name}/layer_{layer}/head_{head}": float(value) for (layer, head), value in places}
     return metrics
+
+
+def _of_backcopy(means: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What follows from the means of `observe_backcopy`; takes those away that are no metrics."""
+    elsewhere, at_triggers = np.moveaxis(heads.active_shares(means.pop("activity")), -2, 0)
+    new = {"active_at_triggers": at_triggers, "active_elsewhere": elsewhere}
+    with np.errstate(invalid="ignore", divide="ignore"):
+        new["value_drain"] = means["value_norm_first"] / means["value_norm_rest"]
+        new["residual_peak_ratio"] = means["residual_norm_first"] / means["residual_norm_rest"]
+    new["residual_peak"] = means["residual_norm_first"] - means["residual_norm_rest"]
+    if "gap_of_token" in means:
+        new |= sink_logits.logit_summary(means)
+        for name in sink_logits.ONLY_SUMS:
+            del means[name]
+    return new
 
 
 class _Loaded(Protocol):

@@ -53,7 +53,8 @@ class Attention(Part):
             "attention_weights": weights,
             "visible": visible,
             "values": value,
-            "value_norms": self._value_norms(value),
+            "value_norms": self._written_norms(jnp.repeat(value, c.num_heads // c.kv_heads, axis=2)),
+            "head_norms": self._written_norms(heads),
         }
         return output, taps
 
@@ -67,13 +68,14 @@ class Attention(Part):
             return self.param("sink", nn.initializers.zeros, (c.num_heads,), jnp.float32)
         return c.normalizer
 
-    def _value_norms(self, value: jax.Array) -> jax.Array:
-        # ||W^T v||^2 = v^T (W W^T) v with the H x H Gram matrix of each head: no [B, N, S, D] array.
+    def _written_norms(self, vectors: jax.Array) -> jax.Array:
+        """[B, S, N, H] -> ||W_o^h x||_2 of each head's vectors, [B, N, S] float32."""
+        # ||W^T x||^2 = x^T (W W^T) x with the H x H Gram matrix of each head: no [B, N, S, D] array.
         c = self.config
         kernel = self.variables["params"]["output"]["kernel"].reshape(c.num_heads, c.head_dim, c.d_model)
         gram = jnp.einsum("NHD,NGD->NHG", kernel, kernel)
-        value = jnp.repeat(value.astype(gram.dtype), c.num_heads // c.kv_heads, axis=2)
-        return jnp.sqrt(jnp.maximum(jnp.einsum("BSNH,NHG,BSNG->BNS", value, gram, value), 0.0))
+        vectors = vectors.astype(gram.dtype)
+        return jnp.sqrt(jnp.maximum(jnp.einsum("BSNH,NHG,BSNG->BNS", vectors, gram, vectors), 0.0))
 
 
 def _logits_and_weights(

@@ -27,6 +27,8 @@ class Taps(NamedTuple):
     visible: jax.Array  # [1, 1, T, S] bool: which keys each query sees
     values: jax.Array  # [B, S, K, H]
     value_norms: jax.Array  # [B, N, S] float32: ||W_o^h v_j||_2, the value as head h writes it to the residual stream
+    head_norms: jax.Array  # [B, N, T] float32: ||W_o^h sum_j A_ij v_j||_2, what head h writes to it
+    residual_before: jax.Array  # [B, T, D] residual stream that the block gets
     attention_output: jax.Array  # [B, T, D]
     mlp_output: jax.Array  # [B, T, D]
     post_attention: jax.Array  # [B, T, D] residual stream after attention

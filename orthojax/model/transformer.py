@@ -47,6 +47,7 @@ class Block(nn.Module):
         if forced_weights is not None:
             given = given._replace(forced_weights=forced_weights)
         B, T, _ = x.shape
+        residual_before = x
         attention_output = mlp_output = jnp.zeros_like(x)
         if c.layer_attention(self.layer):
             read = self._normed(x, "attention", added=False)
@@ -66,6 +67,7 @@ class Block(nn.Module):
         if self.observe is None:
             return x, None
         seen = Taps(
+            residual_before=residual_before,
             attention_output=attention_output,
             mlp_output=mlp_output,
             post_attention=post_attention,
@@ -90,6 +92,7 @@ class Block(nn.Module):
             "visible": relaxed_causal_mask(T, c.relaxed_causal_tokens),
             "values": jnp.zeros((B, T, c.kv_heads, c.head_dim)),
             "value_norms": jnp.zeros((B, c.num_heads, T)),
+            "head_norms": jnp.zeros((B, c.num_heads, T)),
         }
 
 

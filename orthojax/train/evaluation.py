@@ -113,7 +113,7 @@ def evaluate(
         batches = (2 * _place(mesh, split_tokens(rows)[0]) for rows in _batches(config, inputs))
         statistics, risks = analysis.measure(loaded, batches, observe, output=risks_of)
         on_progress("statistics")
-        return {"loss_nats": loss} | analysis.finalize(statistics) | analysis.finalize(risks)
+        return {"loss_nats": loss} | analysis.finalize(statistics, by_head=True) | analysis.finalize(risks)
     metrics: Metrics = {"perplexity": _perplexity(loss), "loss_nats": loss}
     if inputs.bits_per_nat_of_loss is not None:
         metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
@@ -157,7 +157,8 @@ def _observing(task: BigramBackcopy) -> tuple[Callable[..., analysis.Statistics]
     """What is observed in the layers and in the output, both given the tokens."""
 
     def observe(taps: analysis.Taps, tokens: jax.Array) -> analysis.Statistics:
-        return analysis.observe_backcopy(task.is_trigger(tokens), task.bos_count)(taps)
+        trigger, ids = task.is_trigger(tokens), task.vocab_size
+        return analysis.observe_backcopy(trigger, task.bos_count, tokens=tokens, vocab_size=ids)(taps)
 
     def risks(logits: jax.Array, tokens: jax.Array) -> analysis.Statistics:
         # Ids that the model has but the task has not are impossible.
