@@ -72,7 +72,7 @@ def _np_attention(config, x, p, given, layer):
     if given.head_scale is not None:
         heads = heads * given.head_scale[layer][:, None]
     written = np.einsum("SNH,NHD->NSD", v, p["output"]["kernel"].reshape(N, H, -1))
-    taps = {"attention_logits": logits, "attention_weights": weights, "values": value}
+    taps = {"attention_logits": logits, "attention_weights": weights, "keys": key, "values": value}
     head_outputs = np.einsum("TNH,NHD->NTD", heads, p["output"]["kernel"].reshape(N, H, -1))
     norms = {"value_norms": written, "head_norms": head_outputs}
     taps |= {"visible": visible[None]} | {name: np.linalg.norm(x, axis=-1) for name, x in norms.items()}
@@ -135,7 +135,8 @@ def numpy_forward(config, params, tokens, given=None):
         before, after = ({}, norms) if config.post_norm else (norms, {})
         same, attends, kind = (lambda x: x), _at(config.attention, layer), _at(config.mlp, layer)
         before_block = x
-        taps = dict.fromkeys(("attention_logits", "attention_weights", "values", "value_norms", "head_norms"), 0.0)
+        taps = dict.fromkeys(("attention_logits", "attention_weights", "keys", "values"), 0.0)
+        taps |= dict.fromkeys(("value_norms", "head_norms"), 0.0)
         if attends:
             read = before.get("attention", same)(x)
             attended, taps = _np_attention(config, read, p["attention"], given, layer)

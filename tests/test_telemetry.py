@@ -34,7 +34,7 @@ from orthojax.train import (
     step_logger,
     train,
 )  # fmt: skip
-from orthojax.train.evaluation import PROBED, Probe, probe_metrics
+from orthojax.train.probe import PROBED, Probe, probe_metrics
 
 ROOT = Path(__file__).parents[1]
 CHANGES = {"model.num_layers": 2, "model.scan_layers": True, "optim.warmup_steps": 2, "train.steps": 8}

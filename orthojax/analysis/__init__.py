@@ -39,6 +39,12 @@ from orthojax.analysis.channels import outlier_scores as outlier_scores
 from orthojax.analysis.channels import rank_correlation as rank_correlation
 from orthojax.analysis.channels import summed_second_moments as summed_second_moments
 from orthojax.analysis.channels import top_count as top_count
+from orthojax.analysis.first_token import first_residual_gradients as first_residual_gradients
+from orthojax.analysis.first_token import first_residual_norms as first_residual_norms
+from orthojax.analysis.first_token import first_residuals as first_residuals
+from orthojax.analysis.first_token import first_token_mechanism as first_token_mechanism
+from orthojax.analysis.first_token import key_directions as key_directions
+from orthojax.analysis.first_token import weak_directions as weak_directions
 from orthojax.analysis.heads import active_shares as active_shares
 from orthojax.analysis.heads import activity_histogram as activity_histogram
 from orthojax.analysis.heads import attention_entropy_by_head as attention_entropy_by_head
@@ -54,6 +60,8 @@ from orthojax.analysis.observe import measure as measure
 from orthojax.analysis.observe import observe_backcopy as observe_backcopy
 from orthojax.analysis.observe import observe_backcopy_risks as observe_backcopy_risks
 from orthojax.analysis.observe import observe_language_model as observe_language_model
+from orthojax.analysis.parameters import change_attribution as change_attribution
+from orthojax.analysis.parameters import parameter_norms as parameter_norms
 from orthojax.analysis.sink_logits import logit_summary as logit_summary
 from orthojax.analysis.sink_logits import logit_sums as logit_sums
 from orthojax.analysis.sink_logits import sink_logit_gap as sink_logit_gap

@@ -46,8 +46,8 @@ from orthojax.train import (
     model_flops_utilization,
     state_shapes,
 )
-from orthojax.train.evaluation import Probe
 from orthojax.train.metrics import MetricWriter
+from orthojax.train.probe import Probe
 from orthojax.train.step_logger import StepLogger
 
 # (normalizer, optimizer) by name; the first is what all are compared with, the last is what the paper proposes.

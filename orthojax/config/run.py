@@ -156,6 +156,9 @@ class TrainConfig:
         validation; None takes as many as make 256 MB of logits on a CPU or 512 MB on another device.
       log_every_steps: Steps between lines of metrics.jsonl.
       probe_every_steps: Steps between probes of outliers and attention on a few validation rows; 0: none.
+      probe_steps: Further steps to probe, each once; 0 is the start.
+      probe_details: Also write arrays of probes, to probes/step_N.npz: attention and norms of one sequence, norms of
+        the gradient and update of each parameter, and what moves the residual stream of the first token; on one device.
       probe_sequences: Rows of a probe, out of the `eval.sequences`; all of those where they are fewer.
       tensorboard: Also write metrics.jsonl as TensorBoard events, under tensorboard/.
       on_bad_step: What to do where a loss or gradient norm is not finite, or a loss spikes: `stop` with an error;
@@ -177,6 +180,8 @@ class TrainConfig:
     loss_chunk_positions: int | None = added(None, affects="computation")
     log_every_steps: int = setting(20, affects="nothing")
     probe_every_steps: int = added(100, affects="nothing")
+    probe_steps: tuple[int, ...] = added((), affects="nothing")
+    probe_details: bool = added(False, affects="nothing")
     probe_sequences: int = added(8, affects="nothing")
     tensorboard: bool = added(False, affects="nothing")
     on_bad_step: Literal["stop", "skip", "roll_back"] = added("stop")
@@ -192,6 +197,12 @@ class TrainConfig:
         positive = "steps batch_size accumulation_steps log_every_steps checkpoint_every_steps keep_checkpoints"
         require_each(self, "train", f"{positive} probe_sequences", lambda n: n >= 1, "at least 1")
         require_each(self, "train", "eval_every_steps probe_every_steps keep_best", lambda n: n >= 0, "at least 0")
+        require_each(self, "train", "probe_steps", lambda steps: all(s >= 0 for s in steps), "steps of at least 0")
+        require(
+            not self.probe_details or bool(self.probe_steps or self.probe_every_steps),
+            "train.probe_details without probes",
+            "with train.probe_steps or train.probe_every_steps",
+        )
         require_each(self, "train", "loss_chunk_positions", lambda n: n >= 1, "none, or at least 1")
         require_each(self, "train", "spike_nats", lambda x: 0.0 < x < math.inf, "none, or a finite number > 0")
         require(
@@ -265,6 +276,9 @@ class Config:
             f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of train.steps={self.train.steps}",
             f"optim.warmup_steps of 0 to {self.train.steps - 1}",
         )
+        mesh = (self.mesh.data, self.mesh.fsdp, self.mesh.tensor)
+        one = f"train.probe_details with a mesh of {mesh}"
+        require(not self.train.probe_details or mesh == (1, 1, 1), one, "one device, or no details")
         require(
             not self.model.fixed_rotation or self.optim.rotation.basis == 2,
             f"model.fixed_rotation with optim.rotation.basis={self.optim.rotation.basis}, whose matrices were others",

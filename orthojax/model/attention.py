@@ -52,6 +52,7 @@ class Attention(Part):
             "attention_logits": logits,
             "attention_weights": weights,
             "visible": visible,
+            "keys": key,
             "values": value,
             "value_norms": self._written_norms(jnp.repeat(value, c.num_heads // c.kv_heads, axis=2)),
             "head_norms": self._written_norms(heads),

@@ -90,6 +90,7 @@ class Block(nn.Module):
             "attention_logits": jnp.zeros((B, c.num_heads, T, T)),
             "attention_weights": jnp.zeros((B, c.num_heads, T, T)),
             "visible": relaxed_causal_mask(T, c.relaxed_causal_tokens),
+            "keys": jnp.zeros((B, T, c.kv_heads, c.head_dim)),
             "values": jnp.zeros((B, T, c.kv_heads, c.head_dim)),
             "value_norms": jnp.zeros((B, c.num_heads, T)),
             "head_norms": jnp.zeros((B, c.num_heads, T)),

@@ -1,9 +1,8 @@
-"""Evaluation of parameters on the fixed evaluation set, and a probe of a few of its rows while a model trains."""
+"""Evaluation of parameters on the fixed evaluation set."""
 
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,12 +22,8 @@ from orthojax.train.workdir import Inputs
 Metrics = dict[str, float]
 
 
-# Of all that `analysis.observe_language_model` defines; what is not named here is not computed by the probe.
-PROBED = ("kurtosis_first", "kurtosis_rest", "max_abs_first", "max_abs_rest")
-PROBED += ("first_attention_fraction", "first_attention_mass")
-
-
-def _place(mesh: Mesh | None, *arrays: np.ndarray) -> tuple[Any, ...]:
+def place_batch(mesh: Mesh | None, *arrays: np.ndarray) -> tuple[Any, ...]:
+    """Arrays with rows in front on the devices of a mesh, or of the only one."""
     return tuple(place_rows(mesh, len(rows), lambda start, stop, rows=rows: rows[start:stop]) for rows in arrays)
 
 
@@ -65,7 +60,7 @@ def validation_loss_nats(
     sums: list[Any] = []
     with in_mesh(mesh):
         for rows in _batches(config, inputs):
-            sums.append(_loss(model, params, *_place(mesh, rows), positions))
+            sums.append(_loss(model, params, *place_batch(mesh, rows), positions))
             if len(sums) > 1:  # one late, so that the devices do not wait for the host
                 sums[-2] = jax.device_get(sums[-2])
             after_batch()
@@ -109,8 +104,8 @@ def evaluate(
         settings = quant.SETTINGS if loaded.model.linear is linear else {}
     loss = validation_loss_nats(config, params, inputs, model=loaded.model)
     if inputs.task is not None:
-        mesh, (observe, risks_of) = mesh_of(params), _observing(inputs.task)
-        batches = (2 * _place(mesh, split_tokens(rows)[0]) for rows in _batches(config, inputs))
+        mesh, (observe, risks_of) = mesh_of(params), observing(inputs.task)
+        batches = (2 * place_batch(mesh, split_tokens(rows)[0]) for rows in _batches(config, inputs))
         statistics, risks = analysis.measure(loaded, batches, observe, output=risks_of)
         on_progress("statistics")
         return {"loss_nats": loss} | analysis.finalize(statistics, by_head=True) | analysis.finalize(risks)
@@ -118,7 +113,7 @@ def evaluate(
     if inputs.bits_per_nat_of_loss is not None:
         metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
     mesh, basis = mesh_of(params), shared_basis(config.seeded_optim, config.model.d_model)
-    batches = ((*_place(mesh, split_tokens(tokens)[0]), basis) for tokens in _batches(config, inputs))
+    batches = ((*place_batch(mesh, split_tokens(tokens)[0]), basis) for tokens in _batches(config, inputs))
     observe = _observe_text_after_attention_too if post_attention else _observe_text
     metrics |= analysis.finalize(analysis.measure(loaded, batches, observe))
     on_progress("statistics")
@@ -153,7 +148,7 @@ def _observe_text_after_attention_too(taps: analysis.Taps, basis: jax.Array | No
 
 
 @functools.lru_cache(maxsize=8)
-def _observing(task: BigramBackcopy) -> tuple[Callable[..., analysis.Statistics], Callable[..., analysis.Statistics]]:
+def observing(task: BigramBackcopy) -> tuple[Callable[..., analysis.Statistics], Callable[..., analysis.Statistics]]:
     """What is observed in the layers and in the output, both given the tokens."""
 
     def observe(taps: analysis.Taps, tokens: jax.Array) -> analysis.Statistics:
@@ -167,38 +162,3 @@ def _observing(task: BigramBackcopy) -> tuple[Callable[..., analysis.Statistics]
         return analysis.observe_backcopy_risks(jax.nn.log_softmax(logits), oracle, task.is_trigger(tokens))
 
     return observe, risks
-
-
-def _observe_probed(taps: analysis.Taps) -> analysis.Statistics:
-    every = analysis.observe_language_model(taps)
-    total, count = ({name: part[name] for name in PROBED} for part in (every.total, every.count))
-    return every._replace(total=total, count=count, maximum={})
-
-
-class Probe:
-    """Measures outliers and attention every `train.probe_every_steps`, on the device, without waiting for it."""
-
-    def __init__(self, config: Config, inputs: Inputs, mesh: Mesh | None):
-        """Puts rows that are spread evenly over the evaluation set on the mesh where the parameters will be."""
-        self._every = config.train.probe_every_steps
-        self._loaded = LoadedModel(Transformer(config.model), None, config, None, Path())
-        if not self._every:
-            return
-        n, wanted = len(inputs.evaluation), min(len(inputs.evaluation), config.train.probe_sequences)
-        tokens, _ = split_tokens(inputs.evaluation[[i * n // wanted for i in range(wanted)]])
-        (placed,) = _place(mesh, tokens)
-        self._batch = (placed,) if inputs.task is None else (placed, placed)
-        self._observe = _observe_probed if inputs.task is None else _observing(inputs.task)[0]
-
-    def __call__(self, step: int, params: Any) -> analysis.Statistics | None:
-        """The statistics after a step, still on the device; None between the probes."""
-        if not self._every or step % self._every:
-            return None
-        return analysis.measure(self._loaded._replace(params=params), [self._batch], self._observe)
-
-
-def probe_metrics(statistics: analysis.Statistics) -> dict[str, float]:
-    """Finite values by the names that `evaluate` gives them, over all layers and by layer."""
-    metrics = analysis.finalize(statistics)
-    metrics["probe_sequences"] = metrics.pop("sequences")
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -21,10 +21,11 @@ from orthojax.train.distributed import (
     stop_on_signals,
     sync_start,
 )
-from orthojax.train.evaluation import Probe, validation_loss_nats
+from orthojax.train.evaluation import validation_loss_nats
 from orthojax.train.loading import initial_params
 from orthojax.train.mesh import place_rows, place_tree, place_whole
 from orthojax.train.metrics import ROLLED_BACK, MetricWriter, TensorBoard, validation_losses
+from orthojax.train.probe import Probe, probe_metrics
 from orthojax.train.step import Program, TrainState, build
 from orthojax.train.step_logger import Position, RollBack, StepLogger, step_before
 from orthojax.train.workdir import Inputs, check_workdir, claimed, prefetched, require_same_config
@@ -72,7 +73,7 @@ def train(
         Checkpoints(workdir / "checkpoints", keep=settings.keep_checkpoints, **retention) as checkpoints,
         ending_with_peers(),
     ):
-        run = _Run(config, inputs, program, checkpoints)
+        run = _Run(config, inputs, program, checkpoints, workdir)
         state, position = run.newest_state()
         step, path = int(state.step), workdir / "metrics.jsonl"
         checkpoints.validated_before(dict(from_primary(lambda: [*validation_losses(path, step).items()])))
@@ -110,8 +111,9 @@ class _Stopping(Exception):
 class _Run:
     """The states, batches and steps of a run, and what follows each step: validation, a checkpoint, a roll-back."""
 
-    def __init__(self, config: Config, inputs: Inputs, program: Program, checkpoints: Checkpoints):
+    def __init__(self, config: Config, inputs: Inputs, program: Program, checkpoints: Checkpoints, workdir: Path):
         self._config, self._inputs, self._program, self._checkpoints = config, inputs, program, checkpoints
+        self._workdir = workdir
         self._settings = config.train
 
     def _blank_state(self) -> TrainState:
@@ -147,7 +149,9 @@ class _Run:
     ) -> TrainState:
         """Trains from a step to the last."""
         self._writer, self._logger, self._stop = writer, logger, stop
-        probe = Probe(self._config, self._inputs, self._program.mesh)
+        probe = Probe(self._config, self._inputs, self._program.mesh, self._workdir / "probes")
+        if step == 0 and (start := probe(0, state.params)):
+            writer.write({"step": 0} | probe_metrics(jax.device_get(start)))
         owed = self.validation_pending(step)
         while True:
             logger.start(step)
@@ -156,6 +160,7 @@ class _Run:
                     stopping = self._validate(step, state) if owed else None
                     while stopping is None and step < self._settings.steps:
                         step += 1
+                        probe.before(step, state.params)
                         state, metrics = self._program.step(state, next(batches))
                         self._checkpoints.check()
                         stopping = stop.at(step)

@@ -82,7 +82,7 @@ class MetricWriter:
         lines, corrupt = _read(path)
         if corrupt:
             print(f"warning: {path} has {corrupt} corrupt lines, which are dropped", file=sys.stderr)
-        self._rewrite(path, [line for line in lines if line["step"] <= resume_step])
+        self._rewrite(path, [line for line in lines if line["step"] <= resume_step > 0])
 
     def roll_back(self, step: int) -> None:
         """Drops the lines of later steps, except those that report other roll-backs to this one."""

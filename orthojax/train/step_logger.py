@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from orthojax.analysis import Statistics
 from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.train.estimates import model_flops_per_token, model_flops_utilization
-from orthojax.train.evaluation import probe_metrics
 from orthojax.train.metrics import MetricWriter
 from orthojax.train.optimizer import BadSteps
+from orthojax.train.probe import Probed, probe_metrics
 from orthojax.train.step import StepMetrics
 
 MOST_IN_A_ROW = 10  # of skipped steps, or of roll-backs to the same checkpoint
@@ -88,7 +87,7 @@ class StepLogger:
 
     def start(self, step: int) -> None:
         """Begins after so many steps, with nothing pending, and starts the clock of tokens per second."""
-        self._pending: tuple[int, StepMetrics, Statistics | None] | None = None
+        self._pending: tuple[int, StepMetrics, Probed | None] | None = None
         self._clock = (time.monotonic(), step)
 
     @contextlib.contextmanager
@@ -99,7 +98,7 @@ class StepLogger:
         before, step = self._clock
         self._clock = (before + time.monotonic() - began, step)
 
-    def put(self, step: int, metrics: StepMetrics, probed: Statistics | None = None) -> None:
+    def put(self, step: int, metrics: StepMetrics, probed: Probed | None = None) -> None:
         """Takes the metrics of `step` and of the probe after it, and handles those of the step before.
 
         Raises:
@@ -123,7 +122,7 @@ class StepLogger:
     def _refusal(self, step: int, why: str) -> DivergedError | RollBack:
         return RollBack(step, why) if self._train.on_bad_step == "roll_back" else _diverged(why)
 
-    def _handle(self, step: int, metrics: StepMetrics, probed: Statistics | None) -> None:
+    def _handle(self, step: int, metrics: StepMetrics, probed: Probed | None) -> None:
         metrics, probed = jax.device_get((metrics, probed))
         loss, grad_norm = float(metrics.loss_sum_nats) / float(metrics.target_tokens), float(metrics.grad_norm)
         self.param_norm = float(metrics.param_norm)

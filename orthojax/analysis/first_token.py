@@ -1,0 +1,146 @@
+"""The residual stream of the first token, and what its gradient points to: how residual-state peaks come about.
+
+Active-Dormant Attention Heads (arXiv 2410.13835) states: where upper layers have a sink on <s>, the gradients with
+respect to its residual state keep one direction, that of the null space of the value matrices above and of the key of
+<s>; norms let them decay as the state grows; Adam makes constant updates of them, so the state grows linearly.
+
+Under a causal mask position 0 sees itself alone, so its states do not depend on the rest of a sequence. Legend: L
+layers, B batch, T positions, D d_model. The parameters are those of `Transformer.init`; all results are float32.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from orthojax.model import Interventions, unstack_layers
+from orthojax.ops import cross_entropy_nats
+
+if TYPE_CHECKING:
+    from orthojax.model import Transformer
+
+WEAK = 0.25  # of all directions
+
+
+def first_residuals(model: "Transformer", params: Any, token: jax.Array) -> jax.Array:
+    """The residual stream at position 0 after each block, [L, D], for sequences that start with a token, int []."""
+    return _first_states(model, params, token)[0]
+
+
+def first_residual_norms(model: "Transformer", params: Any, token: jax.Array) -> jax.Array:
+    """||x||_2 of `first_residuals`, [L]."""
+    return jnp.linalg.norm(first_residuals(model, params, token), axis=-1)
+
+
+def _first_states(model: "Transformer", params: Any, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Residual stream after each block [L, D] and the keys in it [L, K, H], of position 0."""
+    tokens = jnp.reshape(token, (1, 1))
+    observed = model.apply(
+        {"params": params}, tokens, observe=lambda taps: (taps.residual[0, 0], taps.keys[0, 0]), head=False
+    )[1]
+    return jax.tree.map(lambda x: x.astype(jnp.float32), observed)
+
+
+def first_residual_gradients(model: "Transformer", params: Any, tokens: jax.Array) -> jax.Array:
+    """The gradient of the mean loss with respect to the residual stream at position 0 after each block, [L, D].
+
+    The same vector is moved in all sequences; that after one block, with what the blocks below compute held.
+
+    Args:
+      model: The model.
+      params: Its parameters.
+      tokens: int [B, T + 1], all with the same first token.
+    """
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    L, first = model.config.num_layers, jnp.arange(inputs.shape[1]) == 0
+
+    def loss(residual: jax.Array, layer: jax.Array) -> jax.Array:
+        share = (jnp.arange(L) == layer)[:, None] & first[None]
+        values = jnp.broadcast_to(residual, (L, 1, 1, residual.size))
+        given = Interventions(residual=values, residual_share=share.astype(jnp.float32))
+        logits: Any = model.apply({"params": params}, inputs, interventions=given)[0]
+        return jnp.mean(cross_entropy_nats(logits, targets))
+
+    residuals = first_residuals(model, params, tokens[0, 0])
+    return jax.lax.map(lambda of: jax.grad(loss)(*of), (residuals, jnp.arange(L)))
+
+
+def _blocks(model: "Transformer", params: Any) -> list[Any]:
+    layers = unstack_layers(params) if "layers" in params else params
+    return [layers[f"layers_{i}"] for i in range(model.config.num_layers)]
+
+
+def _read_by(block: Any, name: str) -> jax.Array:
+    """The kernel [D, K, H] of queries, keys or values, with the gain of the norm before it."""
+    gain = block.get("attention_norm", {}).get("scale", jnp.ones(1))
+    kernel = block["attention"][name]["kernel"]
+    return jnp.reshape(gain, (-1, 1)) * kernel.astype(jnp.float32)
+
+
+def weak_directions(model: "Transformer", params: Any) -> jax.Array:
+    """Projectors [L, D, D] on the weakest quarter of the directions that the heads above each block read values from.
+
+    Definition: the D / 4 eigenvectors of least eigenvalue of sum over heads and layers above of A A^T, with A = diag(g)
+    W_V^h W_O^h from the normed residual stream to what the head writes; nan where no layer above attends. A random
+    vector has a quarter of its squared norm there.
+    """
+    c, above, projectors = model.config, jnp.zeros((model.config.d_model,) * 2), []
+    for block in reversed(_blocks(model, params)):
+        _, vectors = jnp.linalg.eigh(above)
+        weak = vectors[:, : round(WEAK * c.d_model)]
+        projectors.append(jnp.where(jnp.any(above != 0.0), weak @ weak.T, jnp.nan))
+        if "attention" in block:
+            value = _read_by(block, "value").reshape(c.d_model, c.kv_heads, c.head_dim)
+            value = jnp.repeat(value, c.num_heads // c.kv_heads, axis=1)
+            output = block["attention"]["output"]["kernel"].reshape(c.num_heads, c.head_dim, c.d_model)
+            written = jnp.einsum("CNH,NHD->CND", value, output)
+            above = above + jnp.einsum("CND,END->CE", written, written)
+    return jnp.stack(projectors[::-1])
+
+
+def key_directions(model: "Transformer", params: Any, token: jax.Array) -> jax.Array:
+    """Where a step of the residual stream after each block moves the key of position 0 along itself: [L, D].
+
+    Definition: diag(g) W_K k, summed over heads, of the next block, with k its key of position 0; nan after the last
+    and where the next block does not attend.
+    """
+    c, (_, keys) = model.config, _first_states(model, params, token)
+    directions = []
+    for layer, block in enumerate(_blocks(model, params)[1:], 1):
+        if "attention" in block:
+            directions.append(_read_by(block, "key") @ keys[layer].ravel())
+        else:
+            directions.append(jnp.full(c.d_model, jnp.nan))
+    return jnp.stack([*directions, jnp.full(c.d_model, jnp.nan)])
+
+
+def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The cosine of vectors along the last axis; nan where one is 0."""
+    return jnp.sum(a * b, axis=-1) / (jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1))
+
+
+def first_token_mechanism(model: "Transformer", params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
+    """What the paper says of the gradient of the first token's residual stream, with its vectors.
+
+    Args:
+      model: The model.
+      params: Its parameters.
+      tokens: int [B, T + 1], all with the same first token.
+
+    Returns:
+      After each block, [L]: `first_gradient_norm`; `first_gradient_weak_share`, the share of its squared norm in
+      `weak_directions`; `first_gradient_key_cosine`, between its negative, the way that the state is pushed, and
+      `key_directions`; `first_gradient_residual_cosine`, between its negative and the state itself. The vectors [L, D]:
+      `first_residual`, `first_gradient`.
+    """
+    residual, gradient = first_residuals(model, params, tokens[0, 0]), first_residual_gradients(model, params, tokens)
+    norm = jnp.linalg.norm(gradient, axis=-1)
+    weak = jnp.einsum("LD,LDE,LE->L", gradient, weak_directions(model, params), gradient)
+    return {
+        "first_gradient_norm": norm,
+        "first_gradient_weak_share": weak / norm**2,
+        "first_gradient_key_cosine": cosine(-gradient, key_directions(model, params, tokens[0, 0])),
+        "first_gradient_residual_cosine": cosine(-gradient, residual),
+        "first_residual": residual,
+        "first_gradient": gradient,
+    }
