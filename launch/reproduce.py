@@ -1,8 +1,9 @@
 """Reproduces one experiment: python launch/reproduce.py --experiment=quick --scale=tiny --seeds=0,1,2.
 
 Without flags it runs the main job: two small language models on real text, vanilla and cured, in a few minutes on two
-CPU cores. Writes results.json, report.md, report.html and figures/ under the workdir; a second call resumes
-and skips what is done. --list shows all experiments, how much of each is done, and what the rest takes here.
+CPU cores. Writes results.json, report.md, report.html and figures/ under the workdir, and of an experiment with `views`
+training.html, which steps through training; a second call resumes and skips what is done. --list shows all experiments,
+how much of each is done, and what the rest takes here.
 """
 
 import functools
@@ -111,7 +112,8 @@ def main(_: list[str]) -> None:
     report = make_report(results)
     write_report(report, workdir)
     print_report(report)
-    print(printable(f"\nwritten: {workdir}/report.html, report.md, results.json, figures/"))
+    more = ", training.html" if report.views else ""
+    print(printable(f"\nwritten: {workdir}/report.html, report.md, results.json, figures/{more}"))
 
 
 if __name__ == "__main__":

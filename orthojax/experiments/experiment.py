@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from orthojax.experiments.measures import Measure
     from orthojax.experiments.page import Picture, Table
     from orthojax.experiments.results import Result, Results
+    from orthojax.experiments.training_view import TrainingView
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +129,8 @@ class Experiment:
         that of the variant its time is relative to.
       trains: Whether variants are trained and measured, or only their cost is.
       notes: Further lines on how the report was made.
+      views: Runs over their recorded steps. Where it returns any, training.html is written beside report.html, a page
+        with a slider over the steps, and report.html links to it; left out where a run failed.
     """
 
     name: str
@@ -149,6 +152,7 @@ class Experiment:
     cost_reference: Callable[[str], str] | None = None
     trains: bool = True
     notes: "Callable[[Results], Sequence[str]]" = lambda results: ()
+    views: "Callable[[Results], Sequence[TrainingView]] | None" = None
 
     def variants_at(self, scale: str) -> tuple[Variant, ...]:
         """The variants of one scale; none of a computation.

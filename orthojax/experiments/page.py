@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import jinja2
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from orthojax.experiments.claims import Judged, judge
+from orthojax.experiments.rendering import render_page
 from orthojax.experiments.results import Results
+from orthojax.experiments.training_view import TrainingView, write_training_view
 from orthojax.files import make_folder, write_atomically, write_text
 from orthojax.formatting import align
 
@@ -50,6 +51,7 @@ class Report(NamedTuple):
     pictures: Sequence[Picture]
     notes: Sequence[str]  # what was run on what, and how to run it again
     links: Sequence[tuple[str, str]]  # (text, URL relative to the workdir)
+    views: Sequence[TrainingView] = ()  # of the page with the slider
 
 
 def make_report(results: Results) -> Report:
@@ -65,6 +67,7 @@ def make_report(results: Results) -> Report:
         pictures=[picture for draw in experiment.pictures for picture in draw(results)] if drawable else [],
         notes=[*_notes(results), *experiment.notes(results)],
         links=_links(results),
+        views=experiment.views(results) if experiment.views and drawable else (),
     )
 
 
@@ -152,7 +155,7 @@ def print_report(report: Report) -> None:
 
 
 def write_report(report: Report, workdir: Path) -> None:
-    """Writes report.md, report.html and figures/ under the workdir."""
+    """Writes report.md, report.html, figures/ and, of a report with views, training.html under the workdir."""
     figures = workdir / "figures"
     make_folder(figures, "figures folder")
     embedded = []
@@ -164,12 +167,10 @@ def write_report(report: Report, workdir: Path) -> None:
         source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
         embedded.append((picture, source, f"{width / height:.4f}"))
     write_text(workdir / "report.md", _markdown(report))
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("orthojax.experiments", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    page = environment.get_template("report.html").render(report=report, pictures=embedded, links=_link_lists(report))
+    if report.views:
+        title = f"{report.title}: over training"
+        write_training_view(report.views, workdir / "training.html", title=title, report="report.html")
+    page = render_page("report.html", report=report, pictures=embedded, links=_link_lists(report))
     write_text(workdir / "report.html", page)
 
 

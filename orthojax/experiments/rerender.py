@@ -71,7 +71,9 @@ def rerender(experiment: Experiment, raw: dict[str, Any], source: Path, workdir:
     folders = [folder for result in results for folder in result.folders.values()]
     drawn = bool(experiment.compute or (folders and all(map(Path.exists, folders))))
     tables = [build for build in experiment.tables if _can_be_built(build, results)]
-    present = dataclasses.replace(experiment, tables=tables, pictures=experiment.pictures if drawn else ())
+    pictures = experiment.pictures if drawn else ()
+    views = experiment.views if experiment.views and drawn and _can_be_built(experiment.views, results) else None
+    present = dataclasses.replace(experiment, tables=tables, pictures=pictures, views=views)
     report = make_report(Results(present, results.scale, results.seeds, workdir, results.raw, results.variants or None))
     path = workdir / "report.md"
     before = path.read_text(encoding="utf-8") if path.exists() else ""

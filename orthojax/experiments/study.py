@@ -83,7 +83,7 @@ def run_experiment(
         raise UserError(f"--model {min(clash)!r} has the name of a variant", allowed="another name")
     if not variants and not experiment.compute:
         raise UserError(f"experiment {experiment.name!r} needs a model", allowed="--model=NAME=CHECKPOINT[,...]")
-    make_folder(workdir, "workdir", files=("results.json", "costs.json", "report.md", "report.html"))
+    make_folder(workdir, "workdir", files=("results.json", "costs.json", "report.md", "report.html", "training.html"))
     if experiment.compute:
         content = _computed(experiment, seeds)
     else:
