@@ -67,6 +67,7 @@ def lines(
     *,
     x_label: str,
     y_label: str,
+    x_scale: Literal["linear", "log"] = "linear",
     y_scale: Literal["linear", "log"] = "linear",
     y_limits: tuple[float | None, float | None] | None = None,
     reference: tuple[float, str] | None = None,
@@ -80,6 +81,7 @@ def lines(
       curves: Label -> (x [n], y [seeds, n]).
       x_label: Of the x axis.
       y_label: Of the y axis.
+      x_scale: Of the x axis.
       y_scale: Of the y axis.
       y_limits: Of the y axis, where not what the curves take; None on a side for what they take.
       reference: A horizontal line and what it means.
@@ -100,7 +102,7 @@ def lines(
                 axes.plot(at, np.atleast_2d(values).mean(0), marker, color=color, markersize=6, fillstyle="none")
         if integer_x:
             axes.set_xticks(sorted({float(value) for x, _ in curves.values() for value in x}))
-        _finish(figure, axes, reference, xlabel=x_label, ylabel=y_label, yscale=y_scale, ylim=y_limits)
+        _finish(figure, axes, reference, xlabel=x_label, xscale=x_scale, ylabel=y_label, yscale=y_scale, ylim=y_limits)
     return figure
 
 

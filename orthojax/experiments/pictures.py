@@ -91,6 +91,50 @@ class TrainingCurves:
 
 
 @dataclasses.dataclass(frozen=True)
+class StepCurves:
+    """Probed metrics over training steps, one curve for each variant and metric; step 0 is drawn at 1.
+
+    Attributes:
+      name: Of the file.
+      caption: Of the picture.
+      y_label: Of the y axis.
+      metrics: Metric, as in metrics.jsonl -> words that are added to the variant's label.
+      y_scale: Of the y axis.
+      x_scale: Of the steps.
+      keep: Which variants.
+    """
+
+    name: str
+    caption: str
+    y_label: str
+    metrics: Mapping[str, str]
+    y_scale: Literal["linear", "log"] = "linear"
+    x_scale: Literal["linear", "log"] = "log"
+    keep: Keep = lambda result: True
+
+    def __call__(self, results: Results) -> list[Picture]:
+        """The picture; none where no variant has the metrics."""
+        curves = {}
+        for result in filter(self.keep, results.finished):
+            for metric, words in self.metrics.items():
+                steps, values = result.logged(metric)
+                if steps:
+                    x = [max(step, 1) for step in steps] if self.x_scale == "log" else steps
+                    curves[", ".join(filter(None, (result.label, words)))] = (x, values)
+        if not curves:
+            return []
+        figure = drawing.lines(
+            curves,
+            x_label="step",
+            x_scale=self.x_scale,
+            y_label=self.y_label,
+            y_scale=self.y_scale,
+            pairs=len(self.metrics) == 2,
+        )
+        return [Picture(self.name, self.caption, figure)]
+
+
+@dataclasses.dataclass(frozen=True)
 class Points:
     """Every variant as a point, in groups of one colour.
 

@@ -106,7 +106,7 @@ class Probe:
             return probed
         before, self._before = self._before or params, None  # at the start nothing has changed
         arrays = jax.device_get(_details(self._loaded.model, params, before, self._rows))
-        by_layer = {name: x for name, x in arrays.items() if "/" not in name and x.ndim == 1}
+        by_layer = {name: x for name, x in arrays.items() if name.startswith("first_") and x.ndim == 1}
         kept = functools.partial(np.savez_compressed, step=step, **cast(Any, arrays))
         write_atomically(probe_file(self._folder, step), kept)
         return probed._replace(by_layer=by_layer)
@@ -121,7 +121,7 @@ def probe_file(folder: Path, step: int) -> Path:
 def _details(model: Transformer, params: Any, before: Any, rows: jax.Array) -> dict[str, jax.Array]:
     """The arrays of one file, given the parameters after a step and before it. Names of parameters follow a `/`.
 
-    `attention` [L, N, T, S] of the first row, `value_norms` [L, N, S] and `residual_norms` [L, T] of it;
+    Of the first row `tokens` [T], `attention` [L, N, T, S], `value_norms` [L, N, S] and `residual_norms` [L, T];
     `gradient/NAME` and `update/NAME` [2], Frobenius and spectral norm; `growth/NAME` [L], what the parameter's update
     added to ||x|| of the first token after each block, and `growth` [L], their sum; what
     `analysis.first_token_mechanism` gives.
@@ -132,7 +132,8 @@ def _details(model: Transformer, params: Any, before: Any, rows: jax.Array) -> d
         return taps.attention_weights[0], taps.value_norms[0], jnp.linalg.norm(taps.residual[0], axis=-1)
 
     seen: Any = model.apply({"params": params}, inputs[:1], observe=observe, head=False)[1]
-    arrays = dict(zip(("attention", "value_norms", "residual_norms"), seen, strict=True))
+    arrays: dict[str, jax.Array] = dict(zip(("attention", "value_norms", "residual_norms"), seen, strict=True))
+    arrays["tokens"] = inputs[0]
     arrays |= analysis.first_token_mechanism(model, params, rows)
 
     def loss(params: Any) -> jax.Array:

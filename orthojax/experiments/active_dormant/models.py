@@ -1,0 +1,237 @@
+"""The transformers of the Bigram-Backcopy experiments, and what is measured of them: over training, and otherwise."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from orthojax import analysis, quant
+from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig, replace
+from orthojax.experiments.measures import Measure, Measured
+from orthojax.experiments.results import Result
+from orthojax.experiments.training_view import Frame, TrainingView
+from orthojax.model import Interventions, LoadedModel, Transformer, attention_pattern
+from orthojax.model.presets import bigram_backcopy
+from orthojax.train import Inputs, read_metrics
+from orthojax.train.evaluation import observing, validation_loss_nats
+from orthojax.train.probe import probe_file
+
+# Width and length are a quarter of the published ones, the rate was chosen on pilots of three layers with softmax and
+# Adam (seeds 0, 100 and 101; 1e-3, 2e-3 and 3e-3): of these, 2e-3 shows sink, drain and peak soonest.
+STEPS = 3000
+_LOG_STEPS = (0, 10, 20, 30, 50, 70, 100, 140, 200, 280, 400, 560, 800, 1120, 1500, 2000, 2500)
+SMALL_STEPS = 10_000
+_MORE_STEPS = (1000, 3500, 5000, 7000)
+
+
+def config(num_layers: int = 1, *, small: bool = False, **changes: Any) -> Config:
+    """One run on the task.
+
+    Args:
+      num_layers: Blocks.
+      small: The published size (width 256, 256 tokens, 512 sequences a step), for one GPU, instead of a quarter.
+      **changes: Fields by their paths with `__` for the dot, as `model__normalizer`.
+    """
+    length, width = (256, 256) if small else (64, 64)
+    steps = SMALL_STEPS if small else STEPS
+    base = Config(
+        model=bigram_backcopy(num_layers, d_model=width, d_mlp=4 * width, max_length=length, vocab_size=105),
+        optim=OptimConfig(
+            optimizer="adam",
+            learning_rate=3e-4 if small else 2e-3,
+            b2=0.99,
+            weight_decay=1e-4,
+            warmup_steps=0,
+            final_learning_rate_fraction=1.0,
+            clip_norm=None,
+        ),
+        data=DataConfig(kind="bigram_backcopy", sequence_length=length),
+        train=TrainConfig(
+            steps=steps,
+            batch_size=512 if small else 32,
+            eval_every_steps=0,
+            probe_every_steps=0,
+            probe_steps=(*_LOG_STEPS, *(_MORE_STEPS if small else ()), steps),
+            probe_details=True,
+            probe_sequences=64,
+            checkpoint_every_steps=500,
+        ),
+        eval=EvalConfig(sequences=512, batch_size=64),
+    )
+    return replace(base, {name.replace("__", "."): value for name, value in changes.items()})
+
+
+SGD = {"optim__optimizer": "sgd", "optim__momentum": 0.9}
+ORTHOADAM = {"optim__optimizer": "orthoadam", "optim__rotation__kind": "haar"}
+
+# What the report shows over steps; by layer where it has layers.
+RISKS = ("backcopy_excess_risk_nats", "bigram_excess_risk_nats")
+CURVES = ("sink_attention_rest", "sink_logit_gap", "value_norm_first", "value_norm_rest", "value_drain",
+          "residual_norm_first", "residual_norm_rest", "residual_peak_ratio")  # fmt: skip
+
+
+def half_step(steps: ArrayLike, values: ArrayLike) -> float:
+    """The first of the steps at which a curve has made half of its total change.
+
+    >>> half_step([0, 10, 20, 30], [4.0, 3.0, 1.0, 0.0])
+    20.0
+    """
+    change = np.abs(np.asarray(values) - np.asarray(values)[0])
+    return float(np.asarray(steps)[np.argmax(change >= 0.5 * change[-1])])
+
+
+def _history(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
+    """Of every curve its start, its step at half of the change, its largest value and that step, and linear fits."""
+    lines = [line for line in read_metrics(loaded.source.parents[1] / "metrics.jsonl") if "sink_attention" in line]
+    layers = range(loaded.config.model.num_layers)
+    names = [*RISKS, *(f"{name}/layer_{layer}" for name in CURVES for layer in layers)]
+    found: dict[str, float] = {}
+    for name in names:
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        if len(points) < 2:
+            continue
+        steps, values = (np.array(column, float) for column in zip(*points, strict=True))
+        found[f"{name}/start"], found[f"{name}/half_step"] = float(values[0]), half_step(steps, values)
+        found[f"{name}/largest"], found[f"{name}/largest_step"] = float(values.max()), float(steps[values.argmax()])
+        if values[0]:
+            found[f"{name}/growth"] = float(values[-1] / values[0])
+        for kind, x, late in (("log", np.log(np.maximum(steps, 1)), steps >= 200), ("linear", steps, steps >= 500)):
+            if late.sum() > 2 and np.ptp(values[late]) > 0:
+                found[f"{name}/{kind}_r"] = float(np.corrcoef(x[late], values[late])[0, 1])
+                found[f"{name}/{kind}_slope"] = float(np.polyfit(x[late], values[late], 1)[0])
+    on_progress("history")
+    return Measured(found, {})
+
+
+HISTORY = Measure("history", _history)
+
+
+_SCALES = ("attention_scale", "mlp_scale", "first_value_scale", "first_attention_scale", "first_mlp_scale")
+
+
+def _scales(num_layers: int) -> dict[str, Interventions]:
+    """Interventions by name, all with the same fields, so that one compiled program serves them all."""
+    ones = np.ones(num_layers, np.float32)
+    layers = [1 - np.eye(num_layers, dtype=np.float32)[layer] for layer in range(num_layers)]
+    given: dict[str, dict[str, np.ndarray]] = {
+        "none": {},
+        "no_attention": {"attention_scale": 0 * ones},
+        "no_mlp": {"mlp_scale": 0 * ones},
+        "no_value_of_bos": {"first_value_scale": 0 * ones},
+    }
+    if num_layers > 1:
+        given["no_layer_0"] = {"attention_scale": layers[0], "mlp_scale": layers[0]}
+        given["no_layer_0_at_bos"] = {"first_attention_scale": layers[0], "first_mlp_scale": layers[0]}
+        for layer, others in enumerate(layers):
+            given |= {f"no_attention_{layer}": {"attention_scale": others}, f"no_mlp_{layer}": {"mlp_scale": others}}
+    complete = {name: dict.fromkeys(_SCALES, ones) | scales for name, scales in given.items()}
+    for scales in complete.values():
+        scales["first_value_scale"] = scales["first_value_scale"][:, None]  # for all heads
+    return {name: Interventions(**scales) for name, scales in complete.items()}  # pyright: ignore[reportArgumentType]
+
+
+def _clean_attention(is_trigger: jax.Array, num_layers: int) -> Interventions:
+    """The ideal head in every layer: triggers attend to the previous token, all others to <s>."""
+    first, previous = (attention_pattern(kind, is_trigger.shape[1]) for kind in ("first", "previous"))
+    weights = jnp.where(is_trigger[..., None], previous[None], first[None])
+    return Interventions(forced_weights=weights, forced_share=jnp.ones((num_layers, 1)))
+
+
+def _intervene(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
+    """`NAME: METRIC` of every intervention: risks, and by layer sink, gap, drain and peak."""
+    assert inputs.task is not None
+    task, (observe, risks_of), L = inputs.task, observing(inputs.task), loaded.config.model.num_layers
+    tokens, found = jnp.asarray(inputs.evaluation[:128, :-1]), {}
+    every = _scales(L) | ({"clean_attention": _clean_attention(task.is_trigger(tokens), L)} if L == 1 else {})
+    for name, given in every.items():
+        observed = analysis.measure(loaded, [(tokens, tokens)], observe, given, output=risks_of)
+        metrics = analysis.finalize(observed[0]) | analysis.finalize(observed[1])
+        for key, value in metrics.items():
+            if key.split("/")[0] in (*RISKS, *CURVES, "residual_peak") and np.isfinite(value):
+                found[f"{name}: {key}"] = value
+    on_progress("interventions")
+    return Measured(found, {})
+
+
+INTERVENTIONS = Measure("interventions", _intervene)
+
+
+def _static(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
+    """Sequences without triggers, where all queries should be dormant, and which tokens the head takes for triggers.
+
+    The published probe: after <s> and non-triggers comes a token c; c is called a trigger where the last query's weight
+    on <s> is below 0.89.
+    """
+    assert inputs.task is not None
+    task, T = inputs.task, loaded.config.data.sequence_length
+    characters = np.flatnonzero(np.asarray(task.marginal) > 0)
+    plain = np.array([c for c in characters if not task.is_trigger(jnp.asarray([c]))[0]])
+    rng = np.random.default_rng(0)
+    start = list(task.bos_ids)
+    dormant = np.array([[*start, *rng.choice(plain, T - len(start))] for _ in range(32)])
+    probes = np.array([[*start, *rng.choice(plain, T - len(start) - 1), c] for c in characters])
+
+    def observe(taps: analysis.Taps) -> jax.Array:
+        return jnp.mean(taps.attention_weights[..., 0], axis=1)  # [B, T], mean over heads
+
+    on_first, last = (np.asarray(analysis.measure(loaded, [jnp.asarray(x)], observe)) for x in (dormant, probes))
+    is_trigger = np.asarray(task.is_trigger(jnp.asarray(probes[:, -1:])))[:, 0]
+    found: dict[str, float] = {}
+    for layer in range(len(on_first)):
+        called = last[layer, :, -1] < 0.89
+        found[f"dormant_sink/layer_{layer}"] = float(on_first[layer, :, len(start) :].mean())
+        found[f"dormant_sink_smallest/layer_{layer}"] = float(on_first[layer, :, len(start) :].min())
+        found[f"triggers_found/layer_{layer}"] = float(called[is_trigger].mean())
+        found[f"others_called_triggers/layer_{layer}"] = float(called[~is_trigger].mean())
+    on_progress("static")
+    return Measured(found, {})
+
+
+STATIC = Measure("static", _static)
+
+
+def _outliers(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
+    """The measures of From Attention to Activation, and perplexity at every quantisation setting."""
+    tokens = inputs.evaluation[:, :-1]
+    batches = [jnp.asarray(tokens[i : i + 64]) for i in range(0, len(tokens), 64)]
+    found = analysis.finalize(analysis.measure(loaded, batches, analysis.observe_language_model))
+    for key in ("sequences", *(key for key in found if key.startswith(("value_norm", "residual_norm")))):
+        del found[key]  # which the evaluation has
+    losses = {"perplexity": loaded.model}
+    for name, setting in quant.SETTINGS.items():
+        losses[f"perplexity_{name}"] = Transformer(loaded.config.model, linear=quant.quantized_linear(setting))
+    for name, model in losses.items():
+        found[name] = math.exp(min(validation_loss_nats(loaded.config, loaded.params, inputs, model=model), 700.0))
+    on_progress("outliers")
+    return Measured(found, {})
+
+
+OUTLIERS = Measure("outliers", _outliers)
+
+
+def training_view(result: Result, task: Any, curves: Sequence[str]) -> TrainingView:
+    """The first seed of a variant over its probes, from the folder of its run."""
+    seed = min(result.folders)
+    folder = result.folders[seed]
+    lines = {line["step"]: line for line in read_metrics(folder / "metrics.jsonl") if "sink_attention" in line}
+    frames, tokens = [], None
+    for step in sorted(lines):
+        with np.load(probe_file(folder / "probes", step)) as arrays:
+            shown = [np.asarray(arrays[name], np.float32) for name in ("attention", "value_norms", "residual_norms")]
+            tokens = arrays["tokens"]
+            frames.append(Frame(step, *shown))
+    assert tokens is not None
+    names = [*("<s>" if len(task.bos_ids) == 1 else f"<s{i}>" for i in range(len(task.bos_ids)))]
+    words = {**dict(enumerate(task.characters)), **dict(zip(task.bos_ids, names, strict=True))}
+    return TrainingView(
+        title=result.label,
+        tokens=[words.get(int(token), "<d>") for token in tokens],
+        is_trigger=np.asarray(task.is_trigger(jnp.asarray(tokens[None])))[0].tolist(),
+        frames=frames,
+        curves={name: [lines[frame.step].get(name, np.nan) for frame in frames] for name in curves},
+        about=f"{result.label}, seed {seed}: one held-out sequence at the recorded steps of training.",
+    )
