@@ -14,10 +14,12 @@ import jax
 from orthojax.config import Config, from_dict, replace
 from orthojax.errors import UserError, nearest
 from orthojax.experiments.active_dormant import (
+    blocks,
     cure,
     norm_toys,
     one_layer,
     orthoadam_peak,
+    rules,
     simplified_models,
     sink_theory,
     three_layers,
@@ -55,7 +57,7 @@ from orthojax.formatting import align
 # In the order in which they are listed.
 _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table9)
 _LATER = (training_curves, appendix_e, appendix_g, appendix_h, rotation_ablation, optimizer_outliers, normalizers)
-_ON_THE_TASK = (one_layer, three_layers, cure)
+_ON_THE_TASK = (one_layer, three_layers, blocks, rules, cure)
 _ACTIVE_DORMANT = (sink_theory, norm_toys, orthoadam_peak)
 ALL: tuple[Experiment, ...] = (
     *(module.EXPERIMENT for module in (quick, *_TABLES, figure1, figure2, figure3, figure4, figure6)),

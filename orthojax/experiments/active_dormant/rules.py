@@ -1,0 +1,101 @@
+"""Tasks around Bigram-Backcopy: no BOS and two, a delimiter, and the related rules for what follows a trigger.
+
+Active-Dormant Attention Heads (arXiv 2410.13835), appendix.
+"""
+
+from orthojax.experiments.active_dormant.key_mass import KEY_MASS
+from orthojax.experiments.active_dormant.models import HISTORY, RISKS, config
+from orthojax.experiments.claims import Claim
+from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.experiments.pictures import StepCurves
+from orthojax.experiments.results import Quantity, Result, Results, metric
+from orthojax.experiments.tables import MetricTable
+
+_SINK, _DRAIN = "sink_attention_rest", "value_drain"
+# Value norms of <s> and of other tokens, read off figures; one seed.
+PUBLISHED = {
+    "no_bos": {"backcopy_risk_nats": 8.56e-5},
+    "backward": {_DRAIN: 5.5 / 22},
+}
+
+
+def _variants(scale: str) -> tuple[Variant, ...]:
+    small = scale == "small"
+
+    def one(name: str, label: str, **changes: object) -> Variant:
+        return Variant(name, label, config(1, small=small, **changes))
+
+    # Without <s> the first token differs between sequences, and there is no one residual state to follow.
+    no_details = {"train__probe_details": False}
+    in_context = config(3, small=small, data__rule="in_context_bigram")
+    return (
+        one("bos", "one <s>"),
+        one("two_bos", "two <s>", data__bos_tokens=2),
+        one("no_bos", "no <s>", data__bos_tokens=0, **no_details),
+        one("delimiter", "delimiter in the middle", data__delimiter=True),
+        one("backward", "bigram-backward", data__rule="bigram_backward"),
+        one("markov", "Markov, nothing to copy", data__rule="markov"),
+        one("half", "copy with probability 1/2", data__other_rule_probability=0.5),
+        Variant("in_context", "in-context bigram, 3 layers", in_context),
+    )
+
+
+def _every(result: Result, quantity: str | Quantity, low: float, high: float) -> bool:
+    return all(low < value < high for value in result.values(quantity))
+
+
+_TOKEN = "largest_token"
+_MOST = (metric(_TOKEN, "mass on the most attended token"), metric(f"{_TOKEN}_equal", "equal weights would give"),
+         metric("token_value_ratio", "its value norm over the others'"))  # fmt: skip
+CLAIMS = (
+    Claim("Two <s> share the sink.", ("two_bos",), (_SINK, _DRAIN), lambda of: _every(of, _SINK, 0.7, 2),
+          "weight on both together above 0.7 in every seed"),
+    Claim("Without <s> the sink moves to other tokens.", ("no_bos",), (_SINK, *_MOST),
+          lambda of: of.mean(_TOKEN) > 2 * of.mean(f"{_TOKEN}_equal") and of[_SINK] < 0.5,
+          "less than half on the first token, and one token has twice what equal weights would give"),
+    Claim("To one with a low value.", ("no_bos",), _MOST, lambda of: of.token_value_ratio < 0.5,
+          "value norm below half of the mean"),
+    Claim("Without <s> the task is still learned.", ("no_bos",), RISKS,
+          lambda of: of.backcopy_excess_risk_nats < 0.02, "backcopy excess risk below 0.02 nats"),
+    Claim("With a delimiter the sink stays on <s>, or moves to it.", ("delimiter",), (_SINK, *_MOST[:2]),
+          lambda of: of[_SINK] > 0.5 or of.mean(_TOKEN) > 0.5, "more than half on <s> or on the delimiter"),
+    Claim("The in-context bigram has a sink in some layer above the first.", ("in_context",),
+          tuple(metric(f"{_SINK}/layer_{i}", f"weight on <s>, layer {i + 1}") for i in range(3)),
+          lambda of: max(of[f"{_SINK}/layer_1"], of[f"{_SINK}/layer_2"]) > 0.5, "above 0.5"),
+    Claim("With a drained value.", ("in_context",),
+          tuple(metric(f"{_DRAIN}/layer_{i}", f"value ratio, layer {i + 1}") for i in range(3)),
+          lambda of: min(of[f"{_DRAIN}/layer_1"], of[f"{_DRAIN}/layer_2"]) < 0.5,
+          "value norm below half of the others'"),
+    Claim("Bigram-backward has a weaker sink and drain than Bigram-Backcopy.", ("bos", "backward"), (_SINK, _DRAIN),
+          lambda bos, back: back[_SINK] < bos[_SINK] and back[_DRAIN] > bos[_DRAIN],
+          "less weight on <s>, and a larger value ratio"),
+    Claim("Without anything to copy there is no sink.", ("markov",), (_SINK, _DRAIN), lambda of: of[_SINK] < 0.3,
+          "weight on <s> below 0.3; a prediction of ours, made before: no head is needed, so none learns to be idle"),
+    Claim("Copying half of the time is enough.", ("half",), (_SINK, _DRAIN), lambda of: of[_SINK] > 0.5,
+          "weight on <s> above 0.5; a prediction of ours, made before"),
+)  # fmt: skip
+
+
+def _about(results: Results) -> list[str]:
+    c = results.first.config
+    return [
+        f"Models of width {c.model.d_model}, {c.train.steps} steps; one layer where not said otherwise. Excess risks are "
+        "above the exact oracle of each task. The most attended token is that with most weight, at non-trigger "
+        "queries of the second half, above what equal weights would give."
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="backcopy-rules",
+    title="Tasks around Bigram-Backcopy: no BOS and two, a delimiter, in-context and backward bigrams, Markov",
+    variants=_variants,
+    scales=("tiny", "small"),
+    seeds=(0, 1, 2, 3, 4),
+    about=_about,
+    paper=PUBLISHED,
+    measures=(HISTORY, KEY_MASS),
+    tables=(MetricTable("At the end", [*RISKS, _SINK, _DRAIN, *_MOST, "active_at_triggers", "active_elsewhere"]),),
+    claims=CLAIMS,
+    pictures=(StepCurves("sink", "Attention of non-triggers to <s>, or to the first token without it.",
+                         "mean weight", {_SINK: ""}),),
+)  # fmt: skip

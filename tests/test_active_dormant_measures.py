@@ -1,0 +1,204 @@
+"""What is measured of Bigram-Backcopy models over training: the first token's residual stream, attribution, probes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_run import assert_trees_close
+
+from orthojax import analysis
+from orthojax.config import replace
+from orthojax.errors import UserError
+from orthojax.experiments.active_dormant.models import config, half_step
+from orthojax.model import Transformer, stack_layers
+from orthojax.train import Inputs, open_inputs, read_metrics, train
+from orthojax.train.probe import probe_file
+from orthojax.train.step import build, init_state
+
+STEPS = 6
+SMALL = {"model__d_model": 16, "model__d_mlp": 32, "model__num_heads": 2, "data__sequence_length": 12,
+         "train__steps": STEPS, "train__probe_steps": (0, 1, 4), "train__probe_sequences": 4, "train__batch_size": 4,
+         "eval__sequences": 8, "eval__batch_size": 8, "train__checkpoint_every_steps": 3}  # fmt: skip
+CONFIG = config(2, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(workdir, inputs, parameters after every step) of a run with details."""
+    inputs, params = open_inputs(CONFIG, tmp_path_factory.mktemp("data")), []
+    folder = tmp_path_factory.mktemp("run")
+    train(CONFIG, inputs, folder)
+
+    state, step = init_state(CONFIG), build(CONFIG, inputs.task).step
+    params.append(jax.tree.map(np.asarray, state.params))
+    for number in range(STEPS):
+        state, _ = step(state, jnp.array([CONFIG.data.seed, number], jnp.uint32))
+        params.append(jax.tree.map(np.asarray, state.params))
+    return folder, inputs, params
+
+
+def probes(run):
+    return {step: dict(np.load(probe_file(run[0] / "probes", step))) for step in CONFIG.train.probe_steps}
+
+
+def hidden(params, tokens):
+    """The residual stream after each block at position 0, by the whole forward pass."""
+    observe = lambda taps: taps.residual[:, 0]  # noqa: E731
+    return np.asarray(Transformer(CONFIG.model).apply({"params": params}, tokens, observe=observe)[1])
+
+
+def test_details_are_written_at_the_listed_steps_and_metrics_of_the_start_are_logged(run):
+    folder, inputs, params = run
+    assert sorted(path.name for path in (folder / "probes").iterdir()) == [
+        f"step_{step:08d}.npz" for step in CONFIG.train.probe_steps
+    ]
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "sink_attention" in line]
+    assert [line["step"] for line in lines] == list(CONFIG.train.probe_steps)
+    rows = inputs.evaluation[[0, 2, 4, 6]]
+    for line, arrays in zip(lines, probes(run).values(), strict=True):
+        step = line["step"]
+        np.testing.assert_array_equal(arrays["tokens"], rows[0, :-1])
+        seen = hidden(params[step], rows[:, :-1])
+        np.testing.assert_allclose(arrays["first_residual"], seen[:, 1], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(line["residual_norm_first/layer_1"], np.linalg.norm(seen[1, 0]), rtol=1e-4)
+        assert line["backcopy_excess_risk_nats"] > 0
+        assert line["first_gradient_norm/layer_0"] == pytest.approx(
+            np.linalg.norm(arrays["first_gradient"][0]), rel=1e-4
+        )
+
+
+def test_norms_are_those_of_the_update_and_the_gradient(run):
+    _, inputs, params = run
+    arrays = probes(run)[4]
+    before, after = params[3]["layers_1"], params[4]["layers_1"]
+    update = after["mlp"]["input"]["kernel"] - before["mlp"]["input"]["kernel"]
+    expected = np.linalg.norm(update), np.linalg.svd(update, compute_uv=False)[0]
+    np.testing.assert_allclose(arrays["update/layers_1/mlp/input/kernel"], expected, rtol=1e-4)
+    rows = jnp.asarray(inputs.evaluation[[0, 2, 4, 6]])
+
+    def loss(params):
+        logits, _ = Transformer(CONFIG.model).apply({"params": params}, rows[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), rows[:, 1:, None], -1))
+
+    gradient = np.asarray(jax.grad(loss)(params[4])["head"]["kernel"])
+    expected = np.linalg.norm(gradient), np.linalg.svd(gradient, compute_uv=False)[0]
+    np.testing.assert_allclose(arrays["gradient/head/kernel"], expected, rtol=1e-4)
+    assert not np.any(probes(run)[0]["update/head/kernel"])
+
+
+def test_the_growth_of_the_norm_is_attributed_to_parameters_and_adds_up(run):
+    _, inputs, params = run
+    for step, arrays in probes(run).items():
+        parts = {name: x for name, x in arrays.items() if name.startswith("growth/")}
+        total = np.sum(list(parts.values()), axis=0)
+        if step == 0:
+            assert not np.any(total)
+            continue
+        norms = [np.linalg.norm(hidden(params[s], inputs.evaluation[:1, :-1])[:, 0], axis=-1) for s in (step - 1, step)]
+        np.testing.assert_allclose(arrays["growth"], norms[1] - norms[0], atol=2e-5)
+        assert np.all(np.abs(total - arrays["growth"]) <= 0.1 * np.abs(arrays["growth"]) + 2e-5)
+        assert np.all(parts["growth/head/kernel"] == 0)  # which that stream does not read
+        assert np.all(parts["growth/layers_1/mlp/output/kernel"][0] == 0)
+        assert np.abs(parts["growth/layers_1/mlp/output/kernel"][1]) > 1e-4
+
+
+def test_gradients_of_the_first_residual_state_are_finite_differences(run):
+    _, inputs, params = run
+    model, rows = Transformer(CONFIG.model), jnp.asarray(inputs.evaluation[:4])
+    gradient = np.asarray(analysis.first_residual_gradients(model, params[-1], rows))
+    states = jnp.asarray(hidden(params[-1], rows[:, :-1]))
+    direction = np.random.default_rng(0).normal(size=states.shape[-1])
+    for layer in range(2):
+
+        def loss(size, layer=layer):
+            shape = (2, 1, 12, states.shape[-1])
+            values = jnp.broadcast_to(states[layer, 0] + size * direction, shape)
+            share = jnp.zeros((2, 12)).at[layer, 0].set(1.0)
+            given = analysis.first_token.Interventions(residual=values, residual_share=share)
+            logits, _ = model.apply({"params": params[-1]}, rows[:, :-1], interventions=given)
+            return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), rows[:, 1:, None], -1))
+
+        difference = (loss(0.05) - loss(-0.05)) / 0.1
+        np.testing.assert_allclose(gradient[layer] @ direction, difference, rtol=0.02, atol=2e-5)
+
+
+def test_directions_of_values_and_keys_are_their_definitions(run):
+    params, c = run[2][-1], CONFIG.model
+    model = Transformer(c)
+    weak = np.asarray(analysis.weak_directions(model, params))
+    block, H = params["layers_1"], c.head_dim
+    value, output = block["attention"]["value"]["kernel"], block["attention"]["output"]["kernel"]
+    gain = block["attention_norm"]["scale"][:, None]
+    both = [gain * value[:, h * H : (h + 1) * H] @ output[h * H : (h + 1) * H] for h in range(c.num_heads)]
+    left, sizes, _ = np.linalg.svd(np.concatenate(both, axis=1))
+    assert np.all(np.diff(sizes) <= 0)
+    np.testing.assert_allclose(weak[0], left[:, -4:] @ left[:, -4:].T, atol=2e-3)
+    np.testing.assert_allclose(np.trace(weak[0]), 4, rtol=1e-4)
+    assert np.all(np.isnan(weak[1]))  # nothing is above
+    token = jnp.asarray(run[1].evaluation[0, 0])
+    state = hidden(params, jnp.reshape(token, (1, 1)))[0, 0]
+    norm = block["attention_norm"]
+    normed = (state - state.mean()) / np.sqrt(state.var() + c.norm_eps) * norm["scale"] + norm["bias"]
+    key = normed @ block["attention"]["key"]["kernel"]
+    directions = np.asarray(analysis.key_directions(model, params, token))
+    np.testing.assert_allclose(directions[0], gain * block["attention"]["key"]["kernel"] @ key, rtol=1e-3, atol=1e-5)
+    assert np.all(np.isnan(directions[1]))
+
+
+@pytest.mark.slow
+def test_scanned_and_unrolled_layers_have_the_same_mechanism_and_names(run):
+    _, inputs, params = run
+    rows = jnp.asarray(inputs.evaluation[:4])
+    scanned = Transformer(dataclasses.replace(CONFIG.model, scan_layers=True))
+    stacked = stack_layers(params[-1])
+    plain = analysis.first_token_mechanism(Transformer(CONFIG.model), params[-1], rows)
+    assert_trees_close(plain, analysis.first_token_mechanism(scanned, stacked, rows), rtol=1e-3, atol=1e-5)
+    assert_trees_close(analysis.parameter_norms(params[-1]), analysis.parameter_norms(stacked), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_same_probes(run, tmp_path):
+    folder, inputs, _ = run
+
+    class Stop(Exception):
+        pass
+
+    def stop(step, loss):
+        if step == 5:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(CONFIG, inputs, tmp_path, on_step=stop)
+    (tmp_path / "probes" / "step_00000004.npz").unlink()
+    train(CONFIG, inputs, tmp_path)
+    again = {path.name: dict(np.load(path)) for path in (tmp_path / "probes").iterdir()}
+    for step, arrays in probes(run).items():
+        assert_trees_close(arrays, again[f"step_{step:08d}.npz"], rtol=0, atol=0)
+    sink = [
+        [
+            (line["step"], line["sink_attention"])
+            for line in read_metrics(of / "metrics.jsonl")
+            if "sink_attention" in line
+        ]
+        for of in (folder, tmp_path)
+    ]
+    assert sink[0] == sink[1]
+
+
+def test_details_that_make_no_sense_are_refused(tmp_path):
+    with pytest.raises(UserError, match="without probes"):
+        replace(CONFIG, {"train.probe_steps": ()})
+    with pytest.raises(UserError, match="one device"):
+        replace(CONFIG, {"mesh.data": 2})
+    with pytest.raises(UserError, match="at least 0"):
+        replace(CONFIG, {"train.probe_steps": (3, -1)})
+    rows = np.arange(26, dtype=np.int32).reshape(2, 13)
+    with pytest.raises(UserError, match="different ones"):
+        train(CONFIG, Inputs(lambda step: rows, rows, None, {}, None), tmp_path)
+
+
+def test_the_step_at_half_of_the_change_is_that_of_curves_that_rise_and_fall():
+    assert half_step([0, 1, 5, 7], [0.0, 0.4, 0.5, 1.0]) == 5
+    assert half_step([0, 1, 5, 7], [4.0, 1.9, 2.0, 0.0]) == 1
