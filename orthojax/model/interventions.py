@@ -26,9 +26,9 @@ class Interventions(NamedTuple):
       first_value_scale: [L, K]. Factor of the value vectors of position 0.
       first_attention_scale: [L]. Factor of what attention adds at position 0.
       first_mlp_scale: [L]. The same for the MLP.
-      attention_bias: Added to the scaled logits before the normalizer; a large negative number hides a key. [T, S] or [B, T,
-        S] for all layers and heads, or [L, B, N, T, S]. `Taps.attention_weights` show it, `Taps.attention_logits` are
-        from before it, as from before the mask, so that means over keys keep their sense.
+      attention_bias: Added to the scaled logits before the normalizer; a large negative number hides a key: [T, S] or
+        [B, T, S] for all layers and heads, or [L, B, N, T, S]. `Taps.attention_weights` show it, `attention_logits`
+        are from before it, as from before the mask, so that means over keys keep their sense.
         Kernels that add no bias (cuDNN's adds one, splash none) give way to plain XLA, or refuse if named.
       forced_weights: Attention weights to use instead of the model's: [T, S] or [B, T, S] for all layers and heads, or
         [L, B, N, T, S], as `Taps.attention_weights` of another run come. Used as they are: neither masked nor
