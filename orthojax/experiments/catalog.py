@@ -13,7 +13,13 @@ import jax
 
 from orthojax.config import Config, from_dict, replace
 from orthojax.errors import UserError, nearest
-from orthojax.experiments.active_dormant import norm_toys, orthoadam_peak, simplified_models, sink_theory
+from orthojax.experiments.active_dormant import (
+    norm_toys,
+    orthoadam_peak,
+    reinforcement,
+    simplified_models,
+    sink_theory,
+)
 from orthojax.experiments.base_configs import LANGUAGE_MODEL
 from orthojax.experiments.costs import Stepper
 from orthojax.experiments.experiment import Experiment, Run, run_name
@@ -47,7 +53,7 @@ from orthojax.formatting import align
 # In the order in which they are listed.
 _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table9)
 _LATER = (training_curves, appendix_e, appendix_g, appendix_h, rotation_ablation, optimizer_outliers, normalizers)
-_ACTIVE_DORMANT = (sink_theory, norm_toys, orthoadam_peak)
+_ACTIVE_DORMANT = (sink_theory, norm_toys, orthoadam_peak, reinforcement)
 ALL: tuple[Experiment, ...] = (
     *(module.EXPERIMENT for module in (quick, *_TABLES, figure1, figure2, figure3, figure4, figure6)),
     *(*layers.EXPERIMENTS, maps.HIDDEN_STATES, maps.ATTENTION_MAPS),
