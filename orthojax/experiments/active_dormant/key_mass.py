@@ -39,7 +39,7 @@ def key_mass(weights: jax.Array, value_norms: jax.Array, tokens: jax.Array, trig
     one_hot = jax.nn.one_hot(tokens, V, dtype=weights.dtype)
 
     def mean(values: jax.Array, queries: jax.Array) -> jax.Array:
-        where = queries & late
+        where = queries & late[None]
         return jnp.einsum("btx,bt->x", values, where.astype(values.dtype)) / jnp.sum(where)
 
     position = mean(mean_weights[..., :half], ~is_trigger)

@@ -73,8 +73,8 @@ def interventions(cell: Cell, model: Transformer, task: BigramBackcopy, initial_
     def intervene(params: Any, tokens: jax.Array) -> Interventions:
         given, T = Interventions(), tokens.shape[1]
         if cell.masked:
-            rows = ~task.is_trigger(tokens) & (jnp.arange(T) > 0)
-            bias = jnp.where(rows[..., None] & (jnp.arange(T) == 0), HIDDEN, 0.0)
+            rows = ~task.is_trigger(tokens) & (jnp.arange(T) > 0)[None]
+            bias = jnp.where(rows[..., None] & (jnp.arange(T) == 0)[None, None], HIDDEN, 0.0)
             given = given._replace(attention_bias=bias)
         if cell.value:
             norms = value_norms(model, params, tokens)
@@ -184,8 +184,8 @@ CLAIMS = (
     Claim("And no growing logits.", ("others_visible", "free_visible"), (_GAP,),
           lambda held, free: held.sink_logit_gap <= 0.5 * free.sink_logit_gap, "a logit gap at most half of that"),
     Claim("The other reading: it makes one all the same, since what counts is not the norm but what the value does, "
-          "and a vector that all non-triggers read alike can be made to do nothing.", ("others_visible", "free_visible"),
-          (_SINK, _EFFECT, _RATIO),
+          "and a vector that all non-triggers read alike can be made to do nothing.",
+          ("others_visible", "free_visible"), (_SINK, _EFFECT, _RATIO),
           lambda held, free: _every(held, _SINK, 0.5, 2) and _every(held, _EFFECT, -1, 0.1),
           "attention above 0.5 with an effect of the value below 0.1 nats, in every seed"),
     Claim("Without attention there is no drain: where non-triggers do not see <s>, its value is not drained.",
