@@ -14,6 +14,7 @@ import jax
 from orthojax.config import Config, from_dict, replace
 from orthojax.errors import UserError, nearest
 from orthojax.experiments.active_dormant import (
+    break_conditions,
     norm_toys,
     orthoadam_peak,
     reinforcement,
@@ -60,6 +61,7 @@ ALL: tuple[Experiment, ...] = (
     *(module.EXPERIMENT for module in _LATER),
     *simplified_models.EXPERIMENTS,
     *(module.EXPERIMENT for module in _ACTIVE_DORMANT),
+    *break_conditions.EXPERIMENTS,
 )
 _CALIBRATION_SECONDS = 1.0
 _LONGEST_HOURS = 1000  # a longer estimate only means that this is not the machine for it
