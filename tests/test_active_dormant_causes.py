@@ -1,5 +1,7 @@
 """What the experiments on the cause of sinks measure and hold, against NumPy float64."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,9 @@ import pytest
 from model_oracle import numpy_forward, random_params
 
 from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
-from orthojax.experiments.active_dormant import reinforcement
-from orthojax.experiments.active_dormant.intervened_training import train
+from orthojax.errors import UserError
+from orthojax.experiments.active_dormant import pixel_sinks, reinforcement
+from orthojax.experiments.active_dormant.intervened_training import train, untouched
 from orthojax.experiments.active_dormant.key_mass import key_mass
 from orthojax.experiments.active_dormant.narrow import narrow
 from orthojax.model import Interventions, Transformer, bigram_backcopy
@@ -53,7 +56,7 @@ def test_key_mass_is_counted_by_hand():
 
 
 def test_training_without_interventions_is_that_of_the_config():
-    found = train(CONFIG, lambda params: lambda *_: Interventions(), lambda params, _: {"sum": total(params)}, (0, 2))
+    found = train(CONFIG, untouched, lambda params, _: {"sum": total(params)}, (0, 2))
     state, step = init_state(CONFIG), make_train_step(CONFIG)
     for number in range(3):
         assert number not in found or found[number]["sum"] == pytest.approx(float(total(state.params)), rel=1e-6)
@@ -103,3 +106,13 @@ def test_gradients_pass_through_the_norm_that_is_held():
     expected = (moved[0] - moved[1]) / 2e-5
     found = sum(jax.tree.leaves(jax.tree.map(lambda s, d: np.vdot(np.asarray(s, np.float64), d), slopes, direction)))
     assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_pixels_are_split_by_image_and_need_scikit_learn(monkeypatch):
+    rows = np.arange(100)[:, None] * np.ones((1, 64), int)
+    training, validation = pixel_sinks.split(rows)
+    assert (len(training), len(validation)) == (80, 20)
+    assert set(training[:, 0]) | set(validation[:, 0]) == set(range(100))
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(UserError, match=r"not installed\n.*pip install 'orthojax\[digits\]'"):
+        pixel_sinks.images()

@@ -17,6 +17,7 @@ from orthojax.experiments.active_dormant import (
     break_conditions,
     norm_toys,
     orthoadam_peak,
+    pixel_sinks,
     reinforcement,
     simplified_models,
     sink_theory,
@@ -62,6 +63,7 @@ ALL: tuple[Experiment, ...] = (
     *simplified_models.EXPERIMENTS,
     *(module.EXPERIMENT for module in _ACTIVE_DORMANT),
     *break_conditions.EXPERIMENTS,
+    pixel_sinks.EXPERIMENT,
 )
 _CALIBRATION_SECONDS = 1.0
 _LONGEST_HOURS = 1000  # a longer estimate only means that this is not the machine for it

@@ -1,6 +1,6 @@
-"""Training under interventions that follow from the model's own parameters and tokens, which no `Config` can say."""
+"""Training of what no `Config` can say: interventions that follow from parameters and tokens, or rows of its own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,25 +15,40 @@ from orthojax.train import init_state, learning_rate_schedule, make_optimizer, r
 from orthojax.train.step import jit_train_step, split_tokens
 
 Intervene = Callable[[Any, jax.Array], Interventions]  # (parameters, inputs [B, T]) -> what the model does otherwise
-Look = Callable[[Any, Intervene], dict[str, jax.Array]]  # of the parameters; jitted here
 
 
-def train(config: Config, make: Callable[[Any], Intervene], look: Look, shown: Sequence[int]) -> dict[int, dict]:
+def untouched(params: Any) -> Intervene:
+    """For `train`: no interventions."""
+    return lambda params, tokens: Interventions()
+
+
+def train(
+    config: Config,
+    make: Callable[[Any], Intervene],
+    look: Callable[[Any, Intervene], Mapping[str, Any]],
+    shown: Sequence[int],
+    batch: Callable[[int], np.ndarray] | None = None,
+) -> dict[int, dict[str, float]]:
     """A run of `config` in which every forward pass is intervened; gradients pass through the interventions.
 
-    In float32 also where float64 is enabled. Parameters, batches and optimizer are those of the same config elsewhere.
+    In float32 also where float64 is enabled. Parameters, optimizer, and batches of Bigram-Backcopy are those of the
+    same config elsewhere.
 
     Args:
-      config: Of Bigram-Backcopy; its steps, and what it says of evaluation, are not read.
+      config: What it says of evaluation is not read, nor are its steps, or without Bigram-Backcopy its data.
       make: Initial parameters -> the interventions of the run.
-      look: What is measured.
-      shown: Steps after which it is, ascending; the last one ends the run.
+      look: (parameters, those) -> scalars by name.
+      shown: Steps after which to look, ascending; the last one ends the run.
+      batch: Step -> int32 [B, T + 1]; None draws from Bigram-Backcopy.
 
     Returns:
       Step -> what `look` found, as floats.
     """
     with jax.enable_x64(False):
-        task, _ = require_task(config)
+        if batch is None:
+            task, _ = require_task(config)
+            size, length, seed = config.train.batch_size, config.data.sequence_length, config.data.seed
+            batch = lambda step: task.batch(step, size, length, seed)  # noqa: E731
         model, schedule = Transformer(config.model), learning_rate_schedule(config.seeded_optim, shown[-1])
         state = init_state(config)
         intervene = make(state.params)
@@ -43,16 +58,11 @@ def train(config: Config, make: Callable[[Any], Intervene], look: Look, shown: S
             logits, _ = model.apply({"params": params}, inputs, interventions=intervene(params, inputs))
             return jnp.sum(cross_entropy_nats(logits, targets)), jnp.asarray(targets.size)
 
-        def draw(seed_and_number: jax.Array) -> jax.Array:
-            seed, number = seed_and_number
-            return task.batch(number, config.train.batch_size, config.data.sequence_length, seed)
-
         optimizer = optax.with_extra_args_support(make_optimizer(config.seeded_optim, schedule=schedule))
-        step = jit_train_step(loss_sum, optimizer, schedule, draw=draw)
-        measure, found = jax.jit(lambda params: look(params, intervene)), {}
+        step, found = jit_train_step(loss_sum, optimizer, schedule), {}
         for done in range(shown[-1] + 1):
             if done in shown:
-                found[done] = {name: float(value) for name, value in measure(state.params).items()}
+                found[done] = {name: float(value) for name, value in look(state.params, intervene).items()}
             if done < shown[-1]:
-                state, _ = step(state, jnp.asarray(np.array([config.data.seed, done], np.uint32)))
+                state, _ = step(state, jnp.asarray(batch(done)))
         return found

@@ -133,7 +133,8 @@ def compute(name: str, seed: int, config: Config = CONFIG, shown: tuple[int, ...
         def make(params: Any) -> Intervene:
             return interventions(CELLS[name], model, task, value_norms(model, params, tokens[:1])[0, 0])
 
-        found = train(config, make, functools.partial(look, model, task, tokens), shown)
+        measure = functools.partial(jax.jit(look, static_argnums=(0, 1, 4)), model, task, tokens)
+        found = train(config, make, measure, shown)
     return [Case(name, {"label": CELLS[name].label}, _metrics(found))]
 
 
