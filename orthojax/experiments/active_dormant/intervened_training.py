@@ -45,10 +45,7 @@ def train(
       Step -> what `look` found, as floats.
     """
     with jax.enable_x64(False):
-        if batch is None:
-            task, _ = require_task(config)
-            size, length, seed = config.train.batch_size, config.data.sequence_length, config.data.seed
-            batch = lambda step: task.batch(step, size, length, seed)  # noqa: E731
+        batch_at = batch or _drawn(config)
         model, schedule = Transformer(config.model), learning_rate_schedule(config.seeded_optim, shown[-1])
         state = init_state(config)
         intervene = make(state.params)
@@ -64,5 +61,12 @@ def train(
             if done in shown:
                 found[done] = {name: float(value) for name, value in look(state.params, intervene).items()}
             if done < shown[-1]:
-                state, _ = step(state, jnp.asarray(batch(done)))
+                state, _ = step(state, jnp.asarray(batch_at(done)))
         return found
+
+
+def _drawn(config: Config) -> Callable[[int], np.ndarray]:
+    task, _ = require_task(config)
+    return lambda step: np.asarray(
+        task.batch(step, config.train.batch_size, config.data.sequence_length, config.data.seed)
+    )

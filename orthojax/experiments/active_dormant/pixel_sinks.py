@@ -7,6 +7,7 @@ predicted. The paper leaves open whether its mechanism is one of language.
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from orthojax import analysis
@@ -53,7 +54,7 @@ def images() -> np.ndarray:
       UserError: Without scikit-learn.
     """
     try:
-        from sklearn.datasets import load_digits
+        from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise UserError(
             "experiment 'pixel_sinks' reads the digits of scikit-learn, which is not installed",
@@ -88,7 +89,7 @@ def look(model: Transformer, rows: np.ndarray, params: Any, intervene: Intervene
     loaded: Any = LoadedModel(model, params, None, None, None)  # pyright: ignore[reportArgumentType]
     statistics = analysis.measure(loaded, [split_tokens(rows)[0]], analysis.observe_language_model)
     by_head = np.asarray(statistics.total["first_attention_mass"]) / np.asarray(statistics.sequences).reshape(-1, 1)
-    total, count = loss_sum_nats(model, params, rows)
+    total, count = loss_sum_nats(model, params, jnp.asarray(rows))
     return analysis.finalize(statistics) | {
         "loss_nats": float(total / count),
         "largest_first_mass": float(by_head.max()),

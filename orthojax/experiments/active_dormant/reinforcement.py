@@ -89,7 +89,8 @@ def interventions(cell: Cell, model: Transformer, task: BigramBackcopy, initial_
 
 def value_norms(model: Transformer, params: Any, tokens: jax.Array) -> jax.Array:
     """||W_O v|| of the one layer and head without interventions, [B, T]."""
-    return model.apply({"params": params}, tokens, observe=lambda taps: taps.value_norms, head=False)[1][0, :, 0]
+    _, norms = model.apply({"params": params}, tokens, observe=lambda taps: taps.value_norms, head=False)
+    return jnp.asarray(norms)[0, :, 0]
 
 
 def look(model: Transformer, task: BigramBackcopy, tokens: jax.Array, params: Any, intervene: Intervene) -> dict:
