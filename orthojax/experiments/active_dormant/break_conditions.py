@@ -19,16 +19,17 @@ from orthojax.experiments.results import Numbers, Quantity, Result, Results
 from orthojax.experiments.tables import LayerTable, MetricTable
 
 
-def in_layer(name: str, label: str, of_layers: Callable[[list[float]], float] = max) -> Quantity:
+def by_layer(of: Numbers, name: str) -> np.ndarray:
+    """A metric of every layer, [L]; NotMeasured where it has none."""
+    layers = [of[f"{name}/layer_0"]]
+    while (key := f"{name}/layer_{len(layers)}") in of:
+        layers.append(of[key])
+    return np.array(layers)
+
+
+def in_layer(name: str, label: str, of_layers: Callable[[np.ndarray], float] = np.max) -> Quantity:
     """A metric by layer as a quantity, that of the layer with the largest one unless said otherwise."""
-
-    def value(of: Numbers) -> float:
-        layers = [of[f"{name}/layer_0"]]
-        while (key := f"{name}/layer_{len(layers)}") in of:
-            layers.append(of[key])
-        return of_layers(layers)
-
-    return Quantity(label, value)
+    return Quantity(label, lambda of: float(of_layers(by_layer(of, name))))
 
 
 def _every(result: Result, quantity: str | Quantity, low: float, high: float) -> bool:
@@ -59,11 +60,7 @@ POSITION = in_layer("largest_position", "largest weight on a position")
 FIRST_TEN = in_layer("first_ten", "weight on the first ten keys")
 ABOVE = Quantity(
     "weight on one token above equal weights",
-    lambda of: max(
-        of[f"largest_token/layer_{i}"] - of[f"largest_token_equal/layer_{i}"]
-        for i in range(3)
-        if f"largest_token/layer_{i}" in of
-    ),
+    lambda of: float(np.max(by_layer(of, "largest_token") - by_layer(of, "largest_token_equal"))),
 )
 VALUE_RATIO = ratio("value_norm", 0, "value norm of <s> / others', layer 0")
 _SETTING = (
@@ -158,7 +155,7 @@ MASK = Experiment(
     tables=(
         MetricTable("Where late non-triggers attend", (
             FIRST, FIRST_TEN, POSITION, in_layer("at_position", "that position, layer 0", lambda layers: layers[0]),
-            ABOVE, in_layer("token_value_ratio", "value norm of that token / all, smallest layer", min), VALUE_RATIO,
+            ABOVE, in_layer("token_value_ratio", "value norm of that token / all, smallest layer", np.min), VALUE_RATIO,
             "sink_logit_gap")),
         LayerTable("Weight on key 0, and the largest on a position, by layer",
                    {"first_key": "key 0", "largest_position": "largest position"}),
@@ -194,8 +191,10 @@ MASK = Experiment(
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "rmsnorm_single": "RMSNormSingle", "none": "no norm"}
 SINK = in_layer("sink_attention_rest", "attention to <s> at non-triggers")
-PEAK = Quantity("residual norm of <s> / others', largest layer", lambda of: max(
-    of[f"residual_norm_first/layer_{i}"] / of[f"residual_norm_rest/layer_{i}"] for i in range(3)))  # fmt: skip
+PEAK = Quantity(
+    "residual norm of <s> / others', largest layer",
+    lambda of: float(np.max(by_layer(of, "residual_norm_first") / by_layer(of, "residual_norm_rest"))),
+)
 NORM = Experiment(
     name="sink_norms",
     title="Active-dormant: sinks, drains and residual peaks with LayerNorm, RMSNorm, RMSNormSingle and no norm",

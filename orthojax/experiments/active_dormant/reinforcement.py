@@ -25,7 +25,7 @@ from orthojax.experiments import drawing
 from orthojax.experiments.active_dormant.intervened_training import Intervene, train
 from orthojax.experiments.active_dormant.key_mass import key_mass
 from orthojax.experiments.active_dormant.narrow import RATE, narrow
-from orthojax.experiments.claims import Claim
+from orthojax.experiments.claims import Claim, Revision
 from orthojax.experiments.experiment import Case, Experiment
 from orthojax.experiments.page import Picture
 from orthojax.experiments.results import Quantity, Result, Results, metric
@@ -165,6 +165,7 @@ _RATIO = metric("value_ratio", CURVES["value_ratio"])
 _EARLY = metric("early_sink", f"attention to <s>, mean over the first {EARLY} steps")
 _EFFECT = metric("value_effect_nats", "effect of the value (nats)")
 _ABOVE = Quantity("mass on one token above equal weights", lambda of: of.largest_token - of.largest_token_equal)
+_TRIGGERS = metric("trigger_keys", "on triggers")
 _TOKEN = metric("token_value_ratio", "its value norm / that of all")
 
 
@@ -206,6 +207,10 @@ CLAIMS = (
     Claim("And that token's value is drained.", ("free_masked",), (_TOKEN,), lambda of: _every(of, _TOKEN, -1, 0.5),
           "a value norm below half of the mean, in every seed; testable where that token has 0.3 more",
           lambda of: _every(of, _ABOVE, 0.3, 2)),
+    Claim("Where <s> is hidden the triggers become the sink, together.", ("free_masked", "others_masked"),
+          (_TRIGGERS,), lambda *both: all(_every(of, _TRIGGERS, 0.7, 2) for of in both),
+          "non-triggers put more than 0.7 on the keys of the three triggers, in every seed, whether the value of <s> is "
+          "held or not", revised=Revision("the weight on triggers had been recorded, but not predicted")),
 )  # fmt: skip
 
 
@@ -248,7 +253,7 @@ EXPERIMENT = Experiment(
             metric("bigram_excess_risk_nats", CURVES["bigram_excess_risk_nats"]))),
         MetricTable("Where late non-triggers attend", (
             metric("first_key", "first key"), metric("largest_position", "largest position of the first half"),
-            _ABOVE, _TOKEN, metric("trigger_keys", "on triggers"),
+            _ABOVE, _TOKEN, _TRIGGERS,
             metric("trigger_keys_equal", "the same with equal weights"))),
     ),
     claims=CLAIMS,
