@@ -209,8 +209,8 @@ CLAIMS = (
           lambda of: _every(of, _ABOVE, 0.3, 2)),
     Claim("Where <s> is hidden the triggers become the sink, together.", ("free_masked", "others_masked"),
           (_TRIGGERS,), lambda *both: all(_every(of, _TRIGGERS, 0.7, 2) for of in both),
-          "non-triggers put more than 0.7 on the keys of the three triggers, in every seed, whether the value of <s> is "
-          "held or not", revised=Revision("the weight on triggers had been recorded, but not predicted")),
+          "non-triggers put more than 0.7 on the keys of the three triggers, in every seed, whether the value of <s> "
+          "is held or not", revised=Revision("the weight on triggers had been recorded, but not predicted")),
 )  # fmt: skip
 
 
