@@ -4,6 +4,7 @@ Three experiments on the narrow model of `narrow`. All criteria were written bef
 the plain model with one and three layers (seed 100).
 """
 
+import textwrap
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -48,7 +49,7 @@ def _bars(name: str, caption: str, quantities: Mapping[str, Quantity]) -> Callab
             label: np.array([[quantity.value(of.seeds[s]) for s in results.seeds] for of in shown]).T
             for label, quantity in quantities.items()
         }
-        figure = drawing.bars([of.label.replace(", ", ",\n") for of in shown], values, y_label="mean attention weight")
+        figure = drawing.bars([textwrap.fill(of.label, 16) for of in shown], values, y_label="mean attention weight")
         return [Picture(name, caption, figure)]
 
     return draw
@@ -72,10 +73,10 @@ _SETTING = (
 # A head that every query needs.
 
 RULES: dict[str, tuple[str, dict[str, object]]] = {
-    "backcopy": ("Bigram-Backcopy: only triggers need the head", {}),
+    "backcopy": ("backcopy: only triggers need the head", {}),
     "skip": ("skip-bigram: every query needs it", {"data.rule": "skip_bigram"}),
     "reverse": (
-        "skip-bigram but at triggers: only these do not",
+        "skip-bigram except after triggers: these alone do not",
         {"data.rule": "skip_bigram", "data.other_rule": "markov", "data.other_rule_probability": 1.0},
     ),
 }
