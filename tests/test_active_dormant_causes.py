@@ -47,6 +47,9 @@ def test_key_mass_is_counted_by_hand():
         "at_position": position.argmax(), "largest_token": token[2], "largest_token_equal": equal[2], "at_token": 2,
         "token_value_ratio": norms.mean(1)[tokens == 2].mean() / norms.mean(), "trigger_keys": token[trigger].sum(),
         "trigger_keys_equal": equal[trigger].sum(),
+        "active_trigger_keys": np.mean([
+            weights[b, :, t].mean(0)[trigger[tokens[b]]].sum() for b, t in queries[1]
+        ]),
         "active_first_key": np.mean([weights[b, :, t, 0].mean() for b, t in queries[1]]),
     }  # fmt: skip
     found = key_mass(*(jnp.asarray(a) for a in (weights, norms, tokens, trigger)))

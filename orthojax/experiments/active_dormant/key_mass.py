@@ -31,7 +31,8 @@ def key_mass(weights: jax.Array, value_norms: jax.Array, tokens: jax.Array, trig
       Scalars. `first_key`, `first_ten` (mass on keys 0 to 9), `largest_position` of the first half and `at_position`,
       `trigger_keys` (mass on triggers) and `trigger_keys_equal` (what equal weights give), of non-trigger queries;
       `largest_token`, the mass on the token that has most above its `largest_token_equal`, its id `at_token`, and
-      `token_value_ratio`, the value norm of its keys over that of all; `active_first_key` of trigger queries.
+      `token_value_ratio`, the value norm of its keys over that of all; `active_first_key` and `active_trigger_keys` of
+      trigger queries.
     """
     T, V = tokens.shape[1], len(trigger)
     is_trigger, late, half = trigger[tokens], jnp.arange(T) >= T // 2, T // 2
@@ -43,7 +44,8 @@ def key_mass(weights: jax.Array, value_norms: jax.Array, tokens: jax.Array, trig
         return jnp.einsum("btx,bt->x", values, where.astype(values.dtype)) / jnp.sum(where)
 
     position = mean(mean_weights[..., :half], ~is_trigger)
-    token = mean(jnp.einsum("bts,bsv->btv", mean_weights, one_hot), ~is_trigger)
+    by_token = jnp.einsum("bts,bsv->btv", mean_weights, one_hot)
+    token = mean(by_token, ~is_trigger)
     seen = jnp.cumsum(one_hot, axis=1) / (1 + jnp.arange(T, dtype=weights.dtype))[None, :, None]
     equal = mean(seen, ~is_trigger)
     most = jnp.argmax(token - equal)
@@ -61,6 +63,7 @@ def key_mass(weights: jax.Array, value_norms: jax.Array, tokens: jax.Array, trig
         "trigger_keys": jnp.sum(token, where=trigger),
         "trigger_keys_equal": jnp.sum(equal, where=trigger),
         "active_first_key": mean(mean_weights[..., :1], is_trigger)[0],
+        "active_trigger_keys": jnp.sum(mean(by_token, is_trigger), where=trigger),
     }
 
 
@@ -85,4 +88,4 @@ def _measure(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], N
     return Measured(metrics, {})
 
 
-KEY_MASS = Measure("key_mass", _measure)
+KEY_MASS = Measure("keys", _measure)
