@@ -4,7 +4,7 @@ Reproduces: the softmax row of the main job's Backcopy table; after Active-Dorma
 Command:    python launch/train.py --config=configs/bigram_backcopy.py
             python launch/evaluate.py --checkpoint=runs/bigram_backcopy
             --config.model.normalizer=softmax1 or relu for the other rows
-            --config.data.rule=in_context_bigram, bigram_backward or markov for the related tasks;
+            --config.data.rule=in_context_bigram, bigram_backward, skip_bigram or markov for the related tasks;
             data.bos_tokens=0 or 2, data.delimiter=true; data.counts=FILE.json or data.paths=FILE for other
             bigrams, with model.vocab_size to match
 Expected:   see results/README.md; attention on <s> at non-triggers about 0.8 after 400 steps.

@@ -61,9 +61,10 @@ def _np_attention(config, x, p, given, layer):
         value[0] *= given.first_value_scale[layer][:, None]
     k, v = (np.repeat(a, N // config.kv_heads, 1) for a in (key, value))
     logits = np.einsum("TNH,SNH->NTS", query, k) / math.sqrt(H)
-    weights = attention_oracle.weights(logits, visible, normalizers.get(config.normalizer, config.normalizer))
+    biased = logits if given.attention_bias is None else logits + _of_layer(given.attention_bias, layer)
+    weights = attention_oracle.weights(biased, visible, normalizers.get(config.normalizer, config.normalizer))
     if given.forced_share is not None:
-        forced = given.forced_weights if given.forced_weights.ndim == 2 else given.forced_weights[layer]
+        forced = _of_layer(given.forced_weights, layer)
         share = given.forced_share[layer].reshape(N, -1, 1)
         weights = (1.0 - share) * weights + share * forced
     heads = np.einsum("NTS,SNH->TNH", weights, v)
@@ -77,6 +78,10 @@ def _np_attention(config, x, p, given, layer):
     norms = {"value_norms": written, "head_norms": head_outputs}
     taps |= {"visible": visible[None]} | {name: np.linalg.norm(x, axis=-1) for name, x in norms.items()}
     return _np_linear(heads.reshape(T, -1), p["output"]), taps
+
+
+def _of_layer(array, layer):
+    return array if array.ndim == 2 else array[layer]
 
 
 def _np_mlp(kind, x, p):
@@ -114,7 +119,8 @@ def _at(value, layer):
 def numpy_forward(config, params, tokens, given=None):
     """Logits of one sequence [T, V], and the taps of every layer.
 
-    `given` are its interventions, without axes of the batch: forced weights [T, S] or [L, N, T, S], outputs [L, T, D].
+    `given` are its interventions, without axes of the batch: bias and forced weights [T, S] or [L, N, T, S],
+    outputs [L, T, D].
     """
     given = Interventions() if given is None else given
     given = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), given)

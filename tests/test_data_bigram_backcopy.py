@@ -88,6 +88,17 @@ CASES = {
     "backcopy": {},
     "backward": {"rule": "bigram_backward"},
     "markov": {"rule": "markov", "bos_count": 0},
+    "skip": {"rule": "skip_bigram"},
+    "skip, not at triggers": {
+        **{"rule": "skip_bigram", "other_rule": "markov", "other_rule_probability": 1.0},
+        **{"bos_count": 2, "delimiter_position": 17},
+    },
+    "skip or in-context": {
+        "rule": "skip_bigram",
+        "other_rule": "in_context_bigram",
+        "other_rule_probability": 0.3,
+        "bos_count": 0,
+    },
     "in-context": {"rule": "in_context_bigram", "bos_count": 2, "delimiter_position": 18},
     "backcopy or in-context": {"other_rule": "in_context_bigram", "other_rule_probability": 0.3},
     "in-context or backward": {
@@ -151,9 +162,12 @@ def standardised_squares(counts, mean, variance):
 
 
 def counts_by_context(task, tokens, law):
-    """(counts, expectation, variance) of next tokens by current token and whether the rule acts, [2V, V]."""
+    """(counts, expectation, variance) of next tokens by the token that decides and whether a trigger acts, [2V, V]."""
     V, acts = task.vocab_size, np.asarray(task.is_trigger(tokens[:, :-1]))
-    context = np.eye(2 * V)[(tokens[:, :-1] + V * acts).ravel()].T
+    decides = tokens[:, :-1]
+    if task.rule == "skip_bigram":
+        decides = np.concatenate([decides[:, :1], decides[:, :-1]], axis=1)
+    context = np.eye(2 * V)[(decides + V * acts).ravel()].T
     law = law.reshape(-1, V)
     return context @ np.eye(V)[tokens[:, 1:].ravel()], context @ law, context @ (law * (1 - law))
 
@@ -225,7 +239,7 @@ def law_by_hand(task, row):
             return np.eye(V)[row[i - 1]]
         if rule == "in_context_bigram":
             return np.eye(V)[outputs[row[i]]]
-        return P_[row[i - 1] if rule == "bigram_backward" else row[i]]
+        return P_[row[i - 1] if rule in ("bigram_backward", "skip_bigram") else row[i]]
 
     def given_outputs(i, outputs):
         if i + 1 < task.bos_count:
@@ -238,6 +252,8 @@ def law_by_hand(task, row):
             return share
         if row[i] in triggers and not (task.delimiter_position and i > task.delimiter_position):
             return (1 - p) * at_trigger(task.rule, i, outputs) + p * at_trigger(task.other_rule, i, outputs)
+        if task.rule == "skip_bigram" and not (task.delimiter_position and i > task.delimiter_position):
+            return first if i in (0, task.bos_count) else P_[row[i - 1]]
         return P_[row[i]]
 
     worlds = [dict(zip(triggers, outputs, strict=True)) for outputs in itertools.product(plain, repeat=len(triggers))]

@@ -26,9 +26,12 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (B, T)))
 SCALES = tuple(name for name in Interventions._fields if name.endswith("_scale"))
 SHARES = tuple(name for name in Interventions._fields if name.endswith("_share"))
 OUTPUTS = ("attention_output", "mlp_output", "residual")
-CONFIGS = {"llama2": (llama2("tiny", **UNROLLED), SCALES)}
+SEEN = ("attention_logits", "attention_weights", "values", "value_norms", *OUTPUTS, "post_attention")
+MATRICES = ("attention_bias", "forced_weights")
+FUSED = (*SCALES, "attention_bias")
+CONFIGS = {"llama2": (llama2("tiny", **UNROLLED), FUSED)}
 CONFIGS |= {
-    name: (config, (*SCALES, *SHARES))
+    name: (config, (*FUSED, *SHARES))
     for name, config in {"gpt2": GPT2, "grouped": GROUPED, "bigram_backcopy": BACKCOPY, "post-norm": POST_NORM}.items()
 }
 
@@ -50,7 +53,7 @@ def uniform(*shape, seed=0):
 
 def random_interventions(config):
     """Every field, as the oracle takes them, without axes of the batch."""
-    shapes = {"head_scale": (L, N), "first_value_scale": (L, config.kv_heads), "forced_weights": (L, N, T, T)}
+    shapes = {"head_scale": (L, N), "first_value_scale": (L, config.kv_heads)} | dict.fromkeys(MATRICES, (L, N, T, T))
     shapes |= {"forced_share": (L, N, T), "attention_output_share": (L,), "mlp_output_share": (L, T)}
     shapes |= {"residual_share": (L, T)} | dict.fromkeys(OUTPUTS, (L, T, D))
     fields = Interventions._fields
@@ -58,8 +61,8 @@ def random_interventions(config):
 
 
 def neutral(config):
-    """The same without effect: factors of 1 and shares of 0."""
-    given, ends = random_interventions(config)._asdict(), {"scale": 1.0, "share": 0.0}
+    """The same without effect: factors of 1, shares and a bias of 0."""
+    given, ends = random_interventions(config)._asdict(), {"scale": 1.0, "share": 0.0, "_bias": 0.0}
     return Interventions(**{name: 0 * a + ends[name[-5:]] if name[-5:] in ends else a for name, a in given.items()})
 
 
@@ -68,7 +71,7 @@ def only(given, names):
 
 
 def with_batch_axes(given):
-    axes = {"forced_weights": (1,)} | dict.fromkeys(OUTPUTS, (1,))
+    axes = dict.fromkeys((*MATRICES, *OUTPUTS), (1,))
     arrays = {name: jnp.expand_dims(a, axes.get(name, ())) for name, a in given._asdict().items() if a is not None}
     return Interventions(**arrays)
 
@@ -77,7 +80,7 @@ def with_batch_axes(given):
 def test_logits_and_taps_are_those_of_the_same_interventions_in_float64_and_ones_are_none(name):
     config, effects = CONFIGS[name]
     params, ones, random = params_of(config), neutral(config), random_interventions(config)
-    ones = only(ones, SCALES) if effects == SCALES else ones
+    ones = only(ones, FUSED) if effects == FUSED else ones
     plain = apply(config, params)[0]
     logits = apply(config, params, with_batch_axes(ones))[0]
     np.testing.assert_allclose(logits, plain, rtol=0, atol=1e-6 * np.abs(plain).max())
@@ -88,7 +91,7 @@ def test_logits_and_taps_are_those_of_the_same_interventions_in_float64_and_ones
             expected, layers = numpy_forward(config, random_params(config), TOKENS[i], given)
             np.testing.assert_allclose(logits[i], expected, rtol=1e-4, atol=1e-4, err_msg=str(changed))
             for layer, seen in enumerate(layers):
-                for field in ("attention_weights", "values", "value_norms", *OUTPUTS, "post_attention"):
+                for field in SEEN:
                     tap = getattr(taps, field)[layer, i]
                     np.testing.assert_allclose(tap, seen[field], rtol=1e-4, atol=1e-4, err_msg=f"{changed}: {field}")
 
@@ -160,6 +163,25 @@ def test_activations_of_another_run_take_the_place_of_the_own_ones():
     np.testing.assert_allclose(apply(GPT2, params, own)[0], plain, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("config", [GPT2, BACKCOPY], ids=["scanned", "unrolled"])
+def test_a_bias_of_all_layers_is_that_of_each_and_hides_keys(config):
+    params = params_of(config)
+    for bias in (uniform(T, T), uniform(B, T, T)):
+        by_layer = np.broadcast_to(bias.reshape(1, -1, 1, T, T), (L, B, N, T, T))
+        shared, each = (apply(config, params, Interventions(attention_bias=array)) for array in (bias, by_layer))
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), shared, each)
+    hidden = np.zeros((T, T), np.float32)
+    hidden[1:, 0] = -1e30
+    _, taps = apply(config, params, Interventions(attention_bias=hidden))
+    for i in range(B):
+        _, layers = numpy_forward(config, random_params(config), TOKENS[i], Interventions(attention_bias=hidden))
+        weights = layers[1]["attention_weights"]
+        assert (weights[..., 1:, 0] == 0.0).all()
+        np.testing.assert_allclose(taps.attention_weights[1, i], weights, rtol=1e-4, atol=1e-4)
+    assert (taps.attention_weights[..., 1:, 0] == 0.0).all()
+    assert (np.abs(taps.attention_logits) < 100).all()
+
+
 # Gradients: to every array, and through them to the parameters, against differences of the float64 model.
 
 
@@ -198,9 +220,10 @@ def test_only_forced_weights_need_the_matrix_of_weights():
 
     def kernels(given):
         text = apply.trace(config, params, given, tokens).lower(lowering_platforms=("cuda",)).as_text()
-        return text.count("@__cudnn$fmhaSoftmax(")
+        return len(re.findall(r"@__cudnn\$fmha(?:ScaleBias)?Softmax\(", text))
 
-    assert kernels(None) == kernels(only(random_interventions(config), SCALES)) == 1
+    fused = only(random_interventions(config), SCALES)._replace(attention_bias=np.zeros((64, 64)))
+    assert kernels(None) == kernels(fused) == 1
     forced = Interventions(forced_weights=attention_pattern("first", 64), forced_share=np.ones((L, N)))
     assert kernels(forced) == 0
 
@@ -209,6 +232,7 @@ REFUSED = {
     "head_scale": ((N, L), r"\[num_layers 2, num_heads 4\]"),
     "attention_scale": ((1,), r"\[num_layers 2\]"),
     "first_value_scale": ((L, N), r"\[num_layers 2, num_kv_heads 2\]"),
+    "attention_bias": ((B, N, T, T), r"\[length 6, length 6\] or \[batch 2, length 6, length 6\] or"),
     "forced_weights": ((T, T - 1), r"\[length 6, length 6\] or \[batch 2, length 6, length 6\] or"),
     "forced_share": ((L,), r"\[num_layers 2, num_heads 4\] or \[num_layers 2, num_heads 4, length 6\]"),
     "residual": ((L, B, T, D + 1), r"\[num_layers 2, batch 2, length 6, d_model 8\]"),

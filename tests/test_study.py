@@ -209,6 +209,39 @@ def test_a_computation_runs_in_float64_and_its_rows_are_read_like_variants(tmp_p
         run_experiment(experiment, "small", (0,), tmp_path)
 
 
+def test_parts_of_a_computation_that_finished_are_kept_until_its_settings_change(tmp_path, capsys):
+    calls = []
+
+    def part(name, fails=False):
+        def compute(seed):
+            calls.append((name, seed))
+            if fails:
+                raise KeyboardInterrupt
+            return [Case(name, {}, {"value": float(seed)})]
+
+        return compute
+
+    def run(compute, settings=1, seeds=(0, 1)):
+        calls.clear()
+        made = Experiment(name="made", title="t", compute=compute, settings=settings)
+        return run_experiment(made, "tiny", seeds, tmp_path).raw["rows"], list(calls)
+
+    with pytest.raises(KeyboardInterrupt):
+        run({"a": part("a"), "b": part("b", fails=True)})
+    both = {"a": part("a"), "b": part("b")}
+    rows, called = run(both)
+    assert called == [("b", 0), ("a", 1), ("b", 1)]
+    assert [(row["variant"], row["seed"], row["metrics"]["value"]) for row in rows] == [
+        ("a", 0, 0.0), ("b", 0, 0.0), ("a", 1, 1.0), ("b", 1, 1.0),
+    ]  # fmt: skip
+    assert run(both) == (rows, [])
+    (damaged,) = (tmp_path / "computed").glob("a-*-seed1.json")
+    damaged.write_text("{}")
+    assert run(both) == (rows, [("a", 1)])
+    assert damaged.name in capsys.readouterr().err
+    assert len(run(both, settings=2)[1]) == len(run(both, settings=None)[1]) == len(run(both, settings=None)[1]) == 4
+
+
 # Learning rates.
 
 

@@ -8,7 +8,7 @@ from orthojax.config.fields import added, check_types, require, require_each, re
 from orthojax.config.model import ModelConfig
 from orthojax.config.optim import OptimConfig
 
-TriggerRule = Literal["backcopy", "in_context_bigram", "bigram_backward", "markov"]
+TriggerRule = Literal["backcopy", "in_context_bigram", "bigram_backward", "markov", "skip_bigram"]
 """What follows a trigger of Bigram-Backcopy; see `orthojax.data.BigramBackcopy`."""
 
 
@@ -32,7 +32,8 @@ class DataConfig:
       counts: Bigram-Backcopy: a file in place of a text: a JSON list of [a, b, n], where b followed a n times.
       rule: Bigram-Backcopy: what follows a trigger: a copy of the token before it (`backcopy`), a token that the
         sequence has drawn for this trigger (`in_context_bigram`), what could follow the token before it
-        (`bigram_backward`), or what follows it in the text (`markov`).
+        (`bigram_backward`), or what follows it in the text (`markov`). With `skip_bigram` what could follow the token
+        before it comes after every token, not only after triggers.
       other_rule: Bigram-Backcopy: what follows a trigger instead, with `other_rule_probability`, drawn at each of them.
       other_rule_probability: 0 to 1.
       bos_tokens: Bigram-Backcopy: BOS tokens at the start of every row, each with an id of its own: 0, 1 or 2.

@@ -69,15 +69,17 @@ def batch(
             return before
         if rule == "in_context_bigram":
             return jnp.take_along_axis(outputs, slots[current][:, None], axis=1)[:, 0]
-        return drawn_from(before if rule == "bigram_backward" else current, uniform)
+        return drawn_from(current if rule == "markov" else before, uniform)
 
     def following(carry: tuple[jax.Array, jax.Array], xs: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         (before, current), (position, (uniform, *bits)) = carry, xs
         answer = by_rule(rule, before, current, uniform)
         for (name, probability), bit in zip(other, bits, strict=True):
             answer = jnp.where(bit < _as_integers(probability), by_rule(name, before, current, uniform), answer)
-        acts = (slots[current] >= 0) & (position - 1 < task.rule_positions)
-        token = jnp.where(acts, answer, drawn_from(current, uniform))
+        within = position - 1 < task.rule_positions
+        acts = (slots[current] >= 0) & within
+        row = jnp.where(within, before, current) if task.skips else current
+        token = jnp.where(acts, answer, drawn_from(row, uniform))
         if task.delimiter_id is not None:
             token = jnp.where(position == task.delimiter_position, task.delimiter_id, token)
         return (current, token), token
@@ -111,6 +113,7 @@ def _oracle(task: BigramBackcopy, tokens: jax.Array) -> jax.Array:
     laws = {
         "backcopy": lambda: jax.nn.one_hot(before, V, dtype=dtype),
         "bigram_backward": lambda: transition[before],
+        "skip_bigram": lambda: transition[before],
         "markov": lambda: transition[tokens],
     }
     rules = dict(task.rules)
@@ -118,12 +121,24 @@ def _oracle(task: BigramBackcopy, tokens: jax.Array) -> jax.Array:
     mixture = sum((p * laws[rule]() for rule, p in rules.items()), jnp.zeros((*tokens.shape, V), dtype))
     if in_context:
         mixture += in_context * _posterior(task, tokens, acts, in_context, mixture)
-    law = jnp.where(acts[..., None], mixture, transition[tokens])
+    law = jnp.where(acts[..., None], mixture, _elsewhere(task, tokens, transition))
     if task.delimiter_id is None or task.delimiter_position is None:
         return law
     certain = jax.nn.one_hot(task.delimiter_id, V, dtype=dtype)
     is_before = jnp.arange(tokens.shape[1]) == task.delimiter_position - 1
     return jnp.where(is_before[None, :, None], certain[None, None], law)
+
+
+def _elsewhere(task: BigramBackcopy, tokens: jax.Array, transition: jax.Array) -> jax.Array:
+    """The law where no trigger acts, [B, T, V]."""
+    if not task.skips:
+        return transition[tokens]
+    B, V = len(tokens), len(transition)
+    first = jnp.broadcast_to(jnp.asarray(task.first, transition.dtype), (B, 1, V))
+    before = jnp.concatenate([first, transition[tokens[:, :-1]]], axis=1)
+    position = jnp.arange(tokens.shape[1])
+    own = (position < task.bos_count) | (position >= task.rule_positions)
+    return jnp.where(own[None, :, None], transition[tokens], before)
 
 
 def _posterior(

@@ -83,7 +83,7 @@ class BigramBackcopy:
     triggers and pi the character frequencies, a sequence x is drawn as
 
       BOS tokens, then the first character from pi without T, renormalised;
-      x_{i+1} by the rule if x_i is in T, else x_{i+1} ~ P[x_i] (bigram).
+      x_{i+1} by the rule if x_i is in T, else x_{i+1} ~ P[x_i] (bigram), or with `skip_bigram` x_{i+1} ~ P[x_{i-1}].
 
     The rule is one of
 
@@ -92,9 +92,12 @@ class BigramBackcopy:
                          are no triggers (Bietti et al., arXiv:2306.00802)
       bigram_backward    x_{i+1} ~ P[x_{i-1}]
       markov             x_{i+1} ~ P[x_i], as everywhere
+      skip_bigram        x_{i+1} ~ P[x_{i-1}], as everywhere with this rule, so that every prediction needs the token
+                         before; what follows the first character is drawn as the first character is
 
-    or, with `other_rule_probability`, drawn anew at every trigger, `other_rule`. A delimiter stands at one position;
-    the character after it is drawn from pi, and from there on the chain is `markov`.
+    or, with `other_rule_probability`, drawn anew at every trigger, `other_rule`, which changes nothing elsewhere: with
+    `skip_bigram`, `markov` and 1 only triggers do not need the token before. A delimiter stands at one position; the
+    character after it is drawn from pi, and from there on the chain is `markov`.
 
     Attributes:
       counts: From `count_pairs` or `read_counts`.
@@ -219,6 +222,11 @@ class BigramBackcopy:
         return law
 
     @property
+    def skips(self) -> bool:
+        """Whether tokens that are no triggers, too, are followed by what could follow the token before them."""
+        return self.rule == "skip_bigram"
+
+    @property
     def rule_positions(self) -> float:
         """Triggers act at positions below this one: before the delimiter, where there is one."""
         return math.inf if self.delimiter_position is None else self.delimiter_position - 1
@@ -263,8 +271,8 @@ class BigramBackcopy:
         """The true distribution of the next token at every position, given all tokens before it.
 
         At a trigger it is that of the rule, or the mixture of both: of `in_context_bigram` the posterior of o, uniform
-        at the first occurrence and, where it is the only rule, exact afterwards. Elsewhere it is the bigram row, at the
-        last BOS token `first`.
+        at the first occurrence and, where it is the only rule, exact afterwards. Elsewhere it is the bigram row, of
+        `skip_bigram` that of the token before; at the last BOS token `first`.
 
         Args:
           tokens: int [B, T], inputs, which are sequences of the task.

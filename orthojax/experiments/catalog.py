@@ -15,10 +15,13 @@ from orthojax.config import Config, from_dict, replace
 from orthojax.errors import UserError, nearest
 from orthojax.experiments.active_dormant import (
     blocks,
+    break_conditions,
     cure,
     norm_toys,
     one_layer,
     orthoadam_peak,
+    pixel_sinks,
+    reinforcement,
     rules,
     simplified_models,
     sink_theory,
@@ -58,7 +61,7 @@ from orthojax.formatting import align
 _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table9)
 _LATER = (training_curves, appendix_e, appendix_g, appendix_h, rotation_ablation, optimizer_outliers, normalizers)
 _ON_THE_TASK = (one_layer, three_layers, blocks, rules, cure)
-_ACTIVE_DORMANT = (sink_theory, norm_toys, orthoadam_peak)
+_ACTIVE_DORMANT = (sink_theory, norm_toys, orthoadam_peak, reinforcement)
 ALL: tuple[Experiment, ...] = (
     *(module.EXPERIMENT for module in (quick, *_TABLES, figure1, figure2, figure3, figure4, figure6)),
     *(*layers.EXPERIMENTS, maps.HIDDEN_STATES, maps.ATTENTION_MAPS),
@@ -66,6 +69,8 @@ ALL: tuple[Experiment, ...] = (
     *(module.EXPERIMENT for module in _ON_THE_TASK),
     *simplified_models.EXPERIMENTS,
     *(module.EXPERIMENT for module in _ACTIVE_DORMANT),
+    *break_conditions.EXPERIMENTS,
+    pixel_sinks.EXPERIMENT,
 )
 _CALIBRATION_SECONDS = 1.0
 _LONGEST_HOURS = 1000  # a longer estimate only means that this is not the machine for it

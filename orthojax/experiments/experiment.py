@@ -97,6 +97,7 @@ class Case(NamedTuple):
     metrics: dict[str, float]
 
 
+Compute = Callable[[int], Sequence[Case]]
 # Metrics that the paper prints for a variant, by variant name.
 Paper = Mapping[str, Mapping[str, float]]
 
@@ -111,8 +112,12 @@ class Experiment:
       name: As in --experiment.
       title: One line, for --list and the head of the report.
       variants: Scale -> models to train and measure.
-      compute: Seed -> rows that follow from formulas, samples or models too small to be runs; with float64 enabled.
-      seconds_per_seed: What `compute` takes on two CPU cores, for --list; it is repeated by every call.
+      compute: Seed -> rows that follow from formulas, samples or models too small to be runs; with float64 enabled. Or
+        several of them by name, whose rows come one after the other.
+      settings: A JSON value: what the rows of `compute` depend on beside the seed. With it the rows of each seed and
+        name are kept under workdir/computed and not computed again, until it changes; without it every call repeats
+        them.
+      seconds_per_seed: What `compute` takes on two CPU cores, for --list.
       scales: For which `variants` is defined.
       seeds: Where none are given.
       also: Further names of the same experiment, as of figures that differ only by model.
@@ -136,7 +141,8 @@ class Experiment:
     name: str
     title: str
     variants: Callable[[str], tuple[Variant, ...]] | None = None
-    compute: Callable[[int], Sequence[Case]] | None = None
+    compute: Compute | Mapping[str, Compute] | None = None
+    settings: Any = None
     seconds_per_seed: float = 5.0
     scales: tuple[str, ...] = ("tiny",)
     seeds: tuple[int, ...] = (0,)

@@ -1,9 +1,11 @@
 """Running an experiment: what is not done yet, resumable, into one results.json."""
 
+import hashlib
+import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ import jax
 from orthojax.config import Config, replace
 from orthojax.errors import UserError
 from orthojax.experiments.costs import measure_costs
-from orthojax.experiments.experiment import Experiment, Run, Variant, run_name
+from orthojax.experiments.experiment import Case, Experiment, Run, Variant, run_name
 from orthojax.experiments.places import Place
 from orthojax.experiments.results import Results
 from orthojax.experiments.runs import Row, Task, failed_row, finish
 from orthojax.experiments.workers import run_all
-from orthojax.files import make_folder, write_text
+from orthojax.files import make_folder, parse_json, read_again, write_text
 from orthojax.machine import environment
 from orthojax.progress import Progress, tokenizing_progress
 from orthojax.train import find_checkpoint, open_inputs, read_config, require_task
@@ -85,7 +87,7 @@ def run_experiment(
         raise UserError(f"experiment {experiment.name!r} needs a model", allowed="--model=NAME=CHECKPOINT[,...]")
     make_folder(workdir, "workdir", files=("results.json", "costs.json", "report.md", "report.html", "training.html"))
     if experiment.compute:
-        content = _computed(experiment, seeds)
+        content = _computed(experiment, seeds, workdir)
     else:
         runs = [Run(v, seed, runs_dir / run_name(v, seed)) for seed in seeds for v in trained if experiment.trains]
         runs += [Run(v, v.config.train.seed, workdir / "models" / run_name(v, v.config.train.seed)) for v in models]
@@ -95,18 +97,41 @@ def run_experiment(
     return Results(experiment, scale, seeds, workdir, raw, variants)
 
 
-def _computed(experiment: Experiment, seeds: Sequence[int]) -> dict[str, Any]:
-    """Every seed of a computation; repeated by every call, since it takes seconds."""
-    assert experiment.compute is not None
-    rows, started = [], time.monotonic()
-    with Progress(len(seeds)) as progress:
-        for seed in seeds:
-            with jax.enable_x64(True):
-                cases = experiment.compute(seed)
-            rows += [{"variant": case.variant, "seed": seed} | case._asdict() for case in cases]
-            progress.advance(1, f"{experiment.name}: seed {seed}")
-    seconds = round(time.monotonic() - started, 1)
-    return {"provenance": environment() | {"seeds": list(seeds), "data": [], "wall_seconds": seconds}, "rows": rows}
+def _computed(experiment: Experiment, seeds: Sequence[int], workdir: Path) -> dict[str, Any]:
+    """Every seed of a computation; what an earlier call kept is read."""
+    compute, settings = experiment.compute, experiment.settings
+    assert compute is not None
+    parts = compute if isinstance(compute, Mapping) else {"": compute}
+    rows, seconds = [], 0.0
+    with Progress(len(seeds) * len(parts)) as progress:
+        for seed, (part, cases_of) in itertools.product(seeds, parts.items()):
+            key = json.dumps([experiment.name, part, settings], sort_keys=True)
+            name = "-".join(filter(None, (part, hashlib.sha256(key.encode()).hexdigest()[:8], f"seed{seed}")))
+            path = workdir / "computed" / f"{name}.json"
+            done = None if settings is None else read_again(path, "computed rows", _parse_computed, progress.say)
+            if done is None:
+                started = time.monotonic()
+                with jax.enable_x64(True):
+                    cases = [case._asdict() for case in cases_of(seed)]
+                done = {"rows": cases, "seconds": time.monotonic() - started}
+                if settings is not None:
+                    path.parent.mkdir(exist_ok=True)
+                    write_text(path, json.dumps(done, indent=2) + "\n")
+            rows += [{"variant": row["variant"], "seed": seed} | row for row in done["rows"]]
+            seconds += done["seconds"]
+            progress.advance(1, f"{experiment.name}: {part and f'{part}, '}seed {seed}")
+    of = {"seeds": list(seeds), "data": [], "wall_seconds": round(seconds, 1)}
+    return {"provenance": environment() | of, "rows": rows}
+
+
+def _parse_computed(content: bytes) -> dict[str, Any]:
+    done = parse_json(content, "its content")
+    rows = done.get("rows") if isinstance(done, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and set(row) == set(Case._fields) for row in rows):
+        raise ValueError("it does not hold rows")
+    if type(done.get("seconds")) not in (int, float):
+        raise ValueError("it does not say how long that took")
+    return done
 
 
 def _trained(

@@ -36,9 +36,9 @@ class Attention(Part):
         normalizer, relaxed = self._normalizer(), c.relaxed_causal_tokens > 1
         implementation = None if c.attention_implementation == "auto" else c.attention_implementation
         attend = partial(dot_product_attention, normalizer=normalizer, implementation=implementation)
-        shown = None
+        bias, shown = given.attention_bias, None
         if given.forced_share is None:
-            heads = attend(query, key, value, mask=visible if relaxed else None, is_causal=not relaxed)
+            heads = attend(query, key, value, bias, mask=visible if relaxed else None, is_causal=not relaxed)
         else:
             shown = _logits_and_weights(query, key, visible, normalizer, given)
             heads = weighted_values(shown[1], value)
@@ -84,4 +84,5 @@ def _logits_and_weights(
 ) -> tuple[jax.Array, jax.Array]:
     # `attention_weights` in its two parts, so that both taps share the logits, in gradients too.
     logits = attention_logits(query, key)
-    return logits, force_weights(apply_normalizer(normalizer, logits, visible), given)
+    biased = logits if given.attention_bias is None else logits + given.attention_bias.astype(logits.dtype)
+    return logits, force_weights(apply_normalizer(normalizer, biased, visible), given)

@@ -26,11 +26,15 @@ class Interventions(NamedTuple):
       first_value_scale: [L, K]. Factor of the value vectors of position 0.
       first_attention_scale: [L]. Factor of what attention adds at position 0.
       first_mlp_scale: [L]. The same for the MLP.
+      attention_bias: Added to the scaled logits before the normalizer; a large negative number hides a key: [T, S] or
+        [B, T, S] for all layers and heads, or [L, B, N, T, S]. `Taps.attention_weights` show it, `attention_logits`
+        are from before it, as from before the mask, so that means over keys keep their sense.
+        Kernels that add no bias (cuDNN's adds one, splash none) give way to plain XLA, or refuse if named.
       forced_weights: Attention weights to use instead of the model's: [T, S] or [B, T, S] for all layers and heads, or
         [L, B, N, T, S], as `Taps.attention_weights` of another run come. Used as they are: neither masked nor
         normalised. `attention_pattern` has some.
       forced_share: [L, N] or, by query, [L, N, T]. Where they replace the model's, which costs the whole matrix of
-        weights; all other fields leave fused attention kernels in use.
+        weights; all other fields but `attention_bias` leave fused attention kernels in use.
       attention_output: [L, B, T, D]. What attention shall add to the residual stream, after all factors.
       attention_output_share: [L], [L, T] or [L, B, T]. Where it does.
       mlp_output: [L, B, T, D]. The same for the MLP.
@@ -51,6 +55,7 @@ class Interventions(NamedTuple):
     first_value_scale: jax.Array | None = None
     first_attention_scale: jax.Array | None = None
     first_mlp_scale: jax.Array | None = None
+    attention_bias: jax.Array | None = None
     forced_weights: jax.Array | None = None
     forced_share: jax.Array | None = None
     attention_output: jax.Array | None = None
@@ -66,7 +71,7 @@ _SHAPES = {
     "head_scale": ("LN",),
     **dict.fromkeys(("attention_scale", "mlp_scale", "first_attention_scale", "first_mlp_scale"), ("L",)),
     "first_value_scale": ("LK",),
-    "forced_weights": ("TS", "BTS", "LBNTS"),
+    **dict.fromkeys(("attention_bias", "forced_weights"), ("TS", "BTS", "LBNTS")),
     "forced_share": ("LN", "LNT"),
     **dict.fromkeys(("attention_output", "mlp_output", "residual"), ("LBTD",)),
     **dict.fromkeys(("attention_output_share", "mlp_output_share", "residual_share"), _SHARE),
@@ -94,8 +99,8 @@ def attention_pattern(kind: Literal["identity", "first", "previous"], length: in
 
 def split_layers(
     interventions: Interventions | None, config: ModelConfig, batch: int, length: int
-) -> tuple[Interventions, jax.Array | None]:
-    """What a loop over layers takes: checked arrays [L, ...], and forced weights [B or 1, 1, T, S] that layers share.
+) -> tuple[Interventions, Interventions]:
+    """What a loop over layers takes: checked arrays [L, ...], and those [B or 1, 1, T, S] that all layers share.
 
     Raises:
       ValueError: For a shape that is not allowed, or one of two fields that belong together.
@@ -111,11 +116,10 @@ def split_layers(
         for one, other in ((values, share), (share, values)):
             if one in arrays and other not in arrays:
                 raise UserError(f"interventions.{one} without interventions.{other}", allowed="both, or neither")
-    shared = arrays.get("forced_weights")
-    if shared is None or shared.ndim == len("LBNTS"):
-        return Interventions(**arrays), None
-    del arrays["forced_weights"]
-    return Interventions(**arrays), jnp.expand_dims(shared, (0, 1) if shared.ndim == len("TS") else 1)
+    shared = {name: a for name, a in arrays.items() if _SHAPES[name][-1] == "LBNTS" and a.ndim < len("LBNTS")}
+    by_layer = {name: a for name, a in arrays.items() if name not in shared}
+    shared = {name: jnp.expand_dims(a, (0, 1) if a.ndim == len("TS") else 1) for name, a in shared.items()}
+    return Interventions(**by_layer), Interventions(**shared)
 
 
 def _checked(name: str, array: jax.Array, sizes: dict[str, tuple[str, int]]) -> jax.Array:
@@ -130,6 +134,11 @@ def _checked(name: str, array: jax.Array, sizes: dict[str, tuple[str, int]]) -> 
 
 
 # Within one layer, with its slice of the arrays.
+
+
+def with_shared(given: Interventions, shared: Interventions) -> Interventions:
+    """The interventions of one layer with those that all layers share."""
+    return given._replace(**{name: array for name, array in shared._asdict().items() if array is not None})
 
 
 def blend(x: jax.Array, y: jax.Array, share: jax.Array) -> jax.Array:

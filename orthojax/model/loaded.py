@@ -22,7 +22,7 @@ Params = dict[str, Any]
 class Taps(NamedTuple):
     """The intermediates of one block. An `observe` function reduces them; what it does not read is never computed."""
 
-    attention_logits: jax.Array  # [B, N, T, S] float32, scaled, before the mask
+    attention_logits: jax.Array  # [B, N, T, S] float32, scaled, before bias and mask
     attention_weights: jax.Array  # [B, N, T, S] float32
     visible: jax.Array  # [1, 1, T, S] bool: which keys each query sees
     keys: jax.Array  # [B, S, K, H], rotated where positions are

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from orthojax.config import ModelConfig, Remat
 from orthojax.model.attention import Attention
-from orthojax.model.interventions import Interventions, intervene, replace, split_layers
+from orthojax.model.interventions import Interventions, intervene, replace, split_layers, with_shared
 from orthojax.model.layers import (
     Feedforward,
     Linear,
@@ -41,11 +41,9 @@ class Block(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, given: Interventions, forced_weights: jax.Array | None) -> tuple[jax.Array, Any]:
+    def __call__(self, x: jax.Array, given: Interventions, shared: Interventions) -> tuple[jax.Array, Any]:
         """[B, T, D], the layer's interventions and what layers share of them -> [B, T, D] and observe(Taps)."""
-        c = self.config
-        if forced_weights is not None:
-            given = given._replace(forced_weights=forced_weights)
+        c, given = self.config, with_shared(given, shared)
         B, T, _ = x.shape
         residual_before = x
         attention_output = mlp_output = jnp.zeros_like(x)

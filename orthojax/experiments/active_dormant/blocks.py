@@ -12,7 +12,7 @@ from orthojax.experiments.results import Quantity, Result, Results, metric
 from orthojax.experiments.tables import MetricTable
 
 _PEAK = "residual_peak/layer_0"
-# Norm of <s> less the others' after the first layer; one seed, 10,000 steps at width 256; but one read off a figure.
+# Norm of <s> less the others' after the first layer; one seed, 10,000 steps at width 256; one of them exact.
 PUBLISHED = {
     "two": {_PEAK: 15.0},
     "three": {_PEAK: 115.0},
@@ -75,13 +75,13 @@ CLAIMS = (
 def _about(results: Results) -> list[str]:
     c = results.first.config
     return [
-        f"Models of up to three blocks of width {c.model.d_model}, some without attention or MLP, {c.train.steps} "
+        f"Models of up to three blocks of width {c.model.d_model}, some without attention or MLP, after {c.train.steps} "
         "steps. The peak is the norm of the residual stream at <s> less its mean at other tokens, after the first layer."
     ]
 
 
 EXPERIMENT = Experiment(
-    name="peak-blocks",
+    name="peak_blocks",
     title="Bigram-Backcopy: which blocks make the residual-state peak, and knocking out the first",
     variants=_variants,
     scales=("tiny", "small"),

@@ -98,7 +98,7 @@ def _of_norm(norm: str) -> Callable[[Result], bool]:
 
 
 EXPERIMENT = Experiment(
-    name="backcopy-cure",
+    name="backcopy_cure",
     title="Bigram-Backcopy under the cure: softmax-1 and OrthoAdam against sinks, drains and peaks, by depth and norm",
     variants=_variants,
     scales=("tiny", "small"),

@@ -145,7 +145,7 @@ def _views(results: Results) -> Sequence[TrainingView]:
 
 
 EXPERIMENT = Experiment(
-    name="one-layer",
+    name="one_layer",
     title="Bigram-Backcopy, one layer: order of events, static panels, interventions, ReLU attention",
     variants=_variants,
     scales=("tiny", "small"),

@@ -79,14 +79,14 @@ CLAIMS = (
 def _about(results: Results) -> list[str]:
     c = results.first.config
     return [
-        f"Models of width {c.model.d_model}, {c.train.steps} steps; one layer where not said otherwise. Excess risks are "
-        "above the exact oracle of each task. The most attended token is that with most weight, at non-trigger "
-        "queries of the second half, above what equal weights would give."
+        f"Models of width {c.model.d_model} after {c.train.steps} steps; one layer where not said otherwise. Excess "
+        "risks are above the exact oracle of each task. The most attended token is that with most weight above what "
+        "equal weights would give, at non-trigger queries of the second half."
     ]
 
 
 EXPERIMENT = Experiment(
-    name="backcopy-rules",
+    name="backcopy_rules",
     title="Tasks around Bigram-Backcopy: no BOS and two, a delimiter, in-context and backward bigrams, Markov",
     variants=_variants,
     scales=("tiny", "small"),

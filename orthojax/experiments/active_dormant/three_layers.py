@@ -107,7 +107,7 @@ def _views(results: Results) -> Sequence[TrainingView]:
 
 _LAYERS = {f"layer_{i}": f"after layer {i + 1}" for i in range(3)}
 EXPERIMENT = Experiment(
-    name="three-layers",
+    name="three_layers",
     title="Bigram-Backcopy, three layers: residual-state peaks under Adam, SGD, OrthoAdam and with ReLU attention",
     variants=_variants,
     scales=("tiny", "small"),

@@ -1,0 +1,121 @@
+"""What the experiments on the cause of sinks measure and hold, against NumPy float64."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_oracle import numpy_forward, random_params
+
+from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
+from orthojax.errors import UserError
+from orthojax.experiments.active_dormant import pixel_sinks, reinforcement
+from orthojax.experiments.active_dormant.intervened_training import train, untouched
+from orthojax.experiments.active_dormant.key_mass import key_mass
+from orthojax.experiments.active_dormant.narrow import narrow
+from orthojax.model import Interventions, Transformer, bigram_backcopy
+from orthojax.train import init_state, make_train_step
+
+TASK = BigramBackcopy.from_text(default_text())
+SMALL = {"model.d_model": 8, "model.d_mlp": 8, "data.sequence_length": 20, "train.batch_size": 4, "eval.sequences": 8}
+CONFIG = narrow(1, SMALL)
+
+
+def test_key_mass_is_counted_by_hand():
+    rng = np.random.default_rng(0)
+    B, N, T, V = 3, 2, 20, 5
+    trigger = np.array([False, True, False, False, True])
+    tokens = rng.integers(0, V, (B, T))
+    weights = np.tril(rng.random((B, N, T, T)))
+    weights += 2.0 * np.tril(tokens[:, None, None, :] == 2)
+    weights /= weights.sum(-1, keepdims=True)
+    norms = rng.random((B, N, T))
+    queries = {
+        kind: [(b, t) for b in range(B) for t in range(10, T) if trigger[tokens[b, t]] == kind] for kind in (0, 1)
+    }
+    n = len(queries[0])
+    position, token, equal = np.zeros(10), np.zeros(V), np.zeros(V)
+    for b, t in queries[0]:
+        row = weights[b, :, t].mean(0)
+        position += row[:10] / n
+        for s in range(t + 1):
+            token[tokens[b, s]] += row[s] / n
+            equal[tokens[b, s]] += 1 / (t + 1) / n
+    expected = {
+        "first_key": position[0], "first_ten": position.sum(), "largest_position": position.max(),
+        "at_position": position.argmax(), "largest_token": token[2], "largest_token_equal": equal[2], "at_token": 2,
+        "token_value_ratio": norms.mean(1)[tokens == 2].mean() / norms.mean(), "trigger_keys": token[trigger].sum(),
+        "trigger_keys_equal": equal[trigger].sum(),
+        "active_trigger_keys": np.mean([
+            weights[b, :, t].mean(0)[trigger[tokens[b]]].sum() for b, t in queries[1]
+        ]),
+        "active_first_key": np.mean([weights[b, :, t, 0].mean() for b, t in queries[1]]),
+    }  # fmt: skip
+    found = key_mass(*(jnp.asarray(a) for a in (weights, norms, tokens, trigger)))
+    assert set(found) == set(expected)
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, err_msg=name)
+
+
+def test_training_without_interventions_is_that_of_the_config():
+    found = train(CONFIG, untouched, lambda params, _: {"sum": total(params)}, (0, 2))
+    state, step = init_state(CONFIG), make_train_step(CONFIG)
+    for number in range(3):
+        assert number not in found or found[number]["sum"] == pytest.approx(float(total(state.params)), rel=1e-6)
+        state, _ = step(state, TASK.batch(number, 4, 20, CONFIG.data.seed))
+    assert found[0] != found[2]
+
+
+def total(params):
+    return sum(jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(params))
+
+
+def test_a_value_is_held_at_the_mean_of_the_others_and_a_masked_key_is_not_seen():
+    with jax.enable_x64(True):
+        (case,) = reinforcement.compute("others_masked", 0, CONFIG, (0, 2))
+    of = case.metrics
+    assert of["value_norm_first/step_2"] == pytest.approx(of["value_norm_rest"], rel=1e-5)
+    assert of["value_norm_first/step_2"] != of["value_norm_first/step_0"]
+    assert of["sink_attention_rest"] == of["first_key"] == 0.0 < of["active_first_key"]
+    assert abs(of["sink_logit_gap"]) < 10  # from before the bias
+
+
+def test_gradients_pass_through_the_norm_that_is_held():
+    config = bigram_backcopy(1, vocab_size=TASK.vocab_size, max_length=8, d_model=8, d_mlp=8)
+    model, params = Transformer(config), random_params(config)
+    tokens, weights = TASK.batch(0, 2, 8, 0)[:, :-1], np.random.default_rng(1).normal(size=(2, 8, TASK.vocab_size))
+    held = reinforcement.interventions(reinforcement.CELLS["initial_visible"], model, TASK, jnp.float32(3.0))
+
+    def loss(params):
+        logits, _ = model.apply({"params": params}, tokens, interventions=held(params, tokens))
+        return jnp.vdot(weights, logits)
+
+    def float64_loss(params):
+        losses = []
+        for row, weight in zip(tokens, weights, strict=True):
+            norm = numpy_forward(config, params, row)[1][0]["value_norms"][0, 0]
+            logits, _ = numpy_forward(config, params, row, Interventions(first_value_scale=np.array([[3.0 / norm]])))
+            losses.append(np.vdot(weight, logits))
+        return sum(losses)
+
+    slopes = jax.jit(jax.grad(loss))(params)
+    rng = np.random.default_rng(2)
+    direction = jax.tree.map(lambda a: rng.normal(size=a.shape), params)
+    moved = [
+        float64_loss(jax.tree.map(lambda a, d, h=h: np.asarray(a, np.float64) + h * d, params, direction))
+        for h in (1e-5, -1e-5)
+    ]
+    expected = (moved[0] - moved[1]) / 2e-5
+    found = sum(jax.tree.leaves(jax.tree.map(lambda s, d: np.vdot(np.asarray(s, np.float64), d), slopes, direction)))
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_pixels_are_split_by_image_and_need_scikit_learn(monkeypatch):
+    rows = np.arange(100)[:, None] * np.ones((1, 64), int)
+    training, validation = pixel_sinks.split(rows)
+    assert (len(training), len(validation)) == (80, 20)
+    assert set(training[:, 0]) | set(validation[:, 0]) == set(range(100))
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(UserError, match=r"not installed\n.*pip install 'orthojax\[digits\]'"):
+        pixel_sinks.images()
