@@ -16,6 +16,7 @@ from orthojax.errors import UserError, nearest
 from orthojax.experiments.active_dormant import (
     blocks,
     break_conditions,
+    conditions,
     cure,
     norm_toys,
     one_layer,
@@ -60,7 +61,7 @@ from orthojax.formatting import align
 # In the order in which they are listed.
 _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table9)
 _LATER = (training_curves, appendix_e, appendix_g, appendix_h, rotation_ablation, optimizer_outliers, normalizers)
-_ON_THE_TASK = (one_layer, three_layers, blocks, rules, cure)
+_ON_THE_TASK = (one_layer, three_layers, blocks, rules, cure, conditions)
 _ACTIVE_DORMANT = (sink_theory, norm_toys, orthoadam_peak, reinforcement)
 ALL: tuple[Experiment, ...] = (
     *(module.EXPERIMENT for module in (quick, *_TABLES, figure1, figure2, figure3, figure4, figure6)),

@@ -75,8 +75,9 @@ CLAIMS = (
 def _about(results: Results) -> list[str]:
     c = results.first.config
     return [
-        f"Models of up to three blocks of width {c.model.d_model}, some without attention or MLP, after {c.train.steps} "
-        "steps. The peak is the norm of the residual stream at <s> less its mean at other tokens, after the first layer."
+        f"Models of up to three blocks of width {c.model.d_model}, some without attention or MLP, after "
+        f"{c.train.steps} steps. The peak is the norm of the residual stream at <s> less its mean at other tokens, "
+        "after the first layer."
     ]
 
 

@@ -110,6 +110,49 @@ def _history(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], N
 HISTORY = Measure("history", _history)
 
 
+def _mechanism(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
+    """What the paper says of the gradient of <s>'s residual stream, over the probes from step 200 on, by layer.
+
+    `gradient_final_cosine`: mean cosine of the gradient with that of the last probe. `gradient_decay`: the slope of its
+    logarithm against that of the residual norm; -1 is 1 / norm. `gradient_weak_share`, `gradient_key_cosine`: means of
+    `first_token_mechanism`'s. `growth_from/PART`: the share of a part of the model in what its updates added to the
+    norm, over the probed steps, each weighted with the steps to the next.
+    """
+    probes = []
+    for path in sorted((loaded.source.parents[1] / "probes").iterdir()):
+        with np.load(path) as arrays:
+            probes.append({name: np.asarray(arrays[name], float) for name in arrays if name != "attention"})
+    late = [arrays for arrays in probes if arrays["step"] >= 200]
+    gradients, residuals = (np.stack([of[name] for of in late]) for name in ("first_gradient", "first_residual"))
+    sizes, norms = np.linalg.norm(gradients, axis=-1), np.linalg.norm(residuals, axis=-1)
+    cosines = np.einsum("PLD,LD->PL", gradients, gradients[-1]) / (sizes * sizes[-1])
+    found: dict[str, float] = {}
+    for layer in range(gradients.shape[1]):
+        values = {
+            "gradient_final_cosine": cosines[:-1, layer].mean(),
+            "gradient_decay": np.polyfit(np.log(norms[:, layer]), np.log(sizes[:, layer]), 1)[0],
+            "gradient_weak_share": np.mean([of["first_gradient_weak_share"][layer] for of in late]),
+            "gradient_key_cosine": np.mean([of["first_gradient_key_cosine"][layer] for of in late]),
+        }
+        found |= {f"{name}/layer_{layer}": float(value) for name, value in values.items() if np.isfinite(value)}
+    weights = np.diff([of["step"] for of in probes[1:]], append=loaded.config.train.steps)
+    parts: dict[str, np.ndarray] = {}
+    for name in probes[-1]:
+        if name.startswith("growth/"):
+            part = "/".join(name.split("/")[1:3]).removesuffix("_embedding/embedding")
+            grown = weights @ np.stack([of[name] for of in probes[1:]])
+            parts[part] = parts.get(part, 0.0) + grown
+    whole = np.sum(list(parts.values()), axis=0)
+    for part, grown in parts.items():
+        shares = enumerate(grown / whole)
+        found |= {f"growth_from/{part}/layer_{layer}": float(share) for layer, share in shares if share}
+    on_progress("mechanism")
+    return Measured(found, {})
+
+
+MECHANISM = Measure("mechanism", _mechanism)
+
+
 _SCALES = ("attention_scale", "mlp_scale", "first_value_scale", "first_attention_scale", "first_mlp_scale")
 
 

@@ -7,7 +7,7 @@ layer's output alone; here is every layer.
 from collections.abc import Sequence
 
 from orthojax.data import open_task
-from orthojax.experiments.active_dormant.models import HISTORY, INTERVENTIONS, ORTHOADAM, RISKS, SGD, config
+from orthojax.experiments.active_dormant.models import HISTORY, INTERVENTIONS, MECHANISM, ORTHOADAM, RISKS, SGD, config
 from orthojax.experiments.active_dormant.models import training_view as view_of
 from orthojax.experiments.claims import Claim
 from orthojax.experiments.experiment import Experiment, Variant
@@ -56,6 +56,12 @@ def worst_layer(key: str) -> Quantity:
 
 _LARGEST_RATIO = worst_layer(_RATIO)
 
+_COSINES, _DECAYS, _WEAK, _KEYS = (
+    [metric(f"gradient_{name}/layer_{i}", f"{words}, layer {i + 1}") for i in range(2)]
+    for name, words in (("final_cosine", "cosine with the last gradient"), ("decay", "slope against the norm"),
+                        ("weak_share", "share in weak value directions"), ("key_cosine", "cosine with the key"))
+)  # fmt: skip
+
 
 def _every(result: Result, quantity: Quantity, low: float, high: float) -> bool:
     return all(low < value < high for value in result.values(quantity))
@@ -84,6 +90,14 @@ CLAIMS = (
     Claim("OrthoAdam keeps the peak, since its updates are as constant as Adam's.", ("orthoadam",),
           (GROWTH, _LARGEST_RATIO), lambda of: _every(of, GROWTH, 3, 1e9),
           "first layer's norm at least 3 times its start in every seed; a prediction of ours, made before"),
+    Claim("The gradient at <s> keeps one direction.", ("adam",), _COSINES,
+          lambda of: of.mean(_COSINES[0]) > 0.5, "mean cosine with the last one above 0.5, after the first layer"),
+    Claim("It falls as the norm grows.", ("adam",), _DECAYS,
+          lambda of: of.mean(_DECAYS[0]) < -0.5, "slope of its logarithm against that of the norm below -0.5"),
+    Claim("It lies in the null space of the value matrices above.", ("adam",), _WEAK,
+          lambda of: of.mean(_WEAK[0]) > 0.5, "more than half of its square in their weakest quarter of directions"),
+    Claim("Or it pushes along the key of <s>.", ("adam",), _KEYS,
+          lambda of: abs(of.mean(_KEYS[0])) > 0.5, "cosine with the key's direction above 0.5, of either sign"),
     Claim("Every optimizer learns the task.", lambda results: {r.label: (r.name,) for r in results}, RISKS,
           lambda of: of.backcopy_excess_risk_nats < 0.1,
           "backcopy excess risk below 0.1 nats; published for SGD 0.0557"),
@@ -114,11 +128,16 @@ EXPERIMENT = Experiment(
     seeds=(0, 1, 2, 3, 4),
     about=_about,
     paper=PUBLISHED,
-    measures=(HISTORY, INTERVENTIONS),
+    measures=(HISTORY, INTERVENTIONS, MECHANISM),
     tables=(
         MetricTable("At the end", [*RISKS, "sink_attention_rest", GROWTH, SLOPE, f"{_FIRST}/linear_r", _LARGEST_RATIO]),
         MetricTable("Residual norm of <s> over the others', by layer",
                     [metric(f"{_RATIO}/{layer}", words) for layer, words in _LAYERS.items()]),
+        MetricTable("The gradient of the loss with respect to the residual stream at <s>, from step 200 on",
+                    [*_COSINES, *_DECAYS, *_WEAK, *_KEYS]),
+        MetricTable("What the growth of the norm after the first layer comes from, share",
+                    [metric(f"growth_from/{part}/layer_0", part) for part in ("token", "position",
+                     "layers_0/attention", "layers_0/mlp", "layers_0/attention_norm", "layers_0/mlp_norm")]),
         MetricTable("Attention of non-triggers to <s>, by layer",
                     [metric(f"sink_attention_rest/{layer}", words) for layer, words in _LAYERS.items()]),
         MetricTable("Value norm of <s> over the others', by layer",
