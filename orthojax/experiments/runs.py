@@ -299,7 +299,8 @@ def trial_config(config: Config, rate: float) -> Config:
     """The trial of one learning rate: the same run, shorter, with a quarter of its steps as warm-up at most."""
     steps = dict.fromkeys(("train.steps", "train.eval_every_steps", "train.checkpoint_every_steps"), TRIAL_STEPS)
     warmup = {"optim.warmup_steps": min(config.optim.warmup_steps, TRIAL_STEPS // 4)}
-    return replace(config, {"optim.learning_rate": rate, **warmup, **steps})
+    unprobed = {"train.probe_steps": (), "train.probe_details": False}
+    return replace(config, {"optim.learning_rate": rate, **warmup, **steps, **unprobed})
 
 
 def _try_learning_rates(task: Task, inputs: Inputs, tally: _Tally) -> dict[str, float | None]:

@@ -3,7 +3,7 @@
 Active-Dormant Attention Heads (arXiv 2410.13835), appendix: the five models of its bar chart.
 """
 
-from orthojax.experiments.active_dormant.models import HISTORY, INTERVENTIONS, RISKS, config
+from orthojax.experiments.active_dormant.models import HISTORY, INTERVENTIONS, RISKS, SEEDS, config
 from orthojax.experiments.active_dormant.three_layers import worst_layer
 from orthojax.experiments.claims import Claim
 from orthojax.experiments.experiment import Experiment, Variant
@@ -86,7 +86,7 @@ EXPERIMENT = Experiment(
     title="Bigram-Backcopy: which blocks make the residual-state peak, and knocking out the first",
     variants=_variants,
     scales=("tiny", "small"),
-    seeds=(0, 1, 2, 3, 4),
+    seeds=SEEDS,
     about=_about,
     paper=PUBLISHED,
     measures=(HISTORY, INTERVENTIONS),

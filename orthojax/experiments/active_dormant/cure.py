@@ -6,7 +6,7 @@ Softmax-1 and OrthoAdam (arXiv 2410.17174), alone and together, on the task of A
 
 from collections.abc import Callable, Mapping
 
-from orthojax.experiments.active_dormant.models import HISTORY, INTERVENTIONS, ORTHOADAM, OUTLIERS, RISKS, config
+from orthojax.experiments.active_dormant.models import HISTORY, INTERVENTIONS, ORTHOADAM, OUTLIERS, RISKS, SEEDS, config
 from orthojax.experiments.active_dormant.three_layers import worst_layer
 from orthojax.experiments.claims import C, Claim, O, S, V
 from orthojax.experiments.experiment import Experiment, Variant
@@ -102,7 +102,7 @@ EXPERIMENT = Experiment(
     title="Bigram-Backcopy under the cure: softmax-1 and OrthoAdam against sinks, drains and peaks, by depth and norm",
     variants=_variants,
     scales=("tiny", "small"),
-    seeds=(0, 1, 2, 3, 4),
+    seeds=SEEDS,
     about=_about,
     groups=_groups,
     measures=(HISTORY, INTERVENTIONS, OUTLIERS),

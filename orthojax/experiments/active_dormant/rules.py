@@ -4,7 +4,7 @@ Active-Dormant Attention Heads (arXiv 2410.13835), appendix.
 """
 
 from orthojax.experiments.active_dormant.key_mass import KEY_MASS
-from orthojax.experiments.active_dormant.models import HISTORY, RISKS, config
+from orthojax.experiments.active_dormant.models import HISTORY, RISKS, SEEDS, config
 from orthojax.experiments.claims import Claim
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.pictures import StepCurves
@@ -90,7 +90,7 @@ EXPERIMENT = Experiment(
     title="Tasks around Bigram-Backcopy: no BOS and two, a delimiter, in-context and backward bigrams, Markov",
     variants=_variants,
     scales=("tiny", "small"),
-    seeds=(0, 1, 2, 3, 4),
+    seeds=SEEDS,
     about=_about,
     paper=PUBLISHED,
     measures=(HISTORY, KEY_MASS),

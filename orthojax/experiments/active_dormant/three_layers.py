@@ -7,7 +7,16 @@ layer's output alone; here is every layer.
 from collections.abc import Sequence
 
 from orthojax.data import open_task
-from orthojax.experiments.active_dormant.models import HISTORY, INTERVENTIONS, MECHANISM, ORTHOADAM, RISKS, SGD, config
+from orthojax.experiments.active_dormant.models import (
+    HISTORY,
+    INTERVENTIONS,
+    MECHANISM,
+    ORTHOADAM,
+    RISKS,
+    SEEDS,
+    SGD,
+    config,
+)
 from orthojax.experiments.active_dormant.models import training_view as view_of
 from orthojax.experiments.claims import Claim
 from orthojax.experiments.experiment import Experiment, Variant
@@ -125,7 +134,7 @@ EXPERIMENT = Experiment(
     title="Bigram-Backcopy, three layers: residual-state peaks under Adam, SGD, OrthoAdam and with ReLU attention",
     variants=_variants,
     scales=("tiny", "small"),
-    seeds=(0, 1, 2, 3, 4),
+    seeds=SEEDS,
     about=_about,
     paper=PUBLISHED,
     measures=(HISTORY, INTERVENTIONS, MECHANISM),
