@@ -11,14 +11,19 @@ from tiny_run import assert_trees_close
 from orthojax import analysis
 from orthojax.config import replace
 from orthojax.errors import UserError
+from orthojax.experiments.active_dormant import models
 from orthojax.experiments.active_dormant.models import config, half_step
-from orthojax.model import Transformer, stack_layers
-from orthojax.train import Inputs, open_inputs, read_metrics, train
+from orthojax.experiments.experiment import Variant
+from orthojax.experiments.results import Result
+from orthojax.experiments.training_view import render_training_view
+from orthojax.model import LoadedModel, Transformer, stack_layers
+from orthojax.train import Inputs, evaluate, load, open_inputs, read_metrics, train
 from orthojax.train.probe import probe_file
 from orthojax.train.step import build, init_state
 
 STEPS = 6
-SMALL = {"model__d_model": 16, "model__d_mlp": 32, "model__num_heads": 2, "data__sequence_length": 12,
+SMALL = {"optim__warmup_steps": 0,
+         "model__d_model": 16, "model__d_mlp": 32, "model__num_heads": 2, "data__sequence_length": 12,
          "train__steps": STEPS, "train__probe_steps": (0, 1, 4), "train__probe_sequences": 4, "train__batch_size": 4,
          "eval__sequences": 8, "eval__batch_size": 8, "train__checkpoint_every_steps": 3}  # fmt: skip
 CONFIG = config(2, **SMALL)
@@ -156,6 +161,85 @@ def test_scanned_and_unrolled_layers_have_the_same_mechanism_and_names(run):
     plain = analysis.first_token_mechanism(Transformer(CONFIG.model), params[-1], rows)
     assert_trees_close(plain, analysis.first_token_mechanism(scanned, stacked, rows), rtol=1e-3, atol=1e-5)
     assert_trees_close(analysis.parameter_norms(params[-1]), analysis.parameter_norms(stacked), rtol=1e-5)
+
+
+def test_interventions_share_a_program_and_do_what_their_names_say(run):
+    folder, inputs, _ = run
+    loaded = load(folder)
+    found = models.INTERVENTIONS.measure(loaded, inputs, lambda part: None).metrics
+    plain = evaluate(loaded, inputs)
+    for name in ("backcopy_excess_risk_nats", "residual_norm_first/layer_1", "sink_logit_gap/layer_0"):
+        assert found[f"none: {name}"] == pytest.approx(plain[name], rel=1e-4)
+    assert found["no_value_of_bos: value_norm_first/layer_1"] == 0
+    assert found["no_attention: sink_attention_rest"] != found["none: sink_attention_rest"]
+    # What a block does not add is missing from the stream: without layer 0 its output is the embeddings.
+    first = int(inputs.evaluation[0, 0])
+    rows = (("token_embedding", first), ("position_embedding", 0))
+    tables = [loaded.params[name]["embedding"][row] for name, row in rows]
+    for name in ("no_layer_0", "no_layer_0_at_bos"):
+        expected = np.linalg.norm(sum(map(np.asarray, tables)))
+        assert found[f"{name}: residual_norm_first/layer_0"] == pytest.approx(expected, rel=1e-4)
+    assert found["no_layer_0_at_bos: residual_norm_rest/layer_0"] == found["none: residual_norm_rest/layer_0"]
+    for layer in range(2):
+        rest = {name: found[f"{name}: residual_norm_rest/layer_0"] for name in ("none", f"no_mlp_{layer}")}
+        assert (rest["none"] == rest[f"no_mlp_{layer}"]) == (layer == 1)
+
+
+def test_the_history_and_the_mechanism_are_read_from_the_probes(run):
+    folder, inputs, _ = run
+    loaded, arrays = load(folder), probes(run)
+    lines = {line["step"]: line for line in read_metrics(folder / "metrics.jsonl") if "sink_attention" in line}
+    found = models.HISTORY.measure(loaded, inputs, lambda part: None).metrics
+    norms = [lines[step]["residual_norm_first/layer_0"] for step in (0, 1, 4)]
+    assert found["residual_norm_first/layer_0/growth"] == pytest.approx(norms[-1] / norms[0])
+    assert found["residual_norm_first/layer_0/largest"] == max(norms)
+    risks = [lines[step]["bigram_excess_risk_nats"] for step in (0, 1, 4)]
+    assert found["bigram_excess_risk_nats/half_step"] == half_step([0, 1, 4], risks)
+    found = models.mechanism([arrays[step] for step in (0, 1, 4)], STEPS, since=1)
+    gradients = [arrays[step]["first_gradient"][0] for step in (1, 4)]
+    cosine = gradients[0] @ gradients[1] / np.prod([np.linalg.norm(g) for g in gradients])
+    assert found["gradient_final_cosine/layer_0"] == pytest.approx(cosine, rel=1e-4)
+    shares = {
+        name: share for name, share in found.items() if name.startswith("growth_from/") and "layer_1" in name[-8:]
+    }
+    assert sum(shares.values()) == pytest.approx(1, abs=1e-6)
+    whole = 3 * arrays[1]["growth/token_embedding/embedding"] + 2 * arrays[4]["growth/token_embedding/embedding"]
+    every = sum(3 * arrays[1][name] + 2 * arrays[4][name] for name in arrays[1] if name.startswith("growth/"))
+    assert found["growth_from/token/layer_1"] == pytest.approx(whole[1] / every[1], rel=1e-4)
+
+
+def test_static_sequences_show_planted_triggers(run):
+    """A head that attends to <s> but at triggers is told from its weights."""
+    folder, inputs, params = run
+    task, c = inputs.task, dataclasses.replace(CONFIG.model, num_layers=1, num_heads=1, norm="none", position="none")
+    table = np.full((c.vocab_size, c.d_model), 0.0, np.float32)
+    table[:, 0], table[task.bos_ids[0], 1], table[task.triggers, 2] = 1.0, 1.0, 1.0
+    model = Transformer(c)
+    params = jax.tree.map(np.zeros_like, model.init(jax.random.key(0), jnp.zeros((1, 12), int))["params"])
+    params["token_embedding"]["embedding"] = table
+    (
+        params["layers_0"]["attention"]["query"]["kernel"][0, 1],
+        params["layers_0"]["attention"]["query"]["kernel"][2, 1],
+    ) = 80, -80
+    params["layers_0"]["attention"]["key"]["kernel"][1, 1] = 1
+    config = dataclasses.replace(CONFIG, model=c)
+    found = models.STATIC.measure(LoadedModel(model, params, config, None, folder), inputs, lambda part: None).metrics
+    assert found["triggers_found/layer_0"] == 1
+    assert found["others_called_triggers/layer_0"] == 0
+    assert found["dormant_sink_smallest/layer_0"] > 0.99
+
+
+def test_the_view_has_every_probe(run):
+    folder, inputs, _ = run
+    result = Result("plain", Variant("plain", "plain", CONFIG), [{"seed": 0, "metrics": {"x": 1.0}, "run": folder.name}],
+                    paper={}, costs={}, folder=folder.parent)  # fmt: skip
+    view = models.training_view(result, inputs.task, ["sink_attention", "backcopy_excess_risk_nats"])
+    assert [frame.step for frame in view.frames] == [0, 1, 4]
+    assert view.tokens[0] == "<s>"
+    assert not view.is_trigger[0]
+    assert len(view.tokens) == 12
+    np.testing.assert_array_equal(view.frames[1].attention, probes(run)[1]["attention"])
+    assert "plain" in render_training_view([view])
 
 
 @pytest.mark.slow

@@ -112,20 +112,22 @@ def _history(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], N
 HISTORY = Measure("history", _history)
 
 
-def _mechanism(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
-    """What the paper says of the gradient of <s>'s residual stream, over the probes from step 200 on, by layer.
+def mechanism(probes: Sequence[dict[str, np.ndarray]], steps: int, *, since: int = 200) -> dict[str, float]:
+    """What the paper says of the gradient of <s>'s residual stream, by layer.
 
     `gradient_final_cosine`: mean cosine of the gradient with that of the last probe. `gradient_decay`: the slope of its
     logarithm against that of the residual norm; -1 is 1 / norm. `gradient_weak_share`, `gradient_key_cosine`: means of
     `first_token_mechanism`'s. `growth_from/PART`: the share of a part of the model in what its updates added to the
     norm, over the probed steps, each weighted with the steps to the next.
+
+    Args:
+      probes: The arrays of every probe, in the order of their steps, the first of the start.
+      steps: Of the whole training.
+      since: The first step that counts, but for the shares.
     """
-    probes = []
-    for path in sorted((loaded.source.parents[1] / "probes").iterdir()):
-        with np.load(path) as arrays:
-            probes.append({name: np.asarray(arrays[name], float) for name in arrays if name != "attention"})
-    late = [arrays for arrays in probes if arrays["step"] >= 200]
-    gradients, residuals = (np.stack([of[name] for of in late]) for name in ("first_gradient", "first_residual"))
+    late = [arrays for arrays in probes if arrays["step"] >= since]
+    gradients, residuals = (np.stack([of[name] for of in late]).astype(float) for name in
+                            ("first_gradient", "first_residual"))  # fmt: skip
     sizes, norms = np.linalg.norm(gradients, axis=-1), np.linalg.norm(residuals, axis=-1)
     cosines = np.einsum("PLD,LD->PL", gradients, gradients[-1]) / (sizes * sizes[-1])
     found: dict[str, float] = {}
@@ -137,19 +139,27 @@ def _mechanism(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str],
             "gradient_key_cosine": np.mean([of["first_gradient_key_cosine"][layer] for of in late]),
         }
         found |= {f"{name}/layer_{layer}": float(value) for name, value in values.items() if np.isfinite(value)}
-    weights = np.diff([of["step"] for of in probes[1:]], append=loaded.config.train.steps)
+    weights = np.diff([float(of["step"]) for of in probes[1:]], append=steps)
     parts: dict[str, np.ndarray] = {}
     for name in probes[-1]:
         if name.startswith("growth/"):
             part = "/".join(name.split("/")[1:3]).removesuffix("_embedding/embedding")
-            grown = weights @ np.stack([of[name] for of in probes[1:]])
-            parts[part] = parts.get(part, 0.0) + grown
+            parts[part] = parts.get(part, 0.0) + weights @ np.stack([of[name] for of in probes[1:]]).astype(float)
     whole = np.sum(list(parts.values()), axis=0)
     for part, grown in parts.items():
         shares = enumerate(grown / whole)
         found |= {f"growth_from/{part}/layer_{layer}": float(share) for layer, share in shares if share}
+    return found
+
+
+def _mechanism(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
+    folder, train = loaded.source.parents[1] / "probes", loaded.config.train
+    probes = []
+    for step in sorted(train.probe_steps):
+        with np.load(probe_file(folder, step)) as arrays:
+            probes.append({name: arrays[name] for name in arrays})
     on_progress("mechanism")
-    return Measured(found, {})
+    return Measured(mechanism(probes, train.steps), {})
 
 
 MECHANISM = Measure("mechanism", _mechanism)
