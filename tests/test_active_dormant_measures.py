@@ -231,14 +231,17 @@ def test_static_sequences_show_planted_triggers(run):
 
 def test_the_view_has_every_probe(run):
     folder, inputs, _ = run
-    result = Result("plain", Variant("plain", "plain", CONFIG), [{"seed": 0, "metrics": {"x": 1.0}, "run": folder.name}],
-                    paper={}, costs={}, folder=folder.parent)  # fmt: skip
-    view = models.training_view(result, inputs.task, ["sink_attention", "backcopy_excess_risk_nats"])
+    rows = [{"seed": 0, "metrics": {"x": 1.0}, "run": folder.name}]
+    variant = Variant("plain", "plain", CONFIG)
+    result = Result("plain", variant, rows, paper={}, costs={}, folder=folder.parent)
+    view = models.training_view(result, inputs.task, models.layer_curves(2, {"sink_attention": "sink"}))
     assert [frame.step for frame in view.frames] == [0, 1, 4]
     assert view.tokens[0] == "<s>"
     assert not view.is_trigger[0]
     assert len(view.tokens) == 12
     np.testing.assert_array_equal(view.frames[1].attention, probes(run)[1]["attention"])
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "sink_attention" in line]
+    assert list(view.curves["sink, layer 2"]) == [line["sink_attention/layer_1"] for line in lines]
     assert "plain" in render_training_view([view])
 
 

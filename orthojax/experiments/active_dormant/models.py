@@ -1,7 +1,7 @@
 """The transformers of the Bigram-Backcopy experiments, and what is measured of them: over training, and otherwise."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -268,8 +268,24 @@ def _outliers(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], 
 OUTLIERS = Measure("outliers", _outliers)
 
 
-def training_view(result: Result, task: Any, curves: Sequence[str]) -> TrainingView:
-    """The first seed of a variant over its probes, from the folder of its run."""
+def layer_curves(num_layers: int, names: Mapping[str, str]) -> dict[str, str]:
+    """For `training_view`: the risks, and metrics by layer, each with its words; one layer needs no number."""
+    curves = {"backcopy excess risk": RISKS[0], "bigram excess risk": RISKS[1]}
+    for metric, words in names.items():
+        for layer in range(num_layers):
+            where = f", layer {layer + 1}" if num_layers > 1 else ""
+            curves[words + where] = f"{metric}/layer_{layer}"
+    return curves
+
+
+def training_view(result: Result, task: Any, curves: Mapping[str, str]) -> TrainingView:
+    """The first seed of a variant over its probes, from the folder of its run.
+
+    Args:
+      result: Of the variant.
+      task: Its Bigram-Backcopy.
+      curves: Words -> metric, as in metrics.jsonl.
+    """
     seed = min(result.folders)
     folder = result.folders[seed]
     lines = {line["step"]: line for line in read_metrics(folder / "metrics.jsonl") if "sink_attention" in line}
@@ -287,6 +303,6 @@ def training_view(result: Result, task: Any, curves: Sequence[str]) -> TrainingV
         tokens=[words.get(int(token), "<d>") for token in tokens],
         is_trigger=np.asarray(task.is_trigger(jnp.asarray(tokens[None])))[0].tolist(),
         frames=frames,
-        curves={name: [lines[frame.step].get(name, np.nan) for frame in frames] for name in curves},
+        curves={words: [lines[frame.step].get(name, np.nan) for frame in frames] for words, name in curves.items()},
         about=f"{result.label}, seed {seed}: one held-out sequence at the recorded steps of training.",
     )

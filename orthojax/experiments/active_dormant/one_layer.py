@@ -147,7 +147,9 @@ def _at_equal_rates(result: Result) -> bool:
 
 
 def _views(results: Results) -> Sequence[TrainingView]:
-    curves = (*RISKS, _SINK, _GAP, "value_norm_first", "value_norm_rest", "residual_norm_first")
+    names = {_SINK: "attention to <s>", _GAP: "logit gap", _DRAIN: "value norm, <s> over others",
+             "residual_norm_first": "residual norm of <s>"}  # fmt: skip
+    curves = layer_curves(1, names)
     shown = filter(_at_equal_rates, results.finished)
     return [training_view(result, open_task(result.config.data)[0], curves) for result in shown]
 

@@ -123,8 +123,9 @@ def _about(results: Results) -> list[str]:
 
 
 def _views(results: Results) -> Sequence[TrainingView]:
-    curves = (*RISKS, *(f"sink_attention_rest/layer_{i}" for i in range(3)),
-              *(f"residual_peak_ratio/layer_{i}" for i in range(3)))  # fmt: skip
+    names = {"sink_attention_rest": "attention to <s>", "value_drain": "value norm, <s> over others",
+             _RATIO: "residual norm, <s> over others"}  # fmt: skip
+    curves = layer_curves(3, names)
     return [view_of(result, open_task(result.config.data)[0], curves) for result in results.finished]
 
 
