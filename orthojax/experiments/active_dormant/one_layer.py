@@ -13,6 +13,7 @@ from orthojax.experiments.active_dormant.models import (
     SEEDS,
     STATIC,
     config,
+    layer_curves,
     training_view,
 )
 from orthojax.experiments.claims import Claim

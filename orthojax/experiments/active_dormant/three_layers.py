@@ -16,6 +16,7 @@ from orthojax.experiments.active_dormant.models import (
     SEEDS,
     SGD,
     config,
+    layer_curves,
 )
 from orthojax.experiments.active_dormant.models import training_view as view_of
 from orthojax.experiments.claims import Claim
