@@ -49,7 +49,7 @@ def _bars(name: str, caption: str, quantities: Mapping[str, Quantity]) -> Callab
             label: np.array([[quantity.value(of.seeds[s]) for s in results.seeds] for of in shown]).T
             for label, quantity in quantities.items()
         }
-        figure = drawing.bars([textwrap.fill(of.label, 16) for of in shown], values, y_label="mean attention weight")
+        figure = drawing.bars([textwrap.fill(of.label, 12) for of in shown], values, y_label="mean attention weight")
         return [Picture(name, caption, figure)]
 
     return draw
@@ -198,7 +198,7 @@ MASK = Experiment(
               lambda relaxed, causal: causal.mean(FIRST) > 0.3),
     ),
     pictures=(_bars("keys", "Weights of late non-triggers, of the layer with the largest.",
-                    {"key 0": FIRST, "largest position": POSITION, "one token above equal weights": ABOVE}),),
+                    {"key 0": FIRST, "largest position": POSITION, "triggers together": ON_TRIGGERS}),),
     measures=(KEY_MASS,),
 )  # fmt: skip
 
