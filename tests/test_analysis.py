@@ -428,8 +428,9 @@ def test_metrics_have_every_key_and_are_means_or_maxima_over_layers():
         np.testing.assert_allclose(of["value_drain"], (first / rest).mean(), rtol=1e-5)
         assert of["residual_peak"] == pytest.approx(of["residual_norm_first"] - of["residual_norm_rest"])
         assert of["residual_peak_ratio"] == pytest.approx(of["residual_norm_first"] / of["residual_norm_rest"])
-        activity = analysis.head_activity(TAPS["head_norms"][i], TAPS["residual_before"][i])
-        shares = analysis.active_shares(analysis.activity_histogram(activity, IS_TRIGGER.astype(int), 2)).mean(1)
+        activity = analysis.head_activity(TAPS["head_norms"][i], TAPS["residual_before"][i])[..., 1:]  # without BOS
+        histogram = analysis.activity_histogram(activity, IS_TRIGGER[:, 1:].astype(int), 2)
+        shares = analysis.active_shares(histogram).mean(1)
         assert [of["active_elsewhere"], of["active_at_triggers"]] == pytest.approx(shares)
     by_head = analysis.finalize(CASES["backcopy"](slice(None)), by_head=True)
     heads = [by_head[f"sink_attention/layer_1/head_{head}"] for head in range(N)]

@@ -50,6 +50,7 @@ VERDICTS = {
     "needed_head": "++++-+",
     "norm_toys": "+++-+++++++",
     "normalizers": "?++?+-",
+    "one_layer": "?????????????????",
     "optimizer_outliers": "-+",
     "orthoadam_peak": "+++-+++",
     "quick": "++??+?+-+",
@@ -67,7 +68,17 @@ VERDICTS = {
     "table7": "???0",
     "table8": "-+-",
     "table9": "-",
+    "three_layers": "?????????????",
 }
+
+NOT_RUN_YET = {
+    "backcopy_cure",
+    "backcopy_rules",
+    "break_conditions_map",
+    "peak_blocks",
+    "pixel_sinks",
+    "sink_norms",
+}  # whose results are not committed
 
 
 def experiment_named(name: str) -> Experiment:
@@ -102,7 +113,10 @@ def texts_of(results: Results, experiment: Experiment) -> list[str]:
 def test_every_experiment_has_one_name_a_title_and_a_source_of_numbers():
     names = [name for experiment in ALL for name in (experiment.name, *experiment.also)]
     assert len(set(names)) == len(names)
-    assert set(VERDICTS) == {experiment.name for experiment in ALL}
+    assert set(VERDICTS) | NOT_RUN_YET == {experiment.name for experiment in ALL}
+    for name in NOT_RUN_YET:
+        assert name not in VERDICTS
+        assert not (RESULTS / name.replace("_", "-")).exists()
     for experiment in ALL:
         assert find(experiment.name) is experiment
         assert len(experiment.title) > 10

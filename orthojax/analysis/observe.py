@@ -102,7 +102,8 @@ def observe_backcopy(
 
     def observe(taps: Taps) -> Statistics:
         logits, weights = taps.attention_logits, taps.attention_weights
-        activity = heads.head_activity(taps.head_norms, taps.residual_before)
+        activity = heads.head_activity(taps.head_norms, taps.residual_before)[..., bos_count:]
+        domain = is_trigger[:, bos_count:].astype(int)  # BOS is in none
         means = {
             "null_mass": heads.null_mass_by_head(weights),
             "attention_entropy_nats": heads.attention_entropy_by_head(weights),
@@ -115,7 +116,7 @@ def observe_backcopy(
             "sink_attention": backcopy.sink_attention_sum(weights, is_trigger, bos_count),
             "sink_attention_rest": backcopy.sink_attention_rest_sum(weights, is_trigger, bos_count),
             "sink_logit_gap": sink_logits.sink_logit_gap_sum(logits, is_trigger, bos_count),
-            "activity": (heads.activity_histogram(activity, is_trigger.astype(int), 2), jnp.ones((), jnp.int32)),
+            "activity": (heads.activity_histogram(activity, domain, 2), jnp.ones((), jnp.int32)),
         }
         if tokens is not None:
             sums |= sink_logits.logit_sums(logits, tokens, is_trigger, vocab_size, bos_count)

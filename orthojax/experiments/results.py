@@ -110,9 +110,9 @@ class Result(Numbers):
         self.config: Config = variant and variant.config  # pyright: ignore[reportAttributeAccessIssue]
         settings = (_config_numbers(variant.config) if variant else {}) | dict(costs)
         finished = [row for row in rows if row["metrics"]]
-        self.seeds = {row["seed"]: Numbers({**settings, **row["metrics"]}) for row in finished}
+        self.seeds = {row["seed"]: Numbers({**settings, **_tuned(row), **row["metrics"]}) for row in finished}
         self.folders = {row["seed"]: folder / row["run"] for row in finished if "run" in row}
-        names = set().union(*(row["metrics"] for row in finished))
+        names = set().union(*({**_tuned(row), **row["metrics"]} for row in finished))
         super().__init__(settings | {key: float(np.mean(self.values(key))) for key in names})
 
     def by_seed(self, quantity: str | Quantity) -> dict[int, float]:
@@ -201,6 +201,11 @@ def _config_numbers(config: Config) -> dict[str, float]:
         "steps": config.train.steps,
         "learning_rate": config.optim.learning_rate,
     }
+
+
+def _tuned(row: Mapping[str, Any]) -> dict[str, float]:
+    """The learning rate that trials chose for one seed."""
+    return {"learning_rate": row["overrides"]["optim.learning_rate"]} if "learning_rates" in row else {}
 
 
 def _cost_numbers(cost: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, float]:
@@ -333,6 +338,23 @@ LABELS = {
     "perplexity_int8_moderate": "int8 moderate",
     "perplexity_int8_coarse": "int8 coarse",
     "perplexity_int4_zeropoint": "int4 zeropoint",
+    "backcopy_risk_nats": "backcopy risk (nats)",
+    "backcopy_excess_risk_nats": "backcopy excess risk (nats)",
+    "bigram_excess_risk_nats": "bigram excess risk (nats)",
+    "sink_attention": "attention of non-triggers to <s>, its own row with it",
+    "sink_attention_rest": "attention of non-triggers to <s>",
+    "null_mass": "attention to no token",
+    "attention_entropy_nats": "entropy of attention (nats)",
+    "sink_logit_gap": "logit gap to <s>",
+    "sink_logit_gap_q10": "the gap's 10% quantile over tokens",
+    "sink_logit_gap_q90": "its 90% quantile",
+    "sink_logit_spread": "spread of logits on <s>",
+    "other_logit_spread": "spread of logits on other tokens",
+    "value_drain": "value norm, <s> over others",
+    "residual_peak": "residual norm, <s> less others",
+    "residual_peak_ratio": "residual norm, <s> over others",
+    "active_at_triggers": "heads active at triggers, fraction",
+    "active_elsewhere": "heads active at other tokens, fraction",
     "d_model": "width D",
     "num_layers": "layers",
     "learning_rate": "peak learning rate",
