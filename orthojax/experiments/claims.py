@@ -297,6 +297,16 @@ def in_every_seed(predicate: Callable[[Numbers], bool]) -> Callable[..., bool]:
     return lambda result, *_: bool(result.seeds) and all(map(predicate, result.seeds.values()))
 
 
+def within(result: Result, quantity: str | Quantity, low: float, high: float) -> bool:
+    """Whether a quantity of every seed lies between the two.
+
+    Raises:
+      NotMeasured: Where no seed has it.
+    """
+    result.mean(quantity)
+    return all(low < value < high for value in result.values(quantity))
+
+
 def shrinks_by_a_third(before: Numbers, after: Numbers) -> bool:
     """Whether the largest activations of the first token and of others do."""
     return all(after[key] < 0.67 * before[key] for key in MAX_ABS)

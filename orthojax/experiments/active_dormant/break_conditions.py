@@ -12,11 +12,11 @@ import numpy as np
 from orthojax.experiments import drawing
 from orthojax.experiments.active_dormant.key_mass import KEY_MASS
 from orthojax.experiments.active_dormant.narrow import RATE, narrow
-from orthojax.experiments.claims import Claim, Revision
+from orthojax.experiments.claims import Claim, Revision, within
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.page import Picture
 from orthojax.experiments.pictures import LayerCurves
-from orthojax.experiments.results import Numbers, Quantity, Result, Results
+from orthojax.experiments.results import Numbers, Quantity, Results
 from orthojax.experiments.tables import LayerTable, MetricTable
 
 
@@ -31,10 +31,6 @@ def by_layer(of: Numbers, name: str) -> np.ndarray:
 def in_layer(name: str, label: str, of_layers: Callable[[np.ndarray], float] = np.max) -> Quantity:
     """A metric by layer as a quantity, that of the layer with the largest one unless said otherwise."""
     return Quantity(label, lambda of: float(of_layers(by_layer(of, name))))
-
-
-def _every(result: Result, quantity: str | Quantity, low: float, high: float) -> bool:
-    return all(low < value < high for value in result.values(quantity))
 
 
 def ratio(name: str, layer: int, label: str) -> Quantity:
@@ -106,20 +102,20 @@ NEEDED = Experiment(
     ),
     claims=(
         Claim("Each task is learned.", {label: (name,) for name, (label, _) in RULES.items()}, (_EXCESS,),
-              lambda of: _every(of, _EXCESS, -1, 0.15), "both excess risks below 0.15 nats, in every seed"),
+              lambda of: within(of, _EXCESS, -1, 0.15), "both excess risks below 0.15 nats, in every seed"),
         Claim("Where non-triggers do not need the head they attend to <s>, and its value is drained.", ("backcopy",),
-              (FIRST, VALUE_RATIO), lambda of: _every(of, FIRST, 0.5, 2) and _every(of, VALUE_RATIO, -1, 0.5),
+              (FIRST, VALUE_RATIO), lambda of: within(of, FIRST, 0.5, 2) and within(of, VALUE_RATIO, -1, 0.5),
               "weight above 0.5 and value norm below half of the others', in every seed"),
         Claim("Where all queries need it there is no sink.", ("skip",), (FIRST, TRIGGERS_FIRST),
-              lambda of: _every(of, FIRST, -1, 0.1) and _every(of, TRIGGERS_FIRST, -1, 0.1),
+              lambda of: within(of, FIRST, -1, 0.1) and within(of, TRIGGERS_FIRST, -1, 0.1),
               "weight below 0.1 at non-triggers and at triggers, in every seed"),
-        Claim("And no drain.", ("skip",), (VALUE_RATIO,), lambda of: _every(of, VALUE_RATIO, 0.5, 100),
+        Claim("And no drain.", ("skip",), (VALUE_RATIO,), lambda of: within(of, VALUE_RATIO, 0.5, 100),
               "value norm above half of the others', in every seed"),
         Claim("Where triggers alone do not need it, they alone attend to <s>.", ("reverse",), (TRIGGERS_FIRST, FIRST),
-              lambda of: _every(of, TRIGGERS_FIRST, 0.5, 2) and _every(of, FIRST, -1, 0.1),
+              lambda of: within(of, TRIGGERS_FIRST, 0.5, 2) and within(of, FIRST, -1, 0.1),
               "weight above 0.5 at triggers and below 0.1 at non-triggers, in every seed"),
         Claim("They have a sink, but it is they themselves with <s>: the keys of all triggers together.", ("reverse",),
-              (_PARKED, TRIGGERS_ON_TRIGGERS, TRIGGERS_FIRST), lambda of: _every(of, _PARKED, 0.9, 2),
+              (_PARKED, TRIGGERS_ON_TRIGGERS, TRIGGERS_FIRST), lambda of: within(of, _PARKED, 0.9, 2),
               "weight above 0.9 on <s> and triggers at triggers, in every seed, where equal weights give about 0.3",
               revised=Revision("seen in the attention of these runs")),
     ),
@@ -173,24 +169,24 @@ MASK = Experiment(
     ),
     claims=(
         Claim("With BOS and a causal mask key 0 is the sink.", _pairs("bos", "causal"), (FIRST,),
-              lambda of: _every(of, FIRST, 0.5, 2), "weight above 0.5 in some layer, in every seed"),
+              lambda of: within(of, FIRST, 0.5, 2), "weight above 0.5 in some layer, in every seed"),
         Claim("The paper's assumption: without the mask's favour <s> is no sink.", _pairs("bos", "relaxed", "causal"),
               (FIRST,), lambda relaxed, causal: relaxed.mean(FIRST) <= 0.5 * causal.mean(FIRST),
               "weight on key 0 at most half of that with a causal mask"),
         Claim("Ours: the token is enough.", _pairs("bos", "relaxed"), (FIRST,),
-              lambda of: _every(of, FIRST, 0.5, 2), "weight on key 0 above 0.5 in some layer, in every seed"),
+              lambda of: within(of, FIRST, 0.5, 2), "weight on key 0 above 0.5 in some layer, in every seed"),
         Claim("Without BOS one layer cannot make the first position a sink, whose values depend on its token.",
               {"causal": ("causal_nobos_1",), "relaxed": ("relaxed_nobos_1",)}, (FIRST,),
-              lambda of: _every(of, FIRST, -1, 0.2), "weight on key 0 below 0.2, in every seed"),
+              lambda of: within(of, FIRST, -1, 0.2), "weight on key 0 below 0.2, in every seed"),
         Claim("Then a token takes its place.", {"causal": ("causal_nobos_1",), "relaxed": ("relaxed_nobos_1",)},
-              (ABOVE,), lambda of: _every(of, ABOVE, 0.3, 2),
+              (ABOVE,), lambda of: within(of, ABOVE, 0.3, 2),
               "0.3 more on the keys of one token than equal weights, in every seed"),
         Claim("The triggers do, together.", {"causal": ("causal_nobos_1",), "relaxed": ("relaxed_nobos_1",)},
-              (ON_TRIGGERS,), lambda of: _every(of, ON_TRIGGERS, 0.7, 2),
+              (ON_TRIGGERS,), lambda of: within(of, ON_TRIGGERS, 0.7, 2),
               "weight above 0.7 on the keys of the three triggers, in every seed, where equal weights give about 0.26",
               revised=Revision("seen in the first seed of these runs, and in sink_reinforcement")),
         Claim("Three layers can: without BOS and with a causal mask the first position is the sink.",
-              ("causal_nobos_3",), (FIRST, POSITION), lambda of: _every(of, FIRST, 0.3, 2),
+              ("causal_nobos_3",), (FIRST, POSITION), lambda of: within(of, FIRST, 0.3, 2),
               "weight on key 0 above 0.3 in some layer, in every seed"),
         Claim("And the relaxed mask, which no longer favours it, takes it away.", ("relaxed_nobos_3", "causal_nobos_3"),
               (FIRST, POSITION), lambda relaxed, causal: relaxed.mean(FIRST) <= 0.5 * causal.mean(FIRST),
@@ -230,13 +226,13 @@ NORM = Experiment(
     claims=(
         Claim("The task is learned with every norm.", {label: (name,) for name, label in NORMS.items()},
               ("backcopy_risk_nats", "bigram_excess_risk_nats"),
-              lambda of: _every(of, "backcopy_risk_nats", -1, 0.05) and _every(of, "bigram_excess_risk_nats", -1, 0.1),
+              lambda of: within(of, "backcopy_risk_nats", -1, 0.05) and within(of, "bigram_excess_risk_nats", -1, 0.1),
               "backcopy risk below 0.05 and bigram excess below 0.1 nats, in every seed"),
         Claim("A sink forms with every norm, and without.", {label: (name,) for name, label in NORMS.items()}, (SINK,),
-              lambda of: _every(of, SINK, 0.5, 2), "attention above 0.5 in some layer, in every seed"),
+              lambda of: within(of, SINK, 0.5, 2), "attention above 0.5 in some layer, in every seed"),
         Claim("With a norm the residual norm of <s> has a peak.", {label: (name,) for name, label in NORMS.items()
                                                                   if name != "none"}, (PEAK,),
-              lambda of: _every(of, PEAK, 1.5, 1e9), "1.5 times that of others after some layer, in every seed"),
+              lambda of: within(of, PEAK, 1.5, 1e9), "1.5 times that of others after some layer, in every seed"),
         Claim("Without a norm it has none.", ("none", "layernorm"), (PEAK,),
               lambda none, layernorm: none.mean(PEAK) < 1.5,
               "below 1.5 times after every layer; testable where LayerNorm has more",

@@ -17,7 +17,7 @@ from orthojax.errors import UserError
 from orthojax.experiments import drawing
 from orthojax.experiments.active_dormant.intervened_training import Intervene, train, untouched
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured
-from orthojax.experiments.claims import DOMINANCE, NO_OUTLIERS, Claim, chance_of_first
+from orthojax.experiments.claims import DOMINANCE, NO_OUTLIERS, Claim, chance_of_first, within
 from orthojax.experiments.experiment import Case, Experiment
 from orthojax.experiments.page import Picture
 from orthojax.experiments.results import Numbers, Quantity, Result, Results, metric
@@ -114,12 +114,8 @@ PEAK = Quantity(
 SINK, STRONG = DOMINANCE * chance_of_first(PIXELS), 0.3  # the latter is that of `sink_rate`
 
 
-def _every(result: Result, quantity: str | Quantity, low: float, high: float) -> bool:
-    return all(low < value < high for value in result.values(quantity))
-
-
 def _has_sink(result: Result, *_: Result) -> bool:
-    return _every(result, _MASS, SINK, 2)
+    return within(result, _MASS, SINK, 2)
 
 
 CLAIMS = (
@@ -127,20 +123,20 @@ CLAIMS = (
           f"a head with a mean weight on <s> above {SINK:.3f}, {DOMINANCE:g} times that of equal weights, in every "
           "seed"),
     Claim("It is as strong as what is called a sink in language models.", ("vanilla",), (_MASS, "sink_rate"),
-          lambda of: _every(of, _MASS, STRONG, 2), f"a head above {STRONG:g}, in every seed"),
-    Claim("Its value is drained.", ("vanilla",), (_VALUES,), lambda of: _every(of, _VALUES, -1, 0.5),
+          lambda of: within(of, _MASS, STRONG, 2), f"a head above {STRONG:g}, in every seed"),
+    Claim("Its value is drained.", ("vanilla",), (_VALUES,), lambda of: within(of, _VALUES, -1, 0.5),
           "the value norm of <s> below half of the others' in that layer, in every seed; testable with a sink",
           _has_sink),
-    Claim("The residual norm of <s> has a peak.", ("vanilla",), (PEAK,), lambda of: _every(of, PEAK, 1.5, 1e9),
+    Claim("The residual norm of <s> has a peak.", ("vanilla",), (PEAK,), lambda of: within(of, PEAK, 1.5, 1e9),
           "1.5 times that of others after some layer, in every seed"),
     Claim("Softmax-1 with OrthoAdam has no sink.", ("vanilla", "cured"), (_MASS,),
-          lambda vanilla, cured: _every(cured, _MASS, -1, SINK),
+          lambda vanilla, cured: within(cured, _MASS, -1, SINK),
           f"no head above {SINK:.3f}, in any seed; testable where vanilla has one", _has_sink),
-    Claim("And no peak.", ("vanilla", "cured"), (PEAK,), lambda vanilla, cured: _every(cured, PEAK, -1, 1.5),
+    Claim("And no peak.", ("vanilla", "cured"), (PEAK,), lambda vanilla, cured: within(cured, PEAK, -1, 1.5),
           "below 1.5 times after every layer, in every seed; testable where vanilla has one",
           lambda vanilla, cured: vanilla.mean(PEAK) > 1.5),
     Claim("Adam's outliers after <s> are gone.", ("vanilla", "cured"), ("kurtosis_rest",),
-          lambda vanilla, cured: _every(cured, "kurtosis_rest", 0, NO_OUTLIERS),
+          lambda vanilla, cured: within(cured, "kurtosis_rest", 0, NO_OUTLIERS),
           f"kurtosis below {NO_OUTLIERS:g} in every seed; testable where vanilla has more",
           lambda vanilla, cured: vanilla.kurtosis_rest > NO_OUTLIERS),
     Claim("It costs nothing.", ("vanilla", "cured"), ("loss_nats",),

@@ -25,10 +25,10 @@ from orthojax.experiments import drawing
 from orthojax.experiments.active_dormant.intervened_training import Intervene, train
 from orthojax.experiments.active_dormant.key_mass import key_mass
 from orthojax.experiments.active_dormant.narrow import RATE, narrow
-from orthojax.experiments.claims import Claim, Revision
+from orthojax.experiments.claims import Claim, Revision, within
 from orthojax.experiments.experiment import Case, Experiment
 from orthojax.experiments.page import Picture
-from orthojax.experiments.results import Quantity, Result, Results, metric
+from orthojax.experiments.results import Quantity, Results, metric
 from orthojax.experiments.tables import MetricTable
 from orthojax.model import Interventions, Taps, Transformer
 from orthojax.train import require_task
@@ -169,17 +169,13 @@ _TRIGGERS = metric("trigger_keys", "on triggers")
 _TOKEN = metric("token_value_ratio", "its value norm / that of all")
 
 
-def _every(result: Result, quantity: str | Quantity, low: float, high: float) -> bool:
-    return all(low < value < high for value in result.values(quantity))
-
-
 CLAIMS = (
     Claim("Free and visible: the sink forms, and the value of <s> is drained.", ("free_visible",), (_SINK, _RATIO),
-          lambda of: _every(of, _SINK, 0.7, 2) and _every(of, _RATIO, -1, 0.5),
+          lambda of: within(of, _SINK, 0.7, 2) and within(of, _RATIO, -1, 0.5),
           "attention above 0.7 and a value norm below half of the others', in every seed"),
     Claim("Both halves of the task are learned in every setting.", {c.label: (n,) for n, c in CELLS.items()},
           ("backcopy_risk_nats", "bigram_excess_risk_nats"),
-          lambda of: _every(of, "backcopy_risk_nats", -1, 0.05) and _every(of, "bigram_excess_risk_nats", -1, 0.1),
+          lambda of: within(of, "backcopy_risk_nats", -1, 0.05) and within(of, "bigram_excess_risk_nats", -1, 0.1),
           "backcopy risk below 0.05 and bigram excess below 0.1 nats, in every seed"),
     Claim("The paper's break condition: a value that cannot shrink makes no sink.", ("others_visible", "free_visible"),
           (_SINK,), lambda held, free: held.sink_attention_rest <= 0.5 * free.sink_attention_rest,
@@ -189,26 +185,26 @@ CLAIMS = (
     Claim("The other reading: it makes one all the same, since what counts is not the norm but what the value does, "
           "and a vector that all non-triggers read alike can be made to do nothing.",
           ("others_visible", "free_visible"), (_SINK, _EFFECT, _RATIO),
-          lambda held, free: _every(held, _SINK, 0.5, 2) and _every(held, _EFFECT, -1, 0.1),
+          lambda held, free: within(held, _SINK, 0.5, 2) and within(held, _EFFECT, -1, 0.1),
           "attention above 0.5 with an effect of the value below 0.1 nats, in every seed"),
     Claim("Without attention there is no drain: where non-triggers do not see <s>, its value is not drained.",
           ("free_masked", "free_visible"), (_RATIO,),
-          lambda masked, visible: _every(masked, _RATIO, 0.5, 100) and masked.value_ratio >= 2 * visible.value_ratio,
+          lambda masked, visible: within(masked, _RATIO, 0.5, 100) and masked.value_ratio >= 2 * visible.value_ratio,
           "a value norm above half of the others', in every seed, and twice that where <s> is visible"),
     Claim("A value that is drained from the start makes the sink form earlier.", ("drained_visible", "free_visible"),
           (_EARLY,), lambda drained, free: drained.early_sink >= 1.1 * free.early_sink,
           f"attention over the first {EARLY} steps at least a tenth higher"),
     Claim("A value that keeps its initial norm changes nothing, since a free one ends there.",
           ("initial_visible", "free_visible"), (_SINK, "value_norm_first"),
-          lambda held, free: _every(held, _SINK, 0.7, 2), "attention above 0.7 in every seed"),
+          lambda held, free: within(held, _SINK, 0.7, 2), "attention above 0.7 in every seed"),
     Claim("Where <s> is hidden another token becomes the sink.", ("free_masked",), (_ABOVE,),
-          lambda of: _every(of, _ABOVE, 0.3, 2),
+          lambda of: within(of, _ABOVE, 0.3, 2),
           "non-triggers put 0.3 more on the keys of one token than equal weights would, in every seed"),
-    Claim("And that token's value is drained.", ("free_masked",), (_TOKEN,), lambda of: _every(of, _TOKEN, -1, 0.5),
+    Claim("And that token's value is drained.", ("free_masked",), (_TOKEN,), lambda of: within(of, _TOKEN, -1, 0.5),
           "a value norm below half of the mean, in every seed; testable where that token has 0.3 more",
-          lambda of: _every(of, _ABOVE, 0.3, 2)),
+          lambda of: within(of, _ABOVE, 0.3, 2)),
     Claim("Where <s> is hidden the triggers become the sink, together.", ("free_masked", "others_masked"),
-          (_TRIGGERS,), lambda *both: all(_every(of, _TRIGGERS, 0.7, 2) for of in both),
+          (_TRIGGERS,), lambda *both: all(within(of, _TRIGGERS, 0.7, 2) for of in both),
           "non-triggers put more than 0.7 on the keys of the three triggers, in every seed, whether the value of <s> "
           "is held or not", revised=Revision("the weight on triggers had been recorded, but not predicted")),
 )  # fmt: skip
