@@ -50,7 +50,7 @@ VERDICTS = {
     "needed_head": "++++-+",
     "norm_toys": "+++-+++++++",
     "normalizers": "?++?+-",
-    "one_layer": "?????????????????",
+    "one_layer": "-+++++++-++++++++",
     "optimizer_outliers": "-+",
     "orthoadam_peak": "+++-+++",
     "pixel_sinks": "--?-?--+",
@@ -78,8 +78,6 @@ NOT_RUN_YET = {
     "backcopy_rules",
     "break_conditions_map",
     "peak_blocks",
-    "pixel_sinks",
-    "sink_norms",
 }  # whose results are not committed
 
 

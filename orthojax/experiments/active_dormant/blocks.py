@@ -5,10 +5,10 @@ Active-Dormant Attention Heads (arXiv 2410.13835), appendix: the five models of 
 
 from orthojax.experiments.active_dormant.models import HISTORY, INTERVENTIONS, RISKS, SEEDS, config
 from orthojax.experiments.active_dormant.three_layers import worst_layer
-from orthojax.experiments.claims import Claim
+from orthojax.experiments.claims import Claim, within
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.pictures import LayerCurves, StepCurves
-from orthojax.experiments.results import Quantity, Result, Results, metric
+from orthojax.experiments.results import Quantity, Results, metric
 from orthojax.experiments.tables import MetricTable
 
 _PEAK = "residual_peak/layer_0"
@@ -52,10 +52,6 @@ _RISK = [Quantity(f"{risk.split('_')[0]} excess risk without layer 0", lambda of
          for risk in RISKS]  # fmt: skip
 
 
-def _in_every(result: Result, quantity: Quantity, low: float, high: float) -> bool:
-    return all(low < value < high for value in result.values(quantity))
-
-
 CLAIMS = (
     Claim("The large peak needs attention and MLP in the first block and something above the second.",
           (*_LARGE, *_SMALL), (metric(_PEAK, "peak after the first layer"),),
@@ -65,7 +61,7 @@ CLAIMS = (
           lambda of: of.mean(_PEAK_LEFT) < 0.2, "less than a fifth is left; published 0.7 of 106"),
     Claim("And with it the sink of the next layer.", ("two_mlp",), (_GAP_LEFT,),
           lambda of: of.mean(_GAP_LEFT) < 0.2, "less than a fifth of the logit gap is left; published 1.92 of 18.93"),
-    Claim("And its value drain.", ("two_mlp",), (_VALUE_RISES,), lambda of: _in_every(of, _VALUE_RISES, 5, 1e9),
+    Claim("And its value drain.", ("two_mlp",), (_VALUE_RISES,), lambda of: within(of, _VALUE_RISES, 5, 1e9),
           "the value norm of <s> rises five-fold or more, in every seed; published 0.729 to 10.62"),
     Claim("And the task.", ("two_mlp",), _RISK, lambda of: of.mean(_RISK[0]) > 1 and of.mean(_RISK[1]) > 0.05,
           "backcopy above 1 nat and bigram above 0.05; published 2.44 and 0.25"),

@@ -65,9 +65,9 @@ def _removal_claims(method: str) -> list[Claim]:
         claims.append(
             Claim(
                 f"{says} {what}.", (V, method), (quantity,),
-                lambda v, m, q=quantity, removed=removed: all(map(removed, m.values(q))),
+                lambda v, m, q=quantity, removed=removed: bool(m.values(q)) and all(map(removed, m.values(q))),
                 f"{criterion}, in every seed; testable where it is there in every seed of softmax + Adam",
-                lambda v, m, q=quantity, removed=removed: not any(map(removed, v.values(q))),
+                lambda v, m, q=quantity, removed=removed: bool(v.values(q)) and not any(map(removed, v.values(q))),
             )
         )  # fmt: skip
     return claims

@@ -5,10 +5,10 @@ Active-Dormant Attention Heads (arXiv 2410.13835), appendix.
 
 from orthojax.experiments.active_dormant.key_mass import KEY_MASS
 from orthojax.experiments.active_dormant.models import HISTORY, RISKS, SEEDS, config
-from orthojax.experiments.claims import Claim
+from orthojax.experiments.claims import Claim, within
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.pictures import StepCurves
-from orthojax.experiments.results import Quantity, Result, Results, metric
+from orthojax.experiments.results import Results, metric
 from orthojax.experiments.tables import MetricTable
 
 _SINK, _DRAIN = "sink_attention_rest", "value_drain"
@@ -40,15 +40,11 @@ def _variants(scale: str) -> tuple[Variant, ...]:
     )
 
 
-def _every(result: Result, quantity: str | Quantity, low: float, high: float) -> bool:
-    return all(low < value < high for value in result.values(quantity))
-
-
 _TOKEN = "largest_token"
 _MOST = (metric(_TOKEN, "mass on the most attended token"), metric(f"{_TOKEN}_equal", "equal weights would give"),
          metric("token_value_ratio", "its value norm over the others'"))  # fmt: skip
 CLAIMS = (
-    Claim("Two <s> share the sink.", ("two_bos",), (_SINK, _DRAIN), lambda of: _every(of, _SINK, 0.7, 2),
+    Claim("Two <s> share the sink.", ("two_bos",), (_SINK, _DRAIN), lambda of: within(of, _SINK, 0.7, 2),
           "weight on both together above 0.7 in every seed"),
     Claim("Without <s> the sink moves to other tokens.", ("no_bos",), (_SINK, *_MOST),
           lambda of: of.mean(_TOKEN) > 2 * of.mean(f"{_TOKEN}_equal") and of[_SINK] < 0.5,

@@ -19,10 +19,10 @@ from orthojax.experiments.active_dormant.models import (
     layer_curves,
 )
 from orthojax.experiments.active_dormant.models import training_view as view_of
-from orthojax.experiments.claims import Claim
+from orthojax.experiments.claims import Claim, within
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.pictures import LayerCurves, StepCurves
-from orthojax.experiments.results import Numbers, Quantity, Result, Results, metric
+from orthojax.experiments.results import Numbers, Quantity, Results, metric
 from orthojax.experiments.tables import MetricTable
 from orthojax.experiments.training_view import TrainingView
 
@@ -73,18 +73,14 @@ _COSINES, _DECAYS, _WEAK, _KEYS = (
 )  # fmt: skip
 
 
-def _every(result: Result, quantity: Quantity, low: float, high: float) -> bool:
-    return all(low < value < high for value in result.values(quantity))
-
-
 CLAIMS = (
     Claim("Under Adam the residual norm of <s> after the first layer grows.", ("adam",), (GROWTH, SLOPE),
-          lambda of: _every(of, GROWTH, 3, 1e9), "to at least 3 times its start in every seed"),
+          lambda of: within(of, GROWTH, 3, 1e9), "to at least 3 times its start in every seed"),
     Claim("It grows linearly.", ("adam",), (f"{_FIRST}/linear_r", f"{_FIRST}/log_r"),
-          lambda of: _every(of, metric(f"{_FIRST}/linear_r"), 0.97, 2), "r of a line above 0.97 from step 500 on, in "
+          lambda of: within(of, metric(f"{_FIRST}/linear_r"), 0.97, 2), "r of a line above 0.97 from step 500 on, in "
           "every seed"),
     Claim("It is a peak: other tokens' norm does not follow.", ("adam",), (f"{_RATIO}/layer_0", _LARGEST_RATIO),
-          lambda of: _every(of, _LARGEST_RATIO, 2, 1e9), "above 2 times theirs after some layer, in every seed"),
+          lambda of: within(of, _LARGEST_RATIO, 2, 1e9), "above 2 times theirs after some layer, in every seed"),
     Claim("Under SGD the sink stays and the peak does not come.", ("sgd",),
           (GROWTH, _LARGEST_RATIO, "sink_attention_rest"),
           lambda of: of.mean(GROWTH) <= 1.5 and of.sink_attention_rest > 0.7,
@@ -95,10 +91,10 @@ CLAIMS = (
     Claim("ReLU attention removes the peak after the first layer.", ("relu",), (GROWTH,),
           lambda of: of.mean(GROWTH) <= 1.3, "at most 1.3 times its start"),
     Claim("ReLU attention removes it after every layer.", ("relu",), (_LARGEST_RATIO,),
-          lambda of: _every(of, _LARGEST_RATIO, 0, 2), "below 2 times the other tokens' norm after every layer, in "
+          lambda of: within(of, _LARGEST_RATIO, 0, 2), "below 2 times the other tokens' norm after every layer, in "
           "every seed; the published data have it above 50 after the second and third"),
     Claim("OrthoAdam keeps the peak, since its updates are as constant as Adam's.", ("orthoadam",),
-          (GROWTH, _LARGEST_RATIO), lambda of: _every(of, GROWTH, 3, 1e9),
+          (GROWTH, _LARGEST_RATIO), lambda of: within(of, GROWTH, 3, 1e9),
           "first layer's norm at least 3 times its start in every seed; a prediction of ours, made before"),
     Claim("The gradient at <s> keeps one direction.", ("adam",), _COSINES,
           lambda of: of.mean(_COSINES[0]) > 0.5, "mean cosine with the last one above 0.5, after the first layer"),
