@@ -1,5 +1,6 @@
 """Every test sees eight fake CPU devices and strict broadcasting; nothing here needs a network or a GPU."""
 
+import gc
 import importlib.metadata
 import os
 
@@ -23,6 +24,11 @@ jax.config.update("jax_disable_most_optimizations", True)
 # The first example of a property pays for compilation, so a deadline would only measure that.
 hypothesis.settings.register_profile("orthojax", deadline=None, max_examples=25, derandomize=True)
 hypothesis.settings.load_profile("orthojax")
+
+
+def pytest_collection_finish():
+    """What was imported lives to the end: garbage collections need not visit it."""
+    gc.freeze()
 
 
 @pytest.fixture
