@@ -5,6 +5,7 @@ errors]. Answers each with the exit code. It has imported what scripts import, a
 that has cannot be forked.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -28,6 +29,7 @@ def become(script: str, arguments: list[str], cwd: str, output: str, errors: str
 def main() -> None:
     for name in IMPORTED:
         importlib.import_module(f"orthojax.{name}")
+    gc.freeze()  # else the end of each child visits, and so copies, all that was imported
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

@@ -1,5 +1,7 @@
 """Every test sees eight fake CPU devices and strict broadcasting; nothing here needs a network or a GPU."""
 
+import functools
+import gc
 import importlib.metadata
 import os
 
@@ -14,15 +16,24 @@ if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11
 import hypothesis
 import jax
 import pytest
+from jax._src.interpreters import mlir
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # XLA's own passes run, and so the programs have their real structure; LLVM's, which cost more than tiny programs take.
 jax.config.update("jax_disable_most_optimizations", True)
+# JAX makes a context of MLIR for each program, with all its dialects: a quarter of the time of a tiny one.
+mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 # The first example of a property pays for compilation, so a deadline would only measure that.
 hypothesis.settings.register_profile("orthojax", deadline=None, max_examples=25, derandomize=True)
 hypothesis.settings.load_profile("orthojax")
+
+
+def pytest_collection_finish():
+    """What was imported lives to the end: garbage collections need not visit it."""
+    gc.freeze()
+    gc.set_threshold(10_000, 50)  # JAX makes many objects and few cycles
 
 
 @pytest.fixture

@@ -68,31 +68,31 @@ def _ends(queries, keys):
 
 CASES = {
     # name: (T, S, key-value heads, options)
-    "causal": (13, 13, 2, {"is_causal": True}),
+    "causal": (10, 10, 2, {"is_causal": True}),
     "one query": (1, 9, 2, {}),
     "one key": (7, 1, 4, {"bias": normal(1, N, 7, 1)}),
     "plain, one key head": (11, 5, 1, {"scale": 0.7}),
-    "more queries than keys, causal": (17, 4, 2, {"is_causal": True}),
-    "window": (19, 19, 4, {"local_window_size": (2, 1)}),
-    "causal window, grouped": (19, 19, 2, {"local_window_size": 3, "is_causal": True}),
-    "window beyond the keys": (16, 5, 4, {"local_window_size": (1, 0)}),
+    "more queries than keys, causal": (11, 4, 2, {"is_causal": True}),
+    "window": (10, 10, 4, {"local_window_size": (2, 1)}),
+    "causal window, grouped": (10, 10, 2, {"local_window_size": 3, "is_causal": True}),
+    "window beyond the keys": (11, 5, 4, {"local_window_size": (1, 0)}),
     "window of all": (8, 8, 4, {"local_window_size": 30, "is_causal": True}),
     "window and key lengths": (6, 6, 4, {"local_window_size": (1, 0), "key_value_seq_lengths": np.array([0, 5])}),
-    "mask with an empty row": (12, 12, 2, {"mask": _mask(B, N, 12, 12), "is_causal": True,
-                                           "bias": 0.3 * normal(1, N, 12, 12)}),
+    "mask with an empty row": (8, 8, 2, {"mask": _mask(B, N, 8, 8), "is_causal": True,
+                                         "bias": 0.3 * normal(1, N, 8, 8)}),
     "mask of keys, bias of keys": (10, 8, 4, {"mask": np.arange(8).reshape(1, 1, 1, 8) % 3 < 2,
                                               "bias": normal(1, N, 1, 8)}),
-    "mask of queries": (10, 10, 4, {"mask": _mask(1, 1, 10, 1), "is_causal": True, "bias": normal(B, 1, 10, 1)}),
+    "mask of queries": (8, 8, 4, {"mask": _mask(1, 1, 8, 1), "is_causal": True, "bias": normal(B, 1, 8, 1)}),
     "bias of each, both lengths": (8, 8, 2, {"bias": normal(B, N, 8, 8), **_ends([4, 8], [8, 3])}),
     "lengths": (9, 9, 4, {**_ends([4, 9], [9, 0]), "is_causal": True}),
-    "everything": (14, 11, 2, {"bias": normal(1, N, 14, 11), "mask": _mask(B, 1, 14, 11), "is_causal": True,
-                               "local_window_size": (3, 2), **_ends([14, 6], [11, 5]), "scale": 1.3}),
+    "everything": (10, 8, 2, {"bias": normal(1, N, 10, 8), "mask": _mask(B, 1, 10, 8), "is_causal": True,
+                              "local_window_size": (3, 2), **_ends([10, 5], [8, 4]), "scale": 1.3}),
 }  # fmt: skip
 # What one query sees matters to all normalizers alike; these differ in what they do with the other keys.
 KINDS = ["softmax", "softmax1", "relu"]
 EVERY_NORMALIZER = ["mask with an empty row", "everything"]
-WITH_GRADIENTS = {"mask with an empty row": [*KINDS, "sink"], "causal window, grouped": [*KINDS, "sink"]}
-WITH_GRADIENTS |= {"everything": list(NORMALIZERS)}
+WITH_GRADIENTS = {"causal window, grouped": [*KINDS, "sink"]}
+WITH_GRADIENTS |= {"everything": list(NORMALIZERS)}  # rows that see nothing among them
 NOT_BY_CUDNN = {"window", "window beyond the keys", "everything"}
 CUDNN = ["one query", "plain, one key head", "mask of queries"]
 CUDNN = [pytest.param("cudnn", c, marks=[_slow] * (c in CUDNN)) for c in CASES if c not in NOT_BY_CUDNN]
@@ -124,7 +124,7 @@ BIAS = normal(B, N, T, S, seed=2, dtype=np.float32)
 EVERYTHING = {"mask": jnp.asarray(MASK), "is_causal": True, **LENGTHS}
 JAX_NN = [(T, S, kv_heads, EVERYTHING | {"scale": 1.3}) for kv_heads in (1, 2, N)]
 JAX_NN += [(T, S, 2, {"local_window_size": (1, 0), "is_causal": True}), (T, S, 2, LENGTHS)]
-JAX_NN += [(t, s, 2, {"is_causal": causal}) for t, s in ((1, 9), (13, 13)) for causal in (False, True)]
+JAX_NN += [(1, 9, 2, {}), (13, 13, 2, {"is_causal": True})]
 
 
 def _results(attend, *arrays):
@@ -148,9 +148,10 @@ def test_softmax_is_jax_nn_dot_product_attention(t, s, kv_heads, options):
 
 def test_one_sequence_without_a_batch_axis_is_taken_as_jax_nn_takes_it():
     q, k, v = (a[0] for a in _arrays())
-    ours = dot_product_attention(q, k, v, BIAS[0, 0], MASK[0], normalizer="softmax")
+    ours = jax.jit(partial(dot_product_attention, normalizer="softmax"))(q, k, v, BIAS[0, 0], MASK[0])
     assert ours.shape == q.shape
-    np.testing.assert_allclose(ours, jax.nn.dot_product_attention(q, k, v, BIAS[0, 0], MASK[0]), rtol=1e-5, atol=1e-6)
+    theirs = jax.jit(jax.nn.dot_product_attention)(q, k, v, BIAS[0, 0], MASK[0])
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_softmax1_is_jax_nn_softmax_with_a_zero_key_and_value():
@@ -191,7 +192,9 @@ def test_attention_of_half_precision_is_not_the_product_of_rounded_logits():
 
 
 DTYPES = {jnp.float32: "sink", jnp.bfloat16: "softmax1", jnp.float16: "softmax"}
-EXTREMES = list(itertools.product([*IMPLEMENTATIONS, "cudnn"], DTYPES))
+OTHERS_CONTAIN = [("xla", jnp.bfloat16), ("xla_chunked", jnp.float16), ("cudnn", jnp.float32)]
+EXTREMES = itertools.product([*IMPLEMENTATIONS, "cudnn"], DTYPES)
+EXTREMES = [pytest.param(*case, marks=[_slow] * (case in OTHERS_CONTAIN)) for case in EXTREMES]
 EXTREMES += [("splash", jnp.float32), pytest.param("splash", jnp.bfloat16, marks=_slow)]
 
 
@@ -269,9 +272,9 @@ def test_weights_times_values_are_the_output_to_the_bit(name, kv_heads):
 def test_vmap_changes_nothing():
     q, k, v = _arrays(kv_heads=2)
     f = partial(dot_product_attention, normalizer=_normalizer("sink"), is_causal=True)
-    expected = f(q, k, v)
-    np.testing.assert_allclose(jax.vmap(f)(q, k, v), expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(jax.vmap(f)(q[:, None], k[:, None], v[:, None])[:, 0], expected, rtol=1e-5, atol=1e-6)
+    expected, mapped = f(q, k, v), jax.jit(jax.vmap(f))
+    np.testing.assert_allclose(mapped(q, k, v), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(mapped(q[:, None], k[:, None], v[:, None])[:, 0], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", ["xla", pytest.param("xla_chunked", marks=_slow)])
@@ -286,7 +289,7 @@ def test_on_a_mesh_batch_and_heads_stay_where_they_are(implementation):
     gradients = jax.grad(loss, (0, 1, 2))
     compiled = jax.jit(gradients, in_shardings=(where,) * 3, out_shardings=where).lower(q, k, v).compile()
     assert not [word for word in ("all-gather", "all-to-all", "all-reduce") if word in compiled.as_text()]
-    for got, expected in zip(compiled(q, k, v), gradients(q, k, v), strict=True):
+    for got, expected in zip(compiled(q, k, v), jax.jit(gradients)(q, k, v), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -1,6 +1,7 @@
 """Which implementation computes an attention, what happens where a kernel cannot, and `attention_fn` inside flax."""
 
 import functools
+import itertools
 import threading
 import warnings
 
@@ -199,9 +200,17 @@ def test_symbolic_shapes_are_left_to_plain_xla_and_chunks_refuse_symbolic_length
             _exported(attend, *["b, t, 4, 8"] * 3)
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("remat", [False, True, "dots", "full"])
-def test_a_model_on_cudnn_attends_once_forward_unless_it_keeps_nothing_and_once_backward_in_each_layer(scan, remat):
+QUICK = [(False, False), ("full", False), (True, True), ("dots", True)]
+
+
+@pytest.mark.parametrize(
+    ("remat", "scan"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK))
+        for case in itertools.product([False, True, "dots", "full"], [False, True])
+    ],
+)
+def test_a_model_on_cudnn_attends_once_forward_unless_it_keeps_nothing_and_once_backward_in_each_layer(remat, scan):
     config = gpt2(
         "tiny", d_model=32, d_mlp=32, num_heads=2, num_layers=2, vocab_size=16, max_length=64, dtype="bfloat16",
         normalizer="softmax1", attention_implementation="cudnn", scan_layers=scan, remat=remat,

@@ -1,4 +1,7 @@
-"""Signals and kill -9 through the command line: nothing is lost, and the end has the bits of an undisturbed run."""
+"""Signals and kill -9 at random moments: nothing is lost, and the end has the bits of an undisturbed run.
+
+One of each is in test_command_lines.py.
+"""
 
 import random
 import signal
@@ -93,16 +96,6 @@ def assert_stopped_cleanly(returned, error, workdir, signum):
     assert f"stopped at step {step}, state saved" in error.splitlines()[-1]
     assert "Traceback" not in error
     assert read_metrics(workdir / "metrics.jsonl")[-1]["step"] == step
-
-
-def test_a_signal_saves_and_kills_lose_nothing(tmp_path):
-    home, workdir = prepare(tmp_path, steps=24, eval_every_steps=12, checkpoint_every_steps=4), tmp_path / "run"
-    for steps, seconds in ((2, 0.03), (9, 0.0)):
-        assert disturb(home, workdir, signal.SIGKILL, steps=steps, seconds=seconds)[0] == -signal.SIGKILL
-    returned, error = disturb(home, workdir, signal.SIGTERM, steps=1)
-    assert_stopped_cleanly(returned, error, workdir, signal.SIGTERM)
-    run_to_the_end(home, workdir)
-    assert_same_run(home, workdir)
 
 
 @pytest.fixture(scope="module")

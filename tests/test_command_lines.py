@@ -12,10 +12,11 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 import pytest
 from small_runs import CONFIG as SMALL
-from small_runs import ROOT, TEXT, snapshot
+from small_runs import ROOT, TEXT, bits, losses, snapshot
 
 from orthojax.config import Config, describe_fields, replace, to_json
 from orthojax.errors import PEER_LOST
+from orthojax.train import find_checkpoint, read_optimizer_state, read_params
 
 SCRIPTS = ("train", "evaluate", "inspect_checkpoint", "prepare_data", "reproduce", "benchmark")
 CONFIG = replace(
@@ -534,6 +535,47 @@ def test_a_run_is_trained_evaluated_and_inspected(home):
     assert done.returncode == 0, done.stderr
     for line in (r"step 6\b", r"model\.normalizer = softmax1", r"layers_0/attention/query/kernel +float32 +\[16, 16\]"):
         assert re.search(line, done.stdout), done.stdout
+
+
+STOPPED = """
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from orthojax.config import Config, from_json
+
+
+def stop():
+    metrics = Path("new/metrics.jsonl")
+    while not metrics.is_file() or '"step": {step},' not in metrics.read_text():
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.{name})
+
+
+def get_config():
+    threading.Thread(target=stop, daemon=True).start()
+    return from_json(Config, Path("small.json").read_text())
+"""
+
+
+def test_a_killed_and_a_terminated_run_end_with_the_same_bits(home):
+    """The config file starts the thread that sends the signal; test_checkpoint_kills.py has many more."""
+    arguments = ["--cache_dir=cache", "--config.train.steps=40", "--config.train.eval_every_steps=20"]
+    assert run("train", "--config=small.py", "--workdir=whole", *arguments, cwd=home).returncode == 0
+    for name, step, code in (("SIGKILL", 10, -9), ("SIGTERM", 22, 128 + 15)):
+        (home / "stopped.py").write_text(STOPPED.format(name=name, step=step))
+        done = run("train", "--config=stopped.py", "--workdir=new", *arguments, cwd=home)
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr
+    assert f"stopped at step {find_checkpoint(home / 'new').name}, state saved" in done.stderr.splitlines()[-1]
+    assert run("train", "--config=small.py", "--workdir=new", *arguments, cwd=home).returncode == 0
+    assert losses(home / "new") == losses(home / "whole")
+    whole, new = (find_checkpoint(home / name) for name in ("whole", "new"))
+    assert whole.name == new.name == "40"
+    assert bits(read_params(new)) == bits(read_params(whole))
+    assert bits(read_optimizer_state(new)) == bits(read_optimizer_state(whole))
 
 
 def test_a_run_says_what_it_is_what_it_waits_for_and_how_it_ended(home):

@@ -45,6 +45,7 @@ def shapes_of(params):
     return {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
+@functools.cache
 def shapes(config, length=7):
     """Paths and shapes of the parameters, without computing any."""
     tree = jax.eval_shape(Transformer(config).init, jax.random.key(0), jnp.zeros((1, length), jnp.int32))
@@ -55,8 +56,9 @@ def apply(config, params, tokens=TOKENS, **options):
     return Transformer(config).apply({"params": params}, tokens, **options)
 
 
-def run(config, tokens=TOKENS, **options):
-    return apply(config, random_params(config), tokens, **options)
+@functools.cache
+def logits_of(config):
+    return apply(config, random_params(config))[0]
 
 
 ORACLE_CONFIGS = {
@@ -127,7 +129,7 @@ def check_what_each_token_changes(config, is_seen, length=6):
     """Logits of position t change with token i where `is_seen(i, t)`, and nowhere else."""
     tokens = np.tile(np.arange(1, 1 + length), (1 + length, 1))
     tokens[np.arange(1, 1 + length), np.arange(length)] = 10  # row 1 + i has another token i
-    logits = np.asarray(run(config, jnp.asarray(tokens))[0])
+    logits = np.asarray(apply(config, random_params(config), jnp.asarray(tokens))[0])
     for i, t in np.ndindex(length, length):
         if is_seen(i, t):
             assert np.abs(logits[1 + i, t] - logits[0, t]).max() > 1e-4
@@ -148,7 +150,7 @@ def test_later_tokens_never_change_earlier_logits(position, normalizer):
 @pytest.mark.parametrize("position", POSITIONS)
 def test_relaxed_tokens_see_each_other_and_no_later_one(position):
     config = dataclasses.replace(TINY, position=position)
-    np.testing.assert_array_equal(run(dataclasses.replace(config, relaxed_causal_tokens=1))[0], run(config)[0])
+    np.testing.assert_array_equal(logits_of(dataclasses.replace(config, relaxed_causal_tokens=1)), logits_of(config))
     relaxed = dataclasses.replace(config, relaxed_causal_tokens=3)
     check_what_each_token_changes(relaxed, lambda i, t: t >= i or max(i, t) < 3)
 
@@ -156,12 +158,18 @@ def test_relaxed_tokens_see_each_other_and_no_later_one(position):
 # Scanned, unrolled and recomputed layers are one model.
 
 
-def _loss(config):
+def _params(config):
+    params = random_params(config)
+    return stack_layers(params) if config.scan_layers else params
+
+
+@functools.cache
+def _loss_and_gradients(config):
     def loss(params):
         logits, seen = apply(config, params, observe=lambda taps: jnp.mean(taps.residual**2))
         return jnp.mean(jnp.sin(logits)), (logits, seen)
 
-    return jax.value_and_grad(loss, has_aux=True)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(_params(config))
 
 
 @pytest.mark.parametrize(
@@ -173,12 +181,9 @@ def _loss(config):
     ],
 )
 def test_scan_and_remat_change_neither_logits_nor_gradients_nor_observations(name, changes):
-    unrolled = ORACLE_CONFIGS[name]
-    config, params = dataclasses.replace(unrolled, **changes), random_params(unrolled)
-    (_, (logits, seen)), gradients = _loss(unrolled)(params)
-    other = stack_layers(params) if config.scan_layers else params
-    other_loss = jax.jit(_loss(config)) if config.scan_layers else _loss(config)
-    (_, (other_logits, other_seen)), other_gradients = other_loss(other)
+    config = dataclasses.replace(ORACLE_CONFIGS[name], **changes)
+    (_, (logits, seen)), gradients = _loss_and_gradients(ORACLE_CONFIGS[name])
+    (_, (other_logits, other_seen)), other_gradients = _loss_and_gradients(config)
     np.testing.assert_allclose(other_logits, logits, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(other_seen, seen, rtol=1e-5)
     other_gradients = unstack_layers(other_gradients) if config.scan_layers else other_gradients
@@ -249,7 +254,7 @@ def test_every_field_changes_parameters_or_logits(field):
     changed = dataclasses.replace(base, **{field: value})
     assert changed != base
     if shapes(base) == shapes(changed):
-        assert np.abs(run(changed)[0] - run(base)[0]).max() > 1e-4
+        assert np.abs(logits_of(changed) - logits_of(base)).max() > 1e-4
 
 
 @pytest.mark.slow
@@ -267,11 +272,6 @@ def test_init_std_fields_scale_what_they_name():
         np.testing.assert_allclose(changed[name], leaf * factor, rtol=1e-5, err_msg=name)
         std = 0.01 if "output" in name else 0.02  # what writes to the residual stream: 2 * 2 terms add up there
         assert 0.9 * std < leaf.std() < 1.1 * std, name
-
-
-def _params(config):
-    params = random_params(config)
-    return stack_layers(params) if config.scan_layers else params
 
 
 @pytest.mark.parametrize("scan", [False, True])

@@ -1,5 +1,6 @@
 """The mathematics of the paper's figures and appendices: closed forms, samples, two bases, overlaps, losses."""
 
+import functools
 import itertools
 import math
 from fractions import Fraction
@@ -329,7 +330,7 @@ def test_a_jump_is_from_the_mean_before_it_after_warm_up_and_a_rise_from_the_eva
 # What int8 can cost.
 
 
-@pytest.mark.parametrize("d_model", [96, 192, 2048])
+@pytest.mark.parametrize("d_model", [96, 2048])
 def test_no_outlier_makes_int8_worse_than_the_width_allows(d_model):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, d_model))
@@ -374,8 +375,8 @@ def test_the_share_is_that_of_key_0_in_the_weights_of_a_relu_model():
     inputs = Inputs(batch=None, evaluation=tokens, bits_per_nat_of_loss=None, provenance={}, task=None)
     (measure,) = normalizers.EXPERIMENT.measures
     found = measure.measure(loaded, inputs, lambda part: None).metrics["first_attention_share"]
-    weights = loaded.model.apply({"params": loaded.params}, tokens[:, :-1], observe=lambda taps: taps.attention_weights)
-    weights = np.asarray(weights[1], np.float64)
+    apply = functools.partial(loaded.model.apply, observe=lambda taps: taps.attention_weights)
+    weights = np.asarray(jax.jit(apply)({"params": loaded.params}, tokens[:, :-1])[1], np.float64)
     total = weights.sum(-1)
     assert (total == 0).any()  # rows that attend to nothing
     share = np.divide(weights[..., 0], total, out=np.zeros_like(total), where=total > 0)

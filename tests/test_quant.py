@@ -318,8 +318,9 @@ def test_refusals_say_why():
 
 
 def test_products_of_other_shapes_are_refused():
-    kernel = quantize(jnp.ones((4, 4)), "absmax", 8, 0)
-    for x in (quantize(jnp.ones((3, 4)), "absmax", 8, 0), quantize(jnp.ones(2), "absmax", 8)):  # by feature; too short
+    ones = lambda *shape: jax.jit(lambda: quantize(jnp.ones(shape), "absmax", 8, 0))()  # noqa: E731
+    kernel = ones(4, 4)
+    for x in (ones(3, 4), ones(2)):  # by feature; too short
         with pytest.raises(ValueError, match=r"allowed: (1 in the last axis|\[..., in\])"):
             integer_product(x, kernel)
 
@@ -342,13 +343,14 @@ def test_every_layer_of_a_model_on_integers_is_its_simulation_with_stacked_kerne
         return jnp.asarray(0.3 * sizes * rng.normal(size=leaf.shape), jnp.float32)
 
     params = jax.tree.map(numbers, shapes)
-    stored = integer_params(params, setting)
+    to_integers = jax.jit(lambda params: integer_params(params, setting))
+    stored = to_integers(params)
     leaves = jax.tree.leaves(stored, is_leaf=lambda leaf: isinstance(leaf, Quantized))
     assert sum(isinstance(leaf, Quantized) for leaf in leaves) == (7 if scan else 12)  # stacked are one
     assert not isinstance(stored.get("head", {}).get("kernel"), Quantized)
     if scan:
         for layer in range(2):
-            alone = integer_params(jax.tree.map(lambda leaf, i=layer: leaf[i], params["layers"]), setting)
+            alone = to_integers(jax.tree.map(lambda leaf, i=layer: leaf[i], params["layers"]))
             part = jax.tree.map(lambda leaf, i=layer: leaf[i], stored["layers"])
             jax.tree.map(np.testing.assert_array_equal, part, alone)
     integer, simulated, paths = integer_linear(setting), quantized_linear(setting), set()
