@@ -92,11 +92,11 @@ def committed(experiment: Experiment) -> Results:
 
 
 def texts_of(results: Results, experiment: Experiment) -> list[str]:
-    """Everything that the report says, without pictures and tables of arrays, which need the runs."""
+    """Everything that the report says, without pictures, views and tables of arrays, which need the runs."""
     tables = [table for table in experiment.tables if experiment.name != "figure2" or isinstance(table, MetricTable)]
     report = make_report(
         Results(
-            dataclasses.replace(experiment, pictures=(), tables=tables),
+            dataclasses.replace(experiment, pictures=(), views=None, tables=tables),
             results.scale,
             results.seeds,
             results.workdir,

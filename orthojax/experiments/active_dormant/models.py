@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from orthojax import analysis, quant
 from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig, replace
+from orthojax.errors import UserError
 from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.results import Result
 from orthojax.experiments.training_view import Frame, TrainingView
@@ -295,7 +296,8 @@ def training_view(result: Result, task: Any, curves: Mapping[str, str]) -> Train
             shown = [np.asarray(arrays[name], np.float32) for name in ("attention", "value_norms", "residual_norms")]
             tokens = arrays["tokens"]
             frames.append(Frame(step, *shown))
-    assert tokens is not None
+    if tokens is None:
+        raise UserError(f"{folder} has no probes", hint="run the experiment again, without --render")
     names = [*("<s>" if len(task.bos_ids) == 1 else f"<s{i}>" for i in range(len(task.bos_ids)))]
     words = {**dict(enumerate(task.characters)), **dict(zip(task.bos_ids, names, strict=True))}
     return TrainingView(
