@@ -49,7 +49,8 @@ def norm(x: ArrayLike, axis: int = -1) -> jax.Array:
     x = at_least_float32(x)
     root = root_of_range(x)
     # Both sums in one pass. The root comes last: that of a sum that is not taken would have an infinite slope at 0.
-    plain, shrunk = jnp.sum(jnp.square(x), axis), jnp.sum(jnp.square(x / root), axis)
+    # Not jnp.square: its derivative 2 x overflows for the largest numbers, and times the 0 of the sum not taken is nan.
+    plain, shrunk = jnp.sum(x * x, axis), jnp.sum(jnp.square(x / root), axis)
     fits = plain < jnp.inf
     return jnp.sqrt(jnp.where(fits, plain, shrunk)) * jnp.where(fits, 1.0, root)
 
