@@ -13,13 +13,15 @@ from orthojax.errors import UserError
 from orthojax.experiments.active_dormant import pixel_sinks, reinforcement
 from orthojax.experiments.active_dormant.intervened_training import train, untouched
 from orthojax.experiments.active_dormant.key_mass import key_mass
-from orthojax.experiments.active_dormant.narrow import narrow
+from orthojax.experiments.active_dormant.models import short
 from orthojax.model import Interventions, Transformer, bigram_backcopy
 from orthojax.train import init_state, make_train_step
 
 TASK = BigramBackcopy.from_text(default_text())
-SMALL = {"model.d_model": 8, "model.d_mlp": 8, "data.sequence_length": 20, "train.batch_size": 4, "eval.sequences": 8}
-CONFIG = narrow(1, SMALL)
+SMALL = {
+    "model__d_model": 8, "model__d_mlp": 8, "data__sequence_length": 20, "train__batch_size": 4, "eval__sequences": 8,
+}  # fmt: skip
+CONFIG = short(1, **SMALL)
 
 
 def test_key_mass_is_counted_by_hand():

@@ -163,6 +163,16 @@ def test_scanned_and_unrolled_layers_have_the_same_mechanism_and_names(run):
     assert_trees_close(analysis.parameter_norms(params[-1]), analysis.parameter_norms(stacked), rtol=1e-5)
 
 
+def test_parameter_norms_are_those_of_a_singular_value_decomposition():
+    rng = np.random.default_rng(0)
+    tree = {"wide": rng.normal(size=(3, 7)), "tall": 1e-15 * rng.normal(size=(9, 2)), "bias": rng.normal(size=5)}
+    found = analysis.parameter_norms(jax.tree.map(jnp.float32, tree | {"none": np.zeros((2, 3))}))
+    for name, x in tree.items():
+        largest = np.linalg.svd(np.atleast_2d(x), compute_uv=False)[0]
+        np.testing.assert_allclose(found[name], [np.linalg.norm(x), largest], rtol=1e-5)
+    np.testing.assert_array_equal(found["none"], [0, 0])
+
+
 def test_interventions_share_a_program_and_do_what_their_names_say(run):
     folder, inputs, _ = run
     loaded = load(folder)

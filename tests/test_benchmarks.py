@@ -61,6 +61,7 @@ def test_the_command_measures_every_suite_and_says_how(tiny):
     wanted["compile"] = [("gpt2 tiny unrolled", "orthoadam")]
     wanted["train_step"] = [("gpt2 tiny 2x16", name) for name in training.VARIANTS]
     wanted["telemetry"] = [("gpt2 tiny 2x16", "telemetry")]
+    wanted["telemetry"] += [("bigram_backcopy 1 layer 16x16", name) for name in ("probe_steps", "probe_details")]
     documents = [f"0.1 MB of {kind}, 50 documents, bpe:300" for kind in ("jsonl", "jsonl, divided")]
     wanted["data"] = [(case, "token file") for case in ("TFRecord", "ArrayRecord", *documents)]  # two are left out
     wanted["data"] += [(f"100 batches of 4 x 8 of {of}", "batches") for of in ("one file", "4 shards")]
@@ -158,11 +159,17 @@ def test_a_training_step_has_its_tokens_memory_flops_and_loss(tiny):
 
 
 def test_telemetry_is_the_sum_of_its_parts_over_a_step():
-    (row,) = SUITES["telemetry"].measure(1, True)
+    row, *probes = SUITES["telemetry"].measure(1, True)
     parts = [row.metrics[f"{part}_seconds_per_step"] for part in ("probe", "norms", "record")]
     assert min(parts) > 0
     assert row.metrics["telemetry_ratio"] == pytest.approx(sum(parts) / row.metrics["step_seconds"])
     assert (row.metrics["probe_every_steps"], row.metrics["log_every_steps"]) == (100, 20)
+    for row in probes:
+        metrics = row.metrics
+        ratio = metrics["probe_seconds_per_step"] / metrics["step_seconds"]
+        assert metrics["telemetry_ratio"] == pytest.approx(ratio)
+    assert [row.variant for row in probes] == ["probe_steps", "probe_details"]
+    assert probes[0].metrics["first_probe_seconds"] > 0
 
 
 @pytest.mark.slow

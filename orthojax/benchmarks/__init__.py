@@ -11,7 +11,8 @@ from orthojax.benchmarks.data import DATA
 from orthojax.benchmarks.kernels import ATTENTION, QUANTIZATION
 from orthojax.benchmarks.optimizer import OPTIMIZER
 from orthojax.benchmarks.suite import Suite
-from orthojax.benchmarks.training import COMPILE, TELEMETRY, TRAIN_STEP
+from orthojax.benchmarks.telemetry import TELEMETRY
+from orthojax.benchmarks.training import COMPILE, TRAIN_STEP
 from orthojax.files import make_folder, write_text
 from orthojax.formatting import align
 from orthojax.machine import environment

@@ -1,18 +1,14 @@
-"""The whole training step with softmax-1 and OrthoAdam against softmax and AdamW, its compilation and its telemetry."""
+"""The whole training step with softmax-1 and OrthoAdam against softmax and AdamW and its compilation."""
 
 import contextlib
 import dataclasses
 import functools
-import itertools
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from orthojax.benchmarks.plain_flax import plain_state, plain_step
 from orthojax.benchmarks.suite import (
@@ -37,7 +33,6 @@ from orthojax.model import gpt2, parameter_count
 from orthojax.ops.attention import forbid_fallback
 from orthojax.timing import interleaved_seconds, median_ratio, spread
 from orthojax.train import (
-    Inputs,
     TrainState,
     build,
     init_state,
@@ -46,9 +41,6 @@ from orthojax.train import (
     model_flops_utilization,
     state_shapes,
 )
-from orthojax.train.metrics import MetricWriter
-from orthojax.train.probe import Probe
-from orthojax.train.step_logger import StepLogger
 
 # (normalizer, optimizer) by name; the first is what all are compared with, the last is what the paper proposes.
 VARIANTS: dict[str, tuple[NormalizerName, OptimizerName]] = {
@@ -310,66 +302,4 @@ COMPILE = Suite(
         Column("of adamw", "adamw_temp_bytes", "bytes"),
     ),
     repeats=3,
-)
-
-# Its telemetry: each part alone at the default cadences, so that none hides behind the device's work.
-
-_STEPS_AT_ONCE = 100
-
-
-def _measure_telemetry(repeats: int, tiny: bool) -> Iterator[Row]:
-    case = cases(jax.default_backend(), tiny)[0]
-    config, tokens = case.config(PLAIN), case.tokens(case.batch_size)
-    rows, step, norm = np.asarray(tokens), make_train_step(config), jax.jit(optax.tree.norm)
-    probe = Probe(config, Inputs(lambda _: rows, rows, None, {}, None), None)
-    state, metrics = step(init_state(config), tokens)
-    params, numbers = jax.tree.map(jnp.copy, state.params), jax.device_get(metrics)
-    steps = itertools.count(1)
-
-    def train() -> Any:
-        nonlocal state
-        state, reported = step(state, tokens)
-        return reported
-
-    with tempfile.TemporaryDirectory() as folder, MetricWriter(Path(folder) / "metrics.jsonl", 0) as writer:
-        logger = StepLogger(config, writer, lambda *_: None)
-        logger.start(0)
-
-        def record() -> None:  # metrics that are on the host already: waiting for the device costs it nothing
-            for _ in range(_STEPS_AT_ONCE):
-                logger.put(next(steps), numbers)
-
-        functions: dict[str, Callable[[], Any]] = {
-            "step": train,
-            "probe": lambda: probe(config.train.probe_every_steps, params),
-            "norms": lambda: (norm(params), norm(params)),  # of the parameters and of the update, at every step
-            "record": record,
-        }
-        seconds = interleaved_seconds(functions, repeats)
-    every = {"probe": config.train.probe_every_steps, "norms": 1, "record": _STEPS_AT_ONCE}
-    each = {name: [one / steps for one in seconds[name]] for name, steps in every.items()}
-    whole = [sum(parts) for parts in zip(*each.values(), strict=True)]
-    metrics = {
-        **spread_metrics("telemetry_ratio", median_ratio(whole, seconds["step"])),
-        **spread_metrics("step_seconds", spread(seconds["step"])),
-        **{f"{name}_seconds_per_step": spread(values).median for name, values in each.items()},
-        "probe_every_steps": config.train.probe_every_steps,
-        "log_every_steps": config.train.log_every_steps,
-        "repetitions": repeats,
-    }
-    yield Row(f"{case.name} {case.batch_size}x{case.sequence_length}", "telemetry", metrics)
-
-
-TELEMETRY = Suite(
-    name="telemetry",
-    title="Telemetry at its default cadence: its time over that of a training step with softmax and AdamW (quartiles)",
-    measure=_measure_telemetry,
-    columns=(
-        Column("telemetry / step", "telemetry_ratio"),
-        Column("step", "step_seconds", "seconds"),
-        Column("probe, a step", "probe_seconds_per_step", "seconds"),
-        Column("norms", "norms_seconds_per_step", "seconds"),
-        Column("lines, a step", "record_seconds_per_step", "seconds"),
-    ),
-    repeats=15,
 )

@@ -1,6 +1,6 @@
 """When no sink forms on <s>, or another: heads that every query needs, no causal mask, no BOS, other norms.
 
-Three experiments on the narrow model of `narrow`. All criteria were written before any of these runs; pilots were of
+Three experiments on the models of `short`. All criteria were written before any of these runs; pilots were of
 the plain model with one and three layers (seed 100).
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from orthojax.experiments import drawing
 from orthojax.experiments.active_dormant.key_mass import KEY_MASS
-from orthojax.experiments.active_dormant.narrow import RATE, narrow
+from orthojax.experiments.active_dormant.models import RATE, short
 from orthojax.experiments.claims import Claim, Revision, within
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.page import Picture
@@ -72,10 +72,10 @@ _SETTING = (
 
 RULES: dict[str, tuple[str, dict[str, object]]] = {
     "backcopy": ("backcopy: only triggers need the head", {}),
-    "skip": ("skip-bigram: every query needs it", {"data.rule": "skip_bigram"}),
+    "skip": ("skip-bigram: every query needs it", {"data__rule": "skip_bigram"}),
     "reverse": (
         "skip-bigram except after triggers: these alone do not",
-        {"data.rule": "skip_bigram", "data.other_rule": "markov", "data.other_rule_probability": 1.0},
+        {"data__rule": "skip_bigram", "data__other_rule": "markov", "data__other_rule_probability": 1.0},
     ),
 }
 _EXCESS = Quantity(
@@ -88,7 +88,7 @@ _PARKED = Quantity(
 NEEDED = Experiment(
     name="needed_head",
     title="Active-dormant: no sink where every query needs the head, and one at triggers where only these do not",
-    variants=lambda scale: tuple(Variant(name, label, narrow(1, changes)) for name, (label, changes) in RULES.items()),
+    variants=lambda scale: tuple(Variant(name, label, short(1, **changes)) for name, (label, changes) in RULES.items()),
     seeds=(0, 1, 2),
     about=lambda results: [
         "The prediction: a sink is where queries park that do not need the head. Where the next token always depends "
@@ -132,7 +132,7 @@ def _masks(scale: str) -> tuple[Variant, ...]:
         Variant(
             f"{mask}_{bos}_{layers}",
             f"{mask}, {'BOS' if bos == 'bos' else 'no BOS'}, {layers} layer{'s' if layers > 1 else ''}",
-            narrow(layers, {"model.relaxed_causal_tokens": relaxed, "data.bos_tokens": int(bos == "bos")}),
+            short(layers, model__relaxed_causal_tokens=relaxed, data__bos_tokens=int(bos == "bos")),
         )
         for layers in (1, 3)
         for bos in ("bos", "nobos")
@@ -209,7 +209,7 @@ PEAK = Quantity(
 NORM = Experiment(
     name="sink_norms",
     title="Active-dormant: sinks, drains and residual peaks with LayerNorm, RMSNorm, RMSNormSingle and no norm",
-    variants=lambda scale: tuple(Variant(n, label, narrow(3, {"model.norm": n})) for n, label in NORMS.items()),
+    variants=lambda scale: tuple(Variant(n, label, short(3, model__norm=n)) for n, label in NORMS.items()),
     seeds=(0, 1),
     about=lambda results: [
         "The paper explains the growth of the residual norm of <s> by LayerNorm, which makes its gradient decay, and "

@@ -24,6 +24,7 @@ from orthojax.train.probe import probe_file
 # A quarter of the published width and length. The rate was chosen on pilots of one model alone, three layers with
 # softmax and Adam, seeds 0, 100, 101: at 1e-3 the peak takes more than 5,000 steps, at 2e-3 and more without a warm-up
 # one of these seeds has its sink in the first layer, where nothing below it can grow a peak.
+RATE = 3e-3
 STEPS = 3000
 SEEDS = (1, 2, 3, 4, 5)  # not those of the pilots
 _LOG_STEPS = (0, 10, 20, 30, 50, 70, 100, 140, 200, 280, 400, 560, 800, 1120, 1500, 2000, 2500)
@@ -45,7 +46,7 @@ def config(num_layers: int = 1, *, small: bool = False, **changes: Any) -> Confi
         model=bigram_backcopy(num_layers, d_model=width, d_mlp=4 * width, max_length=length, vocab_size=105),
         optim=OptimConfig(
             optimizer="adam",
-            learning_rate=3e-4 if small else 3e-3,
+            learning_rate=3e-4 if small else RATE,
             b2=0.99,
             weight_decay=1e-4,
             warmup_steps=0 if small else 300,
@@ -66,6 +67,23 @@ def config(num_layers: int = 1, *, small: bool = False, **changes: Any) -> Confi
         eval=EvalConfig(sequences=512, batch_size=64),
     )
     return replace(base, {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def short(num_layers: int = 1, **changes: Any) -> Config:
+    """`config` for questions about causes, which 1,000 steps of a larger batch answer; no warm-up, no details."""
+    fields = {
+        "model__vocab_size": 104,
+        "optim__warmup_steps": 0,
+        "train__steps": 1000,
+        "train__batch_size": 32,
+        "train__eval_every_steps": 100,
+        "train__probe_every_steps": 100,
+        "train__probe_steps": (),
+        "train__probe_details": False,
+        "train__probe_sequences": 8,
+        "eval__sequences": 256,
+    }
+    return config(num_layers, **(fields | changes))
 
 
 SGD = {"optim__optimizer": "sgd", "optim__momentum": 0.9}

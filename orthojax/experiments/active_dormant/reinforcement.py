@@ -24,7 +24,7 @@ from orthojax.data.bigram_backcopy import EVALUATION
 from orthojax.experiments import drawing
 from orthojax.experiments.active_dormant.intervened_training import Intervene, train
 from orthojax.experiments.active_dormant.key_mass import key_mass
-from orthojax.experiments.active_dormant.narrow import RATE, narrow
+from orthojax.experiments.active_dormant.models import RATE, short
 from orthojax.experiments.claims import Claim, Revision, within
 from orthojax.experiments.experiment import Case, Experiment
 from orthojax.experiments.page import Picture
@@ -33,7 +33,7 @@ from orthojax.experiments.tables import MetricTable
 from orthojax.model import Interventions, Taps, Transformer
 from orthojax.train import require_task
 
-CONFIG = narrow()
+CONFIG = short()
 SHOWN = (0, 20, 40, 60, 80, 100, 125, 150, 175, 200, 250, 300, 400, 500, 600, 700, 800, 900, 1000)
 EARLY = 300  # a mean over the steps to here says how soon a curve rises
 HIDDEN = -1e30  # added to a logit
