@@ -78,6 +78,7 @@ NOT_RUN_YET = {
     "backcopy_rules",
     "break_conditions_map",
     "peak_blocks",
+    "softmax1_sinks",
 }  # whose results are not committed
 
 

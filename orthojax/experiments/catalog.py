@@ -26,6 +26,7 @@ from orthojax.experiments.active_dormant import (
     rules,
     simplified_models,
     sink_theory,
+    softmax1_sinks,
     three_layers,
 )
 from orthojax.experiments.base_configs import LANGUAGE_MODEL
@@ -62,7 +63,7 @@ from orthojax.formatting import align
 _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table9)
 _LATER = (training_curves, appendix_e, appendix_g, appendix_h, rotation_ablation, optimizer_outliers, normalizers)
 _ON_THE_TASK = (one_layer, three_layers, blocks, rules, cure, conditions)
-_ACTIVE_DORMANT = (sink_theory, norm_toys, orthoadam_peak, reinforcement)
+_ACTIVE_DORMANT = (sink_theory, norm_toys, orthoadam_peak, reinforcement, softmax1_sinks)
 ALL: tuple[Experiment, ...] = (
     *(module.EXPERIMENT for module in (quick, *_TABLES, figure1, figure2, figure3, figure4, figure6)),
     *(*layers.EXPERIMENTS, maps.HIDDEN_STATES, maps.ATTENTION_MAPS),

@@ -67,8 +67,10 @@ CELLS = {
 }
 
 
-def interventions(cell: Cell, model: Transformer, task: BigramBackcopy, initial_norm: jax.Array) -> Intervene:
-    """(parameters, inputs) -> the interventions of a setting."""
+def interventions(
+    cell: Cell, model: Transformer, task: BigramBackcopy, initial_norm: jax.Array | None = None
+) -> Intervene:
+    """(parameters, inputs) -> the interventions of a setting; those that hold the value need the initial norm."""
 
     def intervene(params: Any, tokens: jax.Array) -> Interventions:
         given, T = Interventions(), tokens.shape[1]
@@ -80,6 +82,7 @@ def interventions(cell: Cell, model: Transformer, task: BigramBackcopy, initial_
             norms = value_norms(model, params, tokens)
             own = norms[0, 0]
             others = jax.lax.stop_gradient(jnp.mean(norms[:, 1:]))
+            assert initial_norm is not None
             target = {"others": others, "initial": initial_norm, "drained": DRAINED * initial_norm}[cell.value]
             given = given._replace(first_value_scale=(target / own).reshape(1, 1))
         return given
