@@ -53,6 +53,7 @@ VERDICTS = {
     "one_layer": "-+++++++-++++++++",
     "optimizer_outliers": "-+",
     "orthoadam_peak": "+++-+++",
+    "peak_blocks": "-+--+",
     "pixel_sinks": "--?-?--+",
     "quick": "++??+?+-+",
     "rotation_ablation": "+-+-+++",
@@ -77,7 +78,6 @@ NOT_RUN_YET = {
     "backcopy_cure",
     "backcopy_rules",
     "break_conditions_map",
-    "peak_blocks",
     "softmax1_sinks",
 }  # whose results are not committed
 

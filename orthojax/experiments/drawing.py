@@ -213,22 +213,25 @@ def maps(
     value_label: str,
     log: bool = False,
     x_ticks: Sequence[str] | None = None,
+    y_ticks: Sequence[str] | None = None,
 ) -> Figure:
     """Heat maps with one colour scale: two beside each other, from five on four.
 
     Args:
-      panels: Title -> [rows, columns].
+      panels: Title -> [rows, columns]; nan is left dark.
       x_label: Of the columns.
       y_label: Of the rows.
       value_label: Of the colours.
       log: Logarithmic colours, for values over many powers of ten; otherwise colours go with the square root.
       x_ticks: Names of the columns, where these are not counted from 0.
+      y_ticks: Those of the rows.
     """
     across = min(len(panels), 2 if len(panels) <= 4 else 4)
     down = -(-len(panels) // across)
     width, height = (3.5, 3.3) if across <= 2 else (2.5, 2.5)
     values = np.concatenate([panel.ravel() for panel in panels.values()])
-    top, norm = float(values.max()), PowerNorm(0.5, 0.0, values.max())
+    top = float(np.nanmax(values))
+    norm = PowerNorm(0.5, 0.0, top)
     if log:
         norm = LogNorm(max(float(np.quantile(values[values > 0], 0.02)), top * 1e-6), top)
     # Large letters, so that they can be read on a phone, where the picture is half as wide.
@@ -238,10 +241,12 @@ def maps(
         for i, ((title, panel), ax) in enumerate(zip(panels.items(), grid.flat, strict=False)):
             shown = np.where(panel > 0, panel, np.nan) if log else panel
             image = ax.imshow(shown, norm=norm, cmap="magma", aspect="auto", interpolation="nearest")
-            ax.set_facecolor("#000004")  # the colour of nothing, where the logarithm has no value
+            ax.set_facecolor("#000004")  # the colour of nothing
             ax.set_title(title.replace(", ", ",\n", 1) if across > 2 else title)
             if x_ticks:
                 ax.set_xticks(range(len(x_ticks)), x_ticks, rotation=90, fontsize=10)
+            if y_ticks:
+                ax.set_yticks(range(len(y_ticks)), y_ticks if i % across == 0 else [""] * len(y_ticks), fontsize=10)
             if i % across == 0:
                 ax.set_ylabel(y_label)
             if i + across >= len(panels):

@@ -8,10 +8,13 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from orthojax.experiments import drawing
 from orthojax.experiments.active_dormant.models import ORTHOADAM, RISKS, SGD, config
 from orthojax.experiments.active_dormant.three_layers import worst_layer
 from orthojax.experiments.experiment import Experiment, Variant
-from orthojax.experiments.page import Table
+from orthojax.experiments.page import Picture, Table
 from orthojax.experiments.results import Quantity, Result, Results, as_quantity
 
 DEPTHS = (1, 2, 3, 4, 5, 6)
@@ -71,6 +74,32 @@ def _maps(results: Results) -> list[Table]:
     return tables
 
 
+_DRAWN = {"sink": ("sink_attention_rest", "weight on <s>"), "drain": (_DRAIN, "value norm of <s> / others'"),
+          "peak": (worst_layer("residual_peak_ratio"), "residual norm of <s> / others'")}  # fmt: skip
+
+
+def _mean(result: Result, quantity: str | Quantity) -> float:
+    values = result.values(quantity)
+    return float(np.mean(values)) if values else np.nan
+
+
+def _pictures(results: Results) -> list[Picture]:
+    pictures = []
+    for (name, (quantity, words)), caption in zip(_DRAWN.items(), SHOWN, strict=False):
+        panels = {
+            label: np.array(
+                [[_mean(results[f"{attention}_{of}_{depth}"], quantity) for depth in DEPTHS] for of in OPTIMIZERS]
+            )
+            for attention, (label, _) in ATTENTION.items()
+        }
+        figure = drawing.maps(
+            panels, x_label="layers", y_label="", value_label=words, log=name == "peak",
+            x_ticks=[str(depth) for depth in DEPTHS], y_ticks=[words for words, _ in OPTIMIZERS.values()],
+        )  # fmt: skip
+        pictures.append(Picture(name, f"{caption}.", figure))
+    return pictures
+
+
 def chosen(results: Results) -> list[str]:
     """Ten cells for five seeds, by a rule fixed before any of these runs.
 
@@ -110,7 +139,9 @@ def _about(results: Results) -> list[str]:
 EXPERIMENT = Experiment(
     name="break_conditions_map",
     title="Bigram-Backcopy: sinks, drains and peaks by depth, optimizer and attention; one seed, 1,000 steps",
+    seeds=(1,),
     variants=_variants,
     about=_about,
     tables=(_maps,),
+    pictures=(_pictures,),
 )
