@@ -21,7 +21,7 @@ DEPTHS = (1, 2, 3, 4, 5, 6)
 OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "adam": ("Adam", {"optim__weight_decay": 0.0}),
     "adamw": ("AdamW", {"optim__weight_decay": 0.01}),
-    "sgd": ("SGD", SGD | {"optim__learning_rate": 0.1}),
+    "sgd": ("SGD", SGD | {"optim__learning_rate": 0.1, "optim__weight_decay": 0.0}),
     "orthoadam": ("OrthoAdam", ORTHOADAM | {"optim__weight_decay": 0.0}),
 }
 ATTENTION: Mapping[str, tuple[str, dict[str, Any]]] = {

@@ -86,7 +86,8 @@ def short(num_layers: int = 1, **changes: Any) -> Config:
     return config(num_layers, **(fields | changes))
 
 
-SGD = {"optim__optimizer": "sgd", "optim__momentum": 0.9}
+# PyTorch's SGD, the paper's, adds the decay of 1e-4 to the gradient, so that momentum makes it 1 / (1 - 0.9) as strong.
+SGD = {"optim__optimizer": "sgd", "optim__momentum": 0.9, "optim__weight_decay": 1e-3}
 ORTHOADAM = {"optim__optimizer": "orthoadam", "optim__rotation__kind": "haar"}
 
 # What the report shows over steps; by layer where it has layers.
