@@ -10,7 +10,7 @@ from model_oracle import numpy_forward, random_params
 
 from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
 from orthojax.errors import UserError
-from orthojax.experiments.active_dormant import pixel_sinks, reinforcement
+from orthojax.experiments.active_dormant import pixel_sinks, sink_reinforcement
 from orthojax.experiments.active_dormant.intervened_training import train, untouched
 from orthojax.experiments.active_dormant.key_mass import key_mass
 from orthojax.experiments.active_dormant.models import short
@@ -54,7 +54,9 @@ def test_key_mass_is_counted_by_hand():
         ]),
         "active_first_key": np.mean([weights[b, :, t, 0].mean() for b, t in queries[1]]),
     }  # fmt: skip
-    found = key_mass(*(jnp.asarray(a) for a in (weights, norms, tokens, trigger)))
+    expected["delimiter_key"] = token[3]
+    arrays = (jnp.asarray(a) for a in (weights, norms, tokens, trigger, trigger[tokens]))
+    found = key_mass(*arrays, delimiter=3)
     assert set(found) == set(expected)
     for name, value in found.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, err_msg=name)
@@ -75,7 +77,7 @@ def total(params):
 
 def test_a_value_is_held_at_the_mean_of_the_others_and_a_masked_key_is_not_seen():
     with jax.enable_x64(True):
-        (case,) = reinforcement.compute("others_masked", 0, CONFIG, (0, 2))
+        (case,) = sink_reinforcement.compute("others_masked", 0, CONFIG, (0, 2))
     of = case.metrics
     assert of["value_norm_first/step_2"] == pytest.approx(of["value_norm_rest"], rel=1e-5)
     assert of["value_norm_first/step_2"] != of["value_norm_first/step_0"]
@@ -87,7 +89,7 @@ def test_gradients_pass_through_the_norm_that_is_held():
     config = bigram_backcopy(1, vocab_size=TASK.vocab_size, max_length=8, d_model=8, d_mlp=8)
     model, params = Transformer(config), random_params(config)
     tokens, weights = TASK.batch(0, 2, 8, 0)[:, :-1], np.random.default_rng(1).normal(size=(2, 8, TASK.vocab_size))
-    held = reinforcement.interventions(reinforcement.CELLS["initial_visible"], model, TASK, jnp.float32(3.0))
+    held = sink_reinforcement.interventions(sink_reinforcement.CELLS["initial_visible"], model, TASK, jnp.float32(3.0))
 
     def loss(params):
         logits, _ = model.apply({"params": params}, tokens, interventions=held(params, tokens))

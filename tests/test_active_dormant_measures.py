@@ -95,15 +95,18 @@ def test_norms_are_those_of_the_update_and_the_gradient(run):
 
 def test_the_growth_of_the_norm_is_attributed_to_parameters_and_adds_up(run):
     _, inputs, params = run
+    last = 0
     for step, arrays in probes(run).items():
+        assert arrays["since"] == last
         parts = {name: x for name, x in arrays.items() if name.startswith("growth/")}
         total = np.sum(list(parts.values()), axis=0)
         if step == 0:
             assert not np.any(total)
             continue
-        norms = [np.linalg.norm(hidden(params[s], inputs.evaluation[:1, :-1])[:, 0], axis=-1) for s in (step - 1, step)]
+        norms = [np.linalg.norm(hidden(params[s], inputs.evaluation[:1, :-1])[:, 0], axis=-1) for s in (last, step)]
+        last = step
         np.testing.assert_allclose(arrays["growth"], norms[1] - norms[0], atol=2e-5)
-        assert np.all(np.abs(total - arrays["growth"]) <= 0.1 * np.abs(arrays["growth"]) + 2e-5)
+        assert np.all(np.abs(total - arrays["growth"]) <= 0.01 * np.abs(arrays["growth"]) + 2e-5)
         assert np.all(parts["growth/head/kernel"] == 0)  # which that stream does not read
         assert np.all(parts["growth/layers_1/mlp/output/kernel"][0] == 0)
         assert np.abs(parts["growth/layers_1/mlp/output/kernel"][1]) > 1e-4
@@ -112,21 +115,23 @@ def test_the_growth_of_the_norm_is_attributed_to_parameters_and_adds_up(run):
 def test_gradients_of_the_first_residual_state_are_finite_differences(run):
     _, inputs, params = run
     model, rows = Transformer(CONFIG.model), jnp.asarray(inputs.evaluation[:4])
-    gradient = np.asarray(analysis.first_residual_gradients(model, params[-1], rows))
+    gradients = analysis.first_residual_gradients(model, params[-1], rows)
     states = jnp.asarray(hidden(params[-1], rows[:, :-1]))
     direction = np.random.default_rng(0).normal(size=states.shape[-1])
     for layer in range(2):
 
-        def loss(size, layer=layer):
+        def losses(size, layer=layer):
             shape = (2, 1, 12, states.shape[-1])
             values = jnp.broadcast_to(states[layer, 0] + size * direction, shape)
             share = jnp.zeros((2, 12)).at[layer, 0].set(1.0)
             given = analysis.first_token.Interventions(residual=values, residual_share=share)
             logits, _ = model.apply({"params": params[-1]}, rows[:, :-1], interventions=given)
-            return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), rows[:, 1:, None], -1))
+            by_position = -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), rows[:, 1:, None], -1), axis=0)
+            return np.array([by_position[1:].sum(), by_position[0].sum()]) / len(by_position)
 
-        difference = (loss(0.05) - loss(-0.05)) / 0.1
-        np.testing.assert_allclose(gradient[layer] @ direction, difference, rtol=0.02, atol=2e-5)
+        difference = (losses(0.05) - losses(-0.05)) / 0.1
+        found = [np.asarray(gradient[layer]) @ direction for gradient in gradients]
+        np.testing.assert_allclose(found, difference, rtol=0.02, atol=2e-5)
 
 
 def test_directions_of_values_and_keys_are_their_definitions(run):
@@ -205,17 +210,23 @@ def test_the_history_and_the_mechanism_are_read_from_the_probes(run):
     assert found["residual_norm_first/layer_0/largest"] == max(norms)
     risks = [lines[step]["bigram_excess_risk_nats"] for step in (0, 1, 4)]
     assert found["bigram_excess_risk_nats/half_step"] == half_step([0, 1, 4], risks)
-    found = models.mechanism([arrays[step] for step in (0, 1, 4)], STEPS, since=1)
+    found = models.mechanism([arrays[step] for step in (0, 1, 4)], since=1)
     gradients = [arrays[step]["first_gradient"][0] for step in (1, 4)]
     cosine = gradients[0] @ gradients[1] / np.prod([np.linalg.norm(g) for g in gradients])
     assert found["gradient_final_cosine/layer_0"] == pytest.approx(cosine, rel=1e-4)
     shares = {
         name: share for name, share in found.items() if name.startswith("growth_from/") and "layer_1" in name[-8:]
     }
-    assert sum(shares.values()) == pytest.approx(1, abs=1e-6)
-    whole = 3 * arrays[1]["growth/token_embedding/embedding"] + 2 * arrays[4]["growth/token_embedding/embedding"]
-    every = sum(3 * arrays[1][name] + 2 * arrays[4][name] for name in arrays[1] if name.startswith("growth/"))
-    assert found["growth_from/token/layer_1"] == pytest.approx(whole[1] / every[1], rel=1e-4)
+    assert sum(shares.values()) == pytest.approx(1, abs=0.01)
+    of_tokens = sum(arrays[step]["growth/token_embedding/embedding"][1] for step in (1, 4))
+    seen = [lines[step]["residual_norm_first/layer_1"] for step in (0, 4)]
+    assert found["growth_from/token/layer_1"] == pytest.approx(of_tokens / (seen[1] - seen[0]), rel=0.01)
+    own, others = ([np.sum(arrays[step][f"first_{name}gradient"][0] ** 2) for step in (1, 4)] for name in ("own_", ""))
+    expected = np.mean([a / (a + b) for a, b in zip(own, others, strict=True)])
+    assert found["gradient_own_share/layer_0"] == pytest.approx(expected, rel=1e-4)
+    assert "gradient_decay/layer_1" not in found  # nothing attends to the last block's output
+    resumed = [arrays[0], arrays[1], arrays[4] | {"since": np.array(3)}]
+    assert not any(name.startswith("growth_from") for name in models.mechanism(resumed, since=1))
 
 
 def test_static_sequences_show_planted_triggers(run):
@@ -272,7 +283,15 @@ def test_a_resumed_run_has_the_same_probes(run, tmp_path):
     train(CONFIG, inputs, tmp_path)
     again = {path.name: dict(np.load(path)) for path in (tmp_path / "probes").iterdir()}
     for step, arrays in probes(run).items():
-        assert_trees_close(arrays, again[f"step_{step:08d}.npz"], rtol=0, atol=0)
+        found = again[f"step_{step:08d}.npz"]
+        if step == 4:  # the parameters of the probe before are gone, so that its own step is what grew
+            assert found["since"] == 3
+            part = "growth/layers_1/mlp/output/kernel"
+            assert 0 < abs(found[part][1]) < abs(arrays[part][1])
+            arrays, found = (
+                {k: x for k, x in of.items() if k[:6] not in ("growth", "since")} for of in (arrays, found)
+            )
+        assert_trees_close(arrays, found, rtol=0, atol=0)
     sink = [
         [
             (line["step"], line["sink_attention"])

@@ -219,13 +219,20 @@ def test_what_heads_do_is_its_definition():
     null = 1 - weights.sum(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         entropy = -np.nansum(weights * np.log(weights), -1) - null * np.log(null)
-    relu = np.maximum(LAYER["attention_logits"], 0.0) * np.tri(T) + 1.0  # rows of more than 1: no null mass in entropy
+    relu = np.maximum(LAYER["attention_logits"], 0.0) * np.tri(T) + 1.0  # rows of more than 1
+    shares = relu / relu.sum(-1, keepdims=True)
     expected = {"null_mass_by_head": null.mean((0, 2)), "attention_entropy_by_head": entropy.mean((0, 2))}
     check(expected, weights)
     expected = {"null_mass_by_head": 1 - relu.sum(-1).mean((0, 2))}
-    check(expected | {"attention_entropy_by_head": -(relu * np.log(relu)).sum(-1).mean((0, 2))}, relu)
+    check(expected | {"attention_entropy_by_head": -(shares * np.log(shares)).sum(-1).mean((0, 2))}, relu)
     expected = {"value_norm_first_by_head": norms[..., 0].mean(0)}
     check(expected | {"value_norm_rest_by_head": norms[..., 1:].mean((0, 2))}, norms)
+    expected = {"value_norm_first_by_head": norms[..., :2].mean((0, 2)), "value_norm_first": norms[..., :2].mean()}
+    expected |= {"value_norm_rest_by_head": norms[..., 2:].mean((0, 2)), "value_norm_rest": norms[..., 2:].mean()}
+    check(expected, norms, first=2)
+    sizes = np.linalg.norm(LAYER["residual"], axis=-1)
+    check({"residual_norm_first": sizes[:, :2].mean(), "residual_norm_rest": sizes[:, 2:].mean()}, LAYER["residual"],
+          first=2)  # fmt: skip
     activity = written / np.linalg.norm(LAYER["residual_before"], axis=-1)[:, None]
     check({"head_activity": activity}, written, LAYER["residual_before"])
     histogram = analysis.activity_histogram(activity, IS_TRIGGER.astype(int), 3)
@@ -260,6 +267,7 @@ def test_logits_by_token_are_those_of_loops(bos_count):
                     keys.setdefault(IDS[b, s], []).append(logits[b, n, t, s])
         band = np.quantile([np.mean(of) for of in gaps.values()], (0.1, 0.9))
         expected = {"sink_logit": np.mean(on_bos), "sink_logit_spread": np.std(on_bos)}
+        expected |= {"sink_logit_gap_tokens": np.mean([np.mean(of) for of in gaps.values()])}
         expected |= {"sink_logit_gap_q10": band[0], "sink_logit_gap_q90": band[1]}
         expected |= {"other_logit_spread": np.mean([np.std(of) for of in keys.values()])}
         for name, value in expected.items():
@@ -364,7 +372,9 @@ LANGUAGE_MODEL_KEYS = FIRST_AND_REST | {
 BACKCOPY_KEYS = {name for name in FIRST_AND_REST if "norm_" in name and "ratio" not in name}
 BACKCOPY_KEYS |= {"sink_attention", "sink_attention_rest", "sink_logit_gap", "null_mass", "attention_entropy_nats"}
 BACKCOPY_KEYS |= {"value_drain", "residual_peak", "residual_peak_ratio", "active_at_triggers", "active_elsewhere"}
-BACKCOPY_KEYS |= {f"sink_logit{end}" for end in ("", "_gap_q10", "_gap_q90", "_spread")} | {"other_logit_spread"}
+BACKCOPY_KEYS |= {f"sink_logit{end}" for end in ("", "_gap_q10", "_gap_q90", "_gap_tokens", "_spread")} | {
+    "other_logit_spread"
+}
 
 
 def observe_layers(observe, arrays=TAPS, sequences=slice(None)):

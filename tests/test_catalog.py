@@ -53,7 +53,7 @@ VERDICTS = {
     "one_layer": "-+++++++-++++++++",
     "optimizer_outliers": "-+",
     "orthoadam_peak": "+++-+++",
-    "peak_blocks": "-+--+",
+    "peak_blocks": "----+",
     "pixel_sinks": "--?-?--+",
     "quick": "++??+?+-+",
     "rotation_ablation": "+-+-+++",

@@ -79,21 +79,25 @@ def norm_ratio_rest(hidden: ArrayLike) -> jax.Array:
     return jnp.mean(norm_ratio(hidden_states(hidden, at_least=2)[:, 1:]))
 
 
-def residual_norm_first(hidden: ArrayLike) -> jax.Array:
+def residual_norm_first(hidden: ArrayLike, first: int = 1) -> jax.Array:
     """||x||_2 at position 0, mean over sequences: the residual-state peak.
 
     Definition: the l2 norm of a block's output (Active-Dormant Attention Heads, arXiv 2410.13835); measured for
     language models too.
+
+    Args:
+      hidden: Output of one layer, [B, T, D].
+      first: The mean is over so many first positions, where there are several BOS tokens.
     """
-    return jnp.mean(norm(hidden_states(hidden))[:, 0])
+    return jnp.mean(norm(hidden_states(hidden, at_least=first))[:, :first])
 
 
-def residual_norm_rest(hidden: ArrayLike) -> jax.Array:
-    """||x||_2, mean over positions >= 1 and sequences; see `residual_norm_first`."""
-    return jnp.mean(norm(hidden_states(hidden, at_least=2))[:, 1:])
+def residual_norm_rest(hidden: ArrayLike, first: int = 1) -> jax.Array:
+    """||x||_2, mean over positions >= `first` and sequences; see `residual_norm_first`."""
+    return jnp.mean(norm(hidden_states(hidden, at_least=first + 1))[:, first:])
 
 
-def value_norm_first(value_norms: ArrayLike) -> jax.Array:
+def value_norm_first(value_norms: ArrayLike, first: int = 1) -> jax.Array:
     """||W_o v||_2 of the token at position 0, mean over heads and sequences: low where a value state is drained.
 
     Definition: the norm after the output projection, ||W_o^h v_j||_2 with the rows of W_o that belong to query head h
@@ -102,10 +106,11 @@ def value_norm_first(value_norms: ArrayLike) -> jax.Array:
 
     Args:
       value_norms: ||W_o^h v_j||_2 of one layer, [B, N, S].
+      first: The mean is over so many first positions, where there are several BOS tokens.
     """
-    return jnp.mean(at_least_float32(norms_of_values(value_norms))[..., 0])
+    return jnp.mean(at_least_float32(norms_of_values(value_norms, at_least=first))[..., :first])
 
 
-def value_norm_rest(value_norms: ArrayLike) -> jax.Array:
-    """||W_o v||_2, mean over positions >= 1, heads and sequences; see `value_norm_first`."""
-    return jnp.mean(at_least_float32(norms_of_values(value_norms, at_least=2))[..., 1:])
+def value_norm_rest(value_norms: ArrayLike, first: int = 1) -> jax.Array:
+    """||W_o v||_2, mean over positions >= `first`, heads and sequences; see `value_norm_first`."""
+    return jnp.mean(at_least_float32(norms_of_values(value_norms, at_least=first + 1))[..., first:])

@@ -2,7 +2,9 @@
 
 Active-Dormant Attention Heads (arXiv 2410.13835) states: where upper layers have a sink on <s>, the gradients with
 respect to its residual state keep one direction, that of the null space of the value matrices above and of the key of
-<s>; norms let them decay as the state grows; Adam makes constant updates of them, so the state grows linearly.
+<s>; norms let them decay as the state grows; Adam makes constant updates of them, so the state grows linearly. What it
+says is of attention, through which the state acts on other positions. Their loss is what is meant here by the gradient;
+that of the prediction at <s> itself, which is the larger one where the task is learned, stands apart.
 
 Under a causal mask position 0 sees itself alone, so its states do not depend on the rest of a sequence. Legend: L
 layers, B batch, T positions, D d_model. The parameters are those of `Transformer.init`; all results are float32.
@@ -41,8 +43,8 @@ def _first_states(model: "Transformer", params: Any, token: jax.Array) -> tuple[
     return jax.tree.map(lambda x: x.astype(jnp.float32), observed)
 
 
-def first_residual_gradients(model: "Transformer", params: Any, tokens: jax.Array) -> jax.Array:
-    """The gradient of the mean loss with respect to the residual stream at position 0 after each block, [L, D].
+def first_residual_gradients(model: "Transformer", params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gradients of the loss with respect to the residual stream at position 0 after each block, [L, D] each.
 
     The same vector is moved in all sequences; that after one block, with what the blocks below compute held.
 
@@ -50,19 +52,25 @@ def first_residual_gradients(model: "Transformer", params: Any, tokens: jax.Arra
       model: The model.
       params: Its parameters.
       tokens: int [B, T + 1], all with the same first token.
+
+    Returns:
+      Of the losses at all other positions, to which the state is a key and a value; and of the loss at position 0
+      itself. Both losses are divided by all B T targets, so that the gradients add up to that of the mean loss.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     L, first = model.config.num_layers, jnp.arange(inputs.shape[1]) == 0
 
-    def loss(residual: jax.Array, layer: jax.Array) -> jax.Array:
+    def losses(residual: jax.Array, layer: jax.Array) -> jax.Array:
         share = (jnp.arange(L) == layer)[:, None] & first[None]
         values = jnp.broadcast_to(residual, (L, 1, 1, residual.size))
         given = Interventions(residual=values, residual_share=share.astype(jnp.float32))
         logits: Any = model.apply({"params": params}, inputs, interventions=given)[0]
-        return jnp.mean(cross_entropy_nats(logits, targets))
+        by_position = jnp.sum(cross_entropy_nats(logits, targets), axis=0)
+        return jnp.stack([jnp.sum(by_position[1:]), by_position[0]]) / targets.size
 
     residuals = first_residuals(model, params, tokens[0, 0])
-    return jax.lax.map(lambda of: jax.grad(loss)(*of), (residuals, jnp.arange(L)))
+    gradients = jax.lax.map(lambda of: jax.jacrev(losses)(*of), (residuals, jnp.arange(L)))  # [L, 2, D]
+    return gradients[:, 0], gradients[:, 1]
 
 
 def _blocks(model: "Transformer", params: Any) -> list[Any]:
@@ -128,12 +136,15 @@ def first_token_mechanism(model: "Transformer", params: Any, tokens: jax.Array) 
       tokens: int [B, T + 1], all with the same first token.
 
     Returns:
-      After each block, [L]: `first_gradient_norm`; `first_gradient_weak_share`, the share of its squared norm in
-      `weak_directions`; `first_gradient_key_cosine`, between its negative, the way that the state is pushed, and
-      `key_directions`; `first_gradient_residual_cosine`, between its negative and the state itself. The vectors [L, D]:
-      `first_residual`, `first_gradient`.
+      After each block, [L], of the gradient of the losses at other positions: `first_gradient_norm`;
+      `first_gradient_weak_share`, the share of its squared norm in `weak_directions`; `first_gradient_key_cosine`,
+      between its negative, the way that the state is pushed, and `key_directions`; `first_gradient_residual_cosine`,
+      between its negative and the state itself. Of the gradient of its own loss `first_own_gradient_norm`. The vectors
+      [L, D]: `first_residual`, `first_gradient`, `first_own_gradient`. After the last block, which nothing attends to,
+      the former gradient is 0, and so nan what is divided by its norm.
     """
-    residual, gradient = first_residuals(model, params, tokens[0, 0]), first_residual_gradients(model, params, tokens)
+    residual = first_residuals(model, params, tokens[0, 0])
+    gradient, own = first_residual_gradients(model, params, tokens)
     norm = jnp.linalg.norm(gradient, axis=-1)
     weak = jnp.einsum("LD,LDE,LE->L", gradient, weak_directions(model, params), gradient)
     return {
@@ -141,6 +152,8 @@ def first_token_mechanism(model: "Transformer", params: Any, tokens: jax.Array) 
         "first_gradient_weak_share": weak / norm**2,
         "first_gradient_key_cosine": cosine(-gradient, key_directions(model, params, tokens[0, 0])),
         "first_gradient_residual_cosine": cosine(-gradient, residual),
+        "first_own_gradient_norm": jnp.linalg.norm(own, axis=-1),
         "first_residual": residual,
         "first_gradient": gradient,
+        "first_own_gradient": own,
     }

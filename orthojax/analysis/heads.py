@@ -31,26 +31,27 @@ def null_mass_by_head(weights: ArrayLike) -> jax.Array:
 def attention_entropy_by_head(weights: ArrayLike) -> jax.Array:
     """Entropy of a row of weights in nats, mean over queries and sequences: [N].
 
-    Definition: -sum_j w_j log w_j, with the null mass, where it is positive, as one more key; with ln(t) for equal
-    weights on t keys.
+    Definition: -sum_j w_j log w_j, with the null mass as one more key; ln(t) for equal weights on t keys. A row whose
+    weights sum to more than 1, as ReLU's may, is divided by its sum first.
 
     Args:
       weights: Attention weights, [B, N, T, S].
     """
     weights = at_least_float32(attention_weights(weights))
+    weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1.0)
     entropy = jnp.sum(jax.scipy.special.entr(weights), axis=-1)
     rest = jnp.maximum(1.0 - jnp.sum(weights, axis=-1), 0.0)
     return jnp.mean(entropy + jax.scipy.special.entr(rest), axis=(0, 2))
 
 
-def value_norm_first_by_head(norms: ArrayLike) -> jax.Array:
+def value_norm_first_by_head(norms: ArrayLike, first: int = 1) -> jax.Array:
     """`activations.value_norm_first` of every head: [N]."""
-    return jnp.mean(at_least_float32(value_norms(norms))[..., 0], axis=0)
+    return jnp.mean(at_least_float32(value_norms(norms, at_least=first))[..., :first], axis=(0, 2))
 
 
-def value_norm_rest_by_head(norms: ArrayLike) -> jax.Array:
+def value_norm_rest_by_head(norms: ArrayLike, first: int = 1) -> jax.Array:
     """`activations.value_norm_rest` of every head: [N]."""
-    return jnp.mean(at_least_float32(value_norms(norms, at_least=2))[..., 1:], axis=(0, 2))
+    return jnp.mean(at_least_float32(value_norms(norms, at_least=first + 1))[..., first:], axis=(0, 2))
 
 
 def head_activity(head_norms: ArrayLike, residual_before: ArrayLike) -> jax.Array:

@@ -90,7 +90,7 @@ def observe_backcopy(
 
     Args:
       is_trigger: Whether the token at a position is a trigger, bool [B, T], of the batch that the model will see.
-      bos_count: BOS tokens at the start; their attention is summed.
+      bos_count: BOS tokens at the start; their attention is summed, and norms of <s> are means over them.
       tokens: int [B, T] of that batch; with them logits are also compared by token, as `logit_summary` says.
       vocab_size: Where there are tokens, the number of their ids.
 
@@ -98,7 +98,7 @@ def observe_backcopy(
       A function of one layer's taps: sink attention and logits at non-triggers, null mass and entropy of attention,
       value and residual norms, and when heads are active; by head but for the residual stream.
     """
-    is_trigger = jnp.asarray(is_trigger)
+    is_trigger, first = jnp.asarray(is_trigger), max(1, bos_count)
 
     def observe(taps: Taps) -> Statistics:
         logits, weights = taps.attention_logits, taps.attention_weights
@@ -107,10 +107,10 @@ def observe_backcopy(
         means = {
             "null_mass": heads.null_mass_by_head(weights),
             "attention_entropy_nats": heads.attention_entropy_by_head(weights),
-            "value_norm_first": heads.value_norm_first_by_head(taps.value_norms),
-            "value_norm_rest": heads.value_norm_rest_by_head(taps.value_norms),
-            "residual_norm_first": activations.residual_norm_first(taps.residual),
-            "residual_norm_rest": activations.residual_norm_rest(taps.residual),
+            "value_norm_first": heads.value_norm_first_by_head(taps.value_norms, first),
+            "value_norm_rest": heads.value_norm_rest_by_head(taps.value_norms, first),
+            "residual_norm_first": activations.residual_norm_first(taps.residual, first),
+            "residual_norm_rest": activations.residual_norm_rest(taps.residual, first),
         }
         sums = {
             "sink_attention": backcopy.sink_attention_sum(weights, is_trigger, bos_count),

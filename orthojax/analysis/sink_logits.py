@@ -102,17 +102,20 @@ def logit_summary(means: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The metrics of `logit_sums`, on the host, given sum / number of terms by name with any axes in front.
 
     Returns:
-      By head: `sink_logit`, the mean logit on BOS; `sink_logit_gap_q10` and `_q90`, quantiles of `sink_logit_gap` over
-      the tokens of the query, the band of the paper's Figure 4; `sink_logit_spread`, the standard deviation of the
+      By head: `sink_logit`, the mean logit on BOS; `sink_logit_gap_tokens`, the mean of `sink_logit_gap` over the
+      tokens of the query, however often each comes, and `sink_logit_gap_q10` and `_q90`, its quantiles over them: the
+      line and the band of the paper's Figure 4; `sink_logit_spread`, the standard deviation of the
       logit on BOS over queries; `other_logit_spread`, the mean over all other tokens of the same for logits on keys
       with that token. The logits on BOS are concentrated where the former is the smaller. nan where nothing was seen.
     """
     of_token, of_token_squared = (np.asarray(means[f"logit_of_token{end}"], float) for end in ("", "_squared"))
     mean, squared = (np.asarray(means[f"sink_logit{end}"], float) for end in ("", "_squared"))
     with np.errstate(invalid="ignore"):
-        gaps = np.nanquantile(np.asarray(means["gap_of_token"], float), (0.1, 0.9), axis=-2)
+        gap_of_token = np.asarray(means["gap_of_token"], float)
+        gaps = np.nanquantile(gap_of_token, (0.1, 0.9), axis=-2)
         return {
             "sink_logit": mean,
+            "sink_logit_gap_tokens": np.nanmean(gap_of_token, axis=-2),
             "sink_logit_gap_q10": gaps[0],
             "sink_logit_gap_q90": gaps[1],
             "sink_logit_spread": np.sqrt(np.maximum(squared - mean**2, 0.0)),

@@ -14,17 +14,17 @@ import jax
 from orthojax.config import Config, from_dict, replace
 from orthojax.errors import UserError, nearest
 from orthojax.experiments.active_dormant import (
-    blocks,
-    break_conditions,
-    conditions,
-    cure,
+    backcopy_cure,
+    backcopy_rules,
+    break_conditions_map,
     norm_toys,
     one_layer,
     orthoadam_peak,
+    peak_blocks,
     pixel_sinks,
-    reinforcement,
-    rules,
     simplified_models,
+    sink_conditions,
+    sink_reinforcement,
     sink_theory,
     softmax1_sinks,
     three_layers,
@@ -62,8 +62,8 @@ from orthojax.formatting import align
 # In the order in which they are listed.
 _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table9)
 _LATER = (training_curves, appendix_e, appendix_g, appendix_h, rotation_ablation, optimizer_outliers, normalizers)
-_ON_THE_TASK = (one_layer, three_layers, blocks, rules, cure, conditions)
-_ACTIVE_DORMANT = (sink_theory, norm_toys, orthoadam_peak, reinforcement, softmax1_sinks)
+_ON_THE_TASK = (one_layer, three_layers, peak_blocks, backcopy_rules, backcopy_cure, break_conditions_map)
+_ACTIVE_DORMANT = (sink_theory, norm_toys, orthoadam_peak, sink_reinforcement, softmax1_sinks)
 ALL: tuple[Experiment, ...] = (
     *(module.EXPERIMENT for module in (quick, *_TABLES, figure1, figure2, figure3, figure4, figure6)),
     *(*layers.EXPERIMENTS, maps.HIDDEN_STATES, maps.ATTENTION_MAPS),
@@ -71,7 +71,7 @@ ALL: tuple[Experiment, ...] = (
     *(module.EXPERIMENT for module in _ON_THE_TASK),
     *simplified_models.EXPERIMENTS,
     *(module.EXPERIMENT for module in _ACTIVE_DORMANT),
-    *break_conditions.EXPERIMENTS,
+    *sink_conditions.EXPERIMENTS,
     pixel_sinks.EXPERIMENT,
 )
 _CALIBRATION_SECONDS = 1.0

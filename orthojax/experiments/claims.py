@@ -307,6 +307,11 @@ def within(result: Result, quantity: str | Quantity, low: float, high: float) ->
     return all(low < value < high for value in result.values(quantity))
 
 
+def all_within(result: Result, *bounds: tuple[str | Quantity, float, float]) -> bool:
+    """Whether each of several quantities is `within` its two numbers; all have to be measured."""
+    return all([within(result, *bound) for bound in bounds])
+
+
 def shrinks_by_a_third(before: Numbers, after: Numbers) -> bool:
     """Whether the largest activations of the first token and of others do."""
     return all(after[key] < 0.67 * before[key] for key in MAX_ABS)

@@ -181,12 +181,13 @@ def scatter(
     return figure
 
 
-def profiles(rows: Sequence[Mapping[str, np.ndarray]], *, x_label: str) -> Figure:
+def profiles(rows: Sequence[Mapping[str, np.ndarray]], *, x_label: str, curves: Sequence[str] | None = None) -> Figure:
     """Panels in rows, each with a curve for every layer, from dark (the first) to light, on a logarithmic axis.
 
     Args:
       rows: In each, title -> [layers, n].
       x_label: Of the n values.
+      curves: What the curves are, where not layers.
     """
     with plt.rc_context(_STYLE):
         columns = max(len(row) for row in rows)
@@ -196,7 +197,8 @@ def profiles(rows: Sequence[Mapping[str, np.ndarray]], *, x_label: str) -> Figur
         for row, line in zip(rows, axes, strict=True):
             for ax, (title, panel) in zip(line, row.items(), strict=False):
                 for layer, values in enumerate(panel):
-                    ax.plot(values, color=colors(layer), linewidth=0.8, label=f"layer {layer + 1}")
+                    label = curves[layer] if curves else f"layer {layer + 1}"
+                    ax.plot(values, color=colors(layer), linewidth=0.8, label=label)
                 ax.set(title=title, xlabel=x_label, yscale="log")
             for ax in line[len(row) :]:
                 ax.set_visible(False)

@@ -22,7 +22,7 @@ class MetricTable:
       caption: Of the table.
       quantities: One column each.
       keep: Which variants have a row.
-      transposed: A row for each quantity and a column for each variant, without the paper's numbers.
+      transposed: A row for each quantity and a column for each variant.
       label: Of a row.
     """
 
@@ -36,8 +36,14 @@ class MetricTable:
         """The table of some results."""
         kept, quantities = [r for r in results if self.keep(r)], list(map(as_quantity, self.quantities))
         if self.transposed:
-            body = [[q.label, *(result.cell(q) for result in kept)] for q in quantities]
-            return Table(self.caption, ["", *map(self.label, kept)], body)
+            columns = [["", *(quantity.label for quantity in quantities)]]
+            for result in kept:
+                columns.append([self.label(result), *map(result.cell, quantities)])
+                paper = [result.paper_cell(quantity) for quantity in quantities]
+                if any(cell != "-" for cell in paper):
+                    columns.append(["paper", *paper])
+            head, *body = map(list, zip(*columns, strict=True))
+            return Table(self.caption, head, body)
         columns = [["", *map(self.label, kept)]]
         for quantity in quantities:
             columns.append([quantity.label, *(r.cell(quantity) for r in kept)])

@@ -66,7 +66,8 @@ class Probe:
         """
         train = config.train
         self._every, self._steps = train.probe_every_steps, frozenset(train.probe_steps)
-        self._loaded, self._before = LoadedModel(Transformer(config.model), None, config, None, Path()), None
+        self._loaded = LoadedModel(Transformer(config.model), None, config, None, Path())
+        self._before, self._last = None, None
         self._folder = folder if train.probe_details else None
         if not self._every and not self._steps:
             return
@@ -105,8 +106,11 @@ class Probe:
         if self._folder is None:
             return probed
         before, self._before = self._before or params, None  # at the start nothing has changed
-        arrays = jax.device_get(_details(self._loaded.model, params, before, self._rows))
-        by_layer = {name: x for name, x in arrays.items() if name.startswith("first_") and x.ndim == 1}
+        # In a run that was resumed since the last probe its parameters are gone.
+        since, last = self._last or (max(0, step - 1), before)
+        self._last = step, jax.tree.map(jnp.copy, params)
+        arrays = jax.device_get(_details(self._loaded.model, params, before, last, self._rows)) | {"since": since}
+        by_layer = {name: x for name, x in arrays.items() if name.startswith("first_") and np.ndim(x) == 1}
         kept = functools.partial(np.savez_compressed, step=step, **cast(Any, arrays))
         write_atomically(probe_file(self._folder, step), kept)
         return probed._replace(by_layer=by_layer)
@@ -117,14 +121,17 @@ def probe_file(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}.npz"
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _details(model: Transformer, params: Any, before: Any, rows: jax.Array) -> dict[str, jax.Array]:
-    """The arrays of one file, given the parameters after a step and before it. Names of parameters follow a `/`.
+_NODES = 8  # gradients between two probes
 
-    Of the first row `tokens` [T], `attention` [L, N, T, S], `value_norms` [L, N, S] and `residual_norms` [L, T];
-    `gradient/NAME` and `update/NAME` [2], Frobenius and spectral norm; `growth/NAME` [L], what the parameter's update
-    added to ||x|| of the first token after each block, and `growth` [L], their sum; what
-    `analysis.first_token_mechanism` gives.
+
+@functools.partial(jax.jit, static_argnums=0)
+def _details(model: Transformer, params: Any, before: Any, last: Any, rows: jax.Array) -> dict[str, jax.Array]:
+    """The arrays of one file, given the parameters after a step, before it, and at the last probe.
+
+    Names of parameters follow a `/`. Of the first row `tokens` [T], `attention` [L, N, T, S], `value_norms` [L, N, S]
+    and `residual_norms` [L, T]; `gradient/NAME` and `update/NAME` [2], Frobenius and spectral norm; `growth` [L], by
+    how much ||x|| of the first token grew after each block since the last probe (the step `since`), and `growth/NAME`
+    [L], what the parameter's change added to that; what `analysis.first_token_mechanism` gives.
     """
     inputs, _ = split_tokens(rows)
 
@@ -141,11 +148,11 @@ def _details(model: Transformer, params: Any, before: Any, rows: jax.Array) -> d
         return total / count
 
     norms = functools.partial(analysis.first_residual_norms, model, token=inputs[0, 0])
-    arrays["growth"] = norms(params) - norms(before)
+    arrays["growth"] = norms(params) - norms(last)
     of = {
         "gradient": analysis.parameter_norms(jax.grad(loss)(params)),
         "update": analysis.parameter_norms(jax.tree.map(jnp.subtract, params, before)),
-        "growth": analysis.change_attribution(norms, before, params),
+        "growth": analysis.change_attribution(norms, last, params, nodes=_NODES),
     }
     return arrays | {f"{what}/{name}": x for what, by_name in of.items() for name, x in by_name.items()}
 

@@ -18,7 +18,14 @@ from orthojax.model import LoadedModel, Taps
 from orthojax.train import Inputs
 
 
-def key_mass(weights: jax.Array, value_norms: jax.Array, tokens: jax.Array, trigger: jax.Array) -> dict[str, jax.Array]:
+def key_mass(
+    weights: jax.Array,
+    value_norms: jax.Array,
+    tokens: jax.Array,
+    trigger: jax.Array,
+    is_trigger: jax.Array,
+    delimiter: int | None = None,
+) -> dict[str, jax.Array]:
     """Where one layer attends, mean over heads and late queries of a kind.
 
     Args:
@@ -26,16 +33,18 @@ def key_mass(weights: jax.Array, value_norms: jax.Array, tokens: jax.Array, trig
       value_norms: ||W_o v||, [B, N, T].
       tokens: int [B, T].
       trigger: Whether an id is a trigger, bool [V].
+      is_trigger: Whether the token at a position is one, bool [B, T]; after a delimiter none is.
+      delimiter: Its id, where there is one.
 
     Returns:
       Scalars. `first_key`, `first_ten` (mass on keys 0 to 9), `largest_position` of the first half and `at_position`,
-      `trigger_keys` (mass on triggers) and `trigger_keys_equal` (what equal weights give), of non-trigger queries;
-      `largest_token`, the mass on the token that has most above its `largest_token_equal`, its id `at_token`, and
-      `token_value_ratio`, the value norm of its keys over that of all; `active_first_key` and `active_trigger_keys` of
-      trigger queries.
+      `trigger_keys` (mass on triggers) and `trigger_keys_equal` (what equal weights give), and where there is a
+      delimiter `delimiter_key`, of non-trigger queries; `largest_token`, the mass on the token that has most above its
+      `largest_token_equal`, its id `at_token`, and `token_value_ratio`, the value norm of its keys over that of all;
+      `active_first_key` and `active_trigger_keys` of trigger queries.
     """
     T, V = tokens.shape[1], len(trigger)
-    is_trigger, late, half = trigger[tokens], jnp.arange(T) >= T // 2, T // 2
+    late, half = jnp.arange(T) >= T // 2, T // 2
     mean_weights = jnp.mean(weights, axis=1)
     one_hot = jax.nn.one_hot(tokens, V, dtype=weights.dtype)
 
@@ -62,6 +71,7 @@ def key_mass(weights: jax.Array, value_norms: jax.Array, tokens: jax.Array, trig
         "token_value_ratio": jnp.mean(norms, where=is_most) / jnp.mean(norms),
         "trigger_keys": jnp.sum(token, where=trigger),
         "trigger_keys_equal": jnp.sum(equal, where=trigger),
+        **({} if delimiter is None else {"delimiter_key": token[delimiter]}),
         "active_first_key": mean(mean_weights[..., :1], is_trigger)[0],
         "active_trigger_keys": jnp.sum(mean(by_token, is_trigger), where=trigger),
     }
@@ -72,7 +82,10 @@ def _observing(task: BigramBackcopy) -> Callable[..., dict[str, jax.Array]]:
     trigger = np.isin(np.arange(task.vocab_size), task.triggers)
 
     def observe(taps: Taps, tokens: jax.Array) -> dict[str, jax.Array]:
-        return key_mass(taps.attention_weights, taps.value_norms, tokens, jnp.asarray(trigger))
+        is_trigger = task.is_trigger(tokens)
+        return key_mass(
+            taps.attention_weights, taps.value_norms, tokens, jnp.asarray(trigger), is_trigger, task.delimiter_id
+        )
 
     return observe
 

@@ -1,5 +1,7 @@
 """The transformers of the Bigram-Backcopy experiments, and what is measured of them: over training, and otherwise."""
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,9 +13,10 @@ from jax.typing import ArrayLike
 
 from orthojax import analysis, quant
 from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig, replace
+from orthojax.data.bigram_backcopy import default_text
 from orthojax.errors import UserError
 from orthojax.experiments.measures import Measure, Measured
-from orthojax.experiments.results import Result
+from orthojax.experiments.results import Numbers, Quantity, Result
 from orthojax.experiments.training_view import Frame, TrainingView
 from orthojax.model import Interventions, LoadedModel, Transformer, attention_pattern
 from orthojax.model.presets import bigram_backcopy
@@ -32,6 +35,12 @@ SMALL_STEPS = 10_000
 _MORE_STEPS = (1000, 3500, 5000, 7000)
 
 
+@functools.cache
+def _characters() -> int:
+    """How many different ones the text has, which depends on the version of Python; besides them are <s> or two."""
+    return len(set(default_text()))
+
+
 def config(num_layers: int = 1, *, small: bool = False, **changes: Any) -> Config:
     """One run on the task.
 
@@ -43,7 +52,9 @@ def config(num_layers: int = 1, *, small: bool = False, **changes: Any) -> Confi
     length, width = (256, 256) if small else (64, 64)
     steps = SMALL_STEPS if small else STEPS
     base = Config(
-        model=bigram_backcopy(num_layers, d_model=width, d_mlp=4 * width, max_length=length, vocab_size=105),
+        model=bigram_backcopy(
+            num_layers, d_model=width, d_mlp=4 * width, max_length=length, vocab_size=_characters() + 2
+        ),
         optim=OptimConfig(
             optimizer="adam",
             learning_rate=3e-4 if small else RATE,
@@ -72,7 +83,7 @@ def config(num_layers: int = 1, *, small: bool = False, **changes: Any) -> Confi
 def short(num_layers: int = 1, **changes: Any) -> Config:
     """`config` for questions about causes, which 1,000 steps of a larger batch answer; no warm-up, no details."""
     fields = {
-        "model__vocab_size": 104,
+        "model__vocab_size": _characters() + 1,
         "optim__warmup_steps": 0,
         "train__steps": 1000,
         "train__batch_size": 32,
@@ -97,13 +108,18 @@ CURVES = ("sink_attention_rest", "sink_logit_gap", "value_norm_first", "value_no
 
 
 def half_step(steps: ArrayLike, values: ArrayLike) -> float:
-    """The first of the steps at which a curve has made half of its total change.
+    """The first of the steps at which a curve has made half of its last large change.
+
+    That change is the one to the end from where the curve was farthest from it: the start, or the top of a rise.
 
     >>> half_step([0, 10, 20, 30], [4.0, 3.0, 1.0, 0.0])
     20.0
+    >>> half_step([0, 10, 20, 30, 40], [2.0, 6.0, 5.0, 2.0, 1.0])
+    30.0
     """
-    change = np.abs(np.asarray(values) - np.asarray(values)[0])
-    return float(np.asarray(steps)[np.argmax(change >= 0.5 * change[-1])])
+    left = np.abs(np.asarray(values, float) - np.asarray(values, float)[-1])
+    farthest = int(np.argmax(left))
+    return float(np.asarray(steps)[farthest + np.argmax(left[farthest:] <= 0.5 * left[farthest])])
 
 
 def _history(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
@@ -132,44 +148,57 @@ def _history(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], N
 HISTORY = Measure("history", _history)
 
 
-def mechanism(probes: Sequence[dict[str, np.ndarray]], steps: int, *, since: int = 200) -> dict[str, float]:
+def mechanism(probes: Sequence[dict[str, np.ndarray]], *, since: int = 200) -> dict[str, float]:
     """What the paper says of the gradient of <s>'s residual stream, by layer.
 
-    `gradient_final_cosine`: mean cosine of the gradient with that of the last probe. `gradient_decay`: the slope of its
-    logarithm against that of the residual norm; -1 is 1 / norm. `gradient_weak_share`, `gradient_key_cosine`: means of
-    `first_token_mechanism`'s. `growth_from/PART`: the share of a part of the model in what its updates added to the
-    norm, over the probed steps, each weighted with the steps to the next.
+    The gradient is that of the loss at other positions. `gradient_final_cosine`: its mean cosine with that of the last
+    probe. `gradient_decay`: the slope of its logarithm against that of the residual norm; -1 is 1 / norm.
+    `gradient_weak_share`, `gradient_key_cosine`: means of `first_token_mechanism`'s. `gradient_own_share`: the mean
+    share of the prediction at <s> itself in the squared norms of both gradients. `growth_from/PART`: what the changes
+    of a part of the model added to the norm from the first probe to the last, over its growth; left out where a run was
+    resumed, which forgets the parameters of the last probe.
 
     Args:
       probes: The arrays of every probe, in the order of their steps, the first of the start.
-      steps: Of the whole training.
       since: The first step that counts, but for the shares.
     """
     late = [arrays for arrays in probes if arrays["step"] >= since]
     gradients, residuals = (np.stack([of[name] for of in late]).astype(float) for name in
                             ("first_gradient", "first_residual"))  # fmt: skip
     sizes, norms = np.linalg.norm(gradients, axis=-1), np.linalg.norm(residuals, axis=-1)
-    cosines = np.einsum("PLD,LD->PL", gradients, gradients[-1]) / (sizes * sizes[-1])
+    with np.errstate(invalid="ignore", divide="ignore"):  # after the last block there is no gradient
+        cosines = np.einsum("PLD,LD->PL", gradients, gradients[-1]) / (sizes * sizes[-1])
     found: dict[str, float] = {}
     for layer in range(gradients.shape[1]):
         values = {
             "gradient_final_cosine": cosines[:-1, layer].mean(),
-            "gradient_decay": np.polyfit(np.log(norms[:, layer]), np.log(sizes[:, layer]), 1)[0],
+            "gradient_decay": _slope(np.log(norms[:, layer]), sizes[:, layer]),
+            "gradient_own_share": np.mean([_own_share(of)[layer] for of in late]),
             "gradient_weak_share": np.mean([of["first_gradient_weak_share"][layer] for of in late]),
             "gradient_key_cosine": np.mean([of["first_gradient_key_cosine"][layer] for of in late]),
         }
         found |= {f"{name}/layer_{layer}": float(value) for name, value in values.items() if np.isfinite(value)}
-    weights = np.diff([float(of["step"]) for of in probes[1:]], append=steps)
+    if any(now["since"] != last["step"] for last, now in itertools.pairwise(probes)):
+        return found
     parts: dict[str, np.ndarray] = {}
     for name in probes[-1]:
         if name.startswith("growth/"):
             part = "/".join(name.split("/")[1:3]).removesuffix("_embedding/embedding")
-            parts[part] = parts.get(part, 0.0) + weights @ np.stack([of[name] for of in probes[1:]]).astype(float)
-    whole = np.sum(list(parts.values()), axis=0)
+            parts[part] = parts.get(part, 0.0) + np.sum([of[name] for of in probes], axis=0, dtype=float)
+    whole = np.sum([of["growth"] for of in probes], axis=0, dtype=float)
     for part, grown in parts.items():
         shares = enumerate(grown / whole)
         found |= {f"growth_from/{part}/layer_{layer}": float(share) for layer, share in shares if share}
     return found
+
+
+def _slope(x: np.ndarray, sizes: np.ndarray) -> float:
+    return float(np.polyfit(x, np.log(sizes), 1)[0]) if np.all(sizes > 0) else np.nan
+
+
+def _own_share(of: Mapping[str, np.ndarray]) -> np.ndarray:
+    own, others = (np.asarray(of[f"first_{name}gradient_norm"], float) ** 2 for name in ("own_", ""))
+    return own / (own + others)
 
 
 def _mechanism(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
@@ -179,7 +208,7 @@ def _mechanism(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str],
         with np.load(probe_file(folder, step)) as arrays:
             probes.append({name: arrays[name] for name in arrays})
     on_progress("mechanism")
-    return Measured(mechanism(probes, train.steps), {})
+    return Measured(mechanism(probes), {})
 
 
 MECHANISM = Measure("mechanism", _mechanism)
@@ -239,12 +268,12 @@ def _static(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], No
     """Sequences without triggers, where all queries should be dormant, and which tokens the head takes for triggers.
 
     The published probe: after <s> and non-triggers comes a token c; c is called a trigger where the last query's weight
-    on <s> is below 0.89.
+    on <s> is below 0.89. The arrays are of one held-out sequence and one without triggers: `attention` [2, L, T, T],
+    `value_norms` and `residual_norms` [2, L, T], means over heads.
     """
     assert inputs.task is not None
     task, T = inputs.task, loaded.config.data.sequence_length
-    characters = np.flatnonzero(np.asarray(task.marginal) > 0)
-    plain = np.array([c for c in characters if not task.is_trigger(jnp.asarray([c]))[0]])
+    characters, plain = np.flatnonzero(np.asarray(task.marginal) > 0), task.plain
     rng = np.random.default_rng(0)
     start = list(task.bos_ids)
     dormant = np.array([[*start, *rng.choice(plain, T - len(start))] for _ in range(32)])
@@ -262,8 +291,15 @@ def _static(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], No
         found[f"dormant_sink_smallest/layer_{layer}"] = float(on_first[layer, :, len(start) :].min())
         found[f"triggers_found/layer_{layer}"] = float(called[is_trigger].mean())
         found[f"others_called_triggers/layer_{layer}"] = float(called[~is_trigger].mean())
+
+    def panels(taps: analysis.Taps) -> dict[str, jax.Array]:
+        norms = jnp.linalg.norm(taps.residual.astype(jnp.float32), axis=-1)
+        by_head = {"attention": taps.attention_weights, "value_norms": taps.value_norms}
+        return {name: jnp.mean(x, axis=1) for name, x in by_head.items()} | {"residual_norms": norms}
+
+    seen = analysis.measure(loaded, [jnp.stack([inputs.evaluation[0, :-1], dormant[0]])], panels)
     on_progress("static")
-    return Measured(found, {})
+    return Measured(found, {name: np.moveaxis(np.asarray(x, np.float32), 1, 0) for name, x in seen.items()})
 
 
 STATIC = Measure("static", _static)
@@ -286,6 +322,22 @@ def _outliers(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], 
 
 
 OUTLIERS = Measure("outliers", _outliers)
+
+
+def _over_layers(of: Numbers, first: str, rest: str) -> list[float]:
+    """The ratio of two metrics in every layer that has it."""
+    ratios, i = [of[f"{first}/layer_0"] / of[f"{rest}/layer_0"]], 1
+    while f"{first}/layer_{i}" in of:
+        ratios.append(of[f"{first}/layer_{i}"] / of[f"{rest}/layer_{i}"])
+        i += 1
+    return [ratio for ratio in ratios if np.isfinite(ratio)] or [np.nan]
+
+
+# Of the layers, the one in which the phenomenon is most pronounced; `sink_attention_rest` is the largest already.
+PEAK = Quantity("residual norm of <s> / others', largest of the layers",
+                lambda of: max(_over_layers(of, "residual_norm_first", "residual_norm_rest")))  # fmt: skip
+DRAIN = Quantity("value norm of <s> / others', smallest of the layers",
+                 lambda of: min(_over_layers(of, "value_norm_first", "value_norm_rest")))  # fmt: skip
 
 
 def layer_curves(num_layers: int, names: Mapping[str, str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from orthojax.data import TokenBatches
 from orthojax.errors import UserError
 from orthojax.experiments import drawing
 from orthojax.experiments.active_dormant.intervened_training import Intervene, train, untouched
+from orthojax.experiments.active_dormant.models import PEAK
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured
 from orthojax.experiments.claims import DOMINANCE, NO_OUTLIERS, Claim, chance_of_first, within
 from orthojax.experiments.experiment import Case, Experiment
@@ -107,10 +108,6 @@ def _in_sink_layer(name: str) -> Quantity:
 
 _MASS = metric("largest_first_mass", "largest mean weight of a head on <s>")
 _VALUES = _in_sink_layer("value_norm")
-PEAK = Quantity(
-    "residual norm of <s> / others', largest layer",
-    lambda of: max(of[f"residual_norm_first/layer_{i}"] / of[f"residual_norm_rest/layer_{i}"] for i in range(_LAYERS)),
-)
 SINK, STRONG = DOMINANCE * chance_of_first(PIXELS), 0.3  # the latter is that of `sink_rate`
 
 

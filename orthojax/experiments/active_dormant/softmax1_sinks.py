@@ -24,10 +24,10 @@ from orthojax.config import Config, changed_fields, replace
 from orthojax.data import BigramBackcopy
 from orthojax.data.bigram_backcopy import EVALUATION
 from orthojax.experiments import drawing
-from orthojax.experiments.active_dormant import reinforcement
+from orthojax.experiments.active_dormant import sink_reinforcement
 from orthojax.experiments.active_dormant.intervened_training import Intervene, train
 from orthojax.experiments.active_dormant.models import short
-from orthojax.experiments.active_dormant.reinforcement import SHOWN
+from orthojax.experiments.active_dormant.sink_reinforcement import SHOWN
 from orthojax.experiments.claims import Claim, within
 from orthojax.experiments.experiment import Case, Experiment
 from orthojax.experiments.page import Picture
@@ -68,13 +68,13 @@ CELLS = {
     "hidden": Cell("softmax-1, <s> hidden", short(**_SOFTMAX1), masked=True),
     "no_bos": Cell("softmax-1, no <s>", short(**_SOFTMAX1, data__bos_tokens=0)),
 }
-_HIDE = reinforcement.Cell("", masked=True)
+_HIDE = sink_reinforcement.Cell("", masked=True)
 
 
 def look(
     model: Transformer, task: BigramBackcopy, tokens: jax.Array, params: Any, intervene: Intervene
 ) -> dict[str, jax.Array]:
-    """`reinforcement.look`, and the null at non-triggers, as the model is and where they do not see <s>.
+    """`sink_reinforcement.look`, and the null at non-triggers, as the model is and where they do not see <s>.
 
     `others_logit`: the mean over non-trigger queries of the logarithm of the sum of exp(logit) over all keys but the
     first; the null has as much weight as they where it is ln n. `hidden: NAME` are those of the same model where
@@ -93,14 +93,14 @@ def look(
         }
 
     def shown(intervene: Intervene) -> dict[str, jax.Array]:
-        return reinforcement.look(model, task, tokens, params, intervene) | null(intervene(params, tokens))
+        return sink_reinforcement.look(model, task, tokens, params, intervene) | null(intervene(params, tokens))
 
     hidden = {f"hidden: {name}": value for name, value in shown(_interventions(_HIDE, model, task)).items()}
     return shown(intervene) | hidden
 
 
 _look = jax.jit(look, static_argnums=(0, 1, 4))  # once for all seeds, as are:
-_interventions: Any = functools.lru_cache(reinforcement.interventions)
+_interventions: Any = functools.lru_cache(sink_reinforcement.interventions)
 
 
 def compute(name: str, seed: int, config: Config | None = None, shown: tuple[int, ...] = SHOWN) -> list[Case]:
@@ -110,7 +110,7 @@ def compute(name: str, seed: int, config: Config | None = None, shown: tuple[int
     with jax.enable_x64(False):
         (task, _), model = require_task(config), Transformer(config.model)
         tokens = task.batch(0, config.eval.sequences, config.data.sequence_length, 0, EVALUATION)[:, :-1]
-        intervene = _interventions(reinforcement.Cell("", masked=cell.masked), model, task)
+        intervene = _interventions(sink_reinforcement.Cell("", masked=cell.masked), model, task)
         found = train(config, lambda _: intervene, functools.partial(_look, model, task, tokens), shown)
     return [Case(name, {"label": cell.label}, _metrics(found))]
 

@@ -123,7 +123,7 @@ def look(model: Transformer, task: BigramBackcopy, tokens: jax.Array, params: An
         "value_norm_rest": rest,
         "value_ratio": first / rest,
         "value_effect_nats": jnp.mean(jnp.sum(jnp.exp(log_probs) * (log_probs - without), axis=-1), where=counted),
-        **key_mass(taps.attention_weights, taps.value_norms, tokens, trigger),
+        **key_mass(taps.attention_weights, taps.value_norms, tokens, trigger, is_trigger),
     }
 
 

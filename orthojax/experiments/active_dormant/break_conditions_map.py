@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from orthojax.experiments import drawing
-from orthojax.experiments.active_dormant.models import ORTHOADAM, RISKS, SGD, config
-from orthojax.experiments.active_dormant.three_layers import worst_layer
+from orthojax.experiments.active_dormant.models import DRAIN, ORTHOADAM, PEAK, RISKS, SGD, config
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.page import Picture, Table
 from orthojax.experiments.results import Quantity, Result, Results, as_quantity
@@ -48,14 +47,10 @@ def _variants(scale: str) -> tuple[Variant, ...]:
     return tuple(cell(*of) for of in itertools.product(ATTENTION, OPTIMIZERS, DEPTHS))
 
 
-_DRAIN = Quantity(
-    "value norm of <s> over the others', smallest of the layers",
-    lambda of: min(of[f"value_drain/layer_{i}"] for i in range(int(of.num_layers))),
-)
 SHOWN: Mapping[str, str | Quantity] = {
     "Attention of non-triggers to <s>, largest of the layers": "sink_attention_rest",
-    "Value norm of <s> over the others', smallest of the layers": _DRAIN,
-    "Residual norm of <s> over the others', largest of the layers": worst_layer("residual_peak_ratio"),
+    "Value norm of <s> over the others', smallest of the layers": DRAIN,
+    "Residual norm of <s> over the others', largest of the layers": PEAK,
     "Backcopy excess risk (nats)": RISKS[0],
     "Bigram excess risk (nats)": RISKS[1],
 }
@@ -74,8 +69,8 @@ def _maps(results: Results) -> list[Table]:
     return tables
 
 
-_DRAWN = {"sink": ("sink_attention_rest", "weight on <s>"), "drain": (_DRAIN, "value norm of <s> / others'"),
-          "peak": (worst_layer("residual_peak_ratio"), "residual norm of <s> / others'")}  # fmt: skip
+_DRAWN = {"sink": ("sink_attention_rest", "weight on <s>"), "drain": (DRAIN, "value norm of <s> / others'"),
+          "peak": (PEAK, "residual norm of <s> / others'")}  # fmt: skip
 
 
 def _mean(result: Result, quantity: str | Quantity) -> float:
@@ -116,9 +111,8 @@ def chosen(results: Results) -> list[str]:
 
         found.extend([r.name for r in sorted(learned, key=key) if r.name not in found][:count])
 
-    peak = worst_layer("residual_peak_ratio")
-    take(3, peak, True)
-    take(3, peak, False)
+    take(3, PEAK, True)
+    take(3, PEAK, False)
     take(2, "sink_attention_rest", True)
     take(2, "sink_attention_rest", False)
     return found

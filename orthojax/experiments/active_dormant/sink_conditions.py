@@ -11,7 +11,7 @@ import numpy as np
 
 from orthojax.experiments import drawing
 from orthojax.experiments.active_dormant.key_mass import KEY_MASS
-from orthojax.experiments.active_dormant.models import RATE, short
+from orthojax.experiments.active_dormant.models import PEAK, RATE, short
 from orthojax.experiments.claims import Claim, Revision, within
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.page import Picture
@@ -202,10 +202,6 @@ MASK = Experiment(
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "rmsnorm_single": "RMSNormSingle", "none": "no norm"}
 SINK = in_layer("sink_attention_rest", "attention to <s> at non-triggers")
-PEAK = Quantity(
-    "residual norm of <s> / others', largest layer",
-    lambda of: float(np.max(by_layer(of, "residual_norm_first") / by_layer(of, "residual_norm_rest"))),
-)
 NORM = Experiment(
     name="sink_norms",
     title="Active-dormant: sinks, drains and residual peaks with LayerNorm, RMSNorm, RMSNormSingle and no norm",
