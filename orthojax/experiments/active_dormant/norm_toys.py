@@ -149,7 +149,7 @@ CLAIMS = (
     Claim("Under Adam its logit grows linearly, by the eta r that solves r = r(eta r).", _LAYER_NORM_ADAM,
           ("logit_slope",), lambda of: _near(of.logit_slope, of.predicted_logit_slope, 0.02), "within 2%",
           detail=lambda of: f"predicted {of.predicted_logit_slope:.3g}", revised=_SEEN),
-    Claim("And m grows linearly with it.", _LAYER_NORM_ADAM, ("norm_slope",),
+    Claim("m grows linearly with the logit.", _LAYER_NORM_ADAM, ("norm_slope",),
           lambda of: of.linear_r > 0.99 and of.norm_slope > 0.5 * of.predicted_logit_slope,
           "r > 0.99 over the second half, at half of the logit's slope or more", revised=_SEEN),
     Claim("In d dimensions the norm grows by eta sqrt(d) a step.", _named(*_FREE), ("slope_in_rates",),

@@ -183,7 +183,7 @@ CLAIMS = (
     Claim("The paper's break condition: a value that cannot shrink makes no sink.", ("others_visible", "free_visible"),
           (_SINK,), lambda held, free: held.sink_attention_rest <= 0.5 * free.sink_attention_rest,
           "attention at most half of that with a free value"),
-    Claim("And no growing logits.", ("others_visible", "free_visible"), (_GAP,),
+    Claim("A value that cannot shrink makes no growing logits.", ("others_visible", "free_visible"), (_GAP,),
           lambda held, free: held.sink_logit_gap <= 0.5 * free.sink_logit_gap, "a logit gap at most half of that"),
     Claim("The other reading: it makes one all the same, since what counts is not the norm but what the value does, "
           "and a vector that all non-triggers read alike can be made to do nothing.",
@@ -203,7 +203,7 @@ CLAIMS = (
     Claim("Where <s> is hidden another token becomes the sink.", ("free_masked",), (_ABOVE,),
           lambda of: within(of, _ABOVE, 0.3, 2),
           "non-triggers put 0.3 more on the keys of one token than equal weights would, in every seed"),
-    Claim("And that token's value is drained.", ("free_masked",), (_TOKEN,), lambda of: within(of, _TOKEN, -1, 0.5),
+    Claim("The value of that token is drained.", ("free_masked",), (_TOKEN,), lambda of: within(of, _TOKEN, -1, 0.5),
           "a value norm below half of the mean, in every seed; testable where that token has 0.3 more",
           lambda of: within(of, _ABOVE, 0.3, 2)),
     Claim("Where <s> is hidden the triggers become the sink, together.", ("free_masked", "others_masked"),

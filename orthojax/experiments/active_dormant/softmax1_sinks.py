@@ -28,7 +28,7 @@ from orthojax.experiments.active_dormant import sink_reinforcement
 from orthojax.experiments.active_dormant.intervened_training import Intervene, train
 from orthojax.experiments.active_dormant.models import short
 from orthojax.experiments.active_dormant.sink_reinforcement import SHOWN
-from orthojax.experiments.claims import Claim, within
+from orthojax.experiments.claims import Claim, Revision, within
 from orthojax.experiments.experiment import Case, Experiment
 from orthojax.experiments.page import Picture
 from orthojax.experiments.results import Results, metric
@@ -145,13 +145,14 @@ _DOSES = ("softmax1", "n8", "n64", "n512")
 CLAIMS = (
     Claim("Softmax-1 keeps the sink and the drain.", ("softmax1",), (_SINK, _RATIO),
           lambda of: within(of, _SINK, 0.5, 2) and within(of, _RATIO, -1, 0.5),
-          "attention above 0.5 and a value norm below half of the others', in every seed; known from one seed"),
-    Claim("Its null is not used: it has no more at the end than at the start.", ("softmax1",), (_NULL, _START),
-          lambda of: of.mean(_NULL) <= 1.2 * of.mean(_START), "null mass at most a fifth above that of the start"),
-    Claim("Nor is it kept in reserve: with <s> hidden after training non-triggers attend to other keys.",
+          "attention above 0.5 and a value norm below half of the others', in every seed",
+          revised=Revision("known from one seed of `backcopy_cure`")),
+    Claim("The null of softmax-1 is not used: it has no more at the end than at the start.", ("softmax1",),
+          (_NULL, _START), lambda of: of.mean(_NULL) <= 1.2 * of.mean(_START), "null mass at most a fifth above that of the start"),
+    Claim("The null is not kept in reserve: with <s> hidden after training non-triggers attend to other keys.",
           ("softmax1",), _HIDDEN[:2], lambda of: within(of, _HIDDEN[0], -1, 0.5),
           "null mass below 0.5 there, in every seed"),
-    Claim("And pay for it.", ("softmax1",), (_RISKS[1], _HIDDEN[2]),
+    Claim("Hiding <s> then costs softmax-1 on the bigram.", ("softmax1",), (_RISKS[1], _HIDDEN[2]),
           lambda of: of.mean(_HIDDEN[2]) >= of.mean(_RISKS[1]) + 0.05, "bigram excess risk at least 0.05 nats higher"),
     Claim("It is a race that a head start turns: the larger n, the weaker the sink.", _DOSES, (_SINK, _START),
           lambda *of: all(a.mean(_SINK) > b.mean(_SINK) for a, b in itertools.pairwise(of)),
@@ -159,19 +160,19 @@ CLAIMS = (
     Claim("With n = 512 there is no sink.", ("n512",), (_SINK, _NULL),
           lambda of: within(of, _SINK, -1, 0.2) and within(of, _NULL, 0.5, 2),
           "attention to <s> below 0.2 and null mass above 0.5, in every seed"),
-    Claim("And no drain.", ("n512",), (_RATIO,), lambda of: within(of, _RATIO, 0.5, 100),
+    Claim("With n = 512 there is no value drain.", ("n512",), (_RATIO,), lambda of: within(of, _RATIO, 0.5, 100),
           "a value norm of <s> above half of the others', in every seed"),
     Claim("Every n learns the task.", {CELLS[name].label: (name,) for name in _DOSES}, _RISKS,
           lambda of: within(of, _RISKS[0], -1, 0.05) and within(of, _RISKS[1], -1, 0.1),
           "backcopy risk below 0.05 and bigram excess below 0.1 nats, in every seed"),
     Claim("Biases, which give the null a direction of its own, are too slow to change that.", ("biases",),
           (_SINK, _NULL), lambda of: within(of, _SINK, 0.5, 2), "attention to <s> above 0.5 in every seed"),
-    Claim("So is a learned n.", ("learned",), (_SINK, _NULL), lambda of: within(of, _SINK, 0.5, 2),
+    Claim("A learned n is too slow as well.", ("learned",), (_SINK, _NULL), lambda of: within(of, _SINK, 0.5, 2),
           "attention to <s> above 0.5 in every seed"),
     Claim("Hidden in training, <s> is replaced by triggers, not by the null.", ("hidden",), (_TRIGGERS, _NULL),
           lambda of: within(of, _TRIGGERS, 0.5, 2) and within(of, _NULL, -1, 0.3),
           "more than 0.5 on triggers and a null mass below 0.3, in every seed"),
-    Claim("Where there is no <s> so it is too.", ("no_bos",), (_TRIGGERS, _NULL),
+    Claim("Without <s> triggers are the sink, not the null.", ("no_bos",), (_TRIGGERS, _NULL),
           lambda of: within(of, _TRIGGERS, 0.5, 2) and within(of, _NULL, -1, 0.3),
           "more than 0.5 on triggers and a null mass below 0.3, in every seed"),
 )  # fmt: skip
