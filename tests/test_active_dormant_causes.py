@@ -54,7 +54,9 @@ def test_key_mass_is_counted_by_hand():
         ]),
         "active_first_key": np.mean([weights[b, :, t, 0].mean() for b, t in queries[1]]),
     }  # fmt: skip
-    expected["delimiter_key"] = token[3]
+    late = [(b, t) for b in range(B) for t in range(10, T) if trigger[tokens[b, t]]]
+    at_triggers = np.mean([weights[b, :, t].mean(0)[tokens[b] == 3].sum() for b, t in late])
+    expected |= {"delimiter_key": token[3], "delimiter_key_triggers": at_triggers}
     arrays = (jnp.asarray(a) for a in (weights, norms, tokens, trigger, trigger[tokens]))
     found = key_mass(*arrays, delimiter=3)
     assert set(found) == set(expected)

@@ -43,8 +43,11 @@ def _variants(scale: str) -> tuple[Variant, ...]:
 _TOKEN = "largest_token"
 _MOST = (metric(_TOKEN, "mass on the most attended token"), metric(f"{_TOKEN}_equal", "equal weights would give"),
          metric("token_value_ratio", "its value norm over the others'"))  # fmt: skip
-_FIRST = metric("first_key", "weight on <s>, late queries")
-_DELIMITER = metric("delimiter_key", "weight on the delimiter, late queries")
+_FIRST, _DELIMITER, _AT_TRIGGERS = _KEYS = (
+    metric("first_key", "weight on the first token"), metric("delimiter_key", "weight on the delimiter"),
+    metric("delimiter_key_triggers", "the same of trigger characters"),
+)  # fmt: skip
+_TRIGGERS = (metric("trigger_keys", "weight on triggers"), metric("trigger_keys_equal", "equal weights would give"))
 CLAIMS = (
     Claim("Two <s> share the sink.", ("two_bos",), (_SINK, _DRAIN), lambda of: within(of, _SINK, 0.7, 2),
           "weight on both together above 0.7 in every seed"),
@@ -61,6 +64,9 @@ CLAIMS = (
           revised=Revision("any most attended token counted, at all positions", {
               "show": (_SINK, *_MOST[:2]), "holds": lambda of: of[_SINK] > 0.5 or of.mean(_TOKEN) > 0.5,
               "criterion": "more than half on <s> or on one token"})),
+    Claim("The delimiter is the sink of trigger characters, which have nothing to copy after it.", ("delimiter",),
+          (_AT_TRIGGERS,), lambda of: within(of, _AT_TRIGGERS, 0.9, 2), "weight above 0.9 on it, in every seed",
+          revised=Revision("seen in these runs")),
     Claim("The in-context bigram has a sink in some layer above the first.", ("in_context",),
           tuple(metric(f"{_SINK}/layer_{i}", f"weight on <s>, layer {i + 1}") for i in range(3)),
           lambda of: max(of[f"{_SINK}/layer_1"], of[f"{_SINK}/layer_2"]) > 0.5, "above 0.5"),
@@ -97,8 +103,7 @@ EXPERIMENT = Experiment(
     paper=PUBLISHED,
     measures=(HISTORY, KEY_MASS),
     tables=(MetricTable("At the end", [*RISKS, _SINK, _DRAIN, "active_at_triggers", "active_elsewhere"]),
-            MetricTable("Late queries, those after the delimiter", [_FIRST, _DELIMITER, *_MOST, "trigger_keys",
-                                                                    "trigger_keys_equal"])),
+            MetricTable("Late queries, those after the delimiter", [*_KEYS, *_MOST, *_TRIGGERS])),
     claims=CLAIMS,
     pictures=(StepCurves("sink", "Attention of non-triggers to <s>, or to the first token without it.",
                          "mean weight", {_SINK: ""}),),

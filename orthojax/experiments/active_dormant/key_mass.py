@@ -39,7 +39,8 @@ def key_mass(
     Returns:
       Scalars. `first_key`, `first_ten` (mass on keys 0 to 9), `largest_position` of the first half and `at_position`,
       `trigger_keys` (mass on triggers) and `trigger_keys_equal` (what equal weights give), and where there is a
-      delimiter `delimiter_key`, of non-trigger queries; `largest_token`, the mass on the token that has most above its
+      delimiter `delimiter_key`, of non-trigger queries, and `delimiter_key_triggers` of queries whose token is a trigger
+      elsewhere; `largest_token`, the mass on the token that has most above its
       `largest_token_equal`, its id `at_token`, and `token_value_ratio`, the value norm of its keys over that of all;
       `active_first_key` and `active_trigger_keys` of trigger queries.
     """
@@ -60,7 +61,11 @@ def key_mass(
     most = jnp.argmax(token - equal)
     norms = jnp.mean(value_norms, axis=1)
     is_most = tokens == most
-    return {
+    of_delimiter = {}
+    if delimiter is not None:
+        at_triggers = mean(by_token[..., delimiter, None], trigger[tokens])[0]
+        of_delimiter = {"delimiter_key": token[delimiter], "delimiter_key_triggers": at_triggers}
+    return of_delimiter | {
         "first_key": position[0],
         "first_ten": jnp.sum(position[:10]),
         "largest_position": jnp.max(position),
@@ -71,7 +76,6 @@ def key_mass(
         "token_value_ratio": jnp.mean(norms, where=is_most) / jnp.mean(norms),
         "trigger_keys": jnp.sum(token, where=trigger),
         "trigger_keys_equal": jnp.sum(equal, where=trigger),
-        **({} if delimiter is None else {"delimiter_key": token[delimiter]}),
         "active_first_key": mean(mean_weights[..., :1], is_trigger)[0],
         "active_trigger_keys": jnp.sum(mean(by_token, is_trigger), where=trigger),
     }
