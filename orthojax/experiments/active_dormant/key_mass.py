@@ -39,10 +39,10 @@ def key_mass(
     Returns:
       Scalars. `first_key`, `first_ten` (mass on keys 0 to 9), `largest_position` of the first half and `at_position`,
       `trigger_keys` (mass on triggers) and `trigger_keys_equal` (what equal weights give), and where there is a
-      delimiter `delimiter_key`, of non-trigger queries, and `delimiter_key_triggers` of queries whose token is a trigger
-      elsewhere; `largest_token`, the mass on the token that has most above its
-      `largest_token_equal`, its id `at_token`, and `token_value_ratio`, the value norm of its keys over that of all;
-      `active_first_key` and `active_trigger_keys` of trigger queries.
+      delimiter `delimiter_key`, of non-trigger queries, and `delimiter_key_triggers` of queries whose token is a
+      trigger elsewhere; `largest_token`, the mass on the token that has most above its `largest_token_equal`, its id
+      `at_token`, and `token_value_ratio`, the value norm of its keys over that of all; `active_first_key` and
+      `active_trigger_keys` of trigger queries.
     """
     T, V = tokens.shape[1], len(trigger)
     late, half = jnp.arange(T) >= T // 2, T // 2
