@@ -62,6 +62,7 @@ def test_the_command_measures_every_suite_and_says_how(tiny):
     wanted["train_step"] = [("gpt2 tiny 2x16", name) for name in training.VARIANTS]
     wanted["telemetry"] = [("gpt2 tiny 2x16", "telemetry")]
     wanted["telemetry"] += [("bigram_backcopy 1 layer 16x16", name) for name in ("probe_steps", "probe_details")]
+    wanted["telemetry"] += [("bigram_backcopy 1 layer 4x16", "generation")]
     documents = [f"0.1 MB of {kind}, 50 documents, bpe:300" for kind in ("jsonl", "jsonl, divided")]
     wanted["data"] = [(case, "token file") for case in ("TFRecord", "ArrayRecord", *documents)]  # two are left out
     wanted["data"] += [(f"100 batches of 4 x 8 of {of}", "batches") for of in ("one file", "4 shards")]
@@ -166,9 +167,10 @@ def test_telemetry_is_the_sum_of_its_parts_over_a_step():
     assert (row.metrics["probe_every_steps"], row.metrics["log_every_steps"]) == (100, 20)
     for row in probes:
         metrics = row.metrics
-        ratio = metrics["probe_seconds_per_step"] / metrics["step_seconds"]
+        part = "draw" if row.variant == "generation" else "probe"
+        ratio = metrics[f"{part}_seconds_per_step"] / metrics["step_seconds"]
         assert metrics["telemetry_ratio"] == pytest.approx(ratio)
-    assert [row.variant for row in probes] == ["probe_steps", "probe_details"]
+    assert [row.variant for row in probes] == ["probe_steps", "probe_details", "generation"]
     assert probes[0].metrics["first_probe_seconds"] > 0
 
 

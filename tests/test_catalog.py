@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from planted_results import made_up
 
 from orthojax.config import changed_fields
 from orthojax.errors import UserError
@@ -244,17 +245,6 @@ OF_TABLE_2 = of_grid(TABLE_2, first_attention_mass=MASS)
 PAPER = dict(
     zip(GRID_TABLES, (OF_TABLE_2, of_grid(TABLE_3), of_table_5, of_table_6, OF_TABLE_2, of_table_9), strict=True)
 )
-
-
-def made_up(experiment, metrics, seeds=(0,), scale="paper") -> Results:
-    """Results whose metrics are `metrics(variant name)`, the same for every seed; None is a run that failed."""
-    variants, rows = experiment.variants_at(scale), []
-    for seed in seeds:
-        for v in variants:
-            found = metrics(v.name)
-            row = {"variant": v.name, "seed": seed, "overrides": {}, "metrics": dict(found or {})}
-            rows.append(row if found else row | {"failed": "not in the paper"})
-    return Results(experiment, scale, seeds, Path(), {"rows": rows}, variants)
 
 
 def judged(name, metrics=None, **options) -> list[Judged]:

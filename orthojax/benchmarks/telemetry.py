@@ -1,4 +1,4 @@
-"""What telemetry costs beside the training step: metrics of every step, and probes of the model while it trains."""
+"""What goes on beside the training step: metrics of every step, probes of the model, and drawing the task's batches."""
 
 import itertools
 import tempfile
@@ -14,10 +14,10 @@ import optax
 
 from orthojax.benchmarks.suite import Column, Row, Suite, spread_metrics
 from orthojax.benchmarks.training import PLAIN, cases
-from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig
+from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig, replace
 from orthojax.model import bigram_backcopy
 from orthojax.timing import interleaved_seconds, median_ratio, spread
-from orthojax.train import Inputs, init_state, make_train_step, open_inputs
+from orthojax.train import Inputs, init_state, make_train_step, open_inputs, require_task
 from orthojax.train.metrics import MetricWriter
 from orthojax.train.probe import Probe
 from orthojax.train.step_logger import StepLogger
@@ -30,6 +30,7 @@ def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
     for num_layers in (1,) if tiny else (1, 3):
         for details in (False, True):
             yield _listed_steps(num_layers, details, repeats, tiny)
+    yield _generation(repeats, tiny)
 
 
 def _cadence(repeats: int, tiny: bool) -> Row:
@@ -129,10 +130,33 @@ def _listed_steps(num_layers: int, details: bool, repeats: int, tiny: bool) -> R
     return Row(case, "probe_details" if details else "probe_steps", metrics)
 
 
+def _generation(repeats: int, tiny: bool) -> Row:
+    """Drawing a batch of the task on the device, as its training step does, over the rest of that step."""
+    config = replace(_task_config(1, False, tiny), {"train.batch_size": 4 if tiny else 64})
+    B, T = config.train.batch_size, config.data.sequence_length
+    (task, _), step, steps = require_task(config), make_train_step(config), itertools.count()
+    state, draw = init_state(config), jax.jit(lambda number: task.batch(number, B, T, 0))
+    rows = draw(0)
+
+    def train() -> Any:
+        nonlocal state
+        state, reported = step(state, rows)
+        return reported
+
+    seconds = interleaved_seconds({"step": train, "draw": lambda: draw(next(steps))}, repeats)
+    metrics = {
+        **spread_metrics("telemetry_ratio", median_ratio(seconds["draw"], seconds["step"])),
+        **spread_metrics("step_seconds", spread(seconds["step"])),
+        "draw_seconds_per_step": spread(seconds["draw"]).median,
+        "repetitions": repeats,
+    }
+    return Row(f"bigram_backcopy 1 layer {B}x{T}", "generation", metrics)
+
+
 TELEMETRY = Suite(
     name="telemetry",
-    title="Telemetry over a training step with softmax and AdamW (quartiles): at its default cadence, and probes of 18 "
-    "of 3,000 steps",
+    title="Telemetry over a training step with softmax and AdamW (quartiles): at its default cadence, probes of 18 of "
+    "3,000 steps, and the drawing of Bigram-Backcopy's sequences",
     measure=_measure,
     columns=(
         Column("telemetry / step", "telemetry_ratio"),
@@ -140,6 +164,7 @@ TELEMETRY = Suite(
         Column("probe, a step", "probe_seconds_per_step", "seconds"),
         Column("norms", "norms_seconds_per_step", "seconds"),
         Column("lines, a step", "record_seconds_per_step", "seconds"),
+        Column("drawing, a step", "draw_seconds_per_step", "seconds"),
         Column("first probe, once", "first_probe_seconds", "seconds"),
     ),
     repeats=15,
