@@ -58,19 +58,21 @@ def first_residual_gradients(model: "Transformer", params: Any, tokens: jax.Arra
       itself. Both losses are divided by all B T targets, so that the gradients add up to that of the mean loss.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    L, first = model.config.num_layers, jnp.arange(inputs.shape[1]) == 0
+    L = model.config.num_layers
 
-    def losses(residual: jax.Array, layer: jax.Array) -> jax.Array:
-        share = (jnp.arange(L) == layer)[:, None] & first[None]
+    def loss(residual: jax.Array, layer: jax.Array, own: bool) -> jax.Array:
+        # Its own prediction needs no other position.
+        seen, wanted = (inputs[:, :1], targets[:, :1]) if own else (inputs, targets)
+        share = (jnp.arange(L) == layer)[:, None] & (jnp.arange(seen.shape[1]) == 0)[None]
         values = jnp.broadcast_to(residual, (L, 1, 1, residual.size))
         given = Interventions(residual=values, residual_share=share.astype(jnp.float32))
-        logits: Any = model.apply({"params": params}, inputs, interventions=given)[0]
-        by_position = jnp.sum(cross_entropy_nats(logits, targets), axis=0)
-        return jnp.stack([jnp.sum(by_position[1:]), by_position[0]]) / targets.size
+        logits: Any = model.apply({"params": params}, seen, interventions=given)[0]
+        losses = cross_entropy_nats(logits, wanted)
+        return jnp.sum(losses if own else losses[:, 1:]) / targets.size
 
-    residuals = first_residuals(model, params, tokens[0, 0])
-    gradients = jax.lax.map(lambda of: jax.jacrev(losses)(*of), (residuals, jnp.arange(L)))  # [L, 2, D]
-    return gradients[:, 0], gradients[:, 1]
+    of_each = (first_residuals(model, params, tokens[0, 0]), jnp.arange(L))
+    others, own = (jax.lax.map(lambda of, own=own: jax.grad(loss)(*of, own), of_each) for own in (False, True))
+    return others, own
 
 
 def _blocks(model: "Transformer", params: Any) -> list[Any]:
