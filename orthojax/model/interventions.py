@@ -35,7 +35,7 @@ class Interventions(NamedTuple):
         normalised. `attention_pattern` has some.
       forced_share: [L, N] or, by query, [L, N, T]. Where they replace the model's, which costs the whole matrix of
         weights; all other fields but `attention_bias` leave fused attention kernels in use.
-      attention_output: [L, B, T, D]. What attention shall add to the residual stream, after all factors.
+      attention_output: [L, B, T, D]. Replaces what attention adds to the residual stream, after all scales.
       attention_output_share: [L], [L, T] or [L, B, T]. Where it does.
       mlp_output: [L, B, T, D]. The same for the MLP.
       mlp_output_share: [L], [L, T] or [L, B, T].

@@ -29,7 +29,7 @@ def train(
     shown: Sequence[int],
     batch: Callable[[int], np.ndarray] | None = None,
 ) -> dict[int, dict[str, float]]:
-    """A run of `config` in which every forward pass is intervened; gradients pass through the interventions.
+    """A run of `config` with interventions in every forward pass; gradients pass through them.
 
     In float32 also where float64 is enabled. Parameters, optimizer, and batches of Bigram-Backcopy are those of the
     same config elsewhere.
