@@ -135,6 +135,33 @@ class StepCurves:
 
 
 @dataclasses.dataclass(frozen=True)
+class ComputedCurves:
+    """Numbers of a computation by step, a picture for each with one curve for each variant.
+
+    Attributes:
+      curves: Name, of which `NAME/step_N` are the metrics -> words, for the y axis and the caption.
+      steps: The steps.
+    """
+
+    curves: Mapping[str, str]
+    steps: Sequence[int]
+
+    def __call__(self, results: Results) -> list[Picture]:
+        """The pictures; risks are on a logarithmic axis."""
+        pictures = []
+        for name, words in self.curves.items():
+            values = {of.label: np.array([of.values(f"{name}/step_{step}") for step in self.steps]).T for of in results}
+            figure = drawing.lines(
+                {label: (self.steps, by_seed) for label, by_seed in values.items()},
+                x_label="step",
+                y_label=words,
+                y_scale="log" if name.endswith("risk_nats") else "linear",
+            )
+            pictures.append(Picture(name, f"{words[:1].upper()}{words[1:]} by step; range over seeds.", figure))
+        return pictures
+
+
+@dataclasses.dataclass(frozen=True)
 class Points:
     """Every variant as a point, in groups of one colour.
 

@@ -14,13 +14,12 @@ from orthojax import analysis
 from orthojax.config import Config, changed_fields, replace
 from orthojax.data import TokenBatches
 from orthojax.errors import UserError
-from orthojax.experiments import drawing
 from orthojax.experiments.active_dormant.intervened_training import Intervene, train, untouched
 from orthojax.experiments.active_dormant.models import PEAK
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured
 from orthojax.experiments.claims import DOMINANCE, NO_OUTLIERS, Claim, chance_of_first, within
 from orthojax.experiments.experiment import Case, Experiment
-from orthojax.experiments.page import Picture
+from orthojax.experiments.pictures import ComputedCurves
 from orthojax.experiments.results import Numbers, Quantity, Result, Results, metric
 from orthojax.experiments.tables import LayerTable, MetricTable
 from orthojax.model import LoadedModel, Transformer
@@ -143,14 +142,7 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def _pictures(results: Results) -> list[Picture]:
-    drawn = {"loss_nats": "held-out loss (nats per pixel)", "largest_first_mass": _MASS.label}
-    pictures = []
-    for key, label in drawn.items():
-        curves = {of.label: (SHOWN, np.array([of.values(f"{key}/step_{step}") for step in SHOWN]).T) for of in results}
-        figure = drawing.lines(curves, x_label="step", y_label=label)
-        pictures.append(Picture(key, f"{label[:1].upper()}{label[1:]} by step; range over seeds.", figure))
-    return pictures
+_DRAWN = {"loss_nats": "held-out loss (nats per pixel)", "largest_first_mass": _MASS.label}
 
 
 def _about(results: Results) -> list[str]:
@@ -182,5 +174,5 @@ EXPERIMENT = Experiment(
                                 "residual_norm_rest": "residual norm of others"}),
     ),
     claims=CLAIMS,
-    pictures=(_pictures,),
+    pictures=(ComputedCurves(_DRAWN, SHOWN),),
 )  # fmt: skip

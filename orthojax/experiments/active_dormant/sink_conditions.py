@@ -61,7 +61,7 @@ ABOVE = Quantity(
     "weight on one token above equal weights",
     lambda of: float(np.max(by_layer(of, "largest_token") - by_layer(of, "largest_token_equal"))),
 )
-VALUE_RATIO = ratio("value_norm", 0, "value norm of <s> / others', layer 0")
+VALUE_RATIO = ratio("value_norm", 0, "value norm of <s> / others', first layer")
 _SETTING = (
     f"Width 64, one head, MLPs of 256, 32 x 64 tokens a step, Adam with rate {RATE:g}, b2 0.99, decay 1e-4. Late "
     "queries are those of the second half of a sequence, and positions those of the first, which all of them see; "
@@ -161,7 +161,7 @@ MASK = Experiment(
     ],
     tables=(
         MetricTable("Where late non-triggers attend", (
-            FIRST, FIRST_TEN, POSITION, in_layer("at_position", "that position, layer 0", lambda layers: layers[0]),
+            FIRST, FIRST_TEN, POSITION, in_layer("at_position", "that position, first layer", lambda layers: layers[0]),
             ABOVE, in_layer("token_value_ratio", "value norm of that token / all, smallest layer", np.min), ON_TRIGGERS,
             VALUE_RATIO, "sink_logit_gap")),
         LayerTable("Weight on key 0, and the largest on a position, by layer",

@@ -21,13 +21,12 @@ from orthojax.analysis import activations, backcopy, sink_logits
 from orthojax.config import Config, changed_fields, replace
 from orthojax.data import BigramBackcopy
 from orthojax.data.bigram_backcopy import EVALUATION
-from orthojax.experiments import drawing
 from orthojax.experiments.active_dormant.intervened_training import Intervene, train
 from orthojax.experiments.active_dormant.key_mass import key_mass
 from orthojax.experiments.active_dormant.models import RATE, short
 from orthojax.experiments.claims import Claim, Revision, within
 from orthojax.experiments.experiment import Case, Experiment
-from orthojax.experiments.page import Picture
+from orthojax.experiments.pictures import ComputedCurves
 from orthojax.experiments.results import Quantity, Results, metric
 from orthojax.experiments.tables import MetricTable
 from orthojax.model import Interventions, Taps, Transformer
@@ -213,16 +212,6 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def _pictures(results: Results) -> list[Picture]:
-    pictures = []
-    for name, label in CURVES.items():
-        curves = {of.label: (SHOWN, np.array([of.values(f"{name}/step_{step}") for step in SHOWN]).T) for of in results}
-        scale = "log" if name.endswith("nats") else "linear"
-        figure = drawing.lines(curves, x_label="step", y_label=label, y_scale=scale)
-        pictures.append(Picture(name, f"{label[:1].upper()}{label[1:]} by step; range over seeds.", figure))
-    return pictures
-
-
 def _about(results: Results) -> list[str]:
     return [
         "Does attention go to <s> because its value is small, or is its value small because attention goes there? One "
@@ -256,5 +245,5 @@ EXPERIMENT = Experiment(
             metric("trigger_keys_equal", "the same with equal weights"))),
     ),
     claims=CLAIMS,
-    pictures=(_pictures,),
+    pictures=(ComputedCurves(CURVES, SHOWN),),
 )  # fmt: skip

@@ -18,19 +18,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from orthojax.config import Config, changed_fields, replace
 from orthojax.data import BigramBackcopy
 from orthojax.data.bigram_backcopy import EVALUATION
-from orthojax.experiments import drawing
 from orthojax.experiments.active_dormant import sink_reinforcement
 from orthojax.experiments.active_dormant.intervened_training import Intervene, train
 from orthojax.experiments.active_dormant.models import short
 from orthojax.experiments.active_dormant.sink_reinforcement import SHOWN
 from orthojax.experiments.claims import Claim, Revision, within
 from orthojax.experiments.experiment import Case, Experiment
-from orthojax.experiments.page import Picture
+from orthojax.experiments.pictures import ComputedCurves
 from orthojax.experiments.results import Results, metric
 from orthojax.experiments.tables import MetricTable
 from orthojax.model import Interventions, Transformer
@@ -179,15 +177,6 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def _pictures(results: Results) -> list[Picture]:
-    pictures = []
-    for name, label in CURVES.items():
-        curves = {of.label: (SHOWN, np.array([of.values(f"{name}/step_{step}") for step in SHOWN]).T) for of in results}
-        figure = drawing.lines(curves, x_label="step", y_label=label)
-        pictures.append(Picture(name, f"{label[:1].upper()}{label[1:]} by step; range over seeds.", figure))
-    return pictures
-
-
 def _about(results: Results) -> list[str]:
     config = CELLS["softmax1"].config
     return [
@@ -213,5 +202,5 @@ EXPERIMENT = Experiment(
         MetricTable("The same models with <s> hidden from non-triggers", _HIDDEN),
     ),
     claims=CLAIMS,
-    pictures=(_pictures,),
+    pictures=(ComputedCurves(CURVES, SHOWN),),
 )  # fmt: skip
