@@ -200,6 +200,20 @@ def test_interventions_share_a_program_and_do_what_their_names_say(run):
         assert (rest["none"] == rest[f"no_mlp_{layer}"]) == (layer == 1)
 
 
+def test_attention_of_one_layer_is_forced(run):
+    folder, inputs, _ = run
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, num_layers=1))
+    params = init_state(config).params
+    loaded = LoadedModel(Transformer(config.model), params, config, None, folder)
+    found = models.INTERVENTIONS.measure(loaded, inputs, lambda part: None).metrics
+    for name, weight in {"clean_attention": 1, "all_on_bos": 1, "all_on_themselves": 0}.items():
+        assert found[f"{name}: sink_attention_rest"] == weight
+    assert found["all_on_bos: backcopy_excess_risk_nats"] != found["clean_attention: backcopy_excess_risk_nats"]
+    # Of triggers the ideal head reads the token before, where the mask of non-triggers is the same in both.
+    same = [found[f"{name}: bigram_excess_risk_nats"] for name in ("clean_attention", "all_on_bos")]
+    assert same[0] == pytest.approx(same[1], rel=1e-5)
+
+
 def test_the_history_and_the_mechanism_are_read_from_the_probes(run):
     folder, inputs, _ = run
     loaded, arrays = load(folder), probes(run)

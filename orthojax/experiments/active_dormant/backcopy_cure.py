@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from orthojax import quant
 from orthojax.experiments.active_dormant.models import (
     DRAIN,
-    HISTORY,
-    INTERVENTIONS,
     ORTHOADAM,
     OUTLIERS,
     PEAK,
@@ -136,7 +134,7 @@ EXPERIMENT = Experiment(
     seeds=SEEDS,
     about=_about,
     groups=_groups,
-    measures=(HISTORY, INTERVENTIONS, OUTLIERS),
+    measures=(OUTLIERS,),
     tables=(
         *(MetricTable(f"Sinks, drains and peaks; {words}", [_SINK, "null_mass", DRAIN, PEAK, *RISKS],
                       keep=_of_norm(norm)) for norm, words in NORMS.items()),

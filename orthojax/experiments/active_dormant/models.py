@@ -238,11 +238,19 @@ def _scales(num_layers: int) -> dict[str, Interventions]:
     return {name: Interventions(**scales) for name, scales in complete.items()}  # pyright: ignore[reportArgumentType]
 
 
-def _clean_attention(is_trigger: jax.Array, num_layers: int) -> Interventions:
-    """The ideal head in every layer: triggers attend to the previous token, all others to <s>."""
-    first, previous = (attention_pattern(kind, is_trigger.shape[1]) for kind in ("first", "previous"))
-    weights = jnp.where(is_trigger[..., None], previous[None], first[None])
-    return Interventions(forced_weights=weights, forced_share=jnp.ones((num_layers, 1)))
+def _forced(is_trigger: jax.Array) -> dict[str, Interventions]:
+    """Attention of one layer forced: the ideal head, all queries on <s>, and each on itself."""
+    first, previous, itself = (
+        attention_pattern(kind, is_trigger.shape[1]) for kind in ("first", "previous", "identity")
+    )
+    given = {
+        "clean_attention": jnp.where(is_trigger[..., None], previous, first),
+        "all_on_bos": first,
+        "all_on_themselves": itself,
+    }
+    # Of one shape, so that one compiled program serves them all.
+    every = {name: jnp.broadcast_to(x, (*is_trigger.shape, len(first))) for name, x in given.items()}
+    return {name: Interventions(forced_weights=x, forced_share=jnp.ones((1, 1))) for name, x in every.items()}
 
 
 def _intervene(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
@@ -250,7 +258,7 @@ def _intervene(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str],
     assert inputs.task is not None
     task, (observe, risks_of), L = inputs.task, observing(inputs.task), loaded.config.model.num_layers
     tokens, found = jnp.asarray(inputs.evaluation[:128, :-1]), {}
-    every = _scales(L) | ({"clean_attention": _clean_attention(task.is_trigger(tokens), L)} if L == 1 else {})
+    every = _scales(L) | (_forced(task.is_trigger(tokens)) if L == 1 else {})
     for name, given in every.items():
         observed = analysis.measure(loaded, [(tokens, tokens)], observe, given, output=risks_of)
         metrics = analysis.finalize(observed[0]) | analysis.finalize(observed[1])

@@ -67,9 +67,9 @@ def _in_order(result: Result, *keys: str | Quantity) -> bool:
     return all(list(row) == sorted(row) for row in rows)
 
 
-def _without(name: str, key: str) -> Quantity:
-    change = lambda of: of[f"{name}: {key}"] - of[f"none: {key}"]  # noqa: E731
-    return Quantity(f"{key.split('_')[0]} excess risk, change {name.replace('_', ' ')}", change)
+def _change(name: str, words: str, risk: str) -> Quantity:
+    change = lambda of: of[f"{name}: {risk}"] - of[f"none: {risk}"]  # noqa: E731
+    return Quantity(f"{risk.split('_')[0]} excess risk, change {words}", change)
 
 
 _HALF = [
@@ -79,8 +79,10 @@ _HALF = [
         f"{_GAP}/layer_0": "logit gap", _VALUE: "value norm of <s>, from its largest",
     }.items()
 ]  # fmt: skip
-_NO_ATTENTION = [_without("no_attention", risk) for risk in RISKS]
-_NO_MLP = [_without("no_mlp", risk) for risk in RISKS]
+_NO_ATTENTION = [_change("no_attention", "without attention", risk) for risk in RISKS]
+_NO_MLP = [_change("no_mlp", "without the MLP", risk) for risk in RISKS]
+_FORCED = {"no_value_of_bos": "with the value of <s> zeroed", "clean_attention": "with the ideal head",
+           "all_on_bos": "with all attention on <s>", "all_on_themselves": "with each query on itself"}  # fmt: skip
 _SOFTMAX, _RELU = ("softmax",), ("relu",)
 
 
@@ -223,7 +225,7 @@ EXPERIMENT = Experiment(
                     transposed=True),
         MetricTable("The first recorded step at half of the total change", _HALF, keep=lambda r: "tuned" not in r.name),
         MetricTable("Interventions: change of excess risks", [*_NO_ATTENTION, *_NO_MLP, *(
-            _without("clean_attention", risk) for risk in RISKS)]),
+            _change(name, words, risk) for name, words in _FORCED.items() for risk in RISKS)], transposed=True),
     ),
     claims=CLAIMS,
     pictures=(
