@@ -74,7 +74,7 @@ VERDICTS = {
     "table7": "???0",
     "table8": "-+-",
     "table9": "-",
-    "three_layers": "---++---++--+",
+    "three_layers": "---+------+--+",
 }
 
 NOT_RUN_YET = {
