@@ -346,6 +346,7 @@ LABELS = {
     "null_mass": "attention to no token",
     "attention_entropy_nats": "entropy of attention (nats)",
     "sink_logit_gap": "logit gap to <s>",
+    "sink_logit_gap_tokens": "the same, mean over tokens",
     "sink_logit_gap_q10": "the gap's 10% quantile over tokens",
     "sink_logit_gap_q90": "its 90% quantile",
     "sink_logit_spread": "spread of logits on <s>",
