@@ -35,6 +35,7 @@ VERDICTS = {
     "appendix_e": "+++++--",
     "appendix_g": "+-++",
     "appendix_h": "++---++-",
+    "backcopy_cure": "--?--?--?+-?+-?++++++++++----------+",
     "backcopy_rules": "++-+-+++-++",
     "causal_mask": "+-++-+-?",
     "figure1": "??++",
@@ -78,7 +79,6 @@ VERDICTS = {
 }
 
 NOT_RUN_YET = {
-    "backcopy_cure",
     "break_conditions_map",
 }  # whose results are not committed
 
