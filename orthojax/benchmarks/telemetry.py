@@ -1,4 +1,4 @@
-"""What goes on beside the training step: metrics of every step, probes of the model, and drawing the task's batches."""
+"""The overhead of a training step: logging metrics, probing the model, and drawing the batches of Bigram-Backcopy."""
 
 import itertools
 import tempfile
@@ -93,7 +93,7 @@ def _task_config(num_layers: int, details: bool, tiny: bool) -> Config:
 
 
 def _listed_steps(num_layers: int, details: bool, repeats: int, tiny: bool) -> Row:
-    """The task's probes over a whole run; what the first one takes longer, mostly compiling, stands beside them."""
+    """Probes on Bigram-Backcopy, spread over a whole run; the compilation of the first one is reported separately."""
     config = _task_config(num_layers, details, tiny)
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
@@ -131,7 +131,7 @@ def _listed_steps(num_layers: int, details: bool, repeats: int, tiny: bool) -> R
 
 
 def _generation(repeats: int, tiny: bool) -> Row:
-    """Drawing a batch of the task over the rest of its training step, within one program, as that step does."""
+    """Drawing a batch inside a compiled program, as the training step does, relative to the rest of that step."""
     config = replace(_task_config(1, False, tiny), {"train.batch_size": 4 if tiny else 64})
     B, T = config.train.batch_size, config.data.sequence_length
     (task, _), step, steps = require_task(config), make_train_step(config), itertools.count()

@@ -1,4 +1,4 @@
-"""The whole training step with softmax-1 and OrthoAdam against softmax and AdamW and its compilation."""
+"""The whole training step with softmax-1 and OrthoAdam against softmax and AdamW, and its compilation."""
 
 import contextlib
 import dataclasses

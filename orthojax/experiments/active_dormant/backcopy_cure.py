@@ -1,8 +1,8 @@
 """Whether the cure of From Attention to Activation removes sinks, drains and peaks on Bigram-Backcopy.
 
 Softmax-1 and OrthoAdam (arXiv 2410.17174), alone and together, on the task of Active-Dormant Attention Heads (arXiv
-2410.13835), with one, two and three layers. Neither paper has this. Softmax-n with n = T, where no key starts with half
-of the weight or more, was added when one seed of the others was there: `softmax1_sinks` says why it should do what
+2410.13835), with one, two and three layers. Neither paper has this. Softmax-n with n = T, where the null starts with
+half of the weight or more, was added when one seed of the others was there: `softmax1_sinks` says why it should do what
 softmax-1 does not.
 """
 
