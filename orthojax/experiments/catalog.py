@@ -21,6 +21,7 @@ from orthojax.experiments.active_dormant import (
     one_layer,
     orthoadam_peak,
     peak_blocks,
+    peak_slope,
     pixel_sinks,
     simplified_models,
     sink_conditions,
@@ -62,7 +63,7 @@ from orthojax.formatting import align
 # In the order in which they are listed.
 _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table9)
 _LATER = (training_curves, appendix_e, appendix_g, appendix_h, rotation_ablation, optimizer_outliers, normalizers)
-_ON_THE_TASK = (one_layer, three_layers, peak_blocks, backcopy_rules, backcopy_cure, break_conditions_map)
+_ON_THE_TASK = (one_layer, three_layers, peak_blocks, peak_slope, backcopy_rules, backcopy_cure, break_conditions_map)
 _ACTIVE_DORMANT = (sink_theory, norm_toys, orthoadam_peak, sink_reinforcement, softmax1_sinks)
 ALL: tuple[Experiment, ...] = (
     *(module.EXPERIMENT for module in (quick, *_TABLES, figure1, figure2, figure3, figure4, figure6)),
