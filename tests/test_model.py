@@ -208,6 +208,7 @@ def test_stack_layers_and_unstack_layers_are_inverse_and_keep_the_order_of_twelv
 
 # Every field does something.
 
+LLAMA3 = {"position": "rotary", "d_model": 16, "rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_length": 16}
 # field: (what the base needs for the field to matter, the new value)
 FIELDS = {
     "vocab_size": ({}, 12),
@@ -216,20 +217,33 @@ FIELDS = {
     "num_layers": ({}, 3),
     "num_heads": ({}, 2),
     "num_kv_heads": ({}, 2),
+    "d_head": ({}, 6),
     "d_mlp": ({}, 16),
     "position": ({}, "none"),
     "rope_theta": ({"position": "rotary", "d_model": 16}, 100.0),
+    "rotary_fraction": ({"position": "rotary", "d_model": 16}, 0.5),
+    "rope_scaling": ({"position": "rotary", "d_model": 16, "rope_factor": 4.0, "rope_original_length": 4}, "linear"),
+    "rope_factor": ({"position": "rotary", "d_model": 16, "rope_scaling": "linear"}, 4.0),
+    "rope_original_length": (LLAMA3, 4),
+    "rope_low_frequency_factor": (LLAMA3, 0.5),
+    "rope_high_frequency_factor": (LLAMA3, 8.0),
     "norm": ({}, "rmsnorm"),
+    "norm_scale": ({}, False),
     "norm_bias": ({"norm": "layernorm"}, True),
     "attention_norm": ({}, (True, False)),
     "mlp_norm": ({}, False),
     "post_norm": ({"norm": "layernorm"}, True),
+    "output_norm": ({"norm": "layernorm"}, True),
+    "parallel_blocks": ({"norm": "layernorm"}, True),
+    "qk_norm": ({}, "head"),
     "norm_eps": ({}, 0.1),
     "use_bias": ({}, True),
+    "qkv_bias": ({}, True),
     "normalizer": ({}, "softmax"),
     "normalizer_n": ({"normalizer": "softmax_n"}, 2.0),
     "normalizer_gamma": ({"normalizer": "clipped_softmax"}, -0.2),
     "normalizer_zeta": ({"normalizer": "clipped_softmax"}, 1.2),
+    "attention_window": ({}, 2),
     "mlp": ({}, "relu"),
     "attention": ({}, (True, False)),
     "gated_attention": ({}, True),

@@ -12,7 +12,9 @@ NormalizerName = Literal[
     "softmax", "softmax1", "softmax_n", "learned_sink", "relu", "gelu", "sigmoid", "clipped_softmax"
 ]
 AttentionImplementation = Literal["auto", "xla", "xla_chunked", "cudnn", "splash"]
-Mlp = Literal["gelu", "relu", "swiglu", "linear", "none"]
+Mlp = Literal["gelu", "gelu_exact", "relu", "swiglu", "linear", "none"]
+RopeScaling = Literal["none", "linear", "llama3"]
+QkNorm = Literal["none", "head", "all"]
 KernelInit = Literal["normal", "uniform_fan_in"]
 Remat = bool | Literal["dots", "full"]
 
@@ -28,23 +30,39 @@ class ModelConfig:
       num_layers: Number of blocks.
       num_heads: Query heads.
       num_kv_heads: Key and value heads; None means `num_heads` (no grouping).
+      d_head: Width of one head; None means d_model / num_heads.
       d_mlp: Hidden width of the MLP (of each half for swiglu).
       position: Position information: a learned table, rotary on queries and keys, or none.
       rope_theta: Base wavelength of rotary positions.
+      rotary_fraction: Share of a head's channels that are rotated, the first ones.
+      rope_scaling: How frequencies of rotary positions are lowered for longer sequences, see
+        `orthojax.ops.rotary_frequencies`.
+      rope_factor: By how much.
+      rope_original_length: Length before that, for `llama3`.
+      rope_low_frequency_factor: Wavelengths above rope_original_length over this are lowered in full by `llama3`.
+      rope_high_frequency_factor: Wavelengths below rope_original_length over this are not lowered by `llama3`.
       norm: `rmsnorm_single` has one scalar scale for all channels.
+      norm_scale: Whether norms have a learned scale.
       norm_bias: Whether `layernorm` has a bias; None means where linear layers have one.
       attention_norm: Whether attention has a norm, for all layers or one for each.
       mlp_norm: The same for the MLP.
       post_norm: x = norm(x + f(x)) in every block, and no final norm, instead of x = x + f(norm(x)) with one
         (arXiv 2002.04745).
+      output_norm: x = x + norm(f(x)) in every block, with a final norm (OLMo 2, arXiv 2501.00656).
+      parallel_blocks: x = x + attention(norm(x)) + mlp(norm(x)), each with its own norm (GPT-NeoX, arXiv 2204.06745).
+      qk_norm: A norm on queries and keys before positions: for each head over its channels, with one scale for all
+        heads, or over all heads at once.
       norm_eps: Added to the variance inside every norm.
       use_bias: Biases in every linear layer.
+      qkv_bias: The same for queries, keys and values; None means `use_bias`.
       normalizer: What turns attention logits into weights.
       normalizer_n: The n of `softmax_n`: exp(x_i) / (n + sum_j exp(x_j)).
       normalizer_gamma: The gamma <= 0 of `clipped_softmax`: clip((zeta - gamma) softmax(x) + gamma, 0, 1).
       normalizer_zeta: Its zeta >= 1.
       attention_implementation: The kernel of the attention; `auto` picks by platform, dtype and shape.
-      mlp: Kind of MLP, for all layers or one for each; `linear` is one d_model x d_model map.
+      attention_window: Each query sees this many keys at most, its own the last; None means all before it.
+      mlp: Kind of MLP, for all layers or one for each; `gelu` is the approximation by tanh, `gelu_exact` is not,
+        `linear` one d_model x d_model map.
       attention: Whether blocks attend, for all layers or one for each.
       gated_attention: Multiply each head's output at each position by sigmoid(w . x + b), x the block's normed input
         with all its channels; b, starting at 0, where `use_bias`. It is the gate from all features to all heads of
@@ -68,21 +86,34 @@ class ModelConfig:
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int | None = None
+    d_head: int | None = added(None)
     d_mlp: int = 512
     position: Position = "learned"
     rope_theta: float = 10_000.0
+    rotary_fraction: float = added(1.0)
+    rope_scaling: RopeScaling = added("none")
+    rope_factor: float = added(1.0)
+    rope_original_length: int = added(8192)
+    rope_low_frequency_factor: float = added(1.0)
+    rope_high_frequency_factor: float = added(4.0)
     norm: Norm = "rmsnorm_single"
+    norm_scale: bool = added(True)
     norm_bias: bool | None = added(None)
     attention_norm: bool | tuple[bool, ...] = added(True)
     mlp_norm: bool | tuple[bool, ...] = added(True)
     post_norm: bool = added(False)
+    output_norm: bool = added(False)
+    parallel_blocks: bool = added(False)
+    qk_norm: QkNorm = added("none")
     norm_eps: float = 1e-5
     use_bias: bool = False
+    qkv_bias: bool | None = added(None)
     normalizer: NormalizerName = "softmax1"
     normalizer_n: float = 1.0
     normalizer_gamma: float = added(-0.025)
     normalizer_zeta: float = added(1.0)
     attention_implementation: AttentionImplementation = added("auto", affects="computation")
+    attention_window: int | None = added(None)
     mlp: Mlp | tuple[Mlp, ...] = "gelu"
     attention: bool | tuple[bool, ...] = True
     gated_attention: bool = False
@@ -100,17 +131,25 @@ class ModelConfig:
         check_types(self, "model")
         sizes = "vocab_size max_length d_model num_layers num_heads d_mlp"
         require_each(self, "model", sizes, lambda size: size > 0, "a positive number")
-        positive = "norm_eps rope_theta init_std embedding_init_std"
+        optional = "d_head attention_window"
+        require_each(self, "model", optional, lambda size: size is None or size > 0, "a positive number, or none")
+        require_each(self, "model", "rope_original_length", lambda size: size > 0, "a positive number")
+        positive = "norm_eps rope_theta init_std embedding_init_std rope_low_frequency_factor"
         require_each(self, "model", positive, lambda x: 0.0 < x < math.inf, "a finite positive number")
         require_each(self, "model", "normalizer_n", lambda n: 0.0 <= n < math.inf, "a finite number >= 0")
         require_each(self, "model", "normalizer_gamma", lambda gamma: -math.inf < gamma <= 0.0, "a finite number <= 0")
         require_each(self, "model", "normalizer_zeta", lambda zeta: 1.0 <= zeta < math.inf, "a finite number >= 1")
+        require_each(self, "model", "rotary_fraction", lambda x: 0.0 < x <= 1.0, "above 0, 1 at most")
+        require_each(self, "model", "rope_factor", lambda x: 1.0 <= x < math.inf, "a finite number >= 1")
+        low = self.rope_low_frequency_factor
+        above = f"a finite number above rope_low_frequency_factor={low:g}"
+        require_each(self, "model", "rope_high_frequency_factor", lambda x: low < x < math.inf, above)
         relaxed = f"0 to model.max_length={self.max_length}"
         require_each(self, "model", "relaxed_causal_tokens", lambda k: 0 <= k <= self.max_length, relaxed)
         require(
-            self.d_model % self.num_heads == 0,
+            self.d_head is not None or self.d_model % self.num_heads == 0,
             f"model.d_model={self.d_model} is not divisible by model.num_heads={self.num_heads}",
-            f"a multiple of {self.num_heads}",
+            f"a multiple of {self.num_heads}, or model.d_head",
         )
         kv = self.kv_heads
         require(
@@ -119,10 +158,13 @@ class ModelConfig:
             f"a divisor of {self.num_heads}",
         )
         require(
-            self.position != "rotary" or self.head_dim % 2 == 0,
-            f"model.position='rotary' needs an even head width, but d_model / num_heads = {self.head_dim}",
-            "an even d_model / num_heads, or position 'learned' or 'none'",
+            self.position != "rotary" or (self.rotary_channels > 0 and self.rotary_channels % 2 == 0),
+            f"model.position='rotary' needs an even number of rotated channels, not {self.rotary_channels}",
+            "an even d_head, or d_model / num_heads, times rotary_fraction; or position 'learned' or 'none'",
         )
+        places = [name for name in ("post_norm", "output_norm", "parallel_blocks") if getattr(self, name)]
+        problem = "model." + " and model.".join(f"{name}=true" for name in places)
+        require(len(places) < 2, f"{problem} are different places of the norm", "one of them")
         require(
             not (self.fixed_rotation and self.scan_layers),
             "model.fixed_rotation differs between layers, which a scan over layers cannot express",
@@ -147,7 +189,17 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         """Width of one head."""
-        return self.d_model // self.num_heads
+        return self.d_model // self.num_heads if self.d_head is None else self.d_head
+
+    @property
+    def rotary_channels(self) -> int:
+        """How many channels of each head rotary positions rotate."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether queries, keys and values have a bias."""
+        return self.use_bias if self.qkv_bias is None else self.qkv_bias
 
     @property
     def has_norm_bias(self) -> bool:

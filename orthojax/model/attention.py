@@ -10,11 +10,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from orthojax.config import ModelConfig
 from orthojax.model.interventions import Interventions, force_weights, scale_first
-from orthojax.model.layers import Part
-from orthojax.ops import rotary
+from orthojax.model.layers import Norm, Part
 from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask, weighted_values
 from orthojax.ops.normalizers import ClippedSoftmax, Normalizer, apply_normalizer
+from orthojax.ops.rotary import llama3_frequencies, rotary, rotary_frequencies
 
 
 class Attention(Part):
@@ -25,20 +26,30 @@ class Attention(Part):
         """[B, T, D] and the layer's interventions -> ([B, T, D], the taps that attention fills)."""
         c = self.config
         B, T, _ = x.shape
-        query = self.dense("query", c.num_heads * c.head_dim)(x).reshape(B, T, c.num_heads, c.head_dim)
-        key = self.dense("key", c.kv_heads * c.head_dim)(x).reshape(B, T, c.kv_heads, c.head_dim)
-        value = self.dense("value", c.kv_heads * c.head_dim)(x).reshape(B, T, c.kv_heads, c.head_dim)
+        query, key, value = (
+            self.dense(name, heads * c.head_dim, use_bias=c.has_qkv_bias)(x)
+            for name, heads in (("query", c.num_heads), ("key", c.kv_heads), ("value", c.kv_heads))
+        )
+        if c.qk_norm == "all":
+            query, key = self._normed(query, key)
+        query, key, value = (a.reshape(B, T, -1, c.head_dim) for a in (query, key, value))
+        if c.qk_norm == "head":
+            query, key = self._normed(query, key)
         if c.position == "rotary":
-            query, key = (rotary(a, jnp.arange(T), c.rope_theta) for a in (query, key))
+            frequencies = _frequencies(c)
+            query, key = (rotary(a, jnp.arange(T), frequencies=frequencies) for a in (query, key))
         if given.first_value_scale is not None:
             value = scale_first(value, given.first_value_scale[:, None])
-        visible = relaxed_causal_mask(T, c.relaxed_causal_tokens)
+        visible = attention_mask(c, T)
         normalizer, relaxed = self._normalizer(), c.relaxed_causal_tokens > 1
+        # A relaxed mask holds the window; kernels know a causal one with its window by themselves.
+        window = None if c.attention_window is None or relaxed else (c.attention_window - 1, 0)
         implementation = None if c.attention_implementation == "auto" else c.attention_implementation
         attend = partial(dot_product_attention, normalizer=normalizer, implementation=implementation)
         bias, shown = given.attention_bias, None
         if given.forced_share is None:
-            heads = attend(query, key, value, bias, mask=visible if relaxed else None, is_causal=not relaxed)
+            mask = visible if relaxed else None
+            heads = attend(query, key, value, bias, mask, is_causal=not relaxed, local_window_size=window)
         else:
             shown = _logits_and_weights(query, key, visible, normalizer, given)
             heads = weighted_values(shown[1], value)
@@ -59,6 +70,11 @@ class Attention(Part):
         }
         return output, taps
 
+    def _normed(self, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        dtype = query.dtype
+        query, key = (Norm(self.config, name=f"{n}_norm")(a) for n, a in (("query", query), ("key", key)))
+        return query.astype(dtype), key.astype(dtype)
+
     def _normalizer(self) -> Normalizer:
         c = self.config
         if c.normalizer == "softmax_n":
@@ -77,6 +93,22 @@ class Attention(Part):
         gram = jnp.einsum("NHD,NGD->NHG", kernel, kernel)
         vectors = vectors.astype(gram.dtype)
         return jnp.sqrt(jnp.maximum(jnp.einsum("BSNH,NHG,BSNG->BNS", vectors, gram, vectors), 0.0))
+
+
+def attention_mask(config: ModelConfig, length: int) -> jax.Array:
+    """Which keys each query of a model sees, [1, 1, T, T]."""
+    return relaxed_causal_mask(length, config.relaxed_causal_tokens, config.attention_window)
+
+
+def _frequencies(config: ModelConfig) -> jax.Array:
+    c = config
+    plain = rotary_frequencies(c.rotary_channels, c.rope_theta)
+    if c.rope_scaling == "linear":
+        return plain / c.rope_factor
+    if c.rope_scaling == "llama3":
+        factors = (c.rope_low_frequency_factor, c.rope_high_frequency_factor)
+        return llama3_frequencies(plain, c.rope_factor, c.rope_original_length, *factors)
+    return plain
 
 
 def _logits_and_weights(

@@ -1,5 +1,6 @@
 """What a block consists of besides attention: linear layers, norm and MLP. Legend: B batch, T positions, D d_model."""
 
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import flax.linen as nn
@@ -78,14 +79,15 @@ class Part(nn.Module):
     config: ModelConfig
     linear: LinearFunction
 
-    def dense(self, name: str, features: int, *, writes_residual: bool = False) -> Linear:
-        """A linear layer of this part, called `name`."""
+    def dense(self, name: str, features: int, *, use_bias: bool | None = None, writes_residual: bool = False) -> Linear:
+        """A linear layer of this part, called `name`; its bias is that of the config where None."""
         c, init = self.config, kernel_initializer(self.config, writes_residual=writes_residual)
-        return Linear(features, c.use_bias, init, jnp.dtype(c.dtype), self.linear, name=name)
+        bias = c.use_bias if use_bias is None else use_bias
+        return Linear(features, bias, init, jnp.dtype(c.dtype), self.linear, name=name)
 
 
 class Norm(nn.Module):
-    """Normalisation over channels, in float32.
+    """Normalisation over the last axis, in float32.
 
     `rmsnorm_single` is RMSNorm with one scalar scale: it commutes with every rotation of the channels, so it prefers no
     basis. Only `layernorm` has a bias.
@@ -95,7 +97,7 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D] float32."""
+        """[..., D] -> [..., D] float32."""
         c = self.config
         if c.norm == "none":
             return x
@@ -103,12 +105,15 @@ class Norm(nn.Module):
         if c.norm == "layernorm":
             x -= jnp.mean(x, -1, keepdims=True)
         x *= jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + c.norm_eps)
-        shape = () if c.norm == "rmsnorm_single" else (x.shape[-1],)
-        scale = self.param("scale", nn.initializers.ones, shape, jnp.float32)
-        x *= scale.reshape((1, 1, -1))
+        shape, as_x = () if c.norm == "rmsnorm_single" else (x.shape[-1],), (1,) * (x.ndim - 1) + (-1,)
+        if c.norm_scale:
+            x *= self.param("scale", nn.initializers.ones, shape, jnp.float32).reshape(as_x)
         if c.has_norm_bias:
-            x += self.param("bias", nn.initializers.zeros, shape, jnp.float32).reshape((1, 1, -1))
+            x += self.param("bias", nn.initializers.zeros, shape, jnp.float32).reshape(as_x)
         return x
+
+
+_ACTIVATIONS = {"gelu": jax.nn.gelu, "gelu_exact": partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu}
 
 
 class Feedforward(Part):
@@ -125,5 +130,5 @@ class Feedforward(Part):
             if self.kind == "swiglu":
                 x = jax.nn.silu(self.dense("gate", c.d_mlp)(x)) * hidden
             else:
-                x = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}[self.kind](hidden)
+                x = _ACTIVATIONS[self.kind](hidden)
         return self.dense("output", c.d_model, writes_residual=True)(x)

@@ -128,14 +128,18 @@ def parameter_count(config: ModelConfig) -> int:
     def dense(features: int, outputs: int) -> int:
         return (features + bias) * outputs
 
-    norm = {"layernorm": c.d_model, "rmsnorm": c.d_model, "rmsnorm_single": 1, "none": 0}[c.norm]
-    norm += c.d_model if c.has_norm_bias else 0
-    attention = dense(c.d_model, c.d_model + 2 * c.kv_heads * c.head_dim) + dense(c.d_model, c.d_model)
+    def norm_of(width: int) -> int:
+        scale = {"layernorm": width, "rmsnorm": width, "rmsnorm_single": 1, "none": 0}[c.norm] * c.norm_scale
+        return scale + (width if c.has_norm_bias else 0)
+
+    norm, (q, kv) = norm_of(c.d_model), (heads * c.head_dim for heads in (c.num_heads, c.kv_heads))
+    attention = (c.d_model + c.has_qkv_bias) * (q + 2 * kv) + dense(q, c.d_model)
     attention += dense(c.d_model, c.num_heads) if c.gated_attention else 0
     attention += c.num_heads if c.normalizer == "learned_sink" else 0
+    attention += {"none": 0, "head": 2 * norm_of(c.head_dim), "all": norm_of(q) + norm_of(kv)}[c.qk_norm]
     two = dense(c.d_model, c.d_mlp) + dense(c.d_mlp, c.d_model)
     linear, swiglu = dense(c.d_model, c.d_model), two + dense(c.d_model, c.d_mlp)
-    mlp = {"gelu": two, "relu": two, "swiglu": swiglu, "linear": linear, "none": 0}
+    mlp = {"gelu": two, "gelu_exact": two, "relu": two, "swiglu": swiglu, "linear": linear, "none": 0}
     total = c.vocab_size * c.d_model * (1 if c.tie_embeddings else 2) + (0 if c.post_norm else norm)
     total += c.max_length * c.d_model if c.position == "learned" else 0
     for layer in range(c.num_layers):
@@ -148,8 +152,8 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Floating-point operations of one training step for each token, forward and backward.
 
     6 for each parameter that takes part in a matrix product (the token table once, as the head; the position table,
-    norm scales and biases never), and 12 T d_model in every layer that attends for the products with keys and values,
-    causality not counted as a saving.
+    norm scales and biases never), and 12 T times the width of all heads in every layer that attends for the products
+    with keys and values, causality not counted as a saving.
 
     Args:
       config: The model.
@@ -157,8 +161,10 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """
     c = config
     normalizer = "softmax" if c.normalizer == "learned_sink" else c.normalizer
-    matrices = parameter_count(dataclasses.replace(c, norm="none", use_bias=False, normalizer=normalizer))
+    matrices = parameter_count(
+        dataclasses.replace(c, norm="none", use_bias=False, qkv_bias=None, normalizer=normalizer)
+    )
     matrices -= c.max_length * c.d_model if c.position == "learned" else 0
     matrices -= 0 if c.tie_embeddings else c.vocab_size * c.d_model
     attending = sum(c.layer_attention(layer) for layer in range(c.num_layers))
-    return 6 * matrices + 12 * attending * sequence_length * c.d_model
+    return 6 * matrices + 12 * attending * sequence_length * c.num_heads * c.head_dim

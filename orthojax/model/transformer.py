@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from orthojax.config import ModelConfig, Remat
-from orthojax.model.attention import Attention
+from orthojax.model.attention import Attention, attention_mask
 from orthojax.model.interventions import Interventions, intervene, replace, split_layers, with_shared
 from orthojax.model.layers import (
     Feedforward,
@@ -24,7 +24,7 @@ from orthojax.model.layers import (
     linear,
 )
 from orthojax.model.loaded import Observe, Taps
-from orthojax.ops.attention import ATTENTION_NAME, relaxed_causal_mask
+from orthojax.ops.attention import ATTENTION_NAME
 from orthojax.ops.orthogonal import fixed_transform, hash_signs
 from orthojax.ops.products import kernel_product
 
@@ -33,7 +33,7 @@ _POSITION_TABLE = "position_embedding/embedding:0"
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each added to the residual stream; normed before they read it, or after the addition."""
+    """Attention, then MLP, or both at once, each added to the residual stream; with norms at one of three places."""
 
     config: ModelConfig
     linear: LinearFunction
@@ -48,19 +48,20 @@ class Block(nn.Module):
         residual_before = x
         attention_output = mlp_output = jnp.zeros_like(x)
         if c.layer_attention(self.layer):
-            read = self._normed(x, "attention", added=False)
+            read = self._normed(x, "attention", "input")
             attention_output, taps = Attention(c, self.linear, name="attention")(read, given)
-            attention_output = self._to_residual(attention_output, "attention")
+            attention_output = self._to_residual(self._normed(attention_output, "attention", "output"), "attention")
         else:
             taps = self._no_attention_taps(B, T)
         attention_output = intervene(attention_output, given, "attention")
-        x = post_attention = self._normed(x + attention_output, "attention", added=True)
+        post_attention = self._normed(x + attention_output, "attention", "sum")
         kind = c.layer_mlp(self.layer)
         if kind != "none":
-            mlp_output = Feedforward(c, self.linear, kind, name="mlp")(self._normed(x, "mlp", added=False))
-            mlp_output = self._to_residual(mlp_output, "mlp")
+            read = self._normed(x if c.parallel_blocks else post_attention, "mlp", "input")
+            mlp_output = Feedforward(c, self.linear, kind, name="mlp")(read)
+            mlp_output = self._to_residual(self._normed(mlp_output, "mlp", "output"), "mlp")
         mlp_output = intervene(mlp_output, given, "mlp")
-        x = self._normed(x + mlp_output, "mlp", added=True)
+        x = self._normed(post_attention + mlp_output, "mlp", "sum")
         x = replace(x, given.residual, given.residual_share)
         if self.observe is None:
             return x, None
@@ -74,10 +75,13 @@ class Block(nn.Module):
         )
         return x, self.observe(seen)
 
-    def _normed(self, x: jax.Array, part: Literal["attention", "mlp"], *, added: bool) -> jax.Array:
-        """The norm of a part, if its place is after the addition (post-norm) where `added`, or else before."""
+    def _normed(
+        self, x: jax.Array, part: Literal["attention", "mlp"], at: Literal["input", "output", "sum"]
+    ) -> jax.Array:
+        """The norm of a part, where its place is there: what it reads, what it writes, or the sum with the stream."""
         c = self.config
-        return Norm(c, name=f"{part}_norm")(x) if c.post_norm == added and c.layer_norm(part, self.layer) else x
+        place = "sum" if c.post_norm else "output" if c.output_norm else "input"
+        return Norm(c, name=f"{part}_norm")(x) if at == place and c.layer_norm(part, self.layer) else x
 
     def _to_residual(self, x: jax.Array, part: str) -> jax.Array:
         return to_residual(x, f"layers/{part}/output/kernel/*:0", self.layer) if self.config.fixed_rotation else x
@@ -87,7 +91,7 @@ class Block(nn.Module):
         return {
             "attention_logits": jnp.zeros((B, c.num_heads, T, T)),
             "attention_weights": jnp.zeros((B, c.num_heads, T, T)),
-            "visible": relaxed_causal_mask(T, c.relaxed_causal_tokens),
+            "visible": attention_mask(c, T),
             "keys": jnp.zeros((B, T, c.kv_heads, c.head_dim)),
             "values": jnp.zeros((B, T, c.kv_heads, c.head_dim)),
             "value_norms": jnp.zeros((B, c.num_heads, T)),

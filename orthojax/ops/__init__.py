@@ -7,7 +7,6 @@ from orthojax.ops.attention import (
     attention_weights,
     dot_product_attention,
     forbid_fallback,
-    rotary,
     visible_keys,
     weighted_values,
 )
@@ -25,6 +24,7 @@ from orthojax.ops.normalizers import (
     softmax_n,
     softmax_with_sink,
 )
+from orthojax.ops.rotary import llama3_frequencies, rotary, rotary_frequencies
 from orthojax.ops.statistics import kurtosis, norm_ratio
 
 __all__ = [
@@ -42,10 +42,12 @@ __all__ = [
     "forbid_fallback",
     "gelu",
     "kurtosis",
+    "llama3_frequencies",
     "norm_ratio",
     "positions_at_once",
     "relu",
     "rotary",
+    "rotary_frequencies",
     "sigmoid",
     "softmax",
     "softmax1",

@@ -30,7 +30,6 @@ from orthojax.ops.attention.xla import (
     weighted_values,
 )
 from orthojax.ops.normalizers import Normalizer
-from orthojax.ops.statistics import wide_dtype
 
 __all__ = [
     "ATTENTION_NAME",
@@ -42,7 +41,6 @@ __all__ = [
     "dot_product_attention",
     "forbid_fallback",
     "relaxed_causal_mask",
-    "rotary",
     "visible_keys",
     "weighted_values",
 ]
@@ -123,38 +121,3 @@ def _one_batch_axis(array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
         return array
     array = array.reshape((1,) * (len(batch) + 3 - array.ndim) + array.shape)
     return jnp.broadcast_to(array, (*batch, *array.shape[-3:])).reshape(math.prod(batch), *array.shape[-3:])
-
-
-def rotary(x: jax.Array, positions: jax.Array, theta: float = 10_000.0) -> jax.Array:
-    """Rotary position embedding: rotates pairs of channels by an angle that grows with the position.
-
-    Channel pair (i, i + H/2) at position p rotates by p * theta^(-2i/H), the half-split layout of Llama checkpoints.
-
-    Args:
-      x: [..., T, heads, H] with even H; queries or keys.
-      positions: [T], integers.
-      theta: Base of the wavelengths.
-
-    Returns:
-      Shape and dtype of `x`; computed in float32 at least.
-
-    Raises:
-      ValueError: For odd H, other than T positions, or a base that is not positive.
-
-    Reference:
-      Su et al., `RoFormer <https://arxiv.org/abs/2104.09864>`_, 2021.
-    """
-    width = x.shape[-1]
-    if width % 2:
-        raise ValueError(f"rotary positions need an even head width, got {width}")
-    if x.ndim < 3 or positions.shape != x.shape[-3:-2]:
-        raise ValueError(f"x has shape {x.shape}, positions {positions.shape}; allowed: [..., T, heads, H] and [T]")
-    if isinstance(theta, int | float) and not theta > 0:
-        raise ValueError(f"theta={theta}; allowed: a positive number")
-    dtype = wide_dtype(x)
-    frequencies = theta ** (-jnp.arange(0, width, 2, dtype=dtype) / width)
-    angles = (positions.astype(dtype)[:, None] * frequencies[None, :])[:, None, :]
-    angles = jnp.expand_dims(angles, tuple(range(x.ndim - 3)))
-    first, second = jnp.split(x.astype(dtype), 2, axis=-1)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -90,18 +90,20 @@ def visible_keys(
     return functools.reduce(operator.and_, parts) if parts else None
 
 
-def relaxed_causal_mask(length: int, relaxed: int) -> jax.Array:
+def relaxed_causal_mask(length: int, relaxed: int, window: int | None = None) -> jax.Array:
     """The causal mask with the first `relaxed` tokens seeing each other (From Attention to Activation, section 3.2).
 
     Args:
       length: T.
       relaxed: k; 0 or 1 is the causal mask.
+      window: Query t sees no key before t - window + 1; None hides none.
 
     Returns:
       Boolean [1, 1, T, T].
     """
     t, s = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
-    return ((s <= t) | ((t < relaxed) & (s < relaxed)))[None, None]
+    visible = (s <= t) | ((t < relaxed) & (s < relaxed))
+    return (visible if window is None else visible & (t - s < window))[None, None]
 
 
 def attention_logits(
