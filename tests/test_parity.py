@@ -1,0 +1,159 @@
+"""Tiny random models of transformers beside ours: logits, hidden states and attention weights, read from their files.
+
+Needs the extra `parity` and is left out of the README's test command:
+
+    pip install -e .[parity] && python -m pytest -m parity
+"""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from orthojax.config import ModelConfig
+from orthojax.model import Transformer
+from orthojax.model.families import FAMILIES
+from orthojax.model.pretrained import read_folder, write_folder
+
+pytestmark = pytest.mark.parity
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+V, T = 50, 24
+SMALL = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
+         "max_position_embeddings": 64}  # fmt: skip
+GROUPED = SMALL | {"num_key_value_heads": 2}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+GPT2_SIZES = {"vocab_size": V, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+# name: (model_type, fields of its config)
+CASES = {
+    "gpt2": ("gpt2", GPT2_SIZES),
+    "gpt2 untied, exact GELU": ("gpt2", GPT2_SIZES | {"tie_word_embeddings": False, "activation_function": "gelu",
+                                                      "n_inner": 40}),
+    "llama 1 and 2": ("llama", SMALL),
+    "llama 3": ("llama", GROUPED | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "llama 3.1": ("llama", GROUPED | {"rope_parameters": LLAMA3}),
+    "llama 3.2": ("llama", GROUPED | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama, linear scaling": ("llama", SMALL | {"rope_parameters": {"rope_type": "linear", "factor": 4.0,
+                                                                    "rope_theta": 100.0}}),
+    "smollm2": ("llama", GROUPED | {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "mistral": ("mistral", GROUPED | {"sliding_window": 7, "head_dim": 6}),
+    "mistral without windows": ("mistral", GROUPED | {"sliding_window": None, "head_dim": 8}),
+    "qwen2": ("qwen2", GROUPED),
+    "qwen2 with windows": ("qwen2", GROUPED | {"use_sliding_window": True, "sliding_window": 5,
+                                               "max_window_layers": 0}),
+    "qwen3": ("qwen3", GROUPED | {"head_dim": 12}),
+    "olmo": ("olmo", GROUPED),
+    "olmo2": ("olmo2", GROUPED),
+    "pythia": ("gpt_neox", SMALL),
+    "gpt_neox in series": ("gpt_neox", SMALL | {"use_parallel_residual": False, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}}),
+    "opt": ("opt", {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+                    "ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32}),
+    "opt without biases": ("opt", {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 3, "ffn_dim": 48,
+                                   "num_attention_heads": 4, "max_position_embeddings": 64, "word_embed_proj_dim": 32,
+                                   "enable_bias": False}),
+}  # fmt: skip
+
+
+def foreign_model(model_type, fields, seed=0):
+    """A model of transformers with every parameter random, norms and biases too."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(model_type, **fields)
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            norm = "norm" in name or "ln_" in name
+            parameter.copy_((1.0 if norm and name.endswith("weight") else 0.0) + 0.3 * torch.randn_like(parameter))
+    return model
+
+
+def foreign_outputs(model, tokens):
+    import torch
+
+    with torch.no_grad():
+        seen = model(torch.tensor(tokens), output_hidden_states=True, output_attentions=True)
+    to_numpy = lambda several: [x.float().numpy() for x in several]  # noqa: E731
+    return seen.logits.float().numpy(), to_numpy(seen.hidden_states), to_numpy(seen.attentions)
+
+
+def our_outputs(config, params, tokens):
+    with jax.default_matmul_precision("highest"):
+        logits, seen = Transformer(config).apply(
+            {"params": params}, jnp.asarray(tokens), observe=lambda taps: (taps.residual, taps.attention_weights)
+        )
+    return np.asarray(logits), *map(np.asarray, seen)
+
+
+@pytest.fixture
+def tokens():
+    return np.random.default_rng(0).integers(0, V, (2, T))
+
+
+def close(ours, theirs):
+    scale = max(1.0, np.abs(theirs).max())
+    np.testing.assert_allclose(ours / scale, theirs / scale, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_hidden_states_and_attention_are_those_of_transformers(name, tokens, tmp_path):
+    model = foreign_model(*CASES[name])
+    model.save_pretrained(tmp_path / "there")
+    config, params = read_folder(tmp_path / "there")
+    logits, residuals, weights = our_outputs(config, params, tokens)
+    their_logits, their_residuals, their_weights = foreign_outputs(model, tokens)
+    assert np.abs(their_logits).max() > 1
+    close(logits, their_logits)
+    for ours, theirs in zip(residuals[:-1], their_residuals[1:-1], strict=True):  # the last one has the final norm
+        close(ours, theirs)
+    for ours, theirs in zip(weights, their_weights, strict=True):
+        close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_read_is_written_so_that_transformers_and_we_read_the_same(name, tokens, tmp_path):
+    import torch
+    import transformers
+
+    model_type, fields = CASES[name]
+    foreign_model(model_type, fields).save_pretrained(tmp_path / "there")
+    config, params = read_folder(tmp_path / "there")
+    written = write_folder(tmp_path / "back", config, params)
+    assert written in FAMILIES  # an OPT model is a GPT-2 with another activation, a Mistral without windows a Llama
+    again, same = read_folder(tmp_path / "back")
+    assert again == config
+    jax.tree.map(np.testing.assert_array_equal, params, same)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens)).logits.numpy()
+    close(our_outputs(config, params, tokens)[0], theirs)
+
+
+def test_shards_and_bfloat16_and_older_config_fields(tokens, tmp_path):
+    model = foreign_model("llama", CASES["llama 3.1"][1]).bfloat16()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    given = json.loads((tmp_path / "config.json").read_text())
+    rope = given.pop("rope_parameters")
+    given |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    config, params = read_folder(tmp_path)
+    close(our_outputs(config, params, tokens)[0], foreign_outputs(model.float(), tokens)[0])
+    kept = read_folder(tmp_path, dtype="bfloat16")[1]
+    assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {jnp.dtype("bfloat16")}
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a, np.float32), b), kept, params)
+
+
+def test_a_softmax1_model_is_nothing_that_transformers_would_load_as_softmax(tokens, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = ModelConfig(vocab_size=V, max_length=64, norm="rmsnorm", normalizer="softmax1", num_kv_heads=2)
+    params = Transformer(config).init(jax.random.key(0), jnp.asarray(tokens))["params"]
+    assert write_folder(tmp_path / "out", config, params) == "orthojax"
+    with pytest.raises(ValueError, match="orthojax"):
+        transformers.AutoConfig.from_pretrained(tmp_path / "out")
