@@ -15,7 +15,7 @@ import pytest
 
 from orthojax.config import ModelConfig
 from orthojax.model import Transformer
-from orthojax.model.families import FAMILIES
+from orthojax.model.families import FAMILIES, computed_as
 from orthojax.model.pretrained import read_folder, write_folder
 
 pytestmark = pytest.mark.parity
@@ -127,7 +127,7 @@ def test_what_was_read_is_written_so_that_transformers_and_we_read_the_same(name
     written = write_folder(tmp_path / "back", config, params)
     assert written in FAMILIES  # an OPT model is a GPT-2 with another activation, a Mistral without windows a Llama
     again, same = read_folder(tmp_path / "back")
-    assert again == config
+    assert computed_as(again) == computed_as(config)
     jax.tree.map(np.testing.assert_array_equal, params, same)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
     with torch.no_grad():
@@ -136,6 +136,7 @@ def test_what_was_read_is_written_so_that_transformers_and_we_read_the_same(name
 
 
 def test_shards_and_bfloat16_and_older_config_fields(tokens, tmp_path):
+    transformers = pytest.importorskip("transformers")
     model = foreign_model("llama", CASES["llama 3.1"][1]).bfloat16()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -144,7 +145,9 @@ def test_shards_and_bfloat16_and_older_config_fields(tokens, tmp_path):
     given |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     (tmp_path / "config.json").write_text(json.dumps(given))
     config, params = read_folder(tmp_path)
-    close(our_outputs(config, params, tokens)[0], foreign_outputs(model.float(), tokens)[0])
+    # Read again, since the frequencies of a model in bfloat16 are rounded, too.
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
+    close(our_outputs(config, params, tokens)[0], foreign_outputs(model, tokens)[0])
     kept = read_folder(tmp_path, dtype="bfloat16")[1]
     assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {jnp.dtype("bfloat16")}
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a, np.float32), b), kept, params)

@@ -39,7 +39,7 @@ _BOS_NAMES = (BOS, "<s>", "<|begin_of_text|>", "<bos>", "<|begin▁of▁sentence
 _CACHED_WORDS = 1 << 18  # whose ids are kept, about 50 MB; the package's own 10,000 are fewer than a corpus has
 _BYTES_FILE = json.dumps({"orthojax_tokenizer": "bytes", "vocab_size": 258, "bos_id": 256, "eos_id": 257})
 # Llama 3 (llama3/llama/tokenizer.py): how it splits text, and its special tokens, whose ids follow the ranks.
-_LLAMA3_WORDS = (
+LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -196,7 +196,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"tokenizer 'bpe:{vocab_size}' needs more text: there are only {found} different ids in this one",
             allowed=(f"bpe:{SMALLEST_BPE} to bpe:{found}, or " if found >= SMALLEST_BPE else "") + "bytes",
         )
-    return _from_json(backend.to_str(), f"bpe:{vocab_size}", "the trained BPE")
+    return from_json(backend.to_str(), f"bpe:{vocab_size}", "the trained BPE")
 
 
 def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
@@ -216,9 +216,9 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
     if content == _BYTES_FILE.encode():
         return ByteTokenizer()
     if merges:
-        return _from_json(_gpt2_json(file, merges[0]), spec, str(file))
+        return from_json(_gpt2_json(file, merges[0]), spec, str(file))
     if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content):
-        return _from_json(_llama3_json(content, file), spec, str(file))
+        return from_json(_llama3_json(content, file), spec, str(file))
     if file.suffix == ".model":
         return _from_sentencepiece(content, spec, str(file))
     values = parse_json(content, f"tokenizer {file}")
@@ -228,10 +228,11 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
         except (KeyError, TypeError, ValueError):
             raise UserError(f"{file} holds no sentencepiece model in base64", allowed=_FORMATS) from None
         return _from_sentencepiece(model, spec, str(file))
-    return _from_json(content.decode(), spec, str(file))
+    return from_json(content.decode(), spec, str(file))
 
 
-def _from_json(text: str, spec: str, where: str) -> Tokenizer:
+def from_json(text: str, spec: str, where: str) -> Tokenizer:
+    """The tokenizer of the text of a tokenizer.json, called `spec`; messages say `where` it came from."""
     import tokenizers as hf
 
     with _said_by_the_package(f"{where} is not a tokenizer"):
@@ -322,7 +323,7 @@ def _llama3_json(content: bytes, where: Path) -> str:
     vocabulary = {name[token]: rank for token, rank in ranks.items()}
     # ignore_merges: a word that is a token is taken whole, as Llama 3 does.
     model = hf.models.BPE(vocab=vocabulary, merges=[(left, right) for *_, left, right in merges], ignore_merges=True)
-    split = hf.pre_tokenizers.Split(hf.Regex(_LLAMA3_WORDS), behavior="isolated")
+    split = hf.pre_tokenizers.Split(hf.Regex(LLAMA3_WORDS), behavior="isolated")
     letters_only = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend = _byte_level(model, hf.pre_tokenizers.Sequence([split, letters_only]))
     backend.add_special_tokens(list(_LLAMA3_SPECIAL))

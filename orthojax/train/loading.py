@@ -1,28 +1,42 @@
 """Models from checkpoints: to measure, or as the start of another run."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
 from orthojax import quant
-from orthojax.config import Config, ModelConfig, changed_fields, fields_affecting
-from orthojax.data import make_tokenizer
+from orthojax.config import Config, DataConfig, ModelConfig, changed_fields, fields_affecting
+from orthojax.data import gguf_tokenizer, load_tokenizer, make_tokenizer
 from orthojax.errors import UserError
-from orthojax.model import LoadedModel, Transformer, stack_layers, unstack_layers
+from orthojax.model import (
+    LoadedModel,
+    Transformer,
+    is_pretrained,
+    locate,
+    read_folder,
+    read_gguf,
+    stack_layers,
+    unstack_layers,
+)
 from orthojax.train import checkpoint
 from orthojax.train.checkpoint import find_checkpoint, read_config, read_json_item, read_params
 
 
 def load(path: str | Path) -> LoadedModel:
-    """The model of a run: what was trained, with its parameters on the first device.
+    """A model with its parameters on the first device: of a run, or one that others trained.
 
     A quantised checkpoint gives a model whose linear layers run on its integers.
 
     Args:
-      path: A workdir, its `checkpoints` folder, or one step's folder.
+      path: A workdir, its `checkpoints` folder, or one step's folder; or what `orthojax.model.locate` finds: a folder
+        of config.json and safetensors, a .gguf file, a name in the local Hugging Face cache, `smollm2`.
 
     Raises:
-      UserError: Where there is no checkpoint, or it is damaged.
+      UserError: Where there is no model, it is damaged, or of a family that is not supported.
+      ImportError: For a .gguf file or safetensors, without the extra `pretrained`.
     """
+    if not Path(path).exists() or is_pretrained(Path(path)):
+        return _load_pretrained(locate(path))
     folder = find_checkpoint(Path(path))
     config = read_config(folder)
     if checkpoint.is_quantized(folder):
@@ -31,6 +45,22 @@ def load(path: str | Path) -> LoadedModel:
     else:
         model, params = Transformer(config.model), read_params(folder)
     return LoadedModel(model, params, config, _tokenizer(folder, config), folder)
+
+
+def _load_pretrained(path: Path) -> LoadedModel:
+    if path.suffix == ".gguf":
+        model, params, metadata = read_gguf(path)
+        make = functools.partial(gguf_tokenizer, metadata, str(path))
+    else:
+        model, params = read_folder(path)
+        make = functools.partial(load_tokenizer, path)
+    try:
+        tokenizer = make()
+    except (UserError, ImportError):  # token ids are enough for most
+        tokenizer = None
+    length = min(model.max_length, DataConfig().sequence_length)
+    config = Config(model=model, data=DataConfig(sequence_length=length))
+    return LoadedModel(Transformer(model), params, config, tokenizer, path)
 
 
 def _tokenizer(folder: Path, config: Config) -> Any | None:
