@@ -18,7 +18,7 @@ from orthojax.model import Transformer
 from orthojax.model.families import FAMILIES, computed_as
 from orthojax.model.pretrained import read_folder, write_folder
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.slow]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 V, T = 50, 24
