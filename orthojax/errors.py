@@ -1,10 +1,11 @@
 """Errors that the command lines report without a traceback."""
 
+import contextlib
 import difflib
 import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 # What a process ends with when another one of its run is gone, or never came.
 PEER_LOST = """error: another process of this run has ended or cannot be reached, so this one ends too
@@ -93,6 +94,16 @@ def advice(error: BaseException) -> str:
             return _ADVICE[code]
         seen = seen.__cause__ or seen.__context__
     return ""
+
+
+@contextlib.contextmanager
+def needing(what: str, extra: str) -> Iterator[None]:
+    """Turns an ImportError into a UserError: `what` needs a package that the extra `extra` installs."""
+    try:
+        yield
+    except ImportError:
+        hint = f"pip install 'orthojax[{extra}]'"
+        raise UserError(f"{what} needs a package that is not installed", hint=hint) from None
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

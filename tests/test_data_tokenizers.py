@@ -327,7 +327,7 @@ def test_missing_files_and_packages(tmp_path, monkeypatch):
             with pytest.raises(UserError, match=what):
                 read(str(tmp_path / what))
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(UserError, match=r"needs a package\nallowed: pip install sentencepiece"):
+    with pytest.raises(UserError, match=r"not installed\npip install 'orthojax\[sentencepiece\]'"):
         load_tokenizer(tmp_path / "tokenizer.model")
 
 

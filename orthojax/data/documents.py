@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from orthojax.errors import UserError
+from orthojax.errors import UserError, needing
 from orthojax.files import parse_json, require_file
 
 # Left out of the standard library: what is no part of it or no text; what Debian and slim images lack, so that the
@@ -277,10 +277,8 @@ class _ZstdReader(io.RawIOBase):
 
 
 def _decompress_zstd(raw: IO[bytes]) -> Iterator[bytes]:
-    try:
+    with needing(f"the zstd file {raw.name}", "zstd"):
         import zstandard  # type: ignore[import-not-found]
-    except ImportError:
-        raise UserError(f"{raw.name} is zstd, which needs a package", allowed="pip install zstandard") from None
     frame: Any = None
     try:
         while block := raw.read(_BLOCK):

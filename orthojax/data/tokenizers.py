@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from orthojax.errors import UserError, nearest
+from orthojax.errors import UserError, nearest, needing
 from orthojax.files import parse_json, require_file
 
 BOS, EOS = "<|bos|>", "<|eos|>"
@@ -265,12 +265,8 @@ def _said_by_the_package(problem: str, allowed: str = _FORMATS) -> Iterator[None
 
 
 def _from_sentencepiece(model: bytes, spec: str, where: str) -> Tokenizer:
-    try:
+    with needing(f"the sentencepiece model {where}", "sentencepiece"):
         import sentencepiece  # type: ignore[import-not-found]
-    except ImportError:
-        raise UserError(
-            f"{where} is a sentencepiece model, which needs a package", allowed="pip install sentencepiece"
-        ) from None
     try:
         backend = sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError:

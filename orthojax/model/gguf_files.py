@@ -13,7 +13,7 @@ import numpy as np
 
 from orthojax.config import ModelConfig
 from orthojax.config.fields import require
-from orthojax.errors import UserError
+from orthojax.errors import UserError, needing
 from orthojax.files import require_file
 from orthojax.model.families import SAME, TRANSPOSED, Transform, Weight
 from orthojax.model.pretrained import read_params
@@ -116,11 +116,11 @@ class GgufFile:
         """Reads the metadata.
 
         Raises:
-          UserError: Where it is missing, or no GGUF file; ImportError without the extra `pretrained`.
+          UserError: Where it is missing, or no GGUF file, or without the extra `pretrained`.
         """
-        from gguf import GGUFReader
-
         require_file(path, "GGUF file")
+        with needing(str(path), "pretrained"):
+            from gguf import GGUFReader
         self.where = str(path)
         try:
             reader = GGUFReader(path)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax.config import ModelConfig, from_dict
-from orthojax.errors import UserError
+from orthojax.errors import UserError, needing
 from orthojax.files import make_folder, read_json, require_file, write_atomically, write_text
 from orthojax.model.families import (
     FAMILIES,
@@ -100,8 +100,8 @@ class SafetensorsFolder:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
-
+    with needing(str(path), "pretrained"):
+        from safetensors import SafetensorError, safe_open
     try:
         with safe_open(path, "numpy") as file:
             yield file
@@ -349,8 +349,8 @@ def write_folder(folder: Path, config: ModelConfig, params: Any) -> str:
 
 
 def _write_shard(folder: Path, tensors: dict[str, np.ndarray], number: int) -> Path:
-    from safetensors.numpy import save
-
+    with needing("a safetensors file", "pretrained"):
+        from safetensors.numpy import save
     path = folder / f"model-{number + 1:05d}.safetensors"
     content = save(tensors, {"format": "pt"})  # which transformers asks for
     write_atomically(path, lambda file: file.write(content))

@@ -32,8 +32,8 @@ def load(path: str | Path) -> LoadedModel:
         of config.json and safetensors, a .gguf file, a name in the local Hugging Face cache, `smollm2`.
 
     Raises:
-      UserError: Where there is no model, it is damaged, or of a family that is not supported.
-      ImportError: For a .gguf file or safetensors, without the extra `pretrained`.
+      UserError: Where there is no model, it is damaged, or of a family that is not supported; for a .gguf file or
+        safetensors also without the extra `pretrained`.
     """
     if not Path(path).exists() or is_pretrained(Path(path)):
         return _load_pretrained(locate(path))

@@ -13,7 +13,7 @@ import numpy as np
 from orthojax import analysis
 from orthojax.config import Config, changed_fields, replace
 from orthojax.data import TokenBatches
-from orthojax.errors import UserError
+from orthojax.errors import needing
 from orthojax.experiments.active_dormant.intervened_training import Intervene, train, untouched
 from orthojax.experiments.active_dormant.models import PEAK
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured
@@ -53,13 +53,8 @@ def images() -> np.ndarray:
     Raises:
       UserError: Without scikit-learn.
     """
-    try:
+    with needing("experiment 'pixel_sinks', which reads the digits of scikit-learn,", "digits"):
         from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise UserError(
-            "experiment 'pixel_sinks' reads the digits of scikit-learn, which is not installed",
-            hint="pip install 'orthojax[digits]'",
-        ) from None
     found: Any = load_digits()
     return found.data.astype(np.int32)
 
