@@ -23,6 +23,7 @@ from orthojax.experiments.active_dormant import (
     peak_blocks,
     peak_slope,
     pixel_sinks,
+    published_size,
     simplified_models,
     sink_conditions,
     sink_reinforcement,
@@ -74,6 +75,7 @@ ALL: tuple[Experiment, ...] = (
     *(module.EXPERIMENT for module in _ACTIVE_DORMANT),
     *sink_conditions.EXPERIMENTS,
     pixel_sinks.EXPERIMENT,
+    published_size.EXPERIMENT,
 )
 _CALIBRATION_SECONDS = 1.0
 _LONGEST_HOURS = 1000  # a longer estimate only means that this is not the machine for it
