@@ -233,6 +233,35 @@ def test_an_outlier_channel_hurts_per_tensor_steps_only():
     assert error("int8_fine", outliers, kernel) < 0.05
 
 
+@pytest.mark.parametrize("outputs", [None, "tensor"])
+def test_float_features_are_the_largest_and_no_part_of_any_scale(outputs):
+    rng = np.random.default_rng(0)
+    x, kernel = rng.normal(size=(6, 8)).astype(np.float32), rng.normal(size=(8, 5)).astype(np.float32)
+    x[:, [2, 5]] *= 1000
+    kernel[[2, 5]] *= 1e-3
+    kernel[:, 1] *= 50  # a large output feature
+    setting = QuantizationSetting(8, "absmax", "tensor", "tensor", outputs, float_features=2)
+
+    def rounded(a):
+        step = np.abs(a).max() / 127
+        return np.round(a / step) * step
+
+    rest = np.setdiff1d(np.arange(8), [2, 5])
+    a, w = x.astype(np.float64), kernel.astype(np.float64)
+    wanted = a[:, [2, 5]] @ w[[2, 5]] + rounded(a[:, rest]) @ rounded(w[rest])
+    if outputs:
+        small = np.argsort(np.abs(wanted).max(0))[:-2]
+        wanted[:, small] = rounded(wanted[:, small])
+    found = quantized_linear(setting)(jnp.asarray(x), jnp.asarray(kernel), None, "mlp/input")
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-4)
+    every = dataclasses.replace(setting, float_features=8)
+    np.testing.assert_allclose(quantized_linear(every)(x, kernel, None, "mlp/input"), a @ w, rtol=1e-5, atol=1e-4)
+    with pytest.raises(UserError, match="float_features"):
+        quant.require_integers(setting)
+    with pytest.raises(UserError, match="float_features"):
+        dataclasses.replace(setting, float_features=-1)
+
+
 def test_include_is_a_path_rule_that_leaves_the_head_float():
     x, kernel = jnp.asarray(X, jnp.float32), jnp.asarray(KERNEL, jnp.float32)
 

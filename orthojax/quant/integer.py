@@ -39,6 +39,9 @@ def require_integers(setting: QuantizationSetting) -> None:
             allowed="inputs='token', 'group' or 'tensor', or None",
             hint="int8_fine_per_token is the form of int8_fine that runs on integers",
         )
+    if setting.float_features:
+        problem = f"float_features={setting.float_features}: integer products have no float features"
+        raise UserError(problem, allowed="float_features=0")
     if max(setting.bits, setting.input_bits) > 8:
         raise UserError(
             f"bits={setting.bits}, activation_bits={setting.input_bits}: integer products have operands of 8 bits",

@@ -45,6 +45,9 @@ class QuantizationSetting:
       activation_bits: Width of the integers of inputs and outputs, where it differs.
       group_size: Neighbouring input features of one output channel that share a scale; it must divide the input
         features of every layer. None: all of them do.
+      float_features: How many input features, those with the largest |x| in the batch, stay float, with their rows of
+        the kernel, and as many output features where outputs are rounded: which channels do the damage. Simulation
+        only; LLM.int8 (arXiv 2208.07339) takes a threshold instead of a number.
 
     Raises:
       UserError: For values of another type, unknown names, or a combination that says nothing.
@@ -57,9 +60,12 @@ class QuantizationSetting:
     outputs: Literal["tensor"] | None = None
     activation_bits: int | None = added(None)
     group_size: int | None = added(None)
+    float_features: int = added(0)
 
     def __post_init__(self):
         check_types(self, "QuantizationSetting")
+        if self.float_features < 0:
+            raise UserError(f"float_features={self.float_features}", allowed="0 or more")
         for name, bits in (("bits", self.bits), ("activation_bits", self.input_bits)):
             if not 2 <= bits <= 16:
                 raise UserError(f"{name}={bits} cannot be simulated", allowed="2 to 16")
@@ -184,6 +190,12 @@ def _fake_quantize_kernel(kernel: jax.Array, setting: QuantizationSetting, path:
     return fake_quantize(groups, setting, setting.bits, axes).reshape(kernel.shape)
 
 
+def _largest_features(x: jax.Array, count: int) -> jax.Array:
+    """Which of the features of x [..., F] have the largest |x|, [F] bool."""
+    size = jnp.max(jnp.abs(x), axis=tuple(range(x.ndim - 1)))
+    return jnp.zeros(size.shape, bool).at[jax.lax.top_k(size, min(count, size.size))[1]].set(True)
+
+
 @functools.cache  # the same function for the same setting, so that jit compiles a model with it once
 def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) -> "LinearFunction":
     """A linear layer that rounds its operands as `setting` says, for a model that lets its linear layers be replaced.
@@ -216,13 +228,21 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
     def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
         if pattern.search(path) is None:
             return float_linear(x, kernel, bias, path)
-        a, w = at_least_float32(x), _fake_quantize_kernel(at_least_float32(kernel), setting, path)
+        a, w = at_least_float32(x), at_least_float32(kernel)
+        floats = 0.0
+        if setting.float_features:
+            kept = _largest_features(a, setting.float_features)
+            floats = float_linear(jnp.where(kept, a, 0), w, None, path)
+            a, w = jnp.where(kept, 0, a), jnp.where(kept[:, None], 0, w)
+        w = _fake_quantize_kernel(w, setting, path)
         if setting.inputs is not None:
             groups, axes = group_inputs(a, setting)
             a = fake_quantize(groups, setting, setting.input_bits, axes).reshape(a.shape)
-        y = float_linear(a, w, None if bias is None else bias.astype(a.dtype), path)
+        y = float_linear(a, w, None if bias is None else bias.astype(a.dtype), path) + floats
         if setting.outputs is not None:
-            y = fake_quantize(y, setting, setting.input_bits, None)
+            kept = _largest_features(y, setting.float_features) if setting.float_features else False
+            rounded = fake_quantize(jnp.where(kept, 0, y), setting, setting.input_bits, None)
+            y = jnp.where(kept, y, rounded)
         return y if path == "head" else y.astype(x.dtype)
 
     return linear
