@@ -397,7 +397,7 @@ def test_every_field_says_what_it_affects():
     assert {"optim.rotation.seed", "optim.rotation.basis", "train.steps", "train.seed", "model.dtype"} < numbers
     assert {"data.seed", "eval.sequences"} < numbers
     assert start == {
-        *("model.init_std", "model.embedding_init_std", "model.kernel_init", "model.scan_layers"),
+        *("model.init_std", "model.embedding_init_std", "model.kernel_init", "model.sink_init", "model.scan_layers"),
         *("train.init_from", "train.allow_normalizer_change"),
     }
     assert computation == {

@@ -252,7 +252,7 @@ FIELDS = {
     "fixed_rotation": ({}, True),
     "dtype": ({}, "bfloat16"),
 }
-INITIAL = {"embedding_init_std": 0.5, "init_std": 0.5, "kernel_init": "uniform_fan_in"}
+INITIAL = {"embedding_init_std": 0.5, "init_std": 0.5, "kernel_init": "uniform_fan_in", "sink_init": -1.0}
 WITHOUT_EFFECT_ON_LOGITS = {"scan_layers": True, "remat": True, "attention_implementation": "xla_chunked"}
 
 

@@ -268,6 +268,23 @@ def test_three_steps_equal_a_chain_built_by_hand(name):
     assert moment is None or f"{config.optimizer}/{moment}/layers_0/mlp/input/kernel" in by_path(state)
 
 
+def test_annealed_sinks_go_to_zero_on_a_line_and_nothing_else_changes():
+    config = OptimConfig(optimizer="adam", learning_rate=0.01, warmup_steps=0, sink_anneal_steps=4)
+    tree = {"layers": {"attention": {"sink": jnp.array([[-8.0, -2.0]]), "kernel": jnp.ones((2, 2))}}}
+    gradients = jax.tree.map(jnp.ones_like, tree)
+    plain, annealed = (optimizer_of(dataclasses.replace(config, sink_anneal_steps=n), 10) for n in (0, 4))
+    params, states = [tree, tree], [plain.init(tree), annealed.init(tree)]
+    for step in range(1, 7):
+        for i, optimizer in enumerate((plain, annealed)):
+            updates, states[i] = optimizer.update(gradients, states[i], params[i])
+            params[i] = optax.apply_updates(params[i], updates)
+        one, other = (of["layers"]["attention"] for of in params)
+        np.testing.assert_array_equal(one["kernel"], other["kernel"])
+        np.testing.assert_allclose(other["sink"], max(0, 1 - step / 4) * np.array([[-8.0, -2.0]]), atol=1e-6)
+    assert np.any(one["sink"] != other["sink"])
+    assert "sink_anneal/start/layers.attention.sink" in by_path(states[1])
+
+
 def test_rmsprop_is_the_gradient_over_the_root_of_its_second_moment():
     config = OptimConfig(optimizer="rmsprop", learning_rate=0.01, warmup_steps=0, b2=0.9, eps=1e-5, clip_norm=None)
     x = np.asarray(random_tree(0)["token_embedding"]["embedding"], np.float64)

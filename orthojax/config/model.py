@@ -73,6 +73,7 @@ class ModelConfig:
       relaxed_causal_tokens: The first k tokens see each other (0: plain causal mask).
       embedding_init_std: Standard deviation of the initial embeddings.
       init_std: Standard deviation of initial kernels; residual-writing ones are scaled by 1/sqrt(2 num_layers).
+      sink_init: Where the learned sink logits of `learned_sink` start: 0 is softmax-1, far below all logits softmax.
       kernel_init: `normal` with `init_std`, or `uniform_fan_in`: uniform on +-1/sqrt(fan_in), whatever the depth.
       scan_layers: One compiled block scanned over stacked parameters instead of num_layers unrolled ones.
       remat: Recompute each block in the backward pass instead of keeping its intermediates: true keeps the results of a
@@ -122,6 +123,7 @@ class ModelConfig:
     relaxed_causal_tokens: int = 0
     embedding_init_std: float = setting(0.02, affects="start")
     init_std: float = setting(0.02, affects="start")
+    sink_init: float = added(0.0, affects="start")
     kernel_init: KernelInit = added("normal", affects="start")
     scan_layers: bool = setting(True, affects="start")
     remat: Remat = setting(False, affects="computation")
@@ -136,6 +138,7 @@ class ModelConfig:
         require_each(self, "model", "rope_original_length", lambda size: size > 0, "a positive number")
         positive = "norm_eps rope_theta init_std embedding_init_std rope_low_frequency_factor"
         require_each(self, "model", positive, lambda x: 0.0 < x < math.inf, "a finite positive number")
+        require_each(self, "model", "sink_init", lambda sink: abs(sink) < math.inf, "a finite number")
         require_each(self, "model", "normalizer_n", lambda n: 0.0 <= n < math.inf, "a finite number >= 0")
         require_each(self, "model", "normalizer_gamma", lambda gamma: -math.inf < gamma <= 0.0, "a finite number <= 0")
         require_each(self, "model", "normalizer_zeta", lambda zeta: 1.0 <= zeta < math.inf, "a finite number >= 1")
@@ -159,8 +162,9 @@ class ModelConfig:
         )
         require(
             self.position != "rotary" or (self.rotary_channels > 0 and self.rotary_channels % 2 == 0),
-            f"model.position='rotary' needs an even number of rotated channels, not {self.rotary_channels}",
-            "an even d_head, or d_model / num_heads, times rotary_fraction; or position 'learned' or 'none'",
+            f"model.position='rotary' needs an even head width, but d_model / num_heads (or d_head) times "
+            f"rotary_fraction = {self.rotary_channels}",
+            "an even number, or position 'learned' or 'none'",
         )
         places = [name for name in ("post_norm", "output_norm", "parallel_blocks") if getattr(self, name)]
         problem = "model." + " and model.".join(f"{name}=true" for name in places)

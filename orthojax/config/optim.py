@@ -59,6 +59,8 @@ class OptimConfig:
       weight_decay: Decoupled, scaled by the learning rate; on kernels and embeddings only.
       clip_norm: Largest global gradient norm; None never clips.
       rotation: The basis of `orthoadam`, and of any other that is `rotated`.
+      sink_anneal_steps: Learned sink logits are not learned but go to 0 on a line, from where they started, in so many
+        steps: from softmax to softmax-1. 0 learns them.
       layer_by_layer: `orthoadam` updates scanned layers one by one, for less temporary memory.
     """
 
@@ -74,6 +76,7 @@ class OptimConfig:
     weight_decay: float = 0.0
     clip_norm: float | None = 1.0
     rotation: RotationConfig = RotationConfig()
+    sink_anneal_steps: int = added(0)
     layer_by_layer: bool = added(False)
 
     def __post_init__(self):
@@ -81,7 +84,7 @@ class OptimConfig:
         require_each(self, "optim", "learning_rate eps", lambda x: 0.0 < x < math.inf, "a finite positive number")
         require_each(self, "optim", "b1 b2 momentum", lambda x: 0.0 <= x < 1.0, "0 <= value < 1")
         require_each(self, "optim", "weight_decay", lambda x: 0.0 <= x < math.inf, "a finite number >= 0")
-        require_each(self, "optim", "warmup_steps", lambda steps: steps >= 0, "a number >= 0")
+        require_each(self, "optim", "warmup_steps sink_anneal_steps", lambda steps: steps >= 0, "a number >= 0")
         require_each(self, "optim", "final_learning_rate_fraction", lambda x: 0.0 <= x <= 1.0, "0 to 1")
         require_each(self, "optim", "clip_norm", lambda norm: norm > 0.0, "none or > 0")
         require(

@@ -277,6 +277,11 @@ class Config:
             f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of train.steps={self.train.steps}",
             f"optim.warmup_steps of 0 to {self.train.steps - 1}",
         )
+        require(
+            not self.optim.sink_anneal_steps or self.model.normalizer == "learned_sink",
+            f"optim.sink_anneal_steps={self.optim.sink_anneal_steps} with model.normalizer={self.model.normalizer!r}",
+            "0, or normalizer 'learned_sink'",
+        )
         mesh = (self.mesh.data, self.mesh.fsdp, self.mesh.tensor)
         one = f"train.probe_details with a mesh of {mesh}"
         require(not self.train.probe_details or mesh == (1, 1, 1), one, "one device, or no details")

@@ -82,7 +82,7 @@ class Attention(Part):
         if c.normalizer == "clipped_softmax":
             return ClippedSoftmax(c.normalizer_gamma, c.normalizer_zeta)
         if c.normalizer == "learned_sink":
-            return self.param("sink", nn.initializers.zeros, (c.num_heads,), jnp.float32)
+            return self.param("sink", nn.initializers.constant(c.sink_init), (c.num_heads,), jnp.float32)
         return c.normalizer
 
     def _written_norms(self, vectors: jax.Array) -> jax.Array:

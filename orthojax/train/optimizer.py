@@ -162,7 +162,55 @@ def make_optimizer(
     if config.weight_decay:
         parts.append(("weight_decay", optax.add_decayed_weights(config.weight_decay, decay_mask)))
     parts.append(("learning_rate", optax.scale_by_learning_rate(schedule)))
+    if config.sink_anneal_steps:
+        parts.append(("sink_anneal", anneal_sinks(config.sink_anneal_steps)))
     return optax.named_chain(*parts)
+
+
+class SinkAnnealing(NamedTuple):
+    """State of `anneal_sinks`."""
+
+    count: jax.Array  # int32 []: steps done
+    start: Any  # the sink logits of the first step, by path
+
+
+def anneal_sinks(steps: int) -> optax.GradientTransformation:
+    """Replaces the updates of learned sink logits: they go to 0 on a line, in so many steps, and stay there.
+
+    Args:
+      steps: After which they are 0.
+    """
+
+    def of(params: optax.Params) -> dict[str, jax.Array]:
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        return {_name(path): leaf for path, leaf in leaves if _is_sink(path)}
+
+    def init(params: optax.Params) -> SinkAnnealing:
+        return SinkAnnealing(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, of(params)))
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, SinkAnnealing]:
+        assert params is not None
+        assert isinstance(state, SinkAnnealing)
+        count = state.count + 1
+        left = jnp.maximum(0.0, 1.0 - count / steps)
+        sinks = of(params)
+
+        def replaced(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
+            return left * state.start[_name(path)] - sinks[_name(path)] if _is_sink(path) else update
+
+        return jax.tree_util.tree_map_with_path(replaced, updates), SinkAnnealing(count, state.start)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _is_sink(path: tuple[Any, ...]) -> bool:
+    return str(path[-1].key) == "sink"
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(str(key.key) for key in path)
 
 
 # Bad steps: decided on the device, so that no step waits for the host, which reads the decision one step late.
