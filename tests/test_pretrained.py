@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_run import TINY, assert_trees_close, inputs, rows
@@ -132,9 +133,19 @@ def test_models_with_another_meaning_are_refused_whatever_their_shapes(finished,
     assert "allow_normalizer_change" not in str(refused.value)  # it would not help
 
 
-def test_a_learned_sink_has_no_parameters_to_start_from(finished):
+def test_learned_sinks_start_where_the_config_says(finished):
+    sunk = replace(MODEL, {"normalizer": "learned_sink", "sink_init": -20.0})
     with pytest.raises(UserError, match="normalizer='softmax', not 'learned_sink'"):
-        load_params(finished[0], replace(MODEL, {"normalizer": "learned_sink"}), allow_normalizer_change=True)
+        load_params(finished[0], sunk)
+    params = load_params(finished[0], sunk, allow_normalizer_change=True)
+    tokens = jnp.zeros((1, 5), jnp.int32)
+    logits, before = (
+        Transformer(model).apply({"params": of}, tokens)[0]
+        for model, of in ((sunk, params), (MODEL, load_params(finished[0], MODEL)))
+    )
+    np.testing.assert_allclose(logits, before, atol=1e-5)  # still softmax
+    assert_shapes = jax.eval_shape(Transformer(sunk).init, jax.random.key(0), tokens)["params"]
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, assert_shapes)
 
 
 @pytest.mark.slow
@@ -168,5 +179,5 @@ def test_a_change_of_normalizer_without_a_start_is_refused():
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):
-    with pytest.raises(UserError, match="no such checkpoint"):
+    with pytest.raises(UserError, match="no such model"):
         load_params(tmp_path / "nowhere", MODEL)

@@ -28,6 +28,7 @@ import numpy as np
 
 from orthojax.errors import UserError, nearest, needing
 from orthojax.files import parse_json, require_file
+from orthojax.published import locate
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 _FORMATS = "a tokenizer.json, GPT-2's vocab.json, a sentencepiece .model, the ranks of Llama 3"
@@ -204,15 +205,20 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
 
     Args:
       path: A tokenizer.json; GPT-2's vocab.json, beside its merges.txt; a sentencepiece .model; the ranks of Llama 3;
-        or a folder with one of them. The format shows in the contents.
+        a .gguf file; a folder with one of them; or the name of a model that `orthojax.published.locate` finds. The
+        format shows in the contents.
       spec: What the tokenizer calls itself; None takes the file's name.
 
     Raises:
       UserError: If the file is missing, is not a tokenizer, or has no end-of-text token under a usual name.
     """
     file, *merges = _files(str(path))
-    content, *_ = map(_read_file, (file, *merges))
     spec = Path(path).name if spec is None else spec
+    if file.suffix == ".gguf":
+        from orthojax.data.gguf_tokenizers import gguf_tokenizer
+
+        return gguf_tokenizer(file, spec)
+    content, *_ = map(_read_file, (file, *merges))
     if content == _BYTES_FILE.encode():
         return ByteTokenizer()
     if merges:
@@ -346,6 +352,9 @@ def _bpe_size(spec: str) -> int:
 def _files(spec: str) -> list[Path]:
     """The files that a path means: one, or GPT-2's two."""
     pairs, path = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}, Path(spec)
+    if not os.path.lexists(path):
+        with contextlib.suppress(UserError):  # which says what is missing of a model, not of a tokenizer
+            path = locate(spec)
     if os.path.isdir(path):
         names = ["tokenizer.json", *pairs, "tokenizer.model", "spiece.model"]
         found = [name for name in names if (path / name).is_file()]

@@ -13,6 +13,7 @@ from orthojax.model.presets import llama2 as llama2
 from orthojax.model.presets import parameter_count as parameter_count
 
 if TYPE_CHECKING:
+    from orthojax.model.families import computed_as as computed_as
     from orthojax.model.gguf_files import read_gguf as read_gguf
     from orthojax.model.interventions import Interventions as Interventions
     from orthojax.model.interventions import attention_pattern as attention_pattern
@@ -26,18 +27,17 @@ if TYPE_CHECKING:
     from orthojax.model.loaded import mesh_of as mesh_of
     from orthojax.model.loaded import stack_layers as stack_layers
     from orthojax.model.loaded import unstack_layers as unstack_layers
-    from orthojax.model.pretrained import is_pretrained as is_pretrained
-    from orthojax.model.pretrained import locate as locate
     from orthojax.model.pretrained import read_folder as read_folder
     from orthojax.model.pretrained import write_folder as write_folder
     from orthojax.model.transformer import Transformer as Transformer
 
 _LAZY = {
+    "families": ("computed_as",),
     "gguf_files": ("read_gguf",),
     "interventions": ("Interventions", "attention_pattern"),
     "layers": ("LinearFunction", "Norm", "linear", "plain_product"),
     "loaded": ("LoadedModel", "Observe", "Taps", "mesh_of", "stack_layers", "unstack_layers"),
-    "pretrained": ("is_pretrained", "locate", "read_folder", "write_folder"),
+    "pretrained": ("read_folder", "write_folder"),
     "transformer": ("Transformer",),
 }
 

@@ -153,7 +153,7 @@ class GgufFile:
         return np.asarray(values, np.float32).reshape(self.shape(name))
 
 
-def read_gguf(path: Path, *, dtype: str = "float32") -> tuple[ModelConfig, Any, Mapping[str, Any]]:
+def read_gguf(path: Path, *, dtype: str = "float32") -> tuple[ModelConfig, Any]:
     """The model of a .gguf file.
 
     Args:
@@ -161,7 +161,7 @@ def read_gguf(path: Path, *, dtype: str = "float32") -> tuple[ModelConfig, Any, 
       dtype: Of the parameters, "float32" | "bfloat16".
 
     Returns:
-      The config, parameters as `Transformer(config).init` returns them under "params", and the file's metadata.
+      The config, and parameters as `Transformer(config).init` returns them under "params".
 
     Raises:
       UserError: For another architecture, metadata or a tensor that is not understood, or a damaged file.
@@ -174,7 +174,7 @@ def read_gguf(path: Path, *, dtype: str = "float32") -> tuple[ModelConfig, Any, 
     rows = [((row.there,), row) for row in _weights(architecture.paired)
             if not row.there.startswith(tuple(f"blk.{{}}.{part}." for part in architecture.left_out))]  # fmt: skip
     ignored = ("rope_freqs.weight", *(("output.weight",) if config.tie_embeddings else ()))
-    return config, read_params(config, rows, file, ignored, dtype=dtype), file.metadata
+    return config, read_params(config, rows, file, ignored, dtype=dtype)
 
 
 def _config(file: GgufFile, name: str, architecture: _Architecture) -> ModelConfig:

