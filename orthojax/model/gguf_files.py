@@ -15,15 +15,9 @@ from orthojax.config import ModelConfig
 from orthojax.config.fields import require
 from orthojax.errors import UserError
 from orthojax.files import require_file
-from orthojax.model.families import SAME, TRANSPOSED, Transform, Weight
+from orthojax.model.family import SAME, TRANSPOSED, Transform, Weight, unpair
 from orthojax.model.pretrained import read_params
 from orthojax.ops import llama3_frequencies, rotary_frequencies
-
-
-def _unpair(x: np.ndarray, heads: int) -> np.ndarray:
-    """Output rows [out, ...] of every head from neighbouring pairs to halves."""
-    pairs = x.reshape(heads, x.shape[0] // heads // 2, 2, *x.shape[1:])
-    return np.swapaxes(pairs, 1, 2).reshape(x.shape)
 
 
 def _one_way(read: Any) -> Transform:
@@ -34,8 +28,8 @@ def _one_way(read: Any) -> Transform:
 
 
 _PAIRED = {
-    "query": _one_way(lambda x, c: (_unpair(x, c.num_heads).T,)),
-    "key": _one_way(lambda x, c: (_unpair(x, c.kv_heads).T,)),
+    "query": _one_way(lambda x, c: (unpair(x, c.num_heads).T,)),
+    "key": _one_way(lambda x, c: (unpair(x, c.kv_heads).T,)),
 }
 
 
