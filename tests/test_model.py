@@ -197,6 +197,7 @@ def _loss_and_gradients(config):
         pytest.param("gpt2", {"scan_layers": True}, marks=pytest.mark.slow),
         ("rich", {"scan_layers": True, "remat": True}),
         ("rich", {"remat": True}),
+        pytest.param("query latents, groups of experts", {"scan_layers": True, "remat": True}, marks=pytest.mark.slow),
     ],
 )
 def test_scan_and_remat_change_neither_logits_nor_gradients_nor_observations(name, changes):
@@ -372,18 +373,19 @@ def test_bfloat16_computes_products_and_leaves_parameters_and_logits_float32(tie
     assert (logits.astype(jnp.bfloat16).astype(jnp.float32) != logits).mean() > 0.9
 
 
-def test_every_kernel_but_the_embeddings_passes_through_the_linear_function():
-    paths = []
+@pytest.mark.parametrize(("name", "count"), [("rich", 2 * 8 + 1), ("latent attention and experts", 2 * 6 + 3 + 7 + 1)])
+def test_every_kernel_but_the_embeddings_passes_through_the_linear_function(name, count):
+    config, paths = ORACLE_CONFIGS[name], []
 
     def recording(x, kernel, bias, path):
         paths.append(path)
-        assert (bias is not None) == (path != "head")
+        assert (bias is not None) == (config.use_bias and path != "head")
         return linear(x, kernel, bias, path)
 
-    Transformer(RICH, recording).apply({"params": random_params(RICH)}, TOKENS)
-    kernels = {name for name in shapes(RICH) if name.endswith("['kernel']")}
+    Transformer(config, recording).apply({"params": random_params(config)}, TOKENS)
+    kernels = {name for name in shapes(config) if name.endswith("['kernel']")}
     assert {"".join(f"['{part}']" for part in path.split("/")) + "['kernel']" for path in paths} == kernels
-    assert len(paths) == len(kernels) == 2 * 8 + 1
+    assert len(paths) == len(kernels) == count
 
 
 def test_rmsnorm_single_commutes_with_a_rotation_of_the_channels_and_rmsnorm_does_not():

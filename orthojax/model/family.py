@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orthojax.config import ModelConfig
-from orthojax.config.fields import require
+from orthojax.errors import UserError
 
 # Config fields.
 
@@ -176,8 +176,10 @@ def integer(given: Mapping[str, Any], name: str, default: int | None = None) -> 
       UserError: Where it is missing, or no integer.
     """
     value = default if given.get(name) is None else given[name]
-    require(value is not None, f"the config has no {name}", "an integer")
-    require(isinstance(value, int) and not isinstance(value, bool), f"{name}={value!r} is not supported", "an integer")
+    if value is None:
+        raise UserError(f"the config has no {name}", allowed="an integer")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UserError(f"{name}={value!r} is not supported", allowed="an integer")
     return value
 
 
