@@ -67,7 +67,7 @@ def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
     if fields.get("d_mlp") is None:
         fields["d_mlp"] = 4 * fields["d_model"]
     fields = (_read_rotary(family, given) if family.rotary else {}) | fields | more.read(given)
-    if fields.get("d_head") == fields["d_model"] / fields["num_heads"]:
+    if isinstance(fields.get("d_head"), int) and fields["d_head"] * fields["num_heads"] == fields["d_model"]:
         fields["d_head"] = None
     if fields.get("num_kv_heads") == fields["num_heads"]:
         fields["num_kv_heads"] = None

@@ -180,6 +180,9 @@ def _config(file: GgufFile, name: str, architecture: _Architecture) -> ModelConf
     scaling = own.get("rope.scaling.type", "none")
     require(scaling == "none", f"{file.where}: rope.scaling.type={scaling!r} is not supported", "none")
     fields = dict(architecture.base) | {ours: own[there] for there, ours in _FIELDS.items() if own.get(there)}
+    for name in ("norm_eps", "rope_theta"):
+        if name in fields:
+            fields[name] = float(str(np.float32(fields[name])))  # stored as float32: 1e-05, not 9.999999747378752e-06
     for part in ("num_heads", "num_kv_heads", "d_mlp"):
         if isinstance(sizes := fields.get(part), list):
             require(len(set(sizes)) == 1, f"{file.where}: {part} differs between layers", "one size")

@@ -250,6 +250,8 @@ def _slot(
 
 
 def _parts(tensor: np.ndarray, weight: Weight, config: ModelConfig, name: str) -> Sequence[np.ndarray]:
+    if not jnp.issubdtype(tensor.dtype, jnp.floating):  # quantised, with scales that nothing here multiplies by
+        raise UserError(f"tensor {name} is of {tensor.dtype}", allowed="float32, float16 or bfloat16")
     try:
         return weight.how.read(tensor, config)
     except ValueError:
@@ -340,7 +342,7 @@ def write_folder(folder: Path, config: ModelConfig, params: Any) -> str:
             parts = [_part(leaves[path], *slot) for path, slot in zip(paths, slots, strict=True)]
             if layer is not None and config.scan_layers:
                 parts = [part[0] for part in parts]
-            tensor = np.ascontiguousarray(weight.how.write(parts, config))
+            tensor = np.asarray(weight.how.write(parts, config), order="C")  # safetensors writes the buffer
             if shard and size + tensor.nbytes > _SHARD_BYTES:
                 shards.append(_write_shard(folder, shard, len(shards)))
                 shard, size = {}, 0
