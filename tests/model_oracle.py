@@ -40,11 +40,35 @@ def _np_norm(x, config, p):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * p["scale"] + p.get("bias", 0.0)
 
 
-def _np_rotary(x, theta):
-    half = x.shape[-1] // 2
-    angles = np.outer(np.arange(x.shape[0]), theta ** (-np.arange(half) / half))[:, None]
-    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
-    return np.concatenate([z.real, z.imag], -1)
+def _np_rotary(x, config):
+    """[T, heads, H] with its first channels rotated, lowered and scaled as YaRN does where that is asked."""
+    c, half = config, int(x.shape[-1] * config.rotary_fraction) // 2
+    frequencies, scale = c.rope_theta ** (-np.arange(half) / half), 1.0
+    if c.rope_scaling == "yarn":
+        bounds = c.rope_high_frequency_factor, c.rope_low_frequency_factor
+        pairs = [half * math.log(c.rope_original_length / (2 * math.pi * n), c.rope_theta) for n in bounds]
+        first, last = max(math.floor(pairs[0]), 0), min(math.ceil(pairs[1]), 2 * half - 1)
+        share = np.clip((np.arange(half) - first) / (last - first), 0, 1)
+        frequencies = (1 - share) * frequencies + share * frequencies / c.rope_factor
+        scale = _np_mscale(c, c.rope_mscale) / _np_mscale(c, c.rope_mscale_all)
+    angles = np.outer(np.arange(x.shape[0]), frequencies)[:, None]
+    z = scale * (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * angles)
+    return np.concatenate([z.real, z.imag, x[..., 2 * half :]], -1)
+
+
+def _np_mscale(config, k):
+    return 0.1 * k * math.log(config.rope_factor) + 1
+
+
+def _np_latent_query_key_value(config, x, p):
+    read = _np_norm(_np_linear(x, p["query_latent"]), config, p["query_latent_norm"]) if config.d_query_latent else x
+    latent = _np_norm(_np_linear(x, p["latent"]), config, p["latent_norm"])
+    own = _np_linear(latent, p["key"]).reshape(len(x), config.num_heads, -1)
+    shared = np.repeat(_np_linear(x, p["rotary_key"])[:, None], config.num_heads, 1)
+    query, value = (
+        _np_linear(a, p[name]).reshape(*own.shape[:2], -1) for a, name in ((read, "query"), (latent, "value"))
+    )
+    return query, np.concatenate([shared, own], -1), value
 
 
 def _np_attention(config, x, p, given, layer):
@@ -54,13 +78,19 @@ def _np_attention(config, x, p, given, layer):
     visible = (s <= t) | ((t < config.relaxed_causal_tokens) & (s < config.relaxed_causal_tokens))
     normalizers = {"softmax_n": config.normalizer_n, "learned_sink": p.get("sink")}
     normalizers["clipped_softmax"] = ClippedSoftmax(config.normalizer_gamma, config.normalizer_zeta)
-    query, key, value = (_np_linear(x, p[name]).reshape(T, -1, H) for name in ("query", "key", "value"))
+    if config.d_latent:
+        query, key, value = _np_latent_query_key_value(config, x, p)
+    else:
+        widths = {"query": H, "key": H, "value": config.d_value or H}
+        query, key, value = (_np_linear(x, p[name]).reshape(T, -1, width) for name, width in widths.items())
     if config.position == "rotary":
-        query, key = _np_rotary(query, config.rope_theta), _np_rotary(key, config.rope_theta)
+        query, key = _np_rotary(query, config), _np_rotary(key, config)
     if given.first_value_scale is not None:
         value[0] *= given.first_value_scale[layer][:, None]
     k, v = (np.repeat(a, N // config.kv_heads, 1) for a in (key, value))
     logits = np.einsum("TNH,SNH->NTS", query, k) / math.sqrt(H)
+    if config.rope_scaling == "yarn":
+        logits = logits * _np_mscale(config, config.rope_mscale_all) ** 2
     biased = logits if given.attention_bias is None else logits + _of_layer(given.attention_bias, layer)
     weights = attention_oracle.weights(biased, visible, normalizers.get(config.normalizer, config.normalizer))
     if given.forced_share is not None:
@@ -72,9 +102,9 @@ def _np_attention(config, x, p, given, layer):
         heads = heads / (1.0 + np.exp(-_np_linear(x, p["gate"])))[..., None]
     if given.head_scale is not None:
         heads = heads * given.head_scale[layer][:, None]
-    written = np.einsum("SNH,NHD->NSD", v, p["output"]["kernel"].reshape(N, H, -1))
+    written = np.einsum("SNH,NHD->NSD", v, p["output"]["kernel"].reshape(N, v.shape[-1], -1))
     taps = {"attention_logits": logits, "attention_weights": weights, "keys": key, "values": value}
-    head_outputs = np.einsum("TNH,NHD->NTD", heads, p["output"]["kernel"].reshape(N, H, -1))
+    head_outputs = np.einsum("TNH,NHD->NTD", heads, p["output"]["kernel"].reshape(N, v.shape[-1], -1))
     norms = {"value_norms": written, "head_norms": head_outputs}
     taps |= {"visible": visible[None]} | {name: np.linalg.norm(x, axis=-1) for name, x in norms.items()}
     return _np_linear(heads.reshape(T, -1), p["output"]), taps
@@ -84,7 +114,31 @@ def _of_layer(array, layer):
     return array if array.ndim == 2 else array[layer]
 
 
-def _np_mlp(kind, x, p):
+def _np_experts(config, x, p):
+    """Token by token and expert by expert: nothing but the chosen ones is computed."""
+    c, y = config, np.zeros_like(x)
+    kernels = {name: p["experts"][name]["kernel"] for name in ("gate", "input", "output")}
+    by_expert = {name: np.split(k, c.num_experts, axis=0 if name == "output" else 1) for name, k in kernels.items()}
+    biases = {name: np.split(p["experts"][name].get("bias", np.zeros(c.num_experts)), c.num_experts)
+              for name in ("gate", "input")}  # fmt: skip
+    for t, token in enumerate(x):
+        scores = np.exp(_np_linear(token, p["router"]))
+        scores /= scores.sum()
+        by_group = scores.reshape(c.expert_groups, -1)
+        for group in np.argsort(by_group.max(1))[: -c.expert_groups_per_token]:
+            by_group[group] = 0
+        for expert in np.argsort(scores)[-c.experts_per_token :]:
+            own = {name: {"kernel": by_expert[name][expert]} for name in kernels}
+            for name, bias in biases.items():
+                own[name]["bias"] = bias[expert]
+            y[t] += c.expert_scale * scores[expert] * _np_mlp(c, "swiglu", token, own)
+    y = y + p["experts"]["output"].get("bias", 0.0)
+    return y + _np_mlp(c, "swiglu", x, p["shared"]) if c.num_shared_experts else y
+
+
+def _np_mlp(config, kind, x, p):
+    if kind == "experts":
+        return _np_experts(config, x, p)
     if kind == "linear":
         return _np_linear(x, p["output"])
     hidden = _np_linear(x, p["input"])
@@ -149,7 +203,7 @@ def numpy_forward(config, params, tokens, given=None):
         attended = _np_intervened(attended, given, layer, "attention")
         middle = (after.get("attention", same) if attends else same)(x + attended)
         if kind != "none":
-            mlp = _np_mlp(kind, before.get("mlp", same)(middle), p["mlp"])
+            mlp = _np_mlp(config, kind, before.get("mlp", same)(middle), p["mlp"])
         mlp = _np_intervened(mlp, given, layer, "mlp")
         x = (after.get("mlp", same) if kind != "none" else same)(middle + mlp)
         x = _np_replaced(x, given.residual, given.residual_share, layer)

@@ -26,7 +26,11 @@ MODELS = {
     "mixed layers": ModelConfig(**SMALL, attention=(True, False), mlp=("linear", "swiglu"), tie_embeddings=False),
     "no mlp": ModelConfig(**SMALL, attention=(False, True), mlp="none"),
     "no attention": ModelConfig(**SMALL, attention=False, mlp="relu", normalizer="relu"),
-}
+    "latent attention and experts": llama2(
+        "tiny", **SMALL, d_latent=12, d_query_latent=20, rotary_fraction=0.25, mlp=("swiglu", "experts"), d_expert=16,
+        num_experts=6, num_shared_experts=1,
+    ),
+}  # fmt: skip
 
 
 def closed_form(layers, d, vocab, length):
@@ -43,6 +47,15 @@ def test_gpt2_sizes_are_the_closed_form(size, layers, d, length):
     assert model_flops_per_token(model, length) == closed_form(layers, d, 50_304, length)
     both = closed_form(layers, d, 50_304, length) + 6 * layers * length * d
     assert model_flops_per_token(model, length, causal=False) == both == flops_per_token(model, length)
+
+
+def test_causality_halves_the_products_of_attention_whatever_the_widths_of_heads():
+    model, length = llama2("tiny", **SMALL, d_head=24, d_value=8), 32
+    attention = 6 * 2 * length * 4 * (24 + 8)  # layers, heads
+    assert model_flops_per_token(model, length) == flops_per_token(model, length) - attention // 2
+    wider = llama2("tiny", **SMALL, d_head=24, d_value=8, num_kv_heads=1)
+    assert flops_per_token(model, 2 * length) - flops_per_token(model, length) == attention
+    assert flops_per_token(wider, 2 * length) - flops_per_token(wider, length) == attention
 
 
 def traced_flops(function, *args):

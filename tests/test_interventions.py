@@ -22,6 +22,11 @@ GROUPED = llama2(
 )
 BACKCOPY = bigram_backcopy(**UNROLLED, normalizer="relu", attention=(False, True), mlp=("linear", "none"))
 POST_NORM = ModelConfig(**SCANNED, post_norm=True, use_bias=True, normalizer="softmax1")
+LATENT = llama2(
+    "tiny", **UNROLLED, d_head=6, d_value=3, d_latent=5, d_query_latent=7, rotary_fraction=1 / 3, d_expert=5,
+    mlp=("swiglu", "experts"), normalizer="softmax1", rope_scaling="yarn", rope_factor=4.0, rope_theta=100.0,
+    rope_original_length=64, rope_high_frequency_factor=32.0, rope_mscale_all=0.5,
+)  # fmt: skip
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (B, T)))
 SCALES = tuple(name for name in Interventions._fields if name.endswith("_scale"))
 SHARES = tuple(name for name in Interventions._fields if name.endswith("_share"))
@@ -32,7 +37,13 @@ FUSED = (*SCALES, "attention_bias")
 CONFIGS = {"llama2": (llama2("tiny", **UNROLLED), FUSED)}
 CONFIGS |= {
     name: (config, (*FUSED, *SHARES))
-    for name, config in {"gpt2": GPT2, "grouped": GROUPED, "bigram_backcopy": BACKCOPY, "post-norm": POST_NORM}.items()
+    for name, config in {
+        "gpt2": GPT2,
+        "grouped": GROUPED,
+        "bigram_backcopy": BACKCOPY,
+        "post-norm": POST_NORM,
+        "latent attention": LATENT,
+    }.items()
 }
 
 

@@ -178,6 +178,13 @@ def test_where_the_parameters_are():
     expected |= {"layers_1/mlp/output/bias": P(), "token_embedding/embedding": P(BOTH)}
     expected |= {"position_embedding/embedding": P("fsdp")}
     assert {path: params[path] for path in expected} == expected
+    latent = llama2("tiny", **SIZE, d_latent=8, rotary_fraction=0.5, mlp="experts", num_shared_experts=1)
+    params = parameter_specs(on(dataclasses.replace(CONFIG, model=latent), 2, 2, 2))
+    expected = {f"layers/mlp/{part}/{name}/kernel": KERNELS[f"mlp/{name}/kernel"]
+                for part in ("experts", "shared") for name in ("input", "output")}  # fmt: skip
+    expected |= {f"layers/attention/{name}/kernel": P(None, "fsdp") for name in ("latent", "rotary_key")}
+    expected |= {"layers/attention/key/kernel": P(None, "fsdp", "tensor"), "layers/mlp/router/kernel": P()}
+    assert {path: params[path] for path in expected} == expected
 
 
 def test_what_does_not_divide_stays_whole_or_takes_the_other_axis():

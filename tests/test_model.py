@@ -37,6 +37,12 @@ LLAMA2 = llama2("tiny", **SMALL)
 RICH = dataclasses.replace(
     LLAMA2, num_kv_heads=2, gated_attention=True, normalizer="learned_sink", use_bias=True, relaxed_causal_tokens=2
 )
+LATENT_AND_EXPERTS = dataclasses.replace(
+    LLAMA2, d_head=6, d_value=3, d_latent=5, rotary_fraction=1 / 3, norm="rmsnorm", normalizer="softmax1",
+    rope_scaling="yarn", rope_factor=4.0, rope_original_length=64, rope_theta=100.0, rope_high_frequency_factor=32.0,
+    rope_mscale=0.7, rope_mscale_all=0.5, mlp=("swiglu", "experts"), num_experts=6, experts_per_token=2,
+    num_shared_experts=2, d_expert=5, expert_scale=1.5,
+)  # fmt: skip
 NORMALIZERS = ["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "gelu", "sigmoid", "clipped_softmax"]
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 7)))
 
@@ -82,6 +88,19 @@ ORACLE_CONFIGS = {
         TINY, post_norm=True, attention=(False, True), mlp=("relu", "none"), attention_norm=(True, False)
     ),
     "softmax_n": dataclasses.replace(TINY, normalizer="softmax_n", normalizer_n=3.0, position="none", use_bias=True),
+    "values of their own width": dataclasses.replace(RICH, d_value=5),
+    "latent attention and experts": LATENT_AND_EXPERTS,
+    "query latents, groups of experts": dataclasses.replace(
+        LATENT_AND_EXPERTS,
+        d_query_latent=7,
+        d_value=9,
+        normalizer="learned_sink",
+        mlp="experts",
+        expert_groups=3,
+        expert_groups_per_token=2,
+        num_shared_experts=0,
+        expert_scale=3.0,
+    ),
 }
 
 
@@ -178,6 +197,7 @@ def _loss_and_gradients(config):
         pytest.param("gpt2", {"scan_layers": True}, marks=pytest.mark.slow),
         ("rich", {"scan_layers": True, "remat": True}),
         ("rich", {"remat": True}),
+        pytest.param("query latents, groups of experts", {"scan_layers": True, "remat": True}, marks=pytest.mark.slow),
     ],
 )
 def test_scan_and_remat_change_neither_logits_nor_gradients_nor_observations(name, changes):
@@ -209,6 +229,9 @@ def test_stack_layers_and_unstack_layers_are_inverse_and_keep_the_order_of_twelv
 # Every field does something.
 
 LLAMA3 = {"position": "rotary", "d_model": 16, "rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_length": 16}
+LATENT = {"position": "rotary", "d_model": 16, "d_latent": 5, "rotary_fraction": 0.5}
+YARN = LLAMA3 | {"rope_scaling": "yarn", "rope_theta": 100.0, "rope_original_length": 64, "rotary_fraction": 0.5}
+EXPERTS = {"mlp": "experts", "num_experts": 4, "experts_per_token": 2, "d_expert": 6}
 # field: (what the base needs for the field to matter, the new value)
 FIELDS = {
     "vocab_size": ({}, 12),
@@ -218,7 +241,17 @@ FIELDS = {
     "num_heads": ({}, 2),
     "num_kv_heads": ({}, 2),
     "d_head": ({}, 6),
+    "d_value": ({}, 3),
+    "d_latent": (LATENT, 6),
+    "d_query_latent": (LATENT, 6),
     "d_mlp": ({}, 16),
+    "num_experts": (EXPERTS, 6),
+    "experts_per_token": (EXPERTS, 3),
+    "num_shared_experts": (EXPERTS, 1),
+    "d_expert": (EXPERTS, 8),
+    "expert_groups": (EXPERTS, 2),
+    "expert_groups_per_token": (EXPERTS | {"expert_groups": 2}, 2),
+    "expert_scale": (EXPERTS, 2.0),
     "position": ({}, "none"),
     "rope_theta": ({"position": "rotary", "d_model": 16}, 100.0),
     "rotary_fraction": ({"position": "rotary", "d_model": 16}, 0.5),
@@ -227,6 +260,8 @@ FIELDS = {
     "rope_original_length": (LLAMA3, 4),
     "rope_low_frequency_factor": (LLAMA3, 0.5),
     "rope_high_frequency_factor": (LLAMA3, 8.0),
+    "rope_mscale": (YARN, 0.5),
+    "rope_mscale_all": (YARN, 0.5),
     "norm": ({}, "rmsnorm"),
     "norm_scale": ({}, False),
     "norm_bias": ({"norm": "layernorm"}, True),
@@ -338,18 +373,19 @@ def test_bfloat16_computes_products_and_leaves_parameters_and_logits_float32(tie
     assert (logits.astype(jnp.bfloat16).astype(jnp.float32) != logits).mean() > 0.9
 
 
-def test_every_kernel_but_the_embeddings_passes_through_the_linear_function():
-    paths = []
+@pytest.mark.parametrize(("name", "count"), [("rich", 2 * 8 + 1), ("latent attention and experts", 2 * 6 + 3 + 7 + 1)])
+def test_every_kernel_but_the_embeddings_passes_through_the_linear_function(name, count):
+    config, paths = ORACLE_CONFIGS[name], []
 
     def recording(x, kernel, bias, path):
         paths.append(path)
-        assert (bias is not None) == (path != "head")
+        assert (bias is not None) == (config.use_bias and path != "head")
         return linear(x, kernel, bias, path)
 
-    Transformer(RICH, recording).apply({"params": random_params(RICH)}, TOKENS)
-    kernels = {name for name in shapes(RICH) if name.endswith("['kernel']")}
+    Transformer(config, recording).apply({"params": random_params(config)}, TOKENS)
+    kernels = {name for name in shapes(config) if name.endswith("['kernel']")}
     assert {"".join(f"['{part}']" for part in path.split("/")) + "['kernel']" for path in paths} == kernels
-    assert len(paths) == len(kernels) == 2 * 8 + 1
+    assert len(paths) == len(kernels) == count
 
 
 def test_rmsnorm_single_commutes_with_a_rotation_of_the_channels_and_rmsnorm_does_not():
@@ -446,7 +482,7 @@ REFUSED = [
     (lambda: llama2("1.4b"), ["'1.4b'", "tiny | 130m"]),
     (lambda: bigram_backcopy(2, normaliser="softmax1"), ["normaliser", "did you mean 'model.normalizer'"]),
     (lambda: gpt2("tiny", normaliser="softmax1"), ["normaliser", "did you mean 'model.normalizer'"]),
-    (lambda: llama2("tiny", d_model=12, num_heads=4), ["even head width"]),
+    (lambda: llama2("tiny", d_model=12, num_heads=4), ["even number of rotated channels"]),
 ]
 
 

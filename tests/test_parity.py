@@ -15,7 +15,8 @@ import pytest
 
 from orthojax.config import ModelConfig
 from orthojax.model import Transformer
-from orthojax.model.families import FAMILIES, computed_as
+from orthojax.model.families import FAMILIES
+from orthojax.model.family_configs import computed_as
 from orthojax.model.pretrained import read_folder, write_folder
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
@@ -27,6 +28,11 @@ SMALL = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 3, "num_attent
 GROUPED = SMALL | {"num_key_value_heads": 2}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
+DEEPSEEK = SMALL | {"kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+                    "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2,
+                    "moe_intermediate_size": 12, "first_k_dense_replace": 1}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 40.0, "beta_fast": 8, "beta_slow": 1, "mscale": 0.9,
+        "mscale_all_dim": 0.707, "original_max_position_embeddings": 64}  # fmt: skip
 GPT2_SIZES = {"vocab_size": V, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 # name: (model_type, fields of its config)
 CASES = {
@@ -48,6 +54,13 @@ CASES = {
     "qwen3": ("qwen3", GROUPED | {"head_dim": 12}),
     "olmo": ("olmo", GROUPED),
     "olmo2": ("olmo2", GROUPED),
+    "qwen2, yarn": ("qwen2", GROUPED | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0,
+                                                            "original_max_position_embeddings": 16}}),
+    "deepseek_v2 lite": ("deepseek_v2", DEEPSEEK | {"q_lora_rank": None, "rope_parameters": YARN}),
+    "deepseek_v2, all experts": ("deepseek_v2", DEEPSEEK | {"first_k_dense_replace": 0, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}}),
+    "deepseek_v2": ("deepseek_v2", DEEPSEEK | {"q_lora_rank": 14, "topk_method": "group_limited_greedy", "n_group": 3,
+                                               "topk_group": 2, "routed_scaling_factor": 3.0}),
     "pythia": ("gpt_neox", SMALL),
     "gpt_neox in series": ("gpt_neox", SMALL | {"use_parallel_residual": False, "rope_parameters": {
         "rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}}),
@@ -66,11 +79,12 @@ def foreign_model(model_type, fields, seed=0):
     config = transformers.AutoConfig.for_model(model_type, **fields)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
+    size = 0.2 if model_type == "deepseek_v2" else 0.3  # logits of its attention have four kernels each, and two norms
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             norm = "norm" in name or "ln_" in name
-            parameter.copy_((1.0 if norm and name.endswith("weight") else 0.0) + 0.3 * torch.randn_like(parameter))
+            parameter.copy_((1.0 if norm and name.endswith("weight") else 0.0) + size * torch.randn_like(parameter))
     return model
 
 

@@ -12,8 +12,8 @@ NormalizerName = Literal[
     "softmax", "softmax1", "softmax_n", "learned_sink", "relu", "gelu", "sigmoid", "clipped_softmax"
 ]
 AttentionImplementation = Literal["auto", "xla", "xla_chunked", "cudnn", "splash"]
-Mlp = Literal["gelu", "gelu_exact", "relu", "swiglu", "linear", "none"]
-RopeScaling = Literal["none", "linear", "llama3"]
+Mlp = Literal["gelu", "gelu_exact", "relu", "swiglu", "experts", "linear", "none"]
+RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 QkNorm = Literal["none", "head", "all"]
 KernelInit = Literal["normal", "uniform_fan_in"]
 Remat = bool | Literal["dots", "full"]
@@ -31,16 +31,33 @@ class ModelConfig:
       num_heads: Query heads.
       num_kv_heads: Key and value heads; None means `num_heads` (no grouping).
       d_head: Width of one head; None means d_model / num_heads.
+      d_value: Width of the values of one head; None means that of queries and keys.
+      d_latent: Keys and values are made from a normed latent of this width, and the rotated channels of keys, the first
+        rotary_fraction of them, are the same for all heads (multi-head latent attention, arXiv 2405.04434); None means
+        that queries, keys and values are linear in the residual stream.
+      d_query_latent: With `d_latent`, queries are made from a latent of this width, too; None means that they are not.
       d_mlp: Hidden width of the MLP (of each half for swiglu).
+      num_experts: Routed experts of an MLP `experts`.
+      experts_per_token: How many of them count for a token: those of largest router probability.
+      num_shared_experts: Experts that count for every token.
+      d_expert: Hidden width of one expert; None means d_mlp.
+      expert_groups: Groups of routed experts, of which only those with the likeliest experts are chosen from.
+      expert_groups_per_token: How many of them.
+      expert_scale: Factor of the router probabilities, with which routed experts are added.
       position: Position information: a learned table, rotary on queries and keys, or none.
       rope_theta: Base wavelength of rotary positions.
       rotary_fraction: Share of a head's channels that are rotated, the first ones.
       rope_scaling: How frequencies of rotary positions are lowered for longer sequences, see
-        `orthojax.ops.rotary_frequencies`.
+        `orthojax.ops.rotary`.
       rope_factor: By how much.
-      rope_original_length: Length before that, for `llama3`.
-      rope_low_frequency_factor: Wavelengths above rope_original_length over this are lowered in full by `llama3`.
-      rope_high_frequency_factor: Wavelengths below rope_original_length over this are not lowered by `llama3`.
+      rope_original_length: Length before that, for `llama3` and `yarn`.
+      rope_low_frequency_factor: Frequencies of wavelengths above rope_original_length over this are lowered in full by
+        `llama3` and `yarn`.
+      rope_high_frequency_factor: Frequencies of wavelengths below rope_original_length over this are not lowered by
+        `llama3` and `yarn`.
+      rope_mscale: `yarn` multiplies rotated channels by m(rope_mscale) / m(rope_mscale_all), with
+        m(k) = 0.1 k ln(rope_factor) + 1.
+      rope_mscale_all: And all logits by m(rope_mscale_all)^2.
       norm: `rmsnorm_single` has one scalar scale for all channels.
       norm_scale: Whether norms have a learned scale.
       norm_bias: Whether `layernorm` has a bias; None means where linear layers have one.
@@ -62,7 +79,7 @@ class ModelConfig:
       attention_implementation: The kernel of the attention; `auto` picks by platform, dtype and shape.
       attention_window: Each query sees this many keys at most, its own the last; None means all before it.
       mlp: Kind of MLP, for all layers or one for each; `gelu` is the approximation by tanh, `gelu_exact` is not,
-        `linear` one d_model x d_model map.
+        `linear` one d_model x d_model map, `experts` a mixture of swiglu ones (see `num_experts`).
       attention: Whether blocks attend, for all layers or one for each.
       gated_attention: Multiply each head's output at each position by sigmoid(w . x + b), x the block's normed input
         with all its channels; b, starting at 0, where `use_bias`. It is the gate from all features to all heads of
@@ -88,7 +105,17 @@ class ModelConfig:
     num_heads: int = 4
     num_kv_heads: int | None = None
     d_head: int | None = added(None)
+    d_value: int | None = added(None)
+    d_latent: int | None = added(None)
+    d_query_latent: int | None = added(None)
     d_mlp: int = 512
+    num_experts: int = added(8)
+    experts_per_token: int = added(2)
+    num_shared_experts: int = added(0)
+    d_expert: int | None = added(None)
+    expert_groups: int = added(1)
+    expert_groups_per_token: int = added(1)
+    expert_scale: float = added(1.0)
     position: Position = "learned"
     rope_theta: float = 10_000.0
     rotary_fraction: float = added(1.0)
@@ -97,6 +124,8 @@ class ModelConfig:
     rope_original_length: int = added(8192)
     rope_low_frequency_factor: float = added(1.0)
     rope_high_frequency_factor: float = added(4.0)
+    rope_mscale: float = added(1.0)
+    rope_mscale_all: float = added(0.0)
     norm: Norm = "rmsnorm_single"
     norm_scale: bool = added(True)
     norm_bias: bool | None = added(None)
@@ -133,7 +162,7 @@ class ModelConfig:
         check_types(self, "model")
         sizes = "vocab_size max_length d_model num_layers num_heads d_mlp"
         require_each(self, "model", sizes, lambda size: size > 0, "a positive number")
-        optional = "d_head attention_window"
+        optional = "d_head d_value d_latent d_query_latent d_expert attention_window"
         require_each(self, "model", optional, lambda size: size is None or size > 0, "a positive number, or none")
         require_each(self, "model", "rope_original_length", lambda size: size > 0, "a positive number")
         positive = "norm_eps rope_theta init_std embedding_init_std rope_low_frequency_factor"
@@ -166,6 +195,7 @@ class ModelConfig:
             f"rotary_fraction = {self.rotary_channels}",
             "an even number, or position 'learned' or 'none'",
         )
+        self._check_latents_and_experts()
         places = [name for name in ("post_norm", "output_norm", "parallel_blocks") if getattr(self, name)]
         problem = "model." + " and model.".join(f"{name}=true" for name in places)
         require(len(places) < 2, f"{problem} are different places of the norm", "one of them")
@@ -185,6 +215,36 @@ class ModelConfig:
                 "model.scan_layers=false, or equal layers",
             )
 
+    def _check_latents_and_experts(self) -> None:
+        sizes = "num_experts experts_per_token expert_groups expert_groups_per_token"
+        require_each(self, "model", sizes, lambda size: size > 0, "a positive number")
+        require_each(self, "model", "num_shared_experts", lambda size: size >= 0, "0 or more")
+        factors = "expert_scale rope_mscale rope_mscale_all"
+        require_each(self, "model", factors, lambda x: 0.0 <= x < math.inf, "a finite number >= 0")
+        require(
+            self.num_experts % self.expert_groups == 0 and self.expert_groups_per_token <= self.expert_groups,
+            f"model.expert_groups={self.expert_groups}, with {self.expert_groups_per_token} of them for a token",
+            f"a divisor of model.num_experts={self.num_experts}, of which a token has all or fewer",
+        )
+        chosen_from = self.num_experts // self.expert_groups * self.expert_groups_per_token
+        few = f"up to the {chosen_from} experts that a token chooses from"
+        require_each(self, "model", "experts_per_token", lambda count: count <= chosen_from, few)
+        require(
+            self.rope_scaling != "yarn" or self.rope_theta > 1.0,
+            f"model.rope_theta={self.rope_theta} with model.rope_scaling='yarn'",
+            "above 1",
+        )
+        if self.d_latent is None:
+            allowed = "model.d_latent beside it, for multi-head latent attention"
+            require(self.d_query_latent is None, f"model.d_query_latent={self.d_query_latent} alone", allowed)
+            return
+        problem = f"model.d_latent={self.d_latent} with model."
+        require(self.kv_heads == self.num_heads, f"{problem}num_kv_heads={self.kv_heads}", f"{self.num_heads}, or none")
+        require(self.qk_norm == "none", f"{problem}qk_norm={self.qk_norm!r}", "none")
+        allowed = f"a share that gives 1 to {self.head_dim - 1} channels of {self.head_dim}"
+        inside = 0 < self.rotary_channels < self.head_dim
+        require(inside, f"{problem}rotary_fraction={self.rotary_fraction}", allowed)
+
     @property
     def kv_heads(self) -> int:
         """Number of key and value heads."""
@@ -192,13 +252,23 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
+        """Width of queries and keys of one head."""
         return self.d_model // self.num_heads if self.d_head is None else self.d_head
+
+    @property
+    def value_dim(self) -> int:
+        """Width of the values of one head."""
+        return self.head_dim if self.d_value is None else self.d_value
+
+    @property
+    def expert_dim(self) -> int:
+        """Hidden width of one expert."""
+        return self.d_mlp if self.d_expert is None else self.d_expert
 
     @property
     def rotary_channels(self) -> int:
         """How many channels of each head rotary positions rotate."""
-        return int(self.head_dim * self.rotary_fraction)
+        return int(self.head_dim * self.rotary_fraction + 1e-6)  # 49 * (1 / 49) is less than 1
 
     @property
     def has_qkv_bias(self) -> bool:

@@ -1,10 +1,11 @@
 """The attention of one block.
 
-Letters inside functions: B batch, T query positions, S key positions, N query heads, K key-value heads, H head width,
-D d_model.
+Letters inside functions: B batch, T query positions, S key positions, N query heads, K key-value heads, H head width of
+queries and keys, D d_model.
 """
 
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,7 +16,7 @@ from orthojax.model.interventions import Interventions, force_weights, scale_fir
 from orthojax.model.layers import Norm, Part
 from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask, weighted_values
 from orthojax.ops.normalizers import ClippedSoftmax, Normalizer, apply_normalizer
-from orthojax.ops.rotary import llama3_frequencies, rotary, rotary_frequencies
+from orthojax.ops.rotary import llama3_frequencies, rotary, rotary_frequencies, yarn_frequencies, yarn_mscale
 
 
 class Attention(Part):
@@ -26,18 +27,10 @@ class Attention(Part):
         """[B, T, D] and the layer's interventions -> ([B, T, D], the taps that attention fills)."""
         c = self.config
         B, T, _ = x.shape
-        query, key, value = (
-            self.dense(name, heads * c.head_dim, use_bias=c.has_qkv_bias)(x)
-            for name, heads in (("query", c.num_heads), ("key", c.kv_heads), ("value", c.kv_heads))
-        )
-        if c.qk_norm == "all":
-            query, key = self._normed(query, key)
-        query, key, value = (a.reshape(B, T, -1, c.head_dim) for a in (query, key, value))
-        if c.qk_norm == "head":
-            query, key = self._normed(query, key)
+        query, key, value = self.query_key_value(x)
         if c.position == "rotary":
-            frequencies = _frequencies(c)
-            query, key = (rotary(a, jnp.arange(T), frequencies=frequencies) for a in (query, key))
+            turned = {"frequencies": _frequencies(c), "scale": _scales(c)[0]}
+            query, key = (rotary(a, jnp.arange(T), **turned) for a in (query, key))
         if given.first_value_scale is not None:
             value = scale_first(value, given.first_value_scale[:, None])
         visible = attention_mask(c, T)
@@ -45,20 +38,20 @@ class Attention(Part):
         # A relaxed mask holds the window; kernels know a causal one with its window by themselves.
         window = None if c.attention_window is None or relaxed else (c.attention_window - 1, 0)
         implementation = None if c.attention_implementation == "auto" else c.attention_implementation
-        attend = partial(dot_product_attention, normalizer=normalizer, implementation=implementation)
+        attend = partial(_attend, normalizer=normalizer, scale=_scales(c)[1], implementation=implementation)
         bias, shown = given.attention_bias, None
         if given.forced_share is None:
             mask = visible if relaxed else None
             heads = attend(query, key, value, bias, mask, is_causal=not relaxed, local_window_size=window)
         else:
-            shown = _logits_and_weights(query, key, visible, normalizer, given)
+            shown = self._logits_and_weights(query, key, visible, normalizer, given)
             heads = weighted_values(shown[1], value)
         if c.gated_attention:
             heads *= jax.nn.sigmoid(self.dense("gate", c.num_heads)(x))[..., None]
         if given.head_scale is not None:
             heads *= given.head_scale.reshape(1, 1, -1, 1).astype(heads.dtype)
         output = self.dense("output", c.d_model, writes_residual=True)(heads.reshape(B, T, -1))
-        logits, weights = shown or _logits_and_weights(query, key, visible, normalizer, given)
+        logits, weights = shown or self._logits_and_weights(query, key, visible, normalizer, given)
         taps = {
             "attention_logits": logits,
             "attention_weights": weights,
@@ -69,6 +62,25 @@ class Attention(Part):
             "head_norms": self._written_norms(heads),
         }
         return output, taps
+
+    def query_key_value(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """[B, T, D] -> queries [B, T, N, H], keys [B, T, K, H] and values [B, T, K, d_value], before positions."""
+        c = self.config
+        query, key, value = (
+            self.dense(name, heads * width, use_bias=c.has_qkv_bias)(x)
+            for name, heads, width in (
+                ("query", c.num_heads, c.head_dim),
+                ("key", c.kv_heads, c.head_dim),
+                ("value", c.kv_heads, c.value_dim),
+            )
+        )
+        if c.qk_norm == "all":
+            query, key = self._normed(query, key)
+        widths = (c.head_dim, c.head_dim, c.value_dim)
+        query, key, value = (
+            a.reshape(*x.shape[:2], -1, width) for a, width in zip((query, key, value), widths, strict=True)
+        )
+        return (*self._normed(query, key), value) if c.qk_norm == "head" else (query, key, value)
 
     def _normed(self, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         dtype = query.dtype
@@ -86,13 +98,21 @@ class Attention(Part):
         return c.normalizer
 
     def _written_norms(self, vectors: jax.Array) -> jax.Array:
-        """[B, S, N, H] -> ||W_o^h x||_2 of each head's vectors, [B, N, S] float32."""
-        # ||W^T x||^2 = x^T (W W^T) x with the H x H Gram matrix of each head: no [B, N, S, D] array.
+        """[B, S, N, d_value] -> ||W_o^h x||_2 of each head's vectors, [B, N, S] float32."""
+        # ||W^T x||^2 = x^T (W W^T) x with the small Gram matrix of each head: no [B, N, S, D] array.
         c = self.config
-        kernel = self.variables["params"]["output"]["kernel"].reshape(c.num_heads, c.head_dim, c.d_model)
+        kernel = self.variables["params"]["output"]["kernel"].reshape(c.num_heads, c.value_dim, c.d_model)
         gram = jnp.einsum("NHD,NGD->NHG", kernel, kernel)
         vectors = vectors.astype(gram.dtype)
         return jnp.sqrt(jnp.maximum(jnp.einsum("BSNH,NHG,BSNG->BNS", vectors, gram, vectors), 0.0))
+
+    def _logits_and_weights(
+        self, query: jax.Array, key: jax.Array, visible: jax.Array, normalizer: Normalizer, given: Interventions
+    ) -> tuple[jax.Array, jax.Array]:
+        # `attention_weights` in its two parts, so that both taps share the logits, in gradients too.
+        logits = attention_logits(query, key, scale=_scales(self.config)[1])
+        biased = logits if given.attention_bias is None else logits + given.attention_bias.astype(logits.dtype)
+        return logits, force_weights(apply_normalizer(normalizer, biased, visible), given)
 
 
 def attention_mask(config: ModelConfig, length: int) -> jax.Array:
@@ -105,16 +125,27 @@ def _frequencies(config: ModelConfig) -> jax.Array:
     plain = rotary_frequencies(c.rotary_channels, c.rope_theta)
     if c.rope_scaling == "linear":
         return plain / c.rope_factor
+    factors = (c.rope_low_frequency_factor, c.rope_high_frequency_factor)
     if c.rope_scaling == "llama3":
-        factors = (c.rope_low_frequency_factor, c.rope_high_frequency_factor)
         return llama3_frequencies(plain, c.rope_factor, c.rope_original_length, *factors)
+    if c.rope_scaling == "yarn":
+        return yarn_frequencies(c.rotary_channels, c.rope_theta, c.rope_factor, c.rope_original_length, *factors)
     return plain
 
 
-def _logits_and_weights(
-    query: jax.Array, key: jax.Array, visible: jax.Array, normalizer: Normalizer, given: Interventions
-) -> tuple[jax.Array, jax.Array]:
-    # `attention_weights` in its two parts, so that both taps share the logits, in gradients too.
-    logits = attention_logits(query, key)
-    biased = logits if given.attention_bias is None else logits + given.attention_bias.astype(logits.dtype)
-    return logits, force_weights(apply_normalizer(normalizer, biased, visible), given)
+def _scales(config: ModelConfig) -> tuple[float, float]:
+    """The factors of rotated channels, and of the products of queries and keys."""
+    c, rotated, products = config, 1.0, config.head_dim**-0.5
+    if c.rope_scaling == "yarn":
+        everywhere = yarn_mscale(c.rope_factor, c.rope_mscale_all)
+        rotated, products = yarn_mscale(c.rope_factor, c.rope_mscale) / everywhere, products * everywhere**2
+    return rotated, products
+
+
+def _attend(query: jax.Array, key: jax.Array, value: jax.Array, *masks: jax.Array | None, **options: Any) -> jax.Array:
+    """`dot_product_attention` with values of any width: zeros make it that of the keys, which kernels ask for."""
+    widths = [a.shape[-1] for a in (query, key, value)]
+    if len(set(widths)) == 1:
+        return dot_product_attention(query, key, value, *masks, **options)
+    padded = (jnp.pad(a, (*[(0, 0)] * 3, (0, max(widths) - a.shape[-1]))) for a in (query, key, value))
+    return dot_product_attention(*padded, *masks, **options)[..., : value.shape[-1]]

@@ -15,15 +15,9 @@ from orthojax.config import ModelConfig
 from orthojax.config.fields import require
 from orthojax.errors import UserError, needing
 from orthojax.files import require_file
-from orthojax.model.families import SAME, TRANSPOSED, Transform, Weight
+from orthojax.model.family import SAME, TRANSPOSED, Transform, Weight, unpair
 from orthojax.model.pretrained import read_params
 from orthojax.ops import llama3_frequencies, rotary_frequencies
-
-
-def _unpair(x: np.ndarray, heads: int) -> np.ndarray:
-    """Output rows [out, ...] of every head from neighbouring pairs to halves."""
-    pairs = x.reshape(heads, x.shape[0] // heads // 2, 2, *x.shape[1:])
-    return np.swapaxes(pairs, 1, 2).reshape(x.shape)
 
 
 def _one_way(read: Any) -> Transform:
@@ -34,8 +28,8 @@ def _one_way(read: Any) -> Transform:
 
 
 _PAIRED = {
-    "query": _one_way(lambda x, c: (_unpair(x, c.num_heads).T,)),
-    "key": _one_way(lambda x, c: (_unpair(x, c.kv_heads).T,)),
+    "query": _one_way(lambda x, c: (unpair(x, c.num_heads).T,)),
+    "key": _one_way(lambda x, c: (unpair(x, c.kv_heads).T,)),
 }
 
 
@@ -186,6 +180,9 @@ def _config(file: GgufFile, name: str, architecture: _Architecture) -> ModelConf
     scaling = own.get("rope.scaling.type", "none")
     require(scaling == "none", f"{file.where}: rope.scaling.type={scaling!r} is not supported", "none")
     fields = dict(architecture.base) | {ours: own[there] for there, ours in _FIELDS.items() if own.get(there)}
+    for name in ("norm_eps", "rope_theta"):
+        if name in fields:
+            fields[name] = float(str(np.float32(fields[name])))  # stored as float32: 1e-05, not 9.999999747378752e-06
     for part in ("num_heads", "num_kv_heads", "d_mlp"):
         if isinstance(sizes := fields.get(part), list):
             require(len(set(sizes)) == 1, f"{file.where}: {part} differs between layers", "one size")

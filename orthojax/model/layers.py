@@ -117,18 +117,21 @@ _ACTIVATIONS = {"gelu": jax.nn.gelu, "gelu_exact": partial(jax.nn.gelu, approxim
 
 
 class Feedforward(Part):
-    """The MLP of one block."""
+    """The MLP of one block, or a part of it; `width` is that of its hidden units, None that of the config."""
 
     kind: Mlp
+    width: int | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
+    def __call__(self, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
+        """[B, T, D] -> [B, T, D]; `factor` [B, T, width] multiplies the hidden units."""
         c = self.config
+        width = c.d_mlp if self.width is None else self.width
         if self.kind != "linear":
-            hidden = self.dense("input", c.d_mlp)(x)
+            hidden = self.dense("input", width)(x)
             if self.kind == "swiglu":
-                x = jax.nn.silu(self.dense("gate", c.d_mlp)(x)) * hidden
+                x = jax.nn.silu(self.dense("gate", width)(x)) * hidden
             else:
                 x = _ACTIVATIONS[self.kind](hidden)
+            x = x if factor is None else x * factor.astype(x.dtype)
         return self.dense("output", c.d_model, writes_residual=True)(x)

@@ -26,7 +26,7 @@ class Taps(NamedTuple):
     attention_weights: jax.Array  # [B, N, T, S] float32
     visible: jax.Array  # [1, 1, T, S] bool: which keys each query sees
     keys: jax.Array  # [B, S, K, H], rotated where positions are
-    values: jax.Array  # [B, S, K, H]
+    values: jax.Array  # [B, S, K, d_value]
     value_norms: jax.Array  # [B, N, S] float32: ||W_o^h v_j||_2, the value as head h writes it to the residual stream
     head_norms: jax.Array  # [B, N, T] float32: ||W_o^h sum_j A_ij v_j||_2, what head h writes to it
     residual_before: jax.Array  # [B, T, D] residual stream that the block gets

@@ -5,9 +5,10 @@ All are stock. What the paper changes (RMSNormSingle, no biases, softmax-1) is a
 """
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, get_args
 
-from orthojax.config import ModelConfig, unknown_field
+from orthojax.config import Mlp, ModelConfig, unknown_field
 from orthojax.errors import UserError, nearest
 
 _GPT2 = ModelConfig(
@@ -123,23 +124,26 @@ def parameter_count(config: ModelConfig) -> int:
     >>> parameter_count(gpt2("130m"))
     124439808
     """
-    c, bias = config, int(config.use_bias)
-
-    def dense(features: int, outputs: int) -> int:
-        return (features + bias) * outputs
+    c, dense = config, functools.partial(_dense_count, config)
 
     def norm_of(width: int) -> int:
         scale = {"layernorm": width, "rmsnorm": width, "rmsnorm_single": 1, "none": 0}[c.norm] * c.norm_scale
         return scale + (width if c.has_norm_bias else 0)
 
-    norm, (q, kv) = norm_of(c.d_model), (heads * c.head_dim for heads in (c.num_heads, c.kv_heads))
-    attention = (c.d_model + c.has_qkv_bias) * (q + 2 * kv) + dense(q, c.d_model)
+    norm, mlp = norm_of(c.d_model), {kind: _mlp_count(c, kind) for kind in get_args(Mlp)}
+    q, k, v = c.num_heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.value_dim
+    if c.d_latent is None:
+        attention = (c.d_model + c.has_qkv_bias) * (q + k + v)
+        attention += {"none": 0, "head": 2 * norm_of(c.head_dim), "all": norm_of(q) + norm_of(k)}[c.qk_norm]
+    else:
+        read, R = c.d_query_latent or c.d_model, c.rotary_channels
+        latents = [width for width in (c.d_latent, c.d_query_latent) if width is not None]
+        attention = sum((c.d_model + c.has_qkv_bias) * width + norm_of(width) for width in latents)
+        attention += (c.d_model + c.has_qkv_bias) * R + (read + c.has_qkv_bias) * q
+        attention += (c.d_latent + c.has_qkv_bias) * (c.num_heads * (c.head_dim - R) + v)
+    attention += dense(c.num_heads * c.value_dim, c.d_model)
     attention += dense(c.d_model, c.num_heads) if c.gated_attention else 0
     attention += c.num_heads if c.normalizer == "learned_sink" else 0
-    attention += {"none": 0, "head": 2 * norm_of(c.head_dim), "all": norm_of(q) + norm_of(kv)}[c.qk_norm]
-    two = dense(c.d_model, c.d_mlp) + dense(c.d_mlp, c.d_model)
-    linear, swiglu = dense(c.d_model, c.d_model), two + dense(c.d_model, c.d_mlp)
-    mlp = {"gelu": two, "gelu_exact": two, "relu": two, "swiglu": swiglu, "linear": linear, "none": 0}
     total = c.vocab_size * c.d_model * (1 if c.tie_embeddings else 2) + (0 if c.post_norm else norm)
     total += c.max_length * c.d_model if c.position == "learned" else 0
     for layer in range(c.num_layers):
@@ -148,12 +152,29 @@ def parameter_count(config: ModelConfig) -> int:
     return total
 
 
+def _dense_count(config: ModelConfig, features: int, outputs: int) -> int:
+    return (features + config.use_bias) * outputs
+
+
+def _mlp_count(config: ModelConfig, kind: Mlp) -> int:
+    c, dense = config, functools.partial(_dense_count, config)
+
+    def swiglu(width: int) -> int:
+        return 2 * dense(c.d_model, width) + dense(width, c.d_model)
+
+    if kind == "experts":
+        shared = swiglu(c.num_shared_experts * c.expert_dim) if c.num_shared_experts else 0
+        return c.d_model * c.num_experts + swiglu(c.num_experts * c.expert_dim) + shared
+    two = dense(c.d_model, c.d_mlp) + dense(c.d_mlp, c.d_model)
+    return {"linear": dense(c.d_model, c.d_model), "none": 0, "swiglu": swiglu(c.d_mlp)}.get(kind, two)
+
+
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Floating-point operations of one training step for each token, forward and backward.
 
     6 for each parameter that takes part in a matrix product (the token table once, as the head; the position table,
-    norm scales and biases never), and 12 T times the width of all heads in every layer that attends for the products
-    with keys and values, causality not counted as a saving.
+    norm scales and biases never), and 6 T times the widths of keys and of values of all heads in every layer that
+    attends for the products with them, causality not counted as a saving. All experts count, as all are computed.
 
     Args:
       config: The model.
@@ -167,4 +188,4 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     matrices -= c.max_length * c.d_model if c.position == "learned" else 0
     matrices -= 0 if c.tie_embeddings else c.vocab_size * c.d_model
     attending = sum(c.layer_attention(layer) for layer in range(c.num_layers))
-    return 6 * matrices + 12 * attending * sequence_length * c.num_heads * c.head_dim
+    return 6 * matrices + 6 * attending * sequence_length * c.num_heads * (c.head_dim + c.value_dim)

@@ -18,16 +18,9 @@ import numpy as np
 from orthojax.config import ModelConfig, from_dict
 from orthojax.errors import UserError, needing
 from orthojax.files import make_folder, read_json, require_file, write_atomically, write_text
-from orthojax.model.families import (
-    FAMILIES,
-    HEADS,
-    SAME,
-    Weight,
-    family_named,
-    foreign_names,
-    read_config,
-    write_config,
-)
+from orthojax.model.families import FAMILIES, family_named
+from orthojax.model.family import HEADS, SAME, Weight, foreign_names
+from orthojax.model.family_configs import read_config, write_config
 from orthojax.model.transformer import Transformer
 
 OWN = "orthojax"  # the model_type of models that no family expresses
@@ -145,7 +138,7 @@ def read_params(
 
     Args:
       config: Of the model.
-      weights: Names that a tensor may have, with {} for the layer, and what it is.
+      weights: Names that a tensor may have, with {} for the layer and {expert} for the expert, and what it is.
       tensors: Where to find them.
       ignored: Ends of names that are no parameters.
       dtype: Of the parameters.
@@ -159,28 +152,27 @@ def read_params(
     shapes = _shapes(config)
     there, used, found = set(tensors.names()), set(), {}
     for names, weight in weights:
-        layers = range(config.num_layers) if "{}" in weight.there else (None,)
-        for layer in layers:
-            paths = [_path(here, layer, config) for here in weight.here]
+        for layer, expert in weight.places(config):
+            paths = _paths(weight, layer, config)
             if not all(path in shapes for path in paths):
                 continue
-            name = next((full for n in names if (full := n.format(layer)) in there), None)
+            name = next((full for n in names if (full := n.format(layer, expert=expert)) in there), None)
             if name is None:
-                raise UserError(f"{tensors.where} has no tensor {names[0].format(layer)}")
+                raise UserError(f"{tensors.where} has no tensor {names[0].format(layer, expert=expert)}")
             used.add(name)
-            stacked = layer is not None and config.scan_layers
             parts = _parts(tensors.read(name), weight, config, name)
             for path, part in zip(paths, parts, strict=True):
-                wanted = shapes[path][1:] if stacked else shapes[path]
+                starts, sizes = _slot(shapes[path], weight, config, layer, expert)
+                wanted = sizes[1:] if layer is not None and config.scan_layers else sizes
                 if part.shape != wanted:
                     allowed = f"one that gives {path} {list(wanted)}"
                     raise UserError(f"tensor {name} gives {path} the shape {list(part.shape)}", allowed=allowed)
-                if not stacked:
+                if sizes == shapes[path]:
                     found[path] = jnp.asarray(part, dtype)
                     continue
                 if path not in found:
                     found[path] = jnp.zeros(shapes[path], dtype)
-                found[path] = _put(found[path], part, layer)
+                found[path] = _put(found[path], part.reshape(sizes), starts)
     if missing := sorted(shapes.keys() - found.keys()):
         raise UserError(f"{tensors.where} has nothing for {missing[0]}")
     if unknown := sorted(name for name in there - used if not name.endswith(ignored)):
@@ -190,11 +182,26 @@ def read_params(
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(stack: jax.Array, part: jax.Array, layer: int) -> jax.Array:
-    return stack.at[layer].set(part.astype(stack.dtype))
+def _put(whole: jax.Array, part: jax.Array, starts: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(whole, part.astype(whole.dtype), starts)
+
+
+def _slot(
+    shape: tuple[int, ...], weight: Weight, config: ModelConfig, layer: int | None, expert: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where a tensor of a layer and an expert begins in a parameter of ours, and its size there, along every axis."""
+    starts, sizes = [0] * len(shape), list(shape)
+    if layer is not None and config.scan_layers:
+        starts[0], sizes[0] = layer, 1
+    if expert is not None and weight.share is not None:
+        sizes[weight.share] //= config.num_experts
+        starts[weight.share] = expert * sizes[weight.share]
+    return tuple(starts), tuple(sizes)
 
 
 def _parts(tensor: np.ndarray, weight: Weight, config: ModelConfig, name: str) -> Sequence[np.ndarray]:
+    if not jnp.issubdtype(tensor.dtype, jnp.floating):  # quantised, with scales that nothing here multiplies by
+        raise UserError(f"tensor {name} is of {tensor.dtype}", allowed="float32, float16 or bfloat16")
     try:
         return weight.how.read(tensor, config)
     except ValueError:
@@ -208,11 +215,13 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {path: leaf.shape for path, leaf in _flat(tree).items()}
 
 
-def _path(here: str, layer: int | None, config: ModelConfig) -> str:
-    """A path of the tables, `layers/...`, as this model has it."""
+def _paths(weight: Weight, layer: int | None, config: ModelConfig) -> list[str]:
+    """The paths of a row, `layers/...`, as this model has them."""
+    if not weight.where(config):
+        return [""]  # of no parameter
     if layer is None or config.scan_layers:
-        return here
-    return here.replace("layers/", f"layers_{layer}/", 1)
+        return list(weight.here)
+    return [here.replace("layers/", f"layers_{layer}/", 1) for here in weight.here]
 
 
 def _flat(tree: Any) -> dict[str, Any]:
@@ -275,17 +284,19 @@ def write_folder(folder: Path, config: ModelConfig, params: Any) -> str:
     leaves, shard, shards, size = _flat(params), {}, [], 0
     weight_map: dict[str, int] = {}
     for names, weight in rows:
-        for layer in range(config.num_layers) if "{}" in weight.there else (None,):
-            paths = [_path(here, layer, config) for here in weight.here]
+        for layer, expert in weight.places(config):
+            paths = _paths(weight, layer, config)
             if not all(path in leaves for path in paths):
                 continue
-            stacked = layer is not None and config.scan_layers
-            parts = [np.asarray(leaves[path][layer] if stacked else leaves[path]) for path in paths]
-            tensor = np.ascontiguousarray(weight.how.write(parts, config))
+            slots = (_slot(leaves[path].shape, weight, config, layer, expert) for path in paths)
+            parts = [_part(leaves[path], *slot) for path, slot in zip(paths, slots, strict=True)]
+            if layer is not None and config.scan_layers:
+                parts = [part[0] for part in parts]
+            tensor = np.asarray(weight.how.write(parts, config), order="C")  # safetensors writes the buffer
             if shard and size + tensor.nbytes > _SHARD_BYTES:
                 shards.append(_write_shard(folder, shard, len(shards)))
                 shard, size = {}, 0
-            name = names[0].format(layer)
+            name = names[0].format(layer, expert=expert)
             shard[name], weight_map[name] = tensor, len(shards)
             size += tensor.nbytes
     shards.append(_write_shard(folder, shard, len(shards)))
@@ -296,6 +307,10 @@ def write_folder(folder: Path, config: ModelConfig, params: Any) -> str:
         write_text(folder / _INDEX, json.dumps({"metadata": {}, "weight_map": files}, indent=1) + "\n")
     write_text(folder / "config.json", json.dumps(given, indent=2) + "\n")  # last: without it there is no model
     return given["model_type"]
+
+
+def _part(leaf: Any, starts: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
+    return np.asarray(leaf[tuple(slice(a, a + size) for a, size in zip(starts, sizes, strict=True))])
 
 
 def _write_shard(folder: Path, tensors: dict[str, np.ndarray], number: int) -> Path:

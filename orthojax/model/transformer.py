@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from orthojax.config import ModelConfig, Remat
 from orthojax.model.attention import Attention, attention_mask
+from orthojax.model.experts import Experts
 from orthojax.model.interventions import Interventions, intervene, replace, split_layers, with_shared
+from orthojax.model.latent_attention import LatentAttention
 from orthojax.model.layers import (
     Feedforward,
     Linear,
@@ -49,7 +51,8 @@ class Block(nn.Module):
         attention_output = mlp_output = jnp.zeros_like(x)
         if c.layer_attention(self.layer):
             read = self._normed(x, "attention", "input")
-            attention_output, taps = Attention(c, self.linear, name="attention")(read, given)
+            attention = Attention if c.d_latent is None else LatentAttention
+            attention_output, taps = attention(c, self.linear, name="attention")(read, given)
             attention_output = self._to_residual(self._normed(attention_output, "attention", "output"), "attention")
         else:
             taps = self._no_attention_taps(B, T)
@@ -58,7 +61,10 @@ class Block(nn.Module):
         kind = c.layer_mlp(self.layer)
         if kind != "none":
             read = self._normed(x if c.parallel_blocks else post_attention, "mlp", "input")
-            mlp_output = Feedforward(c, self.linear, kind, name="mlp")(read)
+            if kind == "experts":
+                mlp_output = Experts(c, self.linear, name="mlp")(read)
+            else:
+                mlp_output = Feedforward(c, self.linear, kind, name="mlp")(read)
             mlp_output = self._to_residual(self._normed(mlp_output, "mlp", "output"), "mlp")
         mlp_output = intervene(mlp_output, given, "mlp")
         x = self._normed(post_attention + mlp_output, "mlp", "sum")
@@ -93,7 +99,7 @@ class Block(nn.Module):
             "attention_weights": jnp.zeros((B, c.num_heads, T, T)),
             "visible": attention_mask(c, T),
             "keys": jnp.zeros((B, T, c.kv_heads, c.head_dim)),
-            "values": jnp.zeros((B, T, c.kv_heads, c.head_dim)),
+            "values": jnp.zeros((B, T, c.kv_heads, c.value_dim)),
             "value_norms": jnp.zeros((B, c.num_heads, T)),
             "head_norms": jnp.zeros((B, c.num_heads, T)),
         }

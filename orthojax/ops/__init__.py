@@ -24,7 +24,7 @@ from orthojax.ops.normalizers import (
     softmax_n,
     softmax_with_sink,
 )
-from orthojax.ops.rotary import llama3_frequencies, rotary, rotary_frequencies
+from orthojax.ops.rotary import llama3_frequencies, rotary, rotary_frequencies, yarn_frequencies, yarn_mscale
 from orthojax.ops.statistics import kurtosis, norm_ratio
 
 __all__ = [
@@ -55,4 +55,6 @@ __all__ = [
     "softmax_with_sink",
     "visible_keys",
     "weighted_values",
+    "yarn_frequencies",
+    "yarn_mscale",
 ]

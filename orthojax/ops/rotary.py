@@ -13,7 +13,12 @@ from orthojax.ops.statistics import wide_dtype
 
 
 def rotary(
-    x: jax.Array, positions: jax.Array, theta: float = 10_000.0, *, frequencies: ArrayLike | None = None
+    x: jax.Array,
+    positions: jax.Array,
+    theta: float = 10_000.0,
+    *,
+    frequencies: ArrayLike | None = None,
+    scale: float = 1.0,
 ) -> jax.Array:
     """Rotary position embedding: rotates pairs of channels by an angle that grows with the position.
 
@@ -24,6 +29,7 @@ def rotary(
       positions: [T], integers.
       theta: Base of the wavelengths: frequencies are those of `rotary_frequencies(H, theta)`.
       frequencies: [R/2], instead; the channels from R on stay as they are.
+      scale: Factor of the rotated channels, as YaRN has one.
 
     Returns:
       Shape and dtype of `x`; computed in float32 at least.
@@ -46,7 +52,7 @@ def rotary(
     angles = jnp.expand_dims(angles, tuple(range(x.ndim - 3)))
     turned, rest = jnp.split(x, [2 * frequencies.size], axis=-1)
     first, second = jnp.split(turned.astype(dtype), 2, axis=-1)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = (a if scale == 1.0 else scale * a for a in (jnp.cos(angles), jnp.sin(angles)))
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
@@ -98,10 +104,65 @@ def llama3_frequencies(
       `The Llama 3 Herd of Models <https://arxiv.org/abs/2407.21783>`_, 2024, and the configuration that its models are
       published with.
 
-    >>> llama3_frequencies(jnp.array([1.0, 0.1]), 8.0, 32).round(4).tolist()
+    >>> [round(f, 4) for f in llama3_frequencies(jnp.array([1.0, 0.1]), 8.0, 32).tolist()]
     [1.0, 0.0125]
     """
     f = jnp.asarray(frequencies)
     turns = original_length * f / (2 * math.pi)
     kept = jnp.clip((turns - low_frequency_factor) / (high_frequency_factor - low_frequency_factor), 0.0, 1.0)
     return f * (kept + (1.0 - kept) / factor)
+
+
+def yarn_frequencies(
+    width: int,
+    theta: float,
+    factor: float,
+    original_length: int,
+    low_frequency_factor: float = 1.0,
+    high_frequency_factor: float = 32.0,
+) -> jax.Array:
+    r"""Frequencies for sequences `factor` times longer, as YaRN lowers them ("NTK-by-parts").
+
+    Pair i makes :math:`n_i = L \theta^{-2i/R} / 2 \pi` turns over the original length. Pairs before that of
+    `high_frequency_factor` turns keep their frequency, those after that of `low_frequency_factor` turns have it divided
+    by `factor`, and between them it is interpolated linearly in i; the two bounds are rounded outwards.
+
+    Args:
+      width: R, even.
+      theta: Base of the wavelengths, above 1.
+      factor: By how much the longest wavelengths grow.
+      original_length: L, in tokens.
+      low_frequency_factor: See above; beta_slow.
+      high_frequency_factor: See above; beta_fast.
+
+    Returns:
+      [R/2], radians per position.
+
+    Reference:
+      Peng et al., `YaRN <https://arxiv.org/abs/2309.00071>`_, 2023, section 3.2. The rounding, and bounds of 0 and
+      R - 1, are those of the configurations that models are published with.
+
+    >>> lowered = yarn_frequencies(8, 100.0, 4.0, 64, high_frequency_factor=4.0) / rotary_frequencies(8, 100.0)
+    >>> [round(f, 4) for f in lowered.tolist()]
+    [1.0, 0.75, 0.5, 0.25]
+    """
+    plain = rotary_frequencies(width, theta)
+    if not theta > 1:
+        raise ValueError(f"theta={theta}; allowed: above 1")
+
+    def pair_of(turns: float) -> float:
+        return width * math.log(original_length / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+    first = max(math.floor(pair_of(high_frequency_factor)), 0)
+    last = min(math.ceil(pair_of(low_frequency_factor)), width - 1)
+    lowered = jnp.clip((jnp.arange(width // 2) - first) / max(last - first, 1e-3), 0.0, 1.0)
+    return plain * (1.0 - lowered + lowered / factor)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's factor for logits of longer sequences, 0.1 mscale ln(factor) + 1.
+
+    >>> round(yarn_mscale(40.0, 0.707), 4)
+    1.2608
+    """
+    return 0.1 * mscale * math.log(factor) + 1.0

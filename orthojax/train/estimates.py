@@ -69,7 +69,7 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int, *, causal: b
     if not causal:
         return full
     attending = sum(model.layer_attention(layer) for layer in range(model.num_layers))
-    return full - 6 * attending * sequence_length * model.d_model
+    return full - 3 * attending * sequence_length * model.num_heads * (model.head_dim + model.value_dim)
 
 
 def peak_flops_per_second(device_kind: str) -> float | None:

@@ -17,7 +17,7 @@ Layout = Callable[[str], jax.sharding.Sharding | None]
 BAD_STEPS = "bad_steps"  # beside the parts of the optimizer: opt_state/bad_steps/...
 _MEAN_OF_STEPS = 100
 
-_WRITERS = ("attention/output", "mlp/output")
+_WRITERS = ("attention/output", "mlp/output", "mlp/experts/output", "mlp/shared/output")
 _TABLES = ("token_embedding", "position_embedding", "head")
 
 
