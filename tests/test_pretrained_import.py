@@ -17,7 +17,7 @@ from model_oracle import random_params
 import orthojax
 from orthojax.config import ModelConfig
 from orthojax.errors import UserError
-from orthojax.model import bigram_backcopy, gpt2, llama2, locate, read_folder, read_gguf, stack_layers, write_folder
+from orthojax.model import bigram_backcopy, gpt2, llama2, read_folder, read_gguf, stack_layers, write_folder
 from orthojax.model.family_configs import computed_as
 from orthojax.model.pretrained import own_weights, read_params
 from orthojax.ops import llama3_frequencies, rotary_frequencies

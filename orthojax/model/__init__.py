@@ -13,7 +13,7 @@ from orthojax.model.presets import llama2 as llama2
 from orthojax.model.presets import parameter_count as parameter_count
 
 if TYPE_CHECKING:
-    from orthojax.model.families import computed_as as computed_as
+    from orthojax.model.family_configs import computed_as as computed_as
     from orthojax.model.gguf_files import read_gguf as read_gguf
     from orthojax.model.interventions import Interventions as Interventions
     from orthojax.model.interventions import attention_pattern as attention_pattern
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from orthojax.model.transformer import Transformer as Transformer
 
 _LAZY = {
-    "families": ("computed_as",),
+    "family_configs": ("computed_as",),
     "gguf_files": ("read_gguf",),
     "interventions": ("Interventions", "attention_pattern"),
     "layers": ("LinearFunction", "Norm", "linear", "plain_product"),
