@@ -13,6 +13,8 @@ from orthojax.model.presets import llama2 as llama2
 from orthojax.model.presets import parameter_count as parameter_count
 
 if TYPE_CHECKING:
+    from orthojax.model.cache import KVCache as KVCache
+    from orthojax.model.cache import init_cache as init_cache
     from orthojax.model.gguf_files import read_gguf as read_gguf
     from orthojax.model.interventions import Interventions as Interventions
     from orthojax.model.interventions import attention_pattern as attention_pattern
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from orthojax.model.transformer import Transformer as Transformer
 
 _LAZY = {
+    "cache": ("KVCache", "init_cache"),
     "gguf_files": ("read_gguf",),
     "interventions": ("Interventions", "attention_pattern"),
     "layers": ("LinearFunction", "Norm", "linear", "plain_product"),
