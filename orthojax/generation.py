@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from numpy.typing import ArrayLike
 
 from orthojax.errors import UserError
 from orthojax.model import KVCache, LoadedModel, Transformer, init_cache
@@ -48,8 +48,8 @@ def generate(
       int32 [steps] or [B, steps].
 
     Raises:
-      ValueError: For tokens that the model does not have, other values outside of their ranges, more tokens than learned
-        positions, or fewer than `relaxed_causal_tokens`.
+      ValueError: For tokens that the model does not have, other values outside of their ranges, more tokens than
+        learned positions, or fewer than `relaxed_causal_tokens`.
     """
     options: Any = {"temperature": temperature, "top_p": top_p, "seed": seed, "window": window, "sinks": sinks}
     columns = list(stream(loaded, prompt_ids, steps, **options))
@@ -71,15 +71,8 @@ def stream(
 
     Arguments are checked here, and the prompt is read when the first token is asked for.
     """
+    check_options(steps, temperature, top_p, seed, window, sinks)
     prompt = _token_ids(loaded, prompt_ids)
-    for name, value, allowed, is_allowed in (
-        ("steps", steps, "at least 1", steps >= 1),
-        ("temperature", temperature, "a finite number >= 0; 0 takes the most probable token", 0 <= temperature < math.inf),
-        ("top_p", top_p, "above 0, 1 at most", 0 < top_p <= 1),
-        ("seed", seed, "0 to 2**32 - 1", 0 <= seed < 2**32),
-    ):
-        if not is_allowed:
-            raise UserError(f"{name}={value}", allowed=allowed)
     length, relaxed = prompt.shape[1], loaded.model.config.relaxed_causal_tokens
     if relaxed > 1 and length < relaxed:
         raise UserError(
@@ -89,6 +82,31 @@ def stream(
     cache = _cache(loaded, len(prompt), length, length + steps - 1, window, sinks)
     tokens = _written(loaded, jnp.asarray(prompt), cache, steps, temperature, top_p, seed)
     return (np.asarray(column if np.ndim(prompt_ids) > 1 else column[0]) for column in tokens)
+
+
+def check_options(
+    steps: int, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, window: int | None = None, sinks: int = 0
+) -> None:
+    """Refuses what no model can do; arguments as for `generate`.
+
+    Raises:
+      ValueError: For a value outside of its range, or sinks without a window.
+    """
+    for name, value, allowed, is_allowed in (
+        ("steps", steps, "at least 1", steps >= 1),
+        (
+            "temperature",
+            temperature,
+            "a finite number >= 0; 0 takes the most probable token",
+            0 <= temperature < math.inf,
+        ),
+        ("top_p", top_p, "above 0, 1 at most", 0 < top_p <= 1),
+        ("seed", seed, "0 to 2**32 - 1", 0 <= seed < 2**32),
+        ("window", window, "at least 1", window is None or window >= 1),
+        ("sinks", sinks, "0 or more, with a window", sinks == 0 or (sinks > 0 and window is not None)),
+    ):
+        if not is_allowed:
+            raise UserError(f"{name}={value}", allowed=allowed)
 
 
 def stream_loss_nats(loaded: LoadedModel, tokens: ArrayLike, window: int | None = None, sinks: int = 0) -> np.ndarray:
@@ -109,6 +127,7 @@ def stream_loss_nats(loaded: LoadedModel, tokens: ArrayLike, window: int | None 
     Raises:
       ValueError: As `generate`; for a model whose first tokens see each other, and so the tokens that they predict.
     """
+    check_options(1, window=window, sinks=sinks)
     ids = _token_ids(loaded, tokens, fewest=2)
     if loaded.model.config.relaxed_causal_tokens > 1:
         raise UserError("a model with relaxed_causal_tokens reads no text token by token", allowed="a causal mask")
@@ -117,7 +136,7 @@ def stream_loss_nats(loaded: LoadedModel, tokens: ArrayLike, window: int | None 
     return losses if np.ndim(tokens) > 1 else losses[0]
 
 
-def sampling_logits(logits: jax.Array, temperature: ArrayLike, top_p: ArrayLike) -> jax.Array:
+def sampling_logits(logits: jax.Array, temperature: jax.Array | float, top_p: jax.Array | float) -> jax.Array:
     """Logits [..., V] of the distribution that tokens are drawn from: -inf outside of the nucleus.
 
     Args:
@@ -150,11 +169,7 @@ def _cache(loaded: LoadedModel, batch: int, prompt: int, total: int, window: int
     """An empty cache for a text of `total` tokens that starts with a prompt."""
     c = loaded.model.config
     if window is not None:
-        if window < 1:
-            raise UserError(f"window={window}", allowed="at least 1")
         return init_cache(c, batch, window + sinks, sinks=sinks)
-    if sinks:
-        raise UserError(f"sinks={sinks} without a window", allowed="both: without a window no token is left out")
     size = -(-total // _SIZES) * _SIZES
     if c.position == "learned":
         if total > c.max_length:
@@ -182,20 +197,27 @@ def _written(
         yield token
 
 
+def _apply(
+    model: Transformer, params: Any, tokens: jax.Array, cache: KVCache, *, head: bool = True
+) -> tuple[jax.Array, KVCache]:
+    applied: Any = model.apply({"params": params}, tokens, cache=cache, head=head)
+    return applied
+
+
 @partial(jax.jit, static_argnums=0, donate_argnums=3)
 def _step(model: Transformer, params: Any, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
     """Tokens [B] -> logits [B, V] of the next ones."""
-    logits, cache = model.apply({"params": params}, tokens[:, None], cache=cache)
+    logits, cache = _apply(model, params, tokens[:, None], cache)
     return logits[:, 0], cache
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=3)
 def _read(model: Transformer, params: Any, tokens: jax.Array, cache: KVCache) -> KVCache:
     """The cache after tokens [B, T]: as many at once as it has slots, the others one by one."""
-    _, cache = model.apply({"params": params}, tokens[:, : cache.size], cache=cache, head=False)
+    _, cache = _apply(model, params, tokens[:, : cache.size], cache, head=False)
 
     def read(cache: KVCache, token: jax.Array) -> tuple[KVCache, None]:
-        return model.apply({"params": params}, token[:, None], cache=cache, head=False)[1], None
+        return _apply(model, params, token[:, None], cache, head=False)[1], None
 
     rest = tokens[:, cache.size :].T
     return jax.lax.scan(read, cache, rest)[0] if len(rest) else cache
@@ -209,13 +231,13 @@ def _draw(logits: jax.Array, key: jax.Array, temperature: float, top_p: float, *
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=3)
+@partial(jax.jit, static_argnums=0)
 def _losses(model: Transformer, params: Any, tokens: jax.Array, cache: KVCache) -> jax.Array:
     """Tokens [B, T + 1] -> losses [B, T]."""
 
     def read(cache: KVCache, pair: tuple[jax.Array, jax.Array]) -> tuple[KVCache, jax.Array]:
         token, target = pair
-        logits, cache = model.apply({"params": params}, token[:, None], cache=cache)
+        logits, cache = _apply(model, params, token[:, None], cache)
         log_probabilities = jax.nn.log_softmax(logits[:, 0])
         return cache, -jnp.take_along_axis(log_probabilities, target[:, None], -1)[:, 0]
 

@@ -1,10 +1,11 @@
 """The keys and values of earlier tokens: a plain tree of arrays, an argument and a result of `Transformer`.
 
-A cache is a ring: where it is full, a new token takes the place of the oldest, except that the first `sinks` tokens stay
-(Efficient Streaming Language Models with Attention Sinks, `arXiv 2309.17453 <https://arxiv.org/abs/2309.17453>`_). Rotary
-positions then count tokens of the cache, not of the text, so the position of a key changes with every token. Hence keys
-are always kept as they are before rotation, and rotated when they are read: one form for full and rolling caches, whose
+A cache is a ring: where it is full, a new token takes the place of the oldest, except that the first `sinks` tokens
+stay (Efficient Streaming Language Models with Attention Sinks, `arXiv 2309.17453 <https://arxiv.org/abs/2309.17453>`_).
+Rotary positions then count tokens of the cache, not of the text, so the position of a key changes with every token.
+Hence keys are always kept as they are before rotation, and rotated when they are read: one form for all caches, whose
 angles stay small however long the text is. It costs a rotation of S keys in each call, as little as their products.
+Learned positions are part of what a block reads, so a key keeps the one at which its token was read.
 
 Letters: L layers, B batch, T tokens of a call, S slots, K key-value heads, H head width.
 """
@@ -95,23 +96,23 @@ def init_cache(
     return KVCache(keys, values, jnp.int32(0), jnp.int32(sinks))
 
 
-def plan(cache: KVCache, config: ModelConfig, batch: int, length: int, given: Interventions | None) -> Slots:
+def plan(cache: KVCache, config: ModelConfig, shape: tuple[int, ...], given: Interventions | None) -> Slots:
     """Where T tokens go that follow those of a cache, and what they then see.
 
-    Slot j < sinks holds token j; the others, a ring of R = S - sinks slots, hold token p in slot sinks + (p - sinks) mod
-    R. Positions are those among the tokens that are left. Masks compare positions, so a window of the model's own counts
-    tokens of the cache, too.
+    Slot j < sinks holds token j; the others, a ring of R = S - sinks slots, hold token p in slot
+    sinks + (p - sinks) mod R. Positions are those among the tokens that are left. Masks compare positions, so a window
+    of the model's own counts tokens of the cache, too.
 
     Args:
       cache: The cache before the call.
       config: Of the model.
-      batch: B.
-      length: T.
+      shape: (B, T).
       given: Interventions of the call.
 
     Raises:
       ValueError: For a cache of another model or batch, more tokens than slots, or interventions by position.
     """
+    batch, length = shape
     expected = (config.num_layers, batch, cache.size, config.kv_heads, config.head_dim)
     if cache.keys.shape != expected or cache.values.shape != expected:
         raise UserError(f"a cache has keys {cache.keys.shape} and values {cache.values.shape}", allowed=f"{expected}")
@@ -135,7 +136,7 @@ def plan(cache: KVCache, config: ModelConfig, batch: int, length: int, given: In
     visible = relaxed_causal_mask(
         query_positions, config.relaxed_causal_tokens, config.attention_window, keys=key_positions
     )
-    return Slots(write, query_positions, key_positions, visible & filled)
+    return Slots(write, query_positions, key_positions, visible & filled[None, None, None])
 
 
 def with_tokens(cache: KVCache, slots: Slots, keys: jax.Array, values: jax.Array) -> KVCache:

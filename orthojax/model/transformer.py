@@ -184,12 +184,13 @@ class Transformer(nn.Module):
           interventions: What to do otherwise, as arrays by layer and head.
           observe: Called once in every block; its leaves come back stacked along a leading layer axis.
           head: False leaves out the last product, so that the caller can compute it in chunks.
-          cache: Of the tokens before these, from `init_cache`: logits are then those of the longer sequence, except that
-            the first `relaxed_causal_tokens` must all be in the first call, since they see each other.
+          cache: Of the tokens before these, from `init_cache`: logits are then those of the longer sequence, except
+            that the first `relaxed_causal_tokens` must all be in the first call, since they see each other.
 
         Returns:
-          Logits [B, T, V] float32, and the observations (None without `observe`) or the new cache. Without the head, what it is applied
-          to instead of logits: the final hidden states [B, T, D] in `config.dtype`, for which see `head_kernel`.
+          Logits [B, T, V] float32, and the observations (None without `observe`), or the new cache where one is given.
+          Without the head, what it is applied to instead of logits: the final hidden states [B, T, D] in
+          `config.dtype`, for which see `head_kernel`.
 
         Raises:
           ValueError: For sequences longer than `max_length` where positions are learned, interventions whose shapes
@@ -198,7 +199,7 @@ class Transformer(nn.Module):
         c = self.config
         if cache is not None and observe is not None:
             raise ValueError("observations with a cache; allowed: one of them, measurements take whole sequences")
-        slots = None if cache is None else plan(cache, c, *tokens.shape, interventions)
+        slots = None if cache is None else plan(cache, c, tokens.shape, interventions)
         dtype = jnp.dtype(c.dtype)
         init = nn.initializers.normal(c.embedding_init_std)
         embed = nn.Embed(c.vocab_size, c.d_model, embedding_init=init, name="token_embedding")

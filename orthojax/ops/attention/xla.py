@@ -104,7 +104,7 @@ def relaxed_causal_mask(
     Returns:
       Boolean [1, 1, T, S].
     """
-    queries = jnp.arange(queries) if isinstance(queries, int) else queries
+    queries = queries if isinstance(queries, jax.Array) else jnp.arange(queries)
     t, s = queries[:, None], (queries if keys is None else keys)[None, :]
     visible = (s <= t) | ((t < relaxed) & (s < relaxed))
     return (visible if window is None else visible & (t - s < window))[None, None]
