@@ -23,6 +23,7 @@ LAYERS = {
     "data": 1,
     "analysis": 2,
     "quant": 2,
+    "generation": 2,
     "train": 3,
     "experiments": 4,
     "benchmarks": 4,

@@ -309,6 +309,13 @@ def test_relaxed_causal_mask_is_that_of_a_loop(relaxed):
         assert mask[0, 0, t, s] == (s <= t or (t < relaxed and s < relaxed))
 
 
+def test_a_part_of_the_relaxed_causal_mask_is_that_of_its_positions():
+    queries, keys = jnp.array([3, 1, 6]), jnp.array([6, 0, 3, 4])
+    for relaxed, window in ((0, None), (5, None), (5, 3), (0, 2)):
+        part = relaxed_causal_mask(queries, relaxed, window, keys=keys)
+        np.testing.assert_array_equal(part, relaxed_causal_mask(7, relaxed, window)[:, :, queries][..., keys])
+
+
 # Memory of chunks.
 
 

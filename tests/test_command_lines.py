@@ -14,11 +14,13 @@ import pytest
 from small_runs import CONFIG as SMALL
 from small_runs import ROOT, TEXT, bits, losses, snapshot
 
+import orthojax
 from orthojax.config import Config, describe_fields, replace, to_json
 from orthojax.errors import PEER_LOST
+from orthojax.generation import generate
 from orthojax.train import find_checkpoint, read_optimizer_state, read_params
 
-SCRIPTS = ("train", "evaluate", "inspect_checkpoint", "prepare_data", "reproduce", "benchmark")
+SCRIPTS = ("train", "evaluate", "generate", "inspect_checkpoint", "prepare_data", "reproduce", "benchmark")
 CONFIG = replace(
     SMALL, TEXT | {"train.steps": 6, "train.log_every_steps": 1, "train.eval_every_steps": 3, "eval.batch_size": 4}
 )
@@ -117,6 +119,7 @@ def home(trained, tmp_path):
 
 # What is refused, most of it before anything heavy is imported. (script, arguments, what the lines name.)
 
+WRITE = ["--model=run", "--prompt=a"]
 NEW = ["--workdir=new", "--runs_dir=models"]
 REFUSED = {
     "unknown flag": ("train", ["--verbosely=1"], ["verbosely"]),
@@ -176,7 +179,25 @@ REFUSED = {
         "train", ["--config.train.steps=1e2", "--config.optim.warmup_steps", "1e3"],
         ["optim.warmup_steps=1000 leaves nothing of train.steps=100"],
     ),
+    "no model to write": ("generate", ["--prompt=a"], ["--model is missing", "smollm2"]),
+    "no prompt": ("generate", ["--model=run"], ["no prompt", "--prompt=TEXT"]),
+    "two prompts": ("generate", ["--model=run", "--prompt=a", "--prompt_ids=1"], ["2 prompts: --prompt, --prompt_ids"]),
+    "a negative temperature": ("generate", [*WRITE, "--temperature=-0.5"], ["temperature=-0.5", ">= 0"]),
+    "top_p of nothing": ("generate", [*WRITE, "--top_p=0"], ["top_p=0.0", "above 0"]),
+    "top_p of more than all": ("generate", [*WRITE, "--top_p=1.5"], ["top_p=1.5", "1 at most"]),
+    "no token to write": ("generate", [*WRITE, "--tokens=0"], ["steps=0", "at least 1"]),
+    "sinks without a window": ("generate", [*WRITE, "--sinks=4"], ["sinks=4", "with a window"]),
     # Nor of what is looked up afterwards.
+    "no such model to write": ("generate", ["--model=no/where", "--prompt=a"], ["no model no/where", "hf download"]),
+    "a prompt longer than learned positions": (
+        "generate", ["--model=run", "--prompt=the sink and the peak"], ["a prompt of 21 tokens", "max_length=8"],
+    ),
+    "a window longer than learned positions": ("generate", [*WRITE, "--window=9"], ["9 tokens", "max_length=8"]),
+    "a token that the model does not have": (
+        "generate", ["--model=run", "--prompt_ids=1,300"], ["no token 300", "0 to 257"],
+    ),
+    "a prompt that is no ids": ("generate", ["--model=run", "--prompt_ids=1,b"], ["--prompt_ids=1,b", "integers"]),
+    "a missing prompt": ("generate", ["--model=run", "--prompt_file=new"], ["no such prompt file: new"]),
     "unknown experiment": ("reproduce", ["--experiment=quik"], ["'quik'", "did you mean 'quick'?"]),
     "missing model": ("reproduce", ["--model=mine=nowhere", *NEW], ["nowhere", "no such checkpoint"]),
     "model where none is measured": ("reproduce", ["--model=mine=run", *NEW], ["'quick' measures no existing models"]),
@@ -516,6 +537,23 @@ def test_help_lists_every_flag_and_every_config_field(tmp_path, script):
         re.search(rf" --config\.{path}=.* {re.escape(text)}", words) for path, text in describe_fields(Config).items()
     ]
     assert all(fields) if script == "train" else not any(fields)
+
+
+def test_a_run_writes_text_and_a_model_without_a_tokenizer_ids(home):
+    loaded = orthojax.load(home / "run")
+    expected = generate(loaded, list(b"the"), 5, temperature=0.8, seed=3)
+    options = ["--model=run", "--tokens=5", "--temperature=0.8", "--seed=3"]
+    (home / "prompt.txt").write_text("the")
+    for prompt in ("--prompt=the", "--prompt_file=prompt.txt", "--prompt_ids=116,104,101"):
+        done = run("generate", prompt, *options, cwd=home)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == loaded.tokenizer.decode(expected) + "\n"
+        assert re.fullmatch(r"5 tokens: the first after [\d.]+ s, then [\d.]+ tokens/s\n", done.stderr)
+    data = find_checkpoint(home / "run") / "data/metadata"
+    data.write_text(data.read_text().replace(loaded.tokenizer.sha256, "abc"))
+    done = run("generate", "--prompt_ids=116,104,101", *options, cwd=home)
+    assert done.stdout.split() == [str(token) for token in expected]
+    assert "--prompt_ids" in complaint(run("generate", "--prompt=the", *options, cwd=home))
 
 
 def test_a_run_is_trained_evaluated_and_inspected(home):

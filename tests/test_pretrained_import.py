@@ -21,6 +21,7 @@ from orthojax.model import bigram_backcopy, gpt2, llama2, read_folder, read_gguf
 from orthojax.model.family_configs import computed_as
 from orthojax.model.pretrained import own_weights, read_params
 from orthojax.ops import llama3_frequencies, rotary_frequencies
+from orthojax.published import locate
 
 gguf = pytest.importorskip("gguf")
 safetensors = pytest.importorskip("safetensors.numpy")
@@ -203,7 +204,7 @@ def test_models_are_found_in_the_cache_of_hugging_face_and_otherwise_the_command
     assert (computed_as(loaded.config.model), loaded.source) == (computed_as(LLAMA), snapshot)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     for name, hint in (("someone/tiny", True), ("gpt2", True), ("a/b/c", False), ("model.gguf", False)):
-        with pytest.raises(UserError, match=f"no model {name}") as refused:
+        with pytest.raises(UserError, match=f"no such model: {name}") as refused:
             orthojax.load(name)
         assert (f"hf download {name}" in str(refused.value)) == hint
     assert locate(tmp_path) == tmp_path

@@ -13,6 +13,8 @@ from orthojax.model.presets import llama2 as llama2
 from orthojax.model.presets import parameter_count as parameter_count
 
 if TYPE_CHECKING:
+    from orthojax.model.cache import KVCache as KVCache
+    from orthojax.model.cache import init_cache as init_cache
     from orthojax.model.family_configs import computed_as as computed_as
     from orthojax.model.gguf_files import read_gguf as read_gguf
     from orthojax.model.interventions import Interventions as Interventions
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from orthojax.model.transformer import Transformer as Transformer
 
 _LAZY = {
+    "cache": ("KVCache", "init_cache"),
     "family_configs": ("computed_as",),
     "gguf_files": ("read_gguf",),
     "interventions": ("Interventions", "attention_pattern"),

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from orthojax.config import ModelConfig
+from orthojax.model.cache import CachedLayer
 from orthojax.model.interventions import Interventions, force_weights, scale_first
 from orthojax.model.layers import Norm, Part
 from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask, weighted_values
@@ -23,26 +24,35 @@ class Attention(Part):
     """Multi-head attention over the model's own mask."""
 
     @nn.compact
-    def __call__(self, x: jax.Array, given: Interventions) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """[B, T, D] and the layer's interventions -> ([B, T, D], the taps that attention fills)."""
+    def __call__(
+        self, x: jax.Array, given: Interventions, cached: CachedLayer | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array], tuple[jax.Array, jax.Array]]:
+        """[B, T, D] and the layer's interventions -> ([B, T, D], the taps that attention fills, what a cache keeps)."""
         c = self.config
         B, T, _ = x.shape
         query, key, value = self.query_key_value(x)
+        new, query_positions, key_positions = (key, value), jnp.arange(T), jnp.arange(T)
+        if cached is not None:
+            key, value = cached.joined(key, value)
+            query_positions, key_positions = cached.slots.query_positions, cached.slots.key_positions
         if c.position == "rotary":
             turned = {"frequencies": _frequencies(c), "scale": _scales(c)[0]}
-            query, key = (rotary(a, jnp.arange(T), **turned) for a in (query, key))
+            query = rotary(query, query_positions, **turned)
+            key = rotary(key, key_positions, **turned)
         if given.first_value_scale is not None:
             value = scale_first(value, given.first_value_scale[:, None])
-        visible = attention_mask(c, T)
-        normalizer, relaxed = self._normalizer(), c.relaxed_causal_tokens > 1
-        # A relaxed mask holds the window; kernels know a causal one with its window by themselves.
-        window = None if c.attention_window is None or relaxed else (c.attention_window - 1, 0)
+        visible = attention_mask(c, T) if cached is None else cached.slots.visible
+        normalizer, masked = self._normalizer(), c.relaxed_causal_tokens > 1 or cached is not None
+        # A mask holds the window; kernels know a causal one with its window by themselves.
+        window = None if c.attention_window is None or masked else (c.attention_window - 1, 0)
         implementation = None if c.attention_implementation == "auto" else c.attention_implementation
+        if cached is not None and implementation in ("cudnn", "splash"):
+            implementation = None  # a kernel may refuse one query, or an odd number of them
         attend = partial(_attend, normalizer=normalizer, scale=_scales(c)[1], implementation=implementation)
         bias, shown = given.attention_bias, None
         if given.forced_share is None:
-            mask = visible if relaxed else None
-            heads = attend(query, key, value, bias, mask, is_causal=not relaxed, local_window_size=window)
+            mask = visible if masked else None
+            heads = attend(query, key, value, bias, mask, is_causal=not masked, local_window_size=window)
         else:
             shown = self._logits_and_weights(query, key, visible, normalizer, given)
             heads = weighted_values(shown[1], value)
@@ -61,7 +71,7 @@ class Attention(Part):
             "value_norms": self._written_norms(jnp.repeat(value, c.num_heads // c.kv_heads, axis=2)),
             "head_norms": self._written_norms(heads),
         }
-        return output, taps
+        return output, taps, new
 
     def query_key_value(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """[B, T, D] -> queries [B, T, N, H], keys [B, T, K, H] and values [B, T, K, d_value], before positions."""

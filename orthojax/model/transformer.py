@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from orthojax.config import ModelConfig, Remat
 from orthojax.model.attention import Attention, attention_mask
+from orthojax.model.cache import CachedLayer, KVCache, Slots, plan, with_tokens
 from orthojax.model.experts import Experts
 from orthojax.model.interventions import Interventions, intervene, replace, split_layers, with_shared
 from orthojax.model.latent_attention import LatentAttention
@@ -43,19 +44,31 @@ class Block(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, given: Interventions, shared: Interventions) -> tuple[jax.Array, Any]:
-        """[B, T, D], the layer's interventions and what layers share of them -> [B, T, D] and observe(Taps)."""
+    def __call__(
+        self,
+        x: jax.Array,
+        given: Interventions,
+        shared: Interventions,
+        kept: tuple[jax.Array, jax.Array] | None = None,
+        slots: Slots | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """[B, T, D], the layer's interventions and what layers share of them -> [B, T, D] and observe(Taps).
+
+        With the layer's keys and values of a cache, those of the T tokens instead of observations.
+        """
         c, given = self.config, with_shared(given, shared)
         B, T, _ = x.shape
         residual_before = x
+        cached = None if kept is None or slots is None else CachedLayer(*kept, slots)
         attention_output = mlp_output = jnp.zeros_like(x)
         if c.layer_attention(self.layer):
             read = self._normed(x, "attention", "input")
             attention = Attention if c.d_latent is None else LatentAttention
-            attention_output, taps = attention(c, self.linear, name="attention")(read, given)
+            attention_output, taps, new = attention(c, self.linear, name="attention")(read, given, cached)
             attention_output = self._to_residual(self._normed(attention_output, "attention", "output"), "attention")
         else:
             taps = self._no_attention_taps(B, T)
+            new = taps["keys"], taps["values"]
         attention_output = intervene(attention_output, given, "attention")
         post_attention = self._normed(x + attention_output, "attention", "sum")
         kind = c.layer_mlp(self.layer)
@@ -69,6 +82,8 @@ class Block(nn.Module):
         mlp_output = intervene(mlp_output, given, "mlp")
         x = self._normed(post_attention + mlp_output, "mlp", "sum")
         x = replace(x, given.residual, given.residual_share)
+        if cached is not None:
+            return x, new
         if self.observe is None:
             return x, None
         seen = Taps(
@@ -166,24 +181,31 @@ class Transformer(nn.Module):
         interventions: Interventions | None = None,
         observe: Observe | None = None,
         head: bool = True,
+        cache: KVCache | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Next-token logits, and what `observe` returns for every layer.
+        """Next-token logits, and what `observe` returns for every layer, or the cache with these tokens in it.
 
         Args:
           tokens: int [B, T].
           interventions: What to do otherwise, as arrays by layer and head.
           observe: Called once in every block; its leaves come back stacked along a leading layer axis.
           head: False leaves out the last product, so that the caller can compute it in chunks.
+          cache: Of the tokens before these, from `init_cache`: logits are then those of the longer sequence, except
+            that the first `relaxed_causal_tokens` must all be in the first call, since they see each other.
 
         Returns:
-          Logits [B, T, V] float32, and the observations (None without `observe`). Without the head, what it is applied
-          to instead of logits: the final hidden states [B, T, D] in `config.dtype`, for which see `head_kernel`.
+          Logits [B, T, V] float32, and the observations (None without `observe`), or the new cache where one is given.
+          Without the head, what it is applied to instead of logits: the final hidden states [B, T, D] in
+          `config.dtype`, for which see `head_kernel`.
 
         Raises:
-          ValueError: For sequences longer than `max_length` where positions are learned, or interventions whose shapes
-            do not fit.
+          ValueError: For sequences longer than `max_length` where positions are learned, interventions whose shapes
+            do not fit, or a cache that does not, see `orthojax.model.cache.plan`, or with `observe`.
         """
         c = self.config
+        if cache is not None and observe is not None:
+            raise ValueError("observations with a cache; allowed: one of them, measurements take whole sequences")
+        slots = None if cache is None else plan(cache, c, tokens.shape, interventions)
         dtype = jnp.dtype(c.dtype)
         init = nn.initializers.normal(c.embedding_init_std)
         embed = nn.Embed(c.vocab_size, c.d_model, embedding_init=init, name="token_embedding")
@@ -194,9 +216,11 @@ class Transformer(nn.Module):
             if tokens.shape[1] > c.max_length:
                 raise ValueError(f"{tokens.shape[1]} tokens are more than the model's max_length={c.max_length}")
             positions = nn.Embed(c.max_length, c.d_model, embedding_init=init, name="position_embedding")
-            added = positions(jnp.arange(tokens.shape[1]))[None]
+            added = positions(jnp.arange(tokens.shape[1]) if slots is None else slots.query_positions)[None]
             x += to_residual(added, _POSITION_TABLE) if c.fixed_rotation else added
-        x, observed = self._blocks(x, interventions, observe)
+        x, observed = self._blocks(x, interventions, observe, cache, slots)
+        if cache is not None and slots is not None:
+            observed = with_tokens(cache, slots, *observed)
         x = (x if c.post_norm else Norm(c, name="final_norm")(x)).astype(dtype)
         if c.tie_embeddings and c.fixed_rotation:
             x = from_residual(x, _TOKEN_TABLE)
@@ -225,9 +249,15 @@ class Transformer(nn.Module):
         return (params["head"]["kernel"], 1) if is_plain_product(self.linear) else None
 
     def _blocks(
-        self, x: jax.Array, interventions: Interventions | None, observe: Observe | None
+        self,
+        x: jax.Array,
+        interventions: Interventions | None,
+        observe: Observe | None,
+        cache: KVCache | None,
+        slots: Slots | None,
     ) -> tuple[jax.Array, Any]:
         c = self.config
+        kept = None if cache is None else (cache.keys, cache.values)
         by_layer, shared = split_layers(interventions, c, *x.shape[:2])
         block = Block
         if c.remat:
@@ -238,13 +268,13 @@ class Transformer(nn.Module):
                 lambda module, carry, *inputs: module(carry, *inputs),
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
+                in_axes=(0, nn.broadcast, 0, nn.broadcast),  # pyright: ignore[reportArgumentType]
                 length=c.num_layers,
             )
-            return body(block(c, self.linear, observe, 0, name="layers"), x, by_layer, shared)
+            return body(block(c, self.linear, observe, 0, name="layers"), x, by_layer, shared, kept, slots)
         observed = []
         for layer in range(c.num_layers):
-            given = jax.tree.map(lambda leaf, layer=layer: leaf[layer], by_layer)
-            x, seen = block(c, self.linear, observe, layer, name=f"layers_{layer}")(x, given, shared)
+            given, old = jax.tree.map(lambda leaf, layer=layer: leaf[layer], (by_layer, kept))
+            x, seen = block(c, self.linear, observe, layer, name=f"layers_{layer}")(x, given, shared, old, slots)
             observed.append(seen)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *observed)

@@ -90,18 +90,22 @@ def visible_keys(
     return functools.reduce(operator.and_, parts) if parts else None
 
 
-def relaxed_causal_mask(length: int, relaxed: int, window: int | None = None) -> jax.Array:
+def relaxed_causal_mask(
+    queries: int | jax.Array, relaxed: int, window: int | None = None, *, keys: jax.Array | None = None
+) -> jax.Array:
     """The causal mask with the first `relaxed` tokens seeing each other (From Attention to Activation, section 3.2).
 
     Args:
-      length: T.
+      queries: T, or the positions [T] of a part of a sequence.
       relaxed: k; 0 or 1 is the causal mask.
       window: Query t sees no key before t - window + 1; None hides none.
+      keys: Positions [S]; those of the queries if None.
 
     Returns:
-      Boolean [1, 1, T, T].
+      Boolean [1, 1, T, S].
     """
-    t, s = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
+    queries = queries if isinstance(queries, jax.Array) else jnp.arange(queries)
+    t, s = queries[:, None], (queries if keys is None else keys)[None, :]
     visible = (s <= t) | ((t < relaxed) & (s < relaxed))
     return (visible if window is None else visible & (t - s < window))[None, None]
 

@@ -1,0 +1,244 @@
+"""What a model writes, token by token, and how well it predicts long texts through a rolling cache.
+
+Letters: B batch, T tokens of the prompt, V vocabulary.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
+
+from orthojax.errors import UserError
+from orthojax.model import KVCache, LoadedModel, Transformer, init_cache
+
+_SIZES = 64  # caches have a multiple of this many slots, so that prompts of similar lengths share a program
+
+
+def generate(
+    loaded: LoadedModel,
+    prompt_ids: ArrayLike,
+    steps: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    window: int | None = None,
+    sinks: int = 0,
+) -> np.ndarray:
+    """The tokens that a model writes after a prompt.
+
+    Args:
+      loaded: The model.
+      prompt_ids: int [T] or [B, T]; rows do not influence each other.
+      steps: How many tokens.
+      temperature: Divides the logits; 0 takes the largest one (the first of several).
+      top_p: Draws from the fewest most probable tokens that together have this probability, in (0, 1] (nucleus
+        sampling, arXiv 1904.09751).
+      seed: Of the draws: token t of row b depends on (seed, b, t) and the row alone.
+      window: How many latest tokens the model sees; None means all. Positions then are those among the tokens that
+        are left (StreamingLLM, arXiv 2309.17453).
+      sinks: How many first tokens it sees besides.
+
+    Returns:
+      int32 [steps] or [B, steps].
+
+    Raises:
+      ValueError: For tokens that the model does not have, other values outside of their ranges, more tokens than
+        learned positions, or fewer than `relaxed_causal_tokens`.
+    """
+    options: Any = {"temperature": temperature, "top_p": top_p, "seed": seed, "window": window, "sinks": sinks}
+    columns = list(stream(loaded, prompt_ids, steps, **options))
+    return np.stack(columns, -1)
+
+
+def stream(
+    loaded: LoadedModel,
+    prompt_ids: ArrayLike,
+    steps: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    window: int | None = None,
+    sinks: int = 0,
+) -> Iterator[np.ndarray]:
+    """The same token by token: int32 [] or [B], each as soon as it is there.
+
+    Arguments are checked here, and the prompt is read when the first token is asked for.
+    """
+    check_options(steps, temperature, top_p, seed, window, sinks)
+    prompt = _token_ids(loaded, prompt_ids)
+    length, relaxed = prompt.shape[1], loaded.model.config.relaxed_causal_tokens
+    if relaxed > 1 and length < relaxed:
+        raise UserError(
+            f"a prompt of {length} tokens for a model whose first {relaxed} tokens see each other",
+            allowed=f"a prompt of at least {relaxed} tokens: it has not learned to predict those",
+        )
+    cache = _cache(loaded, len(prompt), length, length + steps - 1, window, sinks)
+    tokens = _written(loaded, jnp.asarray(prompt), cache, steps, temperature, top_p, seed)
+    return (np.asarray(column if np.ndim(prompt_ids) > 1 else column[0]) for column in tokens)
+
+
+def check_options(
+    steps: int, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, window: int | None = None, sinks: int = 0
+) -> None:
+    """Refuses what no model can do; arguments as for `generate`.
+
+    Raises:
+      ValueError: For a value outside of its range, or sinks without a window.
+    """
+    for name, value, allowed, is_allowed in (
+        ("steps", steps, "at least 1", steps >= 1),
+        (
+            "temperature",
+            temperature,
+            "a finite number >= 0; 0 takes the most probable token",
+            0 <= temperature < math.inf,
+        ),
+        ("top_p", top_p, "above 0, 1 at most", 0 < top_p <= 1),
+        ("seed", seed, "0 to 2**32 - 1", 0 <= seed < 2**32),
+        ("window", window, "at least 1", window is None or window >= 1),
+        ("sinks", sinks, "0 or more, with a window", sinks == 0 or (sinks > 0 and window is not None)),
+    ):
+        if not is_allowed:
+            raise UserError(f"{name}={value}", allowed=allowed)
+
+
+def stream_loss_nats(loaded: LoadedModel, tokens: ArrayLike, window: int | None = None, sinks: int = 0) -> np.ndarray:
+    """The negative log likelihood of each token of a long text, read token by token through a rolling cache.
+
+    Softmax models lose their predictions as soon as the first tokens leave the window, and keep them with some as
+    sinks: StreamingLLM, arXiv 2309.17453, Table 1.
+
+    Args:
+      loaded: The model.
+      tokens: int [T + 1] or [B, T + 1]; the first is only read.
+      window: As for `generate`.
+      sinks: As for `generate`.
+
+    Returns:
+      float32 [T] or [B, T], in nats.
+
+    Raises:
+      ValueError: As `generate`; for a model whose first tokens see each other, and so the tokens that they predict.
+    """
+    check_options(1, window=window, sinks=sinks)
+    ids = _token_ids(loaded, tokens, fewest=2)
+    if loaded.model.config.relaxed_causal_tokens > 1:
+        raise UserError("a model with relaxed_causal_tokens reads no text token by token", allowed="a causal mask")
+    cache = _cache(loaded, len(ids), 1, ids.shape[1] - 1, window, sinks)
+    losses = np.asarray(_losses(loaded.model, loaded.params, jnp.asarray(ids), cache))
+    return losses if np.ndim(tokens) > 1 else losses[0]
+
+
+def sampling_logits(logits: jax.Array, temperature: jax.Array | float, top_p: jax.Array | float) -> jax.Array:
+    """Logits [..., V] of the distribution that tokens are drawn from: -inf outside of the nucleus.
+
+    Args:
+      logits: Of the model, [..., V].
+      temperature: Positive.
+      top_p: In (0, 1]. Of equally probable tokens those with the lower ids come first.
+    """
+    logits = logits / temperature
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    probability = jnp.take_along_axis(jax.nn.softmax(logits, -1), order, -1)
+    before = jnp.cumsum(probability, -1) - probability
+    # The first is always kept: before it there is nothing, and top_p is positive.
+    kept = jnp.take_along_axis(before < top_p, jnp.argsort(order, axis=-1), -1)
+    return jnp.where(kept, logits, -jnp.inf)
+
+
+def _token_ids(loaded: LoadedModel, ids: ArrayLike, fewest: int = 1) -> np.ndarray:
+    array, vocabulary = np.asarray(ids), loaded.model.config.vocab_size
+    if array.ndim not in (1, 2) or array.shape[-1] < fewest or not len(array):
+        raise UserError(f"token ids have shape {array.shape}", allowed=f"[T] or [B, T], at least {fewest} in a row")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise UserError(f"token ids are {array.dtype}", allowed="integers")
+    if array.min() < 0 or array.max() >= vocabulary:
+        wrong = array.min() if array.min() < 0 else array.max()
+        raise UserError(f"the model has no token {wrong}", allowed=f"ids of 0 to {vocabulary - 1}")
+    return np.atleast_2d(array).astype(np.int32)
+
+
+def _cache(loaded: LoadedModel, batch: int, prompt: int, total: int, window: int | None, sinks: int) -> KVCache:
+    """An empty cache for a text of `total` tokens that starts with a prompt."""
+    c = loaded.model.config
+    if window is not None:
+        return init_cache(c, batch, window + sinks, sinks=sinks)
+    size = -(-total // _SIZES) * _SIZES
+    if c.position == "learned":
+        if total > c.max_length:
+            what = f"a prompt of {prompt} tokens and what follows are {total} positions" if prompt > 1 else f"{total}"
+            hint = "a window keeps the latest tokens only, at positions that it knows"
+            raise UserError(f"{what}, more than the model has", allowed=f"max_length={c.max_length}", hint=hint)
+        size = min(size, c.max_length)
+    return init_cache(c, batch, size)
+
+
+def _written(
+    loaded: LoadedModel, prompt: jax.Array, cache: KVCache, steps: int, temperature: float, top_p: float, seed: int
+) -> Iterator[jax.Array]:
+    model, params = loaded.model, loaded.params
+    cache = _read(model, params, prompt, cache)
+    # The last token is read once more, for its logits: those of a whole prompt would take more memory than the model.
+    cache = cache._replace(length=cache.length - 1)
+    key, token = jax.random.key(seed), prompt[:, -1]
+    for step in range(steps):
+        logits, cache = _step(model, params, token, cache)
+        if temperature == 0.0:
+            token = jnp.argmax(logits, -1).astype(jnp.int32)
+        else:
+            token = _draw(logits, jax.random.fold_in(key, step), temperature, top_p, cut=top_p < 1)
+        yield token
+
+
+def _apply(
+    model: Transformer, params: Any, tokens: jax.Array, cache: KVCache, *, head: bool = True
+) -> tuple[jax.Array, KVCache]:
+    applied: Any = model.apply({"params": params}, tokens, cache=cache, head=head)
+    return applied
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _step(model: Transformer, params: Any, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    """Tokens [B] -> logits [B, V] of the next ones."""
+    logits, cache = _apply(model, params, tokens[:, None], cache)
+    return logits[:, 0], cache
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _read(model: Transformer, params: Any, tokens: jax.Array, cache: KVCache) -> KVCache:
+    """The cache after tokens [B, T]: as many at once as it has slots, the others one by one."""
+    _, cache = _apply(model, params, tokens[:, : cache.size], cache, head=False)
+
+    def read(cache: KVCache, token: jax.Array) -> tuple[KVCache, None]:
+        return _apply(model, params, token[:, None], cache, head=False)[1], None
+
+    rest = tokens[:, cache.size :].T
+    return jax.lax.scan(read, cache, rest)[0] if len(rest) else cache
+
+
+@partial(jax.jit, static_argnames="cut")
+def _draw(logits: jax.Array, key: jax.Array, temperature: float, top_p: float, *, cut: bool) -> jax.Array:
+    """One token for each row of logits [B, V], with a key of its own."""
+    logits = sampling_logits(logits, temperature, top_p) if cut else logits / temperature
+    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(logits)))
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+@partial(jax.jit, static_argnums=0)
+def _losses(model: Transformer, params: Any, tokens: jax.Array, cache: KVCache) -> jax.Array:
+    """Tokens [B, T + 1] -> losses [B, T]."""
+
+    def read(cache: KVCache, pair: tuple[jax.Array, jax.Array]) -> tuple[KVCache, jax.Array]:
+        token, target = pair
+        logits, cache = _apply(model, params, token[:, None], cache)
+        log_probabilities = jax.nn.log_softmax(logits[:, 0])
+        return cache, -jnp.take_along_axis(log_probabilities, target[:, None], -1)[:, 0]
+
+    return jax.lax.scan(read, cache, (tokens[:, :-1].T, tokens[:, 1:].T))[1].T

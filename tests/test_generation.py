@@ -1,0 +1,268 @@
+"""Generation with a cache: the same logits as without one, the distribution of the draws, and rolling windows."""
+
+import dataclasses
+import itertools
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_oracle import random_params
+
+from orthojax import Interventions
+from orthojax.config import Config, DataConfig, ModelConfig
+from orthojax.errors import UserError
+from orthojax.generation import generate, sampling_logits, stream, stream_loss_nats
+from orthojax.model import LoadedModel, Transformer, init_cache, linear, llama2, stack_layers
+
+SMALL = {"vocab_size": 11, "max_length": 16, "d_model": 16, "num_layers": 2, "num_heads": 4, "d_mlp": 12}
+NORMALIZERS = ["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "gelu", "sigmoid", "clipped_softmax"]
+T = 11
+TOKENS = np.random.default_rng(0).integers(0, 11, (2, T))
+EASY = {"norm": "layernorm", "normalizer_n": 3.0, "normalizer_gamma": -0.05}
+
+
+def params_of(config):
+    params = random_params(config)
+    return stack_layers(params) if config.scan_layers else params
+
+
+def loaded(config):
+    run = Config(model=config, data=DataConfig(sequence_length=8))
+    return LoadedModel(Transformer(config), params_of(config), run, None, Path())
+
+
+@partial(jax.jit, static_argnums=0)
+def uncached(config, params, tokens, given=None):
+    return Transformer(config).apply({"params": params}, tokens, interventions=given)[0]
+
+
+@partial(jax.jit, static_argnums=0)
+def cached(config, params, tokens, cache, given=None):
+    """Five tokens at once, then two, then one by one."""
+
+    def read(cache, tokens):
+        logits, cache = Transformer(config).apply({"params": params}, tokens, cache=cache, interventions=given)
+        return cache, logits
+
+    cache, first = read(cache, tokens[:, :5])
+    cache, second = read(cache, tokens[:, 5:7])
+    cache, others = jax.lax.scan(read, cache, tokens[:, 7:].T[..., None])
+    return jnp.concatenate([first, second, jnp.moveaxis(others[:, :, 0], 0, 1)], 1), cache
+
+
+def assert_cached_equals_uncached(config):
+    params = params_of(config)
+    expected = uncached(config, params, TOKENS)
+    logits, cache = cached(config, params, TOKENS, init_cache(config, len(TOKENS), 14))
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * max(1.0, np.abs(expected).max()))
+    assert expected.std() > 0.1
+    assert cache.length == T
+    assert cache.keys.shape == (config.num_layers, len(TOKENS), 14, config.kv_heads, config.head_dim)
+
+
+UNROLLED = {"scan_layers": False}
+CASES = {
+    "softmax": {"position": "learned"},
+    "softmax1": {"position": "rotary", "num_kv_heads": 2, "relaxed_causal_tokens": 4, "qk_norm": "head"},
+    "softmax_n": {"position": "rotary", "rotary_fraction": 0.5, "num_kv_heads": 1, "parallel_blocks": True, **UNROLLED},
+    "learned_sink": {"position": "none", "num_kv_heads": 2, "output_norm": True, "gated_attention": True, **UNROLLED},
+    "relu": {"position": "rotary", "rope_scaling": "llama3", "rope_factor": 2.0, "rope_original_length": 8},
+    "gelu": {"position": "learned", "attention_window": 3, "attention_implementation": "xla_chunked"},
+    "sigmoid": {"position": "learned", "attention": (False, True), "mlp": ("gelu", "none"), **UNROLLED},
+    "clipped_softmax": {"position": "rotary", "attention_window": 4, "relaxed_causal_tokens": 3, "qk_norm": "all"},
+}
+
+
+@pytest.mark.parametrize("normalizer", CASES)
+def test_logits_with_a_cache_are_those_without(normalizer):
+    assert_cached_equals_uncached(ModelConfig(**SMALL | EASY | CASES[normalizer], normalizer=normalizer))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("position", ["learned", "rotary", "none"])
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_logits_with_a_cache_are_those_without_whatever_is_combined(normalizer, position, scan_layers):
+    for kv_heads, mask in itertools.product((4, 2, 1), ({}, {"attention_window": 3, "relaxed_causal_tokens": 4})):
+        changes = {"num_kv_heads": kv_heads, "position": position, "scan_layers": scan_layers, **mask}
+        assert_cached_equals_uncached(ModelConfig(**SMALL | EASY | changes, normalizer=normalizer))
+
+
+def test_a_cache_goes_with_interventions_by_layer_and_head_and_with_nothing_else_by_position():
+    config = ModelConfig(**SMALL)
+    params, cache = params_of(config), init_cache(config, 2, T)
+    given = Interventions(head_scale=jnp.arange(8.0).reshape(2, 4), mlp_scale=jnp.array([0.5, 2.0]))
+    expected = uncached(config, params, TOKENS, given)
+    logits, _ = cached(config, params, TOKENS, cache, given)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    apply = partial(jax.eval_shape, Transformer(config).apply)
+    with pytest.raises(ValueError, match="first_mlp_scale with a cache"):
+        apply({"params": params}, TOKENS, cache=cache, interventions=Interventions(first_mlp_scale=jnp.ones(2)))
+    with pytest.raises(ValueError, match="observations with a cache"):
+        jax.eval_shape(lambda: Transformer(config).apply({"params": params}, TOKENS, cache=cache, observe=id))
+
+
+def test_a_cache_that_does_not_fit_is_refused():
+    config = ModelConfig(**SMALL)
+    params = params_of(config)
+    for tokens, cache, message in (
+        (TOKENS, init_cache(config, 2, T - 1), "11 tokens for a cache of 10"),
+        (TOKENS, init_cache(config, 1, T), r"keys \(2, 1, 11, 4, 4\)"),
+        (TOKENS, init_cache(dataclasses.replace(config, num_kv_heads=2), 2, T), r"\(2, 2, 11, 4, 4\)\n"),
+    ):
+        with pytest.raises(UserError, match=message):
+            jax.eval_shape(Transformer(config).apply, {"params": params}, tokens, cache=cache)
+    for size, sinks, message in ((0, 0, "at least 1"), (4, 4, "0 to 3"), (17, 0, "max_length=16")):
+        with pytest.raises(UserError, match=message):
+            init_cache(config, 1, size, sinks=sinks)
+
+
+# What is written.
+
+
+@pytest.mark.parametrize("changes", [{"normalizer": "softmax1"}, {"relaxed_causal_tokens": 3, "position": "rotary"}])
+def test_greedy_tokens_are_the_largest_logits_of_forward_passes_without_a_cache(changes):
+    model = loaded(ModelConfig(**SMALL | changes))
+    written = generate(model, TOKENS[:, :3], 7)
+    assert written.shape == (2, 7)
+    assert written.dtype == np.int32
+    tokens = np.concatenate([TOKENS[:, :3], written], 1)
+    logits = uncached(model.model.config, model.params, tokens)  # causal from the end of the prompt on
+    np.testing.assert_array_equal(logits[:, 2:-1].argmax(-1), written)
+
+
+def nucleus(logits, temperature, top_p):
+    """Probabilities [V] in float64, from the definition."""
+    p = np.exp(np.float64(logits) / temperature)
+    p /= p.sum()
+    kept, mass = np.zeros_like(p), 0.0
+    for i in np.argsort(-p, kind="stable"):
+        if mass >= top_p:
+            break
+        kept[i], mass = p[i], mass + p[i]
+    return kept / kept.sum()
+
+
+def test_the_distribution_is_that_of_the_definition():
+    logits = np.random.default_rng(1).normal(size=(6, 50)).astype(np.float32)
+    logits[:, 7] = logits[:, 3] = logits.max(1)  # of equal ones the lower id comes first
+    distribution = jax.jit(lambda *given: jax.nn.softmax(sampling_logits(*given)))
+    for temperature, top_p in itertools.product((0.3, 1.0, 4.0), (1e-6, 0.2, 0.7, 0.999)):
+        found = distribution(logits, temperature, top_p)
+        expected = [nucleus(row, temperature, top_p) for row in logits]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(2.0, 1.0), (4.0, 0.6)])
+def test_tokens_are_drawn_from_that_distribution(temperature, top_p):
+    model, draws = loaded(llama2("tiny", **SMALL)), 4096
+    logits = uncached(model.model.config, model.params, TOKENS[:1, :4])[0, -1]
+    expected = nucleus(logits, temperature, top_p)
+    written = generate(model, np.tile(TOKENS[0, :4], (draws, 1)), 1, temperature=temperature, top_p=top_p, seed=5)
+    found = np.bincount(written[:, 0], minlength=11) / draws
+    assert not found[expected == 0].any()
+    assert (np.abs(found - expected) < 4 * np.sqrt(expected * (1 - expected) / draws) + 1e-9).all()
+    assert (expected > 0.02).sum() > 2
+
+
+def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch():
+    model, prompts = loaded(llama2("tiny", **SMALL)), np.random.default_rng(2).integers(0, 11, (5, 4))
+    write = partial(generate, model, steps=8, temperature=3.0, top_p=0.95)
+    written = write(prompts, seed=1)
+    np.testing.assert_array_equal(write(prompts[:2], seed=1), written[:2])
+    assert (write(prompts, seed=2) != written).any()
+    first, second = write(prompts[[0, 0]], seed=1)
+    assert (first != second).any()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([1, 11], {}, "no token 11"),
+        ([-1], {}, "no token -1"),
+        ([], {}, r"shape \(0,\)"),
+        ([0.5], {}, "float64"),
+        ([1], {"temperature": -1.0}, "temperature=-1.0"),
+        ([1], {"temperature": float("nan")}, "temperature=nan"),
+        ([1], {"top_p": 0.0}, "top_p=0.0"),
+        ([1], {"top_p": 1.1}, "top_p=1.1"),
+        ([1], {"steps": 0}, "steps=0"),
+        ([1], {"steps": 17}, "max_length=16"),
+        ([1], {"seed": -1}, "seed=-1"),
+        ([1], {"window": 0}, "window=0"),
+        ([1], {"sinks": 2}, "sinks=2\n.*with a window"),
+        ([1], {"window": 15, "sinks": 2}, "17 tokens"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(prompt, options, message):
+    with pytest.raises(UserError, match=message):
+        stream(loaded(ModelConfig(**SMALL)), prompt, **{"steps": 4} | options)
+
+
+def test_prompts_of_models_whose_first_tokens_see_each_other_have_them():
+    model = loaded(ModelConfig(**SMALL, relaxed_causal_tokens=4))
+    with pytest.raises(UserError, match="at least 4 tokens"):
+        stream(model, [1, 2, 3], 2)
+    with pytest.raises(UserError, match="token by token"):
+        stream_loss_nats(model, TOKENS)
+
+
+# A rolling window.
+
+
+def losses(config, params, tokens):
+    log_probabilities = jax.nn.log_softmax(uncached(config, params, tokens[:, :-1]))
+    return -np.take_along_axis(np.asarray(log_probabilities), tokens[:, 1:, None], -1)[..., 0]
+
+
+def test_a_window_that_is_large_enough_changes_nothing():
+    model = loaded(llama2("tiny", **SMALL, num_kv_heads=2))
+    expected = losses(model.model.config, model.params, TOKENS)
+    for options in ({}, {"window": 64}, {"window": 60, "sinks": 4}):  # all of one size
+        found = stream_loss_nats(model, TOKENS, **options)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * expected.max())
+    np.testing.assert_array_equal(generate(model, TOKENS, 4, window=60, sinks=4), generate(model, TOKENS, 4))
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(6, 0), (4, 2)])  # of one size
+def test_one_layer_in_a_window_is_that_layer_on_the_first_and_the_latest_tokens(window, sinks):
+    config = llama2("tiny", **SMALL | {"num_layers": 1}, num_kv_heads=2, normalizer="gelu")
+    model, tokens = loaded(config), np.random.default_rng(3).integers(0, 11, 24)
+
+    def left(end):
+        """The tokens before `end` that are still there, padded behind to one length, and where the last is."""
+        kept = tokens[:end] if end <= sinks + window else np.r_[tokens[:sinks], tokens[end - window : end]]
+        return np.pad(kept, (0, sinks + window - len(kept))), len(kept) - 1
+
+    rows, last = zip(*map(left, range(1, len(tokens))), strict=True)
+    logits = uncached(config, model.params, np.stack(rows))[np.arange(len(rows)), np.array(last)]
+    expected = -np.asarray(jax.nn.log_softmax(logits))[np.arange(len(rows)), tokens[1:]]
+    found = stream_loss_nats(model, tokens, window, sinks)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * expected.max())
+    # A prompt longer than the window is read to its end.
+    assert generate(model, tokens[:-1], 1, window=window, sinks=sinks) == logits[-1].argmax()
+
+
+def test_learned_positions_of_a_window_end_at_its_size():
+    config = ModelConfig(**SMALL | {"num_layers": 1}, tie_embeddings=False)
+    model, tokens = loaded(config), np.random.default_rng(4).integers(0, 11, 40)
+    other = model.params["position_embedding"]["embedding"].at[6:].set(9.0)
+    changed = model._replace(params=model.params | {"position_embedding": {"embedding": other}})
+    found = [stream_loss_nats(m, tokens, 5, 1) for m in (model, changed)]
+    np.testing.assert_array_equal(*found)
+    assert (found[0] != stream_loss_nats(changed, tokens, 6, 1)).any()
+
+
+def test_a_cache_is_read_by_linear_layers_of_another_kind():
+    config = ModelConfig(**SMALL)
+
+    def halved(x, kernel, bias, path):
+        return linear(x, 0.5 * kernel, bias, path)
+
+    model = loaded(config)._replace(model=Transformer(config, linear=halved))
+    written = generate(model, TOKENS[0, :3], 5)
+    logits = jax.jit(model.model.apply)({"params": model.params}, np.r_[TOKENS[0, :3], written][None])[0]
+    np.testing.assert_array_equal(logits[0, 2:-1].argmax(-1), written)
