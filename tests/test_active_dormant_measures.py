@@ -161,7 +161,7 @@ def test_directions_of_values_and_keys_are_their_definitions(run):
 @pytest.mark.slow
 def test_directions_through_latents_are_the_derivatives_of_keys_and_of_what_heads_write():
     latent = llama2("tiny", vocab_size=11, max_length=16, d_model=8, num_layers=2, num_heads=2, d_mlp=12, norm="none",
-                    d_latent=5, d_value=3, rotary_fraction=0.5, mlp="none", scan_layers=False)  # fmt: skip
+                    d_latent=7, d_value=3, rotary_fraction=0.5, mlp="none", scan_layers=False)  # fmt: skip
     model, params, token = Transformer(latent), random_params(latent), jnp.int32(3)
     share = jnp.array([[1.0], [0.0]])
 
