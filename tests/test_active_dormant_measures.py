@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_oracle import random_params
 from tiny_run import assert_trees_close
 
 from orthojax import analysis
@@ -16,7 +17,7 @@ from orthojax.experiments.active_dormant.models import config, half_step
 from orthojax.experiments.experiment import Variant
 from orthojax.experiments.results import Result
 from orthojax.experiments.training_view import render_training_view
-from orthojax.model import LoadedModel, Transformer, stack_layers
+from orthojax.model import Interventions, LoadedModel, Transformer, llama2, stack_layers
 from orthojax.train import Inputs, evaluate, load, open_inputs, read_metrics, train
 from orthojax.train.probe import probe_file
 from orthojax.train.step import build, init_state
@@ -158,6 +159,33 @@ def test_directions_of_values_and_keys_are_their_definitions(run):
 
 
 @pytest.mark.slow
+def test_directions_through_latents_are_the_derivatives_of_keys_and_of_what_heads_write():
+    latent = llama2("tiny", vocab_size=11, max_length=16, d_model=8, num_layers=2, num_heads=2, d_mlp=12, norm="none",
+                    d_latent=7, d_value=3, rotary_fraction=0.5, mlp="none", scan_layers=False)  # fmt: skip
+    model, params, token = Transformer(latent), random_params(latent), jnp.int32(3)
+    share = jnp.array([[1.0], [0.0]])
+
+    def seen(residual, head=(1.0, 1.0)):
+        values = jnp.broadcast_to(residual, (2, 1, 1, 8))
+        given = Interventions(residual=values, residual_share=share, head_scale=jnp.stack([jnp.asarray(head)] * 2))
+        observe = lambda taps: (taps.residual, taps.keys, taps.attention_output)  # noqa: E731
+        return model.apply({"params": params}, token.reshape(1, 1), interventions=given, observe=observe)[1]
+
+    @jax.jit
+    def derivatives():
+        residual = model.apply({"params": params}, token.reshape(1, 1), observe=lambda taps: taps.residual)[1][0, 0, 0]
+        key = jax.grad(lambda r: 0.5 * jnp.sum(seen(r)[1][1, 0, 0] ** 2))(residual)
+        # One token sees itself alone: weights are 1, and a head writes its value.
+        written = [jax.jacobian(lambda r, h=h: seen(r, jnp.eye(2)[h])[2][1, 0, 0])(residual) for h in (0, 1)]
+        return key, jnp.stack(written)
+
+    key, written = derivatives()
+    np.testing.assert_allclose(analysis.key_directions(model, params, token)[0], key, rtol=1e-4, atol=1e-5)
+    above = np.einsum("hDC,hDE->CE", written, written)
+    weakest = np.linalg.eigh(above)[1][:, :2]
+    np.testing.assert_allclose(analysis.weak_directions(model, params)[0], weakest @ weakest.T, atol=1e-4)
+
+
 def test_scanned_and_unrolled_layers_have_the_same_mechanism_and_names(run):
     _, inputs, params = run
     rows = jnp.asarray(inputs.evaluation[:4])

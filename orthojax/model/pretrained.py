@@ -310,6 +310,8 @@ def write_folder(folder: Path, config: ModelConfig, params: Any) -> str:
 
 
 def _part(leaf: Any, starts: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
+    if isinstance(leaf, jax.Array):  # one program for all layers and experts
+        return np.asarray(jax.lax.dynamic_slice(leaf, starts, sizes))
     return np.asarray(leaf[tuple(slice(a, a + size) for a, size in zip(starts, sizes, strict=True))])
 
 
