@@ -120,7 +120,8 @@ def plan(cache: KVCache, config: ModelConfig, shape: tuple[int, ...], given: Int
     batch, length = shape
     expected = _shapes(config, batch, cache.size)
     if (cache.keys.shape, cache.values.shape) != expected:
-        raise UserError(f"a cache has keys {cache.keys.shape} and values {cache.values.shape}", allowed="{} and {}".format(*expected))
+        found = f"a cache has keys {cache.keys.shape} and values {cache.values.shape}"
+        raise UserError(found, allowed="{} and {}".format(*expected))
     if length > cache.size:
         raise UserError(f"{length} tokens for a cache of {cache.size}", allowed=f"at most {cache.size} in one call")
     fields = {} if given is None else given._asdict()
