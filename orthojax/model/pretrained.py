@@ -331,7 +331,7 @@ def write_folder(folder: Path, config: ModelConfig, params: Any) -> str:
                 continue
             stacked = layer is not None and config.scan_layers
             parts = [np.asarray(leaves[path][layer] if stacked else leaves[path]) for path in paths]
-            tensor = np.ascontiguousarray(weight.how.write(parts, config))
+            tensor = np.asarray(weight.how.write(parts, config), order="C")  # unlike ascontiguousarray, keeps scalars
             if shard and size + tensor.nbytes > _SHARD_BYTES:
                 shards.append(_write_shard(folder, shard, len(shards)))
                 shard, size = {}, 0
