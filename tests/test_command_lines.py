@@ -18,6 +18,7 @@ import orthojax
 from orthojax.config import Config, describe_fields, replace, to_json
 from orthojax.errors import PEER_LOST
 from orthojax.generation import generate
+from orthojax.model import write_folder
 from orthojax.train import find_checkpoint, read_optimizer_state, read_params
 
 SCRIPTS = ("train", "evaluate", "generate", "inspect_checkpoint", "prepare_data", "reproduce", "benchmark")
@@ -549,11 +550,14 @@ def test_a_run_writes_text_and_a_model_without_a_tokenizer_ids(home):
         assert done.returncode == 0, done.stderr
         assert done.stdout == loaded.tokenizer.decode(expected) + "\n"
         assert re.fullmatch(r"5 tokens: the first after [\d.]+ s, then [\d.]+ tokens/s\n", done.stderr)
-    data = find_checkpoint(home / "run") / "data/metadata"
-    data.write_text(data.read_text().replace(loaded.tokenizer.sha256, "abc"))
+    write_folder(home / "exported", CONFIG.model, loaded.params)
+    options[0] = "--model=exported"
     done = run("generate", "--prompt_ids=116,104,101", *options, cwd=home)
     assert done.stdout.split() == [str(token) for token in expected]
     assert "--prompt_ids" in complaint(run("generate", "--prompt=the", *options, cwd=home))
+    loaded.tokenizer.save(home / "tokenizer.json")
+    done = run("generate", "--prompt=the", "--tokenizer=tokenizer.json", *options, cwd=home)
+    assert done.stdout == loaded.tokenizer.decode(expected) + "\n"
 
 
 def test_a_run_is_trained_evaluated_and_inspected(home):
