@@ -23,7 +23,7 @@ from orthojax.errors import UserError, printable
 cli.define_compile_cache()
 flags.DEFINE_multi_string("model", [], "PATH or NAME=PATH, or several with commas between; may be repeated.")
 flags.DEFINE_list("text", ["topics"], "Text and .jsonl files, folders or patterns; or topics, or stdlib.")
-flags.DEFINE_list("domains", [], "NAME=FILES of each domain, as code=src/,more.py,prose=*.txt; or one of the two names.")
+flags.DEFINE_list("domains", [], "NAME=FILES of each, as code=src/,more.py,prose=*.txt; FILES as of --text.")
 flags.DEFINE_string("token_ids", "", "A .npy file of token ids [rows, length + 1] or [tokens] in the place of --text.")
 flags.DEFINE_string("tokenizer", "", "File of the tokenizer, where the model's own is not known.")
 flags.DEFINE_integer("rows", 64, "Rows of the text; 0 for all.", lower_bound=0)
@@ -32,7 +32,7 @@ flags.DEFINE_integer("length", 0, "Tokens of a row; 0 for 256, or as many as the
 flags.DEFINE_integer("batch", 8, "Rows at once; dynamic quantisation scales are those of a batch.", lower_bound=1)
 flags.DEFINE_bool("bos", False, "Start every row with the tokenizer's BOS token.")
 flags.DEFINE_float("threshold", 0.3, "Mean weight on the first token above which a head is a sink.", 0.0, 1.0)
-flags.DEFINE_list("settings", None, "Quantisation settings; the paper's if not given, all for every one, none for none.")
+flags.DEFINE_list("settings", None, "Quantisation settings; all for every one, none for none. Default: the paper's.")
 flags.DEFINE_bool("quantize_head", False, "Simulate every setting with the output head quantised as well.")
 flags.DEFINE_multi_string("intervene", [], "An intervention, see above; may be repeated.")
 flags.DEFINE_integer("sweep_heads", 0, "Zero every head in turn on that many rows; 0 for no sweep.", lower_bound=0)
@@ -49,17 +49,20 @@ def main(_: list[str]) -> None:
     from orthojax.experiments.analyzing.naming import named_files, named_models
     from orthojax.train import keep_compiled_programs
 
-    every = {None: list(quant.SETTINGS), "all": [*quant.SETTINGS, *quant.MORE_SETTINGS], "none": []}
-    settings = FLAGS.settings if FLAGS.settings and len(FLAGS.settings) > 1 else None
-    if settings is None:
-        only = FLAGS.settings[0] if FLAGS.settings else None
-        settings = every.get(only, FLAGS.settings)
+    settings = list(quant.SETTINGS) if FLAGS.settings is None else FLAGS.settings
+    if settings in (["all"], ["none"]):
+        settings = [*quant.SETTINGS, *quant.MORE_SETTINGS] if settings == ["all"] else []
     for name in settings:
         quant.setting_named(name)
     given = Given(
         text=tuple(FLAGS.text),
         domains=named_files(FLAGS.domains),
-        **{name: FLAGS[name].value for name in ("token_ids", "tokenizer", "rows", "windows", "length", "bos")},
+        token_ids=FLAGS.token_ids,
+        tokenizer=FLAGS.tokenizer,
+        rows=FLAGS.rows,
+        windows=FLAGS.windows,
+        length=FLAGS.length,
+        bos=FLAGS.bos,
     )
     asked = Asked(
         FLAGS.batch, FLAGS.threshold, tuple(settings), FLAGS.quantize_head, tuple(FLAGS.intervene), FLAGS.sweep_heads

@@ -74,6 +74,9 @@ def analyze(
 ) -> Analyzed:
     """Measures models, and writes results.json, a page for each model and one that compares them under the workdir.
 
+    The page of a single model is workdir/report.html; of several models that compares them, and the folder of each has
+    its own.
+
     A second call measures only what is not there yet: parts are kept under MODEL/parts, each under what it depends on.
 
     Args:
@@ -179,8 +182,12 @@ def _write_pages(
         return Results(_EXPERIMENT, "given", (0,), workdir, content | {"rows": rows},
                        [variant for variant in variants if variant.name in names])  # fmt: skip
 
+    several = len(runs) > 1
     for name, (loaded, measured, texts) in runs.items():
-        page = model_report(name, loaded, measured, results([name]), texts, asked, notes)
-        write_report(page, workdir / name)
-    compared = comparing_report({name: of for name, (_, of, _) in runs.items()}, results(list(runs)), notes)
-    write_report(compared, workdir)
+        here, up = (f"{name}/", "") if not several else ("", "../")
+        links = [("arrays", f"{here}measured/arrays.npz"), ("all results", f"{up}results.json")]
+        page = model_report(name, loaded, measured, results([name]), texts, asked, notes, links)
+        write_report(page, workdir / name if several else workdir)
+    if several:
+        compared = comparing_report({name: of for name, (_, of, _) in runs.items()}, results(list(runs)), notes)
+        write_report(compared, workdir)

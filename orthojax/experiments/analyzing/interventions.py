@@ -73,9 +73,9 @@ def build(
 
     Definitions: `zero_head` removes what a head writes; `first_head` moves all its weight to the first token;
     `active_head` hides key 0 from it, so that its weights are normalised over the other keys (query 0, which sees no
-    other, keeps it where the normalizer is softmax); `zero_attention` and `zero_mlp` remove what a part of a layer adds;
-    `zero_first_value` removes the values of the first token in a layer; `mean_attention` and `mean_mlp` put the mean
-    over positions and sequences in the place of what a part adds.
+    other, keeps it where the normalizer is softmax); `zero_attention` and `zero_mlp` remove what a part of a layer
+    adds; `zero_first_value` removes the values of the first token in a layer; `mean_attention` and `mean_mlp` put the
+    mean over positions and sequences in the place of what a part adds.
 
     Args:
       changes: Of one model.

@@ -19,7 +19,8 @@ from orthojax.experiments.analyzing.stages import Kept, Part, spans
 from orthojax.experiments.analyzing.texts import Text
 from orthojax.experiments.measures import example_maps
 from orthojax.model import Interventions, LoadedModel, Transformer, linear, mesh_of
-from orthojax.train.mesh import AXES, in_mesh, place_rows
+from orthojax.train.evaluation import place_batch
+from orthojax.train.mesh import AXES, in_mesh
 
 Arrays = dict[str, np.ndarray]
 _WITH_HEAD = "_with_head"
@@ -153,7 +154,8 @@ class _Runner:
     def _batches(self, rows: np.ndarray, start: int, stop: int) -> Iterator[tuple[Any, Any]]:
         for first in range(start, stop, self._batch):
             of = np.asarray(rows[first : min(first + self._batch, stop)])
-            yield tuple(place_rows(self._mesh, len(of), lambda a, b, x=x: x[a:b]) for x in (of[:, :-1], of[:, 1:]))
+            inputs, targets = place_batch(self._mesh, of[:, :-1], of[:, 1:])
+            yield inputs, targets
 
     def _pass(
         self,

@@ -33,9 +33,10 @@ BY_HEAD = (
 def observe(taps: Taps, targets: jax.Array) -> analysis.Statistics:
     """`analysis.observe_language_model`, by head where there are heads, and by channel and position.
 
-    Definitions: those of `orthojax.analysis`. `sink_logit_gap` is of all queries from the third on; `max_abs_by_channel`
-    [D] and `max_abs_by_position` [T] are the largest |x| after a block over the whole text; `mean_attention_output` and
-    `mean_mlp_output` [D] are means over positions and sequences of what a block adds to the residual stream.
+    Definitions: those of `orthojax.analysis`. `sink_logit_gap` is of all queries from the third on;
+    `max_abs_by_channel` [D] and `max_abs_by_position` [T] are the largest |x| after a block over the whole text;
+    `mean_attention_output` and `mean_mlp_output` [D] are means over positions and sequences of what a block adds to the
+    residual stream.
     """
     seen, weights, B = analysis.observe_language_model(taps), taps.attention_weights, taps.residual.shape[0]
     fraction = jax.vmap(lambda head: analysis.first_attention_fraction(head[:, None]), in_axes=1)
@@ -118,7 +119,7 @@ def add(a: Sums | None, b: Sums) -> Sums:
         if name.startswith("maximum/"):
             return np.maximum(a[name], b[name])
         if name in ("loss_nats", "dormant_score"):
-            return np.concatenate([a[name], b[name]], axis=name == "dormant_score")
+            return np.concatenate([a[name], b[name]], axis=int(name == "dormant_score"))
         return a[name] + b[name]
 
     return {name: both(name) for name in a}
@@ -155,7 +156,7 @@ def _layers(metrics: Mapping[str, float], name: str) -> list[float]:
 
 
 def perplexity(loss_nats: float) -> float:
-    """exp of the loss; quantisation can ruin a model beyond the range of a float."""
+    """Exp of the loss; quantisation can ruin a model beyond the range of a float."""
     return math.exp(min(loss_nats, 700.0))
 
 

@@ -23,6 +23,7 @@ _METRICS = (
     *("norm_ratio_first", "norm_ratio_rest", "correlation_first", "correlation_rest"),
     *("value_norm_first", "value_norm_rest", "residual_norm_first", "residual_norm_rest"),
 )
+_LOSSES = ("perplexity", "loss_nats", "bits_per_byte")  # of which three digits are too few
 _BY_LAYER = {
     "first_attention_fraction": "argmax on first",
     "first_attention_mass": "mass on first",
@@ -57,7 +58,7 @@ CURVES = (
         {"residual_norm_first": "first token", "residual_norm_rest": "others"}, "log",
     ),
     LayerCurves(
-        "value_norms", "Value-state drains: norms of what values write to the residual stream, mean over heads.", "norm",
+        "value_norms", "Value-state drains: norms of values as written to the residual stream, mean over heads.", "norm",
         {"value_norm_first": "first token", "value_norm_rest": "others"}, "log",
     ),
     LayerCurves(
@@ -76,7 +77,7 @@ def label(name: str) -> str:
 
 def model_report(
     name: str, loaded: LoadedModel, measured: Measured, results: Results, texts: Sequence[Text], asked: Asked,
-    notes: Sequence[str],
+    notes: Sequence[str], links: Sequence[tuple[str, str]],
 ) -> Report:  # fmt: skip
     """The page of one model; `results` holds it alone."""
     model, text, metrics = loaded.model.config, texts[0], measured.metrics
@@ -96,8 +97,7 @@ def model_report(
     pictures = [picture for curve in CURVES for picture in curve(results)]
     pictures += [*_maps(measured), *_heads(measured, domains)]
     pictures += _quantisation_bars({name: metrics}) + _windows(measured, domains)
-    files = [("arrays by layer, head, channel and position", "measured/arrays.npz"), ("all results", "../results.json")]
-    return Report(name, summary, (), tables, pictures, notes, files)
+    return Report(name, summary, (), tables, pictures, notes, links)
 
 
 def comparing_report(measured: Mapping[str, Measured], results: Results, notes: Sequence[str]) -> Report:
@@ -131,7 +131,9 @@ def comparing_report(measured: Mapping[str, Measured], results: Results, notes: 
 
 
 def _cell(metrics: Mapping[str, float], name: str) -> str:
-    return number(metrics[name]) if name in metrics else "-"
+    if name not in metrics:
+        return "-"
+    return f"{metrics[name]:.4g}" if name in _LOSSES else number(metrics[name])
 
 
 def _settings(metrics: Mapping[str, float]) -> list[str]:
@@ -152,7 +154,7 @@ def _interval(metrics: Mapping[str, float], name: str) -> str:
 
 def _metrics_table(metrics: Mapping[str, float], loaded: LoadedModel) -> Table:
     compared = compared_with(metrics, loaded.config)
-    rows = [[label(name), number(metrics[name]), compared.get(name, "")] for name in _METRICS if name in metrics]
+    rows = [[label(name), _cell(metrics, name), compared.get(name, "")] for name in _METRICS if name in metrics]
     return Table("Metrics, means over layers and heads", ["", "value", "to compare with"], rows)
 
 
@@ -181,9 +183,9 @@ def _changed_table(measured: Measured) -> Table:
              "max_abs_first", "residual_norm_first", "value_norm_first")  # fmt: skip
     rows, before = [], measured.metrics
     for name, after in measured.changed.items():
-        rows.append([name, signed(after["loss_nats"] - before["loss_nats"]), *(number(after[key]) for key in shown)])
+        rows.append([name, signed(after["loss_nats"] - before["loss_nats"]), *(_cell(after, key) for key in shown)])
     if rows:
-        rows.insert(0, ["the model as it is", "", *(number(before[key]) for key in shown)])
+        rows.insert(0, ["the model as it is", "", *(_cell(before, key) for key in shown)])
     return Table("Interventions: loss and metrics before and after", ["", "loss change", *map(label, shown)], rows)
 
 
@@ -193,7 +195,12 @@ def _domain_table(metrics: Mapping[str, float], domains: Sequence[str]) -> Table
         prefix = f"domain/{name}"
         rows.append([name, _cell(metrics, f"{prefix}/loss_nats"), _interval(metrics, f"{prefix}/active_score"),
                      _cell(metrics, f"{prefix}/active_share")])  # fmt: skip
-    columns = ["domain", "loss (nats)", "active score, mean over heads (95% interval)", "queries at which a head is active"]
+    columns = [
+        "domain",
+        "loss (nats)",
+        "active score, mean over heads (95% interval)",
+        "queries at which a head is active",
+    ]
     return Table("Domains: how active heads are", columns, rows)
 
 
@@ -235,7 +242,8 @@ def _costly_heads(measured: Measured, text: str) -> Table:
 
 def _maps(measured: Measured) -> list[Picture]:
     titles = ("mean over layers", "first layer", "a quarter of the layers", "three quarters of the layers")
-    attention, hidden = (dict(zip(titles, measured.arrays[name], strict=True)) for name in ("attention", "hidden"))
+    attention: dict[str, np.ndarray] = dict(zip(titles, measured.arrays["attention"], strict=True))
+    hidden: dict[str, np.ndarray] = dict(zip(titles, measured.arrays["hidden"], strict=True))
     seen = "Attention on the first window, mean over heads."
     return [
         Picture("attention_map", seen, draw_attention(attention), "png"),

@@ -70,15 +70,16 @@ def open_text(
 
     Args:
       name: Of the text.
-      files: As `orthojax.data.documents.find_files` takes them; or one of `topics`, the text of pydoc_data.topics joined
-        by blank lines, and `stdlib`, the embedded corpus. Documents follow each other with an end-of-text token between.
+      files: As `orthojax.data.documents.find_files` takes them; or one of `topics`, the text of pydoc_data.topics
+        joined by blank lines, and `stdlib`, the embedded corpus. Between documents is an end-of-text token.
       tokenizer: The model's.
       model: Of which the vocabulary and the largest length are read.
       cut: How rows are cut.
       folder: Where rows are kept.
 
     Raises:
-      UserError: Without a tokenizer; for files that cannot be read, less text than one row, or ids that the model lacks.
+      UserError: Without a tokenizer; for files that cannot be read, less text than one row, or ids that the model does
+        not have.
     """
     if tokenizer is None:
         raise UserError(
