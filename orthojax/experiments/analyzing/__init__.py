@@ -8,5 +8,7 @@ In reading order: `comparing` (`analyze`: models in, results.json and pages out)
 from orthojax.experiments.analyzing.comparing import Analyzed as Analyzed
 from orthojax.experiments.analyzing.comparing import Given as Given
 from orthojax.experiments.analyzing.comparing import analyze as analyze
+from orthojax.experiments.analyzing.comparing import measure_models as measure_models
+from orthojax.experiments.analyzing.comparing import pages as pages
 from orthojax.experiments.analyzing.measuring import Asked as Asked
 from orthojax.experiments.analyzing.measuring import Measured as Measured

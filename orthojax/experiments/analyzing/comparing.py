@@ -5,7 +5,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from orthojax.experiments.analyzing.report import comparing_report, model_report
 from orthojax.experiments.analyzing.stages import Kept
 from orthojax.experiments.analyzing.texts import TOPICS, Cut, Text, open_ids, open_text
 from orthojax.experiments.experiment import Experiment, Variant
-from orthojax.experiments.page import write_report
+from orthojax.experiments.page import Report, write_report
 from orthojax.experiments.results import Results
 from orthojax.files import make_folder, write_atomically, write_text
 from orthojax.machine import environment
@@ -63,19 +63,29 @@ class Given:
 
 
 class Analyzed(NamedTuple):
-    """What `analyze` did: the content of results.json, and how many parts were measured, not read."""
+    """Measured models.
+
+    Attributes:
+      results: The content of results.json.
+      runs: Name -> the model, without parameters; what was measured; its texts.
+      parts: How many parts were measured by this call, and not read.
+    """
 
     results: dict[str, Any]
-    measured: int
+    runs: dict[str, tuple[LoadedModel, Measured, list[Text]]]
+    parts: int
 
 
-def analyze(
-    models: Mapping[str, str], given: Given, asked: Asked, workdir: Path, *, say: Callable[[str], object] = print
-) -> Analyzed:
-    """Measures models, and writes results.json, a page for each model and one that compares them under the workdir.
+def analyze(models: Mapping[str, str], given: Given, asked: Asked, workdir: Path) -> Analyzed:
+    """`measure_models`, and writes `pages`, each to its folder."""
+    analyzed = measure_models(models, given, asked, workdir)
+    for folder, page in pages(analyzed, asked, workdir).items():
+        write_report(page, folder)
+    return analyzed
 
-    The page of a single model is workdir/report.html; of several models that compares them, and the folder of each has
-    its own.
+
+def measure_models(models: Mapping[str, str], given: Given, asked: Asked, workdir: Path) -> Analyzed:
+    """Measures models, and writes results.json under the workdir, and arrays under MODEL/measured.
 
     A second call measures only what is not there yet: parts are kept under MODEL/parts, each under what it depends on.
 
@@ -84,7 +94,6 @@ def analyze(
       given: What they read.
       asked: What is measured.
       workdir: Of the results.
-      say: Takes lines for the user.
 
     Raises:
       UserError: For a model or text that cannot be read, or what `measure_model` refuses.
@@ -103,25 +112,19 @@ def analyze(
         _write_arrays(workdir / name, measured)
         runs[name] = (loaded._replace(params=None), measured, texts)
         del loaded  # one model in memory at a time
-    rows = [row for name, run in runs.items() for row in _rows(name, models[name], *run)]
+    rows = [row for name, (_, measured, _) in runs.items() for row in _rows(name, models[name], measured)]
+    texts = {t.sha256: t for *_, texts in runs.values() for t in texts}.values()
     provenance = environment() | {
         "seeds": [0],
         "models": dict(models),
         "data": [{"name": t.name, "source": t.source, "rows": len(t.rows), "length": t.rows.shape[1] - 1,
-                  "tokens_sha256": t.sha256} for t in _texts(runs)],
+                  "tokens_sha256": t.sha256} for t in texts],
         "options": dataclasses.asdict(asked),
         "wall_seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
     content = {"experiment": "analyze", "scale": "given", "provenance": provenance, "rows": rows}
     write_text(workdir / "results.json", json.dumps(content, indent=2) + "\n")
-    _write_pages(runs, content, asked, workdir)
-    for note in dict.fromkeys(note for _, measured, _ in runs.values() for note in measured.notes):
-        say(note)
-    return Analyzed(content, total)
-
-
-def _texts(runs: Mapping[str, tuple[Any, Any, list[Text]]]) -> list[Text]:
-    return list({t.sha256: t for *_, texts in runs.values() for t in texts}.values())
+    return Analyzed(content, runs, total)
 
 
 def _with_texts(loaded: LoadedModel, given: Given, folder: Path) -> tuple[LoadedModel, list[Text]]:
@@ -150,7 +153,7 @@ def _write_arrays(folder: Path, measured: Measured) -> None:
     write_atomically(folder / "measured" / "arrays.npz", lambda file: np.savez_compressed(file, **arrays))
 
 
-def _rows(name: str, path: str, loaded: LoadedModel, measured: Measured, texts: Sequence[Text]) -> list[dict[str, Any]]:
+def _rows(name: str, path: str, measured: Measured) -> list[dict[str, Any]]:
     """The model's row, and one for each intervention."""
     base = {"variant": name, "seed": 0, "overrides": {"model": path, "label": name}, "run": name}
     rows = [base | {"metrics": measured.metrics}]
@@ -161,10 +164,10 @@ def _rows(name: str, path: str, loaded: LoadedModel, measured: Measured, texts: 
     return rows
 
 
-def _write_pages(
-    runs: Mapping[str, tuple[LoadedModel, Measured, list[Text]]], content: dict[str, Any], asked: Asked, workdir: Path
-) -> None:
-    provenance = content["provenance"]
+def pages(analyzed: Analyzed, asked: Asked, workdir: Path) -> dict[Path, Report]:
+    """Folder -> page: of a single model the workdir's; of several that compares them, and each has its own folder."""
+    content, runs = analyzed.results, analyzed.runs
+    provenance, made = content["provenance"], {}
     versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
     notes = [
         "python " + " ".join(map(shlex.quote, sys.argv)),
@@ -187,7 +190,8 @@ def _write_pages(
         here, up = (f"{name}/", "") if not several else ("", "../")
         links = [("arrays", f"{here}measured/arrays.npz"), ("all results", f"{up}results.json")]
         page = model_report(name, loaded, measured, results([name]), texts, asked, notes, links)
-        write_report(page, workdir / name if several else workdir)
+        made[workdir / name if several else workdir] = page
     if several:
-        compared = comparing_report({name: of for name, (_, of, _) in runs.items()}, results(list(runs)), notes)
-        write_report(compared, workdir)
+        of_all = {name: of for name, (_, of, _) in runs.items()}
+        made[workdir] = comparing_report(of_all, results(list(runs)), notes)
+    return made

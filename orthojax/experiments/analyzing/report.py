@@ -58,7 +58,7 @@ CURVES = (
         {"residual_norm_first": "first token", "residual_norm_rest": "others"}, "log",
     ),
     LayerCurves(
-        "value_norms", "Value-state drains: norms of values as written to the residual stream, mean over heads.", "norm",
+        "value_norms", "Value-state drains: norms of values as written to the stream, mean over heads.", "norm",
         {"value_norm_first": "first token", "value_norm_rest": "others"}, "log",
     ),
     LayerCurves(
