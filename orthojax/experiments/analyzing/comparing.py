@@ -5,7 +5,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,7 +79,7 @@ class Analyzed(NamedTuple):
 def analyze(models: Mapping[str, str], given: Given, asked: Asked, workdir: Path) -> Analyzed:
     """`measure_models`, and writes `pages`, each to its folder."""
     analyzed = measure_models(models, given, asked, workdir)
-    for folder, page in pages(analyzed, asked, workdir).items():
+    for folder, page in pages(analyzed, asked, workdir):
         write_report(page, folder)
     return analyzed
 
@@ -164,10 +164,10 @@ def _rows(name: str, path: str, measured: Measured) -> list[dict[str, Any]]:
     return rows
 
 
-def pages(analyzed: Analyzed, asked: Asked, workdir: Path) -> dict[Path, Report]:
-    """Folder -> page: of a single model the workdir's; of several that compares them, and each has its own folder."""
+def pages(analyzed: Analyzed, asked: Asked, workdir: Path) -> Iterator[tuple[Path, Report]]:
+    """(folder, page), one after the other: of a single model the workdir's; of several that compares them, and each has its own folder."""
     content, runs = analyzed.results, analyzed.runs
-    provenance, made = content["provenance"], {}
+    provenance = content["provenance"]
     versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
     notes = [
         "python " + " ".join(map(shlex.quote, sys.argv)),
@@ -190,8 +190,7 @@ def pages(analyzed: Analyzed, asked: Asked, workdir: Path) -> dict[Path, Report]
         here, up = (f"{name}/", "") if not several else ("", "../")
         links = [("arrays", f"{here}measured/arrays.npz"), ("all results", f"{up}results.json")]
         page = model_report(name, loaded, measured, results([name]), texts, asked, notes, links)
-        made[workdir / name if several else workdir] = page
+        yield workdir / name if several else workdir, page
     if several:
         of_all = {name: of for name, (_, of, _) in runs.items()}
-        made[workdir] = comparing_report(of_all, results(list(runs)), notes)
-    return made
+        yield workdir, comparing_report(of_all, results(list(runs)), notes)
