@@ -215,7 +215,7 @@ def test_rows_of_text_are_those_of_its_tokens(tmp_path):
     np.testing.assert_array_equal(text(Cut(2, 4, bos=True)).rows, [[256, *b"abcd"], [256, *b"efgh"]])
     assert text(Cut(0, 4)).bits_per_nat_of_loss == pytest.approx(1 / math.log(2))  # a token is a byte
     assert text(Cut(0, 4)).sha256 == text(Cut(0, 4)).sha256 != text(Cut(1, 4)).sha256
-    with pytest.raises(UserError, match="the tokenizer of this model is not known.*\nallowed: --tokenizer"):
+    with pytest.raises(UserError, match=r"the tokenizer of this model is not known.*\nallowed: --tokenizer"):
         open_text("text", files, None, config, Cut(0, 4), tmp_path / "texts")
     with pytest.raises(UserError, match="fewer than 31 tokens"):
         text(Cut(0, 30))
@@ -273,8 +273,10 @@ def test_pages_of_several_models_compare_them(models, tmp_path):
     given = Given(token_ids=str(models / "planted.npy"), rows=4, length=T)
     asked = Asked(4, settings=("int8_fine",))
     analyzed = measure_models(names, given, asked, tmp_path)
-    made, results = dict(pages(analyzed, asked, tmp_path)), json.loads((tmp_path / "results.json").read_text())
-    plt.close("all")  # nothing is written here, which takes seconds
+    made, results = {}, json.loads((tmp_path / "results.json").read_text())
+    for folder, page in pages(analyzed, asked, tmp_path):
+        made[folder] = page
+        plt.close("all")  # nothing is written here, which takes seconds
     assert list(made) == [tmp_path / "sink", tmp_path / "random", tmp_path]
     row = next(row for row in made[tmp_path].tables[0].rows if row[0] == "attention mass on the first token")
     assert row[1:] == [f"{row['metrics']['first_attention_mass']:.3g}" for row in results["rows"]]

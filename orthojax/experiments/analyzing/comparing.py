@@ -23,13 +23,13 @@ from orthojax.experiments.analyzing.measuring import (
 )
 from orthojax.experiments.analyzing.report import comparing_report, model_report
 from orthojax.experiments.analyzing.stages import Kept
-from orthojax.experiments.analyzing.texts import TOPICS, Cut, Text, open_ids, open_text
+from orthojax.experiments.analyzing.texts import TOPICS, Cut, Text, open_ids, open_text, require_files
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.page import Report, write_report
 from orthojax.experiments.results import Results
 from orthojax.files import make_folder, write_atomically, write_text
 from orthojax.machine import environment
-from orthojax.model import LoadedModel
+from orthojax.model import LoadedModel, locate
 from orthojax.progress import Progress
 from orthojax.train import load
 
@@ -98,6 +98,12 @@ def measure_models(models: Mapping[str, str], given: Given, asked: Asked, workdi
     Raises:
       UserError: For a model or text that cannot be read, or what `measure_model` refuses.
     """
+    # Before the work, so that a wrong path costs nothing.
+    for files in (*([] if given.token_ids else [given.text]), *given.domains.values()):
+        require_files(files)
+    for path in models.values():
+        if not Path(path).exists():
+            locate(path)
     make_folder(workdir, "workdir", files=["results.json", "report.html"])
     started, total, runs = time.monotonic(), 0, {}
     for name, path in models.items():
@@ -108,6 +114,7 @@ def measure_models(models: Mapping[str, str], given: Given, asked: Asked, workdi
         with Progress(steps) as progress:
             kept = Kept(workdir / name / "parts", loaded, progress, name)
             measured = measure_model(spread_over_devices(loaded), texts[0], texts[1:], asked, kept)
+            progress.finish(f"{name}: measured")
         total += kept.measured
         _write_arrays(workdir / name, measured)
         runs[name] = (loaded._replace(params=None), measured, texts)
@@ -165,7 +172,10 @@ def _rows(name: str, path: str, measured: Measured) -> list[dict[str, Any]]:
 
 
 def pages(analyzed: Analyzed, asked: Asked, workdir: Path) -> Iterator[tuple[Path, Report]]:
-    """(folder, page), one after the other: of a single model the workdir's; of several that compares them, and each has its own folder."""
+    """(folder, page) one after the other: a single model has the workdir's, of several each has a folder of its own.
+
+    The workdir's page then compares them. Figures are open until a page is written.
+    """
     content, runs = analyzed.results, analyzed.runs
     provenance = content["provenance"]
     versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())

@@ -12,13 +12,12 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from orthojax.config import ModelConfig
-from orthojax.data.documents import embedded_corpus, text_corpus
+from orthojax.data.documents import embedded_corpus, find_files, text_corpus
 from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
 from orthojax.files import parse_json, read_again, require_file, write_atomically, write_text
 
 TOPICS, STDLIB = "topics", "stdlib"
-EMBEDDED = f"{TOPICS} (Python's own documentation) or {STDLIB} (its sources)"
 _PIECE = 1 << 20  # characters that are tokenised at a time; a longer document is cut after a line
 
 
@@ -122,6 +121,16 @@ def open_ids(name: str, path: Path, model: ModelConfig, cut: Cut, folder: Path) 
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     key = hashlib.sha256(json.dumps([digest, dataclasses.astuple(cut)]).encode()).hexdigest()[:16]
     return _kept(name, f"{path.name} (token ids, sha256 {digest[:12]})", folder / key, write, model, cut)
+
+
+def require_files(files: Sequence[str]) -> None:
+    """Checks that the files of a text are there.
+
+    Raises:
+      UserError: As `find_files`.
+    """
+    if list(files) not in ([TOPICS], [STDLIB]):
+        find_files(files)
 
 
 def _words(files: Sequence[str]) -> _Words:
