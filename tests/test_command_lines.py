@@ -21,7 +21,7 @@ from orthojax.generation import generate
 from orthojax.model import write_folder
 from orthojax.train import find_checkpoint, read_optimizer_state, read_params
 
-SCRIPTS = ("train", "evaluate", "generate", "inspect_checkpoint", "prepare_data", "reproduce", "benchmark")
+SCRIPTS = ("train", "evaluate", "analyze", "generate", "inspect_checkpoint", "prepare_data", "reproduce", "benchmark")
 CONFIG = replace(
     SMALL, TEXT | {"train.steps": 6, "train.log_every_steps": 1, "train.eval_every_steps": 3, "eval.batch_size": 4}
 )
@@ -224,6 +224,16 @@ REFUSED = {
     "token files of no text": ("prepare_data", ["--input=", "--output=new"], ["no text files"]),
     "token files by an impossible tokenizer": (
         "prepare_data", ["--input=text.txt", "--tokenizer=bpe:many", "--output=new"], ["'bpe:many'", "bpe:N"],
+    ),
+    "no model to analyze": ("analyze", [], ["--model is missing", "NAME=PATH"]),
+    "an unknown model": ("analyze", ["--model=smolm2", "--workdir=new"], ["no model smolm2", "hf download smolm2"]),
+    "an unknown setting": ("analyze", ["--model=run", "--settings=w4a9"], ["'w4a9'", "did you mean"]),
+    "a text of no row": ("analyze", ["--model=run", "--text=small.py", "--rows=-1"], ["rows", "-1"]),
+    "a text of another length": (
+        "analyze", ["--model=run", "--text=text.txt", "--length=9", "--workdir=new"], ["--length=9", "1 to 8"],
+    ),
+    "a missing domain": (
+        "analyze", ["--model=run", "--text=text.txt", "--domains=code=nope.py", "--workdir=new"], ["nope.py"],
     ),
     "benchmark into a file": ("benchmark", ["--tiny", "--workdir=text.txt"], ["text.txt is a file"]),
 }  # fmt: skip
@@ -558,6 +568,25 @@ def test_a_run_writes_text_and_a_model_without_a_tokenizer_ids(home):
     loaded.tokenizer.save(home / "tokenizer.json")
     done = run("generate", "--prompt=the", "--tokenizer=tokenizer.json", *options, cwd=home)
     assert done.stdout == loaded.tokenizer.decode(expected) + "\n"
+
+
+def test_a_run_is_analyzed(home):
+    arguments = ["--model=mine=run", "--text=text.txt", "--domains=first=text.txt,small.py,second=small.json"]
+    arguments += ["--rows=8", "--windows=4", "--settings=int8_fine", "--intervene=zero_mlp:0", "--sweep_heads=2"]
+    done = run("analyze", *arguments, "--workdir=new", cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert "100% mine: " in done.stderr
+    results = json.loads((home / "new/results.json").read_text())
+    row, changed = results["rows"]
+    assert (row["variant"], changed["overrides"]["label"]) == ("mine", "mine, zero_mlp:0")
+    assert changed["metrics"]["loss_change_nats"] == changed["metrics"]["loss_nats"] - row["metrics"]["loss_nats"]
+    assert [data["name"] for data in results["provenance"]["data"]] == ["text", "first", "second"]
+    assert "perplexity_int8_fine" in row["metrics"]
+    page = (home / "new/report.md").read_text()
+    assert f"| perplexity | {row['metrics']['perplexity']:.4g} | " in page
+    assert all(f"](figures/{path.name})" in page for path in (home / "new/figures").iterdir())
+    for words in ("| zero\\_mlp:0 |", "| second |", "Heads that cost most", "active_dormant_head", "heads_by_domain"):
+        assert words in page or words.replace("\\", "") in page, words
 
 
 def test_a_run_is_trained_evaluated_and_inspected(home):

@@ -46,7 +46,7 @@ def overview(metrics: Mapping[str, float], config: Config) -> list[str]:
       config: Of its run.
     """
     left = {name: value for name, value in metrics.items() if "/" not in name and name != "sequences"}
-    count, compared, lines = metrics["sequences"], _comparisons(metrics, config), []
+    count, compared, lines = metrics["sequences"], compared_with(metrics, config), []
     rows, sizes = [], []
     groups = {
         f"loss, {count:.0f} held-out sequences of {config.data.sequence_length} tokens": _LOSSES,
@@ -74,8 +74,8 @@ def _meaning(name: str) -> str:
     return _MEANINGS.get(base, "") + (", and the output head" if base != name and base in _MEANINGS else "")
 
 
-def _comparisons(metrics: Mapping[str, float], config: Config) -> dict[str, str]:
-    """Metric -> what to compare it with."""
+def compared_with(metrics: Mapping[str, float], config: Config) -> dict[str, str]:
+    """Metric -> what to compare it with: of a Gaussian vector, of equal logits, of the model in floats."""
     vocabulary, D, T = config.model.vocab_size, config.model.d_model, config.data.sequence_length
     equal = {"perplexity": vocabulary, "loss_nats": math.log(vocabulary)}
     if metrics.get("bits_per_byte"):
