@@ -102,7 +102,14 @@ CASES |= {
     "softmax_with_sink": (lambda x, a: ops.softmax_with_sink(x, a, where=MASK), WEIGHTS, (1, N, 1, 1)),
     "apply_normalizer": (lambda x, a: ops.apply_normalizer(a, x, MASK), WEIGHTS, (N,)),
     "weights and values": (of_weights, HEADS, HEADS, HEADS, WEIGHTS),
-    "rotary": (lambda x: ops.rotary(x, jnp.arange(T)), HEADS),
+    "rotary": (lambda x: ops.rotary(x, jnp.arange(T), frequencies=ops.rotary_frequencies(2)), HEADS),
+    "rotary, yarn": (
+        lambda x: ops.rotary(
+            x, jnp.arange(T), frequencies=ops.yarn_frequencies(2, 9.0, 8.0, 64), scale=ops.yarn_mscale(8.0, 1.0)
+        ),
+        HEADS,
+    ),
+    "llama3_frequencies": (lambda x: ops.llama3_frequencies(x, 8.0, 64), (D,)),
     "relaxed mask": (lambda x: jnp.where(relaxed_causal_mask(T, 2), x, 0), WEIGHTS),
     "cross_entropy_nats": (lambda x: ops.cross_entropy_nats(x, IDS), HIDDEN),
     "chunked_cross_entropy_sum_nats": (

@@ -29,8 +29,9 @@ from orthojax.experiments.page import Report, write_report
 from orthojax.experiments.results import Results
 from orthojax.files import make_folder, write_atomically, write_text
 from orthojax.machine import environment
-from orthojax.model import LoadedModel, locate
+from orthojax.model import LoadedModel
 from orthojax.progress import Progress
+from orthojax.published import locate
 from orthojax.train import load
 
 _LENGTH = 256
