@@ -17,6 +17,7 @@ from orthojax.experiments.experiment import Run
 from orthojax.experiments.measures import ALWAYS, Measure, store, stored
 from orthojax.files import make_folder, parse_json, read_again, try_lock, write_text
 from orthojax.model import flops_per_token
+from orthojax.published import is_pretrained
 from orthojax.train import (
     DivergedError,
     Inputs,
@@ -163,7 +164,8 @@ def finish(task: Task, reporter: Reporter) -> Row:
                 config = replace(config, {"optim.learning_rate": best_learning_rate(losses)})
                 row |= {"learning_rates": losses, "overrides": changed_fields(Config(), config)}
             checkpoint = run.variant.checkpoint or _trained(task, config, inputs, tally)
-            require_same_data(checkpoint, inputs.provenance)
+            if not is_pretrained(checkpoint):
+                require_same_data(checkpoint, inputs.provenance)
             row["metrics"] = _measured(task, config, checkpoint, inputs, tally)
             if (seconds := _seconds(run.folder / TRAINED, tally.say)) is not None:
                 row["seconds"] = seconds

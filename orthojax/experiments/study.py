@@ -22,7 +22,7 @@ from orthojax.experiments.workers import run_all
 from orthojax.files import make_folder, parse_json, read_again, write_text
 from orthojax.machine import environment
 from orthojax.progress import Progress, tokenizing_progress
-from orthojax.train import find_checkpoint, open_inputs, read_config, require_task
+from orthojax.train import find_model, open_inputs, require_task
 
 _LONGEST_NAME = 80  # of a model in a table
 
@@ -32,7 +32,8 @@ def given_model(name: str, path: Path) -> Variant:
 
     Args:
       name: Of its row.
-      path: A run's workdir, its checkpoints folder or one step's folder.
+      path: A run's workdir, its checkpoints folder or one step's folder; or a model that others trained, which is
+        measured on the embedded text with its own tokenizer.
 
     Raises:
       UserError: For a name that cannot stand in tables and file names; where there is no checkpoint.
@@ -40,8 +41,8 @@ def given_model(name: str, path: Path) -> Variant:
     if not name.isprintable() or {"/", "$"} & set(name) or len(name) > _LONGEST_NAME:  # between $ matplotlib sets TeX
         allowed = f"a name of at most {_LONGEST_NAME} characters, without '/', '$' and control characters"
         raise UserError(f"--model={name!r}=...", allowed=allowed)
-    checkpoint = find_checkpoint(path)
-    return Variant(name, name, read_config(checkpoint), checkpoint=checkpoint)
+    checkpoint, config = find_model(path)
+    return Variant(name, name, config, checkpoint=checkpoint)
 
 
 def nothing() -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from orthojax.model.cache import init_cache as init_cache
     from orthojax.model.family_configs import computed_as as computed_as
     from orthojax.model.gguf_files import read_gguf as read_gguf
+    from orthojax.model.gguf_files import read_gguf_config as read_gguf_config
     from orthojax.model.interventions import Interventions as Interventions
     from orthojax.model.interventions import attention_pattern as attention_pattern
     from orthojax.model.layers import LinearFunction as LinearFunction
@@ -30,17 +31,18 @@ if TYPE_CHECKING:
     from orthojax.model.loaded import stack_layers as stack_layers
     from orthojax.model.loaded import unstack_layers as unstack_layers
     from orthojax.model.pretrained import read_folder as read_folder
+    from orthojax.model.pretrained import read_folder_config as read_folder_config
     from orthojax.model.pretrained import write_folder as write_folder
     from orthojax.model.transformer import Transformer as Transformer
 
 _LAZY = {
     "cache": ("KVCache", "init_cache"),
     "family_configs": ("computed_as",),
-    "gguf_files": ("read_gguf",),
+    "gguf_files": ("read_gguf", "read_gguf_config"),
     "interventions": ("Interventions", "attention_pattern"),
     "layers": ("LinearFunction", "Norm", "linear", "plain_product"),
     "loaded": ("LoadedModel", "Observe", "Taps", "mesh_of", "stack_layers", "unstack_layers"),
-    "pretrained": ("read_folder", "write_folder"),
+    "pretrained": ("read_folder", "read_folder_config", "write_folder"),
     "transformer": ("Transformer",),
 }
 

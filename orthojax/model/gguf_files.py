@@ -161,14 +161,23 @@ def read_gguf(path: Path, *, dtype: str = "float32") -> tuple[ModelConfig, Any]:
       UserError: For another architecture, metadata or a tensor that is not understood, or a damaged file.
     """
     file = GgufFile(path)
-    name = file.metadata.get("general.architecture")
-    require(name in _ARCHITECTURES, f"{path} has the architecture {name!r}", " | ".join(_ARCHITECTURES))
-    architecture = _ARCHITECTURES[str(name)]
-    config = _config(file, str(name), architecture)
+    config, architecture = _config_and_architecture(file)
     rows = [((row.there,), row) for row in _weights(architecture.paired)
             if not row.there.startswith(tuple(f"blk.{{}}.{part}." for part in architecture.left_out))]  # fmt: skip
     ignored = ("rope_freqs.weight", *(("output.weight",) if config.tie_embeddings else ()))
     return config, read_params(config, rows, file, ignored, dtype=dtype)
+
+
+def read_gguf_config(path: Path) -> ModelConfig:
+    """The config of `read_gguf` alone; no tensor is dequantised."""
+    return _config_and_architecture(GgufFile(path))[0]
+
+
+def _config_and_architecture(file: GgufFile) -> tuple[ModelConfig, _Architecture]:
+    name = file.metadata.get("general.architecture")
+    require(name in _ARCHITECTURES, f"{file.where} has the architecture {name!r}", " | ".join(_ARCHITECTURES))
+    architecture = _ARCHITECTURES[str(name)]
+    return _config(file, str(name), architecture), architecture
 
 
 def _config(file: GgufFile, name: str, architecture: _Architecture) -> ModelConfig:

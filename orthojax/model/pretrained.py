@@ -19,7 +19,7 @@ from orthojax.config import ModelConfig, from_dict
 from orthojax.errors import UserError, needing
 from orthojax.files import make_folder, read_json, require_file, write_atomically, write_text
 from orthojax.model.families import FAMILIES, family_named
-from orthojax.model.family import HEADS, SAME, Weight, foreign_names
+from orthojax.model.family import HEADS, SAME, Family, Weight, foreign_names
 from orthojax.model.family_configs import read_config, write_config
 from orthojax.model.transformer import Transformer
 
@@ -115,15 +115,25 @@ def read_folder(folder: Path, *, dtype: str = "float32") -> tuple[ModelConfig, A
     Raises:
       UserError: For another family, a config field or tensor that is not understood, or damaged files.
     """
-    given = read_json(folder / "config.json", "config of a model")
-    if given.get("model_type") == OWN:
-        config = from_dict(ModelConfig, given.get("model"))
+    config, family = _config_and_family(folder)
+    if family is None:
         return config, read_params(config, own_weights(config), SafetensorsFolder(folder), dtype=dtype)
-    family = family_named(given.get("model_type"))
-    config = read_config(family, given)
     weights = [(foreign_names(family, weight.there), weight) for weight in family.weights]
     ignored = (*family.ignored, *(HEADS if config.tie_embeddings else ()))
     return config, read_params(config, weights, SafetensorsFolder(folder), ignored, dtype=dtype)
+
+
+def read_folder_config(folder: Path) -> ModelConfig:
+    """The config of `read_folder` alone; no tensor is read."""
+    return _config_and_family(folder)[0]
+
+
+def _config_and_family(folder: Path) -> tuple[ModelConfig, Family | None]:
+    given = read_json(folder / "config.json", "config of a model")
+    if given.get("model_type") == OWN:
+        return from_dict(ModelConfig, given.get("model")), None
+    family = family_named(given.get("model_type"))
+    return read_config(family, given), family
 
 
 def read_params(

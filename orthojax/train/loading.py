@@ -15,13 +15,17 @@ from orthojax.model import (
     Transformer,
     computed_as,
     read_folder,
+    read_folder_config,
     read_gguf,
+    read_gguf_config,
     stack_layers,
     unstack_layers,
 )
 from orthojax.published import is_pretrained, locate
 from orthojax.train import checkpoint
 from orthojax.train.checkpoint import find_checkpoint, read_config, read_json_item, read_params
+
+_PUBLISHED_LENGTH = 256  # tokens of a row on which models that others trained are measured
 
 
 def load(path: str | Path) -> LoadedModel:
@@ -37,10 +41,9 @@ def load(path: str | Path) -> LoadedModel:
       UserError: Where there is no model, it is damaged, or of a family that is not supported; for a .gguf file or
         safetensors also without the extra `pretrained`.
     """
-    if (published := _published(path)) is not None:
-        return _load_pretrained(published)
-    folder = find_checkpoint(Path(path))
-    config = read_config(folder)
+    folder, config = find_model(path)
+    if is_pretrained(folder):
+        return _load_pretrained(folder, config)
     if checkpoint.is_quantized(folder):
         setting, params = checkpoint.read_quantized(folder)
         model = Transformer(config.model, linear=quant.integer_linear(setting))
@@ -55,15 +58,34 @@ def _published(path: str | Path) -> Path | None:
     return found if is_pretrained(found) else None
 
 
-def _load_pretrained(path: Path) -> LoadedModel:
-    model, params = (read_gguf if path.suffix == ".gguf" else read_folder)(path)
+def find_model(path: str | Path) -> tuple[Path, Config]:
+    """Where a model is, and its config; no parameters are read.
+
+    Args:
+      path: As of `load`.
+
+    Returns:
+      The folder of a checkpoint's step and the config of its run; or the folder or file of a model that others trained,
+      and a config with its model and its tokenizer, on the embedded text.
+
+    Raises:
+      UserError: As `load`.
+    """
+    if (found := _published(path)) is None:
+        folder = find_checkpoint(Path(path))
+        return folder, read_config(folder)
+    model = (read_gguf_config if found.suffix == ".gguf" else read_folder_config)(found)
+    data = DataConfig(sequence_length=min(model.max_length, _PUBLISHED_LENGTH), tokenizer=str(found))
+    return found, Config(model=model, data=data)
+
+
+def _load_pretrained(path: Path, config: Config) -> LoadedModel:
+    _, params = (read_gguf if path.suffix == ".gguf" else read_folder)(path)
     try:
         tokenizer = load_tokenizer(path)
-    except (UserError, ImportError):  # token ids are enough for most
+    except UserError:  # token ids are enough for most
         tokenizer = None
-    length = min(model.max_length, DataConfig().sequence_length)
-    config = Config(model=model, data=DataConfig(sequence_length=length))
-    return LoadedModel(Transformer(model), params, config, tokenizer, path)
+    return LoadedModel(Transformer(config.model), params, config, tokenizer, path)
 
 
 def _tokenizer(folder: Path, config: Config) -> Any | None:
