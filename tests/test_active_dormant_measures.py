@@ -15,6 +15,7 @@ from orthojax.errors import UserError
 from orthojax.experiments.active_dormant import models
 from orthojax.experiments.active_dormant.models import config, half_step
 from orthojax.experiments.experiment import Variant
+from orthojax.experiments.pretrained import aligned
 from orthojax.experiments.results import Result
 from orthojax.experiments.training_view import render_training_view
 from orthojax.model import Interventions, LoadedModel, Transformer, llama2, stack_layers
@@ -360,3 +361,41 @@ def test_details_that_make_no_sense_are_refused(tmp_path):
 def test_the_step_at_half_of_the_change_is_that_of_curves_that_rise_and_fall():
     assert half_step([0, 1, 5, 7], [0.0, 0.4, 0.5, 1.0]) == 5
     assert half_step([0, 1, 5, 7], [4.0, 1.9, 2.0, 0.0]) == 1
+
+
+# One definition for all models.
+
+
+def test_the_aligned_table_is_that_of_planted_weights(run):
+    """A model whose blocks are known: a sink in block 2, drained there; the MLP of block 1 makes the peak."""
+    seen = {
+        "first_weight": np.array([[0.1, 0.3], [0.9, 0.7]]),
+        "gap": np.array([[0.0, 0.0], [5.0, 7.0]]),
+        "values": np.array([[4.0, 4.0], [1.0, 8.0]]),
+        "residuals": np.array([[30.0, 10.0], [20.0, 10.0]]),
+        "first_norms": np.array([[10.0, 14.0, 30.0], [30.0, 28.0, 20.0]]),
+    }
+    found = aligned.summarize(seen)
+    assert found == pytest.approx({"sink_layer": 1, "first_weight": 0.8, "gap": 6, "drain": 0.125, "peak": 3,
+                                   "made_by": 1, "made_by_mlp": 0.8})  # fmt: skip
+
+    workdir, inputs, _ = run
+    measured = aligned.ALIGNED.measure(load(workdir), inputs, lambda part: None).metrics
+    loaded = load(workdir)
+    tokens = inputs.evaluation[: aligned.ROWS, :-1]
+    taps = loaded.model.apply({"params": loaded.params}, tokens, observe=lambda taps: taps._asdict())[1]
+    weights, logits = (
+        np.asarray(taps[f"attention_{name}"], float) for name in ("weights", "logits")
+    )  # [L, B, N, T, S]
+    on_first = weights[:, :, :, 1:, 0].mean(axis=(1, 2, 3))
+    layer = int(measured["sink_layer"])
+    assert layer == np.argmax(on_first)
+    assert measured["first_weight"] == pytest.approx(on_first[layer], rel=1e-5)
+    gaps = [logits[layer, :, :, t, 0] - logits[layer, :, :, t, 1:t].mean(-1) for t in range(2, tokens.shape[1])]
+    assert measured["gap"] == pytest.approx(np.mean(gaps), rel=1e-4)
+    norms = np.linalg.norm(np.asarray(taps["residual"], float), axis=-1)
+    assert measured["peak"] == pytest.approx(
+        (norms[:, :, 0].mean(1) / norms[:, :, 1:].mean(axis=(1, 2))).max(), rel=1e-4
+    )
+    assert 0 < measured["spread_first"] < 10
+    assert 0 < measured["spread_rest"] < 10

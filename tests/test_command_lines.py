@@ -189,7 +189,9 @@ REFUSED = {
     "no token to write": ("generate", [*WRITE, "--tokens=0"], ["steps=0", "at least 1"]),
     "sinks without a window": ("generate", [*WRITE, "--sinks=4"], ["sinks=4", "with a window"]),
     # Nor of what is looked up afterwards.
-    "no such model to write": ("generate", ["--model=no/where", "--prompt=a"], ["no such model: no/where", "hf download"]),
+    "no such model to write": (
+        "generate", ["--model=no/where", "--prompt=a"], ["no such model: no/where", "hf download"],
+    ),
     "a prompt longer than learned positions": (
         "generate", ["--model=run", "--prompt=the sink and the peak"], ["a prompt of 21 tokens", "max_length=8"],
     ),

@@ -57,7 +57,7 @@ from orthojax.experiments.from_attention import (
     training_curves,
 )
 from orthojax.experiments.ours import normalizers, optimizer_outliers, quick, rotation_ablation
-from orthojax.experiments.pretrained import quantised
+from orthojax.experiments.pretrained import aligned, quantised
 from orthojax.experiments.runs import TRAINED, Task, is_trained, parse_seconds, training_flops
 from orthojax.files import read_again, read_json
 from orthojax.formatting import align
@@ -78,6 +78,7 @@ ALL: tuple[Experiment, ...] = (
     pixel_sinks.EXPERIMENT,
     published_size.EXPERIMENT,
     quantised.EXPERIMENT,
+    aligned.EXPERIMENT,
 )
 _CALIBRATION_SECONDS = 1.0
 _LONGEST_HOURS = 1000  # a longer estimate only means that this is not the machine for it
