@@ -187,6 +187,7 @@ def test_directions_through_latents_are_the_derivatives_of_keys_and_of_what_head
     np.testing.assert_allclose(analysis.weak_directions(model, params)[0], weakest @ weakest.T, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_scanned_and_unrolled_layers_have_the_same_mechanism_and_names(run):
     _, inputs, params = run
     rows = jnp.asarray(inputs.evaluation[:4])

@@ -158,6 +158,7 @@ def test_zeroing_heads_in_a_sweep_is_zeroing_rows_of_the_output_kernel(models, t
             np.testing.assert_allclose(found.arrays["sweep/ids0"][layer, head], change, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_eight_devices_measure_what_one_does(models, tmp_path):
     asked = Asked(8, settings=("int8_moderate",), interventions=("zero_head:1.0",), sweep_rows=8)
     one, _ = measured(models / "run", models / "run.npy", tmp_path / "one", asked, domains=(12,))

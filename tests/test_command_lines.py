@@ -202,7 +202,7 @@ REFUSED = {
     "a prompt that is no ids": ("generate", ["--model=run", "--prompt_ids=1,b"], ["--prompt_ids=1,b", "integers"]),
     "a missing prompt": ("generate", ["--model=run", "--prompt_file=new"], ["no such prompt file: new"]),
     "unknown experiment": ("reproduce", ["--experiment=quik"], ["'quik'", "did you mean 'quick'?"]),
-    "missing model": ("reproduce", ["--model=mine=nowhere", *NEW], ["nowhere", "no such checkpoint"]),
+    "missing model": ("reproduce", ["--model=mine=nowhere", *NEW], ["nowhere", "no such model"]),
     "model where none is measured": ("reproduce", ["--model=mine=run", *NEW], ["'quick' measures no existing models"]),
     "model of a calculation": (
         "reproduce", ["--experiment=appendix_h", "--model=mine=run", *NEW],
@@ -228,11 +228,13 @@ REFUSED = {
         "prepare_data", ["--input=text.txt", "--tokenizer=bpe:many", "--output=new"], ["'bpe:many'", "bpe:N"],
     ),
     "no model to analyze": ("analyze", [], ["--model is missing", "NAME=PATH"]),
-    "an unknown model": ("analyze", ["--model=smolm2", "--workdir=new"], ["no model smolm2", "hf download smolm2"]),
+    "an unknown model": (
+        "analyze", ["--model=smolm2", "--workdir=new"], ["no such model: smolm2", "did you mean 'smollm2'?"],
+    ),
     "an unknown setting": ("analyze", ["--model=run", "--settings=w4a9"], ["'w4a9'", "did you mean"]),
     "a text of no row": ("analyze", ["--model=run", "--text=small.py", "--rows=-1"], ["rows", "-1"]),
     "a text of another length": (
-        "analyze", ["--model=run", "--text=text.txt", "--length=9", "--workdir=new"], ["--length=9", "1 to 8"],
+        "analyze", ["--model=run", "--text=text.txt", "--length=9", "--workdir=analysis"], ["--length=9", "1 to 8"],
     ),
     "a missing domain": (
         "analyze", ["--model=run", "--text=text.txt", "--domains=code=nope.py", "--workdir=new"], ["nope.py"],

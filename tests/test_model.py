@@ -482,7 +482,7 @@ REFUSED = [
     (lambda: llama2("1.4b"), ["'1.4b'", "tiny | 130m"]),
     (lambda: bigram_backcopy(2, normaliser="softmax1"), ["normaliser", "did you mean 'model.normalizer'"]),
     (lambda: gpt2("tiny", normaliser="softmax1"), ["normaliser", "did you mean 'model.normalizer'"]),
-    (lambda: llama2("tiny", d_model=12, num_heads=4), ["even number of rotated channels"]),
+    (lambda: llama2("tiny", d_model=12, num_heads=4), ["even head width", "= 3"]),
 ]
 
 

@@ -94,7 +94,6 @@ EXPERIMENT = Experiment(
     name="published_size",
     title="Bigram-Backcopy, one layer at the published size: the first 1,000 steps",
     variants=_variants,
-    scales=("small",),
     seeds=(1,),
     about=_about,
     measures=(BY_STEP,),
