@@ -1,13 +1,21 @@
 """What the experiments on Bigram-Backcopy say of made-up results: rule for ten cells, removal, published numbers."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 from planted_results import made_up
 
-from orthojax.experiments.active_dormant import backcopy_cure, break_conditions_map, one_layer, three_layers
+from orthojax.experiments.active_dormant import (
+    backcopy_cure,
+    break_conditions_cells,
+    break_conditions_map,
+    one_layer,
+    three_layers,
+)
 from orthojax.experiments.active_dormant.models import DRAIN, PEAK, RISKS
 from orthojax.experiments.claims import judge
+from orthojax.experiments.rerender import read_raw, results_of
 
 
 def layered(sinks, drains, peaks, **metrics):
@@ -52,6 +60,14 @@ def test_ten_cells_are_chosen_by_the_rule():
     assert chosen[6:8] == [names[100], names[101]]
     assert chosen[8:] == by_name[:2]  # equal values go by name
     assert break_conditions_map.chosen(made_up(break_conditions_map.EXPERIMENT, lambda name: None, scale="tiny")) == []
+
+
+def test_the_cells_with_five_seeds_are_those_that_the_rule_names_on_the_committed_map():
+    experiment = break_conditions_map.EXPERIMENT
+    folder = Path(__file__).parent.parent / "results" / "break-conditions-map"
+    results = results_of(experiment, read_raw(folder / "results.json"), folder)
+    assert tuple(break_conditions_map.chosen(results)) == break_conditions_cells.CELLS
+    assert {v.name for v in break_conditions_cells.EXPERIMENT.variants_at("tiny")} == set(break_conditions_cells.CELLS)
 
 
 SHOWN = {"sink": ([0.9], [0.2], [3.0]), "none": ([0.1], [0.8], [1.5])}

@@ -24,6 +24,7 @@ from orthojax.experiments.page import Report, make_report
 from orthojax.experiments.rerender import read_raw, rerender, results_of
 from orthojax.experiments.results import Results
 from orthojax.experiments.tables import MetricTable
+from orthojax.files import read_json
 from orthojax.optim import Rotation
 from orthojax.train import make_rotation
 
@@ -32,6 +33,7 @@ GRID_TABLES = ("table2", "table3", "table5", "table6", "table8", "table9")
 WORDS = {"+": "holds", "-": "does not hold", "?": "not testable at this scale", "0": "not measured"}
 # What the committed results have shown since they were measured; those without results.json read table2's.
 VERDICTS = {
+    "break_conditions_map": "",
     "appendix_e": "+++++--",
     "appendix_g": "+-++",
     "appendix_h": "++---++-",
@@ -79,7 +81,7 @@ VERDICTS = {
 }
 
 NOT_RUN_YET = {
-    "break_conditions_map",
+    "break_conditions_cells",
     "peak_slope",
     "published_size",
     "smollm2_quantised",
@@ -497,6 +499,8 @@ def test_a_report_is_written_again_from_raw_numbers_with_what_needs_the_runs_kep
 def test_reports_in_results_say_what_their_raw_numbers_say():
     for path in RESULTS.glob("*/report.md"):
         name = "quick" if path.parent.name == "quick-tiny" else path.parent.name.replace("-", "_")
+        if read_json(path.with_name("results.json"), "results")["experiment"] == "analyze":
+            continue  # of launch/analyze.py
         results = committed(experiment_named(name))
         text = re.sub(r"\\(\W)", r"\1", path.read_text())  # as <s> is escaped
         report = report_of(results, experiment_named(name))

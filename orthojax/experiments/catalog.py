@@ -16,6 +16,7 @@ from orthojax.errors import UserError, nearest
 from orthojax.experiments.active_dormant import (
     backcopy_cure,
     backcopy_rules,
+    break_conditions_cells,
     break_conditions_map,
     norm_toys,
     one_layer,
@@ -65,13 +66,14 @@ from orthojax.formatting import align
 # In the order in which they are listed.
 _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table9)
 _LATER = (training_curves, appendix_e, appendix_g, appendix_h, rotation_ablation, optimizer_outliers, normalizers)
-_ON_THE_TASK = (one_layer, three_layers, peak_blocks, peak_slope, backcopy_rules, backcopy_cure, break_conditions_map)
+_ON_THE_TASK = (one_layer, three_layers, peak_blocks, peak_slope, backcopy_rules, backcopy_cure)
+_BREAK_CONDITIONS = (break_conditions_map, break_conditions_cells)
 _ACTIVE_DORMANT = (sink_theory, norm_toys, orthoadam_peak, sink_reinforcement, softmax1_sinks)
 ALL: tuple[Experiment, ...] = (
     *(module.EXPERIMENT for module in (quick, *_TABLES, figure1, figure2, figure3, figure4, figure6)),
     *(*layers.EXPERIMENTS, maps.HIDDEN_STATES, maps.ATTENTION_MAPS),
     *(module.EXPERIMENT for module in _LATER),
-    *(module.EXPERIMENT for module in _ON_THE_TASK),
+    *(module.EXPERIMENT for module in (*_ON_THE_TASK, *_BREAK_CONDITIONS)),
     *simplified_models.EXPERIMENTS,
     *(module.EXPERIMENT for module in _ACTIVE_DORMANT),
     *sink_conditions.EXPERIMENTS,
