@@ -208,7 +208,8 @@ def test_runs_that_failed_give_no_nan_and_leave_the_others(name, which):
     assert any(f"{first}, seed" in text and "not finite at step 3" in text for text in texts)
     if which == "all":
         verdicts = {judge(claim, results).verdict for claim in experiment.claims if not claim.unmeasured}
-        assert verdicts == {"not testable at this scale"}
+        assert verdicts <= {"not testable at this scale"}  # a map has no claims
+        assert verdicts or not experiment.claims
 
 
 # The paper's own numbers.
@@ -499,7 +500,8 @@ def test_a_report_is_written_again_from_raw_numbers_with_what_needs_the_runs_kep
 def test_reports_in_results_say_what_their_raw_numbers_say():
     for path in RESULTS.glob("*/report.md"):
         name = "quick" if path.parent.name == "quick-tiny" else path.parent.name.replace("-", "_")
-        if read_json(path.with_name("results.json"), "results")["experiment"] == "analyze":
+        raw = path.with_name("results.json")
+        if raw.exists() and read_json(raw, "results")["experiment"] == "analyze":
             continue  # of launch/analyze.py
         results = committed(experiment_named(name))
         text = re.sub(r"\\(\W)", r"\1", path.read_text())  # as <s> is escaped

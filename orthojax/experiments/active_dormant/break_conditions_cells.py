@@ -39,7 +39,8 @@ def _each(names: tuple[str, ...]) -> Callable[[Results], dict[str, tuple[str]]]:
 
 CLAIMS = tuple(
     Claim(f"The cells with {words}, in five other seeds.", _each(names), (quantity,),
-          lambda of, quantity=quantity, band=band: all_within(of, (quantity, band[0], band[1])), f"{criterion}, in every seed")
+          lambda of, quantity=quantity, band=band: all_within(of, (quantity, band[0], band[1])),
+          f"{criterion}, in every seed")
     for words, (names, quantity, band, criterion) in _CHOSEN.items()
 )  # fmt: skip
 
