@@ -10,7 +10,7 @@ active_head, zero_attention:2, zero_mlp:2, zero_first_value:2, mean_attention:2,
 head, + joins several; dormant_heads:0.9 zeroes all heads of more mean weight than that on the first token, and as many
 random ones. --sweep_heads=8 zeroes every head in turn, on 8 rows of the text and of each domain.
 Writes results.json and report.html, which compares the models, and a folder for each model with its own page and its
-arrays. Stopped and started again, it goes on; asked for more, it measures only that.
+arrays. Stopped and started again, it resumes; asked for more, it measures only what is missing.
 """
 
 from pathlib import Path

@@ -79,8 +79,12 @@ def find_model(path: str | Path) -> tuple[Path, Config]:
     return found, Config(model=model, data=data)
 
 
+def _read_published(path: Path) -> Any:
+    return (read_gguf if path.suffix == ".gguf" else read_folder)(path)[1]
+
+
 def _load_pretrained(path: Path, config: Config) -> LoadedModel:
-    _, params = (read_gguf if path.suffix == ".gguf" else read_folder)(path)
+    params = _read_published(path)
     try:
         tokenizer = load_tokenizer(path)
     except UserError:  # token ids are enough for most
@@ -117,14 +121,10 @@ def load_params(path: str | Path, model: ModelConfig, *, allow_normalizer_change
     Raises:
       UserError: Where there is no checkpoint, it is damaged, or its model differs; the fields are named.
     """
-    if (folder := _published(path)) is not None:
-        saved, params = (read_gguf if folder.suffix == ".gguf" else read_folder)(folder)
-        _require_same_function(folder, saved, model, allow_normalizer_change)
-    else:
-        folder = find_checkpoint(Path(path))
-        saved = read_config(folder).model
-        _require_same_function(folder, saved, model, allow_normalizer_change)
-        params = read_params(folder)
+    folder, config = find_model(path)
+    saved = config.model
+    _require_same_function(folder, saved, model, allow_normalizer_change)
+    params = _read_published(folder) if is_pretrained(folder) else read_params(folder)
     if saved.scan_layers != model.scan_layers:
         params = stack_layers(params) if model.scan_layers else unstack_layers(params)
     if model.normalizer == "learned_sink" != saved.normalizer:

@@ -30,7 +30,7 @@ def bootstrap(values: np.ndarray, seed: int = 0) -> tuple[np.ndarray, np.ndarray
 def domain_metrics(
     windows: Mapping[str, Mapping[str, np.ndarray]], swept: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """What tells domains apart.
+    """How the heads differ between domains.
 
     Definitions: the active score of a head is 1 minus its mean `dormant_score` (the weight on the first token, or on
     none); `active_share` the share of queries at which it is active in the sense of `analysis.head_activity`, relative

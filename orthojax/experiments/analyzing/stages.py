@@ -78,7 +78,7 @@ def spans(rows: int, batch: int) -> Iterator[tuple[int, int]]:
 
 
 def identity(loaded: LoadedModel) -> list[Any]:
-    """What tells a model from another: its files with sizes and times, and its config."""
+    """What identifies a model: its files with sizes and times, and its config."""
     source = loaded.source.resolve()
     files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]

@@ -133,11 +133,16 @@ def require_files(files: Sequence[str]) -> None:
         find_files(files)
 
 
+def topics_text() -> str:
+    """The text of pydoc_data.topics, Python's documentation, with an empty line between two topics."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics.values())
+
+
 def _words(files: Sequence[str]) -> _Words:
     if list(files) == [TOPICS]:
-        from pydoc_data.topics import topics
-
-        text = "\n\n".join(topics.values())
+        text = topics_text()
         digest = hashlib.sha256(text.encode()).hexdigest()
         return _Words(lambda: iter([text]), f"pydoc_data.topics (Python's documentation, sha256 {digest[:12]})", digest)
     source = embedded_corpus() if list(files) == [STDLIB] else text_corpus(files)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from orthojax.experiments.analyzing.texts import topics_text
 from orthojax.model import LoadedModel
 from orthojax.ops import cross_entropy_nats
 from orthojax.train import load
@@ -35,18 +36,11 @@ def model() -> LoadedModel:
         return load(NAME)
 
 
-def text() -> str:
-    """The help topics of Python (`pydoc_data.topics`), by name, with an empty line between two."""
-    import pydoc_data.topics  # type: ignore[import-untyped]
-
-    return "\n\n".join(words for _, words in sorted(pydoc_data.topics.topics.items()))
-
-
 def rows(count: int, length: int) -> np.ndarray:
     """The first `count` rows of the text, int32 [count, length + 1]."""
     tokenizer = model().tokenizer
     assert tokenizer is not None
-    ids = tokenizer.encode_batch([text()])[0]
+    ids = tokenizer.encode_batch([topics_text()])[0]
     return ids[: count * (length + 1)].reshape(count, length + 1)
 
 
