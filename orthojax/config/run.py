@@ -28,6 +28,9 @@ class DataConfig:
       sequence_length: Input positions of one row.
       bos: Start every row of text with the beginning-of-sequence token.
       seed: Seed of the order of the rows.
+      repeated_share: Of `embedded` and `text`: the share, 0 to 1, of the passages (40 to 110 characters) that the text
+        repeats at once, as quotations, logs and boilerplate do; see `orthojax.data.repeat_passages`.
+      repeat_seed: Of which passages those are.
       trigger_count: Bigram-Backcopy: the k most frequent characters are triggers.
       counts: Bigram-Backcopy: a file in place of a text: a JSON list of [a, b, n], where b followed a n times.
       rule: Bigram-Backcopy: what follows a trigger: a copy of the token before it (`backcopy`), a token that the
@@ -49,6 +52,8 @@ class DataConfig:
     sequence_length: int = 64
     bos: bool = False
     seed: int = 0
+    repeated_share: float = added(0.0)
+    repeat_seed: int = added(0)
     trigger_count: int = 3
     counts: str = added("")
     rule: TriggerRule = added("backcopy")
@@ -69,6 +74,10 @@ class DataConfig:
         require(self.kind != "tokens" or files == 2, f"data.kind='tokens' with {files} files", two)
         ignored = f"data.paths={self.paths} is not read by data.kind={self.kind!r}"
         require(self.kind != "embedded" or not files, ignored, "kind 'text', 'tokens' or 'bigram_backcopy'")
+        require_each(self, "data", "repeated_share", lambda share: 0.0 <= share <= 1.0, "0 to 1")
+        require_each(self, "data", "repeat_seed", lambda seed: 0 <= seed < 2**32, "0 to 2**32 - 1")
+        ignored = f"data.repeated_share={self.repeated_share} is not read by data.kind={self.kind!r}"
+        require(not self.repeated_share or self.kind in ("embedded", "text"), ignored, "kind 'embedded' or 'text'")
         self._require_task()
 
     def _require_task(self) -> None:

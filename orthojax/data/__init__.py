@@ -12,6 +12,7 @@ from orthojax.data.datasets import open_dataset as open_dataset
 from orthojax.data.datasets import open_task as open_task
 from orthojax.data.documents import embedded_corpus as embedded_corpus
 from orthojax.data.documents import text_corpus as text_corpus
+from orthojax.data.passages import repeat_passages as repeat_passages
 from orthojax.data.preparation import Part as Part
 from orthojax.data.preparation import prepare as prepare
 from orthojax.data.preparation import renamed as renamed

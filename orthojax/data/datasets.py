@@ -15,7 +15,8 @@ import numpy as np
 
 from orthojax.config import DataConfig
 from orthojax.data.bigram_backcopy import BigramBackcopy, count_pairs, default_text, read_counts
-from orthojax.data.documents import embedded_corpus, text_corpus
+from orthojax.data.documents import Document, embedded_corpus, text_corpus
+from orthojax.data.passages import repeat_passages
 from orthojax.data.preparation import BPE_SAMPLE_BYTES, HoldOut, Part, Progress, divided, hold_out_by_text, prepare
 from orthojax.data.token_files import (
     FORMAT_VERSION,
@@ -72,12 +73,17 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
     rules = [FORMAT_VERSION, RULES_VERSION, config.kind, corpus.sha256, identity]
     if identity.startswith("bpe:") and corpus.n_bytes > BPE_SAMPLE_BYTES:
         rules.append("sampled")  # earlier versions trained on all of the text
+    if config.repeated_share:
+        rules.append(["repeated", config.repeated_share, config.repeat_seed])
     key = hashlib.sha256(json.dumps(rules).encode())
     short = "file" if identity.startswith("sha256:") else identity.replace(":", "")
     folder = Path(cache_dir) / f"{config.kind}-{short}-{key.hexdigest()[:16]}"
     if not folder.is_dir():
         hold_out = HoldOut("name") if config.kind == "embedded" else hold_out_by_text(corpus.documents())
-        _build(folder, divided(corpus, hold_out, ["train", "validation"]), config.tokenizer, progress)
+        parts = divided(corpus, hold_out, ["train", "validation"])
+        if config.repeated_share:
+            parts = [_repeated(part, config) for part in parts]
+        _build(folder, parts, config.tokenizer, progress)
     return _open_pair(folder / "train.bin", folder / "validation.bin", config.verify)
 
 
@@ -200,6 +206,14 @@ class TokenBatches:
         for row, i in zip(rows, indices, strict=True):
             row[begin:] = self.tokens[i * length : i * length + length + 1 - begin]
         return rows
+
+
+def _repeated(part: Part, config: DataConfig) -> Part:
+    def text(document: Document) -> str:
+        return repeat_passages(part.text(document), config.repeated_share, config.repeat_seed)
+
+    described = f"{part.source.description}, {config.repeated_share:.0%} of its passages repeated"
+    return dataclasses.replace(part, text=text, source=dataclasses.replace(part.source, description=described))
 
 
 def _build(folder: Path, parts: Sequence[Part], tokenizer_spec: str, progress: Progress | None) -> None:
