@@ -9,6 +9,8 @@ without files: topics (Python's documentation, the default) and stdlib (its sour
 active_head, zero_attention:2, zero_mlp:2, zero_first_value:2, mean_attention:2, mean_mlp:2; * stands for every layer or
 head, + joins several; dormant_heads:0.9 zeroes all heads of more mean weight than that on the first token, and as many
 random ones. --sweep_heads=8 zeroes every head in turn, on 8 rows of the text and of each domain.
+--dynamics takes the checkpoints of one run, --model=runs/mine for all that it kept or --model=1000=PATH,2000=PATH by
+their steps, and plots everything against steps.
 Writes results.json and report.html, which compares the models, and a folder for each model with its own page and its
 arrays. Stopped and started again, it resumes; asked for more, it measures only what is missing.
 """
@@ -36,6 +38,7 @@ flags.DEFINE_list("settings", None, "Quantisation settings; all for every one, n
 flags.DEFINE_bool("quantize_head", False, "Simulate every setting with the output head quantised as well.")
 flags.DEFINE_multi_string("intervene", [], "An intervention, see above; may be repeated.")
 flags.DEFINE_integer("sweep_heads", 0, "Zero every head in turn on that many rows; 0 for no sweep.", lower_bound=0)
+flags.DEFINE_bool("dynamics", False, "The models are checkpoints of one run, in the order of their steps.")
 flags.DEFINE_string("workdir", "runs/analyze", "Where results and pages go.")
 FLAGS = flags.FLAGS
 
@@ -46,6 +49,7 @@ def main(_: list[str]) -> None:
 
     from orthojax import quant
     from orthojax.experiments.analyzing import Asked, Given, analyze
+    from orthojax.experiments.analyzing.dynamics import checkpoint_series
     from orthojax.experiments.analyzing.naming import named_files, named_models
     from orthojax.train import keep_compiled_programs
 
@@ -65,11 +69,18 @@ def main(_: list[str]) -> None:
         bos=FLAGS.bos,
     )
     asked = Asked(
-        FLAGS.batch, FLAGS.threshold, tuple(settings), FLAGS.quantize_head, tuple(FLAGS.intervene), FLAGS.sweep_heads
+        batch=FLAGS.batch,
+        threshold=FLAGS.threshold,
+        settings=tuple(settings),
+        quantize_head=FLAGS.quantize_head,
+        interventions=tuple(FLAGS.intervene),
+        sweep_rows=FLAGS.sweep_heads,
+        dynamics=FLAGS.dynamics,
     )
+    models = checkpoint_series(FLAGS.model) if FLAGS.dynamics else named_models(FLAGS.model)
     keep_compiled_programs(FLAGS.compile_cache)
     workdir = Path(FLAGS.workdir)
-    analyze(named_models(FLAGS.model), given, asked, workdir)
+    analyze(models, given, asked, workdir)
     print(printable(f"written: {workdir / 'results.json'} and {workdir / 'report.html'}"))
 
 

@@ -2,7 +2,7 @@
 
 In reading order: `comparing` (`analyze`: models in, results.json and pages out), `texts` (rows of tokens), `measuring`
 (all that is measured of one model), `observing` (sums and what follows from them), `interventions`, `domains`, `stages`
-(work that is kept), `report`.
+(work that is kept), `report`, `dynamics` (checkpoints of one run).
 """
 
 from orthojax.experiments.analyzing.comparing import Analyzed as Analyzed

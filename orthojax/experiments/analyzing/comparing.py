@@ -13,6 +13,7 @@ import numpy as np
 
 from orthojax.data.tokenizers import load_tokenizer
 from orthojax.errors import UserError
+from orthojax.experiments.analyzing.dynamics import dynamics_report
 from orthojax.experiments.analyzing.measuring import (
     Asked,
     Measured,
@@ -204,4 +205,5 @@ def pages(analyzed: Analyzed, asked: Asked, workdir: Path) -> Iterator[tuple[Pat
         yield workdir / name if several else workdir, page
     if several:
         of_all = {name: of for name, (_, of, _) in runs.items()}
-        yield workdir, comparing_report(of_all, results(list(runs)), notes)
+        compare = dynamics_report if asked.dynamics else comparing_report
+        yield workdir, compare(of_all, results(list(runs)), notes)

@@ -37,6 +37,7 @@ class Asked:
       quantize_head: Also measure every setting with the output head quantised.
       interventions: As `interventions.KINDS` and `dormant_heads` describe them.
       sweep_rows: Rows of the text, and of each domain, on which every head in turn is zeroed; 0 for no sweep.
+      dynamics: Whether the models are checkpoints of one run, called by their steps, and compared as such.
     """
 
     batch: int = 8
@@ -45,6 +46,7 @@ class Asked:
     quantize_head: bool = False
     interventions: tuple[str, ...] = ()
     sweep_rows: int = 0
+    dynamics: bool = False
 
 
 class Measured(NamedTuple):

@@ -10,6 +10,7 @@ In reading order: `checksums`, `reading` (one checkpoint, verified), `manager` (
 
 from orthojax.train.checkpoint.checksums import DamagedError as DamagedError
 from orthojax.train.checkpoint.checksums import read_json_item as read_json_item
+from orthojax.train.checkpoint.checksums import steps_in as steps_in
 from orthojax.train.checkpoint.manager import Checkpoints as Checkpoints
 from orthojax.train.checkpoint.manager import Retention as Retention
 from orthojax.train.checkpoint.manager import Validation as Validation
