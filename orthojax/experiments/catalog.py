@@ -57,7 +57,7 @@ from orthojax.experiments.from_attention import (
     table9,
     training_curves,
 )
-from orthojax.experiments.ours import normalizers, optimizer_outliers, quick, rotation_ablation
+from orthojax.experiments.ours import normalizers, optimizer_outliers, quick, rotation_ablation, streaming
 from orthojax.experiments.pretrained import aligned, quantised
 from orthojax.experiments.runs import TRAINED, Task, is_trained, parse_seconds, training_flops
 from orthojax.files import read_again, read_json
@@ -65,14 +65,15 @@ from orthojax.formatting import align
 
 # In the order in which they are listed.
 _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table9)
-_LATER = (training_curves, appendix_e, appendix_g, appendix_h, rotation_ablation, optimizer_outliers, normalizers)
+_LATER = (training_curves, appendix_e, appendix_g, appendix_h)
+_OURS = (rotation_ablation, optimizer_outliers, normalizers, streaming)
 _ON_THE_TASK = (one_layer, three_layers, peak_blocks, peak_slope, backcopy_rules, backcopy_cure)
 _BREAK_CONDITIONS = (break_conditions_map, break_conditions_cells)
 _ACTIVE_DORMANT = (sink_theory, norm_toys, orthoadam_peak, sink_reinforcement, softmax1_sinks)
 ALL: tuple[Experiment, ...] = (
     *(module.EXPERIMENT for module in (quick, *_TABLES, figure1, figure2, figure3, figure4, figure6)),
     *(*layers.EXPERIMENTS, maps.HIDDEN_STATES, maps.ATTENTION_MAPS),
-    *(module.EXPERIMENT for module in _LATER),
+    *(module.EXPERIMENT for module in (*_LATER, *_OURS)),
     *(module.EXPERIMENT for module in (*_ON_THE_TASK, *_BREAK_CONDITIONS)),
     *simplified_models.EXPERIMENTS,
     *(module.EXPERIMENT for module in _ACTIVE_DORMANT),

@@ -14,6 +14,7 @@ import numpy as np
 from orthojax.config import Config, changed_fields, fields_affecting, flatten, from_dict, to_json
 from orthojax.data import BigramBackcopy, TokenBatches, open_dataset, open_task
 from orthojax.data.bigram_backcopy import EVALUATION
+from orthojax.data.token_files import Tokens
 from orthojax.errors import UserError
 from orthojax.files import make_folder, read_json, try_lock, write_text
 
@@ -30,6 +31,7 @@ class Inputs(NamedTuple):
     provenance: dict[str, Any]  # JSON values: hashes and counts of everything read
     task: BigramBackcopy | None  # the synthetic task, where it is one
     read_rows: Callable[[int, int, int], np.ndarray] | None = None  # reads a part of a batch, where that saves reading
+    held_out: Tokens | None = None  # the validation split, of which `evaluation` is a part; None for a task
 
     def batch_rows(self, step: int, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop) of the batch of a step, int32 [stop - start, T + 1], for a process that holds them."""
@@ -63,7 +65,7 @@ def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int
     validation = TokenBatches(dataset.validation, data.sequence_length, 1, 0, bos_id)
     bits_per_nat = len(dataset.validation) / dataset.validation_bytes / math.log(2)
     rows = validation.spread_rows(evaluation.sequences)
-    return Inputs(batches, rows, bits_per_nat, dataset.provenance, None, batches.rows)
+    return Inputs(batches, rows, bits_per_nat, dataset.provenance, None, batches.rows, dataset.validation)
 
 
 def require_task(config: Config) -> tuple[BigramBackcopy, dict[str, Any]]:
