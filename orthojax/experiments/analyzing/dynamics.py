@@ -12,7 +12,7 @@ import numpy as np
 from orthojax.errors import UserError
 from orthojax.experiments import drawing
 from orthojax.experiments.analyzing.measuring import Measured
-from orthojax.experiments.analyzing.report import label
+from orthojax.experiments.analyzing.report import SHORT_LABELS, label
 from orthojax.experiments.claims import DOMINANCE, Claim, chance_of_first, judge
 from orthojax.experiments.page import Picture, Report, Table
 from orthojax.experiments.results import Result, Results
@@ -159,7 +159,7 @@ def dynamics_report(measured: Mapping[str, Measured], results: Results, notes: S
     steps = [int(step) for step in metrics]
     columns = [name for name in _COLUMNS if all(name in of for of in metrics.values())]
     rows = [[step, *(number(of[name]) for name in columns)] for step, of in metrics.items()]
-    tables = [Table("By step, means over layers", ["step", *map(label, columns)], rows)]
+    tables = [Table("By step, means over layers", ["step", *map(_short, columns)], rows)]
     settings = [name for name in next(iter(metrics.values())) if name.startswith("perplexity_")]
     settings = [name for name in settings if all(name in of for of in metrics.values())]
     of = list(results)
@@ -167,7 +167,7 @@ def dynamics_report(measured: Mapping[str, Measured], results: Results, notes: S
 
     def curves(*names: str, layer: int | None = None) -> dict[str, tuple[list[int], np.ndarray]]:
         place = "" if layer is None else f"/layer_{layer}"
-        words = {name: _OF_BOTH.get(name[name.rfind("_") :], label(name)) for name in names}
+        words = {name: _OF_BOTH.get(name[name.rfind("_") :], _short(name)) for name in names}
         return {words[name]: (steps, np.array([[m[name + place] for m in metrics.values()]])) for name in names}
 
     shown = {
@@ -201,3 +201,7 @@ def dynamics_report(measured: Mapping[str, Measured], results: Results, notes: S
     links = [("all results", "results.json"), *((f"step {step}", f"{step}/report.html") for step in measured)]
     return Report("Sinks, drains and peaks over training", summary, [judge(claim, results) for claim in CLAIMS],
                   tables, pictures, notes, links)  # fmt: skip
+
+
+def _short(name: str) -> str:
+    return SHORT_LABELS.get(name, label(name))

@@ -24,7 +24,7 @@ _METRICS = (
     *("value_norm_first", "value_norm_rest", "residual_norm_first", "residual_norm_rest"),
 )
 _LOSSES = ("perplexity", "loss_nats", "bits_per_byte")  # of which three digits are too few
-_BY_LAYER = {
+SHORT_LABELS = {
     "first_attention_fraction": "argmax on first",
     "first_attention_mass": "mass on first",
     "sink_rate": "sink heads",
@@ -164,9 +164,9 @@ def _layer_table(measured: Measured) -> Table:
     for layer, (channel, position) in enumerate(zip(channels, positions, strict=True)):
         top = np.argsort(-channel, kind="stable")[:3]
         where = ", ".join(f"{c} ({number(float(channel[c]))})" for c in top)
-        values = [_cell(metrics, f"{name}/layer_{layer}") for name in _BY_LAYER]
+        values = [_cell(metrics, f"{name}/layer_{layer}") for name in SHORT_LABELS]
         rows.append([str(layer), *values, number(float(channel.max())), where, str(int(np.argmax(position)))])
-    columns = ["layer", *_BY_LAYER.values(), "max |x|", "largest channels", "at position"]
+    columns = ["layer", *SHORT_LABELS.values(), "max |x|", "largest channels", "at position"]
     return Table("By layer", columns, rows)
 
 
