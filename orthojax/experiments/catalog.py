@@ -58,7 +58,7 @@ from orthojax.experiments.from_attention import (
     training_curves,
 )
 from orthojax.experiments.ours import normalizers, optimizer_outliers, quick, rotation_ablation, streaming
-from orthojax.experiments.pretrained import aligned, quantised
+from orthojax.experiments.pretrained import aligned, curing, quantised
 from orthojax.experiments.runs import TRAINED, Task, is_trained, parse_seconds, training_flops
 from orthojax.files import read_again, read_json
 from orthojax.formatting import align
@@ -81,6 +81,7 @@ ALL: tuple[Experiment, ...] = (
     pixel_sinks.EXPERIMENT,
     published_size.EXPERIMENT,
     quantised.EXPERIMENT,
+    curing.EXPERIMENT,
     aligned.EXPERIMENT,
 )
 _CALIBRATION_SECONDS = 1.0
