@@ -1,6 +1,7 @@
 """Post-training quantisation of linear layers (From Attention to Activation, arXiv 2410.17174).
 
-`ptq` says what is rounded and simulates it in floats, `integer` computes it on integers where that is possible.
+`ptq` says what is rounded and simulates it in floats, `static` the same with fixed scales of activations, `integer`
+computes it on integers where that is possible.
 """
 
 from orthojax.quant.integer import KERNELS_BUT_HEAD as KERNELS_BUT_HEAD
@@ -20,3 +21,6 @@ from orthojax.quant.ptq import QuantizationSetting as QuantizationSetting
 from orthojax.quant.ptq import quantize_params as quantize_params
 from orthojax.quant.ptq import quantized_linear as quantized_linear
 from orthojax.quant.ptq import setting_named as setting_named
+from orthojax.quant.static import Calibration as Calibration
+from orthojax.quant.static import calibrate as calibrate
+from orthojax.quant.static import static_linear as static_linear

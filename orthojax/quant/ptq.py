@@ -146,7 +146,12 @@ def setting_named(name: str) -> QuantizationSetting:
     return settings[name]
 
 
-def _compile_pattern(include: str) -> re.Pattern[str]:
+def compile_pattern(include: str) -> re.Pattern[str]:
+    """The regular expression.
+
+    Raises:
+      UserError: Where it is none.
+    """
     try:
         return re.compile(include)
     except re.error as error:
@@ -185,7 +190,8 @@ def group_kernel(kernel: jax.Array, setting: QuantizationSetting, path: str) -> 
     return kernel.reshape(*leading, features // size, size, outputs), axes
 
 
-def _fake_quantize_kernel(kernel: jax.Array, setting: QuantizationSetting, path: str) -> jax.Array:
+def fake_quantize_kernel(kernel: jax.Array, setting: QuantizationSetting, path: str) -> jax.Array:
+    """The kernel [..., in, out] rounded; errors as `group_kernel`."""
     groups, axes = group_kernel(kernel, setting, path)
     return fake_quantize(groups, setting, setting.bits, axes).reshape(kernel.shape)
 
@@ -223,7 +229,7 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
     """
     from orthojax.model import linear as float_linear  # here, so that flax is not needed for `quantize_params`
 
-    pattern = _compile_pattern(include)
+    pattern = compile_pattern(include)
 
     def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
         if pattern.search(path) is None:
@@ -234,7 +240,7 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
             kept = _largest_features(a, setting.float_features)
             floats = float_linear(jnp.where(kept, a, 0), w, None, path)
             a, w = jnp.where(kept, 0, a), jnp.where(kept[:, None], 0, w)
-        w = _fake_quantize_kernel(w, setting, path)
+        w = fake_quantize_kernel(w, setting, path)
         if setting.inputs is not None:
             groups, axes = group_inputs(a, setting)
             a = fake_quantize(groups, setting, setting.input_bits, axes).reshape(a.shape)
@@ -272,7 +278,7 @@ def quantize_params(params: Any, setting: QuantizationSetting, include: str) -> 
     """
     if setting.inputs is not None or setting.outputs is not None:
         raise UserError(f"{setting} rounds activations, which parameters do not have", allowed="a weights-only setting")
-    return map_kernels(params, include, lambda kernel, path: _fake_quantize_kernel(jnp.asarray(kernel), setting, path))
+    return map_kernels(params, include, lambda kernel, path: fake_quantize_kernel(jnp.asarray(kernel), setting, path))
 
 
 def map_kernels(params: Any, include: str, function: Callable[[Any, str], Any]) -> Any:
@@ -281,7 +287,7 @@ def map_kernels(params: Any, include: str, function: Callable[[Any, str], Any]) 
     Raises:
       UserError: Where nothing matches, or a match is no matrix.
     """
-    pattern, matched = _compile_pattern(include), []
+    pattern, matched = compile_pattern(include), []
 
     def visit(key_path: Any, leaf: Any) -> Any:
         path = jax.tree_util.keystr(key_path, simple=True, separator="/")
