@@ -5,17 +5,21 @@ errors]. Answers each with the exit code. It has imported what scripts import, a
 that has cannot be forked.
 """
 
+import atexit
 import gc
 import importlib
 import json
 import os
 import runpy
 import sys
+import threading
+import traceback
+from typing import NoReturn
 
 IMPORTED = ("benchmarks", "experiments.catalog", "experiments.page", "experiments.study", "train")
 
 
-def become(script: str, arguments: list[str], cwd: str, output: str, errors: str) -> None:
+def become(script: str, arguments: list[str], cwd: str, output: str, errors: str) -> NoReturn:
     """Turns this process into the command."""
     os.chdir(cwd)
     for stream, path in ((sys.stdin, os.devnull), (sys.stdout, output), (sys.stderr, errors)):
@@ -23,18 +27,37 @@ def become(script: str, arguments: list[str], cwd: str, output: str, errors: str
         os.dup2(file, stream.fileno())
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(script)
-    runpy.run_path(script, run_name="__main__")
+    code = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as done:
+        code = done.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    end(code)
+
+
+def end(code: object) -> NoReturn:
+    """Ends as the interpreter does, but frees nothing of what was imported: that takes longer than most commands."""
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
 
 
 def main() -> None:
     for name in IMPORTED:
         importlib.import_module(f"orthojax.{name}")
-    gc.freeze()  # else the end of each child visits, and so copies, all that was imported
+    gc.freeze()  # else collections in each child visit, and so copy, all that was imported
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
             become(*json.loads(line))
-            return
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         print(code, flush=True)
 

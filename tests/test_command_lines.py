@@ -488,6 +488,7 @@ def test_a_full_disk_while_saving_keeps_the_last_checkpoint(home):
     assert (home / "run/checkpoints/6").is_dir()
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_writing_metrics_names_the_file(home):
     error = complaint(run_from_scratch("train", *SMALL, "--workdir=new", cwd=home, limit_bytes=200))
     assert "new/" in error
@@ -554,24 +555,45 @@ def test_help_lists_every_flag_and_every_config_field(tmp_path, script):
     assert all(fields) if script == "train" else not any(fields)
 
 
-def test_a_run_writes_text_and_a_model_without_a_tokenizer_ids(home):
-    loaded = orthojax.load(home / "run")
-    expected = generate(loaded, list(b"the"), 5, temperature=0.8, seed=3)
-    options = ["--model=run", "--tokens=5", "--temperature=0.8", "--seed=3"]
+WRITING = ["--tokens=5", "--temperature=0.8", "--seed=3"]
+IDS = "--prompt_ids=116,104,101"
+
+
+@pytest.fixture(scope="module")
+def written(trained):
+    """The run, and what it writes after "the"."""
+    loaded = orthojax.load(trained / "run")
+    return loaded, generate(loaded, list(b"the"), 5, temperature=0.8, seed=3)
+
+
+@pytest.mark.parametrize(
+    "prompt", [pytest.param("--prompt=the", marks=pytest.mark.slow), "--prompt_file=prompt.txt",
+               pytest.param(IDS, marks=pytest.mark.slow)]
+)  # fmt: skip
+def test_a_run_writes_text(home, written, prompt):
+    loaded, expected = written
     (home / "prompt.txt").write_text("the")
-    for prompt in ("--prompt=the", "--prompt_file=prompt.txt", "--prompt_ids=116,104,101"):
-        done = run("generate", prompt, *options, cwd=home)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == loaded.tokenizer.decode(expected) + "\n"
-        assert re.fullmatch(r"5 tokens: the first after [\d.]+ s, then [\d.]+ tokens/s\n", done.stderr)
-    write_folder(home / "exported", CONFIG.model, loaded.params)
-    options[0] = "--model=exported"
-    done = run("generate", "--prompt_ids=116,104,101", *options, cwd=home)
-    assert done.stdout.split() == [str(token) for token in expected]
-    assert "--prompt_ids" in complaint(run("generate", "--prompt=the", *options, cwd=home))
-    loaded.tokenizer.save(home / "tokenizer.json")
-    done = run("generate", "--prompt=the", "--tokenizer=tokenizer.json", *options, cwd=home)
+    done = run("generate", prompt, "--model=run", *WRITING, cwd=home)
+    assert done.returncode == 0, done.stderr
     assert done.stdout == loaded.tokenizer.decode(expected) + "\n"
+    assert re.fullmatch(r"5 tokens: the first after [\d.]+ s, then [\d.]+ tokens/s\n", done.stderr)
+
+
+def test_a_model_without_a_tokenizer_writes_ids(home, written):
+    loaded, expected = written
+    write_folder(home / "exported", CONFIG.model, loaded.params)
+    done = run("generate", "--model=exported", IDS, *WRITING, cwd=home)
+    assert done.stdout.split() == [str(token) for token in expected]
+    assert "--prompt_ids" in complaint(run("generate", "--model=exported", "--prompt=the", *WRITING, cwd=home))
+
+
+@pytest.mark.slow
+def test_a_model_without_a_tokenizer_writes_text_with_one_that_is_given(home, written):
+    loaded, expected = written
+    write_folder(home / "exported", CONFIG.model, loaded.params)
+    loaded.tokenizer.save(home / "tokenizer.json")
+    arguments = ["--model=exported", "--prompt=the", "--tokenizer=tokenizer.json", *WRITING]
+    assert run("generate", *arguments, cwd=home).stdout == loaded.tokenizer.decode(expected) + "\n"
 
 
 def test_a_run_is_analyzed(home):
@@ -635,11 +657,20 @@ def get_config():
 """
 
 
-def test_a_killed_and_a_terminated_run_end_with_the_same_bits(home):
+@pytest.mark.parametrize(
+    "signals",
+    [
+        [("SIGTERM", 4, 128 + 15)],
+        pytest.param([("SIGKILL", 10, -9), ("SIGTERM", 22, 128 + 15)], marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_and_a_terminated_run_end_with_the_same_bits(home, signals):
     """The config file starts the thread that sends the signal; test_checkpoint_kills.py has many more."""
-    arguments = ["--cache_dir=cache", "--config.train.steps=40", "--config.train.eval_every_steps=20"]
+    steps = signals[-1][1] + 18
+    arguments = ["--cache_dir=cache", f"--config.train.steps={steps}", f"--config.train.eval_every_steps={steps}"]
+    arguments.append(f"--config.train.checkpoint_every_steps={3 if len(signals) > 1 else steps}")
     assert run("train", "--config=small.py", "--workdir=whole", *arguments, cwd=home).returncode == 0
-    for name, step, code in (("SIGKILL", 10, -9), ("SIGTERM", 22, 128 + 15)):
+    for name, step, code in signals:
         (home / "stopped.py").write_text(STOPPED.format(name=name, step=step))
         done = run("train", "--config=stopped.py", "--workdir=new", *arguments, cwd=home)
         assert done.returncode == code, done.stderr
@@ -648,7 +679,7 @@ def test_a_killed_and_a_terminated_run_end_with_the_same_bits(home):
     assert run("train", "--config=small.py", "--workdir=new", *arguments, cwd=home).returncode == 0
     assert losses(home / "new") == losses(home / "whole")
     whole, new = (find_checkpoint(home / name) for name in ("whole", "new"))
-    assert whole.name == new.name == "40"
+    assert whole.name == new.name == str(steps)
     assert bits(read_params(new)) == bits(read_params(whole))
     assert bits(read_optimizer_state(new)) == bits(read_optimizer_state(whole))
 
@@ -744,7 +775,9 @@ def test_errors_of_other_threads_are_shown_unless_the_user_is_to_blame(tmp_path)
     assert complaint(done) == "error: wrong\n  so"
 
 
-@pytest.mark.parametrize("command", [["inspect_checkpoint.py", "run"], ["train.py", "--help"]])
+@pytest.mark.parametrize(
+    "command", [pytest.param(["inspect_checkpoint.py", "run"], marks=pytest.mark.slow), ["train.py", "--help"]]
+)
 def test_a_closed_pipe_is_no_crash(trained, command):
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "launch" / command[0]), command[1]],
