@@ -60,6 +60,7 @@ VERDICTS = {
     "optimizer_outliers": "-+",
     "orthoadam_peak": "+++-+++",
     "peak_blocks": "----+",
+    "peak_slope": "+++-+--",
     "pixel_sinks": "--?-?--+",
     "quick": "++??+?+-+",
     "rotation_ablation": "+-+-+++",
@@ -82,7 +83,6 @@ VERDICTS = {
 }
 
 NOT_RUN_YET = {
-    "peak_slope",
     "published_size",
     "smollm2_quantised",
     "smollm2_cured",
