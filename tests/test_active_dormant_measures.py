@@ -1,6 +1,7 @@
 """What is measured of Bigram-Backcopy models over training: the first token's residual stream, attribution, probes."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +53,13 @@ def probes(run):
 
 def hidden(params, tokens):
     """The residual stream after each block at position 0, by the whole forward pass."""
+    return np.asarray(_hidden(params, tokens))
+
+
+@jax.jit
+def _hidden(params, tokens):
     observe = lambda taps: taps.residual[:, 0]  # noqa: E731
-    return np.asarray(Transformer(CONFIG.model).apply({"params": params}, tokens, observe=observe)[1])
+    return Transformer(CONFIG.model).apply({"params": params}, tokens, observe=observe)[1]
 
 
 def test_details_are_written_at_the_listed_steps_and_metrics_of_the_start_are_logged(run):
@@ -89,7 +95,7 @@ def test_norms_are_those_of_the_update_and_the_gradient(run):
         logits, _ = Transformer(CONFIG.model).apply({"params": params}, rows[:, :-1])
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), rows[:, 1:, None], -1))
 
-    gradient = np.asarray(jax.grad(loss)(params[4])["head"]["kernel"])
+    gradient = np.asarray(jax.jit(jax.grad(loss))(params[4])["head"]["kernel"])
     expected = np.linalg.norm(gradient), np.linalg.svd(gradient, compute_uv=False)[0]
     np.testing.assert_allclose(arrays["gradient/head/kernel"], expected, rtol=1e-4)
     assert not np.any(probes(run)[0]["update/head/kernel"])
@@ -120,16 +126,21 @@ def test_gradients_of_the_first_residual_state_are_finite_differences(run):
     gradients = analysis.first_residual_gradients(model, params[-1], rows)
     states = jnp.asarray(hidden(params[-1], rows[:, :-1]))
     direction = np.random.default_rng(0).normal(size=states.shape[-1])
+
+    @jax.jit
+    def by_position(size, layer):
+        shape = (2, 1, 12, states.shape[-1])
+        values = jnp.broadcast_to(states[layer, 0] + size * direction, shape)
+        share = jnp.zeros((2, 12)).at[layer, 0].set(1.0)
+        given = analysis.first_token.Interventions(residual=values, residual_share=share)
+        logits, _ = model.apply({"params": params[-1]}, rows[:, :-1], interventions=given)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), rows[:, 1:, None], -1), axis=0)
+
     for layer in range(2):
 
         def losses(size, layer=layer):
-            shape = (2, 1, 12, states.shape[-1])
-            values = jnp.broadcast_to(states[layer, 0] + size * direction, shape)
-            share = jnp.zeros((2, 12)).at[layer, 0].set(1.0)
-            given = analysis.first_token.Interventions(residual=values, residual_share=share)
-            logits, _ = model.apply({"params": params[-1]}, rows[:, :-1], interventions=given)
-            by_position = -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), rows[:, 1:, None], -1), axis=0)
-            return np.array([by_position[1:].sum(), by_position[0].sum()]) / len(by_position)
+            found = np.asarray(by_position(size, layer))
+            return np.array([found[1:].sum(), found[0].sum()]) / len(found)
 
         difference = (losses(0.05) - losses(-0.05)) / 0.1
         found = [np.asarray(gradient[layer]) @ direction for gradient in gradients]
@@ -280,7 +291,7 @@ def test_static_sequences_show_planted_triggers(run):
     table = np.full((c.vocab_size, c.d_model), 0.0, np.float32)
     table[:, 0], table[task.bos_ids[0], 1], table[task.triggers, 2] = 1.0, 1.0, 1.0
     model = Transformer(c)
-    params = jax.tree.map(np.zeros_like, model.init(jax.random.key(0), jnp.zeros((1, 12), int))["params"])
+    params = jax.tree.map(np.zeros_like, jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 12), int))["params"])
     params["token_embedding"]["embedding"] = table
     (
         params["layers_0"]["attention"]["query"]["kernel"][0, 1],
@@ -384,7 +395,8 @@ def test_the_aligned_table_is_that_of_planted_weights(run):
     measured = aligned.ALIGNED.measure(load(workdir), inputs, lambda part: None).metrics
     loaded = load(workdir)
     tokens = inputs.evaluation[: aligned.ROWS, :-1]
-    taps = loaded.model.apply({"params": loaded.params}, tokens, observe=lambda taps: taps._asdict())[1]
+    apply = jax.jit(functools.partial(loaded.model.apply, observe=lambda taps: taps._asdict()))
+    taps = apply({"params": loaded.params}, tokens)[1]
     weights, logits = (
         np.asarray(taps[f"attention_{name}"], float) for name in ("weights", "logits")
     )  # [L, B, N, T, S]

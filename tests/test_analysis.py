@@ -406,7 +406,7 @@ def assert_same(a, b):
         np.testing.assert_allclose(value, b[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param("language model", marks=pytest.mark.slow), "backcopy", "risks"])
 def test_statistics_do_not_depend_on_the_batches(name):
     whole = analysis.finalize(CASES[name](slice(None)))
     parts = [CASES[name](part) for part in (slice(0, 2), slice(2, 8))]
@@ -499,7 +499,7 @@ def loaded():
 TOKENS = np.random.default_rng(0).integers(0, 16, (6, 8))
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_measure_joins_batches_with_their_arguments_and_outputs_on_any_mesh(loaded, devices):
     if devices > 1:
         mesh = jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -125,13 +125,14 @@ def test_planted_sinks_drains_and_outliers_are_found_in_closed_form(models, tmp_
     assert np.abs(found.arrays["sweep/ids0"][0, 1]).min() > 1e-3
 
 
-def test_metrics_are_those_of_evaluation_and_of_measure(models, tmp_path):
+@pytest.mark.parametrize("quantize_head", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_metrics_are_those_of_evaluation_and_of_measure(models, tmp_path, quantize_head):
     setting = {"int8_coarse": quant.INT8_COARSE}
-    asked = Asked(8, settings=tuple(setting), quantize_head=True)
+    asked = Asked(8, settings=tuple(setting), quantize_head=quantize_head)
     found, _ = measured(models / "run", models / "run.npy", tmp_path, asked)
     loaded, tokens = load(models / "run"), np.load(models / "run.npy")
     of = inputs()._replace(evaluation=tokens)
-    expected = evaluate(loaded, of, settings=setting, quantize_head=True)
+    expected = evaluate(loaded, of, settings=setting, quantize_head=quantize_head)
     del expected["bits_per_byte"]  # token ids have no bytes
     assert expected.keys() <= found.metrics.keys()
     for name, value in expected.items():
@@ -179,11 +180,13 @@ def without_time(path):
     return results
 
 
-def test_a_second_call_measures_only_what_is_missing_or_asked_for_in_addition(models, tmp_path, capsys):
+@pytest.mark.parametrize("settings", [(), pytest.param(("int8_fine",), marks=pytest.mark.slow)], ids=str)
+def test_a_second_call_measures_only_what_is_missing_or_asked_for_in_addition(models, tmp_path, capsys, settings):
     given = Given(token_ids=str(models / "run.npy"), rows=16, length=T)
-    names, asked = {"run": str(models / "run")}, Asked(8, settings=("int8_fine",), sweep_rows=2)
+    names, asked = {"run": str(models / "run")}, Asked(8, settings=settings, sweep_rows=2)
     first = measure_models(names, given, asked, tmp_path)
-    assert first.parts == 2 + 1 + 2 + 2  # statistics and int8_fine in two parts, maps, the sweep of two layers
+    # Statistics and each setting in two parts, maps, the sweep of two layers.
+    assert first.parts == 2 + 2 * len(settings) + 1 + 2
     before = without_time(tmp_path)
     assert measure_models(names, given, asked, tmp_path).parts == 0
     assert without_time(tmp_path) == before
@@ -199,7 +202,7 @@ def test_a_second_call_measures_only_what_is_missing_or_asked_for_in_addition(mo
     assert labels == ["run", "run, zero_mlp:1"]
     np.save(tmp_path / "other.npy", rows(4, 16))
     other = measure_models(names, dataclasses.replace(given, token_ids=str(tmp_path / "other.npy")), asked, tmp_path)
-    assert other.parts == 7  # another text
+    assert other.parts == first.parts  # another text
 
 
 def test_rows_of_text_are_those_of_its_tokens(tmp_path):
@@ -272,7 +275,7 @@ def test_wrong_names_are_refused(call, message):
 def test_pages_of_several_models_compare_them(models, tmp_path):
     names = {name: str(models / path) for name, path in (("sink", "planted"), ("random", "run"))}
     given = Given(token_ids=str(models / "planted.npy"), rows=4, length=T)
-    asked = Asked(4, settings=("int8_fine",))
+    asked = Asked(4, settings=())
     analyzed = measure_models(names, given, asked, tmp_path)
     made, results = {}, json.loads((tmp_path / "results.json").read_text())
     for folder, page in pages(analyzed, asked, tmp_path):

@@ -101,10 +101,17 @@ def _placed(mesh, arrays, kind):
     return jax.device_put(list(arrays), [NamedSharding(mesh, spec) for spec in (rows, keys, keys, *specs)])
 
 
+QUICK = [("sink", AxisType.Auto), ("bias for all sequences", AxisType.Auto), ("one key head", AxisType.Explicit)]
+
+
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
-    "case", quick_and_slow(MESHED, {"softmax1", "one length", "lengths", "bias of each", "bias for all"})
+    ("case", "kind"),
+    [
+        pytest.param(case, kind, marks=[pytest.mark.slow] * ((case, kind) not in QUICK))
+        for case in MESHED
+        for kind in (AxisType.Auto, AxisType.Explicit)
+    ],
 )
 def test_over_a_mesh_of_batch_and_heads_nothing_is_gathered(case, kind):
     attend, arrays = _meshed(case)
@@ -135,7 +142,7 @@ def test_a_cut_that_the_kernel_cannot_have_is_gathered(spec):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("case", ["sink", "bias of each"])
+@pytest.mark.parametrize("case", quick_and_slow(["sink", "bias of each"], {"sink"}))
 def test_inside_shard_map_it_is_attention_of_the_parts(case):
     attend, arrays = _meshed(case)
     weights = jnp.asarray(normal(*arrays[0].shape, seed=5), jnp.float32)
@@ -165,7 +172,7 @@ def test_the_gate_with_plain_differentiation_fails_the_check_of_gradients():
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", quick_and_slow([jnp.bfloat16, jnp.float16], {jnp.float16}))
 def test_half_precision_is_near_the_definition(dtype):
     arrays = _arrays(t=8, s=8, kv_heads=2, bias_shape=(1, N, 8, 8), dtype=dtype)
     weights = normal(*arrays[0].shape, seed=5)
@@ -205,10 +212,9 @@ def test_numbers_that_are_not_are_not_hidden():
 @pytest.mark.parametrize(
     ("shared", "bias_batch"),
     [
-        ("query", B),
         ("bias", 1),
         ("lengths", B),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("none", B), ("bias", B), ("key", 1))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("none", B), ("query", B), ("bias", B), ("key", 1))),
     ],
 )
 def test_vmap_is_a_loop(shared, bias_batch):

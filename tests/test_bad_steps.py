@@ -249,7 +249,7 @@ def stop_between_two_roll_backs():
     ("stop", "how"),
     [
         # One more checkpoint, after step 7 was found to be bad and another was not yet.
-        (functools.partial(stop_at, 6, signal.SIGTERM), Interrupted),
+        pytest.param(functools.partial(stop_at, 6, signal.SIGTERM), Interrupted, marks=pytest.mark.slow),
         (stop_between_two_roll_backs, Killed),
         *(pytest.param(functools.partial(stop_at, step), Killed, marks=pytest.mark.slow) for step in (2, 6, 9)),
         *(

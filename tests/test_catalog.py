@@ -178,6 +178,7 @@ FIRST_VERDICTS = {
 }
 
 
+@pytest.mark.slow  # the reports in results/ say these verdicts, which a test below compares
 def test_every_revised_criterion_still_gives_its_first_verdict():
     symbols = {word: symbol for symbol, word in WORDS.items()}
     found = {}
@@ -194,8 +195,17 @@ def test_every_revised_criterion_still_gives_its_first_verdict():
     assert found == FIRST_VERDICTS
 
 
-@pytest.mark.parametrize("name", [name for name in VERDICTS if experiment_named(name).variants])
-@pytest.mark.parametrize("which", ["first", "all"])
+TRAINED = [name for name in VERDICTS if experiment_named(name).variants]
+
+
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [
+        pytest.param(name, which, marks=[pytest.mark.slow] * ((i + j) % 2))
+        for i, name in enumerate(TRAINED)
+        for j, which in enumerate(("all", "first"))
+    ],
+)
 def test_runs_that_failed_give_no_nan_and_leave_the_others(name, which):
     experiment = experiment_named(name)
     results = committed(experiment)
@@ -431,7 +441,7 @@ def test_each_claim_of_the_ablation_is_about_its_own_variant(variant, change, cl
 # What is trained.
 
 
-@pytest.mark.parametrize("scale", models.SCALES)
+@pytest.mark.parametrize("scale", [pytest.param(s, marks=[pytest.mark.slow] * (s == "small")) for s in models.SCALES])
 def test_tables_share_the_runs_of_table_2(scale):
     def names(name):
         return {run_name(variant, 0) for variant in experiment_named(name).variants_at(scale)}

@@ -136,7 +136,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(finished, tmp_path, step
     assert make_train_step(CONFIG)._cache_size() <= 2  # one program for a new state, one for a restored one
 
 
-@pytest.mark.parametrize("step", [4, 8, 11])
+@pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.slow), 8, pytest.param(11, marks=pytest.mark.slow)])
 def test_a_signal_cuts_a_validation_off_which_is_done_first_on_resume(finished, tmp_path, step):
     """It may take minutes, and whoever stops the run waits for seconds."""
     with pytest.raises(Interrupted) as stopped:
@@ -295,7 +295,7 @@ DAMAGE = {
     "no validation loss": lambda step: shutil.rmtree(step / "validation"),
     "no checksums": lambda step: shutil.rmtree(step / "checksums"),
 }
-CASES = [case if i < 4 else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(DAMAGE)]
+CASES = [case if i < 2 else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(DAMAGE)]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -102,7 +102,7 @@ DAMAGE = {
 @pytest.mark.parametrize(
     "kind", ["haar", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("adam", "hadamard"))]
 )
-@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize("sizes", [pytest.param(s, marks=[pytest.mark.slow] * (s == MESHES[1])) for s in MESHES])
 def test_a_state_is_restored_onto_another_mesh_or_refused_where_it_is_damaged(saved, tmp_path, kind, sizes):
     home, states = saved
     config = replace(CONFIG, KINDS[kind])
@@ -199,7 +199,7 @@ def older(step, state, version):
         (step / "checksums" / name).write_text(json.dumps(part))
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_checkpoints_of_older_formats_are_read_and_checked(saved, tmp_path, version):
     home, states = saved
     state, config = states["haar"], replace(CONFIG, KINDS["haar"])

@@ -108,6 +108,13 @@ CASES = {
 }
 
 
+# Two of what others have one by one, or with another partner.
+QUICK_AND_SLOW = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in ("skip or in-context", "backcopy or in-context")))
+    for name in CASES
+]
+
+
 def batch_of(name, step=0, seed=0, stream=TRAINING):
     return np.asarray(small(**CASES[name]).batch(step, B2, T2, seed, stream))
 
@@ -172,7 +179,7 @@ def counts_by_context(task, tokens, law):
     return context @ np.eye(V)[tokens[:, 1:].ravel()], context @ law, context @ (law * (1 - law))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", QUICK_AND_SLOW)
 def test_frequencies_are_those_of_the_oracle(name):
     task = small(**CASES[name])
     batches = [batch_of(name, step) for step in range(8)]
@@ -266,7 +273,7 @@ def law_by_hand(task, row):
     return np.array(laws)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", QUICK_AND_SLOW)
 def test_the_oracle_is_the_law_by_enumeration_of_everything_hidden(name, x64):
     task, rows = small(**CASES[name]), batch_of(name)[:8, :-1]
     law = task.oracle(rows)

@@ -4,11 +4,12 @@ import json
 
 import numpy as np
 import pytest
+from matplotlib import pyplot as plt
 from tiny_run import TINY, inputs, rows
 
 from orthojax.config import replace
 from orthojax.errors import UserError
-from orthojax.experiments.analyzing import Asked, Given, analyze
+from orthojax.experiments.analyzing import Asked, Given, analyze, measure_models, pages
 from orthojax.experiments.analyzing.dynamics import CLAIMS, checkpoint_series
 from orthojax.experiments.claims import judge
 from orthojax.experiments.experiment import Experiment, Variant
@@ -104,6 +105,22 @@ def test_wrong_series(given, words):
         checkpoint_series(given)
 
 
+def test_the_page_of_two_checkpoints(run, tmp_path):
+    np.save(tmp_path / "ids.npy", rows(0, 4))
+    given, asked = Given(token_ids=str(tmp_path / "ids.npy"), length=8), Asked(settings=(), dynamics=True)
+    models = {step: path for step, path in checkpoint_series([str(run)]).items() if step != "20"}
+    analyzed = measure_models(models, given, asked, tmp_path / "found")
+    *_, (folder, page) = pages(analyzed, asked, tmp_path / "found")
+    plt.close("all")  # nothing is drawn here, which takes seconds
+    assert folder == tmp_path / "found"
+    assert any("2 checkpoints of one run, from step 5 to 100" in text for text in page.summary)
+    assert {row[0] for table in page.tables for row in table.rows} >= {"5", "100"}
+    drawn = {picture.name for picture in page.pictures}
+    assert drawn >= {"value_norms", "residual_norms", "attention", "logit_gap", "kurtosis", "perplexity"}
+    assert [row["variant"] for row in analyzed.results["rows"]] == ["5", "100"]
+
+
+@pytest.mark.slow
 def test_pages(run, tmp_path):
     np.save(tmp_path / "ids.npy", rows(0, 4))
     given = Given(token_ids=str(tmp_path / "ids.npy"), length=8)

@@ -76,7 +76,9 @@ def matrix_products_flops(jaxpr):
     return total
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("llama2", "no attention", "no mlp"))) for n in MODELS]
+)
 def test_forward_and_backward_trace_just_these_products(name):
     """No tolerance: XLA's plain attention computes the whole matrix, so `causal=False` counts every product."""
     model, batch, length = MODELS[name], 3, 32
@@ -91,7 +93,7 @@ def test_forward_and_backward_trace_just_these_products(name):
     assert 3 * traced_flops(loss, params) == expected
 
 
-@pytest.mark.parametrize("name", ["gpt2", "grouped", "mixed layers"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "grouped", "mixed layers"])
 def test_xla_counts_the_forward_pass_alike(name):
     """Within 4%: XLA also counts elementwise work, here 1% to 2.2% of the whole."""
     model, batch, length = dataclasses.replace(MODELS[name], d_model=128, d_mlp=512), 2, 32

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -37,8 +38,16 @@ def test_training(library, name):
     assert last < 3.0
 
 
-@pytest.mark.parametrize("library", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
-def test_attention_in_ten_lines(library):
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_attention_in_ten_lines(library, capsys):
+    """Here, where the libraries are imported already."""
+    runpy.run_path(str(ROOT / "examples" / f"{library}_attention.py"), run_name="__main__")
+    assert capsys.readouterr().out == "(2, 16, 64)\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_attention_in_ten_lines_in_a_process_of_its_own(library):
     name = f"{library}_attention.py"
     code = [line for line in (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()[1:] if line]
     assert len(code) <= 10

@@ -76,7 +76,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("normalizer", CASES)
+CONTAINED = ("softmax", "softmax_n", "relu")  # what they have besides, others have, too
+
+
+@pytest.mark.parametrize("normalizer", [pytest.param(n, marks=[pytest.mark.slow] * (n in CONTAINED)) for n in CASES])
 def test_logits_with_a_cache_are_those_without(normalizer):
     assert_cached_equals_uncached(ModelConfig(**SMALL | EASY | CASES[normalizer], normalizer=normalizer))
 
@@ -123,7 +126,13 @@ def test_a_cache_that_does_not_fit_is_refused():
 # What is written.
 
 
-@pytest.mark.parametrize("changes", [{"normalizer": "softmax1"}, {"relaxed_causal_tokens": 3, "position": "rotary"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"normalizer": "softmax1"}, marks=pytest.mark.slow),
+        {"relaxed_causal_tokens": 3, "position": "rotary"},
+    ],
+)
 def test_greedy_tokens_are_the_largest_logits_of_forward_passes_without_a_cache(changes):
     model = loaded(ModelConfig(**SMALL | changes))
     written = generate(model, TOKENS[:, :3], 7)

@@ -87,7 +87,10 @@ def with_batch_axes(given):
     return Interventions(**arrays)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+CONTAINED = ("gpt2", "post-norm")  # test_model.py has their blocks, the others have all interventions
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in CONTAINED)) for n in CONFIGS])
 def test_logits_and_taps_are_those_of_the_same_interventions_in_float64_and_ones_are_none(name):
     config, effects = CONFIGS[name]
     params, ones, random = params_of(config), neutral(config), random_interventions(config)
@@ -174,7 +177,9 @@ def test_activations_of_another_run_take_the_place_of_the_own_ones():
     np.testing.assert_allclose(apply(GPT2, params, own)[0], plain, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("config", [GPT2, BACKCOPY], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(GPT2, id="scanned"), pytest.param(BACKCOPY, id="unrolled", marks=pytest.mark.slow)]
+)
 def test_a_bias_of_all_layers_is_that_of_each_and_hides_keys(config):
     params = params_of(config)
     for bias in (uniform(T, T), uniform(B, T, T)):

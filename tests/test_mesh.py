@@ -325,6 +325,7 @@ def compiled(config):
     return make_train_step(config).lower(state_shapes(config), rows).compile()
 
 
+@pytest.mark.slow
 def test_memory_of_each_device_falls():
     """Bytes of arguments, exactly: what is divided by eight and what is not."""
     config = replace(SMALL, {"optim.optimizer": "adam"})

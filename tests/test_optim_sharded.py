@@ -160,7 +160,6 @@ def test_the_counter_sees_every_collective():
 MESHES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (1, 2, 2)]
 QUICK = {
     (AUTO, (8, 1, 1), "hadamard"),
-    (AUTO, (1, 2, 2), "hadamard"),
     (AUTO, (1, 4, 2), "haar"),
     (EXPLICIT, (2, 2, 2), "haar"),
 }

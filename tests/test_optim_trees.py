@@ -204,7 +204,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "linen, boxed")) for n in PROBLEMS])
 @pytest.mark.parametrize("kind", ["hadamard", pytest.param("haar", marks=pytest.mark.slow)])
 def test_what_is_rotated_and_that_it_trains(name, kind):
     problem = PROBLEMS[name]()

@@ -172,7 +172,7 @@ def test_the_schedule():
     [
         ("hadamard", "float64", 1e-10, None),
         pytest.param("haar", "float64", 1e-10, None, marks=slow),
-        ("hadamard", "float32", 1e-5, "bfloat16"),
+        pytest.param("hadamard", "float32", 1e-5, "bfloat16", marks=slow),
         ("haar", "float32", 1e-5, None),
         pytest.param("dct", "float32", 1e-5, None, marks=slow),
         pytest.param("signed_permutation", "float32", 1e-5, None, marks=slow),

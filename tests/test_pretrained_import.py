@@ -68,7 +68,8 @@ def unrolled(params):
     return orthojax.model.unstack_layers(params) if "layers" in params else params
 
 
-SLOW = ("learned sinks", "DeepSeek with softmax-1", "qwen2 with windows", "gpt2, unrolled")
+SLOW = ("learned sinks", "DeepSeek with softmax-1", "qwen2 with windows", "gpt2, unrolled",
+        "deepseek, scanned")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in KINDS])

@@ -14,7 +14,7 @@ from orthojax.experiments.ours.streaming import CLAIMS, EXPERIMENT, MODES, STREA
 from orthojax.model import LoadedModel, Transformer
 from orthojax.train import Inputs
 
-T, VOCABULARY = 16, 32
+T, VOCABULARY = 8, 32
 SMALL = {
     "model.num_layers": 1, "model.d_model": 16, "model.num_heads": 2, "model.d_mlp": 32,
     "model.vocab_size": VOCABULARY, "data.sequence_length": T, "model.max_length": T,

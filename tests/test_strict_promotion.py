@@ -129,7 +129,7 @@ FLAT = {"schemes", "quantize_params", "relaxed mask", *(name for name in CASES i
 """Without a derivative that anyone needs."""
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_value_and_gradient_mix_no_dtypes(name, dtype):
     function, *shapes = CASES[name]

@@ -145,7 +145,7 @@ def test_bases_of_older_versions_and_of_no_seed_are_refused():
     assert build(replace(CONFIG, older | {"optim.optimizer": "sgd"}))
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 5])
+@pytest.mark.parametrize("k", [0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow)])
 def test_positions_whose_target_a_relaxed_mask_shows_are_no_loss_positions(k):
     config = replace(CONFIG, {"model.relaxed_causal_tokens": k})
     model, tokens, params = Transformer(config.model), rows(0), initial(CONFIG).params
@@ -246,7 +246,11 @@ def three_steps(optimizer, params):
     return params
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# Of optimizers that others contain.
+CONTAINED = ("adam", "momentum", "lion")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in CONTAINED)) for n in OPTIMIZERS])
 def test_three_steps_equal_a_chain_built_by_hand(name):
     changes, scalings, moment = OPTIMIZERS[name]
     common = {"optimizer": name, "learning_rate": 0.01, "warmup_steps": 2, "b1": 0.8, "b2": 0.95, "eps": 1e-6}
@@ -322,9 +326,15 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize("embeddings", [True, False])
-@pytest.mark.parametrize("axes", READER)
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(
+    ("scan", "axes", "embeddings"),
+    [
+        pytest.param(scan, axes, embeddings, marks=[pytest.mark.slow] * ((i + scan) % 2 == 0 or embeddings != scan))
+        for i, axes in enumerate(READER)
+        for scan in (True, False)
+        for embeddings in (True, False)
+    ],
+)
 def test_which_axes_of_which_parameter_are_rotated(scan, axes, embeddings):
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(RICH, num_layers=2, scan_layers=scan))
     rule = rotated_axes(RotationConfig(axes=axes, embeddings=embeddings))
@@ -568,7 +578,7 @@ def test_metrics_have_the_learning_rate_and_the_loss_of_their_own_step(tmp_path)
     ("changes", "what", "step"),
     [
         # The first update has learning rate 0, the second is absurd.
-        ({}, "loss|gradient", 3),
+        pytest.param({}, "loss|gradient", 3, marks=pytest.mark.slow),
         ({"train.eval_every_steps": 1, "model.norm": "none"}, "validation loss", 2),
         ({"train.checkpoint_every_steps": 1}, "parameters", 2),
     ],
