@@ -17,6 +17,7 @@ from attention_oracle import attend_by_cudnn as _attend
 from attention_oracle import check_definition, cudnn_stand_ins, normal, qkv
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from thinned import quick_and_slow
 
 from orthojax.ops.attention import cudnn, cudnn_kernel, dot_product_attention, xla
 from orthojax.ops.attention.dot_product import prepare_inputs
@@ -55,11 +56,6 @@ def assert_near(found, expected, tolerance=1e-5):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.abs(a - b).max() < tolerance * max(1.0, np.abs(b).max())
-
-
-def quick_and_slow(cases, slow):
-    """Cases for `parametrize`; `slow` are those that others contain in part."""
-    return [pytest.param(case, marks=[pytest.mark.slow] * (case in slow)) for case in cases]
 
 
 # Meshes.

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from planted_results import made_up
+from thinned import quick_and_slow
 
 from orthojax.config import changed_fields
 from orthojax.errors import UserError
@@ -441,7 +442,7 @@ def test_each_claim_of_the_ablation_is_about_its_own_variant(variant, change, cl
 # What is trained.
 
 
-@pytest.mark.parametrize("scale", [pytest.param(s, marks=[pytest.mark.slow] * (s == "small")) for s in models.SCALES])
+@pytest.mark.parametrize("scale", quick_and_slow(models.SCALES, ["small"]))
 def test_tables_share_the_runs_of_table_2(scale):
     def names(name):
         return {run_name(variant, 0) for variant in experiment_named(name).variants_at(scale)}

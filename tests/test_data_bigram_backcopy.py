@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from thinned import quick_and_slow
 
 from orthojax.config import DataConfig
 from orthojax.data import backcopy_batches
@@ -109,10 +110,7 @@ CASES = {
 
 
 # Two of what others have one by one, or with another partner.
-QUICK_AND_SLOW = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name in ("skip or in-context", "backcopy or in-context")))
-    for name in CASES
-]
+QUICK_AND_SLOW = quick_and_slow(CASES, ["skip or in-context", "backcopy or in-context"])
 
 
 def batch_of(name, step=0, seed=0, stream=TRAINING):

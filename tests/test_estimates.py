@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.interpreters import partial_eval
+from thinned import quick_and_slow
 from tiny_run import TINY
 
 from orthojax.config import ModelConfig, replace
@@ -76,9 +77,7 @@ def matrix_products_flops(jaxpr):
     return total
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("llama2", "no attention", "no mlp"))) for n in MODELS]
-)
+@pytest.mark.parametrize("name", quick_and_slow(MODELS, ("llama2", "no attention", "no mlp")))
 def test_forward_and_backward_trace_just_these_products(name):
     """No tolerance: XLA's plain attention computes the whole matrix, so `causal=False` counts every product."""
     model, batch, length = MODELS[name], 3, 32

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_oracle import random_params
+from thinned import quick_and_slow
 
 from orthojax import Interventions
 from orthojax.config import Config, DataConfig, ModelConfig
@@ -79,7 +80,7 @@ CASES = {
 CONTAINED = ("softmax", "softmax_n", "relu")  # what they have besides, others have, too
 
 
-@pytest.mark.parametrize("normalizer", [pytest.param(n, marks=[pytest.mark.slow] * (n in CONTAINED)) for n in CASES])
+@pytest.mark.parametrize("normalizer", quick_and_slow(CASES, CONTAINED))
 def test_logits_with_a_cache_are_those_without(normalizer):
     assert_cached_equals_uncached(ModelConfig(**SMALL | EASY | CASES[normalizer], normalizer=normalizer))
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_oracle import numpy_forward, random_params
+from thinned import quick_and_slow
 
 from orthojax import Interventions, analysis
 from orthojax.config import ModelConfig
@@ -90,7 +91,7 @@ def with_batch_axes(given):
 CONTAINED = ("gpt2", "post-norm")  # test_model.py has their blocks, the others have all interventions
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in CONTAINED)) for n in CONFIGS])
+@pytest.mark.parametrize("name", quick_and_slow(CONFIGS, CONTAINED))
 def test_logits_and_taps_are_those_of_the_same_interventions_in_float64_and_ones_are_none(name):
     config, effects = CONFIGS[name]
     params, ones, random = params_of(config), neutral(config), random_interventions(config)

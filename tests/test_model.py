@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_oracle import numpy_forward, random_params
+from thinned import quick_and_slow
 
 from orthojax.config import ModelConfig
 from orthojax.errors import UserError
@@ -56,11 +57,6 @@ def shapes(config, length=7):
     """Paths and shapes of the parameters, without computing any."""
     tree = jax.eval_shape(Transformer(config).init, jax.random.key(0), jnp.zeros((1, length), jnp.int32))
     return shapes_of(tree["params"])
-
-
-def slow(some, cases):
-    """The cases, of which some are marked slow."""
-    return [pytest.param(case, marks=pytest.mark.slow) if case in some else case for case in cases]
 
 
 def apply(config, params, tokens=TOKENS, **options):
@@ -113,7 +109,7 @@ ORACLE_CONFIGS = {
 CONTAINED = ("values of their own width", "grouped heads")
 
 
-@pytest.mark.parametrize("name", slow(CONTAINED, ORACLE_CONFIGS))
+@pytest.mark.parametrize("name", quick_and_slow(ORACLE_CONFIGS, CONTAINED))
 def test_model_and_taps_are_those_of_an_independent_float64_forward_pass(name):
     config = ORACLE_CONFIGS[name]
     params = random_params(config)
@@ -181,7 +177,7 @@ def test_later_tokens_never_change_earlier_logits(position, normalizer):
     check_what_each_token_changes(config, lambda i, t: t >= i)
 
 
-@pytest.mark.parametrize("position", slow(["learned", "none"], POSITIONS))
+@pytest.mark.parametrize("position", quick_and_slow(POSITIONS, ["learned", "none"]))
 def test_relaxed_tokens_see_each_other_and_no_later_one(position):
     config = dataclasses.replace(TINY, position=position)
     np.testing.assert_array_equal(logits_of(dataclasses.replace(config, relaxed_causal_tokens=1)), logits_of(config))
@@ -320,7 +316,7 @@ IN_FLOAT64 = [
 HAVE_TESTS_OF_THEIR_OWN = ["dtype", "fixed_rotation"]
 
 
-@pytest.mark.parametrize("field", slow(IN_FLOAT64 + HAVE_TESTS_OF_THEIR_OWN, FIELDS))
+@pytest.mark.parametrize("field", quick_and_slow(FIELDS, IN_FLOAT64 + HAVE_TESTS_OF_THEIR_OWN))
 def test_every_field_changes_parameters_or_logits(field):
     needs, value = FIELDS[field]
     base = dataclasses.replace(TINY, **needs)
@@ -454,7 +450,8 @@ def test_presets_have_the_sizes_in_their_names(family, size):
 
 
 @pytest.mark.parametrize(
-    "name", slow([*CONTAINED, "rich, chunked", "gated relu", "sigmoid", "clipped", "softmax_n"], ORACLE_CONFIGS)
+    "name",
+    quick_and_slow(ORACLE_CONFIGS, [*CONTAINED, "rich, chunked", "gated relu", "sigmoid", "clipped", "softmax_n"]),
 )
 def test_parameter_count_of_every_switch_is_that_of_the_arrays(name):
     for changes in ({}, {"use_bias": True, "norm": "layernorm"}, {"norm": "none", "mlp": "swiglu"}):

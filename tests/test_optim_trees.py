@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from thinned import quick_and_slow
 
 from orthojax.optim import RotatedAxes, Rotation, describe, generic_axes, orthoadam
 
@@ -204,7 +205,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "linen, boxed")) for n in PROBLEMS])
+@pytest.mark.parametrize("name", quick_and_slow(PROBLEMS, ["linen, boxed"]))
 @pytest.mark.parametrize("kind", ["hadamard", pytest.param("haar", marks=pytest.mark.slow)])
 def test_what_is_rotated_and_that_it_trains(name, kind):
     problem = PROBLEMS[name]()

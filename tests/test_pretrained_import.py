@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from model_oracle import random_params
+from thinned import quick_and_slow
 
 import orthojax
 from orthojax.config import ModelConfig
@@ -72,7 +73,7 @@ SLOW = ("learned sinks", "DeepSeek with softmax-1", "qwen2 with windows", "gpt2,
         "deepseek, scanned")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in KINDS])
+@pytest.mark.parametrize("name", quick_and_slow(KINDS, SLOW))
 def test_what_is_written_is_read_bit_for_bit(name, tmp_path):
     config, model_type = KINDS[name]
     params = params_of(config)

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from thinned import quick_and_slow
 from tiny_run import TINY, Terminal, assert_lines_close, assert_trees_close, bits, by_path, inputs, lines, loaded, rows
 
 from orthojax import quant
@@ -250,7 +251,7 @@ def three_steps(optimizer, params):
 CONTAINED = ("adam", "momentum", "lion")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in CONTAINED)) for n in OPTIMIZERS])
+@pytest.mark.parametrize("name", quick_and_slow(OPTIMIZERS, CONTAINED))
 def test_three_steps_equal_a_chain_built_by_hand(name):
     changes, scalings, moment = OPTIMIZERS[name]
     common = {"optimizer": name, "learning_rate": 0.01, "warmup_steps": 2, "b1": 0.8, "b2": 0.95, "eps": 1e-6}
