@@ -20,6 +20,7 @@ from jax._src.interpreters import mlir
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # a twelfth of the time goes into them
 # XLA's own passes run, and so the programs have their real structure; LLVM's, which cost more than tiny programs take.
 jax.config.update("jax_disable_most_optimizations", True)
 # JAX makes a context of MLIR for each program, with all its dialects: a quarter of the time of a tiny one.

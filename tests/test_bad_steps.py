@@ -175,6 +175,7 @@ def stop_at(wanted, how=None):
     return on_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 6, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_run_killed_while_it_skips_ends_with_the_same_bits(skipped, tmp_path, step):
     with pytest.raises(Killed):
@@ -265,6 +266,7 @@ def test_a_run_stopped_anywhere_rolls_back_to_the_same_place(rolled_back, tmp_pa
     assert lines(tmp_path) == rolled_back[1]
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_rolls_back_to_its_beginning_and_not_for_ever(tmp_path):
     assert bits(train(BACK, inputs((1,)), tmp_path / "a")) == bits(trained_on(BACK, range(2, 14)))
     with pytest.raises(DivergedError, match="rolled back 9 times to step 4 without getting further"):

@@ -148,6 +148,7 @@ def test_a_signal_cuts_a_validation_off_which_is_done_first_on_resume(finished, 
     assert losses(tmp_path) == losses(finished[0])
 
 
+@pytest.mark.slow
 def test_the_best_stay_also_where_a_signal_cut_off_their_validation_and_across_restarts(tmp_path):
     """Also after a kill: the loss then stands in metrics.jsonl alone."""
     config = replace(

@@ -88,7 +88,7 @@ def with_batch_axes(given):
     return Interventions(**arrays)
 
 
-CONTAINED = ("gpt2", "post-norm")  # test_model.py has their blocks, the others have all interventions
+CONTAINED = ("gpt2", "llama2", "post-norm")  # test_model.py has their blocks, the others have all interventions
 
 
 @pytest.mark.parametrize("name", quick_and_slow(CONFIGS, CONTAINED))

@@ -106,7 +106,7 @@ ORACLE_CONFIGS = {
 
 
 # What others contain: their fields have other values than the defaults there, too.
-CONTAINED = ("values of their own width", "grouped heads")
+CONTAINED = ("values of their own width", "grouped heads", "llama2", "latent attention and experts")
 
 
 @pytest.mark.parametrize("name", quick_and_slow(ORACLE_CONFIGS, CONTAINED))
