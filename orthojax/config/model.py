@@ -95,7 +95,8 @@ class ModelConfig:
       scan_layers: One compiled block scanned over stacked parameters instead of num_layers unrolled ones.
       remat: Recompute each block in the backward pass instead of keeping its intermediates: true keeps the results of a
         fused attention kernel, `dots` also those of linear layers, which costs little time, `full` keeps nothing.
-      dtype: Dtype of the matrix products; parameters, norms, attention statistics and logits stay float32.
+      dtype: Dtype of the matrix products; parameters, norms, attention statistics and logits stay float32. `float16` is
+        for evaluation: training has no loss scaling.
     """
 
     vocab_size: int = 2048
@@ -156,7 +157,7 @@ class ModelConfig:
     kernel_init: KernelInit = added("normal", affects="start")
     scan_layers: bool = setting(True, affects="start")
     remat: Remat = setting(False, affects="computation")
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
     def __post_init__(self):
         check_types(self, "model")

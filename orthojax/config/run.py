@@ -291,6 +291,8 @@ class Config:
             f"optim.sink_anneal_steps={self.optim.sink_anneal_steps} with model.normalizer={self.model.normalizer!r}",
             "0, or normalizer 'learned_sink'",
         )
+        small = "model.dtype='float16', in which small gradients are lost: training has no loss scaling"
+        require(self.model.dtype != "float16", small, "'float32' or 'bfloat16'")
         mesh = (self.mesh.data, self.mesh.fsdp, self.mesh.tensor)
         one = f"train.probe_details with a mesh of {mesh}"
         require(not self.train.probe_details or mesh == (1, 1, 1), one, "one device, or no details")

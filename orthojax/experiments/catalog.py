@@ -57,7 +57,15 @@ from orthojax.experiments.from_attention import (
     table9,
     training_curves,
 )
-from orthojax.experiments.ours import normalizers, optimizer_outliers, quick, rotation_ablation, streaming, tiny_setting
+from orthojax.experiments.ours import (
+    damage,
+    normalizers,
+    optimizer_outliers,
+    quick,
+    rotation_ablation,
+    streaming,
+    tiny_setting,
+)
 from orthojax.experiments.pretrained import aligned, curing, quantised
 from orthojax.experiments.runs import TRAINED, Task, is_trained, parse_seconds, training_flops
 from orthojax.files import read_again, read_json
@@ -66,7 +74,7 @@ from orthojax.formatting import align
 # In the order in which they are listed.
 _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table9)
 _LATER = (training_curves, appendix_e, appendix_g, appendix_h)
-_OURS = (rotation_ablation, optimizer_outliers, normalizers, streaming, tiny_setting)
+_OURS = (rotation_ablation, optimizer_outliers, normalizers, streaming, tiny_setting, damage)
 _ON_THE_TASK = (one_layer, three_layers, peak_blocks, peak_slope, backcopy_rules, backcopy_cure)
 _BREAK_CONDITIONS = (break_conditions_map, break_conditions_cells)
 _ACTIVE_DORMANT = (sink_theory, norm_toys, orthoadam_peak, sink_reinforcement, softmax1_sinks)

@@ -1,0 +1,151 @@
+"""What rounding costs vanilla and cured models, of several widths: every setting, the head, static scales, float16.
+
+At a small width int8 is harmless whatever the activations are, see `int8_error_bound`; so this looks where it is not.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from orthojax import quant
+from orthojax.config import Config, replace
+from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured
+from orthojax.experiments.claims import Claim
+from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.experiments.from_attention.quantization import int8_error_bound
+from orthojax.experiments.measures import Measure, Measured
+from orthojax.experiments.page import Table
+from orthojax.experiments.results import LABELS, Quantity, Result, Results, metric
+from orthojax.experiments.tables import MetricTable
+from orthojax.formatting import percent
+from orthojax.model import LoadedModel, Transformer, unstack_layers
+from orthojax.train import Inputs
+from orthojax.train.evaluation import validation_loss_nats
+
+WIDTHS = (128, 256)
+MORE = ("w4a8", "w4a4")
+STATIC = {"int8_moderate": quant.INT8_MODERATE, "int8_coarse": quant.INT8_COARSE}
+HALVES = ("bfloat16", "float16")
+LARGEST_FLOAT16 = 65504.0
+# Metric -> words, in the order of the table.
+ROUNDED = {
+    **{f"perplexity_{name}": LABELS[f"perplexity_{name}"] for name in quant.SETTINGS},
+    **{f"perplexity_{name}_static": f"{LABELS[f'perplexity_{name}']}, static scales" for name in STATIC},
+    **{f"perplexity_{name}": name for name in MORE},
+    **{f"perplexity_{name}_with_head": f"{LABELS[f'perplexity_{name}']}, and the head" for name in quant.SETTINGS},
+    **{f"perplexity_{name}": f"{name}, all activations and parameters" for name in HALVES},
+}  # fmt: skip
+
+
+def _models(loaded: LoadedModel, calibration: quant.Calibration) -> Iterator[tuple[str, Transformer, Any]]:
+    """(metric, model, parameters) of what `evaluate` leaves out; the parameters' layers are not stacked."""
+    config = dataclasses.replace(loaded.config.model, scan_layers=False)
+    params = loaded.params if not loaded.config.model.scan_layers else unstack_layers(loaded.params)
+    for name in MORE:
+        yield (
+            f"perplexity_{name}",
+            Transformer(config, linear=quant.quantized_linear(quant.setting_named(name))),
+            params,
+        )
+    for name, setting in quant.SETTINGS.items():
+        linear = quant.quantized_linear(setting, "")
+        yield f"perplexity_{name}_with_head", Transformer(config, linear=linear, linear_head=True), params
+    for name, setting in STATIC.items():
+        linear = quant.static_linear(setting, calibration)
+        yield f"perplexity_{name}_static", Transformer(config, linear=linear), params
+    for name in HALVES:
+        half = jax.tree.map(lambda x, name=name: x.astype(name), params)
+        yield f"perplexity_{name}", Transformer(dataclasses.replace(config, dtype=name)), half
+
+
+def _round(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
+    """Perplexities, and `largest_value`: of all inputs and outputs of linear layers in a batch of training."""
+    config = dataclasses.replace(loaded.config.model, scan_layers=False)
+    params = loaded.params if not loaded.config.model.scan_layers else unstack_layers(loaded.params)
+    calibration = quant.calibrate(Transformer(config), params, inputs.batch(0)[:, :-1])
+    found = {"largest_value": max(float(x) for of in calibration for x in of.values())}
+    for name, model, given in _models(loaded, calibration):
+        loss = validation_loss_nats(loaded.config, given, inputs, model=model)
+        # What overflows gives no number: a model that predicts nothing, beyond the range of a float.
+        found[name] = math.exp(loss if loss < 700.0 else 700.0)
+        on_progress(name)
+    return Measured(found, {})
+
+
+def _stages(config: Config) -> int:
+    return len(MORE) + len(quant.SETTINGS) + len(STATIC) + len(HALVES)
+
+
+DAMAGED = Measure("damage", _round, _stages)
+
+
+def _variants(scale: str) -> tuple[Variant, ...]:
+    found = []
+    for width in WIDTHS:
+        config = replace(LANGUAGE_MODEL, {"model.d_model": width, "model.d_mlp": 4 * width})
+        found.append(Variant(f"vanilla_{width}", f"{width} wide, softmax, Adam", config))
+        found.append(Variant(f"cured_{width}", f"{width} wide, softmax-1, OrthoAdam", cured(config)))
+    return tuple(found)
+
+
+def _lost(name: str) -> Quantity:
+    return Quantity(f"perplexity lost at {ROUNDED[name]}", lambda of: of[name] / of.perplexity - 1, percent)
+
+
+def _costly(vanilla: Result) -> list[str]:
+    """What costs vanilla 1% or more in the mean."""
+    return [name for name in ROUNDED if vanilla.mean(_lost(name)) >= _COSTS]
+
+
+_COSTS = 0.01
+_PAIRS = {f"{width} wide": (f"vanilla_{width}", f"cured_{width}") for width in WIDTHS}
+_COARSE = _lost("perplexity_int8_coarse")
+_WORST = (_lost("perplexity_w4a4"), _lost("perplexity_int4_zeropoint"))
+CLAIMS = (
+    Claim("Cured models lose less where rounding costs something.", _PAIRS, _WORST,
+          lambda v, c: all(c.mean(_lost(name)) < v.mean(_lost(name)) for name in _costly(v)),
+          f"in every setting that costs vanilla {_COSTS:.0%} or more; testable where one does",
+          lambda v, c: bool(_costly(v))),
+    Claim("The wider model loses more to coarse int8, as its bound allows.", ("vanilla_128", "vanilla_256"),
+          (_COARSE,),
+          lambda narrow, wide: wide.mean(_COARSE) > narrow.mean(_COARSE),
+          "in the mean over seeds"),
+    Claim("Scales that are fixed beforehand cost more than those of each batch.", ("vanilla_128", "vanilla_256"),
+          (_lost("perplexity_int8_coarse_static"),),
+          lambda *of: all(x.perplexity_int8_coarse_static > x.perplexity_int8_coarse for x in of),
+          "int8 coarse, both widths, in the mean over seeds"),
+    Claim("float16 holds these activations.", ("vanilla_128", "vanilla_256"), ("largest_value", "perplexity_float16"),
+          lambda *of: all(abs(x.mean(_lost("perplexity_float16"))) < 0.001 for x in of),
+          f"perplexity within 0.1% of float32's; its largest number is {LARGEST_FLOAT16:,.0f}"),
+)  # fmt: skip
+
+
+def _table(results: Results) -> Table:
+    rows = [[words, *(of.cell(_lost(name)) for of in results)] for name, words in ROUNDED.items()]
+    rows.append(["largest value of linear layers", *(of.cell(metric("largest_value")) for of in results)])
+    return Table("Perplexity lost", ["rounded", *(of.label for of in results)], rows)
+
+
+def _about(results: Results) -> list[str]:
+    bounds = ", ".join(f"{int8_error_bound(width):.1%} at {width} channels" for width in (*WIDTHS, 2048))
+    return [
+        "After RMSNorm with one scale no value exceeds sqrt(D) times the root mean square, whatever the outliers, so "
+        f"int8 changes such inputs by at most sqrt(D) / 254 of it: {bounds}. Narrow models hide what outliers do. "
+        "4 bits, static scales and the head are where damage can show. In float16 parameters and activations are "
+        "float16, statistics of norms and attention float32. Static scales are those of one batch of training."
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="damage",
+    title="What rounding costs vanilla and cured models: settings, head, static scales, float16, two widths",
+    variants=_variants,
+    about=_about,
+    measures=(DAMAGED,),
+    tables=(_table, MetricTable("Models", ("perplexity", "kurtosis_first", "kurtosis_rest", "max_abs_first"))),
+    claims=CLAIMS,
+    takes_models=True,
+)  # fmt: skip
