@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from orthojax import quant
-from orthojax.config import Config, replace
+from orthojax.config import Config, ModelConfig, replace
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured
 from orthojax.experiments.claims import Claim
 from orthojax.experiments.experiment import Experiment, Variant
@@ -40,10 +40,8 @@ ROUNDED = {
 }  # fmt: skip
 
 
-def _models(loaded: LoadedModel, calibration: quant.Calibration) -> Iterator[tuple[str, Transformer, Any]]:
-    """(metric, model, parameters) of what `evaluate` leaves out; the parameters' layers are not stacked."""
-    config = dataclasses.replace(loaded.config.model, scan_layers=False)
-    params = loaded.params if not loaded.config.model.scan_layers else unstack_layers(loaded.params)
+def _models(config: ModelConfig, params: Any, calibration: quant.Calibration) -> Iterator[tuple[str, Transformer, Any]]:
+    """(metric, model, parameters) of what `evaluate` leaves out."""
     for name in MORE:
         yield (
             f"perplexity_{name}",
@@ -67,7 +65,7 @@ def _round(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], Non
     params = loaded.params if not loaded.config.model.scan_layers else unstack_layers(loaded.params)
     calibration = quant.calibrate(Transformer(config), params, inputs.batch(0)[:, :-1])
     found = {"largest_value": max(float(x) for of in calibration for x in of.values())}
-    for name, model, given in _models(loaded, calibration):
+    for name, model, given in _models(config, params, calibration):
         loss = validation_loss_nats(loaded.config, given, inputs, model=model)
         # What overflows gives no number: a model that predicts nothing, beyond the range of a float.
         found[name] = math.exp(loss if loss < 700.0 else 700.0)
