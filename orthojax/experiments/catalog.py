@@ -59,6 +59,7 @@ from orthojax.experiments.from_attention import (
 )
 from orthojax.experiments.ours import (
     damage,
+    downstream,
     haar,
     normalizers,
     optimizer_outliers,
@@ -76,7 +77,10 @@ from orthojax.formatting import align
 # In the order in which they are listed.
 _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table9)
 _LATER = (training_curves, appendix_e, appendix_g, appendix_h)
-_OURS = (rotation_ablation, optimizer_outliers, normalizers, streaming, tiny_setting, repeated_passages, damage, haar)
+_OURS = (
+    rotation_ablation, optimizer_outliers, normalizers, streaming, tiny_setting, repeated_passages,
+    damage, haar, downstream,
+)  # fmt: skip
 _ON_THE_TASK = (one_layer, three_layers, peak_blocks, peak_slope, backcopy_rules, backcopy_cure)
 _BREAK_CONDITIONS = (break_conditions_map, break_conditions_cells)
 _ACTIVE_DORMANT = (sink_theory, norm_toys, orthoadam_peak, sink_reinforcement, softmax1_sinks)
