@@ -19,7 +19,7 @@ cli.define_cache_dir()
 cli.define_compile_cache()
 flags.DEFINE_string("experiment", "quick", "Which experiment; --list shows them.")
 flags.DEFINE_bool("list", False, "Lists all experiments, what is done and what the rest takes here, and ends.")
-flags.DEFINE_string("scale", "tiny", "tiny: two CPU cores; small: one GPU; paper: its own setting. Not all have all.")
+flags.DEFINE_string("scale", "tiny", "tiny, overnight: two CPU cores; small: one GPU; paper: its own.")
 flags.DEFINE_string("seeds", None, "Seeds, separated by commas; 0 for most experiments where not given.")
 flags.DEFINE_string("workdir", None, "Folder of the study; runs/EXPERIMENT-SCALE where not given.")
 flags.DEFINE_string("runs_dir", "runs/models", "Folder of trained runs, shared by experiments: none is trained twice.")
@@ -70,7 +70,7 @@ def _render(source: Path) -> None:
 
 
 def main(_: list[str]) -> None:
-    scales = ("tiny", "small", "paper")
+    scales = ("tiny", "overnight", "small", "paper")
     if FLAGS.scale not in scales:
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(scales), hint=nearest(FLAGS.scale, scales))
     if FLAGS.render:
