@@ -93,6 +93,7 @@ NOT_RUN_YET = {
     "damage",
     "haar",
     "downstream",
+    "adam_betas",
     "long_pair",
     "repeated_passages",
 }  # whose results are not committed
