@@ -63,6 +63,7 @@ VERDICTS = {
     "peak_blocks": "----+",
     "peak_slope": "+++-+--",
     "pixel_sinks": "--?-?--+",
+    "published_size": "-+++-",
     "quick": "++??+?+-+",
     "rotation_ablation": "+-+-+++",
     "simplified_model": "++++++++",
@@ -84,7 +85,6 @@ VERDICTS = {
 }
 
 NOT_RUN_YET = {
-    "published_size",
     "smollm2_quantised",
     "smollm2_cured",
     "aligned",
