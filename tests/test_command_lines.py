@@ -163,7 +163,9 @@ REFUSED = {
     "a run as a config": ("train", ["--config=run"], ["did you mean 'run/config.json'?"]),
     "no checkpoint named": ("evaluate", [], ["--checkpoint", "DIR"]),
     "no output named": ("prepare_data", [], ["--output", "DIR"]),
-    "unknown scale": ("reproduce", ["--scale=tinny"], ["'tinny'", "tiny | overnight | small | paper", "did you mean 'tiny'"]),
+    "unknown scale": (
+        "reproduce", ["--scale=tinny"], ["'tinny'", "tiny | overnight | small | paper", "did you mean 'tiny'"],
+    ),
     "seeds that are no numbers": ("reproduce", ["--seeds=1,two"], ["'1,two'", "0,1,2"]),
     "a negative seed": ("reproduce", ["--seeds=-1"], ["'-1'", "0 to"]),
     "a seed too large": ("reproduce", ["--seeds=4294967296"], ["4294967296", "2**32 - 1"]),

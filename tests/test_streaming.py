@@ -11,6 +11,8 @@ from planted_results import made_up
 from orthojax.config import replace
 from orthojax.experiments.claims import judge
 from orthojax.experiments.ours.streaming import CLAIMS, EXPERIMENT, MODES, STREAMED, TIMES
+from orthojax.experiments.pretrained import streamed as streamed_smollm2
+from orthojax.experiments.results import Results
 from orthojax.model import LoadedModel, Transformer
 from orthojax.train import Inputs
 
@@ -74,3 +76,21 @@ def test_verdicts(softmax, softmax1, verdicts):
     of = {"softmax": GOOD | SOFTMAX | softmax, "softmax1": GOOD | softmax1, "cured": GOOD}
     results = made_up(EXPERIMENT, of.get, scale="tiny")
     assert [judge(claim, results).verdict for claim in CLAIMS] == verdicts
+
+
+def test_smollm2_in_windows():
+    """Without the model: what is made of its losses, and the verdicts."""
+    losses = np.repeat(np.arange(5.0), 256) + np.array([[0.5], [-0.5]])
+    found = streamed_smollm2.summary(losses)
+    assert [found[f"loss_{i}"] for i in range(5)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert found["perplexity"] == pytest.approx(np.exp(2.5))
+
+    def verdicts(**perplexities):
+        rows = [{"variant": name, "seed": 0, "overrides": {}, "metrics": {"perplexity": value}}
+                for name, value in perplexities.items()]  # fmt: skip
+        results = Results(streamed_smollm2.EXPERIMENT, "tiny", (0,), Path(), {"rows": rows}, None)
+        return [judge(claim, results).verdict for claim in streamed_smollm2.CLAIMS]
+
+    assert verdicts(window=21.7, sinks=12.1, whole=10.7) == ["holds", "holds"]
+    assert verdicts(window=15.7, sinks=12.1, whole=10.7) == ["does not hold", "holds"]
+    assert verdicts(window=21.7, sinks=14.1, whole=10.7) == ["holds", "does not hold"]

@@ -71,7 +71,7 @@ from orthojax.experiments.ours import (
     streaming,
     tiny_setting,
 )
-from orthojax.experiments.pretrained import aligned, curing, quantised
+from orthojax.experiments.pretrained import aligned, curing, quantised, streamed
 from orthojax.experiments.runs import TRAINED, Task, is_trained, parse_seconds, training_flops
 from orthojax.files import read_again, read_json
 from orthojax.formatting import align
@@ -97,6 +97,7 @@ ALL: tuple[Experiment, ...] = (
     pixel_sinks.EXPERIMENT,
     published_size.EXPERIMENT,
     quantised.EXPERIMENT,
+    streamed.EXPERIMENT,
     curing.EXPERIMENT,
     aligned.EXPERIMENT,
 )

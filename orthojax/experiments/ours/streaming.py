@@ -19,7 +19,6 @@ from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.page import Picture, Table
 from orthojax.experiments.results import Result, Results, metric
 from orthojax.experiments.tables import MetricTable
-from orthojax.formatting import number
 from orthojax.generation import stream_loss_nats
 from orthojax.model import LoadedModel
 from orthojax.train import Inputs
@@ -140,13 +139,13 @@ def _curves(results: Results) -> list[Picture]:
 def _about(results: Results) -> list[str]:
     config = results.first.config
     T = config.data.sequence_length
+    anew = " and ".join(results.first.cell(metric(f"perplexity_anew_{times}")) for times in TIMES)
     return [
         f"Rotary positions, {config.train.steps:,} steps of {config.train.batch_size} x {T} tokens of text whose "
         f"passages are repeated. {ROWS} held-out texts of {TIMES[-1]} T = {TIMES[-1] * T} tokens are read token by "
         f"token through a rolling cache of T = {T} tokens, whose positions are those in the cache, and through one of "
         f"all tokens. The same tokens, with T / 2 to T tokens before them that start with BOS, are predicted with a "
-        f"perplexity of {number(results.first.perplexity_anew_4)} and {number(results.first.perplexity_anew_8)} by "
-        f"{results.first.label}."
+        f"perplexity of {anew} by {results.first.label}."
     ]
 
 
