@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_run import drawn_params
 
 from orthojax import quant
 from orthojax.errors import UserError
@@ -18,7 +19,7 @@ TOKENS = np.random.default_rng(0).integers(0, 32, (3, 8))
 
 @pytest.fixture(scope="module")
 def params():
-    return Transformer(CONFIG).init(jax.random.key(0), TOKENS)["params"]
+    return drawn_params(CONFIG)
 
 
 def test_the_largest_values_of_every_layer_are_kept(params):
