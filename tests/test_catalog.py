@@ -453,7 +453,7 @@ def test_each_claim_of_the_ablation_is_about_its_own_variant(variant, change, cl
 # What is trained.
 
 
-@pytest.mark.parametrize("scale", quick_and_slow(models.SCALES, ["small"]))
+@pytest.mark.parametrize("scale", quick_and_slow(models.SCALES, ["small", "paper"]))
 def test_tables_share_the_runs_of_table_2(scale):
     def names(name):
         return {run_name(variant, 0) for variant in experiment_named(name).variants_at(scale)}
