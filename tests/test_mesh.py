@@ -41,7 +41,7 @@ from orthojax.train import (
     state_shapes,
     train,
 )  # fmt: skip
-from orthojax.train.mesh import about_mesh
+from orthojax.train.mesh import about_mesh, parameter_shardings
 from orthojax.train.step import jit_train_step
 from orthojax.train.workdir import prefetched
 
@@ -161,7 +161,8 @@ def specs(tree):
 
 
 def parameter_specs(config):
-    return specs(state_shapes(config).params)
+    shardings = parameter_shardings(config.model, parameter_shapes(config), make_mesh(config))
+    return {path: sharding.spec for path, sharding in by_path(shardings).items()}
 
 
 def test_where_the_parameters_are():
