@@ -67,7 +67,8 @@ def test_on_its_own_text_a_model_is_that_of_dynamic_scales(params):
         quant.quantized_linear(quant.INT8_MODERATE, first),
         Transformer(CONFIG).linear,
     )
-    static, dynamic, plain = (Transformer(CONFIG, linear=of).apply({"params": params}, TOKENS)[0] for of in linears)
+    models = [Transformer(CONFIG, linear=of) for of in linears]
+    static, dynamic, plain = jax.jit(lambda p: [of.apply({"params": p}, TOKENS)[0] for of in models])(params)
     np.testing.assert_allclose(static, dynamic, atol=1e-5)
     assert np.abs(np.asarray(plain) - np.asarray(static)).max() > 1e-4
 

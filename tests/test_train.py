@@ -520,10 +520,8 @@ def test_hidden_states_after_attention_are_measured_where_asked_for(evaluated):
 @pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_quantised_head_is_its_definition_tied_or_not(tied):
     config = replace(CONFIG, {"model.tie_embeddings": tied})
-    params, setting = (
-        drawn_params(config.model, 0.3),
-        quant.QuantizationSetting(4, "absmax", "output_channel", inputs="token"),
-    )
+    params = drawn_params(config.model, 0.3)
+    setting = quant.QuantizationSetting(4, "absmax", "output_channel", inputs="token")
     metrics = evaluate(loaded(config, params), inputs(), settings={"w4": setting}, quantize_head=True)
     assert evaluation_stages(config, {"w4": setting}, quantize_head=True) == 3
     table = params["token_embedding"]["embedding"].T if tied else params["head"]["kernel"]
