@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_oracle import random_params
-from tiny_run import assert_trees_close
+from tiny_run import assert_trees_close, drawn_params
 
 from orthojax import analysis
 from orthojax.config import replace
@@ -20,9 +20,10 @@ from orthojax.experiments.pretrained import aligned
 from orthojax.experiments.results import Result
 from orthojax.experiments.training_view import render_training_view
 from orthojax.model import Interventions, LoadedModel, Transformer, llama2, stack_layers
-from orthojax.train import Inputs, evaluate, load, open_inputs, read_metrics, train
+from orthojax.train import evaluate, load, open_inputs, read_metrics, train
+from orthojax.train.mesh import place_whole
 from orthojax.train.probe import probe_file
-from orthojax.train.step import build, init_state
+from orthojax.train.step import build
 
 STEPS = 6
 SMALL = {"optim__warmup_steps": 0,
@@ -39,10 +40,12 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     train(CONFIG, inputs, folder)
 
-    state, step = init_state(CONFIG), build(CONFIG, inputs.task).step
+    program = build(CONFIG, inputs.task)
+    state, step = program.init(jax.random.key(CONFIG.train.seed)), program.step
     params.append(jax.tree.map(np.asarray, state.params))
     for number in range(STEPS):
-        state, _ = step(state, jnp.array([CONFIG.data.seed, number], jnp.uint32))
+        # Placed as the loop places it, so that its program serves here, too.
+        state, _ = step(state, place_whole(None, np.array([CONFIG.data.seed, number], np.uint32)))
         params.append(jax.tree.map(np.asarray, state.params))
     return folder, inputs, params
 
@@ -123,7 +126,7 @@ def test_the_growth_of_the_norm_is_attributed_to_parameters_and_adds_up(run):
 def test_gradients_of_the_first_residual_state_are_finite_differences(run):
     _, inputs, params = run
     model, rows = Transformer(CONFIG.model), jnp.asarray(inputs.evaluation[:4])
-    gradients = analysis.first_residual_gradients(model, params[-1], rows)
+    gradients = jax.jit(analysis.first_residual_gradients, static_argnums=0)(model, params[-1], rows)
     states = jnp.asarray(hidden(params[-1], rows[:, :-1]))
     direction = np.random.default_rng(0).normal(size=states.shape[-1])
 
@@ -150,7 +153,7 @@ def test_gradients_of_the_first_residual_state_are_finite_differences(run):
 def test_directions_of_values_and_keys_are_their_definitions(run):
     params, c = run[2][-1], CONFIG.model
     model = Transformer(c)
-    weak = np.asarray(analysis.weak_directions(model, params))
+    weak = np.asarray(jax.jit(analysis.weak_directions, static_argnums=0)(model, params))
     block, H = params["layers_1"], c.head_dim
     value, output = block["attention"]["value"]["kernel"], block["attention"]["output"]["kernel"]
     gain = block["attention_norm"]["scale"][:, None]
@@ -165,7 +168,7 @@ def test_directions_of_values_and_keys_are_their_definitions(run):
     norm = block["attention_norm"]
     normed = (state - state.mean()) / np.sqrt(state.var() + c.norm_eps) * norm["scale"] + norm["bias"]
     key = normed @ block["attention"]["key"]["kernel"]
-    directions = np.asarray(analysis.key_directions(model, params, token))
+    directions = np.asarray(jax.jit(analysis.key_directions, static_argnums=0)(model, params, token))
     np.testing.assert_allclose(directions[0], gain * block["attention"]["key"]["kernel"] @ key, rtol=1e-3, atol=1e-5)
     assert np.all(np.isnan(directions[1]))
 
@@ -212,7 +215,7 @@ def test_scanned_and_unrolled_layers_have_the_same_mechanism_and_names(run):
 def test_parameter_norms_are_those_of_a_singular_value_decomposition():
     rng = np.random.default_rng(0)
     tree = {"wide": rng.normal(size=(3, 7)), "tall": 1e-15 * rng.normal(size=(9, 2)), "bias": rng.normal(size=5)}
-    found = analysis.parameter_norms(jax.tree.map(jnp.float32, tree | {"none": np.zeros((2, 3))}))
+    found = jax.jit(analysis.parameter_norms)(jax.tree.map(np.float32, tree | {"none": np.zeros((2, 3))}))
     for name, x in tree.items():
         largest = np.linalg.svd(np.atleast_2d(x), compute_uv=False)[0]
         np.testing.assert_allclose(found[name], [np.linalg.norm(x), largest], rtol=1e-5)
@@ -244,7 +247,7 @@ def test_interventions_share_a_program_and_do_what_their_names_say(run):
 def test_attention_of_one_layer_is_forced(run):
     folder, inputs, _ = run
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, num_layers=1))
-    params = init_state(config).params
+    params = drawn_params(config.model)
     loaded = LoadedModel(Transformer(config.model), params, config, None, folder)
     found = models.INTERVENTIONS.measure(loaded, inputs, lambda part: None).metrics
     for name, weight in {"clean_attention": 1, "all_on_bos": 1, "all_on_themselves": 0}.items():
@@ -291,7 +294,7 @@ def test_static_sequences_show_planted_triggers(run):
     table = np.full((c.vocab_size, c.d_model), 0.0, np.float32)
     table[:, 0], table[task.bos_ids[0], 1], table[task.triggers, 2] = 1.0, 1.0, 1.0
     model = Transformer(c)
-    params = jax.tree.map(np.zeros_like, jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 12), int))["params"])
+    params = jax.tree.map(np.zeros_like, drawn_params(c))
     params["token_embedding"]["embedding"] = table
     (
         params["layers_0"]["attention"]["query"]["kernel"][0, 1],
@@ -358,7 +361,7 @@ def test_a_resumed_run_has_the_same_probes(run, tmp_path):
     assert sink[0] == sink[1]
 
 
-def test_details_that_make_no_sense_are_refused(tmp_path):
+def test_details_that_make_no_sense_are_refused(run, tmp_path):
     with pytest.raises(UserError, match="without probes"):
         replace(CONFIG, {"train.probe_steps": ()})
     with pytest.raises(UserError, match="one device"):
@@ -367,7 +370,7 @@ def test_details_that_make_no_sense_are_refused(tmp_path):
         replace(CONFIG, {"train.probe_steps": (3, -1)})
     rows = np.arange(26, dtype=np.int32).reshape(2, 13)
     with pytest.raises(UserError, match="different ones"):
-        train(CONFIG, Inputs(lambda step: rows, rows, None, {}, None), tmp_path)
+        train(CONFIG, run[1]._replace(evaluation=rows), tmp_path)
 
 
 def test_the_step_at_half_of_the_change_is_that_of_curves_that_rise_and_fall():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_run import drawn_params
 
 from orthojax import analysis
 from orthojax.analysis import inputs
@@ -492,8 +493,7 @@ def _largest(logits, scale):
 @pytest.fixture(scope="module")
 def loaded():
     model = gpt2("tiny", d_model=8, num_layers=2, num_heads=2, d_mlp=8, vocab_size=16, max_length=8)
-    params = jax.jit(Transformer(model).init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
-    return LoadedModel(Transformer(model), jax.tree.map(lambda leaf: 5 * leaf, params), Config(), None, Path())
+    return LoadedModel(Transformer(model), drawn_params(model), Config(), None, Path())
 
 
 TOKENS = np.random.default_rng(0).integers(0, 16, (6, 8))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib import pyplot as plt
-from tiny_run import TINY, inputs, rows
+from tiny_run import TINY, blank_state, drawn_params, inputs, rows
 
 from orthojax import analysis, quant
 from orthojax.config import ModelConfig, replace
@@ -23,7 +23,7 @@ from orthojax.experiments.analyzing.stages import Kept
 from orthojax.experiments.analyzing.texts import Cut, open_ids, open_text
 from orthojax.model import Transformer, write_folder
 from orthojax.progress import Progress
-from orthojax.train import Checkpoints, evaluate, init_state, load
+from orthojax.train import Checkpoints, evaluate, load
 
 T = 8
 CONFIG = replace(TINY, {"model.num_layers": 2, "model.normalizer": "softmax", "model.d_model": 32})
@@ -40,8 +40,8 @@ def planted():
 
     Both heads read OTHERS, which the first token lacks, so that its values are 0; both write to WRITTEN.
     """
-    params = Transformer(PLANTED).init(jax.random.key(0), jnp.zeros((1, T), jnp.int32))["params"]
-    params = jax.tree.map(np.zeros_like, params)
+    tree = jax.eval_shape(Transformer(PLANTED).init, jax.random.key(0), jnp.zeros((1, T), jnp.int32))["params"]
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree)
     table = params["token_embedding"]["embedding"]
     table[:, ALL], table[1:, OTHERS] = 1.0, 1.0
     table[0, FIRST], table[0, LARGE] = 1.0, 40.0
@@ -65,7 +65,8 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     write_folder(folder / "planted", PLANTED, planted())
     with Checkpoints(folder / "run" / "checkpoints", keep=1) as checkpoints:
-        checkpoints.save(init_state(CONFIG), CONFIG, inputs().provenance)
+        state = blank_state(CONFIG)._replace(params=drawn_params(CONFIG.model))
+        checkpoints.save(state, CONFIG, inputs().provenance)
     np.save(folder / "planted.npy", tokens_with_first())
     np.save(folder / "run.npy", rows(3, 16))
     return folder
@@ -137,8 +138,12 @@ def test_metrics_are_those_of_evaluation_and_of_measure(models, tmp_path, quanti
     assert expected.keys() <= found.metrics.keys()
     for name, value in expected.items():
         assert found.metrics[name] == pytest.approx(value, rel=1e-5), name
-    observed = analysis.measure(loaded, [tokens[:, :-1]], analysis.observe_language_model)
-    np.testing.assert_allclose(found.arrays["first_attention_mass"], observed.total["first_attention_mass"] / 16, 1e-5)
+
+    def mass(taps):
+        return analysis.observe_language_model(taps).total["first_attention_mass"]
+
+    observed = analysis.measure(loaded, [tokens[:, :-1]], mass)
+    np.testing.assert_allclose(found.arrays["first_attention_mass"], observed / 16, 1e-5)
 
 
 def test_zeroing_heads_in_a_sweep_is_zeroing_rows_of_the_output_kernel(models, tmp_path):

@@ -1,11 +1,13 @@
 """The layers of the project, held by reading the sources: which package may import what, and how large files may be."""
 
 import ast
+import functools
 import importlib
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
@@ -69,17 +71,23 @@ def imports(tree: ast.AST, package: list[str]) -> set[str]:
     return found
 
 
-def imports_of(path: Path) -> set[str]:
-    return imports(ast.parse(path.read_text(encoding="utf-8")), list(path.relative_to(ROOT).parts[:-1]))
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def packages_in(modules: set[str]) -> set[str]:
+@functools.cache
+def imports_of(path: Path) -> frozenset[str]:
+    return frozenset(imports(parsed(path), list(path.relative_to(ROOT).parts[:-1])))
+
+
+def packages_in(modules: Set[str]) -> set[str]:
     """The packages of orthojax among imported modules; `from orthojax import kurtosis` is an import of ops."""
     names = {module.split(".")[1] for module in modules if module.startswith("orthojax.")}
     return {PUBLIC_HOME.get(name, name) for name in names} - {None}
 
 
-def libraries_in(modules: set[str]) -> set[str]:
+def libraries_in(modules: Set[str]) -> set[str]:
     return {module.split(".")[0] for module in modules} - {"orthojax"}
 
 
@@ -222,6 +230,6 @@ def test_files_and_functions_are_short():
     for name, path in SOURCES.items():
         text = path.read_text(encoding="utf-8")
         assert len(text.splitlines()) < LONGEST_FILE, name
-        for function, node in functions_in(ast.parse(text)):
+        for function, node in functions_in(parsed(path)):
             allowed = LONGER_FUNCTIONS.get(f"{name}:{function}", LONGEST_FUNCTION)
             assert length_without_docstring(node) < allowed, f"{name}:{function}"

@@ -91,25 +91,35 @@ CASES = {
 # What one query sees matters to all normalizers alike; these differ in what they do with the other keys.
 KINDS = ["softmax", "softmax1", "relu"]
 EVERY_NORMALIZER = [("xla", "mask with an empty row"), ("xla", "everything"), ("xla_chunked", "everything")]
+SINKS = ["softmax", "softmax1", "softmax_n", 3.0, 0.0]
 WITH_GRADIENTS = {"causal window, grouped": [*KINDS, "sink"]}
 WITH_GRADIENTS |= {"everything": list(NORMALIZERS)}  # rows that see nothing among them
 NOT_BY_CUDNN = {"window", "window beyond the keys", "everything"}
 CUDNN = ["one query", "plain, one key head", "mask of queries"]
-CUDNN = [pytest.param("cudnn", c, marks=[_slow] * (c in CUDNN)) for c in CASES if c not in NOT_BY_CUDNN]
+CUDNN = [
+    pytest.param("cudnn", case, ["sink", *(SINKS if case == "causal" else [])], marks=[_slow] * (case in CUDNN))
+    for case in CASES
+    if case not in NOT_BY_CUDNN
+]
 # What "everything" has, too.
 CONTAINED = ["window of all", "window and key lengths", "lengths", "mask of queries"]
-XLA = [pytest.param("xla", case, marks=_slow) for case in CASES]
-XLA += [pytest.param("xla_chunked", case, marks=[_slow] * (case in CONTAINED)) for case in CASES]
+XLA = [
+    pytest.param(of, case, list(NORMALIZERS) if (of, case) in EVERY_NORMALIZER else KINDS, marks=_slow)
+    for of in IMPLEMENTATIONS
+    for case in CASES
+    if (of, case) != ("xla_chunked", "everything")  # which is quick
+]
+# Every normalizer with everything, and every case with one of them.
+QUICK = {case: [KINDS[i % len(KINDS)]] for i, case in enumerate(CASES) if case not in CONTAINED}
+QUICK |= {"everything": list(NORMALIZERS)}
+QUICK = [pytest.param("xla_chunked", case, names, id=f"xla_chunked-{case}-quick") for case, names in QUICK.items()]
 
 
-@pytest.mark.parametrize(("implementation", "case"), XLA + CUDNN)
-def test_output_and_gradients_are_the_definition_and_its_slopes(attend, implementation, case):
+@pytest.mark.parametrize(("implementation", "case", "names"), [*XLA, *QUICK, *CUDNN])
+def test_output_and_gradients_are_the_definition_and_its_slopes(attend, implementation, case, names):
     t, s, kv_heads, options = CASES[case]
     options, by_xla = dict(options), implementation in IMPLEMENTATIONS
     arrays = [*qkv(t, s, kv_heads), *([options.pop("bias")] if "bias" in options else [])]
-    names = NORMALIZERS if (implementation, case) in EVERY_NORMALIZER else KINDS
-    if not by_xla:
-        names = ["sink", *(["softmax", "softmax1", "softmax_n", 3.0, 0.0] if case == "causal" else [])]
     tolerances = {"rtol": 1e-11, "atol": 1e-13, "slope_tolerance": 1e-7}
     tolerances = tolerances if by_xla else dict.fromkeys(tolerances, 1e-5)
     with jax.enable_x64(by_xla):

@@ -1,6 +1,7 @@
 """Every experiment: its verdicts on the committed results, on the paper's own numbers, and on runs that failed."""
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -125,15 +126,20 @@ def report_of(results: Results, experiment: Experiment) -> Report:
     )
 
 
+@functools.cache
+def committed_report(name: str) -> Report:
+    """The report of the committed results, which nothing may change."""
+    return report_of(committed(experiment_named(name)), experiment_named(name))
+
+
 def cells_of(report: Report) -> list[str]:
     for table in report.tables:
         assert {len(row) for row in table.rows} <= {len(table.columns)}, table.caption
     return [cell for table in report.tables for row in [table.columns, *table.rows] for cell in row]
 
 
-def texts_of(results: Results, experiment: Experiment) -> list[str]:
+def texts_of(report: Report) -> list[str]:
     """Everything that it says."""
-    report = report_of(results, experiment)
     claims = (claim.paragraph for claim in report.claims)
     return [report.title, *report.summary, *cells_of(report), *report.notes, *claims]
 
@@ -157,10 +163,9 @@ def test_every_experiment_has_one_name_a_title_and_a_source_of_numbers():
 
 @pytest.mark.parametrize("name", VERDICTS)
 def test_verdicts_on_the_committed_results(name):
-    experiment = experiment_named(name)
-    results = committed(experiment)
-    assert [judge(claim, results).verdict for claim in experiment.claims] == [WORDS[v] for v in VERDICTS[name]]
-    texts = texts_of(results, experiment)
+    report = committed_report(name)
+    assert [claim.verdict for claim in report.claims] == [WORDS[v] for v in VERDICTS[name]]
+    texts = texts_of(report)
     assert not [text for text in texts if re.search(r"\bnan\b|\bNone\b|\binf\b", text)]
 
 
@@ -224,7 +229,7 @@ def test_runs_that_failed_give_no_nan_and_leave_the_others(name, which):
         if which == "all" or row["variant"] == first:
             row |= {"metrics": {}, "failed": "the loss is not finite at step 3"}
     results = Results(experiment, results.scale, results.seeds, results.workdir, results.raw, results.variants)
-    texts = texts_of(results, experiment)
+    texts = texts_of(report_of(results, experiment))
     assert not [text for text in texts if re.search(r"\bnan\b|\bNone\b|\binf\b", text)]
     assert any(f"{first}, seed" in text and "not finite at step 3" in text for text in texts)
     if which == "all":
@@ -449,7 +454,7 @@ def test_each_claim_of_the_ablation_is_about_its_own_variant(variant, change, cl
 # What is trained.
 
 
-@pytest.mark.parametrize("scale", quick_and_slow(models.SCALES, ["small"]))
+@pytest.mark.parametrize("scale", quick_and_slow(models.SCALES, ["small", "paper"]))
 def test_tables_share_the_runs_of_table_2(scale):
     def names(name):
         return {run_name(variant, 0) for variant in experiment_named(name).variants_at(scale)}
@@ -524,9 +529,8 @@ def test_reports_in_results_say_what_their_raw_numbers_say():
         raw = path.with_name("results.json")
         if raw.exists() and read_json(raw, "results")["experiment"] == "analyze":
             continue  # of launch/analyze.py
-        results = committed(experiment_named(name))
         text = re.sub(r"\\(\W)", r"\1", path.read_text())  # as <s> is escaped
-        report = report_of(results, experiment_named(name))
+        report = committed_report(name)
         said = [
             x for claim in report.claims for x in (f"- **{claim.verdict}**: {claim.says}", *claim.cases, claim.closing)
         ]

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from small_runs import CONFIG as SMALL
 from small_runs import bits, by_path, flip, largest
+from tiny_run import blank_state
 
 from orthojax.config import replace
 from orthojax.errors import UserError
@@ -19,10 +20,10 @@ from orthojax.train import (
     Checkpoints,
     DamagedError,
     find_checkpoint,
-    init_state,
     read_config,
     read_json_item,
     read_params,
+    state_shapes,
     verify_checkpoint,
 )
 from orthojax.train.checkpoint.checksums import mixed_sum
@@ -54,16 +55,14 @@ def placed(state, sizes):
 
 def state_of(config, step=5):
     """A state whose arrays all differ from what a new one has."""
-    state = init_state(config)
     noise = np.random.default_rng(0)
 
-    def disturbed(leaf):
-        values = np.asarray(leaf)
-        if not np.issubdtype(values.dtype, np.floating):
-            return values + 1
-        return values + noise.normal(size=values.shape).astype(values.dtype)
+    def drawn(leaf):
+        if not np.issubdtype(leaf.dtype, np.floating):
+            return np.ones(leaf.shape, leaf.dtype)
+        return noise.normal(size=leaf.shape).astype(leaf.dtype)
 
-    return jax.tree.map(disturbed, state)._replace(step=np.int32(step))
+    return jax.tree.map(drawn, state_shapes(config))._replace(step=np.int32(step))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,7 @@ MESHES = [(4, 1, 2), (8, 1, 1), (1, 1, 1)]
 
 
 def restore(folder, config, sizes):
-    like = placed(init_state(config), sizes)
+    like = placed(blank_state(config), sizes)
     with Checkpoints(folder, keep=2) as checkpoints:
         state = checkpoints.restore(like, 5)
     for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
@@ -137,11 +136,11 @@ def test_the_parameters_alone_are_read_onto_one_device(saved, kind):
 def test_a_state_of_another_structure_is_refused_and_not_called_damaged(saved):
     home, _ = saved
     with Checkpoints(home / "adam/checkpoints", keep=2) as checkpoints:
-        like = init_state(replace(CONFIG, KINDS["adam"]))
+        like = blank_state(replace(CONFIG, KINDS["adam"]))
         wider = like._replace(params=jax.tree.map(lambda x: np.tile(x, 2), like.params))
         narrower = like._replace(params={name: tree for name, tree in like.params.items() if "embedding" not in name})
         shorter = like._replace(opt_state=jax.tree.map(lambda x: x.astype("float16"), like.opt_state))
-        for other in (init_state(replace(CONFIG, KINDS["haar"])), wider, narrower, shorter):
+        for other in (blank_state(replace(CONFIG, KINDS["haar"])), wider, narrower, shorter):
             with pytest.raises(UserError, match="has a different structure: ") as refused:
                 checkpoints.restore_newest(other)
             assert not isinstance(refused.value, DamagedError)

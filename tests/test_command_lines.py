@@ -598,9 +598,12 @@ def test_a_model_without_a_tokenizer_writes_text_with_one_that_is_given(home, wr
     assert run("generate", *arguments, cwd=home).stdout == loaded.tokenizer.decode(expected) + "\n"
 
 
-def test_a_run_is_analyzed(home):
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_is_analyzed(home, whole):
+    """The settings and the sweep of heads, each a program and a figure more, have tests in test_analyze.py, too."""
     arguments = ["--model=mine=run", "--text=text.txt", "--domains=first=text.txt,small.py,second=small.json"]
-    arguments += ["--rows=8", "--windows=4", "--settings=int8_fine", "--intervene=zero_mlp:0", "--sweep_heads=2"]
+    arguments += ["--rows=8", "--windows=4", "--intervene=zero_mlp:0"]
+    arguments += ["--settings=int8_fine", "--sweep_heads=2"] if whole else ["--settings=none"]
     done = run("analyze", *arguments, "--workdir=new", cwd=home)
     assert done.returncode == 0, done.stderr
     assert "100% mine: " in done.stderr
@@ -609,11 +612,12 @@ def test_a_run_is_analyzed(home):
     assert (row["variant"], changed["overrides"]["label"]) == ("mine", "mine, zero_mlp:0")
     assert changed["metrics"]["loss_change_nats"] == changed["metrics"]["loss_nats"] - row["metrics"]["loss_nats"]
     assert [data["name"] for data in results["provenance"]["data"]] == ["text", "first", "second"]
-    assert "perplexity_int8_fine" in row["metrics"]
+    assert ("perplexity_int8_fine" in row["metrics"]) == whole
     page = (home / "new/report.md").read_text()
     assert f"| perplexity | {row['metrics']['perplexity']:.4g} | " in page
     assert all(f"](figures/{path.name})" in page for path in (home / "new/figures").iterdir())
-    for words in ("| zero\\_mlp:0 |", "| second |", "Heads that cost most", "active_dormant_head", "heads_by_domain"):
+    by_sweep = ("Heads that cost most", "active_dormant_head", "heads_by_domain") if whole else ()
+    for words in ("| zero\\_mlp:0 |", "| second |", *by_sweep):
         assert words in page or words.replace("\\", "") in page, words
 
 
@@ -659,13 +663,18 @@ def get_config():
 """
 
 
-@pytest.mark.parametrize(
-    "signals",
-    [
-        [("SIGTERM", 4, 128 + 15)],
-        pytest.param([("SIGKILL", 10, -9), ("SIGTERM", 22, 128 + 15)], marks=pytest.mark.slow),
-    ],
-)
+def test_a_terminated_run_says_where_it_stopped(home):
+    (home / "stopped.py").write_text(STOPPED.format(name="SIGTERM", step=4))
+    arguments = ["--cache_dir=cache", "--config.train.steps=30", "--config.train.checkpoint_every_steps=30"]
+    arguments.append("--config.train.eval_every_steps=0")
+    done = run("train", "--config=stopped.py", "--workdir=new", *arguments, cwd=home)
+    assert done.returncode == 128 + 15, done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"stopped at step {find_checkpoint(home / 'new').name}, state saved" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow  # runs in this process that are stopped are in test_checkpoint.py
+@pytest.mark.parametrize("signals", [[("SIGTERM", 4, 128 + 15)], [("SIGKILL", 10, -9), ("SIGTERM", 22, 128 + 15)]])
 def test_a_killed_and_a_terminated_run_end_with_the_same_bits(home, signals):
     """The config file starts the thread that sends the signal; test_checkpoint_kills.py has many more."""
     steps = signals[-1][1] + 18

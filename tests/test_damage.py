@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from planted_results import made_up
-from tiny_run import TINY, inputs
+from tiny_run import TINY, drawn_params, inputs
 
 from orthojax import quant
 from orthojax.config import replace
@@ -17,28 +15,47 @@ from orthojax.experiments.ours.damage import CLAIMS, DAMAGED, EXPERIMENT, LARGES
 from orthojax.model import LoadedModel, Transformer
 from orthojax.train import evaluate
 
+PAPERS = dict(quant.SETTINGS)
 
-def damaged(scan_layers=False, factor=1.0, settings=None):
+
+@pytest.fixture
+def one_setting(monkeypatch):
+    """Of the paper's settings one, with which the head is rounded: each is a program more."""
+    for name in PAPERS.keys() - {"int8_coarse"}:
+        monkeypatch.delitem(quant.SETTINGS, name)
+
+
+def damaged(scan_layers=True, factor=1.0, settings=None):
     config = replace(TINY, {"model.scan_layers": scan_layers})
     model = Transformer(config.model)
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
-    params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, params)
+    params = drawn_params(config.model, 0.3)
     if factor > 1:  # a norm follows before the head
-        params["layers_0"]["mlp"]["output"]["kernel"] *= factor
+        params["layers"]["mlp"]["output"]["kernel"] *= factor
     loaded = LoadedModel(model, params, config, None, Path())
     said = []
     found = DAMAGED.measure(loaded, inputs(), said.append)
     assert len(said) == DAMAGED.stages(config)
     assert found.arrays == {}
-    assert found.metrics.keys() == (ROUNDED.keys() - {f"perplexity_{name}" for name in quant.SETTINGS}) | {
-        "largest_value"
-    }
+    left_out = {f"perplexity_{name}" for name in PAPERS}
+    left_out |= {f"perplexity_{name}_with_head" for name in PAPERS.keys() - quant.SETTINGS.keys()}
+    assert found.metrics.keys() == (ROUNDED.keys() - left_out) | {"largest_value"}
     return found.metrics, evaluate(loaded, inputs(), settings=settings or {}, quantize_head=True)
 
 
-def test_settings_are_those_of_evaluate_stacked_or_not():
+@pytest.mark.slow
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_settings_are_those_of_evaluate_stacked_or_not(scan_layers):
+    check_settings(scan_layers)
+
+
+@pytest.mark.usefixtures("one_setting")
+def test_some_settings_are_those_of_evaluate():
+    check_settings(scan_layers=True)
+
+
+def check_settings(scan_layers):
     of = {"int8_coarse": quant.INT8_COARSE, "w4a4": quant.setting_named("w4a4")}
-    found, evaluated = damaged(scan_layers=True, settings=of)
+    found, evaluated = damaged(scan_layers, settings=of)
     assert found["perplexity_w4a4"] == pytest.approx(evaluated["perplexity_w4a4"], rel=1e-5)
     assert found["perplexity_int8_coarse_with_head"] == pytest.approx(
         evaluated["perplexity_int8_coarse_with_head"], rel=1e-5
@@ -51,6 +68,7 @@ def test_settings_are_those_of_evaluate_stacked_or_not():
     assert 0 < found["largest_value"] < LARGEST_FLOAT16
 
 
+@pytest.mark.usefixtures("one_setting")
 def test_what_overflows_float16_predicts_nothing():
     found, evaluated = damaged(factor=1e6)
     assert found["largest_value"] > LARGEST_FLOAT16

@@ -240,8 +240,15 @@ def write_failing(folder, parts, shard):
     return calls
 
 
-@pytest.mark.parametrize("splits", [["all"], ["train", "validation"]])
-@pytest.mark.parametrize("shard", [(0, 1), (1, 3)])
+@pytest.mark.parametrize(
+    ("shard", "splits"),
+    [
+        ((0, 1), ["all"]),
+        ((1, 3), ["train", "validation"]),
+        pytest.param((0, 1), ["train", "validation"], marks=pytest.mark.slow),
+        pytest.param((1, 3), ["all"], marks=pytest.mark.slow),
+    ],
+)
 def test_token_files_are_the_same_after_a_failure_at_any_batch(case, tmp_path, monkeypatch, shard, splits):
     source = case[0].open(case[1])
     parts, whole, resumed = divided(source, RULE, splits), tmp_path / "whole", tmp_path / "resumed"

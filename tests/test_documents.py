@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny_run import drawn_params
 
 import orthojax
 from orthojax.config import Config, field_paths
@@ -79,7 +80,7 @@ def test_interventions_of_the_readme_run():
     (code,) = [block for block in blocks("python") if "Interventions" in block]
     config = Config(orthojax.gpt2("tiny", num_layers=2, d_model=16, d_mlp=16, vocab_size=8))
     model, tokens = orthojax.Transformer(config.model), np.arange(8)[None]
-    loaded = orthojax.LoadedModel(model, model.init(jax.random.key(0), tokens)["params"], config, None, ROOT)
+    loaded = orthojax.LoadedModel(model, drawn_params(config.model), config, None, ROOT)
     names = {"orthojax": orthojax, "np": np, "loaded": loaded, "tokens": tokens}
     exec(code, names)
     kurtosis = names["kurtosis_without_head"]

@@ -16,6 +16,7 @@ from orthojax.model import LoadedModel
 from orthojax.train import Inputs
 
 V, T = 258, 64
+SHORT = 12  # a row that no distance fits into, so that nothing is copied
 CONFIG = replace(Config(), {"model.vocab_size": V, "data.sequence_length": T, "eval.batch_size": 16})
 
 
@@ -65,9 +66,10 @@ def test_endings_that_follow_are_chosen():
 @pytest.mark.parametrize("bos", [False, True])
 def test_a_copier_copies_at_every_distance_and_another_does_not(bos):
     rows = np.full((4, T + 1), 257)
+    copying, counting = asked(Copier(), rows, bos), asked(Successor(), rows, bos)
     for distance in DISTANCES:
-        assert asked(Copier(), rows, bos)[f"induction_accuracy_{distance}"] == 1.0
-        assert asked(Successor(), rows, bos)[f"induction_accuracy_{distance}"] < 0.1
+        assert copying[f"induction_accuracy_{distance}"] == 1.0
+        assert counting[f"induction_accuracy_{distance}"] < 0.1
     copies = with_copies(8, 65, range(10, 50), 257 if bos else None, seed=3)
     assert copies.shape == (256, 65)
     assert (copies[:, 0] == 257).all() == bos
@@ -77,7 +79,7 @@ def test_a_copier_copies_at_every_distance_and_another_does_not(bos):
 
 def test_brackets_are_told_apart():
     text = "(a) [b] (c) {d} (e) [f] "
-    rows = np.frombuffer((text * 20).encode(), np.uint8)[: 4 * (T + 1)].reshape(4, T + 1).astype(np.int32)
+    rows = np.frombuffer((text * 20).encode(), np.uint8)[: 16 * (SHORT + 1)].reshape(16, SHORT + 1).astype(np.int32)
     targets = rows[:, 1:]
     share = {b: (targets == ord(b)).sum() / np.isin(targets, [ord(c) for c in ")]}"]).sum() for b in ")]}"}
     for bracket in ")]}":

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from matplotlib import pyplot as plt
-from tiny_run import TINY, inputs, rows
+from tiny_run import TINY, blank_state, drawn_params, inputs, rows
 
 from orthojax.config import replace
 from orthojax.errors import UserError
@@ -14,7 +14,7 @@ from orthojax.experiments.analyzing.dynamics import CLAIMS, checkpoint_series
 from orthojax.experiments.claims import judge
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.results import Results
-from orthojax.train import Checkpoints, init_state
+from orthojax.train import Checkpoints
 
 LENGTHS = {"data.sequence_length": 64, "model.max_length": 64}
 CONFIG = replace(TINY, {"model.num_layers": 2, "model.normalizer": "softmax", **LENGTHS})
@@ -75,7 +75,7 @@ def test_without_a_sink_the_rest_is_not_testable(tmp_path):
 @pytest.fixture
 def run(tmp_path):
     """A workdir with three checkpoints."""
-    state = init_state(CONFIG)
+    state = blank_state(CONFIG)._replace(params=drawn_params(CONFIG.model))
     with Checkpoints(tmp_path / "run" / "checkpoints", keep=3) as checkpoints:
         for step in (5, 20, 100):
             checkpoints.save(state._replace(step=np.asarray(step)), CONFIG, inputs().provenance)

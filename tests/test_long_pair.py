@@ -3,17 +3,23 @@
 import numpy as np
 import pytest
 from planted_results import made_up
-from tiny_run import TINY, inputs
+from tiny_run import TINY, blank_state, drawn_params, inputs
 
 from orthojax.config import replace
 from orthojax.experiments.claims import judge
 from orthojax.experiments.ours.long_pair import CLAIMS, DAMAGE, EXPERIMENT, SETTINGS
-from orthojax.train import evaluate, load, train
+from orthojax.train import Checkpoints, evaluate, load
 
 
-def test_every_kept_checkpoint_is_evaluated_as_it_is_and_rounded(tmp_path):
+def test_every_kept_checkpoint_is_evaluated_as_it_is_and_rounded(tmp_path, monkeypatch):
+    for name in [*SETTINGS][2:]:  # each is a program more
+        monkeypatch.delitem(SETTINGS, name)
     config = replace(TINY, {"train.checkpoint_every_steps": 2, "train.keep_every_steps": 4})
-    train(config, inputs(), tmp_path)
+    blank, kept = blank_state(config), {"keep": 2, "keep_every_steps": config.train.keep_every_steps}
+    with Checkpoints(tmp_path / "checkpoints", **kept) as checkpoints:
+        for step in range(2, 13, 2):
+            params = drawn_params(config.model, 0.05 * step)
+            checkpoints.save(blank._replace(step=np.int32(step), params=params), config, inputs().provenance)
     said = []
     found = DAMAGE.measure(load(tmp_path), inputs(), said.append)
     assert found.arrays["steps"].tolist() == [4, 8, 12]

@@ -41,7 +41,7 @@ from orthojax.train import (
     state_shapes,
     train,
 )  # fmt: skip
-from orthojax.train.mesh import about_mesh
+from orthojax.train.mesh import about_mesh, parameter_shardings
 from orthojax.train.step import jit_train_step
 from orthojax.train.workdir import prefetched
 
@@ -71,9 +71,10 @@ def tokens(step):
 INPUTS = Inputs(tokens, tokens(999), 0.75, {"source": "test"}, None)
 
 
-def run(config, steps=20):
+def run(config, steps=20, start=None):
     """(losses, gradient norms, final state) of the first steps."""
-    mesh, state, step, seen = make_mesh(config), init_state(config), make_train_step(config), []
+    mesh, step, seen = make_mesh(config), make_train_step(config), []
+    state = init_state(config) if start is None else jax.device_put(start, build(config).shardings)
     for i in range(steps):
         state, metrics = step(state, place_rows(mesh, ROWS, lambda a, b, i=i: tokens(i)[a:b]))
         seen.append(metrics)
@@ -129,7 +130,7 @@ def test_a_config_written_before_there_were_meshes_is_one_of_one_device():
 
 def test_one_device_is_no_mesh_and_what_is_wasted_is_said():
     assert make_mesh(CONFIG) is None
-    table = init_state(CONFIG).params["token_embedding"]["embedding"]
+    table = init_state(SMALL).params["token_embedding"]["embedding"]
     assert isinstance(table.sharding, jax.sharding.SingleDeviceSharding)
     assert dict(make_mesh(on(CONFIG, 2, -1)).shape) == {"data": 2, "fsdp": 4, "tensor": 1}
     assert about_mesh(CONFIG) == ["uses 1 of 8 devices; --config.mesh.data=-1 takes all"]
@@ -160,7 +161,8 @@ def specs(tree):
 
 
 def parameter_specs(config):
-    return specs(state_shapes(config).params)
+    shardings = parameter_shardings(config.model, parameter_shapes(config), make_mesh(config))
+    return {path: sharding.spec for path, sharding in by_path(shardings).items()}
 
 
 def test_where_the_parameters_are():
@@ -249,7 +251,7 @@ SMALL = replace(CONFIG, {"model.num_layers": 1, "model.scan_layers": False})
 
 def test_losses_and_parameters_on_all_three_axes_in_short():
     want, _, final = on_one_device(SMALL, 4)
-    got, _, state = run(on(SMALL, 2, 2, 2), 4)
+    got, _, state = run(on(SMALL, 2, 2, 2), 4, start=jax.device_get(init_state(SMALL)))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
     assert_trees_close(state.params, final.params, atol=2e-5)
 

@@ -478,7 +478,7 @@ def test_the_published_bigram_backcopy_model_has_its_counts_its_start_and_its_fu
     norms = ("['layers_0']['attention_norm']", "['layers_0']['mlp_norm']", "['final_norm']")
     assert biases == {f"{norm}['bias']" for norm in norms}
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 67, (1, 256)))
-    params = Transformer(config).init(jax.random.key(0), tokens)["params"]
+    params = jax.jit(Transformer(config).init)(jax.random.key(0), tokens)["params"]
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name, x = jax.tree_util.keystr(path), np.asarray(leaf)
         if "kernel" in name:  # the output of the MLP, too, whatever the depth

@@ -56,13 +56,21 @@ def _mask(shape=(3, 4, 7)):
 def test_value_is_the_definition_in_float64_on_every_axis_and_under_jit_and_vmap(name, masked):
     x, where = _example(), _mask() if masked else None
     expected = oracle(name, x, where)
-    for axis in (-1, 0, -2):
-        moved = None if where is None else np.moveaxis(where, -1, axis)
-        y = ALL[name](jnp.asarray(np.moveaxis(x, -1, axis)), axis=axis, where=moved)
+    axes = (-1, 0, -2)
+
+    @jax.jit
+    def values(x, where):
+        """Along each axis, and mapped."""
+        moved = [(jnp.moveaxis(x, -1, a), None if where is None else jnp.moveaxis(where, -1, a)) for a in axes]
+        found = [ALL[name](x, axis=axis, where=where) for axis, (x, where) in zip(axes, moved, strict=True)]
+        return found, jax.vmap(jax.vmap(lambda x, where: ALL[name](x, where=where)))(x, where)
+
+    found, mapped = values(x, where)
+    for axis, y in zip(axes, found, strict=True):
         assert y.dtype == jnp.float64
         np.testing.assert_allclose(np.moveaxis(y, axis, -1), expected, rtol=1e-13, atol=1e-300)
-    mapped = jax.jit(jax.vmap(jax.vmap(lambda x, where: ALL[name](x, where=where))))(x, where)
     np.testing.assert_allclose(mapped, expected, rtol=1e-12, atol=1e-300)
+    np.testing.assert_allclose(ALL[name](jnp.asarray(x), where=where), expected, rtol=1e-13, atol=1e-300)  # eagerly
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -112,14 +120,21 @@ QUICK_MASKS = [((2, 1, 1, 5), -1), ((2, 3, 4, 1), -1), ((), -1), ((4, 5), 1), ((
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("masks", [QUICK_MASKS, pytest.param(MASKS, marks=pytest.mark.slow)], ids=["few", "all"])
 def test_masks_of_every_broadcastable_shape_mean_the_same_on_any_axis(name, masks):
-    x = jnp.asarray(_example((2, 3, 4, 5)), jnp.float32)
-    for shape, axis in masks:
-        where = np.random.default_rng(2).random(shape) < 0.5
-        for mask in (where, ~where):
+    x = np.float32(_example((2, 3, 4, 5)))
+
+    @jax.jit
+    def values(x, given):
+        """With each mask as it is, and broadcast."""
+        both = ((mask, jnp.broadcast_to(mask, x.shape)) for mask in given)
+        return [[ALL[name](x, axis=axis, where=mask) for mask in of] for (_, axis), of in zip(masks, both, strict=True)]
+
+    wheres = [np.random.default_rng(2).random(shape) < 0.5 for shape, _ in masks]
+    for given in (wheres, [~where for where in wheres]):
+        with jax.numpy_rank_promotion("allow"):  # a caller's own choice
+            found = values(x, given)
+        for (_, axis), mask, (y, of_full) in zip(masks, given, found, strict=True):
+            np.testing.assert_array_equal(y, of_full)
             full = np.broadcast_to(mask, x.shape)
-            with jax.numpy_rank_promotion("allow"):  # a caller's own choice
-                y = ALL[name](x, axis=axis, where=jnp.asarray(mask))
-            np.testing.assert_array_equal(y, ALL[name](x, axis=axis, where=jnp.asarray(full)))
             expected = np.moveaxis(oracle(name, np.moveaxis(x, axis, -1), np.moveaxis(full, axis, -1)), -1, axis)
             np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-7)
 
@@ -292,17 +307,17 @@ def test_no_keys_have_no_weights_and_several_axes_are_one_long_one(name):
     for shape, axis in (((3, 0), -1), ((3, 0), 0), ((0, 3), 0), ((2, 0, 3), (0, 1))):
         for where in (None, np.zeros(shape, bool)):
             assert jax.eval_shape(lambda x, a=axis, w=where: ALL[name](x, a, w), jnp.zeros(shape)).shape == shape
-    x, where = _example(), _mask()
-    for axis in ((-2, -1), (0, 2), None):
+    x, where, axes = _example(), _mask(), ((-2, -1), (0, 2), None)
+    values = jax.jit(lambda x, where: [[ALL[name](x, axis, mask) for mask in (None, where[:1])] for axis in axes])
+    for axis, found in zip(axes, values(jnp.asarray(x, jnp.float32), where), strict=True):
         rows = tuple(i for i in range(3) if i not in ((0, 1, 2) if axis is None else [i % 3 for i in axis]))
         order = (*rows, *(i for i in range(3) if i not in rows))
 
         def one_row(a, rows=rows, order=order):
             return np.transpose(a, order).reshape(*(a.shape[i] for i in rows), -1)
 
-        for mask in (None, where[:1]):
-            full = np.broadcast_to(True if mask is None else mask, x.shape)
-            y = ALL[name](jnp.asarray(x, jnp.float32), axis, mask)
+        for mask, y in zip((True, where[:1]), found, strict=True):
+            full = np.broadcast_to(mask, x.shape)
             np.testing.assert_allclose(one_row(y), oracle(name, one_row(x), one_row(full)), rtol=1e-5, atol=1e-7)
 
 

@@ -10,6 +10,7 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from tiny_run import drawn_params
 
 from orthojax.config import Config, DataConfig, EvalConfig, replace
 from orthojax.experiments import drawing
@@ -369,8 +370,8 @@ def test_the_share_is_that_of_key_0_in_the_weights_of_a_relu_model():
     config = normalizers.EXPERIMENT.variants_at("tiny")[0].config
     shape = {"vocab_size": 30, "d_model": 16, "num_heads": 2, "num_layers": 2, "d_mlp": 16, "max_length": 8}
     changes = {f"model.{name}": value for name, value in shape.items()} | {"data.sequence_length": 8}
-    config = replace(config, changes | {"model.normalizer": "relu", "model.init_std": 0.5, "eval.batch_size": 2})
-    loaded = LoadedModel(Transformer(config.model), init_state(config).params, config, None, Path())
+    config = replace(config, changes | {"model.normalizer": "relu", "eval.batch_size": 2})
+    loaded = LoadedModel(Transformer(config.model), drawn_params(config.model, 0.5), config, None, Path())
     tokens = np.random.default_rng(0).integers(0, 30, (3, 9))  # a batch of two, and one of one
     inputs = Inputs(batch=None, evaluation=tokens, bits_per_nat_of_loss=None, provenance={}, task=None)
     (measure,) = normalizers.EXPERIMENT.measures

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import TINY, assert_trees_close, inputs, rows
+from tiny_run import TINY, assert_trees_close, blank_state, drawn_params, inputs, rows
 
 import orthojax
 from orthojax import analysis, quant
@@ -16,7 +16,7 @@ from orthojax.config import TrainConfig, replace
 from orthojax.data.tokenizers import make_tokenizer
 from orthojax.errors import UserError
 from orthojax.model import Transformer, stack_layers, unstack_layers
-from orthojax.train import Checkpoints, init_state, load_params, quantize_checkpoint, read_config, train
+from orthojax.train import Checkpoints, load_params, quantize_checkpoint, read_config, train
 
 CONFIG = replace(
     TINY, {"model.num_layers": 2, "model.normalizer": "softmax", "optim.warmup_steps": 1, "train.steps": 2}
@@ -30,7 +30,7 @@ def assert_equal(a, b):
 
 def save(config, workdir, data=None):
     """A workdir with a checkpoint of a model that has not been trained, and its parameters."""
-    state = init_state(config)
+    state = blank_state(config)._replace(params=drawn_params(config.model, 0.05))
     with Checkpoints(workdir / "checkpoints", keep=1) as checkpoints:
         checkpoints.save(state, config, INPUTS.provenance if data is None else data)
     return workdir, jax.device_get(state.params)
@@ -140,7 +140,7 @@ def test_learned_sinks_start_where_the_config_says(finished):
     params = load_params(finished[0], sunk, allow_normalizer_change=True)
     tokens = jnp.zeros((1, 5), jnp.int32)
     logits, before = (
-        Transformer(model).apply({"params": of}, tokens)[0]
+        jax.jit(Transformer(model).apply)({"params": of}, tokens)[0]
         for model, of in ((sunk, params), (MODEL, load_params(finished[0], MODEL)))
     )
     np.testing.assert_allclose(logits, before, atol=1e-5)  # still softmax

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_run import drawn_params
 
 from orthojax import quant
 from orthojax.errors import UserError
@@ -18,7 +19,7 @@ TOKENS = np.random.default_rng(0).integers(0, 32, (3, 8))
 
 @pytest.fixture(scope="module")
 def params():
-    return Transformer(CONFIG).init(jax.random.key(0), TOKENS)["params"]
+    return drawn_params(CONFIG)
 
 
 def test_the_largest_values_of_every_layer_are_kept(params):
@@ -66,7 +67,8 @@ def test_on_its_own_text_a_model_is_that_of_dynamic_scales(params):
         quant.quantized_linear(quant.INT8_MODERATE, first),
         Transformer(CONFIG).linear,
     )
-    static, dynamic, plain = (Transformer(CONFIG, linear=of).apply({"params": params}, TOKENS)[0] for of in linears)
+    models = [Transformer(CONFIG, linear=of) for of in linears]
+    static, dynamic, plain = jax.jit(lambda p: [of.apply({"params": p}, TOKENS)[0] for of in models])(params)
     np.testing.assert_allclose(static, dynamic, atol=1e-5)
     assert np.abs(np.asarray(plain) - np.asarray(static)).max() > 1e-4
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from planted_results import made_up
+from tiny_run import drawn_params
 
 from orthojax.config import replace
 from orthojax.experiments.claims import judge
@@ -26,8 +26,7 @@ SMALL = {
 def streamed(**parameters):
     config = replace(EXPERIMENT.variants_at("tiny")[0].config, SMALL)
     model = Transformer(config.model)
-    params = model.init(jax.random.key(0), jnp.zeros((1, T), jnp.int32))["params"]
-    params = jax.tree.map(lambda x: 20 * x, params)  # losses that differ from token to token
+    params = drawn_params(config.model, 0.4)  # losses that differ from token to token
     params["layers_0"]["attention"] |= parameters
     tokens = np.random.default_rng(0).integers(0, VOCABULARY - 1, 128 * 8 * T + 1, dtype=np.uint16)
     rows = np.full((1, T + 1), VOCABULARY - 1, np.int32)

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from planted_results import made_up
+from tiny_run import drawn_params
 
 from orthojax.config import replace
 from orthojax.experiments.ours.tiny_setting import ABLATED, BASE, CANDIDATES, EXPERIMENT, chosen
@@ -23,8 +23,7 @@ SMALL = {
 def test_a_layer_is_worth_what_the_model_without_it_loses():
     config = replace(BASE, SMALL)
     model = Transformer(config.model)
-    params = model.init(jax.random.key(0), jnp.zeros((1, T), jnp.int32))["params"]
-    params = jax.tree.map(lambda x: 20 * x, params)
+    params = drawn_params(config.model, 0.4)
     idle = params["layers_1"]
     for part, name in (("attention", "output"), ("mlp", "output")):
         idle[part][name]["kernel"] *= 0.0
@@ -32,9 +31,12 @@ def test_a_layer_is_worth_what_the_model_without_it_loses():
     inputs = Inputs(lambda step: rows, rows, None, {}, None)
     found = ABLATED.measure(LoadedModel(model, params, config, None, Path()), inputs, lambda what: None).metrics
 
+    @jax.jit
+    def log_probabilities(params):
+        return jax.nn.log_softmax(model.apply({"params": params}, rows[:, :-1])[0])
+
     def loss(params):
-        log_probabilities = jax.nn.log_softmax(model.apply({"params": params}, rows[:, :-1])[0])
-        return -np.take_along_axis(np.asarray(log_probabilities), rows[:, 1:, None], -1).mean()
+        return -np.take_along_axis(np.asarray(log_probabilities(params)), rows[:, 1:, None], -1).mean()
 
     whole = loss(params)
     params["layers_0"] = jax.tree.map(lambda x: x, idle)  # adds nothing either

@@ -14,7 +14,20 @@ import optax
 import optax.contrib
 import pytest
 from thinned import quick_and_slow
-from tiny_run import TINY, Terminal, assert_lines_close, assert_trees_close, bits, by_path, inputs, lines, loaded, rows
+from tiny_run import (
+    TINY,
+    Terminal,
+    assert_lines_close,
+    assert_trees_close,
+    bits,
+    blank_state,
+    by_path,
+    drawn_params,
+    inputs,
+    lines,
+    loaded,
+    rows,
+)
 
 from orthojax import quant
 from orthojax.config import OptimConfig, RotationConfig, replace
@@ -70,6 +83,11 @@ def fresh(config):
     return jax.tree.map(jnp.array, initial(config))
 
 
+def drawn(config):
+    """A state before the first step of SGD, with `drawn_params`."""
+    return blank_state(config)._replace(params=drawn_params(config.model))
+
+
 train_step = functools.cache(make_train_step)
 
 
@@ -84,14 +102,14 @@ def numpy_losses(logits, targets):
 
 def test_one_step_is_the_loss_and_the_update_computed_by_hand():
     config = replace(CONFIG, {"optim.clip_norm": None})
-    tokens, before = rows(0), initial(config).params
+    tokens, before = rows(0), drawn_params(config.model)
 
     def independent_loss(params):
         log_probs = jax.nn.log_softmax(forward(config.model)(params, tokens[:, :-1]))
         return -jnp.mean(jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1))
 
     expected_grads = jax.jit(jax.grad(independent_loss))(before)
-    given = fresh(config)
+    given = drawn(config)
     state, metrics = train_step(config)(given, tokens)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))  # donated
 
@@ -171,8 +189,8 @@ def test_the_learning_rate_warms_up_and_falls_as_a_cosine(t, fraction):
 
 def test_clipping_bounds_the_update_and_leaves_the_reported_norm():
     config = replace(CONFIG, {"optim.clip_norm": 0.01})
-    state, metrics = train_step(config)(fresh(config), rows(0))
-    change = jax.tree.map(lambda a, b: float(np.sum((a - b) ** 2)), state.params, initial(config).params)
+    state, metrics = train_step(config)(drawn(config), rows(0))
+    change = jax.tree.map(lambda a, b: float(np.sum((a - b) ** 2)), state.params, drawn_params(config.model))
     assert float(metrics.grad_norm) > 0.1
     assert math.sqrt(sum(jax.tree.leaves(change))) == pytest.approx(0.1 * 0.01, rel=1e-3)
 
@@ -447,7 +465,7 @@ def test_in_the_shared_basis_a_model_of_one_rotation_is_what_adam_trains():
 
 @pytest.fixture(scope="module")
 def evaluated():
-    params = initial(TWO_LAYERS).params
+    params = drawn_params(TWO_LAYERS.model)
     parts = []
     metrics = evaluate(loaded(TWO_LAYERS, params), inputs(), on_progress=parts.append)
     assert len(parts) == evaluation_stages(TWO_LAYERS) == 1 + len(quant.SETTINGS)
@@ -502,7 +520,8 @@ def test_hidden_states_after_attention_are_measured_where_asked_for(evaluated):
 @pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_quantised_head_is_its_definition_tied_or_not(tied):
     config = replace(CONFIG, {"model.tie_embeddings": tied})
-    params, setting = initial(config).params, quant.QuantizationSetting(4, "absmax", "output_channel", inputs="token")
+    params = drawn_params(config.model, 0.3)
+    setting = quant.QuantizationSetting(4, "absmax", "output_channel", inputs="token")
     metrics = evaluate(loaded(config, params), inputs(), settings={"w4": setting}, quantize_head=True)
     assert evaluation_stages(config, {"w4": setting}, quantize_head=True) == 3
     table = params["token_embedding"]["embedding"].T if tied else params["head"]["kernel"]

@@ -5,12 +5,13 @@ import itertools
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
 from orthojax.model import LoadedModel, Transformer
-from orthojax.train import Inputs, read_metrics
+from orthojax.train import Inputs, read_metrics, state_shapes
 
 # A constant learning rate, so that leaving steps out changes nothing else.
 TINY = Config(
@@ -75,6 +76,22 @@ def assert_lines_close(found, expected):
 class Terminal(io.StringIO):
     def isatty(self):
         return True
+
+
+def drawn_params(model, std=0.1):
+    """Any parameters of a model: its initialisation takes longer to compile than a step of training."""
+    shapes = jax.eval_shape(Transformer(model).init, jax.random.key(0), np.zeros((1, 1), np.int32))["params"]
+    noise = np.random.default_rng(0)
+
+    def drawn(path, leaf):
+        return jnp.asarray(std * noise.normal(size=leaf.shape) + ("scale" in str(path[-1])), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(drawn, shapes)
+
+
+def blank_state(config):
+    """A state of a run whose arrays are all zeros; nothing is compiled."""
+    return jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), state_shapes(config))
 
 
 def loaded(config, params):
