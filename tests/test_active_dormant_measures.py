@@ -145,7 +145,7 @@ def test_gradients_of_the_first_residual_state_are_finite_differences(run):
             found = np.asarray(by_position(size, layer))
             return np.array([found[1:].sum(), found[0].sum()]) / len(found)
 
-        difference = (losses(0.05) - losses(-0.05)) / 0.1
+        difference = (losses(0.02) - losses(-0.02)) / 0.04
         found = [np.asarray(gradient[layer]) @ direction for gradient in gradients]
         np.testing.assert_allclose(found, difference, rtol=0.02, atol=2e-5)
 
