@@ -38,4 +38,5 @@ def test_every_pair_is_run_and_shown():
     ],
 )
 def test_verdicts(changes, verdicts):
-    assert [judge(claim, results_of(changes)).verdict for claim in CLAIMS] == verdicts
+    results = results_of(changes)
+    assert [judge(claim, results).verdict for claim in CLAIMS] == verdicts

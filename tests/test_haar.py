@@ -35,7 +35,8 @@ def test_verdicts(name, changes, wrong):
         of = {"perplexity": 80.0, "kurtosis_first": outliers, "kurtosis_rest": 3.0}
         return of | (changes if variant == name else {})
 
-    verdicts = [judge(claim, made_up(EXPERIMENT, metrics, scale="tiny")).verdict for claim in CLAIMS]
+    results = made_up(EXPERIMENT, metrics, scale="tiny")
+    verdicts = [judge(claim, results).verdict for claim in CLAIMS]
     assert [i for i, verdict in enumerate(verdicts) if verdict != "holds"] == wrong
     if name == "adam":
         assert verdicts[0] == "not testable at this scale"

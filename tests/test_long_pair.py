@@ -47,5 +47,6 @@ def test_verdicts(changes, wrong):
     calm |= {"first_attention_mass": 0.03, **{f"perplexity_{name}": 20.4 for name in SETTINGS}}
     sinking = calm | {"kurtosis_first": 40.0, "first_attention_fraction": 0.4}
     of = {"vanilla": sinking | {f"perplexity_{name}": 25.0 for name in SETTINGS}, "cured": calm | changes}
-    verdicts = [judge(claim, made_up(EXPERIMENT, of.get, scale="overnight")).verdict for claim in CLAIMS]
+    results = made_up(EXPERIMENT, of.get, scale="overnight")
+    verdicts = [judge(claim, results).verdict for claim in CLAIMS]
     assert [i for i, verdict in enumerate(verdicts) if verdict != "holds"] == wrong

@@ -42,7 +42,8 @@ def judged(changes):
         times = 1.5 + 4 * share if vanilla or orthoadam else 1.0
         return of | {"first_attention_fraction": times * equal} | changes.get(name, {})
 
-    return [judge(claim, made_up(EXPERIMENT, metrics, scale="tiny")).verdict for claim in CLAIMS]
+    results = made_up(EXPERIMENT, metrics, scale="tiny")
+    return [judge(claim, results).verdict for claim in CLAIMS]
 
 
 def test_what_the_claims_expect_holds():

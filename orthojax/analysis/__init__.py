@@ -33,6 +33,7 @@ from orthojax.analysis.backcopy import sink_attention as sink_attention
 from orthojax.analysis.backcopy import sink_attention_rest as sink_attention_rest
 from orthojax.analysis.channels import OUTLIER_SCORE as OUTLIER_SCORE
 from orthojax.analysis.channels import channel_norms as channel_norms
+from orthojax.analysis.channels import correlation as correlation
 from orthojax.analysis.channels import extreme_overlap as extreme_overlap
 from orthojax.analysis.channels import in_singular_basis as in_singular_basis
 from orthojax.analysis.channels import outlier_scores as outlier_scores

@@ -68,6 +68,15 @@ def outlier_scores(values: ArrayLike) -> np.ndarray:
         return np.where(away == 0.0, 0.0, 0.6745 * away / deviation)
 
 
+def correlation(a: ArrayLike, b: ArrayLike) -> float:
+    """Pearson's correlation of [D] and [D]; nan where all of one are equal. Other shapes are a ValueError.
+
+    >>> round(correlation([1.0, 2.0, 3.0], [5.0, 3.0, 1.0]), 9)
+    -1.0
+    """
+    return _correlated("pearsonr", a, b)
+
+
 def rank_correlation(a: ArrayLike, b: ArrayLike) -> float:
     """Spearman's rank correlation of [D] and [D], ties sharing their mean rank; nan where all of one are equal.
 
@@ -76,11 +85,15 @@ def rank_correlation(a: ArrayLike, b: ArrayLike) -> float:
     >>> rank_correlation([1.0, 2.0, 30.0], [-1.0, -5.0, -6.0])
     -1.0
     """
+    return _correlated("spearmanr", a, b)
+
+
+def _correlated(function: str, a: ArrayLike, b: ArrayLike) -> float:
     from scipy import stats  # here, because it takes a second to import
 
     _require_vectors(a, b)
     with warnings.catch_warnings(action="ignore", category=stats.ConstantInputWarning):
-        found: Any = stats.spearmanr(np.asarray(a, np.float64), np.asarray(b, np.float64))
+        found: Any = getattr(stats, function)(np.asarray(a, np.float64), np.asarray(b, np.float64))
     return float(found.statistic)
 
 

@@ -8,7 +8,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from orthojax.config.aliases import meant, not_a_field
@@ -160,15 +160,17 @@ def read_value(text: str, hint: Any) -> Any:
     return words[word]
 
 
-def _leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[Any, Any]]]:
+@functools.cache
+def _leaves(cls: type) -> tuple[tuple[str, Any, Mapping[Any, Any]], ...]:
     """(dotted path, type, metadata) of every leaf field."""
-    hints = _type_hints(cls)
+    hints, leaves = _type_hints(cls), []
     for field in dataclasses.fields(typing.cast(Any, cls)):
-        hint, path = hints[field.name], prefix + field.name
+        hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
-            yield from _leaves(typing.cast(type, hint), f"{path}.")
+            leaves += [(f"{field.name}.{path}", *rest) for path, *rest in _leaves(typing.cast(type, hint))]
         else:
-            yield path, hint, field.metadata
+            leaves.append((field.name, hint, field.metadata))
+    return tuple(leaves)
 
 
 def field_paths(cls: type) -> dict[str, Any]:

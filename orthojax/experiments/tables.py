@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from scipy import stats
 
 from orthojax.experiments.experiment import Paper
 from orthojax.experiments.page import Table
@@ -175,5 +174,7 @@ def _interval_text(values: Sequence[float], show: Callable[[float], str], unit: 
     mean = float(np.mean(values))
     if len(values) == 1:
         return show(mean) + unit
+    from scipy import stats  # here, because it takes a second to import
+
     low, high = (mean, mean) if np.ptp(values) == 0 else stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
     return f"{show(mean)}{unit} (95% CI {show(low)} to {show(high)}, {len(values)} seeds)"

@@ -19,8 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from scipy.integrate import solve_ivp
-from scipy.optimize import brentq
 
 # Gradient flow: what SGD does.
 
@@ -59,6 +57,8 @@ def layer_norm_flow(times: Sequence[float], start: tuple[float, float], c: float
         return np.exp(log_time) * loss * np.array([y * (1 - c**2) / squared_norm**1.5, cosine(m, c)])
 
     at = np.log1p(np.asarray(times, float))
+    from scipy.integrate import solve_ivp  # here, because it takes most of a second to import
+
     return solve_ivp(derivative, (0.0, at[-1]), start, "LSODA", at, rtol=1e-10, atol=1e-12).y.T
 
 
@@ -107,6 +107,8 @@ def adam_logit_slope(rate: float, b1: float, b2: float) -> float:
     A logit that grows by :math:`\eta r` makes its own gradient decay at :math:`\gamma = \eta r`, so that r solves
     :math:`r = r(\eta r)`. The slope is :math:`\eta r`, below :math:`-\frac12 \ln \beta_2` for every rate.
     """
+    from scipy.optimize import brentq  # here, as above
+
     return rate * brentq(lambda gain: gain - adam_gain(rate * gain, b1, b2), 0.0, 1.5)  # pyright: ignore
 
 

@@ -17,7 +17,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.integrate import solve_ivp
 
 from orthojax.data.bigram_backcopy import BigramBackcopy
 
@@ -116,6 +115,8 @@ def flow(
 
     at = np.log1p(np.asarray(times, float))
     start = np.concatenate([alpha, beta])
+    from scipy.integrate import solve_ivp  # here, because it takes most of a second to import
+
     path = solve_ivp(derivative, (0.0, at[-1]), start, "LSODA", at, rtol=TOLERANCE, atol=1e-14)
     return path.y[:count].T, path.y[count:].T
 

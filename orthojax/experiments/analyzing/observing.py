@@ -5,14 +5,12 @@ Legend: L layers, B batch, N query heads, T positions, D d_model, V vocabulary.
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy import stats
 
 from orthojax import analysis
 from orthojax.analysis.sink_logits import sink_logit_gap_sum
@@ -141,10 +139,7 @@ def metrics_of(sums: Sums, threshold: float, bits_per_nat_of_loss: float | None)
     for part in ("first", "rest"):
         kurtosis, ratio = (_layers(metrics, f"{name}_{part}") for name in ("kurtosis", "norm_ratio"))
         if len(kurtosis) > 1:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", stats.ConstantInputWarning)
-                found: Any = stats.pearsonr(kurtosis, ratio)
-            metrics[f"correlation_{part}"] = float(found.statistic)
+            metrics[f"correlation_{part}"] = analysis.correlation(kurtosis, ratio)
     return metrics
 
 

@@ -1,11 +1,8 @@
 """Table 9: Pearson correlation, over layers, of kurtosis and norm ratio; claim of appendix I.3."""
 
 import math
-import warnings
-from typing import Any
 
-from scipy import stats
-
+from orthojax.analysis import correlation
 from orthojax.experiments.claims import Claim
 from orthojax.experiments.experiment import Experiment, each
 from orthojax.experiments.from_attention.models import SCALES, about, grid, paper_of_grid
@@ -26,10 +23,7 @@ def _correlation(part: str, of: Numbers) -> float:
     )
     if len(kurtosis) < 2:
         return math.nan
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", stats.ConstantInputWarning)
-        correlation: Any = stats.pearsonr(kurtosis, ratio)
-    return float(correlation.statistic)
+    return correlation(kurtosis, ratio)
 
 
 _CORRELATIONS = tuple(
