@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orthojax.model import Interventions, Transformer
+from orthojax.model import Interventions, parameter_shapes
 from orthojax.ops.normalizers import ClippedSoftmax
 
 
@@ -18,7 +18,7 @@ from orthojax.ops.normalizers import ClippedSoftmax
 def random_params(config):
     """Every parameter random, biases, scales and sinks too; a parameter of one name is the same in every config."""
     config = dataclasses.replace(config, scan_layers=False)
-    tree = jax.eval_shape(Transformer(config).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    tree = parameter_shapes(config)
 
     def leaf(path, leaf):
         name = jax.tree_util.keystr(path)

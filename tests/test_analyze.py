@@ -21,7 +21,7 @@ from orthojax.experiments.analyzing.measuring import measure_model, spread_over_
 from orthojax.experiments.analyzing.naming import named_files, named_models
 from orthojax.experiments.analyzing.stages import Kept
 from orthojax.experiments.analyzing.texts import Cut, open_ids, open_text
-from orthojax.model import Transformer, write_folder
+from orthojax.model import parameter_shapes, write_folder
 from orthojax.progress import Progress
 from orthojax.train import Checkpoints, evaluate, load
 
@@ -40,7 +40,7 @@ def planted():
 
     Both heads read OTHERS, which the first token lacks, so that its values are 0; both write to WRITTEN.
     """
-    tree = jax.eval_shape(Transformer(PLANTED).init, jax.random.key(0), jnp.zeros((1, T), jnp.int32))["params"]
+    tree = parameter_shapes(PLANTED)
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree)
     table = params["token_embedding"]["embedding"]
     table[:, ALL], table[1:, OTHERS] = 1.0, 1.0

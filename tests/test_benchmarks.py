@@ -159,6 +159,7 @@ def test_a_training_step_has_its_tokens_memory_flops_and_loss(tiny):
         assert metrics["peak_bytes_ratio"] == metrics["peak_bytes"] / plain["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_telemetry_is_the_sum_of_its_parts_over_a_step():
     row = next(SUITES["telemetry"].measure(1, True))
     parts = [row.metrics[f"{part}_seconds_per_step"] for part in ("probe", "norms", "record")]

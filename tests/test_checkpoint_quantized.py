@@ -15,6 +15,7 @@ from small_runs import ROOT, TEXT, bits, by_path
 from orthojax import quant
 from orthojax.config import replace, to_json
 from orthojax.errors import UserError
+from orthojax.model import parameter_shapes
 from orthojax.ops.quantize import absmax, zeropoint
 from orthojax.train import (
     Checkpoints,
@@ -23,7 +24,6 @@ from orthojax.train import (
     find_checkpoint,
     is_quantized,
     list_arrays,
-    parameter_shapes,
     quantize_checkpoint,
     read_config,
     read_json_item,
@@ -45,7 +45,9 @@ KERNEL = "layers/mlp/output/kernel"
 def float_step(tmp_path_factory):
     """A checkpoint of random parameters after seven steps."""
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), parameter_shapes(CONFIG))
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), parameter_shapes(CONFIG.model)
+    )
     state = TrainState(jnp.int32(7), params, {"count": jnp.int32(7)})
     folder = tmp_path_factory.mktemp("run") / "checkpoints"
     with Checkpoints(folder, keep=1) as checkpoints:

@@ -16,7 +16,7 @@ from tiny_run import blank_state, drawn_params
 
 from orthojax import quant
 from orthojax.config import Config, ModelConfig, replace
-from orthojax.model import Transformer
+from orthojax.model import Transformer, parameter_shapes
 from orthojax.ops import chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
 from orthojax.ops import cross_entropy as chunked_cross_entropy
 from orthojax.train.step import loss_sum_nats, make_train_step, state_shapes
@@ -262,7 +262,7 @@ TOKENS = np.random.default_rng(3).integers(0, 24, (4, 12))
 
 
 def _params(config):
-    shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), TOKENS)["params"]
+    shapes = parameter_shapes(config)
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32), shapes)
 

@@ -45,15 +45,6 @@ def damaged(scan_layers=True, factor=1.0, settings=None):
 @pytest.mark.slow
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_settings_are_those_of_evaluate_stacked_or_not(scan_layers):
-    check_settings(scan_layers)
-
-
-@pytest.mark.usefixtures("one_setting")
-def test_some_settings_are_those_of_evaluate():
-    check_settings(scan_layers=True)
-
-
-def check_settings(scan_layers):
     of = {"int8_coarse": quant.INT8_COARSE, "w4a4": quant.setting_named("w4a4")}
     found, evaluated = damaged(scan_layers, settings=of)
     assert found["perplexity_w4a4"] == pytest.approx(evaluated["perplexity_w4a4"], rel=1e-5)
@@ -70,11 +61,14 @@ def check_settings(scan_layers):
 
 @pytest.mark.usefixtures("one_setting")
 def test_what_overflows_float16_predicts_nothing():
-    found, evaluated = damaged(factor=1e6)
+    found, evaluated = damaged(factor=1e6, settings={"int8_coarse": quant.INT8_COARSE})
     assert found["largest_value"] > LARGEST_FLOAT16
     assert found["perplexity_float16"] > 1e300
     assert found["perplexity_bfloat16"] < 1e300
     assert np.isfinite(evaluated["perplexity"])
+    assert found["perplexity_int8_coarse_with_head"] == pytest.approx(
+        evaluated["perplexity_int8_coarse_with_head"], rel=1e-5
+    )
 
 
 def test_nothing_trains_in_float16():

@@ -63,7 +63,7 @@ def test_endings_that_follow_are_chosen():
     assert asked(Successor(), shuffled)["cloze_accuracy"] < 0.8
 
 
-@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("bos", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_copier_copies_at_every_distance_and_another_does_not(bos):
     rows = np.full((4, T + 1), 257)
     copying, counting = asked(Copier(), rows, bos), asked(Successor(), rows, bos)

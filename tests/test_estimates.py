@@ -13,7 +13,7 @@ from thinned import quick_and_slow
 from tiny_run import TINY
 
 from orthojax.config import ModelConfig, replace
-from orthojax.model import Transformer, flops_per_token, gpt2, llama2, parameter_count
+from orthojax.model import Transformer, flops_per_token, gpt2, llama2, parameter_count, parameter_shapes
 from orthojax.train import dry_run, init_state, model_flops_per_token, model_flops_utilization, peak_flops_per_second
 from orthojax.train.estimates import bytes_on_one_device
 
@@ -82,7 +82,7 @@ def test_forward_and_backward_trace_just_these_products(name):
     """No tolerance: XLA's plain attention computes the whole matrix, so `causal=False` counts every product."""
     model, batch, length = MODELS[name], 3, 32
     tokens = jnp.zeros((batch, length), jnp.int32)
-    params = jax.eval_shape(Transformer(model).init, jax.random.key(0), tokens)["params"]
+    params = parameter_shapes(model)
 
     def loss(params):
         return jnp.sum(Transformer(model).apply({"params": params}, tokens)[0])
@@ -97,7 +97,7 @@ def test_xla_counts_the_forward_pass_alike(name):
     """Within 4%: XLA also counts elementwise work, here 1% to 2.2% of the whole."""
     model, batch, length = dataclasses.replace(MODELS[name], d_model=128, d_mlp=512), 2, 32
     tokens = jnp.zeros((batch, length), jnp.int32)
-    params = jax.eval_shape(Transformer(model).init, jax.random.key(0), tokens)["params"]
+    params = parameter_shapes(model)
     forward = jax.jit(lambda params: Transformer(model).apply({"params": params}, tokens)[0])
     counted = forward.lower(params).compile().cost_analysis()["flops"]
     products = batch * length * model_flops_per_token(model, length, causal=False) / 3

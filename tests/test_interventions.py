@@ -12,7 +12,16 @@ from thinned import quick_and_slow
 
 from orthojax import Interventions, analysis
 from orthojax.config import ModelConfig
-from orthojax.model import LoadedModel, Transformer, attention_pattern, bigram_backcopy, gpt2, llama2, stack_layers
+from orthojax.model import (
+    LoadedModel,
+    Transformer,
+    attention_pattern,
+    bigram_backcopy,
+    gpt2,
+    llama2,
+    parameter_shapes,
+    stack_layers,
+)
 
 L, B, T, N, D = 2, 2, 6, 4, 8
 SMALL = {"vocab_size": 11, "max_length": 16, "d_model": D, "num_layers": L, "num_heads": N, "d_mlp": 12}
@@ -233,7 +242,7 @@ def test_only_forced_weights_need_the_matrix_of_weights():
     size = SCANNED | {"d_model": 32, "max_length": 64}
     config = gpt2("tiny", **size, dtype="bfloat16", attention_implementation="cudnn")
     tokens = jax.ShapeDtypeStruct((1, 64), jnp.int32)
-    params = jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens)["params"]
+    params = parameter_shapes(config)
 
     def kernels(given):
         text = apply.trace(config, params, given, tokens).lower(lowering_platforms=("cuda",)).as_text()

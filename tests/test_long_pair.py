@@ -11,6 +11,7 @@ from orthojax.experiments.ours.long_pair import CLAIMS, DAMAGE, EXPERIMENT, SETT
 from orthojax.train import Checkpoints, evaluate, load
 
 
+@pytest.mark.slow
 def test_every_kept_checkpoint_is_evaluated_as_it_is_and_rounded(tmp_path, monkeypatch):
     for name in [*SETTINGS][2:]:  # each is a program more
         monkeypatch.delitem(SETTINGS, name)

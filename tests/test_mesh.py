@@ -27,7 +27,7 @@ from orthojax.config import (
     to_json,
 )  # fmt: skip
 from orthojax.errors import UserError
-from orthojax.model import Transformer, gpt2, llama2
+from orthojax.model import Transformer, gpt2, llama2, parameter_shapes
 from orthojax.train import (
     Inputs,
     build,
@@ -36,7 +36,6 @@ from orthojax.train import (
     learning_rate_schedule,
     make_mesh,
     make_train_step,
-    parameter_shapes,
     place_rows,
     state_shapes,
     train,
@@ -161,7 +160,7 @@ def specs(tree):
 
 
 def parameter_specs(config):
-    shardings = parameter_shardings(config.model, parameter_shapes(config), make_mesh(config))
+    shardings = parameter_shardings(config.model, parameter_shapes(config.model), make_mesh(config))
     return {path: sharding.spec for path, sharding in by_path(shardings).items()}
 
 
@@ -331,7 +330,7 @@ def compiled(config):
 def test_memory_of_each_device_falls():
     """Bytes of arguments, exactly: what is divided by eight and what is not."""
     config = replace(SMALL, {"optim.optimizer": "adam"})
-    leaves = jax.tree.leaves(parameter_shapes(config))
+    leaves = jax.tree.leaves(parameter_shapes(config.model))
     tables, vectors = (sum(leaf.size * 4 for leaf in leaves if (leaf.ndim > 1) == many) for many in (True, False))
     fixed = 4 * 3 + 4 * (LENGTH + 1) * ROWS // 8  # three counters and the rows
     fsdp, data = (compiled(on(config, *mesh)).memory_analysis() for mesh in ((1, 8), (8, 1)))
@@ -357,7 +356,7 @@ def travels(program):
 def test_kernels_travel_and_activations_stay():
     """A batch of many tokens: whatever has its rows is an activation."""
     config = replace(CONFIG, {"train.batch_size": 64, "model.num_layers": 3, "model.vocab_size": 96, "model.d_mlp": 80})
-    shapes = {tuple(leaf.shape[-2:]) for leaf in jax.tree.leaves(parameter_shapes(config)) if leaf.ndim > 1}
+    shapes = {tuple(leaf.shape[-2:]) for leaf in jax.tree.leaves(parameter_shapes(config.model)) if leaf.ndim > 1}
     program = compiled(on(config, 1, 8))
     found = travels(program)
     assert set(found) <= {"all-gather", "all-reduce", "reduce-scatter"}

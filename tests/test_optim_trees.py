@@ -205,7 +205,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("name", quick_and_slow(PROBLEMS, ["linen, boxed"]))
+@pytest.mark.parametrize("name", quick_and_slow(PROBLEMS, ["linen, boxed", "nnx, no rule", "haiku"]))
 @pytest.mark.parametrize("kind", ["hadamard", pytest.param("haar", marks=pytest.mark.slow)])
 def test_what_is_rotated_and_that_it_trains(name, kind):
     problem = PROBLEMS[name]()

@@ -10,7 +10,7 @@ import qwix
 
 from orthojax import quant
 from orthojax.errors import UserError
-from orthojax.model import Transformer, gpt2, llama2
+from orthojax.model import Transformer, gpt2, llama2, parameter_shapes
 from orthojax.model import linear as model_linear
 from orthojax.ops.quantize import Quantized, absmax, dequantize, pack, quantize, unpack, zeropoint
 from orthojax.quant import QuantizationSetting, integer_linear, integer_params, integer_product, quantized_linear
@@ -364,7 +364,7 @@ def test_every_layer_of_a_model_on_integers_is_its_simulation_with_stacked_kerne
     setting = QuantizationSetting(4, "absmax", "output_channel", "token", activation_bits=8, group_size=32)
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, 50, (2, 8)))
-    shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens)["params"]
+    shapes = parameter_shapes(config)
 
     def numbers(leaf):
         # Stacked kernels of very different sizes: a step shared by two layers would show.

@@ -33,7 +33,7 @@ from orthojax import quant
 from orthojax.config import OptimConfig, RotationConfig, replace
 from orthojax.data import BigramBackcopy, default_text
 from orthojax.errors import UserError
-from orthojax.model import Transformer, stack_layers, unstack_layers
+from orthojax.model import Transformer, parameter_shapes, stack_layers, unstack_layers
 from orthojax.optim import RotatedAxes, rotate, unrotate
 from orthojax.progress import Progress, tokenizing_progress
 from orthojax.train import (
@@ -49,7 +49,6 @@ from orthojax.train import (
     make_rotation,
     make_train_step,
     open_inputs,
-    parameter_shapes,
     read_params,
     train,
 )  # fmt: skip
@@ -196,7 +195,7 @@ def test_clipping_bounds_the_update_and_leaves_the_reported_norm():
 
 
 def test_weight_decay_acts_on_kernels_and_embeddings_only():
-    mask = by_path(decay_mask(parameter_shapes(dataclasses.replace(CONFIG, model=RICH))))
+    mask = by_path(decay_mask(parameter_shapes(RICH)))
     assert {path.rpartition("/")[2] for path, decays in mask.items() if decays} == {"kernel", "embedding"}
     assert {path.rpartition("/")[2] for path, decays in mask.items() if not decays} == {"scale", "bias", "sink"}
 
@@ -357,7 +356,7 @@ OUTSIDE = {
 def test_which_axes_of_which_parameter_are_rotated(scan, axes, embeddings):
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(RICH, num_layers=2, scan_layers=scan))
     rule = rotated_axes(RotationConfig(axes=axes, embeddings=embeddings))
-    shapes = by_path(parameter_shapes(config))
+    shapes = by_path(parameter_shapes(config.model))
     layers = ["layers"] if scan else ["layers_0", "layers_1"]
     expected = OUTSIDE | {f"{layer}/{path}": what for layer in layers for path, what in IN_A_LAYER.items()}
     assert shapes.keys() == expected.keys()
@@ -374,7 +373,7 @@ def test_every_parameter_and_every_layer_has_its_own_basis():
     model = dataclasses.replace(CONFIG.model, num_layers=3)
     rotation = rotate(make_rotation(RotationConfig(seed=0)))
     params = jax.tree.map(
-        lambda s: jnp.ones(s.shape), parameter_shapes(dataclasses.replace(CONFIG, model=model)),
+        lambda s: jnp.ones(s.shape), parameter_shapes(model),
     )  # fmt: skip
     updates, _ = jax.jit(rotation.update)(params, rotation.init(params))
     turned = [np.asarray(leaf[0]) for path, leaf in by_path(updates).items() if leaf.ndim == 2 and leaf.shape[1] == 16]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
-from orthojax.model import LoadedModel, Transformer
+from orthojax.model import LoadedModel, Transformer, parameter_shapes
 from orthojax.train import Inputs, read_metrics, state_shapes
 
 # A constant learning rate, so that leaving steps out changes nothing else.
@@ -80,7 +80,7 @@ class Terminal(io.StringIO):
 
 def drawn_params(model, std=0.1):
     """Any parameters of a model: its initialisation takes longer to compile than a step of training."""
-    shapes = jax.eval_shape(Transformer(model).init, jax.random.key(0), np.zeros((1, 1), np.int32))["params"]
+    shapes = parameter_shapes(model)
     noise = np.random.default_rng(0)
 
     def drawn(path, leaf):

@@ -25,11 +25,9 @@ from orthojax.benchmarks.suite import (
     random_like,
     tree_bytes,
 )
-from orthojax.config import Config, DataConfig
-from orthojax.model import LinearFunction, Transformer, gpt2, linear
+from orthojax.model import LinearFunction, Transformer, gpt2, linear, parameter_shapes
 from orthojax.ops.attention import Implementation, cudnn, dot_product_attention
 from orthojax.ops.attention.dot_product import prepare_inputs
-from orthojax.train import parameter_shapes
 
 # Attention: softmax-1 and learned sinks against softmax by the same kind of kernel.
 
@@ -202,7 +200,7 @@ def quantization_cases(tiny: bool) -> Iterator[Case]:
         x = jnp.asarray(generator.standard_normal((count, model.d_model), np.float32))
         yield from _quantization_cases(f"{name} x {model.d_model}x{model.d_mlp}", kernel, x, layer, settings)
     tokens = jnp.asarray(generator.integers(model.vocab_size, size=(1, length)), jnp.int32)
-    shapes = parameter_shapes(Config(model=model, data=DataConfig(sequence_length=length)))
+    shapes = parameter_shapes(model)
     name = f"gpt2, {model.num_layers} layers of {model.d_model}, 1x{length}"
     yield from _quantization_cases(name, shapes, tokens, forward, settings)
 

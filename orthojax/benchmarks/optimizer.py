@@ -26,10 +26,10 @@ from orthojax.benchmarks.suite import (
     require_memory,
     tree_bytes,
 )
-from orthojax.config import Config, DataConfig, RotationConfig, replace
-from orthojax.model import gpt2
+from orthojax.config import RotationConfig, replace
+from orthojax.model import gpt2, parameter_shapes
 from orthojax.optim import orthoadam
-from orthojax.train import make_rotation, parameter_shapes
+from orthojax.train import make_rotation
 
 # Names are "KIND AXES", as in `RotationConfig`, and maybe "layer_by_layer".
 KERNEL_ROTATIONS = tuple(
@@ -52,7 +52,7 @@ def cases(tiny: bool) -> Iterator[Case]:
     left_out = [] if tiny else [name for name in KERNEL_ROTATIONS if name not in on_models]
     for name, by_layer in (("unrolled", ()), ("stacked", (f"{on_models[0]} layer_by_layer",))):
         scanned = dataclasses.replace(model, scan_layers=name == "stacked")
-        shapes = parameter_shapes(Config(model=scanned, data=DataConfig(sequence_length=model.max_length)))
+        shapes = parameter_shapes(scanned)
         yield from _cases(f"gpt2 {'tiny' if tiny else '130m'} {name}", shapes, (*on_models, *by_layer), left_out)
 
 

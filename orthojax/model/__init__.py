@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from orthojax.model.pretrained import read_folder_config as read_folder_config
     from orthojax.model.pretrained import write_folder as write_folder
     from orthojax.model.transformer import Transformer as Transformer
+    from orthojax.model.transformer import parameter_shapes as parameter_shapes
 
 _LAZY = {
     "cache": ("KVCache", "init_cache"),
@@ -43,7 +44,7 @@ _LAZY = {
     "layers": ("LinearFunction", "Norm", "linear", "plain_product"),
     "loaded": ("LoadedModel", "Observe", "Taps", "mesh_of", "stack_layers", "unstack_layers"),
     "pretrained": ("read_folder", "read_folder_config", "write_folder"),
-    "transformer": ("Transformer",),
+    "transformer": ("Transformer", "parameter_shapes"),
 }
 
 

@@ -21,7 +21,7 @@ from orthojax.files import make_folder, read_json, require_file, write_atomicall
 from orthojax.model.families import FAMILIES, family_named
 from orthojax.model.family import HEADS, SAME, Family, Weight, foreign_names
 from orthojax.model.family_configs import read_config, write_config
-from orthojax.model.transformer import Transformer
+from orthojax.model.transformer import parameter_shapes
 
 OWN = "orthojax"  # the model_type of models that no family expresses
 _SHARD_BYTES = 4 << 30
@@ -220,9 +220,7 @@ def _parts(tensor: np.ndarray, weight: Weight, config: ModelConfig, name: str) -
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter by its path."""
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    tree = jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens)["params"]
-    return {path: leaf.shape for path, leaf in _flat(tree).items()}
+    return {path: leaf.shape for path, leaf in _flat(parameter_shapes(config)).items()}
 
 
 def _paths(weight: Weight, layer: int | None, config: ModelConfig) -> list[str]:

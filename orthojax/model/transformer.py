@@ -3,6 +3,7 @@
 Letters inside functions: B batch, T query positions, S key positions, N query heads, D d_model, V vocabulary.
 """
 
+import functools
 import zlib
 from collections.abc import Callable
 from typing import Any, Literal
@@ -278,3 +279,15 @@ class Transformer(nn.Module):
             x, seen = block(c, self.linear, observe, layer, name=f"layers_{layer}")(x, given, shared, old, slots)
             observed.append(seen)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *observed)
+
+
+@functools.cache
+def parameter_shapes(config: ModelConfig) -> Any:
+    """The parameters that a model has, as jax.ShapeDtypeStruct; nothing is computed. Every caller has the same tree.
+
+    >>> shapes = parameter_shapes(ModelConfig(vocab_size=7, d_model=4, num_heads=2, d_mlp=8))
+    >>> shapes["token_embedding"]["embedding"].shape
+    (7, 4)
+    """
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens)["params"]

@@ -42,7 +42,6 @@ from orthojax.train.step import (
     init_state,
     make_train_step,
     optimizer_state_bytes,
-    parameter_shapes,
     state_shapes,
 )
 from orthojax.train.step_logger import DivergedError

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orthojax.config import Config, MeshConfig, ModelConfig, OptimConfig
 from orthojax.data import BigramBackcopy
-from orthojax.model import Transformer
+from orthojax.model import Transformer, parameter_shapes
 from orthojax.ops import chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
 from orthojax.optim import layout_of, state_shardings
 from orthojax.train.mesh import (
@@ -228,7 +228,7 @@ def _build(
     if mesh is None:
         optimizer, shardings = optimizer_with(None), None
     else:
-        shapes = _parameter_shapes(model_config, length)
+        shapes = parameter_shapes(model_config)
         params = parameter_shardings(model_config, shapes, mesh)
         moments = moment_shardings(optim, shapes, params)
         # The moments' layout moves with the mesh, the bases of the rotation do not.
@@ -263,20 +263,10 @@ def _build(
     return Program(mesh, optimizer, shardings, jitted_init, step)
 
 
-def _parameter_shapes(model: ModelConfig, length: int) -> Any:
-    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    return jax.eval_shape(Transformer(model).init, jax.random.key(0), tokens)["params"]
-
-
-def parameter_shapes(config: Config) -> Any:
-    """The parameters that the model of a config has, as jax.ShapeDtypeStruct."""
-    return _parameter_shapes(config.model, config.data.sequence_length)
-
-
 def optimizer_state_bytes(config: Config) -> int:
     """Bytes of the optimizer state of a run on all devices together; nothing is computed, and no mesh is needed."""
     optimizer = build(dataclasses.replace(config, mesh=MeshConfig())).optimizer
-    shapes = jax.eval_shape(optimizer.init, parameter_shapes(config))
+    shapes = jax.eval_shape(optimizer.init, parameter_shapes(config.model))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 

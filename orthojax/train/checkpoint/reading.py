@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from orthojax.config import Config, from_dict
 from orthojax.errors import UserError
 from orthojax.files import read_json
+from orthojax.model import parameter_shapes
 from orthojax.train.checkpoint.checksums import (
     ARRAYS,
     DamagedError,
@@ -24,7 +25,6 @@ from orthojax.train.checkpoint.checksums import (
     read_json_item,
     steps_in,
 )
-from orthojax.train.step import parameter_shapes
 
 _RUNS_SHOWN = 3  # where a folder of runs is taken for a run
 
@@ -155,7 +155,7 @@ def require_model(step_folder: Path, params: dict[str, Any]) -> None:
       DamagedError: Naming the first that differs.
     """
     found = {path: leaf.shape for path, leaf in params.items()}
-    wanted = {path: leaf.shape for path, leaf in by_path(parameter_shapes(read_config(step_folder))).items()}
+    wanted = {path: leaf.shape for path, leaf in by_path(parameter_shapes(read_config(step_folder).model)).items()}
     if difference := _difference(found, wanted):
         raise DamagedError(step_folder, f"its arrays do not fit its config: {difference}")
 
