@@ -64,6 +64,7 @@ def test_key_mass_is_counted_by_hand():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_training_without_interventions_is_that_of_the_config():
     found = train(CONFIG, untouched, lambda params, _: {"sum": total(params)}, (0, 2))
     state, step = init_state(CONFIG), make_train_step(CONFIG)

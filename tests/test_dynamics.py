@@ -105,6 +105,7 @@ def test_wrong_series(given, words):
         checkpoint_series(given)
 
 
+@pytest.mark.slow
 def test_the_page_of_two_checkpoints(run, tmp_path):
     np.save(tmp_path / "ids.npy", rows(0, 4))
     given, asked = Given(token_ids=str(tmp_path / "ids.npy"), length=8), Asked(settings=(), dynamics=True)

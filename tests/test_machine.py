@@ -30,6 +30,7 @@ def run(switch):
     return kept == "True", int(faults), allocator
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_freed_memory_is_kept_unless_the_switch_is_off():
     kept, faults, allocator = run("1")

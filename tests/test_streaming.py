@@ -34,6 +34,7 @@ def streamed(**parameters):
     return STREAMED.measure(LoadedModel(model, params, config, None, Path()), inputs, lambda what: None)
 
 
+@pytest.mark.slow
 def test_the_same_tokens_are_compared():
     """A model without attention predicts a token from the one before it alone, wherever that stands."""
     found = streamed(output={"kernel": jnp.zeros((16, 16))})
