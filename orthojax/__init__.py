@@ -50,12 +50,19 @@ __all__ = sorted([*_HOME, "analysis", "optim", "quant"])  # pyright: ignore[repo
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"orthojax.{_HOME[name]}"), name)
-    if name in _PACKAGES:
-        return importlib.import_module(f"orthojax.{name}")
+    try:
+        if name in _HOME:
+            return getattr(importlib.import_module(f"orthojax.{_HOME[name]}"), name)
+        if name in _PACKAGES:
+            return importlib.import_module(f"orthojax.{name}")
+    except ModuleNotFoundError as error:
+        from orthojax.errors import how_to_install
+
+        if hint := how_to_install(error):
+            raise ImportError(f"orthojax.{name} needs {error.name}: {hint}") from error
+        raise
     raise AttributeError(f"module 'orthojax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_HOME) | set(_PACKAGES))
+    return sorted([*_HOME, *_PACKAGES, "__version__"])

@@ -28,6 +28,15 @@ _ADVICE = {
     errno.EIO: "check the disk or the network file system",
     errno.ESTALE: "check the network file system, and run the same command again",
 }
+# Module -> the extra that installs it, of what is imported where it is used.
+_EXTRAS = {
+    **dict.fromkeys(
+        ("array_record", "etils", "flax", "google", "grain", "orbax", "tensorflow_datasets", "tokenizers", "tqdm"),
+        "train",
+    ),
+    **dict.fromkeys(("jinja2", "matplotlib", "scipy"), "reports"),
+    **dict.fromkeys(("gguf", "safetensors"), "pretrained"),
+}
 _LONGEST_NAME, _LONGEST_PATH = 160, 600  # in a message
 
 
@@ -94,6 +103,16 @@ def advice(error: BaseException) -> str:
             return _ADVICE[code]
         seen = seen.__cause__ or seen.__context__
     return ""
+
+
+def how_to_install(error: ModuleNotFoundError) -> str:
+    """The command that installs a missing module, '' where no extra has it.
+
+    >>> how_to_install(ModuleNotFoundError(name="flax.linen"))
+    "pip install 'orthojax[train]'"
+    """
+    extra = _EXTRAS.get((error.name or "").partition(".")[0])
+    return f"pip install 'orthojax[{extra}]'" if extra else ""
 
 
 @contextlib.contextmanager

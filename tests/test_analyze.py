@@ -265,9 +265,9 @@ def test_wrong_interventions_are_refused(models, tmp_path, intervention, message
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: named_models(["a=x,a=y"]), "two models are called 'a'"),
-        (lambda: named_models(["texts=x"]), "gives no model and name"),
-        (lambda: named_models(["a="]), "gives no model and name"),
+        (lambda: named_models(["a=x,a=y"]), "two are called 'a'"),
+        (lambda: named_models(["texts=x"]), "gives no path and name"),
+        (lambda: named_models(["a="]), "gives no path and name"),
         (lambda: named_files(["a.py"]), "has no name or no files"),
         (lambda: named_files(["code=a", "code=b"]), "twice"),
     ],

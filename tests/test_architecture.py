@@ -29,8 +29,8 @@ LAYERS = {
     "train": 3,
     "experiments": 4,
     "benchmarks": 4,
-    "cli": 5,
-    "launch": 6,  # the scripts, on top of what command lines share
+    "commands": 5,
+    **dict.fromkeys(("__main__", "launch"), 6),  # what starts them
 }
 NEVER = {
     "ops": {"flax", "optax", "orbax"},

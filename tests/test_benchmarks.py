@@ -77,7 +77,7 @@ def test_the_command_measures_every_suite_and_says_how(tiny):
     assert lines[-1] == "written: out/benchmark.json"
     provenance = results["provenance"]
     assert results["finished"]
-    assert provenance["command"] == "python launch/benchmark.py --tiny --repeats=2 --workdir=out"
+    assert provenance["command"] == "orthojax benchmark --tiny --repeats=2 --workdir=out"
     assert provenance["repeats"] == dict.fromkeys(SUITES, 2)
     assert provenance["tiny"] is True
     assert provenance["versions"]["jax"] == jax.__version__

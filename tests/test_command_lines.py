@@ -544,7 +544,8 @@ def test_help_lists_every_flag_and_every_config_field(tmp_path, script):
     done = run(script, "--help", cwd=tmp_path)
     assert done.returncode == 0
     assert done.stderr == ""
-    source = (ROOT / "launch" / f"{script}.py").read_text()
+    name = {"prepare_data": "prepare", "inspect_checkpoint": "inspect"}.get(script, script)
+    source = (ROOT / "orthojax/commands" / f"{name}.py").read_text()
     flags = re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', source)
     flags += [flag for flag in ("config", "cache_dir") if f"cli.define_{flag}()" in source]
     assert flags or script == "inspect_checkpoint"
@@ -732,7 +733,7 @@ def test_a_run_says_what_it_is_what_it_waits_for_and_how_it_ended(home):
 
 LOSING = """
 import os
-from orthojax import cli
+from orthojax.commands import cli
 cli.shorten_lost_peers()
 os.write(2, b"of a library\\n")
 os.write(2, b"W1122 preemption_sync_manager.cc:147] Failed\\nF1122 client.h:80] {fatal}\\n***")
@@ -754,7 +755,7 @@ def test_native_logs_of_a_lost_process_become_three_lines_and_others_stay(tmp_pa
 CRASH = """
 import sys, threading
 sys.argv = ["train.py"]
-from orthojax import cli
+from orthojax.commands import cli
 from orthojax.errors import UserError
 
 def other_thread():

@@ -37,7 +37,7 @@ from orthojax.errors import UserError, nearest
 from orthojax.model.presets import gpt2
 
 PATHS = field_paths(Config)
-SCRIPTS = sorted((Path(__file__).parents[1] / "launch").glob("*.py"))
+COMMANDS = sorted((Path(__file__).parents[1] / "orthojax/commands").glob("*.py"))
 
 
 def refusal(call, *args) -> list[str]:
@@ -377,7 +377,7 @@ def test_every_field_is_described_by_the_docstring_of_its_class():
 
 
 def test_names_of_other_programs_mean_fields_and_flags_that_exist():
-    flags = set(re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', "".join(p.read_text() for p in SCRIPTS)))
+    flags = set(re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', "".join(p.read_text() for p in COMMANDS)))
     assert flags > {"workdir", "checkpoint"}
     unknown = aliases._OTHER_NAMES.keys() - PATHS.keys() - flags - {"config"}
     assert not unknown

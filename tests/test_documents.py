@@ -29,7 +29,7 @@ def blocks(language: str) -> list[str]:
 def test_readme_opens_with_two_commands_that_stand_alone():
     commands = [block.strip() for block in blocks("sh")][:2]
     assert all(command.startswith("python3 -m venv .venv && ") and "\n" not in command for command in commands)
-    assert commands[0].endswith("launch/reproduce.py")
+    assert commands[0].endswith("orthojax reproduce")
     assert "[test]" in commands[1]
     assert all("-c constraints.txt" in command for command in commands)
 

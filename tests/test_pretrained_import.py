@@ -363,7 +363,8 @@ def test_what_a_gguf_file_has_besides_is_named(tmp_path):
 def test_a_command_says_so_and_ends_with_two(gguf_file, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(cut(0.5)(gguf_file[0].read_bytes()))
-    code = "import orthojax.cli; orthojax.cli.run(lambda argv: orthojax.load(argv[-1]), positional='MODEL')"
+    code = "import orthojax\nfrom orthojax.commands import cli\n"
+    code += "cli.run(lambda argv: orthojax.load(argv[-1]), positional='MODEL')"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(orthojax.__file__).parent.parent)}
     command = [sys.executable, "-c", code, str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

@@ -183,7 +183,7 @@ def nothing(*_):
 """
 START = """
 import program
-from orthojax import cli
+from orthojax.commands import cli
 
 cli.run(lambda _: program.run_all(
     program.{do}, ["a", "b", "c"], [program.Place()] * 2, program.Silent, setup=program.nothing, lost=program.nothing))

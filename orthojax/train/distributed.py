@@ -92,7 +92,7 @@ def ending_with_peers() -> Iterator[None]:
     except Exception as error:
         if jax.process_count() == 1 or not _LOST.search(str(error)):
             raise
-        os.write(2, PEER_LOST.encode())  # also where standard error is filtered; see `orthojax.cli`
+        os.write(2, PEER_LOST.encode())  # also where standard error is filtered; see `orthojax.commands.cli`
         os._exit(1)
 
 

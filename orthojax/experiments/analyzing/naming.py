@@ -9,7 +9,7 @@ _NAME = r"[A-Za-z0-9][\w.-]*"
 _TAKEN = ("text", "texts", "figures")  # what the workdir holds
 
 
-def named_models(given: Sequence[str]) -> dict[str, str]:
+def named_models(given: Sequence[str], flag: str = "--model=") -> dict[str, str]:
     """Name -> path, in order; a path without a name takes the last part of it.
 
     Raises:
@@ -24,9 +24,11 @@ def named_models(given: Sequence[str]) -> dict[str, str]:
         if not equals:
             name, path = _last_part(part), part
         if not path or not re.fullmatch(_NAME, name) or name in _TAKEN:
-            raise UserError(f"--model={part!r} gives no model and name", allowed="PATH or NAME=PATH, NAME of letters")
+            raise UserError(
+                f"{flag}{part!r} gives no path and name", allowed=f"{flag}PATH or {flag}NAME=PATH, NAME of letters"
+            )
         if name in models:
-            raise UserError(f"two models are called {name!r}", allowed="--model=NAME=PATH,NAME=PATH")
+            raise UserError(f"two are called {name!r}", allowed=f"{flag}NAME=PATH for one of them")
         models[name] = path
     return models
 

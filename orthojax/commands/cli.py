@@ -10,7 +10,7 @@ import textwrap
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,7 +28,7 @@ from orthojax.config import (
     read_value,
     replace,
 )
-from orthojax.errors import PEER_LOST, Interrupted, UserError, advice, nearest
+from orthojax.errors import PEER_LOST, Interrupted, UserError, advice, how_to_install, nearest
 from orthojax.machine import keep_freed_memory
 
 # Which flag a positional argument was most likely meant for, in a command that takes none: the first that it has.
@@ -80,7 +80,18 @@ def _warmup_of_a_short_run(config: Config) -> dict[str, Any]:
     return {"optim.warmup_steps": before * steps // config.train.steps} if 0 < steps <= before else {}
 
 
+def _shipped(path: Path) -> Path:
+    """A config that comes with the package, from wherever: configs/NAME.py, or NAME; else the path itself."""
+    name = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
+    package = Path(__file__).parents[1]
+    homes = [package / "configs", package.parent / "configs"]  # in a wheel, in a clone
+    found = [home / name.with_suffix(".py") for home in homes if not name.is_absolute()]
+    return next((file for file in found if file.is_file()), path)
+
+
 def _config_from_file(path: Path) -> Config:
+    if not path.exists():
+        path = _shipped(path)
     if not path.is_file():
         stored = path / "config.json"
         folders = [folder for folder in (path.parent, Path("configs")) if folder.is_dir()]
@@ -132,13 +143,26 @@ def _take_overrides(argv: Sequence[str]) -> list[str]:
 
 def _own_flags() -> dict[str, flags.Flag]:
     """The flags of this command by name, without those of libraries."""
-    defined = flags.FLAGS.flags_by_module_dict()
-    own = [*defined.get(sys.argv[0], []), *flags.FLAGS.get_flags_for_module(sys.modules["__main__"])]
-    return {flag.name: flag for flag in sorted([*own, *defined.get("orthojax.cli", [])], key=lambda flag: flag.name)}
+    home = flags.FLAGS.find_module_defining_flag
+    return {name: flags.FLAGS[name] for name in sorted(flags.FLAGS) if home(name, "").startswith("orthojax.")}
 
 
-def _help() -> str:
-    lines = [(sys.modules["__main__"].__doc__ or "").strip(), "", "flags:"]
+def flag_words(names: Iterable[str]) -> list[str]:
+    """What can be typed for flags: `--name=`, and every field of the config where `config` is among them."""
+    names = [f"config.{path}" for path in field_paths(Config)] * ("config" in names) + list(names)
+    return [f"--{name}" if name in flags.FLAGS and flags.FLAGS[name].boolean else f"--{name}=" for name in names]
+
+
+def typed(name: str) -> list[str]:
+    """How a user of this process would start another command: a script of launch/ names its neighbour."""
+    script = Path(sys.argv[0])
+    if script.suffix != ".py" or script.name == "__main__.py":
+        return ["orthojax", name]
+    return ["python", str(script.with_name(f"{name}.py"))]
+
+
+def _help(about: str) -> str:
+    lines = [about.strip(), "", "flags:"]
     lines += [f"  --{flag.name}={flag.default}  {flag.help}" for flag in _own_flags().values()]
     if "config" in flags.FLAGS:
         lines += ["", "config fields, as in --config.optim.learning_rate=3e-4:"]
@@ -169,7 +193,8 @@ def _unexpected(argument: str) -> UserError:
     return UserError(f"unexpected argument {argument!r}", allowed=_FLAGS, hint=hint)
 
 
-def _fail(error: BaseException) -> NoReturn:
+def fail(error: BaseException) -> NoReturn:
+    """Ends the process with at most three lines and exit code 2."""
     lines = [line for line in str(error).splitlines() if line.strip()][:3]
     print("\n".join(["error: " + lines[0], *(f"  {line}" for line in lines[1:])]), file=sys.stderr)
     atexit.unregister(_print_held_back)
@@ -230,14 +255,19 @@ def shorten_lost_peers() -> None:
     sys.stderr = os.fdopen(real, "w", buffering=1, errors="backslashreplace")
 
 
-def _guarded(call: Callable[[], Any]) -> Any:
+def guarded(call: Callable[[], Any]) -> Any:
     """Calls; a user error becomes at most three lines and exit code 2, a crash of ours keeps its traceback."""
     try:
         result = call()
         sys.stdout.flush()  # here, where a closed pipe is no crash
         return result
     except (UserError, flags.Error) as error:
-        _fail(error)
+        fail(error)
+    except ModuleNotFoundError as error:
+        hint = how_to_install(error)
+        if not hint:
+            raise
+        fail(UserError(f"{error.name} is not installed", hint=hint))
     except Interrupted as stop:
         print(stop, file=sys.stderr)
         sys.exit(128 + stop.signum)
@@ -251,13 +281,13 @@ def _guarded(call: Callable[[], Any]) -> Any:
         hint = advice(error)  # none for a missing file, which may be our fault: whoever opens a user's file says so
         if not hint:
             raise
-        _fail(UserError(f"{error.strerror}: {error.filename or 'while reading or writing'}", hint=hint))
+        fail(UserError(f"{error.strerror}: {error.filename or 'while reading or writing'}", hint=hint))
 
 
-def _parse(argv: Sequence[str], positional: str) -> list[str]:
+def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> list[str]:
     """The positional arguments; flags are kept by absl, overrides of the config here."""
     if any(argument in ("--help", "-h", "-help", "--helpfull", "--helpshort") for argument in argv[1:]):
-        print(_help())
+        print(_help(about))
         sys.stdout.flush()
         sys.exit(0)
     try:
@@ -268,21 +298,28 @@ def _parse(argv: Sequence[str], positional: str) -> list[str]:
         raise UserError(f"unknown flag --{error.flagname}", allowed=allowed, hint=hint) from None
     if _overrides and "config" not in flags.FLAGS:
         raise UserError("this command reads no config", hint="the config of a checkpoint is stored in it")
-    if positional and len(rest) != 1:
-        raise UserError(f"{len(rest)} arguments given", allowed=f"one: {positional}")
+    if positional and (not rest or (len(rest) > 1 and not several)):
+        raise UserError(f"{len(rest)} arguments given", allowed=positional if several else f"one: {positional}")
     if rest and not positional:
         raise _unexpected(rest[0])
     return rest
 
 
-def run(main: Callable[[list[str]], None], *, positional: str = "") -> None:
-    """Parses flags and calls `main` with the one positional argument named `positional`, if any, and reports errors."""
+def run(main: Callable[[list[str]], None], *, positional: str = "", several: bool = False) -> None:
+    """Parses flags, calls `main` with the positional arguments, and reports errors.
+
+    Args:
+      main: The command; the docstring of its module is the help.
+      positional: What a positional argument is; '' for a command without one.
+      several: Whether there may be more than one.
+    """
     logging.set_verbosity(logging.FATAL)  # Orbax logs much, and all that it raises twice; --verbosity=0 brings it back
     _hold_back_background_errors()
     keep_freed_memory()
     # SIGTERM unwinds the stack, so that files are closed and half-written checkpoints finish.
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    about = sys.modules[main.__module__].__doc__ or ""
     app.run(
-        lambda arguments: _guarded(lambda: main(arguments)),
-        flags_parser=lambda argv: _guarded(lambda: _parse(argv, positional)),
+        lambda arguments: guarded(lambda: main(arguments)),
+        flags_parser=lambda argv: guarded(lambda: _parse(argv, positional, several, about)),
     )

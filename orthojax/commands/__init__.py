@@ -1,0 +1,63 @@
+"""The commands: `orthojax NAME`, the same as `python -m orthojax NAME` and, in a clone, `python launch/NAME.py`.
+
+A command is a module with `define_flags()` and `main(arguments)`, whose docstring is its help. Flags of absl belong to
+the process, so that only the command that runs defines its own.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+
+from absl import flags
+
+from orthojax import __version__
+from orthojax.commands import cli, completion
+from orthojax.errors import UserError, nearest
+
+COMMANDS = ("train", "evaluate", "analyze", "generate", "reproduce", "prepare", "inspect", "compare", "benchmark")
+
+
+def start(name: str) -> None:
+    """Runs a command with the arguments of this process."""
+    command = _module(name)
+    command.define_flags()
+    positional, several = getattr(command, "POSITIONAL", ""), getattr(command, "SEVERAL", False)
+    cli.run(command.main, positional=positional, several=several)
+
+
+def main() -> None:
+    """Runs `orthojax NAME ...`."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("--help", "-h", "help"):
+        print(_help())
+    elif name == "--version":
+        print(__version__)
+    elif name == "completion":
+        cli.guarded(lambda: print(completion.script(*arguments[:1], words={c: _words(c) for c in COMMANDS})))
+    elif name not in COMMANDS:
+        allowed, hint = " | ".join(COMMANDS), nearest(name, COMMANDS)
+        cli.fail(UserError(f"unknown command {name!r}", allowed=allowed, hint=hint))
+    else:
+        sys.argv[1:] = arguments
+        start(name)
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"orthojax.commands.{name}")
+
+
+def _help() -> str:
+    about = {name: (_module(name).__doc__ or "").partition(":")[0] for name in COMMANDS}
+    lines = ["usage: orthojax COMMAND [FLAGS]", "", *(f"  {name:10} {says}" for name, says in about.items())]
+    more = ["orthojax COMMAND --help lists its flags;", "orthojax completion bash or zsh prints a completion script."]
+    return "\n".join([*lines, "", *more])
+
+
+def _words(name: str) -> list[str]:
+    """What can be typed after a command: its flags."""
+    command, before = _module(name), set(flags.FLAGS)
+    command.define_flags()
+    own = sorted(set(flags.FLAGS) - before)
+    words = cli.flag_words(own)
+    flags.FLAGS.remove_flag_values(own)
+    return words

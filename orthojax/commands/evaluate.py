@@ -1,0 +1,101 @@
+"""Evaluates a checkpoint: orthojax evaluate --checkpoint=runs/mine.
+
+Measures perplexity, outliers, attention and every quantisation setting on the held-out files of the checkpoint's own
+data, with the model that it was trained as, and writes evaluation.json, which also has every layer.
+--settings=w4a8,w4a4_group64 (or all) adds quantisation settings. --quantize=w4a8_group64 writes a quantised checkpoint,
+under --workdir or quantized/w4a8_group64 beside the checkpoints, and evaluates that: a quantised checkpoint runs on its
+integers.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+from absl import flags
+
+from orthojax.commands import cli
+from orthojax.errors import UserError, printable
+
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+    """Defines the flags of this command."""
+    cli.define_cache_dir()
+    cli.define_compile_cache()
+    flags.DEFINE_string("checkpoint", None, "A run's workdir, its checkpoints folder, or one step's folder.")
+    flags.DEFINE_string("workdir", None, "Where evaluation.json goes; beside the checkpoints if not given.")
+    flags.DEFINE_list("settings", [], "Quantisation settings to simulate beside the paper's five; all for every one.")
+    flags.DEFINE_string(
+        "quantize", None, "Quantisation setting by which to write a checkpoint of integers; evaluates it."
+    )
+    flags.DEFINE_bool("quantize_head", False, "Simulate every setting with the output head quantised as well.")
+    flags.DEFINE_bool(
+        "post_attention", False, "Also measure hidden states after attention: post_attention_kurtosis_first."
+    )
+
+
+def _check_flags(data_kind: str, quantized: bool) -> None:
+    if (FLAGS.settings or FLAGS.quantize_head) and (FLAGS.quantize or quantized):
+        flag = "--settings" if FLAGS.settings else "--quantize_head"
+        raise UserError(f"{flag} needs the kernels of a float checkpoint", allowed="a call of its own, on the run")
+    if data_kind == "bigram_backcopy" and (FLAGS.quantize_head or FLAGS.post_attention):
+        raise UserError("--quantize_head and --post_attention are for language models", allowed="neither of them")
+
+
+def main(_: list[str]) -> None:
+    if not FLAGS.checkpoint:
+        raise UserError("--checkpoint is missing", allowed="--checkpoint=DIR")
+
+    from orthojax import quant
+    from orthojax.experiments.overview import overview
+    from orthojax.files import make_folder, write_text
+    from orthojax.progress import Progress, tokenizing_progress
+    from orthojax.train import (
+        evaluate,
+        evaluation_stages,
+        find_checkpoint,
+        is_quantized,
+        keep_compiled_programs,
+        load,
+        open_inputs,
+        quantize_checkpoint,
+        read_config,
+        read_json_item,
+        require_same_data,
+    )
+
+    names = list(quant.MORE_SETTINGS) if FLAGS.settings == ["all"] else FLAGS.settings
+    settings = quant.SETTINGS | {name: quant.setting_named(name) for name in names}
+    step_folder = find_checkpoint(Path(FLAGS.checkpoint))
+    config = read_config(step_folder)
+    _check_flags(config.data.kind, is_quantized(step_folder))
+    beside = step_folder.parent.parent
+    if FLAGS.quantize:
+        quant.require_integers(quant.setting_named(FLAGS.quantize))
+        beside = beside / "quantized" / FLAGS.quantize
+    keep_compiled_programs(FLAGS.compile_cache)
+    workdir = Path(FLAGS.workdir) if FLAGS.workdir else beside
+    make_folder(workdir, "workdir", files=["evaluation.json"])  # before the work, so that a wrong path costs nothing
+    inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress())
+    require_same_data(step_folder, inputs.provenance)
+    if FLAGS.quantize:
+        step_folder = quantize_checkpoint(step_folder, quant.setting_named(FLAGS.quantize), workdir / "checkpoints")
+        print(printable(f"quantised: {step_folder}"))
+    result = {"checkpoint": str(step_folder), "data": inputs.provenance}
+    if is_quantized(step_folder):
+        result["quantization"], settings = read_json_item(step_folder, "quantization")["setting"], {}
+    loaded = load(step_folder)
+    stages = evaluation_stages(config, settings, quantize_head=FLAGS.quantize_head)
+    with Progress(stages, every_seconds=0.0) as progress:
+        result["metrics"] = metrics = evaluate(
+            loaded,
+            inputs,
+            settings=settings,
+            quantize_head=FLAGS.quantize_head,
+            post_attention=FLAGS.post_attention,
+            on_progress=functools.partial(progress.advance, 1),
+        )
+    print("\n".join(overview(metrics, config)), flush=True)  # before it is written: a full disk must not lose it
+    write_text(workdir / "evaluation.json", json.dumps(result, indent=2) + "\n")
+    print(printable(f"\nwritten: {workdir / 'evaluation.json'}"))

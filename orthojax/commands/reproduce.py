@@ -1,0 +1,124 @@
+"""Reproduces one experiment: orthojax reproduce --experiment=quick --scale=tiny --seeds=0,1,2.
+
+Without flags it runs the main job: two small language models on real text, vanilla and cured, in a few minutes on two
+CPU cores. Writes results.json, report.md, report.html and figures/ under the workdir, and of an experiment with `views`
+training.html, which steps through training; a second call resumes and skips what is done. --list shows all experiments,
+how much of each is done, and what the rest takes here.
+"""
+
+import functools
+from pathlib import Path
+
+from absl import flags
+
+from orthojax.commands import cli
+from orthojax.errors import UserError, nearest, printable
+from orthojax.files import make_folder
+
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+    """Defines the flags of this command."""
+    cli.define_cache_dir()
+    cli.define_compile_cache()
+    flags.DEFINE_string("experiment", "quick", "Which experiment; --list shows them.")
+    flags.DEFINE_bool("list", False, "Lists all experiments, what is done and what the rest takes here, and ends.")
+    flags.DEFINE_string("scale", "tiny", "tiny, overnight: two CPU cores; small: one GPU; paper: its own.")
+    flags.DEFINE_string("seeds", None, "Seeds, separated by commas; 0 for most experiments where not given.")
+    flags.DEFINE_string("workdir", None, "Folder of the study; runs/EXPERIMENT-SCALE where not given.")
+    flags.DEFINE_string(
+        "runs_dir", "runs/models", "Folder of trained runs, shared by experiments: none is trained twice."
+    )
+    flags.DEFINE_list("model", [], "Existing models to measure as well: NAME=CHECKPOINT[,NAME=CHECKPOINT].")
+    flags.DEFINE_integer(
+        "jobs", None, "Runs at once, at most; not given: one for each GPU, or CPU core with memory.", 1
+    )
+    flags.DEFINE_string("render", None, "A results.json: only writes its report again, beside it or under --workdir.")
+
+
+def _seeds() -> tuple[int, ...] | None:
+    """Those of --seeds; None where not given."""
+    if FLAGS.seeds is None:
+        return None
+    try:
+        seeds = tuple(int(seed) for seed in FLAGS.seeds.split(","))
+    except ValueError:
+        seeds = ()
+    if not seeds or min(seeds) < 0 or max(seeds) >= 2**32 or len(set(seeds)) < len(seeds):
+        raise UserError(
+            f"--seeds={FLAGS.seeds!r}", allowed="different integers, 0 to 2**32 - 1, separated by commas: 0,1,2"
+        )
+    return seeds
+
+
+def _models() -> dict[str, Path]:
+    """Name -> checkpoint, of --model."""
+    pairs = [text.partition("=") for text in FLAGS.model]
+    models = {name.strip(): Path(path) for name, _, path in pairs if name.strip() and path}
+    if len(models) < len(pairs):
+        raise UserError(
+            f"--model={','.join(FLAGS.model)}", allowed="different names: NAME=CHECKPOINT[,NAME=CHECKPOINT]"
+        )
+    return models
+
+
+def _render(source: Path) -> None:
+    """--render."""
+    from orthojax.experiments.catalog import find
+    from orthojax.experiments.page import print_report
+    from orthojax.experiments.rerender import read_raw, rerender
+
+    raw = read_raw(source)
+    experiment = find(FLAGS.experiment if FLAGS["experiment"].present else raw["experiment"])
+    workdir = Path(FLAGS.workdir or source.parent)
+    make_folder(workdir, "workdir")
+    print_report(rerender(experiment, raw, source, workdir))
+    print(f"\nwritten: {workdir}/report.md, report.html")
+
+
+def main(_: list[str]) -> None:
+    scales = ("tiny", "overnight", "small", "paper")
+    if FLAGS.scale not in scales:
+        raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(scales), hint=nearest(FLAGS.scale, scales))
+    if FLAGS.render:
+        _render(Path(FLAGS.render))
+        return
+    given, models = _seeds(), _models()
+
+    from orthojax.experiments.catalog import ALL, find, listing
+    from orthojax.experiments.page import make_report, print_report, write_report
+    from orthojax.experiments.places import places
+    from orthojax.experiments.study import given_model, run_experiment
+    from orthojax.train import keep_compiled_programs
+
+    keep_compiled_programs(FLAGS.compile_cache)
+    where = places(FLAGS.jobs)
+    if FLAGS.list:
+        print(listing(ALL, FLAGS.scale, given, Path(FLAGS.runs_dir), len(where)))
+        return
+    experiment = find(FLAGS.experiment)
+    seeds = experiment.seeds if given is None else given
+    workdir = Path(FLAGS.workdir or f"runs/{experiment.name}-{FLAGS.scale}")
+    trained = experiment.variants_at(FLAGS.scale)
+    counts = [f"{len(trained)} variants"] if trained else []
+    counts += [f"{len(models)} given model{'s' if len(models) > 1 else ''}"] if models else []
+    counts += [f"seeds {', '.join(map(str, seeds))}"] if trained or experiment.compute else []
+    print(f"{experiment.name}: {experiment.title}")
+    print(printable(f"workdir {workdir}: {'; '.join(counts) or 'no models'}"), flush=True)
+    results = run_experiment(
+        experiment,
+        FLAGS.scale,
+        seeds,
+        workdir,
+        runs_dir=Path(FLAGS.runs_dir),
+        cache_dir=Path(FLAGS.cache_dir),
+        models=[given_model(name, path) for name, path in models.items()],
+        where=where,
+        setup=functools.partial(keep_compiled_programs, FLAGS.compile_cache),
+    )
+    report = make_report(results)
+    write_report(report, workdir)
+    print_report(report)
+    more = ", training.html" if report.views else ""
+    print(printable(f"\nwritten: {workdir}/report.html, report.md, results.json, figures/{more}"))

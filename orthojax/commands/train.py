@@ -1,0 +1,154 @@
+"""Trains one model: orthojax train --config=configs/tiny_cured.py --workdir=runs/mine.
+
+Any field of the config can be set on the command line, as in --config.train.steps=2000 --config.train.seed=1.
+Writes config.json, metrics.jsonl and checkpoints/ under the workdir. Started again with the same flags, it resumes.
+--config.mesh.data=-1 uses all devices; --multihost joins the processes of a cluster, each started with
+the same flags and a workdir that all of them see.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from orthojax.commands import cli
+from orthojax.config import Config
+from orthojax.errors import UserError
+
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+    """Defines the flags of this command."""
+    cli.define_config()
+    cli.define_cache_dir()
+    cli.define_compile_cache()
+    flags.DEFINE_string("workdir", None, "Folder of the run; runs/NAME where not given and the config is NAME.py.")
+    flags.DEFINE_bool("multihost", False, "Join the processes that Slurm, Open MPI, GKE or Cloud TPU started.")
+    flags.DEFINE_string(
+        "coordinator_address", None, "HOST:PORT of process 0, where no cluster says; with the next two."
+    )
+    flags.DEFINE_integer("num_processes", None, "Processes of all machines together.", lower_bound=1)
+    flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", lower_bound=0)
+    flags.DEFINE_bool("dry_run", False, "Say what the run would take, compile its step and stop; no data is read.")
+    flags.DEFINE_integer("pretend_devices", None, "For a dry run: as if there were so many devices.", lower_bound=1)
+
+
+def _workdir() -> Path:
+    if FLAGS.workdir:
+        return Path(FLAGS.workdir)
+    config = Path(FLAGS.config or "train.py")
+    if config.suffix == ".json":  # all of them are called config.json
+        raise UserError(f"--workdir is missing, and {config} names no run", allowed="--workdir=DIR")
+    return Path("runs", config.stem)
+
+
+def _processes() -> tuple[str | None, int | None, int | None]:
+    return FLAGS.coordinator_address, FLAGS.num_processes, FLAGS.process_id
+
+
+def _dry_run(config: Config) -> None:
+    if not FLAGS.dry_run:
+        raise UserError("--pretend_devices without --dry_run", allowed="both, or neither")
+    if FLAGS.multihost or _processes() != (None, None, None):
+        raise UserError("a dry run joins no other processes", hint="--pretend_devices=N for the devices of all of them")
+    import jax
+
+    if FLAGS.pretend_devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", FLAGS.pretend_devices)
+
+    from orthojax.train import dry_run
+
+    for line in dry_run(config):
+        print(line, flush=True)
+
+
+def _train_with_progress(config: Config, inputs: Any, workdir: Path) -> None:
+    from orthojax.progress import Progress
+    from orthojax.train import describe_line, train
+
+    steps, compiling = config.train.steps, True
+    started = time.monotonic()
+    with Progress(steps, every_seconds=0.0) as progress:
+
+        def begin(done: int) -> None:
+            progress.skip(done)
+            if done == steps:
+                progress.say(f"all {steps:,} steps are done")
+                return
+            if done:
+                progress.say(f"resumes after step {done:,} of {steps:,}")
+            progress.say("compiling ...")
+
+        def count(step: int, _: float = 0.0) -> None:
+            nonlocal compiling
+            progress.advance(step - progress.done)
+            if compiling:
+                compiling = False
+                progress.say(f"compiled, first step done: {time.monotonic() - started:.0f} s")
+                progress.restart()
+
+        def show(line: dict[str, Any]) -> None:
+            message = describe_line(line, steps)
+            if "event" in line:
+                progress.say(message)
+                return
+            if "loss_nats" in line:
+                count(line["step"])
+            progress.advance(line["step"] - progress.done, message)
+
+        train(config, inputs, workdir, on_start=begin, on_step=count, on_line=show)
+
+
+def _evaluate_command(workdir: Path) -> list[str]:
+    cache = [] if FLAGS.cache_dir == FLAGS["cache_dir"].default else [f"--cache_dir={FLAGS.cache_dir}"]
+    return [*cli.typed("evaluate"), f"--checkpoint={workdir}", *cache]
+
+
+def main(_: list[str]) -> None:
+    config = cli.load_config()
+    if FLAGS.dry_run or FLAGS.pretend_devices is not None:
+        _dry_run(config)
+        return
+    workdir = _workdir()
+    many = FLAGS.multihost or _processes() != (None, None, None)
+    if many:
+        cli.shorten_lost_peers()
+
+    from orthojax.progress import tokenizing_progress
+    from orthojax.train import (
+        check_workdir,
+        closing,
+        describe_data,
+        distributed,
+        keep_compiled_programs,
+        open_inputs,
+        opening,
+        train,
+    )
+
+    if many:
+        distributed.initialize(*_processes())
+    is_primary = distributed.is_primary()
+
+    def say(*lines: str) -> None:
+        if is_primary:
+            print(*lines, sep="\n", flush=True)
+
+    def prepare() -> Any:
+        check_workdir(workdir, config)
+        keep_compiled_programs(FLAGS.compile_cache)
+        say(*opening(config, workdir))
+        # Every process makes the token files that it does not find; the first to finish keeps them.
+        return open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress() if is_primary else None)
+
+    with distributed.ending_with_peers():
+        inputs = distributed.sync_start(prepare)
+    say(describe_data(inputs.provenance))
+    if is_primary:
+        _train_with_progress(config, inputs, workdir)
+        say(*closing(workdir, _evaluate_command(workdir)))
+    else:
+        train(config, inputs, workdir)

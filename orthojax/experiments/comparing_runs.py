@@ -1,0 +1,165 @@
+"""Several training runs on one page: where their configs differ, their curves, and how they ended."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from orthojax.config import Config, flatten, from_json
+from orthojax.errors import UserError
+from orthojax.experiments import drawing
+from orthojax.experiments.overview import compared_with
+from orthojax.experiments.page import Picture, Report, Table
+from orthojax.experiments.results import LABELS
+from orthojax.files import parse_json, require_file
+from orthojax.formatting import number
+from orthojax.model import parameter_count
+from orthojax.train import read_metrics
+
+
+class Run(NamedTuple):
+    """What a training run left.
+
+    Attributes:
+      config: Its config.
+      lines: Of metrics.jsonl, in the order of their steps.
+      evaluation: The metrics of evaluation.json, {} where it was not evaluated.
+    """
+
+    config: Config
+    lines: list[dict[str, Any]]
+    evaluation: dict[str, float]
+
+    def curve(self, metric: str) -> tuple[list[int], np.ndarray]:
+        """A metric at the steps that have it: (steps [n], values [1, n])."""
+        points = {line["step"]: line[metric] for line in self.lines if isinstance(line.get(metric), int | float)}
+        return list(points), np.array([list(points.values())])
+
+    def ended(self) -> dict[str, float]:
+        """The metrics of the evaluation; those that it lacks as they were last logged."""
+        logged = {name: value for line in self.lines for name, value in line.items() if isinstance(value, int | float)}
+        training = {"training_loss_nats": logged.pop("loss_nats")} if "loss_nats" in logged else {}
+        return logged | training | self.evaluation
+
+
+# Metric -> (name and caption of its figure, scale of its axis).
+_CURVES: dict[str, tuple[str, str, Literal["linear", "log"]]] = {
+    "validation_loss_nats": ("held_out_loss", "Held-out loss (nats per token).", "linear"),
+    "loss_nats": ("training_loss", "Training loss (nats per token).", "linear"),
+    "kurtosis_first": ("kurtosis_first", "Kurtosis of the first token, mean over layers.", "log"),
+    "kurtosis_rest": ("kurtosis_rest", "Kurtosis of the other tokens, mean over layers.", "log"),
+    "first_attention_fraction": (
+        "first_attention",
+        "How often the first token is the most attended, mean over heads and layers.",
+        "linear",
+    ),
+    "grad_norm": ("gradient_norm", "Norm of the gradient.", "log"),
+    "learning_rate": ("learning_rate", "Learning rate.", "linear"),
+}
+_ENDS = (
+    *("perplexity", "loss_nats", "bits_per_byte", "validation_loss_nats", "training_loss_nats"),
+    *(
+        "backcopy_excess_risk_nats",
+        "bigram_excess_risk_nats",
+        "kurtosis_first",
+        "kurtosis_rest",
+        "max_abs_first",
+        "max_abs_rest",
+    ),
+    *("first_attention_fraction", "first_attention_mass", "sink_attention", "perplexity_int8_moderate"),
+    *("perplexity_int8_coarse", "perplexity_int4_zeropoint", "tokens_per_second"),
+)
+_OWN_LABELS = {
+    "validation_loss_nats": "held-out loss while training (nats)",
+    "training_loss_nats": "training loss of the last logged step (nats)",
+    "tokens_per_second": "tokens per second, as last logged",
+}
+
+
+def read_run(path: Path) -> Run:
+    """Reads the folder of a run.
+
+    Raises:
+      UserError: Where it is not one.
+    """
+    for name in ("config.json", "metrics.jsonl"):
+        require_file(path / name, f"{name} of a run")
+    config = from_json(Config, (path / "config.json").read_text(encoding="utf-8"))
+    lines = sorted(read_metrics(path / "metrics.jsonl"), key=lambda line: line["step"])
+    if not lines:
+        raise UserError(f"{path} has logged no step yet", allowed="runs with lines in metrics.jsonl")
+    evaluation = path / "evaluation.json"
+    if not evaluation.is_file():
+        return Run(config, lines, {})
+    found = parse_json(evaluation.read_bytes(), str(evaluation))
+    if not isinstance(found, dict) or not isinstance(found.get("metrics"), dict):
+        raise UserError(f"{evaluation} has no metrics", allowed="what orthojax evaluate writes")
+    return Run(config, lines, found["metrics"])
+
+
+def comparing_page(runs: Mapping[str, Run], notes: Sequence[str]) -> Report:
+    """The page of two runs or more, by name."""
+    pictures = []
+    for metric, (name, caption, scale) in _CURVES.items():
+        curves = {run: of.curve(metric) for run, of in runs.items()}
+        curves = {run: curve for run, curve in curves.items() if curve[0]}
+        if curves:
+            figure = drawing.lines(curves, x_label="step", y_label=caption.split(",")[0].rstrip("."), y_scale=scale)
+            pictures.append(Picture(name, caption, figure))
+    return Report(
+        title=f"{len(runs)} runs compared",
+        summary=[_sizes(runs), *_warnings(runs)],
+        claims=[],
+        tables=[_ends(runs), _differences(runs)],
+        pictures=pictures,
+        notes=notes,
+        links=[],
+    )
+
+
+def _sizes(runs: Mapping[str, Run]) -> str:
+    return "; ".join(
+        f"{name}: {parameter_count(run.config.model):,} parameters, {run.lines[-1]['step']:,} of "
+        f"{run.config.train.steps:,} steps" for name, run in runs.items()
+    ) + "."  # fmt: skip
+
+
+def _warnings(runs: Mapping[str, Run]) -> list[str]:
+    """What makes numbers of these runs hard to compare."""
+    first, *others = runs.values()
+    found = []
+    if any((run.config.data, run.config.eval) != (first.config.data, first.config.eval) for run in others):
+        found.append("Their data or evaluations differ: losses compare only where the held-out text is the same.")
+    if 0 < sum(not run.evaluation for run in runs.values()):
+        missing = ", ".join(name for name, run in runs.items() if not run.evaluation)
+        found.append(f"Not evaluated: {missing}. Numbers are then the last that were logged, on fewer sequences.")
+    return found
+
+
+def _ends(runs: Mapping[str, Run]) -> Table:
+    ends = {name: run.ended() for name, run in runs.items()}
+    rows = []
+    for metric in _ENDS:
+        if not any(metric in end for end in ends.values()):
+            continue
+        chance = next((compared_with(end, runs[name].config).get(metric, "") for name, end in ends.items()
+                       if metric in end and "perplexity" in end and "loss_nats" in end), "")  # fmt: skip
+        if metric.startswith("perplexity_"):
+            chance = ""
+        label = _OWN_LABELS.get(metric) or LABELS.get(metric, metric)
+        rows.append([label, *(number(end[metric]) if metric in end else "-" for end in ends.values()), chance])
+    return Table("How they ended", ["", *runs, "compare with"], rows)
+
+
+def _differences(runs: Mapping[str, Run]) -> Table:
+    fields = {name: flatten(run.config) for name, run in runs.items()}
+    first = next(iter(fields.values()))
+    differing = [path for path in first if any(of[path] != first[path] for of in fields.values())]
+    rows = [[path, *(_shown(of[path]) for of in fields.values())] for path in differing]
+    return Table("Fields of the config that differ", ["", *runs], rows or [["none", *["" for _ in runs]]])
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) and value else json.dumps(value)
