@@ -2,12 +2,12 @@
 
 Reproduces: rows GPT2 60M of Table 2 (From Attention to Activation), vanilla and cured, on other text and 3,000 steps.
 Data:       about 115 MB of Python; what it is depends on the installed packages, its sha256 is kept with every run.
-    python launch/prepare_data.py '--input=.venv/lib/python3*/site-packages/**/*.py' --tokenizer=bpe:16384 \
+    orthojax prepare '--input=.venv/lib/python3*/site-packages/**/*.py' --tokenizer=bpe:16384 \
         --output=data/python_packages
-Command:    python launch/train.py --config=configs/python_packages.py --workdir=runs/packages_vanilla
+Command:    orthojax train --config=configs/python_packages.py --workdir=runs/packages_vanilla
             and, cured, the same with --workdir=runs/packages_cured --config.model.normalizer=softmax1
             --config.optim.optimizer=orthoadam; stopped at any time, it resumes.
-            python launch/evaluate.py --checkpoint=runs/packages_vanilla
+            orthojax evaluate --checkpoint=runs/packages_vanilla
 Hardware:   one GPU: 393 million tokens, some 13 times over the text, so that it is memorised: not yet run.
             Two CPU cores: 3.5M parameters in 20 minutes by the flags that results/README.md has; 0.09 of an epoch.
 Expected:   there, one seed: perplexity 41.1 vanilla and 42.4 cured; kurtosis of the rest 13.3 and 3.0.

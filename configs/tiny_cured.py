@@ -1,8 +1,8 @@
 """The same 1M-parameter GPT-2 with softmax-1 attention and OrthoAdam: no outliers, the same perplexity.
 
 Reproduces: the cured row of the main job, at any length.
-Command:    python launch/train.py --config=configs/tiny_cured.py --config.train.steps=2000
-            python launch/evaluate.py --checkpoint=runs/tiny_cured
+Command:    orthojax train --config=configs/tiny_cured.py --config.train.steps=2000
+            orthojax evaluate --checkpoint=runs/tiny_cured
 Expected:   see results/README.md; kurtosis of hidden states near 3 at every length.
 Hardware:   two CPU cores, about 0.1 s a step.
 """

@@ -1,8 +1,8 @@
 """A 1M-parameter GPT-2 trained the usual way: softmax attention, Adam. What grows outliers.
 
 Reproduces: the vanilla row of the main job, at any length.
-Command:    python launch/train.py --config=configs/tiny_vanilla.py --config.train.steps=2000
-            python launch/evaluate.py --checkpoint=runs/tiny_vanilla
+Command:    orthojax train --config=configs/tiny_vanilla.py --config.train.steps=2000
+            orthojax evaluate --checkpoint=runs/tiny_vanilla
 Expected:   see results/README.md; kurtosis of hidden states well above 3 and rising with the steps.
 Hardware:   two CPU cores, about 0.1 s a step.
 """

@@ -99,7 +99,7 @@ def test_missing_and_changed_files(tmp_path):
             open_token_file(path, **options)
 
     refused(r"there is no token file .*train\.bin")
-    refused(r"has no sidecar train\.json\ndelete it and rebuild it with launch/prepare_data", b"1234")
+    refused(r"has no sidecar train\.json\ndelete it and rebuild it with orthojax prepare", b"1234")
     path.unlink()
     small = make(path).path.read_bytes()
     refused(r"train\.bin has 10 bytes, its sidecar says 12", small[:-2])

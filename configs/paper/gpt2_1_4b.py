@@ -3,9 +3,9 @@
 Reproduces: From Attention to Activation (arXiv 2410.17174):
             rows GPT2 1.4B of Tables 2 and 3.
 Data:       FILE is GPT-2's tokenizer.json; the same again with --split=validation
-    python launch/prepare_data.py --tfds_dir=DIR --dataset=c4/en --split=train --tokenizer=FILE --output=data/c4_gpt2
-Command:    python launch/train.py --config=configs/paper/gpt2_1_4b.py --workdir=runs/NAME FLAGS
-            python launch/evaluate.py --checkpoint=runs/NAME
+    orthojax prepare --tfds_dir=DIR --dataset=c4/en --split=train --tokenizer=FILE --output=data/c4_gpt2
+Command:    orthojax train --config=configs/paper/gpt2_1_4b.py --workdir=runs/NAME FLAGS
+            orthojax evaluate --checkpoint=runs/NAME
 Hardware:   as many devices as there are; hours are those of one NVIDIA H200 at 35% of its peak, by the FLOPs of the
             model. The paper had eight V100 of 32 GB.
 Expected:   for the FLAGS of each run, what the paper prints ("-": nothing), and hours:

@@ -251,7 +251,7 @@ def unknown_field(path: str, known: Iterable[str]) -> UserError:
     else:
         hint = not_a_field(path) or (f"did you mean {_either(near)}?" if near else "")
     return UserError(
-        f"unknown config field {path!r}", allowed="the fields that launch/train.py --help lists", hint=hint
+        f"unknown config field {path!r}", allowed="the fields that orthojax train --help lists", hint=hint
     )
 
 

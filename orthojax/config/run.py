@@ -18,9 +18,9 @@ class DataConfig:
 
     Attributes:
       kind: `embedded` is Python's own standard library, `text` reads the text or jsonl files in `paths`, `tokens` a
-        train and a validation token file made by launch/prepare_data.py, `bigram_backcopy` is the synthetic task.
+        train and a validation token file made by orthojax prepare, `bigram_backcopy` is the synthetic task.
       paths: Of `text`, files, folders and patterns (any number); of `tokens` two: the train and the validation file,
-        each one file or, under the same name, the shards of launch/prepare_data.py --shard=i/n; of `bigram_backcopy`,
+        each one file or, under the same name, the shards of orthojax prepare --shard=i/n; of `bigram_backcopy`,
         the text whose characters are counted, where it is not that of the standard library's documentation.
       tokenizer: `bytes`, `bpe:N` (trained on the corpus, N ids) or the path of a tokenizer: a tokenizer.json, GPT-2's
         vocab.json beside its merges.txt, a sentencepiece .model or the token ranks of Llama 3. Of `tokens`, what the

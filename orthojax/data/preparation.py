@@ -1,4 +1,4 @@
-"""A folder of token files from text of any size: what launch/prepare_data.py and the cache of data sets do.
+"""A folder of token files from text of any size: what orthojax prepare and the cache of data sets do.
 
 The folder gets `tokenizer.json`, and for each split `NAME.bin` with its sidecar, or one shard of it. Calls with the
 same tokenizer share a folder, whether they make other splits or other shards, also at the same time.

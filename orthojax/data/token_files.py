@@ -1,7 +1,7 @@
 """Token files: all ids of a corpus in one flat little-endian array, with a JSON sidecar that describes it.
 
 `train.bin` has its sidecar in `train.json`. Documents stand one after the other, each followed by the tokenizer's
-end-of-text id. `launch/prepare_data.py --shard=i/n` writes `train-0000i-of-0000n.bin`, and whoever names `train.bin`,
+end-of-text id. `orthojax prepare --shard=i/n` writes `train-0000i-of-0000n.bin`, and whoever names `train.bin`,
 which is not there, gets all of them as one. Text is tokenised once; training reads the files through the page cache.
 """
 
@@ -141,7 +141,7 @@ def open_token_file(path: str | Path, *, verify: bool = False) -> TokenFile:
       UserError: If the file or its sidecar is missing, the sidecar was edited, or they do not belong together.
     """
     path = Path(path)
-    again = f"rebuild it with launch/prepare_data.py or, if {path.parent} is a cache, delete that folder"
+    again = f"rebuild it with orthojax prepare or, if {path.parent} is a cache, delete that folder"
     if not os.path.exists(path):
         raise UserError(f"there is no token file {path}", hint=again)
     require_file(path, "token file")
@@ -199,7 +199,7 @@ def open_token_files(path: Path, *, verify: bool = False) -> TokenFile:
         if info.shard != f"{index}/{count}":
             raise UserError(
                 f"token file {shard} is shard {info.shard or '0/1'} by its sidecar: it was renamed",
-                allowed="the names that launch/prepare_data.py gave",
+                allowed="the names that orthojax prepare gave",
             )
         for name in (*TOKENIZER_FIELDS, "source_sha256", "split", "dtype"):
             a, b = getattr(infos[0], name), getattr(info, name)
@@ -258,7 +258,7 @@ def _require_all(path: Path, places: list[tuple[int, int]]) -> None:
     if missing:
         raise UserError(
             f"of the {counts[0]} shards of {path}, {len(missing)} are missing, the first is {missing[0]}",
-            hint=f"launch/prepare_data.py with --shard={missing[0]}/{counts[0]}",
+            hint=f"orthojax prepare with --shard={missing[0]}/{counts[0]}",
         )
     if len(places) > counts[0]:
         raise UserError(f"{path} names a shard twice", allowed="one folder, or shards with different numbers")

@@ -113,7 +113,7 @@ def find(name: str) -> Experiment:
     """
     known = {name: experiment for experiment in ALL for name in (experiment.name, *experiment.also)}
     if name not in known:
-        allowed = f"one of the {len(ALL)} that launch/reproduce.py --list shows"
+        allowed = f"one of the {len(ALL)} that orthojax reproduce --list shows"
         raise UserError(f"unknown experiment {name!r}", allowed=allowed, hint=nearest(name, known))
     return known[name]
 

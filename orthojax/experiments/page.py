@@ -96,7 +96,7 @@ def _notes(results: Results) -> list[str]:
     provenance, experiment = results.raw["provenance"], results.experiment
     models = ",".join(f"{v.name}={os.path.relpath(v.checkpoint)}" for v in results.variants if v.checkpoint)
     command = (
-        f"python launch/reproduce.py --experiment={experiment.name} --scale={results.scale} "
+        f"orthojax reproduce --experiment={experiment.name} --scale={results.scale} "
         f"--seeds={','.join(map(str, results.seeds))}" + (f" --model={shlex.quote(models)}" if models else "")
     )
     versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())

@@ -81,7 +81,7 @@ def rerender(experiment: Experiment, raw: dict[str, Any], source: Path, workdir:
     kept_tables = _blocks(before, _TABLE) if len(tables) < len(experiment.tables) else []
     kept_tables = [block for block in kept_tables if not block.startswith(built)]
     kept_pictures = [] if drawn else _blocks(before, _PICTURE)
-    command = [line[2:] for line in before.split("\n") if line.startswith("- python launch/")]
+    command = [line[2:] for line in before.split("\n") if line.startswith(("- python launch/", "- orthojax "))]
     notes = [*(command or report.notes[:1]), *report.notes[1:]]
     notes.append(f"written again from {os.path.relpath(source, workdir)}, without training")
     if kept_tables or kept_pictures:

@@ -295,7 +295,7 @@ def read_params(step_folder: Path) -> Any:
 def read_optimizer_state(step_folder: Path) -> Any:
     """The optimizer state alone, as a nested dict of arrays on the first device of this process.
 
-    Its names are those that `list_arrays` shows: named tuples by field, as in ["adam"]["nu"]["layers_0"].
+    Its names are those that `list_arrays` shows: named tuples by field, as in `state["adam"]["nu"]["layers_0"]`.
 
     Raises:
       UserError: Where it is missing or damaged; a quantised checkpoint has none.
