@@ -1,8 +1,8 @@
 """Builds the site, or serves it while it is written: python docs/build.py [serve]. Needs the extra `docs`.
 
-The pages are README.md, docs/, CONTRIBUTING.md, CHANGELOG.md and results/, where they stand, so that their links hold in
-a clone and in the site alike; they are copied to build/pages, where pages of the API are added, and the site is written to
-build/site. Every warning is an error.
+The pages are README.md, docs/, CONTRIBUTING.md, CHANGELOG.md and results/, where they stand, so that their links hold
+in a clone and in the site alike; they are copied to build/pages, where pages of the API are added, and the site is
+written to build/site. Every warning is an error.
 """
 
 import ast

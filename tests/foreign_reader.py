@@ -1,4 +1,4 @@
-"""Reads items of checkpoints with the README's lines for it, without orthojax, on one device: the tests run it alone.
+"""Reads items of checkpoints as docs/checkpoints.md says, without orthojax, on one device: the tests run it alone.
 
 python foreign_reader.py OUTPUT STEP/params [STEP/opt_state ...] writes OUTPUT/0.npz, OUTPUT/1.npz, ... with an
 array for each leaf, under its path.
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def snippet() -> str:
-    """The README's lines, of a path that is called `given`."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    """The lines of the guide, of a path that is called `given`."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/checkpoints.md").read_text(), re.S)
     (found,) = [block for block in blocks if "import" in block and "orbax.checkpoint" in block]
     found, replaced = re.subn(r'pathlib\.Path\("[^"]*/params"\)', "pathlib.Path(given)", found)
     assert replaced == 1

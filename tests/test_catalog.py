@@ -72,6 +72,8 @@ VERDICTS = {
     "sink_norms": "++-+",
     "sink_reinforcement": "++-+-+++-?+",
     "sink_theory": "+++++++-+",
+    "smollm2_quantised": "+++",
+    "smollm2_streaming": "++",
     "softmax1_sinks": "+++-++++++++",
     "streaming": "++--",
     "table1": "???",
@@ -87,10 +89,8 @@ VERDICTS = {
 }
 
 NOT_RUN_YET = {
-    "smollm2_quantised",
     "smollm2_cured",
     "aligned",
-    "smollm2_streaming",
     "tiny_setting",
     "damage",
     "haar",

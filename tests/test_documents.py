@@ -1,11 +1,13 @@
 """What README, CONTRIBUTING and the configs say is so."""
 
+import doctest
 import importlib.util
 import re
 import subprocess
 import textwrap
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,16 +16,24 @@ import pytest
 from tiny_run import drawn_params
 
 import orthojax
+from orthojax import commands
 from orthojax.config import Config, field_paths
 from orthojax.model import parameter_count
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+GUIDES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 
 
-def blocks(language: str) -> list[str]:
-    found = re.findall(rf"^( *)```{language}\n(.*?)```", README, re.DOTALL | re.MULTILINE)
+def blocks(language: str, text: str = README) -> list[str]:
+    found = re.findall(rf"^( *)```{language}\n(.*?)```", text, re.DOTALL | re.MULTILINE)
     return [textwrap.dedent(block) for _, block in found]
+
+
+def the_block(word: str, page: str) -> str:
+    """The only block of Python in a guide that has a word."""
+    (found,) = [block for block in blocks("python", GUIDES[page]) if word in block]
+    return found
 
 
 def test_readme_opens_with_two_commands_that_stand_alone():
@@ -41,8 +51,8 @@ def test_ci_runs_the_very_test_command_of_the_readme():
     assert found.stdout.strip() == blocks("sh")[1].strip()
 
 
-def test_optimizers_of_the_readme_are_the_same_and_run():
-    (code,) = [block for block in blocks("python") if "from_parts" in block]
+def test_optimizers_of_the_guide_are_the_same_and_run():
+    code = the_block("from_parts", "optimizer.md")
     names: dict = {}
     exec(code, names)
     params = {"kernel": jax.random.normal(jax.random.key(0), (8, 16))}
@@ -57,8 +67,8 @@ def test_optimizers_of_the_readme_are_the_same_and_run():
     assert not jnp.allclose(lion["kernel"], plain.update(grads, plain.init(params), params)[0]["kernel"])
 
 
-def test_the_readme_shards_the_state_over_the_data_axis():
-    (code,) = [block for block in blocks("python") if "zero1" in block]
+def test_the_guide_shards_the_state_over_the_data_axis():
+    code = the_block("zero1", "optimizer.md")
     mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     params = {"kernel": jnp.ones((8, 16))}
     shardings = {"kernel": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "fsdp"))}
@@ -68,16 +78,68 @@ def test_the_readme_shards_the_state_over_the_data_axis():
     assert state[0].inner.mu["kernel"].addressable_shards[0].data.shape == (2, 8)
 
 
-def test_attention_of_the_readme_runs():
-    (code,) = [block for block in blocks("python") if "dot_product_attention" in block]
+@pytest.mark.parametrize("text", [README, GUIDES["attention.md"]], ids=["README", "guide"])
+def test_attention_of_the_documents_runs(text):
+    (code,) = [block for block in blocks("python", text) if "dot_product_attention" in block]
     query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 4, 2, 8))
     names = {"orthojax": orthojax, "query": query, "key": key, "value": value}
     exec(code, names)
     assert names["out"].shape == (1, 4, 2, 8)
 
 
-def test_interventions_of_the_readme_run():
-    (code,) = [block for block in blocks("python") if "Interventions" in block]
+def test_flax_attends_as_the_guide_says():
+    layer = eval(the_block("MultiHeadAttention", "attention.md").split("\n\n")[1], {"nn": nn, "orthojax": orthojax})
+    x = jax.random.normal(jax.random.key(0), (1, 6, 16))
+    out, _ = layer.init_with_output(jax.random.key(1), x)
+    changed, _ = layer.init_with_output(jax.random.key(1), x.at[:, -1].add(1.0))
+    assert jnp.allclose(changed[:, :-1], out[:, :-1])
+
+
+def test_the_optimizers_of_the_readme_run():
+    (code,) = [block for block in blocks("python") if "orthoadam" in block]
+    names: dict = {}
+    exec(code, names)
+    params = {"kernel": jnp.ones((8, 16)), "embedding": jnp.ones((4, 8))}
+    for optimizer in (names["optimizer"], names["lion"]):
+        optimizer.update(params, optimizer.init(params), params)
+    assert "kernel" in orthojax.optim.describe(names["r"], params)
+
+
+@pytest.mark.parametrize("page", [page for page, text in GUIDES.items() if ">>> " in text])
+def test_examples_of_the_guides_print_what_they_say(page):
+    assert doctest.testfile(str(ROOT / "docs" / page), module_relative=False) == (0, GUIDES[page].count("\n>>> "))
+
+
+def test_no_block_of_python_is_left_out_above():
+    tested = {"optimizer.md": 2, "attention.md": 2, "measure.md": 2, "checkpoints.md": 1}  # two of them in other files
+    for page, text in GUIDES.items():
+        plain = [block for block in blocks("python", text) if ">>> " not in block]
+        assert len(plain) == tested.get(page, 0), page
+    assert len(blocks("python")) == 2
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """The words of every `orthojax COMMAND` in code."""
+    code = [*re.findall(r"`(orthojax [^`]+)`", text), *(b for of in ("sh", "bash") for b in blocks(of, text))]
+    lines = [line for part in code for line in re.split(r"[\n;&\"]", part.replace("\\\n", " "))]
+    found = [re.search(r"(?:^|[\s/])orthojax ((?:[a-z]+)(?: .*)?)$", line.strip()) for line in lines]
+    return [match[1].split() for match in found if match]
+
+
+def test_commands_of_the_documents_exist_with_their_flags():
+    texts = [README, *GUIDES.values(), (ROOT / "CONTRIBUTING.md").read_text(), (ROOT / "results/README.md").read_text()]
+    found = [command for text in texts for command in commands_of(text)]
+    assert len(found) > 40
+    words = {name: {word.rstrip("=") for word in commands._words(name)} for name in commands.COMMANDS}
+    for name, *arguments in found:
+        if name in ("completion", "COMMAND"):
+            continue
+        flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
+        assert flags - {"--help", "--FLAGS"} <= words[name], (name, arguments)
+
+
+def test_interventions_of_the_guide_run():
+    code = the_block("Interventions", "measure.md")
     config = Config(orthojax.gpt2("tiny", num_layers=2, d_model=16, d_mlp=16, vocab_size=8))
     model, tokens = orthojax.Transformer(config.model), np.arange(8)[None]
     loaded = orthojax.LoadedModel(model, drawn_params(config.model), config, None, ROOT)
@@ -88,8 +150,8 @@ def test_interventions_of_the_readme_run():
     assert len(set(kurtosis.ravel())) == 8
 
 
-def test_parameter_counts_of_the_readme():
-    rows = re.findall(r"\| `(gpt2|llama2)\(\"([\w.]+)\"\)` \| (\d+) x (\d+) \| ([\d,]+) \|", README)
+def test_parameter_counts_of_the_guide():
+    rows = re.findall(r"\| `(gpt2|llama2)\(\"([\w.]+)\"\)` \| (\d+) x (\d+) \| ([\d,]+) \|", GUIDES["model.md"])
     assert len(rows) == 5
     for family, size, layers, width, count in rows:
         config = getattr(orthojax, family)(size)
@@ -98,7 +160,7 @@ def test_parameter_counts_of_the_readme():
 
 
 def test_fields_and_files_that_the_documents_name_exist():
-    text = README + (ROOT / "CONTRIBUTING.md").read_text()
+    text = "".join([README, *GUIDES.values(), (ROOT / "CONTRIBUTING.md").read_text()])
     fields = field_paths(Config)
     for path in re.findall(r"--config\.([\w.]+)=", text):
         assert path in fields

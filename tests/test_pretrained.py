@@ -83,8 +83,8 @@ def test_a_quantised_checkpoint_is_loaded_on_its_integers(finished, tmp_path):
     assert measured[0] == pytest.approx(measured[1], rel=0.05)
 
 
-def test_the_readmes_lines_measure_a_run(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.DOTALL)
+def test_the_lines_of_the_guide_measure_a_run(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "docs/measure.md").read_text(), re.DOTALL)
     (lines,) = (block for block in blocks if "orthojax.load(" in block)
     workdir, _ = save(replace(CONFIG, {"model.max_length": 64}), tmp_path)
     scope = {}

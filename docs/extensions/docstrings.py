@@ -1,7 +1,8 @@
 """What Markdown does not know of docstrings: equations and examples.
 
-Equations become MathML when the site is built, so that it has no script, no font and no network for them: `$x$` and `$$x$$`
-of pages, :math:`x` and `.. math::` with an indented block of docstrings. Lines from `>>>` to an empty one become code.
+Equations become MathML when the site is built, so that it has no script, no font and no network for them: `$x$` and
+`$$x$$` of pages, :math:`x` and `.. math::` with an indented block of docstrings. Lines from `>>>` to an empty one
+become code.
 """
 
 import html
@@ -80,14 +81,14 @@ class _Examples(Preprocessor):
 
 
 class _Inline(InlineProcessor):
-    def handleMatch(self, m: re.Match[str], data: str) -> tuple[str, int, int]:  # noqa: N802
+    def handleMatch(self, m: re.Match[str], data: str) -> tuple[str, int, int]:
         return self.md.htmlStash.store(mathml(m[1], "inline")), m.start(0), m.end(0)
 
 
 class Docstrings(Extension):
     """For `markdown_extensions` of mkdocs.yml."""
 
-    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
+    def extendMarkdown(self, md: Markdown) -> None:
         """Registers the three forms; display equations after fenced code was taken out would be too late."""
         md.preprocessors.register(_Examples(md), "examples", 28)
         md.preprocessors.register(_Blocks(md), "equations", 27)
@@ -95,6 +96,6 @@ class Docstrings(Extension):
         md.inlinePatterns.register(_Inline(r"(?<![\\$\w])\$(?=\S)([^$\n]+?)(?<=\S)\$(?![\w$])", md), "math_dollar", 185)
 
 
-def makeExtension(**options: object) -> Docstrings:  # noqa: N802
+def makeExtension(**options: object) -> Docstrings:
     """What Python-Markdown calls."""
     return Docstrings(**options)

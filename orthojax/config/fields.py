@@ -250,9 +250,7 @@ def unknown_field(path: str, known: Iterable[str]) -> UserError:
         hint = f"{path!r} is a group: {', '.join(inside[:3])}, ..."
     else:
         hint = not_a_field(path) or (f"did you mean {_either(near)}?" if near else "")
-    return UserError(
-        f"unknown config field {path!r}", allowed="the fields that orthojax train --help lists", hint=hint
-    )
+    return UserError(f"unknown config field {path!r}", allowed="the fields that orthojax train --help lists", hint=hint)
 
 
 def _either(names: Sequence[str]) -> str:
