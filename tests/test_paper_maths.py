@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from tiny_run import drawn_params
 
+from orthojax.analysis import chance_of_first
 from orthojax.config import Config, DataConfig, EvalConfig, replace
 from orthojax.experiments import drawing
-from orthojax.experiments.claims import chance_of_first, gaussian_kurtosis_limit
+from orthojax.experiments.claims import gaussian_kurtosis_limit
 from orthojax.experiments.from_attention import appendix_e, appendix_h, figure4, maps
 from orthojax.experiments.from_attention import spiked_vector as spiked
 from orthojax.experiments.from_attention.equivariance import layer_deviations

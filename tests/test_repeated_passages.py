@@ -3,7 +3,8 @@
 import pytest
 from planted_results import made_up
 
-from orthojax.experiments.claims import chance_of_first, judge
+from orthojax.analysis import chance_of_first
+from orthojax.experiments.claims import judge
 from orthojax.experiments.ours.repeated_passages import CLAIMS, EXPERIMENT, GROUPS, SHARES, TOKENS
 
 

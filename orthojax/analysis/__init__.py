@@ -19,6 +19,7 @@ from orthojax.analysis.activations import value_norm_first as value_norm_first
 from orthojax.analysis.activations import value_norm_rest as value_norm_rest
 from orthojax.analysis.attention import attention_fraction_by_key as attention_fraction_by_key
 from orthojax.analysis.attention import attention_mass_by_key as attention_mass_by_key
+from orthojax.analysis.attention import chance_of_first as chance_of_first
 from orthojax.analysis.attention import equal_logits_mass as equal_logits_mass
 from orthojax.analysis.attention import first_attention_fraction as first_attention_fraction
 from orthojax.analysis.attention import first_attention_mass as first_attention_mass
@@ -66,4 +67,6 @@ from orthojax.analysis.parameters import parameter_norms as parameter_norms
 from orthojax.analysis.sink_logits import logit_summary as logit_summary
 from orthojax.analysis.sink_logits import logit_sums as logit_sums
 from orthojax.analysis.sink_logits import sink_logit_gap as sink_logit_gap
+from orthojax.analysis.summary import Summary as Summary
+from orthojax.analysis.summary import summarize as summarize
 from orthojax.model import Taps as Taps

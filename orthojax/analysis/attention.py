@@ -139,6 +139,22 @@ def equal_logits_mass(length: int, first_query: int) -> float:
     return float(np.mean(1.0 / np.arange(first_query + 1, length + 1)))
 
 
+def chance_of_first(length: float, *, softmax1: bool = False) -> float:
+    """Mean weight on key 0 over the queries of a causal row if all logits were 0: H_T / T with softmax.
+
+    Query t of T = `length`, from 1, sees t keys, so softmax gives each 1/t and softmax-1 1/(t + 1). The former is also
+    the share of queries whose largest weight is key 0 where each prefers one of its keys by chance.
+
+    Args:
+      length: T, tokens of a sequence.
+      softmax1: Whether the weights are those of softmax-1.
+
+    >>> chance_of_first(2), round(chance_of_first(2, softmax1=True), 4)
+    (0.75, 0.4167)
+    """
+    return float(np.mean(1.0 / (np.arange(1, int(length) + 1) + softmax1)))
+
+
 def uniformity_p_value(counts: Sequence[int]) -> float:
     """Whether winners may have been drawn uniformly: the exact multinomial test by Pearson's statistic.
 

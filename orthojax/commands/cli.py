@@ -144,7 +144,7 @@ def _take_overrides(argv: Sequence[str]) -> list[str]:
 def _own_flags() -> dict[str, flags.Flag]:
     """The flags of this command by name, without those of libraries."""
     home = flags.FLAGS.find_module_defining_flag
-    return {name: flags.FLAGS[name] for name in sorted(flags.FLAGS) if home(name, "").startswith("orthojax.")}
+    return {name: flags.FLAGS[name] for name in sorted(flags.FLAGS) if (home(name) or "").startswith("orthojax.")}
 
 
 def flag_words(names: Iterable[str]) -> list[str]:

@@ -9,8 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
+from orthojax.analysis import chance_of_first
 from orthojax.experiments.results import NotMeasured, Numbers, Quantity, Result, Results, as_quantity, pairs
 
 Verdict = Literal["holds", "does not hold", "not testable at this scale", "not measured"]
@@ -200,22 +199,6 @@ def _case_text(claim: Claim, label: str, of: Sequence[Result]) -> str:
 
 
 # Terms of criteria. Each takes `Result`s, or the numbers of one seed or of the paper.
-
-
-def chance_of_first(length: float, *, softmax1: bool = False) -> float:
-    """Mean weight on key 0 over the queries of a causal row if all logits were 0: H_T / T with softmax.
-
-    Query t of T = `length`, from 1, sees t keys, so softmax gives each 1/t and softmax-1 1/(t + 1). The former is also
-    the share of queries whose largest weight is key 0 where each prefers one of its keys by chance.
-
-    Args:
-      length: T, tokens of a sequence.
-      softmax1: Whether the weights are those of softmax-1.
-
-    >>> chance_of_first(2), round(chance_of_first(2, softmax1=True), 4)
-    (0.75, 0.4167)
-    """
-    return float(np.mean(1.0 / (np.arange(1, int(length) + 1) + softmax1)))
 
 
 def gaussian_kurtosis_limit(d_model: float) -> float:

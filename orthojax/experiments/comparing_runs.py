@@ -37,7 +37,7 @@ class Run(NamedTuple):
         points = {line["step"]: line[metric] for line in self.lines if isinstance(line.get(metric), int | float)}
         return list(points), np.array([list(points.values())])
 
-    def ended(self) -> dict[str, float]:
+    def ended(self) -> dict[str, Any]:
         """The metrics of the evaluation; those that it lacks as they were last logged."""
         logged = {name: value for line in self.lines for name, value in line.items() if isinstance(value, int | float)}
         training = {"training_loss_nats": logged.pop("loss_nats")} if "loss_nats" in logged else {}

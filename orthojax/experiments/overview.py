@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from statistics import NormalDist
 
+from orthojax.analysis import chance_of_first
 from orthojax.config import Config
-from orthojax.experiments.claims import chance_of_first
 from orthojax.experiments.results import LABELS
 from orthojax.formatting import align, number, percent
 

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax import analysis
+from orthojax.analysis import chance_of_first
 from orthojax.config import Config, changed_fields, replace
 from orthojax.data import TokenBatches
 from orthojax.errors import needing
 from orthojax.experiments.active_dormant.intervened_training import Intervene, train, untouched
 from orthojax.experiments.active_dormant.models import PEAK
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured
-from orthojax.experiments.claims import DOMINANCE, NO_OUTLIERS, Claim, chance_of_first, within
+from orthojax.experiments.claims import DOMINANCE, NO_OUTLIERS, Claim, within
 from orthojax.experiments.experiment import Case, Experiment
 from orthojax.experiments.pictures import ComputedCurves
 from orthojax.experiments.results import Numbers, Quantity, Result, Results, metric

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from orthojax.analysis import chance_of_first
 from orthojax.errors import UserError
 from orthojax.experiments import drawing
 from orthojax.experiments.analyzing.measuring import Measured
 from orthojax.experiments.analyzing.report import SHORT_LABELS, label
-from orthojax.experiments.claims import DOMINANCE, Claim, chance_of_first, judge
+from orthojax.experiments.claims import DOMINANCE, Claim, judge
 from orthojax.experiments.page import Picture, Report, Table
 from orthojax.experiments.results import Result, Results
 from orthojax.formatting import number

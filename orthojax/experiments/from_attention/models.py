@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from orthojax.analysis import chance_of_first
 from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, replace
-from orthojax.experiments.claims import chance_of_first
 from orthojax.experiments.experiment import Variant
 from orthojax.experiments.from_attention.paper_configs import (
     ABLATION_STEPS,

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from orthojax.analysis import chance_of_first
 from orthojax.experiments.claims import (
     DOMINANCE,
     EQUAL_PERPLEXITY,
@@ -22,7 +23,6 @@ from orthojax.experiments.claims import (
     S,
     V,
     chance,
-    chance_of_first,
     dominated,
     excess_left,
     excess_of_first_left,

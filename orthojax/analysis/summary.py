@@ -1,0 +1,145 @@
+"""A table of what the papers measure, of arrays from any model, with the level of chance beside each number."""
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from orthojax.analysis import activations, attention
+from orthojax.formatting import align, number
+
+
+class Row(NamedTuple):
+    """One metric.
+
+    Attributes:
+      name: As everywhere, `kurtosis_first` for example.
+      value: Mean over layers.
+      by_layer: [L].
+      chance: What it is where nothing stands out; nan where that is not known.
+      meaning: In words, with what `chance` is.
+    """
+
+    name: str
+    value: float
+    by_layer: np.ndarray
+    chance: float
+    meaning: str
+
+
+class Summary(NamedTuple):
+    """The rows of a table; `print` shows it, `metrics` are its numbers."""
+
+    rows: list[Row]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Name -> value."""
+        return {row.name: row.value for row in self.rows}
+
+    def __str__(self) -> str:
+        cells = [["", "measured", "by chance", "largest layer", ""]]
+        for row in self.rows:
+            chance = "" if math.isnan(row.chance) else number(row.chance)
+            cells.append([row.name, number(row.value), chance, number(row.by_layer.max()), row.meaning])
+        return "\n".join(align(cells))
+
+
+_HIDDEN = {
+    "kurtosis_first": "kurtosis over channels, first token; a Gaussian has 3",
+    "kurtosis_rest": "the same, other tokens",
+    "max_abs_first": "largest |x|, first token",
+    "max_abs_rest": "the same, other tokens",
+    "norm_ratio_first": "largest |x| / norm of x, first token; that of a Gaussian",
+    "norm_ratio_rest": "the same, other tokens",
+    "residual_norm_first": "norm of x, first token; that of the other tokens",
+    "residual_norm_rest": "the same, other tokens",
+}
+_WEIGHTS = {
+    "first_attention_fraction": "(query, head) pairs that attend most to the first token; a random visible key",
+    "first_attention_mass": "mean weight on the first token; if all logits are 0",
+    "sink_rate": "heads with a mean weight above 0.3 on the first token",
+}
+
+
+def summarize(hidden: ArrayLike | Sequence[ArrayLike] | None = None,
+              weights: ArrayLike | Sequence[ArrayLike] | None = None) -> Summary:  # fmt: skip
+    """Outliers of hidden states and attention to the first token, of one's own arrays.
+
+    Legend: L layers, B batch, T positions, D channels, N heads, S keys. Definitions: those of the functions of the same
+    names in `orthojax.analysis`.
+
+    Args:
+      hidden: Hidden states after each block, [L, B, T, D] or L arrays [B, T, D]; one layer may come alone.
+      weights: Attention weights, [L, B, N, T, S] or L arrays [B, N, T, S]; one layer may come alone.
+
+    Raises:
+      ValueError: For other shapes, weights that are none, or where neither is given.
+
+    >>> x = np.random.default_rng(0).normal(size=(2, 4, 16, 512))  # two layers, four sequences
+    >>> x[:, :, 0, 7] = 50.0  # an outlier channel of the first token
+    >>> summary = summarize(x)  # print(summary) is a table
+    >>> {name: round(summary.metrics[name]) for name in ("kurtosis_first", "kurtosis_rest")}
+    {'kurtosis_first': 351, 'kurtosis_rest': 3}
+    """
+    if hidden is None and weights is None:
+        raise ValueError("summarize() without arrays; allowed: hidden states, attention weights or both")
+    rows = [*_of_hidden(_layers(hidden, 3)), *_of_weights(_layers(weights, 4))]
+    return Summary(rows)
+
+
+def _layers(given: Any, ndim: int) -> list[ArrayLike]:
+    """One array for each layer; [] of None."""
+    if given is None:
+        return []
+    if isinstance(given, list | tuple):
+        return list(given)
+    array = jnp.asarray(given)
+    return [array] if array.ndim == ndim else list(array)
+
+
+def _of_hidden(layers: Sequence[ArrayLike]) -> list[Row]:
+    if not layers:
+        return []
+    D = np.shape(layers[0])[-1]
+    # The median of the largest of D absolute values of a Gaussian, over the root of D.
+    largest = NormalDist().inv_cdf((1 + 0.5 ** (1 / D)) / 2) / math.sqrt(D)
+    found = {name: _by_layer(getattr(activations, name), layers) for name in _HIDDEN}
+    chance = {"kurtosis_first": 3.0, "kurtosis_rest": 3.0, "norm_ratio_first": largest, "norm_ratio_rest": largest}
+    chance["residual_norm_first"] = float(found["residual_norm_rest"].mean())
+    return [_row(name, values, chance, _HIDDEN) for name, values in found.items()]
+
+
+def _of_weights(layers: Sequence[ArrayLike]) -> list[Row]:
+    if not layers:
+        return []
+    of = (attention.first_attention_fraction, attention.first_attention_mass)
+    found = {metric.__name__: _by_layer(metric, layers) for metric in of}
+    found["sink_rate"] = _by_layer(lambda w: attention.sink_rate(attention.first_attention_mass_by_head(w)), layers)
+    return [_row(name, values, _chance(layers), _WEIGHTS) for name, values in found.items()]
+
+
+def _by_layer(metric: Callable[[Any], Any], layers: Sequence[ArrayLike]) -> np.ndarray:
+    return np.array([float(metric(layer)) for layer in layers])
+
+
+def _row(name: str, values: np.ndarray, chance: dict[str, float], meanings: dict[str, str]) -> Row:
+    return Row(name, float(values.mean()), values, chance.get(name, math.nan), meanings[name])
+
+
+def _chance(layers: Sequence[ArrayLike]) -> dict[str, float]:
+    """Of causal weights those of `chance_of_first`; the mass only where rows have sums of softmax or softmax-1."""
+    weights = np.asarray(layers[0], np.float32)
+    T, S = weights.shape[-2:]
+    sums = weights.sum(-1)
+    softmax = bool(np.allclose(sums, 1.0, atol=1e-2))
+    if T == S and not np.triu(weights, 1).any():
+        chance = {"first_attention_fraction": attention.chance_of_first(T)}
+        mass = attention.chance_of_first(T, softmax1=not softmax)
+    else:
+        chance, mass = {"first_attention_fraction": 1 / S}, 1 / (S + (not softmax))
+    return chance | ({"first_attention_mass": mass} if softmax or (sums <= 1.01).all() else {})

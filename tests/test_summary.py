@@ -1,0 +1,86 @@
+"""`analysis.summarize`: the numbers of its functions, with levels of chance that equal logits and Gaussians have."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from orthojax import analysis, ops
+
+L, B, N, T, D = 3, 2, 4, 12, 256
+RNG = np.random.default_rng(0)
+HIDDEN = RNG.normal(size=(L, B, T, D)).astype(np.float32)
+LOGITS = RNG.normal(size=(L, B, N, T, T)).astype(np.float32)
+CAUSAL = np.tril(np.ones((T, T), bool))
+
+
+def weights_of(logits, normalizer):
+    return np.asarray(normalizer(jnp.asarray(logits), where=CAUSAL))
+
+
+SOFTMAX, SOFTMAX1 = (weights_of(LOGITS, normalizer) for normalizer in (ops.softmax, ops.softmax1))
+
+
+def test_numbers_are_those_of_the_functions_layer_by_layer():
+    summary = analysis.summarize(HIDDEN, SOFTMAX)
+    assert [row.name for row in summary.rows][-3:] == ["first_attention_fraction", "first_attention_mass", "sink_rate"]
+    for row in summary.rows:
+        layers = SOFTMAX if row.name in ("first_attention_fraction", "first_attention_mass") else HIDDEN
+        if row.name != "sink_rate":
+            expected = [float(getattr(analysis, row.name)(layer)) for layer in layers]
+            np.testing.assert_allclose(row.by_layer, expected, rtol=1e-6)
+        assert row.value == pytest.approx(row.by_layer.mean())
+    assert summary.metrics["sink_rate"] == np.mean(SOFTMAX[..., 0].mean((1, 3)) > 0.3)
+
+
+def test_layers_may_come_stacked_listed_or_alone():
+    stacked, listed = analysis.summarize(HIDDEN, SOFTMAX), analysis.summarize(list(HIDDEN), list(SOFTMAX))
+    assert stacked.metrics == listed.metrics
+    alone = analysis.summarize(HIDDEN[0], SOFTMAX[0])
+    assert alone.metrics["kurtosis_rest"] == stacked.rows[1].by_layer[0]
+    assert len(analysis.summarize(HIDDEN).rows) + len(analysis.summarize(weights=SOFTMAX).rows) == len(stacked.rows)
+
+
+@pytest.mark.parametrize(("normalizer", "weights"), [(ops.softmax, SOFTMAX), (ops.softmax1, SOFTMAX1)])
+def test_equal_logits_have_the_mass_of_chance(normalizer, weights):
+    rows = {row.name: row for row in analysis.summarize(weights=weights_of(0 * LOGITS, normalizer)).rows}
+    assert rows["first_attention_mass"].value == pytest.approx(rows["first_attention_mass"].chance)
+    drawn = {row.name: row for row in analysis.summarize(weights=weights).rows}
+    assert drawn["first_attention_mass"].chance == rows["first_attention_mass"].chance
+
+
+def test_random_weights_have_the_fraction_of_chance():
+    weights = weights_of(np.random.default_rng(1).normal(size=(200, N, T, T)), ops.softmax)
+    (row,) = [row for row in analysis.summarize(weights=weights).rows if row.name == "first_attention_fraction"]
+    assert row.value == pytest.approx(row.chance, abs=4 * 0.5 / np.sqrt(200 * N * T))
+    both_ways = np.asarray(jax.nn.softmax(np.random.default_rng(1).normal(size=(200, N, T, T))))
+    (row,) = [row for row in analysis.summarize(weights=both_ways).rows if row.name == "first_attention_fraction"]
+    assert row.chance == 1 / T
+    assert row.value == pytest.approx(row.chance, abs=4 * 0.5 / np.sqrt(200 * N * T))
+
+
+def test_rows_of_other_normalizers_have_no_mass_of_chance():
+    rows = {row.name: row for row in analysis.summarize(weights=2.0 * SOFTMAX).rows}
+    assert np.isnan(rows["first_attention_mass"].chance)
+    assert "nan" not in str(analysis.summarize(weights=2.0 * SOFTMAX))
+
+
+def test_gaussian_states_have_the_numbers_of_chance_and_an_outlier_has_not():
+    many = np.random.default_rng(2).normal(size=(1, 400, 2, D))
+    rows = {row.name: row for row in analysis.summarize(many).rows}
+    for name in ("kurtosis_first", "kurtosis_rest", "norm_ratio_first", "norm_ratio_rest", "residual_norm_first"):
+        assert rows[name].value == pytest.approx(rows[name].chance, rel=0.05)
+    many[:, :, 0, 5] = 100.0
+    summary = analysis.summarize(many)
+    assert summary.metrics["kurtosis_first"] > 0.9 * D
+    line = next(line for line in str(summary).splitlines() if line.startswith("kurtosis_first"))
+    assert line.split()[2] == "3"
+
+
+def test_wrong_arrays_are_refused():
+    with pytest.raises(ValueError, match="without arrays"):
+        analysis.summarize()
+    with pytest.raises(ValueError, match=r"allowed: \[B, T, D\]"):
+        analysis.summarize(HIDDEN[0, 0])
+    with pytest.raises(ValueError, match="not logits"):
+        analysis.summarize(weights=LOGITS)
