@@ -52,7 +52,7 @@ def test_an_evaluation_comes_before_what_was_logged(page):
     assert ends["held-out loss (nats)"][:2] == ["-", "2.08"]
     assert ends["held-out loss while training (nats)"][:2] == ["2.5", "2.5"]
     assert ends["training loss of the last logged step (nats)"][:2] == ["2", "2"]
-    assert ends["kurtosis, first token"][:2] == ["9", "3"]
+    assert ends["kurtosis, first token"] == ["9", "3", "3 for a Gaussian"]
     assert page.summary[1].startswith("Not evaluated: plain.")
 
 
@@ -65,9 +65,11 @@ def test_curves_are_of_what_was_logged(page):
 
 
 def test_runs_on_other_data_are_said_to_be(tmp_path):
-    runs = {"a": read_run(made(tmp_path / "a")), "b": read_run(made(tmp_path / "b", {"data.seed": 1}))}
+    runs = {"a": read_run(made(tmp_path / "a")), "b": read_run(made(tmp_path / "b", {"eval.sequences": 8}))}
     assert any("data or evaluations differ" in text for text in comparing_page(runs, []).summary)
-    same = {"a": runs["a"], "b": read_run(made(tmp_path / "c"))}
+    same = {"a": runs["a"], "b": read_run(made(tmp_path / "c", {"data.seed": 1}))}
+    assert not any("differ:" in text for text in comparing_page(same, []).summary)
+    same = {"a": runs["a"], "b": read_run(made(tmp_path / "d"))}
     assert table(comparing_page(same, []), "Fields of the config that differ") == {"none": ["", ""]}
 
 

@@ -110,8 +110,26 @@ def test_examples_of_the_guides_print_what_they_say(page):
     assert doctest.testfile(str(ROOT / "docs" / page), module_relative=False) == (0, GUIDES[page].count("\n>>> "))
 
 
+FRAMEWORKS = [block for block in blocks("python", GUIDES["optimizer.md"]) if "describe(" in block]
+
+
+@pytest.mark.parametrize("code", FRAMEWORKS, ids=["dicts", "linen", "nnx", "equinox", "haiku"])
+def test_ten_lines_train_in_every_framework(code, capsys):
+    assert len(code.strip().splitlines()) <= 13
+    exec(code, {})
+    lines = capsys.readouterr().out.splitlines()
+    rotated = [line for line in lines if "hadamard" in line]
+    assert len(rotated) >= 2
+    assert "unsure" not in "".join(lines)
+
+
 def test_no_block_of_python_is_left_out_above():
-    tested = {"optimizer.md": 2, "attention.md": 2, "measure.md": 2, "checkpoints.md": 1}  # two of them in other files
+    tested = {
+        "optimizer.md": 2 + len(FRAMEWORKS),
+        "attention.md": 2,
+        "measure.md": 2,
+        "checkpoints.md": 1,
+    }  # two of them in other files
     for page, text in GUIDES.items():
         plain = [block for block in blocks("python", text) if ">>> " not in block]
         assert len(plain) == tested.get(page, 0), page

@@ -1,5 +1,6 @@
 """Several training runs on one page: where their configs differ, their curves, and how they ended."""
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -130,12 +131,17 @@ def _warnings(runs: Mapping[str, Run]) -> list[str]:
     """What makes numbers of these runs hard to compare."""
     first, *others = runs.values()
     found = []
-    if any((run.config.data, run.config.eval) != (first.config.data, first.config.eval) for run in others):
+    if any(_held_out(run) != _held_out(first) for run in others):
         found.append("Their data or evaluations differ: losses compare only where the held-out text is the same.")
     if 0 < sum(not run.evaluation for run in runs.values()):
         missing = ", ".join(name for name, run in runs.items() if not run.evaluation)
         found.append(f"Not evaluated: {missing}. Numbers are then the last that were logged, on fewer sequences.")
     return found
+
+
+def _held_out(run: Run) -> tuple[Any, Any]:
+    """What decides the held-out text; the seed orders the batches of training only."""
+    return dataclasses.replace(run.config.data, seed=0), run.config.eval
 
 
 def _ends(runs: Mapping[str, Run]) -> Table:
@@ -144,10 +150,8 @@ def _ends(runs: Mapping[str, Run]) -> Table:
     for metric in _ENDS:
         if not any(metric in end for end in ends.values()):
             continue
-        chance = next((compared_with(end, runs[name].config).get(metric, "") for name, end in ends.items()
-                       if metric in end and "perplexity" in end and "loss_nats" in end), "")  # fmt: skip
-        if metric.startswith("perplexity_"):
-            chance = ""
+        known = (compared_with(end, runs[name].config) for name, end in ends.items() if metric in end)
+        chance = "" if metric.startswith("perplexity_") else next(known).get(metric, "")
         label = _OWN_LABELS.get(metric) or LABELS.get(metric, metric)
         rows.append([label, *(number(end[metric]) if metric in end else "-" for end in ends.values()), chance])
     return Table("How they ended", ["", *runs, "compare with"], rows)
