@@ -182,13 +182,58 @@ def test_tensorboard_has_every_number_once_also_after_a_resume(run, tmp_path):
     assert (tmp_path / "run/tensorboard/note.txt").exists()
 
 
-def test_without_its_package_tensorboard_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(UserError, match=r"tensorboardX") as error:
-        train(replace(CONFIG, {"train.tensorboard": True}), INPUTS, tmp_path / "run")
-    assert "orthojax[tensorboard]" in str(error.value)
+# Weights & Biases, by a stand-in for its package: the real one starts a process.
+
+
+class StandIn:
+    """Keeps what is logged by run, and where a run is, as wandb does."""
+
+    def __init__(self):
+        self.runs, self.opened = {}, []
+
+    def init(self, **options):
+        self.opened.append(options)
+        self.options, self.logged = options, self.runs.setdefault(options["id"], [])
+        return self
+
+    @property
+    def step(self):
+        return self.logged[-1][0] if self.logged else 0
+
+    def log(self, numbers, step):
+        assert step >= self.step  # wandb drops what comes later
+        self.logged.append((step, numbers))
+
+    def finish(self):
+        self.finished = True
+
+
+def test_wandb_has_every_line_of_a_run_once_and_a_resumed_run_goes_on_there(tmp_path, monkeypatch):
+    library = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    config = replace(CONFIG, {"train.wandb": True})
+    train(config, INPUTS, tmp_path / "run")
+    ((name, logged),) = library.runs.items()
+    lines = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [step for step, _ in logged] == [line["step"] for line in lines]
+    assert [numbers for _, numbers in logged] == [{k: v for k, v in line.items() if k != "step"} for line in lines]
+    assert library.finished
+    assert library.opened[0]["config"]["train.steps"] == config.train.steps
+    shutil.rmtree(tmp_path / "run/checkpoints/8")
+    train(config, INPUTS, tmp_path / "run")
+    assert list(library.runs) == [name]  # the same run
+    steps = [step for step, _ in logged]
+    assert steps == sorted(steps)
+    assert {step for step, _ in logged} == {line["step"] for line in lines}
+
+
+@pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_without_its_package_a_mirror_is_refused_before_anything_is_written(tmp_path, monkeypatch, name, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=package) as error:
+        train(replace(CONFIG, {f"train.{name}": True}), INPUTS, tmp_path / "run")
+    assert f"orthojax[{name}]" in str(error.value)
     assert len(str(error.value).splitlines()) == 3
-    assert not (tmp_path / "run").exists()
 
 
 # No waiting.

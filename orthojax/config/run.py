@@ -171,6 +171,7 @@ class TrainConfig:
         the gradient and update of each parameter, and what moves the residual stream of the first token; on one device.
       probe_sequences: Rows of a probe, out of the `eval.sequences`; all of those where they are fewer.
       tensorboard: Also write metrics.jsonl as TensorBoard events, under tensorboard/.
+      wandb: Also log metrics.jsonl to Weights & Biases, one run for each workdir; WANDB_MODE=offline keeps it on disk.
       on_bad_step: What to do where a loss or gradient norm is not finite, or a loss spikes: `stop` with an error;
         `skip` the batch; `roll_back` to the last checkpoint of the schedule and leave out the batches since.
       spike_nats: How far above its running mean a loss counts as a spike; None: no loss does.
@@ -194,6 +195,7 @@ class TrainConfig:
     probe_details: bool = added(False, affects="nothing")
     probe_sequences: int = added(8, affects="nothing")
     tensorboard: bool = added(False, affects="nothing")
+    wandb: bool = added(False, affects="nothing")
     on_bad_step: Literal["stop", "skip", "roll_back"] = added("stop")
     spike_nats: float | None = added(None)
     eval_every_steps: int = setting(100, affects="nothing")

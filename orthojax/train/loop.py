@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from orthojax.config import Config, to_json
+from orthojax.config import Config, flatten, to_json
 from orthojax.errors import Interrupted
 from orthojax.train.checkpoint import Checkpoints, read_config, read_json_item, require_same_data
 from orthojax.train.distributed import (
@@ -24,7 +24,7 @@ from orthojax.train.distributed import (
 from orthojax.train.evaluation import validation_loss_nats
 from orthojax.train.loading import initial_params
 from orthojax.train.mesh import place_rows, place_tree, place_whole
-from orthojax.train.metrics import ROLLED_BACK, MetricWriter, TensorBoard, validation_losses
+from orthojax.train.metrics import ROLLED_BACK, MetricWriter, TensorBoard, WandB, validation_losses
 from orthojax.train.probe import Probe, probe_metrics
 from orthojax.train.step import Program, TrainState, build
 from orthojax.train.step_logger import Position, RollBack, StepLogger, step_before
@@ -66,7 +66,11 @@ def train(
       Interrupted: On SIGINT, SIGTERM or a preemption notice, when the state is saved.
     """
     program, settings = build(config, inputs.task), config.train
-    tensorboard = TensorBoard(workdir / "tensorboard") if settings.tensorboard and is_primary() else None
+    mirrors: list[TensorBoard | WandB] = []
+    if is_primary() and settings.tensorboard:
+        mirrors.append(TensorBoard(workdir / "tensorboard"))
+    if is_primary() and settings.wandb:
+        mirrors.append(WandB(workdir, flatten(config)))
     retention = {"keep_every_steps": settings.keep_every_steps, "keep_best": settings.keep_best}
     with (
         _started(config, inputs, workdir),
@@ -80,7 +84,7 @@ def train(
         on_start(step)
         if step >= settings.steps and not run.validation_pending(step):
             return state
-        writer = MetricWriter(path if is_primary() else None, step, tensorboard=tensorboard, on_line=on_line)
+        writer = MetricWriter(path if is_primary() else None, step, mirrors=mirrors, on_line=on_line)
         with writer, stop_on_signals() as stop:
             logger = StepLogger(config, writer, on_step, 1 if program.mesh is None else program.mesh.size)
             state = run.train(state, step, position, writer, logger, stop)

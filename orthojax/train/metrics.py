@@ -1,11 +1,12 @@
-"""metrics.jsonl, one JSON object a line, and its TensorBoard mirror."""
+"""metrics.jsonl, one JSON object a line, and its mirrors in TensorBoard and Weights & Biases."""
 
+import hashlib
 import importlib
 import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,54 @@ class TensorBoard:
             self._writer = None
 
 
+class WandB:
+    """A mirror of metrics.jsonl in Weights & Biases: one run for each workdir, which a resumed run continues.
+
+    What a roll-back or a resume drops from metrics.jsonl stays visible there: steps are logged once. wandb's own
+    environment says where it goes: WANDB_MODE=offline keeps it under the workdir, WANDB_PROJECT names the project.
+    """
+
+    def __init__(self, workdir: Path, config: dict[str, Any]):
+        """Imports the package.
+
+        Raises:
+          UserError: Without the extra `wandb`.
+        """
+        try:
+            self._library: Any = importlib.import_module("wandb")
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"train.wandb=true needs the package wandb: {error}",
+                allowed="false, or an installation with it",
+                hint="pip install 'orthojax[wandb]'",
+            ) from None
+        self._workdir, self._config, self._run = workdir.absolute(), config, None
+
+    def restart(self, lines: list[dict[str, Any]]) -> None:
+        """Opens the run, or keeps it open, and logs the lines that it does not have."""
+        if self._run is None:
+            digest = hashlib.sha256(str(self._workdir).encode()).hexdigest()[:8]
+            self._run = self._library.init(
+                project=os.environ.get("WANDB_PROJECT", "orthojax"), name=self._workdir.name, config=self._config,
+                id=f"{digest}-{self._config['train.seed']}", resume="allow", dir=str(self._workdir),
+            )  # fmt: skip
+        for line in lines:
+            self.write(line)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Logs every number of a line at the line's step, unless the run is beyond it."""
+        assert self._run is not None
+        numbers = {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
+        if line["step"] >= self._run.step:
+            self._run.log(numbers, step=line["step"])
+
+    def close(self) -> None:
+        """Uploads what is left."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
 class MetricWriter:
     """Appends to a metrics file; lines of later steps than the restored state's are dropped first."""
 
@@ -65,7 +114,7 @@ class MetricWriter:
         path: Path | None,
         resume_step: int,
         *,
-        tensorboard: TensorBoard | None = None,
+        mirrors: Sequence[TensorBoard | WandB] = (),
         on_line: Callable[[dict[str, Any]], None] = lambda values: None,
     ):
         """Opens the file.
@@ -73,10 +122,10 @@ class MetricWriter:
         Args:
           path: The metrics.jsonl; None writes nothing, as in all processes but one.
           resume_step: Optimizer steps that the restored state has taken.
-          tensorboard: Gets the same values.
+          mirrors: Get the same values.
           on_line: Called with every line that is written.
         """
-        self._path, self._tensorboard, self._on_line, self._file = path, tensorboard, on_line, None
+        self._path, self._mirrors, self._on_line, self._file = path, mirrors, on_line, None
         if path is None:
             return
         lines, corrupt = _read(path)
@@ -97,8 +146,8 @@ class MetricWriter:
         # Not in place: a kill in between would lose the lines of the steps that are not repeated.
         write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
         self._file = path.open("a", encoding="utf-8", buffering=1)
-        if self._tensorboard:
-            self._tensorboard.restart(lines)
+        for mirror in self._mirrors:
+            mirror.restart(lines)
 
     def write(self, values: dict[str, Any]) -> None:
         """Writes one line, unbuffered; numbers that are not finite, which JSON does not have, are left out.
@@ -113,8 +162,8 @@ class MetricWriter:
             self._file.write(json.dumps(values) + "\n")
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
-        if self._tensorboard:
-            self._tensorboard.write(values)
+        for mirror in self._mirrors:
+            mirror.write(values)
         self._on_line(values)
 
     def __enter__(self) -> "MetricWriter":
@@ -123,8 +172,8 @@ class MetricWriter:
     def __exit__(self, *_: object) -> None:
         if self._file:
             self._file.close()
-        if self._tensorboard:
-            self._tensorboard.close()
+        for mirror in self._mirrors:
+            mirror.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
