@@ -22,8 +22,8 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "input",
         None,
-        "Text or jsonl files (also .gz, .bz2, .xz, .zst), folders or patterns, separated by commas, or 'embedded' (the "
-        "default): Python's standard library.",
+        "Text, jsonl (also .gz, .bz2, .xz, .zst), .parquet and .arrow files, folders or patterns, separated by commas, "
+        "or 'embedded' (the default): Python's standard library.",
     )
     flags.DEFINE_string("tfds_dir", "", "Folder of TensorFlow Datasets, or of one version of one data set.")
     flags.DEFINE_string("dataset", "", "NAME[/CONFIG][:VERSION] in --tfds_dir, such as c4/en:3.0.1.")

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from orthojax.data import tables
 from orthojax.errors import UserError, needing
 from orthojax.files import parse_json, require_file
 
@@ -125,7 +126,7 @@ def embedded_corpus(root: str | os.PathLike[str] | None = None) -> Source:
 
 
 def text_corpus(paths: Sequence[str | os.PathLike[str]], sha256: str = "") -> Source:
-    """Text and .jsonl files, as `read_documents` reads them; only plain .jsonl files are divided between shards.
+    """Text, .jsonl files and tables, as `read_documents` reads them; shards divide plain .jsonl files only.
 
     Args:
       paths: As `find_files`.
@@ -143,7 +144,8 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]
     """Names and paths of text files, with folders and patterns expanded.
 
     Args:
-      paths: Files, in order; folders, with every file at any depth that is not hidden, sorted; patterns such as
+      paths: Files, in order; folders, with every file at any depth that is not hidden, sorted, or where there are
+        tables (.parquet, .arrow) those alone; patterns such as
         `data/*.jsonl.gz` or `data/**/*.txt`, sorted. A file in a folder is named by its path there, others by their
         last part.
 
@@ -155,6 +157,8 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]
         if os.path.isdir(path):
             named = sorted((file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file())
             files = [(name, file) for name, file in named if not any(part[0] == "." for part in name.split("/"))]
+            # The other files of a data set's folder describe it.
+            files = [(name, file) for name, file in files if file.suffix in tables.SUFFIXES] or files
             problem = "is a folder without files"
         elif glob.has_magic(str(path)) and not os.path.lexists(path):
             matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
@@ -173,19 +177,26 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]
 def read_documents(name: str, path: Path, start: int = 0, stop: int | None = None) -> Iterator[Item]:
     """The documents of a file, in order, one in memory at a time; empty ones are left out.
 
-    A .jsonl file has one document per line, the string under "text"; blank lines are skipped. Any other file is one
-    document. Files whose names end in .gz, .bz2, .xz or .zst are decompressed.
+    A .jsonl file has one document per line, the string under "text"; blank lines are skipped. Tables, .parquet and
+    .arrow, have one in each row of their column "text". Any other file is one document. Files whose names end in .gz,
+    .bz2, .xz or .zst are decompressed.
 
     Args:
-      name: Of the file; documents of a .jsonl file are called `name:line`, after a start in the middle `name@byte`.
+      name: Of the file; documents of a .jsonl file are called `name:line`, after a start in the middle `name@byte`;
+        those of a table `name:row`.
       path: The file.
       start: The position of an earlier item. In a .jsonl file it is a byte of the (decompressed) text, and any byte
-        will do: reading starts with the first line that begins there or later. In others it is 0, or 1 for the end.
+        will do: reading starts with the first line that begins there or later. In a table it is a row. In others it
+        is 0, or 1 for the end.
       stop: .jsonl files: lines that begin here or later are left out.
 
     Raises:
       UserError: For a file that cannot be read or decompressed, is not UTF-8, or has a bad line.
     """
+    if path.suffix in tables.SUFFIXES:
+        for row, text, offset in tables.read_texts(path, start):
+            yield Item(Document(f"{name}:{row + 1}", text), row + 1, offset)
+        return
     kind, opened = _COMPRESSED.get(path.suffix, ("text", lambda raw: raw))
     try:
         with open(path, "rb", buffering=_BLOCK) as raw, opened(raw) as file:
