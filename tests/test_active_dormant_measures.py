@@ -13,7 +13,7 @@ from tiny_run import assert_trees_close, drawn_params
 from orthojax import analysis
 from orthojax.config import replace
 from orthojax.errors import UserError
-from orthojax.experiments.active_dormant import models
+from orthojax.experiments.active_dormant import models, views
 from orthojax.experiments.active_dormant.models import config, half_step
 from orthojax.experiments.experiment import Variant
 from orthojax.experiments.pretrained import aligned
@@ -313,7 +313,7 @@ def test_the_view_has_every_probe(run):
     rows = [{"seed": 0, "metrics": {"x": 1.0}, "run": folder.name}]
     variant = Variant("plain", "plain", CONFIG)
     result = Result("plain", variant, rows, paper={}, costs={}, folder=folder.parent)
-    view = models.training_view(result, inputs.task, models.layer_curves(2, {"sink_attention": "sink"}))
+    view = views.training_view(result, inputs.task, models.layer_curves(2, {"sink_attention": "sink"}))
     assert [frame.step for frame in view.frames] == [0, 1, 4]
     assert view.tokens[0] == "<s>"
     assert not view.is_trigger[0]

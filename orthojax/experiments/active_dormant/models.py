@@ -14,10 +14,8 @@ from jax.typing import ArrayLike
 from orthojax import analysis, quant
 from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig, replace
 from orthojax.data.bigram_backcopy import default_text
-from orthojax.errors import UserError
 from orthojax.experiments.measures import Measure, Measured
-from orthojax.experiments.results import Numbers, Quantity, Result
-from orthojax.experiments.training_view import Frame, TrainingView
+from orthojax.experiments.results import Numbers, Quantity
 from orthojax.model import Interventions, LoadedModel, Transformer, attention_pattern
 from orthojax.model.presets import bigram_backcopy
 from orthojax.train import Inputs, read_metrics
@@ -356,34 +354,3 @@ def layer_curves(num_layers: int, names: Mapping[str, str]) -> dict[str, str]:
             where = f", layer {layer + 1}" if num_layers > 1 else ""
             curves[words + where] = f"{metric}/layer_{layer}"
     return curves
-
-
-def training_view(result: Result, task: Any, curves: Mapping[str, str]) -> TrainingView:
-    """The first seed of a variant over its probes, from the folder of its run.
-
-    Args:
-      result: Of the variant.
-      task: Its Bigram-Backcopy.
-      curves: Words -> metric, as in metrics.jsonl.
-    """
-    seed = min(result.folders)
-    folder = result.folders[seed]
-    lines = {line["step"]: line for line in read_metrics(folder / "metrics.jsonl") if "sink_attention" in line}
-    frames, tokens = [], None
-    for step in sorted(lines):
-        with np.load(probe_file(folder / "probes", step)) as arrays:
-            shown = [np.asarray(arrays[name], np.float32) for name in ("attention", "value_norms", "residual_norms")]
-            tokens = arrays["tokens"]
-            frames.append(Frame(step, *shown))
-    if tokens is None:
-        raise UserError(f"{folder} has no probes", hint="run the experiment again, without --render")
-    names = [*("<s>" if len(task.bos_ids) == 1 else f"<s{i}>" for i in range(len(task.bos_ids)))]
-    words = {**dict(enumerate(task.characters)), **dict(zip(task.bos_ids, names, strict=True))}
-    return TrainingView(
-        title=result.label,
-        tokens=[words.get(int(token), "<d>") for token in tokens],
-        is_trigger=np.asarray(task.is_trigger(jnp.asarray(tokens[None])))[0].tolist(),
-        frames=frames,
-        curves={words: [lines[frame.step].get(name, np.nan) for frame in frames] for words, name in curves.items()},
-        about=f"{result.label}, seed {seed}: one held-out sequence at the recorded steps of training.",
-    )

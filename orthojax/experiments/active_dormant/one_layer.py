@@ -18,8 +18,8 @@ from orthojax.experiments.active_dormant.models import (
     STATIC,
     config,
     layer_curves,
-    training_view,
 )
+from orthojax.experiments.active_dormant.views import training_view
 from orthojax.experiments.claims import Claim, Revision, all_within, within
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.page import Picture

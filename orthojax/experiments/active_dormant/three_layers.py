@@ -20,7 +20,7 @@ from orthojax.experiments.active_dormant.models import (
     config,
     layer_curves,
 )
-from orthojax.experiments.active_dormant.models import training_view as view_of
+from orthojax.experiments.active_dormant.views import training_view as view_of
 from orthojax.experiments.claims import Claim, Revision, within
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.pictures import LayerCurves, StepCurves
