@@ -116,7 +116,7 @@ def judge(
     name, module = [*[part for part in reversed(path.lower().split("/")) if not part.isdigit()], "", ""][:2]
     kernel = _KERNEL.fullmatch(name)
     if len(shape) < 2:
-        return f"{len(shape)} axes, fewer than 2", ""
+        return f"{len(shape)} {'axis' if len(shape) == 1 else 'axes'}, fewer than 2", ""
     if embeddings is None:
         table = _TABLE.fullmatch(module if _OF_MODULE.fullmatch(name) else name)
     else:
