@@ -354,7 +354,7 @@ FILES = {
     "token files that are missing": (
         None,
         [*SMALL, "--workdir=new", "--config.data.kind=tokens", "--config.data.paths=a.bin,b.bin"],
-        ["no token file a.bin", "prepare_data"],
+        ["no token file a.bin", "orthojax prepare"],
     ),
 }  # fmt: skip
 
