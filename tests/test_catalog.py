@@ -40,6 +40,7 @@ VERDICTS = {
     "appendix_e": "+++++--",
     "appendix_g": "+-++",
     "appendix_h": "++---++-",
+    "aligned": "---+-",
     "backcopy_cure": "--?--?--?+-?+-?++++++++++----------+",
     "backcopy_rules": "++-+--+++++",
     "causal_mask": "+-++-+-?",
@@ -90,7 +91,6 @@ VERDICTS = {
 
 NOT_RUN_YET = {
     "smollm2_cured",
-    "aligned",
     "tiny_setting",
     "damage",
     "haar",
