@@ -128,7 +128,7 @@ def unsharded():
         return jax.jit(_step)(*BATCH)
 
 
-def _equal(got, expected):
+def _assert_equal(got, expected):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -152,7 +152,7 @@ def test_over_a_mesh_nothing_is_gathered(names, shape, kind, unsharded):
         compiled = jitted.lower(*placed).compile()
     assert not re.search(r"(all-gather|all-to-all|collective-permute)(-start)?\(", compiled.as_text())
     got = compiled(*placed)
-    _equal(got, unsharded)
+    _assert_equal(got, unsharded)
     assert got[0][1].sharding.is_equivalent_to(heads, 4)
 
 
@@ -172,7 +172,7 @@ def test_inside_a_shard_map(manual, unsharded):
         check_vma=False,
     )
     compiled = jax.jit(lambda *a: _step(*a, attend=inside)).lower(*BATCH).compile()
-    _equal(compiled(*BATCH), unsharded)
+    _assert_equal(compiled(*BATCH), unsharded)
     assert "all-gather" not in compiled.as_text()
 
 
@@ -183,7 +183,7 @@ def test_key_value_heads_that_an_axis_does_not_divide_are_gathered_and_right(uns
     # 4 query heads, 2 key-value heads, 4 shards
     query, rows = (NamedSharding(mesh, spec) for spec in (P("data", None, "tensor"), P("data")))
     with jax.set_mesh(mesh):
-        _equal(jax.jit(_step, in_shardings=(query, rows, rows, rows))(*BATCH), unsharded)
+        _assert_equal(jax.jit(_step, in_shardings=(query, rows, rows, rows))(*BATCH), unsharded)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -197,7 +197,7 @@ def test_vmap_is_a_batch(mesh_is_set, unsharded):
 
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh if mesh_is_set else jax.sharding.get_mesh()):
-        _equal(jax.jit(lambda *a: _step(*a, attend=folded))(*BATCH), unsharded)
+        _assert_equal(jax.jit(lambda *a: _step(*a, attend=folded))(*BATCH), unsharded)
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -28,9 +28,8 @@ def test_help_lists_every_command(tmp_path, arguments):
     assert (done.returncode, done.stderr) == (0, "")
     listed = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
     assert listed == list(COMMANDS)
-    assert set(COMMANDS) == {path.stem for path in (ROOT / "orthojax/commands").glob("*.py")} - {
-        *("__init__", "cli", "completion"),
-    }  # fmt: skip
+    modules = {path.stem for path in (ROOT / "orthojax/commands").glob("*.py")}
+    assert set(COMMANDS) == modules - {"__init__", "cli", "completion"}
 
 
 def test_every_command_has_a_script_of_the_same_flags(tmp_path):
@@ -98,8 +97,15 @@ def test_configs_of_the_package_are_found_from_everywhere(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     for path in ("tiny_cured", "configs/tiny_cured.py", "configs/tiny_cured"):
         assert cli._shipped(Path(path)) == ROOT / "configs/tiny_cured.py"
-    for path in ("mine.py", "/tiny_cured"):
+    for path in ("mine.py", "/tiny_cured", "configs", "configs/mine.py"):
         assert cli._shipped(Path(path)) == Path(path)
+
+
+def test_a_mistyped_config_is_compared_with_those_of_the_package(tmp_path):
+    done = run("train", "--config=tiny_curde", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "  did you mean 'tiny_cured'?"
+    assert run("train", "--config=configs", cwd=tmp_path).returncode == 2
 
 
 # Missing extras.

@@ -4,6 +4,7 @@ From Attention to Activation (arXiv 2410.17174): kurtosis, largest activations, 
 Active-Dormant Attention Heads (arXiv 2410.13835): sinks, value-state drains, residual-state peaks, Bigram-Backcopy.
 """
 
+from orthojax.analysis.activations import gaussian_norm_ratio as gaussian_norm_ratio
 from orthojax.analysis.activations import kurtosis_first as kurtosis_first
 from orthojax.analysis.activations import kurtosis_pooled as kurtosis_pooled
 from orthojax.analysis.activations import kurtosis_rest as kurtosis_rest

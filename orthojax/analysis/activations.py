@@ -6,6 +6,9 @@ function takes one layer, averages over sequences and returns a scalar, at least
 after. Arrays of another shape are a ValueError.
 """
 
+import math
+from statistics import NormalDist
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -77,6 +80,15 @@ def norm_ratio_first(hidden: ArrayLike) -> jax.Array:
 def norm_ratio_rest(hidden: ArrayLike) -> jax.Array:
     """max|x| / ||x||_2, mean over positions >= 1 and sequences; see `norm_ratio_first`."""
     return jnp.mean(norm_ratio(hidden_states(hidden, at_least=2)[:, 1:]))
+
+
+def gaussian_norm_ratio(width: int) -> float:
+    """What `norm_ratio` is of D = `width` independent Gaussian values: the median of their largest, over sqrt(D).
+
+    >>> round(gaussian_norm_ratio(64), 2)
+    0.32
+    """
+    return NormalDist().inv_cdf((1 + 0.5 ** (1 / width)) / 2) / math.sqrt(width)
 
 
 def residual_norm_first(hidden: ArrayLike, first: int = 1) -> jax.Array:

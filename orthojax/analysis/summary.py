@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -105,9 +104,7 @@ def _layers(given: Any, ndim: int) -> list[ArrayLike]:
 def _of_hidden(layers: Sequence[ArrayLike]) -> list[Row]:
     if not layers:
         return []
-    D = np.shape(layers[0])[-1]
-    # The median of the largest of D absolute values of a Gaussian, over the root of D.
-    largest = NormalDist().inv_cdf((1 + 0.5 ** (1 / D)) / 2) / math.sqrt(D)
+    largest = activations.gaussian_norm_ratio(np.shape(layers[0])[-1])
     found = {name: _by_layer(getattr(activations, name), layers) for name in _HIDDEN}
     chance = {"kurtosis_first": 3.0, "kurtosis_rest": 3.0, "norm_ratio_first": largest, "norm_ratio_rest": largest}
     chance["residual_norm_first"] = float(found["residual_norm_rest"].mean())

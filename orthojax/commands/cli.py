@@ -80,12 +80,16 @@ def _warmup_of_a_short_run(config: Config) -> dict[str, Any]:
     return {"optim.warmup_steps": before * steps // config.train.steps} if 0 < steps <= before else {}
 
 
+_PACKAGE = Path(__file__).parents[1]
+_SHIPPED = (_PACKAGE / "configs", _PACKAGE.parent / "configs")  # in a wheel, in a clone
+
+
 def _shipped(path: Path) -> Path:
     """A config that comes with the package, from wherever: configs/NAME.py, or NAME; else the path itself."""
     name = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
-    package = Path(__file__).parents[1]
-    homes = [package / "configs", package.parent / "configs"]  # in a wheel, in a clone
-    found = [home / name.with_suffix(".py") for home in homes if not name.is_absolute()]
+    if path.is_absolute() or not name.name:
+        return path
+    found = (home / name.with_suffix(".py") for home in _SHIPPED)
     return next((file for file in found if file.is_file()), path)
 
 
@@ -96,6 +100,7 @@ def _config_from_file(path: Path) -> Config:
         stored = path / "config.json"
         folders = [folder for folder in (path.parent, Path("configs")) if folder.is_dir()]
         files = [str(file) for folder in folders for file in folder.iterdir() if file.suffix in (".py", ".json")]
+        files += [file.stem for home in _SHIPPED for file in sorted(home.glob("*.py"))]
         near = f"did you mean '{stored}'?" if stored.is_file() else nearest(str(path), files)
         raise UserError(f"no such config file: {path}", allowed=_CONFIG_FILE, hint=near)
     if path.suffix == ".json":

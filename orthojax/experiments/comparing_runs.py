@@ -61,14 +61,8 @@ _CURVES: dict[str, tuple[str, str, Literal["linear", "log"]]] = {
 }
 _ENDS = (
     *("perplexity", "loss_nats", "bits_per_byte", "validation_loss_nats", "training_loss_nats"),
-    *(
-        "backcopy_excess_risk_nats",
-        "bigram_excess_risk_nats",
-        "kurtosis_first",
-        "kurtosis_rest",
-        "max_abs_first",
-        "max_abs_rest",
-    ),
+    *("backcopy_excess_risk_nats", "bigram_excess_risk_nats"),
+    *("kurtosis_first", "kurtosis_rest", "max_abs_first", "max_abs_rest"),
     *("first_attention_fraction", "first_attention_mass", "sink_attention", "perplexity_int8_moderate"),
     *("perplexity_int8_coarse", "perplexity_int4_zeropoint", "tokens_per_second"),
 )
@@ -121,10 +115,11 @@ def comparing_page(runs: Mapping[str, Run], notes: Sequence[str]) -> Report:
 
 
 def _sizes(runs: Mapping[str, Run]) -> str:
-    return "; ".join(
-        f"{name}: {parameter_count(run.config.model):,} parameters, {run.lines[-1]['step']:,} of "
-        f"{run.config.train.steps:,} steps" for name, run in runs.items()
-    ) + "."  # fmt: skip
+    sizes = []
+    for name, run in runs.items():
+        steps = f"{run.lines[-1]['step']:,} of {run.config.train.steps:,} steps"
+        sizes.append(f"{name}: {parameter_count(run.config.model):,} parameters, {steps}")
+    return "; ".join(sizes) + "."
 
 
 def _warnings(runs: Mapping[str, Run]) -> list[str]:
@@ -133,9 +128,8 @@ def _warnings(runs: Mapping[str, Run]) -> list[str]:
     found = []
     if any(_held_out(run) != _held_out(first) for run in others):
         found.append("Their data or evaluations differ: losses compare only where the held-out text is the same.")
-    if 0 < sum(not run.evaluation for run in runs.values()):
-        missing = ", ".join(name for name, run in runs.items() if not run.evaluation)
-        found.append(f"Not evaluated: {missing}. Numbers are then the last that were logged, on fewer sequences.")
+    if missing := ", ".join(name for name, run in runs.items() if not run.evaluation):
+        found.append(f"Not evaluated: {missing}. Their numbers are the last that were logged, on fewer sequences.")
     return found
 
 

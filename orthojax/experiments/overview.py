@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from statistics import NormalDist
 
-from orthojax.analysis import chance_of_first
+from orthojax.analysis import chance_of_first, gaussian_norm_ratio
 from orthojax.config import Config
 from orthojax.experiments.results import LABELS
 from orthojax.formatting import align, number, percent
@@ -81,8 +80,7 @@ def compared_with(metrics: Mapping[str, float], config: Config) -> dict[str, str
     if metrics.get("bits_per_byte"):
         equal["bits_per_byte"] = math.log(vocabulary) * metrics["bits_per_byte"] / metrics["loss_nats"]
     texts = {name: f"{number(value)} if all logits are equal" for name, value in equal.items()}
-    # The median of the largest of D absolute values, over the root of D.
-    largest = NormalDist().inv_cdf((1 + 0.5 ** (1 / D)) / 2) / math.sqrt(D)
+    largest = gaussian_norm_ratio(D)
     for prefix in ("", "post_attention_", "rotated_"):
         texts |= {f"{prefix}kurtosis_{of}": "3 for a Gaussian" for of in ("first", "rest", "pooled")}
         texts |= {f"{prefix}norm_ratio_{of}": f"{number(largest)} for a Gaussian" for of in ("first", "rest")}

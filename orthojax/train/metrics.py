@@ -16,6 +16,18 @@ from orthojax.files import parse_json, require_file, write_text
 ROLLED_BACK = "rolled_back"
 
 
+def _library(extra: str, package: str) -> Any:
+    """The package of the mirror that `train.EXTRA` asks for."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"train.{extra}=true needs the package {package}: {error}",
+            allowed="false, or an installation with it",
+            hint=f"pip install 'orthojax[{extra}]'",
+        ) from None
+
+
 class TensorBoard:
     """A mirror of metrics.jsonl: rebuilt whenever a run starts, resumes or rolls back, so that no point is double."""
 
@@ -25,14 +37,7 @@ class TensorBoard:
         Raises:
           UserError: Without the extra `tensorboard`.
         """
-        try:
-            self._library: Any = importlib.import_module("tensorboardX")
-        except ModuleNotFoundError as error:
-            raise UserError(
-                f"train.tensorboard=true needs the package tensorboardX: {error}",
-                allowed="false, or an installation with it",
-                hint="pip install 'orthojax[tensorboard]'",
-            ) from None
+        self._library = _library("tensorboard", "tensorboardX")
         self._folder, self._writer = folder, None
 
     def restart(self, lines: list[dict[str, Any]]) -> None:
@@ -71,14 +76,7 @@ class WandB:
         Raises:
           UserError: Without the extra `wandb`.
         """
-        try:
-            self._library: Any = importlib.import_module("wandb")
-        except ModuleNotFoundError as error:
-            raise UserError(
-                f"train.wandb=true needs the package wandb: {error}",
-                allowed="false, or an installation with it",
-                hint="pip install 'orthojax[wandb]'",
-            ) from None
+        self._library = _library("wandb", "wandb")
         self._workdir, self._config, self._run = workdir.absolute(), config, None
 
     def restart(self, lines: list[dict[str, Any]]) -> None:
@@ -88,6 +86,7 @@ class WandB:
             self._run = self._library.init(
                 project=os.environ.get("WANDB_PROJECT", "orthojax"), name=self._workdir.name, config=self._config,
                 id=f"{digest}-{self._config['train.seed']}", resume="allow", dir=str(self._workdir),
+                allow_val_change=True,  # the mesh and the cadence may differ when a run resumes
             )  # fmt: skip
         for line in lines:
             self.write(line)
