@@ -50,6 +50,11 @@ def test_texts_may_be_large_strings(tmp_path, write):
     assert [item.document.text for item in read_documents("t", write(tmp_path, table))] == ["a", "b"]
 
 
+@KINDS
+def test_a_table_without_rows_has_no_documents(tmp_path, write):
+    assert list(read_documents("t", write(tmp_path, TABLE.slice(0, 0)))) == []
+
+
 def test_of_a_folder_of_tables_nothing_else_is_read(tmp_path):
     (tmp_path / "dataset_info.json").write_text("{}")
     assert [name for name, _ in find_files([tmp_path])] == ["dataset_info.json"]

@@ -208,7 +208,7 @@ class StandIn:
         self.finished = True
 
 
-def test_wandb_has_every_line_of_a_run_once_and_a_resumed_run_goes_on_there(tmp_path, monkeypatch):
+def test_wandb_has_every_line_of_a_run_once_and_a_resumed_run_continues_it(tmp_path, monkeypatch):
     library = StandIn()
     monkeypatch.setitem(sys.modules, "wandb", library)
     config = replace(CONFIG, {"train.wandb": True})

@@ -48,7 +48,7 @@ def _groups(path: Path) -> Iterator[tuple[Any, int]]:
             for group in range(file.num_row_groups):
                 texts = file.read_row_group(group, columns=[_COLUMN]).column(0)
                 done += len(texts)
-                yield texts, size * done // total
+                yield texts, size * done // max(total, 1)
         return
     with pa.OSFile(str(path), "rb") as file, pa.ipc.open_stream(file) as stream:  # as `datasets` writes them
         _require_texts(path, stream.schema)

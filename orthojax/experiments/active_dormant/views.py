@@ -47,7 +47,10 @@ def view_of_run(folder: Path, task: Any, curves: Mapping[str, str], about: str, 
             tokens = arrays["tokens"]
             frames.append(Frame(step, *shown))
     if tokens is None:
-        raise UserError(f"{folder} has no probes", hint="run the experiment again, without --render")
+        raise UserError(
+            f"{folder} has no probes",
+            hint="train it with train.probe_steps and train.probe_details, and an experiment without --render",
+        )
     names = [*("<s>" if len(task.bos_ids) == 1 else f"<s{i}>" for i in range(len(task.bos_ids)))]
     words = {**dict(enumerate(task.characters)), **dict(zip(task.bos_ids, names, strict=True))}
     return TrainingView(
