@@ -73,6 +73,6 @@ def the_chosen(changes):
 )
 def test_the_cheapest_that_meets_every_criterion_is_chosen(worse):
     assert the_chosen({}) == "short"
-    assert the_chosen({"short": worse, "half": {"first_attention_fraction": 0.4}}) == "half"
+    assert the_chosen({"short": worse, "rotary": {"first_attention_fraction": 0.4}}) == "rotary"
     assert the_chosen(dict.fromkeys(CANDIDATES, worse)) is None
     assert the_chosen(dict.fromkeys(CANDIDATES, worse) | {"layers_6": {}}) == "layers_6"

@@ -25,7 +25,7 @@ from orthojax.model import Interventions, LoadedModel, Taps
 from orthojax.ops import cross_entropy_nats
 from orthojax.train import Inputs
 
-SEARCH_SEEDS = (100, 101)  # of no comparison
+SEARCH_SEEDS = (100,)  # of no comparison
 _ABLATION_ROWS = 128
 _MATTERS, _GROWS, _DEEP = 0.01, 1.3, 2
 
@@ -61,7 +61,7 @@ BASE = replace(
         "data.bos": False,  # as the paper's GPT-2
         "data.repeated_share": 1.0,
         "optim.learning_rate": 3e-3,
-        "train.steps": 3000,
+        "train.steps": 2000,
         "train.batch_size": 8,
         "train.probe_every_steps": 0,
         "train.eval_every_steps": 500,
@@ -73,15 +73,13 @@ CANDIDATES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "base": ("4 layers, rate 3e-3, no BOS", {}),
     "bos": ("with BOS", {"data.bos": True}),
     "rate_1e3": ("rate 1e-3", {"optim.learning_rate": 1e-3}),
-    "rate_2e3": ("rate 2e-3", {"optim.learning_rate": 2e-3}),
     "rate_5e3": ("rate 5e-3", {"optim.learning_rate": 5e-3}),
     "warmup_500": ("warm-up of 500 steps", {"optim.warmup_steps": 500}),
-    "half": ("half of the passages repeated", {"data.repeated_share": 0.5}),
-    "none": ("no passage repeated", {"data.repeated_share": 0.0}),
     "layers_6": ("6 layers", {"model.num_layers": 6}),
     "rotary": ("rotary positions", {"model.position": "rotary"}),
     "embedding": ("embeddings of five times the size", {"model.embedding_init_std": 0.1}),
-    "short": ("half the steps", {"train.steps": 1500}),
+    "short": ("half the steps", {"train.steps": 1000}),
+    "long": ("twice the steps", {"train.steps": 4000}),
 }
 
 
@@ -156,7 +154,7 @@ def _about(results: Results) -> list[str]:
     found = f"The cheapest that has all is: {best.label}." if best else "None has all."
     return [
         f"Vanilla models (softmax and Adam) of {BASE.model.d_model} channels, {BASE.train.steps:,} steps of "
-        f"{BASE.train.batch_size} x {BASE.data.sequence_length} tokens, on search seeds; each candidate differs from "
+        f"{BASE.train.batch_size} x {BASE.data.sequence_length} tokens, on one search seed; each candidate differs from "
         f"the first in one thing. Criteria were written before the runs. {found} The others are rejected.",
     ]
 
