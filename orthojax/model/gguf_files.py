@@ -13,8 +13,8 @@ import numpy as np
 
 from orthojax.config import ModelConfig
 from orthojax.config.fields import require
-from orthojax.errors import UserError, needing
-from orthojax.files import require_file
+from orthojax.errors import UserError
+from orthojax.gguf_reader import open_gguf
 from orthojax.model.family import SAME, TRANSPOSED, Transform, Weight, unpair
 from orthojax.model.pretrained import read_params
 from orthojax.ops import llama3_frequencies, rotary_frequencies
@@ -110,18 +110,10 @@ class GgufFile:
         """Reads the metadata.
 
         Raises:
-          UserError: Where it is missing, or no GGUF file, or without the extra `pretrained`.
+          UserError: As `orthojax.gguf_reader.open_gguf`.
         """
-        require_file(path, "GGUF file")
-        with needing(str(path), "pretrained"):
-            from gguf import GGUFReader
         self.where = str(path)
-        try:
-            reader = GGUFReader(path)
-            self.metadata = {name: field.contents() for name, field in reader.fields.items()}
-        except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} is damaged, or no GGUF file: {error}") from None
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.metadata, self._tensors = open_gguf(path)
 
     def names(self) -> Sequence[str]:
         """All names."""
