@@ -13,8 +13,10 @@ from model_oracle import random_params
 
 import orthojax
 from orthojax.errors import UserError
+from orthojax.gguf_reader import open_gguf
 from orthojax.model import llama2, read_gguf, unstack_layers
 from orthojax.model.family_configs import computed_as
+from orthojax.model.gguf_files import GgufFile
 from orthojax.ops import llama3_frequencies, rotary_frequencies
 
 gguf = pytest.importorskip("gguf")
@@ -35,25 +37,36 @@ def neighbours(rows, heads):
     return rows[order]
 
 
-def gguf_tensors(config, params):
+def gguf_tensors(config, params, architecture="llama"):
     """Every tensor as llama.cpp has it, float32."""
-    params = jax.device_get(params)
+    params, norms = jax.device_get(params), {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
+    if architecture == "olmo2":
+        norms = {"attention_norm": "post_attention_norm", "mlp_norm": "post_ffw_norm"}
     tensors = {
         "token_embd.weight": params["token_embedding"]["embedding"],
         "output_norm.weight": params["final_norm"]["scale"],
     }
+    if not config.tie_embeddings:
+        tensors["output.weight"] = params["head"]["kernel"].T
     for i in range(config.num_layers):
         block = params[f"layers_{i}"]
-        kernels = {there: block["attention"][here]["kernel"].T for here, there in THERE.items()}
-        kernels |= {there: block["mlp"][here]["kernel"].T for here, there in MLP.items()}
-        kernels["attn_q"] = neighbours(kernels["attn_q"], config.num_heads)
-        kernels["attn_k"] = neighbours(kernels["attn_k"], config.kv_heads)
-        norms = {"attn_norm": block["attention_norm"]["scale"], "ffn_norm": block["mlp_norm"]["scale"]}
-        tensors |= {f"blk.{i}.{name}.weight": tensor for name, tensor in (kernels | norms).items()}
+        for part, names in (("attention", THERE), ("mlp", MLP)):
+            for here, there in names.items():
+                tensors[f"blk.{i}.{there}.weight"] = block[part][here]["kernel"].T
+                if "bias" in block[part][here]:
+                    tensors[f"blk.{i}.{there}.bias"] = block[part][here]["bias"]
+        if architecture == "llama":
+            for there, heads in (("attn_q", config.num_heads), ("attn_k", config.kv_heads)):
+                tensors[f"blk.{i}.{there}.weight"] = neighbours(tensors[f"blk.{i}.{there}.weight"], heads)
+        scales = {there: block[here] for here, there in norms.items()}
+        scales |= {f"attn_{part[0]}_norm": block["attention"][f"{part}_norm"]
+                   for part in ("query", "key") if config.qk_norm != "none"}  # fmt: skip
+        tensors |= {f"blk.{i}.{there}.weight": norm["scale"] for there, norm in scales.items()}
     return {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
 
 
-def write_gguf(path, config, tensors, architecture="llama", **metadata):
+def write_gguf(path, config, tensors, architecture="llama", quantized=QUANTIZED, **metadata):
+    """Writes a file; metadata has further keys with __ for dots, and norm_eps=None for none."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_length)
     writer.add_embedding_length(config.d_model)
@@ -61,7 +74,8 @@ def write_gguf(path, config, tensors, architecture="llama", **metadata):
     writer.add_feed_forward_length(config.d_mlp)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.kv_heads)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
+    if metadata.pop("norm_eps", config.norm_eps) is not None:
+        writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_rope_dimension_count(config.head_dim)
     for name, value in metadata.items():
@@ -69,7 +83,7 @@ def write_gguf(path, config, tensors, architecture="llama", **metadata):
         add(name.replace("__", "."), value)
     expected = {}
     for name, tensor in tensors.items():
-        kind = QUANTIZED.get(name.split(".")[-2], TYPES.F32)
+        kind = quantized.get(name.split(".")[-2], TYPES.F32)
         stored = gguf.quants.quantize(tensor, kind)
         writer.add_tensor(name, stored, raw_dtype=kind)
         expected[name] = gguf.quants.dequantize(stored, kind)
@@ -99,6 +113,32 @@ def test_a_gguf_file_is_read_exactly_and_quantised_tensors_as_they_are_dequantis
     same = {name for name, tensor in read.items() if np.array_equal(tensor, written[name])}
     assert {name.split(".")[-2] for name in read.keys() - same} == set(QUANTIZED)
     assert orthojax.load(path).tokenizer is None  # the file has none
+
+
+GROUPED = SMALL | {"num_kv_heads": 2, "norm_eps": 1e-6}
+ARCHITECTURES = {
+    "qwen2": (llama2("tiny", **GROUPED, qkv_bias=True, tie_embeddings=True), {}),
+    "qwen3": (llama2("tiny", **GROUPED, qk_norm="head", d_head=16), {"qwen3__attention__key_length": 16}),
+    "olmo2": (llama2("tiny", **GROUPED, qk_norm="all", output_norm=True), {}),
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_other_architectures_are_read_bit_for_bit(architecture, tmp_path):
+    config, metadata = ARCHITECTURES[architecture]
+    params, path = random_params(config), tmp_path / "model.gguf"
+    write_gguf(path, config, gguf_tensors(config, params, architecture), architecture, quantized={}, **metadata)
+    read, same = read_gguf(path)
+    assert computed_as(read) == computed_as(config)
+    same = unstack_layers(same)
+    assert jax.tree.structure(params) == jax.tree.structure(same)
+    jax.tree.map(np.testing.assert_array_equal, params, same)
+
+
+def test_what_is_read_does_not_change_with_the_file(gguf_file):
+    file, mapped = GgufFile(gguf_file[0]), open_gguf(gguf_file[0]).tensors
+    for name in file.names():
+        assert not np.may_share_memory(file.read(name), mapped[name].data), name
 
 
 TOKENS = ["<|endoftext|>", *"abcdefghi", "ab"]  # as many as the model has
@@ -173,7 +213,11 @@ def test_what_a_gguf_file_has_besides_is_named(tmp_path):
         "architecture 'gemma'": ({}, {"architecture": "gemma"}),
         "llama.logit_scale": ({}, {"llama__logit_scale": "2"}),
         "does not: blk.0.attn_q.lora": ({"blk.0.attn_q.lora": np.ones(2, np.float32)}, {}),
-    }
+        "does not: blk.9.attn_output.weight": ({"blk.9.attn_output.weight": np.ones(2, np.float32)}, {}),
+        "has no llama.attention.layer_norm_rms_epsilon": ({}, {"norm_eps": None}),
+        "olmo2.attention.sliding_window=3": (
+            {}, {"architecture": "olmo2", "olmo2__attention__sliding_window": 3}),
+    }  # fmt: skip
     for i, (words, (more, options)) in enumerate(cases.items()):
         write_gguf(tmp_path / f"{i}.gguf", GGUF_LLAMA, tensors | more, **options)
         with pytest.raises(UserError) as refused:
