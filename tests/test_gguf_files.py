@@ -161,6 +161,7 @@ def test_a_file_is_parsed_once_for_config_tensors_and_tokenizer(tmp_path, monkey
         return orthojax.load(path)
 
     loaded = written(tensors)
+    assert loaded.tokenizer is not None
     assert loaded.tokenizer.encode_batch(["cab"])[0].tolist() == [3, 10]
     scale = np.array(loaded.params["final_norm"]["scale"])
     assert len(parsed) == 1

@@ -15,7 +15,8 @@ import orthojax
 from orthojax.config import ModelConfig
 from orthojax.errors import UserError
 from orthojax.model import bigram_backcopy, gpt2, llama2, read_folder, stack_layers, write_folder
-from orthojax.model.family_configs import computed_as
+from orthojax.model.families import FAMILIES
+from orthojax.model.family_configs import computed_as, read_config
 from orthojax.model.pretrained import own_weights, read_params
 from orthojax.published import locate
 
@@ -135,6 +136,9 @@ DAMAGES = {
     "scalar": (with_tensors(lambda t: t.update({QUERY: np.zeros((), np.float32)})), f"{QUERY} gives .* the shape []"),
     "integers": (with_tensors(lambda t: t.update({QUERY: t[QUERY].astype(np.int32)})), f"{QUERY} is of int32"),
     "unknown field": (with_fields(logit_softcap=30.0), "logit_softcap=30.0 is not known of llama models"),
+    "zero for an unknown field": (with_fields(logit_scale=0), "logit_scale=0 is not known of llama models"),
+    "false for an unknown field": (with_fields(use_rope=False), "use_rope=False is not known of llama models"),
+    "bidirectional": (with_fields(is_causal=False), "is_causal=False is not known"),
     "unsupported value": (with_fields(hidden_act="gelu"), "hidden_act=gelu is not supported"),
     "other lengths": (with_fields(rope_parameters={"rope_type": "longrope"}), "rope_type='longrope'"),
     "half a scaling": (with_fields(rope_parameters={"rope_type": "linear"}), "'linear' has no factor"),
@@ -179,6 +183,75 @@ def test_damage_and_what_is_not_supported_is_named(name, written, tmp_path):
     message = str(refused.value)
     assert len(message.splitlines()) <= 3
     assert all(part in message for part in words.split(".*")), message
+
+
+SIZES = {"vocab_size": 11, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 12}
+GPT2_SIZES = {"vocab_size": 11, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}
+FULL, SLIDING = ["full_attention"] * 2, ["sliding_attention"] * 2
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192, "rope_theta": 5e5}  # fmt: skip
+# What transformers has written into the configs of every kind of model, in one version or another.
+COMMON = {
+    "_attn_implementation_autoset": True, "_name_or_path": "x", "add_cross_attention": False, "bad_words_ids": None,
+    "chunk_size_feed_forward": 0, "cross_attention_hidden_size": None, "do_sample": False, "dtype": "bfloat16",
+    "diversity_penalty": 0.0, "early_stopping": False, "finetuning_task": None, "id2label": {"0": "A"},
+    "is_decoder": False, "is_encoder_decoder": False, "length_penalty": 1.0, "max_length": 20, "min_length": 0,
+    "no_repeat_ngram_size": 0, "num_beam_groups": 1, "num_beams": 1, "num_return_sequences": 1,
+    "output_attentions": False, "output_scores": False, "pruned_heads": {}, "quantization_config": None,
+    "remove_invalid_values": False, "repetition_penalty": 1.0, "return_dict": True, "return_dict_in_generate": False,
+    "sep_token_id": None, "temperature": 1.0, "tf_legacy_loss": False, "tie_encoder_decoder": False, "top_k": 50,
+    "top_p": 1.0, "torchscript": False, "typical_p": 1.0, "use_bfloat16": False, "use_cache": True,
+}  # fmt: skip
+PUBLISHED = {
+    "gpt2": ("gpt2", GPT2_SIZES | {"n_ctx": 16, "output_past": True, "n_special": 0, "_num_labels": 1,
+                                   "predict_special_tokens": True, "attn_pdrop": 0.1}, None),
+    "Llama 3.2": ("llama", {"attention_bias": False, "mlp_bias": False, "head_dim": 4, "pretraining_tp": 1,
+                            "rope_parameters": LLAMA3, "layer_types": FULL, "unsloth_fixed": True}, None),
+    "Llama with fields of Qwen": ("llama", {"use_sliding_window": False, "max_window_layers": 2,
+                                            "sliding_window": None}, None),
+    "Mistral 0.1": ("mistral", {"sliding_window": 4096}, 4096),
+    "Mistral 0.2": ("mistral", {"sliding_window": None, "layer_types": FULL}, None),
+    "Mistral, layers named": ("mistral", {"sliding_window": 7, "layer_types": SLIDING}, 7),
+    "Qwen 2.5": ("qwen2", {"sliding_window": 5, "use_sliding_window": False, "max_window_layers": 1,
+                           "use_mrope": False}, None),
+    "Qwen 2, layers named": ("qwen2", {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 28,
+                                       "layer_types": FULL}, None),
+    "Qwen 3": ("qwen3", {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 2,
+                         "head_dim": 8}, None),
+    "Qwen 2, windows by default": ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 4096),
+    "GPT-NeoX-20B": ("gpt_neox", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0,
+                                  "rotary_pct": 0.5}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_genuine_configs_have_is_understood(name):
+    model_type, fields, window = PUBLISHED[name]
+    given = COMMON | ({} if model_type == "gpt2" else SIZES) | fields
+    assert read_config(FAMILIES[model_type], given).attention_window == window
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "words"),
+    [
+        ("llama", {"layer_types": SLIDING}, "layer_types=sliding_attention of 2 layers"),
+        ("olmo2", {"layer_types": [*FULL[:1], *SLIDING[:1]]}, "layer_types=full_attention, sliding_attention"),
+        ("llama", {"layer_types": FULL[:1]}, "layer_types=full_attention of 1 layers"),
+        ("llama", {"layer_types": "full_attention"}, "layer_types=full_attention of 1 layers"),
+        ("llama", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("mistral", {"sliding_window": 7, "layer_types": [*FULL[:1], *SLIDING[:1]]}, "layer_types=full_attention, s"),
+        ("mistral", {"sliding_window": 7, "layer_types": FULL}, "allowed: sliding_attention of each of 2"),
+        ("mistral", {"sliding_window": None, "layer_types": SLIDING}, "allowed: full_attention of each of 2"),
+        ("mistral", {"sliding_window": 7, "use_sliding_window": False}, "use_sliding_window=False"),
+        ("mistral", {"sliding_window": 7, "max_window_layers": 1}, "max_window_layers=1"),
+        ("qwen2", {"sliding_window": 7, "layer_types": SLIDING}, "layer_types=sliding_attention"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "windows in some of 2 layers"),
+    ],
+)
+def test_layers_that_see_other_keys_than_here_are_refused(model_type, fields, words):
+    with pytest.raises(UserError) as refused:
+        read_config(FAMILIES[model_type], SIZES | fields)
+    assert words in str(refused.value)
 
 
 # Where models are.
