@@ -279,6 +279,26 @@ def test_wrong_interventions_are_refused(models, tmp_path, intervention, message
 
 
 @pytest.mark.parametrize(
+    ("length", "interventions", "message"),
+    [
+        (T + 1, (), "length=9 is longer than the positions of .*run\nallowed: 1 to 8"),
+        (T, ("zero_mlp:2",), "no layer 2"),
+    ],
+)
+def test_what_one_of_several_models_does_not_have_is_found_before_the_work(
+    models, tmp_path, length, interventions, message
+):
+    config = dataclasses.replace(PLANTED, num_layers=3)
+    tree = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), parameter_shapes(config))
+    write_folder(tmp_path / "deep", config, tree)
+    names = {"deep": str(tmp_path / "deep"), "run": str(models / "run")}
+    given = Given(token_ids=str(models / "run.npy"), length=length)
+    with pytest.raises(UserError, match=message):
+        measure_models(names, given, Asked(interventions=interventions), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: named_models(["a=x,a=y"]), "two are called 'a'"),
@@ -302,6 +322,7 @@ def test_pages_of_several_models_compare_them(models, tmp_path):
     for folder, page in pages(analyzed, asked, tmp_path):
         made[folder] = page
         plt.close("all")  # nothing is written here, which takes seconds
+    assert any("batches of 8 rows" in note for note in made[tmp_path].notes)  # one for each of eight devices
     assert list(made) == [tmp_path / "sink", tmp_path / "random", tmp_path]
     row = next(row for row in made[tmp_path].tables[0].rows if row[0] == "attention mass on the first token")
     assert row[1:] == [f"{row['metrics']['first_attention_mass']:.3g}" for row in results["rows"]]

@@ -202,6 +202,9 @@ REFUSED = {
         "generate", ["--model=run", "--prompt_ids=1,300"], ["no token 300", "0 to 257"],
     ),
     "a prompt that is no ids": ("generate", ["--model=run", "--prompt_ids=1,b"], ["--prompt_ids=1,b", "integers"]),
+    "a first token before ids": (
+        "generate", ["--model=run", "--prompt_ids=1", "--bos"], ["--bos with --prompt_ids", "--prompt=TEXT"],
+    ),
     "a missing prompt": ("generate", ["--model=run", "--prompt_file=new"], ["no such prompt file: new"]),
     "unknown experiment": ("reproduce", ["--experiment=quik"], ["'quik'", "did you mean 'quick'?"]),
     "missing model": ("reproduce", ["--model=mine=nowhere", *NEW], ["nowhere", "no such model"]),

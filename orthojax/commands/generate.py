@@ -44,6 +44,8 @@ def main(_: list[str]) -> None:
     if len(given) != 1:
         problem = "no prompt" if not given else f"{len(given)} prompts: --{', --'.join(given)}"
         raise UserError(problem, allowed="one of --prompt=TEXT, --prompt_file=PATH, --prompt_ids=1,2,3")
+    if FLAGS.bos and FLAGS.prompt_ids is not None:
+        raise UserError("--bos with --prompt_ids", allowed="the token's id as the first one, or --prompt=TEXT")
 
     from orthojax import load
     from orthojax.data import load_tokenizer

@@ -17,8 +17,10 @@ from orthojax.experiments.analyzing.dynamics import dynamics_report
 from orthojax.experiments.analyzing.measuring import (
     Asked,
     Measured,
+    interventions_of,
     measure_model,
     metric_changes,
+    rows_at_once,
     spread_over_devices,
     work,
 )
@@ -32,8 +34,7 @@ from orthojax.files import make_folder, write_atomically, write_text
 from orthojax.machine import environment
 from orthojax.model import LoadedModel
 from orthojax.progress import Progress
-from orthojax.published import locate
-from orthojax.train import load
+from orthojax.train import find_model, load
 
 _LENGTH = 256
 _EXPERIMENT = Experiment(name="analyze", title="Measurements of given models", variants=lambda scale: (), trains=False)
@@ -100,14 +101,9 @@ def measure_models(models: Mapping[str, str], given: Given, asked: Asked, workdi
     Raises:
       UserError: For a model or text that cannot be read, or what `measure_model` refuses.
     """
-    # Before the work, so that a wrong path costs nothing.
-    for files in (*([] if given.token_ids else [given.text]), *given.domains.values()):
-        require_files(files)
-    for path in models.values():
-        if not Path(path).exists():
-            locate(path)
+    _check(models, given, asked)
     make_folder(workdir, "workdir", files=["results.json", "report.html"])
-    started, total, runs = time.monotonic(), 0, {}
+    started, total, batch, runs = time.monotonic(), 0, 0, {}
     for name, path in models.items():
         loaded = load(path)
         loaded, texts = _with_texts(loaded, given, workdir / "texts")
@@ -115,12 +111,14 @@ def measure_models(models: Mapping[str, str], given: Given, asked: Asked, workdi
         steps = work(texts[0], texts[1:], asked, config.num_layers * config.num_heads)
         with Progress(steps) as progress:
             kept = Kept(workdir / name / "parts", loaded, progress, name)
-            measured = measure_model(spread_over_devices(loaded), texts[0], texts[1:], asked, kept)
+            spread = spread_over_devices(loaded)
+            batch = rows_at_once(asked, spread.params)
+            measured = measure_model(spread, texts[0], texts[1:], asked, kept)
             progress.finish(f"{name}: measured")
         total += kept.measured
         _write_arrays(workdir / name, measured)
         runs[name] = (loaded._replace(params=None), measured, texts)
-        del loaded  # one model in memory at a time
+        del loaded, spread  # one model in memory at a time
     rows = [row for name, (_, measured, _) in runs.items() for row in _rows(name, models[name], measured)]
     texts = {t.sha256: t for *_, texts in runs.values() for t in texts}.values()
     provenance = environment() | {
@@ -129,11 +127,24 @@ def measure_models(models: Mapping[str, str], given: Given, asked: Asked, workdi
         "data": [{"name": t.name, "source": t.source, "rows": len(t.rows), "length": t.rows.shape[1] - 1,
                   "tokens_sha256": t.sha256} for t in texts],
         "options": dataclasses.asdict(asked),
+        "batch_rows": batch,
         "wall_seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
     content = {"experiment": "analyze", "scale": "given", "provenance": provenance, "rows": rows}
     write_text(workdir / "results.json", json.dumps(content, indent=2) + "\n")
     return Analyzed(content, runs, total)
+
+
+def _check(models: Mapping[str, str], given: Given, asked: Asked) -> None:
+    """Refuses before the work what a model would be refused for after others were measured."""
+    for files in (*([] if given.token_ids else [given.text]), *given.domains.values()):
+        require_files(files)
+    for path in models.values():
+        config = find_model(path)[1].model
+        if config.position == "learned" and given.length > config.max_length:
+            problem = f"--length={given.length} is longer than the positions of the model {path}"
+            raise UserError(problem, allowed=f"1 to {config.max_length}")
+        interventions_of(asked, config)
 
 
 def _with_texts(loaded: LoadedModel, given: Given, folder: Path) -> tuple[LoadedModel, list[Text]]:
@@ -186,8 +197,8 @@ def pages(analyzed: Analyzed, asked: Asked, workdir: Path) -> Iterator[tuple[Pat
         f"{provenance['date']}, {provenance['device']}, {versions}",
         *(f"{t['name']}: {t['rows']} rows of {t['length']} tokens, {t['source']}, sha256 of the tokens "
           f"{t['tokens_sha256'][:12]}" for t in provenance["data"]),
-        f"batches of {asked.batch} rows, of which dynamic quantisation scales are; sink heads have a mean weight above "
-        f"{asked.threshold:g} on the first token",
+        f"batches of {provenance['batch_rows']} rows, of which dynamic quantisation scales are; sink heads have a mean "
+        f"weight above {asked.threshold:g} on the first token",
         f"{provenance['wall_seconds']} seconds, of which what an earlier call had measured took none",
     ]  # fmt: skip
     variants = [Variant(name, name, loaded.config, checkpoint=loaded.source) for name, (loaded, *_) in runs.items()]

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from orthojax import analysis, quant
+from orthojax.config import ModelConfig
 from orthojax.errors import UserError
 from orthojax.experiments.analyzing import interventions as changes_of
 from orthojax.experiments.analyzing import observing
@@ -31,7 +32,8 @@ class Asked:
     """What is measured.
 
     Attributes:
-      batch: Rows that pass through the model at once; dynamic quantisation scales are those of a batch.
+      batch: Rows that pass through the model at once, at least; dynamic quantisation scales are those of a batch. See
+        `rows_at_once`.
       threshold: Mean weight on the first token above which a head counts as a sink.
       settings: Quantisation settings by name.
       quantize_head: Also measure every setting with the output head quantised.
@@ -97,9 +99,7 @@ def measure_model(loaded: LoadedModel, text: Text, domains: Sequence[Text], aske
       UserError: For interventions that the model does not have.
     """
     config, notes = loaded.model.config, []
-    batch = _whole_batches(asked.batch, mesh_of(loaded.params))
-    # Before the work, so that a wrong one costs nothing.
-    specs = {spec: _changes(spec, config) for spec in asked.interventions}
+    batch, specs = rows_at_once(asked, loaded.params), interventions_of(asked, config)  # a wrong one costs no work
     run = _Runner(loaded, text, batch, kept)
     sums = run.statistics("statistics", text, None)
     metrics = observing.metrics_of(sums, asked.threshold, text.bits_per_nat_of_loss)
@@ -128,17 +128,27 @@ def measure_model(loaded: LoadedModel, text: Text, domains: Sequence[Text], aske
     return Measured(metrics, arrays, changed, notes)
 
 
-def _changes(spec: str, config: Any) -> list[changes_of.Change] | None:
-    """The changes; None where they depend on what is measured."""
+def interventions_of(asked: Asked, config: ModelConfig) -> dict[str, list[changes_of.Change] | None]:
+    """The changes of every intervention that is asked for; None where they depend on what is measured.
+
+    Raises:
+      UserError: For one that a model of this config does not have.
+    """
+    return {spec: _changes(spec, config) for spec in asked.interventions}
+
+
+def _changes(spec: str, config: ModelConfig) -> list[changes_of.Change] | None:
     if spec.partition(":")[0] == changes_of.DORMANT:
         changes_of.dormant_heads(spec, np.ones((1, 1)), 0.0)  # whether the number is one
         return None
     return changes_of.parse(spec, config)
 
 
-def _whole_batches(batch: int, mesh: Mesh | None) -> int:
+def rows_at_once(asked: Asked, params: Any) -> int:
+    """Rows of a batch: as many as are asked for, rounded up to a number that the devices of the parameters divide."""
+    mesh = mesh_of(params)
     size = 1 if mesh is None else mesh.size
-    return -(-batch // size) * size
+    return -(-asked.batch // size) * size
 
 
 def _maps(loaded: LoadedModel, row: np.ndarray) -> Arrays:

@@ -8,6 +8,7 @@ import numpy as np
 from orthojax.experiments import drawing
 from orthojax.experiments.analyzing.measuring import Asked, Measured
 from orthojax.experiments.analyzing.texts import Text
+from orthojax.experiments.measures import MAPS
 from orthojax.experiments.overview import compared_with
 from orthojax.experiments.page import Picture, Report, Table
 from orthojax.experiments.pictures import LayerCurves, draw_attention, draw_hidden
@@ -241,9 +242,8 @@ def _costly_heads(measured: Measured, text: str) -> Table:
 
 
 def _maps(measured: Measured) -> list[Picture]:
-    titles = ("mean over layers", "first layer", "a quarter of the layers", "three quarters of the layers")
-    attention: dict[str, np.ndarray] = dict(zip(titles, measured.arrays["attention"], strict=True))
-    hidden: dict[str, np.ndarray] = dict(zip(titles, measured.arrays["hidden"], strict=True))
+    attention: dict[str, np.ndarray] = dict(zip(MAPS, measured.arrays["attention"], strict=True))
+    hidden: dict[str, np.ndarray] = dict(zip(MAPS, measured.arrays["hidden"], strict=True))
     seen = "Attention on the first window, mean over heads."
     return [
         Picture("attention_map", seen, draw_attention(attention), "png"),
