@@ -13,7 +13,9 @@ from orthojax.experiments.analyzing import Asked, Given, analyze, measure_models
 from orthojax.experiments.analyzing.dynamics import CLAIMS, checkpoint_series
 from orthojax.experiments.claims import judge
 from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.experiments.overview import compared_with
 from orthojax.experiments.results import Results
+from orthojax.formatting import number
 from orthojax.train import Checkpoints
 
 LENGTHS = {"data.sequence_length": 64, "model.max_length": 64}
@@ -70,6 +72,32 @@ def test_without_a_sink_the_rest_is_not_testable(tmp_path):
     softmax1 = replace(CONFIG, {"model.normalizer": "softmax1"})
     assert verdicts(tmp_path, first_attention_mass=mass)[0] == NO
     assert verdicts(tmp_path, softmax1, first_attention_mass=mass)[0] == "holds"
+    for model in (
+        {"normalizer": "learned_sink"},
+        {"attention_window": 8},
+        {"normalizer": "relu", "attention_window": 8},
+    ):
+        changed = replace(CONFIG, {f"model.{name}": value for name, value in model.items()})
+        assert verdicts(tmp_path, changed, first_attention_mass=mass)[0] == "holds"
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "nothing"), [("softmax", 0), ("learned_sink", 1), ("softmax_n", 5), ("relu", None)]
+)
+@pytest.mark.parametrize("window", [None, 3])
+def test_levels_of_chance_are_those_of_equal_logits(normalizer, nothing, window):
+    fields = {"normalizer": normalizer, "normalizer_n": 5.0, "attention_window": window}
+    config = replace(CONFIG, {f"model.{name}": value for name, value in fields.items()})
+    seen, last = np.tril(np.ones((64, 64))), window or 64
+    seen *= np.triu(np.ones((64, 64)), 1 - last)  # query t sees keys t - last + 1 to t
+    found = compared_with({"perplexity": 1.0, "loss_nats": 0.0}, config)
+    chance = (seen / seen.sum(1, keepdims=True))[:, 0].mean()
+    assert found["first_attention_fraction"] == f"{number(chance)} by chance"
+    if nothing is None:
+        assert "first_attention_mass" not in found
+    else:
+        mass = (seen / (nothing + seen.sum(1, keepdims=True)))[:, 0].mean()
+        assert found["first_attention_mass"] == f"{number(mass)} if all logits are 0"
 
 
 @pytest.fixture

@@ -62,6 +62,7 @@ def assert_cached_equals_uncached(config):
     assert expected.std() > 0.1
     assert cache.length == T
     assert cache.keys.shape == (config.num_layers, len(TOKENS), 14, config.kv_heads, config.head_dim)
+    assert cache.values.shape == (*cache.keys.shape[:-1], config.value_dim)
 
 
 UNROLLED = {"scan_layers": False}
@@ -83,6 +84,14 @@ CONTAINED = ("softmax", "softmax_n", "learned_sink", "relu", "gelu")  # a slow t
 @pytest.mark.parametrize("normalizer", quick_and_slow(CASES, CONTAINED))
 def test_logits_with_a_cache_are_those_without(normalizer):
     assert_cached_equals_uncached(ModelConfig(**SMALL | EASY | CASES[normalizer], normalizer=normalizer))
+
+
+def test_logits_with_a_cache_are_those_without_of_latent_attention_with_experts_and_yarn():
+    latent = {"d_head": 6, "d_value": 3, "d_latent": 5, "d_query_latent": 7, "rotary_fraction": 1 / 3}
+    experts = {"mlp": ("swiglu", "experts"), "num_experts": 4, "num_shared_experts": 1, "d_expert": 5}
+    yarn = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": 8, "rope_theta": 100.0}
+    yarn |= {"rope_high_frequency_factor": 32.0, "rope_mscale": 0.7, "rope_mscale_all": 0.5}
+    assert_cached_equals_uncached(llama2("tiny", **SMALL | latent | experts | yarn | UNROLLED))
 
 
 @pytest.mark.slow

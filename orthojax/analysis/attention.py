@@ -139,20 +139,27 @@ def equal_logits_mass(length: int, first_query: int) -> float:
     return float(np.mean(1.0 / np.arange(first_query + 1, length + 1)))
 
 
-def chance_of_first(length: float, *, softmax1: bool = False) -> float:
+def chance_of_first(length: float, *, softmax1: bool = False, n: float = 0.0, window: int | None = None) -> float:
     """Mean weight on key 0 over the queries of a causal row if all logits were 0: H_T / T with softmax.
 
-    Query t of T = `length`, from 1, sees t keys, so softmax gives each 1/t and softmax-1 1/(t + 1). The former is also
-    the share of queries whose largest weight is key 0 where each prefers one of its keys by chance.
+    Query t of T = `length`, from 1, sees t keys, so softmax gives each 1/t, softmax-1 1/(t + 1) and softmax_n
+    1/(t + n). The first of these is also the share of queries whose largest weight is key 0 where each prefers one of
+    its keys by chance. In a window of W keys the queries after W do not see key 0: H_W / T.
 
     Args:
       length: T, tokens of a sequence.
-      softmax1: Whether the weights are those of softmax-1.
+      softmax1: Whether the weights are those of softmax-1, which is n = 1.
+      n: Of softmax_n.
+      window: W, how many keys each query sees at most; None means all before it.
 
     >>> chance_of_first(2), round(chance_of_first(2, softmax1=True), 4)
     (0.75, 0.4167)
+    >>> chance_of_first(4, window=2)  # (1 + 1/2) / 4
+    0.375
     """
-    return float(np.mean(1.0 / (np.arange(1, int(length) + 1) + softmax1)))
+    seen = np.arange(1, int(length) + 1)
+    weights = 1.0 / (seen + (1.0 if softmax1 else n))
+    return float(np.mean(weights if window is None else np.where(seen <= window, weights, 0.0)))
 
 
 def uniformity_p_value(counts: Sequence[int]) -> float:

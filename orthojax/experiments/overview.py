@@ -85,9 +85,9 @@ def compared_with(metrics: Mapping[str, float], config: Config) -> dict[str, str
         texts |= {f"{prefix}kurtosis_{of}": "3 for a Gaussian" for of in ("first", "rest", "pooled")}
         texts |= {f"{prefix}norm_ratio_{of}": f"{number(largest)} for a Gaussian" for of in ("first", "rest")}
     if config.model.relaxed_causal_tokens < 2:
-        texts["first_attention_fraction"] = f"{number(chance_of_first(T))} by chance"
-        if config.model.normalizer in ("softmax", "softmax1"):
-            mass = chance_of_first(T, softmax1=config.model.normalizer == "softmax1")
+        chance = chance_of_first(T, window=config.model.attention_window)
+        texts["first_attention_fraction"] = f"{number(chance)} by chance"
+        if (mass := equal_logits_mass_of_first(config)) is not None:
             texts["first_attention_mass"] = f"{number(mass)} if all logits are 0"
     texts["sink_logit_gap"] = "0 if all logits are equal"
     texts |= dict.fromkeys(("backcopy_excess_risk_nats", "bigram_excess_risk_nats"), "0 for the law of the data")
@@ -95,3 +95,17 @@ def compared_with(metrics: Mapping[str, float], config: Config) -> dict[str, str
         if name.startswith("perplexity_") and metrics["perplexity"]:
             texts[name] = f"{percent(metrics[name] / metrics['perplexity'] - 1)} against float"
     return texts
+
+
+def equal_logits_mass_of_first(config: Config) -> float | None:
+    """Mean weight on the first token of a row if all logits were 0, that of a learned sink too.
+
+    Args:
+      config: Of a model and its rows.
+
+    Returns:
+      None for normalizers that give keys of equal logits no share of a sum, as ReLU and sigmoid.
+    """
+    model = config.model
+    n = {"softmax": 0.0, "softmax1": 1.0, "learned_sink": 1.0, "softmax_n": model.normalizer_n}.get(model.normalizer)
+    return None if n is None else chance_of_first(config.data.sequence_length, n=n, window=model.attention_window)

@@ -15,6 +15,7 @@ from orthojax.experiments import drawing
 from orthojax.experiments.analyzing.measuring import Measured
 from orthojax.experiments.analyzing.report import SHORT_LABELS, label
 from orthojax.experiments.claims import DOMINANCE, Claim, judge
+from orthojax.experiments.overview import equal_logits_mass_of_first
 from orthojax.experiments.page import Picture, Report, Table
 from orthojax.experiments.results import Result, Results
 from orthojax.formatting import number
@@ -81,7 +82,9 @@ def _masses(*of: Result) -> np.ndarray:
 
 
 def _chance(of: Result) -> float:
-    return chance_of_first(of.sequence_length, softmax1=of.config.model.normalizer == "softmax1")
+    """What equal logits give the first token; of normalizers that have no such level, that of softmax."""
+    mass = equal_logits_mass_of_first(of.config)
+    return chance_of_first(of.sequence_length, window=of.config.model.attention_window) if mass is None else mass
 
 
 def _sinks(*of: Result) -> bool:
