@@ -262,7 +262,7 @@ def own_weights(config: ModelConfig) -> list[tuple[Sequence[str], Weight]]:
 # Export.
 
 
-def write_folder(folder: Path, config: ModelConfig, params: Any) -> str:
+def write_folder(folder: str | Path, config: ModelConfig, params: Any) -> str:
     """Writes a model as config.json and safetensors, which `read_folder` reads back bit for bit.
 
     A model that a family expresses becomes one, which transformers loads with equal logits. Any other, one with
@@ -277,8 +277,11 @@ def write_folder(folder: Path, config: ModelConfig, params: Any) -> str:
       The model_type.
 
     Raises:
-      UserError: Where the folder has files, or cannot be written.
+      UserError: Where the folder has files, or cannot be written, or without the extra `pretrained`.
     """
+    folder = Path(folder)
+    with needing("a safetensors file", "pretrained"):
+        import safetensors.numpy  # noqa: F401
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty", allowed="a new folder")
     make_folder(folder, "folder of the exported model")
@@ -324,8 +327,8 @@ def _part(leaf: Any, starts: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
 
 
 def _write_shard(folder: Path, tensors: dict[str, np.ndarray], number: int) -> Path:
-    with needing("a safetensors file", "pretrained"):
-        from safetensors.numpy import save
+    from safetensors.numpy import save
+
     path = folder / f"model-{number + 1:05d}.safetensors"
     content = save(tensors, {"format": "pt"})  # which transformers asks for
     write_atomically(path, lambda file: file.write(content))
