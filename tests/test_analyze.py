@@ -19,7 +19,7 @@ from orthojax.experiments.analyzing import Asked, Given, analyze, measure_models
 from orthojax.experiments.analyzing.domains import bootstrap
 from orthojax.experiments.analyzing.measuring import measure_model, spread_over_devices, work
 from orthojax.experiments.analyzing.naming import named_files, named_models
-from orthojax.experiments.analyzing.stages import Kept
+from orthojax.experiments.analyzing.stages import Kept, identity
 from orthojax.experiments.analyzing.texts import Cut, open_ids, open_text
 from orthojax.model import parameter_shapes, write_folder
 from orthojax.progress import Progress
@@ -208,6 +208,22 @@ def test_a_second_call_measures_only_what_is_missing_or_asked_for_in_addition(mo
     np.save(tmp_path / "other.npy", rows(4, 16))
     other = measure_models(names, dataclasses.replace(given, token_ids=str(tmp_path / "other.npy")), asked, tmp_path)
     assert other.parts == first.parts  # another text
+
+
+def test_what_is_written_below_a_model_does_not_make_it_another(tmp_path):
+    write_folder(tmp_path / "model", PLANTED, planted())
+    (tmp_path / "model/tokenizer.json").write_text("{}")
+    loaded = load(tmp_path / "model")
+    before = identity(loaded)
+    (tmp_path / "model/runs/analyze/parts").mkdir(parents=True)
+    for name in ("runs/analyze/parts/statistics.npz", "runs/analyze/results.json", "README.md"):
+        (tmp_path / "model" / name).write_text("x")
+    assert identity(loaded) == before
+    for name in ("tokenizer.json", "model.safetensors", "config.json"):
+        with (tmp_path / "model" / name).open("ab") as file:
+            file.write(b" ")
+        assert identity(loaded) != before
+        before = identity(loaded)
 
 
 def test_rows_of_text_are_those_of_its_tokens(tmp_path):

@@ -150,7 +150,7 @@ def read_params(
       config: Of the model.
       weights: Names that a tensor may have, with {} for the layer and {expert} for the expert, and what it is.
       tensors: Where to find them.
-      ignored: Ends of names that are no parameters.
+      ignored: Names that are no parameters, and what the names of others end with, beginning with a dot.
       dtype: Of the parameters.
 
     Returns:
@@ -185,7 +185,8 @@ def read_params(
                 found[path] = _put(found[path], part.reshape(sizes), starts)
     if missing := sorted(shapes.keys() - found.keys()):
         raise UserError(f"{tensors.where} has nothing for {missing[0]}")
-    if unknown := sorted(name for name in there - used if not name.endswith(ignored)):
+    ends = tuple(end for end in ignored if end.startswith("."))
+    if unknown := sorted(name for name in there - used if name not in ignored and not name.endswith(ends)):
         more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise UserError(f"{tensors.where} has a tensor that such a model does not: {unknown[0]}{more}")
     return _nested(found)
