@@ -240,8 +240,6 @@ def test_rows_of_text_are_those_of_its_tokens(tmp_path):
     np.testing.assert_array_equal(text(Cut(2, 4, bos=True)).rows, [[256, *b"abcd"], [256, *b"efgh"]])
     assert text(Cut(0, 4)).bits_per_nat_of_loss == pytest.approx(1 / math.log(2))  # a token is a byte
     assert text(Cut(0, 4)).sha256 == text(Cut(0, 4)).sha256 != text(Cut(1, 4)).sha256
-    with pytest.raises(UserError, match=r"the tokenizer of this model is not known.*\nallowed: --tokenizer"):
-        open_text("text", files, None, config, Cut(0, 4), tmp_path / "texts")
     with pytest.raises(UserError, match="fewer than 31 tokens"):
         text(Cut(0, 30))
     with pytest.raises(UserError, match="token id 257, which the model does not have"):

@@ -12,6 +12,7 @@ from orthojax import quant
 from orthojax.config import Config, DataConfig, ModelConfig, changed_fields
 from orthojax.data import load_tokenizer, make_tokenizer
 from orthojax.data.declared_tokens import with_declared_tokens
+from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
 from orthojax.model import (
     LoadedModel,
@@ -93,6 +94,20 @@ def _load_pretrained(path: Path, config: Config) -> LoadedModel:
     except UserError:  # token ids are enough for most
         tokenizer = None
     return LoadedModel(Transformer(config.model), params, config, tokenizer, path)
+
+
+def require_tokenizer(loaded: LoadedModel) -> Tokenizer:
+    """The tokenizer of a model that is to read or write text.
+
+    Raises:
+      UserError: Where it is not known; of a model that others trained with the reason.
+    """
+    if loaded.tokenizer is not None:
+        return loaded.tokenizer
+    if is_pretrained(loaded.source):
+        return load_tokenizer(loaded.source)  # which says why it failed before
+    allowed = "--tokenizer=PATH, such as the tokenizer.json under the --cache_dir of its training, or token ids"
+    raise UserError("the tokenizer of this model is not known, so it cannot read text", allowed=allowed)
 
 
 def _tokenizer(folder: Path, config: Config) -> Any | None:
