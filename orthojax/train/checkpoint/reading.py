@@ -117,7 +117,7 @@ def _read_shapes(step_folder: Path, item: str) -> Any:
         if strange := [path for path in (step_folder / item).rglob("*") if not (path.is_file() or path.is_dir())]:
             raise ValueError(f"{strange[0].name} is not a regular file")  # Orbax would wait for ever for a pipe
         # A Checkpointer would warn twice of a file that Orbax writes for the step, not for its items.
-        tree = ocp.StandardCheckpointHandler().metadata(step_folder.absolute() / item).tree
+        tree = ocp.StandardCheckpointHandler().metadata(step_folder.absolute() / item).tree  # pyright: ignore
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     except Exception as error:
         raise DamagedError(step_folder / item, error) from error
@@ -254,7 +254,8 @@ def restore_item(step_folder: Path, item: str, like: Any) -> Any:
     )
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
     handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
-    return handler.restore(step_folder.absolute() / item, args=ocp.args.StandardRestore(abstract))
+    arguments = ocp.args.StandardRestore(abstract)
+    return handler.restore(step_folder.absolute() / item, args=arguments)  # pyright: ignore
 
 
 def read_verified(step_folder: Path, item: str) -> Any:
