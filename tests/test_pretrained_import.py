@@ -12,13 +12,16 @@ from model_oracle import random_params
 from thinned import quick_and_slow
 
 import orthojax
+from orthojax import quant
 from orthojax.config import ModelConfig
+from orthojax.data.tokenizers import ByteTokenizer
 from orthojax.errors import UserError
 from orthojax.model import bigram_backcopy, gpt2, llama2, read_folder, stack_layers, write_folder
 from orthojax.model.families import FAMILIES
 from orthojax.model.family_configs import computed_as, read_config
 from orthojax.model.pretrained import own_weights, read_params
 from orthojax.published import locate
+from orthojax.train import require_tokenizer
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
@@ -327,3 +330,23 @@ def test_reading_holds_one_tensor_beside_the_model():
     assert all((leaf == 1.0).all() for leaf in jax.tree.leaves(jax.device_get(params)))
     assert len(tensors.read_before) == 9 * layers
     assert tensors.most <= 2  # the one before may still be on its way to the device
+
+
+def test_the_reason_for_a_missing_tokenizer_is_said(tmp_path):
+    write_folder(tmp_path / "model", LLAMA, params_of(LLAMA))
+    loaded = orthojax.load(tmp_path / "model")
+    assert loaded.tokenizer is None
+    with pytest.raises(UserError, match="is a folder without a tokenizer"):
+        require_tokenizer(loaded)
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        require_tokenizer(orthojax.load(tmp_path / "model"))
+
+
+def test_the_tokenizer_comes_along_and_integers_do_not(tmp_path):
+    params = params_of(LLAMA)
+    with pytest.raises(UserError, match="are integers"):
+        write_folder(tmp_path / "integers", LLAMA, quant.integer_params(params, quant.INT8_MODERATE))
+    assert not (tmp_path / "integers").exists()
+    write_folder(tmp_path / "model", LLAMA, params, ByteTokenizer())
+    assert orthojax.load(tmp_path / "model").tokenizer == ByteTokenizer()

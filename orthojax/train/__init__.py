@@ -14,6 +14,7 @@ from orthojax.train.checkpoint import (
     is_quantized,
     list_arrays,
     quantize_checkpoint,
+    quantize_model,
     read_config,
     read_json_item,
     read_optimizer_state,
@@ -31,7 +32,7 @@ from orthojax.train.estimates import (
     peak_flops_per_second,
 )
 from orthojax.train.evaluation import evaluate, evaluation_stages
-from orthojax.train.loading import find_model, load, load_params
+from orthojax.train.loading import find_model, load, load_params, require_tokenizer
 from orthojax.train.loop import train
 from orthojax.train.mesh import make_mesh, place_rows
 from orthojax.train.metrics import describe_line, read_metrics, validation_losses
