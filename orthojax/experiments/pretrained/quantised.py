@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -144,19 +144,27 @@ CLAIMS = (
 )  # fmt: skip
 
 
+def _change(results: Results, perplexities: Sequence[float]) -> np.ndarray:
+    """From float32's, in percent, [1, n]."""
+    return 100 * (np.array([perplexities]) / results[_FLOAT].perplexity - 1)
+
+
 def _kept_curves(results: Results) -> list[Picture]:
     curves = {}
     for name in _DAMAGE:
         of = [results[f"{name}_kept_{k}"].perplexity for k in KEPT]
-        curves[name] = (np.arange(len(KEPT)), np.array([of]))
-    curves["float32"] = (np.arange(len(KEPT)), np.full((1, len(KEPT)), results[_FLOAT].perplexity))
-    figure = drawing.lines(curves, x_label="log2 of the number of features in float, from 1 on", y_label="perplexity",
-                           y_scale="log")  # fmt: skip
-    layers = {"int8_coarse": np.array([[results[f"layer_{i}"].perplexity for i in range(30)]])}
-    bars = drawing.bars([str(i + 1) for i in range(30)], layers, y_label="perplexity")
+        curves[name] = (np.arange(len(KEPT)), _change(results, of))
+    figure = drawing.lines(curves, x_label="log2 of the number of features in float, from 1 on",
+                           y_label="change of perplexity, %", y_scale="log")  # fmt: skip
+    layers = {"int8_coarse": _change(results, [results[f"layer_{i}"].perplexity for i in range(30)])}
+    bars = drawing.bars([str(i + 1) for i in range(30)], layers, y_label="change of perplexity, %")
     return [
-        Picture("kept", f"Perplexity with the k = {', '.join(map(str, KEPT))} largest features in float.", figure),
-        Picture("layers", "Perplexity with one layer alone rounded, int8_coarse.", bars),
+        Picture(
+            "kept",
+            f"What rounding does to perplexity with the k = {', '.join(map(str, KEPT))} largest features in float.",
+            figure,
+        ),
+        Picture("layers", "What rounding one layer alone does to perplexity, int8_coarse.", bars),
     ]
 
 
@@ -182,11 +190,13 @@ EXPERIMENT = Experiment(
         "stays float. Rounded kernels lie on a grid of 4 bits already. One measurement: nothing is drawn.",
     ],
     tables=(
-        MetricTable("Settings", [_PPL], keep=lambda of: of.name in {*quant.SETTINGS, *MORE, _FLOAT, "bfloat16"}),
+        MetricTable("Settings", [_PPL], keep=lambda of: of.name in {*quant.SETTINGS, *MORE, _FLOAT, "bfloat16"},
+                    change_from=_FLOAT),
         MetricTable("Kernels of one kind", [_ADDED, _OTHERS],
                     keep=lambda of: any(of.name.endswith(f"_{name}") for name in _ALONE)),
-        MetricTable("With the largest features of each product in float", [_PPL], keep=lambda of: "_kept_" in of.name),
-        MetricTable("One layer alone, int8_coarse", [_PPL], keep=_named("layer_")),
+        MetricTable("With the largest features of each product in float", [_PPL], keep=lambda of: "_kept_" in of.name,
+                    change_from=_FLOAT),
+        MetricTable("One layer alone, int8_coarse", [_PPL], keep=_named("layer_"), change_from=_FLOAT),
         MetricTable("From stored integers", [_PPL, *_TIMES], keep=_named("stored_")),
     ),
     claims=CLAIMS,
