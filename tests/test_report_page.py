@@ -1,5 +1,6 @@
 """The page of a report: its order, its tables, its figures' colours, labels and lines of chance."""
 
+import html
 import itertools
 import re
 from pathlib import Path
@@ -98,13 +99,11 @@ def _means(*values, **more):
 
 
 def test_ranges_and_the_papers_numbers_are_smaller_lines_below():
-    table = Table(
-        "t", ["", "a", "paper"], [["r", _means(1.0, 2.0, 3.0), "31.9"], ["s", "-", "-"], ["u", "2 (1 to 3)", ""]]
-    )
-    shown = layout(table)
+    rows = [["r", _means(1.0, 2.0, 3.0), "31.9"], ["s", "-", "-"], ["u", "2 (1 to 3)", "4"]]
+    shown = layout(Table("t", ["", "a", "paper"], rows))
     assert shown.columns == ["", "a"]
     assert [cells for _, cells in shown.rows] == [
-        [Shown("2.00", ("1.00 to 3.00", "paper 31.9"))], [Shown("-")], [Shown("2", ("1 to 3", "paper "))],
+        [Shown("2.00", ("1.00 to 3.00", "paper 31.9"))], [Shown("-")], [Shown("2", ("1 to 3", "paper 4"))],
     ]  # fmt: skip
 
 
@@ -113,7 +112,7 @@ def test_ranges_and_the_papers_numbers_are_smaller_lines_below():
     [
         ((21.74, 2.981), number, ["21.74", "2.98"]),
         ((0.0822, 0.46, 0.0), number, ["0.0822", "0.4600", "0.0000"]),
-        ((118507.0, 17.1), number, ["118,507", "17.1"]),  # no number of decimals suits both
+        ((118507.0, 1.71), number, ["118,507", "1.71"]),  # no number of decimals suits both
         ((13883.0, 252.0), number, ["13,883", "252"]),
         ((0.000596, 0.5), percent, ["+0.06%", "+50.00%"]),
         ((-2.5, 10.0), number, ["-2.50", "10.00"]),
@@ -128,8 +127,8 @@ def test_few_rows_are_turned_and_many_are_folded():
     wide = Table("t", ["", *"abcdef"], [["r", *"123456"], ["s", *"789012"]])
     turned = layout(wide)
     assert turned.columns == ["", "r", "s"]
-    assert [(name, [cell.text for cell in cells]) for name, cells in turned.rows][:2] == [("a", ["1", "7"]),
-                                                                                           ("b", ["2", "8"])]  # fmt: skip
+    texts = [(name, [cell.text for cell in cells]) for name, cells in turned.rows]
+    assert texts[:2] == [("a", ["1", "7"]), ("b", ["2", "8"])]
     long = layout(Table("t", ["", "a"], [[str(i), "1"] for i in range(30)]))
     assert (len(long.rows), len(long.folded)) == (12, 18)
     assert [len(part) for part in layout(Table("t", ["", "a"], [["r", "1"], ["s", "2"]], 1))[2:4]] == [1, 1]
@@ -139,7 +138,7 @@ def test_nothing_of_a_table_is_lost_on_the_page(page, main_job):
     table = main_job.experiment.tables[0](main_job)
     assert len(table.rows) > table.main
     for name, *_ in table.rows:
-        assert f'<th scope="row">{name}</th>' in page
+        assert f'<th scope="row">{html.escape(name)}</th>' in page
     assert page.count('<tbody class="folded">') == 1
 
 

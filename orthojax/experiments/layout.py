@@ -138,7 +138,7 @@ def decimals_for(values: Sequence[float]) -> int | None:
 
     Numbers of which no five digits of the largest would show two of the smallest have no decimals in common.
 
-    >>> decimals_for([21.7, 2.98]), decimals_for([118507.0, 17.1])
+    >>> decimals_for([21.7, 2.98]), decimals_for([118507.0, 1.71])
     (2, None)
     """
     sizes = [math.floor(math.log10(value)) for value in values if value > 0 and math.isfinite(value)]
