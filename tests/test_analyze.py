@@ -254,12 +254,39 @@ def test_intervals_of_domains_are_those_of_their_windows(models, tmp_path):
         ("zero_head:0.2", "no head 2\nallowed: 0 to 1"),
         ("zero_mlp:2", "no layer 2\nallowed: 0 to 1"),
         ("dormant_heads:many", "has no number"),
-        ("dormant_heads:1.0", "no head has a mean weight above 1.0"),
+        ("dormant_heads:0.5+zero_mlp:1", r"is joined with \+"),
     ],
 )
 def test_wrong_interventions_are_refused(models, tmp_path, intervention, message):
     with pytest.raises(UserError, match=message):
         measured(models / "run", models / "run.npy", tmp_path, Asked(8, settings=(), interventions=(intervention,)))
+
+
+def test_a_model_without_dormant_heads_is_measured_with_a_note(models, tmp_path):
+    asked = Asked(settings=(), interventions=("dormant_heads:1.0",))
+    found, _ = measured(models / "run", models / "run.npy", tmp_path, asked)
+    assert not found.changed
+    assert found.notes[0].startswith("dormant_heads:1.0: no head has so much weight")
+
+
+def test_a_run_is_measured_as_it_was_trained(tmp_path):
+    changes = {"data.bos": True, "data.sequence_length": 6, "data.tokenizer": "bytes", "model.vocab_size": 258}
+    config = replace(CONFIG, changes | {"model.position": "rotary"})
+    with Checkpoints(tmp_path / "run" / "checkpoints", keep=1) as checkpoints:
+        state = blank_state(config)._replace(params=drawn_params(config.model))
+        checkpoints.save(state, config, inputs(tokenizer_sha256=ByteTokenizer().sha256).provenance)
+    (tmp_path / "a.txt").write_text("plain text " * 9)
+    for given, width, first in (({}, 6, 256), ({"bos": False, "length": 9}, 9, ord("p"))):
+        of = measure_models(
+            {"run": str(tmp_path / "run")},
+            Given(text=(str(tmp_path / "a.txt"),), rows=2, **given),
+            Asked(2, settings=()),
+            tmp_path / "out",
+        )
+        text = of.runs["run"][2][0]
+        assert text.rows.shape == (2, width + 1)
+        assert text.rows[0, 0] == first
+        assert ("begins with" in text.source) == (first == 256)
 
 
 @pytest.mark.parametrize(

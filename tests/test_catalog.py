@@ -93,6 +93,7 @@ VERDICTS = {
 NOT_RUN_YET = {
     "smollm2_cured",
     "tiny_setting",
+    "tuning",
     "damage",
     "haar",
     "downstream",

@@ -24,7 +24,9 @@ from orthojax.train import (
     find_checkpoint,
     is_quantized,
     list_arrays,
+    load,
     quantize_checkpoint,
+    quantize_model,
     read_config,
     read_json_item,
     read_params,
@@ -100,6 +102,16 @@ def test_other_settings_and_a_second_writing(float_step, tmp_path, name):
     expected = zeropoint(expected, 4, 1) if name == "int4_zeropoint" else absmax(expected, 8, (1, 2))
     kernel = params["layers"]["mlp"]["output"]["kernel"]
     np.testing.assert_allclose(kernel.reshape(2, 128, 64), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_in_memory_is_written_as_that_of_a_run(float_step, quantized_step, tmp_path):
+    loaded = load(float_step)
+    again = load(quantize_model(loaded, W4A8, tmp_path / "mine"))
+    of_run = load(quantized_step)
+    assert (again.config, again.model) == (of_run.config, of_run.model)
+    assert bits(again.params) == bits(of_run.params)
+    with pytest.raises(UserError, match="holds the checkpoints of a run"):
+        quantize_model(loaded, W4A8, float_step.parent)
 
 
 def test_refusals(float_step, quantized_step, tmp_path):

@@ -15,8 +15,10 @@ import pytest
 import tokenizers as hf
 from hypothesis import strategies as st
 
+from orthojax.data.declared_tokens import with_declared_tokens
 from orthojax.data.tokenizers import (
     ByteTokenizer,
+    from_json,
     load_tokenizer,
     make_tokenizer,
     tokenizer_identity,
@@ -347,3 +349,39 @@ def test_missing_files_and_packages(tmp_path, monkeypatch):
 def test_bad_names(spec, message):
     with pytest.raises(UserError, match=message):
         make_tokenizer(spec, TEXTS)
+
+
+def word_level(*special):
+    """A tokenizer of a few words and these special tokens, whose ids come first."""
+    backend = hf.Tokenizer(hf.models.WordLevel({word: len(special) + i for i, word in enumerate("abc")}, unk_token="a"))
+    backend.add_special_tokens(list(special))
+    whole = json.loads(backend.to_str())
+    whole["model"]["vocab"] |= {word: i for i, word in enumerate(special)}
+    whole["added_tokens"] = [of | {"id": i} for i, of in enumerate(whole["added_tokens"])]
+    return json.dumps(whole)
+
+
+def test_deepseeks_names_are_known():
+    bars = "\uff5c"
+    names = [f"<{bars}{word}\u2581of\u2581sentence{bars}>" for word in ("begin", "end")]
+    tokenizer = from_json(word_level(*names), "deepseek", "here")
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.ends) == (0, 1, {1})
+
+
+@pytest.mark.parametrize(
+    ("files", "bos_id", "ends"),
+    [
+        ({}, 0, {1}),
+        ({"tokenizer_config.json": {"bos_token": "</s>", "eos_token": {"content": "<|eot_id|>"}}}, 1, {1, 2}),
+        ({"config.json": {"bos_token_id": 2, "eos_token_id": 2}}, 2, {1, 2}),
+        ({"generation_config.json": {"eos_token_id": [1, 2]}, "tokenizer_config.json": {"bos_token": None}}, 0, {1, 2}),
+        ({"config.json": {"bos_token_id": 99, "eos_token_id": None}}, 0, {1}),
+    ],
+)
+def test_begin_and_ends_are_those_that_a_model_declares(tmp_path, files, bos_id, ends):
+    tokenizer = from_json(word_level("<s>", "</s>", "<|eot_id|>"), "mine", "here")
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    found = with_declared_tokens(tokenizer, tmp_path)
+    assert (found.bos_id, found.ends, found.eos_id) == (bos_id, ends, 1)
+    assert found.sha256 == tokenizer.sha256

@@ -39,10 +39,10 @@ def define_flags() -> None:
     flags.DEFINE_integer("rows", 64, "Rows of the text; 0 for all.", lower_bound=0)
     flags.DEFINE_integer("windows", 100, "Windows of each domain; 0 for all.", lower_bound=0)
     flags.DEFINE_integer(
-        "length", 0, "Tokens of a row; 0 for 256, or as many as the model has positions.", lower_bound=0
+        "length", 0, "Tokens of a row; 0 for the length at which the model was trained, 256 at most.", lower_bound=0
     )
     flags.DEFINE_integer("batch", 8, "Rows at once; dynamic quantisation scales are those of a batch.", lower_bound=1)
-    flags.DEFINE_bool("bos", False, "Start every row with the tokenizer's BOS token.")
+    flags.DEFINE_bool("bos", None, "Start rows with the tokenizer's BOS token; as the model was trained if not given.")
     flags.DEFINE_float("threshold", 0.3, "Mean weight on the first token above which a head is a sink.", 0.0, 1.0)
     flags.DEFINE_list(
         "settings", None, "Quantisation settings; all for every one, none for none. Default: the paper's."

@@ -62,7 +62,7 @@ def main(_: list[str]) -> None:
     def ids() -> Iterator[int]:
         for token in stream(loaded, prompt, FLAGS.tokens, **options):
             times.append(time.perf_counter())
-            if tokenizer is not None and token == tokenizer.eos_id:
+            if tokenizer is not None and int(token) in tokenizer.ends:
                 return
             yield int(token)
 

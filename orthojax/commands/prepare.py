@@ -23,7 +23,8 @@ def define_flags() -> None:
         "input",
         None,
         "Text, jsonl (also .gz, .bz2, .xz, .zst), .parquet and .arrow files, folders or patterns, separated by commas, "
-        "or 'embedded' (the default): Python's standard library.",
+        "addresses such as hf://datasets/NAME/data/train-*.parquet, which are streamed; or 'embedded' (the default): "
+        "Python's standard library.",
     )
     flags.DEFINE_string("tfds_dir", "", "Folder of TensorFlow Datasets, or of one version of one data set.")
     flags.DEFINE_string("dataset", "", "NAME[/CONFIG][:VERSION] in --tfds_dir, such as c4/en:3.0.1.")

@@ -174,7 +174,9 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]
     return found
 
 
-def read_documents(name: str, path: Path, start: int = 0, stop: int | None = None) -> Iterator[Item]:
+def read_documents(
+    name: str, path: Path, start: int = 0, stop: int | None = None, opener: Callable[[Path], IO[bytes]] | None = None
+) -> Iterator[Item]:
     """The documents of a file, in order, one in memory at a time; empty ones are left out.
 
     A .jsonl file has one document per line, the string under "text"; blank lines are skipped. Tables, .parquet and
@@ -189,17 +191,18 @@ def read_documents(name: str, path: Path, start: int = 0, stop: int | None = Non
         will do: reading starts with the first line that begins there or later. In a table it is a row. In others it
         is 0, or 1 for the end.
       stop: .jsonl files: lines that begin here or later are left out.
+      opener: Opens a file that is not on disk; not for .arrow.
 
     Raises:
       UserError: For a file that cannot be read or decompressed, is not UTF-8, or has a bad line.
     """
     if path.suffix in tables.SUFFIXES:
-        for row, text, offset in tables.read_texts(path, start):
+        for row, text, offset in tables.read_texts(path, start, opener):
             yield Item(Document(f"{name}:{row + 1}", text), row + 1, offset)
         return
     kind, opened = _COMPRESSED.get(path.suffix, ("text", lambda raw: raw))
     try:
-        with open(path, "rb", buffering=_BLOCK) as raw, opened(raw) as file:
+        with opener(path) if opener else open(path, "rb", buffering=_BLOCK) as raw, opened(raw) as file:
             if _is_jsonl(path):
                 for item in _read_lines(name, path, file, start, stop):
                     yield item if file is raw else item._replace(offset=raw.tell())

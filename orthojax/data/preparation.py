@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from orthojax.data.documents import Document, Source, embedded_corpus, find_files, text_corpus
+from orthojax.data.remote import is_remote, remote_corpus, remote_files
 from orthojax.data.sealed import is_sha256, read_sealed, sealed
 from orthojax.data.tfds import find_folder, open_tfds
 from orthojax.data.token_files import TokenFile, require_alone
@@ -84,7 +85,8 @@ def text_parts(paths: Sequence[str] | None, splits: Sequence[str], folder: Path)
     """Splits of text files, or of the embedded corpus.
 
     Args:
-      paths: Files, folders and patterns; None takes the standard library of the running Python.
+      paths: Files, folders and patterns, or addresses (see `remote_files`); None takes the standard library of the
+        running Python.
       splits: `train` and `validation`, or `all`.
       folder: Of the token files. Its `source.json` keeps what takes reading the text: its sha256, valid until a file
         changes its size or time, and the rule that divides it, valid as long as the sha256.
@@ -97,11 +99,14 @@ def text_parts(paths: Sequence[str] | None, splits: Sequence[str], folder: Path)
             raise UserError(f"there is no split {split!r} of text", allowed="train | validation | all")
     if paths is None:
         return divided(embedded_corpus(), HoldOut("name"), splits)
-    files = [[name, path.stat().st_size, path.stat().st_mtime_ns] for name, path in find_files(paths)]
+    if remote := is_remote(paths):
+        files: list[list[Any]] = remote_files(paths)
+    else:
+        files = [[name, path.stat().st_size, path.stat().st_mtime_ns] for name, path in find_files(paths)]
     notes = folder / "source.json"
     before, sha256, hold_out = _read_notes(notes) if os.path.lexists(notes) else ([], "", HoldOut("end"))
     unchanged = before == files
-    source = text_corpus(paths, sha256 if unchanged else "")
+    source = remote_corpus(files) if remote else text_corpus(paths, sha256 if unchanged else "")
     if source.sha256 != sha256:  # if only a date changed, the rule of an earlier version stays
         if list(splits) == ["all"]:
             return divided(source, HoldOut("end"), splits)  # never consulted

@@ -1,8 +1,8 @@
 """Documents in tables: .parquet files, and the .arrow files of Hugging Face data sets, by their column `text`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from orthojax.errors import UserError, needing
 
@@ -10,10 +10,12 @@ SUFFIXES = (".parquet", ".arrow")
 _COLUMN = "text"
 
 
-def read_texts(path: Path, start: int = 0) -> Iterator[tuple[int, str, int]]:
+def read_texts(
+    path: Path, start: int = 0, opener: Callable[[Path], IO[bytes]] | None = None
+) -> Iterator[tuple[int, str, int]]:
     """(row, text, bytes of the file that are read) of every row from `start` on; rows without text are left out.
 
-    One group of rows is in memory at a time.
+    One group of rows is in memory at a time. `opener` opens a .parquet file that is not on disk.
 
     Raises:
       UserError: Without the extra `parquet`, for a damaged file, or where the column is missing or of another type.
@@ -22,7 +24,7 @@ def read_texts(path: Path, start: int = 0) -> Iterator[tuple[int, str, int]]:
         import pyarrow as pa
     try:
         row = 0
-        for texts, offset in _groups(path):
+        for texts, offset in _groups(path, opener):
             skipped = min(max(start - row, 0), len(texts))
             for at, text in enumerate(texts.slice(skipped), row + skipped):
                 if value := text.as_py():
@@ -34,15 +36,15 @@ def read_texts(path: Path, start: int = 0) -> Iterator[tuple[int, str, int]]:
         raise UserError(f"{path} is not a complete {path.suffix} file: {str(error).splitlines()[0]}") from None
 
 
-def _groups(path: Path) -> Iterator[tuple[Any, int]]:
+def _groups(path: Path, opener: Callable[[Path], IO[bytes]] | None) -> Iterator[tuple[Any, int]]:
     """The texts of a group of rows, and how many bytes of the file the groups so far are."""
     import pyarrow as pa
 
-    size = path.stat().st_size
     if path.suffix == ".parquet":
         from pyarrow import parquet
 
-        with parquet.ParquetFile(path) as file:
+        with opener(path) if opener else open(path, "rb") as raw, parquet.ParquetFile(raw) as file:
+            size = raw.seek(0, 2)
             _require_texts(path, file.schema_arrow)
             done, total = 0, file.metadata.num_rows
             for group in range(file.num_row_groups):

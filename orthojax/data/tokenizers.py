@@ -35,8 +35,8 @@ _FORMATS = "a tokenizer.json, GPT-2's vocab.json, a sentencepiece .model, the ra
 ALLOWED = f"bytes | bpe:N (N ids, trained on the corpus) | the path of {_FORMATS}, or of a folder with one"
 SMALLEST_BPE = 260
 # Usual names of the two in published tokenizers, by precedence.
-_EOS_NAMES = (EOS, "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|end▁of▁sentence|>")
-_BOS_NAMES = (BOS, "<s>", "<|begin_of_text|>", "<bos>", "<|begin▁of▁sentence|>")
+_EOS_NAMES = (EOS, "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<｜end▁of▁sentence｜>")  # noqa: RUF001
+_BOS_NAMES = (BOS, "<s>", "<|begin_of_text|>", "<bos>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
 _CACHED_WORDS = 1 << 18  # whose ids are kept, about 50 MB; the package's own 10,000 are fewer than a corpus has
 _BYTES_FILE = json.dumps({"orthojax_tokenizer": "bytes", "vocab_size": 258, "bos_id": 256, "eos_id": 257})
 # Llama 3 (llama3/llama/tokenizer.py): how it splits text, and its special tokens, whose ids follow the ranks.
@@ -63,6 +63,12 @@ class Tokenizer(abc.ABC):
     serialized: str = dataclasses.field(repr=False)  # content of the file that `save` writes
     # The `tokenizers.Tokenizer` or `sentencepiece.SentencePieceProcessor`.
     backend: Any = dataclasses.field(default=None, compare=False, repr=False)
+    stop_ids: tuple[int, ...] = ()  # what else ends generation, in models that say so
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids at which generation stops."""
+        return frozenset((self.eos_id, *self.stop_ids))
 
     @property
     def sha256(self) -> str:

@@ -70,6 +70,7 @@ from orthojax.experiments.ours import (
     rotation_ablation,
     streaming,
     tiny_setting,
+    tuning,
 )
 from orthojax.experiments.pretrained import aligned, curing, quantised, streamed
 from orthojax.experiments.runs import TRAINED, Task, is_trained, parse_seconds, training_flops
@@ -80,7 +81,7 @@ from orthojax.formatting import align
 _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table9)
 _LATER = (training_curves, appendix_e, appendix_g, appendix_h)
 _OURS = (
-    rotation_ablation, optimizer_outliers, normalizers, streaming, tiny_setting, repeated_passages,
+    rotation_ablation, optimizer_outliers, normalizers, streaming, tiny_setting, tuning, repeated_passages,
     damage, haar, adam_betas, downstream, long_pair,
 )  # fmt: skip
 _ON_THE_TASK = (one_layer, three_layers, peak_blocks, peak_slope, backcopy_rules, backcopy_cure)

@@ -14,6 +14,7 @@ from orthojax.train.checkpoint import (
     is_quantized,
     list_arrays,
     quantize_checkpoint,
+    quantize_model,
     read_config,
     read_json_item,
     read_optimizer_state,

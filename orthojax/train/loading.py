@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from orthojax import quant
 from orthojax.config import Config, DataConfig, ModelConfig, changed_fields
 from orthojax.data import load_tokenizer, make_tokenizer
+from orthojax.data.declared_tokens import with_declared_tokens
 from orthojax.errors import UserError
 from orthojax.model import (
     LoadedModel,
@@ -86,7 +87,7 @@ def _read_published(path: Path) -> Any:
 def _load_pretrained(path: Path, config: Config) -> LoadedModel:
     params = _read_published(path)
     try:
-        tokenizer = load_tokenizer(path)
+        tokenizer = with_declared_tokens(load_tokenizer(path), path)
     except UserError:  # token ids are enough for most
         tokenizer = None
     return LoadedModel(Transformer(config.model), params, config, tokenizer, path)

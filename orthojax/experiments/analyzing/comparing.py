@@ -50,8 +50,8 @@ class Given:
       tokenizer: File of the tokenizer, where the model's own is not known.
       rows: Rows of the text; 0 for all.
       windows: Windows of each domain.
-      length: Tokens of a row; 0 for 256, or fewer where the model's positions end before.
-      bos: Whether rows start with the tokenizer's BOS token.
+      length: Tokens of a row; 0 for the length at which the model was trained, 256 at most.
+      bos: Whether rows start with the tokenizer's BOS token; None for as the model was trained.
     """
 
     text: tuple[str, ...] = (TOPICS,)
@@ -61,7 +61,7 @@ class Given:
     rows: int = 64
     windows: int = 100
     length: int = 0
-    bos: bool = False
+    bos: bool | None = None
 
 
 class Analyzed(NamedTuple):
@@ -142,10 +142,11 @@ def _with_texts(loaded: LoadedModel, given: Given, folder: Path) -> tuple[Loaded
     if given.tokenizer:
         tokenizer = load_tokenizer(given.tokenizer)
     longest = config.max_length if config.position == "learned" else None
-    length = given.length or min(_LENGTH, longest or _LENGTH)
+    length = given.length or min(_LENGTH, loaded.config.data.sequence_length)
     if longest and length > longest:
         raise UserError(f"--length={length} is longer than the model's positions", allowed=f"1 to {longest}")
-    cut = Cut(given.rows, length, given.bos)
+    bos = loaded.config.data.bos and not given.token_ids if given.bos is None else given.bos
+    cut = Cut(given.rows, length, bos)
     if given.token_ids:
         texts = [open_ids("text", Path(given.token_ids), config, cut, folder)]
     else:

@@ -120,25 +120,25 @@ def dormant_heads(text: str, mass: np.ndarray, threshold: float) -> dict[str, li
       threshold: The number where the text has none.
 
     Returns:
-      Changes by name: the dormant heads, and three draws of as many among all heads.
+      Changes by name: the dormant heads, and three draws of as many among all heads, with the count of dormant ones
+      among them; nothing where no head is dormant.
 
     Raises:
-      UserError: Where the number is none, or no head is dormant.
+      UserError: Where the number is none, or other changes are joined to it.
     """
     number = text.partition(":")[2] or f"{threshold:g}"
     try:
         least = float(number)
     except ValueError:
-        raise UserError(f"{text!r} has no number", allowed=f"{DORMANT}:0.9") from None
+        problem = f"{text!r} is joined with +" if "+" in text else f"{text!r} has no number"
+        raise UserError(problem, allowed=f"{DORMANT}:0.9 alone") from None
     places = np.argwhere(mass > least)
     if not len(places):
-        raise UserError(
-            f"no head has a mean weight above {number} on the first token",
-            allowed=f"{DORMANT}:X with X below {mass.max():.3g}",
-        )
+        return {}
     found = {f"{DORMANT}:{number} ({len(places)} heads)": places}
     every = np.argwhere(np.ones_like(mass, bool))
     for seed in range(RANDOM_DRAWS):
         drawn = np.random.default_rng(seed).choice(len(every), len(places), replace=False)
-        found[f"{len(places)} random heads, draw {seed}"] = every[np.sort(drawn)]
+        dormant = int((mass[tuple(every[drawn].T)] > least).sum())
+        found[f"{len(places)} random heads, draw {seed}, {dormant} dormant"] = every[np.sort(drawn)]
     return {name: [Change("zero_head", int(l), int(h)) for l, h in heads] for name, heads in found.items()}

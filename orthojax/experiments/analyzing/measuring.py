@@ -120,7 +120,10 @@ def measure_model(loaded: LoadedModel, text: Text, domains: Sequence[Text], aske
     for spec, changes in specs.items():
         several = {spec: changes}
         if changes is None:
-            several = changes_of.dormant_heads(spec, arrays["first_attention_mass"], asked.threshold)
+            mass = arrays["first_attention_mass"]
+            several = changes_of.dormant_heads(spec, mass, asked.threshold)
+            if not several:
+                notes.append(f"{spec}: no head has so much weight on the first token; the most is {mass.max():.3g}")
         for name, heads in several.items():
             given = changes_of.build(heads or [], config, text.rows.shape[1] - 1, arrays)
             seen = run.statistics(name, text, given, key=[repr(heads)])

@@ -86,9 +86,11 @@ def open_text(
             allowed="--tokenizer=PATH (as the tokenizer.json under a run's --cache_dir), or --token_ids=FILE.npy",
         )
     words = _words(files)
-    key = json.dumps([words.sha256, tokenizer.sha256, dataclasses.astuple(cut)])
+    begins = [tokenizer.bos_id] if cut.bos else []
+    key = json.dumps([words.sha256, tokenizer.sha256, dataclasses.astuple(cut), *begins])
     write = functools.partial(_tokenise, words, tokenizer, cut)
-    return _kept(name, words.source, folder / hashlib.sha256(key.encode()).hexdigest()[:16], write, model, cut)
+    source = words.source + ("; every row begins with the BOS token" if cut.bos else "")
+    return _kept(name, source, folder / hashlib.sha256(key.encode()).hexdigest()[:16], write, model, cut)
 
 
 def open_ids(name: str, path: Path, model: ModelConfig, cut: Cut, folder: Path) -> Text:

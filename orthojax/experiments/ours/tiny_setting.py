@@ -154,8 +154,8 @@ def _about(results: Results) -> list[str]:
     found = f"The cheapest that has all is: {best.label}." if best else "None has all."
     return [
         f"Vanilla models (softmax and Adam) of {BASE.model.d_model} channels, {BASE.train.steps:,} steps of "
-        f"{BASE.train.batch_size} x {BASE.data.sequence_length} tokens, on one search seed; each candidate differs from "
-        f"the first in one thing. Criteria were written before the runs. {found} The others are rejected.",
+        f"{BASE.train.batch_size} x {BASE.data.sequence_length} tokens, on one search seed; each candidate differs "
+        f"from the first in one thing. Criteria were written before the runs. {found} The others are rejected.",
     ]
 
 

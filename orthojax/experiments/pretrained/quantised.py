@@ -2,7 +2,14 @@
 
 import dataclasses
 import functools
+<<<<<<< HEAD
 from collections.abc import Callable, Sequence
+=======
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+>>>>>>> origin/main
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +19,16 @@ from orthojax import quant
 from orthojax.experiments import drawing
 from orthojax.experiments.claims import Claim
 from orthojax.experiments.experiment import Case, Experiment
-from orthojax.experiments.page import Picture
+from orthojax.experiments.page import Picture, Table
 from orthojax.experiments.pretrained.smollm2 import ABOUT, model, perplexity, rows
 from orthojax.experiments.results import Quantity, Results, metric
 from orthojax.experiments.tables import MetricTable
+from orthojax.formatting import number
 from orthojax.model import Transformer, unstack_layers
+from orthojax.model import linear as float_linear
 from orthojax.quant import QuantizationSetting
 from orthojax.timing import interleaved_seconds, spread
+from orthojax.train import load, quantize_model
 
 ROWS, LENGTH, REPEATS = 8, 256, 5
 KINDS = {
@@ -87,17 +97,55 @@ def _kept(setting_name: str, seed: int) -> list[Case]:
     ]  # fmt: skip
 
 
+def _channels(seed: int) -> list[Case]:
+    """The largest feature of the inputs and of the outputs of every product, over all rows and positions."""
+    loaded = model()
+    config = dataclasses.replace(loaded.config.model, scan_layers=False)
+
+    def peaks(params: Any, tokens: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
+        found = {}
+
+        def watched(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
+            y = float_linear(x, kernel, bias, path)
+            found[path] = tuple(jnp.max(jnp.abs(of), axis=(0, 1)) for of in (x, y))
+            return y
+
+        Transformer(config, linear=watched).apply({"params": params}, tokens)
+        return found
+
+    with jax.enable_x64(False):
+        seen = jax.jit(peaks)(unstack_layers(loaded.params), jnp.asarray(rows(ROWS, LENGTH)[:, :-1]))
+    cases = []
+    for path, sides in seen.items():
+        layer, kind = path.removeprefix("layers_").split("/", 1)
+        metrics = {}
+        for side, of in zip(("input", "output"), map(np.asarray, sides), strict=True):
+            metrics |= {f"{side}_feature": float(of.argmax()), f"{side}_peak": float(of.max()),
+                        f"{side}_ratio": float(of.max() / np.median(of))}  # fmt: skip
+        kind = kind.removesuffix("/kernel")
+        label = {"label": f"layer {int(layer) + 1}, {KINDS[kind]}"}
+        cases.append(Case(f"channels_{layer}_{kind.replace('/', '_')}", label, metrics))
+    return cases
+
+
+def _disk_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 def _stored(seed: int) -> list[Case]:
-    """Bytes of the parameters, perplexity and tokens a second of a forward pass, on integers and in floats."""
+    """Bytes, perplexity and tokens a second of a forward pass, in floats and from checkpoints of integers."""
     loaded, tokens = model(), rows(ROWS, LENGTH)
     narrow = Transformer(dataclasses.replace(loaded.config.model, dtype="bfloat16"))
     with jax.enable_x64(False):
         halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), loaded.params)
         forms = {"float32": (loaded.model, loaded.params), "bfloat16": (narrow, halves)}
+        on_disk = {}
         for name in STORED:
-            setting = quant.setting_named(name)
-            of = Transformer(loaded.config.model, linear=quant.integer_linear(setting))
-            forms[name] = of, quant.integer_params(loaded.params, setting)
+            with tempfile.TemporaryDirectory() as folder:
+                step = quantize_model(loaded, quant.setting_named(name), Path(folder))
+                on_disk[name] = {"checkpoint_megabytes": _disk_bytes(step) / 1e6}
+                of = load(step)
+            forms[name] = of.model, of.params
         inputs = jnp.asarray(tokens[:, :-1])
         passes = {}
         for name, (of, params) in forms.items():
@@ -107,7 +155,7 @@ def _stored(seed: int) -> list[Case]:
     found = []
     for name, (of, params) in forms.items():
         ratios = np.array(seconds["float32"]) / np.array(seconds[name])
-        metrics = {
+        metrics = on_disk.get(name, {}) | {
             "perplexity": perplexity(of.apply, params, tokens, ROWS),
             "megabytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e6,
             "tokens_per_second": inputs.size / spread(seconds[name]).median,
@@ -120,7 +168,7 @@ def _stored(seed: int) -> list[Case]:
 
 
 def _parts() -> dict[str, Callable[[int], list[Case]]]:
-    parts: dict[str, Callable[[int], list[Case]]] = {"float": _float, "stored": _stored}
+    parts: dict[str, Callable[[int], list[Case]]] = {"float": _float, "stored": _stored, "channels": _channels}
     parts |= {f"setting-{name}": functools.partial(_setting, name) for name in (*quant.SETTINGS, *MORE)}
     parts |= {f"kept-{name}": functools.partial(_kept, name) for name in _DAMAGE}
     parts |= {f"kind-{kind.replace('/', '-')}": functools.partial(_kind, kind) for kind in KINDS}
@@ -153,6 +201,7 @@ def _kept_curves(results: Results) -> list[Picture]:
     curves = {}
     for name in _DAMAGE:
         of = [results[f"{name}_kept_{k}"].perplexity for k in KEPT]
+<<<<<<< HEAD
         curves[name] = (np.arange(len(KEPT)), _change(results, of))
     figure = drawing.lines(curves, x_label="log2 of the number of features in float, from 1 on",
                            y_label="change of perplexity, %", y_scale="log")  # fmt: skip
@@ -165,7 +214,33 @@ def _kept_curves(results: Results) -> list[Picture]:
             figure,
         ),
         Picture("layers", "What rounding one layer alone does to perplexity, int8_coarse.", bars),
+=======
+        curves[name] = (KEPT[1:], np.array([of[1:]]))
+    curves["float32"] = (KEPT[1:], np.full((1, len(KEPT) - 1), results[_FLOAT].perplexity))
+    figure = drawing.lines(curves, x_label="input, and as many output, features of each product in float",
+                           y_label="perplexity", x_scale="log", y_scale="log")  # fmt: skip
+    counts = ", ".join(map(str, KEPT[1:]))
+    none = " and ".join(f"{results[f'{name}_kept_0'].perplexity:.4g} ({name})" for name in _DAMAGE)
+    layers = {"int8_coarse": np.array([[results[f"layer_{i}"].perplexity for i in range(30)]])}
+    bars = drawing.bars([str(i + 1) for i in range(30)], layers, y_label="perplexity")
+    return [
+        Picture("kept", f"Perplexity with the {counts} largest features in float; with none, {none}.", figure),
+        Picture("layers", "Perplexity with one layer alone rounded, int8_coarse.", bars),
+>>>>>>> origin/main
     ]
+
+
+def _largest_features(results: Results) -> Table:
+    """The products whose largest feature stands out most: what one scale for all has to cover."""
+    found = [of for of in results if of.name.startswith("channels_")]
+    table, shown = [], 12
+    for side in ("input", "output"):
+        ranked = sorted(found, key=lambda of, side=side: -of[f"{side}_ratio"])
+        for of in ranked[:shown]:
+            peak, ratio = number(of[f"{side}_peak"]), number(of[f"{side}_ratio"])
+            table.append([side, of.label, f"{of[f'{side}_feature']:.0f}", peak, ratio])
+    columns = ["side", "product", "largest feature", "its largest |x|", "over the median feature's"]
+    return Table(f"Of {len(found)} products the {shown} whose largest feature stands out most", columns, table)
 
 
 def _named(stem: str) -> Callable[..., bool]:
@@ -173,8 +248,9 @@ def _named(stem: str) -> Callable[..., bool]:
 
 
 _ALONE = {name.replace("/", "_") for name in KINDS}
-_TIMES = [metric("megabytes", "MB of parameters"), metric("tokens_per_second", "tokens a second, forward"),
-          metric("speed", "times float32"), metric("speed_low", "first quartile"),
+_TIMES = [metric("megabytes", "MB of parameters"), metric("checkpoint_megabytes", "MB of the checkpoint"),
+          metric("tokens_per_second", "tokens a second, forward"), metric("speed", "times float32"),
+          metric("speed_low", "first quartile"),
           metric("speed_high", "third quartile")]  # fmt: skip
 _ADDED = Quantity("perplexity, this kind alone rounded", lambda of: of.perplexity)
 
@@ -194,10 +270,17 @@ EXPERIMENT = Experiment(
                     change_from=_FLOAT),
         MetricTable("Kernels of one kind", [_ADDED, _OTHERS],
                     keep=lambda of: any(of.name.endswith(f"_{name}") for name in _ALONE)),
+<<<<<<< HEAD
         MetricTable("With the largest features of each product in float", [_PPL], keep=lambda of: "_kept_" in of.name,
                     change_from=_FLOAT),
         MetricTable("One layer alone, int8_coarse", [_PPL], keep=_named("layer_"), change_from=_FLOAT),
         MetricTable("From stored integers", [_PPL, *_TIMES], keep=_named("stored_")),
+=======
+        MetricTable("With the largest features of each product in float", [_PPL], keep=lambda of: "_kept_" in of.name),
+        _largest_features,
+        MetricTable("One layer alone, int8_coarse", [_PPL], keep=_named("layer_")),
+        MetricTable("From checkpoints of integers", [_PPL, *_TIMES], keep=_named("stored_")),
+>>>>>>> origin/main
     ),
     claims=CLAIMS,
     pictures=(_kept_curves,),

@@ -15,6 +15,7 @@ from orthojax.train.checkpoint.manager import Checkpoints as Checkpoints
 from orthojax.train.checkpoint.manager import Retention as Retention
 from orthojax.train.checkpoint.manager import Validation as Validation
 from orthojax.train.checkpoint.quantized import quantize_checkpoint as quantize_checkpoint
+from orthojax.train.checkpoint.quantized import quantize_model as quantize_model
 from orthojax.train.checkpoint.quantized import read_quantized as read_quantized
 from orthojax.train.checkpoint.reading import array_items as array_items
 from orthojax.train.checkpoint.reading import find_checkpoint as find_checkpoint

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 
 from orthojax import quant
-from orthojax.config import from_dict, to_json
+from orthojax.config import Config, from_dict, to_json
 from orthojax.errors import UserError
+from orthojax.model import LoadedModel
 from orthojax.ops.quantize import Quantized
 from orthojax.quant import QuantizationSetting
 from orthojax.train.checkpoint.checksums import read_json_item, steps_in
@@ -49,18 +50,50 @@ def quantize_checkpoint(
       UserError: As `read_params` and `quant.integer_params`; where `directory` holds checkpoints of a run, or the disk
         refuses.
     """
+    directory = _free(directory)
+    quant.require_integers(setting)  # before anything is read
+    quantized = quant.integer_params(read_params(step_folder), setting, include)
+    data = read_json_item(step_folder, "data")
+    return _write(directory, read_config(step_folder), data, setting, include, quantized)
+
+
+def quantize_model(
+    loaded: LoadedModel, setting: QuantizationSetting, directory: Path, *, include: str = quant.KERNELS_BUT_HEAD
+) -> Path:
+    """`quantize_checkpoint` of a model in memory, such as one that others trained; `orthojax.load` reads the result.
+
+    Args:
+      loaded: From `orthojax.load`, with float parameters.
+      setting: As of `quantize_checkpoint`, like the rest.
+      directory: Gets the folder 0.
+      include: As of `quant.integer_params`.
+
+    Raises:
+      UserError: As `quant.integer_params`; where `directory` holds checkpoints of a run, or the disk refuses.
+    """
+    directory = _free(directory)
+    quantized = quant.integer_params(loaded.params, setting, include)
+    data = {"next_step": 0, "source": str(loaded.source), "tokenizer_sha256": getattr(loaded.tokenizer, "sha256", None)}
+    return _write(directory, loaded.config, data, setting, include, quantized)
+
+
+def _free(directory: Path) -> Path:
+    """The absolute path, where no checkpoints of a run are."""
     directory = directory.absolute()
     if any(not is_quantized(directory / str(step)) for step in steps_in(directory)):
         raise UserError(
             f"{directory} holds the checkpoints of a run", allowed="a folder of its own, such as --workdir=DIR"
         )
-    quant.require_integers(setting)  # before anything is read
-    quantized = quant.integer_params(read_params(step_folder), setting, include)
-    data = read_json_item(step_folder, "data")
+    return directory
+
+
+def _write(
+    directory: Path, config: Config, data: dict[str, Any], setting: QuantizationSetting, include: str, quantized: Any
+) -> Path:
     step = int(data["next_step"])
     params = jax.tree.map(_as_dict, quantized, is_leaf=lambda leaf: isinstance(leaf, Quantized))
     values = {
-        "config": json.loads(to_json(read_config(step_folder))),
+        "config": json.loads(to_json(config)),
         "data": data,
         "quantization": {"version": _VERSION, "setting": dataclasses.asdict(setting), "include": include},
     }
