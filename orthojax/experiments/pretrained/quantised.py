@@ -2,14 +2,10 @@
 
 import dataclasses
 import functools
-<<<<<<< HEAD
-from collections.abc import Callable, Sequence
-=======
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
->>>>>>> origin/main
 
 import jax
 import jax.numpy as jnp
@@ -201,32 +197,17 @@ def _kept_curves(results: Results) -> list[Picture]:
     curves = {}
     for name in _DAMAGE:
         of = [results[f"{name}_kept_{k}"].perplexity for k in KEPT]
-<<<<<<< HEAD
-        curves[name] = (np.arange(len(KEPT)), _change(results, of))
-    figure = drawing.lines(curves, x_label="log2 of the number of features in float, from 1 on",
-                           y_label="change of perplexity, %", y_scale="log")  # fmt: skip
+        curves[name] = (KEPT[1:], _change(results, of[1:]))
+    figure = drawing.lines(curves, x_label="input, and as many output, features of each product in float",
+                           y_label="change of perplexity, %", x_scale="log", y_scale="log")  # fmt: skip
+    counts = ", ".join(map(str, KEPT[1:]))
+    none = " and ".join(f"{_change(results, [results[f'{n}_kept_0'].perplexity]).item():+,.0f}% ({n})" for n in _DAMAGE)
     layers = {"int8_coarse": _change(results, [results[f"layer_{i}"].perplexity for i in range(30)])}
     bars = drawing.bars([str(i + 1) for i in range(30)], layers, y_label="change of perplexity, %")
+    words = f"What rounding does to perplexity with the {counts} largest features in float; with none, {none}."
     return [
-        Picture(
-            "kept",
-            f"What rounding does to perplexity with the k = {', '.join(map(str, KEPT))} largest features in float.",
-            figure,
-        ),
+        Picture("kept", words, figure),
         Picture("layers", "What rounding one layer alone does to perplexity, int8_coarse.", bars),
-=======
-        curves[name] = (KEPT[1:], np.array([of[1:]]))
-    curves["float32"] = (KEPT[1:], np.full((1, len(KEPT) - 1), results[_FLOAT].perplexity))
-    figure = drawing.lines(curves, x_label="input, and as many output, features of each product in float",
-                           y_label="perplexity", x_scale="log", y_scale="log")  # fmt: skip
-    counts = ", ".join(map(str, KEPT[1:]))
-    none = " and ".join(f"{results[f'{name}_kept_0'].perplexity:.4g} ({name})" for name in _DAMAGE)
-    layers = {"int8_coarse": np.array([[results[f"layer_{i}"].perplexity for i in range(30)]])}
-    bars = drawing.bars([str(i + 1) for i in range(30)], layers, y_label="perplexity")
-    return [
-        Picture("kept", f"Perplexity with the {counts} largest features in float; with none, {none}.", figure),
-        Picture("layers", "Perplexity with one layer alone rounded, int8_coarse.", bars),
->>>>>>> origin/main
     ]
 
 
@@ -270,17 +251,11 @@ EXPERIMENT = Experiment(
                     change_from=_FLOAT),
         MetricTable("Kernels of one kind", [_ADDED, _OTHERS],
                     keep=lambda of: any(of.name.endswith(f"_{name}") for name in _ALONE)),
-<<<<<<< HEAD
         MetricTable("With the largest features of each product in float", [_PPL], keep=lambda of: "_kept_" in of.name,
                     change_from=_FLOAT),
-        MetricTable("One layer alone, int8_coarse", [_PPL], keep=_named("layer_"), change_from=_FLOAT),
-        MetricTable("From stored integers", [_PPL, *_TIMES], keep=_named("stored_")),
-=======
-        MetricTable("With the largest features of each product in float", [_PPL], keep=lambda of: "_kept_" in of.name),
         _largest_features,
-        MetricTable("One layer alone, int8_coarse", [_PPL], keep=_named("layer_")),
+        MetricTable("One layer alone, int8_coarse", [_PPL], keep=_named("layer_"), change_from=_FLOAT),
         MetricTable("From checkpoints of integers", [_PPL, *_TIMES], keep=_named("stored_")),
->>>>>>> origin/main
     ),
     claims=CLAIMS,
     pictures=(_kept_curves,),
