@@ -211,9 +211,11 @@ def _kept_curves(results: Results) -> list[Picture]:
     ]
 
 
-def _largest_features(results: Results) -> Table:
-    """The products whose largest feature stands out most: what one scale for all has to cover."""
+def _largest_features(results: Results) -> list[Table]:
+    """The products whose largest feature stands out most: what one scale for all has to cover; none of older rows."""
     found = [of for of in results if of.name.startswith("channels_")]
+    if not found:
+        return []
     table, shown = [], 12
     for side in ("input", "output"):
         ranked = sorted(found, key=lambda of, side=side: -of[f"{side}_ratio"])
@@ -221,7 +223,7 @@ def _largest_features(results: Results) -> Table:
             peak, ratio = number(of[f"{side}_peak"]), number(of[f"{side}_ratio"])
             table.append([side, of.label, f"{of[f'{side}_feature']:.0f}", peak, ratio])
     columns = ["side", "product", "largest feature", "its largest |x|", "over the median feature's"]
-    return Table(f"Of {len(found)} products the {shown} whose largest feature stands out most", columns, table)
+    return [Table(f"Of {len(found)} products the {shown} whose largest feature stands out most", columns, table)]
 
 
 def _named(stem: str) -> Callable[..., bool]:
