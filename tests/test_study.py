@@ -464,7 +464,7 @@ def test_claims_find_their_variants_by_role_by_name_or_by_a_function():
     for of in (("p", "q"), {"": ("p", "q")}, lambda results: {"": ("p", "q")}):
         assert judge(halved(of=of), results).cases == ["x: P 4, Q 1"]
     both = judge(halved(of={"one": ("p", "q"), "two": ("p", "r")}), results)
-    assert both.cases == ["one 4 → 1", "two 4 → 3 (does not hold)"]
+    assert both.cases == ["one: 4 → 1", "two: 4 → 3 (does not hold)"]
     assert both.says == "It halves. X:"
 
 

@@ -8,6 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from matplotlib import pyplot as plt
+
 from orthojax.config import Config, replace
 from orthojax.errors import UserError
 from orthojax.experiments.experiment import Experiment, Variant
@@ -77,6 +79,7 @@ def rerender(experiment: Experiment, raw: dict[str, Any], source: Path, workdir:
     complete = bool(experiment.compute or (folders and all(map(Path.exists, folders))))
     tables = [build for build in experiment.tables if _can_be_built(build, results)]
     pictures = [draw for draw in experiment.pictures if complete or _can_be_built(draw, results)]
+    plt.close("all")  # those of the attempts
     views = experiment.views if experiment.views and complete and _can_be_built(experiment.views, results) else None
     present = dataclasses.replace(experiment, tables=tables, pictures=pictures, views=views)
     report = make_report(Results(present, results.scale, results.seeds, workdir, results.raw, results.variants or None))
