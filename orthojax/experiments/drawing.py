@@ -271,7 +271,7 @@ def label_points(figure: Figure, axes: Axes, points: Sequence[tuple[float, float
         for distance, angle in _PLACES:
             step = distance * scale * np.array([np.cos(angle), np.sin(angle)])
             center = point + step + np.sign(np.round(step, 6)) * np.array([size.width / 2, 0])
-            spot = _box(center, size.width, size.height)
+            spot = _box(center, size.width + 4 * scale, size.height + scale)  # other renderers draw wider
             outside = not (frame.x0 < spot.x0 and spot.x1 < frame.x1 and frame.y0 < spot.y0 and spot.y1 < frame.y1)
             cost = 4 * sum(spot.overlaps(other) for other in taken) + 2 * outside + distance / 100
             found.append((cost, distance, tuple(center), spot))
