@@ -1,6 +1,7 @@
 """Files that are either complete or absent, folders, and locks that end with the process that holds them."""
 
 import contextlib
+import difflib
 import json
 import os
 import secrets
@@ -87,7 +88,18 @@ def require_file(path: Path, what: str) -> None:
         problem = f"{what} {path} is a link to {os.readlink(path)}, which does not exist"
     else:
         problem = f"no such {what}: {path}"
-    raise UserError(problem, allowed="a regular file")
+    raise UserError(problem, allowed="a regular file", hint=nearest_path(path))
+
+
+def nearest_path(path: Path) -> str:
+    """The hint 'did you mean ...?' for a path whose last part is mistyped, or '' where nothing is near."""
+    if os.path.lexists(path):
+        return ""
+    try:
+        found = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
+    except OSError:
+        return ""
+    return f"did you mean {str(path.with_name(found[0]))!r}?" if found else ""
 
 
 def parse_json(text: str | bytes, what: str) -> Any:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from orthojax.errors import UserError, nearest
-from orthojax.files import read_json
+from orthojax.files import nearest_path, read_json
 
 
 def locate(name: str | Path) -> Path:
@@ -33,7 +33,8 @@ def locate(name: str | Path) -> Path:
     allowed = "a run, a folder of config.json and safetensors, a .gguf file, smollm2, or a name in the local cache"
     is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)) and path.suffix != ".gguf"
     is_path = path.parent != Path(".") and path.parent.is_dir()  # of a run that is not there
-    hint = nearest(str(name), ["smollm2"]) or (f"hf download {name}" if is_name and not is_path else "")
+    other = nearest_path(path) if is_path else f"hf download {name}" if is_name else ""
+    hint = nearest(str(name), ["smollm2"]) or other
     raise UserError(f"no such model: {name}", allowed=allowed, hint=hint)
 
 

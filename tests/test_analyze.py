@@ -19,7 +19,7 @@ from orthojax.experiments.analyzing import Asked, Given, analyze, measure_models
 from orthojax.experiments.analyzing.domains import bootstrap
 from orthojax.experiments.analyzing.measuring import measure_model, spread_over_devices, work
 from orthojax.experiments.analyzing.naming import named_files, named_models
-from orthojax.experiments.analyzing.stages import Kept
+from orthojax.experiments.analyzing.stages import Kept, identity
 from orthojax.experiments.analyzing.texts import Cut, open_ids, open_text
 from orthojax.model import parameter_shapes, write_folder
 from orthojax.progress import Progress
@@ -210,6 +210,22 @@ def test_a_second_call_measures_only_what_is_missing_or_asked_for_in_addition(mo
     assert other.parts == first.parts  # another text
 
 
+def test_what_is_written_below_a_model_does_not_make_it_another(tmp_path):
+    write_folder(tmp_path / "model", PLANTED, planted())
+    (tmp_path / "model/tokenizer.json").write_text("{}")
+    loaded = load(tmp_path / "model")
+    before = identity(loaded)
+    (tmp_path / "model/runs/analyze/parts").mkdir(parents=True)
+    for name in ("runs/analyze/parts/statistics.npz", "runs/analyze/results.json", "README.md"):
+        (tmp_path / "model" / name).write_text("x")
+    assert identity(loaded) == before
+    for name in ("tokenizer.json", "model.safetensors", "config.json"):
+        with (tmp_path / "model" / name).open("ab") as file:
+            file.write(b" ")
+        assert identity(loaded) != before
+        before = identity(loaded)
+
+
 def test_rows_of_text_are_those_of_its_tokens(tmp_path):
     (tmp_path / "a.txt").write_text("abcdefghij")
     (tmp_path / "b.txt").write_text("klm")
@@ -224,8 +240,6 @@ def test_rows_of_text_are_those_of_its_tokens(tmp_path):
     np.testing.assert_array_equal(text(Cut(2, 4, bos=True)).rows, [[256, *b"abcd"], [256, *b"efgh"]])
     assert text(Cut(0, 4)).bits_per_nat_of_loss == pytest.approx(1 / math.log(2))  # a token is a byte
     assert text(Cut(0, 4)).sha256 == text(Cut(0, 4)).sha256 != text(Cut(1, 4)).sha256
-    with pytest.raises(UserError, match=r"the tokenizer of this model is not known.*\nallowed: --tokenizer"):
-        open_text("text", files, None, config, Cut(0, 4), tmp_path / "texts")
     with pytest.raises(UserError, match="fewer than 31 tokens"):
         text(Cut(0, 30))
     with pytest.raises(UserError, match="token id 257, which the model does not have"):

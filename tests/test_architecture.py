@@ -19,7 +19,7 @@ PACKAGE = ROOT / "orthojax"
 LAYERS = {
     "errors": -1,  # the standard library alone
     **dict.fromkeys(("ops", "config", "files", "formatting", "machine", "progress", "timing"), 0),
-    "published": 0.5,
+    **dict.fromkeys(("gguf_reader", "published"), 0.5),
     "optim": 1,
     "model": 1,
     "data": 1,

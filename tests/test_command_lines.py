@@ -202,6 +202,9 @@ REFUSED = {
         "generate", ["--model=run", "--prompt_ids=1,300"], ["no token 300", "0 to 257"],
     ),
     "a prompt that is no ids": ("generate", ["--model=run", "--prompt_ids=1,b"], ["--prompt_ids=1,b", "integers"]),
+    "a mistyped path": ("generate", ["--model=run", "--prompt_file=tex.txt"], ["did you mean 'text.txt'?"]),
+    "a mistyped run": ("evaluate", ["--checkpoint=runn"], ["did you mean 'run'?"]),
+    "a model without its flag": ("generate", ["run"], ["'run'", "did you mean --model=run?"]),
     "a missing prompt": ("generate", ["--model=run", "--prompt_file=new"], ["no such prompt file: new"]),
     "unknown experiment": ("reproduce", ["--experiment=quik"], ["'quik'", "did you mean 'quick'?"]),
     "missing model": ("reproduce", ["--model=mine=nowhere", *NEW], ["nowhere", "no such model"]),
@@ -338,6 +341,9 @@ FILES = {
     ),
     "vocabulary larger than the model": (
         None, text("text.txt", "--config.model.vocab_size=100"), ["model.vocab_size=100", "258"],
+    ),
+    "more rows than are held out": (
+        None, text("text.txt", "--config.eval.sequences=100000"), ["eval.sequences=100000", "--config.eval.sequences="],
     ),
     "more steps than at the start": (
         None, [*SMALL, "--workdir=run", "--config.train.steps=8"],
@@ -711,6 +717,7 @@ def test_a_run_says_what_it_is_what_it_waits_for_and_how_it_ended(home):
     assert said[4].endswith("1 x cpu")
     assert re.fullmatch(r"  data +.*tokenizer bytes, [\d,]+ train tokens, [\d,]+ validation tokens", said[5])
     assert json.loads((home / "new/config.json").read_text())["optim"]["warmup_steps"] == 0
+    assert json.loads((home / "new/tokenizer.json").read_text())["orthojax_tokenizer"] == "bytes"
     waited = [line for line in done.stderr.splitlines() if "%" not in line]
     assert waited[0] == "compiling ..."
     assert re.fullmatch(r"compiled, first step done: \d+ s", waited[1])

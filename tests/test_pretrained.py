@@ -17,6 +17,7 @@ from orthojax.data.tokenizers import make_tokenizer
 from orthojax.errors import UserError
 from orthojax.model import Transformer, parameter_shapes, stack_layers, unstack_layers
 from orthojax.train import Checkpoints, load_params, quantize_checkpoint, read_config, train
+from orthojax.train.workdir import keep_tokenizer
 
 CONFIG = replace(
     TINY, {"model.num_layers": 2, "model.normalizer": "softmax", "optim.warmup_steps": 1, "train.steps": 2}
@@ -63,6 +64,16 @@ def test_a_tokenizer_is_loaded_where_it_is_the_same(tmp_path):
     for name, value in (("same", sha256), ("other", "abc")):
         save(config, tmp_path / name, INPUTS.provenance | {"tokenizer_sha256": value})
     assert orthojax.load(tmp_path / "same").tokenizer.encode_batch(["ab"])[0].tolist() == [97, 98]
+    assert orthojax.load(tmp_path / "other").tokenizer is None
+
+
+def test_a_run_keeps_the_tokenizer_that_was_trained_on_its_corpus(tmp_path):
+    tokenizer = make_tokenizer("bpe:260", ["on and on and on"])
+    for name, value in (("same", tokenizer.sha256), ("other", "abc")):
+        save(replace(CONFIG, {"data.tokenizer": "bpe:260"}), tmp_path / name, {"tokenizer_sha256": value})
+        tokenizer.save(tmp_path / "cached.json")
+        keep_tokenizer(tmp_path / name, tmp_path / "cached.json")
+    assert orthojax.load(tmp_path / "same").tokenizer == tokenizer
     assert orthojax.load(tmp_path / "other").tokenizer is None
 
 

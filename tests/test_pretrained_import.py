@@ -1,13 +1,9 @@
-"""Folders and GGUF files of models that others trained: read back bit for bit, and refused by name where damaged."""
+"""Folders of models that others trained: read back bit for bit, and refused by name where damaged."""
 
 import dataclasses
 import json
-import os
-import struct
-import subprocess
 import sys
 import weakref
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,15 +12,17 @@ from model_oracle import random_params
 from thinned import quick_and_slow
 
 import orthojax
+from orthojax import quant
 from orthojax.config import ModelConfig
+from orthojax.data.tokenizers import ByteTokenizer
 from orthojax.errors import UserError
-from orthojax.model import bigram_backcopy, gpt2, llama2, read_folder, read_gguf, stack_layers, write_folder
-from orthojax.model.family_configs import computed_as
+from orthojax.model import bigram_backcopy, gpt2, llama2, read_folder, stack_layers, write_folder
+from orthojax.model.families import FAMILIES
+from orthojax.model.family_configs import computed_as, read_config
 from orthojax.model.pretrained import own_weights, read_params
-from orthojax.ops import llama3_frequencies, rotary_frequencies
 from orthojax.published import locate
+from orthojax.train import require_tokenizer
 
-gguf = pytest.importorskip("gguf")
 safetensors = pytest.importorskip("safetensors.numpy")
 
 SMALL = {"vocab_size": 11, "max_length": 16, "d_model": 16, "num_layers": 2, "num_heads": 4, "d_mlp": 32}
@@ -141,6 +139,9 @@ DAMAGES = {
     "scalar": (with_tensors(lambda t: t.update({QUERY: np.zeros((), np.float32)})), f"{QUERY} gives .* the shape []"),
     "integers": (with_tensors(lambda t: t.update({QUERY: t[QUERY].astype(np.int32)})), f"{QUERY} is of int32"),
     "unknown field": (with_fields(logit_softcap=30.0), "logit_softcap=30.0 is not known of llama models"),
+    "zero for an unknown field": (with_fields(logit_scale=0), "logit_scale=0 is not known of llama models"),
+    "false for an unknown field": (with_fields(use_rope=False), "use_rope=False is not known of llama models"),
+    "bidirectional": (with_fields(is_causal=False), "is_causal=False is not known"),
     "unsupported value": (with_fields(hidden_act="gelu"), "hidden_act=gelu is not supported"),
     "other lengths": (with_fields(rope_parameters={"rope_type": "longrope"}), "rope_type='longrope'"),
     "half a scaling": (with_fields(rope_parameters={"rope_type": "linear"}), "'linear' has no factor"),
@@ -187,6 +188,75 @@ def test_damage_and_what_is_not_supported_is_named(name, written, tmp_path):
     assert all(part in message for part in words.split(".*")), message
 
 
+SIZES = {"vocab_size": 11, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 12}
+GPT2_SIZES = {"vocab_size": 11, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}
+FULL, SLIDING = ["full_attention"] * 2, ["sliding_attention"] * 2
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192, "rope_theta": 5e5}  # fmt: skip
+# What transformers has written into the configs of every kind of model, in one version or another.
+COMMON = {
+    "_attn_implementation_autoset": True, "_name_or_path": "x", "add_cross_attention": False, "bad_words_ids": None,
+    "chunk_size_feed_forward": 0, "cross_attention_hidden_size": None, "do_sample": False, "dtype": "bfloat16",
+    "diversity_penalty": 0.0, "early_stopping": False, "finetuning_task": None, "id2label": {"0": "A"},
+    "is_decoder": False, "is_encoder_decoder": False, "length_penalty": 1.0, "max_length": 20, "min_length": 0,
+    "no_repeat_ngram_size": 0, "num_beam_groups": 1, "num_beams": 1, "num_return_sequences": 1,
+    "output_attentions": False, "output_scores": False, "pruned_heads": {}, "quantization_config": None,
+    "remove_invalid_values": False, "repetition_penalty": 1.0, "return_dict": True, "return_dict_in_generate": False,
+    "sep_token_id": None, "temperature": 1.0, "tf_legacy_loss": False, "tie_encoder_decoder": False, "top_k": 50,
+    "top_p": 1.0, "torchscript": False, "typical_p": 1.0, "use_bfloat16": False, "use_cache": True,
+}  # fmt: skip
+PUBLISHED = {
+    "gpt2": ("gpt2", GPT2_SIZES | {"n_ctx": 16, "output_past": True, "n_special": 0, "_num_labels": 1,
+                                   "predict_special_tokens": True, "attn_pdrop": 0.1}, None),
+    "Llama 3.2": ("llama", {"attention_bias": False, "mlp_bias": False, "head_dim": 4, "pretraining_tp": 1,
+                            "rope_parameters": LLAMA3, "layer_types": FULL, "unsloth_fixed": True}, None),
+    "Llama with fields of Qwen": ("llama", {"use_sliding_window": False, "max_window_layers": 2,
+                                            "sliding_window": None}, None),
+    "Mistral 0.1": ("mistral", {"sliding_window": 4096}, 4096),
+    "Mistral 0.2": ("mistral", {"sliding_window": None, "layer_types": FULL}, None),
+    "Mistral, layers named": ("mistral", {"sliding_window": 7, "layer_types": SLIDING}, 7),
+    "Qwen 2.5": ("qwen2", {"sliding_window": 5, "use_sliding_window": False, "max_window_layers": 1,
+                           "use_mrope": False}, None),
+    "Qwen 2, layers named": ("qwen2", {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 28,
+                                       "layer_types": FULL}, None),
+    "Qwen 3": ("qwen3", {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 2,
+                         "head_dim": 8}, None),
+    "Qwen 2, windows by default": ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 4096),
+    "GPT-NeoX-20B": ("gpt_neox", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0,
+                                  "rotary_pct": 0.5}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_genuine_configs_have_is_understood(name):
+    model_type, fields, window = PUBLISHED[name]
+    given = COMMON | ({} if model_type == "gpt2" else SIZES) | fields
+    assert read_config(FAMILIES[model_type], given).attention_window == window
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "words"),
+    [
+        ("llama", {"layer_types": SLIDING}, "layer_types=sliding_attention of 2 layers"),
+        ("olmo2", {"layer_types": [*FULL[:1], *SLIDING[:1]]}, "layer_types=full_attention, sliding_attention"),
+        ("llama", {"layer_types": FULL[:1]}, "layer_types=full_attention of 1 layers"),
+        ("llama", {"layer_types": "full_attention"}, "layer_types=full_attention of 1 layers"),
+        ("llama", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("mistral", {"sliding_window": 7, "layer_types": [*FULL[:1], *SLIDING[:1]]}, "layer_types=full_attention, s"),
+        ("mistral", {"sliding_window": 7, "layer_types": FULL}, "allowed: sliding_attention of each of 2"),
+        ("mistral", {"sliding_window": None, "layer_types": SLIDING}, "allowed: full_attention of each of 2"),
+        ("mistral", {"sliding_window": 7, "use_sliding_window": False}, "use_sliding_window=False"),
+        ("mistral", {"sliding_window": 7, "max_window_layers": 1}, "max_window_layers=1"),
+        ("qwen2", {"sliding_window": 7, "layer_types": SLIDING}, "layer_types=sliding_attention"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "windows in some of 2 layers"),
+    ],
+)
+def test_layers_that_see_other_keys_than_here_are_refused(model_type, fields, words):
+    with pytest.raises(UserError) as refused:
+        read_config(FAMILIES[model_type], SIZES | fields)
+    assert words in str(refused.value)
+
+
 # Where models are.
 
 
@@ -221,156 +291,6 @@ def test_an_empty_folder_is_no_model(tmp_path):
     assert len(str(refused.value).splitlines()) <= 3
     with pytest.raises(UserError, match=r"config\.json"):
         read_folder(tmp_path)
-
-
-# GGUF.
-
-TYPES = gguf.GGMLQuantizationType
-QUANTIZED = {"attn_v": TYPES.Q8_0, "ffn_down": TYPES.Q4_1, "ffn_up": TYPES.F16}
-GGUF_LLAMA = llama2("tiny", **SMALL | {"d_model": 32}, num_kv_heads=2, tie_embeddings=True, norm_eps=1e-5,
-                    rope_theta=500_000.0)  # fmt: skip
-THERE = {"query": "attn_q", "key": "attn_k", "value": "attn_v", "output": "attn_output"}
-MLP = {"gate": "ffn_gate", "input": "ffn_up", "output": "ffn_down"}
-
-
-def neighbours(rows, heads):
-    """Rows of a head (0, 1, ..., H-1) with its halves interleaved: 0, H/2, 1, H/2 + 1, ..."""
-    H = len(rows) // heads
-    order = [head * H + half * (H // 2) + i for head in range(heads) for i in range(H // 2) for half in (0, 1)]
-    return rows[order]
-
-
-def gguf_tensors(config, params):
-    """Every tensor as llama.cpp has it, float32."""
-    params = jax.device_get(params)
-    tensors = {
-        "token_embd.weight": params["token_embedding"]["embedding"],
-        "output_norm.weight": params["final_norm"]["scale"],
-    }
-    for i in range(config.num_layers):
-        block = params[f"layers_{i}"]
-        kernels = {there: block["attention"][here]["kernel"].T for here, there in THERE.items()}
-        kernels |= {there: block["mlp"][here]["kernel"].T for here, there in MLP.items()}
-        kernels["attn_q"] = neighbours(kernels["attn_q"], config.num_heads)
-        kernels["attn_k"] = neighbours(kernels["attn_k"], config.kv_heads)
-        norms = {"attn_norm": block["attention_norm"]["scale"], "ffn_norm": block["mlp_norm"]["scale"]}
-        tensors |= {f"blk.{i}.{name}.weight": tensor for name, tensor in (kernels | norms).items()}
-    return {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
-
-
-def write_gguf(path, config, tensors, architecture="llama", **metadata):
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config.max_length)
-    writer.add_embedding_length(config.d_model)
-    writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.d_mlp)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.kv_heads)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_rope_dimension_count(config.head_dim)
-    for name, value in metadata.items():
-        writer.add_string(name.replace("__", "."), value)
-    expected = {}
-    for name, tensor in tensors.items():
-        kind = QUANTIZED.get(name.split(".")[-2], TYPES.F32)
-        stored = gguf.quants.quantize(tensor, kind)
-        writer.add_tensor(name, stored, raw_dtype=kind)
-        expected[name] = gguf.quants.dequantize(stored, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return expected
-
-
-@pytest.fixture(scope="module")
-def gguf_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
-    expected = write_gguf(path, GGUF_LLAMA, gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA)))
-    return path, expected
-
-
-def test_a_gguf_file_is_read_exactly_and_quantised_tensors_as_they_are_dequantised(gguf_file):
-    path, expected = gguf_file
-    config, params = read_gguf(path)
-    assert computed_as(config) == computed_as(GGUF_LLAMA)
-    read = gguf_tensors(config, unrolled(params))
-    assert read.keys() == expected.keys()
-    for name, tensor in read.items():
-        np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
-    written = gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA))
-    same = {name for name, tensor in read.items() if np.array_equal(tensor, written[name])}
-    assert {name.split(".")[-2] for name in read.keys() - same} == set(QUANTIZED)
-    assert orthojax.load(path).tokenizer is None  # the file has none
-
-
-@pytest.mark.parametrize("factor", [pytest.param(8.0, marks=pytest.mark.slow), 32.0])
-def test_the_frequencies_of_llama_3_are_recognised(factor, tmp_path):
-    tensors = gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA))
-    plain = rotary_frequencies(GGUF_LLAMA.head_dim, GGUF_LLAMA.rope_theta)
-    tensors["rope_freqs.weight"] = np.asarray(plain / llama3_frequencies(plain, factor, 8192), np.float32)
-    write_gguf(tmp_path / "model.gguf", GGUF_LLAMA, tensors)
-    config, _ = read_gguf(tmp_path / "model.gguf")
-    assert (config.rope_scaling, config.rope_factor, config.rope_original_length) == ("llama3", factor, 8192)
-    tensors["rope_freqs.weight"] = tensors["rope_freqs.weight"] * 1.5
-    write_gguf(tmp_path / "other.gguf", GGUF_LLAMA, tensors)
-    with pytest.raises(UserError, match=r"rope_freqs\.weight is not that of Llama 3"):
-        read_gguf(tmp_path / "other.gguf")
-
-
-def cut(share):
-    def damage(content):
-        return content[: int(len(content) * share)]
-
-    return damage
-
-
-def with_count(content):
-    return content[:16] + struct.pack("<Q", 2**60) + content[24:]
-
-
-@pytest.mark.parametrize(
-    "damage", [cut(0.9), cut(0.05), cut(0.001), lambda content: b"", lambda content: b"GGML" + content[4:], with_count]
-)
-def test_a_damaged_gguf_file_is_named(damage, gguf_file, tmp_path):
-    path = tmp_path / "model.gguf"
-    path.write_bytes(damage(gguf_file[0].read_bytes()))
-    with pytest.raises(UserError, match=r"model\.gguf is damaged, or no GGUF file") as refused:
-        read_gguf(path)
-    assert len(str(refused.value).splitlines()) <= 3
-
-
-def test_what_a_gguf_file_has_besides_is_named(tmp_path):
-    tensors = gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA))
-    cases = {
-        "architecture 'gemma'": ({}, {"architecture": "gemma"}),
-        "llama.logit_scale": ({}, {"llama__logit_scale": "2"}),
-        "does not: blk.0.attn_q.lora": ({"blk.0.attn_q.lora": np.ones(2, np.float32)}, {}),
-    }
-    for i, (words, (more, options)) in enumerate(cases.items()):
-        write_gguf(tmp_path / f"{i}.gguf", GGUF_LLAMA, tensors | more, **options)
-        with pytest.raises(UserError) as refused:
-            read_gguf(tmp_path / f"{i}.gguf")
-        assert words in str(refused.value)
-        assert len(str(refused.value).splitlines()) <= 3
-    del tensors["blk.1.ffn_norm.weight"]
-    write_gguf(tmp_path / "missing.gguf", GGUF_LLAMA, tensors)
-    with pytest.raises(UserError, match=r"missing\.gguf has no tensor blk\.1\.ffn_norm\.weight"):
-        read_gguf(tmp_path / "missing.gguf")
-
-
-def test_a_command_says_so_and_ends_with_two(gguf_file, tmp_path):
-    path = tmp_path / "model.gguf"
-    path.write_bytes(cut(0.5)(gguf_file[0].read_bytes()))
-    code = "import orthojax\nfrom orthojax.commands import cli\n"
-    code += "cli.run(lambda argv: orthojax.load(argv[-1]), positional='MODEL')"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(orthojax.__file__).parent.parent)}
-    command = [sys.executable, "-c", code, str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2, done.stderr
-    assert "model.gguf is damaged" in done.stderr
-    assert len(done.stderr.splitlines()) <= 3
 
 
 # Memory.
@@ -410,3 +330,23 @@ def test_reading_holds_one_tensor_beside_the_model():
     assert all((leaf == 1.0).all() for leaf in jax.tree.leaves(jax.device_get(params)))
     assert len(tensors.read_before) == 9 * layers
     assert tensors.most <= 2  # the one before may still be on its way to the device
+
+
+def test_the_reason_for_a_missing_tokenizer_is_said(tmp_path):
+    write_folder(tmp_path / "model", LLAMA, params_of(LLAMA))
+    loaded = orthojax.load(tmp_path / "model")
+    assert loaded.tokenizer is None
+    with pytest.raises(UserError, match="is a folder without a tokenizer"):
+        require_tokenizer(loaded)
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        require_tokenizer(orthojax.load(tmp_path / "model"))
+
+
+def test_the_tokenizer_comes_along_and_integers_do_not(tmp_path):
+    params = params_of(LLAMA)
+    with pytest.raises(UserError, match="are integers"):
+        write_folder(tmp_path / "integers", LLAMA, quant.integer_params(params, quant.INT8_MODERATE))
+    assert not (tmp_path / "integers").exists()
+    write_folder(tmp_path / "model", LLAMA, params, ByteTokenizer())
+    assert orthojax.load(tmp_path / "model").tokenizer == ByteTokenizer()

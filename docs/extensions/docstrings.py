@@ -1,4 +1,4 @@
-"""What Markdown does not know of docstrings: equations and examples.
+"""What Markdown does not know: equations and examples of docstrings, and words of code that stay whole.
 
 Equations become MathML when the site is built, so that it has no script, no font and no network for them: `$x$` and
 `$$x$$` of pages, :math:`x` and `.. math::` with an indented block of docstrings. Lines from `>>>` to an empty one
@@ -8,12 +8,15 @@ become code.
 import html
 import re
 import textwrap
+from xml.etree.ElementTree import Element, SubElement
 
 from latex2mathml.converter import convert
 from markdown import Markdown
 from markdown.extensions import Extension
 from markdown.inlinepatterns import InlineProcessor
 from markdown.preprocessors import Preprocessor
+from markdown.treeprocessors import Treeprocessor
+from markdown.util import AtomicString
 
 _DIRECTIVE = re.compile(r"^( *)\.\. math::\s*$")
 
@@ -85,6 +88,19 @@ class _Inline(InlineProcessor):
         return self.md.htmlStash.store(mathml(m[1], "inline")), m.start(0), m.end(0)
 
 
+class _Words(Treeprocessor):
+    """Words of code within a line get a <span>, which keeps them whole: browsers break after the dashes of --flag."""
+
+    def run(self, root: Element) -> None:
+        for code in [code for parent in root.iter() if parent.tag != "pre" for code in parent.findall("code")]:
+            if len(code) or "-" not in (code.text or ""):
+                continue
+            words, code.text = (code.text or "").split(" "), ""
+            for i, word in enumerate(words):
+                span = SubElement(code, "span", {"class": "word"})
+                span.text, span.tail = AtomicString(word), " " if i + 1 < len(words) else ""
+
+
 class Docstrings(Extension):
     """For `markdown_extensions` of mkdocs.yml."""
 
@@ -92,6 +108,7 @@ class Docstrings(Extension):
         """Registers the three forms; display equations after fenced code was taken out would be too late."""
         md.preprocessors.register(_Examples(md), "examples", 28)
         md.preprocessors.register(_Blocks(md), "equations", 27)
+        md.treeprocessors.register(_Words(md), "words", 15)  # after inline code was found
         md.inlinePatterns.register(_Inline(r":math:`([^`]+)`", md), "math_role", 195)
         md.inlinePatterns.register(_Inline(r"(?<![\\$\w])\$(?=\S)([^$\n]+?)(?<=\S)\$(?![\w$])", md), "math_dollar", 185)
 

@@ -32,7 +32,7 @@ from orthojax.errors import PEER_LOST, Interrupted, UserError, advice, how_to_in
 from orthojax.machine import keep_freed_memory
 
 # Which flag a positional argument was most likely meant for, in a command that takes none: the first that it has.
-_MEANT_BY_POSITION = ("config", "checkpoint", "experiment", "input", "suite")
+_MEANT_BY_POSITION = ("config", "checkpoint", "experiment", "input", "suite", "model")
 _FLAGS = "the flags that --help lists"
 _CONFIG_FILE = "Python file with get_config() -> orthojax.config.Config, or the config.json of a run"
 

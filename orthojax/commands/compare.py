@@ -36,4 +36,5 @@ def main(arguments: list[str]) -> None:
     workdir = Path(FLAGS.workdir)
     write_report(report, workdir)
     print_report(report)
+    print(*(printable(line) for line in report.summary), sep="\n")
     print(printable(f"written: {workdir / 'report.html'}"))

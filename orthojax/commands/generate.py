@@ -48,13 +48,15 @@ def main(_: list[str]) -> None:
     from orthojax import load
     from orthojax.data import load_tokenizer
     from orthojax.generation import check_options, stream
-    from orthojax.train import keep_compiled_programs
+    from orthojax.train import keep_compiled_programs, require_tokenizer
 
     options: Any = {name: FLAGS[name].value for name in ("temperature", "top_p", "seed", "window", "sinks")}
     check_options(FLAGS.tokens, **options)
     keep_compiled_programs(FLAGS.compile_cache)
     loaded = load(FLAGS.model)
     tokenizer = load_tokenizer(FLAGS.tokenizer) if FLAGS.tokenizer else loaded.tokenizer
+    if FLAGS.prompt_ids is None and tokenizer is None:
+        tokenizer = require_tokenizer(loaded)
     prompt = _prompt_ids(tokenizer, loaded.config.data.bos if FLAGS.bos is None else FLAGS.bos)
     start = time.perf_counter()
     times = []
@@ -79,9 +81,6 @@ def _prompt_ids(tokenizer: Any, bos: bool) -> list[int]:
             return [int(number) for number in FLAGS.prompt_ids]
         except ValueError:
             raise UserError(f"--prompt_ids={','.join(FLAGS.prompt_ids)}", allowed="integers, as in 1,2,3") from None
-    if tokenizer is None:
-        hint = "--tokenizer=PATH names a tokenizer.json, such as that of a run's --cache_dir"
-        raise UserError("no tokenizer is known for this model", allowed="--prompt_ids=1,2,3", hint=hint)
     text = FLAGS.prompt
     if text is None:
         text = _read(Path(FLAGS.prompt_file))

@@ -2,18 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from orthojax.data.tokenizers import LLAMA3_WORDS, Tokenizer, from_json
-from orthojax.errors import UserError, needing
-from orthojax.files import require_file
+from orthojax.errors import UserError
+from orthojax.gguf_reader import open_gguf
 
 # How text is cut into words before BPE, by `tokenizer.ggml.pre`; None is GPT-2's own expression.
 _QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 _SINGLE_DIGITS, _GPT2 = {"smollm"}, {"gpt-2", "olmo", "default"}
 _EXPRESSIONS = {"llama-bpe": LLAMA3_WORDS, "llama3": LLAMA3_WORDS, "qwen2": _QWEN2_WORDS}
 _CONTROL = 3  # tokenizer.ggml.token_type of special tokens
-_NAMES = ("model", "pre", "tokens", "merges", "token_type")
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
 
@@ -24,7 +22,7 @@ def gguf_tokenizer(path: Path, spec: str) -> Tokenizer:
       UserError: For another kind of tokenizer, metadata that do not fit, or a damaged file; without the extra
         `pretrained`.
     """
-    where, metadata = str(path), _metadata(path)
+    where, metadata = str(path), open_gguf(path).metadata
     allowed = "byte-level BPE of " + ", ".join(sorted((*_SINGLE_DIGITS, *_GPT2, *_EXPRESSIONS)))
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     tokens, merges = (metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
@@ -53,15 +51,3 @@ def gguf_tokenizer(path: Path, spec: str) -> Tokenizer:
              "pre_tokenizer": {"type": "Sequence", "pretokenizers": words}, "post_processor": None,
              "decoder": _BYTE_LEVEL | {"use_regex": True}, "model": model}  # fmt: skip
     return from_json(json.dumps(whole), spec, where)
-
-
-def _metadata(path: Path) -> dict[str, Any]:
-    require_file(path, "GGUF file")
-    with needing(str(path), "pretrained"):
-        from gguf import GGUFReader
-    try:
-        fields = GGUFReader(path).fields
-        names = [f"tokenizer.ggml.{name}" for name in _NAMES]
-        return {name: fields[name].contents() for name in names if name in fields}
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise UserError(f"{path} is damaged, or no GGUF file: {error}") from None

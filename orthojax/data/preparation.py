@@ -146,7 +146,8 @@ def require_usable(folder: Path, tokenizer_spec: str) -> None:
     """
     tokenizer_identity(tokenizer_spec)
     if folder.is_dir() and any(path.name[0] != "." for path in folder.iterdir()):  # another process may just begin
-        if not any((folder / name).exists() for name in ("tokenizer.json", "source.json")):
+        ours = any((folder / name).exists() for name in ("tokenizer.json", "source.json"))
+        if not ours or (folder / "checkpoints").exists():  # a run keeps its tokenizer, too
             raise UserError(f"{folder} already exists and holds no token files", allowed="a new or empty folder")
     elif folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file", allowed="a new or empty folder")

@@ -73,7 +73,8 @@ def _read_windows(given: Mapping[str, Any]) -> dict[str, Any]:
     """No windows, unless all layers of a Qwen model have them."""
     if not given.get("use_sliding_window"):
         return {"attention_window": None}
-    num_layers, kinds = integer(given, "num_hidden_layers"), set(given.get("layer_types") or ())
+    num_layers, kinds = integer(given, "num_hidden_layers"), given.get("layer_types")
+    kinds = set(map(str, kinds)) if isinstance(kinds, list) else None
     first = integer(given, "max_window_layers", 28)  # the layers before it see everything
     none = kinds == {"full_attention"} if kinds else first >= num_layers
     every = kinds == {"sliding_attention"} if kinds else first <= 0
@@ -138,7 +139,7 @@ QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     _LLAMA_BASE | {"qkv_bias": True},
-    _LLAMA_FIELDS | {"sliding_window": Same("attention_window", None)},
+    _LLAMA_FIELDS | {"sliding_window": Same("attention_window", 4096)},
     _LLAMA_WEIGHTS,
     more=WINDOWS,
 )
@@ -146,7 +147,7 @@ QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     _LLAMA_BASE | {"qk_norm": "head"},
-    _LLAMA_FIELDS | {"sliding_window": Same("attention_window", None), "head_dim": Same("d_head", 128)},
+    _LLAMA_FIELDS | {"sliding_window": Same("attention_window", 4096), "head_dim": Same("d_head", 128)},
     _LLAMA_WEIGHTS,
     more=WINDOWS,
 )

@@ -14,17 +14,33 @@ from orthojax.model.family import Choice, Equal, Family, More, Only, integer
 
 # Says nothing about what the model computes.
 IGNORED = {
-    "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "auto_map", "bos_token_id",
-    "classifier_dropout", "dropout", "dtype", "embd_pdrop", "eos_token_id", "gradient_checkpointing", "hidden_dropout",
-    "init_std", "initializer_range", "is_decoder", "is_llama_config", "layerdrop", "model_type", "output_attentions",
-    "output_hidden_states", "pad_token_id", "prefix", "pretraining_tp", "resid_pdrop",
-    "return_dict", "rope_interleaved", "rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", "rotary_pct",
-    "partial_rotary_factor", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-    "summary_use_proj", "task_specific_params", "tokenizer_class", "torch_dtype", "transformers.js_config",
-    "transformers_version", "unk_token_id", "use_cache", "n_ctx", "id2label", "label2id",
-    "chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "output_router_logits", "max_window_layers",
-    "layer_types", "use_sliding_window", "activation_dropout",
+    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash",
+    "_experts_implementation_internal", "_flash_attn_2_enabled", "_name_or_path", "_num_labels", "activation_dropout",
+    "architectures", "attention_dropout", "attention_probs_dropout_prob", "attn_implementation", "attn_pdrop",
+    "auto_map", "bos_token_id", "chunk_size_feed_forward", "classifier_dropout", "decoder_start_token_id", "dropout",
+    "dtype", "embd_pdrop", "eos_token_id", "finetuning_task", "gradient_checkpointing", "hidden_dropout",
+    "hidden_dropout_prob", "id2label", "init_std", "initializer_range", "is_decoder", "is_llama_config", "label2id",
+    "layerdrop", "max_sequence_length", "model_type", "n_ctx", "n_special", "num_labels", "output_attentions",
+    "output_hidden_states", "output_past", "output_router_logits", "pad_token_id", "partial_rotary_factor",
+    "predict_special_tokens", "prefix", "pretraining_tp", "problem_type", "resid_pdrop", "return_dict",
+    "rope_interleaved", "rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", "rotary_pct",
+    "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj", "task_specific_params", "tf_legacy_loss", "tokenizer_class", "torch_dtype", "torchscript",
+    "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version",
+    "use_bfloat16", "use_cache",
+    # How text is drawn.
+    "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
+    "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
+    "length_penalty", "max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size", "num_beam_groups",
+    "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values", "repetition_penalty",
+    "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
 }  # fmt: skip
+# Says nothing with this value, and something with another one.
+_NOTHING = {
+    "add_cross_attention": False, "is_causal": True, "is_encoder_decoder": False, "pruned_heads": {},
+    "tie_encoder_decoder": False, "use_mrope": False,
+}  # fmt: skip
+_LAYER_TYPES = ("layer_types", "max_window_layers", "use_sliding_window")
 _COUNTS = {"vocab_size", "d_model", "num_layers", "num_heads"}  # whose arithmetic comes before the check of types
 
 
@@ -61,8 +77,9 @@ def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
             value = row.values[value]
         fields[row.ours] = integer(given, name) if row.ours in _COUNTS else value
     more = family.more or More(frozenset(), lambda given: {}, lambda config: {})
-    known = IGNORED | set(family.fields) | more.names
-    if unknown := sorted(name for name in given if name not in known and given[name] not in (None, False)):
+    known = {*IGNORED, *_LAYER_TYPES, *family.fields, *more.names}
+    unknown = sorted(name for name in given if name not in known and not _says_nothing(name, given[name]))
+    if unknown:
         raise UserError(f"config field {unknown[0]}={given[unknown[0]]!r} is not known of {family.name} models")
     if fields.get("d_mlp") is None:
         fields["d_mlp"] = 4 * fields["d_model"]
@@ -71,7 +88,35 @@ def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
         fields["d_head"] = None
     if fields.get("num_kv_heads") == fields["num_heads"]:
         fields["num_kv_heads"] = None
+    _require_windows(family, given, fields.get("attention_window"), fields["num_layers"])
     return ModelConfig(**fields)
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    """Whether a field that no family reads has the value of models that do not have it; 0 is not False."""
+    nothing = _NOTHING.get(name)
+    return value is None or (type(value) is type(nothing) and value == nothing)
+
+
+def _require_windows(family: Family, given: Mapping[str, Any], window: int | None, num_layers: int) -> None:
+    """Refuses what says that layers see other keys than they do here, all of them in the same window or in none.
+
+    `Family.more` has read these fields where the family has windows in some of its layers.
+    """
+    kinds = given.get("layer_types")
+    if kinds is not None:
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        seen = "full_attention" if window is None else "sliding_attention"
+        shown = ", ".join(dict.fromkeys(map(str, kinds)))
+        problem, allowed = f"layer_types={shown} of {len(kinds)} layers", f"{seen} of each of {num_layers}"
+        require(kinds == [seen] * num_layers, f"{problem} is not supported of {family.name} models", allowed)
+    if family.more is not None and "use_sliding_window" in family.more.names:
+        return
+    used, first = given.get("use_sliding_window"), given.get("max_window_layers")
+    problem = f"use_sliding_window={used!r} is not supported of {family.name} models"
+    require(used is None or used is (window is not None), problem, str(window is not None))
+    problem = f"max_window_layers={first!r} is not supported of {family.name} models"
+    require(window is None or first in (None, 0), problem, "0")
 
 
 _LLAMA3 = {

@@ -13,8 +13,8 @@ import numpy as np
 
 from orthojax.config import ModelConfig
 from orthojax.config.fields import require
-from orthojax.errors import UserError, needing
-from orthojax.files import require_file
+from orthojax.errors import UserError
+from orthojax.gguf_reader import open_gguf
 from orthojax.model.family import SAME, TRANSPOSED, Transform, Weight, unpair
 from orthojax.model.pretrained import read_params
 from orthojax.ops import llama3_frequencies, rotary_frequencies
@@ -44,7 +44,6 @@ def _weights(paired: bool) -> list[Weight]:
     }  # fmt: skip
     rows = [
         Weight("token_embd.weight", ("token_embedding/embedding",), SAME),
-        Weight("position_embd.weight", ("position_embedding/embedding",), SAME),
         Weight("output_norm.weight", ("final_norm/scale",), SAME),
         Weight("output_norm.bias", ("final_norm/bias",), SAME),
         Weight("output.weight", ("head/kernel",), TRANSPOSED),
@@ -70,11 +69,13 @@ class _Architecture(NamedTuple):
       base: Fields of `ModelConfig`.
       left_out: Rows of the table that its files do not have.
       paired: Whether queries and keys are in the order of neighbouring pairs.
+      windows: Whether a window is one of all layers; llama.cpp takes that of others for three layers of four.
     """
 
     base: Mapping[str, Any]
     left_out: tuple[str, ...] = ("post_attention_norm", "post_ffw_norm")
     paired: bool = False
+    windows: bool = True
 
 
 _BASE = {"position": "rotary", "norm": "rmsnorm", "use_bias": False, "mlp": "swiglu", "normalizer": "softmax"}
@@ -82,7 +83,7 @@ _ARCHITECTURES = {
     "llama": _Architecture(_BASE, paired=True),
     "qwen2": _Architecture(_BASE | {"qkv_bias": True}),
     "qwen3": _Architecture(_BASE | {"qk_norm": "head"}),
-    "olmo2": _Architecture(_BASE | {"output_norm": True, "qk_norm": "all"}, ("attn_norm", "ffn_norm")),
+    "olmo2": _Architecture(_BASE | {"output_norm": True, "qk_norm": "all"}, ("attn_norm", "ffn_norm"), windows=False),
 }
 _FIELDS = {
     "context_length": "max_length",
@@ -98,7 +99,8 @@ _FIELDS = {
 }
 # Which say nothing else than the above.
 _KNOWN = {"attention.value_length", "rope.dimension_count", "vocab_size", "rope.scaling.type"}
-_REQUIRED = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+_REQUIRED = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+             "attention.layer_norm_rms_epsilon")  # fmt: skip
 _LLAMA3_LENGTH = 8192
 _LLAMA3_FACTORS = (8.0, 32.0)  # of Llama 3.1 and 3.2
 
@@ -110,18 +112,10 @@ class GgufFile:
         """Reads the metadata.
 
         Raises:
-          UserError: Where it is missing, or no GGUF file, or without the extra `pretrained`.
+          UserError: As `orthojax.gguf_reader.open_gguf`.
         """
-        require_file(path, "GGUF file")
-        with needing(str(path), "pretrained"):
-            from gguf import GGUFReader
         self.where = str(path)
-        try:
-            reader = GGUFReader(path)
-            self.metadata = {name: field.contents() for name, field in reader.fields.items()}
-        except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} is damaged, or no GGUF file: {error}") from None
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.metadata, self._tensors = open_gguf(path)
 
     def names(self) -> Sequence[str]:
         """All names."""
@@ -144,7 +138,8 @@ class GgufFile:
             values = dequantize(tensor.data, tensor.tensor_type)
         except (NotImplementedError, ValueError) as error:
             raise UserError(f"{self.where}: tensor {name} of type {tensor.tensor_type.name}: {error}") from None
-        return np.asarray(values, np.float32).reshape(self.shape(name))
+        # A copy: JAX would go on reading a float32 tensor from the file itself, which may be written again.
+        return np.array(values, np.float32).reshape(self.shape(name))
 
 
 def read_gguf(path: Path, *, dtype: str = "float32") -> tuple[ModelConfig, Any]:
@@ -164,8 +159,7 @@ def read_gguf(path: Path, *, dtype: str = "float32") -> tuple[ModelConfig, Any]:
     config, architecture = _config_and_architecture(file)
     rows = [((row.there,), row) for row in _weights(architecture.paired)
             if not row.there.startswith(tuple(f"blk.{{}}.{part}." for part in architecture.left_out))]  # fmt: skip
-    ignored = ("rope_freqs.weight", *(("output.weight",) if config.tie_embeddings else ()))
-    return config, read_params(config, rows, file, ignored, dtype=dtype)
+    return config, read_params(config, rows, file, ("rope_freqs.weight",), dtype=dtype)
 
 
 def read_gguf_config(path: Path) -> ModelConfig:
@@ -184,13 +178,17 @@ def _config(file: GgufFile, name: str, architecture: _Architecture) -> ModelConf
     own = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
     for key in _REQUIRED:
         require(key in own, f"{file.where} has no {name}.{key}", "the metadata of llama.cpp")
+    window = own.get("attention.sliding_window")
+    require(architecture.windows or not window, f"{file.where}: {name}.attention.sliding_window={window}", "none")
     unknown = sorted(key for key in own if key not in _FIELDS and key not in _KNOWN and own[key])
     require(not unknown, f"{file.where}: {name}.{', '.join(unknown[:1])} is not understood", ", ".join(_FIELDS))
     scaling = own.get("rope.scaling.type", "none")
     require(scaling == "none", f"{file.where}: rope.scaling.type={scaling!r} is not supported", "none")
-    fields = dict(architecture.base) | {ours: own[there] for there, ours in _FIELDS.items() if own.get(there)}
+    fields = dict(architecture.base) | {
+        ours: own[there] for there, ours in _FIELDS.items() if own.get(there) or there in _REQUIRED
+    }
     for name in ("norm_eps", "rope_theta"):
-        if name in fields:
+        if isinstance(fields.get(name), int | float):
             fields[name] = float(str(np.float32(fields[name])))  # stored as float32: 1e-05, not 9.999999747378752e-06
     for part in ("num_heads", "num_kv_heads", "d_mlp"):
         if isinstance(sizes := fields.get(part), list):

@@ -150,7 +150,7 @@ def read_params(
       config: Of the model.
       weights: Names that a tensor may have, with {} for the layer and {expert} for the expert, and what it is.
       tensors: Where to find them.
-      ignored: Ends of names that are no parameters.
+      ignored: Names that are no parameters, and what the names of others end with, beginning with a dot.
       dtype: Of the parameters.
 
     Returns:
@@ -185,7 +185,8 @@ def read_params(
                 found[path] = _put(found[path], part.reshape(sizes), starts)
     if missing := sorted(shapes.keys() - found.keys()):
         raise UserError(f"{tensors.where} has nothing for {missing[0]}")
-    if unknown := sorted(name for name in there - used if not name.endswith(ignored)):
+    ends = tuple(end for end in ignored if end.startswith("."))
+    if unknown := sorted(name for name in there - used if name not in ignored and not name.endswith(ends)):
         more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise UserError(f"{tensors.where} has a tensor that such a model does not: {unknown[0]}{more}")
     return _nested(found)
@@ -234,6 +235,8 @@ def _paths(weight: Weight, layer: int | None, config: ModelConfig) -> list[str]:
 
 def _flat(tree: Any) -> dict[str, Any]:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    if any(not isinstance(key, jax.tree_util.DictKey) for path, _ in leaves for key in path):  # `Quantized` has fields
+        raise UserError("the parameters are integers with their steps", allowed="those of a checkpoint in float")
     return {"/".join(str(key.key) for key in path): leaf for path, leaf in leaves}
 
 
@@ -262,7 +265,7 @@ def own_weights(config: ModelConfig) -> list[tuple[Sequence[str], Weight]]:
 # Export.
 
 
-def write_folder(folder: Path, config: ModelConfig, params: Any) -> str:
+def write_folder(folder: str | Path, config: ModelConfig, params: Any, tokenizer: Any = None) -> str:
     """Writes a model as config.json and safetensors, which `read_folder` reads back bit for bit.
 
     A model that a family expresses becomes one, which transformers loads with equal logits. Any other, one with
@@ -272,13 +275,18 @@ def write_folder(folder: Path, config: ModelConfig, params: Any) -> str:
       folder: New or empty.
       config: Of the model.
       params: Its parameters, float32 or bfloat16.
+      tokenizer: `LoadedModel.tokenizer`, which comes along as tokenizer.json.
 
     Returns:
       The model_type.
 
     Raises:
-      UserError: Where the folder has files, or cannot be written.
+      UserError: Where the folder has files, or cannot be written; for parameters on integers; without the extra
+        `pretrained`.
     """
+    folder, leaves = Path(folder), _flat(params)
+    with needing("a safetensors file", "pretrained"):
+        import safetensors.numpy  # noqa: F401
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty", allowed="a new folder")
     make_folder(folder, "folder of the exported model")
@@ -289,7 +297,7 @@ def write_folder(folder: Path, config: ModelConfig, params: Any) -> str:
             given |= {"architectures": [family.architecture]}
             break
     given = given or {"model_type": OWN, "model": dataclasses.asdict(config)}
-    leaves, shard, shards, size = _flat(params), {}, [], 0
+    shard, shards, size = {}, [], 0
     weight_map: dict[str, int] = {}
     for names, weight in rows:
         for layer, expert in weight.places(config):
@@ -313,6 +321,8 @@ def write_folder(folder: Path, config: ModelConfig, params: Any) -> str:
     else:
         files = {name: shards[i].name for name, i in weight_map.items()}
         write_text(folder / _INDEX, json.dumps({"metadata": {}, "weight_map": files}, indent=1) + "\n")
+    if tokenizer is not None:
+        tokenizer.save(folder / "tokenizer.json")
     write_text(folder / "config.json", json.dumps(given, indent=2) + "\n")  # last: without it there is no model
     return given["model_type"]
 
@@ -324,8 +334,8 @@ def _part(leaf: Any, starts: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
 
 
 def _write_shard(folder: Path, tensors: dict[str, np.ndarray], number: int) -> Path:
-    with needing("a safetensors file", "pretrained"):
-        from safetensors.numpy import save
+    from safetensors.numpy import save
+
     path = folder / f"model-{number + 1:05d}.safetensors"
     content = save(tensors, {"format": "pt"})  # which transformers asks for
     write_atomically(path, lambda file: file.write(content))

@@ -100,7 +100,7 @@ DEFAULT_ROTATION = Rotation()
 def require_rotation(rotation: Rotation) -> None:
     """Raises TypeError for what only looks like a rotation, such as the name of a kind."""
     if not isinstance(rotation, Rotation):
-        raise TypeError(f"rotation={rotation!r}; allowed: a Rotation, such as Rotation(kind='haar')")
+        raise TypeError(f"rotation={rotation!r:.80}; allowed: a Rotation, such as Rotation(kind='haar')")
 
 
 def leaf_path(keys: tuple[Any, ...]) -> str:

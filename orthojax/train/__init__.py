@@ -32,7 +32,7 @@ from orthojax.train.estimates import (
     peak_flops_per_second,
 )
 from orthojax.train.evaluation import evaluate, evaluation_stages
-from orthojax.train.loading import find_model, load, load_params
+from orthojax.train.loading import find_model, load, load_params, require_tokenizer
 from orthojax.train.loop import train
 from orthojax.train.mesh import make_mesh, place_rows
 from orthojax.train.metrics import describe_line, read_metrics, validation_losses

@@ -1,5 +1,7 @@
 """Models from checkpoints: to measure, or as the start of another run."""
 
+import contextlib
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from orthojax import quant
 from orthojax.config import Config, DataConfig, ModelConfig, changed_fields
 from orthojax.data import load_tokenizer, make_tokenizer
 from orthojax.data.declared_tokens import with_declared_tokens
+from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
 from orthojax.model import (
     LoadedModel,
@@ -93,15 +96,34 @@ def _load_pretrained(path: Path, config: Config) -> LoadedModel:
     return LoadedModel(Transformer(config.model), params, config, tokenizer, path)
 
 
+def require_tokenizer(loaded: LoadedModel) -> Tokenizer:
+    """The tokenizer of a model that is to read or write text.
+
+    Raises:
+      UserError: Where it is not known; of a model that others trained with the reason.
+    """
+    if loaded.tokenizer is not None:
+        return loaded.tokenizer
+    if is_pretrained(loaded.source):
+        return load_tokenizer(loaded.source)  # which says why it failed before
+    allowed = "--tokenizer=PATH, such as the tokenizer.json under the --cache_dir of its training, or token ids"
+    raise UserError("the tokenizer of this model is not known, so it cannot read text", allowed=allowed)
+
+
 def _tokenizer(folder: Path, config: Config) -> Any | None:
-    """The tokenizer that the config names, where it needs no corpus and is still the same."""
-    if config.data.kind == "bigram_backcopy" or config.data.tokenizer.startswith("bpe:"):
+    """The tokenizer that the run kept, or that its config names without a corpus, where it is still the same."""
+    if config.data.kind == "bigram_backcopy":
         return None
-    try:
-        tokenizer = make_tokenizer(config.data.tokenizer, ())
-    except (UserError, ImportError):
-        return None
-    return tokenizer if tokenizer.sha256 == read_json_item(folder, "data").get("tokenizer_sha256") else None
+    sha256, spec = read_json_item(folder, "data").get("tokenizer_sha256"), config.data.tokenizer
+    kept = (parent / "tokenizer.json" for parent in folder.parents[:4])  # a quantised checkpoint is below its run
+    makes = [functools.partial(load_tokenizer, path, spec) for path in kept if path.is_file()]
+    if not spec.startswith("bpe:"):
+        makes.append(functools.partial(make_tokenizer, spec, ()))
+    for make in makes:
+        with contextlib.suppress(UserError, ImportError):
+            if (tokenizer := make()).sha256 == sha256:
+                return tokenizer
+    return None
 
 
 def load_params(path: str | Path, model: ModelConfig, *, allow_normalizer_change: bool = False) -> Any:
@@ -175,6 +197,6 @@ def initial_params(config: Config, provenance: dict[str, Any]) -> Any:
             raise UserError(
                 f"the checkpoint {path} was created with a different tokenizer: {name} is {now!r}, not {before!r}",
                 allowed="the tokenizer that it was trained with",
-                hint="--config.data.tokenizer=PATH names a tokenizer.json, such as that of its --cache_dir",
+                hint="--config.data.tokenizer=PATH names a tokenizer.json, such as that in its folder",
             )
     return params

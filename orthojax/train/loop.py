@@ -28,7 +28,7 @@ from orthojax.train.metrics import ROLLED_BACK, MetricWriter, TensorBoard, WandB
 from orthojax.train.probe import Probe, probe_metrics
 from orthojax.train.step import Program, TrainState, build
 from orthojax.train.step_logger import Position, RollBack, StepLogger, step_before
-from orthojax.train.workdir import Inputs, check_workdir, claimed, prefetched, require_same_config
+from orthojax.train.workdir import Inputs, check_workdir, claimed, keep_tokenizer, prefetched, require_same_config
 
 
 def train(
@@ -42,8 +42,9 @@ def train(
 ) -> TrainState:
     """Trains to `train.steps`, resuming from the newest checkpoint of the workdir where there is one.
 
-    Writes `config.json`, `metrics.jsonl` and `checkpoints/` under the workdir. On the same machine a run that was
-    stopped anywhere, by kill -9 too, ends with the same bits as one that was not, whatever bad steps it met.
+    Writes `config.json`, `tokenizer.json`, `metrics.jsonl` and `checkpoints/` under the workdir. On the same machine a
+    run that was stopped anywhere, by kill -9 too, ends with the same bits as one that was not, whatever bad steps it
+    met.
 
     Runs on the mesh of `config.mesh`, and may resume on another one. With several processes every one calls this, with
     a workdir that all of them see; process 0 alone writes the config and the metrics. Where one of them is killed, the
@@ -79,6 +80,8 @@ def train(
     ):
         run = _Run(config, inputs, program, checkpoints, workdir)
         state, position = run.newest_state()
+        if is_primary():
+            keep_tokenizer(workdir, inputs.tokenizer_path)
         step, path = int(state.step), workdir / "metrics.jsonl"
         checkpoints.validated_before(dict(from_primary(lambda: [*validation_losses(path, step).items()])))
         on_start(step)

@@ -16,7 +16,7 @@ from orthojax.data import BigramBackcopy, TokenBatches, open_dataset, open_task
 from orthojax.data.bigram_backcopy import EVALUATION
 from orthojax.data.token_files import Tokens
 from orthojax.errors import UserError
-from orthojax.files import make_folder, read_json, try_lock, write_text
+from orthojax.files import make_folder, read_json, try_lock, write_atomically, write_text
 
 T = TypeVar("T")
 
@@ -32,6 +32,7 @@ class Inputs(NamedTuple):
     task: BigramBackcopy | None  # the synthetic task, where it is one
     read_rows: Callable[[int, int, int], np.ndarray] | None = None  # reads a part of a batch, where that saves reading
     held_out: Tokens | None = None  # the validation split, of which `evaluation` is a part; None for a task
+    tokenizer_path: Path | None = None  # the tokenizer's file, where there is one
 
     def batch_rows(self, step: int, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop) of the batch of a step, int32 [stop - start, T + 1], for a process that holds them."""
@@ -63,9 +64,11 @@ def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int
     bos_id = dataset.bos_id if data.bos else None
     batches = TokenBatches(dataset.train, data.sequence_length, train.batch_size, data.seed, bos_id)
     validation = TokenBatches(dataset.validation, data.sequence_length, 1, 0, bos_id)
+    _require_rows(config, validation.n_rows)
     bits_per_nat = len(dataset.validation) / dataset.validation_bytes / math.log(2)
     rows = validation.spread_rows(evaluation.sequences)
-    return Inputs(batches, rows, bits_per_nat, dataset.provenance, None, batches.rows, dataset.validation)
+    read_rows, held_out, tokenizer = batches.rows, dataset.validation, dataset.tokenizer_path
+    return Inputs(batches, rows, bits_per_nat, dataset.provenance, None, read_rows, held_out, tokenizer)
 
 
 def require_task(config: Config) -> tuple[BigramBackcopy, dict[str, Any]]:
@@ -85,6 +88,16 @@ def _require_vocabulary(config: Config, needed: int) -> None:
             f"model.vocab_size={config.model.vocab_size} is less than the {needed} ids of the data",
             allowed=f"at least {needed}",
             hint=f"--config.model.vocab_size={needed}",
+        )
+
+
+def _require_rows(config: Config, held_out: int) -> None:
+    if config.eval.sequences > held_out:
+        raise UserError(
+            f"eval.sequences={config.eval.sequences} is more than the {held_out} rows of "
+            f"{config.data.sequence_length} tokens that are held out",
+            allowed=f"at most {held_out}, or more text",
+            hint=f"--config.eval.sequences={held_out}",
         )
 
 
@@ -149,6 +162,14 @@ def claimed(workdir: Path, config: Config) -> Iterator[None]:
         yield
 
 
+def keep_tokenizer(workdir: Path, path: Path | None) -> None:
+    """Copies the tokenizer into the folder of a run, whose model then reads and writes text wherever it is moved."""
+    copy = workdir / "tokenizer.json"
+    if path is not None and not (copy.is_file() and copy.read_bytes() == path.read_bytes()):
+        content = path.read_bytes()
+        write_atomically(copy, lambda file: file.write(content))
+
+
 def _read_config(workdir: Path) -> Config | None:
     path = workdir / "config.json"
     if not os.path.lexists(path):
@@ -182,6 +203,6 @@ def require_same_config(config: Config, before: Config, where: str) -> None:
         hint = f"the learning rate follows train.steps; to train on: --workdir=NEW --config.train.init_from={where}"
     raise UserError(
         f"{where} holds a run with another config: {differ}{more}",
-        allowed="the config of that run, or another --workdir",
+        allowed="the config of that run (its config.json after --config=), or another --workdir",
         hint=hint,
     )

@@ -33,7 +33,7 @@ from orthojax.machine import environment
 from orthojax.model import LoadedModel
 from orthojax.progress import Progress
 from orthojax.published import locate
-from orthojax.train import load
+from orthojax.train import load, require_tokenizer
 
 _LENGTH = 256
 _EXPERIMENT = Experiment(name="analyze", title="Measurements of given models", variants=lambda scale: (), trains=False)
@@ -141,6 +141,8 @@ def _with_texts(loaded: LoadedModel, given: Given, folder: Path) -> tuple[Loaded
     config, tokenizer = loaded.model.config, loaded.tokenizer
     if given.tokenizer:
         tokenizer = load_tokenizer(given.tokenizer)
+    elif given.domains or not given.token_ids:
+        tokenizer = require_tokenizer(loaded)
     longest = config.max_length if config.position == "learned" else None
     length = given.length or min(_LENGTH, loaded.config.data.sequence_length)
     if longest and length > longest:

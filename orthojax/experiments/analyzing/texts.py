@@ -63,7 +63,7 @@ class _Words(NamedTuple):
 
 
 def open_text(
-    name: str, files: Sequence[str], tokenizer: Tokenizer | None, model: ModelConfig, cut: Cut, folder: Path
+    name: str, files: Sequence[str], tokenizer: Tokenizer, model: ModelConfig, cut: Cut, folder: Path
 ) -> Text:
     """Tokenises text files for a model, or finds what an earlier call tokenised.
 
@@ -77,14 +77,8 @@ def open_text(
       folder: Where rows are kept.
 
     Raises:
-      UserError: Without a tokenizer; for files that cannot be read, less text than one row, or ids that the model does
-        not have.
+      UserError: For files that cannot be read, less text than one row, or ids that the model does not have.
     """
-    if tokenizer is None:
-        raise UserError(
-            "the tokenizer of this model is not known, so it cannot read text",
-            allowed="--tokenizer=PATH (as the tokenizer.json under a run's --cache_dir), or --token_ids=FILE.npy",
-        )
     words = _words(files)
     begins = [tokenizer.bos_id] if cut.bos else []
     key = json.dumps([words.sha256, tokenizer.sha256, dataclasses.astuple(cut), *begins])

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from orthojax.config import Config, from_dict
 from orthojax.errors import UserError
-from orthojax.files import read_json
+from orthojax.files import nearest_path, read_json
 from orthojax.model import parameter_shapes
 from orthojax.train.checkpoint.checksums import (
     ARRAYS,
@@ -41,9 +41,10 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
       UserError: Where there is none.
     """
-    path, allowed = path.absolute(), "a workdir, its checkpoints folder, or one step's folder"
+    hint, allowed = nearest_path(path), "a workdir, its checkpoints folder, or one step's folder"
+    path = path.absolute()
     if not os.path.exists(path):  # pathlib raises for names that are too long
-        raise UserError(f"no such checkpoint: {path}", allowed=allowed)
+        raise UserError(f"no such checkpoint: {path}", allowed=allowed, hint=hint)
     for folder in (path / "checkpoints", path):
         steps = steps_in(folder)
         if steps:
@@ -115,11 +116,9 @@ def _read_shapes(step_folder: Path, item: str) -> Any:
     try:
         if strange := [path for path in (step_folder / item).rglob("*") if not (path.is_file() or path.is_dir())]:
             raise ValueError(f"{strange[0].name} is not a regular file")  # Orbax would wait for ever for a pipe
-        with ocp.StandardCheckpointer() as checkpointer:
-            metadata = checkpointer.metadata(step_folder.absolute() / item).item_metadata
-        if metadata is None:
-            raise ValueError("its metadata is missing or damaged")
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), metadata.tree)
+        # A Checkpointer would warn twice of a file that Orbax writes for the step, not for its items.
+        tree = ocp.StandardCheckpointHandler().metadata(step_folder.absolute() / item).tree  # pyright: ignore
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     except Exception as error:
         raise DamagedError(step_folder / item, error) from error
 
@@ -253,9 +252,10 @@ def restore_item(step_folder: Path, item: str, like: Any) -> Any:
     alone = ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"reader_{process}"
     )
-    with ocp.StandardCheckpointer(multiprocessing_options=alone) as checkpointer:
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
-        return checkpointer.restore(step_folder.absolute() / item, abstract)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
+    arguments = ocp.args.StandardRestore(abstract)
+    return handler.restore(step_folder.absolute() / item, args=arguments)  # pyright: ignore
 
 
 def read_verified(step_folder: Path, item: str) -> Any:

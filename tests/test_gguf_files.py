@@ -1,0 +1,244 @@
+"""GGUF files: read exactly, each parsed once, and refused by name where damaged or not understood."""
+
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from model_oracle import random_params
+
+import orthojax
+from orthojax.errors import UserError
+from orthojax.gguf_reader import open_gguf
+from orthojax.model import llama2, read_gguf, unstack_layers
+from orthojax.model.family_configs import computed_as
+from orthojax.model.gguf_files import GgufFile
+from orthojax.ops import llama3_frequencies, rotary_frequencies
+
+gguf = pytest.importorskip("gguf")
+
+TYPES = gguf.GGMLQuantizationType
+QUANTIZED = {"attn_v": TYPES.Q8_0, "ffn_down": TYPES.Q4_1, "ffn_up": TYPES.F16}
+SMALL = {"vocab_size": 11, "max_length": 16, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_mlp": 32}
+GGUF_LLAMA = llama2("tiny", **SMALL, num_kv_heads=2, tie_embeddings=True, norm_eps=1e-5,
+                    rope_theta=500_000.0)  # fmt: skip
+THERE = {"query": "attn_q", "key": "attn_k", "value": "attn_v", "output": "attn_output"}
+MLP = {"gate": "ffn_gate", "input": "ffn_up", "output": "ffn_down"}
+
+
+def neighbours(rows, heads):
+    """Rows of a head (0, 1, ..., H-1) with its halves interleaved: 0, H/2, 1, H/2 + 1, ..."""
+    H = len(rows) // heads
+    order = [head * H + half * (H // 2) + i for head in range(heads) for i in range(H // 2) for half in (0, 1)]
+    return rows[order]
+
+
+def gguf_tensors(config, params, architecture="llama"):
+    """Every tensor as llama.cpp has it, float32."""
+    params, norms = jax.device_get(params), {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
+    if architecture == "olmo2":
+        norms = {"attention_norm": "post_attention_norm", "mlp_norm": "post_ffw_norm"}
+    tensors = {
+        "token_embd.weight": params["token_embedding"]["embedding"],
+        "output_norm.weight": params["final_norm"]["scale"],
+    }
+    if not config.tie_embeddings:
+        tensors["output.weight"] = params["head"]["kernel"].T
+    for i in range(config.num_layers):
+        block = params[f"layers_{i}"]
+        for part, names in (("attention", THERE), ("mlp", MLP)):
+            for here, there in names.items():
+                tensors[f"blk.{i}.{there}.weight"] = block[part][here]["kernel"].T
+                if "bias" in block[part][here]:
+                    tensors[f"blk.{i}.{there}.bias"] = block[part][here]["bias"]
+        if architecture == "llama":
+            for there, heads in (("attn_q", config.num_heads), ("attn_k", config.kv_heads)):
+                tensors[f"blk.{i}.{there}.weight"] = neighbours(tensors[f"blk.{i}.{there}.weight"], heads)
+        scales = {there: block[here] for here, there in norms.items()}
+        scales |= {f"attn_{part[0]}_norm": block["attention"][f"{part}_norm"]
+                   for part in ("query", "key") if config.qk_norm != "none"}  # fmt: skip
+        tensors |= {f"blk.{i}.{there}.weight": norm["scale"] for there, norm in scales.items()}
+    return {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
+
+
+def write_gguf(path, config, tensors, architecture="llama", quantized=QUANTIZED, **metadata):
+    """Writes a file; metadata has further keys with __ for dots, and norm_eps=None for none."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_length)
+    writer.add_embedding_length(config.d_model)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.d_mlp)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.kv_heads)
+    if metadata.pop("norm_eps", config.norm_eps) is not None:
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_rope_dimension_count(config.head_dim)
+    for name, value in metadata.items():
+        add = {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}[type(value)]
+        add(name.replace("__", "."), value)
+    expected = {}
+    for name, tensor in tensors.items():
+        kind = quantized.get(name.split(".")[-2], TYPES.F32)
+        stored = gguf.quants.quantize(tensor, kind)
+        writer.add_tensor(name, stored, raw_dtype=kind)
+        expected[name] = gguf.quants.dequantize(stored, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return expected
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    expected = write_gguf(path, GGUF_LLAMA, gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA)))
+    return path, expected
+
+
+def test_a_gguf_file_is_read_exactly_and_quantised_tensors_as_they_are_dequantised(gguf_file):
+    path, expected = gguf_file
+    config, params = read_gguf(path)
+    assert computed_as(config) == computed_as(GGUF_LLAMA)
+    read = gguf_tensors(config, unstack_layers(params))
+    assert read.keys() == expected.keys()
+    for name, tensor in read.items():
+        np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
+    written = gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA))
+    same = {name for name, tensor in read.items() if np.array_equal(tensor, written[name])}
+    assert {name.split(".")[-2] for name in read.keys() - same} == set(QUANTIZED)
+    assert orthojax.load(path).tokenizer is None  # the file has none
+
+
+GROUPED = SMALL | {"num_kv_heads": 2, "norm_eps": 1e-6}
+ARCHITECTURES = {
+    "qwen2": (llama2("tiny", **GROUPED, qkv_bias=True, tie_embeddings=True), {}),
+    "qwen3": (llama2("tiny", **GROUPED, qk_norm="head", d_head=16), {"qwen3__attention__key_length": 16}),
+    "olmo2": (llama2("tiny", **GROUPED, qk_norm="all", output_norm=True), {}),
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_other_architectures_are_read_bit_for_bit(architecture, tmp_path):
+    config, metadata = ARCHITECTURES[architecture]
+    params, path = random_params(config), tmp_path / "model.gguf"
+    write_gguf(path, config, gguf_tensors(config, params, architecture), architecture, quantized={}, **metadata)
+    read, same = read_gguf(path)
+    assert computed_as(read) == computed_as(config)
+    same = unstack_layers(same)
+    assert jax.tree.structure(params) == jax.tree.structure(same)
+    jax.tree.map(np.testing.assert_array_equal, params, same)
+
+
+def test_what_is_read_does_not_change_with_the_file(gguf_file):
+    file, mapped = GgufFile(gguf_file[0]), open_gguf(gguf_file[0]).tensors
+    for name in file.names():
+        assert not np.may_share_memory(file.read(name), mapped[name].data), name
+
+
+TOKENS = ["<|endoftext|>", *"abcdefghi", "ab"]  # as many as the model has
+
+
+def test_a_file_is_parsed_once_for_config_tensors_and_tokenizer(tmp_path, monkeypatch):
+    parsed, path = [], tmp_path / "model.gguf"
+
+    class Counted(gguf.GGUFReader):
+        def __init__(self, path):
+            parsed.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    words = {"model": "gpt2", "tokens": TOKENS, "merges": ["a b"], "token_type": [3] + 10 * [1]}
+    tensors = gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA))
+
+    def written(tensors):
+        write_gguf(path, GGUF_LLAMA, tensors, **{f"tokenizer__ggml__{name}": value for name, value in words.items()})
+        return orthojax.load(path)
+
+    loaded = written(tensors)
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.encode_batch(["cab"])[0].tolist() == [3, 10]
+    scale = np.array(loaded.params["final_norm"]["scale"])
+    assert len(parsed) == 1
+    # The same file with other numbers, of the same size.
+    again = written(tensors | {"output_norm.weight": 2 * tensors["output_norm.weight"]})
+    assert len(parsed) == 2
+    np.testing.assert_array_equal(again.params["final_norm"]["scale"], 2 * scale)
+    np.testing.assert_array_equal(loaded.params["final_norm"]["scale"], scale)
+
+
+@pytest.mark.parametrize("factor", [pytest.param(8.0, marks=pytest.mark.slow), 32.0])
+def test_the_frequencies_of_llama_3_are_recognised(factor, tmp_path):
+    tensors = gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA))
+    plain = rotary_frequencies(GGUF_LLAMA.head_dim, GGUF_LLAMA.rope_theta)
+    tensors["rope_freqs.weight"] = np.asarray(plain / llama3_frequencies(plain, factor, 8192), np.float32)
+    write_gguf(tmp_path / "model.gguf", GGUF_LLAMA, tensors)
+    config, _ = read_gguf(tmp_path / "model.gguf")
+    assert (config.rope_scaling, config.rope_factor, config.rope_original_length) == ("llama3", factor, 8192)
+    tensors["rope_freqs.weight"] = tensors["rope_freqs.weight"] * 1.5
+    write_gguf(tmp_path / "other.gguf", GGUF_LLAMA, tensors)
+    with pytest.raises(UserError, match=r"rope_freqs\.weight is not that of Llama 3"):
+        read_gguf(tmp_path / "other.gguf")
+
+
+def cut(share):
+    def damage(content):
+        return content[: int(len(content) * share)]
+
+    return damage
+
+
+def with_count(content):
+    return content[:16] + struct.pack("<Q", 2**60) + content[24:]
+
+
+@pytest.mark.parametrize(
+    "damage", [cut(0.9), cut(0.05), cut(0.001), lambda content: b"", lambda content: b"GGML" + content[4:], with_count]
+)
+def test_a_damaged_gguf_file_is_named(damage, gguf_file, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(damage(gguf_file[0].read_bytes()))
+    with pytest.raises(UserError, match=r"model\.gguf is damaged, or no GGUF file") as refused:
+        read_gguf(path)
+    assert len(str(refused.value).splitlines()) <= 3
+
+
+def test_what_a_gguf_file_has_besides_is_named(tmp_path):
+    tensors = gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA))
+    cases = {
+        "architecture 'gemma'": ({}, {"architecture": "gemma"}),
+        "llama.logit_scale": ({}, {"llama__logit_scale": "2"}),
+        "does not: blk.0.attn_q.lora": ({"blk.0.attn_q.lora": np.ones(2, np.float32)}, {}),
+        "does not: blk.9.attn_output.weight": ({"blk.9.attn_output.weight": np.ones(2, np.float32)}, {}),
+        "has no llama.attention.layer_norm_rms_epsilon": ({}, {"norm_eps": None}),
+        "olmo2.attention.sliding_window=3": (
+            {}, {"architecture": "olmo2", "olmo2__attention__sliding_window": 3}),
+    }  # fmt: skip
+    for i, (words, (more, options)) in enumerate(cases.items()):
+        write_gguf(tmp_path / f"{i}.gguf", GGUF_LLAMA, tensors | more, **options)
+        with pytest.raises(UserError) as refused:
+            read_gguf(tmp_path / f"{i}.gguf")
+        assert words in str(refused.value)
+        assert len(str(refused.value).splitlines()) <= 3
+    del tensors["blk.1.ffn_norm.weight"]
+    write_gguf(tmp_path / "missing.gguf", GGUF_LLAMA, tensors)
+    with pytest.raises(UserError, match=r"missing\.gguf has no tensor blk\.1\.ffn_norm\.weight"):
+        read_gguf(tmp_path / "missing.gguf")
+
+
+def test_a_command_says_so_and_ends_with_two(gguf_file, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(cut(0.5)(gguf_file[0].read_bytes()))
+    code = "import orthojax\nfrom orthojax.commands import cli\n"
+    code += "cli.run(lambda argv: orthojax.load(argv[-1]), positional='MODEL')"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(orthojax.__file__).parent.parent)}
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "model.gguf is damaged" in done.stderr
+    assert len(done.stderr.splitlines()) <= 3
