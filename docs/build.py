@@ -2,7 +2,8 @@
 
 The pages are README.md, docs/, CONTRIBUTING.md, CHANGELOG.md and results/, where they stand, so that their links hold
 in a clone and in the site alike; they are copied to build/pages, where pages of the API are added, and the site is
-written to build/site. Every warning is an error.
+written to build/site. Every warning is an error. Then each report.md of results/ becomes the page that
+`orthojax reproduce` writes, made again from the raw numbers, without training.
 """
 
 import ast
@@ -74,8 +75,37 @@ def write_api() -> None:
         (folder / f"{package.split('.')[-1]}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def folders_of(experiment: str) -> tuple[str, ...]:
+    """What the folder of an experiment's results may be called."""
+    return ("quick-tiny",) if experiment == "quick" else tuple({experiment, experiment.replace("_", "-")})
+
+
+def write_reports(site: Path) -> None:
+    """Puts the page of every experiment of results/ where MkDocs put its report.md: links to it lead to the page.
+
+    Args:
+      site: Folder of the built site.
+    """
+    from orthojax.experiments.catalog import ALL
+    from orthojax.experiments.rerender import read_raw, rerender
+
+    back = '<p><a href="../README.html">All results</a> · <a href="../../README.html">orthojax</a></p>'
+    for experiment in ALL:
+        for folder in map((PAGES / "results").joinpath, folders_of(experiment.name)):
+            if not (folder / "report.md").exists():
+                continue
+            own = folder / "results.json"
+            source = own if own.exists() else PAGES / "results/table2/results.json"  # whose runs it shares
+            rerender(experiment, read_raw(source), source, folder)
+            page = (folder / "report.html").read_text(encoding="utf-8").replace("<body>", f"<body>\n{back}", 1)
+            to = site / folder.relative_to(PAGES)
+            (to / "report.html").write_text(page, encoding="utf-8")
+            shutil.copy(folder / "report.md", to)  # the page links to it
+            print(f"results/{folder.name}", flush=True)
+
+
 def main() -> int:
-    """Copies, adds the API and runs MkDocs."""
+    """Copies, adds the API, runs MkDocs and adds the pages of results/."""
     shutil.rmtree(PAGES, ignore_errors=True)
     PAGES.mkdir(parents=True)
     for name in COPIED:
@@ -92,7 +122,10 @@ def main() -> int:
     serving = sys.argv[1:] == ["serve"]
     paths = os.pathsep.join(filter(None, [str(ROOT / "docs/extensions"), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "mkdocs", *(["serve"] if serving else ["build", "--strict", "--clean"])]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, check=False).returncode
+    status = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, check=False).returncode
+    if not serving and status == 0:
+        write_reports(ROOT / "build/site")
+    return status
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from orthojax.experiments.from_attention import spiked_vector as spiked
 from orthojax.experiments.from_attention.equivariance import layer_deviations
 from orthojax.experiments.from_attention.quantization import int8_error_bound
 from orthojax.experiments.from_attention.training_curves import running_mean, stability, window_of
+from orthojax.experiments.looks import BLUE, VERMILLION, looks
 from orthojax.experiments.ours import normalizers
 from orthojax.model import LoadedModel, Transformer, gpt2
 from orthojax.ops.quantize import absmax
@@ -390,18 +391,15 @@ def test_the_share_is_that_of_key_0_in_the_weights_of_a_relu_model():
 
 def test_a_method_has_one_colour_whatever_else_is_drawn():
     labels = ["ReLU", "softmax-1 + OrthoAdam", "sigmoid", "GPT2 60M, softmax + Adam", "GPT2 130M, softmax + Adam"]
-    looks = drawing.looks(labels)
-    assert [color for color, _ in looks[1::2]] == [
-        drawing.METHOD_COLORS["softmax-1 + OrthoAdam"],
-        drawing.METHOD_COLORS["softmax + Adam"],
-    ]
-    assert looks[3][0] == looks[4][0]
-    assert looks[3][1] != looks[4][1]
-    assert len(set(drawing.looks([f"curve {i}" for i in range(40)]))) == 40
-    pairs = drawing.looks(["a first", "a others", "b first", "b others"], pairs=True)
+    looked = looks(labels)
+    assert [look.color for look in looked[1:]] == [BLUE, looked[2].color, VERMILLION, VERMILLION]
+    assert looked[2].color not in (BLUE, VERMILLION)
+    assert looked[3].dash != looked[4].dash
+    assert len({look[:2] for look in looks([f"curve {i}" for i in range(40)])}) == 40
+    pairs = looks(["a first", "a others", "b first", "b others"], pairs=True)
     assert [pairs[0][0], pairs[2][0]] == [pairs[1][0], pairs[3][0]]
     assert pairs[0][0] != pairs[2][0]
-    assert [style for _, style in pairs] == ["-", "--"] * 2
+    assert [look.dash for look in pairs] == ["-", "--"] * 2
 
 
 @pytest.mark.parametrize(("count", "grid"), [(1, (1, 1)), (2, (1, 2)), (4, (2, 2)), (5, (2, 4))])

@@ -378,8 +378,6 @@ def test_figures_draw_what_they_are_given():
     assert sorted(bar.get_height() for bar in figure.axes[0].patches) == [1.0, 2.0]
     figure = drawing.maps({"a": np.eye(3), "b": 2 * np.eye(3)}, x_label="", y_label="", value_label="", log=True)
     assert {image.norm.vmax for ax in figure.axes for image in ax.get_images()} == {2.0}  # one scale for all panels
-    looks = drawing.looks([f"curve {i}" for i in range(40)])
-    assert len(set(looks)) == 40
     plt.close("all")
 
 
@@ -466,7 +464,7 @@ def test_claims_find_their_variants_by_role_by_name_or_by_a_function():
     for of in (("p", "q"), {"": ("p", "q")}, lambda results: {"": ("p", "q")}):
         assert judge(halved(of=of), results).cases == ["x: P 4, Q 1"]
     both = judge(halved(of={"one": ("p", "q"), "two": ("p", "r")}), results)
-    assert both.cases == ["one 4 → 1", "two 4 → 3 (does not hold)"]
+    assert both.cases == ["one: 4 → 1", "two: 4 → 3 (does not hold)"]
     assert both.says == "It halves. X:"
 
 

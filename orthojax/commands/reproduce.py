@@ -34,7 +34,9 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "jobs", None, "Runs at once, at most; not given: one for each GPU, or CPU core with memory.", 1
     )
-    flags.DEFINE_string("render", None, "A results.json: only writes its report again, beside it or under --workdir.")
+    flags.DEFINE_string(
+        "render", None, "A results.json or its folder: only writes its report again, beside it or under --workdir."
+    )
 
 
 def _seeds() -> tuple[int, ...] | None:
@@ -69,6 +71,7 @@ def _render(source: Path) -> None:
     from orthojax.experiments.page import print_report
     from orthojax.experiments.rerender import read_raw, rerender
 
+    source = source / "results.json" if source.is_dir() else source
     raw = read_raw(source)
     experiment = find(FLAGS.experiment if FLAGS["experiment"].present else raw["experiment"])
     workdir = Path(FLAGS.workdir or source.parent)

@@ -7,7 +7,7 @@ and the report then says so, with the verdict under the first criterion.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from orthojax.analysis import chance_of_first
 from orthojax.experiments.results import NotMeasured, Numbers, Quantity, Result, Results, as_quantity, pairs
@@ -123,9 +123,7 @@ def judge(claim: Claim, results: Results) -> Judged:
         return Judged("not measured", claim.says, (), f"Not measured: {claim.unmeasured}.")
     cases: dict[str, _Case] = {}
     missing = []
-    for label, names in _groups(claim, results).items():
-        if not claim.where(label):
-            continue
+    for label, names in cases_of(claim, results).items():
         if not all(name in results for name in names):
             missing.append(label)
             continue
@@ -148,7 +146,8 @@ def judge(claim: Claim, results: Results) -> Judged:
     for label, case in cases.items():
         mark = " (not testable)" if not case.testable else "" if case.holds else " (does not hold)"
         if label or case.text:
-            lines.append(f"{label} {case.text}{mark if len(cases) > 1 else ''}".strip())
+            colon = ": " if label and case.text else ""
+            lines.append(f"{label}{colon}{case.text}{mark if len(cases) > 1 else ''}")
     closing = [f"Holds in {held} of {len(tested)} testable cases."] if tested and len(cases) > 1 else []
     if missing:
         labels = ", ".join(label for label in missing if label) if len(missing) <= 6 else f"{len(missing)} cases"
@@ -171,13 +170,37 @@ def _revision_text(claim: Claim, revision: Revision, results: Results) -> str:
     return f"Criterion revised after the data: {revision.why}. First: {_criterion(first)}; under it: {verdict}."
 
 
-def _groups(claim: Claim, results: Results) -> Mapping[str, Names]:
+def cases_of(claim: Claim, results: Results) -> Mapping[str, Names]:
+    """Label -> names of the variants that a claim compares, of each case that it is about."""
     if callable(claim.of):
-        return claim.of(results)
-    if isinstance(claim.of, Mapping):
-        return claim.of
-    groups = results.groups().items()
-    return {label: [of[role] for role in claim.of] for label, of in groups if all(role in of for role in claim.of)}
+        found = claim.of(results)
+    elif isinstance(claim.of, Mapping):
+        found = claim.of
+    else:
+        roles, groups = claim.of, results.groups().items()
+        found = {label: [of[role] for role in roles] for label, of in groups if all(role in of for role in roles)}
+    return {label: names for label, names in found.items() if claim.where(label)}
+
+
+def tally(claims: Sequence[Judged]) -> dict[Verdict, int]:
+    """How many claims have each verdict, of those that are there."""
+    verdicts: tuple[Verdict, ...] = get_args(Verdict)
+    return {verdict: n for verdict in verdicts if (n := sum(claim.verdict == verdict for claim in claims))}
+
+
+def tally_text(claims: Sequence[Judged]) -> str:
+    """The same in words.
+
+    >>> tally_text([Judged("holds", "", (), ""), Judged("does not hold", "", (), ""), Judged("holds", "", (), "")])
+    '2 of 3 claims hold, 1 does not.'
+    """
+    counts = tally(claims)
+    held = counts.get("holds", 0)
+    parts = [f"{held} of {len(claims)} claim{'s' * (len(claims) > 1)} hold{'s' * (held == 1)}"]
+    words = {"does not hold": ("does not", "do not"), "not testable at this scale": ("is not testable at this scale",
+             "are not testable at this scale"), "not measured": ("is not measured", "are not measured")}  # fmt: skip
+    parts += [f"{counts[verdict]} {of[counts[verdict] > 1]}" for verdict, of in words.items() if verdict in counts]
+    return f"{', '.join(parts)}."
 
 
 def _case_text(claim: Claim, label: str, of: Sequence[Result]) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from orthojax.experiments.claims import Claim
     from orthojax.experiments.measures import Measure
     from orthojax.experiments.page import Picture, Table
-    from orthojax.experiments.results import Result, Results
+    from orthojax.experiments.results import Quantity, Result, Results
     from orthojax.experiments.training_view import TrainingView
 
 
@@ -128,6 +128,9 @@ class Experiment:
       tables: Of the report; each makes one table, or several.
       claims: Of the report.
       pictures: Of the report; each makes any number of pictures, and is left out where a run failed.
+      headlines: The numbers on top of the page, three at most: a quantity, or the name of a metric, with the names of
+        the variants before and after. Without any they are the first three that the claims compare.
+      figure: Name of the picture on top of the page; the first where not given.
       measures: What is measured of every model beyond `measures.ALWAYS`.
       takes_models: Whether --model=NAME=CHECKPOINT adds existing models as variants.
       cost_reference: Where given, the cost of a training step is measured for every variant; maps a variant's name to
@@ -153,6 +156,8 @@ class Experiment:
     tables: "Sequence[Callable[[Results], Table | Sequence[Table]]]" = ()
     claims: "Sequence[Claim]" = ()
     pictures: "Sequence[Callable[[Results], Sequence[Picture]]]" = ()
+    headlines: "Sequence[tuple[str | Quantity, Sequence[str]]]" = ()
+    figure: str = ""
     measures: "tuple[Measure, ...]" = ()
     takes_models: bool = False
     cost_reference: Callable[[str], str] | None = None

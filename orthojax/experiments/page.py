@@ -5,6 +5,7 @@ import io
 import os
 import re
 import shlex
+import struct
 import textwrap
 import urllib.parse
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,9 @@ from typing import Any, Literal, NamedTuple
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from orthojax.experiments.claims import Judged, judge
+from orthojax.experiments.claims import Judged, judge, tally, tally_text
+from orthojax.experiments.headlines import Headline, headlines
+from orthojax.experiments.layout import Table, layout
 from orthojax.experiments.rendering import render_page
 from orthojax.experiments.results import Results
 from orthojax.experiments.training_view import TrainingView, write_training_view
@@ -24,20 +27,12 @@ from orthojax.formatting import align
 _LINKS_SHOWN = 12  # of files of runs; more are folded
 
 
-class Table(NamedTuple):
-    """A table of texts; the first column names the row."""
-
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
 class Picture(NamedTuple):
-    """A figure with its file name (no ending) and caption."""
+    """A figure, or the content of its file as an earlier call drew it, with its file name (no ending) and caption."""
 
     name: str
     caption: str
-    figure: Figure
+    figure: Figure | bytes
     form: Literal["svg", "png"] = "svg"
 
 
@@ -52,6 +47,10 @@ class Report(NamedTuple):
     notes: Sequence[str]  # what was run on what, and how to run it again
     links: Sequence[tuple[str, str]]  # (text, URL relative to the workdir)
     views: Sequence[TrainingView] = ()  # of the page with the slider
+    headlines: Sequence[Headline] = ()
+    figure: str = ""  # name of the picture on top of the page; the first where none has it
+    setting: str = ""  # scale, seeds, date and device, in a line below the title
+    failures: Sequence[str] = ()  # which of the paragraphs are runs that did not finish
 
 
 def make_report(results: Results) -> Report:
@@ -68,7 +67,18 @@ def make_report(results: Results) -> Report:
         notes=[*_notes(results), *experiment.notes(results)],
         links=_links(results),
         views=experiment.views(results) if experiment.views and drawable else (),
+        headlines=headlines(results),
+        figure=experiment.figure,
+        setting=_setting(results),
+        failures=results.failures(),
     )
+
+
+def _setting(results: Results) -> str:
+    provenance, seeds = results.raw["provenance"], results.seeds
+    parts = [f"scale {results.scale}"] if results.experiment.variants else []
+    parts.append(f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}")
+    return " · ".join([*parts, *(str(provenance[key]) for key in ("date", "device") if key in provenance)])
 
 
 def _data_sentences(results: Results) -> list[str]:
@@ -150,6 +160,8 @@ def print_report(report: Report) -> None:
     for table in report.tables:
         print("\n" + console_table(table))
     print()
+    if report.claims:
+        print(f"{tally_text(report.claims)}\n")
     for claim in report.claims:
         print(textwrap.fill(f"{claim.verdict.upper()}: {claim.paragraph}", 110, subsequent_indent="  "))
 
@@ -160,17 +172,27 @@ def write_report(report: Report, workdir: Path) -> None:
     make_folder(figures, "figures folder")
     embedded = []
     for picture in report.pictures:
-        width, height = picture.figure.get_size_inches()
-        content = _render(picture.figure, picture.form)
+        content = picture.figure if isinstance(picture.figure, bytes) else _render(picture.figure, picture.form)
         write_atomically(figures / f"{picture.name}.{picture.form}", lambda file, content=content: file.write(content))
         kind = "svg+xml" if picture.form == "svg" else "png"
         source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
-        embedded.append((picture, source, f"{width / height:.4f}"))
+        embedded.append((picture, source, f"{_shape(content):.4f}"))
+    on_top = next((i for i, (picture, *_) in enumerate(embedded) if picture.name == report.figure), 0)
+    top = [embedded.pop(on_top)] if embedded else []
     write_text(workdir / "report.md", _markdown(report))
     if report.views:
         title = f"{report.title}: over training"
         write_training_view(report.views, workdir / "training.html", title=title, report="report.html")
-    page = render_page("report.html", report=report, pictures=embedded, links=_link_lists(report))
+    page = render_page(
+        "report.html",
+        report=report,
+        counts=tally(report.claims),
+        tally=tally_text(report.claims),
+        top=top,
+        pictures=embedded,
+        tables=list(map(layout, report.tables)),
+        links=_link_lists(report),
+    )
     write_text(workdir / "report.html", page)
 
 
@@ -179,6 +201,15 @@ def _link_lists(report: Report) -> list[tuple[str, list[tuple[str, str]], bool]]
     own, runs = ([link for link in report.links if ("/" in link[1]) == of_run] for of_run in (False, True))
     lists = [("", own, False), (f"{len(runs)} files of runs", runs, len(runs) > _LINKS_SHOWN)]
     return [part for part in lists if part[1]]
+
+
+def _shape(content: bytes) -> float:
+    """Width over height of an SVG, or of a PNG, which has them in its first chunk."""
+    if content.startswith(b"\x89PNG"):
+        width, height = struct.unpack(">II", content[16:24])
+        return width / height
+    found = re.search(rb'<svg[^>]* width="([\d.]+)pt" height="([\d.]+)pt"', content)  # as matplotlib writes it
+    return float(found[1]) / float(found[2]) if found else 1.4
 
 
 def _render(figure: Figure, form: str) -> bytes:
@@ -216,7 +247,7 @@ def _markdown(report: Report) -> str:
         rule = "|" + "|".join(["---"] + ["---:"] * (len(table.columns) - 1)) + "|"
         parts.append("\n".join([f"**{escape(table.caption)}**", "", _row(table.columns), rule, *map(_row, table.rows)]))
     if report.claims:
-        parts.append("## What held and what did not")
+        parts += ["## What held and what did not", tally_text(report.claims)]
         lines = []
         for claim in report.claims:
             lines += [f"- **{claim.verdict}**: {escape(claim.says)}", *(f"  - {escape(case)}" for case in claim.cases)]

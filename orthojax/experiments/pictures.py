@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from orthojax.config import Config
 from orthojax.experiments import drawing
+from orthojax.experiments.chance import chance_lines
 from orthojax.experiments.claims import GAUSSIAN, worst_kurtosis
 from orthojax.experiments.page import Picture
 from orthojax.experiments.results import NotMeasured, Numbers, Result, Results
@@ -22,9 +23,9 @@ class LayerCurves:
 
     Attributes:
       name: Of the file.
-      caption: Of the picture.
+      caption: Of the picture, or a function that makes it.
       y_label: Of the y axis.
-      metrics: Metric -> words that are added to the variant's label; two metrics share a colour.
+      metrics: Metric -> words that are added to the variant's label; of two metrics each has a panel.
       y_scale: Of the y axis.
       reference: A horizontal line and what it means, which may depend on the config.
       keep: Which variants.
@@ -33,7 +34,7 @@ class LayerCurves:
     """
 
     name: str
-    caption: str
+    caption: str | Callable[[Results], str]
     y_label: str
     metrics: Mapping[str, str]
     y_scale: Literal["linear", "log"] = "linear"
@@ -44,29 +45,58 @@ class LayerCurves:
 
     def __call__(self, results: Results) -> list[Picture]:
         """The picture; none where no variant has the metrics."""
-        curves, references = {}, set()
-        for result in filter(self.keep, results.finished):
-            for metric, words in self.metrics.items():
-                with contextlib.suppress(NotMeasured):
-                    y = result.layers(metric)
-                    L = y.shape[1]
-                    x = [m / max(L - 1, 1) for m in range(L)] if self.normalized else list(range(1, L + 1))
-                    curves[", ".join(filter(None, (self.label(result), words)))] = (x, y)
-                    reference = self.reference
-                    references.add(reference(result.config) if callable(reference) else reference)
-        if not curves:
-            return []
-        figure = drawing.lines(
-            curves,
+
+        def curve(result: Result, metric: str) -> drawing.Curve:
+            y = result.layers(metric)
+            L = y.shape[1]
+            return [m / max(L - 1, 1) for m in range(L)] if self.normalized else list(range(1, L + 1)), y
+
+        shown = list(filter(self.keep, results.finished))
+        reference = self.reference
+        given = {reference(result.config) if callable(reference) else reference for result in shown}
+        return _curves(
+            self,
+            self.caption(results) if callable(self.caption) else self.caption,
+            shown,
+            curve,
+            self.label,
+            {words: value for value, words in filter(None, given)} if len(given) == 1 else {},
             x_label="layer, from 0 (first) to 1 (last)" if self.normalized else "layer",
-            y_label=self.y_label,
-            y_scale=self.y_scale,
             y_limits=(0.0, None) if self.normalized and self.y_scale == "linear" else None,
-            reference=references.pop() if len(references) == 1 else None,
             integer_x=not self.normalized,
-            pairs=len(self.metrics) == 2,
         )
-        return [Picture(self.name, self.caption, figure)]
+
+
+def _curves(
+    picture: "LayerCurves | StepCurves",
+    caption: str,
+    shown: Sequence[Result],
+    curve: Callable[[Result, str], drawing.Curve],
+    label: Callable[[Result], str],
+    references: Mapping[str, float],
+    **axes: Any,
+) -> list[Picture]:
+    """Curves of all metrics with the lines of chance.
+
+    Each of two metrics has a panel, as optimizer and normalizer already decide on colour and line.
+    """
+    panels: dict[str, tuple[dict[str, drawing.Curve], dict[str, float]]] = {}
+    apart = len(picture.metrics) == 2
+    for metric, words in picture.metrics.items():
+        curves, lines = panels.setdefault(words if apart else "", ({}, dict(references)))
+        for result in shown:
+            with contextlib.suppress(NotMeasured):
+                curves[", ".join(filter(None, (label(result), "" if apart else words)))] = curve(result, metric)
+                lines |= chance_lines(metric, result.config)
+    panels = {words: panel for words, panel in panels.items() if panel[0]}
+    if not panels:
+        return []
+    of_axes: dict[str, Any] = {"y_label": picture.y_label, "y_scale": picture.y_scale, **axes}
+    if apart:
+        figure = drawing.panels(panels, **of_axes)
+    else:
+        figure = drawing.lines(panels[""][0], references=panels[""][1], **of_axes)
+    return [Picture(picture.name, caption, figure)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,17 +106,24 @@ class TrainingCurves:
     Attributes:
       keep: Which variants.
       label: Of a variant.
-      pairs: Variants 2i and 2i + 1 share a colour.
+      panel: Title of the panel of a variant, where there is more than one.
     """
 
     keep: Keep = lambda result: True
     label: Callable[[Result], str] = lambda result: result.label
-    pairs: bool = False
+    panel: Callable[[Result], str] = lambda result: ""
 
     def __call__(self, results: Results) -> list[Picture]:
-        """The picture."""
-        curves = {self.label(r): r.logged("validation_loss_nats") for r in filter(self.keep, results.finished)}
-        figure = drawing.lines(curves, x_label="step", y_label="held-out loss (nats per token)", pairs=self.pairs)
+        """The picture; none where no loss was logged."""
+        panels: dict[str, tuple[dict[str, drawing.Curve], dict[str, float]]] = {}
+        for of in filter(self.keep, results.finished):
+            if (logged := of.logged("validation_loss_nats"))[0]:
+                curves, _ = panels.setdefault(self.panel(of), ({}, {}))
+                curves[self.label(of)] = logged
+        if not panels:
+            return []
+        axes: dict[str, Any] = {"x_label": "step", "y_label": "held-out loss (nats per token)"}
+        figure = drawing.panels(panels, **axes) if len(panels) > 1 else drawing.lines(panels.popitem()[1][0], **axes)
         return [Picture("training_curves", "Held-out loss during training.", figure)]
 
 
@@ -98,7 +135,7 @@ class StepCurves:
       name: Of the file.
       caption: Of the picture.
       y_label: Of the y axis.
-      metrics: Metric, as in metrics.jsonl -> words that are added to the variant's label.
+      metrics: Metric, as in metrics.jsonl -> words that are added to the variant's label; of two each has a panel.
       y_scale: Of the y axis.
       x_scale: Of the steps.
       keep: Which variants.
@@ -114,24 +151,15 @@ class StepCurves:
 
     def __call__(self, results: Results) -> list[Picture]:
         """The picture; none where no variant has the metrics."""
-        curves = {}
-        for result in filter(self.keep, results.finished):
-            for metric, words in self.metrics.items():
-                steps, values = result.logged(metric)
-                if steps:
-                    x = [max(step, 1) for step in steps] if self.x_scale == "log" else steps
-                    curves[", ".join(filter(None, (result.label, words)))] = (x, values)
-        if not curves:
-            return []
-        figure = drawing.lines(
-            curves,
-            x_label="step",
-            x_scale=self.x_scale,
-            y_label=self.y_label,
-            y_scale=self.y_scale,
-            pairs=len(self.metrics) == 2,
-        )
-        return [Picture(self.name, self.caption, figure)]
+
+        def curve(result: Result, metric: str) -> drawing.Curve:
+            steps, values = result.logged(metric)
+            if not steps:
+                raise NotMeasured(metric)
+            return [max(step, 1) for step in steps] if self.x_scale == "log" else steps, values
+
+        shown = list(filter(self.keep, results.finished))
+        return _curves(self, self.caption, shown, curve, lambda of: of.label, {}, x_label="step", x_scale=self.x_scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,10 +169,12 @@ class ComputedCurves:
     Attributes:
       curves: Name, of which `NAME/step_N` are the metrics -> words, for the y axis and the caption.
       steps: The steps.
+      chance: Name -> horizontal lines in its picture, what they mean -> where they are.
     """
 
     curves: Mapping[str, str]
     steps: Sequence[int]
+    chance: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     def __call__(self, results: Results) -> list[Picture]:
         """The pictures; risks are on a logarithmic axis."""
@@ -156,6 +186,7 @@ class ComputedCurves:
                 x_label="step",
                 y_label=words,
                 y_scale="log" if name.endswith("risk_nats") else "linear",
+                references=self.chance.get(name),
             )
             pictures.append(Picture(name, f"{words[:1].upper()}{words[1:]} by step; range over seeds.", figure))
         return pictures
@@ -186,7 +217,7 @@ class Points:
     y_label: str
     group: Callable[[Result], str] = lambda result: "all variants"
     label: Callable[[Result], str] = lambda result: result.label
-    y_scale: Literal["linear", "log"] = "linear"
+    y_scale: Literal["linear", "log", "symlog"] = "linear"
     reference: tuple[float, str] | None = None
 
     def __call__(self, results: Results) -> list[Picture]:
@@ -199,7 +230,11 @@ class Points:
         if not points:
             return []
         figure = drawing.scatter(
-            points, x_label=self.x_label, y_label=self.y_label, y_scale=self.y_scale, reference=self.reference
+            points,
+            x_label=self.x_label,
+            y_label=self.y_label,
+            y_scale=self.y_scale,
+            references={words: value for value, words in filter(None, [self.reference])},
         )
         return [Picture(self.name, self.caption, figure)]
 

@@ -2,18 +2,24 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+import re
+import urllib.parse
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from matplotlib import pyplot as plt
 
 from orthojax.config import Config, replace
 from orthojax.errors import UserError
 from orthojax.experiments.experiment import Experiment, Variant
-from orthojax.experiments.page import Report, make_report, write_report
+from orthojax.experiments.layout import Table
+from orthojax.experiments.page import Picture, Report, make_report, write_report
 from orthojax.experiments.results import Results
-from orthojax.files import read_json, write_text
+from orthojax.files import read_json
 
-_PICTURE, _TABLE, _CLAIMS, _NOTES = "![", "**", "## What held", "## How this was made"
+_PICTURE = re.compile(r"!\[(.*)\]\(figures/(.+)\.(svg|png)\)")
+_SEPARATOR = re.compile(r"(?<!\\)\|")
 
 
 def read_raw(path: Path) -> dict[str, Any]:
@@ -54,7 +60,8 @@ def results_of(experiment: Experiment, raw: dict[str, Any], workdir: Path) -> Re
 def rerender(experiment: Experiment, raw: dict[str, Any], source: Path, workdir: Path) -> Report:
     """Writes report.md, report.html and figures/ from raw numbers alone.
 
-    Pictures and tables that need the runs where these are gone stay in report.md as an earlier call wrote them.
+    Pictures and tables that need the runs where these are gone stay as an earlier call wrote them, in report.md and on
+    the page.
 
     Args:
       experiment: Which report.
@@ -69,46 +76,59 @@ def rerender(experiment: Experiment, raw: dict[str, Any], source: Path, workdir:
     if experiment.trains and not results.raw["rows"]:
         raise UserError(f"{source} has no variant of experiment {experiment.name!r}", allowed="its own results.json")
     folders = [folder for result in results for folder in result.folders.values()]
-    drawn = bool(experiment.compute or (folders and all(map(Path.exists, folders))))
+    complete = bool(experiment.compute or (folders and all(map(Path.exists, folders))))
     tables = [build for build in experiment.tables if _can_be_built(build, results)]
-    pictures = experiment.pictures if drawn else ()
-    views = experiment.views if experiment.views and drawn and _can_be_built(experiment.views, results) else None
+    pictures = [draw for draw in experiment.pictures if complete or _can_be_built(draw, results)]
+    plt.close("all")  # those of the attempts
+    views = experiment.views if experiment.views and complete and _can_be_built(experiment.views, results) else None
     present = dataclasses.replace(experiment, tables=tables, pictures=pictures, views=views)
     report = make_report(Results(present, results.scale, results.seeds, workdir, results.raw, results.variants or None))
     path = workdir / "report.md"
     before = path.read_text(encoding="utf-8") if path.exists() else ""
-    built = tuple(f"**{table.caption}**" for table in report.tables)
-    kept_tables = _blocks(before, _TABLE) if len(tables) < len(experiment.tables) else []
-    kept_tables = [block for block in kept_tables if not block.startswith(built)]
-    kept_pictures = [] if drawn else _blocks(before, _PICTURE)
+    kept_tables = _tables_of(before) if len(tables) < len(experiment.tables) else []
+    kept_tables = [table for table in kept_tables if table.caption not in {table.caption for table in report.tables}]
+    drawn = {picture.name: picture for picture in report.pictures}
+    shown = {picture.name: picture for picture in ([] if complete else _pictures_of(before, workdir))} | drawn
     command = [line[2:] for line in before.split("\n") if line.startswith(("- python launch/", "- orthojax "))]
     notes = [*(command or report.notes[:1]), *report.notes[1:]]
     notes.append(f"written again from {os.path.relpath(source, workdir)}, without training")
-    if kept_tables or kept_pictures:
-        notes[-1] += "; pictures, and tables that need the runs, are those of the first time"
-    report = report._replace(notes=notes)
+    if kept_tables or len(shown) > len(drawn):
+        notes[-1] += "; pictures and tables that need the runs are those of the first time"
+    shown_tables = [*report.tables, *kept_tables]
+    report = report._replace(notes=notes, tables=shown_tables, pictures=list(shown.values()))
     write_report(report, workdir)
-    written = path.read_text(encoding="utf-8")
-    written = _insert(written, kept_tables, _CLAIMS)
-    write_text(path, _insert(written, kept_pictures, _NOTES))
     return report
 
 
 def _can_be_built(build: Any, results: Results) -> bool:
     try:
         build(results)
-    except (OSError, UserError):  # arrays of a run that is gone
+    except (OSError, UserError, ValueError, IndexError):  # arrays or logs of a run that is gone
         return False
     return True
 
 
-def _blocks(markdown: str, start: str) -> list[str]:
-    """The tables, or the pictures with their captions, of a report.md."""
-    parts = markdown.split("\n\n")
-    return ["\n\n".join(parts[i : i + 2]) for i, part in enumerate(parts) if part.startswith(start)]
+def _tables_of(markdown: str) -> list[Table]:
+    """The tables of a report.md."""
+    found, parts = [], markdown.split("\n\n")
+    for caption, table in pairwise(parts):
+        lines = table.strip().split("\n")
+        if caption.startswith("**") and len(lines) > 1 and lines[1].startswith("|---"):
+            head, _, *body = ([_plain(cell) for cell in _SEPARATOR.split(line)[1:-1]] for line in lines)
+            found.append(Table(_plain(caption.strip("*")), head, body))
+    return found
 
 
-def _insert(markdown: str, blocks: Sequence[str], before: str) -> str:
-    """Puts blocks before the heading that starts so."""
-    head, heading, rest = markdown.partition(before)
-    return head + "".join(f"{block}\n\n" for block in blocks) + heading + rest
+def _pictures_of(markdown: str, workdir: Path) -> list[Picture]:
+    """The pictures of a report.md whose files are there."""
+    found = []
+    for caption, name, form in _PICTURE.findall(markdown):
+        path = workdir / "figures" / f"{urllib.parse.unquote(name)}.{form}"
+        if path.is_file():
+            found.append(Picture(path.stem, _plain(caption), path.read_bytes(), form))
+    return found
+
+
+def _plain(text: str) -> str:
+    """Undoes `escape_markdown`."""
+    return re.sub(r"\\(\W)", r"\1", text.strip())

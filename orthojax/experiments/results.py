@@ -160,7 +160,10 @@ class Result(Numbers):
         Raises:
           UserError: Where they are gone.
         """
-        path = self.folders[next(iter(self.folders)) if seed is None else seed] / "measured" / f"{measure}.npz"
+        folder = self.folders.get(next(iter(self.folders), 0) if seed is None else seed)
+        if folder is None:
+            raise UserError(f"{self.name} has no folder of a run", allowed="results of runs that are there")
+        path = folder / "measured" / f"{measure}.npz"
         try:
             require_file(path, "arrays")
             return parse_arrays(path.read_bytes())

@@ -21,7 +21,7 @@ from orthojax.experiments.active_dormant.models import (
 from orthojax.experiments.claims import C, Claim, O, Revision, S, V, within
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.pictures import StepCurves
-from orthojax.experiments.results import Quantity, Result, Results, metric
+from orthojax.experiments.results import Quantity, Result, Results, metric, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 
 DEPTHS = (1, 2, 3)
@@ -141,7 +141,7 @@ EXPERIMENT = Experiment(
         *(MetricTable(f"The measures of From Attention to Activation; {words}",
                       ["first_attention_fraction", "first_attention_mass", "kurtosis_first", "kurtosis_rest",
                        "max_abs_first", "max_abs_rest"], keep=_of_norm(norm)) for norm, words in NORMS.items()),
-        MetricTable("Perplexity at every quantisation setting", ["perplexity", *_SETTINGS]),
+        MetricTable("Perplexity, and its change by quantisation", ["perplexity", *map(penalty, _SETTINGS)]),
         PairedTable("Change from softmax + Adam, mean over pairs of one seed with 95% interval", V,
                     changes=["kurtosis_first", "kurtosis_rest", "max_abs_first", "max_abs_rest", "perplexity"],
                     differences=[_SINK, DRAIN, PEAK, *RISKS, _FRACTION]),

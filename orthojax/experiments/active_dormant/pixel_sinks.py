@@ -170,5 +170,5 @@ EXPERIMENT = Experiment(
                                 "residual_norm_rest": "residual norm of others"}),
     ),
     claims=CLAIMS,
-    pictures=(ComputedCurves(_DRAWN, SHOWN),),
+    pictures=(ComputedCurves(_DRAWN, SHOWN, {"largest_first_mass": {"equal logits": chance_of_first(PIXELS)}}),),
 )  # fmt: skip

@@ -4,7 +4,6 @@ Three experiments on the models of `short`. All criteria were written before any
 the plain model with one and three layers (seed 100).
 """
 
-import textwrap
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from orthojax.experiments import drawing
 from orthojax.experiments.active_dormant.key_mass import KEY_MASS
 from orthojax.experiments.active_dormant.models import PEAK, RATE, short
+from orthojax.experiments.chance import chance_of_late
 from orthojax.experiments.claims import Claim, Revision, within
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.page import Picture
@@ -45,7 +45,8 @@ def _bars(name: str, caption: str, quantities: Mapping[str, Quantity]) -> Callab
             label: np.array([[quantity.value(of.seeds[s]) for s in results.seeds] for of in shown]).T
             for label, quantity in quantities.items()
         }
-        figure = drawing.bars([textwrap.fill(of.label, 12) for of in shown], values, y_label="mean attention weight")
+        equal = {"equal logits, one key": [chance_of_late(of.sequence_length) for of in shown]}
+        figure = drawing.bars([of.label for of in shown], values, y_label="mean attention weight", references=equal)
         return [Picture(name, caption, figure)]
 
     return draw

@@ -24,6 +24,7 @@ from orthojax.data.bigram_backcopy import EVALUATION
 from orthojax.experiments.active_dormant.intervened_training import Intervene, train
 from orthojax.experiments.active_dormant.key_mass import key_mass
 from orthojax.experiments.active_dormant.models import RATE, short
+from orthojax.experiments.chance import chance_lines
 from orthojax.experiments.claims import Claim, Revision, within
 from orthojax.experiments.experiment import Case, Experiment
 from orthojax.experiments.pictures import ComputedCurves
@@ -245,5 +246,5 @@ EXPERIMENT = Experiment(
             metric("trigger_keys_equal", "the same with equal weights"))),
     ),
     claims=CLAIMS,
-    pictures=(ComputedCurves(CURVES, SHOWN),),
+    pictures=(ComputedCurves(CURVES, SHOWN, {"sink_attention_rest": chance_lines("sink_attention_rest", CONFIG)}),),
 )  # fmt: skip

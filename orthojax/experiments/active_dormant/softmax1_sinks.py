@@ -26,6 +26,7 @@ from orthojax.experiments.active_dormant import sink_reinforcement
 from orthojax.experiments.active_dormant.intervened_training import Intervene, train
 from orthojax.experiments.active_dormant.models import short
 from orthojax.experiments.active_dormant.sink_reinforcement import SHOWN
+from orthojax.experiments.chance import chance_lines
 from orthojax.experiments.claims import Claim, Revision, within
 from orthojax.experiments.experiment import Case, Experiment
 from orthojax.experiments.pictures import ComputedCurves
@@ -126,6 +127,8 @@ CURVES = {
     "others_logit": "log-sum-exp of the other logits",
     "value_ratio": "value norm of <s> / others'",
 }
+_CHANCE = {words: value for cell in CELLS.values() for words, value in chance_lines("sink_attention_rest",
+                                                                                    cell.config).items()}  # fmt: skip
 _SINK, _NULL, _OTHERS, _RATIO = (
     metric(name, CURVES[name]) for name in ("sink_attention_rest", "null_mass_rest", "others_logit", "value_ratio")
 )
@@ -202,5 +205,5 @@ EXPERIMENT = Experiment(
         MetricTable("The same models with <s> hidden from non-triggers", _HIDDEN),
     ),
     claims=CLAIMS,
-    pictures=(ComputedCurves(CURVES, SHOWN),),
+    pictures=(ComputedCurves(CURVES, SHOWN, {"sink_attention_rest": _CHANCE}),),
 )  # fmt: skip

@@ -14,6 +14,7 @@ from orthojax.errors import UserError
 from orthojax.experiments import drawing
 from orthojax.experiments.analyzing.measuring import Measured
 from orthojax.experiments.analyzing.report import SHORT_LABELS, label
+from orthojax.experiments.chance import all_chance_lines
 from orthojax.experiments.claims import DOMINANCE, Claim, judge
 from orthojax.experiments.overview import equal_logits_mass_of_first
 from orthojax.experiments.page import Picture, Report, Table
@@ -189,13 +190,15 @@ def dynamics_report(measured: Mapping[str, Measured], results: Results, notes: S
     }  # fmt: skip
     if settings:
         damage = {
-            label(name): (steps, np.array([[np.log(m[name] / m["perplexity"]) for m in metrics.values()]]))
+            label(name): (steps, np.array([[100 * (m[name] / m["perplexity"] - 1) for m in metrics.values()]]))
             for name in settings
         }
-        shown["quantisation"] = ("Loss gained by quantisation.", "loss gained (nats)", damage)
+        shown["quantisation"] = ("What quantisation does to perplexity.", "change of perplexity, %", damage)
+    chance = all_chance_lines("first_attention_mass", of)
     pictures = [
         Picture(name, caption, drawing.lines(of, x_label="step", y_label=y,
-                                             y_scale="log" if name in _ON_LOG_SCALE else "linear"))
+                                             y_scale="log" if name in _ON_LOG_SCALE else "linear",
+                                             references=chance if name == "attention" else {}))
         for name, (caption, y, of) in shown.items()
     ]  # fmt: skip
     summary = [

@@ -280,12 +280,13 @@ def _quantisation_bars(models: Mapping[str, Mapping[str, float]]) -> list[Pictur
     measured = {name: of for name, of in models.items() if all(setting in of for setting in settings)}
     if not settings or not measured:
         return []
-    damage = {name: np.array([[np.log(of[setting] / of["perplexity"]) for setting in settings]])
+    damage = {name: np.array([[100 * (of[setting] / of["perplexity"] - 1) for setting in settings]])
               for name, of in measured.items()}  # fmt: skip
-    texts = {name: [f"{of[setting]:.4g}" for setting in settings] for name, of in measured.items()}
-    groups = [label(setting).replace(", ", ",\n").replace(" ", "\n", 1) for setting in settings]
-    figure = drawing.bars(groups, damage, y_label="loss gained (nats)", texts=texts)
-    return [Picture("quantisation", "Loss gained by quantisation; perplexities above the bars.", figure)]
+    texts = {
+        name: [percent(of[setting] / of["perplexity"] - 1) for setting in settings] for name, of in measured.items()
+    }
+    figure = drawing.bars(list(map(label, settings)), damage, y_label="change of perplexity, %", texts=texts)
+    return [Picture("quantisation", "What quantisation does to perplexity.", figure)]
 
 
 def _windows(measured: Measured, domains: Sequence[str]) -> list[Picture]:

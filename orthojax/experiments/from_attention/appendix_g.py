@@ -144,7 +144,7 @@ def _picture(results: Results) -> list[Picture]:
         "GPT-2, measured by the paper": (widths, np.array([measured for *_, measured in _GPT2])),
         "GPT-2's alpha, closed form": (widths, np.array([spike_kurtosis(alpha, d) for d, alpha, _ in _GPT2])),
     }
-    figure = drawing.lines(curves, x_label="D", y_label="kurtosis", reference=(GAUSSIAN, "Gaussian"), pairs=True)
+    figure = drawing.lines(curves, x_label="D", y_label="kurtosis", references={"Gaussian": GAUSSIAN}, pairs=True)
     caption = "Kurtosis of a vector with one outlier channel, and of trained models."
     return [Picture("kurtosis_by_size", caption, figure)]
 

@@ -208,9 +208,9 @@ def _pictures(results: Results) -> list[Picture]:
             curves[f"{label}, samples"] = (list(SIZES), np.array([result.values(key) for result in of]).T)
             closed = np.array([result.mean(f"{key}_closed_form") for result in of])
             curves[f"{label}, closed form"] = (list(SIZES), closed)
-        line = (GAUSSIAN, "Gaussian") if key == "kurtosis" else None
+        line = {"Gaussian": GAUSSIAN} if key == "kurtosis" else {}
         figure = drawing.lines(
-            curves, x_label="D = alpha", y_label=y_label, y_scale="log", reference=line, integer_x=True, pairs=True
+            curves, x_label="D = alpha", y_label=y_label, y_scale="log", references=line, integer_x=True, pairs=True
         )
         pictures.append(Picture(name, f"{caption}, before and after rotation.", figure))
     return pictures

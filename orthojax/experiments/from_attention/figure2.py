@@ -179,7 +179,8 @@ def _pictures(results: Results) -> list[Picture]:
     one = {f"seed {seed}": relaxed.arrays("maps", seed)["attention"][0][:, :_SHOWN_KEYS] for seed in seeds}
     mean = draw_attention({label: arrays["map"] for label, arrays in stored.items()})
     masses = {label: arrays["mass"] for label, arrays in stored.items()}
-    bars = drawing.bars([str(key) for key in range(KEYS)], masses, y_label=f"attention mass, queries >= {KEYS}")
+    bars = drawing.bars([str(key) for key in range(KEYS)], masses, y_label=f"attention mass, queries >= {KEYS}",
+                        references={"equal logits": [_equal(relaxed)] * KEYS})  # fmt: skip
     words = f"first {_SHOWN_KEYS} keys, mean over heads and layers; the first {KEYS} tokens see each other"
     return [
         Picture("relaxed_attention_one", f"Attention on one held-out sequence, {words}.", draw_attention(one), "png"),

@@ -194,7 +194,7 @@ EXPERIMENT = Experiment(
             {f"{what}_kurtosis_{basis}": symbol for basis, symbol in _BASES.items()},
             y_scale="log",
             reference=(GAUSSIAN, "Gaussian"),
-            label=lambda result: result.label.split(", ")[1],
+            label=lambda result: result.label.split(", ")[-1],
         )
         for what, words in _WHAT.items()
     ],

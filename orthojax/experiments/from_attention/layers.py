@@ -13,7 +13,7 @@ from orthojax.config import Config
 from orthojax.experiments import claims as terms
 from orthojax.experiments.claims import DOMINANCE, FRACTION, GAUSSIAN, C, Claim, O, Revision, V, gaussian_kurtosis_limit
 from orthojax.experiments.experiment import Experiment
-from orthojax.experiments.from_attention.models import GRID, MODELS, SCALES, by_model, grid
+from orthojax.experiments.from_attention.models import GRID, METHOD_LABELS, SCALES, by_model, grid, stand_in
 from orthojax.experiments.from_attention.spiked_vector import mean_norm_ratio_of_direction
 from orthojax.experiments.pictures import LayerCurves
 from orthojax.experiments.results import Numbers, Quantity, Result, Results, pairs
@@ -192,24 +192,24 @@ def _table(metric: str, label: str) -> MetricTable:
 def _curves(
     figure: int, metric: str, label: str, y_scale: str, reference: Callable[[Config], tuple[float, str]] | None
 ) -> list[LayerCurves]:
-    def curves(offset: int, name: str, words: str, keep: Callable[[Result], bool]) -> LayerCurves:
+    def curves(offset: int, name: str, model: Callable[[str], str], keep: Callable[[Result], bool]) -> LayerCurves:
         return LayerCurves(
             name=f"figure{figure + offset}_{name}",
-            caption=f"{words}: {label}, layer by layer.",
+            caption=lambda results: f"{model(results.scale)}: {label}, layer by layer.",
             y_label=label,
             metrics={metric: ""},
             y_scale=y_scale,  # pyright: ignore[reportArgumentType]
             reference=reference,
             keep=keep,
-            label=lambda result: result.label.removeprefix(f"{words}, "),
+            label=lambda result: METHOD_LABELS[GRID[result.name][1]] if result.name in GRID else result.label,
             normalized=True,
         )
 
     models = [
-        curves(offset, model, MODELS[model], lambda r, model=model: r.name in GRID and GRID[r.name][0] == model)
+        curves(offset, model, partial(stand_in, model), lambda r, model=model: GRID.get(r.name, ("",))[0] == model)
         for model, offset in _OFFSETS.items()
     ]
-    return [*models, curves(_GIVEN, "given_models", "Given models", lambda r: r.given)]
+    return [*models, curves(_GIVEN, "given_models", lambda scale: "Given models", lambda r: r.given)]
 
 
 def _experiment(

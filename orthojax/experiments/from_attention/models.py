@@ -112,6 +112,16 @@ def base_run(scale: str) -> Config:
     return replace(config, {"train.steps": ABLATION_STEPS}) if scale == "paper" else config
 
 
+def stand_in(model: str, scale: str) -> str:
+    """What a model of `MODELS` is called at a scale: below that of the paper a stand-in is called one.
+
+    >>> stand_in("gpt2_1_4b", "tiny"), stand_in("gpt2_1_4b", "paper")
+    ('stand-in for GPT2 1.4B, 192 wide', 'GPT2 1.4B')
+    """
+    label = MODELS[model]
+    return label if scale == "paper" else f"stand-in for {label}, {RUNS[scale](model).model.d_model} wide"
+
+
 def variant_name(model: str, method: str) -> str:
     """The name of a variant of `grid`."""
     return f"{model}_{method}"
@@ -130,7 +140,7 @@ def grid(
     return tuple(
         Variant(
             variant_name(model, method),
-            f"{MODELS[model]}, {METHOD_LABELS[method]}",
+            f"{stand_in(model, scale)}, {METHOD_LABELS[method]}",
             replace(RUNS[scale](model), METHODS[method]),
         )
         for model in models
@@ -147,7 +157,7 @@ def by_model(results: Results) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for name, (model, method) in GRID.items():
         if name in results:
-            found.setdefault(MODELS[model], {})[method] = name
+            found.setdefault(stand_in(model, results.scale), {})[method] = name
     return found
 
 

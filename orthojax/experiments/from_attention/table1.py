@@ -83,14 +83,14 @@ def _picture(results: Results) -> list[Picture]:
     measured = [result for result in results.finished if INT4 in result]
     return Points(
         name="kurtosis_and_4_bits",
-        caption="Outliers, and what weights of 4 bits cost.",
+        caption="Outliers, and what weights of 4 bits do to perplexity.",
         x=worst_kurtosis,
-        y=lambda result: 1 + _lost(result),
+        y=lambda result: 100 * _lost(result),
         x_label="kurtosis, larger of first token and others",
-        y_label="perplexity at 4 bits / in full precision",
+        y_label="change of perplexity with weights of 4 bits, %",
         group=lambda result: "softmax-1 + OrthoAdam" if _is_cured(result) else "others",
         label=lambda result: result.label.split(",")[0],
-        y_scale="log" if _lost(*measured) > _BROKEN else "linear",
+        y_scale="symlog" if _lost(*measured) > _BROKEN else "linear",
     )(results)
 
 
@@ -109,6 +109,10 @@ EXPERIMENT = Experiment(
         PrintedTable("What Table 1 of the paper prints, on C4", _COLUMNS, TABLE_1),
     ),
     claims=CLAIMS,
+    headlines=[
+        (_LOST, [variant_name(model, method) for method in ("vanilla", "cured")])
+        for model in ("gpt2_130m", "gpt2_1_4b", "llama2_130m")
+    ],
     pictures=(_picture,),
     takes_models=True,
 )

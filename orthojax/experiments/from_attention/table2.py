@@ -37,19 +37,21 @@ from orthojax.experiments.claims import (
 from orthojax.experiments.experiment import Experiment
 from orthojax.experiments.from_attention.models import (
     GRID,
+    METHOD_LABELS,
     SCALES,
     about,
     about_chance,
     by_model,
     grid,
     paper_of_grid,
+    stand_in,
     variant_name,
 )
 from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, OutputNorms
 from orthojax.experiments.from_attention.paper_tables import TABLE_2
 from orthojax.experiments.from_attention.quantization import COARSE, INT4, INT8, TESTABLE_LOSS, about_int8
-from orthojax.experiments.pictures import ModelMaps, TrainingCurves
-from orthojax.experiments.results import LABELS, Numbers, Result, metric, pairs, penalty
+from orthojax.experiments.pictures import ModelMaps, TrainingCurves, perplexity_and_kurtosis
+from orthojax.experiments.results import LABELS, Numbers, Result, Results, metric, pairs, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 from orthojax.formatting import percent
 
@@ -112,7 +114,13 @@ _LEFT = f"at least half of the kurtosis above {GAUSSIAN:g} is left"
 _GONE = f"at most half of the kurtosis above {GAUSSIAN:g} is left"
 _NONE = f"both below {NO_OUTLIERS:g}, a Gaussian having {GAUSSIAN:g}"
 _LOWEST = "softmax-1 lowers the first token's, OrthoAdam the others', and both together are lowest"
-_TWO = {"GPT2 130M → Llama2 130M": (variant_name("gpt2_130m", V), variant_name("llama2_130m", V))}
+
+
+def _two(results: Results) -> dict[str, Names]:
+    models = ("gpt2_130m", "llama2_130m")
+    return {" → ".join(stand_in(of, results.scale) for of in models): [variant_name(of, V) for of in models]}
+
+
 CLAIMS = (
     Claim("Perplexity with softmax-1 and OrthoAdam together is equal to vanilla's or lower (5.1).", (V, C), (PPL,),
           lambda v, c: c.perplexity / v.perplexity - 1 <= EQUAL_PERPLEXITY,
@@ -127,7 +135,8 @@ CLAIMS = (
           f"at least half of the argmax that exceeds equal logits is left; {_DOMINATED}", dominated),
     Claim("Section 3.2's two models (those of Table 2's GPT2 130M, by its numbers): with softmax-1 argmax falls from "
           "53% to 2%, mass from 46% to 4%.", (V, S), (FRACTION, MASS),
-          lambda v, s: _dominance_left(v, s) <= 0.5, _REMOVED, _both_dominated, where="GPT2 130M".__eq__),
+          lambda v, s: _dominance_left(v, s) <= 0.5, _REMOVED, _both_dominated,
+          where=lambda label: "GPT2 130M" in label),
     Claim("First-token dominance falls by up to 95% (abstract: 65% to 3.3%; conclusion).", (V, C), (FRACTION,),
           lambda v, c: reduction(FRACTION, v, c) >= 0.9,
           "the largest reduction of argmax is 90% or more; testable where equal logits would be as large one",
@@ -157,12 +166,12 @@ CLAIMS = (
           lambda v, c: 1 - GAUSSIAN / v.kurtosis_first >= 0.99, largest=partial(reduction, "kurtosis_first")),
     Claim("The largest activations shrink (5.1).", (V, C), MAX_ABS, shrinks_by_a_third,
           "by a third or more, first token and others, in every model"),
-    Claim("A BOS does not cause the dominance (3.1: Llama2 has one, GPT2 none).", _TWO, (FRACTION,),
+    Claim("A BOS does not cause the dominance (3.1: Llama2 has one, GPT2 none).", _two, (FRACTION,),
           lambda *of: all(map(dominated, of)),
           f"both have {DOMINANCE:g} times the argmax that equal logits give; testable where one has and they differ in "
           "the BOS", lambda gpt2, llama: gpt2.config.data.bos != llama.config.data.bos
           and any(map(dominated, (gpt2, llama))), revised=_ADDED),
-    Claim("Nor does the activation (3.1: SiLU in Llama2, GELU in GPT2).", _TWO, (FRACTION,),
+    Claim("Nor does the activation (3.1: SiLU in Llama2, GELU in GPT2).", _two, (FRACTION,),
           lambda *of: all(map(dominated, of)),
           f"both have {DOMINANCE:g} times the argmax that equal logits give; testable where one has",
           lambda *of: any(map(dominated, of)), revised=_ADDED),
@@ -172,6 +181,11 @@ CLAIMS = (
           lambda *of: max(result.mean(penalty(COARSE)) for result in of) >= TESTABLE_LOSS, detail=_costs_by_seed,
           revised=_ADDED),
 )  # fmt: skip
+
+
+def _width(result: Result) -> str:
+    return f"{result.d_model:g} wide{', Llama2' if result.name.startswith('llama2') else ''}"
+
 
 _COLUMNS = (
     metric("perplexity", "PPL"),
@@ -197,11 +211,17 @@ EXPERIMENT = Experiment(
         MetricTable("Perplexity lost to quantisation", [penalty(s, LABELS[s]) for s in (*INT8, INT4)]),
     ),
     claims=CLAIMS,
+    headlines=[
+        (quantity, [variant_name("gpt2_1_4b", method) for method in (V, C)])
+        for quantity in ("kurtosis_first", FRACTION, PPL)
+    ],
+    figure="perplexity_and_kurtosis",
     pictures=(
         TrainingCurves(
-            lambda r: GRID[r.name][1] in ("vanilla", "cured"), lambda r: r.label.split(",")[0] + ", " + GRID[r.name][1],
-            pairs=True,
+            lambda r: GRID[r.name][1] in ("vanilla", "cured"), lambda r: METHOD_LABELS[GRID[r.name][1]],
+            lambda r: r.label.rpartition(", ")[0],
         ),
+        perplexity_and_kurtosis(lambda r: METHOD_LABELS[GRID[r.name][1]], _width),
         ModelMaps(),
         OutputNorms(),
     ),

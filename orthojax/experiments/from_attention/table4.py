@@ -4,7 +4,15 @@ from functools import partial
 
 from orthojax.experiments.claims import C, Claim
 from orthojax.experiments.experiment import Experiment
-from orthojax.experiments.from_attention.models import GRID, MODELS, SCALES, by_model, grid, paper_of_grid, variant_name
+from orthojax.experiments.from_attention.models import (
+    GRID,
+    SCALES,
+    by_model,
+    grid,
+    paper_of_grid,
+    stand_in,
+    variant_name,
+)
 from orthojax.experiments.from_attention.paper_tables import TABLE_4
 from orthojax.experiments.results import Quantity, Results, metric
 from orthojax.experiments.tables import MetricTable
@@ -49,7 +57,7 @@ CLAIMS = (
 
 def _about(results: Results) -> list[str]:
     config = results.first.config
-    sizes = {MODELS[GRID[r.name][0]]: f"{parameter_count(r.config.model):,}" for r in results}
+    sizes = {stand_in(GRID[r.name][0], results.scale): f"{parameter_count(r.config.model):,}" for r in results}
     tokens = config.train.batch_size * config.data.sequence_length
     share = (
         f" A step here has {tokens:,} tokens, the paper's {_PAPER_TOKENS:,}. What an optimizer does is the same for "
@@ -58,7 +66,7 @@ def _about(results: Results) -> list[str]:
     return [
         f"One training step of {config.train.batch_size} x {config.data.sequence_length} random tokens, with softmax "
         f"and Adam and with softmax-1 and OrthoAdam ({config.optim.rotation.kind} rotation). Parameters: "
-        f"{', '.join(f'{label} {size}' for label, size in sizes.items())}. The two steps of a model are timed "
+        f"{'; '.join(f'{label}: {size}' for label, size in sizes.items())}. The two steps of a model are timed "
         "alternately, so that whatever else the machine does affects both, and a ratio is of two times that follow "
         f"each other. Nothing is trained; seeds do not matter.{share if tokens < _PAPER_TOKENS else ''}",
     ]

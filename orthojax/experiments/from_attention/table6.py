@@ -6,7 +6,7 @@ from orthojax.config import replace
 from orthojax.experiments import drawing
 from orthojax.experiments.claims import EQUAL_PERPLEXITY, PPL, Claim, Revision
 from orthojax.experiments.experiment import Experiment, Variant
-from orthojax.experiments.from_attention.models import LENGTHS, METHOD_LABELS, MODELS, RUNS, SCALES, about
+from orthojax.experiments.from_attention.models import LENGTHS, METHOD_LABELS, MODELS, RUNS, SCALES, about, stand_in
 from orthojax.experiments.from_attention.paper_configs import METHODS
 from orthojax.experiments.from_attention.paper_tables import TABLE_3, TABLE_6
 from orthojax.experiments.from_attention.quantization import COARSE, INT8, PER_TOKEN, about_int8, loses_less, tables
@@ -27,7 +27,7 @@ def variants(scale: str) -> tuple[Variant, ...]:
     return tuple(
         Variant(
             _name(model, length, method),
-            f"{MODELS[model]}, {length} tokens, {METHOD_LABELS[method]}",
+            f"{stand_in(model, scale)}, {length} tokens, {METHOD_LABELS[method]}",
             replace(RUNS[scale](model, length), METHODS[method]),
         )
         for model in _SIZES
@@ -51,7 +51,7 @@ def _paper(scale: str) -> dict[str, dict[str, float]]:
 def _by_length(results: Results) -> dict[str, dict[str, str]]:
     """`Experiment.groups`: model and length -> method -> variant name."""
     return {
-        f"{MODELS[model]}, {length} tokens": {method: _name(model, length, method) for method in _PAIR}
+        f"{stand_in(model, results.scale)}, {length} tokens": {method: _name(model, length, method) for method in _PAIR}
         for model in _SIZES
         for length in LENGTHS[results.scale]
     }
@@ -61,7 +61,9 @@ def _ends(results: Results) -> dict[str, list[str]]:
     """For `Claim.of`: model -> vanilla and cured at the shortest length, then at the longest."""
     shortest, *_, longest = LENGTHS[results.scale]
     return {
-        MODELS[model]: [_name(model, length, method) for method in _PAIR for length in (shortest, longest)]
+        stand_in(model, results.scale): [
+            _name(model, length, method) for method in _PAIR for length in (shortest, longest)
+        ]
         for model in _SIZES
     }
 
@@ -106,13 +108,13 @@ def _about(results: Results) -> list[str]:
 
 def _picture(results: Results) -> list[Picture]:
     lengths = LENGTHS[results.scale]
-    curves = {}
+    panels = {}
     for model in _SIZES:
-        for method in _PAIR:
-            lost = [results[_name(model, length, method)].values(penalty(COARSE)) for length in lengths]
-            curves[f"{MODELS[model]}, {method}"] = (lengths, 100 * np.array(lost).T)
-    figure = drawing.lines(
-        curves, x_label="tokens of a sequence", y_label="perplexity lost at int8 coarse, %", integer_x=True, pairs=True
+        lost = {m: [results[_name(model, length, m)].values(penalty(COARSE)) for length in lengths] for m in _PAIR}
+        curves = {METHOD_LABELS[method]: (lengths, 100 * np.array(of).T) for method, of in lost.items()}
+        panels[stand_in(model, results.scale)] = curves, {}
+    figure = drawing.panels(
+        panels, x_label="tokens of a sequence", y_label="perplexity lost at int8 coarse, %", integer_x=True
     )
     return [Picture("coarse_by_length", "Perplexity lost at int8 coarse by the length of training sequences.", figure)]
 

@@ -17,7 +17,7 @@ _IN_WIDTHS = Quantity("alpha / D", lambda of: of.max_abs_first / of.d_model)
 
 
 def _label(result: Result) -> str:
-    return result.label.split(",")[0]
+    return result.label.rpartition(", ")[0]
 
 
 def _gpt2(results: Results) -> dict[str, list[str]]:
@@ -57,14 +57,13 @@ def _picture(results: Results) -> list[Picture]:
     ours = [(result.d_model, result.max_abs_first, _label(result)) for result in results.finished]
     paper = [(float(width), alpha, label) for label, (width, alpha) in TABLE_8.items()]
     figure = drawing.scatter(
-        {"here": ours, "paper": paper}, x_label="width D", y_label="largest activation alpha", y_scale="log"
-    )
+        {"here": ours, "paper": paper}, x_label="width D", y_label="largest activation alpha",
+        x_scale="log", y_scale="log",
+    )  # fmt: skip
     axes, widths = figure.axes[0], [x for x, _, _ in ours + paper]
     ends = [min(widths), max(widths)]
     axes.plot(ends, ends, color="#888888", linestyle=":", linewidth=1.2)
     axes.annotate("alpha = D", (ends[1], ends[1]), xytext=(-4, -12), textcoords="offset points", ha="right", fontsize=8)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
     return [Picture("alpha_by_width", "Width and largest activation, both logarithmic.", figure)]
 
 

@@ -10,7 +10,7 @@ from orthojax.experiments import drawing
 from orthojax.experiments.claims import Claim, Revision, V
 from orthojax.experiments.experiment import Experiment, each
 from orthojax.experiments.from_attention import models
-from orthojax.experiments.from_attention.models import GRID, METHOD_LABELS, MODELS
+from orthojax.experiments.from_attention.models import GRID, METHOD_LABELS, stand_in
 from orthojax.experiments.from_attention.paper_tables import TABLE_2
 from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.page import Picture
@@ -111,7 +111,7 @@ def _pictures(results: Results) -> list[Picture]:
         margin = 0.05 * (max(high) - min(low))
         limits = (min(low) - margin, max(high) + margin)
         drawn = drawing.lines(curves, x_label="step", y_label="loss (nats per token)", dots=dots, y_limits=limits)
-        caption = f"{MODELS[model]}: training loss, smoothed (lines), and held-out loss (markers)."
+        caption = f"{stand_in(model, results.scale)}: training loss, smoothed (lines), and held-out loss (markers)."
         pictures.append(Picture(f"figure{figure}_{model}", caption, drawn))
     return pictures
 

@@ -113,10 +113,10 @@ def _damage(results: Results) -> list[Picture]:
     for of in results.finished:
         arrays = [of.arrays(DAMAGE.name, seed) for seed in of.seeds]
         for name in SETTINGS:
-            lost = np.array([found[f"nats_{name}"] - found["nats_float32"] for found in arrays])
+            lost = 100 * np.expm1([found[f"nats_{name}"] - found["nats_float32"] for found in arrays])
             curves[f"{of.label}, {name}"] = (list(arrays[0]["steps"]), lost)
-    figure = drawing.lines(curves, x_label="step", y_label="loss added (nats)", y_scale="log")
-    return [Picture("damage", "What rounding adds to the loss, by checkpoint.", figure)]
+    figure = drawing.lines(curves, x_label="step", y_label="change of perplexity, %", y_scale="log")
+    return [Picture("damage", "What rounding does to perplexity, by checkpoint.", figure)]
 
 
 def _about(results: Results) -> list[str]:

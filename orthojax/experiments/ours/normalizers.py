@@ -167,6 +167,7 @@ def _fractions(results: Results) -> list[Picture]:
             for o, label in OPTIMIZERS.items()
         },
         y_label="first token most attended, fraction",
+        references={"by chance": [chance(results.first)] * len(NORMALIZERS)},
     )
     caption = "Share of (query, head) pairs that attend most to the first token."
     return [Picture("first_attention", caption, figure)]

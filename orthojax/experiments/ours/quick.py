@@ -4,6 +4,7 @@ import numpy as np
 
 from orthojax.experiments import drawing
 from orthojax.experiments.base_configs import BACKCOPY_MODEL, LANGUAGE_MODEL, cured, with_normalizer
+from orthojax.experiments.chance import chance_lines
 from orthojax.experiments.claims import (
     FRACTION,
     GAUSSIAN,
@@ -23,7 +24,7 @@ from orthojax.experiments.claims import (
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.page import Picture
 from orthojax.experiments.pictures import LayerCurves, ModelMaps, TrainingCurves
-from orthojax.experiments.results import LABELS, Numbers, Quantity, Result, Results, metric, penalty
+from orthojax.experiments.results import LABELS, Numbers, Quantity, Result, Results, penalty
 from orthojax.experiments.tables import MetricTable
 from orthojax.formatting import percent
 from orthojax.model import parameter_count
@@ -31,7 +32,8 @@ from orthojax.model import parameter_count
 _COARSE, _FOUR_BITS = "perplexity_int8_coarse", "perplexity_int4_zeropoint"
 _LOST = (penalty(_COARSE), penalty(_FOUR_BITS))
 _SETTINGS = ("perplexity_int8_fine", "perplexity_int8_moderate", _COARSE, _FOUR_BITS)
-_UNUSED = ("loss_nats", "first_attention_share")
+_MAIN = (PPL, *KURTOSIS, *MAX_ABS, MASS, FRACTION, *_LOST)
+_OTHERS = (*_MAIN, "loss_nats", "first_attention_share")
 _BACKCOPY = {
     "sink_attention": "attention on <s> at non-triggers",
     "sink_attention_rest": "the same without the row of <s> itself",
@@ -114,14 +116,14 @@ def _about(results: Results) -> list[str]:
 
 
 def _quantization(results: Results) -> list[Picture]:
-    keys, models = ("perplexity", *_SETTINGS), [results["vanilla"], results["cured"]]
+    models = [results["vanilla"], results["cured"]]
     figure = drawing.bars(
-        ["float32", *(LABELS[key] for key in _SETTINGS)],
-        {r.label: np.array([r.values(key) for key in keys]).T for r in models},
-        y_label="perplexity",
-        texts={r.label: ["", *(percent(r.mean(penalty(key))) for key in _SETTINGS)] for r in models},
+        [LABELS[key] for key in _SETTINGS],
+        {r.label: 100 * np.array([r.values(penalty(key)) for key in _SETTINGS]).T for r in models},
+        y_label="change of perplexity, %",
+        texts={r.label: [percent(r.mean(penalty(key))) for key in _SETTINGS] for r in models},
     )
-    caption = "Perplexity by quantisation setting, and its change; only linear layers are quantised."
+    caption = "What quantisation does to perplexity; only linear layers are quantised."
     return [Picture("quantization", caption, figure)]
 
 
@@ -130,6 +132,7 @@ def _backcopy(results: Results) -> list[Picture]:
         ["attention on <s>", "value norm of <s> / others"],
         {r.label: np.array([r.values(q) for q in _SINK]).T for r in results if _is_backcopy(r)},
         y_label="",
+        references={"equal logits, equal norms": [*chance_lines("sink_attention_rest", BACKCOPY_MODEL).values(), 1.0]},
     )
     return [Picture("backcopy", "Bigram-Backcopy: sink and value drain by normalizer.", figure)]
 
@@ -144,11 +147,13 @@ EXPERIMENT = Experiment(
         MetricTable(
             "Language models on held-out files",
             [
-                *(key for key in list(LABELS)[: list(LABELS).index("residual_norm_rest") + 1] if key not in _UNUSED),
-                *(metric(key, f"perplexity, {LABELS[key]}") for key in _SETTINGS),
+                *_MAIN,
+                *(key for key in list(LABELS)[: list(LABELS).index("residual_norm_rest") + 1] if key not in _OTHERS),
+                *map(penalty, _SETTINGS[:2]),
             ],
             keep=_is_language,
             transposed=True,
+            main=len(_MAIN),
         ),
         MetricTable(
             "Bigram-Backcopy, one layer, Adam, by normalizer",
@@ -158,6 +163,8 @@ EXPERIMENT = Experiment(
         ),
     ),
     claims=CLAIMS,
+    headlines=tuple((quantity, (V, C)) for quantity in ("kurtosis_first", MASS, penalty(_COARSE))),
+    figure="kurtosis_by_layer",
     pictures=(
         TrainingCurves(_is_language),
         LayerCurves(

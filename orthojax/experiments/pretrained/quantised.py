@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,27 +188,34 @@ CLAIMS = (
 )  # fmt: skip
 
 
+def _change(results: Results, perplexities: Sequence[float]) -> np.ndarray:
+    """From float32's, in percent, [1, n]."""
+    return 100 * (np.array([perplexities]) / results[_FLOAT].perplexity - 1)
+
+
 def _kept_curves(results: Results) -> list[Picture]:
     curves = {}
     for name in _DAMAGE:
         of = [results[f"{name}_kept_{k}"].perplexity for k in KEPT]
-        curves[name] = (KEPT[1:], np.array([of[1:]]))
-    curves["float32"] = (KEPT[1:], np.full((1, len(KEPT) - 1), results[_FLOAT].perplexity))
+        curves[name] = (KEPT[1:], _change(results, of[1:]))
     figure = drawing.lines(curves, x_label="input, and as many output, features of each product in float",
-                           y_label="perplexity", x_scale="log", y_scale="log")  # fmt: skip
+                           y_label="change of perplexity, %", x_scale="log", y_scale="log")  # fmt: skip
     counts = ", ".join(map(str, KEPT[1:]))
-    none = " and ".join(f"{results[f'{name}_kept_0'].perplexity:.4g} ({name})" for name in _DAMAGE)
-    layers = {"int8_coarse": np.array([[results[f"layer_{i}"].perplexity for i in range(30)]])}
-    bars = drawing.bars([str(i + 1) for i in range(30)], layers, y_label="perplexity")
+    none = " and ".join(f"{_change(results, [results[f'{n}_kept_0'].perplexity]).item():+,.0f}% ({n})" for n in _DAMAGE)
+    layers = {"int8_coarse": _change(results, [results[f"layer_{i}"].perplexity for i in range(30)])}
+    bars = drawing.bars([str(i + 1) for i in range(30)], layers, y_label="change of perplexity, %")
+    words = f"What rounding does to perplexity with the {counts} largest features in float; with none, {none}."
     return [
-        Picture("kept", f"Perplexity with the {counts} largest features in float; with none, {none}.", figure),
-        Picture("layers", "Perplexity with one layer alone rounded, int8_coarse.", bars),
+        Picture("kept", words, figure),
+        Picture("layers", "What rounding one layer alone does to perplexity, int8_coarse.", bars),
     ]
 
 
-def _largest_features(results: Results) -> Table:
-    """The products whose largest feature stands out most: what one scale for all has to cover."""
+def _largest_features(results: Results) -> list[Table]:
+    """The products whose largest feature stands out most: what one scale for all has to cover; none of older rows."""
     found = [of for of in results if of.name.startswith("channels_")]
+    if not found:
+        return []
     table, shown = [], 12
     for side in ("input", "output"):
         ranked = sorted(found, key=lambda of, side=side: -of[f"{side}_ratio"])
@@ -216,7 +223,7 @@ def _largest_features(results: Results) -> Table:
             peak, ratio = number(of[f"{side}_peak"]), number(of[f"{side}_ratio"])
             table.append([side, of.label, f"{of[f'{side}_feature']:.0f}", peak, ratio])
     columns = ["side", "product", "largest feature", "its largest |x|", "over the median feature's"]
-    return Table(f"Of {len(found)} products the {shown} whose largest feature stands out most", columns, table)
+    return [Table(f"Of {len(found)} products the {shown} whose largest feature stands out most", columns, table)]
 
 
 def _named(stem: str) -> Callable[..., bool]:
@@ -242,12 +249,14 @@ EXPERIMENT = Experiment(
         "stays float. Rounded kernels lie on a grid of 4 bits already. One measurement: nothing is drawn.",
     ],
     tables=(
-        MetricTable("Settings", [_PPL], keep=lambda of: of.name in {*quant.SETTINGS, *MORE, _FLOAT, "bfloat16"}),
+        MetricTable("Settings", [_PPL], keep=lambda of: of.name in {*quant.SETTINGS, *MORE, _FLOAT, "bfloat16"},
+                    change_from=_FLOAT),
         MetricTable("Kernels of one kind", [_ADDED, _OTHERS],
                     keep=lambda of: any(of.name.endswith(f"_{name}") for name in _ALONE)),
-        MetricTable("With the largest features of each product in float", [_PPL], keep=lambda of: "_kept_" in of.name),
+        MetricTable("With the largest features of each product in float", [_PPL], keep=lambda of: "_kept_" in of.name,
+                    change_from=_FLOAT),
         _largest_features,
-        MetricTable("One layer alone, int8_coarse", [_PPL], keep=_named("layer_")),
+        MetricTable("One layer alone, int8_coarse", [_PPL], keep=_named("layer_"), change_from=_FLOAT),
         MetricTable("From checkpoints of integers", [_PPL, *_TIMES], keep=_named("stored_")),
     ),
     claims=CLAIMS,
