@@ -197,7 +197,7 @@ FIRST_VERDICTS = {
 def test_every_revised_criterion_still_gives_its_first_verdict():
     symbols = {word: symbol for symbol, word in WORDS.items()}
     found = {}
-    for experiment in ALL:
+    for experiment in (of for of in ALL if of.name not in NOT_RUN_YET):
         results = committed(experiment)
         for claim in experiment.claims:
             if claim.revised and claim.revised.first:

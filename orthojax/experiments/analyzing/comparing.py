@@ -149,15 +149,13 @@ def _check(models: Mapping[str, str], given: Given, asked: Asked) -> None:
 
 def _with_texts(loaded: LoadedModel, given: Given, folder: Path) -> tuple[LoadedModel, list[Text]]:
     """The model with its tokenizer and the length of its rows, and its texts: first that of the metrics."""
-    config, tokenizer = loaded.model.config, loaded.tokenizer
+    config = loaded.model.config
+    tokenizer: Any = loaded.tokenizer  # token ids need none
     if given.tokenizer:
         tokenizer = load_tokenizer(given.tokenizer)
     elif given.domains or not given.token_ids:
         tokenizer = require_tokenizer(loaded)
-    longest = config.max_length if config.position == "learned" else None
     length = given.length or min(_LENGTH, loaded.config.data.sequence_length)
-    if longest and length > longest:
-        raise UserError(f"--length={length} is longer than the model's positions", allowed=f"1 to {longest}")
     bos = loaded.config.data.bos and not given.token_ids if given.bos is None else given.bos
     cut = Cut(given.rows, length, bos)
     if given.token_ids:
