@@ -101,11 +101,11 @@ def measure_models(models: Mapping[str, str], given: Given, asked: Asked, workdi
     Raises:
       UserError: For a model or text that cannot be read, or what `measure_model` refuses.
     """
-    _check(models, given, asked)
+    places = _checked(models, given, asked)  # before the workdir, which may have the name of a model
     make_folder(workdir, "workdir", files=["results.json", "report.html"])
     started, total, batch, runs = time.monotonic(), 0, 0, {}
-    for name, path in models.items():
-        loaded = load(path)
+    for name, place in places.items():
+        loaded = load(place)
         loaded, texts = _with_texts(loaded, given, workdir / "texts")
         config = loaded.model.config
         steps = work(texts[0], texts[1:], asked, config.num_layers * config.num_heads)
@@ -135,16 +135,19 @@ def measure_models(models: Mapping[str, str], given: Given, asked: Asked, workdi
     return Analyzed(content, runs, total)
 
 
-def _check(models: Mapping[str, str], given: Given, asked: Asked) -> None:
-    """Refuses before the work what a model would be refused for after others were measured."""
+def _checked(models: Mapping[str, str], given: Given, asked: Asked) -> dict[str, Path]:
+    """Where the models are; refuses before the work what a model would be refused for after others were measured."""
     for files in (*([] if given.token_ids else [given.text]), *given.domains.values()):
         require_files(files)
-    for path in models.values():
-        config = find_model(path)[1].model
+    places = {}
+    for name, path in models.items():
+        places[name], found = find_model(path)
+        config = found.model
         if config.position == "learned" and given.length > config.max_length:
             problem = f"--length={given.length} is longer than the positions of the model {path}"
             raise UserError(problem, allowed=f"1 to {config.max_length}")
         interventions_of(asked, config)
+    return places
 
 
 def _with_texts(loaded: LoadedModel, given: Given, folder: Path) -> tuple[LoadedModel, list[Text]]:
