@@ -74,6 +74,7 @@ VERDICTS = {
     "sink_norms": "++-+",
     "sink_reinforcement": "++-+-+++-?+",
     "sink_theory": "+++++++-+",
+    "smollm2_cured": "------",
     "smollm2_quantised": "+++",
     "smollm2_streaming": "++",
     "softmax1_sinks": "+++-++++++++",
@@ -91,7 +92,6 @@ VERDICTS = {
 }
 
 NOT_RUN_YET = {
-    "smollm2_cured",
     "tiny_setting",
     "tuning",
     "damage",
