@@ -11,6 +11,7 @@ from orthojax.config import replace
 from orthojax.errors import UserError
 from orthojax.experiments.analyzing import Asked, Given, analyze, measure_models, pages
 from orthojax.experiments.analyzing.dynamics import CLAIMS, checkpoint_series
+from orthojax.experiments.chance import chance_lines
 from orthojax.experiments.claims import judge
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.overview import compared_with
@@ -93,6 +94,8 @@ def test_levels_of_chance_are_those_of_equal_logits(normalizer, nothing, window)
     found = compared_with({"perplexity": 1.0, "loss_nats": 0.0}, config)
     chance = (seen / seen.sum(1, keepdims=True))[:, 0].mean()
     assert found["first_attention_fraction"] == f"{number(chance)} by chance"
+    of = "by chance, 64 tokens" + (", windows of 3" if window else "")
+    assert chance_lines("first_attention_fraction", config) == {of: pytest.approx(chance)}
     if nothing is None:
         assert "first_attention_mass" not in found
     else:

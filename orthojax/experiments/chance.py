@@ -24,16 +24,17 @@ def chance_lines(metric: str, config: Config | None) -> Lines:
     name = metric.partition("/")[0]
     if config is None or config.model.relaxed_causal_tokens > 1 or name not in (*_BY_CHANCE, *_MASSES):
         return {}
-    T, normalizer = config.data.sequence_length, config.model.normalizer
+    T, normalizer, window = config.data.sequence_length, config.model.normalizer, config.model.attention_window
+    tokens = f"{T} tokens" if window is None or window >= T else f"{T} tokens, windows of {window}"
     if name in _BY_CHANCE:
-        return {f"by chance, {T} tokens": chance_of_first(T)}
+        return {f"by chance, {tokens}": chance_of_first(T, window=window)}
     if normalizer not in ("softmax", "softmax1"):
         return {}
     softmax1 = normalizer == "softmax1"
-    mass = chance_of_first(T, softmax1=softmax1)
+    mass = chance_of_first(T, softmax1=softmax1, window=window)
     if name == "sink_attention_rest":  # the row of the first token itself is left out
         mass = (T * mass - 1 / (1 + softmax1)) / (T - 1)
-    return {f"equal logits, {'softmax-1, ' if softmax1 else ''}{T} tokens": mass}
+    return {f"equal logits, {'softmax-1, ' if softmax1 else ''}{tokens}": mass}
 
 
 def all_chance_lines(metric: str, results: Iterable[Result]) -> Lines:
