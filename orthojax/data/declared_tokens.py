@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from orthojax.data.tokenizers import Tokenizer
-from orthojax.errors import needing
 from orthojax.files import read_json
+from orthojax.gguf_reader import open_gguf
 
 
 def with_declared_tokens(tokenizer: Tokenizer, path: Path) -> Tokenizer:
@@ -31,12 +31,9 @@ def with_declared_tokens(tokenizer: Tokenizer, path: Path) -> Tokenizer:
 
 def _of_gguf(path: Path) -> tuple[list[Any], list[Any]]:
     """Values that say BOS, the first counts; and those that say an end."""
-    with needing(str(path), "pretrained"):
-        from gguf import GGUFReader
-    fields = GGUFReader(path).fields
-    found = {name: fields[key].contents() for name in ("bos", "eos", "eot")
-             if (key := f"tokenizer.ggml.{name}_token_id") in fields}  # fmt: skip
-    return [found.get("bos")], [found.get("eos"), found.get("eot")]
+    metadata = open_gguf(path).metadata
+    bos, eos, eot = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot"))
+    return [bos], [eos, eot]
 
 
 def _of_folder(path: Path) -> tuple[list[Any], list[Any]]:

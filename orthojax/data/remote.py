@@ -25,7 +25,7 @@ def is_remote(paths: Sequence[Any]) -> bool:
       UserError: Where some are and some are not.
     """
     remote = ["://" in str(path) for path in paths]
-    if any(remote) != all(remote):
+    if any(remote) and not all(remote):
         raise UserError("addresses and files on disk are mixed", allowed="one kind of them")
     return any(remote)
 

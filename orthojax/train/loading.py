@@ -104,10 +104,13 @@ def require_tokenizer(loaded: LoadedModel) -> Tokenizer:
     """
     if loaded.tokenizer is not None:
         return loaded.tokenizer
+    reason = "the tokenizer of this model is not known, so it cannot read text"
     if is_pretrained(loaded.source):
-        return load_tokenizer(loaded.source)  # which says why it failed before
-    allowed = "--tokenizer=PATH, such as the tokenizer.json under the --cache_dir of its training, or token ids"
-    raise UserError("the tokenizer of this model is not known, so it cannot read text", allowed=allowed)
+        try:
+            return load_tokenizer(loaded.source)
+        except UserError as error:
+            reason = str(error).partition("\n")[0]
+    raise UserError(reason, allowed="--tokenizer=PATH, or token ids: --prompt_ids=1,2,3 or --token_ids=FILE.npy")
 
 
 def _tokenizer(folder: Path, config: Config) -> Any | None:
