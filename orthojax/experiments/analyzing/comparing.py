@@ -197,7 +197,7 @@ def pages(analyzed: Analyzed, asked: Asked, workdir: Path) -> Iterator[tuple[Pat
     provenance = content["provenance"]
     versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
     notes = [
-        "python " + " ".join(map(shlex.quote, sys.argv)),
+        "orthojax analyze " + " ".join(map(shlex.quote, sys.argv[1:])),
         f"{provenance['date']}, {provenance['device']}, {versions}",
         *(f"{t['name']}: {t['rows']} rows of {t['length']} tokens, {t['source']}, sha256 of the tokens "
           f"{t['tokens_sha256'][:12]}" for t in provenance["data"]),
