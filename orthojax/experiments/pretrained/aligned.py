@@ -110,13 +110,13 @@ def _variants(scale: str) -> tuple[Variant, ...]:
 
 def _of_the_task(results: Results) -> str:
     """The task's own measures of the same models, which leave triggers out."""
-    told = [
+    measured = [
         f"{of.mean_cell(metric('sink_attention'))} and a gap of {of.mean_cell(metric('sink_logit_gap'))} "
         f"({of.label.partition(', ')[2]})"
         for name in ("one_layer", "three_layers")
         if (of := results[name]).seeds
     ]
-    return f"the weight on <s> is {'; '.join(told)}." if told else "see there."
+    return f"the weight on <s> is {'; '.join(measured)}." if measured else "see there."
 
 
 def _every(results: Results) -> dict[str, tuple[str, ...]]:
