@@ -211,7 +211,7 @@ REFUSED = {
     "a missing prompt": ("generate", ["--model=run", "--prompt_file=new"], ["no such prompt file: new"]),
     "unknown experiment": ("reproduce", ["--experiment=quik"], ["'quik'", "did you mean 'quick'?"]),
     "missing model": ("reproduce", ["--model=mine=nowhere", *NEW], ["nowhere", "no such model"]),
-    "model where none is measured": ("reproduce", ["--model=mine=run", *NEW], ["'quick' measures no existing models"]),
+    "model where none is measured": ("reproduce", ["--experiment=table2", "--model=mine=run", *NEW], ["'table2' measures no existing models"]),
     "model of a calculation": (
         "reproduce", ["--experiment=appendix_h", "--model=mine=run", *NEW],
         ["'appendix_h' measures no existing models"],

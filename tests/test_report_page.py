@@ -11,6 +11,7 @@ import pytest
 from matplotlib import pyplot as plt
 
 from orthojax.analysis import chance_of_first
+from orthojax.errors import UserError
 from orthojax.experiments import drawing
 from orthojax.experiments.catalog import ALL, find
 from orthojax.experiments.chance import chance_lines
@@ -56,7 +57,8 @@ def test_the_first_screen_has_the_count_three_numbers_and_one_figure_before_verd
     assert 'alt="Kurtosis of hidden states' in top
     shown = re.findall(r"<b>([\d.]+|[+-][\d.]+%) → ([\d.]+|[+-][\d.]+%)</b>", top)
     assert len(shown) == 3
-    for key, (before, after) in zip(("kurtosis_first", "first_attention_mass"), shown, strict=False):
+    keys = ("kurtosis_first", "first_attention_fraction", "perplexity")
+    for key, (before, after) in zip(keys, shown, strict=True):
         assert float(before) == pytest.approx(main_job["vanilla"][key], rel=0.01)
         assert float(after) == pytest.approx(main_job["cured"][key], rel=0.01)
 
@@ -292,3 +294,22 @@ def test_a_stand_in_is_called_one():
     assert labels.keys() == GRID.keys()
     assert all(label.startswith("stand-in for ") for label in labels.values())
     assert not any("stand-in" in variant.label for variant in grid("paper"))
+
+
+def test_a_real_model_stands_beside_the_two_of_the_main_job_where_it_is_installed(main_job, monkeypatch):
+    def missing(name):
+        raise UserError(f"{name} is not installed")
+
+    monkeypatch.setattr(quick, "find_model", missing)
+    assert quick._installed() == ()
+    monkeypatch.setattr(quick, "find_model", lambda name: (Path("real.gguf"), main_job["vanilla"].config))
+    (real,) = quick._installed()
+    assert (real.checkpoint, real.config.data.tokenizer) == (Path("real.gguf"), "smollm2")
+    row = next(row for row in main_job.raw["rows"] if row["variant"] == "vanilla")
+    row = row | {"variant": real.name, "metrics": {"perplexity": 18.5}, "run": "models/real"}
+    raw = main_job.raw | {"rows": [*main_job.raw["rows"], row]}
+    results = results_of(find("quick"), raw, RESULTS / "quick-tiny")
+    table = find("quick").tables[0](results)
+    assert table.columns == ["", "softmax + Adam", "softmax-1 + OrthoAdam", "change", real.name]
+    assert next(row for row in table.rows if row[0] == "perplexity")[-1] == "18.5"
+    assert any(real.name in text for text in quick._about(results))

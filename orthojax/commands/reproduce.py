@@ -104,8 +104,9 @@ def main(_: list[str]) -> None:
     seeds = experiment.seeds if given is None else given
     workdir = Path(FLAGS.workdir or f"runs/{experiment.name}-{FLAGS.scale}")
     trained = experiment.variants_at(FLAGS.scale)
+    existing = [*experiment.installed(), *(given_model(name, path) for name, path in models.items())]
     counts = [f"{len(trained)} variants"] if trained else []
-    counts += [f"{len(models)} given model{'s' if len(models) > 1 else ''}"] if models else []
+    counts += [f"existing: {', '.join(variant.name for variant in existing)}"] if existing else []
     counts += [f"seeds {', '.join(map(str, seeds))}"] if trained or experiment.compute else []
     print(f"{experiment.name}: {experiment.title}")
     print(printable(f"workdir {workdir}: {'; '.join(counts) or 'no models'}"), flush=True)
@@ -116,7 +117,7 @@ def main(_: list[str]) -> None:
         workdir,
         runs_dir=Path(FLAGS.runs_dir),
         cache_dir=Path(FLAGS.cache_dir),
-        models=[given_model(name, path) for name, path in models.items()],
+        models=existing,
         where=where,
         setup=functools.partial(keep_compiled_programs, FLAGS.compile_cache),
     )

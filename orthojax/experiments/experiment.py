@@ -133,6 +133,7 @@ class Experiment:
       figure: Name of the picture on top of the page; the first where not given.
       measures: What is measured of every model beyond `measures.ALWAYS`.
       takes_models: Whether --model=NAME=CHECKPOINT adds existing models as variants.
+      installed: Existing models that are measured as well where they are on this machine, without being asked for.
       cost_reference: Where given, the cost of a training step is measured for every variant; maps a variant's name to
         that of the variant its time is relative to.
       trains: Whether variants are trained and measured, or only their cost is.
@@ -160,6 +161,7 @@ class Experiment:
     figure: str = ""
     measures: "tuple[Measure, ...]" = ()
     takes_models: bool = False
+    installed: Callable[[], Sequence[Variant]] = lambda: ()
     cost_reference: Callable[[str], str] | None = None
     trains: bool = True
     notes: "Callable[[Results], Sequence[str]]" = lambda results: ()

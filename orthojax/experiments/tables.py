@@ -23,8 +23,8 @@ class MetricTable:
       caption: Of the table.
       quantities: One column each.
       keep: Which variants have a row.
-      transposed: A row for each quantity and a column for each variant; of two variants the change from the first to
-        the second is shown, too.
+      transposed: A row for each quantity and a column for each variant; of two variants that were trained the
+        change from the first to the second is shown, too.
       label: Of a row.
       main: How many quantities of a transposed table the page shows at once, where not all; the others are folded.
       change_from: Name of a variant; the change of the first quantity from it is shown, too.
@@ -41,7 +41,8 @@ class MetricTable:
     def __call__(self, results: Results) -> Table:
         """The table of some results."""
         kept, quantities = [r for r in results if self.keep(r)], list(map(as_quantity, self.quantities))
-        compares = bool(self.change_from) or (self.transposed and len(kept) == 2)
+        trained = [result for result in kept if not result.given]
+        compares = bool(self.change_from) or (self.transposed and len(trained) == 2)
         note = BOLD if compares else ""
         if self.transposed:
             columns = [["", *(quantity.label for quantity in quantities)]]
@@ -50,8 +51,9 @@ class MetricTable:
                 paper = [result.paper_cell(quantity) for quantity in quantities]
                 if any(cell != "-" for cell in paper):
                     columns.append(["paper", *paper])
-            if compares:
-                columns.append(["change", *(_change_cell(kept[1], kept[0], quantity) for quantity in quantities)])
+                if compares and result is trained[1]:
+                    changes = (_change_cell(result, trained[0], quantity) for quantity in quantities)
+                    columns.append(["change", *changes])
             head, *body = map(list, zip(*columns, strict=True))
             return Table(self.caption, head, body, self.main, note)
         columns = [["", *map(self.label, kept)]]
