@@ -211,7 +211,11 @@ REFUSED = {
     "a missing prompt": ("generate", ["--model=run", "--prompt_file=new"], ["no such prompt file: new"]),
     "unknown experiment": ("reproduce", ["--experiment=quik"], ["'quik'", "did you mean 'quick'?"]),
     "missing model": ("reproduce", ["--model=mine=nowhere", *NEW], ["nowhere", "no such model"]),
-    "model where none is measured": ("reproduce", ["--experiment=table2", "--model=mine=run", *NEW], ["'table2' measures no existing models"]),
+    "model where none is measured": (
+        "reproduce", ["--experiment=table2", "--model=mine=run", *NEW], ["'table2' measures no existing models"],
+    ),
+    "a temperature in words": ("generate", [*WRITE, "--temperature=hot"], ["--temperature='hot'", "allowed: a number"]),
+    "no jobs": ("reproduce", ["--jobs=0", *NEW], ["--jobs=0"]),
     "model of a calculation": (
         "reproduce", ["--experiment=appendix_h", "--model=mine=run", *NEW],
         ["'appendix_h' measures no existing models"],

@@ -127,7 +127,7 @@ sys.meta_path.insert(0, Missing())
     [
         ("flax", ["train", "--config=tiny_cured"], "train"),
         ("orbax", ["inspect", "."], "train"),
-        ("matplotlib", ["reproduce", "--list"], "reports"),
+        ("matplotlib", ["reproduce", "--list"], "train,reports"),
     ],
 )
 def test_a_command_names_the_extra_that_is_missing(tmp_path, missing, command, extra):

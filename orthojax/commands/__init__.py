@@ -22,7 +22,7 @@ def start(name: str) -> None:
     command = _module(name)
     command.define_flags()
     positional, several = getattr(command, "POSITIONAL", ""), getattr(command, "SEVERAL", False)
-    cli.run(command.main, positional=positional, several=several)
+    cli.run(command.main, positional=positional, several=several, extras=getattr(command, "EXTRAS", ""))
 
 
 def main() -> None:

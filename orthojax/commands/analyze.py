@@ -24,6 +24,7 @@ from orthojax.commands import cli
 from orthojax.errors import UserError, printable
 
 FLAGS = flags.FLAGS
+EXTRAS = "train,reports"
 
 
 def define_flags() -> None:

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -187,6 +188,17 @@ def _meant_flags(name: str) -> str:
     return note or (f"did you mean {' or '.join(typed)}?" if typed else "")
 
 
+_KINDS = {"float": "a number", "int": "an integer", "bool": "true | false"}  # absl's name of a type -> ours
+
+
+def _wrong_value(error: flags.IllegalFlagValueError) -> Exception:
+    """The error for a flag whose value cannot be read, without what Python says of it; others as they are."""
+    found = re.match(r"flag --(\w+)=(.*?): .*(?:could not convert|invalid literal|Non-boolean)", str(error))
+    if not found:
+        return error
+    return UserError(f"--{found[1]}={found[2]!r}", allowed=_KINDS[flags.FLAGS[found[1]].flag_type()])
+
+
 def _unexpected(argument: str) -> UserError:
     """The error for an argument without a flag, which names the flag that was meant."""
     name, equals, value = argument.partition("=")
@@ -260,8 +272,13 @@ def shorten_lost_peers() -> None:
     sys.stderr = os.fdopen(real, "w", buffering=1, errors="backslashreplace")
 
 
-def guarded(call: Callable[[], Any]) -> Any:
-    """Calls; a user error becomes at most three lines and exit code 2, a crash of ours keeps its traceback."""
+def guarded(call: Callable[[], Any], extras: str = "") -> Any:
+    """Calls; a user error becomes at most three lines and exit code 2, a crash of ours keeps its traceback.
+
+    Args:
+      call: The work.
+      extras: All that it needs, named together where a package of one is missing.
+    """
     try:
         result = call()
         sys.stdout.flush()  # here, where a closed pipe is no crash
@@ -272,6 +289,7 @@ def guarded(call: Callable[[], Any]) -> Any:
         hint = how_to_install(error)
         if not hint:
             raise
+        hint = f"pip install 'orthojax[{extras}]'" if extras else hint
         fail(UserError(f"{error.name} is not installed", hint=hint))
     except Interrupted as stop:
         print(stop, file=sys.stderr)
@@ -301,6 +319,8 @@ def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> l
         allowed = f"{positional}, and {_FLAGS}" if positional else _FLAGS
         hint = _meant_flags(error.flagname)
         raise UserError(f"unknown flag --{error.flagname}", allowed=allowed, hint=hint) from None
+    except flags.IllegalFlagValueError as error:
+        raise _wrong_value(error) from None
     if _overrides and "config" not in flags.FLAGS:
         raise UserError("this command reads no config", hint="the config of a checkpoint is stored in it")
     if positional and (not rest or (len(rest) > 1 and not several)):
@@ -310,13 +330,14 @@ def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> l
     return rest
 
 
-def run(main: Callable[[list[str]], None], *, positional: str = "", several: bool = False) -> None:
+def run(main: Callable[[list[str]], None], *, positional: str = "", several: bool = False, extras: str = "") -> None:
     """Parses flags, calls `main` with the positional arguments, and reports errors.
 
     Args:
       main: The command; the docstring of its module is the help.
       positional: What a positional argument is; '' for a command without one.
       several: Whether there may be more than one.
+      extras: As of `guarded`.
     """
     logging.set_verbosity(logging.FATAL)  # Orbax logs much, and all that it raises twice; --verbosity=0 brings it back
     _hold_back_background_errors()
@@ -325,6 +346,6 @@ def run(main: Callable[[list[str]], None], *, positional: str = "", several: boo
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     about = sys.modules[main.__module__].__doc__ or ""
     app.run(
-        lambda arguments: guarded(lambda: main(arguments)),
+        lambda arguments: guarded(lambda: main(arguments), extras),
         flags_parser=lambda argv: guarded(lambda: _parse(argv, positional, several, about)),
     )

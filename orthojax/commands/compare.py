@@ -14,6 +14,7 @@ from absl import flags
 from orthojax.errors import UserError, printable
 
 FLAGS = flags.FLAGS
+EXTRAS = "train,reports"
 POSITIONAL, SEVERAL = "the folders of runs, RUN or NAME=RUN", True
 
 

@@ -16,6 +16,7 @@ from orthojax.errors import UserError, nearest, printable
 from orthojax.files import make_folder
 
 FLAGS = flags.FLAGS
+EXTRAS = "train,reports"
 
 
 def define_flags() -> None:
