@@ -221,6 +221,7 @@ REFUSED = {
         ["'appendix_h' measures no existing models"],
     ),
     "a model with a name for another folder": ("reproduce", ["--model=../a=run", *NEW], ["'../a'", "without '/'"]),
+    "a checkpoint by a flag": ("inspect_checkpoint", ["--checkpoint=run"], ["did you mean run, without --checkpoint?"]),
     "a folder of runs": ("inspect_checkpoint", ["."], ["no orthojax checkpoint", "did you mean one of its runs: run?"]),
     "a long name": ("inspect_checkpoint", ["a" * 300], ["no such checkpoint", "aaa...aaa"]),
     "the head of integers": (

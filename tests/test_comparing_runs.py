@@ -3,12 +3,22 @@
 import json
 
 import pytest
+from matplotlib import pyplot as plt
 from test_commands import run
 from tiny_run import TINY
 
 from orthojax.config import replace, to_json
 from orthojax.errors import UserError
 from orthojax.experiments.comparing_runs import comparing_page, read_run
+
+pytestmark = pytest.mark.usefixtures("closed_figures")
+
+
+@pytest.fixture
+def closed_figures():
+    yield
+    plt.close("all")
+
 
 LINES = [
     {"step": 1, "loss_nats": 3.0, "learning_rate": 0.02, "grad_norm": 1.0, "tokens_per_second": 10.0},

@@ -32,7 +32,8 @@ from orthojax.config import (
 from orthojax.errors import PEER_LOST, Interrupted, UserError, advice, how_to_install, nearest
 from orthojax.machine import keep_freed_memory
 
-# Which flag a positional argument was most likely meant for, in a command that takes none: the first that it has.
+# Which flag a positional argument was most likely meant for, in a command that takes none: the first that it has. In a
+# command that takes one, these are tried as flags.
 _MEANT_BY_POSITION = ("config", "checkpoint", "experiment", "input", "suite", "model")
 _FLAGS = "the flags that --help lists"
 _CONFIG_FILE = "Python file with get_config() -> orthojax.config.Config, or the config.json of a run"
@@ -318,6 +319,9 @@ def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> l
     except flags.UnrecognizedFlagError as error:
         allowed = f"{positional}, and {_FLAGS}" if positional else _FLAGS
         hint = _meant_flags(error.flagname)
+        if positional and error.flagname in _MEANT_BY_POSITION:
+            value = str(error.flagvalue).partition("=")[2]
+            hint = f"did you mean {value or positional}, without --{error.flagname}?"
         raise UserError(f"unknown flag --{error.flagname}", allowed=allowed, hint=hint) from None
     except flags.IllegalFlagValueError as error:
         raise _wrong_value(error) from None
