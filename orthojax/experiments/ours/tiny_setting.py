@@ -86,6 +86,11 @@ CANDIDATES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "rotary_bos_layers_6": ("rotary, BOS, 6 layers", {**_ROTARY_BOS, "model.num_layers": 6}),
     "rotary_bos_rate_5e3": ("rotary, BOS, rate 5e-3", {**_ROTARY_BOS, "optim.learning_rate": 5e-3}),
     "rotary_bos_short": ("rotary, BOS, half the steps", {**_ROTARY_BOS, "train.steps": 1000}),
+    "rotary_bos_rate_2e3": ("rotary, BOS, rate 2e-3", {**_ROTARY_BOS, "optim.learning_rate": 2e-3}),
+    "rotary_bos_layers_6_rate_2e3": (
+        "rotary, BOS, 6 layers, rate 2e-3",
+        {**_ROTARY_BOS, "model.num_layers": 6, "optim.learning_rate": 2e-3},
+    ),
     "rotary_bos_long": ("rotary, BOS, twice the steps", {**_ROTARY_BOS, "train.steps": 4000}),
 }
 
