@@ -93,6 +93,13 @@ CANDIDATES: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "rotary_bos_rate_25e4": ("rotary, BOS, rate 2.5e-3", {**_ROTARY_BOS, "optim.learning_rate": 2.5e-3}),
     "rotary_bos_warmup_500": ("rotary, BOS, warm-up of 500 steps", {**_ROTARY_BOS, "optim.warmup_steps": 500}),
+    **{
+        f"rotary_bos_layers_6_steps_{steps}": (
+            f"rotary, BOS, 6 layers, {steps:,} steps",
+            {**_ROTARY_BOS, "model.num_layers": 6, "train.steps": steps, "train.eval_every_steps": steps // 3},
+        )
+        for steps in (1200, 1500)
+    },
 }
 
 
