@@ -32,7 +32,7 @@ from orthojax.experiments.active_dormant import (
     softmax1_sinks,
     three_layers,
 )
-from orthojax.experiments.base_configs import LANGUAGE_MODEL
+from orthojax.experiments.base_configs import SHALLOW_MODEL
 from orthojax.experiments.costs import Stepper
 from orthojax.experiments.experiment import Experiment, Run, run_name
 from orthojax.experiments.from_attention import (
@@ -165,7 +165,7 @@ def measured_speed(runs_dir: Path, say: Callable[[str], object]) -> Speed | None
 
 def calibrated_speed() -> Speed:
     """That of a small model's training step, after compiling it; takes seconds."""
-    config = replace(LANGUAGE_MODEL, {"model.num_layers": 1})
+    config = replace(SHALLOW_MODEL, {"model.num_layers": 1})
     step, count = Stepper(config), 0
     jax.block_until_ready(step())
     started = time.monotonic()

@@ -17,7 +17,7 @@ from orthojax.data import TokenBatches
 from orthojax.errors import needing
 from orthojax.experiments.active_dormant.intervened_training import Intervene, train, untouched
 from orthojax.experiments.active_dormant.models import PEAK
-from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured
+from orthojax.experiments.base_configs import SHALLOW_MODEL, cured
 from orthojax.experiments.claims import DOMINANCE, NO_OUTLIERS, Claim, within
 from orthojax.experiments.experiment import Case, Experiment
 from orthojax.experiments.pictures import ComputedCurves
@@ -32,7 +32,7 @@ SHOWN = (0, 50, 100, 200, 300, 400, 500, 600, 700, 800, 900, 1000)
 VALIDATION = 0.2  # of the images
 _LAYERS = 3
 VANILLA = replace(
-    LANGUAGE_MODEL,
+    SHALLOW_MODEL,
     {
         "model.vocab_size": LEVELS + 1,
         "model.normalizer": "softmax",

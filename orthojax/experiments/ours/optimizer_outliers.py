@@ -1,7 +1,7 @@
 """Which optimizers grow outlier activations, as they are and in a rotated basis."""
 
 from orthojax.config import OptimConfig, replace
-from orthojax.experiments.base_configs import LANGUAGE_MODEL, with_normalizer
+from orthojax.experiments.base_configs import SHALLOW_MODEL, with_normalizer
 from orthojax.experiments.claims import NO_OUTLIERS, OUTLIERS, WORST_KURTOSIS, Claim, has_outliers, worst_kurtosis
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.page import Table
@@ -10,7 +10,7 @@ from orthojax.experiments.results import Result, Results, penalty
 from orthojax.experiments.tables import MetricTable
 from orthojax.model import parameter_count
 
-BASE = replace(with_normalizer(LANGUAGE_MODEL, "softmax1"), {"train.steps": 500})
+BASE = replace(with_normalizer(SHALLOW_MODEL, "softmax1"), {"train.steps": 500})
 
 # Optimizer -> (label, what differs from the base, the middle of three learning rates a factor of about 3 apart).
 OPTIMIZERS = {

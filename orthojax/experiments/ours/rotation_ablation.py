@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 
 from orthojax.config import Config, replace
-from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured, with_normalizer
+from orthojax.experiments.base_configs import SHALLOW_MODEL, cured, with_normalizer
 from orthojax.experiments.claims import (
     GAUSSIAN,
     KURTOSIS,
@@ -25,7 +25,7 @@ from orthojax.experiments.tables import LayerTable, MetricTable, PairedTable
 from orthojax.formatting import mean_and_range
 from orthojax.model import parameter_count
 
-BASE = replace(cured(LANGUAGE_MODEL), {"train.steps": 500})
+BASE = replace(cured(SHALLOW_MODEL), {"train.steps": 500})
 
 
 def _rotated(name: str, label: str, **rotation: object) -> Variant:

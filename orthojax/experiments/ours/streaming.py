@@ -12,7 +12,7 @@ import numpy as np
 from orthojax.config import Config, replace
 from orthojax.data import TokenBatches
 from orthojax.experiments import drawing
-from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured, with_normalizer
+from orthojax.experiments.base_configs import SHALLOW_MODEL, cured, with_normalizer
 from orthojax.experiments.claims import DOMINANCE, Claim, dominated
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.measures import Measure, Measured
@@ -74,7 +74,7 @@ def _config() -> Config:
         "train.checkpoint_every_steps": 250,
         "train.keep_every_steps": 250,  # for the dynamics of one of these runs
     }
-    return replace(LANGUAGE_MODEL, changes)
+    return replace(SHALLOW_MODEL, changes)
 
 
 def _variants(scale: str) -> tuple[Variant, ...]:
