@@ -1,6 +1,6 @@
 """The same small GPT-2 with softmax-1 attention and OrthoAdam: no outliers, the same perplexity.
 
-Reproduces: the cured row of the main job, at any number of steps.
+Reproduces: the cured row of the experiment repeated_passages, 128 tokens with <s>.
 Command:    orthojax train --config=configs/tiny_cured.py
             orthojax evaluate --checkpoint=runs/tiny_cured
 Expected:   see results/README.md; kurtosis of hidden states near 3 at every length.

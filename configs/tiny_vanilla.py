@@ -1,6 +1,6 @@
 """A small GPT-2 with rotary positions, trained the usual way: softmax attention, Adam. What grows outliers.
 
-Reproduces: the vanilla row of the main job, at any number of steps.
+Reproduces: the vanilla row of the experiment repeated_passages, 128 tokens with <s>.
 Command:    orthojax train --config=configs/tiny_vanilla.py
             orthojax evaluate --checkpoint=runs/tiny_vanilla
 Expected:   see results/README.md; kurtosis of hidden states well above 3 and rising with the steps.

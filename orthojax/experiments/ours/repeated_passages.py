@@ -40,7 +40,7 @@ from orthojax.experiments.tables import MetricTable, PairedTable
 from orthojax.formatting import number, percent
 
 TOKENS = 1024  # of a batch
-# Group -> (tokens of a sequence, <s>). The first is the setting of `LANGUAGE_MODEL`, the main job's.
+# Group -> (tokens of a sequence, <s>). The first is the setting of `LANGUAGE_MODEL`.
 GROUPS = {"128, <s>": (128, True), "128, no <s>": (128, False)}
 SHARES = (0.0, 0.1, 0.3, 1.0)
 DRAINED = 0.5  # the norm of a value over the others', from which on it is called drained
