@@ -100,6 +100,13 @@ CANDIDATES: Mapping[str, tuple[str, dict[str, Any]]] = {
         )
         for steps in (1200, 1500)
     },
+    **{
+        f"rotary_bos_layers_{layers}_batch_6": (
+            f"rotary, BOS, {layers} layers, 6 sequences a batch",
+            {**_ROTARY_BOS, "model.num_layers": layers, "train.batch_size": 6},
+        )
+        for layers in (5, 6)
+    },
 }
 
 
@@ -176,7 +183,7 @@ def _about(results: Results) -> list[str]:
         f"Vanilla models (softmax and Adam) of {BASE.model.d_model} channels, {BASE.train.steps:,} steps of "
         f"{BASE.train.batch_size} x {BASE.data.sequence_length} tokens where nothing else is said, on one search seed. "
         "The first ten candidates differ from the base in one thing; those with rotary positions and BOS together were "
-        f"added when these were known, in three rounds. Criteria were written before any run and not changed. {found} "
+        f"added when these were known, in four rounds. Criteria were written before any run and not changed. {found} "
         "The others are rejected. Copying heads form suddenly, at a step that varies between settings; a perplexity "
         "near 15 is of a model that has them.",
     ]
@@ -200,7 +207,8 @@ def _table(results: Results) -> Table:
 
 CLAIMS = (
     Claim("A setting of minutes has all that is to be removed.", lambda results: {"": [r.name for r in results]}, (),
-          lambda *of: any(map(has_all, of)), "one of the candidates meets every criterion"),
+          lambda *of: any(map(has_all, of)), "one of the candidates meets every criterion",
+          lambda *of: any(result.seeds for result in of)),
 )  # fmt: skip
 
 EXPERIMENT = Experiment(
