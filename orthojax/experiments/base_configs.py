@@ -2,7 +2,16 @@
 
 import dataclasses
 
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, NormalizerName, OptimConfig, TrainConfig
+from orthojax.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    NormalizerName,
+    OptimConfig,
+    TrainConfig,
+    replace,
+)
 from orthojax.model.presets import gpt2
 
 # The setting that the experiment tiny_setting chose on vanilla models: the cheapest where every layer matters, the
@@ -36,6 +45,20 @@ SHALLOW_MODEL = Config(
     data=DataConfig(kind="embedded", tokenizer="bpe:2048", sequence_length=64, bos=True),
     train=TrainConfig(steps=800, batch_size=16, checkpoint_every_steps=50),
     eval=EvalConfig(sequences=512, batch_size=64),
+)
+
+# The same on text whose passages are repeated, at a lower rate and longer: copying begins, and with it dominance.
+REPEATED_MODEL = replace(
+    SHALLOW_MODEL,
+    {
+        "optim.learning_rate": 3e-3,
+        "data.repeated_share": 1.0,
+        "train.steps": 2000,
+        "train.probe_every_steps": 100,
+        "train.eval_every_steps": 500,
+        "train.checkpoint_every_steps": 100,
+        "eval.sequences": 256,
+    },
 )
 
 BACKCOPY_MODEL = Config(

@@ -8,7 +8,7 @@ import numpy as np
 from orthojax.config import replace
 from orthojax.errors import UserError
 from orthojax.experiments import drawing
-from orthojax.experiments.base_configs import BACKCOPY_MODEL, SHALLOW_MODEL, cured, with_normalizer
+from orthojax.experiments.base_configs import BACKCOPY_MODEL, REPEATED_MODEL, cured, with_normalizer
 from orthojax.experiments.chance import chance_lines
 from orthojax.experiments.claims import (
     DOMINANCE,
@@ -56,29 +56,10 @@ _BACKCOPY = {
 }
 
 
-# Of the candidates of the experiment tiny_setting the cheapest with outliers and dominance: two runs at once take four
-# minutes. Depth, which is asked there as well, takes the longer runs of `base_configs.LANGUAGE_MODEL`.
-_LANGUAGE = replace(
-    SHALLOW_MODEL,
-    {
-        "model.max_length": 128,
-        "data.sequence_length": 128,
-        "data.repeated_share": 1.0,
-        "optim.learning_rate": 3e-3,
-        "train.steps": 2000,
-        "train.batch_size": 8,
-        "train.probe_every_steps": 100,
-        "train.eval_every_steps": 500,
-        "train.checkpoint_every_steps": 100,
-        "eval.sequences": 256,
-    },
-)
-
-
 def _variants(scale: str) -> tuple[Variant, ...]:
     return (
-        Variant("vanilla", "softmax + Adam", _LANGUAGE),
-        Variant("cured", "softmax-1 + OrthoAdam", cured(_LANGUAGE)),
+        Variant("vanilla", "softmax + Adam", REPEATED_MODEL),
+        Variant("cured", "softmax-1 + OrthoAdam", cured(REPEATED_MODEL)),
         Variant("backcopy_softmax", "softmax", BACKCOPY_MODEL),
         Variant("backcopy_softmax1", "softmax-1", with_normalizer(BACKCOPY_MODEL, "softmax1")),
         Variant("backcopy_relu", "ReLU", with_normalizer(BACKCOPY_MODEL, "relu")),

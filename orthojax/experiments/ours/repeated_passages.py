@@ -9,7 +9,7 @@ import itertools
 
 from orthojax.analysis import chance_of_first
 from orthojax.config import Config, replace
-from orthojax.experiments.base_configs import LANGUAGE_MODEL
+from orthojax.experiments.base_configs import REPEATED_MODEL
 from orthojax.experiments.claims import (
     DOMINANCE,
     EQUAL_PERPLEXITY,
@@ -40,8 +40,8 @@ from orthojax.experiments.tables import MetricTable, PairedTable
 from orthojax.formatting import number, percent
 
 TOKENS = 1024  # of a batch
-# Group -> (tokens of a sequence, <s>). The first is the setting of `LANGUAGE_MODEL`.
-GROUPS = {"128, <s>": (128, True), "128, no <s>": (128, False)}
+# Group -> (tokens of a sequence, <s>). The first is the setting of the main job.
+GROUPS = {"64, <s>": (64, True)}
 SHARES = (0.0, 0.1, 0.3, 1.0)
 DRAINED = 0.5  # the norm of a value over the others', from which on it is called drained
 # Where the share of repeated passages is varied, and where other mitigations stand beside.
@@ -56,7 +56,7 @@ def _config(length: int, bos: bool, share: float = 1.0) -> Config:
         "data.repeated_share": share,
         "train.batch_size": TOKENS // length,
     }
-    return replace(LANGUAGE_MODEL, changes)
+    return replace(REPEATED_MODEL, changes)
 
 
 # Mitigations that Active-Dormant Attention Heads names (section 3): variant -> (label, what differs from vanilla).
