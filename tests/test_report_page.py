@@ -13,6 +13,7 @@ from matplotlib import pyplot as plt
 from orthojax.analysis import chance_of_first
 from orthojax.errors import UserError
 from orthojax.experiments import drawing
+from orthojax.experiments import page as pages
 from orthojax.experiments.catalog import ALL, find
 from orthojax.experiments.chance import chance_lines
 from orthojax.experiments.claims import Judged
@@ -313,3 +314,4 @@ def test_a_real_model_stands_beside_the_two_of_the_main_job_where_it_is_installe
     assert table.columns == ["", "softmax + Adam", "softmax-1 + OrthoAdam", "change", real.name]
     assert next(row for row in table.rows if row[0] == "perplexity")[-1] == "18.5"
     assert any(real.name in text for text in quick._about(results))
+    assert "--model" not in pages._notes(results)[0]  # which was not asked for

@@ -98,13 +98,16 @@ def _data_sentences(results: Results) -> list[str]:
         f"The text is Python's own standard library ({files}real text on every machine); evaluation uses held-out "
         "files. It is not C4: numbers compare with each other, not with the paper's."
     )
-    return [*sentences, *([f"Given models may have other text: {sources}."] if given and data[1:] else [])]
+    other = any(result.config.data.kind != "embedded" for result in given)
+    return [*sentences, *([f"Given models may have other text: {sources}."] if other and data[1:] else [])]
 
 
 def _notes(results: Results) -> list[str]:
     """The command, the machine, the data, the time and the evaluation."""
     provenance, experiment = results.raw["provenance"], results.experiment
-    models = ",".join(f"{v.name}={os.path.relpath(v.checkpoint)}" for v in results.variants if v.checkpoint)
+    found = {variant.name for variant in experiment.installed()}  # without being asked for
+    given = [variant for variant in results.variants if variant.checkpoint and variant.name not in found]
+    models = ",".join(f"{variant.name}={os.path.relpath(str(variant.checkpoint))}" for variant in given)
     command = (
         f"orthojax reproduce --experiment={experiment.name} --scale={results.scale} "
         f"--seeds={','.join(map(str, results.seeds))}" + (f" --model={shlex.quote(models)}" if models else "")

@@ -15,7 +15,7 @@ import numpy as np
 from orthojax import analysis
 from orthojax.analysis.sink_logits import sink_logit_gap_sum
 from orthojax.experiments.active_dormant.models import config
-from orthojax.experiments.base_configs import LANGUAGE_MODEL
+from orthojax.experiments.base_configs import SHALLOW_MODEL
 from orthojax.experiments.claims import Claim
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.measures import Measure, Measured
@@ -104,7 +104,7 @@ def _variants(scale: str) -> tuple[Variant, ...]:
     return (
         Variant("one_layer", "Bigram-Backcopy, one layer", config(1)),
         Variant("three_layers", "Bigram-Backcopy, three layers", config(3)),
-        Variant("language_model", "language model on Python's library", LANGUAGE_MODEL),
+        Variant("language_model", "language model on Python's library", SHALLOW_MODEL),
     )
 
 
