@@ -67,7 +67,7 @@ VERDICTS = {
     "peak_slope": "+++-+--",
     "pixel_sinks": "--?-?--+",
     "published_size": "-+++-",
-    "quick": "++??+?+-+",
+    "quick": "++?++?+-+",
     "rotation_ablation": "+-+-+++",
     "simplified_model": "++++++++",
     "simplified_three_layers": "-+??+",

@@ -178,7 +178,7 @@ def chosen(results: Results) -> Result | None:
 
 def _about(results: Results) -> list[str]:
     best = chosen(results)
-    found = f"The cheapest that has all is: {best.label}." if best else "None has all."
+    found = f"The cheapest that has all is: {best.label}." if best else "No candidate has all."
     return [
         f"Vanilla models (softmax and Adam) of {BASE.model.d_model} channels, {BASE.train.steps:,} steps of "
         f"{BASE.train.batch_size} x {BASE.data.sequence_length} tokens where nothing else is said, on one search seed. "
