@@ -155,10 +155,10 @@ def test_a_change_is_bold_where_its_interval_leaves_out_zero():
 def test_two_variants_have_a_change_and_it_is_that_of_the_means(main_job, page):
     table = main_job.experiment.tables[0](main_job)
     column = table.columns.index("change")
-    kurtosis = next(row for row in table.rows if row[0] == "kurtosis, first token")
-    pairs = zip(*(main_job[name].values("kurtosis_first") for name in ("cured", "vanilla")), strict=True)
+    mass = next(row for row in table.rows if row[0] == "attention mass on the first token")
+    pairs = zip(*(main_job[name].values("first_attention_mass") for name in ("cured", "vanilla")), strict=True)
     change = 100 * np.expm1(np.mean([np.log(a / b) for a, b in pairs]))
-    assert float(kurtosis[column].split("%")[0]) == pytest.approx(change, abs=0.06)
+    assert float(mass[column].split("%")[0]) == pytest.approx(change, abs=0.06)
     assert f'<td class="matters">{change:+.1f}%<small>' in page
 
 
