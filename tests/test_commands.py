@@ -57,6 +57,15 @@ def test_a_mistyped_command_is_refused_in_three_lines(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("source", ["appendix_h", pytest.param("appendix_h/results.json", marks=pytest.mark.slow)])
+def test_a_report_is_rendered_from_a_folder_of_results_or_its_file(tmp_path, source):
+    done = run("reproduce", f"--render={ROOT / 'results' / source}", "--workdir=new", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "written: new/report.md, report.html" in done.stdout
+    assert "## What held and what did not" in (tmp_path / "new/report.md").read_text()
+    assert "<!doctype html>" in (tmp_path / "new/report.html").read_text()
+
+
 # Completion.
 
 
