@@ -8,8 +8,10 @@ import pytest
 from planted_results import made_up
 from tiny_run import drawn_params
 
-from orthojax.config import replace
-from orthojax.experiments.ours.tiny_setting import ABLATED, BASE, CANDIDATES, EXPERIMENT, chosen
+from orthojax.config import changed_fields, replace
+from orthojax.experiments.base_configs import LANGUAGE_MODEL
+from orthojax.experiments.ours.tiny_setting import ABLATED, BASE, CANDIDATES, EXPERIMENT, _cost, chosen
+from orthojax.experiments.rerender import read_raw, results_of
 from orthojax.model import LoadedModel, Transformer
 from orthojax.train import Inputs
 
@@ -73,6 +75,15 @@ def the_chosen(changes):
 )
 def test_the_cheapest_that_meets_every_criterion_is_chosen(worse):
     assert the_chosen({}) == "short"
-    assert the_chosen({"short": worse, "rotary": {"first_attention_fraction": 0.4}}) == "rotary"
+    shorter = [v.name for v in EXPERIMENT.variants_at("tiny") if _cost(v.config) < _cost(BASE)]
+    assert "short" in shorter
+    assert the_chosen(dict.fromkeys(shorter, worse) | {"rotary": {"first_attention_fraction": 0.4}}) == "rotary"
     assert the_chosen(dict.fromkeys(CANDIDATES, worse)) is None
     assert the_chosen(dict.fromkeys(CANDIDATES, worse) | {"layers_6": {}}) == "layers_6"
+
+
+def test_the_setting_in_use_is_the_one_that_the_committed_search_chose():
+    folder = Path(__file__).parents[1] / "results/tiny-setting"
+    found = chosen(results_of(EXPERIMENT, read_raw(folder / "results.json"), folder))
+    differs = changed_fields(LANGUAGE_MODEL, replace(found.config, {"train.seed": 0, "data.seed": 0}))
+    assert {name for name in differs if not name.startswith(("eval.", "train.probe"))} == set()
