@@ -68,6 +68,7 @@ VERDICTS = {
     "pixel_sinks": "--?-?--+",
     "published_size": "-+++-",
     "quick": "++?++?+-+",
+    "repeated_passages": "+++-++-?++??-+?",
     "rotation_ablation": "+-+-+++",
     "simplified_model": "++++++++",
     "simplified_three_layers": "-+??+",
@@ -99,7 +100,6 @@ NOT_RUN_YET = {
     "downstream",
     "adam_betas",
     "long_pair",
-    "repeated_passages",
 }  # whose results are not committed
 
 

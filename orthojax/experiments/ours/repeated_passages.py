@@ -179,7 +179,7 @@ def _about(results: Results) -> list[str]:
 _ALL = ("perplexity", *KURTOSIS, "max_abs_first", FRACTION, MASS, "sink_rate", _DRAIN, _PEAK)
 EXPERIMENT = Experiment(
     name="repeated_passages",
-    title="Text with repeated passages: dominance, drains, outliers and damage; four methods, lengths, <s>, shares",
+    title="Text with repeated passages: dominance, drains, outliers and damage; four methods, shares, ReLU, SGD",
     variants=_variants,
     seeds=(0, 1, 2, 3, 4),
     about=_about,
