@@ -191,6 +191,10 @@ EXPERIMENT = Experiment(
         PairedTable("Change from softmax + Adam, paired by seed", V, ("perplexity", *KURTOSIS), (FRACTION, MASS)),
     ),
     claims=CLAIMS,
+    headlines=tuple(
+        (quantity, [_name(method, *GROUPS[_MAIN]) for method in (V, C)])
+        for quantity in (FRACTION, "kurtosis_first", PPL)
+    ),
     pictures=(
         StepCurves("dominance", "Queries that attend most to the first token, of a few held-out rows, over training.",
                    "fraction of queries", {FRACTION: ""}, x_scale="linear",
