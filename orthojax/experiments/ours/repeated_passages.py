@@ -169,8 +169,9 @@ def _about(results: Results) -> list[str]:
     levels = ", ".join(f"{number(chance_of_first(length))} at {length}" for length in lengths)
     return [
         "Python's library as text, cut into passages of 40 to 110 characters, each written twice, three times with "
-        f"probability 0.3. {first.train.steps:,} steps of {TOKENS:,} tokens. The setting was chosen on vanilla models "
-        "alone, see the experiment tiny_setting; these seeds took no part in that. Where each query prefers one of its "
+        f"probability 0.3. {first.train.steps:,} steps of {TOKENS:,} tokens. The setting is that of an earlier "
+        "trial of vanilla and cured models, so it was not chosen on vanilla models alone; results/README.md says how. "
+        "These seeds are new. Where each query prefers one of its "
         f"keys by chance, the first has most attention in {levels} tokens of the queries.",
         "Perplexities at different shares are of different texts.",
     ]
