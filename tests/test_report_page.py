@@ -58,6 +58,7 @@ def test_the_first_screen_has_the_count_three_numbers_and_one_figure_before_verd
     assert 'alt="Kurtosis of hidden states' in top
     shown = re.findall(r"<b>([\d.]+|[+-][\d.]+%) → ([\d.]+|[+-][\d.]+%)</b>", top)
     assert len(shown) == 3
+    assert "by chance, 64 tokens: 0.074" in top  # what the fraction compares with
     keys = ("kurtosis_first", "first_attention_fraction", "perplexity")
     for key, (before, after) in zip(keys, shown, strict=True):
         assert float(before) == pytest.approx(main_job["vanilla"][key], rel=0.01)

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from orthojax.experiments.chance import all_chance_lines
 from orthojax.experiments.claims import Claim, cases_of
 from orthojax.experiments.layout import decimals_for
 from orthojax.experiments.results import NotMeasured, Quantity, Result, Results, as_quantity
@@ -13,19 +14,26 @@ _MOST = 3
 
 
 class Headline(NamedTuple):
-    """A number on top of the page: one text of a variant, or one before and one after."""
+    """A number on top of the page: one text of a variant, or one before and one after.
+
+    Attributes:
+      label: Of the quantity.
+      texts: The numbers.
+      of: The variants.
+      beside: What they compare with: the paper's numbers, or what chance gives.
+    """
 
     label: str
     texts: Sequence[str]
     of: str
-    paper: str
+    beside: str
 
 
 def headlines(results: Results) -> list[Headline]:
     """Those that the experiment declares, otherwise the first that its claims compare; none without numbers."""
     experiment = results.experiment
     if experiment.headlines:
-        asked = [(as_quantity(q), names) for q, names in experiment.headlines if all(n in results for n in names)]
+        asked = [(q, names) for q, names in experiment.headlines if all(n in results for n in names)]
     else:
         asked = [found for claim in experiment.claims for found in _of_claim(claim, results)]
     found: list[Headline] = []
@@ -37,7 +45,7 @@ def headlines(results: Results) -> list[Headline]:
     return found[:_MOST]
 
 
-def _of_claim(claim: Claim, results: Results) -> Iterator[tuple[Quantity, Sequence[str]]]:
+def _of_claim(claim: Claim, results: Results) -> Iterator[tuple[str | Quantity, Sequence[str]]]:
     """The first quantity of a claim, in its first testable case, of the first and the last variant of it."""
     cases = {label: names for label, names in cases_of(claim, results).items() if all(n in results for n in names)}
     first = None
@@ -50,11 +58,12 @@ def _of_claim(claim: Claim, results: Results) -> Iterator[tuple[Quantity, Sequen
             if testable:
                 break
     if first and claim.show:
-        yield as_quantity(claim.show[0]), first
+        yield claim.show[0], first
 
 
-def _headline(quantity: Quantity, of: Sequence[Result]) -> Headline:
+def _headline(shown: str | Quantity, of: Sequence[Result]) -> Headline:
     """Of one variant, or of two, of which what their labels have in common is said once."""
+    quantity = as_quantity(shown)
     values = [result.mean(quantity) for result in of]
     decimals = decimals_for([abs(value) for value in values]) if quantity.show is number else None
     texts = [quantity.show(value) if decimals is None else f"{value:,.{decimals}f}" for value in values]
@@ -64,5 +73,7 @@ def _headline(quantity: Quantity, of: Sequence[Result]) -> Headline:
     same = [*alike, False].index(False) if len(of) > 1 else 0
     names = " → ".join(filter(None, (", ".join(part[same:]) for part in parts)))
     what = ": ".join(filter(None, [", ".join(parts[0][:same]), names]))
-    printed = "" if "-" in paper else f"paper {' → '.join(paper)}"
-    return Headline(quantity.label, texts, what, printed)
+    chance = all_chance_lines(shown, of) if isinstance(shown, str) else {}
+    beside = [] if "-" in paper else [f"paper {' → '.join(paper)}"]
+    beside += [f"{words}: {value:.3f}" for words, value in chance.items()]
+    return Headline(quantity.label, texts, what, "; ".join(beside))

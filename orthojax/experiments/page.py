@@ -159,12 +159,17 @@ def console_table(table: Table) -> str:
 
 
 def print_report(report: Report) -> None:
-    """Tables and claims on standard output."""
+    """Tables and claims on standard output, where the last lines are those that are seen."""
     for table in report.tables:
         print("\n" + console_table(table))
     print()
     if report.claims:
         print(f"{tally_text(report.claims)}\n")
+    for headline in report.headlines:
+        beside = f"; {headline.beside}" if headline.beside else ""
+        print(f"{headline.label}: {' → '.join(headline.texts)} ({headline.of}{beside})")
+    if report.headlines:
+        print()
     for claim in report.claims:
         print(textwrap.fill(f"{claim.verdict.upper()}: {claim.paragraph}", 110, subsequent_indent="  "))
 

@@ -73,7 +73,7 @@ _REAL_ROWS = 4  # of 256 tokens: what they cost is half a minute
 def _installed() -> tuple[Variant, ...]:
     try:
         checkpoint, config = find_model("smollm2")
-    except UserError:  # not installed
+    except UserError:  # not installed, or not the packages that read it
         return ()
     changes = {"data.tokenizer": "smollm2", "eval.sequences": _REAL_ROWS, "eval.batch_size": _REAL_ROWS}
     return (Variant(_REAL, _REAL, replace(config, changes), checkpoint=checkpoint),)
