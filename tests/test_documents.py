@@ -7,7 +7,6 @@ import subprocess
 import textwrap
 from pathlib import Path
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,7 +87,9 @@ def test_attention_of_the_documents_runs(text):
 
 
 def test_flax_attends_as_the_guide_says():
-    layer = eval(the_block("MultiHeadAttention", "attention.md").split("\n\n")[1], {"nn": nn, "orthojax": orthojax})
+    names: dict = {}
+    exec(the_block("MultiHeadAttention", "attention.md"), names)
+    layer = names["layer"]
     x = jax.random.normal(jax.random.key(0), (1, 6, 16))
     out, _ = layer.init_with_output(jax.random.key(1), x)
     changed, _ = layer.init_with_output(jax.random.key(1), x.at[:, -1].add(1.0))
@@ -107,7 +108,9 @@ def test_the_optimizers_of_the_readme_run():
 
 @pytest.mark.parametrize("page", [page for page, text in GUIDES.items() if ">>> " in text])
 def test_examples_of_the_guides_print_what_they_say(page):
-    assert doctest.testfile(str(ROOT / "docs" / page), module_relative=False) == (0, GUIDES[page].count("\n>>> "))
+    assert doctest.testfile(str(ROOT / "docs" / page), module_relative=False) == (
+        0, len(re.findall(r"^>>> (?!#)", GUIDES[page], re.MULTILINE))
+    )  # fmt: skip
 
 
 FRAMEWORKS = [block for block in blocks("python", GUIDES["optimizer.md"]) if "describe(" in block]
@@ -134,6 +137,14 @@ def test_no_block_of_python_is_left_out_above():
         plain = [block for block in blocks("python", text) if ">>> " not in block]
         assert len(plain) == tested.get(page, 0), page
     assert len(blocks("python")) == 2
+
+
+def test_code_of_the_guides_fits_its_column():
+    """80 characters are what the site shows at 1280 pixels."""
+    texts = [README, *GUIDES.values()]
+    found = [line for text in texts for block in blocks(r"\w+", text) for line in block.splitlines()]
+    assert len(found) > 200
+    assert [line for line in found if len(line) > 80] == [block.strip() for block in blocks("sh")][:2]  # to copy whole
 
 
 def commands_of(text: str) -> list[list[str]]:
