@@ -49,13 +49,13 @@ def defined_in(home: str) -> str:
     """Follows `from x import y` of packages to the module that defines a name; '' where it is a module."""
     module, _, name = home.rpartition(".")
     path = ROOT / module.replace(".", "/")
-    if (path / name).is_dir() or (path / f"{name}.py").is_file():
-        return ""
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and any(a.name == name for a in node.names):
+            if f"{node.module}.{name}" == home:  # from package import module
+                return ""
             return defined_in(f"{node.module}.{name}")
-    return home
+    return "" if (path / name).is_dir() or (path / f"{name}.py").is_file() else home
 
 
 def write_api() -> None:
@@ -63,15 +63,18 @@ def write_api() -> None:
     folder = PAGES / "docs/api"
     folder.mkdir(parents=True, exist_ok=True)
     for package, title in PACKAGES.items():
-        lines = [f"# {title}", "", f"`{package}`", "", f"::: {package}", "    options:", "      members: false", ""]
-        homes = sorted({home for of in public_names(package).values() if (home := defined_in(of))})
-        homes = [home for home in homes if ".".join(home.split(".")[:2]) in PACKAGES]
+        lines = [f"# {title}", "", f"::: {package}", "    options:", "      members: false", ""]
+        homes = {name: defined_in(home) for name, home in public_names(package).items()}
+        homes = {name: home for name, home in homes.items() if ".".join(home.split(".")[:2]) in PACKAGES}
         if package == "orthojax":  # their docstrings are on the pages of their packages
-            rows = sorted((home.rpartition(".")[2], ".".join(home.split(".")[:2])) for home in homes)
             lines += ["| name | defined in |", "|---|---|"]
-            lines += [f"| `orthojax.{name}` | [{of}]({of.split('.')[1]}.md) |" for name, of in rows]
-        for home in homes if package != "orthojax" else []:
-            lines += [f"::: {home}", ""]
+        for name, home in sorted(homes.items(), key=lambda item: item[0].lower()):
+            of = ".".join(home.split(".")[:2])
+            if package == "orthojax":
+                lines.append(f"| [`orthojax.{name}`]({of.split('.')[1]}.md#{home}) | `{of}` |")
+            else:  # under the name that users import
+                label = [f"      heading: {package}.{name}", f"      toc_label: {name}"]
+                lines += [f"::: {home}", "    options:", *label, ""]
         (folder / f"{package.split('.')[-1]}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
