@@ -320,6 +320,7 @@ def maps(
     y_label: str,
     value_label: str,
     log: bool = False,
+    top: float | None = None,
     x_ticks: Sequence[str] | None = None,
     y_ticks: Sequence[str] | None = None,
 ) -> Figure:
@@ -331,6 +332,7 @@ def maps(
       y_label: Of the rows.
       value_label: Of the colours.
       log: Logarithmic colours, for values over many powers of ten; otherwise colours go with the square root.
+      top: The value of the brightest colour, which all above have, too; the largest of all where None.
       x_ticks: Names of the columns, where these are not counted from 0.
       y_ticks: Those of the rows.
     """
@@ -338,7 +340,8 @@ def maps(
     down = -(-len(panels) // across)
     width, height = (3.5, 3.3) if across <= 2 else (2.5, 2.5)
     values = np.concatenate([panel.ravel() for panel in panels.values()])
-    top = float(np.nanmax(values))
+    clipped = top is not None
+    top = float(np.nanmax(values)) if top is None else top
     norm = PowerNorm(0.5, 0.0, top)
     if log:
         norm = LogNorm(max(float(np.quantile(values[values > 0], 0.02)), top * 1e-6), top)
@@ -362,5 +365,6 @@ def maps(
         for ax in list(grid.flat)[len(panels) :]:
             ax.set_visible(False)
         if image is not None:
-            figure.colorbar(image, ax=grid, label=value_label, shrink=min(0.9, 4 / down))
+            extend = "max" if clipped else "neither"
+            figure.colorbar(image, ax=grid, label=value_label, shrink=min(0.9, 4 / down), extend=extend)
     return figure

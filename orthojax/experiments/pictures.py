@@ -296,4 +296,9 @@ def draw_attention(panels: Mapping[str, np.ndarray]) -> drawing.Figure:
 def draw_hidden(panels: Mapping[str, np.ndarray], channels: Sequence[int] | None = None) -> drawing.Figure:
     """Maps of hidden states; title -> |hidden state| [T, D], or of some channels only."""
     ticks = None if channels is None else [str(channel) for channel in channels]
-    return drawing.maps(panels, x_label="channel", y_label="position", value_label="|hidden state|", x_ticks=ticks)
+    tops = [float(panel.max()) for panel in panels.values()]
+    # One panel would leave the others black.
+    top = 3 * min(tops) if max(tops) > 20 * min(tops) else None
+    return drawing.maps(
+        panels, x_label="channel", y_label="position", value_label="|hidden state|", x_ticks=ticks, top=top
+    )
