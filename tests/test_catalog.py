@@ -95,6 +95,7 @@ VERDICTS = {
 
 NOT_RUN_YET = {
     "tuning",
+    "depth",
     "damage",
     "haar",
     "downstream",

@@ -60,6 +60,7 @@ from orthojax.experiments.from_attention import (
 from orthojax.experiments.ours import (
     adam_betas,
     damage,
+    depth,
     downstream,
     haar,
     long_pair,
@@ -81,8 +82,8 @@ from orthojax.formatting import align
 _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table9)
 _LATER = (training_curves, appendix_e, appendix_g, appendix_h)
 _OURS = (
-    rotation_ablation, optimizer_outliers, normalizers, streaming, tiny_setting, tuning, repeated_passages,
-    damage, haar, adam_betas, downstream, long_pair,
+    rotation_ablation, optimizer_outliers, normalizers, streaming, tiny_setting, depth, tuning,
+    repeated_passages, damage, haar, adam_betas, downstream, long_pair,
 )  # fmt: skip
 _ON_THE_TASK = (one_layer, three_layers, peak_blocks, peak_slope, backcopy_rules, backcopy_cure)
 _BREAK_CONDITIONS = (break_conditions_map, break_conditions_cells)

@@ -12,7 +12,7 @@ import jax
 
 from orthojax import quant
 from orthojax.config import Config, ModelConfig, replace
-from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured
+from orthojax.experiments.base_configs import REPEATED_MODEL, cured
 from orthojax.experiments.claims import Claim
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.quantization import int8_error_bound
@@ -83,7 +83,7 @@ DAMAGED = Measure("damage", _round, _stages)
 def _variants(scale: str) -> tuple[Variant, ...]:
     found = []
     for width in WIDTHS:
-        config = replace(LANGUAGE_MODEL, {"model.d_model": width, "model.d_mlp": 4 * width})
+        config = replace(REPEATED_MODEL, {"model.d_model": width, "model.d_mlp": 4 * width})
         found.append(Variant(f"vanilla_{width}", f"{width} wide, softmax, Adam", config))
         found.append(Variant(f"cured_{width}", f"{width} wide, softmax-1, OrthoAdam", cured(config)))
     return tuple(found)
@@ -141,6 +141,7 @@ EXPERIMENT = Experiment(
     name="damage",
     title="What rounding costs vanilla and cured models: settings, head, static scales, float16, two widths",
     variants=_variants,
+    seeds=(0, 1, 2),
     about=_about,
     measures=(DAMAGED,),
     tables=(_table, MetricTable("Models", ("perplexity", "kurtosis_first", "kurtosis_rest", "max_abs_first"))),

@@ -19,7 +19,7 @@ from orthojax.experiments.claims import DOMINANCE, OUTLIERS, Claim, chance
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.page import Table
-from orthojax.experiments.results import NotMeasured, Result, Results
+from orthojax.experiments.results import NotMeasured, Numbers, Result, Results
 from orthojax.formatting import number, percent
 from orthojax.model import Interventions, LoadedModel, Taps
 from orthojax.ops import cross_entropy_nats
@@ -114,21 +114,25 @@ def _variants(scale: str) -> tuple[Variant, ...]:
     return tuple(Variant(name, label, replace(BASE, changes)) for name, (label, changes) in CANDIDATES.items())
 
 
-def _least_missed(of: Result) -> float:
-    return float(of.layer_means("loss_without").min())
+def _by_layer(of: Numbers, name: str) -> np.ndarray:
+    return np.array([of[f"{name}/layer_{i}"] for i in range(int(of.num_layers))])
 
 
-def _growth(of: Result) -> float:
-    norms = of.layer_means("residual_norm_rest")
+def _least_missed(of: Numbers) -> float:
+    return float(_by_layer(of, "loss_without").min())
+
+
+def _growth(of: Numbers) -> float:
+    norms = _by_layer(of, "residual_norm_rest")
     return float(norms[-1] / norms[0])
 
 
-def _layers_with_outliers(of: Result) -> int:
+def _layers_with_outliers(of: Numbers) -> int:
     """In how many layers the kurtosis of the first token or of others is above `OUTLIERS`."""
-    return int((np.maximum(of.layer_means("kurtosis_first"), of.layer_means("kurtosis_rest")) > OUTLIERS).sum())
+    return int((np.maximum(_by_layer(of, "kurtosis_first"), _by_layer(of, "kurtosis_rest")) > OUTLIERS).sum())
 
 
-def _dominance(of: Result) -> float:
+def _dominance(of: Numbers) -> float:
     return of.first_attention_fraction / chance(of)
 
 
@@ -138,13 +142,13 @@ class Criterion:
 
     Attributes:
       words: What.
-      value: The number, of the mean over search seeds.
+      value: The number, of one seed or of the means over seeds.
       least: That it must reach.
       show: The number as text.
     """
 
     words: str
-    value: Callable[[Result], float]
+    value: Callable[[Numbers], float]
     least: float
     show: Callable[[float], str] = number
 
