@@ -91,11 +91,12 @@ VERDICTS = {
     "table9": "-",
     "three_layers": "---+------+--+",
     "tiny_setting": "+",
+    "depth": "+++++--",
+    "tuning": "+",
 }
 
 NOT_RUN_YET = {
-    "tuning",
-    "depth",
+    "parity",
     "damage",
     "haar",
     "downstream",

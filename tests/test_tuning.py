@@ -1,10 +1,14 @@
 """The search for learning rates: equal budgets, and what it chooses."""
 
+from pathlib import Path
+
 import pytest
 from planted_results import made_up
 
 from orthojax.experiments.claims import judge
+from orthojax.experiments.ours import parity
 from orthojax.experiments.ours.tuning import EXPERIMENT, METHODS, WARMUPS, chosen, tuned
+from orthojax.experiments.rerender import read_raw, results_of
 
 RUNS = {variant.name: variant.config for variant in EXPERIMENT.variants_at("tiny")}
 
@@ -40,6 +44,14 @@ def test_the_lowest_perplexity_chooses_rate_and_warm_up():
     results = planted(best)
     assert chosen(results) == best
     assert judge(EXPERIMENT.claims[0], results).verdict == "holds"
+
+
+def test_the_methods_compared_have_what_the_committed_search_chose():
+    folder = Path(__file__).parents[1] / "results/tuning"
+    assert chosen(results_of(EXPERIMENT, read_raw(folder / "results.json"), folder)) == parity.TUNED
+    for variant in parity.EXPERIMENT.variants_at("tiny"):
+        method, _, steps = variant.name.rpartition("_")
+        assert variant.config == tuned(method, *parity.TUNED[method], int(steps))
 
 
 def test_a_best_rate_at_the_edge_is_said():

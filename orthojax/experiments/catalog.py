@@ -66,6 +66,7 @@ from orthojax.experiments.ours import (
     long_pair,
     normalizers,
     optimizer_outliers,
+    parity,
     quick,
     repeated_passages,
     rotation_ablation,
@@ -82,7 +83,7 @@ from orthojax.formatting import align
 _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table9)
 _LATER = (training_curves, appendix_e, appendix_g, appendix_h)
 _OURS = (
-    rotation_ablation, optimizer_outliers, normalizers, streaming, tiny_setting, depth, tuning,
+    rotation_ablation, optimizer_outliers, normalizers, streaming, tiny_setting, depth, tuning, parity,
     repeated_passages, damage, haar, adam_betas, downstream, long_pair,
 )  # fmt: skip
 _ON_THE_TASK = (one_layer, three_layers, peak_blocks, peak_slope, backcopy_rules, backcopy_cure)

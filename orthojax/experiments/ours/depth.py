@@ -111,6 +111,19 @@ EXPERIMENT = Experiment(
             "log",
             (GAUSSIAN, "Gaussian"),
         ),
+        LayerCurves(
+            "max_abs_by_layer",
+            "Max |activation| after each layer, first token and others.",
+            "max |activation|",
+            {"max_abs_first": "first", "max_abs_rest": "others"},
+            "log",
+        ),
+        LayerCurves(
+            "dominance_by_layer",
+            "Queries that attend most to the first token, layer by layer.",
+            "fraction of queries",
+            {FRACTION: ""},
+        ),
         TrainingCurves(),
     ),
 )

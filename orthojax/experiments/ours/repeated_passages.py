@@ -37,7 +37,7 @@ from orthojax.experiments.page import Table
 from orthojax.experiments.pictures import ModelMaps, StepCurves
 from orthojax.experiments.results import LABELS, Numbers, Quantity, Result, Results, metric, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
-from orthojax.formatting import number, percent
+from orthojax.formatting import number
 
 TOKENS = 1024  # of a batch
 # Group -> (tokens of a sequence, <s>). The first is the setting of the main job.
@@ -158,7 +158,7 @@ def _by_share(results: Results) -> Table:
     rows = []
     for share in SHARES:
         of = [results[_shared(method, share)] for method in (V, C)]
-        rows.append([percent(share), *(r.cell(metric(name)) for name in (FRACTION, MASS, PPL) for r in of)])
+        rows.append([f"{share:.0%}", *(r.cell(metric(name)) for name in (FRACTION, MASS, PPL) for r in of)])
     of = [f"{words}, {method}" for words in ("argmax", "mass", "perplexity") for method in ("vanilla", "cured")]
     return Table(f"By the share of passages that are repeated, {_MAIN}", ["repeated", *of], rows)
 

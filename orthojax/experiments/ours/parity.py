@@ -1,0 +1,89 @@
+"""Does the cure cost perplexity? Tuned methods at 500 and 2,000 steps, beside Muon and Lion."""
+
+from collections.abc import Mapping
+
+from orthojax.experiments.claims import (
+    EQUAL_PERPLEXITY,
+    FRACTION,
+    KURTOSIS,
+    MASS,
+    NO_OUTLIERS,
+    OUTLIERS,
+    PPL,
+    WORST_KURTOSIS,
+    C,
+    Claim,
+    V,
+    has_outliers,
+    worst_kurtosis,
+)
+from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.experiments.ours.tuning import METHODS, tuned
+from orthojax.experiments.pictures import TrainingCurves
+from orthojax.experiments.results import Results, penalty
+from orthojax.experiments.tables import MetricTable, PairedTable
+
+STEPS = (500, 2_000)
+COMPARED = (V, C, "muon", "lion")
+# Method -> rate and warm-up, a fraction of the steps: what the experiment tuning chose.
+TUNED: Mapping[str, tuple[float, float]] = {
+    V: (0.004, 0.25), C: (0.004, 0.25), "muon": (0.01, 0.05), "lion": (0.001, 0.25), "sgd": (0.4, 0.25),
+}  # fmt: skip
+
+
+def _name(method: str, steps: int) -> str:
+    return f"{method}_{steps}"
+
+
+def _variants(scale: str) -> tuple[Variant, ...]:
+    return tuple(
+        Variant(_name(method, steps), f"{METHODS[method].label}, {steps:,} steps", tuned(method, *TUNED[method], steps))
+        for steps in STEPS
+        for method in COMPARED
+    )
+
+
+def _groups(results: Results) -> dict[str, dict[str, str]]:
+    return {f"{steps:,} steps": {method: _name(method, steps) for method in COMPARED} for steps in STEPS}
+
+
+CLAIMS = (
+    Claim("The cure costs no perplexity, each method tuned.", (V, C), (PPL,),
+          lambda v, c: c.perplexity / v.perplexity - 1 <= EQUAL_PERPLEXITY,
+          f"mean at most {EQUAL_PERPLEXITY:.0%} above that of softmax and Adam"),
+    Claim("The cure leaves no outliers, at tuned rates.", (V, C), (WORST_KURTOSIS,),
+          lambda v, c: worst_kurtosis(c) < NO_OUTLIERS,
+          f"below {NO_OUTLIERS:g}; testable where softmax and Adam have more than {OUTLIERS:g}", has_outliers),
+    *(Claim(f"{METHODS[name].label} has outliers.", (name,), (WORST_KURTOSIS,), has_outliers, f"above {OUTLIERS:g}")
+      for name in ("muon", "lion")),
+)  # fmt: skip
+
+
+def _about(results: Results) -> list[str]:
+    config = results.first.config
+    tried = ((METHODS[name].label, *TUNED[name]) for name in COMPARED)
+    rates = "; ".join(f"{label} {rate:g}, {warmup:.0%}" for label, rate, warmup in tried)
+    return [
+        f"{config.model.num_layers} layers of width {config.model.d_model} on ordinary text, "
+        f"{config.train.batch_size} x {config.data.sequence_length} tokens a step. Rate and warm-up of each method are "
+        f"those that the experiment tuning chose, with the same budget for each: {rates}.",
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="parity",
+    title="Tuned methods at 500 and 2,000 steps: perplexity, outliers, dominance and the cost of a step",
+    variants=_variants,
+    seeds=(0, 1, 2),
+    about=_about,
+    groups=_groups,
+    tables=(
+        MetricTable("Models", (PPL, *KURTOSIS, "max_abs_first", "max_abs_rest", FRACTION, MASS)),
+        PairedTable("Change from softmax + Adam, paired by seed", V, (PPL, *KURTOSIS), (FRACTION, MASS)),
+        MetricTable("Perplexity lost to quantisation",
+                    [penalty(f"perplexity_{name}") for name in ("int8_moderate", "int8_coarse", "int4_zeropoint")]),
+    ),
+    claims=CLAIMS,
+    pictures=(TrainingCurves(),),
+    cost_reference=lambda name: _name(V, int(name.rpartition("_")[2])),
+)  # fmt: skip
