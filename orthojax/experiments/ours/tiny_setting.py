@@ -5,6 +5,7 @@ of a setting stands in `CRITERIA`, before any run; `chosen` takes the cheapest t
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -115,7 +116,11 @@ def _variants(scale: str) -> tuple[Variant, ...]:
 
 
 def _by_layer(of: Numbers, name: str) -> np.ndarray:
-    return np.array([of[f"{name}/layer_{i}"] for i in range(int(of.num_layers))])
+    names = (f"{name}/layer_{i}" for i in itertools.count())
+    values = [of[key] for key in itertools.takewhile(of.__contains__, names)]
+    if not values:
+        raise NotMeasured(name)
+    return np.array(values)
 
 
 def _least_missed(of: Numbers) -> float:
