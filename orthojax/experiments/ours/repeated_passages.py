@@ -37,11 +37,11 @@ from orthojax.experiments.page import Table
 from orthojax.experiments.pictures import ModelMaps, StepCurves
 from orthojax.experiments.results import LABELS, Numbers, Quantity, Result, Results, metric, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
-from orthojax.formatting import number, percent
+from orthojax.formatting import number
 
 TOKENS = 1024  # of a batch
 # Group -> (tokens of a sequence, <s>). The first is the setting of the main job.
-GROUPS = {"64, <s>": (64, True)}
+GROUPS = {"64, <s>": (64, True), "64, no <s>": (64, False), "256, <s>": (256, True), "256, no <s>": (256, False)}
 SHARES = (0.0, 0.1, 0.3, 1.0)
 DRAINED = 0.5  # the norm of a value over the others', from which on it is called drained
 # Where the share of repeated passages is varied, and where other mitigations stand beside.
@@ -158,7 +158,7 @@ def _by_share(results: Results) -> Table:
     rows = []
     for share in SHARES:
         of = [results[_shared(method, share)] for method in (V, C)]
-        rows.append([percent(share), *(r.cell(metric(name)) for name in (FRACTION, MASS, PPL) for r in of)])
+        rows.append([f"{share:.0%}", *(r.cell(metric(name)) for name in (FRACTION, MASS, PPL) for r in of)])
     of = [f"{words}, {method}" for words in ("argmax", "mass", "perplexity") for method in ("vanilla", "cured")]
     return Table(f"By the share of passages that are repeated, {_MAIN}", ["repeated", *of], rows)
 
@@ -186,7 +186,7 @@ EXPERIMENT = Experiment(
     about=_about,
     groups=_groups,
     tables=(
-        MetricTable("Models", _ALL, transposed=True),
+        MetricTable("Models", _ALL),
         _by_share,
         MetricTable("Perplexity lost to quantisation", [penalty(name) for name in (MODERATE, COARSE, INT4)]),
         PairedTable("Change from softmax + Adam, paired by seed", V, ("perplexity", *KURTOSIS), (FRACTION, MASS)),
