@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import functools
 import json
+import pickle
 import re
 from pathlib import Path
 
@@ -163,6 +164,12 @@ def test_every_experiment_has_one_name_a_title_and_a_source_of_numbers():
     with pytest.raises(UserError, match="unknown experiment 'tabel2'") as error:
         find("tabel2")
     assert "'table2'" in str(error.value)
+
+
+def test_measures_travel_to_worker_processes():
+    measures = [measure for experiment in ALL for measure in experiment.measures]
+    assert len(measures) > 10
+    assert [pickle.loads(pickle.dumps(measure)).name for measure in measures] == [measure.name for measure in measures]
 
 
 @pytest.mark.parametrize("name", VERDICTS)

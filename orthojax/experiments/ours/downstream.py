@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from orthojax.config import Config
 from orthojax.experiments.claims import C, Claim, O, S, V
 from orthojax.experiments.experiment import Experiment
 from orthojax.experiments.from_attention import models
@@ -115,7 +116,11 @@ def _ask(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]
     return Measured(found, {})
 
 
-ASKED = Measure("downstream", _ask, lambda config: 3)
+def _stages(config: Config) -> int:
+    return 3
+
+
+ASKED = Measure("downstream", _ask, _stages)
 
 
 def _share(name: str, label: str) -> Quantity:

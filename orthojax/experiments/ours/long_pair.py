@@ -89,7 +89,11 @@ def _by_step(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], N
     return Measured(last, {"steps": np.array(steps), **arrays})
 
 
-DAMAGE = Measure("damage_by_step", _by_step, lambda config: config.train.steps // config.train.keep_every_steps)
+def _kept(config: Config) -> int:
+    return config.train.steps // config.train.keep_every_steps
+
+
+DAMAGE = Measure("damage_by_step", _by_step, _kept)
 _LOST = tuple(penalty(f"perplexity_{name}", LABELS.get(f"perplexity_{name}", name)) for name in SETTINGS)
 
 CLAIMS = (
