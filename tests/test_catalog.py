@@ -94,12 +94,12 @@ VERDICTS = {
     "tiny_setting": "+",
     "depth": "+++++--",
     "tuning": "+",
+    "haar": "+--+",
 }
 
 NOT_RUN_YET = {
     "parity",
     "damage",
-    "haar",
     "downstream",
     "adam_betas",
     "long_pair",
