@@ -95,10 +95,10 @@ VERDICTS = {
     "depth": "+++++--",
     "tuning": "+",
     "haar": "+--+",
+    "parity": "-?-+",
 }
 
 NOT_RUN_YET = {
-    "parity",
     "damage",
     "downstream",
     "adam_betas",
