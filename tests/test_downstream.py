@@ -98,7 +98,7 @@ def test_verdicts(method, wrong):
     def verdicts(changes):
         of = {"perplexity": 80.0, "bracket_majority": 0.6, **dict.fromkeys(tasks, 0.7)}
         results = made_up(
-            EXPERIMENT, lambda name: of | (changes if name == f"gpt2_130m_{method}" else {}), scale="tiny"
+            EXPERIMENT, lambda name: of | (changes if name == method else {}), scale="tiny"
         )
         return [judge(claim, results).verdict for claim in CLAIMS]
 
