@@ -97,9 +97,7 @@ def test_verdicts(method, wrong):
 
     def verdicts(changes):
         of = {"perplexity": 80.0, "bracket_majority": 0.6, **dict.fromkeys(tasks, 0.7)}
-        results = made_up(
-            EXPERIMENT, lambda name: of | (changes if name == method else {}), scale="tiny"
-        )
+        results = made_up(EXPERIMENT, lambda name: of | (changes if name == method else {}), scale="tiny")
         return [judge(claim, results).verdict for claim in CLAIMS]
 
     assert verdicts({}) == verdicts({"cloze_accuracy": 0.69}) == ["holds"] * 3

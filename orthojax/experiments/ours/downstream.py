@@ -158,11 +158,12 @@ def _groups(results: Results) -> dict[str, dict[str, str]]:
 
 
 def _about(results: Results) -> list[str]:
+    majority = [result.bracket_majority for result in results if "bracket_majority" in result]
+    frequent = f"; always the most frequent gives {majority[0]:.1%}" if majority else ""
     return [
         f"Endings: the last quarter of a held-out row or those of the next {ENDINGS - 1} rows, by their probability; "
         "chance is a quarter. Copies: random tokens that all come again, each predicted from the one before it. "
-        "Brackets: where a closing bracket follows, which one has the largest logit; always the most frequent gives "
-        f"{results.first.bracket_majority:.1%}."
+        f"Brackets: where a closing bracket follows, which one has the largest logit{frequent}."
     ]
 
 
