@@ -10,6 +10,7 @@ import functools
 import math
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -181,5 +182,5 @@ def rotate(x: np.ndarray, channels: np.ndarray, rotation: RotationName, seed: in
         return x @ orthogonal.haar((seed, x.shape[1], 1), x.shape[1]).T
     transformation = optim.rotate(optim.Rotation(rotation, lambda path, leaf: optim.RotatedAxes((-1,)), seed))
     rows = {"rows": jnp.asarray(x)}
-    rotated = transformation.update(rows, transformation.init(rows))[0]
-    return np.asarray(rotated["rows"])  # pyright: ignore[reportIndexIssue]
+    (rotated,) = jax.tree.leaves(transformation.update(rows, transformation.init(rows))[0])
+    return np.asarray(rotated)
