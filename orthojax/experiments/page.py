@@ -89,9 +89,7 @@ def _data_sentences(results: Results) -> list[str]:
     sources = "; and ".join(dict.fromkeys(entry["source"] for entry in data)) or "unknown, as no run started"
     given, sentences = [r for r in results if r.given], []
     if len(given) < len(list(results)):
-        planned = tuple(results.seeds) == results.experiment.seeds != (0,)  # of a search
-        lonely = len(results.seeds) == 1 and not planned
-        anecdote = " One seed is an anecdote: run with --seeds=0,1,2 for a spread." if lonely else ""
+        anecdote = " One seed is an anecdote: run with --seeds=0,1,2 for a spread." if len(results.seeds) == 1 else ""
         sentences.append(f"Seeds: {', '.join(map(str, results.seeds))}.{anecdote}")
     if results.first.config.data.kind != "embedded":
         return [*sentences, f"The text is {sources}. Evaluation uses held-out rows."]
