@@ -18,6 +18,7 @@ GAUSSIAN = 3.0  # its kurtosis
 # A mean kurtosis over layers above the first is called outliers, below the second none.
 OUTLIERS, NO_OUTLIERS = 4.0, 3.5
 DOMINANCE = 2.0  # the first token dominates from this multiple of `chance_of_first` on
+DOMINANCE_TESTABLE = f"testable where vanilla has {DOMINANCE:g} times what equal logits give"
 EQUAL_PERPLEXITY = 0.01  # a perplexity at most this fraction above another is called equal
 # Roles of the two methods and short names of metrics, as claims write them.
 V, S, O, C = "vanilla", "softmax1", "orthoadam", "cured"
@@ -321,3 +322,44 @@ def all_within(result: Result, *bounds: tuple[str | Quantity, float, float]) -> 
 def shrinks_by_a_third(before: Numbers, after: Numbers) -> bool:
     """Whether the largest activations of the first token and of others do."""
     return all(after[key] < 0.67 * before[key] for key in MAX_ABS)
+
+
+# Claims that several experiments make of the cure; `**more` are further fields of `Claim`.
+
+
+def no_outliers_left(says: str, of: Names = (V, C), **more: Any) -> Claim:
+    """That the second variant has no outliers, where the first has."""
+    return Claim(
+        says,
+        of,
+        KURTOSIS,
+        lambda v, c: worst_kurtosis(c) < NO_OUTLIERS,
+        f"both below {NO_OUTLIERS:g}; testable where vanilla's is above {OUTLIERS:g}, either",
+        has_outliers,
+        **more,
+    )
+
+
+def dominance_removed(says: str, of: Names = (V, C), **more: Any) -> Claim:
+    """That the first token does not dominate the second variant, where it does the first."""
+    return Claim(
+        says,
+        of,
+        (FRACTION,),
+        lambda v, c: excess_of_first_left(v, c) <= 0.5,
+        f"at most half of what exceeds equal logits is left; {DOMINANCE_TESTABLE}",
+        dominated,
+        **more,
+    )
+
+
+def no_perplexity_lost(says: str, of: Names = (V, C), **more: Any) -> Claim:
+    """That the perplexity of the second variant equals the first's or is lower."""
+    return Claim(
+        says,
+        of,
+        (PPL,),
+        lambda v, c: c.perplexity / v.perplexity - 1 <= EQUAL_PERPLEXITY,
+        f"mean at most {EQUAL_PERPLEXITY:.0%} above vanilla's",
+        **more,
+    )

@@ -99,6 +99,23 @@ def _curves(
     return [Picture(picture.name, caption, figure)]
 
 
+KURTOSIS_BY_LAYER = LayerCurves(
+    "kurtosis_by_layer",
+    "Kurtosis of hidden states after each layer, first token and others.",
+    "kurtosis of hidden states",
+    {"kurtosis_first": "first", "kurtosis_rest": "others"},
+    "log",
+    (GAUSSIAN, "Gaussian"),
+)
+MAX_ABS_BY_LAYER = LayerCurves(
+    "max_abs_by_layer",
+    "Max |activation| after each layer, first token and others.",
+    "max |activation|",
+    {"max_abs_first": "first", "max_abs_rest": "others"},
+    "log",
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainingCurves:
     """Held-out loss during training, one curve for each variant.
