@@ -34,7 +34,7 @@ from orthojax.experiments.experiment import Case, Experiment, Run, Variant, run_
 from orthojax.experiments.measures import ALWAYS, Measure, Measured, example_maps, store, stored
 from orthojax.experiments.overview import overview
 from orthojax.experiments.page import Report, Table, console_table, escape_markdown, make_report, write_report
-from orthojax.experiments.pictures import LayerCurves, ModelMaps, TrainingCurves, perplexity_and_kurtosis
+from orthojax.experiments.pictures import LayerCurves, ModelMaps, TrainingCurves, draw_hidden, perplexity_and_kurtosis
 from orthojax.experiments.runs import Task, best_learning_rate, is_trained, training_flops, trial_config
 from orthojax.experiments.study import given_model, run_experiment
 from orthojax.experiments.tables import MetricTable, PairedTable, change_text, difference_text
@@ -378,6 +378,15 @@ def test_figures_draw_what_they_are_given():
     assert sorted(bar.get_height() for bar in figure.axes[0].patches) == [1.0, 2.0]
     figure = drawing.maps({"a": np.eye(3), "b": 2 * np.eye(3)}, x_label="", y_label="", value_label="", log=True)
     assert {image.norm.vmax for ax in figure.axes for image in ax.get_images()} == {2.0}  # one scale for all panels
+    plt.close("all")
+
+
+@pytest.mark.parametrize(("largest", "top", "extend"), [(19.0, 19.0, "neither"), (21.0, 3.0, "max")])
+def test_colours_of_hidden_states_end_where_the_smaller_map_can_still_be_seen(largest, top, extend):
+    figure = draw_hidden({"real": largest * np.eye(3), "ours": np.eye(3)})
+    (bar,) = {image.colorbar for ax in figure.axes for image in ax.get_images()} - {None}
+    assert {image.norm.vmax for ax in figure.axes for image in ax.get_images()} == {top}
+    assert bar.extend == extend  # an arrow says that there is more
     plt.close("all")
 
 
