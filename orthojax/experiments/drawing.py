@@ -179,6 +179,7 @@ def bars(
     y_label: str,
     texts: Mapping[str, Sequence[str]] | None = None,
     references: Mapping[str, Sequence[float]] | None = None,
+    y_scale: Literal["linear", "symlog"] = "linear",
 ) -> Figure:
     """Grouped bars with whiskers from the smallest to the largest seed.
 
@@ -188,6 +189,7 @@ def bars(
       y_label: Of the y axis.
       texts: Label -> what to write above its bars [groups].
       references: What lines across the bars of a group mean -> where they are [groups]; nan where there is none.
+      y_scale: Of the y axis; "symlog" is linear up to 2 and logarithmic above.
     """
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(min(12.0, max(5.2, 1.1 * len(groups) + 1.0)), 3.6))
@@ -211,7 +213,7 @@ def bars(
         axes.set_xticks(np.arange(len(groups)), names, fontsize=9 if len(groups) < 10 else 8)
         axes.grid(visible=False, axis="x")
         axes.margins(y=0.15 if texts else 0.1)
-        _finish(figure, [axes], ylabel=y_label)
+        _finish(figure, [axes], ylabel=y_label, yscale=y_scale)
     return figure
 
 

@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from orthojax import quant
 from orthojax.config import Config, ModelConfig, replace
+from orthojax.experiments import drawing
 from orthojax.experiments.base_configs import REPEATED_MODEL, cured
 from orthojax.experiments.claims import Claim
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.quantization import int8_error_bound
 from orthojax.experiments.measures import Measure, Measured
-from orthojax.experiments.page import Table
+from orthojax.experiments.page import Picture, Table
 from orthojax.experiments.pretrained import smollm2
 from orthojax.experiments.results import LABELS, Quantity, Result, Results, metric
 from orthojax.experiments.tables import MetricTable
@@ -130,6 +132,21 @@ def _table(results: Results) -> Table:
     return Table("Perplexity lost", ["rounded", *(of.label for of in results)], rows)
 
 
+_DRAWN = ("perplexity_int8_coarse", "perplexity_int8_coarse_static", "perplexity_int4_zeropoint", "perplexity_w4a8",
+          "perplexity_w4a4")  # fmt: skip
+
+
+def _picture(results: Results) -> list[Picture]:
+    figure = drawing.bars(
+        [ROUNDED[name] for name in _DRAWN],
+        {of.label: 100 * np.array([of.values(_lost(name)) for name in _DRAWN]).T for of in results.finished},
+        y_label="change of perplexity, %",
+        texts={of.label: [percent(of.mean(_lost(name))) for name in _DRAWN] for of in results.finished},
+        y_scale="symlog",
+    )
+    return [Picture("damage", "What rounding does to perplexity; linear up to 2%, logarithmic above.", figure)]
+
+
 def _about(results: Results) -> list[str]:
     bounds = ", ".join(f"{int8_error_bound(width):.1%} at {width} channels" for width in (*WIDTHS, 2048))
     text = [
@@ -157,6 +174,7 @@ EXPERIMENT = Experiment(
     measures=(DAMAGED,),
     tables=(_table, MetricTable("Models", ("perplexity", "kurtosis_first", "kurtosis_rest", "max_abs_first"))),
     claims=CLAIMS,
+    pictures=(_picture,),
     takes_models=True,
     installed=functools.partial(smollm2.installed, _REAL_ROWS),
 )  # fmt: skip
