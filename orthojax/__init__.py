@@ -7,6 +7,7 @@ Public names resolve on first use, so a project that takes only the optimizer ne
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,8 +46,11 @@ _HOME = {
     for name in names
 }
 _PACKAGES = ("ops", "optim", "model", "data", "analysis", "quant", "train", "experiments")
+# Without flax, which the extra `train` brings, help() and `import *` show what is there; the others name what they need.
+_NEED_FLAX = frozenset({"Transformer", "load", "train"})
+_ABSENT = frozenset() if importlib.util.find_spec("flax") else _NEED_FLAX
 
-__all__ = sorted([*_HOME, "analysis", "optim", "quant"])  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted({*_HOME, "analysis", "optim", "quant"} - _ABSENT)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
@@ -65,4 +69,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOME, *_PACKAGES, "__version__"])
+    return sorted({*_HOME, *_PACKAGES, "__version__"} - _ABSENT)

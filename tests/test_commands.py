@@ -1,6 +1,10 @@
 """`orthojax COMMAND`: what it lists and refuses, its completion, and what it says where an extra is missing."""
 
+import importlib
+import inspect
 import os
+import pydoc
+import re
 import shutil
 import subprocess
 import sys
@@ -122,12 +126,17 @@ def test_a_mistyped_config_is_compared_with_those_of_the_package(tmp_path):
 BLOCKED = """
 import sys
 
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+class Without:  # a finder to which some packages are not installed
+    def __init__(self, finder):
+        self.finder = finder
 
-sys.meta_path.insert(0, Missing())
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.split(".")[0] in {} else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 """
 
 
@@ -157,14 +166,25 @@ def test_the_core_works_without_extras_and_other_names_say_which_they_need(tmp_p
     )
     code += "assert np.isclose(orthojax.softmax1(jnp.zeros(1))[0], 0.5)\n"
     code += "try:\n    orthojax.Transformer\nexcept ImportError as error:\n    print(error)\n"
+    code += "import pydoc\nfrom orthojax import *\n"  # both read every name that is listed
+    code += "print('class ModelConfig' in pydoc.plaintext.document(orthojax), 'Transformer' in globals())\n"
     done = run(cwd=tmp_path, code=code)
     assert done.stderr == ""
-    assert done.stdout == "orthojax.Transformer needs flax: pip install 'orthojax[train]'\n"
+    assert done.stdout == "orthojax.Transformer needs flax: pip install 'orthojax[train]'\nTrue False\n"
 
 
 def test_a_module_that_no_extra_has_is_a_crash():
     assert how_to_install(ModuleNotFoundError(name="of_the_user")) == ""
     assert how_to_install(ModuleNotFoundError()) == ""
+
+
+@pytest.mark.parametrize("package", ["analysis", "optim", "ops", "quant", "train"])
+def test_help_lists_the_functions_of_a_package(package):
+    module = importlib.import_module(f"orthojax.{package}")
+    text = pydoc.plaintext.document(module)
+    for name in module.__all__:
+        if inspect.isfunction(getattr(module, name)):
+            assert re.search(rf"^    {name}\(", text, re.MULTILINE), name
 
 
 def test_public_names_are_listed_and_no_others():

@@ -4,70 +4,150 @@ From Attention to Activation (arXiv 2410.17174): kurtosis, largest activations, 
 Active-Dormant Attention Heads (arXiv 2410.13835): sinks, value-state drains, residual-state peaks, Bigram-Backcopy.
 """
 
-from orthojax.analysis.activations import gaussian_norm_ratio as gaussian_norm_ratio
-from orthojax.analysis.activations import kurtosis_first as kurtosis_first
-from orthojax.analysis.activations import kurtosis_pooled as kurtosis_pooled
-from orthojax.analysis.activations import kurtosis_rest as kurtosis_rest
-from orthojax.analysis.activations import max_abs_first as max_abs_first
-from orthojax.analysis.activations import max_abs_first_maximum as max_abs_first_maximum
-from orthojax.analysis.activations import max_abs_rest as max_abs_rest
-from orthojax.analysis.activations import max_abs_rest_maximum as max_abs_rest_maximum
-from orthojax.analysis.activations import norm_ratio_first as norm_ratio_first
-from orthojax.analysis.activations import norm_ratio_rest as norm_ratio_rest
-from orthojax.analysis.activations import residual_norm_first as residual_norm_first
-from orthojax.analysis.activations import residual_norm_rest as residual_norm_rest
-from orthojax.analysis.activations import value_norm_first as value_norm_first
-from orthojax.analysis.activations import value_norm_rest as value_norm_rest
-from orthojax.analysis.attention import attention_fraction_by_key as attention_fraction_by_key
-from orthojax.analysis.attention import attention_mass_by_key as attention_mass_by_key
-from orthojax.analysis.attention import chance_of_first as chance_of_first
-from orthojax.analysis.attention import equal_logits_mass as equal_logits_mass
-from orthojax.analysis.attention import first_attention_fraction as first_attention_fraction
-from orthojax.analysis.attention import first_attention_mass as first_attention_mass
-from orthojax.analysis.attention import first_attention_mass_by_head as first_attention_mass_by_head
-from orthojax.analysis.attention import first_attention_share as first_attention_share
-from orthojax.analysis.attention import sink_rate as sink_rate
-from orthojax.analysis.attention import uniformity_p_value as uniformity_p_value
-from orthojax.analysis.backcopy import backcopy_excess_risk_nats as backcopy_excess_risk_nats
-from orthojax.analysis.backcopy import backcopy_risk_nats as backcopy_risk_nats
-from orthojax.analysis.backcopy import bigram_excess_risk_nats as bigram_excess_risk_nats
-from orthojax.analysis.backcopy import sink_attention as sink_attention
-from orthojax.analysis.backcopy import sink_attention_rest as sink_attention_rest
-from orthojax.analysis.channels import OUTLIER_SCORE as OUTLIER_SCORE
-from orthojax.analysis.channels import channel_norms as channel_norms
-from orthojax.analysis.channels import correlation as correlation
-from orthojax.analysis.channels import extreme_overlap as extreme_overlap
-from orthojax.analysis.channels import in_singular_basis as in_singular_basis
-from orthojax.analysis.channels import outlier_scores as outlier_scores
-from orthojax.analysis.channels import rank_correlation as rank_correlation
-from orthojax.analysis.channels import summed_second_moments as summed_second_moments
-from orthojax.analysis.channels import top_count as top_count
-from orthojax.analysis.first_token import first_residual_gradients as first_residual_gradients
-from orthojax.analysis.first_token import first_residual_norms as first_residual_norms
-from orthojax.analysis.first_token import first_residuals as first_residuals
-from orthojax.analysis.first_token import first_token_mechanism as first_token_mechanism
-from orthojax.analysis.first_token import key_directions as key_directions
-from orthojax.analysis.first_token import weak_directions as weak_directions
-from orthojax.analysis.heads import active_shares as active_shares
-from orthojax.analysis.heads import activity_histogram as activity_histogram
-from orthojax.analysis.heads import attention_entropy_by_head as attention_entropy_by_head
-from orthojax.analysis.heads import head_activity as head_activity
-from orthojax.analysis.heads import null_mass_by_head as null_mass_by_head
-from orthojax.analysis.heads import value_norm_first_by_head as value_norm_first_by_head
-from orthojax.analysis.heads import value_norm_rest_by_head as value_norm_rest_by_head
-from orthojax.analysis.observe import Statistics as Statistics
-from orthojax.analysis.observe import combine as combine
-from orthojax.analysis.observe import concatenate as concatenate
-from orthojax.analysis.observe import finalize as finalize
-from orthojax.analysis.observe import measure as measure
-from orthojax.analysis.observe import observe_backcopy as observe_backcopy
-from orthojax.analysis.observe import observe_backcopy_risks as observe_backcopy_risks
-from orthojax.analysis.observe import observe_language_model as observe_language_model
-from orthojax.analysis.parameters import change_attribution as change_attribution
-from orthojax.analysis.parameters import parameter_norms as parameter_norms
-from orthojax.analysis.sink_logits import logit_summary as logit_summary
-from orthojax.analysis.sink_logits import logit_sums as logit_sums
-from orthojax.analysis.sink_logits import sink_logit_gap as sink_logit_gap
-from orthojax.analysis.summary import Summary as Summary
-from orthojax.analysis.summary import summarize as summarize
-from orthojax.model import Taps as Taps
+from orthojax.analysis.activations import (
+    gaussian_norm_ratio,
+    kurtosis_first,
+    kurtosis_pooled,
+    kurtosis_rest,
+    max_abs_first,
+    max_abs_first_maximum,
+    max_abs_rest,
+    max_abs_rest_maximum,
+    norm_ratio_first,
+    norm_ratio_rest,
+    residual_norm_first,
+    residual_norm_rest,
+    value_norm_first,
+    value_norm_rest,
+)
+from orthojax.analysis.attention import (
+    attention_fraction_by_key,
+    attention_mass_by_key,
+    chance_of_first,
+    equal_logits_mass,
+    first_attention_fraction,
+    first_attention_mass,
+    first_attention_mass_by_head,
+    first_attention_share,
+    sink_rate,
+    uniformity_p_value,
+)
+from orthojax.analysis.backcopy import (
+    backcopy_excess_risk_nats,
+    backcopy_risk_nats,
+    bigram_excess_risk_nats,
+    sink_attention,
+    sink_attention_rest,
+)
+from orthojax.analysis.channels import (
+    OUTLIER_SCORE,
+    channel_norms,
+    correlation,
+    extreme_overlap,
+    in_singular_basis,
+    outlier_scores,
+    rank_correlation,
+    summed_second_moments,
+    top_count,
+)
+from orthojax.analysis.first_token import (
+    first_residual_gradients,
+    first_residual_norms,
+    first_residuals,
+    first_token_mechanism,
+    key_directions,
+    weak_directions,
+)
+from orthojax.analysis.heads import (
+    active_shares,
+    activity_histogram,
+    attention_entropy_by_head,
+    head_activity,
+    null_mass_by_head,
+    value_norm_first_by_head,
+    value_norm_rest_by_head,
+)
+from orthojax.analysis.observe import (
+    Statistics,
+    combine,
+    concatenate,
+    finalize,
+    measure,
+    observe_backcopy,
+    observe_backcopy_risks,
+    observe_language_model,
+)
+from orthojax.analysis.parameters import change_attribution, parameter_norms
+from orthojax.analysis.sink_logits import logit_summary, logit_sums, sink_logit_gap
+from orthojax.analysis.summary import Summary, summarize
+from orthojax.model import Taps
+
+__all__ = [
+    "OUTLIER_SCORE",
+    "Statistics",
+    "Summary",
+    "Taps",
+    "active_shares",
+    "activity_histogram",
+    "attention_entropy_by_head",
+    "attention_fraction_by_key",
+    "attention_mass_by_key",
+    "backcopy_excess_risk_nats",
+    "backcopy_risk_nats",
+    "bigram_excess_risk_nats",
+    "chance_of_first",
+    "change_attribution",
+    "channel_norms",
+    "combine",
+    "concatenate",
+    "correlation",
+    "equal_logits_mass",
+    "extreme_overlap",
+    "finalize",
+    "first_attention_fraction",
+    "first_attention_mass",
+    "first_attention_mass_by_head",
+    "first_attention_share",
+    "first_residual_gradients",
+    "first_residual_norms",
+    "first_residuals",
+    "first_token_mechanism",
+    "gaussian_norm_ratio",
+    "head_activity",
+    "in_singular_basis",
+    "key_directions",
+    "kurtosis_first",
+    "kurtosis_pooled",
+    "kurtosis_rest",
+    "logit_summary",
+    "logit_sums",
+    "max_abs_first",
+    "max_abs_first_maximum",
+    "max_abs_rest",
+    "max_abs_rest_maximum",
+    "measure",
+    "norm_ratio_first",
+    "norm_ratio_rest",
+    "null_mass_by_head",
+    "observe_backcopy",
+    "observe_backcopy_risks",
+    "observe_language_model",
+    "outlier_scores",
+    "parameter_norms",
+    "rank_correlation",
+    "residual_norm_first",
+    "residual_norm_rest",
+    "sink_attention",
+    "sink_attention_rest",
+    "sink_logit_gap",
+    "sink_rate",
+    "summarize",
+    "summed_second_moments",
+    "top_count",
+    "uniformity_p_value",
+    "value_norm_first",
+    "value_norm_first_by_head",
+    "value_norm_rest",
+    "value_norm_rest_by_head",
+    "weak_directions",
+]
