@@ -46,7 +46,7 @@ _HOME = {
     for name in names
 }
 _PACKAGES = ("ops", "optim", "model", "data", "analysis", "quant", "train", "experiments")
-# Without flax, which the extra `train` brings, help() and `import *` show what is there; the others name what they need.
+# Without flax, which the extra `train` brings, help() and `import *` leave these out; used, they say what they need.
 _NEED_FLAX = frozenset({"Transformer", "load", "train"})
 _ABSENT = frozenset() if importlib.util.find_spec("flax") else _NEED_FLAX
 

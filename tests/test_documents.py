@@ -7,6 +7,7 @@ import subprocess
 import textwrap
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,8 +63,26 @@ def test_optimizers_of_the_guide_are_the_same_and_run():
     undecayed = orthojax.orthoadam(1e-3)
     assert not jnp.allclose(undecayed.update(grads, undecayed.init(params))[0]["kernel"], whole["kernel"], atol=1e-6)
     lion, _ = names["lion"].update(grads, names["lion"].init(params), params)
-    plain = optax.scale_by_lion()
-    assert not jnp.allclose(lion["kernel"], plain.update(grads, plain.init(params), params)[0]["kernel"])
+    plain = optax.lion(1e-4)
+    unrotated, _ = plain.update(grads, plain.init(params), params)
+    assert not jnp.allclose(lion["kernel"], unrotated["kernel"], rtol=1e-2)
+    assert np.linalg.norm(lion["kernel"]) == pytest.approx(np.linalg.norm(unrotated["kernel"]), rel=0.1)
+    assert (lion["kernel"] * grads["kernel"]).sum() < 0  # downhill
+
+
+def test_the_rule_of_the_guide_takes_flax_attention_for_matrices():
+    names: dict = {"orthojax": orthojax}
+    exec(the_block("def axes", "optimizer.md"), names)
+    attention, x = nn.MultiHeadDotProductAttention(num_heads=4), jnp.ones((1, 6, 16))
+    params = {"attention": attention.init(jax.random.key(0), x)["params"], "embedding": jnp.ones((8, 16))}
+    found = orthojax.optim.describe(orthojax.Rotation(axes=names["axes"]), params)
+    assert {path: what for path, what in found.items() if "kernel" in path} == {
+        "attention/key/kernel": "axes (1, 2): hadamard 16",
+        "attention/out/kernel": "axes (2,): hadamard 16",
+        "attention/query/kernel": "axes (1, 2): hadamard 16",
+        "attention/value/kernel": "axes (1, 2): hadamard 16",
+    }
+    names["optimizer"].init(params)
 
 
 def test_the_guide_shards_the_state_over_the_data_axis():
@@ -84,6 +103,19 @@ def test_attention_of_the_documents_runs(text):
     names = {"orthojax": orthojax, "query": query, "key": key, "value": value}
     exec(code, names)
     assert names["out"].shape == (1, 4, 2, 8)
+
+
+def test_attention_by_hand_is_the_same():
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 4, 2, 8))
+    names = {"query": query, "key": key, "value": value, "mask": jnp.tril(jnp.ones((4, 4), bool))}
+    exec(the_block("einsum", "attention.md"), names)
+    assert jnp.allclose(names["out"], orthojax.dot_product_attention(query, key, value, is_causal=True), atol=1e-6)
+
+
+def test_the_model_of_the_guide_runs():
+    names: dict = {}
+    exec(the_block("Transformer", "model.md"), names)
+    assert names["logits"].shape == (1, 16, names["config"].vocab_size)
 
 
 def test_flax_attends_as_the_guide_says():
@@ -128,8 +160,9 @@ def test_ten_lines_train_in_every_framework(code, capsys):
 
 def test_no_block_of_python_is_left_out_above():
     tested = {
-        "optimizer.md": 2 + len(FRAMEWORKS),
-        "attention.md": 2,
+        "optimizer.md": 3 + len(FRAMEWORKS),
+        "attention.md": 3,
+        "model.md": 1,
         "measure.md": 2,
         "checkpoints.md": 1,
     }  # two of them in other files

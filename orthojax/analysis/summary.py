@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -41,7 +42,7 @@ class Summary(NamedTuple):
         return {row.name: row.value for row in self.rows}
 
     def __str__(self) -> str:
-        cells = [["", "measured", "by chance", "largest layer", ""]]
+        cells = [["", "mean over layers", "by chance", "largest of a layer", ""]]
         for row in self.rows:
             chance = "" if math.isnan(row.chance) else number(row.chance)
             cells.append([row.name, number(row.value), chance, number(row.by_layer.max()), row.meaning])
@@ -77,7 +78,8 @@ def summarize(hidden: ArrayLike | Sequence[ArrayLike] | None = None,
       weights: Attention weights, [L, B, N, T, S] or L arrays [B, N, T, S]; one layer may come alone.
 
     Raises:
-      ValueError: For other shapes, weights that are none, or where neither is given.
+      ValueError: For other shapes, numbers that are not finite, weights that are none, hidden states and weights of
+        different batches, or where neither is given.
 
     >>> x = np.random.default_rng(0).normal(size=(2, 4, 16, 512))  # two layers, four sequences
     >>> x[:, :, 0, 7] = 50.0  # an outlier channel of the first token
@@ -87,18 +89,37 @@ def summarize(hidden: ArrayLike | Sequence[ArrayLike] | None = None,
     """
     if hidden is None and weights is None:
         raise ValueError("summarize() without arrays; allowed: hidden states, attention weights or both")
-    rows = [*_of_hidden(_layers(hidden, 3)), *_of_weights(_layers(weights, 4))]
-    return Summary(rows)
+    states, probabilities = _layers(hidden, "hidden states", "[B, T, D]"), _layers(weights, "weights", "[B, N, T, S]")
+    if states and probabilities:
+        (B, T), (b, t) = states[0].shape[:2], (probabilities[0].shape[0], probabilities[0].shape[2])
+        if (B, T) != (b, t):
+            raise ValueError(
+                f"hidden states of {B} rows of {T} positions, weights of {b} rows of {t}; allowed: [L, B, T, D] and "
+                "[L, B, N, T, S] of one batch"
+            )
+    return Summary([*_of_hidden(states), *_of_weights(probabilities)])
 
 
-def _layers(given: Any, ndim: int) -> list[ArrayLike]:
-    """One array for each layer; [] of None."""
+def _layers(given: Any, words: str, layer: str) -> list[jax.Array]:
+    """One array for each layer, which has the axes `layer`; [] of None."""
     if given is None:
         return []
-    if isinstance(given, list | tuple):
-        return list(given)
-    array = jnp.asarray(given)
-    return [array] if array.ndim == ndim else list(array)
+    ndim, allowed = layer.count(",") + 1, f"allowed: [L, {layer[1:]}, or a list of L arrays {layer}"
+    if not isinstance(given, list | tuple):
+        if not hasattr(given, "shape"):
+            raise ValueError(f"{words} are a {type(given).__name__}; {allowed}")
+        given = [given] if len(given.shape) == ndim else given
+        if len(np.shape(given[0])) != ndim:
+            raise ValueError(f"{words} {list(given.shape)}; {allowed}")
+    layers = []
+    for i, of in enumerate(given):
+        if not hasattr(of, "shape") or len(of.shape) != ndim:
+            what = list(of.shape) if hasattr(of, "shape") else f"a {type(of).__name__}"
+            raise ValueError(f"{words} of layer {i}: {what}; {allowed}")
+        layers.append(jnp.asarray(of))
+        if not jnp.isfinite(layers[-1]).all():
+            raise ValueError(f"{words} of layer {i} have numbers that are not finite; allowed: finite ones")
+    return layers
 
 
 def _of_hidden(layers: Sequence[ArrayLike]) -> list[Row]:

@@ -103,7 +103,7 @@ KURTOSIS_BY_LAYER = LayerCurves(
     "kurtosis_by_layer",
     "Kurtosis of hidden states after each layer, first token and others.",
     "kurtosis of hidden states",
-    {"kurtosis_first": "first", "kurtosis_rest": "others"},
+    {"kurtosis_first": "first token", "kurtosis_rest": "other tokens"},
     "log",
     (GAUSSIAN, "Gaussian"),
 )
@@ -111,7 +111,7 @@ MAX_ABS_BY_LAYER = LayerCurves(
     "max_abs_by_layer",
     "Max |activation| after each layer, first token and others.",
     "max |activation|",
-    {"max_abs_first": "first", "max_abs_rest": "others"},
+    {"max_abs_first": "first token", "max_abs_rest": "other tokens"},
     "log",
 )
 
