@@ -7,9 +7,11 @@ from matplotlib import pyplot as plt
 from test_commands import run
 from tiny_run import TINY
 
+from orthojax.analysis import chance_of_first
 from orthojax.config import replace, to_json
 from orthojax.errors import UserError
 from orthojax.experiments.comparing_runs import comparing_page, read_run
+from orthojax.formatting import number
 
 pytestmark = pytest.mark.usefixtures("closed_figures")
 
@@ -66,9 +68,20 @@ def test_an_evaluation_comes_before_what_was_logged(page):
     assert page.summary[1].startswith("Not evaluated: plain.")
 
 
+def test_each_run_is_compared_with_its_own_level_of_chance(tmp_path):
+    evaluated = {"perplexity": 8.0, "first_attention_mass": 0.25}
+    runs = {
+        name: read_run(made(tmp_path / name, {"model.normalizer": name}, evaluation=evaluated))
+        for name in ("softmax", "softmax1")
+    }
+    mass = [number(chance_of_first(TINY.data.sequence_length, softmax1=n)) for n in (False, True)]
+    said = table(comparing_page(runs, []), "How they ended")["attention mass on the first token"][-1]
+    assert said == f"softmax: {mass[0]} if all logits are 0; softmax1: {mass[1]} if all logits are 0"
+
+
 def test_curves_are_of_what_was_logged(page):
     names = {picture.name for picture in page.pictures}
-    assert names == {"held_out_loss", "training_loss", "kurtosis_first", "gradient_norm", "learning_rate"}
+    assert names == {"training_loss", "gradient_norm", "learning_rate"}  # of the others there is one point
     (losses,) = [picture.figure for picture in page.pictures if picture.name == "training_loss"]
     for line in losses.axes[0].get_lines():
         assert [list(values) for values in line.get_data()] == [[1, 4], [3.0, 2.0]]
@@ -99,7 +112,7 @@ def test_the_command_writes_the_page(tmp_path):
     [
         ([], "0 arguments given"),
         (["a"], "error: one run, a"),
-        (["a", "missing"], "config.json of a run"),
+        (["a", "missing"], "missing is no run: it has no config.json"),
         (["a", "a"], "two are called 'a'"),
     ],
 )

@@ -80,6 +80,8 @@ def read_run(path: Path) -> Run:
       UserError: Where it is not one.
     """
     for name in ("config.json", "metrics.jsonl"):
+        if not (path / name).exists():
+            raise UserError(f"{path} is no run: it has no {name}", allowed="workdirs of orthojax train")
         require_file(path / name, f"{name} of a run")
     config = from_json(Config, (path / "config.json").read_text(encoding="utf-8"))
     lines = sorted(read_metrics(path / "metrics.jsonl"), key=lambda line: line["step"])
@@ -100,7 +102,7 @@ def comparing_page(runs: Mapping[str, Run], notes: Sequence[str]) -> Report:
     for metric, (name, caption, scale) in _CURVES.items():
         curves = {run: of.curve(metric) for run, of in runs.items()}
         curves = {run: curve for run, curve in curves.items() if curve[0]}
-        if curves:
+        if any(len(steps) > 1 for steps, _ in curves.values()):
             figure = drawing.lines(curves, x_label="step", y_label=caption.split(",")[0].rstrip("."), y_scale=scale)
             pictures.append(Picture(name, caption, figure))
     return Report(
@@ -129,7 +131,10 @@ def _warnings(runs: Mapping[str, Run]) -> list[str]:
     if any(_held_out(run) != _held_out(first) for run in others):
         found.append("Their data or evaluations differ: losses compare only where the held-out text is the same.")
     if missing := ", ".join(name for name, run in runs.items() if not run.evaluation):
-        found.append(f"Not evaluated: {missing}. Their numbers are the last that were logged, on fewer sequences.")
+        found.append(
+            f"Not evaluated: {missing}. What was logged while training is of fewer sequences; orthojax evaluate "
+            "--checkpoint=RUN measures the rest."
+        )
     return found
 
 
@@ -144,8 +149,10 @@ def _ends(runs: Mapping[str, Run]) -> Table:
     for metric in _ENDS:
         if not any(metric in end for end in ends.values()):
             continue
-        known = (compared_with(end, runs[name].config) for name, end in ends.items() if metric in end)
-        chance = "" if metric.startswith("perplexity_") else next(known).get(metric, "")
+        known = {name: compared_with(end, runs[name].config) for name, end in ends.items() if metric in end}
+        by_run = {name: of.get(metric, "") for name, of in known.items() if not metric.startswith("perplexity_")}
+        same = len(set(by_run.values())) <= 1
+        chance = next(iter(by_run.values()), "") if same else "; ".join(f"{run}: {by_run[run]}" for run in by_run)
         label = _OWN_LABELS.get(metric) or LABELS.get(metric, metric)
         rows.append([label, *(number(end[metric]) if metric in end else "-" for end in ends.values()), chance])
     return Table("How they ended", ["", *runs, "compare with"], rows)
