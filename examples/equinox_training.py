@@ -32,6 +32,8 @@ class Model(eqx.Module):
 
 
 def main(name: str = "orthoadam") -> None:
+    if name not in ("orthoadam", "adamw"):
+        sys.exit(f"unknown optimizer {name!r}; allowed: orthoadam, adamw")
     model = Model(jax.random.key(0))
     tx = optax.adamw(3e-3, weight_decay=1e-4)
     if name == "orthoadam":  # <- the swap; equinox stores kernels as [out, in]

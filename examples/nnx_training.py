@@ -33,6 +33,8 @@ def kernel_axes(path, leaf):
 
 
 def main(name: str = "orthoadam") -> None:
+    if name not in ("orthoadam", "adamw"):
+        sys.exit(f"unknown optimizer {name!r}; allowed: orthoadam, adamw")
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(nnx.Embed(128, WIDTH, rngs=rngs), Block(rngs), nnx.Linear(WIDTH, 128, rngs=rngs))
     tx = optax.adamw(3e-3, weight_decay=1e-4)

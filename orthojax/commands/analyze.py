@@ -30,7 +30,7 @@ EXTRAS = "train,reports"
 def define_flags() -> None:
     """Defines the flags of this command."""
     cli.define_compile_cache()
-    flags.DEFINE_multi_string("model", [], "PATH or NAME=PATH, or several with commas between; may be repeated.")
+    flags.DEFINE_multi_string("model", [], "PATH or NAME=PATH, or several with commas between.")
     flags.DEFINE_list("text", ["topics"], "Text and .jsonl files, folders or patterns; or topics, or stdlib.")
     flags.DEFINE_list("domains", [], "NAME=FILES of each, as code=src/,more.py,prose=*.txt; FILES as of --text.")
     flags.DEFINE_string(
@@ -49,7 +49,7 @@ def define_flags() -> None:
         "settings", None, "Quantisation settings; all for every one, none for none. Default: the paper's."
     )
     flags.DEFINE_bool("quantize_head", False, "Simulate every setting with the output head quantised as well.")
-    flags.DEFINE_multi_string("intervene", [], "An intervention, see above; may be repeated.")
+    flags.DEFINE_multi_string("intervene", [], "An intervention, see above.")
     flags.DEFINE_integer("sweep_heads", 0, "Zero every head in turn on that many rows; 0 for no sweep.", lower_bound=0)
     flags.DEFINE_bool("dynamics", False, "The models are checkpoints of one run, in the order of their steps.")
     flags.DEFINE_string("workdir", "runs/analyze", "Where results and pages go.")

@@ -34,7 +34,7 @@ def define_flags() -> None:
     flags.DEFINE_float("top_p", 1.0, "Draw from the fewest most probable tokens with this probability together.")
     flags.DEFINE_integer("seed", 0, "Of the draws.")
     flags.DEFINE_integer("window", None, "Let the model see this many latest tokens only.")
-    flags.DEFINE_integer("sinks", 0, "And this many first ones; with --window.")
+    flags.DEFINE_integer("sinks", 0, "With --window: how many first tokens the model sees besides.")
 
 
 def main(_: list[str]) -> None:

@@ -27,7 +27,9 @@ def define_flags() -> None:
     flags.DEFINE_string("workdir", None, "Folder of the run; runs/NAME where not given and the config is NAME.py.")
     flags.DEFINE_bool("multihost", False, "Join the processes that Slurm, Open MPI, GKE or Cloud TPU started.")
     flags.DEFINE_string(
-        "coordinator_address", None, "HOST:PORT of process 0, where no cluster says; with the next two."
+        "coordinator_address",
+        None,
+        "HOST:PORT of process 0, where no cluster says; with --num_processes, --process_id.",
     )
     flags.DEFINE_integer("num_processes", None, "Processes of all machines together.", lower_bound=1)
     flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", lower_bound=0)

@@ -22,7 +22,9 @@ def opening(config: Config, workdir: Path) -> list[str]:
     """
     model, optim, settings, length = config.model, config.optim, config.train, config.data.sequence_length
     layers = f"{model.num_layers} layers of {model.num_heads} heads, d_model {model.d_model}"
-    warmup = f"with {optim.warmup_steps:,} steps of warm-up" if optim.warmup_steps else "without warm-up"
+    warmup = "without warm-up"
+    if optim.warmup_steps:
+        warmup = f"with {optim.warmup_steps:,} step{'s' * (optim.warmup_steps > 1)} of warm-up"
     name = f"{optim.optimizer}{', rotated' if optim.rotated else ''}"
     lines = {
         "model": f"{parameter_count(model):,} parameters: {layers}, {model.normalizer} attention, {model.dtype}",
