@@ -32,12 +32,10 @@ class Model(eqx.Module):
 
 
 def main(name: str = "orthoadam") -> None:
-    if name not in ("orthoadam", "adamw"):
-        sys.exit(f"unknown optimizer {name!r}; allowed: orthoadam, adamw")
     model = Model(jax.random.key(0))
-    tx = optax.adamw(3e-3, weight_decay=1e-4)
-    if name == "orthoadam":  # <- the swap; equinox stores kernels as [out, in]
-        tx = orthojax.orthoadam(3e-3, weight_decay=1e-4, rotation=orthojax.Rotation(kernel_layout="out_in"))
+    adamw = optax.adamw(3e-3, weight_decay=1e-4)
+    orthoadam = orthojax.orthoadam(3e-3, weight_decay=1e-4, rotation=orthojax.Rotation(kernel_layout="out_in"))
+    tx = {"adamw": adamw, "orthoadam": orthoadam}[name]  # <- the swap; equinox stores kernels as [out, in]
 
     def loss(model, tokens):
         return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(tokens[:, :-1]), tokens[:, 1:]).mean()

@@ -33,13 +33,11 @@ def kernel_axes(path, leaf):
 
 
 def main(name: str = "orthoadam") -> None:
-    if name not in ("orthoadam", "adamw"):
-        sys.exit(f"unknown optimizer {name!r}; allowed: orthoadam, adamw")
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(nnx.Embed(128, WIDTH, rngs=rngs), Block(rngs), nnx.Linear(WIDTH, 128, rngs=rngs))
-    tx = optax.adamw(3e-3, weight_decay=1e-4)
-    if name == "orthoadam":  # <- the swap
-        tx = orthojax.orthoadam(3e-3, weight_decay=1e-4, rotation=orthojax.Rotation(axes=kernel_axes))
+    adamw = optax.adamw(3e-3, weight_decay=1e-4)
+    orthoadam = orthojax.orthoadam(3e-3, weight_decay=1e-4, rotation=orthojax.Rotation(axes=kernel_axes))
+    tx = {"adamw": adamw, "orthoadam": orthoadam}[name]  # <- the swap
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     @nnx.jit

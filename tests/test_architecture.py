@@ -148,41 +148,6 @@ def run_python(code: str) -> str:
     return process.stdout
 
 
-BLOCKER = """
-    import sys
-
-    class Blocker:
-        def find_spec(self, name, path=None, target=None):
-            if name.partition(".")[0] in {blocked!r}:
-                raise ModuleNotFoundError("blocked: " + name)
-
-    sys.meta_path.insert(0, Blocker())
-"""
-
-
-def test_the_optimizer_and_the_attention_work_without_flax_orbax_and_tfds():
-    blocked = {"flax", "orbax", "tensorflow_datasets", "tensorflow", "grain", "tokenizers", "matplotlib"}
-    code = (
-        BLOCKER.format(blocked=blocked)
-        + """
-    import orthojax
-    import orthojax.optim
-    import jax.numpy as jnp
-    optimizer = orthojax.orthoadam(1e-3)
-    params = {"w": jnp.ones((4, 4))}
-    updates, _ = optimizer.update(params, optimizer.init(params), params)
-    assert orthojax.gpt2("130m").d_model == 768
-    q = jnp.ones((1, 2, 1, 4))
-    print(updates["w"].shape, orthojax.dot_product_attention(q, q, q).shape)
-    try:
-        orthojax.Transformer
-    except ModuleNotFoundError as error:
-        print(error)
-    """
-    )
-    assert run_python(code).split("\n")[:2] == ["(4, 4) (1, 2, 1, 4)", "blocked: flax"]
-
-
 # The public names.
 
 PUBLIC = set(

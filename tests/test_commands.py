@@ -158,13 +158,17 @@ def test_a_command_names_the_extra_that_is_missing(tmp_path, missing, command, e
 
 
 def test_the_core_works_without_extras_and_other_names_say_which_they_need(tmp_path):
-    code = BLOCKED.format(["flax", "orbax", "grain", "tqdm", "scipy.stats", "matplotlib", "jinja2", "tokenizers"])
+    code = BLOCKED.format(["flax", "orbax", "grain", "tqdm", "scipy.stats", "matplotlib", "jinja2", "tokenizers",
+                           "tensorflow_datasets", "tensorflow"])  # fmt: skip
     code += "import jax.numpy as jnp, numpy as np, orthojax\n"
     code += "from orthojax import analysis, ops, optim, quant\n"
     code += (
-        "state = orthojax.orthoadam(1e-3, rotation=orthojax.Rotation(embeddings='')).init({'w': jnp.ones((4, 4))})\n"
+        "optimizer, w = orthojax.orthoadam(1e-3, rotation=orthojax.Rotation(embeddings='')), {'w': jnp.ones((4, 4))}\n"
     )
+    code += "assert optimizer.update(w, optimizer.init(w), w)[0]['w'].shape == (4, 4)\n"
     code += "assert np.isclose(orthojax.softmax1(jnp.zeros(1))[0], 0.5)\n"
+    code += "q = jnp.ones((1, 2, 1, 4))\nassert orthojax.dot_product_attention(q, q, q).shape == q.shape\n"
+    code += "assert orthojax.gpt2('130m').d_model == 768\n"
     code += "try:\n    orthojax.Transformer\nexcept ImportError as error:\n    print(error)\n"
     code += "import pydoc\nfrom orthojax import *\n"  # both read every name that is listed
     code += "print('class ModelConfig' in pydoc.plaintext.document(orthojax), 'Transformer' in globals())\n"
