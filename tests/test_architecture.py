@@ -3,8 +3,6 @@
 import ast
 import functools
 import importlib
-import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Set
@@ -134,18 +132,6 @@ def test_heavy_libraries_have_one_door_each():
     assert "tensorflow" not in users
     # The benchmark writes folders of TFDS, to time how they are read.
     assert users["tensorflow_datasets"] == {"orthojax/data/tfds.py", "orthojax/benchmarks/data.py"}
-
-
-# What imports really pull in, in a process of its own.
-
-
-def run_python(code: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout
 
 
 # The public names.
