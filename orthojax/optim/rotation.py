@@ -247,9 +247,12 @@ def warn_without_table(rotation: Rotation, plans: list[tuple[Any, Plan]]) -> Non
     """Warns where the generic rule has found kernels and no embedding table."""
     if callable(rotation.axes) or rotation.embeddings == "":
         return
-    if any(plan.groups for _, plan in plans) and not any(plan.mark == "embedding" for _, plan in plans):
+    kernels = [plan.path for _, plan in plans if plan.groups]
+    if kernels and not any(plan.mark == "embedding" for _, plan in plans):
+        shown = ", ".join(kernels[:3]) + (f" and {len(kernels) - 3} more" if len(kernels) > 3 else "")
         warnings.warn(
-            "the rotation finds kernels and no embedding table; an unrotated one brings the outliers back. "
+            f"the rotation finds kernels and no embedding table, by name (kernels: {shown}); a table not rotated "
+            "along d_model brings the outliers back. "
             "Rotation(embeddings=PATTERN) names the tables, embeddings='' says that there are none, "
             "print(orthojax.optim.describe(rotation, params)) shows what is found",
             stacklevel=2,
