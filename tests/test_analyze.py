@@ -21,6 +21,7 @@ from orthojax.experiments.analyzing.measuring import measure_model, spread_over_
 from orthojax.experiments.analyzing.naming import named_files, named_models
 from orthojax.experiments.analyzing.stages import Kept, identity
 from orthojax.experiments.analyzing.texts import Cut, open_ids, open_text
+from orthojax.formatting import number
 from orthojax.model import parameter_shapes, write_folder
 from orthojax.progress import Progress
 from orthojax.train import Checkpoints, evaluate, load
@@ -355,6 +356,14 @@ def test_pages_of_several_models_compare_them(models, tmp_path):
     of_layer = dict(zip(layers.columns, layers.rows[0], strict=True))
     assert of_layer["largest channels"].startswith(f"{LARGE} (40)")
     assert of_layer["at position"] == "0"
+    of_sink, found = made[tmp_path / "sink"], results["rows"][0]["metrics"]
+    assert of_sink.title == "sink: attention, outliers and rounding"
+    assert [(of.label, of.texts) for of in of_sink.headlines] == [
+        ("kurtosis, first token", [number(found["kurtosis_first"])]),
+        ("first token gets most attention, fraction", [number(found["first_attention_fraction"])]),
+        ("perplexity", [f"{found['perplexity']:.4g}"]),
+    ]
+    assert of_sink.headlines[1].beside == f"{number(analysis.chance_of_first(T))} by chance"
     for name in names:
         with np.load(tmp_path / name / "measured/arrays.npz") as arrays:
             assert arrays["first_attention_mass"].shape == (2 if name == "random" else 1, 2)

@@ -60,7 +60,7 @@ def main(_: list[str]) -> None:
         raise UserError("--model is missing", allowed="--model=PATH, or --model=NAME=PATH,NAME=PATH")
 
     from orthojax import quant
-    from orthojax.experiments.analyzing import Asked, Given, analyze
+    from orthojax.experiments.analyzing import Asked, Given, analyze, headlines
     from orthojax.experiments.analyzing.dynamics import checkpoint_series
     from orthojax.experiments.analyzing.naming import named_files, named_models
     from orthojax.train import keep_compiled_programs
@@ -92,5 +92,9 @@ def main(_: list[str]) -> None:
     models = checkpoint_series(FLAGS.model) if FLAGS.dynamics else named_models(FLAGS.model)
     keep_compiled_programs(FLAGS.compile_cache)
     workdir = Path(FLAGS.workdir)
-    analyze(models, given, asked, workdir)
+    analyzed = analyze(models, given, asked, workdir)
+    for name, (loaded, measured, _) in analyzed.runs.items():
+        shown = headlines(name, loaded, measured.metrics)
+        texts = [f"{of.label} {of.texts[0]}{f' ({of.beside})' if of.beside else ''}" for of in shown]
+        print(printable(f"{name}: {'; '.join(texts)}"))
     print(printable(f"written: {workdir / 'results.json'} and {workdir / 'report.html'}"))

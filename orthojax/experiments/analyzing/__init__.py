@@ -12,3 +12,4 @@ from orthojax.experiments.analyzing.comparing import measure_models as measure_m
 from orthojax.experiments.analyzing.comparing import pages as pages
 from orthojax.experiments.analyzing.measuring import Asked as Asked
 from orthojax.experiments.analyzing.measuring import Measured as Measured
+from orthojax.experiments.analyzing.report import headlines as headlines

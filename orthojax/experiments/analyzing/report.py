@@ -8,6 +8,7 @@ import numpy as np
 from orthojax.experiments import drawing
 from orthojax.experiments.analyzing.measuring import Asked, Measured
 from orthojax.experiments.analyzing.texts import Text
+from orthojax.experiments.headlines import Headline
 from orthojax.experiments.measures import MAPS
 from orthojax.experiments.overview import compared_with
 from orthojax.experiments.page import Picture, Report, Table
@@ -82,10 +83,11 @@ def model_report(
 ) -> Report:  # fmt: skip
     """The page of one model; `results` holds it alone."""
     model, text, metrics = loaded.model.config, texts[0], measured.metrics
+    source = f"step {loaded.source.name}" if loaded.source.name.isdigit() else loaded.source.name
     summary = [
         f"{model.num_layers} layers of width {model.d_model}, {model.num_heads} heads, {model.normalizer} attention; "
-        f"{loaded.source.name}. All metrics are of {len(text.rows)} rows of {text.rows.shape[1] - 1} tokens of "
-        f"{text.source}. Layers and heads count from 0 in tables, layers from 1 in curves.",
+        f"{source}. All metrics are of {len(text.rows)} rows of {text.rows.shape[1] - 1} tokens of {text.source}. "
+        "Layers and heads count from 0 in tables, layers from 1 in curves.",
         *measured.notes,
     ]
     tables = [_metrics_table(metrics, loaded), _layer_table(measured)]
@@ -98,7 +100,15 @@ def model_report(
     pictures = [picture for curve in CURVES for picture in curve(results)]
     pictures += [*_maps(measured), *_heads(measured, domains)]
     pictures += _quantisation_bars({name: metrics}) + _windows(measured, domains)
-    return Report(name, summary, (), tables, pictures, notes, links)
+    title = f"{name}: attention, outliers and rounding"
+    return Report(title, summary, (), tables, pictures, notes, links, headlines=headlines(name, loaded, metrics))
+
+
+def headlines(name: str, loaded: LoadedModel, metrics: Mapping[str, float]) -> list[Headline]:
+    """The numbers on top of the page of one model."""
+    compared = compared_with(metrics, loaded.config)
+    shown = [metric for metric in ("kurtosis_first", "first_attention_fraction", "perplexity") if metric in metrics]
+    return [Headline(label(metric), [_cell(metrics, metric)], name, compared.get(metric, "")) for metric in shown]
 
 
 def comparing_report(measured: Mapping[str, Measured], results: Results, notes: Sequence[str]) -> Report:
