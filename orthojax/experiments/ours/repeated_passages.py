@@ -41,7 +41,7 @@ from orthojax.formatting import number
 
 TOKENS = 1024  # of a batch
 # Group -> (tokens of a sequence, <s>). The first is the setting of the main job.
-GROUPS = {"64, <s>": (64, True)}
+GROUPS = {"64, <s>": (64, True), "64, no <s>": (64, False), "256, <s>": (256, True), "256, no <s>": (256, False)}
 SHARES = (0.0, 0.1, 0.3, 1.0)
 DRAINED = 0.5  # the norm of a value over the others', from which on it is called drained
 # Where the share of repeated passages is varied, and where other mitigations stand beside.
@@ -186,7 +186,7 @@ EXPERIMENT = Experiment(
     about=_about,
     groups=_groups,
     tables=(
-        MetricTable("Models", _ALL, transposed=True),
+        MetricTable("Models", _ALL),
         _by_share,
         MetricTable("Perplexity lost to quantisation", [penalty(name) for name in (MODERATE, COARSE, INT4)]),
         PairedTable("Change from softmax + Adam, paired by seed", V, ("perplexity", *KURTOSIS), (FRACTION, MASS)),
