@@ -23,7 +23,7 @@ from orthojax.experiments.pictures import TrainingCurves
 from orthojax.experiments.results import Quantity, Results, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 
-STEPS = (500,)
+STEPS = (500, 2000)
 COMPARED = (V, C, "muon", "lion")
 # Method -> rate and warm-up, a fraction of the steps: what the experiment tuning chose.
 TUNED: Mapping[str, tuple[float, float]] = {
