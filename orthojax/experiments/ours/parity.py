@@ -22,8 +22,8 @@ from orthojax.experiments.pictures import TrainingCurves
 from orthojax.experiments.results import Quantity, Results, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 
-STEPS = (500,)
-COMPARED = (V, C, "muon", "lion")
+# Steps -> who is compared.
+STEPS: Mapping[int, tuple[str, ...]] = {500: (V, C, "muon", "lion"), 2000: (V, C)}
 # Method -> rate and warm-up, a fraction of the steps: what the experiment tuning chose.
 TUNED: Mapping[str, tuple[float, float]] = {
     V: (0.004, 0.25), C: (0.004, 0.25), "muon": (0.01, 0.05), "lion": (0.001, 0.25), "sgd": (0.4, 0.25),
@@ -40,13 +40,15 @@ def _name(method: str, steps: int) -> str:
 def _variants(scale: str) -> tuple[Variant, ...]:
     return tuple(
         Variant(_name(method, steps), f"{METHODS[method].label}, {steps:,} steps", tuned(method, *TUNED[method], steps))
-        for steps in STEPS
-        for method in COMPARED
+        for steps, compared in STEPS.items()
+        for method in compared
     )
 
 
 def _groups(results: Results) -> dict[str, dict[str, str]]:
-    return {f"{steps:,} steps": {method: _name(method, steps) for method in COMPARED} for steps in STEPS}
+    return {
+        f"{steps:,} steps": {method: _name(method, steps) for method in compared} for steps, compared in STEPS.items()
+    }
 
 
 CLAIMS = (
@@ -59,7 +61,7 @@ CLAIMS = (
 
 def _about(results: Results) -> list[str]:
     config = results.first.config
-    tried = ((METHODS[name].label, *TUNED[name]) for name in COMPARED)
+    tried = ((METHODS[name].label, *TUNED[name]) for name in next(iter(STEPS.values())))
     rates = "; ".join(f"{label} {rate:g}, {warmup:.0%}" for label, rate, warmup in tried)
     return [
         f"{config.model.num_layers} layers of width {config.model.d_model} on ordinary text, "
