@@ -16,7 +16,7 @@ from orthojax import quant
 from orthojax.config import Config, ModelConfig, replace
 from orthojax.experiments import drawing
 from orthojax.experiments.base_configs import REPEATED_MODEL, cured
-from orthojax.experiments.claims import Claim
+from orthojax.experiments.claims import FRACTION, KURTOSIS, Claim
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.quantization import int8_error_bound
 from orthojax.experiments.measures import Measure, Measured
@@ -172,7 +172,7 @@ EXPERIMENT = Experiment(
     seeds=(0, 1, 2),
     about=_about,
     measures=(DAMAGED,),
-    tables=(_table, MetricTable("Models", ("perplexity", "kurtosis_first", "kurtosis_rest", "max_abs_first"))),
+    tables=(_table, MetricTable("Models", ("perplexity", *KURTOSIS, "max_abs_first", FRACTION))),
     claims=CLAIMS,
     pictures=(_picture,),
     takes_models=True,
