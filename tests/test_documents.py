@@ -2,6 +2,7 @@
 
 import doctest
 import importlib.util
+import inspect
 import re
 import subprocess
 import textwrap
@@ -176,6 +177,17 @@ def test_no_block_of_python_is_left_out_above():
         plain = [block for block in blocks("python", text) if ">>> " not in block]
         assert len(plain) == tested.get(page, 0), page
     assert len(blocks("python")) == 2
+
+
+@pytest.mark.parametrize("package", ["analysis", "ops", "optim", "quant", "train"])
+def test_returns_of_the_reference_are_sentences(package):
+    """What stands before a colon in their first line is printed as a type."""
+    module = importlib.import_module(f"orthojax.{package}")
+    lines = {
+        name: re.search(r"Returns:\n\s*(.*)", inspect.getdoc(getattr(module, name)) or "") for name in module.__all__
+    }
+    assert sum(found is not None for found in lines.values()) > 3
+    assert not {name: found[1] for name, found in lines.items() if found and re.search(r"^[^`({]*: ", found[1])}
 
 
 def test_code_of_the_guides_fits_its_column():

@@ -148,7 +148,7 @@ def first_token_mechanism(model: "Transformer", params: Any, tokens: jax.Array) 
       tokens: int [B, T + 1], all with the same first token.
 
     Returns:
-      After each block, [L], of the gradient of the losses at other positions: `first_gradient_norm`;
+      After each block, [L], of the gradient of the losses at other positions, `first_gradient_norm`;
       `first_gradient_weak_share`, the share of its squared norm in `weak_directions`; `first_gradient_key_cosine`,
       between its negative, the way that the state is pushed, and `key_directions`; `first_gradient_residual_cosine`,
       between its negative and the state itself. Of the gradient of its own loss `first_own_gradient_norm`. The vectors

@@ -95,8 +95,8 @@ def observe_backcopy(
       vocab_size: Where there are tokens, the number of their ids.
 
     Returns:
-      A function of one layer's taps: sink attention and logits at non-triggers, null mass and entropy of attention,
-      value and residual norms, and when heads are active; by head but for the residual stream.
+      A function of one layer's taps, which gives sink attention and logits at non-triggers, null mass and entropy of
+      attention, value and residual norms, and when heads are active; by head but for the residual stream.
     """
     is_trigger, first = jnp.asarray(is_trigger), max(1, bos_count)
 

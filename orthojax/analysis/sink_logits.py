@@ -77,7 +77,7 @@ def logit_sums(
       bos_count: BOS tokens at the start; as of `sink_logit_gap`.
 
     Returns:
-      By name (sum, number of terms), with a last axis of N heads in the sum: `sink_logit` and `sink_logit_squared` over
+      By name (sum, number of terms), with a last axis of N heads in the sum; `sink_logit` and `sink_logit_squared` over
       queries; `gap_of_token` over the queries of each token, [V, N] and [V]; `logit_of_token` and
       `logit_of_token_squared` over the pairs of a query and another key, by the token of the key, [V, N] and [V].
     """
@@ -102,7 +102,7 @@ def logit_summary(means: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The metrics of `logit_sums`, on the host, given sum / number of terms by name with any axes in front.
 
     Returns:
-      By head: `sink_logit`, the mean logit on BOS; `sink_logit_gap_tokens`, the mean of `sink_logit_gap` over the
+      By head, `sink_logit`, the mean logit on BOS; `sink_logit_gap_tokens`, the mean of `sink_logit_gap` over the
       tokens of the query, however often each comes, and `sink_logit_gap_q10` and `_q90`, its quantiles over them: the
       line and the band of the paper's Figure 4; `sink_logit_spread`, the standard deviation of the
       logit on BOS over queries; `other_logit_spread`, the mean over all other tokens of the same for logits on keys

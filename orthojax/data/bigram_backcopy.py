@@ -246,7 +246,7 @@ class BigramBackcopy:
           stream: TRAINING or EVALUATION, which have no batch in common.
 
         Returns:
-          int32 [B, T + 1]: inputs are [:, :-1], targets [:, 1:].
+          int32 [B, T + 1]; inputs are [:, :-1], targets [:, 1:].
         """
         from orthojax.data import backcopy_batches  # imports JAX, which reading a config must not
 

@@ -2,7 +2,8 @@
 
 >>> import optax
 >>> r = Rotation(kind="haar")
->>> the_same = optax.chain(rotate(r), optax.scale_by_adam(), unrotate(r)), scale_by_orthoadam(rotation=r)
+>>> in_parts = optax.chain(rotate(r), optax.scale_by_adam(), unrotate(r))
+>>> the_same = scale_by_orthoadam(rotation=r)
 """
 
 from orthojax.optim.axes import RotatedAxes, generic_axes

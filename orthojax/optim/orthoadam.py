@@ -47,7 +47,7 @@ def scale_by_orthoadam(
         stacked); same state, same result, on a mesh too. Unrolled layers are not bound by it. See Memory and cost.
 
     Returns:
-      A transformation with a `RotatedState` whose `inner` is Adam's state: arrays `mu` and `nu` of the parameters'
+      A transformation with a `RotatedState` whose `inner` is Adam's state, arrays `mu` and `nu` of the parameters'
       shapes.
 
     Memory and cost:

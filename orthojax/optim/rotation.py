@@ -279,7 +279,7 @@ def describe(rotation: Rotation, params: Any) -> Description:
       params: Arrays, or the jax.ShapeDtypeStruct of `jax.eval_shape`.
 
     Returns:
-      A dict by path, which prints as a table: path, shape, rotated axes and their kind, and a mark. The mark is
+      A dict by path, which prints as a table of path, shape, rotated axes and their kind, and a mark. The mark is
       `embedding`, or `unsure` where the rule guesses: where it takes the first of three or more axes for stacked
       layers, an array of another name than kernel, weight or w for a kernel, or one with a single axis for a vector.
 

@@ -76,7 +76,7 @@ def integer_params(params: Any, setting: QuantizationSetting, include: str = KER
       include: Regular expression searched in each path (keys joined by `/`); exactly its matches are quantised.
 
     Returns:
-      The same tree with an `orthojax.ops.quantize.Quantized` for each match: int8 integers, or two of at most 4 bits in
+      The same tree with an `orthojax.ops.quantize.Quantized` for each match, int8 integers, or two of at most 4 bits in
       a byte where the input features (of a group) are even in number. Its scales are [..., 1, 1], [..., 1, out] or
       [..., groups, out].
 

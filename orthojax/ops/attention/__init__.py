@@ -60,7 +60,7 @@ def attention_fn(
       implementation: As for `dot_product_attention`.
 
     Returns:
-      A function of query [..., T, N, H], key and value [..., S, K, H], and flax's keyword arguments: `bias` and `mask`
+      A function of query [..., T, N, H], key and value [..., S, K, H], and flax's keyword arguments, `bias` and `mask`
       that broadcast to [..., N, T, S] (non-zero keeps), `dtype` to which query, key and value are cast. It raises
       NotImplementedError for dropout of attention weights, for sown weights, and for a precision or an einsum of the
       caller's own, which it would otherwise ignore.
