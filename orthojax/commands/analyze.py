@@ -93,7 +93,7 @@ def main(_: list[str]) -> None:
     keep_compiled_programs(FLAGS.compile_cache)
     workdir = Path(FLAGS.workdir)
     analyzed = analyze(models, given, asked, workdir)
-    for name, (loaded, measured, _) in analyzed.runs.items():
+    for name, (loaded, measured, _texts) in analyzed.runs.items():
         shown = headlines(name, loaded, measured.metrics)
         texts = [f"{of.label} {of.texts[0]}{f' ({of.beside})' if of.beside else ''}" for of in shown]
         print(printable(f"{name}: {'; '.join(texts)}"))
