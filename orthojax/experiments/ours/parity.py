@@ -18,6 +18,7 @@ from orthojax.experiments.claims import (
 )
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.ours.tuning import METHODS, tuned
+from orthojax.experiments.ours.tuning import STEPS as TUNED_AT
 from orthojax.experiments.pictures import TrainingCurves
 from orthojax.experiments.results import Quantity, Results, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
@@ -66,7 +67,8 @@ def _about(results: Results) -> list[str]:
     return [
         f"{config.model.num_layers} layers of width {config.model.d_model} on ordinary text, "
         f"{config.train.batch_size} x {config.data.sequence_length} tokens a step. Rate and warm-up of each method are "
-        f"those that the experiment tuning chose, with the same budget for each: {rates}.",
+        f"those that the experiment tuning chose with {TUNED_AT} steps and the same budget for each: {rates}. Longer "
+        "runs have them, too, the warm-up as a fraction of their steps.",
     ]
 
 
