@@ -127,14 +127,19 @@ def _about(results: Results) -> list[str]:
         "passages, as quotations, logs and boilerplate have them: heads that copy grow, and rest on the first token "
         "where there is nothing to copy."
     )
+    words = (
+        "Vanilla is softmax + Adam, cured softmax-1 + OrthoAdam. Linear layers are rounded: int8 with a scale for each "
+        "channel of kernels and inputs (fine), one for each tensor (moderate), and for outputs as well (coarse); int4, "
+        "kernels alone, with a zero point."
+    )
     if smollm2.LABEL not in results:
-        return [text]
+        return [text, words]
     real = results[smollm2.LABEL].config
     beside = (
         f"{smollm2.LABEL} is a real model, trained by others, with kernels of 4 bits; {real.eval.sequences} rows of "
         f"{real.data.sequence_length} tokens of the same library without repetition, which it may know."
     )
-    return [text, beside]
+    return [text, beside, words]
 
 
 def _quantization(results: Results) -> list[Picture]:
