@@ -14,6 +14,7 @@ from orthojax.errors import UserError
 from orthojax.experiments import places as module
 from orthojax.experiments.places import Place, places
 from orthojax.experiments.workers import run_all
+from orthojax.train.distributed import stop_on_signals
 
 ROOT = Path(__file__).parents[1]
 TWO = [Place(), Place()]
@@ -141,12 +142,13 @@ def test_progress_shows_two_workers_in_a_steady_order():
 # Programs that are asked to stop.
 
 PROGRAM = """
-import os, signal, sys, time
+import os, time
 from pathlib import Path
 
 from orthojax.errors import Interrupted
 from orthojax.experiments.places import Place
 from orthojax.experiments.workers import run_all
+from orthojax.train.distributed import stop_on_signals
 
 
 class Silent:
@@ -154,23 +156,15 @@ class Silent:
 
 
 def train(name, reporter):
-    # Stops as `orthojax.train.train` does: the first signal is noted, a second one has its usual effect.
-    asked, before = [], {{}}
-
-    def note(signum, _):
-        asked.append(signum)
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-    before |= {{each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}}
-    Path(name + ".begun").write_text(str(os.getpid()))
-    for step in range(600):
-        time.sleep(0.05)
-        reporter.advance(1.0, name)
-        if asked:
-            time.sleep({saving_seconds})
-            Path(name + ".saved").write_text("")
-            raise Interrupted(asked[0], step)
+    with stop_on_signals() as asked:  # as `orthojax.train.train` does
+        Path(name + ".begun").write_text(str(os.getpid()))
+        for step in range(600):
+            time.sleep(0.05)
+            reporter.advance(1.0, name)
+            if asked.signum:
+                time.sleep({saving_seconds})
+                Path(name + ".saved").write_text("")
+                raise Interrupted(asked.signum)
 
 
 def measure(name, reporter):

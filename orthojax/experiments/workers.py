@@ -67,10 +67,15 @@ class _Worker:
         self.connection, theirs = Pipe()
         command = [sys.executable, "-m", "orthojax.experiments.workers", str(theirs.fileno())]
         environment = {**os.environ, **dict(place.environment), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        # A session of its own: Ctrl-C reaches the parent alone.
-        self.process = subprocess.Popen(
-            command, env=environment, start_new_session=True, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-        )
+        # SIGINT is blocked until `serve` says what it does: a Python that is starting would print a traceback.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            # A session of its own: Ctrl-C reaches the parent alone.
+            self.process = subprocess.Popen(
+                command, env=environment, start_new_session=True, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         if place.cores:
             os.sched_setaffinity(self.process.pid, place.cores)  # before it imports JAX
@@ -254,6 +259,7 @@ def serve(connection: Connection) -> None:
     """Takes tasks until there are no more; libraries log as much as in the parent."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to every process; the parent decides
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # `train` saves its state; elsewhere this ends the process
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         setup, verbosity = connection.recv()
         logging.set_verbosity(verbosity)

@@ -199,7 +199,10 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Turns the first SIGINT or SIGTERM into a request; a second one has its usual effect."""
+    """Turns the first SIGINT or SIGTERM into a request; a second one has its usual effect.
+
+    A SIGTERM that is ignored stays so: in a worker, whose parent gets it as well and sends SIGINT.
+    """
     many = jax.process_count() > 1
     request, previous = StopRequest(agreed=many), dict[int, Any]()
 
@@ -216,7 +219,8 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
     with contextlib.suppress(ValueError):  # not in the main thread: the caller's own handlers apply
         for signum in (signal.SIGINT,) if many else (signal.SIGINT, signal.SIGTERM):
-            previous[signum] = signal.signal(signum, note)
+            if signum == signal.SIGINT or signal.getsignal(signum) != signal.SIG_IGN:
+                previous[signum] = signal.signal(signum, note)
     try:
         yield request
     finally:
