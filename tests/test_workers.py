@@ -14,7 +14,6 @@ from orthojax.errors import UserError
 from orthojax.experiments import places as module
 from orthojax.experiments.places import Place, places
 from orthojax.experiments.workers import run_all
-from orthojax.train.distributed import stop_on_signals
 
 ROOT = Path(__file__).parents[1]
 TWO = [Place(), Place()]
