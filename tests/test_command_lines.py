@@ -622,7 +622,7 @@ def test_a_run_is_analyzed(home, whole):
     done = run("analyze", *arguments, "--workdir=new", cwd=home)
     assert done.returncode == 0, done.stderr
     assert "100% mine: " in done.stderr
-    assert done.stdout.startswith("mine: kurtosis, first token ")
+    assert re.match(r"kurtosis, first token: [\d.]+ \(mine; 3 for a Gaussian\)\n", done.stdout)
     results = json.loads((home / "new/results.json").read_text())
     row, changed = results["rows"]
     assert (row["variant"], changed["overrides"]["label"]) == ("mine", "mine, zero_mlp:0")

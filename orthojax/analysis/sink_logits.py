@@ -102,7 +102,7 @@ def logit_summary(means: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The metrics of `logit_sums`, on the host, given sum / number of terms by name with any axes in front.
 
     Returns:
-      By head, `sink_logit`, the mean logit on BOS; `sink_logit_gap_tokens`, the mean of `sink_logit_gap` over the
+      For each head `sink_logit`, the mean logit on BOS; `sink_logit_gap_tokens`, the mean of `sink_logit_gap` over the
       tokens of the query, however often each comes, and `sink_logit_gap_q10` and `_q90`, its quantiles over them: the
       line and the band of the paper's Figure 4; `sink_logit_spread`, the standard deviation of the
       logit on BOS over queries; `other_logit_spread`, the mean over all other tokens of the same for logits on keys

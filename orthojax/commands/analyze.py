@@ -63,6 +63,7 @@ def main(_: list[str]) -> None:
     from orthojax.experiments.analyzing import Asked, Given, analyze, headlines
     from orthojax.experiments.analyzing.dynamics import checkpoint_series
     from orthojax.experiments.analyzing.naming import named_files, named_models
+    from orthojax.experiments.headlines import line
     from orthojax.train import keep_compiled_programs
 
     settings = list(quant.SETTINGS) if FLAGS.settings is None else FLAGS.settings
@@ -94,7 +95,6 @@ def main(_: list[str]) -> None:
     workdir = Path(FLAGS.workdir)
     analyzed = analyze(models, given, asked, workdir)
     for name, (loaded, measured, _texts) in analyzed.runs.items():
-        shown = headlines(name, loaded, measured.metrics)
-        texts = [f"{of.label} {of.texts[0]}{f' ({of.beside})' if of.beside else ''}" for of in shown]
-        print(printable(f"{name}: {'; '.join(texts)}"))
+        for headline in headlines(name, loaded, measured.metrics):
+            print(printable(line(headline)))
     print(printable(f"written: {workdir / 'results.json'} and {workdir / 'report.html'}"))

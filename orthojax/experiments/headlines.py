@@ -29,6 +29,12 @@ class Headline(NamedTuple):
     beside: str
 
 
+def line(headline: Headline) -> str:
+    """As the console shows it."""
+    beside = f"; {headline.beside}" if headline.beside else ""
+    return f"{headline.label}: {' → '.join(headline.texts)} ({headline.of}{beside})"
+
+
 def headlines(results: Results) -> list[Headline]:
     """Those that the experiment declares, otherwise the first that its claims compare; none without numbers."""
     experiment = results.experiment

@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from orthojax.experiments.claims import Judged, judge, tally, tally_text
-from orthojax.experiments.headlines import Headline, headlines
+from orthojax.experiments.headlines import Headline, headlines, line
 from orthojax.experiments.layout import Table, layout
 from orthojax.experiments.rendering import render_page
 from orthojax.experiments.results import Results
@@ -166,8 +166,7 @@ def print_report(report: Report) -> None:
     if report.claims:
         print(f"{tally_text(report.claims)}\n")
     for headline in report.headlines:
-        beside = f"; {headline.beside}" if headline.beside else ""
-        print(f"{headline.label}: {' → '.join(headline.texts)} ({headline.of}{beside})")
+        print(line(headline))
     if report.headlines:
         print()
     for claim in report.claims:
