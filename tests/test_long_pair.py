@@ -1,4 +1,4 @@
-"""The overnight pair: what rounding costs at every checkpoint that is kept, and the verdicts on made-up results."""
+"""The long pair: what is measured at every checkpoint that is kept, and the verdicts on made-up results."""
 
 import numpy as np
 import pytest
@@ -7,29 +7,34 @@ from tiny_run import TINY, blank_state, drawn_params, inputs
 
 from orthojax.config import replace
 from orthojax.experiments.claims import judge
-from orthojax.experiments.ours.long_pair import CLAIMS, DAMAGE, EXPERIMENT, SETTINGS
+from orthojax.experiments.ours.long_pair import CLAIMS, EXPERIMENT, GROWTH, LAYERS, SETTINGS
 from orthojax.train import Checkpoints, evaluate, load
+from orthojax.train.evaluation import validation_loss_nats
 
 
 @pytest.mark.slow
 def test_every_kept_checkpoint_is_evaluated_as_it_is_and_rounded(tmp_path, monkeypatch):
     for name in [*SETTINGS][2:]:  # each is a program more
         monkeypatch.delitem(SETTINGS, name)
-    config = replace(TINY, {"train.checkpoint_every_steps": 2, "train.keep_every_steps": 4})
+    config = replace(TINY, {"train.checkpoint_every_steps": 2, "train.keep_every_steps": 4, "train.steps": 12})
     blank, kept = blank_state(config), {"keep": 2, "keep_every_steps": config.train.keep_every_steps}
     with Checkpoints(tmp_path / "checkpoints", **kept) as checkpoints:
         for step in range(2, 13, 2):
             params = drawn_params(config.model, 0.05 * step)
             checkpoints.save(blank._replace(step=np.int32(step), params=params), config, inputs().provenance)
     said = []
-    found = DAMAGE.measure(load(tmp_path), inputs(), said.append)
+    found = GROWTH.measure(load(tmp_path), inputs(), said.append)
     assert found.arrays["steps"].tolist() == [4, 8, 12]
-    assert len(said) == DAMAGE.stages(config) == 3
+    assert len(said) == GROWTH.stages(config) == 9
     for i, step in enumerate((4, 8, 12)):
+        params = load(tmp_path / f"checkpoints/{step}").params
+        assert found.arrays["nats_float32"][i] == pytest.approx(validation_loss_nats(config, params, inputs()))
         expected = evaluate(load(tmp_path / f"checkpoints/{step}"), inputs(), settings=SETTINGS)
-        assert found.arrays["nats_float32"][i] == pytest.approx(expected["loss_nats"], rel=1e-6)
         for name in SETTINGS:
             assert np.exp(found.arrays[f"nats_{name}"][i]) == pytest.approx(expected[f"perplexity_{name}"], rel=1e-5)
+        for name in LAYERS:
+            assert found.arrays[name].shape == (3, config.model.num_layers)
+            assert found.arrays[name][i].mean() == pytest.approx(expected[name], rel=1e-5)
     assert found.metrics == {f"perplexity_{name}": pytest.approx(expected[f"perplexity_{name}"]) for name in SETTINGS}
 
 

@@ -3,17 +3,19 @@
 On ordinary text, both models at once, a core each; stopped and resumed as often as it takes.
 """
 
-import math
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 
 from orthojax import quant
+from orthojax.analysis import chance_of_first
 from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig
 from orthojax.experiments import drawing
 from orthojax.experiments.base_configs import cured
 from orthojax.experiments.claims import (
     FRACTION,
+    GAUSSIAN,
     KURTOSIS,
     MASS,
     C,
@@ -26,20 +28,30 @@ from orthojax.experiments.claims import (
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.page import Picture
-from orthojax.experiments.pictures import KURTOSIS_BY_LAYER, ModelMaps, StepCurves, TrainingCurves
-from orthojax.experiments.results import LABELS, Results, penalty
+from orthojax.experiments.pictures import ModelMaps, StepCurves, TrainingCurves
+from orthojax.experiments.results import LABELS, Result, Results, penalty
 from orthojax.experiments.tables import MetricTable
 from orthojax.formatting import percent
-from orthojax.model import LoadedModel, Transformer, parameter_count
+from orthojax.model import LoadedModel, parameter_count
 from orthojax.model.presets import gpt2
-from orthojax.train import Inputs, load
+from orthojax.train import Inputs, evaluate, evaluation_stages, load
 from orthojax.train.checkpoint import steps_in
-from orthojax.train.evaluation import validation_loss_nats
 
-# Scale -> training steps: an hour and a half for the pair on two cores, and six hours. A tenth apart, checkpoints are kept.
+# Scale -> training steps, of which every tenth part leaves a checkpoint: on two cores 90 minutes for the pair, and six
+# hours.
 STEPS = {"tiny": 4_000, "overnight": 20_000}
 # Evaluated at each of these.
 SETTINGS = {name: quant.setting_named(name) for name in ("int8_coarse", "int4_zeropoint", "w4a4")}
+
+# Metric by layer -> (caption, axis, scale, levels to compare with).
+LAYERS: dict[str, tuple[str, str, Literal["linear", "log"], Callable[[Config], dict[str, float]]]] = {
+    "kurtosis_first": ("Kurtosis of the first token's hidden states", "kurtosis", "log", lambda _: _GAUSSIAN),
+    "kurtosis_rest": ("Kurtosis of other tokens' hidden states", "kurtosis", "log", lambda _: _GAUSSIAN),
+    FRACTION: ("Queries that attend most to the first token", "fraction of queries", "linear",
+               lambda config: {"chance": chance_of_first(config.data.sequence_length)}),
+}  # fmt: skip
+_GAUSSIAN = {"Gaussian": GAUSSIAN}
+_TOKENS = "tokens seen, millions"
 
 
 def _config(steps: int) -> Config:
@@ -68,28 +80,25 @@ def _variants(scale: str) -> tuple[Variant, ...]:
     return Variant(V, "softmax, Adam", base), Variant(C, "softmax-1, OrthoAdam", cured(base))
 
 
-def _by_step(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
-    """The loss of every kept checkpoint as it is and rounded: arrays `steps` [n] and `nats_<setting>` [n]."""
+def _by_checkpoint(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
+    """All kept checkpoints: arrays `steps` [n], `nats_<setting>` [n], and those of `LAYERS` [n, num_layers]."""
     folder, config = loaded.source.parent, loaded.config
     steps = [step for step in steps_in(folder) if step % config.train.keep_every_steps == 0]
-    found: dict[str, list[float]] = {f"nats_{name}": [] for name in ("float32", *SETTINGS)}
-    for step in steps:
-        params = load(folder / str(step)).params
-        linears = {name: quant.quantized_linear(setting) for name, setting in SETTINGS.items()}
-        models = {"float32": None, **{name: Transformer(config.model, linear=of) for name, of in linears.items()}}
-        for name, model in models.items():
-            found[f"nats_{name}"].append(validation_loss_nats(config, params, inputs, model=model))
-        on_progress(f"step {step}")
-    arrays = {name: np.array(of) for name, of in found.items()}
-    last = {f"perplexity_{name}": math.exp(min(found[f"nats_{name}"][-1], 700.0)) for name in SETTINGS}
-    return Measured(last, {"steps": np.array(steps), **arrays})
+    found = [evaluate(load(folder / str(step)), inputs, settings=SETTINGS, on_progress=on_progress) for step in steps]
+    arrays = {"steps": np.array(steps), "nats_float32": np.array([of["loss_nats"] for of in found])}
+    for name in SETTINGS:
+        arrays[f"nats_{name}"] = np.log([of[f"perplexity_{name}"] for of in found])
+    layers = range(config.model.num_layers)
+    for name in LAYERS:
+        arrays[name] = np.array([[of[f"{name}/layer_{layer}"] for layer in layers] for of in found])
+    return Measured({f"perplexity_{name}": found[-1][f"perplexity_{name}"] for name in SETTINGS}, arrays)
 
 
-def _kept(config: Config) -> int:
-    return config.train.steps // config.train.keep_every_steps
+def _stages(config: Config) -> int:
+    return config.train.steps // config.train.keep_every_steps * evaluation_stages(config, SETTINGS)
 
 
-DAMAGE = Measure("damage_by_step", _by_step, _kept)
+GROWTH = Measure("growth", _by_checkpoint, _stages)
 _LOST = tuple(penalty(f"perplexity_{name}", LABELS.get(f"perplexity_{name}", name)) for name in SETTINGS)
 
 CLAIMS = (
@@ -103,15 +112,33 @@ CLAIMS = (
 )  # fmt: skip
 
 
+def _tokens(of: Result, steps: np.ndarray) -> list[float]:
+    """Millions of tokens seen by these steps."""
+    return list(steps * of.config.train.batch_size * of.config.data.sequence_length / 1e6)
+
+
 def _damage(results: Results) -> list[Picture]:
     curves = {}
     for of in results.finished:
-        arrays = [of.arrays(DAMAGE.name, seed) for seed in of.seeds]
+        arrays = [of.arrays(GROWTH.name, seed) for seed in of.seeds]
         for name in SETTINGS:
             lost = 100 * np.expm1([found[f"nats_{name}"] - found["nats_float32"] for found in arrays])
-            curves[f"{of.label}, {name}"] = (list(arrays[0]["steps"]), lost)
-    figure = drawing.lines(curves, x_label="step", y_label="change of perplexity, %", y_scale="log")
-    return [Picture("damage", "What rounding does to perplexity, by checkpoint.", figure)]
+            curves[f"{of.label}, {name}"] = (_tokens(of, arrays[0]["steps"]), lost)
+    figure = drawing.lines(curves, x_label=_TOKENS, y_label="change of perplexity, %")
+    return [Picture("damage", "What rounding does to perplexity, by tokens seen.", figure)]
+
+
+def _layers(results: Results) -> list[Picture]:
+    pictures = []
+    for name, (caption, y_label, y_scale, level) in LAYERS.items():
+        panels = {}
+        for of in results.finished:
+            arrays = [of.arrays(GROWTH.name, seed) for seed in of.seeds]
+            x, y = _tokens(of, arrays[0]["steps"]), np.stack([found[name] for found in arrays])
+            panels[of.label] = ({f"layer {i + 1}": (x, y[..., i]) for i in range(y.shape[-1])}, level(of.config))
+        figure = drawing.panels(panels, x_label=_TOKENS, y_label=y_label, y_scale=y_scale)
+        pictures.append(Picture(f"{name}_by_layer", f"{caption}, by layer and tokens seen.", figure))
+    return pictures
 
 
 def _about(results: Results) -> list[str]:
@@ -132,7 +159,7 @@ EXPERIMENT = Experiment(
     scales=tuple(STEPS),
     seeds=(1,),
     about=_about,
-    measures=(DAMAGE,),
+    measures=(GROWTH,),
     tables=(
         MetricTable("Models", ("perplexity", *KURTOSIS, "max_abs_first", "max_abs_rest", FRACTION, MASS, "sink_rate"),
                     transposed=True),
@@ -146,7 +173,7 @@ EXPERIMENT = Experiment(
         StepCurves("kurtosis", "Kurtosis of hidden states over training, mean over layers.", "kurtosis",
                    {"kurtosis_first": "first token", "kurtosis_rest": "others"}, y_scale="log"),
         _damage,
-        KURTOSIS_BY_LAYER,
+        _layers,
         ModelMaps(),
     ),
 )  # fmt: skip
