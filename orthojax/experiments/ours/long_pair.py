@@ -147,8 +147,8 @@ def _about(results: Results) -> list[str]:
     return [
         f"{config.model.num_layers} layers of width {config.model.d_model}, {parameter_count(config.model):,} "
         f"parameters, {config.train.steps:,} steps of {tokens:,} tokens, {config.train.steps * tokens:,} in all: some "
-        "passes over Python's standard library, without <s>. Linear layers are rounded, the head is not; most lost is "
-        f"{percent(max(of.mean(lost) for of in results.finished for lost in _LOST))} of perplexity."
+        "passes over Python's standard library, without <s>. Linear layers are rounded, the head is not; the worst case "
+        f"changes perplexity by {percent(max(of.mean(lost) for of in results.finished for lost in _LOST))}."
     ]
 
 
