@@ -341,6 +341,8 @@ LABELS = {
     "perplexity_int8_moderate": "int8 moderate",
     "perplexity_int8_coarse": "int8 coarse",
     "perplexity_int4_zeropoint": "int4 zeropoint",
+    "perplexity_w4a8": "w4a8",
+    "perplexity_w4a4": "w4a4",
     "backcopy_risk_nats": "backcopy risk (nats)",
     "backcopy_excess_risk_nats": "backcopy excess risk (nats)",
     "bigram_excess_risk_nats": "bigram excess risk (nats)",

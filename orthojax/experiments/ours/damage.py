@@ -5,8 +5,9 @@ At a small width int8 is harmless whatever the activations are, see `int8_error_
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -29,6 +30,8 @@ from orthojax.model import LoadedModel, Transformer, unstack_layers
 from orthojax.train import Inputs
 from orthojax.train.evaluation import validation_loss_nats
 
+Say = Callable[[str], None]
+
 WIDTHS = (128, 256)
 _REAL_ROWS = 8  # of 256 tokens of a real model, where one is installed
 MORE = ("w4a8", "w4a4")
@@ -39,20 +42,24 @@ LARGEST_FLOAT16 = 65504.0
 ROUNDED = {
     **{f"perplexity_{name}": LABELS[f"perplexity_{name}"] for name in quant.SETTINGS},
     **{f"perplexity_{name}_static": f"{LABELS[f'perplexity_{name}']}, static scales" for name in STATIC},
-    **{f"perplexity_{name}": name for name in MORE},
+    **{f"perplexity_{name}": LABELS[f"perplexity_{name}"] for name in MORE},
     **{f"perplexity_{name}_with_head": f"{LABELS[f'perplexity_{name}']}, and the head" for name in quant.SETTINGS},
     **{f"perplexity_{name}": f"{name}, all activations and parameters" for name in HALVES},
 }  # fmt: skip
 
 
-def _models(config: ModelConfig, params: Any, calibration: quant.Calibration) -> Iterator[tuple[str, Transformer, Any]]:
-    """(metric, model, parameters) of what `evaluate` leaves out."""
+# Metric, model and parameters of something that is evaluated.
+Rounded = Iterable[tuple[str, Transformer, Any]]
+
+
+def _four_bits(config: ModelConfig, params: Any) -> Rounded:
     for name in MORE:
-        yield (
-            f"perplexity_{name}",
-            Transformer(config, linear=quant.quantized_linear(quant.setting_named(name))),
-            params,
-        )
+        linear = quant.quantized_linear(quant.setting_named(name))
+        yield f"perplexity_{name}", Transformer(config, linear=linear), params
+
+
+def _others(config: ModelConfig, params: Any, calibration: quant.Calibration) -> Rounded:
+    """What neither `evaluate` nor `_four_bits` has."""
     for name, setting in quant.SETTINGS.items():
         linear = quant.quantized_linear(setting, "")
         yield f"perplexity_{name}_with_head", Transformer(config, linear=linear, linear_head=True), params
@@ -64,24 +71,44 @@ def _models(config: ModelConfig, params: Any, calibration: quant.Calibration) ->
         yield f"perplexity_{name}", Transformer(dataclasses.replace(config, dtype=name)), half
 
 
-def _round(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
-    """Perplexities, and `largest_value`: of all inputs and outputs of linear layers in a batch of training."""
-    config = dataclasses.replace(loaded.config.model, scan_layers=False)
-    params = loaded.params if not loaded.config.model.scan_layers else unstack_layers(loaded.params)
-    calibration = quant.calibrate(Transformer(config), params, inputs.batch(0)[:, :-1])
-    found = {"largest_value": max(float(x) for of in calibration for x in of.values())}
-    for name, model, given in _models(config, params, calibration):
-        loss = validation_loss_nats(loaded.config, given, inputs, model=model)
+def _perplexities(loaded: LoadedModel, inputs: Inputs, models: Rounded, on_progress: Say) -> dict[str, float]:
+    found = {}
+    for name, model, params in models:
+        loss = validation_loss_nats(loaded.config, params, inputs, model=model)
         # What overflows gives no number: a model that predicts nothing, beyond the range of a float.
         found[name] = math.exp(loss if loss < 700.0 else 700.0)
         on_progress(name)
-    return Measured(found, {})
+    return found
+
+
+def _unrolled(loaded: LoadedModel) -> tuple[ModelConfig, Any]:
+    """Config and parameters with a linear layer of its own in each layer."""
+    params = loaded.params if not loaded.config.model.scan_layers else unstack_layers(loaded.params)
+    return dataclasses.replace(loaded.config.model, scan_layers=False), params
+
+
+def _round_to_four_bits(loaded: LoadedModel, inputs: Inputs, on_progress: Say) -> Measured:
+    return Measured(_perplexities(loaded, inputs, _four_bits(*_unrolled(loaded)), on_progress), {})
+
+
+def _round(loaded: LoadedModel, inputs: Inputs, on_progress: Say) -> Measured:
+    """Perplexities, and `largest_value`: of all inputs and outputs of linear layers in a batch of training."""
+    config, params = _unrolled(loaded)
+    calibration = quant.calibrate(Transformer(config), params, inputs.batch(0)[:, :-1])
+    models = itertools.chain(_four_bits(config, params), _others(config, params, calibration))
+    found = _perplexities(loaded, inputs, models, on_progress)
+    return Measured({"largest_value": max(float(x) for of in calibration for x in of.values())} | found, {})
+
+
+def _stages_of_four_bits(config: Config) -> int:
+    return len(MORE)
 
 
 def _stages(config: Config) -> int:
     return len(MORE) + len(quant.SETTINGS) + len(STATIC) + len(HALVES)
 
 
+FOUR_BITS = Measure("four_bits", _round_to_four_bits, _stages_of_four_bits)
 DAMAGED = Measure("damage", _round, _stages)
 
 

@@ -29,7 +29,7 @@ from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.page import Picture
 from orthojax.experiments.pictures import ModelMaps, StepCurves, TrainingCurves
-from orthojax.experiments.results import LABELS, Result, Results, penalty
+from orthojax.experiments.results import Result, Results, penalty
 from orthojax.experiments.tables import MetricTable
 from orthojax.formatting import percent
 from orthojax.model import LoadedModel, parameter_count
@@ -99,7 +99,7 @@ def _stages(config: Config) -> int:
 
 
 GROWTH = Measure("growth", _by_checkpoint, _stages)
-_LOST = tuple(penalty(f"perplexity_{name}", LABELS.get(f"perplexity_{name}", name)) for name in SETTINGS)
+_LOST = tuple(penalty(f"perplexity_{name}") for name in SETTINGS)
 
 CLAIMS = (
     dominance_removed("The first token dominates, and both methods together remove that."),
@@ -147,8 +147,8 @@ def _about(results: Results) -> list[str]:
     return [
         f"{config.model.num_layers} layers of width {config.model.d_model}, {parameter_count(config.model):,} "
         f"parameters, {config.train.steps:,} steps of {tokens:,} tokens, {config.train.steps * tokens:,} in all: some "
-        "passes over Python's standard library, without <s>. Linear layers are rounded, the head is not; the worst case "
-        f"changes perplexity by {percent(max(of.mean(lost) for of in results.finished for lost in _LOST))}."
+        "passes over Python's standard library, without <s>. Linear layers are rounded, the head is not; the worst "
+        f"case changes perplexity by {percent(max(of.mean(lost) for of in results.finished for lost in _LOST))}."
     ]
 
 
