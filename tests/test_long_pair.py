@@ -35,7 +35,11 @@ def test_every_kept_checkpoint_is_evaluated_as_it_is_and_rounded(tmp_path, monke
         for name in LAYERS:
             assert found.arrays[name].shape == (3, config.model.num_layers)
             assert found.arrays[name][i].mean() == pytest.approx(expected[name], rel=1e-5)
-    assert found.metrics == {f"perplexity_{name}": pytest.approx(expected[f"perplexity_{name}"]) for name in SETTINGS}
+    last = {name: pytest.approx(expected[name]) for name in [f"perplexity_{setting}" for setting in SETTINGS]}
+    assert {name: value for name, value in found.metrics.items() if "/" not in name} == last
+    by_step = {f"{name}/step_12": pytest.approx(expected[name]) for name in ("perplexity", "kurtosis_rest", *last)}
+    assert by_step.items() <= {name: found.metrics[name] for name in by_step}.items()
+    assert {f"kurtosis_first/step_{step}" for step in (4, 8, 12)} <= found.metrics.keys()
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,9 @@ def _loses_none(vanilla: Result, other: Result) -> bool:
 
 
 CLAIMS = tuple(
-    Claim(f"{words} costs none of these abilities.", (V, method), _TASKS, _loses_none,
+    Claim(f"{words} none of these abilities.", (V, method), _TASKS, _loses_none,
           f"no accuracy more than {_LOST:.0%} of all answers below vanilla's, in the mean over seeds")
-    for method, words in ((S, "Softmax-1"), (O, "OrthoAdam"), (C, "Both together"))
+    for method, words in ((S, "Softmax-1 costs"), (O, "OrthoAdam costs"), (C, "Both together cost"))
 )  # fmt: skip
 
 

@@ -81,7 +81,10 @@ def _variants(scale: str) -> tuple[Variant, ...]:
 
 
 def _by_checkpoint(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
-    """All kept checkpoints: arrays `steps` [n], `nats_<setting>` [n], and those of `LAYERS` [n, num_layers]."""
+    """All kept checkpoints: arrays `steps` [n], `nats_<setting>` [n], and those of `LAYERS` [n, num_layers].
+
+    Metrics are these perplexities of the last one, and of each, as `NAME/step_N`, with outliers and dominance.
+    """
     folder, config = loaded.source.parent, loaded.config
     steps = [step for step in steps_in(folder) if step % config.train.keep_every_steps == 0]
     found = [evaluate(load(folder / str(step)), inputs, settings=SETTINGS, on_progress=on_progress) for step in steps]
@@ -91,14 +94,18 @@ def _by_checkpoint(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[s
     layers = range(config.model.num_layers)
     for name in LAYERS:
         arrays[name] = np.array([[of[f"{name}/layer_{layer}"] for layer in layers] for of in found])
-    return Measured({f"perplexity_{name}": found[-1][f"perplexity_{name}"] for name in SETTINGS}, arrays)
+    rounded = [f"perplexity_{name}" for name in SETTINGS]
+    metrics = {name: found[-1][name] for name in rounded}
+    for step, of in zip(steps, found, strict=True):
+        metrics |= {f"{name}/step_{step}": of[name] for name in ("perplexity", *KURTOSIS, FRACTION, *rounded)}
+    return Measured(metrics, arrays)
 
 
 def _stages(config: Config) -> int:
     return config.train.steps // config.train.keep_every_steps * evaluation_stages(config, SETTINGS)
 
 
-GROWTH = Measure("growth", _by_checkpoint, _stages)
+GROWTH = Measure("checkpoints", _by_checkpoint, _stages)
 _LOST = tuple(penalty(f"perplexity_{name}") for name in SETTINGS)
 
 CLAIMS = (
