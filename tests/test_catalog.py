@@ -102,7 +102,7 @@ VERDICTS = {
     "downstream": "+--",
 }
 
-NOT_RUN_YET = {"repeated_settings"}  # whose results are not committed
+NOT_RUN_YET = {"repeated_longer", "repeated_settings"}  # whose results are not committed
 
 
 def experiment_named(name: str) -> Experiment:

@@ -6,18 +6,20 @@ from planted_results import made_up
 from orthojax.analysis import chance_of_first
 from orthojax.experiments.base_configs import REPEATED_MODEL, cured
 from orthojax.experiments.claims import judge
-from orthojax.experiments.ours.repeated_settings import CLAIMS, EXPERIMENT, FOUR
+from orthojax.experiments.ours.repeated_settings import EXPERIMENTS, FOUR
+
+LONGER, SETTINGS = EXPERIMENTS
 
 
-def test_the_grid_has_every_length_and_start_with_equal_batches_and_the_main_job_in_it():
-    variants = {variant.name: variant.config for variant in EXPERIMENT.variants_at("tiny")}
+def test_the_grids_have_all_methods_with_equal_batches_and_the_main_job_in_them():
+    variants = {variant.name: variant.config for of in EXPERIMENTS for variant in of.variants_at("tiny")}
     assert variants["vanilla_64_bos_2000"] == REPEATED_MODEL
     assert variants["cured_64_bos_2000"] == cured(REPEATED_MODEL)
     assert {c.train.batch_size * c.data.sequence_length for c in variants.values()} == {1024}
     cells = {(c.data.sequence_length, c.data.bos, c.train.steps) for c in variants.values()}
     assert cells == {(64, True, 2000), (64, True, 6000), (64, False, 2000), (256, True, 2000), (256, False, 2000)}
-    for name in ("64", "256", "256_bos"):
-        methods = {(c.model.normalizer, c.optim.optimizer) for n, c in variants.items() if n.endswith(f"_{name}_2000")}
+    for name in ("64_bos_6000", "64_2000", "256_2000", "256_bos_2000"):
+        methods = {(c.model.normalizer, c.optim.optimizer) for n, c in variants.items() if n.endswith(f"_{name}")}
         assert methods >= {(n, o) for n in ("softmax", "softmax1") for o in ("adam", "orthoadam")}
 
 
@@ -29,7 +31,7 @@ CALM = {
 SINKING = CALM | {"kurtosis_first": 30.0, "value_norm_first": 0.2, **dict.fromkeys(ROUNDED, 20.5)}
 
 
-def judged(changes):
+def judged(experiment, changes):
     def metrics(name):
         _, length, *_, steps = name.split("_")
         sinks = name.startswith(("vanilla", "orthoadam"))
@@ -37,8 +39,28 @@ def judged(changes):
         fraction = times * chance_of_first(int(length))
         return (SINKING if sinks else CALM) | {"first_attention_fraction": fraction} | changes.get(name, {})
 
-    results = made_up(EXPERIMENT, metrics, scale="tiny")
-    return [judge(claim, results).verdict for claim in CLAIMS]
+    results = made_up(experiment, metrics, scale="tiny")
+    return [judge(claim, results).verdict for claim in experiment.claims]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "wrong"),
+    [
+        ("any", {}, []),
+        ("vanilla_64_bos_2000", {"first_attention_fraction": 0.1}, [0]),
+        ("vanilla_64_bos_6000", {"first_attention_fraction": 0.2}, [1, 2]),
+        ("cured_64_bos_6000", {"first_attention_fraction": 0.12}, [2]),
+        ("softmax1_64_bos_6000", {"first_attention_fraction": 0.2}, [3]),
+        ("orthoadam_64_bos_6000", {"first_attention_fraction": 0.1}, [4]),
+        ("vanilla_64_bos_6000", {"value_norm_first": 0.6}, [6]),
+        ("softmax1_64_bos_6000", {"value_norm_first": 0.3}, [7]),
+        ("cured_64_bos_6000", {"kurtosis_rest": 3.6}, [8]),
+        ("cured_64_bos_6000", {"perplexity": 20.3}, [9]),
+        ("cured_64_bos_6000", {"perplexity_w4a8": 21.0}, [13]),
+    ],
+)
+def test_one_number_that_contradicts_a_claim_changes_its_verdict(name, changes, wrong):
+    assert [i for i, verdict in enumerate(judged(LONGER, {name: changes})) if verdict != "holds"] == wrong
 
 
 @pytest.mark.parametrize(
@@ -46,25 +68,17 @@ def judged(changes):
     [
         ("any", {}, []),
         ("vanilla_256_2000", {"first_attention_fraction": 0.045}, [0]),
-        ("vanilla_64_bos_6000", {"first_attention_fraction": 0.2}, [1, 2]),
-        ("cured_64_bos_6000", {"first_attention_fraction": 0.12}, [2]),
-        ("softmax1_256_bos_2000", {"first_attention_fraction": 0.1}, [3]),
-        ("orthoadam_64_2000", {"first_attention_fraction": 0.1}, [4]),
-        ("cured_64_2000", {"first_attention_fraction": 0.2}, [5]),
-        ("vanilla_64_bos_6000", {"value_norm_first": 0.6}, [6]),
-        ("softmax1_64_2000", {"value_norm_first": 0.3}, [7]),
-        ("cured_64_bos_6000", {"kurtosis_rest": 3.6}, [8]),
-        ("cured_64_bos_6000", {"perplexity": 20.3}, [9]),
-        ("cured_64_bos_6000", {"perplexity_w4a8": 21.0}, [13]),
-        ("cured_256_bos_2000", {"perplexity_w4a4": 21.0}, [14]),
+        ("softmax1_256_bos_2000", {"first_attention_fraction": 0.1}, [1]),
+        ("cured_64_2000", {"first_attention_fraction": 0.2}, [3]),
+        ("cured_256_bos_2000", {"perplexity_w4a4": 21.0}, [12]),
     ],
 )
-def test_one_number_that_contradicts_a_claim_changes_its_verdict(name, changes, wrong):
-    assert [i for i, verdict in enumerate(judged({name: changes})) if verdict != "holds"] == wrong
+def test_every_setting_is_judged(name, changes, wrong):
+    assert [i for i, verdict in enumerate(judged(SETTINGS, {name: changes})) if verdict != "holds"] == wrong
 
 
 def test_claims_on_dominance_leave_out_the_settings_that_have_none():
     low = {"first_attention_fraction": 0.02}
-    verdicts = judged({"vanilla_256_2000": low, "cured_256_2000": {"first_attention_fraction": 0.3}})
+    verdicts = judged(SETTINGS, {"vanilla_256_2000": low, "cured_256_2000": {"first_attention_fraction": 0.3}})
     assert verdicts[0] == "does not hold"
-    assert verdicts[3:6] == ["holds"] * 3
+    assert verdicts[1:4] == ["holds"] * 3

@@ -85,7 +85,7 @@ _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table
 _LATER = (training_curves, appendix_e, appendix_g, appendix_h)
 _OURS = (
     rotation_ablation, optimizer_outliers, normalizers, streaming, tiny_setting, depth, tuning, parity,
-    repeated_passages, repeated_settings, damage, haar, adam_betas, downstream, long_pair,
+    repeated_passages, damage, haar, adam_betas, downstream, long_pair,
 )  # fmt: skip
 _ON_THE_TASK = (one_layer, three_layers, peak_blocks, peak_slope, backcopy_rules, backcopy_cure)
 _BREAK_CONDITIONS = (break_conditions_map, break_conditions_cells)
@@ -94,6 +94,7 @@ ALL: tuple[Experiment, ...] = (
     *(module.EXPERIMENT for module in (quick, *_TABLES, figure1, figure2, figure3, figure4, figure6)),
     *(*layers.EXPERIMENTS, maps.HIDDEN_STATES, maps.ATTENTION_MAPS),
     *(module.EXPERIMENT for module in (*_LATER, *_OURS)),
+    *repeated_settings.EXPERIMENTS,
     *(module.EXPERIMENT for module in (*_ON_THE_TASK, *_BREAK_CONDITIONS)),
     *simplified_models.EXPERIMENTS,
     *(module.EXPERIMENT for module in _ACTIVE_DORMANT),

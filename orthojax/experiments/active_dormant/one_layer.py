@@ -183,8 +183,8 @@ def _about(results: Results) -> list[str]:
     return [
         f"One block of width {c.model.d_model} with one head, {c.train.steps} steps of {c.train.batch_size} x "
         f"{c.data.sequence_length} tokens, AdamW at {c.optim.learning_rate:g}, or at the rate that a row names. Risks "
-        "are above the oracle's, with the true law of the first token. The paper's numbers are of one seed, after 10,000 "
-        "steps at width 256."
+        "are above the oracle's, with the true law of the first token. The paper's numbers are of one seed, after "
+        "10,000 steps at width 256."
     ]
 
 
