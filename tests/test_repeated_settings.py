@@ -52,7 +52,7 @@ def judged(experiment, changes):
         ("cured_64_bos_6000", {"first_attention_fraction": 0.12}, [2]),
         ("softmax1_64_bos_6000", {"first_attention_fraction": 0.2}, [3]),
         ("orthoadam_64_bos_6000", {"first_attention_fraction": 0.1}, [4]),
-        ("vanilla_64_bos_6000", {"value_norm_first": 0.6}, [6]),
+        ("vanilla_64_bos_6000", {"value_norm_first": 0.6}, [6, 7]),
         ("softmax1_64_bos_6000", {"value_norm_first": 0.3}, [7]),
         ("cured_64_bos_6000", {"kurtosis_rest": 3.6}, [8]),
         ("cured_64_bos_6000", {"perplexity": 20.3}, [9]),
