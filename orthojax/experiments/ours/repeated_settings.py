@@ -126,8 +126,8 @@ EXPERIMENTS = (
     _experiment(
         "repeated_longer",
         "Repeated passages, three times the steps: dominance, drains, outliers, damage; which part removes what",
-        f"{LONGER.steps:,} steps; the vanilla and cured models of the main job stand first. Each part alone was added when "
-        "seed 1 of vanilla and cured had run.",
+        f"{LONGER.steps:,} steps; the vanilla and cured models of the main job stand first. Each part alone was added "
+        "when seed 1 of vanilla and cured had run.",
         (MAIN, LONGER),
         LONGER,
         _MORE_STEPS,
