@@ -11,7 +11,7 @@ from orthojax import quant
 from orthojax.config import replace
 from orthojax.errors import UserError
 from orthojax.experiments.claims import judge
-from orthojax.experiments.ours.damage import CLAIMS, DAMAGED, EXPERIMENT, LARGEST_FLOAT16, ROUNDED, STATIC
+from orthojax.experiments.ours.damage import CLAIMS, DAMAGED, EXPERIMENT, FOUR_BITS, LARGEST_FLOAT16, ROUNDED, STATIC
 from orthojax.model import LoadedModel, Transformer
 from orthojax.train import evaluate
 
@@ -57,6 +57,18 @@ def test_settings_are_those_of_evaluate_stacked_or_not(scan_layers):
     assert found["perplexity_float16"] == pytest.approx(evaluated["perplexity"], rel=1e-2)
     assert abs(found["perplexity_bfloat16"] / evaluated["perplexity"] - 1) < 0.1
     assert 0 < found["largest_value"] < LARGEST_FLOAT16
+
+
+@pytest.mark.slow
+def test_four_bits_alone_are_those_of_the_whole_measure(one_setting):
+    config = replace(TINY, {"model.scan_layers": True})
+    loaded = LoadedModel(Transformer(config.model), drawn_params(config.model, 0.3), config, None, Path())
+    said = []
+    found = FOUR_BITS.measure(loaded, inputs(), said.append)
+    assert said == ["perplexity_w4a8", "perplexity_w4a4"]
+    assert FOUR_BITS.stages(config) == 2
+    whole, _ = damaged()
+    assert found.metrics == {name: pytest.approx(whole[name]) for name in said}
 
 
 @pytest.mark.usefixtures("one_setting")

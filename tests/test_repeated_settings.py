@@ -6,7 +6,7 @@ from planted_results import made_up
 from orthojax.analysis import chance_of_first
 from orthojax.experiments.base_configs import REPEATED_MODEL, cured
 from orthojax.experiments.claims import judge
-from orthojax.experiments.ours.repeated_settings import EXPERIMENTS, FOUR
+from orthojax.experiments.ours.repeated_settings import EXPERIMENTS, ROUNDED
 
 LONGER, SETTINGS = EXPERIMENTS
 
@@ -23,7 +23,6 @@ def test_the_grids_have_all_methods_with_equal_batches_and_the_main_job_in_them(
         assert methods >= {(n, o) for n in ("softmax", "softmax1") for o in ("adam", "orthoadam")}
 
 
-ROUNDED = (*FOUR, *(f"perplexity_{name}" for name in ("int8_moderate", "int8_coarse", "int4_zeropoint")))
 CALM = {
     **{"perplexity": 20.0, "kurtosis_first": 3.0, "kurtosis_rest": 3.0},
     **{"value_norm_first": 1.0, "value_norm_rest": 1.0, **dict.fromkeys(ROUNDED, 20.01)},

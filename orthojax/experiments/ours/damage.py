@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 WIDTHS = (128, 256)
 _REAL_ROWS = 8  # of 256 tokens of a real model, where one is installed
-MORE = ("w4a8", "w4a4")
+FOUR_BIT = ("w4a8", "w4a4")  # kernels of 4 bits, with activations of 8 and 4
 STATIC = {"int8_moderate": quant.INT8_MODERATE, "int8_coarse": quant.INT8_COARSE}
 HALVES = ("bfloat16", "float16")
 LARGEST_FLOAT16 = 65504.0
@@ -42,18 +42,17 @@ LARGEST_FLOAT16 = 65504.0
 ROUNDED = {
     **{f"perplexity_{name}": LABELS[f"perplexity_{name}"] for name in quant.SETTINGS},
     **{f"perplexity_{name}_static": f"{LABELS[f'perplexity_{name}']}, static scales" for name in STATIC},
-    **{f"perplexity_{name}": LABELS[f"perplexity_{name}"] for name in MORE},
+    **{f"perplexity_{name}": LABELS[f"perplexity_{name}"] for name in FOUR_BIT},
     **{f"perplexity_{name}_with_head": f"{LABELS[f'perplexity_{name}']}, and the head" for name in quant.SETTINGS},
     **{f"perplexity_{name}": f"{name}, all activations and parameters" for name in HALVES},
 }  # fmt: skip
-
 
 # Metric, model and parameters of something that is evaluated.
 Rounded = Iterable[tuple[str, Transformer, Any]]
 
 
 def _four_bits(config: ModelConfig, params: Any) -> Rounded:
-    for name in MORE:
+    for name in FOUR_BIT:
         linear = quant.quantized_linear(quant.setting_named(name))
         yield f"perplexity_{name}", Transformer(config, linear=linear), params
 
@@ -101,11 +100,11 @@ def _round(loaded: LoadedModel, inputs: Inputs, on_progress: Say) -> Measured:
 
 
 def _stages_of_four_bits(config: Config) -> int:
-    return len(MORE)
+    return len(FOUR_BIT)
 
 
 def _stages(config: Config) -> int:
-    return len(MORE) + len(quant.SETTINGS) + len(STATIC) + len(HALVES)
+    return len(FOUR_BIT) + len(quant.SETTINGS) + len(STATIC) + len(HALVES)
 
 
 FOUR_BITS = Measure("four_bits", _round_to_four_bits, _stages_of_four_bits)
