@@ -23,8 +23,9 @@ ROUNDED = (MODERATE, COARSE, INT4, *FOUR_BIT_METRICS)
 
 
 class Setting(NamedTuple):
-    """What differs from the main job: tokens of a sequence, whether it begins with <s>, steps, and who is compared."""
+    """What differs from the main job, in words: tokens of a row, whether it begins with <s>, steps; and who is compared."""
 
+    label: str
     length: int = 64
     bos: bool = True
     steps: int = 2_000
@@ -42,19 +43,18 @@ class Setting(NamedTuple):
         }
         return replace(REPEATED_MODEL, changes)
 
-    @property
-    def label(self) -> str:
-        """Names the setting in tables."""
-        return f"{self.length}, {'<s>' if self.bos else 'no <s>'}, {self.steps:,} steps"
-
     def variant(self, method: str) -> str:
         """The name of a method in this setting."""
         return f"{method}_{self.length}{'_bos' if self.bos else ''}_{self.steps}"
 
 
-MAIN = Setting(methods=(V, C))  # the main job
-LONGER = Setting(steps=6_000)
-OTHERS = (Setting(bos=False), Setting(length=256), Setting(length=256, bos=False))
+MAIN = Setting("2,000 steps", methods=(V, C))  # the main job
+LONGER = Setting("6,000 steps", steps=6_000)
+OTHERS = (
+    Setting("64, no <s>", bos=False),
+    Setting("256, <s>", length=256),
+    Setting("256, no <s>", length=256, bos=False),
+)
 
 
 def _variants(settings: tuple[Setting, ...], scale: str) -> tuple[Variant, ...]:
@@ -126,8 +126,8 @@ EXPERIMENTS = (
     _experiment(
         "repeated_longer",
         "Repeated passages, three times the steps: dominance, drains, outliers, damage; which part removes what",
-        f"{LONGER.steps:,} steps; the vanilla and cured models of the main job stand first. Criteria were committed "
-        "before any of these runs but seeds 1 and 2 of the main job; each part alone joined the comparison when seed 1 "
+        f"{LONGER.label}; the vanilla and cured models of the main job stand first. Criteria were committed before "
+        "any of these runs but seeds 1 and 2 of the main job; each part alone joined the comparison when seed 1 "
         "of vanilla and cured had run.",
         (MAIN, LONGER),
         LONGER,
