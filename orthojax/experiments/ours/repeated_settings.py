@@ -23,7 +23,7 @@ ROUNDED = (MODERATE, COARSE, INT4, *FOUR_BIT_METRICS)
 
 
 class Setting(NamedTuple):
-    """What differs from the main job, in words: tokens of a row, whether it begins with <s>, steps; and who is compared."""
+    """What differs from the main job, in words: tokens of a row, whether it begins with <s>, steps; who is compared."""
 
     label: str
     length: int = 64
