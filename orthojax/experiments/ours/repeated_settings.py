@@ -50,9 +50,11 @@ class Setting(NamedTuple):
 
 MAIN = Setting("2,000 steps", methods=(V, C))  # the main job
 LONGER = Setting("6,000 steps", steps=6_000)
+LONG_ROWS = Setting("256, <s>", length=256)
 OTHERS = (
     Setting("64, no <s>", bos=False),
-    Setting("256, <s>", length=256),
+    Setting("64, no <s>, 6,000 steps", bos=False, steps=LONGER.steps, methods=(V, C)),
+    LONG_ROWS,
     Setting("256, no <s>", length=256, bos=False),
 )
 
@@ -136,9 +138,9 @@ EXPERIMENTS = (
     _experiment(
         "repeated_settings",
         "Repeated passages without <s>, and with rows of 256 tokens: dominance, drains, outliers; four methods",
-        "What differs from the main job is <s>, the length of a row, or both. Criteria were committed before these "
-        "runs.",
+        "What differs from the main job is <s>, the length of a row, or both; of one pair the number of steps, too. "
+        "Criteria were committed before these runs.",
         OTHERS,
-        OTHERS[1],
+        LONG_ROWS,
     ),
 )
