@@ -46,7 +46,7 @@ def judged(experiment, changes):
 @pytest.mark.parametrize(
     ("name", "changes", "wrong"),
     [
-        ("any", {}, []),
+        ("none", {}, []),
         ("vanilla_64_bos_2000", {"first_attention_fraction": 0.1}, [0]),
         ("vanilla_64_bos_6000", {"first_attention_fraction": 0.2}, [1, 2]),
         ("cured_64_bos_6000", {"first_attention_fraction": 0.12}, [2]),
@@ -56,7 +56,12 @@ def judged(experiment, changes):
         ("softmax1_64_bos_6000", {"value_norm_first": 0.3}, [7]),
         ("cured_64_bos_6000", {"kurtosis_rest": 3.6}, [8]),
         ("cured_64_bos_6000", {"perplexity": 20.3}, [9]),
+        ("cured_64_bos_6000", {"first_attention_fraction": 0.25}, [2, 5]),
+        ("cured_64_bos_6000", {"perplexity_int8_coarse": 21.0}, [10]),
+        ("cured_64_bos_6000", {"perplexity_int8_moderate": 21.0}, [11]),
+        ("cured_64_bos_2000", {"perplexity_int4_zeropoint": 21.0}, [12]),
         ("cured_64_bos_6000", {"perplexity_w4a8": 21.0}, [13]),
+        ("cured_64_bos_6000", {"perplexity_w4a4": 21.0}, [14]),
     ],
 )
 def test_one_number_that_contradicts_a_claim_changes_its_verdict(name, changes, wrong):
@@ -66,10 +71,15 @@ def test_one_number_that_contradicts_a_claim_changes_its_verdict(name, changes, 
 @pytest.mark.parametrize(
     ("name", "changes", "wrong"),
     [
-        ("any", {}, []),
+        ("none", {}, []),
         ("vanilla_256_2000", {"first_attention_fraction": 0.045}, [0]),
         ("softmax1_256_bos_2000", {"first_attention_fraction": 0.1}, [1]),
+        ("orthoadam_256_2000", {"first_attention_fraction": 0.03}, [2]),
         ("cured_64_2000", {"first_attention_fraction": 0.2}, [3]),
+        ("vanilla_64_2000", {"value_norm_first": 0.6}, [4]),
+        ("softmax1_64_2000", {"value_norm_first": 0.3}, [5]),
+        ("cured_64_6000", {"kurtosis_first": 3.6}, [6]),
+        ("cured_256_2000", {"perplexity": 20.3}, [7]),
         ("cured_256_bos_2000", {"perplexity_w4a4": 21.0}, [12]),
     ],
 )

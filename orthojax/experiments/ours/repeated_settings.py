@@ -48,7 +48,7 @@ class Setting(NamedTuple):
         return f"{method}_{self.length}{'_bos' if self.bos else ''}_{self.steps}"
 
 
-MAIN = Setting("2,000 steps", methods=(V, C))  # the main job
+MAIN_JOB = Setting("2,000 steps", methods=(V, C))
 LONGER = Setting("6,000 steps", steps=6_000)
 LONG_ROWS = Setting("256, <s>", length=256)
 OTHERS = (
@@ -75,19 +75,19 @@ def _about(settings: tuple[Setting, ...], words: str, results: Results) -> list[
     lengths = sorted({of.length for of in settings})
     levels = ", ".join(f"{number(chance_of_first(length))} at {length}" for length in lengths)
     return [
-        "The text, model and rate of repeated_passages, all of whose passages are repeated, with batches of as many "
-        f"tokens. {words} Where each query prefers one of its keys by chance, the first has most attention in {levels} "
-        "tokens of the queries.",
+        "Model, learning rate and text of repeated_passages, every passage repeated, with batches of as many tokens. "
+        f"{words} Where each query prefers one of its keys by chance, the first has most attention in a fraction of "
+        f"{levels} tokens.",
         "This text and rate are those of an earlier trial of vanilla and cured models, one seed, in which dominance "
         "grew over 8,000 steps and the cure removed it: they were not chosen on vanilla models alone.",
     ]
 
 
 _MORE_STEPS = (
-    Claim("It dominates more after three times the steps.", {"": (MAIN.variant(V), LONGER.variant(V))}, (FRACTION,),
+    Claim("It dominates more after three times the steps.", {"": (MAIN_JOB.variant(V), LONGER.variant(V))}, (FRACTION,),
           lambda short, long: long[FRACTION] > short[FRACTION], "argmax rises"),
     Claim("The cure leaves less of it after three times the steps.",
-          {"": tuple(of.variant(method) for of in (MAIN, LONGER) for method in (V, C))}, (FRACTION,),
+          {"": tuple(of.variant(method) for of in (MAIN_JOB, LONGER) for method in (V, C))}, (FRACTION,),
           lambda v, c, longer_v, longer_c: excess_of_first_left(longer_v, longer_c) < excess_of_first_left(v, c),
           "what is left of the excess over equal logits falls"),
 )  # fmt: skip
@@ -131,7 +131,7 @@ EXPERIMENTS = (
         f"{LONGER.label}; the vanilla and cured models of the main job stand first. Criteria were committed before "
         "any of these runs but seeds 1 and 2 of the main job; each part alone joined the comparison when seed 1 "
         "of vanilla and cured had run.",
-        (MAIN, LONGER),
+        (MAIN_JOB, LONGER),
         LONGER,
         _MORE_STEPS,
     ),
