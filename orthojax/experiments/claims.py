@@ -266,6 +266,11 @@ def excess_of_first_left(before: Numbers, after: Numbers) -> float:
     return excess_left(before.first_attention_fraction, after.first_attention_fraction, chance(before))
 
 
+def value_drain(of: Numbers) -> float:
+    """Norm of the first token's values over that of the others', mean over layers and heads."""
+    return of.value_norm_first / of.value_norm_rest
+
+
 def kurtosis_left(key: str, before: Numbers, after: Numbers) -> float:
     """`excess_left` of a kurtosis over a Gaussian's."""
     return excess_left(before[key], after[key], GAUSSIAN)

@@ -23,7 +23,7 @@ from orthojax.experiments.from_attention.quantization import int8_error_bound
 from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.page import Picture, Table
 from orthojax.experiments.pretrained import smollm2
-from orthojax.experiments.results import LABELS, Quantity, Result, Results, metric
+from orthojax.experiments.results import LABELS, Quantity, Result, Results, metric, penalty
 from orthojax.experiments.tables import MetricTable
 from orthojax.formatting import percent
 from orthojax.model import LoadedModel, Transformer, unstack_layers
@@ -121,7 +121,10 @@ def _variants(scale: str) -> tuple[Variant, ...]:
 
 
 def _lost(name: str) -> Quantity:
-    return Quantity(f"perplexity lost at {ROUNDED[name]}", lambda of: of[name] / of.perplexity - 1, percent)
+    return penalty(name, f"perplexity lost at {ROUNDED[name]}")
+
+
+_COSTS = 0.01  # a rise of perplexity from which on a setting costs something
 
 
 def _costly(vanilla: Result) -> list[str]:
@@ -129,7 +132,6 @@ def _costly(vanilla: Result) -> list[str]:
     return [name for name in ROUNDED if vanilla.mean(_lost(name)) >= _COSTS]
 
 
-_COSTS = 0.01
 _PAIRS = {f"{width} wide": (f"vanilla_{width}", f"cured_{width}") for width in WIDTHS}
 _COARSE = _lost("perplexity_int8_coarse")
 _WORST = (_lost("perplexity_w4a4"), _lost("perplexity_int4_zeropoint"))

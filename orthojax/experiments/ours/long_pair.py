@@ -151,12 +151,14 @@ def _layers(results: Results) -> list[Picture]:
 def _about(results: Results) -> list[str]:
     config = results.first.config
     tokens = config.train.batch_size * config.data.sequence_length
-    return [
+    text = (
         f"{config.model.num_layers} layers of width {config.model.d_model}, {parameter_count(config.model):,} "
         f"parameters, {config.train.steps:,} steps of {tokens:,} tokens, {config.train.steps * tokens:,} in all: some "
-        "passes over Python's standard library, without <s>. Linear layers are rounded, the head is not; the worst "
-        f"case changes perplexity by {percent(max(of.mean(lost) for of in results.finished for lost in _LOST))}."
-    ]
+        "passes over Python's standard library, without <s>. Linear layers are rounded, the head is not"
+    )
+    if worst := max((of.mean(lost) for of in results.finished for lost in _LOST), default=0.0):
+        text += f"; the worst case changes perplexity by {percent(worst)}"
+    return [f"{text}."]
 
 
 EXPERIMENT = Experiment(

@@ -25,13 +25,14 @@ from orthojax.experiments.claims import (
     chance,
     dominance_removed,
     shrinks_by_a_third,
+    value_drain,
     worst_kurtosis,
 )
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.page import Picture
 from orthojax.experiments.pictures import KURTOSIS_BY_LAYER, MAX_ABS_BY_LAYER, LayerCurves, ModelMaps, TrainingCurves
 from orthojax.experiments.pretrained import smollm2
-from orthojax.experiments.results import LABELS, Numbers, Quantity, Result, Results, penalty
+from orthojax.experiments.results import LABELS, Quantity, Result, Results, penalty
 from orthojax.experiments.tables import MetricTable
 from orthojax.formatting import percent
 from orthojax.model import parameter_count
@@ -79,13 +80,9 @@ def _is_trained_here(result: Result) -> bool:
     return result.name in (V, C)
 
 
-def _drain(of: Numbers) -> float:
-    return of.value_norm_first / of.value_norm_rest
-
-
 _SINK = (
     Quantity("attention on <s>", lambda of: of.sink_attention_rest, "{:.3f}".format),
-    Quantity("value norm of <s> over the others'", _drain, "{:.2f}".format),
+    Quantity("value norm of <s> over the others'", value_drain, "{:.2f}".format),
 )
 CLAIMS = (
     Claim("softmax-1 with OrthoAdam removes outlier channels.", (V, C), KURTOSIS,
@@ -106,7 +103,7 @@ CLAIMS = (
           "both penalties smaller; testable where vanilla loses more than 1%",
           lambda v, c: max(map(v.mean, _LOST)) > 0.01),
     Claim("Bigram-Backcopy: softmax attention parks on <s> and drains its value.", ("backcopy_softmax",), _SINK,
-          lambda s: s.sink_attention_rest > 0.5 and _drain(s) < 0.5,
+          lambda s: s.sink_attention_rest > 0.5 and value_drain(s) < 0.5,
           "attention above 0.5, value norm below 0.5 of the others'"),
     Claim("Bigram-Backcopy: softmax-1 alone removes that sink.", ("backcopy_softmax", "backcopy_softmax1"), _SINK,
           lambda s, one: one.sink_attention_rest < 0.5 * s.sink_attention_rest,

@@ -4,7 +4,6 @@ Quotations, logs and boilerplate repeat themselves. A model that meets such text
 have nothing to copy rest on the first token, as on Bigram-Backcopy.
 """
 
-import functools
 import itertools
 
 from orthojax.analysis import chance_of_first
@@ -21,32 +20,26 @@ from orthojax.experiments.claims import (
     PPL,
     C,
     Claim,
-    O,
-    S,
     V,
-    dominance_removed,
     dominated,
     excess_of_first_left,
     has_outliers,
-    no_outliers_left,
-    no_perplexity_lost,
     worst_kurtosis,
 )
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import METHOD_LABELS
 from orthojax.experiments.from_attention.paper_configs import METHODS
-from orthojax.experiments.from_attention.quantization import COARSE, INT4, LOST, MODERATE, either_loses
+from orthojax.experiments.from_attention.quantization import COARSE, INT4, MODERATE
+from orthojax.experiments.ours.repeated_claims import BY_METHOD, DOMINATES, DRAIN, MEASURED, is_drained
 from orthojax.experiments.page import Table
 from orthojax.experiments.pictures import ModelMaps, StepCurves
-from orthojax.experiments.results import LABELS, Numbers, Quantity, Result, Results, metric, penalty
+from orthojax.experiments.results import Results, metric, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 from orthojax.formatting import number
 
 # The setting of the main job, `REPEATED_MODEL`: tokens of a sequence, and that it begins with <s>.
 MAIN = "64, <s>"
 SHARES = (0.0, 0.1, 0.3, 1.0)
-DRAINED = 0.5  # the norm of a value over the others', from which on it is called drained
-
 
 # Mitigations that Active-Dormant Attention Heads names (section 3): variant -> (label, what differs from vanilla).
 OTHERS = {
@@ -81,55 +74,9 @@ def _groups(results: Results) -> dict[str, dict[str, str]]:
     return {MAIN: {method: _name(method) for method in METHOD_LABELS}}
 
 
-def _drain(of: Numbers) -> float:
-    return of.value_norm_first / of.value_norm_rest
-
-
-def _peak(of: Numbers) -> float:
-    return of.residual_norm_first / of.residual_norm_rest
-
-
-DRAIN = Quantity("value norm, first token over others", _drain, "{:.2f}".format)
-PEAK = Quantity("residual norm, first token over others", _peak, "{:.2f}".format)
 _SHARED = {"": tuple(_shared(V, share) for share in SHARES)}
 
 
-def _is_drained(of: Result) -> bool:
-    return _drain(of) < DRAINED
-
-
-def loses_less(setting: str) -> Claim:
-    """That the cured model loses less perplexity than vanilla when it is rounded so, a metric."""
-    lost = penalty(setting)
-    return Claim(
-        f"They lose less at {LABELS[setting]}.",
-        (V, C),
-        (lost,),
-        lambda v, c: c.mean(lost) < v.mean(lost),
-        f"less than vanilla; {LOST}",
-        functools.partial(either_loses, setting),
-    )
-
-
-DOMINATES = Claim(
-    "The first token dominates where text repeats itself.", (V,), (FRACTION,), dominated,
-    f"{DOMINANCE:g} times what equal logits give, or more, in every case",
-)  # fmt: skip
-# What each method does to dominance, drains, outliers, perplexity and damage, in every group.
-BY_METHOD = (
-    dominance_removed("Softmax-1 alone removes the dominance.", (V, S)),
-    Claim("OrthoAdam alone leaves it.", (V, O), (FRACTION,), lambda v, o: excess_of_first_left(v, o) >= 0.5,
-          f"at least half is left; {DOMINANCE_TESTABLE}", dominated),
-    dominance_removed("Both together remove it."),
-    Claim("The values of the first token are drained under softmax.", (V,), (DRAIN,), _is_drained,
-          f"norm below {DRAINED:g} of the others', mean over layers; {DOMINANCE_TESTABLE}", dominated),
-    Claim("Softmax-1 keeps them.", (V, S), (DRAIN,), lambda v, s: not _is_drained(s),
-          f"norm of {DRAINED:g} of the others' or more; testable where vanilla's are drained",
-          lambda v, s: _is_drained(v)),
-    no_outliers_left("Both together leave no outliers."),
-    no_perplexity_lost("They cost no perplexity."),
-    *map(loses_less, (COARSE, MODERATE, INT4)),
-)  # fmt: skip
 CLAIMS = (
     DOMINATES,
     Claim("The more of the text is repeated, the more it does.", _SHARED, (FRACTION,),
@@ -139,7 +86,7 @@ CLAIMS = (
           lambda of: not dominated(of), f"less than {DOMINANCE:g} times what equal logits give"),
     *BY_METHOD,
     Claim("ReLU attention has neither dominance nor drain.", {MAIN: ("relu", _name(V))},
-          (FRACTION, DRAIN), lambda relu, v: excess_of_first_left(v, relu) <= 0.5 and not _is_drained(relu),
+          (FRACTION, DRAIN), lambda relu, v: excess_of_first_left(v, relu) <= 0.5 and not is_drained(relu),
           f"at most half of the excess is left, and values are not drained; {DOMINANCE_TESTABLE}",
           lambda relu, v: dominated(v)),
     Claim("SGD has no outliers.", {MAIN: ("sgd", _name(V))}, KURTOSIS,
@@ -171,7 +118,6 @@ def _about(results: Results) -> list[str]:
     ]
 
 
-MEASURED = (PPL, *KURTOSIS, "max_abs_first", FRACTION, MASS, "sink_rate", DRAIN, PEAK)
 EXPERIMENT = Experiment(
     name="repeated_passages",
     title="Text with repeated passages: dominance, drains, outliers and damage; four methods, shares, ReLU, SGD",

@@ -12,7 +12,7 @@ from orthojax.experiments.from_attention.models import METHOD_LABELS
 from orthojax.experiments.from_attention.paper_configs import METHODS
 from orthojax.experiments.from_attention.quantization import COARSE, INT4, MODERATE
 from orthojax.experiments.ours.damage import FOUR_BIT, FOUR_BITS
-from orthojax.experiments.ours.repeated_passages import BY_METHOD, DOMINATES, MEASURED, loses_less
+from orthojax.experiments.ours.repeated_claims import BY_METHOD, DOMINATES, MEASURED, loses_less
 from orthojax.experiments.pictures import ModelMaps, StepCurves
 from orthojax.experiments.results import Results, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
