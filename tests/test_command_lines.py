@@ -136,6 +136,7 @@ REFUSED = {
         "train", ["--batch-size=3"], ["did you mean --config.train.batch_size=... or --config.eval.batch_size=...?"],
     ),
     "flag of another program": ("train", ["--out_dir=a"], ["did you mean --workdir=...?"]),
+    "checkpoint of a command that takes models": ("analyze", ["--checkpoint=run"], ["did you mean --model=...?"]),
     "no such setting": ("train", ["--dropout=0.1"], ["no dropout"]),
     "field of a command without a config": ("reproduce", ["--lr=3"], ["unknown flag --lr\n  allowed: the flags that"]),
     "flag of what has no name": ("inspect_checkpoint", ["--checkpoint=run"], ["a checkpoint folder, and the flags"]),

@@ -63,6 +63,7 @@ _OTHER_NAMES = {
     "workdir": "out_dir output_dir logdir log_dir save_dir out resume resume_from_checkpoint run_dir",
     "output": "out_dir output_dir out workdir",
     "checkpoint": "ckpt model model_path path run",
+    "model": "checkpoint ckpt model_path model_name_or_path path run",
     "input": "data dataset text files path",
     "multihost": "distributed ddp",
 }
