@@ -100,7 +100,7 @@ VERDICTS = {
     "parity": "-?-+",
     "long_pair": "?+--",
     "repeated_longer": "+++-++--+-+?---",
-    "repeated_settings": "-?????++??---",
+    "repeated_settings": "-?????+++?-+-",
     "downstream": "+--",
 }
 
