@@ -30,6 +30,9 @@ def first_attention_fraction(weights: ArrayLike) -> jax.Array:
     where that weight is > 0 and strictly the largest (an all-zero ReLU row and ties do not count). The '%First Attn' of
     From Attention to Activation (arXiv 2410.17174, Table 2).
 
+    Read it beside `first_attention_mass`: a head that averages over the keys, or under softmax-1 attends to nearly none
+    of them, has a largest weight as well, so that a slight preference for key 0 counts as much as a sink.
+
     Returns a scalar in [0, 1], float32.
 
     >>> import jax.numpy as jnp
