@@ -24,7 +24,7 @@ from orthojax.experiments.results import Quantity, Results, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 
 # Steps -> who is compared.
-STEPS: Mapping[int, tuple[str, ...]] = {500: (V, C, "muon", "lion"), 2000: (V, C)}
+STEPS: Mapping[int, tuple[str, ...]] = {500: (V, C, "muon", "lion"), 2000: (V, C), 10_000: (V, C)}
 # Method -> rate and warm-up, a fraction of the steps: what the experiment tuning chose.
 TUNED: Mapping[str, tuple[float, float]] = {
     V: (0.004, 0.25), C: (0.004, 0.25), "muon": (0.01, 0.05), "lion": (0.001, 0.25), "sgd": (0.4, 0.25),
