@@ -97,7 +97,7 @@ VERDICTS = {
     "depth": "+++++--",
     "tuning": "+",
     "haar": "+--+",
-    "parity": "-?-+",
+    "parity": "---+",
     "long_pair": "?+--",
     "repeated_longer": "+++-++--+-+?---",
     "repeated_settings": "-?????+++?-+-",
