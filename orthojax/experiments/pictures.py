@@ -179,6 +179,23 @@ class StepCurves:
         return _curves(self, self.caption, shown, curve, lambda of: of.label, {}, x_label="step", x_scale=self.x_scale)
 
 
+DOMINANCE_BY_STEP = StepCurves(
+    "dominance",
+    "Queries that attend most to the first token, of a few held-out rows, over training.",
+    "fraction of queries",
+    {"first_attention_fraction": ""},
+    x_scale="linear",
+)
+KURTOSIS_BY_STEP = StepCurves(
+    "kurtosis",
+    "Kurtosis of hidden states over training, mean over layers.",
+    "kurtosis",
+    {"kurtosis_first": "first token", "kurtosis_rest": "other tokens"},
+    "log",
+    "linear",
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class ComputedCurves:
     """Numbers of a computation by step, a picture for each with one curve for each variant.

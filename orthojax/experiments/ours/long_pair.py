@@ -28,7 +28,7 @@ from orthojax.experiments.claims import (
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.page import Picture
-from orthojax.experiments.pictures import ModelMaps, StepCurves, TrainingCurves
+from orthojax.experiments.pictures import DOMINANCE_BY_STEP, KURTOSIS_BY_STEP, ModelMaps, TrainingCurves
 from orthojax.experiments.results import Result, Results, penalty
 from orthojax.experiments.tables import MetricTable
 from orthojax.formatting import percent
@@ -177,10 +177,8 @@ EXPERIMENT = Experiment(
     claims=CLAIMS,
     pictures=(
         TrainingCurves(),
-        StepCurves("dominance", "Queries that attend most to the first token, of a few held-out rows, over training.",
-                   "fraction of queries", {FRACTION: ""}),
-        StepCurves("kurtosis", "Kurtosis of hidden states over training, mean over layers.", "kurtosis",
-                   {"kurtosis_first": "first token", "kurtosis_rest": "others"}, y_scale="log"),
+        DOMINANCE_BY_STEP,
+        KURTOSIS_BY_STEP,
         _damage,
         _layers,
         ModelMaps(),

@@ -1,5 +1,6 @@
 """Does the cure cost perplexity? Each method at its tuned rate and warm-up, beside Muon and Lion."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from orthojax.experiments.claims import (
@@ -19,8 +20,8 @@ from orthojax.experiments.claims import (
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.ours.tuning import METHODS, tuned
 from orthojax.experiments.ours.tuning import STEPS as TUNED_AT
-from orthojax.experiments.pictures import TrainingCurves
-from orthojax.experiments.results import Quantity, Results, penalty
+from orthojax.experiments.pictures import DOMINANCE_BY_STEP, KURTOSIS_BY_STEP, TrainingCurves
+from orthojax.experiments.results import Quantity, Result, Results, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 
 # Steps -> who is compared.
@@ -50,6 +51,10 @@ def _groups(results: Results) -> dict[str, dict[str, str]]:
     return {
         f"{steps:,} steps": {method: _name(method, steps) for method in compared} for steps, compared in STEPS.items()
     }
+
+
+def _longest(of: Result) -> bool:
+    return of.config.train.steps == max(STEPS)
 
 
 CLAIMS = (
@@ -86,6 +91,9 @@ EXPERIMENT = Experiment(
                     [penalty(f"perplexity_{name}") for name in ("int8_moderate", "int8_coarse", "int4_zeropoint")]),
     ),
     claims=CLAIMS,
-    pictures=(TrainingCurves(),),
+    pictures=(
+        TrainingCurves(),
+        *(dataclasses.replace(curves, keep=_longest) for curves in (DOMINANCE_BY_STEP, KURTOSIS_BY_STEP)),
+    ),
     cost_reference=lambda name: _name(V, int(name.rpartition("_")[2])),
 )  # fmt: skip

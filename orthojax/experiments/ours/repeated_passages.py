@@ -4,6 +4,7 @@ Quotations, logs and boilerplate repeat themselves. A model that meets such text
 have nothing to copy rest on the first token, as on Bigram-Backcopy.
 """
 
+import dataclasses
 import itertools
 
 from orthojax.analysis import chance_of_first
@@ -32,7 +33,7 @@ from orthojax.experiments.from_attention.paper_configs import METHODS
 from orthojax.experiments.from_attention.quantization import COARSE, INT4, MODERATE
 from orthojax.experiments.ours.repeated_claims import BY_METHOD, DOMINATES, DRAIN, MEASURED, is_drained
 from orthojax.experiments.page import Table
-from orthojax.experiments.pictures import ModelMaps, StepCurves
+from orthojax.experiments.pictures import DOMINANCE_BY_STEP, ModelMaps
 from orthojax.experiments.results import Results, metric, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 from orthojax.formatting import number
@@ -137,11 +138,9 @@ EXPERIMENT = Experiment(
         for quantity in (FRACTION, "kurtosis_first", PPL)
     ),
     pictures=(
-        StepCurves("dominance", "Queries that attend most to the first token, of a few held-out rows, over training.",
-                   "fraction of queries", {FRACTION: ""}, x_scale="linear",
-                   keep=lambda of: of.name in [_name(m) for m in METHOD_LABELS]),
-        StepCurves("by_share", "The same by the share of repeated passages.", "fraction of queries", {FRACTION: ""},
-                   x_scale="linear", keep=lambda of: of.name in _SHARED[""]),
+        dataclasses.replace(DOMINANCE_BY_STEP, keep=lambda of: of.name in [_name(m) for m in METHOD_LABELS]),
+        dataclasses.replace(DOMINANCE_BY_STEP, name="by_share", caption="The same by the share of repeated passages.",
+                            keep=lambda of: of.name in _SHARED[""]),
         ModelMaps(lambda of: of.name in [_name(m) for m in (V, C)]),
     ),
 )  # fmt: skip

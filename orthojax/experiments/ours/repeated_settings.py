@@ -1,5 +1,6 @@
 """Repeated passages beyond the main job: three times the steps; no <s>, as in the paper's GPT-2; rows of 256 tokens."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from orthojax.experiments.from_attention.paper_configs import METHODS
 from orthojax.experiments.from_attention.quantization import COARSE, INT4, MODERATE
 from orthojax.experiments.ours.damage import FOUR_BIT, FOUR_BITS
 from orthojax.experiments.ours.repeated_claims import BY_METHOD, DOMINATES, MEASURED, loses_less
-from orthojax.experiments.pictures import ModelMaps, StepCurves
+from orthojax.experiments.pictures import DOMINANCE_BY_STEP, KURTOSIS_BY_STEP, ModelMaps
 from orthojax.experiments.results import Results, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 from orthojax.formatting import number
@@ -115,10 +116,8 @@ def _experiment(
         claims=(DOMINATES, *more, *BY_METHOD, *map(loses_less, FOUR_BIT_METRICS)),
         headlines=[(quantity, pair) for quantity in (FRACTION, "kurtosis_first", PPL)],
         pictures=(
-            StepCurves("dominance", "Queries that attend most to the first token, of a few held-out rows.",
-                       "fraction of queries", {FRACTION: ""}, x_scale="linear", keep=lambda of: of.name in drawn),
-            StepCurves("kurtosis", "Kurtosis of the first token's hidden states.", "kurtosis", {"kurtosis_first": ""},
-                       y_scale="log", x_scale="linear", keep=lambda of: of.name in drawn),
+            dataclasses.replace(DOMINANCE_BY_STEP, keep=lambda of: of.name in drawn),
+            dataclasses.replace(KURTOSIS_BY_STEP, keep=lambda of: of.name in drawn),
             ModelMaps(lambda of: of.name in pair),
         ),
     )  # fmt: skip
