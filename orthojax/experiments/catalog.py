@@ -68,6 +68,7 @@ from orthojax.experiments.ours import (
     optimizer_outliers,
     parity,
     quick,
+    remaining_outliers,
     repeated_passages,
     repeated_settings,
     rotation_ablation,
@@ -85,7 +86,7 @@ _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table
 _LATER = (training_curves, appendix_e, appendix_g, appendix_h)
 _OURS = (
     rotation_ablation, optimizer_outliers, normalizers, streaming, tiny_setting, depth, tuning, parity,
-    repeated_passages, damage, haar, adam_betas, downstream, long_pair,
+    remaining_outliers, repeated_passages, damage, haar, adam_betas, downstream, long_pair,
 )  # fmt: skip
 _ON_THE_TASK = (one_layer, three_layers, peak_blocks, peak_slope, backcopy_rules, backcopy_cure)
 _BREAK_CONDITIONS = (break_conditions_map, break_conditions_cells)
