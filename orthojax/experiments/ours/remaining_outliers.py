@@ -38,8 +38,8 @@ _LONGEST = max(STEPS)
 # Variants of the cure: name -> (label, what differs from it).
 _ROTATIONS = {
     "residual": ("d_model axis of every kernel", {"optim.rotation.axes": "residual"}),
-    "haar": ("Haar matrices", {"optim.rotation.kind": "haar"}),
     "both": ("both axes", {"optim.rotation.axes": "both"}),
+    "haar": ("Haar matrices", {"optim.rotation.kind": "haar"}),
 }
 
 
