@@ -37,9 +37,9 @@ from orthojax.experiments.tables import MetricTable, PairedTable
 _LONGEST = max(STEPS)
 # Variants of the cure: name -> (label, what differs from it).
 _ROTATIONS = {
-    "residual": ("d_model axis of every kernel", {"optim.rotation.axes": "residual"}),
+    "residual": ("d_model axes", {"optim.rotation.axes": "residual"}),
     "both": ("both axes", {"optim.rotation.axes": "both"}),
-    "haar": ("Haar matrices", {"optim.rotation.kind": "haar"}),
+    "haar": ("Haar", {"optim.rotation.kind": "haar"}),
 }
 
 
@@ -48,7 +48,10 @@ def _variants(scale: str) -> tuple[Variant, ...]:
     return (
         Variant(V, "softmax + Adam", vanilla),
         Variant(C, "softmax-1 + OrthoAdam", cured),
-        *(Variant(name, f"the same, {of}", replace(cured, changes)) for name, (of, changes) in _ROTATIONS.items()),
+        *(
+            Variant(name, f"softmax-1 + OrthoAdam, {label}", replace(cured, changes))
+            for name, (label, changes) in _ROTATIONS.items()
+        ),
         Variant(O, "softmax + OrthoAdam", with_normalizer(cured, "softmax")),
         Variant(S, "softmax-1 + Adam", with_normalizer(vanilla, "softmax1")),
     )
@@ -65,7 +68,7 @@ CLAIMS = (
                  "residual"),
     _leaves_none("With both axes of every kernel rotated no outliers are left.", "both"),
     _leaves_none("With Haar matrices on the output axis no outliers are left.", "haar"),
-    *(no_perplexity_lost(f"That costs no perplexity: {label}.", (V, name)) for name, (label, _) in _ROTATIONS.items()),
+    *(no_perplexity_lost(f"The rotation costs no perplexity: {label}.", (V, name)) for name, (label, _) in _ROTATIONS.items()),
     Claim("OrthoAdam alone leaves outliers of the first token and none of others.", (V, O), KURTOSIS,
           lambda v, o: o.kurtosis_first > OUTLIERS and o.kurtosis_rest < NO_OUTLIERS,
           f"first token above {OUTLIERS:g}, others below {NO_OUTLIERS:g}; testable where vanilla's is above "
