@@ -68,7 +68,7 @@ CLAIMS = (
                  "residual"),
     _leaves_none("With both axes of every kernel rotated no outliers are left.", "both"),
     _leaves_none("With Haar matrices on the output axis no outliers are left.", "haar"),
-    *(no_perplexity_lost(f"The rotation costs no perplexity: {label}.", (V, name)) for name, (label, _) in _ROTATIONS.items()),
+    *(no_perplexity_lost(f"It costs no perplexity: {label}.", (V, name)) for name, (label, _) in _ROTATIONS.items()),
     Claim("OrthoAdam alone leaves outliers of the first token and none of others.", (V, O), KURTOSIS,
           lambda v, o: o.kurtosis_first > OUTLIERS and o.kurtosis_rest < NO_OUTLIERS,
           f"first token above {OUTLIERS:g}, others below {NO_OUTLIERS:g}; testable where vanilla's is above "
