@@ -84,6 +84,13 @@ def test_the_rule_of_the_guide_takes_flax_attention_for_matrices():
         "attention/value/kernel": "axes (1, 2): hadamard 16",
     }
     names["optimizer"].init(params)
+    found = orthojax.optim.describe(orthojax.Rotation(axes=16), params)
+    assert {path: what for path, what in found.items() if "kernel" in path} == {
+        "attention/key/kernel": "axes (0,): hadamard 16",
+        "attention/out/kernel": "axes (2,): hadamard 16, 4 layers",
+        "attention/query/kernel": "axes (0,): hadamard 16",
+        "attention/value/kernel": "axes (0,): hadamard 16",
+    }
 
 
 def test_the_guide_shards_the_state_over_the_data_axis():

@@ -182,6 +182,43 @@ def test_tables_kernels_and_vectors_are_told_by_their_last_names(path, kind):
     assert (rows[path] == "embedding") == (kind == "table")
 
 
+@pytest.mark.parametrize("kernel_layout", ["in_out", "out_in"])
+def test_axes_of_a_length_are_those_that_face_the_residual_stream(kernel_layout):
+    s = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    params = {
+        "wte": s(512, 32), "head": {"kernel": s(32, 50_000)}, "up": {"kernel": s(32, 96)},
+        "down": {"kernel": s(96, 32)}, "scanned": {"kernel": s(3, 32, 96)}, "square": {"kernel": s(32, 32)},
+        "query": {"kernel": s(32, 4, 8)}, "out": {"kernel": s(4, 8, 32)}, "scanned_query": {"kernel": s(3, 32, 4, 8)},
+        "conv": {"kernel": s(5, 5, 3, 32)}, "inner": {"kernel": s(96, 48)}, "norm": {"scale": s(3, 32)},
+    }  # fmt: skip
+    for length in (32, np.int64(32)):
+        found = describe(Rotation(axes=length, kernel_layout=kernel_layout), params)
+        assert found == {
+            "wte": "axes (1,): hadamard 32",
+            "head/kernel": "axes (0,): hadamard 32",
+            "up/kernel": "axes (0,): hadamard 32",
+            "down/kernel": "axes (1,): hadamard 32",
+            "scanned/kernel": "axes (1,): hadamard 32, 3 layers",
+            "square/kernel": "axes (0,): hadamard 32; axes (1,): hadamard 32",
+            "query/kernel": "axes (0,): hadamard 32",
+            "scanned_query/kernel": "axes (1,): hadamard 32, 3 layers",
+            "out/kernel": "axes (2,): hadamard 32, 4 layers",
+            "conv/kernel": "axes (3,): hadamard 32, 25 layers",
+            "inner/kernel": "left alone: no axis of length 32",
+            "norm/scale": "left alone: named 'scale'",
+        }
+
+
+def test_a_length_that_no_kernel_has_warns(recwarn):
+    kernel, table = {"mlp": {"kernel": jnp.ones((4, 8))}}, {"wte": jnp.ones((8, 6))}
+    for params in (table, kernel | {"wte": jnp.ones((8, 4))}):
+        orthoadam(0.1, rotation=Rotation(axes=params["wte"].shape[1])).init(params)
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"axes=6\): no kernel has an axis of that length.*describe") as seen:
+        orthoadam(0.1, rotation=Rotation(axes=6)).init(kernel | table)
+    assert len(seen) == 1
+
+
 def test_what_is_guessed_is_marked():
     s = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
     params = {
@@ -274,7 +311,11 @@ def test_a_haar_basis_far_larger_than_its_parameter_is_refused():
     ("fields", "words"),
     [
         ({"kind": "hadamar"}, "kind='hadamar'; allowed: haar, hadamard, dct, identity, signed_permutation"),
-        ({"axes": "outputs"}, "axes='outputs'; allowed: output, input, both or a function"),
+        ({"axes": "outputs"}, "axes='outputs'; allowed: output, input, both, a length of 2 to 16384 or a function"),
+        ({"axes": 1}, "axes=1"),
+        ({"axes": 16_385}, "axes=16385"),
+        ({"axes": True}, "axes=True"),
+        ({"axes": 64.0}, "axes=64.0"),
         ({"axes": None}, "axes=None"),
         ({"scope": "layers"}, "scope='layers'; allowed: layer, parameter, tree"),
         ({"seed": -1}, "seed=-1; allowed: an integer 0 to"),

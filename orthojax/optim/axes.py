@@ -10,7 +10,7 @@ GenericAxes = Literal["output", "input", "both"]
 KernelLayout = Literal["in_out", "out_in"]
 Mark = Literal["", "embedding", "unsure"]
 
-_MAX_GENERIC_SIZE = 16_384
+MAX_GENERIC_SIZE = 16_384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ _NORM = re.compile(r".*norm(_?[a-z0-9]{1,3})?|(.*_)?ln(_?[a-z0-9]{1,3})?")
 def generic_axes(
     path: str,
     leaf: jax.ShapeDtypeStruct,
-    axes: GenericAxes = "output",
+    axes: GenericAxes | int = "output",
     kernel_layout: KernelLayout = "in_out",
     embeddings: str | None = None,
 ) -> RotatedAxes | None:
@@ -96,21 +96,28 @@ def generic_axes(
     Args:
       path: The parameter's path, as `describe` prints it.
       leaf: Its shape and dtype.
-      axes: Which axes of a kernel. Only those of length 2 to 16,384 are rotated.
-      kernel_layout: Whether a kernel is [in, out] (flax, haiku) or [out, in] (equinox, PyTorch).
+      axes: Which axes of a kernel; a number is d_model, for every axis of that length: the output of what writes to the
+        residual stream, the input of what reads it, both of a square kernel, and the right one of flax's attention. A
+        kernel without such an axis is left alone. Only axes of length 2 to 16,384 are rotated.
+      kernel_layout: Whether a kernel is [in, out] (flax, haiku) or [out, in] (equinox, PyTorch); not read where axes is
+        a number.
       embeddings: A regular expression: the tables are where it is found in the path, instead of by name; "" for none.
 
     >>> generic_axes("mlp/kernel", jax.ShapeDtypeStruct((12, 64, 256), "float32"))
     RotatedAxes(groups=((-1,),), stacked=(0,))
     >>> generic_axes("mlp/weight", jax.ShapeDtypeStruct((256, 64), "float32"), kernel_layout="out_in")
     RotatedAxes(groups=((-2,),), stacked=())
+    >>> generic_axes("mlp/kernel", jax.ShapeDtypeStruct((12, 64, 256), "float32"), axes=64)
+    RotatedAxes(groups=((-2,),), stacked=(0,))
+    >>> generic_axes("query/kernel", jax.ShapeDtypeStruct((64, 4, 16), "float32"), axes=64)
+    RotatedAxes(groups=((-3,),), stacked=())
     """
     found, _ = judge(path, leaf.shape, axes, kernel_layout, embeddings)
     return None if isinstance(found, str) else found
 
 
 def judge(
-    path: str, shape: tuple[int, ...], axes: GenericAxes, kernel_layout: KernelLayout, embeddings: str | None
+    path: str, shape: tuple[int, ...], axes: GenericAxes | int, kernel_layout: KernelLayout, embeddings: str | None
 ) -> tuple[RotatedAxes | str, Mark]:
     """As `generic_axes`, with the reason where nothing is rotated; and whether it is a table, or a guess."""
     name, module = [*[part for part in reversed(path.lower().split("/")) if not part.isdigit()], "", ""][:2]
@@ -131,8 +138,21 @@ def judge(
         return "a vector by its shape", "unsure"
     else:
         output, before = (-1, -2) if kernel_layout == "in_out" else (-2, -1)
-        chosen = {"output": [output], "input": [before], "both": [-2, -1]}[axes]
-        stacked = tuple(range(len(shape) - 2))
-    groups = tuple((axis,) for axis in chosen if 2 <= shape[axis] <= _MAX_GENERIC_SIZE)
+        kernel_ndim = 2
+        if isinstance(axes, int):
+            chosen = [axis for axis in (-2, -1) if shape[axis] == axes]
+            if not chosen and len(shape) > 2 and shape[-3] == axes:  # flax's query: [d_model, heads, head_dim]
+                chosen, kernel_ndim = [-3], 3
+        else:
+            chosen = {"output": [output], "input": [before], "both": [-2, -1]}[axes]
+        stacked = tuple(range(len(shape) - kernel_ndim))
+    groups = tuple((axis,) for axis in chosen if 2 <= shape[axis] <= MAX_GENERIC_SIZE)
     mark: Mark = "embedding" if table else "" if kernel and not stacked else "unsure"
-    return RotatedAxes(groups, stacked) if groups else f"no {axes} axis of length 2 to {_MAX_GENERIC_SIZE}", mark
+    if groups:
+        return RotatedAxes(groups, stacked), mark
+    return without_length(axes) if isinstance(axes, int) else f"no {axes} axis of length 2 to {MAX_GENERIC_SIZE}", mark
+
+
+def without_length(length: int) -> str:
+    """The reason why a kernel without an axis of that length is left alone."""
+    return f"no axis of length {length}"

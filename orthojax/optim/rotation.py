@@ -15,7 +15,7 @@ import numpy as np
 
 from orthojax.formatting import align
 from orthojax.ops import orthogonal
-from orthojax.optim.axes import GenericAxes, KernelLayout, Mark, RotatedAxes, judge
+from orthojax.optim.axes import MAX_GENERIC_SIZE, GenericAxes, KernelLayout, Mark, RotatedAxes, judge, without_length
 
 Kind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
 Scope = Literal["layer", "parameter", "tree"]
@@ -24,6 +24,11 @@ _MAX_HAAR_SIZE = 4096  # a larger axis is left alone: its matrix would take 64 M
 _MAX_HAAR_RATIO = 8  # elements of the matrices of a parameter, as a multiple of its own
 
 AxesRule = Callable[[str, jax.ShapeDtypeStruct], RotatedAxes | None]
+
+
+def _is_integer(value: Any, smallest: int, largest: int) -> bool:
+    """Whether it is an integer, of NumPy too, within the limits; a bool is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and smallest <= int(value) <= largest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +46,9 @@ class Rotation:
         matrix, as in the paper; kept in the state (float32; float64 for float64 parameters); axes over 4,096 are left
         alone. `dct`: a cosine transform after random signs. Controls: `identity`, and `signed_permutation`, under which
         Adam is invariant.
-      axes: Which axes of a kernel: `output`, `input` or `both`, by the rule `generic_axes`, which also says what is a
-        kernel, an embedding table or neither; or a function (path, jax.ShapeDtypeStruct) -> RotatedAxes | None, where
-        None leaves the parameter alone.
+      axes: Which axes of a kernel: `output`, `input`, `both`, or those of a length, as in `Rotation(axes=d_model)`, by
+        the rule `generic_axes`, which also says what is a kernel, an embedding table or neither; or a function (path,
+        jax.ShapeDtypeStruct) -> RotatedAxes | None, where None leaves the parameter alone.
       seed: 0 to 2**32 - 1.
       scope: `layer` as above. Two controls: with `parameter` the layers of a parameter share Q; with `tree` all axes of
         one size do, which for a network is little more than Adam in a different frame.
@@ -62,7 +67,7 @@ class Rotation:
     """
 
     kind: Kind = "hadamard"
-    axes: GenericAxes | AxesRule = "output"
+    axes: GenericAxes | int | AxesRule = "output"
     seed: int = 0
     scope: Scope = "layer"
     layout: Callable[[str], jax.sharding.Sharding | None] | None = None
@@ -73,13 +78,15 @@ class Rotation:
 
     def __post_init__(self):
         literals = {"kind": Kind, "scope": Scope, "axes": GenericAxes, "kernel_layout": KernelLayout}
+        if is_length := _is_integer(self.axes, 2, MAX_GENERIC_SIZE):
+            object.__setattr__(self, "axes", int(typing.cast(Any, self.axes)))
         for name, allowed in literals.items():
             value, names = getattr(self, name), typing.get_args(allowed)
-            if value not in names and not (name == "axes" and callable(value)):
-                extra = " or a function (path, shape) -> RotatedAxes | None" if name == "axes" else ""
+            if value not in names and not (name == "axes" and (is_length or callable(value))):
+                extra = f", a length of 2 to {MAX_GENERIC_SIZE} or a function (path, shape) -> RotatedAxes | None"
+                extra = extra if name == "axes" else ""
                 raise ValueError(f"Rotation {name}={value!r}; allowed: {', '.join(names)}{extra}")
-        integer = isinstance(self.seed, int | np.integer) and not isinstance(self.seed, bool)
-        if not integer or not 0 <= self.seed < 2**32:
+        if not _is_integer(self.seed, 0, 2**32 - 1):
             raise ValueError(f"Rotation seed={self.seed!r}; allowed: an integer 0 to 2**32 - 1")
         object.__setattr__(self, "seed", int(self.seed))
         if self.layout is not None and not callable(self.layout):
@@ -243,9 +250,21 @@ def name_key(group: Group) -> int:
     return zlib.crc32(group.name.encode())
 
 
-def warn_without_table(rotation: Rotation, plans: list[tuple[Any, Plan]]) -> None:
-    """Warns where the generic rule has found kernels and no embedding table."""
-    if callable(rotation.axes) or rotation.embeddings == "":
+def warn_of_nothing_found(rotation: Rotation, plans: list[tuple[Any, Plan]]) -> None:
+    """Warns where the generic rule has found kernels and none of the asked length, or no embedding table."""
+    if callable(rotation.axes):
+        return
+    if isinstance(rotation.axes, int):
+        others = [plan for _, plan in plans if plan.mark != "embedding"]
+        if any(without_length(rotation.axes) in plan.left_alone for plan in others) and not any(
+            plan.groups for plan in others
+        ):
+            warnings.warn(
+                f"Rotation(axes={rotation.axes}): no kernel has an axis of that length, so none is rotated; "
+                "print(orthojax.optim.describe(rotation, params)) shows their shapes",
+                stacklevel=2,
+            )
+    if rotation.embeddings == "":
         return
     kernels = [plan.path for _, plan in plans if plan.groups]
     if kernels and not any(plan.mark == "embedding" for _, plan in plans):

@@ -20,7 +20,7 @@ from orthojax.optim.rotation import (
     plan_leaf,
     plan_tree,
     require_rotation,
-    warn_without_table,
+    warn_of_nothing_found,
 )
 
 # The numbers of a basis: haar matrices are kept in the state, signs are constants of the program.
@@ -57,7 +57,7 @@ def _draw_haar(rotation: Rotation, plan: Plan, group: Group, dtype: Any) -> jax.
 def _init_basis(rotation: Rotation, params: optax.Params) -> Any:
     """What the state keeps of the bases of `params`; see `RotationState.basis`."""
     plans = plan_tree(rotation, params)
-    warn_without_table(rotation, plans)
+    warn_of_nothing_found(rotation, plans)
     if rotation.kind != "haar":
         return ()
     basis: dict[str, Any] = {}
