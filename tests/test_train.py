@@ -54,6 +54,7 @@ from orthojax.train import (
 )  # fmt: skip
 from orthojax.train.optimizer import decay_mask, rotated_axes, shared_basis
 from orthojax.train.step import loss_sum_nats
+from orthojax.train.summary import opening
 
 SGD = {"optim.optimizer": "sgd", "optim.learning_rate": 0.1, "train.steps": 10, "train.checkpoint_every_steps": 100}
 CONFIG = replace(TINY, SGD)
@@ -726,3 +727,20 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / ".lock").mkdir()  # permissions do not stop every user
     with pytest.raises(UserError, match=f"cannot write to workdir {tmp_path}: Is a directory"):
         train(CONFIG, inputs(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("axes", "steps", "optimizer", "noted"),
+    [
+        ("output", 10_000, "orthoadam", True),
+        ("residual", 10_000, "orthoadam", False),
+        ("both", 10_000, "orthoadam", False),
+        ("output", 4_000, "orthoadam", False),
+        ("output", 10_000, "adam", False),
+    ],
+)
+def test_a_long_run_is_told_which_axes_leave_outliers(axes, steps, optimizer, noted, tmp_path):
+    changes = {"optim.optimizer": optimizer, "optim.rotation.axes": axes, "train.steps": steps}
+    said = "\n".join(opening(replace(TINY, changes), tmp_path))
+    assert ("optim.rotation.axes=residual" in said) == noted
+    assert (f"orthoadam (hadamard, axes {axes})" in said) == (optimizer == "orthoadam")

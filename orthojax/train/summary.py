@@ -13,6 +13,9 @@ from orthojax.train.estimates import describe_devices
 from orthojax.train.mesh import about_mesh, make_mesh
 from orthojax.train.metrics import read_metrics
 
+# In runs of up to 4,000 steps the axes that OrthoAdam rotates made no difference to outliers, after 10,000 they did.
+_LONG_RUN_STEPS = 5_000
+
 
 def opening(config: Config, workdir: Path) -> list[str]:
     """Lines about a run before it begins.
@@ -26,12 +29,19 @@ def opening(config: Config, workdir: Path) -> list[str]:
     if optim.warmup_steps:
         warmup = f"with {optim.warmup_steps:,} step{'s' * (optim.warmup_steps > 1)} of warm-up"
     name = f"{optim.optimizer}{', rotated' if optim.rotated else ''}"
+    if optim.is_rotated:
+        name += f" ({optim.rotation.kind}, axes {optim.rotation.axes})"
     lines = {
         "model": f"{parameter_count(model):,} parameters: {layers}, {model.normalizer} attention, {model.dtype}",
         "training": f"{settings.steps:,} steps of {settings.batch_size} x {length} tokens",
         "optimizer": f"{name}, learning rate {optim.learning_rate:g} {warmup}",
         "devices": describe_devices(make_mesh(config)),
     }
+    if optim.is_rotated and optim.rotation.axes not in ("residual", "both") and settings.steps > _LONG_RUN_STEPS:
+        lines["note"] = (
+            "in long runs the first token's outliers may come back, with --config.optim.rotation.axes=residual they "
+            "did not (docs/optimizer.md)"
+        )
     if settings.init_from:
         lines["begins with"] = f"the parameters of {settings.init_from}"
     return [f"workdir {workdir}", *map(_entry, lines, lines.values()), *(f"  {line}" for line in about_mesh(config))]
