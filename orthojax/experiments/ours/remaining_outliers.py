@@ -24,33 +24,31 @@ from orthojax.experiments.claims import (
     no_perplexity_lost,
 )
 from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.experiments.from_attention.models import METHOD_LABELS
 from orthojax.experiments.from_attention.quantization import COARSE, INT4, MODERATE
-from orthojax.experiments.ours.parity import STEPS, TUNED
+from orthojax.experiments.ours.parity import RESIDUAL, STEPS, variant
 from orthojax.experiments.ours.repeated_claims import PEAK
-from orthojax.experiments.ours.tuning import tuned
 from orthojax.experiments.pictures import DOMINANCE_BY_STEP, KURTOSIS_BY_LAYER, KURTOSIS_BY_STEP, TrainingCurves
 from orthojax.experiments.results import Results, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 
 _LONGEST = max(STEPS)
-# Variants of the cure: name -> (label, what differs from it).
-_ROTATIONS = {
-    "residual": ("d_model axes", {"optim.rotation.axes": "residual"}),
-    "both": ("both axes", {"optim.rotation.axes": "both"}),
-    "haar": ("Haar", {"optim.rotation.kind": "haar"}),
-}
+_ROTATIONS = {RESIDUAL: "d_model axes", "both": "both axes", "haar": "Haar"}  # variants of the cure
 
 
 def _variants(scale: str) -> tuple[Variant, ...]:
-    vanilla, cured = (tuned(method, *TUNED[method], _LONGEST) for method in (V, C))
+    vanilla, cured, residual = (variant(method, _LONGEST) for method in (V, C, RESIDUAL))
+
+    def changed(name: str, path: str, value: str) -> Variant:
+        return Variant(name, f"{cured.label}, {_ROTATIONS[name]}", replace(cured.config, {path: value}))
+
     return (
-        Variant(V, "softmax + Adam", vanilla),
-        Variant(C, "softmax-1 + OrthoAdam", cured),
-        *(
-            Variant(name, f"softmax-1 + OrthoAdam, {label}", replace(cured, changes))
-            for name, (label, changes) in _ROTATIONS.items()
-        ),
-        Variant(O, "softmax + OrthoAdam", with_normalizer(cured, "softmax")),
+        vanilla,
+        cured,
+        residual,
+        changed("both", "optim.rotation.axes", "both"),
+        changed("haar", "optim.rotation.kind", "haar"),
+        Variant(O, METHOD_LABELS[O], with_normalizer(cured.config, "softmax")),
     )
 
 
@@ -65,7 +63,7 @@ CLAIMS = (
                  "residual"),
     _leaves_none("With both axes of every kernel rotated no outliers are left.", "both"),
     _leaves_none("With Haar matrices on the output axis no outliers are left.", "haar"),
-    *(no_perplexity_lost(f"It costs no perplexity: {label}.", (V, name)) for name, (label, _) in _ROTATIONS.items()),
+    *(no_perplexity_lost(f"It costs no perplexity: {label}.", (V, name)) for name, label in _ROTATIONS.items()),
     Claim("OrthoAdam alone leaves outliers of the first token and none of others.", (V, O), KURTOSIS,
           lambda v, o: o.kurtosis_first > OUTLIERS and o.kurtosis_rest < NO_OUTLIERS,
           f"first token above {OUTLIERS:g}, others below {NO_OUTLIERS:g}; testable where vanilla's is above "
