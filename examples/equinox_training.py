@@ -34,8 +34,8 @@ class Model(eqx.Module):
 def main(name: str = "orthoadam") -> None:
     model = Model(jax.random.key(0))
     adamw = optax.adamw(3e-3, weight_decay=1e-4)
-    orthoadam = orthojax.orthoadam(3e-3, weight_decay=1e-4, rotation=orthojax.Rotation(kernel_layout="out_in"))
-    tx = {"adamw": adamw, "orthoadam": orthoadam}[name]  # <- the swap; equinox stores kernels as [out, in]
+    orthoadam = orthojax.orthoadam(3e-3, weight_decay=1e-4, rotation=orthojax.Rotation(axes=WIDTH))
+    tx = {"adamw": adamw, "orthoadam": orthoadam}[name]  # <- the swap
 
     def loss(model, tokens):
         return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(tokens[:, :-1]), tokens[:, 1:]).mean()

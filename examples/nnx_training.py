@@ -25,18 +25,11 @@ class Block(nnx.Module):
         return x + self.down(nnx.gelu(self.up(x)))
 
 
-def kernel_axes(path, leaf):
-    """Attention kernels are [width, heads, head_dim] and [heads, head_dim, width]; the generic rule does the rest."""
-    if "attention" in path and leaf.ndim == 3:
-        return orthojax.optim.RotatedAxes((2,) if path.endswith("out/kernel") else ((1, 2),))
-    return orthojax.optim.generic_axes(path, leaf)
-
-
 def main(name: str = "orthoadam") -> None:
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(nnx.Embed(128, WIDTH, rngs=rngs), Block(rngs), nnx.Linear(WIDTH, 128, rngs=rngs))
     adamw = optax.adamw(3e-3, weight_decay=1e-4)
-    orthoadam = orthojax.orthoadam(3e-3, weight_decay=1e-4, rotation=orthojax.Rotation(axes=kernel_axes))
+    orthoadam = orthojax.orthoadam(3e-3, weight_decay=1e-4, rotation=orthojax.Rotation(axes=WIDTH))
     tx = {"adamw": adamw, "orthoadam": orthoadam}[name]  # <- the swap
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
