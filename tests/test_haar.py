@@ -7,8 +7,10 @@ from orthojax.experiments.claims import judge
 from orthojax.experiments.ours.haar import AXES, CLAIMS, EXPERIMENT, ROTATION_SEEDS
 
 
-def test_runs_differ_in_the_rotation_alone():
-    configs = {variant.name: variant.with_seed(3) for variant in EXPERIMENT.variants_at("tiny")}
+@pytest.mark.parametrize("scale", EXPERIMENT.scales)
+def test_runs_differ_in_the_rotation_alone(scale):
+    configs = {variant.name: variant.with_seed(3) for variant in EXPERIMENT.variants_at(scale)}
+    assert configs["hadamard"].optim.rotation.axes == "output"
     rotations = {name: of.seeded_optim.rotation for name, of in configs.items() if name.startswith(("haar", "matr"))}
     assert {rotation.kind for rotation in rotations.values()} == {"haar"}
     assert [rotations[f"haar_{axes}"].axes for axes in AXES] == list(AXES)

@@ -183,13 +183,15 @@ def test_tables_kernels_and_vectors_are_told_by_their_last_names(path, kind):
 
 
 @pytest.mark.parametrize("kernel_layout", ["in_out", "out_in"])
-def test_axes_of_a_length_are_those_that_face_the_residual_stream(kernel_layout):
+def test_every_kernel_axis_of_a_length_is_rotated(kernel_layout):
     s = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
     params = {
         "wte": s(512, 32), "head": {"kernel": s(32, 50_000)}, "up": {"kernel": s(32, 96)},
         "down": {"kernel": s(96, 32)}, "scanned": {"kernel": s(3, 32, 96)}, "square": {"kernel": s(32, 32)},
         "query": {"kernel": s(32, 4, 8)}, "out": {"kernel": s(4, 8, 32)}, "scanned_query": {"kernel": s(3, 32, 4, 8)},
         "conv": {"kernel": s(5, 5, 3, 32)}, "inner": {"kernel": s(96, 48)}, "norm": {"scale": s(3, 32)},
+        "fused": {"kernel": s(32, 3, 4, 8)}, "one_head": {"kernel": s(32, 1, 32)},
+        "patches": {"weight": s(32, 3, 8, 8)}, "experts": {"kernel": s(32, 32, 96)},
     }  # fmt: skip
     for length in (32, np.int64(32)):
         found = describe(Rotation(axes=length, kernel_layout=kernel_layout), params)
@@ -206,7 +208,14 @@ def test_axes_of_a_length_are_those_that_face_the_residual_stream(kernel_layout)
             "conv/kernel": "axes (3,): hadamard 32, 25 layers",
             "inner/kernel": "left alone: no axis of length 32",
             "norm/scale": "left alone: named 'scale'",
+            "fused/kernel": "axes (0,): hadamard 32",
+            "one_head/kernel": "axes (0,): hadamard 32; axes (2,): hadamard 32",
+            "patches/weight": "axes (0,): hadamard 32",
+            "experts/kernel": "axes (1,): hadamard 32, 32 layers",
         }
+        guessed = {path for path, _, _, mark in found.rows if mark == "unsure"}
+        kernels = ("scanned", "query", "scanned_query", "out", "conv", "fused", "one_head", "experts")
+        assert guessed == {"patches/weight", *(f"{name}/kernel" for name in kernels)}
 
 
 def test_a_length_that_no_kernel_has_warns(recwarn):
@@ -214,9 +223,19 @@ def test_a_length_that_no_kernel_has_warns(recwarn):
     for params in (table, kernel | {"wte": jnp.ones((8, 4))}):
         orthoadam(0.1, rotation=Rotation(axes=params["wte"].shape[1])).init(params)
     assert not recwarn
-    with pytest.warns(UserWarning, match=r"axes=6\): no kernel has an axis of that length.*describe") as seen:
-        orthoadam(0.1, rotation=Rotation(axes=6)).init(kernel | table)
-    assert len(seen) == 1
+    for params, length, words in (
+        (kernel | table, 6, r"axes=6\): no kernel has an axis of that length.*describe"),
+        (kernel | table, 8, r"axes=8\): no embedding table is that wide \(wte: 6\).*d_model"),
+    ):
+        with pytest.warns(UserWarning, match=words) as seen:
+            orthoadam(0.1, rotation=Rotation(axes=length)).init(params)
+        assert len(seen) == 1
+
+
+def test_a_kernel_too_long_for_haar_has_the_length_all_the_same(recwarn):
+    params = {"long": {"kernel": jnp.ones((5000, 2))}, "other": {"kernel": jnp.ones((4, 8))}}
+    orthoadam(0.1, rotation=Rotation("haar", axes=5000, embeddings="")).init(params)
+    assert not recwarn
 
 
 def test_what_is_guessed_is_marked():
@@ -311,7 +330,7 @@ def test_a_haar_basis_far_larger_than_its_parameter_is_refused():
     ("fields", "words"),
     [
         ({"kind": "hadamar"}, "kind='hadamar'; allowed: haar, hadamard, dct, identity, signed_permutation"),
-        ({"axes": "outputs"}, "axes='outputs'; allowed: output, input, both, a length of 2 to 16384 or a function"),
+        ({"axes": "outputs"}, "axes='outputs'; allowed: output, input, both, a length of 2 to 16384, or a function"),
         ({"axes": 1}, "axes=1"),
         ({"axes": 16_385}, "axes=16385"),
         ({"axes": True}, "axes=True"),
@@ -332,6 +351,14 @@ def test_a_wrong_rotation_is_refused_when_it_is_made(fields, words):
     with pytest.raises(ValueError) as error:  # noqa: PT011
         Rotation(**fields)
     assert words in str(error.value)
+
+
+def test_the_rule_refuses_what_is_no_axis():
+    leaf = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    assert generic_axes("mlp/kernel", leaf, np.int64(64)) == generic_axes("mlp/kernel", leaf, 64)
+    for axes in ("outputs", 1, True, 32_000, None):
+        with pytest.raises(ValueError, match=r"axes=.*allowed: output, input, both, a length"):
+            generic_axes("mlp/kernel", leaf, axes)  # pyright: ignore[reportArgumentType]
 
 
 def test_wrong_axes_are_refused():

@@ -2,15 +2,17 @@
 
 import dataclasses
 import re
+import typing
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 GenericAxes = Literal["output", "input", "both"]
 KernelLayout = Literal["in_out", "out_in"]
 Mark = Literal["", "embedding", "unsure"]
 
-MAX_GENERIC_SIZE = 16_384
+_MAX_GENERIC_SIZE = 16_384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,28 @@ class RotatedAxes:
         return tuple(tuple(a % ndim for a in group) for group in groups), tuple(a % ndim for a in self.stacked)
 
 
+def is_integer(value: Any, smallest: int, largest: int) -> bool:
+    """Whether it is an integer, of NumPy too, within the limits; a bool is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and smallest <= int(value) <= largest
+
+
+def checked_axes(axes: Any) -> GenericAxes | int:
+    """`axes` of the rule, an integer of NumPy as one of Python.
+
+    Raises:
+      ValueError: For what is neither a name nor a length.
+    """
+    if is_integer(axes, 2, _MAX_GENERIC_SIZE):
+        return int(axes)
+    names = typing.get_args(GenericAxes)
+    if axes not in names:
+        raise ValueError(
+            f"Rotation axes={axes!r}; allowed: {', '.join(names)}, a length of 2 to {_MAX_GENERIC_SIZE}, or a function "
+            "(path, shape) -> RotatedAxes | None"
+        )
+    return axes
+
+
 # Names of arrays, and of the modules that hold them, in lower case.
 _KERNEL = re.compile(r"(.*_)?(kernel|weights?|w[a-z0-9]?)(_.*)?")
 _OF_MODULE = re.compile(r"weights?|w|table")  # what it is, only the module's name tells
@@ -87,21 +111,26 @@ def generic_axes(
       beta, sink, cls_token or the like; the weight of a norm; any other name than a kernel's where one axis alone is
       longer than 1.
     - The last two axes of the rest are a kernel and those before them stacked layers: right for Dense and Linear,
-      scanned or not. Name the axes yourself (a rule for `Rotation.axes`) where it is not. flax's attention: query, key
-      and value [d, heads, head_dim] are rotated within each head only, every row of d counting as a layer; out
-      [heads, head_dim, d] has a basis for each head. Valid but weak, and `haar` refuses out where d is over 8 head_dim,
-      and the others where head_dim is over 8 heads. `RotatedAxes(((1, 2),))` and `RotatedAxes((2,))` take them for the
-      matrices [d, heads * head_dim] and [heads * head_dim, d]. In a convolution each spatial position is a layer.
+      scanned or not. Name the axes yourself (a rule for `Rotation.axes`) where it is not. flax's attention, unless
+      `axes` is a number: query, key and value [d, heads, head_dim] are rotated within each head only, every row of d
+      counting as a layer; out [heads, head_dim, d] has a basis for each head. Valid but weak, and `haar` refuses out
+      where d is over 8 head_dim, and the others where head_dim is over 8 heads. `RotatedAxes(((1, 2),))` and
+      `RotatedAxes((2,))` take them for the matrices [d, heads * head_dim] and [heads * head_dim, d]. In a convolution
+      each spatial position is a layer.
 
     Args:
       path: The parameter's path, as `describe` prints it.
       leaf: Its shape and dtype.
-      axes: Which axes of a kernel; a number is d_model, for every axis of that length: the output of what writes to the
-        residual stream, the input of what reads it, both of a square kernel, and the right one of flax's attention. A
-        kernel without such an axis is left alone. Only axes of length 2 to 16,384 are rotated.
+      axes: Which axes of a kernel; a number is d_model, for every axis of that length, wherever it is: the output of
+        what writes to the residual stream, the input of what reads it (flax's query [d_model, heads, head_dim] too),
+        and both of a square kernel, whose shape does not say which one faces the stream. A kernel without such an axis
+        is left alone. Tables do not depend on it. Only axes of length 2 to 16,384 are rotated.
       kernel_layout: Whether a kernel is [in, out] (flax, haiku) or [out, in] (equinox, PyTorch); not read where axes is
         a number.
       embeddings: A regular expression: the tables are where it is found in the path, instead of by name; "" for none.
+
+    Raises:
+      ValueError: For other `axes`.
 
     >>> generic_axes("mlp/kernel", jax.ShapeDtypeStruct((12, 64, 256), "float32"))
     RotatedAxes(groups=((-1,),), stacked=(0,))
@@ -112,7 +141,7 @@ def generic_axes(
     >>> generic_axes("query/kernel", jax.ShapeDtypeStruct((64, 4, 16), "float32"), axes=64)
     RotatedAxes(groups=((-3,),), stacked=())
     """
-    found, _ = judge(path, leaf.shape, axes, kernel_layout, embeddings)
+    found, _ = judge(path, leaf.shape, checked_axes(axes), kernel_layout, embeddings)
     return None if isinstance(found, str) else found
 
 
@@ -140,17 +169,18 @@ def judge(
         output, before = (-1, -2) if kernel_layout == "in_out" else (-2, -1)
         kernel_ndim = 2
         if isinstance(axes, int):
-            chosen = [axis for axis in (-2, -1) if shape[axis] == axes]
-            if not chosen and len(shape) > 2 and shape[-3] == axes:  # flax's query: [d_model, heads, head_dim]
-                chosen, kernel_ndim = [-3], 3
+            chosen = [axis for axis in range(-len(shape), 0) if shape[axis] == axes]
+            if -2 in chosen:  # [..., d_model, f]: as many layers or experts before it would be a coincidence
+                chosen = [axis for axis in chosen if axis >= -2]
+            kernel_ndim = max(2, -min(chosen, default=-2))  # flax's query is [d_model, heads, head_dim]
         else:
             chosen = {"output": [output], "input": [before], "both": [-2, -1]}[axes]
         stacked = tuple(range(len(shape) - kernel_ndim))
-    groups = tuple((axis,) for axis in chosen if 2 <= shape[axis] <= MAX_GENERIC_SIZE)
-    mark: Mark = "embedding" if table else "" if kernel and not stacked else "unsure"
+    groups = tuple((axis,) for axis in chosen if 2 <= shape[axis] <= _MAX_GENERIC_SIZE)
+    mark: Mark = "embedding" if table else "" if kernel and len(shape) == 2 else "unsure"
     if groups:
         return RotatedAxes(groups, stacked), mark
-    return without_length(axes) if isinstance(axes, int) else f"no {axes} axis of length 2 to {MAX_GENERIC_SIZE}", mark
+    return without_length(axes) if isinstance(axes, int) else f"no {axes} axis of length 2 to {_MAX_GENERIC_SIZE}", mark
 
 
 def without_length(length: int) -> str:

@@ -123,7 +123,7 @@ def orthoadam(
         `params`. (The default of `optax.adamw` is 1e-4.)
       mask: Where to decay: a tree of bools, or a function from the parameters to one; None decays all.
       rotation: Which basis; `describe(rotation, params)` shows it. Kernels are taken for [in, out] and embeddings are
-        found by name (`Rotation.kernel_layout`, `Rotation.embeddings`); name other axes yourself (`Rotation.axes`).
+        found by name (`Rotation.kernel_layout`, `Rotation.embeddings`). For long runs `Rotation(axes=d_model)`.
       layer_by_layer: Loop over the layers of stacked parameters, for less temporary memory; see `scale_by_orthoadam`.
 
     Returns:

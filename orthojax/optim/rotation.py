@@ -11,11 +11,19 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from orthojax.formatting import align
 from orthojax.ops import orthogonal
-from orthojax.optim.axes import MAX_GENERIC_SIZE, GenericAxes, KernelLayout, Mark, RotatedAxes, judge, without_length
+from orthojax.optim.axes import (
+    GenericAxes,
+    KernelLayout,
+    Mark,
+    RotatedAxes,
+    checked_axes,
+    is_integer,
+    judge,
+    without_length,
+)
 
 Kind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
 Scope = Literal["layer", "parameter", "tree"]
@@ -24,11 +32,6 @@ _MAX_HAAR_SIZE = 4096  # a larger axis is left alone: its matrix would take 64 M
 _MAX_HAAR_RATIO = 8  # elements of the matrices of a parameter, as a multiple of its own
 
 AxesRule = Callable[[str, jax.ShapeDtypeStruct], RotatedAxes | None]
-
-
-def _is_integer(value: Any, smallest: int, largest: int) -> bool:
-    """Whether it is an integer, of NumPy too, within the limits; a bool is none."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and smallest <= int(value) <= largest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +49,10 @@ class Rotation:
         matrix, as in the paper; kept in the state (float32; float64 for float64 parameters); axes over 4,096 are left
         alone. `dct`: a cosine transform after random signs. Controls: `identity`, and `signed_permutation`, under which
         Adam is invariant.
-      axes: Which axes of a kernel: `output`, `input`, `both`, or those of a length, as in `Rotation(axes=d_model)`, by
-        the rule `generic_axes`, which also says what is a kernel, an embedding table or neither; or a function (path,
-        jax.ShapeDtypeStruct) -> RotatedAxes | None, where None leaves the parameter alone.
+      axes: Which axes of a kernel: `output`, `input`, `both`, or those of a length (2 to 16,384), as in
+        `Rotation(axes=d_model)`, by the rule `generic_axes`, which also says what is a kernel, an embedding table or
+        neither; or a function (path, jax.ShapeDtypeStruct) -> RotatedAxes | None, where None leaves the parameter
+        alone.
       seed: 0 to 2**32 - 1.
       scope: `layer` as above. Two controls: with `parameter` the layers of a parameter share Q; with `tree` all axes of
         one size do, which for a network is little more than Adam in a different frame.
@@ -58,7 +62,8 @@ class Rotation:
         rotated between two all-to-alls of one shard, a whole one without communication: moments whose layout keeps
         the rotated axis whole halve the traffic. The basis never depends on the mesh. Inside a `shard_map` of your own
         an array counts as the whole parameter: keep rotated axes whole there.
-      kernel_layout: Of the rule: whether kernels are `in_out` (flax, haiku) or `out_in` (equinox, PyTorch).
+      kernel_layout: Of the rule: whether kernels are `in_out` (flax, haiku) or `out_in` (equinox, PyTorch); not read
+        where axes is a number.
       embeddings: Of the rule: a regular expression, found in the paths of embedding tables and in no other, where their
         names do not tell; "" where there are none, which also silences the warning that none was found.
 
@@ -77,16 +82,14 @@ class Rotation:
     # Not callable, on purpose: optax.inject_hyperparams takes every callable argument for a schedule.
 
     def __post_init__(self):
-        literals = {"kind": Kind, "scope": Scope, "axes": GenericAxes, "kernel_layout": KernelLayout}
-        if is_length := _is_integer(self.axes, 2, MAX_GENERIC_SIZE):
-            object.__setattr__(self, "axes", int(typing.cast(Any, self.axes)))
+        if not callable(self.axes):
+            object.__setattr__(self, "axes", checked_axes(self.axes))
+        literals = {"kind": Kind, "scope": Scope, "kernel_layout": KernelLayout}
         for name, allowed in literals.items():
             value, names = getattr(self, name), typing.get_args(allowed)
-            if value not in names and not (name == "axes" and (is_length or callable(value))):
-                extra = f", a length of 2 to {MAX_GENERIC_SIZE} or a function (path, shape) -> RotatedAxes | None"
-                extra = extra if name == "axes" else ""
-                raise ValueError(f"Rotation {name}={value!r}; allowed: {', '.join(names)}{extra}")
-        if not _is_integer(self.seed, 0, 2**32 - 1):
+            if value not in names:
+                raise ValueError(f"Rotation {name}={value!r}; allowed: {', '.join(names)}")
+        if not is_integer(self.seed, 0, 2**32 - 1):
             raise ValueError(f"Rotation seed={self.seed!r}; allowed: an integer 0 to 2**32 - 1")
         object.__setattr__(self, "seed", int(self.seed))
         if self.layout is not None and not callable(self.layout):
@@ -162,6 +165,7 @@ class Plan(NamedTuple):
     stacked_shape: tuple[int, ...] = ()
     left_alone: tuple[str, ...] = ()  # reasons, of the whole parameter or of single axes
     mark: Mark = ""  # of the generic rule
+    is_chosen: bool = False  # whether axes of it were to be rotated
 
 
 def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
@@ -199,7 +203,7 @@ def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
             f"{path} {shape.shape}: haar matrices of {[group.size for group in groups]} rows have {elements} elements, "
             f"over {_MAX_HAAR_RATIO} times its {shape.size}; allowed: fewer axes (Rotation.axes), or kind='hadamard'"
         )
-    return Plan(path, tuple(groups), stacked, stacked_shape, tuple(left_alone), mark)
+    return Plan(path, tuple(groups), stacked, stacked_shape, tuple(left_alone), mark, is_chosen=True)
 
 
 def _axes_or_reason(rotation: Rotation, path: str, shape: jax.ShapeDtypeStruct) -> tuple[RotatedAxes | str, Mark]:
@@ -251,19 +255,21 @@ def name_key(group: Group) -> int:
 
 
 def warn_of_nothing_found(rotation: Rotation, plans: list[tuple[Any, Plan]]) -> None:
-    """Warns where the generic rule has found kernels and none of the asked length, or no embedding table."""
+    """Warns where no kernel, or no embedding table, has an axis of the asked length, and where there is no table."""
     if callable(rotation.axes):
         return
+    show = "print(orthojax.optim.describe(rotation, params)) shows what is found"
     if isinstance(rotation.axes, int):
-        others = [plan for _, plan in plans if plan.mark != "embedding"]
-        if any(without_length(rotation.axes) in plan.left_alone for plan in others) and not any(
-            plan.groups for plan in others
-        ):
-            warnings.warn(
-                f"Rotation(axes={rotation.axes}): no kernel has an axis of that length, so none is rotated; "
-                "print(orthojax.optim.describe(rotation, params)) shows their shapes",
-                stacklevel=2,
-            )
+        kernels = [plan for _, plan in plans if plan.mark != "embedding"]
+        tables = {plan.path: leaf.shape[-1] for leaf, plan in plans if plan.mark == "embedding"}
+        found = ""
+        without = any(without_length(rotation.axes) in plan.left_alone for plan in kernels)
+        if without and not any(plan.is_chosen for plan in kernels):
+            found = "no kernel has an axis of that length, so none is rotated"
+        elif tables and rotation.axes not in tables.values():
+            found = f"no embedding table is that wide ({', '.join(f'{path}: {n}' for path, n in tables.items()):.200})"
+        if found:
+            warnings.warn(f"Rotation(axes={rotation.axes}): {found}; it should be d_model. {show}", stacklevel=2)
     if rotation.embeddings == "":
         return
     kernels = [plan.path for _, plan in plans if plan.groups]
@@ -272,8 +278,7 @@ def warn_of_nothing_found(rotation: Rotation, plans: list[tuple[Any, Plan]]) -> 
         warnings.warn(
             f"the rotation finds kernels and no embedding table, by name (kernels: {shown}); a table not rotated "
             "along d_model brings the outliers back. "
-            "Rotation(embeddings=PATTERN) names the tables, embeddings='' says that there are none, "
-            "print(orthojax.optim.describe(rotation, params)) shows what is found",
+            f"Rotation(embeddings=PATTERN) names the tables, embeddings='' says that there are none, {show}",
             stacklevel=2,
         )
 
@@ -299,8 +304,8 @@ def describe(rotation: Rotation, params: Any) -> Description:
 
     Returns:
       A dict by path, which prints as a table of path, shape, rotated axes and their kind, and a mark. The mark is
-      `embedding`, or `unsure` where the rule guesses: where it takes the first of three or more axes for stacked
-      layers, an array of another name than kernel, weight or w for a kernel, or one with a single axis for a vector.
+      `embedding`, or `unsure` where the rule guesses: which of three or more axes are stacked layers, and where it
+      takes an array of another name than kernel, weight or w for a kernel, or one with a single axis for a vector.
 
     Raises:
       ValueError: As the init of the optimizer would.

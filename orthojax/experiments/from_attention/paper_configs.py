@@ -56,7 +56,8 @@ NOT_STATED: tuple[tuple[str, str, dict[str, object]], ...] = (
 DIFFERS: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("OrthoAdam's matrices", "the paper samples a dense orthogonal matrix for each parameter (section 4.2), which is "
      "`optim.rotation.kind=haar`; here Hadamard after random signs, which keeps no matrix in the state; on the d_model "
-     "axis of every kernel and of the embeddings, as after 10,000 steps the output axis left outliers",
+     "axis of every kernel and of the embeddings, because in our runs of 10,000 steps the output axis left outliers "
+     "of the first token",
      {"optim.rotation.kind": "hadamard", "optim.rotation.axes": "residual", "optim.rotation.embeddings": True}),
 )  # fmt: skip
 

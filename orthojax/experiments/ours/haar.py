@@ -1,7 +1,7 @@
 """The paper's own Q: Haar matrices on the row of Table 2 that stands for GPT2 130M, on other axes, and drawn anew.
 
-Elsewhere OrthoAdam has Hadamard matrices after random signs on the output axis, which keep no matrix in the state; this
-is what that choice rests on.
+Below the paper's scale OrthoAdam has Hadamard matrices after random signs on the output axis, which keep no matrix in
+the state; this is what that choice rests on.
 """
 
 from orthojax.config import replace
@@ -31,7 +31,7 @@ ROTATION_SEEDS = (100, 101, 102, 103, 104)
 
 def _variants(scale: str) -> tuple[Variant, ...]:
     vanilla = RUNS[scale]("gpt2_130m")
-    base = cured(vanilla)
+    base = replace(cured(vanilla), {"optim.rotation.axes": "output"})
     haar = {axes: replace(base, {"optim.rotation.kind": "haar", "optim.rotation.axes": axes}) for axes in AXES}
     return (
         Variant("vanilla", "softmax, Adam", vanilla),

@@ -26,14 +26,14 @@ from orthojax.experiments.claims import (
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import METHOD_LABELS
 from orthojax.experiments.from_attention.quantization import COARSE, INT4, MODERATE
-from orthojax.experiments.ours.parity import RESIDUAL, STEPS, variant
+from orthojax.experiments.ours.parity import RESIDUAL, RESIDUAL_LABEL, STEPS, variant
 from orthojax.experiments.ours.repeated_claims import PEAK
 from orthojax.experiments.pictures import DOMINANCE_BY_STEP, KURTOSIS_BY_LAYER, KURTOSIS_BY_STEP, TrainingCurves
 from orthojax.experiments.results import Results, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 
 _LONGEST = max(STEPS)
-_ROTATIONS = {RESIDUAL: "d_model axes", "both": "both axes", "haar": "Haar"}  # variants of the cure
+_ROTATIONS = {RESIDUAL: RESIDUAL_LABEL, "both": "both axes", "haar": "Haar"}  # variants of the cure
 
 
 def _variants(scale: str) -> tuple[Variant, ...]:
@@ -60,7 +60,7 @@ def _leaves_none(says: str, name: str) -> Claim:
 
 CLAIMS = (
     _leaves_none("With the d_model axis of every kernel rotated, of those that read it, too, no outliers are left.",
-                 "residual"),
+                 RESIDUAL),
     _leaves_none("With both axes of every kernel rotated no outliers are left.", "both"),
     _leaves_none("With Haar matrices on the output axis no outliers are left.", "haar"),
     *(no_perplexity_lost(f"It costs no perplexity: {label}.", (V, name)) for name, label in _ROTATIONS.items()),
@@ -76,8 +76,8 @@ def _about(results: Results) -> list[str]:
     return [
         f"The setting of parity at {_LONGEST:,} steps: {config.model.num_layers} layers of width "
         f"{config.model.d_model}, ordinary text with <s>, {config.train.batch_size} x {config.data.sequence_length} "
-        "tokens a step; one learning rate, the tuned one of Adam and of OrthoAdam with softmax-1 alike. The first two "
-        "rows are runs of parity, and were known when the criteria were set; the others were not.",
+        "tokens a step; one learning rate, the tuned one of Adam and of OrthoAdam with softmax-1 alike. The first "
+        "three rows are runs of parity, too. The first two were known when the criteria were set, the others were not.",
     ]
 
 
