@@ -98,7 +98,7 @@ VERDICTS = {
     "tuning": "+",
     "haar": "+--+",
     "parity": "---+",
-    "remaining_outliers": "++-+-++",
+    "remaining_outliers": "++-+--+",
     "long_pair": "?+--",
     "repeated_longer": "+++-++--+-+?---",
     "repeated_settings": "-?????+++?-+-",
