@@ -7,12 +7,25 @@ from typing import NamedTuple
 from orthojax.analysis import chance_of_first
 from orthojax.config import Config, replace
 from orthojax.experiments.base_configs import REPEATED_MODEL
-from orthojax.experiments.claims import FRACTION, KURTOSIS, MASS, PPL, C, Claim, V, excess_of_first_left
+from orthojax.experiments.claims import (
+    FRACTION,
+    KURTOSIS,
+    MASS,
+    PPL,
+    C,
+    Claim,
+    V,
+    dominance_removed,
+    excess_of_first_left,
+    no_outliers_left,
+    no_perplexity_lost,
+)
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import METHOD_LABELS
 from orthojax.experiments.from_attention.paper_configs import METHODS
 from orthojax.experiments.from_attention.quantization import COARSE, INT4, MODERATE
 from orthojax.experiments.ours.damage import FOUR_BIT, FOUR_BITS
+from orthojax.experiments.ours.parity import RESIDUAL, RESIDUAL_LABEL
 from orthojax.experiments.ours.repeated_claims import BY_METHOD, DOMINATES, MEASURED, loses_less
 from orthojax.experiments.pictures import DOMINANCE_BY_STEP, KURTOSIS_BY_STEP, ModelMaps
 from orthojax.experiments.results import Results, penalty
@@ -21,6 +34,9 @@ from orthojax.formatting import number
 
 FOUR_BIT_METRICS = tuple(f"perplexity_{name}" for name in FOUR_BIT)
 ROUNDED = (MODERATE, COARSE, INT4, *FOUR_BIT_METRICS)
+# The methods of the paper, and the cure with the d_model axis of every kernel rotated.
+_LABELS = {**METHOD_LABELS, RESIDUAL: f"{METHOD_LABELS[C]}, {RESIDUAL_LABEL}"}
+_CHANGES = {**METHODS, RESIDUAL: {**METHODS[C], "optim.rotation.axes": "residual"}}
 
 
 class Setting(NamedTuple):
@@ -50,7 +66,7 @@ class Setting(NamedTuple):
 
 
 MAIN_JOB = Setting("2,000 steps", methods=(V, C))
-LONGER = Setting("6,000 steps", steps=6_000)
+LONGER = Setting("6,000 steps", steps=6_000, methods=tuple(_LABELS))
 LONG_ROWS = Setting("256, <s>", length=256)
 OTHERS = (
     Setting("64, no <s>", bos=False),
@@ -62,7 +78,7 @@ OTHERS = (
 
 def _variants(settings: tuple[Setting, ...], scale: str) -> tuple[Variant, ...]:
     return tuple(
-        Variant(of.variant(method), f"{of.label}, {METHOD_LABELS[method]}", replace(of.config(), METHODS[method]))
+        Variant(of.variant(method), f"{of.label}, {_LABELS[method]}", replace(of.config(), _CHANGES[method]))
         for of in settings
         for method in of.methods
     )
@@ -92,12 +108,17 @@ _MORE_STEPS = (
           lambda v, c, longer_v, longer_c: excess_of_first_left(longer_v, longer_c) < excess_of_first_left(v, c),
           "what is left of the excess over equal logits falls"),
 )  # fmt: skip
+_WITH_D_MODEL_AXES = (
+    dominance_removed("Both together remove the dominance with the d_model axes rotated, too.", (V, RESIDUAL)),
+    no_outliers_left("With the d_model axes rotated they leave no outliers.", (V, RESIDUAL)),
+    no_perplexity_lost("With the d_model axes rotated they cost no perplexity.", (V, RESIDUAL)),
+)
 
 
 def _experiment(
     name: str, title: str, words: str, settings: tuple[Setting, ...], shown: Setting, more: tuple[Claim, ...] = ()
 ) -> Experiment:
-    """Four methods in some settings, of which one is on top of the page and in the figures."""
+    """Methods in some settings, of which one is on top of the page and in the figures."""
     drawn = [shown.variant(method) for method in shown.methods]
     pair = [shown.variant(method) for method in (V, C)]
     return Experiment(
@@ -113,7 +134,13 @@ def _experiment(
             MetricTable("Perplexity lost to rounding", [penalty(metric) for metric in ROUNDED]),
             PairedTable("Change from softmax + Adam, paired by seed", V, (PPL, *KURTOSIS), (FRACTION, MASS)),
         ),
-        claims=(DOMINATES, *more, *BY_METHOD, *map(loses_less, FOUR_BIT_METRICS)),
+        claims=(
+            DOMINATES,
+            *more,
+            *BY_METHOD,
+            *map(loses_less, FOUR_BIT_METRICS),
+            *(_WITH_D_MODEL_AXES if RESIDUAL in shown.methods else ()),
+        ),
         headlines=[(quantity, pair) for quantity in (FRACTION, "kurtosis_first", PPL)],
         pictures=(
             dataclasses.replace(DOMINANCE_BY_STEP, keep=lambda of: of.name in drawn),
@@ -129,7 +156,7 @@ EXPERIMENTS = (
         "Repeated passages, three times the steps: dominance, drains, outliers, damage; which part removes what",
         f"{LONGER.label}; the vanilla and cured models of the main job stand first. Criteria were committed before "
         "any of these runs but seeds 1 and 2 of the main job; each part alone joined the comparison when seed 1 "
-        "of vanilla and cured had run.",
+        "of vanilla and cured had run, the d_model axes when all others had.",
         (MAIN_JOB, LONGER),
         LONGER,
         _MORE_STEPS,
