@@ -97,7 +97,7 @@ VERDICTS = {
     "depth": "+++++--",
     "tuning": "+",
     "haar": "+--+",
-    "parity": "---+",
+    "parity": "--++-+",
     "remaining_outliers": "++-+--+",
     "long_pair": "?+--",
     "repeated_longer": "+++-++--+-+?---",

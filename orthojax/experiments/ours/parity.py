@@ -113,8 +113,8 @@ EXPERIMENT = Experiment(
     ),
     claims=CLAIMS,
     pictures=(
-        TrainingCurves(),
-        *(dataclasses.replace(curves, keep=_longest) for curves in (DOMINANCE_BY_STEP, KURTOSIS_BY_STEP)),
+        *(dataclasses.replace(curves, keep=_longest)
+          for curves in (TrainingCurves(), DOMINANCE_BY_STEP, KURTOSIS_BY_STEP)),
     ),
     cost_reference=lambda name: _name(V, int(name.rpartition("_")[2])),
 )  # fmt: skip
