@@ -723,7 +723,7 @@ def test_a_run_says_what_it_is_what_it_waits_for_and_how_it_ended(home):
         r"  model +[\d,]+ parameters: 1 layers? of 2 heads, d_model 16, softmax1 attention, float32", said[1]
     )
     assert "2 steps of 4 x 8 tokens" in said[2]
-    assert said[3].endswith("orthoadam (hadamard, axes output), learning rate 0.5 without warm-up")
+    assert said[3].endswith("orthoadam (hadamard, axes residual), learning rate 0.5 without warm-up")
     assert said[4].endswith("1 x cpu")
     assert re.fullmatch(r"  data +.*tokenizer bytes, [\d,]+ train tokens, [\d,]+ validation tokens", said[5])
     assert json.loads((home / "new/config.json").read_text())["optim"]["warmup_steps"] == 0

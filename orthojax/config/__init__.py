@@ -34,9 +34,18 @@ from orthojax.config.model import (
     Remat,
 )
 from orthojax.config.optim import OptimConfig, OptimizerName, RotationAxes, RotationConfig, RotationKind, RotationScope
-from orthojax.config.run import Config, DataConfig, EvalConfig, MeshConfig, TrainConfig, TriggerRule
+from orthojax.config.run import (
+    FIRST_DEFAULTS,
+    Config,
+    DataConfig,
+    EvalConfig,
+    MeshConfig,
+    TrainConfig,
+    TriggerRule,
+)
 
 __all__ = [
+    "FIRST_DEFAULTS",
     "Affects",
     "AttentionImplementation",
     "Config",

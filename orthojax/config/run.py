@@ -6,7 +6,7 @@ from typing import Literal
 
 from orthojax.config.fields import added, check_types, require, require_each, require_seed, setting
 from orthojax.config.model import ModelConfig
-from orthojax.config.optim import OptimConfig
+from orthojax.config.optim import OptimConfig, RotationConfig
 
 TriggerRule = Literal["backcopy", "in_context_bigram", "bigram_backward", "markov", "skip_bigram"]
 """What follows a trigger of Bigram-Backcopy; see `orthojax.data.BigramBackcopy`."""
@@ -336,3 +336,10 @@ class Config:
         data, fsdp, tensor = self.mesh.sizes(device_count)
         self._require_rows(data * fsdp)
         return data, fsdp, tensor
+
+
+FIRST_DEFAULTS = Config(optim=OptimConfig(rotation=RotationConfig(axes="output")))
+"""What folders of runs and raw numbers name changes from: of a default that was changed later, the first value.
+
+So a new default renames no folder, and what was recorded keeps its meaning.
+"""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from orthojax.config import Config, changed_fields, replace
+from orthojax.config import FIRST_DEFAULTS, Config, changed_fields, replace
 from orthojax.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -69,13 +69,13 @@ class Run:
 def run_name(variant: Variant, seed: int) -> str:
     """The folder name of a run, a function of its config alone, so that experiments share runs.
 
-    Fields at their defaults do not enter, so a new field renames no existing folder.
+    Fields at their first defaults do not enter, so a new field or default renames no existing folder.
 
     >>> run_name(Variant("a", "a", Config()), 0) == run_name(Variant("b", "b", Config()), 0)
     True
     """
     config = variant.with_seed(seed)
-    key: object = changed_fields(Config(), config)
+    key: object = changed_fields(FIRST_DEFAULTS, config)
     if variant.learning_rates or variant.checkpoint:
         key = [key, variant.learning_rates, str(variant.checkpoint and variant.checkpoint.absolute())]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]

@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from orthojax.config import Config, replace
+from orthojax.config import FIRST_DEFAULTS, replace
 from orthojax.errors import UserError
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.layout import Table
@@ -51,7 +51,7 @@ def results_of(experiment: Experiment, raw: dict[str, Any], workdir: Path) -> Re
     for row in raw["rows"] if experiment.variants is not None else ():
         if row["variant"] not in known:  # a given model
             overrides = {k: tuple(v) if isinstance(v, list) else v for k, v in row["overrides"].items()}
-            config = replace(Config(), overrides)
+            config = replace(FIRST_DEFAULTS, overrides)
             variants.append(Variant(row["variant"], row["variant"], config, checkpoint=workdir / row["run"]))
             known.add(row["variant"])
     return Results(experiment, raw["scale"], raw["provenance"].get("seeds", (0,)), workdir, raw, variants or None)

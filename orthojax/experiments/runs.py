@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import jax
 
-from orthojax.config import Config, changed_fields, replace
+from orthojax.config import FIRST_DEFAULTS, Config, changed_fields, replace
 from orthojax.errors import UserError
 from orthojax.experiments.experiment import Run
 from orthojax.experiments.measures import ALWAYS, Measure, store, stored
@@ -145,7 +145,7 @@ def finish(task: Task, reporter: Reporter) -> Row:
       reporter: Gets the progress.
 
     Returns:
-      `variant`, `seed`, `overrides` (fields that differ from `Config()`), `metrics` (finite ones), `seconds` (of
+      `variant`, `seed`, `overrides` (fields that differ from `FIRST_DEFAULTS`), `metrics` (finite ones), `seconds` (of
       training), `data` (provenance); where it diverged or did not fit into memory no metrics, and the reason as
       `failed`.
 
@@ -162,7 +162,7 @@ def finish(task: Task, reporter: Reporter) -> Row:
             if run.variant.learning_rates:
                 losses = _try_learning_rates(task, inputs, tally)
                 config = replace(config, {"optim.learning_rate": best_learning_rate(losses)})
-                row |= {"learning_rates": losses, "overrides": changed_fields(Config(), config)}
+                row |= {"learning_rates": losses, "overrides": changed_fields(FIRST_DEFAULTS, config)}
             checkpoint = run.variant.checkpoint or _trained(task, config, inputs, tally)
             if not is_pretrained(checkpoint):
                 require_same_data(checkpoint, inputs.provenance)
@@ -182,7 +182,7 @@ def failed_row(run: Run, reason: str) -> Row:
 
 
 def _empty_row(run: Run) -> Row:
-    overrides = changed_fields(Config(), run.config)
+    overrides = changed_fields(FIRST_DEFAULTS, run.config)
     return {"variant": run.variant.name, "seed": run.seed, "overrides": overrides, "metrics": {}}
 
 

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from orthojax import analysis, quant
 from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig, replace
 from orthojax.data.bigram_backcopy import default_text
+from orthojax.experiments.base_configs import OUTPUT_AXIS
 from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.results import Numbers, Quantity
 from orthojax.model import Interventions, LoadedModel, Transformer, attention_pattern
@@ -61,6 +62,7 @@ def config(num_layers: int = 1, *, small: bool = False, **changes: Any) -> Confi
             warmup_steps=0 if small else 300,
             final_learning_rate_fraction=1.0,
             clip_norm=None,
+            rotation=OUTPUT_AXIS,
         ),
         data=DataConfig(kind="bigram_backcopy", sequence_length=length),
         train=TrainConfig(

@@ -12,7 +12,7 @@ import numpy as np
 
 from orthojax import analysis
 from orthojax.analysis import chance_of_first
-from orthojax.config import Config, changed_fields, replace
+from orthojax.config import FIRST_DEFAULTS, Config, changed_fields, replace
 from orthojax.data import TokenBatches
 from orthojax.errors import needing
 from orthojax.experiments.active_dormant.intervened_training import Intervene, train, untouched
@@ -156,7 +156,7 @@ EXPERIMENT = Experiment(
     name="pixel_sinks",
     title="Active-dormant: sinks, drains and peaks beyond language, on pixels of digits; needs scikit-learn",
     compute={name: functools.partial(compute, name) for name in CONFIGS},
-    settings=[changed_fields(Config(), config) for config in CONFIGS.values()] + [SHOWN, VALIDATION],
+    settings=[changed_fields(FIRST_DEFAULTS, config) for config in CONFIGS.values()] + [SHOWN, VALIDATION],
     seconds_per_seed=90.0,
     seeds=(0, 1, 2),
     about=_about,

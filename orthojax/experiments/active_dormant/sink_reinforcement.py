@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax.analysis import activations, backcopy, sink_logits
-from orthojax.config import Config, changed_fields, replace
+from orthojax.config import FIRST_DEFAULTS, Config, changed_fields, replace
 from orthojax.data import BigramBackcopy
 from orthojax.data.bigram_backcopy import EVALUATION
 from orthojax.experiments.active_dormant.intervened_training import Intervene, train
@@ -231,7 +231,7 @@ EXPERIMENT = Experiment(
     name="sink_reinforcement",
     title="Active-dormant: does the sink make the drain, or the drain the sink? Value held, or key hidden",
     compute={name: functools.partial(compute, name) for name in CELLS},
-    settings=[changed_fields(Config(), CONFIG), SHOWN, [dataclasses.asdict(cell) for cell in CELLS.values()]],
+    settings=[changed_fields(FIRST_DEFAULTS, CONFIG), SHOWN, [dataclasses.asdict(cell) for cell in CELLS.values()]],
     seconds_per_seed=240.0,
     seeds=(0, 1, 2, 3, 4),
     about=_about,

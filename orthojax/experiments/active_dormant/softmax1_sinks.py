@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from orthojax.config import Config, changed_fields, replace
+from orthojax.config import FIRST_DEFAULTS, Config, changed_fields, replace
 from orthojax.data import BigramBackcopy
 from orthojax.data.bigram_backcopy import EVALUATION
 from orthojax.experiments.active_dormant import sink_reinforcement
@@ -196,7 +196,7 @@ EXPERIMENT = Experiment(
     name="softmax1_sinks",
     title="Active-dormant: why softmax-1 keeps the sink of Bigram-Backcopy",
     compute={name: functools.partial(compute, name) for name in CELLS},
-    settings=[SHOWN, [[changed_fields(Config(), cell.config), cell.masked] for cell in CELLS.values()]],
+    settings=[SHOWN, [[changed_fields(FIRST_DEFAULTS, cell.config), cell.masked] for cell in CELLS.values()]],
     seconds_per_seed=400.0,
     seeds=(1, 2, 3, 4, 5),
     about=_about,

@@ -40,7 +40,7 @@ def trials() -> tuple[Trial, ...]:
     def config(optimizer: str, learning_rate: float, **changes: Any) -> OptimConfig:
         return dataclasses.replace(plain, optimizer=optimizer, learning_rate=learning_rate, **changes)
 
-    ortho = config("orthoadam", 5e-3, rotation=RotationConfig(kind="haar", seed=0))
+    ortho = config("orthoadam", 5e-3, rotation=RotationConfig(kind="haar", axes="output", seed=0))
     return (
         Trial("sgd_plain", "SGD", config("sgd", 0.3)),
         *(Trial(name, label, config(name, rate, **changes)) for name, (label, changes, rate) in OPTIMIZERS.items()),

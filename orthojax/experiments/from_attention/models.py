@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from orthojax.analysis import chance_of_first
 from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, replace
+from orthojax.experiments.base_configs import OUTPUT_AXIS
 from orthojax.experiments.experiment import Variant
 from orthojax.experiments.from_attention.paper_configs import (
     ABLATION_STEPS,
@@ -70,7 +71,7 @@ def _tiny_run(model: str, length: int = 64) -> Config:
     shape = _shape(model, 4, _TINY_WIDTHS[model], 4, 2048, length)
     return Config(
         model=ModelConfig(**{**vars(shape), "scan_layers": False}),  # compiles slower, runs faster
-        optim=OptimConfig(optimizer="adam", learning_rate=5e-3, warmup_steps=100),
+        optim=OptimConfig(optimizer="adam", learning_rate=5e-3, warmup_steps=100, rotation=OUTPUT_AXIS),
         # Position 0 is the same token in every row, as the dominance of the first token shows it sooner.
         data=DataConfig(kind="embedded", tokenizer="bpe:2048", sequence_length=length, bos=True),
         train=TrainConfig(

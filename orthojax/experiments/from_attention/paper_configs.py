@@ -14,7 +14,6 @@ from orthojax.config import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
-    RotationConfig,
     TrainConfig,
     replace,
 )
@@ -71,7 +70,6 @@ def _config(model: ModelConfig, steps: int, warmup_steps: int, data_folder: str,
             learning_rate=1e-3,
             warmup_steps=warmup_steps,
             final_learning_rate_fraction=0.0,
-            rotation=RotationConfig(axes="residual"),
         ),
         data=DataConfig(
             kind="tokens",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, replace
+from orthojax.experiments.base_configs import OUTPUT_AXIS
 from orthojax.experiments.claims import EQUAL_PERPLEXITY, PPL, Claim, dominated, excess_of_first_left, has_outliers
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.pictures import LayerCurves, StepCurves
@@ -39,7 +40,7 @@ def _config(**changes: Any) -> Config:
     """Fine-tuning of one hour on one CPU core: 13.5 s a step, so both variants take two cores that long."""
     config = Config(
         model=MODEL,
-        optim=OptimConfig(optimizer="adam", learning_rate=1e-4, warmup_steps=50),
+        optim=OptimConfig(optimizer="adam", learning_rate=1e-4, warmup_steps=50, rotation=OUTPUT_AXIS),
         data=DataConfig(kind="embedded", tokenizer=NAME, sequence_length=256),
         train=TrainConfig(
             steps=STEPS,
