@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from orthojax import quant
-from orthojax.config import Config, replace, to_json
+from orthojax.config import FIRST_DEFAULTS, Config, replace, to_json
 from orthojax.errors import UserError
 from orthojax.experiments import drawing, runs
 from orthojax.experiments.base_configs import BACKCOPY_MODEL, LANGUAGE_MODEL, cured
@@ -112,7 +112,7 @@ def test_every_variant_and_seed_has_a_row_with_its_overrides(study, language):
     assert set(rows) == {(variant.name, seed) for variant in language for seed in SEEDS}
     overrides = rows["cured", 1]["overrides"]
     overrides = {path: tuple(v) if isinstance(v, list) else v for path, v in overrides.items()}
-    assert replace(Config(), overrides) == language[1].with_seed(1)
+    assert replace(FIRST_DEFAULTS, overrides) == language[1].with_seed(1)
     assert raw["provenance"]["versions"]["jax"]
     assert [entry["tokenizer"] for entry in raw["provenance"]["data"]] == ["bytes"]
     assert len(set(study["vanilla"].values("perplexity"))) == 2

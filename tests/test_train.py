@@ -372,7 +372,7 @@ def test_which_axes_of_which_parameter_are_rotated(scan, axes, embeddings):
 
 def test_every_parameter_and_every_layer_has_its_own_basis():
     model = dataclasses.replace(CONFIG.model, num_layers=3)
-    rotation = rotate(make_rotation(RotationConfig(seed=0)))
+    rotation = rotate(make_rotation(RotationConfig(axes="output", seed=0)))
     params = jax.tree.map(
         lambda s: jnp.ones(s.shape), parameter_shapes(model),
     )  # fmt: skip
