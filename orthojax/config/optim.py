@@ -23,7 +23,7 @@ class RotationConfig:
       kind: Which orthogonal matrix.
       axes: Which axes of every kernel: its last (`output`), the one before (`input`), `both`, the d_model axis of
         every kernel (`residual`) or of those that write to the residual stream only (`writers`), or `none`. With
-        `output` outliers of the first token return in long runs.
+        `output` the first token had outliers after 10,000 steps.
       embeddings: Whether embedding tables are rotated too, along d_model.
       scope: One matrix for every layer of every parameter, or the wider controls.
       seed: Seed of the matrices; None is the run's, `train.seed`.

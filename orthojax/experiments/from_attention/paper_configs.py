@@ -7,16 +7,7 @@ numbers that the paper's tables print for it (`orthojax.experiments.from_attenti
 import dataclasses
 from typing import NamedTuple
 
-from orthojax.config import (
-    Config,
-    DataConfig,
-    EvalConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-    replace,
-)
+from orthojax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig, replace
 from orthojax.experiments.from_attention.paper_tables import TABLE_2, TABLE_3, TABLE_5, TABLE_6
 from orthojax.model.presets import gpt2, llama2
 
