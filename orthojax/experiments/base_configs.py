@@ -57,6 +57,7 @@ REPEATED_MODEL = replace(
     SHALLOW_MODEL,
     {
         "optim.learning_rate": 3e-3,
+        "optim.rotation.axes": "residual",  # the default
         "data.repeated_share": 1.0,
         "train.steps": 2000,
         "train.probe_every_steps": 100,

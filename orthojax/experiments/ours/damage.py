@@ -16,7 +16,7 @@ import numpy as np
 from orthojax import quant
 from orthojax.config import Config, ModelConfig, replace
 from orthojax.experiments import drawing
-from orthojax.experiments.base_configs import REPEATED_MODEL, cured
+from orthojax.experiments.base_configs import OUTPUT_AXIS, REPEATED_MODEL, cured
 from orthojax.experiments.claims import FRACTION, KURTOSIS, Claim
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.quantization import int8_error_bound
@@ -114,7 +114,8 @@ DAMAGED = Measure("damage", _round, _stages)
 def _variants(scale: str) -> tuple[Variant, ...]:
     found = []
     for width in WIDTHS:
-        config = replace(REPEATED_MODEL, {"model.d_model": width, "model.d_mlp": 4 * width})
+        changes = {"model.d_model": width, "model.d_mlp": 4 * width, "optim.rotation.axes": OUTPUT_AXIS.axes}
+        config = replace(REPEATED_MODEL, changes)
         found.append(Variant(f"vanilla_{width}", f"{width} wide, softmax, Adam", config))
         found.append(Variant(f"cured_{width}", f"{width} wide, softmax-1, OrthoAdam", cured(config)))
     return tuple(found)

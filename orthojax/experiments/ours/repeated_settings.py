@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from orthojax.analysis import chance_of_first
 from orthojax.config import Config, replace
-from orthojax.experiments.base_configs import REPEATED_MODEL
+from orthojax.experiments.base_configs import OUTPUT_AXIS, REPEATED_MODEL
 from orthojax.experiments.claims import (
     FRACTION,
     KURTOSIS,
@@ -40,7 +40,7 @@ _CHANGES = {**METHODS, RESIDUAL: {**METHODS[C], "optim.rotation.axes": "residual
 
 
 class Setting(NamedTuple):
-    """What differs from the main job, in words: tokens of a row, whether it begins with <s>, steps; who is compared."""
+    """What differs from the main job besides the rotated axes: tokens of a row, <s>, steps; who is compared."""
 
     label: str
     length: int = 64
@@ -57,6 +57,7 @@ class Setting(NamedTuple):
             "data.bos": self.bos,
             "train.batch_size": tokens // self.length,
             "train.steps": self.steps,
+            "optim.rotation.axes": OUTPUT_AXIS.axes,
         }
         return replace(REPEATED_MODEL, changes)
 
@@ -65,7 +66,7 @@ class Setting(NamedTuple):
         return f"{method}_{self.length}{'_bos' if self.bos else ''}_{self.steps}"
 
 
-MAIN_JOB = Setting("2,000 steps", methods=(V, C))
+SHORTER = Setting("2,000 steps", methods=(V, C))
 LONGER = Setting("6,000 steps", steps=6_000, methods=tuple(_LABELS))
 LONG_ROWS = Setting("256, <s>", length=256)
 OTHERS = (
@@ -101,10 +102,10 @@ def _about(settings: tuple[Setting, ...], words: str, results: Results) -> list[
 
 
 _MORE_STEPS = (
-    Claim("It dominates more after three times the steps.", {"": (MAIN_JOB.variant(V), LONGER.variant(V))}, (FRACTION,),
+    Claim("It dominates more after three times the steps.", {"": (SHORTER.variant(V), LONGER.variant(V))}, (FRACTION,),
           lambda short, long: long[FRACTION] > short[FRACTION], "argmax rises"),
     Claim("The cure leaves less of it after three times the steps.",
-          {"": tuple(of.variant(method) for of in (MAIN_JOB, LONGER) for method in (V, C))}, (FRACTION,),
+          {"": tuple(of.variant(method) for of in (SHORTER, LONGER) for method in (V, C))}, (FRACTION,),
           lambda v, c, longer_v, longer_c: excess_of_first_left(longer_v, longer_c) < excess_of_first_left(v, c),
           "what is left of the excess over equal logits falls"),
 )  # fmt: skip
@@ -154,10 +155,11 @@ EXPERIMENTS = (
     _experiment(
         "repeated_longer",
         "Repeated passages, three times the steps: dominance, drains, outliers, damage; which part removes what",
-        f"{LONGER.label}; the vanilla and cured models of the main job stand first. Criteria were committed before "
-        "any of these runs but seeds 1 and 2 of the main job; each part alone joined the comparison when seed 1 "
-        "of vanilla and cured had run, the d_model axes when all others had.",
-        (MAIN_JOB, LONGER),
+        f"{LONGER.label}; a pair of {SHORTER.label} stands first. OrthoAdam rotates the output axis of each kernel "
+        "where a row does not name others. Criteria were committed before any of these runs but seeds 1 and 2 of "
+        f"{SHORTER.label}; each part alone joined the comparison when seed 1 of vanilla and cured had run, the d_model "
+        "axes when all others had.",
+        (SHORTER, LONGER),
         LONGER,
         _MORE_STEPS,
     ),
@@ -165,7 +167,7 @@ EXPERIMENTS = (
         "repeated_settings",
         "Repeated passages without <s>, and with rows of 256 tokens: dominance, drains, outliers; four methods",
         "What differs from the main job is <s>, the length of a row, or both; of one pair the number of steps, too. "
-        "Criteria were committed before these runs.",
+        "OrthoAdam rotates the output axis of each kernel. Criteria were committed before these runs.",
         OTHERS,
         LONG_ROWS,
     ),
