@@ -70,7 +70,7 @@ VERDICTS = {
     "peak_slope": "+++-+--",
     "pixel_sinks": "--?-?--+",
     "published_size": "-+++-",
-    "quick": "++?++?+-+",
+    "quick": "++?-+?+-+",
     "repeated_passages": "+++-++-?++??-+?",
     "rotation_ablation": "+-+-+++",
     "simplified_model": "++++++++",
