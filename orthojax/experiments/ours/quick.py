@@ -125,9 +125,9 @@ def _about(results: Results) -> list[str]:
         "where there is nothing to copy."
     )
     words = (
-        "Vanilla is softmax + Adam, cured softmax-1 + OrthoAdam. Linear layers are rounded: int8 with a scale for each "
-        "channel of kernels and inputs (fine), one for each tensor (moderate), and for outputs as well (coarse); int4, "
-        "kernels alone, with a zero point."
+        "Vanilla is softmax + Adam, cured softmax-1 + OrthoAdam, which rotates the d_model axis of every kernel. "
+        "Linear layers are rounded: int8 with a scale for each channel of kernels and inputs (fine), one for each "
+        "tensor (moderate), and for outputs as well (coarse); int4, kernels alone, with a zero point."
     )
     if smollm2.LABEL not in results:
         return [text, words]
