@@ -1,9 +1,9 @@
 """One layer on Bigram-Backcopy: the sink on <s> and its value drain, within seconds.
 
-Reproduces: the softmax row of the main job's Backcopy table; after Active-Dormant Attention Heads, four times narrower.
+Reproduces: the softmax column of the main job's Backcopy table; Active-Dormant Attention Heads, four times narrower.
 Command:    orthojax train --config=configs/bigram_backcopy.py
             orthojax evaluate --checkpoint=runs/bigram_backcopy
-            --config.model.normalizer=softmax1 or relu for the other rows
+            --config.model.normalizer=softmax1 or relu for the other columns
             --config.data.rule=in_context_bigram, bigram_backward, skip_bigram or markov for the related tasks;
             data.bos_tokens=0 or 2, data.delimiter=true; data.counts=FILE.json or data.paths=FILE for other
             bigrams, with model.vocab_size to match

@@ -15,7 +15,7 @@ from orthojax.config import (
 )
 from orthojax.model.presets import gpt2
 
-# What the committed results were trained with, before longer runs led to another default; see CONTRIBUTING.md.
+# Of most committed results, which are older than the default, `residual`; see CONTRIBUTING.md.
 OUTPUT_AXIS = RotationConfig(axes="output")
 
 # The setting that the experiment tiny_setting chose on vanilla models: the cheapest where every layer matters, the

@@ -180,9 +180,10 @@ def _about(results: Results) -> list[str]:
     bounds = ", ".join(f"{int8_error_bound(width):.1%} at {width} channels" for width in (*WIDTHS, 2048))
     first = results.first.config
     text = [
-        f"{first.model.num_layers} layers on text with repeated passages, {first.train.steps:,} steps. "
-        "After RMSNorm with one scale no value exceeds sqrt(D) times the root mean square, whatever the outliers, so "
-        f"int8 changes such inputs by at most sqrt(D) / 254 of it: {bounds}. Narrow models hide what outliers do. "
+        f"{first.model.num_layers} layers on text with repeated passages, {first.train.steps:,} steps. OrthoAdam "
+        "rotates the output axis of each kernel. After RMSNorm with one scale no value exceeds sqrt(D) times the root "
+        "mean square, whatever the outliers, so int8 changes such inputs by at most sqrt(D) / 254 of it: "
+        f"{bounds}. Narrow models hide what outliers do. "
         "4 bits, static scales and the head are where damage can show. In float16 parameters and activations are "
         "float16, statistics of norms and attention float32. Static scales are those of one batch of training."
     ]

@@ -166,8 +166,8 @@ EXPERIMENTS = (
     _experiment(
         "repeated_settings",
         "Repeated passages without <s>, and with rows of 256 tokens: dominance, drains, outliers; four methods",
-        "What differs from the main job is <s>, the length of a row, or both; of one pair the number of steps, too. "
-        "OrthoAdam rotates the output axis of each kernel. Criteria were committed before these runs.",
+        "What differs from the main job is <s>, the length of a row, or both, of one pair the number of steps; and "
+        "that OrthoAdam rotates the output axis of each kernel. Criteria were committed before these runs.",
         OTHERS,
         LONG_ROWS,
     ),
