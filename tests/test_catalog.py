@@ -71,7 +71,7 @@ VERDICTS = {
     "pixel_sinks": "--?-?--+",
     "published_size": "-+++-",
     "quick": "++?-+?+-+",
-    "repeated_passages": "+++-++-?++??-+?",
+    "repeated_passages": "+-+++--?++??++?",
     "rotation_ablation": "+-+-+++",
     "simplified_model": "++++++++",
     "simplified_three_layers": "-+??+",
