@@ -154,7 +154,7 @@ def test_the_best_stay_also_where_a_signal_cut_off_their_validation_and_across_r
     config = replace(
         CONFIG,
         {"train.keep_checkpoints": 1, "train.keep_best": 2, "train.keep_every_steps": 8, "train.eval_every_steps": 2,
-         "train.checkpoint_every_steps": 2, "train.steps": 12, "optim.learning_rate": 1.0},
+         "train.checkpoint_every_steps": 2, "train.steps": 12, "optim.learning_rate": 10.0},  # diverges: step 2 is best
     )  # fmt: skip
     with pytest.raises(Interrupted):
         train(config, INPUTS, tmp_path, on_step=signal_at(2))
