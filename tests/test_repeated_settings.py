@@ -12,11 +12,11 @@ from orthojax.experiments.ours.repeated_settings import EXPERIMENTS, ROUNDED
 LONGER, SETTINGS = EXPERIMENTS
 
 
-def test_the_grids_have_all_methods_with_equal_batches_and_the_main_job_in_them():
+def test_the_grids_have_all_methods_with_equal_batches_and_the_main_job_with_the_output_axis_in_them():
     variants = {variant.name: variant.config for of in EXPERIMENTS for variant in of.variants_at("tiny")}
-    main_job = replace(REPEATED_MODEL, {"optim.rotation.axes": "output"})
-    assert variants["vanilla_64_bos_2000"] == main_job
-    assert variants["cured_64_bos_2000"] == cured(main_job)
+    output_axis = replace(REPEATED_MODEL, {"optim.rotation.axes": "output"})
+    assert variants["vanilla_64_bos_2000"] == output_axis
+    assert variants["cured_64_bos_2000"] == cured(output_axis)
     assert {c.train.batch_size * c.data.sequence_length for c in variants.values()} == {1024}
     cells = {(c.data.sequence_length, c.data.bos, c.train.steps) for c in variants.values()}
     steps = {(True, 2000), (True, 6000), (False, 2000), (False, 6000)}
