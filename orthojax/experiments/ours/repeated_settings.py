@@ -126,7 +126,7 @@ def _experiment(
         name=name,
         title=title,
         variants=functools.partial(_variants, settings),
-        seeds=(1, 2, 3),
+        seeds=(1, 2, 3, 4, 5),
         about=functools.partial(_about, settings, words),
         groups=functools.partial(_groups, settings),
         measures=(FOUR_BITS,),
