@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 # What a process ends with when another one of its run is gone, or never came.
 PEER_LOST = """error: another process of this run has ended or cannot be reached, so this one ends too
   its own message says why; all need the same --coordinator_address and --num_processes
-  started again, all of them resume from the last checkpoint
+  start all of them again to resume from the last checkpoint
 """
 _ADVICE = {
     errno.ENOSPC: "free some space",
@@ -22,9 +22,9 @@ _ADVICE = {
     errno.EMFILE: "raise the limit on open files: ulimit -n",
     errno.ENFILE: "close other programs: the machine has too many open files",
     errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ELOOP: "mend the link, which leads back to itself",
-    errno.EISDIR: "move the folder away, which is in the place of a file",
-    errno.ENOTDIR: "move the file away, which is in the place of a folder",
+    errno.ELOOP: "fix the symbolic link, which points back to itself",
+    errno.EISDIR: "move the folder out of the way: a file must go there",
+    errno.ENOTDIR: "move the file out of the way: a folder must go there",
     errno.EIO: "check the disk or the network file system",
     errno.ESTALE: "check the network file system, and run the same command again",
 }

@@ -111,8 +111,8 @@ def test_the_command_writes_the_page(tmp_path):
     ("arguments", "says"),
     [
         ([], "0 arguments given"),
-        (["a"], "error: one run, a"),
-        (["a", "missing"], "missing is no run: it has no config.json"),
+        (["a"], "error: only one run given: a"),
+        (["a", "missing"], "missing is not a run: it has no config.json"),
         (["a", "a"], "two are called 'a'"),
     ],
 )

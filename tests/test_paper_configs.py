@@ -33,7 +33,7 @@ def lines(run: PaperRun) -> list[str]:
     columns = ABLATION if run.file.startswith("ablation") else OUTLIERS
     cells = [" ".join(str(run.expected.get(name, "-")) for name in names) for names in columns]
     hours = estimate(run.config).hours("NVIDIA H200", mfu=0.35)
-    return [run.flags or "(nothing)", "  " + " | ".join([*cells, f"{hours:.3g} h"])]
+    return [run.flags or "(no flags)", "  " + " | ".join([*cells, f"{hours:.3g} h"])]
 
 
 def note(file):
@@ -51,7 +51,7 @@ def test_a_lab_note_shows_every_run_of_its_file_and_no_other(file):
         assert heading in module.__doc__
     assert f"--config=configs/paper/{file}.py" in module.__doc__
     shown = [line.removeprefix("    ") for line in module.__doc__.splitlines() if line.startswith("    ")]
-    shown = shown[next(i for i, line in enumerate(shown) if line.startswith(("(nothing)", "--config."))) :]
+    shown = shown[next(i for i, line in enumerate(shown) if line.startswith(("(no flags)", "--config."))) :]
     assert shown == [line for run in RUNS if run.file == file for line in lines(run)]
 
 

@@ -344,7 +344,7 @@ def test_a_haar_basis_far_larger_than_its_parameter_is_refused():
         ({"kernel_layout": "oi"}, "kernel_layout='oi'; allowed: in_out, out_in"),
         ({"embeddings": "(wte"}, "embeddings='(wte': missing )"),
         ({"embeddings": 3}, "embeddings=3"),
-        ({"axes": generic_axes, "kernel_layout": "out_in"}, "not read where axes is a function"),
+        ({"axes": generic_axes, "kernel_layout": "out_in"}, "no effect where axes is a function"),
     ],
 )
 def test_a_wrong_rotation_is_refused_when_it_is_made(fields, words):

@@ -2,13 +2,13 @@
 
 Reproduces: From Attention to Activation (arXiv 2410.17174):
             Table 5 but its rows of SGD, and the relaxed causal mask of Figure 2.
-Data:       FILE is GPT-2's tokenizer.json; the same again with --split=validation
-    orthojax prepare --tfds_dir=DIR --dataset=c4/en --split=train --tokenizer=FILE --output=data/c4_gpt2
+Data:       a quarter of C4 (docs/data.md); FILE is GPT-2's tokenizer.json; the same again with --split=validation
+    orthojax prepare --tfds_dir=DIR --dataset=c4/en '--split=train[:25%]' --tokenizer=FILE --output=data/c4_gpt2
 Command:    orthojax train --config=configs/paper/ablation_130m.py --workdir=runs/NAME FLAGS
             orthojax evaluate --checkpoint=runs/NAME
 Hardware:   as many devices as there are; hours are those of one NVIDIA H200 at 35% of its peak, by the FLOPs of the
             model. The paper had eight V100 of 32 GB.
-Expected:   for the FLAGS of each run, what the paper prints ("-": nothing), and hours:
+Expected:   for the FLAGS of each run, what the paper prints ("-": not printed), and hours:
             perplexity | kurtosis | max |x| | share of queries whose largest weight is key 0.
 
     --config.model.use_bias=true --config.model.norm=layernorm

@@ -2,18 +2,18 @@
 
 Reproduces: From Attention to Activation (arXiv 2410.17174):
             rows GPT2 130M of Tables 2 and 3, and those of 130M in Table 6.
-Data:       FILE is GPT-2's tokenizer.json; the same again with --split=validation
-    orthojax prepare --tfds_dir=DIR --dataset=c4/en --split=train --tokenizer=FILE --output=data/c4_gpt2
+Data:       a quarter of C4 (docs/data.md); FILE is GPT-2's tokenizer.json; the same again with --split=validation
+    orthojax prepare --tfds_dir=DIR --dataset=c4/en '--split=train[:25%]' --tokenizer=FILE --output=data/c4_gpt2
 Command:    orthojax train --config=configs/paper/gpt2_130m.py --workdir=runs/NAME FLAGS
             orthojax evaluate --checkpoint=runs/NAME
 Hardware:   as many devices as there are; hours are those of one NVIDIA H200 at 35% of its peak, by the FLOPs of the
             model. The paper had eight V100 of 32 GB.
-Expected:   for the FLAGS of each run, what the paper prints ("-": nothing), and hours:
+Expected:   for the FLAGS of each run, what the paper prints ("-": not printed), and hours:
             perplexity | kurtosis of position 0 and of the rest | max |x| of both | share of queries whose
             largest weight is key 0 | perplexity in int8 coarse, moderate, fine | in int4.
-            Two slips of Table 6 are mended, see orthojax/experiments/from_attention/paper_tables.py.
+            Two misprints of Table 6 are corrected, see orthojax/experiments/from_attention/paper_tables.py.
 
-    (nothing)
+    (no flags)
       22.89 | 514.9 141.5 | 7018.1 1014.8 | 0.527 | 46.49 28.31 23.07 | 679.9 | 25.4 h
     --config.model.normalizer=softmax1
       22.7 | 175.4 144.2 | 1134.3 967.5 | 0.024 | - - - | - | 25.4 h

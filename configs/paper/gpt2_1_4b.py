@@ -2,17 +2,17 @@
 
 Reproduces: From Attention to Activation (arXiv 2410.17174):
             rows GPT2 1.4B of Tables 2 and 3.
-Data:       FILE is GPT-2's tokenizer.json; the same again with --split=validation
-    orthojax prepare --tfds_dir=DIR --dataset=c4/en --split=train --tokenizer=FILE --output=data/c4_gpt2
+Data:       a quarter of C4 (docs/data.md); FILE is GPT-2's tokenizer.json; the same again with --split=validation
+    orthojax prepare --tfds_dir=DIR --dataset=c4/en '--split=train[:25%]' --tokenizer=FILE --output=data/c4_gpt2
 Command:    orthojax train --config=configs/paper/gpt2_1_4b.py --workdir=runs/NAME FLAGS
             orthojax evaluate --checkpoint=runs/NAME
 Hardware:   as many devices as there are; hours are those of one NVIDIA H200 at 35% of its peak, by the FLOPs of the
             model. The paper had eight V100 of 32 GB.
-Expected:   for the FLAGS of each run, what the paper prints ("-": nothing), and hours:
+Expected:   for the FLAGS of each run, what the paper prints ("-": not printed), and hours:
             perplexity | kurtosis of position 0 and of the rest | max |x| of both | share of queries whose
             largest weight is key 0 | perplexity in int8 coarse, moderate, fine | in int4.
 
-    (nothing)
+    (no flags)
       13.44 | 1656.5 351.9 | 56798.3 7051.2 | 0.648 | 45.05 15.19 13.68 | 3577.7 | 501 h
     --config.model.normalizer=softmax1
       - | - - | - - | - | - - - | - | 501 h

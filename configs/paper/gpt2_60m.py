@@ -2,18 +2,18 @@
 
 Reproduces: From Attention to Activation (arXiv 2410.17174):
             rows GPT2 60M of Tables 2 and 3, and those of 60M in Table 6.
-Data:       FILE is GPT-2's tokenizer.json; the same again with --split=validation
-    orthojax prepare --tfds_dir=DIR --dataset=c4/en --split=train --tokenizer=FILE --output=data/c4_gpt2
+Data:       a quarter of C4 (docs/data.md); FILE is GPT-2's tokenizer.json; the same again with --split=validation
+    orthojax prepare --tfds_dir=DIR --dataset=c4/en '--split=train[:25%]' --tokenizer=FILE --output=data/c4_gpt2
 Command:    orthojax train --config=configs/paper/gpt2_60m.py --workdir=runs/NAME FLAGS
             orthojax evaluate --checkpoint=runs/NAME
 Hardware:   as many devices as there are; hours are those of one NVIDIA H200 at 35% of its peak, by the FLOPs of the
             model. The paper had eight V100 of 32 GB.
-Expected:   for the FLAGS of each run, what the paper prints ("-": nothing), and hours:
+Expected:   for the FLAGS of each run, what the paper prints ("-": not printed), and hours:
             perplexity | kurtosis of position 0 and of the rest | max |x| of both | share of queries whose
             largest weight is key 0 | perplexity in int8 coarse, moderate, fine | in int4.
-            Two slips of Table 6 are mended, see orthojax/experiments/from_attention/paper_tables.py.
+            Two misprints of Table 6 are corrected, see orthojax/experiments/from_attention/paper_tables.py.
 
-    (nothing)
+    (no flags)
       31.88 | 313.8 77.9 | 1856.1 266.6 | 0.489 | 43.53 34.87 32.15 | 68.5 | 6.57 h
     --config.model.normalizer=softmax1
       31.6 | 105.6 81.4 | 304.9 259.0 | 0.021 | - - - | - | 6.57 h

@@ -2,17 +2,17 @@
 
 Reproduces: From Attention to Activation (arXiv 2410.17174):
             rows Llama2 130M of Tables 2 and 3.
-Data:       FILE is Llama 2's tokenizer.model; the same again with --split=validation
-    orthojax prepare --tfds_dir=DIR --dataset=c4/en --split=train --tokenizer=FILE --output=data/c4_llama2
+Data:       a quarter of C4 (docs/data.md); FILE is Llama 2's tokenizer.model; the same again with --split=validation
+    orthojax prepare --tfds_dir=DIR --dataset=c4/en '--split=train[:25%]' --tokenizer=FILE --output=data/c4_llama2
 Command:    orthojax train --config=configs/paper/llama2_130m.py --workdir=runs/NAME FLAGS
             orthojax evaluate --checkpoint=runs/NAME
 Hardware:   as many devices as there are; hours are those of one NVIDIA H200 at 35% of its peak, by the FLOPs of the
             model. The paper had eight V100 of 32 GB.
-Expected:   for the FLAGS of each run, what the paper prints ("-": nothing), and hours:
+Expected:   for the FLAGS of each run, what the paper prints ("-": not printed), and hours:
             perplexity | kurtosis of position 0 and of the rest | max |x| of both | share of queries whose
             largest weight is key 0 | perplexity in int8 coarse, moderate, fine | in int4.
 
-    (nothing)
+    (no flags)
       17.39 | 435.0 170.0 | 4622.7 1627.4 | 0.105 | 43.61 24.46 17.69 | 21.5 | 22.6 h
     --config.model.normalizer=softmax1
       17.2 | 208.2 181.2 | 1340.4 1229.5 | 0.016 | - - - | - | 22.6 h

@@ -8,8 +8,9 @@ Attention to the first token, outliers, norms, entropy and quantisation are meas
 without files: topics (Python's documentation, the default) and stdlib (its sources).
 --intervene=zero_head:11.3 measures the model under an intervention; repeated, under each in turn. Others: first_head,
 active_head, zero_attention:2, zero_mlp:2, zero_first_value:2, mean_attention:2, mean_mlp:2; * stands for every layer or
-head, + joins several; dormant_heads:0.9 zeroes all heads of more mean weight than that on the first token, and as many
-random ones. --sweep_heads=8 zeroes every head in turn, on 8 rows of the text and of each domain.
+head, + joins several; dormant_heads:0.9 zeroes all heads whose mean weight on the first token is above 0.9 and, apart
+from that, as many random heads, in three draws. --sweep_heads=8 zeroes every head in turn, on 8 rows of the text and
+of each domain.
 --dynamics takes the checkpoints of one run, --model=runs/mine for all that it kept or --model=1000=PATH,2000=PATH by
 their steps, and plots everything against steps.
 Writes results.json and report.html, which compares the models, and a folder for each model with its own page and its

@@ -328,7 +328,7 @@ def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> l
     if _overrides and "config" not in flags.FLAGS:
         raise UserError("this command reads no config", hint="the config of a checkpoint is stored in it")
     if positional and (not rest or (len(rest) > 1 and not several)):
-        raise UserError(f"{len(rest)} arguments given", allowed=positional if several else f"one: {positional}")
+        raise UserError(f"{len(rest)} arguments given", allowed=positional if several else f"exactly one: {positional}")
     if rest and not positional:
         raise _unexpected(rest[0])
     return rest

@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
 
     paths = named_models(arguments, flag="")
     if len(paths) < 2:
-        raise UserError(f"one run, {arguments[0]}", allowed="two or more: orthojax compare RUN RUN")
+        raise UserError(f"only one run given: {arguments[0]}", allowed="two or more: orthojax compare RUN RUN")
     runs = {name: read_run(Path(path)) for name, path in paths.items()}
     command = shlex.join(["orthojax", "compare", *arguments])
     report = comparing_page(runs, [command, f"{datetime.date.today()}"])

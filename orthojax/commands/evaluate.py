@@ -1,7 +1,7 @@
 """Evaluates a checkpoint: orthojax evaluate --checkpoint=runs/mine.
 
-Measures perplexity, outliers, attention and every quantisation setting on the held-out files of the checkpoint's own
-data, with the model that it was trained as, and writes evaluation.json, which also has every layer.
+Measures perplexity, outliers, attention and the five default quantisation settings on the held-out files of the
+checkpoint's own data, with the model that it was trained as, and writes evaluation.json, which also has every layer.
 --settings=w4a8,w4a4_group64 (or all) adds quantisation settings. --quantize=w4a8_group64 writes a quantised checkpoint,
 under --workdir or quantized/w4a8_group64 beside the checkpoints, and evaluates that: a quantised checkpoint runs on its
 integers.
@@ -25,7 +25,9 @@ def define_flags() -> None:
     cli.define_compile_cache()
     flags.DEFINE_string("checkpoint", None, "A run's workdir, its checkpoints folder, or one step's folder.")
     flags.DEFINE_string("workdir", None, "Where evaluation.json goes; beside the checkpoints if not given.")
-    flags.DEFINE_list("settings", [], "Quantisation settings to simulate beside the paper's five; all for every one.")
+    flags.DEFINE_list(
+        "settings", [], "Further quantisation settings to simulate, besides the five defaults; 'all' for every one."
+    )
     flags.DEFINE_string(
         "quantize", None, "Quantisation setting by which to write a checkpoint of integers; evaluates it."
     )
@@ -38,7 +40,9 @@ def define_flags() -> None:
 def _check_flags(data_kind: str, quantized: bool) -> None:
     if (FLAGS.settings or FLAGS.quantize_head) and (FLAGS.quantize or quantized):
         flag = "--settings" if FLAGS.settings else "--quantize_head"
-        raise UserError(f"{flag} needs the kernels of a float checkpoint", allowed="a call of its own, on the run")
+        raise UserError(
+            f"{flag} needs the kernels of a float checkpoint", allowed="a separate command, on the float checkpoint"
+        )
     if data_kind == "bigram_backcopy" and (FLAGS.quantize_head or FLAGS.post_attention):
         raise UserError("--quantize_head and --post_attention are for language models", allowed="neither of them")
 

@@ -27,12 +27,12 @@ def define_flags() -> None:
     flags.DEFINE_string("prompt", None, "Text to continue.")
     flags.DEFINE_string("prompt_file", None, "UTF-8 file with text to continue.")
     flags.DEFINE_list("prompt_ids", None, "Token ids to continue, as they are.")
-    flags.DEFINE_string("tokenizer", None, "A tokenizer's file, for a run that was trained with bpe:N.")
+    flags.DEFINE_string("tokenizer", None, "Tokenizer file, for a model whose own tokenizer is not known.")
     flags.DEFINE_bool("bos", None, "Begin with the beginning-of-sequence token; as the model was trained if not given.")
     flags.DEFINE_integer("tokens", 100, "How many tokens to write at most.")
     flags.DEFINE_float("temperature", 0.0, "Divides the logits before a token is drawn; 0 takes the most probable one.")
     flags.DEFINE_float("top_p", 1.0, "Draw from the fewest most probable tokens with this probability together.")
-    flags.DEFINE_integer("seed", 0, "Of the draws.")
+    flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
     flags.DEFINE_integer("window", None, "Let the model see this many latest tokens only.")
     flags.DEFINE_integer("sinks", 0, "With --window: how many first tokens the model sees besides.")
 
@@ -45,7 +45,7 @@ def main(_: list[str]) -> None:
         problem = "no prompt" if not given else f"{len(given)} prompts: --{', --'.join(given)}"
         raise UserError(problem, allowed="one of --prompt=TEXT, --prompt_file=PATH, --prompt_ids=1,2,3")
     if FLAGS.bos and FLAGS.prompt_ids is not None:
-        raise UserError("--bos with --prompt_ids", allowed="the token's id as the first one, or --prompt=TEXT")
+        raise UserError("--bos with --prompt_ids", allowed="the BOS id as the first of --prompt_ids, or --prompt=TEXT")
 
     from orthojax import load
     from orthojax.data import load_tokenizer

@@ -60,7 +60,9 @@ def main(_: list[str]) -> None:
     if FLAGS.dataset and not FLAGS.tfds_dir:
         raise UserError(f"--dataset={FLAGS.dataset} without its folder", allowed="--tfds_dir=DATA_DIR")
     if not splits or (FLAGS.name and len(splits) > 1):
-        raise UserError(f"--split={FLAGS.split} names {len(splits)} splits", allowed="one with --name, at least one")
+        raise UserError(
+            f"--split={FLAGS.split} names {len(splits)} splits", allowed="at least one; exactly one with --name"
+        )
 
     from orthojax.data import prepare, renamed, require_usable, text_parts, tfds_parts
     from orthojax.progress import tokenizing_progress

@@ -24,8 +24,10 @@ def define_flags() -> None:
     cli.define_cache_dir()
     cli.define_compile_cache()
     flags.DEFINE_string("experiment", "quick", "Which experiment; --list shows them.")
-    flags.DEFINE_bool("list", False, "Lists all experiments, what is done and what the rest takes here, and ends.")
-    flags.DEFINE_string("scale", "tiny", "tiny, overnight: two CPU cores; small: one GPU; paper: its own.")
+    flags.DEFINE_bool("list", False, "List all experiments, what is done and how long the rest takes here, then exit.")
+    flags.DEFINE_string(
+        "scale", "tiny", "tiny, overnight: two CPU cores; small: one GPU; paper: the paper's own sizes."
+    )
     flags.DEFINE_string("seeds", None, "Seeds, separated by commas; 0 for most experiments where not given.")
     flags.DEFINE_string("workdir", None, "Folder of the study; runs/EXPERIMENT-SCALE where not given.")
     flags.DEFINE_string(
@@ -33,7 +35,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_list("model", [], "Existing models to measure as well: NAME=CHECKPOINT[,NAME=CHECKPOINT].")
     flags.DEFINE_integer(
-        "jobs", None, "Runs at once, at most; not given: one for each GPU, or CPU core with memory.", 1
+        "jobs", None, "Most runs at once; by default one per GPU, or per CPU core as far as memory allows.", 1
     )
     flags.DEFINE_string(
         "render", None, "A results.json or its folder: only writes its report again, beside it or under --workdir."

@@ -60,7 +60,7 @@ def describe_type(hint: Any) -> str:
         return f"a comma-separated list of ({describe_type(args[0])})"
     if origin in (typing.Union, types.UnionType):
         return ", or ".join(describe_type(option) for option in args)
-    plain = {type(None): "none", bool: "true | false", int: "an integer", float: "a number", str: "a text"}
+    plain = {type(None): "none", bool: "true | false", int: "an integer", float: "a number", str: "a string"}
     return plain.get(hint) or hint.__name__
 
 

@@ -81,7 +81,7 @@ def read_run(path: Path) -> Run:
     """
     for name in ("config.json", "metrics.jsonl"):
         if not (path / name).exists():
-            raise UserError(f"{path} is no run: it has no {name}", allowed="workdirs of orthojax train")
+            raise UserError(f"{path} is not a run: it has no {name}", allowed="workdirs of orthojax train")
         require_file(path / name, f"{name} of a run")
     config = from_json(Config, (path / "config.json").read_text(encoding="utf-8"))
     lines = sorted(read_metrics(path / "metrics.jsonl"), key=lambda line: line["step"])

@@ -30,7 +30,10 @@ def read_raw(path: Path) -> dict[str, Any]:
     """
     raw = read_json(path, "results.json")
     if missing := {"experiment", "scale", "provenance", "rows"} - raw.keys():
-        raise UserError(f"{path} is no results.json: it has no {min(missing)!r}", allowed="one that reproduce.py wrote")
+        raise UserError(
+            f"{path} is not a results.json of orthojax: it has no {min(missing)!r}",
+            allowed="one that reproduce.py wrote",
+        )
     return raw
 
 

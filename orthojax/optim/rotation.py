@@ -95,7 +95,9 @@ class Rotation:
         if self.layout is not None and not callable(self.layout):
             raise ValueError(f"Rotation layout={self.layout!r}; allowed: None or a function path -> Sharding | None")
         if callable(self.axes) and (self.kernel_layout, self.embeddings) != ("in_out", None):
-            raise ValueError("Rotation kernel_layout and embeddings are not read where axes is a function; allowed: no")
+            raise ValueError(
+                "Rotation kernel_layout and embeddings have no effect where axes is a function; allowed: neither"
+            )
         try:
             re.compile(self.embeddings or "")
         except (re.error, TypeError) as error:
@@ -276,9 +278,9 @@ def warn_of_nothing_found(rotation: Rotation, plans: list[tuple[Any, Plan]]) -> 
     if kernels and not any(plan.mark == "embedding" for _, plan in plans):
         shown = ", ".join(kernels[:3]) + (f" and {len(kernels) - 3} more" if len(kernels) > 3 else "")
         warnings.warn(
-            f"the rotation finds kernels and no embedding table, by name (kernels: {shown}); a table not rotated "
-            "along d_model brings the outliers back. "
-            f"Rotation(embeddings=PATTERN) names the tables, embeddings='' says that there are none, {show}",
+            f"the rotation found kernels but no embedding table by name (kernels: {shown}); an embedding table that is "
+            "not rotated along d_model brings the outliers back. "
+            f"Rotation(embeddings=PATTERN) names the tables, embeddings='' says that there are none; {show}",
             stacklevel=2,
         )
 

@@ -165,7 +165,7 @@ def _require_agreement(rows: np.ndarray, names: list[str]) -> None:
     ]
     if different:
         raise UserError(
-            f"the processes are not of one run: not as that of process 0 are {' and '.join(different)}",
+            f"the processes do not belong to one run; different from process 0: {' and '.join(different)}",
             allowed="the same config, the same files and the same version of Python on every machine",
         )
 

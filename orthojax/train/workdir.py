@@ -198,7 +198,7 @@ def require_same_config(config: Config, before: Config, where: str) -> None:
     had, some = flatten(before), list(changed)[:3]
     differ = ", ".join(f"{path}={changed[path]} (was {had[path]})" for path in some)
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    hint = "what is logged, evaluated, checkpointed and kept, and the mesh, may differ"
+    hint = "logging, evaluation, checkpointing, retention, the mesh and how a step is computed may differ"
     if config.train.steps > before.train.steps:
         hint = f"the learning rate follows train.steps; to train on: --workdir=NEW --config.train.init_from={where}"
     raise UserError(

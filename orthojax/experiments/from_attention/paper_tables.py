@@ -109,7 +109,7 @@ TABLE_5 = {
     )
 }
 
-# (size, sequence length, variant); its rows of 256 tokens are those of Table 3. Two slips of the print are mended: the
+# (size, sequence length, variant); its rows of 256 tokens are those of Table 3. Two misprints are corrected: the
 # cured 60M rows of 256 and 512 tokens stand in each other's place, and the cured 130M one of 1,024 tokens has 23.87
 # for its unquantised perplexity, from which its other columns differ by what they would from 22.87.
 TABLE_6 = {

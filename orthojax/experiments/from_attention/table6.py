@@ -99,7 +99,7 @@ def _about(results: Results) -> list[str]:
     return [
         about(results),
         f"A step has the same number of sequences at every length, so longer ones are also more tokens.{stand_ins} Two "
-        "slips of the print are mended in the paper's columns: the cured 60M rows of 256 and 512 tokens stand in each "
+        "misprints are corrected in the paper's columns: the cured 60M rows of 256 and 512 tokens stand in each "
         "other's place, and the cured 130M one of 1,024 tokens has 23.87 for 22.87. Of its differences one pair is "
         "reversed, too (0.06 and 0.47); those shown are computed from its perplexities.",
         about_int8(results),

@@ -1,0 +1,83 @@
+"""The README's table of models is what the committed results say, row by row."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from committed import committed
+
+from orthojax.experiments.catalog import find
+from orthojax.experiments.results import pairs
+from orthojax.experiments.tables import change_text
+from orthojax.formatting import mean_and_range
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+HEAD = "| layers x width, tokens of a row, steps; experiment | axes, seeds |"
+
+
+class Pair(NamedTuple):
+    """A vanilla and a cured variant of an experiment, and what the README calls them."""
+
+    label: str
+    experiment: str
+    vanilla: str
+    cured: str
+
+
+PAIRS = (
+    Pair("4 x 128, 64, 500", "table2", "gpt2_130m_vanilla", "gpt2_130m_cured"),
+    Pair("4 x 192, 64, 500", "table2", "gpt2_1_4b_vanilla", "gpt2_1_4b_cured"),
+    Pair("Llama, 4 x 128, 64, 500", "table2", "llama2_130m_vanilla", "llama2_130m_cured"),
+    Pair("4 x 128, 64, 2,000", "repeated_passages", "vanilla_share_0", "cured_share_0"),
+    Pair("6 x 128, 128, 10,000", "remaining_outliers", "vanilla", "residual"),
+    Pair("the same", "remaining_outliers", "vanilla", "cured"),
+    Pair("8 x 256, 256, no `<s>`, 4,000", "long_pair", "vanilla", "cured"),
+    Pair("repeated: 4 x 128, 64, 2,000", "repeated_passages", "vanilla_64_bos", "cured_64_bos"),
+    Pair("repeated: 4 x 128, 64, 6,000", "repeated_longer", "vanilla_64_bos_6000", "residual_64_bos_6000"),
+    Pair("the same", "repeated_longer", "vanilla_64_bos_6000", "cured_64_bos_6000"),
+    Pair("repeated: 4 x 128, 64, no `<s>`, 6,000", "repeated_settings", "vanilla_64_6000", "cured_64_6000"),
+    Pair("repeated: 4 x 128, 256, 2,000", "repeated_settings", "vanilla_256_bos_2000", "cured_256_bos_2000"),
+    Pair("repeated: 4 x 256, 64, 2,000", "damage", "vanilla_256", "cured_256"),
+    Pair("repeated: 6 x 128, 128, 2,000", "depth", "vanilla", "cured"),
+)
+
+
+def row_of(pair: Pair) -> str:
+    """The row, from results.json: vanilla above, cured below."""
+    results = committed(find(pair.experiment))
+    both = vanilla, cured = results[pair.vanilla], results[pair.cured]
+    change = str(change_text(pairs(cured, vanilla, "perplexity")))
+    axes = {"residual": "d_model"}.get(cured.config.optim.rotation.axes, "output")
+    folder = pair.experiment.replace("_", "-")
+    fractions = [[100 * value for value in of.values("first_attention_fraction")] for of in both]
+    cells = [
+        f"{pair.label}<br>[`{pair.experiment}`](results/{folder}/report.md)",
+        f"{axes}<br>{len(cured.seeds)}",
+        "<br>".join(mean_and_range(of.values("kurtosis_first"), "{:.1f}".format) for of in both),
+        "<br>".join(mean_and_range(values, "{:.1f}".format) for values in fractions),
+        re.sub(r"% \(95% CI (.*), \d seeds\)", r"<br>(\1)", change).rstrip("%"),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.experiment}-{pair.cured}")
+def test_row_of_the_readme_is_what_the_results_say(pair):
+    assert row_of(pair) in README.splitlines()
+
+
+def test_readme_has_no_other_row():
+    table = README.partition(HEAD)[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(table) == len(PAIRS)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.experiment}-{pair.cured}")
+def test_label_says_what_was_trained(pair):
+    config = committed(find(pair.experiment))[pair.vanilla].config
+    label = pair.label
+    if label == "the same":
+        label = next(of.label for of in PAIRS if of.vanilla == pair.vanilla and of.label != label)
+    assert label.startswith("repeated: ") == bool(config.data.repeated_share)
+    assert f"{config.model.num_layers} x {config.model.d_model}, {config.data.sequence_length}, " in label
+    assert label.endswith(f"{config.train.steps:,}")
+    assert ("no `<s>`" in label) != config.data.bos
