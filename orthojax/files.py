@@ -3,10 +3,11 @@
 import contextlib
 import difflib
 import json
+import math
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -100,6 +101,15 @@ def nearest_path(path: Path) -> str:
     except OSError:
         return ""
     return f"did you mean {str(path.with_name(found[0]))!r}?" if found else ""
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The numbers that JSON has: neither NaN nor infinite ones.
+
+    >>> finite({"a": 1.0, "b": math.nan})
+    {'a': 1.0}
+    """
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def parse_json(text: str | bytes, what: str) -> Any:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from model_oracle import numpy_forward, random_params
 
+from orthojax.config import replace
 from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
 from orthojax.errors import UserError
-from orthojax.experiments.active_dormant import pixel_sinks, sink_reinforcement
+from orthojax.experiments.active_dormant import pixel_sinks, sink_reinforcement, softmax1_sinks
 from orthojax.experiments.active_dormant.intervened_training import train, untouched
 from orthojax.experiments.active_dormant.key_mass import key_mass
 from orthojax.experiments.active_dormant.models import short
@@ -86,6 +87,37 @@ def test_a_value_is_held_at_the_mean_of_the_others_and_a_masked_key_is_not_seen(
     assert of["value_norm_first/step_2"] != of["value_norm_first/step_0"]
     assert of["sink_attention_rest"] == of["first_key"] == 0.0 < of["active_first_key"]
     assert abs(of["sink_logit_gap"]) < 10  # from before the bias
+
+
+@pytest.mark.slow
+def test_the_null_of_softmax1_has_what_the_logits_of_the_other_keys_leave_to_it():
+    config = replace(CONFIG, {"model.normalizer": "softmax1"})
+    with jax.enable_x64(True):
+        (case,) = softmax1_sinks.compute("softmax1", 0, config, (0, 2))
+    of = case.metrics
+    # Of a row the null has 1 / (1 + exp(first) + exp(others)): less than without the first key, in the mean, too.
+    assert 0.0 < of["null_mass_rest"] < of["hidden: null_mass_rest"] < 1.0
+    assert of["null_mass_rest"] + of["sink_attention_rest"] < 1.0
+    assert of["null_mass_rest"] == of["null_mass_rest/step_2"] != of["null_at_start"] == of["null_mass_rest/step_0"]
+    assert of["others_logit"] < np.log(20)  # 20 keys at most, whose logits are near 0 at the start
+
+
+@pytest.mark.slow
+def test_a_pixel_model_is_measured_on_the_images_that_are_held_out(monkeypatch):
+    rows = np.random.default_rng(0).integers(0, pixel_sinks.LEVELS, (40, pixel_sinks.PIXELS)).astype(np.int32)
+    monkeypatch.setattr(pixel_sinks, "images", lambda: rows)
+    config = replace(
+        pixel_sinks.VANILLA,
+        {"model.d_model": 16, "model.d_mlp": 16, "model.num_layers": 1, "train.batch_size": 4, "optim.warmup_steps": 0},
+    )
+    (case,) = pixel_sinks.compute("vanilla", 0, config, (0, 2))
+    of = case.metrics
+    assert case.overrides == {"label": "softmax + Adam"}
+    assert of["loss_nats"] == of["loss_nats/step_2"] != of["loss_nats/step_0"]
+    assert of["loss_nats/step_0"] == pytest.approx(np.log(pixel_sinks.LEVELS + 1), abs=0.2)  # nothing is learned yet
+    assert of["first_attention_mass"] <= of["largest_first_mass"] <= 1.0
+    assert of["sink_layer"] == 0.0
+    assert of["sequences"] == round(pixel_sinks.VALIDATION * len(rows))
 
 
 def test_gradients_pass_through_the_norm_that_is_held():

@@ -21,10 +21,10 @@ from orthojax.experiments.experiment import Experiment, run_name
 from orthojax.experiments.from_attention import models
 from orthojax.experiments.from_attention.paper_configs import paper_runs
 from orthojax.experiments.from_attention.paper_tables import TABLE_2, TABLE_3, TABLE_5, TABLE_6
-from orthojax.experiments.from_attention.quantization import about_int8
 from orthojax.experiments.from_attention.table5 import BY_NAME
 from orthojax.experiments.ours import rotation_ablation
 from orthojax.experiments.page import Report, make_report
+from orthojax.experiments.quantization import about_int8
 from orthojax.experiments.rerender import read_raw, rerender, results_of
 from orthojax.experiments.results import Results
 from orthojax.experiments.tables import MetricTable
@@ -45,10 +45,10 @@ VERDICTS = {
     "appendix_h": "++---++-",
     "aligned": "---+-",
     "backcopy_cure": "--?--?--?+-?+-?++++++++++----------+",
-    "backcopy_rules": "++-+--+++++",
+    "backcopy_rules": "+-+-+--+++++",
     "causal_mask": "+-++-+-?",
     "damage": "---+",
-    "figure1": "??++",
+    "figure1": "-?++",
     "figure12": "--?+",
     "figure17": "--?+",
     "figure2": "???",

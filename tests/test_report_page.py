@@ -26,7 +26,7 @@ from orthojax.experiments.page import Picture, Report, write_report
 from orthojax.experiments.pictures import LayerCurves, StepCurves
 from orthojax.experiments.pretrained import smollm2
 from orthojax.experiments.rerender import read_raw, rerender, results_of
-from orthojax.experiments.results import penalty
+from orthojax.experiments.results import as_quantity, penalty
 from orthojax.experiments.tables import change_text
 from orthojax.formatting import number, percent
 
@@ -71,8 +71,8 @@ def test_without_declared_headlines_they_are_what_claims_compare():
     results = results_of(find("table5"), raw, RESULTS / "table5")
     found = headlines(results)
     assert len(found) == 3 == len({headline.label for headline in found})
-    shown = {name for claim in results.experiment.claims for name in claim.show if isinstance(name, str)}
-    assert shown
+    compared = {as_quantity(quantity).label for claim in results.experiment.claims for quantity in claim.show}
+    assert {headline.label for headline in found} <= compared
     assert not headlines(results_of(find("break_conditions_map"), read_raw(
         RESULTS / "break-conditions-map/results.json"), RESULTS))  # fmt: skip
 

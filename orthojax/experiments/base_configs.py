@@ -98,6 +98,24 @@ BACKCOPY_MODEL = Config(
     eval=EvalConfig(sequences=256, batch_size=64),
 )
 
+# Optimizer -> (label, what differs from the base, the middle of three learning rates a factor of about 3 apart).
+OPTIMIZERS = {
+    "sgd": ("SGD with momentum", {"momentum": 0.9}, 0.3),
+    "adagrad": ("Adagrad", {}, 1e-2),
+    "rmsprop": ("RMSProp", {}, 1.5e-3),
+    "adam": ("Adam", {}, 5e-3),
+    "amsgrad": ("AMSGrad", {}, 5e-3),
+    "adamax": ("AdaMax", {}, 5e-3),
+    "adabelief": ("AdaBelief", {}, 5e-3),
+    "adafactor": ("Adafactor", {}, 5e-3),
+    "lion": ("Lion", {"b2": 0.99}, 5e-4),
+    "signum": ("Signum", {"momentum": 0.9}, 5e-4),
+    "lamb": ("LAMB", {}, 1e-2),
+    "novograd": ("NovoGrad", {"b2": 0.98}, 0.1),
+    "ademamix": ("AdEMAMix", {}, 2e-3),
+    "muon": ("Muon", {"momentum": 0.95}, 1e-2),
+}
+
 
 def cured(config: Config) -> Config:
     """The same run with softmax-1 and OrthoAdam."""

@@ -118,23 +118,29 @@ def judge(claim: Claim, results: Results) -> Judged:
     """Decides a claim on the means over seeds.
 
     A case of which a variant failed, or lacks a metric that the criterion reads, is left out and named; without any
-    testable case the claim is not testable.
+    testable case the claim is not testable. Where some seeds failed, variants that are trained here are compared on
+    those that all of them have: a mean over the seeds that survived would favour the variant that fails.
     """
     if claim.unmeasured:
         return Judged("not measured", claim.says, (), f"Not measured: {claim.unmeasured}.")
     cases: dict[str, _Case] = {}
-    missing = []
+    missing, fewer = [], []
     for label, names in cases_of(claim, results).items():
         if not all(name in results for name in names):
-            missing.append(label)
+            missing.append(label or ", ".join(name for name in names if name not in results))
             continue
         of = [results[name] for name in names]
+        finished = [set(result.seeds) for result in of if result.seeds and not result.given]
+        if any(seeds != finished[0] for seeds in finished):
+            shared = set.intersection(*finished)
+            of = [result if result.given else result.only(shared) for result in of]
+            fewer.append(label or "seeds " + (", ".join(map(str, sorted(shared))) or "none"))
         try:
             testable = claim.testable is None or bool(claim.testable(*of))
             size = claim.largest(*of) if claim.largest else 0.0
             cases[label] = _Case(testable, bool(claim.holds(*of)), _case_text(claim, label, of), size)
-        except NotMeasured:
-            missing.append(label)
+        except NotMeasured as error:
+            missing.append(label or str(error))
     if claim.largest and cases:
         best = max(cases, key=lambda label: cases[label].size)
         cases = {best: cases[best]}
@@ -150,9 +156,12 @@ def judge(claim: Claim, results: Results) -> Judged:
             colon = ": " if label and case.text else ""
             lines.append(f"{label}{colon}{case.text}{mark if len(cases) > 1 else ''}")
     closing = [f"Holds in {held} of {len(tested)} testable cases."] if tested and len(cases) > 1 else []
-    if missing:
-        labels = ", ".join(label for label in missing if label) if len(missing) <= 6 else f"{len(missing)} cases"
-        closing.append(f"Not measured, since a run failed or is missing{': ' if labels else ''}{labels}.")
+    for words, labels in (
+        ("Not measured, since a run failed or a metric is missing", missing),
+        ("Compared on the seeds that every variant finished", fewer),
+    ):
+        if labels:
+            closing.append(f"{words}: {', '.join(labels) if len(labels) <= 6 else f'{len(labels)} cases'}.")
     closing.append(f"Criterion: {_criterion(claim)}.")
     if claim.revised:
         closing.append(_revision_text(claim, claim.revised, results))
@@ -238,11 +247,11 @@ def gaussian_kurtosis_limit(d_model: float) -> float:
 
 
 def worst_kurtosis(of: Numbers) -> float:
-    """The larger kurtosis of the two, first token and others."""
+    """The larger kurtosis of the two, first token and others; of a `Result` of their means."""
     return max(of.kurtosis_first, of.kurtosis_rest)
 
 
-WORST_KURTOSIS = Quantity("kurtosis, larger of first token and others", worst_kurtosis)
+WORST_KURTOSIS = Quantity("kurtosis, larger of first token and others", worst_kurtosis)  # of a `Result` its mean
 
 
 def chance(of: Numbers) -> float:
@@ -281,9 +290,9 @@ def reduction(key: str, before: Numbers, after: Numbers) -> float:
     return 1 - after[key] / before[key]
 
 
-def above_by_seed(result: Result, reference: Result, key: str = PPL) -> list[float]:
-    """By which fraction a metric is above that of a reference, of every seed that both have."""
-    return [a / b - 1 for a, b in pairs(result, reference, key).values()]
+def above_by_seed(result: Result, reference: Result) -> list[float]:
+    """By which fraction perplexity is above that of a reference, of every seed that both have."""
+    return [a / b - 1 for a, b in pairs(result, reference, PPL).values()]
 
 
 # Predicates on the first variant, as `Claim.testable`, or on two.
@@ -309,14 +318,19 @@ def in_every_seed(predicate: Callable[[Numbers], bool]) -> Callable[..., bool]:
     return lambda result, *_: bool(result.seeds) and all(map(predicate, result.seeds.values()))
 
 
-def within(result: Result, quantity: str | Quantity, low: float, high: float) -> bool:
-    """Whether a quantity of every seed lies between the two.
+def every(result: Result, quantity: str | Quantity, predicate: Callable[[float], bool]) -> bool:
+    """Whether a quantity of every seed satisfies a predicate.
 
     Raises:
       NotMeasured: Where no seed has it.
     """
     result.mean(quantity)
-    return all(low < value < high for value in result.values(quantity))
+    return all(map(predicate, result.values(quantity)))
+
+
+def within(result: Result, quantity: str | Quantity, low: float, high: float) -> bool:
+    """Whether a quantity of every seed lies between the two; `every` says what it raises."""
+    return every(result, quantity, lambda value: low < value < high)
 
 
 def all_within(result: Result, *bounds: tuple[str | Quantity, float, float]) -> bool:

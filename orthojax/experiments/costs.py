@@ -48,7 +48,8 @@ def measure_costs(
             raise ValueError("it holds no costs")
         if stored == made_for and not (costs.keys() == configs.keys() and all(map(_is_cost, costs.values()))):
             raise ValueError("its costs are not those of the variants")
-        return costs if stored == made_for else {}  # of other runs or another device
+        failed = any("failed" in cost for cost in costs.values())  # such as out of memory, which may have passed
+        return costs if stored == made_for and not failed else {}  # else of other runs or another device
 
     if stored := read_again(path, "costs", parse, say):
         return stored

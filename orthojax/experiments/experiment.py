@@ -127,7 +127,7 @@ class Experiment:
       paper: The numbers printed in the paper, for all scales or as a function of the scale.
       tables: Of the report; each makes one table, or several.
       claims: Of the report.
-      pictures: Of the report; each makes any number of pictures, and is left out where a run failed.
+      pictures: Of the report; each makes any number of pictures, and is left out where it needs a run that failed.
       headlines: The numbers on top of the page, three at most: a quantity, or the name of a metric, with the names of
         the variants before and after. Without any they are the first three that the claims compare.
       figure: Name of the picture on top of the page; the first where not given.

@@ -15,11 +15,12 @@ from typing import Any, Literal, NamedTuple
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
+from orthojax.errors import UserError
 from orthojax.experiments.claims import Judged, judge, tally, tally_text
 from orthojax.experiments.headlines import Headline, headlines, line
 from orthojax.experiments.layout import Table, layout
 from orthojax.experiments.rendering import render_page
-from orthojax.experiments.results import Results
+from orthojax.experiments.results import NotMeasured, Results
 from orthojax.experiments.training_view import TrainingView, write_training_view
 from orthojax.files import make_folder, write_atomically, write_text
 from orthojax.formatting import align
@@ -57,21 +58,37 @@ def make_report(results: Results) -> Report:
     """The report that an experiment describes, of its results."""
     experiment = results.experiment
     built = [build(results) for build in experiment.tables]
-    drawable = not results.failures() and results.finished
+    pictures, left_out = _pictures(results)
+    failures = results.failures()
+    if left_out:
+        failures.append(f"Left out, since a run failed: {left_out} of {len(experiment.pictures)} kinds of figures.")
     return Report(
         title=experiment.title[:1].upper() + experiment.title[1:],
-        summary=[*experiment.about(results), *_data_sentences(results), *results.failures()],
+        summary=[*experiment.about(results), *_data_sentences(results), *failures],
         claims=[judge(claim, results) for claim in experiment.claims],
         tables=[table for made in built for table in ([made] if isinstance(made, Table) else made)],
-        pictures=[picture for draw in experiment.pictures for picture in draw(results)] if drawable else [],
+        pictures=pictures,
         notes=[*_notes(results), *experiment.notes(results)],
         links=_links(results),
-        views=experiment.views(results) if experiment.views and drawable else (),
+        views=experiment.views(results) if experiment.views and results.finished and not results.failures() else (),
         headlines=headlines(results),
         figure=experiment.figure,
         setting=_setting(results),
-        failures=results.failures(),
+        failures=failures,
     )
+
+
+def _pictures(results: Results) -> tuple[list[Picture], int]:
+    """All that can be drawn, and of how many kinds none can; all of them where every run finished."""
+    drawn, left_out, failed = [], 0, bool(results.failures())
+    for draw in results.experiment.pictures if results.finished else ():
+        try:
+            drawn += draw(results)
+        except (NotMeasured, OSError, UserError, ValueError):  # what a figure needs of a run that failed
+            if not failed:
+                raise
+            left_out += 1
+    return drawn, left_out
 
 
 def _setting(results: Results) -> str:
@@ -117,7 +134,8 @@ def _notes(results: Results) -> list[str]:
     if experiment.compute:
         return [
             *notes,
-            f"{provenance['wall_seconds']} seconds, with float64 enabled; computed in one process, no run is kept",
+            f"{provenance['wall_seconds']} seconds, with float64 enabled; computed in one process, "
+            + ("no run is kept" if experiment.settings is None else "rows are kept under computed/"),
         ]
     if not experiment.trains:
         return notes

@@ -106,7 +106,7 @@ def rerender(experiment: Experiment, raw: dict[str, Any], source: Path, workdir:
 def _can_be_built(build: Any, results: Results) -> bool:
     try:
         build(results)
-    except (OSError, UserError, ValueError, IndexError):  # arrays or logs of a run that is gone
+    except (OSError, UserError):  # arrays or logs of a run that is gone
         return False
     return True
 

@@ -5,8 +5,9 @@ a single seed are read in the same way.
 """
 
 import contextlib
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.measures import parse_arrays
-from orthojax.files import read_json, require_file
+from orthojax.files import require_file
 from orthojax.formatting import mean_and_range, number, percent
 from orthojax.train import read_metrics
 
@@ -45,10 +46,23 @@ class Numbers:
     def __contains__(self, metric: str) -> bool:
         return metric in self._metrics
 
+    def by_layer(self, name: str) -> np.ndarray:
+        """A metric of every layer, [layers].
+
+        Raises:
+          NotMeasured: Where there is none.
+        """
+        layers = [self[f"{name}/layer_0"]]
+        while (key := f"{name}/layer_{len(layers)}") in self:
+            layers.append(self[key])
+        return np.array(layers)
+
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
     """A number of a variant that a claim, table or picture shows.
+
+    Called with the numbers of one seed or of the paper it is their value, with a `Result` the mean over its seeds.
 
     Attributes:
       label: In tables and claims.
@@ -59,6 +73,10 @@ class Quantity:
     label: str
     value: Callable[[Numbers], float]
     show: Callable[[float], str] = number
+
+    def __call__(self, numbers: Numbers) -> float:
+        """The value, or the mean over seeds."""
+        return numbers.mean(self) if isinstance(numbers, Result) else self.value(numbers)
 
 
 def metric(name: str, label: str = "", show: Callable[[float], str] = number) -> Quantity:
@@ -108,12 +126,23 @@ class Result(Numbers):
         self.label = variant.label if variant else rows[0]["overrides"].get("label", name)
         self.given = variant is not None and variant.checkpoint is not None
         self.config: Config = variant and variant.config  # pyright: ignore[reportAttributeAccessIssue]
-        settings = (_config_numbers(variant.config) if variant else {}) | dict(costs)
+        self._settings = (_config_numbers(variant.config) if variant else {}) | dict(costs)
         finished = [row for row in rows if row["metrics"]]
-        self.seeds = {row["seed"]: Numbers({**settings, **_tuned(row), **row["metrics"]}) for row in finished}
+        self._found = {row["seed"]: {**_tuned(row), **row["metrics"]} for row in finished}
         self.folders = {row["seed"]: folder / row["run"] for row in finished if "run" in row}
-        names = set().union(*({**_tuned(row), **row["metrics"]} for row in finished))
-        super().__init__(settings | {key: float(np.mean(self.values(key))) for key in names})
+        self._take(list(self._found))
+
+    def _take(self, seeds: Sequence[int]) -> None:
+        self.seeds = {seed: Numbers({**self._settings, **self._found[seed]}) for seed in seeds}
+        names = set().union(*(self._found[seed] for seed in seeds))
+        super().__init__(self._settings | {key: float(np.mean(self.values(key))) for key in names})
+
+    def only(self, seeds: Collection[int]) -> "Result":
+        """The same variant, of these seeds alone."""
+        kept = copy.copy(self)
+        kept._take([seed for seed in self.seeds if seed in seeds])
+        kept.folders = {seed: folder for seed, folder in self.folders.items() if seed in seeds}
+        return kept
 
     def by_seed(self, quantity: str | Quantity) -> dict[int, float]:
         """The quantity of every seed that has it."""
@@ -150,10 +179,6 @@ class Result(Numbers):
             raise NotMeasured(name)
         return np.array(layers).T
 
-    def layer_means(self, name: str) -> np.ndarray:
-        """The mean over seeds of `layers`, [layers]."""
-        return self.layers(name).mean(0)
-
     def arrays(self, measure: str, seed: int | None = None) -> dict[str, np.ndarray]:
         """The arrays that a measure stored for a seed, for the first that finished where None.
 
@@ -173,7 +198,13 @@ class Result(Numbers):
             raise UserError(problem.splitlines()[0], hint=hint) from None
 
     def logged(self, key: str) -> tuple[list[int], np.ndarray]:
-        """One entry of metrics.jsonl, at the steps that all seeds have: (steps [n], values [seeds, n])."""
+        """One entry of metrics.jsonl, at the steps that all seeds have: (steps [n], values [seeds, n]).
+
+        Raises:
+          UserError: Where a run is gone.
+        """
+        if gone := [folder for folder in self.folders.values() if not folder.exists()]:
+            raise UserError(f"run {gone[0]} is gone", allowed="results of runs that are there")
         runs = [read_metrics(folder / "metrics.jsonl") for folder in self.folders.values()]
         points = [{line["step"]: line[key] for line in run if isinstance(line.get(key), int | float)} for run in runs]
         steps = sorted(set.intersection(*(set(point) for point in points))) if points else []
@@ -304,15 +335,6 @@ class Results:
         runs = [f"{r['variant']}, seed {r['seed']}: {r['failed']}" for r in self.raw["rows"] if "failed" in r]
         costs = self.raw.get("costs", {}).items()
         return runs + [f"{name}, cost of a step: {cost['failed']}" for name, cost in costs if "failed" in cost]
-
-
-def read_results(path: Path) -> dict[str, Any]:
-    """The content of a results.json.
-
-    Raises:
-      UserError: Where it is absent or damaged.
-    """
-    return read_json(path, "results")
 
 
 LABELS = {

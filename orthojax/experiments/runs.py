@@ -15,7 +15,7 @@ from orthojax.config import FIRST_DEFAULTS, Config, changed_fields, replace
 from orthojax.errors import UserError
 from orthojax.experiments.experiment import Run
 from orthojax.experiments.measures import ALWAYS, Measure, store, stored
-from orthojax.files import make_folder, parse_json, read_again, try_lock, write_text
+from orthojax.files import finite, make_folder, parse_json, read_again, try_lock, write_text
 from orthojax.model import flops_per_token
 from orthojax.published import is_pretrained
 from orthojax.train import (
@@ -146,8 +146,8 @@ def finish(task: Task, reporter: Reporter) -> Row:
 
     Returns:
       `variant`, `seed`, `overrides` (fields that differ from `FIRST_DEFAULTS`), `metrics` (finite ones), `seconds` (of
-      training), `data` (provenance); where it diverged or did not fit into memory no metrics, and the reason as
-      `failed`.
+      training), `data` (provenance); where it diverged or did not fit into memory the metrics that were measured before
+      that, and the reason as `failed`.
 
     Raises:
       UserError: Where the folder holds another run, or one of other data.
@@ -166,7 +166,7 @@ def finish(task: Task, reporter: Reporter) -> Row:
             checkpoint = run.variant.checkpoint or _trained(task, config, inputs, tally)
             if not is_pretrained(checkpoint):
                 require_same_data(checkpoint, inputs.provenance)
-            row["metrics"] = _measured(task, config, checkpoint, inputs, tally)
+            _measure(task, config, checkpoint, inputs, tally, row["metrics"])
             if (seconds := _seconds(run.folder / TRAINED, tally.say)) is not None:
                 row["seconds"] = seconds
         except (DivergedError, jax.errors.JaxRuntimeError) as error:
@@ -266,9 +266,11 @@ def _trained(task: Task, config: Config, inputs: Inputs, tally: _Tally) -> Path:
     return find_checkpoint(run.folder)
 
 
-def _measured(task: Task, config: Config, checkpoint: Path, inputs: Inputs, tally: _Tally) -> dict[str, float]:
-    """The metrics of a trained run; numbers that are not finite, which JSON does not have, are left out."""
-    run, metrics, loaded = task.run, {}, None
+def _measure(
+    task: Task, config: Config, checkpoint: Path, inputs: Inputs, tally: _Tally, metrics: dict[str, float]
+) -> None:
+    """Adds the metrics of a trained run; numbers that are not finite, which JSON does not have, are left out."""
+    run, loaded = task.run, None
 
     def on_progress(part: str) -> None:
         tally.advance(task.stage_cost, f"{run.label}: measured {part}")
@@ -280,8 +282,7 @@ def _measured(task: Task, config: Config, checkpoint: Path, inputs: Inputs, tall
             measured = measure.measure(loaded, inputs, on_progress)
             store(run.folder, measure, measured)
             found = measured.metrics
-        metrics |= {name: value for name, value in found.items() if math.isfinite(value)}
-    return metrics
+        metrics |= finite(found)
 
 
 def describe_data(provenance: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from orthojax.experiments.places import Place
 from orthojax.experiments.results import Results
 from orthojax.experiments.runs import Row, Task, failed_row, finish
 from orthojax.experiments.workers import run_all
-from orthojax.files import make_folder, parse_json, read_again, write_text
+from orthojax.files import finite, make_folder, parse_json, read_again, write_text
 from orthojax.machine import environment
 from orthojax.progress import Progress, tokenizing_progress
 from orthojax.train import find_model, open_inputs, require_task
@@ -94,7 +94,7 @@ def run_experiment(
         runs += [Run(v, v.config.train.seed, workdir / "models" / run_name(v, v.config.train.seed)) for v in models]
         content = _trained(experiment, trained, runs, seeds, workdir, cache_dir, where, setup)
     raw = {"experiment": experiment.name, "scale": scale, **content}
-    write_text(workdir / "results.json", json.dumps(raw, indent=2) + "\n")
+    write_text(workdir / "results.json", json.dumps(raw, indent=2, allow_nan=False) + "\n")
     return Results(experiment, scale, seeds, workdir, raw, variants)
 
 
@@ -113,7 +113,7 @@ def _computed(experiment: Experiment, seeds: Sequence[int], workdir: Path) -> di
             if done is None:
                 started = time.monotonic()
                 with jax.enable_x64(True):
-                    cases = [case._asdict() for case in cases_of(seed)]
+                    cases = [case._asdict() | {"metrics": finite(case.metrics)} for case in cases_of(seed)]
                 done = {"rows": cases, "seconds": time.monotonic() - started}
                 if settings is not None:
                     path.parent.mkdir(exist_ok=True)

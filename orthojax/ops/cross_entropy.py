@@ -198,3 +198,12 @@ def _loss_and_gradients(vocab_axis: int, with_gradients: bool, kernel, x, target
     operands = (x, error) if vocab_axis == 1 else (error, x)
     dW = transposed_product(*operands, preferred_element_type=weight.dtype)
     return loss, dx, dW
+
+
+def perplexity(loss_nats: float) -> float:
+    """Exp of a loss; e^700 where that is beyond the range of a float or no number, as quantisation can ruin a model.
+
+    >>> perplexity(0.0), perplexity(1e6) == perplexity(math.nan) == math.exp(700.0)
+    (1.0, True)
+    """
+    return math.exp(loss_nats if loss_nats < 700.0 else 700.0)

@@ -1,7 +1,6 @@
 """Evaluation of parameters on the fixed evaluation set."""
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from orthojax import analysis, quant
 from orthojax.config import Config
 from orthojax.data import BigramBackcopy
 from orthojax.model import LoadedModel, Transformer, linear, mesh_of
+from orthojax.ops.cross_entropy import perplexity
 from orthojax.train.mesh import constrain, in_mesh, place_rows
 from orthojax.train.optimizer import shared_basis
 from orthojax.train.step import loss_sum_nats, split_tokens
@@ -68,10 +68,6 @@ def validation_loss_nats(
     return sum(map(float, totals)) / sum(map(float, counts))
 
 
-def _perplexity(loss_nats: float) -> float:
-    return math.exp(min(loss_nats, 700.0))  # quantisation can ruin a model beyond the range of a float
-
-
 def evaluate(
     loaded: LoadedModel,
     inputs: Inputs,
@@ -109,7 +105,7 @@ def evaluate(
         statistics, risks = analysis.measure(loaded, batches, observe, output=risks_of)
         on_progress("statistics")
         return {"loss_nats": loss} | analysis.finalize(statistics, by_head=True) | analysis.finalize(risks)
-    metrics: Metrics = {"perplexity": _perplexity(loss), "loss_nats": loss}
+    metrics: Metrics = {"perplexity": perplexity(loss), "loss_nats": loss}
     if inputs.bits_per_nat_of_loss is not None:
         metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
     mesh, basis = mesh_of(params), shared_basis(config.seeded_optim, config.model.d_model)
@@ -121,8 +117,8 @@ def evaluate(
         for suffix, head in {"": False, "_with_head": True}.items() if quantize_head else [("", False)]:
             linear_function = quant.quantized_linear(setting, "" if head else quant.ALL_BUT_HEAD)
             quantized = Transformer(config.model, linear=linear_function, linear_head=head)
-            perplexity = _perplexity(validation_loss_nats(config, params, inputs, model=quantized))
-            metrics[f"perplexity_{name}{suffix}"] = perplexity
+            rounded = validation_loss_nats(config, params, inputs, model=quantized)
+            metrics[f"perplexity_{name}{suffix}"] = perplexity(rounded)
             on_progress(name + suffix)
     return metrics
 

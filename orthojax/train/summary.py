@@ -1,6 +1,5 @@
 """What a run says about itself: when it begins, and when it has ended."""
 
-import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from orthojax.config import Config
 from orthojax.formatting import number
 from orthojax.model import parameter_count
+from orthojax.ops.cross_entropy import perplexity
 from orthojax.train.estimates import describe_devices
 from orthojax.train.mesh import about_mesh, make_mesh
 from orthojax.train.metrics import read_metrics
@@ -71,7 +71,7 @@ def closing(workdir: Path, evaluate: Sequence[str]) -> list[str]:
     if "loss_nats" in last:
         parts.append(f"loss {last['loss_nats']:.4f}")
     if (loss := last.get("validation_loss_nats")) is not None:
-        parts.append(f"validation loss {loss:.4f}, perplexity {number(math.exp(min(loss, 700.0)))}")
+        parts.append(f"validation loss {loss:.4f}, perplexity {number(perplexity(loss))}")
     following = {"metrics": workdir / "metrics.jsonl", "checkpoints": workdir / "checkpoints"}
     following |= {"evaluate": shlex.join(evaluate)}
     return [f"done: {', '.join(parts)}", *map(_entry, following, map(str, following.values()))]

@@ -20,14 +20,14 @@ PUBLISHED = {
 
 
 def _variants(scale: str) -> tuple[Variant, ...]:
-    small = scale == "small"
+    published = scale == "small"
 
     def one(name: str, label: str, **changes: object) -> Variant:
-        return Variant(name, label, config(1, small=small, **changes))
+        return Variant(name, label, config(1, published=published, **changes))
 
     # Without <s> the first token differs between sequences, and there is no one residual state to follow.
     no_details = {"train__probe_details": False}
-    in_context = config(3, small=small, data__rule="in_context_bigram")
+    in_context = config(3, published=published, data__rule="in_context_bigram")
     return (
         one("bos", "one <s>"),
         one("two_bos", "two <s>", data__bos_tokens=2),
@@ -49,8 +49,10 @@ _FIRST, _DELIMITER, _AT_TRIGGERS = _KEYS = (
 )  # fmt: skip
 _TRIGGERS = (metric("trigger_keys", "weight on triggers"), metric("trigger_keys_equal", "equal weights would give"))
 CLAIMS = (
-    Claim("Two <s> share the sink.", ("two_bos",), (_SINK, _DRAIN), lambda of: within(of, _SINK, 0.7, 2),
-          "weight on both together above 0.7 in every seed"),
+    Claim("With two <s> the sink is on them, together.", ("two_bos",), (_SINK, _DRAIN),
+          lambda of: within(of, _SINK, 0.7, 2), "weight on both together above 0.7 in every seed"),
+    Claim("They share it.", ("two_bos",), (_FIRST,), lambda of: within(of, _FIRST, 0.1, 0.9),
+          "weight on the first of them 0.1 to 0.9 in every seed", revised=Revision("seen in these runs")),
     Claim("Without <s> the sink moves to other tokens.", ("no_bos",), (_SINK, *_MOST),
           lambda of: of.mean(_TOKEN) > 2 * of.mean(f"{_TOKEN}_equal") and of[_SINK] < 0.5,
           "less than half on the first token, and one token has twice what equal weights would give"),

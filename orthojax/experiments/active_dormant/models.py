@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.results import Numbers, Quantity
 from orthojax.model import Interventions, LoadedModel, Transformer, attention_pattern
 from orthojax.model.presets import bigram_backcopy
+from orthojax.ops.cross_entropy import perplexity
 from orthojax.train import Inputs, read_metrics
 from orthojax.train.evaluation import observing, validation_loss_nats
 from orthojax.train.probe import probe_file
@@ -30,7 +30,7 @@ RATE = 3e-3
 STEPS = 3000
 SEEDS = (1, 2, 3, 4, 5)  # not those of the pilots
 _LOG_STEPS = (0, 10, 20, 30, 50, 70, 100, 140, 200, 280, 400, 560, 800, 1120, 1500, 2000, 2500)
-SMALL_STEPS = 10_000
+PUBLISHED_STEPS = 10_000
 _MORE_STEPS = (1000, 3500, 5000, 7000)
 
 
@@ -40,26 +40,26 @@ def _characters() -> int:
     return len(set(default_text()))
 
 
-def config(num_layers: int = 1, *, small: bool = False, **changes: Any) -> Config:
+def config(num_layers: int = 1, *, published: bool = False, **changes: Any) -> Config:
     """One run on the task.
 
     Args:
       num_layers: Blocks.
-      small: The published size (width 256, 256 tokens, 512 sequences a step), for one GPU, instead of a quarter.
+      published: The published size (width 256, 256 tokens, 512 sequences a step), for one GPU, instead of a quarter.
       **changes: Fields by their paths with `__` for the dot, as `model__normalizer`.
     """
-    length, width = (256, 256) if small else (64, 64)
-    steps = SMALL_STEPS if small else STEPS
+    length, width = (256, 256) if published else (64, 64)
+    steps = PUBLISHED_STEPS if published else STEPS
     base = Config(
         model=bigram_backcopy(
             num_layers, d_model=width, d_mlp=4 * width, max_length=length, vocab_size=_characters() + 2
         ),
         optim=OptimConfig(
             optimizer="adam",
-            learning_rate=3e-4 if small else RATE,
+            learning_rate=3e-4 if published else RATE,
             b2=0.99,
             weight_decay=1e-4,
-            warmup_steps=0 if small else 300,
+            warmup_steps=0 if published else 300,
             final_learning_rate_fraction=1.0,
             clip_norm=None,
             rotation=OUTPUT_AXIS,
@@ -67,10 +67,10 @@ def config(num_layers: int = 1, *, small: bool = False, **changes: Any) -> Confi
         data=DataConfig(kind="bigram_backcopy", sequence_length=length),
         train=TrainConfig(
             steps=steps,
-            batch_size=512 if small else 16,
+            batch_size=512 if published else 16,
             eval_every_steps=0,
             probe_every_steps=0,
-            probe_steps=(*_LOG_STEPS, *(_MORE_STEPS if small else ()), steps),
+            probe_steps=(*_LOG_STEPS, *(_MORE_STEPS if published else ()), steps),
             probe_details=True,
             probe_sequences=64,
             checkpoint_every_steps=500,
@@ -324,7 +324,7 @@ def _outliers(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], 
     for name, setting in quant.SETTINGS.items():
         losses[f"perplexity_{name}"] = Transformer(loaded.config.model, linear=quant.quantized_linear(setting))
     for name, model in losses.items():
-        found[name] = math.exp(min(validation_loss_nats(loaded.config, loaded.params, inputs, model=model), 700.0))
+        found[name] = perplexity(validation_loss_nats(loaded.config, loaded.params, inputs, model=model))
     on_progress("outliers")
     return Measured(found, {})
 
@@ -334,11 +334,8 @@ OUTLIERS = Measure("outliers", _outliers)
 
 def _over_layers(of: Numbers, first: str, rest: str) -> list[float]:
     """The ratio of two metrics in every layer that has it."""
-    ratios, i = [of[f"{first}/layer_0"] / of[f"{rest}/layer_0"]], 1
-    while f"{first}/layer_{i}" in of:
-        ratios.append(of[f"{first}/layer_{i}"] / of[f"{rest}/layer_{i}"])
-        i += 1
-    return [ratio for ratio in ratios if np.isfinite(ratio)] or [np.nan]
+    ratios = of.by_layer(first) / of.by_layer(rest)
+    return list(ratios[np.isfinite(ratios)]) or [np.nan]
 
 
 # Of the layers, the one in which the phenomenon is most pronounced; `sink_attention_rest` is the largest already.

@@ -50,7 +50,7 @@ PUBLISHED = {
 def _variants(scale: str) -> tuple[Variant, ...]:
     variants = []
     for (normalizer, words), factor in itertools.product(_ATTENTION.items(), RATES):
-        of = config(1, small=scale == "small", model__normalizer=normalizer)
+        of = config(1, published=scale == "small", model__normalizer=normalizer)
         rate = factor * of.optim.learning_rate
         label = words if factor == 1 else f"{words}, rate {rate:g}"
         variants.append(Variant(_at(normalizer, factor), label, replace(of, {"optim.learning_rate": rate})))

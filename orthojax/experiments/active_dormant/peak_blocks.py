@@ -22,16 +22,17 @@ PUBLISHED = {
 
 
 def _variants(scale: str) -> tuple[Variant, ...]:
-    small = scale == "small"
+    published = scale == "small"
     relu, none = ("relu", "relu", "relu"), ("none", "relu", "relu")
     return (
-        Variant("two", "2 blocks", config(2, small=small)),
-        Variant("three", "3 blocks", config(3, small=small)),
-        Variant("two_mlp", "2 blocks, MLP", config(3, small=small, model__attention=(True, True, False))),
-        Variant("mlp_one_mlp", "MLP, block, MLP", config(3, small=small, model__attention=(False, True, False))),
+        Variant("two", "2 blocks", config(2, published=published)),
+        Variant("three", "3 blocks", config(3, published=published)),
+        Variant("two_mlp", "2 blocks, MLP", config(3, published=published, model__attention=(True, True, False))),
+        Variant("mlp_one_mlp", "MLP, block, MLP",
+                config(3, published=published, model__attention=(False, True, False))),
         Variant("attention_one_mlp", "attention, block, MLP",
-                config(3, small=small, model__attention=(True, True, False), model__mlp=none)),
-        Variant("two_mlps", "block, MLP, MLP", config(3, small=small, model__attention=(True, False, False),
+                config(3, published=published, model__attention=(True, True, False), model__mlp=none)),
+        Variant("two_mlps", "block, MLP, MLP", config(3, published=published, model__attention=(True, False, False),
                                                       model__mlp=relu)),
     )  # fmt: skip
 

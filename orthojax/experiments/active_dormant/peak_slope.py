@@ -100,20 +100,21 @@ def _each(*names: str) -> Callable[[Results], dict[str, tuple[str, ...]]]:
     return lambda results: {results[name].label: (name, COMMON) for name in names if name in results}
 
 
+_TESTABLE = "; testable where the common setting's is above 0"
 CLAIMS = (
     Claim("The norm grows in the common setting, and no faster than Adam can.", (COMMON,), (_SLOPE, _ALIGNMENT),
           lambda of: of.slope > 0 and 0 < of.mean(_ALIGNMENT) < 1, "slope above 0, alignment in (0, 1)"),
     *(Claim(f"The alignment of the common setting predicts the slope at another {what}.", _each(*names),
-            (_SLOPE, _ALIGNMENT), _as_predicted, "measured over predicted slope in (2/3, 3/2)",
+            (_SLOPE, _ALIGNMENT), _as_predicted, "measured over predicted slope in (2/3, 3/2)" + _TESTABLE,
             lambda of, common: common.slope > 0, shown=1,
             detail=lambda of, common: f"predicted {_predicted(of, common):.3g}")
       for what, names in {"rate": ("slow", "fast"), "width": ("narrow", "wide"), "decay": ("decay",),
                           "eps far below the gradients": ("small_eps",)}.items()),
     Claim("Noise limits the alignment: four times the batch doubles it.", ("large_batch", COMMON), (_ALIGNMENT, _SLOPE),
           lambda of, common: 1.5 < of.mean(_ALIGNMENT) / common.mean(_ALIGNMENT) < 2.7,
-          "ratio of alignments in (1.5, 2.7)", lambda of, common: common.slope > 0),
+          "ratio of alignments in (1.5, 2.7)" + _TESTABLE, lambda of, common: common.slope > 0),
     Claim("An eps above the gradients ends the growth.", ("large_eps", COMMON), (_SLOPE, _ALIGNMENT),
-          lambda of, common: of.slope < 0.5 * common.slope, "slope below half of the common setting's",
+          lambda of, common: of.slope < 0.5 * common.slope, "slope below half of the common setting's" + _TESTABLE,
           lambda of, common: common.slope > 0),
 )  # fmt: skip
 

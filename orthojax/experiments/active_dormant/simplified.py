@@ -129,7 +129,7 @@ def apply(params: Params, tokens: jax.Array, trigger: jax.Array) -> tuple[jax.Ar
 # Three layers: a minimal layer below and one above, which act on the residual stream of <s> alone.
 
 
-def init_three_layers(key: jax.Array, vocab_size: int, dtype: Any = jnp.float32) -> Params:
+def init_three_layers(key: jax.Array, vocab_size: int) -> Params:
     """Parameters of the three-layer model.
 
     Returns:
@@ -142,14 +142,14 @@ def init_three_layers(key: jax.Array, vocab_size: int, dtype: Any = jnp.float32)
         shapes = {"value": (vocab_size, vocab_size), "output": (vocab_size, vocab_size)}
         shapes |= {"mlp_in": (vocab_size, HIDDEN), "mlp_out": (HIDDEN, vocab_size)}
         keys = jax.random.split(key, len(shapes))
-        return {name: _uniform(k, shape, dtype) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+        return {name: _uniform(k, shape, jnp.float32) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
 
     return {
         "below": minimal(below),
-        "copy": init(copy, vocab_size, dtype),
+        "copy": init(copy, vocab_size),
         "above": minimal(above),
-        "readout": _uniform(readout, (vocab_size, vocab_size), dtype),
-        "direction": jax.random.normal(direction, (vocab_size,), dtype) / vocab_size,
+        "readout": _uniform(readout, (vocab_size, vocab_size), jnp.float32),
+        "direction": jax.random.normal(direction, (vocab_size,), jnp.float32) / vocab_size,
     }
 
 

@@ -16,21 +16,13 @@ from orthojax.experiments.claims import Claim, Revision, within
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.page import Picture
 from orthojax.experiments.pictures import LayerCurves
-from orthojax.experiments.results import Numbers, Quantity, Results
+from orthojax.experiments.results import Quantity, Results
 from orthojax.experiments.tables import LayerTable, MetricTable
-
-
-def by_layer(of: Numbers, name: str) -> np.ndarray:
-    """A metric of every layer, [L]; NotMeasured where it has none."""
-    layers = [of[f"{name}/layer_0"]]
-    while (key := f"{name}/layer_{len(layers)}") in of:
-        layers.append(of[key])
-    return np.array(layers)
 
 
 def in_layer(name: str, label: str, of_layers: Callable[[np.ndarray], float] = np.max) -> Quantity:
     """A metric by layer as a quantity, that of the layer with the largest one unless said otherwise."""
-    return Quantity(label, lambda of: float(of_layers(by_layer(of, name))))
+    return Quantity(label, lambda of: float(of_layers(of.by_layer(name))))
 
 
 def ratio(name: str, layer: int, label: str) -> Quantity:
@@ -60,7 +52,7 @@ POSITION = in_layer("largest_position", "largest weight on a position")
 FIRST_TEN = in_layer("first_ten", "weight on the first ten keys")
 ABOVE = Quantity(
     "weight on one token above equal weights",
-    lambda of: float(np.max(by_layer(of, "largest_token") - by_layer(of, "largest_token_equal"))),
+    lambda of: float(np.max(of.by_layer("largest_token") - of.by_layer("largest_token_equal"))),
 )
 VALUE_RATIO = ratio("value_norm", 0, "value norm of <s> / others', first layer")
 _SETTING = (

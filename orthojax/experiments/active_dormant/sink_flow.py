@@ -79,14 +79,9 @@ class Chain:
         along = np.mean(np.einsum("ckv,cv->ck", error, self.others * beta - self.contexts), axis=0)
         return self.weights * share / (sink + self.others) * along, (self.weights * share) @ np.mean(error, axis=0)
 
-    def curvatures(self, beta_cancels: bool = False) -> np.ndarray:
-        """Variance of xi under each p_v, [K]: twice the KL that a unit of 1 / (exp(alpha) + W), squared, costs.
-
-        Args:
-          beta_cancels: Of what is left of xi in each context where beta cancels its mean.
-        """
-        left = self.contexts - self.contexts.mean(0) if beta_cancels else self.contexts
-        return np.mean(left**2 @ self.rows.T - (left @ self.rows.T) ** 2, axis=0)
+    def curvatures(self) -> np.ndarray:
+        """Variance of xi under each p_v, [K]: twice the KL that a unit of 1 / (exp(alpha) + W), squared, costs."""
+        return np.mean(self.contexts**2 @ self.rows.T - (self.contexts @ self.rows.T) ** 2, axis=0)
 
 
 def flow(

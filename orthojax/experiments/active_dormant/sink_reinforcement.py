@@ -197,7 +197,7 @@ CLAIMS = (
     Claim("A value that is drained from the start makes the sink form earlier.", ("drained_visible", "free_visible"),
           (_EARLY,), lambda drained, free: drained.early_sink >= 1.1 * free.early_sink,
           f"attention over the first {EARLY} steps at least a tenth higher"),
-    Claim("A value that keeps its initial norm changes nothing, since a free one ends there.",
+    Claim("With a value that keeps its initial norm the sink forms all the same.",
           ("initial_visible", "free_visible"), (_SINK, "value_norm_first"),
           lambda held, free: within(held, _SINK, 0.7, 2), "attention above 0.7 in every seed"),
     Claim("Where <s> is hidden another token becomes the sink.", ("free_masked",), (_ABOVE,),

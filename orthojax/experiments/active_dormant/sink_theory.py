@@ -7,10 +7,10 @@ import numpy as np
 from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
 from orthojax.experiments import drawing
 from orthojax.experiments.active_dormant import sink_flow as theory
-from orthojax.experiments.claims import Claim
+from orthojax.experiments.claims import Claim, all_within, within
 from orthojax.experiments.experiment import Case, Experiment
 from orthojax.experiments.page import Picture
-from orthojax.experiments.results import Result, Results, metric
+from orthojax.experiments.results import Results, metric
 from orthojax.experiments.tables import MetricTable
 
 POSITION, CONTEXTS = 32, 8
@@ -121,36 +121,32 @@ def compute(seed: int) -> list[Case]:
     ]
 
 
-def _every(result: Result, key: str, limit: float) -> bool:
-    return all(value < limit for value in result.values(key))
-
-
 _HELD = {f"logits at {alpha:g}": (f"logits_held_{alpha:g}",) for alpha in HELD_LOGITS}
 CLAIMS = (
     Claim("(a) With the value of <s> held, every logit on <s> grows as ln t / 2.", ("value_held",),
           ("slope_min", "slope_max"),
-          lambda of: all(0.48 < s < 0.52 for key in ("slope_min", "slope_max") for s in of.values(key)),
+          lambda of: all_within(of, ("slope_min", 0.48, 0.52), ("slope_max", 0.48, 0.52)),
           "slopes of all tokens 0.48 to 0.52 over the last two decades, in every seed"),
     Claim("It follows the closed form, and ends at ln(2 pi_v Var_v t) / 2.", ("value_held",),
           ("closed_form_error", "asymptote_error"),
-          lambda of: _every(of, "closed_form_error", 0.01) and _every(of, "asymptote_error", 0.02),
+          lambda of: all_within(of, ("closed_form_error", -1, 0.01), ("asymptote_error", -1, 0.02)),
           "within 0.01 from t = 1e12 on, within 0.02 of the asymptote at 1e16, for every token and seed"),
     Claim("The logits of different tokens concentrate: their differences stop while they grow.", ("value_held",),
           ("spread_early", "spread", "alpha/log_12", "alpha/log_16"),
           lambda of: abs(of.spread / of.spread_early - 1) < 0.1 and of["alpha/log_16"] > of["alpha/log_12"] + 4,
           "their standard deviation changes by less than 10% from t = 1e12 to 1e16, their mean rises by 4 or more"),
     Claim("(b) With the logits held, the value of <s> converges exponentially, at the predicted rate.", _HELD,
-          ("rate_ratio",), lambda of: all(abs(r - 1) < 0.01 for r in of.values("rate_ratio")),
+          ("rate_ratio",), lambda of: within(of, "rate_ratio", 0.99, 1.01),
           "rate between 10 and 15 times its inverse within 1% of the smallest eigenvalue, in every seed"),
     Claim("It goes to mean(beta_0) 1 + exp(-alpha) (mean(xi) 1 - xi), and its mean is conserved.", _HELD,
           ("fixed_point_error", "mean_drift"),
-          lambda of: _every(of, "fixed_point_error", 1e-6) and _every(of, "mean_drift", 1e-6),
+          lambda of: all_within(of, ("fixed_point_error", -1, 1e-6), ("mean_drift", -1, 1e-6)),
           "distance below 1e-6 of that at the start, mean within 1e-6, in every seed"),
     Claim("(c) Where all logits are alpha and beta = c - exp(-alpha) xi nothing moves.", ("joint",),
-          ("gradient_on_set",), lambda of: _every(of, "gradient_on_set", 1e-12),
+          ("gradient_on_set",), lambda of: within(of, "gradient_on_set", -1, 1e-12),
           "gradients below 1e-12 at a random point of the set, in every seed"),
     Claim("Gradient flow ends there: the logits become equal, and the value cancels the others'.", ("joint",),
-          ("spread", "not_drained"), lambda of: _every(of, "spread", 1e-3) and _every(of, "not_drained", 1e-3),
+          ("spread", "not_drained"), lambda of: all_within(of, ("spread", -1, 1e-3), ("not_drained", -1, 1e-3)),
           "spread of logits and what is left of the values below 1e-3, in every seed"),
     Claim("Mutual reinforcement makes these equal logits large.", ("joint",), ("bos_weight", "alpha"),
           lambda of: of.bos_weight > 0.5, "a mean weight on <s> above one half"),
@@ -208,6 +204,7 @@ EXPERIMENT = Experiment(
     name="sink_theory",
     title="Active-dormant theory: half-log growth of sink logits, the value of <s>, the stationary set",
     compute=compute,
+    settings=[POSITION, CONTEXTS, HELD_TIMES, JOINT_TIMES, LATE, HELD_LOGITS, DECAYS],
     seconds_per_seed=60.0,
     about=_about,
     tables=(

@@ -43,8 +43,8 @@ PUBLISHED = {
 
 
 def _variants(scale: str) -> tuple[Variant, ...]:
-    small = scale == "small"
-    run = lambda **changes: config(3, small=small, **changes)  # noqa: E731
+    published = scale == "small"
+    run = lambda **changes: config(3, published=published, **changes)  # noqa: E731
     variants = [
         Variant("adam", "Adam", run()),
         Variant("sgd", "SGD", run(**SGD, optim__learning_rate=0.03)),

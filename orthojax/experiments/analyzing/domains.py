@@ -13,7 +13,7 @@ from orthojax import analysis
 _RESAMPLES = 1000
 
 
-def bootstrap(values: np.ndarray, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def bootstrap(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The 95% percentile interval of the mean over the first axis, [W, ...] -> ([...], [...]), by resampling windows.
 
     >>> low, high = bootstrap(np.ones((10, 2)))
@@ -21,7 +21,7 @@ def bootstrap(values: np.ndarray, seed: int = 0) -> tuple[np.ndarray, np.ndarray
     ([1.0, 1.0], [1.0, 1.0])
     """
     W = len(values)
-    counts = np.random.default_rng(seed).multinomial(W, np.full(W, 1 / W), _RESAMPLES)
+    counts = np.random.default_rng(0).multinomial(W, np.full(W, 1 / W), _RESAMPLES)
     means = counts @ np.asarray(values, np.float64).reshape(W, -1) / W
     low, high = np.quantile(means, (0.025, 0.975), axis=0).reshape(2, *values.shape[1:])
     return low, high

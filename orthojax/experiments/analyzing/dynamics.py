@@ -68,13 +68,13 @@ def _kept_in(path: Path) -> dict[int, str]:
 
 def _sink_layer(of: Sequence[Result]) -> int:
     """The layer with most weight on the first token at the end."""
-    return int(np.argmax(of[-1].layer_means("first_attention_mass")))
+    return int(np.argmax(of[-1].by_layer("first_attention_mass")))
 
 
 def _ratios(of: Sequence[Result], name: str) -> np.ndarray:
     """First token over others, [steps, layers]; nan where a layer has neither."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        return np.array([r.layer_means(f"{name}_first") / r.layer_means(f"{name}_rest") for r in of])
+        return np.array([r.by_layer(f"{name}_first") / r.by_layer(f"{name}_rest") for r in of])
 
 
 def _masses(*of: Result) -> np.ndarray:

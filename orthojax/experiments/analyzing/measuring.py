@@ -20,6 +20,7 @@ from orthojax.experiments.analyzing.stages import Kept, Part, spans
 from orthojax.experiments.analyzing.texts import Text
 from orthojax.experiments.measures import example_maps
 from orthojax.model import Interventions, LoadedModel, Transformer, linear, mesh_of
+from orthojax.ops.cross_entropy import perplexity
 from orthojax.train.evaluation import place_batch
 from orthojax.train.mesh import AXES, in_mesh
 
@@ -227,7 +228,7 @@ class _Runner:
                 except UserError as error:  # a group that does not divide the width
                     notes.append(f"{name}{suffix} is left out: {str(error).splitlines()[0]}.")
                     continue
-                found[name + suffix] = observing.perplexity(float(np.mean(seen["loss_nats"])))
+                found[name + suffix] = perplexity(float(np.mean(seen["loss_nats"])))
         return found
 
     def windows(self, text: Text) -> Arrays:

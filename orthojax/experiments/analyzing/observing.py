@@ -4,7 +4,6 @@ Legend: L layers, B batch, N query heads, T positions, D d_model, V vocabulary.
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 from orthojax import analysis
 from orthojax.analysis.sink_logits import sink_logit_gap_sum
 from orthojax.model import Taps
-from orthojax.ops.cross_entropy import cross_entropy_nats
+from orthojax.ops.cross_entropy import cross_entropy_nats, perplexity
 
 Sums = dict[str, np.ndarray]
 
@@ -148,11 +147,6 @@ def _layers(metrics: Mapping[str, float], name: str) -> list[float]:
     while (value := metrics.get(f"{name}/layer_{len(values)}")) is not None:
         values.append(value)
     return values
-
-
-def perplexity(loss_nats: float) -> float:
-    """Exp of the loss; quantisation can ruin a model beyond the range of a float."""
-    return math.exp(min(loss_nats, 700.0))
 
 
 def arrays_of(sums: Sums) -> Sums:

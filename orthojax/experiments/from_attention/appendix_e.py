@@ -11,10 +11,10 @@ import numpy as np
 
 from orthojax.config import OptimConfig, RotationConfig, changed_fields
 from orthojax.experiments import drawing
+from orthojax.experiments.base_configs import OPTIMIZERS
 from orthojax.experiments.claims import Claim
 from orthojax.experiments.experiment import Case, Experiment
 from orthojax.experiments.from_attention.equivariance import LAYERS, layer_deviations
-from orthojax.experiments.ours.optimizer_outliers import OPTIMIZERS
 from orthojax.experiments.page import Picture, Table
 from orthojax.experiments.results import Result, Results, metric
 from orthojax.ops import orthogonal
@@ -146,6 +146,7 @@ def _size(value: float) -> str:
 
 
 def _kind(result: Result, key: str = "deviation") -> str:
+    result.mean(key)  # raises where there is none
     values = result.values(key)
     return "independent" if max(values) < EQUAL else "dependent" if min(values) > DIFFERENT else "unclear"
 

@@ -33,14 +33,14 @@ _GIVEN = 4
 
 def _text(metric: str, *of: Result) -> str:
     """For `Claim.detail`: at most six layers of each variant, evenly spaced, with the first and the last."""
-    layers = [result.layer_means(metric) for result in of]
+    layers = [result.by_layer(metric) for result in of]
     few = [values[np.unique(np.linspace(0, len(values) - 1, 6).round().astype(int))] for values in layers]
     return " → ".join(f"[{', '.join(number(float(value)) for value in values)}]" for values in few)
 
 
 def _growth_text(metric: str, *of: Result) -> str:
     """For `Claim.detail`: the layers, and by how much the value grows over them; a trend has no size."""
-    values = of[0].layer_means(metric)
+    values = of[0].by_layer(metric)
     return f"{_text(metric, *of)}, largest over first layer {number(values.max() / values[0])}"
 
 
@@ -65,11 +65,11 @@ def _any_growth(criterion: str, holds: Callable[..., bool]) -> Revision:
 
 def _dominated(result: Result, *_: Result) -> bool:
     """Whether the first token dominates in some layer."""
-    return result.layer_means(FRACTION).max() > DOMINANCE * terms.chance(result)
+    return result.by_layer(FRACTION).max() > DOMINANCE * terms.chance(result)
 
 
 def _rises(result: Result) -> bool:
-    values = result.layer_means(FRACTION)
+    values = result.by_layer(FRACTION)
     return bool(0 < values.argmax() < len(values) - 1 and values[0] < values.max() / 2)
 
 
@@ -77,7 +77,7 @@ def dominance_claims() -> list[Claim]:
     """Appendix I.1: low at first, a peak in the middle, less at the end; and none with softmax-1."""
 
     def falls(result: Result) -> bool:
-        return result.layer_means(FRACTION)[-1] < result.layer_means(FRACTION).max()
+        return result.by_layer(FRACTION)[-1] < result.by_layer(FRACTION).max()
 
     seen = f"testable where a layer has more than {DOMINANCE:g} times what equal logits give"
     claim = partial(Claim, detail=partial(_text, FRACTION), testable=_dominated, most=True)
@@ -94,7 +94,7 @@ def dominance_claims() -> list[Claim]:
         ),
         *(
             claim(f"With {optimizer}, softmax-1 removes dominance in every layer.", of, (),
-                  lambda a, b: b.layer_means(FRACTION).max() <= a.layer_means(FRACTION).max() / 2,
+                  lambda a, b: b.by_layer(FRACTION).max() <= a.by_layer(FRACTION).max() / 2,
                   f"no layer has more than half of softmax's largest; {seen}, with softmax")
             for optimizer, of in (("Adam", ("vanilla", "softmax1")), ("OrthoAdam", ("orthoadam", "cured")))
         ),
@@ -113,22 +113,22 @@ def growth_claims(metric: str, words: str, limit: Callable[[int], float], limit_
     seen = f"testable where a layer is above {limit_words}"
 
     def above(result: Result, *_: Result) -> bool:
-        return result.layer_means(metric).max() > limit(int(result.d_model))
+        return result.by_layer(metric).max() > limit(int(result.d_model))
 
     def starts_lower(orthoadam: Result, vanilla: Result) -> bool:
-        values = orthoadam.layer_means(metric)
-        return _grows(values) and values[0] < vanilla.layer_means(metric)[0]
+        values = orthoadam.by_layer(metric)
+        return _grows(values) and values[0] < vanilla.by_layer(metric)[0]
 
     def rises_from_lower(orthoadam: Result, vanilla: Result) -> bool:
-        values = orthoadam.layer_means(metric)
-        return _rises_in_rank(values) and values[0] < vanilla.layer_means(metric)[0]
+        values = orthoadam.by_layer(metric)
+        return _rises_in_rank(values) and values[0] < vanilla.by_layer(metric)[0]
 
     claim = partial(Claim, detail=partial(_growth_text, metric), testable=above, most=True)
     return [
         *(
             claim(f"With {_WORDS[method]}, the {words} grows with depth.", (method,), (),
-                  lambda result: _grows(result.layer_means(metric)), f"{_GROWS}; {seen}",
-                  revised=_any_growth(f"{_RANK}; {seen}", lambda result: _rises_in_rank(result.layer_means(metric))))
+                  lambda result: _grows(result.by_layer(metric)), f"{_GROWS}; {seen}",
+                  revised=_any_growth(f"{_RANK}; {seen}", lambda result: _rises_in_rank(result.by_layer(metric))))
             for method in ("vanilla", "softmax1")
         ),
         claim(f"With OrthoAdam alone the {words} grows as well, from a lower start than with Adam.", (O, V), (),
@@ -137,7 +137,7 @@ def growth_claims(metric: str, words: str, limit: Callable[[int], float], limit_
                                   rises_from_lower)),
         Claim(f"With both the {words} stays that of a Gaussian vector in every layer; the paper sees small rises in "
               "the last layers of two of five models.", (V, C), (),
-              lambda v, c: c.layer_means(metric)[:-1].max(initial=0) <= limit(int(v.d_model)),
+              lambda v, c: c.by_layer(metric)[:-1].max(initial=0) <= limit(int(v.d_model)),
               f"all layers but the last at most {limit_words}, in every model; {seen} with softmax and Adam", above,
               detail=lambda v, c: f"{_text(metric, v, c)}, limit {number(limit(int(v.d_model)))}"),
     ]  # fmt: skip
@@ -148,10 +148,10 @@ def max_abs_claims() -> list[Claim]:
     metric = "max_abs_first"
 
     def outliers(vanilla: Result, *_: Result) -> bool:
-        return vanilla.layer_means("kurtosis_first").max() > gaussian_kurtosis_limit(vanilla.d_model)
+        return vanilla.by_layer("kurtosis_first").max() > gaussian_kurtosis_limit(vanilla.d_model)
 
     def persist(vanilla: Result) -> bool:
-        values = vanilla.layer_means(metric)
+        values = vanilla.by_layer(metric)
         return values[len(values) // 4 : -1].min(initial=np.inf) >= values.max() / 2
 
     seen = "testable where a layer of softmax and Adam has a kurtosis above 3 + 3 sqrt(24 / D), so outliers"
@@ -166,24 +166,25 @@ def max_abs_claims() -> list[Claim]:
               detail=lambda v, c: f"{_text(metric, v, c)}, largest ratio of any seed "
               f"{number(_largest_ratio(metric, v, c))}",
               revised=Revision("means over seeds hid that GPT2 60M has outliers in one seed of three",
-                               {"holds": lambda v, c: (c.layer_means(metric) < v.layer_means(metric)).all(),
+                               {"holds": lambda v, c: (c.by_layer(metric) < v.by_layer(metric)).all(),
                                 "most": True, "criterion": f"below softmax and Adam in every layer; {seen}"})),
     ]  # fmt: skip
 
 
 def _table(metric: str, label: str) -> MetricTable:
-    def values(numbers: Numbers) -> list[float]:
-        return [numbers[f"{metric}/layer_{layer}"] for layer in range(int(numbers.num_layers))]
-
     def at(place: float) -> Quantity:
-        return Quantity(f"x = {place:.2g}", lambda of: values(of)[round(place * (len(values(of)) - 1))])
+        def value(of: Numbers) -> float:
+            values = of.by_layer(metric)
+            return float(values[round(place * (len(values) - 1))])
+
+        return Quantity(f"x = {place:.2g}", value)
 
     return MetricTable(
         f"{label[0].upper()}{label[1:]}, after the layers nearest to x",
         [
             *map(at, _PLACES),
-            Quantity("largest", lambda of: max(values(of))),
-            Quantity("in layer", lambda of: float(np.argmax(values(of))) + 1),
+            Quantity("largest", lambda of: float(max(of.by_layer(metric)))),
+            Quantity("in layer", lambda of: float(np.argmax(of.by_layer(metric))) + 1),
         ],
         label=lambda result: f"{result.label}, {result.config.model.num_layers} layers",
     )

@@ -168,12 +168,12 @@ _GIVEN = (
 
 
 def _masses(*of: Result) -> str:
-    layers = [", ".join(number(float(value)) for value in result.layer_means(MASS)) for result in of]
+    layers = [", ".join(number(float(value)) for value in result.by_layer(MASS)) for result in of]
     return f"mass by layer {' → '.join(f'[{values}]' for values in layers)}"
 
 
 def _largest_mass(result: Result) -> float:
-    return float(result.layer_means(MASS).max())
+    return float(result.by_layer(MASS).max())
 
 
 def _dominated(vanilla: Result, *_: Result) -> bool:
@@ -189,7 +189,7 @@ _SEEN = f"testable where that is above {DOMINANCE:g} times what uniform attentio
 _ATTENTION_CLAIMS = (
     Claim("With softmax and Adam dominance is established after the first or second layer and persists (K).",
           (VANILLA,), (),
-          lambda v: (v.layer_means(MASS)[2:] >= _largest_mass(v) / 2).all(),
+          lambda v: (v.by_layer(MASS)[2:] >= _largest_mass(v) / 2).all(),
           f"from the third layer on each has at least half of the largest mass on the first token; {_SEEN}", _dominated,
           detail=_masses),
     Claim("With softmax-1 and OrthoAdam no layer has it.", (VANILLA, CURED), (),

@@ -7,9 +7,9 @@ from orthojax.experiments.claims import Claim, worst_kurtosis
 from orthojax.experiments.experiment import Experiment, each
 from orthojax.experiments.from_attention.models import MODELS, SCALES, by_model, grid, paper_of_grid, variant_name
 from orthojax.experiments.from_attention.paper_tables import TABLE_1, TABLE_3
-from orthojax.experiments.from_attention.quantization import INT4, points
 from orthojax.experiments.page import Picture
 from orthojax.experiments.pictures import Points
+from orthojax.experiments.quantization import INT4, points
 from orthojax.experiments.results import Result, Results, metric, penalty
 from orthojax.experiments.tables import MetricTable, PrintedTable
 

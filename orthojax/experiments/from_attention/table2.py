@@ -6,6 +6,7 @@ from functools import partial
 from orthojax.analysis import chance_of_first
 from orthojax.experiments.claims import (
     DOMINANCE,
+    DOMINANCE_TESTABLE,
     FRACTION,
     GAUSSIAN,
     KURTOSIS,
@@ -49,13 +50,11 @@ from orthojax.experiments.from_attention.models import (
 )
 from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, OutputNorms
 from orthojax.experiments.from_attention.paper_tables import TABLE_2
-from orthojax.experiments.from_attention.quantization import COARSE, INT4, INT8, TESTABLE_LOSS, about_int8
 from orthojax.experiments.pictures import ModelMaps, TrainingCurves, perplexity_and_kurtosis
+from orthojax.experiments.quantization import COARSE, INT4, INT8, TESTABLE_LOSS, about_int8
 from orthojax.experiments.results import LABELS, Numbers, Result, Results, metric, pairs, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 from orthojax.formatting import percent
-
-_DOMINATED = f"testable where vanilla has {DOMINANCE:g} times what equal logits give"
 
 
 def _both_dominated(vanilla: Result, *_: Result) -> bool:
@@ -69,7 +68,7 @@ def _dominance_left(before: Result, after: Result) -> float:
     return max(excess_of_first_left(before, after), mass)
 
 
-_REMOVED = f"at most half of what exceeds equal logits is left, argmax and mass; {_DOMINATED}, both"
+_REMOVED = f"at most half of what exceeds equal logits is left, argmax and mass; {DOMINANCE_TESTABLE}, both"
 _OUTLIERS = f"testable where vanilla's is above {OUTLIERS:g}"
 _EVERY_SEED = f"{_OUTLIERS} in every seed"
 
@@ -130,7 +129,7 @@ CLAIMS = (
           lambda v, s: _dominance_left(v, s) <= 0.5, _REMOVED, _both_dominated),
     Claim("It is softmax-1 that does it: OrthoAdam alone leaves the dominance (2.2, 5.1).", (V, O), (FRACTION,),
           lambda v, o: excess_of_first_left(v, o) >= 0.5,
-          f"at least half of the argmax that exceeds equal logits is left; {_DOMINATED}", dominated),
+          f"at least half of the argmax that exceeds equal logits is left; {DOMINANCE_TESTABLE}", dominated),
     Claim("Section 3.2's two models (those of Table 2's GPT2 130M, by its numbers): with softmax-1 argmax falls from "
           "53% to 2%, mass from 46% to 4%.", (V, S), (FRACTION, MASS),
           lambda v, s: _dominance_left(v, s) <= 0.5, _REMOVED, _both_dominated,

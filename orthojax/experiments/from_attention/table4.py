@@ -51,7 +51,8 @@ CLAIMS = (
           "Hadamard rotation stores no matrix, where the paper stores a dense one for every parameter.", (C,),
           (_PROGRAM_RATIO, _STATE_RATIO),
           lambda c: c.cost_program_ratio <= _MEMORY,
-          f"the former at most {_MEMORY} for every model, the paper's largest; testable where the compiler reports it"),
+          f"the former at most {_MEMORY} for every model, the paper's largest; not measured where the compiler does "
+          "not report it"),
 )  # fmt: skip
 
 

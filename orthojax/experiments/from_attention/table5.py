@@ -136,8 +136,7 @@ _OPTIMIZERS = (
     Claim("SGD without momentum has a much higher perplexity (5.3; section 4.1 says so of SGD altogether, but Table "
           "5's lowest is SGD with momentum, at 8 times the steps). Adam → with momentum → without:",
           {"": (_ADAM, _MOMENTUM, _SGD)}, (PPL, "steps"),
-          lambda *of: min(_above_others(*of), default=0.0) > 0.05, "more than 5% above both others, in every seed",
-          lambda *of: bool(_above_others(*of)),
+          lambda *of: min(_above_others(*of)) > 0.05, "more than 5% above both others, in every seed",
           detail=lambda *of:
           f"without above Adam and above with, by seed: {', '.join(map(percent, _above_others(*of)))}",
           revised=Revision("one seed of three learned as well as Adam, which the mean hid",

@@ -17,10 +17,7 @@ def _correlation(part: str, of: Numbers) -> float:
     """Of kurtosis and norm ratio over the layers of one seed, or as printed; nan where either does not vary."""
     if f"correlation_{part}" in of:
         return of[f"correlation_{part}"]
-    kurtosis, ratio = (
-        [of[f"{name}_{part}/layer_{layer}"] for layer in range(int(of.num_layers))]
-        for name in ("kurtosis", "norm_ratio")
-    )
+    kurtosis, ratio = (of.by_layer(f"{name}_{part}") for name in ("kurtosis", "norm_ratio"))
     if len(kurtosis) < 2:
         return math.nan
     return correlation(kurtosis, ratio)

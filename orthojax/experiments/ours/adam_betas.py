@@ -12,7 +12,6 @@ from orthojax.experiments.claims import (
     WORST_KURTOSIS,
     Claim,
     has_outliers,
-    worst_kurtosis,
 )
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import RUNS, SCALES
@@ -49,13 +48,13 @@ _TESTABLE = (
 )
 CLAIMS = (
     Claim("Without the first moment there are outliers, too.", {f"b2 = {b2:g}": (_name(0.0, b2), _USUAL) for b2 in B2},
-          (WORST_KURTOSIS,), lambda of, usual: worst_kurtosis(of) > OUTLIERS, f"above {OUTLIERS:g}; {_TESTABLE}",
+          (WORST_KURTOSIS,), lambda of, usual: WORST_KURTOSIS(of) > OUTLIERS, f"above {OUTLIERS:g}; {_TESTABLE}",
           _learned, shown=1),
     Claim("Without the second, where updates are signs, there are, too.",
           {f"b1 = {b1:g}": (_name(b1, 0.0), _USUAL) for b1 in B1}, (WORST_KURTOSIS,),
-          lambda of, usual: worst_kurtosis(of) > OUTLIERS, f"above {OUTLIERS:g}; {_TESTABLE}", _learned, shown=1),
+          lambda of, usual: WORST_KURTOSIS(of) > OUTLIERS, f"above {OUTLIERS:g}; {_TESTABLE}", _learned, shown=1),
     Claim("A longer memory of the second moment makes more of them.", {"": tuple(_name(0.9, b2) for b2 in B2)},
-          (WORST_KURTOSIS,), lambda *of: bool(np.all(np.diff([worst_kurtosis(r) for r in of]) > 0)),
+          (WORST_KURTOSIS,), lambda *of: bool(np.all(np.diff([WORST_KURTOSIS(r) for r in of]) > 0)),
           f"kurtosis rises with b2 at b1 = 0.9; testable where the usual Adam is above {OUTLIERS:g}",
           lambda *of: has_outliers(of[-1])),
 )  # fmt: skip

@@ -6,7 +6,6 @@ At a small width int8 is harmless whatever the activations are, see `int8_error_
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,14 +18,15 @@ from orthojax.experiments import drawing
 from orthojax.experiments.base_configs import OUTPUT_AXIS, REPEATED_MODEL, cured
 from orthojax.experiments.claims import FRACTION, KURTOSIS, Claim
 from orthojax.experiments.experiment import Experiment, Variant
-from orthojax.experiments.from_attention.quantization import int8_error_bound
 from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.page import Picture, Table
 from orthojax.experiments.pretrained import smollm2
+from orthojax.experiments.quantization import int8_error_bound
 from orthojax.experiments.results import LABELS, Quantity, Result, Results, metric, penalty
 from orthojax.experiments.tables import MetricTable
 from orthojax.formatting import percent
 from orthojax.model import LoadedModel, Transformer, unstack_layers
+from orthojax.ops.cross_entropy import perplexity
 from orthojax.train import Inputs
 from orthojax.train.evaluation import validation_loss_nats
 
@@ -74,8 +74,7 @@ def _perplexities(loaded: LoadedModel, inputs: Inputs, models: Rounded, on_progr
     found = {}
     for name, model, params in models:
         loss = validation_loss_nats(loaded.config, params, inputs, model=model)
-        # What overflows gives no number: a model that predicts nothing, beyond the range of a float.
-        found[name] = math.exp(loss if loss < 700.0 else 700.0)
+        found[name] = perplexity(loss)
         on_progress(name)
     return found
 

@@ -25,9 +25,9 @@ from orthojax.experiments.claims import (
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import METHOD_LABELS
 from orthojax.experiments.from_attention.paper_configs import METHODS
-from orthojax.experiments.from_attention.quantization import COARSE, INT4, MODERATE
 from orthojax.experiments.ours.tiny_setting import ABLATED, CRITERIA, Criterion
 from orthojax.experiments.pictures import KURTOSIS_BY_LAYER, MAX_ABS_BY_LAYER, LayerCurves, TrainingCurves
+from orthojax.experiments.quantization import COARSE, INT4, MODERATE
 from orthojax.experiments.results import Quantity, Result, Results, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 from orthojax.formatting import number

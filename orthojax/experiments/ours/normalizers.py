@@ -110,7 +110,7 @@ CLAIMS = (
           f"token is most attended by {DOMINANCE:g} times the share that chance gives, or more", dominated),
     Claim("SGD makes no outliers whatever the normalizer. The paper, 130M with softmax-1: 5.0.",
           ("softmax_adam", *_with("sgd")), (WORST_KURTOSIS,),
-          lambda adam, *every: max(map(worst_kurtosis, every)) <= OUTLIERS,
+          lambda adam, *every: max(map(WORST_KURTOSIS, every)) <= OUTLIERS,
           f"at most {OUTLIERS:g} with every one; testable where softmax with Adam has more", has_outliers),
     Claim("SGD costs perplexity. Adam against SGD; the paper, with eight times the steps: 26.6 against 25.3.",
           {label: (f"{name}_adam", f"{name}_sgd") for name, label in NORMALIZERS.items()}, (PPL,),

@@ -80,9 +80,10 @@ def _is_trained_here(result: Result) -> bool:
     return result.name in (V, C)
 
 
+_DRAIN = Quantity("value norm of <s> over the others'", value_drain, "{:.2f}".format)
 _SINK = (
     Quantity("attention on <s>", lambda of: of.sink_attention_rest, "{:.3f}".format),
-    Quantity("value norm of <s> over the others'", value_drain, "{:.2f}".format),
+    _DRAIN,
 )
 CLAIMS = (
     Claim("softmax-1 with OrthoAdam removes outlier channels.", (V, C), KURTOSIS,
@@ -103,7 +104,7 @@ CLAIMS = (
           "both penalties smaller; testable where vanilla loses more than 1%",
           lambda v, c: max(map(v.mean, _LOST)) > 0.01),
     Claim("Bigram-Backcopy: softmax attention parks on <s> and drains its value.", ("backcopy_softmax",), _SINK,
-          lambda s: s.sink_attention_rest > 0.5 and value_drain(s) < 0.5,
+          lambda s: s.sink_attention_rest > 0.5 and _DRAIN(s) < 0.5,
           "attention above 0.5, value norm below 0.5 of the others'"),
     Claim("Bigram-Backcopy: softmax-1 alone removes that sink.", ("backcopy_softmax", "backcopy_softmax1"), _SINK,
           lambda s, one: one.sink_attention_rest < 0.5 * s.sink_attention_rest,

@@ -25,10 +25,10 @@ from orthojax.experiments.claims import (
 )
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import METHOD_LABELS
-from orthojax.experiments.from_attention.quantization import COARSE, INT4, MODERATE
 from orthojax.experiments.ours.parity import RESIDUAL, RESIDUAL_LABEL, STEPS, variant
 from orthojax.experiments.ours.repeated_claims import PEAK
 from orthojax.experiments.pictures import DOMINANCE_BY_STEP, KURTOSIS_BY_LAYER, KURTOSIS_BY_STEP, TrainingCurves
+from orthojax.experiments.quantization import COARSE, INT4, MODERATE
 from orthojax.experiments.results import Results, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 

@@ -1,7 +1,5 @@
 """What the experiments on repeated passages measure and claim: dominance, drains, outliers, perplexity and damage."""
 
-import functools
-
 from orthojax.experiments.claims import (
     DOMINANCE,
     DOMINANCE_TESTABLE,
@@ -9,7 +7,6 @@ from orthojax.experiments.claims import (
     KURTOSIS,
     MASS,
     PPL,
-    C,
     Claim,
     O,
     S,
@@ -21,8 +18,8 @@ from orthojax.experiments.claims import (
     no_perplexity_lost,
     value_drain,
 )
-from orthojax.experiments.from_attention.quantization import COARSE, INT4, LOST, MODERATE, either_loses
-from orthojax.experiments.results import LABELS, Numbers, Quantity, penalty
+from orthojax.experiments.quantization import COARSE, INT4, MODERATE, loses_less
+from orthojax.experiments.results import LABELS, Numbers, Quantity
 
 DRAINED = 0.5  # values of the first token are drained below this fraction of the others' norm
 
@@ -39,20 +36,12 @@ MEASURED = (PPL, *KURTOSIS, "max_abs_first", FRACTION, MASS, "sink_rate", DRAIN,
 
 def is_drained(of: Numbers) -> bool:
     """Whether softmax has drained the values of the first token."""
-    return value_drain(of) < DRAINED
+    return DRAIN(of) < DRAINED
 
 
-def loses_less(setting: str) -> Claim:
+def they_lose_less(setting: str) -> Claim:
     """That the cured model loses less perplexity than vanilla when it is rounded so, a metric."""
-    lost = penalty(setting)
-    return Claim(
-        f"They lose less at {LABELS[setting]}.",
-        (V, C),
-        (lost,),
-        lambda v, c: c.mean(lost) < v.mean(lost),
-        f"less than vanilla; {LOST}",
-        functools.partial(either_loses, setting),
-    )
+    return loses_less(setting, f"They lose less at {LABELS[setting]}.", "less than vanilla")
 
 
 DOMINATES = Claim(
@@ -72,5 +61,5 @@ BY_METHOD = (
           lambda v, s: is_drained(v)),
     no_outliers_left("Both together leave no outliers."),
     no_perplexity_lost("They cost no perplexity."),
-    *map(loses_less, (COARSE, MODERATE, INT4)),
+    *map(they_lose_less, (COARSE, MODERATE, INT4)),
 )  # fmt: skip

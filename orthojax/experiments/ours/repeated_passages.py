@@ -30,10 +30,10 @@ from orthojax.experiments.claims import (
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import METHOD_LABELS
 from orthojax.experiments.from_attention.paper_configs import METHODS
-from orthojax.experiments.from_attention.quantization import COARSE, INT4, MODERATE
 from orthojax.experiments.ours.repeated_claims import BY_METHOD, DOMINATES, DRAIN, MEASURED, is_drained
 from orthojax.experiments.page import Table
 from orthojax.experiments.pictures import DOMINANCE_BY_STEP, ModelMaps
+from orthojax.experiments.quantization import COARSE, INT4, MODERATE
 from orthojax.experiments.results import Results, metric, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 from orthojax.formatting import number

@@ -23,11 +23,11 @@ from orthojax.experiments.claims import (
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import METHOD_LABELS
 from orthojax.experiments.from_attention.paper_configs import METHODS
-from orthojax.experiments.from_attention.quantization import COARSE, INT4, MODERATE
 from orthojax.experiments.ours.damage import FOUR_BIT, FOUR_BITS
 from orthojax.experiments.ours.parity import RESIDUAL, RESIDUAL_LABEL
-from orthojax.experiments.ours.repeated_claims import BY_METHOD, DOMINATES, MEASURED, loses_less
+from orthojax.experiments.ours.repeated_claims import BY_METHOD, DOMINATES, MEASURED, they_lose_less
 from orthojax.experiments.pictures import DOMINANCE_BY_STEP, KURTOSIS_BY_STEP, ModelMaps
+from orthojax.experiments.quantization import COARSE, INT4, MODERATE
 from orthojax.experiments.results import Results, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 from orthojax.formatting import number
@@ -139,7 +139,7 @@ def _experiment(
             DOMINATES,
             *more,
             *BY_METHOD,
-            *map(loses_less, FOUR_BIT_METRICS),
+            *map(they_lose_less, FOUR_BIT_METRICS),
             *(_WITH_D_MODEL_AXES if RESIDUAL in shown.methods else ()),
         ),
         headlines=[(quantity, pair) for quantity in (FRACTION, "kurtosis_first", PPL)],

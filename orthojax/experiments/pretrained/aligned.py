@@ -17,7 +17,7 @@ from orthojax.analysis.sink_logits import sink_logit_gap_sum
 from orthojax.experiments.active_dormant.models import config
 from orthojax.experiments.base_configs import SHALLOW_MODEL
 from orthojax.experiments.claims import Claim
-from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.experiments.experiment import Experiment, Variant, each
 from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.results import Results, metric
 from orthojax.experiments.tables import MetricTable
@@ -119,20 +119,16 @@ def _of_the_task(results: Results) -> str:
     return f"the weight on <s> is {'; '.join(measured)}." if measured else "see there."
 
 
-def _every(results: Results) -> dict[str, tuple[str, ...]]:
-    return {result.label: (result.name,) for result in results}
-
-
 _PEAKED = lambda of: of.peak > 2  # noqa: E731
 CLAIMS = (
-    Claim("The first position is a sink.", _every, ("first_weight",), lambda of: of.first_weight > 0.3,
+    Claim("The first position is a sink.", each(), ("first_weight",), lambda of: of.first_weight > 0.3,
           "mean weight above 0.3 in some layer, where equal logits give much less"),
-    Claim("Its values are drained.", _every, ("drain",), lambda of: of.drain < 0.5,
+    Claim("Its values are drained.", each(), ("drain",), lambda of: of.drain < 0.5,
           "norm below half of the others' in some layer"),
-    Claim("It has a residual-state peak.", _every, ("peak",), _PEAKED, "norm above twice the others' after some layer"),
-    Claim("An MLP makes the peak.", _every, ("made_by", "made_by_mlp"), lambda of: of.made_by_mlp > 0.5,
+    Claim("It has a residual-state peak.", each(), ("peak",), _PEAKED, "norm above twice the others' after some layer"),
+    Claim("An MLP makes the peak.", each(), ("made_by", "made_by_mlp"), lambda of: of.made_by_mlp > 0.5,
           "more than half of what the block with the largest rise adds; testable where there is a peak", _PEAKED),
-    Claim("Logits on it are concentrated.", _every, ("spread_first", "spread_rest"),
+    Claim("Logits on it are concentrated.", each(), ("spread_first", "spread_rest"),
           lambda of: of.spread_first < 0.5 * of.spread_rest,
           f"standard deviation over {LAST_TOKENS} random last tokens below half of that of other keys, in the layer of "
           "the sink"),

@@ -173,7 +173,7 @@ def _parts() -> dict[str, Callable[[int], list[Case]]]:
 
 _PPL = metric("perplexity")
 _OTHERS = metric("perplexity_of_others", "with all others rounded instead")
-_MODERATE, _COARSE, _FLOAT = ("int8_moderate",), ("int8_coarse",), "float32"
+_FLOAT = "float32"
 
 CLAIMS = (
     Claim("Coarse int8 destroys the model.", ("int8_coarse", _FLOAT), (_PPL,),

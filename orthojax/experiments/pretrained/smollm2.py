@@ -5,7 +5,6 @@ costs a model that was trained in float.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from orthojax.errors import UserError
 from orthojax.experiments.analyzing.texts import topics_text
 from orthojax.experiments.experiment import Variant
 from orthojax.model import LoadedModel
-from orthojax.ops import cross_entropy_nats
+from orthojax.ops import cross_entropy
 from orthojax.train import find_model, load
 
 NAME, LABEL = "smollm2", "SmolLM2-135M"
@@ -69,9 +68,9 @@ def perplexity(apply: Callable[..., Any], params: Any, tokens: np.ndarray, batch
     with jax.enable_x64(False):
         loss = jax.jit(lambda params, rows: jnp.mean(_losses(apply, params, rows)))
         losses = [loss(params, jnp.asarray(tokens[i : i + batch])) for i in range(0, len(tokens), batch)]
-    return math.exp(min(float(np.mean(losses)), 700.0))
+    return cross_entropy.perplexity(float(np.mean(losses)))
 
 
 def _losses(apply: Callable[..., Any], params: Any, tokens: jax.Array) -> jax.Array:
     logits: Any = apply({"params": params}, tokens[:, :-1])[0]
-    return cross_entropy_nats(logits, tokens[:, 1:])
+    return cross_entropy.cross_entropy_nats(logits, tokens[:, 1:])
