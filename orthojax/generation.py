@@ -84,6 +84,9 @@ def stream(
     return (np.asarray(column if np.ndim(prompt_ids) > 1 else column[0]) for column in tokens)
 
 
+_LEAST_TEMPERATURE = 1e-6  # logits over less may not be finite
+
+
 def check_options(
     steps: int, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, window: int | None = None, sinks: int = 0
 ) -> None:
@@ -97,8 +100,8 @@ def check_options(
         (
             "temperature",
             temperature,
-            "a finite number >= 0; 0 takes the most probable token",
-            0 <= temperature < math.inf,
+            f"{_LEAST_TEMPERATURE:g} or more and finite; or 0, which takes the most probable token",
+            temperature == 0 or _LEAST_TEMPERATURE <= temperature < math.inf,
         ),
         ("top_p", top_p, "above 0, 1 at most", 0 < top_p <= 1),
         ("seed", seed, "0 to 2**32 - 1", 0 <= seed < 2**32),

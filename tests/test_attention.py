@@ -197,6 +197,13 @@ def test_half_precision_goes_in_and_out_and_logits_stay_float32(name, dtype):
     assert np.abs(np.asarray(got, np.float64) - exact).max() < bound
 
 
+def test_chunks_do_not_round_keys_to_the_dtype_of_the_values():
+    q, k, v = _arrays()
+    q, k, v = q * 8, k * 8, v.astype(jnp.bfloat16)  # as after a norm of queries and keys
+    plain, chunked = (dot_product_attention(q, k, v, is_causal=True, implementation=of) for of in IMPLEMENTATIONS)
+    np.testing.assert_array_equal(np.asarray(plain, np.float32), np.asarray(chunked, np.float32))
+
+
 def test_attention_of_half_precision_is_not_the_product_of_rounded_logits():
     q, k, _ = _arrays(dtype=jnp.bfloat16)
     q = q * 16  # logits near 50: bfloat16 would round them to multiples of 0.25

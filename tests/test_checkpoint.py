@@ -24,6 +24,8 @@ from orthojax.train import (
     find_checkpoint,
     init_state,
     list_arrays,
+    load,
+    loading,
     make_train_step,
     read_config,
     read_json_item,
@@ -85,6 +87,18 @@ def finished(tmp_path_factory):
 @pytest.fixture
 def copy(finished, tmp_path):
     return Path(shutil.copytree(finished[0], tmp_path / "copy"))
+
+
+@pytest.mark.parametrize(("trained", "read"), [("cudnn", "auto"), ("splash", "auto"), ("xla_chunked", "xla_chunked")])
+def test_a_model_trained_with_the_attention_of_another_platform_is_read_on_this_one(
+    finished, monkeypatch, trained, read
+):
+    there = lambda folder: replace(read_config(folder), {"model.attention_implementation": trained})  # noqa: E731
+    monkeypatch.setattr(loading, "read_config", there)
+    loaded = load(finished[0])
+    assert loaded.config.model.attention_implementation == read
+    assert loaded.model.config == loaded.config.model
+    assert loaded.model.apply({"params": loaded.params}, np.zeros((1, 4), np.int32))[0].shape == (1, 4, 258)
 
 
 def test_the_newest_checkpoints_stay_are_found_from_every_folder_and_have_plain_names(finished, monkeypatch):

@@ -30,12 +30,14 @@ LINES = [
 ]
 
 
-def made(folder, changes=None, lines=LINES, evaluation=None):
+def made(folder, changes=None, lines=LINES, evaluation=None, step=4):
     folder.mkdir()
     (folder / "config.json").write_text(to_json(replace(TINY, changes or {})))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if evaluation:
-        (folder / "evaluation.json").write_text(json.dumps({"metrics": evaluation}))
+        (folder / "evaluation.json").write_text(
+            json.dumps({"checkpoint": f"checkpoints/{step}", "metrics": evaluation})
+        )
     return folder
 
 
@@ -94,6 +96,14 @@ def test_runs_on_other_data_are_said_to_be(tmp_path):
     assert not any("differ:" in text for text in comparing_page(same, []).summary)
     same = {"a": runs["a"], "b": read_run(made(tmp_path / "d"))}
     assert table(comparing_page(same, []), "Fields of the config that differ") == {"none": ["", ""]}
+
+
+def test_an_evaluation_of_an_earlier_checkpoint_is_said(tmp_path):
+    metrics = {"perplexity": 8.0, "loss_nats": 2.08}
+    runs = {"new": read_run(made(tmp_path / "a", evaluation=metrics))}
+    runs["old"] = read_run(made(tmp_path / "b", evaluation=metrics, step=2))
+    (warning,) = [text for text in comparing_page(runs, []).summary if "evaluated at" in text]
+    assert warning.startswith("old was evaluated at step 2, and its last logged step is 4")
 
 
 def test_the_command_writes_the_page(tmp_path):

@@ -128,6 +128,10 @@ def test_a_cache_that_does_not_fit_is_refused():
     ):
         with pytest.raises(UserError, match=message):
             jax.eval_shape(Transformer(config).apply, {"params": params}, tokens, cache=cache)
+    cache = init_cache(config, 2, T)
+    _, cache = Transformer(config).apply({"params": params}, TOKENS[:, :8], cache=cache)
+    with pytest.raises(UserError, match="4 tokens for a cache of 11 that holds 8\nallowed: one token at a time"):
+        Transformer(config).apply({"params": params}, TOKENS[:, :4], cache=cache)
     for size, sinks, message in ((0, 0, "at least 1"), (4, 4, "0 to 3"), (17, 0, "max_length=16")):
         with pytest.raises(UserError, match=message):
             init_cache(config, 1, size, sinks=sinks)
@@ -206,6 +210,7 @@ def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch():
         ([0.5], {}, "float64"),
         ([1], {"temperature": -1.0}, "temperature=-1.0"),
         ([1], {"temperature": float("nan")}, "temperature=nan"),
+        ([1], {"temperature": 1e-40}, "temperature=1e-40\n.*1e-06 or more"),
         ([1], {"top_p": 0.0}, "top_p=0.0"),
         ([1], {"top_p": 1.1}, "top_p=1.1"),
         ([1], {"steps": 0}, "steps=0"),

@@ -145,11 +145,11 @@ def test_one_device_is_no_mesh_and_what_is_wasted_is_said():
 
 BOTH = ("tensor", "fsdp")
 KERNELS = {
-    "attention/query/kernel": P(None, "fsdp", "tensor"),
-    "attention/key/kernel": P(None, "fsdp", "tensor"),
-    "attention/value/kernel": P(None, "fsdp", "tensor"),
+    "attention/query/kernel": P(None, None, BOTH),
+    "attention/key/kernel": P(None, None, BOTH),
+    "attention/value/kernel": P(None, None, BOTH),
     "attention/output/kernel": P(None, BOTH),
-    "mlp/input/kernel": P(None, "fsdp", "tensor"),
+    "mlp/input/kernel": P(None, None, BOTH),
     "mlp/output/kernel": P(None, BOTH),
 }
 WHOLE = {"final_norm/scale": P(), "layers/attention_norm/scale": P(), "layers/mlp_norm/scale": P()}
@@ -168,7 +168,7 @@ def test_where_the_parameters_are():
     params = parameter_specs(on(LLAMA, 2, 2, 2))
     kernels = {f"layers/{path}": spec for path, spec in KERNELS.items()}
     assert params == WHOLE | kernels | {
-        "layers/mlp/gate/kernel": P(None, "fsdp", "tensor"),
+        "layers/mlp/gate/kernel": P(None, None, BOTH),
         "token_embedding/embedding": P(BOTH),
         "head/kernel": P(None, BOTH),
     }
@@ -183,8 +183,8 @@ def test_where_the_parameters_are():
     params = parameter_specs(on(dataclasses.replace(CONFIG, model=latent), 2, 2, 2))
     expected = {f"layers/mlp/{part}/{name}/kernel": KERNELS[f"mlp/{name}/kernel"]
                 for part in ("experts", "shared") for name in ("input", "output")}  # fmt: skip
-    expected |= {f"layers/attention/{name}/kernel": P(None, "fsdp") for name in ("latent", "rotary_key")}
-    expected |= {"layers/attention/key/kernel": P(None, "fsdp", "tensor"), "layers/mlp/router/kernel": P()}
+    expected |= {f"layers/attention/{name}/kernel": P(None, None, "fsdp") for name in ("latent", "rotary_key")}
+    expected |= {"layers/attention/key/kernel": P(None, None, BOTH), "layers/mlp/router/kernel": P()}
     assert {path: params[path] for path in expected} == expected
 
 
@@ -193,10 +193,10 @@ def test_what_does_not_divide_stays_whole_or_takes_the_other_axis():
     params = parameter_specs(on(CONFIG, 1, 2, 4, **odd))
     assert params["token_embedding/embedding"] == P(None, "fsdp")  # GPT-2's own vocabulary is odd
     assert params["position_embedding/embedding"] == P(None, "fsdp")
-    assert params["layers/attention/query/kernel"] == P(None, "fsdp")  # 36 divides by 4, its two heads do not
-    assert params["layers/mlp/input/kernel"] == P(None, "fsdp")
+    assert params["layers/attention/query/kernel"] == P(None, None, "fsdp")  # 36 divides by 4, its two heads do not
+    assert params["layers/mlp/input/kernel"] == P(None, None, "fsdp")
     params = parameter_specs(on(LLAMA, 1, 2, 4))  # four heads in two groups
-    assert params["layers/attention/query/kernel"] == P(None, "fsdp")
+    assert params["layers/attention/query/kernel"] == P(None, None, "fsdp")
     params = parameter_specs(on(CONFIG, 1, 5, 1, **{"train.batch_size": 5, "eval.sequences": 5, "eval.batch_size": 5}))
     assert set(params.values()) == {P()}
 
@@ -215,10 +215,18 @@ def test_moments_are_split_over_data_too_and_bases_nowhere(optimizer):
     assert moments == specs(inner.nu)
     assert all("data" in str(spec) for spec in moments.values())  # every length here is even
     # One that is whole and, of OrthoAdam, not rotated comes first: here the layers.
-    assert moments["layers/mlp/input/kernel"] == P("data", "fsdp", "tensor")
+    assert moments["layers/mlp/input/kernel"] == P("data", None, BOTH)
     assert moments["head/kernel"] == (P("data", BOTH) if optimizer == "adam" else P(None, (*BOTH, "data")))
     planned, real = (jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), s) for s in (state_shapes(config), state))
     assert planned == real
+
+
+def test_annealed_sinks_have_a_sharding_on_a_mesh():
+    changes = {"model.normalizer": "learned_sink", "optim.optimizer": "adam", "optim.sink_anneal_steps": 4}
+    state = state_shapes(on(CONFIG, 2, **changes))
+    found = {path: leaf for path, leaf in by_path(state.opt_state).items() if "sink_anneal/start" in path}
+    assert found
+    assert all(leaf.sharding.is_fully_replicated for leaf in found.values())
 
 
 @pytest.mark.slow

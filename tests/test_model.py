@@ -3,6 +3,7 @@ import functools
 import math
 from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -627,3 +628,18 @@ def test_transformations_of_jax(x64):
     np.testing.assert_allclose(jax.grad(lambda y: jnp.vdot(x[1], transform(y)))(x[0]), matrix.T @ x[1], atol=1e-12)
     shape = jax.eval_shape(transform, jax.ShapeDtypeStruct((50304, 8), jnp.float32))
     assert (shape.shape, shape.dtype) == ((50304, 8), jnp.float32)
+
+
+def test_logits_stay_float32_inside_a_module_of_ones_own():
+    config = dataclasses.replace(LLAMA2, dtype="bfloat16")
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            return Transformer(config, name="lm")(tokens)[0]
+
+    tokens = np.arange(8)[None] % config.vocab_size
+    params = random_params(config)
+    nested = Outer().apply({"params": {"lm": params}}, tokens)
+    np.testing.assert_array_equal(nested, Transformer(config).apply({"params": params}, tokens)[0])
+    assert (np.asarray(nested) != np.asarray(jnp.asarray(nested, jnp.bfloat16), np.float32)).any()

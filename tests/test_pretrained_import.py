@@ -84,6 +84,10 @@ def test_what_is_written_is_read_bit_for_bit(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, same)
     with pytest.raises(UserError, match="is not empty"):
         write_folder(tmp_path / "model", config, params)
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(UserError, match=r"folder of the exported model .*file is a file"):
+        write_folder(tmp_path / "file", config, params)
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 # Damage, each named in three lines at most.

@@ -164,6 +164,7 @@ KERNELS = """
 VECTORS = """
     layers/norm/scale ln/gamma ln/beta mlp/bias mlp/b attention/sink attention/sink_logits block/ls/gain
     layers/norm1/weight ln_f/weight input_layernorm/weight attn_norm/w RMSNorm_0/weight cls_token embed/bias
+    norm_attn/weight norm_final/w rms/weight ln_attn/weight rmsnorm_0/w norm2_out/weight
 """.split()  # fmt: skip
 
 
@@ -234,8 +235,15 @@ def test_a_length_that_no_kernel_has_warns(recwarn):
 
 def test_a_kernel_too_long_for_haar_has_the_length_all_the_same(recwarn):
     params = {"long": {"kernel": jnp.ones((5000, 2))}, "other": {"kernel": jnp.ones((4, 8))}}
-    orthoadam(0.1, rotation=Rotation("haar", axes=5000, embeddings="")).init(params)
-    assert not recwarn
+    rotation = Rotation("haar", axes=5000, embeddings="")
+    orthoadam(0.1, rotation=rotation).init(params)
+    words = "haar leaves axes over 4096 to plain Adam, in 1 parameters (long/kernel); kind='hadamard' rotates them"
+    assert [words in str(seen.message) for seen in recwarn] == [True]
+    assert "over 4096" in describe(rotation, params)["long/kernel"]
+    # Under a rule of one's own, too.
+    rule = lambda path, leaf: RotatedAxes(((0,),))  # noqa: E731
+    with pytest.warns(UserWarning, match="haar leaves axes over 4096"):
+        orthoadam(0.1, rotation=Rotation("haar", axes=rule)).init(params)
 
 
 def test_what_is_guessed_is_marked():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orthojax import analysis, ops, quant
+from orthojax import analysis, ops, optim, quant
 from orthojax.ops import orthogonal, quantize
 from orthojax.ops.attention import relaxed_causal_mask
 from orthojax.ops.normalizers import ClippedSoftmax
@@ -145,6 +145,19 @@ def test_value_and_gradient_mix_no_dtypes(name, dtype):
         value, gradients = jax.eval_shape(jax.value_and_grad(total, tuple(range(len(arrays)))), *arrays)
     assert value.dtype == jnp.float32
     assert [(gradient.shape, gradient.dtype) for gradient in gradients] == [(a.shape, a.dtype) for a in arrays]
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "haar"])
+def test_a_rotation_of_bfloat16_mixes_no_dtypes(kind):
+    rotation, params = optim.Rotation(kind, embeddings=""), {"w": jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)}
+    there, back = optim.rotate(rotation), optim.unrotate(rotation)
+
+    def there_and_back(params):
+        updates, _ = there.update(params, there.init(params), params)
+        return back.update(updates, back.init(params), params)[0]
+
+    with jax.numpy_dtype_promotion("strict"):
+        assert jax.eval_shape(there_and_back, params) == params
 
 
 def test_every_function_on_arrays_is_among_them():

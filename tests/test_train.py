@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ from orthojax.train import (
     DivergedError,
     Inputs,
     build,
+    dry_run,
     evaluate,
     evaluation_stages,
     find_checkpoint,
@@ -50,6 +52,7 @@ from orthojax.train import (
     make_train_step,
     open_inputs,
     read_params,
+    settings_that_do_not_fit,
     train,
 )  # fmt: skip
 from orthojax.train.optimizer import decay_mask, rotated_axes, shared_basis
@@ -478,6 +481,24 @@ def evaluated():
     metrics = evaluate(loaded(TWO_LAYERS, params), inputs(), on_progress=parts.append)
     assert len(parts) == evaluation_stages(TWO_LAYERS) == 1 + len(quant.SETTINGS)
     return params, metrics
+
+
+def test_a_setting_whose_groups_do_not_fit_is_refused_before_anything_is_computed():
+    model = loaded(TWO_LAYERS, drawn_params(TWO_LAYERS.model))
+    settings = quant.SETTINGS | {name: quant.setting_named(name) for name in ("w4a8", "w4a8_group64")}
+    reason = "group_size=64 does not divide the 16 input features of layers_0/attention/query"
+    assert settings_that_do_not_fit(model, settings) == {"w4a8_group64": reason}
+    parts = []
+    with pytest.raises(UserError, match=f"quantisation setting w4a8_group64: {reason}"):
+        evaluate(model, inputs(), settings=settings, on_progress=parts.append)
+    assert not parts
+
+
+def test_the_fused_attention_of_another_platform_is_refused_before_anything_is_read():
+    config = replace(TINY, {"model.attention_implementation": "cudnn", "model.dtype": "bfloat16"})
+    for check in (lambda config: list(dry_run(config)), lambda config: opening(config, Path("run"))):
+        with pytest.raises(UserError, match="attention_implementation='cudnn' on a cpu\nallowed: auto"):
+            check(config)
 
 
 def test_perplexity_is_exp_of_the_mean_loss_over_all_targets(evaluated):

@@ -286,6 +286,10 @@ def guarded(call: Callable[[], Any], extras: str = "") -> Any:
         return result
     except (UserError, flags.Error) as error:
         fail(error)
+    except NotImplementedError as error:
+        if not str(error).startswith("attention"):  # a kernel that was asked for and does not support the arguments
+            raise
+        fail(UserError(str(error), allowed="--config.model.attention_implementation=auto"))
     except ModuleNotFoundError as error:
         hint = how_to_install(error)
         if not hint:

@@ -9,12 +9,15 @@ integers.
 
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
 from orthojax.commands import cli
 from orthojax.errors import UserError, printable
+from orthojax.files import finite
 
 FLAGS = flags.FLAGS
 
@@ -47,6 +50,15 @@ def _check_flags(data_kind: str, quantized: bool) -> None:
         raise UserError("--quantize_head and --post_attention are for language models", allowed="neither of them")
 
 
+def _fitting(loaded: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    from orthojax.train import settings_that_do_not_fit
+
+    unfit = settings_that_do_not_fit(loaded, settings)
+    for name, reason in unfit.items():
+        print(printable(f"{name} is left out: {reason}"))
+    return {name: setting for name, setting in settings.items() if name not in unfit}
+
+
 def main(_: list[str]) -> None:
     if not FLAGS.checkpoint:
         raise UserError("--checkpoint is missing", allowed="--checkpoint=DIR")
@@ -74,7 +86,7 @@ def main(_: list[str]) -> None:
     step_folder = find_checkpoint(Path(FLAGS.checkpoint))
     config = read_config(step_folder)
     _check_flags(config.data.kind, is_quantized(step_folder))
-    beside = step_folder.parent.parent
+    beside = step_folder.parent.parent if step_folder.parent.name == "checkpoints" else step_folder.parent
     if FLAGS.quantize:
         quant.require_integers(quant.setting_named(FLAGS.quantize))
         beside = beside / "quantized" / FLAGS.quantize
@@ -90,9 +102,11 @@ def main(_: list[str]) -> None:
     if is_quantized(step_folder):
         result["quantization"], settings = read_json_item(step_folder, "quantization")["setting"], {}
     loaded = load(step_folder)
+    if FLAGS.settings == ["all"]:
+        settings = _fitting(loaded, settings)
     stages = evaluation_stages(config, settings, quantize_head=FLAGS.quantize_head)
     with Progress(stages, every_seconds=0.0) as progress:
-        result["metrics"] = metrics = evaluate(
+        metrics = evaluate(
             loaded,
             inputs,
             settings=settings,
@@ -100,6 +114,7 @@ def main(_: list[str]) -> None:
             post_attention=FLAGS.post_attention,
             on_progress=functools.partial(progress.advance, 1),
         )
+    result["metrics"] = finite(metrics)
     print("\n".join(overview(metrics, config)), flush=True)  # before it is written: a full disk must not lose it
     write_text(workdir / "evaluation.json", json.dumps(result, indent=2) + "\n")
     print(printable(f"\nwritten: {workdir / 'evaluation.json'}"))

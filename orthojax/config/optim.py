@@ -22,7 +22,8 @@ class RotationConfig:
     Attributes:
       kind: Which orthogonal matrix.
       axes: Which axes of every kernel: its last (`output`), the one before (`input`), `both`, the d_model axis of
-        every kernel (`residual`) or of those that write to the residual stream only (`writers`), or `none`. With
+        every kernel (`residual`; of one that reads the latent of latent attention, that axis) or of those that write to
+        the residual stream only (`writers`), or `none`. With
         `output` the first token had outliers after 10,000 steps.
       embeddings: Whether embedding tables are rotated too, along d_model.
       scope: One matrix for every layer of every parameter, or the wider controls.

@@ -27,11 +27,13 @@ class Run(NamedTuple):
       config: Its config.
       lines: Of metrics.jsonl, in the order of their steps.
       evaluation: The metrics of evaluation.json, {} where it was not evaluated.
+      evaluated: The step of the checkpoint that was evaluated, None where that is not known.
     """
 
     config: Config
     lines: list[dict[str, Any]]
     evaluation: dict[str, float]
+    evaluated: int | None = None
 
     def curve(self, metric: str) -> tuple[list[int], np.ndarray]:
         """A metric at the steps that have it: (steps [n], values [1, n])."""
@@ -93,7 +95,8 @@ def read_run(path: Path) -> Run:
     found = parse_json(evaluation.read_bytes(), str(evaluation))
     if not isinstance(found, dict) or not isinstance(found.get("metrics"), dict):
         raise UserError(f"{evaluation} has no metrics", allowed="what orthojax evaluate writes")
-    return Run(config, lines, found["metrics"])
+    step = Path(str(found.get("checkpoint", ""))).name
+    return Run(config, lines, found["metrics"], int(step) if step.isdecimal() else None)
 
 
 def comparing_page(runs: Mapping[str, Run], notes: Sequence[str]) -> Report:
@@ -130,6 +133,12 @@ def _warnings(runs: Mapping[str, Run]) -> list[str]:
     found = []
     if any(_held_out(run) != _held_out(first) for run in others):
         found.append("Their data or evaluations differ: losses compare only where the held-out text is the same.")
+    for name, run in runs.items():
+        if run.evaluated not in (None, run.lines[-1]["step"]):
+            found.append(
+                f"{name} was evaluated at step {run.evaluated}, and its last logged step is {run.lines[-1]['step']}: "
+                "orthojax evaluate --checkpoint=RUN measures the newest checkpoint."
+            )
     if missing := ", ".join(name for name, run in runs.items() if not run.evaluation):
         found.append(
             f"Not evaluated: {missing}. What was logged while training is of fewer sequences; orthojax evaluate "

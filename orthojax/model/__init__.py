@@ -47,6 +47,14 @@ _LAZY = {
     "transformer": ("Transformer", "parameter_shapes"),
 }
 
+__all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
+    {"bigram_backcopy", "flops_per_token", "gpt2", "llama2", "parameter_count"}.union(*_LAZY.values())
+)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 def __getattr__(name: str) -> Any:
     for module, names in _LAZY.items():

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from orthojax.config import ModelConfig
 from orthojax.errors import UserError
@@ -115,7 +116,8 @@ def plan(cache: KVCache, config: ModelConfig, shape: tuple[int, ...], given: Int
       given: Interventions of the call.
 
     Raises:
-      ValueError: For a cache of another model or batch, more tokens than slots, or interventions by position.
+      ValueError: For a cache of another model or batch, more tokens than slots, several tokens where they would
+        overwrite those that they see (outside of jit, where the length is known), or interventions by position.
     """
     batch, length = shape
     expected = _shapes(config, batch, cache.size)
@@ -124,6 +126,9 @@ def plan(cache: KVCache, config: ModelConfig, shape: tuple[int, ...], given: Int
         raise UserError(found, allowed="{} and {}".format(*expected))
     if length > cache.size:
         raise UserError(f"{length} tokens for a cache of {cache.size}", allowed=f"at most {cache.size} in one call")
+    if length > 1 and not isinstance(cache.length, Tracer) and int(cache.length) + length > cache.size:
+        held = f"{length} tokens for a cache of {cache.size} that holds {int(cache.length)}"
+        raise UserError(held, allowed="one token at a time where the cache is full")
     fields = {} if given is None else given._asdict()
     by_position = [name for name in fields if fields[name] is not None and name not in _BY_HEAD_AND_LAYER]
     if by_position:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from orthojax.config import Mlp, ModelConfig
-from orthojax.ops.products import kernel_product
+from orthojax.ops.products import is_head, kernel_product
 from orthojax.ops.quantize import Quantized
 
 F = TypeVar("F", bound="LinearFunction")
@@ -36,7 +36,7 @@ def is_plain_product(function: LinearFunction) -> bool:
 @plain_product
 def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
     """The product x @ kernel + bias; logits (`head`) stay float32, since bfloat16 ones would make the loss noisy."""
-    y = kernel_product(x, kernel, preferred_element_type=jnp.float32 if path == "head" else None)
+    y = kernel_product(x, kernel, preferred_element_type=jnp.float32 if is_head(path) else None)
     return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
 
 

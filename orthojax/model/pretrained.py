@@ -287,9 +287,9 @@ def write_folder(folder: str | Path, config: ModelConfig, params: Any, tokenizer
     folder, leaves = Path(folder), _flat(params)
     with needing("a safetensors file", "pretrained"):
         import safetensors.numpy  # noqa: F401
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty", allowed="a new folder")
     make_folder(folder, "folder of the exported model")
+    if any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty", allowed="a new folder")
     given, rows = None, own_weights(config)
     for family in FAMILIES.values():
         if given := write_config(family, config):

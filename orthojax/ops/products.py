@@ -58,3 +58,8 @@ def _as_rows(x: jax.Array) -> jax.Array:
     if AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types or jax.default_backend() != "cpu":
         return x
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def is_head(path: str) -> bool:
+    """Whether a linear layer is the output head, in a module of one's own as well (`lm/head`)."""
+    return path.rpartition("/")[2] == "head"

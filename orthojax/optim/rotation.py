@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from orthojax.errors import UserError
 from orthojax.formatting import align
 from orthojax.ops import orthogonal
 from orthojax.optim.axes import (
@@ -29,6 +30,7 @@ Kind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
 Scope = Literal["layer", "parameter", "tree"]
 
 _MAX_HAAR_SIZE = 4096  # a larger axis is left alone: its matrix would take 64 MB for every layer
+_TOO_LONG = f"over {_MAX_HAAR_SIZE}"
 _MAX_HAAR_RATIO = 8  # elements of the matrices of a parameter, as a multiple of its own
 
 AxesRule = Callable[[str, jax.ShapeDtypeStruct], RotatedAxes | None]
@@ -194,16 +196,17 @@ def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
         if size < 2:
             left_alone.append(f"axes {axes}: length {size}")
         elif rotation.kind == "haar" and size > _MAX_HAAR_SIZE:
-            left_alone.append(f"axes {axes}: length {size} is over {_MAX_HAAR_SIZE}")
+            left_alone.append(f"axes {axes}: length {size} is {_TOO_LONG}")
         else:
             # Sizes too: rows of different lengths must not be parts of one sequence of signs.
             group_name = f":{size}" if rotation.scope == "tree" else f"{name}:{i}:{size}:{of_layer}"
             groups.append(Group(axes, size, group_name, layers))
     elements = sum(len(group.layers) * group.size**2 for group in groups)
     if rotation.kind == "haar" and elements > _MAX_HAAR_RATIO * shape.size:
-        raise ValueError(
+        raise UserError(
             f"{path} {shape.shape}: haar matrices of {[group.size for group in groups]} rows have {elements} elements, "
-            f"over {_MAX_HAAR_RATIO} times its {shape.size}; allowed: fewer axes (Rotation.axes), or kind='hadamard'"
+            f"over {_MAX_HAAR_RATIO} times its {shape.size}",
+            allowed="fewer rotated axes, or the rotation's kind hadamard",
         )
     return Plan(path, tuple(groups), stacked, stacked_shape, tuple(left_alone), mark, is_chosen=True)
 
@@ -257,10 +260,16 @@ def name_key(group: Group) -> int:
 
 
 def warn_of_nothing_found(rotation: Rotation, plans: list[tuple[Any, Plan]]) -> None:
-    """Warns where no kernel, or no embedding table, has an axis of the asked length, and where there is no table."""
+    """Warns where axes are too long for Haar matrices, none has the asked length, and where there is no table."""
+    show = "print(orthojax.optim.describe(rotation, params)) shows what is found"
+    if too_long := [plan.path for _, plan in plans if any(_TOO_LONG in reason for reason in plan.left_alone)]:
+        warnings.warn(
+            f"haar leaves axes {_TOO_LONG} to plain Adam, in {len(too_long)} parameters ({', '.join(too_long[:3])}"
+            f"{', ...' if len(too_long) > 3 else ''}); kind='hadamard' rotates them. {show}",
+            stacklevel=2,
+        )
     if callable(rotation.axes):
         return
-    show = "print(orthojax.optim.describe(rotation, params)) shows what is found"
     if isinstance(rotation.axes, int):
         kernels = [plan for _, plan in plans if plan.mark != "embedding"]
         tables = {plan.path: leaf.shape[-1] for leaf, plan in plans if plan.mark == "embedding"}

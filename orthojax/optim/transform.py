@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from orthojax.ops import orthogonal
+from orthojax.ops.statistics import wide_dtype
 from orthojax.optim import layout
 from orthojax.optim.rotation import (
     DEFAULT_ROTATION,
@@ -65,7 +66,7 @@ def _init_basis(rotation: Rotation, params: optax.Params) -> Any:
         for i, group in enumerate(plan.groups):
             *parents, name = _basis_path(plan.path, i)
             node = functools.reduce(lambda node, part: node.setdefault(part, {}), parents, basis)
-            node[name] = _draw_haar(rotation, plan, group, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
+            node[name] = _draw_haar(rotation, plan, group, wide_dtype(leaf))
     # An array, not an empty dict: optax.tree.map_params must see a non-parameter. Orbax saves none of size 0.
     return basis or jnp.zeros((), jnp.float32)
 
@@ -147,7 +148,7 @@ def rotate_shard(
 
     `plan` and `constants` are those of the whole parameter; `names` are the mesh axes of each dimension.
     """
-    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = x.astype(wide_dtype(x))
     for group, whole in zip(plan.groups, constants, strict=True):
         moved, over, back = layout.gather_axes(y, group.axes, plan.stacked, names)
         mine = tuple(layout.local_slice(c, plan.stacked, moved.shape, over) for c in whole)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from orthojax.errors import UserError
+from orthojax.ops.products import is_head
 from orthojax.ops.quantize import Quantized, dequantize, pack, quantize, unpack
 from orthojax.ops.statistics import at_least_float32
 from orthojax.quant.ptq import QuantizationSetting, fake_quantize, group_inputs, group_kernel, map_kernels
@@ -197,6 +198,6 @@ def integer_linear(setting: QuantizationSetting) -> "LinearFunction":
             y = y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
         if setting.outputs is not None:
             y = fake_quantize(y, setting, setting.input_bits, None)
-        return y if path == "head" else y.astype(x.dtype)
+        return y if is_head(path) else y.astype(x.dtype)
 
     return linear

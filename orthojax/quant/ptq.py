@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from orthojax.config import added, check_types
 from orthojax.errors import UserError, nearest
+from orthojax.ops.products import is_head
 from orthojax.ops.quantize import Axes, absmax, zeropoint
 from orthojax.ops.statistics import at_least_float32
 
@@ -249,7 +250,7 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
             kept = _largest_features(y, setting.float_features) if setting.float_features else False
             rounded = fake_quantize(jnp.where(kept, 0, y), setting, setting.input_bits, None)
             y = jnp.where(kept, y, rounded)
-        return y if path == "head" else y.astype(x.dtype)
+        return y if is_head(path) else y.astype(x.dtype)
 
     return linear
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from orthojax.errors import UserError
+from orthojax.ops.products import is_head
 from orthojax.ops.statistics import at_least_float32
 from orthojax.quant.ptq import ALL_BUT_HEAD, QuantizationSetting, compile_pattern, fake_quantize_kernel
 
@@ -94,7 +95,7 @@ def static_linear(
         y = float_linear(a, w, None if bias is None else bias.astype(a.dtype), path)
         if setting.outputs is not None:
             y = _on_scale(y, calibration.outputs[path], setting.input_bits)
-        return y if path == "head" else y.astype(x.dtype)
+        return y if is_head(path) else y.astype(x.dtype)
 
     return linear
 

@@ -31,7 +31,7 @@ from orthojax.train.estimates import (
     model_flops_utilization,
     peak_flops_per_second,
 )
-from orthojax.train.evaluation import evaluate, evaluation_stages
+from orthojax.train.evaluation import evaluate, evaluation_stages, settings_that_do_not_fit
 from orthojax.train.loading import find_model, load, load_params, require_tokenizer
 from orthojax.train.loop import train
 from orthojax.train.mesh import make_mesh, place_rows
@@ -90,6 +90,7 @@ __all__ = [
     "require_same_data",
     "require_task",
     "require_tokenizer",
+    "settings_that_do_not_fit",
     "state_shapes",
     "train",
     "validation_losses",

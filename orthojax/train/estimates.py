@@ -15,7 +15,7 @@ from orthojax.formatting import byte_count
 from orthojax.model import flops_per_token, parameter_count
 from orthojax.ops import positions_at_once
 from orthojax.train.mesh import ROWS, in_mesh
-from orthojax.train.step import TrainState, build, state_shapes
+from orthojax.train.step import TrainState, build, require_attention, state_shapes
 
 # Dense bfloat16 FLOP/s of one JAX device, from the vendors' data sheets (NVIDIA prints them with sparsity, twice as
 # large), by the exact `device_kind`: one that begins alike may be another chip, as H100 and H100 PCIe are.
@@ -165,8 +165,9 @@ def dry_run(config: Config) -> Iterator[str]:
     The last ones come once its step is compiled, which may take a minute.
 
     Raises:
-      UserError: As `build`.
+      UserError: As `require_attention` and `build`.
     """
+    require_attention(config.model)
     program, plan, state = build(config), estimate(config), state_shapes(config)
     mesh, kind = program.mesh, jax.devices()[0].device_kind
     count = 1 if mesh is None else mesh.size

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from orthojax import analysis, quant
 from orthojax.config import Config
 from orthojax.data import BigramBackcopy
+from orthojax.errors import UserError
 from orthojax.model import LoadedModel, Transformer, linear, mesh_of
 from orthojax.ops.cross_entropy import perplexity
 from orthojax.train.mesh import constrain, in_mesh, place_rows
@@ -68,6 +69,20 @@ def validation_loss_nats(
     return sum(map(float, totals)) / sum(map(float, counts))
 
 
+def settings_that_do_not_fit(loaded: LoadedModel, settings: Mapping[str, quant.QuantizationSetting]) -> dict[str, str]:
+    """Name -> reason, of those whose groups do not divide the input features of a kernel; nothing is computed."""
+    found = {}
+    for name, setting in settings.items():
+        if setting.group_size is None:
+            continue
+        model = Transformer(loaded.config.model, linear=quant.quantized_linear(setting))
+        try:
+            jax.eval_shape(model.apply, {"params": loaded.params}, jnp.zeros((1, 2), jnp.int32))
+        except UserError as error:
+            found[name] = str(error).partition("\n")[0]
+    return found
+
+
 def evaluate(
     loaded: LoadedModel,
     inputs: Inputs,
@@ -94,10 +109,15 @@ def evaluate(
       `post_attention_` ones where asked for), `perplexity_<setting>` for every one of `settings`, and
       `perplexity_<setting>_with_head`; for Bigram-Backcopy its risks and the statistics of `analysis.observe_backcopy`.
       Values by layer end in `/layer_i`.
+
+    Raises:
+      UserError: For a setting that does not fit the model, before anything is computed.
     """
     config, params = loaded.config, loaded.params
     if settings is None:
         settings = quant.SETTINGS if loaded.model.linear is linear else {}
+    for name, reason in settings_that_do_not_fit(loaded, settings).items():  # before hours of work
+        raise UserError(f"quantisation setting {name}: {reason}", allowed="the settings that fit this model")
     loss = validation_loss_nats(config, params, inputs, model=loaded.model)
     if inputs.task is not None:
         mesh, (observe, risks_of) = mesh_of(params), observing(inputs.task)

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from orthojax import quant
-from orthojax.config import Config, DataConfig, ModelConfig, changed_fields
+from orthojax.config import Config, DataConfig, ModelConfig, changed_fields, replace
 from orthojax.data import load_tokenizer, make_tokenizer
 from orthojax.data.declared_tokens import with_declared_tokens
 from orthojax.data.tokenizers import Tokenizer
@@ -35,7 +35,8 @@ _PUBLISHED_LENGTH = 256  # tokens of a row on which models that others trained a
 def load(path: str | Path) -> LoadedModel:
     """A model with its parameters on the first device: of a run, or one that others trained.
 
-    A quantised checkpoint gives a model whose linear layers run on its integers.
+    A quantised checkpoint gives a model whose linear layers run on its integers. One trained with the fused attention
+    of a platform, `cudnn` or `splash`, has `auto` in its place, so that it can be read on any.
 
     Args:
       path: A workdir, its `checkpoints` folder, or one step's folder; or what `orthojax.published.locate` finds: a
@@ -48,6 +49,9 @@ def load(path: str | Path) -> LoadedModel:
     folder, config = find_model(path)
     if is_pretrained(folder):
         return _load_pretrained(folder, config)
+    # Kernels that only the platform of the training has; `auto` picks those of this one.
+    if config.model.attention_implementation in ("cudnn", "splash"):
+        config = replace(config, {"model.attention_implementation": "auto"})
     if checkpoint.is_quantized(folder):
         setting, params = checkpoint.read_quantized(folder)
         model = Transformer(config.model, linear=quant.integer_linear(setting))

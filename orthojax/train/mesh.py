@@ -148,17 +148,18 @@ def rules(model: ModelConfig) -> tuple[Rule, ...]:
     """The rules of the transformer's parameters, the first match counts.
 
     `tensor` splits heads, MLP width and vocabulary; a head is never cut, nor parted from its group. `fsdp` splits the
-    axis that is not rotated by default (kernels [in, out] are rotated along `out`, tables [n, d_model] and the head
-    [d_model, n] along d_model), so that rotated moments need no communication; the other axis where that does not
-    divide. A dimension that does not divide stays whole, and so do vectors, except the biases of split outputs.
+    axis that is not rotated by default, where every kernel is rotated along d_model, so that rotated moments need no
+    communication: `out` of kernels that read the residual stream, `in` of those that write to it, n of tables
+    [n, d_model] and of the head [d_model, n]. The other axis where that does not divide. A dimension that does not
+    divide stays whole, and so do vectors, except the biases of split outputs.
     """
     heads = model.kv_heads
     return (
-        Rule(r"attention/(query|key|value|gate)/kernel", tensor=-1, units=heads, fsdp=(-2, -1)),
+        Rule(r"attention/(query|key|value|gate)/kernel", tensor=-1, units=heads, fsdp=(-1, -2)),
         Rule(r"attention/(query|key|value|gate)/bias", tensor=-1, units=heads),
-        Rule(r"attention/(latent|query_latent|rotary_key)/kernel", fsdp=(-2, -1)),
+        Rule(r"attention/(latent|query_latent|rotary_key)/kernel", fsdp=(-1, -2)),
         Rule(r"attention/output/kernel", tensor=-2, units=heads, fsdp=(-2, -1)),
-        Rule(r"mlp/((experts|shared)/)?(input|gate)/kernel", tensor=-1, fsdp=(-2, -1)),
+        Rule(r"mlp/((experts|shared)/)?(input|gate)/kernel", tensor=-1, fsdp=(-1, -2)),
         Rule(r"mlp/((experts|shared)/)?(input|gate)/bias", tensor=-1),
         Rule(r"mlp/((experts|shared)/)?output/kernel", tensor=-2, fsdp=(-2, -1)),
         Rule(r"token_embedding/embedding", tensor=-2, fsdp=(-2, -1)),

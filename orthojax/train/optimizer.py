@@ -186,7 +186,8 @@ def anneal_sinks(steps: int) -> optax.GradientTransformation:
         return {_name(path): leaf for path, leaf in leaves if _is_sink(path)}
 
     def init(params: optax.Params) -> SinkAnnealing:
-        return SinkAnnealing(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, of(params)))
+        # An array where there is none, as in optax's own placeholder of the parameters, so that trees stay alike.
+        return SinkAnnealing(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, of(params)) or jnp.zeros(()))
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orthojax.config import Config, MeshConfig, ModelConfig, OptimConfig
 from orthojax.data import BigramBackcopy
+from orthojax.errors import UserError
 from orthojax.model import Transformer, parameter_shapes
 from orthojax.ops import chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
 from orthojax.optim import layout_of, state_shardings
@@ -179,6 +180,17 @@ class Program(NamedTuple):
     shardings: TrainState | None  # of NamedSharding, on a mesh
     init: Callable[[jax.Array], TrainState]  # jitted: key -> the state before the first step, on the mesh
     step: TrainStep  # jitted
+
+
+def require_attention(model: ModelConfig) -> None:
+    """Refuses the fused attention of another platform before anything is read or compiled.
+
+    Raises:
+      UserError: Naming the platform.
+    """
+    asked, platform = model.attention_implementation, jax.default_backend()
+    if {"cudnn": "gpu", "splash": "tpu"}.get(asked, platform) != platform:
+        raise UserError(f"model.attention_implementation={asked!r} on a {platform}", allowed="auto | xla | xla_chunked")
 
 
 def build(config: Config, task: BigramBackcopy | None = None) -> Program:

@@ -12,6 +12,7 @@ from orthojax.ops.cross_entropy import perplexity
 from orthojax.train.estimates import describe_devices
 from orthojax.train.mesh import about_mesh, make_mesh
 from orthojax.train.metrics import read_metrics
+from orthojax.train.step import require_attention
 
 # With softmax-1 and the output axis rotated there were no outliers after 4,000 and 6,000 steps, and there were after
 # 10,000.
@@ -22,8 +23,9 @@ def opening(config: Config, workdir: Path) -> list[str]:
     """Lines about a run before it begins.
 
     Raises:
-      UserError: As `make_mesh`.
+      UserError: As `make_mesh` and `require_attention`.
     """
+    require_attention(config.model)
     model, optim, settings, length = config.model, config.optim, config.train, config.data.sequence_length
     layers = f"{model.num_layers} layers of {model.num_heads} heads, d_model {model.d_model}"
     warmup = "without warm-up"

@@ -294,7 +294,6 @@ def _attend_run(inputs: "AttentionInputs", run: _Run, queries: dict[str, jax.Arr
     `queries` has of each chunk the position of its first query and its query, and bias and mask where these vary by
     query; `inputs` has the rest.
     """
-    dtype = inputs.value.dtype
     # Every chunk adds to the gradients of what all chunks share: summed in float32, as in one product.
     shared = {name: getattr(inputs, name) for name in ("key", "value", "bias", "normalizer")}
     shared = {name: at_least_float32(a) if isinstance(a, jax.Array) else a for name, a in shared.items()}
@@ -304,7 +303,8 @@ def _attend_run(inputs: "AttentionInputs", run: _Run, queries: dict[str, jax.Arr
     @functools.partial(jax.checkpoint, prevent_cse=False)  # in a loop nothing can be merged with the recomputation
     def attend_chunk(chunk: dict[str, jax.Array]) -> jax.Array:
         first = 0 if run.left is None else jnp.clip(chunk["start"] - run.left, 0, inputs.key.shape[1] - run.keys)
-        key, value = (_keys(shared[name], first, run.keys, 1).astype(dtype) for name in ("key", "value"))
+        key = _keys(shared["key"], first, run.keys, 1).astype(inputs.key.dtype)
+        value = _keys(shared["value"], first, run.keys, 1).astype(inputs.value.dtype)
         bias, mask = chunk.get("bias", shared["bias"]), chunk.get("mask", inputs.mask)
         bias, mask = (None if array is None else _keys(array, first, run.keys, 3) for array in (bias, mask))
         hiding = {"mask": mask, "query_start": chunk["start"], "key_start": first, **_hiding(inputs)}
