@@ -100,7 +100,7 @@ VERDICTS = {
     "parity": "--++-+",
     "remaining_outliers": "++-+--+",
     "long_pair": "?+--",
-    "repeated_longer": "+++-++--+-+?---+++",
+    "repeated_longer": "+++-+--++++?-+-+++",
     "repeated_settings": "-?????+++?-+-",
     "downstream": "+--",
 }
