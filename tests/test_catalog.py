@@ -105,7 +105,7 @@ VERDICTS = {
     "downstream": "+--",
 }
 
-NOT_RUN_YET: set[str] = set()  # whose results are not committed
+NOT_RUN_YET: set[str] = {"ordinary_text"}  # whose results are not committed
 
 
 def experiment_named(name: str) -> Experiment:

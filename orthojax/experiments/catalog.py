@@ -66,6 +66,7 @@ from orthojax.experiments.ours import (
     long_pair,
     normalizers,
     optimizer_outliers,
+    ordinary_text,
     parity,
     quick,
     remaining_outliers,
@@ -86,7 +87,7 @@ _TABLES = (table1, table2, table3, table4, table5, table6, table7, table8, table
 _LATER = (training_curves, appendix_e, appendix_g, appendix_h)
 _OURS = (
     rotation_ablation, optimizer_outliers, normalizers, streaming, tiny_setting, depth, tuning, parity,
-    remaining_outliers, repeated_passages, damage, haar, adam_betas, downstream, long_pair,
+    remaining_outliers, repeated_passages, ordinary_text, damage, haar, adam_betas, downstream, long_pair,
 )  # fmt: skip
 _ON_THE_TASK = (one_layer, three_layers, peak_blocks, peak_slope, backcopy_rules, backcopy_cure)
 _BREAK_CONDITIONS = (break_conditions_map, break_conditions_cells)
