@@ -20,7 +20,7 @@ from orthojax.experiments.claims import (
 )
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import RUNS, SCALES
-from orthojax.experiments.results import Result, Results
+from orthojax.experiments.results import Results
 from orthojax.experiments.tables import MetricTable, PairedTable
 from orthojax.formatting import percent
 
@@ -51,10 +51,6 @@ _MATRICES = tuple(f"matrices_{seed}" for seed in ROTATION_SEEDS)
 _OTHER_SEEDS = {"matrices of five seeds": _MATRICES}
 
 
-def _ratio_range(of: tuple[Result, ...], other: Result) -> float:
-    return max(abs(result.perplexity / other.perplexity - 1) for result in of)
-
-
 CLAIMS = (
     Claim("With Haar matrices there are no outliers either, on any axis.", ("adam", *_HAAR), KURTOSIS,
           lambda adam, *haar: max(map(worst_kurtosis, haar)) < NO_OUTLIERS,
@@ -66,7 +62,7 @@ CLAIMS = (
           detail=lambda *of: "perplexity " + ", ".join(f"{r.perplexity:.2f}" for r in of)),
     Claim("Hadamard matrices do what Haar matrices do, on the output axis.", ("hadamard", "haar_output"),
           (*KURTOSIS, PPL), lambda hadamard, haar: worst_kurtosis(hadamard) < NO_OUTLIERS
-          and _ratio_range((hadamard,), haar) <= EQUAL_PERPLEXITY,
+          and abs(hadamard.perplexity / haar.perplexity - 1) <= EQUAL_PERPLEXITY,
           f"kurtosis below {NO_OUTLIERS:g}, perplexity within {EQUAL_PERPLEXITY:.0%}"),
     Claim("No axis costs perplexity.", ("vanilla", *_HAAR), (PPL,),
           lambda vanilla, *haar: all(r.perplexity / vanilla.perplexity - 1 <= EQUAL_PERPLEXITY for r in haar),

@@ -9,7 +9,15 @@ from typing import Any
 
 from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, replace
 from orthojax.experiments.base_configs import OUTPUT_AXIS
-from orthojax.experiments.claims import EQUAL_PERPLEXITY, PPL, Claim, dominated, excess_of_first_left, has_outliers
+from orthojax.experiments.claims import (
+    EQUAL_PERPLEXITY,
+    GAUSSIAN,
+    PPL,
+    Claim,
+    dominated,
+    excess_of_first_left,
+    has_outliers,
+)
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.pictures import LayerCurves, StepCurves
 from orthojax.experiments.pretrained.smollm2 import ABOUT, NAME
@@ -87,9 +95,9 @@ CLAIMS = (
           "at most half of what exceeds chance with softmax and Adam; testable where that is dominated", dominated),
     Claim("The peak of the first token falls.", _BOTH, (_MAX_FIRST,), _at_most_half(_MAX_FIRST),
           "its largest activation is at most half of that with softmax and Adam"),
-    Claim("Outliers of the first token fall.", _BOTH, (_FIRST,), _at_most_half(_FIRST, 3.0),
+    Claim("Outliers of the first token fall.", _BOTH, (_FIRST,), _at_most_half(_FIRST, GAUSSIAN),
           "at most half of the kurtosis above a Gaussian's; testable where there are outliers", has_outliers),
-    Claim("Outliers of other tokens fall.", _BOTH, (_REST,), _at_most_half(_REST, 3.0),
+    Claim("Outliers of other tokens fall.", _BOTH, (_REST,), _at_most_half(_REST, GAUSSIAN),
           "at most half of the kurtosis above a Gaussian's; testable where there are outliers", has_outliers),
     Claim("Damage by quantisation falls.", _BOTH, (_DAMAGE,), _at_most_half(_DAMAGE),
           "coarse int8 costs at most half the loss"),
