@@ -10,7 +10,9 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 def committed(experiment: Experiment) -> Results:
-    """Its own results, or those of table2 that it reads."""
-    name = "quick-tiny" if experiment.name == "quick" else experiment.name
-    paths = [RESULTS / folder / "results.json" for folder in (name, name.replace("_", "-"), "table2")]
-    return results_of(experiment, read_raw(next(path for path in paths if path.exists())), RESULTS / "x")
+    """Its own results; of an experiment whose folder has a report alone those of table2, whose runs it shares."""
+    names = ("quick-tiny" if experiment.name == "quick" else experiment.name, experiment.name.replace("_", "-"))
+    folder = next(RESULTS / name for name in names if (RESULTS / name).is_dir())
+    own = folder / "results.json"
+    path = own if own.exists() else RESULTS / "table2/results.json"
+    return results_of(experiment, read_raw(path), RESULTS / "x")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from committed import RESULTS, committed
 from planted_results import made_up
 from thinned import quick_and_slow
 
@@ -25,14 +26,14 @@ from orthojax.experiments.from_attention.table5 import BY_NAME
 from orthojax.experiments.ours import rotation_ablation
 from orthojax.experiments.page import Report, make_report
 from orthojax.experiments.quantization import about_int8
-from orthojax.experiments.rerender import read_raw, rerender, results_of
+from orthojax.experiments.rerender import read_raw, rerender
 from orthojax.experiments.results import Results
 from orthojax.experiments.tables import MetricTable
 from orthojax.files import read_json
+from orthojax.formatting import number
 from orthojax.optim import Rotation
 from orthojax.train import make_rotation
 
-RESULTS = Path(__file__).parents[1] / "results"
 GRID_TABLES = ("table2", "table3", "table5", "table6", "table8", "table9")
 WORDS = {"+": "holds", "-": "does not hold", "?": "not testable at this scale", "0": "not measured"}
 # What the committed results have shown since they were measured; those without results.json read table2's.
@@ -110,12 +111,6 @@ NOT_RUN_YET: set[str] = {"ordinary_text"}  # whose results are not committed
 
 def experiment_named(name: str) -> Experiment:
     return next(experiment for experiment in ALL if experiment.name == name)
-
-
-def committed(experiment: Experiment) -> Results:
-    name = "quick-tiny" if experiment.name == "quick" else experiment.name
-    paths = [RESULTS / folder / "results.json" for folder in (name, name.replace("_", "-"), "table2")]
-    return results_of(experiment, read_raw(next(path for path in paths if path.exists())), RESULTS / "x")
 
 
 def report_of(results: Results, experiment: Experiment) -> Report:
@@ -249,6 +244,44 @@ def test_runs_that_failed_give_no_nan_and_leave_the_others(name, which):
         verdicts = {judge(claim, results).verdict for claim in experiment.claims if not claim.unmeasured}
         assert verdicts <= {"not testable at this scale"}  # a map has no claims
         assert verdicts or not experiment.claims
+
+
+def with_failed(name, failed):
+    """Committed results in which some runs failed once they were measured: {variant: seeds}."""
+    experiment = experiment_named(name)
+    results = committed(experiment)
+    for row in results.raw["rows"]:
+        if row["seed"] in failed.get(row["variant"], ()):
+            row["failed"] = "out of memory"
+    return Results(experiment, results.scale, results.seeds, results.workdir, results.raw, results.variants)
+
+
+def test_variants_are_compared_on_the_seeds_that_all_of_them_finished():
+    vanilla, cured = "vanilla_64_bos_6000", "cured_64_bos_6000"
+    (claim,) = [c for c in experiment_named("repeated_longer").claims if c.says == "They cost no perplexity."]
+    results = with_failed("repeated_longer", {vanilla: [1, 2]})
+    judged = judge(claim, results)
+    assert "Compared on the seeds that every variant finished: 6,000 steps [3, 4, 5]." in judged.closing
+    means = [np.mean([results[of].by_seed("perplexity")[seed] for seed in (3, 4, 5)]) for of in (vanilla, cured)]
+    assert f"6,000 steps: {' → '.join(map(number, means))}" in judged.cases
+    assert "Compared on" not in judge(claim, with_failed("repeated_longer", {})).closing
+    judged = judge(claim, with_failed("repeated_longer", {vanilla: [1, 2], cured: [3, 4, 5]}))
+    assert "Not measured, since a run failed or a metric is missing: 6,000 steps." in judged.closing
+    assert not [case for case in judged.cases if case.startswith("6,000")]
+
+
+@pytest.mark.parametrize(("name", "variant"), [("figure2", "relaxed"), ("streaming", "softmax"), ("normalizers", "")])
+def test_figures_that_need_a_run_that_failed_are_left_out_and_no_error(name, variant, tmp_path):
+    results = with_failed(name, {variant or committed(experiment_named(name)).first.name: range(10)})
+    assert results.failures()
+    kinds = len(results.experiment.pictures)
+    results.experiment = dataclasses.replace(results.experiment, tables=())  # which may need the runs
+    report = make_report(results)
+    (left_out,) = [text for text in report.summary if text.startswith("Left out")]
+    assert re.fullmatch(rf"Left out, since a run failed: \d of {kinds} kinds of figures\.", left_out)
+    assert not any("Left out" in text for text in report.failures)
+    rerender(results.experiment, results.raw, RESULTS / name / "results.json", tmp_path)
+    assert "out of memory" in (tmp_path / "report.md").read_text()
 
 
 # The paper's own numbers.

@@ -101,9 +101,11 @@ def test_runs_on_other_data_are_said_to_be(tmp_path):
 def test_an_evaluation_of_an_earlier_checkpoint_is_said(tmp_path):
     metrics = {"perplexity": 8.0, "loss_nats": 2.08}
     runs = {"new": read_run(made(tmp_path / "a", evaluation=metrics))}
-    runs["old"] = read_run(made(tmp_path / "b", evaluation=metrics, step=2))
+    made(tmp_path / "b", evaluation=metrics, step=2)
+    (tmp_path / "b/checkpoints/4").mkdir(parents=True)
+    runs["old"] = read_run(tmp_path / "b")
     (warning,) = [text for text in comparing_page(runs, []).summary if "evaluated at" in text]
-    assert warning.startswith("old was evaluated at step 2, and its last logged step is 4")
+    assert warning.startswith("old was evaluated at step 2, and its newest checkpoint is of step 4")
 
 
 def test_the_command_writes_the_page(tmp_path):

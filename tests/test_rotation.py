@@ -160,11 +160,12 @@ TABLES = """
 KERNELS = """
     text_embedder/layers/mlp/kernel embed/proj/weight patch_embed/kernel patch_embed/weight embedding_norm/dense/w
     unembed unembed/weight rotary_embedder/linear/w newt/weight lm_head/weight normalizer/w w_q lora_b
+    norm_proj/weight norm_linear/w ln_proj/weight layernorm_dense/weight norm_out_proj/weight rms_linear/weight
 """.split()  # fmt: skip
 VECTORS = """
     layers/norm/scale ln/gamma ln/beta mlp/bias mlp/b attention/sink attention/sink_logits block/ls/gain
     layers/norm1/weight ln_f/weight input_layernorm/weight attn_norm/w RMSNorm_0/weight cls_token embed/bias
-    norm_attn/weight norm_final/w rms/weight ln_attn/weight rmsnorm_0/w norm2_out/weight
+    norm_attn/weight norm_final/w rms/weight ln_attn/weight rmsnorm_0/w norm2_out/weight mlp_norm/weight
 """.split()  # fmt: skip
 
 
@@ -237,12 +238,12 @@ def test_a_kernel_too_long_for_haar_has_the_length_all_the_same(recwarn):
     params = {"long": {"kernel": jnp.ones((5000, 2))}, "other": {"kernel": jnp.ones((4, 8))}}
     rotation = Rotation("haar", axes=5000, embeddings="")
     orthoadam(0.1, rotation=rotation).init(params)
-    words = "haar leaves axes over 4096 to plain Adam, in 1 parameters (long/kernel); kind='hadamard' rotates them"
+    words = "haar does not rotate axes over 4096, which 1 of 2 parameters have (long/kernel); kind='hadamard' does."
     assert [words in str(seen.message) for seen in recwarn] == [True]
     assert "over 4096" in describe(rotation, params)["long/kernel"]
     # Under a rule of one's own, too.
     rule = lambda path, leaf: RotatedAxes(((0,),))  # noqa: E731
-    with pytest.warns(UserWarning, match="haar leaves axes over 4096"):
+    with pytest.warns(UserWarning, match="haar does not rotate axes over 4096"):
         orthoadam(0.1, rotation=Rotation("haar", axes=rule)).init(params)
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import functools
 import html
 import json
 import math
@@ -250,6 +251,8 @@ def test_parts_of_a_computation_that_finished_are_kept_until_its_settings_change
     damaged.write_text("{}")
     assert run(both) == (rows, [("a", 1)])
     assert damaged.name in capsys.readouterr().err
+    damaged.write_text(damaged.read_text().replace('"value": 1.0', '"value": NaN'))  # as earlier versions wrote it
+    assert [row["metrics"] for row in run(both)[0]] == [{"value": 0.0}, {"value": 0.0}, {}, {"value": 1.0}]
     assert len(run(both, settings=2)[1]) == len(run(both, settings=None)[1]) == len(run(both, settings=None)[1]) == 4
 
 
@@ -427,8 +430,8 @@ def halved(**fields):
         ({"a": (1, 4), "b": (1, 3), "c": (1, 1)}, {}, "not testable at this scale", "Criterion: at most half"),
         ({"a": (8, 4), "b": (4, 3), "c": (2, 2)}, {"where": "a".__eq__}, "holds", "Criterion: at most half"),
         ({"a": (8, 4), "b": (4, 3), "c": (9, 2)}, {"largest": lambda old, new: old.x}, "holds", "Criterion:"),
-        ({"a": (8, 4), "b": (4, None), "c": (2, 1)}, {}, "holds", "a run failed or is missing: b."),
-        ({"a": (None, 4)}, {}, "not testable at this scale", "a run failed or is missing: a, b, c."),
+        ({"a": (8, 4), "b": (4, None), "c": (2, 1)}, {}, "holds", "a metric is missing: b."),
+        ({"a": (None, 4)}, {}, "not testable at this scale", "a metric is missing: a, b, c."),
     ],
 )
 def test_verdicts(pairs, fields, verdict, closing):
@@ -572,6 +575,31 @@ def read_costs(folder, say):
         )
     assert found == costs
     return None if timed else found
+
+
+def test_costs_that_could_not_be_measured_are_tried_again_and_no_others(tmp_path):
+    timed, fails = [], ["b"]
+
+    def costs_of(group, base):
+        timed.append(base)
+        if base in fails:
+            raise jax.errors.JaxRuntimeError("out of memory\nby far")
+        return {
+            name: {"step_ratio": [1.0] * 3, "step_seconds": 1.0, "optimizer_state_bytes": 1, "program_bytes": None}
+            for name in group
+        }
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("orthojax.experiments.costs._costs_of_group", costs_of)
+        call = functools.partial(
+            measure_costs, {"a": BACKCOPY.config, "b": BACKCOPY.config}, str, tmp_path / "costs.json", print
+        )
+        assert call()["b"] == {"failed": "out of memory"}
+        fails.clear()
+        assert call()["b"]["step_seconds"] == 1.0
+        assert timed == ["a", "b", "b"]
+        assert call().keys() == {"a", "b"}
+        assert timed == ["a", "b", "b"]
 
 
 READERS = {  # file of a run -> what reads it, None for what is made again

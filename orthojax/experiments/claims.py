@@ -132,9 +132,12 @@ def judge(claim: Claim, results: Results) -> Judged:
         of = [results[name] for name in names]
         finished = [set(result.seeds) for result in of if result.seeds and not result.given]
         if any(seeds != finished[0] for seeds in finished):
-            shared = set.intersection(*finished)
+            shared = sorted(set.intersection(*finished))
+            if not shared:
+                missing.append(label or "no seed that every variant finished")
+                continue
             of = [result if result.given else result.only(shared) for result in of]
-            fewer.append(label or "seeds " + (", ".join(map(str, sorted(shared))) or "none"))
+            fewer.append(f"{label} {shared}".strip())
         try:
             testable = claim.testable is None or bool(claim.testable(*of))
             size = claim.largest(*of) if claim.largest else 0.0

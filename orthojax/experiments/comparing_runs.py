@@ -18,6 +18,7 @@ from orthojax.files import parse_json, require_file
 from orthojax.formatting import number
 from orthojax.model import parameter_count
 from orthojax.train import read_metrics
+from orthojax.train.checkpoint import steps_in
 
 
 class Run(NamedTuple):
@@ -28,12 +29,14 @@ class Run(NamedTuple):
       lines: Of metrics.jsonl, in the order of their steps.
       evaluation: The metrics of evaluation.json, {} where it was not evaluated.
       evaluated: The step of the checkpoint that was evaluated, None where that is not known.
+      newest: The step of the newest checkpoint, 0 where there is none.
     """
 
     config: Config
     lines: list[dict[str, Any]]
     evaluation: dict[str, float]
     evaluated: int | None = None
+    newest: int = 0
 
     def curve(self, metric: str) -> tuple[list[int], np.ndarray]:
         """A metric at the steps that have it: (steps [n], values [1, n])."""
@@ -96,7 +99,8 @@ def read_run(path: Path) -> Run:
     if not isinstance(found, dict) or not isinstance(found.get("metrics"), dict):
         raise UserError(f"{evaluation} has no metrics", allowed="what orthojax evaluate writes")
     step = Path(str(found.get("checkpoint", ""))).name
-    return Run(config, lines, found["metrics"], int(step) if step.isdecimal() else None)
+    newest = max(steps_in(path / "checkpoints"), default=0)
+    return Run(config, lines, found["metrics"], int(step) if step.isdecimal() else None, newest)
 
 
 def comparing_page(runs: Mapping[str, Run], notes: Sequence[str]) -> Report:
@@ -134,10 +138,10 @@ def _warnings(runs: Mapping[str, Run]) -> list[str]:
     if any(_held_out(run) != _held_out(first) for run in others):
         found.append("Their data or evaluations differ: losses compare only where the held-out text is the same.")
     for name, run in runs.items():
-        if run.evaluated not in (None, run.lines[-1]["step"]):
+        if run.evaluated is not None and run.evaluated < run.newest:
             found.append(
-                f"{name} was evaluated at step {run.evaluated}, and its last logged step is {run.lines[-1]['step']}: "
-                "orthojax evaluate --checkpoint=RUN measures the newest checkpoint."
+                f"{name} was evaluated at step {run.evaluated}, and its newest checkpoint is of step {run.newest}: "
+                "orthojax evaluate --checkpoint=RUN measures that."
             )
     if missing := ", ".join(name for name, run in runs.items() if not run.evaluation):
         found.append(

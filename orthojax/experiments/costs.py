@@ -28,8 +28,8 @@ def measure_costs(
     Args:
       configs: Variant -> its run.
       reference: Variant -> the variant that its ratio refers to, which refers to itself.
-      path: JSON file of an earlier measurement of the same runs on the same device, which is then returned; else it is
-        written.
+      path: JSON file of an earlier measurement of the same runs on the same device, of which only what failed is
+        measured again; it is written.
       say: Takes a line of progress.
 
     Returns:
@@ -48,14 +48,13 @@ def measure_costs(
             raise ValueError("it holds no costs")
         if stored == made_for and not (costs.keys() == configs.keys() and all(map(_is_cost, costs.values()))):
             raise ValueError("its costs are not those of the variants")
-        failed = any("failed" in cost for cost in costs.values())  # such as out of memory, which may have passed
-        return costs if stored == made_for and not failed else {}  # else of other runs or another device
+        return costs if stored == made_for else {}  # of other runs or another device
 
-    if stored := read_again(path, "costs", parse, say):
-        return stored
-    costs = {}
+    costs = read_again(path, "costs", parse, say) or {}
     for base in dict.fromkeys(map(reference, configs)):
         group = {name: config for name, config in configs.items() if reference(name) == base}
+        if all("step_ratio" in costs.get(name, ()) for name in group):
+            continue  # what failed, such as for lack of memory, is tried again
         say(f"timing the training step of {', '.join(group)}, interleaved")
         try:
             costs |= _costs_of_group(group, base)

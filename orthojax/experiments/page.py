@@ -54,23 +54,27 @@ class Report(NamedTuple):
     failures: Sequence[str] = ()  # which of the paragraphs are runs that did not finish
 
 
+# What a figure or table may raise where a run that it needs failed; elsewhere these are mistakes of ours.
+WITHOUT_A_RUN = (ArithmeticError, LookupError, NotMeasured, ValueError)
+
+
 def make_report(results: Results) -> Report:
     """The report that an experiment describes, of its results."""
     experiment = results.experiment
     built = [build(results) for build in experiment.tables]
     pictures, left_out = _pictures(results)
-    failures = results.failures()
+    failures, about_figures = results.failures(), []
     if left_out:
-        failures.append(f"Left out, since a run failed: {left_out} of {len(experiment.pictures)} kinds of figures.")
+        about_figures = [f"Left out, since a run failed: {left_out} of {len(experiment.pictures)} kinds of figures."]
     return Report(
         title=experiment.title[:1].upper() + experiment.title[1:],
-        summary=[*experiment.about(results), *_data_sentences(results), *failures],
+        summary=[*experiment.about(results), *_data_sentences(results), *failures, *about_figures],
         claims=[judge(claim, results) for claim in experiment.claims],
         tables=[table for made in built for table in ([made] if isinstance(made, Table) else made)],
         pictures=pictures,
         notes=[*_notes(results), *experiment.notes(results)],
         links=_links(results),
-        views=experiment.views(results) if experiment.views and results.finished and not results.failures() else (),
+        views=experiment.views(results) if experiment.views and results.finished and not failures else (),
         headlines=headlines(results),
         figure=experiment.figure,
         setting=_setting(results),
@@ -84,7 +88,7 @@ def _pictures(results: Results) -> tuple[list[Picture], int]:
     for draw in results.experiment.pictures if results.finished else ():
         try:
             drawn += draw(results)
-        except (NotMeasured, OSError, UserError, ValueError):  # what a figure needs of a run that failed
+        except (OSError, UserError, *WITHOUT_A_RUN):
             if not failed:
                 raise
             left_out += 1

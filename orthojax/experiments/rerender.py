@@ -14,7 +14,7 @@ from orthojax.config import FIRST_DEFAULTS, replace
 from orthojax.errors import UserError
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.layout import Table
-from orthojax.experiments.page import Picture, Report, make_report, write_report
+from orthojax.experiments.page import WITHOUT_A_RUN, Picture, Report, make_report, write_report
 from orthojax.experiments.results import Results
 from orthojax.files import read_json
 
@@ -107,6 +107,10 @@ def _can_be_built(build: Any, results: Results) -> bool:
     try:
         build(results)
     except (OSError, UserError):  # arrays or logs of a run that is gone
+        return False
+    except WITHOUT_A_RUN:
+        if not results.failures():
+            raise
         return False
     return True
 

@@ -127,7 +127,7 @@ class Result(Numbers):
         self.given = variant is not None and variant.checkpoint is not None
         self.config: Config = variant and variant.config  # pyright: ignore[reportAttributeAccessIssue]
         self._settings = (_config_numbers(variant.config) if variant else {}) | dict(costs)
-        finished = [row for row in rows if row["metrics"]]
+        finished = [row for row in rows if row["metrics"] and "failed" not in row]
         self._found = {row["seed"]: {**_tuned(row), **row["metrics"]} for row in finished}
         self.folders = {row["seed"]: folder / row["run"] for row in finished if "run" in row}
         self._take(list(self._found))

@@ -113,12 +113,13 @@ def _computed(experiment: Experiment, seeds: Sequence[int], workdir: Path) -> di
             if done is None:
                 started = time.monotonic()
                 with jax.enable_x64(True):
-                    cases = [case._asdict() | {"metrics": finite(case.metrics)} for case in cases_of(seed)]
+                    cases = [case._asdict() for case in cases_of(seed)]
                 done = {"rows": cases, "seconds": time.monotonic() - started}
                 if settings is not None:
                     path.parent.mkdir(exist_ok=True)
                     write_text(path, json.dumps(done, indent=2) + "\n")
-            rows += [{"variant": row["variant"], "seed": seed} | row for row in done["rows"]]
+            for row in done["rows"]:
+                rows.append({"variant": row["variant"], "seed": seed} | row | {"metrics": finite(row["metrics"])})
             seconds += done["seconds"]
             progress.advance(1, f"{experiment.name}: {part and f'{part}, '}seed {seed}")
     of = {"seeds": list(seeds), "data": [], "wall_seconds": round(seconds, 1)}

@@ -192,8 +192,8 @@ class Transformer(nn.Module):
           observe: Called once in every block; its leaves come back stacked along a leading layer axis.
           head: False leaves out the last product, so that the caller can compute it in chunks.
           cache: Of the tokens before these, from `init_cache`: logits are then those of the longer sequence, except
-            that the first `relaxed_causal_tokens` must all be in the first call, since they see each other. Once the
-            cache is full, or would be by this call, a call takes one token.
+            that the first `relaxed_causal_tokens` must all be in the first call, since they see each other. Where a
+            call would need more slots than are left, it takes one token.
 
         Returns:
           Logits [B, T, V] float32, and the observations (None without `observe`), or the new cache where one is given.

@@ -201,9 +201,9 @@ def _loss_and_gradients(vocab_axis: int, with_gradients: bool, kernel, x, target
 
 
 def perplexity(loss_nats: float) -> float:
-    """Exp of a loss; e^700 where that is beyond the range of a float or no number, as quantisation can ruin a model.
+    """Exp of a loss; e^700 where that is beyond the range of a float, as quantisation can ruin a model.
 
-    >>> perplexity(0.0), perplexity(1e6) == perplexity(math.nan) == math.exp(700.0)
-    (1.0, True)
+    >>> perplexity(0.0), perplexity(1e6) == math.exp(700.0), perplexity(math.nan)
+    (1.0, True, nan)
     """
-    return math.exp(loss_nats if loss_nats < 700.0 else 700.0)
+    return math.exp(min(loss_nats, 700.0))

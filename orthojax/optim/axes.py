@@ -90,7 +90,9 @@ _TABLE = re.compile(
 _VECTOR = re.compile(
     r"b|(.*_)?(bias|scale|offset|gain|gamma|beta|sinks?|(cls|class|mask)_token|sink_logits?)(_?[0-9]+)?"
 )
-_NORM = re.compile(r".*norm(_?[a-z0-9]{1,3}|[0-9]*(_[a-z0-9]+)+)?|(.*_)?(ln|rms)(_?[a-z0-9]{1,3}|[0-9]*(_[a-z0-9]+)+)?")
+_NORM = re.compile(  # not the linear layer behind a norm
+    r"(.*norm|(.*_)?(ln|rms))(?!.*(proj|linear|dense|conv))(_?[a-z0-9]{1,3}|[0-9]*(_[a-z0-9]+)+)?"
+)
 
 
 def generic_axes(

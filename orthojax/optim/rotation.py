@@ -259,13 +259,13 @@ def name_key(group: Group) -> int:
     return zlib.crc32(group.name.encode())
 
 
-def warn_of_nothing_found(rotation: Rotation, plans: list[tuple[Any, Plan]]) -> None:
-    """Warns where axes are too long for Haar matrices, none has the asked length, and where there is no table."""
+def warn_of_plans(rotation: Rotation, plans: list[tuple[Any, Plan]]) -> None:
+    """Warns where axes are too long for Haar matrices, where none has the asked length, and where no table is found."""
     show = "print(orthojax.optim.describe(rotation, params)) shows what is found"
     if too_long := [plan.path for _, plan in plans if any(_TOO_LONG in reason for reason in plan.left_alone)]:
         warnings.warn(
-            f"haar leaves axes {_TOO_LONG} to plain Adam, in {len(too_long)} parameters ({', '.join(too_long[:3])}"
-            f"{', ...' if len(too_long) > 3 else ''}); kind='hadamard' rotates them. {show}",
+            f"haar does not rotate axes {_TOO_LONG}, which {len(too_long)} of {len(plans)} parameters have "
+            f"({', '.join(too_long[:3])}{', ...' if len(too_long) > 3 else ''}); kind='hadamard' does. {show}",
             stacklevel=2,
         )
     if callable(rotation.axes):

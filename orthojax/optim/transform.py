@@ -21,7 +21,7 @@ from orthojax.optim.rotation import (
     plan_leaf,
     plan_tree,
     require_rotation,
-    warn_of_nothing_found,
+    warn_of_plans,
 )
 
 # The numbers of a basis: haar matrices are kept in the state, signs are constants of the program.
@@ -58,7 +58,7 @@ def _draw_haar(rotation: Rotation, plan: Plan, group: Group, dtype: Any) -> jax.
 def _init_basis(rotation: Rotation, params: optax.Params) -> Any:
     """What the state keeps of the bases of `params`; see `RotationState.basis`."""
     plans = plan_tree(rotation, params)
-    warn_of_nothing_found(rotation, plans)
+    warn_of_plans(rotation, plans)
     if rotation.kind != "haar":
         return ()
     basis: dict[str, Any] = {}

@@ -49,9 +49,6 @@ def load(path: str | Path) -> LoadedModel:
     folder, config = find_model(path)
     if is_pretrained(folder):
         return _load_pretrained(folder, config)
-    # Kernels that only the platform of the training has; `auto` picks those of this one.
-    if config.model.attention_implementation in ("cudnn", "splash"):
-        config = replace(config, {"model.attention_implementation": "auto"})
     if checkpoint.is_quantized(folder):
         setting, params = checkpoint.read_quantized(folder)
         model = Transformer(config.model, linear=quant.integer_linear(setting))
@@ -81,7 +78,11 @@ def find_model(path: str | Path) -> tuple[Path, Config]:
     """
     if (found := _published(path)) is None:
         folder = find_checkpoint(Path(path))
-        return folder, read_config(folder)
+        config = read_config(folder)
+        # Kernels that only the platform of the training has; `auto` picks those of this one.
+        if config.model.attention_implementation in ("cudnn", "splash"):
+            config = replace(config, {"model.attention_implementation": "auto"})
+        return folder, config
     model = (read_gguf_config if found.suffix == ".gguf" else read_folder_config)(found)
     data = DataConfig(sequence_length=min(model.max_length, _PUBLISHED_LENGTH), tokenizer=str(found))
     return found, Config(model=model, data=data)

@@ -208,8 +208,8 @@ EXPERIMENT = Experiment(
     name="norm_toys",
     title="Active-dormant theory: the residual-norm and the layer-norm toy under SGD and Adam",
     compute=compute,
-    settings=[PUBLISHED_RATE, LONG, COSINE, START, LAYER_NORM_STEPS, LAYER_NORM_RATES, SECOND_DECAYS, STEPS, NORM, B1,
-              B2, GRID],
+    settings=[SHOWN, LOG_TIMES, PUBLISHED_RATE, LONG, COSINE, START, LAYER_NORM_STEPS, LAYER_NORM_RATES, SECOND_DECAYS,
+              STEPS, NORM, B1, B2, GRID],
     seconds_per_seed=60.0,
     about=_about,
     paper={

@@ -8,11 +8,17 @@ import numpy as np
 from orthojax.experiments import drawing
 from orthojax.experiments.active_dormant import simplified
 from orthojax.experiments.active_dormant.simplified_training import (
+    B1,
+    B2,
     BATCH,
+    CHUNK,
     COPY_RATE,
+    DRAWN,
+    EVALUATED,
     LENGTH,
     OUTER_RATE,
     SGD_RATE,
+    WEIGHT_DECAY,
     adamw,
     one_layer,
     outer_optimizer,
@@ -87,12 +93,14 @@ def compute_three_layers(seed: int) -> list[Case]:
     return cases
 
 
+_SETTINGS = [STEPS, SHOWN, COPY_RATE, OUTER_RATE, SGD_RATE, B1, B2, WEIGHT_DECAY, BATCH, LENGTH, EVALUATED, CHUNK,
+             DRAWN, simplified.HIDDEN]  # fmt: skip
 _ONE = ("one_layer",)
-_BIGRAM_AFTER_COPY = Quantity(
+_COPY_TO_BIGRAM = Quantity(
     "steps from half of the copy to half of the bigram",
     lambda of: of.bigram_excess_risk_half_step - of.backcopy_risk_half_step,
 )
-_COPY_AFTER_SINK = Quantity(
+_SINK_TO_COPY = Quantity(
     "steps from half of the sink to half of the copy",
     lambda of: of.backcopy_risk_half_step - of.sink_attention_half_step,
 )
@@ -102,12 +110,12 @@ ONE_LAYER_CLAIMS = (
           lambda of: all_within(of, ("backcopy_risk", 0, 1e-3), ("bigram_excess_risk", -1, 0.02)),
           "backcopy risk below 1e-3 and bigram excess below 0.02 nats, in every seed"),
     Claim("The bigram is learned first.", _ONE, ("bigram_excess_risk_half_step", "backcopy_risk_half_step"),
-          lambda of: every(of, _BIGRAM_AFTER_COPY, lambda steps: steps < 0),
+          lambda of: every(of, _COPY_TO_BIGRAM, lambda steps: steps < 0),
           "half of the total change at an earlier step, in every seed"),
     Claim("A sink forms: non-triggers attend to <s>.", _ONE, ("sink_attention",),
           lambda of: within(of, "sink_attention", 0.7, 2), "mean weight above 0.7 in every seed"),
     Claim("It forms after backcopy is learned.", _ONE, ("backcopy_risk_half_step", "sink_attention_half_step"),
-          lambda of: every(of, _COPY_AFTER_SINK, lambda steps: steps <= 0),
+          lambda of: every(of, _SINK_TO_COPY, lambda steps: steps <= 0),
           "half of the total change not earlier, in every seed"),
     Claim("The value of <s> is drained.", _ONE, ("value_norm_bos", "value_norm_triggers", "value_norm_rest"),
           lambda of: within(of, _VALUE_RATIO, -1, 0.2),
@@ -203,7 +211,7 @@ ONE_LAYER = Experiment(
     name="simplified_model",
     title="Active-dormant: the simplified one-layer model in training",
     compute=compute_one_layer,
-    settings=[STEPS, SHOWN, COPY_RATE],
+    settings=_SETTINGS,
     seconds_per_seed=60.0,
     about=_about,
     paper={"one_layer": PUBLISHED},
@@ -220,7 +228,7 @@ THREE_LAYERS = Experiment(
     name="simplified_three_layers",
     title="Active-dormant: the simplified three-layer model and the residual norm of <s> under three optimizers",
     compute=compute_three_layers,
-    settings=[STEPS, SHOWN, COPY_RATE],
+    settings=_SETTINGS,
     seconds_per_seed=180.0,
     about=_about_three,
     tables=(

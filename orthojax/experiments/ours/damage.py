@@ -6,6 +6,7 @@ At a small width int8 is harmless whatever the activations are, see `int8_error_
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -74,7 +75,8 @@ def _perplexities(loaded: LoadedModel, inputs: Inputs, models: Rounded, on_progr
     found = {}
     for name, model, params in models:
         loss = validation_loss_nats(loaded.config, params, inputs, model=model)
-        found[name] = perplexity(loss)
+        # What overflows gives no number: a model that predicts nothing, beyond the range of a float.
+        found[name] = perplexity(math.inf if math.isnan(loss) else loss)
         on_progress(name)
     return found
 
