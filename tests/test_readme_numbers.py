@@ -29,7 +29,7 @@ PAIRS = (
     Pair("4 x 128, 64, 500", "table2", "gpt2_130m_vanilla", "gpt2_130m_cured"),
     Pair("4 x 192, 64, 500", "table2", "gpt2_1_4b_vanilla", "gpt2_1_4b_cured"),
     Pair("Llama, 4 x 128, 64, 500", "table2", "llama2_130m_vanilla", "llama2_130m_cured"),
-    Pair("4 x 128, 64, 2,000", "repeated_passages", "vanilla_share_0", "cured_share_0"),
+    Pair("4 x 128, 64, 2,000", "ordinary_text", "vanilla", "cured"),
     Pair("6 x 128, 128, 10,000", "remaining_outliers", "vanilla", "residual"),
     Pair("the same", "remaining_outliers", "vanilla", "cured"),
     Pair("8 x 256, 256, no `<s>`, 4,000", "long_pair", "vanilla", "cured"),
