@@ -186,7 +186,7 @@ REFUSED = {
     "no model to write": ("generate", ["--prompt=a"], ["--model is missing", "smollm2"]),
     "no prompt": ("generate", ["--model=run"], ["no prompt", "--prompt=TEXT"]),
     "two prompts": ("generate", ["--model=run", "--prompt=a", "--prompt_ids=1"], ["2 prompts: --prompt, --prompt_ids"]),
-    "a negative temperature": ("generate", [*WRITE, "--temperature=-0.5"], ["temperature=-0.5", ">= 0"]),
+    "a negative temperature": ("generate", [*WRITE, "--temperature=-0.5"], ["temperature=-0.5", "1e-06 or more"]),
     "top_p of nothing": ("generate", [*WRITE, "--top_p=0"], ["top_p=0.0", "above 0"]),
     "top_p of more than all": ("generate", [*WRITE, "--top_p=1.5"], ["top_p=1.5", "1 at most"]),
     "no token to write": ("generate", [*WRITE, "--tokens=0"], ["steps=0", "at least 1"]),
