@@ -32,7 +32,7 @@ def read_raw(path: Path) -> dict[str, Any]:
     if missing := {"experiment", "scale", "provenance", "rows"} - raw.keys():
         raise UserError(
             f"{path} is not a results.json of orthojax: it has no {min(missing)!r}",
-            allowed="one that reproduce.py wrote",
+            allowed="one that orthojax reproduce wrote",
         )
     return raw
 
