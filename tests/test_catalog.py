@@ -14,8 +14,9 @@ from committed import RESULTS, committed
 from planted_results import made_up
 from thinned import quick_and_slow
 
-from orthojax.config import changed_fields
+from orthojax.config import RotationConfig, changed_fields
 from orthojax.errors import UserError
+from orthojax.experiments.base_configs import LANGUAGE_MODEL
 from orthojax.experiments.catalog import ALL, find
 from orthojax.experiments.claims import Judged, judge
 from orthojax.experiments.experiment import Experiment, run_name
@@ -503,7 +504,7 @@ def test_each_claim_of_the_ablation_is_about_its_own_variant(variant, change, cl
 # What is trained.
 
 
-@pytest.mark.parametrize("scale", quick_and_slow(models.SCALES, ["small", "paper"]))
+@pytest.mark.parametrize("scale", quick_and_slow(models.SCALES, ["deep", "small", "paper"]))
 def test_tables_share_the_runs_of_table_2(scale):
     def names(name):
         return {run_name(variant, 0) for variant in experiment_named(name).variants_at(scale)}
@@ -516,6 +517,18 @@ def test_tables_share_the_runs_of_table_2(scale):
         assert names(name) <= shared
     assert len(names("table6")) == 12
     assert len(names("table6") & shared) == 4  # those of the first length
+
+
+def test_at_scale_deep_models_have_the_setting_that_was_chosen_on_vanilla_models_and_the_default_axes():
+    changed = changed_fields(LANGUAGE_MODEL, models.RUNS["deep"]("gpt2_130m"))
+    assert changed == {"optim.rotation.axes": RotationConfig().axes, "train.probe_every_steps": 0}
+    names = {"gpt2_60m", "gpt2_350m", "gpt2_1_4b"}
+    sizes = {"model.d_model", "model.d_mlp"}
+    assert {
+        frozenset(changed_fields(models.RUNS["deep"](name), models.RUNS["deep"]("gpt2_130m"))) for name in names
+    } == {frozenset(sizes)}
+    llama = models.RUNS["deep"]("llama2_130m").model
+    assert (llama.num_layers, llama.mlp, llama.position) == (6, "swiglu", "rotary")
 
 
 def test_at_paper_scale_every_run_is_one_of_the_papers():

@@ -165,7 +165,7 @@ REFUSED = {
     "no checkpoint named": ("evaluate", [], ["--checkpoint", "DIR"]),
     "no output named": ("prepare_data", [], ["--output", "DIR"]),
     "unknown scale": (
-        "reproduce", ["--scale=tinny"], ["'tinny'", "tiny | overnight | small | paper", "did you mean 'tiny'"],
+        "reproduce", ["--scale=tinny"], ["'tinny'", "tiny | deep | overnight | small | paper", "did you mean 'tiny'"],
     ),
     "seeds that are no numbers": ("reproduce", ["--seeds=1,two"], ["'1,two'", "0,1,2"]),
     "a negative seed": ("reproduce", ["--seeds=-1"], ["'-1'", "0 to"]),

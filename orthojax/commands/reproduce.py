@@ -26,7 +26,7 @@ def define_flags() -> None:
     flags.DEFINE_string("experiment", "quick", "Which experiment; --list shows them.")
     flags.DEFINE_bool("list", False, "List all experiments, what is done and how long the rest takes here, then exit.")
     flags.DEFINE_string(
-        "scale", "tiny", "tiny, overnight: two CPU cores; small: one GPU; paper: the paper's own sizes."
+        "scale", "tiny", "tiny, deep, overnight: two CPU cores; small: one GPU; paper: the paper's own sizes."
     )
     flags.DEFINE_string("seeds", None, "Seeds, separated by commas; 0 for most experiments where not given.")
     flags.DEFINE_string("workdir", None, "Folder of the study; runs/EXPERIMENT-SCALE where not given.")
@@ -84,7 +84,7 @@ def _render(source: Path) -> None:
 
 
 def main(_: list[str]) -> None:
-    scales = ("tiny", "overnight", "small", "paper")
+    scales = ("tiny", "deep", "overnight", "small", "paper")
     if FLAGS.scale not in scales:
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(scales), hint=nearest(FLAGS.scale, scales))
     if FLAGS.render:
