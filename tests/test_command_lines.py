@@ -167,6 +167,7 @@ REFUSED = {
     "unknown scale": (
         "reproduce", ["--scale=tinny"], ["'tinny'", "tiny | deep | overnight | small | paper", "did you mean 'tiny'"],
     ),
+    "results to join, and no folder for them": ("reproduce", ["--render=a,b"], ["--render=a,b", "--workdir=DIR"]),
     "seeds that are no numbers": ("reproduce", ["--seeds=1,two"], ["'1,two'", "0,1,2"]),
     "a negative seed": ("reproduce", ["--seeds=-1"], ["'-1'", "0 to"]),
     "a seed too large": ("reproduce", ["--seeds=4294967296"], ["4294967296", "2**32 - 1"]),

@@ -7,13 +7,15 @@ how much of each is done, and what the rest takes here.
 """
 
 import functools
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
 
 from orthojax.commands import cli
 from orthojax.errors import UserError, nearest, printable
-from orthojax.files import make_folder
+from orthojax.files import make_folder, write_text
 
 FLAGS = flags.FLAGS
 EXTRAS = "train,reports"
@@ -37,9 +39,10 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "jobs", None, "Most runs at once; by default one per GPU, or per CPU core as far as memory allows.", 1
     )
-    flags.DEFINE_string(
-        "render", None, "A results.json or its folder: only writes its report again, beside it or under --workdir."
-    )
+    flags.DEFINE_list(
+        "render", [], "A results.json or its folder: only writes its report again, beside it or under --workdir. "
+        "Several, of runs that were trained apart: joins them under --workdir."
+    )  # fmt: skip
 
 
 def _seeds() -> tuple[int, ...] | None:
@@ -68,19 +71,28 @@ def _models() -> dict[str, Path]:
     return models
 
 
-def _render(source: Path) -> None:
+def _render(sources: Sequence[Path]) -> None:
     """--render."""
     from orthojax.experiments.catalog import find
+    from orthojax.experiments.joining import join
     from orthojax.experiments.page import print_report
     from orthojax.experiments.rerender import read_raw, rerender
 
-    source = source / "results.json" if source.is_dir() else source
-    raw = read_raw(source)
+    if len(sources) > 1 and FLAGS.workdir is None:
+        raise UserError(
+            f"--render={','.join(FLAGS.render)} without --workdir", allowed="--workdir=DIR, a folder for all"
+        )
+    paths = [source / "results.json" if source.is_dir() else source for source in sources]
+    parts = {path: read_raw(path) for path in paths}
+    source, workdir = paths[0], Path(FLAGS.workdir or paths[0].parent)
+    raw = join(parts, workdir) if len(parts) > 1 else parts[source]
     experiment = find(FLAGS.experiment if FLAGS["experiment"].present else raw["experiment"])
-    workdir = Path(FLAGS.workdir or source.parent)
     make_folder(workdir, "workdir")
+    if len(parts) > 1:
+        source = workdir / "results.json"
+        write_text(source, json.dumps(raw, indent=2, allow_nan=False) + "\n")
     print_report(rerender(experiment, raw, source, workdir))
-    print(f"\nwritten: {workdir}/report.md, report.html")
+    print(f"\nwritten: {workdir}/report.md, report.html{', results.json' if len(parts) > 1 else ''}")
 
 
 def main(_: list[str]) -> None:
@@ -88,7 +100,7 @@ def main(_: list[str]) -> None:
     if FLAGS.scale not in scales:
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(scales), hint=nearest(FLAGS.scale, scales))
     if FLAGS.render:
-        _render(Path(FLAGS.render))
+        _render([Path(source) for source in FLAGS.render])
         return
     given, models = _seeds(), _models()
 

@@ -133,8 +133,7 @@ def _notes(results: Results) -> list[str]:
         f"orthojax reproduce --experiment={experiment.name} --scale={results.scale} "
         f"--seeds={','.join(map(str, results.seeds))}" + (f" --model={shlex.quote(models)}" if models else "")
     )
-    versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
-    notes = [command, f"{provenance['date']}, {provenance['device']}, {versions}"]
+    notes = [command, *map(_made, provenance.get("joined", [provenance | {"seeds": ()}]))]
     if experiment.compute:
         return [
             *notes,
@@ -152,6 +151,13 @@ def _notes(results: Results) -> list[str]:
         f"evaluated on {config.eval.sequences} sequences; dynamic quantisation scales over batches of "
         f"{config.eval.batch_size}; only linear layers are quantised",
     ]
+
+
+def _made(provenance: Mapping[str, Any]) -> str:
+    """When and where; of results that were joined, of which seeds."""
+    versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
+    seeds = ", ".join(map(str, provenance["seeds"]))
+    return f"{seeds and f'seeds {seeds}: '}{provenance['date']}, {provenance['device']}, {versions}"
 
 
 def _corpus(entry: Mapping[str, Any]) -> str:

@@ -93,6 +93,8 @@ def rerender(experiment: Experiment, raw: dict[str, Any], source: Path, workdir:
     drawn = {picture.name: picture for picture in report.pictures}
     shown = {picture.name: picture for picture in ([] if complete else _pictures_of(before, workdir))} | drawn
     command = [line[2:] for line in before.split("\n") if line.startswith(("- python launch/", "- orthojax "))]
+    if "joined" in raw["provenance"]:  # since then
+        command = []
     notes = [*(command or report.notes[:1]), *report.notes[1:]]
     notes.append(f"written again from {os.path.relpath(source, workdir)}, without training")
     if kept_tables or len(shown) > len(drawn):

@@ -101,7 +101,8 @@ def _about(results: Results) -> list[str]:
     return [
         f"Each method has {runs} runs of {STEPS} steps on one search seed; the lowest perplexity chooses its rate and "
         "its warm-up, a fraction of the steps, for comparisons on other seeds. Other hyperparameters are the "
-        "usual ones. SOAP, Adam in a basis learned from the gradients, is in no maintained JAX library and has no row.",
+        "usual ones. SOAP, Adam in a basis learned from the gradients, is in no release of a maintained JAX library "
+        "(optax has it on its main branch, after 0.2.8) and has no row.",
     ]
 
 
