@@ -78,9 +78,10 @@ def write_api() -> None:
         (folder / f"{package.split('.')[-1]}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def folders_of(experiment: str) -> tuple[str, ...]:
-    """What the folder of an experiment's results may be called."""
-    return ("quick-tiny",) if experiment == "quick" else tuple({experiment, experiment.replace("_", "-")})
+def folders_of(experiment: str) -> list[Path]:
+    """The folders of an experiment's results, at scale tiny in results/, at others in a folder of that name."""
+    names = ("quick-tiny",) if experiment == "quick" else {experiment, experiment.replace("_", "-")}
+    return [path.parent for name in names for path in (PAGES / "results").glob(f"**/{name}/report.md")]
 
 
 def write_reports(site: Path) -> None:
@@ -92,19 +93,18 @@ def write_reports(site: Path) -> None:
     from orthojax.experiments.catalog import ALL
     from orthojax.experiments.rerender import read_raw, rerender
 
-    back = '<p><a href="../README.html">All results</a> · <a href="../../README.html">orthojax</a></p>'
     for experiment in ALL:
-        for folder in map((PAGES / "results").joinpath, folders_of(experiment.name)):
-            if not (folder / "report.md").exists():
-                continue
+        for folder in folders_of(experiment.name):
             own = folder / "results.json"
-            source = own if own.exists() else PAGES / "results/table2/results.json"  # whose runs it shares
+            source = own if own.exists() else folder.parent / "table2/results.json"  # whose runs it shares
+            up = "../" * len(folder.relative_to(PAGES / "results").parts)
+            back = f'<p><a href="{up}README.html">All results</a> · <a href="../{up}README.html">orthojax</a></p>'
             rerender(experiment, read_raw(source), source, folder)
             page = (folder / "report.html").read_text(encoding="utf-8").replace("<body>", f"<body>\n{back}", 1)
             to = site / folder.relative_to(PAGES)
             (to / "report.html").write_text(page, encoding="utf-8")
             shutil.copy(folder / "report.md", to)  # the page links to it
-            print(f"results/{folder.name}", flush=True)
+            print(folder.relative_to(PAGES), flush=True)
 
 
 def main() -> int:

@@ -108,6 +108,9 @@ VERDICTS = {
     "downstream": "+--",
 }
 
+# At scale deep, of the experiments that were run there.
+DEEP_VERDICTS = {}
+
 NOT_RUN_YET: set[str] = set()  # whose results are not committed
 
 
@@ -131,9 +134,9 @@ def report_of(results: Results, experiment: Experiment) -> Report:
 
 
 @functools.cache
-def committed_report(name: str) -> Report:
+def committed_report(name: str, scale: str = "tiny") -> Report:
     """The report of the committed results, which nothing may change."""
-    return report_of(committed(experiment_named(name)), experiment_named(name))
+    return report_of(committed(experiment_named(name), scale), experiment_named(name))
 
 
 def cells_of(report: Report) -> list[str]:
@@ -171,10 +174,13 @@ def test_measures_travel_to_worker_processes():
     assert [pickle.loads(pickle.dumps(measure)).name for measure in measures] == [measure.name for measure in measures]
 
 
-@pytest.mark.parametrize("name", VERDICTS)
-def test_verdicts_on_the_committed_results(name):
-    report = committed_report(name)
-    assert [claim.verdict for claim in report.claims] == [WORDS[v] for v in VERDICTS[name]]
+@pytest.mark.parametrize(
+    ("scale", "name"), [*(("tiny", name) for name in VERDICTS), *(("deep", name) for name in DEEP_VERDICTS)]
+)
+def test_verdicts_on_the_committed_results(scale, name):
+    report = committed_report(name, scale)
+    verdicts = {"tiny": VERDICTS, "deep": DEEP_VERDICTS}[scale][name]
+    assert [claim.verdict for claim in report.claims] == [WORDS[v] for v in verdicts]
     texts = texts_of(report)
     assert not [text for text in texts if re.search(r"\bnan\b|\bNone\b|\binf\b", text)]
 
@@ -557,7 +563,7 @@ def test_variants_differ_only_where_they_should():
 
 
 def test_committed_results_name_their_provenance():
-    for path in RESULTS.glob("*/results.json"):
+    for path in RESULTS.rglob("results.json"):
         provenance = json.loads(path.read_text())["provenance"]
         assert {"versions", "device", "date"} <= set(provenance), path
 
@@ -590,13 +596,13 @@ def test_a_report_is_written_again_from_raw_numbers_with_what_needs_the_runs_kep
 
 
 def test_reports_in_results_say_what_their_raw_numbers_say():
-    for path in RESULTS.glob("*/report.md"):
+    for path in RESULTS.rglob("report.md"):
         name = "quick" if path.parent.name == "quick-tiny" else path.parent.name.replace("-", "_")
         raw = path.with_name("results.json")
         if raw.exists() and read_json(raw, "results")["experiment"] == "analyze":
             continue  # of launch/analyze.py
         text = re.sub(r"\\(\W)", r"\1", path.read_text())  # as <s> is escaped
-        report = committed_report(name)
+        report = committed_report(name, "tiny" if path.parents[1] == RESULTS else path.parents[1].name)
         said = [
             x for claim in report.claims for x in (f"- **{claim.verdict}**: {claim.says}", *claim.cases, claim.closing)
         ]
