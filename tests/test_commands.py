@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import os
 import pydoc
 import re
@@ -68,6 +69,35 @@ def test_a_report_is_rendered_from_a_folder_of_results_or_its_file(tmp_path, sou
     assert "written: new/report.md, report.html" in done.stdout
     assert "## What held and what did not" in (tmp_path / "new/report.md").read_text()
     assert "<!doctype html>" in (tmp_path / "new/report.html").read_text()
+
+
+def test_parts_of_an_experiment_become_one_report_and_one_results_json(tmp_path):
+    whole = json.loads((ROOT / "results/appendix_h/results.json").read_text())
+    for seed in (0, 1):
+        (tmp_path / f"seed_{seed}").mkdir()
+        rows = [row for row in whole["rows"] if row["seed"] == seed]
+        part = whole | {"rows": rows, "provenance": whole["provenance"] | {"seeds": [seed]}}
+        (tmp_path / f"seed_{seed}/results.json").write_text(json.dumps(part))
+    done = run("reproduce", "--render=seed_0,seed_1", "--workdir=both", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "written: both/report.md, report.html, results.json" in done.stdout
+    joined = json.loads((tmp_path / "both/results.json").read_text())
+    assert joined["rows"] == [row for row in whole["rows"] if row["seed"] < 2]
+    assert "--seeds=0,1\n- seed 0: " in (tmp_path / "both/report.md").read_text()
+    before = (tmp_path / "seed_0/results.json").read_bytes()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/results.json").write_bytes(before)
+    for render, workdir, words in (
+        ("seed_0,seed_1", "other", "other/results.json is there already"),
+        ("seed_0,seed_0/results.json", "new", "twice"),
+        ("seed_0,", "new", "--render=seed_0,"),
+        ("", "new", "A,B"),
+    ):
+        done = run("reproduce", f"--render={render}", f"--workdir={workdir}", cwd=tmp_path)
+        assert done.returncode == 2
+        assert words in done.stderr
+    assert (tmp_path / "other/results.json").read_bytes() == before
+    assert not (tmp_path / "new").exists()
 
 
 # Completion.

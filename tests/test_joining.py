@@ -57,19 +57,64 @@ def test_seeds_of_two_calls_give_the_numbers_and_verdicts_of_one():
 def test_each_part_says_where_and_when_it_was_made_and_runs_are_found_from_the_new_folder():
     joined = join(two_parts(), Path("joined"))
     provenance = joined["provenance"]
-    assert (provenance["date"], provenance["device"].split(" and ")[1]) == ("2027-01-02", "another machine")
+    assert (provenance["date"], provenance["device"].split("; ")[1]) == ("2027-01-02", "another machine")
     assert [part["seeds"] for part in provenance["joined"]] == [[12, 10], [11, 13, 14]]
-    run = read_raw(SOURCE)["rows"][0]["run"]
+    (run,) = {row["run"] for row in read_raw(SOURCE)["rows"] if (row["variant"], row["seed"]) == ("vanilla", 10)}
     assert joined["rows"][0]["run"] == run  # both folders are beside each other
     assert join(two_parts(), Path())["rows"][0]["run"] == run.removeprefix("../")
-    # A third part joins: all three are listed.
-    more = {Path("joined/results.json"): join(two_parts(), Path("joined")), PATHS[0]: of_seeds([10, 12])}
-    assert [part["seeds"] for part in join(more, Path("all"))["provenance"]["joined"]] == [
-        [12, 10],
-        [11, 13, 14],
-        [10, 12],
-    ]
-    assert len(join(more, Path("all"))["rows"]) == 10  # the same numbers twice
+
+
+def test_joining_again_doubles_nothing():
+    once = join(two_parts(), Path("joined"))
+    again = join({Path("joined/results.json"): once, **two_parts()}, Path("all"))
+    assert again["rows"] == once["rows"]
+    assert again["provenance"] == once["provenance"]
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("results.json")), ids=lambda path: path.parent.name)
+def test_every_committed_result_joins_with_itself_to_itself(path):
+    raw = read_raw(path)
+    if raw["experiment"] == "analyze":
+        return  # no experiment
+    copied = path.with_name("copy")
+    if not raw["rows"]:
+        with pytest.raises(UserError, match="no runs to join"):
+            join({path: raw, copied: raw}, path.parent)
+        return
+    joined = join({path: raw, copied: raw}, path.parent)
+    assert rows_of(joined) == rows_of(raw)
+    assert joined["provenance"]["data"] == raw["provenance"]["data"]
+
+
+def test_a_run_that_failed_in_one_part_and_finished_in_another_has_finished():
+    first, second = of_seeds([10, 11]), of_seeds([11])
+    failed = [row | {"metrics": {}, "failed": "out of memory"} if row["seed"] == 11 else row for row in first["rows"]]
+    first["rows"] = failed
+    for parts in ((first, second), (second, first)):
+        joined = join(dict(zip(PATHS, parts, strict=True)), Path("joined"))
+        assert rows_of(joined) == rows_of(of_seeds([10, 11]))
+        assert not [row for row in joined["rows"] if "failed" in row]
+
+
+def test_an_existing_model_that_two_machines_measured_is_there_once():
+    parts = two_parts()
+    row = parts[PATHS[0]]["rows"][0]
+    nearly = {name: value * 1.0001 for name, value in row["metrics"].items()}
+    parts[PATHS[1]]["rows"].append(row | {"metrics": nearly})
+    assert rows_of(join(parts, Path("joined"))) == rows_of(read_raw(SOURCE))
+
+
+def test_rates_that_trials_chose_may_differ_between_seeds():
+    path = RESULTS / "optimizer-outliers/results.json"
+    parts = {PATHS[0]: of_seeds([0], path), PATHS[1]: of_seeds([0], path)}
+    for row in parts[PATHS[1]]["rows"]:
+        row["seed"], row["overrides"]["optim.learning_rate"] = 1, 0.123
+    assert len(join(parts, Path("joined"))["rows"]) == 2 * len(parts[PATHS[0]]["rows"])
+    for part in parts.values():
+        for row in part["rows"]:
+            del row["learning_rates"]
+    with pytest.raises(UserError, match=r"optim\.learning_rate=0\.123"):
+        join(parts, Path("joined"))
 
 
 def test_costs_are_those_of_the_part_that_has_them():
@@ -94,7 +139,7 @@ def change(part, path, value):
         (["scale"], "small", ["scale 'small'", "'tiny'"]),
         (["rows", 0, "overrides", "train.steps"], 7, ["has train.steps=7 in other", "2000 in one"]),
         (["rows", 1, "overrides", "model.d_mlp"], 9, ["model.d_mlp=9 in other", "None in one"]),
-        (["rows", 0, "seed"], 10, ["vanilla, seed 10, is in one", "in other", "different numbers", "each run once"]),
+        (["rows", 0, "seed"], 10, ["vanilla, seed 10, has other numbers in other", "than in one", "each run once"]),
         (["provenance", "data", 0, "source_sha256"], "0", ["the text of other", "not that of one", "same text"]),
     ],
 )
@@ -114,7 +159,8 @@ def test_the_report_of_joined_results_has_the_command_of_all_seeds_and_a_line_fo
     source.write_text(json.dumps(joined))
     rerender(find("ordinary_text"), joined, source, tmp_path)
     assert "- orthojax reproduce --experiment=ordinary_text --scale=tiny --seeds=10,11,12,13,14\n" in report(tmp_path)
-    for line in ("- seeds 12, 10: 2026-11-25, ", "- seeds 11, 13, 14: 2027-01-02, another machine, orthojax"):
+    date = first["provenance"]["date"]
+    for line in (f"- seeds 12, 10: {date}, ", "- seeds 11, 13, 14: 2027-01-02, another machine, orthojax"):
         assert line in report(tmp_path)
 
 

@@ -17,7 +17,7 @@ from orthojax.config import Config, OptimConfig, RotationConfig, changed_fields,
 from orthojax.errors import UserError
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured
 from orthojax.experiments.catalog import find
-from orthojax.experiments.from_attention import figure2, figure4, figure6, output_weights
+from orthojax.experiments.from_attention import figure2, figure4, figure6, models, output_weights
 from orthojax.experiments.from_attention.output_weights import output_bases, output_kernels
 from orthojax.experiments.from_attention.paper_configs import paper_runs
 from orthojax.experiments.measures import Measured
@@ -237,7 +237,7 @@ def test_gaussians_are_3_in_every_basis_and_a_spike_planted_in_one_shows_there_a
 def test_the_relaxed_run_is_the_papers_and_no_row_begins_with_a_bos():
     relaxed, plain = figure2.EXPERIMENT.variants_at("paper")
     assert relaxed.config == paper_runs()[-1].config
-    for scale in ("tiny", "small", "paper"):
+    for scale in models.SCALES:
         relaxed, plain = figure2.EXPERIMENT.variants_at(scale)
         assert changed_fields(plain.config, relaxed.config) == {"model.relaxed_causal_tokens": 10}
         assert not plain.config.data.bos

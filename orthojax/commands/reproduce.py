@@ -3,7 +3,8 @@
 Without flags it runs the main job: two small language models on real text, vanilla and cured, in a few minutes on two
 CPU cores. Writes results.json, report.md, report.html and figures/ under the workdir, and of an experiment with `views`
 training.html, which steps through training; a second call resumes and skips what is done. --list shows all experiments,
-how much of each is done, and what the rest takes here.
+how much of each is done, and what the rest takes here. --render writes a report again from a results.json, or one
+report from several.
 """
 
 import functools
@@ -41,7 +42,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_list(
         "render", [], "A results.json or its folder: only writes its report again, beside it or under --workdir. "
-        "Several, of runs that were trained apart: joins them under --workdir."
+        "Several, separated by commas: joins runs that were trained separately; needs --workdir."
     )  # fmt: skip
 
 
@@ -71,36 +72,56 @@ def _models() -> dict[str, Path]:
     return models
 
 
-def _render(sources: Sequence[Path]) -> None:
+def _sources() -> list[Path]:
+    """The results.json of each part of --render.
+
+    Raises:
+      UserError: Where a part is empty or there twice; for several without a place for what they become.
+    """
+    given = f"--render={','.join(FLAGS.render)}"
+    if not all(FLAGS.render) or not FLAGS.render:
+        raise UserError(given, allowed="a results.json or its folder, or several: A,B")
+    paths = [Path(source) / "results.json" if Path(source).is_dir() else Path(source) for source in FLAGS.render]
+    resolved = [path.resolve() for path in paths]
+    if len(set(resolved)) < len(paths):
+        raise UserError(f"{given} has a results.json twice", allowed="each once")
+    if len(paths) > 1:
+        if FLAGS.workdir is None:
+            raise UserError(f"{given} without --workdir", allowed="--workdir=DIR, the folder of the joined results")
+        there = Path(FLAGS.workdir) / "results.json"
+        if there.exists() and there.resolve() not in resolved:
+            raise UserError(f"{there} is there already", allowed="another --workdir, or that of a part")
+    return paths
+
+
+def _render(paths: Sequence[Path]) -> None:
     """--render."""
     from orthojax.experiments.catalog import find
     from orthojax.experiments.joining import join
     from orthojax.experiments.page import print_report
     from orthojax.experiments.rerender import read_raw, rerender
 
-    if len(sources) > 1 and FLAGS.workdir is None:
-        raise UserError(
-            f"--render={','.join(FLAGS.render)} without --workdir", allowed="--workdir=DIR, a folder for all"
-        )
-    paths = [source / "results.json" if source.is_dir() else source for source in sources]
     parts = {path: read_raw(path) for path in paths}
     source, workdir = paths[0], Path(FLAGS.workdir or paths[0].parent)
-    raw = join(parts, workdir) if len(parts) > 1 else parts[source]
+    raw, joins = parts[source], len(parts) > 1
     experiment = find(FLAGS.experiment if FLAGS["experiment"].present else raw["experiment"])
-    make_folder(workdir, "workdir")
-    if len(parts) > 1:
+    if joins:
+        raw = join(parts, workdir)
+        experiment.variants_at(raw["scale"])  # refuses a scale that it does not have, before anything is written
+    make_folder(workdir, "workdir", files=("results.json", "report.md", "report.html"))
+    if joins:
         source = workdir / "results.json"
         write_text(source, json.dumps(raw, indent=2, allow_nan=False) + "\n")
     print_report(rerender(experiment, raw, source, workdir))
-    print(f"\nwritten: {workdir}/report.md, report.html{', results.json' if len(parts) > 1 else ''}")
+    print(f"\nwritten: {workdir}/report.md, report.html{', results.json' if joins else ''}")
 
 
 def main(_: list[str]) -> None:
     scales = ("tiny", "deep", "overnight", "small", "paper")
     if FLAGS.scale not in scales:
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(scales), hint=nearest(FLAGS.scale, scales))
-    if FLAGS.render:
-        _render([Path(source) for source in FLAGS.render])
+    if FLAGS["render"].present:
+        _render(_sources())
         return
     given, models = _seeds(), _models()
 

@@ -1,17 +1,27 @@
-"""One results.json from several, of runs that were trained apart: a seed at a time, or on several machines."""
+"""One results.json from several, of runs that were trained separately: a seed at a time, or on several machines."""
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from orthojax.errors import UserError
 
-_SEEDS = ("train.seed", "data.seed")
+_SEEDS = {"train.seed", "data.seed"}
+# What the same model may differ by where it is measured on two machines.
+_TOLERANCE = 0.01
+
+Parts = Mapping[Path, Mapping[str, Any]]
 
 
-def join(parts: Mapping[Path, Mapping[str, Any]], workdir: Path) -> dict[str, Any]:
-    """The rows of all of them, as one call would have written them.
+def join(parts: Parts, workdir: Path) -> dict[str, Any]:
+    """The rows of all of them, seed by seed.
+
+    A run that failed in one part and finished in another has finished. An existing model that each part measured
+    keeps the numbers of the first.
 
     Args:
       parts: Path of a results.json -> its content.
@@ -22,74 +32,93 @@ def join(parts: Mapping[Path, Mapping[str, Any]], workdir: Path) -> dict[str, An
       training steps are those of the first part that has some.
 
     Raises:
-      UserError: Where they are of different experiments, scales or texts, a variant differs, or a run is there twice
-        with different numbers.
+      UserError: Where they are of different experiments, scales or texts, a variant differs, a run is in two of them
+        with different numbers, or there are no runs.
     """
-    (first_path, first), *_ = parts.items()
-    rows: dict[tuple[str, int], tuple[Path, dict[str, Any]]] = {}
-    configs: dict[str, tuple[Path, dict[str, Any]]] = {}
-    for path, part in parts.items():
+    (first_path, first), *others = parts.items()
+    for path, part in others:
         for name in ("experiment", "scale"):
             if part[name] != first[name]:
                 problem = f"{path} is of {name} {part[name]!r}, {first_path} of {first[name]!r}"
                 raise UserError(problem, allowed="results of one experiment at one scale")
+    _require_same_configs(parts)
+    rows = sorted(_rows(parts, workdir), key=lambda row: row["seed"])  # of a seed in the order of the first part
+    if not rows:
+        raise UserError(f"{first_path} has no runs to join", allowed="results of an experiment that trains or computes")
+    costs = next(({"costs": part["costs"]} for part in parts.values() if "costs" in part), {})
+    return {**first, **costs, "provenance": _provenance(parts, rows), "rows": rows}
+
+
+def _rows(parts: Parts, workdir: Path) -> Iterable[dict[str, Any]]:
+    found: dict[tuple[str, int], tuple[Path, dict[str, Any]]] = {}
+    for path, part in parts.items():
         for row in part["rows"]:
-            _require_same_config(configs, path, row)
             key = row["variant"], row["seed"]
-            before, known = rows.setdefault(key, (path, _moved(row, path.parent, workdir)))
-            if before != path and known["metrics"] != row["metrics"]:
-                problem = f"{key[0]}, seed {key[1]}, is in {before} and in {path}, with different numbers"
+            before, known = found.get(key, (path, None))
+            if before != path and known and not ("failed" in row or "failed" in known or _same(row, known)):
+                problem = f"{key[0]}, seed {key[1]}, has other numbers in {path} than in {before}"
                 raise UserError(problem, allowed="each run once")
-    provenance = _provenance(parts)
-    return {**first, **_costs(parts), "provenance": provenance, "rows": [row for _, row in rows.values()]}
+            if known is None or ("failed" in known and "failed" not in row):
+                found[key] = path, _moved(row, path.parent, workdir)
+    return [row for _, row in found.values()]
 
 
-def _require_same_config(configs: dict[str, tuple[Path, dict[str, Any]]], path: Path, row: Mapping[str, Any]) -> None:
-    """Compares a row's config, seeds aside, with that of the same variant before, which it enters."""
-    of = {name: value for name, value in row["overrides"].items() if name not in _SEEDS}
-    before, known = configs.setdefault(row["variant"], (path, of))
-    if different := sorted(name for name in known.keys() | of.keys() if known.get(name) != of.get(name)):
-        name = different[0]
-        problem = f"{row['variant']} has {name}={of.get(name)!r} in {path}, {known.get(name)!r} in {before}"
-        raise UserError(problem, allowed="variants of one config in all of them")
+def _same(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two rows are of one model."""
+    names = row["metrics"].keys()
+    values = [[of["metrics"].get(name, np.nan) for name in names] for of in (row, other)]
+    return names == other["metrics"].keys() and bool(np.allclose(*values, rtol=_TOLERANCE, atol=1e-6))
 
 
 def _moved(row: Mapping[str, Any], folder: Path, workdir: Path) -> dict[str, Any]:
-    run = {"run": os.path.relpath(folder / row["run"], workdir)} if "run" in row else {}
+    run = {"run": os.path.relpath(folder.resolve() / row["run"], workdir.resolve())} if "run" in row else {}
     return {**row, **run}
 
 
-def _costs(parts: Mapping[Path, Mapping[str, Any]]) -> dict[str, Any]:
-    return next(({"costs": part["costs"]} for part in parts.values() if "costs" in part), {})
+def _require_same_configs(parts: Parts) -> None:
+    """That a variant has one config, seeds aside, and rates that trials chose."""
+    rows = [(path, row) for path, part in parts.items() for row in part["rows"]]
+    tuned = {row["variant"] for _, row in rows if "learning_rates" in row}
+    configs: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for path, row in rows:
+        left_out = _SEEDS | ({"optim.learning_rate"} if row["variant"] in tuned else set())
+        config = {name: value for name, value in row["overrides"].items() if name not in left_out}
+        before, known = configs.setdefault(row["variant"], (path, config))
+        if different := sorted(name for name in known.keys() | config.keys() if known.get(name) != config.get(name)):
+            name = different[0]
+            problem = f"{row['variant']} has {name}={config.get(name)!r} in {path}, {known.get(name)!r} in {before}"
+            raise UserError(problem, allowed="the same config of a variant in every file")
 
 
-def _provenance(parts: Mapping[Path, Mapping[str, Any]]) -> dict[str, Any]:
-    of = [part["provenance"] for part in parts.values()]
-    made = [of_part for one in of for of_part in one.get("joined", [one])]
-    seconds = {
-        name: round(sum(one.get(name, 0.0) for one in of), 1)
-        for name in ("training_seconds", "wall_seconds")
-        if name in of[0]
-    }
+def _provenance(parts: Parts, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    provenances = [part["provenance"] for part in parts.values()]
+    origins: list[dict[str, Any]] = []
+    for provenance in provenances:
+        for of in provenance.get("joined", [provenance]):
+            origin = {"seeds": of.get("seeds", [0])} | {name: of[name] for name in ("date", "device", "versions")}
+            origins += [origin] if origin not in origins else []
+    if "wall_seconds" in provenances[0]:
+        seconds = {"wall_seconds": round(sum(of.get("wall_seconds", 0.0) for of in provenances), 1)}
+    else:
+        seconds = {"training_seconds": round(sum(row.get("seconds", 0.0) for row in rows), 1)}
     return {
-        **of[0],
+        **provenances[0],
         **seconds,
-        "date": max(one["date"] for one in of),
-        "device": " and ".join(dict.fromkeys(one["device"] for one in made)),
-        "seeds": sorted({seed for one in of for seed in one.get("seeds", ())}),
+        "date": max(origin["date"] for origin in origins),
+        "device": "; ".join(dict.fromkeys(origin["device"] for origin in origins)),
+        "seeds": sorted({seed for origin in origins for seed in origin["seeds"]}),
         "data": _texts(parts),
-        "joined": [
-            {name: one[name] for name in ("seeds", "date", "device", "versions") if name in one} for one in made
-        ],
+        "joined": origins,
     }
 
 
-def _texts(parts: Mapping[Path, Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """What was read, each text once."""
+def _texts(parts: Parts) -> list[Mapping[str, Any]]:
+    """What was read, each text and tokenizer once."""
     texts: dict[str, tuple[Path, Mapping[str, Any]]] = {}
     for path, part in parts.items():
         for entry in part["provenance"]["data"]:
-            before, known = texts.setdefault(entry["source"], (path, entry))
+            key = json.dumps([entry["source"], entry.get("tokenizer")])
+            before, known = texts.setdefault(key, (path, entry))
             if known != entry:
                 problem = f"the text of {path} is not that of {before}: {entry['source']}"
                 raise UserError(problem, allowed="results on the same text, whose perplexities can be compared")

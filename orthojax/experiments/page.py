@@ -115,9 +115,12 @@ def _data_sentences(results: Results) -> list[str]:
     if results.first.config.data.kind != "embedded":
         return [*sentences, f"The text is {sources}. Evaluation uses held-out rows."]
     files = f"{data[0]['file_count']} files, " if data else ""
+    shares = {result.config.data.repeated_share for result in results if not result.given}
+    share = shares.pop() if len(shares) == 1 else 0.0  # of several the tables tell
+    repeated = f", {share:.0%} of its passages repeated" if share else ""
     sentences.append(
-        f"The text is Python's own standard library ({files}real text on every machine); evaluation uses held-out "
-        "files. It is not C4: numbers compare with each other, not with the paper's."
+        f"The text is Python's own standard library ({files}real text on every machine){repeated}; evaluation uses "
+        "held-out files. It is not C4: numbers compare with each other, not with the paper's."
     )
     other = any(result.config.data.kind != "embedded" for result in given)
     return [*sentences, *([f"Given models may have other text: {sources}."] if other and data[1:] else [])]
@@ -133,7 +136,9 @@ def _notes(results: Results) -> list[str]:
         f"orthojax reproduce --experiment={experiment.name} --scale={results.scale} "
         f"--seeds={','.join(map(str, results.seeds))}" + (f" --model={shlex.quote(models)}" if models else "")
     )
-    notes = [command, *map(_made, provenance.get("joined", [provenance | {"seeds": ()}]))]
+    parts = [(f"seed{'s' * (len(of['seeds']) > 1)} {', '.join(map(str, of['seeds']))}: ", of)
+             for of in provenance.get("joined", ())]  # fmt: skip
+    notes = [command, *(prefix + _made(of) for prefix, of in parts or [("", provenance)])]
     if experiment.compute:
         return [
             *notes,
@@ -154,10 +159,9 @@ def _notes(results: Results) -> list[str]:
 
 
 def _made(provenance: Mapping[str, Any]) -> str:
-    """When and where; of results that were joined, of which seeds."""
+    """When and where."""
     versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
-    seeds = ", ".join(map(str, provenance["seeds"]))
-    return f"{seeds and f'seeds {seeds}: '}{provenance['date']}, {provenance['device']}, {versions}"
+    return f"{provenance['date']}, {provenance['device']}, {versions}"
 
 
 def _corpus(entry: Mapping[str, Any]) -> str:

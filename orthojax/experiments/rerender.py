@@ -34,6 +34,8 @@ def read_raw(path: Path) -> dict[str, Any]:
             f"{path} is not a results.json of orthojax: it has no {min(missing)!r}",
             allowed="one that orthojax reproduce wrote",
         )
+    if missing := {"date", "device", "versions", "data"} - raw["provenance"].keys():
+        raise UserError(f"{path} does not say its {min(missing)}", allowed="one that orthojax reproduce wrote")
     return raw
 
 
@@ -93,8 +95,8 @@ def rerender(experiment: Experiment, raw: dict[str, Any], source: Path, workdir:
     drawn = {picture.name: picture for picture in report.pictures}
     shown = {picture.name: picture for picture in ([] if complete else _pictures_of(before, workdir))} | drawn
     command = [line[2:] for line in before.split("\n") if line.startswith(("- python launch/", "- orthojax "))]
-    if "joined" in raw["provenance"]:  # since then
-        command = []
+    if "joined" in raw["provenance"]:
+        command = []  # an earlier report names the seeds of its part
     notes = [*(command or report.notes[:1]), *report.notes[1:]]
     notes.append(f"written again from {os.path.relpath(source, workdir)}, without training")
     if kept_tables or len(shown) > len(drawn):

@@ -109,6 +109,7 @@ class Result(Numbers):
       paper: What the paper prints for it.
       seeds: Seed -> its numbers, of the seeds that finished.
       folders: Seed -> the folder of the run.
+      without: What its cells say where no seed finished.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Result(Numbers):
         self.given = variant is not None and variant.checkpoint is not None
         self.config: Config = variant and variant.config  # pyright: ignore[reportAttributeAccessIssue]
         self._settings = (_config_numbers(variant.config) if variant else {}) | dict(costs)
+        self.without = "failed" if rows else "not run"
         finished = [row for row in rows if row["metrics"] and "failed" not in row]
         self._found = {row["seed"]: {**_tuned(row), **row["metrics"]} for row in finished}
         self.folders = {row["seed"]: folder / row["run"] for row in finished if "run" in row}
@@ -211,9 +213,11 @@ class Result(Numbers):
         return steps, np.array([[point[step] for step in steps] for point in points])
 
     def cell(self, quantity: Quantity) -> str:
-        """Mean, and where seeds differ the range; 'failed' where none finished, '-' where none has it."""
+        """Mean, and where seeds differ the range; 'failed' or 'not run' where none finished, '-' where none has it."""
+        if not self.seeds:
+            return self.without
         values = self.values(quantity)
-        return "-" if self.seeds and not values else mean_and_range(values, quantity.show)
+        return mean_and_range(values, quantity.show) if values else "-"
 
     def mean_cell(self, quantity: Quantity) -> str:
         """The mean alone; '-' where no seed has it."""

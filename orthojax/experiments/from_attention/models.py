@@ -193,8 +193,9 @@ def about(results: Results) -> str:
         )
     if results.scale == "deep":
         sentences.append(
-            "Six layers, rotary positions and text with repeated passages: the setting that the experiment "
-            "tiny_setting chose on vanilla models. OrthoAdam rotates the d_model axis of every kernel."
+            "Six layers, text with repeated passages and, where a row does not say otherwise, rotary positions: the "
+            "setting that the experiment tiny_setting chose on vanilla models. OrthoAdam rotates the d_model axis of "
+            "every kernel."
         )
     sentences.append(
         "Every number is a mean over seeds, with the range; the paper's, of one run each on C4, is shown alongside."

@@ -1,7 +1,7 @@
 """The paper's own Q: Haar matrices on the row of Table 2 that stands for GPT2 130M, on other axes, and drawn anew.
 
-Below the paper's scale OrthoAdam has Hadamard matrices after random signs on the output axis, which keep no matrix in
-the state; this is what that choice rests on.
+The other tables have Hadamard matrices after random signs, which keep no matrix in the state; this is what that choice
+rests on.
 """
 
 from orthojax.config import replace

@@ -54,9 +54,10 @@ CLAIMS = (
     no_outliers_left("It leaves no outliers."),
     no_perplexity_lost("It costs no perplexity."),
     Claim("Softmax-1 alone takes it away, too.", (V, S), (FRACTION,), lambda v, s: excess_of_first_left(v, s) <= 0.25,
-          "at most a quarter of what exceeds chance is left, as with both; testable as there", _preferred),
+          "at most a quarter of what exceeds chance is left, as with both; testable under the same condition",
+          _preferred),
     Claim("OrthoAdam alone leaves it.", (V, O), (FRACTION,), lambda v, o: excess_of_first_left(v, o) >= 0.5,
-          "at least half of what exceeds chance is left; testable as above", _preferred),
+          "at least half of what exceeds chance is left; testable under the same condition", _preferred),
     Claim("Softmax-1 alone leaves the outliers.", (V, S), KURTOSIS, lambda v, s: has_outliers(s),
           f"either above {OUTLIERS:g}; testable where vanilla's is", has_outliers),
     no_outliers_left("OrthoAdam alone leaves no outliers.", (V, O)),
@@ -71,8 +72,9 @@ def _about(results: Results) -> list[str]:
         f"The model and the rate of the main job on Python's library as it is: {config.train.steps:,} steps of "
         f"{config.train.batch_size} x {config.data.sequence_length} tokens, the first of them <s>. OrthoAdam rotates "
         "the d_model axis of every kernel. The experiment repeated_passages had shown 2.0 times chance and 4% of the "
-        "excess left on five other seeds; these criteria were committed before these seeds were run. Each part of the "
-        "cure alone joined, with its six claims, when vanilla and cured had run, and before it had itself.",
+        "excess left on five other seeds; these criteria were committed before these seeds were run. The two "
+        "variants with one part of the cure, and their six claims, were added when the others had run and before these "
+        "two had.",
     ]
 
 
