@@ -104,7 +104,7 @@ VERDICTS = {
     "remaining_outliers": "++-+--+",
     "long_pair": "?+--",
     "repeated_longer": "+++-+--++++?-+-+++",
-    "repeated_settings": "--+--?+++?-+-",
+    "repeated_settings": "--+--?+-+?-+-",
     "downstream": "+--",
 }
 
