@@ -109,7 +109,7 @@ VERDICTS = {
 }
 
 # At scale deep, of the experiments that were run there.
-DEEP_VERDICTS = {}
+DEEP_VERDICTS: dict[str, str] = {}
 
 NOT_RUN_YET: set[str] = set()  # whose results are not committed
 
@@ -155,6 +155,7 @@ def test_every_experiment_has_one_name_a_title_and_a_source_of_numbers():
     names = [name for experiment in ALL for name in (experiment.name, *experiment.also)]
     assert len(set(names)) == len(names)
     assert set(VERDICTS) | NOT_RUN_YET == {experiment.name for experiment in ALL}
+    assert set(DEEP_VERDICTS) == {path.parent.name for path in RESULTS.glob("deep/*/report.md")}
     for name in NOT_RUN_YET:
         assert name not in VERDICTS
         assert not (RESULTS / name.replace("_", "-")).exists()
