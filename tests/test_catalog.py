@@ -611,6 +611,12 @@ def test_reports_in_results_say_what_their_raw_numbers_say():
         assert not missing, path
 
 
+def test_reports_in_results_show_all_their_figures():
+    for path in RESULTS.rglob("report.md"):
+        shown = re.findall(r"\]\(figures/(.*?)\)", path.read_text())
+        assert sorted(shown) == sorted(figure.name for figure in (path.parent / "figures").glob("*")), path
+
+
 @pytest.mark.parametrize("content", ["[1]", "{}", '{"experiment": "table2", "scale": "tiny", "rows": []}', "{"])
 def test_what_is_no_results_json_is_refused(tmp_path, content):
     (tmp_path / "results.json").write_text(content)
