@@ -164,5 +164,12 @@ def test_the_report_of_joined_results_has_the_command_of_all_seeds_and_a_line_fo
         assert line in report(tmp_path)
 
 
+def test_a_report_without_its_runs_says_that_pictures_are_left_out(tmp_path):
+    raw = join(two_parts(), tmp_path)
+    rerender(find("ordinary_text"), raw, tmp_path / "results.json", tmp_path)
+    assert "](figures/" not in report(tmp_path)
+    assert "without training; pictures that need the runs are left out, since these are not here\n" in report(tmp_path)
+
+
 def report(folder):
     return (folder / "report.md").read_text()

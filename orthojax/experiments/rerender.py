@@ -101,6 +101,8 @@ def rerender(experiment: Experiment, raw: dict[str, Any], source: Path, workdir:
     notes.append(f"written again from {os.path.relpath(source, workdir)}, without training")
     if kept_tables or len(shown) > len(drawn):
         notes[-1] += "; pictures and tables that need the runs are those of the first time"
+    elif len(pictures) < len(experiment.pictures):
+        notes[-1] += "; pictures that need the runs are left out, since these are not here"
     shown_tables = [*report.tables, *kept_tables]
     report = report._replace(notes=notes, tables=shown_tables, pictures=list(shown.values()))
     write_report(report, workdir)
