@@ -19,6 +19,7 @@ from tiny_run import drawn_params
 import orthojax
 from orthojax import commands
 from orthojax.config import Config, field_paths
+from orthojax.experiments.catalog import ALL
 from orthojax.model import parameter_count
 
 ROOT = Path(__file__).parents[1]
@@ -246,6 +247,11 @@ def test_parameter_counts_of_the_guide():
         config = getattr(orthojax, family)(size)
         assert (config.num_layers, config.d_model) == (int(layers), int(width))
         assert parameter_count(config) == int(count.replace(",", ""))
+
+
+def test_the_table_of_claims_has_every_experiment_that_claims_something():
+    missing = [of.name for of in ALL if of.claims and f"[`{of.name}`](../results/" not in GUIDES["claims.md"]]
+    assert not missing
 
 
 def test_fields_and_files_that_the_documents_name_exist():
