@@ -111,7 +111,7 @@ VERDICTS = {
 # At scale deep, of the experiments that were run there.
 DEEP_VERDICTS: dict[str, str] = {}
 
-NOT_RUN_YET: set[str] = set()  # whose results are not committed
+NOT_RUN_YET = {"depth_without_bos"}  # whose results are not committed
 
 
 def experiment_named(name: str) -> Experiment:

@@ -96,6 +96,7 @@ ALL: tuple[Experiment, ...] = (
     *(module.EXPERIMENT for module in (quick, *_TABLES, figure1, figure2, figure3, figure4, figure6)),
     *(*layers.EXPERIMENTS, maps.HIDDEN_STATES, maps.ATTENTION_MAPS),
     *(module.EXPERIMENT for module in (*_LATER, *_OURS)),
+    depth.WITHOUT_BOS,
     *repeated_settings.EXPERIMENTS,
     *(module.EXPERIMENT for module in (*_ON_THE_TASK, *_BREAK_CONDITIONS)),
     *simplified_models.EXPERIMENTS,
