@@ -118,8 +118,8 @@ WITHOUT_BOS = dataclasses.replace(
     seeds=(3, 4, 5),
     about=lambda results: [
         *_about(results),
-        "Here rows do not begin with <s>, and OrthoAdam rotates the d_model axis of every kernel. The search had tried no "
-        "such setting with six layers. Criteria were committed before these runs.",
+        "Here rows do not begin with <s>, and OrthoAdam rotates the d_model axis of every kernel. The search had tried "
+        "no such setting with six layers. Criteria were committed before these runs.",
     ],
     claims=(
         *(Claim(f"Without <s>, too: {criterion.words}.", (V,), (_asked(criterion),),
