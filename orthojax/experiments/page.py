@@ -116,7 +116,7 @@ def _data_sentences(results: Results) -> list[str]:
         return [*sentences, f"The text is {sources}. Evaluation uses held-out rows."]
     files = f"{data[0]['file_count']} files, " if data else ""
     shares = {result.config.data.repeated_share for result in results if not result.given}
-    share = shares.pop() if len(shares) == 1 else 0.0  # of several the tables tell
+    share = shares.pop() if len(shares) == 1 else 0.0  # where they differ, the tables say so
     repeated = f", {share:.0%} of its passages repeated" if share else ""
     sentences.append(
         f"The text is Python's own standard library ({files}real text on every machine){repeated}; evaluation uses "
