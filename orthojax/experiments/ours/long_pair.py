@@ -38,9 +38,9 @@ from orthojax.model.presets import gpt2
 from orthojax.train import Inputs, evaluate, evaluation_stages, load
 from orthojax.train.checkpoint import steps_in
 
-# Scale -> training steps, of which every tenth part leaves a checkpoint: on two cores 90 minutes for the pair, and six
+# Scale -> training steps, of which every tenth part leaves a checkpoint: on two cores 90 minutes for the pair, and five
 # hours.
-STEPS = {"tiny": 4_000, "overnight": 20_000}
+STEPS = {"tiny": 4_000, "overnight": 12_000}
 # Evaluated at each of these.
 SETTINGS = {name: quant.setting_named(name) for name in ("int8_coarse", "int4_zeropoint", "w4a4")}
 
@@ -78,7 +78,7 @@ def _config(steps: int) -> Config:
 
 _CHANGES: dict[str, dict[str, Any]] = {
     "tiny": {"optim.rotation.axes": "output"},
-    # Ordinary text had no dominance after 4,000 steps, and is too short for 22 passes. With the output axis the first
+    # Ordinary text had no dominance after 4,000 steps, and is too short for 13 passes. With the output axis the first
     # token has outliers after 10,000 steps (remaining_outliers).
     "overnight": {"optim.rotation.axes": "residual", "data.repeated_share": 1.0, "data.bos": True},
 }
