@@ -273,6 +273,7 @@ def test_losses_and_parameters_on_all_three_axes_in_short():
         {"optim.optimizer": "lion", "optim.rotated": True},
         {"optim.optimizer": "adafactor"},
         {"optim.optimizer": "muon"},
+        {"optim.optimizer": "soap"},
         {"model.remat": True, "model.normalizer": "learned_sink", "model.gated_attention": True},
         {"model.attention_implementation": "xla_chunked", "model.tie_embeddings": False},
     ],

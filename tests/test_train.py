@@ -35,7 +35,7 @@ from orthojax.config import OptimConfig, RotationConfig, replace
 from orthojax.data import BigramBackcopy, default_text
 from orthojax.errors import UserError
 from orthojax.model import Transformer, parameter_shapes, stack_layers, unstack_layers
-from orthojax.optim import RotatedAxes, rotate, unrotate
+from orthojax.optim import RotatedAxes, rotate, scale_by_soap, unrotate
 from orthojax.progress import Progress, tokenizing_progress
 from orthojax.train import (
     DivergedError,
@@ -251,6 +251,7 @@ OPTIMIZERS = {
         [optax.partition({True: optax.chain(MUON, optax.scale(-1.0)), False: ADAM}, IS_KERNEL)],
         None,
     ),
+    "soap": ({}, [scale_by_soap(0.8, 0.95, 1e-6)], "nu"),
 }
 
 

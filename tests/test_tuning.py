@@ -39,6 +39,7 @@ def test_the_lowest_perplexity_chooses_rate_and_warm_up():
         "vanilla": (4e-3, 0.25),
         "cured": (2e-3, 0.05),
         "muon": (1e-2, 0.25),
+        "soap": (4e-3, 0.25),
         "lion": (5e-4, 0.05),
         "sgd": (0.4, 0.05),
     }
@@ -62,12 +63,13 @@ def test_a_best_rate_at_the_edge_is_said():
         "vanilla": (1.6e-2, 0.25),
         "cured": (2e-3, 0.05),
         "muon": (1e-2, 0.25),
+        "soap": (4e-3, 0.25),
         "lion": (5e-4, 0.05),
         "sgd": (0.4, 0.05),
     }
     judged = judge(EXPERIMENT.claims[0], planted(best))
     assert judged.verdict == "does not hold"
-    assert "4 of 5" in judged.closing
+    assert "5 of 6" in judged.closing
 
 
 def test_warm_up_is_a_fraction_of_the_steps():

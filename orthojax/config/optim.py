@@ -11,7 +11,7 @@ RotationScope = Literal["layer", "parameter", "tree"]
 RotationAxes = Literal["output", "input", "both", "residual", "writers", "none"]
 OptimizerName = Literal[
     "adam", "orthoadam", "rmsprop", "sgd", "adagrad", "adamax", "amsgrad", "adabelief", "adafactor", "lion", "signum",
-    "lamb", "novograd", "ademamix", "muon",
+    "lamb", "novograd", "ademamix", "muon", "soap",
 ]  # fmt: skip
 
 
@@ -49,7 +49,8 @@ class OptimConfig:
 
     Attributes:
       optimizer: `adam` is AdamW where `weight_decay` > 0; `rmsprop` is Adam with b1 = 0 (the paper does not say);
-        `signum` is the sign of momentum; `muon` treats embeddings and vectors with Adam.
+        `signum` is the sign of momentum; `muon` treats embeddings and vectors with Adam; `soap` learns a basis for both
+        axes of kernels and the d_model axis of embeddings.
       rotated: Run the optimizer in the basis of `rotation`; `orthoadam` is `adam` with this.
       learning_rate: Peak learning rate.
       warmup_steps: Steps of linear warm-up from 0.

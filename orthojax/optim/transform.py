@@ -1,6 +1,7 @@
 """Rotating trees into the basis of the optimizer and back, as functions and as optax transformations."""
 
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,13 +32,14 @@ def _basis_path(path: str, i: int) -> list[str]:
     return [*(path.split("/") if path else []), f"basis_{i}"]
 
 
-def _basis_shape(plan: Plan, group: Group) -> tuple[int, ...]:
+def basis_shape(plan: Plan, group: Group) -> tuple[int, ...]:
+    """[*stacked, n, n]."""
     return (*plan.stacked_shape, group.size, group.size)
 
 
 def _draw_haar(rotation: Rotation, plan: Plan, group: Group, dtype: Any) -> jax.Array:
     """Q of every layer. A callback of known shape: eval_shape runs no QR, jit embeds no constant of this size."""
-    key, shape = name_key(group), _basis_shape(plan, group)
+    key, shape = name_key(group), basis_shape(plan, group)
     words = np.dtype(dtype).itemsize // 4
 
     def draw() -> np.ndarray:
@@ -61,14 +63,29 @@ def _init_basis(rotation: Rotation, params: optax.Params) -> Any:
     warn_of_plans(rotation, plans)
     if rotation.kind != "haar":
         return ()
-    basis: dict[str, Any] = {}
+    return matrices_by_path(plans, lambda leaf, plan, group: _draw_haar(rotation, plan, group, wide_dtype(leaf)))
+
+
+def matrices_by_path(
+    plans: Iterable[tuple[Any, Plan]], matrices_of: Callable[[Any, Plan, Group], jax.Array]
+) -> dict[str, Any] | jax.Array:
+    """A nested dict by path with the leaves basis_0, basis_1, one for each rotated group of axes of a parameter.
+
+    Args:
+      plans: (leaf, plan) of every parameter.
+      matrices_of: (leaf, plan, group) -> [*stacked, n, n].
+
+    Returns:
+      The dict, or one 0, shape=(), where nothing is rotated.
+    """
+    found: dict[str, Any] = {}
     for leaf, plan in plans:
         for i, group in enumerate(plan.groups):
             *parents, name = _basis_path(plan.path, i)
-            node = functools.reduce(lambda node, part: node.setdefault(part, {}), parents, basis)
-            node[name] = _draw_haar(rotation, plan, group, wide_dtype(leaf))
+            node = functools.reduce(lambda node, part: node.setdefault(part, {}), parents, found)
+            node[name] = matrices_of(leaf, plan, group)
     # An array, not an empty dict: optax.tree.map_params must see a non-parameter. Orbax saves none of size 0.
-    return basis or jnp.zeros((), jnp.float32)
+    return found or jnp.zeros((), jnp.float32)
 
 
 def _stored_basis(basis: Any, plan: Plan, i: int) -> jax.Array:
@@ -78,7 +95,7 @@ def _stored_basis(basis: Any, plan: Plan, i: int) -> jax.Array:
                 f"{plan.path!r} has no basis in the state; allowed: the tree and the kind that the state was made for"
             )
         basis = basis[part]
-    if basis.shape != (shape := _basis_shape(plan, plan.groups[i])):
+    if basis.shape != (shape := basis_shape(plan, plan.groups[i])):
         raise ValueError(f"{plan.path}: the basis in the state has shape {basis.shape}; allowed: {shape}")
     return basis
 
@@ -172,7 +189,7 @@ def _rotate_sharded(
 def rotate_leaf(
     rotation: Rotation, plan: Plan, leaf: Any, basis: Any, *, transpose: bool = False, like: Any = None
 ) -> Any:
-    """Q, or Q^T, on one parameter; `like` as in `_apply`."""
+    """Q, or Q^T, on one parameter; `like` as in `rotate_tree`."""
     given = None if rotation.layout is None else rotation.layout(plan.path)
     if not plan.groups and given is None:
         return leaf
@@ -188,7 +205,7 @@ def rotate_leaf(
     return x if given is None else layout.place(x, layout.known_sharding(like))
 
 
-def _apply(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool = False, like: Any = None) -> Any:
+def rotate_tree(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool = False, like: Any = None) -> Any:
     """Q, or Q^T, on every rotated array of a tree; None and masked nodes are passed over.
 
     With a layout, results leave as it says, or as the same array of `like` is sharded where that is known (outside of
@@ -224,7 +241,7 @@ def _transformation(rotation: Rotation, transpose: bool) -> optax.GradientTransf
 
     def update_fn(updates, state, params=None):
         like = params if transpose and rotation.layout is not None else None
-        return _apply(rotation, updates, state.basis, transpose=transpose, like=like), state
+        return rotate_tree(rotation, updates, state.basis, transpose=transpose, like=like), state
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -312,18 +329,18 @@ def in_rotated_basis(
 
     def init_fn(params):
         basis = _init_basis(rotation, params)
-        return RotatedState(basis, extended.init(_apply(rotation, params, basis)))
+        return RotatedState(basis, extended.init(rotate_tree(rotation, params, basis)))
 
     def update_fn(updates, state, params=None, **extra_args):
         if params is not None:
             _require_part(updates, params, "updates and parameters differ")
-        rotated = _apply(rotation, updates, state.basis)
+        rotated = rotate_tree(rotation, updates, state.basis)
         # Where the inner transformation does not read the parameters, jit removes their rotation.
-        rotated_params = None if params is None else _apply(rotation, params, state.basis)
+        rotated_params = None if params is None else rotate_tree(rotation, params, state.basis)
         extra_args = _guarded(extra_args, rotation, updates)
         rotated, inner_state = extended.update(rotated, state.inner, rotated_params, **extra_args)
         _require_part(rotated, updates, "the inner transformation returns a different tree than it was given")
-        updates = _apply(rotation, rotated, state.basis, transpose=True, like=updates)
+        updates = rotate_tree(rotation, rotated, state.basis, transpose=True, like=updates)
         return updates, RotatedState(state.basis, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

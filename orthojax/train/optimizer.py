@@ -10,7 +10,15 @@ import optax
 import optax.contrib
 
 from orthojax.config import OptimConfig, RotationConfig, require
-from orthojax.optim import RotatedAxes, Rotation, in_rotated_basis, rotate, scale_by_orthoadam, warmup_cosine
+from orthojax.optim import (
+    RotatedAxes,
+    Rotation,
+    in_rotated_basis,
+    rotate,
+    scale_by_orthoadam,
+    scale_by_soap,
+    warmup_cosine,
+)
 
 Layout = Callable[[str], jax.sharding.Sharding | None]
 
@@ -92,6 +100,11 @@ def learning_rate_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     return warmup_cosine(config.learning_rate, config.warmup_steps, steps, config.final_learning_rate_fraction)
 
 
+def _learned(config: RotationConfig, layout: Layout | None) -> Rotation:
+    """The axes of SOAP's bases."""
+    return Rotation("haar", rotated_axes(dataclasses.replace(config, axes="both")), layout=layout)
+
+
 def _muon(config: OptimConfig) -> optax.GradientTransformation:
     """Muon on kernels, Adam on embeddings and vectors; updates of both have Adam's usual size, 0.2 RMS."""
 
@@ -134,6 +147,7 @@ def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransf
         "novograd": lambda: optax.scale_by_novograd(b1, b2, eps),
         "ademamix": lambda: optax.contrib.scale_by_ademamix(b1, b2, eps=eps),
         "muon": lambda: _muon(config),
+        "soap": lambda: scale_by_soap(b1, b2, eps, rotation=_learned(config.rotation, layout)),
     }
     if config.optimizer == "orthoadam":
         rotation = make_rotation(config.rotation, layout)

@@ -1,4 +1,4 @@
-"""Learning rate and warm-up of five methods, each with the same search budget, before they are compared.
+"""Learning rate and warm-up of six methods, each with the same search budget, before they are compared.
 
 The only search in which a cured model takes part: methods are tuned against each other, the setting is not chosen here.
 """
@@ -40,6 +40,7 @@ METHODS = {
     C: Method("softmax-1 + OrthoAdam", PAPER_METHODS[C], _ADAM_RATES),
     "muon": Method("softmax + Muon", {"optim.optimizer": "muon", "optim.momentum": 0.95},
                    (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2)),
+    "soap": Method("softmax + SOAP", {"optim.optimizer": "soap", "optim.b1": 0.95, "optim.b2": 0.95}, _ADAM_RATES),
     "lion": Method("softmax + Lion", {"optim.optimizer": "lion", "optim.b2": 0.99},
                    (1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3)),
     "sgd": Method("softmax + SGD", {"optim.optimizer": "sgd", "optim.momentum": 0.9}, (0.1, 0.2, 0.4, 0.8, 1.6)),
@@ -101,8 +102,7 @@ def _about(results: Results) -> list[str]:
     return [
         f"Each method has {runs} runs of {STEPS} steps on one search seed; the lowest perplexity chooses its rate and "
         "its warm-up, a fraction of the steps, for comparisons on other seeds. Other hyperparameters are the "
-        "usual ones. SOAP, Adam in a basis learned from the gradients, is in no release of a maintained JAX library "
-        "(optax has it on its main branch, after 0.2.8) and has no row.",
+        "usual ones. SOAP is Adam in a basis that is learned from the gradients, improved every tenth step.",
     ]
 
 
@@ -117,7 +117,7 @@ def _best_is_inside(*of: Result) -> bool:
 
 EXPERIMENT = Experiment(
     name="tuning",
-    title="Learning rate and warm-up of Adam, OrthoAdam with softmax-1, Muon, Lion and SGD, with equal search budgets",
+    title="Learning rate and warm-up of six methods, from Adam to SOAP and SGD, with equal search budgets",
     variants=_variants,
     seeds=SEARCH_SEEDS,
     about=_about,
