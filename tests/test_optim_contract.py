@@ -9,7 +9,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from orthojax.optim import Rotation, in_rotated_basis, orthoadam, scale_by_orthoadam
+from orthojax.optim import Rotation, in_rotated_basis, orthoadam, scale_by_orthoadam, scale_by_soap
 
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests wait for
 KINDS = ("hadamard", "haar")
@@ -27,6 +27,7 @@ MAKERS = {
         lambda lr: optax.chain(optax.rmsprop(lr, bias_correction=True), optax.trace(0.5))  # with momentum
     ),
     "adafactor": inside(lambda lr: optax.adafactor(lr, min_dim_size_to_factor=2, multiply_by_parameter_scale=False)),
+    "soap": lambda lr, r: optax.chain(scale_by_soap(rotation=r), optax.scale_by_learning_rate(lr)),
 }
 every_optimizer = pytest.mark.parametrize(
     ("make", "kind"),
@@ -34,6 +35,7 @@ every_optimizer = pytest.mark.parametrize(
         pytest.param(make, kind, id=f"{name}-{kind}", marks=() if name == "orthoadam" else pytest.mark.slow)
         for name, make in MAKERS.items()
         for kind in KINDS
+        if (name, kind) != ("soap", "hadamard")  # its bases are learned, not drawn
     ],
 )
 

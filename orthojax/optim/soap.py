@@ -169,7 +169,10 @@ def _improved(gram: Any, basis: Any) -> Any:
 
 
 def _of_each_size(fn: Callable[[jax.Array, jax.Array], jax.Array], gram: Any, basis: Any) -> Any:
-    """`fn` on all matrices [k, n, n] of one size at once: a program for each parameter takes long to compile."""
+    """`fn` on every matrix [n, n], in one loop for each size: a program for each parameter takes long to compile.
+
+    One by one: on a CPU, batched factorizations that run at the same time wait for each other's threads, forever.
+    """
     leaves, treedef = jax.tree.flatten(basis)
     by_size: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
@@ -180,6 +183,7 @@ def _of_each_size(fn: Callable[[jax.Array, jax.Array], jax.Array], gram: Any, ba
             continue
         together = [jnp.concatenate([of[i].reshape(-1, *square) for i in places]) for of in (grams, leaves)]
         ends = np.cumsum([math.prod(leaves[i].shape[:-2]) for i in places])
-        for i, part in zip(places, jnp.split(fn(*together), ends[:-1]), strict=True):
+        done = jax.lax.map(lambda pair: fn(*pair), tuple(together))
+        for i, part in zip(places, jnp.split(done, ends[:-1]), strict=True):
             leaves[i] = part.reshape(leaves[i].shape)
     return jax.tree.unflatten(treedef, leaves)
