@@ -117,12 +117,15 @@ def test_rates_that_trials_chose_may_differ_between_seeds():
         join(parts, Path("joined"))
 
 
-def test_costs_are_those_of_the_part_that_has_them():
+def test_costs_are_those_of_the_first_part_that_has_them():
     path = RESULTS / "parity/results.json"
     raw = read_raw(path)
     parts = {PATHS[0]: of_seeds([0], path), PATHS[1]: of_seeds([1, 2], path)}
     del parts[PATHS[0]]["costs"]
     assert join(parts, Path("joined"))["costs"] == raw["costs"]
+    of_lion = {"step_seconds": 1.0}
+    parts[PATHS[0]]["costs"] = {"lion_500": of_lion}
+    assert join(parts, Path("joined"))["costs"] == raw["costs"] | {"lion_500": of_lion}
 
 
 def change(part, path, value):

@@ -30,7 +30,7 @@ from orthojax.experiments import drawing, runs
 from orthojax.experiments.base_configs import BACKCOPY_MODEL, LANGUAGE_MODEL, cured
 from orthojax.experiments.catalog import listing, measured_speed
 from orthojax.experiments.claims import Claim, Revision, in_every_seed, judge, not_measured
-from orthojax.experiments.costs import measure_costs
+from orthojax.experiments.costs import Stepper, _costs_of_group, measure_costs
 from orthojax.experiments.experiment import Case, Experiment, Run, Variant, run_name
 from orthojax.experiments.measures import ALWAYS, Measure, Measured, example_maps, store, stored
 from orthojax.experiments.overview import overview
@@ -600,6 +600,34 @@ def test_costs_that_could_not_be_measured_are_tried_again_and_no_others(tmp_path
         assert timed == ["a", "b", "b"]
         assert call().keys() == {"a", "b"}
         assert timed == ["a", "b", "b"]
+
+
+def test_steps_that_differ_in_cost_are_timed_together(monkeypatch):
+    """SOAP improves its basis in one step of ten, so that a median of single steps would leave that out."""
+    soap = replace(BACKCOPY.config, {"optim.optimizer": "soap"})
+    taken = {"adam": 0, "soap": 0}
+
+    class Counting(Stepper):
+        def __init__(self, config):
+            super().__init__(config)
+            program = self._program
+
+            def counted(*of):
+                taken[config.optim.optimizer] += 1
+                return program(*of)
+
+            counted.memory_analysis = program.memory_analysis
+            self._program = counted
+
+    monkeypatch.setattr("orthojax.experiments.costs.Stepper", Counting)
+    monkeypatch.setattr(
+        "orthojax.experiments.costs.interleaved_seconds",
+        lambda functions, _: {name: [float(function() is not None)] * 3 for name, function in functions.items()},
+    )
+    found = _costs_of_group({"vanilla": BACKCOPY.config, "soap": soap}, "vanilla")
+    assert taken == {"adam": 1, "soap": 10}
+    assert (found["vanilla"]["step_seconds"], found["soap"]["step_seconds"]) == (1.0, 0.1)
+    assert found["soap"]["step_ratio"] == pytest.approx([0.1] * 3)
 
 
 READERS = {  # file of a run -> what reads it, None for what is made again

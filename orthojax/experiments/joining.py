@@ -29,7 +29,7 @@ def join(parts: Parts, workdir: Path) -> dict[str, Any]:
 
     Returns:
       The content of a results.json. Its provenance lists, as `joined`, where and when each part was made. Costs of
-      training steps are those of the first part that has some.
+      the training step of a variant are those of the first part that has them.
 
     Raises:
       UserError: Where they are of different experiments, scales or texts, a variant differs, a run is in two of them
@@ -45,8 +45,10 @@ def join(parts: Parts, workdir: Path) -> dict[str, Any]:
     rows = sorted(_rows(parts, workdir), key=lambda row: row["seed"])  # of a seed in the order of the first part
     if not rows:
         raise UserError(f"{first_path} has no runs to join", allowed="results of an experiment that trains or computes")
-    costs = next(({"costs": part["costs"]} for part in parts.values() if "costs" in part), {})
-    return {**first, **costs, "provenance": _provenance(parts, rows), "rows": rows}
+    costs: dict[str, Any] = {}
+    for part in parts.values():
+        costs = {**part.get("costs", {}), **costs}
+    return {**first, **({"costs": costs} if costs else {}), "provenance": _provenance(parts, rows), "rows": rows}
 
 
 def _rows(parts: Parts, workdir: Path) -> Iterable[dict[str, Any]]:
