@@ -76,7 +76,7 @@ def _is_cost(cost: Any) -> bool:
 def _costs_of_group(configs: dict[str, Config], reference: str) -> dict[str, dict[str, Any]]:
     steps = {name: Stepper(config) for name, config in configs.items()}  # freed on return
     timed = interleaved_seconds(steps, REPEATS)
-    seconds = {name: np.array(timed[name]) / steps[name].steps_per_call for name in configs}
+    seconds = {name: [of / steps[name].steps_per_call for of in timed[name]] for name in configs}
     return {
         name: {
             "step_ratio": median_ratio(seconds[name], seconds[reference]),

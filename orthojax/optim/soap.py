@@ -128,7 +128,7 @@ def scale_by_soap(
         gram = mean(beta, state.gram, matrices_by_path(plan_tree(rotation, grads), _gram))
         due = jnp.where(first, 2, (state.count % precondition_frequency == 0).astype(jnp.int32))
         basis = jax.lax.switch(due, [lambda gram, basis: basis, _improved, _eigenvectors], gram, state.basis)
-        return scaled, SoapState(optax.safe_increment(state.count), basis, gram, mu, nu)
+        return scaled, SoapState(jnp.asarray(optax.safe_increment(state.count)), basis, gram, mu, nu)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
