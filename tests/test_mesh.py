@@ -283,7 +283,9 @@ def test_other_optimizers_and_models_on_all_three_axes(changes):
     config = replace(CONFIG, changes)
     want, _, _ = on_one_device(config, 6)
     got, _, _ = run(on(config, 2, 2, 2), 6)
-    np.testing.assert_allclose(got, want, rtol=0, atol=5e-5 if "lion" in changes.values() else 1e-5)
+    # The first gradient of a kernel that is not square has a null space, whose basis rounding decides.
+    tolerance = {"lion": 5e-5, "soap": 3e-3}.get(changes.get("optim.optimizer"), 1e-5)
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
 
 
 @pytest.mark.slow
