@@ -124,7 +124,7 @@ def test_costs_are_those_of_the_first_part_that_has_them():
     del parts[PATHS[0]]["costs"]
     assert join(parts, Path("joined"))["costs"] == raw["costs"]
     of_lion = {"step_seconds": 1.0}
-    parts[PATHS[0]]["costs"] = {"lion_500": of_lion}
+    parts[PATHS[0]]["costs"] = {"lion_500": of_lion, "muon_500": {"failed": "out of memory"}}
     assert join(parts, Path("joined"))["costs"] == raw["costs"] | {"lion_500": of_lion}
 
 

@@ -281,8 +281,9 @@ def test_losses_and_parameters_on_all_three_axes_in_short():
 )
 def test_other_optimizers_and_models_on_all_three_axes(changes):
     config = replace(CONFIG, changes)
-    want, _, _ = on_one_device(config, 6)
-    got, _, _ = run(on(config, 2, 2, 2), 6)
+    steps = 12 if changes.get("optim.optimizer") == "soap" else 6  # until it has improved its basis
+    want, _, _ = on_one_device(config, steps)
+    got, _, _ = run(on(config, 2, 2, 2), steps)
     # The first gradient of a kernel that is not square has a null space, whose basis rounding decides.
     tolerance = {"lion": 5e-5, "soap": 3e-3}.get(changes.get("optim.optimizer"), 1e-5)
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)

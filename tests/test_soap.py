@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from orthojax.optim import RotatedAxes, Rotation, scale_by_soap
 
@@ -85,7 +87,7 @@ def test_updates_are_those_of_the_equations(x64):
 
 def test_without_bases_it_is_adam_one_step_later(x64):
     grads = gradients(5)
-    soap = scale_by_soap(B1, B2, EPS, rotation=Rotation("haar", lambda path, leaf: None))
+    soap = scale_by_soap(B1, B2, EPS, rotation=Rotation(axes=lambda path, leaf: None))
     (first, *later), _ = updates_of(soap, grads)
     want, _ = updates_of(optax.scale_by_adam(B1, B2, EPS), grads[1:])
     assert not any(np.any(x) for x in jax.tree.leaves(first))
@@ -118,7 +120,7 @@ def test_a_group_of_axes_has_one_basis(x64):
     """flax's query [d_model, heads, head_dim], as the matrix it stands for."""
     grads = gradients(5, shapes={"kernel": (6, 6)})
     soap = scale_by_soap(B1, B2, EPS, precondition_frequency=2)
-    rotation = Rotation("haar", lambda path, leaf: RotatedAxes((0, (1, 2))))
+    rotation = Rotation(axes=lambda path, leaf: RotatedAxes((0, (1, 2))))
     split = scale_by_soap(B1, B2, EPS, precondition_frequency=2, rotation=rotation)
     got, _ = updates_of(split, [{"kernel": of["kernel"].reshape(6, 2, 3)} for of in grads])
     want, _ = updates_of(soap, grads)
@@ -126,22 +128,93 @@ def test_a_group_of_axes_has_one_basis(x64):
         np.testing.assert_allclose(a["kernel"].reshape(6, 6), b["kernel"], atol=1e-9)
 
 
-def test_dtypes_and_empty_leaves_pass():
-    params = {"kernel": jnp.ones((4, 6), jnp.bfloat16), "empty": jnp.zeros((0, 4)), "none": None}
-    optimizer = scale_by_soap()
-    updates, state = optimizer.update(params, optimizer.init(params))
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), updates) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
-    assert {x.dtype for x in jax.tree.leaves((state.mu, state.nu, state.basis, state.gram))} == {jnp.dtype("float32")}
+def test_half_precision_is_near_and_odd_leaves_pass():
+    """Moments and bases are in float32; updates are those of the same gradients in float32, rounded."""
+    grads = [of["mlp"] | {"empty": np.zeros((0, 4)), "none": None, "gain": 0.5} for of in gradients(12)]
+    half = [jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), of) for of in grads]
+    got, state = updates_of(scale_by_soap(precondition_frequency=4), half)
+    whole = [jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), of) for of in half]
+    want, _ = updates_of(scale_by_soap(precondition_frequency=4), whole)
+    assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype("bfloat16")}
+    assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
+    close = lambda a, b: np.testing.assert_allclose(a.astype(np.float32), b, atol=0.02)  # noqa: E731
+    jax.tree.map(close, got, want)
+    assert np.abs(got[-1]["kernel"].astype(np.float32)).max() > 0.1
+
+
+def test_axes_of_any_length_have_a_basis_up_to_a_limit():
+    shapes = {"a_0": {"kernel": jnp.ones((300, 10))}, "a": {"0": {"kernel": jnp.ones((4, 40))}}}
+    state = scale_by_soap(max_precond_dim=30).init(shapes)
+    assert jax.tree.map(jnp.shape, state.basis) == {
+        "a_0": {"kernel": {"basis_0": (10, 10)}}, "a": {"0": {"kernel": {"basis_0": (4, 4)}}},
+    }  # fmt: skip
+    assert scale_by_soap().init(shapes).basis["a_0"]["kernel"]["basis_0"].shape == (300, 300)
+
+
+def test_a_first_gradient_that_is_not_finite_leaves_parameters_and_moments_as_they_are():
+    optimizer, grad = scale_by_soap(eps=0.0), {"kernel": jnp.full((3, 3), jnp.nan), "bias": jnp.zeros(3)}
+    updates, state = optimizer.update(grad, optimizer.init(grad))
+    assert not any(np.any(x) for x in jax.tree.leaves((updates, state.mu, state.nu)))
+
+
+def test_decay_of_the_basis_is_that_of_the_second_moment_unless_named():
+    grads = [{"kernel": of["mlp"]["kernel"]} for of in gradients(4)]
+    grams = []
+    for beta in (None, 0.9, 0.5):
+        _, state = updates_of(scale_by_soap(b2=0.9, shampoo_beta=beta), grads)
+        grams.append(np.asarray(state.gram["kernel"]["basis_0"]))
+    np.testing.assert_array_equal(grams[0], grams[1])
+    assert np.abs(grams[0] - grams[2]).max() > 0.1
+
+
+def test_what_optax_and_orbax_do_with_a_state(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    params = {"mlp": {"kernel": jnp.ones((6, 6)), "bias": jnp.ones(6)}}
+    grads = [of["mlp"] for of in gradients(4, shapes={"mlp": {"kernel": (6, 6), "bias": (6,)}})]
+    static = ("precondition_frequency", "max_precond_dim")
+    optimizer = optax.inject_hyperparams(scale_by_soap, static_args=static)(b1=0.5, precondition_frequency=2)
+    got, _ = updates_of(optimizer, [{"mlp": of} for of in grads])
+    want, plain = updates_of(scale_by_soap(0.5, precondition_frequency=2), [{"mlp": of} for of in grads])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got, want)
+    masked, _ = updates_of(
+        optax.masked(scale_by_soap(0.5, precondition_frequency=2), {"mlp": {"kernel": True, "bias": False}}),
+        [{"mlp": of} for of in grads],
+    )
+    np.testing.assert_allclose(masked[-1]["mlp"]["kernel"], want[-1]["mlp"]["kernel"], atol=1e-5)
+    np.testing.assert_allclose(masked[-1]["mlp"]["bias"], grads[-1]["bias"], atol=1e-6)
+    marked = optax.tree.map_params(
+        scale_by_soap(), lambda _: "moment", plain, transform_non_params=lambda x: jax.tree.map(lambda _: "other", x)
+    )
+    assert set(jax.tree.leaves((marked.mu, marked.nu))) == {"moment"}
+    assert set(jax.tree.leaves((marked.count, marked.basis, marked.gram))) == {"other"}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", plain)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(scale_by_soap().init, params))
+    jax.tree.map(np.testing.assert_array_equal, restored, plain)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("x", None)])
+def test_sharded_kernels_have_the_updates_of_whole_ones(axis_type, spec):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(axis_type,))
+    grads = [{"kernel": jnp.asarray(of["mlp"]["kernel"], jnp.float32)} for of in gradients(5)]
+    soap = scale_by_soap(B1, B2, EPS, precondition_frequency=2)
+    want, _ = updates_of(soap, grads)
+    with jax.set_mesh(mesh):
+        sharded = [jax.device_put(of, NamedSharding(mesh, spec)) for of in grads]
+        got, _ = updates_of(soap, sharded)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a["kernel"], b["kernel"], atol=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("params", "given", "message"),
     [
-        ({"rotation": Rotation("hadamard")}, "kind='hadamard'"),
-        ({"rotation": Rotation("haar", scope="tree")}, "scope='tree'"),
-        ({"precondition_frequency": 0}, "precondition_frequency=0"),
+        ({}, {"precondition_frequency": 0}, "precondition_frequency=0"),
+        ({"w": jnp.ones((2, 2), jnp.complex64)}, {}, "complex64"),
     ],
 )
-def test_what_it_cannot_do_is_refused(given, message):
+def test_what_it_cannot_do_is_refused(params, given, message):
     with pytest.raises(ValueError, match=message):
-        scale_by_soap(**given)
+        scale_by_soap(**given).init(params)

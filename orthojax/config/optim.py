@@ -50,13 +50,13 @@ class OptimConfig:
     Attributes:
       optimizer: `adam` is AdamW where `weight_decay` > 0; `rmsprop` is Adam with b1 = 0 (the paper does not say);
         `signum` is the sign of momentum; `muon` treats embeddings and vectors with Adam; `soap` learns a basis for both
-        axes of kernels and the d_model axis of embeddings.
+        axes of kernels and the d_model axis of embeddings (its authors have b1 = b2 = 0.95).
       rotated: Run the optimizer in the basis of `rotation`; `orthoadam` is `adam` with this.
       learning_rate: Peak learning rate.
       warmup_steps: Steps of linear warm-up from 0.
       final_learning_rate_fraction: Learning rate at the last step as a fraction of the peak; 1 keeps it constant.
       b1: Decay of the first moment, where there is one (of Lion: the first of its two).
-      b2: Decay of the second moment, where there is one (of Lion: of its momentum).
+      b2: Decay of the second moment, where there is one (of Lion: of its momentum; of SOAP: of its basis, too).
       eps: Added to the root of the second moment.
       momentum: Of `sgd`, `signum` and `muon`; 0 for plain SGD.
       weight_decay: Decoupled, scaled by the learning rate; on kernels and embeddings only.

@@ -11,6 +11,7 @@ import numpy as np
 from orthojax.config import Config, to_json
 from orthojax.files import parse_json, read_again, write_text
 from orthojax.machine import environment
+from orthojax.optim.soap import PRECONDITION_FREQUENCY
 from orthojax.timing import interleaved_seconds, median_ratio
 from orthojax.train import init_state, make_mesh, make_train_step, optimizer_state_bytes, place_rows
 
@@ -92,12 +93,12 @@ class Stepper:
     """Takes one more training step on random tokens whenever it is called.
 
     Attributes:
-      steps_per_call: Or so many, where steps of the optimizer differ in cost.
+      steps_per_call: Steps that one call takes; of SOAP several, which differ in cost.
     """
 
     def __init__(self, config: Config):
-        # SOAP improves its basis in one step of ten, which takes several times as long.
-        self.steps_per_call = 10 if config.optim.optimizer == "soap" else 1
+        # The step that improves the basis takes several times as long as others.
+        self.steps_per_call = PRECONDITION_FREQUENCY if config.optim.optimizer == "soap" else 1
         shape = (config.train.batch_size, config.data.sequence_length + 1)
         rows = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
         self._tokens = place_rows(make_mesh(config), len(rows), lambda start, stop: rows[start:stop])

@@ -28,8 +28,9 @@ def join(parts: Parts, workdir: Path) -> dict[str, Any]:
       workdir: Where the result will be, for the paths of runs.
 
     Returns:
-      The content of a results.json. Its provenance lists, as `joined`, where and when each part was made. Costs of
-      the training step of a variant are those of the first part that has them.
+      The content of a results.json. Its provenance lists, as `joined`, where and when each part was made. What a
+      training step costs is, for each variant, that of the first part that measured it, so that variants may have been
+      timed on several machines, each beside its reference.
 
     Raises:
       UserError: Where they are of different experiments, scales or texts, a variant differs, a run is in two of them
@@ -47,7 +48,9 @@ def join(parts: Parts, workdir: Path) -> dict[str, Any]:
         raise UserError(f"{first_path} has no runs to join", allowed="results of an experiment that trains or computes")
     costs: dict[str, Any] = {}
     for part in parts.values():
-        costs = {**part.get("costs", {}), **costs}
+        for name, cost in part.get("costs", {}).items():
+            if "failed" in costs.get(name, {"failed": ""}):
+                costs[name] = cost
     return {**first, **({"costs": costs} if costs else {}), "provenance": _provenance(parts, rows), "rows": rows}
 
 

@@ -226,22 +226,31 @@ def _axes_or_reason(rotation: Rotation, path: str, shape: jax.ShapeDtypeStruct) 
     return ("by the axes rule" if found is None else found), ""
 
 
+def plan_names(rotation: Rotation, params: Any) -> dict[str, tuple[Any, Plan]]:
+    """(leaf, plan) of every parameter of a tree, by its path as `jax.tree_util.keystr` prints it.
+
+    Raises:
+      ValueError: Where two parameters have one name.
+    """
+    found, names = {}, {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        plan, shown = plan_leaf(rotation, keys, leaf), jax.tree_util.keystr(keys)
+        found[shown] = leaf, plan
+        if plan.path in names:
+            raise ValueError(f"{names[plan.path]} and {shown} are both the parameter {plan.path!r}; allowed: one")
+        names[plan.path] = shown
+    return found
+
+
 def plan_tree(rotation: Rotation, params: Any) -> list[tuple[Any, Plan]]:
     """(leaf, plan) of every parameter of a tree.
 
     Raises:
       ValueError: Where two parameters have one name or would share a basis, but in a scope that shares them.
     """
-    found, names, bases = [], {}, {}
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-        plan, shown = plan_leaf(rotation, keys, leaf), jax.tree_util.keystr(keys)
-        found.append((leaf, plan))
-        if plan.path in names:
-            raise ValueError(f"{names[plan.path]} and {shown} are both the parameter {plan.path!r}; allowed: one")
-        names[plan.path] = shown
-        if rotation.scope != "layer":
-            continue
-        for group in plan.groups:
+    found, bases = plan_names(rotation, params), {}
+    for shown, (_, plan) in found.items():
+        for group in plan.groups if rotation.scope == "layer" else ():
             key = name_key(group)
             # As `hash_bits` counts, modulo 2**32.
             rows = dict.fromkeys(((key, layer * group.size % 2**32) for layer in group.layers), shown)
@@ -251,7 +260,7 @@ def plan_tree(rotation: Rotation, params: Any) -> list[tuple[Any, Plan]]:
                     "are numbered; allowed: another name for one of them"
                 )
             bases |= rows
-    return found
+    return list(found.values())
 
 
 def name_key(group: Group) -> int:

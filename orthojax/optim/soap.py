@@ -1,6 +1,8 @@
 """SOAP: Adam in a basis that is learned from the gradients, where OrthoAdam's is drawn."""
 
+import dataclasses
 import math
+import string
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,23 +10,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from orthojax.ops.statistics import wide_dtype
-from orthojax.optim.rotation import Group, Plan, Rotation, plan_tree, require_rotation
-from orthojax.optim.transform import basis_shape, matrices_by_path, rotate_tree
+from orthojax.ops.statistics import at_least_float32
+from orthojax.optim.layout import known_sharding
+from orthojax.optim.rotation import Group, Plan, Rotation, plan_leaf, plan_names, require_rotation
+from orthojax.optim.transform import basis_shape, matrices_by_path, rotate_with, stored_matrices
 
-BOTH_AXES = Rotation("haar", axes="both")
+PRECONDITION_FREQUENCY = 10
+BOTH_AXES = Rotation(axes="both")
+
+# Rounding to the 10 bits of a product's default precision on accelerators would hide the small eigenvalues.
+_PRECISION = jax.lax.Precision.HIGHEST
 
 
 class SoapState(NamedTuple):
-    """State of `scale_by_soap`.
+    """State of `scale_by_soap`; arrays are in at least float32.
 
     Attributes:
-      count: int32, shape=(): updates done, the first included, which is 0.
-      basis: Q, a nested dict by path with the leaves basis_0, basis_1 [*stacked, n, n], whose rows are the basis.
-      gram: Running means of G G^T along the same axes, a dict like `basis`.
-      mu: First moments, like the parameters and in their basis.
-      nu: Second moments in the learned basis, shapes of the parameters.
+      count: int32, shape=(): updates done, including the first, which is 0.
+      basis: Q, whose rows are the basis: a nested dict by path with the leaves basis_0, basis_1 [*stacked, n, n], or
+        one 0, shape=(), where no parameter has a basis.
+      gram: Running means of G G^T along the same axes, like `basis`.
+      mu: First moments, in the basis of the parameters.
+      nu: Second moments, in the learned basis.
     """
 
     count: jax.Array
@@ -40,7 +49,8 @@ def scale_by_soap(
     eps: float = 1e-8,
     *,
     shampoo_beta: float | None = None,
-    precondition_frequency: int = 10,
+    precondition_frequency: int = PRECONDITION_FREQUENCY,
+    max_precond_dim: int = 10_000,
     rotation: Rotation = BOTH_AXES,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales updates by Adam in the eigenbasis of the gradients' second moments: SOAP without its learning rate.
@@ -54,26 +64,33 @@ def scale_by_soap(
       S_t &= Q_L^T \frac{Q_L \hat M_t Q_R^T}{\sqrt{\hat V_t} + \varepsilon} Q_R \\
       L_t &= \beta L_{t-1} + (1 - \beta) G_t G_t^T, \quad R_t = \beta R_{t-1} + (1 - \beta) G_t^T G_t
 
-    with the bias corrections of Adam, marked by hats. The rows of :math:`Q_L` and :math:`Q_R` are eigenvectors of
-    :math:`L` and :math:`R`: exact ones of the first gradient, whose update is 0, and then improved by one step of
-    orthogonal iteration every `precondition_frequency` updates. It is here to be compared with OrthoAdam; optax has one
-    on its main branch, which takes this one's place when it is released.
+    where hats are the bias corrections of Adam. The rows of :math:`Q_L` and :math:`Q_R` are eigenvectors of :math:`L`
+    and :math:`R`: exact ones of the first gradient, which does nothing else (its update is 0, and moments count from
+    the second), and then improved by one step of orthogonal iteration every `precondition_frequency` updates. It is
+    here to be compared with OrthoAdam. In no release of optax yet; the one on its main branch has no stacked layers.
 
     Args:
       b1: Decay of the first moment.
       b2: Decay of the second moment.
       eps: Added to the root of the second moment.
-      shampoo_beta: Decay of the gradients' second moments L and R; None is `b2`.
-      precondition_frequency: Updates between two improvements of the basis.
-      rotation: Whose `axes`, `kernel_layout` and `embeddings` say which axes have a basis, and whose `layout` where
-        moments are on a mesh. By default both of a kernel and the last of an embedding table; axes over 4,096 have
-        none. Other parameters are Adam's.
+      shampoo_beta: Decay of L and R; None is `b2`.
+      precondition_frequency: Updates between two improvements of the basis. Like the next, one of the `static_args` of
+        optax.inject_hyperparams.
+      max_precond_dim: Longer axes have no basis.
+      rotation: Its `axes`, `kernel_layout` and `embeddings` say which axes have a basis, its `layout` where moments are
+        on a mesh; kind, seed and scope are not read. By default both axes of a kernel and the last of an embedding
+        table have one. Other parameters are Adam's.
 
     Returns:
-      A transformation with a `SoapState`: beside Adam's moments 2 n**2 values for every axis of length n and layer.
+      A transformation with a `SoapState`.
 
     Raises:
-      ValueError: Unless `rotation` is of kind haar, whose bases are matrices of the state, and of scope layer.
+      ValueError: For a frequency below 1, or complex parameters.
+
+    Memory and cost:
+      State: beside Adam's moments 2 n**2 values for every axis of length n and every layer. Arithmetic, per step and
+      element of a parameter: 8 n FLOP for each of its axes, and per improvement a QR decomposition for every axis and
+      layer, one after another (the first step has eigendecompositions).
 
     References:
       SOAP: Improving and Stabilizing Shampoo using Adam, Algorithm 3,
@@ -87,45 +104,58 @@ def scale_by_soap(
       {'kernel': {'basis_0': (4, 4), 'basis_1': (8, 8)}}
     """
     require_rotation(rotation)
-    if (rotation.kind, rotation.scope) != ("haar", "layer"):
-        raise ValueError(f"SOAP with a rotation of {rotation.kind=}, {rotation.scope=}; allowed: haar, layer")
     if precondition_frequency < 1:
         raise ValueError(f"precondition_frequency={precondition_frequency}; allowed: 1 or more")
     beta = b2 if shampoo_beta is None else shampoo_beta
+    planned = dataclasses.replace(rotation, kind="hadamard", scope="layer")  # without the limits of drawn matrices
+    applied = dataclasses.replace(rotation, kind="haar")  # by matrices of the state
+
+    def shortened(plan: Plan) -> Plan:
+        return plan._replace(groups=tuple(group for group in plan.groups if group.size <= max_precond_dim))
+
+    def matrices(tree: Any, matrices_of: Callable[[Any, Plan, Group], jax.Array]) -> Any:
+        plans = plan_names(planned, tree).values()
+        return matrices_by_path([(leaf, shortened(plan)) for leaf, plan in plans], matrices_of)
+
+    def rotated(tree: Any, basis: Any, transpose: bool = False, like: Any = None) -> Any:
+        def of(keys: tuple[Any, ...], leaf: Any, wanted: Any = None) -> Any:
+            plan = shortened(plan_leaf(planned, keys, leaf))
+            return rotate_with(stored_matrices(basis, plan), applied, plan, leaf, transpose=transpose, like=wanted)
+
+        return jax.tree_util.tree_map_with_path(of, tree, *(() if like is None else (like,)))
 
     def init_fn(params):
-        plans = plan_tree(rotation, params)
-
         def moments():
-            return jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), wide_dtype(p)), params)
+            return jax.tree.map(lambda p: jnp.zeros_like(at_least_float32(p)), params)
 
         return SoapState(
             count=jnp.zeros((), jnp.int32),
-            basis=matrices_by_path(plans, _identity),
-            gram=matrices_by_path(plans, _zeros),
+            basis=matrices(params, _identity),
+            gram=matrices(params, _zeros),
             mu=moments(),
             nu=moments(),
         )
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
-        # The first gradient makes the basis and nothing else: it would be diagonal in it.
-        first = state.count == 0
-        live, t = jnp.where(first, 0.0, 1.0), jnp.maximum(state.count, 1)
+        first, t = state.count == 0, jnp.maximum(state.count, 1)
 
-        def mean(decay: float, old: Any, new: Any, weight: Any = 1.0) -> Any:
-            return jax.tree.map(lambda m, x: decay * m + (1 - decay) * weight * x, old, new)
+        def mean(decay: Any, old: Any, new: Any) -> Any:
+            return jax.tree.map(lambda m, x: decay * m + (1 - decay) * x, old, new)
 
-        grads = jax.tree.map(lambda g: jnp.asarray(g, wide_dtype(g)), updates)
-        rotated = rotate_tree(rotation, grads, state.basis)
-        mu = mean(b1, state.mu, grads, live)
-        nu = mean(b2, state.nu, jax.tree.map(jnp.square, rotated), live)
-        rotated_mu = rotate_tree(rotation, mu, state.basis)
-        scaled = jax.tree.map(lambda m, v: live * (m / (1 - b1**t)) / (jnp.sqrt(v / (1 - b2**t)) + eps), rotated_mu, nu)
-        scaled = rotate_tree(rotation, scaled, state.basis, transpose=True, like=updates)
-        scaled = jax.tree.map(lambda s, g: s.astype(jnp.result_type(g)), scaled, updates)
+        def but_first(old: Any, new: Any) -> Any:
+            return jax.tree.map(lambda m, x: jnp.where(first, m, x), old, new)
 
-        gram = mean(beta, state.gram, matrices_by_path(plan_tree(rotation, grads), _gram))
+        grads = jax.tree.map(at_least_float32, updates)
+        squares = jax.tree.map(jnp.square, rotated(grads, state.basis))
+        mu, nu = but_first((state.mu, state.nu), (mean(b1, state.mu, grads), mean(b2, state.nu, squares)))
+        scaled = jax.tree.map(
+            lambda m, v: (m / (1 - b1**t)) / (jnp.sqrt(v / (1 - b2**t)) + eps), rotated(mu, state.basis), nu
+        )
+        scaled = rotated(scaled, state.basis, transpose=True, like=updates)
+        scaled = jax.tree.map(lambda s, g: jnp.where(first, 0, s).astype(jnp.result_type(g)), scaled, updates)
+
+        gram = mean(beta, state.gram, matrices(grads, _gram))
         due = jnp.where(first, 2, (state.count % precondition_frequency == 0).astype(jnp.int32))
         basis = jax.lax.switch(due, [lambda gram, basis: basis, _improved, _eigenvectors], gram, state.basis)
         return scaled, SoapState(jnp.asarray(optax.safe_increment(state.count)), basis, gram, mu, nu)
@@ -134,18 +164,24 @@ def scale_by_soap(
 
 
 def _zeros(leaf: Any, plan: Plan, group: Group) -> jax.Array:
-    return jnp.zeros(basis_shape(plan, group), wide_dtype(leaf))
+    return jnp.zeros(basis_shape(plan, group), at_least_float32(leaf).dtype)
 
 
 def _identity(leaf: Any, plan: Plan, group: Group) -> jax.Array:
-    return jnp.broadcast_to(jnp.eye(group.size, dtype=wide_dtype(leaf)), basis_shape(plan, group))
+    return jnp.broadcast_to(jnp.eye(group.size, dtype=at_least_float32(leaf).dtype), basis_shape(plan, group))
 
 
 def _gram(grad: jax.Array, plan: Plan, group: Group) -> jax.Array:
-    """G G^T [*stacked, n, n] along the axes of a group, n long together."""
-    front = (*plan.stacked, *group.axes)
-    rows = jnp.moveaxis(grad, front, range(len(front))).reshape(*plan.stacked_shape, group.size, -1)
-    return rows @ rows.mT
+    """G G^T [*stacked, n, n] along the axes of a group, n long together; whole on every device."""
+    names = dict(enumerate(string.ascii_lowercase[: grad.ndim]))
+    others = {axis: name.upper() if axis in group.axes else name for axis, name in names.items()}
+    kept = [*(names[axis] for axis in (*plan.stacked, *group.axes)), *(others[axis] for axis in group.axes)]
+    spec = f"{''.join(names.values())},{''.join(others.values())}->{''.join(kept)}"
+    sharding, whole = known_sharding(grad), None
+    if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types:
+        whole = NamedSharding(sharding.mesh, PartitionSpec())
+    found = jnp.einsum(spec, grad, grad, precision=_PRECISION, out_sharding=whole)
+    return found.reshape(basis_shape(plan, group))
 
 
 def _eigenvectors(gram: Any, basis: Any) -> Any:
@@ -160,9 +196,10 @@ def _improved(gram: Any, basis: Any) -> Any:
     """
 
     def improve(gram: jax.Array, basis: jax.Array) -> jax.Array:
-        quotients = jnp.sum((basis @ gram) * basis, axis=-1)
+        quotients = jnp.sum(jnp.matmul(basis, gram, precision=_PRECISION) * basis, axis=-1)
         order = jnp.argsort(-quotients, axis=-1)[..., None]
-        columns, _ = jnp.linalg.qr(gram @ jnp.take_along_axis(basis, order, axis=-2).mT)
+        rows = jnp.take_along_axis(basis, order, axis=-2)
+        columns, _ = jnp.linalg.qr(jnp.matmul(gram, rows.mT, precision=_PRECISION))
         return jnp.take_along_axis(columns.mT, jnp.argsort(order, axis=-2), axis=-2)
 
     return _of_each_size(improve, gram, basis)

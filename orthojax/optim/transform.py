@@ -100,10 +100,15 @@ def _stored_basis(basis: Any, plan: Plan, i: int) -> jax.Array:
     return basis
 
 
+def stored_matrices(basis: Any, plan: Plan) -> tuple[tuple[jax.Array], ...]:
+    """Of `matrices_by_path`: for each group of a parameter, (Q [*stacked, n, n],)."""
+    return tuple((_stored_basis(basis, plan, i),) for i in range(len(plan.groups)))
+
+
 def basis_constants(rotation: Rotation, plan: Plan, basis: Any, transpose: bool) -> tuple[tuple[Any, ...], ...]:
     """For each group, all layers: (Q [*stacked, n, n],), or (signs [*stacked, n],) and maybe an order."""
     if rotation.kind == "haar":
-        return tuple((_stored_basis(basis, plan, i),) for i in range(len(plan.groups)))
+        return stored_matrices(basis, plan)
     found = []
     for group in plan.groups:
         key, shape = rotation.seed ^ name_key(group), (*plan.stacked_shape, group.size)
@@ -189,23 +194,29 @@ def _rotate_sharded(
 def rotate_leaf(
     rotation: Rotation, plan: Plan, leaf: Any, basis: Any, *, transpose: bool = False, like: Any = None
 ) -> Any:
-    """Q, or Q^T, on one parameter; `like` as in `rotate_tree`."""
+    """Q, or Q^T, on one parameter; `like` as in `_apply`."""
+    constants = basis_constants(rotation, plan, basis, transpose) if plan.groups else ()
+    return rotate_with(constants, rotation, plan, leaf, transpose=transpose, like=like)
+
+
+def rotate_with(
+    constants: Any, rotation: Rotation, plan: Plan, leaf: Any, *, transpose: bool = False, like: Any = None
+) -> Any:
+    """As `rotate_leaf`, with these numbers of the basis; of the rotation its kind and layout are read."""
     given = None if rotation.layout is None else rotation.layout(plan.path)
     if not plan.groups and given is None:
         return leaf
     x = jnp.asarray(leaf)
     sharding = layout.split_sharding(plan.path, x, given)
     x = layout.place(x, given)
-    if plan.groups:
-        constants = basis_constants(rotation, plan, basis, transpose)
-        if sharding is None:
-            x = rotate_shard(x, plan, rotation.kind, constants, [()] * x.ndim, transpose)
-        else:
-            x = _rotate_sharded(x, constants, plan, rotation.kind, sharding, transpose)
+    if plan.groups and sharding is None:
+        x = rotate_shard(x, plan, rotation.kind, constants, [()] * x.ndim, transpose)
+    elif plan.groups:
+        x = _rotate_sharded(x, constants, plan, rotation.kind, sharding, transpose)
     return x if given is None else layout.place(x, layout.known_sharding(like))
 
 
-def rotate_tree(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool = False, like: Any = None) -> Any:
+def _apply(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool = False, like: Any = None) -> Any:
     """Q, or Q^T, on every rotated array of a tree; None and masked nodes are passed over.
 
     With a layout, results leave as it says, or as the same array of `like` is sharded where that is known (outside of
@@ -241,7 +252,7 @@ def _transformation(rotation: Rotation, transpose: bool) -> optax.GradientTransf
 
     def update_fn(updates, state, params=None):
         like = params if transpose and rotation.layout is not None else None
-        return rotate_tree(rotation, updates, state.basis, transpose=transpose, like=like), state
+        return _apply(rotation, updates, state.basis, transpose=transpose, like=like), state
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -329,18 +340,18 @@ def in_rotated_basis(
 
     def init_fn(params):
         basis = _init_basis(rotation, params)
-        return RotatedState(basis, extended.init(rotate_tree(rotation, params, basis)))
+        return RotatedState(basis, extended.init(_apply(rotation, params, basis)))
 
     def update_fn(updates, state, params=None, **extra_args):
         if params is not None:
             _require_part(updates, params, "updates and parameters differ")
-        rotated = rotate_tree(rotation, updates, state.basis)
+        rotated = _apply(rotation, updates, state.basis)
         # Where the inner transformation does not read the parameters, jit removes their rotation.
-        rotated_params = None if params is None else rotate_tree(rotation, params, state.basis)
+        rotated_params = None if params is None else _apply(rotation, params, state.basis)
         extra_args = _guarded(extra_args, rotation, updates)
         rotated, inner_state = extended.update(rotated, state.inner, rotated_params, **extra_args)
         _require_part(rotated, updates, "the inner transformation returns a different tree than it was given")
-        updates = rotate_tree(rotation, rotated, state.basis, transpose=True, like=updates)
+        updates = _apply(rotation, rotated, state.basis, transpose=True, like=updates)
         return updates, RotatedState(state.basis, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

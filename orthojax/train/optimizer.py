@@ -61,6 +61,9 @@ def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruc
     return axes
 
 
+LEARNED_AXES = rotated_axes(RotationConfig(axes="both"))  # of SOAP's bases, whatever the config's rotation is
+
+
 def make_rotation(config: RotationConfig, layout: Layout | None = None) -> Rotation:
     """The `Rotation` of a run, for the transformer's own parameters.
 
@@ -98,11 +101,6 @@ def decay_mask(params: optax.Params) -> optax.Params:
 def learning_rate_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     """Linear warm-up and cosine decay over `steps` optimizer steps."""
     return warmup_cosine(config.learning_rate, config.warmup_steps, steps, config.final_learning_rate_fraction)
-
-
-def _learned(config: RotationConfig, layout: Layout | None) -> Rotation:
-    """The axes of SOAP's bases."""
-    return Rotation("haar", rotated_axes(dataclasses.replace(config, axes="both")), layout=layout)
 
 
 def _muon(config: OptimConfig) -> optax.GradientTransformation:
@@ -147,7 +145,7 @@ def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransf
         "novograd": lambda: optax.scale_by_novograd(b1, b2, eps),
         "ademamix": lambda: optax.contrib.scale_by_ademamix(b1, b2, eps=eps),
         "muon": lambda: _muon(config),
-        "soap": lambda: scale_by_soap(b1, b2, eps, rotation=_learned(config.rotation, layout)),
+        "soap": lambda: scale_by_soap(b1, b2, eps, rotation=Rotation(axes=LEARNED_AXES, layout=layout)),
     }
     if config.optimizer == "orthoadam":
         rotation = make_rotation(config.rotation, layout)

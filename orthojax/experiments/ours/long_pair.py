@@ -1,7 +1,7 @@
 """The largest vanilla and cured pair that two CPU cores train in 90 minutes or overnight: growth with the tokens.
 
-Both models at once, a core each; stopped and resumed as often as it takes. The 90 minutes are on ordinary text, the
-night on repeated passages with <s>, where the first token dominates (repeated_longer).
+Both models at once, a core each; stopped and resumed as often as it takes. Scale `tiny` has ordinary text, `overnight`
+repeated passages with <s>, where the first token dominates (repeated_longer).
 """
 
 from collections.abc import Callable

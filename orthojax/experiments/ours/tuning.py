@@ -117,7 +117,7 @@ def _best_is_inside(*of: Result) -> bool:
 
 EXPERIMENT = Experiment(
     name="tuning",
-    title="Learning rate and warm-up of six methods, from Adam to SOAP and SGD, with equal search budgets",
+    title="Learning rate and warm-up of Adam, the cure, Muon, SOAP, Lion and SGD, with equal search budgets",
     variants=_variants,
     seeds=SEARCH_SEEDS,
     about=_about,
