@@ -1,4 +1,4 @@
-"""Does the cure cost perplexity? Each method at its tuned rate and warm-up, beside Muon and Lion."""
+"""Does the cure cost perplexity? Each method at its tuned rate and warm-up, beside Muon, SOAP and Lion."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from orthojax.experiments.claims import (
     FRACTION,
     KURTOSIS,
     MASS,
+    NO_OUTLIERS,
     OUTLIERS,
     PPL,
     WORST_KURTOSIS,
@@ -29,11 +30,12 @@ from orthojax.experiments.tables import MetricTable, PairedTable
 RESIDUAL, RESIDUAL_LABEL = "residual", "d_model axes"
 # Steps -> who is compared.
 STEPS: Mapping[int, tuple[str, ...]] = {
-    500: (V, C, RESIDUAL, "muon", "lion"), 2000: (V, C, RESIDUAL), 10_000: (V, C, RESIDUAL),
+    500: (V, C, RESIDUAL, "muon", "soap", "lion"), 2000: (V, C, RESIDUAL), 10_000: (V, C, RESIDUAL),
 }  # fmt: skip
 # Method -> rate and warm-up, a fraction of the steps: what the experiment tuning chose.
 TUNED: Mapping[str, tuple[float, float]] = {
-    V: (0.004, 0.25), C: (0.004, 0.25), "muon": (0.01, 0.05), "lion": (0.001, 0.25), "sgd": (0.4, 0.25),
+    V: (0.004, 0.25), C: (0.004, 0.25), "muon": (0.01, 0.05), "soap": (0.008, 0.25), "lion": (0.001, 0.25),
+    "sgd": (0.4, 0.25),
 }  # fmt: skip
 
 
@@ -81,6 +83,8 @@ CLAIMS = (
     *(Claim(f"{METHODS[name].label} has outliers.", (name,), (WORST_KURTOSIS,),
             lambda of: WORST_KURTOSIS(of) > OUTLIERS, f"above {OUTLIERS:g}")
       for name in ("muon", "lion")),
+    Claim(f"{METHODS['soap'].label} has none.", ("soap",), (WORST_KURTOSIS,),
+          lambda of: WORST_KURTOSIS(of) < NO_OUTLIERS, f"below {NO_OUTLIERS:g}"),
 )  # fmt: skip
 
 
