@@ -83,7 +83,7 @@ CLAIMS = (
     *(Claim(f"{METHODS[name].label} has outliers.", (name,), (WORST_KURTOSIS,),
             lambda of: WORST_KURTOSIS(of) > OUTLIERS, f"above {OUTLIERS:g}")
       for name in ("muon", "lion")),
-    Claim(f"{METHODS['soap'].label} has none.", ("soap",), (WORST_KURTOSIS,),
+    Claim(f"{METHODS['soap'].label} has no outliers.", ("soap",), (WORST_KURTOSIS,),
           lambda of: WORST_KURTOSIS(of) < NO_OUTLIERS, f"below {NO_OUTLIERS:g}"),
 )  # fmt: skip
 
