@@ -101,7 +101,7 @@ VERDICTS = {
     "depth_without_bos": "+++-+?+",
     "tuning": "+",
     "haar": "+--+",
-    "parity": "--++-+",
+    "parity": "--++-++",
     "remaining_outliers": "++-+--+",
     "long_pair": "?+--",
     "repeated_longer": "+++-+--++++?-+-+++",
