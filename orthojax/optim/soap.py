@@ -107,22 +107,7 @@ def scale_by_soap(
     if precondition_frequency < 1:
         raise ValueError(f"precondition_frequency={precondition_frequency}; allowed: 1 or more")
     beta = b2 if shampoo_beta is None else shampoo_beta
-    planned = dataclasses.replace(rotation, kind="hadamard", scope="layer")  # without the limits of drawn matrices
-    applied = dataclasses.replace(rotation, kind="haar")  # by matrices of the state
-
-    def shortened(plan: Plan) -> Plan:
-        return plan._replace(groups=tuple(group for group in plan.groups if group.size <= max_precond_dim))
-
-    def matrices(tree: Any, matrices_of: Callable[[Any, Plan, Group], jax.Array]) -> Any:
-        plans = plan_names(planned, tree).values()
-        return matrices_by_path([(leaf, shortened(plan)) for leaf, plan in plans], matrices_of)
-
-    def rotated(tree: Any, basis: Any, transpose: bool = False, like: Any = None) -> Any:
-        def of(keys: tuple[Any, ...], leaf: Any, wanted: Any = None) -> Any:
-            plan = shortened(plan_leaf(planned, keys, leaf))
-            return rotate_with(stored_matrices(basis, plan), applied, plan, leaf, transpose=transpose, like=wanted)
-
-        return jax.tree_util.tree_map_with_path(of, tree, *(() if like is None else (like,)))
+    learned = _LearnedBases(rotation, max_precond_dim)
 
     def init_fn(params):
         def moments():
@@ -130,8 +115,8 @@ def scale_by_soap(
 
         return SoapState(
             count=jnp.zeros((), jnp.int32),
-            basis=matrices(params, _identity),
-            gram=matrices(params, _zeros),
+            basis=learned.matrices(params, _identity),
+            gram=learned.matrices(params, _zeros),
             mu=moments(),
             nu=moments(),
         )
@@ -147,20 +132,47 @@ def scale_by_soap(
             return jax.tree.map(lambda m, x: jnp.where(first, m, x), old, new)
 
         grads = jax.tree.map(at_least_float32, updates)
-        squares = jax.tree.map(jnp.square, rotated(grads, state.basis))
+        squares = jax.tree.map(jnp.square, learned.rotate(grads, state.basis))
         mu, nu = but_first((state.mu, state.nu), (mean(b1, state.mu, grads), mean(b2, state.nu, squares)))
-        scaled = jax.tree.map(
-            lambda m, v: (m / (1 - b1**t)) / (jnp.sqrt(v / (1 - b2**t)) + eps), rotated(mu, state.basis), nu
-        )
-        scaled = rotated(scaled, state.basis, transpose=True, like=updates)
+        rotated_mu = learned.rotate(mu, state.basis)
+        scaled = jax.tree.map(lambda m, v: (m / (1 - b1**t)) / (jnp.sqrt(v / (1 - b2**t)) + eps), rotated_mu, nu)
+        scaled = learned.rotate(scaled, state.basis, transpose=True, like=updates)
         scaled = jax.tree.map(lambda s, g: jnp.where(first, 0, s).astype(jnp.result_type(g)), scaled, updates)
 
-        gram = mean(beta, state.gram, matrices(grads, _gram))
+        gram = mean(beta, state.gram, learned.matrices(grads, _gram))
         due = jnp.where(first, 2, (state.count % precondition_frequency == 0).astype(jnp.int32))
         basis = jax.lax.switch(due, [lambda gram, basis: basis, _improved, _eigenvectors], gram, state.basis)
         return scaled, SoapState(jnp.asarray(optax.safe_increment(state.count)), basis, gram, mu, nu)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class _LearnedBases(NamedTuple):
+    """Which axes of which parameter have a basis, and how it is applied."""
+
+    rotation: Rotation
+    max_precond_dim: int
+
+    def _planned(self) -> Rotation:
+        return dataclasses.replace(self.rotation, kind="hadamard", scope="layer")  # without limits of drawn matrices
+
+    def _shortened(self, plan: Plan) -> Plan:
+        return plan._replace(groups=tuple(group for group in plan.groups if group.size <= self.max_precond_dim))
+
+    def matrices(self, tree: Any, matrices_of: Callable[[Any, Plan, Group], jax.Array]) -> Any:
+        """`matrices_by_path` of a tree like the parameters."""
+        plans = plan_names(self._planned(), tree).values()
+        return matrices_by_path([(leaf, self._shortened(plan)) for leaf, plan in plans], matrices_of)
+
+    def rotate(self, tree: Any, basis: Any, *, transpose: bool = False, like: Any = None) -> Any:
+        """Q, or Q^T, on every leaf; where the result is on a mesh, as the same leaf of `like`."""
+        planned, applied = self._planned(), dataclasses.replace(self.rotation, kind="haar")  # by dense matrices
+
+        def of(keys: tuple[Any, ...], leaf: Any, wanted: Any = None) -> Any:
+            plan = self._shortened(plan_leaf(planned, keys, leaf))
+            return rotate_with(stored_matrices(basis, plan), applied, plan, leaf, transpose=transpose, like=wanted)
+
+        return jax.tree_util.tree_map_with_path(of, tree, *(() if like is None else (like,)))
 
 
 def _zeros(leaf: Any, plan: Plan, group: Group) -> jax.Array:
