@@ -22,8 +22,8 @@ from orthojax.optim import (
     rotate,
     unrotate,
 )
+from orthojax.optim.basis import basis_constants
 from orthojax.optim.rotation import plan_tree
-from orthojax.optim.transform import basis_constants
 
 KINDS = ("haar", "hadamard", "dct", "signed_permutation")
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from orthojax.optim import layout
+from orthojax.optim.basis import basis_constants
 from orthojax.optim.rotation import DEFAULT_ROTATION, Plan, Rotation, plan_leaf
-from orthojax.optim.transform import RotatedState, basis_constants, in_rotated_basis, rotate_leaf, rotate_shard
+from orthojax.optim.transform import RotatedState, in_rotated_basis, rotate_leaf, rotate_shard
 
 
 def scale_by_orthoadam(

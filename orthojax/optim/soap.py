@@ -13,9 +13,10 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from orthojax.ops.statistics import at_least_float32
+from orthojax.optim.basis import basis_shape, matrices_by_path, stored_matrices
 from orthojax.optim.layout import known_sharding
 from orthojax.optim.rotation import Group, Plan, Rotation, plan_leaf, plan_names, require_rotation
-from orthojax.optim.transform import basis_shape, matrices_by_path, rotate_with, stored_matrices
+from orthojax.optim.transform import rotate_with
 
 PRECONDITION_FREQUENCY = 10
 BOTH_AXES = Rotation(axes="both")
