@@ -79,7 +79,7 @@ def write_api() -> None:
 
 
 def folders_of(experiment: str) -> list[Path]:
-    """The folders of an experiment's results, at scale tiny in results/, at others in a folder of that name."""
+    """The folders of an experiment's results, at whatever scale and of whatever date."""
     names = ("quick-tiny",) if experiment == "quick" else {experiment, experiment.replace("_", "-")}
     return [path.parent for name in names for path in (PAGES / "results").glob(f"**/{name}/report.md")]
 
@@ -98,7 +98,7 @@ def write_reports(site: Path) -> None:
             own = folder / "results.json"
             source = own if own.exists() else folder.parent / "table2/results.json"  # whose runs it shares
             up = "../" * len(folder.relative_to(PAGES / "results").parts)
-            back = f'<p><a href="{up}README.html">All results</a> · <a href="../{up}README.html">orthojax</a></p>'
+            back = f'<p><a href="{up}index.html">All results</a> · <a href="../{up}index.html">orthojax</a></p>'
             rerender(experiment, read_raw(source), source, folder)
             page = (folder / "report.html").read_text(encoding="utf-8").replace("<body>", f"<body>\n{back}", 1)
             to = site / folder.relative_to(PAGES)

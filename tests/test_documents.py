@@ -251,7 +251,7 @@ def test_parameter_counts_of_the_guide():
 
 def test_the_table_of_claims_has_every_experiment_that_claims_something():
     run = [
-        of.name for of in ALL if of.claims and list((ROOT / "results").glob(f"{of.name.replace('_', '?')}*/report.md"))
+        of.name for of in ALL if of.claims and list((ROOT / "results").rglob(f"{of.name.replace('_', '?')}*/report.md"))
     ]
     assert len(run) > 60
     assert not [name for name in run if f"[`{name}`](../results/" not in GUIDES["claims.md"]]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from committed import committed
+from committed import RESULTS, committed, folder_of
 
 from orthojax.experiments.catalog import find
 from orthojax.experiments.results import pairs
@@ -49,7 +49,7 @@ def row_of(pair: Pair) -> str:
     both = vanilla, cured = results[pair.vanilla], results[pair.cured]
     change = str(change_text(pairs(cured, vanilla, "perplexity")))
     axes = {"residual": "d_model", "output": "output"}[cured.config.optim.rotation.axes]
-    folder = pair.experiment.replace("_", "-")
+    folder = folder_of(find(pair.experiment)).relative_to(RESULTS)
     fractions = [[100 * value for value in of.values("first_attention_fraction")] for of in both]
     cells = [
         f"{pair.label}<br>[`{pair.experiment}`](results/{folder}/report.md)",

@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import pytest
+from committed import RESULTS, committed
 from matplotlib import pyplot as plt
 
 from orthojax.analysis import chance_of_first
@@ -30,7 +31,6 @@ from orthojax.experiments.results import as_quantity, penalty
 from orthojax.experiments.tables import change_text
 from orthojax.formatting import number, percent
 
-RESULTS = Path(__file__).parents[1] / "results"
 TEMPLATES = Path(drawing.__file__).parent / "templates"
 
 
@@ -67,14 +67,12 @@ def test_the_first_screen_has_the_count_three_numbers_and_one_figure_before_verd
 
 
 def test_without_declared_headlines_they_are_what_claims_compare():
-    raw = read_raw(RESULTS / "table5/results.json")
-    results = results_of(find("table5"), raw, RESULTS / "table5")
+    results = committed(find("table5"))
     found = headlines(results)
     assert len(found) == 3 == len({headline.label for headline in found})
     compared = {as_quantity(quantity).label for claim in results.experiment.claims for quantity in claim.show}
     assert {headline.label for headline in found} <= compared
-    assert not headlines(results_of(find("break_conditions_map"), read_raw(
-        RESULTS / "break-conditions-map/results.json"), RESULTS))  # fmt: skip
+    assert not headlines(committed(find("break_conditions_map")))
 
 
 def test_a_page_without_claims_opens_with_what_was_run(tmp_path):
