@@ -74,8 +74,25 @@ SOFTMAX = {
 )
 def test_verdicts(softmax, softmax1, verdicts):
     of = {"softmax": GOOD | SOFTMAX | softmax, "softmax1": GOOD | softmax1, "cured": GOOD}
+    results = made_up(EXPERIMENT, (of | {"residual": GOOD}).get, scale="tiny")
+    assert [judge(claim, results).verdict for claim in CLAIMS[:4]] == verdicts
+
+
+@pytest.mark.parametrize(
+    ("residual", "verdicts"),
+    [
+        ({}, ["holds"] * 3),
+        ({"perplexity_ratio_window_8": 1.03}, ["does not hold", "holds", "holds"]),
+        ({"kurtosis_first": 3.6}, ["holds", "does not hold", "holds"]),
+        ({"first_attention_fraction": 0.2}, ["holds", "holds", "does not hold"]),
+    ],
+)
+def test_verdicts_on_the_d_model_axes(residual, verdicts):
+    without = {"first_attention_fraction": 0.08, "kurtosis_first": 3.0, "kurtosis_rest": 3.0}
+    softmax = GOOD | SOFTMAX | without | {"first_attention_fraction": 0.3, "kurtosis_first": 8.0}
+    of = {"softmax": softmax, "softmax1": GOOD, "cured": GOOD, "residual": GOOD | without | residual}
     results = made_up(EXPERIMENT, of.get, scale="tiny")
-    assert [judge(claim, results).verdict for claim in CLAIMS] == verdicts
+    assert [judge(claim, results).verdict for claim in CLAIMS[4:]] == verdicts
 
 
 def test_smollm2_in_windows():
