@@ -23,12 +23,10 @@ class Pair(NamedTuple):
     experiment: str
     vanilla: str
     cured: str
+    scale: str = "tiny"
 
 
 PAIRS = (
-    Pair("4 x 128, 64, 500", "table2", "gpt2_130m_vanilla", "gpt2_130m_cured"),
-    Pair("4 x 192, 64, 500", "table2", "gpt2_1_4b_vanilla", "gpt2_1_4b_cured"),
-    Pair("Llama, 4 x 128, 64, 500", "table2", "llama2_130m_vanilla", "llama2_130m_cured"),
     Pair("4 x 128, 64, 2,000", "ordinary_text", "vanilla", "cured"),
     Pair("6 x 128, 128, 10,000", "remaining_outliers", "vanilla", "residual"),
     Pair("the same", "remaining_outliers", "vanilla", "cured"),
@@ -40,19 +38,30 @@ PAIRS = (
     Pair("repeated: 4 x 128, 256, 2,000", "repeated_settings", "vanilla_256_bos_2000", "cured_256_bos_2000"),
     Pair("repeated: 4 x 256, 64, 2,000", "damage", "vanilla_256", "cured_256"),
     Pair("repeated: 6 x 128, 128, 2,000", "depth", "vanilla", "cured"),
+    *(
+        Pair(f"repeated: {kind}6 x {width}, 128, 2,000", "table2", f"{model}_vanilla", f"{model}_cured", "deep")
+        for kind, width, model in (
+            ("", 96, "gpt2_60m"),
+            ("", 128, "gpt2_130m"),
+            ("", 160, "gpt2_350m"),
+            ("", 192, "gpt2_1_4b"),
+            ("Llama, ", 128, "llama2_130m"),
+        )
+    ),
 )
 
 
 def row_of(pair: Pair) -> str:
     """The row, from results.json: vanilla above, cured below."""
-    results = committed(find(pair.experiment))
+    results = committed(find(pair.experiment), pair.scale)
     both = vanilla, cured = results[pair.vanilla], results[pair.cured]
     change = str(change_text(pairs(cured, vanilla, "perplexity")))
     axes = {"residual": "d_model", "output": "output"}[cured.config.optim.rotation.axes]
-    folder = folder_of(find(pair.experiment)).relative_to(RESULTS)
+    folder = folder_of(find(pair.experiment), pair.scale).relative_to(RESULTS)
+    name = pair.experiment if pair.scale == "tiny" else f"{pair.experiment} --scale={pair.scale}"
     fractions = [[100 * value for value in of.values("first_attention_fraction")] for of in both]
     cells = [
-        f"{pair.label}<br>[`{pair.experiment}`](results/{folder}/report.md)",
+        f"{pair.label}<br>[`{name}`](results/{folder}/report.md)",
         f"{axes}<br>{len(cured.seeds)}",
         "<br>".join(mean_and_range(of.values("kurtosis_first"), "{:.1f}".format) for of in both),
         "<br>".join(mean_and_range(values, "{:.1f}".format) for values in fractions),
@@ -69,7 +78,7 @@ def test_the_table_of_the_readme_is_what_the_results_say():
 @pytest.mark.parametrize("i", range(len(PAIRS)), ids=[f"{pair.experiment}-{pair.cured}" for pair in PAIRS])
 def test_label_says_what_was_trained(i):
     pair, label = PAIRS[i], PAIRS[i].label
-    config = committed(find(pair.experiment))[pair.vanilla].config
+    config = committed(find(pair.experiment), pair.scale)[pair.vanilla].config
     if label == "the same":
         above = PAIRS[i - 1]
         assert (above.experiment, above.vanilla) == (pair.experiment, pair.vanilla)
