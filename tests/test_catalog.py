@@ -85,7 +85,7 @@ VERDICTS = {
     "smollm2_quantised": "+++",
     "smollm2_streaming": "++",
     "softmax1_sinks": "+++-++++++++",
-    "streaming": "++--???",
+    "streaming": "++---+-",
     "table1": "???",
     "table2": "--????++?+-?-??-",
     "table3": "????????",

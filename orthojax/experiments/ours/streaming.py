@@ -83,7 +83,7 @@ def _variants(scale: str) -> tuple[Variant, ...]:
         Variant("softmax", "softmax, Adam", base),
         Variant("softmax1", "softmax-1, Adam", with_normalizer(base, "softmax1")),
         Variant("cured", "softmax-1, OrthoAdam", cured(base)),
-        Variant("residual", "the same, d_model axes", replace(cured(base), {"optim.rotation.axes": "residual"})),
+        Variant("residual", "softmax-1, OrthoAdam, d_model", replace(cured(base), {"optim.rotation.axes": "residual"})),
     )
 
 
