@@ -109,23 +109,25 @@ VERDICTS = {
     "downstream": "+--",
 }
 
-# At scale deep, of the experiments that were run there.
-DEEP_VERDICTS = {
-    "figure1": "+-++",
-    "figure12": "++?+",
-    "figure17": "--?+",
-    "figure22": "+-",
-    "figure27": "--+",
-    "figure34": "--",
-    "figure4": "---++-",
-    "figure41": "----",
-    "figure6": "??+?",
-    "figure7": "---+--",
-    "table1": "-?-",
-    "table2": "--?+??++-+-?-?-+",
-    "table3": "+??-????",
-    "table8": "-++",
-    "table9": "-",
+# At other scales, of the experiments that were run there.
+OTHER_SCALES = {
+    "deep": {
+        "figure1": "+-++",
+        "figure12": "++?+",
+        "figure17": "--?+",
+        "figure22": "+-",
+        "figure27": "--+",
+        "figure34": "--",
+        "figure4": "---++-",
+        "figure41": "----",
+        "figure6": "??+?",
+        "figure7": "---+--",
+        "table1": "-?-",
+        "table2": "--?+??++-+-?-?-+",
+        "table3": "+??-????",
+        "table8": "-++",
+        "table9": "-",
+    },
 }
 
 NOT_RUN_YET: set[str] = set()  # whose results are not committed
@@ -172,7 +174,8 @@ def test_every_experiment_has_one_name_a_title_and_a_source_of_numbers():
     names = [name for experiment in ALL for name in (experiment.name, *experiment.also)]
     assert len(set(names)) == len(names)
     assert set(VERDICTS) | NOT_RUN_YET == {experiment.name for experiment in ALL}
-    assert set(DEEP_VERDICTS) == {path.parent.name for path in RESULTS.glob("deep/*/report.md")}
+    for scale, verdicts in OTHER_SCALES.items():
+        assert set(verdicts) == {path.parent.name for path in RESULTS.glob(f"{scale}/*/report.md")}
     for name in NOT_RUN_YET:
         assert name not in VERDICTS
         assert not [at for at in folders("tiny") if (at / name.replace("_", "-")).exists()]
@@ -193,12 +196,12 @@ def test_measures_travel_to_worker_processes():
 
 
 @pytest.mark.parametrize(
-    ("scale", "name"), [*(("tiny", name) for name in VERDICTS), *(("deep", name) for name in DEEP_VERDICTS)]
+    ("scale", "name", "expected"),
+    [(scale, *of) for scale, verdicts in {"tiny": VERDICTS, **OTHER_SCALES}.items() for of in verdicts.items()],
 )
-def test_verdicts_on_the_committed_results(scale, name):
+def test_verdicts_on_the_committed_results(scale, name, expected):
     report = committed_report(name, scale)
-    verdicts = {"tiny": VERDICTS, "deep": DEEP_VERDICTS}[scale][name]
-    assert [claim.verdict for claim in report.claims] == [WORDS[v] for v in verdicts]
+    assert [claim.verdict for claim in report.claims] == [WORDS[v] for v in expected]
     texts = texts_of(report)
     assert not [text for text in texts if re.search(r"\bnan\b|\bNone\b|\binf\b", text)]
 
