@@ -89,6 +89,12 @@ def test_a_bad_step_has_not_happened(name, loss, poison):
     assert [int(x) for x in newer["bad_steps"][1:]] == [2, 1, 0]
 
 
+def test_a_state_made_outside_of_jit_can_be_donated():
+    optimizer = leave_out_bad_steps(optax.named_chain(("none", optax.identity())))
+    step = jax.jit(lambda state, x: optimizer.update({"x": x}, state, value=1.0)[1], donate_argnums=0)
+    assert int(step(optimizer.init({"x": jnp.ones(2)}), jnp.ones(2))["bad_steps"].good_steps) == 1
+
+
 def test_a_spike_is_measured_from_the_running_mean_of_the_good_losses():
     losses = np.random.default_rng(0).normal(5.0, 0.6, 400).astype(np.float32)
     losses[[7, 150, 151]] += 4.0

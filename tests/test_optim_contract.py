@@ -121,11 +121,12 @@ def test_float64_and_half_precision(kind):
 @every_optimizer
 def test_extra_arguments_are_tolerated(make, kind):
     optimizer = make(0.1, Rotation(kind))
-    plain, _ = one_step(optimizer, mixed(), mixed(5))
-    extra, _ = one_step(
-        optimizer, mixed(), mixed(5), value=jnp.ones(()), grad=mixed(5), value_fn=lambda p: 0.0, batch=[np.ones(3), "x"]
-    )
+    _, state = one_step(optimizer, mixed(), mixed(5))  # the first update of some is 0
+    given = {"value": jnp.ones(()), "grad": mixed(5), "value_fn": lambda p: 0.0, "batch": [np.ones(3), "x"]}
+    plain, _ = one_step(optimizer, mixed(), mixed(6), state)
+    extra, _ = one_step(optimizer, mixed(), mixed(6), state, **given)
     assert_same(extra, plain)
+    assert np.any(np.asarray(plain["mlp"]["kernel"] != mixed()["mlp"]["kernel"]))
 
 
 def test_extra_arguments_reach_the_inner_transformation():
@@ -315,15 +316,17 @@ def test_init_has_a_shape_and_vmaps(make, kind):
     shapes = jax.eval_shape(optimizer.init, mixed())
     assert kinds_of(shapes) == kinds_of(optimizer.init(mixed()))
 
-    def first_step(params, grads):
-        return one_step(optimizer, params, grads)[0]
+    def two_steps(params, *grads):
+        params, state = one_step(optimizer, params, grads[0])
+        return one_step(optimizer, params, grads[1], state)[0]
 
     def stack(*seeds):
         return jax.tree.map(lambda *x: jnp.stack(x), *(mixed(i) for i in seeds))
 
-    together = jax.jit(jax.vmap(first_step), compiler_options=QUICK)(stack(0, 1), stack(5, 6))
+    together = jax.jit(jax.vmap(two_steps), compiler_options=QUICK)(stack(0, 1), stack(5, 6), stack(7, 8))
     for i in range(2):
-        assert_same(jax.tree.map(lambda x, i=i: x[i], together), first_step(mixed(i), mixed(5 + i)), atol=1e-4)
+        alone = two_steps(mixed(i), mixed(5 + i), mixed(7 + i))
+        assert_same(jax.tree.map(lambda x, i=i: x[i], together), alone, atol=1e-4)
 
 
 # Checkpoints.

@@ -200,6 +200,16 @@ def test_gradients_and_hyperparameters_may_be_wider_than_the_parameters(dtype):
             assert jax.tree.leaves(ours[1][0].inner.mu)[0].dtype == jnp.float32
 
 
+@pytest.mark.parametrize("flag", [False, True])
+def test_gradients_of_other_shapes_are_refused(flag):
+    params = {"layers/kernel": jnp.ones((2, 4, 8)), "other": jnp.ones((4, 8))}
+    optimizer = orthoadam(0.1, layer_by_layer=flag)
+    with pytest.raises(ValueError, match=r"differ: 'layers/kernel' of shape \(3, 2, 4, 8\) against shape \(2, 4, 8\)"):
+        optimizer.update(
+            {"layers/kernel": jnp.ones((3, 2, 4, 8)), "other": jnp.ones((4, 1))}, optimizer.init(params), params
+        )
+
+
 @pytest.mark.parametrize("rotation", [Rotation(), Rotation(axes="input"), Rotation("haar", "input")])
 def test_temporaries_are_those_of_one_layer(rotation):
     gradient = {"layers": {"kernel": jax.ShapeDtypeStruct((24, 256, 1024), jnp.float32)}}

@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from orthojax.optim import RotatedAxes, Rotation, scale_by_soap
+from orthojax.errors import UserError
+from orthojax.optim import RotatedAxes, Rotation, layout_of, scale_by_soap, state_shardings, zero1
 
 B1, B2, BETA, EPS, FREQUENCY = 0.8, 0.9, 0.95, 1e-6, 3
 # Square kernels: of the first gradient of others one factor has a null space, where any basis is as good.
@@ -151,7 +152,7 @@ def test_axes_of_any_length_have_a_basis_up_to_a_limit():
     assert scale_by_soap().init(shapes).basis["a_0"]["kernel"]["basis_0"].shape == (300, 300)
 
 
-def test_a_first_gradient_that_is_not_finite_leaves_parameters_and_moments_as_they_are():
+def test_the_first_update_is_zero_and_changes_no_moment_whatever_the_gradient():
     optimizer, grad = scale_by_soap(eps=0.0), {"kernel": jnp.full((3, 3), jnp.nan), "bias": jnp.zeros(3)}
     updates, state = optimizer.update(grad, optimizer.init(grad))
     assert not any(np.any(x) for x in jax.tree.leaves((updates, state.mu, state.nu)))
@@ -208,13 +209,54 @@ def test_sharded_kernels_have_the_updates_of_whole_ones(axis_type, spec):
         np.testing.assert_allclose(a["kernel"], b["kernel"], atol=1e-3)
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_moments_lie_on_a_mesh_as_the_layout_says(axis_type):
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(axis_type,) * 2)
+    at = {"kernel": NamedSharding(mesh, P("fsdp", None) if axis_type is AxisType.Explicit else P("fsdp"))}
+    grads = [
+        {"kernel": jnp.asarray(of["mlp"]["kernel"], jnp.float32)}
+        for of in gradients(5, shapes={"mlp": {"kernel": (8, 8)}})
+    ]
+    want, _ = updates_of(scale_by_soap(B1, B2, EPS, precondition_frequency=2), grads)
+    moments = zero1(Rotation(axes="both"), grads[0], at)
+    rotation = Rotation(axes="both", layout=layout_of(moments))
+    soap = scale_by_soap(B1, B2, EPS, precondition_frequency=2, rotation=rotation)
+    grads = [jax.device_put(of, at) for of in grads]
+    with jax.set_mesh(mesh):
+        state = soap.init(grads[0])
+        assert {x.sharding for of in (state.mu, state.nu) for x in jax.tree.leaves(of)} == {moments["kernel"]}
+        where = state_shardings(soap, grads[0], moments)
+        state, update, got = jax.jit(soap.init, out_shardings=where)(grads[0]), jax.jit(soap.update), []
+        for grad in grads:
+            updates, state = update(grad, state)
+            got.append(updates)
+            assert state.mu["kernel"].sharding.is_equivalent_to(moments["kernel"], 2)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a["kernel"], b["kernel"], atol=1e-3)
+
+
+def test_integers_and_wider_gradients_pass(x64):
+    grads = [{"w": of["mlp"]["kernel"], "steps": np.arange(16).reshape(4, 4) + i} for i, of in enumerate(gradients(3))]
+    soap = scale_by_soap(B1, B2, EPS)
+    state = soap.init({"w": jnp.ones((6, 6), jnp.float32), "steps": jnp.ones((4, 4), jnp.int32)})
+    kinds = jax.tree.map(lambda x: x.dtype, state)
+    for grad in grads:
+        updates, state = soap.update(grad, state)
+    assert jax.tree.map(lambda x: x.dtype, state) == kinds
+    want, _ = updates_of(soap, [{"w": of["w"].astype(np.float32)} for of in grads])
+    np.testing.assert_allclose(updates["w"], want[-1]["w"], atol=1e-3)
+    assert np.abs(want[-1]["w"]).max() > 0.1
+
+
 @pytest.mark.parametrize(
     ("params", "given", "message"),
     [
         ({}, {"precondition_frequency": 0}, "precondition_frequency=0"),
         ({"w": jnp.ones((2, 2), jnp.complex64)}, {}, "complex64"),
+        # flax's attention: 4 layers of [2, 64], as it seems.
+        ({"out": {"kernel": jnp.ones((4, 2, 64))}}, {}, r"out/kernel \(4, 2, 64\): with stacked axes \(0,\)"),
     ],
 )
 def test_what_it_cannot_do_is_refused(params, given, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, UserError), match=message):
         scale_by_soap(**given).init(params)

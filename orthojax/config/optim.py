@@ -59,7 +59,8 @@ class OptimConfig:
       b2: Decay of the second moment, where there is one (of Lion: of its momentum; of SOAP: of its basis, too).
       eps: Added to the root of the second moment.
       momentum: Of `sgd`, `signum` and `muon`; 0 for plain SGD.
-      weight_decay: Decoupled, scaled by the learning rate; on kernels and embeddings only.
+      weight_decay: Decoupled, scaled by the learning rate; on kernels and embeddings only. With `lamb` the trust ratio
+        is that of the update without it, unlike `optax.lamb`.
       clip_norm: Largest global gradient norm; None never clips.
       rotation: The basis of `orthoadam`, and of any other that is `rotated`.
       sink_anneal_steps: Learned sink logits are not learned but go to 0 on a line, from where they started, in so many

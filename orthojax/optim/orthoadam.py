@@ -10,7 +10,7 @@ import optax
 from orthojax.optim import layout
 from orthojax.optim.basis import basis_constants
 from orthojax.optim.rotation import DEFAULT_ROTATION, Plan, Rotation, plan_leaf
-from orthojax.optim.transform import RotatedState, in_rotated_basis, rotate_leaf, rotate_shard
+from orthojax.optim.transform import RotatedState, in_rotated_basis, require_part, rotate_leaf, rotate_shard
 
 
 def scale_by_orthoadam(
@@ -82,6 +82,7 @@ def scale_by_orthoadam(
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
+        require_part(updates, state.inner.mu, "updates and moments differ")
         scaled, inner = _update_layer_by_layer(make_adam, hyperparams, rotation, updates, state)
         return scaled, RotatedState(state.basis, inner)
 

@@ -31,7 +31,7 @@ Scope = Literal["layer", "parameter", "tree"]
 
 _MAX_HAAR_SIZE = 4096  # a larger axis is left alone: its matrix would take 64 MB for every layer
 _TOO_LONG = f"over {_MAX_HAAR_SIZE}"
-_MAX_HAAR_RATIO = 8  # elements of the matrices of a parameter, as a multiple of its own
+MAX_HAAR_RATIO = 8  # elements of the matrices of a parameter, as a multiple of its own
 
 AxesRule = Callable[[str, jax.ShapeDtypeStruct], RotatedAxes | None]
 
@@ -121,7 +121,7 @@ def leaf_path(keys: tuple[Any, ...]) -> str:
     """The plain path of a parameter, equal for every wrapping of the same tree.
 
     A leading `params` and the `.value` of a box (flax's Partitioned, nnx's variables) are dropped: some libraries show
-    them at init and not at update.
+    them at init and not at update. An array that is an attribute of that name has the path of its module.
 
     Args:
       keys: A key path of `jax.tree_util`.
@@ -202,10 +202,10 @@ def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
             group_name = f":{size}" if rotation.scope == "tree" else f"{name}:{i}:{size}:{of_layer}"
             groups.append(Group(axes, size, group_name, layers))
     elements = sum(len(group.layers) * group.size**2 for group in groups)
-    if rotation.kind == "haar" and elements > _MAX_HAAR_RATIO * shape.size:
+    if rotation.kind == "haar" and elements > MAX_HAAR_RATIO * shape.size:
         raise UserError(
             f"{path} {shape.shape}: haar matrices of {[group.size for group in groups]} rows have {elements} elements, "
-            f"over {_MAX_HAAR_RATIO} times its {shape.size}",
+            f"over {MAX_HAAR_RATIO} times its {shape.size}",
             allowed="fewer rotated axes, or the rotation's kind hadamard",
         )
     return Plan(path, tuple(groups), stacked, stacked_shape, tuple(left_alone), mark, is_chosen=True)

@@ -12,10 +12,20 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from orthojax.errors import UserError
 from orthojax.ops.statistics import at_least_float32
 from orthojax.optim.basis import basis_shape, matrices_by_path, stored_matrices
-from orthojax.optim.layout import known_sharding
-from orthojax.optim.rotation import Group, Plan, Rotation, plan_leaf, plan_names, require_rotation
+from orthojax.optim.layout import known_sharding, place
+from orthojax.optim.rotation import (
+    MAX_HAAR_RATIO,
+    Group,
+    Plan,
+    Rotation,
+    leaf_path,
+    plan_leaf,
+    plan_names,
+    require_rotation,
+)
 from orthojax.optim.transform import rotate_with
 
 PRECONDITION_FREQUENCY = 10
@@ -77,16 +87,18 @@ def scale_by_soap(
       shampoo_beta: Decay of L and R; None is `b2`.
       precondition_frequency: Updates between two improvements of the basis. Like the next, one of the `static_args` of
         optax.inject_hyperparams.
-      max_precond_dim: Longer axes have no basis.
+      max_precond_dim: Longer axes have no basis, nor have those over 16,384 unless the rotation's `axes` is a function.
       rotation: Its `axes`, `kernel_layout` and `embeddings` say which axes have a basis, its `layout` where moments are
         on a mesh; kind, seed and scope are not read. By default both axes of a kernel and the last of an embedding
-        table have one. Other parameters are Adam's.
+        table have one. Other parameters are Adam's. Of three or more axes all but the last two count as stacked
+        layers: convolutions and flax's attention need a rule, such as RotatedAxes((0, (1, 2))) for its query.
 
     Returns:
       A transformation with a `SoapState`.
 
     Raises:
-      ValueError: For a frequency below 1, or complex parameters.
+      ValueError: For a frequency below 1, or complex parameters. UserError where matrices take more than 8 times a
+        parameter of three or more axes whose stacked ones are a guess.
 
     Memory and cost:
       State: beside Adam's moments 2 n**2 values for every axis of length n and every layer. Arithmetic, per step and
@@ -111,13 +123,16 @@ def scale_by_soap(
     learned = _LearnedBases(rotation, max_precond_dim)
 
     def init_fn(params):
+        wide = jax.tree.map(at_least_float32, params)
+        learned.require_small(wide)
+
         def moments():
-            return jax.tree.map(lambda p: jnp.zeros_like(at_least_float32(p)), params)
+            return learned.placed(jax.tree.map(jnp.zeros_like, wide))
 
         return SoapState(
             count=jnp.zeros((), jnp.int32),
-            basis=learned.matrices(params, _identity),
-            gram=learned.matrices(params, _zeros),
+            basis=learned.matrices(wide, _identity),
+            gram=learned.matrices(wide, _zeros),
             mu=moments(),
             nu=moments(),
         )
@@ -132,7 +147,7 @@ def scale_by_soap(
         def but_first(old: Any, new: Any) -> Any:
             return jax.tree.map(lambda m, x: jnp.where(first, m, x), old, new)
 
-        grads = jax.tree.map(at_least_float32, updates)
+        grads = learned.placed(jax.tree.map(lambda g, m: at_least_float32(g).astype(m.dtype), updates, state.mu))
         squares = jax.tree.map(jnp.square, learned.rotate(grads, state.basis))
         mu, nu = but_first((state.mu, state.nu), (mean(b1, state.mu, grads), mean(b2, state.nu, squares)))
         rotated_mu = learned.rotate(mu, state.basis)
@@ -164,6 +179,26 @@ class _LearnedBases(NamedTuple):
         """`matrices_by_path` of a tree like the parameters."""
         plans = plan_names(self._planned(), tree).values()
         return matrices_by_path([(leaf, self._shortened(plan)) for leaf, plan in plans], matrices_of)
+
+    def require_small(self, tree: Any) -> None:
+        """Refuses axes that are hardly stacked layers, by how much their matrices would take."""
+        for leaf, whole in plan_names(self._planned(), tree).values():
+            plan = self._shortened(whole)
+            elements = sum(len(group.layers) * group.size**2 for group in plan.groups)
+            if plan.mark == "unsure" and elements > MAX_HAAR_RATIO * leaf.size:
+                raise UserError(
+                    f"{plan.path} {leaf.shape}: with stacked axes {plan.stacked} its bases have {elements} elements, "
+                    f"over {MAX_HAAR_RATIO} times its {leaf.size}",
+                    allowed="a Rotation whose axes is a function that names the axes of a kernel, or a smaller "
+                    "max_precond_dim",
+                )
+
+    def placed(self, tree: Any) -> Any:
+        """A tree like the parameters, sharded as the layout says."""
+        of = self.rotation.layout
+        if of is None:
+            return tree
+        return jax.tree_util.tree_map_with_path(lambda keys, x: place(x, of(leaf_path(keys))), tree)
 
     def rotate(self, tree: Any, basis: Any, *, transpose: bool = False, like: Any = None) -> Any:
         """Q, or Q^T, on every leaf; where the result is on a mesh, as the same leaf of `like`."""

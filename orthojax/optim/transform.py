@@ -236,13 +236,13 @@ def in_rotated_basis(
 
     def update_fn(updates, state, params=None, **extra_args):
         if params is not None:
-            _require_part(updates, params, "updates and parameters differ")
+            require_part(updates, params, "updates and parameters differ")
         rotated = _apply(rotation, updates, state.basis)
         # Where the inner transformation does not read the parameters, jit removes their rotation.
         rotated_params = None if params is None else _apply(rotation, params, state.basis)
         extra_args = _guarded(extra_args, rotation, updates)
         rotated, inner_state = extended.update(rotated, state.inner, rotated_params, **extra_args)
-        _require_part(rotated, updates, "the inner transformation returns a different tree than it was given")
+        require_part(rotated, updates, "the inner transformation returns a different tree than it was given")
         updates = _apply(rotation, rotated, state.basis, transpose=True, like=updates)
         return updates, RotatedState(state.basis, inner_state)
 
@@ -253,7 +253,7 @@ def _outline(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
     return [(leaf_path(keys), np.shape(leaf)) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _require_part(part: Any, whole: Any, message: str) -> None:
+def require_part(part: Any, whole: Any, message: str) -> None:
     """Refuses trees that share no basis: a leaf of `part` must be in `whole`, with the same path and shape."""
     known = dict(_outline(whole))
     for path, shape in _outline(part):

@@ -258,9 +258,10 @@ def leave_out_bad_steps(
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> Any:
-        zero = jnp.zeros((), jnp.int32)
         state: Any = inner.init(params)
-        return state | {BAD_STEPS: BadSteps(jnp.zeros((), jnp.float32), zero, zero, zero)}
+        # An array each: one buffer cannot be donated twice.
+        counts = (jnp.zeros((), jnp.int32) for _ in range(3))
+        return state | {BAD_STEPS: BadSteps(jnp.zeros((), jnp.float32), *counts)}
 
     def update(updates: Any, state: Any, params: Any = None, *, value: jax.Array, **extra: Any) -> Any:
         seen: BadSteps = state[BAD_STEPS]
