@@ -253,7 +253,7 @@ def test_figures_of_attention_have_the_line_of_chance(main_job):
     assert lines["equal logits, 64 tokens"] == pytest.approx(chance_of_first(64))
     assert lines["equal logits, softmax-1, 64 tokens"] == pytest.approx(chance_of_first(64, softmax1=True))
     (bars,) = quick._backcopy(main_job)
-    assert "equal logits, equal norms" in bars.figure.axes[0].get_legend_handles_labels()[1]
+    assert "equal logits (softmax), equal norms" in bars.figure.axes[0].get_legend_handles_labels()[1]
     plt.close("all")
 
 

@@ -10,7 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from orthojax.analysis import chance_of_first
-from orthojax.experiments.results import NotMeasured, Numbers, Quantity, Result, Results, as_quantity, pairs
+from orthojax.experiments.results import (
+    NotMeasured,
+    Numbers,
+    Quantity,
+    Result,
+    Results,
+    as_quantity,
+    on_shared_seeds,
+    pairs,
+)
 
 Verdict = Literal["holds", "does not hold", "not testable at this scale", "not measured"]
 
@@ -56,7 +65,7 @@ class Claim:
       criterion: The same in words.
       testable: Of their `Result`s, whether there is anything to see; without it there always is.
       where: Of the label of a group, whether the claim is about it.
-      largest: For claims of the form 'by up to': only the case with the largest value is judged.
+      largest: For claims of the form 'by up to': only the testable case with the largest value is judged.
       most: Holds where more than half of the testable cases do, instead of all.
       detail: Further numbers of a case as text.
       shown: How many of a case's variants are printed, all where None; the others only enter the predicates, as a
@@ -119,7 +128,7 @@ def judge(claim: Claim, results: Results) -> Judged:
 
     A case of which a variant failed, or lacks a metric that the criterion reads, is left out and named; without any
     testable case the claim is not testable. Where some seeds failed, variants that are trained here are compared on
-    those that all of them have: a mean over the seeds that survived would favour the variant that fails.
+    those that all of them have.
     """
     if claim.unmeasured:
         return Judged("not measured", claim.says, (), f"Not measured: {claim.unmeasured}.")
@@ -129,14 +138,11 @@ def judge(claim: Claim, results: Results) -> Judged:
         if not all(name in results for name in names):
             missing.append(label or ", ".join(name for name in names if name not in results))
             continue
-        of = [results[name] for name in names]
-        finished = [set(result.seeds) for result in of if result.seeds and not result.given]
-        if any(seeds != finished[0] for seeds in finished):
-            shared = sorted(set.intersection(*finished))
-            if not shared:
-                missing.append(label or "no seed that every variant finished")
-                continue
-            of = [result if result.given else result.only(shared) for result in of]
+        of, shared = on_shared_seeds([results[name] for name in names])
+        if shared == []:
+            missing.append(label or "no seed that every variant finished")
+            continue
+        if shared:
             fewer.append(f"{label} {shared}".strip())
         try:
             testable = claim.testable is None or bool(claim.testable(*of))
@@ -145,7 +151,7 @@ def judge(claim: Claim, results: Results) -> Judged:
         except NotMeasured as error:
             missing.append(label or str(error))
     if claim.largest and cases:
-        best = max(cases, key=lambda label: cases[label].size)
+        best = max(cases, key=lambda label: (cases[label].testable, cases[label].size))
         cases = {best: cases[best]}
     tested = [case.holds for case in cases.values() if case.testable]
     held = sum(tested)
@@ -325,7 +331,7 @@ def every(result: Result, quantity: str | Quantity, predicate: Callable[[float],
     """Whether a quantity of every seed satisfies a predicate.
 
     Raises:
-      NotMeasured: Where no seed has it.
+      NotMeasured: Where not every seed has it.
     """
     result.mean(quantity)
     return all(map(predicate, result.values(quantity)))

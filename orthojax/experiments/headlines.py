@@ -7,7 +7,7 @@ from typing import NamedTuple
 from orthojax.experiments.chance import all_chance_lines
 from orthojax.experiments.claims import Claim, cases_of
 from orthojax.experiments.layout import decimals_for
-from orthojax.experiments.results import NotMeasured, Quantity, Result, Results, as_quantity
+from orthojax.experiments.results import NotMeasured, Quantity, Result, Results, as_quantity, on_shared_seeds
 from orthojax.formatting import number
 
 _MOST = 3
@@ -45,7 +45,7 @@ def headlines(results: Results) -> list[Headline]:
     found: list[Headline] = []
     for quantity, names in asked:
         with contextlib.suppress(NotMeasured):
-            headline = _headline(quantity, [results[name] for name in names])
+            headline = _headline(quantity, on_shared_seeds([results[name] for name in names])[0])
             if experiment.headlines or headline.label not in {other.label for other in found}:
                 found.append(headline)
     return found[:_MOST]

@@ -88,7 +88,7 @@ def _maps(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None
     return Measured({}, maps)
 
 
-# Of every run.
+# Of every run. A metric that is added to `evaluate` needs another name here, since what is stored lacks it.
 ALWAYS = (Measure("evaluation", _evaluate, evaluation_stages), Measure("maps", _maps))
 
 

@@ -90,7 +90,8 @@ def rerender(experiment: Experiment, raw: dict[str, Any], source: Path, workdir:
     report = make_report(Results(present, results.scale, results.seeds, workdir, results.raw, results.variants or None))
     path = workdir / "report.md"
     before = path.read_text(encoding="utf-8") if path.exists() else ""
-    kept_tables = _tables_of(before) if len(tables) < len(experiment.tables) else []
+    same_seeds = f"Seeds: {', '.join(map(str, results.seeds))}." in before
+    kept_tables = _tables_of(before) if len(tables) < len(experiment.tables) and same_seeds else []
     kept_tables = [table for table in kept_tables if table.caption not in {table.caption for table in report.tables}]
     drawn = {picture.name: picture for picture in report.pictures}
     shown = {picture.name: picture for picture in ([] if complete else _pictures_of(before, workdir))} | drawn

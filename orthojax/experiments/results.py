@@ -136,7 +136,8 @@ class Result(Numbers):
 
     def _take(self, seeds: Sequence[int]) -> None:
         self.seeds = {seed: Numbers({**self._settings, **self._found[seed]}) for seed in seeds}
-        names = set().union(*(self._found[seed] for seed in seeds))
+        # Of those that every seed has: means over different seeds do not compare.
+        names = set.intersection(*(set(self._found[seed]) for seed in seeds)) if seeds else set()
         super().__init__(self._settings | {key: float(np.mean(self.values(key))) for key in names})
 
     def only(self, seeds: Collection[int]) -> "Result":
@@ -162,9 +163,10 @@ class Result(Numbers):
         """The mean of `values`.
 
         Raises:
-          NotMeasured: Where no seed has it.
+          NotMeasured: Where not every seed has it.
         """
-        if not (values := self.values(quantity)):
+        values = self.values(quantity)
+        if not values or len(values) < len(self.seeds):
             raise NotMeasured(as_quantity(quantity).label)
         return float(np.mean(values))
 
@@ -172,12 +174,12 @@ class Result(Numbers):
         """A metric by layer, [seeds, layers].
 
         Raises:
-          NotMeasured: Where there is none.
+          NotMeasured: Where there is none, or not of every seed.
         """
         layers = []
         while values := self.values(f"{name}/layer_{len(layers)}"):
             layers.append(values)
-        if not layers:
+        if not layers or min(map(len, layers)) < len(self.seeds):
             raise NotMeasured(name)
         return np.array(layers).T
 
@@ -213,15 +215,22 @@ class Result(Numbers):
         return steps, np.array([[point[step] for step in steps] for point in points])
 
     def cell(self, quantity: Quantity) -> str:
-        """Mean, and where seeds differ the range; 'failed' or 'not run' where none finished, '-' where none has it."""
+        """Mean, and where seeds differ the range; 'failed' or 'not run' where none finished, '-' where none has it.
+
+        Where some seeds have it and others do not, it says how many.
+        """
         if not self.seeds:
             return self.without
         values = self.values(quantity)
-        return mean_and_range(values, quantity.show) if values else "-"
+        fewer = f" ({len(values)} of {len(self.seeds)} seeds)" if len(values) < len(self.seeds) else ""
+        return f"{mean_and_range(values, quantity.show)}{fewer}" if values else "-"
 
     def mean_cell(self, quantity: Quantity) -> str:
-        """The mean alone; '-' where no seed has it."""
-        return quantity.show(self.mean(quantity)) if self.values(quantity) else "-"
+        """The mean alone; '-' where not every seed has it."""
+        try:
+            return quantity.show(self.mean(quantity))
+        except NotMeasured:
+            return "-"
 
     def paper_cell(self, quantity: Quantity) -> str:
         """What the paper prints, '-' where it prints nothing."""
@@ -258,12 +267,26 @@ def _cost_numbers(cost: Mapping[str, Any], reference: Mapping[str, Any]) -> dict
     return {f"cost_{name}": value for name, value in numbers.items()}
 
 
+def on_shared_seeds(of: Sequence[Result]) -> tuple[list[Result], list[int] | None]:
+    """Variants on the seeds that all have which are trained here, and these seeds where some variant has more.
+
+    A mean over the seeds that survived would favour the variant that fails.
+    """
+    finished = [set(result.seeds) for result in of if result.seeds and not result.given]
+    if all(seeds == finished[0] for seeds in finished):
+        return list(of), None
+    shared = sorted(set.intersection(*finished))
+    return [result if result.given else result.only(shared) for result in of], shared
+
+
 def pairs(result: Result, reference: Result, quantity: str | Quantity) -> dict[int, tuple[float, float]]:
-    """A quantity of two variants, of every seed that both have.
+    """A quantity of two variants, of every seed that both have; of two existing models, whose seeds say nothing, one.
 
     Raises:
       NotMeasured: Where there is no such seed.
     """
+    if result.given and reference.given:
+        return {0: (result.mean(quantity), reference.mean(quantity))}
     a, b = result.by_seed(quantity), reference.by_seed(quantity)
     if not a.keys() & b.keys():
         raise NotMeasured(as_quantity(quantity).label)

@@ -249,7 +249,8 @@ def _trained(task: Task, config: Config, inputs: Inputs, tally: _Tally) -> Path:
     run, before, step_cost = task.run, task.trial_cost, training_flops(config) / config.train.steps
     check_workdir(run.folder, config)
     if (reason := _divergence(run.folder, tally.say)) is not None:
-        raise DivergedError(reason)
+        hint = f"delete {run.folder / _DIVERGED} to train it again"
+        raise DivergedError(f"{reason}\n{hint}")
     if _seconds(run.folder / TRAINED, tally.say) is None:
         tally.say(f"{run.label}: {describe_data(inputs.provenance)}")
         with _timed(run.folder, tally.say):

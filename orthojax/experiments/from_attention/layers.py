@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from orthojax.analysis import chance_of_first, rank_correlation
+from orthojax.analysis import rank_correlation
 from orthojax.config import Config
 from orthojax.experiments import claims as terms
 from orthojax.experiments.claims import DOMINANCE, FRACTION, GAUSSIAN, C, Claim, O, Revision, V, gaussian_kurtosis_limit
@@ -249,7 +249,6 @@ def _experiment(
 EXPERIMENTS = (
     _experiment(
         7, FRACTION, "first-token dominance, fraction", "linear", dominance_claims(),
-        lambda config: (chance_of_first(config.data.sequence_length), "by chance"),
     ),
     _experiment(
         12, "kurtosis_first", "kurtosis, first token", "log",

@@ -74,7 +74,7 @@ CLAIMS = (
                             "more in either"})),
     Claim("Four bits are catastrophic for vanilla GPT2, a small loss for cured (5.2).", _METHODS, (penalty(INT4),),
           lambda v, c: v.mean(penalty(INT4)) >= 1.0 and c.mean(penalty(INT4)) <= 0.1, f"{_CATASTROPHE}; {LOST}",
-          partial(either_loses, INT4), where=lambda label: label.startswith("GPT2"),
+          partial(either_loses, INT4), where=lambda label: "GPT2" in label,
           revised=seen_in_either(INT4, _CATASTROPHE)),
     Claim("At coarse, cured outperforms vanilla by up to 36.12 points (5.2), which is 221% of the full perplexity of "
           "that model (the print has vanilla's own loss; the difference of the two is 35.99).", _METHODS, (PPL, COARSE),

@@ -157,7 +157,9 @@ def _backcopy(results: Results) -> list[Picture]:
         ["attention on <s>", "value norm of <s> / others"],
         {r.label: np.array([r.values(q) for q in _SINK]).T for r in results if _is_backcopy(r)},
         y_label="",
-        references={"equal logits, equal norms": [*chance_lines("sink_attention_rest", BACKCOPY_MODEL).values(), 1.0]},
+        references={
+            "equal logits (softmax), equal norms": [*chance_lines("sink_attention_rest", BACKCOPY_MODEL).values(), 1.0]
+        },
     )
     return [Picture("backcopy", "Bigram-Backcopy: sink and value drain by normalizer.", figure)]
 
