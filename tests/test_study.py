@@ -36,6 +36,7 @@ from orthojax.experiments.measures import ALWAYS, Measure, Measured, example_map
 from orthojax.experiments.overview import overview
 from orthojax.experiments.page import Report, Table, console_table, escape_markdown, make_report, write_report
 from orthojax.experiments.pictures import LayerCurves, ModelMaps, TrainingCurves, draw_hidden, perplexity_and_kurtosis
+from orthojax.experiments.results import Results
 from orthojax.experiments.runs import Task, best_learning_rate, is_trained, training_flops, trial_config
 from orthojax.experiments.study import given_model, run_experiment
 from orthojax.experiments.tables import MetricTable, PairedTable, change_text, difference_text
@@ -115,6 +116,8 @@ def test_every_variant_and_seed_has_a_row_with_its_overrides(study, language):
     overrides = {path: tuple(v) if isinstance(v, list) else v for path, v in overrides.items()}
     assert replace(FIRST_DEFAULTS, overrides) == language[1].with_seed(1)
     assert raw["provenance"]["versions"]["jax"]
+    for row in raw["rows"]:
+        assert row["trained"] == {name: raw["provenance"][name] for name in ("date", "device", "versions")}
     assert [entry["tokenizer"] for entry in raw["provenance"]["data"]] == ["bytes"]
     assert len(set(study["vanilla"].values("perplexity"))) == 2
 
@@ -628,6 +631,23 @@ def test_steps_that_differ_in_cost_are_timed_together(monkeypatch):
     assert taken == {"adam": 1, "soap": 10}
     assert (found["vanilla"]["step_seconds"], found["soap"]["step_seconds"]) == (1.0, 0.1)
     assert found["soap"]["step_ratio"] == pytest.approx([0.1] * 3)
+
+
+def test_a_report_says_when_runs_were_trained_where_another_call_did(study, tmp_path):
+    raw = json.loads((study.workdir / "results.json").read_text())
+    assert not [note for note in make_report(study).notes if "of the runs trained" in note]
+    raw["rows"][0]["trained"]["date"] = "2020-02-02"
+    results = Results(study.experiment, "tiny", SEEDS, study.workdir, raw, study.variants)
+    (old,) = [note for note in make_report(results).notes if "2020-02-02" in note]
+    assert old.startswith("1 of the runs trained 2020-02-02, cpu x ")
+    path = tmp_path / "trained.json"
+    said: list[str] = []
+    for content in ("{", "{}", '{"date": "x", "device": "y", "versions": 1}'):
+        path.write_text(content)
+        assert runs._made(path, said.append) is None
+    assert len(said) == 3
+    assert all("is damaged and left out" in line for line in said)
+    assert runs._made(tmp_path / "missing.json", said.append) is None
 
 
 READERS = {  # file of a run -> what reads it, None for what is made again

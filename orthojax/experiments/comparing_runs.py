@@ -11,9 +11,9 @@ import numpy as np
 from orthojax.config import Config, flatten, from_json
 from orthojax.errors import UserError
 from orthojax.experiments import drawing
+from orthojax.experiments.labels import LABELS
 from orthojax.experiments.overview import compared_with
 from orthojax.experiments.page import Picture, Report, Table
-from orthojax.experiments.results import LABELS
 from orthojax.files import parse_json, require_file
 from orthojax.formatting import number
 from orthojax.model import parameter_count

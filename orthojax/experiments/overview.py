@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from orthojax.analysis import chance_of_first, gaussian_norm_ratio
 from orthojax.config import Config
-from orthojax.experiments.results import LABELS
+from orthojax.experiments.labels import LABELS
 from orthojax.formatting import align, number, percent
 
 _HIDDEN_STATES = (

@@ -1,6 +1,7 @@
 """The report of an experiment, and its three forms: console, Markdown, one self-contained HTML page."""
 
 import base64
+import collections
 import io
 import os
 import re
@@ -150,12 +151,23 @@ def _notes(results: Results) -> list[str]:
     config, runs = results.first.config, len(results.raw["rows"])
     return [
         *notes,
+        *_trained(results),
         *map(_corpus, provenance["data"]),
         f"{provenance['training_seconds'] / 60:.1f} minutes of training, summed over {runs} runs, of which several run "
         "at once",
         f"evaluated on {config.eval.sequences} sequences; dynamic quantisation scales over batches of "
         f"{config.eval.batch_size}; only linear layers are quantised",
     ]
+
+
+def _trained(results: Results) -> list[str]:
+    """When and where the runs were trained, unless by the very call that the first note names."""
+    provenance = results.raw["provenance"]
+    called = {_made(of) for of in (provenance, *provenance.get("joined", ()))}
+    counts = collections.Counter(_made(row["trained"]) for row in results.raw["rows"] if "trained" in row)
+    if counts.keys() <= called:
+        return []
+    return [f"{count} of the runs trained {made}" for made, count in counts.items()]
 
 
 def _made(provenance: Mapping[str, Any]) -> str:

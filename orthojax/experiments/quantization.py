@@ -3,7 +3,8 @@
 import math
 
 from orthojax.experiments.claims import C, Claim, Revision, V
-from orthojax.experiments.results import LABELS, Quantity, Result, Results, penalty
+from orthojax.experiments.labels import LABELS
+from orthojax.experiments.results import Quantity, Result, Results, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 from orthojax.formatting import percent, signed
 

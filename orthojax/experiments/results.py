@@ -16,6 +16,7 @@ import numpy as np
 from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.experiments.labels import LABELS
 from orthojax.experiments.measures import parse_arrays
 from orthojax.files import require_file
 from orthojax.formatting import mean_and_range, number, percent
@@ -362,55 +363,3 @@ class Results:
         runs = [f"{r['variant']}, seed {r['seed']}: {r['failed']}" for r in self.raw["rows"] if "failed" in r]
         costs = self.raw.get("costs", {}).items()
         return runs + [f"{name}, cost of a step: {cost['failed']}" for name, cost in costs if "failed" in cost]
-
-
-LABELS = {
-    "perplexity": "perplexity",
-    "loss_nats": "held-out loss (nats)",
-    "bits_per_byte": "bits per byte",
-    "kurtosis_first": "kurtosis, first token",
-    "kurtosis_rest": "kurtosis, other tokens",
-    "kurtosis_pooled": "kurtosis, all tokens",
-    "max_abs_first": "max |activation|, first token",
-    "max_abs_rest": "max |activation|, other tokens",
-    "max_abs_first_maximum": "max |activation| over the whole set, first token",
-    "max_abs_rest_maximum": "max |activation| over the whole set, other tokens",
-    "norm_ratio_first": "max / l2 norm, first token",
-    "norm_ratio_rest": "max / l2 norm, other tokens",
-    "first_attention_mass": "attention mass on the first token",
-    "first_attention_fraction": "first token gets most attention, fraction",
-    "first_attention_share": "attention on the first token, share of a row",
-    "sink_rate": "heads with a mean > 0.3 on the first token, fraction",
-    "value_norm_first": "value norm, first token",
-    "value_norm_rest": "value norm, other tokens",
-    "residual_norm_first": "residual norm, first token",
-    "residual_norm_rest": "residual norm, other tokens",
-    "perplexity_int8_fine": "int8 fine",
-    "perplexity_int8_fine_per_token": "int8 fine, per-token form",
-    "perplexity_int8_moderate": "int8 moderate",
-    "perplexity_int8_coarse": "int8 coarse",
-    "perplexity_int4_zeropoint": "int4 zeropoint",
-    "perplexity_w4a8": "w4a8",
-    "perplexity_w4a4": "w4a4",
-    "backcopy_risk_nats": "backcopy risk (nats)",
-    "backcopy_excess_risk_nats": "backcopy excess risk (nats)",
-    "bigram_excess_risk_nats": "bigram excess risk (nats)",
-    "sink_attention": "attention of non-triggers to <s>, its own row with it",
-    "sink_attention_rest": "attention of non-triggers to <s>",
-    "null_mass": "attention to no token",
-    "attention_entropy_nats": "entropy of attention (nats)",
-    "sink_logit_gap": "logit gap to <s>",
-    "sink_logit_gap_tokens": "the same, mean over tokens",
-    "sink_logit_gap_q10": "the gap's 10% quantile over tokens",
-    "sink_logit_gap_q90": "its 90% quantile",
-    "sink_logit_spread": "spread of logits on <s>",
-    "other_logit_spread": "spread of logits on other tokens",
-    "value_drain": "value norm, <s> over others",
-    "residual_peak": "residual norm, <s> less others",
-    "residual_peak_ratio": "residual norm, <s> over others",
-    "active_at_triggers": "heads active at triggers, fraction",
-    "active_elsewhere": "heads active at other tokens, fraction",
-    "d_model": "width D",
-    "num_layers": "layers",
-    "learning_rate": "peak learning rate",
-}

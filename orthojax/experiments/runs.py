@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ from orthojax.config import FIRST_DEFAULTS, Config, changed_fields, replace
 from orthojax.errors import UserError
 from orthojax.experiments.experiment import Run
 from orthojax.experiments.measures import ALWAYS, Measure, store, stored
-from orthojax.files import finite, make_folder, parse_json, read_again, try_lock, write_text
+from orthojax.files import finite, make_folder, parse_json, read_again, require_file, try_lock, write_text
+from orthojax.machine import environment
 from orthojax.model import flops_per_token
 from orthojax.published import is_pretrained
 from orthojax.train import (
@@ -33,9 +35,11 @@ from orthojax.train import (
 Row = dict[str, Any]
 # What an experiment adds to the folder of a run.
 TRAINED = "trained.seconds"  # when training is complete: its seconds, summed over calls that were not killed
+_MADE = "trained.json"  # when and where that was, with the versions; runs before 2026-11-26 have none
 _STOPPED = "stopped.seconds"  # of earlier calls that were stopped
 _DIVERGED = "diverged.txt"  # the reason; a deterministic run diverges again
 TRIAL_STEPS = 200  # of a learning rate
+MADE = ("date", "device", "versions")  # of `environment`, what is said of a run
 
 
 class Reporter(Protocol):
@@ -146,8 +150,8 @@ def finish(task: Task, reporter: Reporter) -> Row:
 
     Returns:
       `variant`, `seed`, `overrides` (fields that differ from `FIRST_DEFAULTS`), `metrics` (finite ones), `seconds` (of
-      training), `data` (provenance); where it diverged or did not fit into memory the metrics that were measured before
-      that, and the reason as `failed`.
+      training), `trained` (when, where and by which versions), `data` (provenance); where it diverged or did not fit
+      into memory the metrics that were measured before that, and the reason as `failed`.
 
     Raises:
       UserError: Where the folder holds another run, or one of other data.
@@ -169,6 +173,8 @@ def finish(task: Task, reporter: Reporter) -> Row:
             _measure(task, config, checkpoint, inputs, tally, row["metrics"])
             if (seconds := _seconds(run.folder / TRAINED, tally.say)) is not None:
                 row["seconds"] = seconds
+            if (made := _made(run.folder / _MADE, tally.say)) is not None:
+                row["trained"] = made
         except (DivergedError, jax.errors.JaxRuntimeError) as error:
             tally.say(f"{run.label}: {error}")
             row["failed"] = (str(error) or type(error).__name__).splitlines()[0]
@@ -213,6 +219,21 @@ def parse_seconds(content: bytes) -> float:
     return seconds
 
 
+def _made(path: Path, say: Callable[[str], object]) -> dict[str, Any] | None:
+    """`MADE` of a run; None where the file is missing, or damaged, since nothing can make it again."""
+    if not os.path.lexists(path):
+        return None
+    require_file(path, "note on a training")
+    try:
+        made = parse_json(path.read_bytes(), "its content")
+        if not isinstance(made, dict) or set(made) != set(MADE) or not isinstance(made["versions"], dict):
+            raise ValueError(f"it does not hold {', '.join(MADE)}")
+    except ValueError as error:
+        say(f"warning: note on a training {path} is damaged and left out: {error}")
+        return None
+    return made
+
+
 def _divergence(folder: Path, say: Callable[[str], object]) -> str | None:
     """The reason that an earlier call noted."""
 
@@ -241,6 +262,8 @@ def _timed(folder: Path, say: Callable[[str], object]) -> Iterator[None]:
         with contextlib.suppress(OSError):  # what stopped it matters more
             write(_STOPPED)
         raise
+    made = environment()
+    write_text(folder / _MADE, json.dumps({name: made[name] for name in MADE}) + "\n")
     write(TRAINED)
 
 

@@ -9,11 +9,12 @@ from orthojax.experiments import drawing
 from orthojax.experiments.analyzing.measuring import Asked, Measured
 from orthojax.experiments.analyzing.texts import Text
 from orthojax.experiments.headlines import Headline
+from orthojax.experiments.labels import LABELS
 from orthojax.experiments.measures import MAPS
 from orthojax.experiments.overview import compared_with
 from orthojax.experiments.page import Picture, Report, Table
 from orthojax.experiments.pictures import LayerCurves, draw_attention, draw_hidden
-from orthojax.experiments.results import LABELS, Results
+from orthojax.experiments.results import Results
 from orthojax.formatting import number, percent, signed
 from orthojax.model import LoadedModel
 

@@ -50,9 +50,10 @@ from orthojax.experiments.from_attention.models import (
 )
 from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, OutputNorms
 from orthojax.experiments.from_attention.paper_tables import TABLE_2
+from orthojax.experiments.labels import LABELS
 from orthojax.experiments.pictures import ModelMaps, TrainingCurves, perplexity_and_kurtosis
 from orthojax.experiments.quantization import COARSE, INT4, INT8, TESTABLE_LOSS, about_int8
-from orthojax.experiments.results import LABELS, Numbers, Result, Results, metric, pairs, penalty
+from orthojax.experiments.results import Numbers, Result, Results, metric, pairs, penalty
 from orthojax.experiments.tables import MetricTable, PairedTable
 from orthojax.formatting import percent
 

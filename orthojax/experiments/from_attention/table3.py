@@ -10,6 +10,7 @@ from orthojax.experiments.experiment import Experiment
 from orthojax.experiments.from_attention.models import METHOD_LABELS, SCALES, about, by_model, grid, paper_of_grid
 from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, OutputNorms
 from orthojax.experiments.from_attention.paper_tables import TABLE_3
+from orthojax.experiments.labels import LABELS
 from orthojax.experiments.page import Picture
 from orthojax.experiments.pictures import ModelMaps
 from orthojax.experiments.quantization import (
@@ -26,7 +27,7 @@ from orthojax.experiments.quantization import (
     seen_in_either,
     tables,
 )
-from orthojax.experiments.results import LABELS, Result, Results, penalty
+from orthojax.experiments.results import Result, Results, penalty
 
 _METHODS = ("vanilla", "cured")
 _MAINTAINED = 0.02  # the paper's own GPT2 lose 0.8% to 1.9%

@@ -9,6 +9,7 @@ from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import LENGTHS, METHOD_LABELS, MODELS, RUNS, SCALES, about, stand_in
 from orthojax.experiments.from_attention.paper_configs import METHODS
 from orthojax.experiments.from_attention.paper_tables import TABLE_3, TABLE_6
+from orthojax.experiments.labels import LABELS
 from orthojax.experiments.page import Picture
 from orthojax.experiments.quantization import (
     COARSE,
@@ -19,7 +20,7 @@ from orthojax.experiments.quantization import (
     seen_in_either,
     tables,
 )
-from orthojax.experiments.results import LABELS, Results, penalty
+from orthojax.experiments.results import Results, penalty
 
 _SIZES = ("gpt2_60m", "gpt2_130m")
 _PAIR = ("vanilla", "cured")

@@ -19,11 +19,12 @@ from orthojax.experiments import drawing
 from orthojax.experiments.base_configs import OUTPUT_AXIS, REPEATED_MODEL, cured
 from orthojax.experiments.claims import FRACTION, KURTOSIS, Claim, Revision
 from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.experiments.labels import LABELS
 from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.page import Picture, Table
 from orthojax.experiments.pretrained import smollm2
 from orthojax.experiments.quantization import LOST, TESTABLE_LOSS, int8_error_bound
-from orthojax.experiments.results import LABELS, Quantity, Result, Results, metric, penalty
+from orthojax.experiments.results import Quantity, Result, Results, metric, penalty
 from orthojax.experiments.tables import MetricTable
 from orthojax.formatting import percent
 from orthojax.model import LoadedModel, Transformer, unstack_layers

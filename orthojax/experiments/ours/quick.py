@@ -29,10 +29,11 @@ from orthojax.experiments.claims import (
     worst_kurtosis,
 )
 from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.experiments.labels import LABELS
 from orthojax.experiments.page import Picture
 from orthojax.experiments.pictures import KURTOSIS_BY_LAYER, MAX_ABS_BY_LAYER, LayerCurves, ModelMaps, TrainingCurves
 from orthojax.experiments.pretrained import smollm2
-from orthojax.experiments.results import LABELS, Quantity, Result, Results, penalty
+from orthojax.experiments.results import Quantity, Result, Results, penalty
 from orthojax.experiments.tables import MetricTable
 from orthojax.formatting import percent
 from orthojax.model import parameter_count

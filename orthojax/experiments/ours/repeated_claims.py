@@ -18,8 +18,9 @@ from orthojax.experiments.claims import (
     no_perplexity_lost,
     value_drain,
 )
+from orthojax.experiments.labels import LABELS
 from orthojax.experiments.quantization import COARSE, INT4, MODERATE, loses_less
-from orthojax.experiments.results import LABELS, Numbers, Quantity
+from orthojax.experiments.results import Numbers, Quantity
 
 DRAINED = 0.5  # values of the first token are drained below this fraction of the others' norm
 
