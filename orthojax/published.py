@@ -8,6 +8,9 @@ from pathlib import Path
 from orthojax.errors import UserError, nearest
 from orthojax.files import nearest_path, read_json
 
+_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "spiece.model", "vocab.*",
+          "merges.txt", "encoder.json")  # fmt: skip
+
 
 def locate(name: str | Path) -> Path:
     """The folder or file of a model that others trained.
@@ -43,6 +46,21 @@ def is_pretrained(path: Path) -> bool:
     if path.suffix == ".gguf":
         return True
     return (path / "config.json").is_file() and "model_type" in read_json(path / "config.json", "config of a model")
+
+
+def model_files(source: Path) -> list[tuple[str, int, int]]:
+    """Path, bytes and time of change (ns) of the files of a model, which tell whether it is still the same.
+
+    The folder of one that others trained may hold much else, what is written here too; that of a checkpoint does not.
+    """
+    if source.is_file():
+        found = {source}
+    elif is_pretrained(source):
+        found = {path for pattern in _FILES for path in source.glob(pattern)}
+    else:
+        found = set(source.rglob("*"))
+    stats = ((path, path.stat()) for path in sorted(found) if path.is_file())
+    return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
 def _smollm2() -> Path:

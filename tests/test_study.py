@@ -162,6 +162,16 @@ def test_another_config_is_another_run():
     assert len({run_name(v, seed) for v in (BACKCOPY, changed, tried) for seed in SEEDS}) == 6
 
 
+def test_another_model_in_the_place_of_one_is_measured_again(tmp_path):
+    (tmp_path / "5").mkdir()
+    (tmp_path / "5/params").write_bytes(b"one")
+    given = dataclasses.replace(BACKCOPY, checkpoint=tmp_path / "5")
+    before = run_name(given, 0)
+    assert run_name(given, 0) == before
+    (tmp_path / "5/params").write_bytes(b"another")
+    assert run_name(given, 0) != before
+
+
 @pytest.mark.slow
 def test_a_diverging_variant_is_reported_and_the_others_finish(tmp_path, monkeypatch):
     wild = {"optim.learning_rate": 1e30, "optim.eps": 1e-30, "train.steps": 6, "train.eval_every_steps": 0}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from orthojax.config import FIRST_DEFAULTS, Config, changed_fields, replace
 from orthojax.errors import UserError, nearest
+from orthojax.published import model_files
 
 if TYPE_CHECKING:
     from orthojax.experiments.claims import Claim
@@ -69,15 +70,18 @@ class Run:
 def run_name(variant: Variant, seed: int) -> str:
     """The folder name of a run, a function of its config alone, so that experiments share runs.
 
-    Fields at their first defaults do not enter, so a new field or default renames no existing folder.
+    Fields at their first defaults do not enter, so a new field or default renames no existing folder. Of an existing
+    model its files enter with sizes and times, since another one may come to lie in their place.
 
     >>> run_name(Variant("a", "a", Config()), 0) == run_name(Variant("b", "b", Config()), 0)
     True
     """
     config = variant.with_seed(seed)
     key: object = changed_fields(FIRST_DEFAULTS, config)
-    if variant.learning_rates or variant.checkpoint:
-        key = [key, variant.learning_rates, str(variant.checkpoint and variant.checkpoint.absolute())]
+    if variant.checkpoint:
+        key = [key, str(variant.checkpoint.absolute()), model_files(variant.checkpoint)]
+    elif variant.learning_rates:
+        key = [key, variant.learning_rates, "None"]  # as runs have it that are there
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
     model = config.model
     return f"{model.normalizer}-{config.optim.optimizer}-{model.num_layers}x{model.d_model}-{digest}-seed{seed}"

@@ -12,11 +12,9 @@ from orthojax.experiments.measures import parse_arrays
 from orthojax.files import read_again, write_atomically
 from orthojax.model import LoadedModel
 from orthojax.progress import Progress
-from orthojax.published import is_pretrained
+from orthojax.published import model_files
 
 _DEFINITIONS = 1  # of what is measured: another number, and nothing of before is used
-_PRETRAINED = ("config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "spiece.model", "vocab.*",
-               "merges.txt", "encoder.json")  # fmt: skip
 _PARTS = 32  # into which one pass over the text is cut at most
 
 
@@ -83,19 +81,8 @@ def spans(rows: int, batch: int) -> Iterator[tuple[int, int]]:
 def identity(loaded: LoadedModel) -> list[Any]:
     """What identifies a model: its files with sizes and times, and its config."""
     source = loaded.source.resolve()
-    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in _files(source)]
-    return [str(source), hashlib.sha256(json.dumps([stats, repr(loaded.config.model)]).encode()).hexdigest()]
-
-
-def _files(source: Path) -> list[Path]:
-    """The files of a model; the folder of one that others trained may hold much else, what is written here too."""
-    if source.is_file():
-        return [source]
-    if is_pretrained(source):
-        found = {path for pattern in _PRETRAINED for path in source.glob(pattern)}
-    else:
-        found = set(source.rglob("*"))
-    return sorted(path for path in found if path.is_file())
+    key = json.dumps([model_files(source), repr(loaded.config.model)])
+    return [str(source), hashlib.sha256(key.encode()).hexdigest()]
 
 
 def _file_name(name: str) -> str:
