@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_runs import flip, largest
 from tiny_run import TINY as CONFIG
 from tiny_run import assert_trees_close, bits, inputs, lines, rows
 
@@ -270,6 +271,37 @@ def test_a_run_stopped_anywhere_rolls_back_to_the_same_place(rolled_back, tmp_pa
         train(BACK, inputs((6, 8)), tmp_path, on_step=stop())
     assert bits(train(BACK, inputs((6, 8)), tmp_path)) == rolled_back[0]
     assert lines(tmp_path) == rolled_back[1]
+
+
+@pytest.mark.slow
+def test_a_run_stopped_twice_since_the_scheduled_checkpoint_rolls_back_to_it(tmp_path):
+    config = replace(BACK, {"train.checkpoint_every_steps": 6})
+    whole = bits(train(config, inputs((11,)), tmp_path / "whole"))
+    for step in (6, 8):  # each leaves a checkpoint, and two of the newest stay
+        with pytest.raises(Interrupted):
+            train(config, inputs((11,)), tmp_path / "stopped", on_step=stop_at(step, signal.SIGTERM))
+    kept = {int(path.name) for path in (tmp_path / "stopped/checkpoints").iterdir() if path.name.isdigit()}
+    assert kept == {6, 7, 10}
+    assert bits(train(config, inputs((11,)), tmp_path / "stopped")) == whole
+    (event,) = lines(tmp_path / "stopped", "event")
+    assert event["to_step"] == 6
+
+
+def test_a_roll_back_to_a_damaged_checkpoint_takes_the_newest_intact_one(tmp_path):
+    with pytest.raises(Interrupted):
+        train(BACK, inputs((6,)), tmp_path, on_step=stop_at(4, signal.SIGTERM))
+    flip(largest(tmp_path / "checkpoints/4/params"))
+    assert int(train(BACK, inputs((6,)), tmp_path).step) == BACK.train.steps
+    (event,) = lines(tmp_path, "event")
+    assert (event["to_step"], event["left_out_batches"]) == (5, 2)
+
+
+def test_where_a_run_rolls_back_to_may_not_change_when_it_resumes(tmp_path):
+    with pytest.raises(Killed):
+        train(BACK, inputs(), tmp_path, on_step=stop_at(6))
+    seldom = {"train.checkpoint_every_steps": 100}
+    with pytest.raises(UserError, match=r"checkpoint_every_steps=100 \(was 4\)"):
+        train(replace(BACK, seldom), inputs(), tmp_path)
 
 
 @pytest.mark.slow

@@ -242,7 +242,7 @@ def test_processes_with_other_data_or_another_config_end_together(tmp_path):
 
     for status, _, errors in run_two(text, text | seed | {"data.paths": tmp_path / "other"}):
         assert status == 2
-        assert "not as that of process 0 are config of process 1 and data of process 1" in errors
+        assert "different from process 0: config of process 1 and data of process 1" in errors
     assert not (tmp_path / "run" / "checkpoints").exists()
     ends = run_two(text, text)
     assert [status for status, *_ in ends] == [0, 0], ends

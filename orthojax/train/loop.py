@@ -12,7 +12,7 @@ import numpy as np
 
 from orthojax.config import Config, flatten, to_json
 from orthojax.errors import Interrupted
-from orthojax.train.checkpoint import Checkpoints, read_config, read_json_item, require_same_data
+from orthojax.train.checkpoint import Checkpoints, DamagedError, read_config, read_json_item, require_same_data
 from orthojax.train.distributed import (
     StopRequest,
     ending_with_peers,
@@ -73,6 +73,8 @@ def train(
     if is_primary() and settings.wandb:
         mirrors.append(WandB(workdir, flatten(config)))
     retention = {"keep_every_steps": settings.keep_every_steps, "keep_best": settings.keep_best}
+    if settings.on_bad_step == "roll_back":
+        retention["scheduled_every_steps"] = settings.checkpoint_every_steps
     with (
         _started(config, inputs, workdir),
         Checkpoints(workdir / "checkpoints", keep=settings.keep_checkpoints, **retention) as checkpoints,
@@ -130,7 +132,13 @@ class _Run:
         state = self._blank_state()
         if not self._settings.init_from:
             return state
-        return state._replace(params=place_tree(initial_params(self._config, self._inputs.provenance), state.params))
+        params = place_tree(initial_params(self._config, self._inputs.provenance), state.params)
+        state = state._replace(params=params)
+        if not self._config.optim.sink_anneal_steps:
+            return state
+        # Annealing keeps in its state what the sinks start from.
+        shardings = jax.tree.map(lambda x: x.sharding, state.opt_state)
+        return state._replace(opt_state=jax.jit(self._program.optimizer.init, out_shardings=shardings)(params))
 
     def newest_state(self) -> tuple[TrainState, Position]:
         """The newest intact checkpoint with its position in the data, or the initial state."""
@@ -177,6 +185,7 @@ class _Run:
             except RollBack as bad:
                 del state  # its memory is needed
                 state, position, step = self._go_back(bad, position)
+                probe.forget()
                 owed = False
                 continue
             if stopping is None:
@@ -240,11 +249,17 @@ class _Run:
         checkpoints = self._checkpoints
         checkpoints.wait()
         every, newest = self._settings.checkpoint_every_steps, checkpoints.latest_step()
-        origin = step_before(bad.step, every, checkpoints.directory, newest)
-        step = origin or 0
+        origin, state = step_before(bad.step, every, checkpoints.directory, newest), None
+        if origin is not None:
+            try:
+                state = checkpoints.restore(self._blank_state(), origin)
+            except DamagedError:
+                state = checkpoints.restore_newest(self._blank_state())  # all are of steps before the bad one
+        if state is None:
+            state = self._initial_state()
+        step = int(state.step)
         position = position.after(bad, step)
         checkpoints.forget_after(step)  # what a signal saved since, on the way to the bad step
-        state = self._initial_state() if origin is None else checkpoints.restore(self._blank_state(), origin)
         self._writer.roll_back(step)
         # Logged under the next step, so that a resumed run that will roll back again drops it.
         event = {"step": step + 1, "event": ROLLED_BACK, "why": bad.why, "to_step": step}

@@ -85,6 +85,10 @@ class Probe:
             make_folder(self._folder, "folder of probes")
             self._rows = jnp.asarray(rows[:_DETAILED])
 
+    def forget(self) -> None:
+        """Drops the parameters of the last probe, from which a run that rolled back did not come."""
+        self._last = None
+
     def wants(self, step: int) -> bool:
         """Whether the step is probed; 0 is the start."""
         return step in self._steps or (step > 0 and self._every > 0 and step % self._every == 0)
@@ -106,7 +110,7 @@ class Probe:
         if self._folder is None:
             return probed
         before, self._before = self._before or params, None  # at the start nothing has changed
-        # In a run that was resumed since the last probe its parameters are gone.
+        # In a run that was resumed, or rolled back, since the last probe its parameters are gone.
         since, last = self._last or (max(0, step - 1), before)
         self._last = step, jax.tree.map(jnp.copy, params)
         arrays = jax.device_get(_details(self._loaded.model, params, before, last, self._rows)) | {"since": since}

@@ -190,6 +190,8 @@ def require_same_config(config: Config, before: Config, where: str) -> None:
       UserError: Naming the fields that differ.
     """
     decides = fields_affecting(Config, "numbers", "start")
+    if config.train.on_bad_step == "roll_back":
+        decides += ("train.checkpoint_every_steps",)  # where it rolls back to
     changed = {path: value for path, value in sorted(changed_fields(before, config).items()) if path in decides}
     if not (before.optim.is_rotated or config.optim.is_rotated):
         changed = {path: value for path, value in changed.items() if not path.startswith("optim.rotation.")}  # not read
@@ -198,7 +200,7 @@ def require_same_config(config: Config, before: Config, where: str) -> None:
     had, some = flatten(before), list(changed)[:3]
     differ = ", ".join(f"{path}={changed[path]} (was {had[path]})" for path in some)
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    hint = "logging, evaluation, checkpointing, retention, the mesh and how a step is computed may differ"
+    hint = "logging, when it validates and checkpoints, retention, the mesh and how a step is computed may differ"
     if config.train.steps > before.train.steps:
         hint = f"the learning rate follows train.steps; to train on: --workdir=NEW --config.train.init_from={where}"
     raise UserError(

@@ -49,12 +49,14 @@ class Retention:
       newest: How many of the newest stay; at least 1, and 2 for one to fall back on.
       every_steps: Those at multiples of so many steps stay for good; 0 means none.
       best: How many of those with the lowest validation loss stay.
+      scheduled_every_steps: The newest at a multiple of so many steps stays; 0 means none.
       validations: The newest validation loss when a checkpoint was saved, by its step.
     """
 
     newest: int
     every_steps: int = 0
     best: int = 0
+    scheduled_every_steps: int = 0
     validations: Mapping[int, Validation] = dataclasses.field(default_factory=dict)
 
     def kept(self, steps: Sequence[int]) -> set[int]:
@@ -70,6 +72,8 @@ class Retention:
         kept = set(steps[-self.newest :])
         if self.every_steps:
             kept |= {step for step in steps if step % self.every_steps == 0}
+        if self.scheduled_every_steps:
+            kept |= set([step for step in steps if step % self.scheduled_every_steps == 0][-1:])
         nearest: dict[int, int] = {}
         for step in sorted(step for step in steps if step in self.validations):
             nearest.setdefault(self.validations[step].step, step)
@@ -120,7 +124,15 @@ def write_errors(directory: Path) -> Iterator[None]:
 class Checkpoints:
     """The checkpoints of one run; use it in a `with` block, which waits for the last write."""
 
-    def __init__(self, directory: Path, *, keep: int, keep_every_steps: int = 0, keep_best: int = 0):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        keep_every_steps: int = 0,
+        keep_best: int = 0,
+        scheduled_every_steps: int = 0,
+    ):
         """Opens or creates the folder.
 
         Args:
@@ -128,11 +140,13 @@ class Checkpoints:
           keep: How many of the newest steps stay.
           keep_every_steps: Multiples of so many steps stay too; 0 means none.
           keep_best: How many of those with the lowest validation loss stay too.
+          scheduled_every_steps: The newest of the multiples of so many steps stays too, to roll back to; 0 means none.
         """
         self.directory = directory.absolute()
         self._validations: dict[int, Validation] = {}  # of the checkpoints that are there
         self._newest_validation: Validation | None = None
-        self._manager = open_manager(self.directory, Retention(keep, keep_every_steps, keep_best, self._validations))
+        retention = Retention(keep, keep_every_steps, keep_best, scheduled_every_steps, self._validations)
+        self._manager = open_manager(self.directory, retention)
         for step in self.steps():
             # A damaged one is reported when the step is restored; until then it is not among the best.
             with contextlib.suppress(DamagedError, KeyError, TypeError, ValueError):
