@@ -173,6 +173,19 @@ def test_directions_of_values_and_keys_are_their_definitions(run):
     assert np.all(np.isnan(directions[1]))
 
 
+def test_a_norm_after_attention_has_no_gain_on_what_heads_read(run):
+    params, c = run[2][-1], CONFIG.model
+    token = jnp.asarray(run[1].evaluation[0, 0])
+    ones = jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.ones_like(x) if "attention_norm']['scale" in jax.tree_util.keystr(path) else x, params
+    )
+    assert np.ptp(params["layers_1"]["attention_norm"]["scale"]) > 0.01
+    after = Transformer(dataclasses.replace(c, output_norm=True))
+    found = analysis.weak_directions(after, params), analysis.weak_directions(after, ones)
+    np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-5)
+    assert analysis.key_directions(after, params, token).shape == (2, c.d_model)
+
+
 @pytest.mark.slow
 def test_directions_through_latents_are_the_derivatives_of_keys_and_of_what_heads_write():
     latent = llama2("tiny", vocab_size=11, max_length=16, d_model=8, num_layers=2, num_heads=2, d_mlp=12, norm="none",

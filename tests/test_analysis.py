@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_run import drawn_params
 
-from orthojax import analysis
+from orthojax import analysis, ops
 from orthojax.analysis import inputs
 from orthojax.config import Config
 from orthojax.model import LoadedModel, Transformer, gpt2
@@ -247,6 +247,8 @@ def test_what_heads_do_is_its_definition():
         assert all(low <= share <= high for share, (low, high) in zip(shares[:2], bins, strict=True))
         assert np.isnan(shares[2])
     assert 0.1 < analysis.active_shares(histogram)[0, 0] < 0.9  # a bound that both ends would satisfy shows nothing
+    silent = analysis.activity_histogram(0 * activity, IS_TRIGGER.astype(int), 2)
+    np.testing.assert_array_equal(analysis.active_shares(silent), 0.0)
 
 
 @pytest.mark.parametrize("bos_count", [1, 2])
@@ -305,7 +307,10 @@ def test_what_cannot_be_attention_weights_is_refused(name):
 
 def test_weights_of_every_normalizer_are_taken_and_values_are_unknown_inside_jit():
     relu = np.maximum(TAPS["attention_logits"][0], 0.0) * np.tri(T)  # rows sum to 10 and more, or to nothing
-    for weights in (WEIGHTS, relu, np.eye(T)[None, None], np.ones((1, 1, 1, 1)), np.zeros((1, 1, T, T))):
+    gelu = np.asarray(ops.gelu(jnp.asarray(TAPS["attention_logits"][0]), where=np.tri(T, dtype=bool)))
+    assert gelu.min() < -1e-3
+    assert np.all(np.isfinite(analysis.attention_entropy_by_head(gelu)))
+    for weights in (WEIGHTS, relu, gelu, np.eye(T)[None, None], np.ones((1, 1, 1, 1)), np.zeros((1, 1, T, T))):
         np.testing.assert_array_equal(inputs.attention_weights(weights), np.float32(weights))
     assert compiled("first_attention_mass")(-WEIGHTS) < 0
 

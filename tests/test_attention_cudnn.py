@@ -194,6 +194,15 @@ def test_a_bias_beyond_what_the_dtype_may_add_leaves_all_to_the_sink(dtype):
 
 
 @pytest.mark.usefixtures("kernels")
+def test_a_wider_bias_is_taken_under_strict_promotion():
+    ones = jnp.ones((B, 6, N, H), jnp.bfloat16)
+    bias = jnp.full((1, 1, 1, 6), -3e38)
+    with jax.numpy_dtype_promotion("strict"):
+        got = jax.jit(partial(results, _attend))(ones, ones, ones, ones, bias)
+    assert all((array == 0.0).all() for array in jax.tree.leaves(got))
+
+
+@pytest.mark.usefixtures("kernels")
 def test_numbers_that_are_not_are_not_hidden():
     q, k, v, _ = _arrays()
     got = jax.jit(lambda q: _attend(q, k, v, **LENGTHS))(q.at[0, 3, 1, 0].set(jnp.nan))

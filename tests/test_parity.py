@@ -165,6 +165,7 @@ def test_shards_and_bfloat16_and_older_config_fields(tokens, tmp_path):
     kept = read_folder(tmp_path, dtype="bfloat16")[1]
     assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {jnp.dtype("bfloat16")}
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a, np.float32), b), kept, params)
+    np.testing.assert_array_equal(our_outputs(config, kept, tokens)[0], our_outputs(config, params, tokens)[0])
 
 
 def test_a_softmax1_model_is_nothing_that_transformers_would_load_as_softmax(tokens, tmp_path):

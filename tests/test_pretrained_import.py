@@ -16,7 +16,7 @@ from orthojax import quant
 from orthojax.config import ModelConfig
 from orthojax.data.tokenizers import ByteTokenizer
 from orthojax.errors import UserError
-from orthojax.model import bigram_backcopy, gpt2, llama2, read_folder, stack_layers, write_folder
+from orthojax.model import Transformer, bigram_backcopy, gpt2, llama2, read_folder, stack_layers, write_folder
 from orthojax.model.families import FAMILIES
 from orthojax.model.family_configs import computed_as, read_config
 from orthojax.model.pretrained import own_weights, read_params
@@ -50,6 +50,7 @@ KINDS = {
         "deepseek_v2",
     ),
     "softmax-1": (ModelConfig(**SMALL, normalizer="softmax1"), "orthojax"),
+    "one layer": (llama2("tiny", **{**SMALL, "num_layers": 1}), "llama"),
     "softmax-1, unrolled": (ModelConfig(**UNROLLED, normalizer="softmax1", gated_attention=True), "orthojax"),
     "learned sinks": (llama2("tiny", **SMALL, normalizer="learned_sink", use_bias=True), "orthojax"),
     "layers differ": (bigram_backcopy(**UNROLLED, attention=(False, True), mlp=("linear", "relu")), "orthojax"),
@@ -79,6 +80,7 @@ def test_what_is_written_is_read_bit_for_bit(name, tmp_path):
     read, same = read_folder(tmp_path / "model")
     assert computed_as(read) == computed_as(config)
     assert read == config or model_type != "orthojax"
+    jax.eval_shape(Transformer(read).apply, {"params": same}, np.arange(8)[None])
     params, same = unrolled(params), unrolled(same)  # an import scans wherever it can
     assert jax.tree.structure(params) == jax.tree.structure(same)
     jax.tree.map(np.testing.assert_array_equal, params, same)
@@ -88,6 +90,20 @@ def test_what_is_written_is_read_bit_for_bit(name, tmp_path):
     with pytest.raises(UserError, match=r"folder of the exported model .*file is a file"):
         write_folder(tmp_path / "file", config, params)
     assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_parameters_that_are_kept_in_bfloat16_compute_in_float32(tmp_path):
+    write_folder(tmp_path / "model", LLAMA, params_of(LLAMA))
+    config, kept = read_folder(tmp_path / "model", dtype="bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {np.dtype("bfloat16")}
+    wide = jax.tree.map(lambda x: x.astype("float32"), kept)
+
+    def seen(params):
+        observe = lambda taps: (taps.residual, taps.value_norms, taps.head_norms)  # noqa: E731
+        return Transformer(config).apply({"params": params}, np.arange(8)[None], observe=observe)
+
+    assert {x.dtype for x in jax.tree.leaves(seen(kept))} == {np.dtype("float32")}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), seen(kept), seen(wide))
 
 
 # Damage, each named in three lines at most.

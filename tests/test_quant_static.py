@@ -39,6 +39,12 @@ def test_the_largest_values_of_every_layer_are_kept(params):
         assert float(found.outputs[path]) == pytest.approx(np.abs(y).max(), rel=1e-5)
 
 
+def test_a_model_that_recomputes_its_blocks_is_calibrated(params):
+    plain = quant.calibrate(Transformer(CONFIG), params, TOKENS)
+    found = quant.calibrate(Transformer(dataclasses.replace(CONFIG, remat=True)), params, TOKENS)
+    jax.tree.map(np.testing.assert_array_equal, found, plain)
+
+
 @pytest.mark.parametrize("setting", [quant.INT8_MODERATE, quant.INT8_COARSE])
 @pytest.mark.parametrize("peak", [2.0, 8.0])
 def test_a_layer_is_its_definition_in_float64(setting, peak):

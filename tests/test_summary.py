@@ -49,6 +49,15 @@ def test_equal_logits_have_the_mass_of_chance(normalizer, weights):
     assert drawn["first_attention_mass"].chance == rows["first_attention_mass"].chance
 
 
+def test_in_a_window_late_queries_have_no_chance_of_the_first_key():
+    W = 2
+    near = np.subtract.outer(np.arange(T), np.arange(T)) < W
+    weights = np.asarray(ops.softmax(jnp.zeros((1, N, T, T)), where=np.tri(T, dtype=bool) & near))
+    rows = {row.name: row for row in analysis.summarize(weights=weights).rows}
+    assert rows["first_attention_mass"].value == pytest.approx(rows["first_attention_mass"].chance)
+    assert rows["first_attention_fraction"].chance == pytest.approx(analysis.chance_of_first(T, window=W))
+
+
 def test_random_weights_have_the_fraction_of_chance():
     weights = weights_of(np.random.default_rng(1).normal(size=(200, N, T, T)), ops.softmax)
     (row,) = [row for row in analysis.summarize(weights=weights).rows if row.name == "first_attention_fraction"]

@@ -1,6 +1,6 @@
 """How much attention falls on the first key, or on each of the first keys.
 
-Weights are what multiplies the values in one layer, [B, N, T, S], not negative, zero on masked keys: B batch, N query
+Weights are what multiplies the values in one layer, [B, N, T, S], zero on masked keys: B batch, N query
 heads, T query positions, S key positions. Rows need not sum to 1: softmax-1 and ReLU rows may hold less, down to
 nothing. What cannot be weights is a ValueError, as `inputs.attention_weights` says: outside of jit also logits.
 

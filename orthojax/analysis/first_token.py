@@ -83,7 +83,9 @@ def _blocks(model: "Transformer", params: Any) -> list[Any]:
 def _read_by(model: "Transformer", block: Any, name: str) -> jax.Array:
     """The kernel [D, K * width] of keys or values, with the gains of the norms before it, that of a latent included."""
     c, attention = model.config, block["attention"]
-    gain, kernel = _gain(block, "attention_norm"), attention[name]["kernel"].astype(jnp.float32)
+    kernel = attention[name]["kernel"].astype(jnp.float32)
+    # A norm that comes after attention has no gain on what is read.
+    gain = jnp.ones((1, 1)) if c.output_norm or c.post_norm else _gain(block, "attention_norm")
     if c.d_latent is not None:
         kernel = attention["latent"]["kernel"] @ (_gain(attention, "latent_norm") * kernel)
         if name == "key":

@@ -31,13 +31,13 @@ def null_mass_by_head(weights: ArrayLike) -> jax.Array:
 def attention_entropy_by_head(weights: ArrayLike) -> jax.Array:
     """Entropy of a row of weights in nats, mean over queries and sequences: [N].
 
-    Definition: -sum_j w_j log w_j, with the null mass as one more key; ln(t) for equal weights on t keys. A row whose
-    weights sum to more than 1, as ReLU's may, is divided by its sum first.
+    Definition: -sum_j w_j log w_j, with the null mass as one more key; ln(t) for equal weights on t keys. Negative
+    weights, as GELU's, count as 0, and a row that sums to more than 1, as ReLU's may, is divided by its sum first.
 
     Args:
       weights: Attention weights, [B, N, T, S].
     """
-    weights = at_least_float32(attention_weights(weights))
+    weights = jnp.maximum(at_least_float32(attention_weights(weights)), 0.0)
     weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1.0)
     entropy = jnp.sum(jax.scipy.special.entr(weights), axis=-1)
     rest = jnp.maximum(1.0 - jnp.sum(weights, axis=-1), 0.0)
@@ -88,7 +88,8 @@ def activity_histogram(activity: ArrayLike, domain: ArrayLike, num_domains: int)
 def active_shares(histogram: ArrayLike) -> np.ndarray:
     """The share of queries at which a head is active, by data domain: [..., domains, N]; nan for an empty domain.
 
-    The bins are 12% wide, and so is what is known of the threshold.
+    The bins are 12% wide, and so is what is known of the threshold. The lowest bin, which has the queries at which a
+    head writes nothing, is never active: a head that writes nothing anywhere is active nowhere.
 
     Args:
       histogram: From `activity_histogram`, of all batches, [..., domains, bins, N]; any multiple of it.
@@ -97,6 +98,6 @@ def active_shares(histogram: ArrayLike) -> np.ndarray:
     seen = histogram.sum(axis=-3) > 0  # [..., bins, N]
     largest = histogram.shape[-2] - 1 - np.argmax(seen[..., ::-1, :], axis=-2)  # [..., N]
     threshold = largest + round(np.log10(DORMANT) * _BINS / (_HIGHEST - _LOWEST))
-    active = np.arange(histogram.shape[-2])[:, None] >= threshold[..., None, :]  # [..., bins, N]
+    active = np.arange(histogram.shape[-2])[:, None] >= np.maximum(threshold, 1)[..., None, :]  # [..., bins, N]
     with np.errstate(invalid="ignore"):
         return (histogram * active[..., None, :, :]).sum(axis=-2) / histogram.sum(axis=-2)

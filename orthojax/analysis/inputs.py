@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+_LOWEST_OF_GELU = -0.17005  # min of x Phi(x), with its rounding
+
 
 def hidden_states(hidden: ArrayLike, *, at_least: int = 1) -> jax.Array:
     """Hidden states of one layer, [B, T, D], with T >= `at_least`.
@@ -40,17 +42,18 @@ def value_norms(norms: ArrayLike, *, at_least: int = 1) -> jax.Array:
 def attention_weights(weights: ArrayLike) -> jax.Array:
     """Attention weights of one layer, [B, N, T, S].
 
-    Rows may sum to anything, as normalizers differ.
+    Rows may sum to anything, as normalizers differ, and GELU's weights go down to -0.17.
 
     Raises:
-      ValueError: For another rank; negative or not-finite numbers; and keys before queries: weights that are zero below
-        the diagonal and not above it, or whose columns sum to 1 and whose rows do not.
+      ValueError: For another rank; numbers below -0.17 or not finite; and keys before queries: weights that are zero
+        below the diagonal and not above it, or whose columns sum to 1 and whose rows do not.
     """
     weights = jnp.asarray(weights)
     if weights.ndim != 4:
         raise ValueError(f"attention weights have shape {weights.shape}; allowed: [B, N, T, S] of one layer")
     if _holds(_some_impossible, weights):
-        raise ValueError("attention weights are negative or not finite; allowed: what a normalizer gives, not logits")
+        problem = "attention weights are negative or not finite"
+        raise ValueError(f"{problem}; allowed: what a normalizer gives (gelu: from -0.17 on), not logits")
     if _holds(_keys_before_queries, weights):
         raise ValueError(f"queries and keys of attention weights {weights.shape} are swapped; allowed: [B, N, T, S]")
     return weights
@@ -100,7 +103,7 @@ def _some_negative(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def _some_impossible(weights: jax.Array) -> jax.Array:
-    return ~jnp.all((weights >= 0) & (weights < jnp.inf))
+    return ~jnp.all((weights >= _LOWEST_OF_GELU) & (weights < jnp.inf))
 
 
 @jax.jit

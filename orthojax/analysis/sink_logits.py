@@ -107,6 +107,7 @@ def logit_summary(means: Mapping[str, Any]) -> dict[str, np.ndarray]:
       line and the band of the paper's Figure 4; `sink_logit_spread`, the standard deviation of the
       logit on BOS over queries; `other_logit_spread`, the mean over all other tokens of the same for logits on keys
       with that token. The logits on BOS are concentrated where the former is the smaller. nan where nothing was seen.
+      Sums are float32: a spread below a thousandth of the logits' size is not resolved.
     """
     of_token, of_token_squared = (np.asarray(means[f"logit_of_token{end}"], float) for end in ("", "_squared"))
     mean, squared = (np.asarray(means[f"sink_logit{end}"], float) for end in ("", "_squared"))

@@ -150,14 +150,19 @@ def _row(name: str, values: np.ndarray, chance: dict[str, float], meanings: dict
 
 
 def _chance(layers: Sequence[ArrayLike]) -> dict[str, float]:
-    """Of causal weights those of `chance_of_first`; the mass only where rows have sums of softmax or softmax-1."""
+    """Of causal weights those of `chance_of_first`, in a window where late queries see nothing of the first key.
+
+    The mass only where rows sum to 1 (softmax) or less, which is taken for softmax-1.
+    """
     weights = np.asarray(layers[0], np.float32)
     T, S = weights.shape[-2:]
     sums = weights.sum(-1)
     softmax = bool(np.allclose(sums, 1.0, atol=1e-2))
     if T == S and not np.triu(weights, 1).any():
-        chance = {"first_attention_fraction": attention.chance_of_first(T)}
-        mass = attention.chance_of_first(T, softmax1=not softmax)
+        seen = np.flatnonzero(weights[..., 0].any(axis=(0, 1)))
+        window = int(seen[-1]) + 1 if len(seen) else T
+        chance = {"first_attention_fraction": attention.chance_of_first(T, window=window)}
+        mass = attention.chance_of_first(T, softmax1=not softmax, window=window)
     else:
         chance, mass = {"first_attention_fraction": 1 / S}, 1 / (S + (not softmax))
     return chance | ({"first_attention_mass": mass} if softmax or (sums <= 1.01).all() else {})

@@ -46,8 +46,9 @@ def _check_flags(data_kind: str, quantized: bool) -> None:
         raise UserError(
             f"{flag} needs the kernels of a float checkpoint", allowed="a separate command, on the float checkpoint"
         )
-    if data_kind == "bigram_backcopy" and (FLAGS.quantize_head or FLAGS.post_attention):
-        raise UserError("--quantize_head and --post_attention are for language models", allowed="neither of them")
+    if data_kind == "bigram_backcopy" and (FLAGS.settings or FLAGS.quantize_head or FLAGS.post_attention):
+        flags = "--settings, --quantize_head and --post_attention"
+        raise UserError(f"{flags} are for language models", allowed="none of them")
 
 
 def _fitting(loaded: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

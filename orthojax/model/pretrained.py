@@ -177,7 +177,7 @@ def read_params(
                 if part.shape != wanted:
                     allowed = f"one that gives {path} {list(wanted)}"
                     raise UserError(f"tensor {name} gives {path} the shape {list(part.shape)}", allowed=allowed)
-                if sizes == shapes[path]:
+                if part.shape == shapes[path]:
                     found[path] = jnp.asarray(part, dtype)
                     continue
                 if path not in found:

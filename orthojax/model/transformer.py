@@ -212,6 +212,7 @@ class Transformer(nn.Module):
         init = nn.initializers.normal(c.embedding_init_std)
         embed = nn.Embed(c.vocab_size, c.d_model, embedding_init=init, name="token_embedding")
         x = embed(tokens)
+        x = x.astype(jnp.promote_types(x.dtype, dtype))  # parameters may be narrower than what blocks return
         if c.fixed_rotation:
             x = to_residual(x, _TOKEN_TABLE)
         if c.position == "learned":
@@ -219,7 +220,7 @@ class Transformer(nn.Module):
                 raise ValueError(f"{tokens.shape[1]} tokens are more than the model's max_length={c.max_length}")
             positions = nn.Embed(c.max_length, c.d_model, embedding_init=init, name="position_embedding")
             added = positions(jnp.arange(tokens.shape[1]) if slots is None else slots.query_positions)[None]
-            x += to_residual(added, _POSITION_TABLE) if c.fixed_rotation else added
+            x += (to_residual(added, _POSITION_TABLE) if c.fixed_rotation else added).astype(x.dtype)
         x, observed = self._blocks(x, interventions, observe, cache, slots)
         if cache is not None and slots is not None:
             observed = with_tokens(cache, slots, *observed)

@@ -3,6 +3,7 @@
 Static scales save the search for the largest value of every batch; what is larger than all of the calibration is cut.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,7 +58,9 @@ def calibrate(model: "Transformer", params: Any, tokens: ArrayLike) -> Calibrati
             inputs[path], outputs[path] = (jnp.max(jnp.abs(at_least_float32(values))) for values in (x, y))
             return y
 
-        Transformer(model.config, linear=linear, linear_head=True).apply({"params": params}, tokens)
+        # Without rematerialisation: what is kept here would not leave its trace.
+        config = dataclasses.replace(model.config, remat=False)
+        Transformer(config, linear=linear, linear_head=True).apply({"params": params}, tokens)
         return inputs, outputs
 
     return Calibration(*jax.jit(run)(params, jnp.asarray(tokens)))

@@ -129,10 +129,10 @@ def _bias(inputs: AttentionInputs) -> jax.Array | None:
         return None
     dtype = inputs.query.dtype
     # Far below any logit, and far enough from the dtype's lowest number that a logit may be added to it.
-    hidden = jnp.asarray(-(2.0**15) if dtype == jnp.float16 else -(2.0**41), dtype)
-    bias = jnp.zeros((1, 1, 1, 1), dtype)
+    lowest = -(2.0**15) if dtype == jnp.float16 else -(2.0**41)
+    hidden, bias = jnp.asarray(lowest, dtype), jnp.zeros((1, 1, 1, 1), dtype)
     if inputs.bias is not None:
-        bias = jnp.clip(inputs.bias, hidden, -hidden).astype(dtype)
+        bias = jnp.clip(inputs.bias.astype(jnp.float32), lowest, -lowest).astype(dtype)
     if inputs.mask is not None:
         bias = jnp.where(inputs.mask, bias, hidden)
     return jnp.broadcast_to(bias, (*bias.shape[:2], inputs.query.shape[1], inputs.key.shape[1]))
