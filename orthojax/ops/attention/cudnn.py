@@ -171,7 +171,7 @@ def _forward(settings: Settings, operands: Operands, sink: jax.Array | None) -> 
         gate = jnp.where(sees, gate, 0.0)
         lse = jnp.where(sees, lse, jnp.maximum(a, 0.0))  # finite, even for a learned sink of -inf
     gate = jnp.swapaxes(gate, 1, 2)[..., None]
-    return jnp.where(gate == 0.0, 0.0, output * gate).astype(output.dtype), lse
+    return jnp.where(gate == 0.0, 0.0, output.astype(gate.dtype) * gate).astype(output.dtype), lse
 
 
 def _before_end(rows: jax.Array, lengths: jax.Array) -> jax.Array:
