@@ -225,6 +225,9 @@ def test_wandb_has_every_line_of_a_run_once_and_a_resumed_run_continues_it(tmp_p
     steps = [step for step, _ in logged]
     assert steps == sorted(steps)
     assert {step for step, _ in logged} == {line["step"] for line in lines}
+    shutil.rmtree(tmp_path / "run")
+    train(config, INPUTS, tmp_path / "run")
+    assert len(library.runs) == 2  # another run in a folder of the same path
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])

@@ -1,10 +1,10 @@
 """metrics.jsonl, one JSON object a line, and its mirrors in TensorBoard and Weights & Biases."""
 
-import hashlib
 import importlib
 import json
 import math
 import os
+import secrets
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -82,14 +82,21 @@ class WandB:
     def restart(self, lines: list[dict[str, Any]]) -> None:
         """Opens the run, or keeps it open, and logs the lines that it does not have."""
         if self._run is None:
-            digest = hashlib.sha256(str(self._workdir).encode()).hexdigest()[:8]
             self._run = self._library.init(
                 project=os.environ.get("WANDB_PROJECT", "orthojax"), name=self._workdir.name, config=self._config,
-                id=f"{digest}-{self._config['train.seed']}", resume="allow", dir=str(self._workdir),
+                id=self._id(), resume="allow", dir=str(self._workdir),
                 allow_val_change=True,  # the mesh and the cadence may differ when a run resumes
             )  # fmt: skip
         for line in lines:
             self.write(line)
+
+    def _id(self) -> str:
+        """Of the run, drawn once for a workdir: a new run in a folder of the same path is another one."""
+        path = self._workdir / "wandb_id"
+        if not os.path.lexists(path):
+            write_text(path, secrets.token_hex(4) + "\n")
+        require_file(path, "id of the wandb run")
+        return path.read_text(encoding="ascii").strip()
 
     def write(self, line: dict[str, Any]) -> None:
         """Logs every number of a line at the line's step, unless the run is beyond it."""
