@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from orthojax.config import Config, flatten, to_json
@@ -26,7 +27,7 @@ from orthojax.train.loading import initial_params
 from orthojax.train.mesh import place_rows, place_tree, place_whole
 from orthojax.train.metrics import ROLLED_BACK, MetricWriter, TensorBoard, WandB, validation_losses
 from orthojax.train.probe import Probe, probe_metrics
-from orthojax.train.step import Program, TrainState, build
+from orthojax.train.step import Program, TrainState, build, shapes_of
 from orthojax.train.step_logger import Position, RollBack, StepLogger, step_before
 from orthojax.train.workdir import Inputs, check_workdir, claimed, keep_tokenizer, prefetched, require_same_config
 
@@ -125,11 +126,16 @@ class _Run:
         self._workdir = workdir
         self._settings = config.train
 
-    def _blank_state(self) -> TrainState:
-        return self._program.init(jax.random.key(self._settings.seed))
+    def _wanted(self) -> TrainState:
+        """What a checkpoint is read into: shapes, dtypes and places, since a second state may not fit into memory."""
+        shapes = shapes_of(self._program)
+        if self._program.shardings is not None:
+            return shapes
+        here = jnp.zeros(()).sharding
+        return jax.tree.map(lambda x: x.update(sharding=here), shapes)
 
     def _initial_state(self) -> TrainState:
-        state = self._blank_state()
+        state = self._program.init(jax.random.key(self._settings.seed))
         if not self._settings.init_from:
             return state
         params = place_tree(initial_params(self._config, self._inputs.provenance), state.params)
@@ -147,7 +153,7 @@ class _Run:
             require_same_config(self._config, read_config(folder), str(folder))
             require_same_data(folder, self._inputs.provenance)
 
-        saved = self._checkpoints.restore_newest(self._blank_state(), accept)
+        saved = self._checkpoints.restore_newest(self._wanted(), accept)
         if saved is None:
             return self._initial_state(), Position()
         data = read_json_item(self._checkpoints.directory / str(int(saved.step)), "data")
@@ -252,9 +258,9 @@ class _Run:
         origin, state = step_before(bad.step, every, checkpoints.directory, newest), None
         if origin is not None:
             try:
-                state = checkpoints.restore(self._blank_state(), origin)
+                state = checkpoints.restore(self._wanted(), origin)
             except DamagedError:
-                state = checkpoints.restore_newest(self._blank_state())  # all are of steps before the bad one
+                state = checkpoints.restore_newest(self._wanted())  # all are of steps before the bad one
         if state is None:
             state = self._initial_state()
         step = int(state.step)

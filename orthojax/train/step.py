@@ -288,7 +288,11 @@ def state_shapes(config: Config) -> TrainState:
     Raises:
       UserError: As `build`.
     """
-    program = build(config)
+    return shapes_of(build(config))
+
+
+def shapes_of(program: Program) -> TrainState:
+    """`state_shapes` of a run that is built."""
     shapes = jax.eval_shape(program.init, jax.random.key(0))
     if program.shardings is None:
         return shapes

@@ -234,7 +234,7 @@ class Checkpoints:
         """Reads parameters and optimizer state, whatever mesh, device count and process count saved them.
 
         Args:
-          like: A state of the right structure; its arrays give shapes, dtypes and shardings.
+          like: A state of the right structure, of arrays or jax.ShapeDtypeStruct with shardings.
           step: Which step.
 
         Raises:
