@@ -369,7 +369,7 @@ def test_checkpoints_are_kept_by_number_by_interval_and_by_validation_loss():
     rng = random.Random(0)
     for _ in range(300):
         there, validations, newest = [], {}, None
-        keep = Retention(rng.randint(1, 3), rng.choice([0, 4, 6]), rng.randint(0, 3), validations)
+        keep = Retention(rng.randint(1, 3), rng.choice([0, 4, 6]), rng.randint(0, 3), validations, rng.choice([0, 10]))
         for step in range(2, 40, 2):
             if rng.random() < 0.4:
                 newest = Validation(step, rng.choice([1.0, 2.0, 3.0, 4.0]))
@@ -384,6 +384,7 @@ def test_checkpoints_are_kept_by_number_by_interval_and_by_validation_loss():
                 for i, s in enumerate(there)
                 if i >= len(there) - keep.newest
                 or (keep.every_steps and s % keep.every_steps == 0)
+                or (keep.scheduled_every_steps and s == max((s for s in there if s % 10 == 0), default=None))
                 or (s in order and sum(other < order[s] for other in order.values()) < keep.best)
             }
             assert keep.kept(there) == wanted, (keep, there, validations)

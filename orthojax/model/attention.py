@@ -112,8 +112,8 @@ class Attention(Part):
         """[B, S, N, d_value] -> ||W_o^h x||_2 of each head's vectors, [B, N, S] float32."""
         # ||W^T x||^2 = x^T (W W^T) x with the small Gram matrix of each head: no [B, N, S, D] array.
         c = self.config
-        kernel = at_least_float32(self.variables["params"]["output"]["kernel"])
-        kernel = kernel.reshape(c.num_heads, c.value_dim, c.d_model)
+        kernel = self.variables["params"]["output"]["kernel"].reshape(c.num_heads, c.value_dim, c.d_model)
+        kernel = at_least_float32(kernel)
         gram = jnp.einsum("NHD,NGD->NHG", kernel, kernel)
         vectors = vectors.astype(gram.dtype)
         return jnp.sqrt(jnp.maximum(jnp.einsum("BSNH,NHG,BSNG->BNS", vectors, gram, vectors), 0.0))

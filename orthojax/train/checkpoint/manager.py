@@ -49,15 +49,15 @@ class Retention:
       newest: How many of the newest stay; at least 1, and 2 for one to fall back on.
       every_steps: Those at multiples of so many steps stay for good; 0 means none.
       best: How many of those with the lowest validation loss stay.
-      scheduled_every_steps: The newest at a multiple of so many steps stays; 0 means none.
       validations: The newest validation loss when a checkpoint was saved, by its step.
+      scheduled_every_steps: The newest at a multiple of so many steps stays; 0 means none.
     """
 
     newest: int
     every_steps: int = 0
     best: int = 0
-    scheduled_every_steps: int = 0
     validations: Mapping[int, Validation] = dataclasses.field(default_factory=dict)
+    scheduled_every_steps: int = 0
 
     def kept(self, steps: Sequence[int]) -> set[int]:
         """Which of the steps that are there, in order, stay.
@@ -145,7 +145,7 @@ class Checkpoints:
         self.directory = directory.absolute()
         self._validations: dict[int, Validation] = {}  # of the checkpoints that are there
         self._newest_validation: Validation | None = None
-        retention = Retention(keep, keep_every_steps, keep_best, scheduled_every_steps, self._validations)
+        retention = Retention(keep, keep_every_steps, keep_best, self._validations, scheduled_every_steps)
         self._manager = open_manager(self.directory, retention)
         for step in self.steps():
             # A damaged one is reported when the step is restored; until then it is not among the best.
