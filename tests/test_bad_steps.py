@@ -287,13 +287,14 @@ def test_a_run_stopped_twice_since_the_scheduled_checkpoint_rolls_back_to_it(tmp
     assert event["to_step"] == 6
 
 
-def test_a_roll_back_to_a_damaged_checkpoint_takes_the_newest_intact_one(tmp_path):
+def test_a_roll_back_to_a_damaged_checkpoint_takes_the_newest_intact_one(tmp_path, capsys):
     with pytest.raises(Interrupted):
         train(BACK, inputs((6,)), tmp_path, on_step=stop_at(4, signal.SIGTERM))
     flip(largest(tmp_path / "checkpoints/4/params"))
     assert int(train(BACK, inputs((6,)), tmp_path).step) == BACK.train.steps
     (event,) = lines(tmp_path, "event")
     assert (event["to_step"], event["left_out_batches"]) == (5, 2)
+    assert re.search(r"warning: .*checkpoints/4.*rolling back to the newest intact", capsys.readouterr().err, re.DOTALL)
 
 
 def test_where_a_run_rolls_back_to_may_not_change_when_it_resumes(tmp_path):

@@ -56,6 +56,10 @@ def test_in_a_window_late_queries_have_no_chance_of_the_first_key():
     rows = {row.name: row for row in analysis.summarize(weights=weights).rows}
     assert rows["first_attention_mass"].value == pytest.approx(rows["first_attention_mass"].chance)
     assert rows["first_attention_fraction"].chance == pytest.approx(analysis.chance_of_first(T, window=W))
+    suppressed = SOFTMAX.copy()
+    suppressed[..., 1:, 0] = 0.0
+    rows = {row.name: row for row in analysis.summarize(weights=suppressed).rows}
+    assert rows["first_attention_fraction"].chance == pytest.approx(analysis.chance_of_first(T))
 
 
 def test_random_weights_have_the_fraction_of_chance():

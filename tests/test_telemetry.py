@@ -228,6 +228,10 @@ def test_wandb_has_every_line_of_a_run_once_and_a_resumed_run_continues_it(tmp_p
     shutil.rmtree(tmp_path / "run")
     train(config, INPUTS, tmp_path / "run")
     assert len(library.runs) == 2  # another run in a folder of the same path
+    shutil.rmtree(tmp_path / "run/checkpoints/8")
+    (tmp_path / "run/wandb_id").unlink()  # as runs had it before
+    train(config, INPUTS, tmp_path / "run")
+    assert list(library.runs)[-1].endswith(f"-{config.train.seed}")
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])

@@ -161,6 +161,8 @@ def _chance(layers: Sequence[ArrayLike]) -> dict[str, float]:
     if T == S and not np.triu(weights, 1).any():
         seen = np.flatnonzero(weights[..., 0].any(axis=(0, 1)))
         window = int(seen[-1]) + 1 if len(seen) else T
+        if np.tril(weights, -window).any():  # late queries see earlier keys than a window would show
+            window = T
         chance = {"first_attention_fraction": attention.chance_of_first(T, window=window)}
         mass = attention.chance_of_first(T, softmax1=not softmax, window=window)
     else:

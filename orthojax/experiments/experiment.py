@@ -79,7 +79,8 @@ def run_name(variant: Variant, seed: int) -> str:
     config = variant.with_seed(seed)
     key: object = changed_fields(FIRST_DEFAULTS, config)
     if variant.checkpoint:
-        key = [key, str(variant.checkpoint.absolute()), model_files(variant.checkpoint)]
+        source = variant.checkpoint.absolute()
+        key = [key, str(source), model_files(source)]
     elif variant.learning_rates:
         key = [key, variant.learning_rates, "None"]  # as runs have it that are there
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]

@@ -3,6 +3,7 @@
 import base64
 import collections
 import io
+import json
 import os
 import re
 import shlex
@@ -161,13 +162,19 @@ def _notes(results: Results) -> list[str]:
 
 
 def _trained(results: Results) -> list[str]:
-    """When and where the runs were trained, unless by the very call that the first note names."""
+    """When and where the runs were trained, unless on the kind of device and by the versions of the first note."""
+
+    def key(of: Mapping[str, Any]) -> tuple[str, str]:
+        return of["device"].partition(" x ")[0], json.dumps(of["versions"], sort_keys=True)
+
     provenance = results.raw["provenance"]
-    called = {_made(of) for of in (provenance, *provenance.get("joined", ()))}
-    counts = collections.Counter(_made(row["trained"]) for row in results.raw["rows"] if "trained" in row)
-    if counts.keys() <= called:
+    called = {key(of) for of in (provenance, *provenance.get("joined", ()))}
+    rows = [row["trained"] for row in results.raw["rows"] if "trained" in row]
+    if {key(of) for of in rows} <= called:
         return []
-    return [f"{count} of the runs trained {made}" for made, count in counts.items()]
+    return [
+        f"{count} of the runs were trained on {made}" for made, count in collections.Counter(map(_made, rows)).items()
+    ]
 
 
 def _made(provenance: Mapping[str, Any]) -> str:

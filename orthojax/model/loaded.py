@@ -28,9 +28,7 @@ class Taps(NamedTuple):
     keys: jax.Array  # [B, S, K, H], rotated where positions are
     values: jax.Array  # [B, S, K, d_value]
     value_norms: jax.Array  # [B, N, S] float32: ||W_o^h v_j||_2, the value as head h writes it to the residual stream
-    head_norms: (
-        jax.Array
-    )  # [B, N, T] float32: ||W_o^h sum_j A_ij v_j||_2, what head h writes to it, before an `attention_scale`
+    head_norms: jax.Array  # [B, N, T] float32: ||W_o^h sum_j A_ij v_j||_2, what head h writes, before `attention_scale`
     residual_before: jax.Array  # [B, T, D] residual stream that the block gets
     attention_output: jax.Array  # [B, T, D]
     mlp_output: jax.Array  # [B, T, D]

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -259,8 +260,10 @@ class _Run:
         if origin is not None:
             try:
                 state = checkpoints.restore(self._wanted(), origin)
-            except DamagedError:
-                state = checkpoints.restore_newest(self._wanted())  # all are of steps before the bad one
+            except DamagedError as error:
+                print(f"warning: {error}; rolling back to the newest intact checkpoint", file=sys.stderr)
+                checkpoints.forget_after(bad.step - 1)
+                state = checkpoints.restore_newest(self._wanted())
         if state is None:
             state = self._initial_state()
         step = int(state.step)

@@ -1,5 +1,6 @@
 """metrics.jsonl, one JSON object a line, and its mirrors in TensorBoard and Weights & Biases."""
 
+import hashlib
 import importlib
 import json
 import math
@@ -84,17 +85,21 @@ class WandB:
         if self._run is None:
             self._run = self._library.init(
                 project=os.environ.get("WANDB_PROJECT", "orthojax"), name=self._workdir.name, config=self._config,
-                id=self._id(), resume="allow", dir=str(self._workdir),
+                id=self._id(resumes=bool(lines)), resume="allow", dir=str(self._workdir),
                 allow_val_change=True,  # the mesh and the cadence may differ when a run resumes
             )  # fmt: skip
         for line in lines:
             self.write(line)
 
-    def _id(self) -> str:
-        """Of the run, drawn once for a workdir: a new run in a folder of the same path is another one."""
+    def _id(self, *, resumes: bool) -> str:
+        """Of the run, drawn once for a workdir: a new run in a folder of the same path is another one.
+
+        A run that began before there was this file resumes under the id that it had, a hash of the path.
+        """
         path = self._workdir / "wandb_id"
         if not os.path.lexists(path):
-            write_text(path, secrets.token_hex(4) + "\n")
+            by_path = f"{hashlib.sha256(str(self._workdir).encode()).hexdigest()[:8]}-{self._config['train.seed']}"
+            write_text(path, (by_path if resumes else secrets.token_hex(4)) + "\n")
         require_file(path, "id of the wandb run")
         return path.read_text(encoding="ascii").strip()
 

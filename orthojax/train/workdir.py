@@ -201,6 +201,8 @@ def require_same_config(config: Config, before: Config, where: str) -> None:
     differ = ", ".join(f"{path}={changed[path]} (was {had[path]})" for path in some)
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     hint = "logging, when it validates and checkpoints, retention, the mesh and how a step is computed may differ"
+    if "train.checkpoint_every_steps" in changed:
+        hint = "a run that rolls back does so to the checkpoints of its schedule, which stays as it is"
     if config.train.steps > before.train.steps:
         hint = f"the learning rate follows train.steps; to train on: --workdir=NEW --config.train.init_from={where}"
     raise UserError(

@@ -104,7 +104,7 @@ _NORMS = (
           lambda stock, without: kurtosis_left("kurtosis_pooled", stock, without) >= 0.75,
           f"at least three quarters of the pooled kurtosis above {GAUSSIAN:g} stay; testable where it is above "
           f"{OUTLIERS:g} with biases", lambda stock, without: _has_outliers(stock),
-          revised=Revision("the claim was added to runs that were there, with the criterion of the next one")),
+          revised=Revision("the claim was added to the runs of scale tiny, with the criterion of the next one")),
     Claim("RMSNorm with a scale for every channel does not reduce outliers (5.3). LayerNorm → it:",
           {"": (_LAYERNORM, _RMSNORM_M)}, (_POOLED,),
           lambda layernorm, rmsnorm: kurtosis_left("kurtosis_pooled", layernorm, rmsnorm) >= 0.75,
@@ -128,8 +128,8 @@ _OPTIMIZERS = (
           _SGD)}, (_POOLED, PPL, "steps"), _fewer_outliers,
           f"{_ADAPTIVE}; {_ADAM_OUTLIERS} and the other's perplexity at most {_LEARNT:.0%} above Adam's",
           lambda adam, other: _has_outliers(adam) and other.perplexity <= (1 + _LEARNT) * adam.perplexity,
-          revised=Revision("a model that has learned less says nothing about its optimizer; this leaves out RMSProp, "
-                           "which contradicts the claim, and SGD without momentum",
+          revised=Revision("a model that has learned less says nothing about its optimizer; at scale tiny this leaves "
+                           "out RMSProp, which contradicts the claim, and SGD without momentum",
                            {"of": {"": (_ADAM, _RMSPROP, _MOMENTUM, _SGD)}, "holds": _adaptive_alone,
                             "testable": lambda adam, *_: _has_outliers(adam),
                             "criterion": f"{_ADAPTIVE}; {_ADAM_OUTLIERS}"})),
@@ -139,7 +139,7 @@ _OPTIMIZERS = (
           lambda *of: min(_above_others(*of)) > 0.05, "more than 5% above both others, in every seed",
           detail=lambda *of:
           f"without above Adam and above with, by seed: {', '.join(map(percent, _above_others(*of)))}",
-          revised=Revision("one seed of three learned as well as Adam, which the mean hid",
+          revised=Revision("at scale tiny one seed of three learned as well as Adam, which the mean hid",
                            {"holds": lambda adam, momentum, sgd: sgd.perplexity > 1.05 * max(adam.perplexity,
                             momentum.perplexity), "criterion": "the mean more than 5% above both others"})),
 )  # fmt: skip
