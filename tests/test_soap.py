@@ -150,6 +150,8 @@ def test_axes_of_any_length_have_a_basis_up_to_a_limit():
         "a_0": {"kernel": {"basis_0": (10, 10)}}, "a": {"0": {"kernel": {"basis_0": (4, 4)}}},
     }  # fmt: skip
     assert scale_by_soap().init(shapes).basis["a_0"]["kernel"]["basis_0"].shape == (300, 300)
+    odd = scale_by_soap().init({"odd": jnp.ones((300, 10))})  # a guess as well, but nothing is stacked
+    assert odd.basis["odd"]["basis_0"].shape == (300, 300)
 
 
 def test_the_first_update_is_zero_and_changes_no_moment_whatever_the_gradient():

@@ -657,10 +657,10 @@ def test_a_report_says_when_runs_were_trained_where_another_call_did(study, tmp_
     said: list[str] = []
     for content in ("{", "{}", '{"date": "x", "device": "y", "versions": 1}'):
         path.write_text(content)
-        assert runs._made(path, said.append) is None
+        assert runs._trained_on(path, said.append) is None
     assert len(said) == 3
     assert all("is damaged and left out" in line for line in said)
-    assert runs._made(tmp_path / "missing.json", said.append) is None
+    assert runs._trained_on(tmp_path / "missing.json", said.append) is None
 
 
 READERS = {  # file of a run -> what reads it, None for what is made again

@@ -173,7 +173,8 @@ class TrainConfig:
       tensorboard: Also write metrics.jsonl as TensorBoard events, under tensorboard/.
       wandb: Also log metrics.jsonl to Weights & Biases, one run for each workdir; WANDB_MODE=offline keeps it on disk.
       on_bad_step: What to do where a loss or gradient norm is not finite, or a loss spikes: `stop` with an error;
-        `skip` the batch; `roll_back` to the last checkpoint of the schedule and leave out the batches since.
+        `skip` the batch; `roll_back` to the last checkpoint of the schedule and leave out the batches since;
+        `checkpoint_every_steps` may not change on resume then.
       spike_nats: How far above its running mean a loss counts as a spike; None: no loss does.
       eval_every_steps: Steps between validation losses; 0 leaves them out.
       checkpoint_every_steps: Steps between checkpoints; one is also written at the end and on SIGTERM or Ctrl-C.

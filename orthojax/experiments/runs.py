@@ -35,11 +35,11 @@ from orthojax.train import (
 Row = dict[str, Any]
 # What an experiment adds to the folder of a run.
 TRAINED = "trained.seconds"  # when training is complete: its seconds, summed over calls that were not killed
-_MADE = "trained.json"  # when and where that was, with the versions; runs before 2026-11-26 have none
+_TRAINED_ON = "trained.json"  # when and where that was, with the versions; runs before 2026-11-26 have none
 _STOPPED = "stopped.seconds"  # of earlier calls that were stopped
 _DIVERGED = "diverged.txt"  # the reason; a deterministic run diverges again
 TRIAL_STEPS = 200  # of a learning rate
-MADE = ("date", "device", "versions")  # of `environment`, what is said of a run
+_ORIGIN = ("date", "device", "versions")  # of `environment`, what is said of a run
 
 
 class Reporter(Protocol):
@@ -173,7 +173,7 @@ def finish(task: Task, reporter: Reporter) -> Row:
             _measure(task, config, checkpoint, inputs, tally, row["metrics"])
             if (seconds := _seconds(run.folder / TRAINED, tally.say)) is not None:
                 row["seconds"] = seconds
-            if (made := _made(run.folder / _MADE, tally.say)) is not None:
+            if (made := _trained_on(run.folder / _TRAINED_ON, tally.say)) is not None:
                 row["trained"] = made
         except (DivergedError, jax.errors.JaxRuntimeError) as error:
             tally.say(f"{run.label}: {error}")
@@ -219,15 +219,15 @@ def parse_seconds(content: bytes) -> float:
     return seconds
 
 
-def _made(path: Path, say: Callable[[str], object]) -> dict[str, Any] | None:
-    """`MADE` of a run; None where the file is missing, or damaged, since nothing can make it again."""
+def _trained_on(path: Path, say: Callable[[str], object]) -> dict[str, Any] | None:
+    """`_ORIGIN` of a run; None where the file is missing, or damaged, since nothing can make it again."""
     if not os.path.lexists(path):
         return None
     require_file(path, "note on a training")
     try:
         made = parse_json(path.read_bytes(), "its content")
-        if not isinstance(made, dict) or set(made) != set(MADE) or not isinstance(made["versions"], dict):
-            raise ValueError(f"it does not hold {', '.join(MADE)}")
+        if not isinstance(made, dict) or set(made) != set(_ORIGIN) or not isinstance(made["versions"], dict):
+            raise ValueError(f"it does not hold {', '.join(_ORIGIN)}")
     except ValueError as error:
         say(f"warning: note on a training {path} is damaged and left out: {error}")
         return None
@@ -263,7 +263,7 @@ def _timed(folder: Path, say: Callable[[str], object]) -> Iterator[None]:
             write(_STOPPED)
         raise
     made = environment()
-    write_text(folder / _MADE, json.dumps({name: made[name] for name in MADE}) + "\n")
+    write_text(folder / _TRAINED_ON, json.dumps({name: made[name] for name in _ORIGIN}) + "\n")
     write(TRAINED)
 
 

@@ -185,7 +185,7 @@ class _LearnedBases(NamedTuple):
         for leaf, whole in plan_names(self._planned(), tree).values():
             plan = self._shortened(whole)
             elements = sum(len(group.layers) * group.size**2 for group in plan.groups)
-            if plan.mark == "unsure" and elements > MAX_HAAR_RATIO * leaf.size:
+            if plan.stacked and plan.mark == "unsure" and elements > MAX_HAAR_RATIO * leaf.size:
                 raise UserError(
                     f"{plan.path} {leaf.shape}: with stacked axes {plan.stacked} its bases have {elements} elements, "
                     f"over {MAX_HAAR_RATIO} times its {leaf.size}",
