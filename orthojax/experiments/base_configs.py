@@ -67,6 +67,30 @@ REPEATED_MODEL = replace(
     },
 )
 
+# GPT-2 60M as the paper has it but for its text, vocabulary and batch: 131M tokens of Python, some minutes of one GPU.
+# Rows begin with <s>, as those of current models do.
+PACKAGES_MODEL = Config(
+    model=gpt2("60m", norm="rmsnorm_single", use_bias=False, vocab_size=16_384, max_length=256, dtype="bfloat16"),
+    optim=OptimConfig(optimizer="adam", learning_rate=1e-3, warmup_steps=1000, final_learning_rate_fraction=0.0),
+    data=DataConfig(
+        kind="tokens",
+        paths=("data/python_packages/train.bin", "data/python_packages/validation.bin"),
+        tokenizer="bpe:16384",
+        sequence_length=256,
+        bos=True,
+    ),
+    train=TrainConfig(
+        steps=8000,
+        batch_size=64,
+        log_every_steps=50,
+        probe_every_steps=400,
+        probe_sequences=32,
+        eval_every_steps=400,
+        checkpoint_every_steps=400,
+    ),
+    eval=EvalConfig(sequences=1024, batch_size=64),
+)
+
 BACKCOPY_MODEL = Config(
     # The one-layer model of Active-Dormant Attention Heads, four times narrower: one head, ReLU, LayerNorm with a bias
     # (here linear layers have biases, too), embeddings of standard deviation 1, kernels of 1 / sqrt(3 d_model).

@@ -1,7 +1,9 @@
-"""The largest vanilla and cured pair that two CPU cores train in 90 minutes or overnight: growth with the tokens.
+"""The largest vanilla and cured pair for two CPU cores, in 90 minutes or overnight, and for minutes of one GPU.
 
-Both models at once, a core each; stopped and resumed as often as it takes. Scale `tiny` has ordinary text, `overnight`
-repeated passages with <s>, where the first token dominates (repeated_longer).
+How outliers, attention to the first token and damage by rounding grow with the tokens; stopped and resumed as often as
+it takes. On CPUs both models train at once, a core each: at scale `tiny` on ordinary text, at `overnight` on repeated
+passages with <s>, where the first token dominates (repeated_longer). Scale `small` is GPT-2 of 60M parameters with <s>
+on the sources of Python packages; configs/python_packages.py says how to prepare them.
 """
 
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from orthojax import quant
 from orthojax.analysis import chance_of_first
 from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig, replace
 from orthojax.experiments import drawing
-from orthojax.experiments.base_configs import cured
+from orthojax.experiments.base_configs import PACKAGES_MODEL, cured
 from orthojax.experiments.claims import (
     FRACTION,
     GAUSSIAN,
@@ -39,8 +41,8 @@ from orthojax.train import Inputs, evaluate, evaluation_stages, load
 from orthojax.train.checkpoint import steps_in
 
 # Scale -> training steps, of which every tenth part leaves a checkpoint: on two cores 90 minutes for the pair, and five
-# hours.
-STEPS = {"tiny": 4_000, "overnight": 12_000}
+# hours; on one H200 some minutes.
+STEPS = {"tiny": 4_000, "overnight": 12_000, "small": 8_000}
 # Evaluated at each of these.
 SETTINGS = {name: quant.setting_named(name) for name in ("int8_coarse", "int4_zeropoint", "w4a4")}
 
@@ -55,7 +57,7 @@ _GAUSSIAN = {"Gaussian": GAUSSIAN}
 _TOKENS = "tokens seen, millions"
 
 
-def _config(steps: int) -> Config:
+def _cpu_config(steps: int) -> Config:
     model = gpt2(
         "tiny", num_layers=8, d_model=256, num_heads=4, d_mlp=1024, vocab_size=8192, max_length=256,
         norm="rmsnorm_single", use_bias=False, scan_layers=False,
@@ -84,8 +86,15 @@ _CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+def _base(scale: str) -> Config:
+    steps = STEPS[scale]
+    if scale == "small":
+        return replace(PACKAGES_MODEL, {"train.steps": steps, "train.keep_every_steps": steps // 10})
+    return replace(_cpu_config(steps), _CHANGES[scale])
+
+
 def _variants(scale: str) -> tuple[Variant, ...]:
-    base = replace(_config(STEPS[scale]), _CHANGES[scale])
+    base = _base(scale)
     return Variant(V, "softmax, Adam", base), Variant(C, "softmax-1, OrthoAdam", cured(base))
 
 
@@ -162,8 +171,8 @@ def _about(results: Results) -> list[str]:
     tokens = config.train.batch_size * config.data.sequence_length
     text = (
         f"{config.model.num_layers} layers of width {config.model.d_model}, {parameter_count(config.model):,} "
-        f"parameters, {config.train.steps:,} steps of {tokens:,} tokens, {config.train.steps * tokens:,} in all: some "
-        f"passes over the text, {'with' if config.data.bos else 'without'} <s>. OrthoAdam has optim.rotation.axes="
+        f"parameters, {config.train.steps:,} steps of {tokens:,} tokens, {config.train.steps * tokens:,} in all, "
+        f"{'with' if config.data.bos else 'without'} <s>. OrthoAdam has optim.rotation.axes="
         f"{config.optim.rotation.axes}. Linear layers are rounded, the head is not"
     )
     if worst := max((of.mean(lost) for of in results.finished for lost in _LOST), default=0.0):
@@ -173,7 +182,7 @@ def _about(results: Results) -> list[str]:
 
 EXPERIMENT = Experiment(
     name="long_pair",
-    title="The largest vanilla and cured pair of two cores, 90 minutes or overnight: growth with tokens",
+    title="The largest vanilla and cured pair of two CPU cores or minutes of one GPU: growth with tokens",
     variants=_variants,
     scales=tuple(STEPS),
     seeds=(1,),

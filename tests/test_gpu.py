@@ -1,0 +1,118 @@
+"""What only an NVIDIA GPU can show: `JAX_PLATFORMS=cuda,cpu python -m pytest tests/test_gpu.py`; skipped without one."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from attention_oracle import SINK, check_definition, normal, qkv
+
+from orthojax.config import Config, DataConfig, OptimConfig, TrainConfig
+from orthojax.model import gpt2
+from orthojax.ops import dot_product_attention, forbid_fallback
+from orthojax.ops.attention import cudnn
+from orthojax.optim import Rotation, orthoadam
+from orthojax.train.step import TrainState, init_state, make_train_step
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+
+LENGTHS = {"query_seq_lengths": np.array([100, 256], np.int32), "key_value_seq_lengths": np.array([256, 40], np.int32)}
+CASES = {
+    "softmax": ("softmax", {"is_causal": True}),
+    "softmax1": ("softmax1", {"is_causal": True}),
+    "softmax1, not causal": ("softmax1", {}),
+    "softmax1, grouped heads": ("softmax1", {"is_causal": True, "kv_heads": 2}),
+    "softmax1, wide heads": ("softmax1", {"is_causal": True, "width": 128}),
+    "softmax1, odd length": ("softmax1", {"is_causal": True, "length": 101}),
+    "softmax1, window": ("softmax1", {"is_causal": True, "local_window_size": (32, 0)}),
+    "softmax1, lengths": ("softmax1", LENGTHS),
+    "softmax1, mask": ("softmax1", {"mask": np.random.default_rng(0).random((2, 1, 256, 256)) < 0.5}),
+    "softmax1, bias": ("softmax1", {"is_causal": True, "bias_shape": (1, 4, 256, 256)}),
+    "softmax_n": (0.5, {"is_causal": True}),
+    "learned sinks": (SINK, {"is_causal": True}),
+}
+
+
+def test_cudnn_runs():
+    assert cudnn.unavailable() == ""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cudnn_is_the_definition(case):
+    """Against float64 NumPy and its slopes, on inputs that bfloat16 holds exactly."""
+    normalizer, options = CASES[case]
+    options = dict(options)
+    length, width = options.pop("length", 256), options.pop("width", 64)
+    arrays = qkv(length, length, options.pop("kv_heads", 4), width=width)
+    if shape := options.pop("bias_shape", None):
+        arrays.append(normal(*shape, seed=5))
+    arrays = [np.asarray(jnp.asarray(a, jnp.bfloat16), np.float64) for a in arrays]
+
+    def attend(*arrays, **options):
+        halves = [array.astype(jnp.bfloat16) for array in arrays]
+        return dot_product_attention(*halves, implementation="cudnn", **options).astype(jnp.float32)
+
+    check_definition(attend, arrays, normalizer, rtol=2e-2, atol=2e-2, slope_tolerance=1e-2, **options)
+
+
+def test_the_device_picks_cudnn_and_falls_back_for_float32():
+    q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in qkv(256, 256, width=64))
+    with forbid_fallback():
+        program = jax.jit(lambda q, k, v: dot_product_attention(q, k, v, is_causal=True)).lower(q, k, v)
+        assert "fmha" in program.as_text()
+        with pytest.raises(NotImplementedError, match="may not fall back"):
+            dot_product_attention(*(a.astype(jnp.float32) for a in (q, k, v)), is_causal=True)
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "haar", "dct"])
+def test_orthoadam_steps_as_on_a_cpu(kind):
+    """Products of the rotation are TF32, ten bits."""
+    shapes = {"kernel": (512, 2048), "stack": (3, 512, 512), "scale": (512,)}
+    params = {name: jnp.asarray(normal(*shape, seed=i), jnp.float32) for i, (name, shape) in enumerate(shapes.items())}
+    optimizer = orthoadam(1e-2, rotation=Rotation(kind=kind, axes=512))
+
+    def steps(params):
+        state = optimizer.init(params)
+        for i in range(3):
+            grads = jax.tree.map(lambda p, i=i: jnp.sin((3 + i) * p), params)
+            updates, state = optimizer.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    here, there = jax.devices("cpu")[0], jax.devices()[0]
+    expected, found = (jax.device_get(jax.jit(steps)(jax.device_put(params, at))) for at in (here, there))
+    for name, before in params.items():
+        moved = np.linalg.norm(expected[name] - np.asarray(before))
+        assert np.linalg.norm(found[name] - expected[name]) < 5e-3 * moved
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "softmax1"])
+def test_training_is_that_of_a_cpu(normalizer):
+    """The first losses in bfloat16 with cuDNN are those in float32 on the CPU, to what bfloat16 holds."""
+    sizes = {"num_layers": 2, "d_model": 256, "num_heads": 4, "d_mlp": 1024, "vocab_size": 512, "max_length": 256}
+    model = gpt2("tiny", **sizes, norm="rmsnorm_single", use_bias=False, normalizer=normalizer, dtype="bfloat16")
+    tokens = np.random.default_rng(0).integers(0, 512, (8, 257)).astype(np.int32)
+
+    def losses(model, place):
+        config = Config(
+            model=model,
+            optim=OptimConfig(learning_rate=1e-3, warmup_steps=2),
+            data=DataConfig(sequence_length=256),
+            train=TrainConfig(steps=10, batch_size=8),
+        )
+        with jax.default_device(place):
+            state, found = init_state(config), []
+            assert isinstance(state, TrainState)
+            step = make_train_step(config)
+            for _ in range(5):
+                state, reported = step(state, jnp.asarray(tokens))
+                found.append(float(reported.loss_sum_nats) / float(reported.target_tokens))
+        return found
+
+    with forbid_fallback():
+        found = losses(model, jax.devices()[0])
+    expected = losses(dataclasses.replace(model, dtype="float32"), jax.devices("cpu")[0])
+    np.testing.assert_allclose(found, expected, rtol=5e-3)
+    assert expected[-1] < expected[0]
