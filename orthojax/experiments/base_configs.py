@@ -80,13 +80,13 @@ PACKAGES_MODEL = Config(
         bos=True,
     ),
     train=TrainConfig(
-        steps=8000,
+        steps=6000,
         batch_size=64,
         log_every_steps=50,
-        probe_every_steps=400,
+        probe_every_steps=300,
         probe_sequences=32,
-        eval_every_steps=400,
-        checkpoint_every_steps=400,
+        eval_every_steps=300,
+        checkpoint_every_steps=300,
     ),
     eval=EvalConfig(sequences=1024, batch_size=64),
 )

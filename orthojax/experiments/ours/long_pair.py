@@ -42,7 +42,7 @@ from orthojax.train.checkpoint import steps_in
 
 # Scale -> training steps, of which every tenth part leaves a checkpoint: on two cores 90 minutes for the pair, and five
 # hours; on one H200 some minutes.
-STEPS = {"tiny": 4_000, "overnight": 12_000, "small": 8_000}
+STEPS = {"tiny": 4_000, "overnight": 12_000, "small": 6_000}
 # Evaluated at each of these.
 SETTINGS = {name: quant.setting_named(name) for name in ("int8_coarse", "int4_zeropoint", "w4a4")}
 
