@@ -341,14 +341,22 @@ def test_explicit_axes_that_the_kernel_cannot_be_cut_by_are_refused():
         ({"is_causal": True, **LENGTHS, **NO_KEYS}, "softmax1"),
         ({"is_causal": True}, 2.5),
         ({"s": 9, "scale": 0.7}, "sink"),
+        ({"t": 7, "s": 8}, "softmax1"),
+        ({"t": 9, "s": 6, "is_causal": True}, "softmax1"),
         ({"is_causal": True, **LENGTHS, **NO_KEYS}, "sink"),
         pytest.param({**LENGTHS, **NO_KEYS}, "sink", marks=pytest.mark.slow),
     ],
 )
-def test_the_public_form_is_the_same_attention(options, normalizer):
-    options = dict(options)
-    arrays = qkv(6, options.pop("s", 6), 2)
+def test_the_public_form_is_the_same_attention_in_even_lengths(options, normalizer, monkeypatch):
+    options, plain = dict(options), jax.nn.dot_product_attention
+    arrays = qkv(options.pop("t", 6), options.pop("s", 6), 2)
     sink = np.array([0.3, -1.0, 4.3, 0.0])
+
+    def even_only(query, key, value, **options):  # as jax.nn's cuDNN in training
+        assert query.shape[1] % 2 == key.shape[1] % 2 == 0
+        return plain(query, key, value, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", even_only)
 
     def attend(q, k, v, normalizer, **options):
         return cudnn.with_sink_key(prepare_inputs(q, k, v, normalizer=normalizer, **options), "xla")

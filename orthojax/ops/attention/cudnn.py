@@ -227,8 +227,9 @@ _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 # The same attention by the public `jax.nn.dot_product_attention` alone, if JAX's private module is not as expected. The
 # sink becomes a key with logit a and value 0, put before the others: for softmax-1 a key of zeros; other logits go
 # through further channels of the heads, a in the query and 1 in the sink's key. In causal attention a query is put
-# before the others, too, and its output dropped, so that every query sees the sink. The numbers are the same; it takes
-# longer, since lengths are no longer multiples of a tile and everything is copied.
+# before the others, too, and its output dropped, so that every query sees the sink. Where a length is odd then, which
+# jax.nn refuses in training, a row that nothing sees is put at the end. The numbers are the same; it takes longer,
+# since lengths are no longer multiples of a tile and everything is copied.
 
 
 def _unsupported_by_public_form(inputs: AttentionInputs) -> str:
@@ -266,9 +267,19 @@ def with_sink_key(inputs: AttentionInputs, implementation: str) -> jax.Array:
     if inputs.is_causal:
         query = jnp.pad(query, one_before)
         queries = None if queries is None else queries + 1
-    options["query_seq_lengths"] = queries
-    options["key_value_seq_lengths"] = None if keys is None else keys + 1
-    return attention(query, key, value, **options)[:, int(inputs.is_causal) :, :, :H]
+    keys = None if keys is None else keys + 1
+    (T, S), first = (query.shape[1], key.shape[1]), int(inputs.is_causal)
+    if (
+        S % 2 and keys is None and not (inputs.is_causal and T == S)
+    ):  # or else only the last query would see the last key
+        keys = jnp.full(query.shape[0], S, jnp.int32)
+    query, key, value = (_of_even_length(array) for array in (query, key, value))
+    options |= {"query_seq_lengths": queries, "key_value_seq_lengths": keys}
+    return attention(query, key, value, **options)[:, first:T, :, :H]
+
+
+def _of_even_length(array: jax.Array) -> jax.Array:
+    return jnp.pad(array, ((0, 0), (0, array.shape[1] % 2), (0, 0), (0, 0)))
 
 
 def _with_logit_channels(query, key, value, logit: float | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
