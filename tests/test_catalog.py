@@ -129,6 +129,7 @@ OTHER_SCALES = {
         "table8": "-++",
         "table9": "-",
     },
+    "small": {"long_pair": "-+++"},
 }
 
 NOT_RUN_YET: set[str] = set()  # whose results are not committed

@@ -27,6 +27,7 @@ class Pair(NamedTuple):
 
 
 PAIRS = (
+    Pair("12 x 512, 256, 6,000", "long_pair", "vanilla", "cured", "small"),
     Pair("4 x 128, 64, 2,000", "ordinary_text", "vanilla", "cured"),
     Pair("6 x 128, 128, 10,000", "remaining_outliers", "vanilla", "residual"),
     Pair("the same", "remaining_outliers", "vanilla", "cured"),

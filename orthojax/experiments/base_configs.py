@@ -67,7 +67,7 @@ REPEATED_MODEL = replace(
     },
 )
 
-# GPT-2 60M as the paper has it but for its text, vocabulary and batch: 131M tokens of Python, some minutes of one GPU.
+# GPT-2 60M as the paper has it but for its text, vocabulary and batch: 98M tokens of Python, some minutes of one GPU.
 # Rows begin with <s>, as those of current models do.
 PACKAGES_MODEL = Config(
     model=gpt2("60m", norm="rmsnorm_single", use_bias=False, vocab_size=16_384, max_length=256, dtype="bfloat16"),
