@@ -323,6 +323,11 @@ def test_accelerators_are_places(machine):
     machine.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     assert [place.environment for place in places()] == [(("CUDA_VISIBLE_DEVICES", gpu),) for gpu in "25"]
     assert len(places(1)) == 1
+    shared = [dict(place.environment) for place in places(3)]
+    assert [found["CUDA_VISIBLE_DEVICES"] for found in shared] == ["2", "5", "2"]
+    assert {found["XLA_PYTHON_CLIENT_MEM_FRACTION"] for found in shared} == {"0.380"}
+    machine.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the user's own arrangement
+    assert [place.environment for place in places(3)] == [(("CUDA_VISIBLE_DEVICES", gpu),) for gpu in "252"]
     machine.setenv("CUDA_VISIBLE_DEVICES", "-1")  # none
     assert len(places()) == 3
     machine.setenv("CUDA_VISIBLE_DEVICES", "2,5")

@@ -1,7 +1,8 @@
 """Where the workers of an experiment run: one for each GPU, or for each CPU core with memory.
 
 A model at `tiny` scale is too small for two cores: two such runs at once, one on each, finish 1.2 to 1.4 times sooner
-than one after the other (measured, 64 to 160 channels wide).
+than one after the other (measured, 64 to 160 channels wide). Small models do not fill a large GPU either: `--jobs` may
+put several workers on one.
 """
 
 import importlib.metadata
@@ -14,6 +15,8 @@ from typing import NamedTuple
 from orthojax.machine import available_memory_bytes
 
 _WORKER_BYTES = 2 << 30  # memory that a worker should have
+_GPU_SHARE = 0.76  # of a GPU's memory for the workers on it together; JAX takes 0.75 for a process alone
+_GPU_MEMORY = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION")
 
 
 class Place(NamedTuple):
@@ -30,12 +33,13 @@ def places(jobs: int | None = None) -> list[Place]:
 
     Args:
       jobs: How many at most; None takes one for each NVIDIA GPU, one for other accelerators, or without any one for
-        each core whose share of the free memory is 2 GB.
+        each core whose share of the free memory is 2 GB. With more than there are GPUs some share one, and its memory
+        in equal parts unless the environment says how much a process takes.
     """
     platforms = os.environ.get("JAX_PLATFORMS") or "cuda,tpu,cpu"
     gpus = _gpus() if "cuda" in platforms or "gpu" in platforms else []
     if gpus:
-        return [Place(environment=(("CUDA_VISIBLE_DEVICES", gpu),)) for gpu in gpus][:jobs]
+        return _on_gpus(gpus, jobs or len(gpus))
     if platforms != "cpu" and _other_accelerator():
         return [Place()]
     if not hasattr(os, "sched_setaffinity"):  # macOS does not say which cores a process may use
@@ -43,6 +47,14 @@ def places(jobs: int | None = None) -> list[Place]:
     cores = sorted(os.sched_getaffinity(0))
     count = min(jobs or _fitting(len(cores)), len(cores))
     return [Place(cores=tuple(cores[i::count])) for i in range(count)]
+
+
+def _on_gpus(gpus: list[str], jobs: int) -> list[Place]:
+    together = math.ceil(jobs / len(gpus))  # on the fullest
+    memory = ()
+    if together > 1 and not any(name in os.environ for name in _GPU_MEMORY):
+        memory = ((_GPU_MEMORY[0], f"{_GPU_SHARE / together:.3f}"),)
+    return [Place(environment=(("CUDA_VISIBLE_DEVICES", gpu), *memory)) for gpu in (gpus * together)[:jobs]]
 
 
 def _gpus() -> list[str]:
