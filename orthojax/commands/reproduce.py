@@ -38,9 +38,12 @@ def define_flags() -> None:
     )
     flags.DEFINE_list("model", [], "Existing models to measure as well: NAME=CHECKPOINT[,NAME=CHECKPOINT].")
     flags.DEFINE_integer(
-        "jobs", None, "Most runs at once; by default one per GPU, or per CPU core as far as memory allows. Where there are "
-        "more jobs than GPUs, several share one.", 1
-    )  # fmt: skip
+        "jobs",
+        None,
+        "Most runs at once; by default one per GPU, or per CPU core as far as memory allows. With more jobs than GPUs, "
+        "several share one.",
+        1,
+    )
     flags.DEFINE_list(
         "render", [], "A results.json or its folder: only writes its report again, beside it or under --workdir. "
         "Several, separated by commas: joins runs that were trained separately; needs --workdir."
