@@ -5,13 +5,13 @@ Reproduces: rows GPT2 60M of Table 2 (From Attention to Activation), vanilla and
 Data:       any folder of Python; what it is depends on the packages, its sha256 is kept with every run.
     orthojax prepare '--input=.venv/lib/python3*/site-packages/**/*.py' --tokenizer=bpe:16384 \
         --output=data/python_packages
-Command:    orthojax reproduce --experiment=long_pair --scale=small
-            trains both and measures them; or each alone:
+Command:    orthojax reproduce --experiment=long_pair --scale=small --jobs=2
+            trains both at once and measures them; or each alone:
             orthojax train --config=configs/python_packages.py --workdir=runs/packages_vanilla
             and, cured, the same with --workdir=runs/packages_cured --config.model.normalizer=softmax1
             --config.optim.optimizer=orthoadam; stopped at any time, it resumes.
             orthojax evaluate --checkpoint=runs/packages_vanilla
-Hardware:   one H200: both in 6.5 minutes. Two CPU cores: 3.5M parameters in 20 minutes by the flags that
+Hardware:   one H200: both in 6.5 minutes. Two CPU cores: 3.5M parameters in 20 minutes, by flags that
             results/README.md has.
 Expected:   one seed, on 73M tokens of the 46 packages of results/small/packages.txt:
             perplexity 7.37 vanilla and 7.38 cured; kurtosis of position 0 131 and 3.2, of the rest 8.9 and 3.0;

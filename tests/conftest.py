@@ -1,4 +1,4 @@
-"""Every test sees eight fake CPU devices and strict broadcasting; nothing here needs a network or a GPU."""
+"""Every test sees eight fake CPU devices and strict broadcasting; none needs a network, and test_gpu.py alone a GPU."""
 
 import functools
 import gc

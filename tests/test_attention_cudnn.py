@@ -343,6 +343,9 @@ def test_explicit_axes_that_the_kernel_cannot_be_cut_by_are_refused():
         ({"s": 9, "scale": 0.7}, "sink"),
         ({"t": 7, "s": 8}, "softmax1"),
         ({"t": 9, "s": 6, "is_causal": True}, "softmax1"),
+        ({"t": 6, "s": 8, "is_causal": True}, "softmax1"),
+        ({"t": 7, "s": 9, "is_causal": True}, "softmax"),
+        ({"t": 7, "s": 9, "query_seq_lengths": np.array([4, 7], np.int32)}, "softmax1"),
         ({"is_causal": True, **LENGTHS, **NO_KEYS}, "sink"),
         pytest.param({**LENGTHS, **NO_KEYS}, "sink", marks=pytest.mark.slow),
     ],
@@ -352,9 +355,9 @@ def test_the_public_form_is_the_same_attention_in_even_lengths(options, normaliz
     arrays = qkv(options.pop("t", 6), options.pop("s", 6), 2)
     sink = np.array([0.3, -1.0, 4.3, 0.0])
 
-    def even_only(query, key, value, **options):  # as jax.nn's cuDNN in training
+    def even_only(query, key, value, *more, **options):  # as jax.nn's cuDNN in training
         assert query.shape[1] % 2 == key.shape[1] % 2 == 0
-        return plain(query, key, value, **options)
+        return plain(query, key, value, *more, **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", even_only)
 

@@ -12,7 +12,7 @@ from absl import logging
 
 from orthojax.errors import UserError
 from orthojax.experiments import places as module
-from orthojax.experiments.places import Place, places
+from orthojax.experiments.places import Place, device_count, places
 from orthojax.experiments.workers import run_all
 
 ROOT = Path(__file__).parents[1]
@@ -304,7 +304,7 @@ def machine(monkeypatch):
 def test_workers_share_the_cores_as_far_as_memory_goes(machine):
     assert [place.cores for place in places()] == [(0, 3), (1,), (2,)]
     assert [place.cores for place in places(2)] == [(0, 2), (1, 3)]
-    assert len(places(9)) == 4
+    assert len(places(9)) == device_count(places(9)) == 4
     machine.setattr(module, "available_memory_bytes", lambda: 1 << 30)
     assert [place.cores for place in places()] == [(0, 1, 2, 3)]
 
@@ -325,7 +325,8 @@ def test_accelerators_are_places(machine):
     assert len(places(1)) == 1
     shared = [dict(place.environment) for place in places(3)]
     assert [found["CUDA_VISIBLE_DEVICES"] for found in shared] == ["2", "5", "2"]
-    assert {found["XLA_PYTHON_CLIENT_MEM_FRACTION"] for found in shared} == {"0.380"}
+    assert (device_count(places(3)), device_count(places(1))) == (2, 1)
+    assert {found["XLA_CLIENT_MEM_FRACTION"] for found in shared} == {"0.375"}
     machine.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the user's own arrangement
     assert [place.environment for place in places(3)] == [(("CUDA_VISIBLE_DEVICES", gpu),) for gpu in "252"]
     machine.setenv("CUDA_VISIBLE_DEVICES", "-1")  # none

@@ -131,14 +131,14 @@ def main(_: list[str]) -> None:
 
     from orthojax.experiments.catalog import ALL, find, listing
     from orthojax.experiments.page import make_report, print_report, write_report
-    from orthojax.experiments.places import places
+    from orthojax.experiments.places import device_count, places
     from orthojax.experiments.study import given_model, run_experiment
     from orthojax.train import keep_compiled_programs
 
     keep_compiled_programs(FLAGS.compile_cache)
-    where = places(FLAGS.jobs)
     if FLAGS.list:
-        print(listing(ALL, FLAGS.scale, given, Path(FLAGS.runs_dir), len(where)))
+        where = places(FLAGS.jobs)
+        print(listing(ALL, FLAGS.scale, given, Path(FLAGS.runs_dir), device_count(where)))
         return
     experiment = find(FLAGS.experiment)
     seeds = experiment.seeds if given is None else given
@@ -148,6 +148,8 @@ def main(_: list[str]) -> None:
     counts = [f"{len(trained)} variants"] if trained else []
     counts += [f"existing: {', '.join(variant.name for variant in existing)}"] if existing else []
     counts += [f"seeds {', '.join(map(str, seeds))}"] if trained or experiment.compute else []
+    runs = len(trained) * len(seeds) + len(existing)
+    where = places(FLAGS.jobs and min(FLAGS.jobs, max(runs, 1)))  # those on one GPU share its memory
     print(f"{experiment.name}: {experiment.title}")
     print(printable(f"workdir {workdir}: {'; '.join(counts) or 'no models'}"), flush=True)
     results = run_experiment(

@@ -15,8 +15,14 @@ from typing import NamedTuple
 from orthojax.machine import available_memory_bytes
 
 _WORKER_BYTES = 2 << 30  # memory that a worker should have
-_GPU_SHARE = 0.76  # of a GPU's memory for the workers on it together; JAX takes 0.75 for a process alone
-_GPU_MEMORY = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION")
+_GPU_SHARE = 0.75  # of a GPU's memory for the workers on it together, as JAX takes for a process alone
+# How a user says what a process takes; the first is set where several workers share a GPU.
+_GPU_MEMORY = (
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+)
 
 
 class Place(NamedTuple):
@@ -33,8 +39,8 @@ def places(jobs: int | None = None) -> list[Place]:
 
     Args:
       jobs: How many at most; None takes one for each NVIDIA GPU, one for other accelerators, or without any one for
-        each core whose share of the free memory is 2 GB. With more than there are GPUs some share one, and its memory
-        in equal parts unless the environment says how much a process takes.
+        each core whose share of the free memory is 2 GB. With more jobs than GPUs, several workers share a GPU and
+        split its memory equally, unless the environment already limits what a process takes.
     """
     platforms = os.environ.get("JAX_PLATFORMS") or "cuda,tpu,cpu"
     gpus = _gpus() if "cuda" in platforms or "gpu" in platforms else []
@@ -47,6 +53,11 @@ def places(jobs: int | None = None) -> list[Place]:
     cores = sorted(os.sched_getaffinity(0))
     count = min(jobs or _fitting(len(cores)), len(cores))
     return [Place(cores=tuple(cores[i::count])) for i in range(count)]
+
+
+def device_count(where: list[Place]) -> int:
+    """How many devices the workers have, by which long work is divided: those that share a GPU have one."""
+    return len(set(where)) if where[0].environment else len(where)
 
 
 def _on_gpus(gpus: list[str], jobs: int) -> list[Place]:

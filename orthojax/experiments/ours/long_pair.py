@@ -1,4 +1,4 @@
-"""The largest vanilla and cured pair for two CPU cores, in 90 minutes or overnight, and for minutes of one GPU.
+"""A vanilla and a cured model, as large as two CPU cores train in 90 minutes or overnight, or one GPU in minutes.
 
 How outliers, attention to the first token and damage by rounding grow with the tokens; stopped and resumed as often as
 it takes. On CPUs both models train at once, a core each: at scale `tiny` on ordinary text, at `overnight` on repeated
@@ -182,7 +182,7 @@ def _about(results: Results) -> list[str]:
 
 EXPERIMENT = Experiment(
     name="long_pair",
-    title="The largest vanilla and cured pair of two CPU cores or minutes of one GPU: growth with tokens",
+    title="A vanilla and a cured model, as large as two CPU cores or minutes of one GPU allow: growth with tokens",
     variants=_variants,
     scales=tuple(STEPS),
     seeds=(1,),

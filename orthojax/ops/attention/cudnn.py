@@ -228,15 +228,16 @@ _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 # sink becomes a key with logit a and value 0, put before the others: for softmax-1 a key of zeros; other logits go
 # through further channels of the heads, a in the query and 1 in the sink's key. In causal attention a query is put
 # before the others, too, and its output dropped, so that every query sees the sink. Where a length is odd then, which
-# jax.nn refuses in training, a row that nothing sees is put at the end. The numbers are the same; it takes longer,
-# since lengths are no longer multiples of a tile and everything is copied.
+# jax.nn refuses in training, a row is put at the end: a key that no kept query sees, a query whose output is dropped.
+# The numbers are the same; it takes longer, since lengths are no longer multiples of a tile and everything is copied.
 
 
 def _unsupported_by_public_form(inputs: AttentionInputs) -> str:
     reason = "with this version of JAX, whose private cuDNN module is not as expected,"
     a = sink_logit(inputs.normalizer)
-    if isinstance(a, float) and a == -np.inf:
-        return ""  # softmax is jax.nn's own
+    if isinstance(a, float) and a == -np.inf:  # softmax is jax.nn's own
+        odd = inputs.query.shape[1] % 2 or inputs.key.shape[1] % 2
+        return f"{reason} a bias, a mask or a window needs even lengths" if odd and not _is_plain(inputs) else ""
     if inputs.bias is not None or inputs.mask is not None:
         return f"{reason} a bias or a mask needs 'softmax'"
     if inputs.local_window_size is not None:
@@ -247,6 +248,10 @@ def _unsupported_by_public_form(inputs: AttentionInputs) -> str:
     return ""
 
 
+def _is_plain(inputs: AttentionInputs) -> bool:
+    return inputs.bias is None and inputs.mask is None and inputs.local_window_size is None
+
+
 def with_sink_key(inputs: AttentionInputs, implementation: str) -> jax.Array:
     """`attend` by public functions, with either implementation ("xla" or "cudnn") of `jax.nn.dot_product_attention`."""
     query, key, value = inputs.query, inputs.key, inputs.value
@@ -255,27 +260,26 @@ def with_sink_key(inputs: AttentionInputs, implementation: str) -> jax.Array:
     queries, keys = (None if lengths is None else lengths.astype(jnp.int32) for lengths in (queries, keys))
     a = sink_logit(inputs.normalizer)
     attention: Callable[..., jax.Array] = jax.nn.dot_product_attention
+    H, first, one_before = query.shape[3], 0, ((0, 0), (1, 0), (0, 0), (0, 0))
     if isinstance(a, float) and a == -np.inf:
-        window = inputs.local_window_size
-        options |= {"query_seq_lengths": queries, "key_value_seq_lengths": keys, "local_window_size": window}
-        return attention(query, key, value, inputs.bias, inputs.mask, **options)
-    H, one_before = query.shape[3], ((0, 0), (1, 0), (0, 0), (0, 0))
-    if not isinstance(a, float) or a != 0.0:
-        query, key, value = _with_logit_channels(query, key, value, a / options["scale"])
+        options["local_window_size"] = inputs.local_window_size
     else:
-        key, value = jnp.pad(key, one_before), jnp.pad(value, one_before)
-    if inputs.is_causal:
-        query = jnp.pad(query, one_before)
-        queries = None if queries is None else queries + 1
-    keys = None if keys is None else keys + 1
-    (T, S), first = (query.shape[1], key.shape[1]), int(inputs.is_causal)
-    if (
-        S % 2 and keys is None and not (inputs.is_causal and T == S)
-    ):  # or else only the last query would see the last key
-        keys = jnp.full(query.shape[0], S, jnp.int32)
-    query, key, value = (_of_even_length(array) for array in (query, key, value))
+        if not isinstance(a, float) or a != 0.0:
+            query, key, value = _with_logit_channels(query, key, value, a / options["scale"])
+        else:
+            key, value = jnp.pad(key, one_before), jnp.pad(value, one_before)
+        if inputs.is_causal:
+            first, query = 1, jnp.pad(query, one_before)
+            queries = None if queries is None else queries + 1
+        keys = None if keys is None else keys + 1
+    T, S = query.shape[1], key.shape[1]
+    if _is_plain(inputs):
+        # In causal attention with T <= S no query that is kept sees the key put at the end.
+        if S % 2 and keys is None and not (inputs.is_causal and T <= S):
+            keys = jnp.full(query.shape[0], S, jnp.int32)
+        query, key, value = (_of_even_length(array) for array in (query, key, value))
     options |= {"query_seq_lengths": queries, "key_value_seq_lengths": keys}
-    return attention(query, key, value, **options)[:, first:T, :, :H]
+    return attention(query, key, value, inputs.bias, inputs.mask, **options)[:, first:T, :, :H]
 
 
 def _of_even_length(array: jax.Array) -> jax.Array:
