@@ -129,6 +129,7 @@ OTHER_SCALES = {
         "table8": "-++",
         "table9": "-",
     },
+    "overnight": {"long_pair": "-++-"},
     "small": {"long_pair": "-+++"},
 }
 

@@ -38,6 +38,7 @@ PAIRS = (
     Pair("repeated: 4 x 128, 64, no `<s>`, 6,000", "repeated_settings", "vanilla_64_6000", "cured_64_6000"),
     Pair("repeated: 4 x 128, 256, 2,000", "repeated_settings", "vanilla_256_bos_2000", "cured_256_bos_2000"),
     Pair("repeated: 4 x 256, 64, 2,000", "damage", "vanilla_256", "cured_256"),
+    Pair("repeated: 8 x 256, 256, 12,000", "long_pair", "vanilla", "cured", "overnight"),
     Pair("repeated: 6 x 128, 128, 2,000", "depth", "vanilla", "cured"),
     *(
         Pair(f"repeated: {kind}6 x {width}, 128, 2,000", "table2", f"{model}_vanilla", f"{model}_cured", "deep")
