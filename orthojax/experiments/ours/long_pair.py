@@ -143,14 +143,21 @@ def _tokens(of: Result, steps: np.ndarray) -> list[float]:
 
 
 def _damage(results: Results) -> list[Picture]:
-    curves = {}
-    for of in results.finished:
-        arrays = [of.arrays(GROWTH.name, seed) for seed in of.seeds]
-        for name in SETTINGS:
-            lost = 100 * np.expm1([found[f"nats_{name}"] - found["nats_float32"] for found in arrays])
-            curves[f"{of.label}, {name}"] = (_tokens(of, arrays[0]["steps"]), lost)
-    figure = drawing.lines(curves, x_label=_TOKENS, y_label="change of perplexity, %")
-    return [Picture("damage", "What rounding does to perplexity, by tokens seen.", figure)]
+    pictures = []
+    for name in SETTINGS:
+        curves = {}
+        for of in results.finished:
+            every = of.config.train.keep_every_steps
+            steps = np.arange(every, of.config.train.steps + 1, every)
+            exact, rounded = (
+                np.array([of.values(f"{metric}/step_{step}") for step in steps]).T  # [seeds, steps]
+                for metric in ("perplexity", f"perplexity_{name}")
+            )
+            curves[of.label] = (_tokens(of, steps), 100 * (rounded / exact - 1))
+        figure = drawing.lines(curves, x_label=_TOKENS, y_label="change of perplexity, %")
+        caption = f"What rounding by {name.replace('_', ' ')} does to perplexity, by tokens seen."
+        pictures.append(Picture(f"damage_{name}", caption, figure))
+    return pictures
 
 
 def _layers(results: Results) -> list[Picture]:
