@@ -42,7 +42,7 @@ from orthojax.train.checkpoint import steps_in
 
 # Scale -> training steps, of which every tenth part leaves a checkpoint: on two cores 90 minutes for the pair, and five
 # hours; on one H200 some minutes.
-STEPS = {"tiny": 4_000, "overnight": 12_000, "small": 6_000}
+STEPS = {"tiny": 4_000, "overnight": 12_000, "small": PACKAGES_MODEL.train.steps}
 # Evaluated at each of these.
 SETTINGS = {name: quant.setting_named(name) for name in ("int8_coarse", "int4_zeropoint", "w4a4")}
 
@@ -87,10 +87,9 @@ _CHANGES: dict[str, dict[str, Any]] = {
 
 
 def _base(scale: str) -> Config:
-    steps = STEPS[scale]
     if scale == "small":
-        return replace(PACKAGES_MODEL, {"train.steps": steps, "train.keep_every_steps": steps // 10})
-    return replace(_cpu_config(steps), _CHANGES[scale])
+        return replace(PACKAGES_MODEL, {"train.keep_every_steps": STEPS[scale] // 10})
+    return replace(_cpu_config(STEPS[scale]), _CHANGES[scale])
 
 
 def _variants(scale: str) -> tuple[Variant, ...]:
