@@ -29,6 +29,7 @@ class Variant:
       config: Its run; a seed replaces `train.seed` and `data.seed`.
       learning_rates: Where given, the best of them in short trials replaces the config's.
       checkpoint: The step folder of an existing model, which is measured and not trained.
+      measured_on: The run whose held-out rows an existing model is measured on; its own where None.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Variant:
     config: Config
     learning_rates: tuple[float, ...] = ()
     checkpoint: Path | None = None
+    measured_on: Config | None = None
 
     def with_seed(self, seed: int) -> Config:
         """The config of one seed; that of an existing model as it is."""
@@ -62,6 +64,12 @@ class Run:
         return self.variant.with_seed(self.seed)
 
     @property
+    def measured_config(self) -> Config:
+        """The config with the data and the evaluation set that the model is measured on."""
+        on = self.variant.measured_on
+        return dataclasses.replace(self.config, data=on.data, eval=on.eval) if on else self.config
+
+    @property
     def label(self) -> str:
         """In progress messages."""
         return f"{self.variant.label}, seed {self.seed}"
@@ -81,6 +89,8 @@ def run_name(variant: Variant, seed: int) -> str:
     if variant.checkpoint:
         source = variant.checkpoint.absolute()
         key = [key, str(source), model_files(source)]
+        if variant.measured_on:
+            key.append(changed_fields(FIRST_DEFAULTS, variant.measured_on))
     elif variant.learning_rates:
         key = [key, variant.learning_rates, "None"]  # as runs have it that are there
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
@@ -138,6 +148,7 @@ class Experiment:
       figure: Name of the picture on top of the page; the first where not given.
       measures: What is measured of every model beyond `measures.ALWAYS`.
       takes_models: Whether --model=NAME=CHECKPOINT adds existing models as variants.
+      as_measured: What existing models become before they are measured, as where one takes the text of another.
       installed: Existing models that are measured as well where they are on this machine, without being asked for.
       cost_reference: Where given, the cost of a training step is measured for every variant; maps a variant's name to
         that of the variant its time is relative to.
@@ -166,6 +177,7 @@ class Experiment:
     figure: str = ""
     measures: "tuple[Measure, ...]" = ()
     takes_models: bool = False
+    as_measured: Callable[[Sequence[Variant]], Sequence[Variant]] = lambda models: models
     installed: Callable[[], Sequence[Variant]] = lambda: ()
     cost_reference: Callable[[str], str] | None = None
     trains: bool = True

@@ -15,6 +15,8 @@ import numpy as np
 
 from orthojax import analysis
 from orthojax.config import Config
+from orthojax.data import load_tokenizer
+from orthojax.errors import UserError
 from orthojax.files import parse_json, read_again, write_atomically, write_text
 from orthojax.model import LoadedModel, Taps
 from orthojax.train import Inputs, evaluate, evaluation_stages
@@ -90,6 +92,27 @@ def _maps(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None
 
 # Of every run. A metric that is added to `evaluate` needs another name here, since what is stored lacks it.
 ALWAYS = (Measure("evaluation", _evaluate, evaluation_stages), Measure("maps", _maps))
+
+
+def require_same_ids(loaded: LoadedModel, inputs: Inputs, label: str) -> None:
+    """Refuses to measure a model on rows of another run whose ids are other text to it.
+
+    Args:
+      loaded: The model.
+      inputs: Of that run.
+      label: Of the model.
+
+    Raises:
+      UserError: Where they are, or where either tokenizer is not known.
+    """
+    ids = inputs.evaluation[:, 1:].ravel()  # without a begin token, which has no text
+    if loaded.tokenizer and inputs.tokenizer_path:
+        if load_tokenizer(inputs.tokenizer_path).decode(ids) == loaded.tokenizer.decode(ids):
+            return
+        problem = f"{label}: its tokenizer reads other text from the rows of the model that it is compared with"
+    else:
+        problem = f"{label}: whether it has the tokenizer of the model that it is compared with is not known"
+    raise UserError(problem, allowed="two models with the same token ids, each with its tokenizer")
 
 
 def stored(folder: Path, measure: Measure, say: Callable[[str], object]) -> dict[str, float] | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from orthojax.config import FIRST_DEFAULTS, replace
+from orthojax.config import FIRST_DEFAULTS, Config, replace
 from orthojax.errors import UserError
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.layout import Table
@@ -55,11 +55,16 @@ def results_of(experiment: Experiment, raw: dict[str, Any], workdir: Path) -> Re
         raw = raw | {"rows": rows, "provenance": raw["provenance"] | {"training_seconds": seconds}}
     for row in raw["rows"] if experiment.variants is not None else ():
         if row["variant"] not in known:  # a given model
-            overrides = {k: tuple(v) if isinstance(v, list) else v for k, v in row["overrides"].items()}
-            config = replace(FIRST_DEFAULTS, overrides)
-            variants.append(Variant(row["variant"], row["variant"], config, checkpoint=workdir / row["run"]))
+            config = _config(row["overrides"])
+            on = _config(row["measured_on"]) if "measured_on" in row else None
+            name, checkpoint = row["variant"], workdir / row["run"]
+            variants.append(Variant(name, name, config, checkpoint=checkpoint, measured_on=on))
             known.add(row["variant"])
     return Results(experiment, raw["scale"], raw["provenance"].get("seeds", (0,)), workdir, raw, variants or None)
+
+
+def _config(overrides: dict[str, Any]) -> Config:
+    return replace(FIRST_DEFAULTS, {k: tuple(v) if isinstance(v, list) else v for k, v in overrides.items()})
 
 
 def rerender(experiment: Experiment, raw: dict[str, Any], source: Path, workdir: Path) -> Report:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from orthojax.config import Config
+from orthojax.config import Config, DataConfig
 from orthojax.errors import UserError
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.labels import LABELS
@@ -106,6 +106,7 @@ class Result(Numbers):
       name: Of the variant.
       label: Of the variant.
       config: Of the variant; None in a computation.
+      data: What it was measured on; None in a computation.
       given: Whether it is an existing model (--model) and not trained here.
       paper: What the paper prints for it.
       seeds: Seed -> its numbers, of the seeds that finished.
@@ -128,7 +129,8 @@ class Result(Numbers):
         self.label = variant.label if variant else rows[0]["overrides"].get("label", name)
         self.given = variant is not None and variant.checkpoint is not None
         self.config: Config = variant and variant.config  # pyright: ignore[reportAttributeAccessIssue]
-        self._settings = (_config_numbers(variant.config) if variant else {}) | dict(costs)
+        self.data: DataConfig = variant and (variant.measured_on or variant.config).data  # pyright: ignore[reportAttributeAccessIssue]
+        self._settings = (_config_numbers(variant.config, self.data) if variant else {}) | dict(costs)
         self.without = "failed" if rows else "not run"
         finished = [row for row in rows if row["metrics"] and "failed" not in row]
         self._found = {row["seed"]: {**_tuned(row), **row["metrics"]} for row in finished}
@@ -241,11 +243,11 @@ class Result(Numbers):
             return "-"
 
 
-def _config_numbers(config: Config) -> dict[str, float]:
+def _config_numbers(config: Config, data: DataConfig) -> dict[str, float]:
     return {
         "d_model": config.model.d_model,
         "num_layers": config.model.num_layers,
-        "sequence_length": config.data.sequence_length,
+        "sequence_length": data.sequence_length,
         "steps": config.train.steps,
         "learning_rate": config.optim.learning_rate,
     }

@@ -15,7 +15,7 @@ import jax
 from orthojax.config import FIRST_DEFAULTS, Config, changed_fields, replace
 from orthojax.errors import UserError
 from orthojax.experiments.experiment import Run
-from orthojax.experiments.measures import ALWAYS, Measure, store, stored
+from orthojax.experiments.measures import ALWAYS, Measure, require_same_ids, store, stored
 from orthojax.files import finite, make_folder, parse_json, read_again, require_file, try_lock, write_text
 from orthojax.machine import environment
 from orthojax.model import flops_per_token
@@ -94,12 +94,12 @@ class Task:
     def stage_cost(self) -> float:
         """Work of one stage of a measure."""
         # Forward only, so a third; that much again for compiling each stage at the small scales where it matters.
-        config = self.run.config
+        config = self.run.measured_config
         flops = flops_per_token(config.model, config.data.sequence_length) * config.data.sequence_length / 3
         return 2 * flops * config.eval.sequences
 
     def _measuring_cost(self, measures: Sequence[Measure]) -> float:
-        return sum(measure.stages(self.run.config) for measure in measures) * self.stage_cost
+        return sum(measure.stages(self.run.measured_config) for measure in measures) * self.stage_cost
 
     def remaining(self, say: Callable[[str], object]) -> float:
         """Expected work that no earlier call did; `say` takes a line for each damaged file.
@@ -149,15 +149,16 @@ def finish(task: Task, reporter: Reporter) -> Row:
       reporter: Gets the progress.
 
     Returns:
-      `variant`, `seed`, `overrides` (fields that differ from `FIRST_DEFAULTS`), `metrics` (finite ones), `seconds` (of
-      training), `trained` (when, where and by which versions), `data` (provenance); where it diverged or did not fit
-      into memory the metrics that were measured before that, and the reason as `failed`.
+      `variant`, `seed`, `overrides` (fields that differ from `FIRST_DEFAULTS`), `measured_on` (the same of the run on
+      whose rows it was measured, where not on its own), `metrics` (finite ones), `seconds` (of training), `trained`
+      (when, where and by which versions), `data` (provenance); where it diverged or did not fit into memory the
+      metrics that were measured before that, and the reason as `failed`.
 
     Raises:
       UserError: Where the folder holds another run, or one of other data.
       Interrupted: On SIGINT or SIGTERM, after the state was saved.
     """
-    tally, run, config = _Tally(reporter), task.run, task.run.config
+    tally, run, config = _Tally(reporter), task.run, task.run.measured_config
     make_folder(run.folder, "folder of a run")
     with _locked(run, tally):
         inputs = open_inputs(config, task.cache_dir)
@@ -168,7 +169,7 @@ def finish(task: Task, reporter: Reporter) -> Row:
                 config = replace(config, {"optim.learning_rate": best_learning_rate(losses)})
                 row |= {"learning_rates": losses, "overrides": changed_fields(FIRST_DEFAULTS, config)}
             checkpoint = run.variant.checkpoint or _trained(task, config, inputs, tally)
-            if not is_pretrained(checkpoint):
+            if not is_pretrained(checkpoint) and not run.variant.measured_on:
                 require_same_data(checkpoint, inputs.provenance)
             _measure(task, config, checkpoint, inputs, tally, row["metrics"])
             if (seconds := _seconds(run.folder / TRAINED, tally.say)) is not None:
@@ -189,7 +190,10 @@ def failed_row(run: Run, reason: str) -> Row:
 
 def _empty_row(run: Run) -> Row:
     overrides = changed_fields(FIRST_DEFAULTS, run.config)
-    return {"variant": run.variant.name, "seed": run.seed, "overrides": overrides, "metrics": {}}
+    row: Row = {"variant": run.variant.name, "seed": run.seed, "overrides": overrides, "metrics": {}}
+    if run.variant.measured_on:
+        row["measured_on"] = changed_fields(FIRST_DEFAULTS, run.variant.measured_on)
+    return row
 
 
 @contextlib.contextmanager
@@ -302,7 +306,10 @@ def _measure(
     for measure in task.all_measures:
         found = stored(run.folder, measure, tally.say)
         if found is None:
-            loaded = loaded or load(checkpoint)._replace(config=config)
+            if loaded is None:
+                loaded = load(checkpoint)._replace(config=config)
+                if run.variant.measured_on:
+                    require_same_ids(loaded, inputs, run.label)
             measured = measure.measure(loaded, inputs, on_progress)
             store(run.folder, measure, measured)
             found = measured.metrics

@@ -79,6 +79,7 @@ def run_experiment(
       Interrupted: On SIGINT or SIGTERM, after the state of every run was saved.
     """
     trained = experiment.variants_at(scale)
+    models = experiment.as_measured(models)
     variants = (*trained, *models)
     if models and not experiment.takes_models:
         raise UserError(f"experiment {experiment.name!r} measures no existing models", allowed="no --model")
@@ -147,7 +148,7 @@ def _trained(
     setup: Callable[[], object],
 ) -> dict[str, Any]:
     tasks = [Task(run, experiment.measures, cache_dir) for run in runs]
-    for config in {_data_of(run.config): run.config for run in runs}.values():
+    for config in {_data_of(run.measured_config): run.measured_config for run in runs}.values():
         if config.data.kind == "bigram_backcopy":
             require_task(config)  # its evaluation set would be drawn on a device, and those are for the workers
         else:

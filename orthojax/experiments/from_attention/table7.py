@@ -4,11 +4,12 @@ It trains nothing: the models are given in pairs, --model=BASE=CHECKPOINT,TUNED=
 is one run and another that was initialised from it with train.init_from.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 
 from orthojax.config import changed_fields
 from orthojax.experiments.claims import DOMINANCE, OUTLIERS, Claim, Revision, dominated, not_measured
-from orthojax.experiments.experiment import Experiment
+from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import SCALES
 from orthojax.experiments.from_attention.paper_tables import TABLE_7
 from orthojax.experiments.results import Result, Results, metric
@@ -23,7 +24,7 @@ _PRINTED = (
 _METRICS = (*_PRINTED, "kurtosis_rest", "perplexity")
 
 _SAME = 0.05  # a number that changes by at most this fraction is left as it was
-_SAME_DATA = "and where both have the same data: otherwise model and text change together"
+_SAME_DATA = "and where both are measured on the same data: otherwise model and text change together"
 
 
 def _pairs(results: Results) -> dict[str, dict[str, str]]:
@@ -35,13 +36,23 @@ def _pairs(results: Results) -> dict[str, dict[str, str]]:
     }
 
 
+def _on_the_text_of_its_base(models: Sequence[Variant]) -> list[Variant]:
+    """`Experiment.as_measured`: otherwise model and text would change together."""
+    measured = list(models)
+    measured[1::2] = [
+        dataclasses.replace(tuned, measured_on=base.config)
+        for base, tuned in zip(models[::2], models[1::2], strict=False)
+    ]
+    return measured
+
+
 def _change(metric: str, base: Result, tuned: Result) -> float:
     return tuned[metric] / base[metric] - 1
 
 
 def _other_data(base: Result, tuned: Result) -> list[str]:
-    """Fields of the data in which the two differ; if there are any, they are measured on different text."""
-    return sorted(changed_fields(base.config.data, tuned.config.data))
+    """Fields of the data in which the two were measured on different text."""
+    return sorted(changed_fields(base.data, tuned.data))
 
 
 def _changed_text(criterion: str, testable: Callable[..., bool]) -> Revision:
@@ -78,23 +89,31 @@ CLAIMS = (
 
 def _about(results: Results) -> list[str]:
     models = list(results)
+    same = not any(_other_data(results[of["base"]], results[of["tuned"]]) for of in _pairs(results).values())
+    rows = (
+        "Both are measured on the rows that the base model's own run holds out."
+        if same
+        else "Each model is measured on the held-out rows of its own data, so where these differ model and text change "
+        "together."
+    )
     return [
         "The given models in their order, two by two: a base model, and the same one fine-tuned. The paper has "
         "Llama-3.1-8B and its Instruct form. Its 'average kurtosis' is here the mean over all positions, the first "
-        "among them, of every layer. Each model is measured on the held-out rows of its own data, so where these "
-        "differ the change is of model and text together. One pair is an anecdote: there is no spread.",
+        f"among them, of every layer. {rows}{' One pair is an anecdote: there is no spread.' * (len(models) < 4)}",
         *([f"{models[-1].label} has no second model."] if len(models) % 2 else []),
     ]
 
 
 def _notes(results: Results) -> list[str]:
-    """What each second model was initialised from, by its own config, and on what other data it was trained."""
+    """What each second model was initialised from, and on what other data it was trained, by its own config."""
     notes = []
     for roles in _pairs(results).values():
         base, tuned = results[roles["base"]], results[roles["tuned"]]
         origin = tuned.config.train.init_from or "no other model, by its config"
-        differs = ", ".join(_other_data(base, tuned)) or "none"
-        notes.append(f"{tuned.label}: initialised from {origin}; data that differs from {base.label}'s: {differs}")
+        differs = ", ".join(sorted(changed_fields(base.config.data, tuned.config.data))) or "none"
+        notes.append(
+            f"{tuned.label}: initialised from {origin}; trained on data that differs from {base.label}'s in: {differs}"
+        )
     return notes
 
 
@@ -112,5 +131,6 @@ EXPERIMENT = Experiment(
     ),
     claims=CLAIMS,
     takes_models=True,
+    as_measured=_on_the_text_of_its_base,
     notes=_notes,
 )
