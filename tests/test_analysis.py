@@ -387,7 +387,7 @@ def observe_layers(observe, arrays=TAPS, sequences=slice(None)):
     """Runs an observe function inside a scan over layers, as a model does."""
 
     def layer(carry, taps):
-        return carry, observe(SimpleNamespace(**taps))
+        return carry, observe(SimpleNamespace(**taps, visible=jnp.ones((1, 1, T, T), bool)))
 
     return jax.lax.scan(layer, 0, {name: array[:, sequences] for name, array in arrays.items()})[1]
 
@@ -549,3 +549,24 @@ def test_measured_statistics_do_not_depend_on_the_batches_and_compile_once(loade
     assert 1 <= len(calls) == traced
     with pytest.raises(ValueError, match="no batches"):
         analysis.measure(loaded, [], analysis.observe_language_model)
+
+
+@pytest.mark.parametrize("attention", [(True, False), (False, True), (False, False)])
+def test_layers_without_attention_do_not_enter_the_means_of_attention(attention):
+    shape = {"d_model": 8, "num_layers": 2, "num_heads": 2, "d_mlp": 8, "vocab_size": 16, "max_length": 8}
+    config = gpt2("tiny", **shape, attention=attention, scan_layers=False)
+    tokens = TOKENS[:, :8]
+    params = Transformer(config).init(jax.random.key(0), tokens)["params"]
+    loaded = LoadedModel(Transformer(config), params, Config(), None, Path())
+    observers = analysis.observe_language_model, analysis.observe_backcopy(tokens % 3 == 0)
+    for observe in observers:
+        batches = [tokens] if observe is observers[1] else [tokens[:3], tokens[3:]]
+        found = analysis.finalize(analysis.measure(loaded, batches, observe), by_head=True)
+        for name in [name for name in found if f"{name}/layer_0" in found]:
+            layers = [found[f"{name}/layer_{i}"] for i in range(2)]
+            if name.startswith(("residual", "kurtosis", "max_abs", "norm_ratio")):
+                assert np.isfinite(layers).all()
+                continue
+            assert list(np.isnan(layers)) == [not attends for attends in attention], name
+            expected = np.array(layers)[list(attention)]
+            np.testing.assert_equal(found[name], np.nan if not len(expected) else expected[0])

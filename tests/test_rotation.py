@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
+from orthojax.config import ModelConfig, RotationConfig
+from orthojax.model import Transformer
 from orthojax.ops import orthogonal
 from orthojax.optim import (
     RotatedAxes,
@@ -24,6 +26,7 @@ from orthojax.optim import (
 )
 from orthojax.optim.basis import basis_constants
 from orthojax.optim.rotation import plan_tree
+from orthojax.train.optimizer import make_rotation
 
 KINDS = ("haar", "hadamard", "dct", "signed_permutation")
 
@@ -206,7 +209,7 @@ def test_every_kernel_axis_of_a_length_is_rotated(kernel_layout):
             "square/kernel": "axes (0,): hadamard 32; axes (1,): hadamard 32",
             "query/kernel": "axes (0,): hadamard 32",
             "scanned_query/kernel": "axes (1,): hadamard 32, 3 layers",
-            "out/kernel": "axes (2,): hadamard 32, 4 layers",
+            "out/kernel": "axes (2,): hadamard 32",
             "conv/kernel": "axes (3,): hadamard 32, 25 layers",
             "inner/kernel": "left alone: no axis of length 32",
             "norm/scale": "left alone: named 'scale'",
@@ -216,8 +219,58 @@ def test_every_kernel_axis_of_a_length_is_rotated(kernel_layout):
             "experts/kernel": "axes (1,): hadamard 32, 32 layers",
         }
         guessed = {path for path, _, _, mark in found.rows if mark == "unsure"}
-        kernels = ("scanned", "query", "scanned_query", "out", "conv", "fused", "one_head", "experts")
+        kernels = ("scanned", "square", "query", "scanned_query", "out", "conv", "fused", "one_head", "experts")
         assert guessed == {"patches/weight", *(f"{name}/kernel" for name in kernels)}
+
+
+READS, WRITES, EITHER = "reads", "writes", "either"
+
+
+@pytest.mark.parametrize(
+    ("path", "faces"),
+    [
+        *((f"layers_0/attn/{name}/kernel", READS) for name in ("query", "key", "value", "q_proj", "to_v", "gate_proj")),
+        *(
+            (f"layers_0/attn/{name}/kernel", WRITES)
+            for name in ("out", "output", "o_proj", "out_proj", "c_proj", "to_out")
+        ),
+        *((f"h/3/mlp/{name}/kernel", READS) for name in ("up_proj", "c_fc", "fc_in", "wi")),
+        *((f"h/3/mlp/{name}/kernel", WRITES) for name in ("down_proj", "fc_out", "wo", "proj_out")),
+        *((f"block/{name}", READS) for name in ("wq", "w_k", "query_0")),
+        *((f"block/{name}", WRITES) for name in ("wo", "w_o", "out_1")),
+        ("multi_head_attention/query/w", READS),
+        ("multi_head_attention/linear/w", EITHER),
+        ("mlp/fc1/kernel", EITHER),
+        ("mlp/dense/kernel", EITHER),
+    ],
+)
+def test_the_axis_of_a_square_kernel_is_the_one_that_faces_the_residual_stream(path, faces):
+    leaf = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+    axes = {READS: RotatedAxes((-2,)), WRITES: RotatedAxes((-1,)), EITHER: RotatedAxes((-2, -1))}
+    assert generic_axes(path, leaf, 32) == axes[faces]
+    swapped = {READS: WRITES, WRITES: READS, EITHER: EITHER}
+    assert generic_axes(path, leaf, 32, kernel_layout="out_in") == axes[swapped[faces]]
+    # equinox and PyTorch call it weight and have it the other way round: unless the layout is named both are rotated.
+    path = path.rpartition("/")[0] + "/weight"
+    if faces is not EITHER and path.count("/") > 1:
+        assert generic_axes(path, leaf, 32) == axes[EITHER]
+        assert generic_axes(path, leaf, 32, kernel_layout="out_in") == axes[swapped[faces]]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"scan_layers": False}, {"mlp": "swiglu", "d_mlp": 32, "gated_attention": True}]
+)
+def test_the_length_d_model_rotates_the_axes_that_were_measured(changes):
+    """`Rotation(axes=d_model)` in a project of one's own, and optim.rotation.axes=residual of `orthojax train`."""
+    config = ModelConfig(d_model=32, num_layers=2, num_heads=4, vocab_size=64, max_length=8, **changes)
+    params = jax.eval_shape(Transformer(config).init, jax.random.key(0), jnp.zeros((1, 8), int))["params"]
+    measured = make_rotation(RotationConfig(axes="residual", seed=0))
+    generic, ours = (
+        {path: what for path, what in describe(rotation, params).items() if not what.startswith("left alone")}
+        for rotation in (Rotation(axes=32), measured)
+    )
+    assert generic == ours
+    assert any(leaf.shape[-2:] == (32, 32) for leaf in jax.tree.leaves(params))
 
 
 def test_a_length_that_no_kernel_has_warns(recwarn):

@@ -62,7 +62,8 @@ def linear(setting):
 def taps(residual, weights, norms):
     values = {"residual": residual, "post_attention": residual, "attention_weights": weights}
     values |= {"residual_before": residual, "head_norms": norms}
-    return SimpleNamespace(**values, attention_logits=weights, value_norms=norms)
+    visible = jnp.ones((1, 1, *weights.shape[-2:]), bool)
+    return SimpleNamespace(**values, attention_logits=weights, value_norms=norms, visible=visible)
 
 
 def observed(residual, weights, norms, basis):

@@ -7,6 +7,7 @@ batches, `finalize` divides. Whatever the split into batches, the result is that
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -31,6 +32,8 @@ _HIDDEN_STATE_MEANS = (
     *("norm_ratio_first", "norm_ratio_rest", "residual_norm_first", "residual_norm_rest"),
 )
 _HIDDEN_STATE_MAXIMA = ("max_abs_first_maximum", "max_abs_rest_maximum")
+# How the names end of what a layer without attention has too.
+_OF_HIDDEN_STATES = (*_HIDDEN_STATE_MEANS, *_HIDDEN_STATE_MAXIMA, "residual_peak", "residual_peak_ratio")
 
 
 class Statistics(NamedTuple):
@@ -41,12 +44,14 @@ class Statistics(NamedTuple):
       total: Metric -> sum of what it is the mean of; may have one more axis (heads), floating.
       count: Metric -> number of terms in that sum, int32; the same names as `total`.
       maximum: Metric -> largest value so far, floating.
+      attends: Whether the layer has attention, bool; True where there are no layers.
     """
 
     sequences: jax.Array
     total: dict[str, jax.Array]
     count: dict[str, jax.Array]
     maximum: dict[str, jax.Array]
+    attends: ArrayLike = True
 
 
 def observe_language_model(taps: Taps, *, post_attention: bool = False, basis: ArrayLike | None = None) -> Statistics:
@@ -80,7 +85,7 @@ def observe_language_model(taps: Taps, *, post_attention: bool = False, basis: A
     means["first_attention_mass"] = attention.first_attention_mass_by_head(taps.attention_weights)
     means["value_norm_first"] = activations.value_norm_first(taps.value_norms)
     means["value_norm_rest"] = activations.value_norm_rest(taps.value_norms)
-    return _statistics(taps.residual.shape[0], means, {}, maximum)
+    return _statistics(taps.residual.shape[0], means, {}, maximum, jnp.any(taps.visible))
 
 
 def observe_backcopy(
@@ -120,7 +125,7 @@ def observe_backcopy(
         }
         if tokens is not None:
             sums |= sink_logits.logit_sums(logits, tokens, is_trigger, vocab_size, bos_count)
-        return _statistics(taps.residual.shape[0], means, sums)
+        return _statistics(taps.residual.shape[0], means, sums, {}, jnp.any(taps.visible))
 
     return observe
 
@@ -138,32 +143,34 @@ def observe_backcopy_risks(log_probs: ArrayLike, oracle_probs: ArrayLike, is_tri
         "backcopy_excess_risk_nats": backcopy.backcopy_excess_risk_sum(log_probs, oracle_probs, is_trigger),
         "bigram_excess_risk_nats": backcopy.bigram_excess_risk_sum(log_probs, oracle_probs, is_trigger),
     }
-    return _statistics(jnp.shape(is_trigger)[0], {}, sums)
+    return _statistics(jnp.shape(is_trigger)[0], {}, sums, {}, jnp.bool_(True))
 
 
 def _statistics(
     batch: int,
     means: dict[str, jax.Array],
     sums: dict[str, backcopy.SumAndCount],
-    maximum: dict[str, jax.Array] | None = None,
+    maximum: dict[str, jax.Array],
+    attends: jax.Array,
 ) -> Statistics:
     """Of a batch: means over its sequences, and (sum, count) of other means."""
     sequences = jnp.asarray(batch, jnp.int32)
     sums = {name: (mean * batch, sequences) for name, mean in means.items()} | sums
     total, count = ({name: pair[i] for name, pair in sums.items()} for i in (0, 1))
-    return Statistics(sequences, total, count, maximum or {})
+    return Statistics(sequences, total, count, maximum, attends)
 
 
 def combine(a: Statistics, b: Statistics) -> Statistics:
     """The statistics of two batches together; pure, so it works inside and outside of jit."""
-    added = jax.tree.map(jnp.add, a._replace(maximum={}), b._replace(maximum={}))
-    return added._replace(maximum=jax.tree.map(jnp.maximum, a.maximum, b.maximum))
+    sequences, total, count = jax.tree.map(jnp.add, a[:3], b[:3])
+    return Statistics(sequences, total, count, jax.tree.map(jnp.maximum, a.maximum, b.maximum), a.attends)
 
 
 def finalize(statistics: Statistics, *, sink_threshold: float = 0.3, by_head: bool = False) -> dict[str, float]:
     """The metrics by name, on the host in float64.
 
-    Definitions: a key without `/layer_i` is the mean over layers; Bigram-Backcopy's `sink_attention` and
+    Definitions: a key without `/layer_i` is the mean over layers, of what attention has over those that have attention,
+    and the others are nan there; Bigram-Backcopy's `sink_attention` and
     `sink_attention_rest` are the maximum over layers, and so are the keys that end in `_maximum`. `sink_rate` is the
     share of (layer, head) whose mean weight on key 0 exceeds the threshold. Of Bigram-Backcopy also: `value_drain`, the
     value norm of <s> over that of the others by head; `residual_peak`, by how much its residual norm exceeds theirs,
@@ -191,10 +198,13 @@ def finalize(statistics: Statistics, *, sink_threshold: float = 0.3, by_head: bo
     means |= {name: value.astype(np.float64) for name, value in statistics.maximum.items()}
 
     metrics = {"sequences": float(np.ravel(statistics.sequences)[0])}
+    attends = np.broadcast_to(np.asarray(statistics.attends, bool), statistics.sequences.shape)
     for name, mean in means.items():
         layers = mean.mean(axis=tuple(range(statistics.sequences.ndim, mean.ndim)))  # over heads, where it has them
-        largest = name in _MAXIMUM_OVER_LAYERS or name.endswith("_maximum")
-        metrics[name] = float(np.max(layers) if largest else np.mean(layers))
+        has = np.ones_like(attends) if name.endswith(_OF_HIDDEN_STATES) else attends
+        layers, largest = np.where(has, layers, np.nan), name in _MAXIMUM_OVER_LAYERS or name.endswith("_maximum")
+        reduce = np.max if largest else np.mean
+        metrics[name] = float(reduce(layers[has])) if has.any() else math.nan
         if layers.ndim == 1:
             metrics |= {f"{name}/layer_{layer}": float(value) for layer, value in enumerate(layers)}
         if by_head and mean.ndim == 2 and mean.shape[1] > 1:

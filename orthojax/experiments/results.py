@@ -7,6 +7,7 @@ a single seed are read in the same way.
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,15 +49,17 @@ class Numbers:
         return metric in self._metrics
 
     def by_layer(self, name: str) -> np.ndarray:
-        """A metric of every layer, [layers].
+        """A metric of every layer, [layers]; nan where a layer does not have it.
 
         Raises:
           NotMeasured: Where there is none.
         """
-        layers = [self[f"{name}/layer_0"]]
-        while (key := f"{name}/layer_{len(layers)}") in self:
-            layers.append(self[key])
-        return np.array(layers)
+        prefix = f"{name}/layer_"
+        found = {key.removeprefix(prefix): key for key in self._metrics if key.startswith(prefix)}
+        layers = {int(layer): self._metrics[key] for layer, key in found.items() if layer.isdigit()}
+        if not layers:
+            raise NotMeasured(f"{prefix}0")
+        return np.array([layers.get(layer, math.nan) for layer in range(max(layers) + 1)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,17 +177,15 @@ class Result(Numbers):
         return float(np.mean(values))
 
     def layers(self, name: str) -> np.ndarray:
-        """A metric by layer, [seeds, layers].
+        """A metric by layer, [seeds, layers]; nan where a layer does not have it, as one without attention.
 
         Raises:
           NotMeasured: Where there is none, or not of every seed.
         """
-        layers = []
-        while values := self.values(f"{name}/layer_{len(layers)}"):
-            layers.append(values)
-        if not layers or min(map(len, layers)) < len(self.seeds):
+        layers = [numbers.by_layer(name) for numbers in self.seeds.values()]
+        if len({tuple(np.isnan(of_seed)) for of_seed in layers}) != 1:
             raise NotMeasured(name)
-        return np.array(layers).T
+        return np.array(layers)
 
     def arrays(self, measure: str, seed: int | None = None) -> dict[str, np.ndarray]:
         """The arrays that a measure stored for a seed, for the first that finished where None.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from orthojax.config import ModelConfig, Remat
-from orthojax.model.attention import Attention, attention_mask
+from orthojax.model.attention import Attention
 from orthojax.model.cache import CachedLayer, KVCache, Slots, plan, with_tokens
 from orthojax.model.experts import Experts
 from orthojax.model.interventions import Interventions, intervene, replace, split_layers, with_shared
@@ -113,7 +113,7 @@ class Block(nn.Module):
         return {
             "attention_logits": jnp.zeros((B, c.num_heads, T, T)),
             "attention_weights": jnp.zeros((B, c.num_heads, T, T)),
-            "visible": attention_mask(c, T),
+            "visible": jnp.zeros((1, 1, T, T), bool),
             "keys": jnp.zeros((B, T, c.kv_heads, c.head_dim)),
             "values": jnp.zeros((B, T, c.kv_heads, c.value_dim)),
             "value_norms": jnp.zeros((B, c.num_heads, T)),

@@ -94,6 +94,12 @@ _NORM = re.compile(  # not the linear layer behind a norm
     r"(.*norm|(.*_)?(ln|rms))(?!.*(proj|linear|dense|conv))(_?[a-z0-9]{1,3}|[0-9]*(_[a-z0-9]+)+)?"
 )
 
+# Whether a kernel writes to the residual stream or reads it, where its shape does not say it.
+_WRITER = re.compile(r"(.*_)?(o|out|output|wo|down)(_?proj(ection)?)?|(.*_)?c_proj|proj_out")
+_READER = re.compile(
+    r"(.*_)?(q|k|v|query|key|value|w[qkvi]|gate|up|in|input)(_?proj(ection)?)?|(.*_)?c_(attn|fc)|proj_in"
+)
+
 
 def generic_axes(
     path: str,
@@ -123,12 +129,15 @@ def generic_axes(
     Args:
       path: The parameter's path, as `describe` prints it.
       leaf: Its shape and dtype.
-      axes: Which axes of a kernel; a number is d_model, for every axis of that length, wherever it is: the output of
-        what writes to the residual stream, the input of what reads it (flax's query [d_model, heads, head_dim] too),
-        and both of a square kernel, whose shape does not say which one faces the stream. A kernel without such an axis
-        is left alone. Tables do not depend on it. Only axes of length 2 to 16,384 are rotated.
-      kernel_layout: Whether a kernel is [in, out] (flax, haiku) or [out, in] (equinox, PyTorch); not read where axes is
-        a number.
+      axes: Which axes of a kernel; a number is d_model, for the axis of that length, wherever it is: the output of what
+        writes to the residual stream, the input of what reads it; flax's query [d_model, heads, head_dim] and out
+        [heads, head_dim, d_model] too, each with one basis. Of a square kernel the names query, key, value, q_proj,
+        gate, up, wi, c_attn and the like say that it reads; out, output, o_proj, wo, down, c_proj that it writes; under
+        another name both axes are rotated. A kernel without such an axis is left alone. Tables do not depend on it.
+        Only axes of length 2 to 16,384 are rotated.
+      kernel_layout: Whether a kernel is [in, out] (flax, haiku) or [out, in] (equinox, PyTorch). Where axes is a number
+        only square kernels need it; one called weight, as in the latter two, is taken for neither unless this says
+        `out_in`: both of its axes are rotated.
       embeddings: A regular expression: the tables are where it is found in the path, instead of by name; "" for none.
 
     Raises:
@@ -142,6 +151,8 @@ def generic_axes(
     RotatedAxes(groups=((-2,),), stacked=(0,))
     >>> generic_axes("query/kernel", jax.ShapeDtypeStruct((64, 4, 16), "float32"), axes=64)
     RotatedAxes(groups=((-3,),), stacked=())
+    >>> generic_axes("o_proj/kernel", jax.ShapeDtypeStruct((64, 64), "float32"), axes=64)
+    RotatedAxes(groups=((-1,),), stacked=())
     """
     found, _ = judge(path, leaf.shape, checked_axes(axes), kernel_layout, embeddings)
     return None if isinstance(found, str) else found
@@ -152,7 +163,7 @@ def judge(
 ) -> tuple[RotatedAxes | str, Mark]:
     """As `generic_axes`, with the reason where nothing is rotated; and whether it is a table, or a guess."""
     name, module = [*[part for part in reversed(path.lower().split("/")) if not part.isdigit()], "", ""][:2]
-    kernel = _KERNEL.fullmatch(name)
+    kernel, guessed = _KERNEL.fullmatch(name), False
     if len(shape) < 2:
         return f"{len(shape)} {'axis' if len(shape) == 1 else 'axes'}, fewer than 2", ""
     if embeddings is None:
@@ -175,14 +186,35 @@ def judge(
             if -2 in chosen:  # [..., d_model, f]: as many layers or experts before it would be a coincidence
                 chosen = [axis for axis in chosen if axis >= -2]
             kernel_ndim = max(2, -min(chosen, default=-2))  # flax's query is [d_model, heads, head_dim]
+            if chosen == [-2, -1]:
+                chosen = _facing_stream(name, module, kernel_layout)
+                guessed = len(chosen) > 1
+            elif chosen == [-1] and len(shape) > 2 and shape[-3] * shape[-2] == axes and _writes(name, module):
+                kernel_ndim = 3  # and its out [heads, head_dim, d_model]
         else:
             chosen = {"output": [output], "input": [before], "both": [-2, -1]}[axes]
         stacked = tuple(range(len(shape) - kernel_ndim))
     groups = tuple((axis,) for axis in chosen if 2 <= shape[axis] <= _MAX_GENERIC_SIZE)
-    mark: Mark = "embedding" if table else "" if kernel and len(shape) == 2 else "unsure"
+    mark: Mark = "embedding" if table else "" if kernel and len(shape) == 2 and not guessed else "unsure"
     if groups:
         return RotatedAxes(groups, stacked), mark
     return without_length(axes) if isinstance(axes, int) else f"no {axes} axis of length 2 to {_MAX_GENERIC_SIZE}", mark
+
+
+def _facing_stream(name: str, module: str, layout: KernelLayout) -> list[int]:
+    """Which axes of a square kernel face the residual stream, by its own name or its module's: both where unknown."""
+    writes = _writes(name, module)
+    if writes is None or (layout == "in_out" and re.fullmatch(r"(.*_)?weights?", name)):
+        return [-2, -1]
+    return [-1 if writes == (layout == "in_out") else -2]
+
+
+def _writes(name: str, module: str) -> bool | None:
+    """Whether a kernel writes to the residual stream, by its own name or its module's; None where unknown."""
+    for word in (re.sub(r"_?[0-9]+", "", word) for word in (name, module)):
+        if (writes := _WRITER.fullmatch(word)) or _READER.fullmatch(word):
+            return bool(writes)
+    return None
 
 
 def without_length(length: int) -> str:

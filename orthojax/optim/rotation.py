@@ -64,8 +64,7 @@ class Rotation:
         rotated between two all-to-alls of one shard, a whole one without communication: moments whose layout keeps
         the rotated axis whole halve the traffic. The basis never depends on the mesh. Inside a `shard_map` of your own
         an array counts as the whole parameter: keep rotated axes whole there.
-      kernel_layout: Of the rule: whether kernels are `in_out` (flax, haiku) or `out_in` (equinox, PyTorch); not read
-        where axes is a number.
+      kernel_layout: Of the rule: whether kernels are `in_out` (flax, haiku) or `out_in` (equinox, PyTorch).
       embeddings: Of the rule: a regular expression, found in the paths of embedding tables and in no other, where their
         names do not tell; "" where there are none, which also silences the warning that none was found.
 

@@ -101,7 +101,7 @@ def row_losses(relaxed_causal_tokens: int) -> Callable[[jax.Array, jax.Array], j
 
 def as_sums(statistics: Any) -> Sums:
     """Statistics of a batch as arrays by name, for a file."""
-    sums = {"sequences": np.asarray(statistics.sequences)}
+    sums = {"sequences": np.asarray(statistics.sequences), "attends": np.asarray(statistics.attends)}
     for part in ("total", "count", "maximum"):
         sums |= {f"{part}/{name}": np.asarray(x, np.float64) for name, x in getattr(statistics, part).items()}
     return sums
@@ -117,7 +117,7 @@ def add(a: Sums | None, b: Sums) -> Sums:
             return np.maximum(a[name], b[name])
         if name in ("loss_nats", "dormant_score"):
             return np.concatenate([a[name], b[name]], axis=int(name == "dormant_score"))
-        return a[name] + b[name]
+        return a[name] + b[name]  # of `attends`, which is the same in both, the logical or
 
     return {name: both(name) for name in a}
 
@@ -133,7 +133,11 @@ def metrics_of(sums: Sums, threshold: float, bits_per_nat_of_loss: float | None)
         part, _, metric = name.partition("/")
         if part in parts and metric not in (*_VECTORS, *_LARGEST):
             parts[part][metric] = array
-    statistics = analysis.Statistics(np.asarray(sums["sequences"]), **parts)  # pyright: ignore[reportArgumentType]
+    statistics = analysis.Statistics(
+        np.asarray(sums["sequences"]),  # pyright: ignore[reportArgumentType]
+        **parts,
+        attends=sums.get("attends", True),  # files of before 2026-11-26 lack it
+    )
     metrics |= analysis.finalize(statistics, sink_threshold=threshold)
     for part in ("first", "rest"):
         kurtosis, ratio = (_layers(metrics, f"{name}_{part}") for name in ("kurtosis", "norm_ratio"))
