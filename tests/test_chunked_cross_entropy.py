@@ -313,3 +313,38 @@ def test_quantised_models_keep_their_head_whole_where_it_may_be_quantised(name, 
     np.testing.assert_allclose(loss(2, include=include), plain, rtol=1e-6)
     if include == "":
         assert loss(None) != plain  # so that rounding the head shows
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])
+def test_targets_of_any_integer_dtype(dtype):
+    hidden, kernel, targets, weights = problem(V=300)  # more ids than uint8 has
+    targets = targets % 200
+    expected = numpy_loss(hidden, kernel, targets, weights)[0]
+    for positions in (2, 7):
+        value = loss_of(jnp.asarray(targets, dtype), weights, positions)(hidden, kernel)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("positions", [2, 7])
+def test_in_a_shard_map_of_the_caller(positions):
+    """With the types of varying arrays, which is jax.shard_map's default."""
+    hidden, kernel, targets, weights = problem(B=4)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def local(hidden, kernel, targets):
+        return jax.lax.psum(loss_of(targets, weights, positions)(hidden, kernel), "data")
+
+    split, whole = PartitionSpec("data"), PartitionSpec()
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(split, whole, split), out_specs=whole)
+    loss, (dx, dW) = jax.jit(jax.value_and_grad(mapped, (0, 1)))(hidden, kernel, jnp.asarray(targets))
+    expected = numpy_loss(hidden, kernel, targets, weights)
+    for got, wanted in zip((loss, dx, dW), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_there_is_at_least_one_position_at_a_time():
+    assert positions_at_once(2, 4, 10, asked=0) == 1
+    assert positions_at_once(0, 4, 10) == 4
+    hidden, kernel, targets, weights = problem()
+    with pytest.raises(ValueError, match="positions=0; allowed: at least 1"):
+        loss_of(targets, weights, 0)(hidden, kernel)

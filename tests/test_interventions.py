@@ -307,3 +307,17 @@ def test_measure_takes_interventions_for_all_batches_or_for_each_and_compiles_on
         return Interventions(forced_weights=pattern, forced_share=jnp.ones((L, N, T)))
 
     check(forced, [forced(*batch) for batch in batches])
+
+
+def test_norms_of_a_head_that_is_scaled_away_have_a_gradient():
+    config = ModelConfig(d_model=8, num_layers=1, num_heads=2, d_mlp=8, vocab_size=16, max_length=4)
+    tokens = jnp.array([[1, 2, 3]])
+    params = Transformer(config).init(jax.random.key(0), tokens)["params"]
+
+    def total(scale):
+        options = {"interventions": Interventions(head_scale=scale), "observe": lambda taps: taps.head_norms.sum()}
+        return Transformer(config).apply({"params": params}, tokens, **options)[1].sum()
+
+    gradient = jax.grad(total)(jnp.array([[0.0, 1.0]]))
+    assert np.isfinite(gradient).all()
+    assert gradient[0, 1] > 0

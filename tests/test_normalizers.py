@@ -384,3 +384,11 @@ def test_a_mask_of_numbers_is_refused(name):
 def test_a_sink_that_is_not_one_number_for_each_row_is_refused(shape, axis):
     with pytest.raises(ValueError, match=r"a sink of shape .* for logits \(2, 3\); allowed"):
         softmax_with_sink(jnp.zeros((2, 3)), jnp.zeros(shape), axis)
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu", "softmax1", "sigmoid"])
+def test_a_mask_may_have_more_axes_than_the_logits(name):
+    function = {"relu": relu, "gelu": gelu, "softmax1": softmax1, "sigmoid": sigmoid}[name]
+    x, where = jnp.array([2.0, 4.0, 1.0]), jnp.array([[True, True, False], [True, False, False]])
+    expected = jnp.stack([function(x, where=row) for row in where])
+    np.testing.assert_allclose(function(x, where=where), expected, rtol=1e-6)

@@ -1,6 +1,7 @@
 """`in_rotated_basis` around the optimizers of optax, against the same ones on a problem that is rotated by hand."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -215,6 +216,31 @@ def test_arrays_like_the_parameters_are_refused_where_they_are_used():
     nested = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), nested_fn)
     with pytest.raises(ValueError, match="extra argument 'extras', which lives in the basis"):
         update(in_rotated_basis(nested), extras={"curvature": (0.5, PARAMS)})
+
+
+class _Extras(NamedTuple):
+    tree: dict
+    loss: float
+
+
+def test_a_part_of_the_parameters_or_one_in_another_tree_is_refused_too():
+    def adds(read, masked=False):
+        def update_fn(updates, state, params=None, *, extras, **unused_extra_args):
+            return jax.tree.map(lambda u: u + read(extras), updates), state
+
+        inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
+        rotated = in_rotated_basis(inner)
+        return optax.masked(rotated, {name: name == "kernel" for name in PARAMS}) if masked else rotated
+
+    kernel = PARAMS["kernel"]
+    for optimizer, extras in (
+        (adds(lambda of: of.tree["kernel"].sum()), _Extras(PARAMS, 1.0)),
+        (adds(lambda of: of["kernel"].sum()), {"kernel": kernel}),
+        (adds(lambda of: of["kernel"].sum(), masked=True), PARAMS),
+    ):
+        with pytest.raises(ValueError, match="extra argument 'extras', which lives in the basis"):
+            update(optimizer, extras=extras)
+    update(adds(lambda of: of.loss), extras=_Extras(PARAMS, 1.0))  # what is beside them may be used
 
 
 @pytest.mark.slow

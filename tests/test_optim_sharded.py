@@ -20,6 +20,8 @@ from orthojax.optim import (
     layout_of,
     orthoadam,
     rotate,
+    scale_by_orthoadam,
+    scale_by_soap,
     state_shardings,
     unrotate,
     zero1,
@@ -430,3 +432,29 @@ def test_what_is_refused():
         for make in (lambda at: zero1(Rotation(), shapes, at), lambda at: state_shardings(orthoadam(0.1), shapes, at)):
             with pytest.raises(ValueError, match=r"w: its sharding is .*; allowed: a jax\.sharding\.NamedSharding"):
                 make(at | {"w": sharding})
+
+
+@pytest.mark.parametrize("name", ["layer_by_layer", "soap"])
+def test_in_a_shard_map_of_the_caller_whose_gradients_differ_by_device(name):
+    """With the types of varying arrays, as plain Adam: the state is shared, the gradient is each device's own."""
+    params = {"layers": {"kernel": jnp.ones((3, 8, 16))}, "embedding": jnp.ones((4, 8))}
+    optimizers = {"layer_by_layer": functools.partial(scale_by_orthoadam, layer_by_layer=True), "soap": scale_by_soap}
+    optimizer = optimizers[name]()
+    state = optimizer.init(params)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AUTO,))
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=(2, *p.shape)), jnp.float32), params)
+
+    def local(grads, state):
+        own = jax.tree.map(lambda g: g[0], grads)
+        for _ in range(2):  # SOAP's first step is only a look
+            updates, state = optimizer.update(own, state)
+        return jax.tree.map(lambda u: u[None], updates)
+
+    split = PartitionSpec("data")
+    found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(split, PartitionSpec()), out_specs=split))(grads, state)
+    for device in range(2):
+        alone = jax.tree.map(lambda u: u[0], local(jax.tree.map(lambda g, i=device: g[i : i + 1], grads), state))
+        mine = jax.tree.map(lambda u, i=device: u[i], found)
+        for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)

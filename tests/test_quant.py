@@ -336,6 +336,8 @@ REFUSED = [
     (lambda: QuantizationSetting(8.5, "absmax", "tensor"), "bits=8.5(.|\n)*an integer"),
     (lambda: QuantizationSetting(8, "absmax", "tensor", activation_bits="8"), "activation_bits='8'"),
     (lambda: QuantizationSetting(8, "absmax", "output_channel", group_size=6.4), "group_size=6.4"),
+    (lambda: QuantizationSetting(4, "zeropoint", "output_channel", activation_bits=8), "no activations are rounded"),
+    (lambda: QuantizationSetting(4, "zeropoint", "output_channel", float_features=1), "with scheme='zeropoint'"),
     (lambda: quant.setting_named("w4a8_group46"), "did you mean 'w4a8_group64'"),
 ]
 

@@ -89,7 +89,8 @@ class Attention(Part):
             query, key = self._normed(query, key)
         widths = (c.head_dim, c.head_dim, c.value_dim)
         query, key, value = (
-            a.reshape(*x.shape[:2], -1, width) for a, width in zip((query, key, value), widths, strict=True)
+            a.reshape(*x.shape[:2], a.shape[-1] // width, width)
+            for a, width in zip((query, key, value), widths, strict=True)
         )
         return (*self._normed(query, key), value) if c.qk_norm == "head" else (query, key, value)
 
@@ -116,7 +117,9 @@ class Attention(Part):
         kernel = at_least_float32(kernel)
         gram = jnp.einsum("NHD,NGD->NHG", kernel, kernel)
         vectors = vectors.astype(gram.dtype)
-        return jnp.sqrt(jnp.maximum(jnp.einsum("BSNH,NHG,BSNG->BNS", vectors, gram, vectors), 0.0))
+        squared = jnp.einsum("BSNH,NHG,BSNG->BNS", vectors, gram, vectors)
+        positive = squared > 0  # the square root has no derivative at 0, where a head is scaled away
+        return jnp.where(positive, jnp.sqrt(jnp.where(positive, squared, 1.0)), 0.0)
 
     def _logits_and_weights(
         self, query: jax.Array, key: jax.Array, visible: jax.Array, normalizer: Normalizer, given: Interventions

@@ -207,6 +207,8 @@ class Transformer(nn.Module):
         c = self.config
         if cache is not None and observe is not None:
             raise ValueError("observations with a cache; allowed: one of them, measurements take whole sequences")
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens of shape {tokens.shape}; allowed: [B, T]")
         slots = None if cache is None else plan(cache, c, tokens.shape, interventions)
         dtype = jnp.dtype(c.dtype)
         init = nn.initializers.normal(c.embedding_init_std)

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from orthojax.ops.products import kernel_product, transposed_product
 from orthojax.ops.statistics import at_least_float32, wide_dtype
+from orthojax.ops.varying import varying_alike
 
 BATCH_AXES, VOCAB_AXIS = ("data", "fsdp"), "tensor"  # of the current mesh, as far as it has them
 # The logits that one device materialises at a time; their exponentials and gradients take as much again. An accelerator
@@ -56,11 +57,12 @@ def positions_at_once(B: int, T: int, V: int, asked: int | None = None) -> int:
     (64, 3)
     """
     if asked is not None:
-        return min(asked, T)
+        return min(max(asked, 1), T)
     mesh = jax.sharding.get_abstract_mesh()
     tensor = mesh.shape[VOCAB_AXIS] if VOCAB_AXIS in _auto_axes(mesh) else 1
     row = B // _shards(mesh, _batch_axes(mesh, B)) * 4 * (V // tensor if V % tensor == 0 else V)
-    chunks = -(-T // max(_LOGITS_BYTES.get(jax.default_backend(), _LOGITS_BYTES_ELSEWHERE) // row, 1))
+    most = _LOGITS_BYTES.get(jax.default_backend(), _LOGITS_BYTES_ELSEWHERE) // max(row, 1)
+    chunks = max(-(-T // max(most, 1)), 1)
     return -(-T // chunks)  # chunks of nearly equal size: little is computed twice
 
 
@@ -102,14 +104,22 @@ def chunked_cross_entropy_sum_nats(
     Returns:
       A scalar, at least float32.
 
+    Raises:
+      ValueError: For fewer than one position.
+
     >>> import jax.numpy as jnp
     >>> x, W, targets = jnp.zeros((1, 3, 2)), jnp.ones((2, 4)), jnp.array([[0, 3, 1]])
     >>> float(chunked_cross_entropy_sum_nats(x, W, targets, jnp.ones((1, 3)), positions=2))  # 3 ln 4
     4.158883094787598
     """
+    if positions < 1:
+        raise ValueError(f"positions={positions}; allowed: at least 1")
     dtype = wide_dtype(hidden)
     weights = jnp.broadcast_to(lax.stop_gradient(weights).astype(dtype), targets.shape)
-    return _loss(min(positions, targets.shape[1]), vocab_axis, hidden, kernel, targets, weights)
+    if jnp.iinfo(targets.dtype).bits < 32:
+        targets = targets.astype(jnp.int32)  # they are compared with every id, which may not fit into theirs
+    operands = varying_alike((hidden, kernel, targets, weights))  # within a shard_map of the caller
+    return _loss(max(min(positions, targets.shape[1]), 1), vocab_axis, *operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -178,6 +188,7 @@ def _chunk_by_chunk(positions: int, vocab_axis: int, with_gradients: bool, hidde
     carry: tuple[Any, ...] = (jnp.zeros((), weights.dtype),)
     if with_gradients:
         carry = (*carry, jnp.zeros_like(hidden), jnp.zeros(kernel.shape, weights.dtype))
+    carry, _ = varying_alike((carry, weights))
     return lax.fori_loop(0, -(-T // positions), chunk, carry)
 
 

@@ -79,7 +79,7 @@ def softmax1(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None)
 
     The 1 acts as a key with logit 0 and value 0, so a head with nothing to say need not park its weight on the
     first token. The stabilising shift is max(0, max_j x_j), since unlike softmax it is not invariant to adding a
-    constant: finite, correct weights for any logits, and exact zeros where nothing is kept.
+    constant: finite, correct weights for any finite logits, and exact zeros where nothing is kept.
 
     Args:
       logits: Floating array; half precision is computed in float32.
@@ -202,13 +202,14 @@ def gelu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> 
 
 
 def _by_visible_keys(x: jax.Array, axis: Axis, where: jax.Array | None) -> jax.Array:
-    axes = _axes(axis, x.ndim)
     if where is None:
-        return x / math.prod(x.shape[a] for a in axes)
+        return x / math.prod(x.shape[a] for a in _axes(axis, x.ndim))
     where = _boolean(where)
-    where = where.reshape((1,) * (x.ndim - where.ndim) + where.shape)
+    ndim = max(x.ndim, where.ndim)
+    axes = _axes(axis, ndim)
+    x, where = (a.reshape((1,) * (ndim - a.ndim) + a.shape) for a in (x, where))
     # A mask of length 1 along an axis stands for all its keys; the sum runs over the mask as it is, which is smaller.
-    visible = jnp.sum(where, axis, keepdims=True) * math.prod(x.shape[a] for a in axes if where.shape[a] == 1)
+    visible = jnp.sum(where, tuple(axes), keepdims=True) * math.prod(x.shape[a] for a in axes if where.shape[a] == 1)
     return jnp.where(where, x / jnp.maximum(visible, 1).astype(x.dtype), 0.0)
 
 

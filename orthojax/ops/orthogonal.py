@@ -230,7 +230,7 @@ def fixed_transform(x: jax.Array, axis: int, *, kind: FixedKind = "hadamard", tr
     factors, scale = _kronecker_factors(x.shape[axis], kind)
     if not factors:
         transform = jax.scipy.fft.idct if transpose else jax.scipy.fft.dct
-        return transform(x, axis=axis, norm="ortho")
+        return transform(x, axis=axis, norm="ortho").astype(x.dtype)
     how = {"factors": factors, "axis": axis, "transpose": transpose}
     cpu, other = functools.partial(_on_cpu, **how), functools.partial(_on_accelerator, **how)
     return jax.lax.platform_dependent(x, cpu=cpu, default=other) * scale

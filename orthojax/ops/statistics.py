@@ -62,8 +62,9 @@ def kurtosis(x: ArrayLike, axis: int = -1) -> jax.Array:
     arXiv 2410.17174, Eq. 2). Raw, not excess: 3 for a Gaussian. For D values 1 <= kappa <= D - 2 + 1 / (D - 1), the
     upper end for a one-hot vector. It depends neither on a factor nor on an offset.
 
-    A constant vector has no kurtosis (0/0); it gets 0, which no other vector can have, so that one dead position does
-    not turn the mean over a data set into nan. Not-finite values give nan.
+    A constant vector has no kurtosis (0/0); it gets 0, which no other vector has, so that one dead position does not
+    turn the mean over a data set into nan. One whose spread is below 1e-31 (float32) counts as constant. Not-finite
+    values give nan.
 
     Args:
       x: Values, any real dtype.

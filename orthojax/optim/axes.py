@@ -42,7 +42,7 @@ class RotatedAxes:
             raise ValueError(
                 f"RotatedAxes(groups={self.groups}, stacked={self.stacked}); allowed: tuples, as in RotatedAxes((-1,))"
             )
-        groups = tuple((group,) if isinstance(group, int) else tuple(group) for group in self.groups)
+        groups = tuple((group,) if isinstance(group, int | np.integer) else tuple(group) for group in self.groups)
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "stacked", tuple(self.stacked))
         named = [axis for group in (*groups, self.stacked) for axis in group]

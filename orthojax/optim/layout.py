@@ -148,7 +148,8 @@ def layout_of(shardings: Any) -> Callable[[str], jax.sharding.Sharding | None]:
 
     def layout(path: str) -> jax.sharding.Sharding | None:
         if path not in by_path:
-            raise ValueError(f"{path!r} has no sharding in the layout; allowed: {', '.join(sorted(by_path)[:5])}, ...")
+            known = f"{', '.join(sorted(by_path)[:5])}, ..." if by_path else "none, since no leaf is a sharding"
+            raise ValueError(f"{path!r} has no sharding in the layout; allowed: {known}")
         return by_path[path]
 
     return layout

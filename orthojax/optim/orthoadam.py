@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from orthojax.ops.varying import varying_alike
 from orthojax.optim import layout
 from orthojax.optim.basis import basis_constants
 from orthojax.optim.rotation import DEFAULT_ROTATION, Plan, Rotation, plan_leaf
@@ -232,7 +233,7 @@ def _loop_shard(step: Any, kind: str, plan: Plan, stacks: tuple, constants: Any,
         scaled, mu, nu = step(given, rotated, mu, nu)
         return rotate_shard(scaled, alone, kind, back, names[k:], transpose=True), mu, nu
 
-    stacks = tuple(x.reshape(-1, *shape[k:]) for x in stacks)
+    stacks = varying_alike(tuple(x.reshape(-1, *shape[k:]) for x in stacks))  # in a shard_map of the caller
     out = [x.dtype for x in jax.eval_shape(one_layer, 0, *(x[0] for x in stacks))]
     # What is new overwrites what was there, in the wider of the two dtypes.
     stacks = tuple(x.astype(jnp.promote_types(x.dtype, dtype)) for x, dtype in zip(stacks, out, strict=True))

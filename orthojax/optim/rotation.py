@@ -41,7 +41,8 @@ class Rotation:
     """Which orthogonal matrix Q, on which axes of which parameter.
 
     Every parameter, and every layer of a stacked one, has its own Q, a function of (seed, name, layer, length) alone:
-    the same on every machine and mesh (`haar` up to the rounding of LAPACK), and for scanned and unrolled layers.
+    the same on every machine and mesh (`haar` up to the rounding of LAPACK), and for scanned and unrolled layers whose
+    number is the first in their path (`layers_2`, not `Transformer_0/layers_2`).
     Renaming a module changes its Q. Two parameters of one tree that would share a Q are refused: they are numbered in
     different ways (`a_0/w`, `a/0/w`).
 

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from orthojax.errors import UserError
 from orthojax.ops.statistics import at_least_float32
+from orthojax.ops.varying import varying_alike
 from orthojax.optim.basis import basis_shape, matrices_by_path, stored_matrices
 from orthojax.optim.layout import known_sharding, place
 from orthojax.optim.rotation import (
@@ -156,8 +157,9 @@ def scale_by_soap(
         scaled = jax.tree.map(lambda s, g: jnp.where(first, 0, s).astype(jnp.result_type(g)), scaled, updates)
 
         gram = mean(beta, state.gram, learned.matrices(grads, _gram))
+        gram, bases = varying_alike((gram, state.basis))  # in a shard_map of the caller
         due = jnp.where(first, 2, (state.count % precondition_frequency == 0).astype(jnp.int32))
-        basis = jax.lax.switch(due, [lambda gram, basis: basis, _improved, _eigenvectors], gram, state.basis)
+        basis = jax.lax.switch(due, [lambda gram, basis: basis, _improved, _eigenvectors], gram, bases)
         return scaled, SoapState(jnp.asarray(optax.safe_increment(state.count)), basis, gram, mu, nu)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -282,20 +282,25 @@ class _InOtherBasis(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def _guarded(extra_args: dict[str, Any], rotation: Rotation, updates: optax.Updates) -> dict[str, Any]:
-    """Extra arguments, where functions and trees like the parameters may be handed through but not be used."""
+    """Extra arguments, where functions and rotated parameters may be handed through but not be used.
+
+    An array is a rotated parameter where its path in the argument ends as the parameter's does and the shapes agree,
+    so that a part of the tree, or one inside another, is found as well.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(updates)
-    if not any(plan_leaf(rotation, keys, leaf).groups for keys, leaf in leaves):
+    rotated = {leaf_path(keys): np.shape(leaf) for keys, leaf in leaves if plan_leaf(rotation, keys, leaf).groups}
+    if not rotated:
         return extra_args
-    outline = _outline(updates)
+
+    def is_parameter(path: str, shape: tuple[int, ...]) -> bool:
+        parts = path.split("/")
+        return any(rotated.get("/".join(parts[i:])) == shape for i in range(len(parts)))
 
     def guard(name: str, value: Any) -> Any:
-        if callable(value):
-            return _InOtherBasis(name)
-        if _outline(value) == outline:
-            return jax.tree.map(lambda _: _InOtherBasis(name), value)
-        if isinstance(value, dict):
-            return {key: guard(name, inner) for key, inner in value.items()}
-        plain = type(value) in (list, tuple)
-        return type(value)(guard(name, inner) for inner in value) if plain else value
+        def of_leaf(keys: tuple[Any, ...], leaf: Any) -> Any:
+            hidden = callable(leaf) or is_parameter(leaf_path(keys), np.shape(leaf))
+            return _InOtherBasis(name) if hidden else leaf
+
+        return _InOtherBasis(name) if callable(value) else jax.tree_util.tree_map_with_path(of_leaf, value)
 
     return {name: guard(name, value) for name, value in extra_args.items()}

@@ -67,6 +67,13 @@ class QuantizationSetting:
         check_types(self, "QuantizationSetting")
         if self.float_features < 0:
             raise UserError(f"float_features={self.float_features}", allowed="0 or more")
+        if self.float_features and self.scheme == "zeropoint":  # what is left out is 0, which would widen the range
+            raise UserError(f"float_features={self.float_features} with scheme='zeropoint'", allowed="scheme='absmax'")
+        if self.activation_bits is not None and self.inputs is None and self.outputs is None:
+            raise UserError(
+                f"activation_bits={self.activation_bits} where no activations are rounded says nothing",
+                allowed="inputs or outputs",
+            )
         for name, bits in (("bits", self.bits), ("activation_bits", self.input_bits)):
             if not 2 <= bits <= 16:
                 raise UserError(f"{name}={bits} cannot be simulated", allowed="2 to 16")

@@ -28,6 +28,7 @@ from orthojax.ops.attention import cudnn_kernel, xla
 from orthojax.ops.attention.cudnn_kernel import Operands, Settings, Statistics, outside_of_traces, private_module
 from orthojax.ops.attention.dot_product import ATTENTION_NAME, AttentionInputs
 from orthojax.ops.normalizers import sink_logit
+from orthojax.ops.varying import varying_alike
 
 _LEAST_CAPABILITY = (8, 0)  # Ampere
 _PROBE_TOLERANCE = 0.05  # of bfloat16 numbers near 1; a kernel that is wrong is wrong by far more
@@ -112,7 +113,7 @@ def attend(inputs: AttentionInputs) -> jax.Array:
         left_window=None if window is None else window[0],
     )
     operands = Operands(inputs.query, inputs.key, inputs.value, _bias(inputs), *_lengths(inputs))
-    return _attention(settings, *cudnn_kernel.varying_alike((operands, _sinks(inputs))))
+    return _attention(settings, *varying_alike((operands, _sinks(inputs))))
 
 
 def _sinks(inputs: AttentionInputs) -> jax.Array | None:

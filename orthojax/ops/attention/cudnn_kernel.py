@@ -253,24 +253,6 @@ def sharded_as(gradient: jax.Array | None, primal: jax.Array | None) -> jax.Arra
     return jax.sharding.reshard(gradient, jax.typeof(primal).sharding)
 
 
-def varying_alike(arrays: Any) -> Any:
-    """Within `shard_map`: arrays typed as varying over the same mesh axes, as a derivative rule requires.
-
-    The transpose of the cast sums the gradient of what the devices share.
-    """
-
-    def axes_of(array: jax.Array) -> frozenset[str]:
-        return jax.typeof(array).mat.varying
-
-    every = frozenset[str]().union(*map(axes_of, jax.tree.leaves(arrays)))
-
-    def cast(array: jax.Array) -> jax.Array:
-        missing = every - axes_of(array)
-        return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
-
-    return jax.tree.map(cast, arrays)
-
-
 # Auto axes: the compiler calls back with the partition that it arrived at.
 
 

@@ -83,7 +83,7 @@ def dot_product_attention(
       scale: Factor of the logits; 1 / sqrt(H) if None.
       is_causal: Query t sees keys 0..t.
       query_seq_lengths: int32 [B]; the output of queries from this position on is zero.
-      key_value_seq_lengths: int32 [B]; keys from this position on are hidden.
+      key_value_seq_lengths: int32 [B]; keys from this position on are hidden; they must be finite all the same.
       local_window_size: Query t sees keys t - left .. t + right; an int means both sides.
       implementation: None picks by platform, dtype and shape. "xla" materialises the whole matrix of weights, on any
         platform; "xla_chunked" does so for one chunk of queries at a time, in memory linear in T; "cudnn" is the
@@ -91,8 +91,9 @@ def dot_product_attention(
         The two kernels have a first derivative in reverse mode only.
 
     Returns:
-      Shape of `query`, dtype of `value`; zeros without keys. Batch and, for "xla", lengths may be symbolic dimensions
-      of `jax.export`, with which None never picks a kernel.
+      Shape of `query`, dtype of `value`; zeros without keys. Of a query whose keys are all hidden, softmax gives the
+      mean of the values ("cudnn" may give nan), the other normalizers zeros. Batch and, for "xla", lengths may be
+      symbolic dimensions of `jax.export`, with which None never picks a kernel.
 
     Raises:
       ValueError: For shapes or dtypes that do not fit, a mask that is not boolean, an unknown normalizer or
@@ -263,8 +264,13 @@ def _choose(inputs: AttentionInputs, implementation: str | None) -> Callable[[At
 
 _compiled_for_p = Primitive("orthojax_compiled_for")
 _compiled_for_p.def_abstract_eval(lambda x, **_: x)
-_compiled_for_p.def_impl(lambda x, **parameters: jax.jit(lambda x: _compiled_for_p.bind(x, **parameters))(x))
+_compiled_for_p.def_impl(lambda x, **parameters: _jitted(**parameters)(x))
 batching.defvectorized(_compiled_for_p)
+
+
+@functools.cache
+def _jitted(**parameters: str) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: _compiled_for_p.bind(x, **parameters))  # kept: each new function is compiled anew
 
 
 def compiled_for(array: jax.Array, implementation: str, platform: str) -> jax.Array:
