@@ -42,10 +42,14 @@ def locate(name: str | Path) -> Path:
 
 
 def is_pretrained(path: Path) -> bool:
-    """Whether it is a .gguf file, or a folder whose config.json names a family."""
+    """Whether it is a .gguf file, or a folder whose config.json names a family, and which is no run."""
     if path.suffix == ".gguf":
         return True
-    return (path / "config.json").is_file() and "model_type" in read_json(path / "config.json", "config of a model")
+    return (
+        not (path / "checkpoints").is_dir()
+        and (path / "config.json").is_file()
+        and "model_type" in read_json(path / "config.json", "config of a model")
+    )
 
 
 def model_files(source: Path) -> list[tuple[str, int, int]]:

@@ -428,6 +428,7 @@ def test_runs_from_before_bases_were_counted_resume_unless_they_are_rotated(tmp_
         values["optim"]["rotation"].pop("basis")
         values["optim"]["rotation"]["seed"] = 0
         (tmp_path / "config.json").write_text(json.dumps(values))
+        (tmp_path / "metrics.jsonl").touch()
         if optimizer == "adam":
             check_workdir(tmp_path, config)
             continue
@@ -485,3 +486,19 @@ def test_a_write_that_fails_in_the_background_stops_the_run_and_keeps_the_last_g
     train(CONFIG, INPUTS, tmp_path, on_start=starts.append)
     assert starts == [3]
     assert not list((tmp_path / "checkpoints").glob("*tmp*"))
+
+
+def test_a_config_is_compared_with_that_of_a_checkpoint_where_config_json_is_gone_and_stays_as_it_was(tmp_path):
+    train(CONFIG, INPUTS, tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match=r"another config: train\.seed=5 \(was 0\)"):
+        train(replace(CONFIG, {"train.seed": 5}), INPUTS, tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    train(CONFIG, INPUTS, tmp_path)  # what it began with
+    assert (tmp_path / "config.json").exists()
+
+
+def test_a_run_that_never_began_does_not_hold_its_folder(tmp_path):
+    with pytest.raises(UserError, match="no such model"):
+        train(replace(CONFIG, {"train.init_from": "nope"}), INPUTS, tmp_path)
+    train(CONFIG, INPUTS, tmp_path)

@@ -15,9 +15,10 @@ import pytest
 import tokenizers as hf
 from hypothesis import strategies as st
 
-from orthojax.data.declared_tokens import with_declared_tokens
+from orthojax.data.declared_tokens import begins_with_bos, with_declared_tokens
 from orthojax.data.tokenizers import (
     ByteTokenizer,
+    SentencePieceTokenizer,
     from_json,
     load_tokenizer,
     make_tokenizer,
@@ -341,7 +342,7 @@ def test_missing_files_and_packages(tmp_path, monkeypatch):
         ("bpe:", r"unknown tokenizer 'bpe:'"),
         ("bpe:-300", r"unknown tokenizer 'bpe:-300'"),
         ("bpe:2k", r"unknown tokenizer 'bpe:2k'"),
-        ("bpe:259", r"'bpe:259' is too small\nallowed: bpe:260 or more"),
+        ("bpe:259", r"'bpe:259' is too small\nallowed: bpe:260 to bpe:16777216"),
         ("bpe:5000", r"'bpe:5000' needs more text: there are only \d+ different ids"),
         ("", "unknown tokenizer|is a folder"),
     ],
@@ -385,3 +386,47 @@ def test_begin_and_ends_are_those_that_a_model_declares(tmp_path, files, bos_id,
     found = with_declared_tokens(tokenizer, tmp_path)
     assert (found.bos_id, found.ends, found.eos_id) == (bos_id, ends, 1)
     assert found.sha256 == tokenizer.sha256
+
+
+LLAMA = {"tokenizer_class": "LlamaTokenizer"}
+TEMPLATE = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False}
+
+
+@pytest.mark.parametrize(
+    ("files", "begins"),
+    [
+        ({}, False),
+        ({"tokenizer_config.json": {"add_bos_token": True}}, True),
+        ({"tokenizer_config.json": {"add_bos_token": False}, "tokenizer.json": {"post_processor": TEMPLATE}}, False),
+        ({"tokenizer.json": {"post_processor": TEMPLATE}}, True),
+        ({"tokenizer.json": {"post_processor": {"type": "Sequence", "processors": [BYTES, TEMPLATE]}}}, True),
+        ({"tokenizer.json": {"post_processor": BYTES}, "tokenizer_config.json": LLAMA}, False),
+        ({"tokenizer.json": {"post_processor": None}}, False),
+        ({"tokenizer.json": {"post_processor": TEMPLATE | {"single": TEMPLATE["single"][1:]}}}, False),
+        ({"tokenizer.model": {}, "tokenizer_config.json": LLAMA}, True),
+        ({"tokenizer.model": {}, "tokenizer_config.json": {"tokenizer_class": "T5Tokenizer"}}, False),
+    ],
+)
+def test_whether_texts_begin_with_bos_is_what_a_model_declares(tmp_path, files, begins):
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert begins_with_bos(tmp_path) == begins
+
+
+def test_text_that_is_not_unicode_and_sizes_that_are_none_are_refused():
+    for tokenizer in (ByteTokenizer(), train_bpe(TEXTS, 270)):
+        with pytest.raises(UserError, match=r"'\\udcff' at position 1\nallowed: valid Unicode"):
+            tokenizer.encode_batch(["fine", "a\udcff"])
+    assert ByteTokenizer().decode([-1, 65, 999]) == "A"
+    for size in ("2" + 30 * "0", "2" * 5000):
+        with pytest.raises(UserError, match="is too large\nallowed: bpe:260 to bpe:16777216"):
+            tokenizer_identity(f"bpe:{size}")
+
+
+def test_ids_that_sentencepiece_does_not_have_are_left_out():
+    class Backend:
+        def decode(self, ids):
+            return "".join("abc"[i] for i in ids)
+
+    assert SentencePieceTokenizer("s", 3, 0, 1, "", Backend()).decode([0, 250, -1, 2]) == "ac"

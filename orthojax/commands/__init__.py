@@ -22,7 +22,8 @@ def start(name: str) -> None:
     command = _module(name)
     command.define_flags()
     positional, several = getattr(command, "POSITIONAL", ""), getattr(command, "SEVERAL", False)
-    cli.run(command.main, positional=positional, several=several, extras=getattr(command, "EXTRAS", ""))
+    extras, resumes = getattr(command, "EXTRAS", ""), getattr(command, "RESUMES", False)
+    cli.run(command.main, positional=positional, several=several, extras=extras, resumes=resumes)
 
 
 def main() -> None:

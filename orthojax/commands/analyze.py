@@ -25,6 +25,7 @@ from orthojax.commands import cli
 from orthojax.errors import UserError, printable
 
 FLAGS = flags.FLAGS
+RESUMES = True  # a call that was interrupted
 EXTRAS = "train,reports"
 
 

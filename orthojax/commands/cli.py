@@ -273,12 +273,13 @@ def shorten_lost_peers() -> None:
     sys.stderr = os.fdopen(real, "w", buffering=1, errors="backslashreplace")
 
 
-def guarded(call: Callable[[], Any], extras: str = "") -> Any:
+def guarded(call: Callable[[], Any], extras: str = "", resumes: bool = False) -> Any:
     """Calls; a user error becomes at most three lines and exit code 2, a crash of ours keeps its traceback.
 
     Args:
       call: The work.
       extras: All that it needs, named together where a package of one is missing.
+      resumes: Whether the same call takes up what an interrupted one has done.
     """
     try:
         result = call()
@@ -300,7 +301,7 @@ def guarded(call: Callable[[], Any], extras: str = "") -> Any:
         print(stop, file=sys.stderr)
         sys.exit(128 + stop.signum)
     except KeyboardInterrupt:
-        print("stopped; run the same command to resume", file=sys.stderr)
+        print(f"stopped{'; run the same command to resume' * resumes}", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # as in `inspect_checkpoint.py DIR | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -338,7 +339,14 @@ def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> l
     return rest
 
 
-def run(main: Callable[[list[str]], None], *, positional: str = "", several: bool = False, extras: str = "") -> None:
+def run(
+    main: Callable[[list[str]], None],
+    *,
+    positional: str = "",
+    several: bool = False,
+    extras: str = "",
+    resumes: bool = False,
+) -> None:
     """Parses flags, calls `main` with the positional arguments, and reports errors.
 
     Args:
@@ -346,6 +354,7 @@ def run(main: Callable[[list[str]], None], *, positional: str = "", several: boo
       positional: What a positional argument is; '' for a command without one.
       several: Whether there may be more than one.
       extras: As of `guarded`.
+      resumes: As of `guarded`.
     """
     logging.set_verbosity(logging.FATAL)  # Orbax logs much, and all that it raises twice; --verbosity=0 brings it back
     _hold_back_background_errors()
@@ -354,6 +363,6 @@ def run(main: Callable[[list[str]], None], *, positional: str = "", several: boo
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     about = sys.modules[main.__module__].__doc__ or ""
     app.run(
-        lambda arguments: guarded(lambda: main(arguments), extras),
+        lambda arguments: guarded(lambda: main(arguments), extras, resumes),
         flags_parser=lambda argv: guarded(lambda: _parse(argv, positional, several, about)),
     )

@@ -63,8 +63,10 @@ def main(_: list[str]) -> None:
     start = time.perf_counter()
     times = []
 
+    generated = stream(loaded, prompt, FLAGS.tokens, **options)  # checks the prompt
+
     def ids() -> Iterator[int]:
-        for token in stream(loaded, prompt, FLAGS.tokens, **options):
+        for token in generated:
             times.append(time.perf_counter())
             if tokenizer is not None and int(token) in tokenizer.ends:
                 return
@@ -107,7 +109,7 @@ def _pieces(tokenizer: Any, prompt: list[int], ids: Iterator[int]) -> Iterator[s
         return
     # A token's text depends on those before it, spaces in particular, so all are decoded, with some of the prompt.
     tokens, text = prompt[-8:], ""
-    shown = len(tokenizer.decode(tokens))
+    shown = len(tokenizer.decode(tokens).rstrip("\ufffd"))
     for token in ids:
         tokens.append(token)
         text = tokenizer.decode(tokens)

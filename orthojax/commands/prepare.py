@@ -15,6 +15,7 @@ from absl import flags
 from orthojax.errors import UserError
 
 FLAGS = flags.FLAGS
+RESUMES = True  # a call that was interrupted
 
 
 def define_flags() -> None:
@@ -46,7 +47,8 @@ def define_flags() -> None:
 
 def _shard() -> tuple[int, int]:
     index, slash, count = FLAGS.shard.partition("/")
-    if slash and index.isdecimal() and count.isdecimal() and int(index) < int(count) < 100_000:
+    digits = slash and index.isdecimal() and count.isdecimal() and len(index + count) < 20
+    if digits and int(index) < int(count) < 100_000:
         return int(index), int(count)
     raise UserError(f"--shard={FLAGS.shard} is not valid", allowed="i/n with 0 <= i < n, such as 0/8")
 

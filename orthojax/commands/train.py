@@ -17,6 +17,7 @@ from orthojax.config import Config
 from orthojax.errors import UserError
 
 FLAGS = flags.FLAGS
+RESUMES = True  # a call that was interrupted
 
 
 def define_flags() -> None:

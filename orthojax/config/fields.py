@@ -331,6 +331,6 @@ def from_json(cls: type[T], text: str) -> T:
     """
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError
         raise UserError(f"not a JSON config: {error}") from None
     return from_dict(cls, values)

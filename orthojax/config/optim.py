@@ -54,7 +54,7 @@ class OptimConfig:
       rotated: Run the optimizer in the basis of `rotation`; `orthoadam` is `adam` with this.
       learning_rate: Peak learning rate.
       warmup_steps: Steps of linear warm-up from 0.
-      final_learning_rate_fraction: Learning rate at the last step as a fraction of the peak; 1 keeps it constant.
+      final_learning_rate_fraction: Learning rate after the last step as a fraction of the peak; 1 keeps it constant.
       b1: Decay of the first moment, where there is one (of Lion: the first of its two).
       b2: Decay of the second moment, where there is one (of Lion: of its momentum; of SOAP: of its basis, too).
       eps: Added to the root of the second moment.
@@ -90,7 +90,7 @@ class OptimConfig:
         require_each(self, "optim", "weight_decay", lambda x: 0.0 <= x < math.inf, "a finite number >= 0")
         require_each(self, "optim", "warmup_steps sink_anneal_steps", lambda steps: steps >= 0, "a number >= 0")
         require_each(self, "optim", "final_learning_rate_fraction", lambda x: 0.0 <= x <= 1.0, "0 to 1")
-        require_each(self, "optim", "clip_norm", lambda norm: norm > 0.0, "none or > 0")
+        require_each(self, "optim", "clip_norm", lambda norm: 0.0 < norm < math.inf, "none, or a finite number > 0")
         require(
             self.momentum == 0.0 or self.optimizer in ("sgd", "signum", "muon"),
             f"optim.momentum={self.momentum} is not read by optim.optimizer={self.optimizer!r}",

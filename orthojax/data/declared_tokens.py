@@ -1,4 +1,4 @@
-"""Which tokens begin a text and end generation, as a published model's own files say."""
+"""Which tokens begin a text and end generation, and whether a text begins so, as a published model's own files say."""
 
 import dataclasses
 from pathlib import Path
@@ -29,6 +29,45 @@ def with_declared_tokens(tokenizer: Tokenizer, path: Path) -> Tokenizer:
     return dataclasses.replace(tokenizer, bos_id=bos_id, stop_ids=tuple(sorted(stop_ids)))
 
 
+def begins_with_bos(path: Path) -> bool:
+    """Whether a published model was trained on texts that begin with its BOS token.
+
+    `add_bos_token` of tokenizer_config.json or of a .gguf file says so; where it is missing, the post-processor of
+    tokenizer.json, by the special token that it puts first, or the kind of tokenizer, as Llama's sentencepiece model
+    begins with it by default.
+
+    Args:
+      path: As of `with_declared_tokens`.
+
+    Raises:
+      UserError: For a damaged file.
+    """
+    if path.suffix == ".gguf":
+        metadata = open_gguf(path).metadata
+        return bool(metadata.get("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.model") == "llama"))
+    words, tokenizer = (_read(path / name) for name in ("tokenizer_config.json", "tokenizer.json"))
+    if type(declared := words.get("add_bos_token")) is bool:
+        return declared
+    if tokenizer:
+        return _puts_special_token_first(tokenizer.get("post_processor"))
+    kind = str(words.get("tokenizer_class", ""))
+    return (path / "tokenizer.model").is_file() and kind.startswith(("Llama", "CodeLlama", "Gemma"))
+
+
+def _puts_special_token_first(post_processor: Any) -> bool:
+    """Of a `TemplateProcessing`, alone or first in a sequence of processors."""
+    if not isinstance(post_processor, dict):
+        return False
+    if post_processor.get("type") == "Sequence":
+        return any(map(_puts_special_token_first, post_processor.get("processors") or []))
+    template = post_processor.get("single")
+    return isinstance(template, list) and bool(template) and "SpecialToken" in template[0]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return read_json(file, "file of a model") if file.is_file() else {}
+
+
 def _of_gguf(path: Path) -> tuple[list[Any], list[Any]]:
     """Values that say BOS, the first counts; and those that say an end."""
     metadata = open_gguf(path).metadata
@@ -38,10 +77,8 @@ def _of_gguf(path: Path) -> tuple[list[Any], list[Any]]:
 
 def _of_folder(path: Path) -> tuple[list[Any], list[Any]]:
     """As `_of_gguf`."""
-    words, generation, model = (
-        read_json(file, "file of a model") if (file := path / name).is_file() else {}
-        for name in ("tokenizer_config.json", "generation_config.json", "config.json")
-    )
+    names = ("tokenizer_config.json", "generation_config.json", "config.json")
+    words, generation, model = (_read(path / name) for name in names)
     ends = [words.get("eos_token")]
     for of in (generation, model):
         value = of.get("eos_token_id")

@@ -27,6 +27,7 @@ from orthojax.files import make_folder, write_text
 # places that do not depend on the number of shards: every process trains the same.
 BPE_SAMPLE_BYTES = 1 << 26
 _TEXTS_FOR_THE_RULE = 4096
+_OUR_FILES = ("tokenizer", "source")  # .json, beside the sidecars
 
 Progress = Callable[..., Any]  # (what is being done, bytes of the source done, bytes in total, tokens so far)
 
@@ -133,8 +134,10 @@ def renamed(parts: Sequence[Part], name: str) -> list[Part]:
     Raises:
       UserError: If it is not the name of a file, or that of another file of the folder.
     """
-    if name and (name != Path(name).name or name.startswith(".") or name in ("tokenizer", "source")):
+    if name and (name != Path(name).name or name.startswith(".") or name in _OUR_FILES):
         raise UserError(f"--name={name} is not the name of a file", allowed="a name such as train")
+    if not name and (taken := {part.name for part in parts} & {*_OUR_FILES}):
+        raise UserError(f"token files {min(taken)!r} would overwrite {min(taken)}.json", allowed="--name=NAME")
     return [dataclasses.replace(part, name=name or part.name) for part in parts]
 
 

@@ -181,7 +181,9 @@ def open_token_files(path: Path, *, verify: bool = False) -> TokenFile:
     Raises:
       UserError: If a file is missing or damaged, or they do not belong together.
     """
-    found = map(Path, glob.glob(str(path))) if glob.has_magic(str(path)) else _find_shards(path)
+    found = list(_find_shards(path))
+    if not found and glob.has_magic(str(path)) and not path.exists():
+        found = map(Path, glob.glob(str(path)))
     places = sorted((_place(shard), shard) for shard in found)
     if places and path.exists():
         raise UserError(f"{path} exists both as one file and as shards", allowed="one of them; move the other away")

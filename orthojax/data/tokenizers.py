@@ -34,6 +34,7 @@ BOS, EOS = "<|bos|>", "<|eos|>"
 _FORMATS = "a tokenizer.json, GPT-2's vocab.json, a sentencepiece .model, the ranks of Llama 3"
 ALLOWED = f"bytes | bpe:N (N ids, trained on the corpus) | the path of {_FORMATS}, or of a folder with one"
 SMALLEST_BPE = 260
+_LARGEST_BPE = 2**24
 # Usual names of the two in published tokenizers, by precedence.
 _EOS_NAMES = (EOS, "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 _BOS_NAMES = (BOS, "<s>", "<|begin_of_text|>", "<bos>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
@@ -81,10 +82,17 @@ class Tokenizer(abc.ABC):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of every text, int32 [length]; special tokens are neither added nor recognised inside the text."""
-        return self._encode(list(texts))
+        texts = list(texts)
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # a lone surrogate, as of an argument that is not UTF-8
+                shown = ascii(text[error.start])
+                raise UserError(f"a text has {shown} at position {error.start}", allowed="valid Unicode") from None
+        return self._encode(texts)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of some ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        """The text of some ids, without special tokens and unknown ids; bytes that are not UTF-8 become U+FFFD."""
         return self._decode(np.asarray(ids, np.int64).tolist())
 
     @abc.abstractmethod
@@ -113,7 +121,7 @@ class ByteTokenizer(Tokenizer):
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
     def _decode(self, ids: list[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
+        return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -137,7 +145,7 @@ class SentencePieceTokenizer(Tokenizer):
         return [np.array(row, np.int32) for row in rows]
 
     def _decode(self, ids: list[int]) -> str:
-        return self.backend.decode(ids)
+        return self.backend.decode([i for i in ids if 0 <= i < self.vocab_size])
 
 
 def tokenizer_identity(spec: str) -> str:
@@ -155,7 +163,15 @@ def tokenizer_identity(spec: str) -> str:
         return spec
     if spec.startswith("bpe:"):
         return f"bpe:{_bpe_size(spec)}"
-    return "sha256:" + hashlib.sha256(b"".join(map(_read_file, _files(spec)))).hexdigest()
+    digest = hashlib.sha256()
+    for path in _files(spec):
+        if path.suffix == ".gguf" and path.is_file():  # it has the weights as well, which may not fit into memory
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        else:
+            digest.update(_read_file(path))
+    return f"sha256:{digest.hexdigest()}"
 
 
 def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
@@ -350,9 +366,11 @@ def _bpe_size(spec: str) -> int:
     digits = spec.removeprefix("bpe:")
     if not (digits.isascii() and digits.isdigit()):
         raise UserError(f"unknown tokenizer {spec!r}", allowed=ALLOWED, hint="did you mean 'bpe:2048'?")
-    if int(digits) < SMALLEST_BPE:
-        raise UserError(f"tokenizer {spec!r} is too small", allowed=f"bpe:{SMALLEST_BPE} or more")
-    return int(digits)
+    size = int(digits[:12])  # of more digits enough to see that it is too large
+    if not SMALLEST_BPE <= size <= _LARGEST_BPE:
+        problem = f"tokenizer {spec[:40]!r} is too {'small' if size < SMALLEST_BPE else 'large'}"
+        raise UserError(problem, allowed=f"bpe:{SMALLEST_BPE} to bpe:{_LARGEST_BPE}")
+    return size
 
 
 def _files(spec: str) -> list[Path]:

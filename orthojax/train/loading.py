@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from orthojax import quant
 from orthojax.config import Config, DataConfig, ModelConfig, changed_fields, replace
 from orthojax.data import load_tokenizer, make_tokenizer
-from orthojax.data.declared_tokens import with_declared_tokens
+from orthojax.data.declared_tokens import begins_with_bos, with_declared_tokens
 from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
 from orthojax.model import (
@@ -84,7 +84,8 @@ def find_model(path: str | Path) -> tuple[Path, Config]:
             config = replace(config, {"model.attention_implementation": "auto"})
         return folder, config
     model = (read_gguf_config if found.suffix == ".gguf" else read_folder_config)(found)
-    data = DataConfig(sequence_length=min(model.max_length, _PUBLISHED_LENGTH), tokenizer=str(found))
+    length, bos = min(model.max_length, _PUBLISHED_LENGTH), begins_with_bos(found)
+    data = DataConfig(sequence_length=length, tokenizer=str(found), bos=bos)
     return found, Config(model=model, data=data)
 
 
@@ -94,10 +95,11 @@ def _read_published(path: Path) -> Any:
 
 def _load_pretrained(path: Path, config: Config) -> LoadedModel:
     params = _read_published(path)
-    try:
-        tokenizer = with_declared_tokens(load_tokenizer(path), path)
-    except UserError:  # token ids are enough for most
-        tokenizer = None
+    tokenizer = None
+    with contextlib.suppress(UserError):  # token ids are enough for most
+        tokenizer = load_tokenizer(path)
+    if tokenizer is not None:
+        tokenizer = with_declared_tokens(tokenizer, path)
     return LoadedModel(Transformer(config.model), params, config, tokenizer, path)
 
 

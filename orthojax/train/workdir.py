@@ -17,6 +17,8 @@ from orthojax.data.bigram_backcopy import EVALUATION
 from orthojax.data.token_files import Tokens
 from orthojax.errors import UserError
 from orthojax.files import make_folder, read_json, try_lock, write_atomically, write_text
+from orthojax.train.checkpoint import read_config
+from orthojax.train.checkpoint.checksums import steps_in
 
 T = TypeVar("T")
 
@@ -132,9 +134,15 @@ def check_workdir(workdir: Path, config: Config) -> None:
     for path in (workdir / "checkpoints", workdir, *workdir.parents):
         if os.path.isfile(path):  # pathlib raises for names that are too long
             raise UserError(f"workdir {workdir}: {path} is a file", allowed="a folder, new or of an earlier call")
-    before = _read_config(workdir)
-    if before is not None:
-        require_same_config(config, before, str(workdir))
+    steps = steps_in(workdir / "checkpoints")
+    before, where = _read_config(workdir), workdir
+    if before is None and steps:
+        where = workdir / "checkpoints" / str(steps[-1])
+        with contextlib.suppress(UserError):  # where it is damaged, an older one may not be
+            before = read_config(where)
+    # Of a run that never began only the config is there, as where what it was to begin with is not.
+    if before is not None and (steps or os.path.lexists(workdir / "metrics.jsonl")):
+        require_same_config(config, before, str(where))
 
 
 @contextlib.contextmanager

@@ -46,7 +46,8 @@ def find_checkpoint(path: Path) -> Path:
     if not os.path.exists(path):  # pathlib raises for names that are too long
         raise UserError(f"no such checkpoint: {path}", allowed=allowed, hint=hint)
     for folder in (path / "checkpoints", path):
-        steps = steps_in(folder)
+        # A folder of runs that are named by numbers is none of checkpoints.
+        steps = [step for step in steps_in(folder) if not (folder / str(step) / "checkpoints").is_dir()]
         if steps:
             return folder / str(steps[-1])
     if (path / "params").is_dir() and (path / "config").is_dir():
