@@ -1,4 +1,4 @@
-"""The README's table of models is what the committed results say, row by row."""
+"""The table of models of docs/claims.md, and the first of the README, are what the committed results say."""
 
 import re
 from pathlib import Path
@@ -8,16 +8,18 @@ import pytest
 from committed import RESULTS, committed, folder_of
 
 from orthojax.experiments.catalog import find
-from orthojax.experiments.results import pairs
+from orthojax.experiments.results import Result, pairs, penalty
 from orthojax.experiments.tables import change_text
 from orthojax.formatting import mean_and_range
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+CLAIMS = (ROOT / "docs" / "claims.md").read_text()
 HEAD = "| layers x width, tokens of a row, steps; experiment | axes, seeds |"
 
 
 class Pair(NamedTuple):
-    """A vanilla and a cured variant of an experiment, and what the README calls them."""
+    """A vanilla and a cured variant of an experiment, and what the table calls them."""
 
     label: str
     experiment: str
@@ -63,7 +65,7 @@ def row_of(pair: Pair) -> str:
     name = pair.experiment if pair.scale == "tiny" else f"{pair.experiment} --scale={pair.scale}"
     fractions = [[100 * value for value in of.values("first_attention_fraction")] for of in both]
     cells = [
-        f"{pair.label}<br>[`{name}`](results/{folder}/report.md)",
+        f"{pair.label}<br>[`{name}`](../results/{folder}/report.md)",
         f"{axes}<br>{len(cured.seeds)}",
         "<br>".join(mean_and_range(of.values("kurtosis_first"), "{:.1f}".format) for of in both),
         "<br>".join(mean_and_range(values, "{:.1f}".format) for values in fractions),
@@ -72,8 +74,8 @@ def row_of(pair: Pair) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def test_the_table_of_the_readme_is_what_the_results_say():
-    table = README.partition(HEAD)[2].partition("\n\n")[0].splitlines()[2:]
+def test_the_table_is_what_the_results_say():
+    table = CLAIMS.partition(HEAD)[2].partition("\n\n")[0].splitlines()[2:]
     assert table == list(map(row_of, PAIRS))
 
 
@@ -89,3 +91,31 @@ def test_label_says_what_was_trained(i):
     assert f"{config.model.num_layers} x {config.model.d_model}, {config.data.sequence_length}, " in label
     assert label.endswith(f", {config.train.steps:,}")
     assert ("no `<s>`" in label) != config.data.bos
+
+
+def _shown(of: Result) -> list[str]:
+    """The five rows of the README's first table for one variant."""
+    kurtosis = of.values("kurtosis_first")
+    fraction, mass = ([100 * x for x in of.values(f"first_attention_{name}")] for name in ("fraction", "mass"))
+    lost = [100 * x for x in of.values(penalty("perplexity_int8_coarse"))]
+    one = len(of.seeds) == 1
+    show = [
+        (kurtosis, "{:.0f}" if max(kurtosis) > 10 else "{:.1f}", ""),
+        (fraction, "{:.1f}", "%"),
+        (mass, "{:.1f}", "%"),
+        (of.values("perplexity"), "{:.2f}" if one else "{:.1f}", ""),
+        (lost, "{:.2f}", "%"),
+    ]
+    cells = []
+    for values, form, unit in show:
+        mean, _, spread = mean_and_range(values, form.format).partition(" (")
+        cells.append(f"{mean}{unit}{f' ({spread}' if spread else ''}")
+    return cells
+
+
+def test_the_first_table_of_the_readme_is_what_the_results_say():
+    large, small = committed(find("long_pair"), "small"), committed(find("repeated_longer"))
+    columns = [large["vanilla"], large["cured"], small["vanilla_64_bos_6000"], small["residual_64_bos_6000"]]
+    table = README.partition("| 46M parameters, one seed: vanilla")[2].partition("\n\n")[0].splitlines()[2:]
+    found = [[cell.strip() for cell in line.split("|")[2:-1]] for line in table]
+    assert found == [list(row) for row in zip(*map(_shown, columns), strict=True)]

@@ -149,13 +149,15 @@ def _notes(results: Results) -> list[str]:
         ]
     if not experiment.trains:
         return notes
-    config, runs = results.first.config, len(results.raw["rows"])
+    config, runs = results.first.config, sum("seconds" in row for row in results.raw["rows"])
     return [
         *notes,
         *_trained(results),
         *map(_corpus, provenance["data"]),
         f"{provenance['training_seconds'] / 60:.1f} minutes of training, summed over {runs} runs, of which several run "
-        "at once",
+        "at once"
+        if runs
+        else "nothing was trained",
         f"evaluated on {config.eval.sequences} sequences; dynamic quantisation scales over batches of "
         f"{config.eval.batch_size}; only linear layers are quantised",
     ]

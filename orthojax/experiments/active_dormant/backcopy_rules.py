@@ -42,7 +42,7 @@ def _variants(scale: str) -> tuple[Variant, ...]:
 
 _TOKEN = "largest_token"
 _MOST = (metric(_TOKEN, "mass on the most attended token"), metric(f"{_TOKEN}_equal", "equal weights would give"),
-         metric("token_value_ratio", "its value norm over the others'"))  # fmt: skip
+         metric("token_value_ratio", "its value norm over the mean of all"))  # fmt: skip
 _FIRST, _DELIMITER, _AT_TRIGGERS = _KEYS = (
     metric("first_key", "weight on the first token"), metric("delimiter_key", "weight on the delimiter"),
     metric("delimiter_key_triggers", "the same of trigger characters"),

@@ -119,8 +119,8 @@ CLAIMS = (
           "backcopy excess below 0.01 and bigram excess below 0.05 nats, in every seed"),
     Claim("The bigram is learned first, then backcopy, with the sink.", _SOFTMAX, _HALF,
           lambda of: _in_order(of, *_HALF[:3]),
-          "half of the total change of the bigram risk not later than of the backcopy risk, and that not later than of "
-          "the attention to <s>, in every seed"),
+          "half of the last large change of the bigram risk not later than of the backcopy risk, and that not later "
+          "than of the attention to <s>, in every seed"),
     Claim("Non-triggers attend to <s>.", _SOFTMAX, (_SINK, "sink_attention"), lambda of: within(of, _SINK, 0.7, 2),
           "mean weight above 0.7 in every seed, the row of <s> left out"),
     Claim("For all kinds of tokens: the whole band of logit gaps is positive.", _SOFTMAX,
@@ -238,7 +238,7 @@ EXPERIMENT = Experiment(
                     keep=_at_equal_rates, transposed=True),
         MetricTable("Beside the published numbers", _BESIDE, keep=lambda r: r.name == "softmax",
                     transposed=True),
-        MetricTable("The first recorded step at half of the total change", _HALF, keep=_at_equal_rates),
+        MetricTable("The first recorded step at half of the last large change", _HALF, keep=_at_equal_rates),
         MetricTable("Interventions: change of excess risks", [*_NO_ATTENTION, *_NO_MLP, *(
             _change(name, words, risk) for name, words in _FORCED.items() for risk in RISKS)], _at_equal_rates, True),
         MetricTable("Learning rates", [*RISKS, _SINK, _DRAIN]),

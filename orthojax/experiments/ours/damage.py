@@ -130,9 +130,14 @@ def _lost(name: str) -> Quantity:
 _COSTS = 0.01  # a rise of perplexity from which on a setting costs something
 
 
-def _costly(vanilla: Result) -> list[str]:
-    """What costs vanilla 1% or more in the mean."""
-    return [name for name in ROUNDED if vanilla.mean(_lost(name)) >= _COSTS]
+def _costly(*of: Result) -> list[str]:
+    """What costs one of these models 1% or more in the mean."""
+    return [name for name in ROUNDED if max(x.mean(_lost(name)) for x in of) >= _COSTS]
+
+
+def _less_where_costly(*of: Result) -> str:
+    """The settings that decide, each with both losses."""
+    return "; ".join(f"{ROUNDED[name]} {' → '.join(percent(x.mean(_lost(name))) for x in of)}" for name in _costly(*of))
 
 
 _PAIRS = {f"{width} wide": (f"vanilla_{width}", f"cured_{width}") for width in WIDTHS}
@@ -147,10 +152,15 @@ def _where_lost(criterion: str) -> Revision:
 
 
 CLAIMS = (
-    Claim("Cured models lose less where rounding costs something.", _PAIRS, _WORST,
-          lambda v, c: all(c.mean(_lost(name)) < v.mean(_lost(name)) for name in _costly(v)),
-          f"in every setting that costs vanilla {_COSTS:.0%} or more; testable where one does",
-          lambda v, c: bool(_costly(v))),
+    Claim("Cured models lose less where rounding costs something.", _PAIRS, (),
+          lambda v, c: all(c.mean(_lost(name)) < v.mean(_lost(name)) for name in _costly(v, c)),
+          f"in every setting that costs one of them {_COSTS:.0%} or more; testable where one does",
+          lambda v, c: bool(_costly(v, c)), detail=_less_where_costly,
+          revised=Revision("settings that cost the cured model alone were not read",
+                           {"criterion": f"in every setting that costs vanilla {_COSTS:.0%} or more; testable where "
+                            "one does", "testable": lambda v, c: bool(_costly(v)), "show": _WORST,
+                            "holds": lambda v, c: all(c.mean(_lost(name)) < v.mean(_lost(name))
+                                                      for name in _costly(v))})),
     Claim("The wider model loses more to coarse int8, as its bound allows.", ("vanilla_128", "vanilla_256"),
           (_COARSE,),
           lambda narrow, wide: wide.mean(_COARSE) > narrow.mean(_COARSE), f"{_IN_THE_MEAN}; {LOST}",

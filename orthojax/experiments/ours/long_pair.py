@@ -23,8 +23,9 @@ from orthojax.experiments.claims import (
     MASS,
     C,
     Claim,
+    Revision,
     V,
-    dominance_removed,
+    dominance_halved,
     no_outliers_left,
     no_perplexity_lost,
 )
@@ -126,13 +127,16 @@ GROWTH = Measure("checkpoints", _by_checkpoint, _stages)
 _LOST = tuple(penalty(f"perplexity_{name}") for name in SETTINGS)
 
 CLAIMS = (
-    dominance_removed("The first token dominates, and both methods together remove that."),
+    dominance_halved("The first token dominates, and both methods together take away half of that, or more."),
     no_outliers_left("They leave no outliers."),
     no_perplexity_lost("They cost no perplexity."),
     Claim("They lose less to rounding.", (V, C), _LOST,
           lambda v, c: all(c.mean(lost) < v.mean(lost) for lost in _LOST),
-          "in each of the settings; testable where vanilla loses 1% or more in one",
-          lambda v, c: max(map(v.mean, _LOST)) >= 0.01),
+          "in each of the settings; testable where one of them loses 1% or more",
+          lambda *of: max(x.mean(lost) for x in of for lost in _LOST) >= 0.01,
+          revised=Revision("where the cured model alone lost, the claim was not judged",
+                           {"criterion": "in each of the settings; testable where vanilla loses 1% or more in one",
+                            "testable": lambda v, c: max(map(v.mean, _LOST)) >= 0.01})),
 )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from orthojax.config import OptimConfig, replace
 from orthojax.experiments.base_configs import OPTIMIZERS, SHALLOW_MODEL, with_normalizer
-from orthojax.experiments.claims import NO_OUTLIERS, OUTLIERS, WORST_KURTOSIS, Claim
+from orthojax.experiments.claims import NO_OUTLIERS, OUTLIERS, WORST_KURTOSIS, Claim, Revision
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.page import Table
 from orthojax.experiments.pictures import perplexity_and_kurtosis
@@ -33,8 +33,12 @@ CLAIMS = (
     Claim("A rotated basis cures whichever optimizer makes them.",
           {label: (name, f"{name}_rotated") for name, (label, *_) in OPTIMIZERS.items()}, (WORST_KURTOSIS,),
           lambda plain, rotated: WORST_KURTOSIS(rotated) < NO_OUTLIERS,
-          f"rotated below {NO_OUTLIERS} for all; testable where the optimizer as it is has more than {OUTLIERS:g}",
-          lambda plain, rotated: WORST_KURTOSIS(plain) > OUTLIERS),
+          f"rotated below {NO_OUTLIERS} for all; testable where one of the two has more than {OUTLIERS:g}",
+          lambda *of: max(map(WORST_KURTOSIS, of)) > OUTLIERS,
+          revised=Revision("an optimizer that makes outliers in the rotated basis alone was not judged",
+                           {"criterion": f"rotated below {NO_OUTLIERS} for all; testable where the optimizer as it is "
+                            f"has more than {OUTLIERS:g}", "testable": lambda plain, rotated:
+                            WORST_KURTOSIS(plain) > OUTLIERS})),
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from orthojax.experiments.claims import (
     O,
     S,
     V,
-    dominance_removed,
+    dominance_halved,
     dominated,
     excess_of_first_left,
     no_outliers_left,
@@ -51,10 +51,10 @@ DOMINATES = Claim(
 )  # fmt: skip
 # What each method does to dominance, drains, outliers, perplexity and damage, in every group.
 BY_METHOD = (
-    dominance_removed("Softmax-1 alone removes the dominance.", (V, S)),
+    dominance_halved("Softmax-1 alone takes away half of the dominance, or more.", (V, S)),
     Claim("OrthoAdam alone leaves it.", (V, O), (FRACTION,), lambda v, o: excess_of_first_left(v, o) >= 0.5,
           f"at least half is left; {DOMINANCE_TESTABLE}", dominated),
-    dominance_removed("Both together remove it."),
+    dominance_halved("Both together take away half of it, or more."),
     Claim("The values of the first token are drained under softmax.", (V,), (DRAIN,), is_drained,
           f"norm below {DRAINED:g} of the others', mean over layers; {DOMINANCE_TESTABLE}", dominated),
     Claim("Softmax-1 keeps them.", (V, S), (DRAIN,), lambda v, s: not is_drained(s),

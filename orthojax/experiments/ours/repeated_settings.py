@@ -15,7 +15,7 @@ from orthojax.experiments.claims import (
     C,
     Claim,
     V,
-    dominance_removed,
+    dominance_halved,
     excess_of_first_left,
     no_outliers_left,
     no_perplexity_lost,
@@ -110,7 +110,9 @@ _MORE_STEPS = (
           "what is left of the excess over equal logits falls"),
 )  # fmt: skip
 _WITH_D_MODEL_AXES = (
-    dominance_removed("Both together remove the dominance with the d_model axes rotated, too.", (V, RESIDUAL)),
+    dominance_halved(
+        "Both together take away half of the dominance with the d_model axes rotated, too.", (V, RESIDUAL)
+    ),
     no_outliers_left("With the d_model axes rotated they leave no outliers.", (V, RESIDUAL)),
     no_perplexity_lost("With the d_model axes rotated they cost no perplexity.", (V, RESIDUAL)),
 )
