@@ -1,4 +1,4 @@
-"""orthojax: language models without attention sinks and outlier activations.
+"""orthojax: language models without outlier activations and with weaker attention sinks.
 
 Letters that name array axes inside functions: B batch, T query positions, S key positions, N query heads,
 K key-value heads, H head width, D d_model, V vocabulary.

@@ -18,7 +18,7 @@ from tiny_run import drawn_params
 
 import orthojax
 from orthojax import commands
-from orthojax.config import Config, field_paths
+from orthojax.config import Config, field_paths, replace
 from orthojax.experiments.catalog import ALL
 from orthojax.model import parameter_count
 
@@ -175,6 +175,17 @@ def test_ten_lines_train_in_every_framework(code, capsys):
     assert "unsure" not in "".join(lines)
 
 
+def test_the_config_of_the_guide_is_the_cured_model_and_its_baseline_what_the_guide_says():
+    names: dict = {}
+    exec(the_block("get_config", "train.md"), names)
+    config = names["get_config"]()
+    cure = {"model.normalizer": "softmax1", "model.norm": "rmsnorm_single", "model.use_bias": False}
+    cure |= {"optim.optimizer": "orthoadam", "optim.rotation.axes": "residual"}
+    assert config == replace(config, cure)
+    for preset in (orthojax.gpt2("130m"), orthojax.llama2("130m")):
+        assert (preset.normalizer, preset.norm == "rmsnorm_single") == ("softmax", False)
+
+
 def test_no_block_of_python_is_left_out_above():
     tested = {
         "optimizer.md": 3 + len(FRAMEWORKS),
@@ -182,6 +193,7 @@ def test_no_block_of_python_is_left_out_above():
         "model.md": 1,
         "measure.md": 3,
         "checkpoints.md": 1,
+        "train.md": 1,
     }  # two of them in other files
     for page, text in GUIDES.items():
         plain = [block for block in blocks("python", text) if ">>> " not in block]
