@@ -57,6 +57,18 @@ class UserError(ValueError):
         super().__init__(printable(text))
 
 
+def message_of(error: BaseException) -> str:
+    """What a command prints of an error before it ends: at most three lines."""
+    first, *rest = [line for line in str(error).splitlines() if line.strip()][:3]
+    return "\n".join([f"error: {first}", *(f"  {line}" for line in rest)]) + "\n"
+
+
+def as_user_error(error: OSError) -> UserError | None:
+    """An error of the operating system that a user can do something about; None for any other."""
+    hint = advice(error)
+    return UserError(f"{error.strerror}: {error.filename or 'while reading or writing'}", hint=hint) if hint else None
+
+
 def printable(text: str) -> str:
     r"""The text with control characters but line breaks as escapes: a name must not steer a terminal.
 

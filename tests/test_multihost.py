@@ -271,3 +271,17 @@ def test_many_processes_stop_at_the_number_that_they_agreed_on_though_one_goes_b
     assert asked == [7, 8, 9]
     assert answers == [None, None, signal.SIGTERM, signal.SIGTERM, signal.SIGTERM]  # until it can save
     assert stop.signum == signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_an_error_of_process_0_alone_ends_both_at_once(tmp_path):
+    """Otherwise it would wait for the other one at the end of Python, until its heartbeat is missed."""
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    started = time.monotonic()
+    first, second = train_together(tmp_path / "run", [tmp_path / "cache"] * 2, [FLAGS | {"mesh.data": 2}] * 2, 1)
+    assert time.monotonic() - started < 90
+    assert first[0] == 2
+    assert [line for line in first[2].splitlines() if "metrics.jsonl" in line]
+    assert "another process of this run" not in first[2]
+    assert second[0] != 0
+    assert PEER_LOST in second[2]

@@ -29,7 +29,7 @@ from orthojax.config import (
     read_value,
     replace,
 )
-from orthojax.errors import PEER_LOST, Interrupted, UserError, advice, how_to_install, nearest
+from orthojax.errors import PEER_LOST, Interrupted, UserError, as_user_error, how_to_install, message_of, nearest
 from orthojax.machine import keep_freed_memory
 
 # Which flag a positional argument was most likely meant for, in a command that takes none: the first that it has. In a
@@ -213,8 +213,7 @@ def _unexpected(argument: str) -> UserError:
 
 def fail(error: BaseException) -> NoReturn:
     """Ends the process with at most three lines and exit code 2."""
-    lines = [line for line in str(error).splitlines() if line.strip()][:3]
-    print("\n".join(["error: " + lines[0], *(f"  {line}" for line in lines[1:])]), file=sys.stderr)
+    print(message_of(error), end="", file=sys.stderr)
     atexit.unregister(_print_held_back)
     warnings.simplefilter("ignore")  # Orbax leaves coroutines behind when a write fails
     sys.exit(2)
@@ -307,10 +306,12 @@ def guarded(call: Callable[[], Any], extras: str = "", resumes: bool = False) ->
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
-        hint = advice(error)  # none for a missing file, which may be our fault: whoever opens a user's file says so
-        if not hint:
+        found = as_user_error(
+            error
+        )  # none for a missing file, which may be our fault: whoever opens a user's file says so
+        if found is None:
             raise
-        fail(UserError(f"{error.strerror}: {error.filename or 'while reading or writing'}", hint=hint))
+        fail(found)
 
 
 def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> list[str]:

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from orthojax.errors import PEER_LOST, UserError
+from orthojax.errors import PEER_LOST, UserError, as_user_error, message_of
 
 T = TypeVar("T")
 
@@ -73,6 +74,7 @@ def initialize(
         ) from error
 
 
+_SECONDS_FOR_OTHERS = 2  # with process 0 the others lose their coordinator, which ends them without their own message
 _LOST = re.compile(
     r"Gloo|NCCL.*(remote|peer|network)|[Cc]oordination|heartbeat|Socket closed|Connection (reset|closed)"
 )
@@ -80,20 +82,24 @@ _LOST = re.compile(
 
 @contextlib.contextmanager
 def ending_with_peers() -> Iterator[None]:
-    """Ends this process at once, with three lines, where an error says that another process of the run is gone.
+    """Ends this process at once, with three lines, at an error of its own or one that says that another one is gone.
 
     JAX would do so when the other one's heartbeat has been missed for long enough. Until then a checkpoint, a barrier
     or the end of Python would wait for the other process.
     """
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
-        if jax.process_count() == 1 or not _LOST.search(str(error)):
+        if jax.process_count() == 1:
             raise
-        os.write(2, PEER_LOST.encode())  # also where standard error is filtered; see `orthojax.commands.cli`
-        os._exit(1)
+        own = as_user_error(error) if isinstance(error, OSError) else error if isinstance(error, UserError) else None
+        if own is None and not _LOST.search(str(error)):
+            raise
+        # To the descriptor: standard error may be filtered; see `orthojax.commands.cli`.
+        os.write(2, (PEER_LOST if own is None else message_of(own)).encode())
+        if is_primary():
+            time.sleep(_SECONDS_FOR_OTHERS)
+        os._exit(1 if own is None else 2)
 
 
 def _require_address(address: str) -> None:
