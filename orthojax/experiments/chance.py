@@ -11,7 +11,8 @@ from orthojax.experiments.results import Result
 Lines = Mapping[str, float]  # what a horizontal line means -> where it is
 
 _BY_CHANCE = ("first_attention_fraction", "first_attention_share")  # of any normalizer
-_MASSES = ("first_attention_mass", "sink_attention", "sink_attention_rest")
+_SINKS = ("sink_attention", "sink_attention_rest")  # of Bigram-Backcopy: on all BOS tokens together
+_MASSES = ("first_attention_mass", *_SINKS)
 
 
 def chance_lines(metric: str, config: Config | None) -> Lines:
@@ -31,10 +32,13 @@ def chance_lines(metric: str, config: Config | None) -> Lines:
     if normalizer not in ("softmax", "softmax1"):
         return {}
     softmax1 = normalizer == "softmax1"
-    mass = chance_of_first(T, softmax1=softmax1, window=window)
-    if name == "sink_attention_rest":  # the row of the first token itself is left out
-        mass = (T * mass - 1 / (1 + softmax1)) / (T - 1)
-    return {f"equal logits, {'softmax-1, ' if softmax1 else ''}{tokens}": mass}
+    words = f"equal logits, {'softmax-1, ' if softmax1 else ''}{tokens}"
+    if name not in _SINKS:
+        return {words: chance_of_first(T, softmax1=softmax1, window=window)}
+    # Over all queries: those that are no triggers, which these metrics read, are earlier in the mean by a little.
+    first = max(1, config.data.bos_tokens)
+    t = np.arange(first if name == "sink_attention_rest" else 0, T)  # the rows of BOS itself are left out
+    return {words: float(np.mean(np.minimum(first, t + 1) / (t + 1 + softmax1)))}
 
 
 def all_chance_lines(metric: str, results: Iterable[Result]) -> Lines:
