@@ -189,13 +189,17 @@ def _require_same_function(folder: Path, saved: ModelConfig, model: ModelConfig,
     )
 
 
-def initial_params(config: Config, provenance: dict[str, Any]) -> Any:
-    """The parameters of `train.init_from` for a run on data of a provenance, where token ids mean the same.
+def initial_params(config: Config, provenance: dict[str, Any], path: str) -> Any:
+    """The parameters at which a run begins, on data of a provenance, where token ids mean the same.
+
+    Args:
+      config: Of the run.
+      provenance: Of its data.
+      path: What `train.init_from` was when the run began; see `workdir.start_of`.
 
     Raises:
       UserError: As `load_params`; where it was created with a different tokenizer.
     """
-    path = config.train.init_from
     params = load_params(path, config.model, allow_normalizer_change=config.train.allow_normalizer_change)
     if (folder := _published(path)) is not None:
         saved = {"tokenizer_sha256": load_tokenizer(folder).sha256}

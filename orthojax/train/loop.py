@@ -24,13 +24,21 @@ from orthojax.train.distributed import (
     sync_start,
 )
 from orthojax.train.evaluation import validation_loss_nats
-from orthojax.train.loading import initial_params
+from orthojax.train.loading import find_model, initial_params
 from orthojax.train.mesh import place_rows, place_tree, place_whole
 from orthojax.train.metrics import ROLLED_BACK, MetricWriter, TensorBoard, WandB, validation_losses
 from orthojax.train.probe import Probe, probe_metrics
 from orthojax.train.step import Program, TrainState, build, shapes_of
 from orthojax.train.step_logger import Position, RollBack, StepLogger, step_before
-from orthojax.train.workdir import Inputs, check_workdir, claimed, keep_tokenizer, prefetched, require_same_config
+from orthojax.train.workdir import (
+    Inputs,
+    check_workdir,
+    claimed,
+    keep_tokenizer,
+    prefetched,
+    require_same_config,
+    start_of,
+)
 
 
 def train(
@@ -139,7 +147,9 @@ class _Run:
         state = self._program.init(jax.random.key(self._settings.seed))
         if not self._settings.init_from:
             return state
-        params = place_tree(initial_params(self._config, self._inputs.provenance), state.params)
+        init_from = self._settings.init_from
+        path = from_primary(lambda: start_of(self._workdir, init_from, lambda name: find_model(name)[0]))
+        params = place_tree(initial_params(self._config, self._inputs.provenance, path), state.params)
         state = state._replace(params=params)
         if not self._config.optim.sink_anneal_steps:
             return state

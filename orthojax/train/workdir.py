@@ -1,6 +1,7 @@
 """What a run reads, batches by step and a fixed evaluation set, and the folder that it writes."""
 
 import contextlib
+import json
 import math
 import os
 from collections import deque
@@ -168,6 +169,25 @@ def claimed(workdir: Path, config: Config) -> Iterator[None]:
         if _read_config(workdir) != config:
             write_text(workdir / "config.json", to_json(config) + "\n")
         yield
+
+
+def start_of(workdir: Path, init_from: str, find: Callable[[str], Path]) -> str:
+    """What a run begins with: found once, since the newest checkpoint of another run may be a later one tomorrow.
+
+    Args:
+      workdir: Of the run, whose `init_from.json` keeps it.
+      init_from: Of its config.
+      find: From `init_from` to the folder or file.
+
+    Raises:
+      UserError: As `find` and `read_json`.
+    """
+    note = workdir / "init_from.json"
+    kept = read_json(note, "note on the start of a run") if os.path.lexists(note) else {}
+    if kept.get("init_from") != init_from:
+        kept = {"init_from": init_from, "found": str(find(init_from))}
+        write_text(note, json.dumps(kept) + "\n")
+    return kept["found"]
 
 
 def keep_tokenizer(workdir: Path, path: Path | None) -> None:
