@@ -238,7 +238,7 @@ def _case_text(claim: Claim, label: str, of: Sequence[Result]) -> str:
             parts.append(f"{quantity.label}: {', '.join(cells)}")
     if claim.detail:
         parts.append(claim.detail(*of))
-    return (", " if label else "; ").join(parts)
+    return (", " if label else "; ").join(filter(None, parts))
 
 
 # Terms of criteria. Each takes `Result`s, or the numbers of one seed or of the paper.
