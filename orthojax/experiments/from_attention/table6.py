@@ -32,7 +32,7 @@ def _name(model: str, length: int, method: str) -> str:
 
 
 def variants(scale: str) -> tuple[Variant, ...]:
-    """Two sizes x three lengths x {vanilla, cured}; the runs of the first length are those of Table 2."""
+    """Two sizes x three lengths x {vanilla, cured}; the runs of one of the lengths are those of Table 2."""
     return tuple(
         Variant(
             _name(model, length, method),
