@@ -119,8 +119,8 @@ RUNS: Mapping[str, Callable[..., Config]] = {
 }
 # Scale -> how many times the steps of the other optimizers SGD has.
 SGD_STEPS = {"tiny": 2, "deep": 2, "small": 2, "paper": SGD_FACTOR}
-# Scale -> sequence lengths that stand for 256, 512 and 1,024. At deep Table 2's 128 is in the middle: three seeds with 512
-# would take two CPU cores six hours.
+# Scale -> sequence lengths that stand for 256, 512 and 1,024. At deep Table 2's 128 is in the middle: three seeds with
+# 512 would take two CPU cores six hours.
 LENGTHS = {"tiny": (64, 128, 256), "deep": (64, 128, 256), "small": (128, 256, 512), "paper": (256, 512, 1024)}
 
 
