@@ -167,8 +167,7 @@ def tokenizer_identity(spec: str) -> str:
     for path in _files(spec):
         if path.suffix == ".gguf" and path.is_file():  # it has the weights as well, which may not fit into memory
             with path.open("rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
+                digest.update(hashlib.file_digest(file, "sha256").digest())
         else:
             digest.update(_read_file(path))
     return f"sha256:{digest.hexdigest()}"
