@@ -29,12 +29,12 @@ from orthojax.experiments.claims import (
     has_outliers,
     in_every_seed,
     kurtosis_left,
-    no_perplexity_lost,
     reduction,
     rest_has_outliers,
     shrinks_by_a_third,
     worst_kurtosis,
 )
+from orthojax.experiments.cure_claims import no_perplexity_lost
 from orthojax.experiments.experiment import Experiment
 from orthojax.experiments.from_attention.models import (
     GRID,

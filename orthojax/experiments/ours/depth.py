@@ -9,20 +9,8 @@ import functools
 from orthojax.config import replace
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured
 from orthojax.experiments.chance import chance_lines
-from orthojax.experiments.claims import (
-    FRACTION,
-    KURTOSIS,
-    MASS,
-    MAX_ABS,
-    PPL,
-    C,
-    Claim,
-    Revision,
-    V,
-    dominance_halved,
-    no_outliers_left,
-    no_perplexity_lost,
-)
+from orthojax.experiments.claims import FRACTION, KURTOSIS, MASS, MAX_ABS, PPL, C, Claim, Revision, V
+from orthojax.experiments.cure_claims import dominance_halved, no_outliers_left, no_perplexity_lost
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import METHOD_LABELS
 from orthojax.experiments.from_attention.paper_configs import METHODS

@@ -16,19 +16,8 @@ from orthojax.analysis import chance_of_first
 from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig, replace
 from orthojax.experiments import drawing
 from orthojax.experiments.base_configs import PACKAGES_MODEL, cured
-from orthojax.experiments.claims import (
-    FRACTION,
-    GAUSSIAN,
-    KURTOSIS,
-    MASS,
-    C,
-    Claim,
-    Revision,
-    V,
-    dominance_halved,
-    no_outliers_left,
-    no_perplexity_lost,
-)
+from orthojax.experiments.claims import FRACTION, GAUSSIAN, KURTOSIS, MASS, C, Claim, Revision, V
+from orthojax.experiments.cure_claims import dominance_halved, no_outliers_left, no_perplexity_lost
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.page import Picture

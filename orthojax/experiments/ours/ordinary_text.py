@@ -20,9 +20,8 @@ from orthojax.experiments.claims import (
     every,
     excess_of_first_left,
     has_outliers,
-    no_outliers_left,
-    no_perplexity_lost,
 )
+from orthojax.experiments.cure_claims import no_outliers_left, no_perplexity_lost
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import METHOD_LABELS
 from orthojax.experiments.from_attention.paper_configs import METHODS

@@ -17,9 +17,8 @@ from orthojax.experiments.claims import (
     Revision,
     V,
     has_outliers,
-    no_outliers_left,
-    no_perplexity_lost,
 )
+from orthojax.experiments.cure_claims import no_outliers_left, no_perplexity_lost
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.ours.tuning import METHODS, tuned
 from orthojax.experiments.ours.tuning import STEPS as TUNED_AT

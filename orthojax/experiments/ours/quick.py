@@ -24,11 +24,11 @@ from orthojax.experiments.claims import (
     Revision,
     V,
     chance,
-    dominance_halved,
     shrinks_by_a_third,
     value_drain,
     worst_kurtosis,
 )
+from orthojax.experiments.cure_claims import dominance_halved
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.labels import LABELS
 from orthojax.experiments.page import Picture

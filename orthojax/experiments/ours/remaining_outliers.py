@@ -21,8 +21,8 @@ from orthojax.experiments.claims import (
     O,
     V,
     has_outliers,
-    no_perplexity_lost,
 )
+from orthojax.experiments.cure_claims import no_perplexity_lost
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import METHOD_LABELS
 from orthojax.experiments.ours.parity import RESIDUAL, RESIDUAL_LABEL, STEPS, variant

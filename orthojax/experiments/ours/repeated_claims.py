@@ -11,13 +11,11 @@ from orthojax.experiments.claims import (
     O,
     S,
     V,
-    dominance_halved,
     dominated,
     excess_of_first_left,
-    no_outliers_left,
-    no_perplexity_lost,
     value_drain,
 )
+from orthojax.experiments.cure_claims import dominance_halved, no_outliers_left, no_perplexity_lost
 from orthojax.experiments.labels import LABELS
 from orthojax.experiments.quantization import COARSE, INT4, MODERATE, loses_less
 from orthojax.experiments.results import Numbers, Quantity

@@ -7,19 +7,8 @@ from typing import NamedTuple
 from orthojax.analysis import chance_of_first
 from orthojax.config import Config, replace
 from orthojax.experiments.base_configs import OUTPUT_AXIS, REPEATED_MODEL
-from orthojax.experiments.claims import (
-    FRACTION,
-    KURTOSIS,
-    MASS,
-    PPL,
-    C,
-    Claim,
-    V,
-    dominance_halved,
-    excess_of_first_left,
-    no_outliers_left,
-    no_perplexity_lost,
-)
+from orthojax.experiments.claims import FRACTION, KURTOSIS, MASS, PPL, C, Claim, V, excess_of_first_left
+from orthojax.experiments.cure_claims import dominance_halved, no_outliers_left, no_perplexity_lost
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import METHOD_LABELS
 from orthojax.experiments.from_attention.paper_configs import METHODS

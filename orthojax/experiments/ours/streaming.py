@@ -13,7 +13,8 @@ from orthojax.config import Config, replace
 from orthojax.data import TokenBatches
 from orthojax.experiments import drawing
 from orthojax.experiments.base_configs import SHALLOW_MODEL, cured, with_normalizer
-from orthojax.experiments.claims import DOMINANCE, Claim, Names, dominance_halved, dominated, no_outliers_left
+from orthojax.experiments.claims import DOMINANCE, Claim, Names, dominated
+from orthojax.experiments.cure_claims import dominance_halved, no_outliers_left
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.page import Picture, Table
