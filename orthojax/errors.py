@@ -57,6 +57,10 @@ class UserError(ValueError):
         super().__init__(printable(text))
 
 
+class SharedError(UserError):
+    """What every process of a run raises at the same step, as its divergence: nobody has to wait for another one."""
+
+
 def message_of(error: BaseException) -> str:
     """What a command prints of an error before it ends: at most three lines."""
     first, *rest = [line for line in str(error).splitlines() if line.strip()][:3]

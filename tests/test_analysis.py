@@ -13,6 +13,7 @@ from tiny_run import drawn_params
 from orthojax import analysis, ops
 from orthojax.analysis import inputs
 from orthojax.config import Config
+from orthojax.experiments.analyzing import observing
 from orthojax.model import LoadedModel, Transformer, gpt2
 
 L, B, N, T, D, V = 3, 8, 2, 6, 16, 5
@@ -562,11 +563,18 @@ def test_layers_without_attention_do_not_enter_the_means_of_attention(attention)
     for observe in observers:
         batches = [tokens] if observe is observers[1] else [tokens[:3], tokens[3:]]
         found = analysis.finalize(analysis.measure(loaded, batches, observe), by_head=True)
+        if observe is observers[0]:  # what `orthojax analyze` writes as JSON, which has no nan
+            sums = observing.as_sums(analysis.measure(loaded, batches, observe)) | {"loss_nats": np.zeros(2)}
+            written = observing.metrics_of(sums, 0.3, None)
+            assert np.isfinite(list(written.values())).all()
+            assert ("first_attention_mass/layer_1" in written) == attention[1]
         for name in [name for name in found if f"{name}/layer_0" in found]:
             layers = [found[f"{name}/layer_{i}"] for i in range(2)]
             if name.startswith(("residual", "kurtosis", "max_abs", "norm_ratio")):
                 assert np.isfinite(layers).all()
                 continue
             assert list(np.isnan(layers)) == [not attends for attends in attention], name
+            of_head = [found[key] for i in range(2) if (key := f"{name}/layer_{i}/head_0") in found]
+            assert list(np.isnan(of_head)) in ([], [not attends for attends in attention]), name
             expected = np.array(layers)[list(attention)]
             np.testing.assert_equal(found[name], np.nan if not len(expected) else expected[0])

@@ -345,6 +345,9 @@ def test_in_a_shard_map_of_the_caller(positions):
 def test_there_is_at_least_one_position_at_a_time():
     assert positions_at_once(2, 4, 10, asked=0) == 1
     assert positions_at_once(0, 4, 10) == 4
+    assert positions_at_once(2, 0, 10) == positions_at_once(2, 0, 10, asked=3) == 1
     hidden, kernel, targets, weights = problem()
+    assert loss_of(targets[:0], weights, 1)(hidden[:0], kernel) == 0
+    assert loss_of(targets[:, :0], weights[:, :0], 1)(hidden[:, :0], kernel) == 0
     with pytest.raises(ValueError, match="positions=0; allowed: at least 1"):
         loss_of(targets, weights, 0)(hidden, kernel)

@@ -457,4 +457,4 @@ def test_in_a_shard_map_of_the_caller_whose_gradients_differ_by_device(name):
         alone = jax.tree.map(lambda u: u[0], local(jax.tree.map(lambda g, i=device: g[i : i + 1], grads), state))
         mine = jax.tree.map(lambda u, i=device: u[i], found)
         for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(alone), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

@@ -183,6 +183,9 @@ def test_a_run_begins_with_the_checkpoint_that_was_the_newest_when_it_was_first_
         (tmp_path / "other" / "checkpoints" / str(step)).mkdir(parents=True)
         found = start_of(tmp_path, str(tmp_path / "other"), lambda path: find_checkpoint(Path(path)))
         assert Path(found).name == "10"
+    (tmp_path / "other" / "checkpoints" / "10").rmdir()
+    with pytest.raises(UserError, match=r"which is gone\ndelete .*init_from.json to begin with what"):
+        start_of(tmp_path, str(tmp_path / "other"), lambda path: find_checkpoint(Path(path)))
     assert start_of(tmp_path, "elsewhere", Path) == "elsewhere"  # with another config
 
 

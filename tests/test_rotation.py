@@ -197,6 +197,7 @@ def test_every_kernel_axis_of_a_length_is_rotated(kernel_layout):
         "conv": {"kernel": s(5, 5, 3, 32)}, "inner": {"kernel": s(96, 48)}, "norm": {"scale": s(3, 32)},
         "fused": {"kernel": s(32, 3, 4, 8)}, "one_head": {"kernel": s(32, 1, 32)},
         "patches": {"weight": s(32, 3, 8, 8)}, "experts": {"kernel": s(32, 32, 96)},
+        "stacked_down": {"down_proj": {"kernel": s(4, 8, 32)}},
     }  # fmt: skip
     for length in (32, np.int64(32)):
         found = describe(Rotation(axes=length, kernel_layout=kernel_layout), params)
@@ -217,10 +218,11 @@ def test_every_kernel_axis_of_a_length_is_rotated(kernel_layout):
             "one_head/kernel": "axes (0,): hadamard 32; axes (2,): hadamard 32",
             "patches/weight": "axes (0,): hadamard 32",
             "experts/kernel": "axes (1,): hadamard 32, 32 layers",
+            "stacked_down/down_proj/kernel": "axes (2,): hadamard 32, 4 layers",
         }
         guessed = {path for path, _, _, mark in found.rows if mark == "unsure"}
         kernels = ("scanned", "square", "query", "scanned_query", "out", "conv", "fused", "one_head", "experts")
-        assert guessed == {"patches/weight", *(f"{name}/kernel" for name in kernels)}
+        assert guessed == {"patches/weight", "stacked_down/down_proj/kernel", *(f"{name}/kernel" for name in kernels)}
 
 
 READS, WRITES, EITHER = "reads", "writes", "either"

@@ -200,10 +200,10 @@ def finalize(statistics: Statistics, *, sink_threshold: float = 0.3, by_head: bo
     metrics = {"sequences": float(np.ravel(statistics.sequences)[0])}
     attends = np.broadcast_to(np.asarray(statistics.attends, bool), statistics.sequences.shape)
     for name, mean in means.items():
-        layers = mean.mean(axis=tuple(range(statistics.sequences.ndim, mean.ndim)))  # over heads, where it has them
         has = np.ones_like(attends) if name.endswith(_OF_HIDDEN_STATES) else attends
-        layers, largest = np.where(has, layers, np.nan), name in _MAXIMUM_OVER_LAYERS or name.endswith("_maximum")
-        reduce = np.max if largest else np.mean
+        mean = np.where(has.reshape(has.shape + (1,) * (mean.ndim - has.ndim)), mean, np.nan)
+        layers = mean.mean(axis=tuple(range(statistics.sequences.ndim, mean.ndim)))  # over heads, where it has them
+        reduce = np.max if name in _MAXIMUM_OVER_LAYERS or name.endswith("_maximum") else np.mean
         metrics[name] = float(reduce(layers[has])) if has.any() else math.nan
         if layers.ndim == 1:
             metrics |= {f"{name}/layer_{layer}": float(value) for layer, value in enumerate(layers)}

@@ -306,10 +306,8 @@ def guarded(call: Callable[[], Any], extras: str = "", resumes: bool = False) ->
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
-        found = as_user_error(
-            error
-        )  # none for a missing file, which may be our fault: whoever opens a user's file says so
-        if found is None:
+        found = as_user_error(error)
+        if found is None:  # as for a missing file, which may be our fault: whoever opens a user's file says so
             raise
         fail(found)
 

@@ -59,9 +59,11 @@ def _puts_special_token_first(post_processor: Any) -> bool:
     if not isinstance(post_processor, dict):
         return False
     if post_processor.get("type") == "Sequence":
-        return any(map(_puts_special_token_first, post_processor.get("processors") or []))
+        parts = post_processor.get("processors")
+        return isinstance(parts, list) and any(map(_puts_special_token_first, parts))
     template = post_processor.get("single")
-    return isinstance(template, list) and bool(template) and "SpecialToken" in template[0]
+    first = template[0] if isinstance(template, list) and template else None
+    return isinstance(first, dict) and "SpecialToken" in first
 
 
 def _read(file: Path) -> dict[str, Any]:

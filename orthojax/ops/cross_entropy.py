@@ -57,13 +57,13 @@ def positions_at_once(B: int, T: int, V: int, asked: int | None = None) -> int:
     (64, 3)
     """
     if asked is not None:
-        return min(max(asked, 1), T)
+        return max(min(asked, T), 1)
     mesh = jax.sharding.get_abstract_mesh()
     tensor = mesh.shape[VOCAB_AXIS] if VOCAB_AXIS in _auto_axes(mesh) else 1
     row = B // _shards(mesh, _batch_axes(mesh, B)) * 4 * (V // tensor if V % tensor == 0 else V)
     most = _LOGITS_BYTES.get(jax.default_backend(), _LOGITS_BYTES_ELSEWHERE) // max(row, 1)
     chunks = max(-(-T // max(most, 1)), 1)
-    return -(-T // chunks)  # chunks of nearly equal size: little is computed twice
+    return max(-(-T // chunks), 1)  # chunks of nearly equal size: little is computed twice
 
 
 def _auto_axes(mesh: jax.sharding.AbstractMesh) -> set[str]:
@@ -119,7 +119,7 @@ def chunked_cross_entropy_sum_nats(
     if jnp.iinfo(targets.dtype).bits < 32:
         targets = targets.astype(jnp.int32)  # they are compared with every id, which may not fit into theirs
     operands = varying_alike((hidden, kernel, targets, weights))  # within a shard_map of the caller
-    return _loss(max(min(positions, targets.shape[1]), 1), vocab_axis, *operands)
+    return _loss(min(positions, targets.shape[1]), vocab_axis, *operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -130,11 +130,11 @@ def generic_axes(
       path: The parameter's path, as `describe` prints it.
       leaf: Its shape and dtype.
       axes: Which axes of a kernel; a number is d_model, for the axis of that length, wherever it is: the output of what
-        writes to the residual stream, the input of what reads it; flax's query [d_model, heads, head_dim] and out
-        [heads, head_dim, d_model] too, each with one basis. Of a square kernel the names query, key, value, q_proj,
-        gate, up, wi, c_attn and the like say that it reads; out, output, o_proj, wo, down, c_proj that it writes; under
-        another name both axes are rotated. A kernel without such an axis is left alone. Tables do not depend on it.
-        Only axes of length 2 to 16,384 are rotated.
+        writes to the residual stream, the input of what reads it; flax's query [d_model, heads, head_dim] and, where
+        heads * head_dim is d_model, out [heads, head_dim, d_model] too, each with one basis. Of a square kernel the
+        names query, key, value, q_proj, gate, up, wi, c_attn and the like say that it reads; out, output, o_proj, wo,
+        down, c_proj that it writes; under another name both axes are rotated. A kernel without such an axis is left
+        alone. Tables do not depend on it. Only axes of length 2 to 16,384 are rotated.
       kernel_layout: Whether a kernel is [in, out] (flax, haiku) or [out, in] (equinox, PyTorch). Where axes is a number
         only square kernels need it; one called weight, as in the latter two, is taken for neither unless this says
         `out_in`: both of its axes are rotated.
@@ -189,8 +189,8 @@ def judge(
             if chosen == [-2, -1]:
                 chosen = _facing_stream(name, module, kernel_layout)
                 guessed = len(chosen) > 1
-            elif chosen == [-1] and len(shape) > 2 and shape[-3] * shape[-2] == axes and _writes(name, module):
-                kernel_ndim = 3  # and its out [heads, head_dim, d_model]
+            elif chosen == [-1] and len(shape) > 2 and shape[-3] * shape[-2] == axes and "out" in (name, module):
+                kernel_ndim = 3  # and its out [heads, head_dim, d_model]; other kernels of three axes are stacked
         else:
             chosen = {"output": [output], "input": [before], "both": [-2, -1]}[axes]
         stacked = tuple(range(len(shape) - kernel_ndim))

@@ -284,8 +284,9 @@ class _InOtherBasis(np.lib.mixins.NDArrayOperatorsMixin):
 def _guarded(extra_args: dict[str, Any], rotation: Rotation, updates: optax.Updates) -> dict[str, Any]:
     """Extra arguments, where functions and rotated parameters may be handed through but not be used.
 
-    An array is a rotated parameter where its path in the argument ends as the parameter's does and the shapes agree,
-    so that a part of the tree, or one inside another, is found as well.
+    An array is a rotated parameter where its path in the argument ends as the parameter's does, or the other way round,
+    and the shapes agree: so a tree inside another, one with fewer entries, a branch and a single array are found, and
+    arrays in a list are not.
     """
     leaves = jax.tree_util.tree_leaves_with_path(updates)
     rotated = {leaf_path(keys): np.shape(leaf) for keys, leaf in leaves if plan_leaf(rotation, keys, leaf).groups}
@@ -293,8 +294,8 @@ def _guarded(extra_args: dict[str, Any], rotation: Rotation, updates: optax.Upda
         return extra_args
 
     def is_parameter(path: str, shape: tuple[int, ...]) -> bool:
-        parts = path.split("/")
-        return any(rotated.get("/".join(parts[i:])) == shape for i in range(len(parts)))
+        ends = lambda a, b: f"/{a}".endswith(f"/{b}" if b else "")  # noqa: E731
+        return any(shape == of and (ends(path, known) or ends(known, path)) for known, of in rotated.items())
 
     def guard(name: str, value: Any) -> Any:
         def of_leaf(keys: tuple[Any, ...], leaf: Any) -> Any:

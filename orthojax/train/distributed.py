@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from orthojax.errors import PEER_LOST, UserError, as_user_error, message_of
+from orthojax.errors import PEER_LOST, SharedError, UserError, as_user_error, message_of
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ def ending_with_peers() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if jax.process_count() == 1:
+        if jax.process_count() == 1 or isinstance(error, SharedError):
             raise
         own = as_user_error(error) if isinstance(error, OSError) else error if isinstance(error, UserError) else None
         if own is None and not _LOST.search(str(error)):

@@ -84,7 +84,9 @@ def find_model(path: str | Path) -> tuple[Path, Config]:
             config = replace(config, {"model.attention_implementation": "auto"})
         return folder, config
     model = (read_gguf_config if found.suffix == ".gguf" else read_folder_config)(found)
-    length, bos = min(model.max_length, _PUBLISHED_LENGTH), begins_with_bos(found)
+    length, bos = min(model.max_length, _PUBLISHED_LENGTH), False
+    with contextlib.suppress(UserError):  # token ids are enough for most, and whoever reads text reports the file
+        bos = begins_with_bos(found)
     data = DataConfig(sequence_length=length, tokenizer=str(found), bos=bos)
     return found, Config(model=model, data=data)
 

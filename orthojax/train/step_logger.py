@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from orthojax.config import Config
-from orthojax.errors import UserError
+from orthojax.errors import SharedError
 from orthojax.train.estimates import model_flops_per_token, model_flops_utilization
 from orthojax.train.metrics import MetricWriter
 from orthojax.train.optimizer import BadSteps
@@ -20,7 +20,7 @@ from orthojax.train.step import StepMetrics
 MOST_IN_A_ROW = 10  # of skipped steps, or of roll-backs to the same checkpoint
 
 
-class DivergedError(UserError):
+class DivergedError(SharedError):
     """The run cannot continue: its loss is not finite, or spikes, and does so again and again where that is allowed."""
 
 

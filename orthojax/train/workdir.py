@@ -184,6 +184,9 @@ def start_of(workdir: Path, init_from: str, find: Callable[[str], Path]) -> str:
     """
     note = workdir / "init_from.json"
     kept = read_json(note, "note on the start of a run") if os.path.lexists(note) else {}
+    if kept.get("init_from") == init_from and not os.path.exists(str(kept.get("found"))):
+        problem = f"the run in {workdir} was to begin with {kept.get('found')}, which is gone"
+        raise UserError(problem, hint=f"delete {note} to begin with what {init_from} is now")
     if kept.get("init_from") != init_from:
         kept = {"init_from": init_from, "found": str(find(init_from))}
         write_text(note, json.dumps(kept) + "\n")

@@ -13,6 +13,7 @@ import numpy as np
 
 from orthojax import analysis
 from orthojax.analysis.sink_logits import sink_logit_gap_sum
+from orthojax.files import finite
 from orthojax.model import Taps
 from orthojax.ops.cross_entropy import cross_entropy_nats, perplexity
 
@@ -136,9 +137,9 @@ def metrics_of(sums: Sums, threshold: float, bits_per_nat_of_loss: float | None)
     statistics = analysis.Statistics(
         np.asarray(sums["sequences"]),  # pyright: ignore[reportArgumentType]
         **parts,
-        attends=sums.get("attends", True),  # files of before 2026-11-26 lack it
+        attends=sums["attends"],
     )
-    metrics |= analysis.finalize(statistics, sink_threshold=threshold)
+    metrics |= finite(analysis.finalize(statistics, sink_threshold=threshold))  # a layer without attention has nan
     for part in ("first", "rest"):
         kurtosis, ratio = (_layers(metrics, f"{name}_{part}") for name in ("kurtosis", "norm_ratio"))
         if len(kurtosis) > 1:

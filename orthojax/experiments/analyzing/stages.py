@@ -14,7 +14,7 @@ from orthojax.model import LoadedModel
 from orthojax.progress import Progress
 from orthojax.published import model_files
 
-_DEFINITIONS = 1  # of what is measured: another number, and nothing of before is used
+_DEFINITIONS = 2  # of what is measured: another number, and nothing of before is used
 _PARTS = 32  # into which one pass over the text is cut at most
 
 

@@ -39,10 +39,10 @@ def _pairs(results: Results) -> dict[str, dict[str, str]]:
 def _on_the_text_of_its_base(models: Sequence[Variant]) -> list[Variant]:
     """`Experiment.as_measured`: otherwise model and text would change together."""
     measured = list(models)
-    measured[1::2] = [
-        dataclasses.replace(tuned, measured_on=base.config)
-        for base, tuned in zip(models[::2], models[1::2], strict=False)
-    ]
+    for i, (base, tuned) in enumerate(zip(models[::2], models[1::2], strict=False)):
+        differs = {*changed_fields(base.config.data, tuned.config.data)} - {"seed"}
+        if differs or base.config.eval != tuned.config.eval:
+            measured[2 * i + 1] = dataclasses.replace(tuned, measured_on=base.config)
     return measured
 
 
@@ -51,8 +51,8 @@ def _change(metric: str, base: Result, tuned: Result) -> float:
 
 
 def _other_data(base: Result, tuned: Result) -> list[str]:
-    """Fields of the data in which the two were measured on different text."""
-    return sorted(changed_fields(base.data, tuned.data))
+    """Fields of the data in which the two were measured on different text; held-out rows do not depend on the seed."""
+    return sorted({*changed_fields(base.data, tuned.data)} - {"seed"})
 
 
 def _changed_text(criterion: str, testable: Callable[..., bool]) -> Revision:
