@@ -1,9 +1,9 @@
 """Table 7: a fine-tuned model is measured on the rows of its base, whatever text it was trained on."""
 
 import pytest
-from test_study import folders, small
+from test_study import _one_quantisation, folders, small  # noqa: F401  (a fixture of every test)
 
-from orthojax import load, quant
+from orthojax import load
 from orthojax.config import replace
 from orthojax.errors import UserError
 from orthojax.experiments.base_configs import LANGUAGE_MODEL
@@ -28,14 +28,6 @@ OUTLIERS = {
     }
     for name, fraction, kurtosis in (("base", 0.90, 100.0), ("tuned", 0.88, 103.0))
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_quantisation():
-    with pytest.MonkeyPatch.context() as patch:
-        for name in set(quant.SETTINGS) - {"int8_coarse"}:
-            patch.delitem(quant.SETTINGS, name)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from orthojax.commands import cli
 from orthojax.errors import UserError, printable
 
 FLAGS = flags.FLAGS
-RESUMES = True  # a call that was interrupted
+RESUMES = True  # the same command resumes an interrupted one
 EXTRAS = "train,reports"
 
 

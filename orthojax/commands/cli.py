@@ -278,7 +278,7 @@ def guarded(call: Callable[[], Any], extras: str = "", resumes: bool = False) ->
     Args:
       call: The work.
       extras: All that it needs, named together where a package of one is missing.
-      resumes: Whether the same call takes up what an interrupted one has done.
+      resumes: Whether the same command resumes an interrupted one.
     """
     try:
         result = call()

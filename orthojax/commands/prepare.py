@@ -15,7 +15,7 @@ from absl import flags
 from orthojax.errors import UserError
 
 FLAGS = flags.FLAGS
-RESUMES = True  # a call that was interrupted
+RESUMES = True  # the same command resumes an interrupted one
 
 
 def define_flags() -> None:

@@ -19,7 +19,7 @@ from orthojax.errors import UserError, nearest, printable
 from orthojax.files import make_folder, write_text
 
 FLAGS = flags.FLAGS
-RESUMES = True  # a call that was interrupted
+RESUMES = True  # the same command resumes an interrupted one
 EXTRAS = "train,reports"
 
 

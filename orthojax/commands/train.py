@@ -17,7 +17,7 @@ from orthojax.config import Config
 from orthojax.errors import UserError
 
 FLAGS = flags.FLAGS
-RESUMES = True  # a call that was interrupted
+RESUMES = True  # the same command resumes an interrupted one
 
 
 def define_flags() -> None:

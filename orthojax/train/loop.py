@@ -53,9 +53,8 @@ def train(
     """Trains to `train.steps`, resuming from the newest checkpoint of the workdir where there is one.
 
     Writes `config.json`, `tokenizer.json`, `metrics.jsonl` and `checkpoints/` under the workdir, and `init_from.json`,
-    which says what `train.init_from` was. On the same machine a
-    run that was stopped anywhere, by kill -9 too, ends with the same bits as one that was not, whatever bad steps it
-    met.
+    which says which checkpoint `train.init_from` was. On the same machine a run that was stopped anywhere, by kill -9
+    too, ends with the same bits as one that was not, whatever bad steps it met.
 
     Runs on the mesh of `config.mesh`, and may resume on another one. With several processes every one calls this, with
     a workdir that all of them see; process 0 alone writes the config and the metrics. Where one of them is killed, or

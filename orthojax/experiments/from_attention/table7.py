@@ -7,7 +7,7 @@ is one run and another that was initialised from it with train.init_from.
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from orthojax.config import changed_fields
+from orthojax.config import DataConfig, changed_fields
 from orthojax.experiments.claims import DOMINANCE, OUTLIERS, Claim, Revision, dominated, not_measured
 from orthojax.experiments.experiment import Experiment, Variant
 from orthojax.experiments.from_attention.models import SCALES
@@ -36,12 +36,16 @@ def _pairs(results: Results) -> dict[str, dict[str, str]]:
     }
 
 
+def _other_text(base: DataConfig, tuned: DataConfig) -> list[str]:
+    """Fields by which held-out rows differ, which do not depend on the seed."""
+    return sorted({*changed_fields(base, tuned)} - {"seed"})
+
+
 def _on_the_text_of_its_base(models: Sequence[Variant]) -> list[Variant]:
     """`Experiment.as_measured`: otherwise model and text would change together."""
     measured = list(models)
     for i, (base, tuned) in enumerate(zip(models[::2], models[1::2], strict=False)):
-        differs = {*changed_fields(base.config.data, tuned.config.data)} - {"seed"}
-        if differs or base.config.eval != tuned.config.eval:
+        if _other_text(base.config.data, tuned.config.data) or base.config.eval != tuned.config.eval:
             measured[2 * i + 1] = dataclasses.replace(tuned, measured_on=base.config)
     return measured
 
@@ -51,8 +55,8 @@ def _change(metric: str, base: Result, tuned: Result) -> float:
 
 
 def _other_data(base: Result, tuned: Result) -> list[str]:
-    """Fields of the data in which the two were measured on different text; held-out rows do not depend on the seed."""
-    return sorted({*changed_fields(base.data, tuned.data)} - {"seed"})
+    """Fields of the data in which the two were measured on different text."""
+    return _other_text(base.data, tuned.data)
 
 
 def _changed_text(criterion: str, testable: Callable[..., bool]) -> Revision:
