@@ -170,10 +170,11 @@ def finalize(statistics: Statistics, *, sink_threshold: float = 0.3, by_head: bo
     """The metrics by name, on the host in float64.
 
     Definitions: a key without `/layer_i` is the mean over layers; metrics of attention are nan in layers without
-    attention, which their means leave out. Bigram-Backcopy's `sink_attention` and `sink_attention_rest` are the maximum over layers, and so are the keys that end in `_maximum`. `sink_rate` is the
-    share of (layer, head) whose mean weight on key 0 exceeds the threshold. Of Bigram-Backcopy also: `value_drain`, the
-    value norm of <s> over that of the others by head; `residual_peak`, by how much its residual norm exceeds theirs,
-    and `residual_peak_ratio`; `active_at_triggers` and `active_elsewhere`, the shares of such queries at which a head
+    attention, which their means leave out. Bigram-Backcopy's `sink_attention` and `sink_attention_rest` are the
+    maximum over layers, and so are the keys that end in `_maximum`. `sink_rate` is the share of (layer, head) whose
+    mean weight on key 0 exceeds the threshold. Of Bigram-Backcopy also: `value_drain`, the value norm of <s> over
+    that of the others by head; `residual_peak`, by how much its residual norm exceeds theirs, and
+    `residual_peak_ratio`; `active_at_triggers` and `active_elsewhere`, the shares of such queries at which a head
     is active, see `heads.head_activity`; what `sink_logits.logit_summary` says.
 
     Args:
