@@ -3,20 +3,28 @@
 import statistics
 from collections.abc import Callable, Sequence
 
+_SEPARATED = 1e7  # what is larger has an exponent: nobody counts the digits
+
 
 def number(value: float) -> str:
-    """Three significant digits; whole numbers with thousands separators from 100 on."""
-    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+    """Three significant digits; whole numbers with thousands separators from 100 up to ten million.
+
+    >>> number(7.283), number(14731.6), number(4.463e15)  # the last as of a run that diverged
+    ('7.28', '14,732', '4.46e+15')
+    """
+    return f"{value:,.0f}" if 100 <= abs(value) < _SEPARATED else f"{value:.3g}"
 
 
 def signed(value: float) -> str:
     """As `number`, with the sign."""
-    return f"{value:+.3g}" if abs(value) < 100 else f"{value:+,.0f}"
+    return f"{value:+,.0f}" if 100 <= abs(value) < _SEPARATED else f"{value:+.3g}"
 
 
 def percent(value: float) -> str:
     """A relative change, with its sign: 0.05 is '+5.00%'."""
-    return f"{value:+.2%}" if abs(value) < 1 else f"{value:+,.0%}"
+    if abs(value) < 1:
+        return f"{value:+.2%}"
+    return f"{value:+,.0%}" if abs(value) < _SEPARATED else f"{100 * value:+.3g}%"
 
 
 def mean_and_range(values: Sequence[float], show: Callable[[float], str] = number) -> str:
