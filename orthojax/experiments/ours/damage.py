@@ -35,11 +35,13 @@ from orthojax.train.evaluation import validation_loss_nats
 Say = Callable[[str], None]
 
 WIDTHS = (128, 256)
+_LONGER_STEPS = 6_000  # of a pair at 128 channels, whose kurtosis and losses grow with the tokens (repeated_longer)
 _REAL_ROWS = 8  # of 256 tokens of a real model, where one is installed
 FOUR_BIT = ("w4a8", "w4a4")  # kernels of 4 bits, with activations of 8 and 4
 STATIC = {"int8_moderate": quant.INT8_MODERATE, "int8_coarse": quant.INT8_COARSE}
 HALVES = ("bfloat16", "float16")
 LARGEST_FLOAT16 = 65504.0
+_LONGER = f"{WIDTHS[0]} wide, {_LONGER_STEPS:,} steps"
 # Metric -> words, in the order of the table.
 ROUNDED = {
     **{f"perplexity_{name}": LABELS[f"perplexity_{name}"] for name in quant.SETTINGS},
@@ -120,6 +122,9 @@ def _variants(scale: str) -> tuple[Variant, ...]:
         config = replace(REPEATED_MODEL, changes)
         found.append(Variant(f"vanilla_{width}", f"{width} wide, softmax, Adam", config))
         found.append(Variant(f"cured_{width}", f"{width} wide, softmax-1, OrthoAdam", cured(config)))
+    longer = replace(REPEATED_MODEL, {"train.steps": _LONGER_STEPS})
+    found.append(Variant("vanilla_longer", f"{_LONGER}, softmax, Adam", longer))
+    found.append(Variant("cured_longer", f"{_LONGER}, softmax-1, OrthoAdam", cured(longer)))
     return tuple(found)
 
 
@@ -141,6 +146,7 @@ def _less_where_costly(*of: Result) -> str:
 
 
 _PAIRS = {f"{width} wide": (f"vanilla_{width}", f"cured_{width}") for width in WIDTHS}
+_PAIRS[_LONGER] = ("vanilla_longer", "cured_longer")
 _COARSE = _lost("perplexity_int8_coarse")
 _WORST = (_lost("perplexity_w4a4"), _lost("perplexity_int4_zeropoint"))
 _STATIC_COARSE = _lost("perplexity_int8_coarse_static")
@@ -202,9 +208,9 @@ def _about(results: Results) -> list[str]:
     first = results.first.config
     text = [
         f"{first.model.num_layers} layers on text with repeated passages, {first.train.steps:,} steps. OrthoAdam "
-        "rotates the output axis of each kernel. After RMSNorm with one scale no value exceeds sqrt(D) times the root "
-        "mean square, whatever the outliers, so int8 changes such inputs by at most sqrt(D) / 254 of it: "
-        f"{bounds}. Narrow models hide what outliers do. "
+        f"rotates the output axis of each kernel, in the pair of {_LONGER_STEPS:,} steps the d_model axes. After "
+        "RMSNorm with one scale no value exceeds sqrt(D) times the root mean square, whatever the outliers, so int8 "
+        f"changes such inputs by at most sqrt(D) / 254 of it: {bounds}. Narrow models hide what outliers do. "
         "4 bits, static scales and the head are where damage can show. In float16 parameters and activations are "
         "float16, statistics of norms and attention float32. Static scales are those of one batch of training."
     ]
