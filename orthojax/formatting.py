@@ -21,7 +21,11 @@ def signed(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """A relative change, with its sign: 0.05 is '+5.00%'."""
+    """A relative change, with its sign.
+
+    >>> percent(0.05), percent(12.3), percent(2e12)
+    ('+5.00%', '+1,230%', '+2e+14%')
+    """
     if abs(value) < 1:
         return f"{value:+.2%}"
     return f"{value:+,.0%}" if abs(value) < _SEPARATED else f"{100 * value:+.3g}%"
