@@ -97,7 +97,7 @@ VERDICTS = {
     "table9": "-",
     "three_layers": "---+------+--+",
     "tiny_setting": "+",
-    "depth": "+++++--",
+    "depth": "+++++-+",
     "depth_without_bos": "+++-+?+",
     "tuning": "+",
     "haar": "+--+",
@@ -106,7 +106,7 @@ VERDICTS = {
     "long_pair": "?+--",
     "repeated_longer": "+++-+--++++?-+-+++",
     "repeated_settings": "--+--?+-+?-+-",
-    "downstream": "+--",
+    "downstream": "++-",
 }
 
 # At other scales, of the experiments that were run there.
