@@ -36,12 +36,12 @@ Say = Callable[[str], None]
 
 WIDTHS = (128, 256)
 _LONGER_STEPS = 6_000  # of a pair at 128 channels, whose kurtosis and losses grow with the tokens (repeated_longer)
+_LONGER = f"{WIDTHS[0]} wide, {_LONGER_STEPS:,} steps"
 _REAL_ROWS = 8  # of 256 tokens of a real model, where one is installed
 FOUR_BIT = ("w4a8", "w4a4")  # kernels of 4 bits, with activations of 8 and 4
 STATIC = {"int8_moderate": quant.INT8_MODERATE, "int8_coarse": quant.INT8_COARSE}
 HALVES = ("bfloat16", "float16")
 LARGEST_FLOAT16 = 65504.0
-_LONGER = f"{WIDTHS[0]} wide, {_LONGER_STEPS:,} steps"
 # Metric -> words, in the order of the table.
 ROUNDED = {
     **{f"perplexity_{name}": LABELS[f"perplexity_{name}"] for name in quant.SETTINGS},
