@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.interpreters import mlir
 
-from orthojax.ops.attention import cudnn, dot_product
+from orthojax.ops.attention import cudnn, cudnn_kernel
+from orthojax.ops.attention.inputs import prepare_inputs
 from orthojax.ops.normalizers import ClippedSoftmax
 
 SINK = np.array([0.3, -1.0, 2.0, 0.0])
@@ -172,7 +173,7 @@ def _kernel_backward(query, key, value, bias, query_lengths, key_lengths, *rest,
 _STAND_INS = {
     vendor._dot_product_attention_fwd_p: _kernel_forward,
     vendor._dot_product_attention_bwd_p: _kernel_backward,
-    dot_product._compiled_for_p: lambda x, **_: [x],
+    cudnn_kernel.compiled_for_cuda_p: lambda x: [x],
 }
 
 
@@ -188,4 +189,4 @@ def cudnn_stand_ins():
 
 def attend_by_cudnn(query, key, value, bias=None, mask=None, *, normalizer="softmax1", **options):
     """cuDNN's attention in any dtype, past the refusal of float32."""
-    return cudnn.attend(dot_product.prepare_inputs(query, key, value, bias, mask, normalizer=normalizer, **options))
+    return cudnn.attend(prepare_inputs(query, key, value, bias, mask, normalizer=normalizer, **options))

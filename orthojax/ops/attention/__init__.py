@@ -15,13 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from orthojax.ops.attention.dot_product import (
-    ATTENTION_NAME,
-    AttentionInputs,
-    Implementation,
-    dot_product_attention,
-    forbid_fallback,
-)
+from orthojax.ops.attention.dot_product import Implementation, dot_product_attention, forbid_fallback
+from orthojax.ops.attention.inputs import ATTENTION_NAME, AttentionInputs
 from orthojax.ops.attention.xla import (
     attention_logits,
     attention_weights,

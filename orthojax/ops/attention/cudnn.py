@@ -15,7 +15,6 @@ import ctypes
 import functools
 import importlib.util
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -26,7 +25,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from orthojax.ops.attention import cudnn_kernel, xla
 from orthojax.ops.attention.cudnn_kernel import Operands, Settings, Statistics, outside_of_traces, private_module
-from orthojax.ops.attention.dot_product import ATTENTION_NAME, AttentionInputs
+from orthojax.ops.attention.inputs import ATTENTION_NAME, AttentionInputs
 from orthojax.ops.normalizers import sink_logit
 from orthojax.ops.varying import varying_alike
 
@@ -47,11 +46,9 @@ def unsupported(inputs: AttentionInputs) -> str:
         return f"query, key and value must all be bfloat16 or all float16, got {', '.join(sorted(dtypes))}"
     if H % _WIDTH_MULTIPLE or not 0 < H <= widest:
         return f"the head width must be a multiple of {_WIDTH_MULTIPLE} up to {widest}, got {H}"
-    return (
-        _unsupported_masking(inputs)
-        or _unsupported_sharding(inputs)
-        or ("" if private_module() else _unsupported_by_public_form(inputs))
-    )
+    if private_module() is None:
+        return f"jax {jax.__version__} keeps its cuDNN primitives elsewhere than orthojax looks for them"
+    return _unsupported_masking(inputs) or _unsupported_sharding(inputs)
 
 
 def _unsupported_masking(inputs: AttentionInputs) -> str:
@@ -101,11 +98,6 @@ def attend(inputs: AttentionInputs) -> jax.Array:
       NotImplementedError: When it is compiled for another platform than CUDA.
     """
     preload_builtins()
-    if private_module() is None:
-        try:
-            return with_sink_key(inputs, "cudnn")
-        except RuntimeError as error:  # jax.nn asks for cuDNN's version while tracing
-            raise NotImplementedError(f"attention with implementation='cudnn' needs an NVIDIA GPU: {error}") from error
     window = inputs.local_window_size
     settings = Settings(
         scale=float(inputs.scale),
@@ -223,83 +215,6 @@ def _backward_rule(settings, residuals, cotangent):
 
 
 _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
-
-
-# The same attention by the public `jax.nn.dot_product_attention` alone, if JAX's private module is not as expected. The
-# sink becomes a key with logit a and value 0, put before the others: for softmax-1 a key of zeros; other logits go
-# through further channels of the heads, a in the query and 1 in the sink's key. In causal attention a query is put
-# before the others, too, and its output dropped, so that every query sees the sink. Where a length is odd then, which
-# jax.nn refuses in training, a row is put at the end: a key that no kept query sees, a query whose output is dropped.
-# The numbers are the same; it takes longer, since lengths are no longer multiples of a tile and everything is copied.
-
-
-def _unsupported_by_public_form(inputs: AttentionInputs) -> str:
-    reason = "with this version of JAX, whose private cuDNN module is not as expected,"
-    a = sink_logit(inputs.normalizer)
-    if isinstance(a, float) and a == -np.inf:  # softmax is jax.nn's own
-        odd = inputs.query.shape[1] % 2 or inputs.key.shape[1] % 2
-        return f"{reason} a bias, a mask or a window needs even lengths" if odd and not _is_plain(inputs) else ""
-    if inputs.bias is not None or inputs.mask is not None:
-        return f"{reason} a bias or a mask needs 'softmax'"
-    if inputs.local_window_size is not None:
-        return f"{reason} a window needs 'softmax'"
-    H, widest = inputs.query.shape[3], widest_head() - _WIDTH_MULTIPLE
-    if (not isinstance(a, float) or a != 0.0) and H > widest:
-        return f"{reason} sinks other than softmax-1's need heads of at most {widest}, got {H}"
-    return ""
-
-
-def _is_plain(inputs: AttentionInputs) -> bool:
-    return inputs.bias is None and inputs.mask is None and inputs.local_window_size is None
-
-
-def with_sink_key(inputs: AttentionInputs, implementation: str) -> jax.Array:
-    """`attend` by public functions, with either implementation ("xla" or "cudnn") of `jax.nn.dot_product_attention`."""
-    query, key, value = inputs.query, inputs.key, inputs.value
-    options = {"scale": float(inputs.scale), "is_causal": inputs.is_causal, "implementation": implementation}
-    queries, keys = inputs.query_seq_lengths, inputs.key_value_seq_lengths
-    queries, keys = (None if lengths is None else lengths.astype(jnp.int32) for lengths in (queries, keys))
-    a = sink_logit(inputs.normalizer)
-    attention: Callable[..., jax.Array] = jax.nn.dot_product_attention
-    H, first, one_before = query.shape[3], 0, ((0, 0), (1, 0), (0, 0), (0, 0))
-    if isinstance(a, float) and a == -np.inf:
-        options["local_window_size"] = inputs.local_window_size
-    else:
-        if not isinstance(a, float) or a != 0.0:
-            query, key, value = _with_logit_channels(query, key, value, a / options["scale"])
-        else:
-            key, value = jnp.pad(key, one_before), jnp.pad(value, one_before)
-        if inputs.is_causal:
-            first, query = 1, jnp.pad(query, one_before)
-            queries = None if queries is None else queries + 1
-        keys = None if keys is None else keys + 1
-    T, S = query.shape[1], key.shape[1]
-    if _is_plain(inputs):
-        # In causal attention with T <= S no query that is kept sees the key put at the end.
-        if S % 2 and keys is None and not (inputs.is_causal and T <= S):
-            keys = jnp.full(query.shape[0], S, jnp.int32)
-        query, key, value = (_of_even_length(array) for array in (query, key, value))
-    options |= {"query_seq_lengths": queries, "key_value_seq_lengths": keys}
-    return attention(query, key, value, inputs.bias, inputs.mask, **options)[:, first:T, :, :H]
-
-
-def _of_even_length(array: jax.Array) -> jax.Array:
-    return jnp.pad(array, ((0, 0), (0, array.shape[1] % 2), (0, 0), (0, 0)))
-
-
-def _with_logit_channels(query, key, value, logit: float | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query, key and value with further channels, and with a key before the others whose logit is scale * `logit`."""
-    B, T, N, _ = query.shape
-    logit = jnp.broadcast_to(jnp.asarray(logit, jnp.float32)[..., None, None], (N, 1, 1)).reshape(1, 1, N, 1)
-    # Rounded once, a logit near 8 would be off by up to 0.03 in bfloat16; the rest of it goes into a second channel,
-    # which is then also the one that its gradient comes from.
-    rounded = jax.lax.stop_gradient(logit).astype(query.dtype).astype(jnp.float32)
-    channels = jnp.broadcast_to(jnp.concatenate([rounded, logit - rounded], -1), (B, T, N, 2)).astype(query.dtype)
-    channels = jnp.pad(channels, ((0, 0), (0, 0), (0, 0), (0, _WIDTH_MULTIPLE - 2)))
-    query = jnp.concatenate([query, channels], -1)
-    widths = ((0, 0), (1, 0), (0, 0), (0, _WIDTH_MULTIPLE))
-    key, value = jnp.pad(key, widths), jnp.pad(value, widths)
-    return query, key.at[:, 0, :, -_WIDTH_MULTIPLE : 2 - _WIDTH_MULTIPLE].set(1), value
 
 
 # The probe: whether the kernel runs in this process. On CUDA 13 cuDNN compiles its attention kernels with NVRTC, which

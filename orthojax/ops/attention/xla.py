@@ -3,17 +3,15 @@
 import functools
 import itertools
 import operator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from orthojax.ops.attention.inputs import AttentionInputs, window_sides
 from orthojax.ops.normalizers import Normalizer, apply_normalizer
 from orthojax.ops.statistics import at_least_float32, wide_dtype
-
-if TYPE_CHECKING:
-    from orthojax.ops.attention.dot_product import AttentionInputs
 
 # Weights of one chunk. Larger ones fall out of a CPU's cache; many smaller ones pay for each iteration of the loop,
 # which adds to the gradients of all keys and values. A GPU or TPU needs enough work per iteration.
@@ -28,21 +26,6 @@ _CAUSAL_RUNS = 4
 def known(dimension: int) -> int:
     """The dimension as far as it is known when tracing: 1 for a symbolic one of `jax.export`."""
     return dimension if isinstance(dimension, int) else 1
-
-
-def window_sides(size: int | tuple[int, int]) -> tuple[int, int]:
-    """(left, right) of a `local_window_size`.
-
-    Raises:
-      ValueError: For anything but one int or two, each >= 0.
-    """
-    try:
-        left, right = map(operator.index, size if isinstance(size, tuple | list) else (size, size))
-    except (TypeError, ValueError):
-        left = right = -1
-    if min(left, right) < 0:
-        raise ValueError(f"local_window_size must be one int or (left, right), each >= 0, got {size}")
-    return left, right
 
 
 def visible_keys(
@@ -184,7 +167,7 @@ def weighted_values(weights: jax.Array, value: jax.Array) -> jax.Array:
     return jnp.einsum("BKGTS,BSKH->BKGTH", grouped, value).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def attend(inputs: "AttentionInputs") -> jax.Array:
+def attend(inputs: AttentionInputs) -> jax.Array:
     """Attention by the whole matrix of weights: [B, T, N, H] in the dtype of `value`."""
     (B, T), S = inputs.query.shape[:2], inputs.key.shape[1]
     visible = visible_keys(B, T, S, mask=inputs.mask, **_hiding(inputs))
@@ -193,7 +176,7 @@ def attend(inputs: "AttentionInputs") -> jax.Array:
     return _without_padding(weighted_values(weights, inputs.value), inputs.query_seq_lengths)
 
 
-def _hiding(inputs: "AttentionInputs") -> dict[str, Any]:
+def _hiding(inputs: AttentionInputs) -> dict[str, Any]:
     names = ("is_causal", "query_seq_lengths", "key_value_seq_lengths", "local_window_size")
     return {name: getattr(inputs, name) for name in names}
 
@@ -210,7 +193,7 @@ def _without_padding(output: jax.Array, query_seq_lengths: jax.Array | None) -> 
 # chunk takes the keys that causality and a local window leave it, as far as shapes known when tracing can say.
 
 
-def attend_chunked(inputs: "AttentionInputs") -> jax.Array:
+def attend_chunked(inputs: AttentionInputs) -> jax.Array:
     """Attention chunk by chunk: [B, T, N, H] in the dtype of `value`."""
     B, T, N, H = inputs.query.shape
     size = _queries_per_chunk(inputs)
@@ -228,13 +211,13 @@ def attend_chunked(inputs: "AttentionInputs") -> jax.Array:
     return _without_padding(output, inputs.query_seq_lengths)
 
 
-def unchunkable(inputs: "AttentionInputs") -> str:
+def unchunkable(inputs: AttentionInputs) -> str:
     """Why queries cannot be split into chunks, or ""."""
     lengths = inputs.query.shape[1], inputs.key.shape[1]
     return "" if all(isinstance(n, int) for n in lengths) else f"chunks need known lengths, got {lengths}"
 
 
-def _queries_per_chunk(inputs: "AttentionInputs") -> int:
+def _queries_per_chunk(inputs: AttentionInputs) -> int:
     B, T, N, _ = inputs.query.shape
     row = known(B) * N * inputs.key.shape[1] * wide_dtype(inputs.query).itemsize
     platform = jax.default_backend()
@@ -254,7 +237,7 @@ class _Run(NamedTuple):
     left: int | None  # keys begin this far before the chunk's first query, clipped to those there are; None: at key 0
 
 
-def _runs(inputs: "AttentionInputs", size: int, chunks: int) -> list[_Run]:
+def _runs(inputs: AttentionInputs, size: int, chunks: int) -> list[_Run]:
     T, S = inputs.query.shape[1], inputs.key.shape[1]
     everything = [_Run(0, chunks, S, None)]
     if isinstance(inputs.normalizer, str) and inputs.normalizer == "softmax":
@@ -288,7 +271,7 @@ def _keys(array: jax.Array, start: int | jax.Array, number: int, axis: int) -> j
     return lax.dynamic_slice_in_dim(array, start, number, axis)
 
 
-def _attend_run(inputs: "AttentionInputs", run: _Run, queries: dict[str, jax.Array]) -> jax.Array:
+def _attend_run(inputs: AttentionInputs, run: _Run, queries: dict[str, jax.Array]) -> jax.Array:
     """Attention of the chunks of one run, [chunks of the run, B, size, N, H].
 
     `queries` has of each chunk the position of its first query and its query, and bias and mask where these vary by
