@@ -20,7 +20,6 @@ from orthojax.train import (
     Checkpoints,
     DamagedError,
     Inputs,
-    check_workdir,
     find_checkpoint,
     init_state,
     list_arrays,
@@ -418,25 +417,6 @@ def test_logging_and_retention_may_change_on_resume(finished, tmp_path):
     assert from_json(Config, (tmp_path / "config.json").read_text()) == other  # the newest
     assert read_config(tmp_path / "checkpoints" / "11") == other
     train(CONFIG, INPUTS, tmp_path)
-
-
-def test_runs_from_before_bases_were_counted_resume_unless_they_are_rotated(tmp_path):
-    """Their config.json has no `basis`, and the seed 0."""
-    for optimizer in ("adam", "orthoadam"):
-        config = replace(CONFIG, {"optim.optimizer": optimizer})
-        values = json.loads(to_json(config))
-        values["optim"]["rotation"].pop("basis")
-        values["optim"]["rotation"]["seed"] = 0
-        (tmp_path / "config.json").write_text(json.dumps(values))
-        (tmp_path / "metrics.jsonl").touch()
-        if optimizer == "adam":
-            check_workdir(tmp_path, config)
-            continue
-        with pytest.raises(UserError, match=r"basis=2 \(was 1\), optim.rotation.seed=None \(was 0\)"):
-            check_workdir(tmp_path, config)
-        older = from_json(Config, (tmp_path / "config.json").read_text())
-        with pytest.raises(UserError, match="basis=1 is that of an older orthojax"):
-            train(older, INPUTS, tmp_path)
 
 
 # Writing that fails in the background.

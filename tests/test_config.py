@@ -394,7 +394,7 @@ def test_every_field_says_what_it_affects():
         set(fields_affecting(Config, what)) for what in ("numbers", "start", "computation", "nothing")
     )
     assert sorted([*numbers, *start, *computation, *nothing]) == sorted(PATHS)
-    assert {"optim.rotation.seed", "optim.rotation.basis", "train.steps", "train.seed", "model.dtype"} < numbers
+    assert {"optim.rotation.seed", "train.steps", "train.seed", "model.dtype"} < numbers
     assert {"data.seed", "eval.sequences"} < numbers
     assert start == {
         *("model.init_std", "model.embedding_init_std", "model.kernel_init", "model.sink_init", "model.scan_layers"),
@@ -412,14 +412,8 @@ def test_json_of_older_versions_may_lack_the_fields_added_since():
     values = json.loads(to_json(Config()))
     for name in ("normalizer_gamma", "norm_bias", "attention_norm", "mlp_norm", "post_norm", "kernel_init"):
         del values["model"][name]
-    del values["optim"]["layer_by_layer"], values["train"]["init_from"]
+    del values["train"]["init_from"]
     assert from_json(Config, json.dumps(values)) == Config()
-    # What the default does not mean is read as what they did.
-    values["optim"]["rotation"] = {"kind": "hadamard", "axes": "both", "embeddings": True, "scope": "layer", "seed": 0}
-    assert from_json(Config, json.dumps(values)).optim.rotation == RotationConfig(axes="both", seed=0, basis=1)
-    assert Config().optim.rotation == RotationConfig(seed=None, basis=2)
-    values["model"] |= {"fixed_rotation": True, "scan_layers": False}
-    assert "basis=1" in refusal(lambda: from_json(Config, json.dumps(values)))[0]
     foreign = refusal(from_dict, ModelConfig, {f"a{i}": 0 for i in range(9)})
     assert foreign[1].endswith("more")
     assert foreign[2] == "unknown: a0, a1, a2 and 6 more"

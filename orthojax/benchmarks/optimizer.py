@@ -31,7 +31,7 @@ from orthojax.model import gpt2, parameter_shapes
 from orthojax.optim import orthoadam
 from orthojax.train import make_rotation
 
-# Names are "KIND AXES", as in `RotationConfig`, and maybe "layer_by_layer".
+# Names are "KIND AXES", as in `RotationConfig`.
 KERNEL_ROTATIONS = tuple(
     f"{kind} {axes}" for kind in ("hadamard", "dct", "haar") for axes in ("output", "input", "both")
 )
@@ -50,10 +50,10 @@ def cases(tiny: bool) -> Iterator[Case]:
         shapes = {"kernel": jax.ShapeDtypeStruct((model.d_model, columns), jnp.float32)}
         yield from _cases(f"{model.d_model}x{columns}", shapes, on_kernels)
     left_out = [] if tiny else [name for name in KERNEL_ROTATIONS if name not in on_models]
-    for name, by_layer in (("unrolled", ()), ("stacked", (f"{on_models[0]} layer_by_layer",))):
+    for name in ("unrolled", "stacked"):
         scanned = dataclasses.replace(model, scan_layers=name == "stacked")
         shapes = parameter_shapes(scanned)
-        yield from _cases(f"gpt2 {'tiny' if tiny else '130m'} {name}", shapes, (*on_models, *by_layer), left_out)
+        yield from _cases(f"gpt2 {'tiny' if tiny else '130m'} {name}", shapes, on_models, left_out)
 
 
 def make_optimizer(name: str) -> optax.GradientTransformation:
@@ -61,9 +61,9 @@ def make_optimizer(name: str) -> optax.GradientTransformation:
     learning_rate, weight_decay = 1e-3, 0.1
     if name == "adamw":
         return optax.adamw(learning_rate, weight_decay=weight_decay)
-    kind, axes, *by_layer = name.split()
+    kind, axes = name.split()
     rotation = make_rotation(replace(RotationConfig(seed=0), {"kind": kind, "axes": axes}))
-    return orthoadam(learning_rate, weight_decay=weight_decay, rotation=rotation, layer_by_layer=bool(by_layer))
+    return orthoadam(learning_rate, weight_decay=weight_decay, rotation=rotation)
 
 
 def optimizer_step(optimizer: optax.GradientTransformation) -> Any:

@@ -2,17 +2,16 @@
 
 import dataclasses
 import math
-from typing import Literal
+import re
+from typing import Literal, get_args
 
 from orthojax.config.fields import added, check_types, require, require_each, require_seed
+from orthojax.errors import UserError, nearest
 
 RotationKind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
 RotationScope = Literal["layer", "parameter", "tree"]
 RotationAxes = Literal["output", "input", "both", "residual", "writers", "none"]
-OptimizerName = Literal[
-    "adam", "orthoadam", "rmsprop", "sgd", "adagrad", "adamax", "amsgrad", "adabelief", "adafactor", "lion", "signum",
-    "lamb", "novograd", "ademamix", "muon", "soap",
-]  # fmt: skip
+OptimizerName = Literal["adam", "orthoadam", "rmsprop", "sgd", "lion", "muon"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +27,6 @@ class RotationConfig:
       embeddings: Whether embedding tables are rotated too, along d_model.
       scope: One matrix for every layer of every parameter, or the wider controls.
       seed: Seed of the matrices; None is the run's, `train.seed`.
-      basis: Version of the matrices. 1 is that of runs before it was counted, whose moments cannot be continued.
     """
 
     kind: RotationKind = "hadamard"
@@ -36,7 +34,6 @@ class RotationConfig:
     embeddings: bool = True
     scope: RotationScope = "layer"
     seed: int | None = None
-    basis: Literal[1, 2] = added(2, older=1)
 
     def __post_init__(self):
         check_types(self, "optim.rotation")
@@ -48,27 +45,26 @@ class OptimConfig:
     """The optimizer and its learning-rate schedule (linear warm-up, then cosine decay).
 
     Attributes:
-      optimizer: `adam` is AdamW where `weight_decay` > 0; `rmsprop` is Adam with b1 = 0 (the paper does not say);
-        `signum` is the sign of momentum; `muon` treats embeddings and vectors with Adam; `soap` learns a basis for both
-        axes of kernels and the d_model axis of embeddings (its authors have b1 = b2 = 0.95).
+      optimizer: `adam` is AdamW if `weight_decay` > 0; `rmsprop` is Adam with b1 = 0 (the paper does not say); `muon`
+        treats embeddings and vectors with Adam. Any other one is named as `module:function`: a function of this config
+        that returns an optax transformation without learning rate and weight decay, such as
+        `orthojax.experiments.ours.soap:soap`.
       rotated: Run the optimizer in the basis of `rotation`; `orthoadam` is `adam` with this.
       learning_rate: Peak learning rate.
       warmup_steps: Steps of linear warm-up from 0.
       final_learning_rate_fraction: Learning rate after the last step as a fraction of the peak; 1 keeps it constant.
       b1: Decay of the first moment, where there is one (of Lion: the first of its two).
-      b2: Decay of the second moment, where there is one (of Lion: of its momentum; of SOAP: of its basis, too).
+      b2: Decay of the second moment, where there is one (of Lion: of its momentum).
       eps: Added to the root of the second moment.
-      momentum: Of `sgd`, `signum` and `muon`; 0 for plain SGD.
-      weight_decay: Decoupled, scaled by the learning rate; on kernels and embeddings only. With `lamb` the trust ratio
-        is that of the update without it, unlike `optax.lamb`.
+      momentum: Of `sgd` and `muon`; 0 for plain SGD.
+      weight_decay: Decoupled, scaled by the learning rate; on kernels and embeddings only.
       clip_norm: Largest global gradient norm; None never clips.
       rotation: The basis of `orthoadam`, and of any other that is `rotated`.
       sink_anneal_steps: Learned sink logits are not learned but go to 0 on a line, from where they started, in so many
         steps: from softmax to softmax-1. 0 learns them.
-      layer_by_layer: `orthoadam` updates scanned layers one by one, for less temporary memory.
     """
 
-    optimizer: OptimizerName = "orthoadam"
+    optimizer: OptimizerName | str = "orthoadam"
     rotated: bool = False
     learning_rate: float = 1e-3
     warmup_steps: int = 100
@@ -81,10 +77,14 @@ class OptimConfig:
     clip_norm: float | None = 1.0
     rotation: RotationConfig = RotationConfig()
     sink_anneal_steps: int = added(0)
-    layer_by_layer: bool = added(False)
 
     def __post_init__(self):
         check_types(self, "optim")
+        known = get_args(OptimizerName)
+        if self.optimizer not in known and not re.fullmatch(r"[\w.]+:\w+", self.optimizer):
+            problem = f"optim.optimizer={self.optimizer!r} is not valid"
+            allowed = f"{' | '.join(known)}, or module:function"
+            raise UserError(problem, allowed=allowed, hint=nearest(self.optimizer, known))
         require_each(self, "optim", "learning_rate eps", lambda x: 0.0 < x < math.inf, "a finite positive number")
         require_each(self, "optim", "b1 b2 momentum", lambda x: 0.0 <= x < 1.0, "0 <= value < 1")
         require_each(self, "optim", "weight_decay", lambda x: 0.0 <= x < math.inf, "a finite number >= 0")
@@ -92,19 +92,14 @@ class OptimConfig:
         require_each(self, "optim", "final_learning_rate_fraction", lambda x: 0.0 <= x <= 1.0, "0 to 1")
         require_each(self, "optim", "clip_norm", lambda norm: 0.0 < norm < math.inf, "none, or a finite number > 0")
         require(
-            self.momentum == 0.0 or self.optimizer in ("sgd", "signum", "muon"),
+            self.momentum == 0.0 or self.optimizer in ("sgd", "muon") or ":" in self.optimizer,
             f"optim.momentum={self.momentum} is not read by optim.optimizer={self.optimizer!r}",
-            "0, or optimizer 'sgd', 'signum' or 'muon'; the others have b1 or no momentum",
+            "0, or optimizer 'sgd' or 'muon'; the others have b1 or no momentum",
         )
         require(
             not (self.rotated and self.optimizer == "orthoadam"),
             "optim.rotated=true with optim.optimizer='orthoadam', which is rotated anyway",
             "optimizer 'orthoadam' alone, or 'adam' with rotated",
-        )
-        require(
-            not self.layer_by_layer or self.optimizer == "orthoadam",
-            f"optim.layer_by_layer=true is not read by optim.optimizer={self.optimizer!r}",
-            "false, or optimizer 'orthoadam'",
         )
 
     @property

@@ -299,11 +299,6 @@ class Config:
         mesh = (self.mesh.data, self.mesh.fsdp, self.mesh.tensor)
         one = f"train.probe_details with a mesh of {mesh}"
         require(not self.train.probe_details or mesh == (1, 1, 1), one, "one device, or no details")
-        require(
-            not self.model.fixed_rotation or self.optim.rotation.basis == 2,
-            f"model.fixed_rotation with optim.rotation.basis={self.optim.rotation.basis}, which used other matrices",
-            "basis 2; a model that was trained with basis 1 is another function now",
-        )
         if -1 not in (self.mesh.data, self.mesh.fsdp):
             self._require_rows(self.mesh.data * self.mesh.fsdp)
 

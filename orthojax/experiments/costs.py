@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from orthojax.config import Config, to_json
+from orthojax.experiments.ours.soap import PRECONDITION_FREQUENCY
 from orthojax.files import parse_json, read_again, write_text
 from orthojax.machine import environment
-from orthojax.optim.soap import PRECONDITION_FREQUENCY
 from orthojax.timing import interleaved_seconds, median_ratio
 from orthojax.train import init_state, make_mesh, make_train_step, optimizer_state_bytes, place_rows
 
@@ -98,7 +98,7 @@ class Stepper:
 
     def __init__(self, config: Config):
         # The step that improves the basis takes several times as long as others.
-        self.steps_per_call = PRECONDITION_FREQUENCY if config.optim.optimizer == "soap" else 1
+        self.steps_per_call = PRECONDITION_FREQUENCY if config.optim.optimizer.endswith(":soap") else 1
         shape = (config.train.batch_size, config.data.sequence_length + 1)
         rows = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
         self._tokens = place_rows(make_mesh(config), len(rows), lambda start, stop: rows[start:stop])

@@ -1,4 +1,4 @@
-"""Optimizers: rotation of gradients as optax transformations, OrthoAdam, SOAP to compare it with, schedules.
+"""Optimizers: rotation of gradients as optax transformations, OrthoAdam, schedules.
 
 >>> import optax
 >>> r = Rotation(kind="haar")
@@ -11,7 +11,6 @@ from orthojax.optim.layout import layout_of, state_shardings, zero1
 from orthojax.optim.orthoadam import orthoadam, scale_by_orthoadam
 from orthojax.optim.rotation import Rotation, describe, leaf_path
 from orthojax.optim.schedules import warmup_cosine
-from orthojax.optim.soap import SoapState, scale_by_soap
 from orthojax.optim.transform import RotatedState, RotationState, in_rotated_basis, rotate, unrotate
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "RotatedState",
     "Rotation",
     "RotationState",
-    "SoapState",
     "describe",
     "generic_axes",
     "in_rotated_basis",
@@ -28,7 +26,6 @@ __all__ = [
     "orthoadam",
     "rotate",
     "scale_by_orthoadam",
-    "scale_by_soap",
     "state_shardings",
     "unrotate",
     "warmup_cosine",

@@ -1,6 +1,7 @@
-"""Which basis on which axes of which parameter: decided from its path, shape and dtype alone."""
+"""The basis of every parameter: decided from its path, shape and dtype alone, then drawn or hashed."""
 
 import dataclasses
+import functools
 import math
 import re
 import typing
@@ -11,10 +12,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 from orthojax.errors import UserError
 from orthojax.formatting import align
 from orthojax.ops import orthogonal
+from orthojax.ops.statistics import wide_dtype
 from orthojax.optim.axes import (
     GenericAxes,
     KernelLayout,
@@ -31,7 +35,7 @@ Scope = Literal["layer", "parameter", "tree"]
 
 _MAX_HAAR_SIZE = 4096  # a larger axis is left alone: its matrix would take 64 MB for every layer
 _TOO_LONG = f"over {_MAX_HAAR_SIZE}"
-MAX_HAAR_RATIO = 8  # elements of the matrices of a parameter, as a multiple of its own
+_MAX_HAAR_RATIO = 8  # elements of the matrices of a parameter, as a multiple of its own
 
 AxesRule = Callable[[str, jax.ShapeDtypeStruct], RotatedAxes | None]
 
@@ -202,10 +206,10 @@ def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
             group_name = f":{size}" if rotation.scope == "tree" else f"{name}:{i}:{size}:{of_layer}"
             groups.append(Group(axes, size, group_name, layers))
     elements = sum(len(group.layers) * group.size**2 for group in groups)
-    if rotation.kind == "haar" and elements > MAX_HAAR_RATIO * shape.size:
+    if rotation.kind == "haar" and elements > _MAX_HAAR_RATIO * shape.size:
         raise UserError(
             f"{path} {shape.shape}: haar matrices of {[group.size for group in groups]} rows have {elements} elements, "
-            f"over {MAX_HAAR_RATIO} times its {shape.size}",
+            f"over {_MAX_HAAR_RATIO} times its {shape.size}",
             allowed="fewer rotated axes, or the rotation's kind hadamard",
         )
     return Plan(path, tuple(groups), stacked, stacked_shape, tuple(left_alone), mark, is_chosen=True)
@@ -226,32 +230,21 @@ def _axes_or_reason(rotation: Rotation, path: str, shape: jax.ShapeDtypeStruct) 
     return ("by the axes rule" if found is None else found), ""
 
 
-def plan_names(rotation: Rotation, params: Any) -> dict[str, tuple[Any, Plan]]:
-    """(leaf, plan) of every parameter of a tree, by its path as `jax.tree_util.keystr` prints it.
+def plan_tree(rotation: Rotation, params: Any) -> list[tuple[Any, Plan]]:
+    """Returns (leaf, plan) of every parameter of a tree.
 
     Raises:
-      ValueError: Where two parameters have one name.
+      ValueError: If two parameters have one name or would share a basis, but in a scope that shares them.
     """
-    found, names = {}, {}
+    found, names, bases = [], {}, {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
         plan, shown = plan_leaf(rotation, keys, leaf), jax.tree_util.keystr(keys)
-        found[shown] = leaf, plan
         if plan.path in names:
             raise ValueError(f"{names[plan.path]} and {shown} are both the parameter {plan.path!r}; allowed: one")
         names[plan.path] = shown
-    return found
-
-
-def plan_tree(rotation: Rotation, params: Any) -> list[tuple[Any, Plan]]:
-    """(leaf, plan) of every parameter of a tree.
-
-    Raises:
-      ValueError: Where two parameters have one name or would share a basis, but in a scope that shares them.
-    """
-    found, bases = plan_names(rotation, params), {}
-    for shown, (_, plan) in found.items():
+        found.append((leaf, plan))
         for group in plan.groups if rotation.scope == "layer" else ():
-            key = name_key(group)
+            key = _name_key(group)
             # As `hash_bits` counts, modulo 2**32.
             rows = dict.fromkeys(((key, layer * group.size % 2**32) for layer in group.layers), shown)
             if shared := bases.keys() & rows.keys():
@@ -260,15 +253,15 @@ def plan_tree(rotation: Rotation, params: Any) -> list[tuple[Any, Plan]]:
                     "are numbered; allowed: another name for one of them"
                 )
             bases |= rows
-    return list(found.values())
+    return found
 
 
-def name_key(group: Group) -> int:
+def _name_key(group: Group) -> int:
     """The name of a basis as a number, 0 to 2**32 - 1."""
     return zlib.crc32(group.name.encode())
 
 
-def warn_of_plans(rotation: Rotation, plans: list[tuple[Any, Plan]]) -> None:
+def _warn_of_plans(rotation: Rotation, plans: list[tuple[Any, Plan]]) -> None:
     """Warns where axes are too long for Haar matrices, where none has the asked length, and where no table is found."""
     show = "print(orthojax.optim.describe(rotation, params)) shows what is found"
     if too_long := [plan.path for _, plan in plans if any(_TOO_LONG in reason for reason in plan.left_alone)]:
@@ -301,6 +294,82 @@ def warn_of_plans(rotation: Rotation, plans: list[tuple[Any, Plan]]) -> None:
             f"Rotation(embeddings=PATTERN) names the tables, embeddings='' says that there are none; {show}",
             stacklevel=2,
         )
+
+
+# The numbers of a basis: matrices are kept in the state, signs are constants of the program.
+
+
+def _basis_path(path: str, i: int) -> list[str]:
+    return [*(path.split("/") if path else []), f"basis_{i}"]
+
+
+def _basis_shape(plan: Plan, group: Group) -> tuple[int, ...]:
+    return (*plan.stacked_shape, group.size, group.size)
+
+
+def _draw_haar(rotation: Rotation, plan: Plan, group: Group, dtype: Any) -> jax.Array:
+    """Q of every layer. A callback of known shape: eval_shape runs no QR, jit embeds no constant of this size."""
+    key, shape = _name_key(group), _basis_shape(plan, group)
+    words = np.dtype(dtype).itemsize // 4
+
+    def draw() -> np.ndarray:
+        seeds = [(rotation.seed, key, layer) for layer in group.layers]
+        matrices = np.stack([orthogonal.haar(seed, group.size) for seed in seeds]).reshape(shape).astype(dtype)
+        return matrices.view(np.uint32).reshape(*shape, words)
+
+    # Jitted: a callback by itself is no program of a mesh with Explicit axes.
+    @jax.jit
+    def drawn() -> jax.Array:
+        # As words: the callback's thread does not know of a local jax.enable_x64, and would refuse float64.
+        bits = jax.pure_callback(draw, jax.ShapeDtypeStruct((*shape, words), np.uint32))
+        return jax.lax.bitcast_convert_type(bits if words > 1 else bits[..., 0], dtype)
+
+    return drawn()
+
+
+def init_basis(rotation: Rotation, params: optax.Params) -> Any:
+    """Makes what the state keeps of the bases of `params`; see `RotationState.basis`."""
+    plans = plan_tree(rotation, params)
+    _warn_of_plans(rotation, plans)
+    if rotation.kind != "haar":
+        return ()
+    found: dict[str, Any] = {}
+    for leaf, plan in plans:
+        for i, group in enumerate(plan.groups):
+            *parents, name = _basis_path(plan.path, i)
+            node = functools.reduce(lambda node, part: node.setdefault(part, {}), parents, found)
+            node[name] = _draw_haar(rotation, plan, group, wide_dtype(leaf))
+    # An array, not an empty dict: optax.tree.map_params must see a non-parameter. Orbax saves none of size 0.
+    return found or jnp.zeros((), jnp.float32)
+
+
+def _stored_basis(basis: Any, plan: Plan, i: int) -> jax.Array:
+    for part in _basis_path(plan.path, i):
+        if not isinstance(basis, dict) or part not in basis:
+            raise ValueError(
+                f"{plan.path!r} has no basis in the state; allowed: the tree and the kind that the state was made for"
+            )
+        basis = basis[part]
+    if basis.shape != (shape := _basis_shape(plan, plan.groups[i])):
+        raise ValueError(f"{plan.path}: the basis in the state has shape {basis.shape}; allowed: {shape}")
+    return basis
+
+
+def basis_constants(rotation: Rotation, plan: Plan, basis: Any, transpose: bool) -> tuple[tuple[Any, ...], ...]:
+    """For each group, all layers: (Q [*stacked, n, n],), or (signs [*stacked, n],) and maybe an order."""
+    if rotation.kind == "haar":
+        return tuple((_stored_basis(basis, plan, i),) for i in range(len(plan.groups)))
+    found = []
+    for group in plan.groups:
+        key, shape = rotation.seed ^ _name_key(group), (*plan.stacked_shape, group.size)
+        # The program holds one byte for each sign.
+        constants = (orthogonal.hash_signs(key, group.layers, group.size).reshape(shape),)
+        if rotation.kind == "signed_permutation":
+            # Another key: the order of the hashes is not independent of their top bits.
+            order = orthogonal.hash_permutations(key ^ 0xFFFFFFFF, group.layers, group.size).reshape(shape)
+            constants += (np.argsort(order, axis=-1) if transpose else order,)
+        found.append(constants)
+    return tuple(found)
 
 
 class Description(dict[str, str]):

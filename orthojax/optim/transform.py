@@ -11,8 +11,17 @@ import optax
 from orthojax.ops import orthogonal
 from orthojax.ops.statistics import wide_dtype
 from orthojax.optim import layout
-from orthojax.optim.basis import basis_constants, init_basis
-from orthojax.optim.rotation import DEFAULT_ROTATION, Group, Plan, Rotation, leaf_path, plan_leaf, require_rotation
+from orthojax.optim.rotation import (
+    DEFAULT_ROTATION,
+    Group,
+    Plan,
+    Rotation,
+    basis_constants,
+    init_basis,
+    leaf_path,
+    plan_leaf,
+    require_rotation,
+)
 
 # Applying a basis to one parameter: whole, sharded over a mesh, or one layer of it.
 
@@ -55,7 +64,7 @@ def _rotate_group(
     return y if adjacent else jnp.moveaxis(y, there, group.axes)
 
 
-def rotate_shard(
+def _rotate_shard(
     x: jax.Array, plan: Plan, kind: str, constants: Any, names: layout.Names, transpose: bool = False
 ) -> jax.Array:
     """Q, or Q^T, on a shard inside of `layout.over_shards`, outside on a whole parameter; in at least float32.
@@ -76,33 +85,24 @@ def _rotate_sharded(
     x: jax.Array, constants: Any, plan: Plan, kind: str, sharding: jax.sharding.NamedSharding, transpose: bool
 ) -> jax.Array:
     return layout.over_shards(
-        lambda shard, constants, names: rotate_shard(shard, plan, kind, constants, names, transpose),
+        lambda shard, constants, names: _rotate_shard(shard, plan, kind, constants, names, transpose),
         x,
         constants,
         sharding,
     )
 
 
-def rotate_leaf(
-    rotation: Rotation, plan: Plan, leaf: Any, basis: Any, *, transpose: bool = False, like: Any = None
-) -> Any:
-    """Q, or Q^T, on one parameter; `like` as in `_apply`."""
-    constants = basis_constants(rotation, plan, basis, transpose) if plan.groups else ()
-    return rotate_with(constants, rotation, plan, leaf, transpose=transpose, like=like)
-
-
-def rotate_with(
-    constants: Any, rotation: Rotation, plan: Plan, leaf: Any, *, transpose: bool = False, like: Any = None
-) -> Any:
-    """As `rotate_leaf`, with these numbers of the basis; of the rotation its kind and layout are read."""
+def _rotate_leaf(rotation: Rotation, plan: Plan, leaf: Any, basis: Any, *, transpose: bool, like: Any) -> Any:
+    """Applies Q, or Q^T, to one parameter; `like` as in `_apply`."""
     given = None if rotation.layout is None else rotation.layout(plan.path)
     if not plan.groups and given is None:
         return leaf
+    constants = basis_constants(rotation, plan, basis, transpose) if plan.groups else ()
     x = jnp.asarray(leaf)
     sharding = layout.split_sharding(plan.path, x, given)
     x = layout.place(x, given)
     if plan.groups and sharding is None:
-        x = rotate_shard(x, plan, rotation.kind, constants, [()] * x.ndim, transpose)
+        x = _rotate_shard(x, plan, rotation.kind, constants, [()] * x.ndim, transpose)
     elif plan.groups:
         x = _rotate_sharded(x, constants, plan, rotation.kind, sharding, transpose)
     return x if given is None else layout.place(x, layout.known_sharding(like))
@@ -120,7 +120,7 @@ def _apply(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool = False
         )
 
     def leaf_fn(keys: tuple[Any, ...], leaf: Any, wanted: Any = None) -> Any:
-        return rotate_leaf(rotation, plan_leaf(rotation, keys, leaf), leaf, basis, transpose=transpose, like=wanted)
+        return _rotate_leaf(rotation, plan_leaf(rotation, keys, leaf), leaf, basis, transpose=transpose, like=wanted)
 
     return jax.tree_util.tree_map_with_path(leaf_fn, tree, *(() if like is None else (like,)))
 
@@ -236,13 +236,13 @@ def in_rotated_basis(
 
     def update_fn(updates, state, params=None, **extra_args):
         if params is not None:
-            require_part(updates, params, "updates and parameters differ")
+            _require_part(updates, params, "updates and parameters differ")
         rotated = _apply(rotation, updates, state.basis)
         # Where the inner transformation does not read the parameters, jit removes their rotation.
         rotated_params = None if params is None else _apply(rotation, params, state.basis)
         extra_args = _guarded(extra_args, rotation, updates)
         rotated, inner_state = extended.update(rotated, state.inner, rotated_params, **extra_args)
-        require_part(rotated, updates, "the inner transformation returns a different tree than it was given")
+        _require_part(rotated, updates, "the inner transformation returns a different tree than it was given")
         updates = _apply(rotation, rotated, state.basis, transpose=True, like=updates)
         return updates, RotatedState(state.basis, inner_state)
 
@@ -253,7 +253,7 @@ def _outline(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
     return [(leaf_path(keys), np.shape(leaf)) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def require_part(part: Any, whole: Any, message: str) -> None:
+def _require_part(part: Any, whole: Any, message: str) -> None:
     """Refuses trees that share no basis: a leaf of `part` must be in `whole`, with the same path and shape."""
     known = dict(_outline(whole))
     for path, shape in _outline(part):

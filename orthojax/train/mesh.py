@@ -14,7 +14,7 @@ from orthojax.config import Config, ModelConfig, OptimConfig
 from orthojax.errors import UserError
 from orthojax.model import linear, plain_product
 from orthojax.optim import Rotation, leaf_path, zero1
-from orthojax.train.optimizer import LEARNED_AXES, make_rotation
+from orthojax.train.optimizer import make_rotation
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = PartitionSpec(("data", "fsdp"))  # how the first axis of a batch is split
@@ -207,10 +207,7 @@ def moment_shardings(optim: OptimConfig, shapes: Any, shardings: Any) -> Any:
     """Shardings of the optimizer's moments: those of the parameters, split over `data` too (ZeRO stage 1)."""
     if jax.tree.leaves(shardings)[0].mesh.shape["data"] == 1:
         return shardings
-    if optim.is_rotated:
-        rotation = make_rotation(optim.rotation)
-    else:
-        rotation = Rotation(axes=LEARNED_AXES) if optim.optimizer == "soap" else Rotation("identity")
+    rotation = make_rotation(optim.rotation) if optim.is_rotated else Rotation("identity")
     return zero1(rotation, shapes, shardings)
 
 

@@ -1,6 +1,7 @@
 """The optimizer of a run, built from its config: an optax chain whose parts have plain names in the checkpoint."""
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,13 +11,13 @@ import optax
 import optax.contrib
 
 from orthojax.config import OptimConfig, RotationConfig, require
+from orthojax.errors import UserError
 from orthojax.optim import (
     RotatedAxes,
     Rotation,
     in_rotated_basis,
     rotate,
     scale_by_orthoadam,
-    scale_by_soap,
     warmup_cosine,
 )
 
@@ -61,9 +62,6 @@ def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruc
     return axes
 
 
-LEARNED_AXES = rotated_axes(RotationConfig(axes="both"))  # of SOAP's bases, whatever the config's rotation is
-
-
 def make_rotation(config: RotationConfig, layout: Layout | None = None) -> Rotation:
     """The `Rotation` of a run, for the transformer's own parameters.
 
@@ -72,9 +70,8 @@ def make_rotation(config: RotationConfig, layout: Layout | None = None) -> Rotat
       layout: Where moments are.
 
     Raises:
-      UserError: For the bases of an older version, which are not computed any more, or without a seed.
+      UserError: Without a seed.
     """
-    require(config.basis == 2, f"optim.rotation.basis={config.basis} is that of an older orthojax", "2, in a new run")
     require(config.seed is not None, "optim.rotation.seed=none", "a number, or `seeded_optim` of the run's config")
     assert config.seed is not None
     return Rotation(config.kind, rotated_axes(config), config.seed, config.scope, layout)
@@ -127,31 +124,29 @@ def _muon(config: OptimConfig) -> optax.GradientTransformation:
 def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransformation:
     """The optimizer proper, before weight decay and learning rate."""
     b1, b2, eps = config.b1, config.b2, config.eps
-    adam = optax.scale_by_adam(b1, b2, eps)
+    if config.optimizer == "orthoadam":
+        return scale_by_orthoadam(b1, b2, eps, rotation=make_rotation(config.rotation, layout))
     scalings: dict[str, Callable[[], optax.GradientTransformation]] = {
-        "adam": lambda: adam,
+        "adam": lambda: optax.scale_by_adam(b1, b2, eps),
         # RMSProp is Adam without a first moment, bias correction included.
         "rmsprop": lambda: optax.scale_by_adam(0.0, b2, eps),
         "sgd": lambda: optax.trace(config.momentum) if config.momentum else optax.identity(),
-        # The usual initial accumulator of 0.1 is far above the squared gradients of a language model.
-        "adagrad": lambda: optax.scale_by_rss(initial_accumulator_value=0.0, eps=eps),
-        "adamax": lambda: optax.scale_by_adamax(b1, b2, eps),
-        "amsgrad": lambda: optax.scale_by_amsgrad(b1, b2, eps),
-        "adabelief": lambda: optax.scale_by_belief(b1, b2, eps=1e-16),
-        "adafactor": lambda: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
         "lion": lambda: optax.scale_by_lion(b1, b2),
-        "signum": lambda: optax.chain(optax.trace(config.momentum), optax.scale_by_sign()),
-        "lamb": lambda: optax.chain(adam, optax.scale_by_trust_ratio()),
-        "novograd": lambda: optax.scale_by_novograd(b1, b2, eps),
-        "ademamix": lambda: optax.contrib.scale_by_ademamix(b1, b2, eps=eps),
         "muon": lambda: _muon(config),
-        "soap": lambda: scale_by_soap(b1, b2, eps, rotation=Rotation(axes=LEARNED_AXES, layout=layout)),
     }
-    if config.optimizer == "orthoadam":
-        rotation = make_rotation(config.rotation, layout)
-        return scale_by_orthoadam(b1, b2, eps, rotation=rotation, layer_by_layer=config.layer_by_layer)
-    scaling = scalings[config.optimizer]()
+    scaling = scalings[config.optimizer]() if config.optimizer in scalings else _imported(config)
     return in_rotated_basis(scaling, make_rotation(config.rotation, layout)) if config.rotated else scaling
+
+
+def _imported(config: OptimConfig) -> optax.GradientTransformation:
+    """Calls the function that the config names as `module:function`."""
+    module, _, function = config.optimizer.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        problem = f"optim.optimizer={config.optimizer!r}: {error}"
+        raise UserError(problem, allowed="module:function, both of which exist") from None
+    return make(config)
 
 
 def make_optimizer(
@@ -170,7 +165,7 @@ def make_optimizer(
     parts: list[tuple[str, optax.GradientTransformation]] = []
     if config.clip_norm is not None:
         parts.append(("clip", optax.clip_by_global_norm(config.clip_norm)))
-    parts.append((config.optimizer, _scaling(config, layout)))
+    parts.append((config.optimizer.rpartition(":")[2], _scaling(config, layout)))
     if config.weight_decay:
         parts.append(("weight_decay", optax.add_decayed_weights(config.weight_decay, decay_mask)))
     parts.append(("learning_rate", optax.scale_by_learning_rate(schedule)))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax.config import OptimConfig, RotationConfig, changed_fields
-from orthojax.experiments import drawing
+from orthojax.experiments import drawing, optimizers
 from orthojax.experiments.base_configs import OPTIMIZERS
 from orthojax.experiments.claims import Claim
 from orthojax.experiments.experiment import Case, Experiment
@@ -38,7 +38,7 @@ def trials() -> tuple[Trial, ...]:
     plain = OptimConfig(warmup_steps=0, final_learning_rate_fraction=1.0, clip_norm=None)
 
     def config(optimizer: str, learning_rate: float, **changes: Any) -> OptimConfig:
-        return dataclasses.replace(plain, optimizer=optimizer, learning_rate=learning_rate, **changes)
+        return dataclasses.replace(plain, optimizer=optimizers.named(optimizer), learning_rate=learning_rate, **changes)
 
     ortho = config("orthoadam", 5e-3, rotation=RotationConfig(kind="haar", axes="output", seed=0))
     return (

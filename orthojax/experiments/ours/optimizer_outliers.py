@@ -1,6 +1,7 @@
 """Which optimizers grow outlier activations, as they are and in a rotated basis."""
 
 from orthojax.config import OptimConfig, replace
+from orthojax.experiments import optimizers
 from orthojax.experiments.base_configs import OPTIMIZERS, SHALLOW_MODEL, with_normalizer
 from orthojax.experiments.claims import NO_OUTLIERS, OUTLIERS, WORST_KURTOSIS, Claim, Revision
 from orthojax.experiments.experiment import Experiment, Variant
@@ -18,7 +19,8 @@ def _variants(scale: str) -> tuple[Variant, ...]:
     for name, (label, changes, middle) in OPTIMIZERS.items():
         rates = (middle / 3, middle, middle * 3)
         config = replace(
-            BASE, {"optim.optimizer": name} | {f"optim.{field}": value for field, value in changes.items()}
+            BASE,
+            {"optim.optimizer": optimizers.named(name)} | {f"optim.{field}": value for field, value in changes.items()},
         )
         variants.append(Variant(name, label, config, rates))
         rotated = replace(config, {"optim.rotated": True})

@@ -17,6 +17,7 @@ from orthojax.experiments.results import NotMeasured, Result, Results, metric
 
 SEARCH_SEEDS = (100,)  # of no comparison
 STEPS = 500
+SOAP = "orthojax.experiments.ours.soap:soap"
 WARMUPS = (0.05, 0.25)  # of the steps
 
 
@@ -40,7 +41,7 @@ METHODS = {
     C: Method("softmax-1 + OrthoAdam", PAPER_METHODS[C], _ADAM_RATES),
     "muon": Method("softmax + Muon", {"optim.optimizer": "muon", "optim.momentum": 0.95},
                    (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2)),
-    "soap": Method("softmax + SOAP", {"optim.optimizer": "soap", "optim.b1": 0.95, "optim.b2": 0.95}, _ADAM_RATES),
+    "soap": Method("softmax + SOAP", {"optim.optimizer": SOAP, "optim.b1": 0.95, "optim.b2": 0.95}, _ADAM_RATES),
     "lion": Method("softmax + Lion", {"optim.optimizer": "lion", "optim.b2": 0.99},
                    (1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3)),
     "sgd": Method("softmax + SGD", {"optim.optimizer": "sgd", "optim.momentum": 0.9}, (0.1, 0.2, 0.4, 0.8, 1.6)),
