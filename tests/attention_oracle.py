@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.interpreters import mlir
 
-from orthojax.ops.attention import cudnn, cudnn_kernel
+from orthojax.ops.attention import cudnn, splash
 from orthojax.ops.attention.inputs import prepare_inputs
 from orthojax.ops.normalizers import ClippedSoftmax
 
@@ -173,7 +173,6 @@ def _kernel_backward(query, key, value, bias, query_lengths, key_lengths, *rest,
 _STAND_INS = {
     vendor._dot_product_attention_fwd_p: _kernel_forward,
     vendor._dot_product_attention_bwd_p: _kernel_backward,
-    cudnn_kernel.compiled_for_cuda_p: lambda x: [x],
 }
 
 
@@ -190,3 +189,8 @@ def cudnn_stand_ins():
 def attend_by_cudnn(query, key, value, bias=None, mask=None, *, normalizer="softmax1", **options):
     """cuDNN's attention in any dtype, past the refusal of float32."""
     return cudnn.attend(prepare_inputs(query, key, value, bias, mask, normalizer=normalizer, **options))
+
+
+def attend_by_splash(query, key, value, **options):
+    """Splash's attention in interpret mode."""
+    return splash.attend(prepare_inputs(query, key, value, **{"normalizer": "softmax1"} | options), interpret=True)

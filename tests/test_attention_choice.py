@@ -1,8 +1,7 @@
-"""Which implementation computes an attention, what happens where a kernel cannot, and `attention_fn` inside flax."""
+"""The choice of an implementation, and `attention_fn` inside flax."""
 
 import functools
 import itertools
-import threading
 import warnings
 
 import flax.linen as nn
@@ -15,143 +14,46 @@ from flax import nnx
 
 import orthojax
 from orthojax.model import Transformer, gpt2
-from orthojax.ops import dot_product_attention, forbid_fallback
-from orthojax.ops.attention import dot_product, xla
+from orthojax.ops import dot_product_attention
+from orthojax.ops.attention import xla
 
 Q, K, V = (jnp.asarray(a, jnp.float32) for a in qkv(8, 8, batch=1))
 
 
-class Kernel:
-    """Stands for a vendor's: it doubles what plain XLA gives, so that its use shows."""
-
-    def __init__(self, **problems):
-        self.problems = problems
-
-    def unsupported(self, inputs):
-        return self.problems.get("unsupported", "")
-
-    def unavailable(self):
-        return self.problems.get("unavailable", "")
-
-    def attend(self, inputs):
-        return 2 * xla.attend(inputs)
-
-
-@pytest.fixture
-def on(monkeypatch):
-    """on(platform, kernel): that default backend, with that module for its kernel."""
-
-    def change(platform, kernel):
-        monkeypatch.setattr(dot_product, "_kernel", lambda name: kernel)
-        monkeypatch.setattr(dot_product, "_platform", lambda array: platform)
-        dot_product._warn.cache_clear()
-
-    yield change
-    dot_product._warn.cache_clear()
-
-
-def is_kernel(**options):
-    plain = dot_product_attention(Q, K, V, implementation="xla")
-    output = dot_product_attention(Q, K, V, **options)
-    doubled = bool(np.allclose(output, 2 * plain, rtol=1e-5))
-    assert doubled or np.allclose(output, plain, rtol=1e-5)
-    return doubled
-
-
-@pytest.mark.parametrize(("platform", "expected"), [("gpu", True), ("tpu", True), ("cpu", False), ("other", False)])
-def test_none_picks_the_kernel_of_the_platform(on, platform, expected):
-    on(platform, Kernel())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert is_kernel() is expected
-        assert is_kernel(implementation="xla") is False
-        with forbid_fallback():
-            assert is_kernel() is expected
-    one = dot_product_attention(Q[:, :1], K, V)  # a single query is left to XLA
-    np.testing.assert_allclose(one, dot_product_attention(Q[:, :1], K, V, implementation="xla"), rtol=1e-6)
-
-
-@pytest.mark.parametrize("where", ["unsupported", "unavailable"])
-def test_none_falls_back_with_one_warning_per_reason_unless_that_is_forbidden(on, where):
-    kernel = Kernel(**{where: "the first reason"})
-    on("gpu", kernel)
-    with pytest.warns(UserWarning, match="'cudnn' to plain XLA.*the first reason") as caught:
-        assert is_kernel() is False
-    assert caught[0].filename == __file__  # where attention was called
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert is_kernel() is False
-    kernel.problems[where] = "another reason"
-    with pytest.warns(UserWarning, match="another reason"):
-        assert is_kernel() is False
-    with forbid_fallback(), pytest.raises(NotImplementedError, match="fall back from 'cudnn' here: another reason"):
-        dot_product_attention(Q, K, V)
-
-
-def test_the_ban_holds_in_its_own_thread_and_ends_with_an_error(on):
-    on("gpu", Kernel(unsupported="no"))
-    found = []
-
-    def fail():
-        with forbid_fallback():
-            other = threading.Thread(target=lambda: found.append(is_kernel()))
-            other.start()
-            other.join()
-            raise RuntimeError("ours")
-
-    with pytest.warns(UserWarning, match="falls back"), pytest.raises(RuntimeError, match="ours"):
-        fail()
-    assert found == [False]
-    assert is_kernel() is False
-
-
-def test_an_implementation_by_name_never_falls_back(on):
-    for unsupported in ("rows are too long", ""):
-        on("gpu", Kernel(unsupported=unsupported, unavailable="its library is missing"))
-        problem = unsupported or "its library is missing"
-        with pytest.raises(NotImplementedError, match=f"implementation='cudnn': {problem}"):
-            dot_product_attention(Q, K, V, implementation="cudnn")
-    on("cpu", Kernel(unavailable="there is no GPU"))  # lowered here, run elsewhere
-    assert is_kernel(implementation="cudnn") is True
-
-
-def test_the_real_kernel_is_asked_once_and_its_reason_given(monkeypatch):
-    monkeypatch.setitem(dot_product._KERNELS, "cpu", "cudnn")
-    dot_product._warn.cache_clear()
-    q = jnp.zeros((2, 6, 4, 8), jnp.bfloat16)
-    with pytest.warns(UserWarning, match=r"'cudnn' to plain XLA.*needs an NVIDIA GPU"):
-        assert (dot_product_attention(q, q, q) == 0.0).all()
-    with forbid_fallback(), pytest.raises(NotImplementedError, match=r"may not fall back.*needs an NVIDIA GPU"):
-        dot_product_attention(q, q, q)
-    with forbid_fallback(), pytest.raises(NotImplementedError, match="got float32"):
-        dot_product_attention(*[q.astype(jnp.float32)] * 3)
-    dot_product._warn.cache_clear()
-
-
-@pytest.mark.parametrize(("name", "hardware"), [("cudnn", "an NVIDIA GPU"), ("splash", "a TPU")])
-def test_a_kernel_by_name_on_a_cpu_is_refused_when_it_is_compiled(name, hardware):
-    q = jnp.ones((2, 128, 2, 64), jnp.bfloat16)
-
-    def attend(q):
-        return jnp.sum(dot_product_attention(q, q, q, implementation=name, is_causal=True))
-
-    assert jax.eval_shape(attend, q).shape == ()
-    grad = jax.grad(attend)
-    for call in (attend, jax.jit(attend), grad, jax.jit(grad), jax.vmap(attend), jax.jit(attend).lower):
-        with pytest.raises(NotImplementedError, match=f"implementation='{name}' needs {hardware}.* compiled for 'cpu'"):
-            call(q)
+def traced(length, **options):
+    """The program of attention over shapes alone, where nothing is computed."""
+    q = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)
+    return str(jax.make_jaxpr(functools.partial(dot_product_attention, **options))(q, q, q))
 
 
 @pytest.mark.parametrize(
-    ("length", "causal", "expected"), [(8, False, False), (9, False, True), (4, True, False), (5, True, True)]
+    ("length", "causal", "in_chunks"),
+    [(2048, False, False), (4096, False, True), (512, True, False), (1024, True, True)],
 )
-def test_many_weights_are_computed_in_chunks_and_fewer_where_that_saves_work(monkeypatch, length, causal, expected):
-    monkeypatch.setitem(dot_product._CHUNKED_FROM_BYTES, "cpu", 4 * 2 * 9 * 9)
-    monkeypatch.setitem(dot_product._CAUSAL_CHUNKED_FROM_BYTES, "cpu", 4 * 2 * 5 * 5)
-    q = jnp.zeros((1, length, 2, 8))
-    assert (
-        "scan[" in str(jax.make_jaxpr(functools.partial(dot_product_attention, is_causal=causal))(q, q, q))
-    ) is expected
+def test_large_weights_are_computed_in_chunks(length, causal, in_chunks):
+    assert ("scan[" in traced(length, is_causal=causal)) is in_chunks
+    assert "scan[" not in traced(length, is_causal=causal, implementation="xla")
+
+
+@pytest.mark.parametrize(("platform", "kernel"), [("gpu", "cudnn"), ("tpu", "splash")])
+def test_none_falls_back_with_a_warning(platform, kernel):
+    with jax.default_device(platform):
+        with pytest.warns(UserWarning, match=f"'{kernel}'.*'cpu'") as caught:
+            traced(128)
+        assert caught[0].filename.endswith("test_attention_choice.py") or "jax" in caught[0].filename
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            traced(1)  # a single query is left to XLA
+            traced(128, implementation="xla")
+
+
+@pytest.mark.parametrize("name", ["cudnn", "splash"])
+def test_a_kernel_by_name_on_a_cpu_is_refused(name):
+    q = jnp.ones((2, 128, 2, 64), jnp.bfloat16)
+    attend = functools.partial(dot_product_attention, implementation=name, is_causal=True)
+    assert jax.eval_shape(attend, q, q, q).shape == q.shape  # it may be lowered for another machine
+    with pytest.raises(NotImplementedError, match=f"{name}.*'cpu'"):
+        attend(q, q, q)
 
 
 def _exported(f, *shapes):
@@ -165,8 +67,8 @@ def _exported(f, *shapes):
     ("implementation", "length"), [pytest.param(None, "8", marks=pytest.mark.slow), ("xla_chunked", "8"), (None, "t")]
 )
 def test_attention_is_exported_for_any_batch_and_called_as_it_is(monkeypatch, implementation, length):
-    monkeypatch.setitem(xla._CHUNK_BYTES, "cpu", 4 * 4 * 4 * 8)  # four queries of one sequence
-    monkeypatch.setattr(xla, "_FEWEST_QUERIES", 1)
+    monkeypatch.setitem(xla.CHUNK_BYTES, "cpu", 4 * 4 * 4 * 8)  # four queries of one sequence
+    monkeypatch.setattr(xla, "FEWEST_QUERIES", 1)
 
     def results(q, k, v):
         lengths = jnp.full(q.shape[0], 5)
@@ -187,14 +89,9 @@ def test_attention_is_exported_for_any_batch_and_called_as_it_is(monkeypatch, im
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_symbolic_shapes_are_left_to_plain_xla_and_chunks_refuse_symbolic_lengths(on):
-    on("gpu", Kernel())
-    with pytest.warns(UserWarning, match="known shapes, got .b, 8, 4, 8."):
-        call = _exported(dot_product_attention, *["b, 8, 4, 8"] * 3)
-    expected = dot_product_attention(Q, K, V, implementation="xla")
-    np.testing.assert_allclose(call(Q, K, V), expected, rtol=1e-5, atol=1e-6)
+def test_kernels_and_chunks_refuse_symbolic_lengths():
     _exported(orthojax.attention_fn(implementation="xla"), *["b, 3, t, 4, 8"] * 3)
-    for implementation, problem in (("cudnn", "known shapes"), ("xla_chunked", "known lengths, got .t, t.")):
+    for implementation, problem in (("cudnn", "shapes"), ("xla_chunked", "lengths")):
         attend = lambda *a, name=implementation: dot_product_attention(*a, implementation=name)  # noqa: E731
         with pytest.raises(NotImplementedError, match=f"implementation='{implementation}': .*{problem}"):
             _exported(attend, *["b, t, 4, 8"] * 3)
@@ -225,15 +122,6 @@ def test_a_model_on_cudnn_attends_once_forward_unless_it_keeps_nothing_and_once_
     layers = 1 if scan else 2  # a scan's body stands once
     assert text.count("@__cudnn$fmhaSoftmax(") == layers * (2 if remat == "full" else 1)
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") == layers
-
-
-def test_none_picks_for_the_device_of_arrays_and_for_the_default_device_of_traces(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    seen = [dot_product._platform(Q)]
-    for device in (None, jax.devices("cpu")[1], "tpu"):
-        with jax.default_device(device):
-            jax.eval_shape(lambda q: (seen.append(dot_product._platform(q)), q)[1], Q)
-    assert seen == ["cpu", "gpu", "cpu", "tpu"]
 
 
 # `attention_fn` inside flax's own MultiHeadAttention, linen and nnx.

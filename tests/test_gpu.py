@@ -1,6 +1,7 @@
 """What only an NVIDIA GPU can show; skipped without one: JAX_PLATFORMS=cuda,cpu python -m pytest tests/test_gpu.py."""
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,9 @@ from attention_oracle import SINK, check_definition, normal, qkv
 
 from orthojax.config import Config, DataConfig, OptimConfig, TrainConfig
 from orthojax.model import gpt2
-from orthojax.ops import dot_product_attention, forbid_fallback
+from orthojax.ops import dot_product_attention
 from orthojax.ops.attention import cudnn
-from orthojax.ops.attention.dot_product import prepare_inputs
+from orthojax.ops.attention.inputs import prepare_inputs
 from orthojax.optim import Rotation, orthoadam
 from orthojax.train.step import TrainState, init_state, make_train_step
 
@@ -71,10 +72,11 @@ def test_the_public_form_trains_at_odd_lengths(normalizer):
 
 def test_the_device_picks_cudnn_and_falls_back_for_float32():
     q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in qkv(256, 256, width=64))
-    with forbid_fallback():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         program = jax.jit(lambda q, k, v: dot_product_attention(q, k, v, is_causal=True)).lower(q, k, v)
         assert "fmha" in program.as_text()
-        with pytest.raises(NotImplementedError, match="may not fall back"):
+        with pytest.raises(UserWarning, match="falls back"):
             dot_product_attention(*(a.astype(jnp.float32) for a in (q, k, v)), is_causal=True)
 
 
@@ -126,7 +128,8 @@ def test_training_is_that_of_a_cpu(normalizer):
                 found.append(float(reported.loss_sum_nats) / float(reported.target_tokens))
         return found
 
-    with forbid_fallback():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         found = losses(model, jax.devices()[0])
     expected = losses(dataclasses.replace(model, dtype="float32"), jax.devices("cpu")[0])
     np.testing.assert_allclose(found, expected, rtol=5e-3)

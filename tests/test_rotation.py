@@ -24,8 +24,7 @@ from orthojax.optim import (
     rotate,
     unrotate,
 )
-from orthojax.optim.basis import basis_constants
-from orthojax.optim.rotation import plan_tree
+from orthojax.optim.rotation import basis_constants, plan_tree
 from orthojax.train.optimizer import make_rotation
 
 KINDS = ("haar", "hadamard", "dct", "signed_permutation")

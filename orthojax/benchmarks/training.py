@@ -1,8 +1,8 @@
 """The whole training step with softmax-1 and OrthoAdam against softmax and AdamW, and its compilation."""
 
-import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,7 +30,6 @@ from orthojax.benchmarks.suite import (
 )
 from orthojax.config import Config, DataConfig, ModelConfig, NormalizerName, OptimConfig, OptimizerName, TrainConfig
 from orthojax.model import gpt2, parameter_count
-from orthojax.ops.attention import forbid_fallback
 from orthojax.timing import interleaved_seconds, median_ratio, spread
 from orthojax.train import (
     TrainState,
@@ -112,7 +111,8 @@ def cases(platform: str, tiny: bool) -> list[Training]:
 def compile_step(config: Config, batch_size: int, *, vendor: bool = True) -> Program:
     """Compiles the training step of a run from shapes alone; with `vendor` its attention is that kernel or an error."""
     tokens = jax.ShapeDtypeStruct((batch_size, config.data.sequence_length + 1), jnp.int32)
-    with forbid_fallback() if vendor else contextlib.nullcontext():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error" if vendor else "ignore", "attention falls back")
         return compile_program(make_train_step(config), state_shapes(config), tokens)
 
 

@@ -6,7 +6,6 @@ from orthojax.ops.attention import (
     attention_logits,
     attention_weights,
     dot_product_attention,
-    forbid_fallback,
     visible_keys,
     weighted_values,
 )
@@ -39,7 +38,6 @@ __all__ = [
     "clipped_softmax",
     "cross_entropy_nats",
     "dot_product_attention",
-    "forbid_fallback",
     "gelu",
     "kurtosis",
     "llama3_frequencies",

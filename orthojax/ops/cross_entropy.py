@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from orthojax.ops.products import kernel_product, transposed_product
+from orthojax.ops.products import kernel_product, transposed_product, varying_alike
 from orthojax.ops.statistics import at_least_float32, wide_dtype
-from orthojax.ops.varying import varying_alike
 
 BATCH_AXES, VOCAB_AXIS = ("data", "fsdp"), "tensor"  # of the current mesh, as far as it has them
 # The logits that one device materialises at a time; their exponentials and gradients take as much again. An accelerator

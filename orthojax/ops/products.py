@@ -1,7 +1,8 @@
-"""Products of activations with kernels, in the form that XLA runs fastest on the platform."""
+"""Products of activations with kernels, in the form that XLA runs fastest on the platform, and types on a mesh."""
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,3 +64,22 @@ def _as_rows(x: jax.Array) -> jax.Array:
 def is_head(path: str) -> bool:
     """Whether a linear layer is the output head, in a module of one's own as well (`lm/head`)."""
     return path.rpartition("/")[2] == "head"
+
+
+def varying_alike(arrays: Any) -> Any:
+    """Casts arrays within `shard_map` to types that vary over the same mesh axes, as loops and derivatives require.
+
+    The transpose of the cast sums the gradient of what the devices share. Outside of a `shard_map`, or in one without
+    these types (`check_vma=False`), arrays stay as they are.
+    """
+
+    def axes_of(array: jax.Array) -> frozenset[str]:
+        return jax.typeof(array).mat.varying
+
+    every = frozenset[str]().union(*map(axes_of, jax.tree.leaves(arrays)))
+
+    def cast(array: jax.Array) -> jax.Array:
+        missing = every - axes_of(array)
+        return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
+
+    return jax.tree.map(cast, arrays)

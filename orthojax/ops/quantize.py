@@ -145,8 +145,8 @@ class Quantized:
     """An array as integers: its values are (qvalue + zero_point) * scale, as `dequantize` computes them.
 
     Attributes:
-      qvalue: int8, with the shape of the array; or uint8 after `pack`, half as many along axis -2.
-      scale: Floating; every axis has the length 1, that of the array, or a divisor of it, the number of groups.
+      qvalue: int8, with the shape of the array.
+      scale: Floating; every axis has the length 1 or that of the array.
       zero_point: Whole numbers as floats, shaped as `scale`; None if 0 is 0 (absmax). It is the z of `zeropoint` plus
         the 2^(bits-1) by which signed integers differ from unsigned ones; it is added, where others subtract it.
     """
@@ -156,25 +156,17 @@ class Quantized:
     zero_point: jax.Array | None = None
 
     @property
-    def is_packed(self) -> bool:
-        """Whether a byte holds two integers."""
-        return self.qvalue.dtype == jnp.uint8
-
-    @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        if not self.is_packed:
-            return self.qvalue.shape
-        *leading, rows, columns = self.qvalue.shape
-        return (*leading, 2 * rows, columns)
+        """Shape of the array."""
+        return self.qvalue.shape
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the values."""
+        """Dtype of the values."""
         return self.scale.dtype
 
     def reshape(self, *shape: Any) -> jax.Array:
-        """The values in another shape: code that reads a kernel as an array may be given a quantised one."""
+        """Returns the values in another shape: code that reads a kernel as an array may be given a quantised one."""
         return dequantize(self).reshape(*shape)
 
 
@@ -229,41 +221,6 @@ def dequantize(x: Quantized) -> jax.Array:
     >>> dequantize(quantize(jnp.array([10.0, 13.2, 25.0]), "zeropoint", 4)).round(4).tolist()
     [10.0, 13.0, 25.0]
     """
-    qvalue = unpack(x.qvalue) if x.is_packed else x.qvalue
-    # Axes of which several neighbours share a scale are split in two: the groups, and what is in one.
-    axes = list(zip(qvalue.shape, x.scale.shape, strict=True))
-    split = [length for n, s in axes for length in ((s, n // s) if 1 < s < n else (n,))]
-    shape = [length for n, s in axes for length in ((s, 1) if 1 < s < n else (s,))]
-    grouped = qvalue.reshape(split).astype(x.scale.dtype)
-    grouped = grouped if x.zero_point is None else grouped + x.zero_point.reshape(shape)
-    return _within(grouped * x.scale.reshape(shape), x.scale.dtype).reshape(qvalue.shape)
-
-
-def pack(integers: jax.Array) -> jax.Array:
-    """Two 4-bit integers in a byte: int8 [..., 2 n, out] within -8 .. 7 -> uint8 [..., n, out].
-
-    Row 2 i is in the low four bits of row i, row 2 i + 1 in the high four, as two's complements.
-
-    >>> import jax.numpy as jnp
-    >>> pack(jnp.array([[-1], [7]], jnp.int8)).tolist()
-    [[127]]
-    """
-    if integers.dtype != jnp.int8 or integers.ndim < 2 or integers.shape[-2] % 2:
-        raise ValueError(f"{integers.dtype} {integers.shape} cannot be packed; allowed: int8 [..., 2 n, out]")
-    nibbles = jax.lax.bitcast_convert_type(integers, jnp.uint8) & 15
-    return nibbles[..., 0::2, :] | (nibbles[..., 1::2, :] << 4)
-
-
-def unpack(packed: jax.Array) -> jax.Array:
-    """The inverse of `pack`: uint8 [..., n, out] -> int8 [..., 2 n, out].
-
-    >>> import jax.numpy as jnp
-    >>> unpack(jnp.array([[127]], jnp.uint8)).tolist()
-    [[-1], [7]]
-    """
-    if packed.dtype != jnp.uint8 or packed.ndim < 2:
-        raise ValueError(f"{packed.dtype} {packed.shape} cannot be unpacked; allowed: uint8 [..., n, out]")
-    both = jnp.stack([packed << 4, packed], axis=-2)
-    signed = jax.lax.bitcast_convert_type(both, jnp.int8) >> 4  # arithmetic: the sign comes along
-    *leading, rows, _, columns = signed.shape
-    return signed.reshape(*leading, 2 * rows, columns)
+    values = x.qvalue.astype(x.scale.dtype)
+    values = values if x.zero_point is None else values + x.zero_point
+    return _within(values * x.scale, x.scale.dtype)

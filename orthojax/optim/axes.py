@@ -50,7 +50,7 @@ class RotatedAxes:
             raise ValueError(f"{self}; allowed: at least one group of at least one axis, and every axis once")
 
     def of(self, path: str, ndim: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-        """(groups, stacked) with axes in 0..ndim-1; ValueError where the parameter has no such axis."""
+        """Returns (groups, stacked) with axes in 0..ndim-1; ValueError if the parameter has no such axis."""
         groups: Any = self.groups  # tuples since __post_init__
         named = [axis for group in (*groups, self.stacked) for axis in group]
         if any(not -ndim <= axis < ndim for axis in named) or len({axis % ndim for axis in named}) < len(named):
@@ -59,16 +59,12 @@ class RotatedAxes:
 
 
 def is_integer(value: Any, smallest: int, largest: int) -> bool:
-    """Whether it is an integer, of NumPy too, within the limits; a bool is none."""
+    """Tells if a value is an integer, of NumPy too, within the limits; a bool is none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and smallest <= int(value) <= largest
 
 
 def checked_axes(axes: Any) -> GenericAxes | int:
-    """`axes` of the rule, an integer of NumPy as one of Python.
-
-    Raises:
-      ValueError: For what is neither a name nor a length.
-    """
+    """Returns `axes` of the rule, an integer of NumPy as one of Python; ValueError if it is no name and no length."""
     if is_integer(axes, 2, _MAX_GENERIC_SIZE):
         return int(axes)
     names = typing.get_args(GenericAxes)
@@ -80,21 +76,15 @@ def checked_axes(axes: Any) -> GenericAxes | int:
     return axes
 
 
-# Names of arrays, and of the modules that hold them, in lower case.
-_KERNEL = re.compile(r"(.*_)?(kernel|weights?|w[a-z0-9]?)(_.*)?")
+# Names of arrays, and of the modules that hold them, in lower case and without numbers.
+_KERNEL = re.compile(r"(.*_)?(kernel|weights?|w[a-z]?)(_.*)?")
 _OF_MODULE = re.compile(r"weights?|w|table")  # what it is, only the module's name tells
 _TABLE = re.compile(
-    r"(?!.*(patch|unembed))(.*(emb|embs|embed|embeds|embedder|embeddings?)(_(tokens?|positions?|in|table|weights?))?"
-    r"|(.*_)?w[tp]e)(_?[0-9]+)?"
+    r"(?!.*(patch|unembed))(.*emb(s|eds?|edder|eddings?)?(_(tokens?|positions?|in|table|weights?))?|(.*_)?w[tp]e)"
 )
-_VECTOR = re.compile(
-    r"b|(.*_)?(bias|scale|offset|gain|gamma|beta|sinks?|(cls|class|mask)_token|sink_logits?)(_?[0-9]+)?"
-)
-_NORM = re.compile(  # not the linear layer behind a norm
-    r"(.*norm|(.*_)?(ln|rms))(?!.*(proj|linear|dense|conv))(_?[a-z0-9]{1,3}|[0-9]*(_[a-z0-9]+)+)?"
-)
-
-# Whether a kernel writes to the residual stream or reads it, where its shape does not say it.
+_VECTOR = re.compile(r"b|(.*_)?(bias|scale|offset|gain|gamma|beta|sinks?|sink_logits?|(cls|class|mask)_token)")
+_NORM = re.compile(r"(?!.*(proj|linear|dense|conv))(.*norms?|(.*_)?(ln|rms))(_.*)?")  # not a linear layer behind one
+# Whether a kernel writes to the residual stream or reads it, if its shape does not say it.
 _WRITER = re.compile(r"(.*_)?(o|out|output|wo|down)(_?proj(ection)?)?|(.*_)?c_proj|proj_out")
 _READER = re.compile(
     r"(.*_)?(q|k|v|query|key|value|w[qkvi]|gate|up|in|input)(_?proj(ection)?)?|(.*_)?c_(attn|fc)|proj_in"
@@ -108,36 +98,29 @@ def generic_axes(
     kernel_layout: KernelLayout = "in_out",
     embeddings: str | None = None,
 ) -> RotatedAxes | None:
-    """The default rule, for any tree; a rule of your own may fall back on it.
+    """Returns the rotated axes by the default rule, for any tree; a rule of your own may fall back on it.
 
     By the last names of the path, and the shape:
 
-    - An embedding table [vocab, d] is rotated along its last axis, one basis for all rows. It is called embedding(s),
-      wte, wpe or something that ends in emb or embed (tok_emb, pos_embed, embed_tokens, ...), or is the weight, w or
-      table of a module that is.
-    - Vectors are left alone, stacked ones [L, d] too: fewer than two axes; called bias, b, scale, offset, gain, gamma,
-      beta, sink, cls_token or the like; the weight of a norm; any other name than a kernel's where one axis alone is
-      longer than 1.
+    - An embedding table [vocab, d] (embedding, embed_tokens, tok_emb, wte, wpe, ..., or the weight, w or table of such
+      a module) is rotated along its last axis, with one basis for all rows.
+    - Vectors are left alone, stacked ones [L, d] too: bias, b, scale, offset, gain, gamma, beta, sink, cls_token and
+      the like, the weight of a norm, and any array with one axis longer than 1 that is not named as a kernel.
     - The last two axes of the rest are a kernel and those before them stacked layers: right for Dense and Linear,
-      scanned or not. Name the axes yourself (a rule for `Rotation.axes`) where it is not. flax's attention, unless
-      `axes` is a number: query, key and value [d, heads, head_dim] are rotated within each head only, every row of d
-      counting as a layer; out [heads, head_dim, d] has a basis for each head. Valid but weak, and `haar` refuses out
-      where d is over 8 head_dim, and the others where head_dim is over 8 heads. `RotatedAxes(((1, 2),))` and
-      `RotatedAxes((2,))` take them for the matrices [d, heads * head_dim] and [heads * head_dim, d]. In a convolution
-      each spatial position is a layer.
+      scanned or not. Name the axes yourself (a rule for `Rotation.axes`) if it is not: in a convolution each spatial
+      position counts as a layer, and so does, unless `axes` is a number, each row of flax's query [d, heads, head_dim],
+      for which `RotatedAxes(((1, 2),))` is better, and each head of its out, for which `RotatedAxes((2,))` is.
 
     Args:
       path: The parameter's path, as `describe` prints it.
       leaf: Its shape and dtype.
-      axes: Which axes of a kernel; a number is d_model, for the axis of that length, wherever it is: the output of what
-        writes to the residual stream, the input of what reads it; flax's query [d_model, heads, head_dim] and, where
-        heads * head_dim is d_model, out [heads, head_dim, d_model] too, each with one basis. Of a square kernel the
-        names query, key, value, q_proj, gate, up, wi, c_attn and the like say that it reads; out, output, o_proj, wo,
-        down, c_proj that it writes; under another name both axes are rotated. A kernel without such an axis is left
-        alone. Tables do not depend on it. Only axes of length 2 to 16,384 are rotated.
-      kernel_layout: Whether a kernel is [in, out] (flax, haiku) or [out, in] (equinox, PyTorch). Where axes is a number
-        only square kernels need it; one called weight, as in the latter two, is taken for neither unless this says
-        `out_in`: both of its axes are rotated.
+      axes: Which axes of a kernel. A number is d_model: the axis of that length, wherever it is, also in flax's query
+        [d_model, heads, head_dim] and out [heads, head_dim, d_model]; a kernel without such an axis is left alone. Of a
+        square kernel the name decides: query, key, value, q_proj, gate, up, wi, c_attn and the like read the residual
+        stream, out, output, o_proj, wo, down, c_proj write to it; under another name both axes are rotated. Only axes
+        of length 2 to 16,384 are rotated.
+      kernel_layout: Whether a kernel is [in, out] (flax, haiku) or [out, in] (equinox, PyTorch). If `axes` is a number,
+        only square kernels need it; those called weight are rotated along both axes unless this says `out_in`.
       embeddings: A regular expression: the tables are where it is found in the path, instead of by name; "" for none.
 
     Raises:
@@ -147,12 +130,8 @@ def generic_axes(
     RotatedAxes(groups=((-1,),), stacked=(0,))
     >>> generic_axes("mlp/weight", jax.ShapeDtypeStruct((256, 64), "float32"), kernel_layout="out_in")
     RotatedAxes(groups=((-2,),), stacked=())
-    >>> generic_axes("mlp/kernel", jax.ShapeDtypeStruct((12, 64, 256), "float32"), axes=64)
-    RotatedAxes(groups=((-2,),), stacked=(0,))
     >>> generic_axes("query/kernel", jax.ShapeDtypeStruct((64, 4, 16), "float32"), axes=64)
     RotatedAxes(groups=((-3,),), stacked=())
-    >>> generic_axes("o_proj/kernel", jax.ShapeDtypeStruct((64, 64), "float32"), axes=64)
-    RotatedAxes(groups=((-1,),), stacked=())
     """
     found, _ = judge(path, leaf.shape, checked_axes(axes), kernel_layout, embeddings)
     return None if isinstance(found, str) else found
@@ -161,8 +140,9 @@ def generic_axes(
 def judge(
     path: str, shape: tuple[int, ...], axes: GenericAxes | int, kernel_layout: KernelLayout, embeddings: str | None
 ) -> tuple[RotatedAxes | str, Mark]:
-    """As `generic_axes`, with the reason where nothing is rotated; and whether it is a table, or a guess."""
-    name, module = [*[part for part in reversed(path.lower().split("/")) if not part.isdigit()], "", ""][:2]
+    """Decides as `generic_axes`, with the reason if nothing is rotated; and whether it is a table, or a guess."""
+    parts = [part for part in path.lower().split("/") if not part.isdigit()]
+    name, module = [*(re.sub(r"_?[0-9]+", "", part) for part in reversed(parts)), "", ""][:2]
     kernel, guessed = _KERNEL.fullmatch(name), False
     if len(shape) < 2:
         return f"{len(shape)} {'axis' if len(shape) == 1 else 'axes'}, fewer than 2", ""
@@ -178,22 +158,21 @@ def judge(
         return f"{name!r} of {module!r}", ""
     elif not kernel and sum(length > 1 for length in shape) < 2:
         return "a vector by its shape", "unsure"
+    elif isinstance(axes, int):
+        chosen = [axis for axis in range(-len(shape), 0) if shape[axis] == axes]
+        if -2 in chosen:  # [..., d_model, f]: as many layers or experts before it would be a coincidence
+            chosen = [axis for axis in chosen if axis >= -2]
+        kernel_ndim = max(2, -min(chosen, default=-2))  # flax's query is [d_model, heads, head_dim]
+        if chosen == [-2, -1]:
+            chosen = _facing_stream(name, module, kernel_layout)
+            guessed = len(chosen) > 1
+        elif chosen == [-1] and len(shape) > 2 and shape[-3] * shape[-2] == axes and "out" in (name, module):
+            kernel_ndim = 3  # and its out [heads, head_dim, d_model]; other kernels of three axes are stacked
+        stacked = tuple(range(len(shape) - kernel_ndim))
     else:
         output, before = (-1, -2) if kernel_layout == "in_out" else (-2, -1)
-        kernel_ndim = 2
-        if isinstance(axes, int):
-            chosen = [axis for axis in range(-len(shape), 0) if shape[axis] == axes]
-            if -2 in chosen:  # [..., d_model, f]: as many layers or experts before it would be a coincidence
-                chosen = [axis for axis in chosen if axis >= -2]
-            kernel_ndim = max(2, -min(chosen, default=-2))  # flax's query is [d_model, heads, head_dim]
-            if chosen == [-2, -1]:
-                chosen = _facing_stream(name, module, kernel_layout)
-                guessed = len(chosen) > 1
-            elif chosen == [-1] and len(shape) > 2 and shape[-3] * shape[-2] == axes and "out" in (name, module):
-                kernel_ndim = 3  # and its out [heads, head_dim, d_model]; other kernels of three axes are stacked
-        else:
-            chosen = {"output": [output], "input": [before], "both": [-2, -1]}[axes]
-        stacked = tuple(range(len(shape) - kernel_ndim))
+        chosen = {"output": [output], "input": [before], "both": [-2, -1]}[axes]
+        stacked = tuple(range(len(shape) - 2))
     groups = tuple((axis,) for axis in chosen if 2 <= shape[axis] <= _MAX_GENERIC_SIZE)
     mark: Mark = "embedding" if table else "" if kernel and len(shape) == 2 and not guessed else "unsure"
     if groups:
@@ -202,21 +181,13 @@ def judge(
 
 
 def _facing_stream(name: str, module: str, layout: KernelLayout) -> list[int]:
-    """Which axes of a square kernel face the residual stream, by its own name or its module's: both where unknown."""
-    writes = _writes(name, module)
-    if writes is None or (layout == "in_out" and re.fullmatch(r"(.*_)?weights?", name)):
-        return [-2, -1]
-    return [-1 if writes == (layout == "in_out") else -2]
-
-
-def _writes(name: str, module: str) -> bool | None:
-    """Whether a kernel writes to the residual stream, by its own name or its module's; None where unknown."""
-    for word in (re.sub(r"_?[0-9]+", "", word) for word in (name, module)):
+    """Returns which axes of a square kernel face the residual stream, by its own or its module's name; or both."""
+    for word in (name, module) if layout == "out_in" or not re.fullmatch(r"(.*_)?weights?", name) else ():
         if (writes := _WRITER.fullmatch(word)) or _READER.fullmatch(word):
-            return bool(writes)
-    return None
+            return [-1 if bool(writes) == (layout == "in_out") else -2]
+    return [-2, -1]
 
 
 def without_length(length: int) -> str:
-    """The reason why a kernel without an axis of that length is left alone."""
+    """Returns the reason why a kernel without an axis of that length is left alone."""
     return f"no axis of length {length}"

@@ -262,38 +262,29 @@ def _name_key(group: Group) -> int:
 
 
 def _warn_of_plans(rotation: Rotation, plans: list[tuple[Any, Plan]]) -> None:
-    """Warns where axes are too long for Haar matrices, where none has the asked length, and where no table is found."""
-    show = "print(orthojax.optim.describe(rotation, params)) shows what is found"
+    """Warns if axes are too long for Haar matrices, if none has the asked length, and if no table is found."""
+    problems = []
     if too_long := [plan.path for _, plan in plans if any(_TOO_LONG in reason for reason in plan.left_alone)]:
-        warnings.warn(
-            f"haar does not rotate axes {_TOO_LONG}, which {len(too_long)} of {len(plans)} parameters have "
-            f"({', '.join(too_long[:3])}{', ...' if len(too_long) > 3 else ''}); kind='hadamard' does. {show}",
-            stacklevel=2,
-        )
-    if callable(rotation.axes):
-        return
+        shown = ", ".join(too_long[:3])
+        problems.append(f"haar does not rotate axes {_TOO_LONG} ({shown}); kind='hadamard' does")
+    kernels = [plan for _, plan in plans if plan.mark != "embedding"]
+    tables = {plan.path: leaf.shape[-1] for leaf, plan in plans if plan.mark == "embedding"}
     if isinstance(rotation.axes, int):
-        kernels = [plan for _, plan in plans if plan.mark != "embedding"]
-        tables = {plan.path: leaf.shape[-1] for leaf, plan in plans if plan.mark == "embedding"}
-        found = ""
         without = any(without_length(rotation.axes) in plan.left_alone for plan in kernels)
         if without and not any(plan.is_chosen for plan in kernels):
-            found = "no kernel has an axis of that length, so none is rotated"
+            problems.append(f"Rotation(axes={rotation.axes}) should be d_model, and no kernel has an axis so long")
         elif tables and rotation.axes not in tables.values():
-            found = f"no embedding table is that wide ({', '.join(f'{path}: {n}' for path, n in tables.items()):.200})"
-        if found:
-            warnings.warn(f"Rotation(axes={rotation.axes}): {found}; it should be d_model. {show}", stacklevel=2)
-    if rotation.embeddings == "":
-        return
-    kernels = [plan.path for _, plan in plans if plan.groups]
-    if kernels and not any(plan.mark == "embedding" for _, plan in plans):
-        shown = ", ".join(kernels[:3]) + (f" and {len(kernels) - 3} more" if len(kernels) > 3 else "")
-        warnings.warn(
-            f"the rotation found kernels but no embedding table by name (kernels: {shown}); an embedding table that is "
-            "not rotated along d_model brings the outliers back. "
-            f"Rotation(embeddings=PATTERN) names the tables, embeddings='' says that there are none; {show}",
-            stacklevel=2,
+            problems.append(f"Rotation(axes={rotation.axes}) should be d_model, and no embedding table is so wide")
+    rotated = [plan.path for plan in kernels if plan.groups]
+    if rotated and not tables and not callable(rotation.axes) and rotation.embeddings != "":
+        problems.append(
+            f"the rotation found kernels ({', '.join(rotated[:3])}) but no embedding table by name; one that is not "
+            "rotated along d_model brings the outliers back. Rotation(embeddings=PATTERN) names the tables, "
+            "embeddings='' says that there are none"
         )
+    for problem in problems:
+        hint = "print(orthojax.optim.describe(rotation, params)) shows what is found"
+        warnings.warn(f"{problem}; {hint}", stacklevel=2)
 
 
 # The numbers of a basis: matrices are kept in the state, signs are constants of the program.

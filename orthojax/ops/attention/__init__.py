@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from orthojax.ops.attention.dot_product import Implementation, dot_product_attention, forbid_fallback
+from orthojax.ops.attention.dot_product import Implementation, dot_product_attention
 from orthojax.ops.attention.inputs import ATTENTION_NAME, AttentionInputs
 from orthojax.ops.attention.xla import (
     attention_logits,
@@ -34,7 +34,6 @@ __all__ = [
     "attention_logits",
     "attention_weights",
     "dot_product_attention",
-    "forbid_fallback",
     "relaxed_causal_mask",
     "visible_keys",
     "weighted_values",

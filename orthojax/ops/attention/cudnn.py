@@ -27,7 +27,7 @@ from orthojax.ops.attention import cudnn_kernel, xla
 from orthojax.ops.attention.cudnn_kernel import Operands, Settings, Statistics, outside_of_traces, private_module
 from orthojax.ops.attention.inputs import ATTENTION_NAME, AttentionInputs
 from orthojax.ops.normalizers import sink_logit
-from orthojax.ops.varying import varying_alike
+from orthojax.ops.products import varying_alike
 
 _LEAST_CAPABILITY = (8, 0)  # Ampere
 _PROBE_TOLERANCE = 0.05  # of bfloat16 numbers near 1; a kernel that is wrong is wrong by far more

@@ -20,8 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -138,7 +136,6 @@ def _bind(module: Any, settings: Settings, operands: Operands, statistics: Stati
 def _vmappable(settings: Settings, operands: Operands, statistics: Statistics | None) -> tuple[jax.Array, ...]:
     @custom_vmap
     def kernel(operands, statistics):
-        operands = operands._replace(query=_compiled_for_cuda(operands.query))
         return _over_mesh(settings, operands, statistics)
 
     @kernel.def_vmap
@@ -295,42 +292,3 @@ def _whole(settings, operands, statistics):
 
 _partitioned = custom_partitioning(_whole, static_argnums=(0,))
 _partitioned.def_partition(partition=_partition, sharding_rule=_sharding_rule)
-
-
-# The kernel traces on any machine, so that it can be lowered for a GPU without one. Compiled for another platform, JAX
-# itself would only say that a translation rule is missing. This identity says more, and what is not differentiable.
-
-compiled_for_cuda_p = Primitive("orthojax_compiled_for_cuda")
-compiled_for_cuda_p.def_abstract_eval(lambda x: x)
-compiled_for_cuda_p.def_impl(lambda x: _jitted()(x))
-batching.defvectorized(compiled_for_cuda_p)
-
-
-@functools.cache
-def _jitted() -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(_compiled_for_cuda)  # kept: each new function is compiled anew
-
-
-def _compiled_for_cuda(array: jax.Array) -> jax.Array:
-    return compiled_for_cuda_p.bind(array)
-
-
-def _lower(ctx: mlir.LoweringRuleContext, x: Any) -> list[Any]:
-    platforms = ctx.module_context.platforms
-    if set(platforms) != {"cuda"}:
-        raise NotImplementedError(
-            "attention with implementation='cudnn' needs an NVIDIA GPU, and this program is compiled for "
-            f"{' and '.join(map(repr, platforms))}; 'xla' runs everywhere, None picks by the device"
-        )
-    return [x]
-
-
-def _no_second_derivative(primals: Any, tangents: Any) -> Any:
-    del primals, tangents
-    raise NotImplementedError(
-        "attention by 'cudnn' has no second derivative and no forward-mode one; implementation='xla' has"
-    )
-
-
-ad.primitive_jvps[compiled_for_cuda_p] = _no_second_derivative
-mlir.register_lowering(compiled_for_cuda_p, _lower)

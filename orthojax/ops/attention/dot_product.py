@@ -1,11 +1,8 @@
 """`dot_product_attention`: the entry, and the choice of an implementation."""
 
-import contextlib
-import contextvars
-import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, get_args
 
@@ -25,8 +22,6 @@ _KERNELS = {"gpu": "cudnn", "tpu": "splash"}
 # pass then takes 1.2 to 1.3 of the time on a CPU. Under a causal mask it takes 0.7 to 0.8, since keys are left out.
 _CHUNKED_FROM_BYTES = {"cpu": 2**26}
 _CAUSAL_CHUNKED_FROM_BYTES = {"cpu": 2**23}
-
-_fallback_forbidden = contextvars.ContextVar("_fallback_forbidden", default=False)
 
 
 def dot_product_attention(
@@ -64,19 +59,19 @@ def dot_product_attention(
       local_window_size: Query t sees keys t - left .. t + right; an int means both sides.
       implementation: None picks by platform, dtype and shape. "xla" materialises the whole matrix of weights, on any
         platform; "xla_chunked" does so for one chunk of queries at a time, in memory linear in T; "cudnn" is the
-        kernel for NVIDIA GPUs, "splash" the one for TPUs. A named implementation never falls back to another.
+        kernel for NVIDIA GPUs, "splash" the one for TPUs. A named implementation never falls back to another; None
+        warns if the platform has a kernel that cannot be used.
         The two kernels have a first derivative in reverse mode only.
 
     Returns:
       Shape of `query`, dtype of `value`; zeros without keys. Of a query whose keys are all hidden, softmax gives the
-      mean of the values ("cudnn" may give nan), the other normalizers zeros. Batch and, for "xla", lengths may be
+      mean of the values (the kernels may not), the other normalizers zeros. Batch and, for "xla", lengths may be
       symbolic dimensions of `jax.export`, with which None never picks a kernel.
 
     Raises:
       ValueError: For shapes or dtypes that do not fit, a mask that is not boolean, an unknown normalizer or
         implementation.
-      NotImplementedError: If the named implementation does not support the arguments (the message says which), or if
-        None would have to fall back within `forbid_fallback`.
+      NotImplementedError: If the named implementation does not support the arguments; the message says which.
 
     >>> import jax, jax.numpy as jnp
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 5, 2, 8))
@@ -92,30 +87,10 @@ def dot_product_attention(
     return attend(inputs).reshape(jnp.shape(query))
 
 
-# Implementations.
-
-
-@contextlib.contextmanager
-def forbid_fallback() -> Iterator[None]:
-    """Within it, `implementation=None` means the vendor's kernel or an error, on a platform that has one.
-
-    For benchmarks. It holds while functions are traced; programs compiled earlier are unaffected.
-
-    >>> with forbid_fallback():
-    ...     pass
-    """
-    token = _fallback_forbidden.set(True)
-    try:
-        yield
-    finally:
-        _fallback_forbidden.reset(token)
-
-
 def _kernel(name: str) -> ModuleType:
     return importlib.import_module(f"orthojax.ops.attention.{name}")  # may take a second, so only where it is used
 
 
-@functools.cache  # one warning per reason
 def _warn(kernel: str, reason: str) -> None:
     # At the line that calls `dot_product_attention`.
     warnings.warn(f"attention falls back from {kernel!r} to plain XLA, which is slower: {reason}", stacklevel=4)
@@ -132,6 +107,7 @@ def _platform(array: jax.Array) -> str:
 
 
 def _symbolic(inputs: AttentionInputs) -> str:
+    """Returns why a kernel cannot be compiled for the shapes, or ""."""
     shapes = inputs.query.shape, inputs.key.shape
     known = all(isinstance(n, int) for shape in shapes for n in shape)
     return "" if known else f"kernels are compiled for known shapes, got {shapes[0]} and {shapes[1]}"
@@ -147,8 +123,6 @@ def _choose(inputs: AttentionInputs, implementation: str | None) -> Callable[[At
             problem = _symbolic(inputs) or module.unsupported(inputs) or module.unavailable()
             if not problem:
                 return module.attend
-            if _fallback_forbidden.get():
-                raise NotImplementedError(f"attention may not fall back from {kernel!r} here: {problem}")
             _warn(kernel, problem)
         (B, T, N, _), S = inputs.query.shape, inputs.key.shape[1]
         if xla.unchunkable(inputs):
@@ -165,7 +139,9 @@ def _choose(inputs: AttentionInputs, implementation: str | None) -> Callable[[At
         return xla.attend if implementation == "xla" else xla.attend_chunked
     module = _kernel(implementation)
     problem = _symbolic(inputs) or module.unsupported(inputs)
-    if implementation == "cudnn" and platform == "gpu":
+    if not isinstance(inputs.query, Tracer) and _KERNELS.get(platform) != implementation:
+        problem = problem or f"the kernel does not run on the arrays' platform, {platform!r}; allowed: 'xla', or None"
+    elif implementation == "cudnn" and platform == "gpu":
         problem = problem or module.unavailable()  # clearer than the error of the vendor's stack
     if problem:
         raise NotImplementedError(f"attention with implementation={implementation!r}: {problem}")

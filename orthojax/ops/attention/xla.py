@@ -15,10 +15,10 @@ from orthojax.ops.statistics import at_least_float32, wide_dtype
 
 # Weights of one chunk. Larger ones fall out of a CPU's cache; many smaller ones pay for each iteration of the loop,
 # which adds to the gradients of all keys and values. A GPU or TPU needs enough work per iteration.
-_CHUNK_BYTES = {"cpu": 2**23}
+CHUNK_BYTES = {"cpu": 2**23}
 # On a CPU, under a causal mask: as few chunks as save work, unless their weights are larger than this.
-_CAUSAL_CHUNK_BYTES = {"cpu": 2**25}
-_FEWEST_QUERIES = 32
+CAUSAL_CHUNK_BYTES = {"cpu": 2**25}
+FEWEST_QUERIES = 32
 # Under a causal mask the chunks are split into this many runs; those of a run take the keys up to the end of the run.
 _CAUSAL_RUNS = 4
 
@@ -221,10 +221,10 @@ def _queries_per_chunk(inputs: AttentionInputs) -> int:
     B, T, N, _ = inputs.query.shape
     row = known(B) * N * inputs.key.shape[1] * wide_dtype(inputs.query).itemsize
     platform = jax.default_backend()
-    queries = _CHUNK_BYTES.get(platform, 2**28) // row
-    if inputs.is_causal and inputs.local_window_size is None and platform in _CAUSAL_CHUNK_BYTES:
-        queries = min(_CAUSAL_CHUNK_BYTES[platform] // row, -(-T // _CAUSAL_RUNS))
-    chunks = -(-T // max(queries, _FEWEST_QUERIES))
+    queries = CHUNK_BYTES.get(platform, 2**28) // row
+    if inputs.is_causal and inputs.local_window_size is None and platform in CAUSAL_CHUNK_BYTES:
+        queries = min(CAUSAL_CHUNK_BYTES[platform] // row, -(-T // _CAUSAL_RUNS))
+    chunks = -(-T // max(queries, FEWEST_QUERIES))
     return -(-T // chunks)  # chunks of nearly equal size: little padding
 
 

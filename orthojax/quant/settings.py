@@ -1,0 +1,160 @@
+"""What post-training quantisation rounds, as data: settings by name, and the parameters that a path rule selects."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from orthojax.config import added, check_types
+from orthojax.errors import UserError, nearest
+
+ALL_BUT_HEAD = r"^(?!(.*/)?head(/|$))"
+"""Every path in which no component is called head."""
+
+KERNELS_BUT_HEAD = r"^(?!(.*/)?head/)(.*/)?kernel$"
+"""Every parameter called kernel, but those of a component called head."""
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizationSetting:
+    """The values that a linear layer y = x @ kernel + bias rounds, and those of them that share a scale.
+
+    Attributes:
+      bits: Width of the integers of weights, and of all others where `activation_bits` is not given.
+      scheme: `absmax` (symmetric) or `zeropoint` (from smallest to largest value).
+      weights: One scale for each output channel (column of the kernel), or one for the whole kernel.
+      inputs: Scales of x: one for each input feature over all tokens of the batch, one for each token over its
+        features, one for the whole batch, or None for inputs that stay float. One for each feature cannot be pulled out
+        of an integer product: simulation only.
+      outputs: One scale for all of y, bias included, or None for outputs that stay float.
+      activation_bits: Width of the integers of inputs and outputs, where it differs.
+      group_size: Neighbouring input features of one output channel that share a scale; it must divide the input
+        features of every layer. None: all of them do. Simulation only.
+      float_features: How many input features, those with the largest |x| in the batch, stay float, with their rows of
+        the kernel, and as many output features where outputs are rounded: which channels do the damage. Simulation
+        only; LLM.int8 (arXiv 2208.07339) takes a threshold instead of a number.
+
+    Raises:
+      UserError: For values of another type, unknown names, or a combination that says nothing.
+    """
+
+    bits: int
+    scheme: Literal["absmax", "zeropoint"]
+    weights: Literal["output_channel", "tensor"]
+    inputs: Literal["feature", "token", "tensor"] | None = None
+    outputs: Literal["tensor"] | None = None
+    activation_bits: int | None = added(None)
+    group_size: int | None = added(None)
+    float_features: int = added(0)
+
+    def __post_init__(self):
+        check_types(self, "QuantizationSetting")
+        if self.float_features < 0:
+            raise UserError(f"float_features={self.float_features}", allowed="0 or more")
+        if self.float_features and self.scheme == "zeropoint":  # what is left out is 0, which would widen the range
+            raise UserError(f"float_features={self.float_features} with scheme='zeropoint'", allowed="scheme='absmax'")
+        if self.activation_bits is not None and self.inputs is None and self.outputs is None:
+            raise UserError(
+                f"activation_bits={self.activation_bits} where no activations are rounded says nothing",
+                allowed="inputs or outputs",
+            )
+        for name, bits in (("bits", self.bits), ("activation_bits", self.input_bits)):
+            if not 2 <= bits <= 16:
+                raise UserError(f"{name}={bits} cannot be simulated", allowed="2 to 16")
+        if self.group_size is not None and (self.group_size < 1 or self.weights == "tensor"):
+            raise UserError(
+                f"group_size={self.group_size} with weights={self.weights!r} says nothing",
+                allowed="1 or more, with weights='output_channel'",
+            )
+
+    @property
+    def input_bits(self) -> int:
+        """Bits of the integers of activations."""
+        return self.bits if self.activation_bits is None else self.activation_bits
+
+
+INT8_FINE = QuantizationSetting(8, "absmax", "output_channel", inputs="feature")
+"""Per-channel scales for weights and input activations, the paper's words."""
+
+INT8_FINE_PER_TOKEN = QuantizationSetting(8, "absmax", "output_channel", inputs="token")
+"""The form of `INT8_FINE` that runs on integers: input activations have a scale for each token."""
+
+INT8_MODERATE = QuantizationSetting(8, "absmax", "tensor", inputs="tensor")
+"""One scale for a kernel, one for its input activations."""
+
+INT8_COARSE = QuantizationSetting(8, "absmax", "tensor", inputs="tensor", outputs="tensor")
+"""`INT8_MODERATE`, and output activations too."""
+
+INT4_ZEROPOINT = QuantizationSetting(4, "zeropoint", "output_channel")
+"""Weights only, asymmetric, a scale for each output channel."""
+
+SETTINGS = {
+    "int8_fine": INT8_FINE,
+    "int8_fine_per_token": INT8_FINE_PER_TOKEN,
+    "int8_moderate": INT8_MODERATE,
+    "int8_coarse": INT8_COARSE,
+    "int4_zeropoint": INT4_ZEROPOINT,
+}
+"""The settings by the name that their metric `perplexity_<name>` carries."""
+
+_per_token = functools.partial(QuantizationSetting, scheme="absmax", weights="output_channel", inputs="token")
+
+MORE_SETTINGS = {
+    "w8a8_group64": _per_token(8, group_size=64),
+    "w4a8": _per_token(4, activation_bits=8),
+    "w4a8_group64": _per_token(4, activation_bits=8, group_size=64),
+    "w4a4": _per_token(4),
+    "w4a4_group64": _per_token(4, group_size=64),
+}
+"""Settings beyond the paper's, evaluated on request: wXaY has weights of X bits with a scale for each output channel
+(and group of 64 input features), and inputs of Y bits with a scale for each token."""
+
+
+def setting_named(name: str) -> QuantizationSetting:
+    """Returns a setting of `SETTINGS` or `MORE_SETTINGS`.
+
+    Raises:
+      UserError: For another name.
+
+    >>> setting_named("w4a8_group64").group_size
+    64
+    """
+    settings = SETTINGS | MORE_SETTINGS
+    if name not in settings:
+        raise UserError(
+            f"unknown quantisation setting {name!r}", allowed=", ".join(settings), hint=nearest(name, settings)
+        )
+    return settings[name]
+
+
+def compile_pattern(include: str) -> re.Pattern[str]:
+    """Compiles a regular expression; UserError if it is none."""
+    try:
+        return re.compile(include)
+    except re.error as error:
+        raise UserError(f"include={include!r} is not a regular expression: {error}") from None
+
+
+def map_kernels(params: Any, include: str, function: Callable[[Any, str], Any]) -> Any:
+    """Replaces every leaf whose path matches by `function(kernel, path)`; UserError for no match, or no matrix."""
+    pattern, matched = compile_pattern(include), []
+
+    def visit(key_path: Any, leaf: Any) -> Any:
+        path = jax.tree_util.keystr(key_path, simple=True, separator="/")
+        if pattern.search(path) is None:
+            return leaf
+        matched.append(path)
+        if jnp.ndim(leaf) < 2:
+            raise UserError(
+                f"include={include!r} matches {path}, which has shape {jnp.shape(leaf)}", allowed="[..., in, out]"
+            )
+        return function(leaf, path)
+
+    mapped = jax.tree_util.tree_map_with_path(visit, params)
+    if not matched:
+        raise UserError(f"include={include!r} matches no parameter")
+    return mapped
