@@ -210,8 +210,3 @@ def test_x64_and_meshes_it_does_not_know_are_refused():
     placed = jax.device_put((q, k, v), NamedSharding(explicit, P("x")))
     with pytest.raises(NotImplementedError, match="Explicit"):
         jax.eval_shape(attend, *placed)
-
-
-def test_compiled_for_a_cpu_it_is_an_error():
-    with pytest.raises(ValueError, match="interpret mode"):
-        loss(*BATCH[:3])
