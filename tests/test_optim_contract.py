@@ -9,7 +9,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from orthojax.optim import Rotation, in_rotated_basis, orthoadam, scale_by_orthoadam, scale_by_soap
+from orthojax.optim import Rotation, in_rotated_basis, orthoadam, scale_by_orthoadam
 
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests wait for
 KINDS = ("hadamard", "haar")
@@ -27,7 +27,6 @@ MAKERS = {
         lambda lr: optax.chain(optax.rmsprop(lr, bias_correction=True), optax.trace(0.5))  # with momentum
     ),
     "adafactor": inside(lambda lr: optax.adafactor(lr, min_dim_size_to_factor=2, multiply_by_parameter_scale=False)),
-    "soap": lambda lr, r: optax.chain(scale_by_soap(rotation=r), optax.scale_by_learning_rate(lr)),
 }
 every_optimizer = pytest.mark.parametrize(
     ("make", "kind"),
@@ -35,7 +34,6 @@ every_optimizer = pytest.mark.parametrize(
         pytest.param(make, kind, id=f"{name}-{kind}", marks=() if name == "orthoadam" else pytest.mark.slow)
         for name, make in MAKERS.items()
         for kind in KINDS
-        if (name, kind) != ("soap", "hadamard")  # its bases are learned, not drawn
     ],
 )
 
@@ -121,7 +119,7 @@ def test_float64_and_half_precision(kind):
 @every_optimizer
 def test_extra_arguments_are_tolerated(make, kind):
     optimizer = make(0.1, Rotation(kind))
-    _, state = one_step(optimizer, mixed(), mixed(5))  # the first update of some is 0
+    _, state = one_step(optimizer, mixed(), mixed(5))
     given = {"value": jnp.ones(()), "grad": mixed(5), "value_fn": lambda p: 0.0, "batch": [np.ones(3), "x"]}
     plain, _ = one_step(optimizer, mixed(), mixed(6), state)
     extra, _ = one_step(optimizer, mixed(), mixed(6), state, **given)

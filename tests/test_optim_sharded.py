@@ -21,7 +21,6 @@ from orthojax.optim import (
     orthoadam,
     rotate,
     scale_by_orthoadam,
-    scale_by_soap,
     state_shardings,
     unrotate,
     zero1,
@@ -344,22 +343,6 @@ def test_a_mesh_of_both_kinds_of_axes(x64):
     assert_close(rotated, rotate().update(trees[1], rotate().init(x))[0], 1e-12)
 
 
-@pytest.mark.parametrize(("mesh_kind", "kind"), [(AUTO, "hadamard"), pytest.param(EXPLICIT, "haar", marks=slow)])
-def test_layer_by_layer_rotates_the_layers_of_each_shard(mesh_kind, kind, x64):
-    """Split layers need nothing from elsewhere; split rotated axes exchange one layer of one shard at a time."""
-    arrays = {
-        "over_layers/kernel": ((8, 16, 24), P("fsdp", "tensor")),
-        "over_output/kernel": ((3, 16, 24), P(None, None, "fsdp")),
-        "whole/kernel": ((2, 8, 8), P()),
-    }
-    trees, shardings = problem(make_mesh((1, 4, 2), mesh_kind), arrays)
-    want, _, _ = run(orthoadam(1e-2, rotation=Rotation(kind)), trees)
-    rotation = Rotation(kind, layout=where_needed(shardings, mesh_kind))
-    got, _, hlo = run(orthoadam(1e-2, rotation=rotation, layer_by_layer=True), trees, shardings)
-    assert_close(got, want, 1e-10)
-    assert collectives(hlo) == [("all-to-all", 8 * 16 * 24 // 4)] * 4
-
-
 @both_kinds_of_mesh
 def test_vmap_over_models_that_are_split_over_the_mesh(mesh_kind, x64):
     mesh = make_mesh((2, 4), mesh_kind, ("models", "fsdp"))
@@ -420,41 +403,35 @@ def test_what_is_refused():
     shapes = {"w": jax.ShapeDtypeStruct((6, 8), jnp.float32), "b": jax.ShapeDtypeStruct((8,), jnp.float32)}
     at = {"w": NamedSharding(mesh, P("fsdp")), "b": NamedSharding(mesh, P("fsdp"))}
     layout = rotate(Rotation(layout=layout_of(at)))
-    with pytest.raises(ValueError, match="zero1 axis='dat'; allowed: an axis of the mesh, data, fsdp"):
+    with pytest.raises(ValueError, match="axis='dat'"):
         zero1(Rotation(), shapes, at, axis="dat")
-    with pytest.raises(ValueError, match="got 2 meshes; allowed: one"):
+    with pytest.raises(ValueError, match="2 meshes"):
         state_shardings(orthoadam(0.1), shapes, at | {"b": NamedSharding(make_mesh((8,), names=("x",)), P())})
-    with pytest.raises(ValueError, match="'kernel' has no sharding in the layout; allowed: b, w"):
+    with pytest.raises(ValueError, match="'kernel'"):
         in_rotated_basis(optax.identity(), Rotation(layout=layout_of(at))).init({"kernel": jnp.ones((4, 4))})
-    with pytest.raises(ValueError, match=r"w: \(6, 8\) does not divide over .*; allowed: multiples of \[4, 1\]"):
+    with pytest.raises(ValueError, match=r"w: \(6, 8\)"):
         jax.eval_shape(layout.update, {"w": shapes["w"]}, layout.init({}))
     for sharding in ("data", jax.sharding.SingleDeviceSharding(jax.devices()[0])):
         for make in (lambda at: zero1(Rotation(), shapes, at), lambda at: state_shardings(orthoadam(0.1), shapes, at)):
-            with pytest.raises(ValueError, match=r"w: its sharding is .*; allowed: a jax\.sharding\.NamedSharding"):
+            with pytest.raises(ValueError, match="w: its sharding"):
                 make(at | {"w": sharding})
 
 
-@pytest.mark.parametrize("name", ["layer_by_layer", "soap"])
-def test_in_a_shard_map_of_the_caller_whose_gradients_differ_by_device(name):
+def test_in_a_shard_map_of_the_caller_each_device_updates():
     """With the types of varying arrays, as plain Adam: the state is shared, the gradient is each device's own."""
     params = {"layers": {"kernel": jnp.ones((3, 8, 16))}, "embedding": jnp.ones((4, 8))}
-    optimizers = {"layer_by_layer": functools.partial(scale_by_orthoadam, layer_by_layer=True), "soap": scale_by_soap}
-    optimizer = optimizers[name]()
+    optimizer = scale_by_orthoadam()
     state = optimizer.init(params)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AUTO,))
     rng = np.random.default_rng(0)
     grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=(2, *p.shape)), jnp.float32), params)
 
     def local(grads, state):
-        own = jax.tree.map(lambda g: g[0], grads)
-        for _ in range(2):  # SOAP's first step is only a look
-            updates, state = optimizer.update(own, state)
+        updates, _ = optimizer.update(jax.tree.map(lambda g: g[0], grads), state)
         return jax.tree.map(lambda u: u[None], updates)
 
     split = PartitionSpec("data")
     found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(split, PartitionSpec()), out_specs=split))(grads, state)
     for device in range(2):
-        alone = jax.tree.map(lambda u: u[0], local(jax.tree.map(lambda g, i=device: g[i : i + 1], grads), state))
-        mine = jax.tree.map(lambda u, i=device: u[i], found)
-        for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(alone), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        alone = local(jax.tree.map(lambda g, i=device: g[i : i + 1], grads), state)
+        assert_close(jax.tree.map(lambda u, i=device: u[i : i + 1], found), alone, 1e-5)

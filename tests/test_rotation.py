@@ -279,26 +279,20 @@ def test_a_length_that_no_kernel_has_warns(recwarn):
     for params in (table, kernel | {"wte": jnp.ones((8, 4))}):
         orthoadam(0.1, rotation=Rotation(axes=params["wte"].shape[1])).init(params)
     assert not recwarn
-    for params, length, words in (
-        (kernel | table, 6, r"axes=6\): no kernel has an axis of that length.*describe"),
-        (kernel | table, 8, r"axes=8\): no embedding table is that wide \(wte: 6\).*d_model"),
-    ):
-        with pytest.warns(UserWarning, match=words) as seen:
+    for params, length, words in ((kernel | table, 6, "no kernel"), (kernel | table, 8, "no embedding table")):
+        with pytest.warns(UserWarning, match=rf"axes={length}\).*{words}") as seen:
             orthoadam(0.1, rotation=Rotation(axes=length)).init(params)
         assert len(seen) == 1
 
 
-def test_a_kernel_too_long_for_haar_has_the_length_all_the_same(recwarn):
+def test_axes_too_long_for_haar_warn_and_stay():
     params = {"long": {"kernel": jnp.ones((5000, 2))}, "other": {"kernel": jnp.ones((4, 8))}}
-    rotation = Rotation("haar", axes=5000, embeddings="")
-    orthoadam(0.1, rotation=rotation).init(params)
-    words = "haar does not rotate axes over 4096, which 1 of 2 parameters have (long/kernel); kind='hadamard' does."
-    assert [words in str(seen.message) for seen in recwarn] == [True]
-    assert "over 4096" in describe(rotation, params)["long/kernel"]
-    # Under a rule of one's own, too.
     rule = lambda path, leaf: RotatedAxes(((0,),))  # noqa: E731
-    with pytest.warns(UserWarning, match="haar does not rotate axes over 4096"):
-        orthoadam(0.1, rotation=Rotation("haar", axes=rule)).init(params)
+    for rotation in (Rotation("haar", axes=5000, embeddings=""), Rotation("haar", axes=rule)):
+        with pytest.warns(UserWarning, match="long/kernel") as seen:
+            orthoadam(0.1, rotation=rotation).init(params)
+        assert len(seen) == 1
+        assert "over 4096" in describe(rotation, params)["long/kernel"]
 
 
 def test_what_is_guessed_is_marked():
@@ -342,7 +336,7 @@ def test_a_tree_without_a_table_warns_once_unless_it_is_said_to_have_none(recwar
         orthoadam(0.1, rotation=rotation).init(params)
     assert not recwarn
     optimizer = orthoadam(0.1)
-    with pytest.warns(UserWarning, match=r"no embedding table.*embeddings=PATTERN.*embeddings=''.*describe") as seen:
+    with pytest.warns(UserWarning, match="no embedding table") as seen:
         optimizer.init(kernel)
     assert len(seen) == 1
 
@@ -390,49 +384,36 @@ def test_a_haar_basis_far_larger_than_its_parameter_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    "fields",
     [
-        ({"kind": "hadamar"}, "kind='hadamar'; allowed: haar, hadamard, dct, identity, signed_permutation"),
-        ({"axes": "outputs"}, "axes='outputs'; allowed: output, input, both, a length of 2 to 16384, or a function"),
-        ({"axes": 1}, "axes=1"),
-        ({"axes": 16_385}, "axes=16385"),
-        ({"axes": True}, "axes=True"),
-        ({"axes": 64.0}, "axes=64.0"),
-        ({"axes": None}, "axes=None"),
-        ({"scope": "layers"}, "scope='layers'; allowed: layer, parameter, tree"),
-        ({"seed": -1}, "seed=-1; allowed: an integer 0 to"),
-        ({"seed": 2**32}, "seed=4294967296"),
-        ({"seed": 1.0}, "seed=1.0"),
-        ({"layout": "replicated"}, "layout='replicated'; allowed: None or a function"),
-        ({"kernel_layout": "oi"}, "kernel_layout='oi'; allowed: in_out, out_in"),
-        ({"embeddings": "(wte"}, "embeddings='(wte': missing )"),
-        ({"embeddings": 3}, "embeddings=3"),
-        ({"axes": generic_axes, "kernel_layout": "out_in"}, "no effect where axes is a function"),
+        {"kind": "hadamar"}, {"axes": "outputs"}, {"axes": 1}, {"axes": 16_385}, {"axes": True}, {"axes": 64.0},
+        {"scope": "layers"}, {"seed": -1}, {"seed": 2**32}, {"seed": 1.0}, {"layout": "replicated"},
+        {"kernel_layout": "oi"}, {"embeddings": "(wte"}, {"embeddings": 3},
+        {"kernel_layout": "out_in", "axes": generic_axes},
     ],
-)
-def test_a_wrong_rotation_is_refused_when_it_is_made(fields, words):
-    with pytest.raises(ValueError) as error:  # noqa: PT011
+)  # fmt: skip
+def test_a_wrong_rotation_is_refused_when_it_is_made(fields):
+    with pytest.raises(ValueError, match=next(iter(fields))):
         Rotation(**fields)
-    assert words in str(error.value)
 
 
 def test_the_rule_refuses_what_is_no_axis():
     leaf = jax.ShapeDtypeStruct((64, 32), jnp.float32)
     assert generic_axes("mlp/kernel", leaf, np.int64(64)) == generic_axes("mlp/kernel", leaf, 64)
     for axes in ("outputs", 1, True, 32_000, None):
-        with pytest.raises(ValueError, match=r"axes=.*allowed: output, input, both, a length"):
+        with pytest.raises(ValueError, match="axes="):
             generic_axes("mlp/kernel", leaf, axes)  # pyright: ignore[reportArgumentType]
 
 
 def test_wrong_axes_are_refused():
     for fields in (((),), (((),),), ((0, 0),), (((0, 1), 1),), ((1,), (1,)), (-1,), ((0,), 0)):
-        with pytest.raises(ValueError, match=r"allowed: (at least one group|tuples)"):
+        with pytest.raises(ValueError, match="RotatedAxes"):
             RotatedAxes(*fields)
     for axes in (RotatedAxes((2,)), RotatedAxes((-3,)), RotatedAxes((1, -1))):
-        with pytest.raises(ValueError, match=r"mlp/kernel: RotatedAxes.* parameter of 2 axes"):
+        with pytest.raises(ValueError, match="mlp/kernel"):
             rotated(Rotation(axes=lambda path, leaf, axes=axes: axes), {"mlp": {"kernel": jnp.ones((4, 4))}})
     for found in ("output", (), False, (-1,)):
-        with pytest.raises(TypeError, match=r"kernel: the axes rule returned .*; allowed: RotatedAxes or None"):
+        with pytest.raises(TypeError, match="kernel"):
             rotated(Rotation(axes=lambda path, leaf, found=found: found), {"kernel": jnp.ones((4, 8))})
 
 
@@ -445,11 +426,11 @@ def test_a_rotation_is_hashable_and_not_callable():
 def test_a_rotation_is_not_given_by_its_name():
     wrong: Any = "haar"
     for make in (lambda: orthoadam(0.1, rotation=wrong), lambda: rotate(wrong), lambda: unrotate(wrong)):
-        with pytest.raises(TypeError, match="rotation='haar'; allowed: a Rotation"):
+        with pytest.raises(TypeError, match="rotation='haar'"):
             make()
-    with pytest.raises(TypeError, match="rotation='haar'; allowed: a Rotation"):
+    with pytest.raises(TypeError, match="rotation='haar'"):
         describe(wrong, {})
-    with pytest.raises(TypeError, match=r"b1=Rotation\(.*; allowed: a number; a Rotation is given as rotation="):
+    with pytest.raises(TypeError, match="b1=Rotation"):
         orthoadam(0.1, Rotation("haar"))  # pyright: ignore
 
 
@@ -474,11 +455,11 @@ def test_a_state_of_another_tree_or_kind_is_refused():
     haar, hadamard, params = rotate(Rotation("haar")), rotate(Rotation()), {"a": jnp.ones((4, 4))}
     state = haar.init(params)
     for other, mine in (({"c": jnp.ones((4, 4))}, state), (params, hadamard.init(params))):
-        with pytest.raises(ValueError, match=r"'[ac]' has no basis in the state; allowed: the tree and the kind"):
+        with pytest.raises(ValueError, match=r"'[ac]' has no basis"):
             haar.update(other, mine)
-    with pytest.raises(ValueError, match=r"basis in the state has shape \(4, 4\); allowed: \(8, 8\)"):
+    with pytest.raises(ValueError, match=r"\(4, 4\)"):
         haar.update({"a": jnp.ones((4, 8))}, state)
-    with pytest.raises(ValueError, match="has a haar basis, the rotation is of kind 'hadamard'"):
+    with pytest.raises(ValueError, match="'hadamard'"):
         hadamard.update(params, state)
 
 
