@@ -19,12 +19,12 @@ class RotationConfig:
     """The basis of OrthoAdam; see `orthojax.Rotation` for what they mean.
 
     Attributes:
-      kind: Which orthogonal matrix.
-      axes: Which axes of every kernel: its last (`output`), the one before (`input`), `both`, the d_model axis of
+      kind: Kind of orthogonal matrix.
+      axes: Axes of every kernel: its last (`output`), the one before (`input`), `both`, the d_model axis of
         every kernel (`residual`; of one that reads the latent of latent attention, that axis) or of those that write to
         the residual stream only (`writers`), or `none`. With
         `output` the first token had outliers after 10,000 steps.
-      embeddings: Whether embedding tables are rotated too, along d_model.
+      embeddings: Rotate embedding tables as well, along d_model.
       scope: One matrix for every layer of every parameter, or the wider controls.
       seed: Seed of the matrices; None is the run's, `train.seed`.
     """
@@ -104,5 +104,5 @@ class OptimConfig:
 
     @property
     def is_rotated(self) -> bool:
-        """Whether the optimizer runs in the basis of `rotation`."""
+        """True if the optimizer runs in the basis of `rotation`."""
         return self.rotated or self.optimizer == "orthoadam"

@@ -23,7 +23,7 @@ _LOGITS_BYTES_ELSEWHERE = 2**29
 
 
 def cross_entropy_nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """-log softmax(logits)[target] for every position, in nats.
+    """Computes -log softmax(logits)[target] for every position, in nats.
 
     Args:
       logits: [..., V].
@@ -42,7 +42,7 @@ def cross_entropy_nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def positions_at_once(B: int, T: int, V: int, asked: int | None = None) -> int:
-    """Positions of every sequence whose logits are materialised at a time: T if there is no need for chunks.
+    """Returns how many positions of every sequence have logits at a time: T if there is no need for chunks.
 
     Args:
       B: Sequences.
@@ -74,7 +74,7 @@ def _shards(mesh: jax.sharding.AbstractMesh, axes: tuple[str, ...]) -> int:
 
 
 def _batch_axes(mesh: jax.sharding.AbstractMesh, B: int) -> tuple[str, ...]:
-    """The mesh axes over which sequences are split."""
+    """Returns the mesh axes over which sequences are split."""
     axes = tuple(name for name in BATCH_AXES if name in _auto_axes(mesh))
     return axes if B % _shards(mesh, axes) == 0 else ()
 
@@ -82,7 +82,7 @@ def _batch_axes(mesh: jax.sharding.AbstractMesh, B: int) -> tuple[str, ...]:
 def chunked_cross_entropy_sum_nats(
     hidden: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array, *, positions: int, vocab_axis: int = 1
 ) -> jax.Array:
-    """sum_bt weights[b, t] (logsumexp(x[b, t] W) - (x[b, t] W)[targets[b, t]]), in nats.
+    """Computes sum_bt weights[b, t] (logsumexp(x[b, t] W) - (x[b, t] W)[targets[b, t]]), in nats.
 
     The sum of `cross_entropy_nats` of the logits x W, in the memory of one chunk's logits. When differentiated, the
     forward pass computes the gradients of x and W along with the loss, chunk by chunk, as the backward pass only
@@ -140,7 +140,7 @@ _loss.defvjp(_forward, _backward)
 
 
 def _on_shards(positions: int, vocab_axis: int, with_gradients: bool, hidden, kernel, targets, weights):
-    """(loss, gradient of hidden, gradient of the kernel), or (loss,): each device on its own sequences."""
+    """Returns (loss, gradient of hidden, gradient of the kernel), or (loss,): each device on its own sequences."""
     kernel = kernel.astype(hidden.dtype)  # before it is gathered
     local = partial(_chunk_by_chunk, positions, vocab_axis, with_gradients)
     mesh = jax.sharding.get_abstract_mesh()
@@ -192,7 +192,7 @@ def _chunk_by_chunk(positions: int, vocab_axis: int, with_gradients: bool, hidde
 
 
 def _loss_and_gradients(vocab_axis: int, with_gradients: bool, kernel, x, target, weight) -> tuple[jax.Array, ...]:
-    """The loss of some positions, [B, T] each, and its gradients with respect to x and the kernel."""
+    """Computes the loss of some positions, [B, T] each, and its gradients with respect to x and the kernel."""
     product = partial(kernel_product, preferred_element_type=weight.dtype)
     logits = product(x, kernel, contract=1 - vocab_axis)
     top = jnp.max(logits, -1, keepdims=True)
@@ -211,7 +211,7 @@ def _loss_and_gradients(vocab_axis: int, with_gradients: bool, kernel, x, target
 
 
 def perplexity(loss_nats: float) -> float:
-    """Exp of a loss; e^700 where that is beyond the range of a float, as quantisation can ruin a model.
+    """Computes exp of a loss; e^700 if that is beyond the range of a float, as quantisation can ruin a model.
 
     >>> perplexity(0.0), perplexity(1e6) == math.exp(700.0), perplexity(math.nan)
     (1.0, True, nan)

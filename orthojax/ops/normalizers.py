@@ -58,7 +58,7 @@ def _axes(axis: Axis, ndim: int) -> set[int]:
 
 
 def softmax_n(logits: jax.Array, n: float, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
-    """Softmax with n in the denominator: exp(x_i) / (n + sum_j exp(x_j)); n = 1 is `softmax1`, n = 0 is softmax.
+    """Computes softmax with n in the denominator, exp(x_i) / (n + sum_j exp(x_j)); n = 1 is `softmax1`, n = 0 is softmax.
 
     n >= 0 acts as n further keys with logit 0 and value 0; rows sum to less than 1 if n > 0. Other arguments and the
     result are as for `softmax1`.
@@ -75,7 +75,7 @@ def softmax_n(logits: jax.Array, n: float, axis: Axis = -1, where: jax.Array | N
 
 
 def softmax1(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
-    """softmax-1: exp(x_i) / (1 + sum_j exp(x_j)), attention that may go nowhere.
+    """Computes softmax-1, exp(x_i) / (1 + sum_j exp(x_j)): attention that may go nowhere.
 
     The 1 acts as a key with logit 0 and value 0, so a head with nothing to say need not park its weight on the
     first token. The stabilising shift is max(0, max_j x_j), since unlike softmax it is not invariant to adding a
@@ -105,7 +105,7 @@ def softmax1(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None)
 
 
 def softmax_with_sink(logits: jax.Array, sink: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
-    """Softmax with a (learned) sink logit: exp(x_i) / (exp(sink) + sum_j exp(x_j)); sink = 0 is `softmax1`.
+    """Computes softmax with a sink logit, exp(x_i) / (exp(sink) + sum_j exp(x_j)); sink = 0 is `softmax1`.
 
     `sink` broadcasts against `logits` with length 1 along `axis` and is differentiable; rows sum to less than 1 if it
     is finite. Other arguments and the result are as for `softmax1`.
@@ -125,7 +125,7 @@ def softmax_with_sink(logits: jax.Array, sink: jax.Array, axis: Axis = -1, where
 
 
 def softmax(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
-    """exp(x_i) / sum_j exp(x_j), as `jax.nn.softmax`, in at least float32; arguments and result as for `softmax1`.
+    """Computes exp(x_i) / sum_j exp(x_j), as `jax.nn.softmax`, in at least float32; the rest is as for `softmax1`.
 
     As in `jax.nn.dot_product_attention` a masked logit becomes the dtype's lowest number, so a row that keeps nothing
     spreads its weight evenly over all keys.
@@ -146,7 +146,7 @@ def clipped_softmax(
     axis: Axis = -1,
     where: jax.Array | None = None,
 ) -> jax.Array:
-    """clip((zeta - gamma) softmax(x) + gamma, 0, 1): softmax stretched to [gamma, zeta] and cut to [0, 1].
+    """Computes clip((zeta - gamma) softmax(x) + gamma, 0, 1): softmax stretched to [gamma, zeta], cut to [0, 1].
 
     A head can give weight 0 to a key, or 1, with finite logits, and has no gradient where weights are cut.
 
@@ -173,7 +173,7 @@ def clipped_softmax(
 
 
 def relu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
-    """max(x_i, 0) / (number of visible keys), which are the True entries of `where` along `axis`.
+    """Computes max(x_i, 0) / (number of visible keys), which are the True entries of `where` along `axis`.
 
     Arguments and result as for `softmax1`; rows need not sum to 1.
 
@@ -188,7 +188,7 @@ def relu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> 
 
 
 def gelu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
-    """x_i Phi(x_i) / (number of visible keys), with the normal distribution function Phi itself, not its tanh form.
+    """Computes x_i Phi(x_i) / (number of visible keys), with the normal distribution function Phi, not its tanh form.
 
     Arguments and result as for `softmax1`; weights may be negative, down to -0.17 / visible, and need not sum to 1.
 
@@ -214,7 +214,7 @@ def _by_visible_keys(x: jax.Array, axis: Axis, where: jax.Array | None) -> jax.A
 
 
 def sigmoid(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
-    """1 / (1 + exp(-x_i)) for each key by itself, with no normalisation over keys.
+    """Computes 1 / (1 + exp(-x_i)) for each key by itself, with no normalisation over keys.
 
     Arguments and result as for `softmax1`; `axis` has no effect, and rows need not sum to 1.
 
@@ -232,7 +232,7 @@ def sigmoid(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) 
 
 
 def _with_sink(logits: jax.Array, axis: Axis, sink: jax.Array | float) -> tuple[jax.Array, jax.Array]:
-    """The weights of the logits and of the sink, the latter with length 1 along the axis."""
+    """Computes the weights of the logits and of the sink, the latter with length 1 along the axis."""
     # The sink takes part in the shift: exp(sink - shift) can then neither overflow, however negative the logits are,
     # nor vanish together with all other terms. So one term of the total is exp(0) and the total at least 1, except
     # where nothing is kept and there is no sink: the two bounds turn only that 0 / 0 into 0. They are maxima because
@@ -247,7 +247,7 @@ def _with_sink(logits: jax.Array, axis: Axis, sink: jax.Array | float) -> tuple[
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _softmax_with_sink_array(logits: jax.Array, axis: Axis, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """exp(x_i) / (exp(sink) + sum_j exp(x_j)), and the same of the sink, which broadcasts against the logits."""
+    """Computes exp(x_i) / (exp(sink) + sum_j exp(x_j)), and the same of the sink, which broadcasts to the logits."""
     return _with_sink(logits, axis, sink)
 
 
@@ -265,7 +265,7 @@ def _(axis, primals, tangents):
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _softmax_with_constant(logits: jax.Array, axis: Axis, n: float) -> jax.Array:
-    """exp(x_i) / (n + sum_j exp(x_j)): a sink that is no parameter, whose derivative costs nothing."""
+    """Computes exp(x_i) / (n + sum_j exp(x_j)): a sink that is no parameter, whose derivative costs nothing."""
     return _with_sink(logits, axis, math.log(n) if n else -math.inf)[0]
 
 
@@ -281,7 +281,7 @@ _ALLOWED = ", ".join(_BY_NAME) + ", a number, an array [heads], a ClippedSoftmax
 
 
 def check_normalizer(normalizer: Normalizer, *heads: int) -> None:
-    """Refuses what is not a normalizer; an array must have one sink logit per head.
+    """Refuses any other value than a normalizer; an array must have one sink logit per head.
 
     Raises:
       ValueError: For an unknown name, a negative or infinite n, or sink logits that are not one for each head.
@@ -300,7 +300,7 @@ def check_normalizer(normalizer: Normalizer, *heads: int) -> None:
 
 
 def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array | None = None) -> jax.Array:
-    """Weights over the last axis of attention logits.
+    """Computes weights over the last axis of attention logits.
 
     Args:
       normalizer: A name, a number n (`softmax_n`), an array [heads] of sink logits (`softmax_with_sink`), or a
@@ -322,7 +322,7 @@ def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array
 
 
 def sink_logit(normalizer: Normalizer) -> float | jax.Array | None:
-    """The logit a of normalizers that are exp(x_i) / (exp(a) + sum_j exp(x_j)): what fused kernels can compute.
+    """Returns the logit a of a normalizer exp(x_i) / (exp(a) + sum_j exp(x_j)), which fused kernels can compute.
 
     0.0 for "softmax1", log n for a number n, the array itself for an array, -inf for "softmax" (no sink), and None for
     a normalizer that has no such form.

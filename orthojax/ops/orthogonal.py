@@ -24,14 +24,14 @@ _MAX_DENSE = 1024
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of uint32 in which every input bit flips every output bit with probability close to 1/2."""
+    """Applies a bijection of uint32 in which every input bit flips every output bit with probability close to 1/2."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x21F0AAAD)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x735A2D97)
     return x ^ (x >> np.uint32(15))
 
 
 def hash_bits(key: int, layers: Sequence[int], n: int) -> np.ndarray:
-    """Pseudo-random bits that are the same on every machine and with every version of NumPy and JAX.
+    """Returns pseudo-random bits that are the same on every machine and with every version of NumPy and JAX.
 
     Entry (l, i) is a hash of `key` and the counter `layers[l] * n + i` (modulo 2**32).
 
@@ -50,7 +50,7 @@ def hash_bits(key: int, layers: Sequence[int], n: int) -> np.ndarray:
 
 
 def hash_signs(key: int, layers: Sequence[int], n: int) -> np.ndarray:
-    """Random signs, int8 [len(layers), n]: +1 where the top bit of `hash_bits` (same arguments) is 0, else -1.
+    """Returns random signs, int8 [len(layers), n]: +1 if the top bit of `hash_bits` (same arguments) is 0, else -1.
 
     >>> hash_signs(0, [0, 1], 8)
     array([[ 1, -1,  1, -1,  1, -1,  1,  1],
@@ -60,12 +60,12 @@ def hash_signs(key: int, layers: Sequence[int], n: int) -> np.ndarray:
 
 
 def hash_permutations(key: int, layers: Sequence[int], n: int) -> np.ndarray:
-    """Random permutations of 0..n-1, int32 [len(layers), n]: the stable order of `hash_bits` (same arguments)."""
+    """Returns random permutations, int32 [len(layers), n]: the stable order of `hash_bits` (same arguments)."""
     return np.argsort(hash_bits(key, layers, n), axis=-1, kind="stable").astype(np.int32)
 
 
 def haar(seed: Sequence[int], n: int) -> np.ndarray:
-    """A matrix from the Haar (uniform) distribution on the orthogonal group, drawn on the host.
+    """Draws a matrix from the Haar (uniform) distribution on the orthogonal group, on the host.
 
     QR of a Gaussian matrix, with the signs chosen such that R has a positive diagonal: without that choice the result
     is orthogonal but not uniform (Mezzadri, How to generate random matrices from the classical compact groups, 2007).
@@ -78,7 +78,7 @@ def haar(seed: Sequence[int], n: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1024)
 def factor_sizes(n: int, kind: FixedKind = "hadamard") -> tuple[int, ...]:
-    """The factors into which the transform of size n is split.
+    """Returns the factors into which the transform of size n is split.
 
     Args:
       n: Size of the axis.
@@ -136,7 +136,7 @@ def apply_matrix(
 
 
 def _kronecker_factors(n: int, kind: FixedKind) -> tuple[list[np.ndarray], float]:
-    """The one or two matrices of `factor_sizes`, and the scale that makes their product orthonormal."""
+    """Returns the one or two matrices of `factor_sizes`, and the scale that makes their product orthonormal."""
     factors, scale = [], 1.0
     for size in factor_sizes(n, kind):
         hadamard = hadamard_matrix(size) if kind == "hadamard" else None
@@ -147,7 +147,7 @@ def _kronecker_factors(n: int, kind: FixedKind) -> tuple[list[np.ndarray], float
 
 
 def _butterflies(matrix: np.ndarray) -> list[np.ndarray]:
-    """The Kronecker factors of a matrix from `hadamard_matrix`: of 4 or 8 rows, and a rest that cannot be split."""
+    """Splits a matrix of `hadamard_matrix` into Kronecker factors: of 4 or 8 rows, and a rest that has none."""
     n = len(matrix)
     for radix in (8, 4) if matrix.dtype == np.int8 else ():
         # A butterfly of 2 rows saves less arithmetic than its pass over the array costs.
@@ -160,7 +160,7 @@ def _butterflies(matrix: np.ndarray) -> list[np.ndarray]:
 
 
 def _constant(matrix: np.ndarray, x: jax.Array) -> jax.Array:
-    """A matrix in the dtype of x; the program holds one byte for each sign."""
+    """Returns a matrix in the dtype of x; the program holds one byte for each sign."""
     return jnp.asarray(matrix if matrix.dtype == np.int8 else matrix.astype(x.dtype)).astype(x.dtype)
 
 
@@ -240,7 +240,7 @@ def fixed_transform(x: jax.Array, axis: int, *, kind: FixedKind = "hadamard", tr
 
 
 def _paley_core(q: int) -> np.ndarray | None:
-    """[q, q] of Legendre symbols of i - j for a prime q, else None."""
+    """Returns [q, q] of Legendre symbols of i - j for a prime q, else None."""
     if q < 3 or any(q % d == 0 for d in range(2, math.isqrt(q) + 1)):
         return None
     symbol = np.full(q, -1, np.int8)
@@ -250,7 +250,7 @@ def _paley_core(q: int) -> np.ndarray | None:
 
 
 def _paley(n: int) -> np.ndarray | None:
-    """Paley's Hadamard matrix of order q + 1 (prime q = 3 mod 4) or 2 (q + 1) (prime q = 1 mod 4), if there is one."""
+    """Makes Paley's Hadamard matrix of order q + 1 (prime q = 3 mod 4) or 2 (q + 1) (prime q = 1 mod 4), if any."""
     for q, residue in ((n - 1, 3), (n // 2 - 1, 1)):
         core = _paley_core(q)
         if q % 4 != residue or core is None:
@@ -267,7 +267,7 @@ def _paley(n: int) -> np.ndarray | None:
 
 @functools.lru_cache(maxsize=256)
 def hadamard_matrix(n: int) -> np.ndarray | None:
-    """A Hadamard matrix of order n, int8 [n, n] with entries +1 and -1 and orthogonal rows, or None.
+    """Returns a Hadamard matrix of order n, int8 [n, n] with entries +1 and -1 and orthogonal rows, or None.
 
     Sylvester's doubling of orders 1 and of Paley's 12, 20, 28, 36, 44, ...: every power of two, 12 * 2**k, 20 * 2**k.
     None if these constructions give none.
@@ -291,7 +291,7 @@ def hadamard_matrix(n: int) -> np.ndarray | None:
 
 @functools.lru_cache(maxsize=256)
 def dct_matrix(n: int) -> np.ndarray:
-    """The orthonormal DCT-II, float64 [n, n]: C[k, i] = sqrt(2/n) cos(pi k (2i + 1) / 2n), C[0, i] = sqrt(1/n)."""
+    """Makes the orthonormal DCT-II, float64: C[k, i] = sqrt(2/n) cos(pi k (2i + 1) / 2n), C[0, i] = sqrt(1/n)."""
     k, i = np.arange(n)[:, None], np.arange(n)[None, :]
     # Reduced modulo 4n in integers: the cosine of a small argument is exact to the last bit.
     matrix = np.cos(np.pi / (2 * n) * (k * (2 * i + 1) % (4 * n))) * math.sqrt(2.0 / n)

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 def kernel_product(
     x: jax.Array, kernel: jax.Array, *, contract: int = 0, preferred_element_type: DTypeLike | None = None
 ) -> jax.Array:
-    """The product of the last axis of `x` with one axis of a kernel: x @ kernel, or x @ kernel.T.
+    """Computes the product of the last axis of `x` with one axis of a kernel: x @ kernel, or x @ kernel.T.
 
     On a CPU the leading axes of `x` become one: with several, the gradient of the kernel sums over all of them, and XLA
     transposes large arrays first. With Explicit mesh axes they stay as they are.
@@ -40,7 +40,7 @@ def kernel_product(
 
 
 def transposed_product(x: jax.Array, y: jax.Array, *, preferred_element_type: DTypeLike | None = None) -> jax.Array:
-    """The sum over all leading axes of the outer products of `x` and `y`: x.T @ y, the gradient of a kernel.
+    """Sums the outer products of `x` and `y` over all leading axes: x.T @ y, the gradient of a kernel.
 
     Args:
       x: [..., in].
@@ -62,7 +62,7 @@ def _as_rows(x: jax.Array) -> jax.Array:
 
 
 def is_head(path: str) -> bool:
-    """Whether a linear layer is the output head, in a module of one's own as well (`lm/head`)."""
+    """Tells by its path if a linear layer is the output head, in a module of one's own as well (`lm/head`)."""
     return path.rpartition("/")[2] == "head"
 
 

@@ -40,19 +40,19 @@ def _wide(x: ArrayLike) -> jax.Array:
 
 
 def _within(values: jax.Array, dtype: Any) -> jax.Array:
-    """Clipped to a dtype: a grid with an exact 0 may reach half a step beyond its values, and so beyond all numbers."""
+    """Clips to a dtype: a grid with an exact 0 may reach half a step beyond its values, and so beyond all numbers."""
     limit = jnp.asarray(jnp.finfo(dtype).max, values.dtype)
     return jnp.clip(values, -limit, limit)
 
 
 def require_scheme(scheme: str) -> None:
-    """Refuses what is no `Scheme`, with a ValueError."""
+    """Raises a ValueError for anything but a `Scheme`."""
     if scheme not in get_args(Scheme):
         raise ValueError(f"unknown scheme {scheme!r}; allowed: {', '.join(map(repr, get_args(Scheme)))}")
 
 
 def absmax(x: ArrayLike, bits: int = 8, axes: Axes = None) -> jax.Array:
-    """Symmetric quantisation: the largest absolute value becomes the largest integer.
+    """Rounds symmetrically: the largest absolute value becomes the largest integer.
 
     step = max|x| / (2^(bits-1) - 1) and y = round(x / step) * step, so int8 uses the 255 integers -127..127 and 0 stays
     0 (Dettmers et al. 2022 as used by From Attention to Activation, arXiv 2410.17174, section 5.2). Definition: int8
@@ -83,7 +83,7 @@ def absmax(x: ArrayLike, bits: int = 8, axes: Axes = None) -> jax.Array:
 
 
 def zeropoint(x: ArrayLike, bits: int = 4, axes: Axes = None) -> jax.Array:
-    """Asymmetric quantisation: the smallest value becomes the smallest integer, the largest the largest.
+    """Rounds asymmetrically: the smallest value becomes the smallest integer, the largest the largest.
 
     step = (max x - min x) / (2^bits - 1), z = round(min x / step) and y = k step with the integer k = round(x / step)
     clipped to z .. z + 2^bits - 1; the stored number is k - z (Dettmers et al. 2022 as used by From Attention to
@@ -115,14 +115,14 @@ def zeropoint(x: ArrayLike, bits: int = 4, axes: Axes = None) -> jax.Array:
 
 
 def _absmax_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Integers as floats, max|x| of every slice, and which slices are zero."""
+    """Returns integers as floats, max|x| of every slice, and a mask of the slices that are zero."""
     peak = jnp.max(jnp.abs(wide), axis=_reduced(axes), keepdims=True, initial=0.0)
     zero, factor = peak < jnp.finfo(wide.dtype).tiny, shrink(peak)
     return jnp.round(wide * factor / jnp.where(zero, 1.0, peak * factor) * (2 ** (bits - 1) - 1)), peak, zero
 
 
 def _zeropoint_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Integers as floats, the smallest that a slice may have, its step, and which slices are constant.
+    """Returns integers as floats, the smallest that a slice may have, its step, and a mask of constant slices.
 
     The step of a slice with a not-finite value is not finite.
     """
@@ -171,7 +171,7 @@ class Quantized:
 
 
 def quantize(x: ArrayLike, scheme: Scheme, bits: int, axes: Axes = None) -> Quantized:
-    """What `absmax` or `zeropoint` round to, as 8-bit integers and scales.
+    """Rounds as `absmax` or `zeropoint`, to 8-bit integers and scales.
 
     `dequantize` of it is `absmax(x, bits, axes)` or `zeropoint(x, bits, axes)`, up to the rounding of floats. Slices of
     zeros (absmax) and constant slices (zeropoint) keep their value; the scale of a slice with a not-finite value is
@@ -215,7 +215,7 @@ def quantize(x: ArrayLike, scheme: Scheme, bits: int, axes: Axes = None) -> Quan
 
 
 def dequantize(x: Quantized) -> jax.Array:
-    """The values (qvalue + zero_point) * scale in the dtype of the scales, with the shape of the array.
+    """Computes the values (qvalue + zero_point) * scale in the dtype of the scales, with the shape of the array.
 
     >>> import jax.numpy as jnp
     >>> dequantize(quantize(jnp.array([10.0, 13.2, 25.0]), "zeropoint", 4)).round(4).tolist()

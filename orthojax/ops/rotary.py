@@ -20,7 +20,7 @@ def rotary(
     frequencies: ArrayLike | None = None,
     scale: float = 1.0,
 ) -> jax.Array:
-    """Rotary position embedding: rotates pairs of channels by an angle that grows with the position.
+    """Rotates pairs of channels by an angle that grows with the position: rotary position embedding.
 
     Channel pair (i, i + R/2) at position p rotates by p times frequency i, the half-split layout of Llama checkpoints.
 
@@ -58,7 +58,7 @@ def rotary(
 
 
 def rotary_frequencies(width: int, theta: float = 10_000.0) -> jax.Array:
-    r"""Radians per position of each pair of channels, :math:`\theta^{-2i/R}`, [R/2].
+    r"""Returns the radians per position of each pair of channels, :math:`\theta^{-2i/R}`, [R/2].
 
     Args:
       width: R.
@@ -84,7 +84,7 @@ def llama3_frequencies(
     low_frequency_factor: float = 1.0,
     high_frequency_factor: float = 4.0,
 ) -> jax.Array:
-    r"""Frequencies for sequences `factor` times longer, as Llama 3.1 lowers them.
+    r"""Lowers frequencies for sequences `factor` times longer, as Llama 3.1 does.
 
     With the number of turns over the original length, :math:`n = L f / 2 \pi`: where it is above
     `high_frequency_factor` f stays, below `low_frequency_factor` it is divided by `factor`, and between them
@@ -121,7 +121,7 @@ def yarn_frequencies(
     low_frequency_factor: float = 1.0,
     high_frequency_factor: float = 32.0,
 ) -> jax.Array:
-    r"""Frequencies for sequences `factor` times longer, as YaRN lowers them ("NTK-by-parts").
+    r"""Returns frequencies for sequences `factor` times longer, as YaRN lowers them ("NTK-by-parts").
 
     Pair i makes :math:`n_i = L \theta^{-2i/R} / 2 \pi` turns over the original length. Pairs before that of
     `high_frequency_factor` turns keep their frequency, those after that of `low_frequency_factor` turns have it divided
@@ -160,7 +160,7 @@ def yarn_frequencies(
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's factor for logits of longer sequences, 0.1 mscale ln(factor) + 1.
+    """Computes YaRN's factor for logits of longer sequences, 0.1 mscale ln(factor) + 1.
 
     >>> round(yarn_mscale(40.0, 0.707), 4)
     1.2608

@@ -13,12 +13,12 @@ from jax.typing import ArrayLike
 
 
 def wide_dtype(x: jax.Array) -> Any:
-    """float64 for float64 arrays, else float32: without `jnp.promote_types`, which refuses to mix dtypes if strict."""
+    """Returns float64 for float64 arrays, else float32: `jnp.promote_types` would refuse to mix dtypes if strict."""
     return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
 def at_least_float32(x: ArrayLike) -> jax.Array:
-    """`x` in float32, or in float64 where it is that already: statistics of half precision are taken in float32.
+    """Casts `x` to float32, unless it is float64 already: statistics of half precision are taken in float32.
 
     Raises:
       ValueError: For complex numbers.
@@ -30,12 +30,12 @@ def at_least_float32(x: ArrayLike) -> jax.Array:
 
 
 def root_of_range(x: jax.Array) -> float:
-    """The square root of the power of two above all numbers of the dtype: 2^64 in float32, 2^512 in float64."""
+    """Returns the square root of the power of two above all numbers of the dtype: 2^64 in float32, 2^512 in float64."""
     return 2.0 ** (jnp.finfo(x.dtype).maxexp // 2)
 
 
 def shrink(peak: jax.Array) -> jax.Array:
-    """1, or 1 / `root_of_range` for a larger peak: multiplied by it, numbers up to the peak can be divided by the peak.
+    """Returns 1, or 1 / `root_of_range` for a larger peak: times it, numbers up to the peak can be divided by the peak.
 
     Compilers may divide by a broadcast number by multiplying by its inverse, which is 0 for the largest numbers, as
     the hardware has no subnormal ones.
@@ -45,7 +45,7 @@ def shrink(peak: jax.Array) -> jax.Array:
 
 
 def norm(x: ArrayLike, axis: int = -1) -> jax.Array:
-    """||x||_2 along one axis, finite where that number is: `x` without `axis`, in at least float32."""
+    """Computes ||x||_2 along one axis, finite if that number is: `x` without `axis`, in at least float32."""
     x = at_least_float32(x)
     root = root_of_range(x)
     # Both sums in one pass. The root comes last: that of a sum that is not taken would have an infinite slope at 0.

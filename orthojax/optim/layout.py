@@ -17,7 +17,7 @@ Names = Sequence[tuple[str, ...]]  # the mesh axes that each dimension is sharde
 
 
 def _dimension_names(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
-    """The mesh axes that each of the `ndim` dimensions is sharded over; () for none."""
+    """Returns the mesh axes that each of the `ndim` dimensions is sharded over; () for none."""
     entries = (*sharding.spec, *[None] * ndim)[:ndim]
     return [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
 
@@ -32,7 +32,7 @@ def _canonical(mesh: Any, names: Names) -> NamedSharding:
 
 
 def known_sharding(x: Any) -> NamedSharding | None:
-    """How an array is sharded, where that is known: of a traced one, over Explicit mesh axes only."""
+    """Returns the sharding of an array, if it is known: of a traced one, over Explicit mesh axes only."""
     if isinstance(x, jax.core.Tracer):
         found = jax.typeof(x).sharding
         return found if AxisType.Explicit in found.mesh.axis_types else None
@@ -51,7 +51,7 @@ def place(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
 
 
 def split_sharding(path: str, x: Any, given: Any) -> NamedSharding | None:
-    """How a parameter is sharded, by its layout or as far as known; None where it is whole, ValueError if unevenly."""
+    """Returns the sharding of a parameter, by its layout or as far as known; None if whole, ValueError if uneven."""
     sharding = known_sharding(x) if given is None else given
     if not isinstance(sharding, NamedSharding) or not any(sharding.spec):
         return None
@@ -62,7 +62,7 @@ def split_sharding(path: str, x: Any, given: Any) -> NamedSharding | None:
 
 
 def over_shards(local_fn: Callable[[Any, Any, Names], Any], x: Any, constants: Any, sharding: NamedSharding) -> Any:
-    """`local_fn(shard, constants, mesh axes of each dimension)` on every device's shard of x; the result is like x.
+    """Calls `local_fn(shard, constants, mesh axes of each dimension)` on every device's shard; the result is like x.
 
     `x` is an array or a tuple of arrays of one shape, which `sharding` divides evenly; every device gets all of the
     tree `constants`.
@@ -87,7 +87,7 @@ def over_shards(local_fn: Callable[[Any, Any, Names], Any], x: Any, constants: A
 
 
 def local_slice(constant: Any, stacked: Sequence[int], shape: Sequence[int], names: Names) -> Any:
-    """The part that belongs to a shard of `shape`, of a constant [*lengths of the whole stacked axes, ...]."""
+    """Returns the part for a shard of `shape`, of a constant [*lengths of the whole stacked axes, ...]."""
     for axis, dimension in enumerate(stacked):
         over, length = names[dimension], shape[dimension]
         if over:
@@ -99,7 +99,7 @@ def local_slice(constant: Any, stacked: Sequence[int], shape: Sequence[int], nam
 def gather_axes(
     x: jax.Array, axes: Sequence[int], stacked: Sequence[int], names: Names
 ) -> tuple[jax.Array, list[tuple[str, ...]], Callable[[jax.Array], jax.Array]]:
-    """Inside `over_shards`: makes `axes` whole on every device, by an all-to-all that shards another axis instead.
+    """Makes `axes` whole on every device inside `over_shards`, by an all-to-all that shards another axis instead.
 
     Each device sends and receives one shard. The other axis is the longest that divides evenly, or else the longest,
     padded with zeros; a stacked axis cannot be padded, since its slices have constants of their own. Where there is
@@ -136,7 +136,7 @@ def _undo_gather(y: jax.Array, axis: int, other: int | None, over: tuple[str, ..
 
 
 def layout_of(shardings: Any) -> Callable[[str], jax.sharding.Sharding | None]:
-    """A `Rotation.layout` from a tree of shardings.
+    """Makes a `Rotation.layout` from a tree of shardings.
 
     Args:
       shardings: A tree like the parameters whose leaves are shardings: those of the parameters, or of `zero1`.
@@ -162,7 +162,7 @@ def _require_named(keys: tuple[Any, ...], sharding: Any) -> NamedSharding:
 
 
 def zero1(rotation: Rotation, params: optax.Params, shardings: Any, axis: str = "data") -> Any:
-    """Shardings of the moments that shard them over the data axis of the mesh too (ZeRO stage 1).
+    """Shards the moments over the data axis of the mesh as well (ZeRO stage 1).
 
     Every replica then keeps and updates one part of the moments: it slices the gradient to that part (compilers that
     know reduce-scatter merge this with its sum), and the updates are all-gathered once per step.
@@ -205,7 +205,7 @@ def zero1(rotation: Rotation, params: optax.Params, shardings: Any, axis: str = 
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: optax.Params, shardings: Any) -> Any:
-    """Shardings of an optimizer's state: what is like a parameter is sharded like it, the rest is replicated.
+    """Returns shardings of an optimizer's state: moments are sharded like their parameter, the rest is replicated.
 
     The bases of `haar` and the step count are of the rest, as are factored moments, whose shape is not the parameter's.
 

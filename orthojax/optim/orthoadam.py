@@ -49,9 +49,9 @@ def scale_by_orthoadam(
       values for every rotated axis of length n and every layer. Arithmetic, per step and element of a parameter: 4 n
       FLOP for `haar`, and for `hadamard` on accelerators up to n = 1,024; elsewhere 4 (a + b + ...), where n = a b ...
       (see `ops.orthogonal.fixed_transform`). A model costs about 6 FLOP per parameter and token, so with a large batch
-      neither shows. Temporaries: the rotated gradient and update of a parameter, with all its layers, times how
-      many parameters XLA updates at a time: by default many on a CPU (of 24 equal kernels
-      0.54 of their size together, and 0.06 with XLA_FLAGS=--xla_cpu_enable_concurrency_optimized_scheduler=false).
+      neither shows. Temporaries: the rotated gradient and update of a parameter, with all its layers, for as
+      many parameters as XLA updates at a time: by default many on a CPU (of 24 equal kernels 0.54 of their size
+      together, and 0.06 with XLA_FLAGS=--xla_cpu_enable_concurrency_optimized_scheduler=false).
       Prefer `hadamard` unless you compare with the paper, whose bases are `haar`.
 
       The rotation's seed is a constant of the program: runs that are vmapped over seeds of the model share bases.
@@ -83,7 +83,7 @@ def orthoadam(
     mask: Any = None,
     rotation: Rotation = DEFAULT_ROTATION,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""OrthoAdam: Adam in a rotated basis, with decoupled weight decay; takes the place of `optax.adamw`.
+    r"""Makes OrthoAdam: Adam in a rotated basis, with decoupled weight decay; takes the place of `optax.adamw`.
 
     With :math:`s_t` of `scale_by_orthoadam`, where every parameter (and every layer of a stacked one) has its own fixed
     orthogonal matrix,

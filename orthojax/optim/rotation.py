@@ -42,7 +42,7 @@ AxesRule = Callable[[str, jax.ShapeDtypeStruct], RotatedAxes | None]
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """Which orthogonal matrix Q, on which axes of which parameter.
+    """The orthogonal matrix Q of every parameter, and the axes that it rotates.
 
     Every parameter, and every layer of a stacked one, has its own Q, a function of (seed, name, layer, length) alone:
     the same on every machine and mesh (`haar` up to the rounding of LAPACK), and for scanned and unrolled layers whose
@@ -116,13 +116,13 @@ DEFAULT_ROTATION = Rotation()
 
 
 def require_rotation(rotation: Rotation) -> None:
-    """Raises TypeError for what only looks like a rotation, such as the name of a kind."""
+    """Raises TypeError for anything but a Rotation, such as the name of a kind."""
     if not isinstance(rotation, Rotation):
         raise TypeError(f"rotation={rotation!r:.80}; allowed: a Rotation, such as Rotation(kind='haar')")
 
 
 def leaf_path(keys: tuple[Any, ...]) -> str:
-    """The plain path of a parameter, equal for every wrapping of the same tree.
+    """Returns the plain path of a parameter, equal for every wrapping of the same tree.
 
     A leading `params` and the `.value` of a box (flax's Partitioned, nnx's variables) are dropped: some libraries show
     them at init and not at update. An array that is an attribute of that name has the path of its module.
@@ -143,7 +143,7 @@ def leaf_path(keys: tuple[Any, ...]) -> str:
 
 
 def _basis_name(path: str, is_stacked: bool) -> tuple[str, int, bool]:
-    """Name, number, and whether it has one: equal for `layers_3/x`, `layers/3/x` and slice 3 of scanned `layers/x`.
+    """Returns name, number, and if it has one: equal for `layers_3/x`, `layers/3/x` and slice 3 of scanned `layers/x`.
 
     Names of numbered and of stacked parameters end in "/*", so that `w` and `w_0` differ.
     """
@@ -165,7 +165,7 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What happens to one parameter."""
+    """The treatment of one parameter."""
 
     path: str
     groups: tuple[Group, ...] = ()
@@ -177,7 +177,7 @@ class Plan(NamedTuple):
 
 
 def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
-    """What happens to one parameter: a function of path, shape and dtype, so that init and every update agree."""
+    """Plans one parameter: a function of path, shape and dtype, so that init and every update agree."""
     path = leaf_path(keys)
     if not hasattr(leaf, "shape") and not isinstance(leaf, int | float | complex):
         return Plan(path, left_alone=("not an array",))
@@ -257,7 +257,7 @@ def plan_tree(rotation: Rotation, params: Any) -> list[tuple[Any, Plan]]:
 
 
 def _name_key(group: Group) -> int:
-    """The name of a basis as a number, 0 to 2**32 - 1."""
+    """Returns the name of a basis as a number, 0 to 2**32 - 1."""
     return zlib.crc32(group.name.encode())
 
 
@@ -299,7 +299,7 @@ def _basis_shape(plan: Plan, group: Group) -> tuple[int, ...]:
 
 
 def _draw_haar(rotation: Rotation, plan: Plan, group: Group, dtype: Any) -> jax.Array:
-    """Q of every layer. A callback of known shape: eval_shape runs no QR, jit embeds no constant of this size."""
+    """Draws Q of every layer, in a callback of known shape: eval_shape runs no QR, jit embeds no such constant."""
     key, shape = _name_key(group), _basis_shape(plan, group)
     words = np.dtype(dtype).itemsize // 4
 
@@ -347,7 +347,7 @@ def _stored_basis(basis: Any, plan: Plan, i: int) -> jax.Array:
 
 
 def basis_constants(rotation: Rotation, plan: Plan, basis: Any, transpose: bool) -> tuple[tuple[Any, ...], ...]:
-    """For each group, all layers: (Q [*stacked, n, n],), or (signs [*stacked, n],) and maybe an order."""
+    """Returns for each group, all layers: (Q [*stacked, n, n],), or (signs [*stacked, n],) and maybe an order."""
     if rotation.kind == "haar":
         return tuple((_stored_basis(basis, plan, i),) for i in range(len(plan.groups)))
     found = []
@@ -364,10 +364,10 @@ def basis_constants(rotation: Rotation, plan: Plan, basis: Any, transpose: bool)
 
 
 class Description(dict[str, str]):
-    """What happens to every parameter, by path; as a text, a table with shapes and marks."""
+    """The treatment of every parameter, by path; as a text, a table with shapes and marks."""
 
     def __init__(self, rows: list[tuple[str, str, str, str]]):
-        """From (path, shape, what, mark) of every parameter."""
+        """Takes (path, shape, what, mark) of every parameter."""
         super().__init__((path, what) for path, _, what, _ in rows)
         self.rows = rows
 
@@ -376,7 +376,7 @@ class Description(dict[str, str]):
 
 
 def describe(rotation: Rotation, params: Any) -> Description:
-    """What is rotated and how, and what is left alone and why.
+    """Describes what is rotated and how, and what is left alone and why.
 
     Args:
       rotation: Which basis.

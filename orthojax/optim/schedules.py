@@ -4,7 +4,7 @@ import optax
 
 
 def warmup_cosine(peak: float, warmup_steps: int, steps: int, final_fraction: float = 0.0) -> optax.Schedule:
-    """Linear warm-up from 0 to `peak`, then half a cosine down to `final_fraction * peak`, then constant.
+    """Makes a linear warm-up from 0 to `peak`, then half a cosine down to `final_fraction * peak`, then constant.
 
     For w = `warmup_steps` <= t <= T = `steps`, with f = `final_fraction`:
     peak * (f + (1 - f) (1 + cos(pi (t - w) / (T - w))) / 2).

@@ -29,7 +29,7 @@ from orthojax.optim.rotation import (
 def _rotate_axis(
     x: jax.Array, axis: int, stacked: tuple[int, ...], kind: str, constants: tuple[Any, ...], transpose: bool
 ) -> jax.Array:
-    """Q, or Q^T, along one axis of x, with its own Q for every slice along `stacked`."""
+    """Applies Q, or Q^T, along one axis of x, with its own Q for every slice along `stacked`."""
     if kind == "haar":
         return orthogonal.apply_matrix(x, constants[0], axis, batch_axes=stacked, transpose=transpose)
 
@@ -52,7 +52,7 @@ def _rotate_axis(
 def _rotate_group(
     x: jax.Array, plan: Plan, group: Group, kind: str, constants: tuple[Any, ...], transpose: bool
 ) -> jax.Array:
-    """As `_rotate_axis` for a group of axes, which are flattened meanwhile."""
+    """Applies `_rotate_axis` to a group of axes, which are flattened meanwhile."""
     width, rest = len(group.axes), [axis for axis in range(x.ndim) if axis not in group.axes]
     adjacent = group.axes == tuple(range(group.axes[0], group.axes[0] + width))
     first = group.axes[0] if adjacent else len(rest)
@@ -67,7 +67,7 @@ def _rotate_group(
 def _rotate_shard(
     x: jax.Array, plan: Plan, kind: str, constants: Any, names: layout.Names, transpose: bool = False
 ) -> jax.Array:
-    """Q, or Q^T, on a shard inside of `layout.over_shards`, outside on a whole parameter; in at least float32.
+    """Applies Q, or Q^T, to a shard inside of `layout.over_shards`, outside to a parameter; in at least float32.
 
     `plan` and `constants` are those of the whole parameter; `names` are the mesh axes of each dimension.
     """
@@ -109,7 +109,7 @@ def _rotate_leaf(rotation: Rotation, plan: Plan, leaf: Any, basis: Any, *, trans
 
 
 def _apply(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool = False, like: Any = None) -> Any:
-    """Q, or Q^T, on every rotated array of a tree; None and masked nodes are passed over.
+    """Applies Q, or Q^T, to every rotated array of a tree; None and masked nodes are passed over.
 
     With a layout, results leave as it says, or as the same array of `like` is sharded where that is known (outside of
     jit, or by Explicit axes).
@@ -265,7 +265,7 @@ def _require_part(part: Any, whole: Any, message: str) -> None:
 
 
 class _InOtherBasis(np.lib.mixins.NDArrayOperatorsMixin):
-    """Stands for a function of parameters, or an array like one, that the inner transformation must not use."""
+    """Stand-in for a function of parameters, or an array like one, that the inner transformation must not use."""
 
     def __init__(self, name: str):
         self._name = name
@@ -282,7 +282,7 @@ class _InOtherBasis(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def _guarded(extra_args: dict[str, Any], rotation: Rotation, updates: optax.Updates) -> dict[str, Any]:
-    """Extra arguments, where functions and rotated parameters may be handed through but not be used.
+    """Guards extra arguments: functions and rotated parameters may be handed through but not be used.
 
     An array is a rotated parameter where its path in the argument ends as the parameter's does, or the other way round,
     and the shapes agree: so a tree inside another, one with fewer entries, a branch and a single array are found, and

@@ -31,7 +31,7 @@ _TABLES = ("token_embedding", "position_embedding", "head")
 
 
 def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruct], RotatedAxes | None]:
-    """Which axes of the transformer's parameters are rotated, by `axes` and `embeddings` of the config.
+    """Returns the rule for the rotated axes of the transformer's parameters, by `axes` and `embeddings` of the config.
 
     Kernels are [in, out], or [layers, in, out] where layers are scanned; each layer has its own basis. Tables (token,
     position, an untied head) are rotated along d_model only, sharing one basis over their rows. Norm scales, biases
@@ -63,7 +63,7 @@ def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruc
 
 
 def make_rotation(config: RotationConfig, layout: Layout | None = None) -> Rotation:
-    """The `Rotation` of a run, for the transformer's own parameters.
+    """Makes the `Rotation` of a run, for the transformer's own parameters.
 
     Args:
       config: From `Config.seeded_optim`, so that its seed is a number.
@@ -78,7 +78,7 @@ def make_rotation(config: RotationConfig, layout: Layout | None = None) -> Rotat
 
 
 def shared_basis(config: OptimConfig, d_model: int) -> jax.Array | None:
-    """The one matrix Q [d_model, d_model] that every parameter shares under the scope `tree`, else None.
+    """Returns the one matrix Q [d_model, d_model] that every parameter shares under the scope `tree`, else None.
 
     Training there is Adam on a network whose residual stream is Q x, so Q x is where its outliers are looked for.
     """
@@ -91,17 +91,17 @@ def shared_basis(config: OptimConfig, d_model: int) -> jax.Array | None:
 
 
 def decay_mask(params: optax.Params) -> optax.Params:
-    """True where weight decay applies: kernels and embeddings, not norm scales, biases and sink logits."""
+    """Marks the parameters that decay: kernels and embeddings, not norm scales, biases and sink logits."""
     return jax.tree_util.tree_map_with_path(lambda path, _: str(path[-1].key) in ("kernel", "embedding"), params)
 
 
 def learning_rate_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
-    """Linear warm-up and cosine decay over `steps` optimizer steps."""
+    """Makes a linear warm-up and cosine decay over `steps` optimizer steps."""
     return warmup_cosine(config.learning_rate, config.warmup_steps, steps, config.final_learning_rate_fraction)
 
 
 def _muon(config: OptimConfig) -> optax.GradientTransformation:
-    """Muon on kernels, Adam on embeddings and vectors; updates of both have Adam's usual size, 0.2 RMS."""
+    """Makes Muon on kernels, Adam on embeddings and vectors; updates of both have Adam's usual size, 0.2 RMS."""
 
     def labels(params: optax.Params) -> optax.Params:
         def of(path: tuple[Any, ...], _: Any) -> str:
@@ -122,7 +122,7 @@ def _muon(config: OptimConfig) -> optax.GradientTransformation:
 
 
 def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransformation:
-    """The optimizer proper, before weight decay and learning rate."""
+    """Makes the optimizer proper, before weight decay and learning rate."""
     b1, b2, eps = config.b1, config.b2, config.eps
     if config.optimizer == "orthoadam":
         return scale_by_orthoadam(b1, b2, eps, rotation=make_rotation(config.rotation, layout))
@@ -152,7 +152,7 @@ def _imported(config: OptimConfig) -> optax.GradientTransformation:
 def make_optimizer(
     config: OptimConfig, *, schedule: optax.Schedule, layout: Layout | None = None
 ) -> optax.GradientTransformation:
-    """Clipping, the optimizer's own scaling, decoupled weight decay, learning rate.
+    """Chains clipping, the optimizer's own scaling, decoupled weight decay and the learning rate.
 
     Args:
       config: The optimizer.
@@ -225,7 +225,7 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 class BadSteps(NamedTuple):
-    """What is remembered of the steps so far, all shape=()."""
+    """Memory of the steps so far, all shape=()."""
 
     loss_mean_nats: jax.Array  # float32: running mean of the losses of the good steps
     good_steps: jax.Array  # int32
@@ -236,9 +236,9 @@ class BadSteps(NamedTuple):
 def leave_out_bad_steps(
     optimizer: optax.GradientTransformation, spike_nats: float | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer for which a bad step has not happened: parameters, its own state and its counts stay as they were.
+    """Makes an optimizer leave out bad steps: parameters, its own state and its counts stay as they were.
 
-    A step is bad where its loss or gradient norm is not finite, or where its loss spikes. The running mean m of the
+    A step is bad if its loss or gradient norm is not finite, or if its loss spikes. The running mean m of the
     losses l_1, l_2, ... of the good steps is m += (l_t - m) / min(t, 100): their mean at first, then an exponential one
     of decay 0.99. A loss above m + `spike_nats` is a spike; the first has nothing to be compared with.
 

@@ -43,7 +43,7 @@ __all__ = [
 def attention_fn(
     normalizer: Normalizer = "softmax1", *, is_causal: bool = False, implementation: Implementation | None = None
 ) -> Callable[..., jax.Array]:
-    """The `attention_fn` of flax's MultiHeadAttention (linen and nnx), with another normalizer.
+    """Makes the `attention_fn` of flax's MultiHeadAttention (linen and nnx), with another normalizer.
 
     With a mask array the vendors' kernels cannot skip what it hides, and one of them cannot be used at all: say
     `is_causal=True` here rather than pass a causal mask there.
@@ -110,7 +110,7 @@ def attention_fn(
 
 
 def _one_batch_axis(array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
-    """What broadcasts to [*batch, N, T, S], as something that broadcasts to [prod(batch), N, T, S]."""
+    """Reshapes an array that broadcasts to [*batch, N, T, S], so that it broadcasts to [prod(batch), N, T, S]."""
     if len(batch) <= 1 or array.ndim <= 3:
         return array
     array = array.reshape((1,) * (len(batch) + 3 - array.ndim) + array.shape)

@@ -35,7 +35,7 @@ _WIDTH_MULTIPLE = 8
 
 
 def unsupported(inputs: AttentionInputs) -> str:
-    """Why cuDNN does not support the arguments, naming what is allowed, or ""."""
+    """Returns why cuDNN does not support the arguments, naming what is allowed, or ""."""
     H, widest = inputs.query.shape[3], widest_head()
     dtypes = {a.dtype.name for a in (inputs.query, inputs.key, inputs.value)}
     if not isinstance(inputs.scale, int | float | np.number):
@@ -83,7 +83,7 @@ def _unsupported_sharding(inputs: AttentionInputs) -> str:
 
 
 def attend(inputs: AttentionInputs) -> jax.Array:
-    """Attention by the kernel, for inputs that `unsupported` does not refuse.
+    """Computes attention by the kernel, for inputs that `unsupported` does not refuse.
 
     Args:
       inputs: bfloat16 or float16; a bias is rounded to that dtype. The scale is fixed when compiled.
@@ -109,7 +109,7 @@ def attend(inputs: AttentionInputs) -> jax.Array:
 
 
 def _sinks(inputs: AttentionInputs) -> jax.Array | None:
-    """One logit per query head, float32 [N]; None for softmax, which then computes no gate."""
+    """Returns one logit per query head, float32 [N]; None for softmax, which then computes no gate."""
     a = sink_logit(inputs.normalizer)
     if isinstance(a, float) and a == -np.inf:
         return None
@@ -117,7 +117,7 @@ def _sinks(inputs: AttentionInputs) -> jax.Array | None:
 
 
 def _bias(inputs: AttentionInputs) -> jax.Array | None:
-    """Bias and mask as one array [B or 1, N or 1, T, S] of the query's dtype, finite as the kernel expects it."""
+    """Joins bias and mask: [B or 1, N or 1, T, S] of the query's dtype, finite as the kernel expects it."""
     if inputs.bias is None and inputs.mask is None:
         return None
     dtype = inputs.query.dtype
@@ -150,7 +150,7 @@ def _attention(settings: Settings, operands: Operands, sink: jax.Array | None) -
 
 
 def _forward(settings: Settings, operands: Operands, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The output [B, T, N, H] and lse' [B, N, T]."""
+    """Computes the output [B, T, N, H] and lse' [B, N, T]."""
     output, lse = cudnn_kernel.forward(settings, operands)
     if sink is None:
         if operands.query_lengths is not None:
@@ -168,12 +168,12 @@ def _forward(settings: Settings, operands: Operands, sink: jax.Array | None) -> 
 
 
 def _before_end(rows: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Which positions of [B, T, N, H] are no padding: [B, T, 1, 1]."""
+    """Marks the positions of [B, T, N, H] that are no padding: [B, T, 1, 1]."""
     return (jnp.arange(rows.shape[1])[None] < lengths[:, None])[..., None, None]
 
 
 def _rows_that_see(settings: Settings, operands: Operands) -> jax.Array | None:
-    """Which queries are no padding and see a key: [B, 1, T]; None for all. What a mask hides is a finite bias here."""
+    """Marks queries that are no padding and see a key: [B, 1, T]; None for all. A mask is a finite bias here."""
     if operands.query_lengths is None or operands.key_lengths is None:
         return None
     t = jnp.arange(operands.query.shape[1])[None]
@@ -225,7 +225,7 @@ _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 @functools.cache
 def unavailable() -> str:
-    """Why the kernel cannot run in this process, or "". Found out once: forward and backward are run against XLA's."""
+    """Returns why the kernel cannot run in this process, or "": once, forward and backward are run against XLA's."""
     capability = compute_capability()
     if capability is None:
         backend = jax.default_backend()
@@ -244,13 +244,13 @@ def unavailable() -> str:
         if folders:
             advice = f"cuDNN may miss libnvrtc-builtins: try LD_LIBRARY_PATH={folders}:$LD_LIBRARY_PATH"
         return f"cuDNN's attention fails: {type(raised).__name__}: {detail}{loading}. With CUDA 13, {advice}"
-    if not error < _PROBE_TOLERANCE:  # NaN is a failure, too
+    if not error < _PROBE_TOLERANCE:  # NaN is a failure as well
         return f"cuDNN's attention is wrong: it differs from XLA's by {error:.2g} where {_PROBE_TOLERANCE} is allowed"
     return ""
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """That of the default backend's GPU, or None if that backend is not NVIDIA's."""
+    """Returns that of the default backend's GPU, or None if that backend is not NVIDIA's."""
     if jax.default_backend() != "gpu":
         return None
     device = jax.local_devices()[0]
@@ -261,12 +261,12 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def widest_head() -> int:
-    """The largest head width of the kernel: 256 from Hopper on, which is also assumed without a GPU."""
+    """Returns the largest head width of the kernel: 256 from Hopper on, which is also assumed without a GPU."""
     return 128 if (compute_capability() or (9, 0)) < (9, 0) else 256
 
 
 def _library_folders() -> list[Path]:
-    """Where the CUDA 13 wheels put their libraries."""
+    """Returns the folders of the libraries of CUDA 13 wheels."""
     package = importlib.util.find_spec("nvidia")
     places = [] if package is None else package.submodule_search_locations or []
     return [folder for place in places if (folder := Path(place) / "cu13" / "lib").is_dir()]

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 
 class Settings(NamedTuple):
-    """What is fixed when attention is compiled."""
+    """Numbers that are fixed when attention is compiled."""
 
     scale: float
     is_causal: bool
@@ -45,7 +45,7 @@ class Operands(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What the backward kernel needs besides."""
+    """Further arrays of the backward kernel."""
 
     lse: jax.Array  # [B, N, T] float32: log sum_j exp(logit_j)
     output: jax.Array  # [B, T, N, H]
@@ -53,13 +53,13 @@ class Statistics(NamedTuple):
 
 
 def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Softmax attention: the output [B, T, N, H] in the dtype of the query, and lse [B, N, T] in float32."""
+    """Computes softmax attention: the output [B, T, N, H] in the dtype of the query, and lse [B, N, T] in float32."""
     output, lse = _vmappable(settings, operands, None)
     return output, lse
 
 
 def backward(settings: Settings, operands: Operands, statistics: Statistics) -> tuple[jax.Array, ...]:
-    """Gradients of query, key and value, and of the bias if `settings.bias_gradient`."""
+    """Computes gradients of query, key and value, and of the bias if `settings.bias_gradient`."""
     return _vmappable(settings, operands, statistics)
 
 
@@ -68,7 +68,7 @@ def backward(settings: Settings, operands: Operands, statistics: Statistics) -> 
 
 @functools.cache
 def private_module() -> ModuleType | None:
-    """The module with the two primitives, or None if this JAX has none that work the way they are used here.
+    """Returns the module with the two primitives, or None if this JAX has none that work as they are used here.
 
     They are lowered for CUDA to find out, which needs no GPU and exercises shapes, parameters and their names.
     """
@@ -103,7 +103,7 @@ def _lower_once(module: ModuleType) -> None:
 
 
 def _bind(module: Any, settings: Settings, operands: Operands, statistics: Statistics | None) -> tuple[jax.Array, ...]:
-    """The vendor's forward primitive on one device, or given statistics its backward one.
+    """Calls the vendor's forward primitive on one device, or given statistics its backward one.
 
     The weights of the backward kernel are exp(logits - lse), whatever lse it is given.
     """
@@ -166,7 +166,7 @@ def _vmappable(settings: Settings, operands: Operands, statistics: Statistics | 
 
 
 def mesh_axes(spec: Sequence[Any], sizes: Any, batch: int, heads: int, key_heads: int) -> tuple[Any, Any]:
-    """The mesh axes of the query's PartitionSpec over which batch and heads can be split: a name, a tuple, or None.
+    """Returns the mesh axes of the query's PartitionSpec that can split batch and heads: a name, a tuple, or None.
 
     Axes must divide the batch, and the key heads; a single key head serves query heads on any number of devices.
     """
@@ -244,7 +244,7 @@ def _is_explicit(sharding: Any) -> bool:
 
 
 def sharded_as(gradient: jax.Array | None, primal: jax.Array | None) -> jax.Array | None:
-    """A gradient with the sharding of its input, which is part of its type if mesh axes are Explicit."""
+    """Shards a gradient as its input, which is part of its type if mesh axes are Explicit."""
     if gradient is None or primal is None or not _is_explicit(jax.typeof(primal).sharding):
         return gradient
     return jax.sharding.reshard(gradient, jax.typeof(primal).sharding)
@@ -254,7 +254,7 @@ def sharded_as(gradient: jax.Array | None, primal: jax.Array | None) -> jax.Arra
 
 
 def _sharding_rule(settings, mesh, value_types, result_types) -> str:
-    """How shardings propagate between the arrays, in the einsum-like notation of Shardy."""
+    """Writes how shardings propagate between the arrays, in the einsum-like notation of Shardy."""
     del mesh
     shapes = [list(value_type.shape) for value_type in value_types]
     (B, _, N, _), (_, _, K, _) = shapes[0], shapes[1]

@@ -39,7 +39,7 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Attention with the layout and argument meanings of `jax.nn.dot_product_attention`, and any normalizer.
+    """Computes attention with the layout and argument meanings of `jax.nn.dot_product_attention`, and any normalizer.
 
     weights = normalizer(scale * query @ key^T + bias), output = weights @ value. Logits and weights are computed in at
     least float32; the weights are rounded to the dtype of `value` for the second product.
@@ -97,7 +97,7 @@ def _warn(kernel: str, reason: str) -> None:
 
 
 def _platform(array: jax.Array) -> str:
-    """Where the attention will run, as far as tracing can know: "cpu", "gpu" or "tpu"."""
+    """Returns the platform of the attention, as far as tracing can know: "cpu", "gpu" or "tpu"."""
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(array, Tracer):
         device = next(iter(array.devices()))
@@ -114,7 +114,7 @@ def _symbolic(inputs: AttentionInputs) -> str:
 
 
 def _choose(inputs: AttentionInputs, implementation: str | None) -> Callable[[AttentionInputs], jax.Array]:
-    """The function that computes the attention; a program traced on a GPU to be lowered for a CPU must say "xla"."""
+    """Returns the function for the attention; a program traced on a GPU to be lowered for a CPU must say "xla"."""
     platform = _platform(inputs.query)
     if implementation is None:
         kernel = _KERNELS.get(platform)

@@ -94,7 +94,7 @@ def _check_masking(shape: tuple[int, ...], bias: Any, mask: Any, lengths: dict[s
 
 
 def window_sides(size: int | tuple[int, int]) -> tuple[int, int]:
-    """(left, right) of a `local_window_size`.
+    """Returns (left, right) of a `local_window_size`.
 
     Raises:
       ValueError: For anything but one int or two, each >= 0.

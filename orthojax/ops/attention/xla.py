@@ -24,7 +24,7 @@ _CAUSAL_RUNS = 4
 
 
 def known(dimension: int) -> int:
-    """The dimension as far as it is known when tracing: 1 for a symbolic one of `jax.export`."""
+    """Returns the dimension as far as tracing knows it: 1 for a symbolic one of `jax.export`."""
     return dimension if isinstance(dimension, int) else 1
 
 
@@ -41,7 +41,7 @@ def visible_keys(
     query_start: int | jax.Array = 0,
     key_start: int | jax.Array = 0,
 ) -> jax.Array | None:
-    """Which keys each query sees: everything that hides a key, in one boolean mask.
+    """Marks the keys that each query sees: everything that hides a key, in one boolean mask.
 
     Args:
       batch: B, for the shape of sequence lengths.
@@ -76,7 +76,7 @@ def visible_keys(
 def relaxed_causal_mask(
     queries: int | jax.Array, relaxed: int, window: int | None = None, *, keys: jax.Array | None = None
 ) -> jax.Array:
-    """The causal mask with the first `relaxed` tokens seeing each other (From Attention to Activation, section 3.2).
+    """Makes the causal mask with the first `relaxed` tokens seeing each other (From Attention to Activation, 3.2).
 
     Args:
       queries: T, or the positions [T] of a part of a sequence.
@@ -96,7 +96,7 @@ def relaxed_causal_mask(
 def attention_logits(
     query: jax.Array, key: jax.Array, bias: jax.Array | None = None, *, scale: float | None = None
 ) -> jax.Array:
-    """Scaled products of queries and keys, before any mask.
+    """Computes scaled products of queries and keys, before any mask.
 
     Args:
       query: [B, T, N, H].
@@ -131,7 +131,7 @@ def attention_weights(
     normalizer: Normalizer,
     scale: float | None = None,
 ) -> jax.Array:
-    """The weights with which queries attend to keys: a normalizer of `attention_logits`.
+    """Computes the weights with which queries attend to keys: a normalizer of `attention_logits`.
 
     Args:
       query: [B, T, N, H].
@@ -148,7 +148,7 @@ def attention_weights(
 
 
 def weighted_values(weights: jax.Array, value: jax.Array) -> jax.Array:
-    """The values of all keys, summed with the weights of each query.
+    """Sums the values of all keys with the weights of each query.
 
     Args:
       weights: [B, N, T, S], rounded to the dtype of `value`.
@@ -168,7 +168,7 @@ def weighted_values(weights: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def attend(inputs: AttentionInputs) -> jax.Array:
-    """Attention by the whole matrix of weights: [B, T, N, H] in the dtype of `value`."""
+    """Computes attention by the whole matrix of weights: [B, T, N, H] in the dtype of `value`."""
     (B, T), S = inputs.query.shape[:2], inputs.key.shape[1]
     visible = visible_keys(B, T, S, mask=inputs.mask, **_hiding(inputs))
     options = {"bias": inputs.bias, "normalizer": inputs.normalizer, "scale": inputs.scale}
@@ -182,7 +182,7 @@ def _hiding(inputs: AttentionInputs) -> dict[str, Any]:
 
 
 def _without_padding(output: jax.Array, query_seq_lengths: jax.Array | None) -> jax.Array:
-    """Zeros for padded queries: `softmax` spreads their weight over all keys, jax.nn zeroes their output."""
+    """Zeroes padded queries: `softmax` spreads their weight over all keys, jax.nn zeroes their output."""
     if query_seq_lengths is None:
         return output
     padding = jnp.arange(output.shape[1])[None, :, None, None] >= query_seq_lengths[:, None, None, None]
@@ -194,7 +194,7 @@ def _without_padding(output: jax.Array, query_seq_lengths: jax.Array | None) -> 
 
 
 def attend_chunked(inputs: AttentionInputs) -> jax.Array:
-    """Attention chunk by chunk: [B, T, N, H] in the dtype of `value`."""
+    """Computes attention chunk by chunk: [B, T, N, H] in the dtype of `value`."""
     B, T, N, H = inputs.query.shape
     size = _queries_per_chunk(inputs)
     chunks = -(-T // size)
@@ -212,7 +212,7 @@ def attend_chunked(inputs: AttentionInputs) -> jax.Array:
 
 
 def unchunkable(inputs: AttentionInputs) -> str:
-    """Why queries cannot be split into chunks, or ""."""
+    """Returns why queries cannot be split into chunks, or ""."""
     lengths = inputs.query.shape[1], inputs.key.shape[1]
     return "" if all(isinstance(n, int) for n in lengths) else f"chunks need known lengths, got {lengths}"
 
@@ -258,7 +258,7 @@ def _runs(inputs: AttentionInputs, size: int, chunks: int) -> list[_Run]:
 
 
 def _split(array: jax.Array, size: int, chunks: int, axis: int) -> jax.Array:
-    """[..., T, ...] -> [chunks, ..., size, ...], the last chunk padded with zeros."""
+    """Splits [..., T, ...] into [chunks, ..., size, ...], the last chunk padded with zeros."""
     missing = chunks * size - array.shape[axis]
     if missing:
         array = jnp.pad(array, [(0, missing if i == axis else 0) for i in range(array.ndim)])
@@ -272,7 +272,7 @@ def _keys(array: jax.Array, start: int | jax.Array, number: int, axis: int) -> j
 
 
 def _attend_run(inputs: AttentionInputs, run: _Run, queries: dict[str, jax.Array]) -> jax.Array:
-    """Attention of the chunks of one run, [chunks of the run, B, size, N, H].
+    """Computes attention of the chunks of one run, [chunks of the run, B, size, N, H].
 
     `queries` has of each chunk the position of its first query and its query, and bias and mask where these vary by
     query; `inputs` has the rest.
