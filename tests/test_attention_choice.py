@@ -207,13 +207,6 @@ def test_more_batch_axes_are_one():
     np.testing.assert_allclose(output, jnp.stack(alone), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.usefixtures("flax_promotes_ranks")
-def test_dtype_is_that_of_the_layer():
-    layer = nn.MultiHeadAttention(num_heads=HEADS, attention_fn=orthojax.attention_fn(), dtype=jnp.bfloat16)
-    assert layer.init_with_output(jax.random.key(1), X)[0].dtype == jnp.bfloat16
-    assert orthojax.attention_fn()(HEADED, HEADED, HEADED, dtype=jnp.bfloat16).dtype == jnp.bfloat16
-
-
 @pytest.mark.parametrize(
     ("asked", "problem"),
     [

@@ -110,35 +110,6 @@ def test_all_minus_infinity_row_is_zero_with_zero_gradient(dtype):
         np.testing.assert_array_equal(gradient, np.zeros((2, 5)), err_msg=name)
 
 
-MASKS = [(shape, -1) for shape in ((2, 3, 4, 5), (1, 1, 4, 5), (2, 1, 1, 5), (2, 3, 4, 1), (1, 1, 1, 1), (4, 5), ())]
-MASKS += [(shape, 1) for shape in ((2, 3, 4, 5), (2, 1, 1, 5), (4, 5), (5,))]
-
-
-QUICK_MASKS = [((2, 1, 1, 5), -1), ((2, 3, 4, 1), -1), ((), -1), ((4, 5), 1), ((2, 1, 1, 5), 1)]
-
-
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("masks", [QUICK_MASKS, pytest.param(MASKS, marks=pytest.mark.slow)], ids=["few", "all"])
-def test_masks_of_every_broadcastable_shape_mean_the_same_on_any_axis(name, masks):
-    x = np.float32(_example((2, 3, 4, 5)))
-
-    @jax.jit
-    def values(x, given):
-        """With each mask as it is, and broadcast."""
-        both = ((mask, jnp.broadcast_to(mask, x.shape)) for mask in given)
-        return [[ALL[name](x, axis=axis, where=mask) for mask in of] for (_, axis), of in zip(masks, both, strict=True)]
-
-    wheres = [np.random.default_rng(2).random(shape) < 0.5 for shape, _ in masks]
-    for given in (wheres, [~where for where in wheres]):
-        with jax.numpy_rank_promotion("allow"):  # a caller's own choice
-            found = values(x, given)
-        for (_, axis), mask, (y, of_full) in zip(masks, given, found, strict=True):
-            np.testing.assert_array_equal(y, of_full)
-            full = np.broadcast_to(mask, x.shape)
-            expected = np.moveaxis(oracle(name, np.moveaxis(x, axis, -1), np.moveaxis(full, axis, -1)), -1, axis)
-            np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-7)
-
-
 # Eq. 1 and its neighbours.
 
 
@@ -282,26 +253,6 @@ def test_sink_gradient_is_exact_as_that_of_an_appended_logit():
     check_grads(jax.jit(ours), (x, sink), order=2, modes=["rev"], atol=1e-5, rtol=1e-5, eps=1e-5)
 
 
-def test_sink_gradients_are_those_of_float64_for_any_sink():
-    sinks = np.float32(np.arange(-30, 31, 3))[:, None]
-    x, c = np.float32(_example((len(sinks), 16), seed=6)), np.float32(1.0 + np.random.default_rng(7).random(16))
-
-    @jax.jit
-    def slopes(x, sinks):
-        loss = lambda x, sinks: jnp.sum(c[None] * softmax_with_sink(x, sinks))  # noqa: E731
-        tangent = jax.jvp(lambda sinks: softmax_with_sink(x, sinks), (sinks,), (jnp.ones_like(sinks),))[1]
-        return *jax.grad(loss, (0, 1))(x, sinks), tangent
-
-    exp, exp_sink = np.exp(np.float64(x)), np.exp(np.float64(sinks))
-    y, y_sink = (e / (exp_sink + exp.sum(-1, keepdims=True)) for e in (exp, exp_sink))
-    inner = (c * y).sum(-1, keepdims=True)
-    d_x, d_sinks, tangent = slopes(x, sinks)
-    np.testing.assert_allclose(d_sinks, -y_sink * inner, rtol=1e-5)
-    np.testing.assert_allclose(tangent, -y * y_sink, rtol=1e-5)
-    largest = (c * y).max(-1, keepdims=True)  # c - inner may cancel
-    np.testing.assert_allclose(d_x / largest, y * (c - inner) / largest, atol=3e-6)
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_no_keys_have_no_weights_and_several_axes_are_one_long_one(name):
     for shape, axis in (((3, 0), -1), ((3, 0), 0), ((0, 3), 0), ((2, 0, 3), (0, 1))):
@@ -319,26 +270,6 @@ def test_no_keys_have_no_weights_and_several_axes_are_one_long_one(name):
         for mask, y in zip((True, where[:1]), found, strict=True):
             full = np.broadcast_to(mask, x.shape)
             np.testing.assert_allclose(one_row(y), oracle(name, one_row(x), one_row(full)), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("f", "row"), [(softmax1, ()), (HALF, ()), (softmax_with_sink, ((64, 1),))], ids=["softmax1", "softmax_n", "sink"]
-)
-def test_derivative_rule_saves_only_the_output_and_one_number_per_row_with_a_sink(f, row):
-    x = jnp.asarray(_example((64, 32)), jnp.float32)
-
-    def saved(f, *args):
-        """What the backward pass keeps."""
-        leaves = jax.tree.leaves(jax.vjp(f, *args)[1])
-        return [leaf for leaf in leaves if hasattr(leaf, "shape") and leaf.size > 1]
-
-    arguments = (x, *(jnp.zeros(shape) for shape in row))
-    kept = saved(f, *arguments)
-    assert {leaf.shape for leaf in kept} == {(64, 32), *row}
-    (output,) = (leaf for leaf in kept if leaf.shape == (64, 32))
-    np.testing.assert_array_equal(output, f(*arguments))
-    plain = saved(lambda x: jnp.exp(x) / (1.0 + jnp.sum(jnp.exp(x), -1, keepdims=True)), x)
-    assert sum(leaf.size for leaf in plain) > x.size  # so that the measure itself can fail
 
 
 # What is refused, and what is taken.
@@ -384,11 +315,3 @@ def test_a_mask_of_numbers_is_refused(name):
 def test_a_sink_that_is_not_one_number_for_each_row_is_refused(shape, axis):
     with pytest.raises(ValueError, match=r"a sink of shape .* for logits \(2, 3\); allowed"):
         softmax_with_sink(jnp.zeros((2, 3)), jnp.zeros(shape), axis)
-
-
-@pytest.mark.parametrize("name", ["relu", "gelu", "softmax1", "sigmoid"])
-def test_a_mask_may_have_more_axes_than_the_logits(name):
-    function = {"relu": relu, "gelu": gelu, "softmax1": softmax1, "sigmoid": sigmoid}[name]
-    x, where = jnp.array([2.0, 4.0, 1.0]), jnp.array([[True, True, False], [True, False, False]])
-    expected = jnp.stack([function(x, where=row) for row in where])
-    np.testing.assert_allclose(function(x, where=where), expected, rtol=1e-6)

@@ -191,21 +191,6 @@ def test_injected_hyperparameters(kind):
     assert len(traces) == 1
 
 
-def test_injected_schedules():
-    rotation, lr = Rotation("haar"), optax.linear_schedule(0.1, 0.0, 4)
-    injected = optax.inject_hyperparams(orthoadam, static_args="rotation")(
-        lr, b1=lambda count: 0.9 - 0.1 * count, weight_decay=optax.constant_schedule(0.1), rotation=rotation
-    )
-    params, state = mixed(), injected.init(mixed())
-    want, want_state = params, orthoadam(0.1, rotation=rotation).init(mixed())
-    for i in range(3):
-        params, state = one_step(injected, params, mixed(i), state)
-        now = orthoadam(float(lr(i)), b1=0.9 - 0.1 * i, weight_decay=0.1, rotation=rotation)
-        want, want_state = one_step(now, want, mixed(i), want_state)
-    assert_same(params, want, atol=1e-5)
-    assert float(state.hyperparams["b1"]) == pytest.approx(0.7)
-
-
 # Wrappers: each against the plain optimizer.
 
 
@@ -275,25 +260,6 @@ def test_map_params_finds_the_moments_and_nothing_else(name, kind):
         assert mark == (f"{leaf.shape}" if is_moment else "other"), path
         moments += [path] if is_moment else []
     assert len(moments) == {"masked": 4, "MultiSteps": 15}.get(name, 10)  # mu and nu of five arrays; gradients beside
-
-
-def test_map_params_where_nothing_is_rotated():
-    optimizer, params = orthoadam(0.1, rotation=Rotation("haar")), {"bias": jnp.ones(3)}
-    marked = optax.tree.map_params(optimizer, lambda _: "p", optimizer.init(params), transform_non_params=lambda _: "o")
-    assert sorted(jax.tree.leaves(marked)) == ["o", "o", "p", "p"]  # count and the basis of nothing; mu and nu
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_orbax_saves_and_restores_a_state_in_which_nothing_is_rotated(kind, tmp_path):
-    ocp = pytest.importorskip("orbax.checkpoint")
-    optimizer, params = orthoadam(0.1, rotation=Rotation(kind)), {"bias": jnp.arange(3.0)}
-    state = one_step(optimizer, params, params)[1]
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(optimizer.init, params))
-    assert kinds_of(restored) == kinds_of(state)
-    assert_same(one_step(optimizer, params, params, restored)[0], one_step(optimizer, params, params, state)[0])
 
 
 # Odd trees.

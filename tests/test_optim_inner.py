@@ -65,34 +65,17 @@ def distance(a, b):
 
 ELEMENTWISE = {
     "rms": lambda: optax.chain(optax.scale_by_rms(), optax.scale(-0.02)),
-    "rmsprop, centred, with momentum": lambda: optax.rmsprop(0.02, centered=True, momentum=0.9),
     "lion": lambda: optax.lion(0.02, weight_decay=0.1),
     "adamw": lambda: optax.adamw(0.02, weight_decay=0.1, mask={"kernel": True, "bias": False}),
-    "nadamw": lambda: optax.nadamw(0.02),
-    "amsgrad": lambda: optax.amsgrad(0.02),
-    "adamaxw": lambda: optax.adamaxw(0.02),
-    "adabelief": lambda: optax.adabelief(0.02),
-    "adan": lambda: optax.adan(0.02, weight_decay=0.1),
-    "radam": lambda: optax.radam(0.1),
-    "yogi": lambda: optax.yogi(0.02),
     "lamb": lambda: optax.lamb(0.02, weight_decay=0.1),
     "sign_sgd": lambda: optax.sign_sgd(0.02),
-    "rprop": lambda: optax.rprop(0.02),
     "adagrad": lambda: optax.adagrad(0.1),
-    "adadelta": lambda: optax.adadelta(1.0),
-    "sm3": lambda: optax.sm3(0.1),
-    "optimistic_adam": lambda: optax.optimistic_adam_v2(0.02),
     "adafactor": lambda: optax.adafactor(0.02, min_dim_size_to_factor=3),
     "factored rms and trust ratio": lambda: optax.chain(
         optax.scale_by_factored_rms(min_dim_size_to_factor=3), optax.scale_by_trust_ratio(), optax.scale(-0.05)
     ),
-    "adaptive gradient clipping": lambda: optax.chain(optax.adaptive_grad_clip(0.05), optax.sgd(0.5)),
     "ademamix": lambda: contrib.ademamix(0.02),
     "adopt": lambda: contrib.adopt(0.02),
-    "acprop": lambda: contrib.acprop(0.02),
-    "cocob": lambda: contrib.cocob(0.1),
-    "dadapt_adamw": lambda: contrib.dadapt_adamw(1.0, estim_lr0=0.01),
-    "madgrad": lambda: contrib.madgrad(0.02),
     "prodigy": lambda: contrib.prodigy(1.0, estim_lr0=0.01),
     "momo_adam": lambda: contrib.momo_adam(0.02),  # reads the loss
     "mechanic": lambda: contrib.mechanize(optax.adam(1.0), s_init=0.01),
@@ -112,14 +95,7 @@ EQUIVARIANT = {
         optax.clip_by_global_norm(0.5), optax.add_decayed_weights(0.01), optax.sgd(0.1, momentum=0.9, nesterov=True)
     ),
     "novograd": lambda: optax.novograd(0.05),  # one second moment for each array
-    "lars": lambda: optax.lars(0.3),
-    "fromage": lambda: optax.fromage(0.05),
-    "normalised": lambda: optax.chain(contrib.normalize(), optax.sgd(0.1)),
-    "polyak": lambda: optax.polyak_sgd(0.5),  # reads the loss
     "lbfgs directions": lambda: optax.chain(optax.scale_by_lbfgs(), optax.scale(-0.1)),
-    "dog": lambda: contrib.dog(1.0, init_step=("distance", 0.01)),
-    "momo": lambda: contrib.momo(0.1),
-    "sgd on plateaus": lambda: optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau(patience=1)),
     # Newton-Schulz of a matrix that is rotated from the right is the same polynomial; its Adam sees biases only.
     "muon": lambda: contrib.muon(0.02, adam_learning_rate=0.02),
 }
@@ -128,7 +104,7 @@ EQUIVARIANT = {
 # One of each sort; the others are run with the slow tests.
 QUICK_ONES = ("rms", "lion", "adamw", "adafactor", "lamb", "momo_adam", "sharpness-aware", "injected, by parts")
 QUICK_ONES += ("sgd", "nesterov, clipped and decayed", "lbfgs directions", "muon")
-READS_LOSS = ("momo", "momo_adam", "polyak", "sgd on plateaus")
+READS_LOSS = ("momo_adam",)
 
 
 def each(optimizers):
@@ -152,15 +128,6 @@ def test_what_is_equivariant_does_not_notice(name, x64):
     assert distance(got, want) < 1e-10
     assert distance(got, plain) < 1e-10
     assert distance(got, start) > 1e-3
-
-
-def test_the_state_keeps_the_shapes_that_the_inner_transformation_gave_it():
-    params = {"kernel": jnp.ones((256, 128)), "bias": jnp.ones(128)}
-    inner = optax.scale_by_factored_rms()
-    ours = in_rotated_basis(inner)
-    describe_arrays = lambda state: jax.tree.map(lambda x: (x.shape, x.dtype), state)  # noqa: E731
-    assert describe_arrays(ours.init(params).inner) == describe_arrays(inner.init(params))
-    assert ours.init(params).inner.v_row["kernel"].shape == (128,)
 
 
 # What cannot work: functions of the parameters, and trees like them, belong to another basis.
@@ -199,23 +166,6 @@ def test_functions_of_the_parameters_are_refused_where_they_are_used(name):
     # The identity rotates nothing, so there is nothing to refuse.
     plain, same = (update(o, **extra_args) for o in (make(), in_rotated_basis(make(), Rotation("identity"))))
     np.testing.assert_array_equal(plain["kernel"], same["kernel"])
-
-
-def test_arrays_like_the_parameters_are_refused_where_they_are_used():
-    def update_fn(updates, state, params=None, *, curvature, **unused_extra_args):
-        return jax.tree.map(lambda u, h: u / (1.0 + h), updates, curvature), state
-
-    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
-    with pytest.raises(ValueError, match="extra argument 'curvature', which lives in the basis"):
-        update(in_rotated_basis(inner), curvature=PARAMS)
-    update(in_rotated_basis(inner), curvature={"kernel": 1.0})  # a scalar for each array knows no basis
-
-    def nested_fn(updates, state, params=None, *, extras, **unused_extra_args):
-        return jax.tree.map(lambda u, h: u / (1.0 + h), updates, extras["curvature"][1]), state
-
-    nested = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), nested_fn)
-    with pytest.raises(ValueError, match="extra argument 'extras', which lives in the basis"):
-        update(in_rotated_basis(nested), extras={"curvature": (0.5, PARAMS)})
 
 
 class _Extras(NamedTuple):

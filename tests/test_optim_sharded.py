@@ -330,30 +330,6 @@ def test_outside_of_jit_in_scan_vmap_and_eval_shape(mesh_kind):
         assert_close(jax.tree.map(lambda x, i=i: x[i], both), jit(one_step)(gradient), 2e-5)
 
 
-def test_a_mesh_of_both_kinds_of_axes(x64):
-    """The Explicit axis shows where arrays are, the Auto axis stays the compiler's."""
-    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(EXPLICIT, AUTO))
-    trees, shardings = problem(mesh, {"w/kernel": ((16, 24), P("tensor", "fsdp"))}, 3)
-    want, _, _ = run(orthoadam(1e-2), trees)
-    got, _, _ = run(orthoadam(1e-2), trees, shardings)
-    assert_close(got, want, 1e-10)
-    x = jax.device_put(trees[1], shardings)
-    rotated, _ = rotate().update(x, rotate().init(x))  # outside of jit both are known
-    assert rotated["w/kernel"].sharding == shardings["w/kernel"]
-    assert_close(rotated, rotate().update(trees[1], rotate().init(x))[0], 1e-12)
-
-
-@both_kinds_of_mesh
-def test_vmap_over_models_that_are_split_over_the_mesh(mesh_kind, x64):
-    mesh = make_mesh((2, 4), mesh_kind, ("models", "fsdp"))
-    trees, shardings = problem(mesh, {"w/kernel": ((4, 16, 24), P("models", None, "fsdp"))}, 2)  # four models
-    optimizer = orthoadam(1e-2)
-    step = lambda g, p: optimizer.update(g, optimizer.init(p), p)[0]  # noqa: E731
-    want = jax.vmap(step)(*(jax.tree.map(jnp.asarray, tree) for tree in trees))
-    got = jit(jax.vmap(step))(*(jax.device_put(tree, shardings) for tree in trees))
-    assert_close(got, want, 1e-10)
-
-
 def test_states_of_other_shapes_and_of_parts_of_the_parameters_have_shardings():
     arrays = {"w": ((256, 128), P(None, "fsdp")), "b": ((8,), P("fsdp"))}
     (params,), shardings = problem(make_mesh((2, 4), names=NAMES[:2]), arrays, 1, np.float32)
@@ -372,16 +348,6 @@ def test_states_of_other_shapes_and_of_parts_of_the_parameters_have_shardings():
         assert [x.sharding for x in wide] == [shardings["w"]] * like_w
         rest = [x for x in jax.tree.leaves(state) if x.shape not in ((256, 128), (8,))]
         assert all(x.sharding.is_fully_replicated for x in rest)
-
-
-def test_a_haar_basis_that_is_split(x64):
-    mesh = make_mesh((2, 4), EXPLICIT, NAMES[:2])
-    (x,), shardings = problem(mesh, {"w": ((8, 16), P(None, "fsdp"))}, 1)
-    transform = rotate(Rotation("haar"))
-    state = transform.init(x)
-    split = jax.device_put(state, NamedSharding(mesh, P("fsdp", None)))
-    got, _ = jit(transform.update)(jax.device_put(x, shardings), split)
-    assert_close(got, transform.update(x, state)[0], 1e-12)
 
 
 def test_a_haar_basis_is_drawn_on_a_mesh_of_explicit_axes(x64):

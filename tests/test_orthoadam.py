@@ -130,15 +130,6 @@ def test_scanned_and_unrolled_layers_have_equal_trajectories(kind):
         np.testing.assert_allclose(by_index["layers"][l]["query"]["kernel"], want, atol=1e-5)
 
 
-def test_half_precision_leaves_are_rotated_in_float32():
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((16, 64)), jnp.bfloat16)
-    for kind in ("hadamard", "haar"):
-        transform = rotate(Rotation(kind))
-        half, full = (transform.update(y, transform.init(y))[0] for y in (x, x.astype(jnp.float32)))
-        assert half.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(half, full.astype(jnp.bfloat16))
-
-
 def test_weight_decay():
     params, grads = tree(), tree(1)
     mask = {name: name in ("kernel", "layers/kernel") for name in params}

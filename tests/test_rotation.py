@@ -445,12 +445,6 @@ def test_the_state():
     assert set(rotate(Rotation("haar")).init(jnp.ones((4, 4))).basis) == {"basis_0"}
 
 
-def test_haar_dtypes(x64):
-    dtypes = {"float64": "float64", "float32": "float32", "bfloat16": "float32"}
-    basis = rotate(Rotation("haar")).init({dtype: jnp.ones((4, 4), dtype) for dtype in dtypes}).basis
-    assert {path: node["basis_0"].dtype.name for path, node in basis.items()} == dtypes
-
-
 def test_a_state_of_another_tree_or_kind_is_refused():
     haar, hadamard, params = rotate(Rotation("haar")), rotate(Rotation()), {"a": jnp.ones((4, 4))}
     state = haar.init(params)
@@ -492,15 +486,6 @@ def test_boxes_and_collections_do_not_change_the_basis(kind):
         np.testing.assert_array_equal(jax.tree.leaves(got)[0], want["mlp"]["kernel"])
     # A parameter that is called "value" is no box.
     assert list(describe(Rotation(kind), {"attention": {"value": w}})) == ["attention/value"]
-
-
-def test_an_unrolled_parameter_that_is_stacked_itself_has_the_bases_of_its_scanned_form():
-    """Experts or heads inside each layer: slices are counted layer by layer."""
-    x = np.random.default_rng(0).standard_normal((3, 4, 8, 16))
-    scanned = rotated(Rotation(), {"layers": {"query": {"kernel": jnp.asarray(x)}}})["layers"]["query"]["kernel"]
-    for layer in range(3):
-        unrolled = rotated(Rotation(), {f"layers_{layer}": {"query": {"kernel": jnp.asarray(x[layer])}}})
-        np.testing.assert_allclose(unrolled[f"layers_{layer}"]["query"]["kernel"], scanned[layer], rtol=0, atol=1e-5)
 
 
 def test_what_is_no_array_is_left_alone():

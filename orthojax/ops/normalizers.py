@@ -58,7 +58,7 @@ def _axes(axis: Axis, ndim: int) -> set[int]:
 
 
 def softmax_n(logits: jax.Array, n: float, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
-    """Computes softmax with n in the denominator, exp(x_i) / (n + sum_j exp(x_j)); n = 1 is `softmax1`, n = 0 is softmax.
+    """Computes softmax with n in the denominator, exp(x_i) / (n + sum_j exp(x_j)); n = 1 is `softmax1`, n = 0 softmax.
 
     n >= 0 acts as n further keys with logit 0 and value 0; rows sum to less than 1 if n > 0. Other arguments and the
     result are as for `softmax1`.

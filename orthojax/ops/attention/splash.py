@@ -82,13 +82,13 @@ def attend(inputs: AttentionInputs, *, interpret: bool = False) -> jax.Array:
     """
     B, T, N, H = inputs.query.shape
     query = (inputs.query.astype(jnp.float32) * inputs.scale).astype(inputs.query.dtype)
-    arrays = [_kernel_layout(array) for array in (query, inputs.key, inputs.value)]
+    query, key, value = (_kernel_layout(array) for array in (query, inputs.key, inputs.value))
     sinks = None
     if not (isinstance(inputs.normalizer, str) and inputs.normalizer == "softmax"):
         sink = jnp.asarray(sink_logit(inputs.normalizer), jnp.float32)
         sinks = jnp.broadcast_to(jnp.maximum(sink, _NO_SINK), (B, N))
-    kernel = _kernel(inputs, arrays[0].shape[2], arrays[1].shape[2], interpret)
-    out = _on_shards(kernel, *arrays, _segments(inputs), sinks)
+    kernel = _kernel(inputs, query.shape[2], key.shape[2], interpret)
+    out = _on_shards(kernel, query, key, value, _segments(inputs), sinks)
     out = jnp.swapaxes(out[:, :, :T, :H], 1, 2)
     if inputs.query_seq_lengths is None:
         return out
