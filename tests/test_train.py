@@ -285,7 +285,7 @@ def test_three_steps_equal_a_chain_built_by_hand(name):
 @pytest.mark.parametrize("name", ["no.such.module:adam", "optax:no_such_function"])
 def test_an_optimizer_that_cannot_be_imported_is_refused(name):
     with pytest.raises(UserError, match=name):
-        optimizer_of(OptimConfig(optimizer=name), 10)
+        optimizer_of(OptimConfig(optimizer=name, warmup_steps=0), 10)
 
 
 def test_annealed_sinks_go_to_zero_on_a_line_and_nothing_else_changes():

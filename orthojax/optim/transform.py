@@ -282,26 +282,16 @@ class _InOtherBasis(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def _guarded(extra_args: dict[str, Any], rotation: Rotation, updates: optax.Updates) -> dict[str, Any]:
-    """Guards extra arguments: functions and rotated parameters may be handed through but not be used.
-
-    An array is a rotated parameter where its path in the argument ends as the parameter's does, or the other way round,
-    and the shapes agree: so a tree inside another, one with fewer entries, a branch and a single array are found, and
-    arrays in a list are not.
-    """
+    """Guards extra arguments: functions, and arrays of a rotated parameter's shape, may be passed on but not used."""
     leaves = jax.tree_util.tree_leaves_with_path(updates)
-    rotated = {leaf_path(keys): np.shape(leaf) for keys, leaf in leaves if plan_leaf(rotation, keys, leaf).groups}
+    rotated = {np.shape(leaf) for keys, leaf in leaves if plan_leaf(rotation, keys, leaf).groups}
     if not rotated:
         return extra_args
 
-    def is_parameter(path: str, shape: tuple[int, ...]) -> bool:
-        ends = lambda a, b: f"/{a}".endswith(f"/{b}" if b else "")  # noqa: E731
-        return any(shape == of and (ends(path, known) or ends(known, path)) for known, of in rotated.items())
-
     def guard(name: str, value: Any) -> Any:
-        def of_leaf(keys: tuple[Any, ...], leaf: Any) -> Any:
-            hidden = callable(leaf) or is_parameter(leaf_path(keys), np.shape(leaf))
-            return _InOtherBasis(name) if hidden else leaf
+        def of_leaf(leaf: Any) -> Any:
+            return _InOtherBasis(name) if callable(leaf) or np.shape(leaf) in rotated else leaf
 
-        return _InOtherBasis(name) if callable(value) else jax.tree_util.tree_map_with_path(of_leaf, value)
+        return _InOtherBasis(name) if callable(value) else jax.tree.map(of_leaf, value)
 
     return {name: guard(name, value) for name, value in extra_args.items()}
