@@ -60,7 +60,7 @@ class OptimConfig:
       weight_decay: Decoupled, scaled by the learning rate; on kernels and embeddings only.
       clip_norm: Largest global gradient norm; None never clips.
       rotation: The basis of `orthoadam`, and of any other that is `rotated`.
-      sink_anneal_steps: Learned sink logits are not learned but go to 0 on a line, from where they started, in so many
+      sink_anneal_steps: Learned sink logits are not learned but go to 0 on a line, from their start, in so many
         steps: from softmax to softmax-1. 0 learns them.
     """
 

@@ -197,7 +197,7 @@ def _loss_and_gradients(vocab_axis: int, with_gradients: bool, kernel, x, target
     logits = product(x, kernel, contract=1 - vocab_axis)
     top = jnp.max(logits, -1, keepdims=True)
     logsumexp = top + jnp.log(jnp.sum(jnp.exp(logits - top), -1, keepdims=True))
-    # Compared with every id rather than looked up: where the vocabulary is split, nothing has to be gathered.
+    # Compared with every id rather than looked up: if the vocabulary is split, nothing has to be gathered.
     is_target = lax.broadcasted_iota(target.dtype, logits.shape, 2) == target[..., None]
     target_logit = jnp.sum(jnp.where(is_target, logits, 0.0), -1)
     loss = jnp.sum(weight * (logsumexp[..., 0] - target_logit))

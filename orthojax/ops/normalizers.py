@@ -79,7 +79,7 @@ def softmax1(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None)
 
     The 1 acts as a key with logit 0 and value 0, so a head with nothing to say need not park its weight on the
     first token. The stabilising shift is max(0, max_j x_j), since unlike softmax it is not invariant to adding a
-    constant: finite, correct weights for any finite logits, and exact zeros where nothing is kept.
+    constant: finite, correct weights for any finite logits, and exact zeros if nothing is kept.
 
     Args:
       logits: Floating array; half precision is computed in float32.
@@ -148,7 +148,7 @@ def clipped_softmax(
 ) -> jax.Array:
     """Computes clip((zeta - gamma) softmax(x) + gamma, 0, 1): softmax stretched to [gamma, zeta], cut to [0, 1].
 
-    A head can give weight 0 to a key, or 1, with finite logits, and has no gradient where weights are cut.
+    A head can give weight 0 to a key, or 1, with finite logits, and has no gradient if its weight is cut.
 
     Args:
       logits: Floating array; other arguments and the result are as for `softmax1`, but rows need not sum to 1.
@@ -197,7 +197,7 @@ def gelu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> 
     """
     x = at_least_float32(logits)
     x = x if where is None else jnp.where(_boolean(where), x, 0.0)  # its derivative at a masked infinity is no number
-    x = jnp.maximum(x, -40.0)  # where Phi is 0 even in float64, and -inf times it none
+    x = jnp.maximum(x, -40.0)  # Phi is 0 there even in float64, and -inf times it no number
     return _as_dtype_of(logits, _by_visible_keys(jax.nn.gelu(x, approximate=False), axis, where))
 
 
@@ -228,7 +228,7 @@ def sigmoid(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) 
 
 
 # Softmax with a sink in its denominator. Logits are float32 or float64, -inf for a hidden key; a sink of -inf is none.
-# The derivative rules save the output alone, and the sink's weight where the sink has a derivative.
+# The derivative rules save the output alone, and the sink's weight if the sink has a derivative.
 
 
 def _with_sink(logits: jax.Array, axis: Axis, sink: jax.Array | float) -> tuple[jax.Array, jax.Array]:

@@ -135,7 +135,7 @@ def _zeropoint_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Arr
     safe = jnp.where(constant, 1.0, step)
     bottom = jnp.round(low * factor / safe)
     integers = jnp.clip(jnp.round(wide * factor / safe), bottom, bottom + levels)
-    # high / step and low / step are `levels` apart; where both are ties, rounding could lose the top level.
+    # high / step and low / step are `levels` apart; if both are ties, rounding could lose the top level.
     return jnp.where(wide == high, bottom + levels, integers), bottom, safe / factor, constant
 
 

@@ -86,7 +86,7 @@ def llama3_frequencies(
 ) -> jax.Array:
     r"""Lowers frequencies for sequences `factor` times longer, as Llama 3.1 does.
 
-    With the number of turns over the original length, :math:`n = L f / 2 \pi`: where it is above
+    With the number of turns over the original length, :math:`n = L f / 2 \pi`: if it is above
     `high_frequency_factor` f stays, below `low_frequency_factor` it is divided by `factor`, and between them
     interpolated linearly in n.
 

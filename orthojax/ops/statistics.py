@@ -1,7 +1,7 @@
 """Statistics of activation vectors: how far a few channels stand out from the others.
 
-They hold up to the largest finite numbers. What is scaled for that is scaled by powers of two, or only where numbers
-are that large: all others give the same bits as without.
+They hold up to the largest finite numbers. Scaling for that is by powers of two, or only of numbers
+that are so large: all others give the same bits as without.
 """
 
 from typing import Any
@@ -101,7 +101,7 @@ def kurtosis(x: ArrayLike, axis: int = -1) -> jax.Array:
 
 
 def norm_ratio(x: ArrayLike, axis: int = -1) -> jax.Array:
-    """max|x| / ||x||_2 along one axis: 1 where one channel is everything, 1 / sqrt(D) where all D are equally large.
+    """max|x| / ||x||_2 along one axis: 1 if one channel is everything, 1 / sqrt(D) if all D are equally large.
 
     The proxy for outliers of From Attention to Activation (arXiv 2410.17174, section 4.2 and Appendix H). A zero vector
     gets 0, which no other vector can have.

@@ -84,7 +84,7 @@ _TABLE = re.compile(
 )
 _VECTOR = re.compile(r"b|(.*_)?(bias|scale|offset|gain|gamma|beta|sinks?|sink_logits?|(cls|class|mask)_token)")
 _NORM = re.compile(r"(?!.*(proj|linear|dense|conv))(.*norms?|(.*_)?(ln|rms))(_.*)?")  # not a linear layer behind one
-# Whether a kernel writes to the residual stream or reads it, if its shape does not say it.
+# Kernels that write to the residual stream or read it, if the shape does not say it.
 _WRITER = re.compile(r"(.*_)?(o|out|output|wo|down)(_?proj(ection)?)?|(.*_)?c_proj|proj_out")
 _READER = re.compile(
     r"(.*_)?(q|k|v|query|key|value|w[qkvi]|gate|up|in|input)(_?proj(ection)?)?|(.*_)?c_(attn|fc)|proj_in"
@@ -119,9 +119,9 @@ def generic_axes(
         square kernel the name decides: query, key, value, q_proj, gate, up, wi, c_attn and the like read the residual
         stream, out, output, o_proj, wo, down, c_proj write to it; under another name both axes are rotated. Only axes
         of length 2 to 16,384 are rotated.
-      kernel_layout: Whether a kernel is [in, out] (flax, haiku) or [out, in] (equinox, PyTorch). If `axes` is a number,
+      kernel_layout: A kernel is [in, out] (flax, haiku) or [out, in] (equinox, PyTorch). If `axes` is a number,
         only square kernels need it; those called weight are rotated along both axes unless this says `out_in`.
-      embeddings: A regular expression: the tables are where it is found in the path, instead of by name; "" for none.
+      embeddings: A regular expression, found in the paths of tables, which then are not told by name; "" for none.
 
     Raises:
       ValueError: For other `axes`.
@@ -140,7 +140,7 @@ def generic_axes(
 def judge(
     path: str, shape: tuple[int, ...], axes: GenericAxes | int, kernel_layout: KernelLayout, embeddings: str | None
 ) -> tuple[RotatedAxes | str, Mark]:
-    """Decides as `generic_axes`, with the reason if nothing is rotated; and whether it is a table, or a guess."""
+    """Decides as `generic_axes`, with the reason if nothing is rotated; and a mark of tables and of guesses."""
     parts = [part for part in path.lower().split("/") if not part.isdigit()]
     name, module = [*(re.sub(r"_?[0-9]+", "", part) for part in reversed(parts)), "", ""][:2]
     kernel, guessed = _KERNEL.fullmatch(name), False

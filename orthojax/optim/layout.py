@@ -40,7 +40,7 @@ def known_sharding(x: Any) -> NamedSharding | None:
 
 
 def place(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """Moves an array, at once or in the program that is being traced; None leaves it where it is."""
+    """Moves an array, at once or in the program that is being traced; None does not move it."""
     if sharding is None:
         return x
     if not isinstance(x, jax.core.Tracer):
@@ -102,9 +102,9 @@ def gather_axes(
     """Makes `axes` whole on every device inside `over_shards`, by an all-to-all that shards another axis instead.
 
     Each device sends and receives one shard. The other axis is the longest that divides evenly, or else the longest,
-    padded with zeros; a stacked axis cannot be padded, since its slices have constants of their own. Where there is
+    padded with zeros; a stacked axis cannot be padded, since its slices have constants of their own. If there is
     none (all axes in `axes`, or the others stacked and indivisible) an all-gather makes the axis whole. Nothing is done
-    where none of them is sharded, outside of shards too.
+    if none of them is sharded, nor outside of shards.
 
     Returns:
       The moved shard, the mesh axes of its dimensions, and the function that moves an array of that shape back.

@@ -98,13 +98,13 @@ def orthoadam(
       learning_rate: A number or a schedule; what is good for Adam is a good start.
       b1: Decay of the first moment.
       b2: Decay of the second moment.
-      eps: Added to the root of the second moment; where gradients are far below it the step shrinks, and with it the
+      eps: Added to the root of the second moment; if gradients are far below it the step shrinks, and with it the
         difference between bases.
       eps_root: Added inside the root; above 0 it makes the update differentiable at 0.
       mu_dtype: Dtype of the first moment; None means that of the parameter. bfloat16 saves a quarter of the state.
       weight_decay: Strength of the decay, multiplied by the learning rate; unless it is the constant 0 the update needs
         `params`. (The default of `optax.adamw` is 1e-4.)
-      mask: Where to decay: a tree of bools, or a function from the parameters to one; None decays all.
+      mask: Parameters that decay: a tree of bools, or a function from the parameters to one; None decays all.
       rotation: Which basis; `describe(rotation, params)` shows it. Kernels are taken for [in, out] and embeddings are
         found by name (`Rotation.kernel_layout`, `Rotation.embeddings`). For long runs `Rotation(axes=d_model)`.
 

@@ -47,8 +47,8 @@ class Rotation:
     Every parameter, and every layer of a stacked one, has its own Q, a function of (seed, name, layer, length) alone:
     the same on every machine and mesh (`haar` up to the rounding of LAPACK), and for scanned and unrolled layers whose
     number is the first in their path (`layers_2`, not `Transformer_0/layers_2`).
-    Renaming a module changes its Q. Two parameters of one tree that would share a Q are refused: they are numbered in
-    different ways (`a_0/w`, `a/0/w`).
+    Renaming a module changes its Q. Two parameters of one tree that would share a Q, as they are numbered in different
+    ways (`a_0/w`, `a/0/w`), are refused.
 
     Attributes:
       kind: `hadamard`: a fixed Hadamard transform after random signs (Sylvester's and Paley's constructions over
@@ -69,9 +69,9 @@ class Rotation:
         rotated between two all-to-alls of one shard, a whole one without communication: moments whose layout keeps
         the rotated axis whole halve the traffic. The basis never depends on the mesh. Inside a `shard_map` of your own
         an array counts as the whole parameter: keep rotated axes whole there.
-      kernel_layout: Of the rule: whether kernels are `in_out` (flax, haiku) or `out_in` (equinox, PyTorch).
-      embeddings: Of the rule: a regular expression, found in the paths of embedding tables and in no other, where their
-        names do not tell; "" where there are none, which also silences the warning that none was found.
+      kernel_layout: Of the rule: kernels are `in_out` (flax, haiku) or `out_in` (equinox, PyTorch).
+      embeddings: Of the rule: a regular expression, found in the paths of embedding tables and in no other, if their
+        names do not tell; "" if there are none, which also silences the warning that none was found.
 
     Raises:
       ValueError: For a value that is not allowed.
@@ -102,7 +102,7 @@ class Rotation:
             raise ValueError(f"Rotation layout={self.layout!r}; allowed: None or a function path -> Sharding | None")
         if callable(self.axes) and (self.kernel_layout, self.embeddings) != ("in_out", None):
             raise ValueError(
-                "Rotation kernel_layout and embeddings have no effect where axes is a function; allowed: neither"
+                "Rotation kernel_layout and embeddings have no effect if axes is a function; allowed: neither"
             )
         try:
             re.compile(self.embeddings or "")
@@ -173,7 +173,7 @@ class Plan(NamedTuple):
     stacked_shape: tuple[int, ...] = ()
     left_alone: tuple[str, ...] = ()  # reasons, of the whole parameter or of single axes
     mark: Mark = ""  # of the generic rule
-    is_chosen: bool = False  # whether axes of it were to be rotated
+    is_chosen: bool = False  # axes of it were to be rotated
 
 
 def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
@@ -189,7 +189,7 @@ def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
     axes_of_groups, stacked = found.of(path, len(shape.shape))
     name, layer, is_numbered = _basis_name(path, bool(stacked))
     stacked_shape = tuple(shape.shape[axis] for axis in stacked)
-    slices = math.prod(stacked_shape)  # of one layer, below: where no name has a number, the first axis counts layers
+    slices = math.prod(stacked_shape)  # of one layer, below: if no name has a number, the first axis counts layers
     layers = tuple(layer * slices + i for i in range(slices))
     of_layer = slices if is_numbered or not stacked else slices // stacked_shape[0]
     if rotation.scope != "layer":
@@ -384,8 +384,8 @@ def describe(rotation: Rotation, params: Any) -> Description:
 
     Returns:
       A dict by path, which prints as a table of path, shape, rotated axes and their kind, and a mark. The mark is
-      `embedding`, or `unsure` where the rule guesses: which of three or more axes are stacked layers, and where it
-      takes an array of another name than kernel, weight or w for a kernel, or one with a single axis for a vector.
+      `embedding`, or `unsure` for a guess: the stacked layers among three or more axes, an array of another name than
+      kernel, weight or w that is taken for a kernel, and one with a single long axis that is taken for a vector.
 
     Raises:
       ValueError: As the init of the optimizer would.

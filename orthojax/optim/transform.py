@@ -111,7 +111,7 @@ def _rotate_leaf(rotation: Rotation, plan: Plan, leaf: Any, basis: Any, *, trans
 def _apply(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool = False, like: Any = None) -> Any:
     """Applies Q, or Q^T, to every rotated array of a tree; None and masked nodes are passed over.
 
-    With a layout, results leave as it says, or as the same array of `like` is sharded where that is known (outside of
+    With a layout, results leave as it says, or as the same array of `like` is sharded if that is known (outside of
     jit, or by Explicit axes).
     """
     if rotation.kind != "haar" and jax.tree.leaves(basis):
@@ -215,7 +215,7 @@ def in_rotated_basis(
 
     Raises:
       TypeError: Unless `inner` is an optax transformation.
-      ValueError: In the update: where `inner` uses such an extra argument; where updates, parameters and what `inner`
+      ValueError: In the update, if `inner` uses such an extra argument, or if updates, parameters and what `inner`
         returns are not of one tree (lookahead).
 
     Examples:
@@ -238,7 +238,7 @@ def in_rotated_basis(
         if params is not None:
             _require_part(updates, params, "updates and parameters differ")
         rotated = _apply(rotation, updates, state.basis)
-        # Where the inner transformation does not read the parameters, jit removes their rotation.
+        # If the inner transformation does not read the parameters, jit removes their rotation.
         rotated_params = None if params is None else _apply(rotation, params, state.basis)
         extra_args = _guarded(extra_args, rotation, updates)
         rotated, inner_state = extended.update(rotated, state.inner, rotated_params, **extra_args)

@@ -24,7 +24,7 @@ class QuantizationSetting:
     """The values that a linear layer y = x @ kernel + bias rounds, and those of them that share a scale.
 
     Attributes:
-      bits: Width of the integers of weights, and of all others where `activation_bits` is not given.
+      bits: Width of the integers of weights, and of all others if `activation_bits` is not given.
       scheme: `absmax` (symmetric) or `zeropoint` (from smallest to largest value).
       weights: One scale for each output channel (column of the kernel), or one for the whole kernel.
       inputs: Scales of x: one for each input feature over all tokens of the batch, one for each token over its
@@ -35,7 +35,7 @@ class QuantizationSetting:
       group_size: Neighbouring input features of one output channel that share a scale; it must divide the input
         features of every layer. None: all of them do. Simulation only.
       float_features: How many input features, those with the largest |x| in the batch, stay float, with their rows of
-        the kernel, and as many output features where outputs are rounded: which channels do the damage. Simulation
+        the kernel, and as many output features if outputs are rounded: to find the channels that do damage. Simulation
         only; LLM.int8 (arXiv 2208.07339) takes a threshold instead of a number.
 
     Raises:
@@ -59,7 +59,7 @@ class QuantizationSetting:
             raise UserError(f"float_features={self.float_features} with scheme='zeropoint'", allowed="scheme='absmax'")
         if self.activation_bits is not None and self.inputs is None and self.outputs is None:
             raise UserError(
-                f"activation_bits={self.activation_bits} where no activations are rounded says nothing",
+                f"activation_bits={self.activation_bits} without rounded activations says nothing",
                 allowed="inputs or outputs",
             )
         for name, bits in (("bits", self.bits), ("activation_bits", self.input_bits)):

@@ -33,7 +33,7 @@ _TABLES = ("token_embedding", "position_embedding", "head")
 def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruct], RotatedAxes | None]:
     """Returns the rule for the rotated axes of the transformer's parameters, by `axes` and `embeddings` of the config.
 
-    Kernels are [in, out], or [layers, in, out] where layers are scanned; each layer has its own basis. Tables (token,
+    Kernels are [in, out], or [layers, in, out] if layers are scanned; each layer has its own basis. Tables (token,
     position, an untied head) are rotated along d_model only, sharing one basis over their rows. Norm scales, biases
     and sink logits are left alone.
     """
@@ -67,7 +67,7 @@ def make_rotation(config: RotationConfig, layout: Layout | None = None) -> Rotat
 
     Args:
       config: From `Config.seeded_optim`, so that its seed is a number.
-      layout: Where moments are.
+      layout: Shardings of moments, by path.
 
     Raises:
       UserError: Without a seed.
@@ -80,7 +80,7 @@ def make_rotation(config: RotationConfig, layout: Layout | None = None) -> Rotat
 def shared_basis(config: OptimConfig, d_model: int) -> jax.Array | None:
     """Returns the one matrix Q [d_model, d_model] that every parameter shares under the scope `tree`, else None.
 
-    Training there is Adam on a network whose residual stream is Q x, so Q x is where its outliers are looked for.
+    Training there is Adam on a network whose residual stream is Q x, so its outliers are looked for in Q x.
     """
     if not config.is_rotated or config.rotation.scope != "tree":
         return None
@@ -157,7 +157,7 @@ def make_optimizer(
     Args:
       config: The optimizer.
       schedule: Of the learning rate, from `learning_rate_schedule`.
-      layout: On a mesh: where the moments of each parameter are, from `layout_of`.
+      layout: On a mesh: shardings of the moments of each parameter, from `layout_of`.
 
     Returns:
       A named chain, so that a checkpoint shows `opt_state/orthoadam/...`.
@@ -193,7 +193,7 @@ def anneal_sinks(steps: int) -> optax.GradientTransformation:
         return {_name(path): leaf for path, leaf in leaves if _is_sink(path)}
 
     def init(params: optax.Params) -> SinkAnnealing:
-        # An array where there is none, as in optax's own placeholder of the parameters, so that trees stay alike.
+        # An array if there is none, as in optax's own placeholder of the parameters, so that trees stay alike.
         return SinkAnnealing(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, of(params)) or jnp.zeros(()))
 
     def update(

@@ -1,7 +1,8 @@
 """Dot-product attention with any normalizer, by plain XLA or by a vendor's kernel.
 
 Letters inside functions: B batch, T query positions, S key positions, N query heads, K key-value heads, G = N / K,
-H head width. `dot_product.py` is the entry and picks the implementation. The module of a vendor's kernel has
+H head width. `dot_product.py` is the entry and picks the implementation; `inputs.py` checks the arguments. The module
+of a vendor's kernel has
 
 - `unsupported(inputs) -> str`: why it does not support the arguments, naming what is allowed, or "";
 - `unavailable() -> str`: why it cannot run in this process, or "";

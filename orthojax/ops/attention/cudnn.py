@@ -217,7 +217,7 @@ def _backward_rule(settings, residuals, cotangent):
 _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-# The probe: whether the kernel runs in this process. On CUDA 13 cuDNN compiles its attention kernels with NVRTC, which
+# The probe: does the kernel run in this process? On CUDA 13 cuDNN compiles its attention kernels with NVRTC, which
 # opens `libnvrtc-builtins` by its bare name. The wheel that brings it is on no search path, and JAX loads NVRTC itself
 # only, so cuDNN finds no execution plan (https://github.com/jax-ml/jax/issues/32430). Loading the builtins beforehand
 # lets the name resolve.

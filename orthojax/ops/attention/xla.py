@@ -274,7 +274,7 @@ def _keys(array: jax.Array, start: int | jax.Array, number: int, axis: int) -> j
 def _attend_run(inputs: AttentionInputs, run: _Run, queries: dict[str, jax.Array]) -> jax.Array:
     """Computes attention of the chunks of one run, [chunks of the run, B, size, N, H].
 
-    `queries` has of each chunk the position of its first query and its query, and bias and mask where these vary by
+    `queries` has of each chunk the position of its first query and its query, and bias and mask if these vary by
     query; `inputs` has the rest.
     """
     # Every chunk adds to the gradients of what all chunks share: summed in float32, as in one product.
