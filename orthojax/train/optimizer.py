@@ -225,7 +225,7 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 class BadSteps(NamedTuple):
-    """Memory of the steps so far, all shape=()."""
+    """What is remembered of the steps so far, all shape=()."""
 
     loss_mean_nats: jax.Array  # float32: running mean of the losses of the good steps
     good_steps: jax.Array  # int32
@@ -236,9 +236,9 @@ class BadSteps(NamedTuple):
 def leave_out_bad_steps(
     optimizer: optax.GradientTransformation, spike_nats: float | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes an optimizer leave out bad steps: parameters, its own state and its counts stay as they were.
+    """An optimizer for which a bad step has not happened: parameters, its own state and its counts stay as they were.
 
-    A step is bad if its loss or gradient norm is not finite, or if its loss spikes. The running mean m of the
+    A step is bad where its loss or gradient norm is not finite, or where its loss spikes. The running mean m of the
     losses l_1, l_2, ... of the good steps is m += (l_t - m) / min(t, 100): their mean at first, then an exponential one
     of decay 0.99. A loss above m + `spike_nats` is a spike; the first has nothing to be compared with.
 
