@@ -3,7 +3,6 @@
 Standard library only, so that a mistyped flag is refused before anything heavy is imported.
 """
 
-from orthojax.config.aliases import meant, not_a_field
 from orthojax.config.fields import (
     Affects,
     added,
@@ -16,6 +15,7 @@ from orthojax.config.fields import (
     flatten,
     from_dict,
     from_json,
+    nearest_field,
     read_value,
     replace,
     require,
@@ -77,8 +77,7 @@ __all__ = [
     "flatten",
     "from_dict",
     "from_json",
-    "meant",
-    "not_a_field",
+    "nearest_field",
     "read_value",
     "replace",
     "require",

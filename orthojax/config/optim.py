@@ -36,7 +36,7 @@ class RotationConfig:
     embeddings: bool = True
     scope: RotationScope = "layer"
     seed: int | None = None
-    basis: Literal[1, 2] = added(2, older=1)
+    basis: Literal[1, 2] = added(2)
 
     def __post_init__(self):
         check_types(self, "optim.rotation")
