@@ -11,9 +11,9 @@ PEER_LOST = """error: another process of this run has ended or cannot be reached
   start all of them again to resume from the last checkpoint
 """
 # Errors of the operating system that a user can act on. A file that is missing is not among them: it may be our fault.
-_OF_THE_SYSTEM = frozenset(
-    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENAMETOOLONG)
-    + (errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ESTALE)
+_OF_THE_SYSTEM = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE),
+    *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ESTALE),
 )
 # Module -> the extra that installs it.
 _EXTRAS = {

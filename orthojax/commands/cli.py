@@ -127,7 +127,10 @@ def _nearest_flag(name: str) -> str:
 
 def fail(error: BaseException) -> NoReturn:
     """Ends the process with at most three lines and exit code 2."""
-    print(message_of(error), end="", file=sys.stderr)
+    if "tqdm" in sys.modules:  # a bar may still be there: above it
+        sys.modules["tqdm"].tqdm.write(message_of(error), file=sys.stderr, end="")
+    else:
+        print(message_of(error), end="", file=sys.stderr)
     sys.exit(2)
 
 
