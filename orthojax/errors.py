@@ -17,10 +17,8 @@ _OF_THE_SYSTEM = (
 )
 # Module -> the extra that installs it.
 _EXTRAS = {
-    **dict.fromkeys(
-        ("array_record", "etils", "flax", "google", "grain", "orbax", "tensorflow_datasets", "tokenizers", "tqdm"),
-        "train",
-    ),
+    **dict.fromkeys(("array_record", "google", "google_crc32c", "grain", "tensorflow_datasets", "tokenizers"), "train"),
+    **dict.fromkeys(("etils", "flax", "orbax", "tqdm"), "train"),
     **dict.fromkeys(("jinja2", "matplotlib", "scipy"), "reports"),
     **dict.fromkeys(("gguf", "safetensors"), "pretrained"),
 }

@@ -5,7 +5,6 @@ import difflib
 import functools
 import inspect
 import json
-import operator
 import re
 import types
 import typing
@@ -25,7 +24,10 @@ Affects = Literal["numbers", "start", "computation", "nothing"]
 - `nothing` of these: what is logged, probed, evaluated while training, kept.
 """
 
-REMOVED: Mapping[str, Any] = {}
+REMOVED: Mapping[str, Any] = {
+    **{"basis": 2, "keep_best": 0, "layer_by_layer": False, "loss_chunk_positions": None},
+    **{"on_bad_step": "stop", "spike_nats": None},
+}
 """Fields that are gone, with the value that means what is done without them: with it, `from_dict` ignores the field."""
 
 _NEVER = object()
@@ -149,16 +151,24 @@ def read_value(text: str, hint: Any) -> Any:
     return words[word]
 
 
+def _group(hint: Any) -> tuple[type | None, bool]:
+    """Returns the config class of a field that is a group of fields, else None; and whether it may be None instead."""
+    options = [option for option in typing.get_args(hint) or (hint,) if dataclasses.is_dataclass(option)]
+    return (typing.cast(type, options[0]), options[0] is not hint) if options else (None, False)
+
+
 @functools.cache
 def _leaves(cls: type) -> tuple[tuple[str, Any, Mapping[Any, Any]], ...]:
     """Returns (dotted path, type, metadata) of every leaf field."""
     hints, leaves = _type_hints(cls), []
     for field in dataclasses.fields(typing.cast(Any, cls)):
         hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            leaves += [(f"{field.name}.{path}", *rest) for path, *rest in _leaves(typing.cast(type, hint))]
-        else:
+        group, optional = _group(hint)
+        if group is None:
             leaves.append((field.name, hint, field.metadata))
+            continue
+        for path, inner, metadata in _leaves(group):
+            leaves.append((f"{field.name}.{path}", inner | None if optional else inner, metadata))
     return tuple(leaves)
 
 
@@ -183,8 +193,14 @@ def fields_affecting(cls: type, *what: Affects) -> tuple[str, ...]:
 
 
 def flatten(config: Any) -> dict[str, Any]:
-    """Returns every leaf value by dotted path."""
-    return {path: operator.attrgetter(path)(config) for path in field_paths(type(config))}
+    """Returns every leaf value by dotted path; None for those of a group that is None."""
+    return {path: _value(config, path) for path in field_paths(type(config))}
+
+
+def _value(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name) if config is not None else None
+    return config
 
 
 def changed_fields(base: Any, config: Any) -> dict[str, Any]:
@@ -220,14 +236,29 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
         if not _conforms(value, hint):
             raise _not_valid(f"config.{path}", value, hint)
         flat[path] = value
-    return _from_flat(type(config), flat)
+    return from_flat(type(config), flat)
 
 
-def _from_flat(cls: type[T], flat: Mapping[str, Any], prefix: str = "") -> T:
+def from_flat(cls: type[T], flat: Mapping[str, Any], prefix: str = "") -> T:
+    """Builds a config from values by dotted path; fields that are not named have their defaults.
+
+    An optional group is None if all of its values are, and has its defaults for those that are None otherwise.
+
+    >>> from orthojax.config import Config
+    >>> from_flat(Config, {"optim.rotation.kind": "haar"}).optim.rotation.kind
+    'haar'
+    """
     values = {}
     for name, hint in _type_hints(cls).items():
         path = prefix + name
-        values[name] = flat[path] if path in flat else _from_flat(hint, flat, f"{path}.")
+        group, optional = _group(hint)
+        if group is None:
+            values |= {name: flat[path]} if path in flat else {}
+            continue
+        inside = {key: value for key, value in flat.items() if key.startswith(f"{path}.")}
+        if optional:
+            inside = {key: value for key, value in inside.items() if value is not None}
+        values[name] = from_flat(group, inside, f"{path}.") if inside or not optional else None
     return cls(**values)
 
 
@@ -262,8 +293,8 @@ def describe_fields(cls: type, prefix: str = "") -> dict[str, str]:
     texts = {name: " ".join(text.split()) for name, text in found}
     described = {}
     for name, hint in _type_hints(cls).items():
-        if dataclasses.is_dataclass(hint):
-            described |= describe_fields(typing.cast(type, hint), f"{prefix}{name}.")
+        if (group := _group(hint)[0]) is not None:
+            described |= describe_fields(group, f"{prefix}{name}.")
         else:
             described[prefix + name] = texts.get(name, "")
     return described
@@ -290,8 +321,9 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") ->
             hint=f"unknown: {unknown or 'nothing'}",
         )
     for name, value in given.items():
-        if dataclasses.is_dataclass(hints[name]):
-            given[name] = from_dict(typing.cast(type, hints[name]), value, f"{where}.{name}")
+        group, optional = _group(hints[name])
+        if group is not None and not (optional and value is None):
+            given[name] = from_dict(group, value, f"{where}.{name}")
         elif isinstance(value, list):
             given[name] = tuple(value)
         if not _conforms(given[name], hints[name]):
