@@ -158,7 +158,10 @@ def read_again(path: Path, what: str, parse: Callable[[bytes], T], say: Callable
     """
     if not os.path.lexists(path):
         return None
-    require_file(path, what)
+    try:
+        require_file(path, what)
+    except UserError as error:
+        raise UserError(str(error), hint="move it away and run the same command: it is made again") from None
     try:
         return parse(path.read_bytes())
     except ValueError as error:

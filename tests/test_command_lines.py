@@ -454,16 +454,6 @@ def test_model_without_tokenizer_writes_ids_or_with_a_given_one_text(home, writt
     assert run("generate", *arguments, cwd=home).stdout == loaded.tokenizer.decode(expected) + "\n"
 
 
-def test_run_is_analyzed(home):
-    """What it measures is in test_analyze.py."""
-    done = run("analyze", "--model=mine=run", "--text=text.txt", "--settings=none", "--workdir=new", cwd=home)
-    assert done.returncode == 0, done.stderr
-    results = json.loads((home / "new/results.json").read_text())
-    assert results["rows"][0]["variant"] == "mine"
-    assert results["rows"][0]["metrics"]["kurtosis_first"] > 1
-    assert (home / "new/report.html").is_file()
-
-
 def test_run_is_evaluated_and_inspected(home):
     run_dir = home / "run"
     assert json.loads((run_dir / "config.json").read_text()) == json.loads(to_json(CONFIG))

@@ -32,7 +32,7 @@ def run(switch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_freed_memory_is_kept_unless_the_switch_is_off():
+def test_freed_memory_is_kept_unless_switched_off():
     kept, faults = run("1")
     assert kept
     kept, faults_without = run("0")
@@ -41,6 +41,6 @@ def test_freed_memory_is_kept_unless_the_switch_is_off():
     assert faults < faults_without / 10
 
 
-def test_the_allocator_stays_as_it_is_where_jax_may_use_an_accelerator(monkeypatch):
+def test_allocator_stays_if_jax_may_use_accelerators(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
     assert not keep_freed_memory()
