@@ -1,6 +1,10 @@
-"""python launch/benchmark.py is the command `orthojax benchmark`."""
+"""python launch/benchmark.py runs all benchmarks on whatever device is there; --json prints one JSON object of each."""
 
-from orthojax.commands import start
+import subprocess
+import sys
+from pathlib import Path
 
 if __name__ == "__main__":
-    start("benchmark")
+    folder = Path(__file__).resolve().parents[1] / "benchmarks"
+    for name in ("attention", "optimizer", "training"):  # one process each, so that its memory is freed
+        subprocess.run([sys.executable, str(folder / f"{name}.py"), *sys.argv[1:]], check=True)

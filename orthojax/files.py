@@ -1,4 +1,4 @@
-"""Files that are either complete or absent, folders, and locks that end with the process that holds them."""
+"""Files that are either complete or absent, and errors that name the file."""
 
 import contextlib
 import difflib
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from orthojax.errors import UserError, advice, printable
+from orthojax.errors import UserError, printable
 
 T = TypeVar("T")
 
@@ -25,23 +25,16 @@ def make_folder(path: Path, what: str, files: Sequence[str] = ()) -> None:
       files: Names of files that will be written there: none of them may be a folder.
 
     Raises:
-      UserError: Where the path, or a part of it, is a file or a broken link, or cannot be written.
+      UserError: If a part of the path is a file or a broken link, or the folder cannot be written to.
     """
-    allowed = "a folder, new or of an earlier call"
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
-    except (FileExistsError, NotADirectoryError):
-        inner = next(part for part in (path, *path.parents) if os.path.lexists(part))
-        is_link = inner.is_symlink() and not inner.exists()
-        problem = "is a file" if inner.is_file() else "is a pipe or a device"
-        problem = f"is a link to {os.readlink(inner)}, which does not exist" if is_link else problem
-        where = "" if inner == path else f": {inner}"
-        raise UserError(f"{what} {path}{where} {problem}", allowed=allowed) from None
     except OSError as error:
-        problem = f"{what} {path} cannot be written: {error.strerror}"
-        raise UserError(problem, allowed=allowed, hint=advice(error)) from error
+        inner = next((part for part in (path, *path.parents) if os.path.lexists(part)), path)
+        problem = f"{inner} is a file" if inner.is_file() else error.strerror
+        raise UserError(f"{what} {path}: {problem}", allowed="a folder, new or of an earlier call") from error
     for name in files:
         if (path / name).is_dir():
             raise UserError(f"{path / name} is a folder", allowed="a file, new or of an earlier call")
@@ -76,25 +69,23 @@ def write_text(path: Path, text: str) -> None:
 
 
 def require_file(path: Path, what: str) -> None:
-    """Checks that a file is there and can be read to its end; opening a pipe would wait for ever.
+    """Checks that a regular file is there; opening a pipe would wait for ever.
 
     Raises:
-      UserError: Where nothing is there, or a folder, a pipe or a device is; `what` names it ("token file", "report").
+      UserError: If nothing is there, or a folder, a pipe or a device is; `what` names it ("token file", "report").
     """
     if os.path.isfile(path):  # os.path: pathlib raises for names that are too long
         return
     if os.path.exists(path):
         problem = f"{what} {path} is {'a folder' if path.is_dir() else 'a pipe or a device'}"
-    elif os.path.islink(path):
-        problem = f"{what} {path} is a link to {os.readlink(path)}, which does not exist"
     else:
         problem = f"no such {what}: {path}"
     raise UserError(problem, allowed="a regular file", hint=nearest_path(path))
 
 
 def nearest_path(path: Path) -> str:
-    """The hint 'did you mean ...?' for a path whose last part is mistyped, or '' where nothing is near."""
-    if os.path.lexists(path):
+    """Returns the hint 'did you mean ...?' for a path whose last part is mistyped, or '' if none is near."""
+    if os.path.exists(path):
         return ""
     try:
         found = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
@@ -104,7 +95,7 @@ def nearest_path(path: Path) -> str:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The numbers that JSON has: neither NaN nor infinite ones.
+    """Returns the numbers that JSON has: neither NaN nor infinite ones.
 
     >>> finite({"a": 1.0, "b": math.nan})
     {'a': 1.0}
@@ -113,7 +104,7 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def parse_json(text: str | bytes, what: str) -> Any:
-    """Parses JSON that may be damaged or hostile.
+    """Parses JSON that may be damaged.
 
     Raises:
       UserError: For invalid UTF-8 or JSON, nesting deeper than Python's stack and integers of thousands of digits.
@@ -135,7 +126,7 @@ def read_json(path: Path, what: str, form: type = dict) -> Any:
       form: dict or list.
 
     Raises:
-      UserError: Where the file is absent, not a regular file, unreadable, or holds no JSON of this form.
+      UserError: If the file is absent, not a regular file, unreadable, or holds no JSON of this form.
     """
     require_file(path, what)
     try:
@@ -155,15 +146,15 @@ def read_again(path: Path, what: str, parse: Callable[[bytes], T], say: Callable
     Args:
       path: The file.
       what: What it is, for errors.
-      parse: Its bytes -> what it holds; raises ValueError where it is damaged.
+      parse: Its bytes -> what it holds; raises ValueError if it is damaged.
       say: Takes one line that names a damaged file.
 
     Returns:
-      None where there is no file, or where it is damaged: the caller makes it again.
+      None if there is no file, or it is damaged: the caller makes it again.
 
     Raises:
-      UserError: Where something else than a file is in its place.
-      OSError: Where it cannot be read.
+      UserError: If something else than a file is in its place.
+      OSError: If it cannot be read.
     """
     if not os.path.lexists(path):
         return None
@@ -182,7 +173,7 @@ def try_lock(file: IO) -> bool:
     """Locks an open file until it is closed or the process ends, however it ends.
 
     Returns:
-      False where another process holds the lock; True also where the system or the file system has no locks.
+      False if another process holds the lock; True also if the system or the file system has no locks.
     """
     try:
         import fcntl

@@ -7,7 +7,7 @@ _SEPARATED = 1e7  # what is larger has an exponent: nobody counts the digits
 
 
 def number(value: float) -> str:
-    """Three significant digits; whole numbers with thousands separators from 100 up to ten million.
+    """Writes three significant digits; whole numbers with thousands separators from 100 up to ten million.
 
     >>> number(7.283), number(14731.6), number(4.463e15)  # the last as of a run that diverged
     ('7.28', '14,732', '4.46e+15')
@@ -16,12 +16,12 @@ def number(value: float) -> str:
 
 
 def signed(value: float) -> str:
-    """As `number`, with the sign."""
+    """Writes a number as `number` does, with its sign."""
     return f"{value:+,.0f}" if 100 <= abs(value) < _SEPARATED else f"{value:+.3g}"
 
 
 def percent(value: float) -> str:
-    """A relative change, with its sign.
+    """Writes a relative change in percent, with its sign.
 
     >>> percent(0.05), percent(12.3), percent(2e12)
     ('+5.00%', '+1,230%', '+2e+14%')
@@ -32,7 +32,7 @@ def percent(value: float) -> str:
 
 
 def mean_and_range(values: Sequence[float], show: Callable[[float], str] = number) -> str:
-    """The mean over seeds, and the range where they differ; 'failed' without any.
+    """Writes the mean over seeds, and the range if they differ; 'failed' without any.
 
     >>> mean_and_range([1.0, 2.0, 3.0])
     '2 (1 to 3)'
@@ -44,7 +44,7 @@ def mean_and_range(values: Sequence[float], show: Callable[[float], str] = numbe
 
 
 def byte_count(count: float | None) -> str:
-    """Bytes with a decimal unit; 'unknown' for None.
+    """Writes bytes with a decimal unit; 'unknown' for None.
 
     >>> byte_count(1_500_000), byte_count(None)
     ('1.5 MB', 'unknown')
@@ -58,7 +58,7 @@ def byte_count(count: float | None) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], *, numeric: bool = False) -> list[str]:
-    """Lines of a console table: every column as wide as its widest cell.
+    """Returns the lines of a console table: every column as wide as its widest cell.
 
     Args:
       rows: Of equal lengths.

@@ -1,5 +1,6 @@
 """The machine that a number was measured on: versions, device, memory."""
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -19,8 +20,7 @@ _KEEP_FREED_MEMORY = {
     "M_TOP_PAD": (-2, 500_000_000),
     "M_ARENA_MAX": (-8, 1),
 }
-_ALLOCATOR_SWITCH = "ORTHOJAX_KEEP_FREED_MEMORY"
-_allocator = "the system's"
+_SWITCH = "ORTHOJAX_KEEP_FREED_MEMORY"
 
 
 def keep_freed_memory() -> bool:
@@ -35,46 +35,38 @@ def keep_freed_memory() -> bool:
     Returns:
       Whether freed memory is kept.
     """
-    global _allocator
     platforms = os.environ.get("JAX_PLATFORMS", "")
     on_cpu = platforms == "cpu" if platforms else not entry_points(group="jax_plugins")
-    if platform.libc_ver()[0] != "glibc" or not on_cpu or os.environ.get(_ALLOCATOR_SWITCH) == "0":
+    if platform.libc_ver()[0] != "glibc" or not on_cpu or os.environ.get(_SWITCH) == "0":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    kept = all([mallopt(parameter, value) == 1 for parameter, value in _KEEP_FREED_MEMORY.values()])
-    _allocator = "glibc, freed memory kept" if kept else _allocator
-    return kept
-
-
-def _version(library: str) -> str | None:
-    try:
-        return version(library)
-    except PackageNotFoundError:  # not everything needs every library: benchmarks read no data
-        return None
+    return all([mallopt(parameter, value) == 1 for parameter, value in _KEEP_FREED_MEMORY.values()])
 
 
 def environment() -> dict[str, Any]:
-    """Versions, device and date, for the JSON files of results.
+    """Returns versions, device and date, for the JSON files of results.
 
     Returns:
-      {"versions": {library: version}, "device": a one-line description, "allocator": of host memory, "date":
-      "YYYY-MM-DD"}; the version of a library that is not installed is None.
+      {"versions": {library: version}, "device": a one-line description, "date": "YYYY-MM-DD"}; a library that is not
+      installed has no version there.
     """
     import jax
 
     from orthojax import __version__
 
+    versions = {"orthojax": __version__, "python": platform.python_version()}
+    for name in _LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
-        "versions": {"orthojax": __version__, "python": platform.python_version()}
-        | {name: _version(name) for name in _LIBRARIES},
+        "versions": versions,
         "device": f"{jax.devices()[0].device_kind} x {jax.device_count()}, {os.cpu_count()} CPU cores",
-        "allocator": _allocator,
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
 def available_memory_bytes() -> int | None:
-    """Host memory that can be allocated, file caches included; None where the system does not report it."""
+    """Returns the host memory that can be allocated, file caches included; None if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

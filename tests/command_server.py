@@ -5,22 +5,20 @@ errors]. Answers each with the exit code. It has imported what scripts import, a
 that has cannot be forked.
 """
 
-import atexit
 import gc
 import importlib
 import json
 import os
 import runpy
 import sys
-import threading
 import traceback
 from typing import NoReturn
 
-IMPORTED = ("benchmarks", "experiments.catalog", "experiments.page", "experiments.study", "train")
+IMPORTED = ("analysis", "quant", "train")
 
 
 def become(script: str, arguments: list[str], cwd: str, output: str, errors: str) -> NoReturn:
-    """Turns this process into the command."""
+    """Turns this process into the command; frees nothing of what was imported, which would take longer than most."""
     os.chdir(cwd)
     for stream, path in ((sys.stdin, os.devnull), (sys.stdout, output), (sys.stderr, errors)):
         file = os.open(path, os.O_RDONLY if stream is sys.stdin else os.O_WRONLY | os.O_CREAT)
@@ -31,23 +29,13 @@ def become(script: str, arguments: list[str], cwd: str, output: str, errors: str
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as done:
-        code = done.code
+        code = done.code if isinstance(done.code, int) else int(done.code is not None)
     except BaseException:
         traceback.print_exc()
         code = 1
-    end(code)
-
-
-def end(code: object) -> NoReturn:
-    """Ends as the interpreter does, but frees nothing of what was imported: that takes longer than most commands."""
-    if not isinstance(code, int | None):
-        print(code, file=sys.stderr)
-        code = 1
-    threading._shutdown()
-    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code or 0)
+    os._exit(code)
 
 
 def main() -> None:

@@ -148,7 +148,7 @@ def test_value_and_gradient_mix_no_dtypes(name, dtype):
 
 
 @pytest.mark.parametrize("kind", ["hadamard", "haar"])
-def test_a_rotation_of_bfloat16_mixes_no_dtypes(kind):
+def test_rotation_of_bfloat16_mixes_no_dtypes(kind):
     rotation, params = optim.Rotation(kind, embeddings=""), {"w": jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)}
     there, back = optim.rotate(rotation), optim.unrotate(rotation)
 
@@ -160,7 +160,7 @@ def test_a_rotation_of_bfloat16_mixes_no_dtypes(kind):
         assert jax.eval_shape(there_and_back, params) == params
 
 
-def test_every_function_on_arrays_is_among_them():
+def test_every_function_on_arrays_is_covered():
     source = Path(__file__).read_text()
     for name in ops.__all__:
         if inspect.isfunction(getattr(ops, name)) and name not in ("forbid_fallback", "positions_at_once"):

@@ -1,10 +1,7 @@
 import dataclasses
 import functools
-import io
 import json
 import math
-import os
-import re
 import shutil
 from pathlib import Path
 
@@ -17,7 +14,6 @@ import pytest
 from thinned import quick_and_slow
 from tiny_run import (
     TINY,
-    Terminal,
     assert_lines_close,
     assert_trees_close,
     bits,
@@ -36,7 +32,6 @@ from orthojax.data import BigramBackcopy, default_text
 from orthojax.errors import UserError
 from orthojax.model import Transformer, parameter_shapes, stack_layers, unstack_layers
 from orthojax.optim import RotatedAxes, rotate, unrotate
-from orthojax.progress import Progress, tokenizing_progress
 from orthojax.train import (
     DivergedError,
     Inputs,
@@ -645,98 +640,6 @@ def test_a_run_that_diverges_names_the_step_and_keeps_the_last_good_checkpoint(t
         folder = find_checkpoint(tmp_path)
         assert folder.name == "1"
         assert_trees_close(read_params(folder), initial(config).params, rtol=0)
-
-
-# Progress.
-
-
-class Clock:
-    now = 0.0
-
-    def monotonic(self):
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("orthojax.progress.time", clock)
-    return clock
-
-
-def test_plain_lines_come_every_ten_seconds_with_the_time_left_by_the_speed_of_this_call(clock):
-    stream = io.StringIO()
-    with Progress(100, stream=stream) as progress:
-        for second in range(1, 26):
-            clock.now = float(second)
-            progress.advance(1, f"step {second}")
-    with Progress(100, stream=stream) as progress:
-        progress.skip(50)  # by an earlier call
-        clock.now += 20.0
-        progress.advance(10, "half an hour later")
-    assert stream.getvalue().splitlines() == [
-        "  1% step 1 | 0:01 elapsed",  # too early to tell
-        " 11% step 11 | 0:11 elapsed, about 1:29 left",
-        " 21% step 21 | 0:21 elapsed, about 1:19 left",
-        " 60% half an hour later | 0:20 elapsed, about 1:20 left",
-    ]
-
-
-def test_what_progress_shows_does_not_steer_the_terminal(clock):
-    stream = io.StringIO()
-    progress = Progress(2, stream=stream, every_seconds=0.0)
-    progress.say("\x1b[31ma")
-    progress.advance(1, "\x1b]0;b\a")
-    progress.close()
-    assert "\x1b" not in stream.getvalue()
-    assert "\\x1b[31ma" in stream.getvalue()
-
-
-def test_the_time_left_does_not_count_what_came_before_a_restart(clock):
-    stream = io.StringIO()
-    with Progress(100, stream=stream, every_seconds=0.0) as progress:
-        clock.now += 50.0  # compiling
-        progress.advance(1)
-        progress.restart()
-        progress.advance(0, "compiled")
-        clock.now += 9.0
-        progress.advance(9, "ten")
-    assert stream.getvalue().splitlines() == [
-        "  1% compiled | 0:50 elapsed",
-        " 10% ten | 0:59 elapsed, about 1:30 left",
-    ]
-
-
-def test_a_bar_is_drawn_on_a_terminal_only_and_shows_the_time_left_on_a_narrow_one(clock, monkeypatch):
-    monkeypatch.setattr("orthojax.progress.shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
-    plain, terminal = io.StringIO(), Terminal()
-    for stream in (plain, terminal):
-        with Progress(800, stream=stream, every_seconds=0.0) as progress:
-            clock.now += 5.0
-            progress.advance(400, "step 400/800 loss 4.2000 lr 3.00e-04 51.2k tokens/s")
-            progress.say("a line")
-    assert plain.getvalue().splitlines()[0].startswith(" 50% step 400/800 loss")
-    assert "\r" not in plain.getvalue()
-    assert re.search(r"\r 50%\|.*\| *,? *step 400/800 .* 51.2k tokens/s \| 0:05, 0:05 left", terminal.getvalue())
-    assert plain.getvalue().splitlines()[-1] == "a line"
-    assert "a line" in terminal.getvalue()
-
-
-@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
-def test_progress_of_tokenising_ends_each_part_before_the_next(clock, kind):
-    stream = kind()
-    report = tokenizing_progress(stream)
-    report("training bpe:300", 0, 2_000_000)
-    report("train", 1_000_000, 2_000_000)
-    clock.now = 5.0
-    report("train", 2_000_000, 2_000_000)
-    report("validation", 0, 0)
-    text = stream.getvalue()
-    for part in ("training bpe:300: 0.0 of 2.0 MB", "tokenising train: 2.0 of 2.0 MB", "tokenising validation: 0.0"):
-        assert part in text
-    assert "tokenising training" not in text
-    if kind is Terminal:  # a bar that is ended is followed by a new line
-        assert text.count("\n") == 3
 
 
 def test_a_second_run_is_kept_off_the_folder_of_the_first(tmp_path):

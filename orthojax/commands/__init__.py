@@ -8,13 +8,11 @@ import importlib
 import sys
 from types import ModuleType
 
-from absl import flags
-
 from orthojax import __version__
-from orthojax.commands import cli, completion
+from orthojax.commands import cli
 from orthojax.errors import UserError, nearest
 
-COMMANDS = ("train", "evaluate", "analyze", "generate", "reproduce", "prepare", "inspect", "compare", "benchmark")
+COMMANDS = ("train", "evaluate", "analyze", "generate", "reproduce", "prepare", "inspect", "compare")
 
 
 def start(name: str) -> None:
@@ -22,8 +20,7 @@ def start(name: str) -> None:
     command = _module(name)
     command.define_flags()
     positional, several = getattr(command, "POSITIONAL", ""), getattr(command, "SEVERAL", False)
-    extras, resumes = getattr(command, "EXTRAS", ""), getattr(command, "RESUMES", False)
-    cli.run(command.main, positional=positional, several=several, extras=extras, resumes=resumes)
+    cli.run(command.main, positional=positional, several=several)
 
 
 def main() -> None:
@@ -33,8 +30,6 @@ def main() -> None:
         print(_help())
     elif name == "--version":
         print(__version__)
-    elif name == "completion":
-        cli.guarded(lambda: print(completion.script(*arguments[:1], words={c: _words(c) for c in COMMANDS})))
     elif name not in COMMANDS:
         allowed, hint = " | ".join(COMMANDS), nearest(name, COMMANDS)
         cli.fail(UserError(f"unknown command {name!r}", allowed=allowed, hint=hint))
@@ -50,15 +45,4 @@ def _module(name: str) -> ModuleType:
 def _help() -> str:
     about = {name: (_module(name).__doc__ or "").partition(":")[0] for name in COMMANDS}
     lines = ["usage: orthojax COMMAND [FLAGS]", "", *(f"  {name:10} {says}" for name, says in about.items())]
-    more = ["orthojax COMMAND --help lists its flags;", "orthojax completion bash or zsh prints a completion script."]
-    return "\n".join([*lines, "", *more])
-
-
-def _words(name: str) -> list[str]:
-    """What can be typed after a command: its flags."""
-    command, before = _module(name), set(flags.FLAGS)
-    command.define_flags()
-    own = sorted(set(flags.FLAGS) - before)
-    words = cli.flag_words(own)
-    flags.FLAGS.remove_flag_values(own)
-    return words
+    return "\n".join([*lines, "", "orthojax COMMAND --help lists its flags."])

@@ -6,6 +6,7 @@ Writes config.json, metrics.jsonl and checkpoints/ under the workdir. Started ag
 the same flags and a workdir that all of them see.
 """
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,9 @@ from absl import flags
 
 from orthojax.commands import cli
 from orthojax.config import Config
-from orthojax.errors import UserError
+from orthojax.errors import UserError, printable
 
 FLAGS = flags.FLAGS
-RESUMES = True  # the same command resumes an interrupted one
 
 
 def define_flags() -> None:
@@ -69,45 +69,39 @@ def _dry_run(config: Config) -> None:
 
 
 def _train_with_progress(config: Config, inputs: Any, workdir: Path) -> None:
-    from orthojax.progress import Progress
+    """Trains and shows every line of the metrics on standard error, on a terminal above a bar."""
+    from tqdm import tqdm
+
     from orthojax.train import describe_line, train
 
-    steps, compiling = config.train.steps, True
-    started = time.monotonic()
-    with Progress(steps, every_seconds=0.0) as progress:
+    steps, compiled, started = config.train.steps, False, time.monotonic()
+    with tqdm(total=steps, unit="step", disable=None, dynamic_ncols=True) as bar:
+
+        def say(message: str) -> None:
+            bar.write(printable(message), file=sys.stderr)
 
         def begin(done: int) -> None:
-            progress.skip(done)
-            if done == steps:
-                progress.say(f"all {steps:,} steps are done")
-                return
+            bar.initial = bar.n = done
             if done:
-                progress.say(f"resumes after step {done:,} of {steps:,}")
-            progress.say("compiling ...")
+                say(f"all {steps:,} steps are done" if done == steps else f"resumes after step {done:,} of {steps:,}")
+            if done < steps:
+                say("compiling ...")
 
-        def count(step: int, _: float = 0.0) -> None:
-            nonlocal compiling
-            progress.advance(step - progress.done)
-            if compiling:
-                compiling = False
-                progress.say(f"compiled, first step done: {time.monotonic() - started:.0f} s")
-                progress.restart()
+        def count(step: int, _: float) -> None:
+            nonlocal compiled
+            if not compiled:
+                compiled = True
+                say(f"compiled, first step done: {time.monotonic() - started:.0f} s")
+            bar.update(step - bar.n)
 
-        def show(line: dict[str, Any]) -> None:
-            message = describe_line(line, steps)
-            if "event" in line:
-                progress.say(message)
-                return
-            if "loss_nats" in line:
-                count(line["step"])
-            progress.advance(line["step"] - progress.done, message)
-
-        train(config, inputs, workdir, on_start=begin, on_step=count, on_line=show)
-
-
-def _evaluate_command(workdir: Path) -> list[str]:
-    cache = [] if FLAGS.cache_dir == FLAGS["cache_dir"].default else [f"--cache_dir={FLAGS.cache_dir}"]
-    return [*cli.typed("evaluate"), f"--checkpoint={workdir}", *cache]
+        train(
+            config,
+            inputs,
+            workdir,
+            on_start=begin,
+            on_step=count,
+            on_line=lambda line: say(describe_line(line, steps)),
+        )
 
 
 def main(_: list[str]) -> None:
@@ -116,9 +110,6 @@ def main(_: list[str]) -> None:
         _dry_run(config)
         return
     workdir = _workdir()
-    many = FLAGS.multihost or _processes() != (None, None, None)
-    if many:
-        cli.shorten_lost_peers()
 
     from orthojax.progress import tokenizing_progress
     from orthojax.train import (
@@ -132,7 +123,7 @@ def main(_: list[str]) -> None:
         train,
     )
 
-    if many:
+    if FLAGS.multihost or _processes() != (None, None, None):
         distributed.initialize(*_processes())
     is_primary = distributed.is_primary()
 
@@ -152,6 +143,7 @@ def main(_: list[str]) -> None:
     say(describe_data(inputs.provenance))
     if is_primary:
         _train_with_progress(config, inputs, workdir)
-        say(*closing(workdir, _evaluate_command(workdir)))
+        cache = [] if FLAGS.cache_dir == FLAGS["cache_dir"].default else [f"--cache_dir={FLAGS.cache_dir}"]
+        say(*closing(workdir, ["orthojax", "evaluate", f"--checkpoint={workdir}", *cache]))
     else:
         train(config, inputs, workdir)

@@ -3,7 +3,6 @@
 Standard library only, so that a mistyped flag is refused before anything heavy is imported.
 """
 
-from orthojax.config.aliases import meant, not_a_field
 from orthojax.config.fields import (
     Affects,
     added,
@@ -15,7 +14,9 @@ from orthojax.config.fields import (
     fields_affecting,
     flatten,
     from_dict,
+    from_flat,
     from_json,
+    nearest_field,
     read_value,
     replace,
     require,
@@ -76,9 +77,9 @@ __all__ = [
     "fields_affecting",
     "flatten",
     "from_dict",
+    "from_flat",
     "from_json",
-    "meant",
-    "not_a_field",
+    "nearest_field",
     "read_value",
     "replace",
     "require",

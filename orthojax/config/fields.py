@@ -1,17 +1,16 @@
 """Fields of config dataclasses: checked types, strict overrides by dotted path, and a JSON round trip."""
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import json
-import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
-from orthojax.config.aliases import meant, not_a_field
 from orthojax.errors import UserError, nearest
 
 T = TypeVar("T")
@@ -25,34 +24,26 @@ Affects = Literal["numbers", "start", "computation", "nothing"]
 - `nothing` of these: what is logged, probed, evaluated while training, kept.
 """
 
+REMOVED: Mapping[str, Any] = {
+    **{"basis": 2, "keep_best": 0, "layer_by_layer": False, "loss_chunk_positions": None},
+    **{"on_bad_step": "stop", "spike_nats": None},
+}
+"""Fields that are gone, with the value that means what is done without them: with it, `from_dict` ignores the field."""
 
+_NEVER = object()
 _type_hints = functools.cache(typing.get_type_hints)
 
 
-def setting(default: T, *, affects: Affects = "numbers", **metadata: Any) -> T:
-    """A field of a config dataclass that says what it affects; a plain default affects the numbers.
-
-    Args:
-      default: Its default value.
-      affects: What changes with it; see `Affects`.
-      **metadata: Of the field, beside `affects`.
-    """
-    return typing.cast(Any, dataclasses.field(default=default, metadata={"affects": affects, **metadata}))
+def setting(default: T, affects: Affects = "numbers") -> T:
+    """Declares a field of a config dataclass with what it affects; a plain default affects the numbers."""
+    return typing.cast(Any, dataclasses.field(default=default, metadata={"affects": affects}))
 
 
-def added(default: T, affects: Affects = "numbers", *, older: Any = dataclasses.MISSING) -> T:
-    """A `setting` that JSON written by older versions may lack.
-
-    Args:
-      default: Its default value.
-      affects: As of `setting`.
-      older: What older versions did without it; where not given, what the default means.
-    """
-    return setting(default, affects=affects, older=default if older is dataclasses.MISSING else older)
+added = setting
 
 
 def describe_type(hint: Any) -> str:
-    """The allowed values of an annotation, in words for a user."""
+    """Returns the allowed values of an annotation, in words for a user."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return " | ".join(str(value) for value in args)
@@ -108,14 +99,14 @@ def require(holds: bool, problem: str, allowed: str = "") -> None:
 
 
 def require_each(config: Any, group: str, names: str, holds: Callable[[Any], bool], allowed: str) -> None:
-    """`require`s the same of several fields, `names` separated by spaces; None always holds."""
+    """Requires the same of several fields, `names` separated by spaces; None always holds."""
     for name in names.split():
         value = getattr(config, name)
         require(value is None or holds(value), f"{group}.{name}={value}", allowed)
 
 
 def require_seed(config: Any, group: str) -> None:
-    """`require`s that its `seed` is a number of 32 bits."""
+    """Requires that its `seed` is a number of 32 bits."""
     require_each(config, group, "seed", lambda seed: 0 <= seed < 2**32, "0 to 2**32 - 1")
 
 
@@ -127,7 +118,7 @@ def read_value(text: str, hint: Any) -> Any:
       hint: bool, int, float, str, None, a Literal, a tuple of one type, or a union of these.
 
     Raises:
-      ValueError: Where the text is no such value.
+      ValueError: If the text is no such value.
       OverflowError: For an infinite integer.
 
     >>> from orthojax.config import Mlp
@@ -160,21 +151,29 @@ def read_value(text: str, hint: Any) -> Any:
     return words[word]
 
 
+def _group(hint: Any) -> tuple[type | None, bool]:
+    """Returns the config class of a field that is a group of fields, else None; and whether it may be None instead."""
+    options = [option for option in typing.get_args(hint) or (hint,) if dataclasses.is_dataclass(option)]
+    return (typing.cast(type, options[0]), options[0] is not hint) if options else (None, False)
+
+
 @functools.cache
 def _leaves(cls: type) -> tuple[tuple[str, Any, Mapping[Any, Any]], ...]:
-    """(dotted path, type, metadata) of every leaf field."""
+    """Returns (dotted path, type, metadata) of every leaf field."""
     hints, leaves = _type_hints(cls), []
     for field in dataclasses.fields(typing.cast(Any, cls)):
         hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            leaves += [(f"{field.name}.{path}", *rest) for path, *rest in _leaves(typing.cast(type, hint))]
-        else:
+        group, optional = _group(hint)
+        if group is None:
             leaves.append((field.name, hint, field.metadata))
+            continue
+        for path, inner, metadata in _leaves(group):
+            leaves.append((f"{field.name}.{path}", inner | None if optional else inner, metadata))
     return tuple(leaves)
 
 
 def field_paths(cls: type) -> dict[str, Any]:
-    """Every leaf field of a (nested) config class by dotted path, with its type.
+    """Returns every leaf field of a (nested) config class by dotted path, with its type.
 
     >>> from orthojax.config import Config
     >>> list(field_paths(Config))[:2]
@@ -184,7 +183,7 @@ def field_paths(cls: type) -> dict[str, Any]:
 
 
 def fields_affecting(cls: type, *what: Affects) -> tuple[str, ...]:
-    """The dotted paths of a config class whose metadata says that they affect one of `what`.
+    """Returns the dotted paths of the fields of a config class that affect one of `what`.
 
     >>> from orthojax.config import Config
     >>> fields_affecting(Config, "computation")[:2]
@@ -194,18 +193,24 @@ def fields_affecting(cls: type, *what: Affects) -> tuple[str, ...]:
 
 
 def flatten(config: Any) -> dict[str, Any]:
-    """Every leaf value by dotted path."""
-    return {path: operator.attrgetter(path)(config) for path in field_paths(type(config))}
+    """Returns every leaf value by dotted path; None for those of a group that is None."""
+    return {path: _value(config, path) for path in field_paths(type(config))}
+
+
+def _value(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name) if config is not None else None
+    return config
 
 
 def changed_fields(base: Any, config: Any) -> dict[str, Any]:
-    """The fields by which `config` differs from `base`, by dotted path."""
+    """Returns the fields by which `config` differs from `base`, by dotted path."""
     before = flatten(base)
     return {path: value for path, value in flatten(config).items() if value != before[path]}
 
 
 def replace(config: T, changes: Mapping[str, Any]) -> T:
-    """A copy with values changed by dotted path, all at once, so that fields that must agree can change together.
+    """Copies a config with values changed by dotted path, all at once: fields that must agree can change together.
 
     Args:
       config: A config.
@@ -231,42 +236,53 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
         if not _conforms(value, hint):
             raise _not_valid(f"config.{path}", value, hint)
         flat[path] = value
-    return _from_flat(type(config), flat)
+    return from_flat(type(config), flat)
 
 
-def _from_flat(cls: type[T], flat: Mapping[str, Any], prefix: str = "") -> T:
+def from_flat(cls: type[T], flat: Mapping[str, Any], prefix: str = "") -> T:
+    """Builds a config from values by dotted path; fields that are not named have their defaults.
+
+    An optional group is None if all of its values are, and has its defaults for those that are None otherwise.
+
+    >>> from orthojax.config import Config
+    >>> from_flat(Config, {"optim.rotation.kind": "haar"}).optim.rotation.kind
+    'haar'
+    """
     values = {}
     for name, hint in _type_hints(cls).items():
         path = prefix + name
-        values[name] = flat[path] if path in flat else _from_flat(hint, flat, f"{path}.")
+        group, optional = _group(hint)
+        if group is None:
+            values |= {name: flat[path]} if path in flat else {}
+            continue
+        inside = {key: value for key, value in flat.items() if key.startswith(f"{path}.")}
+        if optional:
+            inside = {key: value for key, value in inside.items() if value is not None}
+        values[name] = from_flat(group, inside, f"{path}.") if inside or not optional else None
     return cls(**values)
 
 
 def unknown_field(path: str, known: Iterable[str]) -> UserError:
-    """The error for a dotted path that is none of the known: it names the nearest, and for a group what is in it."""
-    inside = [name for name in known if name.startswith(f"{path}.")]
-    near = meant(path, known)
-    if inside:
-        hint = f"{path!r} is a group: {', '.join(inside[:3])}, ..."
-    else:
-        hint = not_a_field(path) or (f"did you mean {_either(near)}?" if near else "")
+    """Returns the error for a dotted path that is none of the known: it names the nearest."""
+    hint = nearest_field(path, known)
     return UserError(f"unknown config field {path!r}", allowed="the fields that orthojax train --help lists", hint=hint)
 
 
-def _either(names: Sequence[str]) -> str:
-    """'a', 'b' or 'c'."""
-    *others, last = map(repr, names)
-    return f"{', '.join(others)} or {last}" if others else last
+def nearest_field(path: str, known: Iterable[str]) -> str:
+    """Returns the hint 'did you mean ...?' for a mistyped path, which may lack its group; '' if none is near.
 
-
-def _some(names: Collection[str]) -> str:
-    """The first three, and how many there are besides."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (", ".join(sorted(names)[:3]) or "nothing") + more
+    >>> nearest_field("learning-rte", ["optim.b1", "optim.learning_rate"])
+    "did you mean 'optim.learning_rate'?"
+    """
+    words = {name.rpartition(".")[2]: name for name in reversed(list(known))} | {name: name for name in known}
+    for word in (path, path.rpartition(".")[2]):
+        if found := difflib.get_close_matches(word.replace("-", "_").lower(), words, n=1, cutoff=0.7):
+            return f"did you mean {words[found[0]]!r}?"
+    return ""
 
 
 def describe_fields(cls: type, prefix: str = "") -> dict[str, str]:
-    """What every leaf field of a (nested) config class means, by dotted path, from the `Attributes:` of docstrings.
+    """Returns what every leaf field of a config class means, by dotted path, from the `Attributes:` of docstrings.
 
     >>> from orthojax.config import Config
     >>> describe_fields(Config)["train.steps"]
@@ -277,53 +293,49 @@ def describe_fields(cls: type, prefix: str = "") -> dict[str, str]:
     texts = {name: " ".join(text.split()) for name, text in found}
     described = {}
     for name, hint in _type_hints(cls).items():
-        if dataclasses.is_dataclass(hint):
-            described |= describe_fields(typing.cast(type, hint), f"{prefix}{name}.")
+        if (group := _group(hint)[0]) is not None:
+            described |= describe_fields(group, f"{prefix}{name}.")
         else:
             described[prefix + name] = texts.get(name, "")
     return described
 
 
 def to_json(config: Any) -> str:
-    """The config as indented JSON; `from_json` reads it back."""
+    """Returns the config as indented JSON; `from_json` reads it back."""
     return json.dumps(dataclasses.asdict(config), indent=2)
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:
-    """Builds a config from nested plain values; every field must be there and no other, but for `added` ones.
+    """Builds a config from nested plain values; every field must be there, and no other.
 
     Raises:
       UserError: For an unknown, missing or mistyped field.
     """
-    hints = _type_hints(cls)
-    every = dataclasses.fields(typing.cast(Any, cls))
-    newer = {field.name: field.metadata["older"] for field in every if "older" in field.metadata}
-    named = set(values) if isinstance(values, Mapping) else set()
-    missing = hints.keys() - newer.keys() - named
-    if not isinstance(values, Mapping) or missing or not named <= hints.keys():
+    hints, given = _type_hints(cls), dict(values) if isinstance(values, Mapping) else {}
+    given = {name: value for name, value in given.items() if name in hints or REMOVED.get(name, _NEVER) != value}
+    if given.keys() != hints.keys():
+        missing, unknown = (", ".join(sorted(names)[:3]) for names in (hints.keys() - given, given.keys() - hints))
         raise UserError(
             f"{where} does not describe a {cls.__name__} of this version of orthojax",
-            allowed=f"its fields, all of them; missing: {_some(missing)}",
-            hint=f"unknown: {_some(named - set(hints))}",
+            allowed=f"its fields, all of them; missing: {missing or 'nothing'}",
+            hint=f"unknown: {unknown or 'nothing'}",
         )
-    fields: dict[str, Any] = newer
-    for name, value in values.items():
-        hint = hints[name]
-        if dataclasses.is_dataclass(hint):
-            value = from_dict(typing.cast(type, hint), value, f"{where}.{name}")
+    for name, value in given.items():
+        group, optional = _group(hints[name])
+        if group is not None and not (optional and value is None):
+            given[name] = from_dict(group, value, f"{where}.{name}")
         elif isinstance(value, list):
-            value = tuple(value)
-        if not _conforms(value, hint):
-            raise _not_valid(f"{where}.{name}", value, hint)
-        fields[name] = value
-    return cls(**fields)
+            given[name] = tuple(value)
+        if not _conforms(given[name], hints[name]):
+            raise _not_valid(f"{where}.{name}", given[name], hints[name])
+    return cls(**given)
 
 
 def from_json(cls: type[T], text: str) -> T:
     """Reads what `to_json` wrote.
 
     Raises:
-      UserError: Where the text is no JSON, or not of this class.
+      UserError: If the text is no JSON, or not of this class.
 
     >>> from orthojax.config import Config
     >>> from_json(Config, to_json(Config())) == Config()

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from orthojax.config import Config, to_json
-from orthojax.errors import UserError, advice
+from orthojax.errors import UserError
 from orthojax.files import make_folder
 from orthojax.train.checkpoint.checksums import (
     ARRAYS,
@@ -117,7 +117,7 @@ def write_errors(directory: Path) -> Iterator[None]:
         steps = steps_in(directory)
         kept = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no earlier checkpoint"
         gone = "" if directory.is_dir() else "the folder was deleted or moved while it was in use"
-        todo = "; ".join(filter(None, (kept, gone or advice(error), "run the same command to resume")))
+        todo = "; ".join(filter(None, (kept, gone, "run the same command to resume")))
         raise UserError(f"cannot write a checkpoint to {directory}: {first_line(error)}", hint=todo) from error
 
 
