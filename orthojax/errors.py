@@ -31,7 +31,7 @@ _ADVICE = {
 # Module -> the extra that installs it, of what is imported where it is used.
 _EXTRAS = {
     **dict.fromkeys(
-        ("array_record", "etils", "flax", "google", "grain", "orbax", "tensorflow_datasets", "tokenizers", "tqdm"),
+        ("array_record", "etils", "flax", "google", "google_crc32c", "grain", "orbax", "tensorflow_datasets", "tokenizers", "tqdm"),
         "train",
     ),
     **dict.fromkeys(("jinja2", "matplotlib", "scipy"), "reports"),

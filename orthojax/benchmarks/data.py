@@ -16,12 +16,12 @@ from orthojax.data import (
     Tokens,
     embedded_corpus,
     make_tokenizer,
-    masked_crc32c,
     open_token_files,
     prepare,
     text_parts,
     tfds_parts,
 )
+from orthojax.data.tfds import masked_crc32c
 from orthojax.timing import interleaved_seconds, median_ratio, spread
 
 Source = Callable[[Path], list[Part]]  # from the folder of the token files
@@ -39,12 +39,15 @@ def _measure(repeats: int, tiny: bool) -> Iterator[Row]:
     tokenizer = make_tokenizer("bpe:300" if tiny else "bpe:8192", texts[: len(texts) // _COPIES])
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        jsonl, tokenizer_path = home / "text.jsonl", home / "tokenizer.json"
-        jsonl.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        jsonl, tokenizer_path = home / "text", home / "tokenizer.json"
+        jsonl.mkdir()
+        for index in range(_SHARDS):  # whose shards are whole files
+            lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[index::_SHARDS])
+            (jsonl / f"{index}.jsonl").write_text(lines, encoding="utf-8")
         tokenizer.save(tokenizer_path)
         sources: dict[str, Source] = {
-            "jsonl": lambda folder: text_parts([str(jsonl)], ["all"], folder),
-            "jsonl, divided": lambda folder: text_parts([str(jsonl)], ["train", "validation"], folder),
+            "jsonl": lambda _: text_parts([str(jsonl)], ["all"]),
+            "jsonl, divided": lambda _: text_parts([str(jsonl)], ["train", "validation"]),
         }
         for name, suffix in {"TFRecord": "tfrecord", "ArrayRecord": "array_record"}.items():
             try:

@@ -129,11 +129,11 @@ class TokenBatches:
         return grain.MapDataset.range(self.n_rows).seed(self.seed).shuffle().repeat()
 
     def __call__(self, step: int) -> np.ndarray:
-        """The batch of one step, 0 or more without end: int32 [batch_size, sequence_length + 1]."""
+        """Returns the batch of one step, 0 or more without end: int32 [batch_size, sequence_length + 1]."""
         return self.rows(step, 0, self.batch_size)
 
     def rows(self, step: int, start: int, stop: int) -> np.ndarray:
-        """The rows `self(step)[start:stop]`, for a process that holds a part of the batch; no others are read.
+        """Returns `self(step)[start:stop]`, for a process that holds a part of the batch; no other rows are read.
 
         Returns:
           int32 [stop - start, sequence_length + 1].
@@ -144,7 +144,7 @@ class TokenBatches:
         return self._rows([int(order[first + i]) for i in range(start, stop)])
 
     def spread_rows(self, n: int) -> np.ndarray:
-        """Rows spread evenly over the whole text, in its order, for evaluation: floor(i * n_rows / n) for i < n.
+        """Returns rows spread evenly over the whole text, in its order, for evaluation: floor(i * n_rows / n), i < n.
 
         Returns:
           int32 [n, sequence_length + 1].

@@ -36,7 +36,7 @@ _ONE = 2**31  # probabilities as integers, compared with 31 random bits
 
 
 def default_text() -> str:
-    """The language reference inside the standard library (`pydoc_data.topics`), about 460,000 characters.
+    """Returns the language reference inside the standard library (`pydoc_data.topics`), about 460,000 characters.
 
     Raises:
       UserError: If this Python comes without it.
@@ -50,7 +50,7 @@ def default_text() -> str:
 
 
 def count_pairs(text: str) -> Counts:
-    """How often each character follows each; the text is read as a circle, so that its last one is followed, too.
+    """Counts how often each character follows each; the text is read as a circle, so that its last one has a successor.
 
     >>> count_pairs("abac")
     (('a', 'b', 1), ('a', 'c', 1), ('b', 'a', 1), ('c', 'a', 1))
@@ -60,25 +60,22 @@ def count_pairs(text: str) -> Counts:
 
 
 def read_counts(path: Path) -> Counts:
-    """Reads a table of counts: a JSON list of [a, b, n], where b followed a n times. a and b are any texts.
+    """Reads a table of counts: a JSON list of [a, b, n], in which b followed a n times. a and b are any texts.
 
     Raises:
-      UserError: Where the file is no such table, or has a pair twice.
+      UserError: If the file is no such table, or has a pair twice.
     """
-    rows = read_json(path, "table of counts", list)
-    for i, row in enumerate(rows):
-        a, b, n = row if isinstance(row, list) and len(row) == 3 else (None, None, None)
-        is_count = isinstance(n, int | float) and not isinstance(n, bool) and 0 < n < 2**53
-        if not (isinstance(a, str) and isinstance(b, str) and is_count):
-            raise UserError(
-                f"table of counts {path}: entry {i} is {str(row)[:80]}",
-                allowed='["a", "b", n]: two texts, and how often the second one follows the first, above 0',
-            )
-    counts = tuple(sorted((a, b, n) for a, b, n in rows))
-    for (a, b, _), (c, d, _) in itertools.pairwise(counts):
-        if (a, b) == (c, d):
-            raise UserError(f"table of counts {path} has the pair {a!r}, {b!r} twice", allowed="every pair once")
-    return counts
+    counts: dict[tuple[str, str], float] = {}
+    for i, row in enumerate(read_json(path, "table of counts", list)):
+        match row:
+            case [str(a), str(b), int(n) | float(n)] if type(n) is not bool and 0 < n < 2**53 and (a, b) not in counts:
+                counts[a, b] = n
+            case _:
+                raise UserError(
+                    f"table of counts {path}: entry {i} is {str(row)[:80]}",
+                    allowed='["a", "b", n], every pair once: how often the second text follows the first, above 0',
+                )
+    return tuple(sorted((a, b, n) for (a, b), n in counts.items()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +109,7 @@ class BigramBackcopy:
       other_rule: What follows it otherwise.
       other_rule_probability: How often that is.
       bos_count: BOS tokens at the start, each of its own id: 0, 1 or 2.
-      delimiter_position: Where the delimiter stands; None: there is none.
+      delimiter_position: The position of the delimiter; None: there is none.
     """
 
     counts: Counts
@@ -141,7 +138,7 @@ class BigramBackcopy:
 
     @classmethod
     def from_text(cls, text: str, trigger_count: int = 3, **options) -> "BigramBackcopy":
-        """The task with the character statistics of a text, such as `default_text()`.
+        """Makes the task with the character statistics of a text, such as `default_text()`.
 
         Raises:
           UserError: If the text does not have more than k different characters.
@@ -229,12 +226,12 @@ class BigramBackcopy:
 
     @property
     def skips(self) -> bool:
-        """Whether tokens that are no triggers, too, are followed by what could follow the token before them."""
+        """True if tokens that are no triggers are followed by what could follow the token before them as well."""
         return self.rule == "skip_bigram"
 
     @property
     def rule_positions(self) -> float:
-        """Triggers act at positions below this one: before the delimiter, where there is one."""
+        """The first position at which triggers no longer act: the one before the delimiter, or infinity without one."""
         return math.inf if self.delimiter_position is None else self.delimiter_position - 1
 
     def batch(
@@ -259,7 +256,7 @@ class BigramBackcopy:
         return _batch(self, step, batch_size, sequence_length, seed, np.uint32(stream))
 
     def is_trigger(self, tokens: ArrayLike) -> jax.Array:
-        """Whether the rule decides what comes next: at triggers, before the delimiter where there is one.
+        """Marks the positions at which the rule decides what comes next: triggers, up to the delimiter if there is one.
 
         Args:
           tokens: int [..., T], from position 0 on.
@@ -272,7 +269,7 @@ class BigramBackcopy:
         return is_one & jnp.broadcast_to(jnp.arange(tokens.shape[-1]) < self.rule_positions, tokens.shape)
 
     def oracle(self, tokens: ArrayLike) -> jax.Array:
-        """The true distribution of the next token at every position, given all tokens before it.
+        """Computes the true distribution of the next token at every position, given all tokens before it.
 
         At a trigger it is that of the rule, or the mixture of both: of `in_context_bigram` the posterior of o, uniform
         at the first occurrence and, where it is the only rule, exact afterwards. Elsewhere it is the bigram row, of
@@ -293,7 +290,7 @@ class BigramBackcopy:
 
 
 def open_task(config: DataConfig) -> tuple[BigramBackcopy, dict[str, Any]]:
-    """The task of kind `bigram_backcopy`, and its provenance: JSON, names and the sha256 of its counts.
+    """Opens the task of kind `bigram_backcopy`, with its provenance: JSON, names and the sha256 of its counts.
 
     Raises:
       UserError: For anything wrong with the files, or fewer characters than triggers.
@@ -326,7 +323,7 @@ def _as_integers(probability: float | np.ndarray) -> np.ndarray:
 
 
 def _cumulative(task: BigramBackcopy) -> tuple[jax.Array, int]:
-    """Cumulative rows of `transition`, then that of `first`, flat, and their length, a power of 2.
+    """Returns the cumulative rows of `transition`, then that of `first`, flat, and their length, a power of 2.
 
     A token of probability 0 has the entry of the one before it, so it is never drawn.
     """
@@ -338,7 +335,7 @@ def _cumulative(task: BigramBackcopy) -> tuple[jax.Array, int]:
 
 
 def _slots(task: BigramBackcopy) -> np.ndarray:
-    """Id, or V for the state before the first token -> which trigger it is, or -1: int32 [V + 1]."""
+    """Maps an id, or V for the state before the first token, to the number of its trigger, or -1: int32 [V + 1]."""
     slots = np.full(task.vocab_size + 1, -1, np.int32)
     slots[task.triggers] = np.arange(len(task.triggers))
     return slots
@@ -348,7 +345,7 @@ def _slots(task: BigramBackcopy) -> np.ndarray:
 def _batch(
     task: BigramBackcopy, step: ArrayLike, batch_size: int, sequence_length: int, seed: ArrayLike, stream: ArrayLike
 ) -> jax.Array:
-    """As `BigramBackcopy.batch`."""
+    """Draws a batch, as `BigramBackcopy.batch`, in one scan over positions."""
     B, n, V, k = batch_size, sequence_length + 1 - task.bos_count, task.vocab_size, len(task.triggers)
     (rule, _), *other = task.rules.items()
     # The key of the seed stream * 2**32 + seed; the random numbers of later positions come last.
@@ -418,7 +415,7 @@ def _oracle(task: BigramBackcopy, tokens: jax.Array) -> jax.Array:
 
 
 def _elsewhere(task: BigramBackcopy, tokens: jax.Array, transition: jax.Array) -> jax.Array:
-    """The law where no trigger acts, [B, T, V]."""
+    """Returns the law where no trigger acts, [B, T, V]."""
     if not task.skips:
         return transition[tokens]
     B, V = len(tokens), len(transition)
@@ -432,14 +429,14 @@ def _elsewhere(task: BigramBackcopy, tokens: jax.Array, transition: jax.Array) -
 def _posterior(
     task: BigramBackcopy, tokens: jax.Array, acts: jax.Array, probability: float, others: jax.Array
 ) -> jax.Array:
-    """What `in_context_bigram` predicts at a trigger: the distribution of its output o, given what came before.
+    """Computes what `in_context_bigram` predicts at a trigger: the distribution of its output o, given the past.
 
     Bayes: each earlier occurrence, followed by y, multiplies that of o by p [o = y] + q(y).
 
     Args:
       task: The task.
       tokens: int [B, T].
-      acts: Where the rule acts, bool [B, T].
+      acts: Positions at which the rule acts, bool [B, T].
       probability: p, that of this rule.
       others: q, the other rules' law times their probability, [B, T, V].
 

@@ -1,7 +1,7 @@
 """Documents and where they come from: text files, tables, data sets of the hub, and Python's own standard library.
 
 Text and .jsonl files, plain or with .gz, are read here. Tables (.parquet, .arrow), other compressed files and addresses
-such as hf://datasets/NAME/data/train-*.parquet are read by Hugging Face `datasets`, which the extra `datasets` installs.
+such as hf://datasets/NAME/data/train-*.parquet are read by Hugging Face `datasets`, which is an extra.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NamedTuple
 
 from orthojax.errors import UserError, needing
-from orthojax.files import parse_json, require_file
+from orthojax.files import require_file
 
 # Left out of the standard library: what is no part of it or no text; what Debian and slim images lack, so that the
 # corpus does not depend on the packaging; generated tables and documentation rather than code.
@@ -217,12 +217,12 @@ def _read(name: str, path: Path) -> Iterator[tuple[Document, int]]:
         with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
             if _format(path) == ".jsonl":
                 for number, line in enumerate(file, 1):
-                    where = f"{path}, line {number}"
-                    text = _decode(line, where)
-                    if text.strip() and (text := _text_of_json(text, where)):
+                    if line.strip() and (text := _text_of_json(line, f"{path}, line {number}")):
                         yield Document(f"{name}:{number}", text), raw.tell()
-            elif text := _decode(file.read(), str(path)):
+            elif text := file.read().decode().removeprefix("\ufeff"):  # some editors write a byte order mark
                 yield Document(name, text), raw.tell()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", allowed="UTF-8") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{path} is not a complete gzip file: {error}") from None
     except OSError as error:
@@ -264,23 +264,11 @@ def _unreadable(path: str, error: Exception) -> UserError:
     return UserError(f"cannot read {path}: {(str(error) or type(error).__name__).splitlines()[0][:200]}")
 
 
-def _decode(content: bytes, where: str) -> str:
+def _text_of_json(line: bytes, where: str) -> str:
     try:
-        return content.decode().removeprefix("\ufeff")  # some editors write a byte order mark
-    except UnicodeDecodeError as error:
-        problem = f"byte {content[error.start]:#04x} at offset {error.start}"
-        raise UserError(f"{where} is not UTF-8 text: {problem}", allowed="UTF-8") from None
-
-
-def _text_of_json(line: str, where: str) -> str:
-    allowed = 'an object such as {"text": "..."} on every line'
-    try:
-        text = parse_json(line, where)["text"]
-        text.encode()
-    except UserError as error:
-        raise UserError(str(error), allowed=allowed) from None
-    except (AttributeError, KeyError, TypeError, IndexError):
-        raise UserError(f'{where}: no string under "text"', allowed=allowed) from None
-    except UnicodeEncodeError as error:  # JSON may escape half of a surrogate pair, which is not text
-        raise UserError(f'{where}: "text" is not valid Unicode at character {error.start}', allowed=allowed) from None
+        text = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode())["text"]
+        text.encode()  # JSON may escape half of a surrogate pair, which is not text
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        problem = f"{where} has no string under 'text': {error!r:.150}"
+        raise UserError(problem, allowed='an object such as {"text": "..."} on every line') from None
     return text

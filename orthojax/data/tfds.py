@@ -1,10 +1,9 @@
 """Text of a prepared TensorFlow Datasets folder, TFRecord or ArrayRecord, read without TensorFlow.
 
-A folder is DATA_DIR/NAME[/CONFIG]/VERSION with dataset_info.json, features.json and the shards of every split. The
-metadata are read here, because TFDS imports modules that they name; TFDS resolves slices, and the `array_record` package
-reads ArrayRecord. TFRecord is read here as well: without TensorFlow, TFDS does not read it. A TFRecord is a length
-(uint64), its masked CRC-32C, the data and their masked CRC-32C, all little-endian
-(tensorflow/core/lib/io/record_writer.h).
+A folder is DATA_DIR/NAME[/CONFIG]/VERSION with dataset_info.json and the files of every split. TFDS resolves slices;
+the package `array_record` reads ArrayRecord. The metadata are read here, because TFDS imports modules that they name,
+and TFRecord, which TFDS does not read without TensorFlow: a length (uint64), its masked CRC-32C, the data and their
+masked CRC-32C, all little-endian (tensorflow/core/lib/io/record_writer.h).
 """
 
 import contextlib
@@ -85,7 +84,6 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder} does not describe a data set of TFDS: {error!r}", hint=_AGAIN) from None
     split_name, begin, end = _resolve(split, lengths)
-    _require_feature(folder, feature)
     readers = {"tfrecord": _read_tfrecord, "array_record": _read_array_record}
     if file_format not in readers:
         raise UserError(f"{folder} has the file format {file_format!r}", allowed=" | ".join(readers))
@@ -102,19 +100,6 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
     digest.update("".join(f"{path.name} {size}\n" for path, size in zip(paths, sizes, strict=True)).encode())
     described = f"{name}{config and '/' + config}:{version} {split}"
     return Source(described, digest.hexdigest(), tuple(pieces))
-
-
-def _require_feature(folder: Path, feature: str) -> None:
-    if not os.path.lexists(folder / "features.json"):  # not written by early versions of TFDS
-        return
-    try:
-        found = read_json(folder / "features.json", "metadata")["featuresDict"]["features"]
-        texts = sorted(name for name, kinds in found.items() if {"text", "tensor"} & kinds.keys())
-    except (AttributeError, KeyError, TypeError) as error:
-        raise UserError(f"features.json of {folder} holds no features: {error!r}", hint=_AGAIN) from None
-    if feature not in texts:
-        problem = f"feature {feature!r} of {folder} holds no text"
-        raise UserError(problem, allowed=" | ".join(texts), hint=nearest(feature, texts))
 
 
 def _files(folder: Path, template: str, fields: dict[str, str], count: int) -> list[Path]:
@@ -173,10 +158,12 @@ def _read(
                 if stop < count:
                     return
                 raise ValueError(f"dataset_info.json says that there are {count}")
-            texts = messages.Example.FromString(record).features.feature[feature].bytes_list.value
+            features = messages.Example.FromString(record).features.feature
+            texts = features[feature].bytes_list.value if feature in features else ()
             if len(texts) != 1:
                 problem = f"record {number} of {path} has {len(texts)} texts in its feature {feature!r}"
-                raise UserError(problem, allowed="--text_feature=NAME of one that holds one text")
+                holding = sorted(name for name, values in features.items() if len(values.bytes_list.value) == 1)
+                raise UserError(problem, allowed=" | ".join(holding), hint=nearest(feature, holding))
             if text := texts[0].decode():
                 yield Document(f"record {number} of {path}", text), round((number + 1 - start) * size)
             number += 1
@@ -193,28 +180,31 @@ def _read(
 
 def _read_tfrecord(path: Path, start: int) -> Iterator[bytes]:
     """The records of a TFRecord file from `start` on; of those before, only the lengths are read."""
-    import google_crc32c
-
-    def check(data: bytes, masked: int) -> None:
-        crc = google_crc32c.value(data)
-        if ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF != masked:
-            raise ValueError("the data do not match their checksum")
-
     number = 0
     with open(path, "rb", buffering=1 << 18) as file:
         size = os.fstat(file.fileno()).st_size
         while header := file.read(_HEADER.size):
             length, masked = _HEADER.unpack(header.ljust(_HEADER.size))
-            check(header[:8], masked)
+            if masked_crc32c(header[:8]) != masked:
+                raise ValueError("the length does not match its checksum")
             if file.tell() + length + 4 > size:
                 raise ValueError("the file is cut short")
             if number < start:
                 file.seek(length + 4, os.SEEK_CUR)
             else:
                 data = file.read(length)
-                check(data, int.from_bytes(file.read(4), "little"))
+                if masked_crc32c(data) != int.from_bytes(file.read(4), "little"):
+                    raise ValueError("the data do not match their checksum")
                 yield data
             number += 1
+
+
+def masked_crc32c(data: bytes) -> int:
+    """Computes CRC-32C as TFRecord stores it: rotated right by 15 bits, plus a constant."""
+    import google_crc32c
+
+    crc = google_crc32c.value(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _read_array_record(path: Path, start: int) -> Iterator[bytes]:
