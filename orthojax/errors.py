@@ -30,10 +30,8 @@ _ADVICE = {
 }
 # Module -> the extra that installs it, of what is imported where it is used.
 _EXTRAS = {
-    **dict.fromkeys(
-        ("array_record", "etils", "flax", "google", "google_crc32c", "grain", "orbax", "tensorflow_datasets", "tokenizers", "tqdm"),
-        "train",
-    ),
+    **dict.fromkeys(("array_record", "google", "google_crc32c", "grain", "tensorflow_datasets", "tokenizers"), "train"),
+    **dict.fromkeys(("etils", "flax", "orbax", "tqdm"), "train"),
     **dict.fromkeys(("jinja2", "matplotlib", "scipy"), "reports"),
     **dict.fromkeys(("gguf", "safetensors"), "pretrained"),
 }

@@ -65,21 +65,16 @@ class Source:
 
     @property
     def n_bytes(self) -> int:
-        """Size on disk."""
+        """The size on disk."""
         return sum(piece.n_bytes for piece in self.files)
 
     def pieces(self, index: int, count: int) -> list[Piece]:
-        """The files of the i-th of n consecutive shards of about equal size; those of all shards are all files."""
-        begin, end = (self.n_bytes * i // count for i in (index, index + 1))
-        found, first = [], 0
-        for piece in self.files:
-            if piece.n_bytes and begin <= first < end:
-                found.append(piece)
-            first += piece.n_bytes
-        return found
+        """Returns the files of the i-th of n consecutive shards, about as many in each; empty ones are left out."""
+        files = [piece for piece in self.files if piece.n_bytes]
+        return files[len(files) * index // count : len(files) * (index + 1) // count]
 
     def documents(self, index: int = 0, count: int = 1) -> Iterator[Document]:
-        """The documents of one shard, or of the whole source."""
+        """Yields the documents of one shard, or of the whole source."""
         for piece in self.pieces(index, count):
             for document, _ in piece.read():
                 yield document
