@@ -185,9 +185,9 @@ def _of_files(description: str, files: Sequence[tuple[str, Path]]) -> Source:
 
 def _of_addresses(addresses: Sequence[str]) -> Source:
     """Opens files that are not on disk; the sha256 covers their names, sizes and versions."""
-    with needing(addresses[0], "datasets"):
-        import datasets  # type: ignore[import-not-found]  # noqa: F401
-        import fsspec  # type: ignore[import-not-found]
+    _hugging_face(addresses[0])
+    import fsspec  # type: ignore[import-not-found]  # which `datasets` brings
+
     files: list[tuple[str, int, str]] = []
     for address in addresses:
         try:
@@ -226,10 +226,7 @@ def _read(name: str, path: Path) -> Iterator[tuple[Document, int]]:
 
 def _stream(name: str, path: str) -> Iterator[tuple[Document, int]]:
     """The documents of a file or address, by Hugging Face `datasets`; their bytes count when all are read."""
-    with needing(path, "datasets"):
-        import datasets  # type: ignore[import-not-found]
-    suffix = _format(PurePosixPath(path))
-    kind = _FORMATS.get(suffix, "text")
+    datasets, kind = _hugging_face(path), _FORMATS.get(_format(PurePosixPath(path)), "text")
     options: dict[str, Any] = {"text": {"sample_by": "document"}, "parquet": {"columns": ["text"]}}.get(kind, {})
     allowed = "a column of strings called 'text'"
     try:
@@ -244,6 +241,13 @@ def _stream(name: str, path: str) -> Iterator[tuple[Document, int]]:
         raise
     except Exception as error:  # every format and file system has errors of its own
         raise _unreadable(path, error) from None
+
+
+def _hugging_face(what: str) -> Any:
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # or it would tell the hub of every file on disk
+    with needing(what, "datasets"):
+        import datasets  # type: ignore[import-not-found]
+    return datasets
 
 
 def _format(path: PurePath) -> str:

@@ -1,0 +1,315 @@
+"""Preparing token files: the rule that divides text, repeated passages, shards, kills, and what is refused."""
+
+import dataclasses
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_commands import run
+
+from orthojax.data import Part, embedded_corpus, prepare, repeat_passages, require_usable, text_corpus, text_parts
+from orthojax.data.preparation import HoldOut, hold_out_by_text
+from orthojax.data.sources import Document, Piece, Source
+from orthojax.data.token_files import open_token_file, open_token_files
+from orthojax.data.tokenizers import ByteTokenizer, load_tokenizer
+from orthojax.errors import UserError
+
+TEXTS = [f"text {i} größer " * (1 + i % 7) for i in range(60)]
+SPLITS = ("train", "validation")
+
+
+def lines(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines(TEXTS))
+    return tmp_path / "a.jsonl"
+
+
+def prepared(folder, path, tokenizer="bytes", splits=("all",), **options):
+    return prepare(folder, text_parts([str(path)], splits), tokenizer, **options)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def ids_of(texts):
+    return [i for text in texts for i in (*text.encode(), 257)]
+
+
+# The rule that divides text.
+
+
+def split_by_text(documents):
+    rule = hold_out_by_text(iter(documents))
+    parts = [[Document(d.name, rule.part(split, d)) for d in documents] for split in SPLITS]
+    return [[document for document in part if document.text] for part in parts]
+
+
+def test_equal_texts_are_on_the_same_side():
+    documents = [Document(str(i), f"text {i % 20}") for i in range(40)]
+    train, validation = split_by_text(documents)
+    assert sorted(train + validation) == sorted(documents)
+    assert len(validation) == 4
+    held_out = {text for _, text in validation}
+    assert held_out.isdisjoint(text for _, text in train)
+    renamed = [Document("other " + name, text) for name, text in reversed(documents)]
+    assert {text for _, text in split_by_text(renamed)[1]} == held_out
+
+
+def test_a_tenth_of_endless_text_is_held_out():
+    """To four standard deviations, from its beginning, whatever is repeated there."""
+    repeated = (Document("", f"text {i % 3}") for i in range(9_000))
+    rule = hold_out_by_text(itertools.chain(repeated, (Document("", f"text {i}") for i in itertools.count())))
+    later = [rule.part("validation", Document("", f"later text {i}")) for i in range(20_000)]
+    assert sum(map(bool, later)) / len(later) == pytest.approx(0.1, abs=4 * (0.09 / 4096 + 0.09 / 20_000) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [[Document("a", "0123456789" * 7), Document("b", "short")], [Document(str(i), "x" * 30) for i in range(25)]],
+)
+def test_few_or_equal_documents_lose_their_ends(documents):
+    train, validation = split_by_text(documents)
+    joined = {name: text for name, text in train}
+    for name, text in validation:
+        assert len(text) == len(documents[0].text) // 10
+        joined[name] += text
+    assert joined == dict(documents)
+
+
+def test_embedded_files_are_held_out_by_name():
+    rule, documents = HoldOut("name"), list(embedded_corpus().documents())
+    sizes = {split: [len(rule.part(split, document)) for document in documents] for split in SPLITS}
+    assert all(bool(a) != bool(b) for a, b in zip(*sizes.values(), strict=True))
+    assert 0.05 < sum(sizes["validation"]) / sum(map(sum, sizes.values())) < 0.10
+    changed = [bool(rule.part("validation", Document(document.name, "changed"))) for document in documents]
+    assert changed == [size > 0 for size in sizes["validation"]]
+
+
+# Repeated passages.
+
+# Every character differs from its neighbours for 20,000 characters, so that a repeat cannot be mistaken.
+NUMBERED = "".join(chr(0x4E00 + i) for i in range(20_000))
+
+
+def passages(text):
+    """The passages of a text made of `NUMBERED`, and how often each is written; neighbours written once are joined."""
+    found, start = [], 0
+    while start < len(text):
+        first = text[start]
+        later = {i for i in (text.find(first, start + 1), text.rfind(first, start + 1)) if i > 0}
+        end = min(later) if later else next((i for i in range(start + 1, len(text)) if text.count(text[i]) > 1), None)
+        found.append((text[start:end], 1 + len(later)))
+        start += len(found[-1][0]) * found[-1][1]
+    return found
+
+
+def test_every_passage_is_written_two_or_three_times():
+    found = passages(repeat_passages(NUMBERED, 1.0))
+    assert "".join(passage for passage, _ in found) == NUMBERED
+    lengths = [len(passage) for passage, _ in found]
+    assert set(lengths[:-1]) <= set(range(40, 111))
+    assert len(set(lengths)) > 60  # of 71 lengths, with 266 passages
+    times = np.array([many for _, many in found])
+    assert set(times.tolist()) == {2, 3}
+    assert abs(np.mean(times == 3) - 0.3) < 3 * np.sqrt(0.3 * 0.7 / len(times))
+
+
+def test_a_larger_share_repeats_what_a_smaller_one_does():
+    third, two_thirds = ({p for p, many in passages(repeat_passages(NUMBERED, s)) if many > 1} for s in (1 / 3, 2 / 3))
+    assert third < two_thirds
+    assert 0.23 < sum(map(len, third)) / len(NUMBERED) < 0.43
+    assert repeat_passages(NUMBERED, 0.5, 1) != repeat_passages(NUMBERED, 0.5, 2)
+
+
+@given(st.text(max_size=600), st.floats(0, 1), st.integers(0, 2**32 - 1))
+def test_any_text_can_be_repeated(text, share, seed):
+    made = repeat_passages(text, share, seed)
+    assert made == repeat_passages(text, share, seed)
+    assert len(text) <= len(made) <= 3 * len(text)
+    assert made.startswith(text[:40])
+    assert repeat_passages(text, 0.0, seed) == text
+
+
+# Token files.
+
+
+def test_files_hold_the_documents_of_their_splits(text, tmp_path):
+    """A BPE is trained on the first of them; the texts are read once."""
+    parts, reads, reported = text_parts([str(text)], SPLITS), [], []
+    (piece,) = parts[0].source.files
+    watched = Source("a.jsonl", "abc", (Piece(lambda: reads.append(1) or piece.read(), piece.n_bytes),))
+    parts = [Part(part.name, part.split, watched, part.text) for part in parts]
+    files = prepare(tmp_path / "out", parts, "bpe:270", progress=lambda *call: reported.append(call))
+    assert len(reads) == 2  # of the BPE and of the files
+    assert [what for what, *_ in reported][:2] == ["training bpe:270", "train and validation"]
+    assert reported[-1][1:] == (text.stat().st_size,) * 2 + (sum(len(file.tokens) for file in files),)
+    tokenizer = load_tokenizer(tmp_path / "out/tokenizer.json")
+    for part, file in zip(parts, files, strict=True):
+        wanted = [kept for document in watched.documents() if (kept := part.text(document))]
+        assert tokenizer.decode(file.tokens) == "".join(wanted)
+        assert (file.info.n_documents, file.info.n_bytes) == (len(wanted), sum(len(kept.encode()) for kept in wanted))
+
+
+def test_text_of_many_batches_is_whole(tmp_path):
+    texts = [f"{i} " + "word " * 9_000 for i in range(60)]  # 2.7 million characters
+    (tmp_path / "a.jsonl").write_text(lines(texts))
+    (file,) = prepared(tmp_path / "out", tmp_path / "a.jsonl")
+    assert file.tokens.tolist() == ids_of(texts)
+
+
+def test_a_long_document_is_tokenised_in_pieces(tmp_path):
+    """As one document, also if it has no lines to cut it at."""
+    texts = {"lines.txt": "0123 5678\n" * 500_000, "none.txt": "x" * 5_000_000}
+    for name, content in texts.items():
+        (tmp_path / name).write_text(content)
+    files = [str(tmp_path / name) for name in texts]
+    (file,) = prepare(tmp_path / "out", text_parts(files, ["all"]), "bytes")
+    assert file.info.n_documents == 2
+    np.testing.assert_array_equal(file.tokens, ids_of(texts.values()))
+
+
+def test_a_bpe_of_much_text_sees_all_files(tmp_path):
+    """Of 72 MB in three files, in the last of which alone is a word."""
+    for i, word in enumerate(("aa ", "bb ", "zqzq ")):
+        (tmp_path / f"{i}.txt").write_text(word * (24_000_000 // len(word)))
+    (tmp_path / "small.txt").write_text("some")
+    parts = text_parts([str(tmp_path / f"{i}.txt") for i in range(3)], ["all"])
+    small = Part("all", "all", parts[0].source, lambda document: document.text[:1000])  # what is read, not all of it
+    prepare(tmp_path / "out", [small], "bpe:262", shard=(0, 3))
+    assert len(load_tokenizer(tmp_path / "out/tokenizer.json").encode_batch(["zqzqzqzq"])[0]) < 8
+
+
+def test_shards_are_the_parts_of_the_one_file(tmp_path):
+    for i in range(5):
+        (tmp_path / f"{i}.jsonl").write_text(lines(f"{i} {text}" for text in TEXTS))
+    parts = text_parts([str(tmp_path / "*.jsonl")], SPLITS)
+    whole = prepare(tmp_path / "one", parts, "bytes")
+    for index in (2, 0, 1):
+        prepare(tmp_path / "many", parts, "bytes", shard=(index, 3))
+    for file in whole:
+        many = open_token_files(tmp_path / "many" / file.path.name, verify=True)
+        np.testing.assert_array_equal(many.tokens[:], file.tokens)
+        assert many.info.n_documents == file.info.n_documents
+    with pytest.raises(UserError, match="fewer shards"):
+        prepare(tmp_path / "other", parts, "bytes", shard=(0, 6))
+
+
+def test_the_command_prepares_what_datasets_reads(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"text": TEXTS}), tmp_path / "t.parquet")
+    done = run("prepare", "--input=t.parquet", "--split=all", "--name=mine", "--output=out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert open_token_file(tmp_path / "out/mine.bin", verify=True).tokens.tolist() == ids_of(TEXTS)
+
+
+# Interrupted, and again.
+
+
+def test_complete_files_are_kept(text, tmp_path):
+    prepared(tmp_path / "out", text)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    prepared(tmp_path / "out", text)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+    whole = contents(tmp_path / "out")
+    for left in (["all.bin"], ["all.json"], []):  # what was deleted is made again
+        for name in {"all.bin", "all.json"}.difference(left):
+            (tmp_path / "out" / name).unlink(missing_ok=True)
+        prepared(tmp_path / "out", text)
+        assert contents(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.2])
+def test_killed_it_leaves_no_half_file_and_starts_over(tmp_path, seconds):
+    (tmp_path / "a.jsonl").write_text(lines(text * 2_000 for text in TEXTS * 5))
+    prepared(tmp_path / "whole", tmp_path / "a.jsonl", splits=SPLITS)
+    flags = ["--input=a.jsonl", "--output=killed", "--tokenizer=bytes"]
+    process = subprocess.Popen([sys.executable, "-m", "orthojax", "prepare", *flags], cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while process.poll() is None and not list((tmp_path / "killed").glob(".*.tmp")) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    for path in (tmp_path / "killed").glob("*.bin"):
+        open_token_file(path, verify=True)
+    prepared(tmp_path / "killed", tmp_path / "a.jsonl", splits=SPLITS)
+    left = {name: content for name, content in contents(tmp_path / "killed").items() if name[0] != "."}
+    assert left == contents(tmp_path / "whole")
+
+
+def test_a_failure_leaves_nothing_behind(text, tmp_path):
+    text.write_text(lines(TEXTS) + "no JSON\n")
+    with pytest.raises(UserError, match="line 61"):
+        prepared(tmp_path / "out", text)
+    assert [*contents(tmp_path / "out")] == ["tokenizer.json"]
+
+
+# Refused.
+
+
+def test_files_of_something_else_are_kept(text, tmp_path):
+    (tmp_path / "b.jsonl").write_text(lines(TEXTS * 2))
+    prepared(tmp_path / "out", text)
+    before = contents(tmp_path / "out")
+    for path, tokenizer, message in (
+        (tmp_path / "b.jsonl", "bytes", r"all\.bin was created with a different source"),
+        (text, "bpe:270", r"tokenizer\.json is not the tokenizer 'bpe:270'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            prepared(tmp_path / "out", path, tokenizer)
+        assert contents(tmp_path / "out") == before
+
+
+def test_wrong_requests_are_refused(tmp_path):
+    path, out = tmp_path / "a.txt", tmp_path / "out"
+    path.write_text("text")
+    with pytest.raises(UserError, match=r"'test'(.|\n)*train \| validation \| all"):
+        prepared(out, path, splits=["test"])
+    with pytest.raises(UserError, match=r"no text for the token file validation\.bin"):
+        prepared(out, path, splits=["validation"])
+    (part,) = text_parts([str(path)], ["all"])
+    for name in ("a/b", "tokenizer", ".hidden"):
+        with pytest.raises(UserError, match=name):
+            prepare(out, [dataclasses.replace(part, name=name)], "bytes")
+    with pytest.raises(UserError, match="'all'"):
+        prepare(out, [part, part], "bytes")
+
+
+def test_folders_with_other_things_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match="holds no token files"):
+        require_usable(tmp_path, "bytes")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / ".tokenizer.json.1-ab").touch()  # what another process is just writing there
+    require_usable(tmp_path / "begun", "bytes")
+    with pytest.raises(UserError, match=r"a\.txt is a file"):
+        require_usable(tmp_path / "a.txt", "bytes")
+    with pytest.raises(UserError, match="byte"):
+        require_usable(tmp_path / "new", "byte")
+    if os.getuid():
+        os.chmod(tmp_path / "begun", 0o500)
+        with pytest.raises(UserError, match="begun"):
+            prepared(tmp_path / "begun", tmp_path / "a.txt")
+
+
+def test_sources_say_what_they_are(text, tmp_path):
+    (file,) = prepared(tmp_path / "out", text)
+    source = text_corpus([text])
+    info = file.info
+    assert (info.source, info.source_sha256, info.file_count) == ("a.jsonl", source.sha256, 1)
+    assert (info.tokenizer, info.tokenizer_sha256, info.split) == ("bytes", ByteTokenizer().sha256, "all")
