@@ -16,9 +16,8 @@ from jax.sharding import PartitionSpec as P
 from thinned import quick_and_slow
 
 from orthojax.config import DataConfig
-from orthojax.data import backcopy_batches
-from orthojax.data.bigram_backcopy import EVALUATION, TRAINING, BigramBackcopy, count_pairs, default_text, read_counts
-from orthojax.data.datasets import open_task
+from orthojax.data import BigramBackcopy, default_text, open_task
+from orthojax.data.bigram_backcopy import EVALUATION, TRAINING, count_pairs, read_counts
 from orthojax.errors import UserError
 
 B, T = 1024, 64
@@ -61,19 +60,6 @@ def test_statistics_against_plain_counting(task):
     expected[task.triggers] = 0
     np.testing.assert_allclose(task.first, expected / expected.sum(), rtol=1e-12)
     np.testing.assert_array_equal(task.transition[V - 1], task.first)  # not the marginal, which has triggers
-
-
-def test_the_law_that_is_drawn_from_is_the_law_to_31_bits(task):
-    """Integer thresholds: no draw is rounded, and what has probability 0 has no interval."""
-    flat, width = backcopy_batches._cumulative(task)
-    rows = np.asarray(flat).reshape(-1, width).astype(np.int64)
-    drawn = np.diff(rows, axis=1, prepend=0)
-    assert (drawn >= 0).all()
-    assert (rows[:, -1] == 2**31).all()
-    law = np.vstack([task.transition, task.first])
-    np.testing.assert_allclose(drawn[:, : task.vocab_size] / 2**31, law, rtol=0, atol=2**-31)
-    assert (drawn[:, : task.vocab_size][law == 0] == 0).all()
-    assert (drawn[:, task.vocab_size :] == 0).all()
 
 
 # Batches.
@@ -215,9 +201,10 @@ def test_a_batch_has_the_same_bits_on_any_mesh(sizes):
     np.testing.assert_array_equal(drawn, batch_of("in-context or backward", 5, 6))
 
 
-def test_a_batch_has_the_same_bits_when_it_is_not_compiled_as_a_whole():
+def test_a_batch_has_the_same_bits_without_jit():
     task = small(**CASES["in-context or backward"])
-    drawn = backcopy_batches.batch.__wrapped__(task, 5, B2, T2, 6, TRAINING)
+    with jax.disable_jit():
+        drawn = task.batch(5, B2, T2, 6)
     np.testing.assert_array_equal(drawn, batch_of("in-context or backward", 5, 6))
 
 
@@ -272,7 +259,7 @@ def law_by_hand(task, row):
 
 
 @pytest.mark.parametrize("name", QUICK_AND_SLOW)
-def test_the_oracle_is_the_law_by_enumeration_of_everything_hidden(name, x64):
+def test_the_oracle_is_the_law_by_enumeration(name, x64):
     task, rows = small(**CASES[name]), batch_of(name)[:8, :-1]
     law = task.oracle(rows)
     assert law.shape == (8, T2, task.vocab_size)
@@ -336,7 +323,7 @@ def pair_chain(task, length, kernel):
 
 
 @pytest.mark.parametrize("rule", ["backcopy", "backward"])
-def test_trigger_fraction_and_oracle_risks_by_an_exact_recursion(rule):
+def test_trigger_fraction_and_risks_by_exact_recursion(rule):
     """Over pairs of neighbours: what sampled batches have, up to the spread of their rows."""
     task = small(**CASES[rule])
     V = task.vocab_size
@@ -385,7 +372,6 @@ def test_a_table_of_counts_is_the_text_that_it_counts(tmp_path):
     assert json.loads(json.dumps(read)) == read
     task, provenance = open_task(DataConfig("bigram_backcopy"))
     assert task == BigramBackcopy.from_text(default_text())
-    # What runs of earlier versions have in their checkpoints.
     assert provenance["source"] == "bigram_backcopy of pydoc_data.topics"
     assert provenance["characters"] == "".join(task.characters)
 
@@ -393,17 +379,17 @@ def test_a_table_of_counts_is_the_text_that_it_counts(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", "a JSON dict\nallowed: a JSON list"),
-        ("[", "not valid JSON"),
-        ('[["a", "b", 1], ["b", "a"]]', r"entry 1 is \['b', 'a'\]"),
+        ("{}", "JSON"),
+        ("[", "JSON"),
+        ('[["a", "b", 1], ["b", "a"]]', "entry 1"),
         ('[["a", "b", 0]]', "entry 0"),
         ('[["a", "b", true]]', "entry 0"),
         ('[["a", "b", NaN]]', "entry 0"),
         ('[["a", 1, 1]]', "entry 0"),
         ('["abc"]', "entry 0"),
-        ('[["a", "b", 1], ["b", "a", 2], ["a", "b", 3]]', "has the pair 'a', 'b' twice"),
-        ('[["a", "b", 1], ["b", "a", 2], ["a", "c", 3]]', "nothing follows 'c'"),
-        ("[]", "0 different characters cannot have 1 triggers"),
+        ('[["a", "b", 1], ["b", "a", 2], ["a", "b", 3]]', "entry 2"),
+        ('[["a", "b", 1], ["b", "a", 2], ["a", "c", 3]]', "'c'"),
+        ("[]", "1 triggers"),
     ],
 )
 def test_a_damaged_table_is_refused(tmp_path, content, message):
@@ -414,7 +400,7 @@ def test_a_damaged_table_is_refused(tmp_path, content, message):
     assert str(caught.value).count("\n") <= 2
 
 
-def test_last_character_without_successor():
+def test_the_last_character_has_a_successor():
     task = BigramBackcopy.from_text("aabaab" * 3 + "z", trigger_count=1)
     z, a = task.characters.index("z"), task.characters.index("a")
     assert task.transition[z, a] == 1.0  # the text is a circle
@@ -425,21 +411,21 @@ def test_last_character_without_successor():
     assert (after_z == a).all()
 
 
-def test_ties_and_what_a_task_cannot_be():
+def test_ties_go_to_the_smaller_character():
     task = BigramBackcopy.from_text("cbacba", trigger_count=2)
     assert [task.characters[i] for i in task.triggers] == ["a", "b"]
     assert task.is_trigger(np.arange(4)).tolist() == [True, True, False, False]
     with pytest.raises(ValueError, match="starts with a trigger"):
         task.oracle(np.array([[int(task.triggers[0]), 1]]))
     for text, count in (("", 1), ("aaaa", 1), ("abc", 3)):
-        with pytest.raises(UserError, match=f"cannot have {count} triggers"):
+        with pytest.raises(UserError, match=f"{count} triggers"):
             BigramBackcopy.from_text(text, count)
     for bad in ({"bos_count": 3}, {"delimiter_position": 1}, {"other_rule_probability": 1.1}):
         with pytest.raises(ValueError, match="allowed"):
             small(**bad)
 
 
-def test_missing_topics(monkeypatch):
+def test_missing_topics_are_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pydoc_data.topics", None)
     with pytest.raises(UserError, match=r"pydoc_data\.topics"):
         default_text()

@@ -233,7 +233,7 @@ def test_complete_files_are_kept(text, tmp_path):
         assert contents(tmp_path / "out") == whole
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.2])
+@pytest.mark.parametrize("seconds", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
 def test_killed_it_leaves_no_half_file_and_starts_over(tmp_path, seconds):
     (tmp_path / "a.jsonl").write_text(lines(text * 2_000 for text in TEXTS * 5))
     prepared(tmp_path / "whole", tmp_path / "a.jsonl", splits=SPLITS)
