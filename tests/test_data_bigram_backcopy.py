@@ -177,18 +177,6 @@ def test_frequencies_are_those_of_the_oracle(name):
     assert standardised_squares(*counts_by_context(task, tokens, other)) > 50  # so the test can tell
 
 
-def test_frequencies_of_real_text_early_and_late(task):
-    many, V = np.concatenate([np.asarray(task.batch(step, B, T, seed=11)) for step in range(4)]), task.vocab_size
-    assert len({row.tobytes() for row in many}) > 0.99 * len(many)
-    plain = ~np.isin(many, task.triggers)
-    for columns in (slice(0, T // 2), slice(T // 2, T)):  # the first token is among the followers of <s>
-        a, b = many[:, :-1][:, columns], many[:, 1:][:, columns]
-        pairs = (a * V + b)[plain[:, :-1][:, columns]]
-        counts = np.bincount(pairs, minlength=V * V).reshape(V, V)
-        n = counts.sum(1, keepdims=True)
-        assert abs(standardised_squares(counts, n * task.transition, n * task.transition * (1 - task.transition))) < 5
-
-
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
 def test_a_batch_has_the_same_bits_on_any_mesh(sizes):
     """And where it is split over rows, although the program that draws it is then another one."""
@@ -268,22 +256,6 @@ def test_the_oracle_is_the_law_by_enumeration(name, x64):
     np.testing.assert_allclose(np.sum(law, -1), 1.0, rtol=1e-12)
 
 
-def test_in_context_is_uniform_at_first_and_exact_afterwards():
-    task = small(**CASES["in-context"])
-    rows = batch_of("in-context")[:, :-1]
-    law, seen = np.asarray(task.oracle(rows)), 0
-    assert law.dtype == np.float32
-    uniform = np.isin(np.arange(task.vocab_size), task.plain) / len(task.plain)
-    for row, laws in zip(rows[:32], law[:32], strict=True):
-        known = {}
-        for i in range(task.delimiter_position - 1):
-            if row[i] in task.triggers:
-                np.testing.assert_allclose(laws[i], known.get(row[i], uniform), atol=1e-7)
-                seen += row[i] in known
-                known[row[i]] = np.arange(task.vocab_size) == row[i + 1]
-    assert seen > 20
-
-
 @pytest.mark.parametrize(("p", "name"), [(0.0, "backcopy"), (1.0, "backward")])
 def test_interpolation_ends_in_its_two_rules(p, name):
     mixed, rows = small(other_rule="bigram_backward", other_rule_probability=p), batch_of(name)
@@ -309,47 +281,6 @@ def test_the_oracle_has_the_least_cross_entropy(task, tokens):
     assert nats(with_triggers_at_bos) == pytest.approx(
         oracle - np.log(1 - task.marginal[task.triggers].sum()) / T, rel=1e-6
     )
-
-
-def pair_chain(task, length, kernel):
-    """P(x_{i-1}, x_i) at the positions 1, 2, ..., exactly; `kernel` is P(x_{i+1} | x_{i-1}, x_i) at triggers."""
-    pairs = np.zeros((task.vocab_size,) * 2)
-    pairs[task.bos_ids[0]] = task.first
-    is_trigger = np.isin(np.arange(task.vocab_size), task.triggers)[None, :, None]
-    following = np.where(is_trigger, kernel, task.transition[None])
-    for _ in range(length):
-        yield pairs, following
-        pairs = np.einsum("ab,abc->bc", pairs, following)
-
-
-@pytest.mark.parametrize("rule", ["backcopy", "backward"])
-def test_trigger_fraction_and_risks_by_exact_recursion(rule):
-    """Over pairs of neighbours: what sampled batches have, up to the spread of their rows."""
-    task = small(**CASES[rule])
-    V = task.vocab_size
-    copy = np.broadcast_to(np.eye(V)[:, None], (V, V, V))
-    kernel = copy if rule == "backcopy" else task.transition[:, None]
-    batches = [batch_of(rule, step)[:, :-1] for step in range(16)]
-    tokens = np.concatenate(batches)
-    acts = np.asarray(task.is_trigger(tokens))
-    law = np.concatenate([np.asarray(task.oracle(rows), np.float64) for rows in batches])
-    entropy = -(law * np.log(np.where(law > 0, law, 1))).sum(-1)
-    for i, (pairs, following) in enumerate(pair_chain(task, T2 - 1, kernel), 1):
-        nats = -(following * np.log(np.where(following > 0, following, 1))).sum(-1)
-        expected = {"fraction": pairs.sum(0)[task.triggers].sum(), "risk": (pairs * nats).sum()}
-        expected["risk of the rule"] = (pairs * nats)[:, task.triggers].sum()
-        sampled = {"fraction": acts[:, i], "risk": entropy[:, i], "risk of the rule": acts[:, i] * entropy[:, i]}
-        for name, values in sampled.items():
-            error = 5 * values.std() / math.sqrt(len(values))
-            assert values.mean() == pytest.approx(expected[name], abs=error + 1e-6), (name, i)
-        if i == 1:
-            assert expected["fraction"] == 0.0
-        elif i == 2:
-            plain = task.marginal[task.plain] / task.marginal[task.plain].sum()
-            direct = plain @ task.transition[np.ix_(task.plain, task.triggers)].sum(1)
-            assert expected["fraction"] == pytest.approx(direct, rel=1e-12)
-    assert (expected["risk of the rule"] == 0.0) == (rule == "backcopy")
-    assert not acts[:, 0].any()  # <s>
 
 
 # Where the counts come from.

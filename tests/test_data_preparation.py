@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_commands import run
 
-from orthojax.data import Part, embedded_corpus, prepare, repeat_passages, require_usable, text_corpus, text_parts
+from orthojax.data import Part, embedded_corpus, prepare, repeat_passages, require_usable, text_parts
 from orthojax.data.preparation import HoldOut, hold_out_by_text
 from orthojax.data.sources import Document, Piece, Source
 from orthojax.data.token_files import open_token_file, open_token_files
-from orthojax.data.tokenizers import ByteTokenizer, load_tokenizer
+from orthojax.data.tokenizers import load_tokenizer
 from orthojax.errors import UserError
 
 TEXTS = [f"text {i} größer " * (1 + i % 7) for i in range(60)]
@@ -305,11 +305,3 @@ def test_folders_with_other_things_are_refused(tmp_path):
         os.chmod(tmp_path / "begun", 0o500)
         with pytest.raises(UserError, match="begun"):
             prepared(tmp_path / "begun", tmp_path / "a.txt")
-
-
-def test_sources_say_what_they_are(text, tmp_path):
-    (file,) = prepared(tmp_path / "out", text)
-    source = text_corpus([text])
-    info = file.info
-    assert (info.source, info.source_sha256, info.file_count) == ("a.jsonl", source.sha256, 1)
-    assert (info.tokenizer, info.tokenizer_sha256, info.split) == ("bytes", ByteTokenizer().sha256, "all")

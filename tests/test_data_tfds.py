@@ -102,10 +102,6 @@ def test_slices_are_those_of_the_records(tmp_path, file_format, split, start, st
     assert (source.description, len(source.files)) == (f"c4/en:3.0.1 train{split}", 3)
 
 
-def test_any_feature_can_hold_the_text(tmp_path):
-    assert texts_of(open_tfds(write_tfds(tmp_path), "train", "url")) == ["http://a.b"] * 50
-
-
 @pytest.mark.parametrize(
     ("split", "message"),
     [
@@ -121,6 +117,10 @@ def test_any_feature_can_hold_the_text(tmp_path):
 def test_wrong_splits_are_refused(tmp_path, split, message):
     with pytest.raises(UserError, match=message):
         open_tfds(write_tfds(tmp_path), split)
+
+
+def test_another_feature_can_hold_the_text(tmp_path):
+    assert texts_of(open_tfds(write_tfds(tmp_path), "train", "url")) == ["http://a.b"] * 50
 
 
 def test_versions_and_data_sets_are_found_by_name(tmp_path):
@@ -248,22 +248,24 @@ def test_metadata_of_another_kind_are_refused(tmp_path, content):
 # What the metadata must not do.
 
 
-@pytest.mark.parametrize("template", ["../c4-{SHARD_INDEX}", "/etc/{SHARD_INDEX}", "linked-{SHARD_INDEX}"])
+TEMPLATES = [
+    "../c4-{SHARD_INDEX}",
+    "/etc/{SHARD_INDEX}",
+    "linked-{SHARD_INDEX}",
+    "{SHARD_INDEX:999999999}",
+    "{SPLIT!r}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_files_outside_the_folder_are_not_read(tmp_path, template):
+    """And templates are not format strings."""
     folder = write_tfds(tmp_path / "tfds")
     edit_info(folder, lambda info: info["splits"][0].update(filepathTemplate=template))
     for i, shard in enumerate(sorted(folder.glob("*.tfrecord-*"))):
         shutil.copy(shard, folder.parent / f"c4-{i:05d}")
         (folder / f"linked-{i:05d}").symlink_to(folder.parent / f"c4-{i:05d}")
-    with pytest.raises(UserError, match="outside"):
-        open_tfds(folder, "train")
-
-
-@pytest.mark.parametrize("template", ["{SHARD_INDEX:999999999}", "{SPLIT.__class__}", "{}", "{SPLIT"])
-def test_templates_are_not_format_strings(tmp_path, template):
-    folder = write_tfds(tmp_path)
-    edit_info(folder, lambda info: info["splits"][0].update(filepathTemplate=template))
-    with pytest.raises(UserError, match="lacks") as error:
+    with pytest.raises(UserError, match=r"outside|lacks") as error:
         open_tfds(folder, "train")
     assert len(str(error.value)) < 2_000
 
