@@ -71,10 +71,10 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
     key = hashlib.sha256(json.dumps(rules).encode())
     short = "file" if identity.startswith("sha256:") else identity.replace(":", "")
     folder = Path(cache_dir) / f"{config.kind}-{short}-{key.hexdigest()[:16]}"
-    files = [folder / f"{part.name}.bin" for part in parts]
-    if not all(file.exists() and sidecar_path(file).exists() for file in files):
+    train, validation = folder / "train.bin", folder / "validation.bin"
+    if not all(file.exists() and sidecar_path(file).exists() for file in (train, validation)):
         prepare(folder, parts, config.tokenizer, progress=progress)
-    return _open_pair(*files, config.verify)
+    return _open_pair(train, validation, config.verify)
 
 
 class TokenBatches:
