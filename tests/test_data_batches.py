@@ -152,11 +152,14 @@ def test_text_is_divided_and_described(config, tmp_path):
 
 def test_the_embedded_corpus_is_divided_by_name(tmp_path):
     dataset = open_dataset(DataConfig(tokenizer="bytes"), tmp_path)
-    documents = list(embedded_corpus().documents())
+    documents, rule, sizes = list(embedded_corpus().documents()), HoldOut("name"), []
     for split in ("train", "validation"):
-        wanted = [text for document in documents if (text := HoldOut("name").part(split, document))]
+        wanted = [document.text for document in documents if rule.part(split, document)]
         ids = np.concatenate([np.append(np.frombuffer(text.encode(), np.uint8), np.uint16(257)) for text in wanted])
         np.testing.assert_array_equal(getattr(dataset, split), ids)
+        sizes.append(len(ids))
+    assert sum(sizes) == sum(len(document.text.encode()) + 1 for document in documents if document.text)
+    assert 0.05 < sizes[1] / sum(sizes) < 0.10
 
 
 def test_the_cache_is_what_prepare_writes(config, tmp_path):

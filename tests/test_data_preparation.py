@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_commands import run
 
-from orthojax.data import Part, embedded_corpus, prepare, repeat_passages, require_usable, text_parts
-from orthojax.data.preparation import HoldOut, hold_out_by_text
+from orthojax.data import Part, prepare, repeat_passages, require_usable, text_parts
+from orthojax.data.preparation import hold_out_by_text
 from orthojax.data.sources import Document, Piece, Source
 from orthojax.data.token_files import open_token_file, open_token_files
 from orthojax.data.tokenizers import load_tokenizer
@@ -87,15 +87,6 @@ def test_few_or_equal_documents_lose_their_ends(documents):
         assert len(text) == len(documents[0].text) // 10
         joined[name] += text
     assert joined == dict(documents)
-
-
-def test_embedded_files_are_held_out_by_name():
-    rule, documents = HoldOut("name"), list(embedded_corpus().documents())
-    sizes = {split: [len(rule.part(split, document)) for document in documents] for split in SPLITS}
-    assert all(bool(a) != bool(b) for a, b in zip(*sizes.values(), strict=True))
-    assert 0.05 < sum(sizes["validation"]) / sum(map(sum, sizes.values())) < 0.10
-    changed = [bool(rule.part("validation", Document(document.name, "changed"))) for document in documents]
-    assert changed == [size > 0 for size in sizes["validation"]]
 
 
 # Repeated passages.
@@ -215,6 +206,11 @@ def test_the_command_prepares_what_datasets_reads(tmp_path):
     done = run("prepare", "--input=t.parquet", "--split=all", "--name=mine", "--output=out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert open_token_file(tmp_path / "out/mine.bin", verify=True).tokens.tolist() == ids_of(TEXTS)
+    (tmp_path / "t.parquet").write_bytes(b"no table")
+    done = run("prepare", "--input=t.parquet", "--split=all", "--output=other", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "t.parquet" in done.stderr.splitlines()[-1]
+    assert sum("%" not in line for line in done.stderr.splitlines()) <= 3
 
 
 # Interrupted, and again.

@@ -1,8 +1,8 @@
-"""Where tokens come from: corpora, tokenizers, token files, batches, and the Bigram-Backcopy task.
+"""Corpora, tokenizers, token files and batches, and the Bigram-Backcopy task.
 
 `open_dataset` goes from a config to tokens, `TokenBatches` from tokens to batches; `prepare` writes token files from
 text of any size. The names of the task import JAX, and resolve on first use; the others import NumPy alone, and
-`tokenizers`, `grain`, `datasets` and `tensorflow_datasets` only where they are used.
+`tokenizers`, `grain`, `datasets` and `tensorflow_datasets` only when they are used.
 """
 
 import importlib

@@ -33,7 +33,7 @@ class Dataset:
     """Tokens to train and to validate on, whatever they came from."""
 
     vocab_size: int  # one more than the largest possible id
-    bos_id: int  # starts a row where rows start with one
+    bos_id: int  # starts a row if rows start with one
     eos_id: int  # follows every document
     train: Tokens  # uint16 or uint32 [n], a read-only memory map or, for several files, what reads as one
     validation: Tokens

@@ -212,7 +212,7 @@ class BigramBackcopy:
 
     @functools.cached_property
     def transition(self) -> np.ndarray:
-        """P, float64 [V, V]: what follows where no trigger acts; the row of the last BOS token is `first`."""
+        """P, float64 [V, V]: what follows if no trigger acts; the row of the last BOS token is `first`."""
         law = self._table.copy()
         size = len(self.characters)
         law[:size] /= law[:size].sum(1, keepdims=True)
@@ -415,7 +415,7 @@ def _oracle(task: BigramBackcopy, tokens: jax.Array) -> jax.Array:
 
 
 def _elsewhere(task: BigramBackcopy, tokens: jax.Array, transition: jax.Array) -> jax.Array:
-    """Returns the law where no trigger acts, [B, T, V]."""
+    """Returns the law of what follows if no trigger acts, [B, T, V]."""
     if not task.skips:
         return transition[tokens]
     B, V = len(tokens), len(transition)
@@ -441,7 +441,7 @@ def _posterior(
       others: q, the other rules' law times their probability, [B, T, V].
 
     Returns:
-      [B, T, V]; without meaning where no rule acts.
+      [B, T, V]; without meaning if no rule acts.
     """
     V, k = task.vocab_size, len(task.triggers)
     slot = jax.nn.one_hot(jnp.asarray(_slots(task))[tokens], k, dtype=bool) & acts[..., None]

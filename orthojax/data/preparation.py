@@ -1,4 +1,4 @@
-"""A folder of token files from text of any size: what orthojax prepare and the cache of data sets do.
+"""Folders of token files, made from text of any size for orthojax prepare and for the cache of data sets.
 
 The folder gets `tokenizer.json`, and for each split `NAME.bin` with its sidecar, or one shard of it. Calls with the
 same tokenizer share a folder, whether they make other splits or other shards, also at the same time. A file appears
@@ -90,13 +90,13 @@ def hold_out_by_text(documents: Iterable[Document]) -> HoldOut:
 def repeat_passages(text: str, share: float, seed: int = 0) -> str:
     """Writes a share of the passages of a text, of 40 to 110 characters, twice or, 3 in 10, three times.
 
-    A repeated passage follows itself at once, without anything between. Where it is cut and what is repeated depends on
+    A repeated passage follows itself at once, without anything between. The cuts and what is repeated depend on
     the text and the seed alone, so that documents can be read in any order; with another share the cuts are the same,
     and what a smaller share repeats a larger one repeats as well.
 
     Args:
       text: Of one document.
-      share: Of the passages, 0 to 1.
+      share: Share of the passages, 0 to 1.
       seed: Another one repeats other passages.
 
     >>> text = "".join(map(chr, range(33, 133)))
@@ -215,7 +215,7 @@ def prepare(
 
 
 def _writer(folder: Path, part: Part, tokenizer: Tokenizer, shard: tuple[int, int]) -> TokenWriter | None:
-    """A writer of the token file of a part; None if it is complete."""
+    """Opens a writer of the token file of a part; None if it is complete."""
     path = shard_path(folder / f"{part.name}.bin", *shard)
     created_from = {
         "format_version": FORMAT_VERSION,
@@ -281,7 +281,7 @@ def _write(
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
-    """The ids of some documents as they stand in a token file."""
+    """Returns the ids of some documents as they stand in a token file."""
     pieces = [piece for text in texts for piece in _cut(text)]
     rows = tokenizer.encode_batch([piece for piece, _ in pieces])
     end = np.array([tokenizer.eos_id], np.int32)
@@ -291,7 +291,7 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
 
 
 def _cut(text: str) -> Iterator[tuple[str, bool]]:
-    """The pieces of a document, and whether each is the last one."""
+    """Cuts a document into pieces; the flag marks the last one."""
     begin = 0
     while len(text) - begin > _LONGEST_TEXT:
         end = text.rfind("\n", begin, begin + _LONGEST_TEXT) + 1 or begin + _LONGEST_TEXT
@@ -301,7 +301,7 @@ def _cut(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _sample(source: Source) -> Iterator[Document]:
-    """All documents of a source of at most 64 MB, otherwise the first with 1 / n of that of each of n <= 64 shards."""
+    """Yields all documents of at most 64 MB, otherwise the first with 1 / n of that of each of n <= 64 shards."""
     count = min(len(source.files), 64) if source.n_bytes > _BPE_SAMPLE_BYTES else 1
     for index in range(count):
         spent = 0
@@ -313,7 +313,7 @@ def _sample(source: Source) -> Iterator[Document]:
 
 
 def _shared_tokenizer(path: Path, spec: str, part: Part, progress: Progress | None) -> Tokenizer:
-    """The tokenizer of a folder of token files: the one that is there, or a new one."""
+    """Returns the tokenizer of a folder of token files: the one that is there, or a new one."""
     if not path.exists():
         texts: Iterable[str] = ()
         if spec.startswith("bpe:"):

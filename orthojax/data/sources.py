@@ -1,4 +1,4 @@
-"""Documents and where they come from: text files, tables, data sets of the hub, and Python's own standard library.
+"""Documents and their sources: text files, tables, data sets of the hub, and Python's own standard library.
 
 Text and .jsonl files, plain or with .gz, are read here. Tables (.parquet, .arrow), other compressed files and addresses
 such as hf://datasets/NAME/data/train-*.parquet are read by Hugging Face `datasets`, which is an extra.
@@ -11,6 +11,7 @@ import glob
 import gzip
 import hashlib
 import json
+import logging
 import os
 import sysconfig
 import zlib
@@ -207,7 +208,7 @@ def _of_addresses(addresses: Sequence[str]) -> Source:
 
 
 def _read(name: str, path: Path) -> Iterator[tuple[Document, int]]:
-    """The documents of a text or .jsonl file, plain or with .gz."""
+    """Yields the documents of a text or .jsonl file, plain or with .gz."""
     try:
         with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
             if _format(path) == ".jsonl":
@@ -225,7 +226,7 @@ def _read(name: str, path: Path) -> Iterator[tuple[Document, int]]:
 
 
 def _stream(name: str, path: str) -> Iterator[tuple[Document, int]]:
-    """The documents of a file or address, by Hugging Face `datasets`; their bytes count when all are read."""
+    """Yields the documents of a file or address, by Hugging Face `datasets`; their bytes count when all are read."""
     datasets, kind = _hugging_face(path), _FORMATS.get(_format(PurePosixPath(path)), "text")
     options: dict[str, Any] = {"text": {"sample_by": "document"}, "parquet": {"columns": ["text"]}}.get(kind, {})
     allowed = "a column of strings called 'text'"
@@ -247,11 +248,12 @@ def _hugging_face(what: str) -> Any:
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # or it would tell the hub of every file on disk
     with needing(what, "datasets"):
         import datasets  # type: ignore[import-not-found]
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # errors are raised; it would print them as well
     return datasets
 
 
 def _format(path: PurePath) -> str:
-    """The suffix without that of the compression."""
+    """Returns the suffix without that of the compression."""
     return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
 
 

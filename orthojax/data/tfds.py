@@ -103,7 +103,7 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
 
 
 def _files(folder: Path, template: str, fields: dict[str, str], count: int) -> list[Path]:
-    """The files of a split, which have to lie in the folder."""
+    """Lists the files of a split, which have to lie in the folder."""
     digits, home, paths = max(5, len(str(count))), folder.resolve(), []
     for index in range(count):
         number, of = f"{index:0{digits}d}", f"{count:0{digits}d}"
@@ -121,7 +121,7 @@ def _files(folder: Path, template: str, fields: dict[str, str], count: int) -> l
 
 
 def _resolve(split: str, splits: dict[str, list[int]]) -> tuple[str, int, int]:
-    """A split in the notation of TFDS as (name, first example, the one after the last)."""
+    """Resolves a split in the notation of TFDS as (name, first example, the one after the last)."""
     import tensorflow_datasets as tfds
 
     name = split.partition("[")[0]
@@ -146,7 +146,7 @@ def _resolve(split: str, splits: dict[str, list[int]]) -> tuple[str, int, int]:
 def _read(
     reader: Callable[[Path, int], Iterator[bytes]], path: Path, count: int, start: int, stop: int, feature: str
 ) -> Iterator[tuple[Document, int]]:
-    """The texts of the records [start, stop) of a file of `count`, and about how many bytes they are."""
+    """Yields the texts of the records [start, stop) of a file of `count`, and about how many bytes are read so far."""
     from google.protobuf.message import DecodeError
     from tensorflow_datasets.proto import tf_example_generated_pb2
 
@@ -179,7 +179,7 @@ def _read(
 
 
 def _read_tfrecord(path: Path, start: int) -> Iterator[bytes]:
-    """The records of a TFRecord file from `start` on; of those before, only the lengths are read."""
+    """Yields the records of a TFRecord file from `start` on; of those before, only the lengths are read."""
     number = 0
     with open(path, "rb", buffering=1 << 18) as file:
         size = os.fstat(file.fileno()).st_size
@@ -208,7 +208,7 @@ def masked_crc32c(data: bytes) -> int:
 
 
 def _read_array_record(path: Path, start: int) -> Iterator[bytes]:
-    """The records of an ArrayRecord file from `start` on."""
+    """Yields the records of an ArrayRecord file from `start` on."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     with contextlib.closing(ArrayRecordReader(str(path), "readahead_buffer_size:0")) as reader:

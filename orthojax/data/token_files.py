@@ -66,7 +66,7 @@ class JoinedTokens:
         return self._ends[-1]
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """The integers [start, stop); a view if they lie in one file."""
+        """Returns the integers [start, stop); a view if they lie in one file."""
         start, stop, step = part.indices(len(self))
         if step != 1:
             raise IndexError("joined token files are read in steps of 1")
@@ -241,12 +241,11 @@ def open_token_files(path: Path, *, verify: bool = False) -> TokenFile:
 
 
 def _require_all(path: Path, shards: list[Path]) -> None:
-    places = [tuple(map(int, match.groups())) for shard in shards if (match := _SHARD.search(shard.stem))]
-    counts = sorted({count for _, count in places})
+    counts = sorted({int(shard.stem[-5:]) for shard in shards})
     if len(counts) > 1:
         problem = f"{path} names shards of {' and of '.join(map(str, counts))} files"
         raise UserError(problem, allowed="one set of shards; move the others away")
-    if missing := sorted(set(range(counts[0])) - {index for index, _ in places}):
+    if missing := [i for i in range(counts[0]) if shard_path(path, i, counts[0]) not in shards]:
         problem = f"of the {counts[0]} shards of {path}, {len(missing)} are missing, the first is {missing[0]}"
         raise UserError(problem, hint=f"orthojax prepare with --shard={missing[0]}/{counts[0]}")
 
@@ -272,7 +271,7 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 def _sample_sha256(path: Path) -> str:
-    """sha256 of 16 blocks of 4,096 bytes, evenly spread from the first to the last; of all if there are fewer."""
+    """Computes the sha256 of 16 blocks of 4,096 bytes, evenly spread over the file; of all if there are fewer."""
     digest, size = hashlib.sha256(), path.stat().st_size
     with open(path, "rb", buffering=0) as file:
         if size <= _SAMPLE_BLOCKS * _SAMPLE_BYTES:

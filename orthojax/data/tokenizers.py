@@ -6,9 +6,9 @@
 | `bpe:N` | <|bos|> | <|eos|> |
 | tokenizer.json | the first of `_BOS_NAMES` that it has, else as the next | the first of `_EOS_NAMES` |
 | GPT-2: vocab.json and merges.txt | <|endoftext|> | <|endoftext|> |
-| sentencepiece .model (T5, Llama 2) | its bos, or eos where it has none | its eos |
+| sentencepiece .model (T5, Llama 2) | its bos, or eos if it has none | its eos |
 
-The packages `tokenizers` and `sentencepiece` are imported only where they are used.
+The packages `tokenizers` and `sentencepiece` are imported only when they are used.
 """
 
 import abc
@@ -51,7 +51,7 @@ class Tokenizer(abc.ABC):
 
     spec: str  # the name under which it was asked for: `bytes`, `bpe:N` or a file name
     vocab_size: int  # one more than the largest id
-    bos_id: int  # starts a row where rows start with one; `eos_id` if the tokenizer has only that
+    bos_id: int  # starts a row if rows start with one; `eos_id` if the tokenizer has only that
     eos_id: int  # follows every document
     serialized: str = dataclasses.field(repr=False)  # content of the file that `save` writes
     # The `tokenizers.Tokenizer` or `sentencepiece.SentencePieceProcessor`.
@@ -65,7 +65,7 @@ class Tokenizer(abc.ABC):
 
     @property
     def sha256(self) -> str:
-        """sha256 of the file that `save` writes: equal for tokenizers that give equal ids."""
+        """The sha256 of the file that `save` writes: equal for tokenizers that give equal ids."""
         return hashlib.sha256(self.serialized.encode()).hexdigest()
 
     def save(self, path: str | Path) -> None:
@@ -73,7 +73,7 @@ class Tokenizer(abc.ABC):
         Path(path).write_bytes(self.serialized.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of every text, int32 [length]; special tokens are neither added nor recognised inside the text."""
+        """Returns the ids of every text, int32 [length]; special tokens are neither added nor recognised in it."""
         texts = list(texts)
         for text in texts:
             try:
@@ -84,7 +84,7 @@ class Tokenizer(abc.ABC):
         return self._encode(texts)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of some ids, without special tokens and unknown ids; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of ids, without special tokens and unknown ids; bytes that are not UTF-8 become U+FFFD."""
         return self._decode(np.asarray(ids, np.int64).tolist())
 
     @abc.abstractmethod
@@ -269,15 +269,12 @@ def from_json(text: str, spec: str, where: str) -> Tokenizer:
     if eos_id is None:
         raise UserError(f"{where} has no end-of-text token", allowed="one of " + ", ".join(_EOS_NAMES))
     bos_id = next((vocabulary[name] for name in _BOS_NAMES if name in vocabulary), eos_id)
-    largest = max(vocabulary.values())
-    if largest >= 1 << 31:
-        raise UserError(f"{where} has the id {largest}", allowed="ids below 2**31")
-    return HuggingFaceTokenizer(spec, largest + 1, bos_id, eos_id, text, backend)
+    return HuggingFaceTokenizer(spec, max(vocabulary.values()) + 1, bos_id, eos_id, text, backend)
 
 
 @contextlib.contextmanager
 def _said_by_the_package(problem: str, allowed: str = _FORMATS) -> Iterator[None]:
-    """Names what `tokenizers` could not do: it raises bare Exception, and where it panics not even that."""
+    """Names what a package could not do: `tokenizers` raises bare Exception, and if it panics not even that."""
     try:
         yield
     except (KeyboardInterrupt, MemoryError, SystemExit):
@@ -289,10 +286,8 @@ def _said_by_the_package(problem: str, allowed: str = _FORMATS) -> Iterator[None
 def _from_sentencepiece(model: bytes, spec: str, where: str) -> Tokenizer:
     with needing(f"the sentencepiece model {where}", "sentencepiece"):
         import sentencepiece  # type: ignore[import-not-found]
-    try:
+    with _said_by_the_package(f"{where} is not a tokenizer"):
         backend = sentencepiece.SentencePieceProcessor(model_proto=model)
-    except RuntimeError:
-        raise UserError(f"{where} is not a tokenizer", allowed=_FORMATS) from None
     bos_id, eos_id = backend.bos_id(), backend.eos_id()
     if eos_id < 0:
         raise UserError(f"{where} has no end-of-text token", allowed="a sentencepiece model trained with eos_id")
@@ -334,7 +329,7 @@ def _bpe_size(spec: str) -> int:
 
 
 def _files(spec: str) -> list[Path]:
-    """The files that a path means: one, or GPT-2's two."""
+    """Lists the files that a path means: one, or GPT-2's two."""
     path = Path(spec)
     if not os.path.lexists(path):
         with contextlib.suppress(UserError):  # which says what is missing of a model, not of a tokenizer
