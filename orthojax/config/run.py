@@ -23,8 +23,8 @@ class DataConfig:
         each one file or, under the same name, the shards of orthojax prepare --shard=i/n; of `bigram_backcopy`,
         the text whose characters are counted, where it is not that of the standard library's documentation.
       tokenizer: `bytes`, `bpe:N` (trained on the corpus, N ids) or the path of a tokenizer: a tokenizer.json, GPT-2's
-        vocab.json beside its merges.txt or a sentencepiece .model. Of `tokens`, what the files must have been created
-        with, if it is not the default.
+        vocab.json beside its merges.txt, a sentencepiece .model or the token ranks of Llama 3. Of `tokens`, what the
+        files must have been created with, where it is not the default.
       sequence_length: Input positions of one row.
       bos: Start every row of text with the beginning-of-sequence token.
       seed: Seed of the order of the rows.
