@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -74,7 +75,10 @@ def test_ids_have_the_width_of_the_sidecar(tmp_path, dtype, size):
 
 
 def test_an_abandoned_file_leaves_nothing(tmp_path):
+    """Not even what a call left that was killed two hours ago."""
     info = dataclasses.asdict(make(tmp_path / "train.bin").info)
+    (tmp_path / ".b.bin.1-ab.tmp").touch()
+    os.utime(tmp_path / ".b.bin.1-ab.tmp", (time.time() - 7200,) * 2)
     with TokenWriter(tmp_path / "b.bin", info) as writer:
         writer.append(np.array([1, 257]), n_documents=1, n_bytes=1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tokenizer.json", "train.bin", "train.json"]

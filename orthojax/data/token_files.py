@@ -6,6 +6,7 @@ which is not there, gets all of them as one. Text is tokenised once; training re
 """
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import glob
@@ -14,6 +15,7 @@ import json
 import os
 import re
 import secrets
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ TOKENIZER_FIELDS = ("tokenizer_sha256", "vocab_size", "bos_id", "eos_id")  # equ
 _SAMPLE_BLOCKS, _SAMPLE_BYTES = 16, 4096
 _ALWAYS_COMPARED_BYTES = 1 << 28  # takes a second at most
 _OPEN_AT_ONCE = 256  # every memory map holds a file open, and a process may open about a thousand
+_ABANDONED_SECONDS = 3600  # since the last change of a hidden file, after which the call that wrote it was killed
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
 _CHECKSUM = "content_sha256"  # of the other fields of a sidecar, so that an edit does not go unnoticed
 
@@ -108,6 +111,10 @@ class TokenWriter:
         self._n_bytes = self._n_documents = 0
         self._digest = hashlib.sha256()
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            with contextlib.suppress(OSError):  # another process may do the same
+                if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                    left.unlink()
         self._file = open(self._temporary, "xb")
 
     def append(self, ids: np.ndarray, n_documents: int, n_bytes: int) -> None:
