@@ -16,7 +16,6 @@ from absl import flags
 from orthojax.errors import UserError
 
 FLAGS = flags.FLAGS
-RESUMES = True  # the same command resumes an interrupted one
 
 
 def define_flags() -> None:
