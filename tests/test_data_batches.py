@@ -1,12 +1,26 @@
-"""Batches: a pure function of seed and step, every row once in an epoch, and the two layouts of a row."""
+"""Batches: a pure function of seed and step; and from a config to tokens, which are cached."""
 
+import dataclasses
+import json
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from orthojax.data import TokenBatches
+from orthojax.config import DataConfig
+from orthojax.data import (
+    TokenBatches,
+    embedded_corpus,
+    load_tokenizer,
+    open_dataset,
+    prepare,
+    repeat_passages,
+    text_corpus,
+    text_parts,
+)
+from orthojax.data.preparation import HoldOut
 from orthojax.data.token_files import JoinedTokens
 from orthojax.errors import UserError
 
@@ -45,7 +59,7 @@ def test_batches_in_any_order_are_those_of_grain(batch_size):
     assert row_numbers(batches(seed=6)(0)) != row_numbers(batches(seed=5)(0))
 
 
-def test_another_process_agrees_and_spread_rows_do_not_import_grain():
+def test_another_process_draws_the_same_batches():
     code = (
         "import sys\nimport numpy as np\nfrom orthojax.data import TokenBatches\n"
         f"batches = TokenBatches(np.arange({ROWS * T + 1}), {T}, {B}, 5)\n"
@@ -55,7 +69,7 @@ def test_another_process_agrees_and_spread_rows_do_not_import_grain():
     assert printed.strip() == f"False {batches()(8).tolist()}"
 
 
-def test_layouts_of_rows():
+def test_rows_begin_with_bos_or_share_a_token():
     rows = batches().spread_rows(ROWS)
     np.testing.assert_array_equal(rows[:, 1:].ravel(), np.arange(1, ROWS * T + 1))
     np.testing.assert_array_equal(rows[:, :-1].ravel(), np.arange(ROWS * T))
@@ -70,19 +84,18 @@ def test_layouts_of_rows():
     assert (batches(bos_id=0).spread_rows(3)[:, 0] == 0).all()  # 0 is an id
 
 
-def test_too_few_tokens():
+def test_too_few_tokens_are_refused():
     for bos_id, needed in ((None, B * T + 1), (0, B * T)):
         assert batches(tokens=np.arange(needed), bos_id=bos_id).n_rows == B
-        message = f"{needed - 1} tokens are too few for a batch of 4 rows of 3: {needed} are needed"
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=f"{needed - 1} tokens(.|\n)*{needed}"):
             batches(tokens=np.arange(needed - 1), bos_id=bos_id)
-    with pytest.raises(UserError, match="37 tokens make 12 rows of 3, but 13 are wanted"):
+    with pytest.raises(UserError, match="at most 12 rows"):
         batches().spread_rows(ROWS + 1)
     with pytest.raises(UserError, match="too few"):
         batches(tokens=np.arange(0))
 
 
-def test_processes_read_their_rows_of_the_one_batch_and_no_others():
+def test_processes_read_only_their_rows():
     read = []
 
     class Watched(JoinedTokens):
@@ -106,3 +119,156 @@ def test_processes_read_their_rows_of_the_one_batch_and_no_others():
     assert source.rows(0, 3, 3).shape == (0, T + 1)
     with pytest.raises(IndexError, match="rows 4:9 of a batch of 8"):
         source.rows(0, 4, 9)
+
+
+# From a config to tokens.
+
+TEXT = "Some words that come again, and again some words.\n" * 40
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.txt").write_text(TEXT.upper())
+    return DataConfig(kind="text", paths=(str(tmp_path / "a.txt"), str(tmp_path / "b.txt")), tokenizer="bytes")
+
+
+def modified(cache):
+    return {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+
+
+def test_text_is_divided_and_described(config, tmp_path):
+    dataset = open_dataset(config, tmp_path / "cache")
+    cut = len(TEXT) - len(TEXT) // 10  # of few documents, the last tenth of each is held out
+    for split, part in ((dataset.train, slice(cut)), (dataset.validation, slice(cut, None))):
+        assert split.tolist() == [i for text in (TEXT, TEXT.upper()) for i in (*text[part].encode(), 257)]
+    assert (dataset.vocab_size, dataset.bos_id, dataset.eos_id, dataset.validation_bytes) == (258, 256, 257, 400)
+    facts = dataset.provenance
+    assert (facts["source"], facts["file_count"], facts["bos_id"]) == ("a.txt, b.txt", 2, 256)
+    assert facts["source_sha256"] == text_corpus(config.paths).sha256
+    assert facts["validation"]["n_tokens"] == len(dataset.validation) == 402
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_the_embedded_corpus_is_divided_by_name(tmp_path):
+    dataset = open_dataset(DataConfig(tokenizer="bytes"), tmp_path)
+    documents, rule, sizes = list(embedded_corpus().documents()), HoldOut("name"), []
+    for split in ("train", "validation"):
+        wanted = [document.text for document in documents if rule.part(split, document)]
+        ids = np.concatenate([np.append(np.frombuffer(text.encode(), np.uint8), np.uint16(257)) for text in wanted])
+        np.testing.assert_array_equal(getattr(dataset, split), ids)
+        sizes.append(len(ids))
+    assert sum(sizes) == sum(len(document.text.encode()) + 1 for document in documents if document.text)
+    assert 0.05 < sizes[1] / sum(sizes) < 0.10
+
+
+def test_the_cache_is_what_prepare_writes(config, tmp_path):
+    config = dataclasses.replace(config, tokenizer="bpe:270")
+    dataset, calls = open_dataset(config, tmp_path / "cache"), []
+    prepare(tmp_path / "out", text_parts(config.paths, ["train", "validation"]), "bpe:270")
+    folder = dataset.tokenizer_path.parent
+    contents = [{path.name: path.read_bytes() for path in of.iterdir()} for of in (folder, tmp_path / "out")]
+    assert contents[0] == contents[1]
+    before = modified(tmp_path / "cache")
+    again = open_dataset(config, tmp_path / "cache", progress=lambda *call: calls.append(call))
+    assert modified(tmp_path / "cache") == before
+    assert again.provenance == dataset.provenance
+    assert not calls
+    (folder / "validation.bin").unlink()
+    assert open_dataset(config, tmp_path / "cache").provenance == dataset.provenance
+
+
+def test_reuse_imports_no_tokenizers_and_no_jax(config, tmp_path):
+    config = dataclasses.replace(config, tokenizer="bpe:270")
+    open_dataset(config, tmp_path / "cache")
+    code = (
+        "import sys\nfrom orthojax.config import DataConfig\nfrom orthojax.data import open_dataset\n"
+        f"dataset = open_dataset({config!r}, {str(tmp_path / 'cache')!r})\n"
+        "print(len(dataset.train) > 100, {'tokenizers', 'jax', 'grain'} & set(sys.modules))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed == "True set()\n"
+
+
+def test_changes_make_a_new_folder(config, tmp_path):
+    cache, tokenizer, seen = tmp_path / "cache", tmp_path / "mine.json", []
+
+    def opened(**changes):
+        dataset = open_dataset(dataclasses.replace(config, **changes), cache)
+        seen.append(len(list(cache.iterdir())))
+        return dataset
+
+    before = opened()
+    load_tokenizer(opened(tokenizer="bpe:270").tokenizer_path).save(tokenizer)
+    assert opened(tokenizer=str(tokenizer)).provenance["tokenizer"] == "mine.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    opened(tokenizer=str(tokenizer))
+    opened()
+    (tmp_path / "elsewhere").mkdir()
+    paths = [(tmp_path / name).rename(tmp_path / "elsewhere" / name) for name in ("a.txt", "b.txt")]
+    assert opened(paths=tuple(map(str, paths))).provenance == before.provenance
+    paths[0].write_text(TEXT + "more")
+    opened(paths=tuple(map(str, paths)))
+    assert seen == [1, 2, 3, 4, 4, 4, 5]
+
+
+def test_repeated_passages_are_those_of_the_documents(config, tmp_path):
+    repeated = dataclasses.replace(config, repeated_share=0.5)
+    plain, once, other = (
+        open_dataset(of, tmp_path / "cache") for of in (config, repeated, dataclasses.replace(repeated, repeat_seed=1))
+    )
+    assert len({np.asarray(of.train).tobytes() for of in (plain, once, other)}) == 3
+    kept = [text[: len(text) - len(text) // 10] for text in (TEXT, TEXT.upper())]
+    wanted = "".join(repeat_passages(text, 0.5) for text in kept)
+    assert load_tokenizer(once.tokenizer_path).decode(once.train) == wanted
+    assert once.validation_bytes > plain.validation_bytes
+    assert once.provenance["source"] != plain.provenance["source"]
+
+
+def test_token_files_are_opened_in_pairs(config, tmp_path):
+    made = open_dataset(config, tmp_path / "cache")
+    folder = made.tokenizer_path.parent
+    tokens = DataConfig(kind="tokens", paths=(str(folder / "train.bin"), str(folder / "validation.bin")))
+    opened = open_dataset(tokens, tmp_path / "unused")
+    np.testing.assert_array_equal(opened.train, made.train)
+    np.testing.assert_array_equal(opened.validation, made.validation)
+    assert (opened.provenance, opened.tokenizer_path) == (made.provenance, made.tokenizer_path)
+    assert not (tmp_path / "unused").exists()
+    other = open_dataset(dataclasses.replace(config, tokenizer="bpe:270"), tmp_path / "cache").tokenizer_path.parent
+    for changes, message in (
+        ({"paths": tokens.paths[::-1]}, "validation split"),
+        ({"paths": (tokens.paths[0], str(other / "validation.bin"))}, r"bytes, bpe:270"),
+        ({"paths": (tokens.paths[0],) * 2}, "same tokens"),
+        ({"tokenizer": "bpe:270"}, "data.tokenizer"),
+        ({"tokenizer": str(other / "tokenizer.json")}, "data.tokenizer"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_dataset(dataclasses.replace(tokens, **changes), tmp_path)
+    for spec in ("bytes", str(folder / "tokenizer.json")):
+        open_dataset(dataclasses.replace(tokens, tokenizer=spec), tmp_path)
+    shutil.copy(other / "tokenizer.json", folder)
+    with pytest.raises(UserError, match=r"tokenizer\.json is not the tokenizer of .*train\.bin"):
+        open_dataset(tokens, tmp_path)
+    (folder / "tokenizer.json").unlink()
+    assert open_dataset(tokens, tmp_path).tokenizer_path is None
+
+
+def test_wrong_configs_are_refused(config, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(UserError, match="file"):
+        open_dataset(config, tmp_path / "file")
+    with pytest.raises(ValueError, match="bigram_backcopy"):
+        open_dataset(DataConfig(kind="bigram_backcopy"), tmp_path)
+    with pytest.raises(UserError, match="needs more text"):
+        open_dataset(dataclasses.replace(config, tokenizer="bpe:5000"), tmp_path / "cache")
+    path = open_dataset(config, tmp_path / "cache").tokenizer_path.parent / "train.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(UserError, match=r"train\.bin has(.|\n)*delete that folder"):
+        open_dataset(config, tmp_path / "cache")
+    for changes, message in (
+        ({"repeated_share": 1.5}, "repeated_share"),
+        ({"repeat_seed": -1}, "repeat_seed"),
+        ({"kind": "bigram_backcopy", "repeated_share": 0.5}, "repeated_share"),
+    ):
+        with pytest.raises(UserError, match=message):
+            DataConfig(**changes)

@@ -16,9 +16,8 @@ from jax.sharding import PartitionSpec as P
 from thinned import quick_and_slow
 
 from orthojax.config import DataConfig
-from orthojax.data import backcopy_batches
-from orthojax.data.bigram_backcopy import EVALUATION, TRAINING, BigramBackcopy, count_pairs, default_text, read_counts
-from orthojax.data.datasets import open_task
+from orthojax.data import BigramBackcopy, default_text, open_task
+from orthojax.data.bigram_backcopy import EVALUATION, TRAINING, count_pairs, read_counts
 from orthojax.errors import UserError
 
 B, T = 1024, 64
@@ -61,19 +60,6 @@ def test_statistics_against_plain_counting(task):
     expected[task.triggers] = 0
     np.testing.assert_allclose(task.first, expected / expected.sum(), rtol=1e-12)
     np.testing.assert_array_equal(task.transition[V - 1], task.first)  # not the marginal, which has triggers
-
-
-def test_the_law_that_is_drawn_from_is_the_law_to_31_bits(task):
-    """Integer thresholds: no draw is rounded, and what has probability 0 has no interval."""
-    flat, width = backcopy_batches._cumulative(task)
-    rows = np.asarray(flat).reshape(-1, width).astype(np.int64)
-    drawn = np.diff(rows, axis=1, prepend=0)
-    assert (drawn >= 0).all()
-    assert (rows[:, -1] == 2**31).all()
-    law = np.vstack([task.transition, task.first])
-    np.testing.assert_allclose(drawn[:, : task.vocab_size] / 2**31, law, rtol=0, atol=2**-31)
-    assert (drawn[:, : task.vocab_size][law == 0] == 0).all()
-    assert (drawn[:, task.vocab_size :] == 0).all()
 
 
 # Batches.
@@ -191,18 +177,6 @@ def test_frequencies_are_those_of_the_oracle(name):
     assert standardised_squares(*counts_by_context(task, tokens, other)) > 50  # so the test can tell
 
 
-def test_frequencies_of_real_text_early_and_late(task):
-    many, V = np.concatenate([np.asarray(task.batch(step, B, T, seed=11)) for step in range(4)]), task.vocab_size
-    assert len({row.tobytes() for row in many}) > 0.99 * len(many)
-    plain = ~np.isin(many, task.triggers)
-    for columns in (slice(0, T // 2), slice(T // 2, T)):  # the first token is among the followers of <s>
-        a, b = many[:, :-1][:, columns], many[:, 1:][:, columns]
-        pairs = (a * V + b)[plain[:, :-1][:, columns]]
-        counts = np.bincount(pairs, minlength=V * V).reshape(V, V)
-        n = counts.sum(1, keepdims=True)
-        assert abs(standardised_squares(counts, n * task.transition, n * task.transition * (1 - task.transition))) < 5
-
-
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
 def test_a_batch_has_the_same_bits_on_any_mesh(sizes):
     """And where it is split over rows, although the program that draws it is then another one."""
@@ -215,9 +189,10 @@ def test_a_batch_has_the_same_bits_on_any_mesh(sizes):
     np.testing.assert_array_equal(drawn, batch_of("in-context or backward", 5, 6))
 
 
-def test_a_batch_has_the_same_bits_when_it_is_not_compiled_as_a_whole():
+def test_a_batch_has_the_same_bits_without_jit():
     task = small(**CASES["in-context or backward"])
-    drawn = backcopy_batches.batch.__wrapped__(task, 5, B2, T2, 6, TRAINING)
+    with jax.disable_jit():
+        drawn = task.batch(5, B2, T2, 6)
     np.testing.assert_array_equal(drawn, batch_of("in-context or backward", 5, 6))
 
 
@@ -272,29 +247,13 @@ def law_by_hand(task, row):
 
 
 @pytest.mark.parametrize("name", QUICK_AND_SLOW)
-def test_the_oracle_is_the_law_by_enumeration_of_everything_hidden(name, x64):
+def test_the_oracle_is_the_law_by_enumeration(name, x64):
     task, rows = small(**CASES[name]), batch_of(name)[:8, :-1]
     law = task.oracle(rows)
     assert law.shape == (8, T2, task.vocab_size)
     assert law.dtype == np.float64
     np.testing.assert_allclose(law, [law_by_hand(task, row) for row in rows], rtol=1e-12, atol=1e-14)
     np.testing.assert_allclose(np.sum(law, -1), 1.0, rtol=1e-12)
-
-
-def test_in_context_is_uniform_at_first_and_exact_afterwards():
-    task = small(**CASES["in-context"])
-    rows = batch_of("in-context")[:, :-1]
-    law, seen = np.asarray(task.oracle(rows)), 0
-    assert law.dtype == np.float32
-    uniform = np.isin(np.arange(task.vocab_size), task.plain) / len(task.plain)
-    for row, laws in zip(rows[:32], law[:32], strict=True):
-        known = {}
-        for i in range(task.delimiter_position - 1):
-            if row[i] in task.triggers:
-                np.testing.assert_allclose(laws[i], known.get(row[i], uniform), atol=1e-7)
-                seen += row[i] in known
-                known[row[i]] = np.arange(task.vocab_size) == row[i + 1]
-    assert seen > 20
 
 
 @pytest.mark.parametrize(("p", "name"), [(0.0, "backcopy"), (1.0, "backward")])
@@ -324,47 +283,6 @@ def test_the_oracle_has_the_least_cross_entropy(task, tokens):
     )
 
 
-def pair_chain(task, length, kernel):
-    """P(x_{i-1}, x_i) at the positions 1, 2, ..., exactly; `kernel` is P(x_{i+1} | x_{i-1}, x_i) at triggers."""
-    pairs = np.zeros((task.vocab_size,) * 2)
-    pairs[task.bos_ids[0]] = task.first
-    is_trigger = np.isin(np.arange(task.vocab_size), task.triggers)[None, :, None]
-    following = np.where(is_trigger, kernel, task.transition[None])
-    for _ in range(length):
-        yield pairs, following
-        pairs = np.einsum("ab,abc->bc", pairs, following)
-
-
-@pytest.mark.parametrize("rule", ["backcopy", "backward"])
-def test_trigger_fraction_and_oracle_risks_by_an_exact_recursion(rule):
-    """Over pairs of neighbours: what sampled batches have, up to the spread of their rows."""
-    task = small(**CASES[rule])
-    V = task.vocab_size
-    copy = np.broadcast_to(np.eye(V)[:, None], (V, V, V))
-    kernel = copy if rule == "backcopy" else task.transition[:, None]
-    batches = [batch_of(rule, step)[:, :-1] for step in range(16)]
-    tokens = np.concatenate(batches)
-    acts = np.asarray(task.is_trigger(tokens))
-    law = np.concatenate([np.asarray(task.oracle(rows), np.float64) for rows in batches])
-    entropy = -(law * np.log(np.where(law > 0, law, 1))).sum(-1)
-    for i, (pairs, following) in enumerate(pair_chain(task, T2 - 1, kernel), 1):
-        nats = -(following * np.log(np.where(following > 0, following, 1))).sum(-1)
-        expected = {"fraction": pairs.sum(0)[task.triggers].sum(), "risk": (pairs * nats).sum()}
-        expected["risk of the rule"] = (pairs * nats)[:, task.triggers].sum()
-        sampled = {"fraction": acts[:, i], "risk": entropy[:, i], "risk of the rule": acts[:, i] * entropy[:, i]}
-        for name, values in sampled.items():
-            error = 5 * values.std() / math.sqrt(len(values))
-            assert values.mean() == pytest.approx(expected[name], abs=error + 1e-6), (name, i)
-        if i == 1:
-            assert expected["fraction"] == 0.0
-        elif i == 2:
-            plain = task.marginal[task.plain] / task.marginal[task.plain].sum()
-            direct = plain @ task.transition[np.ix_(task.plain, task.triggers)].sum(1)
-            assert expected["fraction"] == pytest.approx(direct, rel=1e-12)
-    assert (expected["risk of the rule"] == 0.0) == (rule == "backcopy")
-    assert not acts[:, 0].any()  # <s>
-
-
 # Where the counts come from.
 
 
@@ -385,7 +303,6 @@ def test_a_table_of_counts_is_the_text_that_it_counts(tmp_path):
     assert json.loads(json.dumps(read)) == read
     task, provenance = open_task(DataConfig("bigram_backcopy"))
     assert task == BigramBackcopy.from_text(default_text())
-    # What runs of earlier versions have in their checkpoints.
     assert provenance["source"] == "bigram_backcopy of pydoc_data.topics"
     assert provenance["characters"] == "".join(task.characters)
 
@@ -393,17 +310,17 @@ def test_a_table_of_counts_is_the_text_that_it_counts(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", "a JSON dict\nallowed: a JSON list"),
-        ("[", "not valid JSON"),
-        ('[["a", "b", 1], ["b", "a"]]', r"entry 1 is \['b', 'a'\]"),
+        ("{}", "JSON"),
+        ("[", "JSON"),
+        ('[["a", "b", 1], ["b", "a"]]', "entry 1"),
         ('[["a", "b", 0]]', "entry 0"),
         ('[["a", "b", true]]', "entry 0"),
         ('[["a", "b", NaN]]', "entry 0"),
         ('[["a", 1, 1]]', "entry 0"),
         ('["abc"]', "entry 0"),
-        ('[["a", "b", 1], ["b", "a", 2], ["a", "b", 3]]', "has the pair 'a', 'b' twice"),
-        ('[["a", "b", 1], ["b", "a", 2], ["a", "c", 3]]', "nothing follows 'c'"),
-        ("[]", "0 different characters cannot have 1 triggers"),
+        ('[["a", "b", 1], ["b", "a", 2], ["a", "b", 3]]', "entry 2"),
+        ('[["a", "b", 1], ["b", "a", 2], ["a", "c", 3]]', "'c'"),
+        ("[]", "1 triggers"),
     ],
 )
 def test_a_damaged_table_is_refused(tmp_path, content, message):
@@ -414,7 +331,7 @@ def test_a_damaged_table_is_refused(tmp_path, content, message):
     assert str(caught.value).count("\n") <= 2
 
 
-def test_last_character_without_successor():
+def test_the_last_character_has_a_successor():
     task = BigramBackcopy.from_text("aabaab" * 3 + "z", trigger_count=1)
     z, a = task.characters.index("z"), task.characters.index("a")
     assert task.transition[z, a] == 1.0  # the text is a circle
@@ -425,21 +342,21 @@ def test_last_character_without_successor():
     assert (after_z == a).all()
 
 
-def test_ties_and_what_a_task_cannot_be():
+def test_ties_go_to_the_smaller_character():
     task = BigramBackcopy.from_text("cbacba", trigger_count=2)
     assert [task.characters[i] for i in task.triggers] == ["a", "b"]
     assert task.is_trigger(np.arange(4)).tolist() == [True, True, False, False]
     with pytest.raises(ValueError, match="starts with a trigger"):
         task.oracle(np.array([[int(task.triggers[0]), 1]]))
     for text, count in (("", 1), ("aaaa", 1), ("abc", 3)):
-        with pytest.raises(UserError, match=f"cannot have {count} triggers"):
+        with pytest.raises(UserError, match=f"{count} triggers"):
             BigramBackcopy.from_text(text, count)
     for bad in ({"bos_count": 3}, {"delimiter_position": 1}, {"other_rule_probability": 1.1}):
         with pytest.raises(ValueError, match="allowed"):
             small(**bad)
 
 
-def test_missing_topics(monkeypatch):
+def test_missing_topics_are_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pydoc_data.topics", None)
     with pytest.raises(UserError, match=r"pydoc_data\.topics"):
         default_text()

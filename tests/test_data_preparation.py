@@ -1,279 +1,303 @@
-"""Preparing token files: the same bytes after a kill at any moment, and from several processes; what is refused."""
+"""Preparing token files: the rule that divides text, repeated passages, shards, kills, and what is refused."""
 
 import dataclasses
+import itertools
 import json
 import os
-import random
-import shutil
 import signal
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_commands import run
 
-from orthojax.data import token_writer
-from orthojax.data.documents import Document, text_corpus
-from orthojax.data.preparation import HoldOut, prepare, renamed, require_usable, text_parts
+from orthojax.data import Part, prepare, repeat_passages, require_usable, text_parts
+from orthojax.data.preparation import hold_out_by_text
+from orthojax.data.sources import Document, Piece, Source
 from orthojax.data.token_files import open_token_file, open_token_files
-from orthojax.data.tokenizers import ByteTokenizer
+from orthojax.data.tokenizers import load_tokenizer
 from orthojax.errors import UserError
 
 TEXTS = [f"text {i} größer " * (1 + i % 7) for i in range(60)]
-LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+SPLITS = ("train", "validation")
+
+
+def lines(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
 @pytest.fixture
 def text(tmp_path):
-    (tmp_path / "a.jsonl").write_text(LINES)
+    (tmp_path / "a.jsonl").write_text(lines(TEXTS))
     return tmp_path / "a.jsonl"
 
 
 def prepared(folder, path, tokenizer="bytes", splits=("all",), **options):
-    return prepare(folder, text_parts([str(path)], splits, folder), tokenizer, **options)
+    return prepare(folder, text_parts([str(path)], splits), tokenizer, **options)
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "source.json"}
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def killed(*_):
-    raise KeyboardInterrupt
+def ids_of(texts):
+    return [i for text in texts for i in (*text.encode(), 257)]
 
 
-def test_what_was_found_out_about_the_text_is_kept(text, tmp_path):
-    notes = tmp_path / "out/source.json"
-
-    def part():
-        return text_parts([str(text)], ["validation"], tmp_path / "out")[0]
-
-    def edit(**changes):  # as earlier versions wrote it, without a checksum
-        values = json.loads(notes.read_text()) | changes
-        values.pop("content_sha256", None)
-        notes.write_text(json.dumps(values))
-
-    sha256 = part().source.sha256
-    assert json.loads(notes.read_text())["sha256"] == sha256 == text_corpus([text]).sha256
-    # A rule that an earlier version found stays that of the folder, also if only the date of the file is another.
-    edit(hold_out={"rule": "text", "limit": 2**62})
-    wanted = [HoldOut("text", 2**62).part("validation", Document("", text)) for text in TEXTS]
-    for seconds in (None, 0, 1_000):
-        if seconds is not None:
-            os.utime(text, (seconds, seconds))
-        assert part().source.sha256 == sha256
-        assert list(map(part().text, part().source.documents())) == wanted
-    # As long as nothing changed, the text is not even read again for its sha256.
-    edit(sha256="0" * 64)
-    assert part().source.sha256 == "0" * 64
-    text.write_text(LINES + '{"text": "more"}\n')
-    assert part().source.sha256 == text_corpus([text]).sha256
+# The rule that divides text.
 
 
-def test_an_edited_rule_is_noticed(text, tmp_path):
-    """Otherwise a smaller limit would move documents of validation into train."""
-    notes = tmp_path / "out/source.json"
-    text_parts([str(text)], ["train"], notes.parent)
-    values = json.loads(notes.read_text())
-    values["hold_out"]["limit"] //= 2
-    notes.write_text(json.dumps(values))
-    with pytest.raises(UserError, match=r"source\.json was edited: it does not match its checksum\ndelete it, and"):
-        text_parts([str(text)], ["train"], notes.parent)
+def split_by_text(documents):
+    rule = hold_out_by_text(iter(documents))
+    parts = [[Document(d.name, rule.part(split, d)) for d in documents] for split in SPLITS]
+    return [[document for document in part if document.text] for part in parts]
 
 
-def test_splits_of_one_text_are_made_in_one_pass(text, tmp_path):
-    parts, reads, reported = text_parts([str(text)], ["train", "validation"], tmp_path / "out"), [], []
-    source = dataclasses.replace(parts[0].source, pieces=lambda *shard: reads.append(shard) or pieces(*shard))
-    pieces = parts[0].source.pieces
-    parts = [dataclasses.replace(part, source=source) for part in parts]
-    prepare(tmp_path / "out", parts, "bytes", progress=lambda *call: reported.append(call))
-    assert reads == [(0, 1)]
-    assert {what for what, *_ in reported} == {"train and validation"}
-    assert reported[-1][1] == reported[-1][2] == text.stat().st_size
-    for part in parts:
-        file = open_token_file(tmp_path / f"out/{part.name}.bin", verify=True)
-        assert ByteTokenizer().decode(file.tokens) == "".join(map(part.text, source.documents()))
+def test_equal_texts_are_on_the_same_side():
+    documents = [Document(str(i), f"text {i % 20}") for i in range(40)]
+    train, validation = split_by_text(documents)
+    assert sorted(train + validation) == sorted(documents)
+    assert len(validation) == 4
+    held_out = {text for _, text in validation}
+    assert held_out.isdisjoint(text for _, text in train)
+    renamed = [Document("other " + name, text) for name, text in reversed(documents)]
+    assert {text for _, text in split_by_text(renamed)[1]} == held_out
 
 
-# Interrupted at any moment.
-
-KILLED = """
-import sys, time
-from orthojax.data import preparation, token_writer, tokenizers
-token_writer._BATCH_CHARACTERS, token_writer._SAVE_SECONDS = 300, 0.0
-encode = tokenizers.Tokenizer.encode_batch
-def slow(self, texts):
-    time.sleep(float(sys.argv[2]))
-    return encode(self, texts)
-tokenizers.Tokenizer.encode_batch = slow
-from pathlib import Path
-folder = Path(sys.argv[1])
-parts = preparation.text_parts([str(folder.parent / "a.jsonl")], ["train", "validation"], folder)
-preparation.prepare(folder, parts, "bpe:300")
-"""
+def test_a_tenth_of_endless_text_is_held_out():
+    """To four standard deviations, from its beginning, whatever is repeated there."""
+    repeated = (Document("", f"text {i % 3}") for i in range(9_000))
+    rule = hold_out_by_text(itertools.chain(repeated, (Document("", f"text {i}") for i in itertools.count())))
+    later = [rule.part("validation", Document("", f"later text {i}")) for i in range(20_000)]
+    assert sum(map(bool, later)) / len(later) == pytest.approx(0.1, abs=4 * (0.09 / 4096 + 0.09 / 20_000) ** 0.5)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(25, marks=pytest.mark.slow)])
-def test_killed_at_any_moment_the_files_are_the_same(text, tmp_path, kills):
-    text.write_text(LINES * 4)
-    prepared(tmp_path / "whole", text, "bpe:300", ("train", "validation"))
-    chance = random.Random(kills)
-    progress = []
-    for _ in range(kills):
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / "killed"), "0.02"])
-        before, deadline = state(tmp_path / "killed"), time.monotonic() + 60
-        while process.poll() is None and state(tmp_path / "killed") == before and time.monotonic() < deadline:
-            time.sleep(0.001)
-        time.sleep(chance.random() * 0.04)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        progress.append(state(tmp_path / "killed"))
-    assert len(set(progress)) > 2
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "killed"), "0"], check=True)
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-    for name in ("train", "validation"):
-        open_token_file(tmp_path / "killed" / f"{name}.bin", verify=True)
+@pytest.mark.parametrize(
+    "documents",
+    [[Document("a", "0123456789" * 7), Document("b", "short")], [Document(str(i), "x" * 30) for i in range(25)]],
+)
+def test_few_or_equal_documents_lose_their_ends(documents):
+    train, validation = split_by_text(documents)
+    joined = {name: text for name, text in train}
+    for name, text in validation:
+        assert len(text) == len(documents[0].text) // 10
+        joined[name] += text
+    assert joined == dict(documents)
 
 
-def state(folder):
-    """Name and contents of the note on how far it is."""
-    try:
-        return next((path.name, path.read_bytes()) for path in sorted(folder.glob("*.partial.json")))
-    except (StopIteration, OSError):
-        return None
+# Repeated passages.
+
+# Every character differs from its neighbours for 20,000 characters, so that a repeat cannot be mistaken.
+NUMBERED = "".join(chr(0x4E00 + i) for i in range(20_000))
 
 
-@pytest.mark.parametrize("moment", ["before the file", "before the sidecar", "before the note goes"])
-def test_killed_while_it_is_moved_into_place(text, tmp_path, monkeypatch, moment):
-    prepared(tmp_path / "whole", text)
-    with monkeypatch.context() as patch:
-        if moment == "before the file":
-            real = os.replace
-            patch.setattr(os, "replace", lambda a, b: killed() if str(b).endswith(".bin") else real(a, b))
-        elif moment == "before the sidecar":
-            patch.setattr(token_writer, "write_sidecar", killed)
-        else:
-            patch.setattr(type(tmp_path), "unlink", lambda path, **_: killed() if "partial" in path.name else None)
-        with pytest.raises(KeyboardInterrupt):
-            prepared(tmp_path / "killed", text)
-    for path in (tmp_path / "killed").glob(".*"):  # temporary files stay
-        os.remove(path)
-    prepared(tmp_path / "killed", text)
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+def passages(text):
+    """The passages of a text made of `NUMBERED`, and how often each is written; neighbours written once are joined."""
+    found, start = [], 0
+    while start < len(text):
+        first = text[start]
+        later = {i for i in (text.find(first, start + 1), text.rfind(first, start + 1)) if i > 0}
+        end = min(later) if later else next((i for i in range(start + 1, len(text)) if text.count(text[i]) > 1), None)
+        found.append((text[start:end], 1 + len(later)))
+        start += len(found[-1][0]) * found[-1][1]
+    return found
+
+
+def test_every_passage_is_written_two_or_three_times():
+    found = passages(repeat_passages(NUMBERED, 1.0))
+    assert "".join(passage for passage, _ in found) == NUMBERED
+    lengths = [len(passage) for passage, _ in found]
+    assert set(lengths[:-1]) <= set(range(40, 111))
+    assert len(set(lengths)) > 60  # of 71 lengths, with 266 passages
+    times = np.array([many for _, many in found])
+    assert set(times.tolist()) == {2, 3}
+    assert abs(np.mean(times == 3) - 0.3) < 3 * np.sqrt(0.3 * 0.7 / len(times))
+
+
+def test_a_larger_share_repeats_what_a_smaller_one_does():
+    third, two_thirds = ({p for p, many in passages(repeat_passages(NUMBERED, s)) if many > 1} for s in (1 / 3, 2 / 3))
+    assert third < two_thirds
+    assert 0.23 < sum(map(len, third)) / len(NUMBERED) < 0.43
+    assert repeat_passages(NUMBERED, 0.5, 1) != repeat_passages(NUMBERED, 0.5, 2)
+
+
+@given(st.text(max_size=600), st.floats(0, 1), st.integers(0, 2**32 - 1))
+def test_any_text_can_be_repeated(text, share, seed):
+    made = repeat_passages(text, share, seed)
+    assert made == repeat_passages(text, share, seed)
+    assert len(text) <= len(made) <= 3 * len(text)
+    assert made.startswith(text[:40])
+    assert repeat_passages(text, 0.0, seed) == text
+
+
+# Token files.
+
+
+def test_files_hold_the_documents_of_their_splits(text, tmp_path):
+    """A BPE is trained on the first of them; the texts are read once."""
+    parts, reads, reported = text_parts([str(text)], SPLITS), [], []
+    (piece,) = parts[0].source.files
+    watched = Source("a.jsonl", "abc", (Piece(lambda: reads.append(1) or piece.read(), piece.n_bytes),))
+    parts = [Part(part.name, part.split, watched, part.text) for part in parts]
+    files = prepare(tmp_path / "out", parts, "bpe:270", progress=lambda *call: reported.append(call))
+    assert len(reads) == 2  # of the BPE and of the files
+    assert [what for what, *_ in reported][:2] == ["training bpe:270", "train and validation"]
+    assert reported[-1][1:] == (text.stat().st_size,) * 2 + (sum(len(file.tokens) for file in files),)
+    tokenizer = load_tokenizer(tmp_path / "out/tokenizer.json")
+    for part, file in zip(parts, files, strict=True):
+        wanted = [kept for document in watched.documents() if (kept := part.text(document))]
+        assert tokenizer.decode(file.tokens) == "".join(wanted)
+        assert (file.info.n_documents, file.info.n_bytes) == (len(wanted), sum(len(kept.encode()) for kept in wanted))
+
+
+def test_text_of_many_batches_is_whole(tmp_path):
+    texts = [f"{i} " + "word " * 9_000 for i in range(60)]  # 2.7 million characters
+    (tmp_path / "a.jsonl").write_text(lines(texts))
+    (file,) = prepared(tmp_path / "out", tmp_path / "a.jsonl")
+    assert file.tokens.tolist() == ids_of(texts)
+
+
+def test_a_long_document_is_tokenised_in_pieces(tmp_path):
+    """As one document, also if it has no lines to cut it at."""
+    texts = {"lines.txt": "0123 5678\n" * 500_000, "none.txt": "x" * 5_000_000}
+    for name, content in texts.items():
+        (tmp_path / name).write_text(content)
+    files = [str(tmp_path / name) for name in texts]
+    (file,) = prepare(tmp_path / "out", text_parts(files, ["all"]), "bytes")
+    assert file.info.n_documents == 2
+    np.testing.assert_array_equal(file.tokens, ids_of(texts.values()))
+
+
+def test_a_bpe_of_much_text_sees_all_files(tmp_path):
+    """Of 72 MB in three files, in the last of which alone is a word."""
+    for i, word in enumerate(("aa ", "bb ", "zqzq ")):
+        (tmp_path / f"{i}.txt").write_text(word * (24_000_000 // len(word)))
+    (tmp_path / "small.txt").write_text("some")
+    parts = text_parts([str(tmp_path / f"{i}.txt") for i in range(3)], ["all"])
+    small = Part("all", "all", parts[0].source, lambda document: document.text[:1000])  # what is read, not all of it
+    prepare(tmp_path / "out", [small], "bpe:262", shard=(0, 3))
+    assert len(load_tokenizer(tmp_path / "out/tokenizer.json").encode_batch(["zqzqzqzq"])[0]) < 8
+
+
+def test_shards_are_the_parts_of_the_one_file(tmp_path):
+    for i in range(5):
+        (tmp_path / f"{i}.jsonl").write_text(lines(f"{i} {text}" for text in TEXTS))
+    parts = text_parts([str(tmp_path / "*.jsonl")], SPLITS)
+    whole = prepare(tmp_path / "one", parts, "bytes")
+    for index in (2, 0, 1):
+        prepare(tmp_path / "many", parts, "bytes", shard=(index, 3))
+    for file in whole:
+        many = open_token_files(tmp_path / "many" / file.path.name, verify=True)
+        np.testing.assert_array_equal(many.tokens[:], file.tokens)
+        assert many.info.n_documents == file.info.n_documents
+    with pytest.raises(UserError, match="fewer shards"):
+        prepare(tmp_path / "other", parts, "bytes", shard=(0, 6))
+
+
+def test_the_command_prepares_what_datasets_reads(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"text": TEXTS}), tmp_path / "t.parquet")
+    done = run("prepare", "--input=t.parquet", "--split=all", "--name=mine", "--output=out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert open_token_file(tmp_path / "out/mine.bin", verify=True).tokens.tolist() == ids_of(TEXTS)
+    (tmp_path / "t.parquet").write_bytes(b"no table")
+    done = run("prepare", "--input=t.parquet", "--split=all", "--output=other", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "t.parquet" in done.stderr.splitlines()[-1]
+    assert sum("%" not in line for line in done.stderr.splitlines()) <= 3
+
+
+# Interrupted, and again.
+
+
+def test_complete_files_are_kept(text, tmp_path):
+    prepared(tmp_path / "out", text)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    prepared(tmp_path / "out", text)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+    whole = contents(tmp_path / "out")
+    for left in (["all.bin"], ["all.json"], []):  # what was deleted is made again
+        for name in {"all.bin", "all.json"}.difference(left):
+            (tmp_path / "out" / name).unlink(missing_ok=True)
+        prepared(tmp_path / "out", text)
+        assert contents(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize("seconds", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
+def test_killed_it_leaves_no_half_file_and_starts_over(tmp_path, seconds):
+    (tmp_path / "a.jsonl").write_text(lines(text * 2_000 for text in TEXTS * 5))
+    prepared(tmp_path / "whole", tmp_path / "a.jsonl", splits=SPLITS)
+    flags = ["--input=a.jsonl", "--output=killed", "--tokenizer=bytes"]
+    process = subprocess.Popen([sys.executable, "-m", "orthojax", "prepare", *flags], cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while process.poll() is None and not list((tmp_path / "killed").glob(".*.tmp")) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    for path in (tmp_path / "killed").glob("*.bin"):
+        open_token_file(path, verify=True)
+    prepared(tmp_path / "killed", tmp_path / "a.jsonl", splits=SPLITS)
+    left = {name: content for name, content in contents(tmp_path / "killed").items() if name[0] != "."}
+    assert left == contents(tmp_path / "whole")
+
+
+def test_a_failure_leaves_nothing_behind(text, tmp_path):
+    text.write_text(lines(TEXTS) + "no JSON\n")
+    with pytest.raises(UserError, match="line 61"):
+        prepared(tmp_path / "out", text)
+    assert [*contents(tmp_path / "out")] == ["tokenizer.json"]
 
 
 # Refused.
 
 
-def test_what_was_created_from_something_else_is_kept(text, tmp_path, monkeypatch):
-    (tmp_path / "b.jsonl").write_text(LINES + LINES)
-    out, partial = tmp_path / "out", tmp_path / "out/all.bin.partial"
-
-    def refused(message, path=text, tokenizer="bytes"):
-        before = contents(out)
+def test_files_of_something_else_are_kept(text, tmp_path):
+    (tmp_path / "b.jsonl").write_text(lines(TEXTS * 2))
+    prepared(tmp_path / "out", text)
+    before = contents(tmp_path / "out")
+    for path, tokenizer, message in (
+        (tmp_path / "b.jsonl", "bytes", r"all\.bin was created with a different source"),
+        (text, "bpe:270", r"tokenizer\.json is not the tokenizer 'bpe:270'"),
+    ):
         with pytest.raises(UserError, match=message):
-            prepared(out, path, tokenizer)
-        assert contents(out) == before
-
-    with monkeypatch.context() as patch:
-        patch.setattr(token_writer, "write_sidecar", killed)
-        with pytest.raises(KeyboardInterrupt):
-            prepared(out, text)
-    (out / "all.bin").rename(partial)
-    different = r"was created with a different source: 'a\.jsonl', not 'b\.jsonl'"
-    refused(rf"all\.bin\.partial\.json {different}", tmp_path / "b.jsonl")
-    refused(r"tokenizer\.json is not the tokenizer 'bpe:270'", tokenizer="bpe:270")
-    partial.write_bytes(b"short")
-    refused(r"all\.bin\.partial is shorter than .*\ndelete both files")
-    (out / "all.bin.partial.json").write_text("{")
-    refused(r"partial\.json is not valid JSON: .*\ndelete it and all\.bin\.partial")
-    for path in out.glob("*.partial*"):
-        path.unlink()
-    prepared(out, text)
-    whole = contents(out)
-    refused(rf"all\.bin {different}", tmp_path / "b.jsonl")
-    (out / "all.json").unlink()
-    refused(r"has no sidecar all\.json\ndelete it and rebuild it")
-    for left in ([], ["all.json"]):  # what was deleted is made again
-        for name in {"all.bin", "all.json"}.difference(left):
-            (out / name).unlink(missing_ok=True)
-        prepared(out, text)
-        assert contents(out) == whole
+            prepared(tmp_path / "out", path, tokenizer)
+        assert contents(tmp_path / "out") == before
 
 
-def test_two_processes_do_not_write_one_file(text, tmp_path):
-    fcntl = pytest.importorskip("fcntl")
-    out = tmp_path / "out"
-    out.mkdir()
-    with open(out / "all.bin.partial", "ab") as other:
-        (out / "tokenizer.json").write_text(ByteTokenizer().serialized)
-        fcntl.flock(other, fcntl.LOCK_EX)
-        message = r"another process is writing .*all\.bin\nallowed: one process for each shard"
-        with pytest.raises(UserError, match=message):
-            prepared(out, text)
-        assert (out / "all.bin.partial").exists()
-        train, all_of_it = text_parts([str(text)], ["train", "all"], out)
-        with pytest.raises(UserError, match=message):
-            prepare(out, [train, all_of_it], "bytes")
-        assert not list(out.glob("train.*"))
-    prepared(out, text)
-
-
-@pytest.mark.parametrize("complete", [False, True])
-def test_a_process_that_comes_while_a_file_is_moved_into_place_takes_nothing_away(
-    text, tmp_path, monkeypatch, complete
-):
-    pytest.importorskip("fcntl")
-    real, out, came = token_writer.write_sidecar, tmp_path / "out", []
-
-    def interrupted(path, info):
-        monkeypatch.setattr(token_writer, "write_sidecar", real)
-        if complete:
-            real(path, info)
-            came.extend(prepared(out, text))
-            return
-        with pytest.raises(UserError, match="another process is writing") as error:
-            prepared(out, text)
-        came.append(error)
-        real(path, info)
-
-    monkeypatch.setattr(token_writer, "write_sidecar", interrupted)
-    prepared(out, text)
-    assert came
-    assert {path.name for path in out.iterdir()} == {"all.bin", "all.json", "tokenizer.json"}
-    open_token_file(out / "all.bin", verify=True)
-
-
-@pytest.mark.parametrize(("before", "after"), [((0, 1), (0, 2)), ((0, 2), (0, 1)), ((0, 2), (1, 3))])
-def test_one_file_and_shards_of_it_are_not_mixed(text, tmp_path, before, after):
-    prepared(tmp_path / "out", text, shard=before)
-    with pytest.raises(UserError, match=r"all\.bin is there already, .*\.bin\nallowed: the same --shard=i/n"):
-        prepared(tmp_path / "out", text, shard=after)
-    prepared(tmp_path / "other", text, shard=after)
-    shutil.copytree(tmp_path / "other", tmp_path / "out", dirs_exist_ok=True)
-    with pytest.raises(UserError, match=r"exists both as one file and as shards|names shards of 2 and of 3 files"):
-        open_token_files(tmp_path / "out/all.bin")
-
-
-def test_wrong_requests(tmp_path):
+def test_wrong_requests_are_refused(tmp_path):
     path, out = tmp_path / "a.txt", tmp_path / "out"
     path.write_text("text")
-    with pytest.raises(UserError, match=r"no split 'test' of text\nallowed: train \| validation \| all"):
+    with pytest.raises(UserError, match=r"'test'(.|\n)*train \| validation \| all"):
         prepared(out, path, splits=["test"])
-    with pytest.raises(UserError, match=r"no text for the token file validation\.bin in a\.txt"):
+    with pytest.raises(UserError, match=r"no text for the token file validation\.bin"):
         prepared(out, path, splits=["validation"])
-    assert not [name for name in contents(out) if name != "tokenizer.json"]
-    parts = text_parts([str(path)], ["all"], out)
-    for name in ("a/b", "source"):  # the sidecar of the latter would be the folder's source.json
-        with pytest.raises(UserError, match=rf"--name={name} is not the name"):
-            renamed(parts, name)
-    with pytest.raises(UserError, match="one name: x, x"):
-        prepare(out, renamed(parts * 2, "x"), "bytes")
-    with pytest.raises(UserError, match="already exists and holds no token files"):
+    (part,) = text_parts([str(path)], ["all"])
+    for name in ("a/b", "tokenizer", ".hidden"):
+        with pytest.raises(UserError, match=name):
+            prepare(out, [dataclasses.replace(part, name=name)], "bytes")
+    with pytest.raises(UserError, match="'all'"):
+        prepare(out, [part, part], "bytes")
+
+
+def test_folders_with_other_things_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match="holds no token files"):
         require_usable(tmp_path, "bytes")
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / ".tokenizer.json.1-ab").touch()  # what another process is just writing there
     require_usable(tmp_path / "begun", "bytes")
     with pytest.raises(UserError, match=r"a\.txt is a file"):
-        require_usable(path, "bytes")
-    (file,) = prepare(out, renamed(parts, "mine"), "bytes")
-    assert (file.path.name, file.info.split) == ("mine.bin", "all")
+        require_usable(tmp_path / "a.txt", "bytes")
+    with pytest.raises(UserError, match="byte"):
+        require_usable(tmp_path / "new", "byte")
+    if os.getuid():
+        os.chmod(tmp_path / "begun", 0o500)
+        with pytest.raises(UserError, match="begun"):
+            prepared(tmp_path / "begun", tmp_path / "a.txt")

@@ -1,11 +1,11 @@
 """Tokenizers: exact round trips, published formats against references of their own, and what bad files are called."""
 
-import base64
 import hashlib
 import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -15,11 +15,9 @@ import pytest
 import tokenizers as hf
 from hypothesis import strategies as st
 
-from orthojax.data.declared_tokens import begins_with_bos, with_declared_tokens
 from orthojax.data.tokenizers import (
     ByteTokenizer,
     SentencePieceTokenizer,
-    from_json,
     load_tokenizer,
     make_tokenizer,
     tokenizer_identity,
@@ -60,7 +58,6 @@ def test_round_trip(bpe, texts):
 
 def test_ids_are_those_of_the_package_as_it_comes(bpe):
     """Of more words than it keeps the ids of, and met twice."""
-    assert hasattr(bpe.backend.model, "_resize_cache")  # a private name, without which tokenising is slower
     texts = [" ".join(f"größe{i}" for i in range(20_000))] * 2
     expected = [encoding.ids for encoding in hf.Tokenizer.from_str(bpe.serialized).encode_batch(texts)]
     assert [ids.tolist() for ids in bpe.encode_batch(texts)] == expected
@@ -105,14 +102,15 @@ def test_save_and_load(tmp_path, spec):
         (["<|endoftext|>"], 3, 3),
         (["<|begin_of_text|>", "<|end_of_text|>"], 3, 4),
         (["<eos>", "<bos>"], 4, 3),
+        (["<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"], 3, 4),
     ],
 )
-def test_foreign_tokenizer(tmp_path, special, bos_id, eos_id):
+def test_published_json_adds_and_cuts_nothing(tmp_path, special, bos_id, eos_id):
     """A tokenizer.json as other projects publish them."""
     backend, path = hf.Tokenizer(hf.models.WordLevel({"[UNK]": 0, "a": 1, "b": 2})), str(tmp_path / "x.json")
     backend.pre_tokenizer = hf.pre_tokenizers.Whitespace()
     backend.save(path)
-    with pytest.raises(UserError, match=r"no end-of-text token\nallowed: one of .*<\|endoftext\|>"):
+    with pytest.raises(UserError, match="end-of-text"):
         make_tokenizer(path, ())
     backend.add_special_tokens(special)
     backend.enable_truncation(max_length=2)
@@ -133,7 +131,7 @@ def test_vocab_size_counts_to_the_largest_id(tmp_path):
     assert load_tokenizer(tmp_path / "holes.json").vocab_size == 8
 
 
-# GPT-2's two files and the ranks of Llama 3.
+# GPT-2's two files.
 
 
 def byte_letters():
@@ -147,24 +145,18 @@ def byte_letters():
     return table
 
 
-def greedy(word, rank):
+def greedy(word, order):
     """BPE as it is defined: join the leftmost pair of the smallest rank, until no pair has one."""
-    parts = [word[i : i + 1] for i in range(len(word))]
-    while True:
-        pairs = [(rank(a, b), i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if rank(a, b) is not None]
-        if not pairs:
-            return parts
+    parts = list(word)
+    while pairs := [(order[pair], i) for i, pair in enumerate(itertools.pairwise(parts)) if pair in order]:
         _, i = min(pairs)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
 
 
-# The splits of encoder.py and llama3/tokenizer.py, with their classes spelled out for the standard library.
+# The split of encoder.py, with its classes spelled out for the standard library.
 LETTER, NUMBER, OTHER = r"[^\W\d_]", r"\d", r"(?:(?!\s)[\W_])"
 GPT2_WORDS = rf"'s|'t|'re|'ve|'m|'ll|'d| ?{LETTER}+| ?{NUMBER}+| ?{OTHER}+|\s+(?!\S)|\s+"
-LLAMA3_REFERENCE = (
-    rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|(?:(?![\r\n])[\W_])?{LETTER}+|{NUMBER}{{1,3}}| ?{OTHER}+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 @pytest.fixture(scope="module")
@@ -184,42 +176,17 @@ def gpt2(learned, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def ranks(learned):
-    """Token bytes -> rank: what was learned, and a token that no merges lead to."""
-    back = {letter: byte for byte, letter in byte_letters().items()}
-    tokens = sorted(learned[0], key=learned[0].__getitem__)
-    found = {bytes(back[letter] for letter in token): i for i, token in enumerate(tokens)}
-    return found | {b" unreachable": len(found)}
-
-
-@pytest.fixture(scope="module")
-def llama3(ranks, tmp_path_factory):
-    path = tmp_path_factory.mktemp("llama3") / "tokenizer.model"
-    path.write_bytes(b"".join(base64.b64encode(token) + f" {rank}\n".encode() for token, rank in ranks.items()))
-    return path
-
-
 @hypothesis.given(SENTENCES)
-def test_published_formats_are_greedy_bpe(gpt2, llama3, learned, ranks, text):
+def test_gpt2_is_greedy_bpe(gpt2, learned, text):
     vocabulary, merges = learned
     letters, order = byte_letters(), {pair: i for i, pair in enumerate(merges)}
-
-    def gpt2_ids(word):
-        parts = greedy("".join(letters[byte] for byte in word.encode()), lambda a, b: order.get((a, b)))
-        return [vocabulary[part] for part in parts]
-
-    def llama3_ids(word):  # a word that is a token is taken whole
-        word = word.encode()
-        return [ranks[part] for part in ([word] if word in ranks else greedy(word, lambda a, b: ranks.get(a + b)))]
-
-    for path, pattern, ids_of in ((gpt2, GPT2_WORDS, gpt2_ids), (llama3, LLAMA3_REFERENCE, llama3_ids)):
-        words = re.findall(pattern, text)
-        assert "".join(words) == text
-        tokenizer = load_tokenizer(path)
-        (ids,) = tokenizer.encode_batch([text])
-        assert ids.tolist() == [i for word in words for i in ids_of(word)]
-        assert tokenizer.decode(ids) == text
+    words = re.findall(GPT2_WORDS, text)
+    assert "".join(words) == text
+    tokenizer = load_tokenizer(gpt2)
+    (ids,) = tokenizer.encode_batch([text])
+    parts = [part for word in words for part in greedy("".join(letters[byte] for byte in word.encode()), order)]
+    assert ids.tolist() == [vocabulary[part] for part in parts]
+    assert tokenizer.decode(ids) == text
 
 
 def test_words_of_the_reference():
@@ -240,24 +207,11 @@ def test_gpt2_by_folder_or_file(gpt2, tmp_path):
     assert load_tokenizer(gpt2).sha256 == tokenizer.sha256
     tokenizer.save(tmp_path / "tokenizer.json")
     assert load_tokenizer(tmp_path / "tokenizer.json").sha256 == tokenizer.sha256
-    for new, old in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
-        (tmp_path / "openai").mkdir(exist_ok=True)
-        (tmp_path / "openai" / new).write_bytes((gpt2 / old).read_bytes())
-    assert load_tokenizer(tmp_path / "openai").sha256 == tokenizer.sha256
-    before = tokenizer_identity(str(tmp_path / "openai"))
-    assert before == tokenizer_identity(str(gpt2))
-    (tmp_path / "openai/vocab.bpe").write_text("#version: 0.2\n")
-    assert tokenizer_identity(str(tmp_path / "openai")) != before
-
-
-def test_llama3_special_tokens(llama3, ranks):
-    tokenizer, first = load_tokenizer(llama3.parent), len(ranks)
-    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (first + 256, first, first + 1)
-    names = {"<|end_header_id|>": 7, "<|eot_id|>": 9, "<|reserved_special_token_250|>": 255}
-    assert {name: tokenizer.backend.token_to_id(name) - first for name in names} == names
-    (ids,) = tokenizer.encode_batch(["a <|end_of_text|> unreachable"])
-    assert max(ids) < first
-    assert ids[-1] == ranks[b" unreachable"]
+    before = tokenizer_identity(str(gpt2))
+    shutil.copytree(gpt2, tmp_path / "copy")
+    assert tokenizer_identity(str(tmp_path / "copy")) == before
+    (tmp_path / "copy/merges.txt").write_text("#version: 0.2\n")
+    assert tokenizer_identity(str(tmp_path / "copy")) != before
 
 
 # sentencepiece.
@@ -295,140 +249,66 @@ GPT2_VOCABULARY = b'{"a": 0, "b": 1, "<|endoftext|>": 2}'
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        *(({"a.json": content}, "tokenizer .*a.json is not valid JSON: ") for content in (b"{", b"\xff")),
-        *(({"a.json": content}, "a.json is not a tokenizer: ") for content in (b"[1]", b'{"model": 1}')),
-        ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, r"tokenizer\.model: the ranks are not 0 to 1, or a byte has none"),
-        ({"tokenizer.model": b"IQ== 0\nnothing\n"}, r"tokenizer\.model, line 2: no token and rank"),
-        ({"tokenizer.model": b"IQ== 0\nI 1\n"}, r"tokenizer\.model, line 2: no token and rank"),
-        ({"tokenizer.model": b"\x0a\x01"}, r"tokenizer\.model is not a tokenizer|needs a package"),
-        ({"vocab.json": GPT2_VOCABULARY}, r"no tokenizer file .*merges\.txt"),
+        *(({"a.json": content}, "a.json") for content in (b"{", b"\xff", b"[1]", b'{"model": 1}', b"[" * 100_000)),
+        ({"a.json": b'{"orthojax_tokenizer": "sentencepiece", "model": "\xc3\xa9"}'}, "a.json"),
+        ({"tokenizer.model": b"\x0a\x01"}, r"tokenizer\.model"),
+        ({"vocab.json": GPT2_VOCABULARY}, r"merges\.txt"),
         *(
-            (
-                {"vocab.json": GPT2_VOCABULARY, "merges.txt": merges},
-                r"holds no GPT-2 tokenizer.*\nallowed: vocab\.json and",
-            )
+            ({"vocab.json": GPT2_VOCABULARY, "merges.txt": merges}, "GPT-2")
             for merges in (b"a c\n", b"a b c\n", b"a b\n")
         ),
     ],
 )
-def test_bad_files(tmp_path, files, message):
+def test_bad_files_are_refused(tmp_path, files, message):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         make_tokenizer(str(tmp_path / next(iter(files))), ())
 
 
-def test_missing_files_and_packages(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"there is no tokenizer file .*missing\.json"):
-        make_tokenizer(str(tmp_path / "missing.json"), ())
-    with pytest.raises(UserError, match=r"is a folder without a tokenizer\nallowed: tokenizer\.json \| vocab\.json"):
-        make_tokenizer(str(tmp_path), ())
+def test_missing_files_are_refused(tmp_path):
+    for other in ("pipe", "folder"):
+        (os.mkfifo if other == "pipe" else os.mkdir)(tmp_path / other)
+    for path, message in (("missing.json", r"missing\.json"), ("pipe", "pipe"), ("folder", "without a tokenizer")):
+        for read in (load_tokenizer, tokenizer_identity, lambda path: make_tokenizer(path, ())):
+            with pytest.raises(UserError, match=message):
+                read(str(tmp_path / path))
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x01")
-    for make_other, what in ((os.mkfifo, "a pipe"), (os.mkdir, "a folder without a tokenizer")):
-        make_other(tmp_path / what)
-        for read in (load_tokenizer, tokenizer_identity):
-            with pytest.raises(UserError, match=what):
-                read(str(tmp_path / what))
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(UserError, match=r"not installed\npip install 'orthojax\[sentencepiece\]'"):
+    with pytest.raises(UserError, match=r"pip install 'orthojax\[sentencepiece\]'"):
         load_tokenizer(tmp_path / "tokenizer.model")
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("byte", r"unknown tokenizer 'byte'\nallowed: bytes \| bpe:N.*\ndid you mean 'bytes'"),
-        ("bpe", r"unknown tokenizer 'bpe'\n.*\ndid you mean 'bpe:N'"),
-        ("bpe:", r"unknown tokenizer 'bpe:'"),
-        ("bpe:-300", r"unknown tokenizer 'bpe:-300'"),
-        ("bpe:2k", r"unknown tokenizer 'bpe:2k'"),
-        ("bpe:259", r"'bpe:259' is too small\nallowed: bpe:260 to bpe:16777216"),
-        ("bpe:5000", r"'bpe:5000' needs more text: there are only \d+ different ids"),
-        ("", "unknown tokenizer|is a folder"),
+        ("byte", "did you mean 'bytes'"),
+        ("bpe", "did you mean 'bpe:N'"),
+        *((spec, spec) for spec in ("bpe:", "bpe:-300", "bpe:2k")),
+        ("bpe:259", "bpe:260"),
+        *((f"bpe:{digits}", "bpe:16777216") for digits in ("2" + 30 * "0", "2" * 5000)),
+        ("bpe:5000", "needs more text"),
+        ("", "tokenizer"),
     ],
 )
-def test_bad_names(spec, message):
+def test_bad_names_are_refused(spec, message):
     with pytest.raises(UserError, match=message):
         make_tokenizer(spec, TEXTS)
 
 
-def word_level(*special):
-    """A tokenizer of a few words and these special tokens, whose ids come first."""
-    backend = hf.Tokenizer(hf.models.WordLevel({word: len(special) + i for i, word in enumerate("abc")}, unk_token="a"))
-    backend.add_special_tokens(list(special))
-    whole = json.loads(backend.to_str())
-    whole["model"]["vocab"] |= {word: i for i, word in enumerate(special)}
-    whole["added_tokens"] = [of | {"id": i} for i, of in enumerate(whole["added_tokens"])]
-    return json.dumps(whole)
-
-
-def test_deepseeks_names_are_known():
-    bars = "\uff5c"
-    names = [f"<{bars}{word}\u2581of\u2581sentence{bars}>" for word in ("begin", "end")]
-    tokenizer = from_json(word_level(*names), "deepseek", "here")
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.ends) == (0, 1, {1})
-
-
-@pytest.mark.parametrize(
-    ("files", "bos_id", "ends"),
-    [
-        ({}, 0, {1}),
-        ({"tokenizer_config.json": {"bos_token": "</s>", "eos_token": {"content": "<|eot_id|>"}}}, 1, {1, 2}),
-        ({"config.json": {"bos_token_id": 2, "eos_token_id": 2}}, 2, {1, 2}),
-        ({"generation_config.json": {"eos_token_id": [1, 2]}, "tokenizer_config.json": {"bos_token": None}}, 0, {1, 2}),
-        ({"config.json": {"bos_token_id": 99, "eos_token_id": None}}, 0, {1}),
-    ],
-)
-def test_begin_and_ends_are_those_that_a_model_declares(tmp_path, files, bos_id, ends):
-    tokenizer = from_json(word_level("<s>", "</s>", "<|eot_id|>"), "mine", "here")
-    for name, content in files.items():
-        (tmp_path / name).write_text(json.dumps(content))
-    found = with_declared_tokens(tokenizer, tmp_path)
-    assert (found.bos_id, found.ends, found.eos_id) == (bos_id, ends, 1)
-    assert found.sha256 == tokenizer.sha256
-
-
-LLAMA = {"tokenizer_class": "LlamaTokenizer"}
-TEMPLATE = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]}
-BYTES = {"type": "ByteLevel", "add_prefix_space": False}
-
-
-@pytest.mark.parametrize(
-    ("files", "begins"),
-    [
-        ({}, False),
-        ({"tokenizer_config.json": {"add_bos_token": True}}, True),
-        ({"tokenizer_config.json": {"add_bos_token": False}, "tokenizer.json": {"post_processor": TEMPLATE}}, False),
-        ({"tokenizer.json": {"post_processor": TEMPLATE}}, True),
-        ({"tokenizer.json": {"post_processor": {"type": "Sequence", "processors": [BYTES, TEMPLATE]}}}, True),
-        ({"tokenizer.json": {"post_processor": BYTES}, "tokenizer_config.json": LLAMA}, False),
-        ({"tokenizer.json": {"post_processor": None}}, False),
-        ({"tokenizer.json": {"post_processor": {"single": [5]}}}, False),
-        ({"tokenizer.json": {"post_processor": {"type": "Sequence", "processors": 5}}}, False),
-        ({"tokenizer.json": {"post_processor": TEMPLATE | {"single": TEMPLATE["single"][1:]}}}, False),
-        ({"tokenizer.model": {}, "tokenizer_config.json": LLAMA}, True),
-        ({"tokenizer.model": {}, "tokenizer_config.json": {"tokenizer_class": "T5Tokenizer"}}, False),
-    ],
-)
-def test_whether_texts_begin_with_bos_is_what_a_model_declares(tmp_path, files, begins):
-    for name, content in files.items():
-        (tmp_path / name).write_text(json.dumps(content))
-    assert begins_with_bos(tmp_path) == begins
-
-
-def test_text_that_is_not_unicode_and_sizes_that_are_none_are_refused():
-    for tokenizer in (ByteTokenizer(), train_bpe(TEXTS, 270)):
-        with pytest.raises(UserError, match=r"'\\udcff' at position 1\nallowed: valid Unicode"):
+def test_text_that_is_not_unicode_is_refused(bpe):
+    for tokenizer in (ByteTokenizer(), bpe):
+        with pytest.raises(UserError, match="position 1"):
             tokenizer.encode_batch(["fine", "a\udcff"])
-    assert ByteTokenizer().decode([-1, 65, 999]) == "A"
-    for size in ("2" + 30 * "0", "2" * 5000):
-        with pytest.raises(UserError, match="is too large\nallowed: bpe:260 to bpe:16777216"):
-            tokenizer_identity(f"bpe:{size}")
 
 
-def test_ids_that_sentencepiece_does_not_have_are_left_out():
+def test_unknown_ids_are_left_out():
     class Backend:
         def decode(self, ids):
             return "".join("abc"[i] for i in ids)
 
+    assert ByteTokenizer().decode([-1, 65, 999]) == "A"
     assert SentencePieceTokenizer("s", 3, 0, 1, "", Backend()).decode([0, 250, -1, 2]) == "ac"

@@ -5,9 +5,10 @@ Text comes from --input, or from a prepared TensorFlow Datasets folder, TFRecord
 .bin with its JSON sidecar; train with --config.data.kind=tokens --config.data.paths=DIR/train.bin,DIR/validation.bin.
 
 Several processes or machines share the work: each makes one shard, --shard=0/8 to --shard=7/8; train with the same
-paths as without. A command that was interrupted resumes when it is started again.
+paths as without. A command that was interrupted is started again: files that are complete are kept.
 """
 
+import dataclasses
 from pathlib import Path
 
 from absl import flags
@@ -15,7 +16,6 @@ from absl import flags
 from orthojax.errors import UserError
 
 FLAGS = flags.FLAGS
-RESUMES = True  # the same command resumes an interrupted one
 
 
 def define_flags() -> None:
@@ -23,9 +23,9 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "input",
         None,
-        "Text, jsonl (also .gz, .bz2, .xz, .zst), .parquet and .arrow files, folders or patterns, separated by commas, "
-        "addresses such as hf://datasets/NAME/data/train-*.parquet, which are streamed; or 'embedded' (the default): "
-        "Python's standard library.",
+        "Text and jsonl files, also with .gz, folders or patterns, separated by commas; with the extra `datasets` also "
+        ".parquet, .arrow, .zst, .bz2, .xz and addresses such as hf://datasets/NAME/data/train-*.parquet, which are "
+        "streamed; or 'embedded' (the default): Python's standard library.",
     )
     flags.DEFINE_string("tfds_dir", "", "Folder of TensorFlow Datasets, or of one version of one data set.")
     flags.DEFINE_string("dataset", "", "NAME[/CONFIG][:VERSION] in --tfds_dir, such as c4/en:3.0.1.")
@@ -66,7 +66,7 @@ def main(_: list[str]) -> None:
             f"--split={FLAGS.split} names {len(splits)} splits", allowed="at least one; exactly one with --name"
         )
 
-    from orthojax.data import prepare, renamed, require_usable, text_parts, tfds_parts
+    from orthojax.data import prepare, require_usable, text_parts, tfds_parts
     from orthojax.progress import tokenizing_progress
 
     output = Path(FLAGS.output)
@@ -75,10 +75,10 @@ def main(_: list[str]) -> None:
         parts = tfds_parts(Path(FLAGS.tfds_dir), FLAGS.dataset, splits, FLAGS.text_feature)
     else:
         paths = None if FLAGS.input in (None, "embedded") else [path for path in FLAGS.input.split(",") if path]
-        parts = text_parts(paths, splits, output)
-    parts = renamed(parts, FLAGS.name)
+        parts = text_parts(paths, splits)
+    parts = [dataclasses.replace(part, name=FLAGS.name or part.name) for part in parts]
     source = parts[0].source
-    print(f"{source.description}: {source.file_count} files, sha256 {source.sha256}")
+    print(f"{source.description}: {len(source.files)} files, sha256 {source.sha256}")
     for file in prepare(output, parts, FLAGS.tokenizer, shard=shard, progress=tokenizing_progress()):
         info = file.info
         print(f"{file.path}: {info.n_tokens} tokens, {info.n_documents} documents, {info.n_bytes} bytes of text")

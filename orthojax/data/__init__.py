@@ -1,18 +1,23 @@
-"""Where tokens come from: corpora, tokenizers, token files, batches, and the Bigram-Backcopy task.
+"""Corpora, tokenizers, token files and batches, and the Bigram-Backcopy task.
 
 `open_dataset` goes from a config to tokens, `TokenBatches` from tokens to batches; `prepare` writes token files from
-text of any size. Only NumPy is imported at once, and `jax`, `tokenizers`, `grain` and `tensorflow_datasets` only where
-they are used.
+text of any size. The names of the task import JAX, and resolve on first use; the others import NumPy alone, and
+`tokenizers`, `grain`, `datasets` and `tensorflow_datasets` only when they are used.
 """
 
-from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
-from orthojax.data.datasets import TokenBatches, open_dataset, open_task
-from orthojax.data.documents import embedded_corpus, text_corpus
-from orthojax.data.passages import repeat_passages
-from orthojax.data.preparation import Part, prepare, renamed, require_usable, text_parts, tfds_parts
-from orthojax.data.records import masked_crc32c
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from orthojax.data.batches import TokenBatches, open_dataset
+from orthojax.data.preparation import Part, prepare, repeat_passages, require_usable, text_parts, tfds_parts
+from orthojax.data.sources import embedded_corpus, text_corpus
 from orthojax.data.token_files import TokenFile, Tokens, open_token_files
 from orthojax.data.tokenizers import load_tokenizer, make_tokenizer
+
+if TYPE_CHECKING:
+    from orthojax.data.bigram_backcopy import BigramBackcopy, default_text, open_task
+
+_OF_THE_TASK = ("BigramBackcopy", "default_text", "open_task")
 
 __all__ = [
     "BigramBackcopy",
@@ -24,15 +29,19 @@ __all__ = [
     "embedded_corpus",
     "load_tokenizer",
     "make_tokenizer",
-    "masked_crc32c",
     "open_dataset",
     "open_task",
     "open_token_files",
     "prepare",
-    "renamed",
     "repeat_passages",
     "require_usable",
     "text_corpus",
     "text_parts",
     "tfds_parts",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_THE_TASK:
+        return getattr(importlib.import_module("orthojax.data.bigram_backcopy"), name)
+    raise AttributeError(f"module 'orthojax.data' has no attribute {name!r}")

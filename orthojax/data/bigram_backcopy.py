@@ -2,35 +2,41 @@
 
 Most characters are followed by a draw from their bigram distribution, a few trigger characters by a copy of the
 character before the trigger, or by one of the related rules. The task is that of Guo et al., "Active-Dormant Attention
-Heads" (arXiv:2410.13835); here the bigrams are those of any text, and the oracle is exact at <s> too. This file has the
-law in NumPy float64; `backcopy_batches` draws from it and computes the oracle, in JAX.
+Heads" (arXiv:2410.13835); here the bigrams are those of any text, and the oracle is exact at <s> as well. The law is in
+NumPy float64; JAX draws from it and computes the oracle. Every random number is a function of (seed, stream, step) and
+of its place in the batch, and every draw is integer arithmetic, so a batch has the same bits on every device, mesh and
+precision.
 """
 
 import collections
 import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
 
-from orthojax.config import TriggerRule
+from orthojax.config import DataConfig, TriggerRule
+from orthojax.data.sources import text_corpus
 from orthojax.errors import UserError
 from orthojax.files import read_json
-
-if TYPE_CHECKING:
-    import jax
-    from jax.typing import ArrayLike
 
 Counts = tuple[tuple[str, str, float], ...]  # (a, b, n): b followed a n times; sorted, every pair once
 
 TRAINING, EVALUATION = 0, 1  # streams of batches
+_ONE = 2**31  # probabilities as integers, compared with 31 random bits
 
 
 def default_text() -> str:
-    """The language reference inside the standard library (`pydoc_data.topics`), about 460,000 characters.
+    """Returns the language reference inside the standard library (`pydoc_data.topics`), about 460,000 characters.
 
     Raises:
       UserError: If this Python comes without it.
@@ -44,7 +50,7 @@ def default_text() -> str:
 
 
 def count_pairs(text: str) -> Counts:
-    """How often each character follows each; the text is read as a circle, so that its last one is followed, too.
+    """Counts how often each character follows each; the text is read as a circle, so that its last one has a successor.
 
     >>> count_pairs("abac")
     (('a', 'b', 1), ('a', 'c', 1), ('b', 'a', 1), ('c', 'a', 1))
@@ -54,25 +60,22 @@ def count_pairs(text: str) -> Counts:
 
 
 def read_counts(path: Path) -> Counts:
-    """Reads a table of counts: a JSON list of [a, b, n], where b followed a n times. a and b are any texts.
+    """Reads a table of counts: a JSON list of [a, b, n], in which b followed a n times. a and b are any texts.
 
     Raises:
-      UserError: Where the file is no such table, or has a pair twice.
+      UserError: If the file is no such table, or has a pair twice.
     """
-    rows = read_json(path, "table of counts", list)
-    for i, row in enumerate(rows):
-        a, b, n = row if isinstance(row, list) and len(row) == 3 else (None, None, None)
-        is_count = isinstance(n, int | float) and not isinstance(n, bool) and 0 < n < 2**53
-        if not (isinstance(a, str) and isinstance(b, str) and is_count):
-            raise UserError(
-                f"table of counts {path}: entry {i} is {str(row)[:80]}",
-                allowed='["a", "b", n]: two texts, and how often the second one follows the first, above 0',
-            )
-    counts = tuple(sorted((a, b, n) for a, b, n in rows))
-    for (a, b, _), (c, d, _) in itertools.pairwise(counts):
-        if (a, b) == (c, d):
-            raise UserError(f"table of counts {path} has the pair {a!r}, {b!r} twice", allowed="every pair once")
-    return counts
+    counts: dict[tuple[str, str], float] = {}
+    for i, row in enumerate(read_json(path, "table of counts", list)):
+        match row:
+            case [str(a), str(b), int(n) | float(n)] if type(n) is not bool and 0 < n < 2**53 and (a, b) not in counts:
+                counts[a, b] = n
+            case _:
+                raise UserError(
+                    f"table of counts {path}: entry {i} is {str(row)[:80]}",
+                    allowed='["a", "b", n], every pair once: how often the second text follows the first, above 0',
+                )
+    return tuple(sorted((a, b, n) for (a, b), n in counts.items()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +109,7 @@ class BigramBackcopy:
       other_rule: What follows it otherwise.
       other_rule_probability: How often that is.
       bos_count: BOS tokens at the start, each of its own id: 0, 1 or 2.
-      delimiter_position: Where the delimiter stands; None: there is none.
+      delimiter_position: The position of the delimiter; None: there is none.
     """
 
     counts: Counts
@@ -135,7 +138,7 @@ class BigramBackcopy:
 
     @classmethod
     def from_text(cls, text: str, trigger_count: int = 3, **options) -> "BigramBackcopy":
-        """The task with the character statistics of a text, such as `default_text()`.
+        """Makes the task with the character statistics of a text, such as `default_text()`.
 
         Raises:
           UserError: If the text does not have more than k different characters.
@@ -209,7 +212,7 @@ class BigramBackcopy:
 
     @functools.cached_property
     def transition(self) -> np.ndarray:
-        """P, float64 [V, V]: what follows where no trigger acts; the row of the last BOS token is `first`."""
+        """P, float64 [V, V]: what follows if no trigger acts; the row of the last BOS token is `first`."""
         law = self._table.copy()
         size = len(self.characters)
         law[:size] /= law[:size].sum(1, keepdims=True)
@@ -223,17 +226,17 @@ class BigramBackcopy:
 
     @property
     def skips(self) -> bool:
-        """Whether tokens that are no triggers, too, are followed by what could follow the token before them."""
+        """True if tokens that are no triggers are followed by what could follow the token before them as well."""
         return self.rule == "skip_bigram"
 
     @property
     def rule_positions(self) -> float:
-        """Triggers act at positions below this one: before the delimiter, where there is one."""
+        """The first position at which triggers no longer act: the one before the delimiter, or infinity without one."""
         return math.inf if self.delimiter_position is None else self.delimiter_position - 1
 
     def batch(
-        self, step: "ArrayLike", batch_size: int, sequence_length: int, seed: "ArrayLike", stream: int = TRAINING
-    ) -> "jax.Array":
+        self, step: ArrayLike, batch_size: int, sequence_length: int, seed: ArrayLike, stream: int = TRAINING
+    ) -> jax.Array:
         """Draws the sequences of one step: a pure function of the arguments, the same on any mesh, jitted or not.
 
         A longer `sequence_length` continues the same sequences.
@@ -248,14 +251,12 @@ class BigramBackcopy:
         Returns:
           int32 [B, T + 1]; inputs are [:, :-1], targets [:, 1:].
         """
-        from orthojax.data import backcopy_batches  # imports JAX, which reading a config must not
-
         # JAX takes a Python integer as 32 bits with a sign.
         step, seed = (np.uint32(number) if isinstance(number, int) else number for number in (step, seed))
-        return backcopy_batches.batch(self, step, batch_size, sequence_length, seed, np.uint32(stream))
+        return _batch(self, step, batch_size, sequence_length, seed, np.uint32(stream))
 
-    def is_trigger(self, tokens: "ArrayLike") -> "jax.Array":
-        """Whether the rule decides what comes next: at triggers, before the delimiter where there is one.
+    def is_trigger(self, tokens: ArrayLike) -> jax.Array:
+        """Marks the positions at which the rule decides what comes next: triggers, up to the delimiter if there is one.
 
         Args:
           tokens: int [..., T], from position 0 on.
@@ -263,12 +264,12 @@ class BigramBackcopy:
         Returns:
           bool [..., T].
         """
-        from orthojax.data import backcopy_batches
+        tokens = jnp.asarray(tokens)
+        is_one = jnp.asarray(_slots(self) >= 0)[tokens]
+        return is_one & jnp.broadcast_to(jnp.arange(tokens.shape[-1]) < self.rule_positions, tokens.shape)
 
-        return backcopy_batches.is_trigger(self, tokens)
-
-    def oracle(self, tokens: "ArrayLike") -> "jax.Array":
-        """The true distribution of the next token at every position, given all tokens before it.
+    def oracle(self, tokens: ArrayLike) -> jax.Array:
+        """Computes the true distribution of the next token at every position, given all tokens before it.
 
         At a trigger it is that of the rule, or the mixture of both: of `in_context_bigram` the posterior of o, uniform
         at the first occurrence and, where it is the only rule, exact afterwards. Elsewhere it is the bigram row, of
@@ -283,6 +284,180 @@ class BigramBackcopy:
         Raises:
           ValueError: If a sequence, not traced, starts with a trigger, so that nothing precedes it.
         """
-        from orthojax.data import backcopy_batches
+        if not isinstance(tokens, Tracer) and np.isin(np.asarray(tokens)[:, 0], self.triggers).any():
+            raise ValueError("a sequence starts with a trigger: the oracle needs the token before it")
+        return _oracle(self, jnp.asarray(tokens))
 
-        return backcopy_batches.oracle(self, tokens)
+
+def open_task(config: DataConfig) -> tuple[BigramBackcopy, dict[str, Any]]:
+    """Opens the task of kind `bigram_backcopy`, with its provenance: JSON, names and the sha256 of its counts.
+
+    Raises:
+      UserError: For anything wrong with the files, or fewer characters than triggers.
+    """
+    if config.counts:
+        source, counts = Path(config.counts).name, read_counts(Path(config.counts))
+    elif config.paths:
+        corpus = text_corpus(config.paths)
+        source, counts = corpus.description, count_pairs("\n".join(document.text for document in corpus.documents()))
+    else:
+        source, counts = "pydoc_data.topics", count_pairs(default_text())
+    task = BigramBackcopy(
+        counts,
+        config.trigger_count,
+        rule=config.rule,
+        other_rule=config.other_rule,
+        other_rule_probability=config.other_rule_probability,
+        bos_count=config.bos_tokens,
+        delimiter_position=config.middle if config.delimiter else None,
+    )
+    return task, {
+        "source": f"bigram_backcopy of {source}",
+        "characters": "".join(task.characters),
+        "counts_sha256": hashlib.sha256(json.dumps(counts).encode()).hexdigest(),
+    }
+
+
+def _as_integers(probability: float | np.ndarray) -> np.ndarray:
+    return np.round(np.asarray(probability) * _ONE).astype(np.uint32)
+
+
+def _cumulative(task: BigramBackcopy) -> tuple[jax.Array, int]:
+    """Returns the cumulative rows of `transition`, then that of `first`, flat, and their length, a power of 2.
+
+    A token of probability 0 has the entry of the one before it, so it is never drawn.
+    """
+    law = np.vstack([task.transition, task.first])
+    width = 1 << (task.vocab_size - 1).bit_length()
+    rows = np.full((len(law), width), _ONE, np.uint32)
+    rows[:, : task.vocab_size] = _as_integers(np.cumsum(law, axis=1))
+    return jnp.asarray(rows.reshape(-1)), width
+
+
+def _slots(task: BigramBackcopy) -> np.ndarray:
+    """Maps an id, or V for the state before the first token, to the number of its trigger, or -1: int32 [V + 1]."""
+    slots = np.full(task.vocab_size + 1, -1, np.int32)
+    slots[task.triggers] = np.arange(len(task.triggers))
+    return slots
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def _batch(
+    task: BigramBackcopy, step: ArrayLike, batch_size: int, sequence_length: int, seed: ArrayLike, stream: ArrayLike
+) -> jax.Array:
+    """Draws a batch, as `BigramBackcopy.batch`, in one scan over positions."""
+    B, n, V, k = batch_size, sequence_length + 1 - task.bos_count, task.vocab_size, len(task.triggers)
+    (rule, _), *other = task.rules.items()
+    # The key of the seed stream * 2**32 + seed; the random numbers of later positions come last.
+    key = jax.random.wrap_key_data(jnp.stack([jnp.uint32(stream), jnp.uint32(seed)]), impl="threefry2x32")
+    bits = jax.random.bits(jax.random.fold_in(key, step), (k + n * (1 + len(other)), B), jnp.uint32)
+    outputs = jnp.asarray(task.plain.astype(np.int32))[bits[:k].T % len(task.plain)]
+    bits = bits[k:].reshape(n, 1 + len(other), B) >> 1
+    slots = jnp.asarray(_slots(task))
+    cumulative, width = _cumulative(task)
+
+    def drawn_from(row: jax.Array, uniform: jax.Array) -> jax.Array:
+        token, half = jnp.zeros_like(row), width // 2  # binary search: how many entries are at most `uniform`
+        while half:
+            entry = cumulative.at[row * width + token + half - 1].get(mode="promise_in_bounds")
+            token, half = token + jnp.where(entry <= uniform, half, 0), half // 2
+        return token
+
+    def by_rule(rule: TriggerRule, before: jax.Array, current: jax.Array, uniform: jax.Array) -> jax.Array:
+        if rule == "backcopy":
+            return before
+        if rule == "in_context_bigram":
+            return jnp.take_along_axis(outputs, slots[current][:, None], axis=1)[:, 0]
+        return drawn_from(current if rule == "markov" else before, uniform)
+
+    def following(carry: tuple[jax.Array, jax.Array], xs: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        (before, current), (position, (uniform, *bits)) = carry, xs
+        answer = by_rule(rule, before, current, uniform)
+        for (name, probability), bit in zip(other, bits, strict=True):
+            answer = jnp.where(bit < _as_integers(probability), by_rule(name, before, current, uniform), answer)
+        within = position - 1 < task.rule_positions
+        acts = (slots[current] >= 0) & within
+        row = jnp.where(within, before, current) if task.skips else current
+        token = jnp.where(acts, answer, drawn_from(row, uniform))
+        if task.delimiter_id is not None:
+            token = jnp.where(position == task.delimiter_position, task.delimiter_id, token)
+        return (current, token), token
+
+    start = jnp.full(B, V, jnp.int32)
+    positions = jnp.arange(task.bos_count, task.bos_count + n)
+    _, tokens = jax.lax.scan(following, (start, start), (positions, bits))
+    bos = jnp.broadcast_to(jnp.asarray(task.bos_ids, jnp.int32), (B, task.bos_count))
+    return jnp.concatenate([bos, tokens.T], axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _oracle(task: BigramBackcopy, tokens: jax.Array) -> jax.Array:
+    V, dtype = task.vocab_size, jnp.result_type(float)
+    transition = jnp.asarray(task.transition, dtype)
+    before, acts = jnp.roll(tokens, 1, axis=1), task.is_trigger(tokens)
+    laws = {
+        "backcopy": lambda: jax.nn.one_hot(before, V, dtype=dtype),
+        "bigram_backward": lambda: transition[before],
+        "skip_bigram": lambda: transition[before],
+        "markov": lambda: transition[tokens],
+    }
+    rules = dict(task.rules)
+    in_context = rules.pop("in_context_bigram", 0.0)
+    mixture = sum((p * laws[rule]() for rule, p in rules.items()), jnp.zeros((*tokens.shape, V), dtype))
+    if in_context:
+        mixture += in_context * _posterior(task, tokens, acts, in_context, mixture)
+    law = jnp.where(acts[..., None], mixture, _elsewhere(task, tokens, transition))
+    if task.delimiter_id is None or task.delimiter_position is None:
+        return law
+    certain = jax.nn.one_hot(task.delimiter_id, V, dtype=dtype)
+    is_before = jnp.arange(tokens.shape[1]) == task.delimiter_position - 1
+    return jnp.where(is_before[None, :, None], certain[None, None], law)
+
+
+def _elsewhere(task: BigramBackcopy, tokens: jax.Array, transition: jax.Array) -> jax.Array:
+    """Returns the law of what follows if no trigger acts, [B, T, V]."""
+    if not task.skips:
+        return transition[tokens]
+    B, V = len(tokens), len(transition)
+    first = jnp.broadcast_to(jnp.asarray(task.first, transition.dtype), (B, 1, V))
+    before = jnp.concatenate([first, transition[tokens[:, :-1]]], axis=1)
+    position = jnp.arange(tokens.shape[1])
+    own = (position < task.bos_count) | (position >= task.rule_positions)
+    return jnp.where(own[None, :, None], transition[tokens], before)
+
+
+def _posterior(
+    task: BigramBackcopy, tokens: jax.Array, acts: jax.Array, probability: float, others: jax.Array
+) -> jax.Array:
+    """Computes what `in_context_bigram` predicts at a trigger: the distribution of its output o, given the past.
+
+    Bayes: each earlier occurrence, followed by y, multiplies that of o by p [o = y] + q(y).
+
+    Args:
+      task: The task.
+      tokens: int [B, T].
+      acts: Positions at which the rule acts, bool [B, T].
+      probability: p, that of this rule.
+      others: q, the other rules' law times their probability, [B, T, V].
+
+    Returns:
+      [B, T, V]; without meaning if no rule acts.
+    """
+    V, k = task.vocab_size, len(task.triggers)
+    slot = jax.nn.one_hot(jnp.asarray(_slots(task))[tokens], k, dtype=bool) & acts[..., None]
+    uniform = np.zeros(V)
+    uniform[task.plain] = 1.0 / len(task.plain)
+    following = jnp.roll(tokens, -1, axis=1)  # what follows the last one is not read
+
+    def update(known: jax.Array, xs: Any) -> tuple[jax.Array, jax.Array]:
+        slot, following, others = xs  # [B, k], [B], [B, V]
+        now = jnp.einsum("bk,bkv->bv", slot.astype(known.dtype), known, precision="highest")
+        seen = probability * jax.nn.one_hot(following, V, dtype=known.dtype)
+        after = now * (seen + jnp.take_along_axis(others, following[:, None], axis=1))
+        total = jnp.sum(after, axis=1, keepdims=True)
+        after = jnp.where(total > 0, after / jnp.where(total > 0, total, 1.0), now)
+        return jnp.where(slot[..., None], after[:, None], known), now
+
+    known = jnp.broadcast_to(jnp.asarray(uniform, others.dtype), (tokens.shape[0], k, V))
+    _, predicted = jax.lax.scan(update, known, (slot.swapaxes(0, 1), following.T, others.swapaxes(0, 1)))
+    return predicted.swapaxes(0, 1)

@@ -1,33 +1,43 @@
-"""A folder of token files from text of any size: what orthojax prepare and the cache of data sets do.
+"""Folders of token files, made from text of any size for orthojax prepare and for the cache of data sets.
 
 The folder gets `tokenizer.json`, and for each split `NAME.bin` with its sidecar, or one shard of it. Calls with the
-same tokenizer share a folder, whether they make other splits or other shards, also at the same time.
+same tokenizer share a folder, whether they make other splits or other shards, also at the same time. A file appears
+under its name when it is complete, and is then kept; a call that was killed starts over with the others.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from orthojax.data.documents import Document, Source, embedded_corpus, find_files, text_corpus
-from orthojax.data.remote import is_remote, remote_corpus, remote_files
-from orthojax.data.sealed import is_sha256, read_sealed, sealed
+import numpy as np
+
+from orthojax.data.sources import Document, Piece, Source, embedded_corpus, text_corpus
 from orthojax.data.tfds import find_folder, open_tfds
-from orthojax.data.token_files import TokenFile, require_alone
-from orthojax.data.token_writer import Part, write_token_files
+from orthojax.data.token_files import (
+    FORMAT_VERSION,
+    TokenFile,
+    TokenWriter,
+    open_token_file,
+    shard_path,
+    sidecar_path,
+    token_dtype,
+)
 from orthojax.data.tokenizers import BOS, EOS, Tokenizer, load_tokenizer, make_tokenizer, tokenizer_identity
 from orthojax.errors import UserError
 from orthojax.files import make_folder, write_text
 
-# A BPE is trained on the train split of a source of at most 64 MB on disk, and on that much of a larger one, from 64
-# places that do not depend on the number of shards: every process trains the same.
-BPE_SAMPLE_BYTES = 1 << 26
+_BPE_SAMPLE_BYTES = 1 << 26  # on disk: of a larger source, a BPE is trained on a part, the same for any --shard
 _TEXTS_FOR_THE_RULE = 4096
-_OUR_FILES = ("tokenizer", "source")  # .json, beside the sidecars
+_PASSAGE_LENGTHS = (40, 110)  # characters of a passage, uniform
+_THRICE = 0.3  # of the repeated passages
+_BATCH_CHARACTERS = 1 << 20  # text tokenised at once, which bounds memory and paces the progress
+_LONGEST_TEXT = 1 << 22  # characters; a longer document is tokenised in pieces
 
 Progress = Callable[..., Any]  # (what is being done, bytes of the source done, bytes in total, tokens so far)
 
@@ -44,7 +54,7 @@ class HoldOut:
     limit: int = 0  # of `text`: the largest sha256 that is held out, its first eight bytes as a number
 
     def part(self, split: str, document: Document) -> str:
-        """What of a document belongs to `train`, `validation` or `all`; '' if nothing does."""
+        """Returns what of a document belongs to `train`, `validation` or `all`; '' if nothing does."""
         if split == "all":
             return document.text
         if self.rule == "end":
@@ -58,7 +68,7 @@ class HoldOut:
 
 
 def hold_out_by_text(documents: Iterable[Document]) -> HoldOut:
-    """The rule for the user's text, wherever the files lie.
+    """Finds the rule for the user's text, wherever the files lie.
 
     The tenth of the different texts (rounded down) with the smallest sha256 is held out, so that equal texts are on
     the same side. The first 4,096 determine it to half a percent of the whole; no more are read. With fewer than 20
@@ -77,20 +87,53 @@ def hold_out_by_text(documents: Iterable[Document]) -> HoldOut:
     return HoldOut("text", sorted(numbers)[len(numbers) // 10 - 1])
 
 
-def divided(source: Source, hold_out: HoldOut, splits: Sequence[str]) -> list[Part]:
-    """Splits of a source by a rule: `train` and `validation`, or `all`, with nothing held out."""
-    return [Part(split, split, source, functools.partial(hold_out.part, split)) for split in splits]
+def repeat_passages(text: str, share: float, seed: int = 0) -> str:
+    """Writes a share of the passages of a text, of 40 to 110 characters, twice or, 3 in 10, three times.
 
-
-def text_parts(paths: Sequence[str] | None, splits: Sequence[str], folder: Path) -> list[Part]:
-    """Splits of text files, or of the embedded corpus.
+    A repeated passage follows itself at once, without anything between. The cuts and what is repeated depend on
+    the text and the seed alone, so that documents can be read in any order; with another share the cuts are the same,
+    and what a smaller share repeats a larger one repeats as well.
 
     Args:
-      paths: Files, folders and patterns, or addresses (see `remote_files`); None takes the standard library of the
-        running Python.
+      text: Of one document.
+      share: Share of the passages, 0 to 1.
+      seed: Another one repeats other passages.
+
+    >>> text = "".join(map(chr, range(33, 133)))
+    >>> len(repeat_passages(text, 1.0)) in range(200, 301), repeat_passages(text, 0.0) == text
+    (True, True)
+    """
+    if not text:
+        return text
+    digest = hashlib.sha256(f"{seed} {text}".encode("utf-8", "surrogatepass")).digest()
+    count = len(text) // _PASSAGE_LENGTHS[0] + 1
+    uniform = np.random.Generator(np.random.Philox(int.from_bytes(digest[:8]))).random((count, 3))
+    shortest, longest = _PASSAGE_LENGTHS
+    lengths = shortest + np.floor(uniform[:, 0] * (longest - shortest + 1)).astype(int)
+    times = 1 + (uniform[:, 1] < share) * (1 + (uniform[:, 2] < _THRICE))
+    passages, start = [], 0
+    for length, many in zip(lengths.tolist(), times.tolist(), strict=True):
+        passages.append(text[start : start + length] * many)
+        start += length
+    return "".join(passages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A split of a source."""
+
+    name: str  # of the token file, without its suffix
+    split: str  # for the sidecar
+    source: Source
+    text: Callable[[Document], str]  # what of a document belongs to it; '' if nothing does
+
+
+def text_parts(paths: Sequence[str] | None, splits: Sequence[str]) -> list[Part]:
+    """Opens splits of text files, or of the embedded corpus.
+
+    Args:
+      paths: As `text_corpus`; None takes the standard library of the running Python.
       splits: `train` and `validation`, or `all`.
-      folder: Of the token files. Its `source.json` keeps what takes reading the text: its sha256, valid until a file
-        changes its size or time, and the rule that divides it, valid as long as the sha256.
 
     Raises:
       UserError: For an unknown split, or bad files.
@@ -99,28 +142,15 @@ def text_parts(paths: Sequence[str] | None, splits: Sequence[str], folder: Path)
         if split not in ("train", "validation", "all"):
             raise UserError(f"there is no split {split!r} of text", allowed="train | validation | all")
     if paths is None:
-        return divided(embedded_corpus(), HoldOut("name"), splits)
-    if remote := is_remote(paths):
-        files: list[list[Any]] = remote_files(paths)
+        source, hold_out = embedded_corpus(), HoldOut("name")
     else:
-        files = [[name, path.stat().st_size, path.stat().st_mtime_ns] for name, path in find_files(paths)]
-    notes = folder / "source.json"
-    before, sha256, hold_out = _read_notes(notes) if os.path.lexists(notes) else ([], "", HoldOut("end"))
-    unchanged = before == files
-    source = remote_corpus(files) if remote else text_corpus(paths, sha256 if unchanged else "")
-    if source.sha256 != sha256:  # if only a date changed, the rule of an earlier version stays
-        if list(splits) == ["all"]:
-            return divided(source, HoldOut("end"), splits)  # never consulted
-        hold_out = hold_out_by_text(source.documents())
-    if not unchanged:
-        make_folder(folder, "the folder of token files")
-        content = {"files": files, "sha256": source.sha256, "hold_out": dataclasses.asdict(hold_out)}
-        write_text(notes, sealed(content))
-    return divided(source, hold_out, splits)
+        source = text_corpus(paths)
+        hold_out = hold_out_by_text(source.documents() if {*splits} != {"all"} else ())
+    return [Part(split, split, source, functools.partial(hold_out.part, split)) for split in splits]
 
 
 def tfds_parts(data_dir: Path, dataset: str, splits: Sequence[str], feature: str) -> list[Part]:
-    """Splits of a TensorFlow Datasets folder; arguments and errors as `orthojax.data.tfds`."""
+    """Opens splits of a TensorFlow Datasets folder; arguments and errors as `orthojax.data.tfds`."""
     folder = find_folder(data_dir, dataset)
     return [
         Part(split.partition("[")[0], split, open_tfds(folder, split, feature), lambda document: document.text)
@@ -128,29 +158,16 @@ def tfds_parts(data_dir: Path, dataset: str, splits: Sequence[str], feature: str
     ]
 
 
-def renamed(parts: Sequence[Part], name: str) -> list[Part]:
-    """The parts with another name for their token files; unchanged if it is ''.
-
-    Raises:
-      UserError: If it is not the name of a file, or that of another file of the folder.
-    """
-    if name and (name != Path(name).name or name.startswith(".") or name in _OUR_FILES):
-        raise UserError(f"--name={name} is not the name of a file", allowed="a name such as train")
-    if not name and (taken := {part.name for part in parts} & {*_OUR_FILES}):
-        raise UserError(f"token files {min(taken)!r} would overwrite {min(taken)}.json", allowed="--name=NAME")
-    return [dataclasses.replace(part, name=name or part.name) for part in parts]
-
-
-def require_usable(folder: Path, tokenizer_spec: str) -> None:
+def require_usable(folder: Path, tokenizer: str) -> None:
     """Refuses what can be refused before any text is read.
 
     Raises:
       UserError: For an unknown tokenizer, or a folder with other things in it.
     """
-    tokenizer_identity(tokenizer_spec)
+    tokenizer_identity(tokenizer)
     if folder.is_dir() and any(path.name[0] != "." for path in folder.iterdir()):  # another process may just begin
-        ours = any((folder / name).exists() for name in ("tokenizer.json", "source.json"))
-        if not ours or (folder / "checkpoints").exists():  # a run keeps its tokenizer, too
+        # The folder of a run has a tokenizer as well.
+        if not (folder / "tokenizer.json").exists() or (folder / "checkpoints").exists():
             raise UserError(f"{folder} already exists and holds no token files", allowed="a new or empty folder")
     elif folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file", allowed="a new or empty folder")
@@ -159,64 +176,150 @@ def require_usable(folder: Path, tokenizer_spec: str) -> None:
 def prepare(
     folder: Path,
     parts: Sequence[Part],
-    tokenizer_spec: str,
+    tokenizer: str,
     *,
     shard: tuple[int, int] = (0, 1),
     progress: Progress | None = None,
 ) -> list[TokenFile]:
-    """Writes the token files of some splits, or one shard of each; resumes what an earlier call left.
+    """Writes the token files of some splits, or one shard of each; those that are complete are kept.
 
     Args:
       folder: Created if it does not exist.
-      parts: The splits. A BPE that is not there yet is trained on the first.
-      tokenizer_spec: As `make_tokenizer`.
-      shard: (i, n) takes the i-th of n parts.
+      parts: The splits, each with a name of its own. A BPE that is not there yet is trained on the first.
+      tokenizer: As `make_tokenizer`. To bound memory, a document of more than 4 million characters is tokenised in
+        pieces that end with a line; only there may its ids differ from those of the whole.
+      shard: (i, n) takes the i-th of n consecutive parts of the source, each of whole files.
       progress: Called before a BPE is trained, and after every batch.
 
     Raises:
-      UserError: For anything wrong with the text, the tokenizer, the folder or an earlier call.
+      UserError: For anything wrong with the text, the tokenizer or the folder; if a file was created from something
+        else, or there is no text for it.
     """
-    require_usable(folder, tokenizer_spec)
-    names = [part.name for part in parts]
-    if len(set(names)) < len(names):
-        raise UserError(f"the token files would have one name: {', '.join(names)}", allowed="one split, with --name")
-    for name in names:
-        require_alone(folder / f"{name}.bin", shard[1])
+    require_usable(folder, tokenizer)
+    for name in (names := [part.name for part in parts]):
+        if name in ("", "tokenizer") or name[0] == "." or name != Path(name).name or names.count(name) > 1:
+            problem = f"{name!r} is not the name of a token file, or is that of two"
+            raise UserError(problem, allowed="--name=NAME, such as train, for one split")
     make_folder(folder, "the folder of token files")
-    tokenizer = _shared_tokenizer(folder / "tokenizer.json", tokenizer_spec, parts[0], progress)
-    files: dict[str, TokenFile] = {}
+    made = _shared_tokenizer(folder / "tokenizer.json", tokenizer, parts[0], progress)
     for source in dict.fromkeys(part.source for part in parts):  # one pass over a text makes all splits of it
-        together = [part for part in parts if part.source == source]
-        label = " and ".join(part.name for part in together)
-        label += "" if shard[1] == 1 else f", shard {shard[0]}/{shard[1]}"
-        report = functools.partial(progress, label) if progress else None
-        written = write_token_files(folder, together, tokenizer, shard=shard, report=report)
-        files.update(zip((part.name for part in together), written, strict=True))
-    return [files[name] for name in names]
+        with contextlib.ExitStack() as stack:
+            writers: dict[TokenWriter, Part] = {}
+            for part in parts:
+                writer = _writer(folder, part, made, shard) if part.source == source else None
+                if writer:
+                    writers[stack.enter_context(writer)] = part
+            if writers:
+                _write(writers, made, source.pieces(*shard), shard, progress or (lambda *_: None))
+    return [open_token_file(shard_path(folder / f"{part.name}.bin", *shard)) for part in parts]
 
 
-def sample(source: Source, limit_bytes: int, parts: int = 64) -> Iterator[Document]:
-    """All documents of a source of at most `limit_bytes`, otherwise the first with 1 / parts of that of each shard."""
-    if source.n_bytes <= limit_bytes:
-        yield from source.documents()
-        return
-    for index in range(parts):
+def _writer(folder: Path, part: Part, tokenizer: Tokenizer, shard: tuple[int, int]) -> TokenWriter | None:
+    """Opens a writer of the token file of a part; None if it is complete."""
+    path = shard_path(folder / f"{part.name}.bin", *shard)
+    created_from = {
+        "format_version": FORMAT_VERSION,
+        "dtype": token_dtype(tokenizer.vocab_size).name,
+        "vocab_size": tokenizer.vocab_size,
+        "bos_id": tokenizer.bos_id,
+        "eos_id": tokenizer.eos_id,
+        "tokenizer": tokenizer.spec,
+        "tokenizer_sha256": tokenizer.sha256,
+        "source": part.source.description,
+        "source_sha256": part.source.sha256,
+        "file_count": len(part.source.files),
+        "split": part.split,
+        "shard": "" if shard[1] == 1 else f"{shard[0]}/{shard[1]}",
+    }
+    if not (path.exists() and sidecar_path(path).exists()):
+        return TokenWriter(path, created_from)
+    info = open_token_file(path).info
+    for name, value in created_from.items():
+        if (before := getattr(info, name)) != value:
+            problem = f"{path} was created with a different {name}: {before!r}, not {value!r}"
+            raise UserError(problem, allowed="the same command, or another --output")
+    return None
+
+
+def _write(
+    writers: dict[TokenWriter, Part],
+    tokenizer: Tokenizer,
+    pieces: list[Piece],
+    shard: tuple[int, int],
+    report: Progress,
+) -> None:
+    """Tokenises the pieces once for all parts; a batch is tokenised and written while the next one is read."""
+    what = " and ".join(part.name for part in writers.values())
+    what += "" if shard[1] == 1 else f", shard {shard[0]}/{shard[1]}"
+    total, before, characters = sum(piece.n_bytes for piece in pieces), 0, 0
+    waiting: dict[TokenWriter, list[str]] = {writer: [] for writer in writers}
+
+    def write(batch: dict[TokenWriter, list[str]], done: int) -> None:
+        for writer, texts in batch.items():
+            if texts:
+                writer.append(_encode(tokenizer, texts), len(texts), sum(len(text.encode()) for text in texts))
+        report(what, min(done, total - 1), total, sum(writer.n_tokens for writer in writers))
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future = pool.submit(write, {}, 0)
+        for piece in pieces:
+            for document, done in piece.read():
+                for writer, part in writers.items():
+                    text = part.text(document)
+                    waiting[writer] += [text] if text else []
+                    characters += len(text)
+                if characters >= _BATCH_CHARACTERS:
+                    future.result()
+                    future = pool.submit(write, waiting, before + done)
+                    waiting, characters = {writer: [] for writer in writers}, 0
+            before += piece.n_bytes
+        future.result()
+    write(waiting, before)
+    for writer in writers:
+        writer.complete()
+    report(what, total, total, sum(writer.n_tokens for writer in writers))
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
+    """Returns the ids of some documents as they stand in a token file."""
+    pieces = [piece for text in texts for piece in _cut(text)]
+    rows = tokenizer.encode_batch([piece for piece, _ in pieces])
+    end = np.array([tokenizer.eos_id], np.int32)
+    return np.concatenate(
+        [x for row, (_, last) in zip(rows, pieces, strict=True) for x in ((row, end) if last else (row,))]
+    )
+
+
+def _cut(text: str) -> Iterator[tuple[str, bool]]:
+    """Cuts a document into pieces; the flag marks the last one."""
+    begin = 0
+    while len(text) - begin > _LONGEST_TEXT:
+        end = text.rfind("\n", begin, begin + _LONGEST_TEXT) + 1 or begin + _LONGEST_TEXT
+        yield text[begin:end], False
+        begin = end
+    yield text[begin:], True
+
+
+def _sample(source: Source) -> Iterator[Document]:
+    """Yields all documents of at most 64 MB, otherwise the first with 1 / n of that of each of n <= 64 shards."""
+    count = min(len(source.files), 64) if source.n_bytes > _BPE_SAMPLE_BYTES else 1
+    for index in range(count):
         spent = 0
-        for document in source.documents(index, parts):
+        for document in source.documents(index, count):
             yield document
             spent += len(document.text.encode())
-            if spent >= limit_bytes // parts:
+            if spent >= _BPE_SAMPLE_BYTES // count and source.n_bytes > _BPE_SAMPLE_BYTES:
                 break
 
 
 def _shared_tokenizer(path: Path, spec: str, part: Part, progress: Progress | None) -> Tokenizer:
-    """The tokenizer of a folder of token files: the one that is there, or a new one."""
+    """Returns the tokenizer of a folder of token files: the one that is there, or a new one."""
     if not path.exists():
         texts: Iterable[str] = ()
         if spec.startswith("bpe:"):
-            texts = filter(None, map(part.text, sample(part.source, BPE_SAMPLE_BYTES)))
+            texts = filter(None, map(part.text, _sample(part.source)))
             if progress:
-                progress(f"training {spec}", 0, min(part.source.n_bytes, BPE_SAMPLE_BYTES), 0)
+                progress(f"training {spec}", 0, min(part.source.n_bytes, _BPE_SAMPLE_BYTES), 0)
         made = make_tokenizer(spec, texts)
         write_text(path, made.serialized)
         return made
@@ -230,16 +333,6 @@ def _shared_tokenizer(path: Path, spec: str, part: Part, progress: Progress | No
     if not same:
         raise UserError(f"{path} is not the tokenizer {spec!r}", allowed="the same tokenizer, or another --output")
     return found
-
-
-def _read_notes(path: Path) -> tuple[list[Any], str, HoldOut]:
-    """Files, their sha256 and the rule that divides them, from a `source.json`."""
-    again = "delete it, and the rule that divides the text is found again"
-    match read_sealed(path, "note on the text", again):
-        case {"files": list(files), "sha256": sha256, "hold_out": {"rule": "text" | "end" as rule, "limit": limit}}:
-            if is_sha256(sha256) and type(limit) is int and 0 <= limit < 1 << 64:
-                return files, sha256, HoldOut(rule, limit)
-    raise UserError(f"note on the text {path} is corrupt", hint=again)
 
 
 def _number(text: str) -> int:

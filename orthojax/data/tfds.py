@@ -1,55 +1,35 @@
 """Text of a prepared TensorFlow Datasets folder, TFRecord or ArrayRecord, read without TensorFlow.
 
-A folder is DATA_DIR/NAME[/CONFIG]/VERSION with dataset_info.json, features.json and the shards of every split. The
-metadata is read here: it may come from anywhere, and TFDS imports modules that it names and formats templates that it
-holds. TFDS resolves slices.
+A folder is DATA_DIR/NAME[/CONFIG]/VERSION with dataset_info.json and the files of every split. TFDS resolves slices;
+the package `array_record` reads ArrayRecord. The metadata are read here, because TFDS imports modules that they name,
+and TFRecord, which TFDS does not read without TensorFlow: a length (uint64), its masked CRC-32C, the data and their
+masked CRC-32C, all little-endian (tensorflow/core/lib/io/record_writer.h).
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import re
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from orthojax.data.documents import Document, Item, Piece, Source
-from orthojax.data.records import REFETCH, read_array_record, read_tfrecord
-from orthojax.data.sealed import is_count
+from orthojax.data.sources import Document, Piece, Source
 from orthojax.errors import UserError, nearest
 from orthojax.files import read_json
 
-_TEMPLATE = (
-    "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"  # of the names of shards, where a data set has none of its own
-)
-_LONGEST_NAME = 255
+_TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"  # of the names of files, if a data set has none of its own
 _AGAIN = "fetch the folder again"
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)$")
-
-
-class _Metadata(NamedTuple):
-    """What is read of dataset_info.json and features.json."""
-
-    content: dict[str, Any]  # all of dataset_info.json
-    name: str  # of the data set
-    description: str  # NAME[/CONFIG]:VERSION
-    file_format: str
-    splits: dict[str, tuple[str, list[int]]]  # the template of its files, and the number of records in each
-    features: dict[str, bool] | None  # whether each holds text; None without features.json
-
-
-class _Records(NamedTuple):
-    """Consecutive records of a split."""
-
-    where: str
-    count: int
-    n_bytes: int
-    read: Callable[[int, int], Iterator[bytes]]  # the records [start, stop)
+_HEADER = struct.Struct("<QI")
+_READ_AT_ONCE = 64  # records of an ArrayRecord
 
 
 def find_folder(data_dir: Path, dataset: str) -> Path:
-    """The folder of one version of a data set.
+    """Finds the folder of one version of a data set.
 
     Args:
       data_dir: Holds the data sets; or the folder of a version itself, if `dataset` is ''.
@@ -75,10 +55,16 @@ def find_folder(data_dir: Path, dataset: str) -> Path:
     return data_dir / name / (version or versions[-1])
 
 
-def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
-    """One split of a data set, or a slice of it, as a source.
+def _present(data_dir: Path) -> str:
+    infos = [path for depth in ("*/*", "*/*/*") for path in data_dir.glob(f"{depth}/dataset_info.json")]
+    names = sorted({path.parents[1].relative_to(data_dir).as_posix() for path in infos})
+    return " | ".join(names) or "a folder with NAME/CONFIG/VERSION/dataset_info.json, and none is there"
 
-    Its sha256 covers the metadata, the slice and the names and sizes of the shards, not their contents.
+
+def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
+    """Opens one split of a data set, or a slice of it, as a source.
+
+    Its sha256 covers the metadata, the slice and the names and sizes of the files, not their contents.
 
     Args:
       folder: From `find_folder`.
@@ -86,123 +72,56 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
       feature: The text or bytes feature that holds the text.
 
     Raises:
-      UserError: If the metadata, the split, a shard or the feature is missing or invalid.
+      UserError: If the metadata, the split, a file or the feature is missing or invalid.
     """
-    info = _read_metadata(folder)
-    name, begin, end = _resolve(split, {name: lengths for name, (_, lengths) in info.splits.items()})
-    if info.features is not None and not info.features.get(feature):
-        present = [name for name, holds_text in info.features.items() if holds_text]
-        problem = f"feature {feature!r} of {folder} holds no text"
-        if feature not in info.features:
-            problem, present = f"{folder} has no feature {feature!r}", list(info.features)
-        raise UserError(problem, allowed=_listed(sorted(present)), hint=nearest(feature, present))
-    if info.file_format not in ("tfrecord", "array_record"):
-        raise UserError(f"{folder} has the file format {info.file_format!r}", allowed="tfrecord | array_record")
-    paths, lengths = _shards(folder, info, name), info.splits[name][1]
-    sizes = [path.stat().st_size for path in paths]
-    if info.file_format == "tfrecord":
-        reads = [functools.partial(read_tfrecord, path, count) for path, count in zip(paths, lengths, strict=True)]
-        records = list(map(_Records, map(str, paths), lengths, sizes, reads))
-        for read, count in zip(reads, lengths, strict=True):
-            if count == 0:
-                next(read(0, 0), None)  # no piece reads it, but it has to be empty
-    else:
-        where = f"split {name!r} of {folder}"
-        read = functools.partial(read_array_record, paths, lengths, sum(sizes) / sum(lengths))
-        records = [_Records(where, sum(lengths), sum(sizes), read)]
+    info = read_json(folder / "dataset_info.json", "metadata")
     try:
-        digest = hashlib.sha256(json.dumps([info.content, split, feature]).encode())
-    except RecursionError:
-        raise UserError(f"dataset_info.json of {folder} is nested too deeply", hint=_AGAIN) from None
+        name, version, config = info["name"], info["version"], info.get("configName", "")
+        file_format = info.get("fileFormat", "tfrecord")
+        # In the JSON of protocol buffers 64-bit integers are strings.
+        lengths = {found["name"]: [int(n) for n in found.get("shardLengths", ())] for found in info["splits"]}
+        templates = {found["name"]: found.get("filepathTemplate") or _TEMPLATE for found in info["splits"]}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder} does not describe a data set of TFDS: {error!r}", hint=_AGAIN) from None
+    split_name, begin, end = _resolve(split, lengths)
+    readers = {"tfrecord": _read_tfrecord, "array_record": _read_array_record}
+    if file_format not in readers:
+        raise UserError(f"{folder} has the file format {file_format!r}", allowed=" | ".join(readers))
+    counts = lengths[split_name]
+    fields = {"DATASET": name, "SPLIT": split_name, "FILEFORMAT": file_format}
+    paths = _files(folder, templates[split_name], fields, len(counts))
+    sizes, pieces, first = [path.stat().st_size for path in paths], [], 0
+    for path, count, size in zip(paths, counts, sizes, strict=True):
+        start, stop = max(begin - first, 0), min(end - first, count)
+        n_bytes = size * (stop - start) // count if start < stop else 0
+        pieces.append(Piece(functools.partial(_read, readers[file_format], path, count, start, stop, feature), n_bytes))
+        first += count
+    digest = hashlib.sha256(json.dumps([info, split, feature]).encode())
     digest.update("".join(f"{path.name} {size}\n" for path, size in zip(paths, sizes, strict=True)).encode())
-    pieces = functools.partial(_pieces, records, feature, begin, end)
-    return Source(f"{info.description} {split}", digest.hexdigest(), len(paths), pieces)
+    described = f"{name}{config and '/' + config}:{version} {split}"
+    return Source(described, digest.hexdigest(), tuple(pieces))
 
 
-def _read_metadata(folder: Path) -> _Metadata:
-    """What the two JSON files say, which is believed in nothing.
-
-    Raises:
-      UserError: Where a field that is needed is missing or of the wrong type; others are not looked at.
-    """
-
-    def refused(problem: str) -> UserError:
-        return UserError(f"{folder} does not describe a data set of TFDS: {problem}", hint=_AGAIN)
-
-    def text(values: dict[str, Any], name: str, default: str | None = None) -> str:
-        value = values.get(name, default)
-        if type(value) is not str or len(value) > _LONGEST_NAME or not value.isprintable():
-            raise refused(f"{name!r} is not a name")
-        return value
-
-    def read(name: str) -> dict[str, Any]:
-        try:
-            return read_json(folder / name, "metadata")
-        except UserError as error:
-            raise refused(str(error).partition("\n")[0]) from None
-
-    content = read("dataset_info.json")
-    name, config, version = text(content, "name"), text(content, "configName", ""), text(content, "version")
-    splits: dict[str, tuple[str, list[int]]] = {}
-    listed = content.get("splits")
-    if type(listed) is not list or any(type(values) is not dict for values in listed):
-        raise refused("'splits' is not a list of objects")
-    for values in listed:
-        lengths: Any = values.get("shardLengths", [])
-        if type(lengths) is list:  # in the JSON of protocol buffers 64-bit integers are strings
-            lengths = [int(n) if type(n) is str and re.fullmatch("[0-9]{1,18}", n) else n for n in lengths]
-        if type(lengths) is not list or not all(map(is_count, lengths)):
-            raise refused("'shardLengths' is not a list of numbers")
-        splits[text(values, "name")] = (text(values, "filepathTemplate", "") or _TEMPLATE, lengths)
-    if not name or "" in splits or len(splits) < len(listed):
-        raise refused("the data set or a split has no name, or two splits have the same")
-    features = None
-    if os.path.lexists(folder / "features.json"):  # not written by early versions of TFDS
-        match read("features.json"):
-            case {"featuresDict": {"features": dict(found)}} if all(type(kinds) is dict for kinds in found.values()):
-                features = {key: not kinds.keys().isdisjoint(("text", "tensor")) for key, kinds in found.items()}
-            case _:
-                raise refused("features.json holds no features")
-    description = f"{name}{config and '/' + config}:{version}"
-    return _Metadata(content, name, description, text(content, "fileFormat", "tfrecord"), splits, features)
-
-
-def _shards(folder: Path, info: _Metadata, split: str) -> list[Path]:
-    """The files of a split, in the folder.
-
-    Raises:
-      UserError: Where one is missing or outside the folder, or the template has other fields than TFDS knows.
-    """
-    template, lengths = info.splits[split]
-    count, home, paths = len(lengths), os.path.realpath(folder), []
-    digits = max(5, len(str(count)))
+def _files(folder: Path, template: str, fields: dict[str, str], count: int) -> list[Path]:
+    """Lists the files of a split, which have to lie in the folder."""
+    digits, home, paths = max(5, len(str(count))), folder.resolve(), []
     for index in range(count):
         number, of = f"{index:0{digits}d}", f"{count:0{digits}d}"
-        fields = {"DATASET": info.name, "SPLIT": split, "FILEFORMAT": info.file_format}
-        fields |= {"SHARD_INDEX": number, "NUM_SHARDS": of, "SHARD_X_OF_Y": f"{number}-of-{of}"}
-        # Not str.format: it follows attributes, and pads to any width.
-        name = re.sub(r"\{(\w+)\}", lambda found, fields=fields: fields.get(found[1], found[0]), template)
-        path = folder / name
-        inside = len(name) <= _LONGEST_NAME and Path(os.path.realpath(path)).is_relative_to(home)
-        if not inside or set("{}") & set(name) or path in paths[:1]:
-            raise UserError(
-                f"the names of the files of {split!r} in {folder} are {template!r}",
-                allowed="different names of files in this folder, with {" + "}, {".join(fields) + "}",
-                hint=_AGAIN,
-            )
-        paths.append(path)
+        values = fields | {"SHARD_INDEX": number, "NUM_SHARDS": of, "SHARD_X_OF_Y": f"{number}-of-{of}"}
+        # Not str.format, which follows attributes and pads to any width.
+        name = re.sub(r"\{(\w+)\}", lambda found, values=values: values.get(found[1], found[0]), template)
+        if not (folder / name).resolve().is_relative_to(home):
+            raise UserError(f"{template!r} of {folder} names files outside the folder", hint=_AGAIN)
+        paths.append(folder / name)
     missing = [path.name for path in paths if not os.path.isfile(path)]
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(
-            f"{folder} lacks {missing[0]}{more} of the {len(paths)} files of {split!r}",
-            hint="fetch the rest; a slice of the split needs all of its files too",
-        )
+        problem = f"{folder} lacks {missing[0]} and {len(missing) - 1} more of the {count} files of {fields['SPLIT']!r}"
+        raise UserError(problem, hint="fetch the rest; a slice of the split needs all of its files as well")
     return paths
 
 
 def _resolve(split: str, splits: dict[str, list[int]]) -> tuple[str, int, int]:
-    """A split in the notation of TFDS as (name, first example, the one after the last)."""
+    """Resolves a split in the notation of TFDS as (name, first example, the one after the last)."""
     import tensorflow_datasets as tfds
 
     name = split.partition("[")[0]
@@ -211,7 +130,7 @@ def _resolve(split: str, splits: dict[str, list[int]]) -> tuple[str, int, int]:
     size = sum(splits.get(name, ()))
     if not size:
         present = [name for name, lengths in splits.items() if sum(lengths)]
-        raise UserError(f"there is no split {name!r}", allowed=_listed(present), hint=nearest(name, present))
+        raise UserError(f"there is no split {name!r}", allowed=" | ".join(present), hint=nearest(name, present))
     # Under a name of our own, since TFDS would take some for more than a split.
     infos = {"split": tfds.core.SplitInfo(name="split", shard_lengths=splits[name], num_bytes=0)}
     try:
@@ -224,60 +143,75 @@ def _resolve(split: str, splits: dict[str, list[int]]) -> tuple[str, int, int]:
     return name, begin, end
 
 
-def _listed(names: list[str]) -> str:
-    shown = [name if name.isprintable() else repr(name) for name in names[:20]]
-    return " | ".join(shown) + (f" | {len(names) - 20} more" if len(names) > 20 else "")
-
-
-def _present(data_dir: Path) -> str:
-    found = {
-        path.parents[1].relative_to(data_dir).as_posix()
-        for depth in ("*/*", "*/*/*")
-        for path in data_dir.glob(f"{depth}/dataset_info.json")
-    }
-    if not found:
-        return "a folder with NAME/CONFIG/VERSION/dataset_info.json, and none is there"
-    return _listed(sorted(found))
-
-
-def _pieces(records: list[_Records], feature: str, begin: int, end: int, index: int, count: int) -> list[Piece]:
-    begin, end = (begin + (end - begin) * i // count for i in (index, index + 1))
-    found, first = [], 0
-    for part in records:
-        start, stop = max(begin - first, 0), min(end - first, part.count)
-        if start < stop:
-            size = part.n_bytes / part.count
-            read = functools.partial(_read, part, feature, stop=stop)
-            found.append(Piece(read, start, round((stop - start) * size), round(start * size)))
-        first += part.count
-    return found
-
-
-def _read(records: _Records, feature: str, start: int, *, stop: int) -> Iterator[Item]:
+def _read(
+    reader: Callable[[Path, int], Iterator[bytes]], path: Path, count: int, start: int, stop: int, feature: str
+) -> Iterator[tuple[Document, int]]:
+    """Yields the texts of the records [start, stop) of a file of `count`, and about how many bytes are read so far."""
     from google.protobuf.message import DecodeError
     from tensorflow_datasets.proto import tf_example_generated_pb2
 
     messages: Any = tf_example_generated_pb2
-    number, size = start, records.n_bytes / records.count
-    for record in records.read(start, stop):
-        where = f"record {number} of {records.where}"
-        try:
-            texts = messages.Example.FromString(record).features.feature[feature].bytes_list.value
+    size, number = path.stat().st_size / max(count, 1), start
+    try:
+        for record in reader(path, start):
+            if number == stop:
+                if stop < count:
+                    return
+                raise ValueError(f"dataset_info.json says that there are {count}")
+            features = messages.Example.FromString(record).features.feature
+            texts = features[feature].bytes_list.value if feature in features else ()
             if len(texts) != 1:
-                what = f"{len(texts)} texts in its feature" if texts else "no bytes feature"
-                allowed = "--text_feature=NAME of one that holds one text"
-                raise UserError(f"{where} has {what} {feature!r}", allowed=allowed)
-            text = texts[0].decode()
-        except DecodeError as error:
-            raise UserError(f"{where} is not a tf.train.Example: {error}") from None
-        except UnicodeDecodeError as error:
-            problem = f"{error.reason} at byte {error.start}"
-            raise UserError(f"{where} is not UTF-8 text: {problem}", allowed="UTF-8") from None
-        number += 1
-        if text:
-            yield Item(Document(where, text), number, round(number * size))
-    if number < stop:
-        raise UserError(
-            f"{records.where} has fewer than the {records.count} records of dataset_info.json",
-            hint=REFETCH,
-        )
+                problem = f"record {number} of {path} has {len(texts)} texts in its feature {feature!r}"
+                holding = sorted(name for name, values in features.items() if len(values.bytes_list.value) == 1)
+                raise UserError(problem, allowed=" | ".join(holding), hint=nearest(feature, holding))
+            if text := texts[0].decode():
+                yield Document(f"record {number} of {path}", text), round((number + 1 - start) * size)
+            number += 1
+        if number < stop:
+            raise ValueError(f"the file ends, but dataset_info.json says that there are {count}")
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (DecodeError, IndexError, RuntimeError, ValueError) as error:
+        problem = f"record {number} of {path}: {str(error).splitlines()[0][:200]}"
+        raise UserError(problem, hint="the file is damaged or of another kind: fetch it again") from None
+
+
+def _read_tfrecord(path: Path, start: int) -> Iterator[bytes]:
+    """Yields the records of a TFRecord file from `start` on; of those before, only the lengths are read."""
+    number = 0
+    with open(path, "rb", buffering=1 << 18) as file:
+        size = os.fstat(file.fileno()).st_size
+        while header := file.read(_HEADER.size):
+            length, masked = _HEADER.unpack(header.ljust(_HEADER.size))
+            if masked_crc32c(header[:8]) != masked:
+                raise ValueError("the length does not match its checksum")
+            if file.tell() + length + 4 > size:
+                raise ValueError("the file is cut short")
+            if number < start:
+                file.seek(length + 4, os.SEEK_CUR)
+            else:
+                data = file.read(length)
+                if masked_crc32c(data) != int.from_bytes(file.read(4), "little"):
+                    raise ValueError("the data do not match their checksum")
+                yield data
+            number += 1
+
+
+def masked_crc32c(data: bytes) -> int:
+    """Computes CRC-32C as TFRecord stores it: rotated right by 15 bits, plus a constant."""
+    import google_crc32c
+
+    crc = google_crc32c.value(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _read_array_record(path: Path, start: int) -> Iterator[bytes]:
+    """Yields the records of an ArrayRecord file from `start` on."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    with contextlib.closing(ArrayRecordReader(str(path), "readahead_buffer_size:0")) as reader:
+        count = reader.num_records()
+        for i in range(start, count, _READ_AT_ONCE):
+            yield from reader.read(i, min(i + _READ_AT_ONCE, count))

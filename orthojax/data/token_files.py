@@ -6,29 +6,32 @@ which is not there, gets all of them as one. Text is tokenised once; training re
 """
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import glob
 import hashlib
+import json
 import os
 import re
-import typing
+import secrets
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from orthojax.data.sealed import is_count, is_sha256, read_sealed, sealed
 from orthojax.errors import UserError
-from orthojax.files import require_file, write_text
+from orthojax.files import read_json, require_file, write_text
 
 FORMAT_VERSION = 1
 TOKENIZER_FIELDS = ("tokenizer_sha256", "vocab_size", "bos_id", "eos_id")  # equal in files that belong together
 _SAMPLE_BLOCKS, _SAMPLE_BYTES = 16, 4096
 _ALWAYS_COMPARED_BYTES = 1 << 28  # takes a second at most
-_IDS_AT_ONCE = 1 << 24
 _OPEN_AT_ONCE = 256  # every memory map holds a file open, and a process may open about a thousand
+_ABANDONED_SECONDS = 3600  # since the last change of a hidden file, after which the call that wrote it was killed
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
+_CHECKSUM = "content_sha256"  # of the other fields of a sidecar, so that an edit does not go unnoticed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +49,12 @@ class TokenFileInfo:
     tokenizer: str  # its name
     tokenizer_sha256: str  # of its file
     source: str  # what was tokenised
-    source_sha256: str  # of the corpus; '' if unknown
-    file_count: int  # of the corpus; 0 if unknown
+    source_sha256: str  # of the corpus
+    file_count: int  # of the corpus
     split: str  # `train`, `validation` or any other name
     data_sha256: str  # of the .bin file
-    sample_sha256: str = ""  # of a few blocks of it, compared whenever it is opened; '' in files of earlier versions
-    shard: str = ""  # `i/n` if the file is one of several that belong together
+    sample_sha256: str  # of a few blocks of it, compared whenever it is opened
+    shard: str  # `i/n` if the file is one of several that belong together, else ''
 
 
 class JoinedTokens:
@@ -66,7 +69,7 @@ class JoinedTokens:
         return self._ends[-1]
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """The integers [start, stop); a view if they lie in one file."""
+        """Returns the integers [start, stop); a view if they lie in one file."""
         start, stop, step = part.indices(len(self))
         if step != 1:
             raise IndexError("joined token files are read in steps of 1")
@@ -92,18 +95,82 @@ class TokenFile:
     tokens: Tokens  # uint16 or uint32 [n_tokens], a read-only memory map or several
 
 
+class TokenWriter:
+    """A token file while it is written, under a hidden name that it loses when it is complete.
+
+    Attributes:
+      path: The .bin file that it becomes.
+      n_tokens: Ids so far.
+    """
+
+    def __init__(self, path: Path, created_from: dict[str, Any]):
+        """Opens the hidden file; `created_from` are the fields of the sidecar that do not depend on the contents."""
+        self.path, self.n_tokens = path, 0
+        self._created_from = created_from
+        self._dtype = np.dtype(created_from["dtype"]).newbyteorder("<")
+        self._n_bytes = self._n_documents = 0
+        self._digest = hashlib.sha256()
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            with contextlib.suppress(OSError):  # another process may do the same
+                if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                    left.unlink()
+        self._file = open(self._temporary, "xb")
+
+    def append(self, ids: np.ndarray, n_documents: int, n_bytes: int) -> None:
+        """Writes the ids of some documents, each with its end-of-text id, whose texts have so many bytes in UTF-8."""
+        data = ids.astype(self._dtype).tobytes()
+        self._file.write(data)
+        self._digest.update(data)
+        self.n_tokens += len(ids)
+        self._n_documents += n_documents
+        self._n_bytes += n_bytes
+
+    def complete(self) -> None:
+        """Writes the sidecar, then moves the file into place.
+
+        Raises:
+          UserError: If nothing was written.
+        """
+        if not self.n_tokens:
+            source = self._created_from["source"]
+            hint = "take fewer shards: each has whole files" if self._created_from["shard"] else ""
+            problem = f"no text for the token file {self.path.name} in {source}"
+            raise UserError(problem, allowed="at least one document", hint=hint)
+        self._file.flush()
+        os.fsync(self._file.fileno())  # or a power cut leaves the final name with nothing behind it
+        info = TokenFileInfo(
+            **self._created_from,
+            n_tokens=self.n_tokens,
+            n_bytes=self._n_bytes,
+            n_documents=self._n_documents,
+            data_sha256=self._digest.hexdigest(),
+            sample_sha256=_sample_sha256(self._temporary),
+        )
+        values = dataclasses.asdict(info)
+        write_text(sidecar_path(self.path), json.dumps({**values, _CHECKSUM: _checksum(values)}, indent=2) + "\n")
+        self._temporary.replace(self.path)
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The little-endian integers that hold every id of a vocabulary."""
+    """Returns the little-endian integers that hold every id of a vocabulary."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def sidecar_path(path: str | Path) -> Path:
-    """The sidecar of a token file: the same name with .json."""
+    """Returns the sidecar of a token file: the same name with .json."""
     return Path(path).with_suffix(".json")
 
 
 def shard_path(path: Path, index: int, count: int) -> Path:
-    """The file of one shard; of the only one, the path itself.
+    """Returns the file of one shard; of the only one, the path itself.
 
     >>> shard_path(Path("tokens/train.bin"), 2, 8).name
     'train-00002-of-00008.bin'
@@ -111,31 +178,12 @@ def shard_path(path: Path, index: int, count: int) -> Path:
     return path if count == 1 else path.with_name(f"{path.stem}-{index:05d}-of-{count:05d}{path.suffix}")
 
 
-def write_sidecar(path: Path, info: TokenFileInfo) -> None:
-    """Writes the sidecar of a token file and its checksum, whole or not at all."""
-    write_text(sidecar_path(path), sealed(dataclasses.asdict(info)))
-
-
-def sample_sha256(path: Path) -> str:
-    """sha256 of 16 blocks of 4,096 bytes, evenly spread from the first to the last; of all if there are fewer."""
-    digest, size = hashlib.sha256(), path.stat().st_size
-    with open(path, "rb", buffering=0) as file:
-        if size <= _SAMPLE_BLOCKS * _SAMPLE_BYTES:
-            digest.update(file.read())
-        else:
-            for i in range(_SAMPLE_BLOCKS):
-                file.seek((size - _SAMPLE_BYTES) * i // (_SAMPLE_BLOCKS - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
 def open_token_file(path: str | Path, *, verify: bool = False) -> TokenFile:
     """Opens one token file, after checking that it is what its sidecar describes.
 
     Args:
       path: The .bin file.
-      verify: Also compare the sha256 and the ids, which reads the whole file; its size, a few blocks and the last id
-        are always compared.
+      verify: Also compare the sha256, which reads the whole file; its size and a few blocks are always compared.
 
     Raises:
       UserError: If the file or its sidecar is missing, the sidecar was edited, or they do not belong together.
@@ -149,145 +197,94 @@ def open_token_file(path: str | Path, *, verify: bool = False) -> TokenFile:
     info = _read_sidecar(path, again)
     expected = info.n_tokens * np.dtype(info.dtype).itemsize
     if path.stat().st_size != expected:
-        raise UserError(
-            f"token file {path} has {path.stat().st_size} bytes, its sidecar says {expected}: cut short or replaced",
-            hint=again,
-        )
-    same = not info.sample_sha256 or sample_sha256(path) == info.sample_sha256
+        problem = f"token file {path} has {path.stat().st_size} bytes, its sidecar says {expected}"
+        raise UserError(f"{problem}: it was cut short or replaced", hint=again)
+    same = _sample_sha256(path) == info.sample_sha256
     if same and verify:
         with open(path, "rb") as file:
             same = hashlib.file_digest(file, "sha256").hexdigest() == info.data_sha256
     if not same:
         raise UserError(f"token file {path} does not have the sha256 of its sidecar: it was changed", hint=again)
-    tokens = np.memmap(path, np.dtype(info.dtype).newbyteorder("<"), "r")
-    if tokens[-1] != info.eos_id or (verify and not _holds_documents(tokens, info)):
-        raise UserError(
-            f"token file {path} does not hold {info.n_documents} documents of ids below {info.vocab_size}, each "
-            f"followed by {info.eos_id}, as its sidecar says",
-            hint=again,
-        )
-    return TokenFile(path, info, tokens)
+    return TokenFile(path, info, np.memmap(path, np.dtype(info.dtype).newbyteorder("<"), "r"))
 
 
 def open_token_files(path: Path, *, verify: bool = False) -> TokenFile:
     """Opens a token file or all shards of one, after checking that they are complete and belong together.
 
     Args:
-      path: `DIR/train.bin`, for that file or, if there is none, for the shards `DIR/train-?????-of-?????.bin`; or a
-        pattern such as `DIR/*/train-*.bin`, for shards in several folders.
+      path: `DIR/train.bin`, for that file or, if there is none, for the shards `DIR/train-?????-of-?????.bin`.
       verify: Compare the sha256 of every file, which reads them whole. Files of 256 MB together are always compared
         whole, larger ones by a few blocks of each.
 
     Raises:
       UserError: If a file is missing or damaged, or they do not belong together.
     """
-    found = list(_find_shards(path))
-    if not found and glob.has_magic(str(path)) and not path.exists():
-        found = map(Path, glob.glob(str(path)))
-    places = sorted((_place(shard), shard) for shard in found)
-    if places and path.exists():
+    found = path.parent.glob(f"{glob.escape(path.stem)}-*{path.suffix}")
+    shards = sorted(shard for shard in found if _SHARD.fullmatch(shard.stem, len(path.stem)))
+    if shards and path.exists():
         raise UserError(f"{path} exists both as one file and as shards", allowed="one of them; move the other away")
-    paths = [shard for _, shard in places] or [path]
+    paths = shards or [path]
     verify = verify or sum(file.stat().st_size for file in paths if os.path.isfile(file)) <= _ALWAYS_COMPARED_BYTES
-    if not places:
+    if not shards:
         file = open_token_file(path, verify=verify)
         if file.info.shard:
             whole = path.with_name(_SHARD.sub("", path.stem) + path.suffix)
             raise UserError(f"token file {path} is shard {file.info.shard}", allowed=f"all shards: {whole}")
         return file
-    _require_all(path, [place for place, _ in places])
-    infos = [open_token_file(shard, verify=verify).info for shard in paths]
-    for ((index, count), shard), info in zip(places, infos, strict=True):
-        if info.shard != f"{index}/{count}":
-            raise UserError(
-                f"token file {shard} is shard {info.shard or '0/1'} by its sidecar: it was renamed",
-                allowed="the names that orthojax prepare gave",
-            )
+    _require_all(path, shards)
+    infos = [open_token_file(shard, verify=verify).info for shard in shards]
+    for index, (shard, info) in enumerate(zip(shards, infos, strict=True)):
+        if info.shard != f"{index}/{len(shards)}":
+            raise UserError(f"token file {shard} is shard {info.shard or '0/1'} by its sidecar: it was renamed")
         for name in (*TOKENIZER_FIELDS, "source_sha256", "split", "dtype"):
             a, b = getattr(infos[0], name), getattr(info, name)
             if a != b:
-                raise UserError(
-                    f"{paths[0]} and {shard} do not belong together: {name} is {a} and {b}",
-                    allowed="shards of one source, split and tokenizer",
-                )
+                problem = f"{shards[0]} and {shard} do not belong together: {name} is {a} and {b}"
+                raise UserError(problem, allowed="shards of one source, split and tokenizer")
     sums: Any = {name: sum(getattr(info, name) for info in infos) for name in ("n_tokens", "n_bytes", "n_documents")}
     sha256 = hashlib.sha256("".join(f"{info.data_sha256}\n" for info in infos).encode()).hexdigest()
-    joined = JoinedTokens(paths, [info.n_tokens for info in infos], np.dtype(infos[0].dtype).newbyteorder("<"))
+    joined = JoinedTokens(shards, [info.n_tokens for info in infos], np.dtype(infos[0].dtype).newbyteorder("<"))
     return TokenFile(path, dataclasses.replace(infos[0], **sums, data_sha256=sha256, shard=""), joined)
 
 
-def _holds_documents(tokens: np.ndarray, info: TokenFileInfo) -> bool:
-    """Whether all ids are of the vocabulary, and the end of text is there for each document (a text may spell it)."""
-    parts = [tokens[i : i + _IDS_AT_ONCE] for i in range(0, len(tokens), _IDS_AT_ONCE)]
-    ends = sum(int(np.count_nonzero(part == info.eos_id)) for part in parts)
-    return ends >= info.n_documents and all(int(part.max()) < info.vocab_size for part in parts)
-
-
-def require_alone(path: Path, count: int) -> None:
-    """Refuses to write a token file in `count` shards if it is there already in another number of them.
-
-    Raises:
-      UserError: Names what is there.
-    """
-    for other in (path, *_find_shards(path)):
-        if other.exists() and (1 if other == path else _place(other)[1]) != count:
-            raise UserError(
-                f"{path.name} is there already, in another number of files: {other}",
-                allowed="the same --shard=i/n, or another --output or --name",
-            )
-
-
-def _find_shards(path: Path) -> list[Path]:
-    found = path.parent.glob(f"{glob.escape(path.stem)}-*.bin") if path.suffix == ".bin" else ()
-    return [shard for shard in found if _SHARD.fullmatch(shard.stem, len(path.stem))]
-
-
-def _place(path: Path) -> tuple[int, int]:
-    match = _SHARD.search(path.stem)
-    if not match:
-        raise UserError(f"token file {path} is not a shard", allowed="names such as train-00000-of-00008.bin")
-    return int(match[1]), int(match[2])
-
-
-def _require_all(path: Path, places: list[tuple[int, int]]) -> None:
-    counts = sorted({count for _, count in places})
+def _require_all(path: Path, shards: list[Path]) -> None:
+    counts = sorted({int(shard.stem[-5:]) for shard in shards})
     if len(counts) > 1:
-        raise UserError(
-            f"{path} names shards of {' and of '.join(map(str, counts))} files",
-            allowed="one set of shards; move the others away",
-        )
-    missing = sorted(set(range(counts[0])) - {index for index, _ in places})
-    if missing:
-        raise UserError(
-            f"of the {counts[0]} shards of {path}, {len(missing)} are missing, the first is {missing[0]}",
-            hint=f"orthojax prepare with --shard={missing[0]}/{counts[0]}",
-        )
-    if len(places) > counts[0]:
-        raise UserError(f"{path} names a shard twice", allowed="one folder, or shards with different numbers")
+        problem = f"{path} names shards of {' and of '.join(map(str, counts))} files"
+        raise UserError(problem, allowed="one set of shards; move the others away")
+    if missing := [i for i in range(counts[0]) if shard_path(path, i, counts[0]) not in shards]:
+        problem = f"of the {counts[0]} shards of {path}, {len(missing)} are missing, the first is {missing[0]}"
+        raise UserError(problem, hint=f"orthojax prepare with --shard={missing[0]}/{counts[0]}")
 
 
 def _read_sidecar(path: Path, again: str) -> TokenFileInfo:
     sidecar = sidecar_path(path)
     if not os.path.lexists(sidecar):
         raise UserError(f"token file {path} has no sidecar {sidecar.name}", hint=again)
-    # Earlier versions wrote no sample and no shard.
-    values = {"sample_sha256": "", "shard": "", **read_sealed(sidecar, "sidecar", again)}
-    types = {name: type(value) for name, value in values.items()}
-    if types != typing.get_type_hints(TokenFileInfo) or not _is_possible(info := TokenFileInfo(**values)):
+    try:
+        values = read_json(sidecar, "sidecar")
+    except UserError as error:
+        raise UserError(str(error).partition("\n")[0], hint=again) from None
+    if values.pop(_CHECKSUM, None) != _checksum(values):
+        raise UserError(f"sidecar {sidecar} was edited: it does not match its checksum", hint=again)
+    fields = {field.name for field in dataclasses.fields(TokenFileInfo)}
+    if values.get("format_version") != FORMAT_VERSION or values.keys() != fields:
         raise UserError(f"sidecar {sidecar} does not describe a token file of format {FORMAT_VERSION}", hint=again)
-    return info
+    return TokenFileInfo(**values)
 
 
-def _is_possible(info: TokenFileInfo) -> bool:
-    """Whether values of the right types can be those of a token file."""
-    counts = (info.n_tokens, info.n_bytes, info.file_count, info.vocab_size)
-    return (
-        info.format_version == FORMAT_VERSION
-        and all(map(is_count, counts))
-        and info.dtype == token_dtype(info.vocab_size).name
-        and 0 <= info.bos_id < info.vocab_size
-        and 0 <= info.eos_id < info.vocab_size
-        and 1 <= info.n_documents <= min(info.n_bytes, info.n_tokens)  # no text is empty
-        and is_sha256(info.data_sha256)
-        and (not info.sample_sha256 or is_sha256(info.sample_sha256))
-    )
+def _checksum(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _sample_sha256(path: Path) -> str:
+    """Computes the sha256 of 16 blocks of 4,096 bytes, evenly spread over the file; of all if there are fewer."""
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with open(path, "rb", buffering=0) as file:
+        if size <= _SAMPLE_BLOCKS * _SAMPLE_BYTES:
+            digest.update(file.read())
+        else:
+            for i in range(_SAMPLE_BLOCKS):
+                file.seek((size - _SAMPLE_BYTES) * i // (_SAMPLE_BLOCKS - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -6,10 +6,9 @@
 | `bpe:N` | <|bos|> | <|eos|> |
 | tokenizer.json | the first of `_BOS_NAMES` that it has, else as the next | the first of `_EOS_NAMES` |
 | GPT-2: vocab.json and merges.txt | <|endoftext|> | <|endoftext|> |
-| sentencepiece .model (T5, Llama 2) | its bos, or eos where it has none | its eos |
-| Llama 3: ranks in base64 | <|begin_of_text|> | <|end_of_text|> |
+| sentencepiece .model (T5, Llama 2) | its bos, or eos if it has none | its eos |
 
-The packages `tokenizers` and `sentencepiece` are imported only where they are used.
+The packages `tokenizers` and `sentencepiece` are imported only when they are used.
 """
 
 import abc
@@ -19,7 +18,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from orthojax.files import parse_json, require_file
 from orthojax.published import locate
 
 BOS, EOS = "<|bos|>", "<|eos|>"
-_FORMATS = "a tokenizer.json, GPT-2's vocab.json, a sentencepiece .model, the ranks of Llama 3"
+_FORMATS = "a tokenizer.json, GPT-2's vocab.json, a sentencepiece .model"
 ALLOWED = f"bytes | bpe:N (N ids, trained on the corpus) | the path of {_FORMATS}, or of a folder with one"
 SMALLEST_BPE = 260
 _LARGEST_BPE = 2**24
@@ -40,16 +38,10 @@ _EOS_NAMES = (EOS, "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<｜end
 _BOS_NAMES = (BOS, "<s>", "<|begin_of_text|>", "<bos>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
 _CACHED_WORDS = 1 << 18  # whose ids are kept, about 50 MB; the package's own 10,000 are fewer than a corpus has
 _BYTES_FILE = json.dumps({"orthojax_tokenizer": "bytes", "vocab_size": 258, "bos_id": 256, "eos_id": 257})
-# Llama 3 (llama3/llama/tokenizer.py): how it splits text, and its special tokens, whose ids follow the ranks.
+# How Llama 3 splits text (llama3/llama/tokenizer.py).
 LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3_SPECIAL = (
-    *("<|begin_of_text|>", "<|end_of_text|>"),
-    *(f"<|reserved_special_token_{i}|>" for i in range(4)),
-    *("<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"),
-    *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
 )
 
 
@@ -59,7 +51,7 @@ class Tokenizer(abc.ABC):
 
     spec: str  # the name under which it was asked for: `bytes`, `bpe:N` or a file name
     vocab_size: int  # one more than the largest id
-    bos_id: int  # starts a row where rows start with one; `eos_id` if the tokenizer has only that
+    bos_id: int  # starts a row if rows start with one; `eos_id` if the tokenizer has only that
     eos_id: int  # follows every document
     serialized: str = dataclasses.field(repr=False)  # content of the file that `save` writes
     # The `tokenizers.Tokenizer` or `sentencepiece.SentencePieceProcessor`.
@@ -73,7 +65,7 @@ class Tokenizer(abc.ABC):
 
     @property
     def sha256(self) -> str:
-        """sha256 of the file that `save` writes: equal for tokenizers that give equal ids."""
+        """The sha256 of the file that `save` writes: equal for tokenizers that give equal ids."""
         return hashlib.sha256(self.serialized.encode()).hexdigest()
 
     def save(self, path: str | Path) -> None:
@@ -81,7 +73,7 @@ class Tokenizer(abc.ABC):
         Path(path).write_bytes(self.serialized.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of every text, int32 [length]; special tokens are neither added nor recognised inside the text."""
+        """Returns the ids of every text, int32 [length]; special tokens are neither added nor recognised in it."""
         texts = list(texts)
         for text in texts:
             try:
@@ -92,7 +84,7 @@ class Tokenizer(abc.ABC):
         return self._encode(texts)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of some ids, without special tokens and unknown ids; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of ids, without special tokens and unknown ids; bytes that are not UTF-8 become U+FFFD."""
         return self._decode(np.asarray(ids, np.int64).tolist())
 
     @abc.abstractmethod
@@ -149,7 +141,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def tokenizer_identity(spec: str) -> str:
-    """What a cached tokenizer depends on besides its corpus: the name, or the sha256 of the user's file.
+    """Returns what a cached tokenizer depends on besides its corpus: the name, or the sha256 of the user's file.
 
     Cheap; imports nothing.
 
@@ -165,11 +157,9 @@ def tokenizer_identity(spec: str) -> str:
         return f"bpe:{_bpe_size(spec)}"
     digest = hashlib.sha256()
     for path in _files(spec):
-        if path.suffix == ".gguf" and path.is_file():  # it has the weights as well, which may not fit into memory
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        else:
-            digest.update(_read_file(path))
+        with path.open("rb") as file:  # of a .gguf file, which has the weights as well, not all fits into memory
+            while block := file.read(1 << 20):
+                digest.update(block)
     return f"sha256:{digest.hexdigest()}"
 
 
@@ -204,7 +194,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """
     import tokenizers as hf
 
-    backend = _byte_level(hf.models.BPE(), hf.pre_tokenizers.ByteLevel(add_prefix_space=False))
+    backend = _byte_level(hf.models.BPE())
     trainer = hf.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[BOS, EOS],
@@ -225,9 +215,8 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
     """Reads a published tokenizer, or what `Tokenizer.save` wrote.
 
     Args:
-      path: A tokenizer.json; GPT-2's vocab.json, beside its merges.txt; a sentencepiece .model; the ranks of Llama 3;
-        a .gguf file; a folder with one of them; or the name of a model that `orthojax.published.locate` finds. The
-        format shows in the contents.
+      path: A tokenizer.json; GPT-2's vocab.json, beside its merges.txt; a sentencepiece .model; a .gguf file; a folder
+        with one of them; or the name of a model that `orthojax.published.locate` finds.
       spec: What the tokenizer calls itself; None takes the file's name.
 
     Raises:
@@ -239,27 +228,33 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
         from orthojax.data.gguf_tokenizers import gguf_tokenizer
 
         return gguf_tokenizer(file, spec)
-    content, *_ = map(_read_file, (file, *merges))
-    if content == _BYTES_FILE.encode():
-        return ByteTokenizer()
     if merges:
         return from_json(_gpt2_json(file, merges[0]), spec, str(file))
-    if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content):
-        return from_json(_llama3_json(content, file), spec, str(file))
+    content = file.read_bytes()
     if file.suffix == ".model":
         return _from_sentencepiece(content, spec, str(file))
     values = parse_json(content, f"tokenizer {file}")
-    if isinstance(values, dict) and values.get("orthojax_tokenizer") == "sentencepiece":
-        try:
-            model = base64.b64decode(values["model"], validate=True)
-        except (KeyError, TypeError, ValueError):
-            raise UserError(f"{file} holds no sentencepiece model in base64", allowed=_FORMATS) from None
-        return _from_sentencepiece(model, spec, str(file))
+    match values if isinstance(values, dict) else {}:
+        case {"orthojax_tokenizer": "bytes"}:
+            return ByteTokenizer()
+        case {"orthojax_tokenizer": "sentencepiece", "model": str(model)}:
+            with _said_by_the_package(f"{file} holds no sentencepiece model in base64"):
+                content = base64.b64decode(model, validate=True)
+            return _from_sentencepiece(content, spec, str(file))
     return from_json(content.decode(), spec, str(file))
 
 
 def from_json(text: str, spec: str, where: str) -> Tokenizer:
-    """The tokenizer of the text of a tokenizer.json, called `spec`; messages say `where` it came from."""
+    """Makes a tokenizer from the text of a tokenizer.json, wherever that came from.
+
+    Args:
+      text: The JSON.
+      spec: What the tokenizer calls itself.
+      where: Where the text came from, for errors.
+
+    Raises:
+      UserError: If it is no tokenizer, or has no end-of-text token under a usual name.
+    """
     import tokenizers as hf
 
     with _said_by_the_package(f"{where} is not a tokenizer"):
@@ -274,15 +269,12 @@ def from_json(text: str, spec: str, where: str) -> Tokenizer:
     if eos_id is None:
         raise UserError(f"{where} has no end-of-text token", allowed="one of " + ", ".join(_EOS_NAMES))
     bos_id = next((vocabulary[name] for name in _BOS_NAMES if name in vocabulary), eos_id)
-    largest = max(vocabulary.values())
-    if largest >= 1 << 31:
-        raise UserError(f"{where} has the id {largest}", allowed="ids below 2**31")
-    return HuggingFaceTokenizer(spec, largest + 1, bos_id, eos_id, text, backend)
+    return HuggingFaceTokenizer(spec, max(vocabulary.values()) + 1, bos_id, eos_id, text, backend)
 
 
 @contextlib.contextmanager
 def _said_by_the_package(problem: str, allowed: str = _FORMATS) -> Iterator[None]:
-    """Names what `tokenizers` could not do: it raises bare Exception, and where it panics not even that."""
+    """Names what a package could not do: `tokenizers` raises bare Exception, and if it panics not even that."""
     try:
         yield
     except (KeyboardInterrupt, MemoryError, SystemExit):
@@ -294,10 +286,8 @@ def _said_by_the_package(problem: str, allowed: str = _FORMATS) -> Iterator[None
 def _from_sentencepiece(model: bytes, spec: str, where: str) -> Tokenizer:
     with needing(f"the sentencepiece model {where}", "sentencepiece"):
         import sentencepiece  # type: ignore[import-not-found]
-    try:
+    with _said_by_the_package(f"{where} is not a tokenizer"):
         backend = sentencepiece.SentencePieceProcessor(model_proto=model)
-    except RuntimeError:
-        raise UserError(f"{where} is not a tokenizer", allowed=_FORMATS) from None
     bos_id, eos_id = backend.bos_id(), backend.eos_id()
     if eos_id < 0:
         raise UserError(f"{where} has no end-of-text token", allowed="a sentencepiece model trained with eos_id")
@@ -311,53 +301,19 @@ def _gpt2_json(vocabulary: Path, merges: Path) -> str:
     allowed = "vocab.json and merges.txt that belong together"
     with _said_by_the_package(f"{vocabulary.parent} holds no GPT-2 tokenizer", allowed):
         model = hf.models.BPE.from_file(str(vocabulary), str(merges))
-    backend = _byte_level(model, hf.pre_tokenizers.ByteLevel(add_prefix_space=False))
+    backend = _byte_level(model)
     backend.add_special_tokens(
         [name for name in ("<|endoftext|>", "<s>", "</s>") if backend.token_to_id(name) is not None]
     )
     return backend.to_str()
 
 
-def _llama3_json(content: bytes, where: Path) -> str:
-    """The tokenizer.json of `tokenizer.model` in Llama 3's own release."""
-    import tokenizers as hf
-
-    allowed = "on every line a token in base64 and its rank, as in the tokenizer.model of Llama 3"
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(content.splitlines(), start=1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError:
-            raise UserError(f"{where}, line {number}: no token and rank", allowed=allowed) from None
-    if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([i]) not in ranks for i in range(256)):
-        raise UserError(f"{where}: the ranks are not 0 to {len(ranks) - 1}, or a byte has none", allowed=allowed)
-    # The character that stands for each byte in byte-level BPE: itself if printable, otherwise one from 256 on.
-    printable, others = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}, iter(range(256, 512))
-    letters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
-    name = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    # Every way to put a token together from two others is a merge, and merges rank as their results.
-    merges = sorted(
-        (rank, ranks[token[:cut]], ranks[token[cut:]], name[token[:cut]], name[token[cut:]])
-        for token, rank in ranks.items()
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
-    )
-    vocabulary = {name[token]: rank for token, rank in ranks.items()}
-    # ignore_merges: a word that is a token is taken whole, as Llama 3 does.
-    model = hf.models.BPE(vocab=vocabulary, merges=[(left, right) for *_, left, right in merges], ignore_merges=True)
-    split = hf.pre_tokenizers.Split(hf.Regex(LLAMA3_WORDS), behavior="isolated")
-    letters_only = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend = _byte_level(model, hf.pre_tokenizers.Sequence([split, letters_only]))
-    backend.add_special_tokens(list(_LLAMA3_SPECIAL))
-    return backend.to_str()
-
-
-def _byte_level(model: Any, words: Any) -> Any:
+def _byte_level(model: Any) -> Any:
     import tokenizers as hf
 
     backend = hf.Tokenizer(model)
-    backend.pre_tokenizer, backend.decoder = words, hf.decoders.ByteLevel()
+    backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = hf.decoders.ByteLevel()
     return backend
 
 
@@ -373,27 +329,21 @@ def _bpe_size(spec: str) -> int:
 
 
 def _files(spec: str) -> list[Path]:
-    """The files that a path means: one, or GPT-2's two."""
-    pairs, path = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}, Path(spec)
+    """Lists the files that a path means: one, or GPT-2's two."""
+    path = Path(spec)
     if not os.path.lexists(path):
         with contextlib.suppress(UserError):  # which says what is missing of a model, not of a tokenizer
             path = locate(spec)
     if os.path.isdir(path):
-        names = ["tokenizer.json", *pairs, "tokenizer.model", "spiece.model"]
+        names = ["tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model"]
         found = [name for name in names if (path / name).is_file()]
         if not found:
             raise UserError(f"tokenizer {spec!r} is a folder without a tokenizer", allowed=" | ".join(names))
         path = path / found[0]
-    return [path, path.with_name(pairs[path.name])] if path.name in pairs else [path]
-
-
-def _read_file(path: Path) -> bytes:
-    if os.path.lexists(path):
-        require_file(path, "tokenizer file")
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise UserError(f"cannot read tokenizer {str(path)!r}: {error.strerror}", allowed=ALLOWED) from None
-    if path.suffix or len(path.parts) > 1:
-        raise UserError(f"there is no tokenizer file {str(path)!r}", allowed=ALLOWED)
-    raise UserError(f"unknown tokenizer {str(path)!r}", allowed=ALLOWED, hint=nearest(str(path), ["bytes", "bpe:N"]))
+    files = [path, path.with_name("merges.txt")] if path.name == "vocab.json" else [path]
+    for file in files:
+        if not os.path.lexists(file):
+            hint = nearest(spec, ["bytes", "bpe:N"])
+            raise UserError(f"there is no tokenizer {str(file)!r}", allowed=ALLOWED, hint=hint)
+        require_file(file, "tokenizer file")
+    return files

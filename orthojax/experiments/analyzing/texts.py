@@ -12,7 +12,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from orthojax.config import ModelConfig
-from orthojax.data.documents import embedded_corpus, find_files, text_corpus
+from orthojax.data.sources import embedded_corpus, find_files, text_corpus
 from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
 from orthojax.files import parse_json, read_again, require_file, write_atomically, write_text
@@ -69,7 +69,7 @@ def open_text(
 
     Args:
       name: Of the text.
-      files: As `orthojax.data.documents.find_files` takes them; or one of `topics`, the text of pydoc_data.topics
+      files: As `orthojax.data.sources.find_files` takes them; or one of `topics`, the text of pydoc_data.topics
         joined by blank lines, and `stdlib`, the embedded corpus. Between documents is an end-of-text token.
       tokenizer: The model's.
       model: Of which the vocabulary and the largest length are read.

@@ -1,23 +1,17 @@
-"""From a config to tokens, tokenised once and kept in a cache folder; and from tokens to batches."""
+"""Batches of tokens; and from a config to tokens, which are made once and kept in a cache folder."""
 
 import dataclasses
 import functools
 import hashlib
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from orthojax.config import DataConfig
-from orthojax.data.bigram_backcopy import BigramBackcopy, count_pairs, default_text, read_counts
-from orthojax.data.documents import Document, embedded_corpus, text_corpus
-from orthojax.data.passages import repeat_passages
-from orthojax.data.preparation import BPE_SAMPLE_BYTES, HoldOut, Part, Progress, divided, hold_out_by_text, prepare
+from orthojax.data.preparation import Part, Progress, prepare, repeat_passages, text_parts
+from orthojax.data.sources import Document
 from orthojax.data.token_files import (
     FORMAT_VERSION,
     TOKENIZER_FIELDS,
@@ -25,13 +19,13 @@ from orthojax.data.token_files import (
     TokenFile,
     Tokens,
     open_token_files,
+    sidecar_path,
 )
 from orthojax.data.tokenizers import make_tokenizer, tokenizer_identity
 from orthojax.errors import UserError
-from orthojax.files import make_folder
 
 # Goes up with any change of the rules of corpora, splits or tokenizers, so that older caches are not used.
-RULES_VERSION = 3
+RULES_VERSION = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +33,7 @@ class Dataset:
     """Tokens to train and to validate on, whatever they came from."""
 
     vocab_size: int  # one more than the largest possible id
-    bos_id: int  # starts a row where rows start with one
+    bos_id: int  # starts a row if rows start with one
     eos_id: int  # follows every document
     train: Tokens  # uint16 or uint32 [n], a read-only memory map or, for several files, what reads as one
     validation: Tokens
@@ -69,51 +63,18 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
     if config.kind == "bigram_backcopy":
         raise ValueError("bigram_backcopy is generated: see open_task")
     identity = tokenizer_identity(config.tokenizer)
-    corpus = embedded_corpus() if config.kind == "embedded" else text_corpus(config.paths)
-    rules = [FORMAT_VERSION, RULES_VERSION, config.kind, corpus.sha256, identity]
-    if identity.startswith("bpe:") and corpus.n_bytes > BPE_SAMPLE_BYTES:
-        rules.append("sampled")  # earlier versions trained on all of the text
+    parts = text_parts(list(config.paths) or None, ["train", "validation"])
+    rules = [FORMAT_VERSION, RULES_VERSION, config.kind, parts[0].source.sha256, identity]
     if config.repeated_share:
+        parts = [_repeated(part, config) for part in parts]
         rules.append(["repeated", config.repeated_share, config.repeat_seed])
     key = hashlib.sha256(json.dumps(rules).encode())
     short = "file" if identity.startswith("sha256:") else identity.replace(":", "")
     folder = Path(cache_dir) / f"{config.kind}-{short}-{key.hexdigest()[:16]}"
-    if not folder.is_dir():
-        hold_out = HoldOut("name") if config.kind == "embedded" else hold_out_by_text(corpus.documents())
-        parts = divided(corpus, hold_out, ["train", "validation"])
-        if config.repeated_share:
-            parts = [_repeated(part, config) for part in parts]
-        _build(folder, parts, config.tokenizer, progress)
-    return _open_pair(folder / "train.bin", folder / "validation.bin", config.verify)
-
-
-def open_task(config: DataConfig) -> tuple[BigramBackcopy, dict[str, Any]]:
-    """The task of kind `bigram_backcopy`, and its provenance: JSON, names and the sha256 of its counts.
-
-    Raises:
-      UserError: For anything wrong with the files, or fewer characters than triggers.
-    """
-    if config.counts:
-        source, counts = Path(config.counts).name, read_counts(Path(config.counts))
-    elif config.paths:
-        corpus = text_corpus(config.paths)
-        source, counts = corpus.description, count_pairs("\n".join(document.text for document in corpus.documents()))
-    else:
-        source, counts = "pydoc_data.topics", count_pairs(default_text())
-    task = BigramBackcopy(
-        counts,
-        config.trigger_count,
-        rule=config.rule,
-        other_rule=config.other_rule,
-        other_rule_probability=config.other_rule_probability,
-        bos_count=config.bos_tokens,
-        delimiter_position=config.middle if config.delimiter else None,
-    )
-    return task, {
-        "source": f"bigram_backcopy of {source}",
-        "characters": "".join(task.characters),
-        "counts_sha256": hashlib.sha256(json.dumps(counts).encode()).hexdigest(),
-    }
+    train, validation = folder / "train.bin", folder / "validation.bin"
+    if not all(file.exists() and sidecar_path(file).exists() for file in (train, validation)):
+        prepare(folder, parts, config.tokenizer, progress=progress)
+    return _open_pair(train, validation, config.verify)
 
 
 class TokenBatches:
@@ -168,11 +129,11 @@ class TokenBatches:
         return grain.MapDataset.range(self.n_rows).seed(self.seed).shuffle().repeat()
 
     def __call__(self, step: int) -> np.ndarray:
-        """The batch of one step, 0 or more without end: int32 [batch_size, sequence_length + 1]."""
+        """Returns the batch of one step, 0 or more without end: int32 [batch_size, sequence_length + 1]."""
         return self.rows(step, 0, self.batch_size)
 
     def rows(self, step: int, start: int, stop: int) -> np.ndarray:
-        """The rows `self(step)[start:stop]`, for a process that holds a part of the batch; no others are read.
+        """Returns `self(step)[start:stop]`, for a process that holds a part of the batch; no other rows are read.
 
         Returns:
           int32 [stop - start, sequence_length + 1].
@@ -183,7 +144,7 @@ class TokenBatches:
         return self._rows([int(order[first + i]) for i in range(start, stop)])
 
     def spread_rows(self, n: int) -> np.ndarray:
-        """Rows spread evenly over the whole text, in its order, for evaluation: floor(i * n_rows / n) for i < n.
+        """Returns rows spread evenly over the whole text, in its order, for evaluation: floor(i * n_rows / n), i < n.
 
         Returns:
           int32 [n, sequence_length + 1].
@@ -214,23 +175,6 @@ def _repeated(part: Part, config: DataConfig) -> Part:
 
     described = f"{part.source.description}, {config.repeated_share:.0%} of its passages repeated"
     return dataclasses.replace(part, text=text, source=dataclasses.replace(part.source, description=described))
-
-
-def _build(folder: Path, parts: Sequence[Part], tokenizer_spec: str, progress: Progress | None) -> None:
-    """Writes the folder under another name and renames it: of two processes that build the same, the first wins."""
-    make_folder(folder.parent, "the data cache")
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        prepare(partial, parts, tokenizer_spec, progress=progress)
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process was faster, and its files are the same
-                raise
-    except OSError as error:
-        raise UserError(f"cannot write the data cache {folder.parent}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _open_pair(train_path: Path, validation_path: Path, verify: bool) -> Dataset:

@@ -1,0 +1,275 @@
+"""Documents and their sources: text files, tables, data sets of the hub, and Python's own standard library.
+
+Text and .jsonl files, plain or with .gz, are read here. Tables (.parquet, .arrow), other compressed files and addresses
+such as hf://datasets/NAME/data/train-*.parquet are read by Hugging Face `datasets`, which is an extra.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import glob
+import gzip
+import hashlib
+import json
+import logging
+import os
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any, NamedTuple
+
+from orthojax.errors import UserError, needing
+from orthojax.files import require_file
+
+# Left out of the standard library: what is no part of it or no text; what Debian and slim images lack, so that the
+# corpus does not depend on the packaging; generated tables and documentation rather than code.
+DROPPED_FOLDERS = frozenset(
+    [
+        *("site-packages", "dist-packages", "__pycache__"),
+        *("test", "tests", "idlelib", "idle_test", "lib2to3", "distutils", "tkinter", "turtledemo", "ensurepip"),
+        *("encodings", "pydoc_data"),
+    ]
+)
+# Written by whoever built or packaged this Python: they hold its paths and settings.
+DROPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
+DROPPED_FOLDER_PREFIX = "config-"
+# What the formats that Hugging Face `datasets` reads are called there.
+_FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".txt": "text"}
+_TABLES = (".parquet", ".arrow")
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+# What file systems call something that changes with the content of a file, the best first.
+_VERSIONS = ("blob_id", "sha256", "etag", "ETag", "md5Hash", "mtime", "LastModified", "created")
+
+
+class Document(NamedTuple):
+    """One text; token files put an end-of-text token after each."""
+
+    name: str
+    text: str
+
+
+class Piece(NamedTuple):
+    """One file of a source."""
+
+    read: Callable[[], Iterator[tuple[Document, int]]]  # its documents, and how many of its bytes are read after each
+    n_bytes: int  # on disk
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Documents in a fixed order."""
+
+    description: str  # for reports
+    sha256: str  # identity; of text files, the sha256 of the listing that `sha256sum` prints for them
+    files: tuple[Piece, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """The size on disk."""
+        return sum(piece.n_bytes for piece in self.files)
+
+    def pieces(self, index: int, count: int) -> list[Piece]:
+        """Returns the files of the i-th of n consecutive shards, about as many in each; empty ones are left out."""
+        files = [piece for piece in self.files if piece.n_bytes]
+        return files[len(files) * index // count : len(files) * (index + 1) // count]
+
+    def documents(self, index: int = 0, count: int = 1) -> Iterator[Document]:
+        """Yields the documents of one shard, or of the whole source."""
+        for piece in self.pieces(index, count):
+            for document, _ in piece.read():
+                yield document
+
+
+def embedded_corpus(root: str | os.PathLike[str] | None = None) -> Source:
+    """Finds the sources of the running Python's standard library, about 8 MB in 390 files.
+
+    Every .py file that is valid UTF-8, sorted by path, except `DROPPED_FOLDERS` and folders named config-* at any
+    depth, and files whose names start as in `DROPPED_FILES`. The text differs between versions of Python and, slightly,
+    between their packagings; the sha256 identifies it. It is code, so losses on it compare only with each other.
+
+    Args:
+      root: Folder of the standard library; None asks the running Python.
+
+    Raises:
+      UserError: If there are no sources (some minimal images keep only compiled files).
+    """
+    folder = Path(sysconfig.get_path("stdlib") if root is None else root)
+    paths = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [n for n in folders if n not in DROPPED_FOLDERS and not n.startswith(DROPPED_FOLDER_PREFIX)]
+        paths += [Path(parent, name) for name in names if name.endswith(".py") and not name.startswith(DROPPED_FILES)]
+    named = sorted((path.relative_to(folder).as_posix(), path) for path in paths)
+    files = []
+    for name, path in named:
+        with contextlib.suppress(UnicodeDecodeError, OSError):  # OSError: a dangling link
+            path.read_bytes().decode()
+            files.append((name, path))
+    if not files:
+        raise UserError(
+            f"this Python keeps no standard library sources in {folder}",
+            allowed="a Python with its .py files, or your own text: data.kind=text data.paths=FILE[,FILE...]",
+        )
+    return _of_files("the standard library of the running Python", files)
+
+
+def text_corpus(paths: Sequence[str | os.PathLike[str]]) -> Source:
+    """Opens files of text as a source.
+
+    A .jsonl file has one document per line, the string under "text"; tables have one in each row of their column
+    `text`. Any other file is one document. Empty documents are left out.
+
+    Args:
+      paths: Files, folders and patterns, as `find_files` takes them; or addresses of files, folders and patterns on any
+        file system that fsspec knows, hf:// first of all.
+
+    Raises:
+      UserError: If there is no path, one is missing or unreadable, or addresses and paths are mixed. What is wrong with
+        the contents is raised when they are read.
+    """
+    remote = ["://" in str(path) for path in paths]
+    if any(remote):
+        if not all(remote):
+            raise UserError("addresses and files on disk are mixed", allowed="one kind of them")
+        return _of_addresses(list(map(str, paths)))
+    files = find_files(paths)
+    return _of_files(_listed([name for name, _ in files]), files)
+
+
+def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]]:
+    """Lists names and paths of text files, with folders and patterns expanded.
+
+    Args:
+      paths: Files, in order; folders, with every file at any depth that is not hidden, sorted, or if there are tables
+        (.parquet, .arrow) those alone; patterns such as `data/*.jsonl.gz` or `data/**/*.txt`, sorted. A file in a
+        folder is named by its path there, others by their last part.
+
+    Raises:
+      UserError: If there is no path, or one matches nothing.
+    """
+    found: list[tuple[str, Path]] = []
+    for path in map(Path, paths):
+        if os.path.isdir(path):
+            named = sorted((file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file())
+            files = [(name, file) for name, file in named if not any(part[0] == "." for part in name.split("/"))]
+            # The other files of a data set's folder describe it.
+            files = [(name, file) for name, file in files if file.suffix in _TABLES] or files
+            problem = "is a folder without files"
+        elif glob.has_magic(str(path)) and not os.path.lexists(path):
+            matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
+            files, problem = [(file.name, file) for file in matches if file.is_file()], "is a pattern without matches"
+        else:
+            require_file(path, "text file")
+            files, problem = [(path.name, path)], ""
+        if not files:
+            raise UserError(f"{path} {problem}", allowed="paths of text files, folders or patterns")
+        found += files
+    if not found:
+        raise UserError("no text files", allowed="at least one path")
+    return found
+
+
+def _of_files(description: str, files: Sequence[tuple[str, Path]]) -> Source:
+    digest, pieces = hashlib.sha256(), []
+    for name, path in files:
+        try:
+            with open(path, "rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        digest.update(f"{content}  {name}\n".encode("utf-8", "surrogateescape"))
+        own = path.suffix not in (*_TABLES, *_COMPRESSED) or (path.suffix == ".gz" and _format(path) != ".json")
+        read = functools.partial(_read, name, path) if own else functools.partial(_stream, name, str(path))
+        pieces.append(Piece(read, path.stat().st_size))
+    return Source(description, digest.hexdigest(), tuple(pieces))
+
+
+def _of_addresses(addresses: Sequence[str]) -> Source:
+    """Opens files that are not on disk; the sha256 covers their names, sizes and versions."""
+    _hugging_face(addresses[0])
+    import fsspec  # type: ignore[import-not-found]  # which `datasets` brings
+
+    files: list[tuple[str, int, str]] = []
+    for address in addresses:
+        try:
+            system, path = fsspec.core.url_to_fs(address)
+            found = sorted(system.glob(path) if glob.has_magic(path) else system.find(path))
+            for name, info in [(name, system.info(name)) for name in found if _format(PurePosixPath(name)) in _FORMATS]:
+                version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+                files.append((system.unstrip_protocol(name), int(info["size"]), version))
+        except Exception as error:  # every file system has errors of its own
+            raise _unreadable(address, error) from None
+    if not files:
+        raise UserError(f"{_listed(addresses)} matches no files", allowed=f"files that end in {', '.join(_FORMATS)}")
+    pieces = tuple(
+        Piece(functools.partial(_stream, PurePosixPath(address).name, address), size) for address, size, _ in files
+    )
+    return Source(_listed([name for name, *_ in files]), hashlib.sha256(json.dumps(files).encode()).hexdigest(), pieces)
+
+
+def _read(name: str, path: Path) -> Iterator[tuple[Document, int]]:
+    """Yields the documents of a text or .jsonl file, plain or with .gz."""
+    try:
+        with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
+            if _format(path) == ".jsonl":
+                for number, line in enumerate(file, 1):
+                    if line.strip() and (text := _text_of_json(line, f"{path}, line {number}")):
+                        yield Document(f"{name}:{number}", text), raw.tell()
+            elif text := file.read().decode().removeprefix("\ufeff"):  # some editors write a byte order mark
+                yield Document(name, text), raw.tell()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", allowed="UTF-8") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path} is not a complete gzip file: {error}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _stream(name: str, path: str) -> Iterator[tuple[Document, int]]:
+    """Yields the documents of a file or address, by Hugging Face `datasets`; their bytes count when all are read."""
+    datasets, kind = _hugging_face(path), _FORMATS.get(_format(PurePosixPath(path)), "text")
+    options: dict[str, Any] = {"text": {"sample_by": "document"}, "parquet": {"columns": ["text"]}}.get(kind, {})
+    allowed = "a column of strings called 'text'"
+    try:
+        rows = datasets.load_dataset(kind, data_files=[path], split="train", streaming=True, **options)
+        for number, row in enumerate(rows, 1):
+            text = row.get("text", 0)
+            if not isinstance(text, str | None):
+                raise UserError(f"{path}, row {number}: no text, but the columns {', '.join(row)}", allowed=allowed)
+            if text:
+                yield Document(name if kind == "text" else f"{name}:{number}", text), 0
+    except UserError:
+        raise
+    except Exception as error:  # every format and file system has errors of its own
+        raise _unreadable(path, error) from None
+
+
+def _hugging_face(what: str) -> Any:
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # or it would tell the hub of every file on disk
+    with needing(what, "datasets"):
+        import datasets  # type: ignore[import-not-found]
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # errors are raised; it would print them as well
+    return datasets
+
+
+def _format(path: PurePath) -> str:
+    """Returns the suffix without that of the compression."""
+    return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _unreadable(path: str, error: Exception) -> UserError:
+    return UserError(f"cannot read {path}: {(str(error) or type(error).__name__).splitlines()[0][:200]}")
+
+
+def _text_of_json(line: bytes, where: str) -> str:
+    try:
+        text = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode())["text"]
+        text.encode()  # JSON may escape half of a surrogate pair, which is not text
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        problem = f"{where} has no string under 'text': {error!r:.150}"
+        raise UserError(problem, allowed='an object such as {"text": "..."} on every line') from None
+    return text

@@ -1,0 +1,310 @@
+"""TensorFlow Datasets folders: texts of TFRecord and ArrayRecord, slices, damage, and no TensorFlow."""
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from tensorflow_datasets.proto.tf_example_generated_pb2 import Example  # type: ignore[attr-defined]
+
+from orthojax.data import open_token_files
+from orthojax.data.tfds import find_folder, masked_crc32c, open_tfds
+from orthojax.errors import UserError
+
+TEXTS = [f"text {i} größer " * (i % 7) for i in range(50)]  # every seventh is empty, and left out
+KEPT = [text for text in TEXTS if text]
+FILE_FORMATS = pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
+
+
+def example(**features):
+    """A serialized tf.train.Example."""
+    message = Example()
+    for name, value in features.items():
+        kind = "int64_list" if isinstance(value, int) else "bytes_list"
+        getattr(message.features.feature[name], kind).value.extend(value if isinstance(value, list) else [value])
+    return message.SerializeToString()
+
+
+def bitwise_masked_crc32c(data):
+    """CRC-32C by its definition, division of polynomials one bit after the other, and the mask of TFRecord."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def framed(data):
+    """A TFRecord, from its definition."""
+    length = struct.pack("<Q", len(data))
+    return b"".join(part + struct.pack("<I", bitwise_masked_crc32c(part)) for part in (length, data))
+
+
+def write_tfds(data_dir, texts=TEXTS, version="3.0.1", shards=3, file_format="tfrecord"):
+    """A TFDS folder as `tfds build` leaves it."""
+    folder = data_dir / "c4" / "en" / version
+    folder.mkdir(parents=True)
+    lengths = []
+    for i in range(shards):
+        part = texts[len(texts) * i // shards : len(texts) * (i + 1) // shards]
+        records = [example(length=len(text), text=text.encode(), url=b"http://a.b") for text in part]
+        path = folder / f"c4-train.{file_format}-{i:05d}-of-{shards:05d}"
+        if file_format == "tfrecord":
+            path.write_bytes(b"".join(map(framed, records)))
+        else:
+            from array_record.python.array_record_module import ArrayRecordWriter
+
+            writer = ArrayRecordWriter(str(path), "group_size:1")
+            list(map(writer.write, records))
+            writer.close()
+        lengths.append(str(len(part)))
+    split = {"name": "train", "shardLengths": lengths, "numBytes": "0"}
+    info = {"name": "c4", "configName": "en", "version": version, "fileFormat": file_format, "splits": [split]}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    return folder
+
+
+def edit_info(folder, edit):
+    path = folder / "dataset_info.json"
+    info = json.loads(path.read_text())
+    edit(info)
+    path.write_text(json.dumps(info))
+    return folder
+
+
+def texts_of(source, index=0, count=1):
+    return [document.text for document in source.documents(index, count)]
+
+
+@FILE_FORMATS
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_shards_are_the_whole_in_order(tmp_path, file_format, count):
+    source = open_tfds(write_tfds(tmp_path, file_format=file_format), "train")
+    assert [text for i in range(count) for text in texts_of(source, i, count)] == KEPT
+    assert all(texts_of(source, i, count) for i in range(count))
+
+
+@FILE_FORMATS
+@pytest.mark.parametrize(
+    ("split", "start", "stop"), [("[20%:]", 10, 50), ("[13:40]", 13, 40), ("[-10:-5]", 40, 45), ("[7%:88%]", 4, 44)]
+)
+def test_slices_are_those_of_the_records(tmp_path, file_format, split, start, stop):
+    source = open_tfds(write_tfds(tmp_path, file_format=file_format), f"train{split}")
+    assert texts_of(source) == [text for text in TEXTS[start:stop] if text]
+    assert (source.description, len(source.files)) == (f"c4/en:3.0.1 train{split}", 3)
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("test", r"'test'\nallowed: train"),
+        ("trian", "did you mean 'train'"),
+        ("train[5:5]", "empty"),
+        ("train[60:]", "50 examples"),
+        ("train+test", "cannot be read"),
+        ("train[a:b]", "cannot be read"),
+        ("", "cannot be read"),
+    ],
+)
+def test_wrong_splits_are_refused(tmp_path, split, message):
+    with pytest.raises(UserError, match=message):
+        open_tfds(write_tfds(tmp_path), split)
+
+
+def test_another_feature_can_hold_the_text(tmp_path):
+    assert texts_of(open_tfds(write_tfds(tmp_path), "train", "url")) == ["http://a.b"] * 50
+
+
+def test_versions_and_data_sets_are_found_by_name(tmp_path):
+    for version in ("3.0.1", "10.0.0", "9.1.0"):
+        write_tfds(tmp_path, version=version)
+    (tmp_path / "c4/en/11.0.0.incomplete").mkdir()
+    assert find_folder(tmp_path, "c4/en").name == "10.0.0"
+    folder = find_folder(tmp_path, "c4/en:3.0.1")
+    assert find_folder(folder, "") == folder
+    for home, dataset, message in (
+        (tmp_path, "c4/en:3.1.0", r"3\.0\.1 \| 9\.1\.0 \| 10\.0\.0"),
+        (tmp_path, "c4", r"allowed: c4/en"),
+        (tmp_path, "lm1b:1.1.0", "'lm1b'"),
+        (tmp_path, "", r"allowed: c4/en"),
+        (folder, "c4", r"none is there"),
+        (tmp_path / "nowhere", "c4", "nowhere"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_folder(home, dataset)
+
+
+# Damage.
+
+
+@hypothesis.given(st.binary(max_size=300))
+def test_checksum_is_the_division_of_polynomials(data):
+    assert masked_crc32c(data) == bitwise_masked_crc32c(data)
+
+
+def write_records(tmp_path, content, count=1):
+    folder = write_tfds(tmp_path, ["a"] * count, shards=1)
+    (folder / "c4-train.tfrecord-00000-of-00001").write_bytes(content)
+    return folder
+
+
+ONE = framed(example(text=b"one"))
+
+
+def flipped(place):
+    return ONE + bytes(byte ^ 4 * (i == place) for i, byte in enumerate(ONE)) + ONE
+
+
+@pytest.mark.parametrize(
+    ("content", "number", "message"),
+    [
+        (flipped(1), 1, "length"),
+        (flipped(20), 1, "checksum"),
+        (flipped(len(ONE) - 1), 1, "checksum"),
+        (ONE * 2 + ONE[:-3], 2, "cut short"),
+        (ONE + ONE[:5], 1, "record 1"),
+        (ONE * 2, 2, "ends"),
+        (ONE * 3 + b"garbage", 3, "record 3"),
+        (ONE * 4, 3, "there are 3"),
+        (b"only some text, and no record", 0, "length"),
+    ],
+)
+def test_damaged_records_are_named_after_those_before(tmp_path, content, number, message):
+    documents = open_tfds(write_records(tmp_path, content, 3), "train").documents()
+    assert [next(documents).text for _ in range(number)] == ["one"] * number
+    with pytest.raises(UserError, match=message) as error:
+        next(documents)
+    assert f"record {number} of " in str(error.value)
+
+
+def test_damaged_array_records_are_named(tmp_path):
+    folder = write_tfds(tmp_path, file_format="array_record")
+    path = folder / "c4-train.array_record-00000-of-00003"
+    content = path.read_bytes()
+    path.write_bytes(content[:100] + bytes(300) + content[400:])
+    with pytest.raises(UserError, match="00000-of-00003"):
+        texts_of(open_tfds(folder, "train"))
+
+
+@FILE_FORMATS
+@pytest.mark.parametrize("count", ["16", "18"])
+def test_another_number_of_records_is_refused(tmp_path, file_format, count):
+    folder = write_tfds(tmp_path, file_format=file_format)
+    edit_info(folder, lambda info: info["splits"][0]["shardLengths"].__setitem__(1, count))
+    with pytest.raises(UserError, match=f"00001-of-00003(.|\n)*{count}"):
+        texts_of(open_tfds(folder, "train"))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (example(text=[b"one", b"two"]), "2 texts"),
+        (example(url=b"u"), r"'text'\nallowed: url"),
+        (example(text=3), "0 texts"),
+        (example(text=b"ab\xff"), "utf-8"),
+        (b"\x0a\x05abc", "record 0"),
+    ],
+)
+def test_records_that_are_no_text_are_refused(tmp_path, record, message):
+    with pytest.raises(UserError, match=message):
+        texts_of(open_tfds(write_records(tmp_path, framed(record)), "train"))
+
+
+def test_incomplete_folders_are_refused(tmp_path):
+    folder = write_tfds(tmp_path)
+    (folder / "c4-train.tfrecord-00001-of-00003").unlink()
+    with pytest.raises(UserError, match="00001-of-00003"):
+        open_tfds(folder, "train")
+    edit_info(folder, lambda info: info.update(fileFormat="riegeli"))
+    with pytest.raises(UserError, match=r"riegeli(.|\n)*tfrecord \| array_record"):
+        open_tfds(folder, "train")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("{", "[]", "{}", '{"name": "c4", "version": "1.0.0", "splits": {"train": 1}}'),
+        '{"name": "c4", "version": "1.0.0", "splits": [{"name": "train", "shardLengths": ["many"]}]}',
+        '{"name": "c4", "version": "1.0.0", "splits": [{"shardLengths": ["1"]}]}',
+    ],
+)
+def test_metadata_of_another_kind_are_refused(tmp_path, content):
+    folder = write_tfds(tmp_path, texts=["a"], shards=1)
+    (folder / "dataset_info.json").write_text(content)
+    with pytest.raises(UserError) as error:
+        open_tfds(folder, "train")
+    assert str(folder) in str(error.value)
+    assert str(error.value).count("\n") <= 2
+
+
+# What the metadata must not do.
+
+
+TEMPLATES = [
+    "../c4-{SHARD_INDEX}",
+    "/etc/{SHARD_INDEX}",
+    "linked-{SHARD_INDEX}",
+    "{SHARD_INDEX:999999999}",
+    "{SPLIT!r}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_files_outside_the_folder_are_not_read(tmp_path, template):
+    """And templates are not format strings."""
+    folder = write_tfds(tmp_path / "tfds")
+    edit_info(folder, lambda info: info["splits"][0].update(filepathTemplate=template))
+    for i, shard in enumerate(sorted(folder.glob("*.tfrecord-*"))):
+        shutil.copy(shard, folder.parent / f"c4-{i:05d}")
+        (folder / f"linked-{i:05d}").symlink_to(folder.parent / f"c4-{i:05d}")
+    with pytest.raises(UserError, match=r"outside|lacks") as error:
+        open_tfds(folder, "train")
+    assert len(str(error.value)) < 2_000
+
+
+def test_templates_in_the_folder_and_links_to_it(tmp_path):
+    folder = write_tfds(tmp_path / "tfds")
+    template = "{SPLIT}/{DATASET}.{FILEFORMAT}.{SHARD_INDEX}of{NUM_SHARDS}"
+    edit_info(folder, lambda info: info["splits"][0].update(filepathTemplate=template))
+    (folder / "train").mkdir()
+    for i, shard in enumerate(sorted(folder.glob("*.tfrecord-*"))):
+        shard.rename(folder / f"train/c4.tfrecord.{i:05d}of00003")
+    (tmp_path / "link").symlink_to(tmp_path / "tfds/c4")
+    assert texts_of(open_tfds(find_folder(tmp_path, "link/en"), "train")) == KEPT
+
+
+@FILE_FORMATS
+def test_no_module_is_imported_by_name(tmp_path, monkeypatch, file_format):
+    module = f"hostile_{file_format}"
+    (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    folder = write_tfds(tmp_path / "tfds", file_format=file_format)
+    features = {"pythonClassName": f"{module}.Text", "featuresDict": {"features": {"text": {"text": {}}}}}
+    (folder / "features.json").write_text(json.dumps(features))
+    assert texts_of(open_tfds(folder, "train")) == KEPT
+    assert not (tmp_path / "mark").exists()
+
+
+def test_the_command_line_reads_tfds_without_tensorflow(tmp_path):
+    write_tfds(tmp_path / "tfds")
+    script = Path(__file__).parents[1] / "launch/prepare_data.py"
+    code = f"import runpy, sys\ntry:\n    runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    code += "finally:\n    print('tensorflow' in sys.modules)"
+    arguments = ["--tfds_dir=tfds", "--dataset=c4/en", "--split=train", "--tokenizer=bytes", "--output=tokens"]
+    for shard in ("0/2", "1/2"):
+        command = [sys.executable, "-c", code, *arguments, f"--shard={shard}"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith("False\n")
+        assert f"train-0000{shard[0]}-of-00002.bin" in done.stdout
+    wanted = np.concatenate([[*text.encode(), 257] for text in KEPT])
+    np.testing.assert_array_equal(open_token_files(tmp_path / "tokens/train.bin").tokens[:], wanted)
