@@ -16,8 +16,7 @@ from orthojax.data.tokenizers import make_tokenizer
 from orthojax.errors import UserError
 from orthojax.model import Transformer, parameter_shapes, stack_layers, unstack_layers
 from orthojax.train import Checkpoints, load_params, read_config, train
-from orthojax.train.checkpoint import find_checkpoint
-from orthojax.train.workdir import keep_tokenizer, start_of
+from orthojax.train.workdir import keep_tokenizer
 
 CONFIG = replace(
     TINY, {"model.num_layers": 2, "model.normalizer": "softmax", "optim.warmup_steps": 1, "train.steps": 2}
@@ -158,17 +157,6 @@ def test_a_run_starts_from_the_parameters_and_resumes_from_its_own_checkpoint(fi
     assert read_config(next((tmp_path / "tuned" / "checkpoints").glob("[0-9]*"))).model.normalizer == "softmax1"
     again = jax.device_get(train(config, INPUTS, tmp_path / "tuned").params)
     assert_equal(again, after)
-
-
-def test_a_run_begins_with_the_checkpoint_that_was_the_newest_when_it_was_first_started(tmp_path):
-    for step in (10, 20):
-        (tmp_path / "other" / "checkpoints" / str(step)).mkdir(parents=True)
-        found = start_of(tmp_path, str(tmp_path / "other"), lambda path: find_checkpoint(Path(path)))
-        assert Path(found).name == "10"
-    (tmp_path / "other" / "checkpoints" / "10").rmdir()
-    with pytest.raises(UserError, match=r"which is gone\ndelete .*init_from.json to begin with what"):
-        start_of(tmp_path, str(tmp_path / "other"), lambda path: find_checkpoint(Path(path)))
-    assert start_of(tmp_path, "elsewhere", Path) == "elsewhere"  # with another config
 
 
 @pytest.mark.parametrize("name", ["tokenizer_sha256", "characters"])

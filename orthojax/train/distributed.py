@@ -10,8 +10,8 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
-import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -54,8 +54,8 @@ def initialize(
         )
     if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
         raise UserError(f"process_id={process_id} of {num_processes} processes", allowed=f"0 to {num_processes - 1}")
-    if coordinator_address is not None:
-        _require_address(coordinator_address)
+    if coordinator_address is not None and not re.fullmatch(r"[\w.:\[\]-]+:\d{1,5}", coordinator_address):
+        raise UserError(f"coordinator_address={coordinator_address}", allowed="HOST:PORT of process 0")
     try:
         jax.distributed.initialize(
             coordinator_address,
@@ -69,19 +69,6 @@ def initialize(
             f"the processes cannot connect: {str(error).strip().splitlines()[0]}",
             allowed="a cluster that jax.distributed knows: Slurm, Open MPI, GKE, Cloud TPU",
             hint="elsewhere --coordinator_address=HOST:PORT --num_processes=N --process_id=I",
-        ) from error
-
-
-def _require_address(address: str) -> None:
-    """Refuses what is no HOST:PORT, which would crash in JAX, and unknown hosts, for which it would wait."""
-    host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
-        raise UserError(f"coordinator_address={address}", allowed="HOST:PORT of process 0, with a port of 1 to 65535")
-    try:
-        socket.getaddrinfo(host.strip("[]"), int(port))
-    except (OSError, UnicodeError) as error:
-        raise UserError(
-            f"coordinator_address={address}: {error}", allowed="HOST:PORT of process 0, by a name known here"
         ) from error
 
 
@@ -105,14 +92,20 @@ def sync_start(prepare: Callable[[], T], same: Mapping[str, str] | None = None) 
     except Exception as error:
         failure = error
     if jax.process_count() > 1:
-        same = same or {}
-        digests = [hashlib.sha256(value.encode()).digest() for value in same.values()]
+        digests = [hashlib.sha256(value.encode()).digest() for value in (same or {}).values()]
         own = np.frombuffer(bytes([failure is not None]) + b"".join(digests), np.uint8)
-        rows = np.asarray(multihost_utils.process_allgather(own))
-        _require_agreement(rows, list(same))
-        failed = np.flatnonzero(rows[:, 0])
-        if failure is None and failed.size:
-            raise UserError(f"process {', '.join(map(str, failed))} cannot start", hint="its own message says why")
+        rows = np.asarray(multihost_utils.process_allgather(own))  # [processes, 1 + 32 for each of `same`]
+        # Before failures are reported: another config may fail for what process 0 has just written.
+        for number, name in enumerate(same or {}):
+            column = rows[:, 1 + 32 * number : 33 + 32 * number]
+            if others := np.flatnonzero((column != column[0]).any(axis=1)).tolist():
+                raise UserError(
+                    f"the processes do not belong to one run: {name} of process {others} is not that of process 0",
+                    allowed="the same config, the same files and the same version of Python on every machine",
+                )
+        failed = np.flatnonzero(rows[:, 0]).tolist()
+        if failure is None and failed:
+            raise UserError(f"process {failed} cannot start", hint="its own message says why")
     if failure is not None:
         raise failure
     return cast(T, prepared)
@@ -127,23 +120,6 @@ def from_primary(read: Callable[[], T]) -> T:
     size = int(multihost_utils.broadcast_one_to_all(np.int32(content.size)))
     content = content if is_primary() else np.zeros(size, np.uint8)
     return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(content))))
-
-
-def _require_agreement(rows: np.ndarray, names: list[str]) -> None:
-    """Compares the digests in rows, uint8 [processes, 1 + 32 * names], whose first column says whether it failed."""
-    # Before failures are reported: another config may fail for what process 0 has just written.
-    digests = rows[:, 1:].reshape(len(rows), len(names), 32)
-    differs = (digests != digests[0]).any(axis=-1)
-    different = [
-        f"{name} of process {', '.join(map(str, np.flatnonzero(column)))}"
-        for name, column in zip(names, differs.T, strict=True)
-        if column.any()
-    ]
-    if different:
-        raise UserError(
-            f"the processes do not belong to one run; different from process 0: {' and '.join(different)}",
-            allowed="the same config, the same files and the same version of Python on every machine",
-        )
 
 
 # Stopping.

@@ -190,7 +190,7 @@ def initial_params(config: Config, provenance: dict[str, Any], path: str) -> Any
     Args:
       config: Of the run.
       provenance: Of its data.
-      path: What `train.init_from` was when the run began; see `workdir.start_of`.
+      path: The folder or file behind `train.init_from`.
 
     Raises:
       UserError: As `load_params`; if it was created with a different tokenizer.

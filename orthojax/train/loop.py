@@ -21,7 +21,7 @@ from orthojax.train.mesh import place_tree
 from orthojax.train.metrics import MetricWriter, StepLogger, TensorBoard, WandB, require_finite, validation_losses
 from orthojax.train.probe import Probe, probe_metrics
 from orthojax.train.step import Program, TrainState, build, shapes_of
-from orthojax.train.workdir import check_workdir, claimed, keep_tokenizer, require_same_config, start_of
+from orthojax.train.workdir import check_workdir, claimed, keep_tokenizer, require_same_config
 
 
 def train(
@@ -35,9 +35,8 @@ def train(
 ) -> TrainState:
     """Trains to `train.steps`, resuming from the newest checkpoint of the workdir if there is one.
 
-    Writes `config.json`, `tokenizer.json`, `metrics.jsonl` and `checkpoints/` under the workdir, and `init_from.json`,
-    which says which checkpoint `train.init_from` was. On the same machine a run that was stopped anywhere, by kill -9
-    too, ends with the same bits as one that was not.
+    Writes `config.json`, `tokenizer.json`, `metrics.jsonl` and `checkpoints/` under the workdir. On the same machine a
+    run that was stopped anywhere, even by kill -9, ends with the same bits as one that was not.
 
     Runs on the mesh of `config.mesh`, and may resume on another one. With several processes every one calls this, with
     a workdir that all of them see; process 0 alone writes the config and the metrics.
@@ -69,7 +68,7 @@ def train(
         _started(config, inputs, workdir),
         Checkpoints(workdir / "checkpoints", keep=keep, keep_every_steps=keep_every) as checkpoints,
     ):
-        state = _newest_state(config, inputs, program, checkpoints) or _initial_state(config, inputs, program, workdir)
+        state = _newest_state(config, inputs, program, checkpoints) or _initial_state(config, inputs, program)
         if is_primary():
             keep_tokenizer(workdir, inputs.tokenizer_path)
         step = int(state.step)
@@ -120,12 +119,12 @@ def _newest_state(config: Config, inputs: Inputs, program: Program, checkpoints:
     return checkpoints.restore_newest(wanted, accept)
 
 
-def _initial_state(config: Config, inputs: Inputs, program: Program, workdir: Path) -> TrainState:
+def _initial_state(config: Config, inputs: Inputs, program: Program) -> TrainState:
     """Returns the state before the first step, with the parameters of `train.init_from` if that is given."""
     state, init_from = program.init(jax.random.key(config.train.seed)), config.train.init_from
     if not init_from:
         return state
-    path = from_primary(lambda: start_of(workdir, init_from, lambda name: find_model(name)[0]))
+    path = from_primary(lambda: str(find_model(init_from)[0]))  # the newest checkpoint may change while others look
     params = place_tree(initial_params(config, inputs.provenance, path), state.params)
     state = state._replace(params=params)
     if not config.optim.sink_anneal_steps:

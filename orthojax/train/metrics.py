@@ -6,7 +6,6 @@ import json
 import math
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -143,10 +142,7 @@ class MetricWriter:
         self._path, self._mirrors, self._on_line, self._file = path, mirrors, on_line, None
         if path is None:
             return
-        lines, corrupt = _read(path)
-        if corrupt:
-            print(f"warning: {path} has {corrupt} corrupt lines, which are dropped", file=sys.stderr)
-        lines = [line for line in lines if line["step"] <= resume_step > 0]
+        lines = [line for line in read_metrics(path) if line["step"] <= resume_step > 0]
         # Not in place: a kill in between would lose the lines of the steps that are not repeated.
         write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
         self._file = path.open("a", encoding="utf-8", buffering=1)
@@ -279,22 +275,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
       UserError: If something else than a file is in its place.
     """
-    return _read(path)[0]
+    if not os.path.lexists(path):
+        return []
+    require_file(path, "metrics file")
+    found = [_parse(line) for line in path.read_bytes().split(b"\n")]
+    return [values for values in found if values is not None]
 
 
 def validation_losses(path: Path) -> dict[int, float]:
     """Returns the validation losses in nats of a metrics file, by their steps."""
     found = {line["step"]: line.get("validation_loss_nats") for line in read_metrics(path)}
     return {step: loss for step, loss in found.items() if isinstance(loss, int | float)}
-
-
-def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Returns the lines, and how many are corrupt besides a last one that was cut off, which a resumed run repeats."""
-    if not os.path.lexists(path):
-        return [], 0
-    require_file(path, "metrics file")
-    found = [_parse(line) for line in path.read_bytes().split(b"\n")]
-    return [values for values in found if values is not None], found[:-1].count(None)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

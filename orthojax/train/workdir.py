@@ -1,9 +1,8 @@
-"""The folder of a run: whose it is, who works in it, and what the run began with."""
+"""The folder of a run: whose it is, and who works in it."""
 
 import contextlib
-import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from orthojax.config import Config, changed_fields, fields_affecting, flatten, from_dict, to_json
@@ -55,28 +54,6 @@ def claimed(workdir: Path, config: Config) -> Iterator[None]:
         if _read_config(workdir) != config:
             write_text(workdir / "config.json", to_json(config) + "\n")
         yield
-
-
-def start_of(workdir: Path, init_from: str, find: Callable[[str], Path]) -> str:
-    """Returns what a run begins with, found once: another run's newest checkpoint may be a later one tomorrow.
-
-    Args:
-      workdir: Of the run, whose `init_from.json` keeps it.
-      init_from: Of its config.
-      find: From `init_from` to the folder or file.
-
-    Raises:
-      UserError: As `find` and `read_json`.
-    """
-    note = workdir / "init_from.json"
-    kept = read_json(note, "note on the start of a run") if os.path.lexists(note) else {}
-    if kept.get("init_from") == init_from and not os.path.exists(str(kept.get("found"))):
-        problem = f"the run in {workdir} was to begin with {kept.get('found')}, which is gone"
-        raise UserError(problem, hint=f"delete {note} to begin with what {init_from} is now")
-    if kept.get("init_from") != init_from:
-        kept = {"init_from": init_from, "found": str(find(init_from))}
-        write_text(note, json.dumps(kept) + "\n")
-    return kept["found"]
 
 
 def keep_tokenizer(workdir: Path, path: Path | None) -> None:
