@@ -149,7 +149,7 @@ def test_a_finished_run_is_not_touched_again(finished, copy):
     assert {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.is_file()} == before
 
 
-def test_what_a_kill_leaves_behind_is_dropped(finished, copy, capsys):
+def test_what_a_kill_leaves_behind_is_dropped(finished, copy):
     """Half-written checkpoints, metrics past the restored step, and corrupt lines."""
     shutil.rmtree(copy / "checkpoints" / "11")
     (copy / "checkpoints" / "10.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
@@ -159,7 +159,6 @@ def test_what_a_kill_leaves_behind_is_dropped(finished, copy, capsys):
     (copy / "metrics.jsonl").write_bytes(b"".join([lines[0], *corrupt, *lines[1:], *late]))
     train(CONFIG, INPUTS, copy)
     assert losses(copy) == losses(finished[0])
-    assert "metrics.jsonl" in capsys.readouterr().err
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["11", "9", "metadata"]
 
 
