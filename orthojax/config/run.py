@@ -32,7 +32,7 @@ class DataConfig:
         repeats at once, as quotations, logs and boilerplate do; see `orthojax.data.repeat_passages`.
       repeat_seed: Of which passages those are.
       trigger_count: Bigram-Backcopy: the k most frequent characters are triggers.
-      counts: Bigram-Backcopy: a file in place of a text: a JSON list of [a, b, n], where b followed a n times.
+      counts: Bigram-Backcopy: a file in place of a text: a JSON list of [a, b, n]: b followed a n times.
       rule: Bigram-Backcopy: what follows a trigger: a copy of the token before it (`backcopy`), a token that the
         sequence has drawn for this trigger (`in_context_bigram`), what could follow the token before it
         (`bigram_backward`), or what follows it in the text (`markov`). With `skip_bigram` what could follow the token
@@ -254,7 +254,7 @@ class Config:
         require(
             self.model.position != "learned" or length <= self.model.max_length,
             f"data.sequence_length={length} is longer than model.max_length={self.model.max_length}",
-            f"at most {self.model.max_length} where positions are learned",
+            f"at most {self.model.max_length} if positions are learned",
         )
         require(
             self.model.relaxed_causal_tokens < length,
@@ -312,7 +312,7 @@ class Config:
 
 
 FIRST_DEFAULTS = Config(optim=OptimConfig(rotation=RotationConfig(axes="output")))
-"""What folders of runs and raw numbers name changes from: of a default that was changed later, the first value.
+"""The defaults from which folders of runs and raw numbers name changes: of a changed default, the first value.
 
 So a new default renames no folder, and what was recorded keeps its meaning.
 """

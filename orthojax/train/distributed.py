@@ -180,11 +180,11 @@ def keep_compiled_programs(folder: str | None = None) -> Path | None:
     """Turns on JAX's persistent compilation cache for the whole process: meant for programs, not for libraries.
 
     Args:
-      folder: Where; "" keeps nothing; None means JAX_COMPILATION_CACHE_DIR if that is set, else `orthojax/xla` in the
-        user's cache, and nothing if JAX_ENABLE_COMPILATION_CACHE is false.
+      folder: Their folder; "" keeps nothing; None means JAX_COMPILATION_CACHE_DIR if that is set, else `orthojax/xla`
+        in the user's cache, and nothing if JAX_ENABLE_COMPILATION_CACHE is false.
 
     Returns:
-      Where programs are kept; None if they are not, with a warning if the folder cannot be made.
+      The folder of the programs; None if they are not kept, with a warning if the folder cannot be made.
     """
     settings, path = cast(Any, jax.config), None
     if folder or (folder is None and settings.jax_enable_compilation_cache):

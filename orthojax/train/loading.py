@@ -51,7 +51,7 @@ def load(path: str | Path) -> LoadedModel:
 
 
 def _published(path: str | Path) -> Path | None:
-    """Returns where a model that others trained is; None for a run of ours."""
+    """Returns the folder or file of a model that others trained; None for a run of ours."""
     found = Path(path) if os.path.lexists(path) else locate(path)
     return found if is_pretrained(found) else None
 
@@ -141,7 +141,7 @@ def load_params(path: str | Path, model: ModelConfig, *, allow_normalizer_change
       path: As of `load`.
       model: Uses the parameters; layers are stacked or unstacked for it.
       allow_normalizer_change: Let the normalizer differ, as for fine-tuning a softmax model with softmax-1. Learned
-        sink logits then are where `model.sink_init` says.
+        sink logits then begin at `model.sink_init`.
 
     Returns:
       A nested dict of float32 arrays on the first device.

@@ -99,7 +99,7 @@ class Probe:
 
 
 def probe_file(folder: Path, step: int) -> Path:
-    """Returns where the details of a step are, in the `probes` folder of a run."""
+    """Returns the file of a step's details in the `probes` folder of a run."""
     return folder / f"step_{step:08d}.npz"
 
 

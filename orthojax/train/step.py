@@ -30,7 +30,7 @@ from orthojax.train.optimizer import learning_rate_schedule, make_optimizer
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes."""
+    """The state that a step changes."""
 
     step: jax.Array  # shape=(), dtype=int32: optimizer steps taken
     params: Any  # float32
@@ -38,7 +38,7 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """What one step reports, all shape=(); norms are those of all parameters together."""
+    """The metrics of one step, all shape=(); norms are those of all parameters together."""
 
     loss_sum_nats: jax.Array
     target_tokens: jax.Array
@@ -56,14 +56,14 @@ TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
 
 
 def split_tokens(tokens: ArrayT) -> tuple[ArrayT, ArrayT]:
-    """Rows [B, T + 1] -> inputs [B, T] and the next tokens [B, T]."""
+    """Splits rows [B, T + 1] into inputs [B, T] and the next tokens [B, T]."""
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def loss_sum_nats(
     model: Transformer, params: Any, tokens: jax.Array, chunk_positions: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Summed next-token loss and number of target tokens.
+    """Computes the summed next-token loss and the number of target tokens.
 
     Positions whose target a relaxed causal mask shows are not counted.
 
@@ -114,7 +114,7 @@ def jit_train_step(
     shardings: TrainState | None = None,
     draw: Draw | None = None,
 ) -> TrainStep:
-    """The jitted step (state, tokens int32 [B, T + 1]) -> (state, metrics); the state is donated.
+    """Builds the jitted step (state, tokens int32 [B, T + 1]) -> (state, metrics); the state is donated.
 
     With `draw` it is a step (state, uint32 [2]) that draws its tokens by itself.
 
@@ -171,7 +171,7 @@ def jit_train_step(
 
 
 class Program(NamedTuple):
-    """What a run computes with."""
+    """The jitted functions of a run, and where their arrays are."""
 
     mesh: Mesh | None
     optimizer: optax.GradientTransformation
@@ -196,10 +196,10 @@ def build(config: Config, task: BigramBackcopy | None = None) -> Program:
 
     Args:
       config: The run.
-      task: Where the step draws its batches from, from (seed, number of the batch); None: it takes tokens.
+      task: The step draws its batches from it, by (seed, number of the batch); None: it takes tokens.
 
     Raises:
-      UserError: Where the devices are too few for the mesh, or a batch does not divide over it.
+      UserError: If the devices are too few for the mesh, or a batch does not divide over it.
     """
     train = config.train
     return _build(
@@ -266,14 +266,14 @@ def _build(
 
 
 def optimizer_state_bytes(config: Config) -> int:
-    """Bytes of the optimizer state of a run on all devices together; nothing is computed, and no mesh is needed."""
+    """Counts the bytes of a run's optimizer state on all devices together; nothing is computed, no mesh is needed."""
     optimizer = build(dataclasses.replace(config, mesh=MeshConfig())).optimizer
     shapes = jax.eval_shape(optimizer.init, parameter_shapes(config.model))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def state_shapes(config: Config) -> TrainState:
-    """The state of a run as jax.ShapeDtypeStruct, on a mesh with its shardings; nothing is computed.
+    """Returns the state of a run as jax.ShapeDtypeStruct, on a mesh with its shardings; nothing is computed.
 
     Raises:
       UserError: As `build`.
@@ -282,7 +282,7 @@ def state_shapes(config: Config) -> TrainState:
 
 
 def shapes_of(program: Program) -> TrainState:
-    """`state_shapes` of a run that is built."""
+    """Returns `state_shapes` of a run that is built."""
     shapes = jax.eval_shape(program.init, jax.random.key(0))
     if program.shardings is None:
         return shapes
@@ -290,7 +290,7 @@ def shapes_of(program: Program) -> TrainState:
 
 
 def init_state(config: Config) -> TrainState:
-    """The state before the first step, on the mesh of the config; parameters depend on `train.seed` and the model only.
+    """Returns the state before the first step, on the mesh; parameters depend on `train.seed` and the model only.
 
     Raises:
       UserError: As `build`.
@@ -299,5 +299,5 @@ def init_state(config: Config) -> TrainState:
 
 
 def make_train_step(config: Config) -> TrainStep:
-    """The jitted step of a run, from `jit_train_step`; on a mesh tokens are where `place_rows` puts them."""
+    """Returns the jitted step of a run, from `jit_train_step`; on a mesh its tokens come from `place_rows`."""
     return build(config).step
