@@ -226,9 +226,6 @@ REFUSED = {
     "a checkpoint by a flag": ("inspect_checkpoint", ["--checkpoint=run"], ["did you mean run, without --checkpoint?"]),
     "a folder of runs": ("inspect_checkpoint", ["."], ["no orthojax checkpoint", "did you mean one of its runs: run?"]),
     "a long name": ("inspect_checkpoint", ["a" * 300], ["no such checkpoint", "aaa...aaa"]),
-    "the head of integers": (
-        "evaluate", ["--checkpoint=run", "--quantize_head", "--quantize=w4a8"], ["--quantize_head needs", "float"],
-    ),
     "missing scale": ("reproduce", ["--scale=paper", *NEW], ["has no scale 'paper'", "tiny"]),
     "token files into a folder in use": (
         "prepare_data", ["--input=text.txt", "--output=run"], ["run already exists"],

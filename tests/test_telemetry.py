@@ -1,11 +1,8 @@
 import contextlib
 import functools
-import json
 import math
-import os
 import shutil
 import struct
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -315,33 +312,3 @@ def test_a_cache_folder_that_cannot_be_made_warns(jax_settings, tmp_path):
     (tmp_path / "file").write_text("kept")
     with pytest.warns(UserWarning, match="file"):
         assert keep_compiled_programs(str(tmp_path / "file/cache")) is None
-
-
-@pytest.mark.slow
-def test_a_second_process_finds_the_programs_of_the_first(tmp_path):
-    code = """
-import jax, jax.monitoring, json
-from orthojax.train import keep_compiled_programs
-counts = {}
-def count(name, **_): counts[name.rpartition("/")[2]] = counts.get(name.rpartition("/")[2], 0) + 1
-jax.monitoring.register_event_listener(count)
-keep_compiled_programs()
-print(float(jax.jit(lambda x: jax.numpy.sin(x) @ x)(jax.numpy.arange(8.0))))
-print(json.dumps({name: counts.get(name, 0) for name in ("cache_hits", "cache_misses")}))
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"} | {
-        "XDG_CACHE_HOME": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_ENABLE_COMPILATION_CACHE": "true", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
-    }  # fmt: skip
-    said = [
-        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        .stdout.splitlines()
-        for _ in range(2)
-    ]  # fmt: skip
-    assert said[0][0] == said[1][0]
-    first, second = (json.loads(lines[1]) for lines in said)
-    assert first["cache_hits"] == 0
-    assert first["cache_misses"] >= 1
-    assert second["cache_misses"] == 0
-    assert second["cache_hits"] >= 1
-    assert list((tmp_path / "orthojax/xla").iterdir())

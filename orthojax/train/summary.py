@@ -27,10 +27,12 @@ def opening(config: Config, workdir: Path) -> list[str]:
     name = f"{optim.optimizer}{', rotated' if optim.rotated else ''}"
     if optim.is_rotated:
         name += f" ({optim.rotation.kind}, axes {optim.rotation.axes})"
+    steps = f"{optim.warmup_steps:,} step{'s' * (optim.warmup_steps > 1)}"
+    warmup = f"with {steps} of warm-up" if optim.warmup_steps else "without warm-up"
     lines = {
         "model": f"{parameter_count(model):,} parameters: {layers}, {model.normalizer} attention, {model.dtype}",
         "training": f"{train.steps:,} steps of {train.batch_size} x {config.data.sequence_length} tokens",
-        "optimizer": f"{name}, learning rate {optim.learning_rate:g}, {optim.warmup_steps:,} steps of warm-up",
+        "optimizer": f"{name}, learning rate {optim.learning_rate:g} {warmup}",
         "devices": describe_devices(make_mesh(config)),
     }
     if train.init_from:
