@@ -2,9 +2,7 @@
 
 Measures perplexity, outliers, attention and the five default quantisation settings on the held-out files of the
 checkpoint's own data, with the model that it was trained as, and writes evaluation.json, which also has every layer.
---settings=w4a8,w4a4_group64 (or all) adds quantisation settings. --quantize=w4a8_group64 writes a quantised checkpoint,
-under --workdir or quantized/w4a8_group64 beside the checkpoints, and evaluates that: a quantised checkpoint runs on its
-integers.
+--settings=w4a8,w4a4_group64 (or all) adds quantisation settings.
 """
 
 import functools
@@ -31,21 +29,13 @@ def define_flags() -> None:
     flags.DEFINE_list(
         "settings", [], "Further quantisation settings to simulate, besides the five defaults; 'all' for every one."
     )
-    flags.DEFINE_string(
-        "quantize", None, "Quantisation setting by which to write a checkpoint of integers; evaluates it."
-    )
     flags.DEFINE_bool("quantize_head", False, "Simulate every setting with the output head quantised as well.")
     flags.DEFINE_bool(
         "post_attention", False, "Also measure hidden states after attention: post_attention_kurtosis_first."
     )
 
 
-def _check_flags(data_kind: str, quantized: bool) -> None:
-    if (FLAGS.settings or FLAGS.quantize_head) and (FLAGS.quantize or quantized):
-        flag = "--settings" if FLAGS.settings else "--quantize_head"
-        raise UserError(
-            f"{flag} needs the kernels of a float checkpoint", allowed="a separate command, on the float checkpoint"
-        )
+def _check_flags(data_kind: str) -> None:
     if data_kind == "bigram_backcopy" and (FLAGS.settings or FLAGS.quantize_head or FLAGS.post_attention):
         flags = "--settings, --quantize_head and --post_attention"
         raise UserError(f"{flags} are for language models", allowed="none of them")
@@ -72,13 +62,10 @@ def main(_: list[str]) -> None:
         evaluate,
         evaluation_stages,
         find_checkpoint,
-        is_quantized,
         keep_compiled_programs,
         load,
         open_inputs,
-        quantize_checkpoint,
         read_config,
-        read_json_item,
         require_same_data,
     )
 
@@ -86,22 +73,14 @@ def main(_: list[str]) -> None:
     settings = quant.SETTINGS | {name: quant.setting_named(name) for name in names}
     step_folder = find_checkpoint(Path(FLAGS.checkpoint))
     config = read_config(step_folder)
-    _check_flags(config.data.kind, is_quantized(step_folder))
+    _check_flags(config.data.kind)
     beside = step_folder.parent.parent if step_folder.parent.name == "checkpoints" else step_folder.parent
-    if FLAGS.quantize:
-        quant.require_integers(quant.setting_named(FLAGS.quantize))
-        beside = beside / "quantized" / FLAGS.quantize
     keep_compiled_programs(FLAGS.compile_cache)
     workdir = Path(FLAGS.workdir) if FLAGS.workdir else beside
     make_folder(workdir, "workdir", files=["evaluation.json"])  # before the work, so that a wrong path costs nothing
     inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress())
     require_same_data(step_folder, inputs.provenance)
-    if FLAGS.quantize:
-        step_folder = quantize_checkpoint(step_folder, quant.setting_named(FLAGS.quantize), workdir / "checkpoints")
-        print(printable(f"quantised: {step_folder}"))
     result = {"checkpoint": str(step_folder), "data": inputs.provenance}
-    if is_quantized(step_folder):
-        result["quantization"], settings = read_json_item(step_folder, "quantization")["setting"], {}
     loaded = load(step_folder)
     if FLAGS.settings == ["all"]:
         settings = _fitting(loaded, settings)

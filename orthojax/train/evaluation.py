@@ -15,10 +15,10 @@ from orthojax.data import BigramBackcopy
 from orthojax.errors import UserError
 from orthojax.model import LoadedModel, Transformer, linear, mesh_of
 from orthojax.ops.cross_entropy import perplexity
+from orthojax.train.data import Inputs
 from orthojax.train.mesh import constrain, in_mesh, place_rows
 from orthojax.train.optimizer import shared_basis
 from orthojax.train.step import loss_sum_nats, split_tokens
-from orthojax.train.workdir import Inputs
 
 Metrics = dict[str, float]
 
@@ -33,10 +33,10 @@ def _batches(config: Config, inputs: Inputs) -> Iterator[np.ndarray]:
     return (inputs.evaluation[i : i + size] for i in range(0, len(inputs.evaluation), size))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def _loss(model: Transformer, params: Any, tokens: jax.Array, positions: int | None) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=0)
+def _loss(model: Transformer, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     # Replicated, so that every process can read it.
-    return constrain(loss_sum_nats(model, params, tokens, positions), PartitionSpec())
+    return constrain(loss_sum_nats(model, params, tokens), PartitionSpec())
 
 
 def validation_loss_nats(
@@ -57,11 +57,11 @@ def validation_loss_nats(
       model: One with other linear layers than that of the config.
     """
     model = Transformer(config.model) if model is None else model
-    mesh, positions = mesh_of(params), config.train.loss_chunk_positions
+    mesh = mesh_of(params)
     sums: list[Any] = []
     with in_mesh(mesh):
         for rows in _batches(config, inputs):
-            sums.append(_loss(model, params, *place_batch(mesh, rows), positions))
+            sums.append(_loss(model, params, *place_batch(mesh, rows)))
             if len(sums) > 1:  # one late, so that the devices do not wait for the host
                 sums[-2] = jax.device_get(sums[-2])
             after_batch()
