@@ -1,1 +1,5 @@
-"""From Attention to Activation (arXiv 2410.17174): its runs, tables, figures and appendices."""
+"""From Attention to Activation (arXiv 2410.17174): its tables, figures and appendices."""
+
+from orthojax.experiments.study import Study
+
+STUDIES: tuple[Study, ...] = ()

@@ -1,0 +1,218 @@
+"""Figures: functions that draw plain values with matplotlib."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import Any, Literal
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")  # no display
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+# The colours of Okabe and Ito without yellow, which is too light for a line.
+COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", ":", "-.", (0, (8, 2)), (0, (4, 1, 1, 1, 1, 1)))
+_MARKERS = "os^Dv<>PX*"
+_STYLE: dict[Any, Any] = {
+    "figure.constrained_layout.use": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e4e4e4",
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+}
+Scale = Literal["linear", "log"]
+Curve = tuple[Sequence[float], np.ndarray]  # x [n], y [seeds, n]
+Look = tuple[Any, Any]  # colour, dash
+
+
+def lines(
+    panels: Mapping[str, Mapping[str, Curve]],
+    *,
+    x_label: str,
+    y_label: str,
+    x_scale: Scale = "linear",
+    y_scale: Scale = "linear",
+    references: Mapping[str, float] | None = None,
+    looks: Mapping[str, Look] | None = None,
+) -> Figure:
+    """Draws curves with a band from the smallest to the largest seed, in panels on one scale.
+
+    Args:
+      panels: Title -> label -> (x [n], y [seeds, n]).
+      x_label: Of the x axes.
+      y_label: Of the y axis.
+      x_scale: Of the x axes.
+      y_scale: Of the y axis.
+      references: Horizontal lines: words -> y.
+      looks: Label -> (colour, dash); by order if None.
+    """
+    labels = list(dict.fromkeys(label for curves in panels.values() for label in curves))
+    looks = looks or dict(zip(labels, zip(cycle(COLORS), _repeated(DASHES, len(COLORS)), strict=False), strict=False))
+    across = min(len(panels), 3)
+    down = -(-len(panels) // across)
+    with plt.rc_context(_STYLE):
+        size = (3.7 * across + 1.4, 3.1 * down + 0.5)
+        figure, grid = plt.subplots(down, across, figsize=size, sharey=True, squeeze=False)
+        for axes, (title, curves) in zip(grid.flat, panels.items(), strict=False):
+            for name, (x, y) in curves.items():
+                color, dash = looks[name]
+                y, few = np.atleast_2d(y), "o" if len(x) <= 12 else None
+                axes.plot(x, y.mean(0), color=color, linestyle=dash, label=name, marker=few, markersize=4)
+                if len(y) > 1:
+                    axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.15, linewidth=0)
+            _refer(axes, references)
+            axes.set(title=title, xlabel=x_label, xscale=x_scale, yscale=y_scale)
+        grid[0, 0].set_ylabel(y_label)
+        _finish(figure, list(grid.flat), len(panels), y_scale)
+    return figure
+
+
+def _repeated(values: Sequence[Any], times: int) -> list[Any]:
+    return [value for value in values for _ in range(times)]
+
+
+def _refer(axes: Axes, references: Mapping[str, float] | None) -> None:
+    for (words, value), style in zip((references or {}).items(), cycle((":", (0, (5, 2, 1, 2)))), strict=False):
+        axes.axhline(value, color="#777777", linestyle=style, linewidth=1.1, label=words)
+
+
+def _finish(figure: Figure, grid: Sequence[Axes], shown: int, y_scale: str) -> None:
+    """Hides empty panels, writes plain numbers on a logarithmic axis, and puts one legend below."""
+    found: dict[str, Any] = {}
+    for axes in grid[:shown]:
+        if y_scale == "log":
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        handles, labels = axes.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    for axes in grid[shown:]:
+        axes.set_visible(False)
+    if len(found) > 0:
+        width, height = figure.get_size_inches()
+        columns = max(1, min(4, len(found), int(14 * width / (max(map(len, found)) + 7))))
+        figure.set_size_inches(width, height + 0.18 * max(0, -(-len(found) // columns) - 2))
+        figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=columns)
+
+
+def bars(
+    groups: Sequence[str],
+    values: Mapping[str, np.ndarray],
+    *,
+    y_label: str,
+    references: Mapping[str, Sequence[float]] | None = None,
+    y_scale: Literal["linear", "symlog"] = "linear",
+) -> Figure:
+    """Draws grouped bars with whiskers from the smallest to the largest seed.
+
+    Args:
+      groups: Names along the x axis.
+      values: Label -> [seeds, groups].
+      y_label: Of the y axis.
+      references: Lines across the bars of each group: words -> y [groups].
+      y_scale: Of the y axis; "symlog" is linear up to 2.
+    """
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(min(12.0, max(5.2, 1.1 * len(groups) + 1.0)), 3.6))
+        width, at = 0.8 / len(values), np.arange(len(groups))
+        for i, ((name, y), color) in enumerate(zip(values.items(), cycle(COLORS), strict=False)):
+            y, x = np.atleast_2d(y), at + (i - (len(values) - 1) / 2) * width
+            axes.bar(x, y.mean(0), width, color=color, edgecolor="white", label=name)
+            if len(y) > 1:
+                whiskers = np.abs([y.mean(0) - y.min(0), y.max(0) - y.mean(0)])
+                axes.errorbar(x, y.mean(0), whiskers, fmt="none", ecolor="#333333", capsize=2)
+        for words, levels in (references or {}).items():
+            axes.hlines(levels, at - 0.45, at + 0.45, colors="#333333", linestyles=":", linewidth=1.4, label=words)
+        characters = max(6, int(10 * (figure.get_size_inches()[0] - 1) / len(groups)))
+        axes.set_xticks(at, [textwrap.fill(name.replace("_", " "), characters) for name in groups], fontsize=8)
+        axes.grid(visible=False, axis="x")
+        axes.set(ylabel=y_label, yscale=y_scale)
+        _finish(figure, [axes], 1, y_scale)
+    return figure
+
+
+def scatter(
+    points: Mapping[str, Sequence[tuple[float, float, str]]],
+    *,
+    x_label: str,
+    y_label: str,
+    x_scale: Scale = "linear",
+    y_scale: Literal["linear", "log", "symlog"] = "linear",
+    references: Mapping[str, float] | None = None,
+) -> Figure:
+    """Draws named points in groups of one colour and marker: group -> (x, y, name) of each."""
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(6.2, 4.4))
+        for (name, group), color, marker in zip(points.items(), cycle(COLORS), cycle(_MARKERS), strict=False):
+            axes.plot([x for x, *_ in group], [y for _, y, _ in group], marker, color=color, markersize=5, label=name)
+            for x, y, text in group:
+                axes.annotate(text, (x, y), (4, 3), textcoords="offset points", fontsize=7)
+        _refer(axes, references)
+        axes.margins(0.1)
+        axes.set(xlabel=x_label, ylabel=y_label, xscale=x_scale, yscale=y_scale)
+        _finish(figure, [axes], 1, y_scale)
+    return figure
+
+
+def maps(
+    panels: Mapping[str, np.ndarray],
+    *,
+    x_label: str,
+    y_label: str,
+    value_label: str,
+    log: bool = False,
+    top: float | None = None,
+    x_ticks: Sequence[str] | None = None,
+    y_ticks: Sequence[str] | None = None,
+) -> Figure:
+    """Draws heat maps with one colour scale: title -> [rows, columns]; nan stays dark.
+
+    Args:
+      panels: The maps.
+      x_label: Of the columns.
+      y_label: Of the rows.
+      value_label: Of the colours.
+      log: Logarithmic colours; otherwise they go with the square root.
+      top: The value of the brightest colour; the largest of all if None.
+      x_ticks: Names of the columns.
+      y_ticks: Names of the rows.
+    """
+    across = min(len(panels), 2 if len(panels) <= 4 else 4)
+    down, (width, height) = -(-len(panels) // across), (3.5, 3.3) if across <= 2 else (2.5, 2.5)
+    values = np.concatenate([panel.ravel() for panel in panels.values()])
+    highest = float(np.nanmax(values)) if top is None else top
+    norm: Any = PowerNorm(0.5, 0.0, highest)
+    if log:
+        norm = LogNorm(max(float(np.quantile(values[values > 0], 0.02)), highest * 1e-6), highest)
+    with plt.rc_context({**_STYLE, "axes.grid": False}):
+        figure, grid = plt.subplots(down, across, figsize=(width * across + 0.9, height * down), squeeze=False)
+        image = None
+        for i, ((title, panel), axes) in enumerate(zip(panels.items(), grid.flat, strict=False)):
+            shown = np.where(panel > 0, panel, np.nan) if log else panel
+            image = axes.imshow(shown, norm=norm, cmap="magma", aspect="auto", interpolation="nearest")
+            axes.set_facecolor("#000004")
+            axes.set_title(title)
+            for ticks, set_ticks, turned in ((x_ticks, axes.set_xticks, 90), (y_ticks, axes.set_yticks, 0)):
+                if ticks:
+                    set_ticks(range(len(ticks)), ticks, rotation=turned)
+            axes.set_ylabel(y_label if i % across == 0 else "")
+            axes.set_xlabel(x_label if i + across >= len(panels) else "")
+        for axes in list(grid.flat)[len(panels) :]:
+            axes.set_visible(False)
+        assert image is not None
+        image.set_rasterized(True)
+        extend = "neither" if top is None else "max"
+        figure.colorbar(image, ax=grid, label=value_label, shrink=min(0.9, 4 / down), extend=extend)
+    return figure

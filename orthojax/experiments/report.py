@@ -1,0 +1,177 @@
+"""A report and its three forms: lines on the console, Markdown, and one self-contained HTML page."""
+
+import base64
+import html
+import io
+import re
+import urllib.parse
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jinja2
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+from orthojax.files import make_folder, write_atomically, write_text
+from orthojax.formatting import align
+
+
+class Cell(NamedTuple):
+    """A cell of a table: its text, what stands below in small type, and whether it is bold."""
+
+    text: str
+    below: str = ""
+    bold: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.below})" if self.below else self.text
+
+
+class Table(NamedTuple):
+    """A table; the first cell of each row is its name."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | Cell]]
+
+
+class Picture(NamedTuple):
+    """A figure with the name of its file, without ending, and its caption."""
+
+    name: str
+    caption: str
+    figure: Figure
+
+
+class Verdict(NamedTuple):
+    """A claim as the report shows it.
+
+    Attributes:
+      verdict: "holds", "does not hold", "not testable" or "not measured".
+      says: The claim.
+      numbers: A line for each case.
+      criterion: When it holds.
+      remarks: What is missing, and when the criterion was set or revised after the data.
+    """
+
+    verdict: str
+    says: str
+    numbers: Sequence[str] = ()
+    criterion: str = ""
+    remarks: Sequence[str] = ()
+
+
+class Report(NamedTuple):
+    """Everything that a reader gets to see, in its order.
+
+    Attributes:
+      title: Of the report.
+      setting: Scale, seeds, date and device, in one line.
+      sentences: Paragraphs that say what was run.
+      headlines: (metric, "31 → 2.6", what is compared) of the numbers on top.
+      verdicts: Of the claims.
+      tables: In their order.
+      pictures: In their order; the first is on top of the page.
+      notes: The command, and how the report was made.
+      failures: A line for each run that did not finish.
+    """
+
+    title: str
+    setting: str = ""
+    sentences: Sequence[str] = ()
+    headlines: Sequence[tuple[str, str, str]] = ()
+    verdicts: Sequence[Verdict] = ()
+    tables: Sequence[Table] = ()
+    pictures: Sequence[Picture] = ()
+    notes: Sequence[str] = ()
+    failures: Sequence[str] = ()
+
+    @property
+    def tally(self) -> str:
+        """The count of claims by verdict, as '2 of 9 claims hold, 5 do not, 2 not testable'."""
+        counts = Counter(of.verdict for of in self.verdicts)
+        words = {"does not hold": "do not", "not testable": "not testable", "not measured": "not measured"}
+        others = [f"{counts[verdict]} {text}" for verdict, text in words.items() if counts[verdict]]
+        return ", ".join([f"{counts['holds']} of {len(self.verdicts)} claims hold", *others])
+
+
+def write_report(report: Report, workdir: Path) -> None:
+    """Writes report.md, report.html and figures/*.svg under the workdir."""
+    make_folder(workdir, "workdir", files=("report.md", "report.html"))
+    images = []
+    for picture in report.pictures:
+        content = svg(picture.figure)
+        make_folder(workdir / "figures", "figures folder")
+        write_atomically(workdir / f"figures/{picture.name}.svg", lambda file, content=content: file.write(content))
+        source = f"data:image/svg+xml;base64,{base64.b64encode(content).decode()}"
+        images.append((source, picture.caption))
+    write_text(workdir / "report.md", markdown(report))
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("orthojax.experiments", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    write_text(workdir / "report.html", environment.get_template("page.html").render(report=report, images=images))
+
+
+def svg(figure: Figure) -> bytes:
+    """Renders a figure, the same bytes for the same figure, and closes it."""
+    buffer = io.BytesIO()
+    with plt.rc_context({"svg.hashsalt": "orthojax"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+    plt.close(figure)
+    return buffer.getvalue()
+
+
+def print_report(report: Report) -> None:
+    """Prints the tables and the verdicts, of which the last lines are those that are seen."""
+    for table in report.tables:
+        head, *body = align([list(table.columns), *([str(cell) for cell in row] for row in table.rows)], numeric=True)
+        rule = "-" * max(map(len, (head, *body)))
+        print("\n".join(["", table.caption, rule, head, rule, *body]))
+    if report.verdicts:
+        print()
+        for of in report.verdicts:
+            print(f"{of.verdict.upper():13}  {of.says}")
+        print(f"\n{report.tally}.")
+    for metric, numbers, what in report.headlines:
+        print(f"{metric}: {numbers} ({what})")
+    for failure in report.failures:
+        print(f"failed: {failure}")
+
+
+_SPECIAL = re.compile(r"[\\`*\[\]|~$<]|(?<![^\W_])_|_(?![^\W_])|&(?=[#\w])")
+
+
+def escape_markdown(text: str) -> str:
+    """Escapes text so that Markdown shows it as it is, in one line."""
+    return _SPECIAL.sub(lambda special: f"\\{special[0]}" if special[0] != "<" else "&lt;", " ".join(text.split()))
+
+
+def markdown(report: Report) -> str:
+    """Returns the report as Markdown; pictures are referred to under figures/."""
+    escape = escape_markdown
+    parts = [f"# {escape(report.title)}", *map(escape, (report.setting, *report.failures, *report.sentences))]
+    if report.verdicts:
+        rows = ["| claim | verdict | numbers |", "|---|---|---|"]
+        rows += [
+            f"| {escape(of.says)} | {of.verdict} | {'<br>'.join(map(escape, of.numbers))} |" for of in report.verdicts
+        ]
+        parts += [f"## Claims: {report.tally}", "\n".join(rows)]
+        criteria = [f"{i}. {escape('. '.join(_criterion(of)))}." for i, of in enumerate(report.verdicts, 1)]
+        parts += ["Criteria, in the order of the claims:", "\n".join(criteria)]
+    for table in report.tables:
+        rule = "|".join(["---", *["---:"] * (len(table.columns) - 1)])
+        rows = [f"| {' | '.join(escape(str(cell)) for cell in row)} |" for row in (table.columns, *table.rows)]
+        parts.append("\n".join([f"**{escape(table.caption)}**", "", rows[0], f"|{rule}|", *rows[1:]]))
+    for picture in report.pictures:
+        path = urllib.parse.quote(f"figures/{picture.name}.svg")
+        parts.append(f"![{escape(picture.caption)}]({path})\n\n*{escape(picture.caption)}*")
+    parts += ["## How this was made", "\n".join(f"- {escape(note)}" for note in report.notes)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _criterion(of: Verdict) -> list[str]:
+    return [html.unescape(part) for part in (of.criterion, *of.remarks) if part] or ["none"]
