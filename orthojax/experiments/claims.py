@@ -6,6 +6,7 @@ all of them. Criteria are fixed before the seeds that decide them are run. One t
 so, with the verdict under the first criterion.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -21,15 +22,16 @@ Verdict = Literal["holds", "does not hold", "not testable", "not measured"]
 
 
 class Scope(NamedTuple):
-    """The variants that a claim reads in one case, by the names that it uses, on shared seeds."""
+    """The variants that a claim reads in one case, by the names that it uses, on shared seeds; and all of the study."""
 
     results: dict[str, Result]
+    study: Sequence[Result] = ()
 
     def seeds(self) -> list["Scope"]:
         """Returns a scope for each seed; existing models, which have one, stay as they are."""
         seeds = sorted({seed for of in self.results.values() if not of.given for seed in of.seeds})
         one = lambda of, seed: of if of.given else of.only([seed])  # noqa: E731
-        return [Scope({name: one(of, seed) for name, of in self.results.items()}) for seed in seeds] or [self]
+        return [self._replace(results={name: one(of, s) for name, of in self.results.items()}) for s in seeds] or [self]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,6 +71,9 @@ class Expr:
 
     def __truediv__(self, other: Any) -> "Expr":
         return _binary("/", operator.truediv, 6, self, other)
+
+    def __rtruediv__(self, other: Any) -> "Expr":
+        return _binary("/", operator.truediv, 6, other, self)
 
     def __lt__(self, other: Any) -> "Expr":
         return _binary("<", operator.lt, 4, self, other)
@@ -137,12 +142,25 @@ def function(words: str, of: Callable[..., Any], *exprs: Any) -> Expr:
 
 def largest(*exprs: Any) -> Expr:
     """Returns the largest of several expressions."""
-    return function("max", max, *exprs)
+    return function("max", lambda *values: max(values), *exprs)
 
 
 def smallest(*exprs: Any) -> Expr:
     """Returns the smallest of several expressions."""
-    return function("min", min, *exprs)
+    return function("min", lambda *values: min(values), *exprs)
+
+
+def largest_of_all(of: Callable[[Result], float], which: Callable[[Result], bool], words: str) -> Expr:
+    """Returns the largest value of the variants of the study that `which` selects, 0 without any; text is `words`."""
+
+    def value(scope: Scope) -> float:
+        values = []
+        for result in filter(which, scope.study):
+            with contextlib.suppress(Missing):
+                values.append(of(result))
+        return max(values, default=0.0)
+
+    return Expr(words, value)
 
 
 def all_of(conditions: Iterable[Expr]) -> Expr:
@@ -180,7 +198,8 @@ class Claim:
       says: The claim.
       holds: Decides it, in every case.
       given: Decides whether there is anything to see; None if there always is.
-      cases: What `*` stands for; every match if None.
+      cases: What `*` stands for; every match if None; with a function, which is then a whole name, the variants that it
+        selects.
       largest: Only the testable case with the largest value is judged, for claims of the form 'by up to'.
       most: Holds if more than half of the testable cases do, instead of all.
       revised: Why the criterion was changed after numbers that it judges were there, and the first one; an empty tuple
@@ -194,7 +213,7 @@ class Claim:
     holds: Expr | None = None
     given: Expr | None = None
     _: dataclasses.KW_ONLY
-    cases: Sequence[str] | None = None
+    cases: Sequence[str] | Callable[[Result], bool] | None = None
     largest: Expr | None = None
     most: bool = False
     revised: "tuple[()] | tuple[str, Claim]" = ()
@@ -243,12 +262,12 @@ def judge(claim: Claim, results: Results) -> Judged:
     if claim.holds is None:
         return Judged("not measured", claim)
     names = claim.holds.names.union(*(of.names for of in (claim.given, claim.largest) if of is not None))
-    cases, missing = [], []
+    cases, missing, all_variants = [], [], list(results.values())
     for case in _cases(claim, names, results):
         try:
             ordered = sorted(names)
             found = shared_seeds([results[name.replace("*", case)] for name in ordered])
-            cases.append(_judge_case(claim, case, Scope(dict(zip(ordered, found, strict=True)))))
+            cases.append(_judge_case(claim, case, Scope(dict(zip(ordered, found, strict=True)), all_variants)))
         except Missing as error:
             missing.append(f"{case}: {error}" if case else str(error))
     if claim.largest is not None and cases:
@@ -264,9 +283,11 @@ def _cases(claim: Claim, names: Iterable[str], results: Results) -> list[str]:
     starred = [name for name in names if "*" in name]
     if not starred:
         return [""]
+    if callable(claim.cases):
+        return [name for name in results if claim.cases(results[name])]
     if claim.cases is not None:
         return [case for case in claim.cases if all(name.replace("*", case) in results for name in names)]
-    found = [case for name in results if (case := case_in(starred[0], name))]
+    found = [case for name in (*results, *results.aliases) if (case := case_in(starred[0], name))]
     return [case for case in found if all(name.replace("*", case) in results for name in names)]
 
 
@@ -280,7 +301,7 @@ def _judge_case(claim: Claim, case: str, scope: Scope) -> Case:
         of = scope.results[name]
         paper = _paper_number(of, metric)
         number = mean_and_range(of.values(metric), metric.show)
-        parts.setdefault(metric, []).append(f"{name.replace('*', case)} {number}{paper}")
+        parts.setdefault(metric, []).append(f"{of.name} {number}{paper}")
     texts = [f"{metric.label}: {', '.join(values)}" for metric, values in parts.items()]
     if claim.note:
         texts.append(claim.note(scope))

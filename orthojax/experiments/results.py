@@ -176,6 +176,7 @@ class Results(Mapping[str, Result]):
       scale: At which scale.
       seeds: With which seeds.
       raw: The content of results.json.
+      aliases: Further names of variants; see `Study.aliases`.
     """
 
     def __init__(self, study: Any, raw: Mapping[str, Any], configs: Mapping[str, Config], workdir: Path = Path()):
@@ -206,14 +207,16 @@ class Results(Mapping[str, Result]):
                 folders={row["seed"]: workdir / row["run"] for row in done if "run" in row},
                 started=bool(of),
             )
+        self.aliases: Mapping[str, str] = study.aliases(self) if study.aliases else {}
 
     def __getitem__(self, name: str) -> Result:
+        name = self.aliases.get(name, name)
         if name not in self._results:
             raise Missing(name)
         return self._results[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._results
+        return name in self._results or name in self.aliases
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._results)

@@ -98,6 +98,14 @@ def run_study(
     if study.rows:
         rows = [row for seed in seeds for row in _computed(study, seed, workdir)]
         content = {"provenance": _provenance(seeds, [], time.monotonic() - started), "rows": rows}
+    elif not study.trains:
+        assert study.cost_reference is not None
+        costs = step_costs(configs, study.cost_reference, workdir / "costs.json")
+        rows = [
+            {"variant": name, "seed": 0, "overrides": changed_fields(Config(), configs[name]), "metrics": of}
+            for name, of in costs.items()
+        ]
+        content = {"provenance": _provenance((0,), [], time.monotonic() - started), "rows": rows}
     else:
         runs = _runs(configs, models, seeds, runs_dir, workdir)
         if only is not None:

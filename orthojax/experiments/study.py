@@ -59,6 +59,9 @@ class Study:
       measures: Beyond `measures.ALWAYS`.
       cost_reference: Variant -> the one that the time and memory of its training step are relative to; with it they are
         measured, as metrics `cost_*`.
+      trains: False if these costs are all that is measured.
+      aliases: Further names of variants for claims, if those depend on scale or on models that are given: alias ->
+        variant.
       paper: The numbers that the paper prints, for all scales or as a function of the scale.
       columns: Of the table of all variants.
       tables: Further tables.
@@ -78,6 +81,8 @@ class Study:
     models: Callable[[Mapping[str, Given]], Mapping[str, Given]] | None = None
     measures: tuple[Measure, ...] = ()
     cost_reference: Callable[[str], str] | None = None
+    trains: bool = True
+    aliases: Callable[[Results], Mapping[str, str]] | None = None
     paper: Paper | Callable[[str], Paper] = dataclasses.field(default_factory=dict)
     columns: Quantities = ()
     tables: Sequence[Callable[[Results], Table | Sequence[Table]]] = ()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from orthojax.experiments.report import Cell, Table
-from orthojax.experiments.results import Missing, Quantity, Result, Results, as_quantity, case_in, pairs
+from orthojax.experiments.results import Missing, Numbers, Quantity, Result, Results, as_quantity, case_in, pairs
 
 Quantities = str | Sequence[str | Quantity]  # names of metrics separated by spaces, or several of them
 
@@ -60,6 +60,27 @@ def _rows(results: Results, patterns: str) -> list[Result]:
     if not patterns:
         return list(results.values())
     return [of for of in results.values() if any(case_in(p, of.name) is not None for p in patterns.split())]
+
+
+@dataclasses.dataclass(frozen=True)
+class Printed:
+    """A table of a paper, of models that are not run here.
+
+    Attributes:
+      caption: Of the table.
+      metrics: Its columns.
+      paper: Row -> metric -> number.
+    """
+
+    caption: str
+    metrics: Quantities
+    paper: Mapping[str, Mapping[str, float]]
+
+    def __call__(self, results: Results) -> Table:
+        """Builds the table."""
+        columns = quantities(self.metrics)
+        rows = [[name, *(of.show(of(Numbers(printed))) for of in columns)] for name, printed in self.paper.items()]
+        return Table(self.caption, ["", *(of.label for of in columns)], rows)
 
 
 @dataclasses.dataclass(frozen=True)
