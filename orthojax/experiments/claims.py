@@ -14,6 +14,8 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from orthojax.analysis import chance_of_first
 from orthojax.experiments.results import Missing, Numbers, Quantity, Result, Results, case_in, shared_seeds
 from orthojax.formatting import mean_and_range, percent
@@ -185,9 +187,37 @@ def rising(*exprs: Any) -> Expr:
 
 
 def check(of: Callable[..., Any], *variants: str, words: str = "") -> Expr:
-    """Returns a function of whole `Result`s, for what no expression says; its docstring is the criterion."""
+    """Returns a function of whole `Result`s, for what no expression says; its docstring is the criterion.
+
+    Without variants it takes all of the study that finished, on the seeds that they share.
+    """
     text = words or (of.__doc__ or "").strip().splitlines()[0].rstrip(".")
-    return Expr(text, lambda scope: of(*(scope.results[name] for name in variants)), (), frozenset(variants), 1)
+
+    def value(scope: Scope) -> Any:
+        if variants:
+            return of(*(scope.results[name] for name in variants))
+        return of(*shared_seeds([result for result in scope.study if result.seeds]))
+
+    return Expr(text, value, (), frozenset(variants), 1)
+
+
+class ByLayer:
+    """A metric of every layer; indexed by a variant's name it is an expression: the means over seeds, [layers].
+
+    Functions of it, as `peak`, make it a number.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __getitem__(self, variant: str) -> Expr:
+        text = f"{self.name} by layer of {variant}"
+        return Expr(text, lambda scope: scope.results[variant].layers(self.name).mean(0), (), frozenset([variant]))
+
+
+def peak(layers: Expr) -> Expr:
+    """Returns the largest value over layers."""
+    return function("largest", np.max, layers)
 
 
 @dataclasses.dataclass(frozen=True)
