@@ -15,6 +15,8 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from orthojax.analysis import chance_of_first
 from orthojax.experiments.results import Missing, Numbers, Quantity, Result, Results, case_in, shared_seeds
 from orthojax.formatting import mean_and_range, percent
@@ -190,13 +192,38 @@ def check(of: Callable[..., Any], *variants: str, words: str = "", shows: Sequen
 
     Args:
       of: The function.
-      *variants: What it takes.
+      *variants: What it takes; without any, all of the study that finished, on the seeds that they share.
       words: The criterion instead.
       shows: Metrics whose numbers are printed with it.
     """
     text = words or (of.__doc__ or "").strip().splitlines()[0].rstrip(".")
     terms = tuple((metric, name) for metric in shows for name in variants)
-    return Expr(text, lambda scope: of(*(scope.results[name] for name in variants)), terms, frozenset(variants), 1)
+
+    def value(scope: Scope) -> Any:
+        if variants:
+            return of(*(scope.results[name] for name in variants))
+        return of(*shared_seeds([result for result in scope.study if result.seeds]))
+
+    return Expr(text, value, terms, frozenset(variants), 1)
+
+
+class ByLayer:
+    """A metric of every layer; indexed by a variant's name it is an expression: the means over seeds, [layers].
+
+    Functions of it, as `peak`, make it a number.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __getitem__(self, variant: str) -> Expr:
+        text = f"{self.name} by layer of {variant}"
+        return Expr(text, lambda scope: scope.results[variant].layers(self.name).mean(0), (), frozenset([variant]))
+
+
+def peak(layers: Expr) -> Expr:
+    """Returns the largest value over layers."""
+    return function("largest", np.max, layers)
 
 
 @dataclasses.dataclass(frozen=True)
