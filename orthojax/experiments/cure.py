@@ -19,7 +19,9 @@ from orthojax.experiments.claims import (
     worst,
 )
 
-OUTCOME = "perplexity kurtosis_first kurtosis_rest max_abs_first max_abs_rest first_attention_fraction first_attention_mass"
+OUTCOME = (
+    "perplexity kurtosis_first kurtosis_rest max_abs_first max_abs_rest first_attention_fraction first_attention_mass"
+)
 DRAIN = Metric("value norm, first token over others", lambda of: of["value_norm_first"] / of["value_norm_rest"])
 PEAK = Metric("residual norm, first token over others", lambda of: of["residual_norm_first"] / of["residual_norm_rest"])
 WORST = Metric("larger kurtosis of first token and others", lambda of: max(FIRST(of), REST(of)))

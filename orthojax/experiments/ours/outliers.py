@@ -44,7 +44,10 @@ def _rotations(scale: str) -> dict[str, Config]:
     changes: dict[str, dict[str, Any]] = {
         "vanilla": {"optim.optimizer": "adam", "model.normalizer": "softmax"},
         "adam": {"optim.optimizer": "adam"},
-        **{name: dict(zip(("optim.rotation.kind", "optim.rotation.axes"), name.split("_"), strict=True)) for name in kinds},
+        **{
+            name: dict(zip(("optim.rotation.kind", "optim.rotation.axes"), name.split("_"), strict=True))
+            for name in kinds
+        },
         "no_embeddings": {"optim.rotation.embeddings": False},
         "embeddings_only": {"optim.rotation.axes": "none"},
         "input_no_embeddings": {"optim.rotation.axes": "input", "optim.rotation.embeddings": False},
@@ -53,7 +56,11 @@ def _rotations(scale: str) -> dict[str, Config]:
         "shared": {"optim.rotation.scope": "tree", "optim.rotation.axes": "residual"},
         "fixed_in_model": {"optim.optimizer": "adam", "model.fixed_rotation": True},
     }
-    settings = {"warmup_300": {"optim.warmup_steps": 300}, "b2_095": {"optim.b2": 0.95}, "eps_1e-4": {"optim.eps": 1e-4}}
+    settings = {
+        "warmup_300": {"optim.warmup_steps": 300},
+        "b2_095": {"optim.b2": 0.95},
+        "eps_1e-4": {"optim.eps": 1e-4},
+    }
     for (name, setting), axes in itertools.product(settings.items(), ("output", "both")):
         changes[f"{axes}_{name}"] = {"optim.rotation.axes": axes} | setting
     return {name: replace(base, change) for name, change in changes.items()}
@@ -222,8 +229,7 @@ TUNING = Study(
 
 _COMPARED = {500: ("vanilla", "cured", "residual", "muon", "soap", "lion"), 2000: ("vanilla", "cured", "residual"),
              10_000: ("vanilla", "cured", "residual")}  # fmt: skip
-_KNOWN = ("two of three seeds of the longest runs were there, from remaining_outliers, where the criterion had been set "
-          "before them")  # fmt: skip
+_KNOWN = "two of three seeds of the longest runs were there, from remaining_outliers, whose criterion is older"
 PARITY = Study(
     name="parity",
     title="Methods at tuned rates: perplexity, outliers, dominance and the cost of a step",
@@ -234,8 +240,8 @@ PARITY = Study(
     },
     seeds=(0, 1, 2),
     note="Six layers on ordinary text; rate and warm-up of each method are those that tuning chose with 500 steps. "
-    "`residual` is the cure with the d_model axes rotated, `cured` with the output axes; the last part of a name is the "
-    "number of steps.",
+    "`residual` is the cure with the d_model axes rotated, `cured` with the output axes; names end with the number of "
+    "steps.",
     columns=[OUTCOME, "cost_step_ratio"],
     tables=[
         Paired("Change from softmax + Adam, paired by seed", "vanilla_*", "cured_* residual_* muon_* soap_* lion_*",
@@ -245,8 +251,8 @@ PARITY = Study(
     claims=[
         no_perplexity_lost("The cure costs no perplexity, each method tuned.", "cured_*", "vanilla_*"),
         cured_outliers("The cure leaves no outliers, at tuned rates.", "cured_*", "vanilla_*"),
-        no_perplexity_lost("The cure with the d_model axes rotated costs no perplexity, at the rate tuned for the output "
-                           "axes.", "residual_*", "vanilla_*", added=_KNOWN),
+        no_perplexity_lost("The cure with the d_model axes rotated costs no perplexity, at the rate tuned for the "
+                           "output axes.", "residual_*", "vanilla_*", added=_KNOWN),
         cured_outliers("The cure with the d_model axes rotated leaves no outliers.", "residual_*", "vanilla_*",
                        added=_KNOWN),
         Claim("Softmax + Muon has outliers.", WORST["muon_*"] > OUTLIERS),

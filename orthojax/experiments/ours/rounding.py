@@ -106,22 +106,22 @@ def _less(vanilla: Result, cured: Result, settings: list[str]) -> bool:
 
 
 def _less_if_costly(vanilla: Result, cured: Result) -> bool:
-    """cured loses less in every setting that costs one of the two 1% or more."""
+    """Cured loses less in every setting that costs one of the two 1% or more."""
     return _less(vanilla, cured, _costly(vanilla, cured))
 
 
 def _any_costs(vanilla: Result, cured: Result) -> bool:
-    """a setting costs one of the two 1% or more."""
+    """A setting costs one of the two 1% or more."""
     return bool(_costly(vanilla, cured))
 
 
 def _less_if_costly_to_vanilla(vanilla: Result, cured: Result) -> bool:
-    """cured loses less in every setting that costs vanilla 1% or more."""
+    """Cured loses less in every setting that costs vanilla 1% or more."""
     return _less(vanilla, cured, _costly(vanilla))
 
 
 def _any_costs_vanilla(vanilla: Result, cured: Result) -> bool:
-    """a setting costs vanilla 1% or more."""
+    """A setting costs vanilla 1% or more."""
     return bool(_costly(vanilla))
 
 
