@@ -125,8 +125,8 @@ REPEATED_LONGER = Study(
     seeds=(1, 2, 3, 4, 5),
     measures=(FOUR_BITS,),
     note="6,000 steps, and a pair of 2,000. OrthoAdam rotates the output axes, in `residual` the d_model axes. "
-    "Criteria were committed before any of these runs but seeds 1 and 2 of 2,000 steps; each part alone joined when seed 1 of "
-    "vanilla and cured had run, the d_model axes when all others had.",
+    "Criteria were committed before any of these runs but seeds 1 and 2 of 2,000 steps; each part alone joined when "
+    "seed 1 of vanilla and cured had run, the d_model axes when all others had.",
     columns=_MEASURED,
     tables=[Columns("Perplexity lost to rounding", _ROUNDED),
             _change_from("vanilla_*", "softmax1_* orthoadam_* cured_* residual_*")],
