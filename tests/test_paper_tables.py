@@ -1,5 +1,6 @@
 """Tables 1 to 9: the paper's own numbers, numbers that contradict a claim, and pairs before and after fine-tuning."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -17,6 +18,7 @@ from orthojax.experiments.from_attention.tables import (
     TABLE1,
     TABLE2,
     TABLE3,
+    TABLE4,
     TABLE6,
     TABLE7,
     TABLE8,
@@ -24,21 +26,23 @@ from orthojax.experiments.from_attention.tables import (
     on_the_text_of_its_base,
 )
 from orthojax.experiments.running import run_study
-from orthojax.experiments.study import Given, results_of
+from orthojax.experiments.study import Given, make_report, results_of
 from orthojax.train import evaluate, open_inputs, train
 
 LOST = ("int8_coarse", "int8_moderate", "int8_fine", "int4_zeropoint")
 
 
-def made_up(study, metrics, scale="paper", given=()):
-    """Returns results of one seed with `metrics(variant)`; of None a run that failed."""
-    rows = [
-        {"variant": name, "seed": 0, "overrides": overrides, "metrics": metrics(name) or {}}
-        | ({"given": True} if name in dict(given) else {})
-        for name, overrides in (*((name, {}) for name in study.runs_at(scale)), *given)
-    ]
-    rows = [row if row["metrics"] else row | {"failed": "not in the paper"} for row in rows]
-    return results_of(study, {"experiment": study.name, "scale": scale, "provenance": {"seeds": [0]}, "rows": rows})
+def made_up(study, metrics, scale="paper", given=(), seeds=(0,)):
+    """Returns results with `metrics(variant)`, or `metrics(variant, seed)` for several seeds; of None a failed run."""
+    rows = []
+    for name, overrides in (*((name, {}) for name in study.runs_at(scale)), *given):
+        for seed in seeds:
+            found = metrics(name, seed) if len(seeds) > 1 else metrics(name)
+            row = {"variant": name, "seed": seed, "overrides": overrides, "metrics": found or {}}
+            row |= {} if found else {"failed": "not in the paper"}
+            rows.append(row | ({"given": True} if name in dict(given) else {}))
+    provenance = {"seeds": list(seeds)}
+    return results_of(study, {"experiment": study.name, "scale": scale, "provenance": provenance, "rows": rows})
 
 
 def judged(study, metrics, **more):
@@ -172,6 +176,45 @@ def test_what_costs_nothing_is_not_testable():
     assert set(alone) == {"does not hold", "not testable"}
 
 
+def verdict_of(beginning, metrics, **more):
+    (claim,) = [of for of in judged(TABLE2, metrics, **more) if of.claim.says.startswith(beginning)]
+    return claim.verdict
+
+
+def test_a_method_that_loses_more_at_coarse_in_every_seed_contradicts():
+    def verdict(**factors):
+        def metrics(name, seed):
+            factor = factors.get(name.rpartition("_")[2], (1.001, 1.001))[seed]
+            return row_metrics(perplexity_int8_coarse=20.0 * factor)
+
+        return verdict_of("(Ours) No method", metrics, seeds=(0, 1))
+
+    assert verdict() == "not testable"
+    assert verdict(vanilla=(1.01, 1.01)) == "holds"
+    assert verdict(orthoadam=(1.012, 1.0)) == "holds"
+    assert verdict(orthoadam=(1.012, 1.002)) == "does not hold"
+
+
+def test_outliers_in_one_seed_are_not_those_of_a_model():
+    def verdict(*of_vanilla):
+        def metrics(name, seed):
+            return row_metrics(kurtosis_rest=3.1, kurtosis_first=of_vanilla[seed] if "vanilla" in name else 3.0)
+
+        return verdict_of("Both together leave no", metrics, seeds=(0, 1))
+
+    assert verdict(20.0, 20.0) == "holds"
+    assert verdict(20.0, 2.0) == "not testable"
+
+
+@pytest.mark.parametrize(("fraction", "verdict"), [(0.3, "does not hold"), (0.03, "not testable")])
+def test_outliers_of_the_first_token_are_judged_with_dominance(fraction, verdict):  # chance gives 0.024
+    def metrics(name):
+        kurtosis = 3.0 if "orthoadam" in name else 20.0
+        return row_metrics(first_attention_fraction=fraction, kurtosis_first=kurtosis)
+
+    assert verdict_of("OrthoAdam alone does not", metrics) == verdict
+
+
 def test_given_models_are_cases_of_table_1_by_how_they_were_trained():
     vanilla = {"model.normalizer": "softmax", "optim.optimizer": "adam"}
     numbers = {"public": row_metrics(perplexity_int4_zeropoint=60.0), "mine": row_metrics(), "kept": row_metrics()}
@@ -192,6 +235,17 @@ def test_shortest_and_longest_sequences_are_those_of_the_scale(scale):
     lengths = sorted({of.config.data.sequence_length for of in results.values()})
     assert results["gpt2_60m_shortest_cured"].config.data.sequence_length == lengths[0]
     assert results["gpt2_60m_longest_cured"].config.data.sequence_length == lengths[-1]
+
+
+@pytest.mark.slow
+def test_table_4_measures_costs_and_trains_nothing(tmp_path):
+    small = {"model.num_layers": 1, "model.d_model": 16, "model.d_mlp": 16, "model.num_heads": 2, "train.batch_size": 2}
+    runs = {name: replace(config, small) for name, config in TABLE4.runs_at("tiny").items() if "gpt2_60m" in name}
+    study = dataclasses.replace(TABLE4, runs=lambda scale: runs)
+    results = run_study(study, "tiny", (0,), tmp_path, runs_dir=tmp_path / "runs")
+    assert results["gpt2_60m_vanilla"]["cost_step_ratio"] == 1.0
+    assert results["gpt2_60m_cured"]["cost_steps_per_second"] > 0
+    assert not (tmp_path / "runs").exists()
 
 
 # Table 7.
@@ -242,6 +296,8 @@ def test_both_models_are_measured_on_the_rows_of_the_base(pair, tmp_path):
     assert results["tuned"]["perplexity"] != pytest.approx(on_its_own["perplexity"], rel=0.01)
     assert results["base"]["perplexity"] == pytest.approx(evaluate(base, inputs)["perplexity"], rel=1e-6)
     assert results["tuned"].config.data == results["base"].config.data
+    (changes,) = [table for table in make_report(results).tables if table.caption.startswith("Change")]
+    assert [row[0] for row in changes.rows] == ["tuned"]
 
 
 @pytest.mark.slow

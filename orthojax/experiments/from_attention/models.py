@@ -172,7 +172,7 @@ _RATES = {
 def ablation(scale: str) -> dict[str, Config]:
     """Returns the run of every row of Table 5; SGD has `SGD_STEPS` times the steps of the others."""
     base = replace(base_run(scale), {"model.position": "learned"})
-    rates = dict(zip(("rmsprop", "sgd_momentum", "sgd"), _RATES[scale], strict=True))
+    rates: dict[str, float] = dict(zip(("rmsprop", "sgd_momentum", "sgd"), _RATES[scale], strict=True))
     runs = {}
     for name, changes in ABLATION.items():
         optimizer = name.partition("_rmsnorm")[0].partition("_layernorm")[0]
