@@ -18,9 +18,29 @@ Expected:   two seeds, on 73M tokens of the 46 packages of results/small/package
             share of queries whose largest weight is key 0 0.206 and 0.111.
 """
 
-from orthojax.config import Config
-from orthojax.experiments.base_configs import PACKAGES_MODEL
+from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig
+from orthojax.model.presets import gpt2
 
 
 def get_config() -> Config:
-    return PACKAGES_MODEL
+    return Config(
+        model=gpt2("60m", norm="rmsnorm_single", use_bias=False, vocab_size=16_384, max_length=256, dtype="bfloat16"),
+        optim=OptimConfig(optimizer="adam", learning_rate=1e-3, warmup_steps=1000, final_learning_rate_fraction=0.0),
+        data=DataConfig(
+            kind="tokens",
+            paths=("data/python_packages/train.bin", "data/python_packages/validation.bin"),
+            tokenizer="bpe:16384",
+            sequence_length=256,
+            bos=True,
+        ),
+        train=TrainConfig(
+            steps=6000,
+            batch_size=64,
+            log_every_steps=50,
+            probe_every_steps=300,
+            probe_sequences=32,
+            eval_every_steps=300,
+            checkpoint_every_steps=300,
+        ),
+        eval=EvalConfig(sequences=1024, batch_size=64),
+    )

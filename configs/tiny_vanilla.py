@@ -7,9 +7,28 @@ Expected:   see results/README.md; kurtosis of hidden states well above 3 and ri
 Hardware:   two CPU cores, about 0.1 s a step.
 """
 
-from orthojax.config import Config
-from orthojax.experiments.base_configs import REPEATED_MODEL
+from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig
+from orthojax.model.presets import gpt2
 
 
 def get_config() -> Config:
-    return REPEATED_MODEL
+    return Config(
+        model=gpt2(
+            "tiny",
+            norm="rmsnorm_single",  # one scale in every norm
+            use_bias=False,
+            max_length=64,
+            scan_layers=False,  # compiles slower, runs faster
+        ),
+        optim=OptimConfig(optimizer="adam", learning_rate=3e-3, warmup_steps=100),
+        # Every passage comes at least twice: heads that copy grow, and rest on the first token.
+        data=DataConfig(kind="embedded", tokenizer="bpe:2048", sequence_length=64, bos=True, repeated_share=1.0),
+        train=TrainConfig(
+            steps=2000,
+            batch_size=16,
+            probe_every_steps=100,
+            eval_every_steps=500,
+            checkpoint_every_steps=100,
+        ),
+        eval=EvalConfig(sequences=256, batch_size=64),
+    )

@@ -17,9 +17,31 @@ Expected:   for the FLAGS of each run, what the paper prints ("-": not printed),
       33.4 | 3.2 | 13.1 | 0.017 | 25.4 h
 """
 
-from orthojax.config import Config
-from orthojax.experiments.from_attention.paper_configs import ablation_sgd_run
+from orthojax.config import Config, DataConfig, EvalConfig, MeshConfig, OptimConfig, TrainConfig
+from orthojax.model.presets import gpt2
 
 
 def get_config() -> Config:
-    return ablation_sgd_run()
+    return Config(
+        model=gpt2(
+            "130m", norm="rmsnorm_single", use_bias=False, vocab_size=50_304, normalizer="softmax1", dtype="bfloat16"
+        ),
+        optim=OptimConfig(
+            optimizer="sgd", momentum=0.9, learning_rate=0.2, warmup_steps=2_000, final_learning_rate_fraction=0.0
+        ),
+        data=DataConfig(
+            kind="tokens",
+            paths=("data/c4_gpt2/train.bin", "data/c4_gpt2/validation.bin"),
+            sequence_length=256,
+            bos=False,
+        ),
+        train=TrainConfig(
+            steps=320_000,
+            batch_size=512,
+            log_every_steps=100,
+            eval_every_steps=10_000,
+            checkpoint_every_steps=2_000,
+        ),
+        eval=EvalConfig(sequences=100_000, batch_size=256),
+        mesh=MeshConfig(data=-1),  # every device takes a part of the batch
+    )

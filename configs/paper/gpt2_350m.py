@@ -22,9 +22,27 @@ Expected:   for the FLAGS of each run, what the paper prints ("-": not printed),
       16.31 | 3.1 3.1 | 388.1 333.3 | 0.021 | 16.5 16.46 16.33 | 17.1 | 218 h
 """
 
-from orthojax.config import Config
-from orthojax.experiments.from_attention.paper_configs import gpt2_run
+from orthojax.config import Config, DataConfig, EvalConfig, MeshConfig, OptimConfig, TrainConfig
+from orthojax.model.presets import gpt2
 
 
 def get_config() -> Config:
-    return gpt2_run("350m")
+    return Config(
+        model=gpt2("350m", norm="rmsnorm_single", use_bias=False, vocab_size=50_304, dtype="bfloat16"),
+        optim=OptimConfig(optimizer="adam", learning_rate=1e-3, warmup_steps=6_000, final_learning_rate_fraction=0.0),
+        data=DataConfig(
+            kind="tokens",
+            paths=("data/c4_gpt2/train.bin", "data/c4_gpt2/validation.bin"),
+            sequence_length=256,
+            bos=False,
+        ),
+        train=TrainConfig(
+            steps=960_000,
+            batch_size=512,
+            log_every_steps=100,
+            eval_every_steps=10_000,
+            checkpoint_every_steps=2_000,
+        ),
+        eval=EvalConfig(sequences=100_000, batch_size=256),
+        mesh=MeshConfig(data=-1),  # every device takes a part of the batch
+    )

@@ -31,9 +31,27 @@ Expected:   for the FLAGS of each run, what the paper prints ("-": not printed),
       32.25 | - - | - - | - | 32.85 32.73 32.32 | - | 28.2 h
 """
 
-from orthojax.config import Config
-from orthojax.experiments.from_attention.paper_configs import gpt2_run
+from orthojax.config import Config, DataConfig, EvalConfig, MeshConfig, OptimConfig, TrainConfig
+from orthojax.model.presets import gpt2
 
 
 def get_config() -> Config:
-    return gpt2_run("60m")
+    return Config(
+        model=gpt2("60m", norm="rmsnorm_single", use_bias=False, vocab_size=50_304, dtype="bfloat16"),
+        optim=OptimConfig(optimizer="adam", learning_rate=1e-3, warmup_steps=1_000, final_learning_rate_fraction=0.0),
+        data=DataConfig(
+            kind="tokens",
+            paths=("data/c4_gpt2/train.bin", "data/c4_gpt2/validation.bin"),
+            sequence_length=256,
+            bos=False,
+        ),
+        train=TrainConfig(
+            steps=160_000,
+            batch_size=512,
+            log_every_steps=100,
+            eval_every_steps=10_000,
+            checkpoint_every_steps=2_000,
+        ),
+        eval=EvalConfig(sequences=100_000, batch_size=256),
+        mesh=MeshConfig(data=-1),  # every device takes a part of the batch
+    )

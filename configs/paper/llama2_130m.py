@@ -22,9 +22,27 @@ Expected:   for the FLAGS of each run, what the paper prints ("-": not printed),
       17.31 | 4.2 6.9 | 161.1 157.0 | 0.017 | 20.85 20.11 17.38 | 19.7 | 22.6 h
 """
 
-from orthojax.config import Config
-from orthojax.experiments.from_attention.paper_configs import llama2_run
+from orthojax.config import Config, DataConfig, EvalConfig, MeshConfig, OptimConfig, TrainConfig
+from orthojax.model.presets import llama2
 
 
 def get_config() -> Config:
-    return llama2_run()
+    return Config(
+        model=llama2("130m", norm="rmsnorm_single", dtype="bfloat16"),
+        optim=OptimConfig(optimizer="adam", learning_rate=1e-3, warmup_steps=2_000, final_learning_rate_fraction=0.0),
+        data=DataConfig(
+            kind="tokens",
+            paths=("data/c4_llama2/train.bin", "data/c4_llama2/validation.bin"),
+            sequence_length=256,
+            bos=True,
+        ),
+        train=TrainConfig(
+            steps=320_000,
+            batch_size=512,
+            log_every_steps=100,
+            eval_every_steps=10_000,
+            checkpoint_every_steps=2_000,
+        ),
+        eval=EvalConfig(sequences=100_000, batch_size=256),
+        mesh=MeshConfig(data=-1),  # every device takes a part of the batch
+    )

@@ -1,1 +1,1 @@
-"""The papers' tables and figures as data: which models are trained, what is measured, how it is shown."""
+"""Both papers' tables and figures, and comparisons beyond them, as studies: runs, columns, claims and pictures."""

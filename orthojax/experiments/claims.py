@@ -1,352 +1,408 @@
-"""Claims as values, the one judge that decides them, and the terms in which their criteria are stated.
+"""Claims as expressions over metrics: `REST["*_adam"] < 3.5` computes its verdict and prints its own criterion.
 
-Criteria are fixed before the seeds that decide them are run. One that was set or revised afterwards has a `Revision`,
-and the report then says so, with the verdict under the first criterion.
+A metric is computed for each seed and averaged; arithmetic and comparisons are on these means, unless
+`.in_every_seed()` asks for each seed. `*` in the names of variants stands for one case of a claim, which has to hold in
+all of them. Criteria are fixed before the seeds that decide them are run. One that was set or revised afterwards says
+so, with the verdict under the first criterion.
 """
 
+import contextlib
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from orthojax.analysis import chance_of_first
-from orthojax.experiments.results import (
-    NotMeasured,
-    Numbers,
-    Quantity,
-    Result,
-    Results,
-    as_quantity,
-    on_shared_seeds,
-    pairs,
-)
+from orthojax.experiments.results import Missing, Numbers, Quantity, Result, Results, case_in, shared_seeds
+from orthojax.formatting import mean_and_range, percent
 
-Verdict = Literal["holds", "does not hold", "not testable at this scale", "not measured"]
-
-GAUSSIAN = 3.0  # its kurtosis
-# A mean kurtosis over layers above the first is called outliers, below the second none.
-OUTLIERS, NO_OUTLIERS = 4.0, 3.5
-DOMINANCE = 2.0  # the first token dominates from this multiple of `chance_of_first` on
-DOMINANCE_TESTABLE = f"testable where vanilla has {DOMINANCE:g} times what equal logits give"
-EQUAL_PERPLEXITY = 0.01  # a perplexity at most this fraction above another is called equal
-# Roles of the two methods and short names of metrics, as claims write them.
-V, S, O, C = "vanilla", "softmax1", "orthoadam", "cured"
-PPL, FRACTION, MASS = "perplexity", "first_attention_fraction", "first_attention_mass"
-KURTOSIS = ("kurtosis_first", "kurtosis_rest")
-MAX_ABS = ("max_abs_first", "max_abs_rest")
-
-Names = Sequence[str]
+Verdict = Literal["holds", "does not hold", "not testable", "not measured"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Revision:
-    """That a criterion was changed, or set, after numbers which it judges were there.
+class Scope(NamedTuple):
+    """The variants that a claim reads in one case, by the names that it uses, on shared seeds; and all of the study."""
+
+    results: dict[str, Result]
+    study: Sequence[Result] = ()
+
+    def seeds(self) -> list["Scope"]:
+        """Returns a scope for each seed; existing models, which have one, stay as they are."""
+        seeds = sorted({seed for of in self.results.values() if not of.given for seed in of.seeds})
+        one = lambda of, seed: of if of.given else of.only([seed])  # noqa: E731
+        return [self._replace(results={name: one(of, s) for name, of in self.results.items()}) for s in seeds] or [self]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Expr:
+    """A number, or a truth value, of variants.
 
     Attributes:
-      why: What was changed and why, in words.
-      first: The fields of the `Claim` that were different, `criterion` among them, so that the verdict under the first
-        criterion is computed; empty for a claim that was first stated after the data.
+      text: How it is written.
+      value: Computes it.
+      terms: The metrics of variants that it reads.
+      names: The variants that it reads.
+      binding: How tightly its outermost operator binds, which decides on parentheses.
     """
 
-    why: str
-    first: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    text: str
+    value: Callable[[Scope], Any]
+    terms: tuple[tuple[Quantity, str], ...] = ()
+    names: frozenset[str] = frozenset()
+    binding: int = 9
+
+    def in_every_seed(self) -> "Expr":
+        """Returns whether it holds with the numbers of each seed instead of their means."""
+        every = lambda scope: all(self.value(seed) for seed in scope.seeds())  # noqa: E731
+        return dataclasses.replace(self, text=f"{_within(self, 2)} in every seed", value=every, binding=2)
+
+    def __add__(self, other: Any) -> "Expr":
+        return _binary("+", operator.add, 5, self, other)
+
+    def __sub__(self, other: Any) -> "Expr":
+        return _binary("-", operator.sub, 5, self, other)
+
+    def __rsub__(self, other: Any) -> "Expr":
+        return _binary("-", operator.sub, 5, other, self)
+
+    def __mul__(self, other: Any) -> "Expr":
+        return _binary("*", operator.mul, 6, self, other)
+
+    def __truediv__(self, other: Any) -> "Expr":
+        return _binary("/", operator.truediv, 6, self, other)
+
+    def __rtruediv__(self, other: Any) -> "Expr":
+        return _binary("/", operator.truediv, 6, other, self)
+
+    def __lt__(self, other: Any) -> "Expr":
+        return _binary("<", operator.lt, 4, self, other)
+
+    def __le__(self, other: Any) -> "Expr":
+        return _binary("<=", operator.le, 4, self, other)
+
+    def __gt__(self, other: Any) -> "Expr":
+        return _binary(">", operator.gt, 4, self, other)
+
+    def __ge__(self, other: Any) -> "Expr":
+        return _binary(">=", operator.ge, 4, self, other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __and__(self, other: "Expr") -> "Expr":
+        text = f"{_within(self, 1)} and {_within(other, 1)}"
+        return _joined(text, lambda scope: self.value(scope) and other.value(scope), (self, other), 1)
+
+    def __or__(self, other: "Expr") -> "Expr":
+        return _joined(f"{self.text} or {other.text}", lambda s: self.value(s) or other.value(s), (self, other), 0)
+
+    def __invert__(self) -> "Expr":
+        return dataclasses.replace(self, text=f"not {_within(self, 3)}", value=lambda s: not self.value(s), binding=2)
+
+    def __abs__(self) -> "Expr":
+        return dataclasses.replace(self, text=f"|{self.text}|", value=lambda s: abs(self.value(s)), binding=9)
+
+    def __bool__(self) -> bool:
+        raise TypeError("combine expressions with & and |, not with 'and', 'or' or a < b < c")
+
+
+def _within(expr: Expr, binding: int) -> str:
+    return expr.text if expr.binding >= binding else f"({expr.text})"
+
+
+def _as_expr(given: Any) -> Expr:
+    return given if isinstance(given, Expr) else Expr(f"{given:g}", lambda scope: given)
+
+
+def _joined(text: str, value: Callable[[Scope], Any], of: Sequence[Expr], binding: int = 9) -> Expr:
+    terms = tuple(dict.fromkeys(term for expr in of for term in expr.terms))
+    return Expr(text, value, terms, frozenset().union(*(expr.names for expr in of)), binding)
+
+
+def _binary(symbol: str, of: Callable[[Any, Any], Any], binding: int, a: Any, b: Any) -> Expr:
+    a, b = _as_expr(a), _as_expr(b)
+    text = f"{_within(a, binding)} {symbol} {_within(b, binding + (symbol in '-/'))}"
+    return _joined(text, lambda scope: of(a.value(scope), b.value(scope)), (a, b), binding)
+
+
+class Metric(Quantity):
+    """A number of every seed of a variant; indexed by a variant's name it is an expression, the mean over its seeds."""
+
+    def __getitem__(self, variant: str) -> Expr:
+        value = lambda scope: scope.results[variant][self]  # noqa: E731
+        return Expr(f"{self.name} of {variant}", value, ((self, variant),), frozenset([variant]))
+
+
+def function(words: str, of: Callable[..., Any], *exprs: Any) -> Expr:
+    """Returns a function of several expressions, written as `words(a, b)`."""
+    parts = [_as_expr(expr) for expr in exprs]
+    text = f"{words}({', '.join(part.text for part in parts)})"
+    return _joined(text, lambda scope: of(*(part.value(scope) for part in parts)), parts)
+
+
+def largest(*exprs: Any) -> Expr:
+    """Returns the largest of several expressions."""
+    return function("max", lambda *values: max(values), *exprs)
+
+
+def smallest(*exprs: Any) -> Expr:
+    """Returns the smallest of several expressions."""
+    return function("min", lambda *values: min(values), *exprs)
+
+
+def largest_of_all(of: Callable[[Result], float], which: Callable[[Result], bool], words: str) -> Expr:
+    """Returns the largest value of the variants of the study that `which` selects, 0 without any; text is `words`."""
+
+    def value(scope: Scope) -> float:
+        values = []
+        for result in filter(which, scope.study):
+            with contextlib.suppress(Missing):
+                values.append(of(result))
+        return max(values, default=0.0)
+
+    return Expr(words, value)
+
+
+def all_of(conditions: Iterable[Expr]) -> Expr:
+    """Returns whether every condition holds."""
+    first, *others = conditions
+    for other in others:
+        first = first & other
+    return first
+
+
+def any_of(conditions: Iterable[Expr]) -> Expr:
+    """Returns whether at least one condition holds."""
+    first, *others = conditions
+    for other in others:
+        first = first | other
+    return first
+
+
+def rising(*exprs: Any) -> Expr:
+    """Returns whether each expression is larger than the one before."""
+    return function("rising", lambda *values: all(a < b for a, b in itertools.pairwise(values)), *exprs)
+
+
+def check(of: Callable[..., Any], *variants: str, words: str = "", shows: Sequence[Quantity] = ()) -> Expr:
+    """Returns a function of whole `Result`s, for what no expression says; its docstring is the criterion.
+
+    Args:
+      of: The function.
+      *variants: What it takes; without any, all of the study that finished, on the seeds that they share.
+      words: The criterion instead.
+      shows: Metrics whose numbers are printed with it.
+    """
+    text = words or (of.__doc__ or "").strip().splitlines()[0].rstrip(".")
+    terms = tuple((metric, name) for metric in shows for name in variants)
+
+    def value(scope: Scope) -> Any:
+        if variants:
+            return of(*(scope.results[name] for name in variants))
+        return of(*shared_seeds([result for result in scope.study if result.seeds]))
+
+    return Expr(text, value, terms, frozenset(variants), 1)
+
+
+class ByLayer:
+    """A metric of every layer; indexed by a variant's name it is an expression: the means over seeds, [layers].
+
+    Functions of it, as `peak`, make it a number.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __getitem__(self, variant: str) -> Expr:
+        text = f"{self.name} by layer of {variant}"
+        return Expr(text, lambda scope: scope.results[variant].layers(self.name).mean(0), (), frozenset([variant]))
+
+
+def peak(layers: Expr) -> Expr:
+    """Returns the largest value over layers."""
+    return function("largest", np.max, layers)
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """One sentence of a paper, or of ours, with the criterion that decides it.
+    """A sentence of a paper, or of ours, with the expression that decides it.
 
     Attributes:
       says: The claim.
-      of: Which variants the predicates take, in this order: roles of `Experiment.groups`, which makes one case for each
-        group; or label -> variant names, one case for each label; or a function of the results that gives that.
-      show: What is printed of each of these variants, with the paper's number where there is one.
-      holds: Of their `Result`s, the criterion.
-      criterion: The same in words.
-      testable: Of their `Result`s, whether there is anything to see; without it there always is.
-      where: Of the label of a group, whether the claim is about it.
-      largest: For claims of the form 'by up to': only the testable case with the largest value is judged.
-      most: Holds where more than half of the testable cases do, instead of all.
-      detail: Further numbers of a case as text.
-      shown: How many of a case's variants are printed, all where None; the others only enter the predicates, as a
-        reference that decides what is testable.
-      revised: Where the criterion is younger than the data.
-      unmeasured: Why nothing here measures it; see `not_measured`.
+      holds: Decides it, in every case.
+      given: Decides whether there is anything to see; None if there always is.
+      cases: What `*` stands for; every match if None; with a function, which is then a whole name, the variants that it
+        selects.
+      largest: Only the testable case with the largest value is judged, for claims of the form 'by up to'.
+      most: Holds if more than half of the testable cases do, instead of all.
+      revised: Why the criterion was changed after numbers that it judges were there, and the first one; an empty tuple
+        stands for a criterion from before the data.
+      added: Why the claim was first stated after the data.
+      note: Further numbers of a case, from the results of the variants in `holds`.
+      unmeasured: Why nothing here measures it.
     """
 
     says: str
-    of: Names | Mapping[str, Names] | Callable[[Results], Mapping[str, Names]]
-    show: Sequence[str | Quantity]
-    holds: Callable[..., bool]
-    criterion: str
-    testable: Callable[..., bool] | None = None
+    holds: Expr | None = None
+    given: Expr | None = None
     _: dataclasses.KW_ONLY
-    where: Callable[[str], bool] = lambda label: True
-    largest: Callable[..., float] | None = None
+    cases: Sequence[str] | Callable[[Result], bool] | None = None
+    largest: Expr | None = None
     most: bool = False
-    detail: Callable[..., str] | None = None
-    shown: int | None = None
-    revised: Revision | None = None
+    revised: "tuple[()] | tuple[str, Claim]" = ()
+    added: str = ""
+    note: Callable[[Scope], str] | None = None
     unmeasured: str = ""
+
+    @property
+    def criterion(self) -> str:
+        """When it holds and when that can be seen, in words."""
+        if self.holds is None:
+            return ""
+        where = f"; testable if {self.given.text}" if self.given is not None else ""
+        most = ", in most of the testable cases" if self.most else ""
+        largest = f", in the testable case of the largest {self.largest.text}" if self.largest is not None else ""
+        return f"{self.holds.text}{most}{largest}{where}"
 
 
 def not_measured(says: str, because: str) -> Claim:
-    """A claim that is listed so that it is not forgotten; `because` completes 'Not measured: ...'."""
-    return Claim(says, {}, (), lambda: False, "", unmeasured=because)
+    """Returns a claim that is listed so that it is not forgotten."""
+    return Claim(says, unmeasured=because)
+
+
+class Case(NamedTuple):
+    """A case of a claim: what `*` stands for, whether it is testable and holds, and its numbers."""
+
+    name: str
+    testable: bool
+    holds: bool
+    size: float
+    numbers: str
 
 
 class Judged(NamedTuple):
-    """A claim with its verdict.
-
-    Attributes:
-      verdict: What the criterion says.
-      says: The claim.
-      cases: One line of numbers for each case.
-      closing: The count, what was left out, the criterion, and what it was before the data.
-    """
+    """A claim with its verdict, and for each case its numbers; `missing` cases lack a run or a metric."""
 
     verdict: Verdict
-    says: str
-    cases: Sequence[str]
-    closing: str
-
-    @property
-    def paragraph(self) -> str:
-        """The whole as one paragraph."""
-        return " ".join([self.says, *([f"{'; '.join(self.cases)}."] if self.cases else []), self.closing])
-
-
-class _Case(NamedTuple):
-    testable: bool
-    holds: bool
-    text: str
-    size: float  # `Claim.largest`
+    claim: Claim
+    cases: Sequence[Case] = ()
+    missing: Sequence[str] = ()
+    first: "Verdict | None" = None  # under the first criterion
 
 
 def judge(claim: Claim, results: Results) -> Judged:
-    """Decides a claim on the means over seeds.
-
-    A case of which a variant failed, or lacks a metric that the criterion reads, is left out and named; without any
-    testable case the claim is not testable. Where some seeds failed, variants that are trained here are compared on
-    those that all of them have.
-    """
-    if claim.unmeasured:
-        return Judged("not measured", claim.says, (), f"Not measured: {claim.unmeasured}.")
-    cases: dict[str, _Case] = {}
-    missing, fewer = [], []
-    for label, names in cases_of(claim, results).items():
-        if not all(name in results for name in names):
-            missing.append(label or ", ".join(name for name in names if name not in results))
-            continue
-        of, shared = on_shared_seeds([results[name] for name in names])
-        if shared == []:
-            missing.append(label or "no seed that every variant finished")
-            continue
-        if shared:
-            fewer.append(f"{label} {shared}".strip())
+    """Decides a claim on the means over the seeds that all variants of a case finished."""
+    if claim.holds is None:
+        return Judged("not measured", claim)
+    names = claim.holds.names.union(*(of.names for of in (claim.given, claim.largest) if of is not None))
+    cases, missing, all_variants = [], [], list(results.values())
+    for case in _cases(claim, names, results):
         try:
-            testable = claim.testable is None or bool(claim.testable(*of))
-            size = claim.largest(*of) if claim.largest else 0.0
-            cases[label] = _Case(testable, bool(claim.holds(*of)), _case_text(claim, label, of), size)
-        except NotMeasured as error:
-            missing.append(label or str(error))
-    if claim.largest and cases:
-        best = max(cases, key=lambda label: (cases[label].testable, cases[label].size))
-        cases = {best: cases[best]}
-    tested = [case.holds for case in cases.values() if case.testable]
-    held = sum(tested)
-    verdict: Verdict = "holds" if (2 * held > len(tested) if claim.most else all(tested)) else "does not hold"
-    quantity = as_quantity(claim.show[0]) if len(claim.show) == 1 and list(cases) != [""] else None
-    says = f"{claim.says} {quantity.label[0].upper()}{quantity.label[1:]}:" if quantity else claim.says
-    lines = []
-    for label, case in cases.items():
-        mark = " (not testable)" if not case.testable else "" if case.holds else " (does not hold)"
-        if label or case.text:
-            colon = ": " if label and case.text else ""
-            lines.append(f"{label}{colon}{case.text}{mark if len(cases) > 1 else ''}")
-    closing = [f"Holds in {held} of {len(tested)} testable cases."] if tested and len(cases) > 1 else []
-    for words, labels in (
-        ("Not measured, since a run failed or a metric is missing", missing),
-        ("Compared on the seeds that every variant finished", fewer),
-    ):
-        if labels:
-            closing.append(f"{words}: {', '.join(labels) if len(labels) <= 6 else f'{len(labels)} cases'}.")
-    closing.append(f"Criterion: {_criterion(claim)}.")
-    if claim.revised:
-        closing.append(_revision_text(claim, claim.revised, results))
-    return Judged(verdict if tested else "not testable at this scale", says, lines, " ".join(closing))
+            ordered = sorted(names)
+            found = shared_seeds([results[name.replace("*", case)] for name in ordered])
+            cases.append(_judge_case(claim, case, Scope(dict(zip(ordered, found, strict=True)), all_variants)))
+        except Missing as error:
+            missing.append(f"{case}: {error}" if case else str(error))
+    if claim.largest is not None and cases:
+        cases = [max(cases, key=lambda case: (case.testable, case.size))]
+    tested = [case.holds for case in cases if case.testable]
+    holds = 2 * sum(tested) > len(tested) if claim.most else all(tested)
+    verdict: Verdict = "not testable" if not tested else "holds" if holds else "does not hold"
+    first = judge(claim.revised[1], results).verdict if claim.revised else None
+    return Judged(verdict, claim, cases, missing, first)
 
 
-def _criterion(claim: Claim) -> str:
-    return f"{claim.criterion}{', in most of the testable cases' if claim.most else ''}"
+def _cases(claim: Claim, names: Iterable[str], results: Results) -> list[str]:
+    starred = [name for name in names if "*" in name]
+    if not starred:
+        return [""]
+    if callable(claim.cases):
+        return [name for name in results if claim.cases(results[name])]
+    if claim.cases is not None:
+        return [case for case in claim.cases if all(name.replace("*", case) in results for name in names)]
+    found = [case for name in (*results, *results.aliases) if (case := case_in(starred[0], name))]
+    return [case for case in found if all(name.replace("*", case) in results for name in names)]
 
 
-def _revision_text(claim: Claim, revision: Revision, results: Results) -> str:
-    if not revision.first:
-        return f"Criterion set after the data: {revision.why}."
-    first = dataclasses.replace(claim, revised=None, **revision.first)
-    verdict = judge(first, results).verdict
-    return f"Criterion revised after the data: {revision.why}. First: {_criterion(first)}; under it: {verdict}."
+def _judge_case(claim: Claim, case: str, scope: Scope) -> Case:
+    assert claim.holds is not None
+    testable = claim.given is None or bool(claim.given.value(scope))
+    size = claim.largest.value(scope) if claim.largest is not None else 0.0
+    holds = bool(claim.holds.value(scope))
+    parts: dict[Quantity, list[str]] = {}
+    for metric, name in claim.holds.terms:
+        of = scope.results[name]
+        paper = _paper_number(of, metric)
+        number = mean_and_range(of.values(metric), metric.show)
+        parts.setdefault(metric, []).append(f"{of.name} {number}{paper}")
+    texts = [f"{metric.label}: {', '.join(values)}" for metric, values in parts.items()]
+    if claim.note:
+        texts.append(claim.note(scope))
+    return Case(case, testable, holds, size, "; ".join(texts))
 
 
-def cases_of(claim: Claim, results: Results) -> Mapping[str, Names]:
-    """Label -> names of the variants that a claim compares, of each case that it is about."""
-    if callable(claim.of):
-        found = claim.of(results)
-    elif isinstance(claim.of, Mapping):
-        found = claim.of
-    else:
-        roles, groups = claim.of, results.groups().items()
-        found = {label: [of[role] for role in roles] for label, of in groups if all(role in of for role in roles)}
-    return {label: names for label, names in found.items() if claim.where(label)}
+def _paper_number(of: Result, metric: Quantity) -> str:
+    try:
+        return f" (paper {metric.show(metric(of.paper))})"
+    except Missing:
+        return ""
 
 
-def tally(claims: Sequence[Judged]) -> dict[Verdict, int]:
-    """How many claims have each verdict, of those that are there."""
-    verdicts: tuple[Verdict, ...] = get_args(Verdict)
-    return {verdict: n for verdict in verdicts if (n := sum(claim.verdict == verdict for claim in claims))}
+# The metrics and criteria that many claims share.
+
+GAUSSIAN = 3.0  # its kurtosis
+OUTLIERS, NO_OUTLIERS = (
+    4.0,
+    3.5,
+)  # a mean kurtosis over layers above the first is called outliers, below the second none
+PPL, FRACTION, MASS = Metric("perplexity"), Metric("first_attention_fraction"), Metric("first_attention_mass")
+FIRST, REST = Metric("kurtosis_first"), Metric("kurtosis_rest")
+MAX_FIRST, MAX_REST = Metric("max_abs_first"), Metric("max_abs_rest")
+CHANCE = Metric("chance", lambda of: chance_of_first(int(of["data.sequence_length"])))
+COARSE, MODERATE, FINE = INT8 = ("int8_coarse", "int8_moderate", "int8_fine")
+INT4 = "int4_zeropoint"
 
 
-def tally_text(claims: Sequence[Judged]) -> str:
-    """The same in words.
-
-    >>> tally_text([Judged("holds", "", (), ""), Judged("does not hold", "", (), ""), Judged("holds", "", (), "")])
-    '2 of 3 claims hold, 1 does not.'
-    """
-    counts = tally(claims)
-    held = counts.get("holds", 0)
-    parts = [f"{held} of {len(claims)} claim{'s' * (len(claims) > 1)} hold{'s' * (held == 1)}"]
-    words = {"does not hold": ("does not", "do not"), "not testable at this scale": ("is not testable at this scale",
-             "are not testable at this scale"), "not measured": ("is not measured", "are not measured")}  # fmt: skip
-    parts += [f"{counts[verdict]} {of[counts[verdict] > 1]}" for verdict, of in words.items() if verdict in counts]
-    return f"{', '.join(parts)}."
+@functools.cache
+def lost(setting: str) -> Metric:
+    """Returns the fraction by which a quantisation setting raises perplexity."""
+    of = lambda numbers: numbers[f"perplexity_{setting}"] / numbers["perplexity"] - 1  # noqa: E731
+    return Metric(f"perplexity lost at {setting}", of, percent)
 
 
-def _case_text(claim: Claim, label: str, of: Sequence[Result]) -> str:
-    """The numbers of a case: 'a → b (paper c → d)' in a group, which says what it compares, else by variant."""
-    parts, compared = [], of[: claim.shown]
-    for quantity in map(as_quantity, claim.show):
-        ours, paper = [r.mean_cell(quantity) for r in compared], [r.paper_cell(quantity) for r in compared]
-        if label:
-            printed = f" (paper {' → '.join(paper)})" if any(cell != "-" for cell in paper) else ""
-            name = "" if len(claim.show) == 1 else f"{quantity.label} "
-            parts.append(f"{name}{' → '.join(ours)}{printed}")
-        else:
-            printed = [f" (paper {cell})" if cell != "-" else "" for cell in paper]
-            cells = [f"{r.label} {a}{b}" for r, a, b in zip(compared, ours, printed, strict=True)]
-            parts.append(f"{quantity.label}: {', '.join(cells)}")
-    if claim.detail:
-        parts.append(claim.detail(*of))
-    return (", " if label else "; ").join(filter(None, parts))
+def worst(variant: str) -> Expr:
+    """Returns the larger mean kurtosis of a variant, of the first token and of the others."""
+    return largest(FIRST[variant], REST[variant])
 
 
-# Terms of criteria. Each takes `Result`s, or the numbers of one seed or of the paper.
+def dominated(variant: str, times: float = 2) -> Expr:
+    """Returns whether the first token is most attended `times` as often as by chance."""
+    return FRACTION[variant] >= times * CHANCE[variant]
 
 
-def gaussian_kurtosis_limit(d_model: float) -> float:
-    """Kurtosis that D independent Gaussian values hardly exceed: 3 + 3 sqrt(24 / D), three standard deviations.
+def fraction_left(before: Any, after: Any, floor: Any, floor_after: Any = None) -> Expr:
+    """Returns what is left of an excess over a floor; infinite if nothing exceeds it before."""
 
-    The variance of the sample kurtosis of n Gaussian values is 24 / n for large n. At position 0, where every sequence
-    may have the same token, a layer has one such vector, so its kurtosis is not 3 even where nothing sticks out.
+    def left(before: float, after: float, floor: float, floor_after: float) -> float:
+        return math.inf if before <= floor else (after - floor_after) / (before - floor)
 
-    >>> gaussian_kurtosis_limit(96)
-    4.5
-    """
-    return GAUSSIAN + 3 * math.sqrt(24 / d_model)
+    return function("excess left", left, before, after, floor, floor if floor_after is None else floor_after)
 
 
-def worst_kurtosis(of: Numbers) -> float:
-    """The larger kurtosis of the two, first token and others; of a `Result` of their means."""
-    return max(of.kurtosis_first, of.kurtosis_rest)
+def excess_left(after: str, before: str) -> Expr:
+    """Returns what is left of the queries that attend most to the first token in excess of chance."""
+    left = fraction_left(FRACTION[before], FRACTION[after], CHANCE[before])
+    return dataclasses.replace(left, text=f"excess of {before} left in {after}")
 
 
-WORST_KURTOSIS = Quantity("kurtosis, larger of first token and others", worst_kurtosis)  # of a `Result` its mean
+def either_loses(setting: str, *variants: str, at_least: float = 0.005) -> Expr:
+    """Returns whether a quantisation setting costs one of several variants something."""
+    return largest(*(lost(setting)[variant] for variant in variants)) >= at_least
 
 
-def chance(of: Numbers) -> float:
-    """`chance_of_first` at the length of a model's sequences."""
-    return chance_of_first(of.sequence_length)
-
-
-def excess_left(before: float, after: float, floor: float, floor_after: float | None = None) -> float:
-    """The fraction of what exceeds a floor that is left; inf where nothing does.
-
-    >>> excess_left(5.0, 4.0, 3.0)
-    0.5
-    """
-    if before <= floor:
-        return math.inf
-    return (after - (floor if floor_after is None else floor_after)) / (before - floor)
-
-
-def excess_of_first_left(before: Numbers, after: Numbers) -> float:
-    """`excess_left` of the queries that attend most to the first token, over what chance gives."""
-    return excess_left(before.first_attention_fraction, after.first_attention_fraction, chance(before))
-
-
-def value_drain(of: Numbers) -> float:
-    """Norm of the first token's values over that of the others', mean over layers and heads."""
-    return of.value_norm_first / of.value_norm_rest
-
-
-def kurtosis_left(key: str, before: Numbers, after: Numbers) -> float:
-    """`excess_left` of a kurtosis over a Gaussian's."""
-    return excess_left(before[key], after[key], GAUSSIAN)
-
-
-def reduction(key: str, before: Numbers, after: Numbers) -> float:
-    """The fraction by which a metric falls."""
-    return 1 - after[key] / before[key]
-
-
-def above_by_seed(result: Result, reference: Result) -> list[float]:
-    """By which fraction perplexity is above that of a reference, of every seed that both have."""
-    return [a / b - 1 for a, b in pairs(result, reference, PPL).values()]
-
-
-# Predicates on the first variant, as `Claim.testable`, or on two.
-
-
-def dominated(result: Numbers, *_: Numbers) -> bool:
-    """Whether the first token is most attended `DOMINANCE` times as often as by chance, or more."""
-    return result.first_attention_fraction >= DOMINANCE * chance(result)
-
-
-def has_outliers(result: Numbers, *_: Numbers) -> bool:
-    """Whether the kurtosis of the first token or of others is above `OUTLIERS`."""
-    return worst_kurtosis(result) > OUTLIERS
-
-
-def rest_has_outliers(result: Numbers, *_: Numbers) -> bool:
-    """Whether the kurtosis of tokens after the first is above `OUTLIERS`."""
-    return result.kurtosis_rest > OUTLIERS
-
-
-def in_every_seed(predicate: Callable[[Numbers], bool]) -> Callable[..., bool]:
-    """For `Claim.testable`: whether every seed of the first variant satisfies a predicate, not the mean alone."""
-    return lambda result, *_: bool(result.seeds) and all(map(predicate, result.seeds.values()))
-
-
-def every(result: Result, quantity: str | Quantity, predicate: Callable[[float], bool]) -> bool:
-    """Whether a quantity of every seed satisfies a predicate.
-
-    Raises:
-      NotMeasured: Where not every seed has it.
-    """
-    result.mean(quantity)
-    return all(map(predicate, result.values(quantity)))
-
-
-def within(result: Result, quantity: str | Quantity, low: float, high: float) -> bool:
-    """Whether a quantity of every seed lies between the two; `every` says what it raises."""
-    return every(result, quantity, lambda value: low < value < high)
-
-
-def all_within(result: Result, *bounds: tuple[str | Quantity, float, float]) -> bool:
-    """Whether each of several quantities is `within` its two numbers; all have to be measured."""
-    return all([within(result, *bound) for bound in bounds])
-
-
-def shrinks_by_a_third(before: Numbers, after: Numbers) -> bool:
-    """Whether the largest activations of the first token and of others do."""
-    return all(after[key] < 0.67 * before[key] for key in MAX_ABS)
+def kurtosis_limit(numbers: Numbers) -> float:
+    """Returns 3 + 3 sqrt(24 / D), which the kurtosis of D independent Gaussian values hardly exceeds."""
+    return GAUSSIAN + 3 * math.sqrt(24 / numbers["model.d_model"])

@@ -1,104 +1,77 @@
-"""What a training step of the variants costs: time, measured interleaved, and bytes of memory."""
+"""Time and memory of a training step, relative to that of a reference."""
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from orthojax.config import Config, to_json
-from orthojax.experiments.ours.soap import PRECONDITION_FREQUENCY
-from orthojax.files import parse_json, read_again, write_text
-from orthojax.machine import environment
+from orthojax.config import Config
+from orthojax.files import read_json, write_text
 from orthojax.timing import interleaved_seconds, median_ratio
 from orthojax.train import init_state, make_mesh, make_train_step, optimizer_state_bytes, place_rows
 
-REPEATS = 15
+REPEATS = 9
 
 
-def measure_costs(
-    configs: dict[str, Config], reference: Callable[[str], str], path: Path, say: Callable[[str], None]
-) -> dict[str, dict[str, Any]]:
-    """Step time relative to a reference variant, and bytes; kept in a file, since it takes minutes.
-
-    Variants of one reference are timed interleaved, group after group, so that only the states of one group are in
-    memory at once.
+def step_costs(
+    configs: Mapping[str, Config], reference: Callable[[str], str], path: Path
+) -> dict[str, dict[str, float]]:
+    """Measures the cost of a training step of every variant, interleaved with those of the same reference.
 
     Args:
       configs: Variant -> its run.
-      reference: Variant -> the variant that its ratio refers to, which refers to itself.
-      path: JSON file of an earlier measurement of the same runs on the same device, of which only what failed is
-        measured again; it is written.
-      say: Takes a line of progress.
+      reference: Variant -> the one that its ratios refer to.
+      path: JSON file that keeps the numbers, since they take minutes.
 
     Returns:
-      Variant -> `step_ratio` (median and quartiles of the time of a training step over that of the reference in the
-      same repetition), `step_seconds` (median), `optimizer_state_bytes` and `program_bytes` (all that the compiled step
-      needs on a device; None where the compiler does not report it); or `failed` with the reason.
+      Variant -> `cost_step_ratio` with its quartiles, `cost_steps_per_second`, and bytes and ratios of the optimizer
+      state and of the compiled program; nothing of a variant that does not fit into memory.
     """
-    made_for = {
-        "device": environment()["device"],
-        "configs": {name: json.loads(to_json(config)) for name, config in configs.items()},
-    }
-
-    def parse(content: bytes) -> dict[str, Any]:
-        stored = parse_json(content, "its content")
-        if not isinstance(stored, dict) or not isinstance(costs := stored.pop("costs", None), dict):
-            raise ValueError("it holds no costs")
-        if stored == made_for and not (costs.keys() == configs.keys() and all(map(_is_cost, costs.values()))):
-            raise ValueError("its costs are not those of the variants")
-        return costs if stored == made_for else {}  # of other runs or another device
-
-    costs = read_again(path, "costs", parse, say) or {}
+    if path.exists():
+        return read_json(path, "costs")
+    costs: dict[str, dict[str, float]] = {}
     for base in dict.fromkeys(map(reference, configs)):
         group = {name: config for name, config in configs.items() if reference(name) == base}
-        if all("step_ratio" in costs.get(name, ()) for name in group):
-            continue  # what failed, such as for lack of memory, is tried again
-        say(f"timing the training step of {', '.join(group)}, interleaved")
+        print(f"timing the training step of {', '.join(group)}, interleaved", file=sys.stderr, flush=True)
         try:
-            costs |= _costs_of_group(group, base)
+            costs |= _costs_of(group, base)
         except jax.errors.JaxRuntimeError as error:
-            costs |= {name: {"failed": str(error).splitlines()[0]} for name in group}
-    write_text(path, json.dumps({"costs": costs} | made_for, indent=2) + "\n")
+            print(f"failed: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+    write_text(path, json.dumps(costs, indent=1) + "\n")
     return costs
 
 
-def _is_cost(cost: Any) -> bool:
-    """Whether it has the form of one variant's costs."""
-    if not isinstance(cost, dict) or isinstance(cost.get("failed"), str):
-        return isinstance(cost, dict)
-    ratio, sizes = cost.get("step_ratio"), (cost.get("optimizer_state_bytes"), cost.get("program_bytes") or 0)
-    numbers = [*(ratio if isinstance(ratio, list) else []), cost.get("step_seconds"), *sizes]
-    return len(numbers) == 6 and all(isinstance(number, int | float) for number in numbers)
-
-
-def _costs_of_group(configs: dict[str, Config], reference: str) -> dict[str, dict[str, Any]]:
-    steps = {name: Stepper(config) for name, config in configs.items()}  # freed on return
+def _costs_of(configs: Mapping[str, Config], base: str) -> dict[str, dict[str, float]]:
+    steps = {name: Stepper(config) for name, config in configs.items()}
     timed = interleaved_seconds(steps, REPEATS)
     seconds = {name: [of / steps[name].steps_per_call for of in timed[name]] for name in configs}
-    return {
-        name: {
-            "step_ratio": median_ratio(seconds[name], seconds[reference]),
-            "step_seconds": float(np.median(seconds[name])),
-            "optimizer_state_bytes": optimizer_state_bytes(config),
-            "program_bytes": steps[name].program_bytes(),
-        }
-        for name, config in configs.items()
-    }
+    sizes = {name: (optimizer_state_bytes(config), steps[name].program_bytes()) for name, config in configs.items()}
+    found = {}
+    for name in configs:
+        keys = ("step_ratio", "step_ratio_lower", "step_ratio_upper")
+        ratio: dict[str, float] = dict(zip(keys, median_ratio(seconds[name], seconds[base]), strict=True))
+        ratio["steps_per_second"] = 1 / float(np.median(seconds[name]))
+        for what, size, of_base in zip(("optimizer_state", "program"), sizes[name], sizes[base], strict=True):
+            if size is not None and of_base is not None:  # the compiler may not report it
+                ratio |= {f"{what}_bytes": size, f"{what}_ratio": size / of_base}
+        found[name] = {f"cost_{key}": value for key, value in ratio.items()}
+    return found
 
 
 class Stepper:
-    """Takes one more training step on random tokens whenever it is called.
+    """Takes one more training step on random tokens whenever it is called, or several.
 
     Attributes:
-      steps_per_call: Steps that one call takes; of SOAP several, which differ in cost.
+      steps_per_call: Steps that one call takes.
     """
 
     def __init__(self, config: Config):
-        # The step that improves the basis takes several times as long as others.
-        self.steps_per_call = PRECONDITION_FREQUENCY if config.optim.optimizer.endswith(":soap") else 1
+        # An optimizer of an experiment may cost more in some steps, as SOAP does in every tenth.
+        self.steps_per_call = 10 if ":" in config.optim.optimizer else 1
         shape = (config.train.batch_size, config.data.sequence_length + 1)
         rows = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
         self._tokens = place_rows(make_mesh(config), len(rows), lambda start, stop: rows[start:stop])
@@ -107,14 +80,14 @@ class Stepper:
         self._program = step.lower(self._state, self._tokens).compile()
 
     def __call__(self) -> Any:
-        """The metrics of the last step."""
-        for _ in range(self.steps_per_call - 1):
-            self._state, _ = self._program(self._state, self._tokens)
-        self._state, metrics = self._program(self._state, self._tokens)
+        """Takes `steps_per_call` steps and returns the metrics of the last."""
+        metrics = None
+        for _ in range(self.steps_per_call):
+            self._state, metrics = self._program(self._state, self._tokens)
         return metrics
 
     def program_bytes(self) -> int | None:
-        """Arguments, results and temporaries of one step; donated buffers counted once."""
+        """Returns the bytes of arguments, results and temporaries of one step, donated buffers counted once."""
         memory = self._program.memory_analysis()
         sizes = [getattr(memory, f"{of}_size_in_bytes", None) for of in ("argument", "output", "temp", "alias")]
         if None in sizes:

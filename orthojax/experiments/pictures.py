@@ -1,338 +1,245 @@
-"""The pictures of reports as data: curves over layers and steps, points, bars, and maps of single models."""
+"""Pictures of studies: numbers by layer and by step, bars, points and maps.
 
-import contextlib
+A picture is called with `Results` and returns any number of `Picture`s; it raises `Missing` if a run that it reads is
+gone, as for committed results, and is then left out. Colour says the optimizer and line style the normalizer.
+"""
+
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from orthojax.config import Config
-from orthojax.experiments import drawing
-from orthojax.experiments.chance import chance_lines
-from orthojax.experiments.claims import GAUSSIAN, worst_kurtosis
-from orthojax.experiments.page import Picture
-from orthojax.experiments.results import NotMeasured, Numbers, Result, Results
+from orthojax.analysis.catalogue import label
+from orthojax.experiments.figures import COLORS, DASHES, Curve, Look, Scale, bars, lines, maps, scatter
+from orthojax.experiments.report import Picture
+from orthojax.experiments.results import Missing, Quantity, Result, Results, as_quantity, case_in
+from orthojax.experiments.tables import Quantities, quantities
 
-Keep = Callable[[Result], bool]
+_OPTIMIZERS = ("adam", "orthoadam", "sgd", "muon", "rmsprop", "lion")
+_NORMALIZERS = ("softmax", "softmax1", "relu", "sigmoid", "softmax_n", "learned_sink")
+
+
+def look(result: Result) -> Look:
+    """Returns the colour of a variant's optimizer and the dash of its normalizer."""
+    optimizer, normalizer = result.config.optim.optimizer, result.config.model.normalizer
+    color = COLORS[_OPTIMIZERS.index(optimizer)] if optimizer in _OPTIMIZERS else COLORS[-1]
+    return color, DASHES[_NORMALIZERS.index(normalizer) if normalizer in _NORMALIZERS else -1]
+
+
+def _looks(shown: Sequence[Result]) -> Mapping[str, Look] | None:
+    """Returns the looks of variants; None if two are alike, or of a computation."""
+    if any(result.config is None for result in shown):
+        return None
+    looks = {result.name: look(result) for result in shown}
+    return looks if len(set(looks.values())) == len(looks) else None
+
+
+def _shown(results: Results, rows: str) -> list[Result]:
+    return results.matching(rows) if rows else results.finished
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerCurves:
-    """Metrics after each layer, one curve for each variant and metric.
+class ByLayer:
+    """Metrics after each layer, a panel for each metric and a curve for each variant.
 
     Attributes:
-      name: Of the file.
-      caption: Of the picture, or a function that makes it.
-      y_label: Of the y axis.
-      metrics: Metric -> words that are added to the variant's label; of two metrics each has a panel.
+      metrics: Names, separated by spaces.
+      rows: Patterns of variants; all if empty.
       y_scale: Of the y axis.
-      reference: A horizontal line and what it means, which may depend on the config.
-      keep: Which variants.
-      label: Of a variant.
-      normalized: The x of layer m of L, counted from 0, is m / (L - 1); otherwise m + 1.
+      references: Horizontal lines.
+      normalized: Layer m of L is drawn at m / (L - 1).
+      name: Of the file; made of the first metric if empty.
     """
 
-    name: str
-    caption: str | Callable[[Results], str]
-    y_label: str
-    metrics: Mapping[str, str]
-    y_scale: Literal["linear", "log"] = "linear"
-    reference: tuple[float, str] | Callable[[Config], tuple[float, str]] | None = None
-    keep: Keep = lambda result: True
-    label: Callable[[Result], str] = lambda result: result.label
+    metrics: str
+    rows: str = ""
+    y_scale: Scale = "linear"
+    references: Mapping[str, float] = dataclasses.field(default_factory=dict)
     normalized: bool = False
+    name: str = ""
 
     def __call__(self, results: Results) -> list[Picture]:
-        """The picture; none where no variant has the metrics."""
+        """Draws the picture; variants without the metric are left out."""
 
-        def curve(result: Result, metric: str) -> drawing.Curve:
+        def curve(result: Result, metric: str) -> Curve:
             y = result.layers(metric)
             L = y.shape[1]
             return [m / max(L - 1, 1) for m in range(L)] if self.normalized else list(range(1, L + 1)), y
 
-        shown = list(filter(self.keep, results.finished))
-        reference = self.reference
-        given = {reference(result.config) if callable(reference) else reference for result in shown}
+        x_label = "layer, from 0 (first) to 1 (last)" if self.normalized else "layer"
+        return _curves(self, f"{self.metrics.split()[0]}_by_layer", "by layer", results, curve, x_label, "linear")
+
+
+@dataclasses.dataclass(frozen=True)
+class ByStep:
+    """Metrics over training steps, as metrics.jsonl or `NAME/step_N` of a row has them; step 0 is drawn at 1.
+
+    Attributes:
+      metrics: Names, separated by spaces.
+      rows: Patterns of variants; all if empty.
+      y_scale: Of the y axis.
+      x_scale: Of the steps.
+      references: Horizontal lines.
+      name: Of the file; made of the first metric if empty.
+    """
+
+    metrics: str
+    rows: str = ""
+    y_scale: Scale = "linear"
+    x_scale: Scale = "linear"
+    references: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    name: str = ""
+
+    def __call__(self, results: Results) -> list[Picture]:
+        """Draws the picture; variants without the metric are left out."""
+
+        def curve(result: Result, metric: str) -> Curve:
+            recorded = [int(key.rpartition("_")[2]) for key in _steps_of(result, metric)]
+            if recorded:
+                steps = sorted(recorded)
+                y = np.array([result.values(f"{metric}/step_{step}") for step in steps]).T
+            else:
+                steps, y = result.logged(metric)
+            return [max(step, 1) for step in steps] if self.x_scale == "log" else steps, y
+
         return _curves(
-            self,
-            self.caption(results) if callable(self.caption) else self.caption,
-            shown,
-            curve,
-            self.label,
-            {words: value for value, words in filter(None, given)} if len(given) == 1 else {},
-            x_label="layer, from 0 (first) to 1 (last)" if self.normalized else "layer",
-            y_limits=(0.0, None) if self.normalized and self.y_scale == "linear" else None,
-            integer_x=not self.normalized,
+            self, f"{self.metrics.split()[0]}_by_step", "over training", results, curve, "step", self.x_scale
         )
 
 
+def _steps_of(result: Result, metric: str) -> list[str]:
+    numbers = next(iter(result.seeds.values()))
+    return [key for key in numbers if key.startswith(f"{metric}/step_")]
+
+
 def _curves(
-    picture: "LayerCurves | StepCurves",
-    caption: str,
-    shown: Sequence[Result],
-    curve: Callable[[Result, str], drawing.Curve],
-    label: Callable[[Result], str],
-    references: Mapping[str, float],
-    **axes: Any,
+    of: ByLayer | ByStep,
+    name: str,
+    what: str,
+    results: Results,
+    curve: Callable[[Result, str], Curve],
+    x_label: str,
+    x_scale: Scale,
 ) -> list[Picture]:
-    """Curves of all metrics with the lines of chance.
-
-    Each of two metrics has a panel, as optimizer and normalizer already decide on colour and line.
-    """
-    panels: dict[str, tuple[dict[str, drawing.Curve], dict[str, float]]] = {}
-    apart = len(picture.metrics) == 2
-    for metric, words in picture.metrics.items():
-        curves, lines = panels.setdefault(words if apart else "", ({}, dict(references)))
+    shown, panels, gone = _shown(results, of.rows), {}, None
+    metrics = of.metrics.split()
+    for metric in metrics:
         for result in shown:
-            with contextlib.suppress(NotMeasured):
-                curves[", ".join(filter(None, (label(result), "" if apart else words)))] = curve(result, metric)
-                lines |= chance_lines(metric, result.config)
-    panels = {words: panel for words, panel in panels.items() if panel[0]}
+            try:
+                panels.setdefault(label(metric), {})[result.name] = curve(result, metric)
+            except Missing as error:
+                gone = error
     if not panels:
-        return []
-    of_axes: dict[str, Any] = {"y_label": picture.y_label, "y_scale": picture.y_scale, **axes}
-    if apart:
-        figure = drawing.panels(panels, **of_axes)
-    else:
-        figure = drawing.lines(panels[""][0], references=panels[""][1], **of_axes)
-    return [Picture(picture.name, caption, figure)]
+        raise gone or Missing(of.metrics)
+    y_label, panels = (label(metrics[0]), {"": panels.popitem()[1]}) if len(panels) == 1 else ("", panels)
+    figure = lines(panels, x_label=x_label, y_label=y_label, x_scale=x_scale, y_scale=of.y_scale,
+                   references=of.references, looks=_looks(shown))  # fmt: skip
+    words = "; ".join(map(label, metrics))
+    return [Picture(of.name or name, f"{words[:1].upper()}{words[1:]}, {what}.", figure)]
 
 
-KURTOSIS_BY_LAYER = LayerCurves(
-    "kurtosis_by_layer",
-    "Kurtosis of hidden states after each layer, first token and others.",
-    "kurtosis of hidden states",
-    {"kurtosis_first": "first token", "kurtosis_rest": "other tokens"},
-    "log",
-    (GAUSSIAN, "Gaussian"),
-)
-MAX_ABS_BY_LAYER = LayerCurves(
-    "max_abs_by_layer",
-    "Max |activation| after each layer, first token and others.",
-    "max |activation|",
-    {"max_abs_first": "first token", "max_abs_rest": "other tokens"},
-    "log",
-)
+LOSS = ByStep("validation_loss_nats", name="training_curves")
+KURTOSIS = ByLayer("kurtosis_first kurtosis_rest", y_scale="log", references={"Gaussian": 3.0})
+MAX_ABS = ByLayer("max_abs_first max_abs_rest", y_scale="log")
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingCurves:
-    """Held-out loss during training, one curve for each variant.
-
-    Attributes:
-      keep: Which variants.
-      label: Of a variant.
-      panel: Title of the panel of a variant, where there is more than one.
-    """
-
-    keep: Keep = lambda result: True
-    label: Callable[[Result], str] = lambda result: result.label
-    panel: Callable[[Result], str] = lambda result: ""
-
-    def __call__(self, results: Results) -> list[Picture]:
-        """The picture; none where no loss was logged."""
-        panels: dict[str, tuple[dict[str, drawing.Curve], dict[str, float]]] = {}
-        for of in filter(self.keep, results.finished):
-            if (logged := of.logged("validation_loss_nats"))[0]:
-                curves, _ = panels.setdefault(self.panel(of), ({}, {}))
-                curves[self.label(of)] = logged
-        if not panels:
-            return []
-        axes: dict[str, Any] = {"x_label": "step", "y_label": "held-out loss (nats per token)"}
-        figure = drawing.panels(panels, **axes) if len(panels) > 1 else drawing.lines(panels.popitem()[1][0], **axes)
-        return [Picture("training_curves", "Held-out loss during training.", figure)]
-
-
-@dataclasses.dataclass(frozen=True)
-class StepCurves:
-    """Probed metrics over training steps, one curve for each variant and metric; step 0 is drawn at 1.
+class Bars:
+    """Metrics as groups of bars, a bar for each variant.
 
     Attributes:
       name: Of the file.
       caption: Of the picture.
+      metrics: Of the groups.
+      rows: Patterns of variants; all if empty.
       y_label: Of the y axis.
-      metrics: Metric, as in metrics.jsonl -> words that are added to the variant's label; of two each has a panel.
+      references: Lines across each group: words -> y of each metric.
       y_scale: Of the y axis.
-      x_scale: Of the steps.
-      keep: Which variants.
+      scale: A factor of all numbers, as 100 for percent.
     """
 
     name: str
     caption: str
-    y_label: str
-    metrics: Mapping[str, str]
-    y_scale: Literal["linear", "log"] = "linear"
-    x_scale: Literal["linear", "log"] = "log"
-    keep: Keep = lambda result: True
+    metrics: Quantities
+    rows: str = ""
+    y_label: str = ""
+    references: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+    y_scale: Literal["linear", "symlog"] = "linear"
+    scale: float = 1.0
 
     def __call__(self, results: Results) -> list[Picture]:
-        """The picture; none where no variant has the metrics."""
-
-        def curve(result: Result, metric: str) -> drawing.Curve:
-            steps, values = result.logged(metric)
-            if not steps:
-                raise NotMeasured(metric)
-            return [max(step, 1) for step in steps] if self.x_scale == "log" else steps, values
-
-        shown = list(filter(self.keep, results.finished))
-        return _curves(self, self.caption, shown, curve, lambda of: of.label, {}, x_label="step", x_scale=self.x_scale)
-
-
-DOMINANCE_BY_STEP = StepCurves(
-    "dominance",
-    "Queries that attend most to the first token, of a few held-out rows, over training.",
-    "fraction of queries",
-    {"first_attention_fraction": ""},
-    x_scale="linear",
-)
-KURTOSIS_BY_STEP = StepCurves(
-    "kurtosis",
-    "Kurtosis of hidden states over training, mean over layers.",
-    "kurtosis",
-    {"kurtosis_first": "first token", "kurtosis_rest": "other tokens"},
-    "log",
-    "linear",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class ComputedCurves:
-    """Numbers of a computation by step, a picture for each with one curve for each variant.
-
-    Attributes:
-      curves: Name, of which `NAME/step_N` are the metrics -> words, for the y axis and the caption.
-      steps: The steps.
-      chance: Name -> horizontal lines in its picture, what they mean -> where they are.
-    """
-
-    curves: Mapping[str, str]
-    steps: Sequence[int]
-    chance: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-
-    def __call__(self, results: Results) -> list[Picture]:
-        """The pictures; risks are on a logarithmic axis."""
-        pictures = []
-        for name, words in self.curves.items():
-            values = {of.label: np.array([of.values(f"{name}/step_{step}") for step in self.steps]).T for of in results}
-            figure = drawing.lines(
-                {label: (self.steps, by_seed) for label, by_seed in values.items()},
-                x_label="step",
-                y_label=words,
-                y_scale="log" if name.endswith("risk_nats") else "linear",
-                references=self.chance.get(name),
-            )
-            pictures.append(Picture(name, f"{words[:1].upper()}{words[1:]} by step; range over seeds.", figure))
-        return pictures
+        """Draws the picture; variants that lack a metric are left out."""
+        metrics = quantities(self.metrics)
+        values = {r.name: [r.values(of) for of in metrics] for r in _shown(results, self.rows)}
+        complete = {name: self.scale * np.array(of).T for name, of in values.items() if all(of)}
+        if not complete:
+            raise Missing(self.name)
+        figure = bars([of.label for of in metrics], complete, y_label=self.y_label, references=self.references,
+                      y_scale=self.y_scale)  # fmt: skip
+        return [Picture(self.name, self.caption, figure)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Points:
-    """Every variant as a point, in groups of one colour.
+    """Every variant as a point, named by what `*` stands for in the pattern of its group.
 
     Attributes:
       name: Of the file.
       caption: Of the picture.
-      x: Value on the x axis, of a variant's means.
-      y: Value on the y axis.
-      x_label: Of the x axis.
-      y_label: Of the y axis.
-      group: Label of a variant's group.
-      label: Of a point.
+      x: Metric on the x axis.
+      y: Metric on the y axis.
+      groups: Patterns of variants: words -> pattern, each with a colour; one group of all if empty.
+      x_scale: Of the x axis.
       y_scale: Of the y axis.
-      reference: A horizontal line and what it means.
+      references: Horizontal lines.
     """
 
     name: str
     caption: str
-    x: Callable[[Result], float]
-    y: Callable[[Result], float]
-    x_label: str
-    y_label: str
-    group: Callable[[Result], str] = lambda result: "all variants"
-    label: Callable[[Result], str] = lambda result: result.label
+    x: str | Quantity
+    y: str | Quantity
+    groups: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    x_scale: Scale = "linear"
     y_scale: Literal["linear", "log", "symlog"] = "linear"
-    reference: tuple[float, str] | None = None
+    references: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __call__(self, results: Results) -> list[Picture]:
-        """The picture; none where nothing is measured."""
-        points: dict[str, list[tuple[float, float, str]]] = {}
-        for result in results.finished:
-            with contextlib.suppress(NotMeasured):
-                point = (self.x(result), self.y(result), self.label(result))
-                points.setdefault(self.group(result), []).append(point)
-        if not points:
-            return []
-        figure = drawing.scatter(
-            points,
-            x_label=self.x_label,
-            y_label=self.y_label,
-            y_scale=self.y_scale,
-            references={words: value for value, words in filter(None, [self.reference])},
-        )
+        """Draws the picture."""
+        x, y = as_quantity(self.x), as_quantity(self.y)
+        groups = {words: _shown(results, rows) for words, rows in (self.groups or {"variants": ""}).items()}
+        points = {
+            words: [
+                (r[x], r[y], case_in(self.groups.get(words, ""), r.name) or r.name)
+                for r in of
+                if r.values(x) and r.values(y)
+            ]
+            for words, of in groups.items()
+        }
+        if not any(points.values()):
+            raise Missing(self.name)
+        figure = scatter(points, x_label=x.label, y_label=y.label, x_scale=self.x_scale, y_scale=self.y_scale,
+                         references=self.references)  # fmt: skip
         return [Picture(self.name, self.caption, figure)]
 
 
-def perplexity_and_kurtosis(
-    group: Callable[[Result], str] = lambda result: "all variants",
-    label: Callable[[Result], str] = lambda result: result.label,
-    kurtosis: Callable[[Numbers], float] = worst_kurtosis,
-    y_label: str = "kurtosis, larger of first token and others",
-) -> Points:
-    """Perplexity against kurtosis."""
-    return Points(
-        "perplexity_and_kurtosis",
-        "Perplexity and kurtosis.",
-        lambda result: result.perplexity,
-        kurtosis,
-        "perplexity",
-        y_label,
-        group,
-        label,
-        "log",
-        (GAUSSIAN, "Gaussian"),
-    )
-
-
 @dataclasses.dataclass(frozen=True)
-class ModelMaps:
-    """Attention and hidden states of one held-out sequence, a panel for every variant, of its first finished seed.
+class Maps:
+    """Attention and hidden states of one held-out sequence, a panel for each variant, of its first finished seed."""
 
-    Attributes:
-      keep: Which variants.
-      label: Of a panel.
-    """
-
-    keep: Keep = lambda result: True
-    label: Callable[[Result], str] = lambda result: result.label
+    rows: str = ""
 
     def __call__(self, results: Results) -> list[Picture]:
-        """Two pictures; none without a finished variant."""
-        if not (shown := list(filter(self.keep, results.finished))):
-            return []
-        seeds = sorted({next(iter(result.seeds)) for result in shown})
-        which = f"seed {seeds[0]}" if len(seeds) == 1 else "the first seed of each"
-        maps = {self.label(result): result.arrays("maps") for result in shown}
-        attention = draw_attention({label: arrays["attention"][0] for label, arrays in maps.items()})
-        hidden = draw_hidden({label: arrays["hidden"][0] for label, arrays in maps.items()})
-        seen = f"Attention on one held-out sequence, mean over heads and layers ({which})."
-        words = f"|Hidden state| on the same sequence, mean over layers: bright columns are outlier channels ({which})."
-        return [Picture("attention_map", seen, attention, "png"), Picture("hidden_states", words, hidden, "png")]
-
-
-def draw_attention(panels: Mapping[str, np.ndarray]) -> drawing.Figure:
-    """Attention maps; title -> mean weight over heads [T, T]."""
-    return drawing.maps(
-        panels, x_label="key position", y_label="query position", value_label="attention weight", log=True
-    )
-
-
-def draw_hidden(panels: Mapping[str, np.ndarray], channels: Sequence[int] | None = None) -> drawing.Figure:
-    """Maps of hidden states; title -> |hidden state| [T, D], or of some channels only."""
-    ticks = None if channels is None else [str(channel) for channel in channels]
-    tops = [float(panel.max()) for panel in panels.values()]
-    # One panel would leave the others black.
-    top = 3 * min(tops) if max(tops) > 20 * min(tops) else None
-    return drawing.maps(
-        panels, x_label="channel", y_label="position", value_label="|hidden state|", x_ticks=ticks, top=top
-    )
+        """Draws both pictures."""
+        arrays = {result.name: result.arrays("maps") for result in _shown(results, self.rows)}
+        if not arrays:
+            raise Missing("maps")
+        attention = maps({name: of["attention"][0] for name, of in arrays.items()}, x_label="key position",
+                         y_label="query position", value_label="attention weight", log=True)  # fmt: skip
+        hidden = maps({name: of["hidden"][0] for name, of in arrays.items()}, x_label="channel", y_label="position",
+                      value_label="|hidden state|")  # fmt: skip
+        seen = "on one held-out sequence, mean over layers"
+        return [
+            Picture("attention_map", f"Attention {seen} and heads.", attention),
+            Picture("hidden_states", f"|Hidden state| {seen}: bright columns are outlier channels.", hidden),
+        ]

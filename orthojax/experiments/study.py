@@ -1,184 +1,255 @@
-"""Running an experiment: what is not done yet, resumable, into one results.json."""
+"""A study as data: what runs, what is claimed of it, and what its report shows."""
 
-import hashlib
-import itertools
-import json
-import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import jax
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from orthojax.config import Config, replace
-from orthojax.errors import UserError
-from orthojax.experiments.costs import measure_costs
-from orthojax.experiments.experiment import Case, Experiment, Run, Variant, run_name
-from orthojax.experiments.places import Place
-from orthojax.experiments.results import Results
-from orthojax.experiments.runs import Row, Task, failed_row, finish
-from orthojax.experiments.workers import run_all
-from orthojax.files import finite, make_folder, parse_json, read_again, write_text
-from orthojax.machine import environment
-from orthojax.progress import Progress, tokenizing_progress
-from orthojax.train import find_model, open_inputs, require_task
-
-_LONGEST_NAME = 80  # of a model in a table
+from orthojax.errors import UserError, nearest
+from orthojax.experiments.claims import Claim, Judged, judge
+from orthojax.experiments.measures import Measure
+from orthojax.experiments.report import Picture, Report, Table, Verdict
+from orthojax.experiments.results import Missing, Quantity, Results, as_quantity
+from orthojax.experiments.tables import Columns, Quantities
+from orthojax.files import read_json
+from orthojax.formatting import number
 
 
-def given_model(name: str, path: Path) -> Variant:
-    """An existing model as a variant that is measured and not trained.
+class Given(NamedTuple):
+    """An existing model that is measured and not trained.
+
+    Attributes:
+      config: Of its run, with the data and the evaluation rows that it is measured on.
+      checkpoint: The step folder, or a model that others trained.
+      other_data: Whether these rows are those of another run, whose token ids have to mean the same.
+    """
+
+    config: Config
+    checkpoint: Path
+    other_data: bool = False
+
+
+class Row(NamedTuple):
+    """A row of a computation for one seed: its name, its numbers and its setting."""
+
+    variant: str
+    metrics: Mapping[str, float]
+    overrides: Mapping[str, Any] = MappingProxyType({})
+
+
+Paper = Mapping[str, Mapping[str, float]]  # variant -> metric -> what the paper prints
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study:
+    """A table, figure or appendix: an entry that reads like its caption. It has either `runs` or `rows`.
+
+    Attributes:
+      name: As in --experiment.
+      title: One line.
+      runs: Scale -> variant -> config of the models that are trained; a seed replaces `train.seed` and `data.seed`.
+      rows: Seed -> rows that follow from formulas, samples or models too small to be runs; with float64 enabled.
+      scales: For which `runs` is defined.
+      seeds: The default.
+      also: Further names, as of figures that differ by model only.
+      models: The models of --model by name -> what is measured beside the runs, with those that are installed; None
+        for a study that takes none.
+      measures: Beyond `measures.ALWAYS`.
+      cost_reference: Variant -> the one that the time and memory of its training step are relative to; with it they are
+        measured, as metrics `cost_*`.
+      trains: False if these costs are all that is measured.
+      aliases: Further names of variants for claims, if those depend on scale or on models that are given: alias ->
+        variant.
+      paper: The numbers that the paper prints, for all scales or as a function of the scale.
+      columns: Of the table of all variants.
+      tables: Further tables.
+      claims: With their criteria.
+      pictures: By name; see `figures`.
+      headlines: (metric, variant before, variant after) of the numbers on top of the page.
+      note: What a reader has to know beside the table, or a function of the results that says it.
+    """
+
+    name: str
+    title: str
+    runs: Callable[[str], Mapping[str, Config]] | None = None
+    rows: Callable[[int], Iterable[Row]] | None = None
+    scales: tuple[str, ...] = ("tiny",)
+    seeds: tuple[int, ...] = (0,)
+    also: tuple[str, ...] = ()
+    models: Callable[[Mapping[str, Given]], Mapping[str, Given]] | None = None
+    measures: tuple[Measure, ...] = ()
+    cost_reference: Callable[[str], str] | None = None
+    trains: bool = True
+    aliases: Callable[[Results], Mapping[str, str]] | None = None
+    paper: Paper | Callable[[str], Paper] = dataclasses.field(default_factory=dict)
+    columns: Quantities = ()
+    tables: Sequence[Callable[[Results], Table | Sequence[Table]]] = ()
+    claims: Sequence[Claim] = ()
+    pictures: Sequence[Callable[[Results], Sequence[Picture]]] = ()
+    headlines: Sequence[tuple[str | Quantity, str, str]] = ()
+    note: str | Callable[[Results], str] = ""
+
+    def runs_at(self, scale: str) -> Mapping[str, Config]:
+        """Returns the runs of one scale; none of a computation.
+
+        Raises:
+          UserError: If the study does not have the scale.
+        """
+        if scale not in self.scales:
+            allowed, hint = " | ".join(self.scales), nearest(scale, self.scales)
+            raise UserError(f"experiment {self.name!r} has no scale {scale!r}", allowed=allowed, hint=hint)
+        return self.runs(scale) if self.runs else {}
+
+    def paper_at(self, scale: str) -> Paper:
+        """Returns the paper's numbers by variant."""
+        return self.paper(scale) if callable(self.paper) else self.paper
+
+
+def grid(base: Config, *factors: Mapping[str, Mapping[str, Any]]) -> dict[str, Config]:
+    """Returns the runs of every combination of factors, each a name -> what it changes in the config.
+
+    >>> list(grid(Config(), {"softmax": {}, "relu": {"model.normalizer": "relu"}}, {"adam": {}, "sgd": {}}))
+    ['softmax_adam', 'softmax_sgd', 'relu_adam', 'relu_sgd']
+    """
+    runs: dict[str, dict[str, Any]] = {"": {}}
+    for factor in factors:
+        runs = {f"{a}_{b}".strip("_"): {**one, **two} for a, one in runs.items() for b, two in factor.items()}
+    return {name: replace(base, changes) for name, changes in runs.items()}
+
+
+def read_results(study: Study, folder: Path, *more: Path) -> Results:
+    """Reads results.json of a folder; rows of further ones, trained separately, are added.
 
     Args:
-      name: Of its row.
-      path: A run's workdir, its checkpoints folder or one step's folder; or a model that others trained, which is
-        measured on the embedded text with its own tokenizer.
+      study: Whose it is, or one that has some of its variants.
+      folder: Of results.json.
+      more: Further folders.
 
     Raises:
-      UserError: For a name that cannot stand in tables and file names; where there is no checkpoint.
+      UserError: If there is none, or if it has no variant of the study.
     """
-    if not name.isprintable() or {"/", "$"} & set(name) or len(name) > _LONGEST_NAME:  # between $ matplotlib sets TeX
-        allowed = f"a name of at most {_LONGEST_NAME} characters, without '/', '$' and control characters"
-        raise UserError(f"--model={name!r}=...", allowed=allowed)
-    checkpoint, config = find_model(path)
-    return Variant(name, name, config, checkpoint=checkpoint)
+    raw, *others = [read_json(at / "results.json", "results.json") for at in (folder, *more)]
+    if missing := {"experiment", "scale", "provenance", "rows"} - raw.keys():
+        raise UserError(f"{folder}/results.json has no {min(missing)!r}", allowed="one that orthojax reproduce wrote")
+    rows = [row for part in (raw, *others) for row in part["rows"]]
+    seeds = sorted({seed for part in (raw, *others) for seed in part["provenance"].get("seeds", ())})
+    raw = raw | {"rows": rows, "provenance": raw["provenance"] | {"seeds": seeds}}
+    return results_of(study, raw, folder)
 
 
-def nothing() -> None:
-    """Sets up nothing; a lambda could not travel to a worker."""
+def results_of(study: Study, raw: Mapping[str, Any], folder: Path = Path()) -> Results:
+    """Returns the results of a study from the content of a results.json, which may have more variants."""
+    configs = dict(study.runs_at(raw["scale"]))
+    if study.runs:
+        own = raw["experiment"] == study.name
+        rows = [row for row in raw["rows"] if own or row["variant"] in configs]
+        if not rows:
+            raise UserError(f"{folder}/results.json has no variant of {study.name!r}", allowed=raw["experiment"])
+        raw = dict(raw) | {"rows": rows}
+        for row in rows:
+            if row["variant"] not in configs:  # an existing model
+                configs[row["variant"]] = replace(Config(), from_lists(row["overrides"]))
+    return Results(study, raw, configs, folder)
 
 
-def run_experiment(
-    experiment: Experiment,
-    scale: str,
-    seeds: Sequence[int],
-    workdir: Path,
-    *,
-    runs_dir: Path = Path("runs/models"),
-    cache_dir: Path = Path("runs/data"),
-    models: Sequence[Variant] = (),
-    where: Sequence[Place] = (Place(),),
-    setup: Callable[[], object] = nothing,
-) -> Results:
-    """Trains, measures or computes what is not done yet and writes results.json.
-
-    Args:
-      experiment: What to run.
-      scale: One of its scales.
-      seeds: Of parameters, data order and everything random; the same for every variant.
-      workdir: Folder of the results.
-      runs_dir: Folder of trained runs, shared with other experiments; see `run_name`.
-      cache_dir: Folder of tokenised corpora.
-      models: Existing models to measure beside those that are trained; see `given_model`.
-      where: Of the workers, from `places`.
-      setup: Called once in every worker.
-
-    Raises:
-      UserError: For an unknown scale, models where the experiment takes none, or what `train` refuses.
-      Interrupted: On SIGINT or SIGTERM, after the state of every run was saved.
-    """
-    trained = experiment.variants_at(scale)
-    models = experiment.as_measured(models)
-    variants = (*trained, *models)
-    if models and not experiment.takes_models:
-        raise UserError(f"experiment {experiment.name!r} measures no existing models", allowed="no --model")
-    if clash := {v.name for v in models} & {v.name for v in trained}:
-        raise UserError(f"--model {min(clash)!r} has the name of a variant", allowed="another name")
-    if not variants and not experiment.compute:
-        raise UserError(f"experiment {experiment.name!r} needs a model", allowed="--model=NAME=CHECKPOINT[,...]")
-    make_folder(workdir, "workdir", files=("results.json", "costs.json", "report.md", "report.html", "training.html"))
-    if experiment.compute:
-        content = _computed(experiment, seeds, workdir)
-    else:
-        runs = [Run(v, seed, runs_dir / run_name(v, seed)) for seed in seeds for v in trained if experiment.trains]
-        runs += [Run(v, v.config.train.seed, workdir / "models" / run_name(v, v.config.train.seed)) for v in models]
-        content = _trained(experiment, trained, runs, seeds, workdir, cache_dir, where, setup)
-    raw = {"experiment": experiment.name, "scale": scale, **content}
-    write_text(workdir / "results.json", json.dumps(raw, indent=2, allow_nan=False) + "\n")
-    return Results(experiment, scale, seeds, workdir, raw, variants)
+def from_lists(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns overrides as configs have them, with tuples in place of JSON's lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in overrides.items()}
 
 
-def _computed(experiment: Experiment, seeds: Sequence[int], workdir: Path) -> dict[str, Any]:
-    """Every seed of a computation; what an earlier call kept is read."""
-    compute, settings = experiment.compute, experiment.settings
-    assert compute is not None
-    parts = compute if isinstance(compute, Mapping) else {"": compute}
-    rows, seconds = [], 0.0
-    with Progress(len(seeds) * len(parts)) as progress:
-        for seed, (part, cases_of) in itertools.product(seeds, parts.items()):
-            key = json.dumps([experiment.name, part, settings], sort_keys=True)
-            name = "-".join(filter(None, (part, hashlib.sha256(key.encode()).hexdigest()[:8], f"seed{seed}")))
-            path = workdir / "computed" / f"{name}.json"
-            done = None if settings is None else read_again(path, "computed rows", _parse_computed, progress.say)
-            if done is None:
-                started = time.monotonic()
-                with jax.enable_x64(True):
-                    cases = [case._asdict() for case in cases_of(seed)]
-                done = {"rows": cases, "seconds": time.monotonic() - started}
-                if settings is not None:
-                    path.parent.mkdir(exist_ok=True)
-                    write_text(path, json.dumps(done, indent=2) + "\n")
-            for row in done["rows"]:
-                rows.append({"variant": row["variant"], "seed": seed} | row | {"metrics": finite(row["metrics"])})
-            seconds += done["seconds"]
-            progress.advance(1, f"{experiment.name}: {part and f'{part}, '}seed {seed}")
-    of = {"seeds": list(seeds), "data": [], "wall_seconds": round(seconds, 1)}
-    return {"provenance": environment() | of, "rows": rows}
+def make_report(results: Results) -> Report:
+    """Returns the report of a study; what needs runs that are gone or failed is left out."""
+    study: Study = results.study
+    tables: list[Table] = []
+    columns = [Columns("Means over seeds", study.columns)] if study.columns else []
+    for build in (*columns, *study.tables):
+        try:
+            built = build(results)
+        except Missing:
+            continue
+        tables += [built] if isinstance(built, Table) else built
+    pictures: list[Picture] = []
+    for draw in study.pictures:
+        try:
+            pictures += draw(results)
+        except Missing:
+            continue
+    note = study.note(results) if callable(study.note) else study.note
+    return Report(
+        title=study.title[:1].upper() + study.title[1:],
+        setting=_setting(results),
+        sentences=[note, *_about_the_data(results)],
+        headlines=_headlines(results),
+        verdicts=[as_verdict(judge(claim, results)) for claim in study.claims],
+        tables=tables,
+        pictures=pictures,
+        notes=_notes(results),
+        failures=results.failures(),
+    )
 
 
-def _parse_computed(content: bytes) -> dict[str, Any]:
-    done = parse_json(content, "its content")
-    rows = done.get("rows") if isinstance(done, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and set(row) == set(Case._fields) for row in rows):
-        raise ValueError("it does not hold rows")
-    if type(done.get("seconds")) not in (int, float):
-        raise ValueError("it does not say how long that took")
-    return done
+def as_verdict(judged: Judged) -> Verdict:
+    """Returns a judged claim as the report shows it."""
+    claim, numbers = judged.claim, []
+    for case in judged.cases:
+        mark = "" if len(judged.cases) == 1 else "" if case.holds else " (does not hold)"
+        mark = mark if case.testable else " (not testable)"
+        numbers.append(": ".join(filter(None, (case.name, case.numbers))) + mark)
+    remarks = [f"Not measured: {claim.unmeasured}"] if claim.unmeasured else []
+    if judged.missing:
+        remarks.append(f"Missing: {', '.join(judged.missing[:6])}")
+    if claim.added:
+        remarks.append(f"The claim was stated after the data: {claim.added}")
+    if claim.revised:
+        why, first = claim.revised
+        remarks.append(f"Revised after the data: {why}. First: {first.criterion}; under it: {judged.first}")
+    return Verdict(judged.verdict, claim.says, numbers, claim.criterion, remarks)
 
 
-def _trained(
-    experiment: Experiment,
-    trained: Sequence[Variant],
-    runs: Sequence[Run],
-    seeds: Sequence[int],
-    workdir: Path,
-    cache_dir: Path,
-    where: Sequence[Place],
-    setup: Callable[[], object],
-) -> dict[str, Any]:
-    tasks = [Task(run, experiment.measures, cache_dir) for run in runs]
-    for config in {_data_of(run.measured_config): run.measured_config for run in runs}.values():
-        if config.data.kind == "bigram_backcopy":
-            require_task(config)  # its evaluation set would be drawn on a device, and those are for the workers
-        else:
-            open_inputs(config, cache_dir, progress=tokenizing_progress())  # tokenises once, before the workers start
-    meshes = [(run.config.mesh.data, run.config.mesh.fsdp, run.config.mesh.tensor) for run in runs]
-    if any(mesh != (1, 1, 1) for mesh in meshes):  # such a run wants all devices, and so one process
-        where = [Place()]
-    content: dict[str, Any] = {}
-    with Progress(sum(task.cost for task in tasks)) as progress:
-
-        def lost(task: Task, reason: str) -> Row:
-            progress.say(f"{task.run.label}: {reason}")
-            return failed_row(task.run, reason)
-
-        rows = run_all(finish, tasks, where, progress, setup=setup, lost=lost) if tasks else []
-        if experiment.cost_reference:
-            configs = {variant.name: variant.config for variant in trained}
-            measured = measure_costs(configs, experiment.cost_reference, workdir / "costs.json", progress.say)
-            content = {"costs": measured}
-    sources = {json.dumps(row["data"], sort_keys=True): row.pop("data") for row in rows if "data" in row}
-    provenance = environment() | {
-        "seeds": list(seeds),
-        "data": list(sources.values()),
-        # Summed over runs, of which several may run at once, in whichever call and experiment.
-        "training_seconds": round(sum(row.get("seconds", 0.0) for row in rows), 1),
-    }
-    for row, run in zip(rows, runs, strict=True):
-        row["run"] = os.path.relpath(run.folder, workdir)
-    return {"provenance": provenance, "rows": rows, **content}
+def _headlines(results: Results) -> list[tuple[str, str, str]]:
+    found = []
+    for metric, before, after in results.study.headlines:
+        quantity = as_quantity(metric)
+        try:
+            numbers = [quantity.show(results[name][quantity]) for name in (before, after)]
+        except Missing:
+            continue
+        found.append((quantity.label, " → ".join(numbers), f"{before} → {after}"))
+    return found
 
 
-def _data_of(config: Config) -> object:
-    return replace(config, {"data.seed": 0}).data, config.train.batch_size, config.eval
+def _setting(results: Results) -> str:
+    provenance, seeds = results.raw["provenance"], results.seeds
+    parts = [f"scale {results.scale}"] if results.study.runs else []
+    parts.append(f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}")
+    return " · ".join([*parts, *(str(provenance[key]) for key in ("date", "device") if key in provenance)])
+
+
+def _about_the_data(results: Results) -> list[str]:
+    configs = [of.config for of in results.values() if of.config is not None and results.study.trains]
+    sentences = []
+    if len(results.seeds) == 1 and configs:
+        sentences.append("One seed is an anecdote: --seeds=0,1,2 shows the spread.")
+    if any(config.data.kind == "embedded" for config in configs):
+        sentences.append(
+            "The text is Python's own standard library, evaluated on held-out files. It is not C4: numbers compare "
+            "with each other, not with the paper's."
+        )
+    return sentences
+
+
+def _notes(results: Results) -> list[str]:
+    provenance, seeds = results.raw["provenance"], ",".join(map(str, results.seeds))
+    scale = f" --scale={results.scale}" if results.study.runs else ""
+    notes = [f"orthojax reproduce --experiment={results.study.name}{scale} --seeds={seeds}"]
+    if "versions" in provenance:
+        versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
+        notes.append(f"{provenance['date']}, {provenance['device']}, {versions}")
+    for entry in provenance.get("data", ()):
+        tokens = f", {entry['train']['n_tokens']:,} training tokens" if "train" in entry else ""
+        notes.append(f"{entry['source']}{tokens}, sha256 {entry.get('source_sha256', 'unknown')}")
+    if "wall_seconds" in provenance:
+        notes.append(f"{number(provenance['wall_seconds'] / 60)} minutes of training and computing, summed over runs")
+    return notes

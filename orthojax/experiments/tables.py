@@ -1,223 +1,156 @@
-"""Tables of a report as data: which variants, which quantities, the paper's numbers beside ours, paired changes."""
+"""Tables of studies: metrics of each variant, and changes paired by seed."""
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from orthojax.experiments.experiment import Paper
-from orthojax.experiments.layout import Cell, Table
-from orthojax.experiments.results import NotMeasured, Numbers, Quantity, Result, Results, as_quantity, metric, pairs
-from orthojax.formatting import mean_and_range, percent
+from orthojax.experiments.report import Cell, Table
+from orthojax.experiments.results import Missing, Numbers, Quantity, Result, Results, as_quantity, case_in, pairs
 
-MATTERS = 0.1  # a change of one seed that is bold
+Quantities = str | Sequence[str | Quantity]  # names of metrics separated by spaces, or several of them
+
+
+def quantities(given: Quantities) -> list[Quantity]:
+    """Returns the quantities of metric names, which spaces separate, and of quantities."""
+    parts = [given] if isinstance(given, str) else given
+    return [as_quantity(of) for part in parts for of in (part.split() if isinstance(part, str) else [part])]
+
+
+def cell(result: Result, quantity: Quantity) -> Cell:
+    """Returns the mean over seeds with the range and the paper's number below; '-' if there is none."""
+    try:
+        paper = f"paper {quantity.show(quantity(result.paper))}"
+    except Missing:
+        paper = ""
+    values = result.values(quantity)
+    if not values:
+        return Cell("-" if result.seeds else "failed" if result.started else "not run", paper)
+    low, high = quantity.show(min(values)), quantity.show(max(values))
+    spread = f"{low} to {high}" if low != high else ""
+    if len(values) < len(result.seeds):
+        spread = f"{spread} in {len(values)} of {len(result.seeds)} seeds"
+    return Cell(quantity.show(float(np.mean(values))), "; ".join(filter(None, (spread, paper))))
 
 
 @dataclasses.dataclass(frozen=True)
-class MetricTable:
-    """Means with the range over seeds; the paper's numbers beside ours where it prints any.
+class Columns:
+    """A table with a row for each variant and a column for each metric.
 
     Attributes:
       caption: Of the table.
-      quantities: One column each.
-      keep: Which variants have a row.
-      transposed: A row for each quantity and a column for each variant; of two variants that were trained the
-        change from the first to the second is shown, too.
-      label: Of a row.
-      main: How many quantities of a transposed table the page shows at once, where not all; the others are folded.
-      change_from: Name of a variant; the change of the first quantity from it is shown, too.
+      metrics: Its columns.
+      rows: Patterns of variants, separated by spaces.
     """
 
     caption: str
-    quantities: Sequence[str | Quantity]
-    keep: Callable[[Result], bool] = lambda result: True
-    transposed: bool = False
-    label: Callable[[Result], str] = lambda result: result.label
-    main: int | None = None
-    change_from: str = ""
+    metrics: Quantities
+    rows: str = ""
 
     def __call__(self, results: Results) -> Table:
-        """The table of some results."""
-        kept, quantities = [r for r in results if self.keep(r)], list(map(as_quantity, self.quantities))
-        trained = [result for result in kept if not result.given]
-        compares = bool(self.change_from) or (self.transposed and len(trained) == 2)
-        note = BOLD if compares else ""
-        if self.transposed:
-            columns = [["", *(quantity.label for quantity in quantities)]]
-            for result in kept:
-                columns.append([self.label(result), *(_cell(result, quantity) for quantity in quantities)])
-                paper = [result.paper_cell(quantity) for quantity in quantities]
-                if any(cell != "-" for cell in paper):
-                    columns.append(["paper", *paper])
-                if compares and result is trained[1]:
-                    changes = (_change_cell(result, trained[0], quantity) for quantity in quantities)
-                    columns.append(["change", *changes])
-            head, *body = map(list, zip(*columns, strict=True))
-            return Table(self.caption, head, body, self.main, note)
-        columns = [["", *map(self.label, kept)]]
-        for i, quantity in enumerate(quantities):
-            columns.append([quantity.label, *(_cell(r, quantity) for r in kept)])
-            paper = [r.paper_cell(quantity) for r in kept]
-            if any(cell != "-" for cell in paper):
-                columns.append(["paper", *paper])
-            if self.change_from and i == 0:
-                reference = results[self.change_from]
-                cells = ["" if r is reference else _change_cell(r, reference, quantity) for r in kept]
-                columns.append([f"change from {self.label(reference)}", *cells])
-        head, *body = map(list, zip(*columns, strict=True))
-        return Table(self.caption, head, body, None, note)
+        """Builds the table; a metric that no variant has gets no column."""
+        shown = _rows(results, self.rows)
+        columns = [of for of in quantities(self.metrics) if any(result.values(of) for result in shown)]
+        rows = [[result.name, *(cell(result, quantity) for quantity in columns)] for result in shown]
+        return Table(self.caption, ["", *(quantity.label for quantity in columns)], rows)
 
 
-BOLD = (
-    "Bold: a change whose 95% interval over seeds, paired by seed, leaves out 0; with a single seed one of "
-    f"{MATTERS:.0%} or more."
-)
-
-
-def _cell(result: Result, quantity: Quantity) -> Cell:
-    return Cell.of(result.cell(quantity), values=result.values(quantity), show=quantity.show, series=quantity.label)
-
-
-def _change_cell(result: Result, reference: Result, quantity: Quantity) -> str:
-    """The change in percent; of what is itself a change in percent, the difference in points."""
-    if not (shared := _shared(result, reference, quantity)):
-        return "-"
-    if quantity.show is percent:
-        return difference_text(shared, lambda value: f"{100 * value:+.2f}", " points")
-    return change_text(shared) if all(value > 0 for pair in shared.values() for value in pair) else "-"
+def _rows(results: Results, patterns: str) -> list[Result]:
+    if not patterns:
+        return list(results.values())
+    return [of for of in results.values() if any(case_in(p, of.name) is not None for p in patterns.split())]
 
 
 @dataclasses.dataclass(frozen=True)
-class PairedTable:
-    """Changes from a reference variant of the same group and seeds, with 95% confidence intervals.
+class Printed:
+    """A table of a paper, of models that are not run here.
 
     Attributes:
       caption: Of the table.
-      reference: Its role in `Experiment.groups`.
-      changes: Quantities whose ratio is shown, as a change in percent.
-      differences: Quantities whose difference is shown.
+      metrics: Its columns.
+      paper: Row -> metric -> number.
+    """
+
+    caption: str
+    metrics: Quantities
+    paper: Mapping[str, Mapping[str, float]]
+
+    def __call__(self, results: Results) -> Table:
+        """Builds the table."""
+        columns = quantities(self.metrics)
+        rows = [[name, *(of.show(of(Numbers(printed))) for of in columns)] for name, printed in self.paper.items()]
+        return Table(self.caption, ["", *(of.label for of in columns)], rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Paired:
+    """Changes of variants from a reference, paired by seed, with 95% confidence intervals; bold if they exclude 0.
+
+    Attributes:
+      caption: Of the table.
+      reference: A variant; `*` in it stands for the same as in `rows`.
+      rows: A pattern of the variants that are compared with it, or several.
+      changes: Metrics whose change is relative.
+      differences: Metrics of which the difference is taken.
     """
 
     caption: str
     reference: str
-    changes: Sequence[str | Quantity] = ()
-    differences: Sequence[str | Quantity] = ()
+    rows: str
+    changes: Quantities = ()
+    differences: Quantities = ()
 
     def __call__(self, results: Results) -> Table:
-        """The table of some results."""
-        changes, differences = list(map(as_quantity, self.changes)), list(map(as_quantity, self.differences))
-        body = []
-        for roles in results.groups().values():
-            base = results[roles[self.reference]]
-            for role, name in roles.items():
-                if role == self.reference or name not in results:
-                    continue
-                cells = [change_text(_shared(results[name], base, q)) for q in changes]
-                cells += [difference_text(_shared(results[name], base, q)) for q in differences]
-                body.append([results[name].label, *cells])
-        return Table(self.caption, ["", *(q.label for q in [*changes, *differences])], body, None, BOLD)
+        """Builds the table."""
+        columns = [(of, change) for of in quantities(self.changes)]
+        columns += [(of, difference) for of in quantities(self.differences)]
+        rows: list[list[str | Cell]] = []
+        for pattern in self.rows.split():
+            for result in results.matching(pattern):
+                case = case_in(pattern, result.name) or ""
+                name = self.reference.replace("*", case)
+                if name in results and name != result.name:
+                    reference = results[name]
+                    rows.append([result.name, *(_paired(result, reference, of, text) for of, text in columns)])
+        return Table(self.caption, ["", *(of.label for of, _ in columns)], rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerTable:
-    """Metrics layer by layer, means with the range over seeds: a row for each finished variant and metric it has.
-
-    Attributes:
-      caption: Of the table.
-      metrics: Metric -> words that are added to the variant's label.
-    """
-
-    caption: str
-    metrics: Mapping[str, str]
-
-    def __call__(self, results: Results) -> Table:
-        """The table of some results."""
-        rows = []
-        for result in results.finished:
-            for name, words in self.metrics.items():
-                with contextlib.suppress(NotMeasured):
-                    layers = [mean_and_range(values.tolist()) for values in result.layers(name).T]
-                    rows.append([f"{result.label}: {words}", result.cell(metric(name)), *layers])
-        width = max(map(len, rows), default=2)
-        columns = ["", "all layers", *(f"layer {layer}" for layer in range(1, width - 1))]
-        return Table(self.caption, columns, [row + [""] * (width - len(row)) for row in rows])
+Pairs = Mapping[int, tuple[float, float]]  # seed -> (value, value of the reference)
 
 
-@dataclasses.dataclass(frozen=True)
-class PrintedTable:
-    """What the paper prints for models that are not ours.
-
-    Attributes:
-      caption: Of the table.
-      quantities: One column each.
-      models: Name of a model -> metric -> number.
-    """
-
-    caption: str
-    quantities: Sequence[str | Quantity]
-    models: Paper
-
-    def __call__(self, results: Results) -> Table:
-        """The table, whatever the results are."""
-        quantities = list(map(as_quantity, self.quantities))
-
-        def cell(quantity: Quantity, printed: Mapping[str, float]) -> Cell:
-            value = quantity.value(Numbers(printed))
-            return Cell.of(quantity.show(value), values=[value], show=quantity.show, series=quantity.label)
-
-        rows = [[name, *(cell(quantity, of) for quantity in quantities)] for name, of in self.models.items()]
-        return Table(self.caption, ["", *(q.label for q in quantities)], rows)
-
-
-# Paired comparisons: variants of one seed share initial parameters and the order of the data.
-
-Pairs = Mapping[int, tuple[float, float]]  # seed -> (value of a variant, value of the reference)
-
-
-def _shared(result: Result, reference: Result, quantity: Quantity) -> Pairs:
+def _paired(result: Result, reference: Result, of: Quantity, text: Callable[[Pairs], Cell]) -> Cell:
     try:
-        return pairs(result, reference, quantity)
-    except NotMeasured:
-        return {}
+        return text(pairs(result, reference, of))
+    except Missing:
+        return Cell("-")
 
 
-def difference_text(pairs: Pairs, show: Callable[[float], str] = "{:+.3g}".format, unit: str = "") -> Cell:
-    """Variant minus reference, paired by seed: the mean, and with several seeds its 95% confidence interval.
+def difference(of: Pairs) -> Cell:
+    """Returns the mean difference, paired by seed, and with several seeds its 95% confidence interval.
 
-    Args:
-      pairs: By seed.
-      show: A number with its sign.
-      unit: After the mean.
-
-    >>> difference_text({0: (3.0, 1.0)})
+    >>> str(difference({0: (3.0, 1.0)}))
     '+2'
     """
-    return _interval_text([a - b for a, b in pairs.values()], show, unit)
+    return _interval([a - b for a, b in of.values()], "{:+.3g}".format, "")
 
 
-def change_text(pairs: Pairs) -> Cell:
-    """Variant over reference as a change in percent: the geometric mean, and its interval from logarithms.
+def change(of: Pairs) -> Cell:
+    """Returns the geometric mean of the relative change, and its interval from logarithms.
 
-    >>> change_text({0: (98.0, 100.0), 1: (99.0, 100.0), 2: (99.4, 100.0)})
-    '-1.2% (95% CI -3.0 to +0.6, 3 seeds)'
+    >>> str(change({0: (98.0, 100.0), 1: (99.0, 100.0), 2: (99.4, 100.0)}))
+    '-1.2% (95% CI -3.0 to +0.6)'
     """
-    if any(not value > 0 for pair in pairs.values() for value in pair):
+    if any(not value > 0 for pair in of.values() for value in pair):
         return Cell("not above 0")
-    logs = [math.log(a) - math.log(b) for a, b in pairs.values()]
-    return _interval_text(logs, lambda value: f"{100 * math.expm1(value):+,.1f}", "%")
+    return _interval([math.log(a / b) for a, b in of.values()], lambda x: f"{100 * math.expm1(x):+,.1f}", "%")
 
 
-def _interval_text(values: Sequence[float], show: Callable[[float], str], unit: str = "") -> Cell:
-    """The mean, and with several values the 95% confidence interval of a one-sample t-test; see `BOLD`."""
-    if not values:
-        return Cell("failed")
+def _interval(values: Sequence[float], show: Callable[[float], str], unit: str) -> Cell:
     mean = float(np.mean(values))
     if len(values) == 1:
-        return Cell.of(show(mean) + unit, matters=unit == "%" and abs(math.expm1(mean)) >= MATTERS)
+        return Cell(show(mean) + unit)
     from scipy import stats  # here, because it takes a second to import
 
     low, high = (mean, mean) if np.ptp(values) == 0 else stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
-    text = f"{show(mean)}{unit} (95% CI {show(low)} to {show(high)}, {len(values)} seeds)"
-    return Cell.of(text, matters=bool(low > 0 or high < 0))
+    return Cell(show(mean) + unit, f"95% CI {show(low)} to {show(high)}", bold=bool(low > 0 or high < 0))

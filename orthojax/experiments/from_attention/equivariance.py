@@ -1,4 +1,4 @@
-"""Which layers commute with a rotation of the channels: f(R x) = R f(x), as they are and with rotated parameters."""
+"""Layers and rotations of the channels: does f(R x) = R f(x) hold, as they are and with rotated parameters?"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,17 +12,6 @@ from orthojax.model import Norm
 from orthojax.ops import orthogonal
 
 SIZE, ROWS = 64, 32
-LAYERS = {
-    "linear": "linear layer, no bias",
-    "affine": "linear layer with a bias",
-    "bias": "a bias alone",
-    "rmsnorm_single": "RMSNormSingle (one scale)",
-    "rmsnorm": "RMSNorm (a scale for each channel)",
-    "rmsnorm_equal": "RMSNorm, all scales equal",
-    "layernorm": "LayerNorm (scales, no bias)",
-    "layernorm_equal": "LayerNorm, all scales equal",
-    "gelu": "GELU",
-}
 
 Layer = Callable[[dict[str, Any], np.ndarray], Any]
 
@@ -33,7 +22,7 @@ def _norm(name: str) -> Layer:
 
 
 def _layers(rng: np.random.Generator) -> dict[str, tuple[Layer, dict[str, Any]]]:
-    """Name -> (function, parameters): kernels [D, D], vectors [D], scalars."""
+    """Returns name -> (function, parameters): kernels [D, D], vectors [D], scalars."""
     kernel, bias = rng.standard_normal((SIZE, SIZE)) / np.sqrt(SIZE), rng.standard_normal(SIZE)
     scales = rng.uniform(0.5, 1.5, SIZE)
     return {
@@ -50,16 +39,16 @@ def _layers(rng: np.random.Generator) -> dict[str, tuple[Layer, dict[str, Any]]]
 
 
 def _rotated(value: Any, r: np.ndarray) -> Any:
-    """A parameter in the rotated basis: R W R^T, R v, a scalar as it is."""
+    """Returns a parameter in the rotated basis: R W R^T, R v, a scalar as it is."""
     return {0: lambda: value, 1: lambda: r @ value, 2: lambda: r @ value @ r.T}[np.ndim(value)]()
 
 
 def layer_deviations(seed: int) -> dict[str, tuple[float, float]]:
-    r"""How far layers are from commuting with a random rotation R of all channels.
+    r"""Measures how far layers are from commuting with a random rotation R of all channels.
 
     :math:`\|f'(R x) - R f(x)\| / \|f(x)\|`, where f' is f (the paper's criterion), or f with its parameters
-    rotated along (R W R^T, R v): whether the layer is of the same kind in every basis. RMSNorm and LayerNorm are those
-    of the model.
+    rotated along (R W R^T, R v), which says whether the layer is of the same kind in every basis. RMSNorm and LayerNorm
+    are those of the model.
 
     Args:
       seed: Of parameters, x and R.

@@ -5,7 +5,6 @@ own: there the weights are rotated into that basis too, and compared in it.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,20 +22,20 @@ from orthojax.analysis import (
 from orthojax.analysis.channels import OUTLIER_SCORE
 from orthojax.config import Config
 from orthojax.errors import UserError
-from orthojax.experiments import drawing
-from orthojax.experiments.measures import Measure, Measured, by_layer
-from orthojax.experiments.page import Picture
-from orthojax.experiments.results import Result, Results
+from orthojax.experiments.figures import maps
+from orthojax.experiments.measures import Measure, Measured, Say, by_layer
+from orthojax.experiments.report import Picture
+from orthojax.experiments.results import Missing, Results
 from orthojax.model import LoadedModel
 from orthojax.optim import RotatedAxes, rotate
 from orthojax.train import Inputs, make_rotation, read_optimizer_state
 
-# Name -> where the kernel [I, D] is in a layer; I are its input features, D is d_model.
+# Name -> path of the kernel [I, D] in a layer; I are its input features, D is d_model.
 PARTS = {"mlp_output": "mlp/output", "attention_output": "attention/output"}
 
 
 def output_kernels(tree: Any, part: str) -> np.ndarray:
-    """The kernels of one output projection of all layers, scanned or not.
+    """Returns the kernels of one output projection of all layers, scanned or not.
 
     Args:
       tree: Parameters, or a tree like them, as Adam's second moments are.
@@ -58,7 +57,7 @@ def output_kernels(tree: Any, part: str) -> np.ndarray:
 
 
 def _group(config: Config, path: str) -> int | None:
-    """Which of the rotated groups of axes is the output axis of a kernel [I, D]."""
+    """Returns which of the rotated groups of axes is the output axis of a kernel [I, D]."""
     if not config.optim.is_rotated or config.optim.rotation.kind == "identity":
         return None
     rule: Any = make_rotation(config.seeded_optim.rotation).axes
@@ -67,12 +66,12 @@ def _group(config: Config, path: str) -> int | None:
 
 
 def rotates_output(config: Config, part: str) -> bool:
-    """Whether the optimizer of a run rotates the output channels of a projection."""
+    """Returns whether the optimizer of a run rotates the output channels of a projection."""
     return _group(config, f"layers_0/{PARTS[part]}/kernel") is not None
 
 
 def output_bases(config: Config, part: str) -> np.ndarray:
-    """The orthogonal matrices by which the optimizer rotates the output channels of a projection.
+    """Returns the orthogonal matrices by which the optimizer rotates the output channels of a projection.
 
     A gradient row g [D] becomes Q g, so that a kernel W [I, D] of the model is W Q^T in the optimizer's basis, and
     activations X [T, D] that the kernel writes are X Q^T there.
@@ -85,13 +84,11 @@ def output_bases(config: Config, part: str) -> np.ndarray:
       Q, [layers, D, D] float32.
 
     Raises:
-      UserError: Where the optimizer does not rotate these channels.
+      UserError: If the optimizer does not rotate these channels.
     """
     if not rotates_output(config, part):
-        optim = config.optim
-        axes = f" with rotation.axes={optim.rotation.axes!r}, kind {optim.rotation.kind!r}" if optim.is_rotated else ""
         raise UserError(
-            f"optimizer {optim.optimizer!r}{axes} has no d_model x d_model basis for {PARTS[part]}",
+            f"optimizer {config.optim.optimizer!r} has no d_model x d_model basis for {PARTS[part]}",
             allowed="orthoadam with rotation.axes output, both, residual or writers, and a kind that rotates",
         )
     return np.stack([_basis(config, part, layer) for layer in range(config.model.num_layers)])
@@ -101,8 +98,8 @@ def _basis(config: Config, part: str, layer: int) -> np.ndarray:
     path, D = f"layers_{layer}/{PARTS[part]}/kernel", config.model.d_model
     group = _group(config, path)
     assert group is not None
-    # The name of a basis has the number of its group. An input axis of length 1 takes the first number where the
-    # kernel's own does, and is not rotated.
+    # The name of a basis has the number of its group. An input axis of length 1 takes the first number if the kernel's
+    # own does, and is not rotated.
     axes = RotatedAxes(((1,), (2,))[1 - group :])
     rotation = rotate(dataclasses.replace(make_rotation(config.seeded_optim.rotation), axes=lambda path, leaf: axes))
     tree: Any = jnp.eye(D)[:, None]
@@ -112,11 +109,8 @@ def _basis(config: Config, part: str, layer: int) -> np.ndarray:
     return np.asarray(rotated[:, 0]).T  # its rows were the images of the unit vectors
 
 
-WORDS = {"mlp_output": "MLP output", "attention_output": "attention output"}
-
-
 def second_moments(state: Any) -> Any:
-    """The tree of Adam's second moments in an optimizer state, wherever it is; None for an optimizer without."""
+    """Returns the tree of Adam's second moments in an optimizer state, wherever it is; None without."""
     if not isinstance(state, dict):
         return None
     if isinstance(state.get("nu"), dict):
@@ -124,7 +118,7 @@ def second_moments(state: Any) -> Any:
     return next((found for part in state.values() if (found := second_moments(part)) is not None), None)
 
 
-def _measure(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
+def _measure(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     config, moments = loaded.config, second_moments(read_optimizer_state(loaded.source))
     metrics, arrays = {}, {}
     for part in PARTS:
@@ -137,12 +131,12 @@ def _measure(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], N
             metrics |= by_layer(f"{part}_{name}", np.asarray(values))
         arrays |= {f"{part}_norms": norms, f"{part}_own_norms": own}
         arrays |= {} if summed is None else {f"{part}_moments": summed}
-    on_progress("output weights")
+    say("output weights")
     return Measured(metrics, arrays)
 
 
 def channel_metrics(norms: np.ndarray, own: np.ndarray, moments: np.ndarray | None) -> dict[str, list[float]]:
-    """What is said of the channels of one output projection, layer by layer.
+    """Computes the metrics of the channels of one output projection, layer by layer.
 
     Args:
       norms: By channel of the model, [layers, D].
@@ -175,47 +169,16 @@ def channel_metrics(norms: np.ndarray, own: np.ndarray, moments: np.ndarray | No
 OUTPUT_WEIGHTS = Measure("output_weights", _measure)
 
 
-@dataclasses.dataclass(frozen=True)
-class OutputNorms:
-    """Norms of output channels over the median of their layer, a panel for every variant (the paper's appendix B).
-
-    Attributes:
-      label: Of a panel.
-    """
-
-    label: Callable[[Result], str] = lambda result: result.label
-
-    def __call__(self, results: Results) -> list[Picture]:
-        """A picture for each of `WORDS`, of the first finished seed of each variant."""
-        stored = {self.label(result): result.arrays(OUTPUT_WEIGHTS.name) for result in results.finished}
-        pictures = []
-        for part, words in WORDS.items() if stored else ():
-            norms = {label: arrays[f"{part}_norms"] for label, arrays in stored.items()}
-            panels = {label: values / np.median(values, axis=1, keepdims=True) for label, values in norms.items()}
-            caption = f"Euclidean norm of the weights of each output channel of the {words}, over the layer's median."
-            figure = drawing.maps(panels, x_label="channel", y_label="layer, from 0", value_label="norm / median")
-            pictures.append(Picture(f"{part}_norms", caption, figure, "png"))
-        return pictures
-
-
-def weights_and_moments(results: Results) -> list[Picture]:
-    """Norms and summed second moments by channel, a picture for each variant, of its first finished seed."""
+def output_norms(results: Results) -> list[Picture]:
+    """Draws norms of output channels over the median of their layer, by variant (the paper's appendix B)."""
+    stored = {result.name: result.arrays(OUTPUT_WEIGHTS.name) for result in results.finished}
+    if not stored:
+        raise Missing(OUTPUT_WEIGHTS.name)
     pictures = []
-    for result in results.finished:
-        stored, rows, rotated = result.arrays(OUTPUT_WEIGHTS.name), [], False
-        for part, words in WORDS.items():
-            rotated = rotates_output(result.config, part)
-            own = ", OrthoAdam's basis" if rotated else ""
-            row = {f"{words}: norm": stored[f"{part}_norms"]}
-            row |= {f"{words}: norm{own}": stored[f"{part}_own_norms"]} if rotated else {}
-            if f"{part}_moments" in stored:
-                row[f"{words}: moments{own}"] = stored[f"{part}_moments"]
-            rows.append(row)
-        caption = (
-            f"{result.label}: Euclidean norm of the weights of each output channel"
-            f"{', in the basis of the model and in that of OrthoAdam' if rotated else ''}, and Adam's second moments "
-            f"summed over the same weights; a line for each layer (seed {next(iter(result.seeds))})."
-        )
-        figure = drawing.profiles(rows, x_label="channel")
-        pictures.append(Picture(f"output_weights_{result.name}", caption, figure))
+    for part, path in PARTS.items():
+        norms = {name: arrays[f"{part}_norms"] for name, arrays in stored.items()}
+        panels = {name: values / np.median(values, axis=1, keepdims=True) for name, values in norms.items()}
+        figure = maps(panels, x_label="channel", y_label="layer, from 0", value_label="norm / median")
+        caption = f"Norm of the weights of each output channel of {path}, over the median of the layer."
+        pictures.append(Picture(f"{part}_norms", caption, figure))
     return pictures

@@ -18,12 +18,7 @@ from orthojax import optim
 from orthojax.ops import orthogonal
 
 RotationName = Literal["none", "aligned", "hadamard", "haar"]
-LABELS: dict[RotationName, str] = {
-    "none": "x, not rotated",
-    "aligned": "Q e_i = 1/sqrt(D)",
-    "hadamard": "Hadamard",
-    "haar": "Haar",
-}
+ROTATIONS: tuple[RotationName, ...] = ("none", "aligned", "hadamard", "haar")
 
 
 def mixture_kurtosis(alpha: float, directions: np.ndarray) -> np.ndarray:

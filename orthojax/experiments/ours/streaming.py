@@ -1,64 +1,53 @@
-"""Does softmax-1 need the first token when a text streams past the length of training? Softmax does.
+"""Texts longer than training through a rolling window: softmax needs its first token; does softmax-1?
 
 StreamingLLM (arXiv 2309.17453) shows that softmax models lose their predictions when the first tokens leave a rolling
 window, and keep them with four of them as sinks. A model without a sink should not need them.
 """
 
 import math
-from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from orthojax.config import Config, replace
 from orthojax.data import TokenBatches
-from orthojax.experiments import drawing
-from orthojax.experiments.base_configs import SHALLOW_MODEL, cured, with_normalizer
-from orthojax.experiments.claims import DOMINANCE, Claim, Names, dominated
-from orthojax.experiments.cure_claims import dominance_halved, no_outliers_left
-from orthojax.experiments.experiment import Experiment, Variant
-from orthojax.experiments.measures import Measure, Measured
-from orthojax.experiments.page import Picture, Table
-from orthojax.experiments.results import Result, Results, metric
-from orthojax.experiments.tables import MetricTable
+from orthojax.experiments.base import SHALLOW_MODEL, cured
+from orthojax.experiments.claims import Claim, Expr, Metric, all_of, dominated, function, smallest
+from orthojax.experiments.cure import cured_outliers, halved
+from orthojax.experiments.figures import lines
+from orthojax.experiments.measures import Measure, Measured, Say
+from orthojax.experiments.report import Picture
+from orthojax.experiments.results import Results
+from orthojax.experiments.study import Study
 from orthojax.generation import stream_loss_nats
 from orthojax.model import LoadedModel
 from orthojax.train import Inputs
 
-ROWS, SINKS = 128, 4
-TIMES = (4, 8)  # the length of training
-# Name -> what the model sees beside the latest tokens.
-MODES = {
-    "window": "the latest tokens alone",
-    "sinks": f"the first {SINKS} and the latest tokens",
-    "whole": "all tokens",
-}
+_ROWS, _SINKS = 128, 4
+_TIMES = (4, 8)  # the length of training
 
 
-def _ratio(mode: str, times: int) -> str:
-    return f"perplexity_ratio_{mode}_{times}"
+def _stream(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+    """Measures perplexities of the T / 2 tokens before 4 T and 8 T over those of the same tokens in a new text.
 
-
-def _stream(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], None]) -> Measured:
-    """Perplexities of the T / 2 tokens before 4 T and 8 T over those of the same tokens in a text that starts anew.
-
-    A text that starts anew has the BOS token and the T / 2 - 1 tokens or more before them, as in training.
+    A new text has the BOS token and the T / 2 - 1 tokens or more before them, as in training. The model sees the latest
+    T tokens (`window`), the first four and the latest (`sinks`), or all (`whole`).
     """
     T, bos = loaded.config.data.sequence_length, int(inputs.evaluation[0, 0])
     assert inputs.held_out is not None
-    rows = TokenBatches(inputs.held_out, TIMES[-1] * T, 1, 0, bos).spread_rows(ROWS)
-    first = np.full((ROWS, 1), bos, np.int32)
+    rows = TokenBatches(inputs.held_out, _TIMES[-1] * T, 1, 0, bos).spread_rows(_ROWS)
+    first = np.full((_ROWS, 1), bos, np.int32)
     anew = {}
-    for times in TIMES:
+    for times in _TIMES:
         row = np.concatenate([first, rows[:, (times - 1) * T + 1 : times * T + 1]], axis=1)
         anew[times] = stream_loss_nats(loaded, row)[:, T // 2 :].mean()
     found = {f"perplexity_anew_{times}": math.exp(loss) for times, loss in anew.items()}
     losses = {}
-    for mode, window, sinks in (("window", T, 0), ("sinks", T - SINKS, SINKS), ("whole", None, 0)):
+    for mode, window, sinks in (("window", T, 0), ("sinks", T - _SINKS, _SINKS), ("whole", None, 0)):
         losses[mode] = stream_loss_nats(loaded, rows, window, sinks)
-        for times in TIMES:
+        for times in _TIMES:
             loss = losses[mode][:, times * T - T // 2 : times * T].mean()
-            found[_ratio(mode, times)] = math.exp(loss - anew[times])
-    on_progress("streams")
+            found[f"perplexity_ratio_{mode}_{times}"] = math.exp(loss - anew[times])
+    say("streams")
     # By quarter of the length of training, for the curves.
     return Measured(found, {name: of.mean(0).reshape(-1, T // 4).mean(1) for name, of in losses.items()})
 
@@ -66,116 +55,76 @@ def _stream(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], No
 STREAMED = Measure("streamed", _stream)
 
 
-def _config() -> Config:
+def _runs(scale: str) -> dict[str, Config]:
     changes = {
         "model.position": "rotary",
         "data.repeated_share": 1.0,
         "optim.learning_rate": 3e-3,
         "train.steps": 3000,
         "train.checkpoint_every_steps": 250,
-        "train.keep_every_steps": 250,  # for the dynamics of one of these runs
+        "train.keep_every_steps": 250,
     }
-    return replace(SHALLOW_MODEL, changes)
+    base = replace(SHALLOW_MODEL, changes)
+    return {
+        "softmax": base,
+        "softmax1": replace(base, {"model.normalizer": "softmax1"}),
+        "cured": cured(base),
+        "residual": replace(cured(base), {"optim.rotation.axes": "residual"}),
+    }
 
 
-def _variants(scale: str) -> tuple[Variant, ...]:
-    base = _config()
-    return (
-        Variant("softmax", "softmax, Adam", base),
-        Variant("softmax1", "softmax-1, Adam", with_normalizer(base, "softmax1")),
-        Variant("cured", "softmax-1, OrthoAdam", cured(base)),
-        Variant("residual", "softmax-1, OrthoAdam, d_model", replace(cured(base), {"optim.rotation.axes": "residual"})),
-    )
+_RATIO = {
+    (mode, times): Metric(f"perplexity_ratio_{mode}_{times}")
+    for mode in ("window", "sinks", "whole")
+    for times in _TIMES
+}
 
 
-def _lost(of: Result, mode: str, times: int) -> float:
-    """Nats a token."""
-    return math.log(of[_ratio(mode, times)])
+def _needs_no_first_token(variant: str) -> Expr:
+    return all_of(_RATIO["window", times][variant] < 1.02 for times in _TIMES)
 
 
-_WITHOUT = {"softmax-1, Adam": ("softmax1", "softmax"), "softmax-1, OrthoAdam": ("cured", "softmax")}
-_D_MODEL = ("residual", "softmax")
-_LOST, _KEPT = 1.05, 1.02
-_SHOWN = [metric(_ratio("window", times), f"perplexity ratio at {times} T") for times in TIMES]
-_WHOLE = [metric(_ratio("whole", times), f"perplexity ratio at {times} T") for times in TIMES]
-_SINKING = f"testable where the first token of softmax is most attended by {DOMINANCE:g} times chance or more"
-
-
-def _needs_no_first_token(says: str, of: Names | Mapping[str, Names]) -> Claim:
-    """That the first of two variants predicts as well without it, where the second attends to it."""
-    return Claim(
-        says,
-        of,
-        _SHOWN,
-        lambda of, softmax: all(of[_ratio("window", times)] < _KEPT for times in TIMES),
-        f"perplexity ratio below {_KEPT:g} at 4 and 8 times the length; {_SINKING}",
-        lambda of, softmax: dominated(softmax),
-        shown=1,
-    )
-
-
-CLAIMS = (
-    Claim("Softmax loses its predictions once the first token has left the window.", ("softmax",), _SHOWN,
-          lambda of: all(of[_ratio("window", times)] > _LOST for times in TIMES),
-          f"perplexity ratio above {_LOST:g} at 4 and 8 times the length; {_SINKING}", dominated),
-    Claim(f"With the first {SINKS} tokens kept it does not.", ("softmax",),
-          [metric(_ratio("sinks", times), f"perplexity ratio at {times} T") for times in TIMES],
-          lambda of: all(_lost(of, "sinks", times) < _lost(of, "window", times) / 3 for times in TIMES),
-          f"less than a third of the loss added without them; {_SINKING}", dominated),
-    _needs_no_first_token("Softmax-1 needs no first token.", _WITHOUT),
-    Claim("With the whole text in view softmax-1 loses less past the length of training than softmax.", _WITHOUT,
-          _WHOLE, lambda of, softmax: all(_lost(of, "whole", t) < _lost(softmax, "whole", t) / 2 for t in TIMES),
-          f"less than half of the loss that softmax adds; {_SINKING} and that adds to its perplexity",
-          lambda of, softmax: dominated(softmax) and min(_lost(softmax, "whole", t) for t in TIMES) > 0),
-    # The output axis left outliers here; of these three no run had been seen.
-    _needs_no_first_token("(Ours) With the d_model axes rotated OrthoAdam and softmax-1 need none.", _D_MODEL),
-    no_outliers_left("(Ours) With these axes they leave no outliers.", _D_MODEL[::-1]),
-    dominance_halved("(Ours) With these axes half of the dominance, or more, is gone.", _D_MODEL[::-1]),
-)  # fmt: skip
-
-
-def _table(results: Results) -> Table:
-    rows = []
-    for mode, words in MODES.items():
-        for times in TIMES:
-            rows.append([f"{words}, {times} T", *(of.cell(metric(_ratio(mode, times))) for of in results)])
-    columns = ["the model sees", *(of.label for of in results)]
-    return Table("Perplexity over that of the same tokens in a text that starts anew", columns, rows)
+def _log(mode: str, times: int, variant: str) -> Expr:
+    return function("ln", math.log, _RATIO[mode, times][variant])
 
 
 def _curves(results: Results) -> list[Picture]:
-    T, pictures = results.first.config.data.sequence_length, []
-    for mode, words in MODES.items():
-        curves = {}
-        for of in results:
-            losses = np.array([of.arrays(STREAMED.name, seed)[mode] for seed in of.seeds])
-            curves[of.label] = ([(i + 0.5) / 4 for i in range(losses.shape[1])], losses)
-        figure = drawing.lines(curves, x_label=f"position / {T}", y_label="loss (nats)")
-        pictures.append(Picture(f"loss_{mode}", f"Loss by position where the model sees {words}.", figure))
-    return pictures
+    panels: dict = {"window": {}, "sinks": {}, "whole": {}}
+    for of in results.finished:
+        arrays = [of.arrays("streamed", seed) for seed in of.seeds]
+        for mode, curves in panels.items():
+            losses = np.array([found[mode] for found in arrays])
+            curves[of.name] = ([(i + 0.5) / 4 for i in range(losses.shape[1])], losses)
+    figure = lines(panels, x_label="position, in lengths of training", y_label="loss (nats)")
+    return [Picture("loss_by_position", "Loss by position, by what is in view.", figure)]
 
 
-def _about(results: Results) -> list[str]:
-    config = results.first.config
-    T = config.data.sequence_length
-    anew = " and ".join(results.first.cell(metric(f"perplexity_anew_{times}")) for times in TIMES)
-    return [
-        f"Rotary positions, {config.train.steps:,} steps of {config.train.batch_size} x {T} tokens of text whose "
-        f"passages are repeated. {ROWS} held-out texts of {TIMES[-1]} T = {TIMES[-1] * T} tokens are read token by "
-        f"token through a rolling cache of T = {T} tokens, whose positions are those in the cache, and through one of "
-        f"all tokens. The same tokens, with T / 2 to T tokens before them that start with BOS, are predicted with a "
-        f"perplexity of {anew} by {results.first.label}."
-    ]
-
-
-EXPERIMENT = Experiment(
+STREAMING = Study(
     name="streaming",
     title="Texts longer than training through a rolling window: softmax needs its first token, softmax-1 does not?",
-    variants=_variants,
-    about=_about,
+    runs=_runs,
     measures=(STREAMED,),
-    tables=(_table, MetricTable("Models", ("perplexity", "first_attention_fraction", "first_attention_mass",
-                                           "kurtosis_first", "kurtosis_rest"))),
-    claims=CLAIMS,
-    pictures=(_curves,),
+    note="Rotary positions, 3,000 steps of text with repeated passages. 128 held-out texts of eight times the length T "
+    "of training are read token by token through a rolling cache of T tokens, whose positions are those in the cache, "
+    "and through one of all tokens. Ratios are to the perplexity of the same tokens in a text that starts anew.",
+    columns=["perplexity first_attention_fraction first_attention_mass kurtosis_first kurtosis_rest", *_RATIO.values()],
+    claims=[
+        Claim("Softmax loses its predictions once the first token has left the window.",
+              all_of(_RATIO["window", times]["softmax"] > 1.05 for times in _TIMES), dominated("softmax")),
+        Claim("With the first 4 tokens kept it does not.",
+              all_of(_log("sinks", times, "softmax") < _log("window", times, "softmax") / 3 for times in _TIMES),
+              dominated("softmax")),
+        Claim("Softmax-1 needs no first token.", _needs_no_first_token("softmax1") & _needs_no_first_token("cured"),
+              dominated("softmax")),
+        Claim("With the whole text in view softmax-1 loses less past the length of training than softmax.",
+              all_of(_log("whole", times, of) < _log("whole", times, "softmax") / 2
+                     for times in _TIMES for of in ("softmax1", "cured")),
+              dominated("softmax") & (smallest(*(_log("whole", times, "softmax") for times in _TIMES)) > 0)),
+        # The output axes left outliers here; of these three no run had been seen.
+        Claim("(Ours) With the d_model axes rotated OrthoAdam and softmax-1 need none.",
+              _needs_no_first_token("residual"), dominated("softmax")),
+        cured_outliers("(Ours) With these axes they leave no outliers.", "residual", "softmax"),
+        halved("(Ours) With these axes half of the dominance, or more, is gone.", "residual", "softmax"),
+    ],
+    pictures=[_curves],
 )  # fmt: skip

@@ -1,0 +1,73 @@
+"""The runs that studies start from, and the changes that many of them make."""
+
+import functools
+import runpy
+from pathlib import Path
+
+from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, RotationConfig, TrainConfig, replace
+from orthojax.model.presets import gpt2
+
+_PACKAGE = Path(__file__).parents[1]
+_HOMES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")  # in a wheel, in a clone
+
+# The paper's two changes, alone and together.
+METHODS: dict[str, dict[str, str]] = {
+    "vanilla": {},
+    "softmax1": {"model.normalizer": "softmax1"},
+    "orthoadam": {"optim.optimizer": "orthoadam"},
+    "cured": {"model.normalizer": "softmax1", "optim.optimizer": "orthoadam"},
+}
+# OrthoAdam rotated the output axes in most committed results, which are older than the default.
+OUTPUT_AXIS = RotationConfig(axes="output")
+
+
+@functools.cache
+def config(name: str) -> Config:
+    """Returns the run of configs/NAME.py."""
+    path = next(home / f"{name}.py" for home in _HOMES if (home / f"{name}.py").is_file())
+    return runpy.run_path(str(path))["get_config"]()
+
+
+def cured(config: Config) -> Config:
+    """Returns the same run with softmax-1 and OrthoAdam."""
+    return replace(config, METHODS["cured"])
+
+
+# The cheapest setting, chosen on vanilla models, in which every layer matters, the residual norm grows with depth,
+# several layers have outliers and the first token dominates attention: scale `deep`.
+LANGUAGE_MODEL = Config(
+    # One scale in every norm and no biases, for both variants. Rotary positions, because with learned ones no copying
+    # heads form within minutes, and so no depth.
+    model=gpt2(
+        "tiny",
+        norm="rmsnorm_single",
+        use_bias=False,
+        num_layers=6,
+        max_length=128,
+        position="rotary",
+        scan_layers=False,  # compiles slower, runs faster
+    ),
+    optim=OptimConfig(optimizer="adam", learning_rate=3e-3, warmup_steps=100, rotation=OUTPUT_AXIS),
+    # Every passage comes at least twice, as quotations, logs and boilerplate do.
+    data=DataConfig(kind="embedded", tokenizer="bpe:2048", sequence_length=128, bos=True, repeated_share=1.0),
+    train=TrainConfig(
+        steps=2000, batch_size=8, probe_every_steps=100, eval_every_steps=500, checkpoint_every_steps=500
+    ),
+    eval=EvalConfig(sequences=256, batch_size=64),
+)
+
+# Ordinary text and learned positions: outliers within 800 steps, but no dominance.
+SHALLOW_MODEL = Config(
+    model=gpt2("tiny", norm="rmsnorm_single", use_bias=False, max_length=64, scan_layers=False),
+    optim=OptimConfig(optimizer="adam", learning_rate=5e-3, warmup_steps=100, rotation=OUTPUT_AXIS),
+    data=DataConfig(kind="embedded", tokenizer="bpe:2048", sequence_length=64, bos=True),
+    train=TrainConfig(steps=800, batch_size=16, checkpoint_every_steps=50),
+    eval=EvalConfig(sequences=512, batch_size=64),
+)
+
+# Repeated passages at a lower rate and longer: copying begins, and with it dominance. The main job.
+REPEATED_MODEL = config("tiny_vanilla")
+# GPT-2 60M as the paper has it but for its text, vocabulary and batch: some minutes of one GPU.
+PACKAGES_MODEL = config("python_packages")
+# The one-layer model of Active-Dormant Attention Heads, four times narrower.
+BACKCOPY_MODEL = config("bigram_backcopy")

