@@ -1,0 +1,254 @@
+"""The catalogue of metrics: label, unit, definition and level of chance of every name in results, logs and tables.
+
+Names with a suffix or prefix are resolved to the entry that they vary: `kurtosis_first/layer_3`,
+`post_attention_kurtosis_first`, `rotated_kurtosis_first`, `perplexity_int8_coarse`, `perplexity_w4a8_with_head`.
+
+Sources: From Attention to Activation (FAA, arXiv 2410.17174) and Active-Dormant Attention Heads (ADH, arXiv
+2410.13835). The functions of `orthojax.analysis` that have the names of metrics define them in full.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from orthojax.analysis.activations import gaussian_norm_ratio
+from orthojax.analysis.attention import chance_of_first
+from orthojax.config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Conditions:
+    """The circumstances on which levels of chance depend.
+
+    Attributes:
+      length: T, tokens of a row.
+      d_model: D, channels of a hidden state.
+      vocab_size: V, token ids.
+      n: The constant in the denominator of softmax_n, 0 for softmax and 1 for softmax-1; None for normalizers without
+        a sum, as ReLU and sigmoid.
+      window: Keys that a query sees at most; None for all before it.
+      bos_tokens: BOS tokens at the start of a row.
+      causal: False if a relaxed mask shows several tokens to each other, so that no token is the first.
+    """
+
+    length: int
+    d_model: int
+    vocab_size: int
+    n: float | None = 0.0
+    window: int | None = None
+    bos_tokens: int = 1
+    causal: bool = True
+
+
+def conditions(config: Config) -> Conditions:
+    """Returns the conditions of a model and the rows it reads."""
+    model = config.model
+    n = {"softmax": 0.0, "softmax1": 1.0, "learned_sink": 1.0, "softmax_n": model.normalizer_n}.get(model.normalizer)
+    return Conditions(
+        length=config.data.sequence_length,
+        d_model=model.d_model,
+        vocab_size=model.vocab_size,
+        n=n,
+        window=model.attention_window,
+        bos_tokens=max(1, config.data.bos_tokens),
+        causal=model.relaxed_causal_tokens < 2,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Definition:
+    """One metric.
+
+    Attributes:
+      name: The key in results.json, evaluation.json or metrics.jsonl.
+      label: The name that people read, in tables and figures.
+      unit: "nats", "bits", "fraction", "tokens/s"; "" for numbers without one.
+      definition: One sentence.
+      source: The paper that the definition is from, "" for ours.
+      chance: Conditions -> the value if nothing stands out; None without such a level.
+      chance_words: The case that the level of chance is of.
+    """
+
+    name: str
+    label: str
+    unit: str
+    definition: str
+    source: str = ""
+    chance: Callable[[Conditions], float | None] | None = None
+    chance_words: str = ""
+
+
+def _most_attended(given: Conditions) -> float | None:
+    return chance_of_first(given.length, window=given.window) if given.causal else None
+
+
+def _mass(given: Conditions) -> float | None:
+    if given.n is None or not given.causal:
+        return None
+    return chance_of_first(given.length, n=given.n, window=given.window)
+
+
+def _bos_mass(given: Conditions, start: int = 0) -> float | None:
+    """Mean over queries from `start` on; triggers, which the metric leaves out, are a little later in the mean."""
+    if given.n is None or not given.causal:
+        return None
+    t = np.arange(start, given.length)
+    return float(np.mean(np.minimum(given.bos_tokens, t + 1) / (t + 1 + given.n)))
+
+
+_EQUAL, _ZERO, _GAUSSIAN = "if all logits are equal", "if all attention logits are 0", "for a Gaussian"
+_LAW = "for the law of the data"
+
+
+def _loss(name: str, label: str, unit: str, definition: str, chance: Callable[[Conditions], float]) -> Definition:
+    return Definition(name, label, unit, definition, "", chance, _EQUAL)
+
+
+def _both(
+    name: str, label: str, definition: str, source: str, *, chance: Callable[[Conditions], float] | None = None
+) -> list[Definition]:
+    """A metric of the first token and of all others; the definition has {} for these words."""
+    words = {"first": ("first token", "at position 0"), "rest": ("other tokens", "at positions from 1 on")}
+    return [
+        Definition(f"{name}_{part}", f"{label}, {short}", "", definition.format(where), source, chance,
+                   _GAUSSIAN if chance else "")
+        for part, (short, where) in words.items()
+    ]  # fmt: skip
+
+
+_LOSSES = [
+    _loss("perplexity", "perplexity", "", "exp of the mean cross-entropy per token.", lambda c: c.vocab_size),
+    _loss("loss_nats", "loss (nats)", "nats", "Mean cross-entropy of the next token.",
+          lambda c: math.log(c.vocab_size)),
+    Definition("bits_per_byte", "bits per byte", "bits", "Cross-entropy per byte of the text."),
+    Definition("backcopy_risk_nats", "backcopy risk (nats)", "nats",
+               "Cross-entropy under the law of the data where the task is to copy.", "ADH"),
+    Definition("backcopy_excess_risk_nats", "backcopy excess risk (nats)", "nats",
+               "Cross-entropy above that of the law of the data at triggers.", "", lambda c: 0.0, _LAW),
+    Definition("bigram_excess_risk_nats", "bigram excess risk (nats)", "nats",
+               "Cross-entropy above that of the law of the data at all other tokens.", "ADH", lambda c: 0.0, _LAW),
+]  # fmt: skip
+_HIDDEN_STATES = [
+    *_both("kurtosis", "kurtosis", "Raw kurtosis over channels {}, mean over sequences and layers.", "FAA, Eq. 2",
+           chance=lambda c: 3.0),
+    Definition("kurtosis_pooled", "kurtosis, all tokens", "",
+               "Raw kurtosis over channels, mean over all positions, sequences and layers.", "FAA, Eq. 2",
+               lambda c: 3.0, _GAUSSIAN),
+    *_both("max_abs", "max |activation|", "Largest |x| over channels {}, mean over sequences and layers.",
+           "FAA, Table 2"),
+    Definition("max_abs_first_maximum", "max |activation| over the whole set, first token", "",
+               "Largest |x| at position 0 of all sequences and layers; grows with their number."),
+    Definition("max_abs_rest_maximum", "max |activation| over the whole set, other tokens", "",
+               "Largest |x| at positions from 1 on, of all sequences and layers; grows with their number."),
+    *_both("norm_ratio", "max / l2 norm", "max|x| / ||x||_2 {}, mean over sequences and layers.", "FAA, Appendix I.3",
+           chance=lambda c: gaussian_norm_ratio(c.d_model)),
+    *_both("residual_norm", "residual norm", "||x||_2 after a block {}, mean over sequences and layers.", "ADH"),
+    Definition("residual_peak", "residual norm, <s> less others", "", "Residual norm of <s> less the others' mean.",
+               "ADH"),
+    Definition("residual_peak_ratio", "residual norm, <s> over others", "",
+               "Residual norm of <s> over the others' mean."),
+]  # fmt: skip
+_ATTENTION = [
+    Definition("first_attention_fraction", "first token gets most attention, fraction", "fraction",
+               "Fraction of (query, head) pairs whose strictly largest weight is on key 0.", "FAA, Table 2",
+               _most_attended, "by chance"),
+    Definition("first_attention_mass", "attention mass on the first token", "fraction",
+               "Mean weight on key 0 over queries, heads and layers.", "ADH", _mass, _ZERO),
+    Definition("first_attention_share", "attention on the first token, share of a row", "fraction",
+               "Weight on key 0 over the sum of its row, mean over queries, heads and layers.", "", _most_attended,
+               _ZERO),
+    Definition("sink_rate", "sink heads, fraction", "fraction",
+               "Fraction of heads whose mean weight on key 0 is above 0.3."),
+    Definition("null_mass", "attention to no token", "fraction", "1 - sum of a row of weights, mean over queries."),
+    Definition("attention_entropy_nats", "entropy of attention (nats)", "nats",
+               "Entropy of a row of weights, the unused mass as one more key."),
+    *_both("value_norm", "value norm", "||W_o v||_2 of the value {}, mean over heads, sequences and layers.", "ADH"),
+    Definition("value_drain", "value norm, <s> over others", "", "Value norm of <s> over the others' mean.", "ADH"),
+    Definition("sink_attention", "attention of non-triggers to <s>, its own row with it", "fraction",
+               "Mean weight on <s> at tokens that are no triggers, mean over heads, largest over layers.", "ADH",
+               _bos_mass, _ZERO),
+    Definition("sink_attention_rest", "attention of non-triggers to <s>", "fraction",
+               "`sink_attention` without the row of <s> itself.", "", lambda c: _bos_mass(c, c.bos_tokens), _ZERO),
+    Definition("sink_logit", "logit on <s>", "", "Mean attention logit on <s> at tokens that are no triggers."),
+    Definition("sink_logit_gap", "logit gap to <s>", "",
+               "Attention logit on <s> less the mean over other keys, at tokens that are no triggers.", "ADH",
+               lambda c: 0.0, _EQUAL),
+    Definition("sink_logit_gap_tokens", "logit gap to <s>, mean over tokens", "",
+               "`sink_logit_gap` with equal weight on each token of the vocabulary.", "ADH, Figure 4",
+               lambda c: 0.0, _EQUAL),
+    Definition("sink_logit_gap_q10", "logit gap to <s>, 10% quantile over tokens", "",
+               "10% quantile of `sink_logit_gap` over tokens of the vocabulary.", "ADH, Figure 4"),
+    Definition("sink_logit_gap_q90", "logit gap to <s>, 90% quantile over tokens", "",
+               "90% quantile of `sink_logit_gap` over tokens of the vocabulary.", "ADH, Figure 4"),
+    Definition("sink_logit_spread", "spread of logits on <s>", "",
+               "Standard deviation over queries of the attention logit on <s>.", "ADH"),
+    Definition("other_logit_spread", "spread of logits on other tokens", "",
+               "Standard deviation over queries of the logit on one token as key, mean over tokens.", "ADH"),
+    Definition("active_at_triggers", "heads active at triggers, fraction", "fraction",
+               "Fraction of trigger queries at which a head writes a tenth of its largest activity or more."),
+    Definition("active_elsewhere", "heads active at other tokens, fraction", "fraction",
+               "Fraction of other queries at which a head writes a tenth of its largest activity or more."),
+]  # fmt: skip
+_TRAINING = [
+    Definition("validation_loss_nats", "held-out loss (nats)", "nats", "Mean cross-entropy on held-out tokens.", "",
+               lambda c: math.log(c.vocab_size), _EQUAL),
+    Definition("learning_rate", "learning rate", "", "Learning rate of the step."),
+    Definition("grad_norm", "gradient norm", "", "l2 norm of the gradient of all parameters."),
+    Definition("tokens_per_second", "tokens per second", "tokens/s", "Training tokens per second since the last line."),
+    Definition("mfu", "MFU", "fraction", "Model FLOP/s over the peak of the device."),
+    Definition("d_model", "width D", "", "Channels of a hidden state."),
+    Definition("num_layers", "layers", "", "Blocks of the model."),
+]  # fmt: skip
+
+CATALOGUE: dict[str, Definition] = {d.name: d for d in (*_LOSSES, *_HIDDEN_STATES, *_ATTENTION, *_TRAINING)}
+_PREFIXES = {"post_attention_": "after attention", "rotated_": "in the optimizer's basis"}
+
+
+def define(name: str) -> Definition | None:
+    """Returns the definition behind a metric's name, layer, prefix and suffix of it included; None for unknown names.
+
+    >>> define("rotated_kurtosis_first/layer_2").label
+    "kurtosis, first token, in the optimizer's basis, layer 2"
+    >>> define("perplexity_w4a8_with_head").label
+    'perplexity, w4a8, with the head'
+    """
+    base, *places = name.split("/")
+    words = [place.replace("_", " ") for place in places if re.fullmatch(r"(layer|head)_\d+", place)]
+    if len(words) < len(places):
+        return None
+    for prefix, where in _PREFIXES.items():
+        if base.startswith(prefix):
+            base, words = base.removeprefix(prefix), [where, *words]
+    found = CATALOGUE.get(base)
+    if found is None and base.startswith("perplexity_"):
+        setting = base.removeprefix("perplexity_").removesuffix("_with_head")
+        head = " and the output head" if base.endswith("_with_head") else ""
+        quantised = [setting.replace("_", " "), *(["with the head"] if head else [])]
+        definition = f"Perplexity with linear layers{head} quantised by the setting {setting}."
+        found, words = Definition(base, "perplexity", "", definition, "FAA, Table 3"), [*quantised, *words]
+    if found is None:
+        return None
+    return dataclasses.replace(found, name=name, label=", ".join([found.label, *words]))
+
+
+def label(name: str) -> str:
+    """Returns the label of a metric for tables, claims and figures; of an unknown one its name without underscores.
+
+    >>> label("kurtosis_first"), label("perplexity_int8_coarse")
+    ('kurtosis, first token', 'perplexity, int8 coarse')
+    """
+    found = define(name)
+    return name.replace("_", " ") if found is None else found.label
+
+
+def chance(name: str, given: Conditions) -> float | None:
+    """Returns the level of chance of a metric, None if it has none or is unknown.
+
+    >>> round(chance("first_attention_mass", Conditions(length=64, d_model=128, vocab_size=512)), 3)
+    0.074
+    """
+    found = define(name)
+    return None if found is None or found.chance is None else found.chance(given)
