@@ -39,6 +39,7 @@ from orthojax.analysis.backcopy import (
     sink_attention,
     sink_attention_rest,
 )
+from orthojax.analysis.catalogue import CATALOGUE, Conditions, Definition, chance, conditions, define, label
 from orthojax.analysis.channels import (
     OUTLIER_SCORE,
     channel_norms,
@@ -72,6 +73,7 @@ from orthojax.analysis.observe import (
     combine,
     concatenate,
     finalize,
+    finalize_arrays,
     measure,
     observe_backcopy,
     observe_backcopy_risks,
@@ -83,6 +85,9 @@ from orthojax.analysis.summary import Summary, summarize
 from orthojax.model import Taps
 
 __all__ = [
+    "CATALOGUE",
+    "Conditions",
+    "Definition",
     "OUTLIER_SCORE",
     "Statistics",
     "Summary",
@@ -95,15 +100,19 @@ __all__ = [
     "backcopy_excess_risk_nats",
     "backcopy_risk_nats",
     "bigram_excess_risk_nats",
+    "chance",
     "chance_of_first",
     "change_attribution",
     "channel_norms",
     "combine",
     "concatenate",
+    "conditions",
     "correlation",
+    "define",
     "equal_logits_mass",
     "extreme_overlap",
     "finalize",
+    "finalize_arrays",
     "first_attention_fraction",
     "first_attention_mass",
     "first_attention_mass_by_head",
@@ -119,6 +128,7 @@ __all__ = [
     "kurtosis_first",
     "kurtosis_pooled",
     "kurtosis_rest",
+    "label",
     "logit_summary",
     "logit_sums",
     "max_abs_first",

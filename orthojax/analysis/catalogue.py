@@ -70,6 +70,7 @@ class Definition:
       source: The paper that the definition is from, "" for ours.
       chance: Conditions -> the value if nothing stands out; None without such a level.
       chance_words: The case that the level of chance is of.
+      group: "loss", "hidden states", "attention", "quantisation" or "training".
     """
 
     name: str
@@ -79,6 +80,7 @@ class Definition:
     source: str = ""
     chance: Callable[[Conditions], float | None] | None = None
     chance_words: str = ""
+    group: str = ""
 
 
 def _most_attended(given: Conditions) -> float | None:
@@ -146,6 +148,8 @@ _HIDDEN_STATES = [
     *_both("norm_ratio", "max / l2 norm", "max|x| / ||x||_2 {}, mean over sequences and layers.", "FAA, Appendix I.3",
            chance=lambda c: gaussian_norm_ratio(c.d_model)),
     *_both("residual_norm", "residual norm", "||x||_2 after a block {}, mean over sequences and layers.", "ADH"),
+]  # fmt: skip
+_PEAKS = [
     Definition("residual_peak", "residual norm, <s> less others", "", "Residual norm of <s> less the others' mean.",
                "ADH"),
     Definition("residual_peak_ratio", "residual norm, <s> over others", "",
@@ -203,7 +207,16 @@ _TRAINING = [
     Definition("num_layers", "layers", "", "Blocks of the model."),
 ]  # fmt: skip
 
-CATALOGUE: dict[str, Definition] = {d.name: d for d in (*_LOSSES, *_HIDDEN_STATES, *_ATTENTION, *_TRAINING)}
+HIDDEN_STATES = tuple(d.name for d in _HIDDEN_STATES)  # the names of functions of `activations`, too
+_GROUPS = {
+    "loss": _LOSSES,
+    "hidden states": [*_HIDDEN_STATES, *_PEAKS],
+    "attention": _ATTENTION,
+    "training": _TRAINING,
+}
+CATALOGUE: dict[str, Definition] = {
+    d.name: dataclasses.replace(d, group=group) for group, entries in _GROUPS.items() for d in entries
+}
 _PREFIXES = {"post_attention_": "after attention", "rotated_": "in the optimizer's basis"}
 
 
@@ -224,14 +237,19 @@ def define(name: str) -> Definition | None:
             base, words = base.removeprefix(prefix), [where, *words]
     found = CATALOGUE.get(base)
     if found is None and base.startswith("perplexity_"):
-        setting = base.removeprefix("perplexity_").removesuffix("_with_head")
-        head = " and the output head" if base.endswith("_with_head") else ""
-        quantised = [setting.replace("_", " "), *(["with the head"] if head else [])]
-        definition = f"Perplexity with linear layers{head} quantised by the setting {setting}."
-        found, words = Definition(base, "perplexity", "", definition, "FAA, Table 3"), [*quantised, *words]
+        found = _quantised(base.removeprefix("perplexity_"))
     if found is None:
         return None
     return dataclasses.replace(found, name=name, label=", ".join([found.label, *words]))
+
+
+def _quantised(setting: str) -> Definition:
+    head = setting.endswith("_with_head")
+    words = setting.removesuffix("_with_head").replace("_", " ")
+    layers = "linear layers and the output head" if head else "linear layers"
+    definition = f"Perplexity with {layers} quantised as {words} in `orthojax.quant`."
+    label = f"perplexity, {words}, with the head" if head else f"perplexity, {words}"
+    return Definition("", label, "", definition, "FAA, Table 3", group="quantisation")
 
 
 def label(name: str) -> str:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from orthojax.analysis import activations, attention, backcopy, heads, sink_logits
+from orthojax.analysis.catalogue import HIDDEN_STATES, define
 from orthojax.model import Interventions, Taps, mesh_of
 
 if TYPE_CHECKING:
@@ -26,14 +27,8 @@ if TYPE_CHECKING:
 # Maxima over layers although each layer's value is a mean; see `finalize`.
 _MAXIMUM_OVER_LAYERS = ("sink_attention", "sink_attention_rest")
 
-# Metrics of activations.py.
-_HIDDEN_STATE_MEANS = (
-    *("kurtosis_first", "kurtosis_rest", "kurtosis_pooled", "max_abs_first", "max_abs_rest"),
-    *("norm_ratio_first", "norm_ratio_rest", "residual_norm_first", "residual_norm_rest"),
-)
-_HIDDEN_STATE_MAXIMA = ("max_abs_first_maximum", "max_abs_rest_maximum")
-# How the names end of what a layer without attention has too.
-_OF_HIDDEN_STATES = (*_HIDDEN_STATE_MEANS, *_HIDDEN_STATE_MAXIMA, "residual_peak", "residual_peak_ratio")
+# Of `observe_language_model` by head: the largest |x| of each channel, no mean over heads.
+_BY_CHANNEL = "max_abs_by_channel"
 
 
 class Statistics(NamedTuple):
@@ -54,8 +49,10 @@ class Statistics(NamedTuple):
     attends: ArrayLike = True
 
 
-def observe_language_model(taps: Taps, *, post_attention: bool = False, basis: ArrayLike | None = None) -> Statistics:
-    """The outlier and attention statistics of one layer of a language model.
+def observe_language_model(
+    taps: Taps, *, post_attention: bool = False, basis: ArrayLike | None = None, by_head: bool = False
+) -> Statistics:
+    """Reduces one layer of a language model to its outlier and attention statistics.
 
     Args:
       taps: What the block shows.
@@ -63,6 +60,8 @@ def observe_language_model(taps: Taps, *, post_attention: bool = False, basis: A
         that start with `post_attention_`.
       basis: An orthogonal matrix Q [D, D]; also take the statistics of Q x for every hidden state x, under names that
         start with `rotated_`.
+      by_head: Keep the axis of heads of all that has one, and also take null mass, entropy and `sink_logit_gap` (of all
+        queries from the third on), and `max_abs_by_channel` [D], the largest |x| of each channel; see `finalize_arrays`.
 
     Returns:
       Means over sequences as sums, and maxima over sequences.
@@ -78,14 +77,35 @@ def observe_language_model(taps: Taps, *, post_attention: bool = False, basis: A
         hidden_states["rotated_"] = taps.residual @ jnp.asarray(basis, taps.residual.dtype).T
     means, maximum = {}, {}
     for prefix, hidden in hidden_states.items():
-        means |= {prefix + name: getattr(activations, name)(hidden) for name in _HIDDEN_STATE_MEANS}
-        maximum |= {prefix + name: getattr(activations, name)(hidden) for name in _HIDDEN_STATE_MAXIMA}
+        for name in HIDDEN_STATES:
+            kind = maximum if name.endswith("_maximum") else means
+            kind[prefix + name] = getattr(activations, name)(hidden)
     means["first_attention_fraction"] = attention.first_attention_fraction(taps.attention_weights)
     # By head, because the sink rate is a count of heads over the whole evaluation set.
     means["first_attention_mass"] = attention.first_attention_mass_by_head(taps.attention_weights)
     means["value_norm_first"] = activations.value_norm_first(taps.value_norms)
     means["value_norm_rest"] = activations.value_norm_rest(taps.value_norms)
-    return _statistics(taps.residual.shape[0], means, {}, maximum, jnp.any(taps.visible))
+    sums = {}
+    if by_head:
+        means |= _heads(taps)
+        sums["sink_logit_gap"] = sink_logits.sink_logit_gap_sum(
+            taps.attention_logits, jnp.zeros(taps.residual.shape[:2], bool)
+        )
+        maximum[_BY_CHANNEL] = jnp.max(jnp.abs(taps.residual.astype(jnp.float32)), axis=(0, 1))
+    return _statistics(taps.residual.shape[0], means, sums, maximum, jnp.any(taps.visible))
+
+
+def _heads(taps: Taps) -> dict[str, jax.Array]:
+    """Means over queries and sequences, [N] each."""
+    weights = taps.attention_weights
+    fraction = jax.vmap(lambda head: attention.first_attention_fraction(head[:, None]), in_axes=1)
+    return {
+        "first_attention_fraction": fraction(weights),
+        "null_mass": heads.null_mass_by_head(weights),
+        "attention_entropy_nats": heads.attention_entropy_by_head(weights),
+        "value_norm_first": heads.value_norm_first_by_head(taps.value_norms),
+        "value_norm_rest": heads.value_norm_rest_by_head(taps.value_norms),
+    }
 
 
 def observe_backcopy(
@@ -167,7 +187,7 @@ def combine(a: Statistics, b: Statistics) -> Statistics:
 
 
 def finalize(statistics: Statistics, *, sink_threshold: float = 0.3, by_head: bool = False) -> dict[str, float]:
-    """The metrics by name, on the host in float64.
+    """Returns the metrics by name, computed on the host in float64.
 
     Definitions: a key without `/layer_i` is the mean over layers; metrics of attention are nan in layers without
     attention, which their means leave out. Bigram-Backcopy's `sink_attention` and `sink_attention_rest` are the
@@ -175,7 +195,7 @@ def finalize(statistics: Statistics, *, sink_threshold: float = 0.3, by_head: bo
     mean weight on key 0 exceeds the threshold. Of Bigram-Backcopy also: `value_drain`, the value norm of <s> over
     that of the others by head; `residual_peak`, by how much its residual norm exceeds theirs, and
     `residual_peak_ratio`; `active_at_triggers` and `active_elsewhere`, the shares of such queries at which a head
-    is active, see `heads.head_activity`; what `sink_logits.logit_summary` says.
+    is active, see `heads.head_activity`; and those of `sink_logits.logit_summary`.
 
     Args:
       statistics: Of all batches, leaves stacked over layers (or without layers).
@@ -186,6 +206,40 @@ def finalize(statistics: Statistics, *, sink_threshold: float = 0.3, by_head: bo
       `name` and, where there are layers, `name/layer_0` ...; `sequences` is the number of sequences behind them.
     """
     statistics = jax.tree.map(np.asarray, jax.device_get(statistics))
+    attends = np.broadcast_to(np.asarray(statistics.attends, bool), statistics.sequences.shape)
+    metrics = {"sequences": float(np.ravel(statistics.sequences)[0])}
+    for name, mean in _means(statistics, sink_threshold).items():
+        if name == _BY_CHANNEL:
+            continue
+        has = np.ones_like(attends) if _of_hidden_states(name) else attends
+        layers = mean.mean(axis=tuple(range(statistics.sequences.ndim, mean.ndim)))  # over heads, where it has them
+        reduce = np.max if name in _MAXIMUM_OVER_LAYERS or name.endswith("_maximum") else np.mean
+        metrics[name] = float(reduce(layers[has])) if has.any() else math.nan
+        if layers.ndim == 1:
+            metrics |= {f"{name}/layer_{layer}": float(value) for layer, value in enumerate(layers)}
+        if by_head and mean.ndim == 2 and mean.shape[1] > 1:
+            places = np.ndenumerate(mean)
+            metrics |= {f"{name}/layer_{layer}/head_{head}": float(value) for (layer, head), value in places}
+    return metrics
+
+
+def finalize_arrays(statistics: Statistics) -> dict[str, np.ndarray]:
+    """Returns what has one more axis than that of layers, float64: [L, N] by head, `max_abs_by_channel` [L, D].
+
+    Values by head are nan in layers without attention.
+    """
+    statistics = jax.tree.map(np.asarray, jax.device_get(statistics))
+    return {name: mean for name, mean in _means(statistics, 0.3).items() if mean.ndim == 2}
+
+
+def _of_hidden_states(name: str) -> bool:
+    """A layer without attention has these as well."""
+    found = define(name)
+    return found is not None and found.group == "hidden states"
+
+
+def _means(statistics: Statistics, sink_threshold: float) -> dict[str, np.ndarray]:
+    """Totals over counts and maxima by name, float64 [L, ...]; nan where a layer without attention has none."""
     means = {}
     for name, total in statistics.total.items():
         count = statistics.count[name]
@@ -196,21 +250,11 @@ def finalize(statistics: Statistics, *, sink_threshold: float = 0.3, by_head: bo
     if "activity" in means:
         means |= _of_backcopy(means)
     means |= {name: value.astype(np.float64) for name, value in statistics.maximum.items()}
-
-    metrics = {"sequences": float(np.ravel(statistics.sequences)[0])}
     attends = np.broadcast_to(np.asarray(statistics.attends, bool), statistics.sequences.shape)
     for name, mean in means.items():
-        has = np.ones_like(attends) if name.endswith(_OF_HIDDEN_STATES) else attends
-        mean = np.where(has.reshape(has.shape + (1,) * (mean.ndim - has.ndim)), mean, np.nan)
-        layers = mean.mean(axis=tuple(range(statistics.sequences.ndim, mean.ndim)))  # over heads, where it has them
-        reduce = np.max if name in _MAXIMUM_OVER_LAYERS or name.endswith("_maximum") else np.mean
-        metrics[name] = float(reduce(layers[has])) if has.any() else math.nan
-        if layers.ndim == 1:
-            metrics |= {f"{name}/layer_{layer}": float(value) for layer, value in enumerate(layers)}
-        if by_head and mean.ndim == 2 and mean.shape[1] > 1:
-            places = np.ndenumerate(mean)
-            metrics |= {f"{name}/layer_{layer}/head_{head}": float(value) for (layer, head), value in places}
-    return metrics
+        if name != _BY_CHANNEL and not _of_hidden_states(name):
+            means[name] = np.where(attends.reshape(attends.shape + (1,) * (mean.ndim - attends.ndim)), mean, np.nan)
+    return means
 
 
 def _of_backcopy(means: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

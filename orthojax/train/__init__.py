@@ -31,7 +31,7 @@ from orthojax.train.estimates import (
     model_flops_utilization,
     peak_flops_per_second,
 )
-from orthojax.train.evaluation import evaluate, evaluation_stages, settings_that_do_not_fit
+from orthojax.train.evaluation import evaluate, evaluate_by_head, evaluation_stages, settings_that_do_not_fit
 from orthojax.train.loading import find_model, load, load_params, require_tokenizer
 from orthojax.train.loop import train
 from orthojax.train.mesh import make_mesh, place_rows
@@ -57,6 +57,7 @@ __all__ = [
     "dry_run",
     "estimate",
     "evaluate",
+    "evaluate_by_head",
     "evaluation_stages",
     "find_checkpoint",
     "find_model",
