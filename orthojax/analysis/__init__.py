@@ -39,7 +39,17 @@ from orthojax.analysis.backcopy import (
     sink_attention,
     sink_attention_rest,
 )
-from orthojax.analysis.catalogue import CATALOGUE, Conditions, Definition, chance, conditions, define, label
+from orthojax.analysis.catalogue import (
+    CATALOGUE,
+    Conditions,
+    Definition,
+    chance,
+    compared_with,
+    conditions,
+    define,
+    label,
+    show,
+)
 from orthojax.analysis.channels import (
     OUTLIER_SCORE,
     channel_norms,
@@ -86,9 +96,9 @@ from orthojax.model import Taps
 
 __all__ = [
     "CATALOGUE",
+    "OUTLIER_SCORE",
     "Conditions",
     "Definition",
-    "OUTLIER_SCORE",
     "Statistics",
     "Summary",
     "Taps",
@@ -105,6 +115,7 @@ __all__ = [
     "change_attribution",
     "channel_norms",
     "combine",
+    "compared_with",
     "concatenate",
     "conditions",
     "correlation",
@@ -147,6 +158,7 @@ __all__ = [
     "rank_correlation",
     "residual_norm_first",
     "residual_norm_rest",
+    "show",
     "sink_attention",
     "sink_attention_rest",
     "sink_logit_gap",

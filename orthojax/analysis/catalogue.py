@@ -10,13 +10,14 @@ Sources: From Attention to Activation (FAA, arXiv 2410.17174) and Active-Dormant
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from orthojax.analysis.activations import gaussian_norm_ratio
 from orthojax.analysis.attention import chance_of_first
 from orthojax.config import Config
+from orthojax.formatting import number, percent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,3 +271,38 @@ def chance(name: str, given: Conditions) -> float | None:
     """
     found = define(name)
     return None if found is None or found.chance is None else found.chance(given)
+
+
+def show(name: str, value: float) -> str:
+    """Returns a value of a metric as text: four digits of losses and perplexities, three of others.
+
+    >>> show("loss_nats", 4.16312), show("kurtosis_first", 14731.6), show("mfu", 0.2813)
+    ('4.163', '14,732', '28.1%')
+    """
+    found = define(name)
+    if found is not None and found.group in ("loss", "quantisation"):
+        return f"{value:.4g}"
+    return f"{value:.1%}" if name == "mfu" else number(value)
+
+
+def compared_with(name: str, metrics: Mapping[str, float], given: Conditions) -> str:
+    """Returns in words what a number is compared with: its level of chance, or for quantised models the float one.
+
+    Args:
+      name: Of the metric.
+      metrics: Of the same model, by name.
+      given: The model and its rows.
+
+    >>> compared_with("kurtosis_rest", {}, Conditions(64, 128, 512))
+    '3 for a Gaussian'
+    >>> metrics = {"perplexity": 10.0, "perplexity_w4a8": 11.0}
+    >>> compared_with("perplexity_w4a8", metrics, Conditions(64, 128, 512))
+    '+10.00% against float'
+    """
+    found = define(name)
+    if found is None:
+        return ""
+    if found.group == "quantisation":
+        return f"{percent(metrics[name] / metrics['perplexity'] - 1)} against float" if metrics["perplexity"] else ""
+    level = chance(name, given)
+    return "" if level is None else f"{number(level)} {found.chance_words}"

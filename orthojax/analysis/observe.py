@@ -60,8 +60,8 @@ def observe_language_model(
         that start with `post_attention_`.
       basis: An orthogonal matrix Q [D, D]; also take the statistics of Q x for every hidden state x, under names that
         start with `rotated_`.
-      by_head: Keep the axis of heads of all that has one, and also take null mass, entropy and `sink_logit_gap` (of all
-        queries from the third on), and `max_abs_by_channel` [D], the largest |x| of each channel; see `finalize_arrays`.
+      by_head: Keep the axis of heads for `finalize_arrays`, and also take null mass, entropy and `sink_logit_gap` (of
+        all queries from the third on), and `max_abs_by_channel` [D], the largest |x| of each channel.
 
     Returns:
       Means over sequences as sums, and maxima over sequences.
