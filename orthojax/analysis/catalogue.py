@@ -179,7 +179,7 @@ _ATTENTION = [
                "`sink_attention` without the row of <s> itself.", "", lambda c: _bos_mass(c, c.bos_tokens), _ZERO),
     Definition("sink_logit", "logit on <s>", "", "Mean attention logit on <s> at tokens that are no triggers."),
     Definition("sink_logit_gap", "sink logit gap", "",
-               "Attention logit on key 0 less the mean over keys between it and the query (triggers do not count).", "ADH",
+               "Attention logit on key 0 less the mean over keys between it and the query, triggers left out.", "ADH",
                lambda c: 0.0, _EQUAL),
     Definition("sink_logit_gap_tokens", "sink logit gap, mean over tokens", "",
                "`sink_logit_gap` with equal weight on each token of the vocabulary.", "ADH, Figure 4",

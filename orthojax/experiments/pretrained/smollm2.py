@@ -14,7 +14,7 @@ import numpy as np
 
 from orthojax.config import replace
 from orthojax.errors import UserError
-from orthojax.experiments.analyzing.texts import topics_text
+from orthojax.experiments.any_model import topics_text
 from orthojax.experiments.experiment import Variant
 from orthojax.model import LoadedModel
 from orthojax.ops import cross_entropy
