@@ -17,6 +17,7 @@ from orthojax.config import replace
 from orthojax.experiments import drawing
 from orthojax.experiments.claims import Claim
 from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.experiments.from_attention import relaxed_mask
 from orthojax.experiments.from_attention.models import SCALES, base_run
 from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.page import Picture, Table
@@ -49,10 +50,10 @@ def variants(scale: str) -> tuple[Variant, ...]:
 def _observe(taps: analysis.Taps, targets: jax.Array) -> dict[str, jax.Array]:
     """Of one layer: sums over sequences of mass and fraction [N, k] and of the map [T, k']; mass by sequence [B, k]."""
     weights = taps.attention_weights
-    mass = analysis.attention_mass_by_key(weights, KEYS, KEYS)
+    mass = relaxed_mask.attention_mass_by_key(weights, KEYS, KEYS)
     return {
         "mass": mass.sum(0),
-        "fraction": analysis.attention_fraction_by_key(weights, KEYS, KEYS).sum(0),
+        "fraction": relaxed_mask.attention_fraction_by_key(weights, KEYS, KEYS).sum(0),
         "map": weights[..., :_SHOWN_KEYS].mean(1).sum(0),
         "by_sequence": mass.mean(1),
     }
@@ -98,7 +99,7 @@ def _measure(loaded: LoadedModel, inputs: Inputs, on_progress: Callable[[str], N
 
 def _equal(result: Result) -> float:
     """The mass of a key where all logits are equal."""
-    return analysis.equal_logits_mass(result.config.data.sequence_length, KEYS)
+    return relaxed_mask.equal_logits_mass(result.config.data.sequence_length, KEYS)
 
 
 def _winners(result: Result) -> dict[int, int]:
@@ -121,7 +122,7 @@ def _both_dominate(*of: Result) -> bool:
 
 def _p_value(relaxed: Result) -> float:
     """Of the exact multinomial test that each key wins equally often."""
-    return analysis.uniformity_p_value(np.bincount(list(_winners(relaxed).values()), minlength=KEYS).tolist())
+    return relaxed_mask.uniformity_p_value(np.bincount(list(_winners(relaxed).values()), minlength=KEYS).tolist())
 
 
 def _winners_text(*of: Result) -> str:

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax import analysis
-from orthojax.analysis import top_count
-from orthojax.analysis.channels import OUTLIER_SCORE
 from orthojax.experiments.claims import OUTLIERS, C, Claim, Revision, V, rest_has_outliers
 from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.experiments.from_attention.channels import OUTLIER_SCORE, channel_norms, top_count
 from orthojax.experiments.from_attention.models import GRID, SCALES, by_model, grid
 from orthojax.experiments.from_attention.output_weights import (
     OUTPUT_WEIGHTS,
@@ -87,7 +86,7 @@ def ranks_of_largest_channel(loaded: LoadedModel, tokens: np.ndarray) -> dict[st
     """
     hidden: Any = analysis.measure(loaded, [tokens[:, :-1]], _magnitude)
     channels = np.asarray(hidden).mean(1).argmax(-1)[:, None]
-    norms = {part: analysis.channel_norms(output_kernels(loaded.params, part)) for part in WORDS}
+    norms = {part: channel_norms(output_kernels(loaded.params, part)) for part in WORDS}
     return {part: np.sum(of > np.take_along_axis(of, channels, -1), -1) for part, of in norms.items()}
 
 

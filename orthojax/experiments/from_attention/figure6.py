@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax import analysis
-from orthojax.analysis import in_singular_basis
 from orthojax.experiments.claims import GAUSSIAN, NO_OUTLIERS, OUTLIERS, Claim, Revision
 from orthojax.experiments.experiment import Experiment, Variant
+from orthojax.experiments.from_attention.channels import in_singular_basis
 from orthojax.experiments.from_attention.models import SCALES, grid, variant_name
 from orthojax.experiments.from_attention.output_weights import output_bases
 from orthojax.experiments.measures import Measure, Measured, by_layer

@@ -8,11 +8,11 @@ from functools import partial
 
 import numpy as np
 
-from orthojax.analysis import rank_correlation
 from orthojax.config import Config
 from orthojax.experiments import claims as terms
 from orthojax.experiments.claims import DOMINANCE, FRACTION, GAUSSIAN, C, Claim, O, Revision, V, gaussian_kurtosis_limit
 from orthojax.experiments.experiment import Experiment
+from orthojax.experiments.from_attention.channels import rank_correlation
 from orthojax.experiments.from_attention.models import GRID, METHOD_LABELS, SCALES, by_model, grid, stand_in
 from orthojax.experiments.from_attention.spiked_vector import mean_norm_ratio_of_direction
 from orthojax.experiments.pictures import LayerCurves

@@ -9,9 +9,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from orthojax import analysis
-from orthojax.analysis import top_count
 from orthojax.experiments.claims import DOMINANCE, MASS, OUTLIERS, Claim, Revision, chance
 from orthojax.experiments.experiment import Experiment
+from orthojax.experiments.from_attention.channels import top_count
 from orthojax.experiments.from_attention.figure1 import CURED, VANILLA, two_variants
 from orthojax.experiments.from_attention.models import SCALES
 from orthojax.experiments.measures import MAPS, Measure, Measured, by_layer

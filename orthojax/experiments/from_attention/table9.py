@@ -2,9 +2,9 @@
 
 import math
 
-from orthojax.analysis import correlation
 from orthojax.experiments.claims import Claim
 from orthojax.experiments.experiment import Experiment, each
+from orthojax.experiments.from_attention.channels import correlation
 from orthojax.experiments.from_attention.models import SCALES, about, grid, paper_of_grid
 from orthojax.experiments.from_attention.paper_tables import TABLE_9, TABLE_9_PUBLIC
 from orthojax.experiments.results import Numbers, Quantity, Results
