@@ -8,6 +8,7 @@ from tiny_run import TINY, drawn_params, inputs, loaded
 
 from orthojax import analysis, ops
 from orthojax.analysis import CATALOGUE, Conditions, chance, compared_with, define, label
+from orthojax.commands.evaluate import overview
 from orthojax.config import replace
 from orthojax.train import describe_line, evaluate, open_inputs
 
@@ -91,6 +92,18 @@ def test_a_level_of_chance_is_told_in_words():
     assert compared_with("kurtosis_first/layer_0", {}, GIVEN).startswith("3 ")
     assert compared_with("residual_norm_first", {}, GIVEN) == ""
     assert compared_with("perplexity_w4a8", {"perplexity": 4.0, "perplexity_w4a8": 5.0}, GIVEN).startswith("+25")
+
+
+def test_the_console_shows_every_metric_once():
+    metrics = {"sequences": 16.0, "perplexity": 20.0, "kurtosis_first": 4.5, "kurtosis_first/layer_0": 4.5}
+    metrics |= {"perplexity_w4a8": 22.0, "post_attention_kurtosis_first": 2.5, "of_an_experiment": 7.0}
+    lines = overview(metrics, TINY)
+    shown = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert sorted(shown) == sorted(name for name in metrics if "/" not in name and name != "sequences")
+    (line,) = (line for line in lines if line.startswith("  kurtosis_first "))
+    assert "4.5" in line
+    assert compared_with("kurtosis_first", metrics, GIVEN) in line
+    assert CATALOGUE["kurtosis_first"].definition in line
 
 
 def test_a_logged_line_shows_its_metrics_by_label():

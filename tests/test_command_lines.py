@@ -226,9 +226,6 @@ REFUSED = {
     "a checkpoint by a flag": ("inspect_checkpoint", ["--checkpoint=run"], ["did you mean run, without --checkpoint?"]),
     "a folder of runs": ("inspect_checkpoint", ["."], ["no orthojax checkpoint", "did you mean one of its runs: run?"]),
     "a long name": ("inspect_checkpoint", ["a" * 300], ["no such checkpoint", "aaa...aaa"]),
-    "the head of integers": (
-        "evaluate", ["--checkpoint=run", "--quantize_head", "--quantize=w4a8"], ["--quantize_head needs", "float"],
-    ),
     "missing scale": ("reproduce", ["--scale=paper", *NEW], ["has no scale 'paper'", "tiny"]),
     "token files into a folder in use": (
         "prepare_data", ["--input=text.txt", "--output=run"], ["run already exists"],
@@ -250,9 +247,6 @@ REFUSED = {
     "a text of no row": ("analyze", ["--model=run", "--text=small.py", "--rows=-1"], ["rows", "-1"]),
     "a text of another length": (
         "analyze", ["--model=run", "--text=text.txt", "--length=9", "--workdir=analysis"], ["--length=9", "1 to 8"],
-    ),
-    "a missing domain": (
-        "analyze", ["--model=run", "--text=text.txt", "--domains=code=nope.py", "--workdir=new"], ["nope.py"],
     ),
     "benchmark into a file": ("benchmark", ["--tiny", "--workdir=text.txt"], ["text.txt is a file"]),
 }  # fmt: skip
@@ -615,28 +609,12 @@ def test_a_model_without_a_tokenizer_writes_text_with_one_that_is_given(home, wr
     assert run("generate", *arguments, cwd=home).stdout == loaded.tokenizer.decode(expected) + "\n"
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_run_is_analyzed(home, whole):
-    """The settings and the sweep of heads, each a program and a figure more, have tests in test_analyze.py, too."""
-    arguments = ["--model=mine=run", "--text=text.txt", "--domains=first=text.txt,small.py,second=small.json"]
-    arguments += ["--rows=8", "--windows=4", "--intervene=zero_mlp:0"]
-    arguments += ["--settings=int8_fine", "--sweep_heads=2"] if whole else ["--settings=none"]
-    done = run("analyze", *arguments, "--workdir=new", cwd=home)
+def test_a_run_is_analyzed(home):
+    done = run("analyze", "--model=mine=run", "--text=text.txt", "--settings=none", "--workdir=new", cwd=home)
     assert done.returncode == 0, done.stderr
-    assert "100% mine: " in done.stderr
-    assert re.match(r"kurtosis, first token: [\d.]+ \(mine; 3 for a Gaussian\)\n", done.stdout)
-    results = json.loads((home / "new/results.json").read_text())
-    row, changed = results["rows"]
-    assert (row["variant"], changed["overrides"]["label"]) == ("mine", "mine, zero_mlp:0")
-    assert changed["metrics"]["loss_change_nats"] == changed["metrics"]["loss_nats"] - row["metrics"]["loss_nats"]
-    assert [data["name"] for data in results["provenance"]["data"]] == ["text", "first", "second"]
-    assert ("perplexity_int8_fine" in row["metrics"]) == whole
-    page = (home / "new/report.md").read_text()
-    assert f"| perplexity | {row['metrics']['perplexity']:.4g} | " in page
-    assert all(f"](figures/{path.name})" in page for path in (home / "new/figures").iterdir())
-    by_sweep = ("Heads that cost most", "active_dormant_head", "heads_by_domain") if whole else ()
-    for words in ("| zero\\_mlp:0 |", "| second |", *by_sweep):
-        assert words in page or words.replace("\\", "") in page, words
+    (row,) = json.loads((home / "new/results.json").read_text())["rows"]
+    assert row["variant"] == "mine"
+    assert row["metrics"]["perplexity"] > 1.0
 
 
 def test_a_run_is_trained_evaluated_and_inspected(home):

@@ -33,7 +33,6 @@ from orthojax.experiments.claims import Claim, Revision, in_every_seed, judge, n
 from orthojax.experiments.costs import Stepper, _costs_of_group, measure_costs
 from orthojax.experiments.experiment import Case, Experiment, Run, Variant, run_name
 from orthojax.experiments.measures import ALWAYS, Measure, Measured, example_maps, store, stored
-from orthojax.experiments.overview import overview
 from orthojax.experiments.page import Report, Table, console_table, escape_markdown, make_report, write_report
 from orthojax.experiments.pictures import LayerCurves, ModelMaps, TrainingCurves, draw_hidden, perplexity_and_kurtosis
 from orthojax.experiments.results import Results
@@ -750,38 +749,6 @@ def test_the_list_names_damaged_files_and_goes_on(tmp_path):
     for path in (a / "measured/evaluation.json", b / "trained.seconds", c / "config.json", c / "diverged.txt"):
         assert named.count(str(path)) == 1, path
     assert "other/config.json" in named
-
-
-# One model on the console.
-
-
-def test_the_overview_shows_every_metric_once_beside_what_chance_gives(study):
-    result = study["cured"]
-    metrics = dict(json.loads((result.folders[0] / "measured/evaluation.json").read_text()))
-    metrics |= {"post_attention_kurtosis_first": 2.5, "of_another_version": 4.0}
-    metrics["perplexity_int8_coarse_with_head"] = 2 * metrics["perplexity"]
-    lines = overview(metrics, result.config)
-    shown = [line.split()[0] for line in lines if line.startswith("  ")]
-    assert sorted(shown) == sorted(name for name in metrics if "/" not in name and name != "sequences")
-    assert lines[0] == "loss, 4 held-out sequences of 16 tokens"
-    keys = np.arange(1, 17)
-    for name, words in {
-        "perplexity": f"{metrics['perplexity']:.6g} 258 if all logits are equal",
-        "loss_nats": f"{math.log(258):.3g} if all logits are equal cross-entropy, nats per token",
-        "kurtosis_first": "3 for a Gaussian kurtosis, first token",
-        "post_attention_kurtosis_first": "2.5 3 for a Gaussian",
-        "first_attention_fraction": f"{np.mean(1 / keys):.3g} by chance",
-        "first_attention_mass": f"{np.mean(1 / (keys + 1)):.3g} if all logits are 0",
-        "perplexity_int8_coarse_with_head": "+100% against float int8 coarse, and the output head",
-    }.items():
-        (line,) = (" ".join(line.split()) for line in lines if line.startswith(f"  {name} "))
-        assert words in line
-    vectors = np.random.default_rng(0).normal(size=(20_000, 16))
-    ratio = np.median(abs(vectors).max(-1)) / 4
-    (line,) = (line for line in lines if line.startswith("  norm_ratio_first "))
-    assert float(line.split()[2]) == pytest.approx(ratio, rel=0.02)
-    softmax = overview(metrics, study["vanilla"].config)
-    assert any(f"{np.mean(1 / keys):.3g} if all logits are 0" in line for line in softmax)
 
 
 # A real command, stopped and started again.
