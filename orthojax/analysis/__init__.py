@@ -1,4 +1,4 @@
-"""What the papers measure, as functions on arrays, and as statistics that a model reduces to while it runs.
+"""The papers' measures as functions on arrays, and as statistics that a model reduces to while it runs.
 
 From Attention to Activation (arXiv 2410.17174): kurtosis, largest activations, norm ratio, attention to the first key.
 Active-Dormant Attention Heads (arXiv 2410.13835): sinks, value-state drains, residual-state peaks, Bigram-Backcopy.

@@ -1,8 +1,7 @@
-"""How much attention falls on the first key, or on each of the first keys.
+"""Attention to the first key.
 
-Weights are what multiplies the values in one layer, [B, N, T, S], zero on masked keys: B batch, N query
-heads, T query positions, S key positions. Rows need not sum to 1: softmax-1 and ReLU rows may hold less, down to
-nothing. What cannot be weights is a ValueError, as `inputs.attention_weights` says: outside of jit also logits.
+Weights are the factors of the values in one layer, [B, N, T, S], zero on masked keys: B batch, N query heads, T query
+positions, S key positions. Rows need not sum to 1: softmax-1 and ReLU rows may hold less, down to nothing.
 """
 
 import jax
@@ -81,10 +80,10 @@ def sink_rate(mass_by_head: ArrayLike, threshold: float = 0.3) -> jax.Array:
 
 
 def chance_of_first(length: float, *, softmax1: bool = False, n: float = 0.0, window: int | None = None) -> float:
-    """Mean weight on key 0 over the queries of a causal row if all logits were 0: H_T / T with softmax.
+    """Returns the mean weight on key 0 over the queries of a causal row if all logits were 0: H_T / T with softmax.
 
     Query t of T = `length`, from 1, sees t keys, so softmax gives each 1/t, softmax-1 1/(t + 1) and softmax_n
-    1/(t + n). The first of these is also the share of queries whose largest weight is key 0 where each prefers one of
+    1/(t + n). The first of these is also the share of queries whose largest weight is key 0 if each prefers one of
     its keys by chance. In a window of W keys the queries after W do not see key 0: H_W / T.
 
     Args:

@@ -32,14 +32,14 @@ _BY_CHANNEL = "max_abs_by_channel"
 
 
 class Statistics(NamedTuple):
-    """What batches add up to; every leaf has the same leading axis [num_layers], or none where there are no layers.
+    """Sums and counts over batches; every leaf has the same leading axis [num_layers], or none if there are no layers.
 
     Attributes:
       sequences: Number of sequences, int32.
       total: Metric -> sum of what it is the mean of; may have one more axis (heads), floating.
       count: Metric -> number of terms in that sum, int32; the same names as `total`.
       maximum: Metric -> largest value so far, floating.
-      attends: Whether the layer has attention, bool; True where there are no layers.
+      attends: True for a layer with attention, and if there are no layers.
     """
 
     sequences: jax.Array
@@ -111,17 +111,17 @@ def _heads(taps: Taps) -> dict[str, jax.Array]:
 def observe_backcopy(
     is_trigger: ArrayLike, bos_count: int = 1, *, tokens: ArrayLike | None = None, vocab_size: int = 0
 ) -> Callable[[Taps], Statistics]:
-    """An observe function for Bigram-Backcopy.
+    """Returns an observe function for Bigram-Backcopy.
 
     Args:
-      is_trigger: Whether the token at a position is a trigger, bool [B, T], of the batch that the model will see.
+      is_trigger: The mask of tokens that are triggers, bool [B, T], of the batch that the model will see.
       bos_count: BOS tokens at the start; their attention is summed, and norms of <s> are means over them.
-      tokens: int [B, T] of that batch; with them logits are also compared by token, as `logit_summary` says.
-      vocab_size: Where there are tokens, the number of their ids.
+      tokens: int [B, T] of that batch; with them logits are also compared by token, see `logit_summary`.
+      vocab_size: The number of ids of these tokens.
 
     Returns:
       A function of one layer's taps, which gives sink attention and logits at non-triggers, null mass and entropy of
-      attention, value and residual norms, and when heads are active; by head but for the residual stream.
+      attention, value and residual norms, and the activity of heads; by head but for the residual stream.
     """
     is_trigger, first = jnp.asarray(is_trigger), max(1, bos_count)
 
@@ -151,12 +151,12 @@ def observe_backcopy(
 
 
 def observe_backcopy_risks(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> Statistics:
-    """The risks of Bigram-Backcopy as statistics without a layer axis.
+    """Reduces predictions to the risks of Bigram-Backcopy, as statistics without a layer axis.
 
     Args:
       log_probs: Log-probabilities of the model in nats, [B, T, V].
       oracle_probs: Probabilities of the next token under the law of the data, [B, T, V].
-      is_trigger: Whether the token at a position is a trigger, bool [B, T].
+      is_trigger: The mask of tokens that are triggers, bool [B, T].
     """
     sums = {
         "backcopy_risk_nats": backcopy.backcopy_risk_sum(log_probs, oracle_probs, is_trigger),
@@ -173,7 +173,7 @@ def _statistics(
     maximum: dict[str, jax.Array],
     attends: jax.Array,
 ) -> Statistics:
-    """Of a batch: means over its sequences, and (sum, count) of other means."""
+    """Returns the statistics of a batch from means over its sequences, and (sum, count) of other means."""
     sequences = jnp.asarray(batch, jnp.int32)
     sums = {name: (mean * batch, sequences) for name, mean in means.items()} | sums
     total, count = ({name: pair[i] for name, pair in sums.items()} for i in (0, 1))
@@ -181,7 +181,7 @@ def _statistics(
 
 
 def combine(a: Statistics, b: Statistics) -> Statistics:
-    """The statistics of two batches together; pure, so it works inside and outside of jit."""
+    """Adds the statistics of two batches, inside or outside of jit."""
     sequences, total, count = jax.tree.map(jnp.add, a[:3], b[:3])
     return Statistics(sequences, total, count, jax.tree.map(jnp.maximum, a.maximum, b.maximum), a.attends)
 
@@ -224,7 +224,7 @@ def finalize(statistics: Statistics, *, sink_threshold: float = 0.3, by_head: bo
 
 
 def finalize_arrays(statistics: Statistics) -> dict[str, np.ndarray]:
-    """Returns what has one more axis than that of layers, float64: [L, N] by head, `max_abs_by_channel` [L, D].
+    """Returns the metrics with one more axis than layers, float64: [L, N] by head, `max_abs_by_channel` [L, D].
 
     Values by head are nan in layers without attention.
     """
@@ -233,13 +233,13 @@ def finalize_arrays(statistics: Statistics) -> dict[str, np.ndarray]:
 
 
 def _of_hidden_states(name: str) -> bool:
-    """A layer without attention has these as well."""
+    """Tells metrics of hidden states, which a layer without attention has too, from those of attention."""
     found = define(name)
     return found is not None and found.group == "hidden states"
 
 
 def _means(statistics: Statistics, sink_threshold: float) -> dict[str, np.ndarray]:
-    """Totals over counts and maxima by name, float64 [L, ...]; nan where a layer without attention has none."""
+    """Returns totals over counts and maxima by name, float64 [L, ...]; nan if a layer without attention has none."""
     means = {}
     for name, total in statistics.total.items():
         count = statistics.count[name]
@@ -258,7 +258,7 @@ def _means(statistics: Statistics, sink_threshold: float) -> dict[str, np.ndarra
 
 
 def _of_backcopy(means: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What follows from the means of `observe_backcopy`; takes those away that are no metrics."""
+    """Derives metrics from the means of `observe_backcopy`; takes away those that are no metrics."""
     elsewhere, at_triggers = np.moveaxis(heads.active_shares(means.pop("activity")), -2, 0)
     new = {"active_at_triggers": at_triggers, "active_elsewhere": elsewhere}
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -273,7 +273,7 @@ def _of_backcopy(means: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 class _Loaded(Protocol):
-    """What is read of an `orthojax.model.LoadedModel`."""
+    """The part of `orthojax.model.LoadedModel` that is read."""
 
     @property
     def model(self) -> "Transformer": ...
@@ -291,17 +291,17 @@ def measure(
     output: Callable[..., Any] | None = None,
     join: Callable[[Any, Any], Any] = combine,
 ) -> Any:
-    """Applies a model to batches and joins what is observed in its layers.
+    """Applies a model to batches, observes its layers and joins the observations.
 
     There is one compiled program for each (model, observe, output), shape of a batch and set of interventions, whatever
-    their values: give functions of a module, or keep those that you make, so that a later call finds it. What they do
-    not read is not computed. Where the parameters lie on a mesh, results are replicated, so that every process can read
-    them.
+    their values: give functions of a module, or keep those that you make, so that a later call finds it. Taps that they
+    do not read are not computed. If the parameters lie on a mesh, results are replicated, so that every process can
+    read them.
 
     Args:
       loaded: A `LoadedModel`, or anything with its `model` and `params`, which may lie on a mesh.
       batches: At least one; each is tokens int [B, T] (inputs without targets) or a tuple (tokens, *extra), on the
-        devices already where there is a mesh.
+        devices already if there is a mesh.
       observe: `(taps, *extra)` -> pytree, called in every layer; its leaves come back as [L, ...].
       interventions: What the model does otherwise, or `(tokens, *extra)` -> that, called for each batch outside of the
         compiled program.
@@ -337,7 +337,7 @@ def _apply(
     tokens: Any,
     *extra,
 ) -> tuple[Any, ...]:
-    """(observed,) or (observed, output) of one batch, replicated where there is a mesh."""
+    """Returns (observed,) or (observed, output) of one batch, replicated if there is a mesh."""
     options: Any = {} if interventions is None else {"interventions": interventions}  # other models need not have them
     result: Any = model.apply(
         {"params": params}, tokens, observe=lambda taps: observe(taps, *extra), head=output is not None, **options

@@ -1,4 +1,4 @@
-"""A table of what the papers measure, of arrays from any model, with the level of chance beside each number."""
+"""A table of the papers' metrics for arrays of any model, with the level of chance beside each number."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +89,7 @@ def summarize(hidden: ArrayLike | Sequence[ArrayLike] | None = None,
 
 
 def _layers(given: Any, words: str, layer: str) -> list[jax.Array]:
-    """One array for each layer, which has the axes `layer`; [] of None."""
+    """Returns one array with the axes `layer` for each layer; [] for None."""
     if given is None:
         return []
     ndim, allowed = layer.count(",") + 1, f"allowed: [L, {layer[1:]}, or a list of L arrays {layer}"

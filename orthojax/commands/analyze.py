@@ -100,7 +100,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _require_length(path: str) -> Path:
-    """Where a model is; refuses before all work a --length that it does not have."""
+    """Returns where a model is; refuses before all work a --length that it does not have."""
     from orthojax.train import find_model
 
     place, config = find_model(path)
@@ -111,7 +111,7 @@ def _require_length(path: str) -> Path:
 
 
 def _open(loaded: Any) -> tuple[Any, Any]:
-    """The model with the batch and length of this evaluation, and the rows that it reads."""
+    """Returns the model with the batch and length of this evaluation, and the rows that it reads."""
     from orthojax.data import load_tokenizer
     from orthojax.experiments.any_model import read_rows, read_token_ids
     from orthojax.train import open_inputs, require_tokenizer
@@ -133,7 +133,7 @@ def _open(loaded: Any) -> tuple[Any, Any]:
 
 
 def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What is measured of one model, and the provenance of its text."""
+    """Measures one model; returns this and the provenance of its text."""
     from orthojax.experiments.any_model import measure_model
     from orthojax.model import linear
     from orthojax.progress import Progress

@@ -271,7 +271,7 @@ def _layer_table(name: str, of: Measured) -> Table:
 
 
 def _by_head(of: Measured) -> dict[str, np.ndarray]:
-    """Label -> [L, N], attention on the first token before all others."""
+    """Returns label -> [L, N], attention on the first token before all others."""
     found = {name: x for name, x in of.arrays.items() if analysis.define(name)}
     first = "first_attention_mass" if "first_attention_mass" in found else "sink_attention"
     by_head = {analysis.label(name): x for name, x in ({first: found[first]} | found).items()}

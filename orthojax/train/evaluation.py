@@ -24,7 +24,7 @@ Metrics = dict[str, float]
 
 
 def place_batch(mesh: Mesh | None, *arrays: np.ndarray) -> tuple[Any, ...]:
-    """Arrays with rows in front on the devices of a mesh, or of the only one."""
+    """Puts arrays with rows in front on the devices of a mesh, or on the only one."""
     return tuple(place_rows(mesh, len(rows), lambda start, stop, rows=rows: rows[start:stop]) for rows in arrays)
 
 
@@ -74,7 +74,7 @@ def validation_loss_nats(
 
 
 def settings_that_do_not_fit(loaded: LoadedModel, settings: Mapping[str, quant.QuantizationSetting]) -> dict[str, str]:
-    """Name -> reason, of those whose groups do not divide the input features of a kernel; nothing is computed."""
+    """Returns name -> reason for settings whose groups do not divide the input features of a kernel."""
     found = {}
     for name, setting in settings.items():
         if setting.group_size is None:
@@ -101,7 +101,7 @@ def evaluate(
     Args:
       loaded: The model, from `load`; its parameters may be on a mesh.
       inputs: Its data.
-      settings: By which to quantise float parameters, by name; `quant.SETTINGS` where not given, and none for a model
+      settings: By which to quantise float parameters, by name; `quant.SETTINGS` if not given, and none for a model
         whose kernels are integers already.
       quantize_head: Also evaluate every setting with the output head quantised, tied to the embeddings or not.
       post_attention: Also measure the residual stream after attention, before the MLP.
@@ -109,8 +109,8 @@ def evaluate(
 
     Returns:
       For text `perplexity`, `loss_nats`, `bits_per_byte`, the outlier and attention statistics of
-      `analysis.observe_language_model` (also of `rotated_` hidden states where all parameters share one basis, and of
-      `post_attention_` ones where asked for), `perplexity_<setting>` for every one of `settings`, and
+      `analysis.observe_language_model` (also of `rotated_` hidden states if all parameters share one basis, and of
+      `post_attention_` ones if asked for), `perplexity_<setting>` for every one of `settings`, and
       `perplexity_<setting>_with_head`; for Bigram-Backcopy its risks and the statistics of `analysis.observe_backcopy`.
       Values by layer end in `/layer_i`.
 
@@ -193,7 +193,7 @@ def evaluation_stages(
     *,
     quantize_head: bool = False,
 ) -> int:
-    """How often `evaluate` calls `on_progress`."""
+    """Returns the number of times that `evaluate` calls `on_progress`."""
     if config.data.kind == "bigram_backcopy":
         return 1
     return 1 + (1 + quantize_head) * len(quant.SETTINGS if settings is None else settings)
@@ -213,7 +213,7 @@ def _observe_text_by_head(taps: analysis.Taps, basis: jax.Array | None) -> analy
 
 @functools.lru_cache(maxsize=8)
 def observing(task: BigramBackcopy) -> tuple[Callable[..., analysis.Statistics], Callable[..., analysis.Statistics]]:
-    """What is observed in the layers and in the output, both given the tokens."""
+    """Returns the observe functions of the layers and of the output, both given the tokens."""
 
     def observe(taps: analysis.Taps, tokens: jax.Array) -> analysis.Statistics:
         trigger, ids = task.is_trigger(tokens), task.vocab_size

@@ -16,7 +16,7 @@ OUTLIER_SCORE = 5.0
 
 
 def top_count(size: int) -> int:
-    """How many of D channels count as the top ones: a thirty-second, one at least.
+    """Returns the number of D channels that count as the top ones: a thirty-second, one at least.
 
     >>> [top_count(D) for D in (16, 96, 768)]
     [1, 3, 24]
@@ -98,16 +98,16 @@ def _correlated(function: str, a: ArrayLike, b: ArrayLike) -> float:
 
 
 def _require_vectors(a: ArrayLike, b: ArrayLike) -> int:
-    """Their length; ValueError for what are not two vectors of equal length."""
+    """Returns their length; ValueError unless they are two vectors of equal length."""
     if np.ndim(a) != 1 or np.shape(a) != np.shape(b):
         raise ValueError(f"arrays of shapes {np.shape(a)} and {np.shape(b)}; allowed: [D] and [D]")
     return np.size(a)
 
 
 def extreme_overlap(large: ArrayLike, small: ArrayLike, count: int) -> float:
-    """Which share of the `count` channels where `large` is largest are among the `count` where `small` is smallest.
+    """Share of the `count` channels with the largest `large` that are among the `count` with the smallest `small`.
 
-    Where the two know nothing of each other it is count / D in the mean.
+    If the two are independent, it is count / D in the mean.
 
     Args:
       large: [D].

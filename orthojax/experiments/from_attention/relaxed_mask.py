@@ -1,4 +1,4 @@
-"""Attention to each of the first keys, where a relaxed mask privileges none of them.
+"""Attention to each of the first keys, if a relaxed mask privileges none of them.
 
 From Attention to Activation (arXiv 2410.17174), section 3.2 and Figure 2. Weights are [B, N, T, S] of one layer: B
 batch, N query heads, T query positions, S key positions. Queries before `first_query` do not count: with k keys that
@@ -58,7 +58,7 @@ def attention_fraction_by_key(weights: ArrayLike, keys: int, first_query: int) -
 
 
 def equal_logits_mass(length: int, first_query: int) -> float:
-    """What `attention_mass_by_key` is where all visible keys have equal logits: E_{first_query <= t < T}[1 / (t + 1)].
+    """Returns `attention_mass_by_key` for visible keys of equal logits: E_{first_query <= t < T}[1 / (t + 1)].
 
     Args:
       length: T.
@@ -73,7 +73,7 @@ def equal_logits_mass(length: int, first_query: int) -> float:
 
 
 def uniformity_p_value(counts: Sequence[int]) -> float:
-    """Whether winners may have been drawn uniformly: the exact multinomial test by Pearson's statistic.
+    """Tests whether winners were drawn uniformly: the exact multinomial test by Pearson's statistic.
 
     With n draws and k categories of equal probability, P(X >= x) with X = sum_j c_j^2, which orders outcomes as
     chi-square does; exact, since n is the number of seeds.
