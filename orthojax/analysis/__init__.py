@@ -47,11 +47,13 @@ from orthojax.analysis.catalogue import (
     show,
 )
 from orthojax.analysis.first_token import (
+    change_attribution,
     first_residual_gradients,
     first_residual_norms,
     first_residuals,
     first_token_mechanism,
     key_directions,
+    parameter_norms,
     weak_directions,
 )
 from orthojax.analysis.heads import (
@@ -74,7 +76,6 @@ from orthojax.analysis.observe import (
     observe_backcopy_risks,
     observe_language_model,
 )
-from orthojax.analysis.parameters import change_attribution, parameter_norms
 from orthojax.analysis.sink_logits import logit_summary, logit_sums, sink_logit_gap
 from orthojax.analysis.summary import Summary, summarize
 from orthojax.model import Taps
