@@ -123,7 +123,7 @@ def _both(
 
 
 _LOSSES = [
-    _loss("perplexity", "perplexity", "", "exp of the mean cross-entropy per token.", lambda c: c.vocab_size),
+    _loss("perplexity", "perplexity", "", "Exponential of the mean cross-entropy per token.", lambda c: c.vocab_size),
     _loss("loss_nats", "loss (nats)", "nats", "Mean cross-entropy of the next token.",
           lambda c: math.log(c.vocab_size)),
     Definition("bits_per_byte", "bits per byte", "bits", "Cross-entropy per byte of the text."),

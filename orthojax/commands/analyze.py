@@ -140,7 +140,7 @@ def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dic
     from orthojax.train import load, settings_that_do_not_fit
 
     loaded, inputs = _open(load(place))
-    if loaded.model.linear is not linear:  # it runs on integers
+    if inputs.task is not None or loaded.model.linear is not linear:  # no text, or kernels that are integers
         settings = {}
     for setting, reason in settings_that_do_not_fit(loaded, settings).items():
         print(printable(f"{name}: {setting} is left out: {reason}"))
@@ -164,10 +164,9 @@ def main(_: list[str]) -> None:
 
     import numpy as np
 
-    from orthojax.experiments.any_model import metrics_table, report
-    from orthojax.experiments.report import write_report
+    from orthojax.experiments.any_model import report
+    from orthojax.experiments.report import print_report, write_report
     from orthojax.files import make_folder, write_atomically, write_text
-    from orthojax.formatting import align
     from orthojax.machine import environment
     from orthojax.train import keep_compiled_programs
 
@@ -196,6 +195,5 @@ def main(_: list[str]) -> None:
     notes = [command, f"{provenance['date']}, {provenance['device']}, {seconds} seconds; arrays in arrays/"]
     made = report(measured, list(sources), notes)
     write_report(made, workdir)
-    table = metrics_table(measured)
-    print(*map(printable, align([table.columns, *table.rows])), sep="\n")
+    print_report(made._replace(tables=made.tables[:1]))
     print(printable(f"written: {workdir / 'results.json'} and {workdir / 'report.html'}"))

@@ -43,7 +43,7 @@ def _read(path: Path) -> _Run:
         require_file(path / name, f"{name} of a run")
     config = from_json(Config, (path / "config.json").read_text(encoding="utf-8"))
     lines = sorted(read_metrics(path / "metrics.jsonl"), key=lambda line: line["step"])
-    metrics = {name: value for line in lines for name, value in line.items() if isinstance(value, int | float)}
+    metrics = {name: float(x) for line in lines for name, x in line.items() if isinstance(x, int | float)}
     metrics.pop("loss_nats", None)  # of a training batch, which the held-out loss must not stand beside
     if (path / "evaluation.json").is_file():
         found = parse_json((path / "evaluation.json").read_bytes(), f"{path}/evaluation.json")

@@ -223,14 +223,14 @@ def report(measured: Mapping[str, Measured], sources: Sequence[str], notes: Sequ
         sentences.append(f"{name}: {shape}, {model.normalizer} attention.")
     pictures = curve_pictures(lambda metric: _by_step(measured, metric), "step") if series else []
     pictures += curve_pictures(lambda metric: _by_layer(shown, metric), "layer")
-    tables = [metrics_table(measured), *_quantisation_tables(measured)]
+    tables = [_metrics_table(measured), *_quantisation_tables(measured)]
     for name, of in shown.items():
         tables += [_layer_table(name, of), _head_table(name, of), *_knock_out_tables(name, of)]
         pictures += _maps(name, of)
     return Report(title=title, sentences=sentences, tables=tables, pictures=pictures, notes=notes)
 
 
-def metrics_table(measured: Mapping[str, Measured]) -> Table:
+def _metrics_table(measured: Mapping[str, Measured]) -> Table:
     """Returns the metrics of all models, with the level of chance of the first."""
     rows, first = [], next(iter(measured.values()))
     given = analysis.conditions(first.config)
