@@ -95,7 +95,7 @@ def _mass(given: Conditions) -> float | None:
 
 
 def _bos_mass(given: Conditions, start: int = 0) -> float | None:
-    """Mean over queries from `start` on; triggers, which the metric leaves out, are a little later in the mean."""
+    """Returns the mean over queries from `start` on; triggers, which the metric leaves out, are a little later."""
     if given.n is None or not given.causal:
         return None
     t = np.arange(start, given.length)
@@ -113,7 +113,7 @@ def _loss(name: str, label: str, unit: str, definition: str, chance: Callable[[C
 def _both(
     name: str, label: str, definition: str, source: str, *, chance: Callable[[Conditions], float] | None = None
 ) -> list[Definition]:
-    """A metric of the first token and of all others; the definition has {} for these words."""
+    """Returns the entries of a metric of the first token and of the others; {} in the definition says which."""
     words = {"first": ("first token", "at position 0"), "rest": ("other tokens", "at positions from 1 on")}
     return [
         Definition(f"{name}_{part}", f"{label}, {short}", "", definition.format(where), source, chance,
