@@ -1,5 +1,3 @@
-import errno
-import json
 import logging
 import os
 import random
@@ -20,23 +18,17 @@ from orthojax.train import (
     Checkpoints,
     DamagedError,
     Inputs,
-    check_workdir,
     find_checkpoint,
     init_state,
     list_arrays,
-    load,
-    loading,
     make_train_step,
     read_config,
     read_json_item,
     read_metrics,
     read_params,
-    require_same_data,
     train,
     verify_checkpoint,
 )
-from orthojax.train.checkpoint import Retention, Validation
-from orthojax.train.checkpoint.manager import write_errors
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 # What Orbax leaves behind when it cannot read, besides the exception that it raises.
@@ -89,19 +81,7 @@ def copy(finished, tmp_path):
     return Path(shutil.copytree(finished[0], tmp_path / "copy"))
 
 
-@pytest.mark.parametrize(("trained", "read"), [("cudnn", "auto"), ("splash", "auto"), ("xla_chunked", "xla_chunked")])
-def test_a_model_trained_with_the_attention_of_another_platform_is_read_on_this_one(
-    finished, monkeypatch, trained, read
-):
-    there = lambda folder: replace(read_config(folder), {"model.attention_implementation": trained})  # noqa: E731
-    monkeypatch.setattr(loading, "read_config", there)
-    loaded = load(finished[0])
-    assert loaded.config.model.attention_implementation == read
-    assert loaded.model.config == loaded.config.model
-    assert loaded.model.apply({"params": loaded.params}, np.zeros((1, 4), np.int32))[0].shape == (1, 4, 258)
-
-
-def test_the_newest_checkpoints_stay_are_found_from_every_folder_and_have_plain_names(finished, monkeypatch):
+def test_checkpoints_are_found_and_have_plain_names(finished, monkeypatch):
     assert sorted(path.name for path in (finished[0] / "checkpoints").iterdir()) == ["11", "9", "metadata"]
     for where in ("", "checkpoints", "checkpoints/9"):
         step = find_checkpoint(finished[0] / where)
@@ -114,31 +94,32 @@ def test_the_newest_checkpoints_stay_are_found_from_every_folder_and_have_plain_
             "opt_state/learning_rate/count", "params/token_embedding/embedding"} <= set(names)  # fmt: skip
 
 
-def test_a_folder_of_runs_or_a_study_is_no_checkpoint_but_its_runs_are_named(finished, tmp_path, monkeypatch):
+def test_a_folder_without_checkpoints_names_its_runs(finished, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "study").mkdir()
-    for i in range(5):
-        shutil.copytree(finished[0], tmp_path / f"models/run{i}")
-    rows = [{"run": "../models/run2"}, {"run": "../models/absent"}, {"run": "a" * 300}]
-    (tmp_path / "study/results.json").write_text(json.dumps({"rows": rows}))
-    with pytest.raises(UserError, match=r"no orthojax checkpoint(.|\n)*did you mean one of its runs: models/run2\?$"):
-        find_checkpoint(Path("study"))
-    for content in ("", "[" * 100_000, '{"rows": 3}', '{"rows": [3]}', '{"rows": [{"run": 3}]}'):
-        (tmp_path / "study/results.json").write_text(content)
-        with pytest.raises(UserError, match=r"one step's folder$"):
-            find_checkpoint(Path("study"))
-    with pytest.raises(UserError, match=r"its runs: models/run\d, models/run\d, models/run\d and 2 more\?$"):
+    shutil.copytree(finished[0], tmp_path / "models/run2")
+    with pytest.raises(UserError, match="models/run2"):
         find_checkpoint(Path("models"))
-    for name in ("a" * 300, "study/results.json", "absent"):
-        with pytest.raises(UserError, match=r"no such checkpoint|is not a folder"):
+    for name in ("a" * 300, "models/run2/config.json", "absent"):
+        with pytest.raises(UserError, match="checkpoint"):
             find_checkpoint(Path(name))
+
+
+def test_multiples_of_an_interval_are_kept(tmp_path):
+    config = replace(
+        CONFIG, {"train.keep_checkpoints": 1, "train.keep_every_steps": 4, "train.checkpoint_every_steps": 2}
+    )
+    train(config, INPUTS, tmp_path)
+    assert kept(tmp_path) == {"4", "8", "11"}
+    for every in (3, -2):
+        with pytest.raises(UserError, match="keep_every_steps"):
+            replace(config, {"train.keep_every_steps": every})
 
 
 # Resuming.
 
 
 @pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.slow) for step in (1, 7)), 3])
-def test_a_run_that_was_stopped_ends_with_the_same_bits(finished, tmp_path, step):
+def test_a_stopped_run_ends_with_the_same_bits(finished, tmp_path, step):
     with pytest.raises(Stop):
         train(CONFIG, INPUTS, tmp_path, on_step=stop_at(step))
     starts = []
@@ -151,7 +132,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(finished, tmp_path, step
 
 
 @pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.slow), 8, pytest.param(11, marks=pytest.mark.slow)])
-def test_a_signal_cuts_a_validation_off_which_is_done_first_on_resume(finished, tmp_path, step):
+def test_a_validation_cut_off_is_done_on_resume(finished, tmp_path, step):
     """It may take minutes, and whoever stops the run waits for seconds."""
     with pytest.raises(Interrupted) as stopped:
         train(CONFIG, INPUTS, tmp_path, on_step=signal_at(step))
@@ -162,36 +143,13 @@ def test_a_signal_cuts_a_validation_off_which_is_done_first_on_resume(finished, 
     assert losses(tmp_path) == losses(finished[0])
 
 
-@pytest.mark.slow
-def test_the_best_stay_also_where_a_signal_cut_off_their_validation_and_across_restarts(tmp_path):
-    """Also after a kill: the loss then stands in metrics.jsonl alone."""
-    config = replace(
-        CONFIG,
-        {"train.keep_checkpoints": 1, "train.keep_best": 2, "train.keep_every_steps": 8, "train.eval_every_steps": 2,
-         "train.checkpoint_every_steps": 2, "train.steps": 12, "optim.learning_rate": 10.0},  # diverges: step 2 is best
-    )  # fmt: skip
-    with pytest.raises(Interrupted):
-        train(config, INPUTS, tmp_path, on_step=signal_at(2))
-    with pytest.raises(Stop):
-        train(config, INPUTS, tmp_path, on_step=stop_at(3))
-    train(config, INPUTS, tmp_path)
-    train(config, INPUTS, tmp_path)
-    lines = read_metrics(tmp_path / "metrics.jsonl")
-    found = [(line["validation_loss_nats"], line["step"]) for line in lines if "validation_loss_nats" in line]
-    assert [step for _, step in found] == [2, 4, 6, 8, 10, 12]
-    best = {str(step) for _, step in sorted(found)[:2]}
-    assert "2" in best
-    assert kept(tmp_path) == best | {"8", "12"}
-    assert read_json_item(tmp_path / "checkpoints/12", "validation") == {"step": 12, "loss_nats": found[-1][0]}
-
-
 def test_a_finished_run_is_not_touched_again(finished, copy):
     before = {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.is_file()}
     assert bits(train(CONFIG, INPUTS, copy, on_step=stop_at(1))) == finished[1]
     assert {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.is_file()} == before
 
 
-def test_what_a_kill_leaves_behind_is_dropped(finished, copy, capsys):
+def test_what_a_kill_leaves_behind_is_dropped(finished, copy):
     """Half-written checkpoints, metrics past the restored step, and corrupt lines."""
     shutil.rmtree(copy / "checkpoints" / "11")
     (copy / "checkpoints" / "10.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
@@ -201,23 +159,40 @@ def test_what_a_kill_leaves_behind_is_dropped(finished, copy, capsys):
     (copy / "metrics.jsonl").write_bytes(b"".join([lines[0], *corrupt, *lines[1:], *late]))
     train(CONFIG, INPUTS, copy)
     assert losses(copy) == losses(finished[0])
-    assert "metrics.jsonl has 5 " in capsys.readouterr().err
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["11", "9", "metadata"]
 
 
-def test_another_config_in_the_same_workdir_is_refused(copy):
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        *(("optim.b1", 0.5), ("train.steps", 20), ("train.seed", 1), ("train.batch_size", 8), ("data.seed", 1)),
+        *(("model.dtype", "bfloat16"), ("eval.sequences", 16)),
+    ],
+)
+def test_resuming_with_other_numbers_is_refused(copy, path, value):
     before = snapshot(copy)
-    changes = {"optim.b1": 0.5, "train.steps": 20, "train.seed": 1, "train.batch_size": 8, "data.seed": 1,
-               "model.dtype": "bfloat16", "eval.sequences": 16}  # fmt: skip
-    for path, value in changes.items():
-        with pytest.raises(UserError, match=rf"another config: {path}={value} \(was "):
-            train(replace(CONFIG, {path: value}), INPUTS, copy)
-    with pytest.raises(UserError, match=r"optim.b1=0.5 \(was 0.9\), train.steps=20 \(was 11\)"):
-        train(replace(CONFIG, {"optim.b1": 0.5, "train.steps": 20}), INPUTS, copy)
+    with pytest.raises(UserError, match=path):
+        train(replace(CONFIG, {path: value}), INPUTS, copy)
     assert snapshot(copy) == before
 
 
-def test_checkpoints_of_a_model_with_the_same_arrays_but_another_meaning_are_refused(copy):
+def test_resuming_on_other_data_is_refused(copy):
+    for name in ("source", "train"):
+        other = INPUTS._replace(provenance=INPUTS.provenance | {name: "other"})
+        with pytest.raises(UserError, match=name):
+            train(CONFIG, other, copy)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"model": 3}', "\xff", "[" * 100_000, None])
+def test_a_damaged_config_json_is_named(copy, content):
+    path = copy / "config.json"
+    path.unlink()
+    path.mkdir() if content is None else path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(UserError, match=r"config\.json"):
+        train(CONFIG, INPUTS, copy)
+
+
+def test_a_model_of_the_same_arrays_is_refused(copy):
     shutil.rmtree(copy / "checkpoints" / "11")
     other = replace(CONFIG, {"model.normalizer": "softmax"})
     (copy / "config.json").write_text(to_json(other))
@@ -225,57 +200,27 @@ def test_checkpoints_of_a_model_with_the_same_arrays_but_another_meaning_are_ref
         train(other, INPUTS, copy)
 
 
-def test_other_data_and_a_damaged_config_json_are_named(copy):
-    require_same_data(copy / "checkpoints/11", INPUTS.provenance | {"bos_id": 3})  # earlier versions did not say it
-    for name in ("source", "train"):
-        other = INPUTS._replace(provenance=INPUTS.provenance | {name: "other"})
-        with pytest.raises(UserError, match=rf"{name} is 'other'"):
-            train(CONFIG, other, copy)
-    for content in ("", "[1]", '{"model": 3}', "\xff", "[" * 100_000):
-        (copy / "config.json").write_bytes(content.encode("latin-1"))
-        with pytest.raises(UserError, match=r"config\.json"):
-            train(CONFIG, INPUTS, copy)
-    for name in ("config.json", "metrics.jsonl"):
-        for make in (Path.mkdir, os.mkfifo):
-            path = Path(shutil.copytree(copy, copy.parent / f"{name}-{make.__name__}")) / name
-            if name != "config.json":
-                (path.parent / "config.json").unlink()
-            path.unlink()
-            make(path)
-            with pytest.raises(UserError, match=f"{name} is a (folder|pipe)"):
-                train(CONFIG, INPUTS, path.parent)
-
-
 # Damage.
 
 
-def test_a_damaged_json_item_is_named(copy):
+@pytest.mark.parametrize("item", ["config", "data", "checksums"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000, None])
+def test_a_damaged_json_item_is_named(copy, item, content):
     step = find_checkpoint(copy)
+    path = step / item / "metadata"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
     read = {"config": read_config, "data": lambda step: read_json_item(step, "data"), "checksums": read_params}
-    for item in read:
-        path = step / item / "metadata"
-        whole = path.read_bytes()
-        for content in (b"", b"{", b"[1]", b"\xff", b"[" * 100_000, None):
-            path.unlink()
-            if content is not None:
-                path.write_bytes(content)
-            with pytest.raises(DamagedError, match=f"cannot read the checkpoint .*/11: item '{item}'"):
-                read[item](step)
-            path.touch()
-        for make in (Path.mkdir, os.mkfifo):
-            path.unlink() if path.is_file() else path.rmdir()
-            make(path)
-            with pytest.raises(DamagedError, match=f"item '{item}': file is a (folder|pipe)"):
-                read[item](step)
-        path.unlink()
-        path.write_bytes(whole)
+    with pytest.raises(DamagedError, match=f"checkpoints/11: item '{item}'"):
+        read[item](step)
 
 
 def test_a_pipe_among_the_arrays_is_not_waited_for(copy):
     step = find_checkpoint(copy)
     (step / "params/_METADATA").unlink()
     os.mkfifo(step / "params/_METADATA")
-    with pytest.raises(DamagedError, match="_METADATA is not a regular file"):
+    with pytest.raises(DamagedError, match="_METADATA"):
         read_params(step)
 
 
@@ -307,100 +252,50 @@ DAMAGE = {
     "a flipped byte in the checksums": lambda step: flip(step / "checksums/metadata"),
     "no parameters": lambda step: shutil.rmtree(step / "params"),
     "empty moments": lambda step: largest(step / "opt_state").write_bytes(b""),
-    "no validation loss": lambda step: shutil.rmtree(step / "validation"),
     "no checksums": lambda step: shutil.rmtree(step / "checksums"),
 }
 CASES = [case if i < 2 else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(DAMAGE)]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_resumes_from_the_checkpoint_before_a_damaged_one(finished, copy, case, capsys):
+def test_training_resumes_before_a_damaged_checkpoint(finished, copy, case, capsys):
     step, aside, starts = copy / "checkpoints" / "11", copy / "checkpoints" / "11.damaged", []
     DAMAGE[case](step)
     damaged = snapshot(step)
     assert bits(train(CONFIG, INPUTS, copy, on_start=starts.append)) == finished[1]
     assert starts == [9]
     (warning,) = capsys.readouterr().err.splitlines()
-    assert warning.startswith("warning: the checkpoint of step 11 is damaged: ")
-    assert warning.endswith(f"resuming from step 9; the damaged one is now {aside}")
+    assert str(aside) in warning
     assert snapshot(aside) == damaged
     assert losses(copy) == losses(finished[0])
     with Checkpoints(copy / "checkpoints", keep=2) as checkpoints:
         assert bits(checkpoints.restore(init_state(CONFIG), 11)) == finished[1]  # written again
 
 
-def test_a_second_damage_of_the_same_step_gets_a_name_of_its_own(copy, capsys):
-    for _ in range(2):
-        DAMAGE["no parameters"](copy / "checkpoints" / "11")
-        train(CONFIG, INPUTS, copy)
-    assert kept(copy) == {"9", "11", "11.damaged", "11.damaged-2"}
-
-
-def test_where_every_checkpoint_is_damaged_nothing_is_touched(copy):
+def test_nothing_is_touched_if_every_checkpoint_is_damaged(copy):
     for step in ("9", "11"):
         DAMAGE["no parameters"](copy / "checkpoints" / step)
     before = snapshot(copy)
-    with pytest.raises(UserError, match="all 2 are damaged") as refused:
+    with pytest.raises(UserError, match="checkpoints/11"):
         train(CONFIG, INPUTS, copy)
-    assert len(str(refused.value).splitlines()) <= 3
-    assert "checkpoints/11" in str(refused.value).splitlines()[0]
     assert snapshot(copy) == before
 
 
-def test_a_named_checkpoint_that_is_damaged_is_refused_and_the_others_are_named(copy):
+def test_a_damaged_checkpoint_names_the_others(copy):
     DAMAGE["a flipped byte in the parameters"](copy / "checkpoints" / "11")
-    with pytest.raises(DamagedError, match=r"checkpoints/11.*\n.*\nalso in .*/checkpoints: 9$"):
+    with pytest.raises(DamagedError, match=r"/checkpoints: 9$"):
         read_params(find_checkpoint(copy))
-    assert bits(read_params(find_checkpoint(copy / "checkpoints/9")))
+    read_params(find_checkpoint(copy / "checkpoints/9"))
 
 
-def test_parameters_that_the_config_does_not_describe_are_refused(copy):
+def test_parameters_unlike_their_config_are_refused(copy):
     step = find_checkpoint(copy)
     (step / "config" / "metadata").write_text(to_json(replace(CONFIG, {"model.d_mlp": 64})))
-    with pytest.raises(UserError, match=r"layers_0/mlp/input/kernel is \(16, 32\), not \(16, 64\)"):
+    with pytest.raises(UserError, match="layers_0/mlp/input/kernel"):
         read_params(step)
 
 
 # What stays.
-
-
-def test_checkpoints_are_kept_by_number_by_interval_and_by_validation_loss():
-    """Against a plain statement of the rule, over random histories of saving and measuring."""
-    rng = random.Random(0)
-    for _ in range(300):
-        there, validations, newest = [], {}, None
-        keep = Retention(rng.randint(1, 3), rng.choice([0, 4, 6]), rng.randint(0, 3), validations, rng.choice([0, 10]))
-        for step in range(2, 40, 2):
-            if rng.random() < 0.4:
-                newest = Validation(step, rng.choice([1.0, 2.0, 3.0, 4.0]))
-            there.append(step)
-            if newest:
-                validations[step] = newest
-            carried = {loss: min(s for s in there if validations.get(s) == loss)
-                       for loss in map(validations.get, there) if loss}  # fmt: skip
-            order = {s: (loss.loss_nats, -s) for loss, s in carried.items()}  # of the better one is less
-            wanted = {
-                s
-                for i, s in enumerate(there)
-                if i >= len(there) - keep.newest
-                or (keep.every_steps and s % keep.every_steps == 0)
-                or (keep.scheduled_every_steps and s == max((s for s in there if s % 10 == 0), default=None))
-                or (s in order and sum(other < order[s] for other in order.values()) < keep.best)
-            }
-            assert keep.kept(there) == wanted, (keep, there, validations)
-            there = sorted(wanted)
-        assert there[-1] == 38
-
-
-def test_impossible_rules_are_refused():
-    for changes, words in [
-        ({"train.keep_best": -1}, "keep_best=-1"),
-        ({"train.keep_best": 1, "train.eval_every_steps": 0}, "keep_best=1 without validation losses"),
-        ({"train.keep_every_steps": 4}, "keep_every_steps=4 with train.checkpoint_every_steps=3"),
-        ({"train.keep_every_steps": -3}, "keep_every_steps=-3"),
-    ]:
-        with pytest.raises(UserError, match=words):
-            replace(CONFIG, changes)
 
 
 # Resuming with another config.
@@ -412,7 +307,7 @@ def test_logging_and_retention_may_change_on_resume(finished, tmp_path):
     other = replace(
         CONFIG,
         {"train.log_every_steps": 1, "train.eval_every_steps": 5, "train.checkpoint_every_steps": 2,
-         "train.keep_checkpoints": 3, "train.keep_best": 1, "train.keep_every_steps": 4},
+         "train.keep_checkpoints": 3, "train.keep_every_steps": 4},
     )  # fmt: skip
     assert bits(train(other, INPUTS, tmp_path)) == finished[1]
     assert from_json(Config, (tmp_path / "config.json").read_text()) == other  # the newest
@@ -420,45 +315,10 @@ def test_logging_and_retention_may_change_on_resume(finished, tmp_path):
     train(CONFIG, INPUTS, tmp_path)
 
 
-def test_runs_from_before_bases_were_counted_resume_unless_they_are_rotated(tmp_path):
-    """Their config.json has no `basis`, and the seed 0."""
-    for optimizer in ("adam", "orthoadam"):
-        config = replace(CONFIG, {"optim.optimizer": optimizer})
-        values = json.loads(to_json(config))
-        values["optim"]["rotation"].pop("basis")
-        values["optim"]["rotation"]["seed"] = 0
-        (tmp_path / "config.json").write_text(json.dumps(values))
-        (tmp_path / "metrics.jsonl").touch()
-        if optimizer == "adam":
-            check_workdir(tmp_path, config)
-            continue
-        with pytest.raises(UserError, match=r"basis=2 \(was 1\), optim.rotation.seed=None \(was 0\)"):
-            check_workdir(tmp_path, config)
-        older = from_json(Config, (tmp_path / "config.json").read_text())
-        with pytest.raises(UserError, match="basis=1 is that of an older orthojax"):
-            train(older, INPUTS, tmp_path)
-
-
 # Writing that fails in the background.
 
 
-def test_what_to_do_about_a_failed_write_is_said_of_its_own_cause(tmp_path):
-    full, files = (OSError(code, os.strerror(code)) for code in (errno.ENOSPC, errno.EMFILE))
-    gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "params")
-    cases = [
-        (tmp_path, full, "no earlier checkpoint; free some space; run the same"),
-        (tmp_path, ValueError(f"OUT_OF_RANGE: {full.strerror} [tensorstore]"), "; free some space; run the same"),
-        (tmp_path, files, "; raise the limit on open files: ulimit -n; run the same"),
-        (tmp_path, RuntimeError("something else"), "no earlier checkpoint; run the same"),
-        (tmp_path / "gone", gone, "; the folder was deleted or moved while it was in use; run the same"),
-    ]
-    for folder, error, words in cases:
-        with pytest.raises(UserError, match="cannot write a checkpoint to") as raised, write_errors(folder):
-            raise error
-        assert words in str(raised.value)
-
-
-def test_a_write_that_fails_in_the_background_stops_the_run_and_keeps_the_last_good_one(tmp_path):
+def test_a_failed_background_write_stops_the_run(tmp_path):
     done, unlimited = [], resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def on_step(step, _):
@@ -488,7 +348,7 @@ def test_a_write_that_fails_in_the_background_stops_the_run_and_keeps_the_last_g
     assert not list((tmp_path / "checkpoints").glob("*tmp*"))
 
 
-def test_a_config_is_compared_with_that_of_a_checkpoint_where_config_json_is_gone_and_stays_as_it_was(tmp_path):
+def test_without_config_json_the_checkpoint_decides(tmp_path):
     train(CONFIG, INPUTS, tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(UserError, match=r"another config: train\.seed=5 \(was 0\)"):
@@ -499,6 +359,6 @@ def test_a_config_is_compared_with_that_of_a_checkpoint_where_config_json_is_gon
 
 
 def test_a_run_that_never_began_does_not_hold_its_folder(tmp_path):
-    with pytest.raises(UserError, match="no such model"):
+    with pytest.raises(UserError, match="nope"):
         train(replace(CONFIG, {"train.init_from": "nope"}), INPUTS, tmp_path)
     train(CONFIG, INPUTS, tmp_path)

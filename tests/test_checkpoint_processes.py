@@ -64,7 +64,7 @@ with Checkpoints(folder, keep=5) as checkpoints:
             for step in range(1, 3000):
                 state = state_at(step)
                 time.sleep(0.02 * (1 + index))  # one of them is slower
-                signum = stop.at(step)
+                signum = stop.check()
                 if signum is not None:
                     checkpoints.save(state, Config(), {})
                     print(json.dumps([step, int(signum)]), flush=True)

@@ -12,14 +12,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tiny_run import blank_state, drawn_params
 
 from orthojax import quant
-from orthojax.config import Config, ModelConfig, replace
+from orthojax.config import ModelConfig
 from orthojax.model import Transformer, parameter_shapes
 from orthojax.ops import chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
 from orthojax.ops import cross_entropy as chunked_cross_entropy
-from orthojax.train.step import loss_sum_nats, make_train_step, state_shapes
+from orthojax.train.step import loss_sum_nats
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -279,20 +278,6 @@ def test_a_chunked_loss_of_a_model_has_the_gradients_of_the_plain_one(name):
     assert jax.tree.structure(gradients) == jax.tree.structure(expected)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(gradients), strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5 * np.abs(a).max() + 1e-6, err_msg=str(path))
-
-
-def test_a_training_step_takes_the_chunks_that_the_field_says_and_is_the_plain_step():
-    changes = {"optim.optimizer": "adam", "optim.warmup_steps": 0, "data.sequence_length": 11}
-    config = replace(Config(model=MODEL), changes)
-    chunks = replace(config, {"train.loss_chunk_positions": 4})
-    programs = [str(jax.make_jaxpr(make_train_step(c))(state_shapes(c), TOKENS)) for c in (config, chunks)]
-    assert [program.count("scan[") for program in programs] == [0, 1]
-    starts = (blank_state(config)._replace(params=drawn_params(MODEL)) for _ in range(2))  # a step takes its arrays
-    state, metrics = make_train_step(config)(next(starts), TOKENS)
-    other_state, other_metrics = make_train_step(chunks)(next(starts), TOKENS)
-    np.testing.assert_allclose(other_metrics.loss_sum_nats, metrics.loss_sum_nats, rtol=1e-6)
-    np.testing.assert_allclose(other_metrics.grad_norm, metrics.grad_norm, rtol=1e-5)
-    assert jax.tree.structure(state) == jax.tree.structure(other_state)
 
 
 WHOLE = [("tied", quant.ALL_BUT_HEAD), *(("untied", include) for include in ("", quant.ALL_BUT_HEAD))]

@@ -12,9 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_run import assert_lines_close, lines
 
-from orthojax.errors import PEER_LOST, UserError
+from orthojax.errors import UserError
 from orthojax.train import distributed, list_arrays, read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -80,7 +79,7 @@ MESH = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
-def test_several_processes_are_one_run_that_resumes_with_another_number(alone, tmp_path, processes):
+def test_several_processes_are_one_run(alone, tmp_path, processes):
     folder, want = alone, losses(alone / "run")
     assert len(want) == 8 + 2
     want = pytest.approx(want, abs=1e-5, rel=0)
@@ -102,48 +101,6 @@ def test_several_processes_are_one_run_that_resumes_with_another_number(alone, t
         assert losses(copy) == want
 
 
-POLICY = """
-import sys
-from pathlib import Path
-from orthojax.config import replace
-from orthojax.train import distributed, train
-from tiny_run import TINY, inputs, rows
-
-workdir, policy, start_from, address, count, index = *sys.argv[1:5], int(sys.argv[5]), int(sys.argv[6])
-if count > 1:
-    distributed.initialize(address, count, index)
-changes = {"model.tie_embeddings": False, "optim.optimizer": "orthoadam", "optim.learning_rate": 0.01}
-changes |= {"train.batch_size": 8, "train.eval_every_steps": 4, "train.keep_best": 1, "train.probe_every_steps": 5}
-changes |= {"train.probe_sequences": 3, "train.on_bad_step": policy, "train.spike_nats": 3.0}
-changes |= {"train.loss_chunk_positions": 3, "train.init_from": start_from, "eval.sequences": 8}
-changes |= {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2} if count > 1 else {}
-data = inputs((2, 6, 8), lambda step: rows(step, 8), evaluation=8)
-train(replace(TINY, changes), data, Path(workdir))
-"""
-
-
-def run_policy(workdir, policy, start_from, count):
-    address = f"localhost:{free_port()}"
-    arguments = ["-c", POLICY, str(workdir), policy, str(start_from), address, str(count)]
-    processes = [start([*arguments, str(i)], 8 // count) for i in range(count)]
-    ends = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0] * count, ends
-    return lines(workdir), {path.name for path in (workdir / "checkpoints").iterdir()}
-
-
-@pytest.mark.slow
-def test_two_processes_judge_steps_keep_checkpoints_and_begin_alike(tmp_path):
-    """Every process decides for itself; the second run begins with the parameters of the first."""
-    before = ""
-    for policy in ("skip", "roll_back"):
-        logged, kept = run_policy(tmp_path / f"{policy}_1", policy, before, 1)
-        also_logged, also_kept = run_policy(tmp_path / f"{policy}_2", policy, before, 2)
-        before = tmp_path / f"{policy}_1"
-        assert len([line for line in logged if "event" in line]) == 3
-        assert kept == also_kept
-        assert_lines_close(also_logged, logged)
-
-
 MEETING = """
 import sys, time
 import numpy as np
@@ -159,7 +116,7 @@ while True:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_who_loses_another_process_does_not_wait_for_ever(victim):
+def test_a_lost_process_ends_the_others(victim):
     address = f"localhost:{free_port()}"
     processes = [start(["-c", MEETING, address, str(i)], 1) for i in range(2)]
     try:
@@ -177,59 +134,24 @@ def test_who_loses_another_process_does_not_wait_for_ever(victim):
             process.communicate()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_who_loses_another_process_of_a_run_says_so_in_three_lines(tmp_path, victim):
-    flags = FLAGS | {"mesh.data": 2, "train.steps": 100_000}
-    command = [str(ROOT / "launch/train.py"), f"--workdir={tmp_path / 'run'}", "--num_processes=2"]
-    command += [f"--coordinator_address=localhost:{free_port()}", "--compile_cache="]
-    command += [f"--config.{name}={value}" for name, value in flags.items()]
-    processes = [start([*command, f"--process_id={i}"], 1) for i in range(2)]
-    try:
-        assert processes[0].stderr is not None
-        while "step 4/" not in processes[0].stderr.readline():
-            assert processes[0].poll() is None
-        processes[victim].kill()
-        _, errors = processes[1 - victim].communicate(timeout=60)
-        assert processes[1 - victim].returncode in (1, -signal.SIGABRT)  # ours or JAX, whichever is first
-        assert errors.endswith(PEER_LOST)
-        assert all(re.match(r" *\d+% |compil", line) for line in errors.removesuffix(PEER_LOST).splitlines()), errors
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "name"),
     [
-        (("localhost:1", None, None), "coordinator_address=localhost:1, num_processes=None, process_id=None"),
-        ((None, 2, 0), "coordinator_address=None, num_processes=2, process_id=0"),
-        (("localhost:1", 2, 2), "process_id=2 of 2 processes"),
-        (("localhost", 2, 0), "coordinator_address=localhost\nallowed: HOST:PORT"),
-        ((":8476", 2, 0), "coordinator_address=:8476\nallowed: HOST:PORT"),
-        (("localhost:http", 2, 0), "localhost:http\nallowed: HOST:PORT of process 0, with a port of 1 to 65535"),
-        (("localhost:65536", 2, 1), "port of 1 to 65535"),
-        (("two words:8476", 2, 1), "coordinator_address=two words:8476: "),
+        (("localhost:1", None, None), "num_processes=None"),
+        ((None, 2, 0), "coordinator_address=None"),
+        (("localhost:1", 2, 2), "process_id=2"),
+        (("localhost", 2, 0), "coordinator_address=localhost"),
+        ((":8476", 2, 0), "coordinator_address=:8476"),
+        (("two words:8476", 2, 1), "coordinator_address=two words:8476"),
     ],
 )
-def test_processes_that_are_not_described_are_refused(given, message):
-    with pytest.raises(UserError, match=message):
+def test_processes_that_are_not_described_are_refused(given, name):
+    with pytest.raises(UserError, match=name):
         distributed.initialize(*given)
 
 
-def test_without_a_cluster_the_error_says_what_to_give(monkeypatch):
-    def none_found(*_, **__):
-        raise ValueError("coordinator_address should be defined.")
-
-    monkeypatch.setattr(distributed.jax.distributed, "initialize", none_found)
-    with pytest.raises(UserError, match="cannot connect: coordinator_address should be defined") as error:
-        distributed.initialize()
-    assert "--coordinator_address=HOST:PORT" in str(error.value)
-
-
 @pytest.mark.slow
-def test_processes_with_other_data_or_another_config_end_together(tmp_path):
+def test_processes_of_different_runs_end_together(tmp_path):
     """Each would train on, and their gradients would be added up."""
     for name, text in (("text", "the quick brown fox. "), ("other", "a lazy dog is it. ")):
         (tmp_path / name).write_text(text * 400)
@@ -242,7 +164,7 @@ def test_processes_with_other_data_or_another_config_end_together(tmp_path):
 
     for status, _, errors in run_two(text, text | seed | {"data.paths": tmp_path / "other"}):
         assert status == 2
-        assert "different from process 0: config of process 1 and data of process 1" in errors
+        assert "config of process [1]" in errors
     assert not (tmp_path / "run" / "checkpoints").exists()
     ends = run_two(text, text)
     assert [status for status, *_ in ends] == [0, 0], ends
@@ -253,35 +175,5 @@ def test_processes_with_other_data_or_another_config_end_together(tmp_path):
     # What one of them finds before the run begins: another config than that of the folder, whose field is named.
     first, second = run_two(text, text | seed)
     assert (first[0], second[0]) == (2, 2)
-    assert "error: process 1 cannot start" in first[2]
-    assert "train.seed=7 (was 0)" in second[2]
-
-
-def test_many_processes_stop_at_the_number_that_they_agreed_on_though_one_goes_back(monkeypatch):
-    """A run that rolls back meets its steps again; what it asks with must not, or the agreed number may never come."""
-    asked = []
-
-    def reached(number):
-        asked.append(number)
-        return number == 9
-
-    monkeypatch.setattr(distributed.multihost_utils, "reached_preemption_sync_point", reached)
-    stop = distributed.StopRequest(agreed=True)
-    answers = [stop.at(step) for step in (7, 8, 5, 6, 7)]  # back to step 4 after step 8
-    assert asked == [7, 8, 9]
-    assert answers == [None, None, signal.SIGTERM, signal.SIGTERM, signal.SIGTERM]  # until it can save
-    assert stop.signum == signal.SIGTERM
-
-
-@pytest.mark.slow
-def test_an_error_of_process_0_alone_ends_both_at_once(tmp_path):
-    """Otherwise it would wait for the other one at the end of Python, until its heartbeat is missed."""
-    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
-    started = time.monotonic()
-    first, second = train_together(tmp_path / "run", [tmp_path / "cache"] * 2, [FLAGS | {"mesh.data": 2}] * 2, 1)
-    assert time.monotonic() - started < 90
-    assert first[0] == 2
-    assert [line for line in first[2].splitlines() if "metrics.jsonl" in line]
-    assert "another process of this run" not in first[2]
-    assert second[0] != 0
-    assert PEER_LOST in second[2]
+    assert "process [1]" in first[2]
+    assert "train.seed=7" in second[2]

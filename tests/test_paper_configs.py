@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from orthojax.config import Config, flatten, from_json, replace, to_json
-from orthojax.errors import UserError
 from orthojax.experiments.from_attention.paper_configs import DIFFERS, FILES, NOT_STATED, PaperRun, paper_runs
 from orthojax.model import parameter_count
-from orthojax.train import estimate
+from orthojax.train import model_flops_per_token, peak_flops_per_second
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "configs/paper"
@@ -32,8 +31,10 @@ def lines(run: PaperRun) -> list[str]:
     """What the lab note says of a run: its flags, then the paper's numbers and the hours of one H200."""
     columns = ABLATION if run.file.startswith("ablation") else OUTLIERS
     cells = [" ".join(str(run.expected.get(name, "-")) for name in names) for names in columns]
-    hours = estimate(run.config).hours("NVIDIA H200", mfu=0.35)
-    return [run.flags or "(no flags)", "  " + " | ".join([*cells, f"{hours:.3g} h"])]
+    train, length = run.config.train, run.config.data.sequence_length
+    tokens = train.steps * train.batch_size * length
+    seconds = tokens * model_flops_per_token(run.config.model, length) / (0.35 * peak_flops_per_second("NVIDIA H200"))
+    return [run.flags or "(no flags)", "  " + " | ".join([*cells, f"{seconds / 3600:.3g} h"])]
 
 
 def note(file):
@@ -91,7 +92,7 @@ def test_parameters_tokens_and_settings_are_the_papers(run):
     assert config.eval.sequences == 100_000
     assert [config.mesh_sizes(devices) for devices in (8, 64, 256)] == [(n, 1, 1) for n in (8, 64, 256)]
     length = config.data.sequence_length
-    assert round(estimate(config).tokens / 1e9 * 256 / length) == billions
+    assert round(config.train.steps * config.train.batch_size * 256 / 1e9) == billions
     assert config.optim.learning_rate == (0.2 if config.optim.optimizer == "sgd" else 1e-3)
     assert config.model.position == "rotary" or length <= config.model.max_length
     llama = run.file.startswith("llama2")
@@ -162,24 +163,3 @@ def test_reading_a_config_imports_no_jax():
     environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
     process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert process.stdout == "False\n"
-
-
-# The plan of a run.
-
-
-def test_an_estimate_is_the_closed_form():
-    run = estimate(FILES["gpt2_130m"]())
-    d, L, T, V = 768, 12, 256, 50_304
-    assert run.parameters == V * d + 1024 * d + L * (12 * d * d + 2) + 1
-    assert run.tokens_per_step == 131_072
-    assert run.tokens == 320_000 * 131_072
-    assert run.flops == run.tokens * (6 * (L * 12 * d * d + V * d) + 6 * L * T * d)
-    # At the peak of one device for its seconds.
-    assert run.hours("NVIDIA H200", mfu=1.0) == pytest.approx(run.flops / 989e12 / 3600)
-    assert run.hours("NVIDIA H200", 8, mfu=0.25) == pytest.approx(run.hours("NVIDIA H200", mfu=1.0) / 2)
-
-
-def test_hours_of_a_device_without_a_known_peak_are_refused():
-    with pytest.raises(UserError, match="'NVIDIA H20' is not known") as caught:
-        estimate(Config()).hours("NVIDIA H20", mfu=0.4)
-    assert "did you mean 'NVIDIA H200'" in str(caught.value)

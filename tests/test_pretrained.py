@@ -11,14 +11,12 @@ import pytest
 from tiny_run import TINY, assert_trees_close, blank_state, drawn_params, inputs, rows
 
 import orthojax
-from orthojax import analysis, quant
 from orthojax.config import TrainConfig, replace
 from orthojax.data.tokenizers import make_tokenizer
 from orthojax.errors import UserError
 from orthojax.model import Transformer, parameter_shapes, stack_layers, unstack_layers
-from orthojax.train import Checkpoints, load_params, quantize_checkpoint, read_config, train
-from orthojax.train.checkpoint import find_checkpoint
-from orthojax.train.workdir import keep_tokenizer, start_of
+from orthojax.train import Checkpoints, load_params, read_config, train
+from orthojax.train.workdir import keep_tokenizer
 
 CONFIG = replace(
     TINY, {"model.num_layers": 2, "model.normalizer": "softmax", "optim.warmup_steps": 1, "train.steps": 2}
@@ -76,23 +74,6 @@ def test_a_run_keeps_the_tokenizer_that_was_trained_on_its_corpus(tmp_path):
         keep_tokenizer(tmp_path / name, tmp_path / "cached.json")
     assert orthojax.load(tmp_path / "same").tokenizer == tokenizer
     assert orthojax.load(tmp_path / "other").tokenizer is None
-
-
-@pytest.mark.slow
-def test_a_quantised_checkpoint_is_loaded_on_its_integers(finished, tmp_path):
-    folder = quantize_checkpoint(
-        finished[0] / "checkpoints/0", quant.setting_named("int8_fine_per_token"), tmp_path / "checkpoints"
-    )
-    loaded = orthojax.load(tmp_path)
-    assert loaded.source == folder
-    out = logits(loaded.model, loaded.params)
-    assert 0 < np.max(np.abs(out - logits(Transformer(MODEL), finished[1]))) < 0.1
-    measured = [
-        analysis.finalize(analysis.measure(model, [TOKENS], analysis.observe_language_model))["kurtosis_rest"]
-        for model in (loaded, orthojax.load(finished[0]))
-    ]
-    assert measured[0] != measured[1]
-    assert measured[0] == pytest.approx(measured[1], rel=0.05)
 
 
 def test_the_lines_of_the_guide_measure_a_run(tmp_path):
@@ -176,17 +157,6 @@ def test_a_run_starts_from_the_parameters_and_resumes_from_its_own_checkpoint(fi
     assert read_config(next((tmp_path / "tuned" / "checkpoints").glob("[0-9]*"))).model.normalizer == "softmax1"
     again = jax.device_get(train(config, INPUTS, tmp_path / "tuned").params)
     assert_equal(again, after)
-
-
-def test_a_run_begins_with_the_checkpoint_that_was_the_newest_when_it_was_first_started(tmp_path):
-    for step in (10, 20):
-        (tmp_path / "other" / "checkpoints" / str(step)).mkdir(parents=True)
-        found = start_of(tmp_path, str(tmp_path / "other"), lambda path: find_checkpoint(Path(path)))
-        assert Path(found).name == "10"
-    (tmp_path / "other" / "checkpoints" / "10").rmdir()
-    with pytest.raises(UserError, match=r"which is gone\ndelete .*init_from.json to begin with what"):
-        start_of(tmp_path, str(tmp_path / "other"), lambda path: find_checkpoint(Path(path)))
-    assert start_of(tmp_path, "elsewhere", Path) == "elsewhere"  # with another config
 
 
 @pytest.mark.parametrize("name", ["tokenizer_sha256", "characters"])

@@ -104,7 +104,7 @@ def numpy_losses(logits, targets):
 # The step.
 
 
-def test_one_step_is_the_loss_and_the_update_computed_by_hand():
+def test_one_step_is_loss_and_update_by_hand():
     config = replace(CONFIG, {"optim.clip_norm": None})
     tokens, before = rows(0), drawn_params(config.model)
 
@@ -127,17 +127,23 @@ def test_one_step_is_the_loss_and_the_update_computed_by_hand():
     assert int(state.step) == 1
 
 
-def test_the_initial_parameters_depend_on_the_seed_alone_and_seeds_share_their_programs():
+def test_seeds_share_programs_and_decide_initial_parameters():
     first = initial(CONFIG).params
     same = initial(replace(CONFIG, {"optim.momentum": 0.5, "data.seed": 3, "data.sequence_length": 4})).params
     other = initial(replace(CONFIG, {"train.seed": 1})).params
     assert bits(first) == bits(same)
     assert not np.array_equal(by_path(first)["token_embedding/embedding"], by_path(other)["token_embedding/embedding"])
     # Nor does what they log, read, validate and keep make another program.
-    changes = {"train.seed": 1, "data.seed": 1, "train.eval_every_steps": 5, "train.keep_best": 1, "data.bos": True}
+    changes = {
+        "train.seed": 1,
+        "data.seed": 1,
+        "train.eval_every_steps": 5,
+        "train.keep_checkpoints": 1,
+        "data.bos": True,
+    }
     changes |= {"train.log_every_steps": 3, "train.probe_every_steps": 7, "train.checkpoint_every_steps": 50}
     assert build(replace(CONFIG, changes)) is build(CONFIG)
-    others = {"model.norm_eps": 1e-3, "optim.b1": 0.5, "train.steps": 11, "train.on_bad_step": "skip"}
+    others = {"model.norm_eps": 1e-3, "optim.b1": 0.5, "train.steps": 11, "train.accumulation_steps": 2}
     assert all(build(replace(CONFIG, {path: value})) is not build(CONFIG) for path, value in others.items())
 
 
@@ -148,7 +154,7 @@ def test_every_seed_has_bases_of_its_own():
         ).optimizer
         params = initial(CONFIG).params
         gradient = jax.tree.map(lambda x: 1.0 + x, params)
-        first = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p, value=jnp.zeros(()))[0])
+        first = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p)[0])
         updates = first(gradient, params)
         return np.asarray(updates["layers_0"]["mlp"]["output"]["kernel"])
 
@@ -169,7 +175,7 @@ def test_bases_of_older_versions_and_of_no_seed_are_refused():
 
 
 @pytest.mark.parametrize("k", [0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow)])
-def test_positions_whose_target_a_relaxed_mask_shows_are_no_loss_positions(k):
+def test_targets_that_a_relaxed_mask_shows_are_uncounted(k):
     config = replace(CONFIG, {"model.relaxed_causal_tokens": k})
     model, tokens, params = Transformer(config.model), rows(0), initial(CONFIG).params
     logits = forward(config.model)(params, tokens[:, :-1])
@@ -191,7 +197,7 @@ def test_the_learning_rate_warms_up_and_falls_as_a_cosine(t, fraction):
     assert float(schedule(t)) == pytest.approx(2e-3 * fraction, rel=1e-5)
 
 
-def test_clipping_bounds_the_update_and_leaves_the_reported_norm():
+def test_clipping_bounds_the_update():
     config = replace(CONFIG, {"optim.clip_norm": 0.01})
     state, metrics = train_step(config)(drawn(config), rows(0))
     change = jax.tree.map(lambda a, b: float(np.sum((a - b) ** 2)), state.params, drawn_params(config.model))
@@ -296,7 +302,7 @@ def test_three_steps_equal_a_chain_built_by_hand(name):
     assert moment is None or f"{config.optimizer}/{moment}/layers_0/mlp/input/kernel" in by_path(state)
 
 
-def test_annealed_sinks_go_to_zero_on_a_line_and_nothing_else_changes():
+def test_annealed_sinks_go_to_zero_on_a_line():
     config = OptimConfig(optimizer="adam", learning_rate=0.01, warmup_steps=0, sink_anneal_steps=4)
     tree = {"layers": {"attention": {"sink": jnp.array([[-8.0, -2.0]]), "kernel": jnp.ones((2, 2))}}}
     gradients = jax.tree.map(jnp.ones_like, tree)
@@ -322,7 +328,7 @@ def test_sinks_are_annealed_from_where_the_run_starts(tmp_path):
     np.testing.assert_allclose(state.params["layers_0"]["attention"]["sink"], start / 2, atol=1e-5)
 
 
-def test_rmsprop_is_the_gradient_over_the_root_of_its_second_moment():
+def test_rmsprop_equals_its_equation():
     config = OptimConfig(optimizer="rmsprop", learning_rate=0.01, warmup_steps=0, b2=0.9, eps=1e-5, clip_norm=None)
     x = np.asarray(random_tree(0)["token_embedding"]["embedding"], np.float64)
     nu = np.zeros_like(x)
@@ -444,7 +450,7 @@ BACKCOPY_KEYS = {
 
 
 @pytest.mark.slow
-def test_adam_with_a_fixed_rotation_in_the_model_is_orthoadam_on_the_writers_seen_in_other_coordinates():
+def test_a_fixed_rotation_under_adam_is_orthoadam_on_writers():
     plain = replace(CONFIG, {"optim.optimizer": "orthoadam", "optim.rotation.axes": "writers", "optim.eps": 1e-4})
     plain = replace(plain, {"optim.rotation.seed": 0})
     turned = replace(CONFIG, {"optim.optimizer": "adam", "optim.eps": 1e-4, "model.fixed_rotation": True})
@@ -462,7 +468,7 @@ def test_adam_with_a_fixed_rotation_in_the_model_is_orthoadam_on_the_writers_see
 
 
 @pytest.mark.slow
-def test_in_the_shared_basis_a_model_of_one_rotation_is_what_adam_trains():
+def test_one_shared_rotation_is_adam_in_its_basis():
     shared = {"optim.optimizer": "orthoadam", "optim.rotation.axes": "residual", "optim.rotation.scope": "tree"}
     config = replace(CONFIG, {**shared, "optim.learning_rate": 0.01, "optim.rotation.seed": 3})
     basis = np.asarray(shared_basis(config.optim, 16))
@@ -494,7 +500,7 @@ def evaluated():
     return params, metrics
 
 
-def test_a_setting_whose_groups_do_not_fit_is_refused_before_anything_is_computed(monkeypatch):
+def test_a_setting_that_does_not_fit_is_refused(monkeypatch):
     model = loaded(TWO_LAYERS, drawn_params(TWO_LAYERS.model))
     settings = quant.SETTINGS | {name: quant.setting_named(name) for name in ("w4a8", "w4a8_group64")}
     reason = "group_size=64 does not divide the 16 input features of layers_0/attention/query"
@@ -504,10 +510,10 @@ def test_a_setting_whose_groups_do_not_fit_is_refused_before_anything_is_compute
         evaluate(model, inputs(), settings=settings)
 
 
-def test_the_fused_attention_of_another_platform_is_refused_before_anything_is_read():
+def test_fused_attention_of_another_platform_is_refused():
     config = replace(TINY, {"model.attention_implementation": "cudnn", "model.dtype": "bfloat16"})
     for check in (lambda config: list(dry_run(config)), lambda config: opening(config, Path("run"))):
-        with pytest.raises(UserError, match="attention_implementation='cudnn' on a cpu\nallowed: auto"):
+        with pytest.raises(UserError, match="attention_implementation='cudnn'"):
             check(config)
 
 
@@ -542,7 +548,7 @@ def test_the_evaluation_does_not_depend_on_the_batch_size(evaluated):
 
 
 @pytest.mark.slow
-def test_hidden_states_after_attention_are_measured_where_asked_for(evaluated):
+def test_hidden_states_after_attention_are_measured(evaluated):
     params, metrics = evaluated
     more = evaluate(loaded(TWO_LAYERS, params), inputs(), settings={}, post_attention=True)
     assert {name for name in more.keys() - metrics.keys() if "/" not in name} == {
@@ -594,7 +600,7 @@ def test_bigram_backcopy_has_every_metric():
 # The loop.
 
 
-def test_a_task_is_drawn_by_the_step_itself_as_it_would_be_given(tmp_path):
+def test_a_task_is_drawn_by_the_step_itself(tmp_path):
     """On a mesh, and resumed; runs that differ in their seeds share the program."""
     (tmp_path / "text").write_text("the cat sat on the mat. " * 20)
     task = {"data.kind": "bigram_backcopy", "data.paths": (str(tmp_path / "text"),), "data.bos_tokens": 2}
@@ -616,7 +622,24 @@ def test_a_task_is_drawn_by_the_step_itself_as_it_would_be_given(tmp_path):
     assert build(other, open_inputs(other, tmp_path).task) is build(config, data.task)
 
 
-def test_metrics_have_the_learning_rate_and_the_loss_of_their_own_step(tmp_path):
+@pytest.mark.parametrize("poisoned", [2, 0])
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, poisoned):
+    config = replace(CONFIG, {"train.checkpoint_every_steps": 2})
+    with pytest.raises(DivergedError, match=f"loss .* at step {poisoned + 1}"):
+        train(config, inputs((poisoned,)), tmp_path)
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, poisoned + 1))
+    assert (tmp_path / "checkpoints/2").is_dir() == (poisoned == 2)
+    # The data being repaired, it resumes from there.
+    assert bits(train(config, inputs(), tmp_path)) == bits(train(config, inputs(), tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(("name", "value"), [("probe_every_steps", -1), ("probe_sequences", 0), ("probe_steps", (-1,))])
+def test_impossible_probes_are_refused(name, value):
+    with pytest.raises(UserError, match=name):
+        replace(CONFIG, {f"train.{name}": value})
+
+
+def test_metrics_are_those_of_their_own_step(tmp_path):
     config = replace(CONFIG, {"optim.warmup_steps": 4, "train.steps": 6, "train.eval_every_steps": 3})
     seen = []
     state = train(config, inputs(), tmp_path, on_step=lambda step, loss: seen.append((step, loss)))
@@ -642,12 +665,11 @@ def test_metrics_have_the_learning_rate_and_the_loss_of_their_own_step(tmp_path)
         ({"train.checkpoint_every_steps": 1}, "parameters", 2),
     ],
 )
-def test_a_run_that_diverges_names_the_step_and_keeps_the_last_good_checkpoint(tmp_path, changes, what, step):
+def test_a_diverging_run_keeps_its_last_good_checkpoint(tmp_path, changes, what, step):
     start = {"optim.learning_rate": 1e30, "optim.warmup_steps": 2}
     config = replace(CONFIG, start | {"train.checkpoint_every_steps": 100} | changes)
-    with pytest.raises(DivergedError, match=rf"({what}).* is not finite at step {step}") as error:
+    with pytest.raises(DivergedError, match=rf"({what}).* at step {step}"):
         train(config, inputs(), tmp_path)
-    assert len(str(error.value).splitlines()) <= 3
     for line in lines(tmp_path):
         assert line["step"] <= step
         if "learning_rate" in line:  # the writer leaves out what is not finite
@@ -750,12 +772,12 @@ def test_progress_of_tokenising_ends_each_part_before_the_next(clock, kind):
         assert text.count("\n") == 3
 
 
-def test_a_second_run_is_kept_off_the_folder_of_the_first(tmp_path):
+def test_a_second_run_cannot_use_the_same_folder(tmp_path):
     """It would take the checkpoint that is being written for one that was left unfinished."""
     refused = []
 
     def second(step, loss):
-        with pytest.raises(UserError, match=f"another process is training in {tmp_path}") as error:
+        with pytest.raises(UserError, match=str(tmp_path)) as error:
             train(replace(CONFIG, {"train.log_every_steps": 3}), inputs(), tmp_path)
         refused.append(str(error.value))
 
@@ -767,22 +789,5 @@ def test_a_second_run_is_kept_off_the_folder_of_the_first(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / ".lock").mkdir()  # permissions do not stop every user
-    with pytest.raises(UserError, match=f"cannot write to workdir {tmp_path}: Is a directory"):
+    with pytest.raises(UserError, match=str(tmp_path)):
         train(CONFIG, inputs(), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("axes", "steps", "optimizer", "noted"),
-    [
-        ("output", 10_000, "orthoadam", True),
-        ("residual", 10_000, "orthoadam", False),
-        ("both", 10_000, "orthoadam", False),
-        ("output", 4_000, "orthoadam", False),
-        ("output", 10_000, "adam", False),
-    ],
-)
-def test_a_long_run_is_told_which_axes_leave_outliers(axes, steps, optimizer, noted, tmp_path):
-    changes = {"optim.optimizer": optimizer, "optim.rotation.axes": axes, "train.steps": steps}
-    said = "\n".join(opening(replace(TINY, changes), tmp_path))
-    assert ("optim.rotation.axes=residual" in said) == noted
-    assert (f"orthoadam (hadamard, axes {axes})" in said) == (optimizer == "orthoadam")

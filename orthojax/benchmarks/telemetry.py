@@ -18,9 +18,8 @@ from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainCo
 from orthojax.model import bigram_backcopy
 from orthojax.timing import interleaved_seconds, median_ratio, spread
 from orthojax.train import Inputs, init_state, make_train_step, open_inputs, require_task
-from orthojax.train.metrics import MetricWriter
+from orthojax.train.metrics import MetricWriter, StepLogger
 from orthojax.train.probe import Probe
-from orthojax.train.step_logger import StepLogger
 
 _STEPS_AT_ONCE = 100
 
@@ -49,8 +48,7 @@ def _cadence(repeats: int, tiny: bool) -> Row:
         return reported
 
     with tempfile.TemporaryDirectory() as folder, MetricWriter(Path(folder) / "metrics.jsonl", 0) as writer:
-        logger = StepLogger(config, writer, lambda *_: None)
-        logger.start(0)
+        logger = StepLogger(config, 0, writer.write)
 
         def record() -> None:  # metrics that are on the host already: waiting for the device costs it nothing
             for _ in range(_STEPS_AT_ONCE):
@@ -109,7 +107,6 @@ def _listed_steps(num_layers: int, details: bool, repeats: int, tiny: bool) -> R
             return reported
 
         def look() -> Any:
-            probe.before(1, params)
             return probe(1, params)
 
         started = time.perf_counter()

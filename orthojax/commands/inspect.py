@@ -24,7 +24,7 @@ def define_flags() -> None:
 def main(arguments: list[str]) -> None:
     import numpy as np
 
-    from orthojax.train import array_items, find_checkpoint, list_arrays, read_config, read_json_item, verify_checkpoint
+    from orthojax.train import ARRAYS, find_checkpoint, list_arrays, read_config, read_json_item, verify_checkpoint
 
     step_folder = find_checkpoint(Path(arguments[0]))
     config = read_config(step_folder)
@@ -32,12 +32,12 @@ def main(arguments: list[str]) -> None:
     print("config:")
     for path, value in flatten(config).items():
         print(printable(f"  {path} = {value}"))
-    for item in ("data", "validation", "quantization"):
+    for item in ("data",):
         if (step_folder / item).is_dir():
             print(f"{item}:")
             for name, value in read_json_item(step_folder, item).items():
                 print(printable(f"  {name}: {value!r}"))
-    for item in array_items(step_folder):
+    for item in ARRAYS:
         arrays = list_arrays(step_folder, item)
         sizes = [math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in arrays]
         numbers = sum(math.prod(shape) for _, shape, _ in arrays)

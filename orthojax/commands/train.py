@@ -147,8 +147,7 @@ def main(_: list[str]) -> None:
         # Every process makes the token files that it does not find; the first to finish keeps them.
         return open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress() if is_primary else None)
 
-    with distributed.ending_with_peers():
-        inputs = distributed.sync_start(prepare)
+    inputs = distributed.sync_start(prepare)
     say(describe_data(inputs.provenance))
     if is_primary:
         _train_with_progress(config, inputs, workdir)

@@ -4,27 +4,27 @@ import dataclasses
 import math
 from typing import Literal
 
-from orthojax.config.fields import added, check_types, require, require_each, require_seed, setting
+from orthojax.config.fields import check_types, require, require_each, require_seed, setting
 from orthojax.config.model import ModelConfig
 from orthojax.config.optim import OptimConfig, RotationConfig
 
 TriggerRule = Literal["backcopy", "in_context_bigram", "bigram_backward", "markov", "skip_bigram"]
-"""What follows a trigger of Bigram-Backcopy; see `orthojax.data.BigramBackcopy`."""
+"""The rule for the token after a trigger of Bigram-Backcopy; see `orthojax.data.BigramBackcopy`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Where tokens come from.
+    """The source of the tokens.
 
     Attributes:
       kind: `embedded` is Python's own standard library, `text` reads the text or jsonl files in `paths`, `tokens` a
         train and a validation token file made by orthojax prepare, `bigram_backcopy` is the synthetic task.
       paths: Of `text`, files, folders and patterns (any number); of `tokens` two: the train and the validation file,
         each one file or, under the same name, the shards of orthojax prepare --shard=i/n; of `bigram_backcopy`,
-        the text whose characters are counted, where it is not that of the standard library's documentation.
+        the text whose characters are counted, if it is not that of the standard library's documentation.
       tokenizer: `bytes`, `bpe:N` (trained on the corpus, N ids) or the path of a tokenizer: a tokenizer.json, GPT-2's
         vocab.json beside its merges.txt, a sentencepiece .model or the token ranks of Llama 3. Of `tokens`, what the
-        files must have been created with, where it is not the default.
+        files must have been created with, if it is not the default.
       sequence_length: Input positions of one row.
       bos: Start every row of text with the beginning-of-sequence token.
       seed: Seed of the order of the rows.
@@ -32,7 +32,7 @@ class DataConfig:
         repeats at once, as quotations, logs and boilerplate do; see `orthojax.data.repeat_passages`.
       repeat_seed: Of which passages those are.
       trigger_count: Bigram-Backcopy: the k most frequent characters are triggers.
-      counts: Bigram-Backcopy: a file in place of a text: a JSON list of [a, b, n], where b followed a n times.
+      counts: Bigram-Backcopy: a file in place of a text: a JSON list of [a, b, n]: b followed a n times.
       rule: Bigram-Backcopy: what follows a trigger: a copy of the token before it (`backcopy`), a token that the
         sequence has drawn for this trigger (`in_context_bigram`), what could follow the token before it
         (`bigram_backward`), or what follows it in the text (`markov`). With `skip_bigram` what could follow the token
@@ -42,7 +42,7 @@ class DataConfig:
       bos_tokens: Bigram-Backcopy: BOS tokens at the start of every row, each with an id of its own: 0, 1 or 2.
       delimiter: Bigram-Backcopy: whether a delimiter stands in the middle of every row; after it, triggers are nothing
         special.
-      verify: Compare the sha256 of all token files when they are opened, which reads them whole; otherwise, where they
+      verify: Compare the sha256 of all token files when they are opened, which reads them whole; otherwise, if they
         are larger than 256 MB together, their sizes and a few blocks of each.
     """
 
@@ -52,16 +52,16 @@ class DataConfig:
     sequence_length: int = 64
     bos: bool = False
     seed: int = 0
-    repeated_share: float = added(0.0)
-    repeat_seed: int = added(0)
+    repeated_share: float = 0.0
+    repeat_seed: int = 0
     trigger_count: int = 3
-    counts: str = added("")
-    rule: TriggerRule = added("backcopy")
-    other_rule: TriggerRule = added("markov")
-    other_rule_probability: float = added(0.0)
-    bos_tokens: int = added(1)
-    delimiter: bool = added(False)
-    verify: bool = added(False, affects="nothing")
+    counts: str = ""
+    rule: TriggerRule = "backcopy"
+    other_rule: TriggerRule = "markov"
+    other_rule_probability: float = 0.0
+    bos_tokens: int = 1
+    delimiter: bool = False
+    verify: bool = setting(False, affects="nothing")
 
     def __post_init__(self):
         check_types(self, "data")
@@ -95,13 +95,13 @@ class DataConfig:
 
     @property
     def middle(self) -> int:
-        """The position of a delimiter."""
+        """Returns the position of a delimiter."""
         return (self.sequence_length + 1) // 2
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """How the devices of a run are arranged; -1, in one of the sizes, takes all devices that the others leave.
+    """The arrangement of a run's devices; -1, in one of the sizes, takes all devices that the others leave.
 
     The numbers of a run do not depend on it, beyond rounding, and a checkpoint can be resumed on another mesh.
 
@@ -124,10 +124,10 @@ class MeshConfig:
         require(free <= 1, f"mesh {dataclasses.asdict(self)} has more than one -1", "-1 in at most one of the sizes")
 
     def sizes(self, device_count: int) -> tuple[int, int, int]:
-        """(data, fsdp, tensor) on this many devices.
+        """Returns (data, fsdp, tensor) on this many devices.
 
         Raises:
-          UserError: Where there are too few, or the rest does not divide.
+          UserError: If there are too few, or the rest does not divide.
 
         >>> MeshConfig(data=-1, tensor=2).sizes(8)
         (4, 1, 2)
@@ -162,66 +162,48 @@ class TrainConfig:
       init_from: A checkpoint or workdir to take the initial parameters from, as for fine-tuning; the optimizer starts
         from scratch.
       allow_normalizer_change: Let the model's normalizer differ from that of `init_from`.
-      loss_chunk_positions: Positions of every sequence whose logits are materialised at a time, in training and
-        validation; None takes as many as make 256 MB of logits on a CPU or 512 MB on another device.
       log_every_steps: Steps between lines of metrics.jsonl.
       probe_every_steps: Steps between probes of outliers and attention on a few validation rows; 0: none.
       probe_steps: Further steps to probe, each once; 0 is the start.
-      probe_details: Also write arrays of probes, to probes/step_N.npz: attention and norms of one sequence, norms of
-        the gradient and update of each parameter, and what moves the residual stream of the first token; on one device.
-      probe_sequences: Rows of a probe, out of the `eval.sequences`; all of those where they are fewer.
+      probe_details: Also write arrays of probes, to probes/step_N.npz: what moves the residual stream of the first
+        token; on one device.
+      probe_sequences: Rows of a probe, out of the `eval.sequences`; all of those if they are fewer.
       tensorboard: Also write metrics.jsonl as TensorBoard events, under tensorboard/.
       wandb: Also log metrics.jsonl to Weights & Biases, one run for each workdir; WANDB_MODE=offline keeps it on disk.
-      on_bad_step: What to do where a loss or gradient norm is not finite, or a loss spikes: `stop` with an error;
-        `skip` the batch; `roll_back` to the last checkpoint of the schedule and leave out the batches since;
-        `checkpoint_every_steps` may not change on resume then.
-      spike_nats: How far above its running mean a loss counts as a spike; None: no loss does.
       eval_every_steps: Steps between validation losses; 0 leaves them out.
       checkpoint_every_steps: Steps between checkpoints; one is also written at the end and on SIGTERM or Ctrl-C.
-      keep_checkpoints: Newest checkpoints to keep; with 2, a run can resume where the newest is corrupt.
+      keep_checkpoints: Newest checkpoints to keep; with 2, a run can resume if the newest is corrupt.
       keep_every_steps: Checkpoints at multiples of this are never deleted; 0: none.
-      keep_best: Checkpoints of lowest validation loss to keep.
     """
 
     steps: int = 1000
     batch_size: int = 16
-    accumulation_steps: int = added(1, affects="computation")
+    accumulation_steps: int = setting(1, affects="computation")
     seed: int = 0
-    init_from: str = added("", affects="start")
-    allow_normalizer_change: bool = added(False, affects="start")
-    loss_chunk_positions: int | None = added(None, affects="computation")
+    init_from: str = setting("", affects="start")
+    allow_normalizer_change: bool = setting(False, affects="start")
     log_every_steps: int = setting(20, affects="nothing")
-    probe_every_steps: int = added(100, affects="nothing")
-    probe_steps: tuple[int, ...] = added((), affects="nothing")
-    probe_details: bool = added(False, affects="nothing")
-    probe_sequences: int = added(8, affects="nothing")
-    tensorboard: bool = added(False, affects="nothing")
-    wandb: bool = added(False, affects="nothing")
-    on_bad_step: Literal["stop", "skip", "roll_back"] = added("stop")
-    spike_nats: float | None = added(None)
+    probe_every_steps: int = setting(100, affects="nothing")
+    probe_steps: tuple[int, ...] = setting((), affects="nothing")
+    probe_details: bool = setting(False, affects="nothing")
+    probe_sequences: int = setting(8, affects="nothing")
+    tensorboard: bool = setting(False, affects="nothing")
+    wandb: bool = setting(False, affects="nothing")
     eval_every_steps: int = setting(100, affects="nothing")
     checkpoint_every_steps: int = setting(100, affects="nothing")
     keep_checkpoints: int = setting(2, affects="nothing")
-    keep_every_steps: int = added(0, affects="nothing")
-    keep_best: int = added(0, affects="nothing")
+    keep_every_steps: int = setting(0, affects="nothing")
 
     def __post_init__(self):
         check_types(self, "train")
         positive = "steps batch_size accumulation_steps log_every_steps checkpoint_every_steps keep_checkpoints"
         require_each(self, "train", f"{positive} probe_sequences", lambda n: n >= 1, "at least 1")
-        require_each(self, "train", "eval_every_steps probe_every_steps keep_best", lambda n: n >= 0, "at least 0")
+        require_each(self, "train", "eval_every_steps probe_every_steps", lambda n: n >= 0, "at least 0")
         require_each(self, "train", "probe_steps", lambda steps: all(s >= 0 for s in steps), "steps of at least 0")
         require(
             not self.probe_details or bool(self.probe_steps or self.probe_every_steps),
             "train.probe_details without probes",
             "with train.probe_steps or train.probe_every_steps",
-        )
-        require_each(self, "train", "loss_chunk_positions", lambda n: n >= 1, "none, or at least 1")
-        require_each(self, "train", "spike_nats", lambda x: 0.0 < x < math.inf, "none, or a finite number > 0")
-        require(
-            not self.keep_best or self.eval_every_steps > 0,
-            f"train.keep_best={self.keep_best} without validation losses",
-            "with train.eval_every_steps of at least 1",
         )
         require(
             self.keep_every_steps >= 0 and self.keep_every_steps % self.checkpoint_every_steps == 0,
@@ -236,11 +218,6 @@ class TrainConfig:
             "with train.init_from=DIR",
         )
 
-    @property
-    def watches_steps(self) -> bool:
-        """Whether the optimizer itself detects and skips bad steps."""
-        return self.on_bad_step != "stop" or self.spike_nats is not None
-
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
@@ -249,7 +226,7 @@ class EvalConfig:
     Attributes:
       sequences: Number of sequences, spread evenly over the split.
       batch_size: Sequences per batch, and the set over which dynamic quantisation scales are taken; the last batch may
-        have fewer. Where a mesh does not divide those, every device takes all of them.
+        have fewer. If a mesh does not divide those, every device takes all of them.
     """
 
     sequences: int = 256
@@ -269,7 +246,7 @@ class Config:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
-    mesh: MeshConfig = added(MeshConfig())
+    mesh: MeshConfig = MeshConfig()
 
     def __post_init__(self):
         check_types(self, "config")
@@ -277,7 +254,7 @@ class Config:
         require(
             self.model.position != "learned" or length <= self.model.max_length,
             f"data.sequence_length={length} is longer than model.max_length={self.model.max_length}",
-            f"at most {self.model.max_length} where positions are learned",
+            f"at most {self.model.max_length} if positions are learned",
         )
         require(
             self.model.relaxed_causal_tokens < length,
@@ -299,11 +276,6 @@ class Config:
         mesh = (self.mesh.data, self.mesh.fsdp, self.mesh.tensor)
         one = f"train.probe_details with a mesh of {mesh}"
         require(not self.train.probe_details or mesh == (1, 1, 1), one, "one device, or no details")
-        require(
-            not self.model.fixed_rotation or self.optim.rotation.basis == 2,
-            f"model.fixed_rotation with optim.rotation.basis={self.optim.rotation.basis}, which used other matrices",
-            "basis 2; a model that was trained with basis 1 is another function now",
-        )
         if -1 not in (self.mesh.data, self.mesh.fsdp):
             self._require_rows(self.mesh.data * self.mesh.fsdp)
 
@@ -323,16 +295,16 @@ class Config:
 
     @property
     def seeded_optim(self) -> OptimConfig:
-        """`optim`, where a rotation without a seed of its own has that of the run."""
+        """Returns `optim`, with the run's seed for a rotation that has none of its own."""
         if not self.optim.is_rotated or self.optim.rotation.seed is not None:
             return self.optim
         return dataclasses.replace(self.optim, rotation=dataclasses.replace(self.optim.rotation, seed=self.train.seed))
 
     def mesh_sizes(self, device_count: int) -> tuple[int, int, int]:
-        """`MeshConfig.sizes`, where the batches divide over them.
+        """Returns `MeshConfig.sizes`, over which the batches divide.
 
         Raises:
-          UserError: Where the devices are too few, or a batch does not divide.
+          UserError: If the devices are too few, or a batch does not divide.
         """
         data, fsdp, tensor = self.mesh.sizes(device_count)
         self._require_rows(data * fsdp)
@@ -340,7 +312,7 @@ class Config:
 
 
 FIRST_DEFAULTS = Config(optim=OptimConfig(rotation=RotationConfig(axes="output")))
-"""What folders of runs and raw numbers name changes from: of a default that was changed later, the first value.
+"""The defaults from which folders of runs and raw numbers name changes: of a changed default, the first value.
 
 So a new default renames no folder, and what was recorded keeps its meaning.
 """

@@ -1,71 +1,59 @@
 """Training and evaluation of one model.
 
-In reading order: `loop` (a run from start to end), `workdir` (its inputs and its folder), `step` (from a config to
-objects, the pure step), `optimizer`, `mesh` (sharding), `step_logger` (what is logged, bad steps), `metrics`,
-`evaluation`, `distributed` (processes, signals), `checkpoint`, `loading` (models from checkpoints), `estimates`,
-`summary` (a run in a few lines).
+In reading order: `loop` (a run from start to end), `data` (its batches), `workdir` (its folder), `step` (from a config
+to objects, the pure step), `optimizer`, `mesh` (sharding), `metrics` (what is logged), `probe`, `evaluation`,
+`distributed` (processes, signals), `checkpoint`, `loading` (models from checkpoints), `estimates`, `summary` (a run in
+a few lines).
 """
 
 from orthojax.train.checkpoint import (
+    ARRAYS,
     Checkpoints,
     DamagedError,
-    array_items,
     find_checkpoint,
-    is_quantized,
     list_arrays,
-    quantize_checkpoint,
-    quantize_model,
     read_config,
     read_json_item,
     read_optimizer_state,
     read_params,
-    read_quantized,
     require_same_data,
+    steps_in,
     verify_checkpoint,
 )
+from orthojax.train.data import Inputs, open_inputs, require_task
 from orthojax.train.distributed import keep_compiled_programs
-from orthojax.train.estimates import (
-    dry_run,
-    estimate,
-    model_flops_per_token,
-    model_flops_utilization,
-    peak_flops_per_second,
-)
+from orthojax.train.estimates import dry_run, model_flops_per_token, model_flops_utilization, peak_flops_per_second
 from orthojax.train.evaluation import evaluate, evaluate_by_head, evaluation_stages, settings_that_do_not_fit
 from orthojax.train.loading import find_model, load, load_params, require_tokenizer
 from orthojax.train.loop import train
 from orthojax.train.mesh import make_mesh, place_rows
-from orthojax.train.metrics import describe_line, read_metrics, validation_losses
-from orthojax.train.optimizer import learning_rate_schedule, leave_out_bad_steps, make_optimizer, make_rotation
+from orthojax.train.metrics import DivergedError, describe_line, read_metrics, validation_losses
+from orthojax.train.optimizer import learning_rate_schedule, make_optimizer, make_rotation
 from orthojax.train.step import TrainState, build, init_state, make_train_step, optimizer_state_bytes, state_shapes
-from orthojax.train.step_logger import DivergedError
 from orthojax.train.summary import closing, describe_data, opening
-from orthojax.train.workdir import Inputs, check_workdir, open_inputs, require_task
+from orthojax.train.workdir import check_workdir
 
 __all__ = [
+    "ARRAYS",
     "Checkpoints",
     "DamagedError",
     "DivergedError",
     "Inputs",
     "TrainState",
-    "array_items",
     "build",
     "check_workdir",
     "closing",
     "describe_data",
     "describe_line",
     "dry_run",
-    "estimate",
     "evaluate",
     "evaluate_by_head",
     "evaluation_stages",
     "find_checkpoint",
     "find_model",
     "init_state",
-    "is_quantized",
     "keep_compiled_programs",
     "learning_rate_schedule",
-    "leave_out_bad_steps",
     "list_arrays",
     "load",
     "load_params",
@@ -80,19 +68,17 @@ __all__ = [
     "optimizer_state_bytes",
     "peak_flops_per_second",
     "place_rows",
-    "quantize_checkpoint",
-    "quantize_model",
     "read_config",
     "read_json_item",
     "read_metrics",
     "read_optimizer_state",
     "read_params",
-    "read_quantized",
     "require_same_data",
     "require_task",
     "require_tokenizer",
     "settings_that_do_not_fit",
     "state_shapes",
+    "steps_in",
     "train",
     "validation_losses",
     "verify_checkpoint",

@@ -12,8 +12,6 @@ import json
 import os
 import re
 import signal
-import socket
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +21,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from orthojax.errors import PEER_LOST, SharedError, UserError, as_user_error, message_of
+from orthojax.errors import UserError
 
 T = TypeVar("T")
 
@@ -37,8 +35,8 @@ def initialize(
 ) -> None:
     """Joins the processes of a run; call it before anything else of JAX.
 
-    A process whose heartbeat stops ends all others, at the latest; see `ending_with_peers`. Restarted, they resume from
-    the last checkpoint. Where the others do not connect within five minutes, JAX ends this one with exit code 134.
+    A process whose heartbeat stops ends all others. Restarted, they resume from the last checkpoint. If the others do
+    not connect within five minutes, JAX ends this one with exit code 134.
 
     Args:
       coordinator_address: HOST:PORT of process 0. None asks the cluster (Slurm, Open MPI, GKE, Cloud TPU) for all.
@@ -47,7 +45,7 @@ def initialize(
       heartbeat_timeout_seconds: Silence after which a process counts as dead.
 
     Raises:
-      UserError: Where only some of the three are given, no cluster is found, or the address cannot be used.
+      UserError: If only some of the three are given, no cluster is found, or the address cannot be used.
     """
     if len({value is None for value in (coordinator_address, num_processes, process_id)}) > 1:
         raise UserError(
@@ -56,8 +54,8 @@ def initialize(
         )
     if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
         raise UserError(f"process_id={process_id} of {num_processes} processes", allowed=f"0 to {num_processes - 1}")
-    if coordinator_address is not None:
-        _require_address(coordinator_address)
+    if coordinator_address is not None and not re.fullmatch(r"[\w.:\[\]-]+:\d{1,5}", coordinator_address):
+        raise UserError(f"coordinator_address={coordinator_address}", allowed="HOST:PORT of process 0")
     try:
         jax.distributed.initialize(
             coordinator_address,
@@ -74,54 +72,13 @@ def initialize(
         ) from error
 
 
-_SECONDS_FOR_OTHERS = 2  # with process 0 the others lose their coordinator, which ends them without their own message
-_LOST = re.compile(
-    r"Gloo|NCCL.*(remote|peer|network)|[Cc]oordination|heartbeat|Socket closed|Connection (reset|closed)"
-)
-
-
-@contextlib.contextmanager
-def ending_with_peers() -> Iterator[None]:
-    """Ends this process at once, with three lines, at an error of its own or one that says that another one is gone.
-
-    JAX would do so when the other one's heartbeat has been missed for long enough. Until then a checkpoint, a barrier
-    or the end of Python would wait for the other process.
-    """
-    try:
-        yield
-    except Exception as error:
-        if jax.process_count() == 1 or isinstance(error, SharedError):
-            raise
-        own = as_user_error(error) if isinstance(error, OSError) else error if isinstance(error, UserError) else None
-        if own is None and not _LOST.search(str(error)):
-            raise
-        # To the descriptor: standard error may be filtered; see `orthojax.commands.cli`.
-        os.write(2, (PEER_LOST if own is None else message_of(own)).encode())
-        if is_primary():
-            time.sleep(_SECONDS_FOR_OTHERS)
-        os._exit(1 if own is None else 2)
-
-
-def _require_address(address: str) -> None:
-    """Refuses what is no HOST:PORT, which would crash in JAX, and unknown hosts, for which it would wait."""
-    host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
-        raise UserError(f"coordinator_address={address}", allowed="HOST:PORT of process 0, with a port of 1 to 65535")
-    try:
-        socket.getaddrinfo(host.strip("[]"), int(port))
-    except (OSError, UnicodeError) as error:
-        raise UserError(
-            f"coordinator_address={address}: {error}", allowed="HOST:PORT of process 0, by a name known here"
-        ) from error
-
-
 def is_primary() -> bool:
-    """Whether this is process 0, which alone writes config.json, metrics and to the console."""
+    """Returns whether this is process 0, which alone writes config.json, metrics and to the console."""
     return jax.process_index() == 0
 
 
 def sync_start(prepare: Callable[[], T], same: Mapping[str, str] | None = None) -> T:
-    """Calls `prepare` on every process; returns its result where it succeeded on all and `same` agrees between them.
+    """Calls `prepare` on every process; returns its result if it succeeded on all and `same` agrees between them.
 
     Without this the others would wait for a process that failed alone, or add up the gradients of one that trains with
     another config or on other data.
@@ -135,21 +92,27 @@ def sync_start(prepare: Callable[[], T], same: Mapping[str, str] | None = None) 
     except Exception as error:
         failure = error
     if jax.process_count() > 1:
-        same = same or {}
-        digests = [hashlib.sha256(value.encode()).digest() for value in same.values()]
+        digests = [hashlib.sha256(value.encode()).digest() for value in (same or {}).values()]
         own = np.frombuffer(bytes([failure is not None]) + b"".join(digests), np.uint8)
-        rows = np.asarray(multihost_utils.process_allgather(own))
-        _require_agreement(rows, list(same))
-        failed = np.flatnonzero(rows[:, 0])
-        if failure is None and failed.size:
-            raise UserError(f"process {', '.join(map(str, failed))} cannot start", hint="its own message says why")
+        rows = np.asarray(multihost_utils.process_allgather(own))  # [processes, 1 + 32 for each of `same`]
+        # Before failures are reported: another config may fail for what process 0 has just written.
+        for number, name in enumerate(same or {}):
+            column = rows[:, 1 + 32 * number : 33 + 32 * number]
+            if others := np.flatnonzero((column != column[0]).any(axis=1)).tolist():
+                raise UserError(
+                    f"the processes do not belong to one run: {name} of process {others} is not that of process 0",
+                    allowed="the same config, the same files and the same version of Python on every machine",
+                )
+        failed = np.flatnonzero(rows[:, 0]).tolist()
+        if failure is None and failed:
+            raise UserError(f"process {failed} cannot start", hint="its own message says why")
     if failure is not None:
         raise failure
     return cast(T, prepared)
 
 
 def from_primary(read: Callable[[], T]) -> T:
-    """The JSON value that `read` returns on process 0, which alone calls it, on every process."""
+    """Returns on every process the JSON value that `read` returns on process 0, which alone calls it."""
     value = read() if is_primary() else None
     if jax.process_count() == 1:
         return cast(T, value)
@@ -159,46 +122,26 @@ def from_primary(read: Callable[[], T]) -> T:
     return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(content))))
 
 
-def _require_agreement(rows: np.ndarray, names: list[str]) -> None:
-    """Compares the digests in rows, uint8 [processes, 1 + 32 * names], whose first column says whether it failed."""
-    # Before failures are reported: another config may fail for what process 0 has just written.
-    digests = rows[:, 1:].reshape(len(rows), len(names), 32)
-    differs = (digests != digests[0]).any(axis=-1)
-    different = [
-        f"{name} of process {', '.join(map(str, np.flatnonzero(column)))}"
-        for name, column in zip(names, differs.T, strict=True)
-        if column.any()
-    ]
-    if different:
-        raise UserError(
-            f"the processes do not belong to one run; different from process 0: {' and '.join(different)}",
-            allowed="the same config, the same files and the same version of Python on every machine",
-        )
-
-
 # Stopping.
 
 
 class StopRequest:
-    """Whether the run was asked to stop.
+    """A wish to stop the run.
 
     Attributes:
       signum: The first signal to this process, once there was one.
     """
 
     def __init__(self, *, agreed: bool):
-        """No request yet; `agreed` where several processes run, which must stop at the same step."""
+        """Begins without a request; `agreed` if several processes run, which must stop at the same step."""
         self.signum: int | None = None
         self._agreed, self._asked = agreed, 0
 
-    def at(self, step: int) -> int | None:
-        """The signal that stops the run after this step, or one before it; every process asks after every step."""
-        if not self._agreed or self.signum is not None:
-            return self.signum
-        # The number agreed on must be one that every process reaches. Steps are not: a run may roll back. All processes
-        # ask equally often, so this counter is the same in each.
-        self._asked = max(self._asked + 1, step)
-        if multihost_utils.reached_preemption_sync_point(self._asked):
+    def check(self) -> int | None:
+        """Returns the signal that stops the run now, or None; every process asks equally often."""
+        # JAX lets all processes agree on a number that none has passed, here of times that they have asked.
+        self._asked += 1
+        if self._agreed and self.signum is None and multihost_utils.reached_preemption_sync_point(self._asked):
             self.signum = signal.SIGTERM
         return self.signum
 
@@ -237,23 +180,19 @@ def keep_compiled_programs(folder: str | None = None) -> Path | None:
     """Turns on JAX's persistent compilation cache for the whole process: meant for programs, not for libraries.
 
     Args:
-      folder: Where; "" keeps nothing; None means JAX_COMPILATION_CACHE_DIR where that is set, else `orthojax/xla` in
-        the user's cache, and nothing where JAX_ENABLE_COMPILATION_CACHE is false.
+      folder: Their folder; "" keeps nothing; None means JAX_COMPILATION_CACHE_DIR if that is set, else `orthojax/xla`
+        in the user's cache, and nothing if JAX_ENABLE_COMPILATION_CACHE is false.
 
     Returns:
-      Where programs are kept; None where they are not, with a warning where the folder cannot be written.
+      The folder of the programs; None if they are not kept, with a warning if the folder cannot be made.
     """
-    settings: Any = jax.config
-    path = None
+    settings, path = cast(Any, jax.config), None
     if folder or (folder is None and settings.jax_enable_compilation_cache):
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+        path = Path(folder or settings.jax_compilation_cache_dir or cache / "orthojax" / "xla")
         try:
-            chosen = folder or settings.jax_compilation_cache_dir
-            path = Path(chosen or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            path = path if chosen else path / "orthojax" / "xla"
             path.mkdir(parents=True, exist_ok=True)
-            if not os.access(path, os.W_OK | os.X_OK):
-                raise PermissionError(f"no permission to write to {path}")
-        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        except OSError as error:
             warnings.warn(f"compiled programs are not kept: {error}; --compile_cache=DIR sets a folder", stacklevel=2)
             path = None
     jax.config.update("jax_enable_compilation_cache", path is not None)

@@ -15,10 +15,10 @@ from orthojax.data import BigramBackcopy
 from orthojax.errors import UserError
 from orthojax.model import Interventions, LoadedModel, Transformer, linear, mesh_of
 from orthojax.ops.cross_entropy import perplexity
+from orthojax.train.data import Inputs
 from orthojax.train.mesh import constrain, in_mesh, place_rows
 from orthojax.train.optimizer import shared_basis
 from orthojax.train.step import loss_sum_nats, split_tokens
-from orthojax.train.workdir import Inputs
 
 Metrics = dict[str, float]
 
@@ -33,12 +33,12 @@ def _batches(config: Config, inputs: Inputs) -> Iterator[np.ndarray]:
     return (inputs.evaluation[i : i + size] for i in range(0, len(inputs.evaluation), size))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
+@functools.partial(jax.jit, static_argnums=0)
 def _loss(
-    model: Transformer, params: Any, tokens: jax.Array, positions: int | None, interventions: Interventions | None
+    model: Transformer, params: Any, tokens: jax.Array, interventions: Interventions | None
 ) -> tuple[jax.Array, jax.Array]:
     # Replicated, so that every process can read it.
-    return constrain(loss_sum_nats(model, params, tokens, positions, interventions), PartitionSpec())
+    return constrain(loss_sum_nats(model, params, tokens, interventions=interventions), PartitionSpec())
 
 
 def validation_loss_nats(
@@ -61,11 +61,11 @@ def validation_loss_nats(
       interventions: What the model does otherwise; one compiled program serves all values of the same shapes.
     """
     model = Transformer(config.model) if model is None else model
-    mesh, positions = mesh_of(params), config.train.loss_chunk_positions
+    mesh = mesh_of(params)
     sums: list[Any] = []
     with in_mesh(mesh):
         for rows in _batches(config, inputs):
-            sums.append(_loss(model, params, *place_batch(mesh, rows), positions, interventions))
+            sums.append(_loss(model, params, *place_batch(mesh, rows), interventions))
             if len(sums) > 1:  # one late, so that the devices do not wait for the host
                 sums[-2] = jax.device_get(sums[-2])
             after_batch()

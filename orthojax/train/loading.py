@@ -8,7 +8,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from orthojax import quant
 from orthojax.config import Config, DataConfig, ModelConfig, changed_fields, replace
 from orthojax.data import load_tokenizer, make_tokenizer
 from orthojax.data.declared_tokens import begins_with_bos, with_declared_tokens
@@ -26,45 +25,39 @@ from orthojax.model import (
     unstack_layers,
 )
 from orthojax.published import is_pretrained, locate
-from orthojax.train import checkpoint
 from orthojax.train.checkpoint import find_checkpoint, read_config, read_json_item, read_params
 
 _PUBLISHED_LENGTH = 256  # tokens of a row on which models that others trained are measured
 
 
 def load(path: str | Path) -> LoadedModel:
-    """A model with its parameters on the first device: of a run, or one that others trained.
+    """Returns a model with its parameters on the first device: of a run, or one that others trained.
 
-    A quantised checkpoint gives a model whose linear layers run on its integers. One trained with the fused attention
-    of a platform, `cudnn` or `splash`, has `auto` in its place, so that it can be read on any.
+    One trained with the fused attention of a platform, `cudnn` or `splash`, has `auto` in its place, so that it can be
+    read on any.
 
     Args:
       path: A workdir, its `checkpoints` folder, or one step's folder; or what `orthojax.published.locate` finds: a
         folder of config.json and safetensors, a .gguf file, a name in the local Hugging Face cache, `smollm2`.
 
     Raises:
-      UserError: Where there is no model, it is damaged, or of a family that is not supported; for a .gguf file or
+      UserError: If there is no model, it is damaged, or of a family that is not supported; for a .gguf file or
         safetensors also without the extra `pretrained`.
     """
     folder, config = find_model(path)
     if is_pretrained(folder):
         return _load_pretrained(folder, config)
-    if checkpoint.is_quantized(folder):
-        setting, params = checkpoint.read_quantized(folder)
-        model = Transformer(config.model, linear=quant.integer_linear(setting))
-    else:
-        model, params = Transformer(config.model), read_params(folder)
-    return LoadedModel(model, params, config, _tokenizer(folder, config), folder)
+    return LoadedModel(Transformer(config.model), read_params(folder), config, _tokenizer(folder, config), folder)
 
 
 def _published(path: str | Path) -> Path | None:
-    """Where a model that others trained is; None for a run of ours."""
+    """Returns the folder or file of a model that others trained; None for a run of ours."""
     found = Path(path) if os.path.lexists(path) else locate(path)
     return found if is_pretrained(found) else None
 
 
 def find_model(path: str | Path) -> tuple[Path, Config]:
-    """Where a model is, and its config; no parameters are read.
+    """Finds a model and its config; no parameters are read.
 
     Args:
       path: As of `load`.
@@ -106,10 +99,10 @@ def _load_pretrained(path: Path, config: Config) -> LoadedModel:
 
 
 def require_tokenizer(loaded: LoadedModel) -> Tokenizer:
-    """The tokenizer of a model that is to read or write text.
+    """Returns the tokenizer of a model that is to read or write text.
 
     Raises:
-      UserError: Where it is not known; of a model that others trained with the reason.
+      UserError: If it is not known; of a model that others trained with the reason.
     """
     if loaded.tokenizer is not None:
         return loaded.tokenizer
@@ -123,11 +116,11 @@ def require_tokenizer(loaded: LoadedModel) -> Tokenizer:
 
 
 def _tokenizer(folder: Path, config: Config) -> Any | None:
-    """The tokenizer that the run kept, or that its config names without a corpus, where it is still the same."""
+    """Returns the tokenizer that the run kept, or that its config names without a corpus, if it is still the same."""
     if config.data.kind == "bigram_backcopy":
         return None
     sha256, spec = read_json_item(folder, "data").get("tokenizer_sha256"), config.data.tokenizer
-    kept = (parent / "tokenizer.json" for parent in folder.parents[:4])  # a quantised checkpoint is below its run
+    kept = (parent / "tokenizer.json" for parent in folder.parents[:2])
     makes = [functools.partial(load_tokenizer, path, spec) for path in kept if path.is_file()]
     if not spec.startswith("bpe:"):
         makes.append(functools.partial(make_tokenizer, spec, ()))
@@ -139,7 +132,7 @@ def _tokenizer(folder: Path, config: Config) -> Any | None:
 
 
 def load_params(path: str | Path, model: ModelConfig, *, allow_normalizer_change: bool = False) -> Any:
-    """The parameters of a checkpoint, for a model that is built by another config.
+    """Returns the parameters of a checkpoint, for a model that is built by another config.
 
     The right shapes are not enough: a softmax model run with softmax-1, or with another activation, silently computes
     something else. So every field that changes the function must be that of the checkpoint.
@@ -148,13 +141,13 @@ def load_params(path: str | Path, model: ModelConfig, *, allow_normalizer_change
       path: As of `load`.
       model: Uses the parameters; layers are stacked or unstacked for it.
       allow_normalizer_change: Let the normalizer differ, as for fine-tuning a softmax model with softmax-1. Learned
-        sink logits then are where `model.sink_init` says.
+        sink logits then begin at `model.sink_init`.
 
     Returns:
       A nested dict of float32 arrays on the first device.
 
     Raises:
-      UserError: Where there is no checkpoint, it is damaged, or its model differs; the fields are named.
+      UserError: If there is no checkpoint, it is damaged, or its model differs; the fields are named.
     """
     folder, config = find_model(path)
     saved = config.model
@@ -192,15 +185,15 @@ def _require_same_function(folder: Path, saved: ModelConfig, model: ModelConfig,
 
 
 def initial_params(config: Config, provenance: dict[str, Any], path: str) -> Any:
-    """The parameters at which a run begins, on data of a provenance, where token ids mean the same.
+    """Returns the parameters at which a run begins, if token ids mean the same in them as in its data.
 
     Args:
       config: Of the run.
       provenance: Of its data.
-      path: What `train.init_from` was when the run began; see `workdir.start_of`.
+      path: The folder or file behind `train.init_from`.
 
     Raises:
-      UserError: As `load_params`; where it was created with a different tokenizer.
+      UserError: As `load_params`; if it was created with a different tokenizer.
     """
     params = load_params(path, config.model, allow_normalizer_change=config.train.allow_normalizer_change)
     if (folder := _published(path)) is not None:

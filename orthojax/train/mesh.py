@@ -21,11 +21,11 @@ ROWS = PartitionSpec(("data", "fsdp"))  # how the first axis of a batch is split
 
 
 def make_mesh(config: Config) -> Mesh | None:
-    """The mesh of a run, of Auto axes; None for one device, which needs none.
+    """Makes the mesh of a run, of Auto axes; returns None for one device, which needs none.
 
     Raises:
       UserError: For fewer devices than `config.mesh` needs, a batch that does not divide over it, or several processes
-        of which it would leave devices out.
+        some of whose devices it would leave out.
     """
     count = jax.device_count()
     data, fsdp, tensor = sizes = config.mesh_sizes(count)
@@ -33,7 +33,7 @@ def make_mesh(config: Config) -> Mesh | None:
     if (processes := jax.process_count()) > 1 and size < count:
         raise UserError(
             f"mesh {data=}, {fsdp=}, {tensor=} uses {size} of the {count} devices of {processes} processes",
-            allowed="all of them, where there are several processes",
+            allowed="all of them, if there are several processes",
             hint="--config.mesh.data=-1",
         )
     if size == 1:
@@ -42,7 +42,7 @@ def make_mesh(config: Config) -> Mesh | None:
 
 
 def about_mesh(config: Config) -> list[str]:
-    """Warnings for the user where the mesh wastes devices: some are left out, or all of `tensor` do the same work.
+    """Returns warnings for the user if the mesh leaves devices out, or all of `tensor` do the same work.
 
     Raises:
       UserError: As `make_mesh`.
@@ -58,12 +58,12 @@ def about_mesh(config: Config) -> list[str]:
 
 
 def in_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Around jitted calls: what is traced inside sees the mesh, as the attention kernels must."""
+    """Shows the mesh to what is traced in jitted calls inside, as the attention kernels must see it."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def traced_in_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """The same inside a jitted function, where `in_mesh` is not allowed."""
+    """Shows the mesh as `in_mesh` does, inside a jitted function, which may not call that."""
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
@@ -88,7 +88,7 @@ def place_rows(mesh: Mesh | None, count: int, read: Callable[[int, int], np.ndar
       read: (start, stop) -> rows [stop - start, ...] of the batch, the same in every process.
 
     Returns:
-      [B, ...], split over `data` and `fsdp` where these divide B, else whole on every device.
+      [B, ...], split over `data` and `fsdp` if these divide B, else whole on every device.
     """
     if mesh is None:
         return jax.device_put(read(0, count))
@@ -115,7 +115,7 @@ def place_whole(mesh: Mesh | None, array: np.ndarray) -> jax.Array:
 
 
 def place_tree(tree: Any, like: Any) -> Any:
-    """Puts arrays where those of `like` are; every process has the whole of `tree`, and nothing is communicated."""
+    """Places arrays as those of `like` are; every process has the whole of `tree`, and nothing is communicated."""
 
     def place(array: Any, where: jax.Array) -> jax.Array:
         if where.is_fully_addressable:
@@ -136,21 +136,21 @@ def _put(shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callable
 
 
 class Rule(NamedTuple):
-    """Which dimensions of a parameter are split; counted from the end, so that scanned layers are like others."""
+    """The dimensions of a parameter that are split, counted from the end, so that scanned layers are like others."""
 
     pattern: str  # of the end of its path
     tensor: int | None = None  # over `tensor`
-    units: int | None = None  # what `tensor` must divide, where that is not the dimension itself
+    units: int | None = None  # what `tensor` must divide, if that is not the dimension itself
     fsdp: tuple[int, ...] = ()  # over `fsdp`: the first that it divides
 
 
 def rules(model: ModelConfig) -> tuple[Rule, ...]:
-    """The rules of the transformer's parameters, the first match counts.
+    """Returns the rules of the transformer's parameters, of which the first match counts.
 
     `tensor` splits heads, MLP width and vocabulary; a head is never cut, nor parted from its group. `fsdp` splits the
-    axis that is not rotated by default, where every kernel is rotated along d_model, so that rotated moments need no
+    axis that is not rotated by default, since every kernel is rotated along d_model, so that rotated moments need no
     communication: `out` of kernels that read the residual stream, `in` of those that write to it, n of tables
-    [n, d_model] and of the head [d_model, n]. The other axis where that does not divide. A dimension that does not
+    [n, d_model] and of the head [d_model, n]; the other axis if that does not divide. A dimension that does not
     divide stays whole, and so do vectors, except the biases of split outputs.
     """
     heads = model.kv_heads
@@ -187,7 +187,7 @@ def _spec(rule: Rule, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 
 
 def parameter_shardings(model: ModelConfig, shapes: Any, mesh: Mesh) -> Any:
-    """A tree like the parameters of NamedSharding, by `rules`.
+    """Returns a tree like the parameters of NamedSharding, by `rules`.
 
     Args:
       model: Has the parameters.
@@ -204,7 +204,7 @@ def parameter_shardings(model: ModelConfig, shapes: Any, mesh: Mesh) -> Any:
 
 
 def moment_shardings(optim: OptimConfig, shapes: Any, shardings: Any) -> Any:
-    """Shardings of the optimizer's moments: those of the parameters, split over `data` too (ZeRO stage 1)."""
+    """Returns shardings of the optimizer's moments: those of the parameters, also split over `data` (ZeRO stage 1)."""
     if jax.tree.leaves(shardings)[0].mesh.shape["data"] == 1:
         return shardings
     if optim.is_rotated:
@@ -216,7 +216,7 @@ def moment_shardings(optim: OptimConfig, shapes: Any, shardings: Any) -> Any:
 
 @plain_product
 def linear_on_rows(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
-    """`orthojax.model.linear` whose argument and result are split by rows, so that kernels travel and activations stay.
+    """Computes `orthojax.model.linear` with argument and result split by rows: kernels travel and activations stay.
 
     Without that the compiler may gather activations, which are larger, instead of an `fsdp` part of a kernel.
     """

@@ -22,9 +22,6 @@ from orthojax.optim import (
 
 Layout = Callable[[str], jax.sharding.Sharding | None]
 
-BAD_STEPS = "bad_steps"  # beside the parts of the optimizer: opt_state/bad_steps/...
-_MEAN_OF_STEPS = 100
-
 _WRITERS = ("attention/output", "mlp/output", "mlp/experts/output", "mlp/shared/output")
 _TABLES = ("token_embedding", "position_embedding", "head")
 
@@ -224,63 +221,3 @@ def _is_sink(path: tuple[Any, ...]) -> bool:
 
 def _name(path: tuple[Any, ...]) -> str:
     return ".".join(str(key.key) for key in path)
-
-
-# Bad steps: decided on the device, so that no step waits for the host, which reads the decision one step late.
-
-
-class BadSteps(NamedTuple):
-    """What is remembered of the steps so far, all shape=()."""
-
-    loss_mean_nats: jax.Array  # float32: running mean of the losses of the good steps
-    good_steps: jax.Array  # int32
-    skipped_steps: jax.Array  # int32
-    in_a_row: jax.Array  # int32: skipped ones since the last good one
-
-
-def leave_out_bad_steps(
-    optimizer: optax.GradientTransformation, spike_nats: float | None = None
-) -> optax.GradientTransformationExtraArgs:
-    """An optimizer for which a bad step has not happened: parameters, its own state and its counts stay as they were.
-
-    A step is bad where its loss or gradient norm is not finite, or where its loss spikes. The running mean m of the
-    losses l_1, l_2, ... of the good steps is m += (l_t - m) / min(t, 100): their mean at first, then an exponential one
-    of decay 0.99. A loss above m + `spike_nats` is a spike; the first has nothing to be compared with.
-
-    Args:
-      optimizer: A named chain, whose state is a dict.
-      spike_nats: How far above the mean a loss may lie; None: only losses and gradients that are not finite are bad.
-
-    Returns:
-      A transformation whose `update` takes `value=` the loss in nats, and whose state has `bad_steps` beside the names
-      of the chain. The updates of a bad step are -0.0, which leaves every bit of a parameter as it is.
-    """
-    inner = optax.with_extra_args_support(optimizer)
-
-    def init(params: optax.Params) -> Any:
-        state: Any = inner.init(params)
-        # An array each: one buffer cannot be donated twice.
-        counts = (jnp.zeros((), jnp.int32) for _ in range(3))
-        return state | {BAD_STEPS: BadSteps(jnp.zeros((), jnp.float32), *counts)}
-
-    def update(updates: Any, state: Any, params: Any = None, *, value: jax.Array, **extra: Any) -> Any:
-        seen: BadSteps = state[BAD_STEPS]
-        bad = ~(jnp.isfinite(value) & jnp.isfinite(optax.tree.norm(updates)))
-        if spike_nats is not None:
-            bad |= (seen.good_steps > 0) & (value > seen.loss_mean_nats + spike_nats)
-        before = type(state)((name, part) for name, part in state.items() if name != BAD_STEPS)
-        updates, after = inner.update(updates, before, params, value=value, **extra)
-        updates = jax.tree.map(lambda u: jnp.where(bad, jnp.asarray(-0.0, u.dtype), u), updates)
-        after: Any = jax.tree.map(lambda new, old: jnp.where(bad, old, new), after, before)
-        good_steps = seen.good_steps + 1
-        mean = seen.loss_mean_nats + (value - seen.loss_mean_nats) / jnp.minimum(good_steps, _MEAN_OF_STEPS)
-        now = BadSteps(
-            jnp.where(bad, seen.loss_mean_nats, mean),
-            jnp.where(bad, seen.good_steps, good_steps),
-            seen.skipped_steps + bad,
-            jnp.where(bad, seen.in_a_row + 1, 0),
-        )
-        return updates, after | {BAD_STEPS: now}
-
-    update_with_loss: Any = update  # optax's type has no keyword arguments
-    return optax.GradientTransformationExtraArgs(init, update_with_loss)

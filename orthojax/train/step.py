@@ -26,11 +26,11 @@ from orthojax.train.mesh import (
     parameter_shardings,
     traced_in_mesh,
 )
-from orthojax.train.optimizer import BAD_STEPS, BadSteps, learning_rate_schedule, leave_out_bad_steps, make_optimizer
+from orthojax.train.optimizer import learning_rate_schedule, make_optimizer
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes."""
+    """The state that a step changes."""
 
     step: jax.Array  # shape=(), dtype=int32: optimizer steps taken
     params: Any  # float32
@@ -38,7 +38,7 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """What one step reports, all shape=(); norms are those of all parameters together."""
+    """The metrics of one step, all shape=(); norms are those of all parameters together."""
 
     loss_sum_nats: jax.Array
     target_tokens: jax.Array
@@ -46,7 +46,6 @@ class StepMetrics(NamedTuple):
     learning_rate: jax.Array
     update_norm: jax.Array  # of what was added to the parameters
     param_norm: jax.Array  # of the parameters after it
-    bad_steps: BadSteps | None  # where the run watches for them
 
 
 ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
@@ -57,7 +56,7 @@ TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
 
 
 def split_tokens(tokens: ArrayT) -> tuple[ArrayT, ArrayT]:
-    """Rows [B, T + 1] -> inputs [B, T] and the next tokens [B, T]."""
+    """Splits rows [B, T + 1] into inputs [B, T] and the next tokens [B, T]."""
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -68,7 +67,7 @@ def loss_sum_nats(
     chunk_positions: int | None = None,
     interventions: Interventions | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Summed next-token loss and number of target tokens.
+    """Computes the summed next-token loss and the number of target tokens.
 
     Positions whose target a relaxed causal mask shows are not counted.
 
@@ -76,8 +75,8 @@ def loss_sum_nats(
       model: The transformer.
       params: Its parameters.
       tokens: int [B, T + 1].
-      chunk_positions: `train.loss_chunk_positions`: positions whose logits are materialised at a time; a quantised head
-        needs all of them.
+      chunk_positions: Positions of every sequence whose logits are materialised at a time; None takes as many as make
+        256 MB of logits on a CPU or 512 MB on another device. A quantised head needs all of them.
       interventions: What the model does otherwise.
     """
     inputs, targets = split_tokens(tokens)
@@ -112,7 +111,7 @@ def _sum_over_parts(sums: Callable[[Any, jax.Array], Any], params: Any, tokens: 
 
 def jit_train_step(
     loss_sum: LossSum,
-    optimizer: optax.GradientTransformationExtraArgs,
+    optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     *,
     accumulation_steps: int = 1,
@@ -120,13 +119,13 @@ def jit_train_step(
     shardings: TrainState | None = None,
     draw: Draw | None = None,
 ) -> TrainStep:
-    """The jitted step (state, tokens int32 [B, T + 1]) -> (state, metrics); the state is donated.
+    """Builds the jitted step (state, tokens int32 [B, T + 1]) -> (state, metrics); the state is donated.
 
     With `draw` it is a step (state, uint32 [2]) that draws its tokens by itself.
 
     Args:
       loss_sum: (params, tokens) -> summed loss and number of targets; the loss that is minimised is their ratio.
-      optimizer: A named chain with a part `learning_rate`; its `update` gets `value=` the loss in nats.
+      optimizer: A named chain with a part `learning_rate`.
       schedule: The learning rate, for the metrics.
       accumulation_steps: Parts of a batch that go through the model one after the other.
       mesh: That of the shardings.
@@ -151,13 +150,13 @@ def jit_train_step(
             if draw is not None:
                 tokens = constrain(draw(tokens), ROWS)
             if accumulation_steps == 1:
-                (loss, (total, count)), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params, tokens)
+                (_, (total, count)), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params, tokens)
                 grads = like_params(grads)
             else:
                 total, count, grads = _sum_over_parts(sums, state.params, tokens, accumulation_steps)
-                loss, grads = total / count, jax.tree.map(lambda g: g / count, grads)
+                grads = jax.tree.map(lambda g: g / count, grads)
             opt_state: Any
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=loss)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             metrics = StepMetrics(
                 loss_sum_nats=total,
@@ -166,7 +165,6 @@ def jit_train_step(
                 learning_rate=jnp.asarray(schedule(state.opt_state["learning_rate"].count)),
                 update_norm=optax.tree.norm(updates),
                 param_norm=optax.tree.norm(params),
-                bad_steps=opt_state.get(BAD_STEPS),
             )
         return TrainState(state.step + 1, params, opt_state), metrics
 
@@ -178,10 +176,10 @@ def jit_train_step(
 
 
 class Program(NamedTuple):
-    """What a run computes with."""
+    """The jitted functions of a run, and where their arrays are."""
 
     mesh: Mesh | None
-    optimizer: optax.GradientTransformationExtraArgs
+    optimizer: optax.GradientTransformation
     shardings: TrainState | None  # of NamedSharding, on a mesh
     init: Callable[[jax.Array], TrainState]  # jitted: key -> the state before the first step, on the mesh
     step: TrainStep  # jitted
@@ -203,10 +201,10 @@ def build(config: Config, task: BigramBackcopy | None = None) -> Program:
 
     Args:
       config: The run.
-      task: Where the step draws its batches from, from (seed, number of the batch); None: it takes tokens.
+      task: The step draws its batches from it, by (seed, number of the batch); None: it takes tokens.
 
     Raises:
-      UserError: Where the devices are too few for the mesh, or a batch does not divide over it.
+      UserError: If the devices are too few for the mesh, or a batch does not divide over it.
     """
     train = config.train
     return _build(
@@ -215,9 +213,7 @@ def build(config: Config, task: BigramBackcopy | None = None) -> Program:
         config.seeded_optim,
         length=config.data.sequence_length,
         steps=train.steps,
-        watched=(train.spike_nats,) if train.watches_steps else None,
         accumulation_steps=train.accumulation_steps,
-        loss_chunk_positions=train.loss_chunk_positions,
         drawn=None if task is None else (task, train.batch_size),
     )
 
@@ -230,26 +226,20 @@ def _build(
     *,
     length: int,
     steps: int,
-    watched: tuple[float | None] | None,
     accumulation_steps: int,
-    loss_chunk_positions: int | None,
     drawn: tuple[BigramBackcopy, int] | None,
 ) -> Program:
     model, schedule = Transformer(model_config), learning_rate_schedule(optim, steps)
     trained = model if mesh is None else Transformer(model_config, linear=linear_on_rows)
 
-    def optimizer_with(layout: Any) -> optax.GradientTransformationExtraArgs:
-        optimizer = make_optimizer(optim, schedule=schedule, layout=layout)
-        return leave_out_bad_steps(optimizer, *watched) if watched else optax.with_extra_args_support(optimizer)
-
     if mesh is None:
-        optimizer, shardings = optimizer_with(None), None
+        optimizer, shardings = make_optimizer(optim, schedule=schedule), None
     else:
         shapes = parameter_shapes(model_config)
         params = parameter_shardings(model_config, shapes, mesh)
         moments = moment_shardings(optim, shapes, params)
         # The moments' layout moves with the mesh, the bases of the rotation do not.
-        optimizer = optimizer_with(layout_of(moments))
+        optimizer = make_optimizer(optim, schedule=schedule, layout=layout_of(moments))
         whole: Any = NamedSharding(mesh, PartitionSpec())
         shardings = TrainState(whole, params, state_shardings(optimizer, shapes, moments))
 
@@ -259,7 +249,7 @@ def _build(
             return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
     def loss_sum(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return loss_sum_nats(trained, params, tokens, loss_chunk_positions)
+        return loss_sum_nats(trained, params, tokens)
 
     def draw(seed_and_number: jax.Array) -> jax.Array:
         assert drawn is not None
@@ -281,14 +271,14 @@ def _build(
 
 
 def optimizer_state_bytes(config: Config) -> int:
-    """Bytes of the optimizer state of a run on all devices together; nothing is computed, and no mesh is needed."""
+    """Counts the bytes of a run's optimizer state on all devices together; nothing is computed, no mesh is needed."""
     optimizer = build(dataclasses.replace(config, mesh=MeshConfig())).optimizer
     shapes = jax.eval_shape(optimizer.init, parameter_shapes(config.model))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def state_shapes(config: Config) -> TrainState:
-    """The state of a run as jax.ShapeDtypeStruct, on a mesh with its shardings; nothing is computed.
+    """Returns the state of a run as jax.ShapeDtypeStruct, on a mesh with its shardings; nothing is computed.
 
     Raises:
       UserError: As `build`.
@@ -297,7 +287,7 @@ def state_shapes(config: Config) -> TrainState:
 
 
 def shapes_of(program: Program) -> TrainState:
-    """`state_shapes` of a run that is built."""
+    """Returns `state_shapes` of a run that is built."""
     shapes = jax.eval_shape(program.init, jax.random.key(0))
     if program.shardings is None:
         return shapes
@@ -305,7 +295,7 @@ def shapes_of(program: Program) -> TrainState:
 
 
 def init_state(config: Config) -> TrainState:
-    """The state before the first step, on the mesh of the config; parameters depend on `train.seed` and the model only.
+    """Returns the state before the first step, on the mesh; parameters depend on `train.seed` and the model only.
 
     Raises:
       UserError: As `build`.
@@ -314,5 +304,5 @@ def init_state(config: Config) -> TrainState:
 
 
 def make_train_step(config: Config) -> TrainStep:
-    """The jitted step of a run, from `jit_train_step`; on a mesh tokens are where `place_rows` puts them."""
+    """Returns the jitted step of a run, from `jit_train_step`; on a mesh its tokens come from `place_rows`."""
     return build(config).step

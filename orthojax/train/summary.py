@@ -1,4 +1,4 @@
-"""What a run says about itself: when it begins, and when it has ended."""
+"""The lines that a run says of itself: when it begins, and when it has ended."""
 
 import shlex
 from collections.abc import Sequence
@@ -14,44 +14,32 @@ from orthojax.train.mesh import about_mesh, make_mesh
 from orthojax.train.metrics import read_metrics
 from orthojax.train.step import require_attention
 
-# With softmax-1 and the output axis rotated there were no outliers after 4,000 and 6,000 steps, and there were after
-# 10,000.
-_LONG_RUN_STEPS = 6_000
-
 
 def opening(config: Config, workdir: Path) -> list[str]:
-    """Lines about a run before it begins.
+    """Returns lines about a run before it begins.
 
     Raises:
       UserError: As `make_mesh` and `require_attention`.
     """
     require_attention(config.model)
-    model, optim, settings, length = config.model, config.optim, config.train, config.data.sequence_length
+    model, optim, train = config.model, config.optim, config.train
     layers = f"{model.num_layers} layers of {model.num_heads} heads, d_model {model.d_model}"
-    warmup = "without warm-up"
-    if optim.warmup_steps:
-        warmup = f"with {optim.warmup_steps:,} step{'s' * (optim.warmup_steps > 1)} of warm-up"
     name = f"{optim.optimizer}{', rotated' if optim.rotated else ''}"
     if optim.is_rotated:
         name += f" ({optim.rotation.kind}, axes {optim.rotation.axes})"
     lines = {
         "model": f"{parameter_count(model):,} parameters: {layers}, {model.normalizer} attention, {model.dtype}",
-        "training": f"{settings.steps:,} steps of {settings.batch_size} x {length} tokens",
-        "optimizer": f"{name}, learning rate {optim.learning_rate:g} {warmup}",
+        "training": f"{train.steps:,} steps of {train.batch_size} x {config.data.sequence_length} tokens",
+        "optimizer": f"{name}, learning rate {optim.learning_rate:g}, {optim.warmup_steps:,} steps of warm-up",
         "devices": describe_devices(make_mesh(config)),
     }
-    if optim.is_rotated and optim.rotation.axes not in ("residual", "both") and settings.steps > _LONG_RUN_STEPS:
-        lines["note"] = (
-            "with these axes outliers of the first token may return in long runs; with "
-            "--config.optim.rotation.axes=residual they did not (docs/optimizer.md)"
-        )
-    if settings.init_from:
-        lines["begins with"] = f"the parameters of {settings.init_from}"
+    if train.init_from:
+        lines["begins with"] = f"the parameters of {train.init_from}"
     return [f"workdir {workdir}", *map(_entry, lines, lines.values()), *(f"  {line}" for line in about_mesh(config))]
 
 
 def describe_data(provenance: dict[str, Any]) -> str:
-    """The line about the data of a run, `Inputs.provenance`; every checkpoint keeps what exactly it was."""
+    """Returns the line about the data of a run, `Inputs.provenance`; every checkpoint keeps what exactly it was."""
     parts = [provenance["source"]]
     if "file_count" in provenance:
         parts.append(f"{provenance['file_count']:,} files, tokenizer {provenance['tokenizer']}")
@@ -60,7 +48,7 @@ def describe_data(provenance: dict[str, Any]) -> str:
 
 
 def closing(workdir: Path, evaluate: Sequence[str]) -> list[str]:
-    """Lines about a run that has ended: the last losses that were logged, and what to do next.
+    """Returns lines about a run that has ended: the last losses that were logged, and what to do next.
 
     Args:
       workdir: The folder of the run.

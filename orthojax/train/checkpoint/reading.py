@@ -1,9 +1,14 @@
-"""Reading checkpoints: where they are, what they hold, and whether they are what was written."""
+"""Reading checkpoints: where they are, what they hold, and whether they are what was written.
 
-import contextlib
+Orbax restores a flipped byte silently. So every step carries the SHA-256 of each of its files, in the JSON item
+`checksums`: `{"algorithm": "sha256", "files": {path in the step folder: digest}}`.
+"""
+
+import hashlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +21,56 @@ from orthojax.config import Config, from_dict
 from orthojax.errors import UserError
 from orthojax.files import nearest_path, read_json
 from orthojax.model import parameter_shapes
-from orthojax.train.checkpoint.checksums import (
-    ARRAYS,
-    DamagedError,
-    file_digests,
-    first_line,
-    older_checksums,
-    read_json_item,
-    steps_in,
-)
 
-_RUNS_SHOWN = 3  # where a folder of runs is taken for a run
+ARRAYS = ("params", "opt_state")  # the items of arrays
+JSON_ITEMS = ("config", "data")
 
 
-def by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """The leaves of a tree by path, as in `layers_0/attention/query/kernel`."""
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+class DamagedError(UserError):
+    """A checkpoint is not what was written; training resumes from the one before it.
+
+    Attributes:
+      reason: What was found, in a few words.
+    """
+
+    def __init__(self, folder: Path, error: Exception | str):
+        """Names the folder, of a step or of one of its items, what was found, and which other steps there are."""
+        self.reason = error if isinstance(error, str) else first_line(error)
+        step_folder = folder if folder.name.isdigit() else folder.parent
+        others = [step for step in steps_in(step_folder.parent) if str(step) != step_folder.name]
+        super().__init__(
+            f"cannot read the checkpoint {folder}: {self.reason}",
+            allowed="a complete orthojax checkpoint",
+            hint=f"also in {step_folder.parent}: {', '.join(map(str, reversed(others)))}" if others else "",
+        )
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an exception's message; of a long one 200 characters, since the cause ends it.
+
+    >>> first_line(ValueError("writing " + "x" * 300 + ": No space left on device"))[-30:]
+    'xxxxx: No space left on device'
+    """
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if len(text) <= 200 else f"{text[:97]} ... {text[-98:]}"
+
+
+# Finding.
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Returns the steps that a `checkpoints` folder holds, in order."""
+    if not os.path.isdir(folder):
+        return []
+    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The newest step folder behind what a user names: a workdir, its `checkpoints` folder, or a step folder.
+    """Returns the newest step folder behind a workdir, its `checkpoints` folder, or a step folder.
 
     Raises:
-      UserError: Where there is none.
+      UserError: If there is none.
     """
     hint, allowed = nearest_path(path), "a workdir, its checkpoints folder, or one step's folder"
     path = path.absolute()
@@ -54,27 +85,29 @@ def find_checkpoint(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise UserError(f"no checkpoint: {path} is not a folder", allowed=allowed)
-    runs = _runs_of(path)
-    more = f" and {len(runs) - _RUNS_SHOWN} more" if len(runs) > _RUNS_SHOWN else ""
-    hint = f"did you mean one of its runs: {', '.join(map(str, runs[:_RUNS_SHOWN]))}{more}?" if runs else ""
+    runs = [os.path.relpath(run) for run in sorted(path.iterdir()) if steps_in(run / "checkpoints")]
+    hint = f"did you mean one of its runs: {', '.join(runs[:3])}?" if runs else ""
     raise UserError(f"no orthojax checkpoint in {path}", allowed=allowed, hint=hint)
 
 
-def _runs_of(path: Path) -> list[Path]:
-    """The workdirs of finished runs in a folder, or in those that the results.json of a study names, seen from here."""
-    folders = sorted(path.iterdir())
-    if os.path.lexists(path / "results.json"):
-        with contextlib.suppress(AttributeError, KeyError, TypeError, UserError):  # of another program, or damaged
-            folders += [path / row["run"] for row in read_json(path / "results.json", "results")["rows"]]
-    found = {os.path.relpath(folder): None for folder in folders if steps_in(folder / "checkpoints")}
-    return list(map(Path, found))
+def read_json_item(step_folder: Path, item: str) -> dict[str, Any]:
+    """Returns a JSON item of one step: `config`, `data` or `checksums`.
+
+    Raises:
+      DamagedError: If it is missing or not a JSON object.
+    """
+    path = step_folder / item / "metadata"
+    try:
+        return read_json(path, "file")
+    except UserError as error:
+        raise DamagedError(step_folder, f"item {item!r}: {first_line(error).replace(f' {path}', '')}") from None
 
 
 def read_config(step_folder: Path) -> Config:
-    """The config that a checkpoint was trained with.
+    """Returns the config that a checkpoint was trained with.
 
     Raises:
-      UserError: Where it is missing, damaged or of another version.
+      UserError: If it is missing, damaged or of another version.
     """
     return from_dict(Config, read_json_item(step_folder, "config"), f"the config in {step_folder}")
 
@@ -87,10 +120,9 @@ def require_same_data(step_folder: Path, provenance: dict[str, Any]) -> None:
       provenance: Of the data that is there now.
 
     Raises:
-      UserError: Where they differ, as when the embedded corpus comes from another Python version.
+      UserError: If they differ, as when the embedded corpus comes from another Python version.
     """
-    newer = {name: provenance.get(name) for name in ("bos_id", "counts_sha256")}  # earlier versions wrote none
-    saved = newer | read_json_item(step_folder, "data")
+    saved = read_json_item(step_folder, "data")
     for name, value in provenance.items():
         if saved.get(name) != value:
             raise UserError(
@@ -102,18 +134,13 @@ def require_same_data(step_folder: Path, provenance: dict[str, Any]) -> None:
 # Names, shapes and dtypes.
 
 
-def is_quantized(step_folder: Path) -> bool:
-    """Whether a checkpoint is one of `quantize_checkpoint`."""
-    return (step_folder / "quantization").is_dir()
-
-
-def array_items(step_folder: Path) -> tuple[str, ...]:
-    """Which items of arrays a checkpoint should have."""
-    return ARRAYS[:1] if is_quantized(step_folder) else ARRAYS
+def _by_path(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def _read_shapes(step_folder: Path, item: str) -> Any:
-    """Shapes and dtypes of an item, as a nested dict; lists and tuples as dicts by index."""
+    """Returns shapes and dtypes of an item, as a nested dict; lists and tuples as dicts by index."""
     try:
         if strange := [path for path in (step_folder / item).rglob("*") if not (path.is_file() or path.is_dir())]:
             raise ValueError(f"{strange[0].name} is not a regular file")  # Orbax would wait for ever for a pipe
@@ -125,53 +152,51 @@ def _read_shapes(step_folder: Path, item: str) -> Any:
 
 
 def list_arrays(step_folder: Path, item: str) -> list[tuple[str, tuple[int, ...], str]]:
-    """(path, shape, dtype) of every array of `params` or `opt_state`, without reading one.
+    """Returns (path, shape, dtype) of every array of `params` or `opt_state`, without reading one.
 
     Raises:
-      DamagedError: Where the item is missing or damaged.
+      DamagedError: If the item is missing or damaged.
     """
-    return [(path, leaf.shape, str(leaf.dtype)) for path, leaf in by_path(_read_shapes(step_folder, item)).items()]
+    return [(path, leaf.shape, str(leaf.dtype)) for path, leaf in _by_path(_read_shapes(step_folder, item)).items()]
 
 
 def require_fitting(step_folder: Path, item: str, like: Any) -> None:
-    """Refuses a tree of other names, shapes or dtypes than were saved; the checkpoint is not damaged then.
+    """Refuses a checkpoint whose arrays have other names, shapes or dtypes than are wanted; it is not damaged then.
+
+    Args:
+      step_folder: The checkpoint.
+      item: `params` or `opt_state`.
+      like: A tree of arrays or jax.ShapeDtypeStruct.
 
     Raises:
       UserError: Naming the first array that differs.
     """
     saved = {path: f"{dtype}{list(shape)}" for path, shape, dtype in list_arrays(step_folder, item)}
-    wanted = {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in by_path(like).items()}
-    if difference := _difference(saved, wanted):
-        raise UserError(
-            f"the checkpoint {step_folder} has a different structure: {item}/{difference}",
-            allowed="a checkpoint of the same model and optimizer",
-        )
-
-
-def require_model(step_folder: Path, params: dict[str, Any]) -> None:
-    """Refuses parameters by path whose names or shapes are not those of the model in the checkpoint's config.
-
-    Raises:
-      DamagedError: Naming the first that differs.
-    """
-    found = {path: leaf.shape for path, leaf in params.items()}
-    wanted = {path: leaf.shape for path, leaf in by_path(parameter_shapes(read_config(step_folder).model)).items()}
-    if difference := _difference(found, wanted):
-        raise DamagedError(step_folder, f"its arrays do not fit its config: {difference}")
-
-
-def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """The first path at which two dicts differ, and how; '' where they agree."""
-    for path in sorted(found | wanted):
-        if found.get(path) != wanted.get(path):
-            return f"{path} is {found.get(path, 'absent')}, not {wanted.get(path, 'absent')}"
-    return ""
+    wanted = {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in _by_path(like).items()}
+    for path in sorted(saved | wanted):
+        if saved.get(path) != wanted.get(path):
+            differs = f"{path} is {saved.get(path, 'absent')}, not {wanted.get(path, 'absent')}"
+            raise UserError(
+                f"the checkpoint {step_folder} has a different structure: {item}/{differs}",
+                allowed="a checkpoint of the same model and optimizer",
+            )
 
 
 # Checking.
 
 
-def verify(step_folder: Path, items: tuple[str, ...] = (), *, together: bool = False) -> None:
+def file_digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Returns the SHA-256 of files in a folder by name, computed several at a time."""
+
+    def digest(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(digest, names), strict=True))
+
+
+def verify(step_folder: Path, items: tuple[str, ...], *, together: bool = False) -> None:
     """Compares the JSON items and the given items of arrays with their checksums.
 
     Args:
@@ -180,47 +205,30 @@ def verify(step_folder: Path, items: tuple[str, ...] = (), *, together: bool = F
       together: Whether every process calls it: each checks its share of the arrays, and all return or all raise.
 
     Raises:
-      DamagedError: Naming the file or array, or where the checksums are not understood.
+      DamagedError: Naming the first damaged file, or if the checksums are not understood.
     """
-    failure = None
+    share = slice(jax.process_index(), None, jax.process_count()) if together else slice(None)
+    problem = failure = None
     try:
-        share = slice(jax.process_index(), None, jax.process_count()) if together else slice(None)
-        expected, found = _checksums(step_folder, items, share)
-        bad = [name for name in sorted(expected | found) if expected.get(name) != found.get(name)]
-        if bad:
-            problem = "does not match its checksum" if bad[0] in found else "is missing"
-            more = f", and {len(bad) - 1} more" if bad[1:] else ""
-            raise DamagedError(step_folder, f"{bad[0]} {problem}{more}")
+        manifest = read_json_item(step_folder, "checksums")
+        if manifest["algorithm"] != "sha256":
+            raise ValueError(f"unknown algorithm {manifest['algorithm']!r}")
+        files = manifest["files"]
+        names = [name for name in files if name.split("/")[0] not in ARRAYS]
+        names += sorted(name for name in files if name.split("/")[0] in items)[share]
+        found = file_digests(step_folder, [name for name in names if (step_folder / name).is_file()])
+        if bad := [name for name in names if found.get(name) != files[name]]:
+            problem = f"{bad[0]} {'does not match its checksum' if bad[0] in found else 'is missing'}"
     except DamagedError as error:
         failure = error
-    if together and jax.process_count() > 1:
-        failed = multihost_utils.process_allgather(np.asarray(failure is not None))
-        if failure is None and np.any(failed):
-            failure = DamagedError(step_folder, "another process has found its part damaged")
-    if failure:
-        raise failure
-
-
-def _checksums(step_folder: Path, items: tuple[str, ...], share: slice) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The checksums that are expected and those that are found, by the name of what they are of."""
-    manifest = read_json_item(step_folder, "checksums")
-    try:
-        if manifest.get("algorithm") == "sha256":
-            names = [name for name in manifest["files"] if name.split("/")[0] not in ARRAYS]
-            names += sorted(name for name in manifest["files"] if name.split("/")[0] in items)[share]
-            present = [name for name in names if (step_folder / name).is_file()]
-            return {name: manifest["files"][name] for name in names}, file_digests(step_folder, present)
-        cpu = jax.local_devices(backend="cpu")[0]
-
-        def read(item: str) -> dict[str, np.ndarray]:
-            arrays = by_path(_read_item(step_folder, item, cpu))
-            return {path: np.ascontiguousarray(array) for path, array in arrays.items()}
-
-        return older_checksums(step_folder, manifest, items, read)
-    except DamagedError:
-        raise
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise DamagedError(step_folder, f"item 'checksums': {first_line(error)}") from error
+        problem = f"item 'checksums': {first_line(error)}"
+    if together and jax.process_count() > 1:
+        failed = multihost_utils.process_allgather(np.asarray(bool(problem or failure)))
+        if np.any(failed) and not (problem or failure):
+            problem = "another process has found its part damaged"
+    if problem or failure:
+        raise failure or DamagedError(step_folder, problem or "")
 
 
 def verify_checkpoint(step_folder: Path) -> int:
@@ -232,9 +240,8 @@ def verify_checkpoint(step_folder: Path) -> int:
     Raises:
       DamagedError: Naming what is damaged.
     """
-    items = array_items(step_folder)
-    verify(step_folder, items)
-    arrays = [array for item in items for array in list_arrays(step_folder, item)]
+    verify(step_folder, ARRAYS)
+    arrays = [array for item in ARRAYS for array in list_arrays(step_folder, item)]
     return sum(math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in arrays)
 
 
@@ -246,7 +253,7 @@ def restore_item(step_folder: Path, item: str, like: Any) -> Any:
 
     Args:
       step_folder: The checkpoint.
-      item: Which.
+      item: `params` or `opt_state`.
       like: A tree with the shapes, dtypes and shardings that are wanted, whatever these were when it was saved.
     """
     process = jax.process_index()
@@ -259,55 +266,31 @@ def restore_item(step_folder: Path, item: str, like: Any) -> Any:
     return handler.restore(step_folder.absolute() / item, args=arguments)  # pyright: ignore
 
 
-def read_verified(step_folder: Path, item: str) -> Any:
-    """An item of arrays on the first device of this process, verified together with the JSON items.
-
-    Raises:
-      DamagedError: Where it is not what was written.
-    """
+def _read_item(step_folder: Path, item: str) -> Any:
     verify(step_folder, (item,))
-    return _read_item(step_folder, item, jax.local_devices()[0])
-
-
-def _read_item(step_folder: Path, item: str, device: Any) -> Any:
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shapes = _read_shapes(step_folder, item)
-    try:
-        return restore_item(step_folder, item, jax.tree.map(lambda leaf: leaf.update(sharding=sharding), shapes))
-    except (MemoryError, jax.errors.JaxRuntimeError):
-        raise  # of this machine, not of the files
-    except Exception as error:
-        raise DamagedError(step_folder / item, error) from error
+    return restore_item(step_folder, item, jax.tree.map(lambda leaf: leaf.update(sharding=here), shapes))
 
 
 def read_params(step_folder: Path) -> Any:
-    """The parameters alone, as a nested dict of float32 arrays on the first device of this process.
+    """Returns the parameters alone, as a nested dict of float32 arrays on the first device of this process.
 
-    Whatever mesh, device count and process count saved them.
+    The mesh, device count and process count that saved them do not matter.
 
     Raises:
-      UserError: Where they are missing, damaged or quantised, or not those of the model in the checkpoint's config.
+      UserError: If they are missing, damaged, or not those of the model in the checkpoint's config.
     """
-    _require_float(step_folder)
-    require_model(step_folder, by_path(_read_shapes(step_folder, "params")))
-    return read_verified(step_folder, "params")
+    require_fitting(step_folder, "params", parameter_shapes(read_config(step_folder).model))
+    return _read_item(step_folder, "params")
 
 
 def read_optimizer_state(step_folder: Path) -> Any:
-    """The optimizer state alone, as a nested dict of arrays on the first device of this process.
+    """Returns the optimizer state alone, as a nested dict of arrays on the first device of this process.
 
     Its names are those that `list_arrays` shows: named tuples by field, as in `state["adam"]["nu"]["layers_0"]`.
 
     Raises:
-      UserError: Where it is missing or damaged; a quantised checkpoint has none.
+      UserError: If it is missing or damaged.
     """
-    _require_float(step_folder)
-    return read_verified(step_folder, "opt_state")
-
-
-def _require_float(step_folder: Path) -> None:
-    if is_quantized(step_folder):
-        raise UserError(
-            f"the checkpoint {step_folder} is quantised: its kernels are integers, and it has no optimizer state",
-            allowed="the checkpoint that it was made from",
-        )
+    return _read_item(step_folder, "opt_state")

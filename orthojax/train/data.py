@@ -1,0 +1,135 @@
+"""The data of a run: what it reads, and its batches on the devices."""
+
+import functools
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from orthojax.config import Config
+from orthojax.data import BigramBackcopy, TokenBatches, open_dataset, open_task
+from orthojax.data.bigram_backcopy import EVALUATION
+from orthojax.data.token_files import Tokens
+from orthojax.errors import UserError
+from orthojax.train.mesh import place_rows, place_whole
+
+_AHEAD = 2  # batches that are prepared while the devices work
+
+
+class Inputs(NamedTuple):
+    """The data of a run."""
+
+    # step -> int32 [batch_size, T + 1], a pure function; of a task, what the training step draws by itself.
+    batch: Callable[[int], np.ndarray]
+    evaluation: np.ndarray  # int32 [eval.sequences, T + 1]
+    bits_per_nat_of_loss: float | None  # bits per byte of text for each nat per token; None without text
+    provenance: dict[str, Any]  # JSON values: hashes and counts of everything read
+    task: BigramBackcopy | None  # the synthetic task, if the data is one
+    read_rows: Callable[[int, int, int], np.ndarray] | None = None  # reads a part of a batch, if that saves reading
+    held_out: Tokens | None = None  # the validation split, of which `evaluation` is a part; None for a task
+    tokenizer_path: Path | None = None  # the tokenizer's file, if there is one
+
+    def batch_rows(self, step: int, start: int, stop: int) -> np.ndarray:
+        """Returns rows [start, stop) of a step's batch, int32 [stop - start, T + 1], for a process that holds them."""
+        return self.read_rows(step, start, stop) if self.read_rows else self.batch(step)[start:stop]
+
+
+def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int, int], None] | None = None) -> Inputs:
+    """Opens the data that a config names, tokenising text the first time.
+
+    Args:
+      config: The run.
+      cache_dir: Folder of tokenised corpora.
+      progress: Called with (what, bytes done, bytes in all) while tokenising.
+
+    Raises:
+      UserError: For anything wrong with the files, or a vocabulary that the model does not have.
+    """
+    data, train, evaluation = config.data, config.train, config.eval
+    if data.kind == "bigram_backcopy":
+        task, provenance = require_task(config)
+
+        def batch(step: int) -> np.ndarray:
+            return np.asarray(task.batch(step, train.batch_size, data.sequence_length, data.seed))
+
+        rows = np.asarray(task.batch(0, evaluation.sequences, data.sequence_length, 0, EVALUATION))
+        return Inputs(batch, rows, None, provenance, task)
+    dataset = open_dataset(data, cache_dir, progress=progress)
+    _require_vocabulary(config, dataset.vocab_size)
+    bos_id = dataset.bos_id if data.bos else None
+    batches = TokenBatches(dataset.train, data.sequence_length, train.batch_size, data.seed, bos_id)
+    validation = TokenBatches(dataset.validation, data.sequence_length, 1, 0, bos_id)
+    _require_rows(config, validation.n_rows)
+    bits_per_nat = len(dataset.validation) / dataset.validation_bytes / math.log(2)
+    rows = validation.spread_rows(evaluation.sequences)
+    read_rows, held_out, tokenizer = batches.rows, dataset.validation, dataset.tokenizer_path
+    return Inputs(batches, rows, bits_per_nat, dataset.provenance, None, read_rows, held_out, tokenizer)
+
+
+def require_task(config: Config) -> tuple[BigramBackcopy, dict[str, Any]]:
+    """Returns the task of a run with its provenance, as `orthojax.data.open_task`; no device is used.
+
+    Raises:
+      UserError: As `open_task`, and for a vocabulary that the model does not have.
+    """
+    task, provenance = open_task(config.data)
+    _require_vocabulary(config, task.vocab_size)
+    return task, provenance
+
+
+def _require_vocabulary(config: Config, needed: int) -> None:
+    if config.model.vocab_size < needed:
+        raise UserError(
+            f"model.vocab_size={config.model.vocab_size} is less than the {needed} ids of the data",
+            allowed=f"at least {needed}",
+            hint=f"--config.model.vocab_size={needed}",
+        )
+
+
+def _require_rows(config: Config, held_out: int) -> None:
+    if config.eval.sequences > held_out:
+        raise UserError(
+            f"eval.sequences={config.eval.sequences} is more than the {held_out} rows of "
+            f"{config.data.sequence_length} tokens that are held out",
+            allowed=f"at most {held_out}, or more text",
+            hint=f"--config.eval.sequences={held_out}",
+        )
+
+
+def batches(config: Config, inputs: Inputs, mesh: Mesh | None, start: int) -> Generator[jax.Array, None, None]:
+    """Yields the batches of a run on its devices, from the one after step `start` to the last, two prepared ahead.
+
+    Of a task it is uint32 [2], (seed, number of the batch), from which the training step draws its tokens; otherwise
+    int32 [batch_size, T + 1], of which a process reads the rows of its own devices. What reading raises surfaces at
+    its step. Close the generator (`contextlib.closing`) if it may not be used up: what is being read is then awaited.
+
+    Args:
+      config: The run.
+      inputs: Its data.
+      mesh: From `make_mesh`; None for the default device.
+      start: Optimizer steps that are done.
+    """
+
+    def placed(number: int) -> jax.Array:
+        if inputs.task is not None:
+            return place_whole(mesh, np.array([config.data.seed, number], np.uint32))
+        return place_rows(mesh, config.train.batch_size, functools.partial(inputs.batch_rows, number))
+
+    numbers = iter(range(start, config.train.steps))
+    with ThreadPoolExecutor(1, "batches") as pool:
+        ahead = deque(pool.submit(placed, number) for number in itertools.islice(numbers, _AHEAD))
+        try:
+            while ahead:
+                ready = ahead.popleft().result()
+                ahead.extend(pool.submit(placed, number) for number in itertools.islice(numbers, 1))
+                yield ready
+        finally:
+            for waiting in ahead:
+                waiting.cancel()
