@@ -12,12 +12,20 @@ import pytest
 import scipy.stats
 
 from orthojax import analysis
-from orthojax.analysis import OUTLIER_SCORE
 from orthojax.config import Config, OptimConfig, RotationConfig, changed_fields, replace
 from orthojax.errors import UserError
 from orthojax.experiments.base_configs import LANGUAGE_MODEL, cured
 from orthojax.experiments.catalog import find
-from orthojax.experiments.from_attention import figure2, figure4, figure6, models, output_weights
+from orthojax.experiments.from_attention import (
+    channels,
+    figure2,
+    figure4,
+    figure6,
+    models,
+    output_weights,
+    relaxed_mask,
+)
+from orthojax.experiments.from_attention.channels import OUTLIER_SCORE
 from orthojax.experiments.from_attention.output_weights import output_bases, output_kernels
 from orthojax.experiments.from_attention.paper_configs import paper_runs
 from orthojax.experiments.measures import Measured
@@ -41,20 +49,20 @@ def test_mass_and_fraction_by_key_are_those_of_loops_over_queries():
         row = weights[b, n, t]
         mass[b, n, j] += row[j] / 4
         fraction[b, n, j] += (row[j] > 0 and all(row[j] > row[i] for i in range(7) if i != j)) / 4
-    np.testing.assert_allclose(analysis.attention_mass_by_key(weights, 4, 2), mass, rtol=1e-5)
-    np.testing.assert_allclose(analysis.attention_fraction_by_key(weights, 4, 2), fraction, rtol=1e-5)
+    np.testing.assert_allclose(relaxed_mask.attention_mass_by_key(weights, 4, 2), mass, rtol=1e-5)
+    np.testing.assert_allclose(relaxed_mask.attention_fraction_by_key(weights, 4, 2), fraction, rtol=1e-5)
 
 
 def test_the_fraction_of_key_0_over_all_queries_is_that_of_the_papers_table():
     weights = np.random.default_rng(1).dirichlet(np.ones(5), size=(2, 3, 5))
-    by_key = analysis.attention_fraction_by_key(weights, 1, 0)
+    by_key = relaxed_mask.attention_fraction_by_key(weights, 1, 0)
     np.testing.assert_allclose(jnp.mean(by_key), analysis.first_attention_fraction(weights), rtol=1e-6)
 
 
 def test_equal_logits_give_the_mass_that_the_closed_form_says():
     causal = np.tril(np.ones((1, 1, 12, 12)))
-    mass = analysis.attention_mass_by_key(causal / causal.sum(-1, keepdims=True), 5, 5)
-    np.testing.assert_allclose(mass, analysis.equal_logits_mass(12, 5), rtol=1e-6)
+    mass = relaxed_mask.attention_mass_by_key(causal / causal.sum(-1, keepdims=True), 5, 5)
+    np.testing.assert_allclose(mass, relaxed_mask.equal_logits_mass(12, 5), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("draws", "categories"), [(1, 4), (3, 4), (5, 3)])
@@ -68,11 +76,11 @@ def test_the_test_of_uniformity_counts_every_sequence_of_winners(draws, categori
         if draws_counted != draws:
             continue
         wanted = sum(n for square, n in squares.items() if square >= sum(c * c for c in counts)) / categories**draws
-        assert analysis.uniformity_p_value(counts) == pytest.approx(wanted, rel=1e-12)
+        assert relaxed_mask.uniformity_p_value(counts) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_five_seeds_refute_ten_equal_keys_by_four_wins_alone_and_two_seeds_never():
-    p_value = analysis.uniformity_p_value
+    p_value = relaxed_mask.uniformity_p_value
     assert p_value([5, *[0] * 9]) == pytest.approx(1e-4)
     assert p_value([4, 1, *[0] * 8]) == pytest.approx(1e-4 + 450 / 1e5)
     assert p_value([3, 1, 1, *[0] * 7]) > 0.05
@@ -84,38 +92,38 @@ def test_five_seeds_refute_ten_equal_keys_by_four_wins_alone_and_two_seeds_never
 
 def test_norms_and_summed_moments_are_by_output_channel():
     kernel = np.array([[3.0, 1.0, 0.0], [4.0, 1.0, 2.0]])
-    np.testing.assert_allclose(analysis.channel_norms(kernel), [5.0, math.sqrt(2), 2.0])
-    np.testing.assert_allclose(analysis.summed_second_moments(kernel), [7.0, 2.0, 2.0])
+    np.testing.assert_allclose(channels.channel_norms(kernel), [5.0, math.sqrt(2), 2.0])
+    np.testing.assert_allclose(channels.summed_second_moments(kernel), [7.0, 2.0, 2.0])
 
 
 def test_rank_correlation_is_spearmans_also_with_ties():
     rng = np.random.default_rng(2)
     for a, b in ((rng.normal(size=50), rng.normal(size=50)), (rng.integers(0, 5, 40), rng.integers(0, 5, 40))):
         wanted = scipy.stats.spearmanr(a, b).statistic
-        assert analysis.rank_correlation(a, b) == pytest.approx(wanted, rel=1e-12)
-    assert math.isnan(analysis.rank_correlation([1, 1], [1, 2]))
+        assert channels.rank_correlation(a, b) == pytest.approx(wanted, rel=1e-12)
+    assert math.isnan(channels.rank_correlation([1, 1], [1, 2]))
 
 
 def test_outlier_scores_depend_on_no_factor_and_find_what_was_planted():
     values = np.exp(0.1 * np.random.default_rng(3).normal(size=1000))
     values[[7, 8]] = 3.0, 0.3
-    scores = analysis.outlier_scores(values)
+    scores = channels.outlier_scores(values)
     logs = np.log(values)
     away = np.abs(logs - np.median(logs))
     np.testing.assert_allclose(scores, 0.6745 * (logs - np.median(logs)) / np.median(away), atol=1e-12)
-    np.testing.assert_allclose(analysis.outlier_scores(1e-12 * values), scores, rtol=1e-6)
+    np.testing.assert_allclose(channels.outlier_scores(1e-12 * values), scores, rtol=1e-6)
     assert np.flatnonzero(scores > OUTLIER_SCORE).tolist() == [7]
     assert np.flatnonzero(scores < -OUTLIER_SCORE).tolist() == [8]
-    assert analysis.outlier_scores([1.0, 1.0, 1.0, 2.0]).tolist() == [0, 0, 0, math.inf]
+    assert channels.outlier_scores([1.0, 1.0, 1.0, 2.0]).tolist() == [0, 0, 0, math.inf]
 
 
 def test_overlap_of_what_knows_nothing_of_each_other_is_what_chance_says():
     rng = np.random.default_rng(4)
-    found = [analysis.extreme_overlap(rng.normal(size=64), rng.normal(size=64), 8) for _ in range(2000)]
+    found = [channels.extreme_overlap(rng.normal(size=64), rng.normal(size=64), 8) for _ in range(2000)]
     assert np.mean(found) == pytest.approx(8 / 64, abs=0.01)
     values = rng.normal(size=64)
-    assert analysis.extreme_overlap(values, -values, 8) == 1.0
-    assert analysis.extreme_overlap(values, values, 8) == 0.0
+    assert channels.extreme_overlap(values, -values, 8) == 1.0
+    assert channels.extreme_overlap(values, values, 8) == 0.0
 
 
 def test_channel_metrics_tell_explained_outliers_from_others():
@@ -196,7 +204,7 @@ def test_kurtosis_in_bases_is_that_of_numpy_with_its_own_singular_vectors():
         for name, basis in (("x", np.eye(8)), ("xq", Q[layer]), ("xqt", Q[layer].T)):
             assert found[name][layer, b] == pytest.approx(float64_kurtosis(X @ basis).mean(), rel=1e-4)
     V = [np.linalg.svd(X)[2].T for X in x.reshape(-1, 5, 8)]
-    turned = np.asarray(analysis.in_singular_basis(x.reshape(-1, 5, 8).astype(np.float32)))
+    turned = np.asarray(channels.in_singular_basis(x.reshape(-1, 5, 8).astype(np.float32)))
     # Signs of singular vectors are arbitrary.
     np.testing.assert_allclose(
         np.abs(turned), [np.abs(X @ v) for X, v in zip(x.reshape(-1, 5, 8), V, strict=True)], atol=1e-5
@@ -211,7 +219,7 @@ def test_kurtosis_in_bases_is_that_of_numpy_with_its_own_singular_vectors():
 def test_the_singular_basis_is_that_of_numpy_for_sequences_of_any_length(T, D):
     x = np.random.default_rng(8).normal(size=(2, T, D)).astype(np.float32)
     wanted = [np.abs(X @ np.linalg.svd(X)[2].T) for X in x.astype(np.float64)]
-    np.testing.assert_allclose(np.abs(analysis.in_singular_basis(x)), wanted, atol=1e-6)
+    np.testing.assert_allclose(np.abs(channels.in_singular_basis(x)), wanted, atol=1e-6)
 
 
 def test_gaussians_are_3_in_every_basis_and_a_spike_planted_in_one_shows_there_alone():

@@ -90,21 +90,19 @@ def test_gaussian_states_have_the_numbers_of_chance_and_an_outlier_has_not():
     assert line.split()[2] == "3"
 
 
-def test_wrong_arrays_are_refused():
-    with pytest.raises(ValueError, match="without arrays"):
-        analysis.summarize()
-    T_and_D = rf"\[{T}, {D}\]"
-    with pytest.raises(ValueError, match=rf"hidden states {T_and_D}; allowed: \[L, B, T, D\], or a list of L arrays"):
-        analysis.summarize(HIDDEN[0, 0])
-    with pytest.raises(ValueError, match=rf"layer 1: {T_and_D}; allowed"):
-        analysis.summarize([HIDDEN[0], HIDDEN[1, 0]])
-    with pytest.raises(ValueError, match="hidden states are a dict; allowed"):
-        analysis.summarize({"layers_0": HIDDEN[0]})
-    with pytest.raises(ValueError, match="layer 0: a tuple; allowed"):  # as flax sows them
-        analysis.summarize([(HIDDEN[0],)])
-    with pytest.raises(ValueError, match="of layer 1 have numbers that are not finite"):
-        analysis.summarize([HIDDEN[0], HIDDEN[1] * np.nan])
-    with pytest.raises(ValueError, match="weights of 2 rows"):  # [positions, batch, channels]
-        analysis.summarize(HIDDEN.swapaxes(1, 2), SOFTMAX)
-    with pytest.raises(ValueError, match="not logits"):
-        analysis.summarize(weights=LOGITS)
+@pytest.mark.parametrize(
+    ("arrays", "name"),
+    [
+        ({}, "without arrays"),
+        ({"hidden": HIDDEN[0, 0]}, "hidden states"),
+        ({"hidden": [HIDDEN[0], HIDDEN[1, 0]]}, "layer 1"),
+        ({"hidden": {"layers_0": HIDDEN[0]}}, "dict"),
+        ({"hidden": [(HIDDEN[0],)]}, "layer 0"),  # as flax sows them
+        ({"hidden": [HIDDEN[0], HIDDEN[1] * np.nan]}, "layer 1"),
+        ({"hidden": HIDDEN.swapaxes(1, 2), "weights": SOFTMAX}, "weights"),  # [positions, batch, channels]
+        ({"weights": LOGITS}, "logits"),
+    ],
+)
+def test_wrong_arrays_are_refused(arrays, name):
+    with pytest.raises(ValueError, match=name):
+        analysis.summarize(**arrays)

@@ -1,4 +1,4 @@
-"""What the papers measure, as functions on arrays, and as statistics that a model reduces to while it runs.
+"""The papers' measures as functions on arrays, and as statistics that a model reduces to while it runs.
 
 From Attention to Activation (arXiv 2410.17174): kurtosis, largest activations, norm ratio, attention to the first key.
 Active-Dormant Attention Heads (arXiv 2410.13835): sinks, value-state drains, residual-state peaks, Bigram-Backcopy.
@@ -21,16 +21,12 @@ from orthojax.analysis.activations import (
     value_norm_rest,
 )
 from orthojax.analysis.attention import (
-    attention_fraction_by_key,
-    attention_mass_by_key,
     chance_of_first,
-    equal_logits_mass,
     first_attention_fraction,
     first_attention_mass,
     first_attention_mass_by_head,
     first_attention_share,
     sink_rate,
-    uniformity_p_value,
 )
 from orthojax.analysis.backcopy import (
     backcopy_excess_risk_nats,
@@ -39,23 +35,25 @@ from orthojax.analysis.backcopy import (
     sink_attention,
     sink_attention_rest,
 )
-from orthojax.analysis.channels import (
-    OUTLIER_SCORE,
-    channel_norms,
-    correlation,
-    extreme_overlap,
-    in_singular_basis,
-    outlier_scores,
-    rank_correlation,
-    summed_second_moments,
-    top_count,
+from orthojax.analysis.catalogue import (
+    CATALOGUE,
+    Conditions,
+    Definition,
+    chance,
+    compared_with,
+    conditions,
+    define,
+    label,
+    show,
 )
 from orthojax.analysis.first_token import (
+    change_attribution,
     first_residual_gradients,
     first_residual_norms,
     first_residuals,
     first_token_mechanism,
     key_directions,
+    parameter_norms,
     weak_directions,
 )
 from orthojax.analysis.heads import (
@@ -72,38 +70,39 @@ from orthojax.analysis.observe import (
     combine,
     concatenate,
     finalize,
+    finalize_arrays,
     measure,
     observe_backcopy,
     observe_backcopy_risks,
     observe_language_model,
 )
-from orthojax.analysis.parameters import change_attribution, parameter_norms
 from orthojax.analysis.sink_logits import logit_summary, logit_sums, sink_logit_gap
 from orthojax.analysis.summary import Summary, summarize
 from orthojax.model import Taps
 
 __all__ = [
-    "OUTLIER_SCORE",
+    "CATALOGUE",
+    "Conditions",
+    "Definition",
     "Statistics",
     "Summary",
     "Taps",
     "active_shares",
     "activity_histogram",
     "attention_entropy_by_head",
-    "attention_fraction_by_key",
-    "attention_mass_by_key",
     "backcopy_excess_risk_nats",
     "backcopy_risk_nats",
     "bigram_excess_risk_nats",
+    "chance",
     "chance_of_first",
     "change_attribution",
-    "channel_norms",
     "combine",
+    "compared_with",
     "concatenate",
-    "correlation",
-    "equal_logits_mass",
-    "extreme_overlap",
+    "conditions",
+    "define",
     "finalize",
+    "finalize_arrays",
     "first_attention_fraction",
     "first_attention_mass",
     "first_attention_mass_by_head",
@@ -114,11 +113,11 @@ __all__ = [
     "first_token_mechanism",
     "gaussian_norm_ratio",
     "head_activity",
-    "in_singular_basis",
     "key_directions",
     "kurtosis_first",
     "kurtosis_pooled",
     "kurtosis_rest",
+    "label",
     "logit_summary",
     "logit_sums",
     "max_abs_first",
@@ -132,19 +131,15 @@ __all__ = [
     "observe_backcopy",
     "observe_backcopy_risks",
     "observe_language_model",
-    "outlier_scores",
     "parameter_norms",
-    "rank_correlation",
     "residual_norm_first",
     "residual_norm_rest",
+    "show",
     "sink_attention",
     "sink_attention_rest",
     "sink_logit_gap",
     "sink_rate",
     "summarize",
-    "summed_second_moments",
-    "top_count",
-    "uniformity_p_value",
     "value_norm_first",
     "value_norm_first_by_head",
     "value_norm_rest",

@@ -83,7 +83,7 @@ def norm_ratio_rest(hidden: ArrayLike) -> jax.Array:
 
 
 def gaussian_norm_ratio(width: int) -> float:
-    """What `norm_ratio` is of D = `width` independent Gaussian values: the median of their largest, over sqrt(D).
+    """Returns `norm_ratio` of D = `width` independent Gaussian values: the median of their largest, over sqrt(D).
 
     >>> round(gaussian_norm_ratio(64), 2)
     0.32
@@ -99,7 +99,7 @@ def residual_norm_first(hidden: ArrayLike, first: int = 1) -> jax.Array:
 
     Args:
       hidden: Output of one layer, [B, T, D].
-      first: The mean is over so many first positions, where there are several BOS tokens.
+      first: The number of first positions that the mean is over, if there are several BOS tokens.
     """
     return jnp.mean(norm(hidden_states(hidden, at_least=first))[:, :first])
 
@@ -118,7 +118,7 @@ def value_norm_first(value_norms: ArrayLike, first: int = 1) -> jax.Array:
 
     Args:
       value_norms: ||W_o^h v_j||_2 of one layer, [B, N, S].
-      first: The mean is over so many first positions, where there are several BOS tokens.
+      first: The number of first positions that the mean is over, if there are several BOS tokens.
     """
     return jnp.mean(at_least_float32(norms_of_values(value_norms, at_least=first))[..., :first])
 

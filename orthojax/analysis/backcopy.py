@@ -1,9 +1,8 @@
-"""Bigram-Backcopy: how well each half of the task is solved, and how the sink forms.
+"""Bigram-Backcopy: the risk of each half of the task, and attention to the sink.
 
 Active-Dormant Attention Heads, arXiv 2410.13835. At a trigger the next token is a copy of the previous one, elsewhere
 it is drawn from the bigram law of the current token. Legend: B batch, N query heads, T query positions, S key
-positions, V vocabulary. Every function takes arrays of one layer or of the output and gives a scalar, at least float32;
-arrays of other shapes, and outside of jit rows that are no distributions, are a ValueError.
+positions, V vocabulary. Every function takes arrays of one layer or of the output and gives a scalar, at least float32.
 Means over selected positions come as (sum, count) too, so that batches with different numbers of triggers add up.
 """
 
@@ -27,7 +26,7 @@ def _mean(sum_and_count: SumAndCount) -> jax.Array:
 
 
 def _cross_entropy(oracle_probs: jax.Array, log_probs: jax.Array) -> jax.Array:
-    """-sum_v q(v) log p(v) in nats over the last axis, terms with q = 0 dropped."""
+    """Computes -sum_v q(v) log p(v) in nats over the last axis, terms with q = 0 dropped."""
     possible = oracle_probs > 0.0
     # log p may be -inf where q = 0, and 0 * -inf is nan.
     return -jnp.sum(oracle_probs * jnp.where(possible, log_probs, 0.0), axis=-1)
@@ -65,7 +64,7 @@ def backcopy_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger
     Args:
       log_probs: Log-probabilities of the model in nats, [B, T, V].
       oracle_probs: Probabilities of the next token under the law of the data, [B, T, V].
-      is_trigger: Whether the token at a position is a trigger, bool [B, T].
+      is_trigger: The mask of tokens that are triggers, bool [B, T].
 
     Returns:
       Nats; nan without triggers.
@@ -94,12 +93,12 @@ def bigram_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_tr
 
 
 def by_head(values: jax.Array, where: jax.Array) -> SumAndCount:
-    """The sum [N] of values [B, N, T] over queries, and the number of queries, where [B, T] says so."""
+    """Sums values [B, N, T] over the queries of a mask [B, T]: the sum [N], and the number of queries."""
     return jnp.sum(values, axis=(0, 2), where=where[:, None]), jnp.sum(where, dtype=jnp.int32)
 
 
 def mean_over_heads(sum_and_count: SumAndCount) -> jax.Array:
-    """The scalar of a sum by head [N]; nan where nothing was summed."""
+    """Returns the mean of a sum by head [N]; nan if nothing was summed."""
     total, count = sum_and_count
     return jnp.mean(total) / count.astype(total.dtype)
 
@@ -110,20 +109,20 @@ def sink_attention_sum(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int
 
 
 def _on_bos(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int) -> tuple[jax.Array, jax.Array]:
-    """The weight on BOS [B, N, T], and where the head should be dormant [B, T]."""
+    """Returns the weight on BOS [B, N, T], and the mask of queries that should be dormant [B, T]."""
     on_bos = jnp.sum(at_least_float32(attention_weights(weights))[..., : max(1, bos_count)], axis=-1)
     return on_bos, ~triggers(is_trigger, (on_bos.shape[0], on_bos.shape[2]))
 
 
 def sink_attention(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> jax.Array:
-    """Attention to BOS where the head should be dormant.
+    """Mean attention to BOS of the queries at which the head should be dormant.
 
     Definition: mean over batch and non-trigger positions of the weight on key 0, the BOS row (1 for softmax) included;
     mean over heads. One layer; over layers the maximum is reported. Of several BOS tokens the weights are summed.
 
     Args:
       weights: Attention weights, [B, N, T, S].
-      is_trigger: Whether the token at a position is a trigger, bool [B, T].
+      is_trigger: The mask of tokens that are triggers, bool [B, T].
       bos_count: BOS tokens at the start; without one the first token takes their place.
     """
     return mean_over_heads(sink_attention_sum(weights, is_trigger, bos_count))

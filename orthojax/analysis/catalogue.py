@@ -10,13 +10,14 @@ Sources: From Attention to Activation (FAA, arXiv 2410.17174) and Active-Dormant
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from orthojax.analysis.activations import gaussian_norm_ratio
 from orthojax.analysis.attention import chance_of_first
 from orthojax.config import Config
+from orthojax.formatting import number, percent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Definition:
       source: The paper that the definition is from, "" for ours.
       chance: Conditions -> the value if nothing stands out; None without such a level.
       chance_words: The case that the level of chance is of.
+      group: "loss", "hidden states", "attention", "quantisation" or "training".
     """
 
     name: str
@@ -79,6 +81,7 @@ class Definition:
     source: str = ""
     chance: Callable[[Conditions], float | None] | None = None
     chance_words: str = ""
+    group: str = ""
 
 
 def _most_attended(given: Conditions) -> float | None:
@@ -92,7 +95,7 @@ def _mass(given: Conditions) -> float | None:
 
 
 def _bos_mass(given: Conditions, start: int = 0) -> float | None:
-    """Mean over queries from `start` on; triggers, which the metric leaves out, are a little later in the mean."""
+    """Returns the mean over queries from `start` on; triggers, which the metric leaves out, are a little later."""
     if given.n is None or not given.causal:
         return None
     t = np.arange(start, given.length)
@@ -110,7 +113,7 @@ def _loss(name: str, label: str, unit: str, definition: str, chance: Callable[[C
 def _both(
     name: str, label: str, definition: str, source: str, *, chance: Callable[[Conditions], float] | None = None
 ) -> list[Definition]:
-    """A metric of the first token and of all others; the definition has {} for these words."""
+    """Returns the entries of a metric of the first token and of the others; {} in the definition says which."""
     words = {"first": ("first token", "at position 0"), "rest": ("other tokens", "at positions from 1 on")}
     return [
         Definition(f"{name}_{part}", f"{label}, {short}", "", definition.format(where), source, chance,
@@ -120,7 +123,7 @@ def _both(
 
 
 _LOSSES = [
-    _loss("perplexity", "perplexity", "", "exp of the mean cross-entropy per token.", lambda c: c.vocab_size),
+    _loss("perplexity", "perplexity", "", "Exponential of the mean cross-entropy per token.", lambda c: c.vocab_size),
     _loss("loss_nats", "loss (nats)", "nats", "Mean cross-entropy of the next token.",
           lambda c: math.log(c.vocab_size)),
     Definition("bits_per_byte", "bits per byte", "bits", "Cross-entropy per byte of the text."),
@@ -146,6 +149,8 @@ _HIDDEN_STATES = [
     *_both("norm_ratio", "max / l2 norm", "max|x| / ||x||_2 {}, mean over sequences and layers.", "FAA, Appendix I.3",
            chance=lambda c: gaussian_norm_ratio(c.d_model)),
     *_both("residual_norm", "residual norm", "||x||_2 after a block {}, mean over sequences and layers.", "ADH"),
+]  # fmt: skip
+_PEAKS = [
     Definition("residual_peak", "residual norm, <s> less others", "", "Residual norm of <s> less the others' mean.",
                "ADH"),
     Definition("residual_peak_ratio", "residual norm, <s> over others", "",
@@ -173,15 +178,15 @@ _ATTENTION = [
     Definition("sink_attention_rest", "attention of non-triggers to <s>", "fraction",
                "`sink_attention` without the row of <s> itself.", "", lambda c: _bos_mass(c, c.bos_tokens), _ZERO),
     Definition("sink_logit", "logit on <s>", "", "Mean attention logit on <s> at tokens that are no triggers."),
-    Definition("sink_logit_gap", "logit gap to <s>", "",
-               "Attention logit on <s> less the mean over other keys, at tokens that are no triggers.", "ADH",
+    Definition("sink_logit_gap", "sink logit gap", "",
+               "Attention logit on key 0 less the mean over keys between it and the query, triggers left out.", "ADH",
                lambda c: 0.0, _EQUAL),
-    Definition("sink_logit_gap_tokens", "logit gap to <s>, mean over tokens", "",
+    Definition("sink_logit_gap_tokens", "sink logit gap, mean over tokens", "",
                "`sink_logit_gap` with equal weight on each token of the vocabulary.", "ADH, Figure 4",
                lambda c: 0.0, _EQUAL),
-    Definition("sink_logit_gap_q10", "logit gap to <s>, 10% quantile over tokens", "",
+    Definition("sink_logit_gap_q10", "sink logit gap, 10% quantile over tokens", "",
                "10% quantile of `sink_logit_gap` over tokens of the vocabulary.", "ADH, Figure 4"),
-    Definition("sink_logit_gap_q90", "logit gap to <s>, 90% quantile over tokens", "",
+    Definition("sink_logit_gap_q90", "sink logit gap, 90% quantile over tokens", "",
                "90% quantile of `sink_logit_gap` over tokens of the vocabulary.", "ADH, Figure 4"),
     Definition("sink_logit_spread", "spread of logits on <s>", "",
                "Standard deviation over queries of the attention logit on <s>.", "ADH"),
@@ -203,7 +208,16 @@ _TRAINING = [
     Definition("num_layers", "layers", "", "Blocks of the model."),
 ]  # fmt: skip
 
-CATALOGUE: dict[str, Definition] = {d.name: d for d in (*_LOSSES, *_HIDDEN_STATES, *_ATTENTION, *_TRAINING)}
+HIDDEN_STATES = tuple(d.name for d in _HIDDEN_STATES)  # the names of functions of `activations`, too
+_GROUPS = {
+    "loss": _LOSSES,
+    "hidden states": [*_HIDDEN_STATES, *_PEAKS],
+    "attention": _ATTENTION,
+    "training": _TRAINING,
+}
+CATALOGUE: dict[str, Definition] = {
+    d.name: dataclasses.replace(d, group=group) for group, entries in _GROUPS.items() for d in entries
+}
 _PREFIXES = {"post_attention_": "after attention", "rotated_": "in the optimizer's basis"}
 
 
@@ -224,14 +238,19 @@ def define(name: str) -> Definition | None:
             base, words = base.removeprefix(prefix), [where, *words]
     found = CATALOGUE.get(base)
     if found is None and base.startswith("perplexity_"):
-        setting = base.removeprefix("perplexity_").removesuffix("_with_head")
-        head = " and the output head" if base.endswith("_with_head") else ""
-        quantised = [setting.replace("_", " "), *(["with the head"] if head else [])]
-        definition = f"Perplexity with linear layers{head} quantised by the setting {setting}."
-        found, words = Definition(base, "perplexity", "", definition, "FAA, Table 3"), [*quantised, *words]
+        found = _quantised(base.removeprefix("perplexity_"))
     if found is None:
         return None
     return dataclasses.replace(found, name=name, label=", ".join([found.label, *words]))
+
+
+def _quantised(setting: str) -> Definition:
+    head = setting.endswith("_with_head")
+    words = setting.removesuffix("_with_head").replace("_", " ")
+    layers = "linear layers and the output head" if head else "linear layers"
+    definition = f"Perplexity with {layers} quantised as {words} in `orthojax.quant`."
+    label = f"perplexity, {words}, with the head" if head else f"perplexity, {words}"
+    return Definition("", label, "", definition, "FAA, Table 3", group="quantisation")
 
 
 def label(name: str) -> str:
@@ -252,3 +271,38 @@ def chance(name: str, given: Conditions) -> float | None:
     """
     found = define(name)
     return None if found is None or found.chance is None else found.chance(given)
+
+
+def show(name: str, value: float) -> str:
+    """Returns a value of a metric as text: four digits of losses and perplexities, three of others.
+
+    >>> show("loss_nats", 4.16312), show("kurtosis_first", 14731.6), show("mfu", 0.2813)
+    ('4.163', '14,732', '28.1%')
+    """
+    found = define(name)
+    if found is not None and found.group in ("loss", "quantisation"):
+        return f"{value:.4g}"
+    return f"{value:.1%}" if name == "mfu" else number(value)
+
+
+def compared_with(name: str, metrics: Mapping[str, float], given: Conditions) -> str:
+    """Returns in words what a number is compared with: its level of chance, or for quantised models the float one.
+
+    Args:
+      name: Of the metric.
+      metrics: Of the same model, by name.
+      given: The model and its rows.
+
+    >>> compared_with("kurtosis_rest", {}, Conditions(64, 128, 512))
+    '3 for a Gaussian'
+    >>> metrics = {"perplexity": 10.0, "perplexity_w4a8": 11.0}
+    >>> compared_with("perplexity_w4a8", metrics, Conditions(64, 128, 512))
+    '+10.00% against float'
+    """
+    found = define(name)
+    if found is None:
+        return ""
+    if found.group == "quantisation":
+        return f"{percent(metrics[name] / metrics['perplexity'] - 1)} against float" if metrics["perplexity"] else ""
+    level = chance(name, given)
+    return "" if level is None else f"{number(level)} {found.chance_words}"

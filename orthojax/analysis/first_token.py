@@ -1,19 +1,21 @@
-"""The residual stream of the first token, and what its gradient points to: how residual-state peaks come about.
+"""The residual stream of the first token, its gradient, and the shares of parameters in its growth.
 
-Active-Dormant Attention Heads (arXiv 2410.13835) states: where upper layers have a sink on <s>, the gradients with
+Active-Dormant Attention Heads (arXiv 2410.13835) states: if upper layers have a sink on <s>, the gradients with
 respect to its residual state keep one direction, that of the null space of the value matrices above and of the key of
-<s>; norms let them decay as the state grows; Adam makes constant updates of them, so the state grows linearly. What it
-says is of attention, through which the state acts on other positions. Their loss is what is meant here by the gradient;
-that of the prediction at <s> itself, which is the larger one where the task is learned, stands apart.
+<s>; norms let them decay as the state grows; Adam makes constant updates of them, so the state grows linearly. The
+statement is about attention, through which the state acts on other positions, so the gradient here is that of their
+loss; that of the prediction at <s> itself, the larger one once the task is learned, stands apart.
 
 Under a causal mask position 0 sees itself alone, so its states do not depend on the rest of a sequence. Legend: L
 layers, B batch, T positions, D d_model. The parameters are those of `Transformer.init`; all results are float32.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from orthojax.model import Interventions, unstack_layers
 from orthojax.ops import cross_entropy_nats
@@ -25,17 +27,17 @@ WEAK = 0.25  # of all directions
 
 
 def first_residuals(model: "Transformer", params: Any, token: jax.Array) -> jax.Array:
-    """The residual stream at position 0 after each block, [L, D], for sequences that start with a token, int []."""
+    """Returns the residual stream at position 0 after each block, [L, D], given the first token, int []."""
     return _first_states(model, params, token)[0]
 
 
 def first_residual_norms(model: "Transformer", params: Any, token: jax.Array) -> jax.Array:
-    """||x||_2 of `first_residuals`, [L]."""
+    """Returns ||x||_2 of `first_residuals`, [L]."""
     return jnp.linalg.norm(first_residuals(model, params, token), axis=-1)
 
 
 def _first_states(model: "Transformer", params: Any, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Residual stream after each block [L, D] and the keys in it [L, K, H], of position 0."""
+    """Returns the residual stream after each block [L, D] and the keys in it [L, K, H], of position 0."""
     tokens = jnp.reshape(token, (1, 1))
     observed = model.apply(
         {"params": params}, tokens, observe=lambda taps: (taps.residual[0, 0], taps.keys[0, 0]), head=False
@@ -44,7 +46,7 @@ def _first_states(model: "Transformer", params: Any, token: jax.Array) -> tuple[
 
 
 def first_residual_gradients(model: "Transformer", params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gradients of the loss with respect to the residual stream at position 0 after each block, [L, D] each.
+    """Computes gradients of the loss with respect to the residual stream at position 0 after each block, [L, D] each.
 
     The same vector is moved in all sequences; that after one block, with what the blocks below compute held.
 
@@ -81,7 +83,7 @@ def _blocks(model: "Transformer", params: Any) -> list[Any]:
 
 
 def _read_by(model: "Transformer", block: Any, name: str) -> jax.Array:
-    """The kernel [D, K * width] of keys or values, with the gains of the norms before it, that of a latent included."""
+    """Returns the kernel [D, K * width] of keys or values times the gains of the norms before it and of its latent."""
     c, attention = model.config, block["attention"]
     kernel = attention[name]["kernel"].astype(jnp.float32)
     # A norm that comes after attention has no gain on what is read.
@@ -100,10 +102,10 @@ def _gain(part: Any, norm: str) -> jax.Array:
 
 
 def weak_directions(model: "Transformer", params: Any) -> jax.Array:
-    """Projectors [L, D, D] on the weakest quarter of the directions that the heads above each block read values from.
+    """Returns projectors [L, D, D] on the weakest quarter of the directions from which heads above a block read values.
 
     Definition: the D / 4 eigenvectors of least eigenvalue of sum over heads and layers above of A A^T, with A = diag(g)
-    W_V^h W_O^h from the normed residual stream to what the head writes; nan where no layer above attends. A random
+    W_V^h W_O^h from the normed residual stream to the output of the head; nan if no layer above attends. A random
     vector has a quarter of its squared norm there.
     """
     c, above, projectors = model.config, jnp.zeros((model.config.d_model,) * 2), []
@@ -121,10 +123,10 @@ def weak_directions(model: "Transformer", params: Any) -> jax.Array:
 
 
 def key_directions(model: "Transformer", params: Any, token: jax.Array) -> jax.Array:
-    """Where a step of the residual stream after each block moves the key of position 0 along itself: [L, D].
+    """Returns the direction after each block in which the residual stream moves the key of position 0 along itself.
 
     Definition: diag(g) W_K k, summed over heads, of the next block, with k its key of position 0; nan after the last
-    and where the next block does not attend.
+    and if the next block does not attend.
     """
     c, (_, keys) = model.config, _first_states(model, params, token)
     directions = []
@@ -137,12 +139,12 @@ def key_directions(model: "Transformer", params: Any, token: jax.Array) -> jax.A
 
 
 def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The cosine of vectors along the last axis; nan where one is 0."""
+    """Returns the cosine of vectors along the last axis; nan if one is 0."""
     return jnp.sum(a * b, axis=-1) / (jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1))
 
 
 def first_token_mechanism(model: "Transformer", params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
-    """What the paper says of the gradient of the first token's residual stream, with its vectors.
+    """Measures the paper's statements on the gradient of the first token's residual stream, with its vectors.
 
     Args:
       model: The model.
@@ -154,8 +156,8 @@ def first_token_mechanism(model: "Transformer", params: Any, tokens: jax.Array) 
       `first_gradient_weak_share`, the share of its squared norm in `weak_directions`; `first_gradient_key_cosine`,
       between its negative, the way that the state is pushed, and `key_directions`; `first_gradient_residual_cosine`,
       between its negative and the state itself. Of the gradient of its own loss `first_own_gradient_norm`. The vectors
-      [L, D]: `first_residual`, `first_gradient`, `first_own_gradient`. After the last block, which nothing attends to,
-      the former gradient is 0, and so nan what is divided by its norm.
+      [L, D]: `first_residual`, `first_gradient`, `first_own_gradient`. After the last block, to which nothing attends,
+      the former gradient is 0, and ratios to its norm are nan.
     """
     residual = first_residuals(model, params, tokens[0, 0])
     gradient, own = first_residual_gradients(model, params, tokens)
@@ -171,3 +173,73 @@ def first_token_mechanism(model: "Transformer", params: Any, tokens: jax.Array) 
         "first_gradient": gradient,
         "first_own_gradient": own,
     }
+
+
+# Shares of single parameters in a change of the model.
+
+
+def by_name(tree: Any) -> dict[str, jax.Array]:
+    """Returns the leaves of a tree like a model's parameters by path; layers that are stacked come one by one.
+
+    >>> sorted(by_name({"head": {"kernel": jnp.ones(3)}, "layers": {"norm": {"scale": jnp.ones(2)}}}))
+    ['head/kernel', 'layers_0/norm/scale', 'layers_1/norm/scale']
+    """
+    tree = unstack_layers(tree) if "layers" in tree else tree
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def parameter_norms(tree: Any) -> dict[str, jax.Array]:
+    """Computes the Frobenius and the spectral norm of every parameter by name: [2] float32.
+
+    The spectral norm is the largest singular value; of a vector it is the norm again.
+    """
+
+    def norms(x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32)
+        frobenius = spectral = jnp.linalg.norm(x.ravel())
+        if x.ndim == 2:
+            # From the smaller Gram matrix, in a third of the time of a singular value decomposition.
+            x = (x if x.shape[0] <= x.shape[1] else x.T) / jnp.where(frobenius == 0.0, 1.0, frobenius)
+            spectral = frobenius * jnp.sqrt(jnp.linalg.eigvalsh(x @ x.T)[-1])
+        return jnp.stack([frobenius, spectral])
+
+    return {name: norms(leaf) for name, leaf in by_name(tree).items()}
+
+
+def change_attribution(
+    function: Callable[[Any], jax.Array], before: Any, after: Any, *, nodes: int = 2
+) -> dict[str, jax.Array]:
+    """Divides the change of a function of all parameters among the parameters.
+
+    Equation: <grad f(p), p_after - p_before> of each parameter p, with the gradient averaged over the way from one to
+    the other, by Gauss-Legendre quadrature; so the contributions add up to f(after) - f(before), up to an error that
+    falls with the 2 `nodes`-th power of the step. With one step of an optimizer between them and one gradient it is the
+    'norm influence' of the code of Active-Dormant Attention Heads (arXiv 2410.13835).
+
+    Args:
+      function: Parameters -> a vector [M].
+      before: Parameters.
+      after: Parameters of the same structure.
+      nodes: Gradients that are averaged.
+
+    Returns:
+      By name, [M].
+
+    >>> before, after = {"a": jnp.array(1.0), "b": jnp.array(2.0)}, {"a": jnp.array(2.0), "b": jnp.array(3.0)}
+    >>> parts = change_attribution(lambda p: (p["a"] * p["b"])[None], before, after)
+    >>> {name: round(float(part[0]), 5) for name, part in parts.items()}
+    {'a': 2.5, 'b': 1.5}
+    """
+    places, weights = np.polynomial.legendre.leggauss(nodes)
+    delta = jax.tree.map(jnp.subtract, after, before)
+
+    def add(total: Any, node: jax.Array) -> tuple[Any, None]:
+        at = jax.tree.map(lambda p, d: p + node[0].astype(p.dtype) * d, before, delta)
+        return jax.tree.map(lambda t, g: t + node[1].astype(g.dtype) * g, total, jax.jacrev(function)(at)), None
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(jax.jacrev(function), before))
+    # A loop, so that the gradient is compiled once.
+    total, _ = jax.lax.scan(add, zeros, jnp.stack([(1 + places) / 2, weights / 2], axis=1))
+    products = jax.tree.map(lambda g, d: jnp.moveaxis(g * d[None], 0, -1), total, delta)
+    return {name: jnp.sum(x.reshape(-1, x.shape[-1]), axis=0) for name, x in by_name(products).items()}

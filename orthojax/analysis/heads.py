@@ -1,4 +1,4 @@
-"""What attention heads do with their weights: how much they leave unused, how sharp they are, when they are active.
+"""Measures of single attention heads: their unused weight, their entropy, their activity.
 
 Legend: B batch, N query heads, T query positions, S key positions, D d_model. Functions take one layer; what is by head
 has N as its last axis. Arrays of other shapes are a ValueError.
@@ -55,14 +55,17 @@ def value_norm_rest_by_head(norms: ArrayLike, first: int = 1) -> jax.Array:
 
 
 def head_activity(head_norms: ArrayLike, residual_before: ArrayLike) -> jax.Array:
-    """How much a head changes the residual stream at a query: ||W_o^h sum_j A_ij v_j|| / ||x_i||, [B, N, T].
+    """Activity of a head at a query, the relative change of the residual stream: ||W_o^h sum_j A_ij v_j|| / ||x_i||.
 
-    A head is active at a query where that is at least a tenth (`DORMANT`) of its largest activity, and dormant
-    elsewhere: what Active-Dormant Attention Heads (arXiv 2410.13835) calls so, with a number.
+    A head is active at a query at which this is at least a tenth (`DORMANT`) of its largest activity, and dormant at
+    the others. This puts a number to the words of Active-Dormant Attention Heads (arXiv 2410.13835).
 
     Args:
       head_norms: ||W_o^h sum_j A_ij v_j||, [B, N, T].
       residual_before: The residual stream x that the block gets, [B, T, D].
+
+    Returns:
+      [B, N, T], at least float32.
     """
     head_norms, before = at_least_float32(value_norms(head_norms)), norm(hidden_states(residual_before))
     if before.shape != (head_norms.shape[0], head_norms.shape[2]):
@@ -71,7 +74,7 @@ def head_activity(head_norms: ArrayLike, residual_before: ArrayLike) -> jax.Arra
 
 
 def activity_histogram(activity: ArrayLike, domain: ArrayLike, num_domains: int) -> jax.Array:
-    """How many queries of each data domain have which activity, by head: [domains, bins, N]; batches add up.
+    """Counts the queries of each data domain by activity and head: [domains, bins, N]; counts of batches add up.
 
     Args:
       activity: From `head_activity`, [B, N, T].
@@ -86,7 +89,7 @@ def activity_histogram(activity: ArrayLike, domain: ArrayLike, num_domains: int)
 
 
 def active_shares(histogram: ArrayLike) -> np.ndarray:
-    """The share of queries at which a head is active, by data domain: [..., domains, N]; nan for an empty domain.
+    """Share of queries at which a head is active, by data domain: [..., domains, N]; nan for an empty domain.
 
     The bins are 12% wide, and so is what is known of the threshold. The lowest bin, which has the queries at which a
     head writes nothing, is never active: a head that writes nothing anywhere is active nowhere.

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from orthojax.analysis import activations, attention, backcopy, heads, sink_logits
+from orthojax.analysis.catalogue import HIDDEN_STATES, define
 from orthojax.model import Interventions, Taps, mesh_of
 
 if TYPE_CHECKING:
@@ -26,25 +27,19 @@ if TYPE_CHECKING:
 # Maxima over layers although each layer's value is a mean; see `finalize`.
 _MAXIMUM_OVER_LAYERS = ("sink_attention", "sink_attention_rest")
 
-# Metrics of activations.py.
-_HIDDEN_STATE_MEANS = (
-    *("kurtosis_first", "kurtosis_rest", "kurtosis_pooled", "max_abs_first", "max_abs_rest"),
-    *("norm_ratio_first", "norm_ratio_rest", "residual_norm_first", "residual_norm_rest"),
-)
-_HIDDEN_STATE_MAXIMA = ("max_abs_first_maximum", "max_abs_rest_maximum")
-# How the names end of what a layer without attention has too.
-_OF_HIDDEN_STATES = (*_HIDDEN_STATE_MEANS, *_HIDDEN_STATE_MAXIMA, "residual_peak", "residual_peak_ratio")
+# Of `observe_language_model` by head: the largest |x| of each channel, no mean over heads.
+_BY_CHANNEL = "max_abs_by_channel"
 
 
 class Statistics(NamedTuple):
-    """What batches add up to; every leaf has the same leading axis [num_layers], or none where there are no layers.
+    """Sums and counts over batches; every leaf has the same leading axis [num_layers], or none if there are no layers.
 
     Attributes:
       sequences: Number of sequences, int32.
       total: Metric -> sum of what it is the mean of; may have one more axis (heads), floating.
       count: Metric -> number of terms in that sum, int32; the same names as `total`.
       maximum: Metric -> largest value so far, floating.
-      attends: Whether the layer has attention, bool; True where there are no layers.
+      attends: True for a layer with attention, and if there are no layers.
     """
 
     sequences: jax.Array
@@ -54,8 +49,10 @@ class Statistics(NamedTuple):
     attends: ArrayLike = True
 
 
-def observe_language_model(taps: Taps, *, post_attention: bool = False, basis: ArrayLike | None = None) -> Statistics:
-    """The outlier and attention statistics of one layer of a language model.
+def observe_language_model(
+    taps: Taps, *, post_attention: bool = False, basis: ArrayLike | None = None, by_head: bool = False
+) -> Statistics:
+    """Reduces one layer of a language model to its outlier and attention statistics.
 
     Args:
       taps: What the block shows.
@@ -63,6 +60,8 @@ def observe_language_model(taps: Taps, *, post_attention: bool = False, basis: A
         that start with `post_attention_`.
       basis: An orthogonal matrix Q [D, D]; also take the statistics of Q x for every hidden state x, under names that
         start with `rotated_`.
+      by_head: Keep the axis of heads for `finalize_arrays`, and also take null mass, entropy and `sink_logit_gap` (of
+        all queries from the third on), and `max_abs_by_channel` [D], the largest |x| of each channel.
 
     Returns:
       Means over sequences as sums, and maxima over sequences.
@@ -78,30 +77,51 @@ def observe_language_model(taps: Taps, *, post_attention: bool = False, basis: A
         hidden_states["rotated_"] = taps.residual @ jnp.asarray(basis, taps.residual.dtype).T
     means, maximum = {}, {}
     for prefix, hidden in hidden_states.items():
-        means |= {prefix + name: getattr(activations, name)(hidden) for name in _HIDDEN_STATE_MEANS}
-        maximum |= {prefix + name: getattr(activations, name)(hidden) for name in _HIDDEN_STATE_MAXIMA}
+        for name in HIDDEN_STATES:
+            kind = maximum if name.endswith("_maximum") else means
+            kind[prefix + name] = getattr(activations, name)(hidden)
     means["first_attention_fraction"] = attention.first_attention_fraction(taps.attention_weights)
     # By head, because the sink rate is a count of heads over the whole evaluation set.
     means["first_attention_mass"] = attention.first_attention_mass_by_head(taps.attention_weights)
     means["value_norm_first"] = activations.value_norm_first(taps.value_norms)
     means["value_norm_rest"] = activations.value_norm_rest(taps.value_norms)
-    return _statistics(taps.residual.shape[0], means, {}, maximum, jnp.any(taps.visible))
+    sums = {}
+    if by_head:
+        means |= _heads(taps)
+        sums["sink_logit_gap"] = sink_logits.sink_logit_gap_sum(
+            taps.attention_logits, jnp.zeros(taps.residual.shape[:2], bool)
+        )
+        maximum[_BY_CHANNEL] = jnp.max(jnp.abs(taps.residual.astype(jnp.float32)), axis=(0, 1))
+    return _statistics(taps.residual.shape[0], means, sums, maximum, jnp.any(taps.visible))
+
+
+def _heads(taps: Taps) -> dict[str, jax.Array]:
+    """Means over queries and sequences, [N] each."""
+    weights = taps.attention_weights
+    fraction = jax.vmap(lambda head: attention.first_attention_fraction(head[:, None]), in_axes=1)
+    return {
+        "first_attention_fraction": fraction(weights),
+        "null_mass": heads.null_mass_by_head(weights),
+        "attention_entropy_nats": heads.attention_entropy_by_head(weights),
+        "value_norm_first": heads.value_norm_first_by_head(taps.value_norms),
+        "value_norm_rest": heads.value_norm_rest_by_head(taps.value_norms),
+    }
 
 
 def observe_backcopy(
     is_trigger: ArrayLike, bos_count: int = 1, *, tokens: ArrayLike | None = None, vocab_size: int = 0
 ) -> Callable[[Taps], Statistics]:
-    """An observe function for Bigram-Backcopy.
+    """Returns an observe function for Bigram-Backcopy.
 
     Args:
-      is_trigger: Whether the token at a position is a trigger, bool [B, T], of the batch that the model will see.
+      is_trigger: The mask of tokens that are triggers, bool [B, T], of the batch that the model will see.
       bos_count: BOS tokens at the start; their attention is summed, and norms of <s> are means over them.
-      tokens: int [B, T] of that batch; with them logits are also compared by token, as `logit_summary` says.
-      vocab_size: Where there are tokens, the number of their ids.
+      tokens: int [B, T] of that batch; with them logits are also compared by token, see `logit_summary`.
+      vocab_size: The number of ids of these tokens.
 
     Returns:
       A function of one layer's taps, which gives sink attention and logits at non-triggers, null mass and entropy of
-      attention, value and residual norms, and when heads are active; by head but for the residual stream.
+      attention, value and residual norms, and the activity of heads; by head but for the residual stream.
     """
     is_trigger, first = jnp.asarray(is_trigger), max(1, bos_count)
 
@@ -131,12 +151,12 @@ def observe_backcopy(
 
 
 def observe_backcopy_risks(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> Statistics:
-    """The risks of Bigram-Backcopy as statistics without a layer axis.
+    """Reduces predictions to the risks of Bigram-Backcopy, as statistics without a layer axis.
 
     Args:
       log_probs: Log-probabilities of the model in nats, [B, T, V].
       oracle_probs: Probabilities of the next token under the law of the data, [B, T, V].
-      is_trigger: Whether the token at a position is a trigger, bool [B, T].
+      is_trigger: The mask of tokens that are triggers, bool [B, T].
     """
     sums = {
         "backcopy_risk_nats": backcopy.backcopy_risk_sum(log_probs, oracle_probs, is_trigger),
@@ -153,7 +173,7 @@ def _statistics(
     maximum: dict[str, jax.Array],
     attends: jax.Array,
 ) -> Statistics:
-    """Of a batch: means over its sequences, and (sum, count) of other means."""
+    """Returns the statistics of a batch from means over its sequences, and (sum, count) of other means."""
     sequences = jnp.asarray(batch, jnp.int32)
     sums = {name: (mean * batch, sequences) for name, mean in means.items()} | sums
     total, count = ({name: pair[i] for name, pair in sums.items()} for i in (0, 1))
@@ -161,13 +181,13 @@ def _statistics(
 
 
 def combine(a: Statistics, b: Statistics) -> Statistics:
-    """The statistics of two batches together; pure, so it works inside and outside of jit."""
+    """Adds the statistics of two batches, inside or outside of jit."""
     sequences, total, count = jax.tree.map(jnp.add, a[:3], b[:3])
     return Statistics(sequences, total, count, jax.tree.map(jnp.maximum, a.maximum, b.maximum), a.attends)
 
 
 def finalize(statistics: Statistics, *, sink_threshold: float = 0.3, by_head: bool = False) -> dict[str, float]:
-    """The metrics by name, on the host in float64.
+    """Returns the metrics by name, computed on the host in float64.
 
     Definitions: a key without `/layer_i` is the mean over layers; metrics of attention are nan in layers without
     attention, which their means leave out. Bigram-Backcopy's `sink_attention` and `sink_attention_rest` are the
@@ -175,7 +195,7 @@ def finalize(statistics: Statistics, *, sink_threshold: float = 0.3, by_head: bo
     mean weight on key 0 exceeds the threshold. Of Bigram-Backcopy also: `value_drain`, the value norm of <s> over
     that of the others by head; `residual_peak`, by how much its residual norm exceeds theirs, and
     `residual_peak_ratio`; `active_at_triggers` and `active_elsewhere`, the shares of such queries at which a head
-    is active, see `heads.head_activity`; what `sink_logits.logit_summary` says.
+    is active, see `heads.head_activity`; and those of `sink_logits.logit_summary`.
 
     Args:
       statistics: Of all batches, leaves stacked over layers (or without layers).
@@ -186,22 +206,12 @@ def finalize(statistics: Statistics, *, sink_threshold: float = 0.3, by_head: bo
       `name` and, where there are layers, `name/layer_0` ...; `sequences` is the number of sequences behind them.
     """
     statistics = jax.tree.map(np.asarray, jax.device_get(statistics))
-    means = {}
-    for name, total in statistics.total.items():
-        count = statistics.count[name]
-        with np.errstate(invalid="ignore", divide="ignore"):
-            means[name] = total.astype(np.float64) / count.reshape(count.shape + (1,) * (total.ndim - count.ndim))
-    if "first_attention_mass" in means:
-        means["sink_rate"] = np.mean(means["first_attention_mass"] > sink_threshold, axis=-1)
-    if "activity" in means:
-        means |= _of_backcopy(means)
-    means |= {name: value.astype(np.float64) for name, value in statistics.maximum.items()}
-
-    metrics = {"sequences": float(np.ravel(statistics.sequences)[0])}
     attends = np.broadcast_to(np.asarray(statistics.attends, bool), statistics.sequences.shape)
-    for name, mean in means.items():
-        has = np.ones_like(attends) if name.endswith(_OF_HIDDEN_STATES) else attends
-        mean = np.where(has.reshape(has.shape + (1,) * (mean.ndim - has.ndim)), mean, np.nan)
+    metrics = {"sequences": float(np.ravel(statistics.sequences)[0])}
+    for name, mean in _means(statistics, sink_threshold).items():
+        if name == _BY_CHANNEL:
+            continue
+        has = np.ones_like(attends) if _of_hidden_states(name) else attends
         layers = mean.mean(axis=tuple(range(statistics.sequences.ndim, mean.ndim)))  # over heads, where it has them
         reduce = np.max if name in _MAXIMUM_OVER_LAYERS or name.endswith("_maximum") else np.mean
         metrics[name] = float(reduce(layers[has])) if has.any() else math.nan
@@ -213,8 +223,42 @@ def finalize(statistics: Statistics, *, sink_threshold: float = 0.3, by_head: bo
     return metrics
 
 
+def finalize_arrays(statistics: Statistics) -> dict[str, np.ndarray]:
+    """Returns the metrics with one more axis than layers, float64: [L, N] by head, `max_abs_by_channel` [L, D].
+
+    Values by head are nan in layers without attention.
+    """
+    statistics = jax.tree.map(np.asarray, jax.device_get(statistics))
+    return {name: mean for name, mean in _means(statistics, 0.3).items() if mean.ndim == 2}
+
+
+def _of_hidden_states(name: str) -> bool:
+    """Tells metrics of hidden states, which a layer without attention has too, from those of attention."""
+    found = define(name)
+    return found is not None and found.group == "hidden states"
+
+
+def _means(statistics: Statistics, sink_threshold: float) -> dict[str, np.ndarray]:
+    """Returns totals over counts and maxima by name, float64 [L, ...]; nan if a layer without attention has none."""
+    means = {}
+    for name, total in statistics.total.items():
+        count = statistics.count[name]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            means[name] = total.astype(np.float64) / count.reshape(count.shape + (1,) * (total.ndim - count.ndim))
+    if "first_attention_mass" in means:
+        means["sink_rate"] = np.mean(means["first_attention_mass"] > sink_threshold, axis=-1)
+    if "activity" in means:
+        means |= _of_backcopy(means)
+    means |= {name: value.astype(np.float64) for name, value in statistics.maximum.items()}
+    attends = np.broadcast_to(np.asarray(statistics.attends, bool), statistics.sequences.shape)
+    for name, mean in means.items():
+        if name != _BY_CHANNEL and not _of_hidden_states(name):
+            means[name] = np.where(attends.reshape(attends.shape + (1,) * (mean.ndim - attends.ndim)), mean, np.nan)
+    return means
+
+
 def _of_backcopy(means: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What follows from the means of `observe_backcopy`; takes those away that are no metrics."""
+    """Derives metrics from the means of `observe_backcopy`; takes away those that are no metrics."""
     elsewhere, at_triggers = np.moveaxis(heads.active_shares(means.pop("activity")), -2, 0)
     new = {"active_at_triggers": at_triggers, "active_elsewhere": elsewhere}
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -229,7 +273,7 @@ def _of_backcopy(means: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 class _Loaded(Protocol):
-    """What is read of an `orthojax.model.LoadedModel`."""
+    """The part of `orthojax.model.LoadedModel` that is read."""
 
     @property
     def model(self) -> "Transformer": ...
@@ -247,17 +291,17 @@ def measure(
     output: Callable[..., Any] | None = None,
     join: Callable[[Any, Any], Any] = combine,
 ) -> Any:
-    """Applies a model to batches and joins what is observed in its layers.
+    """Applies a model to batches, observes its layers and joins the observations.
 
     There is one compiled program for each (model, observe, output), shape of a batch and set of interventions, whatever
-    their values: give functions of a module, or keep those that you make, so that a later call finds it. What they do
-    not read is not computed. Where the parameters lie on a mesh, results are replicated, so that every process can read
-    them.
+    their values: give functions of a module, or keep those that you make, so that a later call finds it. Taps that they
+    do not read are not computed. If the parameters lie on a mesh, results are replicated, so that every process can
+    read them.
 
     Args:
       loaded: A `LoadedModel`, or anything with its `model` and `params`, which may lie on a mesh.
       batches: At least one; each is tokens int [B, T] (inputs without targets) or a tuple (tokens, *extra), on the
-        devices already where there is a mesh.
+        devices already if there is a mesh.
       observe: `(taps, *extra)` -> pytree, called in every layer; its leaves come back as [L, ...].
       interventions: What the model does otherwise, or `(tokens, *extra)` -> that, called for each batch outside of the
         compiled program.
@@ -293,7 +337,7 @@ def _apply(
     tokens: Any,
     *extra,
 ) -> tuple[Any, ...]:
-    """(observed,) or (observed, output) of one batch, replicated where there is a mesh."""
+    """Returns (observed,) or (observed, output) of one batch, replicated if there is a mesh."""
     options: Any = {} if interventions is None else {"interventions": interventions}  # other models need not have them
     result: Any = model.apply(
         {"params": params}, tokens, observe=lambda taps: observe(taps, *extra), head=output is not None, **options

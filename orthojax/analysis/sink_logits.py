@@ -1,4 +1,4 @@
-"""The attention logits behind a sink: how far BOS stands above other keys, and how alike its logits are.
+"""The attention logits behind a sink: the gap between BOS and other keys, and the spread of its logits.
 
 Active-Dormant Attention Heads, arXiv 2410.13835. Everything is about queries where a head should be dormant: tokens
 that are no triggers, with at least one other key between BOS and themselves. Legend: B batch, N query heads, T query
@@ -17,14 +17,14 @@ from orthojax.analysis.backcopy import SumAndCount, by_head, mean_over_heads
 from orthojax.analysis.inputs import triggers
 from orthojax.ops.statistics import at_least_float32
 
-# Of `logit_sums`, what is no metric.
+# The sums of `logit_sums` that are no metrics.
 ONLY_SUMS = ("sink_logit_squared", "gap_of_token", "logit_of_token", "logit_of_token_squared")
 
 
 def _split(
     logits: ArrayLike, is_trigger: ArrayLike, bos_count: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Logits on BOS [B, N, T] and on all keys [B, N, T, S]; keys between BOS and query [T, S]; which queries [B, T]."""
+    """Returns logits on BOS [B, N, T] and all keys [B, N, T, S]; masks of keys between [T, S] and of queries [B, T]."""
     logits, n = at_least_float32(logits), max(1, bos_count)
     if logits.ndim != 4:
         raise ValueError(f"attention logits have shape {logits.shape}; allowed: [B, N, T, S] of one layer")
@@ -47,7 +47,7 @@ def sink_logit_gap_sum(logits: ArrayLike, is_trigger: ArrayLike, bos_count: int 
 
 
 def sink_logit_gap(logits: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> jax.Array:
-    """How far the logit on BOS stands above the others where the head should be dormant.
+    """Logit on BOS less the mean of the others, at queries at which the head should be dormant.
 
     Definition: for a query i >= 2 the logit on key 0 minus the mean logit of keys 1 .. i - 1 (neither BOS nor itself),
     averaged over non-trigger queries, batch and heads. Several BOS tokens count as one key with the sum of their
@@ -55,11 +55,11 @@ def sink_logit_gap(logits: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1)
 
     Args:
       logits: Scaled attention logits, before the mask, [B, N, T, S].
-      is_trigger: Whether the token at a position is a trigger, bool [B, T].
+      is_trigger: The mask of tokens that are triggers, bool [B, T].
       bos_count: BOS tokens at the start; without one the first token takes their place.
 
     Returns:
-      nan where no query qualifies.
+      nan if no query qualifies.
     """
     return mean_over_heads(sink_logit_gap_sum(logits, is_trigger, bos_count))
 
@@ -67,12 +67,12 @@ def sink_logit_gap(logits: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1)
 def logit_sums(
     logits: ArrayLike, tokens: ArrayLike, is_trigger: ArrayLike, vocab_size: int, bos_count: int = 1
 ) -> dict[str, SumAndCount]:
-    """What `logit_summary` takes, of one batch; those of two batches add up.
+    """Sums the logits of one batch for `logit_summary`; sums of two batches add up.
 
     Args:
       logits: Scaled attention logits, before the mask, [B, N, T, S].
       tokens: int [B, T].
-      is_trigger: Whether the token at a position is a trigger, bool [B, T].
+      is_trigger: The mask of tokens that are triggers, bool [B, T].
       vocab_size: V.
       bos_count: BOS tokens at the start; as of `sink_logit_gap`.
 
@@ -99,14 +99,14 @@ def logit_sums(
 
 
 def logit_summary(means: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The metrics of `logit_sums`, on the host, given sum / number of terms by name with any axes in front.
+    """Computes metrics on the host from `logit_sums`, given as sum / number of terms by name with any axes in front.
 
     Returns:
       For each head `sink_logit`, the mean logit on BOS; `sink_logit_gap_tokens`, the mean of `sink_logit_gap` over the
       tokens of the query, however often each comes, and `sink_logit_gap_q10` and `_q90`, its quantiles over them: the
       line and the band of the paper's Figure 4; `sink_logit_spread`, the standard deviation of the
       logit on BOS over queries; `other_logit_spread`, the mean over all other tokens of the same for logits on keys
-      with that token. The logits on BOS are concentrated where the former is the smaller. nan where nothing was seen.
+      with that token. The logits on BOS are concentrated where the former is the smaller. nan if nothing was seen.
       Sums are float32: a spread below a thousandth of the logits' size is not resolved.
     """
     of_token, of_token_squared = (np.asarray(means[f"logit_of_token{end}"], float) for end in ("", "_squared"))

@@ -1,7 +1,7 @@
-"""A table of what the papers measure, of arrays from any model, with the level of chance beside each number."""
+"""A table of the papers' metrics for arrays of any model, with the level of chance beside each number."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from orthojax.analysis import activations, attention
+from orthojax.analysis.catalogue import HIDDEN_STATES, Conditions, chance, label
 from orthojax.formatting import align, number
 
 
@@ -17,18 +18,18 @@ class Row(NamedTuple):
     """One metric.
 
     Attributes:
-      name: As everywhere, `kurtosis_first` for example.
+      name: Its key in the catalogue, `kurtosis_first` for example.
       value: Mean over layers.
       by_layer: [L].
-      chance: What it is where nothing stands out; nan where that is not known.
-      meaning: In words, with what `chance` is.
+      chance: Its value if nothing stands out; nan without such a level.
+      label: The catalogue's.
     """
 
     name: str
     value: float
     by_layer: np.ndarray
     chance: float
-    meaning: str
+    label: str
 
 
 class Summary(NamedTuple):
@@ -45,30 +46,17 @@ class Summary(NamedTuple):
         cells = [["", "mean over layers", "by chance", "largest of a layer", ""]]
         for row in self.rows:
             chance = "" if math.isnan(row.chance) else number(row.chance)
-            cells.append([row.name, number(row.value), chance, number(row.by_layer.max()), row.meaning])
+            cells.append([row.name, number(row.value), chance, number(row.by_layer.max()), row.label])
         return "\n".join(align(cells))
 
 
-_HIDDEN = {
-    "kurtosis_first": "kurtosis over channels, first token; a Gaussian has 3",
-    "kurtosis_rest": "the same, other tokens",
-    "max_abs_first": "largest |x|, first token",
-    "max_abs_rest": "the same, other tokens",
-    "norm_ratio_first": "largest |x| / norm of x, first token; that of a Gaussian",
-    "norm_ratio_rest": "the same, other tokens",
-    "residual_norm_first": "norm of x, first token; that of the other tokens",
-    "residual_norm_rest": "the same, other tokens",
-}
-_WEIGHTS = {
-    "first_attention_fraction": "(query, head) pairs that attend most to the first token; a random visible key",
-    "first_attention_mass": "mean weight on the first token; if all logits are 0",
-    "sink_rate": "heads with a mean weight above 0.3 on the first token",
-}
+_HIDDEN = tuple(name for name in HIDDEN_STATES if name.endswith(("_first", "_rest")))
+_LOWEST_WEIGHT = -0.18  # of GELU attention; of logits, which come by mistake, many are lower
 
 
 def summarize(hidden: ArrayLike | Sequence[ArrayLike] | None = None,
               weights: ArrayLike | Sequence[ArrayLike] | None = None) -> Summary:  # fmt: skip
-    """Outliers of hidden states and attention to the first token, of one's own arrays.
+    """Tabulates outliers of hidden states and attention to the first token, of one's own arrays.
 
     Legend: L layers, B batch, T positions, D channels, N heads, S keys. Definitions: those of the functions of the same
     names in `orthojax.analysis`.
@@ -78,8 +66,8 @@ def summarize(hidden: ArrayLike | Sequence[ArrayLike] | None = None,
       weights: Attention weights, [L, B, N, T, S] or L arrays [B, N, T, S]; one layer may come alone.
 
     Raises:
-      ValueError: For other shapes, numbers that are not finite, weights that are none, hidden states and weights of
-        different batches, or where neither is given.
+      ValueError: For other shapes, numbers that are not finite, logits in the place of weights, hidden states and
+        weights of different batches, or if neither is given.
 
     >>> x = np.random.default_rng(0).normal(size=(2, 4, 16, 512))  # two layers, four sequences
     >>> x[:, :, 0, 7] = 50.0  # an outlier channel of the first token
@@ -101,7 +89,7 @@ def summarize(hidden: ArrayLike | Sequence[ArrayLike] | None = None,
 
 
 def _layers(given: Any, words: str, layer: str) -> list[jax.Array]:
-    """One array for each layer, which has the axes `layer`; [] of None."""
+    """Returns one array with the axes `layer` for each layer; [] for None."""
     if given is None:
         return []
     ndim, allowed = layer.count(",") + 1, f"allowed: [L, {layer[1:]}, or a list of L arrays {layer}"
@@ -125,34 +113,40 @@ def _layers(given: Any, words: str, layer: str) -> list[jax.Array]:
 def _of_hidden(layers: Sequence[ArrayLike]) -> list[Row]:
     if not layers:
         return []
-    largest = activations.gaussian_norm_ratio(np.shape(layers[0])[-1])
+    _, T, D = np.shape(layers[0])
+    given = Conditions(length=T, d_model=D, vocab_size=0)
     found = {name: _by_layer(getattr(activations, name), layers) for name in _HIDDEN}
-    chance = {"kurtosis_first": 3.0, "kurtosis_rest": 3.0, "norm_ratio_first": largest, "norm_ratio_rest": largest}
-    chance["residual_norm_first"] = float(found["residual_norm_rest"].mean())
-    return [_row(name, values, chance, _HIDDEN) for name, values in found.items()]
+    levels = {name: chance(name, given) for name in _HIDDEN}
+    levels["residual_norm_first"] = float(found["residual_norm_rest"].mean())
+    return [_row(name, values, levels) for name, values in found.items()]
 
 
 def _of_weights(layers: Sequence[ArrayLike]) -> list[Row]:
     if not layers:
         return []
+    if min(float(jnp.min(jnp.asarray(layer))) for layer in layers) < _LOWEST_WEIGHT:
+        raise ValueError("attention weights are negative; allowed: the output of a normalizer, not logits")
     of = (attention.first_attention_fraction, attention.first_attention_mass)
     found = {metric.__name__: _by_layer(metric, layers) for metric in of}
     found["sink_rate"] = _by_layer(lambda w: attention.sink_rate(attention.first_attention_mass_by_head(w)), layers)
-    return [_row(name, values, _chance(layers), _WEIGHTS) for name, values in found.items()]
+    levels = _chance(layers)
+    return [_row(name, values, levels) for name, values in found.items()]
 
 
 def _by_layer(metric: Callable[[Any], Any], layers: Sequence[ArrayLike]) -> np.ndarray:
     return np.array([float(metric(layer)) for layer in layers])
 
 
-def _row(name: str, values: np.ndarray, chance: dict[str, float], meanings: dict[str, str]) -> Row:
-    return Row(name, float(values.mean()), values, chance.get(name, math.nan), meanings[name])
+def _row(name: str, values: np.ndarray, levels: Mapping[str, float | None]) -> Row:
+    level = levels.get(name)
+    return Row(name, float(values.mean()), values, math.nan if level is None else level, label(name))
 
 
-def _chance(layers: Sequence[ArrayLike]) -> dict[str, float]:
-    """Of causal weights those of `chance_of_first`, in a window where late queries see nothing of the first key.
+def _chance(layers: Sequence[ArrayLike]) -> dict[str, float | None]:
+    """Returns the levels of chance that fit the weights: for causal ones those of `chance_of_first`.
 
-    The mass only where rows sum to 1 (softmax) or less, which is taken for softmax-1.
+    Late queries that see nothing of the first key are taken for a window, and rows that sum to less than 1 for
+    softmax-1; if they sum to more, the mass has no level of chance.
     """
     weights = np.asarray(layers[0], np.float32)
     T, S = weights.shape[-2:]
@@ -163,8 +157,11 @@ def _chance(layers: Sequence[ArrayLike]) -> dict[str, float]:
         window = int(seen[-1]) + 1 if len(seen) else T
         if np.tril(weights, -window).any():  # late queries see earlier keys than a window would show
             window = T
-        chance = {"first_attention_fraction": attention.chance_of_first(T, window=window)}
+        fraction = attention.chance_of_first(T, window=window)
         mass = attention.chance_of_first(T, softmax1=not softmax, window=window)
     else:
-        chance, mass = {"first_attention_fraction": 1 / S}, 1 / (S + (not softmax))
-    return chance | ({"first_attention_mass": mass} if softmax or (sums <= 1.01).all() else {})
+        fraction, mass = 1 / S, 1 / (S + (not softmax))
+    return {
+        "first_attention_fraction": fraction,
+        "first_attention_mass": mass if softmax or (sums <= 1.01).all() else None,
+    }

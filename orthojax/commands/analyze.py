@@ -2,22 +2,24 @@
 
 --model takes what others trained (a folder of config.json and safetensors, a .gguf file, a name in the local Hugging
 Face cache, smollm2) and runs of orthojax train; several, with or without names, are compared:
---model=base=PATH,tuned=PATH.
-Attention to the first token, outliers, norms, entropy and quantisation are measured on --text, by layer and head;
---domains=code=FILES,prose=FILES,science=FILES also says on which kind of text each head is active. Two texts are there
-without files: topics (Python's documentation, the default) and stdlib (its sources).
---intervene=zero_head:11.3 measures the model under an intervention; repeated, under each in turn. Others: first_head,
-active_head, zero_attention:2, zero_mlp:2, zero_first_value:2, mean_attention:2, mean_mlp:2; * stands for every layer or
-head, + joins several; dormant_heads:0.9 zeroes all heads whose mean weight on the first token is above 0.9 and, apart
-from that, as many random heads, in three draws. --sweep_heads=8 zeroes every head in turn, on 8 rows of the text and
-of each domain.
---dynamics takes the checkpoints of one run, --model=runs/mine for all that it kept or --model=1000=PATH,2000=PATH by
-their steps, and plots everything against steps.
-Writes results.json and report.html, which compares the models, and a folder for each model with its own page and its
-arrays. Stopped and started again, it resumes; asked for more, it measures only what is missing.
+--model=base=PATH,tuned=PATH. --checkpoints measures every checkpoint that a run kept, as a series over its steps.
+Attention to the first token, outliers, norms, entropy and quantisation are measured on --text, by layer and head. Two
+texts are there without files: topics (Python's documentation, the default) and stdlib (its sources); held_out is the
+run's own evaluation set, which a run on Bigram-Backcopy always has.
+--knock_out=8 removes every head, attention and MLP in turn, on 8 rows of the text; other interventions are arrays in
+Python, see orthojax.Interventions and orthojax.train.evaluate_by_head.
+Writes results.json, report.html, report.md and figures/ under --workdir, and the arrays by head as arrays/NAME.npz.
 """
 
+import dataclasses
+import json
+import re
+import shlex
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -25,78 +27,173 @@ from orthojax.commands import cli
 from orthojax.errors import UserError, printable
 
 FLAGS = flags.FLAGS
-RESUMES = True  # the same command resumes an interrupted one
 EXTRAS = "train,reports"
+_LENGTH = 256  # tokens of a row, if the model was trained on more
+_HELD_OUT = "held_out"
 
 
 def define_flags() -> None:
     """Defines the flags of this command."""
+    cli.define_cache_dir()
     cli.define_compile_cache()
     flags.DEFINE_multi_string("model", [], "PATH or NAME=PATH, or several with commas between.")
-    flags.DEFINE_list("text", ["topics"], "Text and .jsonl files, folders or patterns; or topics, or stdlib.")
-    flags.DEFINE_list("domains", [], "NAME=FILES of each, as code=src/,more.py,prose=*.txt; FILES as of --text.")
-    flags.DEFINE_string(
-        "token_ids", "", "A .npy file of token ids [rows, length + 1] or [tokens] in the place of --text."
-    )
-    flags.DEFINE_string("tokenizer", "", "File of the tokenizer, where the model's own is not known.")
+    flags.DEFINE_bool("checkpoints", False, "Measure every checkpoint that the run kept.")
+    flags.DEFINE_list("text", ["topics"], "Text and .jsonl files, folders or patterns; or topics, stdlib, held_out.")
+    flags.DEFINE_string("token_ids", "", "A .npy file of token ids [rows, length + 1] or [tokens], instead of --text.")
+    flags.DEFINE_string("tokenizer", "", "File of the tokenizer, if the model's own is not known.")
     flags.DEFINE_integer("rows", 64, "Rows of the text; 0 for all.", lower_bound=0)
-    flags.DEFINE_integer("windows", 100, "Windows of each domain; 0 for all.", lower_bound=0)
     flags.DEFINE_integer(
         "length", 0, "Tokens of a row; 0 for the length at which the model was trained, 256 at most.", lower_bound=0
     )
     flags.DEFINE_integer("batch", 8, "Rows at once; dynamic quantisation scales are those of a batch.", lower_bound=1)
     flags.DEFINE_bool("bos", None, "Start rows with the tokenizer's BOS token; as the model was trained if not given.")
-    flags.DEFINE_float("threshold", 0.3, "Mean weight on the first token above which a head is a sink.", 0.0, 1.0)
-    flags.DEFINE_list(
-        "settings", None, "Quantisation settings; all for every one, none for none. Default: the paper's."
-    )
+    flags.DEFINE_list("settings", None, "Quantisation settings; all for every one, none for none. Default: five.")
     flags.DEFINE_bool("quantize_head", False, "Simulate every setting with the output head quantised as well.")
-    flags.DEFINE_multi_string("intervene", [], "An intervention, see above.")
-    flags.DEFINE_integer("sweep_heads", 0, "Zero every head in turn on that many rows; 0 for no sweep.", lower_bound=0)
-    flags.DEFINE_bool("dynamics", False, "The models are checkpoints of one run, in the order of their steps.")
-    flags.DEFINE_string("workdir", "runs/analyze", "Where results and pages go.")
+    flags.DEFINE_integer("knock_out", 0, "Rows on which every part is removed in turn; 0 for none.", lower_bound=0)
+    flags.DEFINE_string("workdir", "runs/analyze", "Where results and reports go.")
+
+
+def named_paths(given: Sequence[str], flag: str = "--model=") -> dict[str, str]:
+    """Returns name -> path, in order; a path without a name takes the last part of it.
+
+    Raises:
+      UserError: For a name that no file can have, or one that two have.
+
+    >>> named_paths(["smollm2,tuned=runs/tuned", "runs/base/"])
+    {'smollm2': 'smollm2', 'tuned': 'runs/tuned', 'base': 'runs/base/'}
+    """
+    found: dict[str, str] = {}
+    for part in (part for text in given for part in text.split(",")):
+        name, equals, path = part.partition("=")
+        if not equals:
+            last = part.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+            name, path = re.sub(r"[^\w.-]", "_", last).lstrip("._-") or "model", part
+        if not path or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+            raise UserError(f"{flag}{part!r} gives no path and name", allowed=f"{flag}PATH or {flag}NAME=PATH")
+        if name in found:
+            raise UserError(f"two are called {name!r}", allowed=f"{flag}NAME=PATH for one of them")
+        found[name] = path
+    return found
+
+
+def checkpoint_series(run: str) -> dict[str, str]:
+    """Returns step -> path of the checkpoints that a run kept, by step.
+
+    Raises:
+      UserError: For fewer than two.
+    """
+    from orthojax.train.checkpoint import steps_in
+
+    for folder in (Path(run) / "checkpoints", Path(run)):
+        if len(steps := steps_in(folder)) > 1:
+            return {str(step): str(folder / str(step)) for step in sorted(steps)}
+    raise UserError(f"--checkpoints: fewer than two in {run}", allowed="the workdir of a run with several")
+
+
+def _settings() -> dict[str, Any]:
+    from orthojax import quant
+
+    if FLAGS.settings is None:
+        return dict(quant.SETTINGS)
+    names = [*quant.SETTINGS, *quant.MORE_SETTINGS] if FLAGS.settings == ["all"] else FLAGS.settings
+    return {} if names == ["none"] else {name: quant.setting_named(name) for name in names}
+
+
+def _require_length(path: str) -> Path:
+    """Returns where a model is; refuses before all work a --length that it does not have."""
+    from orthojax.train import find_model
+
+    place, config = find_model(path)
+    if config.model.position == "learned" and FLAGS.length > config.model.max_length:
+        problem = f"--length={FLAGS.length} is longer than the positions of the model {path}"
+        raise UserError(problem, allowed=f"1 to {config.model.max_length}")
+    return place
+
+
+def _open(loaded: Any) -> tuple[Any, Any]:
+    """Returns the model with the batch and length of this evaluation, and the rows that it reads."""
+    from orthojax.data import load_tokenizer
+    from orthojax.experiments.any_model import read_rows, read_token_ids
+    from orthojax.train import open_inputs, require_tokenizer
+
+    config = loaded.config
+    evaluation = dataclasses.replace(config.eval, batch_size=FLAGS.batch)
+    if config.data.kind == "bigram_backcopy" or FLAGS.text == [_HELD_OUT]:
+        loaded = loaded._replace(config=dataclasses.replace(config, eval=evaluation))
+        return loaded, open_inputs(loaded.config, Path(FLAGS.cache_dir))
+    length = FLAGS.length or min(_LENGTH, config.data.sequence_length)
+    if FLAGS.token_ids:
+        inputs = read_token_ids(Path(FLAGS.token_ids), rows=FLAGS.rows, length=length)
+    else:
+        tokenizer = load_tokenizer(FLAGS.tokenizer) if FLAGS.tokenizer else require_tokenizer(loaded)
+        bos = config.data.bos if FLAGS.bos is None else FLAGS.bos
+        inputs = read_rows(FLAGS.text, tokenizer, rows=FLAGS.rows, length=length, bos=bos)
+    data = dataclasses.replace(config.data, sequence_length=length)
+    return loaded._replace(config=dataclasses.replace(config, data=data, eval=evaluation)), inputs
+
+
+def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Measures one model; returns this and the provenance of its text."""
+    from orthojax.experiments.any_model import measure_model
+    from orthojax.model import linear
+    from orthojax.progress import Progress
+    from orthojax.train import load, settings_that_do_not_fit
+
+    loaded, inputs = _open(load(place))
+    if inputs.task is not None or loaded.model.linear is not linear:  # no text, or kernels that are integers
+        settings = {}
+    for setting, reason in settings_that_do_not_fit(loaded, settings).items():
+        print(printable(f"{name}: {setting} is left out: {reason}"))
+        settings = {key: value for key, value in settings.items() if key != setting}
+    parts = 1 + len(settings) * (1 + FLAGS.quantize_head) + bool(FLAGS.knock_out)
+    with Progress(parts, every_seconds=0.0) as progress:
+        measured = measure_model(
+            loaded,
+            inputs,
+            settings,
+            quantize_head=FLAGS.quantize_head,
+            knock_out_rows=FLAGS.knock_out,
+            on_progress=lambda part: progress.advance(1, f"{name}: {part}"),
+        )
+    return measured, {"name": name, **inputs.provenance}
 
 
 def main(_: list[str]) -> None:
     if not FLAGS.model:
         raise UserError("--model is missing", allowed="--model=PATH, or --model=NAME=PATH,NAME=PATH")
 
-    from orthojax import quant
-    from orthojax.experiments.analyzing import Asked, Given, analyze, headlines
-    from orthojax.experiments.analyzing.dynamics import checkpoint_series
-    from orthojax.experiments.analyzing.naming import named_files, named_models
-    from orthojax.experiments.headlines import line
+    import numpy as np
+
+    from orthojax.experiments.any_model import report
+    from orthojax.experiments.report import print_report, write_report
+    from orthojax.files import make_folder, write_atomically, write_text
+    from orthojax.machine import environment
     from orthojax.train import keep_compiled_programs
 
-    settings = list(quant.SETTINGS) if FLAGS.settings is None else FLAGS.settings
-    if settings in (["all"], ["none"]):
-        settings = [*quant.SETTINGS, *quant.MORE_SETTINGS] if settings == ["all"] else []
-    for name in settings:
-        quant.setting_named(name)
-    given = Given(
-        text=tuple(FLAGS.text),
-        domains=named_files(FLAGS.domains),
-        token_ids=FLAGS.token_ids,
-        tokenizer=FLAGS.tokenizer,
-        rows=FLAGS.rows,
-        windows=FLAGS.windows,
-        length=FLAGS.length,
-        bos=FLAGS.bos,
-    )
-    asked = Asked(
-        batch=FLAGS.batch,
-        threshold=FLAGS.threshold,
-        settings=tuple(settings),
-        quantize_head=FLAGS.quantize_head,
-        interventions=tuple(FLAGS.intervene),
-        sweep_rows=FLAGS.sweep_heads,
-        dynamics=FLAGS.dynamics,
-    )
-    models = checkpoint_series(FLAGS.model) if FLAGS.dynamics else named_models(FLAGS.model)
-    keep_compiled_programs(FLAGS.compile_cache)
+    started, settings = time.monotonic(), _settings()
+    models = checkpoint_series(FLAGS.model[0]) if FLAGS.checkpoints else named_paths(FLAGS.model)
+    places = {name: _require_length(path) for name, path in models.items()}
     workdir = Path(FLAGS.workdir)
-    analyzed = analyze(models, given, asked, workdir)
-    for name, (loaded, measured, _texts) in analyzed.runs.items():
-        for headline in headlines(name, loaded, measured.metrics):
-            print(printable(line(headline)))
+    make_folder(workdir / "arrays", "workdir")
+    keep_compiled_programs(FLAGS.compile_cache)
+    measured, data = {}, []
+    for name, place in places.items():  # one model in memory at a time
+        measured[name], text = _measure(name, place, settings)
+        data.append(text)
+        arrays = {key: value.astype(np.float32) for key, value in measured[name].arrays.items()}
+        write_atomically(workdir / "arrays" / f"{name}.npz", lambda file, of=arrays: np.savez_compressed(file, **of))
+    seconds = round(time.monotonic() - started, 1)
+    provenance = environment() | {"seeds": [0], "data": data, "wall_seconds": seconds}
+    rows = [
+        {"variant": name, "seed": 0, "overrides": {"model": path}, "metrics": measured[name].metrics}
+        for name, path in models.items()
+    ]
+    content = {"experiment": "analyze", "scale": "given", "provenance": provenance, "rows": rows}
+    write_text(workdir / "results.json", json.dumps(content, indent=2) + "\n")
+    sources = dict.fromkeys(text["source"] for text in data)
+    command = " ".join(["orthojax", "analyze", *map(shlex.quote, sys.argv[1:])])
+    notes = [command, f"{provenance['date']}, {provenance['device']}, {seconds} seconds; arrays in arrays/"]
+    made = report(measured, list(sources), notes)
+    write_report(made, workdir)
+    print_report(made._replace(tables=made.tables[:1]))
     print(printable(f"written: {workdir / 'results.json'} and {workdir / 'report.html'}"))

@@ -14,6 +14,7 @@ from typing import Any
 from absl import flags
 
 from orthojax.commands import cli
+from orthojax.config import Config
 from orthojax.errors import UserError, printable
 from orthojax.files import finite
 
@@ -35,12 +36,6 @@ def define_flags() -> None:
     )
 
 
-def _check_flags(data_kind: str) -> None:
-    if data_kind == "bigram_backcopy" and (FLAGS.settings or FLAGS.quantize_head or FLAGS.post_attention):
-        flags = "--settings, --quantize_head and --post_attention"
-        raise UserError(f"{flags} are for language models", allowed="none of them")
-
-
 def _fitting(loaded: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     from orthojax.train import settings_that_do_not_fit
 
@@ -50,12 +45,42 @@ def _fitting(loaded: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: setting for name, setting in settings.items() if name not in unfit}
 
 
+def overview(metrics: Mapping[str, float], config: Config) -> list[str]:
+    """Returns the lines that show metrics of `orthojax.train.evaluate`, in groups, without those of single layers.
+
+    Each has the name in evaluation.json, the number, its level of chance, and its definition in the catalogue.
+
+    Args:
+      metrics: Of a model.
+      config: Of its run.
+    """
+    from orthojax import analysis
+    from orthojax.formatting import align
+
+    given, groups = analysis.conditions(config), {}
+    for name, value in metrics.items():
+        if "/" in name or name == "sequences":
+            continue
+        found = analysis.define(name)
+        row = [
+            f"  {name}",
+            f"{value:.6g}",
+            analysis.compared_with(name, metrics, given),
+            found.definition if found else "",
+        ]
+        groups.setdefault(found.group if found else "others", []).append(row)
+    aligned = iter(align([row for rows in groups.values() for row in rows]))
+    lines = [f"{metrics['sequences']:.0f} held-out sequences of {config.data.sequence_length} tokens"]
+    for title, rows in groups.items():
+        lines += ["", title, *(next(aligned) for _ in rows)]
+    return lines
+
+
 def main(_: list[str]) -> None:
     if not FLAGS.checkpoint:
         raise UserError("--checkpoint is missing", allowed="--checkpoint=DIR")
 
     from orthojax import quant
-    from orthojax.experiments.overview import overview
     from orthojax.files import make_folder, write_text
     from orthojax.progress import Progress, tokenizing_progress
     from orthojax.train import (
@@ -73,14 +98,15 @@ def main(_: list[str]) -> None:
     settings = quant.SETTINGS | {name: quant.setting_named(name) for name in names}
     step_folder = find_checkpoint(Path(FLAGS.checkpoint))
     config = read_config(step_folder)
-    _check_flags(config.data.kind)
-    beside = step_folder.parent.parent if step_folder.parent.name == "checkpoints" else step_folder.parent
+    if config.data.kind == "bigram_backcopy" and (FLAGS.settings or FLAGS.quantize_head or FLAGS.post_attention):
+        problem = "--settings, --quantize_head and --post_attention are for language models"
+        raise UserError(problem, allowed="none of them")
     keep_compiled_programs(FLAGS.compile_cache)
+    beside = step_folder.parent.parent if step_folder.parent.name == "checkpoints" else step_folder.parent
     workdir = Path(FLAGS.workdir) if FLAGS.workdir else beside
     make_folder(workdir, "workdir", files=["evaluation.json"])  # before the work, so that a wrong path costs nothing
     inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress())
     require_same_data(step_folder, inputs.provenance)
-    result = {"checkpoint": str(step_folder), "data": inputs.provenance}
     loaded = load(step_folder)
     if FLAGS.settings == ["all"]:
         settings = _fitting(loaded, settings)
@@ -94,7 +120,7 @@ def main(_: list[str]) -> None:
             post_attention=FLAGS.post_attention,
             on_progress=functools.partial(progress.advance, 1),
         )
-    result["metrics"] = finite(metrics)
+    result = {"checkpoint": str(step_folder), "data": inputs.provenance, "metrics": finite(metrics)}
     print("\n".join(overview(metrics, config)), flush=True)  # before it is written: a full disk must not lose it
     write_text(workdir / "evaluation.json", json.dumps(result, indent=2) + "\n")
     print(printable(f"\nwritten: {workdir / 'evaluation.json'}"))

@@ -23,7 +23,7 @@ from orthojax.train.checkpoint import (
 from orthojax.train.data import Inputs, open_inputs, require_task
 from orthojax.train.distributed import keep_compiled_programs
 from orthojax.train.estimates import dry_run, model_flops_per_token, model_flops_utilization, peak_flops_per_second
-from orthojax.train.evaluation import evaluate, evaluation_stages, settings_that_do_not_fit
+from orthojax.train.evaluation import evaluate, evaluate_by_head, evaluation_stages, settings_that_do_not_fit
 from orthojax.train.loading import find_model, load, load_params, require_tokenizer
 from orthojax.train.loop import train
 from orthojax.train.mesh import make_mesh, place_rows
@@ -47,6 +47,7 @@ __all__ = [
     "describe_line",
     "dry_run",
     "evaluate",
+    "evaluate_by_head",
     "evaluation_stages",
     "find_checkpoint",
     "find_model",

@@ -13,7 +13,7 @@ from orthojax import analysis, quant
 from orthojax.config import Config
 from orthojax.data import BigramBackcopy
 from orthojax.errors import UserError
-from orthojax.model import LoadedModel, Transformer, linear, mesh_of
+from orthojax.model import Interventions, LoadedModel, Transformer, linear, mesh_of
 from orthojax.ops.cross_entropy import perplexity
 from orthojax.train.data import Inputs
 from orthojax.train.mesh import constrain, in_mesh, place_rows
@@ -24,7 +24,7 @@ Metrics = dict[str, float]
 
 
 def place_batch(mesh: Mesh | None, *arrays: np.ndarray) -> tuple[Any, ...]:
-    """Arrays with rows in front on the devices of a mesh, or of the only one."""
+    """Puts arrays with rows in front on the devices of a mesh, or on the only one."""
     return tuple(place_rows(mesh, len(rows), lambda start, stop, rows=rows: rows[start:stop]) for rows in arrays)
 
 
@@ -34,9 +34,11 @@ def _batches(config: Config, inputs: Inputs) -> Iterator[np.ndarray]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _loss(model: Transformer, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _loss(
+    model: Transformer, params: Any, tokens: jax.Array, interventions: Interventions | None
+) -> tuple[jax.Array, jax.Array]:
     # Replicated, so that every process can read it.
-    return constrain(loss_sum_nats(model, params, tokens), PartitionSpec())
+    return constrain(loss_sum_nats(model, params, tokens, interventions=interventions), PartitionSpec())
 
 
 def validation_loss_nats(
@@ -46,8 +48,9 @@ def validation_loss_nats(
     after_batch: Callable[[], None] = lambda: None,
     *,
     model: Transformer | None = None,
+    interventions: Interventions | None = None,
 ) -> float:
-    """Mean next-token loss over all target positions of the evaluation set, in nats.
+    """Computes the mean next-token loss over all target positions of the evaluation set, in nats.
 
     Args:
       config: Of the run.
@@ -55,13 +58,14 @@ def validation_loss_nats(
       inputs: Its data.
       after_batch: Called after every batch; it may raise.
       model: One with other linear layers than that of the config.
+      interventions: What the model does otherwise; one compiled program serves all values of the same shapes.
     """
     model = Transformer(config.model) if model is None else model
     mesh = mesh_of(params)
     sums: list[Any] = []
     with in_mesh(mesh):
         for rows in _batches(config, inputs):
-            sums.append(_loss(model, params, *place_batch(mesh, rows)))
+            sums.append(_loss(model, params, *place_batch(mesh, rows), interventions))
             if len(sums) > 1:  # one late, so that the devices do not wait for the host
                 sums[-2] = jax.device_get(sums[-2])
             after_batch()
@@ -70,7 +74,7 @@ def validation_loss_nats(
 
 
 def settings_that_do_not_fit(loaded: LoadedModel, settings: Mapping[str, quant.QuantizationSetting]) -> dict[str, str]:
-    """Name -> reason, of those whose groups do not divide the input features of a kernel; nothing is computed."""
+    """Returns name -> reason for settings whose groups do not divide the input features of a kernel."""
     found = {}
     for name, setting in settings.items():
         if setting.group_size is None:
@@ -92,12 +96,12 @@ def evaluate(
     post_attention: bool = False,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Metrics:
-    """All metrics of a trained model; `evaluation_stages` says how many parts that has.
+    """Measures all metrics of a trained model; `evaluation_stages` gives the number of parts.
 
     Args:
       loaded: The model, from `load`; its parameters may be on a mesh.
       inputs: Its data.
-      settings: By which to quantise float parameters, by name; `quant.SETTINGS` where not given, and none for a model
+      settings: By which to quantise float parameters, by name; `quant.SETTINGS` if not given, and none for a model
         whose kernels are integers already.
       quantize_head: Also evaluate every setting with the output head quantised, tied to the embeddings or not.
       post_attention: Also measure the residual stream after attention, before the MLP.
@@ -105,33 +109,73 @@ def evaluate(
 
     Returns:
       For text `perplexity`, `loss_nats`, `bits_per_byte`, the outlier and attention statistics of
-      `analysis.observe_language_model` (also of `rotated_` hidden states where all parameters share one basis, and of
-      `post_attention_` ones where asked for), `perplexity_<setting>` for every one of `settings`, and
+      `analysis.observe_language_model` (also of `rotated_` hidden states if all parameters share one basis, and of
+      `post_attention_` ones if asked for), `perplexity_<setting>` for every one of `settings`, and
       `perplexity_<setting>_with_head`; for Bigram-Backcopy its risks and the statistics of `analysis.observe_backcopy`.
       Values by layer end in `/layer_i`.
 
     Raises:
       UserError: For a setting that does not fit the model, before anything is computed.
     """
+    observe = _observe_text_after_attention_too if post_attention else _observe_text
+    return _evaluate(loaded, inputs, observe, settings, quantize_head, on_progress)[0]
+
+
+def evaluate_by_head(
+    loaded: LoadedModel,
+    inputs: Inputs,
+    *,
+    interventions: Interventions | None = None,
+    settings: Mapping[str, quant.QuantizationSetting] | None = None,
+    quantize_head: bool = False,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> tuple[Metrics, dict[str, np.ndarray]]:
+    """Measures as `evaluate` does, and also every head, with or without interventions.
+
+    Args:
+      loaded: The model.
+      inputs: Its data.
+      interventions: What the model does otherwise; quantised models are measured without them.
+      settings: As of `evaluate`.
+      quantize_head: As of `evaluate`.
+      on_progress: As of `evaluate`.
+
+    Returns:
+      The metrics, for text also `null_mass`, `attention_entropy_nats` and `sink_logit_gap`; and by name the arrays
+      [L, N] of what is measured by head, for text also `max_abs_by_channel` [L, D].
+    """
+    return _evaluate(loaded, inputs, _observe_text_by_head, settings, quantize_head, on_progress, interventions)
+
+
+def _evaluate(
+    loaded: LoadedModel,
+    inputs: Inputs,
+    observe_text: Callable[..., analysis.Statistics],
+    settings: Mapping[str, quant.QuantizationSetting] | None,
+    quantize_head: bool,
+    on_progress: Callable[[str], None],
+    interventions: Interventions | None = None,
+) -> tuple[Metrics, dict[str, np.ndarray]]:
     config, params = loaded.config, loaded.params
     if settings is None:
         settings = quant.SETTINGS if loaded.model.linear is linear else {}
     for name, reason in settings_that_do_not_fit(loaded, settings).items():  # before hours of work
         raise UserError(f"quantisation setting {name}: {reason}", allowed="the settings that fit this model")
-    loss = validation_loss_nats(config, params, inputs, model=loaded.model)
+    loss = validation_loss_nats(config, params, inputs, model=loaded.model, interventions=interventions)
     if inputs.task is not None:
         mesh, (observe, risks_of) = mesh_of(params), observing(inputs.task)
         batches = (2 * place_batch(mesh, split_tokens(rows)[0]) for rows in _batches(config, inputs))
-        statistics, risks = analysis.measure(loaded, batches, observe, output=risks_of)
+        statistics, risks = analysis.measure(loaded, batches, observe, interventions, output=risks_of)
         on_progress("statistics")
-        return {"loss_nats": loss} | analysis.finalize(statistics, by_head=True) | analysis.finalize(risks)
+        metrics = {"loss_nats": loss} | analysis.finalize(statistics, by_head=True) | analysis.finalize(risks)
+        return metrics, analysis.finalize_arrays(statistics)
     metrics: Metrics = {"perplexity": perplexity(loss), "loss_nats": loss}
     if inputs.bits_per_nat_of_loss is not None:
         metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
     mesh, basis = mesh_of(params), shared_basis(config.seeded_optim, config.model.d_model)
     batches = ((*place_batch(mesh, split_tokens(tokens)[0]), basis) for tokens in _batches(config, inputs))
-    observe = _observe_text_after_attention_too if post_attention else _observe_text
-    metrics |= analysis.finalize(analysis.measure(loaded, batches, observe))
+    statistics = analysis.measure(loaded, batches, observe_text, interventions)
+    metrics |= analysis.finalize(statistics)
     on_progress("statistics")
     for name, setting in settings.items():
         for suffix, head in {"": False, "_with_head": True}.items() if quantize_head else [("", False)]:
@@ -140,7 +184,7 @@ def evaluate(
             rounded = validation_loss_nats(config, params, inputs, model=quantized)
             metrics[f"perplexity_{name}{suffix}"] = perplexity(rounded)
             on_progress(name + suffix)
-    return metrics
+    return metrics, analysis.finalize_arrays(statistics)
 
 
 def evaluation_stages(
@@ -149,7 +193,7 @@ def evaluation_stages(
     *,
     quantize_head: bool = False,
 ) -> int:
-    """How often `evaluate` calls `on_progress`."""
+    """Returns the number of times that `evaluate` calls `on_progress`."""
     if config.data.kind == "bigram_backcopy":
         return 1
     return 1 + (1 + quantize_head) * len(quant.SETTINGS if settings is None else settings)
@@ -163,9 +207,13 @@ def _observe_text_after_attention_too(taps: analysis.Taps, basis: jax.Array | No
     return analysis.observe_language_model(taps, post_attention=True, basis=basis)
 
 
+def _observe_text_by_head(taps: analysis.Taps, basis: jax.Array | None) -> analysis.Statistics:
+    return analysis.observe_language_model(taps, basis=basis, by_head=True)
+
+
 @functools.lru_cache(maxsize=8)
 def observing(task: BigramBackcopy) -> tuple[Callable[..., analysis.Statistics], Callable[..., analysis.Statistics]]:
-    """What is observed in the layers and in the output, both given the tokens."""
+    """Returns the observe functions of the layers and of the output, both given the tokens."""
 
     def observe(taps: analysis.Taps, tokens: jax.Array) -> analysis.Statistics:
         trigger, ids = task.is_trigger(tokens), task.vocab_size

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from orthojax import analysis
 from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.files import parse_json, require_file, write_text
@@ -296,29 +297,15 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
 
 
+_ON_CONSOLE = ("loss_nats", "learning_rate", "tokens_per_second", "mfu", "validation_loss_nats", "kurtosis_first")
+_ON_CONSOLE += ("kurtosis_rest",)
+
+
 def describe_line(line: dict[str, Any], steps: int) -> str:
     """Returns a line of metrics.jsonl for people, of a run of so many steps.
 
     >>> describe_line({"step": 40, "loss_nats": 4.2, "learning_rate": 3e-4, "tokens_per_second": 51234.5}, 800)
-    'step 40/800 loss 4.2000 lr 3.00e-04 51.2k tokens/s'
+    'step 40/800: loss (nats) 4.2, learning rate 0.0003, tokens per second 51,234'
     """
-    parts = [f"step {line['step']}/{steps}"]
-    for key, form in (
-        ("loss_nats", "loss {:.4f}"),
-        ("learning_rate", "lr {:.2e}"),
-        ("tokens_per_second", "{}tokens/s"),
-        ("mfu", "MFU {:.1%}"),
-        ("validation_loss_nats", "validation loss {:.4f}"),
-        ("kurtosis_first", "kurtosis {:.2f} first,"),
-        ("kurtosis_rest", "{:.2f} rest"),
-    ):
-        if key in line:
-            parts.append(form.format(_short(line[key]) if key == "tokens_per_second" else line[key]))
-    return " ".join(parts)
-
-
-def _short(number: float) -> str:
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.1f}{letter} "
-    return f"{number:.0f} "
+    shown = [f"{analysis.label(name)} {analysis.show(name, line[name])}" for name in _ON_CONSOLE if name in line]
+    return f"step {line['step']}/{steps}: {', '.join(shown)}"

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orthojax.config import Config, MeshConfig, ModelConfig, OptimConfig
 from orthojax.data import BigramBackcopy
 from orthojax.errors import UserError
-from orthojax.model import Transformer, parameter_shapes
+from orthojax.model import Interventions, Transformer, parameter_shapes
 from orthojax.ops import chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
 from orthojax.optim import layout_of, state_shardings
 from orthojax.train.mesh import (
@@ -61,7 +61,11 @@ def split_tokens(tokens: ArrayT) -> tuple[ArrayT, ArrayT]:
 
 
 def loss_sum_nats(
-    model: Transformer, params: Any, tokens: jax.Array, chunk_positions: int | None = None
+    model: Transformer,
+    params: Any,
+    tokens: jax.Array,
+    chunk_positions: int | None = None,
+    interventions: Interventions | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the summed next-token loss and the number of target tokens.
 
@@ -73,6 +77,7 @@ def loss_sum_nats(
       tokens: int [B, T + 1].
       chunk_positions: Positions of every sequence whose logits are materialised at a time; None takes as many as make
         256 MB of logits on a CPU or 512 MB on another device. A quantised head needs all of them.
+      interventions: What the model does otherwise.
     """
     inputs, targets = split_tokens(tokens)
     B, T = inputs.shape
@@ -81,9 +86,9 @@ def loss_sum_nats(
     positions = positions_at_once(B, T, model.config.vocab_size, chunk_positions)
     head = model.head_kernel(params)
     if head is None or positions == T:
-        logits, _ = model.apply({"params": params}, inputs)
+        logits, _ = model.apply({"params": params}, inputs, interventions=interventions)
         return jnp.sum(jnp.where(counted, cross_entropy_nats(logits, targets), 0.0)), count
-    hidden: Any = model.apply({"params": params}, inputs, head=False)
+    hidden: Any = model.apply({"params": params}, inputs, interventions=interventions, head=False)
     kernel, axis = head
     loss = chunked_cross_entropy_sum_nats(hidden[0], kernel, targets, counted, positions=positions, vocab_axis=axis)
     return loss, count

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax import analysis
-from orthojax.analysis import in_singular_basis
+from orthojax.experiments.from_attention.channels import in_singular_basis
 from orthojax.experiments.from_attention.output_weights import output_bases
 from orthojax.experiments.measures import Measure, Measured, Say, by_layer
 from orthojax.model import LoadedModel, Taps

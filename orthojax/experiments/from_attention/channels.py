@@ -1,139 +1,153 @@
-"""The channels with the largest hidden states: whether they are the same for inputs, positions and layers."""
+"""Outlier channels: norms and second moments of a kernel's output channels, and activations in another basis.
 
+From Attention to Activation (arXiv 2410.17174), appendix E with Figures 4 and 5, appendix F with Figure 6. Legend: I
+input features, D output channels, T positions. On the host, in float64: these are quantities of a finished run.
+"""
+
+import warnings
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from numpy.typing import ArrayLike
 
-from orthojax import analysis
-from orthojax.analysis import top_count
-from orthojax.experiments.from_attention.output_weights import PARTS, output_kernels
-from orthojax.experiments.measures import Measure, Measured, Say, by_layer
-from orthojax.model import LoadedModel, Taps
-from orthojax.train import Inputs
+# Iglewicz and Hoaglin (How to Detect and Handle Outliers, 1993) take 3.5 for one sample; a model has thousands of
+# channels, of which Gaussian chance brings 1 in 4,300 beyond that, and 1 in 3.5 million beyond this.
+OUTLIER_SCORE = 5.0
 
 
-def ranks(magnitude: ArrayLike) -> jax.Array:
-    """Returns the ranks of the channels, 0 for the largest; the lower index comes first if two are equal.
+def top_count(size: int) -> int:
+    """Returns the number of D channels that count as the top ones: a thirty-second, one at least.
+
+    >>> [top_count(D) for D in (16, 96, 768)]
+    [1, 3, 24]
+    """
+    return max(1, size // 32)
+
+
+def channel_norms(kernel: ArrayLike) -> np.ndarray:
+    """The Euclidean norm of the weights of each output channel, sqrt(sum_i W[i, d]^2): [..., I, D] -> [..., D]."""
+    return np.linalg.norm(np.asarray(kernel, np.float64), axis=-2)
+
+
+def summed_second_moments(nu: ArrayLike) -> np.ndarray:
+    """Adam's second moments of a kernel, summed over each output channel, sum_i nu[i, d]: [..., I, D] -> [..., D].
+
+    Without bias correction, which is one factor for all.
+
+    Raises:
+      ValueError: For negative numbers.
+    """
+    nu = np.asarray(nu, np.float64)
+    if (nu < 0).any():
+        raise ValueError("second moments are negative; allowed: nu, not mu")
+    return np.sum(nu, axis=-2)
+
+
+def outlier_scores(values: ArrayLike) -> np.ndarray:
+    """Modified z-scores of the logarithms: 0.6745 (log x - median) / MAD, positive for large values.
+
+    MAD is the median of |log x - median|, 0.6745 the MAD of a standard Gaussian; what is beyond `OUTLIER_SCORE` counts
+    as an outlier. Logarithms, because norms and moments are positive and differ by factors.
 
     Args:
-      magnitude: [..., D].
+      values: [..., D], positive; zeros count as the smallest positive number.
 
     Returns:
-      int32 [..., D].
+      [..., D] float64; 0 for a value at the median, infinite for another one where MAD is 0.
+
+    Raises:
+      ValueError: For negative values.
     """
-    return jnp.argsort(jnp.argsort(-jnp.asarray(magnitude), axis=-1, stable=True), axis=-1)
+    values = np.asarray(values, np.float64)
+    if (values < 0).any():
+        raise ValueError("the values are negative; allowed: norms or moments")
+    logs = np.log(np.maximum(values, np.finfo(np.float64).tiny))
+    away = logs - np.median(logs, axis=-1, keepdims=True)
+    deviation = np.median(np.abs(away), axis=-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(away == 0.0, 0.0, 0.6745 * away / deviation)
 
 
-def mean_overlap(members: ArrayLike, axis: int) -> jax.Array:
-    r"""Returns the mean of :math:`|A_i \cap A_j| / k` over all pairs of different sets, each of k channels.
+def correlation(a: ArrayLike, b: ArrayLike) -> float:
+    """Pearson's correlation of [D] and [D]; nan where all of one are equal. Other shapes are a ValueError.
 
-    With :math:`c_d` the number of the n sets that hold channel d it is :math:`(\sum_d c_d^2 - n k) / (n (n - 1) k)`.
-    Independent random sets of k among D channels overlap by k / D in the mean.
+    >>> round(correlation([1.0, 2.0, 3.0], [5.0, 3.0, 1.0]), 9)
+    -1.0
+    """
+    return _correlated("pearsonr", a, b)
+
+
+def rank_correlation(a: ArrayLike, b: ArrayLike) -> float:
+    """Spearman's rank correlation of [D] and [D], ties sharing their mean rank; nan where all of one are equal.
+
+    Other shapes are a ValueError.
+
+    >>> rank_correlation([1.0, 2.0, 30.0], [-1.0, -5.0, -6.0])
+    -1.0
+    """
+    return _correlated("spearmanr", a, b)
+
+
+def _correlated(function: str, a: ArrayLike, b: ArrayLike) -> float:
+    from scipy import stats  # here, because it takes a second to import
+
+    _require_vectors(a, b)
+    with warnings.catch_warnings(action="ignore", category=stats.ConstantInputWarning):
+        found: Any = getattr(stats, function)(np.asarray(a, np.float64), np.asarray(b, np.float64))
+    return float(found.statistic)
+
+
+def _require_vectors(a: ArrayLike, b: ArrayLike) -> int:
+    """Returns their length; ValueError unless they are two vectors of equal length."""
+    if np.ndim(a) != 1 or np.shape(a) != np.shape(b):
+        raise ValueError(f"arrays of shapes {np.shape(a)} and {np.shape(b)}; allowed: [D] and [D]")
+    return np.size(a)
+
+
+def extreme_overlap(large: ArrayLike, small: ArrayLike, count: int) -> float:
+    """Share of the `count` channels with the largest `large` that are among the `count` with the smallest `small`.
+
+    If the two are independent, it is count / D in the mean.
 
     Args:
-      members: Membership of channels in each set, bool [..., D], all with the same number.
-      axis: The axis of the sets; at least two.
+      large: [D].
+      small: [D].
+      count: 1 to D; of equal values the earlier channels are taken.
+
+    Raises:
+      ValueError: For other shapes or counts.
+
+    >>> extreme_overlap([9.0, 1.0, 8.0, 2.0], [0.1, 0.2, 5.0, 6.0], 2)
+    0.5
+    """
+    if not 1 <= count <= _require_vectors(large, small):
+        raise ValueError(f"count={count}; allowed: 1 to {np.size(large)}")
+    top = np.argsort(-np.asarray(large, np.float64), kind="stable")[:count]
+    bottom = np.argsort(np.asarray(small, np.float64), kind="stable")[:count]
+    return len(np.intersect1d(top, bottom)) / count
+
+
+def in_singular_basis(x: ArrayLike) -> np.ndarray:
+    """X V for every sequence, with V [D, D] the right singular vectors of its X [T, D]; on the host.
+
+    The paper's measure of how large an orthogonal change of basis could make the kurtosis: V gathers the energy of a
+    sequence in as few channels as an orthonormal basis can. X V = U S, so the channels beyond min(T, D) are 0, whatever
+    V has there; they count as channels. The signs of singular vectors are arbitrary, which moves kurtosis a
+    little.
+
+    Args:
+      x: [..., T, D].
 
     Returns:
-      float32 of the shape of `members` without that axis and the last.
+      [..., T, D] float64; channels in the order of their singular values, the largest first.
     """
-    members = jnp.asarray(members)
-    n = members.shape[axis]
-    k = jnp.sum(members, axis=-1).max()
-    counts = jnp.sum(members, axis=axis, dtype=jnp.float32)  # their squares may be too large for int32
-    return (jnp.sum(counts * counts, axis=-1) / (n * k) - 1) / (n - 1)
-
-
-def _counts(d_model: int) -> dict[str, int]:
-    """Returns prefix of the metrics -> k."""
-    return {"largest_channels": top_count(d_model), "largest_channel": 1}
-
-
-def _observe_sets(taps: Taps) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Returns by prefix the set of each sequence, bool [B, D], and the overlap of its positions [B]."""
-    magnitude = jnp.abs(taps.residual.astype(jnp.float32))
-    of_sequence, of_positions = ranks(jnp.mean(magnitude, axis=1)), ranks(magnitude)
-    counts = _counts(magnitude.shape[-1])
-    return {name: (of_sequence < k, mean_overlap(of_positions < k, axis=1)) for name, k in counts.items()}
-
-
-def channel_overlap(loaded: LoadedModel, tokens: np.ndarray) -> dict[str, float]:
-    """Measures the overlap of the largest channels of hidden states between inputs, positions and layers.
-
-    The set of a sequence and layer are the k channels of largest mean |x| over positions, that of a position those of
-    largest |x|. Overlaps are `mean_overlap`s. Two k, since nobody knows how many outlier channels a model has: if
-    there are fewer than k, ordinary channels fill the sets; if there are several, k = 1 sees them take turns.
-
-    Args:
-      loaded: The model.
-      tokens: int [B, T + 1], B and T at least 2.
-
-    Returns:
-      Metrics `largest_channels_*` for k = `top_count(D)` and `largest_channel_*` for k = 1: `between_sequences`, mean
-      over layers; `between_positions` of a sequence, mean over sequences and layers; both also by layer;
-      `between_layers` of a sequence, mean over sequences, if there are several; `by_chance`, k / D.
-    """
-    # In batches of the evaluation's size, since a paper's model has 100 sequences of 1,024 positions to remember.
-    size, D = loaded.config.eval.batch_size, loaded.config.model.d_model
-    batches = (tokens[i : i + size, :-1] for i in range(0, len(tokens), size))
-    observed: Any = jax.device_get(analysis.measure(loaded, batches, _observe_sets, join=analysis.concatenate))
-    metrics = {}
-    for name, (members, positions) in observed.items():
-        metrics |= by_layer(f"{name}_between_sequences", np.asarray(mean_overlap(members, axis=1), np.float64))
-        metrics |= by_layer(f"{name}_between_positions", positions.astype(np.float64).mean(axis=1))
-        if len(members) > 1:
-            metrics[f"{name}_between_layers"] = float(np.mean(mean_overlap(members, axis=0)))
-        metrics[f"{name}_by_chance"] = _counts(D)[name] / D
-    return metrics
-
-
-def _measure(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    metrics = channel_overlap(loaded, inputs.evaluation[:100])
-    say("channel overlap")
-    return Measured(metrics)
-
-
-LARGEST_CHANNELS = Measure("largest_channels", _measure)
-
-
-def largest_channels(hidden: np.ndarray, count: int) -> np.ndarray:
-    """Returns the channels of the largest values at any position of the first panel, in increasing order.
-
-    Args:
-      hidden: |hidden state| of `measures.example_maps`, [4, T, D].
-      count: How many at most.
-    """
-    return np.sort(np.argsort(-hidden[0].max(axis=0), kind="stable")[:count])
-
-
-def _magnitude(taps: Taps) -> jax.Array:
-    return jnp.mean(jnp.abs(taps.residual.astype(jnp.float32)), axis=1)
-
-
-def ranks_of_largest_channel(loaded: LoadedModel, tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """Ranks the channel of the largest hidden states among the output channels of the same layer.
-
-    Args:
-      loaded: The model.
-      tokens: int [B, T + 1].
-
-    Returns:
-      One of `PARTS` -> how many channels of that projection have a larger norm of their weights than the channel with
-      the largest mean |hidden state| over sequences and positions, of D, [layers]: 0 if it has the largest.
-    """
-    hidden: Any = analysis.measure(loaded, [tokens[:, :-1]], _magnitude)
-    channels = np.asarray(hidden).mean(1).argmax(-1)[:, None]
-    norms = {part: analysis.channel_norms(output_kernels(loaded.params, part)) for part in PARTS}
-    return {part: np.sum(of > np.take_along_axis(of, channels, -1), -1) for part, of in norms.items()}
-
-
-def _measure_weights(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    ranks = ranks_of_largest_channel(loaded, inputs.evaluation[:64])
-    say("largest channel")
-    return Measured({k: v for part, of in ranks.items() for k, v in by_layer(f"{part}_larger_norms", of).items()})
-
-
-LARGEST_CHANNEL_WEIGHTS = Measure("largest_channel_weights", _measure_weights)
+    # In NumPy, since several batched decompositions in one program can wait for each other forever on a CPU.
+    x = np.asarray(x, np.float64)
+    T, D = x.shape[-2:]
+    # From the eigenvectors of the smaller Gram matrix, which is several times faster than the decomposition itself.
+    if T >= D:
+        _, right = np.linalg.eigh(x.swapaxes(-1, -2) @ x)
+        return (x @ right)[..., ::-1]
+    squares, left = np.linalg.eigh(x @ x.swapaxes(-1, -2))
+    rotated = (left * np.sqrt(np.maximum(squares, 0.0))[..., None, :])[..., ::-1]
+    return np.concatenate([rotated, np.zeros((*rotated.shape[:-1], D - T))], axis=-1)

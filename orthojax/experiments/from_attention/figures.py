@@ -6,8 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from orthojax import analysis
-from orthojax.analysis import top_count
 from orthojax.config import replace
 from orthojax.experiments.base import METHODS
 from orthojax.experiments.claims import (
@@ -36,11 +34,17 @@ from orthojax.experiments.claims import (
 from orthojax.experiments.cure import OUTCOME
 from orthojax.experiments.figures import lines, maps
 from orthojax.experiments.from_attention.bases import BASES, gaussian_kurtosis
-from orthojax.experiments.from_attention.channels import LARGEST_CHANNEL_WEIGHTS, LARGEST_CHANNELS, largest_channels
+from orthojax.experiments.from_attention.channels import top_count
 from orthojax.experiments.from_attention.first_keys import FIRST_KEYS, KEYS
+from orthojax.experiments.from_attention.largest_channels import (
+    LARGEST_CHANNEL_WEIGHTS,
+    LARGEST_CHANNELS,
+    largest_channels,
+)
 from orthojax.experiments.from_attention.models import MODELS, SCALES, about, base_run, grid
 from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, PARTS, output_norms
 from orthojax.experiments.from_attention.paper_tables import TABLE_2
+from orthojax.experiments.from_attention.relaxed_mask import equal_logits_mass, uniformity_p_value
 from orthojax.experiments.from_attention.spiked_vector import ROTATIONS, mean_norm_ratio_of_direction, rotate
 from orthojax.experiments.from_attention.stability import STABILITY, running_mean, window_of
 from orthojax.experiments.pictures import ByLayer as LayerCurves
@@ -80,9 +84,7 @@ FIGURE1 = Study(
     pictures=[Maps()],
 )  # fmt: skip
 
-_EQUAL = Metric(
-    "mass of a key with equal logits", lambda of: analysis.equal_logits_mass(int(of["data.sequence_length"]), KEYS)
-)
+_EQUAL = Metric("mass of a key with equal logits", lambda of: equal_logits_mass(int(of["data.sequence_length"]), KEYS))
 _WINNER = Metric("winning key", lambda of: float(round(of["winner"])))
 _WINNER_MASS, _OTHERS_MASS = Metric("winner_mass"), Metric("others_mass")
 
@@ -98,7 +100,7 @@ def _first_key_wins(variant: str) -> Any:
 def _equally_often(relaxed: Result) -> bool:
     """P of the exact multinomial test that each key wins equally often is at least 0.05."""
     winners = np.bincount([round(key) for key in relaxed.by_seed("winner").values()], minlength=KEYS)
-    return analysis.uniformity_p_value(winners.tolist()) >= 0.05
+    return uniformity_p_value(winners.tolist()) >= 0.05
 
 
 def _enough_seeds(relaxed: Result) -> bool:

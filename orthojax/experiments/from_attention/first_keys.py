@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from orthojax import analysis
+from orthojax.experiments.from_attention.relaxed_mask import attention_fraction_by_key, attention_mass_by_key
 from orthojax.experiments.measures import Measure, Measured, Say
 from orthojax.model import LoadedModel
 from orthojax.train import Inputs
@@ -21,10 +22,10 @@ _AT_ONCE = 32  # sequences, of which the logits are held
 def _observe(taps: analysis.Taps, targets: jax.Array) -> dict[str, jax.Array]:
     """Sums mass and fraction [N, k] and the map [T, k'] of one layer over sequences; `by_sequence` is mass [B, k]."""
     weights = taps.attention_weights
-    mass = analysis.attention_mass_by_key(weights, KEYS, KEYS)
+    mass = attention_mass_by_key(weights, KEYS, KEYS)
     return {
         "mass": mass.sum(0),
-        "fraction": analysis.attention_fraction_by_key(weights, KEYS, KEYS).sum(0),
+        "fraction": attention_fraction_by_key(weights, KEYS, KEYS).sum(0),
         "map": weights[..., :SHOWN_KEYS].mean(1).sum(0),
         "by_sequence": mass.mean(1),
     }

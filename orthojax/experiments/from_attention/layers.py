@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from orthojax.analysis import rank_correlation
 from orthojax.experiments.claims import CHANCE, ByLayer, Claim, Expr, Metric, function, kurtosis_limit, peak
+from orthojax.experiments.from_attention.channels import rank_correlation
 from orthojax.experiments.from_attention.models import MODELS, SCALES, grid
 from orthojax.experiments.from_attention.spiked_vector import mean_norm_ratio_of_direction
 from orthojax.experiments.pictures import ByLayer as LayerCurves

@@ -11,7 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orthojax.analysis import (
+from orthojax.config import Config
+from orthojax.errors import UserError
+from orthojax.experiments.figures import maps
+from orthojax.experiments.from_attention.channels import (
+    OUTLIER_SCORE,
     channel_norms,
     extreme_overlap,
     outlier_scores,
@@ -19,10 +23,6 @@ from orthojax.analysis import (
     summed_second_moments,
     top_count,
 )
-from orthojax.analysis.channels import OUTLIER_SCORE
-from orthojax.config import Config
-from orthojax.errors import UserError
-from orthojax.experiments.figures import maps
 from orthojax.experiments.measures import Measure, Measured, Say, by_layer
 from orthojax.experiments.report import Picture
 from orthojax.experiments.results import Missing, Results

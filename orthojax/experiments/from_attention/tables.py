@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from orthojax.analysis import chance_of_first, correlation
+from orthojax.analysis import chance_of_first
 from orthojax.config import Config, DataConfig, changed_fields, replace
 from orthojax.experiments.base import METHODS
 from orthojax.experiments.claims import (
@@ -44,6 +44,7 @@ from orthojax.experiments.claims import (
     worst,
 )
 from orthojax.experiments.figures import bars
+from orthojax.experiments.from_attention.channels import correlation
 from orthojax.experiments.from_attention.models import LENGTHS, RUNS, SCALES, about, about_chance, grid
 from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, output_norms
 from orthojax.experiments.from_attention.paper_tables import (

@@ -1,0 +1,343 @@
+"""Measurements of any model, as `orthojax analyze` reports them: a run, a published model, a .gguf file.
+
+`read_rows` gives the rows of text, `measure_model` the metrics by layer and head, `knock_out` the cost of every part,
+`report` the tables and pictures of one model, of several, or of the checkpoints of one run. All numbers are those of
+`orthojax.train.evaluate_by_head`.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orthojax import analysis, quant
+from orthojax.config import Config
+from orthojax.data import embedded_corpus, text_corpus
+from orthojax.data.tokenizers import Tokenizer
+from orthojax.errors import UserError
+from orthojax.experiments import figures
+from orthojax.experiments.report import Picture, Report, Table
+from orthojax.files import finite, require_file
+from orthojax.formatting import number, percent
+from orthojax.model import Interventions, LoadedModel, Taps
+from orthojax.train import Inputs, evaluate_by_head
+from orthojax.train.evaluation import validation_loss_nats
+
+TOPICS, STDLIB = "topics", "stdlib"
+_SHOWN_HEADS = 12
+
+
+def topics_text() -> str:
+    """Returns the text of pydoc_data.topics, Python's documentation, with an empty line between two topics."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics.values())
+
+
+def read_rows(files: Sequence[str], tokenizer: Tokenizer, *, rows: int, length: int, bos: bool = False) -> Inputs:
+    """Reads the first rows of a text as tokens of a model.
+
+    Args:
+      files: Of `orthojax.data.text_corpus`; or one of `topics`, Python's documentation, and `stdlib`, its sources.
+      tokenizer: The model's; an end-of-text token follows every document.
+      rows: At most that many; 0 for all.
+      length: T, tokens that the model sees; rows have one more, the last target.
+      bos: Start every row with the tokenizer's BOS token.
+
+    Raises:
+      UserError: For files that cannot be read, or text of less than one row.
+    """
+    documents: Iterable[str]
+    if list(files) == [TOPICS]:
+        documents, source = [topics_text()], "pydoc_data.topics (Python's documentation)"
+    else:
+        corpus = embedded_corpus() if list(files) == [STDLIB] else text_corpus(files)
+        documents, source = (document.text for document in corpus.documents()), corpus.description
+    width = length + (not bos)
+    parts, tokens, size = [], 0, 0
+    for text in documents:
+        parts.append(np.append(tokenizer.encode_batch([text])[0], tokenizer.eos_id))
+        tokens, size = tokens + len(parts[-1]), size + len(text.encode())
+        if rows and tokens >= rows * width:
+            break
+    count = min(tokens // width, rows or tokens)
+    if not count:
+        raise UserError(f"{source}: fewer than {width} tokens, one row", allowed="more text, or a smaller --length")
+    ids = np.concatenate(parts)[: count * width].reshape(count, width).astype(np.int32)
+    if bos:
+        ids = np.concatenate([np.full((count, 1), tokenizer.bos_id, np.int32), ids], axis=1)
+    return _inputs(ids, source, tokens / size / math.log(2))
+
+
+def read_token_ids(path: Path, *, rows: int, length: int) -> Inputs:
+    """Reads rows of token ids from a .npy file, [rows, T + 1 or more] or [tokens]; 0 rows for all.
+
+    Raises:
+      UserError: For another file, or one of less than one row.
+    """
+    require_file(path, "file of token ids")
+    try:
+        ids = np.load(path)
+    except ValueError as error:
+        raise UserError(f"{path} is no .npy file: {error}") from None
+    if ids.ndim not in (1, 2) or not np.issubdtype(ids.dtype, np.integer):
+        raise UserError(f"{path} holds {ids.dtype} {ids.shape}", allowed="integers [rows, length + 1] or [tokens]")
+    width = length + 1
+    ids = ids[: len(ids) // width * width].reshape(-1, width) if ids.ndim == 1 else ids
+    if not len(ids) or ids.shape[1] < width:
+        raise UserError(f"{path} holds {ids.shape}: no row of {width} tokens", allowed="a smaller --length")
+    return _inputs(np.ascontiguousarray(ids[: rows or None, :width], np.int32), f"{path.name} (token ids)", None)
+
+
+def _inputs(rows: np.ndarray, source: str, bits_per_nat: float | None) -> Inputs:
+    about = {"source": source, "rows": len(rows), "length": rows.shape[1] - 1}
+    about["tokens_sha256"] = hashlib.sha256(rows.tobytes()).hexdigest()
+    return Inputs(lambda step: rows, rows, bits_per_nat, about, None)
+
+
+class Measured(NamedTuple):
+    """A measured model.
+
+    Attributes:
+      config: Of the run that trained it.
+      metrics: As of `evaluate_by_head`, without those that are not finite.
+      arrays: Those of `evaluate_by_head` and `knock_out` by name, and `attention` [T, S] and `hidden` [T, D]: weights
+        and |hidden state| on the first row, means over layers (and heads).
+    """
+
+    config: Config
+    metrics: dict[str, float]
+    arrays: dict[str, np.ndarray]
+
+
+def measure_model(
+    loaded: LoadedModel,
+    inputs: Inputs,
+    settings: Mapping[str, quant.QuantizationSetting],
+    *,
+    quantize_head: bool = False,
+    knock_out_rows: int = 0,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> Measured:
+    """Measures a model.
+
+    Args:
+      loaded: The model.
+      inputs: The rows that it reads.
+      settings: Quantisation settings by name.
+      quantize_head: Also measure every setting with the output head quantised.
+      knock_out_rows: Rows for `knock_out`; 0 leaves it out.
+      on_progress: Called with the name of each part once it is done.
+
+    Raises:
+      UserError: For token ids or a length that the model does not have, or a setting that does not fit it.
+    """
+    model, rows = loaded.config.model, inputs.evaluation
+    if rows.min() < 0 or rows.max() >= model.vocab_size:
+        wrong = rows.min() if rows.min() < 0 else rows.max()
+        raise UserError(f"token id {wrong} is not the model's", allowed=f"0 to {model.vocab_size - 1}")
+    metrics, arrays = evaluate_by_head(
+        loaded, inputs, settings=settings, quantize_head=quantize_head, on_progress=on_progress
+    )
+    seen: Any = analysis.measure(loaded, [jnp.asarray(rows[:1, :-1])], _observe_first_row)
+    arrays |= {name: np.mean(array, axis=0) for name, array in zip(("attention", "hidden"), seen, strict=True)}
+    if knock_out_rows:
+        arrays |= knock_out(loaded, inputs, knock_out_rows)
+        on_progress("knock-outs")
+    return Measured(loaded.config, finite(metrics), arrays)
+
+
+def _observe_first_row(taps: Taps) -> tuple[jax.Array, jax.Array]:
+    return jnp.mean(taps.attention_weights[0], axis=0), jnp.abs(taps.residual[0])
+
+
+def knock_out(loaded: LoadedModel, inputs: Inputs, rows: int) -> dict[str, np.ndarray]:
+    """Computes by how much the loss in nats changes if a part writes nothing to the residual stream.
+
+    Args:
+      loaded: The model.
+      inputs: Rows that it reads.
+      rows: The first of these rows that are used.
+
+    Returns:
+      `knocked_out_head` [L, N], `knocked_out_attention` [L] and `knocked_out_mlp` [L].
+    """
+    model = loaded.config.model
+    L, N = model.num_layers, model.num_heads
+    few = inputs._replace(evaluation=inputs.evaluation[:rows])
+
+    def losses(part: str, shape: tuple[int, ...]) -> np.ndarray:
+        found = np.zeros(shape)
+        for place in np.ndindex(shape):
+            scales = {"head": np.ones((L, N)), "attention": np.ones(L), "mlp": np.ones(L)}
+            if part in scales:
+                scales[part][place] = 0.0
+            given = Interventions(**{f"{name}_scale": jnp.asarray(x, jnp.float32) for name, x in scales.items()})
+            found[place] = validation_loss_nats(
+                loaded.config, loaded.params, few, model=loaded.model, interventions=given
+            )
+        return found
+
+    before = losses("nothing", ())
+    shapes = {"head": (L, N), "attention": (L,), "mlp": (L,)}
+    return {f"knocked_out_{part}": losses(part, shape) - before for part, shape in shapes.items()}
+
+
+# The report.
+
+# Metrics that share an axis, each in a panel of its own, and the scale of the axis.
+_CURVES: Sequence[tuple[str, Literal["linear", "log"]]] = (
+    ("loss_nats", "linear"),
+    ("first_attention_fraction first_attention_mass", "linear"),
+    ("sink_logit_gap", "linear"),
+    ("attention_entropy_nats", "linear"),
+    ("kurtosis_first kurtosis_rest", "log"),
+    ("max_abs_first max_abs_rest", "log"),
+    ("residual_norm_first residual_norm_rest", "log"),
+    ("value_norm_first value_norm_rest", "log"),
+)
+
+
+def report(measured: Mapping[str, Measured], sources: Sequence[str], notes: Sequence[str]) -> Report:
+    """Returns the report of one or several models.
+
+    Args:
+      measured: Name -> what was measured; if all names are numbers, these are steps of one run, by step.
+      sources: The texts.
+      notes: The command, the machine and the time.
+    """
+    series = len(measured) > 1 and all(name.isdecimal() for name in measured)
+    title = f"{len(measured)} checkpoints of one run" if series else ", ".join(measured)
+    sentences = [f"All metrics are of {'; '.join(sources)}. Layers and heads count from 0."]
+    if len(measured) > 1 and not series:
+        sentences.append("Losses are per token: models with different tokenizers compare by bits per byte.")
+    shown = dict(list(measured.items())[-1:]) if series else measured  # by layer and head, of a series its end
+    for name, of in shown.items():
+        model = of.config.model
+        shape = f"{model.num_layers} layers of width {model.d_model}, {model.num_heads} heads"
+        sentences.append(f"{name}: {shape}, {model.normalizer} attention.")
+    pictures = curve_pictures(lambda metric: _by_step(measured, metric), "step") if series else []
+    pictures += curve_pictures(lambda metric: _by_layer(shown, metric), "layer")
+    tables = [_metrics_table(measured), *_quantisation_tables(measured)]
+    for name, of in shown.items():
+        tables += [_layer_table(name, of), _head_table(name, of), *_knock_out_tables(name, of)]
+        pictures += _maps(name, of)
+    return Report(title=title, sentences=sentences, tables=tables, pictures=pictures, notes=notes)
+
+
+def _metrics_table(measured: Mapping[str, Measured]) -> Table:
+    """Returns the metrics of all models, with the level of chance of the first."""
+    rows, first = [], next(iter(measured.values()))
+    given = analysis.conditions(first.config)
+    for name in analysis.CATALOGUE:
+        if any(name in of.metrics for of in measured.values()):
+            beside = analysis.compared_with(name, first.metrics, given)
+            rows.append([analysis.label(name), *(_cell(of.metrics, name) for of in measured.values()), beside])
+    return Table("Metrics, means over layers and heads", ["", *measured, "compare with"], rows)
+
+
+def _cell(metrics: Mapping[str, float], name: str) -> str:
+    return analysis.show(name, metrics[name]) if name in metrics else "-"
+
+
+def _quantisation_tables(measured: Mapping[str, Measured]) -> list[Table]:
+    settings = dict.fromkeys(name for of in measured.values() for name in of.metrics if name.startswith("perplexity_"))
+    rows = []
+    for setting in settings:
+        cells = []
+        for of in measured.values():
+            change = of.metrics.get(setting, math.nan) / of.metrics["perplexity"] - 1
+            cells.append("-" if math.isnan(change) else f"{_cell(of.metrics, setting)} ({percent(change)})")
+        rows.append([analysis.label(setting), *cells])
+    return [Table("Perplexity with quantised linear layers, and its change", ["", *measured], rows)] if rows else []
+
+
+def _layer_table(name: str, of: Measured) -> Table:
+    shown = [metric for metric in of.metrics if f"{metric}/layer_0" in of.metrics and analysis.define(metric)]
+    columns, rows = ["layer", *map(analysis.label, shown)], []
+    for layer in range(of.config.model.num_layers):
+        rows.append([str(layer), *(_cell(of.metrics, f"{metric}/layer_{layer}") for metric in shown)])
+    if "max_abs_by_channel" in of.arrays:
+        columns.append("largest channels")
+        for row, channels in zip(rows, of.arrays["max_abs_by_channel"], strict=True):
+            top = np.argsort(-channels, kind="stable")[:3]
+            row.append(", ".join(f"{channel} ({number(float(channels[channel]))})" for channel in top))
+    return Table(f"{name}, by layer", columns, rows)
+
+
+def _by_head(of: Measured) -> dict[str, np.ndarray]:
+    """Returns label -> [L, N], attention on the first token before all others."""
+    found = {name: x for name, x in of.arrays.items() if analysis.define(name)}
+    first = "first_attention_mass" if "first_attention_mass" in found else "sink_attention"
+    by_head = {analysis.label(name): x for name, x in ({first: found[first]} | found).items()}
+    if "knocked_out_head" in of.arrays:
+        by_head["loss change without it (nats)"] = of.arrays["knocked_out_head"]
+    return by_head
+
+
+def _head_table(name: str, of: Measured) -> Table:
+    found, N = _by_head(of), of.config.model.num_heads
+    order = np.argsort(-np.nan_to_num(next(iter(found.values()))), axis=None, kind="stable")[:_SHOWN_HEADS]
+    rows = []
+    for layer, head in (divmod(int(place), N) for place in order):
+        rows.append([f"layer {layer}, head {head}", *(number(float(x[layer, head])) for x in found.values())])
+    return Table(f"{name}, heads with the most attention on the first token", ["", *found], rows)
+
+
+def _knock_out_tables(name: str, of: Measured) -> list[Table]:
+    if "knocked_out_head" not in of.arrays:
+        return []
+    rows = []
+    for layer, heads in enumerate(of.arrays["knocked_out_head"]):
+        parts = [of.arrays[f"knocked_out_{part}"][layer] for part in ("attention", "mlp")]
+        rows.append([str(layer), *(f"{change:+.4f}" for change in (*parts, np.median(heads), heads.max()))])
+    columns = ["layer", "attention", "MLP", "one head, median", "one head, most"]
+    return [Table(f"{name}, change of the loss in nats without a part", columns, rows)]
+
+
+Curves = dict[str, tuple[Sequence[int], np.ndarray]]  # label -> (x [n], y [1, n])
+
+
+def _by_layer(measured: Mapping[str, Measured], metric: str) -> Curves:
+    found: Curves = {}
+    for name, of in measured.items():
+        layers = range(of.config.model.num_layers)
+        if f"{metric}/layer_0" in of.metrics:
+            found[name] = layers, np.array([[of.metrics.get(f"{metric}/layer_{i}", math.nan) for i in layers]])
+    return found
+
+
+def _by_step(measured: Mapping[str, Measured], metric: str) -> Curves:
+    if not all(metric in of.metrics for of in measured.values()):
+        return {}
+    values = np.array([[of.metrics[metric] for of in measured.values()]])
+    return {"mean over layers": (list(map(int, measured)), values)}
+
+
+def curve_pictures(curves: Callable[[str], Curves], x_label: str) -> list[Picture]:
+    """Draws a picture for each group of metrics that share an axis, with a panel for each metric that has curves."""
+    pictures = []
+    for metrics, scale in _CURVES:
+        panels = {analysis.label(metric): found for metric in metrics.split() if (found := curves(metric))}
+        if panels:
+            figure = figures.lines(panels, x_label=x_label, y_label="", y_scale=scale)
+            name = f"{metrics.split()[0]}_by_{x_label}"
+            pictures.append(Picture(name, f"{'; '.join(panels)}, by {x_label}.", figure))
+    return pictures
+
+
+def _maps(name: str, of: Measured) -> list[Picture]:
+    title, weights = next(iter(_by_head(of).items()))
+    heads = figures.maps({"": weights}, x_label="head", y_label="layer", value_label="weight")
+    attention = figures.maps({"": of.arrays["attention"]}, x_label="key", y_label="query", value_label="weight")
+    hidden = figures.maps({"": of.arrays["hidden"]}, x_label="channel", y_label="position", value_label="|x|", log=True)
+    return [
+        Picture(f"{name}_heads", f"{name}: {title}, by head.", heads),
+        Picture(f"{name}_attention", f"{name}: attention on the first row, mean over layers and heads.", attention),
+        Picture(f"{name}_hidden", f"{name}: |hidden state| on the first row, mean over layers.", hidden),
+    ]

@@ -1,0 +1,114 @@
+"""The catalogue of metrics: every metric is in it, labels of variants, levels of chance of simulated models."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from tiny_run import TINY, drawn_params, inputs, loaded
+
+from orthojax import analysis, ops
+from orthojax.analysis import CATALOGUE, Conditions, chance, compared_with, define, label
+from orthojax.commands.evaluate import overview
+from orthojax.config import replace
+from orthojax.train import describe_line, evaluate, open_inputs
+
+T, D = 64, 16
+GIVEN = Conditions(length=T, d_model=D, vocab_size=32)
+TASK = {"data.kind": "bigram_backcopy", "model.vocab_size": 128, "model.max_length": 32, "data.sequence_length": 32}
+
+
+@pytest.mark.parametrize("changes", [{}, TASK], ids=["text", "task"])
+def test_every_metric_of_an_evaluation_is_defined(tmp_path, changes):
+    config = replace(TINY, changes)
+    of = open_inputs(config, tmp_path) if changes else inputs()
+    metrics = evaluate(loaded(config, drawn_params(config.model)), of, post_attention=not changes)
+    assert [name for name in metrics if name != "sequences" and define(name) is None] == []
+
+
+def test_entries_are_complete():
+    for entry in CATALOGUE.values():
+        assert entry.definition.endswith(".")
+        assert entry.group
+        assert bool(entry.chance) == bool(entry.chance_words)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("perplexity_int8_coarse", ("perplexity", "int8 coarse")),
+        ("perplexity_w4a8_group64_with_head", ("perplexity", "w4a8 group64", "head")),
+        ("kurtosis_first/layer_3", ("kurtosis", "first token", "layer 3")),
+        ("sink_attention/layer_1/head_0", ("layer 1", "head 0")),
+        ("post_attention_max_abs_rest", ("max |activation|", "other tokens", "after attention")),
+        ("rotated_kurtosis_rest/layer_0", ("kurtosis", "basis", "layer 0")),
+        ("of_an_experiment", ("of an experiment",)),
+    ],
+)
+def test_labels_name_the_variant(name, words):
+    assert all(word in label(name) for word in words)
+
+
+def test_labels_are_distinct():
+    assert len({entry.label for entry in CATALOGUE.values()}) == len(CATALOGUE)
+
+
+@pytest.mark.parametrize("n", [0.0, 1.0, 5.0])
+@pytest.mark.parametrize("window", [None, 3])
+def test_equal_logits_have_the_mass_of_chance(n, window):
+    given = dataclasses.replace(GIVEN, n=n, window=window)
+    seen = np.tril(np.ones((T, T))) * np.triu(np.ones((T, T)), 1 - (window or T))
+    weights = seen / (n + seen.sum(1, keepdims=True))
+    assert chance("first_attention_mass", given) == pytest.approx(weights[:, 0].mean())
+    shares = seen / seen.sum(1, keepdims=True)
+    assert chance("first_attention_fraction", given) == pytest.approx(shares[:, 0].mean())
+
+
+def test_equal_logits_have_the_sink_attention_of_chance():
+    given = dataclasses.replace(GIVEN, bos_tokens=2)
+    weights = np.asarray(ops.softmax(np.zeros((1, 1, T, T)), where=np.tri(T, dtype=bool)))
+    no_trigger = np.zeros((1, T), bool)
+    for name in ("sink_attention", "sink_attention_rest"):
+        found = getattr(analysis, name)(weights, no_trigger, bos_count=2)
+        assert chance(name, given) == pytest.approx(float(found), rel=1e-6)
+
+
+def test_gaussian_vectors_have_the_norm_ratio_of_chance():
+    vectors = np.random.default_rng(0).normal(size=(20_000, D))
+    ratio = np.median(np.abs(vectors).max(-1)) / np.sqrt(D)
+    assert chance("norm_ratio_first", GIVEN) == pytest.approx(ratio, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "level"),
+    [({"normalizer": "relu"}, None), ({"normalizer": "learned_sink"}, 1.0), ({"normalizer": "softmax1"}, 1.0)],
+)
+def test_conditions_follow_the_normalizer(changes, level):
+    config = replace(TINY, {f"model.{name}": value for name, value in changes.items()})
+    assert analysis.conditions(config).n == level
+
+
+def test_a_level_of_chance_is_told_in_words():
+    assert compared_with("loss_nats", {}, GIVEN).startswith("3.47 ")
+    assert compared_with("kurtosis_first/layer_0", {}, GIVEN).startswith("3 ")
+    assert compared_with("residual_norm_first", {}, GIVEN) == ""
+    assert compared_with("perplexity_w4a8", {"perplexity": 4.0, "perplexity_w4a8": 5.0}, GIVEN).startswith("+25")
+
+
+def test_the_console_shows_every_metric_once():
+    metrics = {"sequences": 16.0, "perplexity": 20.0, "kurtosis_first": 4.5, "kurtosis_first/layer_0": 4.5}
+    metrics |= {"perplexity_w4a8": 22.0, "post_attention_kurtosis_first": 2.5, "of_an_experiment": 7.0}
+    lines = overview(metrics, TINY)
+    shown = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert sorted(shown) == sorted(name for name in metrics if "/" not in name and name != "sequences")
+    (line,) = (line for line in lines if line.startswith("  kurtosis_first "))
+    assert "4.5" in line
+    assert compared_with("kurtosis_first", metrics, GIVEN) in line
+    assert CATALOGUE["kurtosis_first"].definition in line
+
+
+def test_a_logged_line_shows_its_metrics_by_label():
+    line = {"step": 4, "loss_nats": 2.5, "kurtosis_first": 7.25, "kurtosis_first/layer_0": 7.0}
+    shown = describe_line(line, 8)
+    assert shown.startswith("step 4/8")
+    assert all(f"{label(name)} {line[name]:.3g}" in shown for name in ("loss_nats", "kurtosis_first"))
+    assert "layer" not in shown

@@ -1,0 +1,73 @@
+"""`orthojax compare`: fields that differ, how runs ended, curves, and what is refused."""
+
+import json
+
+import pytest
+from test_commands import run
+from tiny_run import TINY
+
+from orthojax.config import replace, to_json
+
+LINES = [
+    {"step": 1, "loss_nats": 3.0, "learning_rate": 0.02, "grad_norm": 1.0, "tokens_per_second": 10.0},
+    {"step": 2, "kurtosis_first": 9.0, "kurtosis_first/layer_0": 9.0},
+    {"step": 4, "validation_loss_nats": 2.5},
+    {"step": 4, "loss_nats": 2.0, "learning_rate": 0.02, "grad_norm": 0.5, "tokens_per_second": 20.0},
+]
+
+
+def made(folder, changes=None, lines=LINES, evaluation=None):
+    folder.mkdir()
+    (folder / "config.json").write_text(to_json(replace(TINY, changes or {})))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if evaluation is not None:
+        (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    return folder
+
+
+def rows_of(report):
+    """The rows of all tables of a report in Markdown by their first cell."""
+    cells = [line.strip("| ").split(" | ") for line in report.splitlines() if line.startswith("| ")]
+    return {first: rest for first, *rest in cells}
+
+
+def test_runs_are_compared(tmp_path):
+    made(tmp_path / "a", {"optim.learning_rate": 0.5})
+    made(tmp_path / "b", evaluation={"metrics": {"perplexity": 8.0, "loss_nats": 2.0794, "kurtosis_first": 3.0}})
+    done = run("compare", "a", "tuned=b", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "optim.learning_rate" in done.stdout
+    rows = rows_of((tmp_path / "runs/compare/report.md").read_text())
+    assert rows["optim.learning_rate"] == ["0.5", "0.02"]
+    assert "optim.optimizer" not in rows
+    assert rows["perplexity"] == ["-", "8"]
+    assert rows["loss (nats)"] == ["-", "2.079"]  # not the training loss of the other
+    assert rows["held-out loss (nats)"] == ["2.5", "2.5"]
+    assert rows["kurtosis, first token"] == ["9", "3"]  # as evaluated, else as last logged
+    # Of the others there is one point.
+    drawn = {path.stem for path in (tmp_path / "runs/compare/figures").iterdir()}
+    assert drawn == {"loss_nats", "grad_norm"}
+
+
+def test_other_evaluations_are_pointed_out(tmp_path):
+    made(tmp_path / "a"), made(tmp_path / "b", {"eval.sequences": 8})
+    assert "evaluations differ" in run("compare", "a", "b", cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "0 arguments"),
+        (["a"], "only one run"),
+        (["a", "missing"], "missing"),
+        (["a", "a"], "'a'"),
+        (["a", "damaged"], "evaluation.json"),
+    ],
+)
+def test_wrong_arguments_are_refused(tmp_path, arguments, says):
+    made(tmp_path / "a"), made(tmp_path / "damaged", evaluation=[])
+    done = run("compare", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) <= 3
+    assert not (tmp_path / "runs").exists()
