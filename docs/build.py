@@ -2,12 +2,12 @@
 
 The pages are README.md, docs/, CONTRIBUTING.md, CHANGELOG.md and results/, where they stand, so that their links hold
 in a clone and in the site alike; they are copied to build/pages, where pages of the API are added, and the site is
-written to build/site. Every warning is an error. Then each report.md of results/ becomes the page that
-`orthojax reproduce` writes, made again from the raw numbers, without training.
+written to build/site. Every warning is an error.
 """
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,7 +32,7 @@ PACKAGES = {
 
 
 def public_names(package: str) -> dict[str, str]:
-    """The names that a package exports, and the modules where they are defined; of a module, its own functions."""
+    """Returns the names that a package exports, and the modules where they are defined; for a module its own functions."""
     path = ROOT / package.replace(".", "/")
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     tree, found = ast.parse(source.read_text(encoding="utf-8")), {}
@@ -59,7 +59,7 @@ def defined_in(home: str) -> str:
 
 
 def write_api() -> None:
-    """A page for each package: its docstring, then what it exports."""
+    """Writes a page for each package: its docstring, then what it exports."""
     folder = PAGES / "docs/api"
     folder.mkdir(parents=True, exist_ok=True)
     for package, title in PACKAGES.items():
@@ -78,37 +78,16 @@ def write_api() -> None:
         (folder / f"{package.split('.')[-1]}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def folders_of(experiment: str) -> list[Path]:
-    """The folders of an experiment's results, at whatever scale and of whatever date."""
-    names = ("quick-tiny",) if experiment == "quick" else {experiment, experiment.replace("_", "-")}
-    return [path.parent for name in names for path in (PAGES / "results").glob(f"**/{name}/report.md")]
-
-
-def write_reports(site: Path) -> None:
-    """Puts the page of every experiment of results/ where MkDocs put its report.md: links to it lead to the page.
-
-    Args:
-      site: Folder of the built site.
-    """
-    from orthojax.experiments.catalog import ALL
-    from orthojax.experiments.rerender import read_raw, rerender
-
-    for experiment in ALL:
-        for folder in folders_of(experiment.name):
-            own = folder / "results.json"
-            source = own if own.exists() else folder.parent / "table2/results.json"  # whose runs it shares
-            up = "../" * len(folder.relative_to(PAGES / "results").parts)
-            back = f'<p><a href="{up}index.html">All results</a> · <a href="../{up}index.html">orthojax</a></p>'
-            rerender(experiment, read_raw(source), source, folder)
-            page = (folder / "report.html").read_text(encoding="utf-8").replace("<body>", f"<body>\n{back}", 1)
-            to = site / folder.relative_to(PAGES)
-            (to / "report.html").write_text(page, encoding="utf-8")
-            shutil.copy(folder / "report.md", to)  # the page links to it
-            print(folder.relative_to(PAGES), flush=True)
+def leave_out_missing_pictures() -> None:
+    """Removes pictures from the copied reports that are not kept in the repository."""
+    for report in (PAGES / "results").rglob("report.md"):
+        text = report.read_text(encoding="utf-8")
+        shown = re.sub(r"!\[[^]]*\]\(([^)]+)\)", lambda m: m[0] if (report.parent / m[1]).exists() else "", text)
+        report.write_text(shown, encoding="utf-8")
 
 
 def main() -> int:
-    """Copies, adds the API, runs MkDocs and adds the pages of results/."""
+    """Copies the pages, adds the API and runs MkDocs."""
     shutil.rmtree(PAGES, ignore_errors=True)
     PAGES.mkdir(parents=True)
     for name in COPIED:
@@ -119,16 +98,14 @@ def main() -> int:
             shutil.copytree(
                 ROOT / name,
                 PAGES / name,
-                ignore=shutil.ignore_patterns("__pycache__", "extensions", "build.py", "report.html", "training.html"),
+                ignore=shutil.ignore_patterns("__pycache__", "extensions", "build.py", "report.html"),
             )
+    leave_out_missing_pictures()
     write_api()
     serving = sys.argv[1:] == ["serve"]
     paths = os.pathsep.join(filter(None, [str(ROOT / "docs/extensions"), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "mkdocs", *(["serve"] if serving else ["build", "--strict", "--clean"])]
-    status = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, check=False).returncode
-    if not serving and status == 0:
-        write_reports(ROOT / "build/site")
-    return status
+    return subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, check=False).returncode
 
 
 if __name__ == "__main__":
