@@ -32,7 +32,7 @@ PACKAGES = {
 
 
 def public_names(package: str) -> dict[str, str]:
-    """Returns the names that a package exports, and the modules where they are defined; for a module its own functions."""
+    """Returns the names that a package exports or a module defines, and where each is defined."""
     path = ROOT / package.replace(".", "/")
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     tree, found = ast.parse(source.read_text(encoding="utf-8")), {}
@@ -82,8 +82,10 @@ def leave_out_missing_pictures() -> None:
     """Removes pictures from the copied reports that are not kept in the repository."""
     for report in (PAGES / "results").rglob("report.md"):
         text = report.read_text(encoding="utf-8")
-        shown = re.sub(r"!\[[^]]*\]\(([^)]+)\)", lambda m: m[0] if (report.parent / m[1]).exists() else "", text)
-        report.write_text(shown, encoding="utf-8")
+        for picture, path in re.findall(r"(!\[[^]]*\]\(([^)]+)\))", text):
+            if not (report.parent / path).exists():
+                text = text.replace(picture, "")
+        report.write_text(text, encoding="utf-8")
 
 
 def main() -> int:

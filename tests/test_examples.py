@@ -40,20 +40,19 @@ def test_training(library, name):
 
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 def test_attention_in_ten_lines(library, capsys):
-    """Here, where the libraries are imported already."""
     runpy.run_path(str(ROOT / "examples" / f"{library}_attention.py"), run_name="__main__")
     assert capsys.readouterr().out == "(2, 16, 64)\n"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["linen", "nnx"])
-def test_attention_in_ten_lines_in_a_process_of_its_own(library):
+def test_attention_in_ten_lines_alone(library):
     name = f"{library}_attention.py"
     code = [line for line in (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()[1:] if line]
     assert len(code) <= 10
     assert run(name) == "(2, 16, 64)\n"
 
 
-def test_every_example_is_run_by_a_test():
+def test_every_example_is_tested():
     tested = {"linen_attention.py", "nnx_attention.py", "nnx_training.py", "equinox_training.py"}
     assert {path.name for path in EXAMPLES} == tested

@@ -19,13 +19,13 @@ def cells(name, kind):
 
 
 def printed(name):
-    """What its cells printed when it was saved."""
+    """Returns what its cells printed when it was saved."""
     outputs = [output for cell in cells(name, "code") for output in cell["outputs"]]
     return "".join("".join(output["text"]) for output in outputs if output.get("name") == "stdout")
 
 
 def shape_of(text):
-    """Lines without their numbers, which depend on the machine and the Python that is read."""
+    """Removes the numbers, which depend on the machine and the Python that is read."""
     return [" ".join(re.sub(r"[-\d.,e+\[\]]+", " ", line).split()) for line in text.splitlines()]
 
 
@@ -43,7 +43,7 @@ def run(name, tmp_path, **replaced):
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_outputs_are_small_whole_and_without_errors_or_paths(name):
+def test_saved_outputs_are_whole_without_errors(name):
     assert len(json.dumps(NOTEBOOKS[name])) < LARGEST_BYTES
     outputs = [output for cell in cells(name, "code") for output in cell["outputs"]]
     assert outputs
@@ -53,17 +53,17 @@ def test_outputs_are_small_whole_and_without_errors_or_paths(name):
     assert numbers == list(range(1, len(numbers) + 1))
 
 
-def test_measuring_your_model_runs_as_it_is(tmp_path):
+def test_measure_your_model_runs(tmp_path):
     assert shape_of(run("measure_your_model", tmp_path)) == shape_of(printed("measure_your_model"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["swap_the_optimizer", "bigram_backcopy"])
-def test_shorter_ones_print_the_same_lines(name, tmp_path):
+def test_shorter_runs_print_the_saved_lines(name, tmp_path):
     assert shape_of(run(name, tmp_path, STEPS=150)) == shape_of(printed(name))
 
 
 @pytest.mark.slow
 @pytest.mark.pretrained
-def test_the_real_model_is_as_saved(tmp_path):
+def test_the_real_model_prints_the_saved_lines(tmp_path):
     assert run("real_model", tmp_path).splitlines()[1:] == printed("real_model").splitlines()[1:]
