@@ -27,7 +27,7 @@ PACKAGES = {
     "orthojax.data": "Data",
     "orthojax.train": "Training",
     "orthojax.config": "Configs",
-    "orthojax.generation": "Generation",
+    "orthojax.pretrained": "Models that others trained",
 }
 
 
