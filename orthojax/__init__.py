@@ -45,9 +45,9 @@ _HOME = {
     }.items()
     for name in names
 }
-_PACKAGES = ("ops", "optim", "model", "data", "analysis", "quant", "train", "experiments")
+_PACKAGES = ("ops", "optim", "model", "data", "analysis", "quant", "pretrained", "train", "experiments")
 # Without flax, which the extra `train` brings, help() and `import *` leave these out; used, they say what they need.
-_NEED_FLAX = frozenset({"Transformer", "load", "train"})
+_NEED_FLAX = frozenset({"Transformer", "load", "pretrained", "train"})
 _ABSENT = frozenset() if importlib.util.find_spec("flax") else _NEED_FLAX
 
 __all__ = sorted({*_HOME, "analysis", "optim", "quant"} - _ABSENT)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -35,33 +35,36 @@ def _np_linear(x, p):
 def _np_norm(x, config, p):
     if config.norm == "none":
         return x
-    if config.norm == "layernorm":
+    if config.norm.startswith("layernorm"):
         x = x - x.mean(-1, keepdims=True)
+    p = {"scale": 1.0} if p is None else p
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * p["scale"] + p.get("bias", 0.0)
 
 
 def _np_rotary(x, config):
-    """[T, heads, H] with its first channels rotated, lowered and scaled as YaRN does where that is asked."""
-    c, half = config, int(x.shape[-1] * config.rotary_fraction) // 2
+    """[T, heads, H] with its first channels rotated, lowered and scaled as YaRN does if that is asked."""
+    c, rope, half = config, config.rope, config.rotary_channels // 2
     frequencies, scale = c.rope_theta ** (-np.arange(half) / half), 1.0
-    if c.rope_scaling == "yarn":
-        bounds = c.rope_high_frequency_factor, c.rope_low_frequency_factor
-        pairs = [half * math.log(c.rope_original_length / (2 * math.pi * n), c.rope_theta) for n in bounds]
+    if rope is not None and rope.scaling == "yarn":
+        bounds = rope.high_frequency_factor, rope.low_frequency_factor
+        pairs = [half * math.log(rope.original_length / (2 * math.pi * n), c.rope_theta) for n in bounds]
         first, last = max(math.floor(pairs[0]), 0), min(math.ceil(pairs[1]), 2 * half - 1)
         share = np.clip((np.arange(half) - first) / (last - first), 0, 1)
-        frequencies = (1 - share) * frequencies + share * frequencies / c.rope_factor
-        scale = _np_mscale(c, c.rope_mscale) / _np_mscale(c, c.rope_mscale_all)
+        frequencies = (1 - share) * frequencies + share * frequencies / rope.factor
+        scale = _np_mscale(rope, rope.mscale) / _np_mscale(rope, rope.mscale_all)
     angles = np.outer(np.arange(x.shape[0]), frequencies)[:, None]
     z = scale * (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * angles)
     return np.concatenate([z.real, z.imag, x[..., 2 * half :]], -1)
 
 
-def _np_mscale(config, k):
-    return 0.1 * k * math.log(config.rope_factor) + 1
+def _np_mscale(rope, k):
+    return 0.1 * k * math.log(rope.factor) + 1
 
 
 def _np_latent_query_key_value(config, x, p):
-    read = _np_norm(_np_linear(x, p["query_latent"]), config, p["query_latent_norm"]) if config.d_query_latent else x
+    read = x
+    if config.latent.d_query_latent:
+        read = _np_norm(_np_linear(x, p["query_latent"]), config, p["query_latent_norm"])
     latent = _np_norm(_np_linear(x, p["latent"]), config, p["latent_norm"])
     own = _np_linear(latent, p["key"]).reshape(len(x), config.num_heads, -1)
     shared = np.repeat(_np_linear(x, p["rotary_key"])[:, None], config.num_heads, 1)
@@ -77,11 +80,11 @@ def _np_attention(config, x, p, given, layer):
     t, s = np.indices((T, T))
     visible = (s <= t) | ((t < config.relaxed_causal_tokens) & (s < config.relaxed_causal_tokens))
     normalizers = {"softmax_n": config.normalizer_n, "learned_sink": p.get("sink")}
-    normalizers["clipped_softmax"] = ClippedSoftmax(config.normalizer_gamma, config.normalizer_zeta)
-    if config.d_latent:
+    normalizers["clipped_softmax"] = ClippedSoftmax()
+    if config.latent:
         query, key, value = _np_latent_query_key_value(config, x, p)
     else:
-        widths = {"query": H, "key": H, "value": config.d_value or H}
+        widths = {"query": H, "key": H, "value": H}
         query, key, value = (_np_linear(x, p[name]).reshape(T, -1, width) for name, width in widths.items())
     if config.position == "rotary":
         query, key = _np_rotary(query, config), _np_rotary(key, config)
@@ -89,8 +92,8 @@ def _np_attention(config, x, p, given, layer):
         value[0] *= given.first_value_scale[layer][:, None]
     k, v = (np.repeat(a, N // config.kv_heads, 1) for a in (key, value))
     logits = np.einsum("TNH,SNH->NTS", query, k) / math.sqrt(H)
-    if config.rope_scaling == "yarn":
-        logits = logits * _np_mscale(config, config.rope_mscale_all) ** 2
+    if config.rope is not None and config.rope.scaling == "yarn":
+        logits = logits * _np_mscale(config.rope, config.rope.mscale_all) ** 2
     biased = logits if given.attention_bias is None else logits + _of_layer(given.attention_bias, layer)
     weights = attention_oracle.weights(biased, visible, normalizers.get(config.normalizer, config.normalizer))
     if given.forced_share is not None:
@@ -116,24 +119,24 @@ def _of_layer(array, layer):
 
 def _np_experts(config, x, p):
     """Token by token and expert by expert: nothing but the chosen ones is computed."""
-    c, y = config, np.zeros_like(x)
+    of, y = config.experts, np.zeros_like(x)
     kernels = {name: p["experts"][name]["kernel"] for name in ("gate", "input", "output")}
-    by_expert = {name: np.split(k, c.num_experts, axis=0 if name == "output" else 1) for name, k in kernels.items()}
-    biases = {name: np.split(p["experts"][name].get("bias", np.zeros(c.num_experts)), c.num_experts)
+    by_expert = {name: np.split(k, of.num_experts, axis=0 if name == "output" else 1) for name, k in kernels.items()}
+    biases = {name: np.split(p["experts"][name].get("bias", np.zeros(of.num_experts)), of.num_experts)
               for name in ("gate", "input")}  # fmt: skip
     for t, token in enumerate(x):
         scores = np.exp(_np_linear(token, p["router"]))
         scores /= scores.sum()
-        by_group = scores.reshape(c.expert_groups, -1)
-        for group in np.argsort(by_group.max(1))[: -c.expert_groups_per_token]:
+        by_group = scores.reshape(of.groups, -1)
+        for group in np.argsort(by_group.max(1))[: -of.groups_per_token]:
             by_group[group] = 0
-        for expert in np.argsort(scores)[-c.experts_per_token :]:
+        for expert in np.argsort(scores)[-of.per_token :]:
             own = {name: {"kernel": by_expert[name][expert]} for name in kernels}
             for name, bias in biases.items():
                 own[name]["bias"] = bias[expert]
-            y[t] += c.expert_scale * scores[expert] * _np_mlp(c, "swiglu", token, own)
+            y[t] += of.scale * scores[expert] * _np_mlp(config, "swiglu", token, own)
     y = y + p["experts"]["output"].get("bias", 0.0)
-    return y + _np_mlp(c, "swiglu", x, p["shared"]) if c.num_shared_experts else y
+    return y + _np_mlp(config, "swiglu", x, p["shared"]) if of.num_shared else y
 
 
 def _np_mlp(config, kind, x, p):
@@ -192,7 +195,7 @@ def numpy_forward(config, params, tokens, given=None):
             for part, switch in (("attention", config.attention_norm), ("mlp", config.mlp_norm))
             if _at(switch, layer)
         }
-        before, after = ({}, norms) if config.post_norm else (norms, {})
+        before, after = ({}, norms) if config.block == "post_norm" else (norms, {})
         same, attends, kind = (lambda x: x), _at(config.attention, layer), _at(config.mlp, layer)
         before_block = x
         taps = dict.fromkeys(("attention_logits", "attention_weights", "keys", "values"), 0.0)
@@ -210,6 +213,6 @@ def numpy_forward(config, params, tokens, given=None):
         taps |= {"attention_output": attended, "mlp_output": mlp, "post_attention": middle, "residual": x}
         taps["residual_before"] = before_block
         layers.append(taps)
-    if not config.post_norm:
+    if config.block != "post_norm":
         x = _np_norm(x, config, params.get("final_norm"))
     return x @ (table.T if config.tie_embeddings else params["head"]["kernel"]), layers

@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_oracle import random_params
+from orthojax.experiments.active_dormant.models import config, half_step
+from orthojax.experiments.experiment import Variant
+from orthojax.experiments.training_view import render_training_view
 from tiny_run import assert_trees_close, drawn_params
 
 from orthojax import analysis
-from orthojax.config import replace
+from orthojax.config import LatentConfig, replace
 from orthojax.errors import UserError
 from orthojax.experiments.active_dormant import models, views
-from orthojax.experiments.active_dormant.models import config, half_step
-from orthojax.experiments.experiment import Variant
 from orthojax.experiments.pretrained import aligned
 from orthojax.experiments.results import Result
-from orthojax.experiments.training_view import render_training_view
 from orthojax.model import Interventions, LoadedModel, Transformer, llama2, stack_layers
 from orthojax.train import evaluate, load, open_inputs, read_metrics, train
 from orthojax.train.mesh import place_whole
@@ -180,7 +180,7 @@ def test_a_norm_after_attention_has_no_gain_on_what_heads_read(run):
         lambda path, x: jnp.ones_like(x) if "attention_norm']['scale" in jax.tree_util.keystr(path) else x, params
     )
     assert np.ptp(params["layers_1"]["attention_norm"]["scale"]) > 0.01
-    after = Transformer(dataclasses.replace(c, output_norm=True))
+    after = Transformer(dataclasses.replace(c, block="output_norm"))
     found = analysis.weak_directions(after, params), analysis.weak_directions(after, ones)
     np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-5)
     assert analysis.key_directions(after, params, token).shape == (2, c.d_model)
@@ -189,7 +189,7 @@ def test_a_norm_after_attention_has_no_gain_on_what_heads_read(run):
 @pytest.mark.slow
 def test_directions_through_latents_are_the_derivatives_of_keys_and_of_what_heads_write():
     latent = llama2("tiny", vocab_size=11, max_length=16, d_model=8, num_layers=2, num_heads=2, d_mlp=12, norm="none",
-                    d_latent=7, d_value=3, rotary_fraction=0.5, mlp="none", scan_layers=False)  # fmt: skip
+                    latent=LatentConfig(7, None, 2, 3), mlp="none", scan_layers=False)  # fmt: skip
     model, params, token = Transformer(latent), random_params(latent), jnp.int32(3)
     share = jnp.array([[1.0], [0.0]])
 

@@ -15,8 +15,8 @@ from small_runs import ROOT, TEXT, snapshot
 
 import orthojax
 from orthojax.config import Config, describe_fields, replace, to_json
-from orthojax.generation import generate
-from orthojax.model import write_folder
+from orthojax.model.generation import generate
+from orthojax.pretrained import write_folder
 from orthojax.train import find_checkpoint
 
 SCRIPTS = ("train", "evaluate", "analyze", "generate", "inspect_checkpoint", "prepare_data", "reproduce")

@@ -16,6 +16,7 @@ from orthojax.config import (
     Mlp,
     ModelConfig,
     OptimConfig,
+    RopeConfig,
     RotationConfig,
     TrainConfig,
     changed_fields,
@@ -331,3 +332,14 @@ def test_field_that_is_gone_is_ignored_at_its_default():
         assert from_json(ModelConfig, text) == ModelConfig()
         with pytest.raises(UserError, match=name):
             from_dict(ModelConfig, dataclasses.asdict(ModelConfig()) | {name: "another"})
+
+
+def test_optional_groups_take_overrides_and_go_through_json():
+    config = replace(Config(), {"model.rope.scaling": "linear", "model.rope.factor": "2", "model.latent.d_rotary": 8})
+    assert config.model.rope == RopeConfig(scaling="linear", factor=2.0)
+    assert from_json(Config, to_json(config)) == config
+    changes = changed_fields(Config(), config)
+    assert replace(Config(), changes) == config
+    assert replace(config, dict.fromkeys(changes)) == Config()
+    for path, value in (("model.rope.fctor", 2.0), ("model.rope.factor", 0.5), ("model.mlp", "experts")):
+        assert "model." in refusal(replace, Config(), {path: value})[0]

@@ -11,7 +11,7 @@ from jax.interpreters import partial_eval
 from thinned import quick_and_slow
 from tiny_run import TINY
 
-from orthojax.config import ModelConfig, replace
+from orthojax.config import ExpertsConfig, LatentConfig, ModelConfig, replace
 from orthojax.model import Transformer, flops_per_token, gpt2, llama2, parameter_shapes
 from orthojax.train import dry_run, init_state, model_flops_per_token, model_flops_utilization
 
@@ -26,8 +26,8 @@ MODELS = {
     "no mlp": ModelConfig(**SMALL, attention=(False, True), mlp="none"),
     "no attention": ModelConfig(**SMALL, attention=False, mlp="relu", normalizer="relu"),
     "latent attention and experts": llama2(
-        "tiny", **SMALL, d_latent=12, d_query_latent=20, rotary_fraction=0.25, mlp=("swiglu", "experts"), d_expert=16,
-        num_experts=6, num_shared_experts=1,
+        "tiny", **SMALL, latent=LatentConfig(12, 20, d_rotary=4), mlp=("swiglu", "experts"),
+        experts=ExpertsConfig(num_experts=6, num_shared=1, d_expert=16),
     ),
 }  # fmt: skip
 
@@ -49,10 +49,10 @@ def test_gpt2_sizes_are_the_closed_form(size, layers, d, length):
 
 
 def test_causality_halves_the_products_of_attention_whatever_the_widths_of_heads():
-    model, length = llama2("tiny", **SMALL, d_head=24, d_value=8), 32
-    attention = 6 * 2 * length * 4 * (24 + 8)  # layers, heads
+    model, length = llama2("tiny", **SMALL, d_head=24), 32
+    attention = 6 * 2 * length * 4 * (24 + 24)  # layers, heads
     assert model_flops_per_token(model, length) == flops_per_token(model, length) - attention // 2
-    wider = llama2("tiny", **SMALL, d_head=24, d_value=8, num_kv_heads=1)
+    wider = llama2("tiny", **SMALL, d_head=24, num_kv_heads=1)
     assert flops_per_token(model, 2 * length) - flops_per_token(model, length) == attention
     assert flops_per_token(wider, 2 * length) - flops_per_token(wider, length) == attention
 

@@ -11,7 +11,7 @@ from model_oracle import numpy_forward, random_params
 from thinned import quick_and_slow
 
 from orthojax import Interventions, analysis
-from orthojax.config import ModelConfig
+from orthojax.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from orthojax.model import (
     LoadedModel,
     Transformer,
@@ -31,11 +31,11 @@ GROUPED = llama2(
     "tiny", **SCANNED, num_kv_heads=2, gated_attention=True, normalizer="learned_sink", relaxed_causal_tokens=2
 )
 BACKCOPY = bigram_backcopy(**UNROLLED, normalizer="relu", attention=(False, True), mlp=("linear", "none"))
-POST_NORM = ModelConfig(**SCANNED, post_norm=True, use_bias=True, normalizer="softmax1")
+POST_NORM = ModelConfig(**SCANNED, block="post_norm", use_bias=True, normalizer="softmax1")
 LATENT = llama2(
-    "tiny", **UNROLLED, d_head=6, d_value=3, d_latent=5, d_query_latent=7, rotary_fraction=1 / 3, d_expert=5,
-    mlp=("swiglu", "experts"), normalizer="softmax1", rope_scaling="yarn", rope_factor=4.0, rope_theta=100.0,
-    rope_original_length=64, rope_high_frequency_factor=32.0, rope_mscale_all=0.5,
+    "tiny", **UNROLLED, d_head=6, mlp=("swiglu", "experts"), normalizer="softmax1", rope_theta=100.0,
+    latent=LatentConfig(5, 7, 2, 3), experts=ExpertsConfig(d_expert=5),
+    rope=RopeConfig(scaling="yarn", factor=4.0, original_length=64, high_frequency_factor=32.0, mscale_all=0.5),
 )  # fmt: skip
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (B, T)))
 SCALES = tuple(name for name in Interventions._fields if name.endswith("_scale"))
@@ -101,7 +101,7 @@ CONTAINED = ("gpt2", "llama2", "post-norm")  # test_model.py has their blocks, t
 
 
 @pytest.mark.parametrize("name", quick_and_slow(CONFIGS, CONTAINED))
-def test_logits_and_taps_are_those_of_the_same_interventions_in_float64_and_ones_are_none(name):
+def test_intervened_logits_and_taps_equal_the_oracle(name):
     config, effects = CONFIGS[name]
     params, ones, random = params_of(config), neutral(config), random_interventions(config)
     ones = only(ones, FUSED) if effects == FUSED else ones
@@ -130,7 +130,7 @@ def without_rows_of_a_head(config, params, layer, head):
     return jax.tree_util.tree_map_with_path(leaf, params)
 
 
-def test_without_a_head_is_without_its_rows_of_the_output_kernel_and_one_program_serves_all_heads():
+def test_head_ablation_equals_zeroed_output_rows_in_one_program():
     config, params, traces = GROUPED, params_of(GROUPED), []
 
     @jax.jit
@@ -160,7 +160,7 @@ def test_without_attention_and_mlp_the_residual_stream_passes(config):
 # Forced patterns, and activations of another run.
 
 
-def test_taps_show_the_forced_pattern_in_the_chosen_heads_and_queries_and_leave_the_others():
+def test_taps_show_forced_patterns_in_chosen_heads_only():
     params, plain = params_of(GROUPED), apply(GROUPED, params_of(GROUPED))[1].attention_weights
     keys = {"identity": np.arange(T), "first": np.zeros(T, int), "previous": np.maximum(np.arange(T) - 1, 0)}
     patterns = {kind: np.asarray(attention_pattern(kind, T)) for kind in keys}
@@ -177,7 +177,7 @@ def test_taps_show_the_forced_pattern_in_the_chosen_heads_and_queries_and_leave_
         attention_pattern("diagonal", T)
 
 
-def test_activations_of_another_run_take_the_place_of_the_own_ones():
+def test_patched_activations_are_those_of_another_run():
     params, other = params_of(GPT2), (TOKENS + 3) % 11
     logits, taps = apply(GPT2, params, None, other)
     patch = Interventions(residual=taps.residual, residual_share=jnp.array([1.0, 0.0]))
@@ -190,7 +190,7 @@ def test_activations_of_another_run_take_the_place_of_the_own_ones():
 @pytest.mark.parametrize(
     "config", [pytest.param(GPT2, id="scanned"), pytest.param(BACKCOPY, id="unrolled", marks=pytest.mark.slow)]
 )
-def test_a_bias_of_all_layers_is_that_of_each_and_hides_keys(config):
+def test_a_shared_bias_equals_one_for_each_layer(config):
     params = params_of(config)
     for bias in (uniform(T, T), uniform(B, T, T)):
         by_layer = np.broadcast_to(bias.reshape(1, -1, 1, T, T), (L, B, N, T, T))
@@ -255,28 +255,20 @@ def test_only_forced_weights_need_the_matrix_of_weights():
 
 
 REFUSED = {
-    "head_scale": ((N, L), r"\[num_layers 2, num_heads 4\]"),
-    "attention_scale": ((1,), r"\[num_layers 2\]"),
-    "first_value_scale": ((L, N), r"\[num_layers 2, num_kv_heads 2\]"),
-    "attention_bias": ((B, N, T, T), r"\[length 6, length 6\] or \[batch 2, length 6, length 6\] or"),
-    "forced_weights": ((T, T - 1), r"\[length 6, length 6\] or \[batch 2, length 6, length 6\] or"),
-    "forced_share": ((L,), r"\[num_layers 2, num_heads 4\] or \[num_layers 2, num_heads 4, length 6\]"),
-    "residual": ((L, B, T, D + 1), r"\[num_layers 2, batch 2, length 6, d_model 8\]"),
-    "residual_share": ((), r"\[num_layers 2\] or \[num_layers 2, length 6\] or"),
+    **{"head_scale": (N, L), "attention_scale": (1,), "first_value_scale": (L, N), "attention_bias": (B, N, T, T)},
+    **{"forced_weights": (T, T - 1), "forced_share": (L,), "residual": (L, B, T, D + 1), "residual_share": ()},
 }
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_wrong_shapes_are_refused_with_the_field_and_what_is_allowed(field):
-    shape, allowed = REFUSED[field]
-    message = rf"(?s)interventions\.{field} has shape {re.escape(str(shape))}\n.*{allowed}"
-    with pytest.raises(ValueError, match=message) as caught:
-        apply(GROUPED, params_of(GROUPED), Interventions(**{field: np.ones(shape)}))
+def test_wrong_shapes_are_refused(field):
+    with pytest.raises(ValueError, match=rf"interventions\.{field} has shape") as caught:
+        apply(GROUPED, params_of(GROUPED), Interventions(**{field: np.ones(REFUSED[field])}))
     assert len(str(caught.value).split("\n")) <= 3
 
 
 @pytest.mark.parametrize("field", ["forced_weights", "forced_share", "residual", "mlp_output_share"])
-def test_what_replaces_and_where_belong_together(field):
+def test_values_and_shares_belong_together(field):
     with pytest.raises(ValueError, match=rf"interventions\.{field} without interventions\."):
         apply(GPT2, params_of(GPT2), with_batch_axes(only(random_interventions(GPT2), [field])))
 
@@ -284,7 +276,7 @@ def test_what_replaces_and_where_belong_together(field):
 # In measurements.
 
 
-def test_measure_takes_interventions_for_all_batches_or_for_each_and_compiles_once():
+def test_measure_takes_interventions_and_compiles_once():
     params, traces = params_of(GPT2), []
     loaded = LoadedModel(Transformer(GPT2), params, None, None, None)
     batches = [(TOKENS, uniform(B, T, T)), (TOKENS[::-1], uniform(B, T, T, seed=1))]
@@ -309,7 +301,7 @@ def test_measure_takes_interventions_for_all_batches_or_for_each_and_compiles_on
     check(forced, [forced(*batch) for batch in batches])
 
 
-def test_norms_of_a_head_that_is_scaled_away_have_a_gradient():
+def test_norms_of_ablated_heads_have_a_gradient():
     config = ModelConfig(d_model=8, num_layers=1, num_heads=2, d_mlp=8, vocab_size=16, max_length=4)
     tokens = jnp.array([[1, 2, 3]])
     params = Transformer(config).init(jax.random.key(0), tokens)["params"]

@@ -18,6 +18,8 @@ from orthojax.config import (
     Config,
     DataConfig,
     EvalConfig,
+    ExpertsConfig,
+    LatentConfig,
     MeshConfig,
     OptimConfig,
     TrainConfig,
@@ -165,7 +167,8 @@ def test_where_the_parameters_are():
     expected |= {"layers_1/mlp/output/bias": P(), "token_embedding/embedding": P(BOTH)}
     expected |= {"position_embedding/embedding": P("fsdp")}
     assert {path: params[path] for path in expected} == expected
-    latent = llama2("tiny", **SIZE, d_latent=8, rotary_fraction=0.5, mlp="experts", num_shared_experts=1)
+    parts = {"latent": LatentConfig(8, d_rotary=4), "experts": ExpertsConfig(num_shared=1), "mlp": "experts"}
+    latent = llama2("tiny", **SIZE, **parts)
     params = parameter_specs(on(dataclasses.replace(CONFIG, model=latent), 2, 2, 2))
     expected = {f"layers/mlp/{part}/{name}/kernel": KERNELS[f"mlp/{name}/kernel"]
                 for part in ("experts", "shared") for name in ("input", "output")}  # fmt: skip

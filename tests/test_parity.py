@@ -15,9 +15,7 @@ import pytest
 
 from orthojax.config import ModelConfig
 from orthojax.model import Transformer
-from orthojax.model.families import FAMILIES
-from orthojax.model.family_configs import computed_as
-from orthojax.model.pretrained import read_folder, write_folder
+from orthojax.pretrained import FAMILIES, computed_as, read_folder, write_folder
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -116,7 +114,7 @@ def close(ours, theirs):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_hidden_states_and_attention_are_those_of_transformers(name, tokens, tmp_path):
+def test_outputs_are_those_of_transformers(name, tokens, tmp_path):
     model = foreign_model(*CASES[name])
     model.save_pretrained(tmp_path / "there")
     config, params = read_folder(tmp_path / "there")
@@ -131,7 +129,7 @@ def test_logits_hidden_states_and_attention_are_those_of_transformers(name, toke
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_was_read_is_written_so_that_transformers_and_we_read_the_same(name, tokens, tmp_path):
+def test_exported_models_are_read_by_transformers(name, tokens, tmp_path):
     import torch
     import transformers
 
@@ -162,13 +160,9 @@ def test_shards_and_bfloat16_and_older_config_fields(tokens, tmp_path):
     # Read again, since the frequencies of a model in bfloat16 are rounded, too.
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
     close(our_outputs(config, params, tokens)[0], foreign_outputs(model, tokens)[0])
-    kept = read_folder(tmp_path, dtype="bfloat16")[1]
-    assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {jnp.dtype("bfloat16")}
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a, np.float32), b), kept, params)
-    np.testing.assert_array_equal(our_outputs(config, kept, tokens)[0], our_outputs(config, params, tokens)[0])
 
 
-def test_a_softmax1_model_is_nothing_that_transformers_would_load_as_softmax(tokens, tmp_path):
+def test_transformers_does_not_load_softmax1_models(tokens, tmp_path):
     transformers = pytest.importorskip("transformers")
     config = ModelConfig(vocab_size=V, max_length=64, norm="rmsnorm", normalizer="softmax1", num_kv_heads=2)
     params = Transformer(config).init(jax.random.key(0), jnp.asarray(tokens))["params"]

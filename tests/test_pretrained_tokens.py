@@ -5,8 +5,8 @@ import json
 import pytest
 import tokenizers as hf
 
-from orthojax.data.declared_tokens import begins_with_bos, with_declared_tokens
 from orthojax.data.tokenizers import from_json
+from orthojax.pretrained import begins_with_bos, with_declared_tokens
 
 
 def word_level(*special):

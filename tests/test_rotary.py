@@ -23,7 +23,7 @@ def plain(width, theta):
         (8, 100.0, 4.0, 2, 1.0, 32.0),  # no pair makes a whole turn: both bounds are the first pair
     ],
 )
-def test_yarn_lowers_what_makes_few_turns_and_keeps_what_makes_many(width, theta, factor, length, slow, fast):
+def test_yarn_lowers_frequencies_of_few_turns(width, theta, factor, length, slow, fast):
     with jax.enable_x64(True):
         got = np.asarray(yarn_frequencies(width, theta, factor, length, slow, fast))
     frequencies = plain(width, theta)
@@ -57,7 +57,7 @@ def test_llama3_keeps_short_wavelengths_and_divides_long_ones():
     np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 
-def test_a_scale_is_that_of_the_rotated_channels_alone():
+def test_a_scale_multiplies_rotated_channels_only():
     x = np.random.default_rng(0).normal(size=(5, 2, 6))
     with jax.enable_x64(True):
         options = {"positions": jnp.arange(5), "frequencies": jnp.array([1.0, 0.1])}

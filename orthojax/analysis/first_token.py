@@ -87,8 +87,8 @@ def _read_by(model: "Transformer", block: Any, name: str) -> jax.Array:
     c, attention = model.config, block["attention"]
     kernel = attention[name]["kernel"].astype(jnp.float32)
     # A norm that comes after attention has no gain on what is read.
-    gain = jnp.ones((1, 1)) if c.output_norm or c.post_norm else _gain(block, "attention_norm")
-    if c.d_latent is not None:
+    gain = jnp.ones((1, 1)) if c.block in ("output_norm", "post_norm") else _gain(block, "attention_norm")
+    if c.latent is not None:
         kernel = attention["latent"]["kernel"] @ (_gain(attention, "latent_norm") * kernel)
         if name == "key":
             shared = jnp.repeat(attention["rotary_key"]["kernel"][:, None], c.num_heads, axis=1)

@@ -49,7 +49,7 @@ def main(_: list[str]) -> None:
 
     from orthojax import load
     from orthojax.data import load_tokenizer
-    from orthojax.generation import check_options, stream
+    from orthojax.model.generation import check_options, stream
     from orthojax.train import keep_compiled_programs, require_tokenizer
 
     options: Any = {name: FLAGS[name].value for name in ("temperature", "top_p", "seed", "window", "sinks")}

@@ -5,7 +5,6 @@ Standard library only, so that a mistyped flag is refused before anything heavy 
 
 from orthojax.config.fields import (
     Affects,
-    added,
     changed_fields,
     check_types,
     describe_fields,
@@ -26,13 +25,17 @@ from orthojax.config.fields import (
 )
 from orthojax.config.model import (
     AttentionImplementation,
+    BlockKind,
+    ExpertsConfig,
     KernelInit,
+    LatentConfig,
     Mlp,
     ModelConfig,
     Norm,
     NormalizerName,
     Position,
     Remat,
+    RopeConfig,
 )
 from orthojax.config.optim import OptimConfig, OptimizerName, RotationAxes, RotationConfig, RotationKind, RotationScope
 from orthojax.config.run import (
@@ -49,10 +52,13 @@ __all__ = [
     "FIRST_DEFAULTS",
     "Affects",
     "AttentionImplementation",
+    "BlockKind",
     "Config",
     "DataConfig",
     "EvalConfig",
+    "ExpertsConfig",
     "KernelInit",
+    "LatentConfig",
     "MeshConfig",
     "Mlp",
     "ModelConfig",
@@ -62,13 +68,13 @@ __all__ = [
     "OptimizerName",
     "Position",
     "Remat",
+    "RopeConfig",
     "RotationAxes",
     "RotationConfig",
     "RotationKind",
     "RotationScope",
     "TrainConfig",
     "TriggerRule",
-    "added",
     "changed_fields",
     "check_types",
     "describe_fields",

@@ -39,9 +39,6 @@ def setting(default: T, affects: Affects = "numbers") -> T:
     return typing.cast(Any, dataclasses.field(default=default, metadata={"affects": affects}))
 
 
-added = setting
-
-
 def describe_type(hint: Any) -> str:
     """Returns the allowed values of an annotation, in words for a user."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)

@@ -5,7 +5,7 @@ import math
 import re
 from typing import Literal, get_args
 
-from orthojax.config.fields import added, check_types, require, require_each, require_seed
+from orthojax.config.fields import check_types, require, require_each, require_seed
 from orthojax.errors import UserError, nearest
 
 RotationKind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
@@ -76,7 +76,7 @@ class OptimConfig:
     weight_decay: float = 0.0
     clip_norm: float | None = 1.0
     rotation: RotationConfig = RotationConfig()
-    sink_anneal_steps: int = added(0)
+    sink_anneal_steps: int = 0
 
     def __post_init__(self):
         check_types(self, "optim")

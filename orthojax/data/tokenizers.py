@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from orthojax.data.published import gguf_tokenizer, locate
 from orthojax.errors import UserError, nearest, needing
 from orthojax.files import parse_json, require_file
-from orthojax.published import locate
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 _FORMATS = "a tokenizer.json, GPT-2's vocab.json, a sentencepiece .model"
@@ -38,11 +38,6 @@ _EOS_NAMES = (EOS, "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<｜end
 _BOS_NAMES = (BOS, "<s>", "<|begin_of_text|>", "<bos>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
 _CACHED_WORDS = 1 << 18  # whose ids are kept, about 50 MB; the package's own 10,000 are fewer than a corpus has
 _BYTES_FILE = json.dumps({"orthojax_tokenizer": "bytes", "vocab_size": 258, "bos_id": 256, "eos_id": 257})
-# How Llama 3 splits text (llama3/llama/tokenizer.py).
-LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +211,7 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
 
     Args:
       path: A tokenizer.json; GPT-2's vocab.json, beside its merges.txt; a sentencepiece .model; a .gguf file; a folder
-        with one of them; or the name of a model that `orthojax.published.locate` finds.
+        with one of them; or the name of a model that `orthojax.data.published.locate` finds.
       spec: What the tokenizer calls itself; None takes the file's name.
 
     Raises:
@@ -225,9 +220,7 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
     file, *merges = _files(str(path))
     spec = Path(path).name if spec is None else spec
     if file.suffix == ".gguf":
-        from orthojax.data.gguf_tokenizers import gguf_tokenizer
-
-        return gguf_tokenizer(file, spec)
+        return from_json(gguf_tokenizer(file), spec, str(file))
     if merges:
         return from_json(_gpt2_json(file, merges[0]), spec, str(file))
     content = file.read_bytes()

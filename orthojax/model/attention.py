@@ -28,7 +28,7 @@ class Attention(Part):
     def __call__(
         self, x: jax.Array, given: Interventions, cached: CachedLayer | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array], tuple[jax.Array, jax.Array]]:
-        """[B, T, D] and the layer's interventions -> ([B, T, D], the taps that attention fills, what a cache keeps)."""
+        """Maps [B, T, D] to [B, T, D], the taps that attention fills, and the keys and values that a cache keeps."""
         c = self.config
         B, T, _ = x.shape
         query, key, value = self.query_key_value(x)
@@ -75,7 +75,7 @@ class Attention(Part):
         return output, taps, new
 
     def query_key_value(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """[B, T, D] -> queries [B, T, N, H], keys [B, T, K, H] and values [B, T, K, d_value], before positions."""
+        """Maps [B, T, D] to queries [B, T, N, H], keys [B, T, K, H] and values [B, T, K, d_value], before positions."""
         c = self.config
         query, key, value = (
             self.dense(name, heads * width, use_bias=c.has_qkv_bias)(x)
@@ -104,13 +104,13 @@ class Attention(Part):
         if c.normalizer == "softmax_n":
             return c.normalizer_n
         if c.normalizer == "clipped_softmax":
-            return ClippedSoftmax(c.normalizer_gamma, c.normalizer_zeta)
+            return ClippedSoftmax()
         if c.normalizer == "learned_sink":
             return self.param("sink", nn.initializers.constant(c.sink_init), (c.num_heads,), jnp.float32)
         return c.normalizer
 
     def _written_norms(self, vectors: jax.Array) -> jax.Array:
-        """[B, S, N, d_value] -> ||W_o^h x||_2 of each head's vectors, [B, N, S] float32."""
+        """Computes ||W_o^h x||_2 of each head's vectors [B, S, N, d_value], [B, N, S] float32."""
         # ||W^T x||^2 = x^T (W W^T) x with the small Gram matrix of each head: no [B, N, S, D] array.
         c = self.config
         kernel = self.variables["params"]["output"]["kernel"].reshape(c.num_heads, c.value_dim, c.d_model)
@@ -130,35 +130,69 @@ class Attention(Part):
         return logits, force_weights(apply_normalizer(normalizer, biased, visible), given)
 
 
+class LatentAttention(Attention):
+    r"""Multi-head latent attention of DeepSeek-V2: `Attention` that makes queries, keys and values another way.
+
+    With the latent :math:`c = \mathrm{norm}(W_{DKV} x)` of all heads, head h has the value :math:`W_{UV}^h c` and the
+    key :math:`[W_{KR} x ; W_{UK}^h c]`, of which the first part, that of all heads, is rotated. Its queries are linear
+    in x, or in a normed latent of their own. There the rotated channels are the last ones, here the first, as
+    everywhere: the order of channels within a head changes no product.
+
+    Whole keys and values are computed, as published for training: nothing is absorbed into other kernels.
+
+    Reference:
+      DeepSeek-V2, `arXiv 2405.04434 <https://arxiv.org/abs/2405.04434>`_, 2024, section 2.1.
+    """
+
+    def query_key_value(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Maps [B, T, D] to queries and keys [B, T, N, H] and values [B, T, N, d_value], before positions."""
+        c, of, bias = self.config, self.config.latent, self.config.has_qkv_bias
+        assert of is not None
+        (B, T, _), N, R = x.shape, c.num_heads, of.d_rotary
+        read = x
+        if of.d_query_latent is not None:
+            read = self._latent(x, "query_latent", of.d_query_latent)
+        query = self.dense("query", N * c.head_dim, use_bias=bias)(read).reshape(B, T, N, c.head_dim)
+        shared = self.dense("rotary_key", R, use_bias=bias)(x).reshape(B, T, 1, R)
+        latent = self._latent(x, "latent", of.d_latent)
+        own = self.dense("key", N * (c.head_dim - R), use_bias=bias)(latent).reshape(B, T, N, -1)
+        value = self.dense("value", N * c.value_dim, use_bias=bias)(latent).reshape(B, T, N, c.value_dim)
+        key = jnp.concatenate([jnp.broadcast_to(shared, (B, T, N, R)), own], axis=-1)
+        return query, key, value
+
+    def _latent(self, x: jax.Array, name: str, width: int) -> jax.Array:
+        return Norm(self.config, name=f"{name}_norm")(self.dense(name, width, use_bias=self.config.has_qkv_bias)(x))
+
+
 def attention_mask(config: ModelConfig, length: int) -> jax.Array:
-    """Which keys each query of a model sees, [1, 1, T, T]."""
+    """Returns the mask [1, 1, T, T] of the keys that each query of a model sees."""
     return relaxed_causal_mask(length, config.relaxed_causal_tokens, config.attention_window)
 
 
 def _frequencies(config: ModelConfig) -> jax.Array:
-    c = config
+    c, rope = config, config.rope
     plain = rotary_frequencies(c.rotary_channels, c.rope_theta)
-    if c.rope_scaling == "linear":
-        return plain / c.rope_factor
-    factors = (c.rope_low_frequency_factor, c.rope_high_frequency_factor)
-    if c.rope_scaling == "llama3":
-        return llama3_frequencies(plain, c.rope_factor, c.rope_original_length, *factors)
-    if c.rope_scaling == "yarn":
-        return yarn_frequencies(c.rotary_channels, c.rope_theta, c.rope_factor, c.rope_original_length, *factors)
-    return plain
+    if rope is None or rope.scaling == "none":
+        return plain
+    if rope.scaling == "linear":
+        return plain / rope.factor
+    factors = (rope.factor, rope.original_length, rope.low_frequency_factor, rope.high_frequency_factor)
+    if rope.scaling == "llama3":
+        return llama3_frequencies(plain, *factors)
+    return yarn_frequencies(c.rotary_channels, c.rope_theta, *factors)
 
 
 def _scales(config: ModelConfig) -> tuple[float, float]:
-    """The factors of rotated channels, and of the products of queries and keys."""
-    c, rotated, products = config, 1.0, config.head_dim**-0.5
-    if c.rope_scaling == "yarn":
-        everywhere = yarn_mscale(c.rope_factor, c.rope_mscale_all)
-        rotated, products = yarn_mscale(c.rope_factor, c.rope_mscale) / everywhere, products * everywhere**2
+    """Returns the factors of rotated channels, and of the products of queries and keys."""
+    rope, rotated, products = config.rope, 1.0, config.head_dim**-0.5
+    if rope is not None and rope.scaling == "yarn":
+        everywhere = yarn_mscale(rope.factor, rope.mscale_all)
+        rotated, products = yarn_mscale(rope.factor, rope.mscale) / everywhere, products * everywhere**2
     return rotated, products
 
 
 def _attend(query: jax.Array, key: jax.Array, value: jax.Array, *masks: jax.Array | None, **options: Any) -> jax.Array:
-    """`dot_product_attention` with values of any width: zeros make it that of the keys, which kernels ask for."""
+    """Calls `dot_product_attention` with values padded by zeros to the width of keys, which kernels ask for."""
     widths = [a.shape[-1] for a in (query, key, value)]
     if len(set(widths)) == 1:
         return dot_product_attention(query, key, value, *masks, **options)

@@ -1,6 +1,6 @@
 """The keys and values of earlier tokens: a plain tree of arrays, an argument and a result of `Transformer`.
 
-A cache is a ring: where it is full, a new token takes the place of the oldest, except that the first `sinks` tokens
+A cache is a ring: when it is full, a new token takes the place of the oldest, except that the first `sinks` tokens
 stay (Efficient Streaming Language Models with Attention Sinks, `arXiv 2309.17453 <https://arxiv.org/abs/2309.17453>`_).
 Rotary positions then count tokens of the cache, not of the text, so the position of a key changes with every token.
 Hence keys are always kept as they are before rotation, and rotated when they are read: one form for all caches, whose
@@ -31,9 +31,9 @@ class KVCache(NamedTuple):
 
     Attributes:
       keys: [L, B, S, K, H], before rotary positions.
-      values: [L, B, S, K, H], or the width of values where it differs.
+      values: [L, B, S, K, H], H being the width of values if that differs.
       length: int32 []; how many tokens were read, those that have left the cache included.
-      sinks: int32 []; how many first tokens stay where the cache is full, fewer than S.
+      sinks: int32 []; how many first tokens stay when the cache is full, fewer than S.
     """
 
     keys: jax.Array
@@ -48,7 +48,7 @@ class KVCache(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """What a call does with a cache, the same in all layers."""
+    """The slots and positions of one call, the same in all layers."""
 
     write: jax.Array  # int32 [T]: the slot of each token
     query_positions: jax.Array  # int32 [T]
@@ -64,7 +64,7 @@ class CachedLayer(NamedTuple):
     slots: Slots
 
     def joined(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [B, S, K, H] of all slots, with those [B, T, K, H] of the tokens of this call in theirs."""
+        """Returns keys and values [B, S, K, H] of all slots, with those [B, T, K, H] of this call written to theirs."""
         pairs = ((self.keys, key), (self.values, value))
         key, value = (old.at[:, self.slots.write].set(new.astype(old.dtype)) for old, new in pairs)
         return key, value
@@ -73,14 +73,14 @@ class CachedLayer(NamedTuple):
 def init_cache(
     config: ModelConfig, batch: int, size: int, dtype: jax.typing.DTypeLike | None = None, *, sinks: int = 0
 ) -> KVCache:
-    """An empty cache.
+    """Makes an empty cache.
 
     Args:
       config: Of the model.
       batch: B.
       size: S, the most keys that a query sees.
       dtype: Of keys and values; None means `config.dtype`.
-      sinks: How many first tokens stay where the cache is full.
+      sinks: How many first tokens stay when the cache is full.
 
     Raises:
       ValueError: For no slots, sinks that leave no slot for other tokens, or more slots than learned positions.
@@ -103,7 +103,7 @@ def _shapes(config: ModelConfig, batch: int, size: int) -> tuple[tuple[int, ...]
 
 
 def plan(cache: KVCache, config: ModelConfig, shape: tuple[int, ...], given: Interventions | None) -> Slots:
-    """Where T tokens go that follow those of a cache, and what they then see.
+    """Assigns slots to T tokens that follow those of a cache, and computes what they then see.
 
     Slot j < sinks holds token j; the others, a ring of R = S - sinks slots, hold token p in slot
     sinks + (p - sinks) mod R. Positions are those among the tokens that are left. Masks compare positions, so a window
@@ -128,7 +128,7 @@ def plan(cache: KVCache, config: ModelConfig, shape: tuple[int, ...], given: Int
         raise UserError(f"{length} tokens for a cache of {cache.size}", allowed=f"at most {cache.size} in one call")
     if length > 1 and not isinstance(cache.length, Tracer) and int(cache.length) + length > cache.size:
         held = f"{length} tokens for a cache of {cache.size} that holds {int(cache.length)}"
-        raise UserError(held, allowed="one token at a time where the cache is full")
+        raise UserError(held, allowed="one token at a time once the cache is full")
     fields = {} if given is None else given._asdict()
     by_position = [name for name in fields if fields[name] is not None and name not in _BY_HEAD_AND_LAYER]
     if by_position:
@@ -151,7 +151,7 @@ def plan(cache: KVCache, config: ModelConfig, shape: tuple[int, ...], given: Int
 
 
 def with_tokens(cache: KVCache, slots: Slots, keys: jax.Array, values: jax.Array) -> KVCache:
-    """The cache with keys and values [L, B, T, K, H] of further tokens; in place where it is donated."""
+    """Adds keys and values [L, B, T, K, H] of further tokens to a cache; in place if it is donated."""
     # After the loop over layers: as its output, the whole cache would be copied in every call.
     pairs = ((cache.keys, keys), (cache.values, values))
     keys, values = (old.at[:, :, slots.write].set(new.astype(old.dtype)) for old, new in pairs)

@@ -1,15 +1,37 @@
-"""Interventions: what a forward pass does otherwise, as arrays by layer and head.
+"""Inside a forward pass: `Taps` show the intermediates of a block, `Interventions` change them by layer and head.
 
-Letters: L layers, B batch, T query positions, S = T key positions, N query heads, K key-value heads, D d_model.
+Letters: L layers, B batch, T query positions, S key positions (T without a cache), N query heads, K key-value heads,
+H head width, D d_model.
 """
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from orthojax.config import ModelConfig
 from orthojax.errors import UserError
+
+
+class Taps(NamedTuple):
+    """The intermediates of one block. An `observe` function reduces them; what it does not read is never computed."""
+
+    attention_logits: jax.Array  # [B, N, T, S] float32, scaled, before bias and mask
+    attention_weights: jax.Array  # [B, N, T, S] float32
+    visible: jax.Array  # [1, 1, T, S] bool: which keys each query sees; none in a layer without attention
+    keys: jax.Array  # [B, S, K, H], rotated where positions are
+    values: jax.Array  # [B, S, K, d_value]
+    value_norms: jax.Array  # [B, N, S] float32: ||W_o^h v_j||_2, the value as head h writes it to the residual stream
+    head_norms: jax.Array  # [B, N, T] float32: ||W_o^h sum_j A_ij v_j||_2, what head h writes, before `attention_scale`
+    residual_before: jax.Array  # [B, T, D] residual stream that the block gets
+    attention_output: jax.Array  # [B, T, D]
+    mlp_output: jax.Array  # [B, T, D]
+    post_attention: jax.Array  # [B, T, D] residual stream after attention
+    residual: jax.Array  # [B, T, D] residual stream after the block: the paper's hidden state
+
+
+Observe = Callable[[Taps], Any]
 
 
 class Interventions(NamedTuple):
@@ -82,7 +104,7 @@ _PAIRS = {"forced_weights": "forced_share"} | {
 
 
 def attention_pattern(kind: Literal["identity", "first", "previous"], length: int) -> jax.Array:
-    """Attention weights [T, S] that put 1 on one key: each query's own, the first, or the previous (0 for query 0).
+    """Puts attention weights [T, S] of 1 on one key: each query's own, the first, or the previous (0 for query 0).
 
     Raises:
       ValueError: For an unknown kind.
@@ -100,7 +122,7 @@ def attention_pattern(kind: Literal["identity", "first", "previous"], length: in
 def split_layers(
     interventions: Interventions | None, config: ModelConfig, batch: int, length: int
 ) -> tuple[Interventions, Interventions]:
-    """What a loop over layers takes: checked arrays [L, ...], and those [B or 1, 1, T, S] that all layers share.
+    """Checks interventions; splits them into arrays [L, ...] by layer, and those [B or 1, 1, T, S] that layers share.
 
     Raises:
       ValueError: For a shape that is not allowed, or one of two fields that belong together.
@@ -137,24 +159,24 @@ def _checked(name: str, array: jax.Array, sizes: dict[str, tuple[str, int]]) -> 
 
 
 def with_shared(given: Interventions, shared: Interventions) -> Interventions:
-    """The interventions of one layer with those that all layers share."""
+    """Returns the interventions of one layer with those that all layers share."""
     return given._replace(**{name: array for name, array in shared._asdict().items() if array is not None})
 
 
 def blend(x: jax.Array, y: jax.Array, share: jax.Array) -> jax.Array:
-    """(1 - share) x + share y in the dtype of `x`: exactly one of them at a share of 0 or 1, if both are finite."""
+    """Computes (1 - share) x + share y in the dtype of `x`: exactly x or y at a share of 0 or 1, if finite."""
     share = share.astype(x.dtype)
     return (1 - share) * x + share * y.astype(x.dtype)
 
 
 def scale_first(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """[B, T, ...] with position 0 multiplied by a factor whose shape is that of the axes after T, or 1s."""
+    """Multiplies position 0 of [B, T, ...] by a factor whose shape is that of the axes after T, or 1s."""
     first = (jnp.arange(x.shape[1]) == 0).reshape(1, -1, *[1] * (x.ndim - 2))
     return x * jnp.where(first, factor.reshape(1, 1, *factor.shape).astype(x.dtype), 1)
 
 
 def force_weights(weights: jax.Array, given: Interventions) -> jax.Array:
-    """Attention weights [B, N, T, S] with the forced ones in their place."""
+    """Puts forced attention weights in the place of those [B, N, T, S] of the model."""
     if given.forced_weights is None or given.forced_share is None:
         return weights
     share = given.forced_share
@@ -162,7 +184,7 @@ def force_weights(weights: jax.Array, given: Interventions) -> jax.Array:
 
 
 def intervene(x: jax.Array, given: Interventions, part: Literal["attention", "mlp"]) -> jax.Array:
-    """What a part adds to the residual stream, [B, T, D]: scaled, then replaced."""
+    """Scales, then replaces what a part adds to the residual stream, [B, T, D]."""
     scale, first = getattr(given, f"{part}_scale"), getattr(given, f"first_{part}_scale")
     if scale is not None:
         x = x * scale.astype(x.dtype)
@@ -172,7 +194,7 @@ def intervene(x: jax.Array, given: Interventions, part: Literal["attention", "ml
 
 
 def replace(x: jax.Array, values: jax.Array | None, share: jax.Array | None) -> jax.Array:
-    """[B, T, D] with values [B, T, D] in its place, by a share [], [T] or [B, T]."""
+    """Replaces [B, T, D] by values [B, T, D], with a share [], [T] or [B, T]."""
     if values is None or share is None:
         return x
     return blend(x, values, share.reshape((1,) * (2 - share.ndim) + share.shape + (1,)))

@@ -1,4 +1,7 @@
-"""What a block consists of besides attention: linear layers, norm and MLP. Legend: B batch, T positions, D d_model."""
+"""The parts of a block besides attention: linear layers, norms, MLPs and mixtures of experts.
+
+Letters: B batch, T positions, E routed experts, D d_model.
+"""
 
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -7,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from orthojax.config import Mlp, ModelConfig
+from orthojax.config import ExpertsConfig, Mlp, ModelConfig
 from orthojax.ops.products import is_head, kernel_product
 from orthojax.ops.quantize import Quantized
 
@@ -15,7 +18,7 @@ F = TypeVar("F", bound="LinearFunction")
 
 
 class LinearFunction(Protocol):
-    """What a linear layer computes; `quant` substitutes quantised ones."""
+    """A function that a linear layer computes; `quant` substitutes quantised ones."""
 
     def __call__(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
         """Maps x [..., in], kernel [in, out], bias [out] to [..., out]; `path` is the layer's, as layers/mlp/input."""
@@ -29,13 +32,13 @@ def plain_product(function: F) -> F:
 
 
 def is_plain_product(function: LinearFunction) -> bool:
-    """Whether it is marked by `plain_product`."""
+    """Tells whether a function is marked by `plain_product`."""
     return getattr(function, "is_plain_product", False)
 
 
 @plain_product
 def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
-    """The product x @ kernel + bias; logits (`head`) stay float32, since bfloat16 ones would make the loss noisy."""
+    """Computes x @ kernel + bias; logits (`head`) stay float32, since bfloat16 ones would make the loss noisy."""
     y = kernel_product(x, kernel, preferred_element_type=jnp.float32 if is_head(path) else None)
     return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
 
@@ -51,7 +54,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., in] -> [..., features] in `dtype`."""
+        """Maps [..., in] to [..., features] in `dtype`."""
         given = self.get_variable("params", "kernel")
         if isinstance(given, Quantized):  # neither the shape nor the dtype of a float kernel
             kernel: Any = given
@@ -66,7 +69,7 @@ class Linear(nn.Module):
 
 
 def kernel_initializer(config: ModelConfig, *, writes_residual: bool = False) -> nn.initializers.Initializer:
-    """How kernels start; one that writes to the residual stream is smaller where they are normal."""
+    """Returns the initializer of kernels; normal ones that write to the residual stream are smaller."""
     if config.kernel_init == "uniform_fan_in":
         return nn.initializers.variance_scaling(1.0 / 3.0, "fan_in", "uniform")  # the variance of U(-1, 1)
     # GPT-2's rule: 2 num_layers terms add up in the residual stream.
@@ -74,15 +77,15 @@ def kernel_initializer(config: ModelConfig, *, writes_residual: bool = False) ->
 
 
 class Part(nn.Module):
-    """What attention and MLP share: the config and a way to create linear layers."""
+    """The base of attention and MLP: the config and a way to create linear layers."""
 
     config: ModelConfig
     linear: LinearFunction
 
     def dense(self, name: str, features: int, *, use_bias: bool | None = None, writes_residual: bool = False) -> Linear:
-        """A linear layer of this part, called `name`; its bias is that of the config where None."""
+        """Makes a linear layer of this part, called `name`; None for its bias means that of the config."""
         c, init = self.config, kernel_initializer(self.config, writes_residual=writes_residual)
-        bias = c.use_bias if use_bias is None else use_bias
+        bias = c.has_bias if use_bias is None else use_bias
         return Linear(features, bias, init, jnp.dtype(c.dtype), self.linear, name=name)
 
 
@@ -97,16 +100,16 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., D] -> [..., D] float32."""
+        """Maps [..., D] to [..., D] float32."""
         c = self.config
         if c.norm == "none":
             return x
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        if c.norm == "layernorm":
+        if c.norm.startswith("layernorm"):
             x -= jnp.mean(x, -1, keepdims=True)
         x *= jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + c.norm_eps)
         shape, as_x = () if c.norm == "rmsnorm_single" else (x.shape[-1],), (1,) * (x.ndim - 1) + (-1,)
-        if c.norm_scale:
+        if c.norm != "layernorm_nonparametric":
             x *= self.param("scale", nn.initializers.ones, shape, jnp.float32).reshape(as_x)
         if c.has_norm_bias:
             x += self.param("bias", nn.initializers.zeros, shape, jnp.float32).reshape(as_x)
@@ -124,7 +127,7 @@ class Feedforward(Part):
 
     @nn.compact
     def __call__(self, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
-        """[B, T, D] -> [B, T, D]; `factor` [B, T, width] multiplies the hidden units."""
+        """Maps [B, T, D] to [B, T, D]; `factor` [B, T, width] multiplies the hidden units."""
         c = self.config
         width = c.d_mlp if self.width is None else self.width
         if self.kind != "linear":
@@ -135,3 +138,58 @@ class Feedforward(Part):
                 x = _ACTIVATIONS[self.kind](hidden)
             x = x if factor is None else x * factor.astype(x.dtype)
         return self.dense("output", c.d_model, writes_residual=True)(x)
+
+
+class Experts(Part):
+    """Routed experts, weighted by their probabilities, and shared ones: the mixture of DeepSeek-V2.
+
+    Definition: y = sum_e w_e(x) f_e(x) + sum_s f_s(x), f swiglu MLPs, w of `routing`. It is for measuring: every expert
+    is computed for every token, as one wide MLP whose hidden units are multiplied by w, so that it costs
+    E / per_token times what a grouped product would. Gradients reach the router through the chosen
+    probabilities alone; there is no auxiliary loss for balance. The hidden units of expert e are the e-th of E equal
+    parts of those of `experts`; quantised, all experts have one scale for an output channel of `experts/output`.
+
+    Reference:
+      DeepSeekMoE, `arXiv 2401.06066 <https://arxiv.org/abs/2401.06066>`_, 2024; DeepSeek-V2,
+      `arXiv 2405.04434 <https://arxiv.org/abs/2405.04434>`_, 2024, section 2.2.
+    """
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [B, T, D] to [B, T, D]."""
+        c, of = self.config, self.config.experts
+        assert of is not None
+        width = of.d_expert or c.d_mlp
+        logits = Linear(of.num_experts, False, kernel_initializer(c), jnp.float32, self.linear, name="router")(x)
+        factor = jnp.repeat(routing(logits, of), width, axis=-1)
+        y = Feedforward(c, self.linear, "swiglu", of.num_experts * width, name="experts")(x, factor)
+        if of.num_shared:
+            y += Feedforward(c, self.linear, "swiglu", of.num_shared * width, name="shared")(x)
+        return y
+
+
+def routing(logits: jax.Array, experts: ExpertsConfig) -> jax.Array:
+    """Computes the weights of routed experts: softmax of the router's logits times `scale`, 0 for those not chosen.
+
+    Chosen are the `per_token` likeliest, with groups from the `groups_per_token` groups whose likeliest expert is
+    likeliest. Weights are not normalised again.
+
+    Args:
+      logits: [..., E] float32.
+      experts: The mixture.
+
+    Returns:
+      [..., E].
+    """
+    scores = jax.nn.softmax(logits, axis=-1)
+    if experts.groups_per_token < experts.groups:
+        by_group = scores.reshape(*scores.shape[:-1], experts.groups, -1)
+        kept = _largest(jnp.max(by_group, axis=-1), experts.groups_per_token)
+        scores = (by_group * kept[..., None]).reshape(scores.shape)
+    return scores * _largest(scores, experts.per_token) * experts.scale
+
+
+def _largest(x: jax.Array, count: int) -> jax.Array:
+    """Marks the `count` largest along the last axis, the first of equal ones, with 1 and the others with 0."""
+    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(x), count)
+    return jnp.sum(jax.nn.one_hot(chosen, x.shape[-1], dtype=x.dtype), axis=-2)

@@ -1,9 +1,5 @@
-"""What the rest of the project sees of a model, its parameters and its blocks; without flax.
+"""A model with its parameters, and trees of parameters with stacked or separate layers."""
 
-Legend: B batch, T query positions, S key positions, N query heads, K key-value heads, H head width, D d_model.
-"""
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,34 +15,14 @@ if TYPE_CHECKING:
 Params = dict[str, Any]
 
 
-class Taps(NamedTuple):
-    """The intermediates of one block. An `observe` function reduces them; what it does not read is never computed."""
-
-    attention_logits: jax.Array  # [B, N, T, S] float32, scaled, before bias and mask
-    attention_weights: jax.Array  # [B, N, T, S] float32
-    visible: jax.Array  # [1, 1, T, S] bool: which keys each query sees; none in a layer without attention
-    keys: jax.Array  # [B, S, K, H], rotated where positions are
-    values: jax.Array  # [B, S, K, d_value]
-    value_norms: jax.Array  # [B, N, S] float32: ||W_o^h v_j||_2, the value as head h writes it to the residual stream
-    head_norms: jax.Array  # [B, N, T] float32: ||W_o^h sum_j A_ij v_j||_2, what head h writes, before `attention_scale`
-    residual_before: jax.Array  # [B, T, D] residual stream that the block gets
-    attention_output: jax.Array  # [B, T, D]
-    mlp_output: jax.Array  # [B, T, D]
-    post_attention: jax.Array  # [B, T, D] residual stream after attention
-    residual: jax.Array  # [B, T, D] residual stream after the block: the paper's hidden state
-
-
-Observe = Callable[[Taps], Any]
-
-
 class LoadedModel(NamedTuple):
-    """A model that is ready to be applied: what measurements take, be it a run, a checkpoint or an imported model.
+    """A model that is ready to be applied and measured, be it a run, a checkpoint or an imported model.
 
     Attributes:
       model: `Transformer(config.model)`; `_replace` it for one with quantised linear layers.
       params: Its parameters, as `init` returns them under "params".
       config: Of the run that trained it.
-      tokenizer: What its token ids mean; None where nothing is known of it.
+      tokenizer: The meaning of its token ids; None if that is not known.
       source: Folder of the checkpoint's step.
     """
 
@@ -58,7 +34,7 @@ class LoadedModel(NamedTuple):
 
 
 def unstack_layers(params: Params) -> Params:
-    """{"layers": leaves [L, ...]} -> {"layers_0": leaves [...], ...}, from scanned to unrolled; the rest as it is."""
+    """Turns {"layers": leaves [L, ...]} into {"layers_0": leaves [...], ...}, from scanned to unrolled."""
     stacked = params["layers"]
     length = jax.tree.leaves(stacked)[0].shape[0]
     layers = {f"layers_{i}": jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(length)}
@@ -66,14 +42,14 @@ def unstack_layers(params: Params) -> Params:
 
 
 def stack_layers(params: Params) -> Params:
-    """The inverse of `unstack_layers`; all layers must have the same parameters."""
+    """Inverts `unstack_layers`; all layers must have the same parameters."""
     names = sorted((name for name in params if name.startswith("layers_")), key=lambda name: int(name.split("_")[1]))
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(params[name] for name in names))
     return {name: value for name, value in params.items() if name not in names} | {"layers": stacked}
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh that the arrays of a tree are sharded over; None for one device, or arrays on the host."""
+    """Finds the mesh that the arrays of a tree are sharded over; None for one device, or arrays on the host."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
             mesh = leaf.sharding.mesh

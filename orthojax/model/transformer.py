@@ -4,6 +4,7 @@ Letters inside functions: B batch, T query positions, S key positions, N query h
 """
 
 import functools
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,12 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from orthojax.config import ModelConfig, Remat
-from orthojax.model.attention import Attention
+from orthojax.model.attention import Attention, LatentAttention
 from orthojax.model.cache import CachedLayer, KVCache, Slots, plan, with_tokens
-from orthojax.model.experts import Experts
-from orthojax.model.interventions import Interventions, intervene, replace, split_layers, with_shared
-from orthojax.model.latent_attention import LatentAttention
+from orthojax.model.interventions import Interventions, Observe, Taps, intervene, replace, split_layers, with_shared
 from orthojax.model.layers import (
+    Experts,
     Feedforward,
     Linear,
     LinearFunction,
@@ -27,7 +27,6 @@ from orthojax.model.layers import (
     kernel_initializer,
     linear,
 )
-from orthojax.model.loaded import Observe, Taps
 from orthojax.ops.attention import ATTENTION_NAME
 from orthojax.ops.orthogonal import fixed_transform, hash_signs
 from orthojax.ops.products import kernel_product
@@ -53,7 +52,7 @@ class Block(nn.Module):
         kept: tuple[jax.Array, jax.Array] | None = None,
         slots: Slots | None = None,
     ) -> tuple[jax.Array, Any]:
-        """[B, T, D], the layer's interventions and what layers share of them -> [B, T, D] and observe(Taps).
+        """Maps [B, T, D], the layer's interventions and those that layers share to [B, T, D] and observe(Taps).
 
         With the layer's keys and values of a cache, those of the T tokens instead of observations.
         """
@@ -64,7 +63,7 @@ class Block(nn.Module):
         attention_output = mlp_output = jnp.zeros_like(x)
         if c.layer_attention(self.layer):
             read = self._normed(x, "attention", "input")
-            attention = Attention if c.d_latent is None else LatentAttention
+            attention = Attention if c.latent is None else LatentAttention
             attention_output, taps, new = attention(c, self.linear, name="attention")(read, given, cached)
             attention_output = self._to_residual(self._normed(attention_output, "attention", "output"), "attention")
         else:
@@ -74,7 +73,7 @@ class Block(nn.Module):
         post_attention = self._normed(x + attention_output, "attention", "sum")
         kind = c.layer_mlp(self.layer)
         if kind != "none":
-            read = self._normed(x if c.parallel_blocks else post_attention, "mlp", "input")
+            read = self._normed(x if c.block == "parallel" else post_attention, "mlp", "input")
             if kind == "experts":
                 mlp_output = Experts(c, self.linear, name="mlp")(read)
             else:
@@ -100,9 +99,9 @@ class Block(nn.Module):
     def _normed(
         self, x: jax.Array, part: Literal["attention", "mlp"], at: Literal["input", "output", "sum"]
     ) -> jax.Array:
-        """The norm of a part, where its place is there: what it reads, what it writes, or the sum with the stream."""
+        """Applies the norm of a part if its place is `at`: its input, its output, or the sum with the stream."""
         c = self.config
-        place = "sum" if c.post_norm else "output" if c.output_norm else "input"
+        place = {"post_norm": "sum", "output_norm": "output"}.get(c.block, "input")
         return Norm(c, name=f"{part}_norm")(x) if at == place and c.layer_norm(part, self.layer) else x
 
     def _to_residual(self, x: jax.Array, part: str) -> jax.Array:
@@ -122,7 +121,7 @@ class Block(nn.Module):
 
 
 def to_residual(x: jax.Array, name: str, layer: int = 0) -> jax.Array:
-    """Q^T x along the last axis, with the fixed orthogonal matrix Q of one part of the model (`fixed_rotation`).
+    """Computes Q^T x along the last axis, with the fixed orthogonal matrix Q of one part (`fixed_rotation`).
 
     The alternative to OrthoAdam that its authors name and do not take (From Attention to Activation, section 4.2):
     "make Q part of the model parameters that are kept fixed during training". What a part writes to the residual stream
@@ -141,7 +140,7 @@ def to_residual(x: jax.Array, name: str, layer: int = 0) -> jax.Array:
 
 
 def from_residual(x: jax.Array, name: str, layer: int = 0) -> jax.Array:
-    """Q x along the last axis: the inverse of `to_residual`."""
+    """Computes Q x along the last axis: the inverse of `to_residual`."""
     return fixed_transform(_signs(x, name, layer) * x, x.ndim - 1)
 
 
@@ -152,7 +151,7 @@ def _signs(x: jax.Array, name: str, layer: int) -> jax.Array:
 
 
 def _remat_policy(remat: Remat) -> Callable[..., Any] | None:
-    """What of a block is saved for the backward pass; None saves nothing."""
+    """Chooses what of a block is saved for the backward pass; None saves nothing."""
     policies = jax.checkpoint_policies
     attention = policies.save_only_these_names(ATTENTION_NAME)  # so that a fused kernel runs once
     if remat == "dots":
@@ -165,7 +164,7 @@ class Transformer(nn.Module):
 
     Attributes:
       config: What to build.
-      linear: What a linear layer computes; `orthojax.quant` has others.
+      linear: The function of linear layers; `orthojax.quant` has others.
       linear_head: Whether `linear` also computes the logits of tied embeddings, from the transposed token table under
         the path `head`; those of an untied head always pass through it.
     """
@@ -184,7 +183,7 @@ class Transformer(nn.Module):
         head: bool = True,
         cache: KVCache | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Next-token logits, and what `observe` returns for every layer, or the cache with these tokens in it.
+        """Computes next-token logits, and what `observe` returns for every layer, or the cache with these tokens in it.
 
         Args:
           tokens: int [B, T].
@@ -192,7 +191,7 @@ class Transformer(nn.Module):
           observe: Called once in every block; its leaves come back stacked along a leading layer axis.
           head: False leaves out the last product, so that the caller can compute it in chunks.
           cache: Of the tokens before these, from `init_cache`: logits are then those of the longer sequence, except
-            that the first `relaxed_causal_tokens` must all be in the first call, since they see each other. Where a
+            that the first `relaxed_causal_tokens` must all be in the first call, since they see each other. If a
             call would need more slots than are left, it takes one token.
 
         Returns:
@@ -201,7 +200,7 @@ class Transformer(nn.Module):
           `config.dtype`, for which see `head_kernel`.
 
         Raises:
-          ValueError: For sequences longer than `max_length` where positions are learned, interventions whose shapes
+          ValueError: For sequences longer than `max_length` if positions are learned, interventions whose shapes
             do not fit, or a cache that does not, see `orthojax.model.cache.plan`, or with `observe`.
         """
         c = self.config
@@ -226,7 +225,7 @@ class Transformer(nn.Module):
         x, observed = self._blocks(x, interventions, observe, cache, slots)
         if cache is not None and slots is not None:
             observed = with_tokens(cache, slots, *observed)
-        x = (x if c.post_norm else Norm(c, name="final_norm")(x)).astype(dtype)
+        x = (x if c.block == "post_norm" else Norm(c, name="final_norm")(x)).astype(dtype)
         if c.tie_embeddings and c.fixed_rotation:
             x = from_residual(x, _TOKEN_TABLE)
         if not head:
@@ -240,7 +239,7 @@ class Transformer(nn.Module):
         return logits.astype(jnp.float32), observed
 
     def head_kernel(self, params: Any) -> tuple[jax.Array, int] | None:
-        """The kernel that maps final hidden states to logits, and which of its axes is the vocabulary.
+        """Returns the kernel that maps final hidden states to logits, and the axis of the vocabulary in it.
 
         Args:
           params: The parameters, as `init` returns them under "params".
@@ -287,7 +286,7 @@ class Transformer(nn.Module):
 
 @functools.cache
 def parameter_shapes(config: ModelConfig) -> Any:
-    """The parameters that a model has, as jax.ShapeDtypeStruct; nothing is computed. Every caller has the same tree.
+    """Returns the parameters that a model has, as jax.ShapeDtypeStruct; nothing is computed, and the tree is shared.
 
     >>> shapes = parameter_shapes(ModelConfig(vocab_size=7, d_model=4, num_heads=2, d_mlp=8))
     >>> shapes["token_embedding"]["embedding"].shape
@@ -295,3 +294,33 @@ def parameter_shapes(config: ModelConfig) -> Any:
     """
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     return jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens)["params"]
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Counts the parameters of a model.
+
+    >>> from orthojax.model import bigram_backcopy, gpt2
+    >>> parameter_count(gpt2("130m")), [parameter_count(bigram_backcopy(layers)) for layers in (1, 2, 3)]
+    (124439808, [887808, 1675264, 2462720])
+    """
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(parameter_shapes(config)))
+
+
+def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
+    """Counts the floating-point operations of one training step for each token, forward and backward.
+
+    They are 6 for each parameter that takes part in a matrix product (the token table once, as the head; the position
+    table, norm scales and biases never), and 6 T times the widths of keys and of values of all heads in every layer
+    that attends for the products with them; causality does not count as a saving. All experts count, as all are
+    computed.
+
+    Args:
+      config: The model.
+      sequence_length: T.
+    """
+    c = config
+    leaves = jax.tree_util.tree_leaves_with_path(parameter_shapes(c))
+    matrices = sum(math.prod(leaf.shape) for path, leaf in leaves if path[-1].key == "kernel")
+    matrices += c.vocab_size * c.d_model if c.tie_embeddings else 0
+    attending = sum(c.layer_attention(layer) for layer in range(c.num_layers))
+    return 6 * matrices + 6 * attending * sequence_length * c.num_heads * (c.head_dim + c.value_dim)

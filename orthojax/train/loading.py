@@ -8,23 +8,22 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from orthojax.config import Config, DataConfig, ModelConfig, changed_fields, replace
+from orthojax.config import Config, DataConfig, ModelConfig, changed_fields, flatten, replace
 from orthojax.data import load_tokenizer, make_tokenizer
-from orthojax.data.declared_tokens import begins_with_bos, with_declared_tokens
 from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
-from orthojax.model import (
-    LoadedModel,
-    Transformer,
+from orthojax.model import LoadedModel, Transformer, stack_layers, unstack_layers
+from orthojax.pretrained import (
+    begins_with_bos,
     computed_as,
+    is_pretrained,
+    locate,
     read_folder,
     read_folder_config,
     read_gguf,
     read_gguf_config,
-    stack_layers,
-    unstack_layers,
+    with_declared_tokens,
 )
-from orthojax.published import is_pretrained, locate
 from orthojax.train.checkpoint import find_checkpoint, read_config, read_json_item, read_params
 
 _PUBLISHED_LENGTH = 256  # tokens of a row on which models that others trained are measured
@@ -37,7 +36,7 @@ def load(path: str | Path) -> LoadedModel:
     read on any.
 
     Args:
-      path: A workdir, its `checkpoints` folder, or one step's folder; or what `orthojax.published.locate` finds: a
+      path: A workdir, its `checkpoints` folder, or one step's folder; or what `orthojax.pretrained.locate` finds: a
         folder of config.json and safetensors, a .gguf file, a name in the local Hugging Face cache, `smollm2`.
 
     Raises:
@@ -176,7 +175,8 @@ def _require_same_function(folder: Path, saved: ModelConfig, model: ModelConfig,
     if not different or (allow_normalizer_change and may_change):
         return
     named = [name for name in different if has_sink or not allow_normalizer_change or name not in normalizer]
-    values = ", ".join(f"model.{name}={getattr(saved, name)!r}, not {getattr(model, name)!r}" for name in named)
+    before, now = flatten(saved), flatten(model)
+    values = ", ".join(f"model.{name}={before[name]!r}, not {now[name]!r}" for name in named)
     raise UserError(
         f"the checkpoint {folder} was trained with a different model config: {values}",
         allowed="the model that it was trained as",

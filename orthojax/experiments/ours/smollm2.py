@@ -39,9 +39,9 @@ from orthojax.experiments.results import Results
 from orthojax.experiments.study import Row, Study
 from orthojax.experiments.tables import Columns
 from orthojax.formatting import number
-from orthojax.generation import stream_loss_nats
 from orthojax.model import LoadedModel, Transformer, unstack_layers
 from orthojax.model import linear as float_linear
+from orthojax.model.generation import stream_loss_nats
 from orthojax.ops import cross_entropy
 from orthojax.quant import QuantizationSetting
 from orthojax.train import load

@@ -18,8 +18,8 @@ from orthojax.experiments.measures import Measure, Measured, Say
 from orthojax.experiments.report import Picture
 from orthojax.experiments.results import Results
 from orthojax.experiments.study import Study
-from orthojax.generation import stream_loss_nats
 from orthojax.model import LoadedModel
+from orthojax.model.generation import stream_loss_nats
 from orthojax.train import Inputs
 
 _ROWS, _SINKS = 128, 4

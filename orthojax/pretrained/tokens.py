@@ -1,24 +1,24 @@
-"""Which tokens begin a text and end generation, and whether a text begins so, as a published model's own files say."""
+"""The tokens that begin a text and end generation, as the files of a published model declare them."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
+from orthojax.data.published import open_gguf
 from orthojax.data.tokenizers import Tokenizer
 from orthojax.files import read_json
-from orthojax.gguf_reader import open_gguf
 
 
 def with_declared_tokens(tokenizer: Tokenizer, path: Path) -> Tokenizer:
-    """The tokenizer with the BOS token and the end tokens that a published model declares.
+    """Gives a tokenizer the BOS token and the end tokens that a published model declares.
 
     Names alone do not say them: OPT begins with `</s>`, SmolLM2-Instruct and Llama 3 Instruct end with tokens of their
     own. What follows a document, `eos_id`, stays as it is.
 
     Args:
       tokenizer: Of the model.
-      path: A .gguf file; or a folder, of which tokenizer_config.json, generation_config.json and config.json are read,
-        where it has them.
+      path: A .gguf file; or a folder, of which tokenizer_config.json, generation_config.json and config.json are read
+        if it has them.
 
     Raises:
       UserError: For a damaged file.
@@ -30,9 +30,9 @@ def with_declared_tokens(tokenizer: Tokenizer, path: Path) -> Tokenizer:
 
 
 def begins_with_bos(path: Path) -> bool:
-    """Whether a published model was trained on texts that begin with its BOS token.
+    """Tells whether a published model was trained on texts that begin with its BOS token.
 
-    `add_bos_token` of tokenizer_config.json or of a .gguf file says so; where it is missing, the post-processor of
+    `add_bos_token` of tokenizer_config.json or of a .gguf file says so; if it is missing, the post-processor of
     tokenizer.json, by the special token that it puts first, or the kind of tokenizer, as Llama's sentencepiece model
     begins with it by default.
 
@@ -55,7 +55,7 @@ def begins_with_bos(path: Path) -> bool:
 
 
 def _puts_special_token_first(post_processor: Any) -> bool:
-    """Of a `TemplateProcessing`, alone or first in a sequence of processors."""
+    """Tells this of a `TemplateProcessing`, alone or in a sequence of processors."""
     if not isinstance(post_processor, dict):
         return False
     if post_processor.get("type") == "Sequence":
@@ -71,14 +71,14 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _of_gguf(path: Path) -> tuple[list[Any], list[Any]]:
-    """Values that say BOS, the first counts; and those that say an end."""
+    """Returns declarations of BOS, of which the first counts, and of ends."""
     metadata = open_gguf(path).metadata
     bos, eos, eot = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot"))
     return [bos], [eos, eot]
 
 
 def _of_folder(path: Path) -> tuple[list[Any], list[Any]]:
-    """As `_of_gguf`."""
+    """Returns the same as `_of_gguf`."""
     names = ("tokenizer_config.json", "generation_config.json", "config.json")
     words, generation, model = (_read(path / name) for name in names)
     ends = [words.get("eos_token")]
@@ -89,7 +89,7 @@ def _of_folder(path: Path) -> tuple[list[Any], list[Any]]:
 
 
 def _id(tokenizer: Tokenizer, value: Any) -> int | None:
-    """The id that a declaration means: an id, a token, or a token with its properties; None for none that it has."""
+    """Returns the id of a declaration (an id, a token, or a token with its properties) that the tokenizer has."""
     if isinstance(value, dict):
         value = value.get("content")
     if isinstance(value, str):

@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from orthojax.config import ModelConfig
-from orthojax.config.fields import require
-from orthojax.model.family import (
+from orthojax.config import ModelConfig, require
+from orthojax.pretrained.family import (
     SAME,
     TRANSPOSED,
     Equal,
@@ -22,6 +21,11 @@ from orthojax.model.family import (
     pair,
     unpair,
 )
+
+
+def _has_query_latent(c: ModelConfig) -> bool:
+    return c.latent is not None and c.latent.d_query_latent is not None
+
 
 # Weights. There the rotated channels of a head are the last ones, in neighbouring pairs; here the first, in halves.
 
@@ -40,7 +44,7 @@ def _write_query(x: Sequence[np.ndarray], c: ModelConfig) -> np.ndarray:
 
 
 def _read_latent(x: np.ndarray, c: ModelConfig) -> Sequence[np.ndarray]:
-    latent, turned = np.split(x, [c.d_latent or 0])
+    latent, turned = np.split(x, [-c.rotary_channels])
     return latent.T, unpair(turned, 1).T
 
 
@@ -73,28 +77,28 @@ def _read(given: Mapping[str, Any]) -> dict[str, Any]:
     require(min(own, turned) > 0, f"qk_nope_head_dim={own}, qk_rope_head_dim={turned}", "positive numbers")
     layers, dense = integer(given, "num_hidden_layers"), integer(given, "first_k_dense_replace", 0)
     dense = min(max(dense, 0), layers)
-    fields = {"d_head": own + turned, "rotary_fraction": turned / (own + turned)}
+    fields = {"d_head": own + turned, "latent.d_rotary": turned}
     fields |= {"mlp": ("swiglu",) * dense + ("experts",) * (layers - dense), "scan_layers": dense in (0, layers)}
     method, groups = given.get("topk_method", "greedy"), {}
     allowed = ("greedy", "group_limited_greedy")
     require(method in allowed, f"topk_method={method!r} is not supported", " | ".join(allowed))
     if method != "greedy":
-        groups = {"expert_groups": integer(given, "n_group"), "expert_groups_per_token": integer(given, "topk_group")}
+        groups = {"experts.groups": integer(given, "n_group"), "experts.groups_per_token": integer(given, "topk_group")}
     return fields | groups
 
 
 def _write(c: ModelConfig) -> dict[str, Any]:
     kinds = [c.layer_mlp(layer) for layer in range(c.num_layers)]
-    given = {
+    given: dict[str, Any] = {
         "first_k_dense_replace": kinds.index("experts") if "experts" in kinds else c.num_layers,
         "qk_nope_head_dim": c.head_dim - c.rotary_channels,
         "qk_rope_head_dim": c.rotary_channels,
         "topk_method": "greedy",
-        "moe_intermediate_size": c.expert_dim,
     }
-    if c.expert_groups_per_token < c.expert_groups:
-        given |= {"topk_method": "group_limited_greedy", "n_group": c.expert_groups}
-        given |= {"topk_group": c.expert_groups_per_token}
+    if (of := c.experts) is not None:
+        given["moe_intermediate_size"] = of.d_expert or c.d_mlp
+        if of.groups_per_token < of.groups:
+            given |= {"topk_method": "group_limited_greedy", "n_group": of.groups, "topk_group": of.groups_per_token}
     return given
 
 
@@ -110,14 +114,14 @@ DEEPSEEK_V2 = Family(
         "num_attention_heads": Same("num_heads"),
         "num_key_value_heads": Equal("num_attention_heads"),
         "max_position_embeddings": Same("max_length", 2048),
-        "kv_lora_rank": Same("d_latent", 512),
-        "q_lora_rank": Same("d_query_latent", 1536),
-        "v_head_dim": Same("d_value", 128),
-        "n_routed_experts": Same("num_experts", 64),
-        "num_experts_per_tok": Same("experts_per_token"),
-        "n_shared_experts": Same("num_shared_experts", 2),
-        "moe_intermediate_size": Same("d_expert", 1407),
-        "routed_scaling_factor": Same("expert_scale", 1.0),
+        "kv_lora_rank": Same("latent.d_latent", 512),
+        "q_lora_rank": Same("latent.d_query_latent", 1536),
+        "v_head_dim": Same("latent.d_value", 128),
+        "n_routed_experts": Same("experts.num_experts", 64),
+        "num_experts_per_tok": Same("experts.per_token"),
+        "n_shared_experts": Same("experts.num_shared", 2),
+        "moe_intermediate_size": Same("experts.d_expert", 1407),
+        "routed_scaling_factor": Same("experts.scale", 1.0),
         "norm_topk_prob": Only((False,)),  # true in no published model, and implementations differ in what it means
         "scoring_func": Only(("softmax",)),
         "moe_layer_freq": Only((1,)),
@@ -134,9 +138,9 @@ DEEPSEEK_V2 = Family(
         *norm_rows("layers.{}.input_layernorm", "layers/attention_norm"),
         *norm_rows("layers.{}.post_attention_layernorm", "layers/mlp_norm"),
         Weight(_ATTENTION + "q_proj.weight", (_HERE + "query/kernel",), _QUERY,
-               where=lambda c: c.d_query_latent is None),
+               where=lambda c: not _has_query_latent(c)),
         Weight(_ATTENTION + "q_b_proj.weight", (_HERE + "query/kernel",), _QUERY,
-               where=lambda c: c.d_query_latent is not None),
+               where=_has_query_latent),
         Weight(_ATTENTION + "q_a_proj.weight", (_HERE + "query_latent/kernel",), TRANSPOSED),
         *norm_rows(_ATTENTION + "q_a_layernorm", _HERE + "query_latent_norm"),
         Weight(_ATTENTION + "kv_a_proj_with_mqa.weight", (_HERE + "latent/kernel", _HERE + "rotary_key/kernel"),

@@ -1,4 +1,4 @@
-"""What a model writes, token by token, and how well it predicts long texts through a rolling cache.
+"""Text written token by token, and the loss on long texts, through a rolling cache.
 
 Letters: B batch, T tokens of the prompt, V vocabulary.
 """
@@ -14,12 +14,19 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from orthojax.errors import UserError
-from orthojax.model import KVCache, LoadedModel, Transformer, init_cache
+from orthojax.model.cache import KVCache, init_cache
+from orthojax.model.loaded import LoadedModel
+from orthojax.model.transformer import Transformer
 
 _SIZES = 64  # caches have a multiple of this many slots, so that prompts of similar lengths share a program
 
 
-def generate(
+def generate(loaded: LoadedModel, prompt_ids: ArrayLike, steps: int, **options: Any) -> np.ndarray:
+    """Writes tokens after a prompt: those of `stream`, which has the same arguments, as int32 [steps] or [B, steps]."""
+    return np.stack(list(stream(loaded, prompt_ids, steps, **options)), -1)
+
+
+def stream(
     loaded: LoadedModel,
     prompt_ids: ArrayLike,
     steps: int,
@@ -29,8 +36,8 @@ def generate(
     seed: int = 0,
     window: int | None = None,
     sinks: int = 0,
-) -> np.ndarray:
-    """The tokens that a model writes after a prompt.
+) -> Iterator[np.ndarray]:
+    """Writes tokens after a prompt, each as soon as it is there; arguments are checked before the first is asked for.
 
     Args:
       loaded: The model.
@@ -45,31 +52,11 @@ def generate(
       sinks: How many first tokens it sees besides.
 
     Returns:
-      int32 [steps] or [B, steps].
+      An iterator of int32 [] or [B].
 
     Raises:
       ValueError: For tokens that the model does not have, other values outside of their ranges, more tokens than
         learned positions, or fewer than `relaxed_causal_tokens`.
-    """
-    options: Any = {"temperature": temperature, "top_p": top_p, "seed": seed, "window": window, "sinks": sinks}
-    columns = list(stream(loaded, prompt_ids, steps, **options))
-    return np.stack(columns, -1)
-
-
-def stream(
-    loaded: LoadedModel,
-    prompt_ids: ArrayLike,
-    steps: int,
-    *,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    window: int | None = None,
-    sinks: int = 0,
-) -> Iterator[np.ndarray]:
-    """The same token by token: int32 [] or [B], each as soon as it is there.
-
-    Arguments are checked here, and the prompt is read when the first token is asked for.
     """
     check_options(steps, temperature, top_p, seed, window, sinks)
     prompt = _token_ids(loaded, prompt_ids)
@@ -90,7 +77,7 @@ _LEAST_TEMPERATURE = 1e-6  # logits over less may not be finite
 def check_options(
     steps: int, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, window: int | None = None, sinks: int = 0
 ) -> None:
-    """Refuses what no model can do; arguments as for `generate`.
+    """Refuses values that no model allows; arguments as for `stream`.
 
     Raises:
       ValueError: For a value outside of its range, or sinks without a window.
@@ -113,7 +100,7 @@ def check_options(
 
 
 def stream_loss_nats(loaded: LoadedModel, tokens: ArrayLike, window: int | None = None, sinks: int = 0) -> np.ndarray:
-    """The negative log likelihood of each token of a long text, read token by token through a rolling cache.
+    """Computes the negative log likelihood of each token of a long text, read one by one through a rolling cache.
 
     Softmax models lose their predictions as soon as the first tokens leave the window, and keep them with some as
     sinks: StreamingLLM, arXiv 2309.17453, Table 1.
@@ -121,14 +108,14 @@ def stream_loss_nats(loaded: LoadedModel, tokens: ArrayLike, window: int | None 
     Args:
       loaded: The model.
       tokens: int [T + 1] or [B, T + 1]; the first is only read.
-      window: As for `generate`.
-      sinks: As for `generate`.
+      window: As for `stream`.
+      sinks: As for `stream`.
 
     Returns:
       float32 [T] or [B, T], in nats.
 
     Raises:
-      ValueError: As `generate`; for a model whose first tokens see each other, and so the tokens that they predict.
+      ValueError: As `stream`; for a model whose first tokens see each other, and so the tokens that they predict.
     """
     check_options(1, window=window, sinks=sinks)
     ids = _token_ids(loaded, tokens, fewest=2)
@@ -140,7 +127,7 @@ def stream_loss_nats(loaded: LoadedModel, tokens: ArrayLike, window: int | None 
 
 
 def sampling_logits(logits: jax.Array, temperature: jax.Array | float, top_p: jax.Array | float) -> jax.Array:
-    """Logits [..., V] of the distribution that tokens are drawn from: -inf outside of the nucleus.
+    """Computes logits [..., V] of the distribution that tokens are drawn from: -inf outside of the nucleus.
 
     Args:
       logits: Of the model, [..., V].
@@ -169,7 +156,7 @@ def _token_ids(loaded: LoadedModel, ids: ArrayLike, fewest: int = 1) -> np.ndarr
 
 
 def _cache(loaded: LoadedModel, batch: int, prompt: int, total: int, window: int | None, sinks: int) -> KVCache:
-    """An empty cache for a text of `total` tokens that starts with a prompt."""
+    """Makes an empty cache for a text of `total` tokens that starts with a prompt."""
     c = loaded.model.config
     if window is not None:
         return init_cache(c, batch, window + sinks, sinks=sinks)
@@ -209,14 +196,14 @@ def _apply(
 
 @partial(jax.jit, static_argnums=0, donate_argnums=3)
 def _step(model: Transformer, params: Any, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
-    """Tokens [B] -> logits [B, V] of the next ones."""
+    """Maps tokens [B] to logits [B, V] of the next ones."""
     logits, cache = _apply(model, params, tokens[:, None], cache)
     return logits[:, 0], cache
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=3)
 def _read(model: Transformer, params: Any, tokens: jax.Array, cache: KVCache) -> KVCache:
-    """The cache after tokens [B, T]: as many at once as it has slots, the others one by one."""
+    """Reads tokens [B, T] into a cache: as many at once as it has slots, the others one by one."""
     _, cache = _apply(model, params, tokens[:, : cache.size], cache, head=False)
 
     def read(cache: KVCache, token: jax.Array) -> tuple[KVCache, None]:
@@ -228,7 +215,7 @@ def _read(model: Transformer, params: Any, tokens: jax.Array, cache: KVCache) ->
 
 @partial(jax.jit, static_argnames="cut")
 def _draw(logits: jax.Array, key: jax.Array, temperature: float, top_p: float, *, cut: bool) -> jax.Array:
-    """One token for each row of logits [B, V], with a key of its own."""
+    """Draws one token for each row of logits [B, V], with a key of its own."""
     logits = sampling_logits(logits, temperature, top_p) if cut else logits / temperature
     keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(logits)))
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
@@ -236,7 +223,7 @@ def _draw(logits: jax.Array, key: jax.Array, temperature: float, top_p: float, *
 
 @partial(jax.jit, static_argnums=0)
 def _losses(model: Transformer, params: Any, tokens: jax.Array, cache: KVCache) -> jax.Array:
-    """Tokens [B, T + 1] -> losses [B, T]."""
+    """Maps tokens [B, T + 1] to losses [B, T]."""
 
     def read(cache: KVCache, pair: tuple[jax.Array, jax.Array]) -> tuple[KVCache, jax.Array]:
         token, target = pair

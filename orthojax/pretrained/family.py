@@ -1,4 +1,4 @@
-"""What a family of published models is: rows for the fields of its config and for its weights, each read both ways."""
+"""Families of published models: rows for the fields of their configs and for their weights, each read both ways."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ from orthojax.errors import UserError
 
 
 class Same(NamedTuple):
-    """A foreign field that is one of ours; `default` is what the foreign library takes where it is missing."""
+    """A foreign field that is one of ours, by its dotted path; the foreign library takes `default` if it is missing."""
 
     ours: str
     default: Any = ...
@@ -29,13 +29,13 @@ class Choice(NamedTuple):
 
 
 class Only(NamedTuple):
-    """A foreign field of which only some values are supported; the first is written, and taken where it is missing."""
+    """A foreign field of which only some values are supported; the first is written, and taken if it is missing."""
 
     values: Sequence[Any]
 
 
 class Equal(NamedTuple):
-    """A foreign field that must have the value of another one, and has it where it is missing."""
+    """A foreign field that must have the value of another one, and has it if it is missing."""
 
     other: str
 
@@ -54,23 +54,23 @@ FieldRow = Same | Choice | Only | Equal
 
 
 class Transform(NamedTuple):
-    """What a foreign tensor is in terms of ours: one or several arrays, and back."""
+    """A foreign tensor as one or several arrays of ours, and, if models are written, back."""
 
     read: Callable[[np.ndarray, ModelConfig], Sequence[np.ndarray]]
-    write: Callable[[Sequence[np.ndarray], ModelConfig], np.ndarray]
+    write: Callable[[Sequence[np.ndarray], ModelConfig], np.ndarray] = lambda x, c: x[0]
 
 
 class Weight(NamedTuple):
-    """Where a tensor is there, and where its parts are here, of one layer.
+    """The name of a tensor there, and the paths of its parts here, of one layer.
 
-    A row counts where a model has these parameters, so that optional biases need no condition.
+    A row counts if a model has these parameters, so that optional biases need no condition.
 
     Attributes:
       there: Its name, with {} for the layer and {expert} for an expert.
-      here: Paths of our parameters, beginning with `layers/` where it is in layers.
-      how: What it is.
+      here: Paths of our parameters; those in layers begin with `layers/`.
+      how: Between the two.
       share: The axis of our parameters of which each expert has an equal share.
-      where: Models that have it, beside their parameters.
+      where: A further condition on the model.
     """
 
     there: str
@@ -80,24 +80,28 @@ class Weight(NamedTuple):
     where: Callable[[ModelConfig], bool] = lambda c: True
 
     def places(self, config: ModelConfig) -> Iterator[tuple[int | None, int | None]]:
-        """Every (layer, expert) that has such a tensor."""
+        """Yields every (layer, expert) that has such a tensor."""
         layers = range(config.num_layers) if "{}" in self.there else (None,)
-        return itertools.product(layers, (None,) if self.share is None else range(config.num_experts))
+        return itertools.product(layers, (None,) if self.share is None else range(self.experts(config)))
+
+    def experts(self, config: ModelConfig) -> int:
+        """Returns how many experts a model has."""
+        return 0 if config.experts is None else config.experts.num_experts
 
 
-SAME = Transform(lambda x, c: (x,), lambda x, c: x[0])
+SAME = Transform(lambda x, c: (x,))
 TRANSPOSED = Transform(lambda x, c: (x.T,), lambda x, c: x[0].T)
 THIRDS = Transform(lambda x, c: np.split(x, 3, axis=-1), lambda x, c: np.concatenate(x, axis=-1))
 PADDED_BY_TWO = Transform(lambda x, c: (x[2:],), lambda x, c: np.pad(x[0], ((2, 0), (0, 0))))
 
 
 def unpair(x: np.ndarray, heads: int) -> np.ndarray:
-    """Output rows [out, ...] of every head from neighbouring pairs, for rotary positions, to halves."""
+    """Reorders output rows [out, ...] of every head from neighbouring pairs, for rotary positions, to halves."""
     return np.swapaxes(x.reshape(heads, -1, 2, *x.shape[1:]), 1, 2).reshape(x.shape)
 
 
 def pair(x: np.ndarray, heads: int) -> np.ndarray:
-    """The inverse of `unpair`."""
+    """Inverts `unpair`."""
     return np.swapaxes(x.reshape(heads, 2, -1, *x.shape[1:]), 1, 2).reshape(x.shape)
 
 
@@ -116,12 +120,12 @@ QKV = ("query", "key", "value")
 
 
 def norm_rows(there: str, here: str) -> list[Weight]:
-    """Scale and bias of a norm."""
+    """Makes rows for scale and bias of a norm."""
     return [Weight(f"{there}.weight", (f"{here}/scale",), SAME), Weight(f"{there}.bias", (f"{here}/bias",), SAME)]
 
 
 def dense_rows(there: str, here: str, how: Transform = TRANSPOSED) -> list[Weight]:
-    """Kernel and bias of a linear layer."""
+    """Makes rows for kernel and bias of a linear layer."""
     return [
         Weight(f"{there}.weight", (f"{here}/kernel",), how),
         Weight(f"{there}.bias", (f"{here}/bias",), SAME),
@@ -129,7 +133,7 @@ def dense_rows(there: str, here: str, how: Transform = TRANSPOSED) -> list[Weigh
 
 
 def fused_rows(there: str, how: Transform) -> list[Weight]:
-    """Kernels and biases of queries, keys and values that are one tensor there."""
+    """Makes rows for kernels and biases of queries, keys and values that are one tensor there."""
     names = ("kernel", "bias")
     return [Weight(f"{there}.{there_name}", tuple(f"layers/attention/{part}/{name}" for part in QKV), how)
             for there_name, name in zip(("weight", "bias"), names, strict=True)]  # fmt: skip
@@ -137,19 +141,20 @@ def fused_rows(there: str, how: Transform) -> list[Weight]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How one kind of published models is written down.
+    """One kind of published models: its configs and its tensors.
 
     Attributes:
       name: `model_type` in its config.json.
       architecture: The class of transformers.
-      base: What all of its models have in common, as fields of `ModelConfig`.
-      fields: Foreign field -> what it means.
+      base: Fields of `ModelConfig` that all of its models have in common.
+      fields: Foreign field -> its meaning.
       weights: The tensors.
-      prefixes: What the names of tensors but the head's may begin with; the first is written.
+      prefixes: Beginnings of the names of all tensors but the head; the first is written.
       ignored: Ends of names of tensors that are no parameters.
-      rotary: Whether `rope_parameters`, or the older fields, are read.
-      rotary_fraction: What the foreign library takes where no field says it.
-      mscales: Whether YaRN scales logits by `mscale` and `mscale_all_dim`.
+      rotary: `rope_parameters`, or the older fields, are read.
+      rotary_fraction: The share of rotated channels that the foreign library takes if no field says it.
+      mscales: YaRN scales logits by `mscale` and `mscale_all_dim`.
+      window_switch: Windows are on if `use_sliding_window` says so.
       more: Fields that no single row explains.
     """
 
@@ -163,17 +168,18 @@ class Family:
     rotary: bool = True
     rotary_fraction: float = 1.0
     mscales: bool = False
+    window_switch: bool = False
     more: More | None = None
 
 
-HEADS = ("lm_head.weight", "embed_out.weight")  # which have no prefix, and are left out where they are tied
+HEADS = ("lm_head.weight", "embed_out.weight")  # which have no prefix, and are left out if they are tied
 
 
 def integer(given: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A field of a foreign config.
+    """Reads an integer of a foreign config.
 
     Raises:
-      UserError: Where it is missing, or no integer.
+      UserError: If it is missing, or no integer.
     """
     value = default if given.get(name) is None else given[name]
     if value is None:
@@ -184,5 +190,5 @@ def integer(given: Mapping[str, Any], name: str, default: int | None = None) -> 
 
 
 def foreign_names(family: Family, there: str) -> list[str]:
-    """The names that a tensor of a table may have in a file, the one that is written first."""
+    """Returns the names that a tensor of a table may have in a file; the first is written."""
     return [there] if there in HEADS else [prefix + there for prefix in family.prefixes]

@@ -1,12 +1,9 @@
 """The families of published models as tables: their config fields and weights <-> ours."""
 
 from collections.abc import Mapping
-from typing import Any
 
-from orthojax.config import ModelConfig
-from orthojax.config.fields import require
-from orthojax.model.deepseek import DEEPSEEK_V2
-from orthojax.model.family import (
+from orthojax.pretrained.deepseek import DEEPSEEK_V2
+from orthojax.pretrained.family import (
     PADDED_BY_TWO,
     QKV,
     SAME,
@@ -16,13 +13,11 @@ from orthojax.model.family import (
     Choice,
     Equal,
     Family,
-    More,
     Only,
     Same,
     Weight,
     dense_rows,
     fused_rows,
-    integer,
     norm_rows,
 )  # fmt: skip
 
@@ -68,27 +63,6 @@ _LLAMA_WEIGHTS = [
     *norm_rows("layers.{}.post_attention_layernorm", "layers/mlp_norm"),
 ]
 
-
-def _read_windows(given: Mapping[str, Any]) -> dict[str, Any]:
-    """No windows, unless all layers of a Qwen model have them."""
-    if not given.get("use_sliding_window"):
-        return {"attention_window": None}
-    num_layers, kinds = integer(given, "num_hidden_layers"), given.get("layer_types")
-    kinds = set(map(str, kinds)) if isinstance(kinds, list) else None
-    first = integer(given, "max_window_layers", 28)  # the layers before it see everything
-    none = kinds == {"full_attention"} if kinds else first >= num_layers
-    every = kinds == {"sliding_attention"} if kinds else first <= 0
-    problem = f"max_window_layers={first}: windows in some of {num_layers} layers are not supported"
-    require(none or every, problem, f"0, or {num_layers} and more")
-    return {} if every else {"attention_window": None}
-
-
-def _write_windows(config: ModelConfig) -> dict[str, Any]:
-    windowed = config.attention_window is not None
-    return {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else config.num_layers}
-
-
-WINDOWS = More(frozenset({"use_sliding_window", "max_window_layers", "layer_types"}), _read_windows, _write_windows)
 
 GPT2 = Family(
     "gpt2",
@@ -138,10 +112,10 @@ MISTRAL = Family(
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
-    _LLAMA_BASE | {"qkv_bias": True},
+    _LLAMA_BASE | {"use_bias": "qkv"},
     _LLAMA_FIELDS | {"sliding_window": Same("attention_window", 4096)},
     _LLAMA_WEIGHTS,
-    more=WINDOWS,
+    window_switch=True,
 )
 QWEN3 = Family(
     "qwen3",
@@ -149,19 +123,19 @@ QWEN3 = Family(
     _LLAMA_BASE | {"qk_norm": "head"},
     _LLAMA_FIELDS | {"sliding_window": Same("attention_window", 4096), "head_dim": Same("d_head", 128)},
     _LLAMA_WEIGHTS,
-    more=WINDOWS,
+    window_switch=True,
 )
 OLMO = Family(
     "olmo",
     "OlmoForCausalLM",
-    _LLAMA_BASE | {"norm": "layernorm", "norm_scale": False, "norm_bias": False, "norm_eps": 1e-5},
+    _LLAMA_BASE | {"norm": "layernorm_nonparametric", "norm_eps": 1e-5},
     {name: row for name, row in _LLAMA_FIELDS.items() if name != "rms_norm_eps"} | {"clip_qkv": Only((None,))},
     _LLAMA_WEIGHTS,
 )
 OLMO2 = Family(
     "olmo2",
     "Olmo2ForCausalLM",
-    _LLAMA_BASE | {"output_norm": True, "qk_norm": "all"},
+    _LLAMA_BASE | {"block": "output_norm", "qk_norm": "all"},
     _LLAMA_FIELDS | {"rms_norm_eps": Same("norm_eps", 1e-5)},
     [
         *_ENDS,
@@ -179,7 +153,7 @@ GPT_NEOX = Family(
         "hidden_act": Choice("mlp", {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_fast": "gelu", "relu": "relu"},
                              "gelu_exact"),
         "layer_norm_eps": Same("norm_eps", 1e-5),
-        "use_parallel_residual": Same("parallel_blocks", True),
+        "use_parallel_residual": Choice("block", {True: "parallel", False: "pre_norm"}, "parallel"),
         "attention_bias": Only((True,)),
         "tie_word_embeddings": Same("tie_embeddings", False),
     },
@@ -201,7 +175,7 @@ GPT_NEOX = Family(
 OPT = Family(
     "opt",
     "OPTForCausalLM",
-    {"position": "learned", "norm": "layernorm", "norm_bias": True, "normalizer": "softmax"},
+    {"position": "learned", "norm": "layernorm", "normalizer": "softmax"},
     {
         "vocab_size": Same("vocab_size"),
         "hidden_size": Same("d_model"),
@@ -210,7 +184,7 @@ OPT = Family(
         "num_attention_heads": Same("num_heads"),
         "max_position_embeddings": Same("max_length", 2048),
         "activation_function": Choice("mlp", {"relu": "relu", "gelu": "gelu_exact"}, "relu"),
-        "enable_bias": Same("use_bias", True),
+        "enable_bias": Choice("use_bias", {True: True, False: "norm"}, True),
         "tie_word_embeddings": Same("tie_embeddings", True),
         "word_embed_proj_dim": Equal("hidden_size"),
         "do_layer_norm_before": Only((True,)),
@@ -239,17 +213,3 @@ OPT = Family(
 FAMILIES: Mapping[str, Family] = {
     family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO, OLMO2, GPT_NEOX, OPT, DEEPSEEK_V2)
 }
-
-
-def family_named(model_type: Any) -> Family:
-    """The family of a config.json.
-
-    Raises:
-      UserError: For another one.
-    """
-    require(
-        isinstance(model_type, str) and model_type in FAMILIES,
-        f"model_type {model_type!r} is not supported",
-        " | ".join(FAMILIES),
-    )
-    return FAMILIES[model_type]

@@ -1,0 +1,236 @@
+"""Configs of published models <-> ours, by the tables of `orthojax.pretrained.families`.
+
+Reading refuses, by name, what no row explains.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from orthojax.config import ModelConfig, RopeConfig, fields_affecting, flatten, from_flat, require
+from orthojax.errors import UserError
+from orthojax.pretrained.family import Choice, Equal, Family, Only, integer
+
+# Fields that say nothing about what a model computes, and those that `_read_rotary` and `_read_window` read.
+_IGNORED = re.compile(
+    r"_.*|.*drop(out)?|.*dropout_prob|.*_token_id|.*2label|label2id|_?num_labels|output_(attentions|hidden_states|past|router_logits|scores)|summary_.*"
+    r"|architectures|attn_implementation|auto_map|chunk_size_feed_forward|(torch_)?dtype|finetuning_task"
+    r"|gradient_checkpointing|init_std|initializer_range|is_decoder|is_llama_config|max_sequence_length|model_type"
+    r"|n_ctx|n_special|predict_special_tokens|prefix|pretraining_tp|problem_type|task_specific_params|tf_legacy_loss"
+    r"|tokenizer_class|torchscript|transformers.*|unsloth_.*|use_bfloat16|use_cache"
+    # How text is drawn.
+    r"|bad_words_ids|.*suppress_tokens|.*_penalty|do_sample|early_stopping|(max|min)_length|max_new_tokens"
+    r"|.*no_repeat_ngram_size|num_beam.*|num_return_sequences|remove_invalid_values|return_dict.*|temperature"
+    r"|top_[kp]|typical_p"
+    r"|partial_rotary_factor|rope_(interleaved|parameters|scaling|theta)|rotary_(emb_base|pct)"
+    r"|layer_types|max_window_layers|use_sliding_window"
+)
+# Fields that say nothing with this value, and something with another one; None says nothing in any field.
+_NOTHING = {
+    "add_cross_attention": False, "is_causal": True, "is_encoder_decoder": False, "pruned_heads": {},
+    "tie_encoder_decoder": False, "use_mrope": False,
+}  # fmt: skip
+_COUNTS = {"vocab_size", "d_model", "num_layers", "num_heads"}  # whose arithmetic comes before the check of types
+
+
+def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
+    """Returns the `ModelConfig` that a foreign config describes.
+
+    Args:
+      family: Of its `model_type`.
+      given: The content of config.json.
+
+    Raises:
+      UserError: For a field that is missing, has a value that is not supported, or is not known.
+    """
+    fields = dict(family.base)
+    for name, row in family.fields.items():
+        value = given.get(name, ...)
+        if isinstance(row, Only):
+            allowed = " | ".join(map(str, row.values))
+            require(value is ... or value in row.values, f"{name}={value} is not supported", allowed)
+        elif isinstance(row, Equal):
+            same = value in (..., None, given.get(row.other))
+            require(same, f"{name}={value} is not supported", f"that of {row.other}")
+        else:
+            if value is ...:
+                require(row.default is not ..., f"the config has no {name}", f"that of a {family.name} model")
+                value = row.default
+            elif isinstance(row, Choice):
+                known = isinstance(value, str | bool) and value in row.values
+                require(known, f"{name}={value!r} is not supported", " | ".join(map(str, row.values)))
+                value = row.values[value]
+            fields[row.ours] = integer(given, name) if row.ours in _COUNTS else value
+    _require_known(family, given)
+    if fields.get("d_mlp") is None:
+        fields["d_mlp"] = 4 * fields["d_model"]
+    fields = (_read_rotary(family, given) if family.rotary else {}) | fields
+    if family.more is not None:
+        fields |= family.more.read(given)
+    if isinstance(fields.get("d_head"), int) and fields["d_head"] * fields["num_heads"] == fields["d_model"]:
+        fields["d_head"] = None
+    if fields.get("num_kv_heads") == fields["num_heads"]:
+        fields["num_kv_heads"] = None
+    fields["attention_window"] = _read_window(family, given, fields.get("attention_window"), fields["num_layers"])
+    return from_flat(ModelConfig, fields)
+
+
+def _require_known(family: Family, given: Mapping[str, Any]) -> None:
+    known = {*family.fields, *(family.more.names if family.more else ())}
+    for name, value in sorted(given.items()):
+        nothing = _NOTHING.get(name)
+        says_nothing = value is None or (type(value) is type(nothing) and value == nothing)  # 0 is not False
+        if name not in known and not says_nothing and not _IGNORED.fullmatch(name):
+            raise UserError(f"config field {name}={value!r} is not known of {family.name} models")
+
+
+def _read_window(family: Family, given: Mapping[str, Any], window: int | None, num_layers: int) -> int | None:
+    """Returns the window of all layers; refuses windows in some of them, and declarations that contradict each other.
+
+    Qwen models have windows if `use_sliding_window` says so, in the layers of `layer_types`, or else from the
+    `max_window_layers`-th on.
+    """
+    used, first, kinds = (given.get(name) for name in ("use_sliding_window", "max_window_layers", "layer_types"))
+    if family.window_switch:
+        window = window if used else None
+        first = integer(given, "max_window_layers", 28)
+    else:
+        problem = f"use_sliding_window={used!r} is not supported of {family.name} models"
+        require(used in (None, window is not None), problem, str(window is not None))
+    if kinds is None:
+        full = num_layers if window is None else min(max(first or 0, 0), num_layers)
+        kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
+    allowed = [["full_attention"] * num_layers] if window is None or family.window_switch else []
+    allowed += [] if window is None else [["sliding_attention"] * num_layers]
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    shown = ", ".join(dict.fromkeys(map(str, kinds)))
+    problem = f"layer_types={shown} of {len(kinds)} layers is not supported of {family.name} models"
+    require(kinds in allowed, problem, " or ".join(f"{each[0]} of each of {num_layers}" for each in allowed))
+    return window if "sliding_attention" in kinds else None
+
+
+# `rope_type` -> its fields -> those of `RopeConfig`.
+_LLAMA3 = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_length",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+}
+_YARN = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_length",
+    "beta_slow": "low_frequency_factor",
+    "beta_fast": "high_frequency_factor",
+}
+_MSCALES = {"mscale": "mscale", "mscale_all_dim": "mscale_all"}
+_SCALINGS = {"default": {}, "linear": {"factor": "factor"}, "llama3": _LLAMA3, "yarn": _YARN}
+_SCALING_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
+
+
+def _read_rotary(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
+    rope: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = given.get(name) or {}
+        require(isinstance(value, dict), f"{name}={value!r} is not supported", "an object of rope_type and its fields")
+        rope |= value
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    require(kind in tuple(_SCALINGS), f"rope_type={kind!r} is not supported", " | ".join(_SCALINGS))
+    theta = rope.get("rope_theta", given.get("rope_theta", given.get("rotary_emb_base", 10_000.0)))
+    fraction = given.get("partial_rotary_factor", given.get("rotary_pct", family.rotary_fraction))
+    numbers = {"rope_theta": theta, "partial_rotary_factor": rope.get("partial_rotary_factor", fraction)}
+    scaling = dict(_SCALINGS[kind])
+    numbers |= {name: rope.get(name, _SCALING_DEFAULTS.get(name)) for name in scaling}
+    if kind == "yarn" and family.mscales and (rope.get("mscale") or rope.get("mscale_all_dim")):
+        # If one of them is missing, implementations differ.
+        scaling |= _MSCALES
+        numbers |= {name: rope.get(name) or None for name in _MSCALES}
+    missing = sorted(name for name, value in numbers.items() if value is None)
+    require(not missing, f"rope_type={kind!r} has no {', '.join(missing)}", ", ".join(numbers))
+    known = {*numbers, "rope_type", "type", *(("original_max_position_embeddings",) if kind == "linear" else ())}
+    unknown = sorted(name for name in set(rope) - known if rope[name] is not None)
+    require(not unknown, f"field {', '.join(unknown)} of rope_type={kind!r} is not known", ", ".join(sorted(known)))
+    for name, value in numbers.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        require(is_number, f"{name}={value!r} is not supported", "a number")
+    found = {"rope_theta": numbers["rope_theta"]}
+    if numbers["partial_rotary_factor"] != 1.0:
+        found["rope.fraction"] = numbers["partial_rotary_factor"]
+    if kind != "default":
+        found |= {f"rope.{ours}": numbers[name] for name, ours in scaling.items()} | {"rope.scaling": kind}
+    return found
+
+
+def _write_rotary(family: Family, config: ModelConfig) -> dict[str, Any]:
+    rope, given = config.rope, {"rope_type": "default", "rope_theta": config.rope_theta}
+    if rope is not None and rope.scaling != "none":
+        scaling = _SCALINGS[rope.scaling]
+        if rope.scaling == "yarn" and family.mscales and rope.mscale_all:
+            scaling = scaling | _MSCALES
+        given |= {"rope_type": rope.scaling} | {name: getattr(rope, ours) for name, ours in scaling.items()}
+    if family.rotary_fraction != 1.0:
+        given["partial_rotary_factor"] = 1.0 if rope is None else rope.fraction
+    return {"rope_parameters": given}
+
+
+def write_config(family: Family, config: ModelConfig) -> dict[str, Any] | None:
+    """Returns a foreign config of a model: the inverse of `read_config`; None if the family cannot express it.
+
+    What has no influence on results, as how parameters start, is not written.
+    """
+    given: dict[str, Any] = {"model_type": family.name}
+    ours = flatten(config)
+    for name, row in family.fields.items():
+        if isinstance(row, Only):
+            given[name] = row.values[0]
+        elif isinstance(row, Equal):
+            given[name] = given[row.other]
+        else:
+            value = ours[row.ours]
+            if isinstance(row, Choice):
+                names = [there for there, here in row.values.items() if here == value]
+                if not names:
+                    return None
+                value = names[0]
+            given[name] = value
+    if "num_key_value_heads" in given:
+        given["num_key_value_heads"] = config.kv_heads
+    if "head_dim" in given:
+        given["head_dim"] = config.head_dim
+    if family.window_switch:
+        windowed = config.attention_window is not None
+        given |= {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else config.num_layers}
+    given |= family.more.write(config) if family.more else {}
+    given |= _write_rotary(family, config) if family.rotary else {}
+    try:
+        same = computed_as(read_config(family, given)) == computed_as(config)
+    except UserError:
+        return None
+    return given if same else None
+
+
+def computed_as(config: ModelConfig) -> ModelConfig:
+    """Returns a config with every default written, and without what has no influence on what a model computes."""
+    plain, unread = ModelConfig(), {"dtype", *fields_affecting(ModelConfig, "computation", "start")}
+    if config.position != "learned":
+        unread |= {"max_length"}
+    if config.position != "rotary":
+        unread |= {"rope", "rope_theta"}
+    if config.normalizer != "softmax_n":
+        unread |= {"normalizer_n"}
+    if not config.has_experts:
+        unread |= {"experts"}
+    changes: dict[str, Any] = {name: getattr(plain, name) for name in unread}
+    changes |= {"num_kv_heads": config.kv_heads, "d_head": config.head_dim}
+    if config.rope == RopeConfig():
+        changes["rope"] = None
+    if config.latent is not None:
+        changes["latent"] = dataclasses.replace(config.latent, d_value=config.value_dim)
+    if config.experts is not None and config.has_experts:
+        changes["experts"] = dataclasses.replace(config.experts, d_expert=config.experts.d_expert or config.d_mlp)
+    if config.use_bias == "norm" and not config.has_norm_bias:
+        changes["use_bias"] = False
+    kinds = tuple(config.layer_mlp(layer) for layer in range(config.num_layers))
+    if len(set(kinds)) == 1:
+        changes["mlp"] = kinds[0]
+    return dataclasses.replace(config, **changes | {"scan_layers": False})

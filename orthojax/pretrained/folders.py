@@ -1,0 +1,340 @@
+"""Published models as ours, and ours as others load them: folders of config.json and safetensors.
+
+The tables of `orthojax.pretrained.families` say what the files of a family mean. Tensors go to the device one at a
+time; nothing unpickles.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orthojax.config import ModelConfig, from_dict, require
+from orthojax.errors import UserError, needing
+from orthojax.files import make_folder, read_json, require_file, write_atomically, write_text
+from orthojax.model import parameter_shapes
+from orthojax.pretrained.configs import read_config, write_config
+from orthojax.pretrained.families import FAMILIES
+from orthojax.pretrained.family import HEADS, SAME, Family, Weight, foreign_names
+
+OWN = "orthojax"  # the model_type of models that no family expresses
+_SHARD_BYTES = 4 << 30
+_INDEX = "model.safetensors.index.json"
+
+Tensors = Mapping[str, Callable[[], np.ndarray]]
+"""Tensors by name, each read when it is called for."""
+Rows = Sequence[tuple[Sequence[str], Weight]]
+"""Rows of a table with the names that their tensors may have; the first is written."""
+
+
+def _tensors_of(folder: Path) -> Tensors:
+    """Finds the tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
+
+    Raises:
+      UserError: If files are missing or damaged.
+    """
+    tensors: dict[str, Callable[[], np.ndarray]] = {}
+    for path in _files(folder):
+        with _opened(path) as file:
+            tensors |= {name: functools.partial(_read, path, name) for name in file.keys()}
+    return tensors
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / _INDEX).exists():
+        files = read_json(folder / _INDEX, "index of safetensors").get("weight_map")
+        names = list(files.values()) if isinstance(files, dict) else []
+        if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
+            raise UserError(f"{folder / _INDEX} names no files of its folder", allowed="weight_map: tensor -> file")
+        paths = [folder / name for name in sorted(set(names))]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+        if len(paths) > 1:
+            paths = [folder / "model.safetensors"]
+        if not paths:
+            pickled = next(folder.glob("pytorch_model*.bin"), None)
+            hint = f"{pickled.name} is a pickle, which can run code: have it saved as safetensors" if pickled else ""
+            raise UserError(f"{folder} has no safetensors", allowed=f"model.safetensors, or {_INDEX}", hint=hint)
+    for path in paths:
+        require_file(path, "file of tensors")
+    return paths
+
+
+def _read(path: Path, name: str) -> np.ndarray:
+    with _opened(path) as file:
+        return file.get_tensor(name)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    with needing(str(path), "pretrained"):
+        from safetensors import SafetensorError, safe_open
+    try:
+        with safe_open(path, "numpy") as file:
+            yield file
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged, or no safetensors file: {error}") from None
+
+
+# Import.
+
+
+def is_pretrained(path: Path) -> bool:
+    """Tells whether a path is a .gguf file, or a folder that is no run and whose config.json names a family."""
+    if path.suffix == ".gguf":
+        return True
+    return (
+        not (path / "checkpoints").is_dir()
+        and (path / "config.json").is_file()
+        and "model_type" in read_json(path / "config.json", "config of a model")
+    )
+
+
+def read_folder(folder: Path) -> tuple[ModelConfig, Any]:
+    """Reads a model that `save_pretrained` of transformers, or `write_folder`, wrote.
+
+    Args:
+      folder: With config.json and safetensors.
+
+    Returns:
+      The config, and parameters as `Transformer(config).init` returns them under "params", float32 on the first device.
+
+    Raises:
+      UserError: For another family, a config field or tensor that is not understood, or damaged files.
+    """
+    config, family = _config_and_family(folder)
+    rows, ignored = (own_rows(config), ()) if family is None else (_rows(family), family.ignored)
+    ignored += HEADS if config.tie_embeddings else ()
+    return config, read_params(config, rows, _tensors_of(folder), str(folder), ignored)
+
+
+def read_folder_config(folder: Path) -> ModelConfig:
+    """Reads the config of `read_folder` alone, and no tensor."""
+    return _config_and_family(folder)[0]
+
+
+def _config_and_family(folder: Path) -> tuple[ModelConfig, Family | None]:
+    given = read_json(folder / "config.json", "config of a model")
+    if given.get("model_type") == OWN:
+        return from_dict(ModelConfig, given.get("model")), None
+    name = given.get("model_type")
+    known = isinstance(name, str) and name in FAMILIES
+    require(known, f"model_type {name!r} is not supported", " | ".join(FAMILIES))
+    return read_config(FAMILIES[name], given), FAMILIES[name]
+
+
+def read_params(
+    config: ModelConfig, rows: Rows, tensors: Tensors, where: str, ignored: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Reads the parameters of a model from foreign tensors; at most one of them is on the host.
+
+    Args:
+      config: Of the model.
+      rows: What its tensors mean.
+      tensors: Their source.
+      where: The name of the source in messages.
+      ignored: Names of tensors that are no parameters; those that begin with a dot are ends of names.
+
+    Returns:
+      A nested dict of float32 arrays on the first device.
+
+    Raises:
+      UserError: For a tensor that is missing, has another shape, or that no row explains.
+    """
+    shapes = {path: leaf.shape for path, leaf in _flat(parameter_shapes(config)).items()}
+    used, found = set(), {}
+    for names, weight, slots in _places(config, rows, shapes):
+        name = next((name for name in names if name in tensors), None)
+        if name is None:
+            raise UserError(f"{where} has no tensor {names[0]}")
+        used.add(name)
+        for slot, part in zip(slots, _parts(tensors[name](), weight, config, name), strict=True):
+            if part.shape != slot.part:
+                allowed = f"one that gives {slot.path} {list(slot.part)}"
+                raise UserError(f"tensor {name} gives {slot.path} the shape {list(part.shape)}", allowed=allowed)
+            if slot.sizes == shapes[slot.path]:
+                found[slot.path] = jnp.asarray(part.reshape(slot.sizes), jnp.float32)
+                continue
+            if slot.path not in found:
+                found[slot.path] = jnp.zeros(shapes[slot.path], jnp.float32)
+            found[slot.path] = _put(found[slot.path], part.reshape(slot.sizes), slot.starts)
+    if missing := sorted(shapes.keys() - found.keys()):
+        raise UserError(f"{where} has nothing for {missing[0]}")
+    ends = tuple(end for end in ignored if end.startswith("."))
+    if unknown := sorted(name for name in tensors.keys() - used if name not in ignored and not name.endswith(ends)):
+        more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise UserError(f"{where} has a tensor that such a model does not: {unknown[0]}{more}")
+    return _nested(found)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(whole: jax.Array, part: jax.Array, starts: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(whole, part.astype(whole.dtype), starts)
+
+
+def _parts(tensor: np.ndarray, weight: Weight, config: ModelConfig, name: str) -> Sequence[np.ndarray]:
+    if not jnp.issubdtype(tensor.dtype, jnp.floating):  # quantised, with scales that nothing here multiplies by
+        raise UserError(f"tensor {name} is of {tensor.dtype}", allowed="float32, float16 or bfloat16")
+    try:
+        return weight.how.read(tensor, config)
+    except ValueError:
+        raise UserError(f"tensor {name} has the shape {list(tensor.shape)}, which does not fit the config") from None
+
+
+# Both ways.
+
+
+class _Slot(NamedTuple):
+    """The part of a parameter of ours that belongs to one layer and expert."""
+
+    path: str
+    starts: tuple[int, ...]  # along every axis of the parameter
+    sizes: tuple[int, ...]
+    part: tuple[int, ...]  # the sizes without the axis of layers
+
+
+def _places(
+    config: ModelConfig, rows: Rows, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[list[str], Weight, list[_Slot]]]:
+    """Yields, for every tensor of a model, the names that it may have, its row, and the place of its parts."""
+    for names, weight in rows:
+        for layer, expert in weight.places(config):
+            here = weight.here
+            if layer is not None and not config.scan_layers:
+                here = [path.replace("layers/", f"layers_{layer}/", 1) for path in here]
+            if not weight.where(config) or not all(path in shapes for path in here):
+                continue
+            row = layer if config.scan_layers else None
+            slots = [_slot(path, shapes[path], row, expert, weight, config) for path in here]
+            yield [name.format(layer, expert=expert) for name in names], weight, slots
+
+
+def _slot(
+    path: str, shape: tuple[int, ...], row: int | None, expert: int | None, weight: Weight, config: ModelConfig
+) -> _Slot:
+    starts, sizes = [0] * len(shape), list(shape)
+    if row is not None:
+        starts[0], sizes[0] = row, 1
+    if expert is not None and weight.share is not None:
+        sizes[weight.share] //= weight.experts(config)
+        starts[weight.share] = expert * sizes[weight.share]
+    return _Slot(path, tuple(starts), tuple(sizes), tuple(sizes if row is None else sizes[1:]))
+
+
+def _rows(family: Family) -> Rows:
+    return [(foreign_names(family, weight.there), weight) for weight in family.weights]
+
+
+def own_rows(config: ModelConfig) -> Rows:
+    """Makes rows for models that no family expresses: our own paths, with dots, and a number for the layer."""
+    rows = {}
+    for path in _flat(parameter_shapes(config)):
+        head, _, rest = path.partition("/")
+        layered = head == "layers" or head.startswith("layers_")
+        there = f"layers.{{}}.{rest.replace('/', '.')}" if layered else path.replace("/", ".")
+        rows[there] = Weight(there, (f"layers/{rest}" if layered else path,), SAME)
+    return [((there,), weight) for there, weight in rows.items()]
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    if any(not isinstance(key, jax.tree_util.DictKey) for path, _ in leaves for key in path):  # `Quantized` has fields
+        raise UserError("the parameters are integers with their steps", allowed="those of a checkpoint in float")
+    return {"/".join(str(key.key) for key in path): leaf for path, leaf in leaves}
+
+
+def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, last = path.split("/")
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = leaf
+    return tree
+
+
+# Export.
+
+
+def write_folder(folder: str | Path, config: ModelConfig, params: Any, tokenizer: Any = None) -> str:
+    """Writes a model as config.json and safetensors, which `read_folder` reads back bit for bit.
+
+    A model that a family expresses becomes one, which transformers loads with equal logits. Any other, one with
+    softmax-1 among them, gets a model_type of its own, so that nothing loads it as something else.
+
+    Args:
+      folder: New or empty.
+      config: Of the model.
+      params: Its parameters, float32 or bfloat16.
+      tokenizer: `LoadedModel.tokenizer`, which comes along as tokenizer.json.
+
+    Returns:
+      The model_type.
+
+    Raises:
+      UserError: If the folder has files, or cannot be written; for parameters on integers; without the extra
+        `pretrained`.
+    """
+    folder, leaves = Path(folder), _flat(params)
+    with needing("a safetensors file", "pretrained"):
+        import safetensors.numpy  # noqa: F401
+    make_folder(folder, "folder of the exported model")
+    if any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty", allowed="a new folder")
+    given: dict[str, Any] = {"model_type": OWN, "model": dataclasses.asdict(config)}
+    rows = own_rows(config)
+    for family in FAMILIES.values():
+        if foreign := write_config(family, config):
+            given, rows = foreign | {"architectures": [family.architecture]}, _rows(family)
+            break
+    files = _write_tensors(folder, _tensors(config, leaves, rows))
+    if len(set(files.values())) == 1:
+        (folder / files.popitem()[1]).rename(folder / "model.safetensors")
+    else:
+        write_text(folder / _INDEX, json.dumps({"metadata": {}, "weight_map": files}, indent=1) + "\n")
+    if tokenizer is not None:
+        tokenizer.save(folder / "tokenizer.json")
+    write_text(folder / "config.json", json.dumps(given, indent=2) + "\n")  # last: without it there is no model
+    return given["model_type"]
+
+
+def _tensors(config: ModelConfig, leaves: Mapping[str, Any], rows: Rows) -> Iterator[tuple[str, np.ndarray]]:
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    for names, weight, slots in _places(config, rows, shapes):
+        parts = [_part(leaves[slot.path], slot) for slot in slots]
+        yield names[0], np.asarray(weight.how.write(parts, config), order="C")  # safetensors writes the buffer
+
+
+def _part(leaf: Any, slot: _Slot) -> np.ndarray:
+    if isinstance(leaf, jax.Array):  # one program for all layers and experts
+        part = jax.lax.dynamic_slice(leaf, slot.starts, slot.sizes)
+    else:
+        part = leaf[tuple(slice(a, a + size) for a, size in zip(slot.starts, slot.sizes, strict=True))]
+    return np.asarray(part).reshape(slot.part)
+
+
+def _write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> dict[str, str]:
+    """Writes tensors into files of limited size; returns the file of each."""
+    shard, files, number = {}, {}, 1
+    for name, tensor in tensors:
+        if shard and sum(each.nbytes for each in shard.values()) + tensor.nbytes > _SHARD_BYTES:
+            _write_shard(folder / f"model-{number:05d}.safetensors", shard)
+            shard, number = {}, number + 1
+        shard[name], files[name] = tensor, f"model-{number:05d}.safetensors"
+    _write_shard(folder / f"model-{number:05d}.safetensors", shard)
+    return files
+
+
+def _write_shard(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    from safetensors.numpy import save
+
+    content = save(tensors, {"format": "pt"})  # which transformers asks for
+    write_atomically(path, lambda file: file.write(content))

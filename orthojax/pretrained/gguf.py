@@ -1,0 +1,198 @@
+"""GGUF files, as llama.cpp writes them: a config from the metadata, tensors dequantised one at a time.
+
+The architecture `llama` (Llama, SmolLM2, Mistral) stores queries and keys for rotary positions of neighbouring
+channels; reading brings them to the half-split order of `orthojax.ops.rotary`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from orthojax.config import ModelConfig, RopeConfig, require
+from orthojax.data.published import Gguf, open_gguf
+from orthojax.errors import UserError
+from orthojax.ops import llama3_frequencies, rotary_frequencies
+from orthojax.pretrained.family import SAME, TRANSPOSED, Transform, Weight, unpair
+from orthojax.pretrained.folders import read_params
+
+_PAIRED = {  # only read
+    "query": Transform(lambda x, c: (unpair(x, c.num_heads).T,)),
+    "key": Transform(lambda x, c: (unpair(x, c.kv_heads).T,)),
+}
+
+
+def _weights(paired: bool) -> list[Weight]:
+    parts = {
+        "attn_q": "attention/query", "attn_k": "attention/key", "attn_v": "attention/value",
+        "attn_output": "attention/output", "ffn_gate": "mlp/gate", "ffn_up": "mlp/input", "ffn_down": "mlp/output",
+    }  # fmt: skip
+    norms = {
+        "attn_norm": "attention_norm", "ffn_norm": "mlp_norm", "attn_q_norm": "attention/query_norm",
+        "attn_k_norm": "attention/key_norm", "post_attention_norm": "attention_norm", "post_ffw_norm": "mlp_norm",
+    }  # fmt: skip
+    rows = [
+        Weight("token_embd.weight", ("token_embedding/embedding",), SAME),
+        Weight("output_norm.weight", ("final_norm/scale",), SAME),
+        Weight("output_norm.bias", ("final_norm/bias",), SAME),
+        Weight("output.weight", ("head/kernel",), TRANSPOSED),
+    ]
+    for there, here in parts.items():
+        how = _PAIRED.get(here.split("/")[1], TRANSPOSED) if paired else TRANSPOSED
+        rows.append(Weight(f"blk.{{}}.{there}.weight", (f"layers/{here}/kernel",), how))
+        rows.append(Weight(f"blk.{{}}.{there}.bias", (f"layers/{here}/bias",), _bias_of(how)))
+    for there, here in norms.items():
+        rows.append(Weight(f"blk.{{}}.{there}.weight", (f"layers/{here}/scale",), SAME))
+        rows.append(Weight(f"blk.{{}}.{there}.bias", (f"layers/{here}/bias",), SAME))
+    return rows
+
+
+def _bias_of(how: Transform) -> Transform:
+    return SAME if how is TRANSPOSED else how  # of one axis, so that .T changes nothing
+
+
+class _Architecture(NamedTuple):
+    """The common properties of the models of a `general.architecture`.
+
+    Attributes:
+      base: Fields of `ModelConfig`.
+      left_out: Rows of the table that its files do not have.
+      paired: Queries and keys are in the order of neighbouring pairs.
+      windows: A window is one of all layers; llama.cpp takes that of others for three layers of four.
+    """
+
+    base: Mapping[str, Any]
+    left_out: tuple[str, ...] = ("post_attention_norm", "post_ffw_norm")
+    paired: bool = False
+    windows: bool = True
+
+
+_BASE = {"position": "rotary", "norm": "rmsnorm", "use_bias": False, "mlp": "swiglu", "normalizer": "softmax"}
+_ARCHITECTURES = {
+    "llama": _Architecture(_BASE, paired=True),
+    "qwen2": _Architecture(_BASE | {"use_bias": "qkv"}),
+    "qwen3": _Architecture(_BASE | {"qk_norm": "head"}),
+    "olmo2": _Architecture(
+        _BASE | {"block": "output_norm", "qk_norm": "all"}, ("attn_norm", "ffn_norm"), windows=False
+    ),
+}
+_FIELDS = {
+    "context_length": "max_length",
+    "embedding_length": "d_model",
+    "block_count": "num_layers",
+    "feed_forward_length": "d_mlp",
+    "attention.head_count": "num_heads",
+    "attention.head_count_kv": "num_kv_heads",
+    "attention.key_length": "d_head",
+    "attention.layer_norm_rms_epsilon": "norm_eps",
+    "attention.sliding_window": "attention_window",
+    "rope.freq_base": "rope_theta",
+}
+# Fields that say nothing else than those above.
+_KNOWN = {"attention.value_length", "rope.dimension_count", "vocab_size", "rope.scaling.type"}
+_REQUIRED = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+             "attention.layer_norm_rms_epsilon")  # fmt: skip
+_LLAMA3_LENGTH = 8192
+_LLAMA3_FACTORS = (8.0, 32.0)  # of Llama 3.1 and 3.2
+
+
+def read_gguf(path: Path) -> tuple[ModelConfig, Any]:
+    """Reads the model of a .gguf file.
+
+    Args:
+      path: The file.
+
+    Returns:
+      The config, and parameters as `Transformer(config).init` returns them under "params", float32.
+
+    Raises:
+      UserError: For another architecture, metadata or a tensor that is not understood, or a damaged file.
+    """
+    file = open_gguf(path)
+    config, architecture = _config_and_architecture(file, path)
+    left_out = tuple(f"blk.{{}}.{part}." for part in architecture.left_out)
+    rows = [((row.there,), row) for row in _weights(architecture.paired) if not row.there.startswith(left_out)]
+    tensors = {name: functools.partial(_dequantized, tensor, str(path)) for name, tensor in file.tensors.items()}
+    return config, read_params(config, rows, tensors, str(path), ("rope_freqs.weight",))
+
+
+def read_gguf_config(path: Path) -> ModelConfig:
+    """Reads the config of `read_gguf` alone; no tensor is dequantised."""
+    return _config_and_architecture(open_gguf(path), path)[0]
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(tensor.shape.tolist()[::-1])
+
+
+def _dequantized(tensor: Any, where: str) -> np.ndarray:
+    """Reads one tensor of `gguf.GGUFReader`, float32.
+
+    Raises:
+      UserError: For a type that `gguf` does not dequantise.
+    """
+    from gguf.quants import dequantize
+
+    try:
+        values = dequantize(tensor.data, tensor.tensor_type)
+    except (NotImplementedError, ValueError) as error:
+        raise UserError(f"{where}: tensor {tensor.name} of type {tensor.tensor_type.name}: {error}") from None
+    # A copy: JAX would go on reading a float32 tensor from the file itself, which may be written again.
+    return np.array(values, np.float32).reshape(_shape(tensor))
+
+
+def _config_and_architecture(file: Gguf, path: Path) -> tuple[ModelConfig, _Architecture]:
+    name = file.metadata.get("general.architecture")
+    require(name in _ARCHITECTURES, f"{path} has the architecture {name!r}", " | ".join(_ARCHITECTURES))
+    architecture = _ARCHITECTURES[str(name)]
+    return _config(file, str(path), str(name), architecture), architecture
+
+
+def _config(file: Gguf, where: str, name: str, architecture: _Architecture) -> ModelConfig:
+    own = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
+    for key in _REQUIRED:
+        require(key in own, f"{where} has no {name}.{key}", "the metadata of llama.cpp")
+    window = own.get("attention.sliding_window")
+    require(architecture.windows or not window, f"{where}: {name}.attention.sliding_window={window}", "none")
+    unknown = sorted(key for key in own if key not in _FIELDS and key not in _KNOWN and own[key])
+    require(not unknown, f"{where}: {name}.{', '.join(unknown[:1])} is not understood", ", ".join(_FIELDS))
+    scaling = own.get("rope.scaling.type", "none")
+    require(scaling == "none", f"{where}: rope.scaling.type={scaling!r} is not supported", "none")
+    fields = dict(architecture.base) | {
+        ours: own[there] for there, ours in _FIELDS.items() if own.get(there) or there in _REQUIRED
+    }
+    for name in ("norm_eps", "rope_theta"):
+        if isinstance(fields.get(name), int | float):
+            fields[name] = float(str(np.float32(fields[name])))  # stored as float32: 1e-05, not 9.999999747378752e-06
+    for part in ("num_heads", "num_kv_heads", "d_mlp"):
+        if isinstance(sizes := fields.get(part), list):
+            require(len(set(sizes)) == 1, f"{where}: {part} differs between layers", "one size")
+            fields[part] = sizes[0]
+    if (width := own.get("attention.value_length")) is not None:
+        key_width = own.get("attention.key_length", width)
+        require(width == key_width, f"{where}: keys and values of different widths", "equal ones")
+    if fields.get("d_head", 0) * fields["num_heads"] == fields["d_model"]:
+        del fields["d_head"]
+    require("token_embd.weight" in file.tensors, f"{where} has no tensor token_embd.weight")
+    fields["vocab_size"] = _shape(file.tensors["token_embd.weight"])[0]
+    fields["tie_embeddings"] = "output.weight" not in file.tensors
+    config = ModelConfig(**fields)
+    turned = own.get("rope.dimension_count", config.head_dim)
+    require(turned == config.head_dim, f"{where}: rope.dimension_count={turned}", f"{config.head_dim}")
+    if (divisors := file.tensors.get("rope_freqs.weight")) is None:
+        return config
+    return dataclasses.replace(config, rope=_scaling(_dequantized(divisors, where), config, where))
+
+
+def _scaling(divisors: np.ndarray, config: ModelConfig, where: str) -> RopeConfig:
+    """Recognises the scaling of Llama 3.1, of which the file has only the divisor of every frequency."""
+    plain = rotary_frequencies(config.head_dim, config.rope_theta)
+    for factor in _LLAMA3_FACTORS:
+        scaled = plain / llama3_frequencies(plain, factor, _LLAMA3_LENGTH)
+        if scaled.shape == divisors.shape and bool(jnp.allclose(scaled, divisors, rtol=1e-3)):
+            return RopeConfig(scaling="llama3", factor=factor, original_length=_LLAMA3_LENGTH)
+    raise UserError(f"{where}: rope_freqs.weight is not that of Llama 3.1 or 3.2")
