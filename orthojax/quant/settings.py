@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from orthojax.config import added, check_types
+from orthojax.config import check_types
 from orthojax.errors import UserError, nearest
 
 ALL_BUT_HEAD = r"^(?!(.*/)?head(/|$))"
@@ -47,9 +47,9 @@ class QuantizationSetting:
     weights: Literal["output_channel", "tensor"]
     inputs: Literal["feature", "token", "tensor"] | None = None
     outputs: Literal["tensor"] | None = None
-    activation_bits: int | None = added(None)
-    group_size: int | None = added(None)
-    float_features: int = added(0)
+    activation_bits: int | None = None
+    group_size: int | None = None
+    float_features: int = 0
 
     def __post_init__(self):
         check_types(self, "QuantizationSetting")
