@@ -280,7 +280,7 @@ class Case(NamedTuple):
     testable: bool
     holds: bool
     size: float
-    numbers: str
+    numbers: Sequence[str]
 
 
 class Judged(NamedTuple):
@@ -333,15 +333,16 @@ def _judge_case(claim: Claim, case: str, scope: Scope) -> Case:
     size = claim.largest.value(scope) if claim.largest is not None else 0.0
     holds = bool(claim.holds.value(scope))
     parts: dict[Quantity, list[str]] = {}
-    for metric, name in claim.holds.terms:
-        of = scope.results[name]
+    order = {result.name: i for i, result in enumerate(scope.study)}
+    terms = [(metric, scope.results[name]) for metric, name in claim.holds.terms]
+    for metric, of in sorted(terms, key=lambda term: order[term[1].name]):
         paper = _paper_number(of, metric)
         number = mean_and_range(of.values(metric), metric.show)
         parts.setdefault(metric, []).append(f"{of.name} {number}{paper}")
     texts = [f"{metric.label}: {', '.join(values)}" for metric, values in parts.items()]
     if claim.note:
         texts.append(claim.note(scope))
-    return Case(case, testable, holds, size, "; ".join(texts))
+    return Case(case, testable, holds, size, texts)
 
 
 def _paper_number(of: Result, metric: Quantity) -> str:

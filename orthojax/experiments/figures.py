@@ -22,6 +22,7 @@ DASHES = ("-", "--", ":", "-.", (0, (8, 2)), (0, (4, 1, 1, 1, 1, 1)))
 _MARKERS = "os^Dv<>PX*"
 _STYLE: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
+    "figure.max_open_warning": 0,  # a report closes them when it has written them
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,

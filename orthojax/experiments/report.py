@@ -1,7 +1,6 @@
 """A report and its three forms: lines on the console, Markdown, and one self-contained HTML page."""
 
 import base64
-import html
 import io
 import re
 import urllib.parse
@@ -155,13 +154,8 @@ def markdown(report: Report) -> str:
     escape = escape_markdown
     parts = [f"# {escape(report.title)}", *map(escape, (report.setting, *report.failures, *report.sentences))]
     if report.verdicts:
-        rows = ["| claim | verdict | numbers |", "|---|---|---|"]
-        rows += [
-            f"| {escape(of.says)} | {of.verdict} | {'<br>'.join(map(escape, of.numbers))} |" for of in report.verdicts
-        ]
-        parts += [f"## Claims: {report.tally}", "\n".join(rows)]
-        criteria = [f"{i}. {escape('. '.join(_criterion(of)))}." for i, of in enumerate(report.verdicts, 1)]
-        parts += ["Criteria, in the order of the claims:", "\n".join(criteria)]
+        parts.append(f"## Claims: {report.tally}")
+        parts.append("\n".join(f"{i}. {_claim(of)}" for i, of in enumerate(report.verdicts, 1)))
     for table in report.tables:
         rule = "|".join(["---", *["---:"] * (len(table.columns) - 1)])
         rows = [f"| {' | '.join(escape(str(cell)) for cell in row)} |" for row in (table.columns, *table.rows)]
@@ -173,5 +167,7 @@ def markdown(report: Report) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _criterion(of: Verdict) -> list[str]:
-    return [html.unescape(part) for part in (of.criterion, *of.remarks) if part] or ["none"]
+def _claim(of: Verdict) -> str:
+    """Returns a claim as an item of a list, with its numbers and its criterion below."""
+    lines = [*of.numbers, *([f"Criterion: {of.criterion}."] if of.criterion else []), *(f"{r}." for r in of.remarks)]
+    return "\n".join([f"**{of.verdict}**: {escape_markdown(of.says)}", *(f"   - {escape_markdown(x)}" for x in lines)])

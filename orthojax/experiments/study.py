@@ -196,7 +196,7 @@ def as_verdict(judged: Judged) -> Verdict:
     for case in judged.cases:
         mark = "" if len(judged.cases) == 1 else "" if case.holds else " (does not hold)"
         mark = mark if case.testable else " (not testable)"
-        numbers.append(": ".join(filter(None, (case.name, case.numbers))) + mark)
+        numbers.append(": ".join(filter(None, (case.name, "; ".join(case.numbers)))) + mark)
     remarks = [f"Not measured: {claim.unmeasured}"] if claim.unmeasured else []
     if judged.missing:
         remarks.append(f"Missing: {', '.join(judged.missing[:6])}")

@@ -1,0 +1,107 @@
+"""Judges all committed results: python results/verdicts.py [--write].
+
+Without flags it compares the verdicts with results/verdicts.json, those under the first criteria of revised claims
+included, and exits with 1 if any differs. With --write it writes verdicts.json, every report.md and docs/claims.md.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from orthojax.experiments.catalog import ALL
+from orthojax.experiments.claims import Judged, judge
+from orthojax.experiments.report import escape_markdown, markdown
+from orthojax.experiments.results import Results
+from orthojax.experiments.study import Study, make_report, read_results
+
+RESULTS = Path(__file__).parent
+CLAIMS = RESULTS.parent / "docs" / "claims.md"
+SYMBOLS = {"holds": "+", "does not hold": "-", "not testable": "?", "not measured": "0"}
+
+
+def folder(study: Study, scale: str) -> Path:
+    """Returns the folder of a study's results at a scale."""
+    return RESULTS / ("" if scale == "tiny" else scale) / study.name
+
+
+def committed() -> Iterator[tuple[Study, str, Results]]:
+    """Yields every study and scale with committed results; without own numbers they are of Table 2's runs."""
+    for study in ALL:
+        for scale in study.scales:
+            own = folder(study, scale)
+            source = own if (own / "results.json").exists() else own.parent / "table2"
+            if own.exists() and source.exists():
+                yield study, scale, read_results(study, source)
+
+
+def verdicts() -> dict[str, dict[str, str]]:
+    """Returns 'NAME/SCALE' -> the verdicts of its claims in their order, and those under first criteria."""
+    found = {}
+    for study, scale, results in committed():
+        judged = [judge(claim, results) for claim in study.claims]
+        first = "".join(SYMBOLS[of.first] for of in judged if of.first)
+        key = f"{study.name}/{scale}"
+        found[key] = {"verdicts": "".join(SYMBOLS[of.verdict] for of in judged)} | ({"first": first} if first else {})
+    return found
+
+
+def report(results: Results) -> str:
+    """Returns the report in Markdown, with the pictures whose files are committed."""
+    made = make_report(results)
+    figures = folder(results.study, results.scale) / "figures"
+    return markdown(made._replace(pictures=[of for of in made.pictures if (figures / f"{of.name}.svg").exists()]))
+
+
+def claims() -> str:
+    """Returns docs/claims.md: every claim with its verdict, its first numbers and its report."""
+    lines = [
+        "# All claims",
+        "Written by `python results/verdicts.py --write` from the committed results. Criteria, all numbers and tables "
+        "are in the reports. Scale tiny unless a heading says otherwise; see [results](../results/README.md).",
+    ]
+    for study, scale, results in committed():
+        path = (folder(study, scale) / "report.md").relative_to(RESULTS.parent)
+        of_scale = "" if scale == "tiny" or not study.runs else f", scale {scale}"
+        seeds = f"seed{'s' if len(results.seeds) > 1 else ''} {', '.join(map(str, results.seeds))}"
+        lines.append(f"## {escape_markdown(study.title)}{of_scale}\n\n[`{study.name}`](../{path}), {seeds}.")
+        lines.append("\n".join(_line(judge(claim, results)) for claim in study.claims) or "No claims: a map.")
+    return "\n\n".join(lines) + "\n"
+
+
+def _line(judged: Judged) -> str:
+    numbers = [f"{case.name}: {case.numbers[0]}".removeprefix(": ") for case in judged.cases if case.numbers][:1]
+    more = f" {len(judged.cases)} cases, the first is" if len(judged.cases) > 1 else ""
+    shown = f"{more} {numbers[0]}." if numbers else ""
+    revised = " *Criterion revised after the data.*" if judged.first else ""
+    return f"- **{judged.verdict}**: {escape_markdown(judged.claim.says)}{escape_markdown(shown) and ' '}" + (
+        escape_markdown(shown).strip() + revised
+    )
+
+
+def write() -> None:
+    """Writes verdicts.json, every report.md and docs/claims.md."""
+    text = ",\n".join(f"{json.dumps(key)}: {json.dumps(of)}" for key, of in verdicts().items())
+    (RESULTS / "verdicts.json").write_text(f"{{\n{text}\n}}\n")
+    for study, scale, results in committed():
+        (folder(study, scale) / "report.md").write_text(report(results))
+    CLAIMS.write_text(claims())
+
+
+def differences() -> list[str]:
+    """Returns a line for each study whose verdicts are not those of verdicts.json."""
+    expected, found = json.loads((RESULTS / "verdicts.json").read_text()), verdicts()
+    names = dict.fromkeys([*expected, *found])
+    return [
+        f"{name}: {expected.get(name)} -> {found.get(name)}" for name in names if expected.get(name) != found.get(name)
+    ]
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        write()
+    for name, of in verdicts().items():
+        print(f"{name:36} {of['verdicts']}  {of.get('first', '')}")
+    changed = differences()
+    print("\n".join(["", *changed]) if changed else "\nall as in verdicts.json")
+    sys.exit(bool(changed))
