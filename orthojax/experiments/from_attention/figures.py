@@ -366,7 +366,12 @@ def _attention_maps(results: Results) -> list[Picture]:
     return pictures
 
 
-_PANELS = ("mean over layers", "first layer", "a quarter of the layers", "three quarters of the layers")
+_PANELS: tuple[str, ...] = (
+    "mean over layers",
+    "first layer",
+    "a quarter of the layers",
+    "three quarters of the layers",
+)
 _GIVEN = ("The paper shows pretrained models here; --model=NAME=CHECKPOINT adds any. Without one the report is of GPT2 "
           "130M, or of its stand-in at this scale.")  # fmt: skip
 FIGURE27 = Study(
