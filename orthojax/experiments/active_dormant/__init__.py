@@ -1,5 +1,8 @@
 """Active-Dormant Attention Heads (arXiv 2410.13835): Bigram-Backcopy, its theory, and what the paper leaves open."""
 
+from orthojax.experiments.active_dormant.cure import BACKCOPY_CURE
+from orthojax.experiments.active_dormant.one_layer import ONE_LAYER, PUBLISHED_SIZE
+from orthojax.experiments.active_dormant.three_layers import PEAK_BLOCKS, THREE_LAYERS
 from orthojax.experiments.study import Study
 
-STUDIES: tuple[Study, ...] = ()
+STUDIES: tuple[Study, ...] = (ONE_LAYER, PUBLISHED_SIZE, THREE_LAYERS, PEAK_BLOCKS, BACKCOPY_CURE)
