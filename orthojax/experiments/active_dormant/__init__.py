@@ -3,7 +3,9 @@
 from orthojax.experiments.active_dormant.cure import BACKCOPY_CURE
 from orthojax.experiments.active_dormant.one_layer import ONE_LAYER, PUBLISHED_SIZE
 from orthojax.experiments.active_dormant.related_tasks import BACKCOPY_RULES, BREAK_CONDITIONS_MAP, NEEDED_HEAD
+from orthojax.experiments.active_dormant.simplified_models import SIMPLIFIED_MODEL, SIMPLIFIED_THREE_LAYERS
+from orthojax.experiments.active_dormant.theory import NORM_TOYS, SINK_THEORY
 from orthojax.experiments.active_dormant.three_layers import PEAK_BLOCKS, THREE_LAYERS
 from orthojax.experiments.study import Study
 
-STUDIES: tuple[Study, ...] = (ONE_LAYER, PUBLISHED_SIZE, THREE_LAYERS, PEAK_BLOCKS, BACKCOPY_CURE, BACKCOPY_RULES, NEEDED_HEAD, BREAK_CONDITIONS_MAP)
+STUDIES: tuple[Study, ...] = (ONE_LAYER, PUBLISHED_SIZE, THREE_LAYERS, PEAK_BLOCKS, BACKCOPY_CURE, BACKCOPY_RULES, NEEDED_HEAD, BREAK_CONDITIONS_MAP, SIMPLIFIED_MODEL, SIMPLIFIED_THREE_LAYERS, SINK_THEORY, NORM_TOYS)

@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import math
+import string
 from typing import Any
 
 from orthojax.config import Config, replace
-from orthojax.data.bigram_backcopy import default_text
+from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
 from orthojax.experiments.base import BACKCOPY_MODEL
 from orthojax.experiments.claims import Metric
 from orthojax.experiments.results import Numbers
@@ -74,6 +75,12 @@ def short(**changes: Any) -> Config:
         "eval.sequences": 256,
     }
     return replace(backcopy(), fields | changes)
+
+
+def letters() -> BigramBackcopy:
+    """Returns the task of the text's letters and spaces, so few that rare ones take part within the times shown."""
+    kept = (c if c in string.ascii_lowercase else " " for c in default_text().lower())
+    return BigramBackcopy.from_text(" ".join("".join(kept).split()))
 
 
 COPY, BIGRAM = RISKS = Metric("backcopy_excess_risk_nats"), Metric("bigram_excess_risk_nats")
