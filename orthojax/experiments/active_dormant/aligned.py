@@ -109,7 +109,7 @@ ALIGNED = Study(
     measures=(ALIGNED_MEASURE,),
     note=f"Means over {ROWS} held-out rows and all heads; `--model=smollm2=smollm2` adds a published model. The first "
     "position is <s> if rows begin with it, as on Bigram-Backcopy, and otherwise an ordinary token. All queries count, "
-    "triggers included, at which heads should attend elsewhere; sink_attention and sink_logit_gap leave them out. Spreads "
+    "also those of triggers, which should attend elsewhere; sink_attention and sink_logit_gap leave these out. Spreads "
     f"are of logits over {_LAST_TOKENS} random last tokens, in the layer of the sink.",
     columns=[_WEIGHT, _DRAIN, _PEAK, "made_by", _MADE_BY_MLP, "gap", _SPREAD, _SPREAD_REST,
              "sink_attention sink_logit_gap"],

@@ -1,11 +1,12 @@
 """Causes of the sink of Bigram-Backcopy: the drain of its value, and why softmax-1 keeps it.
 
-Softmax-n adds a key of logit ln n and value 0, the null. A head that has nothing to do could attend to it, as it attends
-to <s>. Both start with little: with T keys of equal logits <s> has 1 / (T + n) and the null n / (T + n). But the logit of
-<s> grows by itself, along its own key, while that of the null is fixed: its weight grows if all other logits fall, for
-which the model has no direction at the start, unless keys have a bias.
+Softmax-n adds a key of logit ln n and value 0, the null. A head that has nothing to do could attend to it, as it
+attends to <s>. Both start with little: with T keys of equal logits <s> has 1 / (T + n) and the null n / (T + n). But
+the logit of <s> grows by itself, along its own key, while that of the null is fixed: its weight grows if all other
+logits fall, for which the model has no direction at the start, unless keys have a bias.
 """
 
+import itertools
 from collections.abc import Iterator
 
 from orthojax.experiments.active_dormant.intervened_training import EARLY, SHOWN, Setting, row
@@ -16,14 +17,13 @@ from orthojax.experiments.study import Row, Study
 
 _COPY, _BIGRAM = RISKS = Metric("backcopy_risk_nats"), Metric("bigram_excess_risk_nats")
 _SINK, _RATIO, _GAP = Metric("sink_attention_rest"), Metric("value_ratio"), Metric("sink_logit_gap")
-_EARLY, _EFFECT = Metric(f"attention to <s>, mean over {EARLY} steps", lambda of: of["early_sink"]), Metric(
-    "value_effect_nats")  # fmt: skip
-_TRIGGERS, _TOKEN_VALUE = Metric("trigger_keys"), Metric("token_value_ratio")
+_EARLY = Metric(f"attention to <s>, mean over {EARLY} steps", lambda of: of["early_sink"])
+_EFFECT, _TRIGGERS, _TOKEN_VALUE = (Metric(name) for name in ("value_effect_nats", "trigger_keys", "token_value_ratio"))
 _ABOVE = Metric("weight on one token above equal weights", lambda of: of["largest_token"] - of["largest_token_equal"])
 _LEARNED = ((_COPY["*"] < 0.05) & (_BIGRAM["*"] < 0.1)).in_every_seed()
 _SETUP = (
-    f"One layer of width 64, {SHOWN[-1]:,} steps of 32 x 64 tokens, Adam with rate 3e-3, b2 0.99, decay 1e-4, in float32; "
-    "measured on 256 held-out sequences."
+    f"One layer of width 64, {SHOWN[-1]:,} steps of 32 x 64 tokens, Adam with rate 3e-3, b2 0.99, decay 1e-4, in "
+    "float32; measured on 256 held-out sequences."
 )
 _FREE, _HELD, _MASKED = "free_visible", "others_visible", "free_masked"
 
@@ -45,9 +45,9 @@ SINK_REINFORCEMENT = Study(
     title="Does the sink make the drain, or the drain the sink? Value held, or key hidden",
     rows=_reinforced,
     seeds=(0, 1, 2, 3, 4),
-    note=f"{_SETUP} The norm of the value of <s> is free, or held at that of the others, at its initial one or drained, at "
-    "a tenth of that; <s> is visible to non-triggers or hidden (masked) from them by a bias of their logits. Criteria "
-    "were written after a look at one pilot of the plain model alone.",
+    note=f"{_SETUP} The norm of the value of <s> is free, or held at that of the others, at its initial one or "
+    "drained, at a tenth of that; <s> is visible to non-triggers or hidden (masked) from them by a bias of their "
+    "logits. Criteria were written after a look at one pilot of the plain model alone.",
     columns=[_SINK, _EARLY, _GAP, "value_norm_first", _RATIO, _EFFECT, *RISKS, _TRIGGERS],
     claims=[
         Claim("Free and visible: the sink forms, and the value of <s> is drained.",
@@ -56,8 +56,8 @@ SINK_REINFORCEMENT = Study(
         Claim("The paper's break condition: a value that cannot shrink makes no sink.",
               _SINK[_HELD] <= 0.5 * _SINK[_FREE]),
         Claim("A value that cannot shrink makes no growing logits.", _GAP[_HELD] <= 0.5 * _GAP[_FREE]),
-        Claim("The other reading: it makes one all the same, since not the norm counts but the effect of the value, and a "
-              "vector that all non-triggers read alike can be made to do nothing.",
+        Claim("The other reading: it makes one all the same, since not the norm counts but the effect of the value, "
+              "and a vector that all non-triggers read alike can be made to do nothing.",
               ((_SINK[_HELD] > 0.5) & (_EFFECT[_HELD] < 0.1)).in_every_seed()),
         Claim("Without attention there is no drain: if non-triggers do not see <s>, its value is not drained.",
               (_RATIO[_MASKED] > 0.5).in_every_seed() & (_RATIO[_MASKED] >= 2 * _RATIO[_FREE])),
@@ -104,10 +104,10 @@ SOFTMAX1_SINKS = Study(
     title="Why softmax-1 keeps the sink of Bigram-Backcopy",
     rows=_nulls,
     seeds=(1, 2, 3, 4, 5),
-    note=f"{_SETUP} Softmax-n gives every query one more key, the null, of logit ln n and value 0; n is 0 (softmax) to 512, "
-    "or learned from 1; softmax-1 also has biases, no <s> (whose metrics are then those of the first token), or <s> hidden "
-    "from non-triggers in training. hidden: measures the trained model with <s> hidden. Criteria were written when it was "
-    "known that softmax-1 keeps the sink, and before any of these runs.",
+    note=f"{_SETUP} Softmax-n gives every query one more key, the null, of logit ln n and value 0; n is 0 (softmax) "
+    "to 512, or learned from 1; softmax-1 also has biases, no <s> (whose metrics are then those of the first token), "
+    "or <s> hidden from non-triggers in training. `hidden: NAME` is of the trained model with <s> hidden. Criteria "
+    "were written when it was known that softmax-1 keeps the sink, and before any of these runs.",
     columns=[_SINK, _AT_START, _NULL, "others_logit", _RATIO, *RISKS, _TRIGGERS, _HIDDEN_NULL, "hidden: trigger_keys",
              _HIDDEN_BIGRAM],
     claims=[
@@ -121,7 +121,7 @@ SOFTMAX1_SINKS = Study(
         Claim("Hiding <s> then costs softmax-1 on the bigram.",
               _HIDDEN_BIGRAM["softmax1"] >= _BIGRAM["softmax1"] + 0.05),
         Claim("It is a race that a head start turns: the larger n, the weaker the sink.",
-              all_of(_SINK[a] > _SINK[b] for a, b in zip(_DOSES, _DOSES[1:], strict=False))),
+              all_of(_SINK[a] > _SINK[b] for a, b in itertools.pairwise(_DOSES))),
         Claim("With n = 512 there is no sink.", ((_SINK["n512"] < 0.2) & (_NULL["n512"] > 0.5)).in_every_seed()),
         Claim("With n = 512 there is no value drain.", (_RATIO["n512"] > 0.5).in_every_seed()),
         Claim("Every n learns the task.", _LEARNED, cases=_DOSES),

@@ -6,7 +6,7 @@ of the others was there: `softmax1_sinks` says why it should do what softmax-1 d
 
 from orthojax import quant
 from orthojax.config import Config
-from orthojax.experiments.active_dormant.interventions import OUTLIERS
+from orthojax.experiments.active_dormant.model_measures import OUTLIERS
 from orthojax.experiments.active_dormant.runs import (
     BIGRAM,
     COPY,
@@ -48,7 +48,7 @@ def _runs(scale: str) -> dict[str, Config]:
 
 
 def _removes(method: str) -> list[Claim]:
-    """Returns the claims that a method removes sink, drain and peak; each is testable if vanilla has it in every seed."""
+    """Returns the claims that a method removes what vanilla has in every seed: sink, drain and peak."""
 
     def claim(what: str, removed: Expr, present: Expr) -> Claim:
         return Claim(f"{method} removes the {what}.", removed.in_every_seed(), present.in_every_seed())
@@ -68,9 +68,9 @@ BACKCOPY_CURE = Study(
     scales=SCALES,
     seeds=SEEDS,
     measures=(OUTLIERS,),
-    note="cured is softmax-1 with OrthoAdam, whose Haar bases differ by seed; softmaxn and curedn have softmax-n instead, "
-    "with n the length of a sequence. Names give method, layers and norm. A phenomenon counts as there if it is in one "
-    "layer.",
+    note="cured is softmax-1 with OrthoAdam, whose Haar bases differ by seed; softmaxn and curedn have softmax-n "
+    "instead, with n the length of a sequence. Names give method, layers and norm. A phenomenon counts as there if it "
+    "is in one layer.",
     columns=[SINK, "null_mass", DRAIN, PEAK, *RISKS, "perplexity"],
     tables=[
         Columns("The measures of From Attention to Activation", OUTCOME),

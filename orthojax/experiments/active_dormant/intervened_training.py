@@ -18,7 +18,7 @@ from orthojax.analysis import activations, backcopy, sink_logits
 from orthojax.config import Config, changed_fields, replace
 from orthojax.data import BigramBackcopy
 from orthojax.data.bigram_backcopy import EVALUATION
-from orthojax.experiments.active_dormant.key_mass import key_mass, trigger_ids
+from orthojax.experiments.active_dormant.model_measures import key_mass, trigger_ids
 from orthojax.experiments.active_dormant.runs import short
 from orthojax.experiments.study import Row
 from orthojax.model import Interventions, Taps, Transformer

@@ -4,7 +4,7 @@ Active-Dormant Attention Heads (arXiv 2410.13835), sections 2 and 3.
 """
 
 from orthojax.config import Config, replace
-from orthojax.experiments.active_dormant.interventions import INTERVENTIONS, WITHOUT_TRIGGERS, intervention_table
+from orthojax.experiments.active_dormant.model_measures import INTERVENTIONS, WITHOUT_TRIGGERS, intervention_table
 from orthojax.experiments.active_dormant.recorded_steps import HISTORY
 from orthojax.experiments.active_dormant.runs import BIGRAM, COPY, RISKS, SCALES, SEEDS, SINK, backcopy
 from orthojax.experiments.claims import Claim, Expr, Metric, all_of, check
@@ -79,8 +79,8 @@ ONE_LAYER = Study(
     aliases=_best_rates,
     measures=(HISTORY, INTERVENTIONS, WITHOUT_TRIGGERS),
     note="One block with one head; risks are above the oracle's, with the true law of the first token. The paper's "
-    "numbers are of one seed, after 10,000 steps at width 256; its oracle at <s> allows triggers, which makes its bigram "
-    "risk too high by 0.0107. A head is dormant below a tenth of its largest activity.",
+    "numbers are of one seed, after 10,000 steps at width 256; its oracle at <s> allows triggers, so that its bigram "
+    "risk is too high by 0.0107. A head is dormant below a tenth of its largest activity.",
     paper={
         "softmax": {
             COPY.name: 7.9e-5, "sink_attention": 0.811, _GAP_TOKENS.name: 16.8, _LOW.name: 9.5, _HIGH.name: 20.9,

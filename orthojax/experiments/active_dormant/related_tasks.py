@@ -6,7 +6,7 @@ Active-Dormant Attention Heads (arXiv 2410.13835), appendix; `needed_head` is a 
 import numpy as np
 
 from orthojax.config import replace
-from orthojax.experiments.active_dormant.key_mass import KEY_MASS
+from orthojax.experiments.active_dormant.model_measures import KEY_MASS
 from orthojax.experiments.active_dormant.runs import (
     COPY,
     DRAIN,
@@ -23,10 +23,10 @@ from orthojax.experiments.active_dormant.runs import (
 from orthojax.experiments.claims import Claim, Metric, largest, smallest
 from orthojax.experiments.figures import maps
 from orthojax.experiments.pictures import Bars, ByStep
-from orthojax.experiments.report import Picture, Table
+from orthojax.experiments.report import Picture
 from orthojax.experiments.results import Results
 from orthojax.experiments.study import Study, grid
-from orthojax.experiments.tables import Columns, cell
+from orthojax.experiments.tables import Columns
 
 _DRAIN = Metric("value_drain")
 _TOKEN, _EQUAL, _TOKEN_VALUE = _MOST = [
@@ -58,9 +58,9 @@ BACKCOPY_RULES = Study(
     scales=SCALES,
     seeds=SEEDS,
     measures=(KEY_MASS,),
-    note="One layer, three for the in-context bigram; excess risks are above the exact oracle of each task; with half the "
-    "probability of a copy is 1/2. The most attended token is that with most weight above what equal weights would give, "
-    "at non-trigger queries of the second half. The paper's numbers are read off figures of one seed.",
+    note="One layer, three for the in-context bigram; excess risks are above the exact oracle of each task; with half "
+    "the probability of a copy is 1/2. The most attended token is that with most weight above what equal weights would "
+    "give, at non-trigger queries of the second half. The paper's numbers are read off figures of one seed.",
     paper={"no_bos": {COPY.name: 8.56e-5}, "backward": {_DRAIN.name: 5.5 / 22}},
     columns=[*RISKS, SINK, _DRAIN, "active_at_triggers active_elsewhere"],
     tables=[Columns("Late queries, those after the delimiter", [*_KEYS, *_MOST, "trigger_keys"])],
@@ -84,8 +84,8 @@ BACKCOPY_RULES = Study(
               smallest(*_in_later_layers(_DRAIN.name)) < 0.5),
         Claim("Bigram-backward has a weaker sink and drain than Bigram-Backcopy.",
               (SINK["backward"] < SINK["bos"]) & (_DRAIN["backward"] > _DRAIN["bos"])),
-        Claim("(Ours, predicted) Without anything to copy there is no sink: no head is needed, so none learns to be idle.",
-              SINK["markov"] < 0.3),
+        Claim("(Ours, predicted) Without anything to copy there is no sink: no head is needed, so none learns to be "
+              "idle.", SINK["markov"] < 0.3),
         Claim("(Ours, predicted) Copying half of the time is enough.", SINK["half"] > 0.5),
     ],
     pictures=[ByStep("sink_attention_rest", x_scale="log", name="sink")],
@@ -110,7 +110,7 @@ NEEDED_HEAD = Study(
     }),
     seeds=(0, 1, 2),
     measures=(KEY_MASS,),
-    note="The prediction: a sink is where queries park that do not need the head. On Bigram-Backcopy only triggers need "
+    note="The prediction: queries that do not need the head park on a sink. On Bigram-Backcopy only triggers need "
     "it. In a skip-bigram the next token always depends on the one before the current one: every query needs it. In "
     "reverse it does except after triggers, which alone do not need it. Weights are those of the second half of a "
     "sequence, active_* at triggers; equal weights would put 0.021 on a key. Criteria are older than the runs.",
@@ -149,16 +149,6 @@ _OPTIMIZERS = {
 _DEPTHS = ("1", "2", "3", "4", "5", "6")
 
 
-def _tables(results: Results) -> list[Table]:
-    """Builds a table for each metric: attention and optimizer by depth."""
-    return [
-        Table(metric.label, ["", *(f"{depth} layers" for depth in _DEPTHS)],
-              [[row, *(cell(results[f"{row}_{depth}"], metric) for depth in _DEPTHS)]
-               for row in (f"{attention}_{optimizer}" for attention in _ATTENTION for optimizer in _OPTIMIZERS)])
-        for metric in (SINK, DRAIN, PEAK, *RISKS)
-    ]  # fmt: skip
-
-
 def _maps(results: Results) -> list[Picture]:
     pictures = []
     for name, metric in {"sink": SINK, "drain": DRAIN, "peak": PEAK}.items():
@@ -185,8 +175,8 @@ BREAK_CONDITIONS_MAP = Study(
                              "train.probe_details": False}),
         _ATTENTION, _OPTIMIZERS, {depth: {"model.num_layers": int(depth)} for depth in _DEPTHS}),
     seeds=(1,),
-    note="The methods of From Attention to Activation and the alternatives of Active-Dormant Attention Heads on one map. "
-    "Every cell is an anecdote.",
-    tables=[_tables],
+    note="The methods of From Attention to Activation and the alternatives of Active-Dormant Attention Heads on one "
+    "map. Every cell is an anecdote.",
+    columns=[SINK, DRAIN, PEAK, *RISKS],
     pictures=[_maps],
 )  # fmt: skip

@@ -32,9 +32,9 @@ def _characters() -> int:
 def backcopy(scale: str = "tiny") -> Config:
     """Returns the one-layer run with softmax and Adam at a scale.
 
-    The rate of scale tiny, 3e-3, was chosen on pilots with three layers and seeds 0, 100 and 101: at 1e-3 the peak takes
-    more than 5,000 steps; at 2e-3 and more without a warm-up one of these seeds has its sink in the first layer, where
-    nothing below it can grow a peak.
+    The rate of scale tiny, 3e-3, was chosen on pilots with three layers and seeds 0, 100 and 101: at 1e-3 the peak
+    takes more than 5,000 steps; at 2e-3 and more without a warm-up one of these seeds has its sink in the first layer,
+    and nothing below it can grow a peak.
     """
     published = scale == "small"
     steps, width = (10_000, 256) if published else (3000, 64)

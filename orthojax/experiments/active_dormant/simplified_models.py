@@ -1,27 +1,152 @@
 """The simplified models of Active-Dormant Attention Heads in training: one layer, and three under three optimizers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
+from orthojax.analysis.backcopy import backcopy_risk_nats, bigram_excess_risk_nats
+from orthojax.data import BigramBackcopy
 from orthojax.experiments.active_dormant import simplified
 from orthojax.experiments.active_dormant.runs import letters
-from orthojax.experiments.active_dormant.simplified_training import (
-    BATCH,
-    COPY_RATE,
-    LENGTH,
-    OUTER_RATE,
-    SGD_RATE,
-    adamw,
-    one_layer,
-    outer_optimizer,
-    train,
-)
 from orthojax.experiments.claims import Claim, Metric
 from orthojax.experiments.pictures import Bars, ByStep
 from orthojax.experiments.study import Row, Study
 from orthojax.experiments.tables import Columns
+from orthojax.ops.statistics import kurtosis
+from orthojax.optim import Rotation, orthoadam
+
+# As published, but for steps of fewer and shorter sequences.
+_COPY_RATE, _OUTER_RATE, _SGD_RATE, _B1, _B2, _WEIGHT_DECAY = 0.03, 3e-4, 0.03, 0.9, 0.99, 1e-4
+_BATCH, _LENGTH, _EVALUATED, _CHUNK, _DRAWN = 64, 64, 128, 10, 100
+
+Params = simplified.Params
+Apply = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, simplified.Attended, Sequence[jax.Array]]]
+
+
+def sequences(task: BigramBackcopy, steps: int, seed: int) -> Iterator[np.ndarray]:
+    """Yields int32 [_CHUNK, _BATCH, _LENGTH + 1] for every `_CHUNK` steps."""
+    for block in range(-(-steps // _DRAWN)):
+        drawn = np.asarray(task.batch(block, _DRAWN * _BATCH, _LENGTH, seed))
+        yield from drawn.reshape(_DRAWN // _CHUNK, _CHUNK, _BATCH, _LENGTH + 1)
+
+
+def one_layer(params: Params, tokens: jax.Array, trigger: jax.Array) -> Any:
+    """Applies the one-layer model, in the form of `apply_three_layers`."""
+    return *simplified.apply(params, tokens, trigger), ()
+
+
+def adamw(rate: float = _COPY_RATE) -> optax.GradientTransformation:
+    """Returns AdamW with the published betas and decay."""
+    return optax.adamw(rate, _B1, _B2, weight_decay=_WEIGHT_DECAY)
+
+
+def outer_optimizer(name: str, seed: int) -> optax.GradientTransformation:
+    """Returns AdamW of `_COPY_RATE` for the middle one of three layers, the named one for all others."""
+    outer = {
+        "adam": adamw(_OUTER_RATE),
+        "orthoadam": orthoadam(_OUTER_RATE, _B1, _B2, weight_decay=_WEIGHT_DECAY, rotation=Rotation("haar", seed=seed)),
+        "sgd": optax.chain(optax.add_decayed_weights(_WEIGHT_DECAY), optax.sgd(_SGD_RATE, momentum=0.9)),
+    }[name]
+    labels = lambda params: {key: "copy" if key == "copy" else "outer" for key in params}  # noqa: E731
+    return optax.multi_transform({"copy": adamw(), "outer": outer}, labels)
+
+
+class Probe(NamedTuple):
+    """Constants of the measurements: held-out inputs, the true laws, which ids are triggers."""
+
+    tokens: jax.Array
+    oracle: jax.Array
+    trigger: jax.Array
+
+    @classmethod
+    def of_task(cls, task: BigramBackcopy, seed: int) -> "Probe":
+        """Draws sequences of another seed than those of training."""
+        tokens = np.asarray(task.batch(0, _EVALUATED, _LENGTH, seed))[:, :-1]
+        trigger = task.is_trigger(np.arange(task.vocab_size))
+        return cls(jnp.asarray(tokens), jnp.asarray(task.oracle(tokens), jnp.float32), jnp.asarray(trigger))
+
+
+def measure(apply: Apply, params: Params, probe: Probe) -> dict[str, jax.Array]:
+    """Measures risks in nats, weight on <s> and its logits at non-triggers, values, residual norms of <s>.
+
+    The weight counts the row of <s>, as published; logits are those of a query at each non-trigger after <s>, with
+    their standard deviation over positions; a value's norm is that without its mean, which shifts all logits alike.
+    """
+    logits, attended, residuals = apply(params, probe.tokens, probe.trigger)
+    layer, log_probs, is_trigger = params.get("copy", params), jax.nn.log_softmax(logits), probe.trigger[probe.tokens]
+    dormant, counted = ~is_trigger, (~is_trigger).at[:, 0].set(False)
+    factor = 1.0
+    if residuals:
+        factor = simplified.layer_norm(residuals[0]) @ params["direction"]
+    on_bos = factor * layer["sink_logit"][probe.tokens]
+    beta, xi = simplified.bos_value(layer), jnp.abs(layer["value"][probe.tokens])
+    found = {
+        "backcopy_risk": backcopy_risk_nats(log_probs, probe.oracle, is_trigger),
+        "bigram_excess_risk": bigram_excess_risk_nats(log_probs, probe.oracle, is_trigger),
+        "sink_attention": jnp.mean(attended.bos_weight, where=dormant),
+        "sink_logit": jnp.mean(on_bos, where=counted),
+        "sink_logit_spread": jnp.std(on_bos, where=counted),
+        "value_norm_bos": jnp.linalg.norm(beta - jnp.mean(beta)),
+        "value_norm_rest": jnp.mean(xi, where=counted),
+        "value_norm_triggers": jnp.mean(xi, where=is_trigger),
+    }
+    for number, residual in enumerate(residuals, start=1):
+        found[f"residual_norm_{number}"] = jnp.linalg.norm(residual)
+    if residuals:
+        found["largest_share"] = jnp.max(residuals[0] ** 2) / jnp.sum(residuals[0] ** 2)
+        found |= {"kurtosis": kurtosis(residuals[0]), "key_cosine": factor / jnp.linalg.norm(params["direction"])}
+        found["key_cosine"] /= jnp.sqrt(len(residuals[0]))
+    return found
+
+
+def train(
+    apply: Apply,
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    task: BigramBackcopy,
+    steps: int,
+    shown: Sequence[int],
+    seed: int,
+) -> dict[int, dict[str, float]]:
+    """Minimises the mean cross-entropy of fresh sequences.
+
+    Args:
+      apply: The model.
+      params: Its start.
+      optimizer: Any.
+      task: The task that sequences are drawn from.
+      steps: How many, a multiple of `_CHUNK`.
+      shown: Steps after which to measure, multiples of `_CHUNK`.
+      seed: Of the sequences.
+
+    Returns:
+      Step -> the results of `measure`.
+    """
+    probe = Probe.of_task(task, seed + 1_000_000)
+
+    def loss(params: Params, drawn: jax.Array) -> jax.Array:
+        logits = apply(params, drawn[:, :-1], probe.trigger)[0]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, drawn[:, 1:]).mean()
+
+    def step(carry: Any, drawn: jax.Array) -> Any:
+        params, state = carry
+        updates, state = optimizer.update(jax.grad(loss)(params, drawn), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    run = jax.jit(lambda carry, drawn: jax.lax.scan(step, carry, drawn)[0])
+    look = jax.jit(lambda params: measure(apply, params, probe))
+    carry, found = (params, optimizer.init(params)), {}
+    for done, drawn in zip(range(0, steps + 1, _CHUNK), [*sequences(task, steps, seed), None], strict=False):
+        if done in shown:
+            found[done] = {name: float(value) for name, value in look(carry[0]).items()}
+        if drawn is not None:
+            carry = run(carry, jnp.asarray(drawn))
+    return found
+
 
 _STEPS = 5000  # of the published script; its notebook has 10,000
 _SHOWN = (
@@ -57,7 +182,7 @@ def _metrics(found: Mapping[int, Mapping[str, float]], curves: Sequence[str]) ->
 def _one_layer(seed: int) -> list[Row]:
     task = letters()
     params = simplified.init(jax.random.key(seed), task.vocab_size)
-    found = train(one_layer, params, adamw(COPY_RATE), task, _STEPS, _SHOWN, seed)
+    found = train(one_layer, params, adamw(), task, _STEPS, _SHOWN, seed)
     return [Row("one_layer", _metrics(found, _CURVES))]
 
 
@@ -89,15 +214,16 @@ SIMPLIFIED_MODEL = Study(
     name="simplified_model",
     title="The simplified one-layer model in training",
     rows=_one_layer,
-    note="The reparametrised model of the paper: one free logit for each token, on <s> or (triggers) on the token before; "
-    "diagonal values; a vector as the value of <s>; an MLP of 128 hidden units. Letters and spaces of the default text, "
-    f"three triggers, {_STEPS:,} steps of {BATCH} x {LENGTH} tokens (published: 512 x 256), AdamW as published. The bigram "
-    "excess is against the true law after <s>. A value's norm is that without its mean.",
+    note="The reparametrised model of the paper: one free logit for each token, on <s> or (triggers) on the token "
+    "before; diagonal values; a vector as the value of <s>; an MLP of 128 hidden units. Letters and spaces of the "
+    f"text, three triggers, {_STEPS:,} steps of {_BATCH} x {_LENGTH} tokens (published: 512 x 256), AdamW as "
+    "published. The bigram excess is against the true law after <s>. A value's norm is that without its mean.",
     # After 10,000 steps, one seed, of 67 characters and 256 positions.
     paper={_ONE: {"backcopy_risk": 2.13e-7, "value_norm_bos": 0.3, "value_norm_triggers": 2.5}},
     columns=[_COPY, _BIGRAM, _SINK, _LOGIT, _SPREAD, "value_norm_bos value_norm_triggers value_norm_rest", _LOG_SLOPE,
              _LOG_R],
-    tables=[Columns("Order of events: first step at half of the total change", [f"{name}_half_step" for name in _CURVES])],
+    tables=[Columns("Order of events: first step at half of the total change",
+                    [f"{name}_half_step" for name in _CURVES])],
     claims=[
         Claim("It learns both halves of the task.", ((_COPY[_ONE] < 1e-3) & (_BIGRAM[_ONE] < 0.02)).in_every_seed()),
         Claim("The bigram is learned first.", (_BIGRAM_HALF[_ONE] < _COPY_HALF[_ONE]).in_every_seed()),
@@ -125,9 +251,9 @@ SIMPLIFIED_THREE_LAYERS = Study(
     title="The simplified three-layer model and the residual norm of <s> under three optimizers",
     rows=_three_layers,
     note="The middle layer is the simplified one-layer model and has AdamW; the layer below, the layer above and the "
-    f"read-out have AdamW or OrthoAdam (Haar matrices, others in each seed) with rate {OUTER_RATE:g}, or SGD with "
-    f"momentum 0.9 and rate {SGD_RATE:g}. Only <s> has a residual stream that is more than its embedding, of norm 1. The "
-    "largest share is that of a coordinate, of 28, in the squared norm after the first layer.",
+    f"read-out have AdamW or OrthoAdam (Haar matrices, others in each seed) with rate {_OUTER_RATE:g}, or SGD with "
+    f"momentum 0.9 and rate {_SGD_RATE:g}. Only <s> has a residual stream that is more than its embedding, of norm 1. "
+    "The largest share is that of a coordinate, of 28, in the squared norm after the first layer.",
     columns=[_COPY, _BIGRAM, _SINK, _LOGIT, "value_norm_bos", _TURNED],
     tables=[Columns("The residual stream of <s>", ["residual_norm_1 residual_norm_2 residual_norm_3", _GROWTH, _SLOPE,
                                                    _LINEAR, _SHARE, "kurtosis"])],

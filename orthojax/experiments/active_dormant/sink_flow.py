@@ -9,7 +9,8 @@ the non-trigger v has weight :math:`e^{\alpha_v}` on <s>, weight W and the sum o
 
 (the paper's analysis of the training dynamics of its simplified model, arXiv 2410.13835; the constants are derived
 here). The head can only do harm; gradient flow on L is followed here in float64, beside closed forms. With several
-contexts L is the mean over them; the theory has one. Legend: C contexts, K non-trigger tokens, V tokens that can follow.
+contexts L is the mean over them; the theory has one. Legend: C contexts, K non-trigger tokens, V tokens that can
+follow.
 """
 
 import dataclasses
@@ -79,7 +80,7 @@ class Chain:
         return self.weights * share / (sink + self.others) * along, (self.weights * share) @ np.mean(error, axis=0)
 
     def curvatures(self) -> np.ndarray:
-        """Computes the variance of xi under each p_v, [K]: twice the KL that a unit of 1 / (exp(alpha) + W), squared, costs."""
+        """Computes the variance of xi under each p_v, [K]: twice the KL of a unit of 1 / (exp(alpha) + W), squared."""
         return np.mean(self.contexts**2 @ self.rows.T - (self.contexts @ self.rows.T) ** 2, axis=0)
 
 
@@ -147,7 +148,7 @@ def half_log(times: Sequence[float] | np.ndarray, start: float, rate: float, oth
 
 
 def half_log_asymptote(time: float | np.ndarray, rate: float | np.ndarray) -> np.ndarray:
-    r"""Returns the limit of the theorem: :math:`\alpha_v(t) \to \frac12 \ln t + \frac12 \ln(2 \pi_v \mathrm{Var}_{p_v}(\xi))`.
+    r"""Returns the limit :math:`\alpha_v(t) \to \frac12 \ln t + \frac12 \ln(2 \pi_v \mathrm{Var}_{p_v}(\xi))`.
 
     Every logit grows alike, so that their differences stop while they grow.
     """
@@ -191,7 +192,7 @@ def bos_rates(chain: Chain, alpha: float) -> np.ndarray:
 
 
 def stationary_point(alpha: float, constant: float, value_sum: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    r"""Returns a point of :math:`\{\alpha_v = \alpha, \beta = c \mathbf 1 - e^{-\alpha} \xi\}`, on which q = p for every v.
+    r"""Returns a point, q = p for every v, of :math:`\{\alpha_v = \alpha, \beta = c \mathbf 1 - e^{-\alpha} \xi\}`.
 
     Returns:
       (alpha [count], beta [V]).

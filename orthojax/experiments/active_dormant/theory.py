@@ -137,13 +137,14 @@ SINK_THEORY = Study(
     title="Theory of sinks: half-log growth of their logits, the value of <s>, the stationary set",
     rows=_flows,
     note="The bigram half of the simplified model, whose MLP knows the bigram law, so that its head can only do harm. "
-    f"Gradient flow in float64 from random logits and values, beside closed forms, of a query at position {_POSITION} that "
-    "sees the mean context, or contexts of real sequences. Of seeds 0 to 4, up to t = 1e12 and 1e8, the three claims of "
-    "(a) and one of (c) failed on rare tokens, which are slow and had not arrived; times are longer since, criteria the "
-    "same, and seeds others.",
+    f"Gradient flow in float64 from random logits and values, beside closed forms, of a query at position {_POSITION} "
+    "that sees the mean context, or contexts of real sequences. Of seeds 0 to 4, up to t = 1e12 and 1e8, the three "
+    "claims of (a) and one of (c) failed on rare tokens, which are slow and had not arrived; times are longer since, "
+    "criteria the same, and seeds others.",
     tables=[
         Columns("(a) The value held", "slope_min slope_max closed_form_error spread", rows="value_held"),
-        Columns("(b) The logits held", "rate_ratio fixed_point_error value_norm value_norm_others", rows="logits_held_*"),
+        Columns("(b) The logits held", "rate_ratio fixed_point_error value_norm value_norm_others",
+                rows="logits_held_*"),
         Columns("(c) Both move", "alpha spread not_drained bos_weight slope loss_ratio", rows="joint joint_contexts"),
     ],
     claims=[
@@ -159,13 +160,13 @@ SINK_THEORY = Study(
               ((_RATE["logits_held_*"] > 0.99) & (_RATE["logits_held_*"] < 1.01)).in_every_seed()),
         Claim("It goes to mean(beta_0) 1 + exp(-alpha) (mean(xi) 1 - xi), and its mean is conserved.",
               ((_FIXED["logits_held_*"] < 1e-6) & (_DRIFT["logits_held_*"] < 1e-6)).in_every_seed()),
-        Claim("(c) If all logits are alpha and beta = c - exp(-alpha) xi, nothing moves (at a random point of the set).",
+        Claim("(c) If all logits are alpha and beta = c - exp(-alpha) xi, nothing moves (at a random point).",
               (_ON_SET["joint"] < 1e-12).in_every_seed()),
         Claim("Gradient flow ends there: the logits become equal, and the value cancels the others'.",
               ((_SPREAD["joint"] < 1e-3) & (_NOT_DRAINED["joint"] < 1e-3)).in_every_seed()),
         Claim("Mutual reinforcement makes these equal logits large.", _WEIGHT["joint"] > 0.5),
-        Claim("With contexts that differ no value of <s> cancels all of them: the logits go on growing as ln t / 2, while "
-              "the value cancels their mean.",
+        Claim("With contexts that differ no value of <s> cancels all of them: the logits go on growing as ln t / 2, "
+              "while the value cancels their mean.",
               (Metric("slope")["joint_contexts"] > 0.45) & (Metric("slope")["joint_contexts"] < 0.6)
               & (_WEIGHT["joint_contexts"] > 0.9)),
     ],
@@ -265,10 +266,10 @@ NORM_TOYS = Study(
     name="norm_toys",
     title="Theory of the residual norm: the residual-norm and the layer-norm toy under SGD and Adam",
     rows=_toys,
-    note="The paper says that LayerNorm makes the gradient of the residual norm of <s> decay, and that Adam makes constant "
-    "updates of it, hence linear growth. If a gradient decays by gamma a step, Adam's updates have a constant size "
-    "r(gamma), provided that gamma is below -ln(b2) / 2; otherwise the second moment remembers what is gone, and updates "
-    "decay as well. Below eps Adam is SGD of the rate eta / eps.",
+    note="The paper says that LayerNorm makes the gradient of the residual norm of <s> decay, and that Adam makes "
+    "constant updates of it, hence linear growth. If a gradient decays by gamma a step, Adam's updates have a "
+    "constant size r(gamma), provided that gamma is below -ln(b2) / 2; otherwise the second moment remembers what is "
+    "gone, and updates decay as well. Below eps Adam is SGD of the rate eta / eps.",
     paper={
         "published_adam": {f"norm/step_{step}": norm for step, norm in _NORMS_OF_PAPER.items()},
         "published_sgd": {"norm/step_1000": 10.007, "norm/step_10000": 10.013},

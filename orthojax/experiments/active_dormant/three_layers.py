@@ -4,7 +4,7 @@ Active-Dormant Attention Heads (arXiv 2410.13835), section 3.2 and its appendix.
 layer's output alone; here is every layer.
 """
 
-from orthojax.experiments.active_dormant.interventions import INTERVENTIONS, OUTLIERS, intervention_table
+from orthojax.experiments.active_dormant.model_measures import INTERVENTIONS, OUTLIERS, intervention_table
 from orthojax.experiments.active_dormant.recorded_steps import HISTORY, MECHANISM
 from orthojax.experiments.active_dormant.runs import (
     BIGRAM,
@@ -63,7 +63,8 @@ THREE_LAYERS = Study(
     },
     columns=[*RISKS, SINK, _GROWTH, _SLOPE, _LINEAR, PEAK, _CHANNEL],
     tables=[
-        Columns("Residual norm of <s> over the others', by layer", [f"residual_peak_ratio/layer_{i}" for i in range(3)]),
+        Columns("Residual norm of <s> over the others', by layer",
+                [f"residual_peak_ratio/layer_{i}" for i in range(3)]),
         Columns("The gradient after the first and the second layer",
                 [*_GRADIENT, *(of.name.replace("layer_0", "layer_1") for of in _GRADIENT),
                  "gradient_own_share/layer_0 gradient_own_share/layer_1"]),
@@ -72,7 +73,8 @@ THREE_LAYERS = Study(
         intervention_table("adam", [COPY.name, BIGRAM.name, SINK.name, "residual_peak_ratio/layer_1"]),
     ],
     claims=[
-        Claim("Under Adam the residual norm of <s> after the first layer grows.", (_GROWTH["adam"] > 3).in_every_seed()),
+        Claim("Under Adam the residual norm of <s> after the first layer grows.",
+              (_GROWTH["adam"] > 3).in_every_seed()),
         Claim("It grows linearly.", (_LINEAR["adam"] > 0.97).in_every_seed()),
         Claim("It is a peak: other tokens' norm does not follow.", (PEAK["adam"] > 2).in_every_seed()),
         Claim("Under SGD the sink stays and the norm of <s> after the first layer does not grow.",
@@ -133,8 +135,8 @@ PEAK_BLOCKS = Study(
     scales=SCALES,
     seeds=SEEDS,
     measures=(INTERVENTIONS,),
-    note="Models of up to three blocks, some without attention or MLP: mlp_one_mlp is an MLP, a block and an MLP. The peak "
-    "is the norm of the residual stream at <s> less its mean at other tokens. The paper's are of one seed.",
+    note="Models of up to three blocks, some without attention or MLP: mlp_one_mlp is an MLP, a block and an MLP. The "
+    "peak is the norm of the residual stream at <s> less its mean at other tokens. The paper's are of one seed.",
     # Read off its bar chart, but for one that is exact.
     paper={name: {_AFTER_FIRST.name: peak} for name, peak in {
         "two": 15.0, "three": 115.0, "two_mlp": 106.09, "mlp_one_mlp": 11.0, "attention_one_mlp": -1.0}.items()},
