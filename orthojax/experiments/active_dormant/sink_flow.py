@@ -185,7 +185,7 @@ def bos_rates(chain: Chain, alpha: float) -> np.ndarray:
     """
     share = np.exp(alpha) / (np.exp(alpha) + chain.others)
     covariance = np.diag(chain.weights @ chain.rows) - (chain.rows.T * chain.weights) @ chain.rows
-    return np.linalg.eigvalsh(share**2 * covariance)
+    return np.linalg.eigh(share**2 * covariance)[0]
 
 
 # (c) The stationary set.
