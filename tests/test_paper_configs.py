@@ -1,78 +1,23 @@
-"""The paper's runs: each is one command that a lab note shows, with the paper's numbers and the hours that follow."""
+"""The paper's runs: configs/paper/ has what the paper states, and its notes show the numbers that it prints."""
 
-import importlib.util
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
 
-from orthojax.config import Config, flatten, from_json, replace, to_json
+from orthojax.config import Config, replace
 from orthojax.errors import UserError
-from orthojax.experiments.from_attention.paper_configs import DIFFERS, FILES, NOT_STATED, PaperRun, paper_runs
+from orthojax.experiments.base import config
+from orthojax.experiments.from_attention import models, paper_tables
+from orthojax.experiments.from_attention.tables import TABLE6
 from orthojax.model import parameter_count
 from orthojax.train import estimate
 
-ROOT = Path(__file__).parent.parent
-FOLDER = ROOT / "configs/paper"
-RUNS = paper_runs()
-OUTLIERS = (
-    ("perplexity",),
-    ("kurtosis_first", "kurtosis_rest"),
-    ("max_abs_first", "max_abs_rest"),
-    ("first_attention_fraction",),
-    ("perplexity_int8_coarse", "perplexity_int8_moderate", "perplexity_int8_fine"),
-    ("perplexity_int4_zeropoint",),
-)
-ABLATION = (("perplexity",), ("kurtosis",), ("max_abs",), ("first_attention_fraction",))
-
-
-def lines(run: PaperRun) -> list[str]:
-    """What the lab note says of a run: its flags, then the paper's numbers and the hours of one H200."""
-    columns = ABLATION if run.file.startswith("ablation") else OUTLIERS
-    cells = [" ".join(str(run.expected.get(name, "-")) for name in names) for names in columns]
-    hours = estimate(run.config).hours("NVIDIA H200", mfu=0.35)
-    return [run.flags or "(no flags)", "  " + " | ".join([*cells, f"{hours:.3g} h"])]
-
-
-def note(file):
-    spec = importlib.util.spec_from_file_location(f"paper_{file}", FOLDER / f"{file}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_a_lab_note_shows_every_run_of_its_file_and_no_other(file):
-    module = note(file)
-    assert module.get_config() == FILES[file]()
-    for heading in ("Reproduces:", "Data:", "Command:", "Expected:", "Hardware:"):
-        assert heading in module.__doc__
-    assert f"--config=configs/paper/{file}.py" in module.__doc__
-    shown = [line.removeprefix("    ") for line in module.__doc__.splitlines() if line.startswith("    ")]
-    shown = shown[next(i for i, line in enumerate(shown) if line.startswith(("(no flags)", "--config."))) :]
-    assert shown == [line for run in RUNS if run.file == file for line in lines(run)]
-
-
-def test_every_config_of_the_folder_is_one_of_these():
-    assert {path.stem for path in FOLDER.glob("*.py")} == set(FILES) == {run.file for run in RUNS}
-
-
-def test_flags_are_all_different_and_each_is_read(tmp_path):
-    assert len({to_json(run.config) for run in RUNS}) == len(RUNS) == 5 * 4 + 8 + 14 + 1
-    for run in RUNS:
-        assert from_json(Config, to_json(run.config)) == run.config
-        typed = dict(flag.removeprefix("--config.").split("=") for flag in run.flags.split())
-        assert replace(FILES[run.file](), typed) == run.config
-        for path in run.changes:  # none is idle
-            without = {other: value for other, value in run.changes.items() if other != path}
-            assert run._replace(changes=without).config != run.config
-
-
-# Appendix A of the paper.
-
-SIZES = {  # file: (parameters, steps, warm-up steps, billions of tokens)
+FOLDER = Path(__file__).parent.parent / "configs/paper"
+NOTES = {path.stem: runpy.run_path(str(path))["__doc__"] for path in FOLDER.glob("*.py")}
+# Appendix A of the paper: parameters, steps, warm-up steps, billions of tokens.
+STATED = {
     "gpt2_60m": (60e6, 160_000, 1_000, 21),
     "gpt2_130m": (130e6, 320_000, 2_000, 42),
     "gpt2_350m": (350e6, 960_000, 6_000, 126),
@@ -83,32 +28,75 @@ SIZES = {  # file: (parameters, steps, warm-up steps, billions of tokens)
 }
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.file} {run.flags}")
-def test_parameters_tokens_and_settings_are_the_papers(run):
-    config, (parameters, steps, warmup, billions) = run.config, SIZES[run.file]
-    assert abs(parameter_count(config.model) / parameters - 1.0) < 0.1
-    assert (config.train.steps, config.optim.warmup_steps, config.train.batch_size) == (steps, warmup, 512)
-    assert config.eval.sequences == 100_000
-    assert [config.mesh_sizes(devices) for devices in (8, 64, 256)] == [(n, 1, 1) for n in (8, 64, 256)]
-    length = config.data.sequence_length
-    assert round(estimate(config).tokens / 1e9 * 256 / length) == billions
-    assert config.optim.learning_rate == (0.2 if config.optim.optimizer == "sgd" else 1e-3)
-    assert config.model.position == "rotary" or length <= config.model.max_length
-    llama = run.file.startswith("llama2")
-    assert (config.data.bos, config.model.tie_embeddings) == (llama, not llama)
-    if not run.file.startswith("ablation"):
-        assert (config.model.norm, config.model.use_bias) == ("rmsnorm_single", False)
+def test_the_folder_has_these_files_and_no_others():
+    assert NOTES.keys() == STATED.keys()
 
 
-def what_varies(config):
-    model, optim = config.model, config.optim
-    return model.use_bias, model.position, model.norm, optim.optimizer, optim.momentum, model.normalizer
+@pytest.mark.parametrize("name", STATED)
+def test_settings_are_those_that_the_paper_states(name):
+    run, (parameters, steps, warmup, billions) = config(f"paper/{name}"), STATED[name]
+    assert abs(parameter_count(run.model) / parameters - 1.0) < 0.1
+    assert (run.train.steps, run.optim.warmup_steps, run.train.batch_size) == (steps, warmup, 512)
+    assert round(estimate(run).tokens / 1e9) == billions
+    assert (run.data.sequence_length, run.eval.sequences) == (256, 100_000)
+    assert run.optim.learning_rate == (0.2 if name.endswith("sgd") else 1e-3)
+    assert (run.model.norm, run.model.use_bias) == ("rmsnorm_single", False)
+    is_llama = name.startswith("llama2")
+    assert (run.data.bos, run.model.tie_embeddings) == (is_llama, not is_llama)
+    assert [run.mesh_sizes(devices) for devices in (8, 64, 256)] == [(n, 1, 1) for n in (8, 64, 256)]
+
+
+def test_vanilla_and_cured_are_changes_of_every_model():
+    runs = models.grid("paper", methods=("vanilla", "cured"))
+    for model in models.MODELS:
+        assert runs[f"{model}_vanilla"] == config(f"paper/{model}")
+        cured = runs[f"{model}_cured"]
+        assert (cured.model.normalizer, cured.optim.optimizer) == ("softmax1", "orthoadam")
+
+
+def test_longer_sequences_fit_the_position_table():
+    for run in TABLE6.runs_at("paper").values():
+        assert run.data.sequence_length <= run.model.max_length
+
+
+def of_note(name):
+    """Flags of each run -> the numbers of the line below."""
+    runs = re.findall(r"^    (\(no flags\)|--config\.[^\n]*)\n      ([^\n]*)$", NOTES[name], re.MULTILINE)
+    return {flags: [float(number) for number in re.findall(r"\d[\d.]*(?= |$)", line)][:-1] for flags, line in runs}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_notes_show_the_numbers_of_the_tables(name):
+    shown = sorted(number for numbers in of_note(name).values() for number in numbers)
+    paper = {
+        row: printed | paper_tables.TABLE_3.get(row, {})
+        for row, printed in (paper_tables.TABLE_2 | paper_tables.TABLE_6).items()
+    }
+    of_file = [printed for row, printed in paper.items() if row.startswith(name)]
+    if name.startswith("ablation"):
+        is_sgd = name.endswith("sgd")
+        of_file = [of for row, of in paper_tables.TABLE_5.items() if row.startswith("sgd") == is_sgd]
+    assert shown == sorted(number for printed in of_file for number in printed.values())
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_flags_of_notes_are_read_and_hours_follow(name):
+    for flags in of_note(name):
+        changes = dict(flag.removeprefix("--config.").split("=") for flag in flags.split() if flag[0] == "-")
+        run = replace(config(f"paper/{name}"), changes)
+        assert (run == config(f"paper/{name}")) == (not changes)
+        hours = estimate(run).hours("NVIDIA H200", mfu=0.35)
+        assert re.search(rf"{re.escape(flags)}\n.* \| {hours:.3g} h$", NOTES[name], re.MULTILINE)
 
 
 def test_rows_of_the_ablation_are_the_papers():
-    rows = [run.config for run in RUNS if run.file.startswith("ablation")]
+    runs = models.ablation("paper")
+    assert list(runs) == list(paper_tables.TABLE_5)
     S, R, L = "rmsnorm_single", "rmsnorm", "layernorm"
-    assert [what_varies(config) for config in rows] == [
+    assert [
+        (r.model.use_bias, r.model.position, r.model.norm, r.optim.optimizer, r.optim.momentum, r.model.normalizer)
+        for r in runs.values()
+    ] == [
         (True, "learned", L, "adam", 0.0, "softmax"),
         (False, "learned", L, "adam", 0.0, "softmax"),
         (False, "none", L, "adam", 0.0, "softmax"),
@@ -123,52 +111,26 @@ def test_rows_of_the_ablation_are_the_papers():
         (False, "learned", S, "orthoadam", 0.0, "softmax"),
         (False, "learned", R, "orthoadam", 0.0, "softmax1"),
         (False, "learned", L, "orthoadam", 0.0, "softmax1"),
-        (False, "learned", S, "adam", 0.0, "softmax"),  # Figure 2
     ]
-    assert [c.model.relaxed_causal_tokens for c in rows] == [0] * 14 + [10]
-
-
-def test_penalties_of_quantisation_are_the_differences_that_the_paper_prints():
-    by_flags = {(run.file, run.flags): run.expected for run in RUNS}
-    cured = "--config.model.normalizer=softmax1 --config.optim.optimizer=orthoadam"
-    for key, coarse, fine in (
-        (("gpt2_350m", ""), 36.12, 0.13),
-        (("llama2_130m", cured), 3.54, 0.07),
-        (("gpt2_60m", "--config.data.sequence_length=512 " + cured), 0.53, 0.07),  # two rows of the print change places
-        (("gpt2_130m", "--config.data.sequence_length=1024 " + cured), 0.41, 0.07),  # 22.87, where it has 23.87
-    ):
-        expected = by_flags[key]
-        assert expected["perplexity_int8_coarse"] - expected["perplexity"] == pytest.approx(coarse, abs=1e-6)
-        assert expected["perplexity_int8_fine"] - expected["perplexity"] == pytest.approx(fine, abs=1e-6)
+    assert runs["sgd_momentum_rmsnorm_single_learned_softmax1"] == config("paper/ablation_130m_sgd")
 
 
 @pytest.mark.parametrize(
-    ("rows", "heading"), [(NOT_STATED, "Not stated, "), (DIFFERS, "What differs from the paper, on purpose:")]
+    ("row", "coarse", "fine"),
+    [
+        (paper_tables.TABLE_3["gpt2_350m_vanilla"], 36.12, 0.13),
+        (paper_tables.TABLE_3["llama2_130m_cured"], 3.54, 0.07),
+        (paper_tables.TABLE_6["gpt2_60m_512_cured"], 0.53, 0.07),  # two rows of the print change places
+        (paper_tables.TABLE_6["gpt2_130m_1024_cured"], 0.41, 0.07),  # 22.87, where the print has 23.87
+    ],
 )
-def test_what_the_paper_does_not_state_or_has_otherwise_is_one_table_and_so_in_every_run(rows, heading):
-    _, part = (FOLDER / "README.md").read_text().split(f"\n{heading}")
-    _, *table = re.findall(r"^\| (.+?) \| (.+?) \|$", part.split("|\n\n")[0] + "|", re.MULTILINE)
-    assert table == [(what, choice) for what, choice, _ in rows]
-    for run in RUNS:
-        flat = flatten(run.config)
-        for what, _, fields in rows:
-            for path, value in fields.items():
-                assert flat[path] == value, (what, run)
-
-
-def test_reading_a_config_imports_no_jax():
-    module = "orthojax.experiments.from_attention.paper_configs"
-    code = f"import sys; import {module} as p; p.paper_runs(); print('jax' in sys.modules)"
-    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
-    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert process.stdout == "False\n"
-
-
-# The plan of a run.
+def test_differences_of_perplexities_are_those_that_the_paper_prints(row, coarse, fine):
+    assert row["perplexity_int8_coarse"] - row["perplexity"] == pytest.approx(coarse, abs=1e-6)
+    assert row["perplexity_int8_fine"] - row["perplexity"] == pytest.approx(fine, abs=1e-6)
 
 
 def test_an_estimate_is_the_closed_form():
-    run = estimate(FILES["gpt2_130m"]())
+    run = estimate(config("paper/gpt2_130m"))
     d, L, T, V = 768, 12, 256, 50_304
     assert run.parameters == V * d + 1024 * d + L * (12 * d * d + 2) + 1
     assert run.tokens_per_step == 131_072
@@ -180,6 +142,5 @@ def test_an_estimate_is_the_closed_form():
 
 
 def test_hours_of_a_device_without_a_known_peak_are_refused():
-    with pytest.raises(UserError, match="'NVIDIA H20' is not known") as caught:
+    with pytest.raises(UserError, match="NVIDIA H20"):
         estimate(Config()).hours("NVIDIA H20", mfu=0.4)
-    assert "did you mean 'NVIDIA H200'" in str(caught.value)

@@ -1,26 +1,22 @@
 """Reproduces one experiment: orthojax reproduce --experiment=quick --scale=tiny --seeds=0,1,2.
 
 Without flags it runs the main job: two small language models on real text, vanilla and cured, in a few minutes on two
-CPU cores. Writes results.json, report.md, report.html and figures/ under the workdir, and of an experiment with `views`
-training.html, which steps through training; a second call resumes and skips what is done. --list shows all experiments,
-how much of each is done, and what the rest takes here. --render writes a report again from a results.json, or one
-report from several.
+CPU cores. Writes results.json, report.md, report.html and figures/ under the workdir; a second call resumes and skips
+what is done. --list shows all experiments. --report writes the report of a results.json again.
 """
 
-import functools
-import json
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 
 from absl import flags
 
 from orthojax.commands import cli
 from orthojax.errors import UserError, nearest, printable
-from orthojax.files import make_folder, write_text
 
 FLAGS = flags.FLAGS
 RESUMES = True  # the same command resumes an interrupted one
 EXTRAS = "train,reports"
+SCALES = ("tiny", "deep", "overnight", "small", "paper")
 
 
 def define_flags() -> None:
@@ -28,12 +24,12 @@ def define_flags() -> None:
     cli.define_cache_dir()
     cli.define_compile_cache()
     flags.DEFINE_string("experiment", "quick", "Which experiment; --list shows them.")
-    flags.DEFINE_bool("list", False, "List all experiments, what is done and how long the rest takes here, then exit.")
+    flags.DEFINE_bool("list", False, "List all experiments with their scales, then exit.")
     flags.DEFINE_string(
         "scale", "tiny", "tiny, deep, overnight: two CPU cores; small: one GPU; paper: the paper's own sizes."
     )
-    flags.DEFINE_string("seeds", None, "Seeds, separated by commas; 0 for most experiments where not given.")
-    flags.DEFINE_string("workdir", None, "Folder of the study; runs/EXPERIMENT-SCALE where not given.")
+    flags.DEFINE_string("seeds", None, "Seeds, separated by commas; by default those of the experiment.")
+    flags.DEFINE_string("workdir", None, "Folder of the study; runs/EXPERIMENT-SCALE by default.")
     flags.DEFINE_string(
         "runs_dir", "runs/models", "Folder of trained runs, shared by experiments: none is trained twice."
     )
@@ -45,14 +41,13 @@ def define_flags() -> None:
         "several share one.",
         1,
     )
+    flags.DEFINE_string("only", None, "Train and measure this variant alone, and write no report.")
     flags.DEFINE_list(
-        "render", [], "A results.json or its folder: only writes its report again, beside it or under --workdir. "
-        "Several, separated by commas: joins runs that were trained separately; needs --workdir."
-    )  # fmt: skip
+        "report", [], "Folders of a results.json: write its report under --workdir, with the rows of all of them."
+    )
 
 
 def _seeds() -> tuple[int, ...] | None:
-    """Those of --seeds; None where not given."""
     if FLAGS.seeds is None:
         return None
     try:
@@ -67,105 +62,65 @@ def _seeds() -> tuple[int, ...] | None:
 
 
 def _models() -> dict[str, Path]:
-    """Name -> checkpoint, of --model."""
+    """Returns name -> checkpoint, as --model gives them."""
     pairs = [text.partition("=") for text in FLAGS.model]
     models = {name.strip(): Path(path) for name, _, path in pairs if name.strip() and path}
-    if len(models) < len(pairs):
+    if len(models) < len(pairs) or not all(name.isprintable() and "/" not in name for name in models):
         raise UserError(
             f"--model={','.join(FLAGS.model)}", allowed="different names: NAME=CHECKPOINT[,NAME=CHECKPOINT]"
         )
     return models
 
 
-def _sources() -> list[Path]:
-    """The results.json of each part of --render.
-
-    Raises:
-      UserError: Where a part is empty or there twice; for several without a place for what they become.
-    """
-    given = f"--render={','.join(FLAGS.render)}"
-    if not all(FLAGS.render) or not FLAGS.render:
-        raise UserError(given, allowed="a results.json or its folder, or several: A,B")
-    paths = [Path(source) / "results.json" if Path(source).is_dir() else Path(source) for source in FLAGS.render]
-    resolved = [path.resolve() for path in paths]
-    if len(set(resolved)) < len(paths):
-        raise UserError(f"{given} has a results.json twice", allowed="each once")
-    if len(paths) > 1:
-        if FLAGS.workdir is None:
-            raise UserError(f"{given} without --workdir", allowed="--workdir=DIR, the folder of the joined results")
-        there = Path(FLAGS.workdir) / "results.json"
-        if there.exists() and there.resolve() not in resolved:
-            raise UserError(f"{there} is there already", allowed="another --workdir, or that of a part")
-    return paths
-
-
-def _render(paths: Sequence[Path]) -> None:
-    """--render."""
-    from orthojax.experiments.catalog import find
-    from orthojax.experiments.joining import join
-    from orthojax.experiments.page import print_report
-    from orthojax.experiments.rerender import read_raw, rerender
-
-    parts = {path: read_raw(path) for path in paths}
-    source, workdir = paths[0], Path(FLAGS.workdir or paths[0].parent)
-    raw, joins = parts[source], len(parts) > 1
-    experiment = find(FLAGS.experiment if FLAGS["experiment"].present else raw["experiment"])
-    if joins:
-        raw = join(parts, workdir)
-        experiment.variants_at(raw["scale"])  # refuses a scale that it does not have, before anything is written
-    make_folder(workdir, "workdir", files=("results.json", "report.md", "report.html"))
-    if joins:
-        source = workdir / "results.json"
-        write_text(source, json.dumps(raw, indent=2, allow_nan=False) + "\n")
-    print_report(rerender(experiment, raw, source, workdir))
-    print(f"\nwritten: {workdir}/report.md, report.html{', results.json' if joins else ''}")
+def _command(workdir: Path) -> list[str]:
+    """Returns what starts this command in another process, for one run."""
+    names = ("experiment", "scale", "runs_dir", "cache_dir")
+    given = [f"--{name}={FLAGS[name].value}" for name in names] + [f"--workdir={workdir}"]
+    given += [f"--model={','.join(FLAGS.model)}"] if FLAGS.model else []
+    given += [f"--compile_cache={FLAGS.compile_cache}"] if FLAGS.compile_cache is not None else []
+    return [sys.executable, "-m", "orthojax", "reproduce", *given]
 
 
 def main(_: list[str]) -> None:
-    scales = ("tiny", "deep", "overnight", "small", "paper")
-    if FLAGS.scale not in scales:
-        raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(scales), hint=nearest(FLAGS.scale, scales))
-    if FLAGS["render"].present:
-        _render(_sources())
-        return
+    if FLAGS.scale not in SCALES:
+        raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(SCALES), hint=nearest(FLAGS.scale, SCALES))
     given, models = _seeds(), _models()
 
-    from orthojax.experiments.catalog import ALL, find, listing
-    from orthojax.experiments.page import make_report, print_report, write_report
-    from orthojax.experiments.places import device_count, places
-    from orthojax.experiments.study import given_model, run_experiment
-    from orthojax.train import keep_compiled_programs
+    from orthojax.experiments.catalog import ALL, find
+    from orthojax.experiments.report import print_report, write_report
+    from orthojax.experiments.running import run_study
+    from orthojax.experiments.study import Given, make_report, read_results
+    from orthojax.train import find_model, keep_compiled_programs
 
-    keep_compiled_programs(FLAGS.compile_cache)
     if FLAGS.list:
-        where = places(FLAGS.jobs)
-        print(listing(ALL, FLAGS.scale, given, Path(FLAGS.runs_dir), device_count(where)))
+        for study in ALL:
+            print(f"{', '.join((study.name, *study.also))} [{' '.join(study.scales)}]: {study.title}")
         return
-    experiment = find(FLAGS.experiment)
-    seeds = experiment.seeds if given is None else given
-    workdir = Path(FLAGS.workdir or f"runs/{experiment.name}-{FLAGS.scale}")
-    trained = experiment.variants_at(FLAGS.scale)
-    existing = [*experiment.installed(), *(given_model(name, path) for name, path in models.items())]
-    counts = [f"{len(trained)} variants"] if trained else []
-    counts += [f"existing: {', '.join(variant.name for variant in existing)}"] if existing else []
-    counts += [f"seeds {', '.join(map(str, seeds))}"] if trained or experiment.compute else []
-    runs = len(trained) * len(seeds) + len(existing)
-    where = places(FLAGS.jobs and min(FLAGS.jobs, max(runs, 1)))  # those on one GPU share its memory
-    print(f"{experiment.name}: {experiment.title}")
-    print(printable(f"workdir {workdir}: {'; '.join(counts) or 'no models'}"), flush=True)
-    results = run_experiment(
-        experiment,
-        FLAGS.scale,
-        seeds,
-        workdir,
-        runs_dir=Path(FLAGS.runs_dir),
-        cache_dir=Path(FLAGS.cache_dir),
-        models=existing,
-        where=where,
-        setup=functools.partial(keep_compiled_programs, FLAGS.compile_cache),
-    )
+    study = find(FLAGS.experiment)
+    workdir = Path(FLAGS.workdir or f"runs/{study.name}-{FLAGS.scale}")
+    if FLAGS.report:
+        results = read_results(study, *map(Path, FLAGS.report))
+    else:
+        keep_compiled_programs(FLAGS.compile_cache)
+        seeds = study.seeds if given is None else given
+        if FLAGS.only is None:
+            print(printable(f"{study.name}: {study.title}\nworkdir {workdir}, seeds {', '.join(map(str, seeds))}"))
+        found = {name: find_model(path) for name, path in models.items()}
+        results = run_study(
+            study,
+            FLAGS.scale,
+            seeds,
+            workdir,
+            runs_dir=Path(FLAGS.runs_dir),
+            cache_dir=Path(FLAGS.cache_dir),
+            given={name: Given(config, checkpoint) for name, (checkpoint, config) in found.items()},
+            jobs=FLAGS.jobs,
+            command=_command(workdir),
+            only=FLAGS.only,
+        )
+        if FLAGS.only is not None:
+            return
     report = make_report(results)
     write_report(report, workdir)
     print_report(report)
-    more = ", training.html" if report.views else ""
-    print(printable(f"\nwritten: {workdir}/report.html, report.md, results.json, figures/{more}"))
+    print(printable(f"\nwritten: {workdir}/report.html, report.md, figures/"))

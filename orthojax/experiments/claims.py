@@ -8,6 +8,7 @@ so, with the verdict under the first criterion.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -57,7 +58,7 @@ class Expr:
     def in_every_seed(self) -> "Expr":
         """Returns whether it holds with the numbers of each seed instead of their means."""
         every = lambda scope: all(self.value(seed) for seed in scope.seeds())  # noqa: E731
-        return dataclasses.replace(self, text=f"{_within(self, 1)} in every seed", value=every, binding=2)
+        return dataclasses.replace(self, text=f"{_within(self, 2)} in every seed", value=every, binding=2)
 
     def __add__(self, other: Any) -> "Expr":
         return _binary("+", operator.add, 5, self, other)
@@ -186,19 +187,24 @@ def rising(*exprs: Any) -> Expr:
     return function("rising", lambda *values: all(a < b for a, b in itertools.pairwise(values)), *exprs)
 
 
-def check(of: Callable[..., Any], *variants: str, words: str = "") -> Expr:
+def check(of: Callable[..., Any], *variants: str, words: str = "", shows: Sequence[Quantity] = ()) -> Expr:
     """Returns a function of whole `Result`s, for what no expression says; its docstring is the criterion.
 
-    Without variants it takes all of the study that finished, on the seeds that they share.
+    Args:
+      of: The function.
+      *variants: What it takes; without any, all of the study that finished, on the seeds that they share.
+      words: The criterion instead.
+      shows: Metrics whose numbers are printed with it.
     """
     text = words or (of.__doc__ or "").strip().splitlines()[0].rstrip(".")
+    terms = tuple((metric, name) for metric in shows for name in variants)
 
     def value(scope: Scope) -> Any:
         if variants:
             return of(*(scope.results[name] for name in variants))
         return of(*shared_seeds([result for result in scope.study if result.seeds]))
 
-    return Expr(text, value, (), frozenset(variants), 1)
+    return Expr(text, value, terms, frozenset(variants), 1)
 
 
 class ByLayer:
@@ -360,6 +366,7 @@ COARSE, MODERATE, FINE = INT8 = ("int8_coarse", "int8_moderate", "int8_fine")
 INT4 = "int4_zeropoint"
 
 
+@functools.cache
 def lost(setting: str) -> Metric:
     """Returns the fraction by which a quantisation setting raises perplexity."""
     of = lambda numbers: numbers[f"perplexity_{setting}"] / numbers["perplexity"] - 1  # noqa: E731

@@ -13,7 +13,7 @@ import numpy as np
 from orthojax.analysis.catalogue import label
 from orthojax.experiments.figures import COLORS, DASHES, Curve, Look, Scale, bars, lines, maps, scatter
 from orthojax.experiments.report import Picture
-from orthojax.experiments.results import Missing, Quantity, Result, Results, as_quantity
+from orthojax.experiments.results import Missing, Quantity, Result, Results, as_quantity, case_in
 from orthojax.experiments.tables import Quantities, quantities
 
 _OPTIMIZERS = ("adam", "orthoadam", "sgd", "muon", "rmsprop", "lion")
@@ -182,7 +182,7 @@ class Bars:
 
 @dataclasses.dataclass(frozen=True)
 class Points:
-    """Every variant as a point.
+    """Every variant as a point, named by what `*` stands for in the pattern of its group.
 
     Attributes:
       name: Of the file.
@@ -209,7 +209,12 @@ class Points:
         x, y = as_quantity(self.x), as_quantity(self.y)
         groups = {words: _shown(results, rows) for words, rows in (self.groups or {"variants": ""}).items()}
         points = {
-            words: [(r[x], r[y], r.name) for r in of if r.values(x) and r.values(y)] for words, of in groups.items()
+            words: [
+                (r[x], r[y], case_in(self.groups.get(words, ""), r.name) or r.name)
+                for r in of
+                if r.values(x) and r.values(y)
+            ]
+            for words, of in groups.items()
         }
         if not any(points.values()):
             raise Missing(self.name)

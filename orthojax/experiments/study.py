@@ -228,7 +228,7 @@ def _setting(results: Results) -> str:
 
 
 def _about_the_data(results: Results) -> list[str]:
-    configs = [of.config for of in results.values() if of.config is not None]
+    configs = [of.config for of in results.values() if of.config is not None and results.study.trains]
     sentences = []
     if len(results.seeds) == 1 and configs:
         sentences.append("One seed is an anecdote: --seeds=0,1,2 shows the spread.")

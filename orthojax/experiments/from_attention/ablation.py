@@ -83,7 +83,7 @@ _NORMS = [
 _OPTIMIZERS = [
     # A model whose perplexity is far above Adam's has learned less, and its kurtosis says nothing about the optimizer.
     Claim("It is adaptive optimizers that make outliers: kurtosis 140 with Adam, 70 with RMSProp, about 3 to 5 with "
-          "SGD (4.1, 5.3).", check(_fewer_outliers, ADAM, _OTHER),
+          "SGD (4.1, 5.3).", check(_fewer_outliers, ADAM, _OTHER, shows=[POOLED, PPL]),
           _ADAM_HAS_OUTLIERS & (PPL[_OTHER] <= 1.1 * PPL[ADAM]), cases=("rmsprop", "sgd_momentum", "sgd"),
           revised=("a model that has learned less says nothing about its optimizer; at scale tiny this leaves out "
                    "RMSProp, which contradicts the claim, and SGD without momentum",
@@ -118,7 +118,9 @@ TABLE5 = Study(
     f"{about_chance(results)}",
     paper=TABLE_5,
     columns=[
-        "train.steps optim.learning_rate perplexity kurtosis_first kurtosis_rest kurtosis_pooled "
+        Metric("steps", lambda of: of["train.steps"]),
+        Metric("learning rate", lambda of: of["optim.learning_rate"]),
+        "perplexity kurtosis_first kurtosis_rest kurtosis_pooled "
         "first_attention_fraction first_attention_mass max_abs_first max_abs_rest",
         Metric("max |x|, larger of the two", _max_abs),
     ],

@@ -78,9 +78,9 @@ def frames(seed: int) -> np.ndarray:
 
 
 def task(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns (start [in, out], readout [out, targets], inputs [steps, batch, in], targets [steps, batch, targets]), float64.
+    """Returns start [in, out], readout [out, targets], inputs [steps, batch, in] and targets [steps, batch, targets].
 
-    The loss is the mean square of tanh(inputs W) readout - targets, a different batch in every step.
+    All are float64. The loss is the mean square of tanh(inputs W) readout - targets, a different batch in every step.
     """
     rng = np.random.default_rng([seed, 0])
     inputs = rng.standard_normal((STEPS, BATCH, INPUTS))

@@ -47,8 +47,8 @@ def layer_deviations(seed: int) -> dict[str, tuple[float, float]]:
     r"""Measures how far layers are from commuting with a random rotation R of all channels.
 
     :math:`\|f'(R x) - R f(x)\| / \|f(x)\|`, where f' is f (the paper's criterion), or f with its parameters
-    rotated along (R W R^T, R v), which says whether the layer is of the same kind in every basis. RMSNorm and LayerNorm are those
-    of the model.
+    rotated along (R W R^T, R v), which says whether the layer is of the same kind in every basis. RMSNorm and LayerNorm
+    are those of the model.
 
     Args:
       seed: Of parameters, x and R.

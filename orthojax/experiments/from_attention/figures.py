@@ -39,7 +39,7 @@ from orthojax.experiments.from_attention.bases import BASES, gaussian_kurtosis
 from orthojax.experiments.from_attention.channels import LARGEST_CHANNEL_WEIGHTS, LARGEST_CHANNELS, largest_channels
 from orthojax.experiments.from_attention.first_keys import FIRST_KEYS, KEYS
 from orthojax.experiments.from_attention.models import MODELS, SCALES, about, base_run, grid
-from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, PARTS, weights_and_moments
+from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, PARTS, output_norms
 from orthojax.experiments.from_attention.paper_tables import TABLE_2
 from orthojax.experiments.from_attention.spiked_vector import ROTATIONS, mean_norm_ratio_of_direction, rotate
 from orthojax.experiments.from_attention.stability import STABILITY, running_mean, window_of
@@ -63,8 +63,8 @@ FIGURE1 = Study(
     runs=lambda scale: grid(scale, ["gpt2_130m"], _PAIR),
     scales=SCALES,
     models=lambda given: given,
-    note="The paper shows a pretrained GPT2-Medium, which --model=NAME=CHECKPOINT adds to these maps, and its own model "
-    "with softmax-1 and OrthoAdam.",
+    note="The paper shows a pretrained GPT2-Medium, which --model=NAME=CHECKPOINT adds to these maps, and its own "
+    "model with softmax-1 and OrthoAdam.",
     columns=OUTCOME,
     claims=[
         Claim("With softmax and Adam the first key token dominates.", dominated(_VANILLA),
@@ -118,8 +118,8 @@ FIGURE2 = Study(
     seeds=(0, 1, 2, 3, 4),
     measures=(FIRST_KEYS,),
     note="Softmax and Adam; targets that the relaxed mask shows enter neither the loss nor either perplexity. Rows do "
-    "not begin with a BOS: it would be the same token at position 0 of every sequence, privileged by what it is and not "
-    "by the mask. The paper's GPT-2 has none either. Masses are those of queries after the first ten.",
+    "not begin with a BOS: it would be the same token at position 0 of every sequence, privileged by what it is and "
+    "not by the mask. The paper's GPT-2 has none either. Masses are those of queries after the first ten.",
     columns="perplexity_after_first_keys winner winner_mass others_mass winner_fraction winner_of_heads "
     "winner_of_sequences largest_mass_of_sequence",
     claims=[
@@ -246,9 +246,9 @@ FIGURE4 = Study(
     scales=SCALES,
     also=("figure5",),
     measures=(OUTPUT_WEIGHTS, LARGEST_CHANNEL_WEIGHTS),
-    note="For each output channel of the two projections that write to the residual stream: the norm of its weights and "
-    "Adam's second moments of their gradients, summed. OrthoAdam's moments live in a basis of its own, in which weights "
-    "are compared with them. An outlier is several scaled median deviations from the median, in logarithms.",
+    note="For each output channel of the two projections that write to the residual stream: the norm of its weights "
+    "and Adam's second moments of their gradients, summed. OrthoAdam's moments live in a basis of its own, in which "
+    "weights are compared with them. An outlier is several scaled median deviations from the median, in logarithms.",
     columns=[f"{part}_{name}" for part in PARTS for name in (
         "outlier_channels", "norm_peak", "moment_spread", "rank_correlation", "overlap", "own_outlier_channels",
         "explained_outlier_channels", "larger_norms")],
@@ -269,7 +269,7 @@ FIGURE4 = Study(
         Claim("The largest parameters act on the channels with outliers, as the output channels of the projections "
               "(4.2; softmax and Adam).", (_RANK[_V] < _TOP[_V]).in_every_seed(), REST[_V] > OUTLIERS),
     ],
-    pictures=[weights_and_moments],
+    pictures=[output_norms],
 )  # fmt: skip
 
 _V350, _C350 = "gpt2_350m_vanilla", "gpt2_350m_cured"
@@ -315,8 +315,8 @@ FIGURE6 = Study(
               (_FARTHEST[_C350] < 1.25).in_every_seed(), _WRITES),
         Claim("In all three bases the kurtosis is near that of a Gaussian, 3.", largest(*_IN_BASES) < NO_OUTLIERS,
               _WRITES),
-        Claim("A basis with larger kurtosis exists: that of the singular vectors, X V. Any matrix has one, so this says "
-              "nothing of outliers.", (_EXCESS[_C350] > 0).in_every_seed(),
+        Claim("A basis with larger kurtosis exists: that of the singular vectors, X V. Any matrix has one, so this "
+              "says nothing of outliers.", (_EXCESS[_C350] > 0).in_every_seed(),
               smallest(*(of[_C350] for of in _XV)) > _OF_GAUSSIANS[_C350],
               revised=("Gaussian values met it as well", Claim("", (_EXCESS[_C350] > 0).in_every_seed()))),
         Claim("The vanilla model's layers write outliers.", _WRITES & _MORE,
@@ -433,9 +433,10 @@ FIGURE41 = Study(
     columns=[_LOSS, "loss_spikes loss_jump_nats validation_rise_nats"],
     tables=[Paired("Final loss less that of softmax + Adam", _V, "*_softmax1 *_orthoadam *_cured", (), [_LOSS])],
     claims=[
-        Claim("Training is stable with every method (3.2, L).", ((_JUMP["*"] <= 0.5) & (_RISE["*"] <= 0.02)).in_every_seed(),
-              revised=("a jump of a nat is a perplexity 2.7 times as high; of the committed runs the count of such jumps "
-                       "was kept, and not the logs that the present criterion reads",
+        Claim("Training is stable with every method (3.2, L).",
+              ((_JUMP["*"] <= 0.5) & (_RISE["*"] <= 0.02)).in_every_seed(),
+              revised=("a jump of a nat is a perplexity 2.7 times as high; of the committed runs the count of such "
+                       "jumps was kept, and not the logs that the present criterion reads",
                        Claim("", abs(Metric("loss_spikes")["*"]) <= 0))),
         *(Claim(f"{words} converges to a loss similar to that of softmax + Adam.",
                 _NATS[f"*_{method}"] - _NATS[_V] <= 0.02,

@@ -1,4 +1,4 @@
-"""How much attention each of the first ten keys gets, with the mask of Figure 2: the first ten tokens see each other."""
+"""Attention on each of the first ten keys, for the mask of Figure 2 with which the first ten tokens see each other."""
 
 from typing import Any
 

@@ -113,8 +113,9 @@ def grid(scale: str, models: Iterable[str] = MODELS, methods: Iterable[str] = tu
 
 def about(results: Results) -> str:
     """Returns what was trained on what, and that other numbers are the paper's, for the head of a report."""
-    of = next(iter(results.values())).config
-    sentences = [f"{of.train.batch_size} sequences of {of.data.sequence_length} tokens a step."]
+    runs = results.study.runs_at(results.scale).values()
+    lengths = " or ".join(map(str, sorted({of.data.sequence_length for of in runs})))
+    sentences = [f"{next(iter(runs)).train.batch_size} sequences of {lengths} tokens a step."]
     if results.scale != "paper":
         sentences.append(
             "Models stand in for the paper's by order of width; they are far smaller and trained far shorter."
@@ -171,7 +172,7 @@ _RATES = {
 def ablation(scale: str) -> dict[str, Config]:
     """Returns the run of every row of Table 5; SGD has `SGD_STEPS` times the steps of the others."""
     base = replace(base_run(scale), {"model.position": "learned"})
-    rates = dict(zip(("rmsprop", "sgd_momentum", "sgd"), _RATES[scale], strict=True))
+    rates: dict[str, float] = dict(zip(("rmsprop", "sgd_momentum", "sgd"), _RATES[scale], strict=True))
     runs = {}
     for name, changes in ABLATION.items():
         optimizer = name.partition("_rmsnorm")[0].partition("_layernorm")[0]

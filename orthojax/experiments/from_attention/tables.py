@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from orthojax.analysis import chance_of_first, correlation
 from orthojax.config import Config, DataConfig, changed_fields, replace
@@ -41,6 +43,7 @@ from orthojax.experiments.claims import (
     smallest,
     worst,
 )
+from orthojax.experiments.figures import bars
 from orthojax.experiments.from_attention.models import LENGTHS, RUNS, SCALES, about, about_chance, grid
 from orthojax.experiments.from_attention.output_weights import OUTPUT_WEIGHTS, output_norms
 from orthojax.experiments.from_attention.paper_tables import (
@@ -54,9 +57,9 @@ from orthojax.experiments.from_attention.paper_tables import (
     TABLE_9,
     TABLE_9_PUBLIC,
 )
-from orthojax.experiments.pictures import Bars, ByStep, Maps, Points
-from orthojax.experiments.report import Table
-from orthojax.experiments.results import Numbers, Quantity, Result, Results, pairs
+from orthojax.experiments.pictures import ByStep, Maps, Points
+from orthojax.experiments.report import Picture, Table
+from orthojax.experiments.results import Missing, Numbers, Quantity, Result, Results, pairs
 from orthojax.experiments.study import Given, Study
 from orthojax.experiments.tables import Columns, Paired, Printed, change
 from orthojax.formatting import byte_count, percent, signed
@@ -64,7 +67,7 @@ from orthojax.formatting import byte_count, percent, signed
 V, S, O, C = "*_vanilla", "*_softmax1", "*_orthoadam", "*_cured"
 KURTOSIS = Metric("kurtosis, larger of first token and others",
                   lambda of: max(of["kurtosis_first"], of["kurtosis_rest"]))  # fmt: skip
-WIDTH = Metric("model.d_model")
+WIDTH = Metric("D", lambda of: of["model.d_model"])
 _INT8_NOTE = (
     "After RMSNorm with one scale no value exceeds sqrt(D) times the root mean square, whatever the outliers, so the "
     "rounding error of int8 is at most sqrt(D) / 254 of it: 5.5% at 192 channels, 17.8% at the paper's 2,048. That "
@@ -111,7 +114,15 @@ def _is_cured(result: Result) -> bool:
 _USABLE = "llama2_130m_vanilla"
 _OF_MEANS = Metric(f"perplexity_{INT4}")["*"] / PPL["*"] - 1
 _MOST_LOST = largest_of_all(lambda of: of[f"perplexity_{INT4}"] / of["perplexity"] - 1, lambda of: not _is_cured(of),
-                            "the largest of all models that are not cured")  # fmt: skip
+                            "the largest of the same of all models that are not cured")  # fmt: skip
+
+
+def _outliers_and_4_bits(results: Results) -> Sequence[Picture]:
+    broken = any(value > 1 for of in results.finished for value in of.values(AT_4_BITS))
+    caption = "Outliers, and the fraction by which weights of 4 bits raise perplexity."
+    y_scale = "symlog" if broken else "linear"
+    return Points("kurtosis_and_4_bits", caption, KURTOSIS, AT_4_BITS, y_scale=y_scale)(results)
+
 
 TABLE1 = Study(
     name="table1",
@@ -136,8 +147,7 @@ TABLE1 = Study(
               Metric(f"perplexity_{INT4}")[C] / PPL[C] < Metric(f"perplexity_{INT4}")[V] / PPL[V], _MOST_LOST > 0.01),
     ],
     headlines=[(AT_4_BITS, f"{model}_vanilla", f"{model}_cured") for model in ("gpt2_130m", "gpt2_1_4b")],
-    pictures=[Points("kurtosis_and_4_bits", "Outliers, and what weights of 4 bits do to perplexity.", KURTOSIS,
-                     AT_4_BITS, y_scale="symlog")],
+    pictures=[_outliers_and_4_bits],
 )  # fmt: skip
 
 EQUAL_WITH_SOFTMAX1 = Metric("softmax-1's chance",
@@ -238,6 +248,26 @@ _CATASTROPHE = (AT_4_BITS[V] >= 1) & (AT_4_BITS[C] <= 0.1)
 _MAINTAINED = largest(*(of[C] for of in _INT8_LOST)) <= 0.02  # the paper's own GPT2 lose 0.8% to 1.9%
 _ALONE = "what cured alone loses did not count"
 
+
+def lost_at_coarse(results: Results) -> list[Picture]:
+    """Draws the perplexity that int8 coarse costs each model, vanilla and cured, with the seeds that all finished."""
+    cases = [name.removesuffix("_vanilla") for name in results if name.endswith("_vanilla")]
+    found = {
+        method: [results[f"{case}_{method}"].by_seed(_LOST_AT_COARSE) for case in cases]
+        for method in ("vanilla", "cured")
+    }
+    seeds = set.intersection(*(set(of) for by_case in found.values() for of in by_case))
+    if not seeds:
+        raise Missing("a seed that every variant finished")
+    values = {
+        method: 100 * np.array([[of[seed] for of in by_case] for seed in seeds]) for method, by_case in found.items()
+    }
+    figure = bars(cases, values, y_label="perplexity lost at int8 coarse, %")
+    return [
+        Picture("coarse", "Perplexity lost at int8 coarse; whiskers from the smallest to the largest seed.", figure)
+    ]
+
+
 TABLE3 = Study(
     name="table3",
     title="Table 3: quantisation after training: int8 coarse, moderate, fine, and 4-bit, vanilla and cured",
@@ -270,8 +300,7 @@ TABLE3 = Study(
               largest=1 - fraction_left(_FOUR_BITS[V], _FOUR_BITS[C], 0)),
     ],
     pictures=[
-        Bars("coarse", "Perplexity lost at int8 coarse, in percent.", [_LOST_AT_COARSE], scale=100),
-        Maps(), output_norms,
+        lost_at_coarse, Maps(), output_norms,
     ],
 )  # fmt: skip
 
@@ -366,7 +395,7 @@ TABLE6 = Study(
               (PPL[C] <= 1.01 * PPL[V]) & (_COARSE[C] < _COARSE[V])),
         *(loses_less(setting, f"At every length cured loses less to {setting}.") for setting in INT8),
     ],
-    pictures=[Bars("coarse", "Perplexity lost at int8 coarse, in percent.", [_LOST_AT_COARSE], scale=100)],
+    pictures=[lost_at_coarse],
 )  # fmt: skip
 
 # A base model and the same one fine-tuned: aliases of models that are given two by two.
@@ -412,7 +441,7 @@ def _changes(results: Results) -> Table:
 
 def _of_pairs(says: str, holds: Expr, testable: Expr) -> Claim:
     first = Claim("", holds, testable)
-    same_text = check(_same_text, BASE, TUNED)
+    same_text = check(_same_text, BASE, TUNED, words="both are measured on the same text")
     return Claim(says, holds, same_text & testable, revised=("the pair was measured on different texts", first))
 
 
@@ -459,7 +488,7 @@ TABLE8 = Study(
     "2's column of the first token: the largest |activation| over channels at position 0, its mean over sequences and "
     "then over layers.",
     paper={name: row | {"kurtosis_first": TABLE_2[name]["kurtosis_first"]} for name, row in TABLE_8.items()},
-    columns=["model.d_model max_abs_first", Metric("alpha / D", lambda of: of["max_abs_first"] / of["model.d_model"]),
+    columns=[WIDTH, MAX_FIRST, Metric("alpha / D", lambda of: of["max_abs_first"] / of["model.d_model"]),
              "kurtosis_first max_abs_first_maximum max_abs_rest max_abs_rest_maximum"],
     claims=[
         Claim("The largest activation alpha is generally much larger than the width D (G, H).",
@@ -468,8 +497,7 @@ TABLE8 = Study(
         Claim("Wider models have larger kurtosis (4.2, G).", rising(*(FIRST[name] for name in _GPT2)),
               _WIDEST_HAS_OUTLIERS),
     ],
-    pictures=[Points("alpha_by_width", "Width D and largest activation alpha.", WIDTH, MAX_FIRST, x_scale="log",
-                     y_scale="log")],
+    pictures=[Points("alpha_by_width", "Width D and largest activation alpha.", WIDTH, MAX_FIRST, y_scale="log")],
 )  # fmt: skip
 
 
@@ -498,7 +526,7 @@ TABLE9 = Study(
     "at each layer; Pearson's coefficient is over layers, of each seed. Without outliers kurtosis hardly differs "
     "between layers, and what is left to correlate is small. --model=NAME=CHECKPOINT adds rows.",
     paper=TABLE_9,
-    columns=["model.num_layers", _OF_FIRST, _OF_REST],
+    columns=[Metric("layers", lambda of: of["model.num_layers"]), _OF_FIRST, _OF_REST],
     tables=[Printed("What the paper prints for public models", [_OF_FIRST, _OF_REST], TABLE_9_PUBLIC)],
     claims=[
         Claim("Kurtosis and norm ratio go together in every model (I.3).",  # the paper has 0.560 to 0.998
