@@ -95,8 +95,8 @@ ONE_LAYER = Study(
     columns=[*RISKS, SINK, _GAP, _DRAIN, "residual_norm_first residual_norm_rest"],
     tables=[
         Columns("Beside the published numbers",
-                [COPY, "sink_attention", _GAP_TOKENS, _LOW, _HIGH, _LOG_R, _ON_BOS, _ON_OTHERS, *_NO_ATTENTION,
-                 *_NO_MLP, _RISE], rows="softmax"),
+                [COPY, "sink_attention", _GAP_TOKENS, _LOW, _HIGH, _LOG_R, "sink_logit_gap/layer_0/log_slope", _ON_BOS,
+                 _ON_OTHERS, *_NO_ATTENTION, *_NO_MLP, _RISE], rows="softmax"),
         Columns("The first recorded step at half of the last large change", _HALF, rows="softmax relu"),
         intervention_table("softmax", [risk.name for risk in RISKS]),
     ],
