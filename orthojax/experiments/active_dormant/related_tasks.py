@@ -1,0 +1,182 @@
+"""Tasks around Bigram-Backcopy, tasks with a head that every query needs, and a map of conditions.
+
+Active-Dormant Attention Heads (arXiv 2410.13835), appendix; `needed_head` is a prediction that follows from the paper.
+"""
+
+import numpy as np
+
+from orthojax.config import replace
+from orthojax.experiments.active_dormant.model_measures import KEY_MASS
+from orthojax.experiments.active_dormant.runs import (
+    COPY,
+    DRAIN,
+    ORTHOADAM,
+    PEAK,
+    RISKS,
+    SCALES,
+    SEEDS,
+    SGD,
+    SINK,
+    backcopy,
+    short,
+)
+from orthojax.experiments.claims import Claim, Metric, largest, smallest
+from orthojax.experiments.figures import maps
+from orthojax.experiments.pictures import Bars, ByStep
+from orthojax.experiments.report import Picture
+from orthojax.experiments.results import Results
+from orthojax.experiments.study import Study, grid
+from orthojax.experiments.tables import Columns
+
+_DRAIN = Metric("value_drain")
+_TOKEN, _EQUAL, _TOKEN_VALUE = _MOST = [
+    Metric(name) for name in ("largest_token", "largest_token_equal", "token_value_ratio")
+]
+_FIRST, _DELIMITER, _AT_TRIGGERS = _KEYS = [
+    Metric(name) for name in ("first_key", "delimiter_key", "delimiter_key_triggers")
+]
+
+
+def _in_later_layers(name: str) -> list:
+    return [Metric(f"{name}/layer_{i}")["in_context"] for i in (1, 2)]
+
+
+BACKCOPY_RULES = Study(
+    name="backcopy_rules",
+    title="Tasks around Bigram-Backcopy: no BOS and two, a delimiter, in-context and backward bigrams, Markov",
+    runs=lambda scale: grid(backcopy(scale), {
+        "bos": {},
+        "two_bos": {"data.bos_tokens": 2},
+        # Without <s> the first token differs between sequences, and there is no one residual state to follow.
+        "no_bos": {"data.bos_tokens": 0, "train.probe_details": False},
+        "delimiter": {"data.delimiter": True},
+        "backward": {"data.rule": "bigram_backward"},
+        "markov": {"data.rule": "markov"},
+        "half": {"data.other_rule_probability": 0.5},
+        "in_context": {"data.rule": "in_context_bigram", "model.num_layers": 3},
+    }),
+    scales=SCALES,
+    seeds=SEEDS,
+    measures=(KEY_MASS,),
+    note="One layer, three for the in-context bigram; excess risks are above the exact oracle of each task; with half "
+    "the probability of a copy is 1/2. The most attended token is that with most weight above what equal weights would "
+    "give, at non-trigger queries of the second half. The paper's numbers are read off figures of one seed.",
+    paper={"no_bos": {COPY.name: 8.56e-5}, "backward": {_DRAIN.name: 5.5 / 22}},
+    columns=[*RISKS, SINK, _DRAIN, "active_at_triggers active_elsewhere"],
+    tables=[Columns("Late queries, those after the delimiter", [*_KEYS, *_MOST, "trigger_keys"])],
+    claims=[
+        Claim("With two <s> the sink is on them, together.", (SINK["two_bos"] > 0.7).in_every_seed()),
+        Claim("They share it.", ((_FIRST["two_bos"] > 0.1) & (_FIRST["two_bos"] < 0.9)).in_every_seed(),
+              added="seen in these runs"),
+        Claim("Without <s> the sink moves to other tokens.",
+              (_TOKEN["no_bos"] > 2 * _EQUAL["no_bos"]) & (SINK["no_bos"] < 0.5)),
+        Claim("That token's value is drained.", _TOKEN_VALUE["no_bos"] < 0.5),
+        Claim("Without <s> the task is still learned.", COPY["no_bos"] < 0.02),
+        Claim("After a delimiter, where no query needs the head, the sink is on <s> or on the delimiter.",
+              (_FIRST["delimiter"] > 0.5) | (_DELIMITER["delimiter"] > 0.5),
+              revised=("any most attended token counted, at all positions",
+                       Claim("", (SINK["delimiter"] > 0.5) | (_TOKEN["delimiter"] > 0.5)))),
+        Claim("The delimiter is the sink of trigger characters, which have nothing to copy after it.",
+              (_AT_TRIGGERS["delimiter"] > 0.9).in_every_seed(), added="seen in these runs"),
+        Claim("The in-context bigram has a sink in some layer above the first.",
+              largest(*_in_later_layers(SINK.name)) > 0.5),
+        Claim("In the in-context bigram the value of <s> is drained there.",
+              smallest(*_in_later_layers(_DRAIN.name)) < 0.5),
+        Claim("Bigram-backward has a weaker sink and drain than Bigram-Backcopy.",
+              (SINK["backward"] < SINK["bos"]) & (_DRAIN["backward"] > _DRAIN["bos"])),
+        Claim("(Ours, predicted) Without anything to copy there is no sink: no head is needed, so none learns to be "
+              "idle.", SINK["markov"] < 0.3),
+        Claim("(Ours, predicted) Copying half of the time is enough.", SINK["half"] > 0.5),
+    ],
+    pictures=[ByStep("sink_attention_rest", x_scale="log", name="sink")],
+)  # fmt: skip
+
+_ON_FIRST, _TRIGGERS_ON_FIRST = Metric("first_key/layer_0"), Metric("active_first_key/layer_0")
+_TRIGGERS_ON_TRIGGERS = Metric("active_trigger_keys/layer_0")
+_VALUE_RATIO = Metric("value norm of <s> / others'",
+                      lambda of: of["value_norm_first/layer_0"] / of["value_norm_rest/layer_0"])  # fmt: skip
+_EXCESS = Metric("largest excess risk (nats)", lambda of: max(risk(of) for risk in RISKS))
+_PARKED = Metric("weight on triggers and <s>, late triggers",
+                 lambda of: _TRIGGERS_ON_TRIGGERS(of) + _TRIGGERS_ON_FIRST(of))  # fmt: skip
+_SKIP = {"data.rule": "skip_bigram"}
+
+NEEDED_HEAD = Study(
+    name="needed_head",
+    title="No sink if every query needs the head, and one at triggers if only these do not",
+    runs=lambda scale: grid(short(), {
+        "backcopy": {},
+        "skip": _SKIP,
+        "reverse": _SKIP | {"data.other_rule": "markov", "data.other_rule_probability": 1.0},
+    }),
+    seeds=(0, 1, 2),
+    measures=(KEY_MASS,),
+    note="The prediction: queries that do not need the head park on a sink. On Bigram-Backcopy only triggers need "
+    "it. In a skip-bigram the next token always depends on the one before the current one: every query needs it. In "
+    "reverse it does except after triggers, which alone do not need it. Weights are those of the second half of a "
+    "sequence, active_* at triggers; equal weights would put 0.021 on a key. Criteria are older than the runs.",
+    columns=[_ON_FIRST, _TRIGGERS_ON_FIRST, "trigger_keys/layer_0", _TRIGGERS_ON_TRIGGERS, _VALUE_RATIO,
+             "sink_logit_gap", *RISKS],
+    claims=[
+        Claim("Each task is learned.", (_EXCESS["*"] < 0.15).in_every_seed()),
+        Claim("If non-triggers do not need the head they attend to <s>, and its value is drained.",
+              ((_ON_FIRST["backcopy"] > 0.5) & (_VALUE_RATIO["backcopy"] < 0.5)).in_every_seed()),
+        Claim("If all queries need it there is no sink.",
+              ((_ON_FIRST["skip"] < 0.1) & (_TRIGGERS_ON_FIRST["skip"] < 0.1)).in_every_seed()),
+        Claim("If all queries need it there is no drain.", (_VALUE_RATIO["skip"] > 0.5).in_every_seed()),
+        Claim("If triggers alone do not need it, they alone attend to <s>.",
+              ((_TRIGGERS_ON_FIRST["reverse"] > 0.5) & (_ON_FIRST["reverse"] < 0.1)).in_every_seed()),
+        Claim("They have a sink, but it is they themselves with <s>: the keys of all triggers together, which equal "
+              "weights would give about 0.3.", (_PARKED["reverse"] > 0.9).in_every_seed(),
+              added="seen in the attention of these runs"),
+    ],
+    pictures=[Bars("weights_on_first", "Weight on <s> of late queries, by task.", [_ON_FIRST, _TRIGGERS_ON_FIRST])],
+)  # fmt: skip
+
+_ATTENTION = {
+    "softmax": {},
+    "softmax1": {"model.normalizer": "softmax1"},
+    "relu": {"model.normalizer": "relu"},
+    "gelu": {"model.normalizer": "gelu"},
+    "sigmoid": {"model.normalizer": "sigmoid"},
+    "gated": {"model.gated_attention": True},
+}
+_OPTIMIZERS = {
+    "adam": {"optim.weight_decay": 0.0},
+    "adamw": {"optim.weight_decay": 0.01},
+    "sgd": SGD | {"optim.learning_rate": 0.1, "optim.weight_decay": 0.0},
+    "orthoadam": ORTHOADAM | {"optim.weight_decay": 0.0},
+}
+_DEPTHS = ("1", "2", "3", "4", "5", "6")
+
+
+def _maps(results: Results) -> list[Picture]:
+    pictures = []
+    for name, metric in {"sink": SINK, "drain": DRAIN, "peak": PEAK}.items():
+
+        def mean(of: str, metric: Metric = metric) -> float:
+            return float(np.mean(results[of].values(metric) or [np.nan]))
+
+        panels = {
+            attention: np.array([[mean(f"{attention}_{of}_{depth}") for depth in _DEPTHS] for of in _OPTIMIZERS])
+            for attention in _ATTENTION
+        }
+        drawn = maps(panels, x_label="layers", y_label="", value_label=metric.label, log=name == "peak",
+                     x_ticks=_DEPTHS, y_ticks=list(_OPTIMIZERS))  # fmt: skip
+        pictures.append(Picture(name, f"{metric.label}, by attention, optimizer and depth.", drawn))
+    return pictures
+
+
+BREAK_CONDITIONS_MAP = Study(
+    name="break_conditions_map",
+    title="Bigram-Backcopy: sinks, drains and peaks by depth, optimizer and attention; one seed, 1,000 steps",
+    runs=lambda scale: grid(
+        # Scanned, so that six layers compile as fast as one.
+        replace(backcopy(), {"model.scan_layers": True, "train.steps": 1000, "train.probe_steps": (),
+                             "train.probe_details": False}),
+        _ATTENTION, _OPTIMIZERS, {depth: {"model.num_layers": int(depth)} for depth in _DEPTHS}),
+    seeds=(1,),
+    note="The methods of From Attention to Activation and the alternatives of Active-Dormant Attention Heads on one "
+    "map. Every cell is an anecdote.",
+    columns=[SINK, DRAIN, PEAK, *RISKS],
+    pictures=[_maps],
+)  # fmt: skip

@@ -1,0 +1,348 @@
+"""Measures of Bigram-Backcopy models: recorded steps, the first token's residual stream, interventions, keys."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_oracle import random_params
+from tiny_run import assert_trees_close, drawn_params
+
+from orthojax import analysis
+from orthojax.config import replace
+from orthojax.errors import UserError
+from orthojax.experiments.active_dormant import aligned, model_measures, recorded_steps
+from orthojax.experiments.active_dormant.runs import backcopy
+from orthojax.model import Interventions, LoadedModel, Transformer, llama2, stack_layers
+from orthojax.train import evaluate, load, open_inputs, read_metrics, train
+from orthojax.train.mesh import place_whole
+from orthojax.train.probe import probe_file
+from orthojax.train.step import build
+
+STEPS, PROBED = 6, (0, 1, 4)
+CONFIG = replace(backcopy(), {
+    "model.num_layers": 2, "optim.warmup_steps": 0, "model.d_model": 16, "model.d_mlp": 32, "model.num_heads": 2,
+    "data.sequence_length": 12, "train.steps": STEPS, "train.probe_steps": PROBED, "train.probe_sequences": 4,
+    "train.batch_size": 4, "eval.sequences": 8, "eval.batch_size": 8, "train.checkpoint_every_steps": 3,
+})  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(workdir, inputs, parameters after every step) of a run with details."""
+    inputs, params = open_inputs(CONFIG, tmp_path_factory.mktemp("data")), []
+    folder = tmp_path_factory.mktemp("run")
+    train(CONFIG, inputs, folder)
+    program = build(CONFIG, inputs.task)
+    state, step = program.init(jax.random.key(CONFIG.train.seed)), program.step
+    params.append(jax.tree.map(np.asarray, state.params))
+    for number in range(STEPS):
+        # Placed as the loop places it, so that its program serves here as well.
+        state, _ = step(state, place_whole(None, np.array([CONFIG.data.seed, number], np.uint32)))
+        params.append(jax.tree.map(np.asarray, state.params))
+    return folder, inputs, params
+
+
+def probes(run):
+    return {step: dict(np.load(probe_file(run[0] / "probes", step))) for step in PROBED}
+
+
+def lines_of(folder):
+    return {line["step"]: line for line in read_metrics(folder / "metrics.jsonl") if "sink_attention" in line}
+
+
+@jax.jit
+def hidden(params, tokens):
+    """The residual stream after each block at position 0, by the whole forward pass."""
+    observe = lambda taps: taps.residual[:, 0]  # noqa: E731
+    return Transformer(CONFIG.model).apply({"params": params}, tokens, observe=observe)[1]
+
+
+def measured(measure, loaded, inputs):
+    return measure.measure(loaded, inputs, lambda part: None).metrics
+
+
+def test_details_are_written_at_the_listed_steps(run):
+    folder, inputs, params = run
+    assert len(list((folder / "probes").iterdir())) == len(PROBED)
+    assert tuple(lines_of(folder)) == PROBED
+    rows = inputs.evaluation[[0, 2, 4, 6]]
+    for (step, line), arrays in zip(lines_of(folder).items(), probes(run).values(), strict=True):
+        seen = np.asarray(hidden(params[step], rows[:, :-1]))
+        np.testing.assert_allclose(arrays["first_residual"], seen[:, 1], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(line["residual_norm_first/layer_1"], np.linalg.norm(seen[1, 0]), rtol=1e-4)
+        assert line["backcopy_excess_risk_nats"] > 0
+
+
+def test_growth_of_the_norm_adds_up_over_parameters(run):
+    _, inputs, params = run
+    last = 0
+    for step, arrays in probes(run).items():
+        assert arrays["since"] == last
+        parts = {name: x for name, x in arrays.items() if name.startswith("growth/")}
+        total = np.sum(list(parts.values()), axis=0)
+        if step == 0:
+            assert not np.any(total)
+            continue
+        norms = [np.linalg.norm(hidden(params[s], inputs.evaluation[:1, :-1])[:, 0], axis=-1) for s in (last, step)]
+        last = step
+        np.testing.assert_allclose(arrays["growth"], norms[1] - norms[0], atol=2e-5)
+        assert np.all(np.abs(total - arrays["growth"]) <= 0.01 * np.abs(arrays["growth"]) + 2e-5)
+        assert np.all(parts["growth/head/kernel"] == 0)  # which that stream does not read
+        assert np.all(parts["growth/layers_1/mlp/output/kernel"][0] == 0)
+        assert np.abs(parts["growth/layers_1/mlp/output/kernel"][1]) > 1e-4
+
+
+def test_first_residual_gradients_are_finite_differences(run):
+    _, inputs, params = run
+    model, rows = Transformer(CONFIG.model), jnp.asarray(inputs.evaluation[:4])
+    gradients = jax.jit(analysis.first_residual_gradients, static_argnums=0)(model, params[-1], rows)
+    states = jnp.asarray(hidden(params[-1], rows[:, :-1]))
+    direction = np.random.default_rng(0).normal(size=states.shape[-1])
+
+    @jax.jit
+    def by_position(size, layer):
+        values = jnp.broadcast_to(states[layer, 0] + size * direction, (2, 1, 12, states.shape[-1]))
+        given = Interventions(residual=values, residual_share=jnp.zeros((2, 12)).at[layer, 0].set(1.0))
+        logits, _ = model.apply({"params": params[-1]}, rows[:, :-1], interventions=given)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), rows[:, 1:, None], -1), axis=0)
+
+    for layer in range(2):
+        above, below = (np.asarray(by_position(size, layer)) for size in (0.02, -0.02))
+        slopes = (above - below).ravel() / 0.04 / len(above)
+        found = [np.asarray(gradient[layer]) @ direction for gradient in gradients]
+        np.testing.assert_allclose(found, [slopes[1:].sum(), slopes[0]], rtol=0.02, atol=2e-5)
+
+
+def test_directions_of_values_and_keys_are_their_definitions(run):
+    params, c = run[2][-1], CONFIG.model
+    model = Transformer(c)
+    weak = np.asarray(jax.jit(analysis.weak_directions, static_argnums=0)(model, params))
+    block, H, norm = params["layers_1"], c.head_dim, params["layers_1"]["attention_norm"]
+    value, output = block["attention"]["value"]["kernel"], block["attention"]["output"]["kernel"]
+    gain = norm["scale"][:, None]
+    both = [gain * value[:, h * H : (h + 1) * H] @ output[h * H : (h + 1) * H] for h in range(c.num_heads)]
+    left, _, _ = np.linalg.svd(np.concatenate(both, axis=1))
+    np.testing.assert_allclose(weak[0], left[:, -4:] @ left[:, -4:].T, atol=2e-3)
+    assert np.all(np.isnan(weak[1]))  # nothing is above
+    token = jnp.asarray(run[1].evaluation[0, 0])
+    state = np.asarray(hidden(params, jnp.reshape(token, (1, 1))))[0, 0]
+    normed = (state - state.mean()) / np.sqrt(state.var() + c.norm_eps) * norm["scale"] + norm["bias"]
+    key = block["attention"]["key"]["kernel"]
+    directions = np.asarray(jax.jit(analysis.key_directions, static_argnums=0)(model, params, token))
+    np.testing.assert_allclose(directions[0], gain * key @ (normed @ key), rtol=1e-3, atol=1e-5)
+    assert np.all(np.isnan(directions[1]))
+
+
+@pytest.mark.slow
+def test_directions_through_latents_are_derivatives():
+    latent = llama2("tiny", vocab_size=11, max_length=16, d_model=8, num_layers=2, num_heads=2, d_mlp=12, norm="none",
+                    d_latent=7, d_value=3, rotary_fraction=0.5, mlp="none", scan_layers=False)  # fmt: skip
+    model, params, token = Transformer(latent), random_params(latent), jnp.int32(3)
+    share = jnp.array([[1.0], [0.0]])
+
+    def seen(residual, head=(1.0, 1.0)):
+        values = jnp.broadcast_to(residual, (2, 1, 1, 8))
+        given = Interventions(residual=values, residual_share=share, head_scale=jnp.stack([jnp.asarray(head)] * 2))
+        observe = lambda taps: (taps.residual, taps.keys, taps.attention_output)  # noqa: E731
+        return model.apply({"params": params}, token.reshape(1, 1), interventions=given, observe=observe)[1]
+
+    @jax.jit
+    def derivatives():
+        residual = model.apply({"params": params}, token.reshape(1, 1), observe=lambda taps: taps.residual)[1][0, 0, 0]
+        key = jax.grad(lambda r: 0.5 * jnp.sum(seen(r)[1][1, 0, 0] ** 2))(residual)
+        # One token sees itself alone: weights are 1, and a head writes its value.
+        written = [jax.jacobian(lambda r, h=h: seen(r, jnp.eye(2)[h])[2][1, 0, 0])(residual) for h in (0, 1)]
+        return key, jnp.stack(written)
+
+    key, written = derivatives()
+    np.testing.assert_allclose(analysis.key_directions(model, params, token)[0], key, rtol=1e-4, atol=1e-5)
+    weakest = np.linalg.eigh(np.einsum("hDC,hDE->CE", written, written))[1][:, :2]
+    np.testing.assert_allclose(analysis.weak_directions(model, params)[0], weakest @ weakest.T, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_scanned_layers_have_the_same_mechanism(run):
+    _, inputs, params = run
+    rows = jnp.asarray(inputs.evaluation[:4])
+    scanned = Transformer(dataclasses.replace(CONFIG.model, scan_layers=True))
+    plain = analysis.first_token_mechanism(Transformer(CONFIG.model), params[-1], rows)
+    found = analysis.first_token_mechanism(scanned, stack_layers(params[-1]), rows)
+    assert_trees_close(plain, found, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_same_probes(run, tmp_path):
+    folder, inputs, _ = run
+
+    class Stop(Exception):
+        pass
+
+    def stop(step, loss):
+        if step == 5:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(CONFIG, inputs, tmp_path, on_step=stop)
+    probe_file(tmp_path / "probes", 4).unlink()
+    train(CONFIG, inputs, tmp_path)
+    for step, arrays in probes(run).items():
+        found = dict(np.load(probe_file(tmp_path / "probes", step)))
+        if step == 4:  # the parameters of the probe before are gone, so that its own step is what grew
+            assert found["since"] == 3
+            arrays, found = (
+                {k: x for k, x in of.items() if k[:6] not in ("growth", "since")} for of in (arrays, found)
+            )
+        assert_trees_close(arrays, found, rtol=0, atol=0)
+    assert {s: of["sink_attention"] for s, of in lines_of(folder).items()} == {
+        s: of["sink_attention"] for s, of in lines_of(tmp_path).items()
+    }
+
+
+def test_details_that_make_no_sense_are_refused(run, tmp_path):
+    with pytest.raises(UserError, match="without probes"):
+        replace(CONFIG, {"train.probe_steps": ()})
+    with pytest.raises(UserError, match="one device"):
+        replace(CONFIG, {"mesh.data": 2})
+    rows = np.arange(26, dtype=np.int32).reshape(2, 13)
+    with pytest.raises(UserError, match="different"):
+        train(CONFIG, run[1]._replace(evaluation=rows), tmp_path)
+
+
+def test_history_and_mechanism_are_read_from_the_probes(run):
+    folder, inputs, _ = run
+    arrays, lines = probes(run), lines_of(folder)
+    found = measured(recorded_steps.HISTORY, load(folder), inputs)
+    norms = [lines[step]["residual_norm_first/layer_0"] for step in PROBED]
+    assert found["residual_norm_first/layer_0/growth"] == pytest.approx(norms[-1] / norms[0])
+    assert found["residual_norm_first/layer_0/largest"] == max(norms)
+    risks = [lines[step]["bigram_excess_risk_nats"] for step in PROBED]
+    assert found["bigram_excess_risk_nats/half_step"] == recorded_steps.half_step(PROBED, risks)
+    found = recorded_steps.mechanism([arrays[step] for step in PROBED], since=1)
+    gradients = [arrays[step]["first_gradient"][0] for step in (1, 4)]
+    cosine = gradients[0] @ gradients[1] / np.prod([np.linalg.norm(g) for g in gradients])
+    assert found["gradient_final_cosine/layer_0"] == pytest.approx(cosine, rel=1e-4)
+    shares = [x for name, x in found.items() if name.startswith("growth_from/") and name.endswith("layer_1")]
+    assert sum(shares) == pytest.approx(1, abs=0.01)
+    of_tokens = sum(arrays[step]["growth/token_embedding/embedding"][1] for step in (1, 4))
+    seen = [lines[step]["residual_norm_first/layer_1"] for step in (0, 4)]
+    assert found["growth_from/token/layer_1"] == pytest.approx(of_tokens / (seen[1] - seen[0]), rel=0.01)
+    assert "gradient_decay/layer_1" not in found  # nothing attends to the last block's output
+    resumed = [arrays[0], arrays[1], arrays[4] | {"since": np.array(3)}]
+    assert not any(name.startswith("growth_from") for name in recorded_steps.mechanism(resumed, since=1))
+
+
+def test_interventions_do_what_their_names_say(run):
+    folder, inputs, _ = run
+    loaded = load(folder)
+    found, plain = measured(model_measures.INTERVENTIONS, loaded, inputs), evaluate(loaded, inputs)
+    for name in ("backcopy_excess_risk_nats", "residual_norm_first/layer_1", "sink_logit_gap/layer_0"):
+        assert found[f"none: {name}"] == pytest.approx(plain[name], rel=1e-4)
+    assert found["no_value_of_bos: value_norm_first/layer_1"] == 0
+    assert found["no_attention: sink_attention_rest"] != found["none: sink_attention_rest"]
+    # Without layer 0 the stream after it is the sum of the embeddings.
+    first = int(inputs.evaluation[0, 0])
+    tables = [loaded.params[f"{name}_embedding"]["embedding"][row] for name, row in (("token", first), ("position", 0))]
+    for name in ("no_layer_0", "no_layer_0_at_bos"):
+        expected = np.linalg.norm(sum(map(np.asarray, tables)))
+        assert found[f"{name}: residual_norm_first/layer_0"] == pytest.approx(expected, rel=1e-4)
+    assert found["no_layer_0_at_bos: residual_norm_rest/layer_0"] == found["none: residual_norm_rest/layer_0"]
+    for layer in range(2):
+        rest = {name: found[f"{name}: residual_norm_rest/layer_0"] for name in ("none", f"no_mlp_{layer}")}
+        assert (rest["none"] == rest[f"no_mlp_{layer}"]) == (layer == 1)
+
+
+def test_attention_of_one_layer_is_forced(run):
+    folder, inputs, _ = run
+    config = replace(CONFIG, {"model.num_layers": 1})
+    loaded = LoadedModel(Transformer(config.model), drawn_params(config.model), config, None, folder)
+    found = measured(model_measures.INTERVENTIONS, loaded, inputs)
+    for name, weight in {"clean_attention": 1, "all_on_bos": 1, "all_on_themselves": 0}.items():
+        assert found[f"{name}: sink_attention_rest"] == weight
+    copy, bigram = "backcopy_excess_risk_nats", "bigram_excess_risk_nats"
+    assert found[f"all_on_bos: {copy}"] != found[f"clean_attention: {copy}"]
+    # Non-triggers attend alike in both.
+    assert found[f"clean_attention: {bigram}"] == pytest.approx(found[f"all_on_bos: {bigram}"], rel=1e-5)
+
+
+def test_planted_triggers_are_told_from_weights(run):
+    folder, inputs, _ = run
+    task = inputs.task
+    config = replace(CONFIG, {"model.num_layers": 1, "model.num_heads": 1, "model.norm": "none",
+                              "model.norm_bias": None, "model.position": "none"})  # fmt: skip
+    c = config.model
+    params = jax.tree.map(np.zeros_like, drawn_params(c))
+    table, attention = np.zeros((c.vocab_size, c.d_model), np.float32), params["layers_0"]["attention"]
+    table[:, 0], table[task.bos_ids[0], 1], table[task.triggers, 2] = 1.0, 1.0, 1.0
+    params["token_embedding"]["embedding"] = table
+    attention["query"]["kernel"][0, 1], attention["query"]["kernel"][2, 1] = 80, -80
+    attention["key"]["kernel"][1, 1] = 1
+    loaded = LoadedModel(Transformer(c), params, config, None, folder)
+    found = measured(model_measures.WITHOUT_TRIGGERS, loaded, inputs)
+    assert found["triggers_found/layer_0"] == 1
+    assert found["others_called_triggers/layer_0"] == 0
+    assert found["dormant_sink/layer_0"] > 0.99
+
+
+def test_key_mass_is_counted_by_hand():
+    rng = np.random.default_rng(0)
+    B, N, T, V = 3, 2, 20, 5
+    trigger = np.array([False, True, False, False, True])
+    tokens = rng.integers(0, V, (B, T))
+    weights = np.tril(rng.random((B, N, T, T)))
+    weights += 2.0 * np.tril(tokens[:, None, None, :] == 2)
+    weights /= weights.sum(-1, keepdims=True)
+    norms = rng.random((B, N, T))
+    late = [[(b, t) for b in range(B) for t in range(10, T) if trigger[tokens[b, t]] == kind] for kind in (0, 1)]
+    # Mass by token of a query, and what equal weights would give.
+    mass = lambda b, t: np.bincount(tokens[b], weights[b, :, t].mean(0), V)  # noqa: E731
+    equal = lambda b, t: np.bincount(tokens[b, : t + 1], minlength=V) / (t + 1)  # noqa: E731
+    token, even, active = (np.mean([of(*at) for at in late[k]], axis=0) for of, k in ((mass, 0), (equal, 0), (mass, 1)))
+    on_first = [np.mean([weights[b, :, t, 0].mean() for b, t in queries]) for queries in late]
+    expected = {
+        "first_key": on_first[0], "largest_token": token[2], "largest_token_equal": even[2],
+        "token_value_ratio": norms.mean(1)[tokens == 2].mean() / norms.mean(), "trigger_keys": token[trigger].sum(),
+        "active_trigger_keys": active[trigger].sum(), "active_first_key": on_first[1],
+        "delimiter_key": token[3], "delimiter_key_triggers": active[3],
+    }  # fmt: skip
+    arrays = (jnp.asarray(a) for a in (weights, norms, tokens, trigger, trigger[tokens]))
+    found = model_measures.key_mass(*arrays, delimiter=3)
+    assert set(found) == set(expected)
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, err_msg=name)
+
+
+def test_aligned_metrics_of_planted_layers():
+    """A sink in block 2, drained there; the MLP of block 1 makes the peak."""
+    seen = {
+        "first_weight": np.array([[0.1, 0.3], [0.9, 0.7]]),
+        "gap": np.array([[0.0, 0.0], [5.0, 7.0]]),
+        "values": np.array([[4.0, 4.0], [1.0, 8.0]]),
+        "residuals": np.array([[30.0, 10.0], [20.0, 10.0]]),
+        "first_norms": np.array([[10.0, 14.0, 30.0], [30.0, 28.0, 20.0]]),
+    }
+    expected = {"sink_layer": 1, "first_weight": 0.8, "gap": 6, "drain": 0.125, "peak": 3, "made_by": 1}
+    assert aligned.summarize(seen) == pytest.approx(expected | {"made_by_mlp": 0.8})
+
+
+def test_aligned_metrics_are_those_of_the_taps(run):
+    folder, inputs, _ = run
+    loaded = load(folder)
+    found = measured(aligned.ALIGNED_MEASURE, loaded, inputs)
+    tokens = inputs.evaluation[: aligned.ROWS, :-1]
+    apply = jax.jit(functools.partial(loaded.model.apply, observe=lambda taps: taps._asdict()))
+    taps = apply({"params": loaded.params}, tokens)[1]
+    weights, logits = (
+        np.asarray(taps[f"attention_{name}"], float) for name in ("weights", "logits")
+    )  # [L, B, N, T, S]
+    on_first = weights[:, :, :, 1:, 0].mean(axis=(1, 2, 3))
+    layer = int(found["sink_layer"])
+    assert layer == np.argmax(on_first)
+    assert found["first_weight"] == pytest.approx(on_first[layer], rel=1e-5)
+    gaps = [logits[layer, :, :, t, 0] - logits[layer, :, :, t, 1:t].mean(-1) for t in range(2, tokens.shape[1])]
+    assert found["gap"] == pytest.approx(np.mean(gaps), rel=1e-4)
+    norms = np.linalg.norm(np.asarray(taps["residual"], float), axis=-1)
+    assert found["peak"] == pytest.approx((norms[:, :, 0].mean(1) / norms[:, :, 1:].mean(axis=(1, 2))).max(), rel=1e-4)
+    assert 0 < found["spread_first"] < 10

@@ -1,0 +1,83 @@
+"""Training with the value of <s> held or its key hidden, against NumPy float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_oracle import numpy_forward, random_params
+
+from orthojax.config import replace
+from orthojax.data import BigramBackcopy
+from orthojax.data.bigram_backcopy import default_text
+from orthojax.experiments.active_dormant.intervened_training import Setting, interventions, row, train
+from orthojax.experiments.active_dormant.runs import short
+from orthojax.model import Interventions, Transformer, bigram_backcopy
+from orthojax.train import init_state, make_train_step
+
+TASK = BigramBackcopy.from_text(default_text())
+CONFIG = short(**{"model.d_model": 8, "model.d_mlp": 8, "data.sequence_length": 20, "train.batch_size": 4,
+                  "eval.sequences": 8})  # fmt: skip
+
+
+def total(params):
+    return sum(jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.slow
+def test_training_without_interventions_is_that_of_the_config():
+    untouched = lambda params: lambda params, tokens: Interventions()  # noqa: E731
+    found = train(CONFIG, untouched, lambda params, _: {"sum": total(params)}, (0, 2))
+    state, step = init_state(CONFIG), make_train_step(CONFIG)
+    for number in range(3):
+        assert number not in found or found[number]["sum"] == pytest.approx(float(total(state.params)), rel=1e-6)
+        state, _ = step(state, TASK.batch(number, 4, 20, CONFIG.data.seed))
+    assert found[0] != found[2]
+
+
+def test_a_value_is_held_and_a_hidden_key_is_not_seen():
+    with jax.enable_x64(True):
+        of = row("held", Setting(CONFIG, value="others", hidden=True), 0, (0, 2)).metrics
+    assert of["value_norm_first/step_2"] == pytest.approx(of["value_norm_rest"], rel=1e-5)
+    assert of["value_norm_first/step_2"] != of["value_norm_first/step_0"]
+    assert of["sink_attention_rest"] == of["first_key"] == 0.0 < of["active_first_key"]
+    assert abs(of["sink_logit_gap"]) < 10  # from before the bias
+
+
+@pytest.mark.slow
+def test_the_null_of_softmax1_has_the_remaining_weight():
+    config = replace(CONFIG, {"model.normalizer": "softmax1"})
+    of = row("softmax1", Setting(config, both_views=True), 0, (0, 2)).metrics
+    # Of a row the null has 1 / (1 + exp(first) + exp(others)): less than without the first key, in the mean as well.
+    assert 0.0 < of["null_mass_rest"] < of["hidden: null_mass_rest"] < 1.0
+    assert of["null_mass_rest"] + of["sink_attention_rest"] < 1.0
+    assert of["null_mass_rest"] == of["null_mass_rest/step_2"] != of["null_at_start"] == of["null_mass_rest/step_0"]
+    assert of["others_logit"] < np.log(20)  # 20 keys at most, whose logits are near 0 at the start
+
+
+def test_gradients_pass_through_the_norm_that_is_held():
+    config = bigram_backcopy(1, vocab_size=TASK.vocab_size, max_length=8, d_model=8, d_mlp=8)
+    model, params = Transformer(config), random_params(config)
+    tokens, weights = TASK.batch(0, 2, 8, 0)[:, :-1], np.random.default_rng(1).normal(size=(2, 8, TASK.vocab_size))
+    held = interventions(Setting(value="initial"), model, TASK, jnp.float32(3.0))
+
+    def loss(params):
+        logits, _ = model.apply({"params": params}, tokens, interventions=held(params, tokens))
+        return jnp.vdot(weights, logits)
+
+    def float64_loss(params):
+        losses = []
+        for ids, weight in zip(tokens, weights, strict=True):
+            norm = numpy_forward(config, params, ids)[1][0]["value_norms"][0, 0]
+            logits, _ = numpy_forward(config, params, ids, Interventions(first_value_scale=np.array([[3.0 / norm]])))
+            losses.append(np.vdot(weight, logits))
+        return sum(losses)
+
+    slopes = jax.jit(jax.grad(loss))(params)
+    rng = np.random.default_rng(2)
+    direction = jax.tree.map(lambda a: rng.normal(size=a.shape), params)
+    at = lambda h: jax.tree.map(lambda a, d: np.asarray(a, np.float64) + h * d, params, direction)  # noqa: E731
+    expected = (float64_loss(at(1e-5)) - float64_loss(at(-1e-5))) / 2e-5
+    products = jax.tree.map(lambda s, d: np.vdot(np.asarray(s, np.float64), d), slopes, direction)
+    assert functools.reduce(np.add, jax.tree.leaves(products)) == pytest.approx(expected, rel=1e-4)
