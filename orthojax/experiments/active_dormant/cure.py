@@ -43,7 +43,7 @@ def _runs(scale: str) -> dict[str, Config]:
         {"vanilla": {}, "softmax1": softmax1, "orthoadam": ORTHOADAM, "cured": softmax1 | ORTHOADAM,
          "softmaxn": softmax_n, "curedn": softmax_n | ORTHOADAM},
         {str(depth): {"model.num_layers": depth} for depth in (1, 2, 3)},
-        {"layernorm": {}, "rmsnorm_single": {"model.norm": "rmsnorm_single", "model.norm_bias": None}},
+        {"layernorm": {}, "rmsnorm_single": {"model.norm": "rmsnorm_single"}},
     )  # fmt: skip
 
 
