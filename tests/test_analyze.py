@@ -13,10 +13,10 @@ from tiny_run import loaded as tiny_loaded
 
 from orthojax import quant
 from orthojax.commands.analyze import checkpoint_series, named_paths
+from orthojax.commands.any_model import knock_out, measure_model, read_rows, read_token_ids
 from orthojax.config import ModelConfig, replace
 from orthojax.data.tokenizers import ByteTokenizer
 from orthojax.errors import UserError
-from orthojax.experiments.any_model import knock_out, measure_model, read_rows, read_token_ids
 from orthojax.model import Interventions, parameter_shapes
 from orthojax.pretrained import write_folder
 from orthojax.train import Checkpoints, evaluate, evaluate_by_head, load, open_inputs

@@ -14,8 +14,6 @@ from orthojax.commands import cli
 from orthojax.errors import UserError, nearest, printable
 
 FLAGS = flags.FLAGS
-RESUMES = True  # the same command resumes an interrupted one
-EXTRAS = "train,reports"
 SCALES = ("tiny", "deep", "overnight", "small", "paper")
 
 
