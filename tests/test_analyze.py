@@ -12,7 +12,8 @@ from tiny_run import TINY, blank_state, drawn_params, inputs, rows
 from tiny_run import loaded as tiny_loaded
 
 from orthojax import quant
-from orthojax.commands.analyze import checkpoint_series, named_paths
+from orthojax.commands.analyze import checkpoint_series
+from orthojax.commands.cli import named_paths
 from orthojax.commands.any_model import knock_out, measure_model, read_rows, read_token_ids
 from orthojax.config import ModelConfig, replace
 from orthojax.data.tokenizers import ByteTokenizer

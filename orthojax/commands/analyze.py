@@ -13,11 +13,9 @@ Writes results.json, report.html, report.md and figures/ under --workdir, and th
 
 import dataclasses
 import json
-import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,29 +47,6 @@ def define_flags() -> None:
     define_settings()
     flags.DEFINE_integer("knock_out", 0, "Rows on which every part is removed in turn; 0 for none.", lower_bound=0)
     flags.DEFINE_string("workdir", "runs/analyze", "Where results and reports go.")
-
-
-def named_paths(given: Sequence[str], flag: str = "--model=") -> dict[str, str]:
-    """Returns name -> path, in order; a path without a name takes the last part of it.
-
-    Raises:
-      UserError: For a name that no file can have, or one that two have.
-
-    >>> named_paths(["smollm2,tuned=runs/tuned", "runs/base/"])
-    {'smollm2': 'smollm2', 'tuned': 'runs/tuned', 'base': 'runs/base/'}
-    """
-    found: dict[str, str] = {}
-    for part in (part for text in given for part in text.split(",")):
-        name, equals, path = part.partition("=")
-        if not equals:
-            last = part.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
-            name, path = re.sub(r"[^\w.-]", "_", last).lstrip("._-") or "model", part
-        if not path or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-            raise UserError(f"{flag}{part!r} gives no path and name", allowed=f"{flag}PATH or {flag}NAME=PATH")
-        if name in found:
-            raise UserError(f"two are called {name!r}", allowed=f"{flag}NAME=PATH for one of them")
-        found[name] = path
-    return found
 
 
 def checkpoint_series(run: str) -> dict[str, str]:
@@ -132,13 +107,17 @@ def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dic
     settings = fitting(loaded, settings)
     stages = evaluation_stages(loaded.config, settings, quantize_head=FLAGS.quantize_head) + bool(FLAGS.knock_out)
     with tqdm(desc=name, total=stages) as bar:
+
+        def count(_: str) -> None:
+            bar.update()
+
         measured = measure_model(
             loaded,
             inputs,
             settings,
             quantize_head=FLAGS.quantize_head,
             knock_out_rows=FLAGS.knock_out,
-            on_progress=lambda _: bar.update(),
+            on_progress=count,
         )
     return measured, {"name": name, **inputs.provenance}
 
@@ -156,7 +135,7 @@ def main(_: list[str]) -> None:
     from orthojax.train import keep_compiled_programs
 
     started, settings = time.monotonic(), named_settings()
-    models = checkpoint_series(FLAGS.model[0]) if FLAGS.checkpoints else named_paths(FLAGS.model)
+    models = checkpoint_series(FLAGS.model[0]) if FLAGS.checkpoints else cli.named_paths(FLAGS.model)
     places = {name: _require_length(path) for name, path in models.items()}
     workdir = Path(FLAGS.workdir)
     make_folder(workdir / "arrays", "workdir")

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import re
 import runpy
 import signal
 import sys
@@ -50,6 +51,29 @@ def define_compile_cache() -> None:
     """Defines `--compile_cache`, for `orthojax.train.keep_compiled_programs`."""
     what = "Folder of compiled programs, shared by runs; '' for none. Default ~/.cache/orthojax/xla."
     flags.DEFINE_string("compile_cache", None, what)
+
+
+def named_paths(given: Sequence[str], flag: str = "--model=") -> dict[str, str]:
+    """Returns name -> path, in order; a path without a name takes the last part of it.
+
+    Raises:
+      UserError: For a name that no file can have, or one that two have.
+
+    >>> named_paths(["smollm2,tuned=runs/tuned", "runs/base/"])
+    {'smollm2': 'smollm2', 'tuned': 'runs/tuned', 'base': 'runs/base/'}
+    """
+    found: dict[str, str] = {}
+    for part in (part for text in given for part in text.split(",")):
+        name, equals, path = part.partition("=")
+        if not equals:
+            last = part.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+            name, path = re.sub(r"[^\w.-]", "_", last).lstrip("._-") or "model", part
+        if not path or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+            raise UserError(f"{flag}{part!r} gives no path and name", allowed=f"{flag}PATH or {flag}NAME=PATH")
+        if name in found:
+            raise UserError(f"two are called {name!r}", allowed=f"{flag}NAME=PATH for one of them")
+        found[name] = path
+    return found
 
 
 def tokenizing_progress() -> Callable[..., None]:

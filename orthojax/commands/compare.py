@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from orthojax.commands.analyze import named_paths
+from orthojax.commands import cli
 from orthojax.config import Config, flatten, from_json
 from orthojax.errors import UserError, printable
 from orthojax.files import read_json, require_file
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> None:
     from orthojax.commands.any_model import curve_pictures, metrics_table
     from orthojax.experiments.report import Report, Table, print_report, write_report
 
-    paths = named_paths(arguments, flag="")
+    paths = cli.named_paths(arguments, flag="")
     if len(paths) < 2:
         raise UserError(f"only one run given: {arguments[0]}", allowed="two or more: orthojax compare RUN RUN")
     runs = {name: _read(Path(path)) for name, path in paths.items()}

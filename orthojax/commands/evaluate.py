@@ -115,13 +115,17 @@ def main(_: list[str]) -> None:
     settings = fitting(loaded, settings)
     stages = train.evaluation_stages(config, settings, quantize_head=FLAGS.quantize_head)
     with tqdm(total=stages) as bar:
+
+        def count(_: str) -> None:
+            bar.update()
+
         metrics = train.evaluate(
             loaded,
             inputs,
             settings=settings,
             quantize_head=FLAGS.quantize_head,
             post_attention=FLAGS.post_attention,
-            on_progress=lambda _: bar.update(),
+            on_progress=count,
         )
     result = {"checkpoint": str(step_folder), "data": inputs.provenance, "metrics": finite(metrics)}
     print("\n".join(overview(metrics, config)), flush=True)  # before it is written: a full disk must not lose it
