@@ -258,7 +258,7 @@ def _cell(metrics: Mapping[str, float], name: str) -> str:
 
 def _layer_table(name: str, of: Measured) -> Table:
     layers = range(of.config.model.num_layers)
-    shown = [metric for metric in of.metrics if f"{metric}/layer_0" in of.metrics and analysis.define(metric)]
+    shown = [metric for metric in analysis.CATALOGUE if f"{metric}/layer_0" in of.metrics]
     columns = {analysis.label(metric): [_cell(of.metrics, f"{metric}/layer_{i}") for i in layers] for metric in shown}
     if "max_abs_by_channel" in of.arrays:
         largest = []
@@ -275,7 +275,7 @@ def _layer_table(name: str, of: Measured) -> Table:
 
 def _by_head(of: Measured) -> dict[str, np.ndarray]:
     """Returns label -> [L, N], attention on the first token before all others."""
-    found = {name: x for name, x in of.arrays.items() if analysis.define(name)}
+    found = {name: of.arrays[name] for name in analysis.CATALOGUE if name in of.arrays}
     first = "first_attention_mass" if "first_attention_mass" in found else "sink_attention"
     by_head = {analysis.label(name): x for name, x in ({first: found[first]} | found).items()}
     if "knocked_out_head" in of.arrays:
