@@ -13,6 +13,7 @@ from pathlib import Path
 
 from absl import flags
 
+from orthojax.commands import cli
 from orthojax.errors import UserError
 
 FLAGS = flags.FLAGS
@@ -67,7 +68,6 @@ def main(_: list[str]) -> None:
         )
 
     from orthojax.data import prepare, require_usable, text_parts, tfds_parts
-    from orthojax.progress import tokenizing_progress
 
     output = Path(FLAGS.output)
     require_usable(output, FLAGS.tokenizer)
@@ -79,7 +79,7 @@ def main(_: list[str]) -> None:
     parts = [dataclasses.replace(part, name=FLAGS.name or part.name) for part in parts]
     source = parts[0].source
     print(f"{source.description}: {len(source.files)} files, sha256 {source.sha256}")
-    for file in prepare(output, parts, FLAGS.tokenizer, shard=shard, progress=tokenizing_progress()):
+    for file in prepare(output, parts, FLAGS.tokenizer, shard=shard, progress=cli.tokenizing_progress()):
         info = file.info
         print(f"{file.path}: {info.n_tokens} tokens, {info.n_documents} documents, {info.n_bytes} bytes of text")
         print(f"  {info.dtype}, tokenizer {info.tokenizer} {info.tokenizer_sha256}, data {info.data_sha256}")
