@@ -11,7 +11,9 @@ import time
 
 import numpy as np
 import pytest
-from small_runs import CONFIG, ROOT, TEXT, bits, cpu_environment, losses
+from small_runs import CONFIG, ROOT, TEXT, cpu_environment
+from tiny_run import bits
+from tiny_run import lines as losses
 
 from orthojax.config import replace, to_json
 from orthojax.train import find_checkpoint, read_metrics, read_optimizer_state, read_params, verify_checkpoint

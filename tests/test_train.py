@@ -53,7 +53,7 @@ from orthojax.train import (
 )  # fmt: skip
 from orthojax.train.optimizer import decay_mask, rotated_axes, shared_basis
 from orthojax.train.step import loss_sum_nats
-from orthojax.train.summary import opening
+from orthojax.train.estimates import opening
 
 SGD = {"optim.optimizer": "sgd", "optim.learning_rate": 0.1, "train.steps": 10, "train.checkpoint_every_steps": 100}
 CONFIG = replace(TINY, SGD)
@@ -228,7 +228,7 @@ OPTIMIZERS = {
     "sgd": ({}, [], None),
     "momentum": ({"optimizer": "sgd", "momentum": 0.7}, [optax.trace(0.7)], "trace"),
     "lion": ({}, [optax.scale_by_lion(0.8, 0.95)], None),
-    "imported": ({"optimizer": "orthojax.experiments.optimizers:lamb"}, [ADAM, optax.scale_by_trust_ratio()], None),
+    "imported": ({"optimizer": "small_runs:lamb"}, [ADAM, optax.scale_by_trust_ratio()], None),
     "rotated_lion": (
         {"optimizer": "lion", "rotated": True},
         [rotate(ROTATION), optax.scale_by_lion(0.8, 0.95), unrotate(ROTATION)],
@@ -496,7 +496,7 @@ def test_a_setting_that_does_not_fit_is_refused(monkeypatch):
 
 def test_fused_attention_of_another_platform_is_refused():
     config = replace(TINY, {"model.attention_implementation": "cudnn", "model.dtype": "bfloat16"})
-    for check in (lambda config: list(dry_run(config)), lambda config: opening(config, Path("run"))):
+    for check in (lambda config: list(dry_run(config)), opening):
         with pytest.raises(UserError, match="attention_implementation='cudnn'"):
             check(config)
 

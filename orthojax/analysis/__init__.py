@@ -46,16 +46,6 @@ from orthojax.analysis.catalogue import (
     label,
     show,
 )
-from orthojax.analysis.first_token import (
-    change_attribution,
-    first_residual_gradients,
-    first_residual_norms,
-    first_residuals,
-    first_token_mechanism,
-    key_directions,
-    parameter_norms,
-    weak_directions,
-)
 from orthojax.analysis.heads import (
     active_shares,
     activity_histogram,
@@ -95,7 +85,6 @@ __all__ = [
     "bigram_excess_risk_nats",
     "chance",
     "chance_of_first",
-    "change_attribution",
     "combine",
     "compared_with",
     "concatenate",
@@ -107,13 +96,8 @@ __all__ = [
     "first_attention_mass",
     "first_attention_mass_by_head",
     "first_attention_share",
-    "first_residual_gradients",
-    "first_residual_norms",
-    "first_residuals",
-    "first_token_mechanism",
     "gaussian_norm_ratio",
     "head_activity",
-    "key_directions",
     "kurtosis_first",
     "kurtosis_pooled",
     "kurtosis_rest",
@@ -131,7 +115,6 @@ __all__ = [
     "observe_backcopy",
     "observe_backcopy_risks",
     "observe_language_model",
-    "parameter_norms",
     "residual_norm_first",
     "residual_norm_rest",
     "show",
@@ -144,5 +127,4 @@ __all__ = [
     "value_norm_first_by_head",
     "value_norm_rest",
     "value_norm_rest_by_head",
-    "weak_directions",
 ]

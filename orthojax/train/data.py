@@ -54,7 +54,8 @@ def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int
     """
     data, train, evaluation = config.data, config.train, config.eval
     if data.kind == "bigram_backcopy":
-        task, provenance = require_task(config)
+        task, provenance = open_task(data)
+        _require_vocabulary(config, task.vocab_size)
 
         def batch(step: int) -> np.ndarray:
             return np.asarray(task.batch(step, train.batch_size, data.sequence_length, data.seed))
@@ -71,17 +72,6 @@ def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int
     rows = validation.spread_rows(evaluation.sequences)
     read_rows, held_out, tokenizer = batches.rows, dataset.validation, dataset.tokenizer_path
     return Inputs(batches, rows, bits_per_nat, dataset.provenance, None, read_rows, held_out, tokenizer)
-
-
-def require_task(config: Config) -> tuple[BigramBackcopy, dict[str, Any]]:
-    """Returns the task of a run with its provenance, as `orthojax.data.open_task`; no device is used.
-
-    Raises:
-      UserError: As `open_task`, and for a vocabulary that the model does not have.
-    """
-    task, provenance = open_task(config.data)
-    _require_vocabulary(config, task.vocab_size)
-    return task, provenance
 
 
 def _require_vocabulary(config: Config, needed: int) -> None:

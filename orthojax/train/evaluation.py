@@ -1,8 +1,9 @@
-"""Evaluation of parameters on the fixed evaluation set."""
+"""Evaluation of parameters: on the fixed evaluation set, and on a few rows of it while they are trained."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +14,19 @@ from orthojax import analysis, quant
 from orthojax.config import Config
 from orthojax.data import BigramBackcopy
 from orthojax.errors import UserError
+from orthojax.files import finite
 from orthojax.model import Interventions, LoadedModel, Transformer, linear, mesh_of
 from orthojax.ops.cross_entropy import perplexity
 from orthojax.train.data import Inputs
 from orthojax.train.mesh import constrain, in_mesh, place_rows
-from orthojax.train.optimizer import shared_basis
+from orthojax.train.optimizer import imported, shared_basis
 from orthojax.train.step import loss_sum_nats, split_tokens
 
 Metrics = dict[str, float]
+_Observe = Callable[..., analysis.Statistics]
 
 
-def place_batch(mesh: Mesh | None, *arrays: np.ndarray) -> tuple[Any, ...]:
+def _place(mesh: Mesh | None, *arrays: np.ndarray) -> tuple[Any, ...]:
     """Puts arrays with rows in front on the devices of a mesh, or on the only one."""
     return tuple(place_rows(mesh, len(rows), lambda start, stop, rows=rows: rows[start:stop]) for rows in arrays)
 
@@ -65,7 +68,7 @@ def validation_loss_nats(
     sums: list[Any] = []
     with in_mesh(mesh):
         for rows in _batches(config, inputs):
-            sums.append(_loss(model, params, *place_batch(mesh, rows), interventions))
+            sums.append(_loss(model, params, *_place(mesh, rows), interventions))
             if len(sums) > 1:  # one late, so that the devices do not wait for the host
                 sums[-2] = jax.device_get(sums[-2])
             after_batch()
@@ -117,7 +120,7 @@ def evaluate(
     Raises:
       UserError: For a setting that does not fit the model, before anything is computed.
     """
-    observe = _observe_text_after_attention_too if post_attention else _observe_text
+    observe = _observing_text(post_attention=post_attention)
     return _evaluate(loaded, inputs, observe, settings, quantize_head, on_progress)[0]
 
 
@@ -144,13 +147,13 @@ def evaluate_by_head(
       The metrics, for text also `null_mass`, `attention_entropy_nats` and `sink_logit_gap`; and by name the arrays
       [L, N] of what is measured by head, for text also `max_abs_by_channel` [L, D].
     """
-    return _evaluate(loaded, inputs, _observe_text_by_head, settings, quantize_head, on_progress, interventions)
+    return _evaluate(loaded, inputs, _observing_text(by_head=True), settings, quantize_head, on_progress, interventions)
 
 
 def _evaluate(
     loaded: LoadedModel,
     inputs: Inputs,
-    observe_text: Callable[..., analysis.Statistics],
+    observe_text: _Observe,
     settings: Mapping[str, quant.QuantizationSetting] | None,
     quantize_head: bool,
     on_progress: Callable[[str], None],
@@ -163,8 +166,8 @@ def _evaluate(
         raise UserError(f"quantisation setting {name}: {reason}", allowed="the settings that fit this model")
     loss = validation_loss_nats(config, params, inputs, model=loaded.model, interventions=interventions)
     if inputs.task is not None:
-        mesh, (observe, risks_of) = mesh_of(params), observing(inputs.task)
-        batches = (2 * place_batch(mesh, split_tokens(rows)[0]) for rows in _batches(config, inputs))
+        mesh, (observe, risks_of) = mesh_of(params), _observing_task(inputs.task)
+        batches = (2 * _place(mesh, split_tokens(rows)[0]) for rows in _batches(config, inputs))
         statistics, risks = analysis.measure(loaded, batches, observe, interventions, output=risks_of)
         on_progress("statistics")
         metrics = {"loss_nats": loss} | analysis.finalize(statistics, by_head=True) | analysis.finalize(risks)
@@ -173,7 +176,7 @@ def _evaluate(
     if inputs.bits_per_nat_of_loss is not None:
         metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
     mesh, basis = mesh_of(params), shared_basis(config.seeded_optim, config.model.d_model)
-    batches = ((*place_batch(mesh, split_tokens(tokens)[0]), basis) for tokens in _batches(config, inputs))
+    batches = ((*_place(mesh, split_tokens(tokens)[0]), basis) for tokens in _batches(config, inputs))
     statistics = analysis.measure(loaded, batches, observe_text, interventions)
     metrics |= analysis.finalize(statistics)
     on_progress("statistics")
@@ -199,20 +202,14 @@ def evaluation_stages(
     return 1 + (1 + quantize_head) * len(quant.SETTINGS if settings is None else settings)
 
 
-def _observe_text(taps: analysis.Taps, basis: jax.Array | None) -> analysis.Statistics:
-    return analysis.observe_language_model(taps, basis=basis)
-
-
-def _observe_text_after_attention_too(taps: analysis.Taps, basis: jax.Array | None) -> analysis.Statistics:
-    return analysis.observe_language_model(taps, post_attention=True, basis=basis)
-
-
-def _observe_text_by_head(taps: analysis.Taps, basis: jax.Array | None) -> analysis.Statistics:
-    return analysis.observe_language_model(taps, basis=basis, by_head=True)
+@functools.cache
+def _observing_text(**options: bool) -> _Observe:
+    """Returns the observe function with these options, always the same, so that its programs are found again."""
+    return lambda taps, basis: analysis.observe_language_model(taps, basis=basis, **options)
 
 
 @functools.lru_cache(maxsize=8)
-def observing(task: BigramBackcopy) -> tuple[Callable[..., analysis.Statistics], Callable[..., analysis.Statistics]]:
+def _observing_task(task: BigramBackcopy) -> tuple[_Observe, _Observe]:
     """Returns the observe functions of the layers and of the output, both given the tokens."""
 
     def observe(taps: analysis.Taps, tokens: jax.Array) -> analysis.Statistics:
@@ -226,3 +223,73 @@ def observing(task: BigramBackcopy) -> tuple[Callable[..., analysis.Statistics],
         return analysis.observe_backcopy_risks(jax.nn.log_softmax(logits), oracle, task.is_trigger(tokens))
 
     return observe, risks
+
+
+# The probe.
+
+# Of all that `analysis.observe_language_model` defines; what is not named here is not computed by the probe.
+PROBED = ("kurtosis_first", "kurtosis_rest", "max_abs_first", "max_abs_rest")
+PROBED += ("first_attention_fraction", "first_attention_mass")
+
+
+class Probed(NamedTuple):
+    """The statistics of one step, on the device: of the layers, and if the data are a task of the output."""
+
+    statistics: analysis.Statistics
+    risks: analysis.Statistics | None = None
+
+
+def _observe_probed(taps: analysis.Taps) -> analysis.Statistics:
+    every = analysis.observe_language_model(taps)
+    total, count = ({name: part[name] for name in PROBED} for part in (every.total, every.count))
+    return every._replace(total=total, count=count, maximum={})
+
+
+class Probe:
+    """A measurement at the steps that `train.probe_every_steps` and `train.probe_steps` name.
+
+    Its metrics stay on the device, so that the device does not wait for the host.
+    """
+
+    def __init__(self, config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path = Path("probes")):
+        """Puts rows that are spread evenly over the evaluation set on the mesh that the parameters will be on.
+
+        Args:
+          config: The run.
+          inputs: Its data.
+          mesh: Of the parameters.
+          folder: Where the function `train.probe` may write.
+
+        Raises:
+          UserError: If there is no such function; and what it raises.
+        """
+        train = config.train
+        self._every, self._steps = train.probe_every_steps, frozenset(train.probe_steps)
+        self._loaded = LoadedModel(Transformer(config.model), None, config, None, Path())
+        n, wanted = len(inputs.evaluation), min(len(inputs.evaluation), train.probe_sequences)
+        rows = inputs.evaluation[[i * n // wanted for i in range(wanted)]]
+        (placed,) = _place(mesh, split_tokens(rows)[0])
+        if inputs.task is None:
+            self._batch, self._observe, self._output = (placed,), _observe_probed, None
+        else:
+            self._batch, (self._observe, self._output) = (placed, placed), _observing_task(inputs.task)
+        self._also = imported("train.probe", train.probe)(config, rows, folder) if train.probe else None
+
+    def __call__(self, step: int, params: Any) -> Probed | None:
+        """Returns what is seen after a step, 0 for the start; None between the probes."""
+        if step not in self._steps and not (step > 0 and self._every > 0 and step % self._every == 0):
+            return None
+        if self._also is not None:
+            self._also(step, params)
+        loaded = self._loaded._replace(params=params)
+        if self._output is None:
+            return Probed(analysis.measure(loaded, [self._batch], self._observe))
+        return Probed(*analysis.measure(loaded, [self._batch], self._observe, output=self._output))
+
+
+def probe_metrics(probed: Probed) -> dict[str, float]:
+    """Returns finite values by the names that `evaluate` gives them, over all layers and by layer."""
+    metrics = analysis.finalize(probed.statistics)
+    metrics |= {} if probed.risks is None else analysis.finalize(probed.risks)
+    metrics["probe_sequences"] = metrics.pop("sequences")
+    return finite(metrics)

@@ -114,18 +114,6 @@ def place_whole(mesh: Mesh | None, array: np.ndarray) -> jax.Array:
     return _put(array.shape, NamedSharding(mesh, PartitionSpec()), lambda index: array[index])
 
 
-def place_tree(tree: Any, like: Any) -> Any:
-    """Places arrays as those of `like` are; every process has the whole of `tree`, and nothing is communicated."""
-
-    def place(array: Any, where: jax.Array) -> jax.Array:
-        if where.is_fully_addressable:
-            return jax.device_put(array, where.sharding)
-        whole = np.asarray(array)
-        return _put(whole.shape, where.sharding, lambda index: whole[index])
-
-    return jax.tree.map(place, tree, like)
-
-
 def _put(shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callable[[Any], np.ndarray]) -> jax.Array:
     """Transfers what `read` gives for each device's index: explicitly, although JAX's transfer guard cannot know."""
     with jax.transfer_guard_host_to_device("allow"):
