@@ -1,7 +1,6 @@
 """Checkpoints saved on one mesh and read on others, by training, by plain Orbax, and by the command line."""
 
 import re
-import shutil
 
 import foreign_reader
 import jax
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from small_runs import CONFIG as SMALL
-from small_runs import flip, largest
 from tiny_run import bits, blank_state, by_path
 
 from orthojax.config import replace
@@ -85,28 +83,15 @@ def restore(folder, config, sizes):
     return state
 
 
-DAMAGE = {
-    "a flipped bit of the parameters": lambda step: flip(largest(step / "params")),
-    "a flipped bit of the moments": lambda step: flip(largest(step / "opt_state"), 0.1),
-    "a flipped bit of the names": lambda step: flip(step / "opt_state/_METADATA"),
-    "a missing file": lambda step: largest(step / "params").unlink(),
-}
-
-
 @pytest.mark.parametrize(
     "kind", ["haar", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("adam", "hadamard"))]
 )
 @pytest.mark.parametrize("sizes", [pytest.param(s, marks=[pytest.mark.slow] * (s == MESHES[1])) for s in MESHES])
-def test_a_state_is_restored_onto_another_mesh_or_refused_where_it_is_damaged(saved, tmp_path, kind, sizes):
+def test_a_state_is_restored_onto_another_mesh(saved, kind, sizes):
     home, states = saved
     config = replace(CONFIG, KINDS[kind])
     assert bits(restore(home / kind / "checkpoints", config, sizes)) == bits(states[kind])
     assert kind != "haar" or any("basis" in path for path in by_path(states[kind].opt_state))
-    for name, damage in DAMAGE.items():
-        copy = shutil.copytree(home / kind / "checkpoints", tmp_path / name)
-        damage(copy / "5")
-        with pytest.raises(UserError, match=r"(params|opt_state)/.* (is missing|does not match its checksum)"):
-            restore(copy, config, sizes)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in MESHES[:2])])

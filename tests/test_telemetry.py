@@ -24,8 +24,8 @@ from orthojax.train import (
     read_metrics,
     train,
 )  # fmt: skip
+from orthojax.train.evaluation import PROBED, make_probe, probe_metrics
 from orthojax.train.metrics import MetricLog
-from orthojax.train.evaluation import PROBED, Probe, probe_metrics
 from orthojax.train.step import StepMetrics
 
 CHANGES = {"model.num_layers": 2, "model.scan_layers": True, "optim.warmup_steps": 2, "train.steps": 8}
@@ -136,7 +136,7 @@ def test_a_function_of_the_config_sees_every_probe(tmp_path):
     assert {path.stem for path in (tmp_path / "probes").iterdir()} == {"0", "3", "6"}
     for step in (0, 6):
         assert (tmp_path / f"probes/{step}.txt").read_text() == f"(4, 9) {norm(states()[step])}"
-    with pytest.raises(UserError, match="train.probe"):
+    with pytest.raises(UserError, match=r"train\.probe"):
         train(replace(CONFIG, {"train.probe": "no.such:module"}), INPUTS, tmp_path / "other")
 
 
@@ -145,12 +145,12 @@ def test_probing_changes_no_bit_of_the_run(run):
 
 
 @pytest.mark.slow
-def test_bigram_backcopy_is_probed_with_its_own_statistics():
+def test_bigram_backcopy_is_probed_with_its_own_statistics(tmp_path):
     task = BigramBackcopy.from_text(default_text(), 3)
     config = replace(CONFIG, {"model.vocab_size": task.vocab_size, "data.kind": "bigram_backcopy"})
     data = Inputs(rows, np.asarray(task.batch(0, 4, 8, 7)), None, {}, task)
     params = init_state(config).params
-    metrics = probe_metrics(Probe(config, data, None)(3, params))
+    metrics = probe_metrics(make_probe(config, data, None, tmp_path)(3, params))
     expected = evaluate(loaded(config, params), data)
     assert metrics.pop("probe_sequences") == 4
     assert metrics.keys() >= {"sink_attention", "sink_logit_gap/layer_1", "value_norm_first", "residual_norm_rest"}

@@ -35,15 +35,10 @@ _JSON_ITEMS = ("config", "data")
 
 
 class DamagedError(UserError):
-    """A checkpoint is not what was written; training resumes from the one before it.
-
-    Attributes:
-      reason: What was found, in a few words.
-    """
+    """A checkpoint is not what was written; training resumes from the one before it."""
 
     def __init__(self, step_folder: Path, reason: str):
         """Names the folder, what was found, and which other steps there are."""
-        self.reason = reason
         others = [str(step) for step in steps_in(step_folder.parent) if str(step) != step_folder.name]
         super().__init__(
             f"cannot read the checkpoint {step_folder}: {reason}",
@@ -116,10 +111,6 @@ def read_config(step_folder: Path) -> Config:
 def require_same_data(step_folder: Path, provenance: dict[str, Any]) -> None:
     """Refuses other tokens than those that a checkpoint was trained on: their ids would mean something else.
 
-    Args:
-      step_folder: The checkpoint.
-      provenance: Of the data that is there now.
-
     Raises:
       UserError: If they differ, as when the embedded corpus comes from another Python version.
     """
@@ -156,10 +147,7 @@ def list_arrays(step_folder: Path, item: str) -> list[tuple[str, tuple[int, ...]
 def _restore_item(step_folder: Path, item: str, like: Any) -> Any:
     """Reads this process's part of `params` or `opt_state`, without waiting for other processes; nothing is checked.
 
-    Args:
-      step_folder: The checkpoint.
-      item: `params` or `opt_state`.
-      like: A tree with the shapes, dtypes and shardings that are wanted, whatever the shardings were before.
+    The tree `like` has the names, shapes, dtypes and shardings that are wanted, whatever the shardings were before.
 
     Raises:
       UserError: If names or shapes are others.
@@ -349,12 +337,7 @@ class Checkpoints:
         """Writes a step in the background; it appears under its name only when it is complete.
 
         Returns when the state is on the host, so that the next step may overwrite it on the devices. Every process
-        calls it and writes what it holds.
-
-        Args:
-          state: After `state.step` steps.
-          config: Of the run.
-          data: JSON values; `next_step` is added.
+        calls it and writes what it holds. To `data`, JSON values, `next_step` is added.
 
         Raises:
           UserError: If the disk refuses this write or refused the one before; earlier checkpoints stay.
@@ -417,10 +400,7 @@ class Checkpoints:
                 names = (self.directory / f"{step}.damaged-{n}" for n in itertools.count(1))
                 target = next(path for path in names if not path.exists())
                 (self.directory / str(step)).rename(target)
-                print(
-                    f"warning: the checkpoint of step {step} is damaged: {error.reason}; "
-                    f"resuming from step {used}; the damaged one is now {target}",
-                    file=sys.stderr,
-                )
+                problem = f"warning: {_first_line(error)}; resuming from step {used}; the damaged one is now {target}"
+                print(problem, file=sys.stderr)
         multihost_utils.sync_global_devices("damaged checkpoints set aside")
         self._manager.reload()

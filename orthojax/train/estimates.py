@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from orthojax.config import Config, ModelConfig
 from orthojax.formatting import byte_count
 from orthojax.model import flops_per_token, parameter_count
-from orthojax.train.mesh import ROWS, about_mesh, make_mesh
+from orthojax.train.mesh import ROWS, make_mesh
 from orthojax.train.step import build, require_attention, shapes_of
 
 # Dense bfloat16 FLOP/s of one JAX device, from the vendors' data sheets (NVIDIA prints them with sparsity, twice as
@@ -32,14 +32,10 @@ _PEAK_FLOPS_PER_SECOND = {
 def model_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     """Counts the floating-point operations that one training step needs for each token, forward and backward.
 
-    6 for each parameter of a matrix product, and 6 T d_model in each layer that attends: products with keys that the
+    6 for each parameter of a matrix product, and 6 T d_model, for sequences of T, in each layer that attends: products with keys that the
     causal mask hides are not counted, as in Megatron-LM and MaxText; `orthojax.model.flops_per_token` counts them. For
     GPT-2, with V the padded vocabulary: 6 (12 L d^2 + V d) + 6 L T d. Embedding look-ups, norms, recomputation and the
     optimizer are not counted.
-
-    Args:
-      model: Its kernels and attending layers count.
-      sequence_length: T.
 
     Reference:
       PaLM, `arXiv 2204.02311 <https://arxiv.org/abs/2204.02311>`_, 2022, Appendix B. The causal half:
@@ -108,7 +104,19 @@ def opening(config: Config) -> list[str]:
     }
     if train.init_from:
         lines["begins with"] = f"the parameters of {train.init_from}"
-    return [*map(entry, lines, lines.values()), *(f"  {line}" for line in about_mesh(config))]
+    return [*map(entry, lines, lines.values()), *_wasted(config, mesh)]
+
+
+def _wasted(config: Config, mesh: Mesh | None) -> list[str]:
+    """Returns warnings if the mesh leaves devices out, or all of `tensor` do the same work."""
+    model, count, lines = config.model, jax.device_count(), []
+    used, tensor = (1, 1) if mesh is None else (mesh.size, mesh.shape["tensor"])
+    if used < count:
+        lines.append(f"  uses {used} of {count} devices; --config.mesh.data=-1 takes all")
+    sizes = {"key-value heads": model.kv_heads, "MLP width": model.d_mlp, "vocabulary": model.vocab_size}
+    if whole := [f"{name} {size:,}" for name, size in sizes.items() if size % tensor]:
+        lines.append(f"  mesh.tensor={tensor} does not divide, and leaves whole: {', '.join(whole)}")
+    return lines
 
 
 def describe_data(provenance: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,13 +55,8 @@ def validation_loss_nats(
 ) -> float:
     """Computes the mean next-token loss over all target positions of the evaluation set, in nats.
 
-    Args:
-      config: Of the run.
-      params: Its parameters, on a mesh or not.
-      inputs: Its data.
-      after_batch: Called after every batch; it may raise.
-      model: One with other linear layers than that of the config.
-      interventions: What the model does otherwise; one compiled program serves all values of the same shapes.
+    The parameters may be on a mesh. `after_batch` may raise; `model` has other linear layers than that of the config;
+    one compiled program serves all values of `interventions` of the same shapes.
     """
     model = Transformer(config.model) if model is None else model
     mesh = mesh_of(params)
@@ -120,8 +115,7 @@ def evaluate(
     Raises:
       UserError: For a setting that does not fit the model, before anything is computed.
     """
-    observe = _observing_text(post_attention=post_attention)
-    return _evaluate(loaded, inputs, observe, settings, quantize_head, on_progress)[0]
+    return _evaluate(loaded, inputs, settings, quantize_head, on_progress, post_attention=post_attention)[0]
 
 
 def evaluate_by_head(
@@ -135,29 +129,23 @@ def evaluate_by_head(
 ) -> tuple[Metrics, dict[str, np.ndarray]]:
     """Measures as `evaluate` does, and also every head, with or without interventions.
 
-    Args:
-      loaded: The model.
-      inputs: Its data.
-      interventions: What the model does otherwise; quantised models are measured without them.
-      settings: As of `evaluate`.
-      quantize_head: As of `evaluate`.
-      on_progress: As of `evaluate`.
+    Quantised models are measured without the interventions.
 
     Returns:
       The metrics, for text also `null_mass`, `attention_entropy_nats` and `sink_logit_gap`; and by name the arrays
       [L, N] of what is measured by head, for text also `max_abs_by_channel` [L, D].
     """
-    return _evaluate(loaded, inputs, _observing_text(by_head=True), settings, quantize_head, on_progress, interventions)
+    return _evaluate(loaded, inputs, settings, quantize_head, on_progress, interventions, by_head=True)
 
 
 def _evaluate(
     loaded: LoadedModel,
     inputs: Inputs,
-    observe_text: _Observe,
     settings: Mapping[str, quant.QuantizationSetting] | None,
     quantize_head: bool,
     on_progress: Callable[[str], None],
     interventions: Interventions | None = None,
+    **text_options: bool,
 ) -> tuple[Metrics, dict[str, np.ndarray]]:
     config, params = loaded.config, loaded.params
     if settings is None:
@@ -166,7 +154,7 @@ def _evaluate(
         raise UserError(f"quantisation setting {name}: {reason}", allowed="the settings that fit this model")
     loss = validation_loss_nats(config, params, inputs, model=loaded.model, interventions=interventions)
     if inputs.task is not None:
-        mesh, (observe, risks_of) = mesh_of(params), _observing_task(inputs.task)
+        mesh, (observe, risks_of) = mesh_of(params), observing(inputs.task)
         batches = (2 * _place(mesh, split_tokens(rows)[0]) for rows in _batches(config, inputs))
         statistics, risks = analysis.measure(loaded, batches, observe, interventions, output=risks_of)
         on_progress("statistics")
@@ -177,7 +165,7 @@ def _evaluate(
         metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
     mesh, basis = mesh_of(params), shared_basis(config.seeded_optim, config.model.d_model)
     batches = ((*_place(mesh, split_tokens(tokens)[0]), basis) for tokens in _batches(config, inputs))
-    statistics = analysis.measure(loaded, batches, observe_text, interventions)
+    statistics = analysis.measure(loaded, batches, _observing_text(**text_options), interventions)
     metrics |= analysis.finalize(statistics)
     on_progress("statistics")
     for name, setting in settings.items():
@@ -209,7 +197,7 @@ def _observing_text(**options: bool) -> _Observe:
 
 
 @functools.lru_cache(maxsize=8)
-def _observing_task(task: BigramBackcopy) -> tuple[_Observe, _Observe]:
+def observing(task: BigramBackcopy) -> tuple[_Observe, _Observe]:
     """Returns the observe functions of the layers and of the output, both given the tokens."""
 
     def observe(taps: analysis.Taps, tokens: jax.Array) -> analysis.Statistics:
@@ -232,11 +220,7 @@ PROBED = ("kurtosis_first", "kurtosis_rest", "max_abs_first", "max_abs_rest")
 PROBED += ("first_attention_fraction", "first_attention_mass")
 
 
-class Probed(NamedTuple):
-    """The statistics of one step, on the device: of the layers, and if the data are a task of the output."""
-
-    statistics: analysis.Statistics
-    risks: analysis.Statistics | None = None
+Probed = tuple[analysis.Statistics, ...]  # of the layers, and if the data are a task of the output
 
 
 def _observe_probed(taps: analysis.Taps) -> analysis.Statistics:
@@ -245,51 +229,44 @@ def _observe_probed(taps: analysis.Taps) -> analysis.Statistics:
     return every._replace(total=total, count=count, maximum={})
 
 
-class Probe:
-    """A measurement at the steps that `train.probe_every_steps` and `train.probe_steps` name.
+def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) -> Callable[[int, Any], Probed | None]:
+    """Makes the measurement at the steps that `train.probe_every_steps` and `train.probe_steps` name.
 
-    Its metrics stay on the device, so that the device does not wait for the host.
+    Args:
+      config: The run.
+      inputs: Its data, of whose evaluation set the probe takes rows that are spread evenly.
+      mesh: Of the parameters.
+      folder: For what the function `train.probe` writes.
+
+    Returns:
+      (step, parameters after it; 0 is the start) -> the statistics, which stay on the device so that it does not wait
+      for the host; None between the probes.
+
+    Raises:
+      UserError: If there is no function `train.probe`; and what it raises.
     """
+    train, model = config.train, Transformer(config.model)
+    n, wanted = len(inputs.evaluation), min(len(inputs.evaluation), train.probe_sequences)
+    rows = inputs.evaluation[[i * n // wanted for i in range(wanted)]]
+    batch, observe, output = _place(mesh, split_tokens(rows)[0]), _observe_probed, None
+    if inputs.task is not None:
+        batch, (observe, output) = 2 * batch, observing(inputs.task)
+    more = imported("train.probe", train.probe)(config, rows, folder) if train.probe else None
 
-    def __init__(self, config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path = Path("probes")):
-        """Puts rows that are spread evenly over the evaluation set on the mesh that the parameters will be on.
-
-        Args:
-          config: The run.
-          inputs: Its data.
-          mesh: Of the parameters.
-          folder: Where the function `train.probe` may write.
-
-        Raises:
-          UserError: If there is no such function; and what it raises.
-        """
-        train = config.train
-        self._every, self._steps = train.probe_every_steps, frozenset(train.probe_steps)
-        self._loaded = LoadedModel(Transformer(config.model), None, config, None, Path())
-        n, wanted = len(inputs.evaluation), min(len(inputs.evaluation), train.probe_sequences)
-        rows = inputs.evaluation[[i * n // wanted for i in range(wanted)]]
-        (placed,) = _place(mesh, split_tokens(rows)[0])
-        if inputs.task is None:
-            self._batch, self._observe, self._output = (placed,), _observe_probed, None
-        else:
-            self._batch, (self._observe, self._output) = (placed, placed), _observing_task(inputs.task)
-        self._also = imported("train.probe", train.probe)(config, rows, folder) if train.probe else None
-
-    def __call__(self, step: int, params: Any) -> Probed | None:
-        """Returns what is seen after a step, 0 for the start; None between the probes."""
-        if step not in self._steps and not (step > 0 and self._every > 0 and step % self._every == 0):
+    def probe(step: int, params: Any) -> Probed | None:
+        every = train.probe_every_steps
+        if step not in train.probe_steps and not (step > 0 and every > 0 and step % every == 0):
             return None
-        if self._also is not None:
-            self._also(step, params)
-        loaded = self._loaded._replace(params=params)
-        if self._output is None:
-            return Probed(analysis.measure(loaded, [self._batch], self._observe))
-        return Probed(*analysis.measure(loaded, [self._batch], self._observe, output=self._output))
+        if more is not None:
+            more(step, params)
+        found = analysis.measure(LoadedModel(model, params, config, None, Path()), [batch], observe, output=output)
+        return (found,) if output is None else found
+
+    return probe
 
 
 def probe_metrics(probed: Probed) -> dict[str, float]:
     """Returns finite values by the names that `evaluate` gives them, over all layers and by layer."""
-    metrics = analysis.finalize(probed.statistics)
-    metrics |= {} if probed.risks is None else analysis.finalize(probed.risks)
+    metrics = {name: value for part in probed for name, value in analysis.finalize(part).items()}
     metrics["probe_sequences"] = metrics.pop("sequences")
     return finite(metrics)

@@ -15,7 +15,7 @@ from orthojax.errors import Interrupted
 from orthojax.train.checkpoint import Checkpoints, read_config, require_same_data
 from orthojax.train.data import Inputs, batches
 from orthojax.train.distributed import StopRequest, from_primary, is_primary, stop_on_signals, sync_start
-from orthojax.train.evaluation import Probe, probe_metrics, validation_loss_nats
+from orthojax.train.evaluation import Probed, make_probe, probe_metrics, validation_loss_nats
 from orthojax.train.loading import find_model, initial_params
 from orthojax.train.metrics import MetricLog, open_mirrors, read_metrics, require_finite
 from orthojax.train.step import Program, TrainState, build, shapes_of
@@ -72,17 +72,10 @@ def train(
         if step >= settings.steps and not owed:
             return state
         mirrors = open_mirrors(config, workdir) if is_primary() else []
-        log = MetricLog(
-            config,
-            path if is_primary() else None,
-            step,
-            mirrors=mirrors,
-            on_step=on_step,
-            on_line=on_line,
-            device_count=1 if program.mesh is None else program.mesh.size,
-        )
+        written = path if is_primary() else None
+        log = MetricLog(config, written, step, mirrors=mirrors, on_step=on_step, on_line=on_line)
         with log, stop_on_signals() as stop:
-            probe = Probe(config, inputs, program.mesh, workdir / "probes")
+            probe = make_probe(config, inputs, program.mesh, workdir / "probes")
             state = _Run(config, inputs, program, checkpoints, log, probe, stop).train(state, step, owed)
     if stop.signum is not None:  # and the checkpoint is written
         raise Interrupted(stop.signum, int(state.step))
@@ -137,16 +130,13 @@ class _Run:
     program: Program
     checkpoints: Checkpoints
     log: MetricLog
-    probe: Probe
+    probe: Callable[[int, Any], Probed | None]
     stop: StopRequest
 
     def train(self, state: TrainState, step: int, owed: bool) -> TrainState:
         """Trains from a step to the last, or to the one after which the run is asked to stop.
 
-        Args:
-          state: After `step` steps.
-          step: How many are done.
-          owed: Whether to validate before the first.
+        A validation that is owed comes first.
         """
         if step == 0 and (start := self.probe(0, state.params)):
             self.log.write({"step": 0} | probe_metrics(jax.device_get(start)))

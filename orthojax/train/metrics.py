@@ -57,7 +57,6 @@ class MetricLog:
         mirrors: Sequence["Mirror"] = (),
         on_step: Callable[[int, float], None] = lambda step, loss: None,
         on_line: Callable[[dict[str, Any]], None] = lambda line: None,
-        device_count: int = 1,
     ):
         """Opens the file, dropping the lines of steps that will be repeated, and starts the clock of tokens per second.
 
@@ -68,10 +67,9 @@ class MetricLog:
           mirrors: Get the same lines, those that stay first.
           on_step: Called with every step and its loss in nats.
           on_line: Called with every line that is written.
-          device_count: Devices of the mesh.
         """
         self._train, self._on_step, self._on_line, self._mirrors = config.train, on_step, on_line, mirrors
-        self._device_count = device_count
+        self._device_count = math.prod(config.mesh_sizes(jax.device_count()))
         self._flops_per_token = model_flops_per_token(config.model, config.data.sequence_length)
         self._pending: tuple[int, StepMetrics, Probed | None] | None = None
         self._clock = (time.monotonic(), step)
@@ -169,9 +167,9 @@ class MetricLog:
 
 
 class Mirror(NamedTuple):
-    """A library that shows what metrics.jsonl has."""
+    """A library that shows the lines of metrics.jsonl."""
 
-    write: Callable[[dict[str, Any]], None]  # takes a line
+    write: Callable[[dict[str, Any]], None]
     close: Callable[[], None]
 
 
@@ -251,16 +249,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not os.path.lexists(path):
         return []
     require_file(path, "metrics file")
-    found = [_parse(line) for line in path.read_bytes().split(b"\n")]
-    return [values for values in found if values is not None]
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        values = parse_json(line, "line")
-    except UserError:
-        return None
-    return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
+    found = []
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(UserError):
+            values = parse_json(line, "line")
+            if isinstance(values, dict) and isinstance(values.get("step"), int):
+                found.append(values)
+    return found
 
 
 _ON_CONSOLE = ("loss_nats", "learning_rate", "tokens_per_second", "mfu", "validation_loss_nats", "kurtosis_first")
@@ -278,12 +273,7 @@ def describe_line(line: dict[str, Any], steps: int) -> str:
 
 
 def closing(workdir: Path, evaluate: Sequence[str]) -> list[str]:
-    """Returns lines about a run that has ended: the last losses that were logged, and what to do next.
-
-    Args:
-      workdir: The folder of the run.
-      evaluate: The command that evaluates it.
-    """
+    """Returns lines about a run that has ended: the last losses that were logged, and the command that evaluates it."""
     path, last = workdir / "metrics.jsonl", dict[str, Any]()
     for line in read_metrics(path):
         last |= line

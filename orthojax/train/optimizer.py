@@ -172,9 +172,6 @@ def anneal_sinks(steps: int) -> optax.GradientTransformation:
     """Replaces the updates of learned sink logits: they go to 0 on a line, in so many steps, and stay there.
 
     Equation: s(t + 1) = s(t) (1 - 1 / (steps - t)) after t < steps steps, which needs no memory of s(0).
-
-    Args:
-      steps: After which they are 0.
     """
 
     def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None) -> Any:

@@ -198,9 +198,7 @@ def require_attention(model: ModelConfig) -> None:
 def build(config: Config, task: BigramBackcopy | None = None) -> Program:
     """Builds a run's model, optimizer and jitted functions; runs that agree in what is passed on share them.
 
-    Args:
-      config: The run.
-      task: The step draws its batches from it, by (seed, number of the batch); None: it takes tokens.
+    Given a task, the step draws its batches from that, by (seed, number of the batch); otherwise it takes tokens.
 
     Raises:
       UserError: If the devices are too few for the mesh, or a batch does not divide over it.
