@@ -326,5 +326,3 @@ def test_a_checkpoint_decides_and_a_run_that_never_began_does_not(copy):
     with pytest.raises(UserError, match="nope"):
         train(replace(CONFIG, {"train.init_from": "nope"}), INPUTS, copy)
     train(replace(CONFIG, {"train.steps": 3}), INPUTS, copy)
-
-

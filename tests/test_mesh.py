@@ -419,17 +419,6 @@ def test_batches_come_in_order_two_ahead(mesh):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
 
 
-def test_what_reading_raises_ends_the_run(tmp_path):
-    def broken(number):
-        if number == 2:
-            raise UserError("the file is gone")
-        return tokens(number)
-
-    with pytest.raises(UserError, match="gone"):
-        train(replace(SMALL, {"train.steps": 3}), INPUTS._replace(batch=broken), tmp_path)
-    assert [line["step"] for line in lines(tmp_path)] == [1]
-
-
 # The whole way.
 
 

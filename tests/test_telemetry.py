@@ -153,6 +153,8 @@ def test_bigram_backcopy_is_probed_with_its_own_statistics(tmp_path):
     metrics = probe_metrics(make_probe(config, data, None, tmp_path)(3, params))
     expected = evaluate(loaded(config, params), data)
     assert metrics.pop("probe_sequences") == 4
+    assert expected.keys() >= {"loss_nats", "backcopy_risk_nats", "bigram_excess_risk_nats"}
+    assert not expected.keys() & {"perplexity", "bits_per_byte"}
     assert metrics.keys() >= {"sink_attention", "sink_logit_gap/layer_1", "value_norm_first", "residual_norm_rest"}
     for name, value in metrics.items():
         assert value == pytest.approx(expected[name], rel=1e-5), name
