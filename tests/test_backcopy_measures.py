@@ -10,15 +10,14 @@ import pytest
 from model_oracle import random_params
 from tiny_run import assert_trees_close, drawn_params
 
-from orthojax import analysis
 from orthojax.config import replace
 from orthojax.errors import UserError
-from orthojax.experiments.active_dormant import aligned, model_measures, recorded_steps
+from orthojax.experiments.active_dormant import aligned, mechanism_probe, model_measures, recorded_steps
+from orthojax.experiments.active_dormant.mechanism_probe import probe_file
 from orthojax.experiments.active_dormant.runs import backcopy
 from orthojax.model import Interventions, LoadedModel, Transformer, llama2, stack_layers
 from orthojax.train import evaluate, load, open_inputs, read_metrics, train
 from orthojax.train.mesh import place_whole
-from orthojax.train.probe import probe_file
 from orthojax.train.step import build
 
 STEPS, PROBED = 6, (0, 1, 4)
@@ -98,7 +97,7 @@ def test_growth_of_the_norm_adds_up_over_parameters(run):
 def test_first_residual_gradients_are_finite_differences(run):
     _, inputs, params = run
     model, rows = Transformer(CONFIG.model), jnp.asarray(inputs.evaluation[:4])
-    gradients = jax.jit(analysis.first_residual_gradients, static_argnums=0)(model, params[-1], rows)
+    gradients = jax.jit(mechanism_probe.first_residual_gradients, static_argnums=0)(model, params[-1], rows)
     states = jnp.asarray(hidden(params[-1], rows[:, :-1]))
     direction = np.random.default_rng(0).normal(size=states.shape[-1])
 
@@ -119,7 +118,7 @@ def test_first_residual_gradients_are_finite_differences(run):
 def test_directions_of_values_and_keys_are_their_definitions(run):
     params, c = run[2][-1], CONFIG.model
     model = Transformer(c)
-    weak = np.asarray(jax.jit(analysis.weak_directions, static_argnums=0)(model, params))
+    weak = np.asarray(jax.jit(mechanism_probe.weak_directions, static_argnums=0)(model, params))
     block, H, norm = params["layers_1"], c.head_dim, params["layers_1"]["attention_norm"]
     value, output = block["attention"]["value"]["kernel"], block["attention"]["output"]["kernel"]
     gain = norm["scale"][:, None]
@@ -131,7 +130,7 @@ def test_directions_of_values_and_keys_are_their_definitions(run):
     state = np.asarray(hidden(params, jnp.reshape(token, (1, 1))))[0, 0]
     normed = (state - state.mean()) / np.sqrt(state.var() + c.norm_eps) * norm["scale"] + norm["bias"]
     key = block["attention"]["key"]["kernel"]
-    directions = np.asarray(jax.jit(analysis.key_directions, static_argnums=0)(model, params, token))
+    directions = np.asarray(jax.jit(mechanism_probe.key_directions, static_argnums=0)(model, params, token))
     np.testing.assert_allclose(directions[0], gain * key @ (normed @ key), rtol=1e-3, atol=1e-5)
     assert np.all(np.isnan(directions[1]))
 
@@ -158,9 +157,9 @@ def test_directions_through_latents_are_derivatives():
         return key, jnp.stack(written)
 
     key, written = derivatives()
-    np.testing.assert_allclose(analysis.key_directions(model, params, token)[0], key, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(mechanism_probe.key_directions(model, params, token)[0], key, rtol=1e-4, atol=1e-5)
     weakest = np.linalg.eigh(np.einsum("hDC,hDE->CE", written, written))[1][:, :2]
-    np.testing.assert_allclose(analysis.weak_directions(model, params)[0], weakest @ weakest.T, atol=1e-4)
+    np.testing.assert_allclose(mechanism_probe.weak_directions(model, params)[0], weakest @ weakest.T, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -168,8 +167,8 @@ def test_scanned_layers_have_the_same_mechanism(run):
     _, inputs, params = run
     rows = jnp.asarray(inputs.evaluation[:4])
     scanned = Transformer(dataclasses.replace(CONFIG.model, scan_layers=True))
-    plain = analysis.first_token_mechanism(Transformer(CONFIG.model), params[-1], rows)
-    found = analysis.first_token_mechanism(scanned, stack_layers(params[-1]), rows)
+    plain = mechanism_probe.first_token_mechanism(Transformer(CONFIG.model), params[-1], rows)
+    found = mechanism_probe.first_token_mechanism(scanned, stack_layers(params[-1]), rows)
     assert_trees_close(plain, found, rtol=1e-3, atol=1e-5)
 
 
@@ -202,13 +201,11 @@ def test_a_resumed_run_has_the_same_probes(run, tmp_path):
 
 
 def test_details_that_make_no_sense_are_refused(run, tmp_path):
-    with pytest.raises(UserError, match="without probes"):
-        replace(CONFIG, {"train.probe_steps": ()})
-    with pytest.raises(UserError, match="one device"):
-        replace(CONFIG, {"mesh.data": 2})
     rows = np.arange(26, dtype=np.int32).reshape(2, 13)
-    with pytest.raises(UserError, match="different"):
-        train(CONFIG, run[1]._replace(evaluation=rows), tmp_path)
+    same = np.ones((2, 13), np.int32)
+    for config, wrong in ((CONFIG, rows), (replace(CONFIG, {"mesh.data": 2}), same)):
+        with pytest.raises(UserError, match=r"train\.probe"):
+            mechanism_probe.mechanism_probe(config, wrong, tmp_path)
 
 
 def test_history_and_mechanism_are_read_from_the_probes(run):

@@ -42,14 +42,6 @@ from orthojax.analysis.catalogue import conditions as conditions
 from orthojax.analysis.catalogue import define as define
 from orthojax.analysis.catalogue import label as label
 from orthojax.analysis.catalogue import show as show
-from orthojax.analysis.first_token import change_attribution as change_attribution
-from orthojax.analysis.first_token import first_residual_gradients as first_residual_gradients
-from orthojax.analysis.first_token import first_residual_norms as first_residual_norms
-from orthojax.analysis.first_token import first_residuals as first_residuals
-from orthojax.analysis.first_token import first_token_mechanism as first_token_mechanism
-from orthojax.analysis.first_token import key_directions as key_directions
-from orthojax.analysis.first_token import parameter_norms as parameter_norms
-from orthojax.analysis.first_token import weak_directions as weak_directions
 from orthojax.analysis.observe import Statistics as Statistics
 from orthojax.analysis.observe import combine as combine
 from orthojax.analysis.observe import concatenate as concatenate

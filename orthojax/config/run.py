@@ -165,8 +165,8 @@ class TrainConfig:
       log_every_steps: Steps between lines of metrics.jsonl.
       probe_every_steps: Steps between probes of outliers and attention on a few validation rows; 0: none.
       probe_steps: Further steps to probe, each once; 0 is the start.
-      probe_details: Also write arrays of probes, to probes/step_N.npz: what moves the residual stream of the first
-        token; on one device.
+      probe: More to do at every probe: `module:function`, called with the config, the rows of the probe int32
+        [probe_sequences, T + 1] and the folder `probes` of the run; returns a function of (step, parameters).
       probe_sequences: Rows of a probe, out of the `eval.sequences`; all of those if they are fewer.
       tensorboard: Also write metrics.jsonl as TensorBoard events, under tensorboard/.
       wandb: Also log metrics.jsonl to Weights & Biases, one run for each workdir; WANDB_MODE=offline keeps it on disk.
@@ -185,7 +185,7 @@ class TrainConfig:
     log_every_steps: int = setting(20, affects="nothing")
     probe_every_steps: int = setting(100, affects="nothing")
     probe_steps: tuple[int, ...] = setting((), affects="nothing")
-    probe_details: bool = setting(False, affects="nothing")
+    probe: str = setting("", affects="nothing")
     probe_sequences: int = setting(8, affects="nothing")
     tensorboard: bool = setting(False, affects="nothing")
     wandb: bool = setting(False, affects="nothing")
@@ -200,11 +200,6 @@ class TrainConfig:
         require_each(self, "train", f"{positive} probe_sequences", lambda n: n >= 1, "at least 1")
         require_each(self, "train", "eval_every_steps probe_every_steps", lambda n: n >= 0, "at least 0")
         require_each(self, "train", "probe_steps", lambda steps: all(s >= 0 for s in steps), "steps of at least 0")
-        require(
-            not self.probe_details or bool(self.probe_steps or self.probe_every_steps),
-            "train.probe_details without probes",
-            "with train.probe_steps or train.probe_every_steps",
-        )
         require(
             self.keep_every_steps >= 0 and self.keep_every_steps % self.checkpoint_every_steps == 0,
             f"train.keep_every_steps={self.keep_every_steps} with "
@@ -273,9 +268,6 @@ class Config:
         )
         small = "model.dtype='float16', in which small gradients are lost: training has no loss scaling"
         require(self.model.dtype != "float16", small, "'float32' or 'bfloat16'")
-        mesh = (self.mesh.data, self.mesh.fsdp, self.mesh.tensor)
-        one = f"train.probe_details with a mesh of {mesh}"
-        require(not self.train.probe_details or mesh == (1, 1, 1), one, "one device, or no details")
         if -1 not in (self.mesh.data, self.mesh.fsdp):
             self._require_rows(self.mesh.data * self.mesh.fsdp)
 

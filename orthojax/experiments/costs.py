@@ -12,7 +12,7 @@ import numpy as np
 
 from orthojax.config import Config
 from orthojax.files import read_json, write_text
-from orthojax.train import init_state, make_mesh, make_train_step, optimizer_state_bytes, place_rows
+from orthojax.train import init_state, make_mesh, make_train_step, place_rows, state_shapes
 
 REPEATS = 9
 
@@ -49,7 +49,9 @@ def _costs_of(configs: Mapping[str, Config], base: str) -> dict[str, dict[str, f
     steps = {name: Stepper(config) for name, config in configs.items()}
     timed = interleaved_seconds(steps, REPEATS)
     seconds = {name: [of / steps[name].steps_per_call for of in timed[name]] for name in configs}
-    sizes = {name: (optimizer_state_bytes(config), steps[name].program_bytes()) for name, config in configs.items()}
+    moments = {name: jax.tree.leaves(state_shapes(config).opt_state) for name, config in configs.items()}
+    state_bytes = {name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) for name, leaves in moments.items()}
+    sizes = {name: (state_bytes[name], steps[name].program_bytes()) for name in configs}
     found = {}
     for name in configs:
         keys = ("step_ratio_lower", "step_ratio", "step_ratio_upper")

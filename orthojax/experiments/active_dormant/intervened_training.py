@@ -16,14 +16,14 @@ import optax
 
 from orthojax.analysis import activations, backcopy, sink_logits
 from orthojax.config import Config, changed_fields, replace
-from orthojax.data import BigramBackcopy
+from orthojax.data import BigramBackcopy, open_task
 from orthojax.data.bigram_backcopy import EVALUATION
 from orthojax.experiments.active_dormant.model_measures import key_mass, trigger_ids
 from orthojax.experiments.active_dormant.runs import short
 from orthojax.experiments.study import Row
 from orthojax.model import Interventions, Taps, Transformer
 from orthojax.ops import cross_entropy_nats
-from orthojax.train import init_state, learning_rate_schedule, make_optimizer, require_task
+from orthojax.train import init_state, learning_rate_schedule, make_optimizer
 from orthojax.train.step import jit_train_step, split_tokens
 
 SHOWN = (0, 20, 40, 60, 80, 100, 125, 150, 175, 200, 250, 300, 400, 500, 600, 700, 800, 900, 1000)
@@ -136,7 +136,7 @@ def train(config: Config, make: Callable[[Any], Intervene], measure: Callable[[A
       Step -> the scalars.
     """
     with jax.enable_x64(False):
-        (task, _), model = require_task(config), Transformer(config.model)
+        (task, _), model = open_task(config.data), Transformer(config.model)
         schedule = learning_rate_schedule(config.seeded_optim, shown[-1])
         state = init_state(config)
         intervene = make(state.params)
@@ -164,7 +164,7 @@ def row(name: str, setting: Setting, seed: int, shown: Sequence[int] = SHOWN) ->
     """
     config = replace(setting.config, {"train.seed": seed, "data.seed": seed})
     with jax.enable_x64(False):
-        (task, _), model = require_task(config), Transformer(config.model)
+        (task, _), model = open_task(config.data), Transformer(config.model)
         tokens = task.batch(0, config.eval.sequences, config.data.sequence_length, 0, EVALUATION)[:, :-1]
         hidden = interventions(Setting(config, hidden=True), model, task)
         compiled = jax.jit(functools.partial(look, model, task, tokens), static_argnums=1)

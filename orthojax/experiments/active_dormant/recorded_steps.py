@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.typing import ArrayLike
 
+from orthojax.experiments.active_dormant.mechanism_probe import probe_file
 from orthojax.experiments.measures import Measure, Measured, Say
 from orthojax.model import LoadedModel
 from orthojax.train import Inputs, read_metrics
-from orthojax.train.probe import probe_file
 
 _RISKS = ("backcopy_excess_risk_nats", "bigram_excess_risk_nats")
 _BY_LAYER = ("sink_attention_rest", "sink_logit_gap", "value_norm_first", "residual_norm_first")
@@ -121,4 +121,4 @@ def _mechanism(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     return Measured(mechanism(probes))
 
 
-MECHANISM = Measure("mechanism", _mechanism)  # of runs with `train.probe_details`
+MECHANISM = Measure("mechanism", _mechanism)  # of runs with `mechanism_probe`

@@ -48,7 +48,7 @@ BACKCOPY_RULES = Study(
         "bos": {},
         "two_bos": {"data.bos_tokens": 2},
         # Without <s> the first token differs between sequences, and there is no one residual state to follow.
-        "no_bos": {"data.bos_tokens": 0, "train.probe_details": False},
+        "no_bos": {"data.bos_tokens": 0, "train.probe": ""},
         "delimiter": {"data.delimiter": True},
         "backward": {"data.rule": "bigram_backward"},
         "markov": {"data.rule": "markov"},
@@ -172,7 +172,7 @@ BREAK_CONDITIONS_MAP = Study(
     runs=lambda scale: grid(
         # Scanned, so that six layers compile as fast as one.
         replace(backcopy(), {"model.scan_layers": True, "train.steps": 1000, "train.probe_steps": (),
-                             "train.probe_details": False}),
+                             "train.probe": ""}),
         _ATTENTION, _OPTIMIZERS, {depth: {"model.num_layers": int(depth)} for depth in _DEPTHS}),
     seeds=(1,),
     note="The methods of From Attention to Activation and the alternatives of Active-Dormant Attention Heads on one "

@@ -52,7 +52,7 @@ def backcopy(scale: str = "tiny") -> Config:
         "train.eval_every_steps": 0,
         "train.probe_every_steps": 0,
         "train.probe_steps": (*_LOG_STEPS, *more_steps, steps),
-        "train.probe_details": True,
+        "train.probe": "orthojax.experiments.active_dormant.mechanism_probe:mechanism_probe",
         "train.probe_sequences": 64,
         "train.checkpoint_every_steps": 500,
         "eval.sequences": 512,
@@ -70,7 +70,7 @@ def short(**changes: Any) -> Config:
         "train.eval_every_steps": 100,
         "train.probe_every_steps": 100,
         "train.probe_steps": (),
-        "train.probe_details": False,
+        "train.probe": "",
         "train.probe_sequences": 8,
         "eval.sequences": 256,
     }
