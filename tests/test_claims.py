@@ -251,7 +251,7 @@ def test_a_case_that_is_missing_leaves_the_others():
 
 def test_numbers_of_a_case_are_those_that_decide():
     judged = judge(Claim("", X["a"] < X["b"], note=lambda scope: f"of {len(scope.study)}"), made_up(**TWO_SEEDS))
-    assert judged.cases[0].numbers == "x: a 3 (1 to 5), b 4; of 2"
+    assert judged.cases[0].numbers == ["x: a 3 (1 to 5), b 4", "of 2"]
 
 
 def test_shared_criteria_are_those_of_their_formulas():

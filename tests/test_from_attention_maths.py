@@ -31,7 +31,7 @@ from orthojax.experiments.from_attention import (
 from orthojax.experiments.from_attention.equivariance import layer_deviations
 from orthojax.experiments.from_attention.first_keys import FIRST_KEYS
 from orthojax.experiments.from_attention.output_weights import output_bases, output_kernels
-from orthojax.experiments.from_attention.stability import running_mean, stability, window_of
+from orthojax.experiments.from_attention.stability import stability, window_of
 from orthojax.experiments.results import Numbers
 from orthojax.model import LoadedModel
 from orthojax.optim import rotate
@@ -196,17 +196,6 @@ def largest(values, count):
     return set(sorted(range(len(values)), key=lambda d: (-values[d], d))[:count])
 
 
-def test_overlap_is_the_mean_over_pairs_of_sets():
-    magnitude = np.random.default_rng(0).normal(size=(3, 7, 96)).astype(np.float32).round(1)  # with ties
-    members = np.asarray(largest_channels.ranks(magnitude) < 3)
-    sets = [[largest(row, 3) for row in rows] for rows in magnitude]
-    assert [[set(np.flatnonzero(row)) for row in rows] for rows in members] == sets
-    found = largest_channels.mean_overlap(members, axis=1)
-    np.testing.assert_allclose(found, [pairwise(rows) for rows in sets], atol=1e-6)
-    by_column = [pairwise([sets[i][j] for i in range(3)]) for j in range(7)]
-    np.testing.assert_allclose(largest_channels.mean_overlap(members, axis=0), by_column, atol=1e-6)
-
-
 class Planted:
     """In place of a model: the tokens of a sequence say which hidden states it has."""
 
@@ -225,20 +214,6 @@ def planted(hidden, params=None):
     config = replace(Config(eval=EvalConfig(batch_size=2)), {"model.d_model": hidden.shape[-1]})
     model = LoadedModel(Planted(np.asarray(hidden, np.float32)), params or {}, config, None, Path())
     return model, np.tile(np.arange(len(hidden))[:, None], (1, hidden.shape[2] + 1))
-
-
-def test_planted_outlier_channels_are_the_same_everywhere():
-    hidden = np.random.default_rng(0).normal(size=(4, 2, 6, 64))
-    hidden[..., 40] += 50.0
-    one = largest_channels.channel_overlap(*planted(hidden))
-    hidden[..., 7] += 50.0  # D // 32 = 2 channels
-    two = largest_channels.channel_overlap(*planted(hidden))
-    for key in ("sequences", "positions", "layers"):
-        assert one[f"largest_channel_between_{key}"] == pytest.approx(1.0, abs=1e-6)
-        assert one[f"largest_channels_between_{key}"] < 0.9  # the second is any
-        assert two[f"largest_channels_between_{key}"] == pytest.approx(1.0, abs=1e-6)
-        assert two[f"largest_channel_between_{key}"] < 0.9  # they take turns
-    assert (two["largest_channels_by_chance"], two["largest_channel_by_chance"]) == (2 / 64, 1 / 64)
 
 
 def test_overlaps_of_a_model_are_those_of_sets():
@@ -277,13 +252,6 @@ def test_the_largest_channel_is_ranked_among_output_weights():
     assert min(found["attention_output"]) >= D - 2
 
 
-def test_channels_shown_are_those_of_the_largest_values():
-    hidden = np.zeros((4, 6, 64))
-    hidden[0, 3, [9, 2, 50]] = [7.0, 9.0, 8.0]
-    hidden[1, 0, 11] = 99.0  # of the first layer alone
-    assert largest_channels.largest_channels(hidden, 3).tolist() == [2, 9, 50]
-
-
 def test_kurtosis_of_gaussian_vectors_is_below_its_limit():
     x = np.random.default_rng(0).normal(size=(20_000, 96))
     limit = kurtosis_limit(Numbers({}, replace(Config(), {"model.d_model": 96})))
@@ -292,13 +260,6 @@ def test_kurtosis_of_gaussian_vectors_is_below_its_limit():
 
 
 # Losses.
-
-
-def test_running_mean_is_of_the_last_values():
-    losses = np.random.default_rng(0).normal(size=(2, 9))
-    for window in (1, 3, 20):
-        expected = [[row[max(0, i + 1 - window) : i + 1].mean() for i in range(9)] for row in losses]
-        np.testing.assert_allclose(running_mean(losses, window), expected, atol=1e-12)
 
 
 def test_jumps_and_rises_are_counted_after_warm_up():
@@ -338,12 +299,6 @@ def test_mass_and_fraction_by_key_are_those_of_loops():
     np.testing.assert_allclose(relaxed_mask.attention_fraction_by_key(weights, 4, 2), fraction, rtol=1e-5)
     of_all = jnp.mean(relaxed_mask.attention_fraction_by_key(weights, 1, 0))
     np.testing.assert_allclose(of_all, analysis.first_attention_fraction(weights), rtol=1e-6)
-
-
-def test_equal_logits_give_the_mass_of_the_closed_form():
-    causal = np.tril(np.ones((1, 1, 12, 12)))
-    mass = relaxed_mask.attention_mass_by_key(causal / causal.sum(-1, keepdims=True), 5, 5)
-    np.testing.assert_allclose(mass, relaxed_mask.equal_logits_mass(12, 5), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("draws", "categories"), [(1, 4), (3, 4), (5, 3)])

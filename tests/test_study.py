@@ -27,7 +27,6 @@ from orthojax.errors import Interrupted, UserError
 from orthojax.experiments import catalog
 from orthojax.experiments.base import cured
 from orthojax.experiments.claims import Claim, Metric, not_measured
-from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.pictures import KURTOSIS, LOSS, Bars, ByStep, Maps, Points
 from orthojax.experiments.report import escape_markdown, print_report, write_report
 from orthojax.experiments.results import Missing
@@ -287,14 +286,6 @@ def test_what_cannot_run_is_refused_before_anything_is_written(study, home, tmp_
     assert not (tmp_path / "work").exists()
     with pytest.raises(UserError, match="'quik'"):
         catalog.find("quik")
-
-
-def test_existing_measures_with_an_infinite_number_leave_it_out(home, tmp_path):
-    infinite = Measure("infinite", lambda loaded, inputs, say: Measured({"one": 1.0, "no": float("inf")}))
-    config = language_models(home)["vanilla"]
-    found = run(study_of({"vanilla": config}, measures=(infinite,)), tmp_path, home)
-    assert found["vanilla"]["one"] == 1.0
-    assert not found["vanilla"].values("no")
 
 
 # Reports.
