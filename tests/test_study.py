@@ -27,6 +27,7 @@ from orthojax.errors import Interrupted, UserError
 from orthojax.experiments import catalog
 from orthojax.experiments.base import cured
 from orthojax.experiments.claims import Claim, Metric, not_measured
+from orthojax.experiments.figures import lines
 from orthojax.experiments.pictures import KURTOSIS, LOSS, Bars, ByStep, Maps, Points
 from orthojax.experiments.report import escape_markdown, print_report, write_report
 from orthojax.experiments.results import Missing
@@ -357,6 +358,15 @@ def test_a_metric_that_a_seed_lacks_breaks_no_picture(study):
     assert [picture.name for picture in report.pictures] == ["x", "x_by_step"]
     (axes, *_) = report.pictures[1].figure.axes
     assert list(axes.get_lines()[0].get_xdata()) == [1, 2]
+
+
+def test_curves_of_many_decades_have_ticks_and_looks():
+    curves = {f"curve {i}": ([1, 2, 3], np.array([1e-16, 1e-8, 1.0]) * (i + 1)) for i in range(50)}
+    (axes,) = lines({"": curves}, x_label="x", y_label="y", y_scale="log").axes
+    low, high = axes.get_ylim()
+    assert sum(low <= tick <= high for tick in axes.get_yticks()) >= 3
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}) > 20
+    assert all(tick == int(tick) for tick in axes.get_xticks())
 
 
 def test_changes_are_paired_by_seed_with_intervals(study):
