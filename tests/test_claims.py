@@ -28,7 +28,7 @@ from orthojax.experiments.claims import (
     rising,
     smallest,
 )
-from orthojax.experiments.results import Missing, pairs
+from orthojax.experiments.results import pairs
 from orthojax.experiments.study import Study, results_of
 
 X, Y = Metric("x"), Metric("y")
@@ -264,8 +264,3 @@ def test_shared_criteria_are_those_of_their_formulas():
     assert verdict(Claim("", (left < 0.2001) & (left > 0.1999)), **rows) == "holds"
     assert verdict(Claim("", excess_left("a", "b") > 1), a=before, b={"first_attention_fraction": 0.0}) == "holds"
     assert verdict(Claim("", abs(lost("int8_coarse")["a"] - 0.2) < 1e-9), **rows) == "holds"
-
-
-def test_an_unknown_variant_is_missing():
-    with pytest.raises(Missing):
-        made_up(a={"x": 1.0})["b"]
