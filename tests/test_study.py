@@ -147,12 +147,12 @@ def test_a_second_call_trains_and_measures_nothing(results, study, home, tmp_pat
     shared = run(other, tmp_path, home, (1,))
     assert shared["another"]["perplexity"] == results["cured"].values("perplexity")[1]
     assert times(home / "runs") == before
-    measured = results["cured"].folders[1] / "measured/evaluation.json"
+    measured = results["cured"].folders[1].resolve() / "measured/evaluation.json"
     content = json.loads(measured.read_text())
     measured.unlink()  # as if it had been stopped after training
     run(study, home / "work", home, SEEDS)
     assert json.loads(measured.read_text()) == pytest.approx(content)
-    assert {path for path, written in times(home / "runs").items() if written != before[path]} == {measured}
+    assert [path for path, written in times(home / "runs").items() if written != before[path]] == [measured]
 
 
 def test_an_interrupted_call_goes_on_where_it_was(home, tmp_path):
