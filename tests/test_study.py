@@ -25,6 +25,7 @@ from orthojax import quant
 from orthojax.config import Config, replace
 from orthojax.errors import Interrupted, UserError
 from orthojax.experiments import catalog
+from orthojax.experiments.active_dormant.runs import RISKS
 from orthojax.experiments.base import cured
 from orthojax.experiments.claims import Claim, Metric, not_measured
 from orthojax.experiments.figures import lines
@@ -379,7 +380,7 @@ def test_names_of_studies_are_unique():
 def test_every_study_has_what_its_claims_and_tables_name(study):
     assert bool(study.runs) + bool(study.rows) + bool(study.models) >= 1
     for scale in [scale for scale in study.scales if study.runs_at(scale)]:
-        results = made_up(study, {"perplexity": 1.0}, scale)
+        results = made_up(study, dict.fromkeys(("perplexity", *(risk.name for risk in RISKS)), 1.0), scale)
         for claim in study.claims:
             first = [claim.revised[1]] if claim.revised else []
             for expression in [e for of in (claim, *first) for e in (of.holds, of.given, of.largest) if e is not None]:

@@ -1,5 +1,6 @@
 """The committed results under the claims as they are: verdicts, reports and the page of claims."""
 
+import json
 import runpy
 from pathlib import Path
 
@@ -15,6 +16,12 @@ def script():
 
 def test_committed_results_have_the_committed_verdicts(script):
     assert script["differences"]() == []
+
+
+def test_every_committed_result_is_judged(script):
+    judged = {script["folder"](study, scale) for study, scale, _ in script["committed"]()}
+    found = {path.parent: json.loads(path.read_text()) for path in (ROOT / "results").rglob("results.json")}
+    assert {folder for folder, raw in found.items() if raw["experiment"] != "analyze"} <= judged
 
 
 def test_the_page_of_claims_is_up_to_date(script):
