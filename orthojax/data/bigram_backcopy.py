@@ -15,7 +15,6 @@ import hashlib
 import itertools
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,9 +26,8 @@ from jax.typing import ArrayLike
 from orthojax.config import DataConfig, TriggerRule
 from orthojax.data.sources import text_corpus
 from orthojax.errors import UserError
-from orthojax.files import read_json
 
-Counts = tuple[tuple[str, str, float], ...]  # (a, b, n): b followed a n times; sorted, every pair once
+Counts = tuple[tuple[str, str, int], ...]  # (a, b, n): b followed a n times; sorted, every pair once
 
 TRAINING, EVALUATION = 0, 1  # streams of batches
 _ONE = 2**31  # probabilities as integers, compared with 31 random bits
@@ -59,25 +57,6 @@ def count_pairs(text: str) -> Counts:
     return tuple(sorted((a, b, n) for (a, b), n in pairs.items()))
 
 
-def read_counts(path: Path) -> Counts:
-    """Reads a table of counts: a JSON list of [a, b, n], in which b followed a n times. a and b are any texts.
-
-    Raises:
-      UserError: If the file is no such table, or has a pair twice.
-    """
-    counts: dict[tuple[str, str], float] = {}
-    for i, row in enumerate(read_json(path, "table of counts", list)):
-        match row:
-            case [str(a), str(b), int(n) | float(n)] if type(n) is not bool and 0 < n < 2**53 and (a, b) not in counts:
-                counts[a, b] = n
-            case _:
-                raise UserError(
-                    f"table of counts {path}: entry {i} is {str(row)[:80]}",
-                    allowed='["a", "b", n], every pair once: how often the second text follows the first, above 0',
-                )
-    return tuple(sorted((a, b, n) for (a, b), n in counts.items()))
-
-
 @dataclasses.dataclass(frozen=True)
 class BigramBackcopy:
     """The task, made from how often each character follows each.
@@ -103,7 +82,7 @@ class BigramBackcopy:
     character after it is drawn from pi, and from there on the chain is `markov`.
 
     Attributes:
-      counts: From `count_pairs` or `read_counts`.
+      counts: From `count_pairs`: something follows each character.
       trigger_count: k, the number of most frequent characters that are triggers; ties go to the smaller character.
       rule: What follows a trigger.
       other_rule: What follows it otherwise.
@@ -127,8 +106,6 @@ class BigramBackcopy:
                 f"{size} different characters cannot have {self.trigger_count} triggers",
                 allowed=f"data.trigger_count less than {size}" if size > 1 else "a longer text",
             )
-        if last := set(self.characters).difference(a for a, _, _ in self.counts):
-            raise UserError(f"nothing follows {min(last)!r}", allowed="counts in which something follows each")
         if self.bos_count not in (0, 1, 2):
             raise ValueError(f"bos_count={self.bos_count}; allowed: 0, 1 or 2")
         if self.delimiter_position is not None and self.delimiter_position <= self.bos_count:
@@ -295,9 +272,7 @@ def open_task(config: DataConfig) -> tuple[BigramBackcopy, dict[str, Any]]:
     Raises:
       UserError: For anything wrong with the files, or fewer characters than triggers.
     """
-    if config.counts:
-        source, counts = Path(config.counts).name, read_counts(Path(config.counts))
-    elif config.paths:
+    if config.paths:
         corpus = text_corpus(config.paths)
         source, counts = corpus.description, count_pairs("\n".join(document.text for document in corpus.documents()))
     else:
