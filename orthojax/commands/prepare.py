@@ -27,7 +27,7 @@ def define_flags() -> None:
         ".parquet, .arrow, .zst, .bz2, .xz and addresses such as hf://datasets/NAME/data/train-*.parquet, which are "
         "streamed; or 'embedded' (the default): Python's standard library.",
     )
-    flags.DEFINE_string("tfds_dir", "", "Folder of TensorFlow Datasets, or of one version of one data set.")
+    flags.DEFINE_string("tfds_dir", "", "Folder of TensorFlow Datasets.")
     flags.DEFINE_string("dataset", "", "NAME[/CONFIG][:VERSION] in --tfds_dir, such as c4/en:3.0.1.")
     flags.DEFINE_string("text_feature", "text", "Feature of the data set that holds the text.")
     flags.DEFINE_string(
@@ -50,8 +50,8 @@ def main(_: list[str]) -> None:
         raise UserError("--output is missing", allowed="--output=DIR")
     if FLAGS.input is not None and FLAGS.tfds_dir:
         raise UserError("--input and --tfds_dir are both given", allowed="one of them")
-    if FLAGS.dataset and not FLAGS.tfds_dir:
-        raise UserError(f"--dataset={FLAGS.dataset} without its folder", allowed="--tfds_dir=DATA_DIR")
+    if bool(FLAGS.dataset) != bool(FLAGS.tfds_dir):
+        raise UserError("one of --tfds_dir and --dataset alone", allowed="--tfds_dir=DATA_DIR --dataset=NAME")
     if not splits or (FLAGS.name and len(splits) > 1):
         raise UserError(
             f"--split={FLAGS.split} names {len(splits)} splits", allowed="at least one; exactly one with --name"

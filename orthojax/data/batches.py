@@ -11,7 +11,7 @@ import numpy as np
 
 from orthojax.config import DataConfig
 from orthojax.data.preparation import Part, Progress, prepare, repeat_passages, text_parts
-from orthojax.data.token_files import FORMAT_VERSION, TOKENIZER_FIELDS, TokenFile, open_token_file
+from orthojax.data.token_files import FORMAT_VERSION, open_token_file
 from orthojax.data.tokenizers import tokenizer_identity
 from orthojax.errors import UserError
 
@@ -29,7 +29,7 @@ class Dataset:
     train: np.ndarray  # uint16 or uint32 [n], a read-only memory map
     validation: np.ndarray
     validation_bytes: int  # of its text in UTF-8: bits per byte = nats per token / ln 2 * len(validation) / these
-    tokenizer_path: Path | None  # for `load_tokenizer`; None if only its ids are here
+    tokenizer_path: Path | None  # for `load_tokenizer`; None if it does not lie beside the token files
     provenance: dict[str, Any]  # JSON: names, counts and sha256s of source, tokenizer and files
 
 
@@ -104,11 +104,9 @@ class TokenBatches:
         self.bos_id = bos_id
         self.n_rows = max(0, (len(tokens) - extra) // sequence_length)
         if self.n_rows < batch_size:
-            raise UserError(
-                f"{len(tokens)} tokens are too few for a batch of {batch_size} rows of {sequence_length}: "
-                f"{batch_size * sequence_length + extra} are needed",
-                allowed=f"a batch of at most {self.n_rows} rows, shorter rows or more text",
-            )
+            needed = f"a batch of {batch_size} rows of {sequence_length} needs {batch_size * sequence_length + extra}"
+            allowed = f"a batch of at most {self.n_rows} rows, shorter rows or more text"
+            raise UserError(f"{len(tokens)} tokens are too few: {needed}", allowed=allowed)
 
     @functools.cached_property
     def _order(self) -> Any:
@@ -141,10 +139,8 @@ class TokenBatches:
           UserError: If there are fewer rows.
         """
         if n > self.n_rows:
-            raise UserError(
-                f"{len(self.tokens)} tokens make {self.n_rows} rows of {self.sequence_length}, but {n} are wanted",
-                allowed=f"at most {self.n_rows} rows, shorter rows or more text",
-            )
+            problem = f"{len(self.tokens)} tokens make {self.n_rows} rows of {self.sequence_length}, not {n}"
+            raise UserError(problem, allowed=f"at most {self.n_rows} rows, shorter rows or more text")
         return self._rows([i * self.n_rows // n for i in range(n)])
 
     def _rows(self, indices: list[int]) -> np.ndarray:
@@ -166,13 +162,14 @@ def _repeated(part: Part, share: float) -> Part:
 def _open_pair(train_path: Path, validation_path: Path, verify: bool) -> Dataset:
     """Opens a train and a validation token file that belong together."""
     train, validation = (open_token_file(path, verify=verify) for path in (train_path, validation_path))
-    for name in TOKENIZER_FIELDS:
-        if (a := getattr(train.info, name)) != (b := getattr(validation.info, name)):
-            raise UserError(
-                f"{train_path} and {validation_path} were created with different tokenizers "
-                f"({train.info.tokenizer}, {validation.info.tokenizer}): {name} is {a} and {b}",
-                allowed="two files of the same tokenizer",
-            )
+    if train.info.tokenizer_sha256 != validation.info.tokenizer_sha256:
+        names = f"{train.info.tokenizer}, {validation.info.tokenizer}"
+        problem = f"{train_path} and {validation_path} were created with different tokenizers ({names})"
+        raise UserError(problem, allowed="two files of the same tokenizer")
+    tokenizer = train_path.with_name("tokenizer.json")
+    is_theirs = (
+        tokenizer.is_file() and hashlib.sha256(tokenizer.read_bytes()).hexdigest() == train.info.tokenizer_sha256
+    )
     info, counts = dataclasses.asdict(train.info), ("n_tokens", "n_bytes", "n_documents", "data_sha256")
     of_both = ("source", "source_sha256", "file_count", "tokenizer", "tokenizer_sha256", "bos_id")
     return Dataset(
@@ -182,20 +179,10 @@ def _open_pair(train_path: Path, validation_path: Path, verify: bool) -> Dataset
         train=train.tokens,
         validation=validation.tokens,
         validation_bytes=validation.info.n_bytes,
-        tokenizer_path=_tokenizer_beside(train),
+        tokenizer_path=tokenizer if is_theirs else None,
         provenance={
             **{name: info[name] for name in of_both},
             "train": {name: info[name] for name in counts},
             "validation": {name: getattr(validation.info, name) for name in counts},
         },
     )
-
-
-def _tokenizer_beside(train: TokenFile) -> Path | None:
-    path = train.path.parent / "tokenizer.json"
-    if not path.is_file():
-        return None
-    if hashlib.sha256(path.read_bytes()).hexdigest() != train.info.tokenizer_sha256:
-        problem = f"{path} is not the tokenizer of {train.path}: its sha256 is another one"
-        raise UserError(problem, hint="put the right one back, or delete it: training needs the ids only")
-    return path

@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from orthojax.config import DataConfig, TriggerRule
@@ -106,12 +105,6 @@ class BigramBackcopy:
                 f"{size} different characters cannot have {self.trigger_count} triggers",
                 allowed=f"data.trigger_count less than {size}" if size > 1 else "a longer text",
             )
-        if self.bos_count not in (0, 1, 2):
-            raise ValueError(f"bos_count={self.bos_count}; allowed: 0, 1 or 2")
-        if self.delimiter_position is not None and self.delimiter_position <= self.bos_count:
-            raise ValueError(f"a delimiter at {self.delimiter_position}; allowed: after BOS and one character")
-        if not 0.0 <= self.other_rule_probability <= 1.0:
-            raise ValueError(f"other_rule_probability={self.other_rule_probability}; allowed: 0 to 1")
 
     @classmethod
     def from_text(cls, text: str, trigger_count: int = 3, **options) -> "BigramBackcopy":
@@ -202,11 +195,6 @@ class BigramBackcopy:
         return law
 
     @property
-    def skips(self) -> bool:
-        """True if tokens that are no triggers are followed by what could follow the token before them as well."""
-        return self.rule == "skip_bigram"
-
-    @property
     def rule_positions(self) -> float:
         """The first position at which triggers no longer act: the one before the delimiter, or infinity without one."""
         return math.inf if self.delimiter_position is None else self.delimiter_position - 1
@@ -253,16 +241,11 @@ class BigramBackcopy:
         `skip_bigram` that of the token before; at the last BOS token `first`.
 
         Args:
-          tokens: int [B, T], inputs, which are sequences of the task.
+          tokens: int [B, T], inputs, which are sequences of the task: none starts with a trigger.
 
         Returns:
           float32 [B, T, V], float64 under x64; rows sum to one.
-
-        Raises:
-          ValueError: If a sequence, not traced, starts with a trigger, so that nothing precedes it.
         """
-        if not isinstance(tokens, Tracer) and np.isin(np.asarray(tokens)[:, 0], self.triggers).any():
-            raise ValueError("a sequence starts with a trigger: the oracle needs the token before it")
         return _oracle(self, jnp.asarray(tokens))
 
 
@@ -352,7 +335,7 @@ def _batch(
             answer = jnp.where(bit < _as_integers(probability), by_rule(name, before, current, uniform), answer)
         within = position - 1 < task.rule_positions
         acts = (slots[current] >= 0) & within
-        row = jnp.where(within, before, current) if task.skips else current
+        row = jnp.where(within, before, current) if task.rule == "skip_bigram" else current
         token = jnp.where(acts, answer, drawn_from(row, uniform))
         if task.delimiter_id is not None:
             token = jnp.where(position == task.delimiter_position, task.delimiter_id, token)
@@ -391,7 +374,7 @@ def _oracle(task: BigramBackcopy, tokens: jax.Array) -> jax.Array:
 
 def _elsewhere(task: BigramBackcopy, tokens: jax.Array, transition: jax.Array) -> jax.Array:
     """Returns the law of what follows if no trigger acts, [B, T, V]."""
-    if not task.skips:
+    if task.rule != "skip_bigram":
         return transition[tokens]
     B, V = len(tokens), len(transition)
     first = jnp.broadcast_to(jnp.asarray(task.first, transition.dtype), (B, 1, V))

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -127,18 +128,16 @@ def text_parts(paths: Sequence[str] | None, splits: Sequence[str]) -> list[Part]
     else:
         source = text_corpus(paths)
         hold_out = hold_out_by_text(source.documents() if {*splits} != {"all"} else ())
-    texts = {split: _whole if split == "all" else functools.partial(hold_out, split) for split in splits}
+    texts = {split: attrgetter("text") if split == "all" else functools.partial(hold_out, split) for split in splits}
     return [Part(split, split, source, text) for split, text in texts.items()]
 
 
 def tfds_parts(data_dir: Path, dataset: str, splits: Sequence[str], feature: str) -> list[Part]:
     """Opens splits of a TensorFlow Datasets folder; arguments and errors as `orthojax.data.tfds`."""
     folder = find_folder(data_dir, dataset)
-    return [Part(split.partition("[")[0], split, open_tfds(folder, split, feature), _whole) for split in splits]
-
-
-def _whole(document: Document) -> str:
-    return document.text
+    return [
+        Part(split.partition("[")[0], split, open_tfds(folder, split, feature), attrgetter("text")) for split in splits
+    ]
 
 
 def prepare(
@@ -221,36 +220,32 @@ def _batches(part: Part) -> Iterator[tuple[list[str], int]]:
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
     """Returns the ids of some documents as they stand in a token file."""
-    pieces = [piece for text in texts for piece in _cut(text)]
-    rows = tokenizer.encode_batch([piece for piece, _ in pieces])
+    pieces = [_cut(text) for text in texts]
+    rows = iter(tokenizer.encode_batch([piece for of_text in pieces for piece in of_text]))
     end = np.array([tokenizer.eos_id], np.int32)
-    return np.concatenate(
-        [x for row, (_, last) in zip(rows, pieces, strict=True) for x in ((row, end) if last else (row,))]
-    )
+    return np.concatenate([ids for of_text in pieces for ids in (*(next(rows) for _ in of_text), end)])
 
 
-def _cut(text: str) -> Iterator[tuple[str, bool]]:
-    """Cuts a document into pieces; the flag marks the last one."""
-    begin = 0
+def _cut(text: str) -> list[str]:
+    """Cuts a long document into pieces, at the ends of lines if there are any."""
+    pieces, begin = [], 0
     while len(text) - begin > _LONGEST_TEXT:
         end = text.rfind("\n", begin, begin + _LONGEST_TEXT) + 1 or begin + _LONGEST_TEXT
-        yield text[begin:end], False
+        pieces.append(text[begin:end])
         begin = end
-    yield text[begin:], True
+    return [*pieces, text[begin:]]
 
 
 def _sample(source: Source) -> Iterator[Document]:
-    """Yields the documents that a BPE is trained on: all of up to 64 MB, otherwise a part from each of up to 64 files."""
-    if source.n_bytes <= _BPE_SAMPLE_BYTES:
-        yield from source.documents()
-        return
-    files = source.files[:: -(-len(source.files) // 64)]
+    """Yields the documents that a BPE is trained on: all of 64 MB, or a part from each of at most 64 files."""
+    is_large = source.n_bytes > _BPE_SAMPLE_BYTES
+    files = source.files[:: -(-len(source.files) // 64)] if is_large else source.files
     for piece in files:
         spent = 0
         for document, _ in piece.read():
             yield document
             spent += len(document.text.encode())
-            if spent >= _BPE_SAMPLE_BYTES // len(files):
+            if is_large and spent >= _BPE_SAMPLE_BYTES // len(files):
                 break
 
 

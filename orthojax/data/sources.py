@@ -33,7 +33,6 @@ DROPPED_FOLDERS = frozenset(
 )
 # Written by whoever built or packaged this Python: they hold its paths and settings.
 DROPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
-DROPPED_FOLDER_PREFIX = "config-"
 # What the formats that Hugging Face `datasets` reads are called there.
 _FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".txt": "text"}
 _TABLES = (".parquet", ".arrow")
@@ -90,7 +89,7 @@ def embedded_corpus(root: str | os.PathLike[str] | None = None) -> Source:
     folder = Path(sysconfig.get_path("stdlib") if root is None else root)
     paths = []
     for parent, folders, names in os.walk(folder):
-        folders[:] = [n for n in folders if n not in DROPPED_FOLDERS and not n.startswith(DROPPED_FOLDER_PREFIX)]
+        folders[:] = [n for n in folders if n not in DROPPED_FOLDERS and not n.startswith("config-")]
         paths += [Path(parent, name) for name in names if name.endswith(".py") and not name.startswith(DROPPED_FILES)]
     named = sorted((path.relative_to(folder).as_posix(), path) for path in paths)
     files = []
@@ -147,15 +146,14 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]
             files = [(name, file) for name, file in named if not any(part[0] == "." for part in name.split("/"))]
             # The other files of a data set's folder describe it.
             files = [(name, file) for name, file in files if file.suffix in _TABLES] or files
-            problem = "is a folder without files"
         elif glob.has_magic(str(path)) and not os.path.lexists(path):
             matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
-            files, problem = [(file.name, file) for file in matches if file.is_file()], "is a pattern without matches"
+            files = [(file.name, file) for file in matches if file.is_file()]
         else:
             require_file(path, "text file")
-            files, problem = [(path.name, path)], ""
+            files = [(path.name, path)]
         if not files:
-            raise UserError(f"{path} {problem}", allowed="paths of text files, folders or patterns")
+            raise UserError(f"there are no files in {path}", allowed="paths of text files, folders or patterns")
         found += files
     if not found:
         raise UserError("no text files", allowed="at least one path")

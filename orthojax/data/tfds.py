@@ -9,7 +9,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,33 +26,25 @@ def find_folder(data_dir: Path, dataset: str) -> Path:
     """Finds the folder of one version of a data set.
 
     Args:
-      data_dir: Holds the data sets; or the folder of a version itself, if `dataset` is ''.
+      data_dir: Holds the data sets.
       dataset: NAME, NAME/CONFIG or either with :VERSION; by default the highest version that is present.
 
     Raises:
       UserError: If it is not there; the message names what is.
     """
-    if not os.path.isdir(data_dir):
-        raise UserError(f"there is no folder {data_dir}", allowed="--tfds_dir=DATA_DIR of TensorFlow Datasets")
-    if not dataset:
-        if (data_dir / "dataset_info.json").is_file():
-            return data_dir
-        raise UserError(f"{data_dir} has no dataset_info.json", allowed=_present(data_dir))
+    found: dict[str, list[str]] = {}
+    for depth in ("*/*", "*/*/*"):
+        for path in data_dir.glob(f"{depth}/dataset_info.json"):
+            if _VERSION.match(path.parent.name):
+                found.setdefault(path.parents[1].relative_to(data_dir).as_posix(), []).append(path.parent.name)
     name, _, version = dataset.partition(":")
-    infos = (data_dir / name).glob("*/dataset_info.json") if os.path.isdir(data_dir / name) else ()
-    versions = [path.parent.name for path in infos if _VERSION.match(path.parent.name)]
-    versions.sort(key=lambda found: [int(part) for part in found.split(".")])
-    if not versions:
-        raise UserError(f"there is no data set {name!r} in {data_dir}", allowed=_present(data_dir))
+    if name not in found:
+        allowed = " | ".join(sorted(found)) or "a folder with NAME/CONFIG/VERSION/dataset_info.json, and none is there"
+        raise UserError(f"there is no data set {name!r} in {data_dir}", allowed=allowed)
+    versions = sorted(found[name], key=lambda each: [int(part) for part in each.split(".")])
     if version and version not in versions:
         raise UserError(f"there is no version {version!r} of {name} in {data_dir}", allowed=" | ".join(versions))
     return data_dir / name / (version or versions[-1])
-
-
-def _present(data_dir: Path) -> str:
-    infos = [path for depth in ("*/*", "*/*/*") for path in data_dir.glob(f"{depth}/dataset_info.json")]
-    names = sorted({path.parents[1].relative_to(data_dir).as_posix() for path in infos})
-    return " | ".join(names) or "a folder with NAME/CONFIG/VERSION/dataset_info.json, and none is there"
 
 
 def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
@@ -69,15 +60,17 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
     Raises:
       UserError: If the metadata, the split, a file or the feature is missing or invalid.
     """
-    import tensorflow_datasets as tfds
+    from etils import epath
     from google.protobuf.json_format import ParseError
+    from tensorflow_datasets.core import dataset_info, naming
+    from tensorflow_datasets.core.splits import SplitDict
 
     require_file(folder / "dataset_info.json", "metadata")
     try:
-        info = tfds.core.dataset_info.read_proto_from_builder_dir(folder)
+        info = dataset_info.read_proto_from_builder_dir(folder)
         file_format = info.file_format or "tfrecord"
-        template = tfds.core.ShardedFileTemplate(folder, dataset_name=info.name, filetype_suffix=file_format)
-        splits = tfds.core.splits.SplitDict.from_proto(info.splits, template)
+        template = naming.ShardedFileTemplate(epath.Path(folder), dataset_name=info.name, filetype_suffix=file_format)
+        splits = SplitDict.from_proto(info.splits, template)
     except (ParseError, ValueError) as error:
         problem = f"{folder} does not describe a data set of TFDS: {str(error)[:200]}"
         raise UserError(problem, hint="fetch the folder again") from None
@@ -89,8 +82,6 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
     except ValueError as error:
         hint, allowed = nearest(split, splits), f"{' | '.join(splits)}, or a slice as {next(iter(splits), '')}[:10%]"
         raise UserError(f"split {split!r}: {str(error).splitlines()[0]}", allowed=allowed, hint=hint) from None
-    if not instructions:
-        raise UserError(f"split {split!r} of {folder} is empty")
     digest = hashlib.sha256(repr((info.SerializeToString(deterministic=True), split, feature)).encode())
     pieces = []
     for file in instructions:

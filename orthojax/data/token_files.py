@@ -18,7 +18,6 @@ from orthojax.errors import UserError
 from orthojax.files import read_json, require_file, write_atomically, write_text
 
 FORMAT_VERSION = 2
-TOKENIZER_FIELDS = ("tokenizer_sha256", "vocab_size", "bos_id", "eos_id")  # equal in files that belong together
 _ALWAYS_COMPARED_BYTES = 1 << 28  # takes a second at most
 
 
@@ -76,8 +75,8 @@ def write_token_file(path: Path, created_from: dict[str, Any], batches: Iterable
         if not n_tokens:
             problem = f"no text for the token file {path.name} in {created_from['source']}"
             raise UserError(problem, allowed="at least one document")
-        counts = {"n_tokens": n_tokens, "n_documents": n_documents, "n_bytes": n_bytes}
-        info = TokenFileInfo(**created_from, **counts, data_sha256=digest.hexdigest())
+        counted: dict[str, Any] = {"n_tokens": n_tokens, "n_documents": n_documents, "n_bytes": n_bytes}
+        info = TokenFileInfo(**created_from | counted, data_sha256=digest.hexdigest())
         write_text(sidecar_path(path), json.dumps(dataclasses.asdict(info), indent=2) + "\n")
 
     write_atomically(path, write)

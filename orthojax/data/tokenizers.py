@@ -34,7 +34,6 @@ _FORMATS = "a tokenizer.json, GPT-2's vocab.json, a sentencepiece .model"
 ALLOWED = (
     f"bytes | bpe:N (N ids, at least 260, trained on the corpus) | the path of {_FORMATS}, or of a folder with one"
 )
-SMALLEST_BPE = 260
 # Usual names of the two in published tokenizers, by precedence.
 _EOS_NAMES = (EOS, "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 _BOS_NAMES = (BOS, "<s>", "<|begin_of_text|>", "<bos>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
@@ -70,14 +69,7 @@ class Tokenizer(abc.ABC):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of every text, int32 [length]; special tokens are neither added nor recognised in it."""
-        texts = list(texts)
-        for text in texts:
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:  # a lone surrogate, as of an argument that is not UTF-8
-                shown = ascii(text[error.start])
-                raise UserError(f"a text has {shown} at position {error.start}", allowed="valid Unicode") from None
-        return self._encode(texts)
+        return self._encode(list(texts))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ids, without special tokens and unknown ids; bytes that are not UTF-8 become U+FFFD."""
@@ -198,10 +190,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     backend.train_from_iterator(texts, trainer)
     found = backend.get_vocab_size()
     if found != vocab_size:
-        raise UserError(
-            f"tokenizer 'bpe:{vocab_size}' needs more text: there are only {found} different ids in this one",
-            allowed=(f"bpe:{SMALLEST_BPE} to bpe:{found}, or " if found >= SMALLEST_BPE else "") + "bytes",
-        )
+        problem = f"tokenizer 'bpe:{vocab_size}' needs more text: there are only {found} different ids in this one"
+        raise UserError(problem, allowed=f"at most bpe:{found}, or bytes")
     return from_json(backend.to_str(), f"bpe:{vocab_size}", "the trained BPE")
 
 
@@ -309,7 +299,7 @@ def _byte_level(model: Any) -> Any:
 
 def _bpe_size(spec: str) -> int:
     found = re.fullmatch(r"bpe:0*([0-9]{1,7})", spec)
-    if not found or int(found[1]) < SMALLEST_BPE:
+    if not found or int(found[1]) < 260:
         raise UserError(f"unknown tokenizer {spec[:40]!r}", allowed=ALLOWED, hint="did you mean 'bpe:2048'?")
     return int(found[1])
 
