@@ -79,9 +79,10 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
         raise UserError(f"{folder} has the file format {file_format!r}", allowed=" | ".join(readers))
     try:
         instructions = splits[split].file_instructions
-    except ValueError as error:
-        hint, allowed = nearest(split, splits), f"{' | '.join(splits)}, or a slice as {next(iter(splits), '')}[:10%]"
-        raise UserError(f"split {split!r}: {str(error).splitlines()[0]}", allowed=allowed, hint=hint) from None
+    except (KeyError, ValueError) as error:
+        problem = f"split {split!r} of {folder}: {str(error).splitlines()[0]}"
+        allowed = f"{' | '.join(splits)}, or a slice such as train[:10%]"
+        raise UserError(problem, allowed=allowed, hint=nearest(split, splits)) from None
     digest = hashlib.sha256(repr((info.SerializeToString(deterministic=True), split, feature)).encode())
     pieces = []
     for file in instructions:
@@ -118,8 +119,8 @@ def _read(
             raise ValueError(f"the file ends, but dataset_info.json says that there are {stop}")
     except UserError:
         raise
-    except (DecodeError, IndexError, RuntimeError, ValueError) as error:
-        problem = f"record {number} of {path}: {str(error).splitlines()[0][:200]}"
+    except (DecodeError, IndexError, MemoryError, OverflowError, RuntimeError, ValueError) as error:
+        problem = f"record {number} of {path}: {(str(error) or type(error).__name__).splitlines()[0][:200]}"
         raise UserError(problem, hint="the file is damaged or of another kind: fetch it again") from None
 
 
