@@ -189,13 +189,6 @@ def test_a_batch_has_the_same_bits_on_any_mesh(sizes):
     np.testing.assert_array_equal(drawn, batch_of("in-context or backward", 5, 6))
 
 
-def test_a_batch_has_the_same_bits_without_jit():
-    task = small(**CASES["in-context or backward"])
-    with jax.disable_jit():
-        drawn = task.batch(5, B2, T2, 6)
-    np.testing.assert_array_equal(drawn, batch_of("in-context or backward", 5, 6))
-
-
 # The oracle.
 
 

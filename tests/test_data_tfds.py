@@ -195,20 +195,6 @@ def test_metadata_of_another_kind_are_refused(tmp_path, content):
     assert str(error.value).count("\n") <= 2
 
 
-# What the metadata say, and must not do.
-
-
-def test_templates_in_the_folder_and_links_to_it(tmp_path):
-    folder = write_tfds(tmp_path / "tfds")
-    template = "{SPLIT}/{DATASET}.{FILEFORMAT}.{SHARD_INDEX}of{NUM_SHARDS}"
-    edit_info(folder, lambda info: info["splits"][0].update(filepathTemplate=template))
-    (folder / "train").mkdir()
-    for i, shard in enumerate(sorted(folder.glob("*.tfrecord-*"))):
-        shard.rename(folder / f"train/c4.tfrecord.{i:05d}of00003")
-    (tmp_path / "link").symlink_to(tmp_path / "tfds/c4")
-    assert texts_of(open_tfds(find_folder(tmp_path, "link/en"), "train")) == KEPT
-
-
 @FILE_FORMATS
 def test_no_module_is_imported_by_name(tmp_path, monkeypatch, file_format):
     module = f"hostile_{file_format}"

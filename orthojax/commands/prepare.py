@@ -57,7 +57,8 @@ def main(_: list[str]) -> None:
             f"--split={FLAGS.split} names {len(splits)} splits", allowed="at least one; exactly one with --name"
         )
 
-    from orthojax.data import prepare, text_parts, tfds_parts, tokenizer_identity
+    from orthojax.data import prepare, text_parts, tfds_parts
+    from orthojax.data.tokenizers import tokenizer_identity
 
     output = Path(FLAGS.output)
     tokenizer_identity(FLAGS.tokenizer)  # refuses a wrong one before any text is read

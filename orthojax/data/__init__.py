@@ -9,7 +9,7 @@ from orthojax.data.bigram_backcopy import BigramBackcopy, default_text, open_tas
 from orthojax.data.preparation import Part, prepare, repeat_passages, text_parts, tfds_parts
 from orthojax.data.sources import embedded_corpus, text_corpus
 from orthojax.data.token_files import TokenFile, open_token_file
-from orthojax.data.tokenizers import load_tokenizer, make_tokenizer, tokenizer_identity
+from orthojax.data.tokenizers import load_tokenizer, make_tokenizer
 
 __all__ = [
     "BigramBackcopy",
@@ -28,5 +28,4 @@ __all__ = [
     "text_corpus",
     "text_parts",
     "tfds_parts",
-    "tokenizer_identity",
 ]
