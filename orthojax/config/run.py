@@ -117,7 +117,9 @@ class MeshConfig:
         """
         sizes = (self.data, self.fsdp, self.tensor)
         given = math.prod(size for size in sizes if size != -1)
-        problem = f"mesh data={self.data}, fsdp={self.fsdp}, tensor={self.tensor} on {device_count} devices"
+        problem = (
+            f"mesh data={self.data}, fsdp={self.fsdp}, tensor={self.tensor} needs {given} of {device_count} devices"
+        )
         most = f"sizes whose product is at most {device_count}; -1 takes all devices that the others leave"
         require(given <= device_count, problem, most)
         divides = f"other sizes whose product divides {device_count}"
