@@ -12,7 +12,7 @@ _OF_THE_SYSTEM = (
 )
 # Module -> the extra that installs it.
 _EXTRAS = {
-    **dict.fromkeys(("array_record", "google", "google_crc32c", "grain", "tensorflow_datasets", "tokenizers"), "train"),
+    **dict.fromkeys(("array_record", "google", "grain", "tensorflow_datasets", "tokenizers"), "train"),
     **dict.fromkeys(("etils", "flax", "orbax", "tqdm"), "train"),
     **dict.fromkeys(("jinja2", "matplotlib", "scipy"), "reports"),
     **dict.fromkeys(("gguf", "safetensors"), "pretrained"),

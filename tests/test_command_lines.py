@@ -155,7 +155,6 @@ REFUSED = {
     "a token that the model does not have": ("generate", ["--model=run", "--prompt_ids=1,300"], ["300", "257"]),
     "a mistyped run": ("evaluate", ["--checkpoint=runn"], ["'run'"]),
     "a folder of runs": ("inspect_checkpoint", ["."], ["run"]),
-    "token files into a folder in use": ("prepare_data", ["--input=text.txt", "--output=run"], ["run"]),
     "token files of a missing text": ("prepare_data", ["--input=nope.txt", "--output=new"], ["nope.txt"]),
     "token files by an impossible tokenizer": (
         "prepare_data", ["--input=text.txt", "--tokenizer=bpe:many", "--output=new"], ["'bpe:many'", "bpe:N"],

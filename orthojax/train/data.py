@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from orthojax.config import Config
 from orthojax.data import BigramBackcopy, TokenBatches, open_dataset, open_task
 from orthojax.data.bigram_backcopy import EVALUATION
-from orthojax.data.token_files import Tokens
 from orthojax.errors import UserError
 from orthojax.train.mesh import place_rows, place_whole
 
@@ -33,7 +32,7 @@ class Inputs(NamedTuple):
     provenance: dict[str, Any]  # JSON values: hashes and counts of everything read
     task: BigramBackcopy | None  # the synthetic task, if the data is one
     read_rows: Callable[[int, int, int], np.ndarray] | None = None  # reads a part of a batch, if that saves reading
-    held_out: Tokens | None = None  # the validation split, of which `evaluation` is a part; None for a task
+    held_out: np.ndarray | None = None  # the validation split, of which `evaluation` is a part; None for a task
     tokenizer_path: Path | None = None  # the tokenizer's file, if there is one
 
     def batch_rows(self, step: int, start: int, stop: int) -> np.ndarray:
