@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orthojax.model import Interventions, parameter_shapes
+from orthojax.model import Interventions, parameter_shapes, stack_layers
 from orthojax.ops.normalizers import ClippedSoftmax
 
 
@@ -26,6 +26,11 @@ def random_params(config):
         return jnp.asarray(0.5 * draw + ("scale" in name), jnp.float32)
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def stacked_params(config):
+    """The same in the layout of the config: stacked if its layers are scanned."""
+    return stack_layers(random_params(config)) if config.scan_layers else random_params(config)
 
 
 def _np_linear(x, p):

@@ -1,14 +1,10 @@
 """SOAP against its equations in float64 NumPy."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
-from orthojax.config import OptimConfig
 from orthojax.experiments.ours.soap import scale_by_soap
 from orthojax.optim import RotatedAxes
-from orthojax.train import make_optimizer
 
 B1, B2, EPS, FREQUENCY = 0.8, 0.9, 1e-6, 3
 # Square kernels: of the first gradient of others one factor has a null space, where any basis is as good.
@@ -90,22 +86,3 @@ def test_updates_are_those_of_the_equations(x64):
         layers = {f"layer_{i}": of["scanned"][i] for i in range(2)}
         for name, updates in {**of["mlp"], "wte": of["wte"], **layers}.items():
             np.testing.assert_allclose(updates, want[name][t], atol=1e-9, err_msg=f"{name}, step {t}")
-
-
-def test_without_bases_it_is_adam_one_step_later(x64):
-    grads = gradients(5)
-    (first, *later), _ = updates_of(scale_by_soap(B1, B2, EPS, axes=lambda path, leaf: None), grads)
-    want, _ = updates_of(optax.scale_by_adam(B1, B2, EPS), grads[1:])
-    assert not any(np.any(x) for x in jax.tree.leaves(first))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), later, want)
-
-
-def test_a_run_names_it_by_its_module():
-    config = OptimConfig(optimizer="orthojax.experiments.ours.soap:soap", clip_norm=None)
-    params = {
-        "mlp": {"input": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}},
-        "token_embedding": {"embedding": jnp.ones((6, 4))},
-    }
-    state = make_optimizer(config, schedule=lambda step: 0.1).init(params)
-    shapes = {"mlp/input/kernel": ((4, 4), (8, 8)), "token_embedding/embedding": ((4, 4),)}
-    assert jax.tree.map(jnp.shape, state["soap"].basis) == shapes
