@@ -60,7 +60,7 @@ def _mask(*shape, seed=3):
 
 
 def _ends(queries, keys):
-    """Sequence lengths of queries and keys."""
+    """Returns options with the lengths of queries and keys."""
     return {"query_seq_lengths": np.array(queries, np.int32), "key_value_seq_lengths": np.array(keys, np.int32)}
 
 
@@ -121,7 +121,7 @@ JAX_NN += [(1, 9, 2, {}), (13, 13, N, {"is_causal": True})]
 
 
 def _results(attend, *arrays):
-    """Output and gradients, compiled."""
+    """Returns output and gradients of the compiled function."""
 
     def both(*arrays):
         output, pullback = jax.vjp(attend, *arrays)
@@ -293,7 +293,6 @@ def _zeros(shape, dtype=np.float32):
         ({"bias": _zeros((2, 4, 5, 6))}, "bias"),
         ({"mask": _zeros((1, 1, 5, 7))}, "mask"),
         ({"implementation": "cuda"}, "'cuda'"),
-        ({"normalizer": "softmax2"}, "'softmax2'"),
         ({"query_seq_lengths": jnp.array([1, 2, 3])}, "query_seq_lengths"),
         *(({"local_window_size": window}, "local_window_size") for window in (-1, (1, 2, 3), 1.5)),
     ],

@@ -20,7 +20,7 @@ Q, K, V = (jnp.asarray(a, jnp.float32) for a in qkv(8, 8, batch=1))
 
 
 def traced(length, **options):
-    """The program of attention over shapes alone, where nothing is computed."""
+    """Traces attention over shapes alone; nothing is computed."""
     q = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)
     return str(jax.make_jaxpr(functools.partial(dot_product_attention, **options))(q, q, q))
 
@@ -115,7 +115,7 @@ HEADED = X.reshape(BATCH, LENGTH, HEADS, -1)
 
 @pytest.fixture
 def flax_promotes_ranks():
-    """Its layers add biases [heads, width] to [B, T, heads, width], which our own code may not do."""
+    """Lets flax add biases [heads, width] to [B, T, heads, width], as our own code may not."""
     with jax.numpy_rank_promotion("allow"):
         yield
 
@@ -186,11 +186,11 @@ def test_more_batch_axes_are_one():
     [
         ({"dropout_rate": 0.1}, "dropout"),
         ({"precision": "highest"}, "precision"),
-        ({"module": object()}, "sown"),  # where flax would sow weights
+        ({"module": object()}, "sown"),  # of a flax layer that sows weights
         ({"qk_attn_weights_einsum": jnp.einsum}, "einsum"),
     ],
 )
-def test_what_it_would_ignore_is_refused(asked, problem):
+def test_ignored_arguments_of_flax_are_refused(asked, problem):
     with pytest.raises(NotImplementedError, match=problem):
         orthojax.attention_fn()(HEADED, HEADED, HEADED, **asked)
     inactive = {"dropout_rate": 0.1, "deterministic": True}

@@ -41,13 +41,13 @@ def _arrays(t=6, s=6, kv_heads=N, bias_shape=(1, 1, 1, 1), dtype=np.float32, see
 
 
 def results(attend, weights, *arrays):
-    """Output and gradients."""
+    """Returns output and gradients."""
     output, pullback = jax.vjp(attend, *arrays)
     return output, pullback(jnp.asarray(weights, output.dtype))
 
 
 def assert_near(found, expected, tolerance=1e-5):
-    """Largest differences relative to the largest number of each array, or to 1."""
+    """Bounds differences relative to the largest number of each array, or to 1."""
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.abs(a - b).max() < tolerance * max(1.0, np.abs(b).max())
@@ -65,7 +65,7 @@ MESHED = {
 
 
 def _meshed(case):
-    """Arrays and a function of them all, sink and bias included."""
+    """Returns a function and its arrays, sink and bias included."""
     options = dict(MESHED[case])
     has_bias = "bias_shape" in options
     arrays = _arrays(kv_heads=options.pop("kv_heads", N))[:3]
@@ -81,7 +81,7 @@ def _meshed(case):
 
 
 def _placed(mesh, arrays, kind):
-    """Rows cut over both axes. Bias and sink are whole where the compiler may choose, or else cut like their axes."""
+    """Cuts rows over both axes; bias and sink are whole if the compiler may choose, or else cut like their axes."""
     rows, bias = P("data", None, "tensor", None), arrays[3].shape
     keys, specs = rows if arrays[1].shape[2] > 1 else P("data"), [P(), P()]
     if kind == AxisType.Explicit:
@@ -204,7 +204,7 @@ HALF = [jnp.asarray(a, jnp.bfloat16) for a in _arrays(kv_heads=2, bias_shape=(1,
 
 
 def _for_cuda(f, *arrays):
-    """The names of the kernels in what is lowered, and its text."""
+    """Lowers a program for CUDA; returns the names of its kernels and its text."""
     text = jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     return re.findall(r"__cudnn\$\w+", text), text
 
@@ -221,7 +221,7 @@ def test_one_kernel_forward_and_one_backward(normalizer):
     assert kernels == ["__cudnn$fmhaSoftmax"]
     kernels, _ = _for_cuda(jax.grad(f, (0, 1, 2)), *HALF[:3])
     assert kernels == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
-    assert ("exponential" in text or "logistic" in text) == (normalizer != "softmax")  # no gate where there is no sink
+    assert ("exponential" in text or "logistic" in text) == (normalizer != "softmax")  # no gate without a sink
 
 
 @pytest.mark.parametrize(("wanted", "mask", "has_gradient"), [(0, False, False), (3, False, True), (0, True, False)])

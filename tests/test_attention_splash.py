@@ -50,7 +50,7 @@ def causal(q, k, v, ends):
 
 
 def step(*arguments, function=causal):
-    """Loss, output and gradients."""
+    """Returns loss, output and gradients."""
 
     def loss(*arguments):
         out = function(*arguments)
@@ -118,7 +118,7 @@ SHAPES = ((2, 256, 4, 64), (2, 256, 2, 64), (2, 256, 2, 64))
 
 
 def kernels(function, shapes=SHAPES, **options):
-    """The kernels of a program lowered for TPUs, and its text."""
+    """Lowers a program for TPUs; returns its kernels and its text."""
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     text = jax.jit(function, **options).trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
     return Counter(re.findall(r'kernel_name = "(splash_\w+?)"', text)), text

@@ -23,7 +23,7 @@ AXES = ("data", "fsdp", "tensor")
 
 
 def numpy_loss(hidden, kernel, targets, weights):
-    """The weighted sum and its gradients by hidden states and kernel [D, V], in float64."""
+    """Computes the weighted sum and its gradients by hidden states and kernel [D, V], in float64."""
     hidden, kernel = np.asarray(hidden, np.float64), np.asarray(kernel, np.float64)
     logits = hidden @ kernel
     logits -= logits.max(-1, keepdims=True)
@@ -44,13 +44,13 @@ def problem(B=3, T=7, D=5, V=11, *, dtype=jnp.float32, rows=1):
 
 
 def loss_of(targets, weights, positions=2, vocab_axis=1):
-    """The loss as a function of hidden states and kernel."""
+    """Returns the loss as a function of hidden states and kernel."""
     options = {"positions": positions, "vocab_axis": vocab_axis}
     return lambda hidden, kernel: chunked_cross_entropy_sum_nats(hidden, kernel, targets, weights, **options)
 
 
 def chunked(hidden, kernel, targets, weights, positions, vocab_axis=1):
-    """The loss and its gradients; the kernel and its gradient are [D, V]."""
+    """Computes the loss and its gradients; the kernel and its gradient are [D, V]."""
     step = jax.jit(jax.value_and_grad(loss_of(targets, weights, positions, vocab_axis), (0, 1)))
     value, (dx, dW) = step(hidden, kernel if vocab_axis == 1 else kernel.T)
     return value, dx, dW if vocab_axis == 1 else dW.T
@@ -120,7 +120,7 @@ def test_weights_have_no_gradient():
 
 
 def _products(function, *operands):
-    """Matrix products in the traced function, loops counted once."""
+    """Counts matrix products in the traced function, those of a loop once."""
     return str(jax.make_jaxpr(function)(*operands)).count("dot_general")
 
 
@@ -192,7 +192,7 @@ def test_on_a_mesh_logits_and_hidden_states_stay(sizes, vocab_axis):
     assert_near((value, dx, dW if vocab_axis == 1 else dW.T), (hidden, kernel, targets, weights))
     data, fsdp, tensor = sizes
     for kind, size, in_loop in (collectives := _collectives(compiled.as_text())):
-        if in_loop:  # the statistics and the gradient of a chunk's own hidden states, where the vocabulary is split
+        if in_loop:  # the statistics and the gradient of a chunk's own hidden states, if the vocabulary is split
             assert kind == "all-reduce", collectives
             assert tensor > 1
             assert size <= 4 * B // (data * fsdp) * 5 * D
@@ -284,7 +284,7 @@ def test_targets_may_be_narrow_integers():
 
 
 def test_in_a_shard_map_of_the_caller():
-    """With the types of varying arrays, which is jax.shard_map's default."""
+    """Includes the types of varying arrays, jax.shard_map's default."""
     hidden, kernel, targets, weights = problem(B=4)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 

@@ -35,7 +35,7 @@ def uncached(config, params, tokens, given=None):
 
 @partial(jax.jit, static_argnums=0)
 def cached(config, params, tokens, cache, given=None):
-    """Five tokens at once, then two, then one by one."""
+    """Reads five tokens at once, then two, then one by one."""
 
     def read(cache, tokens):
         logits, cache = Transformer(config).apply({"params": params}, tokens, cache=cache, interventions=given)
@@ -127,7 +127,7 @@ def test_greedy_tokens_have_the_largest_logits():
 
 
 def nucleus(logits, temperature, top_p):
-    """Probabilities [V] in float64, from the definition."""
+    """Computes probabilities [V] in float64, from the definition."""
     p = np.exp(np.float64(logits) / temperature)
     p /= p.sum()
     kept, mass = np.zeros_like(p), 0.0
@@ -219,7 +219,7 @@ def test_a_window_sees_first_and_latest_tokens(window, sinks):
     model, tokens = loaded(config), np.random.default_rng(3).integers(0, 11, 24)
 
     def left(end):
-        """The tokens before `end` that are still there, padded behind to one length, and where the last is."""
+        """Returns the tokens before `end` that are still there, padded to one length, and the index of the last."""
         kept = tokens[:end] if end <= sinks + window else np.r_[tokens[:sinks], tokens[end - window : end]]
         return np.pad(kept, (0, sinks + window - len(kept))), len(kept) - 1
 

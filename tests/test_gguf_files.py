@@ -27,14 +27,14 @@ MLP = {"gate": "ffn_gate", "input": "ffn_up", "output": "ffn_down"}
 
 
 def neighbours(rows, heads):
-    """Rows of a head (0, 1, ..., H-1) with its halves interleaved: 0, H/2, 1, H/2 + 1, ..."""
+    """Interleaves the halves of a head (0, 1, ..., H-1): 0, H/2, 1, H/2 + 1, ..."""
     H = len(rows) // heads
     order = [head * H + half * (H // 2) + i for head in range(heads) for i in range(H // 2) for half in (0, 1)]
     return rows[order]
 
 
 def gguf_tensors(config, params, architecture="llama"):
-    """Every tensor as llama.cpp has it, float32."""
+    """Returns every tensor as llama.cpp has it, float32."""
     params, norms = jax.device_get(params), {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
     if architecture == "olmo2":
         norms = {"attention_norm": "post_attention_norm", "mlp_norm": "post_ffw_norm"}

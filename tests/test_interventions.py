@@ -56,7 +56,7 @@ CONFIGS = {
 
 @partial(jax.jit, static_argnums=0)
 def apply(config, params, given=None, tokens=TOKENS):
-    """Logits and taps."""
+    """Computes logits and taps."""
     return Transformer(config).apply({"params": params}, tokens, interventions=given, observe=lambda taps: taps)
 
 
@@ -65,7 +65,7 @@ def uniform(*shape, seed=0):
 
 
 def random_interventions(config):
-    """Every field, as the oracle takes them, without axes of the batch."""
+    """Draws every field, as the oracle takes them, without axes of the batch."""
     shapes = {"head_scale": (L, N), "first_value_scale": (L, config.kv_heads)} | dict.fromkeys(MATRICES, (L, N, T, T))
     shapes |= {"forced_share": (L, N, T), "attention_output_share": (L,), "mlp_output_share": (L, T)}
     shapes |= {"residual_share": (L, T)} | dict.fromkeys(OUTPUTS, (L, T, D))
@@ -74,7 +74,7 @@ def random_interventions(config):
 
 
 def neutral(config):
-    """The same without effect: factors of 1, shares and a bias of 0."""
+    """Makes such fields without effect: factors of 1, shares and a bias of 0."""
     given, ends = random_interventions(config)._asdict(), {"scale": 1.0, "share": 0.0, "_bias": 0.0}
     return Interventions(**{name: 0 * a + ends[name[-5:]] if name[-5:] in ends else a for name, a in given.items()})
 

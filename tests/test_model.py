@@ -53,7 +53,7 @@ def shapes_of(params):
 
 @functools.cache
 def shapes(config, length=7):
-    """Paths and shapes of the parameters, without computing any."""
+    """Returns paths and shapes of the parameters, without computing any."""
     tree = jax.eval_shape(Transformer(config).init, jax.random.key(0), jnp.zeros((1, length), jnp.int32))
     return shapes_of(tree["params"])
 
@@ -120,7 +120,7 @@ def test_unread_taps_cost_nothing():
     params = stack_layers(random_params(config))
 
     def cost(observe):
-        """Floating-point operations, and products in the program."""
+        """Counts floating-point operations, and products in the program."""
         program = jax.jit(lambda params: apply(config, params, observe=observe)).lower(params).compile()
         return program.cost_analysis()["flops"], program.as_text().count(" dot(")
 
@@ -136,7 +136,7 @@ def test_unread_taps_cost_nothing():
 
 
 def check_what_each_token_changes(config, is_seen, length=6):
-    """Logits of position t change with token i where `is_seen(i, t)`, and nowhere else."""
+    """Checks that logits of position t change with token i if `is_seen(i, t)`, and only then."""
     tokens = np.tile(np.arange(1, 1 + length), (1 + length, 1))
     tokens[np.arange(1, 1 + length), np.arange(length)] = 10  # row 1 + i has another token i
     logits = np.asarray(apply(config, random_params(config), jnp.asarray(tokens))[0])
@@ -357,7 +357,7 @@ def test_bigram_backcopy_has_its_published_start():
     params = jax.jit(Transformer(config).init)(jax.random.key(0), tokens)["params"]
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name, x = jax.tree_util.keystr(path), np.asarray(leaf)
-        if "kernel" in name:  # the output of the MLP, too, whatever the depth
+        if "kernel" in name:  # also the output of the MLP, whatever the depth
             bound = x.shape[0] ** -0.5
             assert 0.99 * bound < np.abs(x).max() <= bound, name
             np.testing.assert_allclose(x.std(), bound / 3**0.5, rtol=0.02, err_msg=name)

@@ -60,7 +60,7 @@ def test_values_are_the_definition_on_every_axis(name, masked):
 
     @jax.jit
     def values(x, where):
-        """Along each axis, and mapped."""
+        """Returns values along each axis, and mapped ones."""
         moved = [(jnp.moveaxis(x, -1, a), None if where is None else jnp.moveaxis(where, -1, a)) for a in axes]
         found = [ALL[name](x, axis=axis, where=where) for axis, (x, where) in zip(axes, moved, strict=True)]
         return found, jax.vmap(jax.vmap(lambda x, where: ALL[name](x, where=where)))(x, where)
@@ -198,7 +198,7 @@ def test_first_and_second_derivatives_match_finite_differences(name):
 
     @jax.jit
     def derivatives(x):
-        """All along v: the second ones forward of both first ones, and backward of the gradient."""
+        """Differentiates along v: the second ones forward of both first ones, and backward of the gradient."""
         second = [jax.jvp(first, (x,), (v,))[1] for first in (slope, gradient)]
         return f(x), slope(x), gradient(x), *second, jax.grad(lambda x: jnp.vdot(v, gradient(x)))(x)
 

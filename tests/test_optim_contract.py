@@ -20,7 +20,7 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 
 def mixed(seed=0, dtype=jnp.float32):
-    """Matrices, a stack, a vector, a scalar, an empty leaf and none."""
+    """Draws matrices, a stack, a vector, a scalar, an empty leaf and none."""
     return {
         "mlp": {"kernel": normal(seed, 4, 6, dtype=dtype), "bias": normal(seed + 1, 6, dtype=dtype)},
         "layers": [normal(seed + 2, 2, 3, 4, dtype=dtype)],

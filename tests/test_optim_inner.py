@@ -16,25 +16,25 @@ QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests w
 
 
 def basis(rotation):
-    """Q [8, 8] of the kernel, by rotating the identity."""
+    """Returns Q [8, 8] of the kernel, by rotating the identity."""
     transform, eye = rotate(rotation), {"kernel": jnp.eye(8)}
     return transform.update(eye, transform.init(eye))[0]["kernel"].T
 
 
 def by_hand(params, q):
-    """Q on each row of the kernel; nothing of orthojax is used here."""
+    """Applies Q to each row of the kernel; nothing of orthojax is used here."""
     return {**params, "kernel": params["kernel"] @ q.T}
 
 
 def loss(params):
-    """Smooth, not quadratic, and with axes of very different curvature."""
+    """Returns a smooth loss, not quadratic, and with axes of very different curvature."""
     x = np.random.default_rng(0).standard_normal((16, 6)) * np.array([1, 3, 0.3, 1, 2, 1])
     y = jnp.tanh(jnp.asarray(x, params["kernel"].dtype) @ params["kernel"] + params["bias"][None])
     return jnp.mean((y - 0.5 * jnp.arange(8.0, dtype=y.dtype)[None]) ** 2)
 
 
 def run(optimizer, params, q, *, reads_loss):
-    """Parameters after some steps of an optimizer on loss(Q^T params)."""
+    """Returns parameters after some steps of an optimizer on loss(Q^T params)."""
 
     def step(carry, _):
         params, state = carry

@@ -53,7 +53,7 @@ def make_mesh(shape, kind=AUTO, names=NAMES):
 
 
 def place_by(mesh, specs, shapes):
-    """Shardings as jit itself writes them: with trailing None over Explicit axes, without over Auto ones."""
+    """Makes shardings as jit itself writes them: with trailing None over Explicit axes, without over Auto ones."""
 
     def sharding(spec, shape):
         full = (*spec, *[None] * (len(shape) - len(spec)))
@@ -65,7 +65,7 @@ def place_by(mesh, specs, shapes):
 
 
 def problem(mesh, arrays, count=4, dtype=np.float64):
-    """Random trees of arrays that are given as (shape, spec), and their shardings."""
+    """Draws random trees of arrays that are given as (shape, spec), and their shardings."""
     shapes, specs = ({path: pair[i] for path, pair in arrays.items()} for i in (0, 1))
     generators = [np.random.default_rng(seed) for seed in range(count)]
     trees = [{path: np.asarray(g.standard_normal(n), dtype) for path, n in shapes.items()} for g in generators]
@@ -73,7 +73,7 @@ def problem(mesh, arrays, count=4, dtype=np.float64):
 
 
 def where_needed(shardings, mesh_kind):
-    """The layout: Explicit axes show where an array is, Auto axes do not."""
+    """Returns the layout for Auto axes; Explicit ones show the place of an array."""
     return layout_of(shardings) if mesh_kind == AUTO else None
 
 
@@ -120,7 +120,7 @@ def collectives(hlo):
 
 
 def expected_exchanges(arrays, mesh, itemsize):
-    """Four all-to-alls for every rotated dimension that is split: there and back, of gradient and of update."""
+    """Lists four all-to-alls for every rotated dimension that is split: there and back, of gradient and of update."""
     out = []
     for path, (shape, spec) in arrays.items():
         split = [math.prod(mesh.shape[n] for n in ((e,) if isinstance(e, str) else e or ())) for e in spec]
@@ -147,7 +147,7 @@ CASES = [*QUICK, *(pytest.param(*case, marks=slow) for case in SLOW)]
 
 @functools.cache
 def unsharded(kind):
-    """Parameters of `MODEL` after three updates on one device."""
+    """Returns parameters of `MODEL` after three updates on one device."""
     return run(orthoadam(1e-2, rotation=Rotation(kind, "both")), problem(make_mesh((1, 1, 1)), MODEL)[0])[0]
 
 
@@ -176,7 +176,7 @@ UNSPLIT = {  # the output axis is rotated
     ("given", "kind"), [("layout", "hadamard"), ("explicit axes", "haar"), ("nothing", "hadamard")]
 )
 def test_nothing_travels_if_rotated_axes_are_whole(given, kind):
-    """Also float32; and with Auto axes the compiler needs no layout for this."""
+    """Covers float32, and Auto axes without a layout, which the compiler does not need for this."""
     mesh = make_mesh((1, 4, 2), EXPLICIT if given == "explicit axes" else AUTO)
     trees, shardings = problem(mesh, UNSPLIT, 3, np.float32)
     want, _, _ = run(orthoadam(1e-2, rotation=Rotation(kind)), trees)
@@ -198,7 +198,7 @@ def test_moments_with_whole_axes_halve_what_travels(x64):
 
 @pytest.mark.parametrize(("kind", "mesh_kind"), [("haar", AUTO), pytest.param("hadamard", EXPLICIT, marks=slow)])
 def test_zero1_splits_moments_over_data(kind, mesh_kind, x64):
-    """Moments split over data: state bytes over its size, equal numbers, one all-gather of each update."""
+    """Checks state bytes over the size of data, equal numbers, and one all-gather of each update."""
     arrays = {  # shape, sharding of the parameter and of its moments, elements of a moment on one device
         "a/kernel": ((4, 16, 24), P(), P(None, "data"), 384),  # the longest that is not rotated
         "b/kernel": ((16, 8), P("fsdp"), P(("fsdp", "data")), 16),  # split already, but not rotated
@@ -212,7 +212,7 @@ def test_zero1_splits_moments_over_data(kind, mesh_kind, x64):
     moments = zero1(Rotation(kind), jax.tree.map(jnp.asarray, trees[0]), shardings)
     assert moments == problem(mesh, {path: (shape, spec) for path, (shape, _, spec, _) in arrays.items()})[1]
     optimizer = orthoadam(1e-2, rotation=Rotation(kind, layout=layout_of(moments)))
-    # By Explicit axes the updates leave as the gradients came; by Auto axes the caller says where the sum is to be.
+    # By Explicit axes the updates leave as the gradients came; by Auto axes the caller names the place of the sum.
     got, state, hlo = run(optimizer, trees, shardings, moments, out_shardings=mesh_kind == AUTO)
     assert_close(got, want, 1e-10)
     local = {path: x.addressable_shards[0].data.size for path, x in state[0].inner.mu.items()}
@@ -237,7 +237,7 @@ def test_other_inner_transformations_over_a_mesh(mesh_kind, x64):
 @slow
 @pytest.mark.parametrize(("mesh_kind", "kind"), [(AUTO, "haar"), (AUTO, "signed_permutation"), (EXPLICIT, "hadamard")])
 def test_groups_and_indivisible_axes(mesh_kind, kind, x64):
-    """Several axes in one group, each split; and the cases that need a gather: no other axis, or a stacked odd one."""
+    """Covers groups of split axes, and the cases that need a gather: no other axis, or a stacked odd one."""
     arrays = {
         "group": ((3, 4, 8, 6), P(None, "fsdp", "tensor"), RotatedAxes(((1, 2), 3), stacked=(0,))),
         "apart": ((4, 6, 8), P("tensor", None, "fsdp"), RotatedAxes(((2, 0),))),
@@ -313,7 +313,7 @@ def test_layouts_that_do_not_fit_are_refused():
 
 
 def test_each_device_updates_in_a_shard_map():
-    """With the types of varying arrays, as plain Adam: the state is shared, the gradient is each device's own."""
+    """Includes the types of varying arrays: the state is shared, the gradient is each device's own."""
     params = {"layers": {"kernel": jnp.ones((3, 8, 16))}, "embedding": jnp.ones((4, 8))}
     optimizer = scale_by_orthoadam()
     state = optimizer.init(params)

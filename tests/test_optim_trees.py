@@ -1,4 +1,4 @@
-"""OrthoAdam on the parameter trees of each library: what is rotated, and that it trains."""
+"""OrthoAdam on the parameter trees of each library: rotated axes, and falling losses."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ def next_error(prediction):
 
 
 def losses(loss, params, rotation, steps=8):
-    """Training as anyone would write it: losses before each step; trees and dtypes stay what they were."""
+    """Trains as anyone would; returns the losses before each step. Trees and dtypes stay what they were."""
     optimizer = orthoadam(0.03, weight_decay=1e-3, rotation=rotation)
 
     @functools.partial(jax.jit, compiler_options=QUICK)

@@ -17,7 +17,7 @@ def random_tree(seed, dtype, **shapes):
 
 
 def tree(seed=0, dtype=jnp.float32):
-    """Kernels of sizes with and without a Hadamard matrix, stacks of layers in several forms, a bias and a scalar."""
+    """Draws kernels of sizes with and without a Hadamard matrix, stacks of layers, a bias and a scalar."""
     stacks = {"layers/kernel": (3, 5, 12), "heads": (2, 3, 2, 3), "trailing": (6, 4), "layers/bias": (3, 12)}
     return random_tree(seed, dtype, kernel=(6, 8), gain=(), **stacks)
 
@@ -59,7 +59,7 @@ def distance(a, b):
 
 
 def numpy_orthoadam(w, gradients, q, *, lr, b1, b2, eps):
-    """Algorithm 1, line by line, with Q on the last axis: MatMul(Q, g) for every row g."""
+    """Follows Algorithm 1 line by line, with Q on the last axis: MatMul(Q, g) for every row g."""
     m, v = np.zeros_like(w), np.zeros_like(w)
     for t, g in enumerate(gradients, start=1):
         g_bar = g @ np.swapaxes(q, -1, -2)

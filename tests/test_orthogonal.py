@@ -102,7 +102,7 @@ def test_haar_is_an_orthogonal_function_of_its_seed(n):
 
 
 def test_haar_has_the_moments_of_the_uniform_distribution():
-    """QR without the choice of signs has E[q_00] < 0; the uniform one has 0, and E[tr Q] = 0, E[(tr Q)^2] = 1."""
+    """Expects E[q_00] = 0 (QR without the choice of signs has less), E[tr Q] = 0 and E[(tr Q)^2] = 1."""
     draws = np.stack([orthogonal.haar((0, i), 4) for i in range(4000)])
     traces = np.trace(draws, axis1=1, axis2=2)
     assert abs(draws[:, 0, 0].mean()) < 0.04  # the standard error is 0.5 / sqrt(4000) = 0.008
@@ -111,7 +111,7 @@ def test_haar_has_the_moments_of_the_uniform_distribution():
 
 
 def _reference_hash(key, counter):
-    """The same mixer in Python integers."""
+    """Mixes in Python integers."""
 
     def mix(x):
         x = (x ^ (x >> 16)) * 0x21F0AAAD % 2**32

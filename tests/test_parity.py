@@ -63,7 +63,7 @@ CASES = {
 
 
 def foreign_model(model_type, fields, seed=0):
-    """A model of transformers with every parameter random, norms and biases too."""
+    """Makes a model of transformers with every parameter random, norms and biases included."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(model_type, **fields)
@@ -122,9 +122,7 @@ def test_outputs_are_those_of_transformers(name, tokens, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_exported_models_are_read_by_transformers(name, tokens, tmp_path):
-    import torch
-    import transformers
-
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model_type, fields = CASES[name]
     foreign_model(model_type, fields).save_pretrained(tmp_path / "there")
     config, params = read_folder(tmp_path / "there")
@@ -149,7 +147,7 @@ def test_shards_and_bfloat16_and_older_config_fields(tokens, tmp_path):
     given |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     (tmp_path / "config.json").write_text(json.dumps(given))
     config, params = read_folder(tmp_path)
-    # Read again, since the frequencies of a model in bfloat16 are rounded, too.
+    # Read again, since the frequencies of a model in bfloat16 are rounded as well.
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
     close(our_outputs(config, params, tokens)[0], foreign_outputs(model, tokens)[0])
 

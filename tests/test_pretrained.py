@@ -1,4 +1,4 @@
-"""Models from checkpoints: to measure, and as the start of another run; what may differ, and what is refused."""
+"""Models from checkpoints, to measure and to start another run; allowed and refused differences."""
 
 import functools
 import re
@@ -29,7 +29,7 @@ def assert_equal(a, b):
 
 
 def save(config, workdir, data=None):
-    """A workdir with a checkpoint of a model that has not been trained, and its parameters."""
+    """Writes a workdir with a checkpoint of an untrained model; returns it with the parameters."""
     state = blank_state(config)._replace(params=drawn_params(config.model, 0.05))
     with Checkpoints(workdir / "checkpoints", keep=1) as checkpoints:
         checkpoints.save(state, config, INPUTS.provenance if data is None else data)
@@ -38,7 +38,7 @@ def save(config, workdir, data=None):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The workdir and the parameters of a softmax model."""
+    """Returns the workdir and the parameters of a softmax model."""
     return save(CONFIG, tmp_path_factory.mktemp("softmax"))
 
 
@@ -135,7 +135,7 @@ def test_a_run_starts_from_parameters_and_resumes(finished, tmp_path):
     config = replace(CONFIG, changes)
     with pytest.raises(UserError, match="allow_normalizer_change"):
         train(replace(config, {"train.allow_normalizer_change": False}), INPUTS, tmp_path / "refused")
-    # No step is taken where the learning rate is zero: the end shows the beginning.
+    # No step is taken if the learning rate is zero: the end shows the beginning.
     still = replace(config, {"optim.learning_rate": 1e-30, "optim.final_learning_rate_fraction": 1.0})
     begun = train(still, INPUTS, tmp_path / "begun").params
     assert_equal(begun, params)

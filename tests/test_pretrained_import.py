@@ -1,4 +1,4 @@
-"""Folders of models that others trained: read back bit for bit, and refused by name where damaged."""
+"""Folders of models that others trained: read back bit for bit, and refused by name if damaged."""
 
 import dataclasses
 import json

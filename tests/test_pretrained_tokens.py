@@ -10,7 +10,7 @@ from orthojax.pretrained import begins_with_bos, with_declared_tokens
 
 
 def word_level(*special):
-    """A tokenizer of a few words and these special tokens, whose ids come first."""
+    """Makes a tokenizer of a few words and these special tokens, whose ids come first."""
     backend = hf.Tokenizer(hf.models.WordLevel({word: len(special) + i for i, word in enumerate("abc")}, unk_token="a"))
     backend.add_special_tokens(list(special))
     whole = json.loads(backend.to_str())

@@ -33,7 +33,7 @@ SLOW = ("zeropoint_tensors", "groups_of_odd_size", *quant.MORE_SETTINGS)
 
 
 def rounded(x, scheme, bits, axes):
-    """(whole numbers, step) in float64, from the equations."""
+    """Returns (whole numbers, step) in float64, from the equations."""
     if scheme == "absmax":
         step = np.abs(x).max(axis=axes, keepdims=True) / (2 ** (bits - 1) - 1)
         return np.round(x / step).astype(np.int64), step
@@ -44,7 +44,7 @@ def rounded(x, scheme, bits, axes):
 
 
 def reference(x, kernel, bias, setting):
-    """y = sum_g s_x s_w (sum_i q_x q_w) + bias, the inner sums in int64 where the step of an input leaves them."""
+    """Computes y = sum_g s_x s_w (sum_i q_x q_w) + bias, the inner sums in int64 if inputs are integers."""
     features, outputs = kernel.shape
     groups, bits = features // (setting.group_size or features), setting.activation_bits or setting.bits
     axes = (0, 1, 2) if setting.weights == "tensor" else 1
@@ -67,7 +67,7 @@ def reference(x, kernel, bias, setting):
 
 
 def on_integers(setting, x, kernel, bias):
-    """The stored kernel, the product on integers, and its simulation: one program each for the first and the rest."""
+    """Returns the stored kernel, the product on integers, and its simulation."""
     stored = integer_params({"mlp": {"kernel": kernel}}, setting)["mlp"]["kernel"]
     assert isinstance(stored, Quantized)
     integer, simulated = integer_linear(setting), quantized_linear(setting)
@@ -92,7 +92,7 @@ def test_settings_are_their_definition_on_integers_and_simulated(name, x64):
 
 
 def operands(jaxpr):
-    """(operand dtypes, result dtype) of every product of a program, those inside its loops too."""
+    """Yields (operand dtypes, result dtype) of every product of a program and of its loops."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield tuple(str(v.aval.dtype) for v in equation.invars), str(equation.outvars[0].aval.dtype)

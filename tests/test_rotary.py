@@ -58,7 +58,7 @@ def test_llama3_keeps_short_wavelengths_and_divides_long_ones():
 
 
 def turned(x, positions, frequencies):
-    """Pairs (i, i + H/2) of the first channels are complex numbers that rotate, in float64."""
+    """Rotates pairs (i, i + H/2) of the first channels as complex numbers, in float64."""
     x, half = np.asarray(x, np.float64), len(frequencies)
     z = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * np.outer(positions, frequencies))[:, None]
     return np.concatenate([z.real, z.imag, x[..., 2 * half :]], -1)

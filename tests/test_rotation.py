@@ -1,4 +1,4 @@
-"""Which basis on which axes: rules, uniqueness, state, refusals and layout."""
+"""Bases and the axes that they rotate: rules, uniqueness, state, refusals and layout."""
 
 import zlib
 from typing import Any
@@ -42,7 +42,7 @@ def eyes(shapes):
 
 
 def bases(rotation, shapes):
-    """Q^T of every layer of every parameter, by path and layer."""
+    """Returns Q^T of every layer of every parameter, by path and layer."""
     out = rotated(rotation, eyes(shapes))
     return {(path, i): q for path, x in out.items() for i, q in enumerate(np.reshape(x, (-1, *x.shape[-2:])))}
 
@@ -75,7 +75,7 @@ SHAPE = st.tuples(st.lists(st.integers(1, 3), max_size=2), st.sampled_from([64, 
 
 @given(st.fixed_dictionaries(dict.fromkeys(PATHS, SHAPE)))
 def test_no_two_layers_have_signs_in_common(shapes):
-    """Of unrolled layers, scanned stacks, stacks in unrolled layers, of equal and of different widths."""
+    """Covers unrolled layers, scanned stacks and stacks in unrolled layers, of equal and of different widths."""
     tree = {f"{path}/kernel": jax.ShapeDtypeStruct((*stack, 1, n), jnp.float32) for path, (stack, n) in shapes.items()}
     of_window = {}
     for leaf, plan in plan_tree(Rotation(), tree):
@@ -129,7 +129,7 @@ def test_unrotate_inverts_rotate_on_every_choice_of_axes(kind, x64):
 
 
 def test_groups_are_flattened_and_stacked_axes_counted(x64):
-    """Against the definition: Q of layer l = i_stacked0 * size_stacked1 + i_stacked1, on the row-major flat group."""
+    """Expects Q of layer l = i_stacked0 * size_stacked1 + i_stacked1 on the row-major flat group."""
     x = np.random.default_rng(0).standard_normal((2, 3, 4, 5))
     rotation = Rotation("hadamard", lambda path, leaf: RotatedAxes(((3, 1),), stacked=(2, 0)))
     got = rotated(rotation, {"w": jnp.asarray(x)})["w"]

@@ -12,7 +12,7 @@ SHAPES = {"mlp": {"kernel": (6, 6), "bias": (6,)}, "wte": (9, 6), "scanned": (2,
 
 
 def gradients(steps, seed=0, shapes=None):
-    """Of very different size by direction, with a mean."""
+    """Draws gradients of very different size by direction, with a mean."""
     rng = np.random.default_rng(seed)
     shapes = SHAPES if shapes is None else shapes
 
@@ -25,7 +25,7 @@ def gradients(steps, seed=0, shapes=None):
 
 
 def updates_of(optimizer, grads):
-    """Updates of every step, and the last state."""
+    """Returns updates of every step, and the last state."""
     state, update, found = optimizer.init(grads[0]), jax.jit(optimizer.update), []
     for grad in grads:
         updates, state = update(grad, state)
@@ -34,7 +34,7 @@ def updates_of(optimizer, grads):
 
 
 def by_equations(grads, rotated_axes):
-    """Algorithm 3 of the paper for one matrix, with the eigenvectors as columns that are sorted by size."""
+    """Follows Algorithm 3 of the paper for one matrix, with the eigenvectors as columns that are sorted by size."""
     factors = {axis: np.zeros((grads[0].shape[axis],) * 2) for axis in rotated_axes}
     columns = {axis: np.eye(len(of)) for axis, of in factors.items()}
     mu, nu, found = np.zeros(grads[0].shape), np.zeros(grads[0].shape), []
@@ -66,7 +66,7 @@ def by_equations(grads, rotated_axes):
 
 
 def axes(path, leaf):
-    """Both axes of kernels, the last of the table."""
+    """Rotates both axes of kernels, the last one of the table."""
     if path == "wte":
         return RotatedAxes((-1,))
     return None if leaf.ndim < 2 else RotatedAxes((-2, -1), stacked=tuple(range(leaf.ndim - 2)))

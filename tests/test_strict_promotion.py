@@ -96,8 +96,8 @@ CASES |= {
 }  # fmt: skip
 for kind, size in itertools.product(("hadamard", "dct"), (8, 12, 30, 131, 1040)):
     CASES[f"{kind} of {size}"] = (lambda x, kind=kind: orthogonal.fixed_transform(x, 1, kind=kind), (2, size))
+# Nobody needs their derivatives.
 FLAT = {"schemes", "quantize_params", "relaxed mask", *(name for name in CASES if name.startswith("linear"))}
-"""Without a derivative that anyone needs."""
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
