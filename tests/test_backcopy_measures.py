@@ -13,7 +13,7 @@ from tiny_run import assert_trees_close, drawn_params
 from orthojax import analysis
 from orthojax.config import replace
 from orthojax.errors import UserError
-from orthojax.experiments.active_dormant import aligned, model_measures, recorded_steps
+from orthojax.experiments.active_dormant import measures
 from orthojax.experiments.active_dormant.runs import backcopy
 from orthojax.model import Interventions, LoadedModel, Transformer, llama2, stack_layers
 from orthojax.train import evaluate, load, open_inputs, read_metrics, train
@@ -214,13 +214,13 @@ def test_details_that_make_no_sense_are_refused(run, tmp_path):
 def test_history_and_mechanism_are_read_from_the_probes(run):
     folder, inputs, _ = run
     arrays, lines = probes(run), lines_of(folder)
-    found = measured(recorded_steps.HISTORY, load(folder), inputs)
+    found = measured(measures.HISTORY, load(folder), inputs)
     norms = [lines[step]["residual_norm_first/layer_0"] for step in PROBED]
     assert found["residual_norm_first/layer_0/growth"] == pytest.approx(norms[-1] / norms[0])
     assert found["residual_norm_first/layer_0/largest"] == max(norms)
     risks = [lines[step]["bigram_excess_risk_nats"] for step in PROBED]
-    assert found["bigram_excess_risk_nats/half_step"] == recorded_steps.half_step(PROBED, risks)
-    found = recorded_steps.mechanism([arrays[step] for step in PROBED], since=1)
+    assert found["bigram_excess_risk_nats/half_step"] == measures.half_step(PROBED, risks)
+    found = measures.mechanism([arrays[step] for step in PROBED], since=1)
     gradients = [arrays[step]["first_gradient"][0] for step in (1, 4)]
     cosine = gradients[0] @ gradients[1] / np.prod([np.linalg.norm(g) for g in gradients])
     assert found["gradient_final_cosine/layer_0"] == pytest.approx(cosine, rel=1e-4)
@@ -231,13 +231,13 @@ def test_history_and_mechanism_are_read_from_the_probes(run):
     assert found["growth_from/token/layer_1"] == pytest.approx(of_tokens / (seen[1] - seen[0]), rel=0.01)
     assert "gradient_decay/layer_1" not in found  # nothing attends to the last block's output
     resumed = [arrays[0], arrays[1], arrays[4] | {"since": np.array(3)}]
-    assert not any(name.startswith("growth_from") for name in recorded_steps.mechanism(resumed, since=1))
+    assert not any(name.startswith("growth_from") for name in measures.mechanism(resumed, since=1))
 
 
 def test_interventions_do_what_their_names_say(run):
     folder, inputs, _ = run
     loaded = load(folder)
-    found, plain = measured(model_measures.INTERVENTIONS, loaded, inputs), evaluate(loaded, inputs)
+    found, plain = measured(measures.INTERVENTIONS, loaded, inputs), evaluate(loaded, inputs)
     for name in ("backcopy_excess_risk_nats", "residual_norm_first/layer_1", "sink_logit_gap/layer_0"):
         assert found[f"none: {name}"] == pytest.approx(plain[name], rel=1e-4)
     assert found["no_value_of_bos: value_norm_first/layer_1"] == 0
@@ -258,7 +258,7 @@ def test_attention_of_one_layer_is_forced(run):
     folder, inputs, _ = run
     config = replace(CONFIG, {"model.num_layers": 1})
     loaded = LoadedModel(Transformer(config.model), drawn_params(config.model), config, None, folder)
-    found = measured(model_measures.INTERVENTIONS, loaded, inputs)
+    found = measured(measures.INTERVENTIONS, loaded, inputs)
     for name, weight in {"clean_attention": 1, "all_on_bos": 1, "all_on_themselves": 0}.items():
         assert found[f"{name}: sink_attention_rest"] == weight
     copy, bigram = "backcopy_excess_risk_nats", "bigram_excess_risk_nats"
@@ -280,7 +280,7 @@ def test_planted_triggers_are_told_from_weights(run):
     attention["query"]["kernel"][0, 1], attention["query"]["kernel"][2, 1] = 80, -80
     attention["key"]["kernel"][1, 1] = 1
     loaded = LoadedModel(Transformer(c), params, config, None, folder)
-    found = measured(model_measures.WITHOUT_TRIGGERS, loaded, inputs)
+    found = measured(measures.WITHOUT_TRIGGERS, loaded, inputs)
     assert found["triggers_found/layer_0"] == 1
     assert found["others_called_triggers/layer_0"] == 0
     assert found["dormant_sink/layer_0"] > 0.99
@@ -308,7 +308,7 @@ def test_key_mass_is_counted_by_hand():
         "delimiter_key": token[3], "delimiter_key_triggers": active[3],
     }  # fmt: skip
     arrays = (jnp.asarray(a) for a in (weights, norms, tokens, trigger, trigger[tokens]))
-    found = model_measures.key_mass(*arrays, delimiter=3)
+    found = measures.key_mass(*arrays, delimiter=3)
     assert set(found) == set(expected)
     for name, value in found.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, err_msg=name)
@@ -324,14 +324,14 @@ def test_aligned_metrics_of_planted_layers():
         "first_norms": np.array([[10.0, 14.0, 30.0], [30.0, 28.0, 20.0]]),
     }
     expected = {"sink_layer": 1, "first_weight": 0.8, "gap": 6, "drain": 0.125, "peak": 3, "made_by": 1}
-    assert aligned.summarize(seen) == pytest.approx(expected | {"made_by_mlp": 0.8})
+    assert measures.summarize(seen) == pytest.approx(expected | {"made_by_mlp": 0.8})
 
 
 def test_aligned_metrics_are_those_of_the_taps(run):
     folder, inputs, _ = run
     loaded = load(folder)
-    found = measured(aligned.ALIGNED_MEASURE, loaded, inputs)
-    tokens = inputs.evaluation[: aligned.ROWS, :-1]
+    found = measured(measures.ALIGNED_MEASURE, loaded, inputs)
+    tokens = inputs.evaluation[: measures.ALIGNED_ROWS, :-1]
     apply = jax.jit(functools.partial(loaded.model.apply, observe=lambda taps: taps._asdict()))
     taps = apply({"params": loaded.params}, tokens)[1]
     weights, logits = (

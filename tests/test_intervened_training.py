@@ -11,8 +11,7 @@ from model_oracle import numpy_forward, random_params
 from orthojax.config import replace
 from orthojax.data import BigramBackcopy
 from orthojax.data.bigram_backcopy import default_text
-from orthojax.experiments.active_dormant.intervened_training import Setting, interventions, row, train
-from orthojax.experiments.active_dormant.runs import short
+from orthojax.experiments.active_dormant.runs import Setting, interventions, row, short, train
 from orthojax.model import Interventions, Transformer, bigram_backcopy
 from orthojax.train import init_state, make_train_step
 

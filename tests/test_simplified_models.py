@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from orthojax.data import BigramBackcopy
-from orthojax.experiments.active_dormant import simplified, simplified_models
+from orthojax.experiments.active_dormant import simplified
 
 TASK = BigramBackcopy.from_text(
     "the cat sat on the mat and the rat ran from the cat to the man in the hat, a big dog plows ", 2
@@ -69,8 +69,8 @@ def test_the_three_layer_model_adds_a_key():
 def test_training_solves_the_task():
     with jax.enable_x64(False):
         params = simplified.init(jax.random.key(0), TASK.vocab_size)
-        optimizer, apply = simplified_models.adamw(), simplified_models.one_layer
-        found = simplified_models.train(apply, params, optimizer, TASK, 200, (0, 100, 200), 0)
+        optimizer, apply = simplified.adamw(), simplified.one_layer
+        found = simplified.train(apply, params, optimizer, TASK, 200, (0, 100, 200), 0)
     assert list(found) == [0, 100, 200]
     assert found[0]["backcopy_risk"] > 1.5
     assert found[200]["backcopy_risk"] < 0.2
@@ -83,7 +83,7 @@ def test_only_the_copy_layer_keeps_its_optimizer():
 
     @jax.jit
     def first_updates(ones, params):
-        of = {name: simplified_models.outer_optimizer(name, 0) for name in ("adam", "sgd", "orthoadam")}
+        of = {name: simplified.outer_optimizer(name, 0) for name in ("adam", "sgd", "orthoadam")}
         return {name: of[name].update(ones, of[name].init(params), params)[0] for name in of}
 
     updates = first_updates(ones, params)

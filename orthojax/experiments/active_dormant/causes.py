@@ -9,8 +9,7 @@ logits fall, for which the model has no direction at the start, unless keys have
 import itertools
 from collections.abc import Iterator
 
-from orthojax.experiments.active_dormant.intervened_training import EARLY, SHOWN, Setting, row
-from orthojax.experiments.active_dormant.runs import short
+from orthojax.experiments.active_dormant.runs import EARLY, SHOWN, Setting, row, short
 from orthojax.experiments.claims import Claim, Metric, all_of
 from orthojax.experiments.pictures import ByStep
 from orthojax.experiments.study import Row, Study

@@ -4,14 +4,26 @@ import dataclasses
 import functools
 import math
 import string
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from orthojax.config import Config, replace
-from orthojax.data.bigram_backcopy import BigramBackcopy, default_text
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from orthojax import analysis
+from orthojax.config import Config, changed_fields, replace
+from orthojax.data.bigram_backcopy import EVALUATION, BigramBackcopy, default_text
+from orthojax.experiments.active_dormant.measures import key_mass, trigger_ids
 from orthojax.experiments.base import BACKCOPY_MODEL
 from orthojax.experiments.claims import Metric
 from orthojax.experiments.results import Numbers
-from orthojax.model import bigram_backcopy
+from orthojax.experiments.study import Row
+from orthojax.model import Interventions, Taps, Transformer, bigram_backcopy
+from orthojax.ops import cross_entropy_nats
+from orthojax.train import init_state, learning_rate_schedule, make_optimizer, require_task
+from orthojax.train.step import jit_train_step, split_tokens
 
 SCALES = ("tiny", "small")  # a quarter of the published width and length, and the published size, for one GPU
 SEEDS = (1, 2, 3, 4, 5)  # not those of the pilots
@@ -96,3 +108,162 @@ def _ratios(of: Numbers, name: str) -> list[float]:
 # Of the layers, the one with the most pronounced phenomenon counts.
 PEAK = Metric("residual norm of <s> / others', largest of the layers", lambda of: max(_ratios(of, "residual_norm")))
 DRAIN = Metric("value norm of <s> / others', smallest of the layers", lambda of: min(_ratios(of, "value_norm")))
+
+
+SHOWN = (0, 20, 40, 60, 80, 100, 125, 150, 175, 200, 250, 300, 400, 500, 600, 700, 800, 900, 1000)
+EARLY = 300  # a mean over the steps to here says how soon a curve rises
+_CURVES = ("sink_attention_rest", "null_mass_rest", "sink_logit_gap", "value_norm_first", "value_ratio")
+_HIDDEN = -1e30  # added to a logit
+
+Intervene = Callable[[Any, jax.Array], Interventions]  # (parameters, inputs [B, T]) -> the interventions of a pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A run with interventions.
+
+    Attributes:
+      config: Of the run.
+      value: The norm at which the value of <s> is held: `others`, the mean norm of the other values of the batch at
+        this step, taken as a constant; `initial`, its own before the first step; `drained`, a tenth of that; "" leaves
+        it.
+      hidden: Whether queries of non-triggers after <s> may not attend to <s>.
+      both_views: Whether the trained model is measured with <s> hidden as well, as `hidden: NAME`.
+    """
+
+    config: Config = dataclasses.field(default_factory=short)
+    value: str = ""
+    hidden: bool = False
+    both_views: bool = False
+
+
+def interventions(
+    setting: Setting, model: Transformer, task: BigramBackcopy, initial_norm: jax.Array | None = None
+) -> Intervene:
+    """Returns the interventions of a setting; those that hold the value at its start need the initial norm."""
+
+    def intervene(params: Any, tokens: jax.Array) -> Interventions:
+        given, T = Interventions(), tokens.shape[1]
+        if setting.hidden:
+            rows = ~task.is_trigger(tokens) & (jnp.arange(T) > 0)[None]
+            bias = jnp.where(rows[..., None] & (jnp.arange(T) == 0)[None, None], _HIDDEN, 0.0)
+            given = given._replace(attention_bias=bias)
+        if setting.value:
+            norms = value_norms(model, params, tokens)
+            own, others = norms[0, 0], jax.lax.stop_gradient(jnp.mean(norms[:, 1:]))
+            assert initial_norm is not None
+            target = {"others": others, "initial": initial_norm, "drained": 0.1 * initial_norm}[setting.value]
+            given = given._replace(first_value_scale=(target / own).reshape(1, 1))
+        return given
+
+    return intervene
+
+
+def value_norms(model: Transformer, params: Any, tokens: jax.Array) -> jax.Array:
+    """Computes ||W_O v|| of the one layer and head without interventions, [B, T]."""
+    _, norms = model.apply({"params": params}, tokens, observe=lambda taps: taps.value_norms, head=False)
+    return jnp.asarray(norms)[0, :, 0]
+
+
+def look(
+    model: Transformer, task: BigramBackcopy, tokens: jax.Array, params: Any, intervene: Intervene
+) -> dict[str, jax.Array]:
+    """Measures risks, sink, drain, the null and `key_mass` as the run sees them.
+
+    `value_effect_nats` is the mean KL divergence at non-triggers from the predictions to those without the value of
+    <s>, all weights the same: a vector that the rest of the model ignores has none, whatever its norm. `others_logit`
+    is the mean over non-trigger queries of the logarithm of the sum of exp(logit) over all keys but the first; the null
+    of softmax-n has as much weight as they if it is ln n.
+    """
+    given, is_trigger = intervene(params, tokens), task.is_trigger(tokens)
+
+    def apply(given: Interventions) -> tuple[jax.Array, Taps]:
+        logits, taps = model.apply({"params": params}, tokens, interventions=given, observe=lambda taps: taps)
+        return jax.nn.log_softmax(logits), jax.tree.map(lambda x: x[0], taps)
+
+    log_probs, taps = apply(given)
+    without, _ = apply(given._replace(first_value_scale=jnp.zeros((1, 1))))
+    oracle = jnp.pad(task.oracle(tokens), ((0, 0), (0, 0), (0, log_probs.shape[-1] - task.vocab_size)))
+    counted = (~is_trigger).at[:, 0].set(False)
+    first, rest = analysis.value_norm_first(taps.value_norms), analysis.value_norm_rest(taps.value_norms)
+    weights, logits = taps.attention_weights[:, 0], taps.attention_logits[:, 0].astype(jnp.float32)
+    visible = jnp.tril(jnp.ones(logits.shape[-2:], bool)).at[:, 0].set(False)
+    others = jax.nn.logsumexp(jnp.where(visible, logits, -jnp.inf), axis=-1)
+    return {
+        "backcopy_risk_nats": analysis.backcopy_risk_nats(log_probs, oracle, is_trigger),
+        "bigram_excess_risk_nats": analysis.bigram_excess_risk_nats(log_probs, oracle, is_trigger),
+        "sink_attention_rest": analysis.sink_attention_rest(taps.attention_weights, is_trigger),
+        "sink_logit_gap": analysis.sink_logit_gap(taps.attention_logits, is_trigger),
+        "value_norm_first": first,
+        "value_norm_rest": rest,
+        "value_ratio": first / rest,
+        "value_effect_nats": jnp.mean(jnp.sum(jnp.exp(log_probs) * (log_probs - without), axis=-1), where=counted),
+        "null_mass_rest": jnp.mean(1.0 - jnp.sum(weights, axis=-1), where=counted),
+        "others_logit": jnp.mean(others, where=counted),
+        **key_mass(taps.attention_weights, taps.value_norms, tokens, jnp.asarray(trigger_ids(task)), is_trigger),
+    }
+
+
+def train(config: Config, make: Callable[[Any], Intervene], measure: Callable[[Any, Intervene], Any],
+          shown: Sequence[int]) -> dict[int, dict[str, float]]:  # fmt: skip
+    """Trains with interventions in every forward pass; gradients pass through them.
+
+    In float32 even if float64 is enabled. Parameters, optimizer and batches are those of the same config elsewhere.
+
+    Args:
+      config: The run on Bigram-Backcopy; its steps and evaluation are not read.
+      make: Initial parameters -> the interventions of the run.
+      measure: (parameters, those) -> scalars by name.
+      shown: Steps after which to measure, ascending; the last one ends the run.
+
+    Returns:
+      Step -> the scalars.
+    """
+    with jax.enable_x64(False):
+        (task, _), model = require_task(config), Transformer(config.model)
+        schedule = learning_rate_schedule(config.seeded_optim, shown[-1])
+        state = init_state(config)
+        intervene = make(state.params)
+
+        def loss_sum(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+            inputs, targets = split_tokens(tokens)
+            logits, _ = model.apply({"params": params}, inputs, interventions=intervene(params, inputs))
+            return jnp.sum(cross_entropy_nats(logits, targets)), jnp.asarray(targets.size)
+
+        optimizer = optax.with_extra_args_support(make_optimizer(config.seeded_optim, schedule=schedule))
+        step, found = jit_train_step(loss_sum, optimizer, schedule), {}
+        for done in range(shown[-1] + 1):
+            if done in shown:
+                found[done] = {name: float(value) for name, value in measure(state.params, intervene).items()}
+            if done < shown[-1]:
+                size, length = config.train.batch_size, config.data.sequence_length
+                state, _ = step(state, jnp.asarray(task.batch(done, size, length, config.data.seed)))
+        return found
+
+
+def row(name: str, setting: Setting, seed: int, shown: Sequence[int] = SHOWN) -> Row:
+    """Trains a setting and returns the numbers at the end, and curves by step.
+
+    `early_sink` is the mean attention to <s> over the first 300 steps, `null_at_start` the null mass of the start.
+    """
+    config = replace(setting.config, {"train.seed": seed, "data.seed": seed})
+    with jax.enable_x64(False):
+        (task, _), model = require_task(config), Transformer(config.model)
+        tokens = task.batch(0, config.eval.sequences, config.data.sequence_length, 0, EVALUATION)[:, :-1]
+        hidden = interventions(Setting(config, hidden=True), model, task)
+        compiled = jax.jit(functools.partial(look, model, task, tokens), static_argnums=1)
+
+        def make(params: Any) -> Intervene:
+            return interventions(setting, model, task, value_norms(model, params, tokens[:1])[0, 0])
+
+        def measure(params: Any, intervene: Intervene) -> dict[str, jax.Array]:
+            views = compiled(params, hidden) if setting.both_views else {}
+            return compiled(params, intervene) | {f"hidden: {key}": value for key, value in views.items()}
+
+        found = train(config, make, measure, shown)
+    early = [step for step in shown if step <= EARLY]
+    sink = [found[step]["sink_attention_rest"] for step in early]
+    metrics = found[shown[-1]] | {f"{key}/step_{step}": found[step][key] for key in _CURVES for step in shown}
+    metrics["early_sink"] = float(np.trapezoid(sink, early) / early[-1])
+    metrics["null_at_start"] = found[shown[0]]["null_mass_rest"]
+    return Row(name, metrics, changed_fields(Config(), config) | {"value": setting.value, "hidden": setting.hidden})

@@ -13,10 +13,23 @@ and the logits are :math:`o_i + W_2^T \mathrm{relu}(W_1^T e_v)`: nothing is adde
 normalised. Legend: B batch, T positions, V vocabulary, H hidden units. Parameters are dicts of arrays.
 """
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
+
+from orthojax.analysis.backcopy import backcopy_risk_nats, bigram_excess_risk_nats
+from orthojax.data import BigramBackcopy
+from orthojax.experiments.active_dormant.runs import letters
+from orthojax.experiments.claims import Claim, Metric
+from orthojax.experiments.pictures import Bars, ByStep
+from orthojax.experiments.study import Row, Study
+from orthojax.experiments.tables import Columns
+from orthojax.ops.statistics import kurtosis
+from orthojax.optim import Rotation, orthoadam
 
 HIDDEN = 128
 LAYER_NORM_EPS = 1e-5
@@ -191,3 +204,260 @@ def apply_three_layers(
     after_third = minimal_layer(params["above"], after_second)
     logits = logits.at[:, 0].set(layer_norm(after_third) @ params["readout"])
     return logits, attended, (after_first, after_second, after_third)
+
+
+# As published, but for steps of fewer and shorter sequences.
+_COPY_RATE, _OUTER_RATE, _SGD_RATE, _B1, _B2, _WEIGHT_DECAY = 0.03, 3e-4, 0.03, 0.9, 0.99, 1e-4
+_BATCH, _LENGTH, _EVALUATED, _CHUNK, _DRAWN = 64, 64, 128, 10, 100
+
+Params = Params
+Apply = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, Attended, Sequence[jax.Array]]]
+
+
+def sequences(task: BigramBackcopy, steps: int, seed: int) -> Iterator[np.ndarray]:
+    """Yields int32 [_CHUNK, _BATCH, _LENGTH + 1] for every `_CHUNK` steps."""
+    for block in range(-(-steps // _DRAWN)):
+        drawn = np.asarray(task.batch(block, _DRAWN * _BATCH, _LENGTH, seed))
+        yield from drawn.reshape(_DRAWN // _CHUNK, _CHUNK, _BATCH, _LENGTH + 1)
+
+
+def one_layer(params: Params, tokens: jax.Array, trigger: jax.Array) -> Any:
+    """Applies the one-layer model, in the form of `apply_three_layers`."""
+    return *apply(params, tokens, trigger), ()
+
+
+def adamw(rate: float = _COPY_RATE) -> optax.GradientTransformation:
+    """Returns AdamW with the published betas and decay."""
+    return optax.adamw(rate, _B1, _B2, weight_decay=_WEIGHT_DECAY)
+
+
+def outer_optimizer(name: str, seed: int) -> optax.GradientTransformation:
+    """Returns AdamW of `_COPY_RATE` for the middle one of three layers, the named one for all others."""
+    outer = {
+        "adam": adamw(_OUTER_RATE),
+        "orthoadam": orthoadam(_OUTER_RATE, _B1, _B2, weight_decay=_WEIGHT_DECAY, rotation=Rotation("haar", seed=seed)),
+        "sgd": optax.chain(optax.add_decayed_weights(_WEIGHT_DECAY), optax.sgd(_SGD_RATE, momentum=0.9)),
+    }[name]
+    labels = lambda params: {key: "copy" if key == "copy" else "outer" for key in params}  # noqa: E731
+    return optax.multi_transform({"copy": adamw(), "outer": outer}, labels)
+
+
+class Probe(NamedTuple):
+    """Constants of the measurements: held-out inputs, the true laws, which ids are triggers."""
+
+    tokens: jax.Array
+    oracle: jax.Array
+    trigger: jax.Array
+
+    @classmethod
+    def of_task(cls, task: BigramBackcopy, seed: int) -> "Probe":
+        """Draws sequences of another seed than those of training."""
+        tokens = np.asarray(task.batch(0, _EVALUATED, _LENGTH, seed))[:, :-1]
+        trigger = task.is_trigger(np.arange(task.vocab_size))
+        return cls(jnp.asarray(tokens), jnp.asarray(task.oracle(tokens), jnp.float32), jnp.asarray(trigger))
+
+
+def measure(apply: Apply, params: Params, probe: Probe) -> dict[str, jax.Array]:
+    """Measures risks in nats, weight on <s> and its logits at non-triggers, values, residual norms of <s>.
+
+    The weight counts the row of <s>, as published; logits are those of a query at each non-trigger after <s>, with
+    their standard deviation over positions; a value's norm is that without its mean, which shifts all logits alike.
+    """
+    logits, attended, residuals = apply(params, probe.tokens, probe.trigger)
+    layer, log_probs, is_trigger = params.get("copy", params), jax.nn.log_softmax(logits), probe.trigger[probe.tokens]
+    dormant, counted = ~is_trigger, (~is_trigger).at[:, 0].set(False)
+    factor = 1.0
+    if residuals:
+        factor = layer_norm(residuals[0]) @ params["direction"]
+    on_bos = factor * layer["sink_logit"][probe.tokens]
+    beta, xi = bos_value(layer), jnp.abs(layer["value"][probe.tokens])
+    found = {
+        "backcopy_risk": backcopy_risk_nats(log_probs, probe.oracle, is_trigger),
+        "bigram_excess_risk": bigram_excess_risk_nats(log_probs, probe.oracle, is_trigger),
+        "sink_attention": jnp.mean(attended.bos_weight, where=dormant),
+        "sink_logit": jnp.mean(on_bos, where=counted),
+        "sink_logit_spread": jnp.std(on_bos, where=counted),
+        "value_norm_bos": jnp.linalg.norm(beta - jnp.mean(beta)),
+        "value_norm_rest": jnp.mean(xi, where=counted),
+        "value_norm_triggers": jnp.mean(xi, where=is_trigger),
+    }
+    for number, residual in enumerate(residuals, start=1):
+        found[f"residual_norm_{number}"] = jnp.linalg.norm(residual)
+    if residuals:
+        found["largest_share"] = jnp.max(residuals[0] ** 2) / jnp.sum(residuals[0] ** 2)
+        found |= {"kurtosis": kurtosis(residuals[0]), "key_cosine": factor / jnp.linalg.norm(params["direction"])}
+        found["key_cosine"] /= jnp.sqrt(len(residuals[0]))
+    return found
+
+
+def train(
+    apply: Apply,
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    task: BigramBackcopy,
+    steps: int,
+    shown: Sequence[int],
+    seed: int,
+) -> dict[int, dict[str, float]]:
+    """Minimises the mean cross-entropy of fresh sequences.
+
+    Args:
+      apply: The model.
+      params: Its start.
+      optimizer: Any.
+      task: The task that sequences are drawn from.
+      steps: How many, a multiple of `_CHUNK`.
+      shown: Steps after which to measure, multiples of `_CHUNK`.
+      seed: Of the sequences.
+
+    Returns:
+      Step -> the results of `measure`.
+    """
+    probe = Probe.of_task(task, seed + 1_000_000)
+
+    def loss(params: Params, drawn: jax.Array) -> jax.Array:
+        logits = apply(params, drawn[:, :-1], probe.trigger)[0]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, drawn[:, 1:]).mean()
+
+    def step(carry: Any, drawn: jax.Array) -> Any:
+        params, state = carry
+        updates, state = optimizer.update(jax.grad(loss)(params, drawn), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    run = jax.jit(lambda carry, drawn: jax.lax.scan(step, carry, drawn)[0])
+    look = jax.jit(lambda params: measure(apply, params, probe))
+    carry, found = (params, optimizer.init(params)), {}
+    for done, drawn in zip(range(0, steps + 1, _CHUNK), [*sequences(task, steps, seed), None], strict=False):
+        if done in shown:
+            found[done] = {name: float(value) for name, value in look(carry[0]).items()}
+        if drawn is not None:
+            carry = run(carry, jnp.asarray(drawn))
+    return found
+
+
+_STEPS = 5000  # of the published script; its notebook has 10,000
+_SHOWN = (
+    *(0, 10, 20, 30, 40, 50, 60, 80, 100, 120, 150, 200, 250, 300, 400, 500, 600, 800, 1000, 1200, 1500, 2000, 2500),
+    *(3000, 3500, 4000, 4500, _STEPS),
+)
+_CURVES = ("backcopy_risk", "bigram_excess_risk", "sink_attention", "sink_logit", "value_norm_bos")
+
+
+def half_step(curve: Mapping[int, float]) -> float:
+    """Returns the first recorded step at which a curve has made half of its total change.
+
+    >>> half_step({0: 3.0, 50: 2.5, 100: 1.5, 200: 1.0})
+    100.0
+    """
+    start, end = curve[min(curve)], curve[max(curve)]
+    return float(next(step for step in sorted(curve) if abs(curve[step] - start) >= 0.5 * abs(end - start)))
+
+
+def _metrics(found: Mapping[int, Mapping[str, float]], curves: Sequence[str]) -> dict[str, float]:
+    metrics = dict(found[_STEPS])
+    for name in curves:
+        curve = {step: of[name] for step, of in found.items()}
+        metrics |= {f"{name}/step_{step}": value for step, value in curve.items()}
+        metrics[f"{name}_half_step"] = half_step(curve)
+    late = [step for step in _SHOWN if step >= 200]
+    logits = [found[step]["sink_logit"] for step in late]
+    metrics["log_r"] = float(np.corrcoef(np.log(late), logits)[0, 1])
+    metrics["log_slope"] = float(np.polyfit(np.log(late), logits, 1)[0])
+    return metrics
+
+
+def _one_layer(seed: int) -> list[Row]:
+    task = letters()
+    params = init(jax.random.key(seed), task.vocab_size)
+    found = train(one_layer, params, adamw(), task, _STEPS, _SHOWN, seed)
+    return [Row("one_layer", _metrics(found, _CURVES))]
+
+
+def _three_layers(seed: int) -> list[Row]:
+    task, rows = letters(), []
+    for name in ("adam", "sgd", "orthoadam"):
+        params = init_three_layers(jax.random.key(seed), task.vocab_size)
+        found = train(apply_three_layers, params, outer_optimizer(name, seed), task, _STEPS, _SHOWN, seed)
+        metrics = _metrics(found, ("sink_logit", "key_cosine", "residual_norm_1"))
+        norms = np.array([found[step]["residual_norm_1"] for step in _SHOWN])
+        late = np.array(_SHOWN) >= 1000
+        metrics["growth"] = float(norms[-1] / norms[0])
+        metrics["linear_r"] = float(np.corrcoef(np.array(_SHOWN)[late], norms[late])[0, 1])
+        metrics["slope_per_1000"] = float(1000 * np.polyfit(np.array(_SHOWN)[late], norms[late], 1)[0])
+        rows.append(Row(name, metrics))
+    return rows
+
+
+_COPY, _BIGRAM = Metric("backcopy_risk"), Metric("bigram_excess_risk")
+_SINK, _LOGIT, _SPREAD = Metric("sink_attention"), Metric("sink_logit"), Metric("sink_logit_spread")
+_COPY_HALF, _BIGRAM_HALF, _SINK_HALF = (
+    Metric(f"{name}_half_step") for name in ("backcopy_risk", "bigram_excess_risk", "sink_attention")
+)
+_VALUE_RATIO = Metric("value norm of <s> over the others'", lambda of: of["value_norm_bos"] / of["value_norm_rest"])
+_LOG_R, _LOG_SLOPE = Metric("log_r"), Metric("log_slope")
+_ONE = "one_layer"
+
+SIMPLIFIED_MODEL = Study(
+    name="simplified_model",
+    title="The simplified one-layer model in training",
+    rows=_one_layer,
+    note="The reparametrised model of the paper: one free logit for each token, on <s> or (triggers) on the token "
+    "before; diagonal values; a vector as the value of <s>; an MLP of 128 hidden units. Letters and spaces of the "
+    f"text, three triggers, {_STEPS:,} steps of {_BATCH} x {_LENGTH} tokens (published: 512 x 256), AdamW as "
+    "published. The bigram excess is against the true law after <s>. A value's norm is that without its mean.",
+    # After 10,000 steps, one seed, of 67 characters and 256 positions.
+    paper={_ONE: {"backcopy_risk": 2.13e-7, "value_norm_bos": 0.3, "value_norm_triggers": 2.5}},
+    columns=[_COPY, _BIGRAM, _SINK, _LOGIT, _SPREAD, "value_norm_bos value_norm_triggers value_norm_rest", _LOG_SLOPE,
+             _LOG_R],
+    tables=[Columns("Order of events: first step at half of the total change",
+                    [f"{name}_half_step" for name in _CURVES])],
+    claims=[
+        Claim("It learns both halves of the task.", ((_COPY[_ONE] < 1e-3) & (_BIGRAM[_ONE] < 0.02)).in_every_seed()),
+        Claim("The bigram is learned first.", (_BIGRAM_HALF[_ONE] < _COPY_HALF[_ONE]).in_every_seed()),
+        Claim("A sink forms: non-triggers attend to <s>.", (_SINK[_ONE] > 0.7).in_every_seed()),
+        Claim("It forms after backcopy is learned.", (_COPY_HALF[_ONE] <= _SINK_HALF[_ONE]).in_every_seed()),
+        Claim("The value of <s> is drained.", (_VALUE_RATIO[_ONE] < 0.2).in_every_seed()),
+        Claim("Its logits grow straight in ln t, from step 200 on.", (_LOG_R[_ONE] > 0.97).in_every_seed()),
+        Claim("The slope is not the 1/2 of gradient flow: Adam is faster.", (_LOG_SLOPE[_ONE] > 1).in_every_seed()),
+        Claim("The logits of different positions concentrate.", _SPREAD[_ONE] < 0.35 * _LOGIT[_ONE]),
+    ],
+    pictures=[
+        ByStep("backcopy_risk bigram_excess_risk", y_scale="log", x_scale="log", name="risks"),
+        ByStep("sink_attention", x_scale="log"), ByStep("sink_logit", x_scale="log"),
+        ByStep("value_norm_bos", x_scale="log"),
+    ],
+)  # fmt: skip
+
+_GROWTH, _LINEAR, _SLOPE = Metric("growth"), Metric("linear_r"), Metric("slope_per_1000")
+_SHARE = Metric("largest_share")
+# Of either sign, as its factor in every logit, alpha, may be.
+_TURNED = Metric("|cosine| of <s> with its key", lambda of: abs(of["key_cosine"]))
+
+SIMPLIFIED_THREE_LAYERS = Study(
+    name="simplified_three_layers",
+    title="The simplified three-layer model and the residual norm of <s> under three optimizers",
+    rows=_three_layers,
+    note="The middle layer is the simplified one-layer model and has AdamW; the layer below, the layer above and the "
+    f"read-out have AdamW or OrthoAdam (Haar matrices, others in each seed) with rate {_OUTER_RATE:g}, or SGD with "
+    f"momentum 0.9 and rate {_SGD_RATE:g}. Only <s> has a residual stream that is more than its embedding, of norm 1. "
+    "The largest share is that of a coordinate, of 28, in the squared norm after the first layer.",
+    columns=[_COPY, _BIGRAM, _SINK, _LOGIT, "value_norm_bos", _TURNED],
+    tables=[Columns("The residual stream of <s>", ["residual_norm_1 residual_norm_2 residual_norm_3", _GROWTH, _SLOPE,
+                                                   _LINEAR, _SHARE, "kurtosis"])],
+    claims=[
+        Claim("Under Adam the residual norm of <s> after the first layer grows linearly, from step 1,000 on.",
+              ((_GROWTH["adam"] > 3) & (_LINEAR["adam"] > 0.97)).in_every_seed()),
+        Claim("Under SGD it does not grow, while the sink stays.",
+              ((_GROWTH["sgd"] < 1.5) & (_SINK["sgd"] > 0.5)).in_every_seed()),
+        Claim("(Ours, predicted) OrthoAdam keeps the growth.",
+              (_SLOPE["orthoadam"] >= 0.5 * _SLOPE["adam"]) & (_GROWTH["orthoadam"] > 3), _GROWTH["adam"] > 3),
+        Claim("(Ours, predicted) OrthoAdam removes its channel.", _SHARE["orthoadam"] < 0.5 * _SHARE["adam"],
+              _SHARE["adam"] > 0.4),
+        Claim("The first layer turns <s> towards the key, whichever optimizer.", (_TURNED["*"] > 0.8).in_every_seed()),
+    ],
+    pictures=[
+        ByStep("residual_norm_1", y_scale="log", name="residual_norm"),
+        Bars("residual_norm_by_layer", "Residual norm of <s> after each layer, at the end.",
+             [f"residual_norm_{layer}" for layer in (1, 2, 3)]),
+    ],
+)  # fmt: skip
