@@ -1,6 +1,9 @@
-"""Tasks around Bigram-Backcopy, tasks with a head that every query needs, and a map of conditions.
+"""Sinks under other conditions: tasks around Bigram-Backcopy, attention, optimizers and depths, and a cure.
 
-Active-Dormant Attention Heads (arXiv 2410.13835), appendix; `needed_head` is a prediction that follows from the paper.
+Tasks: the appendix of Active-Dormant Attention Heads (arXiv 2410.13835); `needed_head` is a prediction that follows
+from the paper. `backcopy_cure` is the cure of From Attention to Activation (arXiv 2410.17174), on a task that it does
+not have. Softmax-n with n = T, whose null starts with half of the weight or more, was added when one seed of the others
+was there: `softmax1_sinks` says why it should do what softmax-1 does not.
 """
 
 import numpy as np
@@ -32,15 +35,12 @@ from orthojax.experiments.study import Study, grid
 from orthojax.experiments.tables import Columns, Paired
 
 _DRAIN = Metric("value_drain")
-_TOKEN, _EQUAL, _TOKEN_VALUE = _MOST = [
-    Metric(name) for name in ("largest_token", "largest_token_equal", "token_value_ratio")
-]
-_FIRST, _DELIMITER, _AT_TRIGGERS = _KEYS = [
-    Metric(name) for name in ("first_key", "delimiter_key", "delimiter_key_triggers")
-]
+_MOST = [Metric(name) for name in ("largest_token", "largest_token_equal", "token_value_ratio")]
+_KEYS = [Metric(name) for name in ("first_key", "delimiter_key", "delimiter_key_triggers")]
+(_TOKEN, _EQUAL, _TOKEN_VALUE), (_FIRST, _DELIMITER, _AT_TRIGGERS) = _MOST, _KEYS
 
 
-def _in_later_layers(name: str) -> list:
+def _in_later_layers(name: str) -> list[Expr]:
     return [Metric(f"{name}/layer_{i}")["in_context"] for i in (1, 2)]
 
 
@@ -155,12 +155,9 @@ _DEPTHS = ("1", "2", "3", "4", "5", "6")
 def _maps(results: Results) -> list[Picture]:
     pictures = []
     for name, metric in {"sink": SINK, "drain": DRAIN, "peak": PEAK}.items():
-
-        def mean(of: str, metric: Metric = metric) -> float:
-            return float(np.mean(results[of].values(metric) or [np.nan]))
-
+        mean = {of.name: float(np.mean(of.values(metric) or [np.nan])) for of in results.values()}
         panels = {
-            attention: np.array([[mean(f"{attention}_{of}_{depth}") for depth in _DEPTHS] for of in _OPTIMIZERS])
+            attention: np.array([[mean[f"{attention}_{of}_{depth}"] for depth in _DEPTHS] for of in _OPTIMIZERS])
             for attention in _ATTENTION
         }
         drawn = maps(panels, x_label="layers", y_label="", value_label=metric.label, log=name == "peak",
@@ -178,8 +175,6 @@ BREAK_CONDITIONS_MAP = Study(
                              "train.probe_details": False}),
         _ATTENTION, _OPTIMIZERS, {depth: {"model.num_layers": int(depth)} for depth in _DEPTHS}),
     seeds=(1,),
-    note="The methods of From Attention to Activation and the alternatives of Active-Dormant Attention Heads on one "
-    "map. Every cell is an anecdote.",
     columns=[SINK, DRAIN, PEAK, *RISKS],
     pictures=[_maps],
 )  # fmt: skip
@@ -209,16 +204,14 @@ def _runs(scale: str) -> dict[str, Config]:
 
 def _removes(method: str) -> list[Claim]:
     """Returns the claims that a method removes what vanilla has in every seed: sink, drain and peak."""
-
-    def claim(what: str, removed: Expr, present: Expr) -> Claim:
-        return Claim(f"{method} removes the {what}.", removed.in_every_seed(), present.in_every_seed())
-
     of = f"{method}_*"
-    return [
-        claim("sink", SINK[of] < 0.2, SINK[_V] >= 0.2),
-        claim("value drain", DRAIN[of] > 0.5, DRAIN[_V] <= 0.5),
-        claim("residual-state peak", PEAK[of] < 2, PEAK[_V] >= 2),
-    ]
+    removed = {
+        "sink": (SINK[of] < 0.2, SINK[_V] >= 0.2),
+        "value drain": (DRAIN[of] > 0.5, DRAIN[_V] <= 0.5),
+        "residual-state peak": (PEAK[of] < 2, PEAK[_V] >= 2),
+    }
+    return [Claim(f"{method} removes the {what}.", gone.in_every_seed(), there.in_every_seed())
+            for what, (gone, there) in removed.items()]  # fmt: skip
 
 
 BACKCOPY_CURE = Study(
@@ -228,9 +221,8 @@ BACKCOPY_CURE = Study(
     scales=SCALES,
     seeds=SEEDS,
     measures=(OUTLIERS,),
-    note="cured is softmax-1 with OrthoAdam, whose Haar bases differ by seed; softmaxn and curedn have softmax-n "
-    "instead, with n the length of a sequence. Names give method, layers and norm. A phenomenon counts as there if it "
-    "is in one layer.",
+    note="cured is softmax-1 with OrthoAdam, whose Haar bases differ by seed; softmaxn and curedn have softmax-n, n "
+    "the length of a sequence. Names give method, layers and norm.",
     columns=[SINK, "null_mass", DRAIN, PEAK, *RISKS, "perplexity"],
     tables=[
         Columns("The measures of From Attention to Activation", OUTCOME),

@@ -1,7 +1,6 @@
 """Measures over the recorded steps of a run: its curves, and the gradient of the residual stream of <s>."""
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,14 +10,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from orthojax import analysis, quant
-from orthojax.analysis.catalogue import label
 from orthojax.analysis.sink_logits import sink_logit_gap_sum
 from orthojax.data import BigramBackcopy
 from orthojax.experiments.measures import Measure, Measured, Say, by_layer
-from orthojax.experiments.report import Table
-from orthojax.experiments.results import Quantity, Results
-from orthojax.experiments.tables import cell
-from orthojax.model import Interventions, LoadedModel, Taps, Transformer, attention_pattern
+from orthojax.model import Interventions, LoadedModel, Taps, Transformer
 from orthojax.ops.cross_entropy import perplexity
 from orthojax.train import Inputs, read_metrics
 from orthojax.train.evaluation import observing, validation_loss_nats
@@ -43,6 +38,11 @@ def half_step(steps: ArrayLike, values: ArrayLike) -> float:
     return float(np.asarray(steps)[farthest + np.argmax(left[farthest:] <= 0.5 * left[farthest])])
 
 
+def line(x: ArrayLike, y: ArrayLike) -> tuple[float, float]:
+    """Returns (correlation, slope) of the line through points."""
+    return float(np.corrcoef(x, y)[0, 1]), float(np.polyfit(np.asarray(x), np.asarray(y), 1)[0])
+
+
 def _history(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     """Computes of every curve its start, its largest value, its growth, `half_step`, and fits to late steps.
 
@@ -63,8 +63,7 @@ def _history(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
             found[f"{name}/growth"] = float(values[-1] / values[0])
         for kind, x, late in (("log", np.log(np.maximum(steps, 1)), steps >= 200), ("linear", steps, steps >= 500)):
             if late.sum() > 2 and np.ptp(values[late]) > 0:
-                found[f"{name}/{kind}_r"] = float(np.corrcoef(x[late], values[late])[0, 1])
-                found[f"{name}/{kind}_slope"] = float(np.polyfit(x[late], values[late], 1)[0])
+                found[f"{name}/{kind}_r"], found[f"{name}/{kind}_slope"] = line(x[late], values[late])
     say("history")
     return Measured(found)
 
@@ -77,52 +76,29 @@ def mechanism(probes: Sequence[dict[str, np.ndarray]], *, since: int = 200) -> d
 
     The gradient is that of the loss at other positions. `gradient_final_cosine`: its mean cosine with that of the last
     probe. `gradient_decay`: the slope of its logarithm against that of the residual norm; -1 is 1 / norm.
-    `gradient_weak_share`, `gradient_key_cosine`: means of `first_token_mechanism`'s. `gradient_own_share`: the mean
-    share of the prediction at <s> itself in the squared norms of both gradients. `growth_from/PART`: what the changes
-    of a part of the model added to the norm from the first probe to the last, over its growth; left out if a run was
-    resumed, which forgets the parameters of the last probe.
+    `gradient_weak_share`, `gradient_key_cosine`: means of `first_token_mechanism`'s.
 
     Args:
-      probes: The arrays of every probe, in the order of their steps, the first of the start.
-      since: The first step that counts, except for the shares of the growth.
+      probes: The arrays of every probe, in the order of their steps.
+      since: The first step that counts.
     """
     late = [arrays for arrays in probes if arrays["step"] >= since]
-    gradients, residuals = (np.stack([of[name] for of in late]).astype(float) for name in
-                            ("first_gradient", "first_residual"))  # fmt: skip
-    sizes, norms = np.linalg.norm(gradients, axis=-1), np.linalg.norm(residuals, axis=-1)
+    by_probe = {name: np.stack([of[name] for of in late]).astype(float) for name in late[0] if name[:6] == "first_"}
+    gradients = by_probe["first_gradient"]  # [probes, L, D]
+    sizes, norms = np.linalg.norm(gradients, axis=-1), np.linalg.norm(by_probe["first_residual"], axis=-1)
     with np.errstate(invalid="ignore", divide="ignore"):  # after the last block there is no gradient
         cosines = np.einsum("PLD,LD->PL", gradients, gradients[-1]) / (sizes * sizes[-1])
     found: dict[str, float] = {}
     for layer in range(gradients.shape[1]):
         values = {
             "gradient_final_cosine": cosines[:-1, layer].mean(),
-            "gradient_decay": _slope(np.log(norms[:, layer]), sizes[:, layer]),
-            "gradient_own_share": np.mean([_own_share(of)[layer] for of in late]),
-            "gradient_weak_share": np.mean([of["first_gradient_weak_share"][layer] for of in late]),
-            "gradient_key_cosine": np.mean([of["first_gradient_key_cosine"][layer] for of in late]),
+            "gradient_weak_share": by_probe["first_gradient_weak_share"][:, layer].mean(),
+            "gradient_key_cosine": by_probe["first_gradient_key_cosine"][:, layer].mean(),
         }
+        if np.all(sizes[:, layer] > 0):
+            values["gradient_decay"] = np.polyfit(np.log(norms[:, layer]), np.log(sizes[:, layer]), 1)[0]
         found |= {f"{name}/layer_{layer}": float(value) for name, value in values.items() if np.isfinite(value)}
-    if any(now["since"] != last["step"] for last, now in itertools.pairwise(probes)):
-        return found
-    parts: dict[str, np.ndarray] = {}
-    for name in probes[-1]:
-        if name.startswith("growth/"):
-            part = "/".join(name.split("/")[1:3]).removesuffix("_embedding/embedding")
-            parts[part] = parts.get(part, 0.0) + np.sum([of[name] for of in probes], axis=0, dtype=float)
-    whole = np.sum([of["growth"] for of in probes], axis=0, dtype=float)
-    for part, grown in parts.items():
-        shares = enumerate(grown / whole)
-        found |= {f"growth_from/{part}/layer_{layer}": float(share) for layer, share in shares if share}
     return found
-
-
-def _slope(x: np.ndarray, sizes: np.ndarray) -> float:
-    return float(np.polyfit(x, np.log(sizes), 1)[0]) if np.all(sizes > 0) else np.nan
-
-
-def _own_share(of: Mapping[str, np.ndarray]) -> np.ndarray:
-    own, others = (np.asarray(of[f"first_{name}gradient_norm"], float) ** 2 for name in ("own_", ""))
-    return own / (own + others)
 
 
 def _mechanism(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
@@ -138,56 +114,29 @@ MECHANISM = Measure("mechanism", _mechanism)  # of runs with `train.probe_detail
 
 
 _KEPT = (
-    *("backcopy_excess_risk_nats", "bigram_excess_risk_nats", "sink_attention_rest", "sink_logit_gap", "value_drain"),
-    *("value_norm_first", "value_norm_rest", "residual_norm_first", "residual_norm_rest", "residual_peak",
-      "residual_peak_ratio"),
-)  # fmt: skip
-_SCALES = ("attention_scale", "mlp_scale", "first_value_scale", "first_attention_scale", "first_mlp_scale")
+    *("backcopy_excess_risk_nats", "bigram_excess_risk_nats", "sink_attention_rest", "sink_logit_gap"),
+    *("value_norm_first", "residual_norm_first", "residual_peak"),
+)
 
 
 def _scales(num_layers: int) -> dict[str, Interventions]:
     """Returns interventions by name, all with the same fields, so that one compiled program serves them all."""
     ones = np.ones(num_layers, np.float32)
-    layers = [1 - np.eye(num_layers, dtype=np.float32)[layer] for layer in range(num_layers)]
-    given: dict[str, dict[str, np.ndarray]] = {
-        "none": {},
-        "no_attention": {"attention_scale": 0 * ones},
-        "no_mlp": {"mlp_scale": 0 * ones},
-        "no_value_of_bos": {"first_value_scale": 0 * ones},
-    }
+    later = np.minimum(np.arange(num_layers, dtype=np.float32), 1)  # 0 for the first layer
+    given = {"none": (ones, ones), "no_attention": (0 * ones, ones), "no_mlp": (ones, 0 * ones)}
     if num_layers > 1:
-        given["no_layer_0"] = {"attention_scale": layers[0], "mlp_scale": layers[0]}
-        given["no_layer_0_at_bos"] = {"first_attention_scale": layers[0], "first_mlp_scale": layers[0]}
-        for layer, others in enumerate(layers):
-            given |= {f"no_attention_{layer}": {"attention_scale": others}, f"no_mlp_{layer}": {"mlp_scale": others}}
-    complete = {name: dict.fromkeys(_SCALES, ones) | scales for name, scales in given.items()}
-    for scales in complete.values():
-        scales["first_value_scale"] = scales["first_value_scale"][:, None]  # for all heads
-    return {name: Interventions(**scales) for name, scales in complete.items()}  # pyright: ignore[reportArgumentType]
-
-
-def _forced(is_trigger: jax.Array) -> dict[str, Interventions]:
-    """Returns forced attention of one layer: the ideal head, all queries on <s>, and each on itself."""
-    first, previous, itself = (
-        attention_pattern(kind, is_trigger.shape[1]) for kind in ("first", "previous", "identity")
-    )
-    given = {
-        "clean_attention": jnp.where(is_trigger[..., None], previous, first),
-        "all_on_bos": first,
-        "all_on_themselves": itself,
+        given["no_layer_0"] = later, later
+    return {
+        name: Interventions(attention_scale=jnp.asarray(attention), mlp_scale=jnp.asarray(mlp))
+        for name, (attention, mlp) in given.items()
     }
-    # Of one shape, so that one compiled program serves them all.
-    every = {name: jnp.broadcast_to(x, (*is_trigger.shape, len(first))) for name, x in given.items()}
-    return {name: Interventions(forced_weights=x, forced_share=jnp.ones((1, 1))) for name, x in every.items()}
 
 
 def _intervene(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    """Computes `NAME: METRIC` of every intervention: risks, and by layer sink, gap, drain and peak."""
+    """Computes `NAME: METRIC` of every intervention: risks, and by layer sink, gap, value and peak."""
     assert inputs.task is not None
-    task, (observe, risks_of), L = inputs.task, observing(inputs.task), loaded.config.model.num_layers
-    tokens, found = jnp.asarray(inputs.evaluation[:128, :-1]), {}
-    every = _scales(L) | (_forced(task.is_trigger(tokens)) if L == 1 else {})
-    for name, given in every.items():
+    (observe, risks_of), tokens, found = observing(inputs.task), jnp.asarray(inputs.evaluation[:128, :-1]), {}
+    for name, given in _scales(loaded.config.model.num_layers).items():
         observed = analysis.measure(loaded, [(tokens, tokens)], observe, given, output=risks_of)
         metrics = analysis.finalize(observed[0]) | analysis.finalize(observed[1])
         for key, value in metrics.items():
@@ -198,18 +147,6 @@ def _intervene(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
 
 
 INTERVENTIONS = Measure("interventions", _intervene)
-
-
-def intervention_table(variant: str, metrics: Sequence[str]) -> Callable[[Results], Table]:
-    """Returns a table of a variant with a row for each intervention and a column for each metric."""
-
-    def build(results: Results) -> Table:
-        of = results[variant]
-        names = dict.fromkeys(key.partition(": ")[0] for key in next(iter(of.seeds.values()), ()) if ": " in key)
-        rows = [[name, *(cell(of, Quantity(f"{name}: {key}")) for key in metrics)] for name in names]
-        return Table(f"Interventions, {variant}", ["", *map(label, metrics)], rows)
-
-    return build
 
 
 def _without_triggers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
@@ -244,12 +181,7 @@ WITHOUT_TRIGGERS = Measure("without_triggers", _without_triggers)
 
 
 def key_mass(
-    weights: jax.Array,
-    value_norms: jax.Array,
-    tokens: jax.Array,
-    trigger: jax.Array,
-    is_trigger: jax.Array,
-    delimiter: int | None = None,
+    weights: jax.Array, value_norms: jax.Array, tokens: jax.Array, task: BigramBackcopy
 ) -> dict[str, jax.Array]:
     """Computes where one layer attends, mean over heads and late queries, those of the second half of a sequence.
 
@@ -257,9 +189,7 @@ def key_mass(
       weights: [B, N, T, T].
       value_norms: ||W_o v||, [B, N, T].
       tokens: int [B, T].
-      trigger: Whether an id is a trigger, bool [V].
-      is_trigger: Whether the token at a position is one, bool [B, T]; after a delimiter none is.
-      delimiter: Its id, if there is one.
+      task: Says which ids are triggers, and that after a delimiter none is.
 
     Returns:
       Scalars of non-trigger queries: `first_key`; `trigger_keys`, the mass on triggers; `largest_token`, the mass on
@@ -268,7 +198,8 @@ def key_mass(
       trigger queries `active_first_key` and `active_trigger_keys`, and with a delimiter `delimiter_key_triggers` of
       queries whose token is a trigger elsewhere.
     """
-    T, V = tokens.shape[1], len(trigger)
+    T, V, is_trigger, delimiter = tokens.shape[1], task.vocab_size, task.is_trigger(tokens), task.delimiter_id
+    trigger = jnp.isin(jnp.arange(V), jnp.asarray(task.triggers))  # by id
     late = jnp.arange(T) >= T // 2
     mean_weights = jnp.mean(weights, axis=1)
     one_hot = jax.nn.one_hot(tokens, V, dtype=weights.dtype)
@@ -298,16 +229,10 @@ def key_mass(
     }
 
 
-def trigger_ids(task: BigramBackcopy) -> np.ndarray:
-    """Returns whether an id is a trigger, bool [V]."""
-    return np.isin(np.arange(task.vocab_size), task.triggers)
-
-
 @functools.lru_cache(maxsize=8)
 def _observing(task: BigramBackcopy) -> Callable[..., dict[str, jax.Array]]:
     def observe(taps: Taps, tokens: jax.Array) -> dict[str, jax.Array]:
-        of, is_trigger = jnp.asarray(trigger_ids(task)), task.is_trigger(tokens)
-        return key_mass(taps.attention_weights, taps.value_norms, tokens, of, is_trigger, task.delimiter_id)
+        return key_mass(taps.attention_weights, taps.value_norms, tokens, task)
 
     return observe
 
@@ -344,16 +269,11 @@ def _outliers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
 
 OUTLIERS = Measure("outliers", _outliers)
 
-
 ALIGNED_ROWS, LAST_TOKENS = 8, 128
 
 
 def _observe(taps: analysis.Taps) -> dict[str, jax.Array]:
     """Computes means of one block over a batch; by head [N] if heads have them."""
-
-    def norm(x: jax.Array) -> jax.Array:
-        return jnp.linalg.norm(x.astype(jnp.float32), axis=-1)
-
     gap, queries = sink_logit_gap_sum(taps.attention_logits, jnp.zeros(taps.residual.shape[:2], bool))
     return {
         # Without query 0, which sees no other key: at two lengths its share of the queries differs.
@@ -363,7 +283,7 @@ def _observe(taps: analysis.Taps) -> dict[str, jax.Array]:
         "residuals": jnp.stack([f(taps.residual) for f in (analysis.residual_norm_first, analysis.residual_norm_rest)]),
         # At the first position: the input of the block, the stream after its attention, and after its MLP.
         "first_norms": jnp.stack(
-            [jnp.mean(norm(x)[:, 0]) for x in (taps.residual_before, taps.post_attention, taps.residual)]
+            [analysis.residual_norm_first(x) for x in (taps.residual_before, taps.post_attention, taps.residual)]
         ),
     }
 

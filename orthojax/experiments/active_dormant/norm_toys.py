@@ -27,10 +27,12 @@ from orthojax.experiments.pictures import ByStep, Points
 from orthojax.experiments.study import Row, Study
 from orthojax.experiments.tables import Columns
 
+_B1, _B2 = 0.9, 0.99
+
 # Gradient flow, which SGD follows.
 
 
-def residual_norm_flow(times: Sequence[float] | np.ndarray, start: float, rate: float = 1.0) -> np.ndarray:
+def residual_norm_flow(times: np.ndarray, start: float, rate: float) -> np.ndarray:
     r"""Solves the residual-norm toy :math:`\dot m = \eta \ln t / (m^3 t)`, :math:`t \ge 1`, under gradient flow.
 
     .. math::
@@ -86,7 +88,7 @@ def norm_along_flow(y: float | np.ndarray, start: tuple[float, float], c: float)
 # Adam.
 
 
-def adam_gain(decay: float, b1: float, b2: float) -> float:
+def adam_gain(decay: float, b2: float = _B2) -> float:
     r"""Computes the size of Adam's update, in units of its rate, for the gradient :math:`g_0 e^{-\gamma t}`.
 
     .. math::
@@ -94,21 +96,16 @@ def adam_gain(decay: float, b1: float, b2: float) -> float:
 
     after the start: constant, however small the gradient, hence linear growth. From :math:`\gamma = -\frac12 \ln
     \beta_2` on it is 0: then the second moment remembers larger gradients for longer than they last. A gradient that
-    decays as :math:`t^{-p}` has :math:`\gamma = p / t`, so r tends to 1.
+    decays as :math:`t^{-p}` has :math:`\gamma = p / t`, so r tends to 1. The argument `decay` is gamma, per step.
 
-    Args:
-      decay: gamma, per step.
-      b1: Decay of the first moment.
-      b2: Decay of the second moment.
-
-    >>> adam_gain(0.0, 0.9, 0.99), round(adam_gain(1e-3, 0.9, 0.99), 3), adam_gain(6e-3, 0.9, 0.99)
+    >>> adam_gain(0.0), round(adam_gain(1e-3), 3), adam_gain(6e-3)
     (1.0, 0.904, 0.0)
     """
     left = (1 - b2 * np.exp(2 * decay)) / (1 - b2)
-    return float((1 - b1) / (1 - b1 * np.exp(decay)) * np.sqrt(left)) if left > 0 else 0.0
+    return float((1 - _B1) / (1 - _B1 * np.exp(decay)) * np.sqrt(left)) if left > 0 else 0.0
 
 
-def adam_logit_slope(rate: float, b1: float, b2: float) -> float:
+def adam_logit_slope(rate: float, b2: float) -> float:
     r"""Computes by how much Adam raises y in the layer-norm toy per step, once f is near 1.
 
     A logit that grows by :math:`\eta r` makes its own gradient decay at :math:`\gamma = \eta r`, so that r solves
@@ -116,11 +113,11 @@ def adam_logit_slope(rate: float, b1: float, b2: float) -> float:
     """
     from scipy.optimize import brentq  # here, as above
 
-    return rate * brentq(lambda gain: gain - adam_gain(rate * gain, b1, b2), 0.0, 1.5)  # pyright: ignore
+    return rate * brentq(lambda gain: gain - adam_gain(rate * gain, b2), 0.0, 1.5)  # pyright: ignore
 
 
 def adam_norm_growth(
-    speed: float, steps: int, rate: float, start: float, *, b1: float, b2: float, eps: float, decay: float = 0.0
+    speed: float, steps: int, rate: float, start: float, *, eps: float, decay: float = 0.0
 ) -> np.ndarray:
     r"""Computes the norm that Adam gives the residual-norm toy in d dimensions by theory, after 1 ... steps, [steps].
 
@@ -140,15 +137,13 @@ def adam_norm_growth(
       steps: How many.
       rate: eta.
       start: m_0.
-      b1: Of Adam.
-      b2: Of Adam.
       eps: Of Adam.
       decay: lambda, decoupled.
     """
     along, norm, before, norms = 0.0, start, 0.0, []
     for t in range(1, steps + 1):
         gradient = np.log(t) / (norm**3 * t * speed)
-        gain = adam_gain(np.log(before / gradient), b1, b2) if before > 0 else 1.0
+        gain = adam_gain(np.log(before / gradient)) if before > 0 else 1.0
         before = gradient
         update = gradient / (gradient / gain + eps) if gain > 0 and gradient > 0 else 0.0
         along += rate * (speed * update - decay * along)
@@ -158,21 +153,15 @@ def adam_norm_growth(
 
 
 def train(
-    optimizer: optax.GradientTransformation,
-    start: Any,
-    gradient: Callable[[Any, jax.Array], Any],
-    steps: int,
+    optimizer: optax.GradientTransformation, start: Any, gradient: Callable[[Any, jax.Array], Any], steps: int
 ) -> Any:
-    """Applies an optimizer to gradients.
+    """Returns the parameters after each step of an optimizer, every leaf with a leading axis [steps].
 
     Args:
       optimizer: Any.
       start: Parameters, a pytree.
       gradient: (parameters, t from 1) -> gradients.
       steps: How many.
-
-    Returns:
-      The parameters after each step, every leaf with a leading axis [steps].
     """
 
     def step(carry: Any, t: jax.Array) -> Any:
@@ -185,26 +174,15 @@ def train(
 
 
 def residual_norm_gradient(direction: np.ndarray) -> Callable[..., jax.Array]:
-    r"""Returns the gradient of the residual-norm toy in d dimensions, :math:`-\frac{\ln t}{\|x\|^3 t} u`, for `train`.
+    r"""Returns the gradient of the residual-norm toy, :math:`-\ln t / (\|x\|^3 t)\, u`; u and x are [d]."""
+    return lambda x, t: -jnp.log(t) / (jnp.linalg.norm(x, axis=-1, keepdims=True) ** 3 * t) * direction
 
-    Args:
-      direction: u, [d]; the parameters are x, [d].
-    """
-
-    def gradient(x: jax.Array, t: jax.Array) -> jax.Array:
-        return -jnp.log(t) / (jnp.linalg.norm(x, axis=-1, keepdims=True) ** 3 * t) * direction
-
-    return gradient
-
-
-# The norm toys.
 
 _RATE_OF_PAPER, _NORM, _LONG = 0.3, 10.0, 40_000
 _NORMS_OF_PAPER = {1000: 27.9, 2500: 33.6, 5000: 41.7, 7500: 51.2, 10_000: 64.0}
 _STEPS_SHOWN = (1, *_NORMS_OF_PAPER, 20_000, 30_000, 40_000)
 _COSINE, _START = 0.5, (1.0, 1.0)
-_LOG_TIMES = range(11)
-_LAYER_NORM_STEPS, _STEPS, _B1, _B2 = 30_000, 10_000, 0.9, 0.99
+_LAYER_NORM_STEPS, _STEPS = 30_000, 10_000
 # The residual-norm toy in d dimensions: rate, width, eps, decay.
 _SETTINGS = {f"rate{a:g}_d{d}_eps{e:g}_decay{w:g}": (a, d, e, w) for a, d, e, w in (
     *itertools.product((3e-4, 1e-3, 3e-3), (64, 256), (1e-30,), (0.0,)),
@@ -233,7 +211,7 @@ def _published() -> list[Row]:
 
 @functools.cache
 def _layer_norm() -> list[Row]:
-    path = layer_norm_flow([10.0**log for log in _LOG_TIMES], _START, _COSINE)
+    path = layer_norm_flow([10.0**log for log in range(11)], _START, _COSINE)
     norms = np.sqrt(path[:, 0] ** 2 + 2 * _COSINE * path[:, 0] + 1)
     exact = norm_along_flow(path[:, 1], _START, _COSINE)
     metrics = {"invariant_error": float(np.max(np.abs(norms / exact - 1)))}
@@ -251,7 +229,7 @@ def _layer_norm() -> list[Row]:
         metrics = {
             "norm_slope": norm_slope,
             "logit_slope": logit_slope,
-            "predicted_logit_slope": adam_logit_slope(rate, _B1, b2),
+            "predicted_logit_slope": adam_logit_slope(rate, b2),
             "linear_r": float(np.corrcoef(np.arange(half, _LAYER_NORM_STEPS), np.asarray(m)[half:])[0, 1]),
         }
         rows.append(Row(f"layer_norm_{rate:g}_{b2:g}", metrics))
@@ -270,7 +248,7 @@ def _toys(seed: int) -> Iterator[Row]:
         gradient = residual_norm_gradient(direction)
         adam = optax.adamw(rate, _B1, _B2, eps, weight_decay=decay)
         norms = np.linalg.norm(np.asarray(train(adam, jnp.asarray(start), gradient, _STEPS)), axis=1)
-        predicted = adam_norm_growth(width**0.5, _STEPS, rate, _NORM, b1=_B1, b2=_B2, eps=eps, decay=decay)
+        predicted = adam_norm_growth(width**0.5, _STEPS, rate, _NORM, eps=eps, decay=decay)
         half = _STEPS // 2
         slope, by_theory = (float((of[-1] - of[half]) / (_STEPS - 1 - half)) for of in (norms, predicted))
         metrics = {"norm": float(norms[-1]), "predicted_norm": float(predicted[-1]), "slope": slope}
@@ -290,10 +268,8 @@ NORM_TOYS = Study(
     name="norm_toys",
     title="Theory of the residual norm: the residual-norm and the layer-norm toy under SGD and Adam",
     rows=_toys,
-    note="The paper says that LayerNorm makes the gradient of the residual norm of <s> decay, and that Adam makes "
-    "constant updates of it, hence linear growth. If a gradient decays by gamma a step, Adam's updates have a "
-    "constant size r(gamma), provided that gamma is below -ln(b2) / 2; otherwise the second moment remembers what is "
-    "gone, and updates decay as well. Below eps Adam is SGD of the rate eta / eps.",
+    note="If a gradient decays by gamma a step, Adam's updates have a constant size r(gamma), provided that gamma is "
+    "below -ln(b2) / 2; otherwise they decay as well. Below eps Adam is SGD of the rate eta / eps.",
     paper={
         "published_adam": {f"norm/step_{step}": norm for step, norm in _NORMS_OF_PAPER.items()},
         "published_sgd": {"norm/step_1000": 10.007, "norm/step_10000": 10.013},

@@ -15,7 +15,7 @@ import optax
 from orthojax import analysis
 from orthojax.config import Config, changed_fields, replace
 from orthojax.data.bigram_backcopy import EVALUATION, BigramBackcopy, default_text
-from orthojax.experiments.active_dormant.measures import key_mass, trigger_ids
+from orthojax.experiments.active_dormant.measures import key_mass
 from orthojax.experiments.base import BACKCOPY_MODEL
 from orthojax.experiments.claims import Metric
 from orthojax.experiments.results import Numbers
@@ -200,7 +200,7 @@ def look(
         "value_effect_nats": jnp.mean(jnp.sum(jnp.exp(log_probs) * (log_probs - without), axis=-1), where=counted),
         "null_mass_rest": jnp.mean(1.0 - jnp.sum(weights, axis=-1), where=counted),
         "others_logit": jnp.mean(others, where=counted),
-        **key_mass(taps.attention_weights, taps.value_norms, tokens, jnp.asarray(trigger_ids(task)), is_trigger),
+        **key_mass(taps.attention_weights, taps.value_norms, tokens, task),
     }
 
 

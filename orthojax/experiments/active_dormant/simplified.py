@@ -1,4 +1,4 @@
-r"""The simplified models of Active-Dormant Attention Heads (arXiv 2410.13835): one layer, and the middle one of three.
+r"""The simplified models of Active-Dormant Attention Heads (arXiv 2410.13835) in training: one layer, and three.
 
 Attention is written with the parameters that matter on Bigram-Backcopy and no others. Token v is the one-hot
 :math:`e_v`, its value :math:`\xi_v e_v`, the value of <s> a vector :math:`\beta`. A query of token v has one free
@@ -14,7 +14,7 @@ normalised. Legend: B batch, T positions, V vocabulary, H hidden units. Paramete
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ import optax
 
 from orthojax.analysis.backcopy import backcopy_risk_nats, bigram_excess_risk_nats
 from orthojax.data import BigramBackcopy
+from orthojax.experiments.active_dormant.measures import half_step, line
 from orthojax.experiments.active_dormant.runs import letters
 from orthojax.experiments.claims import Claim, Metric
 from orthojax.experiments.pictures import Bars, ByStep
@@ -35,27 +36,12 @@ HIDDEN = 128
 LAYER_NORM_EPS = 1e-5
 
 Params = dict[str, Any]
+# Logits [B, T, V], weight on <s> of the middle layer [B, T], and the residual stream of <s> after each layer, [V] each.
+Applied = tuple[jax.Array, jax.Array, Sequence[jax.Array]]
 
 
-class Attended(NamedTuple):
-    """Output and weights of the simplified attention.
-
-    Attributes:
-      output: [B, T, V].
-      bos_weight: The weight on <s>, [B, T].
-    """
-
-    output: jax.Array
-    bos_weight: jax.Array
-
-
-def init(key: jax.Array, vocab_size: int, dtype: Any = jnp.float32) -> Params:
+def init(key: jax.Array, vocab_size: int) -> Params:
     """Draws parameters of the one-layer model: logits and values N(0, 1), matrices uniform by fan-in, as published.
-
-    Args:
-      key: Random key.
-      vocab_size: V.
-      dtype: Of all of them.
 
     Returns:
       `sink_logit`, `previous_logit`, `value` and `bos_value` [V], `bos_output` [V, V], `mlp_in` [V, H] and `mlp_out`
@@ -63,18 +49,14 @@ def init(key: jax.Array, vocab_size: int, dtype: Any = jnp.float32) -> Params:
     """
     keys = iter(jax.random.split(key, 7))
     names = ("sink_logit", "previous_logit", "value", "bos_value")
-    params = {name: jax.random.normal(next(keys), (vocab_size,), dtype) for name in names}
-    shapes = {
-        "bos_output": (vocab_size, vocab_size),
-        "mlp_in": (vocab_size, HIDDEN),
-        "mlp_out": (HIDDEN, vocab_size),
-    }
-    return params | {name: _uniform(next(keys), shape, dtype) for name, shape in shapes.items()}
+    params = {name: jax.random.normal(next(keys), (vocab_size,), jnp.float32) for name in names}
+    shapes = {"bos_output": (vocab_size, vocab_size), "mlp_in": (vocab_size, HIDDEN), "mlp_out": (HIDDEN, vocab_size)}
+    return params | {name: _uniform(next(keys), shape) for name, shape in shapes.items()}
 
 
-def _uniform(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
+def _uniform(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
     limit = shape[0] ** -0.5
-    return jax.random.uniform(key, shape, dtype, -limit, limit)
+    return jax.random.uniform(key, shape, jnp.float32, -limit, limit)
 
 
 def bos_value(params: Params) -> jax.Array:
@@ -82,29 +64,23 @@ def bos_value(params: Params) -> jax.Array:
     return params["bos_value"] @ params["bos_output"]
 
 
-def attend(
-    sink_logit: jax.Array,
-    previous_logit: jax.Array,
-    value: jax.Array,
-    beta: jax.Array,
-    tokens: jax.Array,
-    trigger: jax.Array,
-) -> Attended:
+def attend(params: Params, tokens: jax.Array, trigger: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Computes the simplified attention.
 
     Args:
-      sink_logit: alpha, [V].
-      previous_logit: lambda, [V].
-      value: xi, [V].
-      beta: Value of <s>, [V].
+      params: Of `init`.
       tokens: int [B, T], <s> first.
       trigger: Whether an id is a trigger, bool [V].
+
+    Returns:
+      (output [B, T, V], weight on <s> [B, T]).
     """
+    value, beta = params["value"], bos_value(params)
     length = tokens.shape[1]
     one_hot = jax.nn.one_hot(tokens, len(value), dtype=value.dtype)
     counts = jnp.einsum("ts,bsv->btv", jnp.tri(length, dtype=value.dtype), one_hot.at[:, 0].set(0.0))
     is_trigger = trigger[tokens]
-    own = jnp.where(is_trigger, previous_logit[tokens], sink_logit[tokens])
+    own = jnp.where(is_trigger, params["previous_logit"][tokens], params["sink_logit"][tokens])
     own = own.at[:, 0].set(0.0)  # <s> sees itself alone, whatever its logit
     top = jnp.maximum(own, 0.0)  # all weights are times exp(-top), so that none overflows
     free, other = jnp.exp(own - top), jnp.exp(-top)
@@ -114,29 +90,14 @@ def attend(
     on_previous = more_on_previous * value[jnp.roll(tokens, 1, axis=1)]
     output = on_bos[..., None] * beta[None, None] + other[..., None] * counts * value[None, None]
     output += on_previous[..., None] * jnp.roll(one_hot, 1, axis=1)
-    return Attended(output / total[..., None], on_bos / total)
+    return output / total[..., None], on_bos / total
 
 
-def mlp_table(params: Params) -> jax.Array:
-    """Computes what the MLP adds to the logits after each token, [V, V]; it sees the token alone."""
-    return jax.nn.relu(params["mlp_in"]) @ params["mlp_out"]
-
-
-def apply(params: Params, tokens: jax.Array, trigger: jax.Array) -> tuple[jax.Array, Attended]:
-    """Computes the one-layer model.
-
-    Args:
-      params: Of `init`.
-      tokens: int [B, T], <s> first.
-      trigger: Whether an id is a trigger, bool [V].
-
-    Returns:
-      (logits [B, T, V], its attention).
-    """
-    attended = attend(
-        params["sink_logit"], params["previous_logit"], params["value"], bos_value(params), tokens, trigger
-    )
-    return attended.output + mlp_table(params)[tokens], attended
+def apply(params: Params, tokens: jax.Array, trigger: jax.Array) -> Applied:
+    """Computes the one-layer model, which has no residual streams."""
+    output, bos_weight = attend(params, tokens, trigger)
+    by_token = jax.nn.relu(params["mlp_in"]) @ params["mlp_out"]  # [V, V]; the MLP sees the token alone
+    return output + by_token[tokens], bos_weight, ()
 
 
 # Three layers: a minimal layer below and one above, which act on the residual stream of <s> alone.
@@ -150,18 +111,18 @@ def init_three_layers(key: jax.Array, vocab_size: int) -> Params:
       `readout` [V, V]; `direction` [V], N(0, 1) / V, which stays as it is.
     """
     below, above, copy, readout, direction = jax.random.split(key, 5)
+    square = vocab_size, vocab_size
+    shapes = {"value": square, "output": square, "mlp_in": (vocab_size, HIDDEN), "mlp_out": (HIDDEN, vocab_size)}
 
     def minimal(key: jax.Array) -> Params:
-        shapes = {"value": (vocab_size, vocab_size), "output": (vocab_size, vocab_size)}
-        shapes |= {"mlp_in": (vocab_size, HIDDEN), "mlp_out": (HIDDEN, vocab_size)}
         keys = jax.random.split(key, len(shapes))
-        return {name: _uniform(k, shape, jnp.float32) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+        return {name: _uniform(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
 
     return {
         "below": minimal(below),
         "copy": init(copy, vocab_size),
         "above": minimal(above),
-        "readout": _uniform(readout, (vocab_size, vocab_size), jnp.float32),
+        "readout": _uniform(readout, square),
         "direction": jax.random.normal(direction, (vocab_size,), jnp.float32) / vocab_size,
     }
 
@@ -183,35 +144,29 @@ def minimal_layer(params: Params, residual: jax.Array) -> jax.Array:
     return residual + jax.nn.relu(layer_norm(residual) @ params["mlp_in"]) @ params["mlp_out"]
 
 
-def apply_three_layers(
-    params: Params, tokens: jax.Array, trigger: jax.Array
-) -> tuple[jax.Array, Attended, tuple[jax.Array, jax.Array, jax.Array]]:
+def apply_three_layers(params: Params, tokens: jax.Array, trigger: jax.Array) -> Applied:
     r"""Computes the three-layer model: a minimal layer, the layer of the one-layer model, a minimal layer.
 
     Every logit on <s> is :math:`\alpha_v \langle LN(h), d \rangle` with h the residual stream of <s> after the first
     layer and d the fixed `direction`; so the first layer serves attention only by turning h towards d. The token after
     <s> is predicted from the residual stream after the third layer, by a linear read-out after LayerNorm; all other
     positions as in the one-layer model.
-
-    Returns:
-      (logits [B, T, V], attention of the middle layer, residual streams of <s> after each layer, [V] each).
     """
     copy, bos = params["copy"], tokens[0, 0]
     after_first = minimal_layer(params["below"], jax.nn.one_hot(bos, len(trigger), dtype=copy["value"].dtype))
     key = layer_norm(after_first) @ jax.lax.stop_gradient(params["direction"])
-    logits, attended = apply(copy | {"sink_logit": copy["sink_logit"] * key}, tokens, trigger)
+    logits, bos_weight, _ = apply(copy | {"sink_logit": copy["sink_logit"] * key}, tokens, trigger)
     after_second = after_first + logits[0, 0]
     after_third = minimal_layer(params["above"], after_second)
     logits = logits.at[:, 0].set(layer_norm(after_third) @ params["readout"])
-    return logits, attended, (after_first, after_second, after_third)
+    return logits, bos_weight, (after_first, after_second, after_third)
 
 
 # As published, but for steps of fewer and shorter sequences.
 _COPY_RATE, _OUTER_RATE, _SGD_RATE, _B1, _B2, _WEIGHT_DECAY = 0.03, 3e-4, 0.03, 0.9, 0.99, 1e-4
 _BATCH, _LENGTH, _EVALUATED, _CHUNK, _DRAWN = 64, 64, 128, 10, 100
 
-Params = Params
-Apply = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, Attended, Sequence[jax.Array]]]
+Apply = Callable[[Params, jax.Array, jax.Array], Applied]
 
 
 def sequences(task: BigramBackcopy, steps: int, seed: int) -> Iterator[np.ndarray]:
@@ -219,11 +174,6 @@ def sequences(task: BigramBackcopy, steps: int, seed: int) -> Iterator[np.ndarra
     for block in range(-(-steps // _DRAWN)):
         drawn = np.asarray(task.batch(block, _DRAWN * _BATCH, _LENGTH, seed))
         yield from drawn.reshape(_DRAWN // _CHUNK, _CHUNK, _BATCH, _LENGTH + 1)
-
-
-def one_layer(params: Params, tokens: jax.Array, trigger: jax.Array) -> Any:
-    """Applies the one-layer model, in the form of `apply_three_layers`."""
-    return *apply(params, tokens, trigger), ()
 
 
 def adamw(rate: float = _COPY_RATE) -> optax.GradientTransformation:
@@ -242,51 +192,35 @@ def outer_optimizer(name: str, seed: int) -> optax.GradientTransformation:
     return optax.multi_transform({"copy": adamw(), "outer": outer}, labels)
 
 
-class Probe(NamedTuple):
-    """Constants of the measurements: held-out inputs, the true laws, which ids are triggers."""
-
-    tokens: jax.Array
-    oracle: jax.Array
-    trigger: jax.Array
-
-    @classmethod
-    def of_task(cls, task: BigramBackcopy, seed: int) -> "Probe":
-        """Draws sequences of another seed than those of training."""
-        tokens = np.asarray(task.batch(0, _EVALUATED, _LENGTH, seed))[:, :-1]
-        trigger = task.is_trigger(np.arange(task.vocab_size))
-        return cls(jnp.asarray(tokens), jnp.asarray(task.oracle(tokens), jnp.float32), jnp.asarray(trigger))
-
-
-def measure(apply: Apply, params: Params, probe: Probe) -> dict[str, jax.Array]:
+def measure(
+    apply: Apply, params: Params, tokens: jax.Array, oracle: jax.Array, trigger: jax.Array
+) -> dict[str, jax.Array]:
     """Measures risks in nats, weight on <s> and its logits at non-triggers, values, residual norms of <s>.
 
     The weight counts the row of <s>, as published; logits are those of a query at each non-trigger after <s>, with
     their standard deviation over positions; a value's norm is that without its mean, which shifts all logits alike.
     """
-    logits, attended, residuals = apply(params, probe.tokens, probe.trigger)
-    layer, log_probs, is_trigger = params.get("copy", params), jax.nn.log_softmax(logits), probe.trigger[probe.tokens]
-    dormant, counted = ~is_trigger, (~is_trigger).at[:, 0].set(False)
-    factor = 1.0
-    if residuals:
-        factor = layer_norm(residuals[0]) @ params["direction"]
-    on_bos = factor * layer["sink_logit"][probe.tokens]
-    beta, xi = bos_value(layer), jnp.abs(layer["value"][probe.tokens])
+    logits, bos_weight, residuals = apply(params, tokens, trigger)
+    layer, log_probs, is_trigger = params.get("copy", params), jax.nn.log_softmax(logits), trigger[tokens]
+    counted = (~is_trigger).at[:, 0].set(False)
+    factor = layer_norm(residuals[0]) @ params["direction"] if residuals else 1.0
+    on_bos = factor * layer["sink_logit"][tokens]
+    beta, xi = bos_value(layer), jnp.abs(layer["value"][tokens])
     found = {
-        "backcopy_risk": backcopy_risk_nats(log_probs, probe.oracle, is_trigger),
-        "bigram_excess_risk": bigram_excess_risk_nats(log_probs, probe.oracle, is_trigger),
-        "sink_attention": jnp.mean(attended.bos_weight, where=dormant),
+        "backcopy_risk": backcopy_risk_nats(log_probs, oracle, is_trigger),
+        "bigram_excess_risk": bigram_excess_risk_nats(log_probs, oracle, is_trigger),
+        "sink_attention": jnp.mean(bos_weight, where=~is_trigger),
         "sink_logit": jnp.mean(on_bos, where=counted),
         "sink_logit_spread": jnp.std(on_bos, where=counted),
         "value_norm_bos": jnp.linalg.norm(beta - jnp.mean(beta)),
         "value_norm_rest": jnp.mean(xi, where=counted),
         "value_norm_triggers": jnp.mean(xi, where=is_trigger),
     }
-    for number, residual in enumerate(residuals, start=1):
-        found[f"residual_norm_{number}"] = jnp.linalg.norm(residual)
+    found |= {f"residual_norm_{i}": jnp.linalg.norm(residual) for i, residual in enumerate(residuals, start=1)}
     if residuals:
-        found["largest_share"] = jnp.max(residuals[0] ** 2) / jnp.sum(residuals[0] ** 2)
-        found |= {"kurtosis": kurtosis(residuals[0]), "key_cosine": factor / jnp.linalg.norm(params["direction"])}
-        found["key_cosine"] /= jnp.sqrt(len(residuals[0]))
+        first, key_norm = residuals[0], jnp.linalg.norm(params["direction"])
+        found["largest_share"] = jnp.max(first**2) / jnp.sum(first**2)
+        found |= {"kurtosis": kurtosis(first), "key_cosine": factor / key_norm / jnp.sqrt(len(first))}
     return found
 
 
@@ -295,28 +229,24 @@ def train(
     params: Params,
     optimizer: optax.GradientTransformation,
     task: BigramBackcopy,
-    steps: int,
     shown: Sequence[int],
     seed: int,
 ) -> dict[int, dict[str, float]]:
-    """Minimises the mean cross-entropy of fresh sequences.
+    """Minimises the mean cross-entropy of fresh sequences of a task, and returns step -> the results of `measure`.
 
     Args:
       apply: The model.
       params: Its start.
       optimizer: Any.
       task: The task that sequences are drawn from.
-      steps: How many, a multiple of `_CHUNK`.
-      shown: Steps after which to measure, multiples of `_CHUNK`.
+      shown: Steps after which to measure, multiples of 10, ascending; the last one ends the training.
       seed: Of the sequences.
-
-    Returns:
-      Step -> the results of `measure`.
     """
-    probe = Probe.of_task(task, seed + 1_000_000)
+    held_out = np.asarray(task.batch(0, _EVALUATED, _LENGTH, seed + 1_000_000))[:, :-1]
+    oracle, trigger = jnp.asarray(task.oracle(held_out), jnp.float32), task.is_trigger(np.arange(task.vocab_size))
 
     def loss(params: Params, drawn: jax.Array) -> jax.Array:
-        logits = apply(params, drawn[:, :-1], probe.trigger)[0]
+        logits = apply(params, drawn[:, :-1], trigger)[0]
         return optax.softmax_cross_entropy_with_integer_labels(logits, drawn[:, 1:]).mean()
 
     def step(carry: Any, drawn: jax.Array) -> Any:
@@ -325,8 +255,8 @@ def train(
         return (optax.apply_updates(params, updates), state), None
 
     run = jax.jit(lambda carry, drawn: jax.lax.scan(step, carry, drawn)[0])
-    look = jax.jit(lambda params: measure(apply, params, probe))
-    carry, found = (params, optimizer.init(params)), {}
+    look = jax.jit(lambda params: measure(apply, params, jnp.asarray(held_out), oracle, trigger))
+    carry, found, steps = (params, optimizer.init(params)), {}, shown[-1]
     for done, drawn in zip(range(0, steps + 1, _CHUNK), [*sequences(task, steps, seed), None], strict=False):
         if done in shown:
             found[done] = {name: float(value) for name, value in look(carry[0]).items()}
@@ -340,59 +270,39 @@ _SHOWN = (
     *(0, 10, 20, 30, 40, 50, 60, 80, 100, 120, 150, 200, 250, 300, 400, 500, 600, 800, 1000, 1200, 1500, 2000, 2500),
     *(3000, 3500, 4000, 4500, _STEPS),
 )
-_CURVES = ("backcopy_risk", "bigram_excess_risk", "sink_attention", "sink_logit", "value_norm_bos")
+_ORDERED = ("backcopy_risk", "bigram_excess_risk", "sink_attention", "sink_logit")
 
 
-def half_step(curve: Mapping[int, float]) -> float:
-    """Returns the first recorded step at which a curve has made half of its total change.
-
-    >>> half_step({0: 3.0, 50: 2.5, 100: 1.5, 200: 1.0})
-    100.0
-    """
-    start, end = curve[min(curve)], curve[max(curve)]
-    return float(next(step for step in sorted(curve) if abs(curve[step] - start) >= 0.5 * abs(end - start)))
-
-
-def _metrics(found: Mapping[int, Mapping[str, float]], curves: Sequence[str]) -> dict[str, float]:
-    metrics = dict(found[_STEPS])
-    for name in curves:
-        curve = {step: of[name] for step, of in found.items()}
-        metrics |= {f"{name}/step_{step}": value for step, value in curve.items()}
-        metrics[f"{name}_half_step"] = half_step(curve)
-    late = [step for step in _SHOWN if step >= 200]
-    logits = [found[step]["sink_logit"] for step in late]
-    metrics["log_r"] = float(np.corrcoef(np.log(late), logits)[0, 1])
-    metrics["log_slope"] = float(np.polyfit(np.log(late), logits, 1)[0])
-    return metrics
+def _curves(found: Mapping[int, Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
+    return {f"{name}/step_{step}": of[name] for name in names for step, of in found.items()}
 
 
 def _one_layer(seed: int) -> list[Row]:
     task = letters()
-    params = init(jax.random.key(seed), task.vocab_size)
-    found = train(one_layer, params, adamw(), task, _STEPS, _SHOWN, seed)
-    return [Row("one_layer", _metrics(found, _CURVES))]
+    found = train(apply, init(jax.random.key(seed), task.vocab_size), adamw(), task, _SHOWN, seed)
+    metrics = found[_STEPS] | _curves(found, (*_ORDERED, "value_norm_bos"))
+    for name in _ORDERED:
+        metrics[f"{name}_half_step"] = half_step(list(found), [of[name] for of in found.values()])
+    late = {step: of["sink_logit"] for step, of in found.items() if step >= 200}
+    metrics["log_r"], metrics["log_slope"] = line(np.log(list(late)), list(late.values()))
+    return [Row("one_layer", metrics)]
 
 
-def _three_layers(seed: int) -> list[Row]:
-    task, rows = letters(), []
+def _three_layers(seed: int) -> Iterator[Row]:
+    task = letters()
     for name in ("adam", "sgd", "orthoadam"):
         params = init_three_layers(jax.random.key(seed), task.vocab_size)
-        found = train(apply_three_layers, params, outer_optimizer(name, seed), task, _STEPS, _SHOWN, seed)
-        metrics = _metrics(found, ("sink_logit", "key_cosine", "residual_norm_1"))
-        norms = np.array([found[step]["residual_norm_1"] for step in _SHOWN])
-        late = np.array(_SHOWN) >= 1000
-        metrics["growth"] = float(norms[-1] / norms[0])
-        metrics["linear_r"] = float(np.corrcoef(np.array(_SHOWN)[late], norms[late])[0, 1])
-        metrics["slope_per_1000"] = float(1000 * np.polyfit(np.array(_SHOWN)[late], norms[late], 1)[0])
-        rows.append(Row(name, metrics))
-    return rows
+        found = train(apply_three_layers, params, outer_optimizer(name, seed), task, _SHOWN, seed)
+        norms = {step: of["residual_norm_1"] for step, of in found.items()}
+        late = {step: norm for step, norm in norms.items() if step >= 1000}
+        linear_r, slope = line(list(late), list(late.values()))
+        shape = {"growth": norms[_STEPS] / norms[0], "linear_r": linear_r, "slope_per_1000": 1000 * slope}
+        yield Row(name, found[_STEPS] | _curves(found, ("residual_norm_1",)) | shape)
 
 
 _COPY, _BIGRAM = Metric("backcopy_risk"), Metric("bigram_excess_risk")
 _SINK, _LOGIT, _SPREAD = Metric("sink_attention"), Metric("sink_logit"), Metric("sink_logit_spread")
-_COPY_HALF, _BIGRAM_HALF, _SINK_HALF = (
-    Metric(f"{name}_half_step") for name in ("backcopy_risk", "bigram_excess_risk", "sink_attention")
-)
+_COPY_HALF, _BIGRAM_HALF, _SINK_HALF, _ = _HALVES = [Metric(f"{name}_half_step") for name in _ORDERED]
 _VALUE_RATIO = Metric("value norm of <s> over the others'", lambda of: of["value_norm_bos"] / of["value_norm_rest"])
 _LOG_R, _LOG_SLOPE = Metric("log_r"), Metric("log_slope")
 _ONE = "one_layer"
@@ -401,16 +311,14 @@ SIMPLIFIED_MODEL = Study(
     name="simplified_model",
     title="The simplified one-layer model in training",
     rows=_one_layer,
-    note="The reparametrised model of the paper: one free logit for each token, on <s> or (triggers) on the token "
-    "before; diagonal values; a vector as the value of <s>; an MLP of 128 hidden units. Letters and spaces of the "
+    note="The reparametrised model of the paper, with an MLP of 128 hidden units. Letters and spaces of the "
     f"text, three triggers, {_STEPS:,} steps of {_BATCH} x {_LENGTH} tokens (published: 512 x 256), AdamW as "
     "published. The bigram excess is against the true law after <s>. A value's norm is that without its mean.",
     # After 10,000 steps, one seed, of 67 characters and 256 positions.
     paper={_ONE: {"backcopy_risk": 2.13e-7, "value_norm_bos": 0.3, "value_norm_triggers": 2.5}},
     columns=[_COPY, _BIGRAM, _SINK, _LOGIT, _SPREAD, "value_norm_bos value_norm_triggers value_norm_rest", _LOG_SLOPE,
              _LOG_R],
-    tables=[Columns("Order of events: first step at half of the total change",
-                    [f"{name}_half_step" for name in _CURVES])],
+    tables=[Columns("Order of events: first step at half of the total change", _HALVES)],
     claims=[
         Claim("It learns both halves of the task.", ((_COPY[_ONE] < 1e-3) & (_BIGRAM[_ONE] < 0.02)).in_every_seed()),
         Claim("The bigram is learned first.", (_BIGRAM_HALF[_ONE] < _COPY_HALF[_ONE]).in_every_seed()),
@@ -423,8 +331,7 @@ SIMPLIFIED_MODEL = Study(
     ],
     pictures=[
         ByStep("backcopy_risk bigram_excess_risk", y_scale="log", x_scale="log", name="risks"),
-        ByStep("sink_attention", x_scale="log"), ByStep("sink_logit", x_scale="log"),
-        ByStep("value_norm_bos", x_scale="log"),
+        ByStep("sink_attention sink_logit value_norm_bos", x_scale="log", name="sink_and_drain"),
     ],
 )  # fmt: skip
 
