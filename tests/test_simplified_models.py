@@ -37,9 +37,9 @@ def test_the_one_layer_model_is_its_definition(scale):
     tokens = np.asarray(TASK.batch(0, 2, 12, 0))[:, :-1]
     params = simplified.init(jax.random.key(1), TASK.vocab_size)
     params |= {name: scale * params[name] for name in ("sink_logit", "previous_logit")}
-    logits, attended = jax.jit(simplified.apply)(params, jnp.asarray(tokens), jnp.asarray(TRIGGER))
+    logits, bos_weight, _ = jax.jit(simplified.apply)(params, jnp.asarray(tokens), jnp.asarray(TRIGGER))
     np.testing.assert_allclose(logits, np.stack([logits_of(params, row) for row in tokens]), rtol=1e-4, atol=1e-4)
-    np.testing.assert_array_equal(attended.bos_weight[:, 0], 1.0)
+    np.testing.assert_array_equal(bos_weight[:, 0], 1.0)
 
 
 def test_the_three_layer_model_adds_a_key():
@@ -69,8 +69,7 @@ def test_the_three_layer_model_adds_a_key():
 def test_training_solves_the_task():
     with jax.enable_x64(False):
         params = simplified.init(jax.random.key(0), TASK.vocab_size)
-        optimizer, apply = simplified.adamw(), simplified.one_layer
-        found = simplified.train(apply, params, optimizer, TASK, 200, (0, 100, 200), 0)
+        found = simplified.train(simplified.apply, params, simplified.adamw(), TASK, (0, 100, 200), 0)
     assert list(found) == [0, 100, 200]
     assert found[0]["backcopy_risk"] > 1.5
     assert found[200]["backcopy_risk"] < 0.2

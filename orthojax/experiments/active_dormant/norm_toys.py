@@ -38,10 +38,7 @@ def residual_norm_flow(times: np.ndarray, start: float, rate: float) -> np.ndarr
     .. math::
       m(t) = (m_0^4 + 2 \eta \ln^2 t)^{1/4}
 
-    Args:
-      times: t, in steps for SGD.
-      start: m at t = 1.
-      rate: eta.
+    where `times` are t, in steps for SGD, and `start` is m at t = 1.
     """
     return (start**4 + 2 * rate * np.log(times) ** 2) ** 0.25
 
@@ -155,13 +152,9 @@ def adam_norm_growth(
 def train(
     optimizer: optax.GradientTransformation, start: Any, gradient: Callable[[Any, jax.Array], Any], steps: int
 ) -> Any:
-    """Returns the parameters after each step of an optimizer, every leaf with a leading axis [steps].
+    """Returns the parameters, a pytree, after each step of an optimizer, every leaf with a leading axis [steps].
 
-    Args:
-      optimizer: Any.
-      start: Parameters, a pytree.
-      gradient: (parameters, t from 1) -> gradients.
-      steps: How many.
+    `gradient` is called with the parameters and t from 1.
     """
 
     def step(carry: Any, t: jax.Array) -> Any:

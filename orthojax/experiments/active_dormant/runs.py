@@ -1,4 +1,8 @@
-"""The runs on Bigram-Backcopy that entries vary, and the metrics that they share."""
+"""The runs on Bigram-Backcopy that entries vary, their metrics, and runs with the value or the key of <s> held.
+
+The norm of :math:`W_O v_{<s>}` is held by a factor target / norm of the value; gradients pass through the norm, so that
+only the direction is trained.
+"""
 
 import dataclasses
 import functools
@@ -35,12 +39,6 @@ ORTHOADAM = {"optim.optimizer": "orthoadam", "optim.rotation.kind": "haar"}
 
 
 @functools.cache
-def _characters() -> int:
-    """Returns the number of different characters of the text, which depends on the version of Python."""
-    return len(set(default_text()))
-
-
-@functools.cache
 def backcopy(scale: str = "tiny") -> Config:
     """Returns the one-layer run with softmax and Adam at a scale.
 
@@ -51,7 +49,8 @@ def backcopy(scale: str = "tiny") -> Config:
     published = scale == "small"
     steps, width = (10_000, 256) if published else (3000, 64)
     more_steps = (1000, 3500, 5000, 7000) if published else ()
-    model = bigram_backcopy(1, d_model=width, d_mlp=4 * width, max_length=width, vocab_size=_characters() + 2)
+    size = len(set(default_text())) + 2  # which depends on the version of Python
+    model = bigram_backcopy(1, d_model=width, d_mlp=4 * width, max_length=width, vocab_size=size)
     changes: dict[str, Any] = {
         "optim.learning_rate": 3e-4 if published else 3e-3,
         "optim.b2": 0.99,
@@ -75,7 +74,7 @@ def backcopy(scale: str = "tiny") -> Config:
 def short(**changes: Any) -> Config:
     """Returns the run for questions about causes, which 1,000 steps of a larger batch answer; `changes` by path."""
     fields: dict[str, Any] = {
-        "model.vocab_size": _characters() + 1,
+        "model.vocab_size": backcopy().model.vocab_size - 1,  # no delimiter
         "optim.warmup_steps": 0,
         "train.steps": 1000,
         "train.batch_size": 32,
@@ -109,11 +108,11 @@ def _ratios(of: Numbers, name: str) -> list[float]:
 PEAK = Metric("residual norm of <s> / others', largest of the layers", lambda of: max(_ratios(of, "residual_norm")))
 DRAIN = Metric("value norm of <s> / others', smallest of the layers", lambda of: min(_ratios(of, "value_norm")))
 
+# Training with the value of <s> held, or with <s> hidden from non-triggers.
 
 SHOWN = (0, 20, 40, 60, 80, 100, 125, 150, 175, 200, 250, 300, 400, 500, 600, 700, 800, 900, 1000)
 EARLY = 300  # a mean over the steps to here says how soon a curve rises
-_CURVES = ("sink_attention_rest", "null_mass_rest", "sink_logit_gap", "value_norm_first", "value_ratio")
-_HIDDEN = -1e30  # added to a logit
+_CURVES = ("sink_attention_rest", "null_mass_rest", "value_ratio")
 
 Intervene = Callable[[Any, jax.Array], Interventions]  # (parameters, inputs [B, T]) -> the interventions of a pass
 
@@ -146,7 +145,7 @@ def interventions(
         given, T = Interventions(), tokens.shape[1]
         if setting.hidden:
             rows = ~task.is_trigger(tokens) & (jnp.arange(T) > 0)[None]
-            bias = jnp.where(rows[..., None] & (jnp.arange(T) == 0)[None, None], _HIDDEN, 0.0)
+            bias = jnp.where(rows[..., None] & (jnp.arange(T) == 0)[None, None], -1e30, 0.0)
             given = given._replace(attention_bias=bias)
         if setting.value:
             norms = value_norms(model, params, tokens)
@@ -204,63 +203,48 @@ def look(
     }
 
 
-def train(config: Config, make: Callable[[Any], Intervene], measure: Callable[[Any, Intervene], Any],
-          shown: Sequence[int]) -> dict[int, dict[str, float]]:  # fmt: skip
-    """Trains with interventions in every forward pass; gradients pass through them.
+def _train_step(config: Config, model: Transformer, intervene: Intervene, steps: int) -> Callable[..., Any]:
+    """Returns the step of a run of the config with interventions in every forward pass; gradients pass through them."""
+    schedule = learning_rate_schedule(config.seeded_optim, steps)
 
-    In float32 even if float64 is enabled. Parameters, optimizer and batches are those of the same config elsewhere.
+    def loss_sum(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        inputs, targets = split_tokens(tokens)
+        logits, _ = model.apply({"params": params}, inputs, interventions=intervene(params, inputs))
+        return jnp.sum(cross_entropy_nats(logits, targets)), jnp.asarray(targets.size)
 
-    Args:
-      config: The run on Bigram-Backcopy; its steps and evaluation are not read.
-      make: Initial parameters -> the interventions of the run.
-      measure: (parameters, those) -> scalars by name.
-      shown: Steps after which to measure, ascending; the last one ends the run.
-
-    Returns:
-      Step -> the scalars.
-    """
-    with jax.enable_x64(False):
-        (task, _), model = require_task(config), Transformer(config.model)
-        schedule = learning_rate_schedule(config.seeded_optim, shown[-1])
-        state = init_state(config)
-        intervene = make(state.params)
-
-        def loss_sum(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-            inputs, targets = split_tokens(tokens)
-            logits, _ = model.apply({"params": params}, inputs, interventions=intervene(params, inputs))
-            return jnp.sum(cross_entropy_nats(logits, targets)), jnp.asarray(targets.size)
-
-        optimizer = optax.with_extra_args_support(make_optimizer(config.seeded_optim, schedule=schedule))
-        step, found = jit_train_step(loss_sum, optimizer, schedule), {}
-        for done in range(shown[-1] + 1):
-            if done in shown:
-                found[done] = {name: float(value) for name, value in measure(state.params, intervene).items()}
-            if done < shown[-1]:
-                size, length = config.train.batch_size, config.data.sequence_length
-                state, _ = step(state, jnp.asarray(task.batch(done, size, length, config.data.seed)))
-        return found
+    optimizer = optax.with_extra_args_support(make_optimizer(config.seeded_optim, schedule=schedule))
+    return jit_train_step(loss_sum, optimizer, schedule)
 
 
 def row(name: str, setting: Setting, seed: int, shown: Sequence[int] = SHOWN) -> Row:
-    """Trains a setting and returns the numbers at the end, and curves by step.
+    """Trains a setting and returns the numbers at the end, and curves by step, all of `look`.
 
+    In float32 even if float64 is enabled. Parameters, optimizer and batches are those of the same config elsewhere.
     `early_sink` is the mean attention to <s> over the first 300 steps, `null_at_start` the null mass of the start.
+
+    Args:
+      name: Of the row.
+      setting: Its config's steps are not read.
+      seed: Of parameters and data.
+      shown: Steps after which to measure, ascending; the last one ends the run.
     """
-    config = replace(setting.config, {"train.seed": seed, "data.seed": seed})
+    config, found = replace(setting.config, {"train.seed": seed, "data.seed": seed}), {}
     with jax.enable_x64(False):
-        (task, _), model = require_task(config), Transformer(config.model)
-        tokens = task.batch(0, config.eval.sequences, config.data.sequence_length, 0, EVALUATION)[:, :-1]
-        hidden = interventions(Setting(config, hidden=True), model, task)
-        compiled = jax.jit(functools.partial(look, model, task, tokens), static_argnums=1)
-
-        def make(params: Any) -> Intervene:
-            return interventions(setting, model, task, value_norms(model, params, tokens[:1])[0, 0])
-
-        def measure(params: Any, intervene: Intervene) -> dict[str, jax.Array]:
-            views = compiled(params, hidden) if setting.both_views else {}
-            return compiled(params, intervene) | {f"hidden: {key}": value for key, value in views.items()}
-
-        found = train(config, make, measure, shown)
+        (task, _), model, state = require_task(config), Transformer(config.model), init_state(config)
+        length = config.data.sequence_length
+        tokens = task.batch(0, config.eval.sequences, length, 0, EVALUATION)[:, :-1]
+        trained = interventions(setting, model, task, value_norms(model, state.params, tokens[:1])[0, 0])
+        views = {"": trained}
+        if setting.both_views:
+            views["hidden: "] = interventions(Setting(config, hidden=True), model, task)
+        measure = jax.jit(functools.partial(look, model, task, tokens), static_argnums=1)
+        step = _train_step(config, model, trained, shown[-1])
+        for done in range(shown[-1] + 1):
+            if done in shown:
+                seen = {view: measure(state.params, given) for view, given in views.items()}
+                found[done] = {f"{view}{key}": float(value) for view, of in seen.items() for key, value in of.items()}
+            if done < shown[-1]:
+                state, _ = step(state, jnp.asarray(task.batch(done, config.train.batch_size, length, config.data.seed)))
     early = [step for step in shown if step <= EARLY]
     sink = [found[step]["sink_attention_rest"] for step in early]
     metrics = found[shown[-1]] | {f"{key}/step_{step}": found[step][key] for key in _CURVES for step in shown}

@@ -134,13 +134,7 @@ def layer_norm(x: jax.Array) -> jax.Array:
 
 
 def minimal_layer(params: Params, residual: jax.Array) -> jax.Array:
-    r"""Computes a layer at <s>, which sees only itself: :math:`r + a + \mathrm{MLP}(LN(r + a))`, :math:`a = W LN(r)`.
-
-    Args:
-      params: Of one minimal layer.
-      residual: r, [V].
-    """
-    residual = residual + layer_norm(residual) @ params["value"] @ params["output"]
+    r"""Computes a layer at <s>, which sees itself alone: :math:`r + a + \mathrm{MLP}(LN(r + a))`, :math:`a = W LN(r)`."""
     return residual + jax.nn.relu(layer_norm(residual) @ params["mlp_in"]) @ params["mlp_out"]
 
 

@@ -46,10 +46,7 @@ class Chain:
     def of_task(cls, task: BigramBackcopy, values: np.ndarray, counts: np.ndarray) -> "Chain":
         """Returns the chain of the non-trigger tokens of a task.
 
-        Args:
-          task: Its marginal and transition are used.
-          values: xi_v of every character, [V].
-          counts: How often a query sees each character, [C, V], of equal sums W.
+        `values` [V] are xi_v of every character; `counts` [C, V] says how often a query sees it, with equal sums W.
         """
         size = task.vocab_size - 1  # nothing is followed by <s>
         tokens = np.setdiff1d(np.arange(size), task.triggers)
@@ -92,15 +89,8 @@ def flow(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Integrates gradient flow on L, in ln(1 + t) by an implicit method of variable order.
 
-    Args:
-      chain: Of L.
-      alpha: Start, [K].
-      beta: Start, [V].
-      times: t > 0, increasing.
-      hold: "alpha" or "beta" to keep one of them as it is.
-
-    Returns:
-      (alpha [times, K], beta [times, V]).
+    Starts from alpha [K] and beta [V], keeps the one that `hold` names as it is, and returns (alpha [times, K], beta
+    [times, V]) at increasing t > 0.
     """
     count = len(alpha)
 
@@ -125,12 +115,7 @@ def half_log(times: np.ndarray, start: float, rate: float, others: float) -> np.
 
     .. math::
       c\, t = \Bigl[ \frac{E^2}{2} + 3 W E + 3 W^2 \ln E - \frac{W^3}{E} \Bigr]_{E_0}^{E}
-
-    Args:
-      times: t.
-      start: alpha at t = 0.
-      rate: c.
-      others: W.
+    where `start` is alpha at t = 0, `rate` is c and `others` W.
     """
 
     def travelled(alpha: np.ndarray) -> np.ndarray:
@@ -151,18 +136,13 @@ def half_log_asymptote(time: float | np.ndarray, rate: float | np.ndarray) -> np
 
 
 def bos_fixed_point(alpha: float, value_sum: np.ndarray, start: np.ndarray) -> np.ndarray:
-    r"""Returns the limit of the value of <s> while all logits on it are alpha.
+    r"""Returns the limit of the value of <s>, [V] as `value_sum` xi and `start`, while all logits on it are alpha.
 
     .. math::
       \beta^* = \bar\beta_0 \mathbf 1 + e^{-\alpha} (\bar\xi \mathbf 1 - \xi)
 
     The mean is conserved, since each q_v - p_v sums to 0; the rest cancels the other values, so that q = p. A constant
     shifts all logits alike: 'drained' is what is left, :math:`-e^{-\alpha}` of the centred xi.
-
-    Args:
-      alpha: The logit.
-      value_sum: xi, [V].
-      start: beta at t = 0, [V].
     """
     return start.mean() + np.exp(-alpha) * (value_sum.mean() - value_sum)
 
