@@ -32,7 +32,7 @@ from orthojax.experiments.pictures import Bars, ByStep
 from orthojax.experiments.report import Picture
 from orthojax.experiments.results import Results
 from orthojax.experiments.study import Study, grid
-from orthojax.experiments.tables import Columns, Paired
+from orthojax.experiments.tables import Columns
 
 _DRAIN = Metric("value_drain")
 _MOST = [Metric(name) for name in ("largest_token", "largest_token_equal", "token_value_ratio")]
@@ -227,8 +227,6 @@ BACKCOPY_CURE = Study(
     tables=[
         Columns("The measures of From Attention to Activation", OUTCOME),
         Columns("Perplexity lost to quantisation", [lost(name) for name in _SETTINGS]),
-        *(Paired(f"Change from vanilla, paired by seed: {method}", _V, f"{method}_*", "kurtosis_first kurtosis_rest",
-                 [SINK, DRAIN, PEAK, *RISKS, FRACTION]) for method in ("cured", "curedn")),
     ],
     claims=[
         *(claim for method in _METHODS for claim in _removes(method)),

@@ -1,7 +1,7 @@
 """Measures over the recorded steps of a run: its curves, and the gradient of the residual stream of <s>."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -293,9 +293,15 @@ def _last_logits(taps: analysis.Taps) -> jax.Array:
 
 
 def _align(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+    """Computes sink, drain, peak and concentration, with the first position against all others whatever its token.
+
+    `sink_layer` is the layer with most weight on the first position, in the mean over heads; `gap` and the spreads are
+    of it. `drain` and `peak` are those of the most pronounced layer. `made_by` is the block that raises the norm of the
+    first position most, and `made_by_mlp` the share of its MLP in what that block adds.
+    """
     tokens = np.asarray(inputs.evaluation[:ALIGNED_ROWS, :-1])
     by_row: Any = [analysis.measure(loaded, [jnp.asarray(row[None])], _observe) for row in tokens]
-    found = summarize({name: np.mean([np.asarray(of[name]) for of in by_row], axis=0) for name in by_row[0]})
+    seen = {name: np.mean([np.asarray(of[name]) for of in by_row], axis=0) for name in by_row[0]}
     # The published probe: one text, with many last tokens.
     texts = np.repeat(tokens[:1], LAST_TOKENS, axis=0)
     texts[:, -1] = np.random.default_rng(0).choice(np.unique(inputs.evaluation[:, 1:]), LAST_TOKENS)
@@ -304,34 +310,24 @@ def _align(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
         for i in range(0, LAST_TOKENS, 32)
     ]
     spread = np.concatenate(logits, axis=1).std(axis=1)  # [L, N, S]
-    layer = int(found["sink_layer"])
-    found["spread_first"] = float(spread[layer, :, 0].mean())
-    found["spread_rest"] = float(spread[layer, :, 1:-1].mean())
-    say("aligned")
-    return Measured(found)
-
-
-def summarize(seen: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Returns metrics of the observations of every layer, [L, ...].
-
-    `sink_layer` is the layer with most weight on the first position, in the mean over heads; `gap` is of it. `drain`
-    and `peak` are those of the most pronounced layer. `made_by` is the block that raises the norm of the first
-    position most, and `made_by_mlp` the share of its MLP in what that block adds.
-    """
     weight, norms = seen["first_weight"].mean(axis=-1), seen["first_norms"]
     layer, rise = int(np.argmax(weight)), norms[:, 2] - norms[:, 0]
     made = int(np.argmax(rise))
     with np.errstate(invalid="ignore", divide="ignore"):
         values = seen["values"][:, 0] / seen["values"][:, 1]  # a layer without attention has no values
-    return {
-        "sink_layer": float(layer),
-        "first_weight": float(weight[layer]),
-        "gap": float(seen["gap"][layer].mean()),
-        "drain": float(np.nanmin(values)),
-        "peak": float((seen["residuals"][:, 0] / seen["residuals"][:, 1]).max()),
-        "made_by": float(made + 1),
-        "made_by_mlp": float((norms[made, 2] - norms[made, 1]) / rise[made]),
+    found = {
+        "sink_layer": layer,
+        "first_weight": weight[layer],
+        "gap": seen["gap"][layer].mean(),
+        "drain": np.nanmin(values),
+        "peak": (seen["residuals"][:, 0] / seen["residuals"][:, 1]).max(),
+        "made_by": made + 1,
+        "made_by_mlp": (norms[made, 2] - norms[made, 1]) / rise[made],
+        "spread_first": spread[layer, :, 0].mean(),
+        "spread_rest": spread[layer, :, 1:-1].mean(),
     }
+    say("aligned")
+    return Measured({name: float(value) for name, value in found.items()})
 
 
 ALIGNED_MEASURE = Measure("aligned", _align)

@@ -149,9 +149,7 @@ ONE_LAYER = Study(
     pictures=[
         ByStep("backcopy_excess_risk_nats bigram_excess_risk_nats", "softmax relu", "log", "log", name="risks"),
         ByStep("sink_attention_rest", "softmax relu", x_scale="log", name="sink"),
-        ByStep("sink_logit_gap sink_logit_gap_q10 sink_logit_gap_q90", "softmax", x_scale="log", name="gap"),
         ByStep("value_norm_first value_norm_rest", "softmax relu", "log", "log", name="values"),
-        ByStep("residual_norm_first residual_norm_rest", "softmax relu", "log", "log", name="residuals"),
         Maps("softmax relu"),
     ],
 )  # fmt: skip
@@ -213,7 +211,7 @@ PUBLISHED_SIZE = Study(
 
 
 _FIRST = "residual_norm_first/layer_0"
-_GROWTH, _LINEAR, _LOG = (Metric(f"{_FIRST}/{name}") for name in ("growth", "linear_r", "log_r"))
+_GROWTH, _LINEAR = Metric(f"{_FIRST}/growth"), Metric(f"{_FIRST}/linear_r")
 _SLOPE = Metric("growth of the norm in 1,000 steps", lambda of: 1000 * of[f"{_FIRST}/linear_slope"])
 _CHANNEL = Metric("kurtosis of the residual stream at <s>, largest of the layers",
                   lambda of: float(of.layers("kurtosis_first").max()))  # fmt: skip

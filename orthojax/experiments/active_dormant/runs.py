@@ -170,9 +170,7 @@ def look(
     """Measures risks, sink, drain, the null and `key_mass` as the run sees them.
 
     `value_effect_nats` is the mean KL divergence at non-triggers from the predictions to those without the value of
-    <s>, all weights the same: a vector that the rest of the model ignores has none, whatever its norm. `others_logit`
-    is the mean over non-trigger queries of the logarithm of the sum of exp(logit) over all keys but the first; the null
-    of softmax-n has as much weight as they if it is ln n.
+    <s>, all weights the same: a vector that the rest of the model ignores has none, whatever its norm.
     """
     given, is_trigger = intervene(params, tokens), task.is_trigger(tokens)
 
@@ -185,9 +183,6 @@ def look(
     oracle = jnp.pad(task.oracle(tokens), ((0, 0), (0, 0), (0, log_probs.shape[-1] - task.vocab_size)))
     counted = (~is_trigger).at[:, 0].set(False)
     first, rest = analysis.value_norm_first(taps.value_norms), analysis.value_norm_rest(taps.value_norms)
-    weights, logits = taps.attention_weights[:, 0], taps.attention_logits[:, 0].astype(jnp.float32)
-    visible = jnp.tril(jnp.ones(logits.shape[-2:], bool)).at[:, 0].set(False)
-    others = jax.nn.logsumexp(jnp.where(visible, logits, -jnp.inf), axis=-1)
     return {
         "backcopy_risk_nats": analysis.backcopy_risk_nats(log_probs, oracle, is_trigger),
         "bigram_excess_risk_nats": analysis.bigram_excess_risk_nats(log_probs, oracle, is_trigger),
@@ -197,8 +192,7 @@ def look(
         "value_norm_rest": rest,
         "value_ratio": first / rest,
         "value_effect_nats": jnp.mean(jnp.sum(jnp.exp(log_probs) * (log_probs - without), axis=-1), where=counted),
-        "null_mass_rest": jnp.mean(1.0 - jnp.sum(weights, axis=-1), where=counted),
-        "others_logit": jnp.mean(others, where=counted),
+        "null_mass_rest": jnp.mean(1.0 - jnp.sum(taps.attention_weights[:, 0], axis=-1), where=counted),
         **key_mass(taps.attention_weights, taps.value_norms, tokens, task),
     }
 

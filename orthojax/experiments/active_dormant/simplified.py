@@ -26,7 +26,7 @@ from orthojax.data import BigramBackcopy
 from orthojax.experiments.active_dormant.measures import half_step, line
 from orthojax.experiments.active_dormant.runs import letters
 from orthojax.experiments.claims import Claim, Metric
-from orthojax.experiments.pictures import Bars, ByStep
+from orthojax.experiments.pictures import ByStep
 from orthojax.experiments.study import Row, Study
 from orthojax.experiments.tables import Columns
 from orthojax.ops.statistics import kurtosis
@@ -134,7 +134,8 @@ def layer_norm(x: jax.Array) -> jax.Array:
 
 
 def minimal_layer(params: Params, residual: jax.Array) -> jax.Array:
-    r"""Computes a layer at <s>, which sees itself alone: :math:`r + a + \mathrm{MLP}(LN(r + a))`, :math:`a = W LN(r)`."""
+    r"""Computes a layer at <s>, which sees only itself: :math:`r + a + MLP(LN(r + a))` with :math:`a = W LN(r)`."""
+    residual = residual + layer_norm(residual) @ params["value"] @ params["output"]
     return residual + jax.nn.relu(layer_norm(residual) @ params["mlp_in"]) @ params["mlp_out"]
 
 
@@ -358,7 +359,5 @@ SIMPLIFIED_THREE_LAYERS = Study(
     ],
     pictures=[
         ByStep("residual_norm_1", y_scale="log", name="residual_norm"),
-        Bars("residual_norm_by_layer", "Residual norm of <s> after each layer, at the end.",
-             [f"residual_norm_{layer}" for layer in (1, 2, 3)]),
     ],
 )  # fmt: skip
