@@ -6,8 +6,6 @@ not have. Softmax-n with n = T, whose null starts with half of the weight or mor
 was there: `softmax1_sinks` says why it should do what softmax-1 does not.
 """
 
-import numpy as np
-
 from orthojax import quant
 from orthojax.config import Config, replace
 from orthojax.experiments.active_dormant.measures import KEY_MASS, OUTLIERS
@@ -27,10 +25,7 @@ from orthojax.experiments.active_dormant.runs import (
 )
 from orthojax.experiments.claims import FIRST, FRACTION, NO_OUTLIERS, REST, Claim, Expr, Metric, largest, lost, smallest
 from orthojax.experiments.cure import OUTCOME
-from orthojax.experiments.figures import maps
-from orthojax.experiments.pictures import Bars, ByStep
-from orthojax.experiments.report import Picture
-from orthojax.experiments.results import Results
+from orthojax.experiments.pictures import Bars, ByLayer, ByStep
 from orthojax.experiments.study import Study, grid
 from orthojax.experiments.tables import Columns
 
@@ -149,22 +144,6 @@ _OPTIMIZERS = {
     "sgd": SGD | {"optim.learning_rate": 0.1, "optim.weight_decay": 0.0},
     "orthoadam": ORTHOADAM | {"optim.weight_decay": 0.0},
 }
-_DEPTHS = ("1", "2", "3", "4", "5", "6")
-
-
-def _maps(results: Results) -> list[Picture]:
-    pictures = []
-    for name, metric in {"sink": SINK, "drain": DRAIN, "peak": PEAK}.items():
-        mean = {of.name: float(np.mean(of.values(metric) or [np.nan])) for of in results.values()}
-        panels = {
-            attention: np.array([[mean[f"{attention}_{of}_{depth}"] for depth in _DEPTHS] for of in _OPTIMIZERS])
-            for attention in _ATTENTION
-        }
-        drawn = maps(panels, x_label="layers", y_label="", value_label=metric.label, log=name == "peak",
-                     x_ticks=_DEPTHS, y_ticks=list(_OPTIMIZERS))  # fmt: skip
-        pictures.append(Picture(name, f"{metric.label}, by attention, optimizer and depth.", drawn))
-    return pictures
-
 
 BREAK_CONDITIONS_MAP = Study(
     name="break_conditions_map",
@@ -173,10 +152,13 @@ BREAK_CONDITIONS_MAP = Study(
         # Scanned, so that six layers compile as fast as one.
         replace(backcopy(), {"model.scan_layers": True, "train.steps": 1000, "train.probe_steps": (),
                              "train.probe_details": False}),
-        _ATTENTION, _OPTIMIZERS, {depth: {"model.num_layers": int(depth)} for depth in _DEPTHS}),
+        _ATTENTION, _OPTIMIZERS, {str(depth): {"model.num_layers": depth} for depth in range(1, 7)}),
     seeds=(1,),
     columns=[SINK, DRAIN, PEAK, *RISKS],
-    pictures=[_maps],
+    pictures=[
+        ByLayer("sink_attention_rest residual_peak_ratio", "*_adam_6", y_scale="log", name="by_attention"),
+        ByLayer("sink_attention_rest residual_peak_ratio", "softmax_*_6", y_scale="log", name="by_optimizer"),
+    ],
 )  # fmt: skip
 
 

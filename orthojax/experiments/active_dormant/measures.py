@@ -1,4 +1,4 @@
-"""Measures over the recorded steps of a run: its curves, and the gradient of the residual stream of <s>."""
+"""Measures of runs and models on Bigram-Backcopy: recorded steps, interventions, keys, outliers, one definition for all."""
 
 import functools
 from collections.abc import Callable, Sequence
