@@ -169,12 +169,12 @@ def test_planted_triggers_are_told_from_weights(run):
 
 
 def test_key_mass_is_counted_by_hand():
-    task, rng = BigramBackcopy.from_text("the cat sat on the mat", 2, delimiter=True), np.random.default_rng(0)
+    task, rng = BigramBackcopy.from_text("the cat sat on the mat", 2, delimiter_position=15), np.random.default_rng(0)
     B, N, T, V = 3, 2, 20, task.vocab_size
     trigger, delimiter = np.isin(np.arange(V), task.triggers), task.delimiter_id
     tokens = rng.integers(0, V - 2, (B, T))
     tokens[:, 15] = delimiter
-    is_trigger = trigger[tokens] & (np.arange(T) < 15)
+    is_trigger = trigger[tokens] & (np.arange(T) < 14)  # from the one before the delimiter on none acts
     weights = np.tril(rng.random((B, N, T, T)))
     weights += 2.0 * np.tril(tokens[:, None, None, :] == 2)
     weights /= weights.sum(-1, keepdims=True)

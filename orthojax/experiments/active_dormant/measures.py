@@ -1,4 +1,4 @@
-"""Measures of runs and models on Bigram-Backcopy: recorded steps, interventions, keys, outliers, one definition for all."""
+"""Measures of runs on Bigram-Backcopy: recorded steps, interventions, keys, outliers, sinks by one definition."""
 
 import functools
 from collections.abc import Callable, Sequence
