@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from numpy.typing import ArrayLike
 
 from orthojax import analysis, quant
 from orthojax.analysis.sink_logits import sink_logit_gap_sum
