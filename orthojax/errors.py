@@ -5,11 +5,6 @@ import difflib
 import errno
 from collections.abc import Iterable, Iterator
 
-# Printed by a process whose run has lost another one.
-PEER_LOST = """error: another process of this run has ended or cannot be reached, so this one ends too
-  its own message says why; all need the same --coordinator_address and --num_processes
-  start all of them again to resume from the last checkpoint
-"""
 # Errors of the operating system that a user can act on. A file that is missing is not among them: it may be our fault.
 _OF_THE_SYSTEM = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE),
@@ -17,7 +12,7 @@ _OF_THE_SYSTEM = (
 )
 # Module -> the extra that installs it.
 _EXTRAS = {
-    **dict.fromkeys(("array_record", "google", "google_crc32c", "grain", "tensorflow_datasets", "tokenizers"), "train"),
+    **dict.fromkeys(("array_record", "google", "grain", "tensorflow_datasets", "tokenizers"), "train"),
     **dict.fromkeys(("etils", "flax", "orbax", "tqdm"), "train"),
     **dict.fromkeys(("jinja2", "matplotlib", "scipy"), "reports"),
     **dict.fromkeys(("gguf", "safetensors"), "pretrained"),
@@ -38,10 +33,6 @@ class UserError(ValueError):
         super().__init__(printable("\n".join(filter(None, (problem, allowed and f"allowed: {allowed}", hint)))))
 
 
-class SharedError(UserError):
-    """An error that every process of a run raises at the same step, such as divergence: nobody waits for another."""
-
-
 class Interrupted(Exception):
     """The run was asked to stop and has saved its state.
 
@@ -57,12 +48,6 @@ class Interrupted(Exception):
     def __str__(self) -> str:
         at = "" if self.step is None else f" at step {self.step}"
         return f"stopped{at}, state saved; run the same command to resume"
-
-
-def message_of(error: BaseException) -> str:
-    """Returns what a command prints of an error before it ends: at most three lines."""
-    first, *rest = [line for line in str(error).splitlines() if line.strip()][:3]
-    return "\n".join([f"error: {first}", *(f"  {line}" for line in rest)]) + "\n"
 
 
 def as_user_error(error: OSError) -> UserError | None:

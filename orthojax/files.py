@@ -9,11 +9,9 @@ import secrets
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
-from orthojax.errors import UserError, printable
-
-T = TypeVar("T")
+from orthojax.errors import UserError
 
 
 def make_folder(path: Path, what: str, files: Sequence[str] = ()) -> None:
@@ -138,35 +136,6 @@ def read_json(path: Path, what: str, form: type = dict) -> Any:
         allowed = "a JSON object" if form is dict else f"a JSON {form.__name__}"
         raise UserError(f"{what} {path} holds a JSON {type(values).__name__}", allowed=allowed)
     return values
-
-
-def read_again(path: Path, what: str, parse: Callable[[bytes], T], say: Callable[[str], object]) -> T | None:
-    """Reads a file of an earlier call that can be made again.
-
-    Args:
-      path: The file.
-      what: What it is, for errors.
-      parse: Its bytes -> what it holds; raises ValueError if it is damaged.
-      say: Takes one line that names a damaged file.
-
-    Returns:
-      None if there is no file, or it is damaged: the caller makes it again.
-
-    Raises:
-      UserError: If something else than a file is in its place.
-      OSError: If it cannot be read.
-    """
-    if not os.path.lexists(path):
-        return None
-    try:
-        require_file(path, what)
-    except UserError as error:
-        raise UserError(str(error), hint="move it away and run the same command: it is made again") from None
-    try:
-        return parse(path.read_bytes())
-    except ValueError as error:
-        say(printable(f"warning: {what} {path} is damaged and is made again: {str(error).splitlines()[0][:200]}"))
-        return None
 
 
 def try_lock(file: IO) -> bool:

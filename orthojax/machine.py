@@ -1,46 +1,14 @@
 """The machine that a number was measured on: versions, device, memory."""
 
 import contextlib
-import ctypes
 import os
 import platform
 import time
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 _LIBRARIES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
-
-# mallopt's parameters, as glibc's <malloc.h> numbers them: no block has a mapping of its own, which would go back to
-# the system when it is freed; the end of the heap is never given back; the heap grows by 500 MB at a time; and there is
-# one heap, since what threads allocate in heaps of their own is mapped.
-_KEEP_FREED_MEMORY = {
-    "M_MMAP_MAX": (-4, 0),
-    "M_TRIM_THRESHOLD": (-1, 2**31 - 1),
-    "M_TOP_PAD": (-2, 500_000_000),
-    "M_ARENA_MAX": (-8, 1),
-}
-_SWITCH = "ORTHOJAX_KEEP_FREED_MEMORY"
-
-
-def keep_freed_memory() -> bool:
-    """Makes the C library keep freed memory for the next allocation instead of returning it to the system.
-
-    XLA allocates and frees the temporaries of a program at every call. On a CPU they come from malloc, and glibc
-    returns large ones at once, so that each training step takes new pages, which the system clears one by one. Call it
-    before JAX starts. Only on Linux with glibc, and only where JAX will run on CPUs: the memory of other devices is
-    allocated once by XLA itself. The process then holds the most memory it ever needed. The environment variable
-    ORTHOJAX_KEEP_FREED_MEMORY=0 leaves everything as it is, in the processes it starts too.
-
-    Returns:
-      Whether freed memory is kept.
-    """
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    on_cpu = platforms == "cpu" if platforms else not entry_points(group="jax_plugins")
-    if platform.libc_ver()[0] != "glibc" or not on_cpu or os.environ.get(_SWITCH) == "0":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    return all([mallopt(parameter, value) == 1 for parameter, value in _KEEP_FREED_MEMORY.values()])
 
 
 def environment() -> dict[str, Any]:

@@ -3,11 +3,7 @@
 import os
 from pathlib import Path
 
-import jax
-import numpy as np
-
 from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
-from orthojax.train import read_metrics
 
 ROOT = Path(__file__).parents[1]
 CONFIG = Config(
@@ -18,22 +14,6 @@ CONFIG = Config(
     eval=EvalConfig(sequences=8, batch_size=8),
 )
 TEXT = {"data.kind": "text", "data.paths": ("text.txt",), "data.tokenizer": "bytes"}  # changes for the command lines
-
-
-def by_path(tree):
-    """The leaves of a tree by their names, of named tuples and dicts alike."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def bits(tree):
-    return {path: (str(x.dtype), x.shape, np.asarray(x).tobytes()) for path, x in by_path(tree).items()}
-
-
-def losses(workdir):
-    """All that metrics.jsonl says, but for the speed."""
-    lines = read_metrics(Path(workdir) / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
 
 
 def snapshot(folder):

@@ -12,11 +12,12 @@ from tiny_run import TINY, blank_state, drawn_params, inputs, rows
 from tiny_run import loaded as tiny_loaded
 
 from orthojax import quant
-from orthojax.commands.analyze import checkpoint_series, named_paths
+from orthojax.commands.analyze import checkpoint_series
+from orthojax.commands.any_model import knock_out, measure_model, read_rows, read_token_ids
+from orthojax.commands.cli import named_paths
 from orthojax.config import ModelConfig, replace
 from orthojax.data.tokenizers import ByteTokenizer
 from orthojax.errors import UserError
-from orthojax.experiments.any_model import knock_out, measure_model, read_rows, read_token_ids
 from orthojax.model import Interventions, parameter_shapes
 from orthojax.pretrained import write_folder
 from orthojax.train import Checkpoints, evaluate, evaluate_by_head, load, open_inputs
@@ -206,7 +207,7 @@ def test_a_series_is_drawn_over_steps(models, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.pretrained
-def test_smollm2_has_the_numbers_that_a_script_of_its_own_found():
+def test_smollm2_has_the_numbers_of_another_script():
     loaded = load("smollm2")
     assert loaded.tokenizer is not None
     text = read_rows(["topics"], loaded.tokenizer, rows=16, length=256)

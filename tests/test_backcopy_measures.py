@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 from tiny_run import drawn_params
 
-from orthojax import analysis
 from orthojax.config import replace
 from orthojax.data import BigramBackcopy
-from orthojax.experiments.active_dormant import measures
+from orthojax.experiments.active_dormant import measures, mechanism_probe
+from orthojax.experiments.active_dormant.mechanism_probe import probe_file
 from orthojax.experiments.active_dormant.runs import backcopy
 from orthojax.model import Interventions, LoadedModel, Transformer
 from orthojax.train import evaluate, load, open_inputs, read_metrics, train
 from orthojax.train.mesh import place_whole
-from orthojax.train.probe import probe_file
 from orthojax.train.step import build
 
 STEPS, PROBED = 6, (0, 1, 4)
@@ -77,7 +76,7 @@ def test_details_are_written_at_the_listed_steps(run):
 def test_first_residual_gradients_are_finite_differences(run):
     _, inputs, params = run
     model, rows = Transformer(CONFIG.model), jnp.asarray(inputs.evaluation[:4])
-    gradients = jax.jit(analysis.first_residual_gradients, static_argnums=0)(model, params[-1], rows)
+    gradients = jax.jit(mechanism_probe.first_residual_gradients, static_argnums=0)(model, params[-1], rows)
     states = jnp.asarray(hidden(params[-1], rows[:, :-1]))
     direction = np.random.default_rng(0).normal(size=states.shape[-1])
 
@@ -98,7 +97,7 @@ def test_first_residual_gradients_are_finite_differences(run):
 def test_directions_of_values_and_keys_are_their_definitions(run):
     params, c = run[2][-1], CONFIG.model
     model = Transformer(c)
-    weak = np.asarray(jax.jit(analysis.weak_directions, static_argnums=0)(model, params))
+    weak = np.asarray(jax.jit(mechanism_probe.weak_directions, static_argnums=0)(model, params))
     block, H, norm = params["layers_1"], c.head_dim, params["layers_1"]["attention_norm"]
     value, output = block["attention"]["value"]["kernel"], block["attention"]["output"]["kernel"]
     gain = norm["scale"][:, None]
@@ -110,7 +109,7 @@ def test_directions_of_values_and_keys_are_their_definitions(run):
     state = np.asarray(hidden(params, jnp.reshape(token, (1, 1))))[0, 0]
     normed = (state - state.mean()) / np.sqrt(state.var() + c.norm_eps) * norm["scale"] + norm["bias"]
     key = block["attention"]["key"]["kernel"]
-    directions = np.asarray(jax.jit(analysis.key_directions, static_argnums=0)(model, params, token))
+    directions = np.asarray(jax.jit(mechanism_probe.key_directions, static_argnums=0)(model, params, token))
     np.testing.assert_allclose(directions[0], gain * key @ (normed @ key), rtol=1e-3, atol=1e-5)
     assert np.all(np.isnan(directions[1]))
 

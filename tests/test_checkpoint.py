@@ -10,12 +10,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from small_runs import CONFIG, bits, flip, largest, losses, snapshot
+from small_runs import CONFIG, flip, largest, snapshot
+from tiny_run import bits
+from tiny_run import lines as losses
 
 from orthojax.config import Config, from_json, replace, to_json
 from orthojax.errors import Interrupted, UserError
 from orthojax.train import (
-    Checkpoints,
     DamagedError,
     Inputs,
     find_checkpoint,
@@ -40,11 +41,6 @@ def rows(step):
 
 
 INPUTS = Inputs(rows, np.tile(rows(99), (2, 1)), None, {"source": "test", "train": {"n_tokens": 7}}, None)
-
-
-def kept(workdir):
-    """The names of the checkpoints that stay."""
-    return {path.name for path in (workdir / "checkpoints").glob("[0-9]*")}
 
 
 class Stop(Exception):
@@ -102,17 +98,6 @@ def test_a_folder_without_checkpoints_names_its_runs(finished, tmp_path, monkeyp
     for name in ("a" * 300, "models/run2/config.json", "absent"):
         with pytest.raises(UserError, match="checkpoint"):
             find_checkpoint(Path(name))
-
-
-def test_multiples_of_an_interval_are_kept(tmp_path):
-    config = replace(
-        CONFIG, {"train.keep_checkpoints": 1, "train.keep_every_steps": 4, "train.checkpoint_every_steps": 2}
-    )
-    train(config, INPUTS, tmp_path)
-    assert kept(tmp_path) == {"4", "8", "11"}
-    for every in (3, -2):
-        with pytest.raises(UserError, match="keep_every_steps"):
-            replace(config, {"train.keep_every_steps": every})
 
 
 # Resuming.
@@ -183,7 +168,7 @@ def test_resuming_on_other_data_is_refused(copy):
             train(CONFIG, other, copy)
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"model": 3}', "\xff", "[" * 100_000, None])
+@pytest.mark.parametrize("content", ["", "[1]", '{"model": 3}', None])
 def test_a_damaged_config_json_is_named(copy, content):
     path = copy / "config.json"
     path.unlink()
@@ -204,7 +189,7 @@ def test_a_model_of_the_same_arrays_is_refused(copy):
 
 
 @pytest.mark.parametrize("item", ["config", "data", "checksums"])
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000, None])
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff", None])
 def test_a_damaged_json_item_is_named(copy, item, content):
     step = find_checkpoint(copy)
     path = step / item / "metadata"
@@ -212,16 +197,8 @@ def test_a_damaged_json_item_is_named(copy, item, content):
     if content is not None:
         path.write_bytes(content)
     read = {"config": read_config, "data": lambda step: read_json_item(step, "data"), "checksums": read_params}
-    with pytest.raises(DamagedError, match=f"checkpoints/11: item '{item}'"):
+    with pytest.raises(DamagedError, match=f"checkpoints/11.*{item}"):
         read[item](step)
-
-
-def test_a_pipe_among_the_arrays_is_not_waited_for(copy):
-    step = find_checkpoint(copy)
-    (step / "params/_METADATA").unlink()
-    os.mkfifo(step / "params/_METADATA")
-    with pytest.raises(DamagedError, match="_METADATA"):
-        read_params(step)
 
 
 def test_damage_to_any_byte_of_any_file_is_found(finished, copy):
@@ -259,7 +236,7 @@ CASES = [case if i < 2 else pytest.param(case, marks=pytest.mark.slow) for i, ca
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_resumes_before_a_damaged_checkpoint(finished, copy, case, capsys):
-    step, aside, starts = copy / "checkpoints" / "11", copy / "checkpoints" / "11.damaged", []
+    step, aside, starts = copy / "checkpoints" / "11", copy / "checkpoints" / "11.damaged-1", []
     DAMAGE[case](step)
     damaged = snapshot(step)
     assert bits(train(CONFIG, INPUTS, copy, on_start=starts.append)) == finished[1]
@@ -268,8 +245,7 @@ def test_training_resumes_before_a_damaged_checkpoint(finished, copy, case, caps
     assert str(aside) in warning
     assert snapshot(aside) == damaged
     assert losses(copy) == losses(finished[0])
-    with Checkpoints(copy / "checkpoints", keep=2) as checkpoints:
-        assert bits(checkpoints.restore(init_state(CONFIG), 11)) == finished[1]  # written again
+    assert verify_checkpoint(step) > 0  # written again
 
 
 def test_nothing_is_touched_if_every_checkpoint_is_damaged(copy):
@@ -288,16 +264,6 @@ def test_a_damaged_checkpoint_names_the_others(copy):
     read_params(find_checkpoint(copy / "checkpoints/9"))
 
 
-def test_parameters_unlike_their_config_are_refused(copy):
-    step = find_checkpoint(copy)
-    (step / "config" / "metadata").write_text(to_json(replace(CONFIG, {"model.d_mlp": 64})))
-    with pytest.raises(UserError, match="layers_0/mlp/input/kernel"):
-        read_params(step)
-
-
-# What stays.
-
-
 # Resuming with another config.
 
 
@@ -312,7 +278,10 @@ def test_logging_and_retention_may_change_on_resume(finished, tmp_path):
     assert bits(train(other, INPUTS, tmp_path)) == finished[1]
     assert from_json(Config, (tmp_path / "config.json").read_text()) == other  # the newest
     assert read_config(tmp_path / "checkpoints" / "11") == other
-    train(CONFIG, INPUTS, tmp_path)
+    # Three newest and the multiples of four.
+    assert {path.name for path in (tmp_path / "checkpoints").glob("[0-9]*")} == {"4", "8", "10", "11"}
+    with pytest.raises(UserError, match="keep_every_steps"):
+        replace(other, {"train.keep_every_steps": 3})
 
 
 # Writing that fails in the background.
@@ -348,17 +317,12 @@ def test_a_failed_background_write_stops_the_run(tmp_path):
     assert not list((tmp_path / "checkpoints").glob("*tmp*"))
 
 
-def test_without_config_json_the_checkpoint_decides(tmp_path):
-    train(CONFIG, INPUTS, tmp_path)
-    (tmp_path / "config.json").unlink()
-    with pytest.raises(UserError, match=r"another config: train\.seed=5 \(was 0\)"):
-        train(replace(CONFIG, {"train.seed": 5}), INPUTS, tmp_path)
-    assert not (tmp_path / "config.json").exists()
-    train(CONFIG, INPUTS, tmp_path)  # what it began with
-    assert (tmp_path / "config.json").exists()
-
-
-def test_a_run_that_never_began_does_not_hold_its_folder(tmp_path):
+def test_a_checkpoint_decides_and_a_run_that_never_began_does_not(copy):
+    (copy / "config.json").unlink()
+    with pytest.raises(UserError, match=r"train\.seed=5 \(was 0\)"):
+        train(replace(CONFIG, {"train.seed": 5}), INPUTS, copy)
+    train(CONFIG, INPUTS, copy)  # what it began with
+    shutil.rmtree(copy)
     with pytest.raises(UserError, match="nope"):
-        train(replace(CONFIG, {"train.init_from": "nope"}), INPUTS, tmp_path)
-    train(CONFIG, INPUTS, tmp_path)
+        train(replace(CONFIG, {"train.init_from": "nope"}), INPUTS, copy)
+    train(replace(CONFIG, {"train.steps": 3}), INPUTS, copy)

@@ -11,7 +11,9 @@ import time
 
 import numpy as np
 import pytest
-from small_runs import CONFIG, ROOT, TEXT, bits, cpu_environment, losses
+from small_runs import CONFIG, ROOT, TEXT, cpu_environment
+from tiny_run import bits
+from tiny_run import lines as losses
 
 from orthojax.config import replace, to_json
 from orthojax.train import find_checkpoint, read_metrics, read_optimizer_state, read_params, verify_checkpoint
@@ -48,32 +50,15 @@ def run_to_the_end(home, workdir):
     assert "damaged" not in error
 
 
-def identity(path):
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None, 0
-    return status.st_ino, status.st_size
-
-
-def wait_for_steps(process, workdir, steps):
-    """Until the run, which first writes metrics.jsonl anew, has logged so many lines of its own."""
-    path = workdir / "metrics.jsonl"
-    before, lines = identity(path)[0], 0
-    while process.poll() is None and identity(path)[0] in (None, before):
-        time.sleep(0.005)
-    size = identity(path)[1]
-    while process.poll() is None and lines < steps:
-        if identity(path)[1] > size:
-            size, lines = identity(path)[1], lines + 1
-        time.sleep(0.001)
+def logged_step(workdir):
+    return max((line["step"] for line in read_metrics(workdir / "metrics.jsonl")), default=0)
 
 
 def disturb(home, workdir, signum, *, steps=0, seconds=0.0):
-    """Starts the run and sends it a signal, so many steps after its start, then so much time."""
-    process = command(home, workdir)
-    if steps:
-        wait_for_steps(process, workdir, steps)
+    """Starts the run and sends it a signal, so many steps beyond the last ones that it logged, then so much time."""
+    wanted, process = logged_step(workdir) + steps, command(home, workdir)
+    while steps and process.poll() is None and logged_step(workdir) < wanted:
+        time.sleep(0.002)
     time.sleep(seconds)
     process.send_signal(signum)
     return process.wait(timeout=120), process.communicate()[1]

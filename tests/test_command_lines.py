@@ -41,7 +41,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
-    """What every command runs under: compiled programs are kept between the commands, because many are the same."""
+    """Keeps compiled programs between the commands, because many are the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_PLATFORMS", "cpu")
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -77,7 +77,8 @@ def run_from_scratch(script, *arguments, cwd, limit_bytes=None, code=None):
         start = ["-c", code]
     elif limit_bytes is not None:
         start = ["-c", LIMITED, str(limit_bytes), *start]
-        environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+        # Python would keep half of a compiled module.
+        environment |= {"JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
         [sys.executable, *start, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -122,13 +123,11 @@ def home(trained, tmp_path):
 WRITE = ["--model=run", "--prompt=a"]
 NEW = ["--workdir=new", "--runs_dir=models"]
 REFUSED = {
-    "unknown flag": ("train", ["--verbosely=1"], ["verbosely"]),
     "mistyped flag": ("train", ["--wrkdir=a"], ["wrkdir", "--workdir=..."]),
     "flag without a value": ("train", ["--workdir"], ["workdir"]),
     "positional argument": ("train", ["configs/x.py"], ["'configs/x.py'"]),
     "override without dashes": ("train", ["learning_rate=3"], ["did you mean --config.optim.learning_rate=...?"]),
     "field without its group": ("train", ["--steps", "20"], ["did you mean --config.train.steps=...?"]),
-    "field without config": ("train", ["--model.num_layer=3"], ["did you mean --config.model.num_layers=...?"]),
     "two positional arguments": ("inspect_checkpoint", ["a", "b"], ["2 arguments", "a checkpoint folder"]),
     "no positional argument": ("inspect_checkpoint", [], ["0 arguments", "a checkpoint folder"]),
     # What fields may be is in tests/test_config.py.
@@ -136,10 +135,8 @@ REFUSED = {
     "mistyped value": ("train", ["--config.model.normalizer=sofmax1"], ["'sofmax1'", "'softmax1'"]),
     "a warm-up of all steps": ("train", ["--config.train.steps=9"], ["optim.warmup_steps=100", "train.steps=9"]),
     "override without a value": ("train", ["--config.train.steps"], ["--config.train.steps", "VALUE"]),
-    "override without a value before a flag": ("train", ["--config.train.wandb", "--workdir=new"], ["train.wandb"]),
     "override without a config": ("evaluate", ["--config.train.steps=3"], ["config"]),
     "missing config file": ("train", ["--config=smal.py"], ["smal.py", "'small.py'"]),
-    "config file in a missing folder": ("train", ["--config=no/small.py"], ["no/small.py", "get_config()"]),
     "config file that is no Python": ("train", ["--config=text.txt"], ["text.txt", "Python file"]),
     "config of a run without a workdir": ("train", ["--config=run/config.json"], ["run/config.json", "--workdir"]),
     "a run as a config": ("train", ["--config=run"], ["'run/config.json'"]),
@@ -151,17 +148,13 @@ REFUSED = {
     "no model to write": ("generate", ["--prompt=a"], ["--model"]),
     "no prompt": ("generate", ["--model=run"], ["--prompt"]),
     "a temperature in words": ("generate", [*WRITE, "--temperature=hot"], ["--temperature=hot"]),
-    "a negative temperature": ("generate", [*WRITE, "--temperature=-0.5"], ["temperature=-0.5"]),
     "top_p of nothing": ("generate", [*WRITE, "--top_p=0"], ["top_p=0.0"]),
-    "no such model to write": ("generate", ["--model=no/where", "--prompt=a"], ["no/where"]),
     "a prompt longer than learned positions": (
         "generate", ["--model=run", "--prompt=the sink and the peak"], ["21 tokens", "max_length=8"],
     ),
     "a token that the model does not have": ("generate", ["--model=run", "--prompt_ids=1,300"], ["300", "257"]),
-    "a missing prompt": ("generate", ["--model=run", "--prompt_file=tex.txt"], ["'text.txt'"]),
     "a mistyped run": ("evaluate", ["--checkpoint=runn"], ["'run'"]),
     "a folder of runs": ("inspect_checkpoint", ["."], ["run"]),
-    "token files into a folder in use": ("prepare_data", ["--input=text.txt", "--output=run"], ["run"]),
     "token files of a missing text": ("prepare_data", ["--input=nope.txt", "--output=new"], ["nope.txt"]),
     "token files by an impossible tokenizer": (
         "prepare_data", ["--input=text.txt", "--tokenizer=bpe:many", "--output=new"], ["'bpe:many'", "bpe:N"],
@@ -169,11 +162,6 @@ REFUSED = {
     "no model to analyze": ("analyze", [], ["--model"]),
     "an unknown model": ("analyze", ["--model=smolm2", "--workdir=new"], ["smolm2"]),
 }  # fmt: skip
-
-
-def some_quick(cases, count):
-    """Every case; all but the first so many are slow, since each costs the start of a process."""
-    return [case if i < count else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(cases)]
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -259,18 +247,13 @@ FILES = {
     "vocabulary larger than the model": (
         None, text("text.txt", "--config.model.vocab_size=100"), ["model.vocab_size=100", "258"],
     ),
-    "more rows than are held out": (None, text("text.txt", "--config.eval.sequences=100000"), ["eval.sequences"]),
-    "more steps than at the start": (
-        None, [*SMALL, "--workdir=run", "--config.train.steps=8"], ["train.steps=8", "train.init_from=run"],
-    ),
     "workdir that is a file": (write("new", "kept"), [*SMALL, "--workdir=new"], ["new is a file"]),
     "workdir of another config": (None, [*SMALL, "--workdir=run", "--config.optim.b1=0.5"], ["run", "optim.b1"]),
-    "damaged config.json": (write("run/config.json", "{"), [*SMALL, "--workdir=run"], ["run/config.json", "JSON"]),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", some_quick(FILES, 5))
-def test_wrong_files_are_refused_and_the_workdir_left_alone(home, case):
+@pytest.mark.parametrize("case", FILES)
+def test_wrong_files_leave_the_workdir_alone(home, case):
     change, arguments, words = FILES[case]
     if change:
         change(home)
@@ -299,16 +282,6 @@ def halve(pattern):
     return change
 
 
-def edit_config(edit):
-    def change(home):
-        path = home / "run/checkpoints/6/config/metadata"
-        values = json.loads(path.read_text())
-        edit(values["model"])
-        path.write_text(json.dumps(values))
-
-    return change
-
-
 def foreign(home):
     shutil.rmtree(home / "run/checkpoints")
     with ocp.CheckpointManager(home / "run/checkpoints") as manager:
@@ -317,17 +290,13 @@ def foreign(home):
 
 CHECKPOINTS = {
     "missing": (remove("run"), ["run"]),
-    "empty": (remove("run/checkpoints"), ["run"]),
     "truncated arrays": (halve("params/ocdbt.process_0/d/*"), ["run/checkpoints/6"]),
     "of another program": (foreign, ["'config'"]),
-    "config no JSON": (write("run/checkpoints/6/config/metadata", "{"), ["'config'", "run/checkpoints/6"]),
-    "config of another model": (edit_config(lambda model: model.update(d_mlp=64)), ["(16, 64)", "(16, 32)"]),
-    "config of another version": (edit_config(lambda model: model.pop("d_mlp")), ["missing: d_mlp"]),
     "no checksums": (remove("run/checkpoints/6/checksums"), ["'checksums'", "run/checkpoints/6"]),
 }
 
 
-@pytest.mark.parametrize("case", some_quick(CHECKPOINTS, 3))
+@pytest.mark.parametrize("case", CHECKPOINTS)
 def test_bad_checkpoint_is_neither_evaluated_nor_shown(home, case):
     change, words = CHECKPOINTS[case]
     change(home)
@@ -344,7 +313,7 @@ def test_checkpoint_is_not_evaluated_on_other_data(home):
     assert not list(home.rglob("evaluation.json"))
 
 
-def test_evaluation_that_cannot_be_written_is_refused_first(home):
+def test_unwritable_evaluation_is_refused_before_the_work(home):
     (home / "file").write_text("kept")
     done = run("evaluate", "--checkpoint=run", "--cache_dir=cache", "--workdir=file", cwd=home)
     assert "file" in complaint(done)
@@ -359,23 +328,20 @@ def test_evaluation_that_cannot_be_written_is_refused_first(home):
 def test_full_disk_while_saving_keeps_the_last_checkpoint(home):
     shutil.rmtree(home / "run/checkpoints/6")
     arguments = ["train", *SMALL, "--workdir=run"]
-    error = complaint(run_from_scratch(*arguments, cwd=home, limit_bytes=4096))
-    assert "step 3" in error
+    done = run_from_scratch(*arguments, cwd=home, limit_bytes=4096)
+    assert done.returncode == 2
+    assert "the checkpoint of step 3 is kept" in done.stderr  # among what threads of libraries print
     assert (home / "run/checkpoints/3/params").is_dir()
     assert run(*arguments, cwd=home).returncode == 0
     assert (home / "run/checkpoints/6").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("cache", "limit_bytes"), [("other", 1024), pytest.param("cache", 200, marks=pytest.mark.slow)]
-)
-def test_full_disk_is_said_and_leaves_no_half_cache(home, cache, limit_bytes):
-    arguments = ["--config=small.py", f"--cache_dir={cache}", "--workdir=new"]
-    error = complaint(run_from_scratch("train", *arguments, cwd=home, limit_bytes=limit_bytes))
+def test_full_disk_leaves_no_half_tokenised_text(home):
+    arguments = ["--config=small.py", "--cache_dir=other", "--workdir=new"]
+    error = complaint(run_from_scratch("train", *arguments, cwd=home, limit_bytes=1024))
     assert "File too large" in error
-    if cache == "other":  # while tokenising
-        assert not [path for path in (home / "other").iterdir() if path.is_dir()]
-        assert not (home / "new").exists()
+    assert not list((home / "other").rglob("train.bin"))
+    assert not (home / "new").exists()
 
 
 # What works.
@@ -385,7 +351,7 @@ def test_token_files_are_made_and_trained_on(home):
     done = run("prepare_data", "--input=text.txt,", "--output=tokens", cwd=home)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in (home / "tokens").iterdir()} == {
-        "source.json", "tokenizer.json", "train.bin", "train.json", "validation.bin", "validation.json",
+        "tokenizer.json", "train.bin", "train.json", "validation.bin", "validation.json",
     }  # fmt: skip
     arguments = [
         *SMALL, "--workdir=new", "--config.data.kind=tokens",
@@ -434,16 +400,15 @@ def written(trained):
     return loaded, generate(loaded, list(b"the"), 5, temperature=0.8, seed=3)
 
 
-@pytest.mark.parametrize("prompt", ["--prompt_file=prompt.txt", pytest.param(IDS, marks=pytest.mark.slow)])
-def test_run_writes_text(home, written, prompt):
+def test_run_writes_text(home, written):
     loaded, expected = written
     (home / "prompt.txt").write_text("the")
-    done = run("generate", prompt, "--model=run", *WRITING, cwd=home)
+    done = run("generate", "--prompt_file=prompt.txt", "--model=run", *WRITING, cwd=home)
     assert done.returncode == 0, done.stderr
     assert done.stdout == loaded.tokenizer.decode(expected) + "\n"
 
 
-def test_model_without_tokenizer_writes_ids_or_with_a_given_one_text(home, written):
+def test_model_without_tokenizer_writes_ids(home, written):
     loaded, expected = written
     write_folder(home / "exported", CONFIG.model, loaded.params)
     done = run("generate", "--model=exported", IDS, *WRITING, cwd=home)
@@ -513,7 +478,7 @@ def test_run_shows_its_config_steps_and_losses(home):
         assert word in done.stdout, word
     lines = [json.loads(line) for line in (home / "new/metrics.jsonl").open()]
     (loss,) = [line["validation_loss_nats"] for line in lines if "validation_loss_nats" in line]
-    assert f"{lines[1]['loss_nats']:.4f}" in done.stderr
+    assert f"{lines[1]['loss_nats']:.4g}" in done.stderr
     assert f"{loss:.4f}" in done.stdout
     again = run("train", *short, cwd=home)
     assert again.stdout == done.stdout

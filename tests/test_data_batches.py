@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -20,8 +18,7 @@ from orthojax.data import (
     text_corpus,
     text_parts,
 )
-from orthojax.data.preparation import HoldOut
-from orthojax.data.token_files import JoinedTokens
+from orthojax.data.preparation import hold_out_by_name
 from orthojax.errors import UserError
 
 T, B, ROWS = 3, 4, 12
@@ -59,16 +56,6 @@ def test_batches_in_any_order_are_those_of_grain(batch_size):
     assert row_numbers(batches(seed=6)(0)) != row_numbers(batches(seed=5)(0))
 
 
-def test_another_process_draws_the_same_batches():
-    code = (
-        "import sys\nimport numpy as np\nfrom orthojax.data import TokenBatches\n"
-        f"batches = TokenBatches(np.arange({ROWS * T + 1}), {T}, {B}, 5)\n"
-        "batches.spread_rows(2)\nprint('grain' in sys.modules, batches(8).tolist())"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == f"False {batches()(8).tolist()}"
-
-
 def test_rows_begin_with_bos_or_share_a_token():
     rows = batches().spread_rows(ROWS)
     np.testing.assert_array_equal(rows[:, 1:].ravel(), np.arange(1, ROWS * T + 1))
@@ -95,27 +82,12 @@ def test_too_few_tokens_are_refused():
         batches(tokens=np.arange(0))
 
 
-def test_processes_read_only_their_rows():
-    read = []
-
-    class Watched(JoinedTokens):
-        def __init__(self):
-            pass
-
-        def __len__(self):
-            return ROWS * T + 1
-
-        def __getitem__(self, part):
-            read.append(part.start // T)
-            return np.arange(part.start, part.stop)
-
-    source, whole = batches(tokens=Watched(), batch_size=8), batches(batch_size=8)
+def test_processes_read_their_rows_of_the_batch():
+    source = batches(batch_size=8)
     for step in (0, 3, 11):
         for share in (2, 4):
             parts = [source.rows(step, start, start + share) for start in range(0, 8, share)]
-            np.testing.assert_array_equal(np.concatenate(parts), whole(step))
-            assert read == row_numbers(whole(step))
-            read.clear()
+            np.testing.assert_array_equal(np.concatenate(parts), source(step))
     assert source.rows(0, 3, 3).shape == (0, T + 1)
     with pytest.raises(IndexError, match="rows 4:9 of a batch of 8"):
         source.rows(0, 4, 9)
@@ -152,9 +124,9 @@ def test_text_is_divided_and_described(config, tmp_path):
 
 def test_the_embedded_corpus_is_divided_by_name(tmp_path):
     dataset = open_dataset(DataConfig(tokenizer="bytes"), tmp_path)
-    documents, rule, sizes = list(embedded_corpus().documents()), HoldOut("name"), []
+    documents, sizes = list(embedded_corpus().documents()), []
     for split in ("train", "validation"):
-        wanted = [document.text for document in documents if rule.part(split, document)]
+        wanted = [document.text for document in documents if hold_out_by_name(split, document)]
         ids = np.concatenate([np.append(np.frombuffer(text.encode(), np.uint8), np.uint16(257)) for text in wanted])
         np.testing.assert_array_equal(getattr(dataset, split), ids)
         sizes.append(len(ids))
@@ -176,18 +148,6 @@ def test_the_cache_is_what_prepare_writes(config, tmp_path):
     assert not calls
     (folder / "validation.bin").unlink()
     assert open_dataset(config, tmp_path / "cache").provenance == dataset.provenance
-
-
-def test_reuse_imports_no_tokenizers_and_no_jax(config, tmp_path):
-    config = dataclasses.replace(config, tokenizer="bpe:270")
-    open_dataset(config, tmp_path / "cache")
-    code = (
-        "import sys\nfrom orthojax.config import DataConfig\nfrom orthojax.data import open_dataset\n"
-        f"dataset = open_dataset({config!r}, {str(tmp_path / 'cache')!r})\n"
-        "print(len(dataset.train) > 100, {'tokenizers', 'jax', 'grain'} & set(sys.modules))"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed == "True set()\n"
 
 
 def test_changes_make_a_new_folder(config, tmp_path):
@@ -214,10 +174,7 @@ def test_changes_make_a_new_folder(config, tmp_path):
 
 def test_repeated_passages_are_those_of_the_documents(config, tmp_path):
     repeated = dataclasses.replace(config, repeated_share=0.5)
-    plain, once, other = (
-        open_dataset(of, tmp_path / "cache") for of in (config, repeated, dataclasses.replace(repeated, repeat_seed=1))
-    )
-    assert len({np.asarray(of.train).tobytes() for of in (plain, once, other)}) == 3
+    plain, once = (open_dataset(of, tmp_path / "cache") for of in (config, repeated))
     kept = [text[: len(text) - len(text) // 10] for text in (TEXT, TEXT.upper())]
     wanted = "".join(repeat_passages(text, 0.5) for text in kept)
     assert load_tokenizer(once.tokenizer_path).decode(once.train) == wanted
@@ -235,21 +192,10 @@ def test_token_files_are_opened_in_pairs(config, tmp_path):
     assert (opened.provenance, opened.tokenizer_path) == (made.provenance, made.tokenizer_path)
     assert not (tmp_path / "unused").exists()
     other = open_dataset(dataclasses.replace(config, tokenizer="bpe:270"), tmp_path / "cache").tokenizer_path.parent
-    for changes, message in (
-        ({"paths": tokens.paths[::-1]}, "validation split"),
-        ({"paths": (tokens.paths[0], str(other / "validation.bin"))}, r"bytes, bpe:270"),
-        ({"paths": (tokens.paths[0],) * 2}, "same tokens"),
-        ({"tokenizer": "bpe:270"}, "data.tokenizer"),
-        ({"tokenizer": str(other / "tokenizer.json")}, "data.tokenizer"),
-    ):
-        with pytest.raises(UserError, match=message):
-            open_dataset(dataclasses.replace(tokens, **changes), tmp_path)
-    for spec in ("bytes", str(folder / "tokenizer.json")):
-        open_dataset(dataclasses.replace(tokens, tokenizer=spec), tmp_path)
-    shutil.copy(other / "tokenizer.json", folder)
-    with pytest.raises(UserError, match=r"tokenizer\.json is not the tokenizer of .*train\.bin"):
-        open_dataset(tokens, tmp_path)
-    (folder / "tokenizer.json").unlink()
+    mixed = dataclasses.replace(tokens, paths=(tokens.paths[0], str(other / "validation.bin")))
+    with pytest.raises(UserError, match=r"bytes, bpe:270"):
+        open_dataset(mixed, tmp_path)
+    shutil.copy(other / "tokenizer.json", folder)  # another one is not taken for theirs
     assert open_dataset(tokens, tmp_path).tokenizer_path is None
 
 
@@ -263,12 +209,5 @@ def test_wrong_configs_are_refused(config, tmp_path):
         open_dataset(dataclasses.replace(config, tokenizer="bpe:5000"), tmp_path / "cache")
     path = open_dataset(config, tmp_path / "cache").tokenizer_path.parent / "train.bin"
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(UserError, match=r"train\.bin has(.|\n)*delete that folder"):
+    with pytest.raises(UserError, match=r"train\.bin"):
         open_dataset(config, tmp_path / "cache")
-    for changes, message in (
-        ({"repeated_share": 1.5}, "repeated_share"),
-        ({"repeat_seed": -1}, "repeat_seed"),
-        ({"kind": "bigram_backcopy", "repeated_share": 0.5}, "repeated_share"),
-    ):
-        with pytest.raises(UserError, match=message):
-            DataConfig(**changes)

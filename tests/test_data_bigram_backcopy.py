@@ -17,7 +17,7 @@ from thinned import quick_and_slow
 
 from orthojax.config import DataConfig
 from orthojax.data import BigramBackcopy, default_text, open_task
-from orthojax.data.bigram_backcopy import EVALUATION, TRAINING, count_pairs, read_counts
+from orthojax.data.bigram_backcopy import EVALUATION, TRAINING
 from orthojax.errors import UserError
 
 B, T = 1024, 64
@@ -189,13 +189,6 @@ def test_a_batch_has_the_same_bits_on_any_mesh(sizes):
     np.testing.assert_array_equal(drawn, batch_of("in-context or backward", 5, 6))
 
 
-def test_a_batch_has_the_same_bits_without_jit():
-    task = small(**CASES["in-context or backward"])
-    with jax.disable_jit():
-        drawn = task.batch(5, B2, T2, 6)
-    np.testing.assert_array_equal(drawn, batch_of("in-context or backward", 5, 6))
-
-
 # The oracle.
 
 
@@ -286,49 +279,19 @@ def test_the_oracle_has_the_least_cross_entropy(task, tokens):
 # Where the counts come from.
 
 
-def test_a_table_of_counts_is_the_text_that_it_counts(tmp_path):
-    (tmp_path / "counts.json").write_text(json.dumps(count_pairs(TEXT)[::-1]))
+def test_a_task_is_opened_as_its_config_says(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
-    options = {"rule": "markov", "other_rule": "backcopy", "other_rule_probability": 0.25, "bos_tokens": 2}
-    made = []
-    for where in ({"counts": str(tmp_path / "counts.json")}, {"paths": (str(tmp_path / "text.txt"),)}):
-        made.append(open_task(DataConfig("bigram_backcopy", sequence_length=9, delimiter=True, **where, **options)))
-    (by_counts, read), (by_text, counted) = made
-    expected = BigramBackcopy.from_text(
-        TEXT, 3, rule="markov", other_rule="backcopy", other_rule_probability=0.25, bos_count=2, delimiter_position=5
-    )
-    assert by_counts == by_text == expected
-    assert read["counts_sha256"] == counted["counts_sha256"]
-    assert "counts.json" in read["source"]
-    assert json.loads(json.dumps(read)) == read
+    options = {"rule": "markov", "other_rule": "backcopy", "other_rule_probability": 0.25}
+    paths = (str(tmp_path / "text.txt"),)
+    config = DataConfig("bigram_backcopy", paths, sequence_length=9, delimiter=True, bos_tokens=2, **options)
+    opened, provenance = open_task(config)
+    assert opened == BigramBackcopy.from_text(TEXT, 3, bos_count=2, delimiter_position=5, **options)
+    assert json.loads(json.dumps(provenance)) == provenance
+    assert "text.txt" in provenance["source"]
     task, provenance = open_task(DataConfig("bigram_backcopy"))
     assert task == BigramBackcopy.from_text(default_text())
     assert provenance["source"] == "bigram_backcopy of pydoc_data.topics"
     assert provenance["characters"] == "".join(task.characters)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{}", "JSON"),
-        ("[", "JSON"),
-        ('[["a", "b", 1], ["b", "a"]]', "entry 1"),
-        ('[["a", "b", 0]]', "entry 0"),
-        ('[["a", "b", true]]', "entry 0"),
-        ('[["a", "b", NaN]]', "entry 0"),
-        ('[["a", 1, 1]]', "entry 0"),
-        ('["abc"]', "entry 0"),
-        ('[["a", "b", 1], ["b", "a", 2], ["a", "b", 3]]', "entry 2"),
-        ('[["a", "b", 1], ["b", "a", 2], ["a", "c", 3]]', "'c'"),
-        ("[]", "1 triggers"),
-    ],
-)
-def test_a_damaged_table_is_refused(tmp_path, content, message):
-    path = tmp_path / "counts.json"
-    path.write_text(content)
-    with pytest.raises(UserError, match=message) as caught:
-        BigramBackcopy(read_counts(path), 1)
-    assert str(caught.value).count("\n") <= 2
 
 
 def test_the_last_character_has_a_successor():
@@ -346,17 +309,6 @@ def test_ties_go_to_the_smaller_character():
     task = BigramBackcopy.from_text("cbacba", trigger_count=2)
     assert [task.characters[i] for i in task.triggers] == ["a", "b"]
     assert task.is_trigger(np.arange(4)).tolist() == [True, True, False, False]
-    with pytest.raises(ValueError, match="starts with a trigger"):
-        task.oracle(np.array([[int(task.triggers[0]), 1]]))
     for text, count in (("", 1), ("aaaa", 1), ("abc", 3)):
         with pytest.raises(UserError, match=f"{count} triggers"):
             BigramBackcopy.from_text(text, count)
-    for bad in ({"bos_count": 3}, {"delimiter_position": 1}, {"other_rule_probability": 1.1}):
-        with pytest.raises(ValueError, match="allowed"):
-            small(**bad)
-
-
-def test_missing_topics_are_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pydoc_data.topics", None)
-    with pytest.raises(UserError, match=r"pydoc_data\.topics"):
-        default_text()

@@ -1,4 +1,4 @@
-"""Sources of text: which documents they hold, that shards are the whole, and what bad files are called."""
+"""Sources of text: the documents they hold, and what bad files are called."""
 
 import bz2
 import gzip
@@ -57,8 +57,8 @@ FORMATS = {
 ADDRESSES = [".jsonl", ".jsonl.gz", ".json.gz", ".parquet"]
 
 
-def texts_of(source, index=0, count=1):
-    return [document.text for document in source.documents(index, count)]
+def texts_of(source):
+    return [document.text for document in source.documents()]
 
 
 @pytest.fixture(params=[*FORMATS, *(f"memory://{suffix}" for suffix in ADDRESSES)])
@@ -77,13 +77,6 @@ def opened(request, tmp_path):
 def test_every_format_holds_the_same_documents(opened):
     assert texts_of(opened) == KEPT
     assert len(opened.files) == 3
-
-
-@pytest.mark.parametrize("count", [2, 3, 5])
-def test_shards_are_the_whole_in_order(opened, count):
-    shards = [texts_of(opened, i, count) for i in range(count)]
-    assert [text for shard in shards for text in shard] == KEPT
-    assert sum(map(bool, shards)) == min(count, 3)
 
 
 def test_documents_have_names_of_their_own(tmp_path):

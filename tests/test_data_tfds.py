@@ -1,20 +1,17 @@
 """TensorFlow Datasets folders: texts of TFRecord and ArrayRecord, slices, damage, and no TensorFlow."""
 
 import json
-import shutil
 import struct
 import subprocess
 import sys
 from pathlib import Path
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 from tensorflow_datasets.proto.tf_example_generated_pb2 import Example  # type: ignore[attr-defined]
 
-from orthojax.data import open_token_files
-from orthojax.data.tfds import find_folder, masked_crc32c, open_tfds
+from orthojax.data import open_token_file
+from orthojax.data.tfds import find_folder, open_tfds
 from orthojax.errors import UserError
 
 TEXTS = [f"text {i} größer " * (i % 7) for i in range(50)]  # every seventh is empty, and left out
@@ -31,21 +28,9 @@ def example(**features):
     return message.SerializeToString()
 
 
-def bitwise_masked_crc32c(data):
-    """CRC-32C by its definition, division of polynomials one bit after the other, and the mask of TFRecord."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
-    crc ^= 0xFFFFFFFF
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
 def framed(data):
-    """A TFRecord, from its definition."""
-    length = struct.pack("<Q", len(data))
-    return b"".join(part + struct.pack("<I", bitwise_masked_crc32c(part)) for part in (length, data))
+    """A TFRecord from its definition, with zeros for the checksums, which are not read."""
+    return struct.pack("<QI", len(data), 0) + data + bytes(4)
 
 
 def write_tfds(data_dir, texts=TEXTS, version="3.0.1", shards=3, file_format="tfrecord"):
@@ -80,38 +65,33 @@ def edit_info(folder, edit):
     return folder
 
 
-def texts_of(source, index=0, count=1):
-    return [document.text for document in source.documents(index, count)]
-
-
-@FILE_FORMATS
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_shards_are_the_whole_in_order(tmp_path, file_format, count):
-    source = open_tfds(write_tfds(tmp_path, file_format=file_format), "train")
-    assert [text for i in range(count) for text in texts_of(source, i, count)] == KEPT
-    assert all(texts_of(source, i, count) for i in range(count))
+def texts_of(source):
+    return [document.text for document in source.documents()]
 
 
 @FILE_FORMATS
 @pytest.mark.parametrize(
-    ("split", "start", "stop"), [("[20%:]", 10, 50), ("[13:40]", 13, 40), ("[-10:-5]", 40, 45), ("[7%:88%]", 4, 44)]
+    ("split", "start", "stop", "files"),
+    [
+        *(("", 0, 50, 3), ("[20%:]", 10, 50, 3), ("[13:40]", 13, 40, 3)),
+        *(("[-10:-5]", 40, 45, 1), ("[7%:88%]", 4, 44, 3)),
+    ],
 )
-def test_slices_are_those_of_the_records(tmp_path, file_format, split, start, stop):
+def test_slices_are_those_of_the_records(tmp_path, file_format, split, start, stop, files):
     source = open_tfds(write_tfds(tmp_path, file_format=file_format), f"train{split}")
     assert texts_of(source) == [text for text in TEXTS[start:stop] if text]
-    assert (source.description, len(source.files)) == (f"c4/en:3.0.1 train{split}", 3)
+    assert (source.description, len(source.files)) == (f"c4/en:3.0.1 train{split}", files)
 
 
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ("test", r"'test'\nallowed: train"),
+        ("test", r"'test'(.|\n)*allowed: train"),
         ("trian", "did you mean 'train'"),
-        ("train[5:5]", "empty"),
         ("train[60:]", "50 examples"),
-        ("train+test", "cannot be read"),
-        ("train[a:b]", "cannot be read"),
-        ("", "cannot be read"),
+        ("train+test", "test"),
+        ("train[a:b]", r"a:b"),
+        ("", "''"),
     ],
 )
 def test_wrong_splits_are_refused(tmp_path, split, message):
@@ -129,12 +109,10 @@ def test_versions_and_data_sets_are_found_by_name(tmp_path):
     (tmp_path / "c4/en/11.0.0.incomplete").mkdir()
     assert find_folder(tmp_path, "c4/en").name == "10.0.0"
     folder = find_folder(tmp_path, "c4/en:3.0.1")
-    assert find_folder(folder, "") == folder
     for home, dataset, message in (
         (tmp_path, "c4/en:3.1.0", r"3\.0\.1 \| 9\.1\.0 \| 10\.0\.0"),
         (tmp_path, "c4", r"allowed: c4/en"),
         (tmp_path, "lm1b:1.1.0", "'lm1b'"),
-        (tmp_path, "", r"allowed: c4/en"),
         (folder, "c4", r"none is there"),
         (tmp_path / "nowhere", "c4", "nowhere"),
     ):
@@ -143,11 +121,6 @@ def test_versions_and_data_sets_are_found_by_name(tmp_path):
 
 
 # Damage.
-
-
-@hypothesis.given(st.binary(max_size=300))
-def test_checksum_is_the_division_of_polynomials(data):
-    assert masked_crc32c(data) == bitwise_masked_crc32c(data)
 
 
 def write_records(tmp_path, content, count=1):
@@ -159,30 +132,15 @@ def write_records(tmp_path, content, count=1):
 ONE = framed(example(text=b"one"))
 
 
-def flipped(place):
-    return ONE + bytes(byte ^ 4 * (i == place) for i, byte in enumerate(ONE)) + ONE
-
-
 @pytest.mark.parametrize(
-    ("content", "number", "message"),
-    [
-        (flipped(1), 1, "length"),
-        (flipped(20), 1, "checksum"),
-        (flipped(len(ONE) - 1), 1, "checksum"),
-        (ONE * 2 + ONE[:-3], 2, "cut short"),
-        (ONE + ONE[:5], 1, "record 1"),
-        (ONE * 2, 2, "ends"),
-        (ONE * 3 + b"garbage", 3, "record 3"),
-        (ONE * 4, 3, "there are 3"),
-        (b"only some text, and no record", 0, "length"),
-    ],
+    ("content", "number"),
+    [(ONE * 2 + ONE[:-3], 2), (ONE + ONE[:5], 1), (ONE * 2, 2), (ONE + b"only some text, and no record", 1)],
 )
-def test_damaged_records_are_named_after_those_before(tmp_path, content, number, message):
+def test_damaged_records_are_named_after_those_before(tmp_path, content, number):
     documents = open_tfds(write_records(tmp_path, content, 3), "train").documents()
     assert [next(documents).text for _ in range(number)] == ["one"] * number
-    with pytest.raises(UserError, match=message) as error:
+    with pytest.raises(UserError, match=f"record {number} of "):
         next(documents)
-    assert f"record {number} of " in str(error.value)
 
 
 def test_damaged_array_records_are_named(tmp_path):
@@ -195,11 +153,10 @@ def test_damaged_array_records_are_named(tmp_path):
 
 
 @FILE_FORMATS
-@pytest.mark.parametrize("count", ["16", "18"])
-def test_another_number_of_records_is_refused(tmp_path, file_format, count):
+def test_a_file_with_too_few_records_is_refused(tmp_path, file_format):
     folder = write_tfds(tmp_path, file_format=file_format)
-    edit_info(folder, lambda info: info["splits"][0]["shardLengths"].__setitem__(1, count))
-    with pytest.raises(UserError, match=f"00001-of-00003(.|\n)*{count}"):
+    edit_info(folder, lambda info: info["splits"][0]["shardLengths"].__setitem__(1, "18"))
+    with pytest.raises(UserError, match=r"00001-of-00003(.|\n)*18"):
         texts_of(open_tfds(folder, "train"))
 
 
@@ -228,14 +185,7 @@ def test_incomplete_folders_are_refused(tmp_path):
         open_tfds(folder, "train")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        *("{", "[]", "{}", '{"name": "c4", "version": "1.0.0", "splits": {"train": 1}}'),
-        '{"name": "c4", "version": "1.0.0", "splits": [{"name": "train", "shardLengths": ["many"]}]}',
-        '{"name": "c4", "version": "1.0.0", "splits": [{"shardLengths": ["1"]}]}',
-    ],
-)
+@pytest.mark.parametrize("content", ["{", "[]", '{"name": "c4", "version": "1.0.0", "splits": {"train": 1}}'])
 def test_metadata_of_another_kind_are_refused(tmp_path, content):
     folder = write_tfds(tmp_path, texts=["a"], shards=1)
     (folder / "dataset_info.json").write_text(content)
@@ -243,42 +193,6 @@ def test_metadata_of_another_kind_are_refused(tmp_path, content):
         open_tfds(folder, "train")
     assert str(folder) in str(error.value)
     assert str(error.value).count("\n") <= 2
-
-
-# What the metadata must not do.
-
-
-TEMPLATES = [
-    "../c4-{SHARD_INDEX}",
-    "/etc/{SHARD_INDEX}",
-    "linked-{SHARD_INDEX}",
-    "{SHARD_INDEX:999999999}",
-    "{SPLIT!r}",
-]
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_files_outside_the_folder_are_not_read(tmp_path, template):
-    """And templates are not format strings."""
-    folder = write_tfds(tmp_path / "tfds")
-    edit_info(folder, lambda info: info["splits"][0].update(filepathTemplate=template))
-    for i, shard in enumerate(sorted(folder.glob("*.tfrecord-*"))):
-        shutil.copy(shard, folder.parent / f"c4-{i:05d}")
-        (folder / f"linked-{i:05d}").symlink_to(folder.parent / f"c4-{i:05d}")
-    with pytest.raises(UserError, match=r"outside|lacks") as error:
-        open_tfds(folder, "train")
-    assert len(str(error.value)) < 2_000
-
-
-def test_templates_in_the_folder_and_links_to_it(tmp_path):
-    folder = write_tfds(tmp_path / "tfds")
-    template = "{SPLIT}/{DATASET}.{FILEFORMAT}.{SHARD_INDEX}of{NUM_SHARDS}"
-    edit_info(folder, lambda info: info["splits"][0].update(filepathTemplate=template))
-    (folder / "train").mkdir()
-    for i, shard in enumerate(sorted(folder.glob("*.tfrecord-*"))):
-        shard.rename(folder / f"train/c4.tfrecord.{i:05d}of00003")
-    (tmp_path / "link").symlink_to(tmp_path / "tfds/c4")
-    assert texts_of(open_tfds(find_folder(tmp_path, "link/en"), "train")) == KEPT
 
 
 @FILE_FORMATS
@@ -300,11 +214,8 @@ def test_the_command_line_reads_tfds_without_tensorflow(tmp_path):
     code = f"import runpy, sys\ntry:\n    runpy.run_path({str(script)!r}, run_name='__main__')\n"
     code += "finally:\n    print('tensorflow' in sys.modules)"
     arguments = ["--tfds_dir=tfds", "--dataset=c4/en", "--split=train", "--tokenizer=bytes", "--output=tokens"]
-    for shard in ("0/2", "1/2"):
-        command = [sys.executable, "-c", code, *arguments, f"--shard={shard}"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.endswith("False\n")
-        assert f"train-0000{shard[0]}-of-00002.bin" in done.stdout
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("False\n")
     wanted = np.concatenate([[*text.encode(), 257] for text in KEPT])
-    np.testing.assert_array_equal(open_token_files(tmp_path / "tokens/train.bin").tokens[:], wanted)
+    np.testing.assert_array_equal(open_token_file(tmp_path / "tokens/train.bin").tokens, wanted)

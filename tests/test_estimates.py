@@ -90,18 +90,6 @@ def test_forward_and_backward_trace_just_these_products(name):
     assert 3 * traced_flops(loss, params) == expected
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "grouped", "mixed layers"])
-def test_xla_counts_the_forward_pass_alike(name):
-    """Within 4%: XLA also counts elementwise work, here 1% to 2.2% of the whole."""
-    model, batch, length = dataclasses.replace(MODELS[name], d_model=128, d_mlp=512), 2, 32
-    tokens = jnp.zeros((batch, length), jnp.int32)
-    params = parameter_shapes(model)
-    forward = jax.jit(lambda params: Transformer(model).apply({"params": params}, tokens)[0])
-    counted = forward.lower(params).compile().cost_analysis()["flops"]
-    products = batch * length * flops_per_token(model, length) / 3
-    assert products <= counted <= 1.04 * products
-
-
 def test_utilization_is_the_share_of_the_peak():
     flops = closed_form(12, 768, 50_304, 1024)
     assert model_flops_utilization(989e12 / flops, flops, "NVIDIA H200", 1) == pytest.approx(1.0)
@@ -123,24 +111,18 @@ RUN = replace(dataclasses.replace(TINY, model=MODEL), CHANGES)
 )
 def test_a_dry_run_counts_what_the_run_holds(mesh):
     config = replace(RUN, mesh)
-    found = dict(line.strip().split(": ", 1) for line in dry_run(config) if not line.endswith(":"))
+    said = list(dry_run(config))
+    found = dict(line.strip().split(": ", 1) for line in said if line.endswith("B"))
     state, first = init_state(config), jax.devices()[0]
 
     def held(tree):
         shards = [s for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards if s.device == first]
         return sum(shard.data.nbytes for shard in shards)
 
-    assert found["devices"].startswith("8 x cpu" if mesh else "1 x cpu")
-    counts = [leaf.size for leaf in jax.tree.leaves(state.params)]
-    memory = "parameters"
-    assert found.pop("tokens") == "2,560 in 10 steps of 256"
-    sizes = {name: byte_size(size) for name, size in found.items() if size.endswith("B")}
-    assert sizes[memory] == pytest.approx(held(state.params), rel=0.01)
+    sizes = {name: float(size.split()[0]) * {"kB": 1e3, "MB": 1e6}[size.split()[1]] for name, size in found.items()}
+    assert sizes["parameters"] == pytest.approx(held(state.params), rel=0.01)
     assert sizes["optimizer state"] == pytest.approx(held(state.opt_state), rel=0.01)
     assert sizes.pop("together") == pytest.approx(sum(sizes.values()), rel=0.01)
-    assert f"parameters: {sum(counts):,}" in list(dry_run(config))
-
-
-def byte_size(text):
-    number, unit = text.split()
-    return float(number) * {"kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
+    counts = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    for what in (f"{counts:,} parameters", "2,560", "8 x cpu" if mesh else "1 x cpu"):
+        assert any(what in line for line in said), what

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from orthojax.machine import keep_freed_memory
+from orthojax.commands.cli import keep_freed_memory
 
 # Arrays of 64 MB, allocated, written and freed 20 times: 16,384 pages of 4 kB each time where they are given back.
 _CODE = """
 import resource
-from orthojax.machine import keep_freed_memory
+from orthojax.commands.cli import keep_freed_memory
 kept = keep_freed_memory()
 import numpy as np
 np.ones(2**23)

@@ -35,12 +35,13 @@ from orthojax.train import (
     learning_rate_schedule,
     make_mesh,
     make_train_step,
+    opening,
     place_rows,
     state_shapes,
     train,
 )  # fmt: skip
 from orthojax.train.data import batches
-from orthojax.train.mesh import about_mesh, parameter_shardings
+from orthojax.train.mesh import parameter_shardings
 from orthojax.train.step import jit_train_step
 
 ROWS, LENGTH, VOCAB = 16, 16, 64
@@ -91,11 +92,9 @@ def on_one_device(config, steps=20):
 
 
 def test_sizes_of_a_mesh():
-    assert MeshConfig().sizes(8) == (1, 1, 1)
-    assert MeshConfig(-1).sizes(8) == (8, 1, 1)
     assert MeshConfig(2, -1, 2).sizes(8) == (2, 2, 2)
     assert MeshConfig(2, 1, -1).sizes(6) == (2, 1, 3)
-    assert MeshConfig(2).sizes(8) == (2, 1, 1)  # the others are left out, which `about_mesh` tells
+    assert MeshConfig(2).sizes(8) == (2, 1, 1)  # the others are left out, which `opening` tells
 
 
 @pytest.mark.parametrize(
@@ -124,9 +123,11 @@ def test_wasted_devices_are_reported():
     table = init_state(SMALL).params["token_embedding"]["embedding"]
     assert isinstance(table.sharding, jax.sharding.SingleDeviceSharding)
     assert dict(make_mesh(on(CONFIG, 2, -1)).shape) == {"data": 2, "fsdp": 4, "tensor": 1}
-    assert "1 of 8" in about_mesh(CONFIG)[0]
-    assert about_mesh(on(CONFIG, -1)) == about_mesh(on(CONFIG, 2, 2, 2)) == about_mesh(on(LLAMA, 4, 1, 2)) == []
-    assert "key-value heads 2" in about_mesh(on(LLAMA, 2, 1, 4))[0]
+    assert "1 of 8" in opening(CONFIG)[-1]
+    for config in (on(CONFIG, -1), on(CONFIG, 2, 2, 2), on(LLAMA, 4, 1, 2)):
+        assert "devices" in opening(config)[-1]
+        assert "8 x cpu" in opening(config)[-1]
+    assert "key-value heads 2" in opening(on(LLAMA, 2, 1, 4))[-1]
 
 
 # Where things are.
@@ -209,14 +210,6 @@ def test_moments_are_split_over_data_too_and_bases_nowhere(optimizer):
     assert moments["head/kernel"] == (P("data", BOTH) if optimizer == "adam" else P(None, (*BOTH, "data")))
     planned, real = (jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), s) for s in (state_shapes(config), state))
     assert planned == real
-
-
-def test_annealed_sinks_have_a_sharding_on_a_mesh():
-    changes = {"model.normalizer": "learned_sink", "optim.optimizer": "adam", "optim.sink_anneal_steps": 4}
-    state = state_shapes(on(CONFIG, 2, **changes))
-    found = {path: leaf for path, leaf in by_path(state.opt_state).items() if "sink_anneal/start" in path}
-    assert found
-    assert all(leaf.sharding.is_fully_replicated for leaf in found.values())
 
 
 @pytest.mark.slow
@@ -426,18 +419,15 @@ def test_batches_come_in_order_two_ahead(mesh):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
 
 
-def test_what_reading_raises_ends_the_run(tmp_path):
-    def broken(number):
-        if number == 2:
-            raise UserError("the file is gone")
-        return tokens(number)
-
-    with pytest.raises(UserError, match="gone"):
-        train(replace(SMALL, {"train.steps": 3}), INPUTS._replace(batch=broken), tmp_path)
-    assert [line["step"] for line in lines(tmp_path)] == [1]
-
-
 # The whole way.
+
+
+def test_a_run_on_a_mesh_begins_with_given_parameters(tmp_path):
+    config = replace(SMALL, {"train.steps": 3})
+    source = train(config, INPUTS, tmp_path / "source")
+    given = {"train.init_from": str(tmp_path / "source"), "optim.learning_rate": 1e-9}
+    state = train(on(config, 2, 2, 2, **given), INPUTS, tmp_path / "run")
+    assert_trees_close(state.params, source.params, atol=1e-7)
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 """Several processes on this machine as one run: equal losses, one set of files, and nobody waits for the dead."""
 
 import json
-import os
-import re
 import shutil
 import signal
 import socket
@@ -11,12 +9,15 @@ import sys
 import time
 from pathlib import Path
 
+import foreign_reader
+import numpy as np
 import pytest
+from small_runs import ROOT, cpu_environment, flip
+from tiny_run import by_path
 
 from orthojax.errors import UserError
-from orthojax.train import distributed, list_arrays, read_metrics
+from orthojax.train import distributed, find_checkpoint, read_metrics, read_params, verify_checkpoint
 
-ROOT = Path(__file__).parents[1]
 FLAGS = {"data.kind": "bigram_backcopy", "data.sequence_length": 16, "eval.sequences": 32}
 FLAGS |= {f"model.{k}": v for k, v in dict(vocab_size=256, d_model=32, num_layers=2, num_heads=4, d_mlp=64).items()}
 FLAGS |= {"optim.optimizer": "orthoadam", "optim.warmup_steps": 2, "train.steps": 8, "train.batch_size": 16}
@@ -30,33 +31,34 @@ def free_port():
 
 
 def start(arguments, devices):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
-    environment |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment = cpu_environment(JAX_NUM_CPU_DEVICES=str(devices), PYTHONUNBUFFERED="1")
     return subprocess.Popen(
         [sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
-def train_together(workdir, caches, flags_of_each, devices):
-    """(exit status, console, errors) of launch/train.py in each process, with flags of its own."""
+def start_together(workdir, caches, flags_of_each, devices):
+    """Starts launch/train.py in each process, with flags of its own."""
     together = [f"--coordinator_address=localhost:{free_port()}", f"--num_processes={len(flags_of_each)}"]
     started = []
     for i, (cache, flags) in enumerate(zip(caches, flags_of_each, strict=True)):
         command = [str(ROOT / "launch/train.py"), f"--workdir={workdir}", f"--cache_dir={cache}"]
         command += [f"--config.{name}={value}" for name, value in flags.items()]
         started.append(start([*command, *together, f"--process_id={i}"] if len(caches) > 1 else command, devices))
+    return started
+
+
+def finish(started):
+    """(exit status, console, errors) of each process."""
     ends = [process.communicate(timeout=400) for process in started]
     return [(process.returncode, *end) for process, end in zip(started, ends, strict=True)]
 
 
 def run(workdir, cache, mesh, processes=1):
-    """The console of each process over eight devices, without what the CPU's own transport says."""
-    ends = train_together(workdir, [cache] * processes, [FLAGS | mesh] * processes, 8 // processes)
+    """The console and errors of each process over eight devices."""
+    ends = finish(start_together(workdir, [cache] * processes, [FLAGS | mesh] * processes, 8 // processes))
     assert [status for status, *_ in ends] == [0] * processes, ends
-    # Lines of the transport's threads may be interleaved.
-    return [
-        [line for line in out.splitlines() if line and not re.search(r"Gloo|peer ranks", line)] for _, out, _ in ends
-    ]
+    return [end[1:] for end in ends]
 
 
 def losses(workdir):
@@ -69,36 +71,73 @@ def losses(workdir):
 def alone(tmp_path_factory):
     """The run of one process on one device."""
     folder = tmp_path_factory.mktemp("alone")
-    (console,) = run(folder / "run", folder / "cache", {})
-    assert "  uses 1 of 8 devices; --config.mesh.data=-1 takes all" in console
+    run(folder / "run", folder / "cache", {})
     return folder
 
 
 MESH = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 
 
+@pytest.fixture(scope="module")
+def of_two(alone, tmp_path_factory):
+    """The same run by two processes."""
+    workdir = tmp_path_factory.mktemp("of_two") / "run"
+    return workdir, run(workdir, alone / "cache", MESH, 2)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_several_processes_are_one_run(alone, tmp_path, processes):
-    folder, want = alone, losses(alone / "run")
+def test_two_processes_are_one_run(alone, of_two, tmp_path):
+    workdir, ends = of_two
+    want = losses(alone / "run")
     assert len(want) == 8 + 2
-    want = pytest.approx(want, abs=1e-5, rel=0)
-    workdir = tmp_path / "run"
-    consoles = run(workdir, folder / "cache", MESH, processes)
-    assert any("done" in line for line in consoles[0])
-    assert consoles[1:] == [[]] * (processes - 1)
-    assert losses(workdir) == want
+    assert losses(workdir) == pytest.approx(want, abs=1e-5, rel=0)
+    assert ["done" in console for console, _ in ends] == [True, False]
     assert json.loads((workdir / "config.json").read_text())["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
-    # Every process wrote its own shards of the one checkpoint.
-    assert len(list((workdir / "checkpoints" / "8" / "params").glob("ocdbt.process_*"))) == processes
-    arrays = list_arrays(workdir / "checkpoints" / "8", "params")
-    assert arrays == list_arrays(folder / "run" / "checkpoints" / "8", "params")
-    # From the checkpoint in the middle on: another number of processes, another mesh, and one device.
-    for others, mesh in ((6 - processes, {"mesh.fsdp": -1}), (1, {})):
-        copy = Path(shutil.copytree(workdir, tmp_path / f"with_{others}"))
-        shutil.rmtree(copy / "checkpoints" / "8")
-        run(copy, folder / "cache", mesh, others)
-        assert losses(copy) == want
+    # Each wrote its own shards of the one checkpoint, and other programs read them.
+    checkpoint, other = (folder / "checkpoints/8" for folder in (workdir, alone / "run"))
+    files = json.loads((checkpoint / "checksums/metadata").read_text())["files"]
+    assert {name.split("/")[1] for name in files} >= {"ocdbt.process_0", "ocdbt.process_1"}
+    assert verify_checkpoint(checkpoint) == verify_checkpoint(other)
+    (arrays,) = foreign_reader.read(tmp_path, checkpoint / "params")
+    assert {name: (list(x.shape), x.tobytes()) for name, x in arrays.items()} == {
+        name: (list(x.shape), np.asarray(x).tobytes()) for name, x in by_path(read_params(checkpoint)).items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "mesh"), [(1, {}), (4, {"mesh.fsdp": -1})])
+def test_another_number_of_processes_resumes(alone, of_two, tmp_path, processes, mesh):
+    copy = Path(shutil.copytree(of_two[0], tmp_path / "run"))
+    shutil.rmtree(copy / "checkpoints/8")
+    run(copy, alone / "cache", mesh, processes)
+    assert losses(copy) == pytest.approx(losses(alone / "run"), abs=1e-5, rel=0)
+
+
+@pytest.mark.slow
+def test_all_processes_agree_on_a_damaged_checkpoint(alone, of_two, tmp_path):
+    """The damage lies in what one process alone checks; both go back to the step before."""
+    copy = Path(shutil.copytree(of_two[0], tmp_path / "run"))
+    flip(next((copy / "checkpoints/8/params/ocdbt.process_1").glob("d/*")))
+    ends = run(copy, alone / "cache", MESH, 2)
+    assert ["the damaged one is now" in errors for _, errors in ends] == [True, False]
+    assert {path.name for path in (copy / "checkpoints").glob("[0-9]*")} == {"4", "8", "8.damaged-1"}
+    assert losses(copy) == losses(of_two[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_notice_to_one_process_stops_all_at_the_same_step(alone, tmp_path, signum):
+    workdir, flags = tmp_path / "run", FLAGS | MESH | {"train.steps": 3000, "train.eval_every_steps": 0}
+    started = start_together(workdir, [alone / "cache"] * 2, [flags] * 2, 4)
+    while len(losses(workdir)) < 5:
+        assert [process.poll() for process in started] == [None, None]
+        time.sleep(0.1)
+    started[1].send_signal(signum)
+    ends = finish(started)
+    assert [status for status, *_ in ends] == [128 + signal.SIGTERM] * 2, ends
+    step = find_checkpoint(workdir).name
+    assert all(f"stopped at step {step}," in errors for *_, errors in ends)
+    assert verify_checkpoint(find_checkpoint(workdir)) > 0
 
 
 MEETING = """
@@ -135,18 +174,10 @@ def test_a_lost_process_ends_the_others(victim):
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        (("localhost:1", None, None), "num_processes=None"),
-        ((None, 2, 0), "coordinator_address=None"),
-        (("localhost:1", 2, 2), "process_id=2"),
-        (("localhost", 2, 0), "coordinator_address=localhost"),
-        ((":8476", 2, 0), "coordinator_address=:8476"),
-        (("two words:8476", 2, 1), "coordinator_address=two words:8476"),
-    ],
+    "given", [("localhost:1", None, None), (None, 2, 0), ("localhost:1", 2, 2), ("localhost", 2, 0), (":8476", 2, 0)]
 )
-def test_processes_that_are_not_described_are_refused(given, name):
-    with pytest.raises(UserError, match=name):
+def test_processes_that_are_not_described_are_refused(given):
+    with pytest.raises(UserError, match="coordinator_address"):
         distributed.initialize(*given)
 
 
@@ -160,7 +191,7 @@ def test_processes_of_different_runs_end_together(tmp_path):
     metrics, seed = tmp_path / "run/metrics.jsonl", {"train.seed": 7}
 
     def run_two(*flags):  # as on machines of their own
-        return train_together(tmp_path / "run", [tmp_path / "cache0", tmp_path / "cache1"], flags, 1)
+        return finish(start_together(tmp_path / "run", [tmp_path / "cache0", tmp_path / "cache1"], flags, 1))
 
     for status, _, errors in run_two(text, text | seed | {"data.paths": tmp_path / "other"}):
         assert status == 2

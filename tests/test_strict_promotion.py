@@ -89,7 +89,7 @@ for name in ("max_abs_first_maximum", "max_abs_rest_maximum", "norm_ratio_first"
     CASES[name] = (getattr(analysis, name), HIDDEN)
 for name in ("residual_norm_first", "residual_norm_rest", "value_norm_first", "value_norm_rest"):
     CASES[name] = (getattr(analysis, name), HIDDEN)
-for name in ("fraction", "mass", "mass_by_head", "share"):
+for name in ("fraction", "mass", "mass_by_head"):
     CASES[f"first_attention_{name}"] = (getattr(analysis, f"first_attention_{name}"), WEIGHTS)
 for name in ("sink_attention", "sink_attention_rest", "sink_logit_gap"):
     CASES[name] = (lambda w, name=name: getattr(analysis, name)(w, IS_TRIGGER), WEIGHTS)

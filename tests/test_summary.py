@@ -21,7 +21,7 @@ def weights_of(logits, normalizer):
 SOFTMAX, SOFTMAX1 = (weights_of(LOGITS, normalizer) for normalizer in (ops.softmax, ops.softmax1))
 
 
-def test_numbers_are_those_of_the_functions_layer_by_layer():
+def test_numbers_are_those_of_the_functions():
     summary = analysis.summarize(HIDDEN, SOFTMAX)
     assert [row.name for row in summary.rows][-3:] == ["first_attention_fraction", "first_attention_mass", "sink_rate"]
     for row in summary.rows:
@@ -49,7 +49,7 @@ def test_equal_logits_have_the_mass_of_chance(normalizer, weights):
     assert drawn["first_attention_mass"].chance == rows["first_attention_mass"].chance
 
 
-def test_in_a_window_late_queries_have_no_chance_of_the_first_key():
+def test_windows_lower_the_level_of_chance():
     W = 2
     near = np.subtract.outer(np.arange(T), np.arange(T)) < W
     weights = np.asarray(ops.softmax(jnp.zeros((1, N, T, T)), where=np.tri(T, dtype=bool) & near))
@@ -78,7 +78,7 @@ def test_rows_of_other_normalizers_have_no_mass_of_chance():
     assert "nan" not in str(analysis.summarize(weights=2.0 * SOFTMAX))
 
 
-def test_gaussian_states_have_the_numbers_of_chance_and_an_outlier_has_not():
+def test_gaussian_states_have_the_numbers_of_chance():
     many = np.random.default_rng(2).normal(size=(1, 400, 2, D))
     rows = {row.name: row for row in analysis.summarize(many).rows}
     for name in ("kurtosis_first", "kurtosis_rest", "norm_ratio_first", "norm_ratio_rest", "residual_norm_first"):

@@ -3,7 +3,6 @@ import functools
 import json
 import math
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +27,13 @@ from tiny_run import (
 
 from orthojax import quant
 from orthojax.config import OptimConfig, RotationConfig, replace
-from orthojax.data import BigramBackcopy, default_text
 from orthojax.errors import UserError
 from orthojax.model import Transformer, parameter_shapes, stack_layers, unstack_layers
 from orthojax.optim import RotatedAxes, rotate, unrotate
 from orthojax.train import (
     DivergedError,
-    Inputs,
     build,
-    dry_run,
     evaluate,
-    evaluation,
     evaluation_stages,
     find_checkpoint,
     init_state,
@@ -51,9 +46,9 @@ from orthojax.train import (
     settings_that_do_not_fit,
     train,
 )  # fmt: skip
+from orthojax.train.estimates import opening
 from orthojax.train.optimizer import decay_mask, rotated_axes, shared_basis
 from orthojax.train.step import loss_sum_nats
-from orthojax.train.summary import opening
 
 SGD = {"optim.optimizer": "sgd", "optim.learning_rate": 0.1, "train.steps": 10, "train.checkpoint_every_steps": 100}
 CONFIG = replace(TINY, SGD)
@@ -159,12 +154,7 @@ def test_every_seed_has_bases_of_its_own():
     np.testing.assert_array_equal(update({"optim.rotation.seed": 1}), update({"train.seed": 1}))
 
 
-def test_a_rotation_without_a_seed_is_refused():
-    with pytest.raises(UserError, match="seed"):
-        make_rotation(RotationConfig())
-
-
-@pytest.mark.parametrize("k", [0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("k", [0, 2, pytest.param(5, marks=pytest.mark.slow)])
 def test_targets_that_a_relaxed_mask_shows_are_uncounted(k):
     config = replace(CONFIG, {"model.relaxed_causal_tokens": k})
     model, tokens, params = Transformer(config.model), rows(0), initial(CONFIG).params
@@ -219,16 +209,22 @@ MUON = optax.contrib.muon(
 IS_KERNEL = jax.tree_util.tree_map_with_path(
     lambda path, _: path[-1].key == "kernel", TREE, is_leaf=lambda x: isinstance(x, tuple)
 )
+
+
+def lamb(config):
+    """An optimizer that a config names."""
+    return optax.chain(optax.scale_by_adam(config.b1, config.b2, config.eps), optax.scale_by_trust_ratio())
+
+
 # Fields of the config, the same chain by hand, and the path of a moment in the state.
 OPTIMIZERS = {
     "adam": ({}, [ADAM], "mu"),
     "adamw": ({"optimizer": "adam", "weight_decay": 0.1}, [ADAM, optax.add_decayed_weights(0.1, MASK)], "mu"),
     "orthoadam": ({}, [rotate(ROTATION), ADAM, unrotate(ROTATION)], "inner/mu"),
-    "rmsprop": ({}, [optax.scale_by_adam(0.0, 0.95, 1e-6)], "nu"),
     "sgd": ({}, [], None),
     "momentum": ({"optimizer": "sgd", "momentum": 0.7}, [optax.trace(0.7)], "trace"),
     "lion": ({}, [optax.scale_by_lion(0.8, 0.95)], None),
-    "imported": ({"optimizer": "orthojax.experiments.optimizers:lamb"}, [ADAM, optax.scale_by_trust_ratio()], None),
+    "imported": ({"optimizer": "test_train:lamb"}, [ADAM, optax.scale_by_trust_ratio()], None),
     "rotated_lion": (
         {"optimizer": "lion", "rotated": True},
         [rotate(ROTATION), optax.scale_by_lion(0.8, 0.95), unrotate(ROTATION)],
@@ -289,7 +285,7 @@ def test_an_optimizer_that_cannot_be_imported_is_refused(name):
         optimizer_of(OptimConfig(optimizer=name, warmup_steps=0), 10)
 
 
-def test_annealed_sinks_go_to_zero_on_a_line_and_nothing_else_changes():
+def test_annealed_sinks_go_to_zero_on_a_line():
     config = OptimConfig(optimizer="adam", learning_rate=0.01, warmup_steps=0, sink_anneal_steps=4)
     tree = {"layers": {"attention": {"sink": jnp.array([[-8.0, -2.0]]), "kernel": jnp.ones((2, 2))}}}
     gradients = jax.tree.map(jnp.ones_like, tree)
@@ -303,16 +299,6 @@ def test_annealed_sinks_go_to_zero_on_a_line_and_nothing_else_changes():
         np.testing.assert_array_equal(one["kernel"], other["kernel"])
         np.testing.assert_allclose(other["sink"], max(0, 1 - step / 4) * np.array([[-8.0, -2.0]]), atol=1e-6)
     assert np.any(one["sink"] != other["sink"])
-    assert "sink_anneal/start/layers.attention.sink" in by_path(states[1])
-
-
-def test_sinks_are_annealed_from_where_the_run_starts(tmp_path):
-    sinks = {"model.normalizer": "learned_sink", "train.steps": 4, "train.checkpoint_every_steps": 4}
-    source = train(replace(CONFIG, sinks | {"model.sink_init": -4.0}), inputs(), tmp_path / "source")
-    start = np.asarray(source.params["layers_0"]["attention"]["sink"])
-    given = {"train.init_from": str(tmp_path / "source"), "optim.sink_anneal_steps": 8}
-    state = train(replace(CONFIG, sinks | given), inputs(), tmp_path / "annealed")
-    np.testing.assert_allclose(state.params["layers_0"]["attention"]["sink"], start / 2, atol=1e-5)
 
 
 def test_rmsprop_equals_its_equation():
@@ -352,19 +338,12 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("scan", "axes", "embeddings"),
-    [
-        pytest.param(scan, axes, embeddings, marks=[pytest.mark.slow] * ((i + scan) % 2 == 0 or embeddings != scan))
-        for i, axes in enumerate(READER)
-        for scan in (True, False)
-        for embeddings in (True, False)
-    ],
-)
+@pytest.mark.parametrize("axes", READER)
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("embeddings", [True, False])
 def test_which_axes_of_which_parameter_are_rotated(scan, axes, embeddings):
-    config = dataclasses.replace(CONFIG, model=dataclasses.replace(RICH, num_layers=2, scan_layers=scan))
     rule = rotated_axes(RotationConfig(axes=axes, embeddings=embeddings))
-    shapes = by_path(parameter_shapes(config.model))
+    shapes = by_path(parameter_shapes(dataclasses.replace(RICH, num_layers=2, scan_layers=scan)))
     layers = ["layers"] if scan else ["layers_0", "layers_1"]
     expected = OUTSIDE | {f"{layer}/{path}": what for layer in layers for path, what in IN_A_LAYER.items()}
     assert shapes.keys() == expected.keys()
@@ -417,19 +396,9 @@ def test_scanned_and_unrolled_models_train_alike_with_orthoadam(kind):
 # Evaluation.
 
 TWO_LAYERS = replace(CONFIG, {"model.num_layers": 2})
-TEXT_KEYS = {
-    "perplexity", "loss_nats", "bits_per_byte", "kurtosis_first", "kurtosis_rest", "max_abs_first", "max_abs_rest",
-    "first_attention_fraction", "first_attention_mass", "norm_ratio_first", "norm_ratio_rest", "value_norm_first",
-    "value_norm_rest", "residual_norm_first", "residual_norm_rest", "perplexity_int8_fine", "perplexity_int8_moderate",
-    "perplexity_int8_coarse", "perplexity_int4_zeropoint",
-}  # fmt: skip
 HIDDEN_STATE_KEYS = {
     "kurtosis_first", "kurtosis_rest", "kurtosis_pooled", "max_abs_first", "max_abs_rest", "max_abs_first_maximum",
     "max_abs_rest_maximum", "norm_ratio_first", "norm_ratio_rest", "residual_norm_first", "residual_norm_rest",
-}  # fmt: skip
-BACKCOPY_KEYS = {
-    "backcopy_risk_nats", "bigram_excess_risk_nats", "sink_attention", "sink_logit_gap", "value_norm_first",
-    "value_norm_rest", "residual_norm_first", "residual_norm_rest",
 }  # fmt: skip
 
 
@@ -484,21 +453,18 @@ def evaluated():
     return params, metrics
 
 
-def test_a_setting_that_does_not_fit_is_refused(monkeypatch):
+def test_a_setting_that_does_not_fit_is_refused():
     model = loaded(TWO_LAYERS, drawn_params(TWO_LAYERS.model))
-    settings = quant.SETTINGS | {name: quant.setting_named(name) for name in ("w4a8", "w4a8_group64")}
-    reason = "group_size=64 does not divide the 16 input features of layers_0/attention/query"
-    assert settings_that_do_not_fit(model, settings) == {"w4a8_group64": reason}
-    monkeypatch.setattr(evaluation, "validation_loss_nats", lambda *_, **__: pytest.fail("a loss was computed"))
-    with pytest.raises(UserError, match=f"quantisation setting w4a8_group64: {reason}"):
+    settings = {name: quant.setting_named(name) for name in ("w4a8", "w4a8_group64")}
+    assert list(settings_that_do_not_fit(model, settings)) == ["w4a8_group64"]
+    with pytest.raises(UserError, match="w4a8_group64"):
         evaluate(model, inputs(), settings=settings)
 
 
 def test_fused_attention_of_another_platform_is_refused():
     config = replace(TINY, {"model.attention_implementation": "cudnn", "model.dtype": "bfloat16"})
-    for check in (lambda config: list(dry_run(config)), lambda config: opening(config, Path("run"))):
-        with pytest.raises(UserError, match="attention_implementation='cudnn'"):
-            check(config)
+    with pytest.raises(UserError, match="attention_implementation='cudnn'"):
+        opening(config)
 
 
 def test_perplexity_is_exp_of_the_mean_loss_over_all_targets(evaluated):
@@ -513,10 +479,10 @@ def test_perplexity_is_exp_of_the_mean_loss_over_all_targets(evaluated):
 
 def test_a_text_model_has_every_metric_and_each_by_layer(evaluated):
     _, metrics = evaluated
-    assert metrics.keys() >= TEXT_KEYS
     assert all(math.isfinite(value) for value in metrics.values())
-    layered = {key for key in TEXT_KEYS if not key.startswith(("perplexity", "loss", "bits"))}
-    for key in layered:
+    attention = {"first_attention_fraction", "first_attention_mass", "value_norm_first", "value_norm_rest"}
+    assert metrics.keys() >= HIDDEN_STATE_KEYS - {"kurtosis_pooled"} | attention
+    for key in HIDDEN_STATE_KEYS - {"kurtosis_pooled", "max_abs_first_maximum", "max_abs_rest_maximum"} | attention:
         assert metrics[key] == pytest.approx((metrics[f"{key}/layer_0"] + metrics[f"{key}/layer_1"]) / 2, rel=1e-6)
     perplexities = [value for key, value in metrics.items() if key.startswith("perplexity")]
     assert len(perplexities) == len(set(perplexities)) == 1 + len(quant.SETTINGS)
@@ -529,21 +495,6 @@ def test_the_evaluation_does_not_depend_on_the_batch_size(evaluated):
     assert smaller.keys() == {key for key in metrics if not key.startswith("perplexity_")}
     for key, value in smaller.items():
         assert value == pytest.approx(metrics[key], rel=2e-5), key
-
-
-@pytest.mark.slow
-def test_hidden_states_after_attention_are_measured(evaluated):
-    params, metrics = evaluated
-    more = evaluate(loaded(TWO_LAYERS, params), inputs(), settings={}, post_attention=True)
-    assert {name for name in more.keys() - metrics.keys() if "/" not in name} == {
-        f"post_attention_{name}" for name in HIDDEN_STATE_KEYS
-    }
-    tokens = inputs().evaluation[:, :-1]
-    observed = Transformer(TWO_LAYERS.model).apply({"params": params}, tokens, observe=lambda taps: taps.post_attention)
-    x = np.asarray(observed[1], np.float64)[:, :, 0]  # [layers, sequences, channels] of the first token
-    centred = x - x.mean(-1, keepdims=True)
-    kurtosis = np.mean(np.mean(centred**4, -1) / np.mean(centred**2, -1) ** 2)
-    assert more["post_attention_kurtosis_first"] == pytest.approx(kurtosis, rel=1e-5)
 
 
 @pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -565,20 +516,6 @@ def test_a_quantised_head_is_its_definition_tied_or_not(tied):
         assert metrics[f"perplexity_w4{suffix}"] == pytest.approx(perplexity, rel=1e-5)
     assert abs(metrics["perplexity_w4_with_head"] / metrics["perplexity_w4"] - 1) > 1e-4
     assert metrics["perplexity_w4"] != metrics["perplexity"]
-
-
-@pytest.mark.slow
-def test_bigram_backcopy_has_every_metric():
-    task = BigramBackcopy.from_text(default_text(), 3)
-    config = replace(TWO_LAYERS, {"model.vocab_size": task.vocab_size + 3, "data.kind": "bigram_backcopy"})
-    data = Inputs(rows, np.asarray(task.batch(0, 16, 8, 7)), None, {}, task)
-    params = initial(config).params
-    metrics = evaluate(loaded(config, params), data)
-    assert metrics.keys() >= BACKCOPY_KEYS | {"loss_nats"}
-    assert not metrics.keys() & {"perplexity", "bits_per_byte"}
-    assert metrics.keys() >= {f"{key}/layer_1" for key in BACKCOPY_KEYS if "risk" not in key}
-    assert all(math.isfinite(value) for value in metrics.values())
-    assert evaluation_stages(config) == 1
 
 
 # The loop.
@@ -615,12 +552,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, poisoned):
     assert (tmp_path / "checkpoints/2").is_dir() == (poisoned == 2)
     # The data being repaired, it resumes from there.
     assert bits(train(config, inputs(), tmp_path)) == bits(train(config, inputs(), tmp_path / "whole"))
-
-
-@pytest.mark.parametrize(("name", "value"), [("probe_every_steps", -1), ("probe_sequences", 0), ("probe_steps", (-1,))])
-def test_impossible_probes_are_refused(name, value):
-    with pytest.raises(UserError, match=name):
-        replace(CONFIG, {f"train.{name}": value})
 
 
 def test_metrics_are_those_of_their_own_step(tmp_path):

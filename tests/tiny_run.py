@@ -1,6 +1,5 @@
 """A run of seconds on random tokens, and its arrays by path: shared by the tests of training."""
 
-import io
 import itertools
 from pathlib import Path
 
@@ -71,11 +70,6 @@ def assert_lines_close(found, expected):
     for a, b in itertools.zip_longest(found, expected, fillvalue={}):
         floats = {key: pytest.approx(value, rel=1e-3, abs=1e-5) for key, value in b.items() if isinstance(value, float)}
         assert a == b | floats
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def drawn_params(model, std=0.1):

@@ -109,7 +109,7 @@ def residual_norm_rest(hidden: ArrayLike, first: int = 1) -> jax.Array:
     return jnp.mean(norm(hidden_states(hidden, at_least=first + 1))[:, first:])
 
 
-def value_norm_first(value_norms: ArrayLike, first: int = 1) -> jax.Array:
+def value_norm_first(value_norms: ArrayLike, first: int = 1, *, by_head: bool = False) -> jax.Array:
     """||W_o v||_2 of the token at position 0, mean over heads and sequences: low where a value state is drained.
 
     Definition: the norm after the output projection, ||W_o^h v_j||_2 with the rows of W_o that belong to query head h
@@ -119,10 +119,13 @@ def value_norm_first(value_norms: ArrayLike, first: int = 1) -> jax.Array:
     Args:
       value_norms: ||W_o^h v_j||_2 of one layer, [B, N, S].
       first: The number of first positions that the mean is over, if there are several BOS tokens.
+      by_head: Give the value of every head, [N].
     """
-    return jnp.mean(at_least_float32(norms_of_values(value_norms, at_least=first))[..., :first])
+    norms = at_least_float32(norms_of_values(value_norms, at_least=first))
+    return jnp.mean(norms[..., :first], axis=(0, 2) if by_head else None)
 
 
-def value_norm_rest(value_norms: ArrayLike, first: int = 1) -> jax.Array:
+def value_norm_rest(value_norms: ArrayLike, first: int = 1, *, by_head: bool = False) -> jax.Array:
     """||W_o v||_2, mean over positions >= `first`, heads and sequences; see `value_norm_first`."""
-    return jnp.mean(at_least_float32(norms_of_values(value_norms, at_least=first + 1))[..., first:])
+    norms = at_least_float32(norms_of_values(value_norms, at_least=first + 1))
+    return jnp.mean(norms[..., first:], axis=(0, 2) if by_head else None)

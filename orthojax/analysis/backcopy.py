@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from orthojax.analysis.inputs import attention_weights, predictions, triggers
+from orthojax.analysis.inputs import attention_weights, triggers
 from orthojax.ops.statistics import at_least_float32
 
 SumAndCount = tuple[jax.Array, jax.Array]
@@ -32,28 +32,20 @@ def _cross_entropy(oracle_probs: jax.Array, log_probs: jax.Array) -> jax.Array:
     return -jnp.sum(oracle_probs * jnp.where(possible, log_probs, 0.0), axis=-1)
 
 
-def backcopy_risk_sum(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
-    """`backcopy_risk_nats` as (sum in nats, number of trigger positions)."""
-    log_probs, oracle = map(at_least_float32, predictions(log_probs, oracle_probs))
-    return _sum_and_count(_cross_entropy(oracle, log_probs), triggers(is_trigger, oracle.shape[:2]))
-
-
-def _divergence(log_probs: ArrayLike, oracle_probs: ArrayLike) -> jax.Array:
-    log_probs, oracle = map(at_least_float32, predictions(log_probs, oracle_probs))
-    entropy = _cross_entropy(oracle, jnp.log(jnp.where(oracle > 0.0, oracle, 1.0)))
-    return _cross_entropy(oracle, log_probs) - entropy
-
-
-def backcopy_excess_risk_sum(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
-    """`backcopy_excess_risk_nats` as (sum in nats, number of trigger positions)."""
-    divergence = _divergence(log_probs, oracle_probs)
-    return _sum_and_count(divergence, triggers(is_trigger, divergence.shape))
-
-
-def bigram_excess_risk_sum(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> SumAndCount:
-    """`bigram_excess_risk_nats` as (sum in nats, number of other positions)."""
-    divergence = _divergence(log_probs, oracle_probs)
-    return _sum_and_count(divergence, ~triggers(is_trigger, divergence.shape))
+def risk_sums(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> dict[str, SumAndCount]:
+    """Returns `backcopy_risk_nats`, `backcopy_excess_risk_nats` and `bigram_excess_risk_nats` as (sum, count)."""
+    if jnp.ndim(log_probs) != 3 or jnp.shape(log_probs) != jnp.shape(oracle_probs):
+        shapes = f"{jnp.shape(log_probs)} and {jnp.shape(oracle_probs)}"
+        raise ValueError(f"log_probs and oracle_probs have shapes {shapes}; allowed: [B, T, V] for both")
+    log_probs, oracle = at_least_float32(log_probs), at_least_float32(oracle_probs)
+    is_trigger = triggers(is_trigger, oracle.shape[:2])
+    risk = _cross_entropy(oracle, log_probs)
+    divergence = risk - _cross_entropy(oracle, jnp.log(jnp.where(oracle > 0.0, oracle, 1.0)))
+    return {
+        "backcopy_risk_nats": _sum_and_count(risk, is_trigger),
+        "backcopy_excess_risk_nats": _sum_and_count(divergence, is_trigger),
+        "bigram_excess_risk_nats": _sum_and_count(divergence, ~is_trigger),
+    }
 
 
 def backcopy_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
@@ -69,7 +61,7 @@ def backcopy_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger
     Returns:
       Nats; nan without triggers.
     """
-    return _mean(backcopy_risk_sum(log_probs, oracle_probs, is_trigger))
+    return _mean(risk_sums(log_probs, oracle_probs, is_trigger)["backcopy_risk_nats"])
 
 
 def backcopy_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
@@ -77,7 +69,7 @@ def backcopy_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_
 
     Arguments as of `backcopy_risk_nats`, from which it differs by the oracle's risk, that of the rule itself.
     """
-    return _mean(backcopy_excess_risk_sum(log_probs, oracle_probs, is_trigger))
+    return _mean(risk_sums(log_probs, oracle_probs, is_trigger)["backcopy_excess_risk_nats"])
 
 
 def bigram_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
@@ -89,7 +81,7 @@ def bigram_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_tr
 
     Arguments as of `backcopy_risk_nats`. Returns nats, >= 0 up to rounding.
     """
-    return _mean(bigram_excess_risk_sum(log_probs, oracle_probs, is_trigger))
+    return _mean(risk_sums(log_probs, oracle_probs, is_trigger)["bigram_excess_risk_nats"])
 
 
 def by_head(values: jax.Array, where: jax.Array) -> SumAndCount:
@@ -103,15 +95,14 @@ def mean_over_heads(sum_and_count: SumAndCount) -> jax.Array:
     return jnp.mean(total) / count.astype(total.dtype)
 
 
-def sink_attention_sum(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> SumAndCount:
-    """`sink_attention` as (sum by head [N], number of non-trigger positions)."""
-    return by_head(*_on_bos(weights, is_trigger, bos_count))
-
-
-def _on_bos(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the weight on BOS [B, N, T], and the mask of queries that should be dormant [B, T]."""
-    on_bos = jnp.sum(at_least_float32(attention_weights(weights))[..., : max(1, bos_count)], axis=-1)
-    return on_bos, ~triggers(is_trigger, (on_bos.shape[0], on_bos.shape[2]))
+def sink_attention_sum(
+    weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1, *, own_rows: bool = True
+) -> SumAndCount:
+    """Returns `sink_attention`, or `sink_attention_rest` without the rows of BOS, as (sum by head [N], queries)."""
+    n = max(1, bos_count)
+    on_bos = jnp.sum(at_least_float32(attention_weights(weights))[..., :n], axis=-1)
+    dormant, start = ~triggers(is_trigger, (on_bos.shape[0], on_bos.shape[2])), 0 if own_rows else n
+    return by_head(on_bos[..., start:], dormant[:, start:])
 
 
 def sink_attention(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> jax.Array:
@@ -128,13 +119,6 @@ def sink_attention(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1
     return mean_over_heads(sink_attention_sum(weights, is_trigger, bos_count))
 
 
-def sink_attention_rest_sum(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> SumAndCount:
-    """`sink_attention_rest` as (sum by head [N], number of non-trigger positions after BOS)."""
-    on_bos, where = _on_bos(weights, is_trigger, bos_count)
-    n = max(1, bos_count)
-    return by_head(on_bos[..., n:], where[:, n:])
-
-
 def sink_attention_rest(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> jax.Array:
     """`sink_attention` without the rows of BOS.
 
@@ -142,4 +126,4 @@ def sink_attention_rest(weights: ArrayLike, is_trigger: ArrayLike, bos_count: in
     ReLU attention without any sink can reach 10, enough to move the mean over all rows. Arguments as of
     `sink_attention`.
     """
-    return mean_over_heads(sink_attention_rest_sum(weights, is_trigger, bos_count))
+    return mean_over_heads(sink_attention_sum(weights, is_trigger, bos_count, own_rows=False))

@@ -3,8 +3,8 @@
 Names with a suffix or prefix are resolved to the entry that they vary: `kurtosis_first/layer_3`,
 `post_attention_kurtosis_first`, `rotated_kurtosis_first`, `perplexity_int8_coarse`, `perplexity_w4a8_with_head`.
 
-Sources: From Attention to Activation (FAA, arXiv 2410.17174) and Active-Dormant Attention Heads (ADH, arXiv
-2410.13835). The functions of `orthojax.analysis` that have the names of metrics define them in full.
+An entry tells a metric in one sentence; the function of `orthojax.analysis` that has its name defines it in full, with
+its equation and its source.
 """
 
 import dataclasses
@@ -68,7 +68,6 @@ class Definition:
       label: The name that people read, in tables and figures.
       unit: "nats", "bits", "fraction", "tokens/s"; "" for numbers without one.
       definition: One sentence.
-      source: The paper that the definition is from, "" for ours.
       chance: Conditions -> the value if nothing stands out; None without such a level.
       chance_words: The case that the level of chance is of.
       group: "loss", "hidden states", "attention", "quantisation" or "training".
@@ -78,7 +77,6 @@ class Definition:
     label: str
     unit: str
     definition: str
-    source: str = ""
     chance: Callable[[Conditions], float | None] | None = None
     chance_words: str = ""
     group: str = ""
@@ -106,99 +104,87 @@ _EQUAL, _ZERO, _GAUSSIAN = "if all logits are equal", "if all attention logits a
 _LAW = "for the law of the data"
 
 
-def _loss(name: str, label: str, unit: str, definition: str, chance: Callable[[Conditions], float]) -> Definition:
-    return Definition(name, label, unit, definition, "", chance, _EQUAL)
-
-
 def _both(
-    name: str, label: str, definition: str, source: str, *, chance: Callable[[Conditions], float] | None = None
+    name: str, label: str, definition: str, chance: Callable[[Conditions], float] | None = None
 ) -> list[Definition]:
     """Returns the entries of a metric of the first token and of the others; {} in the definition says which."""
-    words = {"first": ("first token", "at position 0"), "rest": ("other tokens", "at positions from 1 on")}
+    words = _GAUSSIAN if chance else ""
     return [
-        Definition(f"{name}_{part}", f"{label}, {short}", "", definition.format(where), source, chance,
-                   _GAUSSIAN if chance else "")
-        for part, (short, where) in words.items()
-    ]  # fmt: skip
+        Definition(f"{name}_first", f"{label}, first token", "", definition.format("at position 0"), chance, words),
+        Definition(
+            f"{name}_rest", f"{label}, other tokens", "", definition.format("at later positions"), chance, words
+        ),
+    ]
 
 
 _LOSSES = [
-    _loss("perplexity", "perplexity", "", "Exponential of the mean cross-entropy per token.", lambda c: c.vocab_size),
-    _loss("loss_nats", "loss (nats)", "nats", "Mean cross-entropy of the next token.",
-          lambda c: math.log(c.vocab_size)),
+    Definition("perplexity", "perplexity", "", "Exponential of the mean cross-entropy per token.",
+               lambda c: c.vocab_size, _EQUAL),
+    Definition("loss_nats", "loss (nats)", "nats", "Mean cross-entropy of the next token.",
+               lambda c: math.log(c.vocab_size), _EQUAL),
     Definition("bits_per_byte", "bits per byte", "bits", "Cross-entropy per byte of the text."),
     Definition("backcopy_risk_nats", "backcopy risk (nats)", "nats",
-               "Cross-entropy under the law of the data where the task is to copy.", "ADH"),
+               "Cross-entropy under the law of the data where the task is to copy."),
     Definition("backcopy_excess_risk_nats", "backcopy excess risk (nats)", "nats",
-               "Cross-entropy above that of the law of the data at triggers.", "", lambda c: 0.0, _LAW),
+               "Cross-entropy above that of the law of the data at triggers.", lambda c: 0.0, _LAW),
     Definition("bigram_excess_risk_nats", "bigram excess risk (nats)", "nats",
-               "Cross-entropy above that of the law of the data at all other tokens.", "ADH", lambda c: 0.0, _LAW),
+               "Cross-entropy above that of the law of the data at all other tokens.", lambda c: 0.0, _LAW),
 ]  # fmt: skip
 _HIDDEN_STATES = [
-    *_both("kurtosis", "kurtosis", "Raw kurtosis over channels {}, mean over sequences and layers.", "FAA, Eq. 2",
-           chance=lambda c: 3.0),
+    *_both("kurtosis", "kurtosis", "Raw kurtosis over channels {}, mean over sequences and layers.", lambda c: 3.0),
     Definition("kurtosis_pooled", "kurtosis, all tokens", "",
-               "Raw kurtosis over channels, mean over all positions, sequences and layers.", "FAA, Eq. 2",
-               lambda c: 3.0, _GAUSSIAN),
-    *_both("max_abs", "max |activation|", "Largest |x| over channels {}, mean over sequences and layers.",
-           "FAA, Table 2"),
+               "Raw kurtosis over channels, mean over all positions, sequences and layers.", lambda c: 3.0, _GAUSSIAN),
+    *_both("max_abs", "max |activation|", "Largest |x| over channels {}, mean over sequences and layers."),
     Definition("max_abs_first_maximum", "max |activation| over the whole set, first token", "",
                "Largest |x| at position 0 of all sequences and layers; grows with their number."),
     Definition("max_abs_rest_maximum", "max |activation| over the whole set, other tokens", "",
-               "Largest |x| at positions from 1 on, of all sequences and layers; grows with their number."),
-    *_both("norm_ratio", "max / l2 norm", "max|x| / ||x||_2 {}, mean over sequences and layers.", "FAA, Appendix I.3",
-           chance=lambda c: gaussian_norm_ratio(c.d_model)),
-    *_both("residual_norm", "residual norm", "||x||_2 after a block {}, mean over sequences and layers.", "ADH"),
+               "Largest |x| at later positions of all sequences and layers; grows with their number."),
+    *_both("norm_ratio", "max / l2 norm", "max|x| / ||x||_2 {}, mean over sequences and layers.",
+           lambda c: gaussian_norm_ratio(c.d_model)),
+    *_both("residual_norm", "residual norm", "||x||_2 after a block {}, mean over sequences and layers."),
 ]  # fmt: skip
 _PEAKS = [
-    Definition("residual_peak", "residual norm, <s> less others", "", "Residual norm of <s> less the others' mean.",
-               "ADH"),
+    Definition("residual_peak", "residual norm, <s> less others", "", "Residual norm of <s> less the others' mean."),
     Definition("residual_peak_ratio", "residual norm, <s> over others", "",
                "Residual norm of <s> over the others' mean."),
 ]  # fmt: skip
 _ATTENTION = [
     Definition("first_attention_fraction", "first token gets most attention, fraction", "fraction",
-               "Fraction of (query, head) pairs whose strictly largest weight is on key 0.", "FAA, Table 2",
+               "Fraction of (query, head) pairs whose strictly largest weight is on key 0.",
                _most_attended, "by chance"),
     Definition("first_attention_mass", "attention mass on the first token", "fraction",
-               "Mean weight on key 0 over queries, heads and layers.", "ADH", _mass, _ZERO),
-    Definition("first_attention_share", "attention on the first token, share of a row", "fraction",
-               "Weight on key 0 over the sum of its row, mean over queries, heads and layers.", "", _most_attended,
-               _ZERO),
+               "Mean weight on key 0 over queries, heads and layers.", _mass, _ZERO),
     Definition("sink_rate", "sink heads, fraction", "fraction",
                "Fraction of heads whose mean weight on key 0 is above 0.3."),
     Definition("null_mass", "attention to no token", "fraction", "1 - sum of a row of weights, mean over queries."),
     Definition("attention_entropy_nats", "entropy of attention (nats)", "nats",
                "Entropy of a row of weights, the unused mass as one more key."),
-    *_both("value_norm", "value norm", "||W_o v||_2 of the value {}, mean over heads, sequences and layers.", "ADH"),
-    Definition("value_drain", "value norm, <s> over others", "", "Value norm of <s> over the others' mean.", "ADH"),
+    *_both("value_norm", "value norm", "||W_o v||_2 of the value {}, mean over heads, sequences and layers."),
+    Definition("value_drain", "value norm, <s> over others", "", "Value norm of <s> over the others' mean."),
     Definition("sink_attention", "attention of non-triggers to <s>, its own row with it", "fraction",
-               "Mean weight on <s> at tokens that are no triggers, mean over heads, largest over layers.", "ADH",
+               "Mean weight on <s> at tokens that are no triggers, mean over heads, largest over layers.",
                _bos_mass, _ZERO),
     Definition("sink_attention_rest", "attention of non-triggers to <s>", "fraction",
-               "`sink_attention` without the row of <s> itself.", "", lambda c: _bos_mass(c, c.bos_tokens), _ZERO),
+               "`sink_attention` without the row of <s> itself.", lambda c: _bos_mass(c, c.bos_tokens), _ZERO),
     Definition("sink_logit", "logit on <s>", "", "Mean attention logit on <s> at tokens that are no triggers."),
     Definition("sink_logit_gap", "sink logit gap", "",
-               "Attention logit on key 0 less the mean over keys between it and the query, triggers left out.", "ADH",
+               "Attention logit on key 0 less the mean over keys between it and the query, triggers left out.",
                lambda c: 0.0, _EQUAL),
     Definition("sink_logit_gap_tokens", "sink logit gap, mean over tokens", "",
-               "`sink_logit_gap` with equal weight on each token of the vocabulary.", "ADH, Figure 4",
-               lambda c: 0.0, _EQUAL),
-    Definition("sink_logit_gap_q10", "sink logit gap, 10% quantile over tokens", "",
-               "10% quantile of `sink_logit_gap` over tokens of the vocabulary.", "ADH, Figure 4"),
-    Definition("sink_logit_gap_q90", "sink logit gap, 90% quantile over tokens", "",
-               "90% quantile of `sink_logit_gap` over tokens of the vocabulary.", "ADH, Figure 4"),
+               "`sink_logit_gap` with equal weight on each token of the vocabulary.", lambda c: 0.0, _EQUAL),
+    *(Definition(f"sink_logit_gap_q{q}", f"sink logit gap, {q}% quantile over tokens", "",
+                 f"{q}% quantile of `sink_logit_gap` over tokens of the vocabulary.") for q in (10, 90)),
     Definition("sink_logit_spread", "spread of logits on <s>", "",
-               "Standard deviation over queries of the attention logit on <s>.", "ADH"),
+               "Standard deviation over queries of the attention logit on <s>."),
     Definition("other_logit_spread", "spread of logits on other tokens", "",
-               "Standard deviation over queries of the logit on one token as key, mean over tokens.", "ADH"),
+               "Standard deviation over queries of the logit on one token as key, mean over tokens."),
     Definition("active_at_triggers", "heads active at triggers, fraction", "fraction",
                "Fraction of trigger queries at which a head writes a tenth of its largest activity or more."),
     Definition("active_elsewhere", "heads active at other tokens, fraction", "fraction",
                "Fraction of other queries at which a head writes a tenth of its largest activity or more."),
 ]  # fmt: skip
 _TRAINING = [
-    Definition("validation_loss_nats", "held-out loss (nats)", "nats", "Mean cross-entropy on held-out tokens.", "",
+    Definition("validation_loss_nats", "held-out loss (nats)", "nats", "Mean cross-entropy on held-out tokens.",
                lambda c: math.log(c.vocab_size), _EQUAL),
     Definition("learning_rate", "learning rate", "", "Learning rate of the step."),
     Definition("grad_norm", "gradient norm", "", "l2 norm of the gradient of all parameters."),
@@ -208,13 +194,8 @@ _TRAINING = [
     Definition("num_layers", "layers", "", "Blocks of the model."),
 ]  # fmt: skip
 
-HIDDEN_STATES = tuple(d.name for d in _HIDDEN_STATES)  # the names of functions of `activations`, too
-_GROUPS = {
-    "loss": _LOSSES,
-    "hidden states": [*_HIDDEN_STATES, *_PEAKS],
-    "attention": _ATTENTION,
-    "training": _TRAINING,
-}
+HIDDEN_STATES = tuple(d.name for d in _HIDDEN_STATES)  # functions of `activations` have these names
+_GROUPS = {"loss": _LOSSES, "hidden states": _HIDDEN_STATES + _PEAKS, "attention": _ATTENTION, "training": _TRAINING}
 CATALOGUE: dict[str, Definition] = {
     d.name: dataclasses.replace(d, group=group) for group, entries in _GROUPS.items() for d in entries
 }
@@ -250,7 +231,7 @@ def _quantised(setting: str) -> Definition:
     layers = "linear layers and the output head" if head else "linear layers"
     definition = f"Perplexity with {layers} quantised as {words} in `orthojax.quant`."
     label = f"perplexity, {words}, with the head" if head else f"perplexity, {words}"
-    return Definition("", label, "", definition, "FAA, Table 3", group="quantisation")
+    return Definition("", label, "", definition, group="quantisation")
 
 
 def label(name: str) -> str:

@@ -5,28 +5,29 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 
+def of_one_layer(array: ArrayLike, what: str, axes: str, **at_least: int) -> jax.Array:
+    """Checks the number of axes of an array, such as "B, T, D", and the least sizes of some of them, such as T=2."""
+    array, names = jnp.asarray(array), axes.split(", ")
+    sizes = dict(zip(names, array.shape, strict=False))
+    if array.ndim != len(names) or any(sizes[name] < least for name, least in at_least.items()):
+        least = "".join(f", {name} >= {size}" for name, size in at_least.items())
+        raise ValueError(f"{what} have shape {array.shape}; allowed: [{axes}] of one layer{least}")
+    return array
+
+
 def hidden_states(hidden: ArrayLike, *, at_least: int = 1) -> jax.Array:
     """Checks hidden states of one layer, [B, T, D] with T >= `at_least`."""
-    hidden = jnp.asarray(hidden)
-    if hidden.ndim != 3 or hidden.shape[1] < at_least:
-        raise ValueError(f"hidden states have shape {hidden.shape}; allowed: [B, T, D] of one layer, T >= {at_least}")
-    return hidden
+    return of_one_layer(hidden, "hidden states", "B, T, D", T=at_least)
 
 
 def value_norms(norms: ArrayLike, *, at_least: int = 1) -> jax.Array:
     """Checks norms of the value states of one layer, [B, N, S] with S >= `at_least`."""
-    norms = jnp.asarray(norms)
-    if norms.ndim != 3 or norms.shape[2] < at_least:
-        raise ValueError(f"norms of values have shape {norms.shape}; allowed: [B, N, S] of one layer, S >= {at_least}")
-    return norms
+    return of_one_layer(norms, "norms of values", "B, N, S", S=at_least)
 
 
 def attention_weights(weights: ArrayLike) -> jax.Array:
     """Checks attention weights of one layer, [B, N, T, S]; rows may sum to anything, as normalizers differ."""
-    weights = jnp.asarray(weights)
-    if weights.ndim != 4:
-        raise ValueError(f"attention weights have shape {weights.shape}; allowed: [B, N, T, S] of one layer")
-    return weights
+    return of_one_layer(weights, "attention weights", "B, N, T, S")
 
 
 def triggers(is_trigger: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
@@ -35,12 +36,3 @@ def triggers(is_trigger: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
     if is_trigger.dtype != jnp.bool_ or is_trigger.shape != shape:
         raise ValueError(f"is_trigger is {is_trigger.dtype} {is_trigger.shape}; allowed: bool [B, T], here {shape}")
     return is_trigger
-
-
-def predictions(log_probs: ArrayLike, oracle_probs: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Checks log-probabilities of a model and probabilities of the next token, both [B, T, V]."""
-    log_probs, oracle_probs = jnp.asarray(log_probs), jnp.asarray(oracle_probs)
-    if log_probs.ndim != 3 or log_probs.shape != oracle_probs.shape:
-        shapes = f"{log_probs.shape} and {oracle_probs.shape}"
-        raise ValueError(f"log_probs and oracle_probs have shapes {shapes}; allowed: [B, T, V] for both")
-    return log_probs, oracle_probs

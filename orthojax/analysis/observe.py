@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from orthojax.analysis import activations, attention, backcopy, heads, sink_logits
+from orthojax.analysis import activations, attention, backcopy, sink_logits
 from orthojax.analysis.catalogue import HIDDEN_STATES, define
-from orthojax.model import Interventions, Taps, mesh_of
+from orthojax.model import Interventions, LoadedModel, Taps, mesh_of
 
 if TYPE_CHECKING:
     from orthojax.model import Transformer
@@ -101,10 +101,10 @@ def _heads(taps: Taps) -> dict[str, jax.Array]:
     fraction = jax.vmap(lambda head: attention.first_attention_fraction(head[:, None]), in_axes=1)
     return {
         "first_attention_fraction": fraction(weights),
-        "null_mass": heads.null_mass_by_head(weights),
-        "attention_entropy_nats": heads.attention_entropy_by_head(weights),
-        "value_norm_first": heads.value_norm_first_by_head(taps.value_norms),
-        "value_norm_rest": heads.value_norm_rest_by_head(taps.value_norms),
+        "null_mass": attention.null_mass_by_head(weights),
+        "attention_entropy_nats": attention.attention_entropy_by_head(weights),
+        "value_norm_first": activations.value_norm_first(taps.value_norms, by_head=True),
+        "value_norm_rest": activations.value_norm_rest(taps.value_norms, by_head=True),
     }
 
 
@@ -127,21 +127,21 @@ def observe_backcopy(
 
     def observe(taps: Taps) -> Statistics:
         logits, weights = taps.attention_logits, taps.attention_weights
-        activity = heads.head_activity(taps.head_norms, taps.residual_before)[..., bos_count:]
+        activity = attention.head_activity(taps.head_norms, taps.residual_before)[..., bos_count:]
         domain = is_trigger[:, bos_count:].astype(int)  # BOS is in none
         means = {
-            "null_mass": heads.null_mass_by_head(weights),
-            "attention_entropy_nats": heads.attention_entropy_by_head(weights),
-            "value_norm_first": heads.value_norm_first_by_head(taps.value_norms, first),
-            "value_norm_rest": heads.value_norm_rest_by_head(taps.value_norms, first),
+            "null_mass": attention.null_mass_by_head(weights),
+            "attention_entropy_nats": attention.attention_entropy_by_head(weights),
+            "value_norm_first": activations.value_norm_first(taps.value_norms, first, by_head=True),
+            "value_norm_rest": activations.value_norm_rest(taps.value_norms, first, by_head=True),
             "residual_norm_first": activations.residual_norm_first(taps.residual, first),
             "residual_norm_rest": activations.residual_norm_rest(taps.residual, first),
         }
         sums = {
             "sink_attention": backcopy.sink_attention_sum(weights, is_trigger, bos_count),
-            "sink_attention_rest": backcopy.sink_attention_rest_sum(weights, is_trigger, bos_count),
+            "sink_attention_rest": backcopy.sink_attention_sum(weights, is_trigger, bos_count, own_rows=False),
             "sink_logit_gap": sink_logits.sink_logit_gap_sum(logits, is_trigger, bos_count),
-            "activity": (heads.activity_histogram(activity, domain, 2), jnp.ones((), jnp.int32)),
+            "activity": (attention.activity_histogram(activity, domain, 2), jnp.ones((), jnp.int32)),
         }
         if tokens is not None:
             sums |= sink_logits.logit_sums(logits, tokens, is_trigger, vocab_size, bos_count)
@@ -158,11 +158,7 @@ def observe_backcopy_risks(log_probs: ArrayLike, oracle_probs: ArrayLike, is_tri
       oracle_probs: Probabilities of the next token under the law of the data, [B, T, V].
       is_trigger: The mask of tokens that are triggers, bool [B, T].
     """
-    sums = {
-        "backcopy_risk_nats": backcopy.backcopy_risk_sum(log_probs, oracle_probs, is_trigger),
-        "backcopy_excess_risk_nats": backcopy.backcopy_excess_risk_sum(log_probs, oracle_probs, is_trigger),
-        "bigram_excess_risk_nats": backcopy.bigram_excess_risk_sum(log_probs, oracle_probs, is_trigger),
-    }
+    sums = backcopy.risk_sums(log_probs, oracle_probs, is_trigger)
     return _statistics(jnp.shape(is_trigger)[0], {}, sums, {}, jnp.bool_(True))
 
 
@@ -186,20 +182,16 @@ def combine(a: Statistics, b: Statistics) -> Statistics:
     return Statistics(sequences, total, count, jax.tree.map(jnp.maximum, a.maximum, b.maximum), a.attends)
 
 
-def finalize(statistics: Statistics, *, sink_threshold: float = 0.3, by_head: bool = False) -> dict[str, float]:
+def finalize(statistics: Statistics, *, by_head: bool = False) -> dict[str, float]:
     """Returns the metrics by name, computed on the host in float64.
 
-    Definitions: a key without `/layer_i` is the mean over layers; metrics of attention are nan in layers without
-    attention, which their means leave out. Bigram-Backcopy's `sink_attention` and `sink_attention_rest` are the
-    maximum over layers, and so are the keys that end in `_maximum`. `sink_rate` is the share of (layer, head) whose
-    mean weight on key 0 exceeds the threshold. Of Bigram-Backcopy also: `value_drain`, the value norm of <s> over
-    that of the others by head; `residual_peak`, by how much its residual norm exceeds theirs, and
-    `residual_peak_ratio`; `active_at_triggers` and `active_elsewhere`, the shares of such queries at which a head
-    is active, see `heads.head_activity`; and those of `sink_logits.logit_summary`.
+    A key without `/layer_i` is the mean over layers; metrics of attention are nan in layers without attention, which
+    their means leave out. Bigram-Backcopy's `sink_attention` and `sink_attention_rest` are the maximum over layers, and
+    so are the keys that end in `_maximum`. The catalogue defines what is derived here: `sink_rate`, and of
+    Bigram-Backcopy `value_drain`, `residual_peak`, `active_at_triggers` and the like.
 
     Args:
       statistics: Of all batches, leaves stacked over layers (or without layers).
-      sink_threshold: Mean weight on key 0 above which a head counts as a sink.
       by_head: Also give `name/layer_i/head_j` of what is measured by head, where there are several.
 
     Returns:
@@ -208,7 +200,7 @@ def finalize(statistics: Statistics, *, sink_threshold: float = 0.3, by_head: bo
     statistics = jax.tree.map(np.asarray, jax.device_get(statistics))
     attends = np.broadcast_to(np.asarray(statistics.attends, bool), statistics.sequences.shape)
     metrics = {"sequences": float(np.ravel(statistics.sequences)[0])}
-    for name, mean in _means(statistics, sink_threshold).items():
+    for name, mean in _means(statistics).items():
         if name == _BY_CHANNEL:
             continue
         has = np.ones_like(attends) if _of_hidden_states(name) else attends
@@ -229,7 +221,7 @@ def finalize_arrays(statistics: Statistics) -> dict[str, np.ndarray]:
     Values by head are nan in layers without attention.
     """
     statistics = jax.tree.map(np.asarray, jax.device_get(statistics))
-    return {name: mean for name, mean in _means(statistics, 0.3).items() if mean.ndim == 2}
+    return {name: mean for name, mean in _means(statistics).items() if mean.ndim == 2}
 
 
 def _of_hidden_states(name: str) -> bool:
@@ -238,7 +230,7 @@ def _of_hidden_states(name: str) -> bool:
     return found is not None and found.group == "hidden states"
 
 
-def _means(statistics: Statistics, sink_threshold: float) -> dict[str, np.ndarray]:
+def _means(statistics: Statistics) -> dict[str, np.ndarray]:
     """Returns totals over counts and maxima by name, float64 [L, ...]; nan if a layer without attention has none."""
     means = {}
     for name, total in statistics.total.items():
@@ -246,7 +238,7 @@ def _means(statistics: Statistics, sink_threshold: float) -> dict[str, np.ndarra
         with np.errstate(invalid="ignore", divide="ignore"):
             means[name] = total.astype(np.float64) / count.reshape(count.shape + (1,) * (total.ndim - count.ndim))
     if "first_attention_mass" in means:
-        means["sink_rate"] = np.mean(means["first_attention_mass"] > sink_threshold, axis=-1)
+        means["sink_rate"] = np.mean(means["first_attention_mass"] > attention.SINK, axis=-1)
     if "activity" in means:
         means |= _of_backcopy(means)
     means |= {name: value.astype(np.float64) for name, value in statistics.maximum.items()}
@@ -259,7 +251,7 @@ def _means(statistics: Statistics, sink_threshold: float) -> dict[str, np.ndarra
 
 def _of_backcopy(means: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Derives metrics from the means of `observe_backcopy`; takes away those that are no metrics."""
-    elsewhere, at_triggers = np.moveaxis(heads.active_shares(means.pop("activity")), -2, 0)
+    elsewhere, at_triggers = np.moveaxis(attention.active_shares(means.pop("activity")), -2, 0)
     new = {"active_at_triggers": at_triggers, "active_elsewhere": elsewhere}
     with np.errstate(invalid="ignore", divide="ignore"):
         new["value_drain"] = means["value_norm_first"] / means["value_norm_rest"]
@@ -272,18 +264,8 @@ def _of_backcopy(means: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return new
 
 
-class _Loaded(Protocol):
-    """The part of `orthojax.model.LoadedModel` that is read."""
-
-    @property
-    def model(self) -> "Transformer": ...
-
-    @property
-    def params(self) -> Any: ...
-
-
 def measure(
-    loaded: _Loaded,
+    loaded: LoadedModel,
     batches: Iterable[Any],
     observe: Callable[..., Any],
     interventions: Interventions | Callable[..., Interventions] | None = None,
@@ -299,7 +281,7 @@ def measure(
     read them.
 
     Args:
-      loaded: A `LoadedModel`, or anything with its `model` and `params`, which may lie on a mesh.
+      loaded: The model; its parameters may lie on a mesh.
       batches: At least one; each is tokens int [B, T] (inputs without targets) or a tuple (tokens, *extra), on the
         devices already if there is a mesh.
       observe: `(taps, *extra)` -> pytree, called in every layer; its leaves come back as [L, ...].

@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from orthojax.analysis.backcopy import SumAndCount, by_head, mean_over_heads
-from orthojax.analysis.inputs import triggers
+from orthojax.analysis.inputs import of_one_layer, triggers
 from orthojax.ops.statistics import at_least_float32
 
 # The sums of `logit_sums` that are no metrics.
@@ -25,9 +25,7 @@ def _split(
     logits: ArrayLike, is_trigger: ArrayLike, bos_count: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns logits on BOS [B, N, T] and all keys [B, N, T, S]; masks of keys between [T, S] and of queries [B, T]."""
-    logits, n = at_least_float32(logits), max(1, bos_count)
-    if logits.ndim != 4:
-        raise ValueError(f"attention logits have shape {logits.shape}; allowed: [B, N, T, S] of one layer")
+    logits, n = at_least_float32(of_one_layer(logits, "attention logits", "B, N, T, S")), max(1, bos_count)
     query, key = jnp.arange(logits.shape[-2])[:, None], jnp.arange(logits.shape[-1])[None]
     between = (key >= n) & (key < query)  # logits come before the mask: later keys hold anything
     on_bos = logits[..., 0] if n == 1 else jax.nn.logsumexp(logits[..., :n], axis=-1)

@@ -13,23 +13,20 @@ Writes results.json, report.html, report.md and figures/ under --workdir, and th
 
 import dataclasses
 import json
-import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from orthojax.commands import cli
+from orthojax.commands.evaluate import define_settings, fitting, named_settings
 from orthojax.errors import UserError, printable
 
 FLAGS = flags.FLAGS
-EXTRAS = "train,reports"
 _LENGTH = 256  # tokens of a row, if the model was trained on more
-_HELD_OUT = "held_out"
 
 
 def define_flags() -> None:
@@ -47,33 +44,9 @@ def define_flags() -> None:
     )
     flags.DEFINE_integer("batch", 8, "Rows at once; dynamic quantisation scales are those of a batch.", lower_bound=1)
     flags.DEFINE_bool("bos", None, "Start rows with the tokenizer's BOS token; as the model was trained if not given.")
-    flags.DEFINE_list("settings", None, "Quantisation settings; all for every one, none for none. Default: five.")
-    flags.DEFINE_bool("quantize_head", False, "Simulate every setting with the output head quantised as well.")
+    define_settings()
     flags.DEFINE_integer("knock_out", 0, "Rows on which every part is removed in turn; 0 for none.", lower_bound=0)
     flags.DEFINE_string("workdir", "runs/analyze", "Where results and reports go.")
-
-
-def named_paths(given: Sequence[str], flag: str = "--model=") -> dict[str, str]:
-    """Returns name -> path, in order; a path without a name takes the last part of it.
-
-    Raises:
-      UserError: For a name that no file can have, or one that two have.
-
-    >>> named_paths(["smollm2,tuned=runs/tuned", "runs/base/"])
-    {'smollm2': 'smollm2', 'tuned': 'runs/tuned', 'base': 'runs/base/'}
-    """
-    found: dict[str, str] = {}
-    for part in (part for text in given for part in text.split(",")):
-        name, equals, path = part.partition("=")
-        if not equals:
-            last = part.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
-            name, path = re.sub(r"[^\w.-]", "_", last).lstrip("._-") or "model", part
-        if not path or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-            raise UserError(f"{flag}{part!r} gives no path and name", allowed=f"{flag}PATH or {flag}NAME=PATH")
-        if name in found:
-            raise UserError(f"two are called {name!r}", allowed=f"{flag}NAME=PATH for one of them")
-        found[name] = path
-    return found
 
 
 def checkpoint_series(run: str) -> dict[str, str]:
@@ -90,15 +63,6 @@ def checkpoint_series(run: str) -> dict[str, str]:
     raise UserError(f"--checkpoints: fewer than two in {run}", allowed="the workdir of a run with several")
 
 
-def _settings() -> dict[str, Any]:
-    from orthojax import quant
-
-    if FLAGS.settings is None:
-        return dict(quant.SETTINGS)
-    names = [*quant.SETTINGS, *quant.MORE_SETTINGS] if FLAGS.settings == ["all"] else FLAGS.settings
-    return {} if names == ["none"] else {name: quant.setting_named(name) for name in names}
-
-
 def _require_length(path: str) -> Path:
     """Returns where a model is; refuses before all work a --length that it does not have."""
     from orthojax.train import find_model
@@ -112,13 +76,13 @@ def _require_length(path: str) -> Path:
 
 def _open(loaded: Any) -> tuple[Any, Any]:
     """Returns the model with the batch and length of this evaluation, and the rows that it reads."""
+    from orthojax.commands.any_model import read_rows, read_token_ids
     from orthojax.data import load_tokenizer
-    from orthojax.experiments.any_model import read_rows, read_token_ids
     from orthojax.train import open_inputs, require_tokenizer
 
     config = loaded.config
     evaluation = dataclasses.replace(config.eval, batch_size=FLAGS.batch)
-    if config.data.kind == "bigram_backcopy" or FLAGS.text == [_HELD_OUT]:
+    if config.data.kind == "bigram_backcopy" or FLAGS.text == ["held_out"]:
         loaded = loaded._replace(config=dataclasses.replace(config, eval=evaluation))
         return loaded, open_inputs(loaded.config, Path(FLAGS.cache_dir))
     length = FLAGS.length or min(_LENGTH, config.data.sequence_length)
@@ -134,26 +98,26 @@ def _open(loaded: Any) -> tuple[Any, Any]:
 
 def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Measures one model; returns this and the provenance of its text."""
-    from orthojax.experiments.any_model import measure_model
-    from orthojax.model import linear
-    from orthojax.progress import Progress
-    from orthojax.train import load, settings_that_do_not_fit
+    from tqdm import tqdm
+
+    from orthojax.commands.any_model import measure_model
+    from orthojax.train import evaluation_stages, load
 
     loaded, inputs = _open(load(place))
-    if inputs.task is not None or loaded.model.linear is not linear:  # no text, or kernels that are integers
-        settings = {}
-    for setting, reason in settings_that_do_not_fit(loaded, settings).items():
-        print(printable(f"{name}: {setting} is left out: {reason}"))
-        settings = {key: value for key, value in settings.items() if key != setting}
-    parts = 1 + len(settings) * (1 + FLAGS.quantize_head) + bool(FLAGS.knock_out)
-    with Progress(parts, every_seconds=0.0) as progress:
+    settings = fitting(loaded, settings)
+    stages = evaluation_stages(loaded.config, settings, quantize_head=FLAGS.quantize_head) + bool(FLAGS.knock_out)
+    with tqdm(desc=name, total=stages) as bar:
+
+        def count(_: str) -> None:
+            bar.update()
+
         measured = measure_model(
             loaded,
             inputs,
             settings,
             quantize_head=FLAGS.quantize_head,
             knock_out_rows=FLAGS.knock_out,
-            on_progress=lambda part: progress.advance(1, f"{name}: {part}"),
+            on_progress=count,
         )
     return measured, {"name": name, **inputs.provenance}
 
@@ -164,14 +128,14 @@ def main(_: list[str]) -> None:
 
     import numpy as np
 
-    from orthojax.experiments.any_model import report
+    from orthojax.commands.any_model import report
     from orthojax.experiments.report import print_report, write_report
     from orthojax.files import make_folder, write_atomically, write_text
     from orthojax.machine import environment
     from orthojax.train import keep_compiled_programs
 
-    started, settings = time.monotonic(), _settings()
-    models = checkpoint_series(FLAGS.model[0]) if FLAGS.checkpoints else named_paths(FLAGS.model)
+    started, settings = time.monotonic(), named_settings()
+    models = checkpoint_series(FLAGS.model[0]) if FLAGS.checkpoints else cli.named_paths(FLAGS.model)
     places = {name: _require_length(path) for name, path in models.items()}
     workdir = Path(FLAGS.workdir)
     make_folder(workdir / "arrays", "workdir")

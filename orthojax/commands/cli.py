@@ -1,12 +1,16 @@
 """What the command lines share: flags, `--config.x=` overrides, and errors that a user can act on."""
 
+import ctypes
 import os
+import platform
+import re
 import runpy
 import signal
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,12 +18,21 @@ from absl import app, flags, logging
 
 from orthojax.config import Config, describe_fields, describe_type, field_paths, flatten, from_json, nearest_field
 from orthojax.config import replace as replace_fields
-from orthojax.errors import Interrupted, UserError, as_user_error, how_to_install, message_of, nearest
-from orthojax.machine import keep_freed_memory
+from orthojax.errors import Interrupted, UserError, as_user_error, how_to_install, nearest, printable
 
 _PACKAGE = Path(__file__).parents[1]
 _SHIPPED = (_PACKAGE / "configs", _PACKAGE.parent / "configs")  # in a wheel, in a clone
 _CONFIG_FILE = "Python file with get_config() -> orthojax.config.Config, or the config.json of a run"
+
+# mallopt's parameters, as glibc's <malloc.h> numbers them: no block has a mapping of its own, which would go back to
+# the system when it is freed; the end of the heap is never given back; the heap grows by 500 MB at a time; and there is
+# one heap, since what threads allocate in heaps of their own is mapped.
+_KEEP_FREED_MEMORY = {
+    "M_MMAP_MAX": (-4, 0),
+    "M_TRIM_THRESHOLD": (-1, 2**31 - 1),
+    "M_TOP_PAD": (-2, 500_000_000),
+    "M_ARENA_MAX": (-8, 1),
+}
 
 _overrides: dict[str, str] = {}
 
@@ -38,6 +51,48 @@ def define_compile_cache() -> None:
     """Defines `--compile_cache`, for `orthojax.train.keep_compiled_programs`."""
     what = "Folder of compiled programs, shared by runs; '' for none. Default ~/.cache/orthojax/xla."
     flags.DEFINE_string("compile_cache", None, what)
+
+
+def named_paths(given: Sequence[str], flag: str = "--model=") -> dict[str, str]:
+    """Returns name -> path, in order; a path without a name takes the last part of it.
+
+    Raises:
+      UserError: For a name that no file can have, or one that two have.
+
+    >>> named_paths(["smollm2,tuned=runs/tuned", "runs/base/"])
+    {'smollm2': 'smollm2', 'tuned': 'runs/tuned', 'base': 'runs/base/'}
+    """
+    found: dict[str, str] = {}
+    for part in (part for text in given for part in text.split(",")):
+        name, equals, path = part.partition("=")
+        if not equals:
+            last = part.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+            name, path = re.sub(r"[^\w.-]", "_", last).lstrip("._-") or "model", part
+        if not path or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+            raise UserError(f"{flag}{part!r} gives no path and name", allowed=f"{flag}PATH or {flag}NAME=PATH")
+        if name in found:
+            raise UserError(f"two are called {name!r}", allowed=f"{flag}NAME=PATH for one of them")
+        found[name] = path
+    return found
+
+
+def tokenizing_progress() -> Callable[..., None]:
+    """Returns a callback that shows each step of tokenisation as a bar: (what, bytes done, bytes in all, tokens=0)."""
+    from tqdm import tqdm
+
+    bars: dict[str, tqdm] = {}
+
+    def report(what: str, done: int, total: int, tokens: int = 0) -> None:
+        if what not in bars:
+            name = what if what.startswith("training ") else f"tokenising {what}"
+            bars[what] = tqdm(desc=printable(name), total=total, initial=done, unit="B", unit_scale=True)
+        bar = bars[what]
+        bar.set_postfix_str(f"{tokens / 1e6:.1f}M tokens" if tokens else "", refresh=False)
+        bar.update(done - bar.n)
+        if done >= total:
+            bar.close()
+
+    return report
 
 
 def load_config() -> Config:
@@ -127,10 +182,12 @@ def _nearest_flag(name: str) -> str:
 
 def fail(error: BaseException) -> NoReturn:
     """Ends the process with at most three lines and exit code 2."""
+    first, *rest = [line for line in str(error).splitlines() if line.strip()][:3]
+    message = "\n".join([f"error: {first}", *(f"  {line}" for line in rest)])
     if "tqdm" in sys.modules:  # a bar may still be there: above it
-        sys.modules["tqdm"].tqdm.write(message_of(error), file=sys.stderr, end="")
+        sys.modules["tqdm"].tqdm.write(message, file=sys.stderr)
     else:
-        print(message_of(error), end="", file=sys.stderr)
+        print(message, file=sys.stderr)
     sys.exit(2)
 
 
@@ -184,6 +241,26 @@ def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> l
         hint = _nearest_flag(rest[0].partition("=")[0])
         raise UserError(f"unexpected argument {rest[0]!r}", allowed=allowed, hint=hint)
     return rest
+
+
+def keep_freed_memory() -> bool:
+    """Makes the C library keep freed memory for the next allocation instead of returning it to the system.
+
+    XLA allocates and frees the temporaries of a program at every call. On a CPU they come from malloc, and glibc
+    returns large ones at once, so that each training step takes new pages, which the system clears one by one. Call it
+    before JAX starts. Only on Linux with glibc, and only where JAX will run on CPUs: the memory of other devices is
+    allocated once by XLA itself. The process then holds the most memory it ever needed. The environment variable
+    ORTHOJAX_KEEP_FREED_MEMORY=0 leaves everything as it is, in the processes it starts too.
+
+    Returns:
+      Whether freed memory is kept.
+    """
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    on_cpu = platforms == "cpu" if platforms else not entry_points(group="jax_plugins")
+    if platform.libc_ver()[0] != "glibc" or not on_cpu or os.environ.get("ORTHOJAX_KEEP_FREED_MEMORY") == "0":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    return all([mallopt(parameter, value) == 1 for parameter, value in _KEEP_FREED_MEMORY.values()])
 
 
 def run(main: Callable[[list[str]], None], *, positional: str = "", several: bool = False) -> None:

@@ -5,7 +5,6 @@ checkpoint's own data, with the model that it was trained as, and writes evaluat
 --settings=w4a8,w4a4_group64 (or all) adds quantisation settings.
 """
 
-import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,21 +26,43 @@ def define_flags() -> None:
     cli.define_compile_cache()
     flags.DEFINE_string("checkpoint", None, "A run's workdir, its checkpoints folder, or one step's folder.")
     flags.DEFINE_string("workdir", None, "Where evaluation.json goes; beside the checkpoints if not given.")
-    flags.DEFINE_list(
-        "settings", [], "Further quantisation settings to simulate, besides the five defaults; 'all' for every one."
-    )
-    flags.DEFINE_bool("quantize_head", False, "Simulate every setting with the output head quantised as well.")
+    define_settings()
     flags.DEFINE_bool(
         "post_attention", False, "Also measure hidden states after attention: post_attention_kurtosis_first."
     )
 
 
-def _fitting(loaded: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+def define_settings() -> None:
+    """Defines `--settings`, which `named_settings` reads, and `--quantize_head`."""
+    what = "Quantisation settings to simulate besides the five default ones; all for every one, none for none at all."
+    flags.DEFINE_list("settings", [], what)
+    flags.DEFINE_bool("quantize_head", False, "Simulate every setting with the output head quantised as well.")
+
+
+def named_settings() -> dict[str, Any]:
+    """Returns the quantisation settings of `--settings` by name.
+
+    Raises:
+      UserError: For an unknown one.
+    """
+    from orthojax import quant
+
+    if FLAGS.settings == ["none"]:
+        return {}
+    more = quant.MORE_SETTINGS if FLAGS.settings == ["all"] else FLAGS.settings
+    return quant.SETTINGS | {name: quant.setting_named(name) for name in more}
+
+
+def fitting(loaded: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that fit a model, and prints those that do not; none for kernels that are integers."""
+    from orthojax.model import linear
     from orthojax.train import settings_that_do_not_fit
 
+    if loaded.model.linear is not linear:
+        return {}
     unfit = settings_that_do_not_fit(loaded, settings)
     for name, reason in unfit.items():
-        print(printable(f"{name} is left out: {reason}"))
+        print(printable(f"{loaded.source}: {name} is left out: {reason}"))
     return {name: setting for name, setting in settings.items() if name not in unfit}
 
 
@@ -59,16 +80,10 @@ def overview(metrics: Mapping[str, float], config: Config) -> list[str]:
 
     given, groups = analysis.conditions(config), {}
     for name, value in metrics.items():
-        if "/" in name or name == "sequences":
-            continue
-        found = analysis.define(name)
-        row = [
-            f"  {name}",
-            f"{value:.6g}",
-            analysis.compared_with(name, metrics, given),
-            found.definition if found else "",
-        ]
-        groups.setdefault(found.group if found else "others", []).append(row)
+        if "/" not in name and name != "sequences":
+            found, beside = analysis.define(name), analysis.compared_with(name, metrics, given)
+            row = [f"  {name}", f"{value:.6g}", beside, found.definition if found else ""]
+            groups.setdefault(found.group if found else "others", []).append(row)
     aligned = iter(align([row for rows in groups.values() for row in rows]))
     lines = [f"{metrics['sequences']:.0f} held-out sequences of {config.data.sequence_length} tokens"]
     for title, rows in groups.items():
@@ -80,45 +95,37 @@ def main(_: list[str]) -> None:
     if not FLAGS.checkpoint:
         raise UserError("--checkpoint is missing", allowed="--checkpoint=DIR")
 
-    from orthojax import quant
-    from orthojax.files import make_folder, write_text
-    from orthojax.progress import Progress, tokenizing_progress
-    from orthojax.train import (
-        evaluate,
-        evaluation_stages,
-        find_checkpoint,
-        keep_compiled_programs,
-        load,
-        open_inputs,
-        read_config,
-        require_same_data,
-    )
+    from tqdm import tqdm
 
-    names = list(quant.MORE_SETTINGS) if FLAGS.settings == ["all"] else FLAGS.settings
-    settings = quant.SETTINGS | {name: quant.setting_named(name) for name in names}
-    step_folder = find_checkpoint(Path(FLAGS.checkpoint))
-    config = read_config(step_folder)
+    from orthojax import train
+    from orthojax.files import make_folder, write_text
+
+    settings, step_folder = named_settings(), train.find_checkpoint(Path(FLAGS.checkpoint))
+    config = train.read_config(step_folder)
     if config.data.kind == "bigram_backcopy" and (FLAGS.settings or FLAGS.quantize_head or FLAGS.post_attention):
         problem = "--settings, --quantize_head and --post_attention are for language models"
         raise UserError(problem, allowed="none of them")
-    keep_compiled_programs(FLAGS.compile_cache)
+    train.keep_compiled_programs(FLAGS.compile_cache)
     beside = step_folder.parent.parent if step_folder.parent.name == "checkpoints" else step_folder.parent
     workdir = Path(FLAGS.workdir) if FLAGS.workdir else beside
     make_folder(workdir, "workdir", files=["evaluation.json"])  # before the work, so that a wrong path costs nothing
-    inputs = open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress())
-    require_same_data(step_folder, inputs.provenance)
-    loaded = load(step_folder)
-    if FLAGS.settings == ["all"]:
-        settings = _fitting(loaded, settings)
-    stages = evaluation_stages(config, settings, quantize_head=FLAGS.quantize_head)
-    with Progress(stages, every_seconds=0.0) as progress:
-        metrics = evaluate(
+    inputs = train.open_inputs(config, Path(FLAGS.cache_dir), progress=cli.tokenizing_progress())
+    train.require_same_data(step_folder, inputs.provenance)
+    loaded = train.load(step_folder)
+    settings = fitting(loaded, settings)
+    stages = train.evaluation_stages(config, settings, quantize_head=FLAGS.quantize_head)
+    with tqdm(total=stages) as bar:
+
+        def count(_: str) -> None:
+            bar.update()
+
+        metrics = train.evaluate(
             loaded,
             inputs,
             settings=settings,
             quantize_head=FLAGS.quantize_head,
             post_attention=FLAGS.post_attention,
-            on_progress=functools.partial(progress.advance, 1),
+            on_progress=count,
         )
     result = {"checkpoint": str(step_folder), "data": inputs.provenance, "metrics": finite(metrics)}
     print("\n".join(overview(metrics, config)), flush=True)  # before it is written: a full disk must not lose it

@@ -32,11 +32,10 @@ def main(arguments: list[str]) -> None:
     print("config:")
     for path, value in flatten(config).items():
         print(printable(f"  {path} = {value}"))
-    for item in ("data",):
-        if (step_folder / item).is_dir():
-            print(f"{item}:")
-            for name, value in read_json_item(step_folder, item).items():
-                print(printable(f"  {name}: {value!r}"))
+    if (step_folder / "data").is_dir():
+        print("data:")
+        for name, value in read_json_item(step_folder, "data").items():
+            print(printable(f"  {name}: {value!r}"))
     for item in ARRAYS:
         arrays = list_arrays(step_folder, item)
         sizes = [math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in arrays]

@@ -4,8 +4,7 @@ Text comes from --input, or from a prepared TensorFlow Datasets folder, TFRecord
 --tfds_dir=DATA_DIR --dataset=c4/en:3.0.1 --split=train. The output folder gets tokenizer.json and, for each split, a
 .bin with its JSON sidecar; train with --config.data.kind=tokens --config.data.paths=DIR/train.bin,DIR/validation.bin.
 
-Several processes or machines share the work: each makes one shard, --shard=0/8 to --shard=7/8; train with the same
-paths as without. A command that was interrupted is started again: files that are complete are kept.
+A command that was interrupted is started again: files that are complete are kept.
 """
 
 import dataclasses
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from absl import flags
 
+from orthojax.commands import cli
 from orthojax.errors import UserError
 
 FLAGS = flags.FLAGS
@@ -27,7 +27,7 @@ def define_flags() -> None:
         ".parquet, .arrow, .zst, .bz2, .xz and addresses such as hf://datasets/NAME/data/train-*.parquet, which are "
         "streamed; or 'embedded' (the default): Python's standard library.",
     )
-    flags.DEFINE_string("tfds_dir", "", "Folder of TensorFlow Datasets, or of one version of one data set.")
+    flags.DEFINE_string("tfds_dir", "", "Folder of TensorFlow Datasets.")
     flags.DEFINE_string("dataset", "", "NAME[/CONFIG][:VERSION] in --tfds_dir, such as c4/en:3.0.1.")
     flags.DEFINE_string("text_feature", "text", "Feature of the data set that holds the text.")
     flags.DEFINE_string(
@@ -42,35 +42,26 @@ def define_flags() -> None:
         "bytes | bpe:N | the path of a tokenizer; one that is in the output folder already has to be the same.",
     )
     flags.DEFINE_string("output", None, "Folder of the token files.")
-    flags.DEFINE_string("shard", "0/1", "i/n: make the i-th of n parts, counted from 0.")
-
-
-def _shard() -> tuple[int, int]:
-    index, slash, count = FLAGS.shard.partition("/")
-    digits = slash and index.isdecimal() and count.isdecimal() and len(index + count) < 20
-    if digits and int(index) < int(count) < 100_000:
-        return int(index), int(count)
-    raise UserError(f"--shard={FLAGS.shard} is not valid", allowed="i/n with 0 <= i < n, such as 0/8")
 
 
 def main(_: list[str]) -> None:
-    shard, splits = _shard(), [split.strip() for split in FLAGS.split.split(",") if split.strip()]
+    splits = [split.strip() for split in FLAGS.split.split(",") if split.strip()]
     if not FLAGS.output:
         raise UserError("--output is missing", allowed="--output=DIR")
     if FLAGS.input is not None and FLAGS.tfds_dir:
         raise UserError("--input and --tfds_dir are both given", allowed="one of them")
-    if FLAGS.dataset and not FLAGS.tfds_dir:
-        raise UserError(f"--dataset={FLAGS.dataset} without its folder", allowed="--tfds_dir=DATA_DIR")
+    if bool(FLAGS.dataset) != bool(FLAGS.tfds_dir):
+        raise UserError("one of --tfds_dir and --dataset alone", allowed="--tfds_dir=DATA_DIR --dataset=NAME")
     if not splits or (FLAGS.name and len(splits) > 1):
         raise UserError(
             f"--split={FLAGS.split} names {len(splits)} splits", allowed="at least one; exactly one with --name"
         )
 
-    from orthojax.data import prepare, require_usable, text_parts, tfds_parts
-    from orthojax.progress import tokenizing_progress
+    from orthojax.data import prepare, text_parts, tfds_parts
+    from orthojax.data.tokenizers import tokenizer_identity
 
     output = Path(FLAGS.output)
-    require_usable(output, FLAGS.tokenizer)
+    tokenizer_identity(FLAGS.tokenizer)  # refuses a wrong one before any text is read
     if FLAGS.tfds_dir:
         parts = tfds_parts(Path(FLAGS.tfds_dir), FLAGS.dataset, splits, FLAGS.text_feature)
     else:
@@ -79,7 +70,7 @@ def main(_: list[str]) -> None:
     parts = [dataclasses.replace(part, name=FLAGS.name or part.name) for part in parts]
     source = parts[0].source
     print(f"{source.description}: {len(source.files)} files, sha256 {source.sha256}")
-    for file in prepare(output, parts, FLAGS.tokenizer, shard=shard, progress=tokenizing_progress()):
+    for file in prepare(output, parts, FLAGS.tokenizer, progress=cli.tokenizing_progress()):
         info = file.info
         print(f"{file.path}: {info.n_tokens} tokens, {info.n_documents} documents, {info.n_bytes} bytes of text")
         print(f"  {info.dtype}, tokenizer {info.tokenizer} {info.tokenizer_sha256}, data {info.data_sha256}")

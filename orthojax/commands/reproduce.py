@@ -14,8 +14,6 @@ from orthojax.commands import cli
 from orthojax.errors import UserError, nearest, printable
 
 FLAGS = flags.FLAGS
-RESUMES = True  # the same command resumes an interrupted one
-EXTRAS = "train,reports"
 SCALES = ("tiny", "deep", "overnight", "small", "paper")
 
 
@@ -33,7 +31,7 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "runs_dir", "runs/models", "Folder of trained runs, shared by experiments: none is trained twice."
     )
-    flags.DEFINE_list("model", [], "Existing models to measure as well: NAME=CHECKPOINT[,NAME=CHECKPOINT].")
+    flags.DEFINE_list("model", [], "Existing models to measure as well: PATH or NAME=PATH.")
     flags.DEFINE_integer(
         "jobs",
         None,
@@ -61,17 +59,6 @@ def _seeds() -> tuple[int, ...] | None:
     return seeds
 
 
-def _models() -> dict[str, Path]:
-    """Returns name -> checkpoint, as --model gives them."""
-    pairs = [text.partition("=") for text in FLAGS.model]
-    models = {name.strip(): Path(path) for name, _, path in pairs if name.strip() and path}
-    if len(models) < len(pairs) or not all(name.isprintable() and "/" not in name for name in models):
-        raise UserError(
-            f"--model={','.join(FLAGS.model)}", allowed="different names: NAME=CHECKPOINT[,NAME=CHECKPOINT]"
-        )
-    return models
-
-
 def _command(workdir: Path) -> list[str]:
     """Returns what starts this command in another process, for one run."""
     names = ("experiment", "scale", "runs_dir", "cache_dir")
@@ -84,7 +71,7 @@ def _command(workdir: Path) -> list[str]:
 def main(_: list[str]) -> None:
     if FLAGS.scale not in SCALES:
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(SCALES), hint=nearest(FLAGS.scale, SCALES))
-    given, models = _seeds(), _models()
+    given, models = _seeds(), cli.named_paths(FLAGS.model)
 
     from orthojax.experiments.catalog import ALL, find
     from orthojax.experiments.report import print_report, write_report

@@ -111,7 +111,6 @@ def main(_: list[str]) -> None:
         return
     workdir = _workdir()
 
-    from orthojax.progress import tokenizing_progress
     from orthojax.train import (
         check_workdir,
         closing,
@@ -134,9 +133,9 @@ def main(_: list[str]) -> None:
     def prepare() -> Any:
         check_workdir(workdir, config)
         keep_compiled_programs(FLAGS.compile_cache)
-        say(*opening(config, workdir))
+        say(f"workdir {workdir}", *opening(config))
         # Every process makes the token files that it does not find; the first to finish keeps them.
-        return open_inputs(config, Path(FLAGS.cache_dir), progress=tokenizing_progress() if is_primary else None)
+        return open_inputs(config, Path(FLAGS.cache_dir), progress=cli.tokenizing_progress() if is_primary else None)
 
     inputs = distributed.sync_start(prepare)
     say(describe_data(inputs.provenance))

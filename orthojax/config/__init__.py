@@ -4,7 +4,6 @@ Standard library only, so that a mistyped flag is refused before anything heavy 
 """
 
 from orthojax.config.fields import (
-    Affects,
     changed_fields,
     check_types,
     describe_fields,
@@ -16,63 +15,28 @@ from orthojax.config.fields import (
     from_flat,
     from_json,
     nearest_field,
-    read_value,
     replace,
     require,
-    setting,
     to_json,
     unknown_field,
 )
-from orthojax.config.model import (
-    AttentionImplementation,
-    BlockKind,
-    ExpertsConfig,
-    KernelInit,
-    LatentConfig,
-    Mlp,
-    ModelConfig,
-    Norm,
-    NormalizerName,
-    Position,
-    Remat,
-    RopeConfig,
-)
-from orthojax.config.optim import OptimConfig, OptimizerName, RotationAxes, RotationConfig, RotationKind, RotationScope
-from orthojax.config.run import (
-    FIRST_DEFAULTS,
-    Config,
-    DataConfig,
-    EvalConfig,
-    MeshConfig,
-    TrainConfig,
-    TriggerRule,
-)
+from orthojax.config.model import ExpertsConfig, LatentConfig, Mlp, ModelConfig, Remat, RopeConfig
+from orthojax.config.optim import OptimConfig, RotationConfig
+from orthojax.config.run import Config, DataConfig, EvalConfig, MeshConfig, TrainConfig, TriggerRule
 
 __all__ = [
-    "FIRST_DEFAULTS",
-    "Affects",
-    "AttentionImplementation",
-    "BlockKind",
     "Config",
     "DataConfig",
     "EvalConfig",
     "ExpertsConfig",
-    "KernelInit",
     "LatentConfig",
     "MeshConfig",
     "Mlp",
     "ModelConfig",
-    "Norm",
-    "NormalizerName",
     "OptimConfig",
-    "OptimizerName",
-    "Position",
     "Remat",
     "RopeConfig",
-    "RotationAxes",
     "RotationConfig",
-    "RotationKind",
-    "RotationScope",
     "TrainConfig",
     "TriggerRule",
     "changed_fields",
@@ -86,10 +50,8 @@ __all__ = [
     "from_flat",
     "from_json",
     "nearest_field",
-    "read_value",
     "replace",
     "require",
-    "setting",
     "to_json",
     "unknown_field",
 ]

@@ -49,7 +49,7 @@ class OptimConfig:
         treats embeddings and vectors with Adam. Any other one is named as `module:function`: a function of this config
         that returns an optax transformation without learning rate and weight decay, such as
         `orthojax.experiments.ours.soap:soap`.
-      rotated: Run the optimizer in the basis of `rotation`; `orthoadam` is `adam` with this.
+      rotated: Run the optimizer in the basis of `rotation`; `orthoadam`, which is `adam` with this, always does.
       learning_rate: Peak learning rate.
       warmup_steps: Steps of linear warm-up from 0.
       final_learning_rate_fraction: Learning rate after the last step as a fraction of the peak; 1 keeps it constant.
@@ -95,11 +95,6 @@ class OptimConfig:
             self.momentum == 0.0 or self.optimizer in ("sgd", "muon") or ":" in self.optimizer,
             f"optim.momentum={self.momentum} is not read by optim.optimizer={self.optimizer!r}",
             "0, or optimizer 'sgd' or 'muon'; the others have b1 or no momentum",
-        )
-        require(
-            not (self.rotated and self.optimizer == "orthoadam"),
-            "optim.rotated=true with optim.optimizer='orthoadam', which is rotated anyway",
-            "optimizer 'orthoadam' alone, or 'adam' with rotated",
         )
 
     @property

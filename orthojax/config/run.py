@@ -6,7 +6,7 @@ from typing import Literal
 
 from orthojax.config.fields import check_types, require, require_each, require_seed, setting
 from orthojax.config.model import ModelConfig
-from orthojax.config.optim import OptimConfig, RotationConfig
+from orthojax.config.optim import OptimConfig
 
 TriggerRule = Literal["backcopy", "in_context_bigram", "bigram_backward", "markov", "skip_bigram"]
 """The rule for the token after a trigger of Bigram-Backcopy; see `orthojax.data.BigramBackcopy`."""
@@ -19,20 +19,17 @@ class DataConfig:
     Attributes:
       kind: `embedded` is Python's own standard library, `text` reads the text or jsonl files in `paths`, `tokens` a
         train and a validation token file made by orthojax prepare, `bigram_backcopy` is the synthetic task.
-      paths: Of `text`, files, folders and patterns (any number); of `tokens` two: the train and the validation file,
-        each one file or, under the same name, the shards of orthojax prepare --shard=i/n; of `bigram_backcopy`,
-        the text whose characters are counted, if it is not that of the standard library's documentation.
+      paths: Of `text`, files, folders and patterns (any number); of `tokens` two, the train and the validation file;
+        of `bigram_backcopy`, the text whose characters are counted, if it is not that of the standard library's
+        documentation.
       tokenizer: `bytes`, `bpe:N` (trained on the corpus, N ids) or the path of a tokenizer: a tokenizer.json, GPT-2's
-        vocab.json beside its merges.txt, a sentencepiece .model or the token ranks of Llama 3. Of `tokens`, what the
-        files must have been created with, if it is not the default.
+        vocab.json beside its merges.txt, or a sentencepiece .model. `tokens` does not need it: the files name theirs.
       sequence_length: Input positions of one row.
       bos: Start every row of text with the beginning-of-sequence token.
       seed: Seed of the order of the rows.
       repeated_share: Of `embedded` and `text`: the share, 0 to 1, of the passages (40 to 110 characters) that the text
         repeats at once, as quotations, logs and boilerplate do; see `orthojax.data.repeat_passages`.
-      repeat_seed: Of which passages those are.
       trigger_count: Bigram-Backcopy: the k most frequent characters are triggers.
-      counts: Bigram-Backcopy: a file in place of a text: a JSON list of [a, b, n]: b followed a n times.
       rule: Bigram-Backcopy: what follows a trigger: a copy of the token before it (`backcopy`), a token that the
         sequence has drawn for this trigger (`in_context_bigram`), what could follow the token before it
         (`bigram_backward`), or what follows it in the text (`markov`). With `skip_bigram` what could follow the token
@@ -42,8 +39,8 @@ class DataConfig:
       bos_tokens: Bigram-Backcopy: BOS tokens at the start of every row, each with an id of its own: 0, 1 or 2.
       delimiter: Bigram-Backcopy: whether a delimiter stands in the middle of every row; after it, triggers are nothing
         special.
-      verify: Compare the sha256 of all token files when they are opened, which reads them whole; otherwise, if they
-        are larger than 256 MB together, their sizes and a few blocks of each.
+      verify: Compare the sha256 of token files when they are opened, which reads them whole; otherwise only their
+        sizes are compared, except for files of up to 256 MB.
     """
 
     kind: Literal["embedded", "text", "tokens", "bigram_backcopy"] = "embedded"
@@ -53,13 +50,11 @@ class DataConfig:
     bos: bool = False
     seed: int = 0
     repeated_share: float = 0.0
-    repeat_seed: int = 0
     trigger_count: int = 3
-    counts: str = ""
     rule: TriggerRule = "backcopy"
     other_rule: TriggerRule = "markov"
     other_rule_probability: float = 0.0
-    bos_tokens: int = 1
+    bos_tokens: Literal[0, 1, 2] = 1
     delimiter: bool = False
     verify: bool = setting(False, affects="nothing")
 
@@ -67,6 +62,7 @@ class DataConfig:
         check_types(self, "data")
         require_each(self, "data", "sequence_length", lambda length: length >= 2, "at least 2")
         require_each(self, "data", "trigger_count", lambda count: count >= 1, "at least 1")
+        require_each(self, "data", "repeated_share other_rule_probability", lambda share: 0.0 <= share <= 1.0, "0 to 1")
         require_seed(self, "data")
         files = len(self.paths)
         require(self.kind != "text" or files > 0, "data.kind='text' without files", "data.paths=FILE[,FILE...]")
@@ -74,24 +70,11 @@ class DataConfig:
         require(self.kind != "tokens" or files == 2, f"data.kind='tokens' with {files} files", two)
         ignored = f"data.paths={self.paths} is not read by data.kind={self.kind!r}"
         require(self.kind != "embedded" or not files, ignored, "kind 'text', 'tokens' or 'bigram_backcopy'")
-        require_each(self, "data", "repeated_share", lambda share: 0.0 <= share <= 1.0, "0 to 1")
-        require_each(self, "data", "repeat_seed", lambda seed: 0 <= seed < 2**32, "0 to 2**32 - 1")
         ignored = f"data.repeated_share={self.repeated_share} is not read by data.kind={self.kind!r}"
         require(not self.repeated_share or self.kind in ("embedded", "text"), ignored, "kind 'embedded' or 'text'")
-        self._require_task()
-
-    def _require_task(self) -> None:
-        require_each(self, "data", "other_rule_probability", lambda p: 0.0 <= p <= 1.0, "0 to 1")
-        require_each(self, "data", "bos_tokens", lambda count: 0 <= count <= 2, "0, 1 or 2")
-        ignored = f"data.counts={self.counts!r} is not read by data.kind={self.kind!r}"
-        require(not self.counts or self.kind == "bigram_backcopy", ignored, "kind 'bigram_backcopy'")
-        both = f"data.counts={self.counts!r} and data.paths={self.paths}"
-        require(not (self.counts and self.paths), both, "one of them")
-        require(
-            not self.delimiter or self.middle > self.bos_tokens,
-            f"data.delimiter with data.sequence_length={self.sequence_length}",
-            f"a sequence_length of at least {2 * self.bos_tokens + 1}",
-        )
+        short = f"data.delimiter with data.sequence_length={self.sequence_length}"
+        least = f"a sequence_length of at least {2 * self.bos_tokens + 1}"
+        require(not self.delimiter or self.middle > self.bos_tokens, short, least)
 
     @property
     def middle(self) -> int:
@@ -134,17 +117,13 @@ class MeshConfig:
         """
         sizes = (self.data, self.fsdp, self.tensor)
         given = math.prod(size for size in sizes if size != -1)
-        text = f"mesh data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}"
-        require(
-            given <= device_count,
-            f"{text} needs {given} devices, and there {'is' if device_count == 1 else 'are'} {device_count}",
-            f"sizes whose product is at most {device_count}; -1 takes all devices that the others leave",
+        problem = (
+            f"mesh data={self.data}, fsdp={self.fsdp}, tensor={self.tensor} needs {given} of {device_count} devices"
         )
-        require(
-            -1 not in sizes or device_count % given == 0,
-            f"{text}: {given} does not divide the {device_count} devices",
-            f"other sizes whose product divides {device_count}",
-        )
+        most = f"sizes whose product is at most {device_count}; -1 takes all devices that the others leave"
+        require(given <= device_count, problem, most)
+        divides = f"other sizes whose product divides {device_count}"
+        require(-1 not in sizes or device_count % given == 0, problem, divides)
         data, fsdp, tensor = (device_count // given if size == -1 else size for size in sizes)
         return data, fsdp, tensor
 
@@ -165,8 +144,8 @@ class TrainConfig:
       log_every_steps: Steps between lines of metrics.jsonl.
       probe_every_steps: Steps between probes of outliers and attention on a few validation rows; 0: none.
       probe_steps: Further steps to probe, each once; 0 is the start.
-      probe_details: Also write arrays of probes, to probes/step_N.npz: what moves the residual stream of the first
-        token; on one device.
+      probe: More to do at every probe: `module:function`, called with the config, the rows of the probe int32
+        [probe_sequences, T + 1] and the folder `probes` of the run; returns a function of (step, parameters).
       probe_sequences: Rows of a probe, out of the `eval.sequences`; all of those if they are fewer.
       tensorboard: Also write metrics.jsonl as TensorBoard events, under tensorboard/.
       wandb: Also log metrics.jsonl to Weights & Biases, one run for each workdir; WANDB_MODE=offline keeps it on disk.
@@ -185,7 +164,7 @@ class TrainConfig:
     log_every_steps: int = setting(20, affects="nothing")
     probe_every_steps: int = setting(100, affects="nothing")
     probe_steps: tuple[int, ...] = setting((), affects="nothing")
-    probe_details: bool = setting(False, affects="nothing")
+    probe: str = setting("", affects="nothing")
     probe_sequences: int = setting(8, affects="nothing")
     tensorboard: bool = setting(False, affects="nothing")
     wandb: bool = setting(False, affects="nothing")
@@ -200,23 +179,10 @@ class TrainConfig:
         require_each(self, "train", f"{positive} probe_sequences", lambda n: n >= 1, "at least 1")
         require_each(self, "train", "eval_every_steps probe_every_steps", lambda n: n >= 0, "at least 0")
         require_each(self, "train", "probe_steps", lambda steps: all(s >= 0 for s in steps), "steps of at least 0")
-        require(
-            not self.probe_details or bool(self.probe_steps or self.probe_every_steps),
-            "train.probe_details without probes",
-            "with train.probe_steps or train.probe_every_steps",
-        )
-        require(
-            self.keep_every_steps >= 0 and self.keep_every_steps % self.checkpoint_every_steps == 0,
-            f"train.keep_every_steps={self.keep_every_steps} with "
-            f"train.checkpoint_every_steps={self.checkpoint_every_steps}",
-            f"0, or a multiple of {self.checkpoint_every_steps}",
-        )
+        every = self.checkpoint_every_steps
+        kept = f"0, or a multiple of train.checkpoint_every_steps={every}"
+        require_each(self, "train", "keep_every_steps", lambda n: n >= 0 and n % every == 0, kept)
         require_seed(self, "train")
-        require(
-            bool(self.init_from) or not self.allow_normalizer_change,
-            "train.allow_normalizer_change without a checkpoint to start from",
-            "with train.init_from=DIR",
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,9 +239,6 @@ class Config:
         )
         small = "model.dtype='float16', in which small gradients are lost: training has no loss scaling"
         require(self.model.dtype != "float16", small, "'float32' or 'bfloat16'")
-        mesh = (self.mesh.data, self.mesh.fsdp, self.mesh.tensor)
-        one = f"train.probe_details with a mesh of {mesh}"
-        require(not self.train.probe_details or mesh == (1, 1, 1), one, "one device, or no details")
         if -1 not in (self.mesh.data, self.mesh.fsdp):
             self._require_rows(self.mesh.data * self.mesh.fsdp)
 
@@ -309,10 +272,3 @@ class Config:
         data, fsdp, tensor = self.mesh.sizes(device_count)
         self._require_rows(data * fsdp)
         return data, fsdp, tensor
-
-
-FIRST_DEFAULTS = Config(optim=OptimConfig(rotation=RotationConfig(axes="output")))
-"""The defaults from which folders of runs and raw numbers name changes: of a changed default, the first value.
-
-So a new default renames no folder, and what was recorded keeps its meaning.
-"""

@@ -11,17 +11,8 @@ import numpy as np
 
 from orthojax.config import DataConfig
 from orthojax.data.preparation import Part, Progress, prepare, repeat_passages, text_parts
-from orthojax.data.sources import Document
-from orthojax.data.token_files import (
-    FORMAT_VERSION,
-    TOKENIZER_FIELDS,
-    JoinedTokens,
-    TokenFile,
-    Tokens,
-    open_token_files,
-    sidecar_path,
-)
-from orthojax.data.tokenizers import make_tokenizer, tokenizer_identity
+from orthojax.data.token_files import FORMAT_VERSION, open_token_file
+from orthojax.data.tokenizers import tokenizer_identity
 from orthojax.errors import UserError
 
 # Goes up with any change of the rules of corpora, splits or tokenizers, so that older caches are not used.
@@ -35,10 +26,10 @@ class Dataset:
     vocab_size: int  # one more than the largest possible id
     bos_id: int  # starts a row if rows start with one
     eos_id: int  # follows every document
-    train: Tokens  # uint16 or uint32 [n], a read-only memory map or, for several files, what reads as one
-    validation: Tokens
+    train: np.ndarray  # uint16 or uint32 [n], a read-only memory map
+    validation: np.ndarray
     validation_bytes: int  # of its text in UTF-8: bits per byte = nats per token / ln 2 * len(validation) / these
-    tokenizer_path: Path | None  # for `load_tokenizer`; None if only its ids are here
+    tokenizer_path: Path | None  # for `load_tokenizer`; None if it does not lie beside the token files
     provenance: dict[str, Any]  # JSON: names, counts and sha256s of source, tokenizer and files
 
 
@@ -57,22 +48,20 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
       ValueError: For kind `bigram_backcopy`, which has no token files.
     """
     if config.kind == "tokens":
-        dataset = _open_pair(Path(config.paths[0]), Path(config.paths[1]), config.verify)
-        _require_tokenizer(config.tokenizer, dataset)
-        return dataset
+        return _open_pair(Path(config.paths[0]), Path(config.paths[1]), config.verify)
     if config.kind == "bigram_backcopy":
         raise ValueError("bigram_backcopy is generated: see open_task")
     identity = tokenizer_identity(config.tokenizer)
     parts = text_parts(list(config.paths) or None, ["train", "validation"])
     rules = [FORMAT_VERSION, RULES_VERSION, config.kind, parts[0].source.sha256, identity]
     if config.repeated_share:
-        parts = [_repeated(part, config) for part in parts]
-        rules.append(["repeated", config.repeated_share, config.repeat_seed])
+        parts = [_repeated(part, config.repeated_share) for part in parts]
+        rules.append(config.repeated_share)
     key = hashlib.sha256(json.dumps(rules).encode())
     short = "file" if identity.startswith("sha256:") else identity.replace(":", "")
     folder = Path(cache_dir) / f"{config.kind}-{short}-{key.hexdigest()[:16]}"
     train, validation = folder / "train.bin", folder / "validation.bin"
-    if not all(file.exists() and sidecar_path(file).exists() for file in (train, validation)):
+    if not (train.exists() and validation.exists()):
         prepare(folder, parts, config.tokenizer, progress=progress)
     return _open_pair(train, validation, config.verify)
 
@@ -92,11 +81,11 @@ class TokenBatches:
            [99,  4,  5,  6,  7]], dtype=int32)
     """
 
-    def __init__(self, tokens: Tokens, sequence_length: int, batch_size: int, seed: int, bos_id: int | None = None):
+    def __init__(self, tokens: np.ndarray, sequence_length: int, batch_size: int, seed: int, bos_id: int | None = None):
         """Cuts the tokens into rows; nothing is read yet.
 
         Args:
-          tokens: Integers [n], usually the memory map of a token file or those of several.
+          tokens: Integers [n], usually the memory map of a token file.
           sequence_length: T, the input positions of a row.
           batch_size: Rows of a batch.
           seed: Seed of the order of the rows.
@@ -108,19 +97,16 @@ class TokenBatches:
           UserError: If the tokens do not fill one batch.
         """
         extra = int(bos_id is None)  # the last target lies one past the inputs unless bos shifts them
-        # Still the memory map, but slices of a plain array are cheaper.
-        self.tokens = tokens if isinstance(tokens, JoinedTokens) else np.asarray(tokens)
+        self.tokens = np.asarray(tokens)  # still the memory map, but slices of a plain array are cheaper
         self.sequence_length = sequence_length
         self.batch_size = batch_size
         self.seed = seed
         self.bos_id = bos_id
         self.n_rows = max(0, (len(tokens) - extra) // sequence_length)
         if self.n_rows < batch_size:
-            raise UserError(
-                f"{len(tokens)} tokens are too few for a batch of {batch_size} rows of {sequence_length}: "
-                f"{batch_size * sequence_length + extra} are needed",
-                allowed=f"a batch of at most {self.n_rows} rows, shorter rows or more text",
-            )
+            needed = f"a batch of {batch_size} rows of {sequence_length} needs {batch_size * sequence_length + extra}"
+            allowed = f"a batch of at most {self.n_rows} rows, shorter rows or more text"
+            raise UserError(f"{len(tokens)} tokens are too few: {needed}", allowed=allowed)
 
     @functools.cached_property
     def _order(self) -> Any:
@@ -153,10 +139,8 @@ class TokenBatches:
           UserError: If there are fewer rows.
         """
         if n > self.n_rows:
-            raise UserError(
-                f"{len(self.tokens)} tokens make {self.n_rows} rows of {self.sequence_length}, but {n} are wanted",
-                allowed=f"at most {self.n_rows} rows, shorter rows or more text",
-            )
+            problem = f"{len(self.tokens)} tokens make {self.n_rows} rows of {self.sequence_length}, not {n}"
+            raise UserError(problem, allowed=f"at most {self.n_rows} rows, shorter rows or more text")
         return self._rows([i * self.n_rows // n for i in range(n)])
 
     def _rows(self, indices: list[int]) -> np.ndarray:
@@ -169,29 +153,23 @@ class TokenBatches:
         return rows
 
 
-def _repeated(part: Part, config: DataConfig) -> Part:
-    def text(document: Document) -> str:
-        return repeat_passages(part.text(document), config.repeated_share, config.repeat_seed)
-
-    described = f"{part.source.description}, {config.repeated_share:.0%} of its passages repeated"
-    return dataclasses.replace(part, text=text, source=dataclasses.replace(part.source, description=described))
+def _repeated(part: Part, share: float) -> Part:
+    described = f"{part.source.description}, {share:.0%} of its passages repeated"
+    source = dataclasses.replace(part.source, description=described)
+    return dataclasses.replace(part, source=source, text=lambda document: repeat_passages(part.text(document), share))
 
 
 def _open_pair(train_path: Path, validation_path: Path, verify: bool) -> Dataset:
     """Opens a train and a validation token file that belong together."""
-    train, validation = (open_token_files(path, verify=verify) for path in (train_path, validation_path))
-    for name in TOKENIZER_FIELDS:
-        if (a := getattr(train.info, name)) != (b := getattr(validation.info, name)):
-            raise UserError(
-                f"{train_path} and {validation_path} were created with different tokenizers "
-                f"({train.info.tokenizer}, {validation.info.tokenizer}): {name} is {a} and {b}",
-                allowed="two files of the same tokenizer",
-            )
-    order = "data.paths=TRAIN.bin,VALIDATION.bin"
-    if train.info.split == "validation" and validation.info.split == "train":
-        raise UserError(f"{train_path} is a validation split and {validation_path} a train split", allowed=order)
-    if train.info.data_sha256 == validation.info.data_sha256:
-        raise UserError(f"{train_path} and {validation_path} hold the same tokens", allowed=order)
+    train, validation = (open_token_file(path, verify=verify) for path in (train_path, validation_path))
+    if train.info.tokenizer_sha256 != validation.info.tokenizer_sha256:
+        names = f"{train.info.tokenizer}, {validation.info.tokenizer}"
+        problem = f"{train_path} and {validation_path} were created with different tokenizers ({names})"
+        raise UserError(problem, allowed="two files of the same tokenizer")
+    tokenizer = train_path.with_name("tokenizer.json")
+    is_theirs = (
+        tokenizer.is_file() and hashlib.sha256(tokenizer.read_bytes()).hexdigest() == train.info.tokenizer_sha256
+    )
     info, counts = dataclasses.asdict(train.info), ("n_tokens", "n_bytes", "n_documents", "data_sha256")
     of_both = ("source", "source_sha256", "file_count", "tokenizer", "tokenizer_sha256", "bos_id")
     return Dataset(
@@ -201,36 +179,10 @@ def _open_pair(train_path: Path, validation_path: Path, verify: bool) -> Dataset
         train=train.tokens,
         validation=validation.tokens,
         validation_bytes=validation.info.n_bytes,
-        tokenizer_path=_tokenizer_beside(train),
+        tokenizer_path=tokenizer if is_theirs else None,
         provenance={
             **{name: info[name] for name in of_both},
             "train": {name: info[name] for name in counts},
             "validation": {name: getattr(validation.info, name) for name in counts},
         },
     )
-
-
-def _require_tokenizer(spec: str, dataset: Dataset) -> None:
-    """Refuses token files of another tokenizer than the config names; its default names none."""
-    if spec == DataConfig.tokenizer:
-        return
-    name, sha256 = dataset.provenance["tokenizer"], dataset.provenance["tokenizer_sha256"]
-    same = tokenizer_identity(spec) == name if spec.startswith("bpe:") else make_tokenizer(spec, ()).sha256 == sha256
-    if not same:
-        raise UserError(
-            f"the token files were created with a different tokenizer ({name}, sha256 {sha256}) than "
-            f"data.tokenizer={spec}",
-            allowed="its name or path, or the default, which takes any",
-        )
-
-
-def _tokenizer_beside(train: TokenFile) -> Path | None:
-    path = train.path.parent / "tokenizer.json"
-    if not path.is_file():
-        return None
-    if hashlib.sha256(path.read_bytes()).hexdigest() != train.info.tokenizer_sha256:
-        raise UserError(
-            f"{path} is not the tokenizer of {train.path}: its sha256 is another one",
-            hint="put the right one back, or delete it: training needs the ids only",
-        )
-    return path

@@ -15,21 +15,18 @@ import hashlib
 import itertools
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from orthojax.config import DataConfig, TriggerRule
 from orthojax.data.sources import text_corpus
 from orthojax.errors import UserError
-from orthojax.files import read_json
 
-Counts = tuple[tuple[str, str, float], ...]  # (a, b, n): b followed a n times; sorted, every pair once
+Counts = tuple[tuple[str, str, int], ...]  # (a, b, n): b followed a n times; sorted, every pair once
 
 TRAINING, EVALUATION = 0, 1  # streams of batches
 _ONE = 2**31  # probabilities as integers, compared with 31 random bits
@@ -59,25 +56,6 @@ def count_pairs(text: str) -> Counts:
     return tuple(sorted((a, b, n) for (a, b), n in pairs.items()))
 
 
-def read_counts(path: Path) -> Counts:
-    """Reads a table of counts: a JSON list of [a, b, n], in which b followed a n times. a and b are any texts.
-
-    Raises:
-      UserError: If the file is no such table, or has a pair twice.
-    """
-    counts: dict[tuple[str, str], float] = {}
-    for i, row in enumerate(read_json(path, "table of counts", list)):
-        match row:
-            case [str(a), str(b), int(n) | float(n)] if type(n) is not bool and 0 < n < 2**53 and (a, b) not in counts:
-                counts[a, b] = n
-            case _:
-                raise UserError(
-                    f"table of counts {path}: entry {i} is {str(row)[:80]}",
-                    allowed='["a", "b", n], every pair once: how often the second text follows the first, above 0',
-                )
-    return tuple(sorted((a, b, n) for (a, b), n in counts.items()))
-
-
 @dataclasses.dataclass(frozen=True)
 class BigramBackcopy:
     """The task, made from how often each character follows each.
@@ -103,7 +81,7 @@ class BigramBackcopy:
     character after it is drawn from pi, and from there on the chain is `markov`.
 
     Attributes:
-      counts: From `count_pairs` or `read_counts`.
+      counts: From `count_pairs`: something follows each character.
       trigger_count: k, the number of most frequent characters that are triggers; ties go to the smaller character.
       rule: What follows a trigger.
       other_rule: What follows it otherwise.
@@ -127,14 +105,6 @@ class BigramBackcopy:
                 f"{size} different characters cannot have {self.trigger_count} triggers",
                 allowed=f"data.trigger_count less than {size}" if size > 1 else "a longer text",
             )
-        if last := set(self.characters).difference(a for a, _, _ in self.counts):
-            raise UserError(f"nothing follows {min(last)!r}", allowed="counts in which something follows each")
-        if self.bos_count not in (0, 1, 2):
-            raise ValueError(f"bos_count={self.bos_count}; allowed: 0, 1 or 2")
-        if self.delimiter_position is not None and self.delimiter_position <= self.bos_count:
-            raise ValueError(f"a delimiter at {self.delimiter_position}; allowed: after BOS and one character")
-        if not 0.0 <= self.other_rule_probability <= 1.0:
-            raise ValueError(f"other_rule_probability={self.other_rule_probability}; allowed: 0 to 1")
 
     @classmethod
     def from_text(cls, text: str, trigger_count: int = 3, **options) -> "BigramBackcopy":
@@ -225,11 +195,6 @@ class BigramBackcopy:
         return law
 
     @property
-    def skips(self) -> bool:
-        """True if tokens that are no triggers are followed by what could follow the token before them as well."""
-        return self.rule == "skip_bigram"
-
-    @property
     def rule_positions(self) -> float:
         """The first position at which triggers no longer act: the one before the delimiter, or infinity without one."""
         return math.inf if self.delimiter_position is None else self.delimiter_position - 1
@@ -276,16 +241,11 @@ class BigramBackcopy:
         `skip_bigram` that of the token before; at the last BOS token `first`.
 
         Args:
-          tokens: int [B, T], inputs, which are sequences of the task.
+          tokens: int [B, T], inputs, which are sequences of the task: none starts with a trigger.
 
         Returns:
           float32 [B, T, V], float64 under x64; rows sum to one.
-
-        Raises:
-          ValueError: If a sequence, not traced, starts with a trigger, so that nothing precedes it.
         """
-        if not isinstance(tokens, Tracer) and np.isin(np.asarray(tokens)[:, 0], self.triggers).any():
-            raise ValueError("a sequence starts with a trigger: the oracle needs the token before it")
         return _oracle(self, jnp.asarray(tokens))
 
 
@@ -295,9 +255,7 @@ def open_task(config: DataConfig) -> tuple[BigramBackcopy, dict[str, Any]]:
     Raises:
       UserError: For anything wrong with the files, or fewer characters than triggers.
     """
-    if config.counts:
-        source, counts = Path(config.counts).name, read_counts(Path(config.counts))
-    elif config.paths:
+    if config.paths:
         corpus = text_corpus(config.paths)
         source, counts = corpus.description, count_pairs("\n".join(document.text for document in corpus.documents()))
     else:
@@ -377,7 +335,7 @@ def _batch(
             answer = jnp.where(bit < _as_integers(probability), by_rule(name, before, current, uniform), answer)
         within = position - 1 < task.rule_positions
         acts = (slots[current] >= 0) & within
-        row = jnp.where(within, before, current) if task.skips else current
+        row = jnp.where(within, before, current) if task.rule == "skip_bigram" else current
         token = jnp.where(acts, answer, drawn_from(row, uniform))
         if task.delimiter_id is not None:
             token = jnp.where(position == task.delimiter_position, task.delimiter_id, token)
@@ -416,7 +374,7 @@ def _oracle(task: BigramBackcopy, tokens: jax.Array) -> jax.Array:
 
 def _elsewhere(task: BigramBackcopy, tokens: jax.Array, transition: jax.Array) -> jax.Array:
     """Returns the law of what follows if no trigger acts, [B, T, V]."""
-    if not task.skips:
+    if task.rule != "skip_bigram":
         return transition[tokens]
     B, V = len(tokens), len(transition)
     first = jnp.broadcast_to(jnp.asarray(task.first, transition.dtype), (B, 1, V))

@@ -33,13 +33,10 @@ DROPPED_FOLDERS = frozenset(
 )
 # Written by whoever built or packaged this Python: they hold its paths and settings.
 DROPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
-DROPPED_FOLDER_PREFIX = "config-"
 # What the formats that Hugging Face `datasets` reads are called there.
 _FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".txt": "text"}
 _TABLES = (".parquet", ".arrow")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-# What file systems call something that changes with the content of a file, the best first.
-_VERSIONS = ("blob_id", "sha256", "etag", "ETag", "md5Hash", "mtime", "LastModified", "created")
 
 
 class Document(NamedTuple):
@@ -69,14 +66,9 @@ class Source:
         """The size on disk."""
         return sum(piece.n_bytes for piece in self.files)
 
-    def pieces(self, index: int, count: int) -> list[Piece]:
-        """Returns the files of the i-th of n consecutive shards, about as many in each; empty ones are left out."""
-        files = [piece for piece in self.files if piece.n_bytes]
-        return files[len(files) * index // count : len(files) * (index + 1) // count]
-
-    def documents(self, index: int = 0, count: int = 1) -> Iterator[Document]:
-        """Yields the documents of one shard, or of the whole source."""
-        for piece in self.pieces(index, count):
+    def documents(self) -> Iterator[Document]:
+        """Yields all documents."""
+        for piece in self.files:
             for document, _ in piece.read():
                 yield document
 
@@ -97,7 +89,7 @@ def embedded_corpus(root: str | os.PathLike[str] | None = None) -> Source:
     folder = Path(sysconfig.get_path("stdlib") if root is None else root)
     paths = []
     for parent, folders, names in os.walk(folder):
-        folders[:] = [n for n in folders if n not in DROPPED_FOLDERS and not n.startswith(DROPPED_FOLDER_PREFIX)]
+        folders[:] = [n for n in folders if n not in DROPPED_FOLDERS and not n.startswith("config-")]
         paths += [Path(parent, name) for name in names if name.endswith(".py") and not name.startswith(DROPPED_FILES)]
     named = sorted((path.relative_to(folder).as_posix(), path) for path in paths)
     files = []
@@ -154,15 +146,14 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]
             files = [(name, file) for name, file in named if not any(part[0] == "." for part in name.split("/"))]
             # The other files of a data set's folder describe it.
             files = [(name, file) for name, file in files if file.suffix in _TABLES] or files
-            problem = "is a folder without files"
         elif glob.has_magic(str(path)) and not os.path.lexists(path):
             matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
-            files, problem = [(file.name, file) for file in matches if file.is_file()], "is a pattern without matches"
+            files = [(file.name, file) for file in matches if file.is_file()]
         else:
             require_file(path, "text file")
-            files, problem = [(path.name, path)], ""
+            files = [(path.name, path)]
         if not files:
-            raise UserError(f"{path} {problem}", allowed="paths of text files, folders or patterns")
+            raise UserError(f"there are no files in {path}", allowed="paths of text files, folders or patterns")
         found += files
     if not found:
         raise UserError("no text files", allowed="at least one path")
@@ -172,11 +163,8 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]
 def _of_files(description: str, files: Sequence[tuple[str, Path]]) -> Source:
     digest, pieces = hashlib.sha256(), []
     for name, path in files:
-        try:
-            with open(path, "rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        with open(path, "rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
         digest.update(f"{content}  {name}\n".encode("utf-8", "surrogateescape"))
         own = path.suffix not in (*_TABLES, *_COMPRESSED) or (path.suffix == ".gz" and _format(path) != ".json")
         read = functools.partial(_read, name, path) if own else functools.partial(_stream, name, str(path))
@@ -185,26 +173,25 @@ def _of_files(description: str, files: Sequence[tuple[str, Path]]) -> Source:
 
 
 def _of_addresses(addresses: Sequence[str]) -> Source:
-    """Opens files that are not on disk; the sha256 covers their names, sizes and versions."""
+    """Opens files that are not on disk; the sha256 covers their names and what tells that one has changed."""
     _hugging_face(addresses[0])
     import fsspec  # type: ignore[import-not-found]  # which `datasets` brings
 
-    files: list[tuple[str, int, str]] = []
+    digest, pieces, names = hashlib.sha256(), [], []
     for address in addresses:
         try:
             system, path = fsspec.core.url_to_fs(address)
             found = sorted(system.glob(path) if glob.has_magic(path) else system.find(path))
-            for name, info in [(name, system.info(name)) for name in found if _format(PurePosixPath(name)) in _FORMATS]:
-                version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
-                files.append((system.unstrip_protocol(name), int(info["size"]), version))
+            for file in (file for file in found if _format(PurePosixPath(file)) in _FORMATS):
+                name, size = system.unstrip_protocol(file), int(system.info(file)["size"])
+                digest.update(f"{name} {size} {system.ukey(file)}\n".encode())
+                pieces.append(Piece(functools.partial(_stream, PurePosixPath(name).name, name), size))
+                names.append(name)
         except Exception as error:  # every file system has errors of its own
             raise _unreadable(address, error) from None
-    if not files:
+    if not pieces:
         raise UserError(f"{_listed(addresses)} matches no files", allowed=f"files that end in {', '.join(_FORMATS)}")
-    pieces = tuple(
-        Piece(functools.partial(_stream, PurePosixPath(address).name, address), size) for address, size, _ in files
-    )
-    return Source(_listed([name for name, *_ in files]), hashlib.sha256(json.dumps(files).encode()).hexdigest(), pieces)
+    return Source(_listed(names), digest.hexdigest(), tuple(pieces))
 
 
 def _read(name: str, path: Path) -> Iterator[tuple[Document, int]]:
@@ -221,8 +208,6 @@ def _read(name: str, path: Path) -> Iterator[tuple[Document, int]]:
         raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", allowed="UTF-8") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{path} is not a complete gzip file: {error}") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _stream(name: str, path: str) -> Iterator[tuple[Document, int]]:

@@ -124,7 +124,8 @@ def _joined(text: str, value: Callable[[Scope], Any], of: Sequence[Expr], bindin
 
 def _binary(symbol: str, of: Callable[[Any, Any], Any], binding: int, a: Any, b: Any) -> Expr:
     a, b = _as_expr(a), _as_expr(b)
-    text = f"{_within(a, binding)} {symbol} {_within(b, binding + (symbol in '-/'))}"
+    compares = binding == 4  # a comparison of comparisons needs parentheses on both sides
+    text = f"{_within(a, binding + compares)} {symbol} {_within(b, binding + (compares or symbol in '-/'))}"
     return _joined(text, lambda scope: of(a.value(scope), b.value(scope)), (a, b), binding)
 
 
@@ -316,7 +317,7 @@ def judge(claim: Claim, results: Results) -> Judged:
 
 
 def _cases(claim: Claim, names: Iterable[str], results: Results) -> list[str]:
-    starred = [name for name in names if "*" in name]
+    starred = sorted(name for name in names if "*" in name)
     if not starred:
         return [""]
     if callable(claim.cases):

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ import numpy as np
 
 from orthojax.config import Config
 from orthojax.files import read_json, write_text
-from orthojax.timing import interleaved_seconds, median_ratio
-from orthojax.train import init_state, make_mesh, make_train_step, optimizer_state_bytes, place_rows
+from orthojax.train import init_state, make_mesh, make_train_step, place_rows, state_shapes
 
 REPEATS = 9
 
@@ -49,11 +49,13 @@ def _costs_of(configs: Mapping[str, Config], base: str) -> dict[str, dict[str, f
     steps = {name: Stepper(config) for name, config in configs.items()}
     timed = interleaved_seconds(steps, REPEATS)
     seconds = {name: [of / steps[name].steps_per_call for of in timed[name]] for name in configs}
-    sizes = {name: (optimizer_state_bytes(config), steps[name].program_bytes()) for name, config in configs.items()}
+    moments = {name: jax.tree.leaves(state_shapes(config).opt_state) for name, config in configs.items()}
+    state_bytes = {name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) for name, leaves in moments.items()}
+    sizes = {name: (state_bytes[name], steps[name].program_bytes()) for name in configs}
     found = {}
     for name in configs:
-        keys = ("step_ratio", "step_ratio_lower", "step_ratio_upper")
-        ratio: dict[str, float] = dict(zip(keys, median_ratio(seconds[name], seconds[base]), strict=True))
+        keys = ("step_ratio_lower", "step_ratio", "step_ratio_upper")
+        ratio: dict[str, float] = dict(zip(keys, ratio_quartiles(seconds[name], seconds[base]), strict=True))
         ratio["steps_per_second"] = 1 / float(np.median(seconds[name]))
         for what, size, of_base in zip(("optimizer_state", "program"), sizes[name], sizes[base], strict=True):
             if size is not None and of_base is not None:  # the compiler may not report it
@@ -94,3 +96,39 @@ class Stepper:
             return None
         *needed, donated = (int(size or 0) for size in sizes)
         return sum(needed) - donated
+
+
+def interleaved_seconds(
+    functions: Mapping[str, Callable[[], Any]], repeats: int, *, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Times functions interleaved: A B C, C B A, A B C, ...
+
+    What else the machine does then falls on all of them alike, and the ratio of two times of one repetition is steadier
+    than either. The order alternates, because a function finds the caches as the one before it left them.
+
+    Args:
+      functions: What is timed, by name; a call is over when the arrays that it returns are ready.
+      repeats: Timed calls of each function; one more, in which it compiles, comes first.
+      clock: Seconds from any origin.
+
+    Returns:
+      Seconds of wall-clock time of each repetition, in order, by name.
+    """
+    names = list(functions)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for repetition in range(-1, repeats):
+        for name in names if repetition % 2 == 0 else reversed(names):
+            started = clock()
+            jax.block_until_ready(functions[name]())
+            if repetition >= 0:
+                seconds[name].append(clock() - started)
+    return seconds
+
+
+def ratio_quartiles(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """Returns the first quartile, the median and the third quartile of a[i] / b[i], times of one repetition.
+
+    >>> ratio_quartiles([2.0, 9.0, 30.0], [1.0, 3.0, 10.0])
+    [2.5, 3.0, 3.0]
+    """
+    return np.quantile(np.divide(a, b), [0.25, 0.5, 0.75]).tolist()

@@ -1,5 +1,6 @@
 """Figures: functions that draw plain values with matplotlib."""
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -14,7 +15,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 # The colours of Okabe and Ito without yellow, which is too light for a line.
 COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -60,7 +61,9 @@ def lines(
       looks: Label -> (colour, dash); by order if None.
     """
     labels = list(dict.fromkeys(label for curves in panels.values() for label in curves))
-    looks = looks or dict(zip(labels, zip(cycle(COLORS), _repeated(DASHES, len(COLORS)), strict=False), strict=False))
+    pairs = ((color, dash) for dash in cycle(DASHES) for color in COLORS)
+    looks = looks or dict(zip(labels, pairs, strict=False))
+    whole = x_scale == "linear" and all(isinstance(of, int) for c in panels.values() for x, _ in c.values() for of in x)
     across = min(len(panels), 3)
     down = -(-len(panels) // across)
     with plt.rc_context(_STYLE):
@@ -75,13 +78,11 @@ def lines(
                     axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.15, linewidth=0)
             _refer(axes, references)
             axes.set(title=title, xlabel=x_label, xscale=x_scale, yscale=y_scale)
-        grid[0, 0].set_ylabel(y_label)
-        _finish(figure, list(grid.flat), len(panels), y_scale)
+            if whole:
+                axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        grid[0, 0].set_ylabel(textwrap.fill(y_label, 34))
+        _finish(figure, list(grid.flat), len(panels), x_scale, y_scale)
     return figure
-
-
-def _repeated(values: Sequence[Any], times: int) -> list[Any]:
-    return [value for value in values for _ in range(times)]
 
 
 def _refer(axes: Axes, references: Mapping[str, float] | None) -> None:
@@ -89,14 +90,17 @@ def _refer(axes: Axes, references: Mapping[str, float] | None) -> None:
         axes.axhline(value, color="#777777", linestyle=style, linewidth=1.1, label=words)
 
 
-def _finish(figure: Figure, grid: Sequence[Axes], shown: int, y_scale: str) -> None:
-    """Hides empty panels, writes plain numbers on a logarithmic axis, and puts one legend below."""
+def _finish(figure: Figure, grid: Sequence[Axes], shown: int, x_scale: str, y_scale: str) -> None:
+    """Hides empty panels, writes plain numbers on logarithmic axes, and puts one legend below."""
     found: dict[str, Any] = {}
     for axes in grid[:shown]:
-        if y_scale == "log":
-            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
+        for axis, scale in ((axes.xaxis, x_scale), (axes.yaxis, y_scale)):
+            if scale == "log":
+                low, high = sorted(axis.get_view_interval())
+                decades = math.log10(high / low)
+                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 5 else (1.0,)))
+                axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+                axis.set_minor_formatter(NullFormatter())
         handles, labels = axes.get_legend_handles_labels()
         found |= dict(zip(labels, handles, strict=True))
     for axes in grid[shown:]:
@@ -139,8 +143,8 @@ def bars(
         characters = max(6, int(10 * (figure.get_size_inches()[0] - 1) / len(groups)))
         axes.set_xticks(at, [textwrap.fill(name.replace("_", " "), characters) for name in groups], fontsize=8)
         axes.grid(visible=False, axis="x")
-        axes.set(ylabel=y_label, yscale=y_scale)
-        _finish(figure, [axes], 1, y_scale)
+        axes.set(ylabel=textwrap.fill(y_label, 40), yscale=y_scale)
+        _finish(figure, [axes], 1, "linear", y_scale)
     return figure
 
 
@@ -162,8 +166,8 @@ def scatter(
                 axes.annotate(text, (x, y), (4, 3), textcoords="offset points", fontsize=7)
         _refer(axes, references)
         axes.margins(0.1)
-        axes.set(xlabel=x_label, ylabel=y_label, xscale=x_scale, yscale=y_scale)
-        _finish(figure, [axes], 1, y_scale)
+        axes.set(xlabel=x_label, ylabel=textwrap.fill(y_label, 50), xscale=x_scale, yscale=y_scale)
+        _finish(figure, [axes], 1, x_scale, y_scale)
     return figure
 
 
@@ -205,9 +209,11 @@ def maps(
             image = axes.imshow(shown, norm=norm, cmap="magma", aspect="auto", interpolation="nearest")
             axes.set_facecolor("#000004")
             axes.set_title(title)
-            for ticks, set_ticks, turned in ((x_ticks, axes.set_xticks, 90), (y_ticks, axes.set_yticks, 0)):
+            for ticks, axis, turned in ((x_ticks, axes.xaxis, 90), (y_ticks, axes.yaxis, 0)):
                 if ticks:
-                    set_ticks(range(len(ticks)), ticks, rotation=turned)
+                    axis.set_ticks(range(len(ticks)), ticks, rotation=turned)
+                else:
+                    axis.set_major_locator(MaxNLocator("auto", integer=True))
             axes.set_ylabel(y_label if i % across == 0 else "")
             axes.set_xlabel(x_label if i + across >= len(panels) else "")
         for axes in list(grid.flat)[len(panels) :]:

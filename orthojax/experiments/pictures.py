@@ -109,8 +109,14 @@ class ByStep:
 
 
 def _steps_of(result: Result, metric: str) -> list[str]:
-    numbers = next(iter(result.seeds.values()))
-    return [key for key in numbers if key.startswith(f"{metric}/step_")]
+    """Returns the keys of a metric at the steps at which every seed has it."""
+    first, *others = result.seeds.values()
+    return [key for key in first if key.startswith(f"{metric}/step_") and all(key in of for of in others)]
+
+
+def _complete(result: Result, *of: Quantity) -> bool:
+    """Returns whether every seed has several metrics."""
+    return all(len(result.values(quantity)) == len(result.seeds) for quantity in of)
 
 
 def _curves(
@@ -171,8 +177,8 @@ class Bars:
     def __call__(self, results: Results) -> list[Picture]:
         """Draws the picture; variants that lack a metric are left out."""
         metrics = quantities(self.metrics)
-        values = {r.name: [r.values(of) for of in metrics] for r in _shown(results, self.rows)}
-        complete = {name: self.scale * np.array(of).T for name, of in values.items() if all(of)}
+        shown = [result for result in _shown(results, self.rows) if _complete(result, *metrics)]
+        complete = {r.name: self.scale * np.array([r.values(of) for of in metrics]).T for r in shown}
         if not complete:
             raise Missing(self.name)
         figure = bars([of.label for of in metrics], complete, y_label=self.y_label, references=self.references,
@@ -210,9 +216,7 @@ class Points:
         groups = {words: _shown(results, rows) for words, rows in (self.groups or {"variants": ""}).items()}
         points = {
             words: [
-                (r[x], r[y], case_in(self.groups.get(words, ""), r.name) or r.name)
-                for r in of
-                if r.values(x) and r.values(y)
+                (r[x], r[y], case_in(self.groups.get(words, ""), r.name) or r.name) for r in of if _complete(r, x, y)
             ]
             for words, of in groups.items()
         }

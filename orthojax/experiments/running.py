@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from orthojax.config import Config, changed_fields, replace
-from orthojax.errors import Interrupted, UserError
+from orthojax.errors import Interrupted, UserError, nearest
 from orthojax.experiments.costs import step_costs
 from orthojax.experiments.measures import ALWAYS, require_same_ids
 from orthojax.experiments.results import Results
@@ -79,10 +79,13 @@ def run_study(
       given: Existing models to measure as well, by name.
       jobs: How many runs at once, each in a process of its own; None for as many as the machine has room for.
       command: What starts such a process, to which the run is added.
-      only: Train and measure this variant alone, and write no results.
+      only: Train and measure this variant alone, and write no results.json.
+
+    Returns:
+      The results, which with `only` are those of this variant.
 
     Raises:
-      UserError: For an unknown scale, models if the study takes none, or what `train` refuses.
+      UserError: For an unknown scale or variant, models if the study takes none, or what `train` refuses.
       Interrupted: On SIGINT or SIGTERM, after the state of every run was saved.
     """
     configs = study.runs_at(scale)
@@ -93,6 +96,9 @@ def run_study(
         raise UserError(f"--model {min(clash)!r} has the name of a variant", allowed="another name")
     if not configs and not models and not study.rows:
         raise UserError(f"experiment {study.name!r} needs a model", allowed="--model=NAME=CHECKPOINT[,...]")
+    if only is not None and (only not in (trained := [*configs, *models]) or not study.trains):
+        allowed = " | ".join(trained) if study.trains else "none of a study that trains nothing"
+        raise UserError(f"experiment {study.name!r} has no run {only!r}", allowed=allowed, hint=nearest(only, trained))
     make_folder(workdir, "workdir", files=("results.json", "report.md", "report.html"))
     started = time.monotonic()
     if study.rows:
@@ -109,10 +115,9 @@ def run_study(
     else:
         runs = _runs(configs, models, seeds, runs_dir, workdir)
         if only is not None:
-            for run in runs:
-                if run.variant == only:
-                    _finish(run, study, cache_dir)
-            return results_of(study, {"experiment": study.name, "scale": scale, "provenance": {}, "rows": []})
+            rows = [_finish(run, study, cache_dir) for run in runs if run.variant == only]
+            raw = {"experiment": study.name, "scale": scale, "provenance": {"seeds": list(seeds)}, "rows": rows}
+            return results_of(study, raw, workdir)
         content = _trained(study, configs, runs, seeds, workdir, cache_dir, jobs, command)
     raw = {"experiment": study.name, "scale": scale, **content}
     write_text(workdir / "results.json", json.dumps(raw, indent=1, allow_nan=False) + "\n")
@@ -286,8 +291,11 @@ def _places(count: int) -> list[tuple[dict[str, str], set[int]]]:
 
 
 def _start(words: Sequence[str], environment: Mapping[str, str], cores: set[int]) -> subprocess.Popen:
-    pin: Callable[[], None] | None = (lambda: os.sched_setaffinity(0, cores)) if cores else None
-    return subprocess.Popen(words, env=os.environ | environment, preexec_fn=pin, start_new_session=True)
+    process = subprocess.Popen(words, env=os.environ | environment, start_new_session=True)
+    if cores:
+        with contextlib.suppress(ProcessLookupError):  # which has ended already
+            os.sched_setaffinity(process.pid, cores)
+    return process
 
 
 @contextlib.contextmanager

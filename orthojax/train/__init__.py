@@ -1,9 +1,9 @@
 """Training and evaluation of one model.
 
 In reading order: `loop` (a run from start to end), `data` (its batches), `workdir` (its folder), `step` (from a config
-to objects, the pure step), `optimizer`, `mesh` (sharding), `metrics` (what is logged), `probe`, `evaluation`,
-`distributed` (processes, signals), `checkpoint`, `loading` (models from checkpoints), `estimates`, `summary` (a run in
-a few lines).
+to objects, the pure step), `optimizer`, `mesh` (sharding), `metrics` (the log), `evaluation` (and probes),
+`distributed` (processes, signals), `checkpoint`, `loading` (models from checkpoints), `estimates` (what a run is and
+takes).
 """
 
 from orthojax.train.checkpoint import (
@@ -20,17 +20,22 @@ from orthojax.train.checkpoint import (
     steps_in,
     verify_checkpoint,
 )
-from orthojax.train.data import Inputs, open_inputs, require_task
+from orthojax.train.data import Inputs, open_inputs
 from orthojax.train.distributed import keep_compiled_programs
-from orthojax.train.estimates import dry_run, model_flops_per_token, model_flops_utilization, peak_flops_per_second
+from orthojax.train.estimates import (
+    describe_data,
+    dry_run,
+    model_flops_per_token,
+    model_flops_utilization,
+    opening,
+)
 from orthojax.train.evaluation import evaluate, evaluate_by_head, evaluation_stages, settings_that_do_not_fit
 from orthojax.train.loading import find_model, load, load_params, require_tokenizer
 from orthojax.train.loop import train
 from orthojax.train.mesh import make_mesh, place_rows
-from orthojax.train.metrics import DivergedError, describe_line, read_metrics, validation_losses
+from orthojax.train.metrics import DivergedError, closing, describe_line, read_metrics
 from orthojax.train.optimizer import learning_rate_schedule, make_optimizer, make_rotation
-from orthojax.train.step import TrainState, build, init_state, make_train_step, optimizer_state_bytes, state_shapes
-from orthojax.train.summary import closing, describe_data, opening
+from orthojax.train.step import TrainState, build, init_state, make_train_step, state_shapes
 from orthojax.train.workdir import check_workdir
 
 __all__ = [
@@ -65,8 +70,6 @@ __all__ = [
     "model_flops_utilization",
     "open_inputs",
     "opening",
-    "optimizer_state_bytes",
-    "peak_flops_per_second",
     "place_rows",
     "read_config",
     "read_json_item",
@@ -74,12 +77,10 @@ __all__ = [
     "read_optimizer_state",
     "read_params",
     "require_same_data",
-    "require_task",
     "require_tokenizer",
     "settings_that_do_not_fit",
     "state_shapes",
     "steps_in",
     "train",
-    "validation_losses",
     "verify_checkpoint",
 ]

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from orthojax.config import Config
 from orthojax.data import BigramBackcopy, TokenBatches, open_dataset, open_task
 from orthojax.data.bigram_backcopy import EVALUATION
-from orthojax.data.token_files import Tokens
 from orthojax.errors import UserError
 from orthojax.train.mesh import place_rows, place_whole
 
@@ -33,7 +32,7 @@ class Inputs(NamedTuple):
     provenance: dict[str, Any]  # JSON values: hashes and counts of everything read
     task: BigramBackcopy | None  # the synthetic task, if the data is one
     read_rows: Callable[[int, int, int], np.ndarray] | None = None  # reads a part of a batch, if that saves reading
-    held_out: Tokens | None = None  # the validation split, of which `evaluation` is a part; None for a task
+    held_out: np.ndarray | None = None  # the validation split, of which `evaluation` is a part; None for a task
     tokenizer_path: Path | None = None  # the tokenizer's file, if there is one
 
     def batch_rows(self, step: int, start: int, stop: int) -> np.ndarray:
@@ -44,17 +43,15 @@ class Inputs(NamedTuple):
 def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int, int], None] | None = None) -> Inputs:
     """Opens the data that a config names, tokenising text the first time.
 
-    Args:
-      config: The run.
-      cache_dir: Folder of tokenised corpora.
-      progress: Called with (what, bytes done, bytes in all) while tokenising.
+    Tokenised corpora are kept in `cache_dir`; `progress` is called with (what, bytes done, bytes in all).
 
     Raises:
       UserError: For anything wrong with the files, or a vocabulary that the model does not have.
     """
     data, train, evaluation = config.data, config.train, config.eval
     if data.kind == "bigram_backcopy":
-        task, provenance = require_task(config)
+        task, provenance = open_task(data)
+        _require_vocabulary(config, task.vocab_size)
 
         def batch(step: int) -> np.ndarray:
             return np.asarray(task.batch(step, train.batch_size, data.sequence_length, data.seed))
@@ -66,22 +63,17 @@ def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int
     bos_id = dataset.bos_id if data.bos else None
     batches = TokenBatches(dataset.train, data.sequence_length, train.batch_size, data.seed, bos_id)
     validation = TokenBatches(dataset.validation, data.sequence_length, 1, 0, bos_id)
-    _require_rows(config, validation.n_rows)
+    if evaluation.sequences > validation.n_rows:
+        raise UserError(
+            f"eval.sequences={evaluation.sequences} is more than the {validation.n_rows} rows of "
+            f"{data.sequence_length} tokens that are held out",
+            allowed=f"at most {validation.n_rows}, or more text",
+            hint=f"--config.eval.sequences={validation.n_rows}",
+        )
     bits_per_nat = len(dataset.validation) / dataset.validation_bytes / math.log(2)
     rows = validation.spread_rows(evaluation.sequences)
     read_rows, held_out, tokenizer = batches.rows, dataset.validation, dataset.tokenizer_path
     return Inputs(batches, rows, bits_per_nat, dataset.provenance, None, read_rows, held_out, tokenizer)
-
-
-def require_task(config: Config) -> tuple[BigramBackcopy, dict[str, Any]]:
-    """Returns the task of a run with its provenance, as `orthojax.data.open_task`; no device is used.
-
-    Raises:
-      UserError: As `open_task`, and for a vocabulary that the model does not have.
-    """
-    task, provenance = open_task(config.data)
-    _require_vocabulary(config, task.vocab_size)
-    return task, provenance
 
 
 def _require_vocabulary(config: Config, needed: int) -> None:
@@ -93,28 +85,12 @@ def _require_vocabulary(config: Config, needed: int) -> None:
         )
 
 
-def _require_rows(config: Config, held_out: int) -> None:
-    if config.eval.sequences > held_out:
-        raise UserError(
-            f"eval.sequences={config.eval.sequences} is more than the {held_out} rows of "
-            f"{config.data.sequence_length} tokens that are held out",
-            allowed=f"at most {held_out}, or more text",
-            hint=f"--config.eval.sequences={held_out}",
-        )
-
-
 def batches(config: Config, inputs: Inputs, mesh: Mesh | None, start: int) -> Generator[jax.Array, None, None]:
     """Yields the batches of a run on its devices, from the one after step `start` to the last, two prepared ahead.
 
     Of a task it is uint32 [2], (seed, number of the batch), from which the training step draws its tokens; otherwise
     int32 [batch_size, T + 1], of which a process reads the rows of its own devices. What reading raises surfaces at
     its step. Close the generator (`contextlib.closing`) if it may not be used up: what is being read is then awaited.
-
-    Args:
-      config: The run.
-      inputs: Its data.
-      mesh: From `make_mesh`; None for the default device.
-      start: Optimizer steps that are done.
     """
 
     def placed(number: int) -> jax.Array:

@@ -7,7 +7,6 @@ none has passed. So SIGTERM is left to it, and SIGINT is passed on to it as SIGT
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -45,22 +44,20 @@ def initialize(
       heartbeat_timeout_seconds: Silence after which a process counts as dead.
 
     Raises:
-      UserError: If only some of the three are given, no cluster is found, or the address cannot be used.
+      UserError: If only some of the three are given, they do not fit, or no cluster is found.
     """
-    if len({value is None for value in (coordinator_address, num_processes, process_id)}) > 1:
-        raise UserError(
-            f"coordinator_address={coordinator_address}, num_processes={num_processes}, process_id={process_id}",
-            allowed="all three, or none of them on a cluster that jax.distributed knows",
-        )
-    if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
-        raise UserError(f"process_id={process_id} of {num_processes} processes", allowed=f"0 to {num_processes - 1}")
-    if coordinator_address is not None and not re.fullmatch(r"[\w.:\[\]-]+:\d{1,5}", coordinator_address):
-        raise UserError(f"coordinator_address={coordinator_address}", allowed="HOST:PORT of process 0")
+    given = (coordinator_address, num_processes, process_id)
+    if given != (None, None, None):
+        fits = num_processes is not None and process_id is not None and 0 <= process_id < num_processes
+        # JAX itself would try to connect for five minutes.
+        if not fits or not re.fullmatch(r"[\w.:\[\]-]+:\d{1,5}", coordinator_address or ""):
+            raise UserError(
+                f"coordinator_address={coordinator_address}, num_processes={num_processes}, process_id={process_id}",
+                allowed="HOST:PORT of process 0, their number N, and 0 to N - 1; or none of the three on a cluster",
+            )
     try:
         jax.distributed.initialize(
-            coordinator_address,
-            num_processes,
-            process_id,
+            *given,
             heartbeat_timeout_seconds=heartbeat_timeout_seconds,
             shutdown_timeout_seconds=heartbeat_timeout_seconds,
         )
@@ -92,13 +89,13 @@ def sync_start(prepare: Callable[[], T], same: Mapping[str, str] | None = None) 
     except Exception as error:
         failure = error
     if jax.process_count() > 1:
-        digests = [hashlib.sha256(value.encode()).digest() for value in (same or {}).values()]
-        own = np.frombuffer(bytes([failure is not None]) + b"".join(digests), np.uint8)
-        rows = np.asarray(multihost_utils.process_allgather(own))  # [processes, 1 + 32 for each of `same`]
+        values = dict(same or {})
+        first = from_primary(lambda: values)
+        own = [failure is not None, *(values[name] != first[name] for name in first)]
+        rows = np.asarray(multihost_utils.process_allgather(np.array(own)))  # [processes, 1 + one for each of `same`]
         # Before failures are reported: another config may fail for what process 0 has just written.
-        for number, name in enumerate(same or {}):
-            column = rows[:, 1 + 32 * number : 33 + 32 * number]
-            if others := np.flatnonzero((column != column[0]).any(axis=1)).tolist():
+        for number, name in enumerate(first, 1):
+            if others := np.flatnonzero(rows[:, number]).tolist():
                 raise UserError(
                     f"the processes do not belong to one run: {name} of process {others} is not that of process 0",
                     allowed="the same config, the same files and the same version of Python on every machine",
@@ -122,9 +119,6 @@ def from_primary(read: Callable[[], T]) -> T:
     return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(content))))
 
 
-# Stopping.
-
-
 class StopRequest:
     """A wish to stop the run.
 
@@ -132,28 +126,25 @@ class StopRequest:
       signum: The first signal to this process, once there was one.
     """
 
-    def __init__(self, *, agreed: bool):
-        """Begins without a request; `agreed` if several processes run, which must stop at the same step."""
+    def __init__(self):
+        """Begins without a request."""
         self.signum: int | None = None
-        self._agreed, self._asked = agreed, 0
+        self._asked = 0
 
     def check(self) -> int | None:
         """Returns the signal that stops the run now, or None; every process asks equally often."""
         # JAX lets all processes agree on a number that none has passed, here of times that they have asked.
         self._asked += 1
-        if self._agreed and self.signum is None and multihost_utils.reached_preemption_sync_point(self._asked):
+        if jax.process_count() > 1 and not self.signum and multihost_utils.reached_preemption_sync_point(self._asked):
             self.signum = signal.SIGTERM
         return self.signum
 
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Turns the first SIGINT or SIGTERM into a request; a second one has its usual effect.
-
-    A SIGTERM that is ignored stays so: in a worker, whose parent gets it as well and sends SIGINT.
-    """
+    """Turns the first SIGINT or SIGTERM into a request; a second one has its usual effect."""
     many = jax.process_count() > 1
-    request, previous = StopRequest(agreed=many), dict[int, Any]()
+    request, previous = StopRequest(), dict[int, Any]()
 
     def restore():
         for signum, handler in previous.items():
@@ -168,8 +159,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
     with contextlib.suppress(ValueError):  # not in the main thread: the caller's own handlers apply
         for signum in (signal.SIGINT,) if many else (signal.SIGINT, signal.SIGTERM):
-            if signum == signal.SIGINT or signal.getsignal(signum) != signal.SIG_IGN:
-                previous[signum] = signal.signal(signum, note)
+            previous[signum] = signal.signal(signum, note)
     try:
         yield request
     finally:
@@ -192,10 +182,9 @@ def keep_compiled_programs(folder: str | None = None) -> Path | None:
         path = Path(folder or settings.jax_compilation_cache_dir or cache / "orthojax" / "xla")
         try:
             path.mkdir(parents=True, exist_ok=True)
+            settings.update("jax_compilation_cache_dir", str(path))
         except OSError as error:
             warnings.warn(f"compiled programs are not kept: {error}; --compile_cache=DIR sets a folder", stacklevel=2)
             path = None
-    jax.config.update("jax_enable_compilation_cache", path is not None)
-    if path is not None:
-        jax.config.update("jax_compilation_cache_dir", str(path))
+    settings.update("jax_enable_compilation_cache", path is not None)
     return path

@@ -1,4 +1,4 @@
-"""What a run takes, by arithmetic and by a dry run, and its model FLOPs utilization (MFU)."""
+"""The lines about a run before it begins: what it is, and what it takes by arithmetic and by a dry run."""
 
 import math
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from orthojax.config import Config, ModelConfig
 from orthojax.formatting import byte_count
 from orthojax.model import flops_per_token, parameter_count
-from orthojax.train.mesh import ROWS
+from orthojax.train.mesh import ROWS, make_mesh
 from orthojax.train.step import build, require_attention, shapes_of
 
 # Dense bfloat16 FLOP/s of one JAX device, from the vendors' data sheets (NVIDIA prints them with sparsity, twice as
@@ -32,14 +32,10 @@ _PEAK_FLOPS_PER_SECOND = {
 def model_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     """Counts the floating-point operations that one training step needs for each token, forward and backward.
 
-    6 for each parameter of a matrix product, and 6 T d_model in each layer that attends: products with keys that the
-    causal mask hides are not counted, as in Megatron-LM and MaxText; `orthojax.model.flops_per_token` counts them. For
-    GPT-2, with V the padded vocabulary: 6 (12 L d^2 + V d) + 6 L T d. Embedding look-ups, norms, recomputation and the
-    optimizer are not counted.
-
-    Args:
-      model: Its kernels and attending layers count.
-      sequence_length: T.
+    6 for each parameter of a matrix product, and 6 T d_model, for sequences of T, in each layer that attends: products
+    with keys that the causal mask hides are not counted, as in Megatron-LM and MaxText; `model.flops_per_token` counts
+    them. For GPT-2, with V the padded vocabulary: 6 (12 L d^2 + V d) + 6 L T d. Embedding look-ups, norms,
+    recomputation and the optimizer are not counted.
 
     Reference:
       PaLM, `arXiv 2204.02311 <https://arxiv.org/abs/2204.02311>`_, 2022, Appendix B. The causal half:
@@ -52,15 +48,6 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     attending = sum(model.layer_attention(layer) for layer in range(model.num_layers))
     hidden = 3 * attending * sequence_length * model.num_heads * (model.head_dim + model.value_dim)
     return flops_per_token(model, sequence_length) - hidden
-
-
-def peak_flops_per_second(device_kind: str) -> float | None:
-    """Returns the dense bfloat16 FLOP/s of one device by its `device_kind`; None if the table does not have it.
-
-    >>> peak_flops_per_second("NVIDIA H200"), peak_flops_per_second("cpu")
-    (989000000000000.0, None)
-    """
-    return _PEAK_FLOPS_PER_SECOND.get(device_kind)
 
 
 def model_flops_utilization(
@@ -77,7 +64,7 @@ def model_flops_utilization(
     >>> round(model_flops_utilization(500_000, 798_031_872, "NVIDIA H200", 1), 3)
     0.403
     """
-    peak = peak_flops_per_second(jax.devices()[0].device_kind if device_kind is None else device_kind)
+    peak = _PEAK_FLOPS_PER_SECOND.get(jax.devices()[0].device_kind if device_kind is None else device_kind)
     if peak is None:
         return None
     return tokens_per_second * flops_per_token / (peak * (jax.device_count() if device_count is None else device_count))
@@ -85,18 +72,60 @@ def model_flops_utilization(
 
 def _bytes_on_one_device(tree: Any) -> int:
     """Counts the bytes on each device of a tree of jax.ShapeDtypeStruct; of the largest shard if shards differ."""
-
-    def of(leaf: Any) -> int:
-        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-        return math.prod(shape) * leaf.dtype.itemsize
-
-    return sum(of(leaf) for leaf in jax.tree.leaves(tree))
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def describe_devices(mesh: Mesh | None) -> str:
-    """Returns the devices of a mesh and its sizes in words; None is one device."""
+def entry(name: str, text: str) -> str:
+    """Returns one line of what a run says of itself."""
+    return f"  {name:11}  {text}"
+
+
+def opening(config: Config) -> list[str]:
+    """Returns lines about a run before it begins.
+
+    Raises:
+      UserError: As `make_mesh` and `require_attention`.
+    """
+    require_attention(config.model)
+    model, optim, train, mesh = config.model, config.optim, config.train, make_mesh(config)
+    layers = f"{model.num_layers} layers of {model.num_heads} heads, d_model {model.d_model}"
+    name = f"{optim.optimizer}{', rotated' if optim.rotated else ''}"
+    if optim.is_rotated:
+        name += f" ({optim.rotation.kind}, axes {optim.rotation.axes})"
+    steps = f"{optim.warmup_steps:,} step{'s' * (optim.warmup_steps > 1)}"
+    warmup = f"with {steps} of warm-up" if optim.warmup_steps else "without warm-up"
     sizes = "" if mesh is None else f", mesh {', '.join(f'{name} {size}' for name, size in mesh.shape.items())}"
-    return f"{1 if mesh is None else mesh.size} x {jax.devices()[0].device_kind}{sizes}"
+    lines = {
+        "model": f"{parameter_count(model):,} parameters: {layers}, {model.normalizer} attention, {model.dtype}",
+        "training": f"{train.steps:,} steps of {train.batch_size} x {config.data.sequence_length} tokens",
+        "optimizer": f"{name}, learning rate {optim.learning_rate:g} {warmup}",
+        "devices": f"{1 if mesh is None else mesh.size} x {jax.devices()[0].device_kind}{sizes}",
+    }
+    if train.init_from:
+        lines["begins with"] = f"the parameters of {train.init_from}"
+    return [*map(entry, lines, lines.values()), *_wasted(config, mesh)]
+
+
+def _wasted(config: Config, mesh: Mesh | None) -> list[str]:
+    """Returns warnings if the mesh leaves devices out, or all of `tensor` do the same work."""
+    model, count, lines = config.model, jax.device_count(), []
+    used, tensor = (1, 1) if mesh is None else (mesh.size, mesh.shape["tensor"])
+    if used < count:
+        lines.append(f"  uses {used} of {count} devices; --config.mesh.data=-1 takes all")
+    sizes = {"key-value heads": model.kv_heads, "MLP width": model.d_mlp, "vocabulary": model.vocab_size}
+    if whole := [f"{name} {size:,}" for name, size in sizes.items() if size % tensor]:
+        lines.append(f"  mesh.tensor={tensor} does not divide, and leaves whole: {', '.join(whole)}")
+    return lines
+
+
+def describe_data(provenance: dict[str, Any]) -> str:
+    """Returns the line about the data of a run, `Inputs.provenance`; every checkpoint keeps what exactly it was."""
+    parts = [provenance["source"]]
+    if "file_count" in provenance:
+        parts.append(f"{provenance['file_count']:,} files, tokenizer {provenance['tokenizer']}")
+        parts += [f"{provenance[split]['n_tokens']:,} {split} tokens" for split in ("train", "validation")]
+    return entry("data", ", ".join(parts))
 
 
 def dry_run(config: Config) -> Iterator[str]:
@@ -105,17 +134,15 @@ def dry_run(config: Config) -> Iterator[str]:
     The last ones come once its step is compiled, which may take a minute.
 
     Raises:
-      UserError: As `require_attention` and `build`.
+      UserError: As `opening` and `build`.
     """
-    require_attention(config.model)
+    yield from opening(config)
     program, train, length = build(config), config.train, config.data.sequence_length
-    mesh, state, tokens = program.mesh, shapes_of(program), train.steps * train.batch_size * length
+    state, tokens = shapes_of(program), train.steps * train.batch_size * length
     flops = model_flops_per_token(config.model, length)
-    yield f"devices: {describe_devices(mesh)}"
-    yield f"parameters: {parameter_count(config.model):,}"
-    yield f"tokens: {tokens:,} in {train.steps:,} steps of {train.batch_size * length:,}"
-    yield f"FLOPs: {tokens * flops:.3g}, {flops:,} a token"
-    rows = None if mesh is None else NamedSharding(mesh, ROWS)
+    yield entry("tokens", f"{tokens:,}")
+    yield entry("FLOPs", f"{tokens * flops:.3g}, {flops:,} a token")
+    rows = None if program.mesh is None else NamedSharding(program.mesh, ROWS)
     batch = jax.ShapeDtypeStruct((train.batch_size, length + 1), jnp.int32, sharding=rows)
     compiled = program.step.lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
     parts = {

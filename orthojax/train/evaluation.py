@@ -1,7 +1,8 @@
-"""Evaluation of parameters on the fixed evaluation set."""
+"""Evaluation of parameters: on the fixed evaluation set, and on a few rows of it while they are trained."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,17 +14,19 @@ from orthojax import analysis, quant
 from orthojax.config import Config
 from orthojax.data import BigramBackcopy
 from orthojax.errors import UserError
+from orthojax.files import finite
 from orthojax.model import Interventions, LoadedModel, Transformer, linear, mesh_of
 from orthojax.ops.cross_entropy import perplexity
 from orthojax.train.data import Inputs
 from orthojax.train.mesh import constrain, in_mesh, place_rows
-from orthojax.train.optimizer import shared_basis
+from orthojax.train.optimizer import imported, shared_basis
 from orthojax.train.step import loss_sum_nats, split_tokens
 
 Metrics = dict[str, float]
+_Observe = Callable[..., analysis.Statistics]
 
 
-def place_batch(mesh: Mesh | None, *arrays: np.ndarray) -> tuple[Any, ...]:
+def _place(mesh: Mesh | None, *arrays: np.ndarray) -> tuple[Any, ...]:
     """Puts arrays with rows in front on the devices of a mesh, or on the only one."""
     return tuple(place_rows(mesh, len(rows), lambda start, stop, rows=rows: rows[start:stop]) for rows in arrays)
 
@@ -52,20 +55,15 @@ def validation_loss_nats(
 ) -> float:
     """Computes the mean next-token loss over all target positions of the evaluation set, in nats.
 
-    Args:
-      config: Of the run.
-      params: Its parameters, on a mesh or not.
-      inputs: Its data.
-      after_batch: Called after every batch; it may raise.
-      model: One with other linear layers than that of the config.
-      interventions: What the model does otherwise; one compiled program serves all values of the same shapes.
+    The parameters may be on a mesh. `after_batch` may raise; `model` has other linear layers than that of the config;
+    one compiled program serves all values of `interventions` of the same shapes.
     """
     model = Transformer(config.model) if model is None else model
     mesh = mesh_of(params)
     sums: list[Any] = []
     with in_mesh(mesh):
         for rows in _batches(config, inputs):
-            sums.append(_loss(model, params, *place_batch(mesh, rows), interventions))
+            sums.append(_loss(model, params, *_place(mesh, rows), interventions))
             if len(sums) > 1:  # one late, so that the devices do not wait for the host
                 sums[-2] = jax.device_get(sums[-2])
             after_batch()
@@ -117,8 +115,7 @@ def evaluate(
     Raises:
       UserError: For a setting that does not fit the model, before anything is computed.
     """
-    observe = _observe_text_after_attention_too if post_attention else _observe_text
-    return _evaluate(loaded, inputs, observe, settings, quantize_head, on_progress)[0]
+    return _evaluate(loaded, inputs, settings, quantize_head, on_progress, post_attention=post_attention)[0]
 
 
 def evaluate_by_head(
@@ -132,29 +129,23 @@ def evaluate_by_head(
 ) -> tuple[Metrics, dict[str, np.ndarray]]:
     """Measures as `evaluate` does, and also every head, with or without interventions.
 
-    Args:
-      loaded: The model.
-      inputs: Its data.
-      interventions: What the model does otherwise; quantised models are measured without them.
-      settings: As of `evaluate`.
-      quantize_head: As of `evaluate`.
-      on_progress: As of `evaluate`.
+    Quantised models are measured without the interventions.
 
     Returns:
       The metrics, for text also `null_mass`, `attention_entropy_nats` and `sink_logit_gap`; and by name the arrays
       [L, N] of what is measured by head, for text also `max_abs_by_channel` [L, D].
     """
-    return _evaluate(loaded, inputs, _observe_text_by_head, settings, quantize_head, on_progress, interventions)
+    return _evaluate(loaded, inputs, settings, quantize_head, on_progress, interventions, by_head=True)
 
 
 def _evaluate(
     loaded: LoadedModel,
     inputs: Inputs,
-    observe_text: Callable[..., analysis.Statistics],
     settings: Mapping[str, quant.QuantizationSetting] | None,
     quantize_head: bool,
     on_progress: Callable[[str], None],
     interventions: Interventions | None = None,
+    **text_options: bool,
 ) -> tuple[Metrics, dict[str, np.ndarray]]:
     config, params = loaded.config, loaded.params
     if settings is None:
@@ -164,7 +155,7 @@ def _evaluate(
     loss = validation_loss_nats(config, params, inputs, model=loaded.model, interventions=interventions)
     if inputs.task is not None:
         mesh, (observe, risks_of) = mesh_of(params), observing(inputs.task)
-        batches = (2 * place_batch(mesh, split_tokens(rows)[0]) for rows in _batches(config, inputs))
+        batches = (2 * _place(mesh, split_tokens(rows)[0]) for rows in _batches(config, inputs))
         statistics, risks = analysis.measure(loaded, batches, observe, interventions, output=risks_of)
         on_progress("statistics")
         metrics = {"loss_nats": loss} | analysis.finalize(statistics, by_head=True) | analysis.finalize(risks)
@@ -173,8 +164,8 @@ def _evaluate(
     if inputs.bits_per_nat_of_loss is not None:
         metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
     mesh, basis = mesh_of(params), shared_basis(config.seeded_optim, config.model.d_model)
-    batches = ((*place_batch(mesh, split_tokens(tokens)[0]), basis) for tokens in _batches(config, inputs))
-    statistics = analysis.measure(loaded, batches, observe_text, interventions)
+    batches = ((*_place(mesh, split_tokens(tokens)[0]), basis) for tokens in _batches(config, inputs))
+    statistics = analysis.measure(loaded, batches, _observing_text(**text_options), interventions)
     metrics |= analysis.finalize(statistics)
     on_progress("statistics")
     for name, setting in settings.items():
@@ -199,20 +190,14 @@ def evaluation_stages(
     return 1 + (1 + quantize_head) * len(quant.SETTINGS if settings is None else settings)
 
 
-def _observe_text(taps: analysis.Taps, basis: jax.Array | None) -> analysis.Statistics:
-    return analysis.observe_language_model(taps, basis=basis)
-
-
-def _observe_text_after_attention_too(taps: analysis.Taps, basis: jax.Array | None) -> analysis.Statistics:
-    return analysis.observe_language_model(taps, post_attention=True, basis=basis)
-
-
-def _observe_text_by_head(taps: analysis.Taps, basis: jax.Array | None) -> analysis.Statistics:
-    return analysis.observe_language_model(taps, basis=basis, by_head=True)
+@functools.cache
+def _observing_text(**options: bool) -> _Observe:
+    """Returns the observe function with these options, always the same, so that its programs are found again."""
+    return lambda taps, basis: analysis.observe_language_model(taps, basis=basis, **options)
 
 
 @functools.lru_cache(maxsize=8)
-def observing(task: BigramBackcopy) -> tuple[Callable[..., analysis.Statistics], Callable[..., analysis.Statistics]]:
+def observing(task: BigramBackcopy) -> tuple[_Observe, _Observe]:
     """Returns the observe functions of the layers and of the output, both given the tokens."""
 
     def observe(taps: analysis.Taps, tokens: jax.Array) -> analysis.Statistics:
@@ -226,3 +211,62 @@ def observing(task: BigramBackcopy) -> tuple[Callable[..., analysis.Statistics],
         return analysis.observe_backcopy_risks(jax.nn.log_softmax(logits), oracle, task.is_trigger(tokens))
 
     return observe, risks
+
+
+# The probe.
+
+# Of all that `analysis.observe_language_model` defines; what is not named here is not computed by the probe.
+PROBED = ("kurtosis_first", "kurtosis_rest", "max_abs_first", "max_abs_rest")
+PROBED += ("first_attention_fraction", "first_attention_mass")
+
+
+Probed = tuple[analysis.Statistics, ...]  # of the layers, and if the data are a task of the output
+
+
+def _observe_probed(taps: analysis.Taps) -> analysis.Statistics:
+    every = analysis.observe_language_model(taps)
+    total, count = ({name: part[name] for name in PROBED} for part in (every.total, every.count))
+    return every._replace(total=total, count=count, maximum={})
+
+
+def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) -> Callable[[int, Any], Probed | None]:
+    """Makes the measurement at the steps that `train.probe_every_steps` and `train.probe_steps` name.
+
+    Args:
+      config: The run.
+      inputs: Its data, of whose evaluation set the probe takes rows that are spread evenly.
+      mesh: Of the parameters.
+      folder: For what the function `train.probe` writes.
+
+    Returns:
+      (step, parameters after it; 0 is the start) -> the statistics, which stay on the device so that it does not wait
+      for the host; None between the probes.
+
+    Raises:
+      UserError: If there is no function `train.probe`; and what it raises.
+    """
+    train, model = config.train, Transformer(config.model)
+    n, wanted = len(inputs.evaluation), min(len(inputs.evaluation), train.probe_sequences)
+    rows = inputs.evaluation[[i * n // wanted for i in range(wanted)]]
+    batch, observe, output = _place(mesh, split_tokens(rows)[0]), _observe_probed, None
+    if inputs.task is not None:
+        batch, (observe, output) = 2 * batch, observing(inputs.task)
+    more = imported("train.probe", train.probe)(config, rows, folder) if train.probe else None
+
+    def probe(step: int, params: Any) -> Probed | None:
+        every = train.probe_every_steps
+        if step not in train.probe_steps and not (step > 0 and every > 0 and step % every == 0):
+            return None
+        if more is not None:
+            more(step, params)
+        found = analysis.measure(LoadedModel(model, params, config, None, Path()), [batch], observe, output=output)
+        return (found,) if output is None else found
+
+    return probe
+
+
+def probe_metrics(probed: Probed) -> dict[str, float]:
+    """Returns finite values by the names that `evaluate` gives them, over all layers and by layer."""
+    metrics = {name: value for part in probed for name, value in analysis.finalize(part).items()}
+    metrics["probe_sequences"] = metrics.pop("sequences")
+    return finite(metrics)

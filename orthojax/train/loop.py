@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
-from orthojax.config import Config, flatten, to_json
+from orthojax.config import Config, to_json
 from orthojax.errors import Interrupted
 from orthojax.train.checkpoint import Checkpoints, read_config, require_same_data
 from orthojax.train.data import Inputs, batches
 from orthojax.train.distributed import StopRequest, from_primary, is_primary, stop_on_signals, sync_start
-from orthojax.train.evaluation import validation_loss_nats
+from orthojax.train.evaluation import Probed, make_probe, probe_metrics, validation_loss_nats
 from orthojax.train.loading import find_model, initial_params
-from orthojax.train.mesh import place_tree
-from orthojax.train.metrics import MetricWriter, StepLogger, TensorBoard, WandB, require_finite, validation_losses
-from orthojax.train.probe import Probe, probe_metrics
+from orthojax.train.metrics import MetricLog, open_mirrors, read_metrics, require_finite
 from orthojax.train.step import Program, TrainState, build, shapes_of
-from orthojax.train.workdir import check_workdir, claimed, keep_tokenizer, require_same_config
+from orthojax.train.workdir import claimed, keep_config, keep_tokenizer, require_same_config
 
 
 def train(
@@ -58,11 +56,6 @@ def train(
       Interrupted: On SIGINT, SIGTERM or a preemption notice, when the state is saved.
     """
     program, settings, path = build(config, inputs.task), config.train, workdir / "metrics.jsonl"
-    mirrors: list[TensorBoard | WandB] = []
-    if is_primary() and settings.tensorboard:
-        mirrors.append(TensorBoard(workdir / "tensorboard"))
-    if is_primary() and settings.wandb:
-        mirrors.append(WandB(workdir, flatten(config)))
     keep, keep_every = settings.keep_checkpoints, settings.keep_every_steps
     with (
         _started(config, inputs, workdir),
@@ -70,37 +63,31 @@ def train(
     ):
         state = _newest_state(config, inputs, program, checkpoints) or _initial_state(config, inputs, program)
         if is_primary():
+            keep_config(workdir, config)
             keep_tokenizer(workdir, inputs.tokenizer_path)
         step = int(state.step)
         # A run that was stopped at a step before it had validated does that first.
-        owed = _validates(config, step) and not from_primary(lambda: step in validation_losses(path))
+        owed = _validates(config, step) and not from_primary(lambda: _is_validated(path, step))
         on_start(step)
         if step >= settings.steps and not owed:
             return state
-        writer = MetricWriter(path if is_primary() else None, step, mirrors=mirrors, on_line=on_line)
-        with writer, stop_on_signals() as stop:
-            devices = 1 if program.mesh is None else program.mesh.size
-            logger = StepLogger(config, step, writer.write, on_step, devices)
-            probe = Probe(config, inputs, program.mesh, workdir / "probes")
-            run = _Run(config, inputs, program, checkpoints, writer, logger, probe, stop)
-            state = run.train(state, step, owed)
-        checkpoints.wait()
-        if stop.signum is not None:
-            raise Interrupted(stop.signum, int(state.step))
+        mirrors = open_mirrors(config, workdir) if is_primary() else []
+        written = path if is_primary() else None
+        log = MetricLog(config, written, step, mirrors=mirrors, on_step=on_step, on_line=on_line)
+        with log, stop_on_signals() as stop:
+            probe = make_probe(config, inputs, program.mesh, workdir / "probes")
+            state = _Run(config, inputs, program, checkpoints, log, probe, stop).train(state, step, owed)
+    if stop.signum is not None:  # and the checkpoint is written
+        raise Interrupted(stop.signum, int(state.step))
     return state
 
 
 @contextlib.contextmanager
 def _started(config: Config, inputs: Inputs, workdir: Path) -> Iterator[None]:
     """Starts the same run in all processes, in a folder that no other call uses."""
+    same = {"config": to_json(config), "data": json.dumps(inputs.provenance, sort_keys=True)}
     with contextlib.ExitStack() as held:
-
-        def prepare() -> None:
-            check_workdir(workdir, config)
-            if is_primary():
-                held.enter_context(claimed(workdir, config))
-
-        sync_start(prepare, {"config": to_json(config), "data": json.dumps(inputs.provenance, sort_keys=True)})
+        sync_start(lambda: held.enter_context(claimed(workdir, config)) if is_primary() else None, same)
         yield
 
 
@@ -108,15 +95,11 @@ def _newest_state(config: Config, inputs: Inputs, program: Program, checkpoints:
     """Returns the newest intact checkpoint; None if there is none."""
 
     def accept(folder: Path) -> None:
-        require_same_config(config, read_config(folder), str(folder))
+        require_same_config(config, read_config(folder), folder)
         require_same_data(folder, inputs.provenance)
 
-    # Read into shapes, dtypes and places alone, since a second state may not fit into memory.
-    wanted = shapes_of(program)
-    if program.shardings is None:
-        here = jnp.zeros(()).sharding
-        wanted = jax.tree.map(lambda x: x.update(sharding=here), wanted)
-    return checkpoints.restore_newest(wanted, accept)
+    # Into shapes and shardings alone, since a second state may not fit into memory.
+    return checkpoints.restore_newest(shapes_of(program), accept)
 
 
 def _initial_state(config: Config, inputs: Inputs, program: Program) -> TrainState:
@@ -125,22 +108,17 @@ def _initial_state(config: Config, inputs: Inputs, program: Program) -> TrainSta
     if not init_from:
         return state
     path = from_primary(lambda: str(find_model(init_from)[0]))  # the newest checkpoint may change while others look
-    params = place_tree(initial_params(config, inputs.provenance, path), state.params)
-    state = state._replace(params=params)
-    if not config.optim.sink_anneal_steps:
-        return state
-    # Annealing keeps in its state what the sinks start from.
-    shardings = jax.tree.map(lambda x: x.sharding, state.opt_state)
-    return state._replace(opt_state=jax.jit(program.optimizer.init, out_shardings=shardings)(params))
+    params = jax.tree.map(np.asarray, initial_params(config, inputs.provenance, path))
+    return state._replace(params=jax.device_put(params, jax.tree.map(lambda x: x.sharding, state.params)))
+
+
+def _is_validated(path: Path, step: int) -> bool:
+    return any(line["step"] == step and "validation_loss_nats" in line for line in read_metrics(path))
 
 
 def _validates(config: Config, step: int) -> bool:
     every = config.train.eval_every_steps
     return step > 0 and every > 0 and (step % every == 0 or step == config.train.steps)
-
-
-class _Stopping(Exception):
-    """A signal came during a validation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,21 +129,17 @@ class _Run:
     inputs: Inputs
     program: Program
     checkpoints: Checkpoints
-    writer: MetricWriter
-    logger: StepLogger
-    probe: Probe
+    log: MetricLog
+    probe: Callable[[int, Any], Probed | None]
     stop: StopRequest
 
     def train(self, state: TrainState, step: int, owed: bool) -> TrainState:
         """Trains from a step to the last, or to the one after which the run is asked to stop.
 
-        Args:
-          state: After `step` steps.
-          step: How many are done.
-          owed: Whether to validate before the first.
+        A validation that is owed comes first.
         """
         if step == 0 and (start := self.probe(0, state.params)):
-            self.writer.write({"step": 0} | probe_metrics(jax.device_get(start)))
+            self.log.write({"step": 0} | probe_metrics(jax.device_get(start)))
         with contextlib.closing(batches(self.config, self.inputs, self.program.mesh, step)) as stream:
             stopping = owed and self._is_stopped_in_validation(step, state)
             while not stopping and step < self.config.train.steps:
@@ -173,7 +147,7 @@ class _Run:
                 state, metrics = self.program.step(state, next(stream))
                 self.checkpoints.check()
                 stopping = self.stop.check() is not None
-                self.logger.put(step, metrics, self.probe(step, state.params))
+                self.log.put(step, metrics, self.probe(step, state.params))
                 if not stopping and _validates(self.config, step):
                     stopping = self._is_stopped_in_validation(step, state)
                 self._save(step, state, stopping=stopping)
@@ -181,19 +155,19 @@ class _Run:
 
     def _is_stopped_in_validation(self, step: int, state: TrainState) -> bool:
         """Logs the validation loss; returns whether a signal cut that off, for the resumed run to redo."""
-        self.logger.flush()
+        self.log.flush()
 
         def leave() -> None:
-            if self.stop.check() is not None:
-                raise _Stopping
+            if (signum := self.stop.check()) is not None:
+                raise Interrupted(signum)
 
         try:
-            with self.logger.pause():
+            with self.log.pause():
                 loss = validation_loss_nats(self.config, state.params, self.inputs, leave)
-        except _Stopping:
+        except Interrupted:
             return True
         require_finite("validation loss", step, loss)
-        self.writer.write({"step": step, "validation_loss_nats": loss})
+        self.log.write({"step": step, "validation_loss_nats": loss})
         return False
 
     def _save(self, step: int, state: TrainState, *, stopping: bool) -> None:
@@ -202,7 +176,7 @@ class _Run:
         scheduled = step % settings.checkpoint_every_steps == 0 or step == settings.steps
         if not scheduled and not stopping:
             return
-        self.logger.flush()
+        self.log.flush()
         # The loss was that of the parameters before this step; those that are saved must be finite too.
-        require_finite("norm of the parameters", step, self.logger.param_norm)
+        require_finite("norm of the parameters", step, self.log.param_norm)
         self.checkpoints.save(state, self.config, self.inputs.provenance)

@@ -41,22 +41,6 @@ def make_mesh(config: Config) -> Mesh | None:
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:size])
 
 
-def about_mesh(config: Config) -> list[str]:
-    """Returns warnings for the user if the mesh leaves devices out, or all of `tensor` do the same work.
-
-    Raises:
-      UserError: As `make_mesh`.
-    """
-    count, mesh, model, lines = jax.device_count(), make_mesh(config), config.model, []
-    used, tensor = (1, 1) if mesh is None else (mesh.size, mesh.shape["tensor"])
-    if used < count:
-        lines.append(f"uses {used} of {count} devices; --config.mesh.data=-1 takes all")
-    sizes = {"key-value heads": model.kv_heads, "MLP width": model.d_mlp, "vocabulary": model.vocab_size}
-    if whole := [f"{name} {size:,}" for name, size in sizes.items() if size % tensor]:
-        lines.append(f"mesh.tensor={tensor} does not divide, and leaves whole: {', '.join(whole)}")
-    return lines
-
-
 def in_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     """Shows the mesh to what is traced in jitted calls inside, as the attention kernels must see it."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
@@ -112,18 +96,6 @@ def place_whole(mesh: Mesh | None, array: np.ndarray) -> jax.Array:
     if mesh is None:
         return jax.device_put(array)
     return _put(array.shape, NamedSharding(mesh, PartitionSpec()), lambda index: array[index])
-
-
-def place_tree(tree: Any, like: Any) -> Any:
-    """Places arrays as those of `like` are; every process has the whole of `tree`, and nothing is communicated."""
-
-    def place(array: Any, where: jax.Array) -> jax.Array:
-        if where.is_fully_addressable:
-            return jax.device_put(array, where.sharding)
-        whole = np.asarray(array)
-        return _put(whole.shape, where.sharding, lambda index: whole[index])
-
-    return jax.tree.map(place, tree, like)
 
 
 def _put(shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callable[[Any], np.ndarray]) -> jax.Array:
@@ -187,13 +159,7 @@ def _spec(rule: Rule, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 
 
 def parameter_shardings(model: ModelConfig, shapes: Any, mesh: Mesh) -> Any:
-    """Returns a tree like the parameters of NamedSharding, by `rules`.
-
-    Args:
-      model: Has the parameters.
-      shapes: Their shapes, stacked or unrolled.
-      mesh: From `make_mesh`.
-    """
+    """Returns a tree like the parameters of NamedSharding, by `rules`, given their shapes, stacked or unrolled."""
     table = rules(model)
 
     def of(keys: tuple[Any, ...], leaf: Any) -> NamedSharding:

@@ -1,24 +1,28 @@
-"""What a run logs: metrics.jsonl, one JSON object a line, and its mirrors in TensorBoard and Weights & Biases."""
+"""The log of a run: metrics.jsonl, one JSON object a line, and its mirrors in TensorBoard and Weights & Biases."""
 
 import contextlib
 import importlib
+import itertools
 import json
 import math
 import os
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from orthojax import analysis
-from orthojax.config import Config
+from orthojax.config import Config, flatten
 from orthojax.errors import UserError
 from orthojax.files import parse_json, require_file, write_text
-from orthojax.train.estimates import model_flops_per_token, model_flops_utilization
-from orthojax.train.probe import Probed, probe_metrics
+from orthojax.formatting import number
+from orthojax.ops.cross_entropy import perplexity
+from orthojax.train.estimates import entry, model_flops_per_token, model_flops_utilization
+from orthojax.train.evaluation import Probed, probe_metrics
 from orthojax.train.step import StepMetrics
 
 
@@ -26,8 +30,19 @@ class DivergedError(UserError):
     """The run cannot continue, because a loss, a gradient or the parameters are not finite."""
 
 
-class StepLogger:
-    """Logs the metrics of every step one step late, so that the device never waits for the host.
+def require_finite(what: str, step: int, value: float) -> None:
+    """Ends a run that has diverged.
+
+    Raises:
+      DivergedError: If the value, measured at a step, is not finite.
+    """
+    if not math.isfinite(value):
+        hint = "the last good checkpoint is kept; try a lower optim.learning_rate or a longer warm-up elsewhere"
+        raise DivergedError(f"the {what} is not finite at step {step}: {value}", hint=hint)
+
+
+class MetricLog:
+    """The log of one run, to which the metrics of a step come one step late, so that no device waits for the host.
 
     Attributes:
       param_norm: Norm of the parameters after the last step that was handled.
@@ -36,25 +51,63 @@ class StepLogger:
     def __init__(
         self,
         config: Config,
+        path: Path | None,
         step: int,
-        write: Callable[[dict[str, Any]], None],
+        *,
+        mirrors: Sequence["Mirror"] = (),
         on_step: Callable[[int, float], None] = lambda step, loss: None,
-        device_count: int = 1,
+        on_line: Callable[[dict[str, Any]], None] = lambda line: None,
     ):
-        """Starts the clock of tokens per second.
+        """Opens the file, dropping the lines of steps that will be repeated, and starts the clock of tokens per second.
 
         Args:
           config: The run.
+          path: The metrics.jsonl; None writes nothing, as in all processes but one.
           step: Optimizer steps that are done.
-          write: Takes a line of metrics.jsonl.
+          mirrors: Get the same lines, those that stay first.
           on_step: Called with every step and its loss in nats.
-          device_count: Devices of the mesh.
+          on_line: Called with every line that is written.
         """
-        self._train, self._write, self._on_step, self._device_count = config.train, write, on_step, device_count
+        self._train, self._on_step, self._on_line, self._mirrors = config.train, on_step, on_line, mirrors
+        self._device_count = math.prod(config.mesh_sizes(jax.device_count()))
         self._flops_per_token = model_flops_per_token(config.model, config.data.sequence_length)
         self._pending: tuple[int, StepMetrics, Probed | None] | None = None
         self._clock = (time.monotonic(), step)
         self.param_norm = 0.0
+        self._file = None
+        if path is not None:
+            lines = [line for line in read_metrics(path) if line["step"] <= step > 0]
+            # Not in place: a kill in between would lose the lines of the steps that are not repeated.
+            write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+            for mirror, line in itertools.product(mirrors, lines):
+                mirror.write(line)
+
+    def __enter__(self) -> "MetricLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file:
+            self._file.close()
+        for mirror in self._mirrors:
+            mirror.close()
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Writes one line, unbuffered; numbers that are not finite, which JSON does not have, are left out.
+
+        Raises:
+          OSError: If the disk refuses, with the name of the file.
+        """
+        if self._file is None:
+            return
+        values = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
+        try:
+            self._file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._file.name) from error
+        for mirror in self._mirrors:
+            mirror.write(values)
+        self._on_line(values)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -85,9 +138,9 @@ class StepLogger:
         require_finite("loss", step, loss)
         require_finite("norm of the gradient", step, grad_norm)
         if step % self._train.log_every_steps == 0 or step in (1, self._train.steps):
-            self._write(self._line(step, loss, grad_norm, metrics))
+            self.write(self._line(step, loss, grad_norm, metrics))
         if probed is not None:
-            self._write({"step": step} | probe_metrics(probed))
+            self.write({"step": step} | probe_metrics(probed))
         self._on_step(step, loss)
 
     def _line(self, step: int, loss: float, grad_norm: float, metrics: StepMetrics) -> dict[str, Any]:
@@ -95,6 +148,7 @@ class StepLogger:
         self._clock = (now, step)
         tokens, update_norm = int(metrics.target_tokens), float(metrics.update_norm)
         rate = (step - at) * tokens / max(now - before, 1e-9)
+        mfu = model_flops_utilization(rate, self._flops_per_token, device_count=self._device_count)
         line = {
             "step": step,
             "tokens": step * tokens,
@@ -106,78 +160,17 @@ class StepLogger:
             "update_to_param_ratio": update_norm / self.param_norm if self.param_norm else math.inf,
             "tokens_per_second": round(rate, 1),
         }
-        mfu = model_flops_utilization(rate, self._flops_per_token, device_count=self._device_count)
         return line if mfu is None else line | {"mfu": round(mfu, 4)}
 
 
-def require_finite(what: str, step: int, value: float) -> None:
-    """Ends a run that has diverged.
-
-    Raises:
-      DivergedError: If the value, measured at a step, is not finite.
-    """
-    if not math.isfinite(value):
-        hint = "the last good checkpoint is kept; try a lower optim.learning_rate or a longer warm-up elsewhere"
-        raise DivergedError(f"the {what} is not finite at step {step}: {value}", hint=hint)
-
-
-class MetricWriter:
-    """Appends to a metrics file; lines of later steps than the restored state's are dropped first."""
-
-    def __init__(
-        self,
-        path: Path | None,
-        resume_step: int,
-        *,
-        mirrors: Sequence["TensorBoard | WandB"] = (),
-        on_line: Callable[[dict[str, Any]], None] = lambda values: None,
-    ):
-        """Opens the file.
-
-        Args:
-          path: The metrics.jsonl; None writes nothing, as in all processes but one.
-          resume_step: Optimizer steps that the restored state has taken.
-          mirrors: Get the same values.
-          on_line: Called with every line that is written.
-        """
-        self._path, self._mirrors, self._on_line, self._file = path, mirrors, on_line, None
-        if path is None:
-            return
-        lines = [line for line in read_metrics(path) if line["step"] <= resume_step > 0]
-        # Not in place: a kill in between would lose the lines of the steps that are not repeated.
-        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
-        self._file = path.open("a", encoding="utf-8", buffering=1)
-        for mirror in self._mirrors:
-            mirror.start(lines)
-
-    def write(self, values: dict[str, Any]) -> None:
-        """Writes one line, unbuffered; numbers that are not finite, which JSON does not have, are left out.
-
-        Raises:
-          OSError: If the disk refuses, with the name of the file.
-        """
-        if self._file is None:
-            return
-        values = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
-        try:
-            self._file.write(json.dumps(values) + "\n")
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
-        for mirror in self._mirrors:
-            mirror.write(values)
-        self._on_line(values)
-
-    def __enter__(self) -> "MetricWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file:
-            self._file.close()
-        for mirror in self._mirrors:
-            mirror.close()
-
-
 # Mirrors.
+
+
+class Mirror(NamedTuple):
+    """A library that shows the lines of metrics.jsonl."""
+
+    write: Callable[[dict[str, Any]], None]
+    close: Callable[[], None]
 
 
 def _library(extra: str, package: str) -> Any:
@@ -192,79 +185,56 @@ def _library(extra: str, package: str) -> Any:
         ) from None
 
 
-class TensorBoard:
-    """A mirror of metrics.jsonl: rebuilt whenever a run starts or resumes, so that no point is double."""
+def open_mirrors(config: Config, workdir: Path) -> list[Mirror]:
+    """Opens the mirrors that a config asks for; TensorBoard's events under `tensorboard/` begin anew.
 
-    def __init__(self, folder: Path):
-        """Imports the package; event files of earlier calls in the folder are replaced later.
+    Weights & Biases has one run for each workdir, which a resumed run continues, and keeps what a resume drops from
+    metrics.jsonl. wandb's own environment says where it goes: WANDB_MODE=offline keeps it under the workdir,
+    WANDB_PROJECT names the project.
 
-        Raises:
-          UserError: Without the extra `tensorboard`.
-        """
-        self._library = _library("tensorboard", "tensorboardX")
-        self._folder, self._writer = folder, None
+    Raises:
+      UserError: Without the extra `tensorboard` or `wandb`.
+    """
+    mirrors = []
+    if config.train.tensorboard:
+        mirrors.append(_tensorboard(_library("tensorboard", "tensorboardX"), workdir / "tensorboard"))
+    if config.train.wandb:
+        mirrors.append(_wandb(_library("wandb", "wandb"), workdir.absolute(), flatten(config)))
+    return mirrors
 
-    def start(self, lines: list[dict[str, Any]]) -> None:
-        """Replaces all events by those of the lines."""
-        for path in self._folder.glob("events.out.tfevents.*"):
-            path.unlink()
-        self._writer = self._library.SummaryWriter(str(self._folder))
-        for line in lines:
-            self.write(line)
 
-    def write(self, line: dict[str, Any]) -> None:
-        """Adds every number of a line as a scalar at the line's step."""
-        assert self._writer is not None
+def _tensorboard(library: Any, folder: Path) -> Mirror:
+    for path in folder.glob("events.out.tfevents.*"):  # or every point of an earlier call would be there twice
+        path.unlink()
+    writer = library.SummaryWriter(str(folder))
+
+    def write(line: dict[str, Any]) -> None:
         for name, value in line.items():
             if name != "step":
-                self._writer.add_scalar(name, value, line["step"])
+                writer.add_scalar(name, value, line["step"])
 
-    def close(self) -> None:
-        """Flushes what is still in memory."""
-        if self._writer is not None:
-            self._writer.close()
+    return Mirror(write, writer.close)
 
 
-class WandB:
-    """A mirror of metrics.jsonl in Weights & Biases: one run for each workdir, which a resumed run continues.
+def _wandb(library: Any, workdir: Path, config: dict[str, Any]) -> Mirror:
+    path = workdir / "wandb_id"
+    if not path.is_file():
+        write_text(path, secrets.token_hex(4) + "\n")
+    run = library.init(
+        project=os.environ.get("WANDB_PROJECT", "orthojax"),
+        name=workdir.name,
+        config=config,
+        id=path.read_text(encoding="ascii").strip(),
+        dir=str(workdir),
+        resume="allow",
+        allow_val_change=True,  # the mesh and the cadence may differ
+    )
 
-    Steps are logged once: what a resume drops from metrics.jsonl stays visible there. wandb's own environment says
-    where it goes: WANDB_MODE=offline keeps it under the workdir, WANDB_PROJECT names the project.
-    """
+    def write(line: dict[str, Any]) -> None:
+        if line["step"] >= run.step:  # a step is logged once
+            run.log({name: value for name, value in line.items() if name != "step"}, step=line["step"])
 
-    def __init__(self, workdir: Path, config: dict[str, Any]):
-        """Imports the package.
-
-        Raises:
-          UserError: Without the extra `wandb`.
-        """
-        self._library = _library("wandb", "wandb")
-        self._workdir, self._config, self._run = workdir.absolute(), config, None
-
-    def start(self, lines: list[dict[str, Any]]) -> None:
-        """Opens the run of this workdir, whose id is drawn once, and logs the lines that it does not have."""
-        path = self._workdir / "wandb_id"
-        if not os.path.lexists(path):
-            write_text(path, secrets.token_hex(4) + "\n")
-        require_file(path, "id of the wandb run")
-        self._run = self._library.init(
-            project=os.environ.get("WANDB_PROJECT", "orthojax"), name=self._workdir.name, config=self._config,
-            id=path.read_text(encoding="ascii").strip(), resume="allow", dir=str(self._workdir),
-            allow_val_change=True,  # the mesh and the cadence may differ when a run resumes
-        )  # fmt: skip
-        for line in lines:
-            self.write(line)
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Logs every number of a line at the line's step, unless the run is beyond it."""
-        assert self._run is not None
-        if line["step"] >= self._run.step:
-            self._run.log({name: value for name, value in line.items() if name != "step"}, step=line["step"])
-
-    def close(self) -> None:
-        """Uploads what is left."""
-        if self._run is not None:
-            self._run.finish()
+    return Mirror(write, run.finish)
 
 
 # Reading.
@@ -279,22 +249,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not os.path.lexists(path):
         return []
     require_file(path, "metrics file")
-    found = [_parse(line) for line in path.read_bytes().split(b"\n")]
-    return [values for values in found if values is not None]
-
-
-def validation_losses(path: Path) -> dict[int, float]:
-    """Returns the validation losses in nats of a metrics file, by their steps."""
-    found = {line["step"]: line.get("validation_loss_nats") for line in read_metrics(path)}
-    return {step: loss for step, loss in found.items() if isinstance(loss, int | float)}
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        values = parse_json(line, "line")
-    except UserError:
-        return None
-    return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
+    found = []
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(UserError):
+            values = parse_json(line, "line")
+            if isinstance(values, dict) and isinstance(values.get("step"), int):
+                found.append(values)
+    return found
 
 
 _ON_CONSOLE = ("loss_nats", "learning_rate", "tokens_per_second", "mfu", "validation_loss_nats", "kurtosis_first")
@@ -309,3 +270,17 @@ def describe_line(line: dict[str, Any], steps: int) -> str:
     """
     shown = [f"{analysis.label(name)} {analysis.show(name, line[name])}" for name in _ON_CONSOLE if name in line]
     return f"step {line['step']}/{steps}: {', '.join(shown)}"
+
+
+def closing(workdir: Path, evaluate: Sequence[str]) -> list[str]:
+    """Returns lines about a run that has ended: the last losses that were logged, and the command that evaluates it."""
+    path, last = workdir / "metrics.jsonl", dict[str, Any]()
+    for line in read_metrics(path):
+        last |= line
+    parts = [f"step {last['step']:,}"] if last else []
+    if "loss_nats" in last:
+        parts.append(f"loss {last['loss_nats']:.4f}")
+    if (loss := last.get("validation_loss_nats")) is not None:
+        parts.append(f"validation loss {loss:.4f}, perplexity {number(perplexity(loss))}")
+    following = {"metrics": path, "checkpoints": workdir / "checkpoints", "evaluate": shlex.join(evaluate)}
+    return [f"done: {', '.join(parts)}", *(entry(name, str(what)) for name, what in following.items())]

@@ -1,25 +1,19 @@
 """The optimizer of a run, built from its config: an optax chain whose parts have plain names in the checkpoint."""
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from orthojax.config import OptimConfig, RotationConfig, require
+from orthojax.config import OptimConfig, RotationConfig
 from orthojax.errors import UserError
-from orthojax.optim import (
-    RotatedAxes,
-    Rotation,
-    in_rotated_basis,
-    rotate,
-    scale_by_orthoadam,
-    warmup_cosine,
-)
+from orthojax.optim import RotatedAxes, Rotation, in_rotated_basis, rotate, scale_by_orthoadam, warmup_cosine
 
 Layout = Callable[[str], jax.sharding.Sharding | None]
 
@@ -69,8 +63,8 @@ def make_rotation(config: RotationConfig, layout: Layout | None = None) -> Rotat
     Raises:
       UserError: Without a seed.
     """
-    require(config.seed is not None, "optim.rotation.seed=none", "a number, or `seeded_optim` of the run's config")
-    assert config.seed is not None
+    if config.seed is None:
+        raise UserError("optim.rotation.seed=none", allowed="a number, or `seeded_optim` of the run's config")
     return Rotation(config.kind, rotated_axes(config), config.seed, config.scope, layout)
 
 
@@ -131,19 +125,22 @@ def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransf
         "lion": lambda: optax.scale_by_lion(b1, b2),
         "muon": lambda: _muon(config),
     }
-    scaling = scalings[config.optimizer]() if config.optimizer in scalings else _imported(config)
+    make = scalings.get(config.optimizer) or functools.partial(imported("optim.optimizer", config.optimizer), config)
+    scaling = make()
     return in_rotated_basis(scaling, make_rotation(config.rotation, layout)) if config.rotated else scaling
 
 
-def _imported(config: OptimConfig) -> optax.GradientTransformation:
-    """Calls the function that the config names as `module:function`."""
-    module, _, function = config.optimizer.partition(":")
+def imported(field: str, name: str) -> Callable[..., Any]:
+    """Returns the function that a field of the config names as `module:function`.
+
+    Raises:
+      UserError: If there is none; the field is named.
+    """
+    module, _, function = name.partition(":")
     try:
-        make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        problem = f"optim.optimizer={config.optimizer!r}: {error}"
-        raise UserError(problem, allowed="module:function, both of which exist") from None
-    return make(config)
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"{field}={name!r}: {error}", allowed="module:function, both of which exist") from None
 
 
 def make_optimizer(
@@ -171,48 +168,23 @@ def make_optimizer(
     return optax.named_chain(*parts)
 
 
-class SinkAnnealing(NamedTuple):
-    """State of `anneal_sinks`."""
-
-    count: jax.Array  # int32 []: steps done
-    start: Any  # the sink logits of the first step, by path
-
-
 def anneal_sinks(steps: int) -> optax.GradientTransformation:
     """Replaces the updates of learned sink logits: they go to 0 on a line, in so many steps, and stay there.
 
-    Args:
-      steps: After which they are 0.
+    Equation: s(t + 1) = s(t) (1 - 1 / (steps - t)) after t < steps steps, which needs no memory of s(0).
     """
 
-    def of(params: optax.Params) -> dict[str, jax.Array]:
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        return {_name(path): leaf for path, leaf in leaves if _is_sink(path)}
+    def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None) -> Any:
+        assert isinstance(state, optax.ScaleByScheduleState)
+        left = jnp.maximum(steps - state.count, 1)
 
-    def init(params: optax.Params) -> SinkAnnealing:
-        # An array if there is none, as in optax's own placeholder of the parameters, so that trees stay alike.
-        return SinkAnnealing(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, of(params)) or jnp.zeros(()))
+        def replaced(path: tuple[Any, ...], update: jax.Array, param: jax.Array) -> jax.Array:
+            return -param / left if str(path[-1].key) == "sink" else update
 
-    def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, SinkAnnealing]:
-        assert params is not None
-        assert isinstance(state, SinkAnnealing)
-        count = state.count + 1
-        left = jnp.maximum(0.0, 1.0 - count / steps)
-        sinks = of(params)
+        count = optax.safe_increment(state.count)
+        return jax.tree_util.tree_map_with_path(replaced, updates, params), optax.ScaleByScheduleState(count)
 
-        def replaced(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
-            return left * state.start[_name(path)] - sinks[_name(path)] if _is_sink(path) else update
+    def init(params: optax.Params) -> optax.OptState:
+        return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
 
-        return jax.tree_util.tree_map_with_path(replaced, updates), SinkAnnealing(count, state.start)
-
-    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
-
-
-def _is_sink(path: tuple[Any, ...]) -> bool:
-    return str(path[-1].key) == "sink"
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return ".".join(str(key.key) for key in path)
+    return optax.GradientTransformation(init, update)

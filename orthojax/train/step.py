@@ -1,6 +1,5 @@
 """The pure training step, its state, and the program of a run: built once from its config, then objects only."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -9,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from orthojax.config import Config, MeshConfig, ModelConfig, OptimConfig
+from orthojax.config import Config, ModelConfig, OptimConfig
 from orthojax.data import BigramBackcopy
 from orthojax.errors import UserError
 from orthojax.model import Interventions, Transformer, parameter_shapes
@@ -199,9 +198,7 @@ def require_attention(model: ModelConfig) -> None:
 def build(config: Config, task: BigramBackcopy | None = None) -> Program:
     """Builds a run's model, optimizer and jitted functions; runs that agree in what is passed on share them.
 
-    Args:
-      config: The run.
-      task: The step draws its batches from it, by (seed, number of the batch); None: it takes tokens.
+    Given a task, the step draws its batches from that, by (seed, number of the batch); otherwise it takes tokens.
 
     Raises:
       UserError: If the devices are too few for the mesh, or a batch does not divide over it.
@@ -270,15 +267,8 @@ def _build(
     return Program(mesh, optimizer, shardings, jitted_init, step)
 
 
-def optimizer_state_bytes(config: Config) -> int:
-    """Counts the bytes of a run's optimizer state on all devices together; nothing is computed, no mesh is needed."""
-    optimizer = build(dataclasses.replace(config, mesh=MeshConfig())).optimizer
-    shapes = jax.eval_shape(optimizer.init, parameter_shapes(config.model))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-
-
 def state_shapes(config: Config) -> TrainState:
-    """Returns the state of a run as jax.ShapeDtypeStruct, on a mesh with its shardings; nothing is computed.
+    """Returns the state of a run as jax.ShapeDtypeStruct with shardings; nothing is computed.
 
     Raises:
       UserError: As `build`.
@@ -288,10 +278,9 @@ def state_shapes(config: Config) -> TrainState:
 
 def shapes_of(program: Program) -> TrainState:
     """Returns `state_shapes` of a run that is built."""
-    shapes = jax.eval_shape(program.init, jax.random.key(0))
-    if program.shardings is None:
-        return shapes
-    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, program.shardings)
+    shapes, here = jax.eval_shape(program.init, jax.random.key(0)), SingleDeviceSharding(jax.devices()[0])
+    places = program.shardings or jax.tree.map(lambda _: here, shapes)
+    return jax.tree.map(lambda x, at: x.update(sharding=at), shapes, places)
 
 
 def init_state(config: Config) -> TrainState:

@@ -8,7 +8,6 @@ from pathlib import Path
 from orthojax.config import Config, changed_fields, fields_affecting, flatten, from_dict, to_json
 from orthojax.errors import UserError
 from orthojax.files import make_folder, read_json, try_lock, write_atomically, write_text
-from orthojax.train.checkpoint import read_config, steps_in
 
 
 def check_workdir(workdir: Path, config: Config) -> None:
@@ -17,43 +16,34 @@ def check_workdir(workdir: Path, config: Config) -> None:
     Raises:
       UserError: If the path, or a part of it, is a file, or it already holds a run of another config.
     """
-    for path in (workdir / "checkpoints", workdir, *workdir.parents):
+    for path in (workdir, *workdir.parents):
         if os.path.isfile(path):  # pathlib raises for names that are too long
             raise UserError(f"workdir {workdir}: {path} is a file", allowed="a folder, new or of an earlier call")
-    steps = steps_in(workdir / "checkpoints")
-    before, where = _read_config(workdir), workdir
-    if before is None and steps:
-        where = workdir / "checkpoints" / str(steps[-1])
-        with contextlib.suppress(UserError):  # if it is damaged, an older one may not be
-            before = read_config(where)
-    # A run that never began, as when what it was to begin with is missing, has left its config alone.
-    if before is not None and (steps or os.path.lexists(workdir / "metrics.jsonl")):
-        require_same_config(config, before, str(where))
+    before = _read_config(workdir)
+    if before is not None:
+        require_same_config(config, before, workdir)
 
 
 @contextlib.contextmanager
 def claimed(workdir: Path, config: Config) -> Iterator[None]:
-    """Creates and locks the folder of a run, and writes its config.json.
-
-    A second call would take the first one's unfinished checkpoint away. If the run resumes with other values of
-    fields that do not affect its numbers, config.json becomes the newest config; every checkpoint holds its own.
+    """Creates and locks the folder of a run: a second call would take the first one's unfinished checkpoint away.
 
     Raises:
       UserError: If another process has it or it cannot be written, or as `check_workdir`.
     """
-    make_folder(workdir, "workdir")
-    try:
-        file = open(workdir / ".lock", "a")
-    except OSError as error:
-        raise UserError(f"cannot write to workdir {workdir}: {error.strerror}", allowed="a writable folder") from error
-    with file:
+    make_folder(workdir, "workdir", files=[".lock"])
+    with open(workdir / ".lock", "a") as file:
         if not try_lock(file):
             allowed = "another --workdir, or to wait until it ends"
             raise UserError(f"another process is training in {workdir}", allowed=allowed)
         check_workdir(workdir, config)
-        if _read_config(workdir) != config:
-            write_text(workdir / "config.json", to_json(config) + "\n")
         yield
+
+
+def keep_config(workdir: Path, config: Config) -> None:
+    """Writes config.json, which becomes the newest config if a run resumes; every checkpoint holds its own."""
+    if _read_config(workdir) != config:
+        write_text(workdir / "config.json", to_json(config) + "\n")
 
 
 def keep_tokenizer(workdir: Path, path: Path | None) -> None:
@@ -68,14 +58,10 @@ def _read_config(workdir: Path) -> Config | None:
     path = workdir / "config.json"
     if not os.path.lexists(path):
         return None
-    try:
-        return from_dict(Config, read_json(path, "config"), f"the config in {path}")
-    except UserError as error:
-        hint = "another --workdir, or delete that file: every checkpoint holds the config of its run too"
-        raise UserError("\n".join(str(error).splitlines()[:2]), hint=hint) from error
+    return from_dict(Config, read_json(path, "config"), f"the config in {path}")
 
 
-def require_same_config(config: Config, before: Config, where: str) -> None:
+def require_same_config(config: Config, before: Config, where: Path) -> None:
     """Refuses to resume with another config than the run began with, except for what does not affect its numbers.
 
     The number of steps does, because the learning rate depends on it.

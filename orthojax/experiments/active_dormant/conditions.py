@@ -46,7 +46,7 @@ BACKCOPY_RULES = Study(
         "bos": {},
         "two_bos": {"data.bos_tokens": 2},
         # Without <s> the first token differs between sequences, and there is no one residual state to follow.
-        "no_bos": {"data.bos_tokens": 0, "train.probe_details": False},
+        "no_bos": {"data.bos_tokens": 0, "train.probe": ""},
         "delimiter": {"data.delimiter": True},
         "backward": {"data.rule": "bigram_backward"},
         "markov": {"data.rule": "markov"},
@@ -151,7 +151,7 @@ BREAK_CONDITIONS_MAP = Study(
     runs=lambda scale: grid(
         # Scanned, so that six layers compile as fast as one.
         replace(backcopy(), {"model.scan_layers": True, "train.steps": 1000, "train.probe_steps": (),
-                             "train.probe_details": False}),
+                             "train.probe": ""}),
         _ATTENTION, _OPTIMIZERS, {str(depth): {"model.num_layers": depth} for depth in range(1, 7)}),
     seeds=(1,),
     columns=[SINK, DRAIN, PEAK, *RISKS],

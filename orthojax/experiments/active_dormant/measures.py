@@ -12,12 +12,12 @@ from numpy.typing import ArrayLike
 from orthojax import analysis, quant
 from orthojax.analysis.sink_logits import sink_logit_gap_sum
 from orthojax.data import BigramBackcopy
+from orthojax.experiments.active_dormant.mechanism_probe import probe_file
 from orthojax.experiments.measures import Measure, Measured, Say, by_layer
 from orthojax.model import Interventions, LoadedModel, Taps, Transformer
 from orthojax.ops.cross_entropy import perplexity
 from orthojax.train import Inputs, read_metrics
 from orthojax.train.evaluation import observing, validation_loss_nats
-from orthojax.train.probe import probe_file
 
 _RISKS = ("backcopy_excess_risk_nats", "bigram_excess_risk_nats")
 _BY_LAYER = ("sink_attention_rest", "sink_logit_gap", "value_norm_first", "residual_norm_first")
@@ -110,7 +110,7 @@ def _mechanism(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     return Measured(mechanism(probes))
 
 
-MECHANISM = Measure("mechanism", _mechanism)  # of runs with `train.probe_details`
+MECHANISM = Measure("mechanism", _mechanism)  # of runs with `mechanism_probe`
 
 
 _KEPT = (

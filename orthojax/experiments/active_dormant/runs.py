@@ -18,6 +18,7 @@ import optax
 
 from orthojax import analysis
 from orthojax.config import Config, changed_fields, replace
+from orthojax.data import open_task
 from orthojax.data.bigram_backcopy import EVALUATION, BigramBackcopy, default_text
 from orthojax.experiments.active_dormant.measures import key_mass
 from orthojax.experiments.base import BACKCOPY_MODEL
@@ -26,7 +27,7 @@ from orthojax.experiments.results import Numbers
 from orthojax.experiments.study import Row
 from orthojax.model import Interventions, Taps, Transformer, bigram_backcopy
 from orthojax.ops import cross_entropy_nats
-from orthojax.train import init_state, learning_rate_schedule, make_optimizer, require_task
+from orthojax.train import init_state, learning_rate_schedule, make_optimizer
 from orthojax.train.step import jit_train_step, split_tokens
 
 SCALES = ("tiny", "small")  # a quarter of the published width and length, and the published size, for one GPU
@@ -63,7 +64,7 @@ def backcopy(scale: str = "tiny") -> Config:
         "train.eval_every_steps": 0,
         "train.probe_every_steps": 0,
         "train.probe_steps": (*_LOG_STEPS, *more_steps, steps),
-        "train.probe_details": True,
+        "train.probe": "orthojax.experiments.active_dormant.mechanism_probe:mechanism_probe",
         "train.probe_sequences": 64,
         "train.checkpoint_every_steps": 500,
         "eval.sequences": 512,
@@ -81,7 +82,7 @@ def short(**changes: Any) -> Config:
         "train.eval_every_steps": 100,
         "train.probe_every_steps": 100,
         "train.probe_steps": (),
-        "train.probe_details": False,
+        "train.probe": "",
         "train.probe_sequences": 8,
         "eval.sequences": 256,
     }
@@ -224,7 +225,7 @@ def row(name: str, setting: Setting, seed: int, shown: Sequence[int] = SHOWN) ->
     """
     config, found = replace(setting.config, {"train.seed": seed, "data.seed": seed}), {}
     with jax.enable_x64(False):
-        (task, _), model, state = require_task(config), Transformer(config.model), init_state(config)
+        (task, _), model, state = open_task(config.data), Transformer(config.model), init_state(config)
         length = config.data.sequence_length
         tokens = task.batch(0, config.eval.sequences, length, 0, EVALUATION)[:, :-1]
         trained = interventions(setting, model, task, value_norms(model, state.params, tokens[:1])[0, 0])

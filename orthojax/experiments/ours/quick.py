@@ -86,7 +86,8 @@ QUICK = Study(
     pictures=[
         KURTOSIS, MAX_ABS, LOSS, ByLayer("first_attention_mass", rows="vanilla cured"),
         Bars("quantization", "Perplexity lost to quantisation of linear layers, in percent.",
-             [lost(s) for s in ("int8_fine", "int8_moderate", COARSE, INT4)], rows="vanilla cured", scale=100),
+             [lost(s) for s in ("int8_fine", "int8_moderate", COARSE, INT4)], rows="vanilla cured", y_label="%",
+             scale=100),
         Bars("backcopy", "Bigram-Backcopy: sink and value drain by normalizer.", [SINK, DRAIN], rows="backcopy_*"),
         Maps("vanilla cured"),
     ],

@@ -154,5 +154,5 @@ DAMAGE = Study(
     ],
     pictures=[Bars("damage", "Perplexity lost to rounding, in percent; linear up to 2%.",
                    [lost(name) for name in (COARSE, "int8_coarse_static", "int4_zeropoint", *FOUR_BIT)],
-                   scale=100, y_scale="symlog")],
+                   y_label="%", scale=100, y_scale="symlog")],
 )  # fmt: skip

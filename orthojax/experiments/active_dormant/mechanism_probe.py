@@ -1,4 +1,4 @@
-"""The residual stream of the first token, its gradient, and the shares of parameters in its growth.
+"""The residual stream of the first token and its gradient, as the probe of a run.
 
 Active-Dormant Attention Heads (arXiv 2410.13835) states: if upper layers have a sink on <s>, the gradients with
 respect to its residual state keep one direction, that of the null space of the value matrices above and of the key of
@@ -6,37 +6,38 @@ respect to its residual state keep one direction, that of the null space of the 
 statement is about attention, through which the state acts on other positions, so the gradient here is that of their
 loss; that of the prediction at <s> itself, the larger one once the task is learned, stands apart.
 
+A run with `train.probe = "orthojax.experiments.active_dormant.mechanism_probe:mechanism_probe"` writes the arrays of
+every probe to probes/step_N.npz.
+
 Under a causal mask position 0 sees itself alone, so its states do not depend on the rest of a sequence. Legend: L
 layers, B batch, T positions, D d_model. The parameters are those of `Transformer.init`; all results are float32.
 """
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orthojax.model import Interventions, unstack_layers
+from orthojax.config import Config, MeshConfig
+from orthojax.errors import UserError
+from orthojax.files import make_folder, write_atomically
+from orthojax.model import Interventions, Transformer, unstack_layers
 from orthojax.ops import cross_entropy_nats
 
-if TYPE_CHECKING:
-    from orthojax.model import Transformer
-
 WEAK = 0.25  # of all directions
+_ROWS = 16  # rows of a probe whose gradients are taken
 
 
-def first_residuals(model: "Transformer", params: Any, token: jax.Array) -> jax.Array:
+def first_residuals(model: Transformer, params: Any, token: jax.Array) -> jax.Array:
     """Returns the residual stream at position 0 after each block, [L, D], given the first token, int []."""
     return _first_states(model, params, token)[0]
 
 
-def first_residual_norms(model: "Transformer", params: Any, token: jax.Array) -> jax.Array:
-    """Returns ||x||_2 of `first_residuals`, [L]."""
-    return jnp.linalg.norm(first_residuals(model, params, token), axis=-1)
-
-
-def _first_states(model: "Transformer", params: Any, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _first_states(model: Transformer, params: Any, token: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the residual stream after each block [L, D] and the keys in it [L, K, H], of position 0."""
     tokens = jnp.reshape(token, (1, 1))
     observed = model.apply(
@@ -45,7 +46,7 @@ def _first_states(model: "Transformer", params: Any, token: jax.Array) -> tuple[
     return jax.tree.map(lambda x: x.astype(jnp.float32), observed)
 
 
-def first_residual_gradients(model: "Transformer", params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def first_residual_gradients(model: Transformer, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Computes gradients of the loss with respect to the residual stream at position 0 after each block, [L, D] each.
 
     The same vector is moved in all sequences; that after one block, with what the blocks below compute held.
@@ -77,12 +78,12 @@ def first_residual_gradients(model: "Transformer", params: Any, tokens: jax.Arra
     return others, own
 
 
-def _blocks(model: "Transformer", params: Any) -> list[Any]:
+def _blocks(model: Transformer, params: Any) -> list[Any]:
     layers = unstack_layers(params) if "layers" in params else params
     return [layers[f"layers_{i}"] for i in range(model.config.num_layers)]
 
 
-def _read_by(model: "Transformer", block: Any, name: str) -> jax.Array:
+def _read_by(model: Transformer, block: Any, name: str) -> jax.Array:
     """Returns the kernel [D, K * width] of keys or values times the gains of the norms before it and of its latent."""
     c, attention = model.config, block["attention"]
     kernel = attention[name]["kernel"].astype(jnp.float32)
@@ -101,7 +102,7 @@ def _gain(part: Any, norm: str) -> jax.Array:
     return jnp.reshape(part.get(norm, {}).get("scale", jnp.ones(1)), (-1, 1))
 
 
-def weak_directions(model: "Transformer", params: Any) -> jax.Array:
+def weak_directions(model: Transformer, params: Any) -> jax.Array:
     """Returns projectors [L, D, D] on the weakest quarter of the directions from which heads above a block read values.
 
     Definition: the D / 4 eigenvectors of least eigenvalue of sum over heads and layers above of A A^T, with A = diag(g)
@@ -122,7 +123,7 @@ def weak_directions(model: "Transformer", params: Any) -> jax.Array:
     return jnp.stack(projectors[::-1])
 
 
-def key_directions(model: "Transformer", params: Any, token: jax.Array) -> jax.Array:
+def key_directions(model: Transformer, params: Any, token: jax.Array) -> jax.Array:
     """Returns the direction after each block in which the residual stream moves the key of position 0 along itself.
 
     Definition: diag(g) W_K k, summed over heads, of the next block, with k its key of position 0; nan after the last
@@ -143,7 +144,7 @@ def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.sum(a * b, axis=-1) / (jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1))
 
 
-def first_token_mechanism(model: "Transformer", params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
+def first_token_mechanism(model: Transformer, params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
     """Measures the paper's statements on the gradient of the first token's residual stream, with its vectors.
 
     Args:
@@ -175,71 +176,36 @@ def first_token_mechanism(model: "Transformer", params: Any, tokens: jax.Array) 
     }
 
 
-# Shares of single parameters in a change of the model.
+# What a run writes.
 
 
-def by_name(tree: Any) -> dict[str, jax.Array]:
-    """Returns the leaves of a tree like a model's parameters by path; layers that are stacked come one by one.
-
-    >>> sorted(by_name({"head": {"kernel": jnp.ones(3)}, "layers": {"norm": {"scale": jnp.ones(2)}}}))
-    ['head/kernel', 'layers_0/norm/scale', 'layers_1/norm/scale']
-    """
-    tree = unstack_layers(tree) if "layers" in tree else tree
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+def probe_file(folder: Path, step: int) -> Path:
+    """Returns the file of a step's arrays in the `probes` folder of a run."""
+    return folder / f"step_{step:08d}.npz"
 
 
-def parameter_norms(tree: Any) -> dict[str, jax.Array]:
-    """Computes the Frobenius and the spectral norm of every parameter by name: [2] float32.
+def mechanism_probe(config: Config, rows: np.ndarray, folder: Path) -> Callable[[int, Any], None]:
+    """Returns the function of a run that writes the arrays of a probe, given a step and the parameters after it.
 
-    The spectral norm is the largest singular value; of a vector it is the norm again.
-    """
-
-    def norms(x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.float32)
-        frobenius = spectral = jnp.linalg.norm(x.ravel())
-        if x.ndim == 2:
-            # From the smaller Gram matrix, in a third of the time of a singular value decomposition.
-            x = (x if x.shape[0] <= x.shape[1] else x.T) / jnp.where(frobenius == 0.0, 1.0, frobenius)
-            spectral = frobenius * jnp.sqrt(jnp.linalg.eigvalsh(x @ x.T)[-1])
-        return jnp.stack([frobenius, spectral])
-
-    return {name: norms(leaf) for name, leaf in by_name(tree).items()}
-
-
-def change_attribution(
-    function: Callable[[Any], jax.Array], before: Any, after: Any, *, nodes: int = 2
-) -> dict[str, jax.Array]:
-    """Divides the change of a function of all parameters among the parameters.
-
-    Equation: <grad f(p), p_after - p_before> of each parameter p, with the gradient averaged over the way from one to
-    the other, by Gauss-Legendre quadrature; so the contributions add up to f(after) - f(before), up to an error that
-    falls with the 2 `nodes`-th power of the step. With one step of an optimizer between them and one gradient it is the
-    'norm influence' of the code of Active-Dormant Attention Heads (arXiv 2410.13835).
+    The arrays of a file are `step` and those of `first_token_mechanism`.
 
     Args:
-      function: Parameters -> a vector [M].
-      before: Parameters.
-      after: Parameters of the same structure.
-      nodes: Gradients that are averaged.
+      config: The run, on one device.
+      rows: Of the probe, int32 [probe_sequences, T + 1].
+      folder: For the files.
 
-    Returns:
-      By name, [M].
-
-    >>> before, after = {"a": jnp.array(1.0), "b": jnp.array(2.0)}, {"a": jnp.array(2.0), "b": jnp.array(3.0)}
-    >>> parts = change_attribution(lambda p: (p["a"] * p["b"])[None], before, after)
-    >>> {name: round(float(part[0]), 5) for name, part in parts.items()}
-    {'a': 2.5, 'b': 1.5}
+    Raises:
+      UserError: If sequences start with different tokens, or the run has a mesh.
     """
-    places, weights = np.polynomial.legendre.leggauss(nodes)
-    delta = jax.tree.map(jnp.subtract, after, before)
+    if len(set(rows[:, 0])) > 1 or config.mesh != MeshConfig():
+        problem = "train.probe follows the first token of all sequences, on one device"
+        raise UserError(problem, allowed="data with one BOS or more and no mesh, or no such probe")
+    make_folder(folder, "folder of probes")
+    model, tokens = Transformer(config.model), jnp.asarray(rows[:_ROWS])
+    measure = jax.jit(functools.partial(first_token_mechanism, model))
 
-    def add(total: Any, node: jax.Array) -> tuple[Any, None]:
-        at = jax.tree.map(lambda p, d: p + node[0].astype(p.dtype) * d, before, delta)
-        return jax.tree.map(lambda t, g: t + node[1].astype(g.dtype) * g, total, jax.jacrev(function)(at)), None
+    def write(step: int, params: Any) -> None:
+        arrays = jax.device_get(measure(params, tokens))
+        write_atomically(probe_file(folder, step), functools.partial(np.savez_compressed, step=step, **arrays))
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(jax.jacrev(function), before))
-    # A loop, so that the gradient is compiled once.
-    total, _ = jax.lax.scan(add, zeros, jnp.stack([(1 + places) / 2, weights / 2], axis=1))
-    products = jax.tree.map(lambda g, d: jnp.moveaxis(g * d[None], 0, -1), total, delta)
-    return {name: jnp.sum(x.reshape(-1, x.shape[-1]), axis=0) for name, x in by_name(products).items()}
+    return write

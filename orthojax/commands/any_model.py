@@ -1,4 +1,4 @@
-"""Measurements of any model, as `orthojax analyze` reports them: a run, a published model, a .gguf file.
+"""Measurements of any model and their report: a run, a published model, a .gguf file.
 
 `read_rows` gives the rows of text, `measure_model` the metrics by layer and head, `knock_out` the cost of every part,
 `report` the tables and pictures of one model, of several, or of the checkpoints of one run. All numbers are those of
@@ -28,22 +28,15 @@ from orthojax.model import Interventions, LoadedModel, Taps
 from orthojax.train import Inputs, evaluate_by_head
 from orthojax.train.evaluation import validation_loss_nats
 
-TOPICS, STDLIB = "topics", "stdlib"
 _SHOWN_HEADS = 12
-
-
-def topics_text() -> str:
-    """Returns the text of pydoc_data.topics, Python's documentation, with an empty line between two topics."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics.values())
+_QUANTISED = "perplexity_"  # so begin the names of the metrics of quantised models
 
 
 def read_rows(files: Sequence[str], tokenizer: Tokenizer, *, rows: int, length: int, bos: bool = False) -> Inputs:
     """Reads the first rows of a text as tokens of a model.
 
     Args:
-      files: Of `orthojax.data.text_corpus`; or one of `topics`, Python's documentation, and `stdlib`, its sources.
+      files: Of `orthojax.data.text_corpus`; or one of "topics", Python's documentation, and "stdlib", its sources.
       tokenizer: The model's; an end-of-text token follows every document.
       rows: At most that many; 0 for all.
       length: T, tokens that the model sees; rows have one more, the last target.
@@ -53,10 +46,12 @@ def read_rows(files: Sequence[str], tokenizer: Tokenizer, *, rows: int, length: 
       UserError: For files that cannot be read, or text of less than one row.
     """
     documents: Iterable[str]
-    if list(files) == [TOPICS]:
-        documents, source = [topics_text()], "pydoc_data.topics (Python's documentation)"
+    if list(files) == ["topics"]:
+        from pydoc_data.topics import topics
+
+        documents, source = ["\n\n".join(topics.values())], "pydoc_data.topics (Python's documentation)"
     else:
-        corpus = embedded_corpus() if list(files) == [STDLIB] else text_corpus(files)
+        corpus = embedded_corpus() if list(files) == ["stdlib"] else text_corpus(files)
         documents, source = (document.text for document in corpus.documents()), corpus.description
     width = length + (not bos)
     parts, tokens, size = [], 0, 0
@@ -167,32 +162,30 @@ def knock_out(loaded: LoadedModel, inputs: Inputs, rows: int) -> dict[str, np.nd
     Returns:
       `knocked_out_head` [L, N], `knocked_out_attention` [L] and `knocked_out_mlp` [L].
     """
-    model = loaded.config.model
-    L, N = model.num_layers, model.num_heads
+    L, N = loaded.config.model.num_layers, loaded.config.model.num_heads
     few = inputs._replace(evaluation=inputs.evaluation[:rows])
+    # All of the same shapes, so that one compiled program serves them.
+    whole = {"head": np.ones((L, N), np.float32), "attention": np.ones(L, np.float32), "mlp": np.ones(L, np.float32)}
 
-    def losses(part: str, shape: tuple[int, ...]) -> np.ndarray:
-        found = np.zeros(shape)
-        for place in np.ndindex(shape):
-            scales = {"head": np.ones((L, N)), "attention": np.ones(L), "mlp": np.ones(L)}
-            if part in scales:
-                scales[part][place] = 0.0
-            given = Interventions(**{f"{name}_scale": jnp.asarray(x, jnp.float32) for name, x in scales.items()})
-            found[place] = validation_loss_nats(
-                loaded.config, loaded.params, few, model=loaded.model, interventions=given
-            )
-        return found
+    def loss(scales: Mapping[str, np.ndarray]) -> float:
+        given = Interventions(**{f"{part}_scale": jnp.asarray(scale) for part, scale in scales.items()})
+        return validation_loss_nats(loaded.config, loaded.params, few, model=loaded.model, interventions=given)
 
-    before = losses("nothing", ())
-    shapes = {"head": (L, N), "attention": (L,), "mlp": (L,)}
-    return {f"knocked_out_{part}": losses(part, shape) - before for part, shape in shapes.items()}
+    before, changes = loss(whole), {}
+    for part, scale in whole.items():
+        changes[f"knocked_out_{part}"] = np.zeros(scale.shape)
+        for place in np.ndindex(scale.shape):
+            without = scale.copy()
+            without[place] = 0.0
+            changes[f"knocked_out_{part}"][place] = loss(whole | {part: without}) - before
+    return changes
 
 
 # The report.
 
 # Metrics that share an axis, each in a panel of its own, and the scale of the axis.
 _CURVES: Sequence[tuple[str, Literal["linear", "log"]]] = (
-    ("loss_nats", "linear"),
+    ("loss_nats validation_loss_nats", "linear"),
     ("first_attention_fraction first_attention_mass", "linear"),
     ("sink_logit_gap", "linear"),
     ("attention_entropy_nats", "linear"),
@@ -200,6 +193,7 @@ _CURVES: Sequence[tuple[str, Literal["linear", "log"]]] = (
     ("max_abs_first max_abs_rest", "log"),
     ("residual_norm_first residual_norm_rest", "log"),
     ("value_norm_first value_norm_rest", "log"),
+    ("grad_norm", "log"),
 )
 
 
@@ -221,58 +215,67 @@ def report(measured: Mapping[str, Measured], sources: Sequence[str], notes: Sequ
         model = of.config.model
         shape = f"{model.num_layers} layers of width {model.d_model}, {model.num_heads} heads"
         sentences.append(f"{name}: {shape}, {model.normalizer} attention.")
-    pictures = curve_pictures(lambda metric: _by_step(measured, metric), "step") if series else []
-    pictures += curve_pictures(lambda metric: _by_layer(shown, metric), "layer")
-    tables = [_metrics_table(measured), *_quantisation_tables(measured)]
+    pictures = []
+    if series:
+        steps = {int(name): of.metrics for name, of in measured.items()}
+        pictures += curve_pictures({"mean over layers": steps}, "step")
+    pictures += curve_pictures({name: _by_layer(of) for name, of in shown.items()}, "layer")
+    metrics = {name: of.metrics for name, of in measured.items()}
+    tables = [metrics_table("Metrics, means over layers and heads", metrics, next(iter(measured.values())).config)]
     for name, of in shown.items():
-        tables += [_layer_table(name, of), _head_table(name, of), *_knock_out_tables(name, of)]
+        tables += [_layer_table(name, of), _head_table(name, of)]
         pictures += _maps(name, of)
     return Report(title=title, sentences=sentences, tables=tables, pictures=pictures, notes=notes)
 
 
-def _metrics_table(measured: Mapping[str, Measured]) -> Table:
-    """Returns the metrics of all models, with the level of chance of the first."""
-    rows, first = [], next(iter(measured.values()))
-    given = analysis.conditions(first.config)
-    for name in analysis.CATALOGUE:
-        if any(name in of.metrics for of in measured.values()):
-            beside = analysis.compared_with(name, first.metrics, given)
-            rows.append([analysis.label(name), *(_cell(of.metrics, name) for of in measured.values()), beside])
-    return Table("Metrics, means over layers and heads", ["", *measured, "compare with"], rows)
+def metrics_table(caption: str, metrics: Mapping[str, Mapping[str, float]], config: Config) -> Table:
+    """Returns a table of the metrics of several models, those of single layers left out.
+
+    Args:
+      caption: Of the table.
+      metrics: Name of a model -> its metrics.
+      config: The run that levels of chance are of.
+    """
+    given, first = analysis.conditions(config), next(iter(metrics.values()))
+    found = dict.fromkeys(name for of in metrics.values() for name in of)
+    quantised = [name for name in found if name.startswith(_QUANTISED)]
+    rows = []
+    for name in [*(name for name in analysis.CATALOGUE if name in found), *quantised]:
+        beside = "" if name in quantised else analysis.compared_with(name, first, given)
+        rows.append([analysis.label(name), *(_cell(of, name) for of in metrics.values()), beside])
+    return Table(caption, ["", *metrics, "compare with"], rows)
 
 
 def _cell(metrics: Mapping[str, float], name: str) -> str:
-    return analysis.show(name, metrics[name]) if name in metrics else "-"
-
-
-def _quantisation_tables(measured: Mapping[str, Measured]) -> list[Table]:
-    settings = dict.fromkeys(name for of in measured.values() for name in of.metrics if name.startswith("perplexity_"))
-    rows = []
-    for setting in settings:
-        cells = []
-        for of in measured.values():
-            change = of.metrics.get(setting, math.nan) / of.metrics["perplexity"] - 1
-            cells.append("-" if math.isnan(change) else f"{_cell(of.metrics, setting)} ({percent(change)})")
-        rows.append([analysis.label(setting), *cells])
-    return [Table("Perplexity with quantised linear layers, and its change", ["", *measured], rows)] if rows else []
+    """Returns a value, of quantised models with the change against the float one; '-' if it is missing."""
+    if name not in metrics:
+        return "-"
+    shown = analysis.show(name, metrics[name])
+    if not name.startswith(_QUANTISED) or not metrics.get("perplexity"):
+        return shown
+    return f"{shown} ({percent(metrics[name] / metrics['perplexity'] - 1)})"
 
 
 def _layer_table(name: str, of: Measured) -> Table:
-    shown = [metric for metric in of.metrics if f"{metric}/layer_0" in of.metrics and analysis.define(metric)]
-    columns, rows = ["layer", *map(analysis.label, shown)], []
-    for layer in range(of.config.model.num_layers):
-        rows.append([str(layer), *(_cell(of.metrics, f"{metric}/layer_{layer}") for metric in shown)])
+    layers = range(of.config.model.num_layers)
+    shown = [metric for metric in analysis.CATALOGUE if f"{metric}/layer_0" in of.metrics]
+    columns = {analysis.label(metric): [_cell(of.metrics, f"{metric}/layer_{i}") for i in layers] for metric in shown}
     if "max_abs_by_channel" in of.arrays:
-        columns.append("largest channels")
-        for row, channels in zip(rows, of.arrays["max_abs_by_channel"], strict=True):
+        largest = []
+        for channels in of.arrays["max_abs_by_channel"]:
             top = np.argsort(-channels, kind="stable")[:3]
-            row.append(", ".join(f"{channel} ({number(float(channels[channel]))})" for channel in top))
-    return Table(f"{name}, by layer", columns, rows)
+            largest.append(", ".join(f"{channel} ({number(float(channels[channel]))})" for channel in top))
+        columns["largest channels"] = largest
+    for part, words in {"attention": "attention", "mlp": "the MLP"}.items():
+        if (changes := of.arrays.get(f"knocked_out_{part}")) is not None:
+            columns[f"loss change without {words} (nats)"] = [f"{change:+.4f}" for change in changes]
+    rows = [[str(i), *(cells[i] for cells in columns.values())] for i in layers]
+    return Table(f"{name}, by layer", ["layer", *columns], rows)
 
 
 def _by_head(of: Measured) -> dict[str, np.ndarray]:
     """Returns label -> [L, N], attention on the first token before all others."""
-    found = {name: x for name, x in of.arrays.items() if analysis.define(name)}
+    found = {name: of.arrays[name] for name in analysis.CATALOGUE if name in of.arrays}
     first = "first_attention_mass" if "first_attention_mass" in found else "sink_attention"
     by_head = {analysis.label(name): x for name, x in ({first: found[first]} | found).items()}
     if "knocked_out_head" in of.arrays:
@@ -289,41 +292,32 @@ def _head_table(name: str, of: Measured) -> Table:
     return Table(f"{name}, heads with the most attention on the first token", ["", *found], rows)
 
 
-def _knock_out_tables(name: str, of: Measured) -> list[Table]:
-    if "knocked_out_head" not in of.arrays:
-        return []
-    rows = []
-    for layer, heads in enumerate(of.arrays["knocked_out_head"]):
-        parts = [of.arrays[f"knocked_out_{part}"][layer] for part in ("attention", "mlp")]
-        rows.append([str(layer), *(f"{change:+.4f}" for change in (*parts, np.median(heads), heads.max()))])
-    columns = ["layer", "attention", "MLP", "one head, median", "one head, most"]
-    return [Table(f"{name}, change of the loss in nats without a part", columns, rows)]
-
-
-Curves = dict[str, tuple[Sequence[int], np.ndarray]]  # label -> (x [n], y [1, n])
-
-
-def _by_layer(measured: Mapping[str, Measured], metric: str) -> Curves:
-    found: Curves = {}
-    for name, of in measured.items():
-        layers = range(of.config.model.num_layers)
-        if f"{metric}/layer_0" in of.metrics:
-            found[name] = layers, np.array([[of.metrics.get(f"{metric}/layer_{i}", math.nan) for i in layers]])
+def _by_layer(of: Measured) -> dict[int, dict[str, float]]:
+    """Returns the metrics of each layer under their names without the layer."""
+    found: dict[int, dict[str, float]] = {i: {} for i in range(of.config.model.num_layers)}
+    for name, value in of.metrics.items():
+        metric, _, layer = name.partition("/layer_")
+        if layer.isdecimal():
+            found[int(layer)][metric] = value
     return found
 
 
-def _by_step(measured: Mapping[str, Measured], metric: str) -> Curves:
-    if not all(metric in of.metrics for of in measured.values()):
-        return {}
-    values = np.array([[of.metrics[metric] for of in measured.values()]])
-    return {"mean over layers": (list(map(int, measured)), values)}
+def curve_pictures(curves: Mapping[str, Mapping[int, Mapping[str, float]]], x_label: str) -> list[Picture]:
+    """Draws metrics over layers or steps, a picture for all that share an axis, with a panel for each metric.
 
-
-def curve_pictures(curves: Callable[[str], Curves], x_label: str) -> list[Picture]:
-    """Draws a picture for each group of metrics that share an axis, with a panel for each metric that has curves."""
+    Args:
+      curves: Label of a curve -> x -> metrics there; drawn are those that are there at two places at least.
+      x_label: Of the x axis: "layer" or "step".
+    """
     pictures = []
     for metrics, scale in _CURVES:
-        panels = {analysis.label(metric): found for metric in metrics.split() if (found := curves(metric))}
+        panels: dict[str, dict[str, figures.Curve]] = {}
+        for metric in metrics.split():
+            for label, of in curves.items():
+                points = {x: found[metric] for x, found in of.items() if metric in found}
+                if len(points) > 1:
+                    curve = list(points), np.array([list(points.values())])
+                    panels.setdefault(analysis.label(metric), {})[label] = curve
         if panels:
             figure = figures.lines(panels, x_label=x_label, y_label="", y_scale=scale)
             name = f"{metrics.split()[0]}_by_{x_label}"

@@ -1,0 +1,266 @@
+"""Claims as expressions: verdicts by hand, criteria that say what is computed, cases, seeds, missing runs."""
+
+import operator
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orthojax.config import Config
+from orthojax.experiments.claims import (
+    ByLayer,
+    Claim,
+    Metric,
+    Scope,
+    all_of,
+    any_of,
+    check,
+    dominated,
+    excess_left,
+    function,
+    judge,
+    largest,
+    largest_of_all,
+    lost,
+    not_measured,
+    peak,
+    rising,
+    smallest,
+)
+from orthojax.experiments.results import pairs
+from orthojax.experiments.study import Study, results_of
+
+X, Y = Metric("x"), Metric("y")
+
+
+def made_up(given=(), aliases=None, **variants):
+    """Returns results: variant -> seed -> metrics, or one seed's metrics; of None the run failed."""
+    study = Study(name="made", title="made up", runs=lambda scale: dict.fromkeys(variants, Config()), aliases=aliases)
+    rows = []
+    for name, of in variants.items():
+        for seed, metrics in enumerate(of if isinstance(of, list) else [of]):
+            row = {"variant": name, "seed": seed, "overrides": {}, "metrics": metrics or {}}
+            row |= {} if metrics else {"failed": "the loss is not finite"}
+            rows.append(row | ({"given": True} if name in given else {}))
+    seeds = sorted({row["seed"] for row in rows})
+    return results_of(study, {"experiment": "made", "scale": "tiny", "provenance": {"seeds": seeds}, "rows": rows})
+
+
+def verdict(claim, **variants):
+    return judge(claim, made_up(**variants)).verdict
+
+
+def seeds(*values, name="x"):
+    return [{name: value} if value is not None else None for value in values]
+
+
+# Text and value.
+
+_OPERATORS = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "<": operator.lt,
+    "<=": operator.le, ">": operator.gt, ">=": operator.ge, "&": operator.and_, "|": operator.or_,
+}  # fmt: skip
+_MEANS = {("x", "a"): 3.5, ("x", "b"): 0.75, ("y", "a"): -2.0, ("y", "b"): 8.25}
+_ROWS = {of: [{m: _MEANS[m, of] + shift for m in "xy"} for shift in (-0.5, 0.5)] for of in "ab"}
+_LEAF = st.sampled_from([(Metric(metric)[of], mean) for (metric, of), mean in _MEANS.items()])
+_NUMBER = st.sampled_from([(0.5, 0.5), (3, 3), (-1.25, -1.25)])
+
+
+@st.composite
+def _trees(draw, symbols, leaves, depth=3):
+    """Draws an expression with its value by Python's own operators."""
+    if depth == 0 or draw(st.integers(0, 3)) == 0:
+        return draw(leaves)
+    symbol = draw(st.sampled_from(symbols))
+    (a, x), (b, y) = (draw(_trees(symbols, leaves, depth - 1)) for _ in range(2))
+    if symbol == "/" and abs(y) < 1e-3:
+        symbol = "*"
+    return (~a, not x) if symbol == "~" else (_OPERATORS[symbol](a, b), _OPERATORS[symbol](x, y))
+
+
+_MIXED = st.tuples(st.sampled_from("+-*/"), _LEAF, _NUMBER, st.booleans()).map(
+    lambda of: tuple(_OPERATORS[of[0]](*((a, b) if of[3] else (b, a))) for a, b in zip(of[1], of[2], strict=True))
+)
+_COMPARED = st.tuples(st.sampled_from(["<", "<=", ">", ">="]), _LEAF, _LEAF | _NUMBER).map(
+    lambda of: tuple(_OPERATORS[of[0]](a, b) for a, b in zip(of[1], of[2], strict=True))
+)
+
+
+def in_python(text):
+    """Evaluates a criterion: it is Python, once metrics are their means."""
+    return eval(re.sub(r"([xy]) of ([ab])", lambda of: f"({_MEANS[of[1], of[2]]})", text))
+
+
+@settings(max_examples=100)
+@given(_trees("+-*/", _LEAF | _MIXED))
+def test_arithmetic_is_that_of_means_and_written_as_computed(drawn):
+    expression, expected = drawn
+    found = expression.value(Scope(made_up(**_ROWS)))
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert in_python(expression.text) == pytest.approx(expected, rel=1e-6, abs=1e-6)  # numbers have six digits
+
+
+@settings(max_examples=100)
+@given(_trees("&|~", _COMPARED))
+def test_logic_is_that_of_python_and_written_as_computed(drawn):
+    expression, expected = drawn
+    assert verdict(Claim("", expression), **_ROWS) == ("holds" if expected else "does not hold")
+    assert in_python(Claim("", expression).criterion) == expected
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ((X["a"] + 1) * 2 < Y["b"] / (X["a"] - 3), "(x of a + 1) * 2 < y of b / (x of a - 3)"),
+        (X["a"] - (X["b"] - 1) > 0, "x of a - (x of b - 1) > 0"),
+        (X["a"] / (X["b"] * 2) >= 1, "x of a / (x of b * 2) >= 1"),
+        (1 - X["a"] <= 0.5, "1 - x of a <= 0.5"),
+        (~(X["a"] < 1) & ((X["a"] > 2) | (X["b"] > 2)), "not x of a < 1 and (x of a > 2 or x of b > 2)"),
+        (~((X["a"] < 1) & (X["b"] < 1)), "not (x of a < 1 and x of b < 1)"),
+        (((X["a"] < 1) & (X["b"] < 1)).in_every_seed(), "(x of a < 1 and x of b < 1) in every seed"),
+        (abs(X["a"] - 1) < 2, "|x of a - 1| < 2"),
+        (largest(X["a"], X["b"], 3) > smallest(X["a"], 0), "max(x of a, x of b, 3) > min(x of a, 0)"),
+        (peak(ByLayer("x")["a"]) > 3, "largest(x by layer of a) > 3"),
+        ((X["a"] < X["b"]) + 0 < 1, "(x of a < x of b) + 0 < 1"),
+        ((X["a"] < 1) < (X["b"] < 1), "(x of a < 1) < (x of b < 1)"),
+    ],
+)
+def test_criterion_is_written_as_it_is_computed(expression, text):
+    assert Claim("", expression).criterion == text
+
+
+def test_python_words_for_and_or_are_refused():
+    for combine in (lambda a, b: a and b, lambda a, b: a or b, lambda a, b: not a):
+        with pytest.raises(TypeError, match="&"):
+            combine(X["a"] < 1, X["b"] < 1)
+    with pytest.raises(TypeError, match="&"):
+        0 < X["a"] < 1  # noqa: B015
+
+
+# Verdicts.
+
+TWO_SEEDS = {"a": seeds(1.0, 5.0), "b": seeds(4.0, 4.0)}
+
+
+@pytest.mark.parametrize(
+    ("expression", "holds"),
+    [
+        (X["a"] < X["b"], True),  # 3 < 4
+        ((X["a"] < X["b"]).in_every_seed(), False),  # 5 > 4 in the second seed
+        (~(X["a"] < X["b"]).in_every_seed(), True),
+        (Metric("square", lambda of: of["x"] ** 2)["a"] >= 13, True),  # (1 + 25) / 2, not 3^2
+        (function("gap", lambda a, b: b - a, X["a"], X["b"]) <= 1, True),
+        (rising(X["a"], X["b"], 5), True),
+        (rising(X["a"], X["b"], 4), False),
+        (all_of([X["a"] > 2, X["b"] > 3, X["a"] > 3]), False),
+        (any_of([X["a"] > 3, X["b"] > 4, X["b"] >= 4]), True),
+        (check(lambda a, b: len(a.seeds) == 2 and a["x"] < b["x"], "a", "b", words="less"), True),
+        (check(lambda *all_of_them: len(all_of_them) == 2, words="two variants"), True),
+        (largest_of_all(lambda of: of["x"], lambda of: of.name != "b", "largest x but b's") < 3.5, True),
+        (abs(X["a"] - X["b"]) < 1, False),
+    ],
+)
+def test_means_decide_unless_every_seed_is_asked(expression, holds):
+    assert verdict(Claim("", expression), **TWO_SEEDS) == ("holds" if holds else "does not hold")
+
+
+def test_means_by_layer_are_those_of_seeds():
+    layers = [{"x/layer_0": 1.0, "x/layer_1": 4.0}, {"x/layer_0": 3.0, "x/layer_1": 1.0}]
+    expression = peak(ByLayer("x")["a"])  # of (2, 2.5), where single seeds have 4 and 3
+    assert verdict(Claim("", (expression <= 2.5) & (expression > 2.4)), a=layers) == "holds"
+    assert verdict(Claim("", (expression >= 3).in_every_seed()), a=layers) == "holds"
+
+
+@pytest.mark.parametrize(("testable", "expected"), [(True, "does not hold"), (False, "not testable")])
+def test_nothing_to_see_is_not_testable(testable, expected):
+    claim = Claim("", X["b"] < X["a"], X["a"] > (0 if testable else 9))
+    assert verdict(claim, a={"x": 1.0}, b={"x": 2.0}) == expected
+    assert "; testable if x of a" in claim.criterion
+
+
+CASES = {"p_old": {"x": 4.0}, "p_new": {"x": 1.0}, "q_old": {"x": 8.0}, "q_new": {"x": 5.0}, "r_new": {"x": 0.0}}
+HALVED = X["*_new"] <= 0.5 * X["*_old"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "cases"),
+    [
+        ({}, "does not hold", ["p", "q"]),  # r has no old one
+        ({"cases": ("p",)}, "holds", ["p"]),
+        ({"cases": ("p", "r")}, "holds", ["p"]),
+        ({"given": X["*_old"] < 5}, "holds", ["p", "q"]),
+        ({"most": True}, "does not hold", ["p", "q"]),  # one of two is no majority
+        ({"most": True, "holds": X["*_new"] < 2}, "holds", ["p", "q", "r"]),
+        ({"largest": X["*_old"] - X["*_new"]}, "holds", ["p"]),  # both lose 3: the first
+        ({"largest": X["*_old"]}, "does not hold", ["q"]),
+        ({"largest": X["*_old"], "given": X["*_old"] < 5}, "holds", ["p"]),
+        ({"cases": lambda of: of["x"] > 3, "holds": X["*"] > 4}, "does not hold", ["p_old", "q_old", "q_new"]),
+    ],
+)
+def test_stars_stand_for_cases_that_all_hold(changes, verdict, cases):
+    judged = judge(Claim("", **{"holds": HALVED} | changes), made_up(**CASES))
+    assert judged.verdict == verdict
+    assert [case.name for case in judged.cases] == cases
+
+
+def test_aliases_are_further_names_of_variants():
+    results = made_up(aliases=lambda results: {"longest_new": "q_new", "longest_old": "q_old"}, **CASES)
+    assert judge(Claim("", X["longest_new"] > 4), results).verdict == "holds"
+    assert "longest" in [case.name for case in judge(Claim("", HALVED), results).cases]
+
+
+def test_first_criteria_and_late_claims_are_told():
+    revised = Claim("", X["a"] < 2, revised=("it was too wide", Claim("", X["a"] < 0.5)))
+    judged = judge(revised, made_up(a={"x": 1.0}))
+    assert (judged.verdict, judged.first) == ("holds", "does not hold")
+    assert judge(Claim("", X["a"] < 2, added="seen first"), made_up(a={"x": 1.0})).first is None
+    assert verdict(not_measured("It is fast.", "no clock"), a={"x": 1.0}) == "not measured"
+
+
+def test_seeds_that_failed_count_for_no_variant_of_a_case():
+    # The second seed of b failed, so that of a is left out: 1 < 2, though the means are 5 and 2.
+    assert verdict(Claim("", X["a"] < X["b"]), a=seeds(1.0, 9.0), b=seeds(2.0, None)) == "holds"
+    assert verdict(Claim("", (X["a"] < X["b"]).in_every_seed()), a=seeds(1.0, 9.0), b=seeds(2.0, None)) == "holds"
+    judged = judge(Claim("", X["a"] < X["b"]), made_up(a=seeds(1.0, None), b=seeds(None, 2.0)))
+    assert (judged.verdict, judged.cases) == ("not testable", [])
+    assert judged.missing
+
+
+def test_existing_models_need_not_share_seeds():
+    rows = {"a": seeds(1.0, 3.0), "b": seeds(2.5)}
+    assert judge(Claim("", X["a"] < X["b"]), made_up(given=("b",), **rows)).verdict == "holds"  # 2 < 2.5
+    assert judge(Claim("", (X["a"] < X["b"]).in_every_seed()), made_up(given=("b",), **rows)).verdict == "does not hold"
+    results = made_up(given=("a", "b"), a=[None, {"x": 3.0}], b=seeds(2.0))
+    assert pairs(results["a"], results["b"], "x") == {0: (3.0, 2.0)}
+
+
+@pytest.mark.parametrize("absent", ["metric", "metric of a seed", "variant", "run"])
+def test_what_is_missing_is_named_and_not_judged(absent):
+    rows = {"metric": {"y": 1.0}, "metric of a seed": [{"x": 1.0}, {"y": 1.0}], "run": None}
+    judged = judge(Claim("", X["b"] < 3), made_up(a={"x": 1.0}, **({"b": rows[absent]} if absent in rows else {})))
+    assert judged.verdict == "not testable"
+    assert "b" in judged.missing[0]
+
+
+def test_a_case_that_is_missing_leaves_the_others():
+    judged = judge(Claim("", HALVED), made_up(**CASES | {"q_new": None}))
+    assert (judged.verdict, [case.name for case in judged.cases]) == ("holds", ["p"])
+    assert judged.missing[0].startswith("q")
+
+
+def test_numbers_of_a_case_are_those_that_decide():
+    judged = judge(Claim("", X["a"] < X["b"], note=lambda scope: f"of {len(scope.study)}"), made_up(**TWO_SEEDS))
+    assert judged.cases[0].numbers == ["x: a 3 (1 to 5), b 4", "of 2"]
+
+
+def test_shared_criteria_are_those_of_their_formulas():
+    of = Config().data.sequence_length
+    chance = sum(1 / t for t in range(1, of + 1)) / of
+    before = {"first_attention_fraction": 4 * chance, "perplexity": 10.0, "perplexity_int8_coarse": 12.0}
+    rows = {"a": before, "b": before | {"first_attention_fraction": 1.6 * chance}}
+    assert verdict(Claim("", dominated("a") & ~dominated("b")), **rows) == "holds"
+    left = excess_left("b", "a")  # 0.6 of 3 times chance
+    assert verdict(Claim("", (left < 0.2001) & (left > 0.1999)), **rows) == "holds"
+    assert verdict(Claim("", excess_left("a", "b") > 1), a=before, b={"first_attention_fraction": 0.0}) == "holds"
+    assert verdict(Claim("", abs(lost("int8_coarse")["a"] - 0.2) < 1e-9), **rows) == "holds"

@@ -1,0 +1,37 @@
+"""The committed results under the claims as they are: verdicts, reports and the page of claims."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def script():
+    return runpy.run_path(str(ROOT / "results" / "verdicts.py"))
+
+
+def test_committed_results_have_the_committed_verdicts(script):
+    assert script["differences"]() == []
+
+
+def test_every_committed_result_is_judged(script):
+    judged = {script["folder"](study, scale) for study, scale, _ in script["committed"]()}
+    found = {path.parent: json.loads(path.read_text()) for path in (ROOT / "results").rglob("results.json")}
+    assert {folder for folder, raw in found.items() if raw["experiment"] != "analyze"} <= judged
+
+
+def test_the_page_of_claims_is_up_to_date(script):
+    assert script["CLAIMS"].read_text() == script["claims"]()
+
+
+def test_reports_of_committed_results_are_up_to_date(script):
+    different = []
+    for study, scale, results in script["committed"]():
+        folder = script["folder"](study, scale)
+        if (folder / "report.md").read_text() != script["report"](results):
+            different.append(str(folder.relative_to(ROOT)))
+    assert different == []
