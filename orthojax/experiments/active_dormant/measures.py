@@ -40,7 +40,8 @@ def half_step(steps: ArrayLike, values: ArrayLike) -> float:
 
 def line(x: ArrayLike, y: ArrayLike) -> tuple[float, float]:
     """Returns (correlation, slope) of the line through points."""
-    return float(np.corrcoef(x, y)[0, 1]), float(np.polyfit(np.asarray(x), np.asarray(y), 1)[0])
+    x, y = np.asarray(x, float), np.asarray(y, float)
+    return float(np.corrcoef(x, y)[0, 1]), float(np.polyfit(x, y, 1)[0])
 
 
 def _history(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
