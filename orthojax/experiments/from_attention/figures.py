@@ -125,7 +125,7 @@ FIGURE2 = Study(
     seeds=(0, 1, 2, 3, 4),
     measures=(measures.FIRST_KEYS,),
     note="Softmax and Adam; targets that the relaxed mask shows enter neither the loss nor either perplexity. Rows "
-    "have no BOS, as in the paper, since it would be privileged by what it is. Masses are of queries after the first ten.",
+    "have no BOS, as in the paper: it would be privileged by what it is. Masses are of queries after the first ten.",
     columns="perplexity_after_first_keys winner winner_mass others_mass winner_fraction winner_of_heads "
     "winner_of_sequences largest_mass_of_sequence",
     claims=[
