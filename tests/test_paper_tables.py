@@ -37,10 +37,6 @@ def judged(study, metrics, **more):
     return [judge(claim, results) for claim in study.claims]
 
 
-def verdicts(study, metrics, **more):
-    return [of.verdict for of in judged(study, metrics, **more)]
-
-
 def row_metrics(**given):
     """Returns every metric that a claim reads, of a vanilla model that nothing happens to."""
     base = dict.fromkeys(("perplexity", "kurtosis_first", "kurtosis_rest", "kurtosis_pooled"), 20.0)
@@ -54,9 +50,8 @@ def printed(table, name):
 
 
 def of_table_2(name):
-    mass = {"softmax1": 0.04, "cured": 0.04}.get(name.rpartition("_")[2], 0.46)
     row = printed(paper.TABLE_2, name)
-    return row and row | {"first_attention_mass": mass}
+    return row and row | {"first_attention_mass": 0.04 if name.endswith(("softmax1", "cured")) else 0.46}
 
 
 def of_table_5(name):
@@ -92,9 +87,7 @@ CONTRADICTED = {
 @pytest.mark.parametrize("name", PAPER)
 def test_numbers_of_the_paper_give_its_verdicts(name):
     wrong = [of.claim.says for of in judged(*PAPER[name]) if of.verdict != "holds"]
-    expected = CONTRADICTED.get(name, [])
-    assert len(wrong) == len(expected)
-    assert all(says.startswith(text) for says, text in zip(wrong, expected, strict=True))
+    assert all(says.startswith(text) for says, text in zip(wrong, CONTRADICTED.get(name, []), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +96,6 @@ def test_numbers_of_the_paper_give_its_verdicts(name):
         ("table1", "gpt2_60m_cured", {"perplexity_int4_zeropoint": 70.0}, "They do not break"),
         ("table2", "gpt2_60m_softmax1", {"kurtosis_rest": 20.0}, "Softmax-1 alone leaves the outliers"),
         ("table2", "gpt2_60m_orthoadam", {"kurtosis_first": 100.0}, "OrthoAdam alone does not remove"),
-        ("table2", "llama2_130m_softmax1", {"first_attention_mass": 0.3}, "Softmax-1 alone removes"),
         ("table3", "gpt2_350m_cured", {"perplexity_int8_moderate": 20.5}, "int8_moderate"),
         ("table5", "adam_rmsnorm_learned_softmax1", {"kurtosis_pooled": 160.0}, "RMSNorm with a"),
         ("table5", "adam_layernorm_none_softmax", {"first_attention_mass": 0.2}, "Without positions"),
@@ -142,7 +134,7 @@ def test_what_costs_neither_model_anything_is_not_testable(of_cured, verdict):
     def metrics(name):
         return row_metrics() | {f"perplexity_{of}": of_cured if "cured" in name else 20.02 for of in LOST}
 
-    assert verdicts(tables.TABLE3, metrics)[:4] == [verdict] * 4
+    assert [of.verdict for of in judged(tables.TABLE3, metrics)[:4]] == [verdict] * 4
 
 
 CHANCE = {"first_attention_fraction": (0.03, 0.03)}  # which gives 0.024
@@ -175,8 +167,8 @@ def test_given_models_are_cases_of_table_1_by_how_they_were_trained():
     vanilla = {"model.normalizer": "softmax", "optim.optimizer": "adam"}
     numbers = {"public": row_metrics(perplexity_int4_zeropoint=60.0), "mine": row_metrics(), "kept": row_metrics()}
     given = [("public", vanilla), ("mine", {}), ("kept", vanilla)]  # the default config is cured
-    of_grid = lambda name: row_metrics(perplexity_int4_zeropoint=20.0)  # noqa: E731
-    broken, unbroken, _ = judged(tables.TABLE1, lambda name: numbers.get(name) or of_grid(name), given=given)
+    of_grid = row_metrics(perplexity_int4_zeropoint=20.0)
+    broken, unbroken, _ = judged(tables.TABLE1, lambda name: numbers.get(name, of_grid), given=given)
     holds = {case.name: case.holds for case in broken.cases if not case.name.endswith("vanilla")}
     assert holds == {"public": True, "kept": False}
     assert "mine" in [case.name for case in unbroken.cases]
@@ -234,10 +226,10 @@ def test_pairs_are_testable_if_measured_on_the_same_text(tmp_path):
         return row_metrics(first_attention_fraction=fraction, kurtosis_first=kurtosis, kurtosis_pooled=10.0)
 
     of = {"base": numbers(0.90, 100.0), "tuned": numbers(0.88, 103.0)}
-    together = verdicts(tables.TABLE7, of.get, given=[("base", {}), ("tuned", {"data.seed": 5})])
-    assert together == ["holds", "holds", "does not hold", "not measured"]
-    apart = verdicts(tables.TABLE7, of.get, given=[("base", {}), ("tuned", {"data.sequence_length": 12})])
-    assert apart[:3] == ["not testable"] * 3
+    expected = {"data.seed": ["holds", "holds", "does not hold"], "data.sequence_length": ["not testable"] * 3}
+    for field, verdicts in expected.items():
+        found = judged(tables.TABLE7, of.get, given=[("base", {}), ("tuned", {field: 12})])
+        assert [of.verdict for of in found] == [*verdicts, "not measured"]
     same = Given(replace(Config(), {"data.seed": 3}), tmp_path)
     models = {"base": Given(Config(), tmp_path), "tuned": same, "alone": same}
     assert tables.on_the_text_of_its_base(models) == models
