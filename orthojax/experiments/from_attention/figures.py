@@ -227,7 +227,7 @@ FIGURE4 = Study(
         Claim("In all cases of large outlier weights the summed second moments are small outliers (appendix E; softmax "
               "and Adam, MLP output).", check(_all_explained, V),
               check(lambda of: bool(of.layers("mlp_output_own_outlier_channels").any()), V,
-                    words="there are outlier weights"),
+                    words="There are outlier weights"),
               added="the limit was chosen with the runs at hand; by the usual 3.5 the first report counted 0 of 70 "
               "channels"),
         Claim("Channels whose second moments are small have large weights (appendix E; softmax and Adam, MLP output).",
@@ -235,7 +235,7 @@ FIGURE4 = Study(
         Claim("OrthoAdam's moments are considerably more uniform (Figure 5).",
               (_SPREAD[C] <= 0.5 * _SPREAD[V]).in_every_seed()),
         Claim("OrthoAdam and softmax-1 remove outlier weights (Figure 5).", check(_few_outlier_weights_left),
-              check(lambda *of: _outlier_weights("vanilla", of) > 0, words="vanilla models have any")),
+              check(lambda *of: _outlier_weights("vanilla", of) > 0, words="Vanilla models have any")),
         Claim("Outlier weights are generally in the output layer of the MLP (appendix E; softmax and Adam).",
               ((_IN_MLP[V] > _IN_ATTENTION[V]) | ~(abs(_IN_MLP[V] + _IN_ATTENTION[V]) > 0)).in_every_seed(),
               ~((abs(_IN_MLP[V]) <= 0) & (abs(_IN_ATTENTION[V]) <= 0)).in_every_seed()),
