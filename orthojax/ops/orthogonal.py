@@ -178,12 +178,12 @@ def _on_accelerator(x: jax.Array, factors: Sequence[np.ndarray], axis: int, tran
 def fixed_transform(x: jax.Array, axis: int, *, kind: FixedKind = "hadamard", transpose: bool = False) -> jax.Array:
     """Applies a fixed orthonormal transform F, or its transpose (which is its inverse), along one axis.
 
-    F is the Kronecker product of the matrices of `factor_sizes`, on every platform: if these are Hadamard matrices (up
-    to 16,384: each power of two, 12 * 2**k, 20 * 2**k and many more), all its entries are +1/sqrt(n) or -1/sqrt(n). How
-    it is computed is decided when the program is lowered. CPU: butterflies of 4 or 8 rows if possible, except that the
-    inner factor of the last axis is one matrix product; 2 (a + b + ...) FLOP per element, a, b, ... being the rows.
-    Others: one dense matrix up to n = 1,024, where 2 n FLOP per element take no longer than reading it; above, the two
-    factors.
+    `hadamard`: every entry of F is +1/sqrt(n) or -1/sqrt(n) if Hadamard factors exist (up to 16,384: each power of
+    two, 12 * 2**k, 20 * 2**k and many more); other sizes are a Hadamard times a cosine transform, or a cosine
+    transform. F is the Kronecker product of the matrices of `factor_sizes`, on every platform; how it is computed is
+    decided when the program is lowered. CPU: butterflies of 4 or 8 rows if possible, except that the inner factor
+    of the last axis is one matrix product; 2 (a + b + ...) FLOP per element, a, b, ... being the rows. Others: one
+    dense matrix up to n = 1,024, because 2 n FLOP per element take no longer than reading it; above, the two factors.
 
     Args:
       x: A float array [..., n, ...].

@@ -50,7 +50,7 @@ class Rotation:
         Adam is invariant.
       axes: Which axes of a kernel: `output`, `input`, `both`, or those of a length (2 to 16,384), as in
         `Rotation(axes=d_model)`, by the rule `generic_axes`, which also says what is a kernel, an embedding table or
-        neither; or a function (path, jax.ShapeDtypeStruct) -> RotatedAxes | None, where None leaves the parameter
+        neither; or a function (path, jax.ShapeDtypeStruct) -> RotatedAxes | None; None leaves the parameter
         alone.
       seed: 0 to 2**32 - 1.
       scope: `layer` as above. Two controls: with `parameter` the layers of a parameter share Q; with `tree` all axes of
