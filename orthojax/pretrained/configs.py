@@ -10,7 +10,7 @@ from typing import Any
 
 from orthojax.config import ModelConfig, RopeConfig, fields_affecting, flatten, from_flat, require
 from orthojax.errors import UserError
-from orthojax.pretrained.family import Choice, Equal, Family, Only, integer
+from orthojax.pretrained.families import Choice, Equal, Family, Only, integer
 
 # Fields that say nothing about what a model computes, and those that `_read_rotary` and `_read_window` read.
 _IGNORED = re.compile(

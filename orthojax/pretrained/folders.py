@@ -21,8 +21,7 @@ from orthojax.errors import UserError, needing
 from orthojax.files import make_folder, read_json, require_file, write_atomically, write_text
 from orthojax.model import parameter_shapes
 from orthojax.pretrained.configs import read_config, write_config
-from orthojax.pretrained.families import FAMILIES
-from orthojax.pretrained.family import HEADS, SAME, Family, Weight, foreign_names
+from orthojax.pretrained.families import FAMILIES, HEADS, SAME, Family, Weight, foreign_names
 
 OWN = "orthojax"  # the model_type of models that no family expresses
 _SHARD_BYTES = 4 << 30

@@ -17,7 +17,7 @@ from orthojax.config import ModelConfig, RopeConfig, require
 from orthojax.data.published import Gguf, open_gguf
 from orthojax.errors import UserError
 from orthojax.ops import llama3_frequencies, rotary_frequencies
-from orthojax.pretrained.family import SAME, TRANSPOSED, Transform, Weight, unpair
+from orthojax.pretrained.families import SAME, TRANSPOSED, Transform, Weight, unpair
 from orthojax.pretrained.folders import read_params
 
 _PAIRED = {  # only read
