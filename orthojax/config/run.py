@@ -9,9 +9,6 @@ from orthojax.config.fields import check_types, require, require_each, require_s
 from orthojax.config.model import ModelConfig
 from orthojax.errors import UserError, nearest
 
-RotationKind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
-RotationScope = Literal["layer", "parameter", "tree"]
-RotationAxes = Literal["output", "input", "both", "residual", "writers", "none"]
 OptimizerName = Literal["adam", "orthoadam", "rmsprop", "sgd", "lion", "muon"]
 TriggerRule = Literal["backcopy", "in_context_bigram", "bigram_backward", "markov", "skip_bigram"]
 """The rule for the token after a trigger of Bigram-Backcopy; see `orthojax.data.BigramBackcopy`."""
@@ -32,10 +29,10 @@ class RotationConfig:
       seed: Seed of the matrices; None is the run's, `train.seed`.
     """
 
-    kind: RotationKind = "hadamard"
-    axes: RotationAxes = "residual"
+    kind: Literal["haar", "hadamard", "dct", "identity", "signed_permutation"] = "hadamard"
+    axes: Literal["output", "input", "both", "residual", "writers", "none"] = "residual"
     embeddings: bool = True
-    scope: RotationScope = "layer"
+    scope: Literal["layer", "parameter", "tree"] = "layer"
     seed: int | None = None
 
     def __post_init__(self):

@@ -4,6 +4,8 @@ A family is a table of rows for its config and its tensors (`families`), read bo
 """
 
 from orthojax.data.published import locate as locate
+from orthojax.data.tokenizers import begins_with_bos as begins_with_bos
+from orthojax.data.tokenizers import with_declared_tokens as with_declared_tokens
 from orthojax.pretrained.configs import computed_as as computed_as
 from orthojax.pretrained.families import FAMILIES as FAMILIES
 from orthojax.pretrained.folders import is_pretrained as is_pretrained
@@ -12,5 +14,3 @@ from orthojax.pretrained.folders import read_folder_config as read_folder_config
 from orthojax.pretrained.folders import write_folder as write_folder
 from orthojax.pretrained.gguf import read_gguf as read_gguf
 from orthojax.pretrained.gguf import read_gguf_config as read_gguf_config
-from orthojax.pretrained.tokens import begins_with_bos as begins_with_bos
-from orthojax.pretrained.tokens import with_declared_tokens as with_declared_tokens

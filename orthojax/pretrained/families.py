@@ -48,8 +48,6 @@ class More(NamedTuple):
     write: Callable[[ModelConfig], dict[str, Any]]  # back
 
 
-FieldRow = Same | Choice | Only | Equal
-
 # Weights.
 
 
@@ -64,20 +62,13 @@ class Weight(NamedTuple):
     """The name of a tensor there, and the paths of its parts here, of one layer.
 
     A row counts if a model has these parameters, so that optional biases need no condition.
-
-    Attributes:
-      there: Its name, with {} for the layer and {expert} for an expert.
-      here: Paths of our parameters; those in layers begin with `layers/`.
-      how: Between the two.
-      share: The axis of our parameters of which each expert has an equal share.
-      where: A further condition on the model.
     """
 
-    there: str
-    here: Sequence[str]
+    there: str  # with {} for the layer and {expert} for an expert
+    here: Sequence[str]  # paths of our parameters; those in layers begin with `layers/`
     how: Transform
-    share: int | None = None
-    where: Callable[[ModelConfig], bool] = lambda c: True
+    share: int | None = None  # the axis of our parameters of which each expert has an equal share
+    where: Callable[[ModelConfig], bool] = lambda c: True  # a further condition on the model
 
     def places(self, config: ModelConfig) -> Iterator[tuple[int | None, int | None]]:
         """Yields every (layer, expert) that has such a tensor."""
@@ -135,7 +126,8 @@ def fused_rows(there: str, how: Transform) -> list[Weight]:
     return [Weight(f"{there}.{n}", tuple(f"layers/attention/{part}/{ours}" for part in QKV), how) for n, ours in names]
 
 
-def _end_rows(embedding: str, norm: str, head: str) -> list[Weight]:
+def end_rows(embedding: str, norm: str, head: str) -> list[Weight]:
+    """Makes rows for the token embedding, the final norm and the head."""
     return [
         Weight(f"{embedding}.weight", ("token_embedding/embedding",), SAME),
         *norm_rows(norm, "final_norm"),
@@ -145,34 +137,19 @@ def _end_rows(embedding: str, norm: str, head: str) -> list[Weight]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One kind of published models: its configs and its tensors.
+    """One kind of published models: its configs and its tensors."""
 
-    Attributes:
-      name: `model_type` in its config.json.
-      architecture: The class of transformers.
-      base: Fields of `ModelConfig` that all of its models have in common.
-      fields: Foreign field -> its meaning.
-      weights: The tensors.
-      prefixes: Beginnings of the names of all tensors but the head; the first is written.
-      ignored: Ends of names of tensors that are no parameters.
-      rotary: `rope_parameters`, or the older fields, are read.
-      rotary_fraction: The share of rotated channels that the foreign library takes if no field says it.
-      mscales: YaRN scales logits by `mscale` and `mscale_all_dim`.
-      window_switch: Windows are on if `use_sliding_window` says so.
-      more: Fields that no single row explains.
-    """
-
-    name: str
-    architecture: str
-    base: Mapping[str, Any]
-    fields: Mapping[str, FieldRow]
+    name: str  # `model_type` in its config.json
+    architecture: str  # the class of transformers
+    base: Mapping[str, Any]  # fields of `ModelConfig` that all of its models have in common
+    fields: Mapping[str, Same | Choice | Only | Equal]  # foreign field -> its meaning
     weights: Sequence[Weight]
-    prefixes: tuple[str, ...] = ("model.", "")
-    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    rotary: bool = True
-    rotary_fraction: float = 1.0
-    mscales: bool = False
-    window_switch: bool = False
+    prefixes: tuple[str, ...] = ("model.", "")  # of the names of all tensors but the head; the first is written
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # ends of names of tensors that are no parameters
+    rotary: bool = True  # `rope_parameters`, or the older fields, are read
+    rotary_fraction: float = 1.0  # rotated channels that the foreign library takes if no field says it
+    mscales: bool = False  # YaRN scales logits by `mscale` and `mscale_all_dim`
+    window_switch: bool = False  # windows are on if `use_sliding_window` says so
     more: More | None = None
 
 
@@ -180,22 +157,13 @@ HEADS = ("lm_head.weight", "embed_out.weight")  # which have no prefix, and are 
 
 
 def integer(given: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """Reads an integer of a foreign config.
-
-    Raises:
-      UserError: If it is missing, or no integer.
-    """
+    """Reads an integer of a foreign config."""
     value = default if given.get(name) is None else given[name]
     if value is None:
         raise UserError(f"the config has no {name}", allowed="an integer")
     if not isinstance(value, int) or isinstance(value, bool):
         raise UserError(f"{name}={value!r} is not supported", allowed="an integer")
     return value
-
-
-def foreign_names(family: Family, there: str) -> list[str]:
-    """Returns the names that a tensor of a table may have in a file; the first is written."""
-    return [there] if there in HEADS else [prefix + there for prefix in family.prefixes]
 
 
 # Tables.
@@ -229,7 +197,7 @@ _ATTENTION = [
     *norm_rows("layers.{}.self_attn.q_norm", "layers/attention/query_norm"),
     *norm_rows("layers.{}.self_attn.k_norm", "layers/attention/key_norm"),
 ]
-_ENDS = _end_rows("embed_tokens", "norm", "lm_head")
+_ENDS = end_rows("embed_tokens", "norm", "lm_head")
 _NORMS = [
     *norm_rows("layers.{}.input_layernorm", "layers/attention_norm"),
     *norm_rows("layers.{}.post_attention_layernorm", "layers/mlp_norm"),
@@ -259,7 +227,7 @@ GPT2 = Family(
         "add_cross_attention": Only((False,)),
     },
     [
-        *_end_rows("wte", "ln_f", "lm_head"),
+        *end_rows("wte", "ln_f", "lm_head"),
         Weight("wpe.weight", ("position_embedding/embedding",), SAME),
         *norm_rows("h.{}.ln_1", "layers/attention_norm"),
         *fused_rows("h.{}.attn.c_attn", THIRDS),
@@ -273,26 +241,16 @@ GPT2 = Family(
     rotary=False,
 )
 LLAMA = Family("llama", "LlamaForCausalLM", _LLAMA_BASE, _LLAMA_FIELDS, _LLAMA_WEIGHTS)
-MISTRAL = Family(
-    "mistral",
-    "MistralForCausalLM",
-    _LLAMA_BASE,
-    _LLAMA_FIELDS | {"sliding_window": Same("attention_window", 4096)},
-    _LLAMA_WEIGHTS,
-)
+_WINDOWED = _LLAMA_FIELDS | {"sliding_window": Same("attention_window", 4096)}
+MISTRAL = Family("mistral", "MistralForCausalLM", _LLAMA_BASE, _WINDOWED, _LLAMA_WEIGHTS)
 QWEN2 = Family(
-    "qwen2",
-    "Qwen2ForCausalLM",
-    _LLAMA_BASE | {"use_bias": "qkv"},
-    _LLAMA_FIELDS | {"sliding_window": Same("attention_window", 4096)},
-    _LLAMA_WEIGHTS,
-    window_switch=True,
+    "qwen2", "Qwen2ForCausalLM", _LLAMA_BASE | {"use_bias": "qkv"}, _WINDOWED, _LLAMA_WEIGHTS, window_switch=True
 )
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     _LLAMA_BASE | {"qk_norm": "head"},
-    _LLAMA_FIELDS | {"sliding_window": Same("attention_window", 4096), "head_dim": Same("d_head", 128)},
+    _WINDOWED | {"head_dim": Same("d_head", 128)},
     _LLAMA_WEIGHTS,
     window_switch=True,
 )
@@ -329,7 +287,7 @@ GPT_NEOX = Family(
         "tie_word_embeddings": Same("tie_embeddings", False),
     },
     [
-        *_end_rows("embed_in", "final_layer_norm", "embed_out"),
+        *end_rows("embed_in", "final_layer_norm", "embed_out"),
         *_NORMS,
         *fused_rows("layers.{}.attention.query_key_value", THIRDS_BY_HEAD),
         *dense_rows("layers.{}.attention.dense", "layers/attention/output"),
@@ -360,7 +318,7 @@ OPT = Family(
         "_remove_final_layer_norm": Only((False,)),
     },
     [
-        *_end_rows("embed_tokens", "final_layer_norm", "lm_head"),
+        *end_rows("embed_tokens", "final_layer_norm", "lm_head"),
         Weight("embed_positions.weight", ("position_embedding/embedding",), PADDED_BY_TWO),
         *_QKV,
         *dense_rows("layers.{}.self_attn.out_proj", "layers/attention/output"),

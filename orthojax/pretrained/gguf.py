@@ -17,7 +17,7 @@ from orthojax.config import ModelConfig, RopeConfig, require
 from orthojax.data.published import Gguf, open_gguf
 from orthojax.errors import UserError
 from orthojax.ops import llama3_frequencies, rotary_frequencies
-from orthojax.pretrained.families import SAME, TRANSPOSED, Transform, Weight, unpair
+from orthojax.pretrained.families import TRANSPOSED, Transform, Weight, end_rows, norm_rows, unpair
 from orthojax.pretrained.folders import read_params
 
 _PAIRED = {  # only read
@@ -35,40 +35,23 @@ def _weights(paired: bool) -> list[Weight]:
         "attn_norm": "attention_norm", "ffn_norm": "mlp_norm", "attn_q_norm": "attention/query_norm",
         "attn_k_norm": "attention/key_norm", "post_attention_norm": "attention_norm", "post_ffw_norm": "mlp_norm",
     }  # fmt: skip
-    rows = [
-        Weight("token_embd.weight", ("token_embedding/embedding",), SAME),
-        Weight("output_norm.weight", ("final_norm/scale",), SAME),
-        Weight("output_norm.bias", ("final_norm/bias",), SAME),
-        Weight("output.weight", ("head/kernel",), TRANSPOSED),
-    ]
+    rows = end_rows("token_embd", "output_norm", "output")
     for there, here in parts.items():
         how = _PAIRED.get(here.split("/")[1], TRANSPOSED) if paired else TRANSPOSED
         rows.append(Weight(f"blk.{{}}.{there}.weight", (f"layers/{here}/kernel",), how))
-        rows.append(Weight(f"blk.{{}}.{there}.bias", (f"layers/{here}/bias",), _bias_of(how)))
+        rows.append(Weight(f"blk.{{}}.{there}.bias", (f"layers/{here}/bias",), how))  # .T of one axis changes nothing
     for there, here in norms.items():
-        rows.append(Weight(f"blk.{{}}.{there}.weight", (f"layers/{here}/scale",), SAME))
-        rows.append(Weight(f"blk.{{}}.{there}.bias", (f"layers/{here}/bias",), SAME))
+        rows += norm_rows(f"blk.{{}}.{there}", f"layers/{here}")
     return rows
 
 
-def _bias_of(how: Transform) -> Transform:
-    return SAME if how is TRANSPOSED else how  # of one axis, so that .T changes nothing
-
-
 class _Architecture(NamedTuple):
-    """The common properties of the models of a `general.architecture`.
+    """The common properties of the models of a `general.architecture`."""
 
-    Attributes:
-      base: Fields of `ModelConfig`.
-      left_out: Rows of the table that its files do not have.
-      paired: Queries and keys are in the order of neighbouring pairs.
-      windows: A window is one of all layers; llama.cpp takes that of others for three layers of four.
-    """
-
-    base: Mapping[str, Any]
-    left_out: tuple[str, ...] = ("post_attention_norm", "post_ffw_norm")
-    paired: bool = False
-    windows: bool = True
+    base: Mapping[str, Any]  # fields of `ModelConfig`
+    left_out: tuple[str, ...] = ("post_attention_norm", "post_ffw_norm")  # rows of which its files have none
+    paired: bool = False  # queries and keys are in the order of neighbouring pairs
+    windows: bool = True  # a window is one of all layers; llama.cpp takes that of others for three layers of four
 
 
 _BASE = {"position": "rotary", "norm": "rmsnorm", "use_bias": False, "mlp": "swiglu", "normalizer": "softmax"}
@@ -103,9 +86,6 @@ _LLAMA3_FACTORS = (8.0, 32.0)  # of Llama 3.1 and 3.2
 def read_gguf(path: Path) -> tuple[ModelConfig, Any]:
     """Reads the model of a .gguf file.
 
-    Args:
-      path: The file.
-
     Returns:
       The config, and parameters as `Transformer(config).init` returns them under "params", float32.
 
@@ -130,11 +110,7 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _dequantized(tensor: Any, where: str) -> np.ndarray:
-    """Reads one tensor of `gguf.GGUFReader`, float32.
-
-    Raises:
-      UserError: For a type that `gguf` does not dequantise.
-    """
+    """Reads one tensor of `gguf.GGUFReader`, float32."""
     from gguf.quants import dequantize
 
     try:
@@ -146,10 +122,9 @@ def _dequantized(tensor: Any, where: str) -> np.ndarray:
 
 
 def _config_and_architecture(file: Gguf, path: Path) -> tuple[ModelConfig, _Architecture]:
-    name = file.metadata.get("general.architecture")
+    name = str(file.metadata.get("general.architecture"))
     require(name in _ARCHITECTURES, f"{path} has the architecture {name!r}", " | ".join(_ARCHITECTURES))
-    architecture = _ARCHITECTURES[str(name)]
-    return _config(file, str(path), str(name), architecture), architecture
+    return _config(file, str(path), name, _ARCHITECTURES[name]), _ARCHITECTURES[name]
 
 
 def _config(file: Gguf, where: str, name: str, architecture: _Architecture) -> ModelConfig:
