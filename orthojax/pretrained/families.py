@@ -29,7 +29,7 @@ class Choice(NamedTuple):
 
 
 class Only(NamedTuple):
-    """A foreign field of which only some values are supported; the first is written, and taken if it is missing."""
+    """A foreign field with a few supported values; the first is written, and taken if it is missing."""
 
     values: Sequence[Any]
 
@@ -126,8 +126,7 @@ def fused_rows(there: str, how: Transform) -> list[Weight]:
     return [Weight(f"{there}.{n}", tuple(f"layers/attention/{part}/{ours}" for part in QKV), how) for n, ours in names]
 
 
-def end_rows(embedding: str, norm: str, head: str) -> list[Weight]:
-    """Makes rows for the token embedding, the final norm and the head."""
+def _end_rows(embedding: str, norm: str, head: str) -> list[Weight]:
     return [
         Weight(f"{embedding}.weight", ("token_embedding/embedding",), SAME),
         *norm_rows(norm, "final_norm"),
@@ -166,6 +165,11 @@ def integer(given: Mapping[str, Any], name: str, default: int | None = None) -> 
     return value
 
 
+def foreign_names(family: Family, there: str) -> list[str]:
+    """Returns the names that a tensor of a table may have in a file; the first is written."""
+    return [there] if there in HEADS else [prefix + there for prefix in family.prefixes]
+
+
 # Tables.
 
 _SIZES = {
@@ -197,7 +201,7 @@ _ATTENTION = [
     *norm_rows("layers.{}.self_attn.q_norm", "layers/attention/query_norm"),
     *norm_rows("layers.{}.self_attn.k_norm", "layers/attention/key_norm"),
 ]
-_ENDS = end_rows("embed_tokens", "norm", "lm_head")
+_ENDS = _end_rows("embed_tokens", "norm", "lm_head")
 _NORMS = [
     *norm_rows("layers.{}.input_layernorm", "layers/attention_norm"),
     *norm_rows("layers.{}.post_attention_layernorm", "layers/mlp_norm"),
@@ -227,7 +231,7 @@ GPT2 = Family(
         "add_cross_attention": Only((False,)),
     },
     [
-        *end_rows("wte", "ln_f", "lm_head"),
+        *_end_rows("wte", "ln_f", "lm_head"),
         Weight("wpe.weight", ("position_embedding/embedding",), SAME),
         *norm_rows("h.{}.ln_1", "layers/attention_norm"),
         *fused_rows("h.{}.attn.c_attn", THIRDS),
@@ -287,7 +291,7 @@ GPT_NEOX = Family(
         "tie_word_embeddings": Same("tie_embeddings", False),
     },
     [
-        *end_rows("embed_in", "final_layer_norm", "embed_out"),
+        *_end_rows("embed_in", "final_layer_norm", "embed_out"),
         *_NORMS,
         *fused_rows("layers.{}.attention.query_key_value", THIRDS_BY_HEAD),
         *dense_rows("layers.{}.attention.dense", "layers/attention/output"),
@@ -318,7 +322,7 @@ OPT = Family(
         "_remove_final_layer_norm": Only((False,)),
     },
     [
-        *end_rows("embed_tokens", "final_layer_norm", "lm_head"),
+        *_end_rows("embed_tokens", "final_layer_norm", "lm_head"),
         Weight("embed_positions.weight", ("position_embedding/embedding",), PADDED_BY_TWO),
         *_QKV,
         *dense_rows("layers.{}.self_attn.out_proj", "layers/attention/output"),
