@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from test_commands import run
 
 from orthojax.data import Part, prepare, repeat_passages, text_parts
-from orthojax.data.preparation import hold_out_by_text
+from orthojax.data.preparation import hold_out_by_text, open_token_file
 from orthojax.data.sources import Document
-from orthojax.data.token_files import open_token_file
 from orthojax.data.tokenizers import load_tokenizer
 from orthojax.errors import UserError
 

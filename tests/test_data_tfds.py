@@ -11,7 +11,7 @@ import pytest
 from tensorflow_datasets.proto.tf_example_generated_pb2 import Example  # type: ignore[attr-defined]
 
 from orthojax.data import open_token_file
-from orthojax.data.tfds import find_folder, open_tfds
+from orthojax.data.sources import find_tfds, open_tfds
 from orthojax.errors import UserError
 
 TEXTS = [f"text {i} größer " * (i % 7) for i in range(50)]  # every seventh is empty, and left out
@@ -107,8 +107,8 @@ def test_versions_and_data_sets_are_found_by_name(tmp_path):
     for version in ("3.0.1", "10.0.0", "9.1.0"):
         write_tfds(tmp_path, version=version)
     (tmp_path / "c4/en/11.0.0.incomplete").mkdir()
-    assert find_folder(tmp_path, "c4/en").name == "10.0.0"
-    folder = find_folder(tmp_path, "c4/en:3.0.1")
+    assert find_tfds(tmp_path, "c4/en").name == "10.0.0"
+    folder = find_tfds(tmp_path, "c4/en:3.0.1")
     for home, dataset, message in (
         (tmp_path, "c4/en:3.1.0", r"3\.0\.1 \| 9\.1\.0 \| 10\.0\.0"),
         (tmp_path, "c4", r"allowed: c4/en"),
@@ -117,7 +117,7 @@ def test_versions_and_data_sets_are_found_by_name(tmp_path):
         (tmp_path / "nowhere", "c4", "nowhere"),
     ):
         with pytest.raises(UserError, match=message):
-            find_folder(home, dataset)
+            find_tfds(home, dataset)
 
 
 # Damage.

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from orthojax.data import Part, prepare
+from orthojax.data.preparation import open_token_file, sidecar_path, write_token_file
 from orthojax.data.sources import Document, Piece, Source
-from orthojax.data.token_files import open_token_file, sidecar_path, write_token_file
 from orthojax.data.tokenizers import ByteTokenizer
 from orthojax.errors import UserError
 

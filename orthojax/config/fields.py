@@ -15,14 +15,10 @@ from orthojax.errors import UserError, nearest
 
 T = TypeVar("T")
 
+# What a field of a config affects: `numbers`, what a run computes; `start`, the same, but through its initial values
+# only; `computation`, how it is computed, with equal results up to rounding; `nothing` of these, but what is logged,
+# probed, evaluated while training, kept.
 Affects = Literal["numbers", "start", "computation", "nothing"]
-"""What a field of a config affects.
-
-- `numbers`: what a run computes; with another value it is another run. The default.
-- `start`: the same, but through its initial parameters only: the function of given parameters stays.
-- `computation`: how it is computed; another program with equal results up to rounding.
-- `nothing` of these: what is logged, probed, evaluated while training, kept.
-"""
 
 _type_hints = functools.cache(typing.get_type_hints)
 
@@ -59,11 +55,7 @@ def _conforms(value: Any, hint: Any) -> bool:
 
 
 def check_types(config: Any, group: str) -> None:
-    """Holds a config built in Python to its annotations, as one built from overrides is.
-
-    Raises:
-      UserError: For a value that the annotation does not allow.
-    """
+    """Raises UserError for a value of a config that its annotations do not allow."""
     for name, hint in _type_hints(type(config)).items():
         value = getattr(config, name)
         if not _conforms(value, hint):
@@ -97,9 +89,7 @@ def require_seed(config: Any, group: str) -> None:
 def read_value(text: str, hint: Any) -> Any:
     """Reads a command-line text as a value of the annotated type.
 
-    Args:
-      text: What the user typed.
-      hint: bool, int, float, str, None, a Literal, a tuple of one type, or a union of these.
+    The type is bool, int, float, str, None, a Literal, a tuple of one type, or a union of these.
 
     Raises:
       ValueError: If the text is no such value.
@@ -286,11 +276,7 @@ def to_json(config: Any) -> str:
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:
-    """Builds a config from nested plain values; every field must be there, and no other.
-
-    Raises:
-      UserError: For an unknown, missing or mistyped field.
-    """
+    """Builds a config from nested plain values, or raises UserError: every field must be there, and no other."""
     hints, given = _type_hints(cls), dict(values) if isinstance(values, Mapping) else {}
     if given.keys() != hints.keys():
         missing, unknown = (", ".join(sorted(names)[:3]) for names in (hints.keys() - given, given.keys() - hints))
@@ -308,10 +294,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") ->
 
 
 def from_json(cls: type[T], text: str) -> T:
-    """Reads what `to_json` wrote.
-
-    Raises:
-      UserError: If the text is no JSON, or not of this class.
+    """Reads what `to_json` wrote; raises UserError for a text that is no JSON, or not of this class.
 
     >>> from orthojax.config import Config
     >>> from_json(Config, to_json(Config())) == Config()

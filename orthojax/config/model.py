@@ -6,17 +6,11 @@ from typing import Literal
 
 from orthojax.config.fields import check_types, require, require_each, setting
 
-Position = Literal["learned", "rotary", "none"]
 Norm = Literal["layernorm", "layernorm_nonparametric", "rmsnorm", "rmsnorm_single", "none"]
 NormalizerName = Literal[
     "softmax", "softmax1", "softmax_n", "learned_sink", "relu", "gelu", "sigmoid", "clipped_softmax"
 ]
-AttentionImplementation = Literal["auto", "xla", "xla_chunked", "cudnn", "splash"]
 Mlp = Literal["gelu", "gelu_exact", "relu", "swiglu", "experts", "linear", "none"]
-BlockKind = Literal["pre_norm", "post_norm", "output_norm", "parallel"]
-RopeScaling = Literal["none", "linear", "llama3", "yarn"]
-QkNorm = Literal["none", "head", "all"]
-KernelInit = Literal["normal", "uniform_fan_in"]
 Remat = bool | Literal["dots", "full"]
 
 
@@ -36,7 +30,7 @@ class RopeConfig:
     """
 
     fraction: float = 1.0
-    scaling: RopeScaling = "none"
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     factor: float = 1.0
     original_length: int = 8192
     low_frequency_factor: float = 1.0
@@ -182,19 +176,21 @@ class ModelConfig:
     num_kv_heads: int | None = None
     d_head: int | None = None
     d_mlp: int = 512
-    position: Position = "learned"
+    position: Literal["learned", "rotary", "none"] = "learned"
     rope_theta: float = 10_000.0
     rope: RopeConfig | None = None
     norm: Norm = "rmsnorm_single"
     attention_norm: bool | tuple[bool, ...] = True
     mlp_norm: bool | tuple[bool, ...] = True
-    block: BlockKind = "pre_norm"
-    qk_norm: QkNorm = "none"
+    block: Literal["pre_norm", "post_norm", "output_norm", "parallel"] = "pre_norm"
+    qk_norm: Literal["none", "head", "all"] = "none"
     norm_eps: float = 1e-5
     use_bias: bool | Literal["qkv", "norm"] = False
     normalizer: NormalizerName = "softmax1"
     normalizer_n: float = 1.0
-    attention_implementation: AttentionImplementation = setting("auto", affects="computation")
+    attention_implementation: Literal["auto", "xla", "xla_chunked", "cudnn", "splash"] = setting(
+        "auto", affects="computation"
+    )
     attention_window: int | None = None
     latent: LatentConfig | None = None
     mlp: Mlp | tuple[Mlp, ...] = "gelu"
@@ -207,7 +203,7 @@ class ModelConfig:
     embedding_init_std: float = setting(0.02, affects="start")
     init_std: float = setting(0.02, affects="start")
     sink_init: float = setting(0.0, affects="start")
-    kernel_init: KernelInit = setting("normal", affects="start")
+    kernel_init: Literal["normal", "uniform_fan_in"] = setting("normal", affects="start")
     scan_layers: bool = setting(True, affects="start")
     remat: Remat = setting(False, affects="computation")
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

@@ -10,8 +10,15 @@ from typing import Any
 import numpy as np
 
 from orthojax.config import DataConfig
-from orthojax.data.preparation import Part, Progress, prepare, repeat_passages, text_parts
-from orthojax.data.token_files import FORMAT_VERSION, open_token_file
+from orthojax.data.preparation import (
+    FORMAT_VERSION,
+    Part,
+    Progress,
+    open_token_file,
+    prepare,
+    repeat_passages,
+    text_parts,
+)
 from orthojax.data.tokenizers import tokenizer_identity
 from orthojax.errors import UserError
 
@@ -36,12 +43,8 @@ class Dataset:
 def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progress | None = None) -> Dataset:
     """Opens the tokens that a config names, tokenising the text the first time.
 
-    The cache has one folder for every corpus (by sha256) and tokenizer, so a change of either makes a new one.
-
-    Args:
-      config: Of kind `embedded`, `text` or `tokens`.
-      cache_dir: Folder of tokenised corpora; not used for kind `tokens`.
-      progress: As `prepare`, while tokenising.
+    The cache has one folder for every corpus (by sha256) and tokenizer, so a change of either makes a new one. Kind
+    `tokens` does not use it. Progress is that of `prepare`.
 
     Raises:
       UserError: For anything wrong with the files, the tokenizer or the cache folder.
@@ -119,11 +122,7 @@ class TokenBatches:
         return self.rows(step, 0, self.batch_size)
 
     def rows(self, step: int, start: int, stop: int) -> np.ndarray:
-        """Returns `self(step)[start:stop]`, for a process that holds a part of the batch; no other rows are read.
-
-        Returns:
-          int32 [stop - start, sequence_length + 1].
-        """
+        """Returns `self(step)[start:stop]`, for a process that holds a part of the batch; no other rows are read."""
         if not 0 <= start <= stop <= self.batch_size:
             raise IndexError(f"rows {start}:{stop} of a batch of {self.batch_size}")
         order, first = self._order, step * self.batch_size
@@ -132,8 +131,7 @@ class TokenBatches:
     def spread_rows(self, n: int) -> np.ndarray:
         """Returns rows spread evenly over the whole text, in its order, for evaluation: floor(i * n_rows / n), i < n.
 
-        Returns:
-          int32 [n, sequence_length + 1].
+        They are int32 [n, sequence_length + 1].
 
         Raises:
           UserError: If there are fewer rows.
@@ -160,16 +158,13 @@ def _repeated(part: Part, share: float) -> Part:
 
 
 def _open_pair(train_path: Path, validation_path: Path, verify: bool) -> Dataset:
-    """Opens a train and a validation token file that belong together."""
     train, validation = (open_token_file(path, verify=verify) for path in (train_path, validation_path))
     if train.info.tokenizer_sha256 != validation.info.tokenizer_sha256:
         names = f"{train.info.tokenizer}, {validation.info.tokenizer}"
         problem = f"{train_path} and {validation_path} were created with different tokenizers ({names})"
         raise UserError(problem, allowed="two files of the same tokenizer")
     tokenizer = train_path.with_name("tokenizer.json")
-    is_theirs = (
-        tokenizer.is_file() and hashlib.sha256(tokenizer.read_bytes()).hexdigest() == train.info.tokenizer_sha256
-    )
+    kept = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
     info, counts = dataclasses.asdict(train.info), ("n_tokens", "n_bytes", "n_documents", "data_sha256")
     of_both = ("source", "source_sha256", "file_count", "tokenizer", "tokenizer_sha256", "bos_id")
     return Dataset(
@@ -179,7 +174,7 @@ def _open_pair(train_path: Path, validation_path: Path, verify: bool) -> Dataset
         train=train.tokens,
         validation=validation.tokens,
         validation_bytes=validation.info.n_bytes,
-        tokenizer_path=tokenizer if is_theirs else None,
+        tokenizer_path=tokenizer if kept == train.info.tokenizer_sha256 else None,
         provenance={
             **{name: info[name] for name in of_both},
             "train": {name: info[name] for name in counts},

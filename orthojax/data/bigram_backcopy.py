@@ -1,11 +1,9 @@
 """The Bigram-Backcopy task: a synthetic language on which attention sinks form within minutes.
 
-Most characters are followed by a draw from their bigram distribution, a few trigger characters by a copy of the
-character before the trigger, or by one of the related rules. The task is that of Guo et al., "Active-Dormant Attention
-Heads" (arXiv:2410.13835); here the bigrams are those of any text, and the oracle is exact at <s> as well. The law is in
-NumPy float64; JAX draws from it and computes the oracle. Every random number is a function of (seed, stream, step) and
-of its place in the batch, and every draw is integer arithmetic, so a batch has the same bits on every device, mesh and
-precision.
+The task is that of Guo et al., "Active-Dormant Attention Heads" (arXiv:2410.13835); here the bigrams are those of any
+text, and the oracle is exact at <s> as well. The law is in NumPy float64; JAX draws from it and computes the oracle.
+Every random number is a function of (seed, stream, step) and of its place in the batch, and every draw is integer
+arithmetic, so a batch has the same bits on every device, mesh and precision.
 """
 
 import collections
@@ -79,24 +77,15 @@ class BigramBackcopy:
     or, with `other_rule_probability`, drawn anew at every trigger, `other_rule`, which changes nothing elsewhere: with
     `skip_bigram`, `markov` and 1 only triggers do not need the token before. A delimiter stands at one position; the
     character after it is drawn from pi, and from there on the chain is `markov`.
-
-    Attributes:
-      counts: From `count_pairs`: something follows each character.
-      trigger_count: k, the number of most frequent characters that are triggers; ties go to the smaller character.
-      rule: What follows a trigger.
-      other_rule: What follows it otherwise.
-      other_rule_probability: How often that is.
-      bos_count: BOS tokens at the start, each of its own id: 0, 1 or 2.
-      delimiter_position: The position of the delimiter; None: there is none.
     """
 
-    counts: Counts
-    trigger_count: int = 3
+    counts: Counts  # from `count_pairs`: something follows each character
+    trigger_count: int = 3  # k: the most frequent characters are triggers; ties go to the smaller character
     rule: TriggerRule = "backcopy"
     other_rule: TriggerRule = "markov"
     other_rule_probability: float = 0.0
-    bos_count: int = 1
-    delimiter_position: int | None = None
+    bos_count: int = 1  # BOS tokens at the start, each of its own id: 0, 1 or 2
+    delimiter_position: int | None = None  # None: there is none
 
     def __post_init__(self):
         size = len(self.characters)
@@ -108,10 +97,7 @@ class BigramBackcopy:
 
     @classmethod
     def from_text(cls, text: str, trigger_count: int = 3, **options) -> "BigramBackcopy":
-        """Makes the task with the character statistics of a text, such as `default_text()`.
-
-        Raises:
-          UserError: If the text does not have more than k different characters.
+        """Makes the task with the character statistics of a text of more than k characters, such as `default_text()`.
 
         >>> task = BigramBackcopy.from_text("abacabad", trigger_count=1)
         >>> task.characters, task.bos_ids, task.triggers.tolist(), task.transition[1].tolist()
@@ -221,14 +207,7 @@ class BigramBackcopy:
         return _batch(self, step, batch_size, sequence_length, seed, np.uint32(stream))
 
     def is_trigger(self, tokens: ArrayLike) -> jax.Array:
-        """Marks the positions at which the rule decides what comes next: triggers, up to the delimiter if there is one.
-
-        Args:
-          tokens: int [..., T], from position 0 on.
-
-        Returns:
-          bool [..., T].
-        """
+        """Marks the positions, bool [..., T], at which the rule decides what comes next: triggers up to a delimiter."""
         tokens = jnp.asarray(tokens)
         is_one = jnp.asarray(_slots(self) >= 0)[tokens]
         return is_one & jnp.broadcast_to(jnp.arange(tokens.shape[-1]) < self.rule_positions, tokens.shape)
@@ -238,37 +217,22 @@ class BigramBackcopy:
 
         At a trigger it is that of the rule, or the mixture of both: of `in_context_bigram` the posterior of o, uniform
         at the first occurrence and, where it is the only rule, exact afterwards. Elsewhere it is the bigram row, of
-        `skip_bigram` that of the token before; at the last BOS token `first`.
-
-        Args:
-          tokens: int [B, T], inputs, which are sequences of the task: none starts with a trigger.
-
-        Returns:
-          float32 [B, T, V], float64 under x64; rows sum to one.
+        `skip_bigram` that of the token before; at the last BOS token `first`. Tokens int [B, T] are sequences of the
+        task, of which none starts with a trigger; the result is float32 [B, T, V], float64 under x64.
         """
         return _oracle(self, jnp.asarray(tokens))
 
 
 def open_task(config: DataConfig) -> tuple[BigramBackcopy, dict[str, Any]]:
-    """Opens the task of kind `bigram_backcopy`, with its provenance: JSON, names and the sha256 of its counts.
-
-    Raises:
-      UserError: For anything wrong with the files, or fewer characters than triggers.
-    """
+    """Opens the task of kind `bigram_backcopy`, with its provenance: JSON, names and the sha256 of its counts."""
     if config.paths:
         corpus = text_corpus(config.paths)
         source, counts = corpus.description, count_pairs("\n".join(document.text for document in corpus.documents()))
     else:
         source, counts = "pydoc_data.topics", count_pairs(default_text())
-    task = BigramBackcopy(
-        counts,
-        config.trigger_count,
-        rule=config.rule,
-        other_rule=config.other_rule,
-        other_rule_probability=config.other_rule_probability,
-        bos_count=config.bos_tokens,
-        delimiter_position=config.middle if config.delimiter else None,
-    )
+    rules = (config.rule, config.other_rule, config.other_rule_probability)
+    delimiter = config.middle if config.delimiter else None
+    task = BigramBackcopy(counts, config.trigger_count, *rules, config.bos_tokens, delimiter)
     return task, {
         "source": f"bigram_backcopy of {source}",
         "characters": "".join(task.characters),
@@ -281,10 +245,8 @@ def _as_integers(probability: float | np.ndarray) -> np.ndarray:
 
 
 def _cumulative(task: BigramBackcopy) -> tuple[jax.Array, int]:
-    """Returns the cumulative rows of `transition`, then that of `first`, flat, and their length, a power of 2.
-
-    A token of probability 0 has the entry of the one before it, so it is never drawn.
-    """
+    """Returns the cumulative rows of `transition`, then that of `first`, flat, and their length, a power of 2."""
+    # A token of probability 0 has the entry of the one before it, so it is never drawn.
     law = np.vstack([task.transition, task.first])
     width = 1 << (task.vocab_size - 1).bit_length()
     rows = np.full((len(law), width), _ONE, np.uint32)
@@ -387,19 +349,10 @@ def _elsewhere(task: BigramBackcopy, tokens: jax.Array, transition: jax.Array) -
 def _posterior(
     task: BigramBackcopy, tokens: jax.Array, acts: jax.Array, probability: float, others: jax.Array
 ) -> jax.Array:
-    """Computes what `in_context_bigram` predicts at a trigger: the distribution of its output o, given the past.
+    """Computes what `in_context_bigram` predicts at a trigger: the law [B, T, V] of its output o, given the past.
 
-    Bayes: each earlier occurrence, followed by y, multiplies that of o by p [o = y] + q(y).
-
-    Args:
-      task: The task.
-      tokens: int [B, T].
-      acts: Positions at which the rule acts, bool [B, T].
-      probability: p, that of this rule.
-      others: q, the other rules' law times their probability, [B, T, V].
-
-    Returns:
-      [B, T, V]; without meaning if no rule acts.
+    Bayes: each earlier occurrence, followed by y, multiplies that of o by p [o = y] + q(y), q the `others`, which are
+    the other rules' law times their probability. It has no meaning if no rule acts.
     """
     V, k = task.vocab_size, len(task.triggers)
     slot = jax.nn.one_hot(jnp.asarray(_slots(task))[tokens], k, dtype=bool) & acts[..., None]

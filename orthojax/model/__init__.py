@@ -42,13 +42,9 @@ _LAZY = {
     "transformer": ("Transformer", "flops_per_token", "parameter_count", "parameter_shapes"),
 }
 
-__all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
-    {"bigram_backcopy", "gpt2", "llama2"}.union(*_LAZY.values())
-)
-
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted({"bigram_backcopy", "gpt2", "llama2"}.union(*_LAZY.values()))
 
 
 def __getattr__(name: str) -> Any:

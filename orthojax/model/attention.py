@@ -76,22 +76,14 @@ class Attention(Part):
 
     def query_key_value(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Maps [B, T, D] to queries [B, T, N, H], keys [B, T, K, H] and values [B, T, K, d_value], before positions."""
-        c = self.config
-        query, key, value = (
-            self.dense(name, heads * width, use_bias=c.has_qkv_bias)(x)
-            for name, heads, width in (
-                ("query", c.num_heads, c.head_dim),
-                ("key", c.kv_heads, c.head_dim),
-                ("value", c.kv_heads, c.value_dim),
-            )
-        )
+        c, bias = self.config, self.config.has_qkv_bias
+        query = self.dense("query", c.num_heads * c.head_dim, use_bias=bias)(x)
+        key = self.dense("key", c.kv_heads * c.head_dim, use_bias=bias)(x)
+        value = self.dense("value", c.kv_heads * c.value_dim, use_bias=bias)(x)
         if c.qk_norm == "all":
             query, key = self._normed(query, key)
-        widths = (c.head_dim, c.head_dim, c.value_dim)
-        query, key, value = (
-            a.reshape(*x.shape[:2], a.shape[-1] // width, width)
-            for a, width in zip((query, key, value), widths, strict=True)
-        )
+        query, key = (a.reshape(*x.shape[:2], -1, c.head_dim) for a in (query, key))
+        value = value.reshape(*x.shape[:2], -1, c.value_dim)
         return (*self._normed(query, key), value) if c.qk_norm == "head" else (query, key, value)
 
     def _normed(self, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -135,10 +127,7 @@ class LatentAttention(Attention):
 
     With the latent :math:`c = \mathrm{norm}(W_{DKV} x)` of all heads, head h has the value :math:`W_{UV}^h c` and the
     key :math:`[W_{KR} x ; W_{UK}^h c]`, of which the first part, that of all heads, is rotated. Its queries are linear
-    in x, or in a normed latent of their own. There the rotated channels are the last ones, here the first, as
-    everywhere: the order of channels within a head changes no product.
-
-    Whole keys and values are computed, as published for training: nothing is absorbed into other kernels.
+    in x, or in a normed latent of their own. Whole keys and values are computed, as published for training.
 
     Reference:
       DeepSeek-V2, `arXiv 2405.04434 <https://arxiv.org/abs/2405.04434>`_, 2024, section 2.1.
@@ -149,9 +138,7 @@ class LatentAttention(Attention):
         c, of, bias = self.config, self.config.latent, self.config.has_qkv_bias
         assert of is not None
         (B, T, _), N, R = x.shape, c.num_heads, of.d_rotary
-        read = x
-        if of.d_query_latent is not None:
-            read = self._latent(x, "query_latent", of.d_query_latent)
+        read = x if of.d_query_latent is None else self._latent(x, "query_latent", of.d_query_latent)
         query = self.dense("query", N * c.head_dim, use_bias=bias)(read).reshape(B, T, N, c.head_dim)
         shared = self.dense("rotary_key", R, use_bias=bias)(x).reshape(B, T, 1, R)
         latent = self._latent(x, "latent", of.d_latent)

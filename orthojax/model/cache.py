@@ -28,18 +28,12 @@ class KVCache(NamedTuple):
     """Keys and values of the tokens that a model has read.
 
     `cache._replace(length=n)` forgets the tokens from the n-th on, as long as none has taken the place of another.
-
-    Attributes:
-      keys: [L, B, S, K, H], before rotary positions.
-      values: [L, B, S, K, H], H being the width of values if that differs.
-      length: int32 []; how many tokens were read, those that have left the cache included.
-      sinks: int32 []; how many first tokens stay when the cache is full, fewer than S.
     """
 
-    keys: jax.Array
-    values: jax.Array
-    length: jax.Array
-    sinks: jax.Array
+    keys: jax.Array  # [L, B, S, K, H], before rotary positions
+    values: jax.Array  # [L, B, S, K, H], H being the width of values if that differs
+    length: jax.Array  # int32 []: how many tokens were read, those that have left the cache included
+    sinks: jax.Array  # int32 []: how many first tokens stay when the cache is full, fewer than S
 
     @property
     def size(self) -> int:
@@ -73,14 +67,9 @@ class CachedLayer(NamedTuple):
 def init_cache(
     config: ModelConfig, batch: int, size: int, dtype: jax.typing.DTypeLike | None = None, *, sinks: int = 0
 ) -> KVCache:
-    """Makes an empty cache.
+    """Makes an empty cache of `size` slots, the most keys that a query sees, for a batch of B rows.
 
-    Args:
-      config: Of the model.
-      batch: B.
-      size: S, the most keys that a query sees.
-      dtype: Of keys and values; None means `config.dtype`.
-      sinks: How many first tokens stay when the cache is full.
+    A `dtype` of None means `config.dtype`; the first `sinks` tokens stay when the cache is full.
 
     Raises:
       ValueError: For no slots, sinks that leave no slot for other tokens, or more slots than learned positions.
@@ -103,17 +92,11 @@ def _shapes(config: ModelConfig, batch: int, size: int) -> tuple[tuple[int, ...]
 
 
 def plan(cache: KVCache, config: ModelConfig, shape: tuple[int, ...], given: Interventions | None) -> Slots:
-    """Assigns slots to T tokens that follow those of a cache, and computes what they then see.
+    """Assigns slots to (B, T) tokens that follow those of a cache, and computes what they then see.
 
     Slot j < sinks holds token j; the others, a ring of R = S - sinks slots, hold token p in slot
     sinks + (p - sinks) mod R. Positions are those among the tokens that are left. Masks compare positions, so a window
-    of the model's own counts tokens of the cache, too.
-
-    Args:
-      cache: The cache before the call.
-      config: Of the model.
-      shape: (B, T).
-      given: Interventions of the call.
+    of the model's own counts tokens of the cache as well.
 
     Raises:
       ValueError: For a cache of another model or batch, more tokens than slots, several tokens where they would
@@ -144,9 +127,8 @@ def plan(cache: KVCache, config: ModelConfig, shape: tuple[int, ...], given: Int
     filled = (token < total) & ((slot < sinks) | (token >= sinks))
     gone = jnp.maximum(total - size, 0)
     query_positions, key_positions = new - gone, jnp.where(slot < sinks, slot, token - gone)
-    visible = relaxed_causal_mask(
-        query_positions, config.relaxed_causal_tokens, config.attention_window, keys=key_positions
-    )
+    relaxed, window = config.relaxed_causal_tokens, config.attention_window
+    visible = relaxed_causal_mask(query_positions, relaxed, window, keys=key_positions)
     return Slots(write, query_positions, key_positions, visible & filled[None, None, None])
 
 

@@ -77,19 +77,12 @@ _LEAST_TEMPERATURE = 1e-6  # logits over less may not be finite
 def check_options(
     steps: int, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, window: int | None = None, sinks: int = 0
 ) -> None:
-    """Refuses values that no model allows; arguments as for `stream`.
-
-    Raises:
-      ValueError: For a value outside of its range, or sinks without a window.
-    """
+    """Refuses values that no model allows; arguments as for `stream`."""
+    warm = f"{_LEAST_TEMPERATURE:g} or more and finite; or 0, which takes the most probable token"
+    is_warm = temperature == 0 or _LEAST_TEMPERATURE <= temperature < math.inf
     for name, value, allowed, is_allowed in (
         ("steps", steps, "at least 1", steps >= 1),
-        (
-            "temperature",
-            temperature,
-            f"{_LEAST_TEMPERATURE:g} or more and finite; or 0, which takes the most probable token",
-            temperature == 0 or _LEAST_TEMPERATURE <= temperature < math.inf,
-        ),
+        ("temperature", temperature, warm, is_warm),
         ("top_p", top_p, "above 0, 1 at most", 0 < top_p <= 1),
         ("seed", seed, "0 to 2**32 - 1", 0 <= seed < 2**32),
         ("window", window, "at least 1", window is None or window >= 1),
@@ -103,13 +96,8 @@ def stream_loss_nats(loaded: LoadedModel, tokens: ArrayLike, window: int | None 
     """Computes the negative log likelihood of each token of a long text, read one by one through a rolling cache.
 
     Softmax models lose their predictions as soon as the first tokens leave the window, and keep them with some as
-    sinks: StreamingLLM, arXiv 2309.17453, Table 1.
-
-    Args:
-      loaded: The model.
-      tokens: int [T + 1] or [B, T + 1]; the first is only read.
-      window: As for `stream`.
-      sinks: As for `stream`.
+    sinks: StreamingLLM, arXiv 2309.17453, Table 1. Tokens are int [T + 1] or [B, T + 1], of which the first is only
+    read; `window` and `sinks` are those of `stream`.
 
     Returns:
       float32 [T] or [B, T], in nats.
@@ -129,10 +117,7 @@ def stream_loss_nats(loaded: LoadedModel, tokens: ArrayLike, window: int | None 
 def sampling_logits(logits: jax.Array, temperature: jax.Array | float, top_p: jax.Array | float) -> jax.Array:
     """Computes logits [..., V] of the distribution that tokens are drawn from: -inf outside of the nucleus.
 
-    Args:
-      logits: Of the model, [..., V].
-      temperature: Positive.
-      top_p: In (0, 1]. Of equally probable tokens those with the lower ids come first.
+    Of equally probable tokens those with the lower ids come first.
     """
     logits = logits / temperature
     order = jnp.argsort(-logits, axis=-1, stable=True)
@@ -187,11 +172,8 @@ def _written(
         yield token
 
 
-def _apply(
-    model: Transformer, params: Any, tokens: jax.Array, cache: KVCache, *, head: bool = True
-) -> tuple[jax.Array, KVCache]:
-    applied: Any = model.apply({"params": params}, tokens, cache=cache, head=head)
-    return applied
+def _apply(model: Transformer, params: Any, tokens: jax.Array, cache: KVCache, *, head: bool = True) -> Any:
+    return model.apply({"params": params}, tokens, cache=cache, head=head)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=3)

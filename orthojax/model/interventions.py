@@ -88,7 +88,6 @@ class Interventions(NamedTuple):
     residual_share: jax.Array | None = None
 
 
-_SHARE = ("L", "LT", "LBT")
 _SHAPES = {
     "head_scale": ("LN",),
     **dict.fromkeys(("attention_scale", "mlp_scale", "first_attention_scale", "first_mlp_scale"), ("L",)),
@@ -96,7 +95,7 @@ _SHAPES = {
     **dict.fromkeys(("attention_bias", "forced_weights"), ("TS", "BTS", "LBNTS")),
     "forced_share": ("LN", "LNT"),
     **dict.fromkeys(("attention_output", "mlp_output", "residual"), ("LBTD",)),
-    **dict.fromkeys(("attention_output_share", "mlp_output_share", "residual_share"), _SHARE),
+    **dict.fromkeys(("attention_output_share", "mlp_output_share", "residual_share"), ("L", "LT", "LBT")),
 }
 _PAIRS = {"forced_weights": "forced_share"} | {
     name: f"{name}_share" for name in ("attention_output", "mlp_output", "residual")
@@ -156,11 +155,6 @@ def _checked(name: str, array: jax.Array, sizes: dict[str, tuple[str, int]]) -> 
 
 
 # Within one layer, with its slice of the arrays.
-
-
-def with_shared(given: Interventions, shared: Interventions) -> Interventions:
-    """Returns the interventions of one layer with those that all layers share."""
-    return given._replace(**{name: array for name, array in shared._asdict().items() if array is not None})
 
 
 def blend(x: jax.Array, y: jax.Array, share: jax.Array) -> jax.Array:

@@ -1,7 +1,4 @@
-"""The parts of a block besides attention: linear layers, norms, MLPs and mixtures of experts.
-
-Letters: B batch, T positions, E routed experts, D d_model.
-"""
+"""The parts of a block besides attention: linear layers, norms, MLPs and mixtures of experts."""
 
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -31,11 +28,6 @@ def plain_product(function: F) -> F:
     return function
 
 
-def is_plain_product(function: LinearFunction) -> bool:
-    """Tells whether a function is marked by `plain_product`."""
-    return getattr(function, "is_plain_product", False)
-
-
 @plain_product
 def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
     """Computes x @ kernel + bias; logits (`head`) stay float32, since bfloat16 ones would make the loss noisy."""
@@ -55,17 +47,14 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps [..., in] to [..., features] in `dtype`."""
-        given = self.get_variable("params", "kernel")
-        if isinstance(given, Quantized):  # neither the shape nor the dtype of a float kernel
-            kernel: Any = given
-        else:
-            kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), jnp.float32).astype(
-                self.dtype
-            )
+        kernel: Any = self.get_variable("params", "kernel")
         bias = None
+        if not isinstance(kernel, Quantized):  # which has neither the shape nor the dtype of a float kernel
+            shape = (x.shape[-1], self.features)
+            kernel = self.param("kernel", self.kernel_init, shape, jnp.float32).astype(self.dtype)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32).astype(self.dtype)
-        return self.function(x.astype(self.dtype), kernel, bias, "/".join(self.path))
+        return self.function(x.astype(self.dtype), kernel, bias, "/".join(self.path))  # pyright: ignore[reportArgumentType]
 
 
 def kernel_initializer(config: ModelConfig, *, writes_residual: bool = False) -> nn.initializers.Initializer:
@@ -143,9 +132,9 @@ class Feedforward(Part):
 class Experts(Part):
     """Routed experts, weighted by their probabilities, and shared ones: the mixture of DeepSeek-V2.
 
-    Definition: y = sum_e w_e(x) f_e(x) + sum_s f_s(x), f swiglu MLPs, w of `routing`. It is for measuring: every expert
-    is computed for every token, as one wide MLP whose hidden units are multiplied by w, so that it costs
-    E / per_token times what a grouped product would. Gradients reach the router through the chosen
+    Definition: y = sum_e w_e(x) f_e(x) + sum_s f_s(x), f swiglu MLPs, w the softmax probabilities of the chosen. It is
+    for measuring: every expert is computed for every token, as one wide MLP whose hidden units are multiplied by w, so
+    that it costs E / per_token times what a grouped product would. Gradients reach the router through the chosen
     probabilities alone; there is no auxiliary loss for balance. The hidden units of expert e are the e-th of E equal
     parts of those of `experts`; quantised, all experts have one scale for an output channel of `experts/output`.
 
@@ -161,25 +150,18 @@ class Experts(Part):
         assert of is not None
         width = of.d_expert or c.d_mlp
         logits = Linear(of.num_experts, False, kernel_initializer(c), jnp.float32, self.linear, name="router")(x)
-        factor = jnp.repeat(routing(logits, of), width, axis=-1)
+        factor = jnp.repeat(_routing(logits, of), width, axis=-1)
         y = Feedforward(c, self.linear, "swiglu", of.num_experts * width, name="experts")(x, factor)
         if of.num_shared:
             y += Feedforward(c, self.linear, "swiglu", of.num_shared * width, name="shared")(x)
         return y
 
 
-def routing(logits: jax.Array, experts: ExpertsConfig) -> jax.Array:
+def _routing(logits: jax.Array, experts: ExpertsConfig) -> jax.Array:
     """Computes the weights of routed experts: softmax of the router's logits times `scale`, 0 for those not chosen.
 
     Chosen are the `per_token` likeliest, with groups from the `groups_per_token` groups whose likeliest expert is
-    likeliest. Weights are not normalised again.
-
-    Args:
-      logits: [..., E] float32.
-      experts: The mixture.
-
-    Returns:
-      [..., E].
+    likeliest. Weights are not normalised again. Logits and weights are [..., E].
     """
     scores = jax.nn.softmax(logits, axis=-1)
     if experts.groups_per_token < experts.groups:

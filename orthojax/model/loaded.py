@@ -16,21 +16,13 @@ Params = dict[str, Any]
 
 
 class LoadedModel(NamedTuple):
-    """A model that is ready to be applied and measured, be it a run, a checkpoint or an imported model.
+    """A model that is ready to be applied and measured, be it a run, a checkpoint or an imported model."""
 
-    Attributes:
-      model: `Transformer(config.model)`; `_replace` it for one with quantised linear layers.
-      params: Its parameters, as `init` returns them under "params".
-      config: Of the run that trained it.
-      tokenizer: The meaning of its token ids; None if that is not known.
-      source: Folder of the checkpoint's step.
-    """
-
-    model: "Transformer"
-    params: Any
-    config: Config
-    tokenizer: Any | None
-    source: Path
+    model: "Transformer"  # of `config.model`; `_replace` it for one with quantised linear layers
+    params: Any  # as `init` returns them under "params"
+    config: Config  # of the run that trained it
+    tokenizer: Any | None  # the meaning of its token ids; None if that is not known
+    source: Path  # the folder of the checkpoint's step, or the file or folder of a model that others trained
 
 
 def unstack_layers(params: Params) -> Params:

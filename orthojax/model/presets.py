@@ -11,22 +11,10 @@ from orthojax.config import ModelConfig, unknown_field
 from orthojax.errors import UserError, nearest
 
 _GPT2 = ModelConfig(
-    vocab_size=50_257,
-    position="learned",
-    norm="layernorm",
-    use_bias=True,
-    mlp="gelu",
-    normalizer="softmax",
-    tie_embeddings=True,
+    vocab_size=50_257, position="learned", norm="layernorm", use_bias=True, mlp="gelu", normalizer="softmax"
 )
 _LLAMA2 = ModelConfig(
-    vocab_size=32_000,
-    position="rotary",
-    norm="rmsnorm",
-    use_bias=False,
-    mlp="swiglu",
-    normalizer="softmax",
-    tie_embeddings=False,
+    vocab_size=32_000, position="rotary", norm="rmsnorm", mlp="swiglu", normalizer="softmax", tie_embeddings=False
 )
 _BIGRAM_BACKCOPY = ModelConfig(
     vocab_size=67,
@@ -103,14 +91,8 @@ def bigram_backcopy(num_layers: int = 1, **changes: Any) -> ModelConfig:
     """Makes the transformer of Active-Dormant Attention Heads on Bigram-Backcopy, at its published size.
 
     67 token ids, 256 positions, width 256, one head, ReLU MLPs of 1,024, LayerNorm with gain and bias, no other biases,
-    an output head of its own; kernels uniform on +-1/sqrt(fan_in), embeddings N(0, 1).
-
-    Args:
-      num_layers: 1 and 3 in the paper.
-      **changes: Fields of `ModelConfig` to set otherwise; `mlp`, `attention` and their norms by layer.
-
-    Raises:
-      UserError: For an unknown field, or an impossible combination.
+    an output head of its own; kernels uniform on +-1/sqrt(fan_in), embeddings N(0, 1). The paper has 1 and 3 layers.
+    Changes, as of `gpt2`, may differ by layer.
 
     Reference:
       Active-Dormant Attention Heads, `arXiv 2410.13835 <https://arxiv.org/abs/2410.13835>`_, 2024, and its code.

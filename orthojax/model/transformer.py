@@ -16,17 +16,8 @@ import jax.numpy as jnp
 from orthojax.config import ModelConfig, Remat
 from orthojax.model.attention import Attention, LatentAttention
 from orthojax.model.cache import CachedLayer, KVCache, Slots, plan, with_tokens
-from orthojax.model.interventions import Interventions, Observe, Taps, intervene, replace, split_layers, with_shared
-from orthojax.model.layers import (
-    Experts,
-    Feedforward,
-    Linear,
-    LinearFunction,
-    Norm,
-    is_plain_product,
-    kernel_initializer,
-    linear,
-)
+from orthojax.model.interventions import Interventions, Observe, Taps, intervene, replace, split_layers
+from orthojax.model.layers import Experts, Feedforward, Linear, LinearFunction, Norm, kernel_initializer, linear
 from orthojax.ops.attention import ATTENTION_NAME
 from orthojax.ops.orthogonal import fixed_transform, hash_signs
 from orthojax.ops.products import kernel_product
@@ -49,14 +40,12 @@ class Block(nn.Module):
         x: jax.Array,
         given: Interventions,
         shared: Interventions,
-        kept: tuple[jax.Array, jax.Array] | None = None,
-        slots: Slots | None = None,
+        kept: tuple[jax.Array, jax.Array] | None,
+        slots: Slots | None,
     ) -> tuple[jax.Array, Any]:
-        """Maps [B, T, D], the layer's interventions and those that layers share to [B, T, D] and observe(Taps).
-
-        With the layer's keys and values of a cache, those of the T tokens instead of observations.
-        """
-        c, given = self.config, with_shared(given, shared)
+        """Maps [B, T, D] to [B, T, D] and observe(Taps), or with a cache the keys and values of the T tokens."""
+        c = self.config
+        given = given._replace(**{name: array for name, array in shared._asdict().items() if array is not None})
         B, T, _ = x.shape
         residual_before = x
         cached = None if kept is None or slots is None else CachedLayer(*kept, slots)
@@ -96,9 +85,7 @@ class Block(nn.Module):
         )
         return x, self.observe(seen)
 
-    def _normed(
-        self, x: jax.Array, part: Literal["attention", "mlp"], at: Literal["input", "output", "sum"]
-    ) -> jax.Array:
+    def _normed(self, x: jax.Array, part: Literal["attention", "mlp"], at: str) -> jax.Array:
         """Applies the norm of a part if its place is `at`: its input, its output, or the sum with the stream."""
         c = self.config
         place = {"post_norm": "sum", "output_norm": "output"}.get(c.block, "input")
@@ -109,14 +96,13 @@ class Block(nn.Module):
 
     def _no_attention_taps(self, B: int, T: int) -> dict[str, jax.Array]:
         c = self.config
+        by_pair, by_query = jnp.zeros((B, c.num_heads, T, T)), jnp.zeros((B, c.num_heads, T))
         return {
-            "attention_logits": jnp.zeros((B, c.num_heads, T, T)),
-            "attention_weights": jnp.zeros((B, c.num_heads, T, T)),
+            **dict.fromkeys(("attention_logits", "attention_weights"), by_pair),
             "visible": jnp.zeros((1, 1, T, T), bool),
             "keys": jnp.zeros((B, T, c.kv_heads, c.head_dim)),
             "values": jnp.zeros((B, T, c.kv_heads, c.value_dim)),
-            "value_norms": jnp.zeros((B, c.num_heads, T)),
-            "head_norms": jnp.zeros((B, c.num_heads, T)),
+            **dict.fromkeys(("value_norms", "head_norms"), by_query),
         }
 
 
@@ -124,17 +110,8 @@ def to_residual(x: jax.Array, name: str, layer: int = 0) -> jax.Array:
     """Computes Q^T x along the last axis, with the fixed orthogonal matrix Q of one part (`fixed_rotation`).
 
     The alternative to OrthoAdam that its authors name and do not take (From Attention to Activation, section 4.2):
-    "make Q part of the model parameters that are kept fixed during training". What a part writes to the residual stream
-    is rotated by a matrix of its own; Adam on such a model is OrthoAdam (axes `writers`) on the plain one, seen in
-    other coordinates.
-
-    Args:
-      x: [..., D], in the coordinates of the part.
-      name: Of the part's kernel, as `layers/mlp/output/kernel`.
-      layer: Its layer number.
-
-    Returns:
-      [..., D] in the coordinates of the residual stream.
+    "make Q part of the model parameters that are kept fixed during training". Adam on such a model is OrthoAdam (axes
+    `writers`) on the plain one, seen in other coordinates. The part is named by its kernel and layer.
     """
     return _signs(x, name, layer) * fixed_transform(x, x.ndim - 1, transpose=True)
 
@@ -196,8 +173,7 @@ class Transformer(nn.Module):
 
         Returns:
           Logits [B, T, V] float32, and the observations (None without `observe`), or the new cache where one is given.
-          Without the head, what it is applied to instead of logits: the final hidden states [B, T, D] in
-          `config.dtype`, for which see `head_kernel`.
+          Without the head, what it is applied to: the final hidden states [B, T, D] in `config.dtype`.
 
         Raises:
           ValueError: For sequences longer than `max_length` if positions are learned, interventions whose shapes
@@ -241,16 +217,12 @@ class Transformer(nn.Module):
     def head_kernel(self, params: Any) -> tuple[jax.Array, int] | None:
         """Returns the kernel that maps final hidden states to logits, and the axis of the vocabulary in it.
 
-        Args:
-          params: The parameters, as `init` returns them under "params".
-
-        Returns:
-          (token table [V, D], 0) or (head [D, V], 1), float32; None where the logits are no plain product: another
-          `linear` may quantise the head, by statistics of all positions.
+        That is (token table [V, D], 0) or (head [D, V], 1), float32; None where the logits are no plain product:
+        another `linear` may quantise the head, by statistics of all positions.
         """
         if self.config.tie_embeddings:
             return None if self.linear_head else (params["token_embedding"]["embedding"], 0)
-        return (params["head"]["kernel"], 1) if is_plain_product(self.linear) else None
+        return (params["head"]["kernel"], 1) if getattr(self.linear, "is_plain_product", False) else None
 
     def _blocks(
         self,
@@ -309,14 +281,10 @@ def parameter_count(config: ModelConfig) -> int:
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Counts the floating-point operations of one training step for each token, forward and backward.
 
-    They are 6 for each parameter that takes part in a matrix product (the token table once, as the head; the position
-    table, norm scales and biases never), and 6 T times the widths of keys and of values of all heads in every layer
-    that attends for the products with them; causality does not count as a saving. All experts count, as all are
-    computed.
-
-    Args:
-      config: The model.
-      sequence_length: T.
+    They are, at sequence length T, 6 for each parameter that takes part in a matrix product (the token table once, as
+    the head; the position table, norm scales and biases never), and 6 T times the widths of keys and of values of all
+    heads in every layer that attends for the products with them; causality does not count as a saving. All experts
+    count, as all are computed.
     """
     c = config
     leaves = jax.tree_util.tree_leaves_with_path(parameter_shapes(c))

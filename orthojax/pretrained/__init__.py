@@ -3,23 +3,14 @@
 A family is a table of rows for its config and its tensors (`families`), read both ways.
 """
 
-from orthojax.data.published import locate
-from orthojax.pretrained.configs import computed_as
-from orthojax.pretrained.families import FAMILIES
-from orthojax.pretrained.folders import is_pretrained, read_folder, read_folder_config, write_folder
-from orthojax.pretrained.gguf import read_gguf, read_gguf_config
-from orthojax.pretrained.tokens import begins_with_bos, with_declared_tokens
-
-__all__ = [
-    "FAMILIES",
-    "begins_with_bos",
-    "computed_as",
-    "is_pretrained",
-    "locate",
-    "read_folder",
-    "read_folder_config",
-    "read_gguf",
-    "read_gguf_config",
-    "with_declared_tokens",
-    "write_folder",
-]
+from orthojax.data.published import locate as locate
+from orthojax.data.tokenizers import begins_with_bos as begins_with_bos
+from orthojax.data.tokenizers import with_declared_tokens as with_declared_tokens
+from orthojax.pretrained.configs import computed_as as computed_as
+from orthojax.pretrained.families import FAMILIES as FAMILIES
+from orthojax.pretrained.folders import is_pretrained as is_pretrained
+from orthojax.pretrained.folders import read_folder as read_folder
+from orthojax.pretrained.folders import read_folder_config as read_folder_config
+from orthojax.pretrained.folders import write_folder as write_folder
+from orthojax.pretrained.gguf import read_gguf as read_gguf
+from orthojax.pretrained.gguf import read_gguf_config as read_gguf_config

@@ -10,7 +10,7 @@ from typing import Any
 
 from orthojax.config import ModelConfig, RopeConfig, fields_affecting, flatten, from_flat, require
 from orthojax.errors import UserError
-from orthojax.pretrained.family import Choice, Equal, Family, Only, integer
+from orthojax.pretrained.families import Choice, Equal, Family, Only, integer
 
 # Fields that say nothing about what a model computes, and those that `_read_rotary` and `_read_window` read.
 _IGNORED = re.compile(
@@ -35,11 +35,7 @@ _COUNTS = {"vocab_size", "d_model", "num_layers", "num_heads"}  # whose arithmet
 
 
 def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
-    """Returns the `ModelConfig` that a foreign config describes.
-
-    Args:
-      family: Of its `model_type`.
-      given: The content of config.json.
+    """Returns the `ModelConfig` that the content of a foreign config.json describes.
 
     Raises:
       UserError: For a field that is missing, has a value that is not supported, or is not known.
@@ -86,11 +82,8 @@ def _require_known(family: Family, given: Mapping[str, Any]) -> None:
 
 
 def _read_window(family: Family, given: Mapping[str, Any], window: int | None, num_layers: int) -> int | None:
-    """Returns the window of all layers; refuses windows in some of them, and declarations that contradict each other.
-
-    Qwen models have windows if `use_sliding_window` says so, in the layers of `layer_types`, or else from the
-    `max_window_layers`-th on.
-    """
+    """Returns the window of all layers; refuses windows in some of them, and contradictory declarations."""
+    # Qwen models have windows if the first says so, in the layers of `layer_types`, or else from the second on.
     used, first, kinds = (given.get(name) for name in ("use_sliding_window", "max_window_layers", "layer_types"))
     if family.window_switch:
         window = window if used else None
@@ -111,20 +104,14 @@ def _read_window(family: Family, given: Mapping[str, Any], window: int | None, n
 
 
 # `rope_type` -> its fields -> those of `RopeConfig`.
-_LLAMA3 = {
-    "factor": "factor",
-    "original_max_position_embeddings": "original_length",
-    "low_freq_factor": "low_frequency_factor",
-    "high_freq_factor": "high_frequency_factor",
-}
-_YARN = {
-    "factor": "factor",
-    "original_max_position_embeddings": "original_length",
-    "beta_slow": "low_frequency_factor",
-    "beta_fast": "high_frequency_factor",
+_LONGER = {"factor": "factor", "original_max_position_embeddings": "original_length"}
+_SCALINGS = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": _LONGER | {"low_freq_factor": "low_frequency_factor", "high_freq_factor": "high_frequency_factor"},
+    "yarn": _LONGER | {"beta_slow": "low_frequency_factor", "beta_fast": "high_frequency_factor"},
 }
 _MSCALES = {"mscale": "mscale", "mscale_all_dim": "mscale_all"}
-_SCALINGS = {"default": {}, "linear": {"factor": "factor"}, "llama3": _LLAMA3, "yarn": _YARN}
 _SCALING_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
 
 
@@ -174,10 +161,7 @@ def _write_rotary(family: Family, config: ModelConfig) -> dict[str, Any]:
 
 
 def write_config(family: Family, config: ModelConfig) -> dict[str, Any] | None:
-    """Returns a foreign config of a model: the inverse of `read_config`; None if the family cannot express it.
-
-    What has no influence on results, as how parameters start, is not written.
-    """
+    """Returns a foreign config of a model, without what does not affect results; None if the family has none for it."""
     given: dict[str, Any] = {"model_type": family.name}
     ours = flatten(config)
     for name, row in family.fields.items():

@@ -1,25 +1,176 @@
-"""The families of published models as tables: their config fields and weights <-> ours."""
+"""Families of published models: rows for the fields of their configs and for their weights, each read both ways."""
 
-from collections.abc import Mapping
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from orthojax.pretrained.deepseek import DEEPSEEK_V2
-from orthojax.pretrained.family import (
-    PADDED_BY_TWO,
-    QKV,
-    SAME,
-    THIRDS,
-    THIRDS_BY_HEAD,
-    TRANSPOSED,
-    Choice,
-    Equal,
-    Family,
-    Only,
-    Same,
-    Weight,
-    dense_rows,
-    fused_rows,
-    norm_rows,
-)  # fmt: skip
+import numpy as np
+
+from orthojax.config import ModelConfig, require
+from orthojax.errors import UserError
+
+# Config fields.
+
+
+class Same(NamedTuple):
+    """A foreign field that is one of ours, by its dotted path; the foreign library takes `default` if it is missing."""
+
+    ours: str
+    default: Any = ...
+
+
+class Choice(NamedTuple):
+    """A foreign field whose values are names of ours."""
+
+    ours: str
+    values: Mapping[Any, Any]
+    default: Any = ...
+
+
+class Only(NamedTuple):
+    """A foreign field with a few supported values; the first is written, and taken if it is missing."""
+
+    values: Sequence[Any]
+
+
+class Equal(NamedTuple):
+    """A foreign field that must have the value of another one, and has it if it is missing."""
+
+    other: str
+
+
+class More(NamedTuple):
+    """Foreign fields that no row of their own explains."""
+
+    names: frozenset[str]
+    read: Callable[[Mapping[str, Any]], dict[str, Any]]  # a foreign config -> fields of ours
+    write: Callable[[ModelConfig], dict[str, Any]]  # back
+
+
+# Weights.
+
+
+class Transform(NamedTuple):
+    """A foreign tensor as one or several arrays of ours, and, if models are written, back."""
+
+    read: Callable[[np.ndarray, ModelConfig], Sequence[np.ndarray]]
+    write: Callable[[Sequence[np.ndarray], ModelConfig], np.ndarray] = lambda x, c: x[0]
+
+
+class Weight(NamedTuple):
+    """The name of a tensor there, and the paths of its parts here, of one layer.
+
+    A row counts if a model has these parameters, so that optional biases need no condition.
+    """
+
+    there: str  # with {} for the layer and {expert} for an expert
+    here: Sequence[str]  # paths of our parameters; those in layers begin with `layers/`
+    how: Transform
+    share: int | None = None  # the axis of our parameters of which each expert has an equal share
+    where: Callable[[ModelConfig], bool] = lambda c: True  # a further condition on the model
+
+    def places(self, config: ModelConfig) -> Iterator[tuple[int | None, int | None]]:
+        """Yields every (layer, expert) that has such a tensor."""
+        layers = range(config.num_layers) if "{}" in self.there else (None,)
+        return itertools.product(layers, (None,) if self.share is None else range(self.experts(config)))
+
+    def experts(self, config: ModelConfig) -> int:
+        """Returns how many experts a model has."""
+        return 0 if config.experts is None else config.experts.num_experts
+
+
+SAME = Transform(lambda x, c: (x,))
+TRANSPOSED = Transform(lambda x, c: (x.T,), lambda x, c: x[0].T)
+THIRDS = Transform(lambda x, c: np.split(x, 3, axis=-1), lambda x, c: np.concatenate(x, axis=-1))
+PADDED_BY_TWO = Transform(lambda x, c: (x[2:],), lambda x, c: np.pad(x[0], ((2, 0), (0, 0))))
+
+
+def unpair(x: np.ndarray, heads: int) -> np.ndarray:
+    """Reorders output rows [out, ...] of every head from neighbouring pairs, for rotary positions, to halves."""
+    return np.swapaxes(x.reshape(heads, -1, 2, *x.shape[1:]), 1, 2).reshape(x.shape)
+
+
+def pair(x: np.ndarray, heads: int) -> np.ndarray:
+    """Inverts `unpair`."""
+    return np.swapaxes(x.reshape(heads, 2, -1, *x.shape[1:]), 1, 2).reshape(x.shape)
+
+
+def _split_by_head(x: np.ndarray, c: ModelConfig) -> Sequence[np.ndarray]:
+    by_head = x.reshape(c.num_heads, 3, c.head_dim, *x.shape[1:])
+    return [by_head[:, part].reshape(-1, *x.shape[1:]).T for part in range(3)]
+
+
+def _join_by_head(x: Sequence[np.ndarray], c: ModelConfig) -> np.ndarray:
+    parts = [part.T.reshape(c.num_heads, c.head_dim, *part.T.shape[1:]) for part in x]
+    return np.stack(parts, axis=1).reshape(-1, *x[0].T.shape[1:])
+
+
+THIRDS_BY_HEAD = Transform(_split_by_head, _join_by_head)
+QKV = ("query", "key", "value")
+
+
+def norm_rows(there: str, here: str) -> list[Weight]:
+    """Makes rows for scale and bias of a norm."""
+    return [Weight(f"{there}.weight", (f"{here}/scale",), SAME), Weight(f"{there}.bias", (f"{here}/bias",), SAME)]
+
+
+def dense_rows(there: str, here: str, how: Transform = TRANSPOSED) -> list[Weight]:
+    """Makes rows for kernel and bias of a linear layer."""
+    return [Weight(f"{there}.weight", (f"{here}/kernel",), how), Weight(f"{there}.bias", (f"{here}/bias",), SAME)]
+
+
+def fused_rows(there: str, how: Transform) -> list[Weight]:
+    """Makes rows for kernels and biases of queries, keys and values that are one tensor there."""
+    names = {"weight": "kernel", "bias": "bias"}.items()
+    return [Weight(f"{there}.{n}", tuple(f"layers/attention/{part}/{ours}" for part in QKV), how) for n, ours in names]
+
+
+def _end_rows(embedding: str, norm: str, head: str) -> list[Weight]:
+    return [
+        Weight(f"{embedding}.weight", ("token_embedding/embedding",), SAME),
+        *norm_rows(norm, "final_norm"),
+        Weight(f"{head}.weight", ("head/kernel",), TRANSPOSED),
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One kind of published models: its configs and its tensors."""
+
+    name: str  # `model_type` in its config.json
+    architecture: str  # the class of transformers
+    base: Mapping[str, Any]  # fields of `ModelConfig` that all of its models have in common
+    fields: Mapping[str, Same | Choice | Only | Equal]  # foreign field -> its meaning
+    weights: Sequence[Weight]
+    prefixes: tuple[str, ...] = ("model.", "")  # of the names of all tensors but the head; the first is written
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # ends of names of tensors that are no parameters
+    rotary: bool = True  # `rope_parameters`, or the older fields, are read
+    rotary_fraction: float = 1.0  # rotated channels that the foreign library takes if no field says it
+    mscales: bool = False  # YaRN scales logits by `mscale` and `mscale_all_dim`
+    window_switch: bool = False  # windows are on if `use_sliding_window` says so
+    more: More | None = None
+
+
+HEADS = ("lm_head.weight", "embed_out.weight")  # which have no prefix, and are left out if they are tied
+
+
+def integer(given: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Reads an integer of a foreign config."""
+    value = default if given.get(name) is None else given[name]
+    if value is None:
+        raise UserError(f"the config has no {name}", allowed="an integer")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UserError(f"{name}={value!r} is not supported", allowed="an integer")
+    return value
+
+
+def foreign_names(family: Family, there: str) -> list[str]:
+    """Returns the names that a tensor of a table may have in a file; the first is written."""
+    return [there] if there in HEADS else [prefix + there for prefix in family.prefixes]
+
+
+# Tables.
 
 _SIZES = {
     "vocab_size": Same("vocab_size"),
@@ -39,29 +190,23 @@ _LLAMA_FIELDS = _SIZES | {
     "tie_word_embeddings": Same("tie_embeddings", False),
 }
 _LLAMA_BASE = {"position": "rotary", "norm": "rmsnorm", "use_bias": False, "mlp": "swiglu", "normalizer": "softmax"}
+_PROJECTIONS = {"gate_proj": "gate", "up_proj": "input", "down_proj": "output"}
 _GATED = [
-    *dense_rows("layers.{}.mlp.gate_proj", "layers/mlp/gate"),
-    *dense_rows("layers.{}.mlp.up_proj", "layers/mlp/input"),
-    *dense_rows("layers.{}.mlp.down_proj", "layers/mlp/output"),
+    row for there, here in _PROJECTIONS.items() for row in dense_rows(f"layers.{{}}.mlp.{there}", f"layers/mlp/{here}")
 ]
+_QKV = [row for part in QKV for row in dense_rows(f"layers.{{}}.self_attn.{part[0]}_proj", f"layers/attention/{part}")]
 _ATTENTION = [
-    *(row for part in QKV for row in dense_rows(f"layers.{{}}.self_attn.{part[0]}_proj", f"layers/attention/{part}")),
+    *_QKV,
     *dense_rows("layers.{}.self_attn.o_proj", "layers/attention/output"),
     *norm_rows("layers.{}.self_attn.q_norm", "layers/attention/query_norm"),
     *norm_rows("layers.{}.self_attn.k_norm", "layers/attention/key_norm"),
 ]
-_ENDS = [
-    Weight("embed_tokens.weight", ("token_embedding/embedding",), SAME),
-    *norm_rows("norm", "final_norm"),
-    Weight("lm_head.weight", ("head/kernel",), TRANSPOSED),
-]
-_LLAMA_WEIGHTS = [
-    *_ENDS,
-    *_ATTENTION,
-    *_GATED,
+_ENDS = _end_rows("embed_tokens", "norm", "lm_head")
+_NORMS = [
     *norm_rows("layers.{}.input_layernorm", "layers/attention_norm"),
     *norm_rows("layers.{}.post_attention_layernorm", "layers/mlp_norm"),
 ]
+_LLAMA_WEIGHTS = [*_ENDS, *_ATTENTION, *_GATED, *_NORMS]
 
 
 GPT2 = Family(
@@ -86,10 +231,8 @@ GPT2 = Family(
         "add_cross_attention": Only((False,)),
     },
     [
-        Weight("wte.weight", ("token_embedding/embedding",), SAME),
+        *_end_rows("wte", "ln_f", "lm_head"),
         Weight("wpe.weight", ("position_embedding/embedding",), SAME),
-        *norm_rows("ln_f", "final_norm"),
-        Weight("lm_head.weight", ("head/kernel",), TRANSPOSED),
         *norm_rows("h.{}.ln_1", "layers/attention_norm"),
         *fused_rows("h.{}.attn.c_attn", THIRDS),
         *dense_rows("h.{}.attn.c_proj", "layers/attention/output", SAME),
@@ -102,26 +245,16 @@ GPT2 = Family(
     rotary=False,
 )
 LLAMA = Family("llama", "LlamaForCausalLM", _LLAMA_BASE, _LLAMA_FIELDS, _LLAMA_WEIGHTS)
-MISTRAL = Family(
-    "mistral",
-    "MistralForCausalLM",
-    _LLAMA_BASE,
-    _LLAMA_FIELDS | {"sliding_window": Same("attention_window", 4096)},
-    _LLAMA_WEIGHTS,
-)
+_WINDOWED = _LLAMA_FIELDS | {"sliding_window": Same("attention_window", 4096)}
+MISTRAL = Family("mistral", "MistralForCausalLM", _LLAMA_BASE, _WINDOWED, _LLAMA_WEIGHTS)
 QWEN2 = Family(
-    "qwen2",
-    "Qwen2ForCausalLM",
-    _LLAMA_BASE | {"use_bias": "qkv"},
-    _LLAMA_FIELDS | {"sliding_window": Same("attention_window", 4096)},
-    _LLAMA_WEIGHTS,
-    window_switch=True,
+    "qwen2", "Qwen2ForCausalLM", _LLAMA_BASE | {"use_bias": "qkv"}, _WINDOWED, _LLAMA_WEIGHTS, window_switch=True
 )
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     _LLAMA_BASE | {"qk_norm": "head"},
-    _LLAMA_FIELDS | {"sliding_window": Same("attention_window", 4096), "head_dim": Same("d_head", 128)},
+    _WINDOWED | {"head_dim": Same("d_head", 128)},
     _LLAMA_WEIGHTS,
     window_switch=True,
 )
@@ -158,11 +291,8 @@ GPT_NEOX = Family(
         "tie_word_embeddings": Same("tie_embeddings", False),
     },
     [
-        Weight("embed_in.weight", ("token_embedding/embedding",), SAME),
-        *norm_rows("final_layer_norm", "final_norm"),
-        Weight("embed_out.weight", ("head/kernel",), TRANSPOSED),
-        *norm_rows("layers.{}.input_layernorm", "layers/attention_norm"),
-        *norm_rows("layers.{}.post_attention_layernorm", "layers/mlp_norm"),
+        *_end_rows("embed_in", "final_layer_norm", "embed_out"),
+        *_NORMS,
         *fused_rows("layers.{}.attention.query_key_value", THIRDS_BY_HEAD),
         *dense_rows("layers.{}.attention.dense", "layers/attention/output"),
         *dense_rows("layers.{}.mlp.dense_h_to_4h", "layers/mlp/input"),
@@ -192,15 +322,9 @@ OPT = Family(
         "_remove_final_layer_norm": Only((False,)),
     },
     [
-        Weight("embed_tokens.weight", ("token_embedding/embedding",), SAME),
+        *_end_rows("embed_tokens", "final_layer_norm", "lm_head"),
         Weight("embed_positions.weight", ("position_embedding/embedding",), PADDED_BY_TWO),
-        *norm_rows("final_layer_norm", "final_norm"),
-        Weight("lm_head.weight", ("head/kernel",), TRANSPOSED),
-        *(
-            row
-            for part in QKV
-            for row in dense_rows(f"layers.{{}}.self_attn.{part[0]}_proj", f"layers/attention/{part}")
-        ),
+        *_QKV,
         *dense_rows("layers.{}.self_attn.out_proj", "layers/attention/output"),
         *norm_rows("layers.{}.self_attn_layer_norm", "layers/attention_norm"),
         *norm_rows("layers.{}.final_layer_norm", "layers/mlp_norm"),
@@ -210,6 +334,133 @@ OPT = Family(
     prefixes=("model.decoder.", "decoder.", ""),
     rotary=False,
 )
+
+
+def _has_query_latent(c: ModelConfig) -> bool:
+    return c.latent is not None and c.latent.d_query_latent is not None
+
+
+# DeepSeek-V2. There the rotated channels of a head are the last ones, in neighbouring pairs; here the first, in halves.
+
+
+def _read_query(x: np.ndarray, c: ModelConfig) -> Sequence[np.ndarray]:
+    own, turned = np.split(x.reshape(c.num_heads, c.head_dim, -1), [c.head_dim - c.rotary_channels], axis=1)
+    turned = unpair(turned.reshape(-1, x.shape[1]), c.num_heads).reshape(turned.shape)
+    return (np.concatenate([turned, own], axis=1).reshape(x.shape).T,)
+
+
+def _write_query(x: Sequence[np.ndarray], c: ModelConfig) -> np.ndarray:
+    rows = x[0].T
+    turned, own = np.split(rows.reshape(c.num_heads, c.head_dim, -1), [c.rotary_channels], axis=1)
+    turned = pair(turned.reshape(-1, rows.shape[1]), c.num_heads).reshape(turned.shape)
+    return np.concatenate([own, turned], axis=1).reshape(rows.shape)
+
+
+def _read_latent(x: np.ndarray, c: ModelConfig) -> Sequence[np.ndarray]:
+    latent, turned = np.split(x, [-c.rotary_channels])
+    return latent.T, unpair(turned, 1).T
+
+
+def _read_key_value(x: np.ndarray, c: ModelConfig) -> Sequence[np.ndarray]:
+    own = c.head_dim - c.rotary_channels
+    parts = np.split(x.reshape(c.num_heads, own + c.value_dim, -1), [own], axis=1)
+    return [part.reshape(-1, x.shape[1]).T for part in parts]
+
+
+def _write_key_value(x: Sequence[np.ndarray], c: ModelConfig) -> np.ndarray:
+    parts = [part.T.reshape(c.num_heads, -1, part.shape[0]) for part in x]
+    return np.concatenate(parts, axis=1).reshape(-1, x[0].shape[0])
+
+
+_QUERY = Transform(_read_query, _write_query)
+_LATENT = Transform(_read_latent, lambda x, c: np.concatenate([x[0].T, pair(x[1].T, 1)]))
+_KEY_VALUE = Transform(_read_key_value, _write_key_value)
+_THERE, _HERE = "layers.{}.self_attn.", "layers/attention/"
+
+# Its config.
+
+_NAMES = {"first_k_dense_replace", "head_dim", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"}
+_NAMES |= {"aux_loss_alpha", "ep_size", "n_group", "seq_aux", "topk_group", "topk_method"}
+
+
+def _read(given: Mapping[str, Any]) -> dict[str, Any]:
+    own, turned = integer(given, "qk_nope_head_dim", 128), integer(given, "qk_rope_head_dim", 64)
+    require(given.get("head_dim") in (None, turned), f"head_dim={given.get('head_dim')} is not supported", f"{turned}")
+    require(min(own, turned) > 0, f"qk_nope_head_dim={own}, qk_rope_head_dim={turned}", "positive numbers")
+    layers, dense = integer(given, "num_hidden_layers"), integer(given, "first_k_dense_replace", 0)
+    dense = min(max(dense, 0), layers)
+    fields = {"d_head": own + turned, "latent.d_rotary": turned}
+    fields |= {"mlp": ("swiglu",) * dense + ("experts",) * (layers - dense), "scan_layers": dense in (0, layers)}
+    method, groups = given.get("topk_method", "greedy"), {}
+    allowed = ("greedy", "group_limited_greedy")
+    require(method in allowed, f"topk_method={method!r} is not supported", " | ".join(allowed))
+    if method != "greedy":
+        groups = {"experts.groups": integer(given, "n_group"), "experts.groups_per_token": integer(given, "topk_group")}
+    return fields | groups
+
+
+def _write(c: ModelConfig) -> dict[str, Any]:
+    kinds = [c.layer_mlp(layer) for layer in range(c.num_layers)]
+    given: dict[str, Any] = {
+        "first_k_dense_replace": kinds.index("experts") if "experts" in kinds else c.num_layers,
+        "qk_nope_head_dim": c.head_dim - c.rotary_channels,
+        "qk_rope_head_dim": c.rotary_channels,
+        "topk_method": "greedy",
+    }
+    if (of := c.experts) is not None:
+        given["moe_intermediate_size"] = of.d_expert or c.d_mlp
+        if of.groups_per_token < of.groups:
+            given |= {"topk_method": "group_limited_greedy", "n_group": of.groups, "topk_group": of.groups_per_token}
+    return given
+
+
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    {"position": "rotary", "norm": "rmsnorm", "use_bias": False, "normalizer": "softmax", "norm_eps": 1e-6},
+    _SIZES | {
+        "num_key_value_heads": Equal("num_attention_heads"),
+        "kv_lora_rank": Same("latent.d_latent", 512),
+        "q_lora_rank": Same("latent.d_query_latent", 1536),
+        "v_head_dim": Same("latent.d_value", 128),
+        "n_routed_experts": Same("experts.num_experts", 64),
+        "num_experts_per_tok": Same("experts.per_token"),
+        "n_shared_experts": Same("experts.num_shared", 2),
+        "moe_intermediate_size": Same("experts.d_expert", 1407),
+        "routed_scaling_factor": Same("experts.scale", 1.0),
+        "norm_topk_prob": Only((False,)),  # true in no published model, and implementations differ in what it means
+        "scoring_func": Only(("softmax",)),
+        "moe_layer_freq": Only((1,)),
+        "hidden_act": Only(("silu",)),
+        "attention_bias": Only((False,)),
+        "mlp_bias": Only((False,)),
+        "rms_norm_eps": Only((1e-6,)),  # that of the latents is 1e-6, whatever this says
+        "tie_word_embeddings": Same("tie_embeddings", False),
+    },
+    [
+        *_ENDS,
+        *_NORMS,
+        Weight(_THERE + "q_proj.weight", (_HERE + "query/kernel",), _QUERY,
+               where=lambda c: not _has_query_latent(c)),
+        Weight(_THERE + "q_b_proj.weight", (_HERE + "query/kernel",), _QUERY,
+               where=_has_query_latent),
+        Weight(_THERE + "q_a_proj.weight", (_HERE + "query_latent/kernel",), TRANSPOSED),
+        *norm_rows(_THERE + "q_a_layernorm", _HERE + "query_latent_norm"),
+        Weight(_THERE + "kv_a_proj_with_mqa.weight", (_HERE + "latent/kernel", _HERE + "rotary_key/kernel"),
+               _LATENT),
+        *norm_rows(_THERE + "kv_a_layernorm", _HERE + "latent_norm"),
+        Weight(_THERE + "kv_b_proj.weight", (_HERE + "key/kernel", _HERE + "value/kernel"), _KEY_VALUE),
+        Weight(_THERE + "o_proj.weight", (_HERE + "output/kernel",), TRANSPOSED),
+        Weight("layers.{}.mlp.gate.weight", ("layers/mlp/router/kernel",), TRANSPOSED),
+        *_GATED,
+        *(Weight(f"layers.{{}}.mlp.shared_experts.{there}.weight", (f"layers/mlp/shared/{here}/kernel",), TRANSPOSED)
+          for there, here in _PROJECTIONS.items()),
+        *(Weight(f"layers.{{}}.mlp.experts.{{expert}}.{there}.weight", (f"layers/mlp/experts/{here}/kernel",),
+                 TRANSPOSED, -2 if here == "output" else -1) for there, here in _PROJECTIONS.items()),
+    ],
+    mscales=True,
+    more=More(frozenset(_NAMES), _read, _write),
+)  # fmt: skip
 FAMILIES: Mapping[str, Family] = {
     family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO, OLMO2, GPT_NEOX, OPT, DEEPSEEK_V2)
 }

@@ -22,25 +22,18 @@ from orthojax.files import make_folder, read_json, require_file, write_atomicall
 from orthojax.model import parameter_shapes
 from orthojax.ops.quantize import Quantized
 from orthojax.pretrained.configs import read_config, write_config
-from orthojax.pretrained.families import FAMILIES
-from orthojax.pretrained.family import HEADS, SAME, Family, Weight, foreign_names
+from orthojax.pretrained.families import FAMILIES, HEADS, SAME, Family, Weight, foreign_names
 
 OWN = "orthojax"  # the model_type of models that no family expresses
 _SHARD_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
 
-Tensors = Mapping[str, Callable[[], np.ndarray]]
-"""Tensors by name, each read when it is called for."""
-Rows = Sequence[tuple[Sequence[str], Weight]]
-"""Rows of a table with the names that their tensors may have; the first is written."""
+Tensors = Mapping[str, Callable[[], np.ndarray]]  # by name, each read when it is called for
+Rows = Sequence[tuple[Sequence[str], Weight]]  # with the names that tensors may have; the first is written
 
 
 def _tensors_of(folder: Path) -> Tensors:
-    """Finds the tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
-
-    Raises:
-      UserError: If files are missing or damaged.
-    """
+    """Finds the tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names."""
     tensors: dict[str, Callable[[], np.ndarray]] = {}
     for path in _files(folder):
         with _opened(path) as file:
@@ -99,10 +92,7 @@ def is_pretrained(path: Path) -> bool:
 
 
 def read_folder(folder: Path) -> tuple[ModelConfig, Any]:
-    """Reads a model that `save_pretrained` of transformers, or `write_folder`, wrote.
-
-    Args:
-      folder: With config.json and safetensors.
+    """Reads a folder of config.json and safetensors, as transformers and `write_folder` write it.
 
     Returns:
       The config, and parameters as `Transformer(config).init` returns them under "params", float32 on the first device.
@@ -123,9 +113,9 @@ def read_folder_config(folder: Path) -> ModelConfig:
 
 def _config_and_family(folder: Path) -> tuple[ModelConfig, Family | None]:
     given = read_json(folder / "config.json", "config of a model")
-    if given.get("model_type") == OWN:
-        return from_dict(ModelConfig, given.get("model")), None
     name = given.get("model_type")
+    if name == OWN:
+        return from_dict(ModelConfig, given.get("model")), None
     known = isinstance(name, str) and name in FAMILIES
     require(known, f"model_type {name!r} is not supported", " | ".join(FAMILIES))
     return read_config(FAMILIES[name], given), FAMILIES[name]
@@ -134,17 +124,9 @@ def _config_and_family(folder: Path) -> tuple[ModelConfig, Family | None]:
 def read_params(
     config: ModelConfig, rows: Rows, tensors: Tensors, where: str, ignored: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Reads the parameters of a model from foreign tensors; at most one of them is on the host.
+    """Reads the parameters of a model from foreign tensors: float32 on the first device, at most one on the host.
 
-    Args:
-      config: Of the model.
-      rows: What its tensors mean.
-      tensors: Their source.
-      where: The name of the source in messages.
-      ignored: Names of tensors that are no parameters; those that begin with a dot are ends of names.
-
-    Returns:
-      A nested dict of float32 arrays on the first device.
+    `ignored` has names of tensors that are no parameters; those that begin with a dot are ends of names.
 
     Raises:
       UserError: For a tensor that is missing, has another shape, or that no row explains.
@@ -280,8 +262,7 @@ def write_folder(folder: str | Path, config: ModelConfig, params: Any, tokenizer
       The model_type.
 
     Raises:
-      UserError: If the folder has files, or cannot be written; for parameters on integers; without the extra
-        `pretrained`.
+      UserError: If the folder has files, or cannot be written; for quantised parameters.
     """
     folder, leaves = Path(folder), _flat(params)
     with needing("a safetensors file", "pretrained"):

@@ -16,8 +16,7 @@ from orthojax.config import ModelConfig, RopeConfig, require
 from orthojax.data.published import Gguf, open_gguf
 from orthojax.errors import UserError
 from orthojax.ops import llama3_frequencies, rotary_frequencies
-from orthojax.pretrained.families import FAMILIES
-from orthojax.pretrained.family import Family, Transform, foreign_names, unpair
+from orthojax.pretrained.families import FAMILIES, Family, Transform, foreign_names, unpair
 from orthojax.pretrained.folders import Rows, read_params
 
 _FAMILIES = {name: FAMILIES[name] for name in ("llama", "qwen2", "qwen3", "olmo2")}
@@ -46,9 +45,6 @@ _LLAMA3_FACTORS = (8.0, 32.0)  # of Llama 3.1 and 3.2
 
 def read_gguf(path: Path) -> tuple[ModelConfig, Any]:
     """Reads the model of a .gguf file.
-
-    Args:
-      path: The file.
 
     Returns:
       The config, and parameters as `Transformer(config).init` returns them under "params", float32.
@@ -93,11 +89,7 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _dequantized(tensor: Any, where: str) -> np.ndarray:
-    """Reads one tensor of `gguf.GGUFReader`, float32.
-
-    Raises:
-      UserError: For a type that `gguf` does not dequantise.
-    """
+    """Reads one tensor of `gguf.GGUFReader`, float32."""
     from gguf.quants import dequantize
 
     try:
