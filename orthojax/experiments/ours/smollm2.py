@@ -34,13 +34,11 @@ from orthojax.experiments.claims import (
 from orthojax.experiments.cure import outliers
 from orthojax.experiments.figures import bars, lines
 from orthojax.experiments.pictures import ByLayer, ByStep
-from orthojax.experiments.report import Picture, Table
+from orthojax.experiments.report import Picture
 from orthojax.experiments.results import Results
 from orthojax.experiments.study import Row, Study
 from orthojax.experiments.tables import Columns
-from orthojax.formatting import number
 from orthojax.model import LoadedModel, Transformer, unstack_layers
-from orthojax.model import linear as float_linear
 from orthojax.model.generation import stream_loss_nats
 from orthojax.ops import cross_entropy
 from orthojax.quant import QuantizationSetting
@@ -112,48 +110,6 @@ def _rounded(seed: int) -> Iterator[Row]:
     for layer in range(_LAYERS):
         found = _quantized(quant.INT8_COARSE, f"^layers_{layer}/", unrolled=True)
         yield Row(f"layer_{layer}", {"perplexity": found})
-    yield from _channels()
-
-
-def _channels() -> Iterator[Row]:
-    """Yields the largest feature of the inputs and of the outputs of every product, over all rows and positions."""
-    loaded = _model()
-    config = dataclasses.replace(loaded.config.model, scan_layers=False)
-
-    def peaks(params: Any, tokens: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
-        found = {}
-
-        def watched(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
-            y = float_linear(x, kernel, bias, path)
-            found[path] = tuple(jnp.max(jnp.abs(of), axis=(0, 1)) for of in (x, y))
-            return y
-
-        Transformer(config, linear=watched).apply({"params": params}, tokens)
-        return found
-
-    with jax.enable_x64(False):
-        seen = jax.jit(peaks)(unstack_layers(loaded.params), jnp.asarray(_rows(_ROWS, _LENGTH)[:, :-1]))
-    for path, sides in seen.items():
-        metrics = {}
-        for side, of in zip(("input", "output"), map(np.asarray, sides), strict=True):
-            metrics |= {
-                f"{side}_feature": float(of.argmax()),
-                f"{side}_peak": float(of.max()),
-                f"{side}_ratio": float(of.max() / np.median(of)),
-            }
-        yield Row(f"channels_{path.removeprefix('layers_').removesuffix('/kernel').replace('/', '_')}", metrics)
-
-
-def _largest_features(results: Results) -> Table:
-    """Returns the products whose largest feature stands out most: what one scale for all has to cover."""
-    rows = [
-        (of[f"{side}_ratio"], [side, of.name.removeprefix("channels_"), f"{of[f'{side}_feature']:.0f}",
-                               number(of[f"{side}_peak"]), number(of[f"{side}_ratio"])])
-        for side in ("input", "output") for of in results.matching("channels_*")
-    ]  # fmt: skip
-    shown = [row for _, row in sorted(rows, key=lambda row: -row[0])[:16]]
-    columns = ["side", "product", "largest feature", "its largest |x|", "over the median feature's"]
-    return Table("Products whose largest feature stands out most", columns, shown)
 
 
 def _kept_and_layers(results: Results) -> list[Picture]:
@@ -174,7 +130,7 @@ def _kept_and_layers(results: Results) -> list[Picture]:
 _ADDED = {of: PPL[of] - PPL["float32"] for of in ("int8_moderate", "int8_coarse")}
 QUANTISED = Study(
     name="smollm2_quantised",
-    title="SmolLM2 under quantisation: settings, tensors, layers and channels",
+    title="SmolLM2 under quantisation: settings, tensors, layers",
     rows=_rounded,
     note=f"{_ABOUT} Perplexity on {_ROWS} rows of {_LENGTH} tokens; the output head stays float. Nothing is drawn: one "
     "measurement.",
@@ -184,7 +140,6 @@ QUANTISED = Study(
                 rows="int8_*_query int8_*_key int8_*_value int8_*_output int8_*_gate int8_*_input"),
         Columns("With the largest features of each product in float", "perplexity", rows="int8_*_kept_0 int8_*_kept_1 "
                 "int8_*_kept_2 int8_*_kept_4 int8_*_kept_8 int8_*_kept_16 int8_*_kept_32 int8_*_kept_64"),
-        _largest_features,
         Columns("One layer alone, int8_coarse", "perplexity", rows="layer_*"),
     ],
     claims=[
